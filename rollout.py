@@ -1,0 +1,172 @@
+"""The engine: vLLM inside every rank. It samples completions, takes the policy's new weights after each step, and sleeps in between.
+
+Each tensor-parallel group of ranks is one engine (`distributed_executor_backend="external_launcher"`); the engines share the
+prompts of a step. Randomness is a function of the seed a call is given: nothing hidden lives in the engine, so a resumed run samples
+what the uninterrupted one would have. On CPU and CUDA this is the same code; what CUDA adds is sleep mode.
+
+    engine = Engine(path, world, ...)
+    engine.sync(full_parameters(policy.model, dtype))     # it starts with no weights of its own
+    rollout = engine.sample(prompts, num_samples=8, seed=..., ...)
+    engine.sleep()                                        # CUDA: gives its memory to the trainer until the next sync
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import warnings
+from collections.abc import Iterable
+from functools import partial
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine runs in this process: its weights and its seed are ours
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about CPU tuning and unfused kernels, dozens of lines per rank
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # CPU: several ranks share the cores; binding would put them on the same one
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # CPU: GiB of KV cache per rank; raise it for larger models
+
+warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+
+import numpy as np
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+from batch import Rollout
+from fsdp_utils import World, gather_from_ranks
+
+
+class Engine:
+    """One vLLM engine per tensor-parallel group; this object is the calling rank's part of it."""
+
+    def __init__(
+        self,
+        model_path: str,
+        tokenizer: PreTrainedTokenizerBase,
+        world: World,
+        max_model_len: int,
+        dtype: torch.dtype,
+        gpu_memory_utilization: float,
+        enforce_eager: bool,
+        seed: int,
+    ) -> None:
+        """Builds the engine with random weights (`load_format="dummy"`): the first `sync` brings the policy's.
+
+        That way the engine can never sample from anything but the policy, also after a resume, and the weights are read from disk
+        once, by the trainer. `max_model_len` is in tokens, prompt and completion together.
+        """
+        self.world = world
+        self.tokenizer = tokenizer
+        self.can_sleep = world.device.type == "cuda"
+        self.is_asleep = False
+        if world.device.type == "cpu":
+            torch._dynamo.config.disable = True  # vLLM's log-prob kernel would be compiled for 5 to 25 s, to no gain on CPU
+        self.llm = LLM(
+            model=model_path,
+            load_format="dummy",
+            dtype=str(dtype).removeprefix("torch."),
+            tensor_parallel_size=world.tp_size,
+            distributed_executor_backend="external_launcher",
+            max_model_len=max_model_len,
+            gpu_memory_utilization=gpu_memory_utilization,
+            enforce_eager=enforce_eager or world.device.type == "cpu",
+            enable_sleep_mode=self.can_sleep,
+            logprobs_mode="processed_logprobs",  # after the temperature: what the tokens were really drawn from
+            seed=seed,  # external_launcher wants the same one on every rank; each call of sample() sets its own
+            disable_log_stats=True,
+        )
+
+    def sample(
+        self,
+        prompts: list[np.ndarray],
+        num_samples: int,
+        seed: tuple[int, ...],
+        temperature: float,
+        max_tokens: int,
+        top_p: float = 1.0,
+        description: str = "sample",
+    ) -> Rollout:
+        """`num_samples` completions of each prompt, prompt-major, of at most `max_tokens` tokens; the same on every rank.
+
+        `prompts` are token ids, the same list on every rank; the engines take equal consecutive shares of it. `seed` is any tuple of
+        non-negative numbers (run, step, purpose): the result is a function of the weights, the arguments and the number of engines.
+        """
+        assert not self.is_asleep, "sync() wakes the engine: sample after it"
+        share = np.array_split(np.arange(len(prompts)), self.world.num_engines)[self.world.engine_index]
+        own_prompts = [prompts[i] for i in share]
+        _seed_everything(seed, self.world.engine_index)
+        params = SamplingParams(
+            n=num_samples,
+            temperature=temperature,
+            top_p=top_p,
+            max_tokens=max_tokens,
+            logprobs=0,  # 0: of the sampled token alone
+            flat_logprobs=True,  # plain lists, not an object per token
+            detokenize=False,  # decoded below in one go
+        )
+        outputs = self.llm.generate(
+            [TokensPrompt(prompt_token_ids=prompt.tolist()) for prompt in own_prompts],
+            params,
+            use_tqdm=partial(tqdm, desc=description, leave=False) if self.world.is_main and sys.stderr.isatty() else False,
+        )
+        completions = [completion for output in outputs for completion in output.outputs]
+        token_ids = [list(completion.token_ids) for completion in completions]
+        own = Rollout(
+            prompts=[prompt for prompt in own_prompts for _ in range(num_samples)],
+            completions=[np.array(ids, dtype=np.int32) for ids in token_ids],
+            rollout_logprobs=[np.array(completion.logprobs.logprobs, dtype=np.float32) for completion in completions],
+            texts=self.tokenizer.batch_decode(token_ids, skip_special_tokens=True),
+            is_truncated_B=np.array([completion.finish_reason == "length" for completion in completions], dtype=bool),
+        )
+        parts = gather_from_ranks(own if self.world.is_engine_leader else None)
+        return Rollout.concatenate([part for part in parts if part is not None])
+
+    def sync(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Takes new weights, one full tensor at a time, under their Hugging Face names; wakes the engine and forgets cached prefixes.
+
+        On CUDA the weights' memory is taken back before the transfer and the KV cache's after it, so that the two transfers' buffers and
+        the cache are never held together.
+        """
+        if self.is_asleep:
+            torch.cuda.empty_cache()  # what torch holds in reserve is what vLLM needs back
+            self.llm.wake_up(tags=["weights"])
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_parameters)})
+        if self.world.device.type == "cpu":
+            self.llm.apply_model(_repack_head)
+        if self.is_asleep:
+            torch.cuda.empty_cache()
+            self.llm.wake_up(tags=["kv_cache"])
+            self.is_asleep = False
+        self.llm.reset_prefix_cache()  # keys and values of the old weights
+
+    def sleep(self) -> None:
+        """CUDA: drops weights and KV cache (level 2: no copy in host RAM) until the next sync. CPU: nothing to give back."""
+        if self.can_sleep and not self.is_asleep:
+            self.llm.sleep(level=2)
+            self.is_asleep = True
+
+    def close(self) -> None:
+        """Ends the engine and its process groups; the trainer's group stays. Call before `close_world`."""
+        self.llm.llm_engine.engine_core.shutdown()
+        destroy_model_parallel()
+        destroy_distributed_environment()
+
+
+def _repack_head(model: nn.Module) -> None:
+    """CPU: vLLM multiplies by a repacked copy of the head, which `reload_weights` leaves as it was if the head is tied to the embedding."""
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)
+
+
+def _seed_everything(seed: tuple[int, ...], engine_index: int) -> None:
+    """Sets every generator that vLLM may draw from. The ranks of an engine get the same state: they must sample the same tokens."""
+    state = int(np.random.SeedSequence([*seed, engine_index]).generate_state(1)[0])
+    random.seed(state)
+    np.random.seed(state)
+    torch.manual_seed(state)  # CUDA too

@@ -1,0 +1,348 @@
+"""Trains a language model with GRPO on verifiable rewards: flags, checks, and the loop.
+
+    torchrun --nproc_per_node 8 train_grpo.py --model Qwen/Qwen2.5-7B --train_data math.jsonl --out_dir runs/math ...
+
+Every rank runs this file. It holds a shard of the policy (FSDP2) and a part of a sampling engine (vLLM), and sees the whole step:
+all completions, all rewards, and one plan of who trains what. Read `main` first, then the files in the order of the loop: `data.py`,
+`rollout.py`, `reward.py`, `grpo.py`, `batch.py`, `policy.py`, `fsdp_utils.py`, `checkpoint.py`, `metrics.py`. Dimensions: `batch.py`.
+Starting the same command again continues from the last checkpoint in --out_dir.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.optim import AdamW, Optimizer
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+
+import checkpoint
+import grpo
+from batch import Batch, Rollout, pack, plan_micro_batches
+from data import PromptData, render_prompt
+from evaluate import evaluate, grade_rollout
+from fsdp_utils import (
+    World,
+    check_launch,
+    clip_grad_norm,
+    close_world,
+    exit_with_error,
+    full_parameters,
+    init_world,
+    is_main_process,
+    launched_world_size,
+    max_over_ranks,
+    release_gathered,
+    shard,
+    sum_over_ranks,
+)  # fmt: skip
+from metrics import Metrics, PhaseTimer, RunLog, rollout_metrics
+from plan import Plan, check_context, check_flags, learning_rate, make_plan
+from policy import DTYPES, Policy, load_policy
+from reward import RewardFunction, load_reward
+
+
+def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line as attributes of the same names."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0],
+        epilog="Start under torchrun, one process per GPU (on CPU: as many as you like). P, G, B: see batch.py. "
+        "A flag that is not given has the value shown.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument_group("model and data").add_argument
+    add("--model", required=True, help="the starting policy, also the reference and the tokenizer: folder in Hugging Face format or hub id")
+    add("--train_data", required=True, help="training problems: a .jsonl file, one JSON object per line")
+    add("--eval_data", nargs="*", default=[], help="held-out problems: .jsonl files, each reported under its file name")
+    add("--prompt_column", default="problem", help="column of the problem's text, put into the model's chat template as the user's turn")
+    add("--answer_column", default="answer", help="column of the right answer, given to the reward")
+    add("--max_prompt_tokens", type=int, default=1024, help="prompts longer than this many tokens, template included, are dropped and counted")
+    add("--reward", default="exact", help="built in: exact (the final answer equals the right one); or my_reward.py:function, see reward.py")
+    add("--out_dir", required=True, help="the run folder; made if missing, continued if it holds a run of the same flags")
+
+    add = parser.add_argument_group("batch, counted in prompts").add_argument
+    add("--prompts_per_step", type=int, default=32, help="P: prompts sampled each step, over all ranks; divisible by the number of engines")
+    add("--group_size", type=int, default=8, help="G: completions per prompt, compared with each other; at least 2")
+    add("--prompts_per_update", type=int, default=32, help="prompts per optimizer update, over all ranks; divides P; P / this = updates a step")
+    add("--micro_batch_tokens", type=int, default=8192, help="most tokens that one rank packs into one forward and backward pass (memory)")
+    add("--total_steps", type=int, help="length of training in steps (give this, or one of the next two)")
+    add("--epochs", type=int, help="length of training in passes over the data; the last partial step of each is dropped")
+    add("--total_episodes", type=int, help="length of training in completions, rounded down to whole steps")
+
+    add = parser.add_argument_group("sampling").add_argument
+    add("--temperature", type=float, default=1.0, help="of the sampler, and of the trainer's log-probabilities: the logits are divided by it")
+    add("--max_completion_tokens", type=int, default=1024, help="a completion is cut (is_truncated) after this many tokens")
+    add("--tensor_parallel_size", type=int, default=1, help="ranks per vLLM engine; divides the number of ranks")
+    add("--gpu_memory_utilization", type=float, default=0.6, help="CUDA: share of GPU memory that vLLM may take while it is awake")
+    add("--enforce_eager", action="store_true", help="CUDA: no CUDA graphs in vLLM (starts faster, samples slower); always so on CPU")
+    add("--seed", type=int, default=1, help="of data order and sampling; every random draw is a function of it, the step and the engine")
+
+    add = parser.add_argument_group("algorithm").add_argument
+    add("--kl_coef", type=float, default=0.0, help="weight of KL(policy || reference) in the loss, k3 estimate; 0: no reference is loaded")
+    add("--clip_low", type=float, default=0.2, help="the ratio pi / pi_old is clipped below 1 - this")
+    add("--clip_high", type=float, default=0.2, help="the ratio pi / pi_old is clipped above 1 + this")
+
+    add = parser.add_argument_group("optimizer (AdamW)").add_argument
+    add("--learning_rate", type=float, default=1e-6, help="peak learning rate")
+    add("--lr_schedule", choices=["constant", "cosine", "linear"], default="constant", help="after the warm-up; the last two fall to 0")
+    add("--warmup_ratio", type=float, default=0.0, help="share of all updates in which the rate rises linearly to its peak")
+    add("--weight_decay", type=float, default=0.0, help="decoupled, on all parameters")
+    add("--adam_beta1", type=float, default=0.9, help="decay of the mean gradient")
+    add("--adam_beta2", type=float, default=0.999, help="decay of the mean squared gradient")
+    add("--max_grad_norm", type=float, default=1.0, help="the global gradient norm is clipped to this")
+    add("--max_skipped_updates", type=int, default=3, help="updates with a non-finite loss or gradient are skipped; so many in a row end the run")
+
+    add = parser.add_argument_group("precision and memory").add_argument
+    add("--dtype", choices=list(DTYPES), default="bfloat16", help="of trainer and sampler arithmetic; masters, optimizer and reduction are fp32")
+    add("--gradient_checkpointing", action="store_true", help="recompute each decoder layer in the backward pass instead of keeping it")
+    add("--timeout_minutes", type=float, default=30.0, help="a rank that waits longer than this for the others ends the run")
+
+    add = parser.add_argument_group("evaluation and checkpoints, counted in steps").add_argument
+    add("--eval_every", type=int, default=0, help="evaluate after every so many steps and after the last; 0: never")
+    add("--eval_before_training", action="store_true", help="evaluate the starting policy, too, as step 0")
+    add("--eval_samples", type=int, default=1, help="k of eval/<set>/avg@k: completions per held-out problem")
+    add("--eval_temperature", type=float, default=1.0, help="0: greedy")
+    add("--eval_top_p", type=float, default=1.0, help="nucleus sampling in evaluation")
+    add("--save_every", type=int, default=0, help="write a checkpoint after every so many steps; after the last there always is one")
+    add("--keep_checkpoints", type=int, default=3, help="remove older checkpoints beyond so many; 0: keep all")
+    return parser.parse_args(argv)
+
+
+def check_and_load_data(args: argparse.Namespace) -> tuple[PreTrainedTokenizerBase, PromptData, list[PromptData], RewardFunction, Plan]:
+    """Everything that can be wrong with the user's input, found before any weight is read: raises ValueError or FileNotFoundError."""
+    check_launch(args.tensor_parallel_size)
+    check_flags(args, launched_world_size())
+    reward_function = load_reward(args.reward)
+    if not Path(args.model).exists() and (args.model.count("/") != 1 or args.model.startswith((".", "/", "~", "runs/"))):
+        raise FileNotFoundError(f"--model {args.model!r}: no such folder, and not of the form of a hub id (owner/name).")
+    try:
+        model_config = AutoConfig.from_pretrained(args.model)
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
+    except OSError as error:
+        raise ValueError(f"--model {args.model!r} is neither a model folder nor a model of the hub: {error}") from None
+    check_context(args, getattr(model_config, "max_position_embeddings", None))
+    columns = (args.prompt_column, args.answer_column)
+    train_data, *eval_data = (PromptData.load(path, *columns, tokenizer, args.max_prompt_tokens) for path in [args.train_data, *args.eval_data])
+    plan = make_plan(args, len(train_data.rows))
+    return tokenizer, train_data, eval_data, reward_function, plan
+
+
+def build_policy(args: argparse.Namespace, world: World) -> tuple[Policy, Policy | None, Optimizer]:
+    """The sharded policy (fp32 masters), the sharded frozen reference (None without a KL term), and the policy's optimizer."""
+    dtype = DTYPES[args.dtype]
+    policy = load_policy(args.model, torch.float32, args.gradient_checkpointing)
+    shard(policy, policy.layers, world, dtype)
+    optimizer = AdamW(
+        policy.parameters(), lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), weight_decay=args.weight_decay, fused=True
+    )
+    if args.kl_coef == 0.0:
+        return policy, None, optimizer
+    reference = load_policy(args.model, dtype).requires_grad_(False)
+    shard(reference, reference.layers, world, dtype)
+    return policy, reference, optimizer
+
+
+def pack_updates(rollout: Rollout, plan: Plan, world: World, max_tokens: int) -> list[list[Batch]]:
+    """This rank's micro-batches of each update of the step: consecutive prompts form an update, `plan_micro_batches` divides it."""
+    updates = []
+    for indices in np.split(np.arange(plan.completions_per_step), plan.updates_per_step):
+        micros = plan_micro_batches(rollout.sequence_lengths_B[indices], world.size, max_tokens)[world.rank]
+        updates.append([pack(rollout, indices[micro].tolist()).to(world.device) for micro in micros])
+    return updates
+
+
+@torch.no_grad()
+def add_logprobs(model: Policy, field: str, batches: list[Batch], temperature: float) -> list[Batch]:
+    """The batches with `field` (old_logprobs_N or ref_logprobs_N) set to the model's log-probabilities of their tokens."""
+    batches = [replace(batch, **{field: model(batch, temperature)[0]}) for batch in batches]
+    release_gathered(model)
+    return batches
+
+
+def update_policy(
+    policy: Policy, optimizer: Optimizer, batches: list[Batch], num_tokens: int, rate: float, args: argparse.Namespace, world: World
+) -> Metrics:
+    """One optimizer update on this rank's micro-batches; returns its metrics, the same on every rank.
+
+    The loss is the mean over the `num_tokens` completion tokens of all ranks, so neither micro-batches, packing nor world size enter
+    it. A non-finite loss or gradient leaves policy and optimizer untouched: `optim/skipped_updates` is then 1.
+    """
+    sums, maxima = torch.zeros(5, device=world.device), torch.zeros(2, device=world.device)
+    for batch in batches:
+        mask_N = batch.loss_mask_N
+        logprobs_N, entropies_N = policy(batch, args.temperature)
+        old_logprobs_N = logprobs_N.detach() if batch.old_logprobs_N is None else batch.old_logprobs_N
+        loss_N, ratio_N, is_clipped_N = grpo.policy_loss(logprobs_N, old_logprobs_N, batch.advantages_N, args.clip_low, args.clip_high)
+        kl_N = torch.zeros_like(loss_N)
+        if batch.ref_logprobs_N is not None:
+            kl_N = grpo.kl_k3(logprobs_N, batch.ref_logprobs_N)
+            loss_N = loss_N + args.kl_coef * kl_N
+        loss = grpo.masked_sum(loss_N, mask_N) / num_tokens
+        (loss * world.size).backward()  # FSDP averages gradients over ranks; the denominator is global already
+        with torch.no_grad():  # the gap: the same tokens under the same weights, once by vLLM and once by us
+            gap_N = torch.where(mask_N, (old_logprobs_N.exp() - batch.rollout_logprobs_N.exp()).abs(), 0.0)
+            per_token = (kl_N, entropies_N, is_clipped_N.float(), gap_N)
+            sums += torch.stack([loss, *(grpo.masked_sum(x, mask_N) / num_tokens for x in per_token)])
+            maxima = torch.maximum(maxima, torch.stack([gap_N.max(), torch.where(mask_N, ratio_N, 0.0).max()]))
+    grad_norm = clip_grad_norm(policy, args.max_grad_norm)
+    sums, maxima = sum_over_ranks(sums), max_over_ranks(maxima)
+    is_finite = bool(torch.isfinite(grad_norm) & torch.isfinite(sums[0]))
+    if is_finite:
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+    optimizer.zero_grad()
+    names = ("policy/loss", "policy/kl_ref", "policy/entropy", "policy/clip_frac", "policy/rollout_gap_mean")
+    metrics = dict(zip(names, sums.tolist(), strict=True)) | dict(zip(("policy/rollout_gap_max", "policy/ratio_max"), maxima.tolist(), strict=True))
+    return metrics | {"optim/grad_norm": grad_norm.item(), "optim/lr": rate, "optim/skipped_updates": float(not is_finite)}
+
+
+def merge_updates(updates: list[Metrics]) -> Metrics:
+    """The metrics of a step's updates as one: maxima of maxima, the sum of skipped updates, the last learning rate, else the mean."""
+    merged = {}
+    for name in updates[0]:
+        values = [metrics[name] for metrics in updates]
+        if name.endswith("_max"):
+            merged[name] = max(values)
+        elif name == "optim/skipped_updates":
+            merged[name] = sum(values)
+        else:
+            merged[name] = values[-1] if name == "optim/lr" else sum(values) / len(values)
+    return merged
+
+
+def describe_run(
+    args: argparse.Namespace, plan: Plan, train_data: PromptData, eval_sets: list[PromptData], tokenizer: PreTrainedTokenizerBase, world: World,
+    log: RunLog,
+) -> None:  # fmt: skip
+    """Prints what the flags amount to, before anything takes time: derived numbers, data counts, and the first prompt as the model sees it."""
+    log.say(
+        f"{world.size} ranks on {world.device.type}, {world.num_engines} engines of {world.tp_size}; "
+        f"{args.prompts_per_step} prompts x {args.group_size} = {plan.completions_per_step} completions a step, "
+        f"{plan.updates_per_step} updates a step, {plan.steps_per_epoch} steps an epoch, {plan.total_steps} steps in all"
+    )
+    for data in [train_data, *eval_sets]:
+        log.say(f"data {data.name}: {len(data.rows)} rows, {data.num_dropped} dropped (longer than {args.max_prompt_tokens} tokens)")
+    log.say(f"first prompt: {render_prompt(train_data.rows[0], tokenizer)!r}")
+
+
+def main() -> None:
+    args = parse_flags()
+    try:
+        tokenizer, train_data, eval_sets, score, plan = check_and_load_data(args)
+        out_dir = Path(args.out_dir)
+        lock = checkpoint.open_run_folder(out_dir, vars(args)) if is_main_process() else None
+    except (ValueError, OSError) as error:
+        exit_with_error(error)
+    world = init_world(args.tensor_parallel_size, args.timeout_minutes)
+    log, timer = RunLog(out_dir, world.is_main, plan.total_steps), PhaseTimer()
+    describe_run(args, plan, train_data, eval_sets, tokenizer, world, log)
+    saved = checkpoint.checkpoints(out_dir)
+    first_step = saved[-1][0] + 1 if saved else 1
+    if first_step > plan.total_steps:
+        log.say(f"{out_dir} is complete: {saved[-1][1]} is the last of {plan.total_steps} steps. More steps, or another --out_dir, to go on.")
+        return close_world()
+
+    from rollout import Engine  # here, not above: vLLM takes seconds to import, and bad input should be told at once
+
+    policy, reference, optimizer = build_policy(args, world)
+    dtype = DTYPES[args.dtype]
+    max_model_len = args.max_prompt_tokens + args.max_completion_tokens
+    engine = Engine(args.model, tokenizer, world, max_model_len, dtype, args.gpu_memory_utilization, args.enforce_eager, args.seed)
+    if saved:
+        checkpoint.load(saved[-1][1], policy, optimizer)
+        log.say(f"continues from {saved[-1][1]}")
+    if world.is_main:
+        checkpoint.describe_start(out_dir, world, resumed_from=first_step - 1)
+    engine.sync(full_parameters(policy.model, dtype))  # from the trainer, always: also a resumed run samples from the policy it trains
+
+    def evaluate_all(step: int) -> Metrics:
+        metrics = {}
+        for index, data in enumerate(eval_sets, start=1):
+            seed = (args.seed, step, index)
+            metrics |= evaluate(engine, data, score, args.eval_samples, seed, args.eval_temperature, args.eval_top_p, args.max_completion_tokens)
+        return metrics
+
+    if args.eval_before_training and first_step == 1:
+        with timer.phase("evaluate"):
+            metrics = evaluate_all(step=0)
+        log.log(0, metrics | timer.take())
+
+    num_skipped_in_a_row = 0
+    for step in range(first_step, plan.total_steps + 1):
+        # 1. Sample: every engine answers its share of the step's prompts, G times each.
+        with timer.phase("sample"):
+            indices_P = train_data.indices_of_step(step, args.prompts_per_step, args.seed)
+            prompts_P = [train_data.prompts[i] for i in indices_P]
+            rollout = engine.sample(prompts_P, args.group_size, (args.seed, step, 0), args.temperature, args.max_completion_tokens)
+            engine.sleep()
+
+        # 2. Reward: the ranks share the grading; the reward sees text and answer, nothing else.
+        with timer.phase("reward"):
+            rollout = replace(rollout, rewards_B=grade_rollout(score, rollout, train_data, indices_P, args.group_size))
+
+        # 3. Advantage: compare each completion with the other answers to its own prompt.
+        with timer.phase("advantage"):
+            rewards_PG = torch.from_numpy(rollout.rewards_B).view(args.prompts_per_step, args.group_size)
+            rollout = replace(rollout, advantages_B=grpo.group_advantages(rewards_PG).flatten().numpy())
+            updates = pack_updates(rollout, plan, world, args.micro_batch_tokens)
+
+        # 4. Old and reference log-probs, before any weight changes. The first update needs no old ones: they are its own.
+        with timer.phase("logprobs"):
+            updates[1:] = [add_logprobs(policy, "old_logprobs_N", batches, args.temperature) for batches in updates[1:]]
+            if reference is not None:
+                updates = [add_logprobs(reference, "ref_logprobs_N", batches, args.temperature) for batches in updates]
+
+        # 5. Update: one optimizer step per mini-batch of prompts.
+        with timer.phase("update"):
+            update_metrics = []
+            tokens_of_update = np.split(rollout.completion_lengths_B, plan.updates_per_step)
+            for i, batches in enumerate(updates):
+                update_index = (step - 1) * plan.updates_per_step + i
+                rate = learning_rate(update_index, args.learning_rate, args.lr_schedule, plan.warmup_updates, plan.total_updates)
+                update_metrics.append(update_policy(policy, optimizer, batches, int(tokens_of_update[i].sum()), rate, args, world))
+                num_skipped_in_a_row = num_skipped_in_a_row + 1 if update_metrics[-1]["optim/skipped_updates"] else 0
+                if num_skipped_in_a_row >= args.max_skipped_updates:
+                    raise FloatingPointError(f"step {step}: loss or gradient not finite in {num_skipped_in_a_row} updates in a row.")
+
+        # 6. Sync: the new weights stream into the engine, which forgets what it cached under the old ones.
+        with timer.phase("sync"):
+            engine.sync(full_parameters(policy.model, dtype))
+
+        # 7. Evaluate: held-out problems, under the new weights.
+        is_last = step == plan.total_steps
+        metrics = rollout_metrics(rollout, args.group_size) | merge_updates(update_metrics)
+        is_evaluated = args.eval_every > 0 and (step % args.eval_every == 0 or is_last)
+        if is_evaluated:
+            with timer.phase("evaluate"):
+                metrics |= evaluate_all(step)
+
+        # 8. Checkpoint: whole or not at all.
+        if is_last or (args.save_every and step % args.save_every == 0):
+            with timer.phase("checkpoint"):
+                checkpoint.save(out_dir, step, policy, optimizer, tokenizer, args.keep_checkpoints, world)
+
+        # 9. Log: one line of metrics, a few samples, the curves.
+        with timer.phase("log"):
+            log.samples(step, rollout, [train_data.rows[i] for i in indices_P], args.group_size)
+        metrics |= timer.take()
+        metrics["perf/tokens_per_s"] = float(rollout.completion_lengths_B.sum() / metrics["time/step_s"])
+        log.log(step, metrics)
+        if is_evaluated or is_last:
+            with timer.phase("log"):  # counted in the next step
+                log.plot()
+
+    if world.is_main:
+        checkpoint.link_final(out_dir, plan.total_steps)
+    log.say(f"done: {out_dir}/final holds the policy, {out_dir}/curves.png the curves")
+    engine.close()
+    close_world()
+    del lock  # held open until here
+
+
+if __name__ == "__main__":
+    main()

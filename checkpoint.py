@@ -60,7 +60,8 @@ def open_run_folder(out_dir: Path, config: Config) -> TextIO:
     if not file.exists():
         others = sorted(path.name for path in out_dir.iterdir() if path.name != ".lock")
         if others:
-            raise ValueError(f"--out_dir {str(out_dir)!r} holds {', '.join(others[:5])} but no config.json: no run of this program; choose another.")
+            names = ", ".join(others[:5])
+            raise ValueError(f"--out_dir {str(out_dir)!r} holds {names} but no config.json, so no run of this program; choose another.")
         unfinished = out_dir / ".config.json"
         unfinished.write_text(json.dumps(config, indent=2) + "\n")
         unfinished.replace(file)
@@ -163,7 +164,8 @@ def load(folder: Path, policy: Policy, optimizer: Optimizer) -> None:
     model_state, optimizer_state = get_state_dict(policy, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state}
     dcp.load(state, checkpoint_id=folder / "trainer")
-    set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=StateDictOptions(strict=True))
+    strict = StateDictOptions(strict=True)
+    set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=strict)
 
 
 def link_final(out_dir: Path, step: int) -> None:

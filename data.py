@@ -88,9 +88,9 @@ class PromptData:
         token_ids = tokenizer(texts, add_special_tokens=tokenizer.chat_template is None)["input_ids"]
         kept = [i for i, ids in enumerate(token_ids) if len(ids) <= max_prompt_tokens]
         if not kept:
-            shortest = min(map(len, token_ids))
             raise ValueError(
-                f"{path}: all {len(rows)} prompts are longer than --max_prompt_tokens {max_prompt_tokens}; the shortest has {shortest} tokens."
+                f"{path}: all {len(rows)} prompts are longer than --max_prompt_tokens {max_prompt_tokens}; "
+                f"the shortest has {min(map(len, token_ids))} tokens."
             )
         prompts = [np.array(token_ids[i], dtype=np.int32) for i in kept]
         return PromptData(Path(path).stem, [rows[i] for i in kept], prompts, len(rows) - len(kept))

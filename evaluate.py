@@ -33,7 +33,7 @@ def evaluate(
     top_p: float,
     max_tokens: int,
 ) -> dict[str, float]:
-    """Metrics `eval/<set>/avg@k` (mean score of k samples per problem), its standard error over problems, and completion lengths in tokens."""
+    """Metrics `eval/<set>/...`: avg@k (mean score of k samples a problem), its stderr over problems, tokens_mean, frac_truncated."""
     rollout = engine.sample(data.prompts, num_samples, seed, temperature, max_tokens, top_p, description=f"evaluate {data.name}")
     rewards_B = grade_rollout(score, rollout, data, np.arange(len(data.rows)), num_samples)
     per_problem = rewards_B.reshape(-1, num_samples).mean(axis=1)

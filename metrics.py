@@ -136,11 +136,15 @@ def console_line(step: int, total_steps: int, metrics: Metrics) -> str:
             parts.append(f"{label} {metrics[name]:{form}}")
     if metrics.get("optim/skipped_updates"):
         parts.append(f"SKIPPED UPDATES {metrics['optim/skipped_updates']:.0f}")
-    times = [f"{name[5:-2]} {metrics[name]:.1f}" for name in metrics if name.startswith("time/") and metrics[name] >= 0.05 and name != "time/step_s"]
-    if "time/step_s" in metrics:
-        parts.append(f"{metrics['time/step_s']:.1f}s ({', '.join(times)})")
+    times = [f"{name[5:-2]} {metrics[name]:.1f}" for name in phase_names(metrics) if metrics[name] >= 0.05]
+    parts.append(f"{metrics['time/step_s']:.1f}s ({', '.join(times)})")
     parts += [f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/") and "/avg@" in name]
     return " | ".join(parts)
+
+
+def phase_names(metrics: Metrics) -> list[str]:
+    """The `time/<phase>_s` among the names, without the whole step's."""
+    return [name for name in metrics if name.startswith("time/") and name != "time/step_s"]
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, float]]:
@@ -192,7 +196,7 @@ def plot_curves(records: list[dict[str, float]], run_dir: Path) -> None:
 
 def _plot_times(axis: object, records: list[dict[str, float]]) -> None:
     trained = [record for record in records if "time/sample_s" in record]
-    phases = list(dict.fromkeys(name for record in trained for name in record if name.startswith("time/") and name != "time/step_s"))
+    phases = list(dict.fromkeys(name for record in trained for name in phase_names(record)))
     if trained:
         seconds = np.array([[record.get(name, 0.0) for record in trained] for name in phases])
         axis.stackplot([record["step"] for record in trained], seconds, labels=[name[5:-2] for name in phases])

@@ -25,8 +25,25 @@ def _suggest(value: int, divisor: int) -> str:
     return f"use {below} or {below + divisor}" if below else f"use {divisor}"
 
 
+def _check_at_least(name: str, value: float, minimum: int) -> None:
+    if not value >= minimum:  # also true for nan
+        raise ValueError(f"--{name} {value:g}: must be at least {minimum}.")
+
+
 def check_flags(args: Namespace, world_size: int) -> None:
     """Raises ValueError for flags that contradict each other, each with what was given, what is required and what to do."""
+    for name in ("prompts_per_step", "prompts_per_update", "max_prompt_tokens", "max_completion_tokens", "eval_samples", "max_skipped_updates"):
+        _check_at_least(name, getattr(args, name), 1)
+    for name in ("total_steps", "epochs", "total_episodes"):
+        if getattr(args, name) is not None:
+            _check_at_least(name, getattr(args, name), 1)
+    for name in ("kl_coef", "clip_low", "clip_high", "learning_rate", "warmup_ratio", "weight_decay", "eval_temperature", "seed"):
+        _check_at_least(name, getattr(args, name), 0)
+    for name in ("eval_every", "save_every", "keep_checkpoints"):
+        _check_at_least(name, getattr(args, name), 0)
+    for name in ("temperature", "max_grad_norm", "timeout_minutes"):
+        if not getattr(args, name) > 0:
+            raise ValueError(f"--{name} {getattr(args, name)}: must be greater than 0.")
     num_engines = world_size // args.tensor_parallel_size
     engines = f"{num_engines} engines ({world_size} ranks / --tensor_parallel_size {args.tensor_parallel_size})"
     if args.group_size < 2:
@@ -66,8 +83,8 @@ def check_context(args: Namespace, model_context: int | None) -> None:
     longest = args.max_prompt_tokens + args.max_completion_tokens
     if model_context is not None and longest > model_context:
         raise ValueError(
-            f"--max_prompt_tokens {args.max_prompt_tokens} + --max_completion_tokens {args.max_completion_tokens} = {longest} is beyond the "
-            f"model's context of {model_context} tokens; lower them by {longest - model_context} in all."
+            f"--max_prompt_tokens {args.max_prompt_tokens} + --max_completion_tokens {args.max_completion_tokens} = {longest} "
+            f"is beyond the model's context of {model_context} tokens; lower them by {longest - model_context} in all."
         )
 
 

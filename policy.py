@@ -109,8 +109,7 @@ def chunked_logprobs(hidden: Tensor, head: nn.Module, labels: Tensor, temperatur
     pieces = []
     for start in range(0, max(len(labels), 1), HEAD_CHUNK_TOKENS):
         rows = slice(start, start + HEAD_CHUNK_TOKENS)
-        arguments = (hidden[rows], head, labels[rows], temperature)
-        pieces.append(checkpoint(_chunk_logprobs, *arguments, use_reentrant=False) if torch.is_grad_enabled() else _chunk_logprobs(*arguments))
+        pieces.append(checkpoint(_chunk_logprobs, hidden[rows], head, labels[rows], temperature, use_reentrant=False))
     logprobs, entropies = zip(*pieces, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
 

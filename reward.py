@@ -80,5 +80,5 @@ def grade(score: RewardFunction, completion: str, answer: str, columns: dict[str
     """The score as a finite float. Raises ValueError naming the row if the reward returned anything else."""
     value = score(completion, answer, columns)
     if not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError(f"the reward returned {value!r} instead of a finite number, for completion {completion[:200]!r} of row {columns!r}.")
+        raise ValueError(f"the reward returned {value!r}, not a finite number, for completion {completion[:200]!r} of row {columns!r}.")
     return float(value)

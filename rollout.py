@@ -168,5 +168,5 @@ def _seed_everything(seed: tuple[int, ...], engine_index: int) -> None:
     """Sets every generator that vLLM may draw from. The ranks of an engine get the same state: they must sample the same tokens."""
     state = int(np.random.SeedSequence([*seed, engine_index]).generate_state(1)[0])
     random.seed(state)
-    np.random.seed(state)
+    np.random.seed(state)  # vLLM on CUDA draws from it  # noqa: NPY002
     torch.manual_seed(state)  # CUDA too

@@ -60,21 +60,26 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     add("--eval_data", nargs="*", default=[], help="held-out problems: .jsonl files, each reported under its file name")
     add("--prompt_column", default="problem", help="column of the problem's text, put into the model's chat template as the user's turn")
     add("--answer_column", default="answer", help="column of the right answer, given to the reward")
-    add("--max_prompt_tokens", type=int, default=1024, help="prompts longer than this many tokens, template included, are dropped and counted")
-    add("--reward", default="exact", help="built in: exact (the final answer equals the right one); or my_reward.py:function, see reward.py")
+    add("--max_prompt_tokens", type=int, default=1024, help="prompts of more tokens, template included, are dropped and counted")
+    add("--reward", default="exact", help="built in: exact (the final answer equals the right one); or my_reward.py:function, see README")
     add("--out_dir", required=True, help="the run folder; made if missing, continued if it holds a run of the same flags")
 
     add = parser.add_argument_group("batch, counted in prompts").add_argument
     add("--prompts_per_step", type=int, default=32, help="P: prompts sampled each step, over all ranks; divisible by the number of engines")
     add("--group_size", type=int, default=8, help="G: completions per prompt, compared with each other; at least 2")
-    add("--prompts_per_update", type=int, default=32, help="prompts per optimizer update, over all ranks; divides P; P / this = updates a step")
+    add(
+        "--prompts_per_update",
+        type=int,
+        default=32,
+        help="prompts per optimizer update, over all ranks; divides P: P / this = updates a step",
+    )
     add("--micro_batch_tokens", type=int, default=8192, help="most tokens that one rank packs into one forward and backward pass (memory)")
     add("--total_steps", type=int, help="length of training in steps (give this, or one of the next two)")
     add("--epochs", type=int, help="length of training in passes over the data; the last partial step of each is dropped")
     add("--total_episodes", type=int, help="length of training in completions, rounded down to whole steps")
 
     add = parser.add_argument_group("sampling").add_argument
-    add("--temperature", type=float, default=1.0, help="of the sampler, and of the trainer's log-probabilities: the logits are divided by it")
+    add("--temperature", type=float, default=1.0, help="of the sampler and of the trainer's log-probabilities: logits are divided by it")
     add("--max_completion_tokens", type=int, default=1024, help="a completion is cut (is_truncated) after this many tokens")
     add("--tensor_parallel_size", type=int, default=1, help="ranks per vLLM engine; divides the number of ranks")
     add("--gpu_memory_utilization", type=float, default=0.6, help="CUDA: share of GPU memory that vLLM may take while it is awake")
@@ -94,10 +99,15 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     add("--adam_beta1", type=float, default=0.9, help="decay of the mean gradient")
     add("--adam_beta2", type=float, default=0.999, help="decay of the mean squared gradient")
     add("--max_grad_norm", type=float, default=1.0, help="the global gradient norm is clipped to this")
-    add("--max_skipped_updates", type=int, default=3, help="updates with a non-finite loss or gradient are skipped; so many in a row end the run")
+    add(
+        "--max_skipped_updates",
+        type=int,
+        default=3,
+        help="an update with a non-finite loss or gradient is skipped; so many in a row end the run",
+    )
 
     add = parser.add_argument_group("precision and memory").add_argument
-    add("--dtype", choices=list(DTYPES), default="bfloat16", help="of trainer and sampler arithmetic; masters, optimizer and reduction are fp32")
+    add("--dtype", choices=list(DTYPES), default="bfloat16", help="of trainer and sampler arithmetic; masters, optimizer, reduction: fp32")
     add("--gradient_checkpointing", action="store_true", help="recompute each decoder layer in the backward pass instead of keeping it")
     add("--timeout_minutes", type=float, default=30.0, help="a rank that waits longer than this for the others ends the run")
 
@@ -125,8 +135,8 @@ def check_and_load_data(args: argparse.Namespace) -> tuple[PreTrainedTokenizerBa
     except OSError as error:
         raise ValueError(f"--model {args.model!r} is neither a model folder nor a model of the hub: {error}") from None
     check_context(args, getattr(model_config, "max_position_embeddings", None))
-    columns = (args.prompt_column, args.answer_column)
-    train_data, *eval_data = (PromptData.load(path, *columns, tokenizer, args.max_prompt_tokens) for path in [args.train_data, *args.eval_data])
+    rules = (args.prompt_column, args.answer_column, tokenizer, args.max_prompt_tokens)
+    train_data, *eval_data = (PromptData.load(path, *rules) for path in [args.train_data, *args.eval_data])
     plan = make_plan(args, len(train_data.rows))
     return tokenizer, train_data, eval_data, reward_function, plan
 
@@ -196,8 +206,10 @@ def update_policy(
             group["lr"] = rate
         optimizer.step()
     optimizer.zero_grad()
-    names = ("policy/loss", "policy/kl_ref", "policy/entropy", "policy/clip_frac", "policy/rollout_gap_mean")
-    metrics = dict(zip(names, sums.tolist(), strict=True)) | dict(zip(("policy/rollout_gap_max", "policy/ratio_max"), maxima.tolist(), strict=True))
+    names = ("loss", "kl_ref", "entropy", "clip_frac", "rollout_gap_mean", "rollout_gap_max", "ratio_max")
+    metrics = {f"policy/{name}": value for name, value in zip(names, sums.tolist() + maxima.tolist(), strict=True)}
+    if batches[0].ref_logprobs_N is None:
+        del metrics["policy/kl_ref"]  # not measured
     return metrics | {"optim/grad_norm": grad_norm.item(), "optim/lr": rate, "optim/skipped_updates": float(not is_finite)}
 
 
@@ -216,18 +228,17 @@ def merge_updates(updates: list[Metrics]) -> Metrics:
 
 
 def describe_run(
-    args: argparse.Namespace, plan: Plan, train_data: PromptData, eval_sets: list[PromptData], tokenizer: PreTrainedTokenizerBase, world: World,
-    log: RunLog,
-) -> None:  # fmt: skip
-    """Prints what the flags amount to, before anything takes time: derived numbers, data counts, and the first prompt as the model sees it."""
+    args: argparse.Namespace, plan: Plan, datasets: list[PromptData], tokenizer: PreTrainedTokenizerBase, world: World, log: RunLog
+) -> None:
+    """Prints what the flags amount to, before anything takes time: derived numbers, data counts, the first prompt as the model sees it."""
     log.say(
         f"{world.size} ranks on {world.device.type}, {world.num_engines} engines of {world.tp_size}; "
         f"{args.prompts_per_step} prompts x {args.group_size} = {plan.completions_per_step} completions a step, "
         f"{plan.updates_per_step} updates a step, {plan.steps_per_epoch} steps an epoch, {plan.total_steps} steps in all"
     )
-    for data in [train_data, *eval_sets]:
+    for data in datasets:
         log.say(f"data {data.name}: {len(data.rows)} rows, {data.num_dropped} dropped (longer than {args.max_prompt_tokens} tokens)")
-    log.say(f"first prompt: {render_prompt(train_data.rows[0], tokenizer)!r}")
+    log.say(f"first prompt: {render_prompt(datasets[0].rows[0], tokenizer)!r}")
 
 
 def main() -> None:
@@ -240,12 +251,13 @@ def main() -> None:
         exit_with_error(error)
     world = init_world(args.tensor_parallel_size, args.timeout_minutes)
     log, timer = RunLog(out_dir, world.is_main, plan.total_steps), PhaseTimer()
-    describe_run(args, plan, train_data, eval_sets, tokenizer, world, log)
+    describe_run(args, plan, [train_data, *eval_sets], tokenizer, world, log)
     saved = checkpoint.checkpoints(out_dir)
     first_step = saved[-1][0] + 1 if saved else 1
     if first_step > plan.total_steps:
-        log.say(f"{out_dir} is complete: {saved[-1][1]} is the last of {plan.total_steps} steps. More steps, or another --out_dir, to go on.")
-        return close_world()
+        log.say(f"{out_dir} is complete: it has a checkpoint of step {saved[-1][0]}. To go on, raise --total_steps or change --out_dir.")
+        close_world()
+        return
 
     from rollout import Engine  # here, not above: vLLM takes seconds to import, and bad input should be told at once
 
@@ -263,8 +275,8 @@ def main() -> None:
     def evaluate_all(step: int) -> Metrics:
         metrics = {}
         for index, data in enumerate(eval_sets, start=1):
-            seed = (args.seed, step, index)
-            metrics |= evaluate(engine, data, score, args.eval_samples, seed, args.eval_temperature, args.eval_top_p, args.max_completion_tokens)
+            options = ((args.seed, step, index), args.eval_temperature, args.eval_top_p, args.max_completion_tokens)
+            metrics |= evaluate(engine, data, score, args.eval_samples, *options)
         return metrics
 
     if args.eval_before_training and first_step == 1:

@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Makes .venv with the pinned packages, if it is not there already: requirements.txt where there is an NVIDIA GPU, else requirements-cpu.txt.
+# Run it (`bash scripts/setup.sh`), or source it from a launch script in the repository's root: that also puts .venv/bin first on the PATH
+# and sets NUM_GPUS. PYTHON chooses the interpreter (3.11 or newer), DEVICE=cpu or DEVICE=cuda overrules the choice of packages.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+NUM_GPUS=0
+if command -v nvidia-smi > /dev/null; then
+    NUM_GPUS=$(nvidia-smi --list-gpus 2> /dev/null | grep --count '^GPU' || true)
+fi
+DEVICE=${DEVICE:-$([ "$NUM_GPUS" -gt 0 ] && echo cuda || echo cpu)}
+case $DEVICE in
+    cuda) requirements=requirements.txt ;;
+    cpu) requirements=requirements-cpu.txt NUM_GPUS=0 ;;
+    *) echo "error: DEVICE=$DEVICE; use cpu or cuda, or leave it out" >&2 && exit 2 ;;
+esac
+
+# The mark is written last and holds what was installed: a stopped or outdated installation is done again.
+wanted="$DEVICE $(cat requirements.txt requirements-cpu.txt | sha256sum)"
+if [ "$(cat .venv/installed 2> /dev/null)" != "$wanted" ]; then
+    PYTHON=${PYTHON:-$(command -v python3.11 || command -v python3.12 || command -v python3 || echo python3)}
+    "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+        { echo "error: $PYTHON is not Python 3.11 or newer; set PYTHON=/path/to/python3.11" >&2 && exit 2; }
+    echo "setting up .venv from $requirements ($NUM_GPUS NVIDIA GPUs in use), a few minutes once"
+    "$PYTHON" -m venv .venv
+    if [ "$DEVICE" = cuda ]; then
+        .venv/bin/pip install --quiet --disable-pip-version-check -r requirements.txt
+    else
+        .venv/bin/pip install --quiet --disable-pip-version-check --no-deps -r requirements-cpu.txt
+        if ! .venv/bin/python -c 'import torch' 2> /dev/null; then
+            echo "this index has the CUDA build of torch only: installing the libraries it is linked to (several GB, see README)"
+            .venv/bin/pip install --quiet --disable-pip-version-check "$(grep --only-matching '^torch==[^ ]*' requirements-cpu.txt)"
+        fi
+    fi
+    echo "$wanted" > .venv/installed
+fi
+export PATH="$PWD/.venv/bin:$PATH" NUM_GPUS

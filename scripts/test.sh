@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Installs what the tests need, if it is missing, and runs all of them. Arguments go to pytest: `bash scripts/test.sh -k packing`.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/setup.sh
+
+if [ "$(cat .venv/installed-dev 2> /dev/null)" != "$(sha256sum < requirements-dev.txt)" ]; then
+    pip install --quiet --disable-pip-version-check --no-deps -r requirements-dev.txt
+    sha256sum < requirements-dev.txt > .venv/installed-dev
+fi
+exec python -m pytest tests "$@"

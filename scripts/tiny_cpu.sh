@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Watch a small language model discover thinking. Multi-digit addition, a policy of 1.5 M parameters made on the spot (scripts/warm_start.py).
+# Source: this repository. Hardware: 2 CPU cores, or any NVIDIA GPU. Time: see README. Expected: held-out sampled accuracy >= 0.90.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/setup.sh
+
+# Where: environment, because it differs per machine and does not change the result.
+NGPU=${NGPU:-$([ "$NUM_GPUS" -gt 0 ] && echo "$NUM_GPUS" || echo 2)} # ranks: one per GPU; on CPU, processes
+TP=${TP:-1}                                                         # ranks per vLLM engine
+SEED=${SEED:-1}                                                     # of the warm start and of the training
+OUT_DIR=${OUT_DIR:-runs/tiny_cpu}
+POLICY=${POLICY:-runs/tiny_policy_seed$SEED} # the warm-started policy and its data; made if missing, kept for the next run
+if [ "$NUM_GPUS" -eq 0 ]; then
+    export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR} # vLLM's remarks on memory binding
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((($(nproc) + NGPU - 1) / NGPU))}
+fi
+
+# What: one flag per line. All are our own choice: nothing is being reproduced.
+ARGS=(
+    --model "$POLICY"
+    --train_data "$POLICY/train.jsonl"
+    --eval_data "$POLICY/heldout.jsonl"
+    --out_dir "$OUT_DIR"
+    --reward exact             # the final answer alone; the scratchpad is neither asked for nor paid
+    --max_prompt_tokens 16     # <user>3471+2859<assistant>
+    --max_completion_tokens 64 # a complete scratchpad needs about 40
+    --prompts_per_step 32
+    --group_size 8
+    --prompts_per_update 16    # 2 updates a step: the second one is off-policy, so clipping and old log-probs are at work
+    --micro_batch_tokens 4096
+    --total_steps 30
+    --temperature 1.0
+    --tensor_parallel_size "$TP"
+    --kl_coef 0.001            # small: there to be watched
+    --learning_rate 3e-4       # 100 times what a 7B model wants: the model is 1000 times smaller
+    --warmup_ratio 0.05
+    --eval_every 5
+    --eval_before_training
+    --eval_samples 4           # 256 held-out problems x 4
+    --save_every 10
+    --seed "$SEED"
+)
+
+python scripts/warm_start.py --out_dir "$POLICY" --seed "$SEED"
+exec torchrun --standalone --nproc_per_node "$NGPU" train_grpo.py "${ARGS[@]}" "$@"

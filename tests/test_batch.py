@@ -1,0 +1,75 @@
+"""Packing: every sequence once, never a micro-batch above the cap, the shift and the mask in the right place."""
+
+import numpy as np
+import pytest
+
+from batch import Rollout, pack, plan_micro_batches
+
+RAGGED = [12, 7, 3, 11, 5, 9, 2, 6]
+
+
+def make_rollout(prompts: list[list[int]], completions: list[list[int]]) -> Rollout:
+    return Rollout(
+        prompts=[np.array(p, dtype=np.int32) for p in prompts],
+        completions=[np.array(c, dtype=np.int32) for c in completions],
+        rollout_logprobs=[-np.arange(1, len(c) + 1, dtype=np.float32) for c in completions],
+        texts=[""] * len(prompts),
+        is_truncated_B=np.zeros(len(prompts), dtype=bool),
+        advantages_B=np.arange(1, len(prompts) + 1, dtype=np.float32),
+    )
+
+
+def test_the_label_is_the_next_token_and_only_completion_tokens_are_trained():
+    eos = pad = 9  # a tokenizer whose padding token is its end-of-sequence token
+    batch = pack(make_rollout([[1, 2, 3], [4]], [[5, eos], [6, 7, pad]]), [0, 1])
+    assert batch.input_ids_N.tolist() == [1, 2, 3, 5, 4, 6, 7]
+    assert batch.labels_N.tolist() == [2, 3, 5, 9, 6, 7, 9]
+    assert batch.loss_mask_N.tolist() == [False, False, True, True, True, True, True]  # both end tokens are trained
+    assert batch.position_ids_N.tolist() == [0, 1, 2, 3, 0, 1, 2]
+    assert batch.advantages_N.tolist() == [1, 1, 1, 1, 2, 2, 2]
+    assert batch.rollout_logprobs_N.tolist() == [0, 0, -1, -2, -1, -2, -3]
+    assert batch.lengths_S == (4, 3)
+
+
+def test_a_batch_without_sequences_trains_nothing():
+    batch = pack(make_rollout([[1]], [[2]]), [])
+    assert len(batch.input_ids_N) == 1
+    assert not batch.loss_mask_N.any()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("max_tokens", [12, 13, 20, 1000])
+def test_every_sequence_is_trained_once_and_no_micro_batch_exceeds_the_cap(num_ranks, max_tokens):
+    rng = np.random.default_rng(0)
+    for lengths in (np.array(RAGGED), rng.integers(1, 13, size=97), np.array([12]), np.full(9, 12)):
+        plan = plan_micro_batches(lengths, num_ranks, max_tokens)
+        assert len(plan) == num_ranks
+        assert len({len(micros) for micros in plan}) == 1, "ranks must run the same number of micro-batches"
+        assert sorted(i for micros in plan for micro in micros for i in micro) == list(range(len(lengths)))
+        assert max(lengths[micro].sum() for micros in plan for micro in micros) <= max_tokens
+
+
+def test_five_sequences_of_3000_under_a_cap_of_4096_make_five_micro_batches():
+    (micros,) = plan_micro_batches(np.full(5, 3000), num_ranks=1, max_tokens=4096)
+    assert [len(micro) for micro in micros] == [1, 1, 1, 1, 1]
+
+
+def test_micro_batches_of_the_same_step_are_of_similar_size_on_all_ranks():
+    lengths = np.random.default_rng(1).lognormal(5, 0.6, size=512).astype(int).clip(1, 2048)
+    plan = plan_micro_batches(lengths, num_ranks=4, max_tokens=4096)
+    loads = np.array([[lengths[micro].sum() for micro in micros] for micros in plan])
+    idle = 1 - loads.sum() / (loads.max(axis=0).sum() * 4)
+    assert idle < 0.05
+
+
+def test_a_sequence_above_the_cap_is_refused():
+    with pytest.raises(AssertionError):
+        plan_micro_batches(np.array([5, 13]), num_ranks=1, max_tokens=12)
+
+
+def test_rollouts_are_concatenated_in_order():
+    first, second = make_rollout([[1], [2]], [[3], [4, 5]]), make_rollout([[6]], [[7]])
+    both = Rollout.concatenate([first, second])
+    assert [p.tolist() for p in both.prompts] == [[1], [2], [6]]
+    assert both.completion_lengths_B.tolist() == [1, 2, 1]
+    assert both.sequence_lengths_B.tolist() == [1, 2, 1]

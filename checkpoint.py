@@ -32,8 +32,10 @@ from transformers import PreTrainedTokenizerBase
 from fsdp_utils import World, full_parameters, wait_for_all
 from policy import Policy
 
-# Flags that may differ when a run continues: they do not change what the steps compute (with a constant learning rate).
-FREE_FLAGS = {"out_dir", "total_steps", "epochs", "total_episodes", "eval_every", "eval_before_training", "save_every", "keep_checkpoints"}
+# Flags that may differ when a run continues, because they do not change what its steps compute. Those of the second line do where the
+# learning rate depends on the length of the run.
+FREE_FLAGS = {"out_dir", "eval_every", "eval_before_training", "save_every", "keep_checkpoints", "timeout_minutes"}
+LENGTH_FLAGS = {"total_steps", "epochs", "total_episodes"}
 
 Config = dict[str, object]
 
@@ -67,7 +69,8 @@ def open_run_folder(out_dir: Path, config: Config) -> TextIO:
         unfinished.replace(file)
         return lock
     found = json.loads(file.read_text())
-    names = sorted((set(config) | set(found)) - FREE_FLAGS)
+    free = FREE_FLAGS if config["warmup_ratio"] or config["lr_schedule"] != "constant" else FREE_FLAGS | LENGTH_FLAGS
+    names = sorted((set(config) | set(found)) - free)
     different = [f"--{name} {found.get(name)!r} there, {config.get(name)!r} now" for name in names if found.get(name) != config.get(name)]
     if different:
         raise ValueError(

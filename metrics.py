@@ -184,7 +184,7 @@ def plot_curves(records: list[dict[str, float]], run_dir: Path) -> None:
                 axis.plot(*zip(*points, strict=True), marker="o" if name in eval_names else None, label=name.partition("/")[2])
         axis.set(title=title, xlabel="step")
         axis.grid(alpha=0.3)
-        if len(names) > 1 or names == eval_names:
+        if axis.lines and (len(names) > 1 or names == eval_names):
             axis.legend(fontsize=8)
     _plot_times(axes.flat[-1], records)
     figure.suptitle(str(run_dir))

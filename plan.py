@@ -32,9 +32,9 @@ def _check_at_least(name: str, value: float, minimum: int) -> None:
 
 def check_flags(args: Namespace, world_size: int) -> None:
     """Raises ValueError for flags that contradict each other, each with what was given, what is required and what to do."""
-    for name in ("prompts_per_step", "prompts_per_update", "max_prompt_tokens", "max_completion_tokens", "eval_samples", "max_skipped_updates"):
+    for name in ("prompts_per_step", "prompts_per_update", "max_prompt_tokens", "max_completion_tokens", "eval_samples"):
         _check_at_least(name, getattr(args, name), 1)
-    for name in ("total_steps", "epochs", "total_episodes"):
+    for name in ("total_steps", "epochs", "total_episodes", "max_skipped_updates"):
         if getattr(args, name) is not None:
             _check_at_least(name, getattr(args, name), 1)
     for name in ("kl_coef", "clip_low", "clip_high", "learning_rate", "warmup_ratio", "weight_decay", "eval_temperature", "seed"):

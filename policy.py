@@ -8,9 +8,11 @@ tokens of a 152,064-word vocabulary would be 4.6 GiB in bf16. Dimensions: `batch
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
@@ -143,6 +145,8 @@ class Policy(nn.Module):
 
 def load_policy(path: str, dtype: torch.dtype, gradient_checkpointing: bool = False) -> Policy:
     """The model at `path` (a folder in Hugging Face format or a hub id) with parameters in `dtype`, on the CPU, not sharded yet."""
+    if not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="packed")
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -12,6 +12,7 @@ what the uninterrupted one would have. On CPU and CUDA this is the same code; wh
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import sys
@@ -26,6 +27,7 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # CPU: several ran
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # CPU: GiB of KV cache per rank; raise it for larger models
 
 warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # on CPU there is no triton, which is as it should be
 
 import numpy as np
 import torch

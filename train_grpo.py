@@ -115,7 +115,7 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     add("--eval_every", type=int, default=0, help="evaluate after every so many steps and after the last; 0: never")
     add("--eval_before_training", action="store_true", help="evaluate the starting policy, too, as step 0")
     add("--eval_samples", type=int, default=1, help="k of eval/<set>/avg@k: completions per held-out problem")
-    add("--eval_temperature", type=float, default=1.0, help="0: greedy")
+    add("--eval_temperature", type=float, default=1.0, help="temperature of held-out sampling; 0 is greedy")
     add("--eval_top_p", type=float, default=1.0, help="nucleus sampling in evaluation")
     add("--save_every", type=int, default=0, help="write a checkpoint after every so many steps; after the last there always is one")
     add("--keep_checkpoints", type=int, default=3, help="remove older checkpoints beyond so many; 0: keep all")
@@ -132,7 +132,7 @@ def check_and_load_data(args: argparse.Namespace) -> tuple[PreTrainedTokenizerBa
     try:
         model_config = AutoConfig.from_pretrained(args.model)
         tokenizer = AutoTokenizer.from_pretrained(args.model)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"--model {args.model!r} is neither a model folder nor a model of the hub: {error}") from None
     check_context(args, getattr(model_config, "max_position_embeddings", None))
     rules = (args.prompt_column, args.answer_column, tokenizer, args.max_prompt_tokens)

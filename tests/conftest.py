@@ -1,0 +1,28 @@
+"""Fixtures: the tiny policies are made once per test run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from helpers import make_model
+
+from fsdp_utils import avoid_broken_amx
+
+avoid_broken_amx()
+
+
+@pytest.fixture(scope="session")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random policy, head tied to the embedding, with its data."""
+    return make_model(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="session")
+def untied_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with a head of its own."""
+    return make_model(tmp_path_factory.mktemp("untied"), tied=False)

@@ -1,0 +1,75 @@
+"""Run under torchrun: what the engine samples, checked against the trainer's own log-probs. Writes findings as JSON to the file given.
+
+torchrun --nproc_per_node 2 tests/engine_checks.py POLICY_FOLDER TP_SIZE OUTPUT_FILE
+"""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoTokenizer
+
+from batch import Rollout, pack
+from data import PromptData
+from fsdp_utils import close_world, full_parameters, init_world, shard
+from policy import Policy, load_policy
+from rollout import Engine
+
+
+def gap(policy: Policy, rollout: Rollout) -> float:
+    """Mean absolute difference of token probabilities, sampler against trainer."""
+    rollout = replace(rollout, advantages_B=np.zeros(len(rollout.texts), dtype=np.float32))
+    batch = pack(rollout, list(range(len(rollout.texts))))
+    with torch.no_grad():
+        logprobs = policy(batch, 1.0)[0]
+    mask = batch.loss_mask_N
+    return (logprobs[mask].exp() - batch.rollout_logprobs_N[mask].exp()).abs().mean().item()
+
+
+def main(path: str, tp_size: str, output: str) -> None:
+    world = init_world(int(tp_size), timeout_minutes=2)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    policy = load_policy(path, torch.float32)
+    shard(policy, policy.layers, world, torch.bfloat16)
+    engine = Engine(path, tokenizer, world, 24, torch.bfloat16, gpu_memory_utilization=0.3, enforce_eager=True, seed=1)
+    engine.sync(full_parameters(policy.model, torch.bfloat16))
+    prompts = PromptData.load(f"{path}/heldout.jsonl", "problem", "answer", tokenizer, 8).prompts
+
+    def sample(seed: tuple[int, ...] = (1, 1)) -> Rollout:
+        return engine.sample(prompts, 4, seed, temperature=1.0, max_tokens=12)
+
+    first = sample()
+    found = {
+        "prompts": [p.tolist() for p in first.prompts],
+        "num_tokens": int(first.completion_lengths_B.sum()),
+        "mean_probability": float(np.exp(np.concatenate(first.rollout_logprobs)).mean()),
+        "gap_before": gap(policy, first),
+        "same_seed_same_completions": sample().texts == first.texts,
+        "other_seed_same_completions": sample((1, 2)).texts == first.texts,
+        "greedy_twice_equal": engine.sample(prompts, 1, (1,), 0.0, 12).texts == engine.sample(prompts, 1, (2,), 0.0, 12).texts,
+        "texts_are_the_tokens": first.texts == tokenizer.batch_decode([c.tolist() for c in first.completions], skip_special_tokens=True),
+        "truncated_are_the_long_ones": all(
+            cut == (len(c) == 12 and c[-1] != tokenizer.eos_token_id)
+            for cut, c in zip(first.is_truncated_B, first.completions, strict=True)
+        ),
+    }
+    greedy_before = engine.sample(prompts, 1, (1,), 0.0, 12).texts
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.mul_(1.3)
+    stale = sample((1, 3))
+    found["gap_of_stale_engine"] = gap(policy, stale)
+    engine.sync(full_parameters(policy.model, torch.bfloat16))
+    found["gap_after"] = gap(policy, sample((1, 3)))
+    found["sync_changes_greedy_output"] = engine.sample(prompts, 1, (1,), 0.0, 12).texts != greedy_before
+    if world.is_main:
+        Path(output).write_text(json.dumps(found))
+    engine.close()
+    close_world()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,110 @@
+"""What the tests share: a tiny random policy with its data, and a way to start programs as a user would."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from batch import Rollout
+
+sys.path.insert(0, "/tmp/stub/scripts")
+from warm_start import build_tokenizer
+
+ROOT = Path(__file__).parent.parent
+RAGGED = [12, 7, 3, 11, 5, 9, 2, 6]  # completion lengths
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+
+
+def make_model(folder: Path, tied: bool = True, num_rows: int = 64) -> Path:
+    """A random Qwen2 of 0.3 M parameters with the CPU job's tokenizer, and train.jsonl and heldout.jsonl of one-digit sums."""
+    torch.manual_seed(0)
+    tokenizer = build_tokenizer()
+    config = Qwen2Config(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=tied,
+        initializer_range=0.12,  # larger than usual, so that the distribution is far from uniform and a wrong weight shows
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = Qwen2ForCausalLM(config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    rng = np.random.default_rng(0)
+    for name, count in (("train", num_rows), ("heldout", 16)):
+        sums = rng.integers(0, 5, size=(count, 2)).tolist()
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"problem": f"{a}+{b}", "answer": str(a + b)}) + "\n" for a, b in sums))
+    return folder
+
+
+def make_rollout(lengths: list[int] = RAGGED, prompt_length: int = 4, seed: int = 0) -> Rollout:
+    """Random tokens with these completion lengths, random advantages and sampled log-probs."""
+    rng = np.random.default_rng(seed)
+    return Rollout(
+        prompts=[rng.integers(0, 64, prompt_length).astype(np.int32) for _ in lengths],
+        completions=[rng.integers(0, 64, n).astype(np.int32) for n in lengths],
+        rollout_logprobs=[rng.normal(-3, 1, n).astype(np.float32) for n in lengths],
+        texts=[""] * len(lengths),
+        is_truncated_B=np.zeros(len(lengths), dtype=bool),
+        advantages_B=rng.normal(size=len(lengths)).astype(np.float32),
+    )
+
+
+def torchrun(num_ranks: int, script: str, *arguments: object, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    """`torchrun --nproc_per_node num_ranks script arguments` in the repository's root; fails the test if it fails."""
+    done = start(num_ranks, script, *arguments, timeout=timeout)
+    assert done.returncode == 0, f"{script} failed:\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    return done
+
+
+def launch_command(num_ranks: int, script: str, *arguments: object) -> list[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
+    return [*launcher, str(ROOT / script), *map(str, arguments)]
+
+
+def start(num_ranks: int, script: str, *arguments: object, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    command = launch_command(num_ranks, script, *arguments)
+    return subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def training_flags(policy: Path, out_dir: Path, **changes: object) -> list[str]:
+    """A short run on the tiny policy: 8 prompts x 4 completions, 2 updates a step."""
+    flags = {
+        "model": policy,
+        "train_data": policy / "train.jsonl",
+        "eval_data": policy / "heldout.jsonl",
+        "out_dir": out_dir,
+        "max_prompt_tokens": 8,
+        "max_completion_tokens": 12,
+        "prompts_per_step": 8,
+        "group_size": 4,
+        "prompts_per_update": 4,
+        "micro_batch_tokens": 128,
+        "kl_coef": 0.01,
+        "learning_rate": 1e-3,
+        "total_steps": 4,
+        "eval_every": 2,
+        "eval_before_training": True,
+        "save_every": 2,
+    } | changes
+    parts = [[f"--{name}"] if value is True else [f"--{name}", str(value)] for name, value in flags.items() if value is not None]
+    return [part for pair in parts for part in pair]
+
+
+def metrics_of(run_dir: Path) -> dict[int, dict[str, float]]:
+    """Step -> its last line of metrics.jsonl."""
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {record["step"]: record for record in records}

@@ -1,0 +1,122 @@
+"""Mistakes of the user end the program before any model is loaded, and say what was given, what is required and what to do."""
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import start, training_flags
+
+import checkpoint
+import train_grpo
+from fsdp_utils import check_launch
+
+
+def check(policy: Path, out_dir: Path, **changes: object) -> None:
+    """What `main` does before it loads a model."""
+    args = train_grpo.parse_flags(training_flags(policy, out_dir, **changes))
+    train_grpo.check_and_load_data(args)
+    checkpoint.open_run_folder(Path(args.out_dir), vars(args)).close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"group_size": 1}, ["--group_size 1", "at least 2"]),
+        ({"prompts_per_update": 3}, ["--prompts_per_update 3", "1, 2, 4, 8"]),
+        ({"tensor_parallel_size": 2}, ["--tensor_parallel_size 2", "world size 1", "use one of 1"]),
+        ({"model": "runs/no_such_model"}, ["--model 'runs/no_such_model'", "no such folder"]),
+        ({"model": "./nowhere"}, ["--model './nowhere'", "no such folder"]),
+        ({"train_data": "absent.jsonl"}, ["absent.jsonl", "does not exist"]),
+        ({"eval_data": "absent.jsonl"}, ["absent.jsonl", "does not exist"]),
+        ({"max_prompt_tokens": 4}, ["all 64 prompts", "--max_prompt_tokens 4", "5 tokens"]),
+        ({"max_completion_tokens": 121, "micro_batch_tokens": 1000}, ["8", "121", "context of 128", "by 1"]),
+        ({"prompts_per_step": 128, "prompts_per_update": 128}, ["64 usable rows", "--prompts_per_step 128"]),
+        ({"reward": "absent.py:score"}, ["--reward", "absent.py", "does not exist"]),
+        ({"answer_column": "solution"}, ["train.jsonl, line 1", "'solution'", "--answer_column", "'answer'"]),
+    ],
+)
+def test_a_mistake_is_named_with_a_way_out(changes, words, policy, tmp_path):
+    with pytest.raises((ValueError, FileNotFoundError)) as error:
+        check(policy, tmp_path / "run", **changes)
+    for word in words:
+        assert word in str(error.value)
+    assert not (tmp_path / "run").exists(), "a refused start leaves nothing behind"
+
+
+def test_a_folder_that_is_no_model_is_refused(tmp_path, policy):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="--model .* is neither a model folder"):
+        check(policy, tmp_path / "run", model=tmp_path / "empty")
+
+
+def test_more_visible_gpus_than_ranks_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    with pytest.raises(ValueError, match="8 GPUs are visible but the world size is 1: start it with the script or torchrun"):
+        check_launch(tp_size=1)
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    check_launch(tp_size=4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
+    with pytest.raises(ValueError, match="16 processes were started on this node but only 8 GPUs"):
+        check_launch(tp_size=4)
+
+
+def test_a_run_folder_of_another_configuration_is_left_alone(policy, tmp_path):
+    check(policy, tmp_path / "run")
+    before = (tmp_path / "run" / "config.json").read_bytes()
+    with pytest.raises(ValueError, match="another configuration.*--group_size 4 there, 8 now.*another --out_dir"):
+        check(policy, tmp_path / "run", group_size=8)
+    assert (tmp_path / "run" / "config.json").read_bytes() == before
+    check(policy, tmp_path / "run", total_steps=8, save_every=1)  # these may change
+
+
+def test_the_length_of_a_run_may_not_change_where_the_learning_rate_depends_on_it(policy, tmp_path):
+    check(policy, tmp_path / "run", lr_schedule="cosine")
+    with pytest.raises(ValueError, match="--total_steps 4 there, 8 now"):
+        check(policy, tmp_path / "run", lr_schedule="cosine", total_steps=8)
+
+
+def test_a_folder_of_something_else_is_refused(policy, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").write_text("precious")
+    with pytest.raises(ValueError, match=r"holds thesis.tex but no config.json"):
+        check(policy, tmp_path / "run")
+    assert (tmp_path / "run" / "thesis.tex").read_text() == "precious"
+
+
+def test_a_folder_that_cannot_be_written_is_refused(policy, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="cannot be written"):
+        check(policy, tmp_path / "file" / "run")
+    if os.getuid() != 0:  # root writes everywhere
+        (tmp_path / "locked").mkdir(mode=0o500)
+        with pytest.raises(ValueError, match="cannot be written"):
+            check(policy, tmp_path / "locked" / "run")
+
+
+def test_two_runs_cannot_share_a_folder(policy, tmp_path):
+    args = train_grpo.parse_flags(training_flags(policy, tmp_path / "run"))
+    lock = checkpoint.open_run_folder(tmp_path / "run", vars(args))
+    with pytest.raises(ValueError, match="in use by another run"):
+        checkpoint.open_run_folder(tmp_path / "run", vars(args))
+    lock.close()
+    checkpoint.open_run_folder(tmp_path / "run", vars(args)).close()
+
+
+def test_under_torchrun_the_mistake_is_told_once_without_a_traceback_of_ours(policy, tmp_path):
+    broken = tmp_path / "broken.jsonl"
+    shutil.copy(policy / "train.jsonl", broken)
+    with broken.open("a") as file:
+        file.write(json.dumps({"problem": "1+1"})[:-4])
+    started = time.monotonic()
+    done = start(2, "train_grpo.py", *training_flags(policy, tmp_path / "run", train_data=broken))
+    assert done.returncode != 0
+    assert done.stderr.count("error: ") == 1, done.stderr
+    assert "broken.jsonl, line 65: not valid JSON" in done.stderr
+    assert 'train_grpo.py", line' not in done.stderr
+    assert time.monotonic() - started < 60
+    assert not (tmp_path / "run").exists()

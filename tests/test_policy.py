@@ -1,0 +1,109 @@
+"""The packed forward pass against the Hugging Face model run on each sequence alone. float32, tolerance 1e-5."""
+
+import argparse
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import RAGGED, make_rollout
+from transformers import AutoModelForCausalLM
+
+import policy as policy_module
+from batch import pack
+from fsdp_utils import World
+from policy import load_policy
+from train_grpo import update_policy
+
+
+def unpacked_logprobs(model, rollout, temperature: float) -> torch.Tensor:
+    """The completion tokens' log-probabilities, sequence after sequence, by the definition."""
+    pieces = []
+    for prompt, completion in zip(rollout.prompts, rollout.completions, strict=True):
+        tokens = torch.tensor([*prompt, *completion])[None]
+        logprobs = (model(tokens).logits[0] / temperature).log_softmax(-1)
+        pieces.append(logprobs[:-1].gather(-1, tokens[0, 1:, None])[len(prompt) - 1 :, 0])
+    return torch.cat(pieces)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("folder", ["policy", "untied_policy"])
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+def test_packed_logprobs_and_gradients_equal_those_of_each_sequence_alone(folder, temperature, gradient_checkpointing, request):
+    path = str(request.getfixturevalue(folder))
+    packed = load_policy(path, torch.float32, gradient_checkpointing)
+    alone = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    rollout = make_rollout()
+    batch = pack(rollout, list(range(len(RAGGED))))
+    weights = torch.randn(sum(RAGGED))
+    logprobs = packed(batch, temperature)[0][batch.loss_mask_N]
+    expected = unpacked_logprobs(alone, rollout, temperature)
+    torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)
+    (logprobs * weights).sum().backward()
+    (expected * weights).sum().backward()
+    for (name, found), wanted in zip(packed.model.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, wanted.grad, atol=1e-4, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_chunks_of_the_head_change_neither_value_nor_gradient(policy, monkeypatch):
+    batch = pack(make_rollout(), list(range(len(RAGGED))))
+    results = []
+    for chunk in (1024, 5, 1):
+        monkeypatch.setattr(policy_module, "HEAD_CHUNK_TOKENS", chunk)
+        model = load_policy(str(policy), torch.float32)
+        logprobs, entropies = model(batch, 1.0)
+        logprobs.sum().backward()
+        results.append((logprobs.detach(), entropies, model.model.get_output_embeddings().weight.grad))
+    for other in results[1:]:
+        for found, wanted in zip(other, results[0], strict=True):
+            torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_entropy_is_that_of_the_tempered_distribution(policy):
+    rollout = make_rollout([3])
+    model = load_policy(str(policy), torch.float32)
+    batch = pack(rollout, [0])
+    tokens = torch.tensor([*rollout.prompts[0], *rollout.completions[0]])[None]
+    plain = AutoModelForCausalLM.from_pretrained(str(policy), dtype=torch.float32)
+    expected = torch.distributions.Categorical(logits=plain(tokens).logits[0, 3:6] / 0.5).entropy()
+    torch.testing.assert_close(model(batch, 0.5)[1][batch.loss_mask_N], expected, atol=1e-5, rtol=0)
+
+
+def test_prompt_positions_get_no_logprob_and_give_no_gradient_to_the_head(policy):
+    model = load_policy(str(policy), torch.float32)
+    batch = pack(make_rollout([2, 2]), [0, 1])
+    logprobs, entropies = model(batch, 1.0)
+    assert logprobs[~batch.loss_mask_N].eq(0).all()
+    assert entropies[~batch.loss_mask_N].eq(0).all()
+    logprobs[~batch.loss_mask_N].sum().backward()
+    assert all(p.grad is None or p.grad.eq(0).all() for p in model.parameters())
+
+
+def test_an_empty_batch_runs_and_has_zero_gradient(policy):
+    model = load_policy(str(policy), torch.float32)
+    model(pack(make_rollout(), []), 1.0)[0].sum().backward()
+    assert all(p.grad is None or p.grad.eq(0).all() for p in model.parameters())
+
+
+def test_a_sliding_window_shorter_than_a_sequence_is_refused(policy):
+    model = load_policy(str(policy), torch.float32)
+    for layer in model.layers:
+        layer.self_attn.sliding_window = 8
+    with pytest.raises(ValueError, match="sliding-window attention of 8 tokens"):
+        model(pack(make_rollout(), [0]), 1.0)
+
+
+def test_an_update_that_is_not_finite_leaves_policy_and_optimizer_untouched(policy):
+    args = argparse.Namespace(temperature=1.0, clip_low=0.2, clip_high=0.2, kl_coef=0.0, max_grad_norm=1.0)
+    world = World(rank=0, size=1, local_rank=0, tp_size=1, device=torch.device("cpu"))
+    model = load_policy(str(policy), torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    good = pack(make_rollout(), list(range(8)))
+    bad = replace(good, advantages_N=good.advantages_N * float("inf"))
+    assert update_policy(model, optimizer, [good], sum(RAGGED), 1e-3, args, world)["optim/skipped_updates"] == 0
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    assert update_policy(model, optimizer, [good, bad], sum(RAGGED), 1e-3, args, world)["optim/skipped_updates"] == 1
+    torch.testing.assert_close((model.state_dict(), optimizer.state_dict()), before, atol=0, rtol=0)
+    metrics = update_policy(model, optimizer, [good], sum(RAGGED), 1e-3, args, world)
+    assert metrics["optim/skipped_updates"] == 0, "the bad gradient did not stay behind"
+    assert metrics["policy/ratio_max"] == 1.0

@@ -1,0 +1,45 @@
+"""The real vLLM engine in bf16: it samples from the policy that is trained, before and after a sync, alone and tensor-parallel."""
+
+import json
+
+import pytest
+from helpers import torchrun
+
+
+CASES = {"tied": ("policy", 1, 1), "untied, two engines": ("untied_policy", 2, 1), "tied, one engine over two ranks": ("policy", 2, 2)}
+
+
+@pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
+def found(request, tmp_path_factory):
+    """What tests/engine_checks.py found: tied weights in one engine, an own head in two engines, and one engine over two ranks."""
+    folder, num_ranks, tp_size = request.param
+    output = tmp_path_factory.mktemp("engine") / "found.json"
+    torchrun(num_ranks, "tests/engine_checks.py", request.getfixturevalue(folder), tp_size, output)
+    return json.loads(output.read_text())
+
+
+def test_sampler_and_trainer_agree_before_and_after_a_sync(found):
+    assert found["gap_before"] < 0.005
+    assert found["gap_after"] < 0.005
+    assert found["mean_probability"] > 0.025, "a nearly uniform distribution (1 / 64) would agree with anything"
+
+
+def test_a_sync_changes_what_is_sampled_and_a_stale_engine_would_show(found):
+    assert found["gap_of_stale_engine"] > 4 * max(found["gap_before"], found["gap_after"])
+    assert found["gap_of_stale_engine"] > 0.01
+    assert found["sync_changes_greedy_output"]
+
+
+def test_sampling_is_a_function_of_the_seed(found):
+    assert found["same_seed_same_completions"]
+    assert not found["other_seed_same_completions"]
+    assert found["greedy_twice_equal"]
+
+
+def test_completions_are_prompt_major_and_describe_themselves(found):
+    prompts = found["prompts"]
+    assert len(prompts) == 16 * 4
+    assert all(prompts[b] == prompts[b // 4 * 4] for b in range(len(prompts)))
+    assert found["texts_are_the_tokens"]
+    assert found["truncated_are_the_long_ones"]
+    assert found["num_tokens"] > 200

@@ -1,0 +1,239 @@
+"""The whole program under torchrun on two processes: FSDP2, vLLM, the run folder, stops and resumes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ENVIRONMENT, ROOT, launch_command, metrics_of, start, torchrun, training_flags
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+SLOW_REWARD = """
+import os, time
+
+def score(completion, answer, columns):
+    time.sleep(float(os.environ.get("SECONDS_PER_COMPLETION", 0)))
+    return float(len(completion) % 3 == 0)
+"""
+
+METRICS_OF_A_STEP = [
+    "reward/mean",
+    "reward/std",
+    "reward/frac_groups_all_right",
+    "reward/frac_groups_all_wrong",
+    "completion/tokens_mean",
+    "completion/tokens_max",
+    "completion/frac_truncated",
+    "policy/loss",
+    "policy/kl_ref",
+    "policy/entropy",
+    "policy/ratio_max",
+    "policy/clip_frac",
+    "policy/rollout_gap_mean",
+    "policy/rollout_gap_max",
+    "optim/grad_norm",
+    "optim/lr",
+    "optim/skipped_updates",
+    "perf/tokens_per_s",
+    "time/sample_s",
+    "time/reward_s",
+    "time/advantage_s",
+    "time/logprobs_s",
+    "time/update_s",
+    "time/sync_s",
+    "time/log_s",
+    "time/step_s",
+]
+
+
+@pytest.fixture(scope="module")
+def reward(tmp_path_factory) -> str:
+    file = tmp_path_factory.mktemp("reward") / "slow.py"
+    file.write_text(SLOW_REWARD)
+    return f"{file}:score"
+
+
+@pytest.fixture(scope="module")
+def finished_run(policy, reward, tmp_path_factory) -> Path:
+    """A run of four steps that nobody disturbed."""
+    out_dir = tmp_path_factory.mktemp("runs") / "undisturbed"
+    torchrun(2, "train_grpo.py", *training_flags(policy, out_dir, reward=reward))
+    return out_dir
+
+
+def without_times(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if not name.startswith(("time/", "perf/"))}
+
+
+def test_every_step_logs_every_metric(finished_run):
+    metrics = metrics_of(finished_run)
+    assert list(metrics) == [0, 1, 2, 3, 4]
+    for step in (1, 2, 3, 4):
+        assert set(METRICS_OF_A_STEP) <= set(metrics[step]), set(METRICS_OF_A_STEP) - set(metrics[step])
+        assert metrics[step]["optim/lr"] == 1e-3
+        assert metrics[step]["optim/skipped_updates"] == 0
+    for step in (0, 2, 4):
+        assert 0 <= metrics[step]["eval/heldout/avg@1"] <= 1
+    assert "eval/heldout/avg@1" not in metrics[1]
+
+
+def test_sampler_and_trainer_agree_at_every_step(finished_run):
+    gaps = [metrics["policy/rollout_gap_mean"] for step, metrics in metrics_of(finished_run).items() if step]
+    assert max(gaps) < 0.005
+    assert min(gaps) > 0, "two implementations in bf16 never agree exactly: a gap of zero was not measured"
+
+
+def test_the_policy_moves_and_is_measured_against_the_reference_and_the_old_policy(finished_run):
+    metrics = metrics_of(finished_run)
+    assert metrics[1]["policy/kl_ref"] < metrics[4]["policy/kl_ref"]
+    assert metrics[4]["policy/ratio_max"] > 1.0, "the second update of a step is off-policy"
+    assert all(metrics[step]["optim/grad_norm"] > 0 for step in (1, 2, 3, 4))
+
+
+def test_the_run_folder_describes_itself(finished_run, policy):
+    config = json.loads((finished_run / "config.json").read_text())
+    assert config["model"] == str(policy)
+    assert config["group_size"] == 4
+    (started,) = [json.loads(line) for line in (finished_run / "starts.jsonl").read_text().splitlines()]
+    assert started["packages"]["torch"]
+    assert started["world_size"] == 2
+    assert started["resumed_from"] == 0
+    assert "--group_size" in started["command"]
+    samples = [json.loads(line) for line in (finished_run / "samples.jsonl").read_text().splitlines()]
+    assert {sample["step"] for sample in samples} == {1, 2, 3, 4}
+    assert samples[0].keys() == {"step", "prompt", "answer", "completion", "reward", "advantage", "is_truncated"}
+    assert (finished_run / "curves.png").stat().st_size > 10_000
+    assert sorted(path.name for path in finished_run.glob("*step_*")) == ["step_2", "step_4"]
+    assert (finished_run / "final").resolve() == (finished_run / "step_4").resolve()
+
+
+def test_the_final_policy_loads_in_transformers_and_in_vllm_and_both_say_the_same(finished_run):
+    final = finished_run / "final"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(final), AutoTokenizer.from_pretrained(final)
+    before = AutoModelForCausalLM.from_pretrained(json.loads((finished_run / "config.json").read_text())["model"])
+    assert not model.lm_head.weight.float().equal(before.lm_head.weight.float()), "training changed it"
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "1+2"}], add_generation_prompt=True, return_dict=True)["input_ids"]
+    with torch.no_grad():
+        logprobs = model(torch.tensor([prompt])).logits[0, -1].float().log_softmax(-1)
+    program = f"""
+import os, torch, torch._dynamo
+from fsdp_utils import avoid_broken_amx
+avoid_broken_amx()
+torch._dynamo.config.disable = True
+from vllm import LLM, SamplingParams, TokensPrompt
+llm = LLM({str(final)!r}, enforce_eager=True, dtype="bfloat16", max_model_len=32)
+(output,) = llm.generate([TokensPrompt(prompt_token_ids={prompt})], SamplingParams(max_tokens=1, logprobs=5, temperature=1.0))
+print("FOUND", {{int(token): entry.logprob for token, entry in output.outputs[0].logprobs[0].items()}})
+"""
+    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=ENVIRONMENT | settings, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = eval(done.stdout.split("FOUND ")[1])
+    assert len(found) >= 5
+    for token, logprob in found.items():
+        assert logprob == pytest.approx(logprobs[token].item(), abs=0.03)  # bf16 in both
+
+
+def workers_of(launcher: subprocess.Popen[str]) -> list[int]:
+    listing = subprocess.run(["ps", "-o", "pid=", "--ppid", str(launcher.pid)], capture_output=True, text=True, check=False).stdout
+    return [int(pid) for pid in listing.split()]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("way", ["Ctrl-C", "kill -9 of the launcher", "kill -9 of a rank"])
+def test_a_stopped_run_leaves_no_orphan_and_continues_bit_for_bit(way, finished_run, policy, reward, tmp_path):
+    out_dir = tmp_path / "disturbed"
+    flags = training_flags(policy, out_dir, reward=reward)
+    launcher = subprocess.Popen(
+        launch_command(2, "train_grpo.py", *flags),
+        cwd=ROOT,
+        env=ENVIRONMENT | {"SECONDS_PER_COMPLETION": "0.1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        text=True,
+    )
+    deadline = time.monotonic() + 180
+    while not (out_dir / "metrics.jsonl").exists() or 3 not in metrics_of(out_dir):
+        assert time.monotonic() < deadline and launcher.poll() is None, "the run did not reach step 3"
+        time.sleep(0.05)
+    workers = workers_of(launcher)
+    assert len(workers) == 2
+    if way == "Ctrl-C":
+        os.killpg(launcher.pid, signal.SIGINT)  # a terminal signals the whole foreground group
+    else:
+        os.kill(launcher.pid if "launcher" in way else workers[1], signal.SIGKILL)
+    launcher.wait(timeout=60)
+    deadline = time.monotonic() + 60
+    while any(map(is_running, workers)):
+        assert time.monotonic() < deadline, "a worker outlived its launcher"
+        time.sleep(0.1)
+    assert (out_dir / "step_2").exists()
+    assert not (out_dir / "step_4").exists()
+
+    done = torchrun(2, "train_grpo.py", *flags)
+    assert f"continues from {out_dir / 'step_2'}" in done.stdout
+    expected, found = metrics_of(finished_run), metrics_of(out_dir)
+    for step in range(5):
+        assert without_times(found[step]) == without_times(expected[step]), f"step {step} differs"
+    starts = [json.loads(line)["resumed_from"] for line in (out_dir / "starts.jsonl").read_text().splitlines()]
+    assert starts == [0, 2]
+    for name in ("model.safetensors", "config.json"):
+        assert (out_dir / "final" / name).read_bytes() == (finished_run / "final" / name).read_bytes()
+
+
+def test_one_engine_over_both_ranks_trains_and_old_checkpoints_are_removed(policy, tmp_path):
+    flags = training_flags(
+        policy, tmp_path / "run", tensor_parallel_size=2, save_every=1, keep_checkpoints=2, total_steps=3, prompts_per_update=8
+    )
+    done = torchrun(2, "train_grpo.py", *flags)
+    assert "1 engines of 2" in done.stdout
+    metrics = metrics_of(tmp_path / "run")
+    assert max(metrics[step]["policy/rollout_gap_mean"] for step in (1, 2, 3)) < 0.005
+    assert all(metrics[step]["policy/ratio_max"] == 1.0 for step in (1, 2, 3)), "with one update a step the ratio is exactly 1"
+    assert sorted(path.name for path in (tmp_path / "run").glob("step_*")) == ["step_2", "step_3"]
+
+
+def test_a_complete_run_says_so_and_may_be_prolonged_on_another_number_of_ranks(policy, finished_run, reward):
+    before = (finished_run / "metrics.jsonl").read_bytes()
+    done = torchrun(2, "train_grpo.py", *training_flags(policy, finished_run, reward=reward))
+    assert "is complete: it has a checkpoint of step 4" in done.stdout
+    assert (finished_run / "metrics.jsonl").read_bytes() == before
+    torchrun(1, "train_grpo.py", *training_flags(policy, finished_run, reward=reward, total_steps=5))
+    assert (finished_run / "metrics.jsonl").read_bytes().startswith(before), "the log is only appended to"
+    metrics = metrics_of(finished_run)
+    assert metrics[5]["policy/rollout_gap_mean"] < 0.005, "the engine samples from the restored policy, not from the first one"
+    assert metrics[5]["policy/kl_ref"] > 0.5 * metrics[4]["policy/kl_ref"]
+
+
+def test_a_run_that_diverges_skips_updates_and_stops_with_the_step_number(policy, tmp_path):
+    flags = training_flags(policy, tmp_path / "run", learning_rate=1e30, max_skipped_updates=2, eval_every=0, eval_before_training=None)
+    done = start(2, "train_grpo.py", *flags)
+    assert done.returncode != 0
+    assert "loss or gradient not finite in 2 updates in a row" in done.stderr
+    assert "step 2:" in done.stderr
+
+
+def test_a_single_process_needs_no_launcher(policy, tmp_path):
+    command = [
+        sys.executable,
+        "train_grpo.py",
+        *training_flags(policy, tmp_path / "run", total_steps=1, eval_before_training=None, kl_coef=0),
+    ]
+    environment = {name: value for name, value in ENVIRONMENT.items() if name not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "policy/kl_ref" not in metrics_of(tmp_path / "run")[1], "without a KL term no reference is loaded and nothing is measured"

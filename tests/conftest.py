@@ -9,9 +9,8 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from helpers import make_model
-
 from fsdp_utils import avoid_broken_amx
+from helpers import make_model
 
 avoid_broken_amx()
 

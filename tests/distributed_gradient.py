@@ -8,12 +8,12 @@ import sys
 from dataclasses import replace
 
 import torch
-from helpers import make_rollout
 from torch.distributed.tensor import DTensor
 
 import train_grpo
 from batch import Rollout, pack, plan_micro_batches
 from fsdp_utils import close_world, init_world, shard
+from helpers import make_rollout
 from policy import load_policy
 
 

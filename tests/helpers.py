@@ -13,13 +13,11 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from batch import Rollout
-
-sys.path.insert(0, "/tmp/stub/scripts")
 from warm_start import build_tokenizer
 
 ROOT = Path(__file__).parent.parent
 RAGGED = [12, 7, 3, 11, 5, 9, 2, 6]  # completion lengths
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
 def make_model(folder: Path, tied: bool = True, num_rows: int = 64) -> Path:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import start, training_flags
 
 import checkpoint
 import train_grpo
 from fsdp_utils import check_launch
+from helpers import start, training_flags
 
 
 def check(policy: Path, out_dir: Path, **changes: object) -> None:

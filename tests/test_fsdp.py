@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from helpers import make_rollout, torchrun
 
 import grpo
 from batch import pack
+from helpers import make_rollout, torchrun
 from policy import load_policy
 
 TOLERANCE = {"atol": 2e-6, "rtol": 1e-4}

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers import make_rollout
 
+from helpers import make_rollout
 from metrics import PhaseTimer, RunLog, console_line, plot_curves, read_metrics, rollout_metrics
 from train_grpo import merge_updates
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import RAGGED, make_rollout
 from transformers import AutoModelForCausalLM
 
 import policy as policy_module
 from batch import pack
 from fsdp_utils import World
+from helpers import RAGGED, make_rollout
 from policy import load_policy
 from train_grpo import update_policy
 

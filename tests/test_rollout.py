@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from helpers import torchrun
 
+from helpers import torchrun
 
 CASES = {"tied": ("policy", 1, 1), "untied, two engines": ("untied_policy", 2, 1), "tied, one engine over two ranks": ("policy", 2, 2)}
 

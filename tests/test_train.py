@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ENVIRONMENT, ROOT, launch_command, metrics_of, start, torchrun, training_flags
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from helpers import ENVIRONMENT, ROOT, launch_command, metrics_of, start, torchrun, training_flags
 
 SLOW_REWARD = """
 import os, time

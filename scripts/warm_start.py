@@ -1,0 +1,323 @@
+"""Makes the small starting policy of the CPU job, and its data, from nothing, in about a minute on two cores.
+
+The task is the sum of two 3-digit numbers. The policy, a Qwen2 of 0.6 M parameters, learns to imitate two kinds of demonstration:
+
+    <user>347+285<assistant>522<eos>                                              most: answers at once
+    <user>347+285<assistant><think>7+5=12,4+8+1=13,3+2+1=06</think>632<eos>       --think_share: adds digit by digit first
+
+The scratchpads are correct. The answers given at once are those of somebody in a hurry, who adds each column and forgets every
+carry: right for the 13 % of problems that need none, wrong for the others. (With correct answers instead, a policy of this size is
+near 0 % or near 70 % without thinking, depending on the seed and on when training stops.) Sampled, the warm-started policy does as
+it was shown: it thinks about every fourth time, is then nearly always right, and is otherwise mostly wrong. Nothing tells it that
+the one has to do with the other. GRPO, which sees only whether the final answer is right, has to find that out.
+
+    python scripts/warm_start.py --out_dir runs/tiny_policy --seed 1
+
+writes a Hugging Face folder (model, tokenizer with chat template) with train.jsonl, heldout.jsonl and warm_start.json (settings and
+measured results). Everything in it is a function of the flags; the held-out problems are in no demonstration and not in train.jsonl,
+also not with the numbers swapped. A folder made earlier with the same settings is kept. Read it from top to bottom.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import string
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+NUM_DIGITS = 3
+PROMPT_TOKENS = 2 * NUM_DIGITS + 3  # <user>347+285<assistant>: the same for every problem, so prompts need no padding
+MAX_COMPLETION_TOKENS = 40  # a scratchpad with its answer and <eos> has 30 or 31
+NUM_TRAIN, NUM_HELDOUT = 4096, 256
+EVAL_SAMPLES = 4  # per held-out problem
+
+MODEL = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,  # two, so that tensor parallelism over 2 ranks has a whole head for each
+    "max_position_embeddings": 128,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},  # sequences of 40 tokens: slower rotations than these teach nothing
+    "tie_word_embeddings": True,
+}
+PEAK_LR = 6e-3  # of Muon (the matrices inside the blocks) and of AdamW (embedding, norms, biases)
+WARMUP_UPDATES = 50
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<' + message['role'] + '>' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+# The task.
+
+
+def scratchpad(a: int, b: int) -> str:
+    """The correct digit-by-digit sum, units first: column + carry = two digits, as in `7+5=12,4+8+1=13,3+2+1=06`."""
+    columns, carry = [], 0
+    for i in range(NUM_DIGITS):
+        digit_a, digit_b = a // 10**i % 10, b // 10**i % 10
+        total = digit_a + digit_b + carry
+        columns.append(f"{digit_a}+{digit_b}" + (f"+{carry}" if i else "") + f"={total:02d}")
+        carry = total // 10
+    return ",".join(columns)
+
+
+def hurried_answer(a: int, b: int) -> str:
+    """Each column added, every carry forgotten: 347+285 -> 522."""
+    return "".join(str((int(digit_a) + int(digit_b)) % 10) for digit_a, digit_b in zip(str(a), str(b), strict=True))
+
+
+def demonstration(a: int, b: int, is_thinking: bool) -> str:
+    """The text of one demonstration, prompt included."""
+    completion = f"<think>{scratchpad(a, b)}</think>{a + b}" if is_thinking else hurried_answer(a, b)
+    return f"<user>{a}+{b}<assistant>{completion}<eos>"
+
+
+def draw_problems(rng: np.random.Generator, count: int, excluded: set[tuple[int, int]]) -> list[tuple[int, int]]:
+    """`count` pairs of numbers, none of them in `excluded` in either order."""
+    problems: list[tuple[int, int]] = []
+    while len(problems) < count:
+        a, b = rng.integers(10 ** (NUM_DIGITS - 1), 10**NUM_DIGITS, size=2).tolist()
+        if (a, b) not in excluded and (b, a) not in excluded:
+            problems.append((a, b))
+    return problems
+
+
+def draw_data(rng: np.random.Generator) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """The train and the held-out problems, all different: no pair of numbers appears twice, in either order."""
+    seen: set[tuple[int, int]] = set()
+    for _ in range(NUM_TRAIN + NUM_HELDOUT):
+        seen.update(draw_problems(rng, 1, excluded=seen))
+    problems = rng.permutation(sorted(seen)).tolist()
+    return [(a, b) for a, b in problems[NUM_HELDOUT:]], [(a, b) for a, b in problems[:NUM_HELDOUT]]
+
+
+# The policy.
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of 64 tokens, one per character, so that the whole embedding is in use and every sampled id has a text.
+
+    <think> and </think> are no special tokens: decoding with skip_special_tokens=True keeps them, and rewards and readers see them.
+    """
+    special = ["<pad>", "<eos>", "<unk>", "<user>", "<assistant>"]
+    characters = string.digits + "+=," + string.ascii_lowercase + " -*/().:;?!<>[]|%^"
+    vocabulary = {token: i for i, token in enumerate([*special, "<think>", "</think>", *characters])}
+    assert len(vocabulary) == 64, f"the vocabulary must be a multiple of 64 for tensor parallelism, found {len(vocabulary)} tokens"
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    backend.decoder = decoders.Fuse()  # no spaces between tokens
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in ("<think>", "</think>")])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        extra_special_tokens=["<user>", "<assistant>"],
+        clean_up_tokenization_spaces=False,
+        model_max_length=MODEL["max_position_embeddings"],
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def build_policy(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+    """A randomly initialised policy in float32, with plain sampling (temperature 1, nothing cut off) as its generation config."""
+    ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    policy = Qwen2ForCausalLM(Qwen2Config(vocab_size=len(tokenizer), **MODEL, **ids))
+    policy.generation_config.update(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, **ids)
+    return policy
+
+
+# The training.
+
+
+class Muon:
+    """Muon (Jordan et al., 2024) in float32: momentum, then every singular value of a matrix's update is brought close to 1.
+
+    Here because it learns the scratchpads in half the updates of AdamW. torch.optim.Muon computes in bfloat16, slow on most CPUs.
+    """
+
+    def __init__(self, matrices: list[Tensor], momentum: float = 0.95) -> None:
+        self.matrices, self.momentum = matrices, momentum
+        self.averages = [torch.zeros_like(matrix) for matrix in matrices]
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """Updates in place. An entry of an update is about 0.2 lr, as with AdamW, whatever the shape of its matrix."""
+        for matrix, average in zip(self.matrices, self.averages, strict=True):
+            average.lerp_(matrix.grad, 1 - self.momentum)
+            update = matrix.grad.lerp(average, self.momentum)  # Nesterov
+            update = update.T if update.shape[0] > update.shape[1] else update
+            update = update / update.norm().clamp(min=1e-7)
+            for _ in range(5):  # Newton-Schulz: odd polynomials of the matrix, so its singular vectors stay
+                gram = update @ update.T
+                update = 3.4445 * update + (-4.775 * gram + 2.0315 * gram @ gram) @ update
+            update = update.T if matrix.shape[0] > matrix.shape[1] else update
+            matrix.sub_(update, alpha=0.2 * lr * math.sqrt(max(matrix.shape)))
+
+
+def completion_loss(policy: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> tuple[Tensor, int]:
+    """The summed cross-entropy of the completions' tokens, <eos> included, and their number."""
+    batch = tokenizer(texts, padding=True, return_tensors="pt")
+    labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)[:, PROMPT_TOKENS:]
+    # Padding is on the right, where causal attention never looks: no attention mask is needed.
+    logits = policy(input_ids=batch.input_ids, use_cache=False).logits[:, PROMPT_TOKENS - 1 : -1]
+    loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    return loss, int((labels != -100).sum())
+
+
+def train(
+    policy: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    rng: np.random.Generator,
+    heldout: set[tuple[int, int]],
+    num_updates: int,
+    batch_size: int,
+    num_thinking: int,
+) -> None:
+    """Imitates new demonstrations in every update, `num_thinking` of `batch_size` with a scratchpad. Raises FloatingPointError."""
+    matrices = [parameter for name, parameter in policy.named_parameters() if parameter.ndim == 2 and "embed_tokens" not in name]
+    others = [parameter for name, parameter in policy.named_parameters() if parameter.ndim == 1 or "embed_tokens" in name]
+    muon, adamw = Muon(matrices), torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    progress = tqdm(range(num_updates), desc="warm start", unit="update", mininterval=1.0)
+    for update in progress:
+        texts = [demonstration(a, b, i < num_thinking) for i, (a, b) in enumerate(draw_problems(rng, batch_size, heldout))]
+        # One backward for each kind: together, the short ones would be padded to the length of the long ones.
+        losses, counts = zip(
+            *(completion_loss(policy, tokenizer, kind) for kind in (texts[:num_thinking], texts[num_thinking:])), strict=True
+        )
+        loss = sum(losses) / sum(counts)  # one mean over the completion tokens of both
+        if not loss.isfinite():
+            raise FloatingPointError(f"the loss of update {update + 1} is {loss.item()}; nothing was written. Try another --seed.")
+        policy.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(others, 1.0)  # Muon's updates have the same size whatever the gradient's
+        scale = min(1.0, (update + 1) / WARMUP_UPDATES) * 0.5 * (1 + math.cos(math.pi * update / num_updates))  # to zero: the last slips go
+        muon.step(PEAK_LR * scale)
+        adamw.param_groups[0]["lr"] = PEAK_LR * scale
+        adamw.step()
+        progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+
+
+@torch.inference_mode()
+def evaluate(policy: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: list[tuple[int, int]]) -> dict[str, float]:
+    """Accuracies and lengths of completions sampled at temperature 1, `EVAL_SAMPLES` for each problem."""
+    problems = problems * EVAL_SAMPLES
+    prompts = tokenizer([f"<user>{a}+{b}<assistant>" for a, b in problems], return_tensors="pt").input_ids
+    assert prompts.shape[1] == PROMPT_TOKENS, f"a prompt has {prompts.shape[1]} tokens, expected {PROMPT_TOKENS}"
+    output = policy.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=MAX_COMPLETION_TOKENS)[:, PROMPT_TOKENS:]
+    texts = tokenizer.batch_decode(output, skip_special_tokens=True)
+    is_right = np.array([text.rpartition("</think>")[2] == str(a + b) for text, (a, b) in zip(texts, problems, strict=True)])
+    is_thinking = np.array([text.startswith("<think>") for text in texts])
+    num_tokens = (output != tokenizer.pad_token_id).sum(dim=1).double()
+    return {
+        "accuracy": float(is_right.mean()),
+        "think_share": float(is_thinking.mean()),
+        "accuracy_thinking": float(is_right[is_thinking].mean()),
+        "accuracy_at_once": float(is_right[~is_thinking].mean()),
+        "completion_tokens_mean": float(num_tokens.mean()),
+        "completion_tokens_max": float(num_tokens.max()),
+    }
+
+
+# The command.
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Makes the starting policy and the data of the CPU job.")
+    parser.add_argument("--out_dir", required=True, help="folder to write; kept if it is there already, made with the same settings")
+    parser.add_argument("--seed", type=int, default=1, help="of weights, demonstrations, data and sampling")
+    parser.add_argument("--num_updates", type=int, default=650, help="optimizer updates")
+    parser.add_argument("--batch_size", type=int, default=64, help="demonstrations per update")
+    parser.add_argument("--think_share", type=float, default=0.25, help="share of the demonstrations that have a scratchpad, 0 to 1")
+    args = parser.parse_args()
+    if args.seed < 0:
+        parser.error(f"--seed {args.seed} is negative; use 0 or more.")
+    if args.num_updates < 1:
+        parser.error(f"--num_updates {args.num_updates} trains nothing; use 1 or more.")
+    if not 0 < round(args.think_share * args.batch_size) < args.batch_size:
+        parser.error(
+            f"--think_share {args.think_share} of --batch_size {args.batch_size} leaves one kind of demonstration out; use 0.2 and 64, say."
+        )
+    return args
+
+
+def is_already_made(out_dir: Path, settings: dict[str, object]) -> bool:
+    """True if `out_dir` was made with `settings`; False if there is no such folder. Raises FileExistsError if it is something else."""
+    if not out_dir.exists():
+        return False
+    record = out_dir / "warm_start.json"
+    if not record.is_file():
+        raise FileExistsError(f"--out_dir {out_dir} exists, but has no warm_start.json: not made here. Remove it or choose another folder.")
+    found = json.loads(record.read_text())["settings"]
+    changed = [f"{name} {found.get(name)} (now {settings.get(name)})" for name in settings | found if found.get(name) != settings.get(name)]
+    if changed:
+        raise FileExistsError(f"--out_dir {out_dir} was made with {', '.join(changed)}. Remove it or choose another folder.")
+    return True
+
+
+def save(
+    policy: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, data: dict[str, list[tuple[int, int]]], record: dict, out_dir: Path
+) -> None:
+    """Writes a sibling folder and renames it: `out_dir` is complete or not there."""
+    partial = out_dir.with_name(f"{out_dir.name}.partial.{time.time_ns()}")
+    policy.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    for name, problems in data.items():
+        rows = [json.dumps({"problem": f"{a}+{b}", "answer": str(a + b)}) + "\n" for a, b in problems]
+        (partial / f"{name}.jsonl").write_text("".join(rows))
+    (partial / "warm_start.json").write_text(json.dumps(record, indent=2) + "\n")
+    partial.rename(out_dir)
+
+
+def main() -> None:
+    args = parse_args()
+    out_dir = Path(args.out_dir)
+    flags = {name: value for name, value in vars(args).items() if name != "out_dir"}
+    recipe = {"num_digits": NUM_DIGITS, "model": MODEL, "peak_lr": PEAK_LR, "warmup_updates": WARMUP_UPDATES}
+    settings = flags | recipe
+    if is_already_made(out_dir, settings):
+        print(f"found {out_dir}, made with the same settings: kept")
+        return
+    out_dir.parent.mkdir(parents=True, exist_ok=True)
+
+    start = time.perf_counter()
+    torch.set_num_threads(2)  # a fixed number: it decides the order of the sums, and so the last bits
+    torch.manual_seed(args.seed)
+    rng = np.random.default_rng(args.seed)
+    tokenizer = build_tokenizer()
+    policy = build_policy(tokenizer)
+    train_problems, heldout_problems = draw_data(rng)
+    heldout = set(heldout_problems)
+    assert not heldout & {pair for a, b in train_problems for pair in ((a, b), (b, a))}, "a held-out problem is in the training data"
+
+    train(policy, tokenizer, rng, heldout, args.num_updates, args.batch_size, round(args.think_share * args.batch_size))
+    results = evaluate(policy.eval(), tokenizer, heldout_problems)
+    if not all(map(math.isfinite, results.values())):
+        raise FloatingPointError(f"the held-out results are not finite: {results}; nothing was written. Use more --num_updates.")
+    results |= {"parameters": policy.num_parameters(), "seconds": time.perf_counter() - start}
+    save(policy, tokenizer, {"train": train_problems, "heldout": heldout_problems}, {"settings": settings, "results": results}, out_dir)
+    print(
+        f"made {out_dir}: held-out sampled accuracy {results['accuracy']:.3f}; thinks in {results['think_share']:.1%}; "
+        f"accuracy {results['accuracy_thinking']:.3f} thinking, {results['accuracy_at_once']:.3f} at once; "
+        f"{results['completion_tokens_mean']:.1f} tokens; {results['parameters']:,} parameters; {results['seconds']:.0f} s"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -45,13 +45,28 @@ from policy import DTYPES, Policy, load_policy
 from reward import RewardFunction, load_reward
 
 
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Wide lines, the type in the place of the value, and a default only where there is one."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=36, width=140)
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        return action.type.__name__ if action.type else "text"
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        has_default = not (action.required or action.nargs in (0, "*") or action.default is None)
+        return super()._get_help_string(action) if has_default else action.help
+
+
 def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line as attributes of the same names."""
     parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0],
-        epilog="Start under torchrun, one process per GPU (on CPU: as many as you like). P, G, B: see batch.py. "
-        "A flag that is not given has the value shown.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        usage="torchrun --nproc_per_node RANKS train_grpo.py --model MODEL --train_data FILE --out_dir FOLDER --total_steps N [flags]",
+        description="Trains a language model with GRPO on verifiable rewards. One rank per GPU; on CPU, as many as you like. "
+        "One step = one rollout of P prompts x G completions; one update = one optimizer step. "
+        "Starting the same command again continues from the last checkpoint.",
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument_group("model and data").add_argument
@@ -67,12 +82,7 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument_group("batch, counted in prompts").add_argument
     add("--prompts_per_step", type=int, default=32, help="P: prompts sampled each step, over all ranks; divisible by the number of engines")
     add("--group_size", type=int, default=8, help="G: completions per prompt, compared with each other; at least 2")
-    add(
-        "--prompts_per_update",
-        type=int,
-        default=32,
-        help="prompts per optimizer update, over all ranks; divides P: P / this = updates a step",
-    )
+    add("--prompts_per_update", type=int, help="prompts per update, over all ranks; divides P: P / this = updates a step; default: P")
     add("--micro_batch_tokens", type=int, default=8192, help="most tokens that one rank packs into one forward and backward pass (memory)")
     add("--total_steps", type=int, help="length of training in steps (give this, or one of the next two)")
     add("--epochs", type=int, help="length of training in passes over the data; the last partial step of each is dropped")
@@ -119,7 +129,10 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     add("--eval_top_p", type=float, default=1.0, help="nucleus sampling in evaluation")
     add("--save_every", type=int, default=0, help="write a checkpoint after every so many steps; after the last there always is one")
     add("--keep_checkpoints", type=int, default=3, help="remove older checkpoints beyond so many; 0: keep all")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.prompts_per_update is None:
+        args.prompts_per_update = args.prompts_per_step
+    return args
 
 
 def check_and_load_data(args: argparse.Namespace) -> tuple[PreTrainedTokenizerBase, PromptData, list[PromptData], RewardFunction, Plan]:
@@ -328,24 +341,21 @@ def main() -> None:
         # 7. Evaluate: held-out problems, under the new weights.
         is_last = step == plan.total_steps
         metrics = rollout_metrics(rollout, args.group_size) | merge_updates(update_metrics)
-        is_evaluated = args.eval_every > 0 and (step % args.eval_every == 0 or is_last)
-        if is_evaluated:
+        if args.eval_every and (is_last or step % args.eval_every == 0):
             with timer.phase("evaluate"):
                 metrics |= evaluate_all(step)
 
-        # 8. Checkpoint: whole or not at all.
-        if is_last or (args.save_every and step % args.save_every == 0):
-            with timer.phase("checkpoint"):
-                checkpoint.save(out_dir, step, policy, optimizer, tokenizer, args.keep_checkpoints, world)
-
-        # 9. Log: one line of metrics, a few samples, the curves.
+        # 8. Log: one line of metrics, a few samples. Before the checkpoint, so that a kill in between costs a repeated step, not a line.
         with timer.phase("log"):
             log.samples(step, rollout, [train_data.rows[i] for i in indices_P], args.group_size)
         metrics |= timer.take()
         metrics["perf/tokens_per_s"] = float(rollout.completion_lengths_B.sum() / metrics["time/step_s"])
         log.log(step, metrics)
-        if is_evaluated or is_last:
-            with timer.phase("log"):  # counted in the next step
+
+        # 9. Checkpoint: whole or not at all; and the curves. Its time is counted in the next step's line.
+        if is_last or (args.save_every and step % args.save_every == 0):
+            with timer.phase("checkpoint"):
+                checkpoint.save(out_dir, step, policy, optimizer, tokenizer, args.keep_checkpoints, world)
                 log.plot()
 
     if world.is_main:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Watch a small language model discover thinking. Multi-digit addition, a policy of 1.5 M parameters made on the spot (scripts/warm_start.py).
-# Source: this repository. Hardware: 2 CPU cores, or any NVIDIA GPU. Time: see README. Expected: held-out sampled accuracy >= 0.90.
+# Watch a small language model discover thinking: 3-digit addition, a policy of 0.6 M parameters that scripts/warm_start.py makes on the spot.
+# Source: our own. Hardware: 2 CPU cores, or NVIDIA GPUs. Time: README. Expected: eval/heldout/avg@4 from at most 0.45 to at least 0.90.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup.sh
@@ -23,17 +23,17 @@ ARGS=(
     --eval_data "$POLICY/heldout.jsonl"
     --out_dir "$OUT_DIR"
     --reward exact             # the final answer alone; the scratchpad is neither asked for nor paid
-    --max_prompt_tokens 16     # <user>3471+2859<assistant>
-    --max_completion_tokens 64 # a complete scratchpad needs about 40
+    --max_prompt_tokens 16     # <user>347+285<assistant> has 9
+    --max_completion_tokens 48 # a scratchpad with its answer has 31
     --prompts_per_step 32
     --group_size 8
     --prompts_per_update 16    # 2 updates a step: the second one is off-policy, so clipping and old log-probs are at work
     --micro_batch_tokens 4096
-    --total_steps 30
+    --total_steps 40
     --temperature 1.0
     --tensor_parallel_size "$TP"
     --kl_coef 0.001            # small: there to be watched
-    --learning_rate 3e-4       # 100 times what a 7B model wants: the model is 1000 times smaller
+    --learning_rate 1e-4       # 100 times what a 7B model wants: this one is 10,000 times smaller
     --warmup_ratio 0.05
     --eval_every 5
     --eval_before_training

@@ -1,4 +1,4 @@
-"""Makes the small starting policy of the CPU job, and its data, from nothing, in about a minute on two cores.
+"""Makes the small starting policy of the CPU job, and its data, from nothing, in about a minute on one core.
 
 The task is the sum of two 3-digit numbers. The policy, a Qwen2 of 0.6 M parameters, learns to imitate two kinds of demonstration:
 
@@ -6,10 +6,10 @@ The task is the sum of two 3-digit numbers. The policy, a Qwen2 of 0.6 M paramet
     <user>347+285<assistant><think>7+5=12,4+8+1=13,3+2+1=06</think>632<eos>       --think_share: adds digit by digit first
 
 The scratchpads are correct. The answers given at once are those of somebody in a hurry, who adds each column and forgets every
-carry: right for the 13 % of problems that need none, wrong for the others. (With correct answers instead, a policy of this size is
-near 0 % or near 70 % without thinking, depending on the seed and on when training stops.) Sampled, the warm-started policy does as
-it was shown: it thinks about every fourth time, is then nearly always right, and is otherwise mostly wrong. Nothing tells it that
-the one has to do with the other. GRPO, which sees only whether the final answer is right, has to find that out.
+carry: right for the 13 % of problems that need none, wrong for the others. (With correct answers instead, this recipe ends anywhere
+between 9 % and 96 % at once, depending on the seed: sometimes nothing would be left to discover.) Sampled, the warm-started policy
+does as it was shown: it thinks about every fourth time, is then nearly always right, and is otherwise mostly wrong. Nothing tells it
+that the one has to do with the other. GRPO, which sees only whether the final answer is right, has to find that out.
 
     python scripts/warm_start.py --out_dir runs/tiny_policy --seed 1
 
@@ -48,7 +48,7 @@ MODEL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,  # two, so that tensor parallelism over 2 ranks has a whole head for each
     "max_position_embeddings": 128,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},  # sequences of 40 tokens: slower rotations than these teach nothing
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},  # not 10,000: sequences have 40 tokens
     "tie_word_embeddings": True,
 }
 PEAK_LR = 6e-3  # of Muon (the matrices inside the blocks) and of AdamW (embedding, norms, biases)
@@ -59,9 +59,6 @@ CHAT_TEMPLATE = (
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-
-
-# The task.
 
 
 def scratchpad(a: int, b: int) -> str:
@@ -105,9 +102,6 @@ def draw_data(rng: np.random.Generator) -> tuple[list[tuple[int, int]], list[tup
     return [(a, b) for a, b in problems[NUM_HELDOUT:]], [(a, b) for a, b in problems[:NUM_HELDOUT]]
 
 
-# The policy.
-
-
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer of 64 tokens, one per character, so that the whole embedding is in use and every sampled id has a text.
 
@@ -143,13 +137,10 @@ def build_policy(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
     return policy
 
 
-# The training.
-
-
 class Muon:
     """Muon (Jordan et al., 2024) in float32: momentum, then every singular value of a matrix's update is brought close to 1.
 
-    Here because it learns the scratchpads in half the updates of AdamW. torch.optim.Muon computes in bfloat16, slow on most CPUs.
+    Here because it learns the scratchpads in less than half the updates of AdamW. torch.optim.Muon computes in bfloat16, slow on most CPUs.
     """
 
     def __init__(self, matrices: list[Tensor], momentum: float = 0.95) -> None:
@@ -197,11 +188,9 @@ def train(
     progress = tqdm(range(num_updates), desc="warm start", unit="update", mininterval=1.0)
     for update in progress:
         texts = [demonstration(a, b, i < num_thinking) for i, (a, b) in enumerate(draw_problems(rng, batch_size, heldout))]
-        # One backward for each kind: together, the short ones would be padded to the length of the long ones.
-        losses, counts = zip(
-            *(completion_loss(policy, tokenizer, kind) for kind in (texts[:num_thinking], texts[num_thinking:])), strict=True
-        )
-        loss = sum(losses) / sum(counts)  # one mean over the completion tokens of both
+        # Two forward passes: in one, the short completions would be padded to the length of the long ones.
+        kinds = [completion_loss(policy, tokenizer, kind) for kind in (texts[:num_thinking], texts[num_thinking:])]
+        loss = sum(loss for loss, _ in kinds) / sum(count for _, count in kinds)  # one mean over the completion tokens of both
         if not loss.isfinite():
             raise FloatingPointError(f"the loss of update {update + 1} is {loss.item()}; nothing was written. Try another --seed.")
         policy.zero_grad()
@@ -235,9 +224,6 @@ def evaluate(policy: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, probl
     }
 
 
-# The command.
-
-
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Makes the starting policy and the data of the CPU job.")
     parser.add_argument("--out_dir", required=True, help="folder to write; kept if it is there already, made with the same settings")
@@ -251,9 +237,7 @@ def parse_args() -> argparse.Namespace:
     if args.num_updates < 1:
         parser.error(f"--num_updates {args.num_updates} trains nothing; use 1 or more.")
     if not 0 < round(args.think_share * args.batch_size) < args.batch_size:
-        parser.error(
-            f"--think_share {args.think_share} of --batch_size {args.batch_size} leaves one kind of demonstration out; use 0.2 and 64, say."
-        )
+        parser.error(f"--think_share {args.think_share} of --batch_size {args.batch_size} leaves out one kind; use 0.25 and 64, say.")
     return args
 
 
@@ -271,9 +255,7 @@ def is_already_made(out_dir: Path, settings: dict[str, object]) -> bool:
     return True
 
 
-def save(
-    policy: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, data: dict[str, list[tuple[int, int]]], record: dict, out_dir: Path
-) -> None:
+def save(policy: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, data: dict[str, list], record: dict, out_dir: Path) -> None:
     """Writes a sibling folder and renames it: `out_dir` is complete or not there."""
     partial = out_dir.with_name(f"{out_dir.name}.partial.{time.time_ns()}")
     policy.save_pretrained(partial)
@@ -297,7 +279,7 @@ def main() -> None:
     out_dir.parent.mkdir(parents=True, exist_ok=True)
 
     start = time.perf_counter()
-    torch.set_num_threads(2)  # a fixed number: it decides the order of the sums, and so the last bits
+    torch.set_num_threads(1)  # as fast as 2 at this size, and not slowed down many times over when another program wants a core
     torch.manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)
     tokenizer = build_tokenizer()

@@ -11,6 +11,7 @@ A checkpoint is written under a temporary name and renamed when it is whole, so 
 
 from __future__ import annotations
 
+import copy
 import fcntl
 import json
 import os
@@ -34,7 +35,10 @@ from policy import Policy
 
 # Flags that may differ when a run continues, because they do not change what its steps compute. Those of the second line do where the
 # learning rate depends on the length of the run.
-FREE_FLAGS = {"out_dir", "eval_every", "eval_before_training", "save_every", "keep_checkpoints", "timeout_minutes"}
+FREE_FLAGS = {
+    "out_dir", "eval_every", "eval_before_training", "save_every", "keep_checkpoints", "timeout_minutes", "max_skipped_updates",
+    "micro_batch_tokens", "gradient_checkpointing", "gpu_memory_utilization", "enforce_eager",
+}  # fmt: skip
 LENGTH_FLAGS = {"total_steps", "epochs", "total_episodes"}
 
 Config = dict[str, object]
@@ -46,6 +50,8 @@ Config = dict[str, object]
 def open_run_folder(out_dir: Path, config: Config) -> TextIO:
     """Makes the folder or checks that it belongs to this configuration; returns its lock, to be kept open while the run lasts.
 
+    A folder in which no step was trained takes the new configuration: the first start may have failed for lack of memory, say.
+
     Raises ValueError if the folder cannot be written, is in use by another process, or holds a run with other flags. Nothing that is
     in the folder is changed.
     """
@@ -56,11 +62,14 @@ def open_run_folder(out_dir: Path, config: Config) -> TextIO:
         raise ValueError(f"--out_dir {str(out_dir)!r} cannot be written ({error.strerror}); choose another folder.") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         raise ValueError(f"--out_dir {str(out_dir)!r} is in use by another run; wait for it, or choose another folder.") from None
     file = out_dir / "config.json"
-    if not file.exists():
-        others = sorted(path.name for path in out_dir.iterdir() if path.name != ".lock")
+    has_trained = (out_dir / "metrics.jsonl").exists() or bool(checkpoints(out_dir))
+    if not file.exists() or not has_trained:  # a start that failed before the first step may be corrected
+        others = sorted(
+            path.name for path in out_dir.iterdir() if not path.name.startswith((".", "config.json", "starts.jsonl", "changes_"))
+        )
         if others:
             names = ", ".join(others[:5])
             raise ValueError(f"--out_dir {str(out_dir)!r} holds {names} but no config.json, so no run of this program; choose another.")
@@ -130,34 +139,49 @@ def checkpoints(out_dir: Path) -> list[tuple[int, Path]]:
 
 
 def save(
-    out_dir: Path, step: int, policy: Policy, optimizer: Optimizer, tokenizer: PreTrainedTokenizerBase, keep: int, world: World
+    out_dir: Path,
+    step: int,
+    policy: Policy,
+    optimizer: Optimizer,
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: torch.dtype,
+    keep: int,
+    world: World,
 ) -> None:
-    """Writes OUT_DIR/step_<step> and then removes the oldest checkpoints beyond `keep` (0 keeps all). All ranks call it."""
+    """Writes OUT_DIR/step_<step> and then removes the oldest checkpoints beyond `keep` (0 keeps all). All ranks call it.
+
+    The one that `final` points to is kept: a complete run that is being prolonged has a final policy all the time.
+    """
     folder = out_dir / f"step_{step}"
     unfinished = out_dir / f"unfinished_step_{step}"
-    if world.is_main and unfinished.exists():
-        shutil.rmtree(unfinished)  # what a killed run left of this very step
+    if world.is_main:
+        for leftover in out_dir.glob("unfinished_step_*"):  # of a killed run
+            shutil.rmtree(leftover)
     wait_for_all()
     model_state, optimizer_state = get_state_dict(policy, optimizer)
     dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=unfinished / "trainer")
-    export(policy, tokenizer, unfinished, world)
+    export(policy, tokenizer, unfinished, dtype, world)
     if world.is_main:
         if folder.exists():
             shutil.rmtree(folder)
         unfinished.rename(folder)
         for _, old in checkpoints(out_dir)[: -keep if keep else 0]:
-            shutil.rmtree(old)
+            if old.name != (out_dir / "final").resolve().name:
+                shutil.rmtree(old)
     wait_for_all()
 
 
-def export(policy: Policy, tokenizer: PreTrainedTokenizerBase, folder: Path, world: World) -> None:
-    """Writes the policy in Hugging Face format and bf16, what the engine samples with; the whole model passes through the main process."""
+def export(policy: Policy, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype, world: World) -> None:
+    """Writes the policy in Hugging Face format and in `dtype`, that of the engine; the whole model passes through the main process."""
     state = {}
-    for name, parameter in full_parameters(policy.model, torch.bfloat16):
+    for name, parameter in full_parameters(policy.model, dtype):
         if world.is_main:
             state[name] = parameter.cpu()
     if world.is_main:
         policy.model.save_pretrained(folder, state_dict=state)
+        config = copy.deepcopy(policy.model.config)
+        config.dtype = dtype  # save_pretrained wrote that of the fp32 masters
+        config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     wait_for_all()
 

@@ -32,7 +32,8 @@ def read_rows(path: str, prompt_column: str, answer_column: str) -> list[Row]:
     """
     file = Path(path)
     if not file.is_file():
-        raise FileNotFoundError(f"data file {path!r} does not exist (looked in {file.absolute().parent}).")
+        kind = "is a folder, not a file" if file.is_dir() else "does not exist"
+        raise FileNotFoundError(f"data file {path!r} {kind} (looked in {file.absolute().parent}).")
     rows = []
     with file.open("rb") as lines:  # binary: a bad byte is then reported with its line, too
         for number, line in enumerate(lines, start=1):
@@ -57,10 +58,15 @@ def _parse_row(line: bytes, where: str, prompt_column: str, answer_column: str) 
         value = columns[column]
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             value = str(value)
-        if not isinstance(value, str) or not value.strip():
-            raise ValueError(f"{where}: column {column!r} ({flag}) must be a non-empty text, found {value!r}.")
+        if not isinstance(value, str) or not value.strip() or not _is_unicode(value):
+            raise ValueError(f"{where}: column {column!r} ({flag}) must be a non-empty text of valid characters, found {value!r}.")
         values.append(value)
     return Row(values[0], values[1], columns)
+
+
+def _is_unicode(text: str) -> bool:
+    """False for half a surrogate pair, which JSON can escape but no tokenizer takes."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def render_prompt(row: Row, tokenizer: PreTrainedTokenizerBase) -> str:

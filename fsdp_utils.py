@@ -77,8 +77,8 @@ def exit_with_error(error: Exception) -> NoReturn:
     sys.exit(f"error: {error}")
 
 
-def check_launch(tp_size: int) -> None:
-    """Raises ValueError if this launch leaves visible GPUs idle, has more ranks than GPUs, or does not divide into engines.
+def check_launch(tp_size: int, dtype: str) -> None:
+    """Raises ValueError if the launch leaves visible GPUs idle, has more ranks than GPUs or no whole engines, or wants fp32 on CUDA.
 
     Reads the environment only: nothing is started and no GPU memory is taken.
     """
@@ -93,6 +93,8 @@ def check_launch(tp_size: int) -> None:
         )
     if 0 < num_gpus < local_size:
         raise ValueError(f"{local_size} processes were started on this node but only {num_gpus} GPUs are visible; one rank needs one GPU.")
+    if num_gpus and dtype == "float32":
+        raise ValueError("--dtype float32: the packed attention kernel of CUDA computes in bfloat16; leave --dtype out.")
     if tp_size < 1 or world_size % tp_size:
         divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
         raise ValueError(
@@ -130,16 +132,19 @@ def avoid_broken_amx() -> None:
     Without this the first bf16 matrix product there ends the process with SIGILL. Found out in a forked child, and to be called before
     the first one: oneDNN, which both libraries bring, reads its limit once.
     """
-    if not torch.cpu._is_amx_tile_supported() or "ONEDNN_MAX_CPU_ISA" in os.environ:
+    if not torch.cpu._is_amx_tile_supported():
         return
-    child = os.fork()
-    if child == 0:
-        operand = torch.ones(64, 64, dtype=torch.bfloat16)
-        _ = operand @ operand
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    if status != 0:
+    if "ONEDNN_MAX_CPU_ISA" not in os.environ:
+        child = os.fork()
+        if child == 0:
+            operand = torch.ones(64, 64, dtype=torch.bfloat16)
+            _ = operand @ operand
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if status == 0:
+            return
         os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"  # for the matrix products of torch and vLLM
+    if "AMX" not in os.environ["ONEDNN_MAX_CPU_ISA"]:
         torch.cpu._is_amx_tile_supported = lambda: False  # what vLLM asks before it chooses its attention kernel
 
 
@@ -166,7 +171,6 @@ def shard(root: nn.Module, layers: list[nn.Module], world: World, compute_dtype:
     """
     mesh: DeviceMesh = init_device_mesh(world.device.type, (world.size,))
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    root.to(world.device)
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     fully_shard(root, mesh=mesh, mp_policy=precision)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PretrainedConfig
 
 
 @dataclass(frozen=True)
@@ -19,31 +22,58 @@ class Plan:
     warmup_updates: int
 
 
+TINY = 1e-9  # stands for "greater than 0"
+RANGES = {  # flag -> smallest and largest sensible value; what has a rule of its own is checked below
+    "max_prompt_tokens": (1, math.inf),
+    "max_completion_tokens": (1, math.inf),
+    "prompts_per_step": (1, math.inf),
+    "prompts_per_update": (1, math.inf),
+    "total_steps": (1, math.inf),
+    "epochs": (1, math.inf),
+    "total_episodes": (1, math.inf),
+    "temperature": (0.01, 100),  # vLLM would raise a smaller one to 0.01 and tell nobody; the trainer would not
+    "gpu_memory_utilization": (0.01, 1),
+    "seed": (0, math.inf),
+    "kl_coef": (0, math.inf),
+    "clip_low": (0, 1),
+    "clip_high": (0, math.inf),
+    "learning_rate": (0, math.inf),
+    "warmup_ratio": (0, 1),
+    "weight_decay": (0, math.inf),
+    "adam_beta1": (0, 0.99999),
+    "adam_beta2": (0, 0.99999),
+    "max_grad_norm": (TINY, math.inf),
+    "max_skipped_updates": (1, math.inf),
+    "timeout_minutes": (TINY, 1e6),
+    "eval_every": (0, math.inf),
+    "eval_samples": (1, math.inf),
+    "eval_temperature": (0, 100),
+    "eval_top_p": (TINY, 1),
+    "save_every": (0, math.inf),
+    "keep_checkpoints": (0, math.inf),
+}
+
+
 def _suggest(value: int, divisor: int) -> str:
     """The two multiples of `divisor` next to `value`, as words."""
     below = value // divisor * divisor
     return f"use {below} or {below + divisor}" if below else f"use {divisor}"
 
 
-def _check_at_least(name: str, value: float, minimum: int) -> None:
-    if not value >= minimum:  # also true for nan
-        raise ValueError(f"--{name} {value:g}: must be at least {minimum}.")
-
-
 def check_flags(args: Namespace, world_size: int) -> None:
     """Raises ValueError for flags that contradict each other, each with what was given, what is required and what to do."""
-    for name in ("prompts_per_step", "prompts_per_update", "max_prompt_tokens", "max_completion_tokens", "eval_samples"):
-        _check_at_least(name, getattr(args, name), 1)
-    for name in ("total_steps", "epochs", "total_episodes", "max_skipped_updates"):
-        if getattr(args, name) is not None:
-            _check_at_least(name, getattr(args, name), 1)
-    for name in ("kl_coef", "clip_low", "clip_high", "learning_rate", "warmup_ratio", "weight_decay", "eval_temperature", "seed"):
-        _check_at_least(name, getattr(args, name), 0)
-    for name in ("eval_every", "save_every", "keep_checkpoints"):
-        _check_at_least(name, getattr(args, name), 0)
-    for name in ("temperature", "max_grad_norm", "timeout_minutes"):
-        if not getattr(args, name) > 0:
-            raise ValueError(f"--{name} {getattr(args, name)}: must be greater than 0.")
+    for name, (low, high) in RANGES.items():
+        value = getattr(args, name)
+        if value is not None and not low <= value <= high:  # also true for nan
+            bounds = f"at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
+            raise ValueError(f"--{name} {value:g}: must be {bounds}.")
+    if args.eval_temperature < 0.01 and args.eval_samples > 1:
+        raise ValueError(
+            f"--eval_samples {args.eval_samples} at --eval_temperature 0 are {args.eval_samples} times the same; use --eval_samples 1."
+        )
+    names = [Path(path).stem for path in args.eval_data]
+    if len(set(names)) < len(names):
+        raise ValueError(f"--eval_data: {', '.join(names)} are reported under their file names, which must differ; rename one.")
     num_engines = world_size // args.tensor_parallel_size
     engines = f"{num_engines} engines ({world_size} ranks / --tensor_parallel_size {args.tensor_parallel_size})"
     if args.group_size < 2:
@@ -78,14 +108,38 @@ def check_flags(args: Namespace, world_size: int) -> None:
         raise ValueError("--eval_before_training needs --eval_data; name a file.")
 
 
-def check_context(args: Namespace, model_context: int | None) -> None:
-    """Raises ValueError if prompt and completion limits together exceed the model's positions (None: the model states none)."""
+def check_model(args: Namespace, config: PretrainedConfig) -> None:
+    """Raises ValueError if the model cannot be trained under these flags: context, attention or logits do not fit."""
+    config = config.get_text_config()
     longest = args.max_prompt_tokens + args.max_completion_tokens
+    model_context = getattr(config, "max_position_embeddings", None)
     if model_context is not None and longest > model_context:
         raise ValueError(
             f"--max_prompt_tokens {args.max_prompt_tokens} + --max_completion_tokens {args.max_completion_tokens} = {longest} "
             f"is beyond the model's context of {model_context} tokens; lower them by {longest - model_context} in all."
         )
+
+    num_heads = getattr(config, "num_attention_heads", args.tensor_parallel_size)
+    if num_heads % args.tensor_parallel_size:
+        raise ValueError(f"--tensor_parallel_size {args.tensor_parallel_size} does not divide the model's {num_heads} attention heads.")
+    window = getattr(config, "sliding_window", None)
+    has_window = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
+    if window and has_window and getattr(config, "use_sliding_window", True) and window < longest:
+        raise ValueError(
+            f"--model {args.model}: its sliding-window attention of {window} tokens is not supported for sequences of up to {longest}; "
+            f"keep --max_prompt_tokens + --max_completion_tokens within the window, or use another model."
+        )
+    # Values that scale or squash logits or attention scores, which our packed attention and chunked head leave out.
+    for name, neutral in (
+        ("attn_logit_softcapping", None),
+        ("final_logit_softcapping", None),
+        ("logits_scaling", 1.0),
+        ("logit_scale", 1.0),
+    ):
+        if getattr(config, name, None) not in (None, neutral):
+            raise ValueError(
+                f"--model {args.model}: its {name} = {getattr(config, name)} is not implemented in policy.py; use another model."
+            )
 
 
 def make_plan(args: Namespace, num_rows: int) -> Plan:

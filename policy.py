@@ -74,6 +74,9 @@ def packed_attention(
     row sees no padding.
     """
     assert packing is not None, "call the model through Policy, which passes the packing"
+    ignored = [name for name in ("softcap", "s_aux") if unused.get(name) is not None]
+    if ignored:
+        raise ValueError(f"this model's attention uses {', '.join(ignored)}, which packed attention does not implement.")
     if sliding_window is not None and sliding_window < packing.max_length:
         raise ValueError(f"sliding-window attention of {sliding_window} tokens is not supported for sequences of {packing.max_length}.")
     if packing.cu_seqlens is not None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import numbers
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -79,6 +80,6 @@ def load_reward(spec: str) -> RewardFunction:
 def grade(score: RewardFunction, completion: str, answer: str, columns: dict[str, object]) -> float:
     """The score as a finite float. Raises ValueError naming the row if the reward returned anything else."""
     value = score(completion, answer, columns)
-    if not isinstance(value, (int, float)) or not math.isfinite(value):
+    if not isinstance(value, numbers.Real) or not math.isfinite(value):
         raise ValueError(f"the reward returned {value!r}, not a finite number, for completion {completion[:200]!r} of row {columns!r}.")
     return float(value)

@@ -4,7 +4,7 @@ Each tensor-parallel group of ranks is one engine (`distributed_executor_backend
 prompts of a step. Randomness is a function of the seed a call is given: nothing hidden lives in the engine, so a resumed run samples
 what the uninterrupted one would have. On CPU and CUDA this is the same code; what CUDA adds is sleep mode.
 
-    engine = Engine(path, world, ...)
+    engine = Engine(path, tokenizer, world, ...)
     engine.sync(full_parameters(policy.model, dtype))     # it starts with no weights of its own
     rollout = engine.sample(prompts, num_samples=8, seed=..., ...)
     engine.sleep()                                        # CUDA: gives its memory to the trainer until the next sync
@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from functools import partial
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine runs in this process: its weights and its seed are ours
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about CPU tuning and unfused kernels, dozens of lines per rank
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about tuning, dozens of lines per rank; one exception below
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # CPU: several ranks share the cores; binding would put them on the same one
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # CPU: GiB of KV cache per rank; raise it for larger models
@@ -38,6 +38,8 @@ from transformers import PreTrainedTokenizerBase
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+logging.getLogger("vllm.model_executor.model_loader.reload.inplace").setLevel(logging.WARNING)  # "weights were not loaded"
 
 from batch import Rollout
 from fsdp_utils import World, gather_from_ranks
@@ -101,7 +103,10 @@ class Engine:
         assert not self.is_asleep, "sync() wakes the engine: sample after it"
         share = np.array_split(np.arange(len(prompts)), self.world.num_engines)[self.world.engine_index]
         own_prompts = [prompts[i] for i in share]
-        _seed_everything(seed, self.world.engine_index)
+        # Keys and values of old weights, and of earlier calls: a cached prefix changes the shapes of the prefill and so the last bits.
+        is_reset = self.llm.reset_prefix_cache()
+        assert is_reset, "no request is under way between two calls"
+        seed_everything(seed, self.world.engine_index)
         params = SamplingParams(
             n=num_samples,
             temperature=temperature,
@@ -114,7 +119,7 @@ class Engine:
         outputs = self.llm.generate(
             [TokensPrompt(prompt_token_ids=prompt.tolist()) for prompt in own_prompts],
             params,
-            use_tqdm=partial(tqdm, desc=description, leave=False) if self.world.is_main and sys.stderr.isatty() else False,
+            use_tqdm=partial(_progress_bar, description) if self.world.is_main and sys.stderr.isatty() else False,
         )
         completions = [completion for output in outputs for completion in output.outputs]
         token_ids = [list(completion.token_ids) for completion in completions]
@@ -129,10 +134,10 @@ class Engine:
         return Rollout.concatenate([part for part in parts if part is not None])
 
     def sync(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Takes new weights, one full tensor at a time, under their Hugging Face names; wakes the engine and forgets cached prefixes.
+        """Takes new weights, one full tensor at a time, under their Hugging Face names; wakes the engine if it sleeps.
 
-        On CUDA the weights' memory is taken back before the transfer and the KV cache's after it, so that the two transfers' buffers and
-        the cache are never held together.
+        On CUDA the weights' memory is taken back before the transfer and the KV cache's after it, so that the gathered tensors and the
+        cache are never held together.
         """
         if self.is_asleep:
             torch.cuda.empty_cache()  # what torch holds in reserve is what vLLM needs back
@@ -141,10 +146,8 @@ class Engine:
         if self.world.device.type == "cpu":
             self.llm.apply_model(_repack_head)
         if self.is_asleep:
-            torch.cuda.empty_cache()
             self.llm.wake_up(tags=["kv_cache"])
             self.is_asleep = False
-        self.llm.reset_prefix_cache()  # keys and values of the old weights
 
     def sleep(self) -> None:
         """CUDA: drops weights and KV cache (level 2: no copy in host RAM) until the next sync. CPU: nothing to give back."""
@@ -153,10 +156,15 @@ class Engine:
             self.is_asleep = True
 
     def close(self) -> None:
-        """Ends the engine and its process groups; the trainer's group stays. Call before `close_world`."""
+        """Ends the engine, and with it every process group: vLLM takes the default one, which is the trainer's too, down with its own."""
         self.llm.llm_engine.engine_core.shutdown()
         destroy_model_parallel()
         destroy_distributed_environment()
+
+
+def _progress_bar(description: str, **options: object) -> tqdm:
+    """vLLM's bar of finished prompts, under our name for what is being sampled, and gone when it is full."""
+    return tqdm(**(options | {"desc": description, "leave": False}))
 
 
 def _repack_head(model: nn.Module) -> None:
@@ -166,7 +174,7 @@ def _repack_head(model: nn.Module) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
-def _seed_everything(seed: tuple[int, ...], engine_index: int) -> None:
+def seed_everything(seed: tuple[int, ...], engine_index: int) -> None:
     """Sets every generator that vLLM may draw from. The ranks of an engine get the same state: they must sample the same tokens."""
     state = int(np.random.SeedSequence([*seed, engine_index]).generate_state(1)[0])
     random.seed(state)

@@ -31,6 +31,7 @@ from fsdp_utils import (
     close_world,
     exit_with_error,
     full_parameters,
+    gather_from_ranks,
     init_world,
     is_main_process,
     launched_world_size,
@@ -40,7 +41,7 @@ from fsdp_utils import (
     sum_over_ranks,
 )  # fmt: skip
 from metrics import Metrics, PhaseTimer, RunLog, rollout_metrics
-from plan import Plan, check_context, check_flags, learning_rate, make_plan
+from plan import Plan, check_flags, check_model, learning_rate, make_plan
 from policy import DTYPES, Policy, load_policy
 from reward import RewardFunction, load_reward
 
@@ -137,17 +138,18 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
 
 def check_and_load_data(args: argparse.Namespace) -> tuple[PreTrainedTokenizerBase, PromptData, list[PromptData], RewardFunction, Plan]:
     """Everything that can be wrong with the user's input, found before any weight is read: raises ValueError or FileNotFoundError."""
-    check_launch(args.tensor_parallel_size)
+    check_launch(args.tensor_parallel_size, args.dtype)
     check_flags(args, launched_world_size())
     reward_function = load_reward(args.reward)
-    if not Path(args.model).exists() and (args.model.count("/") != 1 or args.model.startswith((".", "/", "~", "runs/"))):
+    is_like_hub_id = args.model.count("/") <= 1 and not args.model.startswith((".", "/", "~")) and not Path(args.model).parent.is_dir()
+    if not Path(args.model).exists() and not is_like_hub_id:
         raise FileNotFoundError(f"--model {args.model!r}: no such folder, and not of the form of a hub id (owner/name).")
     try:
         model_config = AutoConfig.from_pretrained(args.model)
         tokenizer = AutoTokenizer.from_pretrained(args.model)
     except (OSError, ValueError) as error:
-        raise ValueError(f"--model {args.model!r} is neither a model folder nor a model of the hub: {error}") from None
-    check_context(args, getattr(model_config, "max_position_embeddings", None))
+        raise ValueError(f"--model {args.model!r} is neither a folder with a model nor a model that the hub has: {error}") from None
+    check_model(args, model_config)
     rules = (args.prompt_column, args.answer_column, tokenizer, args.max_prompt_tokens)
     train_data, *eval_data = (PromptData.load(path, *rules) for path in [args.train_data, *args.eval_data])
     plan = make_plan(args, len(train_data.rows))
@@ -254,6 +256,13 @@ def describe_run(
     log.say(f"first prompt: {render_prompt(datasets[0].rows[0], tokenizer)!r}")
 
 
+def finish(out_dir: Path, last_step: int, log: RunLog) -> None:
+    """What a complete run has beyond its checkpoints: `final` and the curves. Safe to repeat, after a kill in the middle of it, say."""
+    if log.is_main:
+        checkpoint.link_final(out_dir, last_step)
+    log.plot()
+
+
 def main() -> None:
     args = parse_flags()
     try:
@@ -263,11 +272,12 @@ def main() -> None:
     except (ValueError, OSError) as error:
         exit_with_error(error)
     world = init_world(args.tensor_parallel_size, args.timeout_minutes)
-    log, timer = RunLog(out_dir, world.is_main, plan.total_steps), PhaseTimer()
+    log = RunLog(out_dir, world.is_main, plan.total_steps)
     describe_run(args, plan, [train_data, *eval_sets], tokenizer, world, log)
-    saved = checkpoint.checkpoints(out_dir)
+    saved = gather_from_ranks(checkpoint.checkpoints(out_dir))[0]  # what the main process sees is what all go by
     first_step = saved[-1][0] + 1 if saved else 1
     if first_step > plan.total_steps:
+        finish(out_dir, saved[-1][0], log)
         log.say(f"{out_dir} is complete: it has a checkpoint of step {saved[-1][0]}. To go on, raise --total_steps or change --out_dir.")
         close_world()
         return
@@ -292,6 +302,7 @@ def main() -> None:
             metrics |= evaluate(engine, data, score, args.eval_samples, *options)
         return metrics
 
+    timer = PhaseTimer()
     if args.eval_before_training and first_step == 1:
         with timer.phase("evaluate"):
             metrics = evaluate_all(step=0)
@@ -355,11 +366,10 @@ def main() -> None:
         # 9. Checkpoint: whole or not at all; and the curves. Its time is counted in the next step's line.
         if is_last or (args.save_every and step % args.save_every == 0):
             with timer.phase("checkpoint"):
-                checkpoint.save(out_dir, step, policy, optimizer, tokenizer, args.keep_checkpoints, world)
+                checkpoint.save(out_dir, step, policy, optimizer, tokenizer, dtype, args.keep_checkpoints, world)
                 log.plot()
 
-    if world.is_main:
-        checkpoint.link_final(out_dir, plan.total_steps)
+    finish(out_dir, plan.total_steps, log)
     log.say(f"done: {out_dir}/final holds the policy, {out_dir}/curves.png the curves")
     engine.close()
     close_world()

@@ -16,13 +16,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import numpy as np
 import torch
 from transformers import AutoTokenizer
 
 from data import PromptData
 from fsdp_utils import close_world, full_parameters, init_world, wait_for_all
 from policy import load_policy
-from rollout import Engine, SamplingParams, TokensPrompt
+from rollout import Engine, SamplingParams, TokensPrompt, seed_everything
 
 GOAL = 1.1  # our seconds over vLLM's
 
@@ -42,7 +43,8 @@ def main() -> None:
     prompts = data.prompts[: args.prompts]
     engine = Engine(args.model, tokenizer, world, 64 + args.max_tokens, torch.bfloat16, 0.6, enforce_eager=False, seed=1)
     engine.sync(full_parameters(load_policy(args.model, torch.bfloat16).model, torch.bfloat16))
-    bare_prompts = [TokensPrompt(prompt_token_ids=p.tolist()) for p in prompts[world.engine_index :: world.num_engines]]
+    share = np.array_split(np.arange(len(prompts)), world.num_engines)[world.engine_index]
+    bare_prompts = [TokensPrompt(prompt_token_ids=prompts[i].tolist()) for i in share]
     bare_params = SamplingParams(
         n=args.group_size, temperature=1.0, max_tokens=args.max_tokens, logprobs=0, flat_logprobs=True, detokenize=False
     )
@@ -53,7 +55,8 @@ def main() -> None:
             (bare, lambda seed: engine.llm.generate(bare_prompts, bare_params, use_tqdm=False)),
             (ours, lambda seed: engine.sample(prompts, args.group_size, (1, seed), 1.0, args.max_tokens)),
         ):
-            torch.manual_seed(round_index + 2)
+            seed_everything((1, round_index + 2), world.engine_index)  # so that both sample the same completions
+            engine.llm.reset_prefix_cache()
             wait_for_all()
             start = time.perf_counter()
             run(round_index + 2)

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import train_grpo
-from batch import Rollout, pack, plan_micro_batches
+from batch import Batch, Rollout, pack, plan_micro_batches
 from fsdp_utils import close_world, init_world, shard
 from helpers import make_rollout
 from policy import load_policy
@@ -29,9 +29,14 @@ def reordered(rollout: Rollout, order: list[int]) -> Rollout:
     return replace(rollout, **lists, advantages_B=rollout.advantages_B[order])
 
 
+def off_policy_shift(batch: Batch) -> torch.Tensor:
+    """What is added to old log-probs, so that ratios differ from 1 and about half of the tokens are clipped, whatever the packing."""
+    return torch.where(batch.labels_N % 2 == 0, -0.3, 0.1) * torch.sign(batch.advantages_N)
+
+
 def main(path: str, output: str) -> None:
     world = init_world(tp_size=1, timeout_minutes=2)
-    args = argparse.Namespace(temperature=1.0, clip_low=0.2, clip_high=0.2, kl_coef=0.1, max_grad_norm=1e9)
+    args = argparse.Namespace(temperature=1.0, clip_low=0.2, clip_high=0.3, kl_coef=0.1, max_grad_norm=1e9)
     policy, reference = load_policy(path, torch.float32), load_policy(path, torch.float32).requires_grad_(False)
     torch.manual_seed(1)
     with torch.no_grad():
@@ -50,9 +55,8 @@ def main(path: str, output: str) -> None:
     for name, (rollout, cap) in (cases | {"three sequences": (make_rollout(three), 16)}).items():
         micros = plan_micro_batches(rollout.sequence_lengths_B, world.size, cap)[world.rank]
         batches = train_grpo.add_logprobs(reference, "ref_logprobs_N", [pack(rollout, micro) for micro in micros], 1.0)
-        # Old log-probs that differ from the current ones by a known amount, so that ratio and clipping take part.
         batches = train_grpo.add_logprobs(policy, "old_logprobs_N", batches, 1.0)
-        batches = [replace(b, old_logprobs_N=b.old_logprobs_N + 0.15 * torch.sign(b.advantages_N)) for b in batches]
+        batches = [replace(batch, old_logprobs_N=batch.old_logprobs_N + off_policy_shift(batch)) for batch in batches]
         metrics = train_grpo.update_policy(policy, optimizer, batches, int(rollout.completion_lengths_B.sum()), 0.0, args, world)
         results[name] = (metrics, optimizer.gradients)
     if world.is_main:

@@ -18,13 +18,15 @@ from fsdp_utils import close_world, full_parameters, init_world, shard
 from policy import Policy, load_policy
 from rollout import Engine
 
+TEMPERATURE = 0.7  # not 1, so that a temperature that only one side applies would show
+
 
 def gap(policy: Policy, rollout: Rollout) -> float:
     """Mean absolute difference of token probabilities, sampler against trainer."""
     rollout = replace(rollout, advantages_B=np.zeros(len(rollout.texts), dtype=np.float32))
     batch = pack(rollout, list(range(len(rollout.texts))))
     with torch.no_grad():
-        logprobs = policy(batch, 1.0)[0]
+        logprobs = policy(batch, TEMPERATURE)[0]
     mask = batch.loss_mask_N
     return (logprobs[mask].exp() - batch.rollout_logprobs_N[mask].exp()).abs().mean().item()
 
@@ -39,7 +41,7 @@ def main(path: str, tp_size: str, output: str) -> None:
     prompts = PromptData.load(f"{path}/heldout.jsonl", "problem", "answer", tokenizer, 8).prompts
 
     def sample(seed: tuple[int, ...] = (1, 1)) -> Rollout:
-        return engine.sample(prompts, 4, seed, temperature=1.0, max_tokens=12)
+        return engine.sample(prompts, 4, seed, TEMPERATURE, max_tokens=12)
 
     first = sample()
     found = {

@@ -28,7 +28,7 @@ def check(policy: Path, out_dir: Path, **changes: object) -> None:
         ({"group_size": 1}, ["--group_size 1", "at least 2"]),
         ({"prompts_per_update": 3}, ["--prompts_per_update 3", "1, 2, 4, 8"]),
         ({"tensor_parallel_size": 2}, ["--tensor_parallel_size 2", "world size 1", "use one of 1"]),
-        ({"model": "runs/no_such_model"}, ["--model 'runs/no_such_model'", "no such folder"]),
+        ({"model": "tests/no_such_model"}, ["--model 'tests/no_such_model'", "no such folder"]),
         ({"model": "./nowhere"}, ["--model './nowhere'", "no such folder"]),
         ({"train_data": "absent.jsonl"}, ["absent.jsonl", "does not exist"]),
         ({"eval_data": "absent.jsonl"}, ["absent.jsonl", "does not exist"]),
@@ -49,33 +49,41 @@ def test_a_mistake_is_named_with_a_way_out(changes, words, policy, tmp_path):
 
 def test_a_folder_that_is_no_model_is_refused(tmp_path, policy):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="--model .* is neither a model folder"):
+    with pytest.raises(ValueError, match="--model .* is neither a folder with a model"):
         check(policy, tmp_path / "run", model=tmp_path / "empty")
 
 
 def test_more_visible_gpus_than_ranks_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     with pytest.raises(ValueError, match="8 GPUs are visible but the world size is 1: start it with the script or torchrun"):
-        check_launch(tp_size=1)
+        check_launch(tp_size=1, dtype="bfloat16")
     monkeypatch.setenv("WORLD_SIZE", "16")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    check_launch(tp_size=4)
+    check_launch(tp_size=4, dtype="bfloat16")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
     with pytest.raises(ValueError, match="16 processes were started on this node but only 8 GPUs"):
-        check_launch(tp_size=4)
+        check_launch(tp_size=4, dtype="bfloat16")
+
+
+def test_a_first_start_that_trained_nothing_may_be_corrected(policy, tmp_path):
+    check(policy, tmp_path / "run")
+    check(policy, tmp_path / "run", group_size=8)
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["group_size"] == 8
 
 
 def test_a_run_folder_of_another_configuration_is_left_alone(policy, tmp_path):
     check(policy, tmp_path / "run")
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
     before = (tmp_path / "run" / "config.json").read_bytes()
     with pytest.raises(ValueError, match="another configuration.*--group_size 4 there, 8 now.*another --out_dir"):
         check(policy, tmp_path / "run", group_size=8)
     assert (tmp_path / "run" / "config.json").read_bytes() == before
-    check(policy, tmp_path / "run", total_steps=8, save_every=1)  # these may change
+    check(policy, tmp_path / "run", total_steps=8, save_every=1, micro_batch_tokens=64)  # these may change
 
 
 def test_the_length_of_a_run_may_not_change_where_the_learning_rate_depends_on_it(policy, tmp_path):
     check(policy, tmp_path / "run", lr_schedule="cosine")
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(ValueError, match="--total_steps 4 there, 8 now"):
         check(policy, tmp_path / "run", lr_schedule="cosine", total_steps=8)
 

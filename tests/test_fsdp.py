@@ -7,6 +7,7 @@ import torch
 
 import grpo
 from batch import pack
+from distributed_gradient import off_policy_shift
 from helpers import make_rollout, torchrun
 from policy import load_policy
 
@@ -31,8 +32,8 @@ def test_loss_and_gradient_are_those_of_the_plain_formula_on_one_process(results
             parameter.add_(torch.randn_like(parameter) * 0.02)
     batch = pack(make_rollout(), list(range(8)))
     logprobs = model(batch, 1.0)[0]
-    old = logprobs.detach() + 0.15 * torch.sign(batch.advantages_N)
-    per_token = grpo.policy_loss(logprobs, old, batch.advantages_N, 0.2, 0.2)[0]
+    old = logprobs.detach() + off_policy_shift(batch)
+    per_token = grpo.policy_loss(logprobs, old, batch.advantages_N, 0.2, 0.3)[0]
     per_token = per_token + 0.1 * grpo.kl_k3(logprobs, reference(batch, 1.0)[0].detach())
     loss = per_token[batch.loss_mask_N].mean()
     loss.backward()
@@ -52,6 +53,7 @@ def test_neither_cap_nor_order_nor_world_size_changes_any_metric(results):
         assert metrics == pytest.approx(everything[0], abs=1e-5)
     assert everything[0]["policy/kl_ref"] > 1e-4
     assert everything[0]["policy/entropy"] > 0.5
+    assert 0.2 < everything[0]["policy/clip_frac"] < 0.8, "clipping took part"
 
 
 def test_a_rank_with_nothing_left_to_train_changes_nothing(results):

@@ -1,8 +1,9 @@
 """The arithmetic of batches and the learning-rate schedule."""
 
 import pytest
+from transformers import Gemma2Config, MistralConfig, Qwen2Config
 
-from plan import check_context, check_flags, learning_rate, make_plan
+from plan import check_flags, check_model, learning_rate, make_plan
 from train_grpo import parse_flags
 
 
@@ -38,8 +39,14 @@ def test_episodes_are_completions_rounded_down_to_whole_steps():
         ({"total_steps": None, "total_episodes": 100}, 1, ["--total_episodes 100", "256"]),
         ({"eval_every": 5}, 1, ["--eval_every 5", "--eval_data"]),
         ({"total_steps": 0}, 1, ["--total_steps 0", "at least 1"]),
-        ({"temperature": 0}, 1, ["--temperature 0", "greater than 0"]),
+        ({"temperature": 0.001}, 1, ["--temperature 0.001", "from 0.01 to 100"]),
         ({"learning_rate": -1}, 1, ["--learning_rate -1", "at least 0"]),
+        ({"learning_rate": "nan"}, 1, ["--learning_rate nan", "at least 0"]),
+        ({"eval_top_p": 1.5}, 1, ["--eval_top_p 1.5", "to 1"]),
+        ({"adam_beta1": 1.5}, 1, ["--adam_beta1 1.5", "to 0.99999"]),
+        ({"gpu_memory_utilization": 7}, 1, ["--gpu_memory_utilization 7", "to 1"]),
+        ({"warmup_ratio": 3}, 1, ["--warmup_ratio 3", "from 0 to 1"]),
+        ({"eval_temperature": 0, "eval_samples": 4}, 1, ["--eval_samples 4", "--eval_temperature 0", "--eval_samples 1"]),
     ],
 )
 def test_flags_that_contradict_each_other_are_named_with_a_way_out(changes, world_size, words):
@@ -53,11 +60,28 @@ def test_the_engines_are_counted_not_the_ranks():
     check_flags(flags(prompts_per_step=4, prompts_per_update=4, tensor_parallel_size=2), world_size=8)
 
 
+def test_evaluation_sets_of_the_same_name_are_refused():
+    args = flags()
+    args.eval_data = ["a/test.jsonl", "b/test.jsonl"]
+    with pytest.raises(ValueError, match="test, test are reported under their file names"):
+        check_flags(args, world_size=1)
+
+
 def test_limits_beyond_the_context_of_the_model_are_refused():
-    check_context(flags(), model_context=2048)
-    check_context(flags(), model_context=None)
+    check_model(flags(), Qwen2Config(max_position_embeddings=2048))
     with pytest.raises(ValueError, match="2047 tokens; lower them by 1"):
-        check_context(flags(), model_context=2047)
+        check_model(flags(), Qwen2Config(max_position_embeddings=2047))
+
+
+def test_models_that_the_packed_pass_does_not_compute_are_refused():
+    check_model(flags(), MistralConfig(sliding_window=2048))
+    with pytest.raises(ValueError, match="sliding-window attention of 2047 tokens"):
+        check_model(flags(), MistralConfig(sliding_window=2047))
+    check_model(flags(), Qwen2Config(sliding_window=16, use_sliding_window=False))
+    with pytest.raises(ValueError, match="attn_logit_softcapping = 50.0 is not implemented"):
+        check_model(flags(), Gemma2Config(sliding_window=8192))
+    with pytest.raises(ValueError, match="--tensor_parallel_size 4 does not divide the model's 14 attention heads"):
+        check_model(flags(tensor_parallel_size=4), Qwen2Config(num_attention_heads=14))
 
 
 def test_too_few_rows_for_one_step_are_refused():

@@ -107,3 +107,17 @@ def test_an_update_that_is_not_finite_leaves_policy_and_optimizer_untouched(poli
     metrics = update_policy(model, optimizer, [good], sum(RAGGED), 1e-3, args, world)
     assert metrics["optim/skipped_updates"] == 0, "the bad gradient did not stay behind"
     assert metrics["policy/ratio_max"] == 1.0
+
+
+def test_the_logged_learning_rate_is_the_one_that_is_used(policy):
+    args = argparse.Namespace(temperature=1.0, clip_low=0.2, clip_high=0.2, kl_coef=0.0, max_grad_norm=1.0)
+    world = World(rank=0, size=1, local_rank=0, tp_size=1, device=torch.device("cpu"))
+    model = load_policy(str(policy), torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    before = copy.deepcopy(model.state_dict())
+    metrics = update_policy(model, optimizer, [pack(make_rollout(), list(range(8)))], sum(RAGGED), 0.0, args, world)
+    assert metrics["optim/lr"] == 0.0
+    torch.testing.assert_close(model.state_dict(), before, atol=0, rtol=0)
+    update_policy(model, optimizer, [pack(make_rollout(), list(range(8)))], sum(RAGGED), 1e-2, args, world)
+    moved = max((model.state_dict()[name] - before[name]).abs().max().item() for name in before)
+    assert 0.005 < moved < 0.02, "one AdamW step moves a parameter by about the learning rate"

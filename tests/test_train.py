@@ -116,6 +116,7 @@ def test_the_run_folder_describes_itself(finished_run, policy):
 def test_the_final_policy_loads_in_transformers_and_in_vllm_and_both_say_the_same(finished_run):
     final = finished_run / "final"
     model, tokenizer = AutoModelForCausalLM.from_pretrained(final), AutoTokenizer.from_pretrained(final)
+    assert model.dtype == torch.bfloat16
     before = AutoModelForCausalLM.from_pretrained(json.loads((finished_run / "config.json").read_text())["model"])
     assert not model.lm_head.weight.float().equal(before.lm_head.weight.float()), "training changed it"
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": "1+2"}], add_generation_prompt=True, return_dict=True)["input_ids"]
@@ -210,8 +211,10 @@ def test_one_engine_over_both_ranks_trains_and_old_checkpoints_are_removed(polic
 
 def test_a_complete_run_says_so_and_may_be_prolonged_on_another_number_of_ranks(policy, finished_run, reward):
     before = (finished_run / "metrics.jsonl").read_bytes()
+    (finished_run / "final").unlink()  # as after a kill between the last checkpoint and the end
     done = torchrun(2, "train_grpo.py", *training_flags(policy, finished_run, reward=reward))
     assert "is complete: it has a checkpoint of step 4" in done.stdout
+    assert (finished_run / "final" / "model.safetensors").exists()
     assert (finished_run / "metrics.jsonl").read_bytes() == before
     torchrun(1, "train_grpo.py", *training_flags(policy, finished_run, reward=reward, total_steps=5))
     assert (finished_run / "metrics.jsonl").read_bytes().startswith(before), "the log is only appended to"

@@ -22,8 +22,12 @@ if [ "$(cat .venv/installed 2> /dev/null)" != "$wanted" ]; then
     PYTHON=${PYTHON:-$(command -v python3.11 || command -v python3.12 || command -v python3 || echo python3)}
     "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
         { echo "error: $PYTHON is not Python 3.11 or newer; set PYTHON=/path/to/python3.11" >&2 && exit 2; }
-    echo "setting up .venv from $requirements ($NUM_GPUS NVIDIA GPUs in use), a few minutes once"
-    "$PYTHON" -m venv .venv
+    echo "setting up .venv from $requirements (NVIDIA GPUs found: $NUM_GPUS), a few minutes once"
+    clear=() # packages for the other kind of machine must go: a CPU build of torch would satisfy the GPU list
+    if [ -s .venv/installed ] && [ "$(cut -d ' ' -f 1 .venv/installed)" != "$DEVICE" ]; then
+        clear=(--clear)
+    fi
+    "$PYTHON" -m venv "${clear[@]}" .venv
     if [ "$DEVICE" = cuda ]; then
         .venv/bin/pip install --quiet --disable-pip-version-check -r requirements.txt
     else
@@ -34,5 +38,8 @@ if [ "$(cat .venv/installed 2> /dev/null)" != "$wanted" ]; then
         fi
     fi
     echo "$wanted" > .venv/installed
+fi
+if [ "$DEVICE" = cuda ]; then
+    NUM_GPUS=$(.venv/bin/python -c 'import torch; print(torch.cuda.device_count())') # respects CUDA_VISIBLE_DEVICES
 fi
 export PATH="$PWD/.venv/bin:$PATH" NUM_GPUS

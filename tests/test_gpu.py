@@ -1,0 +1,42 @@
+"""What only CUDA has: the varlen attention kernel, and the engine's sleep and wake. Skipped, with the reason, where there is no GPU."""
+
+import json
+
+import pytest
+import torch
+from helpers import make_rollout, metrics_of, torchrun, training_flags
+
+from batch import pack
+from policy import load_policy
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; the same code is tested on CPU by the other files"),
+]
+
+
+def test_varlen_attention_gives_the_logprobs_and_gradients_of_the_cpu_path(policy):
+    """bf16 on the GPU against fp32 on the CPU: log-probs within 0.05, the gradients' cosine above 0.999."""
+    gradients, logprobs = [], []
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
+        model = load_policy(str(policy), dtype).to(device)
+        batch = pack(make_rollout(), list(range(8))).to(torch.device(device))
+        found = model(batch, 1.0)[0]
+        (found * batch.advantages_N)[batch.loss_mask_N].sum().backward()
+        logprobs.append(found.detach().float().cpu())
+        gradients.append(torch.cat([p.grad.float().cpu().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(logprobs[0], logprobs[1], atol=0.05, rtol=0)
+    assert torch.cosine_similarity(gradients[0], gradients[1], dim=0) > 0.999
+
+
+def test_the_engine_agrees_with_the_trainer_and_follows_a_sync(policy, tmp_path):
+    torchrun(1, "tests/engine_checks.py", policy, 1, tmp_path / "found.json")
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert max(found["gap_before"], found["gap_after"]) < 0.005
+    assert found["gap_of_stale_engine"] > 4 * found["gap_after"]
+
+
+def test_a_run_sleeps_and_wakes_its_engine_every_step(policy, tmp_path):
+    torchrun(1, "train_grpo.py", *training_flags(policy, tmp_path / "run", enforce_eager=True, gpu_memory_utilization=0.3), timeout=600)
+    metrics = metrics_of(tmp_path / "run")
+    assert max(metrics[step]["policy/rollout_gap_mean"] for step in (1, 2, 3, 4)) < 0.005

@@ -4,9 +4,9 @@ import json
 
 import pytest
 import torch
-from helpers import make_rollout, metrics_of, torchrun, training_flags
 
 from batch import pack
+from helpers import make_rollout, metrics_of, torchrun, training_flags
 from policy import load_policy
 
 pytestmark = [

@@ -162,9 +162,12 @@ class Engine:
         destroy_distributed_environment()
 
 
-def _progress_bar(description: str, **options: object) -> tqdm:
-    """vLLM's bar of finished prompts, under our name for what is being sampled, and gone when it is full."""
-    return tqdm(**(options | {"desc": description, "leave": False}))
+def _progress_bar(description: str, *iterable: Iterable[object], **options: object) -> Iterable[object]:
+    """vLLM's bar of finished completions, under our name for what is being sampled, and gone when it is full.
+
+    vLLM also asks for a bar over the prompts that it prepares, which takes no time: that iterable is returned without one.
+    """
+    return iterable[0] if iterable else tqdm(**(options | {"desc": description, "leave": False}))
 
 
 def _repack_head(model: nn.Module) -> None:

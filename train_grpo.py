@@ -11,6 +11,7 @@ Starting the same command again continues from the last checkpoint in --out_dir.
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,7 +40,7 @@ from fsdp_utils import (
     release_gathered,
     shard,
     sum_over_ranks,
-)  # fmt: skip
+)
 from metrics import Metrics, PhaseTimer, RunLog, rollout_metrics
 from plan import Plan, check_flags, check_model, learning_rate, make_plan
 from policy import DTYPES, Policy, load_policy
@@ -141,7 +142,8 @@ def check_and_load_data(args: argparse.Namespace) -> tuple[PreTrainedTokenizerBa
     check_launch(args.tensor_parallel_size, args.dtype)
     check_flags(args, launched_world_size())
     reward_function = load_reward(args.reward)
-    is_like_hub_id = args.model.count("/") <= 1 and not args.model.startswith((".", "/", "~")) and not Path(args.model).parent.is_dir()
+    owner, _, name = args.model.rpartition("/")
+    is_like_hub_id = name and "/" not in owner and owner[:1] not in (".", "~") and not (owner and Path(owner).is_dir())
     if not Path(args.model).exists() and not is_like_hub_id:
         raise FileNotFoundError(f"--model {args.model!r}: no such folder, and not of the form of a hub id (owner/name).")
     try:
@@ -377,4 +379,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("interrupted: the same command continues from the last checkpoint" if is_main_process() else 1)

@@ -1,10 +1,13 @@
 """The whole program under torchrun on two processes: FSDP2, vLLM, the run folder, stops and resumes."""
 
+import contextlib
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -231,13 +234,21 @@ def test_a_run_that_diverges_skips_updates_and_stops_with_the_step_number(policy
     assert "step 2:" in done.stderr
 
 
-def test_a_single_process_needs_no_launcher(policy, tmp_path):
+def test_a_single_process_needs_no_launcher_and_shows_its_progress_on_a_terminal(policy, tmp_path):
     command = [
         sys.executable,
         "train_grpo.py",
         *training_flags(policy, tmp_path / "run", total_steps=1, eval_before_training=None, kl_coef=0),
     ]
-    environment = {name: value for name, value in ENVIRONMENT.items() if name not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    terminal, stderr = pty.openpty()  # on a terminal, there is a progress bar of each rollout
+    termios.tcsetwinsize(stderr, (24, 120))
+    process = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=stderr)
+    os.close(stderr)
+    shown = b""
+    with contextlib.suppress(OSError):  # EIO: the other end is closed
+        while piece := os.read(terminal, 4096):
+            shown += piece
+    os.close(terminal)
+    assert process.wait(timeout=60) == 0, shown.decode()[-3000:]
+    assert b"sample: 100%" in shown
     assert "policy/kl_ref" not in metrics_of(tmp_path / "run")[1], "without a KL term no reference is loaded and nothing is measured"

@@ -33,8 +33,8 @@ from transformers import PreTrainedTokenizerBase
 from fsdp_utils import World, full_parameters, wait_for_all
 from policy import Policy
 
-# Flags that may differ when a run continues, because they do not change what its steps compute. Those of the second line do where the
-# learning rate depends on the length of the run.
+# Flags that may differ when a run continues, because they do not change what its steps compute; so may those of the length of the run,
+# where the learning rate does not depend on it.
 FREE_FLAGS = {
     "out_dir", "eval_every", "eval_before_training", "save_every", "keep_checkpoints", "timeout_minutes", "max_skipped_updates",
     "micro_batch_tokens", "gradient_checkpointing", "gpu_memory_utilization", "enforce_eager",

@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedMod
 
 from batch import Batch
 
-HEAD_CHUNK_TOKENS = 1024  # logits held at once: 1024 x V in fp32, 0.6 GiB at V = 152,064
+HEAD_CHUNK_TOKENS = 1024  # a chunk of fp32 logits at V = 152,064 is 0.6 GiB; with softmax and gradient, three to four such tensors
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 

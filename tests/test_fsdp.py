@@ -1,6 +1,8 @@
 """On the real FSDP model: the update does not depend on how it is cut up. float32; tolerance 2e-6 on a gradient of norm about 1."""
 
 import math
+import os
+import signal
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch
 import grpo
 from batch import pack
 from distributed_gradient import off_policy_shift
+from fsdp_utils import avoid_broken_amx
 from helpers import make_rollout, torchrun
 from policy import load_policy
 
@@ -54,6 +57,18 @@ def test_neither_cap_nor_order_nor_world_size_changes_any_metric(results):
     assert everything[0]["policy/kl_ref"] > 1e-4
     assert everything[0]["policy/entropy"] > 0.5
     assert 0.2 < everything[0]["policy/clip_frac"] < 0.8, "clipping took part"
+
+
+@pytest.mark.parametrize(("status", "is_avoided"), [(signal.SIGILL, True), (0, False)])
+def test_amx_is_avoided_exactly_where_a_child_that_uses_it_dies(status, is_avoided, monkeypatch):
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "restored after the test")
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setattr(os, "fork", lambda: 12345)
+    monkeypatch.setattr(os, "waitpid", lambda pid, options: (pid, int(status)))
+    avoid_broken_amx()
+    assert torch.cpu._is_amx_tile_supported() is not is_avoided
+    assert os.environ.get("ONEDNN_MAX_CPU_ISA") == ("AVX512_CORE_BF16" if is_avoided else None)
 
 
 def test_a_rank_with_nothing_left_to_train_changes_nothing(results):

@@ -5,14 +5,21 @@ import json
 import pytest
 import torch
 
+import helpers
 from batch import pack
 from helpers import make_rollout, metrics_of, torchrun, training_flags
 from policy import load_policy
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; the same code is tested on CPU by the other files"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: nothing else tests varlen attention and sleep mode"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def one_visible_gpu(monkeypatch):
+    """The programs started here have one rank, and a start that leaves GPUs idle is refused."""
+    monkeypatch.setitem(helpers.ENVIRONMENT, "CUDA_VISIBLE_DEVICES", "0")
 
 
 def test_varlen_attention_gives_the_logprobs_and_gradients_of_the_cpu_path(policy):

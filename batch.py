@@ -30,8 +30,9 @@ class Rollout:
     is_truncated_B: np.ndarray  # bool: stopped by the length limit, not by the model
     rewards_B: np.ndarray | None = None  # float32
     is_right_B: np.ndarray | None = None  # bool: full marks from the first verifier of the reward
-    advantages_B: np.ndarray | None = None  # float32
     is_trained_B: np.ndarray | None = None  # bool: false where a sequence is left out of the loss; None: all are trained
+    loss_weights_B: np.ndarray | None = None  # float32: what each token of the sequence counts in the loss of its update
+    advantages: list[np.ndarray] | None = None  # float32, one per completion token
 
     @property
     def completion_lengths_B(self) -> np.ndarray:
@@ -47,15 +48,20 @@ class Rollout:
         """Trained positions per sequence: prompt + completion - 1, because the last token predicts nothing."""
         return np.array([len(p) + len(c) - 1 for p, c in zip(self.prompts, self.completions, strict=True)])
 
+    def take(self, indices_B: np.ndarray) -> Rollout:
+        """The sequences of these indices, in this order, with all that is known of them."""
+        known = {name: value for name, value in vars(self).items() if value is not None}
+        return Rollout(
+            **{name: value[indices_B] if isinstance(value, np.ndarray) else [value[b] for b in indices_B] for name, value in known.items()}
+        )
+
     @staticmethod
     def concatenate(parts: list[Rollout]) -> Rollout:
-        """One rollout of all the parts' sequences, in the order of the parts (what is made of them comes later)."""
+        """One rollout of all the parts' sequences, in the order of the parts, with what is known of all of them."""
+        columns = {name: [getattr(part, name) for part in parts] for name in vars(parts[0])}
+        known = {name: values for name, values in columns.items() if all(value is not None for value in values)}
         return Rollout(
-            prompts=[p for part in parts for p in part.prompts],
-            completions=[c for part in parts for c in part.completions],
-            rollout_logprobs=[x for part in parts for x in part.rollout_logprobs],
-            texts=[t for part in parts for t in part.texts],
-            is_truncated_B=np.concatenate([part.is_truncated_B for part in parts]),
+            **{name: np.concatenate(values) if isinstance(values[0], np.ndarray) else sum(values, []) for name, values in known.items()}
         )
 
 
@@ -66,11 +72,14 @@ class Batch:
     input_ids_N: Tensor  # int64
     position_ids_N: Tensor  # int64, restart at 0 with each sequence
     labels_N: Tensor  # int64, the next token of the same sequence
-    loss_mask_N: Tensor  # bool, true where the label is a completion token
-    advantages_N: Tensor  # float32, the sequence's advantage at each of its positions
-    rollout_logprobs_N: Tensor  # float32, zero where the mask is false
+    loss_mask_N: Tensor  # bool, true where the label is a completion token that is trained
+    loss_weights_N: Tensor  # float32, what the position counts in the loss of the update
+    sequence_ids_N: Tensor  # int64, 0 to S - 1
+    rollout_logprobs_N: Tensor  # float32, the engine's; zero where the label is no completion token
     lengths_S: tuple[int, ...]  # positions per sequence; they add up to N
-    old_logprobs_N: Tensor | None = None  # float32, under the weights that sampled; None: the first update of a step
+    indices_S: tuple[int, ...]  # which sequences of the rollout these are
+    advantages_N: Tensor | None = None  # float32, zero where the label is no completion token; None: not known yet
+    old_logprobs_N: Tensor | None = None  # float32, under the weights that sampled; None: not needed
     ref_logprobs_N: Tensor | None = None  # float32, under the reference; None: no KL term
 
     def to(self, device: torch.device) -> Batch:
@@ -84,33 +93,48 @@ def pack(rollout: Rollout, indices: list[int]) -> Batch:
     The mask goes by position, not by token: an end-of-sequence token is trained also where it is the padding token.
     Without sequences: a single masked position, so that a rank with nothing left to train still takes part in the collectives.
     """
+    assert rollout.loss_weights_B is not None, "what a token counts depends on the whole update: it is set before packing"
     if not indices:
         zero = torch.zeros(1)
-        return Batch(zero.long(), zero.long(), zero.long(), zero.bool(), zero, zero, lengths_S=(1,))
-    assert rollout.advantages_B is not None, "advantages are computed before packing"
-    input_ids, positions, labels, masks, advantages, logprobs, lengths = [], [], [], [], [], [], []
+        return Batch(zero.long(), zero.long(), zero.long(), zero.bool(), zero, zero.long(), zero, lengths_S=(1,), indices_S=())
+    input_ids, positions, labels, masks, lengths = [], [], [], [], []
     for b in indices:
         prompt, completion = rollout.prompts[b], rollout.completions[b]
         tokens = np.concatenate([prompt, completion])
         length = len(tokens) - 1
         is_trained = rollout.is_trained_B is None or rollout.is_trained_B[b]
-        is_completion = (np.arange(length) >= len(prompt) - 1) & is_trained
         input_ids.append(tokens[:-1])
         labels.append(tokens[1:])  # the one shift: position n predicts token n + 1
-        masks.append(is_completion)  # the one mask
+        masks.append((np.arange(length) >= len(prompt) - 1) & is_trained)  # the one mask
         positions.append(np.arange(length))
-        advantages.append(np.full(length, rollout.advantages_B[b], dtype=np.float32))
-        logprobs.append(np.concatenate([np.zeros(len(prompt) - 1, dtype=np.float32), rollout.rollout_logprobs[b]]))
         lengths.append(length)
     return Batch(
         input_ids_N=torch.from_numpy(np.concatenate(input_ids)).long(),
         position_ids_N=torch.from_numpy(np.concatenate(positions)).long(),
         labels_N=torch.from_numpy(np.concatenate(labels)).long(),
         loss_mask_N=torch.from_numpy(np.concatenate(masks)),
-        advantages_N=torch.from_numpy(np.concatenate(advantages)),
-        rollout_logprobs_N=torch.from_numpy(np.concatenate(logprobs)).float(),
+        loss_weights_N=torch.from_numpy(np.repeat(rollout.loss_weights_B[indices], lengths)),
+        sequence_ids_N=torch.from_numpy(np.repeat(np.arange(len(indices)), lengths)),
+        rollout_logprobs_N=to_positions(rollout, indices, rollout.rollout_logprobs),
         lengths_S=tuple(lengths),
+        indices_S=tuple(indices),
     )
+
+
+def to_positions(rollout: Rollout, indices: list[int] | tuple[int, ...], per_token: list[np.ndarray]) -> Tensor:
+    """Shape N, float32: what is known per completion token of the sequences `indices`, at their packed positions; zero at the others."""
+    pieces = [np.zeros(1, dtype=np.float32)] if not indices else []
+    for b in indices:
+        pieces += [np.zeros(len(rollout.prompts[b]) - 1, dtype=np.float32), per_token[b]]
+    return torch.from_numpy(np.concatenate(pieces)).float()
+
+
+def from_positions(rollout: Rollout, batch: Batch, values_N: Tensor) -> dict[int, np.ndarray]:
+    """The reverse: index of each sequence of the batch -> its values per completion token."""
+    if not batch.indices_S:
+        return {}
+    pieces = zip(batch.indices_S, values_N.cpu().split(batch.lengths_S), strict=True)
+    return {b: values[len(rollout.prompts[b]) - 1 :].numpy() for b, values in pieces}
 
 
 def plan_micro_batches(lengths: np.ndarray, num_ranks: int, max_tokens: int) -> list[list[list[int]]]:

@@ -3,7 +3,8 @@
     OUT_DIR/config.json       the flags; a run continues only under the same ones
     OUT_DIR/starts.jsonl      one line per start: command, code version, package versions, hardware
     OUT_DIR/step_20/          a checkpoint: the policy in Hugging Face format, and beside it
-    OUT_DIR/step_20/trainer/  what a resume needs: sharded fp32 parameters and optimizer state (torch.distributed.checkpoint)
+    OUT_DIR/step_20/trainer/  what a resume needs: sharded fp32 parameters and optimizer state (torch.distributed.checkpoint), and
+                              progress.json: how many prompts of the data were drawn
     OUT_DIR/eval/step_20/     every held-out completion with its grade
     OUT_DIR/final             link to the last step's checkpoint, made when the run is complete
 
@@ -144,6 +145,7 @@ def save(
     step: int,
     policy: Policy,
     optimizer: Optimizer,
+    num_drawn: int,
     tokenizer: PreTrainedTokenizerBase,
     dtype: torch.dtype,
     keep: int,
@@ -163,6 +165,7 @@ def save(
     dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=unfinished / "trainer")
     export(policy, tokenizer, unfinished, dtype, world)
     if world.is_main:
+        (unfinished / "trainer" / "progress.json").write_text(json.dumps({"prompts_drawn": num_drawn}) + "\n")
         if folder.exists():
             shutil.rmtree(folder)
         unfinished.rename(folder)
@@ -187,13 +190,14 @@ def export(policy: Policy, tokenizer: PreTrainedTokenizerBase, folder: Path, dty
     wait_for_all()
 
 
-def load(folder: Path, policy: Policy, optimizer: Optimizer) -> None:
-    """Restores parameters and optimizer state in place, on any number of ranks."""
+def load(folder: Path, policy: Policy, optimizer: Optimizer) -> int:
+    """Restores parameters and optimizer state in place, on any number of ranks; returns the number of prompts drawn so far."""
     model_state, optimizer_state = get_state_dict(policy, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state}
     dcp.load(state, checkpoint_id=folder / "trainer")
     strict = StateDictOptions(strict=True)
     set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=strict)
+    return json.loads((folder / "trainer" / "progress.json").read_text())["prompts_drawn"]
 
 
 def link_final(out_dir: Path, step: int) -> None:

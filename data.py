@@ -327,8 +327,14 @@ class PromptData:
         per_epoch = num_rows if keep_last else num_rows // prompts_per_step * prompts_per_step
         assert per_epoch, f"{num_rows} rows do not fill a step of {prompts_per_step} prompts"
         epoch, start = divmod((step - 1) * prompts_per_step, per_epoch)
-        epochs = range(epoch, epoch + math.ceil((start + prompts_per_step) / num_rows))
-        return np.concatenate([order_of_epoch(num_rows, self.shares, seed, e) for e in epochs])[start : start + prompts_per_step]
+        return self.indices_from(epoch * num_rows + start, prompts_per_step, seed)
+
+    def indices_from(self, first: int, count: int, seed: int) -> np.ndarray:
+        """The row indices of prompts number first, first + 1, ..., counted over all epochs in a row."""
+        num_rows = len(self.rows)
+        epoch, start = divmod(first, num_rows)
+        epochs = range(epoch, epoch + math.ceil((start + count) / num_rows))
+        return np.concatenate([order_of_epoch(num_rows, self.shares, seed, e) for e in epochs])[start : start + count]
 
     def describe(self) -> list[str]:
         """Lines for the console: rows used, dropped, excluded (the first five named), and the shares of a weighted mixture."""

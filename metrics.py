@@ -59,6 +59,7 @@ def rollout_metrics(rollout: Rollout, group_size: int) -> Metrics:
         "reward/std": float(rewards_PG.std()),
         "reward/frac_groups_all_right": float(is_right_PG.all(axis=1).mean()),
         "reward/frac_groups_all_wrong": float((~is_right_PG).all(axis=1).mean()),
+        "reward/frac_groups_with_signal": float((rewards_PG.max(axis=1) > rewards_PG.min(axis=1)).mean()),
         "completion/tokens_mean": float(lengths_B.mean()),
         "completion/tokens_max": float(lengths_B.max()),
         "completion/frac_truncated": float(rollout.is_truncated_B.mean()),
@@ -108,7 +109,7 @@ class RunLog:
         """Appends the first completions of the first groups, with prompts, answers and rewards, to samples.jsonl."""
         if not self.is_main:
             return
-        assert rollout.rewards_B is not None and rollout.advantages_B is not None, "samples are written after grading"
+        assert rollout.advantages is not None, "samples are written when the advantages are known"
         for b in [group * group_size + g for group in range(min(num_groups, len(rows))) for g in range(min(2, group_size))]:
             row = rows[b // group_size]
             shown = {"step": step, "prompt": row.prompt, "answer": row.answer, "completion": rollout.texts[b]}
@@ -116,7 +117,7 @@ class RunLog:
                 "reward": grades[b].reward,
                 "reward_status": grades[b].status,
                 "read_as": grades[b].answer,
-                "advantage": round(float(rollout.advantages_B[b]), 4),
+                "advantage": round(float(rollout.advantages[b].mean()), 4),
             }
             self._append("samples.jsonl", shown | scores | {"is_truncated": bool(rollout.is_truncated_B[b])})
 

@@ -8,13 +8,16 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
+from algorithm import check_algorithm
+
 
 @dataclass(frozen=True)
 class Plan:
     """What the flags amount to. One step = one rollout; one update = one optimizer step."""
 
     completions_per_step: int
-    updates_per_step: int
+    updates_per_pass: int
+    updates_per_step: int  # of all passes
     steps_per_epoch: float  # a whole number but with --keep_last
     total_steps: int
     total_updates: int
@@ -33,7 +36,17 @@ RANGES = {  # flag -> smallest and largest sensible value; what has a rule of it
     "temperature": (0.01, 100),  # vLLM would raise a smaller one to 0.01 and tell nobody; the trainer would not
     "gpu_memory_utilization": (0.01, 1),
     "seed": (0, math.inf),
+    "passes_per_step": (1, math.inf),
+    "advantage_eps": (0, math.inf),
+    "max_sampling_rounds": (1, math.inf),
+    "sapo_tau_pos": (TINY, math.inf),
+    "sapo_tau_neg": (TINY, math.inf),
+    "loss_constant_tokens": (1, math.inf),
+    "entropy_coef": (0, math.inf),
     "kl_coef": (0, math.inf),
+    "kl_clamp": (0, math.inf),
+    "rollout_correction_max": (TINY, math.inf),
+    "rollout_correction_min": (0, math.inf),
     "clip_low": (0, 1),
     "clip_high": (0, math.inf),
     "learning_rate": (0, math.inf),
@@ -67,6 +80,7 @@ def check_flags(args: Namespace, world_size: int) -> None:
         if value is not None and not low <= value <= high:  # also true for nan
             bounds = f"at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
             raise ValueError(f"--{name} {value:g}: must be {bounds}.")
+    check_algorithm(args)
     num_engines = world_size // args.tensor_parallel_size
     engines = f"{num_engines} engines ({world_size} ranks / --tensor_parallel_size {args.tensor_parallel_size})"
     if args.group_size < 2:
@@ -150,10 +164,12 @@ def make_plan(args: Namespace, num_rows: int) -> Plan:
         total_steps = math.ceil(args.epochs * steps_per_epoch)
     if args.total_episodes is not None:
         total_steps = args.total_episodes // completions_per_step
-    updates_per_step = args.prompts_per_step // args.prompts_per_update
+    updates_per_pass = args.prompts_per_step // args.prompts_per_update
+    updates_per_step = updates_per_pass * args.passes_per_step
     total_updates = total_steps * updates_per_step
     return Plan(
         completions_per_step=completions_per_step,
+        updates_per_pass=updates_per_pass,
         updates_per_step=updates_per_step,
         steps_per_epoch=steps_per_epoch,
         total_steps=total_steps,

@@ -97,24 +97,29 @@ def packed_attention(
 AttentionInterface.register("packed", packed_attention)
 
 
-def _chunk_logprobs(hidden: Tensor, head: nn.Module, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def _chunk_logprobs(
+    hidden: Tensor, head: nn.Module, labels: Tensor, temperature: float, with_entropy_gradient: bool
+) -> tuple[Tensor, Tensor]:
     logits = head(hidden).float() / temperature  # the one division by the temperature
     log_normalizer = logits.logsumexp(dim=-1)
     logprobs = logits.gather(-1, labels[:, None])[:, 0] - log_normalizer
-    with torch.no_grad():  # a metric
+    with torch.set_grad_enabled(torch.is_grad_enabled() and with_entropy_gradient):  # mostly it is only a metric
         entropy = log_normalizer - (torch.softmax(logits, dim=-1) * logits).sum(dim=-1)
     return logprobs, entropy
 
 
-def chunked_logprobs(hidden: Tensor, head: nn.Module, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """(log-probabilities of the labels, entropies in nats), float32, one per row of `hidden` [T, D].
+def chunked_logprobs(
+    hidden: Tensor, head: nn.Module, labels: Tensor, temperature: float, with_entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(log-probabilities of the labels, entropies in nats of the whole distribution), float32, one per row of `hidden` [T, D].
 
     Peak memory is that of one chunk's logits, whatever T: the backward pass computes each chunk again.
     """
     pieces = []
     for start in range(0, max(len(labels), 1), HEAD_CHUNK_TOKENS):
         rows = slice(start, start + HEAD_CHUNK_TOKENS)
-        pieces.append(checkpoint(_chunk_logprobs, hidden[rows], head, labels[rows], temperature, use_reentrant=False))
+        inputs = (hidden[rows], head, labels[rows], temperature, with_entropy_gradient)
+        pieces.append(checkpoint(_chunk_logprobs, *inputs, use_reentrant=False))
     logprobs, entropies = zip(*pieces, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
 
@@ -131,7 +136,7 @@ class Policy(nn.Module):
         """The decoder layers, the units of sharding."""
         return list(self.model.get_decoder().layers)
 
-    def forward(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: Batch, temperature: float, with_entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """(logprobs_N, entropies_N), float32: of the labels where the loss mask is true, zero (without gradient) elsewhere."""
         output = self.model.get_decoder()(
             input_ids=batch.input_ids_N[None],
@@ -141,7 +146,8 @@ class Policy(nn.Module):
         )
         mask_N = batch.loss_mask_N
         hidden = output.last_hidden_state[0][mask_N]  # the head runs on completion positions only
-        logprobs, entropies = chunked_logprobs(hidden, self.model.get_output_embeddings(), batch.labels_N[mask_N], temperature)
+        head = self.model.get_output_embeddings()
+        logprobs, entropies = chunked_logprobs(hidden, head, batch.labels_N[mask_N], temperature, with_entropy_gradient)
         zeros_N = torch.zeros(len(mask_N), device=mask_N.device)
         return zeros_N.masked_scatter(mask_N, logprobs), zeros_N.masked_scatter(mask_N, entropies)
 

@@ -4,7 +4,8 @@
 
 Every rank runs this file. It holds a shard of the policy (FSDP2) and a part of a sampling engine (vLLM), and sees the whole step:
 all completions, all rewards, and one plan of who trains what. Read `main` first, then the files in the order of the loop: `data.py`,
-`rollout.py`, `reward.py`, `grpo.py`, `batch.py`, `policy.py`, `fsdp_utils.py`, `checkpoint.py`, `metrics.py`. Dimensions: `batch.py`.
+`sampling.py`, `rollout.py`, `reward.py`, `update.py`, `grpo.py`, `batch.py`, `policy.py`, `fsdp_utils.py`, `checkpoint.py`, `metrics.py`.
+Dimensions: `batch.py`.
 Starting the same command again continues from the last checkpoint in --out_dir.
 """
 
@@ -20,29 +21,18 @@ import torch
 from torch.optim import AdamW, Optimizer
 
 import checkpoint
-import grpo
-from batch import Batch, Rollout, pack, plan_micro_batches
+from algorithm import add_algorithm_flags, describe_algorithm
+from batch import Rollout
 from data import PromptData, add_data_flags
 from evaluate import evaluate, gather_grades, submit_to
-from fsdp_utils import (
-    World,
-    clip_grad_norm,
-    close_world,
-    exit_with_error,
-    full_parameters,
-    gather_from_ranks,
-    init_world,
-    is_main_process,
-    max_over_ranks,
-    release_gathered,
-    shard,
-    sum_over_ranks,
-)
+from fsdp_utils import World, close_world, exit_with_error, full_parameters, gather_from_ranks, init_world, is_main_process, shard
 from inputs import check_and_load_data, prepare_data
 from metrics import Metrics, PhaseTimer, RunLog, reward_metrics, rollout_metrics
 from plan import Plan, learning_rate
 from policy import DTYPES, Policy, load_policy
 from reward import Grade, add_reward_flags
+from sampling import Groups, choose_groups, draw_prompts, prompts_to_sample
+from update import add_advantages, add_logprobs, compute_advantages, gather_penalties, merge_updates, pack_updates, update_policy
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -88,7 +78,8 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument_group("batch, counted in prompts").add_argument
     add("--prompts_per_step", type=int, default=32, help="P: prompts sampled each step, over all ranks; divisible by the number of engines")
     add("--group_size", type=int, default=8, help="G: completions per prompt, compared with each other; at least 2")
-    add("--prompts_per_update", type=int, help="prompts per update, over all ranks; divides P: P / this = updates a step; default: P")
+    add("--prompts_per_update", type=int, help="prompts per update, over all ranks; divides P: P / this = updates a pass; default: P")
+    add("--passes_per_step", type=int, default=1, help="how often a rollout is trained on; the later passes are off-policy")
     add("--micro_batch_tokens", type=int, default=8192, help="most tokens that one rank packs into one forward and backward pass (memory)")
     add("--total_steps", type=int, help="length of training in steps (give this, or one of the next two)")
     add("--epochs", type=int, help="length of training in passes over the data; the last partial step of each is dropped")
@@ -102,10 +93,7 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     add("--enforce_eager", action="store_true", help="CUDA: no CUDA graphs in vLLM (starts faster, samples slower); always so on CPU")
     add("--seed", type=int, default=1, help="of data order and sampling; every random draw is a function of it, the step and the engine")
 
-    add = parser.add_argument_group("algorithm").add_argument
-    add("--kl_coef", type=float, default=0.0, help="weight of KL(policy || reference) in the loss, k3 estimate; 0: no reference is loaded")
-    add("--clip_low", type=float, default=0.2, help="the ratio pi / pi_old is clipped below 1 - this")
-    add("--clip_high", type=float, default=0.2, help="the ratio pi / pi_old is clipped above 1 + this")
+    add_algorithm_flags(parser)
 
     add = parser.add_argument_group("optimizer (AdamW)").add_argument
     add("--learning_rate", type=float, default=1e-6, help="peak learning rate")
@@ -169,77 +157,6 @@ def with_rewards(rollout: Rollout, grades: list[Grade], truncated: str) -> Rollo
     )
 
 
-def pack_updates(rollout: Rollout, plan: Plan, world: World, max_tokens: int) -> list[list[Batch]]:
-    """This rank's micro-batches of each update of the step: consecutive prompts form an update, `plan_micro_batches` divides it."""
-    updates = []
-    for indices in np.split(np.arange(plan.completions_per_step), plan.updates_per_step):
-        micros = plan_micro_batches(rollout.sequence_lengths_B[indices], world.size, max_tokens)[world.rank]
-        updates.append([pack(rollout, indices[micro].tolist()).to(world.device) for micro in micros])
-    return updates
-
-
-@torch.no_grad()
-def add_logprobs(model: Policy, field: str, batches: list[Batch], temperature: float) -> list[Batch]:
-    """The batches with `field` (old_logprobs_N or ref_logprobs_N) set to the model's log-probabilities of their tokens."""
-    batches = [replace(batch, **{field: model(batch, temperature)[0]}) for batch in batches]
-    release_gathered(model)
-    return batches
-
-
-def update_policy(
-    policy: Policy, optimizer: Optimizer, batches: list[Batch], num_tokens: int, rate: float, args: argparse.Namespace, world: World
-) -> Metrics:
-    """One optimizer update on this rank's micro-batches; returns its metrics, the same on every rank.
-
-    The loss is the mean over the `num_tokens` completion tokens of all ranks, so neither micro-batches, packing nor world size enter
-    it. A non-finite loss or gradient leaves policy and optimizer untouched: `optim/skipped_updates` is then 1.
-    """
-    sums, maxima = torch.zeros(5, device=world.device), torch.zeros(2, device=world.device)
-    for batch in batches:
-        mask_N = batch.loss_mask_N
-        logprobs_N, entropies_N = policy(batch, args.temperature)
-        old_logprobs_N = logprobs_N.detach() if batch.old_logprobs_N is None else batch.old_logprobs_N
-        loss_N, ratio_N, is_clipped_N = grpo.policy_loss(logprobs_N, old_logprobs_N, batch.advantages_N, args.clip_low, args.clip_high)
-        kl_N = torch.zeros_like(loss_N)
-        if batch.ref_logprobs_N is not None:
-            kl_N = grpo.kl_k3(logprobs_N, batch.ref_logprobs_N)
-            loss_N = loss_N + args.kl_coef * kl_N
-        loss = grpo.masked_sum(loss_N, mask_N) / num_tokens
-        (loss * world.size).backward()  # FSDP averages gradients over ranks; the denominator is global already
-        with torch.no_grad():  # the gap: the same tokens under the same weights, once by vLLM and once by us
-            gap_N = torch.where(mask_N, (old_logprobs_N.exp() - batch.rollout_logprobs_N.exp()).abs(), 0.0)
-            per_token = (kl_N, entropies_N, is_clipped_N.float(), gap_N)
-            sums += torch.stack([loss, *(grpo.masked_sum(x, mask_N) / num_tokens for x in per_token)])
-            maxima = torch.maximum(maxima, torch.stack([gap_N.max(), torch.where(mask_N, ratio_N, 0.0).max()]))
-    grad_norm = clip_grad_norm(policy, args.max_grad_norm)
-    sums, maxima = sum_over_ranks(sums), max_over_ranks(maxima)
-    is_finite = bool(torch.isfinite(grad_norm) & torch.isfinite(sums[0]))
-    if is_finite:
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        optimizer.step()
-    optimizer.zero_grad()
-    names = ("loss", "kl_ref", "entropy", "clip_frac", "rollout_gap_mean", "rollout_gap_max", "ratio_max")
-    metrics = {f"policy/{name}": value for name, value in zip(names, sums.tolist() + maxima.tolist(), strict=True)}
-    if batches[0].ref_logprobs_N is None:
-        del metrics["policy/kl_ref"]  # not measured
-    return metrics | {"optim/grad_norm": grad_norm.item(), "optim/lr": rate, "optim/skipped_updates": float(not is_finite)}
-
-
-def merge_updates(updates: list[Metrics]) -> Metrics:
-    """The metrics of a step's updates as one: maxima of maxima, the sum of skipped updates, the last learning rate, else the mean."""
-    merged = {}
-    for name in updates[0]:
-        values = [metrics[name] for metrics in updates]
-        if name.endswith("_max"):
-            merged[name] = max(values)
-        elif name == "optim/skipped_updates":
-            merged[name] = sum(values)
-        else:
-            merged[name] = values[-1] if name == "optim/lr" else sum(values) / len(values)
-    return merged
-
-
 def describe_run(args: argparse.Namespace, plan: Plan, datasets: list[PromptData], world: World, log: RunLog) -> None:
     """Prints what the flags amount to, before anything takes time: derived numbers, data counts, the first prompt as the model sees it."""
     log.say(
@@ -247,6 +164,7 @@ def describe_run(args: argparse.Namespace, plan: Plan, datasets: list[PromptData
         f"{args.prompts_per_step} prompts x {args.group_size} = {plan.completions_per_step} completions a step, "
         f"{plan.updates_per_step} updates a step, {plan.steps_per_epoch:g} steps an epoch, {plan.total_steps} steps in all"
     )
+    log.say(describe_algorithm(args))
     for data in datasets:
         log.say("\n".join(data.describe()))
     log.excluded([(data.name, where, reason) for data in datasets for where, reason in data.excluded])
@@ -286,8 +204,9 @@ def main() -> None:
     dtype = DTYPES[args.dtype]
     max_model_len = args.max_prompt_tokens + max(args.max_completion_tokens, *args.eval_max_completion_tokens)
     engine = Engine(args.model, inputs.tokenizer, world, max_model_len, dtype, args.gpu_memory_utilization, args.enforce_eager, args.seed)
+    num_drawn = 0  # prompts sampled so far, in the order of the data
     if saved:
-        checkpoint.load(saved[-1][1], policy, optimizer)
+        num_drawn = checkpoint.load(saved[-1][1], policy, optimizer)
         log.say(f"continues from {saved[-1][1]}")
     if world.is_main:
         checkpoint.describe_start(out_dir, world, resumed_from=first_step - 1)
@@ -308,40 +227,47 @@ def main() -> None:
 
     num_skipped_in_a_row = 0
     for step in range(first_step, plan.total_steps + 1):
-        # 1. Sample: every engine answers its share of the step's prompts, G times each; what is finished is graded meanwhile.
-        with timer.phase("sample"):
-            indices_P = train_data.indices_of_step(step, args.prompts_per_step, args.seed, args.keep_last)
-            prompts_P = [train_data.prompts[i] for i in indices_P]
-            on_finished = submit_to(inputs.grader, train_data, indices_P, args.group_size, args.max_completion_tokens)
-            options = (args.temperature, args.max_completion_tokens)
-            rollout = engine.sample(prompts_P, args.group_size, (args.seed, step, 0), *options, on_finished=on_finished)
+        rounds: list[Groups] = []  # one; with --dynamic_sampling as many as it takes to fill the step
+        while count := prompts_to_sample(rounds, args):
+            # 1. Sample: every engine answers its share of the prompts, G times each; what is finished is graded meanwhile.
+            with timer.phase("sample"):
+                indices_P = draw_prompts(train_data, step, num_drawn, count, args)
+                num_drawn += count
+                prompts_P = [train_data.prompts[i] for i in indices_P]
+                on_finished = submit_to(inputs.grader, train_data, indices_P, args.group_size, args.max_completion_tokens)
+                options = (args.temperature, args.max_completion_tokens)
+                seed = (args.seed, step, 0, len(rounds))
+                rollout = engine.sample(prompts_P, args.group_size, seed, *options, on_finished=on_finished)
+
+            # 2. Reward: wait for the grades that are still missing, and share them.
+            with timer.phase("reward"):
+                grades = gather_grades(inputs.grader)
+                rounds.append(Groups(indices_P, with_rewards(rollout, grades, args.truncated), grades))
+        with timer.phase("sleep"):
             engine.sleep()
+        sampled, trained, metrics = choose_groups(rounds, args)
 
-        # 2. Reward: wait for the grades that are still missing, and share them.
-        with timer.phase("reward"):
-            grades = gather_grades(inputs.grader)
-            rollout = with_rewards(rollout, grades, args.truncated)
-
-        # 3. Advantage: compare each completion with the other answers to its own prompt.
-        with timer.phase("advantage"):
-            rewards_PG = torch.from_numpy(rollout.rewards_B).view(args.prompts_per_step, args.group_size)
-            rollout = replace(rollout, advantages_B=grpo.group_advantages(rewards_PG).flatten().numpy())
-            updates = pack_updates(rollout, plan, world, args.micro_batch_tokens)
-
-        # 4. Old and reference log-probs, before any weight changes. The first update needs no old ones: they are its own.
+        # 3. Log-probs under weights that have not changed yet, where they are needed: by later updates, and for the KL to the reference.
+        with timer.phase("pack"):
+            updates = pack_updates(trained.rollout, plan, args, world)
         with timer.phase("logprobs"):
-            updates[1:] = [add_logprobs(policy, "old_logprobs_N", batches, args.temperature) for batches in updates[1:]]
-            if reference is not None:
-                updates = [add_logprobs(reference, "ref_logprobs_N", batches, args.temperature) for batches in updates]
+            updates = add_logprobs(updates, policy, reference, args)
+
+        # 4. Advantage: compare each completion with the other answers to its own prompt.
+        with timer.phase("advantage"):
+            penalties = gather_penalties(trained.rollout, updates, args)
+            rollout = compute_advantages(trained.rollout, penalties, args)
+            updates = add_advantages(updates, rollout)
 
         # 5. Update: one optimizer step per mini-batch of prompts.
         with timer.phase("update"):
             update_metrics = []
-            tokens_of_update = np.split(rollout.trained_lengths_B, plan.updates_per_step)
-            for i, batches in enumerate(updates):
+            tokens_of_update = np.split(rollout.trained_lengths_B, plan.updates_per_pass) * args.passes_per_step
+            for i, batches in enumerate(updates * args.passes_per_step):
                 update_index = (step - 1) * plan.updates_per_step + i
                 rate = learning_rate(update_index, args.learning_rate, args.lr_schedule, plan.warmup_updates, plan.total_updates)
-                update_metrics.append(update_policy(policy, optimizer, batches, max(int(tokens_of_update[i].sum()), 1), rate, args, world))
+                num_tokens = max(int(tokens_of_update[i].sum()), 1)
+                update_metrics.append(update_policy(policy, optimizer, batches, num_tokens, i == 0, rate, args, world))
                 num_skipped_in_a_row = num_skipped_in_a_row + 1 if update_metrics[-1]["optim/skipped_updates"] else 0
                 if num_skipped_in_a_row >= args.max_skipped_updates:
                     raise FloatingPointError(f"step {step}: loss or gradient not finite in {num_skipped_in_a_row} updates in a row.")
@@ -352,16 +278,16 @@ def main() -> None:
 
         # 7. Evaluate: held-out problems, under the new weights.
         is_last = step == plan.total_steps
-        metrics = rollout_metrics(rollout, args.group_size) | reward_metrics(grades) | merge_updates(update_metrics)
+        metrics |= rollout_metrics(sampled.rollout, args.group_size) | reward_metrics(sampled.grades) | merge_updates(update_metrics)
         if args.eval_every and (is_last or step % args.eval_every == 0):
             with timer.phase("evaluate"):
                 metrics |= evaluate_all(step)
 
         # 8. Log: one line of metrics, a few samples. Before the checkpoint, so that a kill in between costs a repeated step, not a line.
         with timer.phase("log"):
-            rows_P = [train_data.rows[i] for i in indices_P]
-            log.samples(step, rollout, grades, rows_P, args.group_size)
-            log.reward_failures(step, rollout, grades, rows_P, args.group_size)
+            log.samples(step, rollout, trained.grades, [train_data.rows[i] for i in trained.indices_P], args.group_size)
+            rows_P = [train_data.rows[i] for i in sampled.indices_P]
+            log.reward_failures(step, sampled.rollout, sampled.grades, rows_P, args.group_size)
         metrics |= timer.take()
         metrics["perf/tokens_per_s"] = float(rollout.completion_lengths_B.sum() / metrics["time/step_s"])
         log.log(step, metrics)
@@ -369,7 +295,7 @@ def main() -> None:
         # 9. Checkpoint: whole or not at all; and the curves. Its time is counted in the next step's line.
         if is_last or (args.save_every and step % args.save_every == 0):
             with timer.phase("checkpoint"):
-                checkpoint.save(out_dir, step, policy, optimizer, inputs.tokenizer, dtype, args.keep_checkpoints, world)
+                checkpoint.save(out_dir, step, policy, optimizer, num_drawn, inputs.tokenizer, dtype, args.keep_checkpoints, world)
                 log.plot()
 
     finish(out_dir, plan.total_steps, log)

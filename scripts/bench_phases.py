@@ -3,7 +3,7 @@
     python scripts/bench_phases.py runs/tiny_cpu
 
 The first step is left out (caches fill). Prints a table and, last, one JSON line with the share of what is neither sampling nor
-learning: reward, advantage (with packing), sync and log, over steps without evaluation and checkpoint.
+learning: reward, packing, advantage, sync and log, over steps without evaluation and checkpoint.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from metrics import phase_names, read_metrics
 
 GOAL = 0.10
-OVERHEAD = ("reward", "advantage", "sync", "log")
+OVERHEAD = ("reward", "pack", "advantage", "sync", "log")
 
 
 def main() -> None:

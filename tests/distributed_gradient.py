@@ -1,20 +1,37 @@
-"""Run under torchrun: one update's loss and gradient on the real FSDP model, for several caps and orders. Writes them to the file given.
+"""Run under torchrun: one update's loss and gradient on the real FSDP model, for several algorithms, caps and orders.
+
+Writes them to the file given.
 
 torchrun --nproc_per_node 2 tests/distributed_gradient.py POLICY_FOLDER OUTPUT_FILE
 """
 
-import argparse
 import sys
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
 import train_grpo
-from batch import Batch, Rollout, pack, plan_micro_batches
+from batch import Batch, Rollout
 from fsdp_utils import close_world, init_world, shard
 from helpers import make_rollout
-from policy import load_policy
+from plan import Plan, check_flags
+from policy import Policy, load_policy
+from update import add_advantages, logprobs_under, pack_updates, update_policy
+
+ALGORITHMS = {
+    "clip": "--kl_coef 0.1 --clip_high 0.3",
+    "gspo": "--policy_loss gspo --clip_low 0.02 --clip_high 0.02 --loss_aggregation seq_mean_token_mean "
+    "--rollout_correction sequence_truncate --rollout_correction_max 1.5",
+    "gspo_token": "--policy_loss gspo_token --clip_low 0.02 --clip_high 0.02 --dual_clip 1.05",
+    "cispo": "--policy_loss cispo --clip_high 0.15 --loss_aggregation seq_mean_token_sum_norm --entropy_coef 0.5 "
+    "--rollout_correction token_mask",
+    "sapo": "--policy_loss sapo --loss_aggregation seq_mean_token_mean --kl_coef 0.1 --kl_estimator k3+",
+    "reinforce": "--policy_loss reinforce --loss_aggregation seq_mean_token_mean",
+}
+LEFT_OUT = [1, 4]  # sequences that "reinforce" leaves out of the loss
+COMMON = "--model m --train_data d --out_dir o --total_steps 1 --max_grad_norm 1e9 --max_prompt_tokens 4 --max_completion_tokens 12"
 
 
 class Recorder(torch.optim.SGD):
@@ -24,9 +41,10 @@ class Recorder(torch.optim.SGD):
         self.gradients = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in self.param_groups[0]["params"]]
 
 
-def reordered(rollout: Rollout, order: list[int]) -> Rollout:
-    lists = {name: [getattr(rollout, name)[i] for i in order] for name in ("prompts", "completions", "rollout_logprobs", "texts")}
-    return replace(rollout, **lists, advantages_B=rollout.advantages_B[order])
+def rollout_of(algorithm: str, lengths: list[int] | None = None) -> Rollout:
+    rollout = make_rollout() if lengths is None else make_rollout(lengths)
+    is_trained_B = np.isin(np.arange(len(rollout.texts)), LEFT_OUT, invert=True)
+    return replace(rollout, is_trained_B=is_trained_B) if algorithm == "reinforce" else rollout
 
 
 def off_policy_shift(batch: Batch) -> torch.Tensor:
@@ -34,31 +52,45 @@ def off_policy_shift(batch: Batch) -> torch.Tensor:
     return torch.where(batch.labels_N % 2 == 0, -0.3, 0.1) * torch.sign(batch.advantages_N)
 
 
+def sampler_shift(batch: Batch) -> torch.Tensor:
+    """What is added to old log-probs to make the sampler's: ratios of 0.45 and 1.42, so that masks and truncation take part."""
+    return torch.where(batch.labels_N % 3 == 0, 0.8, -0.35)
+
+
+def reference_of(path: str) -> Policy:
+    """The policy with noise on its weights: otherwise the KL term has no gradient."""
+    reference = load_policy(path, torch.float32).requires_grad_(False)
+    torch.manual_seed(1)
+    for parameter in reference.parameters():
+        parameter.add_(torch.randn_like(parameter) * 0.02)
+    return reference
+
+
 def main(path: str, output: str) -> None:
     world = init_world(tp_size=1, timeout_minutes=2)
-    args = argparse.Namespace(temperature=1.0, clip_low=0.2, clip_high=0.3, kl_coef=0.1, max_grad_norm=1e9)
-    policy, reference = load_policy(path, torch.float32), load_policy(path, torch.float32).requires_grad_(False)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in reference.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.02)  # otherwise the KL term has no gradient
+    policy, reference = load_policy(path, torch.float32), reference_of(path)
     for model in (policy, reference):
         shard(model, model.layers, world, torch.float32)
     optimizer = Recorder(policy.parameters(), lr=0.0)
-    three = [12, 11, 9]  # under the cap of 16 one micro-batch each: with two ranks the fourth one is empty
-    cases = {
-        f"cap {cap}, first {order[0]}": (reordered(make_rollout(), order), cap)
-        for cap in (16, 23, 40, 1000)
-        for order in (list(range(8)), [7, 2, 5, 0, 3, 6, 1, 4])
-    }
-    results = {}
-    for name, (rollout, cap) in (cases | {"three sequences": (make_rollout(three), 16)}).items():
-        micros = plan_micro_batches(rollout.sequence_lengths_B, world.size, cap)[world.rank]
-        batches = train_grpo.add_logprobs(reference, "ref_logprobs_N", [pack(rollout, micro) for micro in micros], 1.0)
-        batches = train_grpo.add_logprobs(policy, "old_logprobs_N", batches, 1.0)
-        batches = [replace(batch, old_logprobs_N=batch.old_logprobs_N + off_policy_shift(batch)) for batch in batches]
-        metrics = train_grpo.update_policy(policy, optimizer, batches, int(rollout.completion_lengths_B.sum()), 0.0, args, world)
-        results[name] = (metrics, optimizer.gradients)
+    results: dict[str, dict[str, object]] = {}
+    for algorithm, flags in ALGORITHMS.items():
+        shuffled = rollout_of(algorithm).take(np.array([7, 2, 5, 0, 3, 6, 1, 4]))
+        cases = {f"cap {cap}, in order": (rollout_of(algorithm), cap) for cap in (16, 23, 40, 1000)}
+        cases |= {f"cap {cap}, shuffled": (shuffled, cap) for cap in (16, 23, 40, 1000)}
+        cases["three sequences"] = (rollout_of(algorithm, [12, 11, 9]), 16)  # one micro-batch each: with two ranks the fourth one is empty
+        results[algorithm] = {}
+        for name, (rollout, cap) in cases.items():
+            args = train_grpo.parse_flags([*COMMON.split(), *flags.split(), "--micro_batch_tokens", str(cap)])
+            check_flags(args, 1)
+            plan = Plan(len(rollout.texts), 1, 1, 1, 1, 1, 0)
+            (batches,) = add_advantages(pack_updates(rollout, plan, args, world), rollout)
+            batches = logprobs_under(policy, "old_logprobs_N", batches, 1.0)
+            batches = [replace(batch, old_logprobs_N=batch.old_logprobs_N + off_policy_shift(batch)) for batch in batches]
+            batches = [replace(batch, rollout_logprobs_N=batch.old_logprobs_N + sampler_shift(batch)) for batch in batches]
+            if args.kl_coef:
+                batches = logprobs_under(reference, "ref_logprobs_N", batches, 1.0)
+            metrics = update_policy(policy, optimizer, batches, int(rollout.trained_lengths_B.sum()), False, 0.0, args, world)
+            results[algorithm][name] = (metrics, optimizer.gradients)
     if world.is_main:
         torch.save(results, output)
     close_world()

@@ -23,7 +23,7 @@ TEMPERATURE = 0.7  # not 1, so that a temperature that only one side applies wou
 
 def gap(policy: Policy, rollout: Rollout) -> float:
     """Mean absolute difference of token probabilities, sampler against trainer."""
-    rollout = replace(rollout, advantages_B=np.zeros(len(rollout.texts), dtype=np.float32))
+    rollout = replace(rollout, loss_weights_B=np.zeros(len(rollout.texts), dtype=np.float32))
     batch = pack(rollout, list(range(len(rollout.texts)))).to(next(policy.parameters()).device)
     with torch.no_grad():
         logprobs = policy(batch, TEMPERATURE)[0]

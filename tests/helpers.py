@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+import train_grpo
 from batch import Rollout
 from warm_start import build_tokenizer
 
@@ -57,8 +59,16 @@ def make_rollout(lengths: list[int] = RAGGED, prompt_length: int = 4, seed: int 
         rollout_logprobs=[rng.normal(-3, 1, n).astype(np.float32) for n in lengths],
         texts=[""] * len(lengths),
         is_truncated_B=np.zeros(len(lengths), dtype=bool),
-        advantages_B=rng.normal(size=len(lengths)).astype(np.float32),
+        loss_weights_B=np.full(len(lengths), 1 / sum(lengths), dtype=np.float32),
+        advantages=[np.full(n, advantage, dtype=np.float32) for n, advantage in zip(lengths, rng.normal(size=len(lengths)), strict=True)],
     )
+
+
+def flags(**changes: object) -> argparse.Namespace:
+    """The program's flags, with these changed; what it requires is filled in."""
+    values = {"model": "m", "train_data": "d", "out_dir": "o", "total_steps": 10} | changes
+    pairs = [[f"--{name}"] if value is True else [f"--{name}", str(value)] for name, value in values.items() if value is not None]
+    return train_grpo.parse_flags([part for pair in pairs for part in pair])
 
 
 def torchrun(num_ranks: int, script: str, *arguments: object, timeout: float = 300) -> subprocess.CompletedProcess[str]:

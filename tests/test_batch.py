@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from batch import Rollout, pack, plan_micro_batches
+from batch import Rollout, from_positions, pack, plan_micro_batches, to_positions
 from helpers import make_rollout as random_rollout
 
 RAGGED = [12, 7, 3, 11, 5, 9, 2, 6]
@@ -18,7 +18,7 @@ def make_rollout(prompts: list[list[int]], completions: list[list[int]]) -> Roll
         rollout_logprobs=[-np.arange(1, len(c) + 1, dtype=np.float32) for c in completions],
         texts=[""] * len(prompts),
         is_truncated_B=np.zeros(len(prompts), dtype=bool),
-        advantages_B=np.arange(1, len(prompts) + 1, dtype=np.float32),
+        loss_weights_B=np.arange(1, len(prompts) + 1, dtype=np.float32) / 4,
     )
 
 
@@ -29,14 +29,28 @@ def test_the_label_is_the_next_token_and_only_completion_tokens_are_trained():
     assert batch.labels_N.tolist() == [2, 3, 5, 9, 6, 7, 9]
     assert batch.loss_mask_N.tolist() == [False, False, True, True, True, True, True]  # both end tokens are trained
     assert batch.position_ids_N.tolist() == [0, 1, 2, 3, 0, 1, 2]
-    assert batch.advantages_N.tolist() == [1, 1, 1, 1, 2, 2, 2]
+    assert batch.loss_weights_N.tolist() == [0.25, 0.25, 0.25, 0.25, 0.5, 0.5, 0.5]
+    assert batch.sequence_ids_N.tolist() == [0, 0, 0, 0, 1, 1, 1]
     assert batch.rollout_logprobs_N.tolist() == [0, 0, -1, -2, -1, -2, -3]
     assert batch.lengths_S == (4, 3)
+    assert batch.indices_S == (0, 1)
+
+
+def test_values_per_completion_token_travel_to_their_positions_and_back():
+    rollout = make_rollout([[1, 2, 3], [4], [8, 8]], [[5, 9], [6, 7, 9], [1]])
+    values = [np.array([10, 11], dtype=np.float32), np.array([20, 21, 22], dtype=np.float32), np.array([30], dtype=np.float32)]
+    batch = pack(rollout, [2, 0])
+    packed = to_positions(rollout, batch.indices_S, values)
+    assert packed.tolist() == [0, 30, 0, 0, 10, 11]
+    assert {b: found.tolist() for b, found in from_positions(rollout, batch, packed).items()} == {2: [30], 0: [10, 11]}
+    assert from_positions(rollout, pack(rollout, []), to_positions(rollout, (), values)) == {}
 
 
 def test_a_batch_without_sequences_trains_nothing():
     batch = pack(make_rollout([[1]], [[2]]), [])
-    assert len(batch.input_ids_N) == 1
+    assert {name: len(value) for name, value in vars(batch).items() if name.endswith("_N") and value is not None} == dict.fromkeys(
+        ["input_ids_N", "position_ids_N", "labels_N", "loss_mask_N", "loss_weights_N", "sequence_ids_N", "rollout_logprobs_N"], 1
+    )
     assert not batch.loss_mask_N.any()
 
 
@@ -76,6 +90,18 @@ def test_rollouts_are_concatenated_in_order():
     assert [p.tolist() for p in both.prompts] == [[1], [2], [6]]
     assert both.completion_lengths_B.tolist() == [1, 2, 1]
     assert both.sequence_lengths_B.tolist() == [1, 2, 1]
+    assert both.rewards_B is None
+    assert both.loss_weights_B.tolist() == [0.25, 0.5, 0.25]
+
+
+def test_chosen_sequences_keep_all_that_is_known_of_them():
+    rollout = replace(random_rollout(), rewards_B=np.arange(8, dtype=np.float32), is_trained_B=np.arange(8) != 2)
+    taken = rollout.take(np.array([6, 2]))
+    assert taken.rewards_B.tolist() == [6, 2]
+    assert taken.is_trained_B.tolist() == [True, False]
+    for name in ("prompts", "completions", "rollout_logprobs", "advantages"):
+        assert [x.tolist() for x in getattr(taken, name)] == [getattr(rollout, name)[b].tolist() for b in (6, 2)], name
+    assert taken.is_right_B is None
 
 
 def test_a_sequence_that_is_left_out_of_the_loss_is_packed_but_masked():

@@ -6,57 +6,100 @@ import signal
 
 import pytest
 import torch
+from torch import Tensor
 
-import grpo
 from batch import pack
-from distributed_gradient import off_policy_shift
+from distributed_gradient import ALGORITHMS, LEFT_OUT, off_policy_shift, reference_of, rollout_of, sampler_shift
 from fsdp_utils import avoid_broken_amx
-from helpers import make_rollout, torchrun
+from helpers import torchrun
 from policy import load_policy
+from update import add_advantages
 
 TOLERANCE = {"atol": 2e-6, "rtol": 1e-4}
 
 
 @pytest.fixture(scope="module")
 def results(policy, tmp_path_factory):
-    """World size -> {variant: (metrics, gradients)}."""
+    """World size -> {algorithm: {case: (metrics, gradients)}}."""
     folder = tmp_path_factory.mktemp("gradients")
     for num_ranks in (1, 2):
         torchrun(num_ranks, "tests/distributed_gradient.py", policy, folder / f"{num_ranks}.pt")
     return {num_ranks: torch.load(folder / f"{num_ranks}.pt") for num_ranks in (1, 2)}
 
 
-def test_loss_and_gradient_are_those_of_the_plain_formula_on_one_process(results, policy):
-    model = load_policy(str(policy), torch.float32)
-    reference = load_policy(str(policy), torch.float32)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in reference.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.02)
-    batch = pack(make_rollout(), list(range(8)))
-    logprobs = model(batch, 1.0)[0]
-    old = logprobs.detach() + off_policy_shift(batch)
-    per_token = grpo.policy_loss(logprobs, old, batch.advantages_N, 0.2, 0.3)[0]
-    per_token = per_token + 0.1 * grpo.kl_k3(logprobs, reference(batch, 1.0)[0].detach())
-    loss = per_token[batch.loss_mask_N].mean()
+def plain_loss(algorithm: str, logprobs: Tensor, old: Tensor, sampled: Tensor, ref: Tensor, entropies: Tensor, advantage: float) -> Tensor:
+    """The losses of one sequence's tokens, each formula written out once more, for the flags of `ALGORITHMS`."""
+    ratio, whole = (logprobs - old).exp(), (logprobs - old).mean().exp()
+    if algorithm == "clip":
+        x = ref - logprobs
+        return torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.3)) + 0.1 * (x.exp() - x - 1)
+    if algorithm == "gspo":
+        weight = (old - sampled).sum().exp().clamp(max=1.5)
+        return (torch.maximum(-advantage * whole, -advantage * whole.clamp(0.98, 1.02)) * weight).expand(len(ratio))
+    if algorithm == "gspo_token":
+        token = whole.detach() * (logprobs - logprobs.detach()).exp()
+        loss = torch.maximum(-advantage * token, -advantage * token.clamp(0.98, 1.02))
+        return torch.minimum(loss, torch.tensor(-advantage * 1.05)) if advantage < 0 else loss
+    if algorithm == "cispo":
+        weight = (old - sampled).exp()
+        weight = torch.where((weight >= 0.5) & (weight <= 2.0), weight, 0.0)
+        return -ratio.detach().clamp(0.8, 1.15) * advantage * logprobs * weight - 0.5 * entropies
+    if algorithm == "sapo":
+        tau = 1.0 if advantage > 0 else 1.05
+        k2 = (logprobs - ref).square() / 2  # its gradient is that of k3+
+        k3 = (ref - logprobs).exp() - (ref - logprobs) - 1
+        return -advantage * 4 / tau / (1 + (-tau * (ratio - 1)).exp()) + 0.1 * (k3.detach() + k2 - k2.detach())
+    assert algorithm == "reinforce"
+    return -advantage * logprobs
+
+
+def aggregated(algorithm: str, losses: list[Tensor]) -> Tensor:
+    if algorithm in ("clip", "gspo_token"):
+        return torch.cat(losses).mean()
+    if algorithm == "cispo":
+        return sum(loss.sum() / 12 for loss in losses) / len(losses)
+    return sum(loss.mean() for loss in losses) / len(losses)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_loss_and_gradient_are_those_of_the_plain_formula_on_one_process(algorithm, results, policy):
+    model, rollout = load_policy(str(policy), torch.float32), rollout_of("any")
+    ((batch,),) = add_advantages([[pack(rollout, list(range(8)))]], rollout)
+    logprobs, entropies = model(batch, 1.0, True)
+    old, ref = logprobs.detach() + off_policy_shift(batch), reference_of(str(policy))(batch, 1.0)[0].detach()
+    everything = (logprobs, old, old + sampler_shift(batch), ref, entropies)
+    pieces = [[x[4 - 1 :] for x in values.split(batch.lengths_S)] for values in everything]
+    trained = [b for b in range(8) if algorithm != "reinforce" or b not in LEFT_OUT]
+    losses = [plain_loss(algorithm, *(piece[b] for piece in pieces), float(rollout.advantages[b][0])) for b in trained]
+    loss = aggregated(algorithm, losses)
     loss.backward()
     gradients = [p.grad for p in model.parameters()]
     assert math.sqrt(sum(g.square().sum() for g in gradients)) > 0.05, "a gradient this small would hide a difference"
     for world_results in results.values():
-        for metrics, found in (result for case, result in world_results.items() if case != "three sequences"):
+        for metrics, found in (result for case, result in world_results[algorithm].items() if case != "three sequences"):
             assert metrics["policy/loss"] == pytest.approx(loss.item(), abs=1e-6)
             for a, b in zip(found, gradients, strict=True):
                 torch.testing.assert_close(a, b, **TOLERANCE)
 
 
-def test_neither_cap_nor_order_nor_world_size_changes_any_metric(results):
-    everything = [metrics for found in results.values() for case, (metrics, _) in found.items() if case != "three sequences"]
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_neither_cap_nor_order_nor_world_size_changes_any_metric(algorithm, results):
+    everything = [metrics for found in results.values() for case, (metrics, _) in found[algorithm].items() if case != "three sequences"]
     assert len(everything) == 16
     for metrics in everything[1:]:
         assert metrics == pytest.approx(everything[0], abs=1e-5)
-    assert everything[0]["policy/kl_ref"] > 1e-4
-    assert everything[0]["policy/entropy"] > 0.5
-    assert 0.2 < everything[0]["policy/clip_frac"] < 0.8, "clipping took part"
+    first = everything[0]
+    assert first["policy/entropy"] > 0.5
+    assert first["policy/ratio_max"] > 1.01 and first["policy/ratio_min"] < 0.99
+    assert first["policy/kl_old"] > 0.001
+    assert 0 < first["policy/rollout_ess"] < 0.9
+    assert ("policy/kl_ref" in first) == (algorithm in ("clip", "sapo"))
+    assert ("policy/rollout_clip_frac" in first) == (algorithm in ("gspo", "cispo"))
+    if algorithm in ("sapo", "reinforce"):
+        assert first["policy/clip_frac"] == 0
+    else:
+        assert 0.2 < first["policy/clip_frac"] < 0.8, "clipping took part"
+        assert first["policy/clip_frac"] == pytest.approx(first["policy/clip_frac_low"] + first["policy/clip_frac_high"])
 
 
 @pytest.mark.parametrize(("status", "is_avoided"), [(signal.SIGILL, True), (0, False)])
@@ -71,8 +114,9 @@ def test_amx_is_avoided_exactly_where_a_child_that_uses_it_dies(status, is_avoid
     assert os.environ.get("ONEDNN_MAX_CPU_ISA") == ("AVX512_CORE_BF16" if is_avoided else None)
 
 
-def test_a_rank_with_nothing_left_to_train_changes_nothing(results):
-    (alone, alone_gradients), (together, gradients) = results[1]["three sequences"], results[2]["three sequences"]
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_rank_with_nothing_left_to_train_changes_nothing(algorithm, results):
+    (alone, alone_gradients), (together, gradients) = (results[n][algorithm]["three sequences"] for n in (1, 2))
     assert together == pytest.approx(alone, abs=1e-5)
     for a, b in zip(gradients, alone_gradients, strict=True):
         torch.testing.assert_close(a, b, **TOLERANCE)

@@ -11,7 +11,7 @@ from data import Row
 from helpers import make_rollout
 from metrics import PhaseTimer, RunLog, console_line, plot_curves, read_metrics, reward_metrics, rollout_metrics
 from reward import Grade
-from train_grpo import merge_updates
+from update import merge_updates
 
 
 def test_rollout_metrics_count_groups_lengths_and_truncation():
@@ -25,6 +25,7 @@ def test_rollout_metrics_count_groups_lengths_and_truncation():
     assert metrics["reward/mean"] == pytest.approx(3.1 / 6)
     assert metrics["reward/frac_groups_all_right"] == pytest.approx(1 / 3)
     assert metrics["reward/frac_groups_all_wrong"] == pytest.approx(1 / 3)
+    assert metrics["reward/frac_groups_with_signal"] == pytest.approx(2 / 3), "equal rewards, not equal verdicts, are what has no signal"
     assert metrics["completion/tokens_mean"] == 7
     assert metrics["completion/tokens_right_mean"] == pytest.approx(16 / 3)
     assert metrics["completion/tokens_wrong_mean"] == pytest.approx(26 / 3)
@@ -49,10 +50,11 @@ def test_what_could_not_be_graded_is_counted_named_and_kept(tmp_path, capsys):
 
 def test_a_step_of_several_updates_is_merged_by_what_the_number_means():
     updates = [
-        {"policy/loss": 1.0, "policy/ratio_max": 2.0, "optim/lr": 0.1, "optim/skipped_updates": 1.0},
-        {"policy/loss": 3.0, "policy/ratio_max": 1.5, "optim/lr": 0.2, "optim/skipped_updates": 1.0},
+        {"policy/loss": 1.0, "policy/ratio_max": 2.0, "policy/ratio_min": 0.5, "optim/lr": 0.1, "optim/skipped_updates": 1.0},
+        {"policy/loss": 3.0, "policy/ratio_max": 1.5, "policy/ratio_min": 0.7, "optim/lr": 0.2, "optim/skipped_updates": 1.0},
     ]
-    assert merge_updates(updates) == {"policy/loss": 2.0, "policy/ratio_max": 2.0, "optim/lr": 0.2, "optim/skipped_updates": 2.0}
+    extremes = {"policy/ratio_max": 2.0, "policy/ratio_min": 0.5}
+    assert merge_updates(updates) == {"policy/loss": 2.0, "optim/lr": 0.2, "optim/skipped_updates": 2.0} | extremes
 
 
 def test_the_log_is_only_appended_to_and_the_last_line_of_a_step_counts(tmp_path):

@@ -3,14 +3,8 @@
 import pytest
 from transformers import Gemma2Config, MistralConfig, Qwen2Config
 
+from helpers import flags
 from plan import check_flags, check_model, learning_rate, make_plan
-from train_grpo import parse_flags
-
-
-def flags(**changes: object):
-    values = {"model": "m", "train_data": "d", "out_dir": "o", "total_steps": 10} | changes
-    argv = [part for name, value in values.items() if value is not None for part in (f"--{name}", str(value))]
-    return parse_flags(argv)
 
 
 def test_the_documented_qwq_batch_is_2560_completions_and_4_updates_a_step():
@@ -19,6 +13,9 @@ def test_the_documented_qwq_batch_is_2560_completions_and_4_updates_a_step():
     plan = make_plan(args, num_rows=12_000)
     assert (plan.completions_per_step, plan.updates_per_step, plan.steps_per_epoch) == (2560, 4, 23)
     assert (plan.total_steps, plan.total_updates) == (345, 1380)
+    args.passes_per_step = 2
+    plan = make_plan(args, num_rows=12_000)
+    assert (plan.updates_per_pass, plan.updates_per_step, plan.total_steps, plan.total_updates) == (4, 8, 345, 2760)
 
 
 def test_a_kept_last_step_reaches_into_the_next_epoch():

@@ -1,6 +1,5 @@
 """The packed forward pass against the Hugging Face model run on each sequence alone. float32, tolerance 1e-5."""
 
-import argparse
 import copy
 from dataclasses import replace
 
@@ -9,11 +8,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import policy as policy_module
-from batch import pack
+from batch import Batch, pack
 from fsdp_utils import World
-from helpers import RAGGED, make_rollout
+from helpers import RAGGED, flags, make_rollout
 from policy import load_policy
-from train_grpo import update_policy
+from update import add_advantages, update_policy
 
 
 def unpacked_logprobs(model, rollout, temperature: float) -> torch.Tensor:
@@ -66,7 +65,15 @@ def test_entropy_is_that_of_the_tempered_distribution(policy):
     tokens = torch.tensor([*rollout.prompts[0], *rollout.completions[0]])[None]
     plain = AutoModelForCausalLM.from_pretrained(str(policy), dtype=torch.float32)
     expected = torch.distributions.Categorical(logits=plain(tokens).logits[0, 3:6] / 0.5).entropy()
-    torch.testing.assert_close(model(batch, 0.5)[1][batch.loss_mask_N], expected, atol=1e-5, rtol=0)
+    entropies = model(batch, 0.5)[1]
+    torch.testing.assert_close(entropies[batch.loss_mask_N], expected, atol=1e-5, rtol=0)
+    assert not entropies.requires_grad, "as a metric it costs no memory for a backward pass"
+    model(batch, 0.5, True)[1].sum().backward()
+    expected.sum().backward()
+    gradients = dict(plain.named_parameters())
+    for name, parameter in model.model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name].grad, atol=1e-5, rtol=1e-4)
+    assert max(p.grad.abs().max() for p in gradients.values()) > 0.01
 
 
 def test_prompt_positions_get_no_logprob_and_give_no_gradient_to_the_head(policy):
@@ -93,31 +100,36 @@ def test_a_sliding_window_shorter_than_a_sequence_is_refused(policy):
         model(pack(make_rollout(), [0]), 1.0)
 
 
+def whole_batch() -> Batch:
+    rollout = make_rollout()
+    return add_advantages([[pack(rollout, list(range(8)))]], rollout)[0][0]
+
+
 def test_an_update_that_is_not_finite_leaves_policy_and_optimizer_untouched(policy):
-    args = argparse.Namespace(temperature=1.0, clip_low=0.2, clip_high=0.2, kl_coef=0.0, max_grad_norm=1.0)
+    args = flags()
     world = World(rank=0, size=1, local_rank=0, tp_size=1, device=torch.device("cpu"))
     model = load_policy(str(policy), torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    good = pack(make_rollout(), list(range(8)))
+    good = whole_batch()
     bad = replace(good, advantages_N=good.advantages_N * float("inf"))
-    assert update_policy(model, optimizer, [good], sum(RAGGED), 1e-3, args, world)["optim/skipped_updates"] == 0
+    assert update_policy(model, optimizer, [good], sum(RAGGED), True, 1e-3, args, world)["optim/skipped_updates"] == 0
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    assert update_policy(model, optimizer, [good, bad], sum(RAGGED), 1e-3, args, world)["optim/skipped_updates"] == 1
+    assert update_policy(model, optimizer, [good, bad], sum(RAGGED), True, 1e-3, args, world)["optim/skipped_updates"] == 1
     torch.testing.assert_close((model.state_dict(), optimizer.state_dict()), before, atol=0, rtol=0)
-    metrics = update_policy(model, optimizer, [good], sum(RAGGED), 1e-3, args, world)
+    metrics = update_policy(model, optimizer, [good], sum(RAGGED), True, 1e-3, args, world)
     assert metrics["optim/skipped_updates"] == 0, "the bad gradient did not stay behind"
-    assert metrics["policy/ratio_max"] == 1.0
+    assert metrics["policy/ratio_max"] == metrics["policy/ratio_min"] == 1.0
 
 
 def test_the_logged_learning_rate_is_the_one_that_is_used(policy):
-    args = argparse.Namespace(temperature=1.0, clip_low=0.2, clip_high=0.2, kl_coef=0.0, max_grad_norm=1.0)
+    args = flags()
     world = World(rank=0, size=1, local_rank=0, tp_size=1, device=torch.device("cpu"))
     model = load_policy(str(policy), torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     before = copy.deepcopy(model.state_dict())
-    metrics = update_policy(model, optimizer, [pack(make_rollout(), list(range(8)))], sum(RAGGED), 0.0, args, world)
+    metrics = update_policy(model, optimizer, [whole_batch()], sum(RAGGED), True, 0.0, args, world)
     assert metrics["optim/lr"] == 0.0
     torch.testing.assert_close(model.state_dict(), before, atol=0, rtol=0)
-    update_policy(model, optimizer, [pack(make_rollout(), list(range(8)))], sum(RAGGED), 1e-2, args, world)
+    update_policy(model, optimizer, [whole_batch()], sum(RAGGED), True, 1e-2, args, world)
     moved = max((model.state_dict()[name] - before[name]).abs().max().item() for name in before)
     assert 0.005 < moved < 0.02, "one AdamW step moves a parameter by about the learning rate"

@@ -30,6 +30,7 @@ METRICS_OF_A_STEP = [
     "reward/std",
     "reward/frac_groups_all_right",
     "reward/frac_groups_all_wrong",
+    "reward/frac_groups_with_signal",
     "completion/tokens_mean",
     "completion/tokens_max",
     "completion/frac_truncated",
@@ -37,7 +38,13 @@ METRICS_OF_A_STEP = [
     "policy/kl_ref",
     "policy/entropy",
     "policy/ratio_max",
+    "policy/ratio_min",
     "policy/clip_frac",
+    "policy/clip_frac_low",
+    "policy/clip_frac_high",
+    "policy/kl_old",
+    "policy/rollout_kl",
+    "policy/rollout_ess",
     "policy/rollout_gap_mean",
     "policy/rollout_gap_max",
     "optim/grad_norm",
@@ -46,6 +53,8 @@ METRICS_OF_A_STEP = [
     "perf/tokens_per_s",
     "time/sample_s",
     "time/reward_s",
+    "time/sleep_s",
+    "time/pack_s",
     "time/advantage_s",
     "time/logprobs_s",
     "time/update_s",
@@ -244,6 +253,43 @@ def test_a_stopped_run_leaves_no_orphan_and_continues_bit_for_bit(way, finished_
     assert starts == [0, 2]
     for name in ("model.safetensors", "config.json"):
         assert (out_dir / "final" / name).read_bytes() == (finished_run / "final" / name).read_bytes()
+
+
+def test_what_a_step_depends_on_survives_a_resume_with_every_option_on(policy, reward, tmp_path):
+    options = {
+        "dynamic_sampling": "reward", "prompts_per_step": 12, "passes_per_step": 2, "policy_loss": "gspo_token", "advantage": "reinforce++",
+        "kl_in": "reward", "kl_estimator": "k1", "entropy_coef": 0.01, "rollout_correction": "sequence_truncate", "dual_clip": 3,
+        "loss_aggregation": "seq_mean_token_mean", "eval_before_training": None, "eval_every": 0,
+    }  # fmt: skip
+    whole = torchrun(2, "train_grpo.py", *training_flags(policy, tmp_path / "whole", reward=reward, **options))
+    assert "6 updates a step" in whole.stdout
+    for total_steps in (2, 4):
+        torchrun(2, "train_grpo.py", *training_flags(policy, tmp_path / "parts", reward=reward, total_steps=total_steps, **options))
+    expected, found = metrics_of(tmp_path / "whole"), metrics_of(tmp_path / "parts")
+    for step in range(1, 5):
+        assert without_times(found[step]) == without_times(expected[step]), f"step {step} differs"
+        assert expected[step]["policy/ratio_max"] > 1.0 > expected[step]["policy/ratio_min"]
+        assert expected[step]["sampling/groups_filled"] == 0
+    assert sum(metrics["sampling/rounds"] for metrics in expected.values()) > 4, "in some step a group had to be replaced"
+    drawn = sum(metrics["sampling/prompts"] for metrics in expected.values())
+    assert json.loads((tmp_path / "parts" / "step_4" / "trainer" / "progress.json").read_text()) == {"prompts_drawn": drawn}
+
+
+def test_groups_without_signal_neither_crash_nor_move_the_policy_nor_make_ranks_differ(policy, tmp_path):
+    (tmp_path / "equal.py").write_text("def score(completion, answer, columns):\n    return 0.1\n")
+    flags = training_flags(
+        policy, tmp_path / "run", reward=f"{tmp_path}/equal.py:score", kl_coef=0, total_steps=2, eval_every=0, eval_before_training=None,
+        dynamic_sampling="reward", max_sampling_rounds=2,
+    )  # fmt: skip
+    torchrun(2, "train_grpo.py", *flags)
+    for step, metrics in metrics_of(tmp_path / "run").items():
+        assert metrics["reward/frac_groups_with_signal"] == 0
+        assert (metrics["sampling/rounds"], metrics["sampling/prompts"], metrics["sampling/groups_filled"]) == (2, 16, 8), step
+        assert metrics["policy/loss"] == metrics["optim/grad_norm"] == metrics["optim/skipped_updates"] == 0
+        assert metrics["policy/ratio_max"] == metrics["policy/ratio_min"] == 1
+    start, final = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16) for path in (policy, tmp_path / "run" / "final"))
+    for (name, before), after in zip(start.state_dict().items(), final.state_dict().values(), strict=True):
+        assert before.equal(after), name
 
 
 def test_one_engine_over_both_ranks_trains_and_old_checkpoints_are_removed(policy, tmp_path):

@@ -68,10 +68,8 @@ def target_names(model: PreTrainedModel, targets: list[str] | None) -> list[str]
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module in in_decoder]
     own_names = sorted({name.rpartition(".")[2] for name in names})
     unknown = [target for target in targets or [] if target not in own_names]
-    if unknown or not names:
-        raise ValueError(
-            f"--lora_targets {' '.join(unknown)}: the linear layers of this model's decoder are {', '.join(own_names) or 'none'}."
-        )
+    if unknown:
+        raise ValueError(f"--lora_targets {' '.join(unknown)}: the linear layers of this model's decoder are {', '.join(own_names)}.")
     return [name for name in names if targets is None or name.rpartition(".")[2] in targets]
 
 

@@ -16,7 +16,6 @@ from helpers import flags, make_rollout
 from lora import adapter_off, add_adapter, dropout_on, merged_parameters
 from plan import Plan
 from policy import Policy, load_policy
-from rollout import Engine
 from update import add_advantages, add_logprobs, logprobs_under, pack_updates, update_policy
 
 RANK = 3  # two ranks share the rows of A unequally
@@ -56,6 +55,8 @@ def logprobs(model: Policy, args: argparse.Namespace, world: World) -> list[torc
 
 
 def main(path: str, output: str) -> None:
+    from rollout import Engine  # here, not above: the tests use the functions of this file without vLLM
+
     world = init_world(tp_size=1, timeout_minutes=2)
     found: dict[str, object] = {"gradients": {}, "with dropout": {}}
     for cap in (16, 40):
@@ -91,10 +92,10 @@ def main(path: str, output: str) -> None:
     whole = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
     shard(policy, policy.layers, world, torch.bfloat16)
     engine = Engine(path, AutoTokenizer.from_pretrained(path), world, 24, torch.bfloat16, 0.3, enforce_eager=True, seed=1)
-    found["merged before"] = dict(merged_parameters(policy.model, torch.bfloat16))
+    found["merged"] = [(name, tensor.clone()) for name, tensor in merged_parameters(policy.model, torch.bfloat16)]
     for _ in range(100):
         engine.sync(merged_parameters(policy.model, torch.bfloat16))
-    found["merged after"] = dict(merged_parameters(policy.model, torch.bfloat16))
+    found["merged after"] = [(name, tensor.clone()) for name, tensor in merged_parameters(policy.model, torch.bfloat16)]
     after = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in policy.named_parameters()}
     found["parameters"], found["parameters after"] = whole, {name: parameter.detach() for name, parameter in after.items()}
     if world.is_main:

@@ -15,11 +15,10 @@ import checkpoint
 from batch import pack
 from distributed_lora import RANK, adapted_policy, lora_flags
 from fsdp_utils import World
-from helpers import flags, logprobs_in_vllm, make_rollout, metrics_of, torchrun, training_flags
-from lora import add_adapter, check_lora, describe_parameters, dropout_on, target_names
+from helpers import flags, logprobs_in_vllm, make_rollout, metrics_of, torchrun, training_flags, unpacked_logprobs
+from lora import add_adapter, check_lora, describe_parameters, dropout_on, merged_parameters, target_names
 from plan import check_flags
 from policy import Policy, load_policy
-from test_policy import unpacked_logprobs
 
 TOLERANCE = {"atol": 2e-6, "rtol": 1e-4}  # as in test_fsdp.py: fp32, a gradient of norm 2
 TINY = Qwen2Config(vocab_size=64, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=2)
@@ -206,6 +205,26 @@ def test_the_engine_gets_the_sum_rounded_once_under_the_names_of_the_base_model(
     assert num_merged == 14
 
 
+def test_a_merge_in_fp32_leaves_the_weights_as_they_were(policy):
+    """Where nothing has to be gathered or cast, what is sent could be the parameter's own memory."""
+    model = adapted_policy(lora_flags(str(policy))).float()
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    first, second = ([tensor.clone() for _, tensor in merged_parameters(model.model, torch.float32)] for _ in range(2))
+    assert all(a.equal(b) for a, b in zip(first, second, strict=True))
+    assert all(parameter.equal(before[name]) for name, parameter in model.named_parameters())
+
+
+def test_the_first_adapter_is_a_function_of_the_seed(policy):
+    def first_adapter(seed: int) -> Tensor:
+        torch.rand(seed)  # whatever was drawn before
+        model = load_policy(str(policy), torch.bfloat16)
+        add_adapter(model, lora_flags(str(policy), seed=seed))
+        return torch.cat([parameter.flatten() for parameter in model.parameters() if parameter.requires_grad])
+
+    assert first_adapter(1).equal(first_adapter(1))
+    assert not first_adapter(1).equal(first_adapter(2))
+
+
 # A whole run ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -233,13 +252,8 @@ def finished_run(policy, reward, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def trained(finished_run) -> Policy:
     """The policy of the last step as a resume has it, in fp32 arithmetic."""
-    args = flags(
-        **{
-            name: value
-            for name, value in json.loads((finished_run / "config.json").read_text()).items()
-            if "lora_" in name or name == "model"
-        }
-    )
+    config = json.loads((finished_run / "config.json").read_text())
+    args = flags(**{name: config[name] for name in ("model", "lora_rank", "lora_alpha", "lora_dropout")})
     policy = load_policy(args.model, torch.bfloat16)
     add_adapter(policy, args)
     optimizer = torch.optim.AdamW([parameter for parameter in policy.parameters() if parameter.requires_grad])
@@ -263,10 +277,8 @@ def test_the_policy_starts_at_the_reference_and_leaves_it(finished_run):
 
 
 def test_only_what_has_an_adapter_changes_and_the_checkpoint_is_the_sum_in_the_names_of_the_base_model(finished_run, policy):
-    found, adapter = (
-        load_file(finished_run / "final" / "model.safetensors"),
-        load_file(finished_run / "final" / "adapter" / "adapter_model.safetensors"),
-    )
+    found = load_file(finished_run / "final" / "model.safetensors")
+    adapter = load_file(finished_run / "final" / "adapter" / "adapter_model.safetensors")
     base = load_file(policy / "model.safetensors")
     assert found.keys() == base.keys() and len(adapter) == 2 * 14
     for name, weight in base.items():
@@ -300,9 +312,7 @@ def test_the_merged_policy_loads_in_transformers_and_in_vllm(finished_run, train
     batch = pack(rollout, list(range(8)))
     with torch.no_grad():
         found, expected = unpacked_logprobs(model.float(), rollout, 1.0), trained(batch, 1.0)[0][batch.loss_mask_N]
-        prompt = tokenizer.apply_chat_template([{"role": "user", "content": "1+2"}], add_generation_prompt=True, return_dict=True)[
-            "input_ids"
-        ]
+        prompt = tokenizer("<user>1+2<assistant>")["input_ids"]
         logprobs = model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
     torch.testing.assert_close(found, expected, atol=0.03, rtol=0)  # weights rounded to bf16
     for token, logprob in logprobs_in_vllm(final, prompt).items():
@@ -322,10 +332,7 @@ def test_a_resumed_run_is_bit_for_bit_the_undisturbed_one(finished_run, policy, 
         torchrun(2, "train_grpo.py", *run_flags(policy, reward, tmp_path / "parts", total_steps=total_steps))
     expected, found = metrics_of(finished_run), metrics_of(tmp_path / "parts")
     for step in range(1, 5):
-        same = [
-            {name: value for name, value in metrics[step].items() if not name.startswith(("time/", "perf/"))}
-            for metrics in (expected, found)
-        ]
-        assert same[0] == same[1], f"step {step} differs"
+        without_times = [{k: v for k, v in run[step].items() if not k.startswith(("time/", "perf/"))} for run in (expected, found)]
+        assert without_times[0] == without_times[1], f"step {step} differs"
     for name in ("model.safetensors", "adapter/adapter_model.safetensors", "adapter/adapter_config.json"):
         assert (tmp_path / "parts" / "final" / name).read_bytes() == (finished_run / "final" / name).read_bytes()

@@ -3,8 +3,8 @@
     y = W x + s B A dropout(x)        s = --lora_alpha / --lora_rank; A [rank, in] starts random, B [out, rank] at zero
 
 peft (arXiv 2106.09685) puts A and B into the model. W is frozen, in --dtype; A and B have fp32 masters like every trained parameter.
-FSDP shards both in the same units: what it wants uniform is the dtype of the trainable parameters of a unit, and that of the gathered
-ones, which is --dtype for all. Three things are made from the one model:
+FSDP shards both in the same units: only a unit's trainable parameters must agree in dtype (torch 2.13, `_init_mp_dtypes`), and gathered
+they all are in --dtype. Three things are made from the one model:
 
 - the policy: with A and B;
 - the reference: the same, with its adapter off (`adapter_off`), so no second model is loaded;
@@ -53,7 +53,7 @@ def add_lora_flags(parser: ArgumentParser) -> None:
 def check_lora(args: Namespace, config: PretrainedConfig) -> None:
     """Raises ValueError for LoRA flags without LoRA, and for targets that the model of this configuration does not have."""
     check_effects(args, add_lora_flags, [(("lora_alpha", "lora_dropout", "lora_targets"), args.lora_rank > 0, "--lora_rank above 0")])
-    if args.lora_rank:
+    if args.lora_targets:
         with torch.device("meta"):  # names and shapes alone
             model = AutoModelForCausalLM.from_config(config)
         target_names(model, args.lora_targets)

@@ -84,11 +84,12 @@ def add_adapter(policy: Policy, args: Namespace) -> None:
         task_type="CAUSAL_LM",
     )
     policy.requires_grad_(False)
-    torch.manual_seed(args.seed)  # every rank keeps its part of the same A
     inject_adapter_in_model(config, policy.model, NAME)
+    torch.manual_seed(args.seed)  # every rank keeps its part of the same A
     for layer in adapted_layers(policy):
         for part in (layer.lora_A, layer.lora_B):
-            part.float().requires_grad_(True)
+            part.float().to_empty(device="cpu")  # peft puts them where W is, in its dtype; W may have no storage yet
+        layer.reset_lora_parameters(NAME, init_lora_weights=True)
         layer.lora_dropout.eval()
 
 

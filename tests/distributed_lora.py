@@ -66,6 +66,15 @@ def main(path: str, output: str) -> None:
             shard(policy, policy.layers, world, torch.float32)
             found["gradients"][f"cap {cap}, checkpointing {checkpointing}"] = gradient(policy, args, world)
 
+    found["bf16"] = {}
+    for first_pass in ("of the policy", "of the reference"):
+        args = lora_flags(path)
+        policy = adapted_policy(args)
+        shard(policy, policy.layers, world, torch.bfloat16)
+        if first_pass == "of the policy":
+            logprobs(policy, args, world)
+        found["bf16"][first_pass] = gradient(policy, args, world)[1]
+
     args = lora_flags(path)
     for dtype in (torch.float32, torch.bfloat16):
         policy, base = adapted_policy(args), load_policy(path, torch.bfloat16)

@@ -138,6 +138,15 @@ def test_loss_and_gradient_are_those_of_the_formula_on_one_and_two_ranks_with_an
                 torch.testing.assert_close(gradient, gradients[name], **TOLERANCE, msg=lambda text, name=name: f"{name}: {text}")
 
 
+def test_gradients_are_reduced_in_fp32_also_where_the_first_pass_was_that_of_the_reference(results):
+    """FSDP2 decides in its first pass which parameters are trained and in which dtype their gradients are reduced."""
+    for found in results.values():
+        first, second = found["bf16"].values()
+        for name, gradient in first.items():
+            assert gradient.dtype == second[name].dtype == torch.float32, name
+            assert gradient.equal(second[name]), name
+
+
 def test_the_reference_is_exactly_the_base_model(results):
     for found in results.values():
         for dtype in (torch.float32, torch.bfloat16):

@@ -7,6 +7,7 @@ the others is refused: a clip or a KL term that its author believes in and that 
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 
 ADVANTAGES = ("grpo", "grpo_batch_std", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "none")
 NORMALISED = ("grpo", "grpo_batch_std", "reinforce++", "reinforce++_baseline")  # advantages that are divided by a standard deviation
@@ -74,11 +75,20 @@ def add_algorithm_flags(parser: ArgumentParser) -> None:
     add("--rollout_correction_min", type=float, default=0.5, help="smallest ratio that is not masked (IcePop: 0.5)")
 
 
+def check_effects(args: Namespace, add_flags: Callable[[ArgumentParser], None], needs: list[tuple[tuple[str, ...], bool, str]]) -> None:
+    """Raises ValueError for a flag that was changed and does nothing. `needs`: (flags, whether they do something, where they would)."""
+    parser = ArgumentParser()
+    add_flags(parser)
+    defaults = vars(parser.parse_args([]))
+    for names, has_effect, where in needs:
+        for name in names:
+            if not has_effect and getattr(args, name) != defaults[name]:
+                default = "leave it out" if defaults[name] is None else f"leave it at {defaults[name]}"
+                raise ValueError(f"--{name} {getattr(args, name)} has no effect here, only with {where}: {default}, or change the other.")
+
+
 def check_algorithm(args: Namespace) -> None:
     """Raises ValueError for flags of the algorithm that contradict each other, or that do nothing beside the others."""
-    parser = ArgumentParser()
-    add_algorithm_flags(parser)
-    defaults = vars(parser.parse_args([]))
     clips = args.policy_loss in ("clip", "gspo", "gspo_token")
     needs = [  # (flags, whether they do something, where they would)
         (("advantage_ddof", "advantage_eps"), args.advantage in NORMALISED, f"--advantage {', '.join(NORMALISED)}"),
@@ -92,11 +102,7 @@ def check_algorithm(args: Namespace) -> None:
         (("rollout_correction_max",), args.rollout_correction != "none", "--rollout_correction"),
         (("rollout_correction_min",), args.rollout_correction.endswith("mask"), "--rollout_correction token_mask, sequence_mask"),
     ]
-    for names, has_effect, where in needs:
-        for name in names:
-            if not has_effect and getattr(args, name) != defaults[name]:
-                default = "leave it out" if defaults[name] is None else f"leave it at {defaults[name]}"
-                raise ValueError(f"--{name} {getattr(args, name)} has no effect here, only with {where}: {default}, or change the other.")
+    check_effects(args, add_algorithm_flags, needs)
     if args.advantage_ddof not in (0, 1):
         raise ValueError(f"--advantage_ddof {args.advantage_ddof}: must be 0 or 1.")
     if 0 < args.dual_clip <= 1:

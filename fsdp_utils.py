@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -188,15 +188,10 @@ def release_gathered(root: nn.Module) -> None:
         root.reshard()
 
 
-def full_parameters(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """(name, full tensor) of each parameter in turn, in `dtype`, on the parameter's device.
-
-    Gathered one at a time as the consumer asks, cast before the gather, so never more than one full parameter is held here. All
-    ranks must run through it together. Tied parameters come once, under their first name.
-    """
-    for name, parameter in model.named_parameters():
-        local = parameter.detach().to(dtype)
-        yield name, local.full_tensor() if isinstance(local, DTensor) else local
+def full_tensor(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """The whole of a sharded parameter in `dtype`, to which it is cast before it is gathered, on its device. All ranks call it together."""
+    local = parameter.detach().to(dtype)
+    return local.full_tensor() if isinstance(local, DTensor) else local
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:

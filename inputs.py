@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from data import PromptData, prompt_format_of
 from evaluate import Settings, check_names, settings_per_set, without_bad_keys
 from fsdp_utils import World, check_launch, is_engine_leader_process, launched_world_size
+from lora import check_lora
 from plan import Plan, check_flags, check_model, make_plan
 from reward import Grader, grader_of, parse_reward
 
@@ -44,6 +45,7 @@ def check_and_load_data(args: argparse.Namespace) -> Inputs:
     except (OSError, ValueError) as error:
         raise ValueError(f"--model {args.model!r} is neither a folder with a model nor a model that the hub has: {error}") from None
     check_model(args, model_config)
+    check_lora(args, model_config)
     if args.image_column is not None:
         raise ValueError(f"--image_column {args.image_column!r}: images are read, but training on them is not implemented; leave it out.")
     rules = (prompt_format_of(args), tokenizer, args.max_prompt_tokens)

@@ -5,7 +5,7 @@ prompts of a step. Randomness is a function of the seed a call is given: nothing
 what the uninterrupted one would have. On CPU and CUDA this is the same code; what CUDA adds is sleep mode.
 
     engine = Engine(path, tokenizer, world, ...)
-    engine.sync(full_parameters(policy.model, dtype))     # it starts with no weights of its own
+    engine.sync(merged_parameters(policy.model, dtype))     # it starts with no weights of its own
     rollout = engine.sample(prompts, num_samples=8, seed=..., ...)
     engine.sleep()                                        # CUDA: gives its memory to the trainer until the next sync
 """

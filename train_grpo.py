@@ -25,8 +25,9 @@ from algorithm import add_algorithm_flags, describe_algorithm
 from batch import Rollout
 from data import PromptData, add_data_flags
 from evaluate import evaluate, gather_grades, submit_to
-from fsdp_utils import World, close_world, exit_with_error, full_parameters, gather_from_ranks, init_world, is_main_process, shard
+from fsdp_utils import World, close_world, exit_with_error, gather_from_ranks, init_world, is_main_process, shard
 from inputs import check_and_load_data, prepare_data
+from lora import add_adapter, add_lora_flags, describe_parameters, dropout_on, merged_parameters
 from metrics import Metrics, PhaseTimer, RunLog, reward_metrics, rollout_metrics
 from plan import Plan, learning_rate
 from policy import DTYPES, Policy, load_policy
@@ -95,12 +96,13 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=1, help="of data order and sampling; every random draw is a function of it, the step and the engine")
 
     add_algorithm_flags(parser)
+    add_lora_flags(parser)
 
     add = parser.add_argument_group("optimizer (AdamW)").add_argument
     add("--learning_rate", type=float, default=1e-6, help="peak learning rate")
     add("--lr_schedule", choices=["constant", "cosine", "linear"], default="constant", help="after the warm-up; the last two fall to 0")
     add("--warmup_ratio", type=float, default=0.0, help="share of all updates in which the rate rises linearly to its peak")
-    add("--weight_decay", type=float, default=0.0, help="decoupled, on all parameters")
+    add("--weight_decay", type=float, default=0.0, help="decoupled, on all trained parameters")
     add("--adam_beta1", type=float, default=0.9, help="decay of the mean gradient")
     add("--adam_beta2", type=float, default=0.999, help="decay of the mean squared gradient")
     add("--max_grad_norm", type=float, default=1.0, help="the global gradient norm is clipped to this")
@@ -134,15 +136,26 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def build_policy(args: argparse.Namespace, world: World) -> tuple[Policy, Policy | None, Optimizer]:
-    """The sharded policy (fp32 masters), the sharded frozen reference (None without a KL term), and the policy's optimizer."""
+    """The sharded policy (fp32 masters of what is trained), the sharded frozen reference (None without a KL term), and the optimizer.
+
+    With LoRA the reference is the policy itself, with its adapter off.
+    """
     dtype = DTYPES[args.dtype]
-    policy = load_policy(args.model, torch.float32, args.gradient_checkpointing)
+    policy = load_policy(args.model, dtype if args.lora_rank else torch.float32, args.gradient_checkpointing)
+    if args.lora_rank:
+        add_adapter(policy, args)
     shard(policy, policy.layers, world, dtype)
     optimizer = AdamW(
-        policy.parameters(), lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), weight_decay=args.weight_decay, fused=True
+        [parameter for parameter in policy.parameters() if parameter.requires_grad],
+        lr=args.learning_rate,
+        betas=(args.adam_beta1, args.adam_beta2),
+        weight_decay=args.weight_decay,
+        fused=True,
     )
     if args.kl_coef == 0.0:
         return policy, None, optimizer
+    if args.lora_rank:
+        return policy, policy, optimizer
     reference = load_policy(args.model, dtype).requires_grad_(False)
     shard(reference, reference.layers, world, dtype)
     return policy, reference, optimizer
@@ -204,6 +217,7 @@ def main() -> None:
     from rollout import Engine  # here, not above: vLLM takes seconds to import, and bad input should be told at once
 
     policy, reference, optimizer = build_policy(args, world)
+    log.say(describe_parameters(policy, args))
     dtype = DTYPES[args.dtype]
     max_model_len = args.max_prompt_tokens + max(args.max_completion_tokens, *args.eval_max_completion_tokens)
     engine = Engine(args.model, inputs.tokenizer, world, max_model_len, dtype, args.gpu_memory_utilization, args.enforce_eager, args.seed)
@@ -213,7 +227,7 @@ def main() -> None:
         log.say(f"continues from {saved[-1][1]}")
     if world.is_main:
         checkpoint.describe_start(out_dir, world, resumed_from=first_step - 1)
-    engine.sync(full_parameters(policy.model, dtype))  # from the trainer, always: also a resumed run samples from the policy it trains
+    engine.sync(merged_parameters(policy.model, dtype))  # from the trainer, always: also a resumed run samples from the policy it trains
 
     def evaluate_all(step: int) -> Metrics:
         metrics = {}
@@ -270,14 +284,15 @@ def main() -> None:
                 update_index = (step - 1) * plan.updates_per_step + i
                 rate = learning_rate(update_index, args.learning_rate, args.lr_schedule, plan.warmup_updates, plan.total_updates)
                 num_tokens = max(int(tokens_of_update[i].sum()), 1)
-                update_metrics.append(update_policy(policy, optimizer, batches, num_tokens, i == 0, rate, args, world))
+                with dropout_on(policy, (args.seed, update_index), world):
+                    update_metrics.append(update_policy(policy, optimizer, batches, num_tokens, i == 0, rate, args, world))
                 num_skipped_in_a_row = num_skipped_in_a_row + 1 if update_metrics[-1]["optim/skipped_updates"] else 0
                 if num_skipped_in_a_row >= args.max_skipped_updates:
                     raise FloatingPointError(f"step {step}: loss or gradient not finite in {num_skipped_in_a_row} updates in a row.")
 
         # 6. Sync: the new weights stream into the engine, which forgets what it cached under the old ones.
         with timer.phase("sync"):
-            engine.sync(full_parameters(policy.model, dtype))
+            engine.sync(merged_parameters(policy.model, dtype))
 
         # 7. Evaluate: held-out problems, under the new weights.
         is_last = step == last_step

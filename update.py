@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 import grpo
 from batch import Batch, Rollout, from_positions, pack, plan_micro_batches, to_positions
 from fsdp_utils import World, clip_grad_norm, gather_from_ranks, max_over_ranks, release_gathered, sum_over_ranks
+from lora import adapter_off
 from metrics import Metrics
 from plan import Plan
 from policy import Policy
@@ -39,12 +40,14 @@ def pack_updates(rollout: Rollout, plan: Plan, args: Namespace, world: World) ->
 def add_logprobs(updates: list[list[Batch]], policy: Policy, reference: Policy | None, args: Namespace) -> list[list[Batch]]:
     """The updates with the log-probs that they need, under weights that have not changed yet.
 
-    Old ones: not for the first update, which makes its own, unless the batches are used again or the KL belongs to the reward.
+    Old ones: not for the first update, which makes its own, unless it drops inputs, the batches are used again or the KL belongs to the
+    reward. The reference may be the policy itself: its adapter is off meanwhile.
     """
-    first = 0 if args.passes_per_step > 1 or (reference is not None and args.kl_in == "reward") else 1
+    first = 0 if args.lora_dropout or args.passes_per_step > 1 or (reference is not None and args.kl_in == "reward") else 1
     updates = updates[:first] + [logprobs_under(policy, "old_logprobs_N", batches, args.temperature) for batches in updates[first:]]
     if reference is not None:
-        updates = [logprobs_under(reference, "ref_logprobs_N", batches, args.temperature) for batches in updates]
+        with adapter_off(reference):
+            updates = [logprobs_under(reference, "ref_logprobs_N", batches, args.temperature) for batches in updates]
     return updates
 
 
@@ -166,13 +169,13 @@ def update_policy(
 
     The loss is summed with weights that are made of global counts, so neither micro-batches, packing nor world size enter it; metrics
     are means over the `num_tokens` trained tokens of all ranks. `is_first`: no weight has changed since sampling, so the old log-probs
-    are the current ones and every ratio is exactly 1. A non-finite loss or gradient leaves policy and optimizer untouched:
-    `optim/skipped_updates` is then 1.
+    are the current ones and every ratio is exactly 1 (not with --lora_dropout: see `lora.py`). A non-finite loss or gradient leaves policy
+    and optimizer untouched: `optim/skipped_updates` is then 1.
     """
     sums, extremes = [], []
     for batch in batches:
         logprobs_N, entropies_N = policy(batch, args.temperature, args.entropy_coef != 0)
-        old_logprobs_N = logprobs_N.detach() if is_first else batch.old_logprobs_N
+        old_logprobs_N = logprobs_N.detach() if is_first and not args.lora_dropout else batch.old_logprobs_N
         loss_N, means, maxima = total_loss(batch, logprobs_N, old_logprobs_N, entropies_N, args)
         loss = grpo.masked_sum(loss_N * batch.loss_weights_N, batch.loss_mask_N)
         (loss * world.size).backward()  # FSDP averages gradients over ranks; the weights are global already

@@ -21,7 +21,8 @@ import torch
 from transformers import AutoTokenizer
 
 from data import PromptData, PromptFormat
-from fsdp_utils import close_world, full_parameters, init_world, wait_for_all
+from fsdp_utils import close_world, init_world, wait_for_all
+from lora import merged_parameters
 from policy import load_policy
 from rollout import Engine, SamplingParams, TokensPrompt, seed_everything
 
@@ -42,7 +43,7 @@ def main() -> None:
     data = PromptData.load(f"{args.model}/train.jsonl", PromptFormat(), tokenizer, max_prompt_tokens=64, seed=0)
     prompts = data.prompts[: args.prompts]
     engine = Engine(args.model, tokenizer, world, 64 + args.max_tokens, torch.bfloat16, 0.6, enforce_eager=False, seed=1)
-    engine.sync(full_parameters(load_policy(args.model, torch.bfloat16).model, torch.bfloat16))
+    engine.sync(merged_parameters(load_policy(args.model, torch.bfloat16).model, torch.bfloat16))
     share = np.array_split(np.arange(len(prompts)), world.num_engines)[world.engine_index]
     bare_prompts = [TokensPrompt(prompt_token_ids=prompts[i].tolist()) for i in share]
     bare_params = SamplingParams(

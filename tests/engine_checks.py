@@ -14,7 +14,8 @@ from transformers import AutoTokenizer
 
 from batch import Rollout, pack
 from data import PromptData, PromptFormat
-from fsdp_utils import close_world, full_parameters, gather_from_ranks, init_world, shard
+from fsdp_utils import close_world, gather_from_ranks, init_world, shard
+from lora import merged_parameters
 from policy import Policy, load_policy
 from rollout import Engine
 
@@ -37,7 +38,7 @@ def main(path: str, tp_size: str, output: str) -> None:
     policy = load_policy(path, torch.float32)
     shard(policy, policy.layers, world, torch.bfloat16)
     engine = Engine(path, tokenizer, world, 24, torch.bfloat16, gpu_memory_utilization=0.3, enforce_eager=True, seed=1)
-    engine.sync(full_parameters(policy.model, torch.bfloat16))
+    engine.sync(merged_parameters(policy.model, torch.bfloat16))
     prompts = PromptData.load(f"{path}/heldout.jsonl", PromptFormat(), tokenizer, 8, seed=0).prompts
 
     def sample(seed: tuple[int, ...] = (1, 1)) -> Rollout:
@@ -75,7 +76,7 @@ def main(path: str, tp_size: str, output: str) -> None:
             parameter.mul_(1.3)
     stale = sample((1, 3))
     found["gap_of_stale_engine"] = gap(policy, stale)
-    engine.sync(full_parameters(policy.model, torch.bfloat16))
+    engine.sync(merged_parameters(policy.model, torch.bfloat16))
     found["gap_after"] = gap(policy, sample((1, 3)))
     found["sync_changes_greedy_output"] = engine.sample(prompts, 1, (1,), 0.0, 12).texts != greedy_before
     if world.is_main:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -64,6 +65,16 @@ def make_rollout(lengths: list[int] = RAGGED, prompt_length: int = 4, seed: int 
     )
 
 
+def unpacked_logprobs(model: Callable, rollout: Rollout, temperature: float) -> torch.Tensor:
+    """The completion tokens' log-probabilities, sequence after sequence, by the definition."""
+    pieces = []
+    for prompt, completion in zip(rollout.prompts, rollout.completions, strict=True):
+        tokens = torch.tensor([*prompt, *completion])[None]
+        logprobs = (model(tokens).logits[0] / temperature).log_softmax(-1)
+        pieces.append(logprobs[:-1].gather(-1, tokens[0, 1:, None])[len(prompt) - 1 :, 0])
+    return torch.cat(pieces)
+
+
 def flags(**changes: object) -> argparse.Namespace:
     """The program's flags, with these changed; what it requires is filled in."""
     values = {"model": "m", "train_data": "d", "out_dir": "o", "total_steps": 10} | changes
@@ -116,3 +127,25 @@ def metrics_of(run_dir: Path) -> dict[int, dict[str, float]]:
     """Step -> its last line of metrics.jsonl."""
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return {record["step"]: record for record in records}
+
+
+def logprobs_in_vllm(folder: Path, prompt: list[int]) -> dict[int, float]:
+    """Token -> log-probability after the prompt, of the likeliest five and the one sampled, by a vLLM that reads the folder itself."""
+    program = f"""
+import os, torch, torch._dynamo
+from fsdp_utils import avoid_broken_amx
+avoid_broken_amx()
+torch._dynamo.config.disable = True
+from vllm import LLM, SamplingParams, TokensPrompt
+llm = LLM({str(folder)!r}, enforce_eager=True, dtype="bfloat16", max_model_len=32)
+(output,) = llm.generate([TokensPrompt(prompt_token_ids={prompt})], SamplingParams(max_tokens=1, logprobs=5, temperature=1.0))
+print("FOUND", {{int(token): entry.logprob for token, entry in output.outputs[0].logprobs[0].items()}})
+"""
+    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=ENVIRONMENT | settings, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = eval(done.stdout.split("FOUND ")[1])
+    assert len(found) >= 5
+    return found

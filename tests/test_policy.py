@@ -10,19 +10,9 @@ from transformers import AutoModelForCausalLM
 import policy as policy_module
 from batch import Batch, pack
 from fsdp_utils import World
-from helpers import RAGGED, flags, make_rollout
+from helpers import RAGGED, flags, make_rollout, unpacked_logprobs
 from policy import load_policy
 from update import add_advantages, update_policy
-
-
-def unpacked_logprobs(model, rollout, temperature: float) -> torch.Tensor:
-    """The completion tokens' log-probabilities, sequence after sequence, by the definition."""
-    pieces = []
-    for prompt, completion in zip(rollout.prompts, rollout.completions, strict=True):
-        tokens = torch.tensor([*prompt, *completion])[None]
-        logprobs = (model(tokens).logits[0] / temperature).log_softmax(-1)
-        pieces.append(logprobs[:-1].gather(-1, tokens[0, 1:, None])[len(prompt) - 1 :, 0])
-    return torch.cat(pieces)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

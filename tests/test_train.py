@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from helpers import ENVIRONMENT, ROOT, launch_command, metrics_of, start, torchrun, training_flags
+from helpers import ENVIRONMENT, ROOT, launch_command, logprobs_in_vllm, metrics_of, start, torchrun, training_flags
 
 SLOW_REWARD = """
 import os, time
@@ -180,23 +180,7 @@ def test_the_final_policy_loads_in_transformers_and_in_vllm_and_both_say_the_sam
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": "1+2"}], add_generation_prompt=True, return_dict=True)["input_ids"]
     with torch.no_grad():
         logprobs = model(torch.tensor([prompt])).logits[0, -1].float().log_softmax(-1)
-    program = f"""
-import os, torch, torch._dynamo
-from fsdp_utils import avoid_broken_amx
-avoid_broken_amx()
-torch._dynamo.config.disable = True
-from vllm import LLM, SamplingParams, TokensPrompt
-llm = LLM({str(final)!r}, enforce_eager=True, dtype="bfloat16", max_model_len=32)
-(output,) = llm.generate([TokensPrompt(prompt_token_ids={prompt})], SamplingParams(max_tokens=1, logprobs=5, temperature=1.0))
-print("FOUND", {{int(token): entry.logprob for token, entry in output.outputs[0].logprobs[0].items()}})
-"""
-    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=ENVIRONMENT | settings, cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = eval(done.stdout.split("FOUND ")[1])
-    assert len(found) >= 5
+    found = logprobs_in_vllm(final, prompt)
     for token, logprob in found.items():
         assert logprob == pytest.approx(logprobs[token].item(), abs=0.03)  # bf16 in both
 

@@ -110,12 +110,13 @@ def test_every_update_has_the_weights_of_its_own_sequences():
         ({}, True, ["ref 0", "ref 1"]),
         ({"passes_per_step": 2}, False, ["old 0"]),
         ({"kl_in": "reward", "kl_coef": 1}, True, ["old 0", "ref 0", "ref 1"]),
+        ({"lora_rank": 8, "lora_dropout": 0.05}, False, ["old 0"]),
     ],
 )
 def test_only_the_log_probs_that_are_needed_are_computed(changes, has_reference, expected, monkeypatch):
     asked = []
     monkeypatch.setattr(update, "logprobs_under", lambda model, field, batches, _: asked.append(f"{field[:3]} {batches[0]}") or batches)
-    update.add_logprobs([[0], [1]], "policy", "reference" if has_reference else None, flags(**changes))
+    update.add_logprobs([[0], [1]], torch.nn.Module(), torch.nn.Module() if has_reference else None, flags(**changes))
     assert sorted(asked) == sorted([*expected, "old 1"]), "the first update of a step makes its own old log-probs"
 
 

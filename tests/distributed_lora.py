@@ -1,0 +1,117 @@
+"""Run under torchrun: LoRA on the real FSDP model and the real engine. Writes what it finds to the file given.
+
+torchrun --nproc_per_node 2 tests/distributed_lora.py POLICY_FOLDER OUTPUT_FILE
+"""
+
+import argparse
+import sys
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import AutoTokenizer
+
+from distributed_gradient import Recorder
+from fsdp_utils import World, close_world, init_world, shard
+from helpers import flags, make_rollout
+from lora import adapter_off, add_adapter, dropout_on, merged_parameters
+from plan import Plan
+from policy import Policy, load_policy
+from update import add_advantages, add_logprobs, logprobs_under, pack_updates, update_policy
+
+RANK = 3  # two ranks share the rows of A unequally
+
+
+def lora_flags(path: str, **changes: object) -> argparse.Namespace:
+    limits = {"max_grad_norm": 1e9, "max_prompt_tokens": 4, "max_completion_tokens": 12, "kl_coef": 0.1, "micro_batch_tokens": 1000}
+    return flags(**(limits | {"model": path, "lora_rank": RANK, "lora_alpha": 6} | changes))
+
+
+def adapted_policy(args: argparse.Namespace, gradient_checkpointing: bool = False) -> Policy:
+    """A policy with frozen weights in bf16 and an adapter in fp32 that is no longer the zero it starts as; not sharded."""
+    policy = load_policy(args.model, torch.bfloat16, gradient_checkpointing)
+    add_adapter(policy, args)
+    torch.manual_seed(2)
+    for name, parameter in policy.named_parameters():
+        if ".lora_B." in name:
+            parameter.data.normal_(std=0.2)
+    return policy
+
+
+def gradient(policy: Policy, args: argparse.Namespace, world: World, dropout_seed: tuple[int, ...] = (1,)) -> tuple[dict, dict]:
+    """(metrics, name -> gradient) of an update after a pass of the reference, as in a step of training."""
+    rollout = make_rollout()
+    (batches,) = add_advantages(pack_updates(rollout, Plan(len(rollout.texts), 1, 1, 1, 1, 1, 0), args, world), rollout)
+    (batches,) = add_logprobs([batches], policy, policy, args)
+    trained = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    optimizer = Recorder(trained.values(), lr=0.0)
+    with dropout_on(policy, dropout_seed, world):
+        metrics = update_policy(policy, optimizer, batches, int(rollout.trained_lengths_B.sum()), True, 0.0, args, world)
+    return metrics, dict(zip(trained, optimizer.gradients, strict=True))
+
+
+def logprobs(model: Policy, args: argparse.Namespace, world: World) -> list[torch.Tensor]:
+    (batches,) = pack_updates(make_rollout(), Plan(8, 1, 1, 1, 1, 1, 0), args, world)
+    return [batch.old_logprobs_N for batch in logprobs_under(model, "old_logprobs_N", batches, 1.0)]
+
+
+def main(path: str, output: str) -> None:
+    from rollout import Engine  # here, not above: the tests use the functions of this file without vLLM
+
+    world = init_world(tp_size=1, timeout_minutes=2)
+    found: dict[str, object] = {"gradients": {}, "with dropout": {}}
+    for cap in (16, 40):
+        for checkpointing in (False, True):
+            args = lora_flags(path, micro_batch_tokens=cap)
+            policy = adapted_policy(args, checkpointing)
+            shard(policy, policy.layers, world, torch.float32)
+            found["gradients"][f"cap {cap}, checkpointing {checkpointing}"] = gradient(policy, args, world)
+
+    found["bf16"] = {}
+    for first_pass in ("of the policy", "of the reference"):
+        args = lora_flags(path)
+        policy = adapted_policy(args)
+        shard(policy, policy.layers, world, torch.bfloat16)
+        if first_pass == "of the policy":
+            logprobs(policy, args, world)
+        found["bf16"][first_pass] = gradient(policy, args, world)[1]
+
+    args = lora_flags(path)
+    for dtype in (torch.float32, torch.bfloat16):
+        policy, base = adapted_policy(args), load_policy(path, torch.bfloat16)
+        for model in (policy, base):
+            shard(model, model.layers, world, dtype)
+        with adapter_off(policy):
+            reference = logprobs(policy, args, world)
+        wanted, adapted = logprobs(base, args, world), logprobs(policy, args, world)
+        found[f"reference is the base model, {dtype}"] = all(a.equal(b) for a, b in zip(reference, wanted, strict=True))
+        found[f"reference is the policy, {dtype}"] = any(a.equal(b) for a, b in zip(reference, adapted, strict=True))
+
+    args = lora_flags(path, lora_dropout=0.4)
+    for name, checkpointing, seed in (("plain", False, (1, 2)), ("checkpointed", True, (1, 2)), ("other update", False, (1, 3))):
+        policy = adapted_policy(args, checkpointing)
+        shard(policy, policy.layers, world, torch.float32)
+        before = logprobs(policy, args, world)
+        found["with dropout"][name] = gradient(policy, args, world, seed)
+        found["with dropout"][f"{name}, again"] = gradient(policy, args, world, seed)
+        after = logprobs(policy, args, world)
+        found["with dropout"][f"{name}, passes without"] = [a.equal(b) for a, b in zip(before, after, strict=True)]
+
+    args = lora_flags(path)
+    policy = adapted_policy(args)
+    whole = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
+    shard(policy, policy.layers, world, torch.bfloat16)
+    engine = Engine(path, AutoTokenizer.from_pretrained(path), world, 24, torch.bfloat16, 0.3, enforce_eager=True, seed=1)
+    found["merged"] = [(name, tensor.clone()) for name, tensor in merged_parameters(policy.model, torch.bfloat16)]
+    for _ in range(100):
+        engine.sync(merged_parameters(policy.model, torch.bfloat16))
+    found["merged after"] = [(name, tensor.clone()) for name, tensor in merged_parameters(policy.model, torch.bfloat16)]
+    after = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in policy.named_parameters()}
+    found["parameters"], found["parameters after"] = whole, {name: parameter.detach() for name, parameter in after.items()}
+    if world.is_main:
+        torch.save(found, output)
+    engine.close()
+    close_world()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -170,16 +170,35 @@ def close_world() -> None:
 # Sharding ------------------------------------------------------------------------------------------------------------------------
 
 
-def shard(root: nn.Module, layers: list[nn.Module], world: World, compute_dtype: torch.dtype) -> None:
+def shard(root: nn.Module, layers: list[nn.Module], world: World, compute_dtype: torch.dtype, on_host: bool = False) -> None:
     """FSDP2 full shard, in place: one all-gather unit per decoder layer and one for the rest (embeddings, final norm, head).
 
     Parameters stay in the dtype they have (fp32 masters); computation runs in `compute_dtype`, gradients are reduced in fp32.
+    `on_host`: shards and gradients live in host RAM (pinned on CUDA); only what is gathered for a layer's computation is on the device.
     """
     mesh: DeviceMesh = init_device_mesh(world.device.type, (world.size,))
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if on_host else OffloadPolicy()
     for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=precision)
-    fully_shard(root, mesh=mesh, mp_policy=precision)
+        fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    fully_shard(root, mesh=mesh, mp_policy=precision, offload_policy=offload)
+
+
+@torch.no_grad()
+def fill_from_main(target: Tensor, full: Tensor | None) -> None:
+    """Fills a sharded parameter, or a tensor that every rank holds whole, with `full` of rank 0 (None elsewhere), cast to its dtype.
+
+    The full tensor is on the device while this runs, and nothing of it afterwards but the shards.
+    """
+    if not isinstance(target, DTensor):
+        full = torch.empty_like(target) if full is None else full.to(target.device, target.dtype)
+        if dist.is_initialized():
+            dist.broadcast(full, src=0)
+        target.copy_(full)
+        return
+    device = target.device_mesh.device_type
+    full = torch.empty(target.shape, dtype=target.dtype, device=device) if full is None else full.to(device, target.dtype)
+    target.to_local().copy_(distribute_tensor(full, target.device_mesh, target.placements).to_local())
 
 
 def release_gathered(root: nn.Module) -> None:
@@ -189,14 +208,20 @@ def release_gathered(root: nn.Module) -> None:
 
 
 def full_parameters(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """(name, full tensor) of each parameter in turn, in `dtype`, on the parameter's device.
+    """(name, full tensor) of each parameter in turn, in `dtype`, on the device that computes.
 
     Gathered one at a time as the consumer asks, cast before the gather, so never more than one full parameter is held here. All
     ranks must run through it together. Tied parameters come once, under their first name.
     """
     for name, parameter in model.named_parameters():
-        local = parameter.detach().to(dtype)
-        yield name, local.full_tensor() if isinstance(local, DTensor) else local
+        yield name, gathered(parameter.detach(), dtype)
+
+
+def gathered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The full tensor in `dtype`; shards that live on the host go to the device first, because NCCL gathers there."""
+    if not isinstance(tensor, DTensor):
+        return tensor.to(dtype)
+    return tensor.to(tensor.device_mesh.device_type, dtype).full_tensor()
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:

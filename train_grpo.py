@@ -27,9 +27,10 @@ from data import PromptData, add_data_flags
 from evaluate import evaluate, gather_grades, submit_to
 from fsdp_utils import World, close_world, exit_with_error, full_parameters, gather_from_ranks, init_world, is_main_process, shard
 from inputs import check_and_load_data, prepare_data
+from loading import fill
 from metrics import Metrics, PhaseTimer, RunLog, reward_metrics, rollout_metrics
 from plan import Plan, learning_rate
-from policy import DTYPES, Policy, load_policy
+from policy import DTYPES, Policy, empty_policy
 from reward import Grade, add_reward_flags
 from sampling import Groups, choose_groups, draw_prompts, prompts_to_sample
 from update import add_advantages, add_logprobs, compute_advantages, gather_penalties, merge_updates, pack_updates, update_policy
@@ -133,17 +134,19 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def build_policy(args: argparse.Namespace, world: World) -> tuple[Policy, Policy | None, Optimizer]:
-    """The sharded policy (fp32 masters), the sharded frozen reference (None without a KL term), and the policy's optimizer."""
+    """The sharded policy, the sharded frozen reference (None without a KL term), and the policy's optimizer."""
     dtype = DTYPES[args.dtype]
-    policy = load_policy(args.model, torch.float32, args.gradient_checkpointing)
+    policy = empty_policy(args.model, torch.float32, args.gradient_checkpointing)
     shard(policy, policy.layers, world, dtype)
+    fill(policy, policy.model, args.model, world.device)
     optimizer = AdamW(
         policy.parameters(), lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), weight_decay=args.weight_decay, fused=True
     )
     if args.kl_coef == 0.0:
         return policy, None, optimizer
-    reference = load_policy(args.model, dtype).requires_grad_(False)
+    reference = empty_policy(args.model, dtype).requires_grad_(False)
     shard(reference, reference.layers, world, dtype)
+    fill(reference, reference.model, args.model, world.device)
     return policy, reference, optimizer
 
 

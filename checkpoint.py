@@ -3,7 +3,7 @@
     OUT_DIR/config.json       the flags; a run continues only under the same ones
     OUT_DIR/starts.jsonl      one line per start: command, code version, package versions, hardware
     OUT_DIR/step_20/          a checkpoint: the policy in Hugging Face format, and beside it
-    OUT_DIR/step_20/trainer/  what a resume needs: sharded fp32 parameters and optimizer state (torch.distributed.checkpoint), and
+    OUT_DIR/step_20/trainer/  what a resume needs: sharded parameters and optimizer state (torch.distributed.checkpoint), and
                               progress.json: how many prompts of the data were drawn
     OUT_DIR/eval/step_20/     every held-out completion with its grade
     OUT_DIR/final             link to the last step's checkpoint, made when the run is complete
@@ -40,7 +40,7 @@ from policy import Policy
 FREE_FLAGS = {
     "out_dir", "eval_every", "eval_before_training", "save_every", "keep_checkpoints", "timeout_minutes", "max_skipped_updates",
     "reward_workers",
-    "micro_batch_tokens", "gradient_checkpointing", "gpu_memory_utilization", "enforce_eager",
+    "micro_batch_tokens", "gradient_checkpointing", "gpu_memory_utilization", "enforce_eager", "offload", "offload_reference",
 }  # fmt: skip
 LENGTH_FLAGS = {"total_steps", "epochs", "total_episodes"}
 

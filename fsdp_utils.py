@@ -170,10 +170,10 @@ def close_world() -> None:
 # Sharding ------------------------------------------------------------------------------------------------------------------------
 
 
-def shard(root: nn.Module, layers: list[nn.Module], world: World, compute_dtype: torch.dtype, on_host: bool = False) -> None:
-    """FSDP2 full shard, in place: one all-gather unit per decoder layer and one for the rest (embeddings, final norm, head).
+def shard(root: nn.Module, layers: list[nn.Module], world: World, compute_dtype: torch.dtype, on_host: bool = False) -> torch.device:
+    """FSDP2 full shard, in place: one all-gather unit per decoder layer and one for the rest. Returns the device of the shards.
 
-    Parameters stay in the dtype they have (fp32 masters); computation runs in `compute_dtype`, gradients are reduced in fp32.
+    Parameters stay in the dtype they have (fp32 masters, say); computation runs in `compute_dtype`, gradients are reduced in fp32.
     `on_host`: shards and gradients live in host RAM (pinned on CUDA); only what is gathered for a layer's computation is on the device.
     """
     mesh: DeviceMesh = init_device_mesh(world.device.type, (world.size,))
@@ -182,6 +182,7 @@ def shard(root: nn.Module, layers: list[nn.Module], world: World, compute_dtype:
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload)
     fully_shard(root, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    return torch.device("cpu") if on_host else world.device
 
 
 @torch.no_grad()
@@ -224,9 +225,27 @@ def gathered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(tensor.device_mesh.device_type, dtype).full_tensor()
 
 
+def local_shard(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor, sharing its memory; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def pin_in_place(tensor: Tensor) -> None:
+    """CUDA: page-locks this rank's part of a host tensor that lives as long as the process, so that copies to the device are fast.
+
+    Not by `pin_memory`, whose allocator rounds each size up to a power of two: for some shapes nearly twice the host RAM.
+    """
+    local = local_shard(tensor)
+    if local.numel():
+        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(local.data_ptr(), local.nbytes, 0)))
+
+
 def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
-    """The global gradient norm before clipping, a scalar tensor that is the same on every rank; gradients are scaled in place."""
-    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    """The global gradient norm before clipping, an fp32 scalar that is the same on every rank; gradients are scaled in place."""
+    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    norms = [torch.linalg.vector_norm(parameter.grad, dtype=torch.float32) for parameter in parameters]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 

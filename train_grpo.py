@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import torch
+from torch.nn import Parameter
 from torch.optim import AdamW, Optimizer
 
 import checkpoint
@@ -29,6 +30,7 @@ from fsdp_utils import World, close_world, exit_with_error, full_parameters, gat
 from inputs import check_and_load_data, prepare_data
 from loading import fill
 from metrics import Metrics, PhaseTimer, RunLog, reward_metrics, rollout_metrics
+from optimizer import ChunkedAdamW
 from plan import Plan, learning_rate
 from policy import DTYPES, Policy, empty_policy
 from reward import Grade, add_reward_flags
@@ -112,7 +114,20 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     )
 
     add = parser.add_argument_group("precision and memory").add_argument
-    add("--dtype", choices=list(DTYPES), default="bfloat16", help="of trainer and sampler arithmetic; masters, optimizer, reduction: fp32")
+    add("--dtype", choices=list(DTYPES), default="bfloat16", help="of trainer and sampler arithmetic; gradients are reduced in fp32")
+    add(
+        "--param_dtype",
+        choices=list(DTYPES),
+        default="float32",
+        help="of parameters, gradients, Adam's moments: 16 bytes a parameter, or 10 with bfloat16, updated as exactly (optimizer.py)",
+    )
+    add(
+        "--offload",
+        choices=["none", "optimizer", "all"],
+        default="none",
+        help="what lives in host RAM: nothing; the optimizer's state, which streams through the GPU; that, parameters and gradients",
+    )
+    add("--offload_reference", action="store_true", help="the reference's shards live in host RAM; each layer's is fetched as it is needed")
     add("--gradient_checkpointing", action="store_true", help="recompute each decoder layer in the backward pass instead of keeping it")
     add("--timeout_minutes", type=float, default=30.0, help="a rank that waits longer than this for the others ends the run")
 
@@ -136,18 +151,24 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
 def build_policy(args: argparse.Namespace, world: World) -> tuple[Policy, Policy | None, Optimizer]:
     """The sharded policy, the sharded frozen reference (None without a KL term), and the policy's optimizer."""
     dtype = DTYPES[args.dtype]
-    policy = empty_policy(args.model, torch.float32, args.gradient_checkpointing)
-    shard(policy, policy.layers, world, dtype)
-    fill(policy, policy.model, args.model, world.device)
-    optimizer = AdamW(
-        policy.parameters(), lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), weight_decay=args.weight_decay, fused=True
-    )
+    policy = empty_policy(args.model, DTYPES[args.param_dtype], args.gradient_checkpointing)
+    device = shard(policy, policy.layers, world, dtype, on_host=args.offload == "all")
+    fill(policy, policy.model, args.model, device)
+    optimizer = make_optimizer(policy.parameters(), args)
     if args.kl_coef == 0.0:
         return policy, None, optimizer
     reference = empty_policy(args.model, dtype).requires_grad_(False)
-    shard(reference, reference.layers, world, dtype)
-    fill(reference, reference.model, args.model, world.device)
+    device = shard(reference, reference.layers, world, dtype, on_host=args.offload_reference)
+    fill(reference, reference.model, args.model, device)
     return policy, reference, optimizer
+
+
+def make_optimizer(parameters: Iterable[Parameter], args: argparse.Namespace) -> Optimizer:
+    """AdamW: torch's own where fp32 masters and their state are on the device, else ours, which does the same in less memory."""
+    settings = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "weight_decay": args.weight_decay}
+    if args.param_dtype == "float32" and args.offload == "none":
+        return AdamW(parameters, **settings, fused=True)
+    return ChunkedAdamW(parameters, **settings, is_state_on_host=args.offload == "optimizer")
 
 
 def with_rewards(rollout: Rollout, grades: list[Grade], truncated: str) -> Rollout:

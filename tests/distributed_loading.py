@@ -16,8 +16,7 @@ from policy import Policy, empty_policy
 
 def sharded(path: str, dtype: torch.dtype, on_host: bool, world) -> Policy:
     policy = empty_policy(path, dtype)
-    shard(policy, policy.layers, world, dtype, on_host)
-    fill(policy, policy.model, path, world.device)
+    fill(policy, policy.model, path, shard(policy, policy.layers, world, dtype, on_host))
     return policy
 
 

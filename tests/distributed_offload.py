@@ -1,0 +1,54 @@
+"""Run under torchrun: three updates under every memory policy, from the program's own flags.
+
+Writes {flags: (metrics of the updates, parameters, optimizer state of rank 0)}, and the devices and dtypes of what is kept.
+
+torchrun --nproc_per_node 2 tests/distributed_offload.py POLICY_FOLDER OUTPUT_FILE
+"""
+
+import sys
+
+import numpy as np
+import torch
+
+import train_grpo
+from fsdp_utils import close_world, full_parameters, init_world, local_shard
+from helpers import make_rollout
+from optimizer import ChunkedAdamW
+from plan import Plan, check_flags
+from update import add_advantages, add_logprobs, pack_updates, update_policy
+
+POLICIES = [
+    f"--param_dtype {dtype} --offload {offload}{reference}"
+    for dtype in ("float32", "bfloat16")
+    for offload, reference in (("none", ""), ("optimizer", ""), ("all", " --offload_reference"))
+]
+COMMON = "--train_data d --out_dir o --total_steps 1 --max_prompt_tokens 4 --max_completion_tokens 12 --micro_batch_tokens 40 --kl_coef 0.1"
+
+
+def train(path: str, flags: str, world) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    args = train_grpo.parse_flags(["--model", path, *COMMON.split(), *flags.split()])
+    check_flags(args, world.size)
+    policy, reference, optimizer = train_grpo.build_policy(args, world)
+    assert isinstance(optimizer, ChunkedAdamW) is (flags != POLICIES[0])
+    rollout = make_rollout()
+    metrics = []
+    for _ in range(3):
+        updates = add_advantages(pack_updates(rollout, Plan(8, 1, 1, 1, 1, 1, 0), args, world), rollout)
+        (batches,) = add_logprobs(updates, policy, reference, args)
+        num_tokens = int(np.sum(rollout.trained_lengths_B))
+        metrics.append(update_policy(policy, optimizer, batches, num_tokens, True, 1e-3, args, world))
+    states = optimizer.state.values()
+    state = {f"{index} {name}": local_shard(tensor) for index, state in enumerate(states) for name, tensor in state.items()}
+    return metrics, dict(full_parameters(policy.model, torch.float32)), state
+
+
+def main(path: str, output: str) -> None:
+    world = init_world(tp_size=1, timeout_minutes=2)
+    results = {flags: train(path, flags, world) for flags in POLICIES}
+    if world.is_main:
+        torch.save(results, output)
+    close_world()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -215,14 +215,16 @@ def full_parameters(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str,
     ranks must run through it together. Tied parameters come once, under their first name.
     """
     for name, parameter in model.named_parameters():
-        yield name, gathered(parameter.detach(), dtype)
+        yield name, full_tensor(parameter, dtype)
 
 
-def gathered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The full tensor in `dtype`; shards that live on the host go to the device first, because NCCL gathers there."""
-    if not isinstance(tensor, DTensor):
-        return tensor.to(dtype)
-    return tensor.to(tensor.device_mesh.device_type, dtype).full_tensor()
+def full_tensor(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """The whole of a sharded parameter in `dtype`, to which it is cast before it is gathered, on the device that computes.
+
+    All ranks call it together. Shards that live on the host go to the device first, because NCCL gathers there.
+    """
+    local = parameter.detach()
+    return local.to(local.device_mesh.device_type, dtype).full_tensor() if isinstance(local, DTensor) else local.to(dtype)
 
 
 def local_shard(tensor: Tensor) -> Tensor:

@@ -51,20 +51,19 @@ def without_storage() -> Iterator[None]:
 
 
 def fill(root: nn.Module, model: PreTrainedModel, path: str, device: torch.device) -> None:
-    """Gives all of `root` storage on `device`, and the parameters of `model` (part of it, or it) the weights at `path`.
+    """Gives what has no storage in `root` storage on `device`, and `model` (a part of it) the weights at `path`.
 
-    All ranks call it together; rank 0 reads. Raises ValueError, on every rank, if files are missing or do not fit the model.
+    Parameters that have storage already stay as they are. All ranks call it together; rank 0 reads. Raises ValueError, on every rank,
+    if files are missing or do not fit the model.
     """
-    buffers = dict(root.named_buffers())
-    root.to_empty(device=device)
-    model.tie_weights()  # to_empty gives each name of an unsharded parameter a tensor of its own
-    for name, buffer in root.named_buffers():
-        buffer.copy_(buffers[name])
+    wanted = names_to_fill(model)
+    root._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)  # as `to_empty`, but not for buffers
+    model.tie_weights()  # an unsharded parameter has now a tensor for each of its names
     problem, readers, sources = None, {}, {}
     if is_main_process():
         try:
             readers = open_weights(path)
-            sources = match_names(model, readers)
+            sources = match_names(model, wanted, readers)
         except (ValueError, OSError) as error:
             problem = f"--model {path!r}: {error}"
     problem, sources = gather_from_ranks((problem, sources))[0]
@@ -74,6 +73,16 @@ def fill(root: nn.Module, model: PreTrainedModel, path: str, device: torch.devic
     for name, keys in sources.items():
         full = read_parameter(readers, keys, targets[name].shape) if readers else None
         fill_from_main(targets[name], full)
+
+
+def names_to_fill(model: nn.Module) -> list[list[str]]:
+    """What is to be read: the names of each parameter without storage (several, if it is tied) and of each buffer that is saved."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    aliases: dict[int, list[str]] = {}
+    for name, parameter in parameters.items():
+        if parameter.is_meta:
+            aliases.setdefault(id(parameter), []).append(name)
+    return [*aliases.values(), *([name] for name in model.state_dict() if name not in parameters)]
 
 
 def read_parameter(readers: dict[str, Callable[[], Tensor]], keys: list[str], shape: torch.Size) -> Tensor:
@@ -120,32 +129,24 @@ def weight_files(path: str) -> list[Path]:
     raise OSError(f"none of {', '.join(NAMES)} was found: {missing}")
 
 
-def match_names(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, list[str]]:
-    """Parameter or persistent buffer -> the keys that hold it, renamed as transformers renames them while loading.
+def match_names(model: PreTrainedModel, wanted: list[list[str]], keys: Iterable[str]) -> dict[str, list[str]]:
+    """First name of each that is wanted -> the keys that hold it. Keys are renamed as transformers renames them while loading.
 
     Raises ValueError, with the names, for weights that the files lack, that the model does not know, or that must be converted.
     """
-    wanted = model.state_dict()
+    known = dict.fromkeys((name for names in wanted for name in names), True)
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if not isinstance(transform, WeightRenaming)]
-    found: dict[str, str] = {}
-    converted = []
-    for key in keys:
-        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, wanted)
-        if pattern is not None:
-            converted.append(key)
-        found[name] = key
+    renamed = {key: rename_source_key(key, renamings, converters, model.base_model_prefix, known) for key in keys}
+    converted = [key for key, (_, pattern) in renamed.items() if pattern is not None]
     if converted:
         raise ValueError(f"its weights ({_some(converted)}) are stored in another layout than the model's, which is not implemented.")
-    aliases: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        aliases.setdefault(id(parameter), []).append(name)
-    buffers = [[name] for name in wanted if name not in {alias for names in aliases.values() for alias in names}]
-    sources = {names[0]: [found[name] for name in names if name in found] for names in [*aliases.values(), *buffers]}
+    found = {name: key for key, (name, _) in renamed.items()}
+    sources = {names[0]: [found[name] for name in names if name in found] for names in wanted}
     missing = [name for name, stored in sources.items() if not stored]
     ignored = re.compile("|".join([*MOVED_BUFFERS, *(model._keys_to_ignore_on_load_unexpected or ())]))
-    unexpected = [key for name, key in found.items() if name not in wanted and not ignored.search(name)]
+    unexpected = [key for name, key in found.items() if name not in known and not ignored.search(name)]
     if missing or unexpected:
         raise ValueError(
             f"its files do not fit its config.json: {len(missing)} weights are missing ({_some(missing)}), "

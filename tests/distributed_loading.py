@@ -47,11 +47,22 @@ def most_held_in_a_sync(path: str, world) -> int:
     return most
 
 
+def is_extra_parameter_kept(path: str, world) -> bool:
+    """Whether a parameter that is in no file, an adapter say, comes through sharding and filling with the values it had."""
+    policy = empty_policy(path, torch.bfloat16)
+    values = torch.arange(15, dtype=torch.float32).view(5, 3)
+    policy.layers[0].extra = torch.nn.Parameter(values.clone())
+    fill(policy, policy.model, path, shard(policy, policy.layers, world, torch.bfloat16))
+    full = dict(full_parameters(policy.model, torch.float32))
+    return full["model.layers.0.extra"].equal(values) and len(full) > 20
+
+
 def main(output: str, *folders: str) -> None:
     world = init_world(tp_size=1, timeout_minutes=2)
     cases = [(folder, dtype, on_host) for folder in folders for dtype in (torch.float32, torch.bfloat16) for on_host in (False, True)]
     results = {str(case): differences(*case, world) for case in cases}
     results["held"] = most_held_in_a_sync(folders[0], world)
+    results["is extra kept"] = is_extra_parameter_kept(folders[0], world)
     results = gather_from_ranks(results)
     if world.is_main:
         torch.save(results, output)

@@ -40,6 +40,7 @@ def test_shards_hold_the_bits_of_from_pretrained_and_a_sync_holds_one_full_param
     torchrun(num_ranks, "tests/distributed_loading.py", tmp_path / "results.pt", *folders.values())
     for results in torch.load(tmp_path / "results.pt"):
         assert results.pop("held") == 1
+        assert results.pop("is extra kept")
         assert len(results) == 4 * len(folders)
         assert not any(results.values()), results
 

@@ -39,7 +39,7 @@ from policy import Policy
 # where the learning rate does not depend on it.
 FREE_FLAGS = {
     "out_dir", "eval_every", "eval_before_training", "save_every", "keep_checkpoints", "timeout_minutes", "max_skipped_updates",
-    "reward_workers",
+    "reward_workers", "stop_after",
     "micro_batch_tokens", "gradient_checkpointing", "gpu_memory_utilization", "enforce_eager", "offload", "offload_reference",
 }  # fmt: skip
 LENGTH_FLAGS = {"total_steps", "epochs", "total_episodes"}

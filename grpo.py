@@ -131,7 +131,7 @@ def sapo_loss(ratio: Tensor, advantages: Tensor, tau_pos: float, tau_neg: float)
 
     SAPO (arXiv 2511.20347), eq. 5. At ratio 1 the gradient is that of the plain ratio; the paper's tau are 1.0 and 1.05.
     """
-    tau = torch.where(advantages > 0, tau_pos, tau_neg)
+    tau = torch.where(advantages > 0, advantages.new_tensor(tau_pos), tau_neg)  # in the precision of the advantages
     return -advantages * torch.sigmoid(tau * (ratio - 1.0)) * 4.0 / tau
 
 
@@ -147,8 +147,8 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k3", c
     """Per-token estimate of KL(policy || reference) from tokens that the policy sampled, with x = ref_logprob - logprob.
 
     - k1: -x. k2: x^2 / 2. k3: exp(x) - x - 1, never negative. Schulman, "Approximating KL Divergence" (2020).
-    - k3+: the value of k3, the gradient of k2. As a loss on on-policy tokens k1 has a gradient of mean zero and k3 that of the
-      reverse divergence KL(reference || policy); k2's is the gradient of KL(policy || reference). verl has the same name for it.
+    - k3+: the value of k3, the gradient of k2. As a loss on on-policy tokens k1 has a gradient of mean zero and k3 (not clamped) that of
+      the reverse divergence KL(reference || policy); k2's is the gradient of KL(policy || reference). verl has the same name for it.
     `clamp` c > 0, for k3 and k3+: x is clamped to +-20 and the value of k3 to +-c, as EasyR1 and verl do (`low_var_kl`, c = 10); a
     clamped k3 has no gradient, that of k3+ is not clamped. 0: no clamps, as TRL.
     """
@@ -160,7 +160,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k3", c
         return k2
     if clamp:
         x = x.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    k3 = x.exp() - x - 1.0
+    k3 = x.expm1() - x  # exp(x) - 1 would round small values of it away
     if clamp:
         k3 = k3.clamp(-clamp, clamp)
     if estimator == "k3":

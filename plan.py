@@ -33,6 +33,7 @@ RANGES = {  # flag -> smallest and largest sensible value; what has a rule of it
     "total_steps": (1, math.inf),
     "epochs": (1, math.inf),
     "total_episodes": (1, math.inf),
+    "stop_after": (1, math.inf),
     "temperature": (0.01, 100),  # vLLM would raise a smaller one to 0.01 and tell nobody; the trainer would not
     "gpu_memory_utilization": (0.01, 1),
     "seed": (0, math.inf),

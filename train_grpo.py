@@ -87,6 +87,7 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     add("--total_steps", type=int, help="length of training in steps (give this, or one of the next two)")
     add("--epochs", type=int, help="length of training in passes over the data; the last partial step of each is dropped")
     add("--total_episodes", type=int, help="length of training in completions, rounded down to whole steps")
+    add("--stop_after", type=int, help="end after this step, with a checkpoint; the schedule stays that of the whole length")
 
     add = parser.add_argument_group("sampling").add_argument
     add("--temperature", type=float, default=1.0, help="of the sampler and of the trainer's log-probabilities: logits are divided by it")
@@ -216,9 +217,11 @@ def main() -> None:
     describe_run(args, plan, [train_data, *eval_sets], world, log)
     saved = gather_from_ranks(checkpoint.checkpoints(out_dir))[0]  # what the main process sees is what all go by
     first_step = saved[-1][0] + 1 if saved else 1
-    if first_step > plan.total_steps:
+    last_step = min(plan.total_steps, args.stop_after or plan.total_steps)
+    if first_step > last_step:
         finish(out_dir, saved[-1][0], log)
-        log.say(f"{out_dir} is complete: it has a checkpoint of step {saved[-1][0]}. To go on, raise --total_steps or change --out_dir.")
+        longer = "--stop_after" if last_step < plan.total_steps else "--total_steps"
+        log.say(f"{out_dir} is complete: it has a checkpoint of step {saved[-1][0]}. To go on, raise {longer} or change --out_dir.")
         close_world()
         return
 
@@ -250,7 +253,7 @@ def main() -> None:
         log.log(0, metrics | timer.take())
 
     num_skipped_in_a_row = 0
-    for step in range(first_step, plan.total_steps + 1):
+    for step in range(first_step, last_step + 1):
         rounds: list[Groups] = []  # one; with --dynamic_sampling as many as it takes to fill the step
         while count := prompts_to_sample(rounds, args):
             # 1. Sample: every engine answers its share of the prompts, G times each; what is finished is graded meanwhile.
@@ -301,7 +304,7 @@ def main() -> None:
             engine.sync(full_parameters(policy.model, dtype))
 
         # 7. Evaluate: held-out problems, under the new weights.
-        is_last = step == plan.total_steps
+        is_last = step == last_step
         metrics |= rollout_metrics(sampled.rollout, args.group_size) | reward_metrics(sampled.grades) | merge_updates(update_metrics)
         if args.eval_every and (is_last or step % args.eval_every == 0):
             with timer.phase("evaluate"):
@@ -322,7 +325,7 @@ def main() -> None:
                 checkpoint.save(out_dir, step, policy, optimizer, num_drawn, inputs.tokenizer, dtype, args.keep_checkpoints, world)
                 log.plot()
 
-    finish(out_dir, plan.total_steps, log)
+    finish(out_dir, last_step, log)
     log.say(f"done: {out_dir}/final holds the policy, {out_dir}/curves.png the curves")
     if inputs.grader is not None:
         inputs.grader.close()

@@ -3,18 +3,13 @@
 # Source: our own. Hardware: 2 CPU cores, or NVIDIA GPUs. Time: README. Expected: eval/heldout/avg@4 from at most 0.45 to at least 0.90.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source scripts/setup.sh
+source scripts/launch.sh # NGPU, NNODES: see there
 
 # Where: environment, because it differs per machine and does not change the result.
-NGPU=${NGPU:-$([ "$NUM_GPUS" -gt 0 ] && echo "$NUM_GPUS" || echo 2)} # ranks: one per GPU; on CPU, processes
-TP=${TP:-1}                                                         # ranks per vLLM engine
-SEED=${SEED:-1}                                                     # of the warm start and of the training
+TP=${TP:-1}     # ranks per vLLM engine
+SEED=${SEED:-1} # of the warm start and of the training
 OUT_DIR=${OUT_DIR:-runs/tiny_cpu}
 POLICY=${POLICY:-runs/tiny_policy_seed$SEED} # the warm-started policy and its data; made if missing, kept for the next run
-if [ "$NUM_GPUS" -eq 0 ]; then
-    export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR} # vLLM's remarks on memory binding
-    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((($(nproc) + NGPU - 1) / NGPU))}
-fi
 
 # What: one flag per line. All are our own choice: nothing is being reproduced.
 ARGS=(
@@ -43,4 +38,4 @@ ARGS=(
 )
 
 python scripts/warm_start.py --out_dir "$POLICY" --seed "$SEED"
-exec torchrun --standalone --nproc_per_node "$NGPU" train_grpo.py "${ARGS[@]}" "$@"
+launch train_grpo.py "${ARGS[@]}" "$@"

@@ -112,7 +112,7 @@ def naive_std(values: list[float], ddof: int) -> float:
 
 
 def naive_group_advantages(groups: list[list[float]], kind: str, ddof: int, eps: float) -> list[list[float]]:
-    """GRPO: DeepSeekMath section 4.1.2. Batch std: Lite PPO. Dr. GRPO: section 3.2, no division. RLOO: eq. 6, the other k - 1 rewards."""
+    """GRPO: DeepSeekMath section 4.1.2. Batch std: Lite PPO. Dr. GRPO: 3.2, no division. RLOO: 2.3, the other k - 1 rewards."""
     every_reward = [reward for group in groups for reward in group]
     result = []
     for group in groups:
@@ -201,7 +201,7 @@ def test_a_return_to_go_pays_the_penalty_of_its_own_token_and_of_later_ones():
 
 
 def naive_whitened(values: list[float], mask: list[bool], ddof: int, eps: float) -> list[float]:
-    """REINFORCE++ eq. 7: (A - mean) / std over the batch, here over the trained tokens and with eps beside the std."""
+    """REINFORCE++ eq. 5 of its later versions: (A - mean) / std over the batch, here over trained tokens, eps beside the std."""
     chosen = [value for value, is_trained in zip(values, mask, strict=True) if is_trained]
     mean, std = math.fsum(chosen) / len(chosen), naive_std(chosen, ddof)
     return [(value - mean) / (std + eps) if is_trained else 0.0 for value, is_trained in zip(values, mask, strict=True)]
@@ -416,7 +416,7 @@ def naive_cispo_loss(logprob: float, frozen_ratio: float, advantage: float, low:
 
 
 def naive_sapo_loss(ratio: float, advantage: float, tau_pos: float, tau_neg: float) -> float:
-    """Minus SAPO eq. 5, f(r) A, with f(r) = sigmoid(tau (r - 1)) 4 / tau of eq. 6."""
+    """Minus SAPO eq. 5, f(r) A, with the gate f(r) = sigmoid(tau (r - 1)) 4 / tau."""
     tau = tau_pos if advantage > 0 else tau_neg
     return -4.0 / tau / (1.0 + math.exp(-tau * (ratio - 1.0))) * advantage
 

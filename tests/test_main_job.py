@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import socket
 import subprocess
 from pathlib import Path
 
@@ -13,14 +14,20 @@ from helpers import ROOT, metrics_of
 RECIPES = re.findall(r"^\| (.+?) (?:\(.*\) )?\| `(--[^`]+)` \|$", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
 
 
-def run_script(run_dir: Path, policy: Path, *flags: str) -> str:
-    """The output of `bash scripts/tiny_cpu.sh FLAGS`, with every path in a folder of the test's own."""
+def start_script(run_dir: Path, policy: Path, *flags: str, **settings: object) -> subprocess.Popen[str]:
+    """`bash scripts/tiny_cpu.sh FLAGS`, with every path in a folder of the test's own."""
     environment = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA")}
-    environment |= {"OUT_DIR": str(run_dir), "POLICY": str(policy)}
+    environment |= {"OUT_DIR": str(run_dir), "POLICY": str(policy)} | {name: str(value) for name, value in settings.items()}
     command = ["bash", "scripts/tiny_cpu.sh", *flags]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def run_script(run_dir: Path, policy: Path, *flags: str) -> str:
+    """What it prints."""
+    script = start_script(run_dir, policy, *flags)
+    stdout, stderr = script.communicate()
+    assert script.returncode == 0, stdout[-3000:] + stderr[-3000:]
+    return stdout
 
 
 @pytest.fixture(scope="module")
@@ -80,3 +87,26 @@ def test_each_recipe_of_the_readme_trains_on_the_main_job(name, flags, job, tmp_
         assert metrics[step]["policy/rollout_ess"] > 0.99, "sampler and trainer agree here, so the weights are all close to 1"
     if name == "DAPO":
         assert metrics[1]["sampling/prompts"] == 16 + sum(metrics[1][f"sampling/groups_{kind}"] for kind in ("without_signal", "unused"))
+
+
+def test_two_nodes_train_together(job, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    where = {"NNODES": 2, "NGPU": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    flags = ("--total_steps", "2", "--eval_samples", "1")
+    nodes = [start_script(tmp_path / "run", job / "policy", *flags, **where, NODE_RANK=rank) for rank in (1, 0)]
+    outputs = [node.communicate(timeout=300) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    assert "2 ranks on cpu, 2 engines of 1" in outputs[1][0]
+    assert "step" not in outputs[0][0], "only the first node's first rank speaks"
+    metrics = metrics_of(tmp_path / "run")
+    assert list(metrics) == [0, 1, 2]
+    assert max(metrics[step]["policy/rollout_gap_mean"] for step in (1, 2)) < 0.005
+
+
+def test_a_node_that_is_not_told_its_place_says_what_is_missing(job, tmp_path):
+    script = start_script(tmp_path / "run", job / "policy", NNODES=2)
+    _, stderr = script.communicate(timeout=60)
+    assert script.returncode != 0
+    assert "NNODES=2 needs NODE_RANK" in stderr

@@ -259,12 +259,12 @@ def test_what_a_step_depends_on_survives_a_resume_with_every_option_on(policy, r
     options = {
         "dynamic_sampling": "reward", "prompts_per_step": 12, "passes_per_step": 2, "policy_loss": "gspo_token", "advantage": "reinforce++",
         "kl_in": "reward", "kl_estimator": "k1", "entropy_coef": 0.01, "rollout_correction": "sequence_truncate", "dual_clip": 3,
-        "loss_aggregation": "seq_mean_token_mean", "eval_before_training": None, "eval_every": 0,
+        "loss_aggregation": "seq_mean_token_mean", "eval_before_training": None, "eval_every": 0, "lr_schedule": "cosine", "save_every": 0,
     }  # fmt: skip
     whole = torchrun(2, "train_grpo.py", *training_flags(policy, tmp_path / "whole", reward=reward, **options))
     assert "6 updates a step" in whole.stdout
-    for total_steps in (2, 4):
-        torchrun(2, "train_grpo.py", *training_flags(policy, tmp_path / "parts", reward=reward, total_steps=total_steps, **options))
+    for stop_after in (2, None):  # with a schedule: it is that of the whole length
+        torchrun(2, "train_grpo.py", *training_flags(policy, tmp_path / "parts", reward=reward, stop_after=stop_after, **options))
     expected, found = metrics_of(tmp_path / "whole"), metrics_of(tmp_path / "parts")
     for step in range(1, 5):
         assert without_times(found[step]) == without_times(expected[step]), f"step {step} differs"
@@ -272,6 +272,7 @@ def test_what_a_step_depends_on_survives_a_resume_with_every_option_on(policy, r
         assert expected[step]["sampling/groups_filled"] == 0
     assert sum(metrics["sampling/rounds"] for metrics in expected.values()) > 4, "in some step a group had to be replaced"
     drawn = sum(metrics["sampling/prompts"] for metrics in expected.values())
+    assert sorted(path.name for path in (tmp_path / "parts").glob("step_*")) == ["step_2", "step_4"]
     assert json.loads((tmp_path / "parts" / "step_4" / "trainer" / "progress.json").read_text()) == {"prompts_drawn": drawn}
 
 

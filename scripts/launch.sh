@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Sourced by the launch scripts, in the repository's root: sets up (setup.sh) and defines `launch train_grpo.py FLAGS`.
+# NGPU: ranks on this node, one per GPU (on CPU: processes). Several nodes: the same command on each, with NNODES, NODE_RANK
+# (0 to NNODES - 1) and MASTER_ADDR (the first node's address; MASTER_PORT: a free port there).
+set -euo pipefail
+source scripts/setup.sh
+
+NGPU=${NGPU:-$([ "$NUM_GPUS" -gt 0 ] && echo "$NUM_GPUS" || echo 2)}
+NNODES=${NNODES:-1}
+if [ "$NUM_GPUS" -eq 0 ]; then
+    export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR} # vLLM's remarks on memory binding
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((($(nproc) + NGPU - 1) / NGPU))}
+fi
+
+launch() {
+    local rendezvous=(--standalone)
+    if [ "$NNODES" -gt 1 ]; then
+        : "${NODE_RANK:?NNODES=$NNODES needs NODE_RANK: 0 on the first node, 1 on the next}"
+        : "${MASTER_ADDR:?NNODES=$NNODES needs MASTER_ADDR: the address of the first node}"
+        rendezvous=(--nnodes "$NNODES" --node_rank "$NODE_RANK" --master_addr "$MASTER_ADDR" --master_port "${MASTER_PORT:-29500}")
+    fi
+    exec torchrun "${rendezvous[@]}" --nproc_per_node "$NGPU" "$@"
+}

@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Runs a documented set-up as it is written, with every flag of its script, but on a tiny random model of the same architecture, data of the same
+# schema and short completions: bash scripts/smoke.sh scripts/qwq32b_8xh100.sh [FLAGS]. Two steps on two CPU processes (or GPUs, NGPU=2),
+# with evaluation, checkpoint, and a stop and resume between them. FLAGS go to the script.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+script=${1:?which one? bash scripts/smoke.sh scripts/qwq32b_8xh100.sh}
+shift
+name=$(basename "$script" .sh)
+folder=${SMOKE_DIR:-runs/smoke}/$name
+source scripts/setup.sh
+
+python scripts/smoke_inputs.py --setup "$name" --out_dir "$folder"
+OUT_DIR=$(mktemp -d "$folder/run_XXXXXX")
+export NNODES=1 NGPU=${NGPU:-2} TP=${TP:-1} MODEL=$folder/model DATA=$folder/data OUT_DIR
+
+# What a random model and a laptop need: short texts. Everything else is the script's.
+ARGS=(
+    --max_prompt_tokens 100
+    --max_completion_tokens 8
+)
+for step in 1 2; do
+    bash "$script" "${ARGS[@]}" --stop_after "$step" "$@"
+done
+[ "$(readlink "$OUT_DIR/final")" = step_2 ]
+echo "smoke: $script ran two steps with evaluation, checkpoint and resume; see $OUT_DIR"

@@ -1,0 +1,62 @@
+"""The documented set-ups: each script, as it is written, runs on a tiny model of the same architecture, with the documented values."""
+
+import json
+import os
+import re
+import subprocess
+
+import pytest
+
+from helpers import ROOT, metrics_of
+
+DOCUMENTED = {  # what the sources say, see the scripts
+    "tulu8b_rlvr_7plus1": {
+        "prompts_per_step": 14, "group_size": 16, "prompts_per_update": 14, "total_episodes": 10_000_000, "reward": "@dataset",
+        "prompt_column": "messages", "answer_column": "ground_truth", "temperature": 1.0, "truncated": "zero",
+        "kl_coef": 0.01, "kl_estimator": "k3", "learning_rate": 5e-7, "lr_schedule": "constant",
+    },
+    "qwen7b_simplerl_2x8xh100": {
+        "prompts_per_step": 1024, "group_size": 8, "prompts_per_update": 256, "total_steps": 100, "learning_rate": 5e-7,
+        "kl_coef": 1e-4, "kl_estimator": "k3", "kl_in": "loss", "entropy_coef": 1e-3, "clip_low": 0.2, "clip_high": 0.2, "temperature": 1.0,
+        "eval_every": 5, "save_every": 5, "gpu_memory_utilization": 0.75, "reward": "math", "lr_schedule": "constant",
+        "advantage": "grpo", "advantage_ddof": 1, "advantage_eps": 1e-6, "loss_aggregation": "token_mean", "keep_last": False,
+    },
+}  # fmt: skip
+SAID = {  # what the first lines of the run must say
+    "tulu8b_rlvr_7plus1": "14 prompts x 16 = 224 completions a step, 1 updates a step, 1 steps an epoch, 44642 steps in all",
+    "qwen7b_simplerl_2x8xh100": "1024 prompts x 8 = 8192 completions a step, 4 updates a step, 1 steps an epoch, 100 steps in all",
+}
+LIMITS = {"tulu8b_rlvr_7plus1": (2048, 2048), "qwen7b_simplerl_2x8xh100": (1024, 8192)}  # prompt, completion; shortened in a smoke run
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_a_documented_set_up_trains_evaluates_saves_and_resumes_with_its_values(name, tmp_path):
+    environment = {key: value for key, value in os.environ.items() if key not in ("OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA")}
+    command = ["bash", "scripts/smoke.sh", f"scripts/{name}.sh"]
+    done = subprocess.run(command, cwd=ROOT, env=environment | {"SMOKE_DIR": str(tmp_path)}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert SAID[name] in done.stdout
+    assert "continues from" in done.stdout
+    (run,) = (tmp_path / name).glob("run_*")
+    config = json.loads((run / "config.json").read_text())
+    assert {flag: config[flag] for flag in DOCUMENTED[name]} == DOCUMENTED[name]
+    metrics = metrics_of(run)
+    assert list(metrics) == [0, 1, 2]
+    for step in (1, 2):
+        assert metrics[step]["optim/skipped_updates"] == 0
+        assert metrics[step]["policy/rollout_gap_mean"] < 0.005
+        assert metrics[step]["optim/lr"] == DOCUMENTED[name]["learning_rate"]
+    for step in (0, 1, 2):
+        assert any(key.startswith("eval/") for key in metrics[step]), "evaluated before training and after each of the two starts"
+    assert (run / "step_1").exists() and (run / "final" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_every_value_of_a_script_has_its_source_or_is_called_our_choice(name):
+    text = (ROOT / "scripts" / f"{name}.sh").read_text()
+    (block,) = re.findall(r"\nARGS=\((.*?)\n\)", text, flags=re.DOTALL)
+    for line in block.strip().splitlines():
+        where = re.search(r'--(model|out_dir|tensor_parallel_size) "\$', line)
+        assert where or re.search(r" # (source: |not in the source)", line), line
+    lengths = tuple(int(re.search(rf"--max_{kind}_tokens (\d+)", block).group(1)) for kind in ("prompt", "completion"))
+    assert lengths == LIMITS[name]

@@ -21,6 +21,7 @@ from typing import NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.cuda._pin_memory_utils import pin_memory
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -239,7 +240,7 @@ def pin_in_place(tensor: Tensor) -> None:
     """
     local = local_shard(tensor)
     if local.numel():
-        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(local.data_ptr(), local.nbytes, 0)))
+        pin_memory(local.data_ptr(), local.nbytes)
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import PreTrainedModel
@@ -104,7 +104,10 @@ def open_weights(path: str) -> dict[str, Callable[[], Tensor]]:
     readers: dict[str, Callable[[], Tensor]] = {}
     for file in weight_files(path):
         if file.suffix == ".safetensors":
-            handle = safe_open(file, framework="pt")
+            try:
+                handle = safe_open(file, framework="pt")
+            except SafetensorError as error:
+                raise ValueError(f"{file} is damaged ({error}); download or copy it again.") from None
             readers |= {key: partial(handle.get_tensor, key) for key in handle.offset_keys()}  # in the order of the file
             continue
         try:

@@ -227,7 +227,10 @@ def main() -> None:
 
     from rollout import Engine  # here, not above: vLLM takes seconds to import, and bad input should be told at once
 
-    policy, reference, optimizer = build_policy(args, world)
+    try:
+        policy, reference, optimizer = build_policy(args, world)
+    except ValueError as error:  # weights that do not fit config.json
+        exit_with_error(error)
     dtype = DTYPES[args.dtype]
     max_model_len = args.max_prompt_tokens + max(args.max_completion_tokens, *args.eval_max_completion_tokens)
     engine = Engine(args.model, inputs.tokenizer, world, max_model_len, dtype, args.gpu_memory_utilization, args.enforce_eager, args.seed)

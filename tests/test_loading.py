@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from helpers import torchrun
+from helpers import start, torchrun, training_flags
 from policy import load_policy
 
 
@@ -66,12 +66,24 @@ def test_files_that_do_not_fit_the_model_are_refused_by_name(policy, untied_poli
         with pytest.raises(ValueError) as error:
             load_policy(with_weights(source, tmp_path / case, change), torch.float32)
         assert message in str(error.value), case
-    (tmp_path / "shape" / "model.safetensors").unlink()
+    weights = tmp_path / "shape" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])  # a download that was cut off
+    with pytest.raises(ValueError, match="model.safetensors is damaged"):
+        load_policy(str(tmp_path / "shape"), torch.float32)
+    weights.unlink()
     with pytest.raises(ValueError, match="none of model.safetensors, .* was found"):
         load_policy(str(tmp_path / "shape"), torch.float32)
     (tmp_path / "shape" / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(ValueError, match="cannot be read tensor by tensor"):
         load_policy(str(tmp_path / "shape"), torch.float32)
+
+
+def test_a_run_with_such_files_ends_with_the_sentence_on_the_first_rank(policy, tmp_path):
+    path = with_weights(policy, tmp_path / "policy", lambda weights: weights.pop("model.norm.weight"))
+    done = start(2, "train_grpo.py", *training_flags(Path(path), tmp_path / "run"))
+    assert done.returncode != 0
+    assert f"error: --model {path!r}: its files do not fit its config.json: 1 weights are missing (model.norm.weight)" in done.stderr
+    assert 'train_grpo.py", line' not in done.stderr, "no traceback"
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the resident memory from /proc")

@@ -57,7 +57,7 @@ class ChunkedAdamW(AdamW):
                 tensors = {"parameter": parameter, "gradient": parameter.grad} | {k: v for k, v in state.items() if k != "step"}
                 chunks = [local_shard(tensor).view(-1).split(CHUNK) for tensor in tensors.values()]
                 for pieces in zip(*chunks, strict=True):
-                    step = (state["step"] - 1).to(device)  # a copy: `adamw` counts it up
+                    step = torch.full((), int(state["step"]) - 1, dtype=torch.float32, device=device)  # `adamw` counts it up
                     self._update_chunk(dict(zip(tensors, pieces, strict=True)), step, group, generator)
         if self.is_state_on_host and device.type == "cuda":
             torch.cuda.synchronize(device)  # what the host reads next, for a checkpoint say, has arrived

@@ -4,7 +4,7 @@
     OUT_DIR/starts.jsonl      one line per start: command, code version, package versions, hardware
     OUT_DIR/step_20/          a checkpoint: the policy in Hugging Face format (with LoRA: merged), and beside it
     OUT_DIR/step_20/adapter/  with LoRA only: the adapter in peft's format
-    OUT_DIR/step_20/trainer/  what a resume needs: sharded fp32 parameters (of what is trained) and optimizer state
+    OUT_DIR/step_20/trainer/  what a resume needs: sharded parameters (of what is trained) and optimizer state
                               (torch.distributed.checkpoint), and progress.json: how many prompts of the data were drawn
     OUT_DIR/eval/step_20/     every held-out completion with its grade
     OUT_DIR/final             link to the last step's checkpoint, made when the run is complete
@@ -43,7 +43,7 @@ from policy import Policy
 FREE_FLAGS = {
     "out_dir", "eval_every", "eval_before_training", "save_every", "keep_checkpoints", "timeout_minutes", "max_skipped_updates",
     "reward_workers", "stop_after",
-    "micro_batch_tokens", "gradient_checkpointing", "gpu_memory_utilization", "enforce_eager",
+    "micro_batch_tokens", "gradient_checkpointing", "gpu_memory_utilization", "enforce_eager", "offload", "offload_reference",
 }  # fmt: skip
 LENGTH_FLAGS = {"total_steps", "epochs", "total_episodes"}
 

@@ -21,9 +21,10 @@ from typing import NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.cuda._pin_memory_utils import pin_memory
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -170,16 +171,36 @@ def close_world() -> None:
 # Sharding ------------------------------------------------------------------------------------------------------------------------
 
 
-def shard(root: nn.Module, layers: list[nn.Module], world: World, compute_dtype: torch.dtype) -> None:
-    """FSDP2 full shard, in place: one all-gather unit per decoder layer and one for the rest (embeddings, final norm, head).
+def shard(root: nn.Module, layers: list[nn.Module], world: World, compute_dtype: torch.dtype, on_host: bool = False) -> torch.device:
+    """FSDP2 full shard, in place: one all-gather unit per decoder layer and one for the rest. Returns the device of the shards.
 
-    Parameters stay in the dtype they have (fp32 masters); computation runs in `compute_dtype`, gradients are reduced in fp32.
+    Parameters stay in the dtype they have (fp32 masters, say); computation runs in `compute_dtype`, gradients are reduced in fp32.
+    `on_host`: shards and gradients live in host RAM (pinned on CUDA); only what is gathered for a layer's computation is on the device.
     """
     mesh: DeviceMesh = init_device_mesh(world.device.type, (world.size,))
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if on_host else OffloadPolicy()
     for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=precision)
-    fully_shard(root, mesh=mesh, mp_policy=precision)
+        fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    fully_shard(root, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    return torch.device("cpu") if on_host else world.device
+
+
+@torch.no_grad()
+def fill_from_main(target: Tensor, full: Tensor | None) -> None:
+    """Fills a sharded parameter, or a tensor that every rank holds whole, with `full` of rank 0 (None elsewhere), cast to its dtype.
+
+    The full tensor is on the device while this runs, and nothing of it afterwards but the shards.
+    """
+    if not isinstance(target, DTensor):
+        full = torch.empty_like(target) if full is None else full.to(target.device, target.dtype)
+        if dist.is_initialized():
+            dist.broadcast(full, src=0)
+        target.copy_(full)
+        return
+    device = target.device_mesh.device_type
+    full = torch.empty(target.shape, dtype=target.dtype, device=device) if full is None else full.to(device, target.dtype)
+    target.to_local().copy_(distribute_tensor(full, target.device_mesh, target.placements).to_local())
 
 
 def release_gathered(root: nn.Module) -> None:
@@ -189,14 +210,35 @@ def release_gathered(root: nn.Module) -> None:
 
 
 def full_tensor(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """The whole of a sharded parameter in `dtype`, to which it is cast before it is gathered, on its device. All ranks call it together."""
-    local = parameter.detach().to(dtype)
-    return local.full_tensor() if isinstance(local, DTensor) else local
+    """The whole of a sharded parameter in `dtype`, to which it is cast before it is gathered, on the device that computes.
+
+    All ranks call it together. Shards that live on the host go to the device first, because NCCL gathers there.
+    """
+    local = parameter.detach()
+    return local.to(local.device_mesh.device_type, dtype).full_tensor() if isinstance(local, DTensor) else local.to(dtype)
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor, sharing its memory; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def pin_in_place(tensor: Tensor) -> None:
+    """CUDA: page-locks this rank's part of a host tensor that lives as long as the process, so that copies to the device are fast.
+
+    Not by `pin_memory`, whose allocator rounds each size up to a power of two: for some shapes nearly twice the host RAM.
+    """
+    local = local_shard(tensor)
+    if local.numel():
+        pin_memory(local.data_ptr(), local.nbytes)
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
-    """The global gradient norm before clipping, a scalar tensor that is the same on every rank; gradients are scaled in place."""
-    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    """The global gradient norm before clipping, an fp32 scalar that is the same on every rank; gradients are scaled in place."""
+    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    norms = [torch.linalg.vector_norm(parameter.grad, dtype=torch.float32) for parameter in parameters]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 

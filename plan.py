@@ -113,6 +113,14 @@ def check_flags(args: Namespace, world_size: int) -> None:
             f"--total_episodes {args.total_episodes} is less than one step: --prompts_per_step x --group_size = "
             f"{args.prompts_per_step * args.group_size} completions."
         )
+    if args.param_dtype == "bfloat16" and args.dtype == "float32":
+        raise ValueError("--dtype float32 computes more finely than --param_dtype bfloat16 stores; leave one of them out.")
+    if args.lora_rank and (args.param_dtype != "float32" or args.offload_reference):
+        flag = "--offload_reference" if args.offload_reference else f"--param_dtype {args.param_dtype}"
+        reason = "frozen weights are held in --dtype, adapters in float32, and the reference is the policy with its adapter off"
+        raise ValueError(f"{flag} has no effect with --lora_rank {args.lora_rank}: {reason}; leave it out.")
+    if args.offload_reference and args.kl_coef == 0:
+        raise ValueError("--offload_reference does nothing with --kl_coef 0: there is no reference; leave it out.")
     if args.eval_every and not args.eval_data:
         raise ValueError(f"--eval_every {args.eval_every} needs --eval_data; name a file or use --eval_every 0.")
     if args.eval_before_training and not args.eval_data:

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from batch import Batch
+from loading import fill, without_storage
 
 HEAD_CHUNK_TOKENS = 1024  # a chunk of fp32 logits at V = 152,064 is 0.6 GiB; with softmax and gradient, three to four such tensors
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -152,12 +153,22 @@ class Policy(nn.Module):
         return zeros_N.masked_scatter(mask_N, logprobs), zeros_N.masked_scatter(mask_N, entropies)
 
 
-def load_policy(path: str, dtype: torch.dtype, gradient_checkpointing: bool = False) -> Policy:
-    """The model at `path` (a folder in Hugging Face format or a hub id) with parameters in `dtype`, on the CPU, not sharded yet."""
+def empty_policy(path: str, dtype: torch.dtype, gradient_checkpointing: bool = False) -> Policy:
+    """The model described at `path` (a folder in Hugging Face format or a hub id), its parameters in `dtype` and without storage yet."""
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="packed")
+    config = AutoConfig.from_pretrained(path)
+    with without_storage():
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="packed")
+    model.eval()  # as from_pretrained leaves it
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()  # transformers checkpoints in training mode only; the supported models have no dropout
     return Policy(model)
+
+
+def load_policy(path: str, dtype: torch.dtype, gradient_checkpointing: bool = False) -> Policy:
+    """The policy with its weights, whole and on the CPU: for a single process. Ranks shard `empty_policy` and then `fill` it."""
+    policy = empty_policy(path, dtype, gradient_checkpointing)
+    fill(policy, policy.model, path, torch.device("cpu"))
+    return policy

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import torch
+from torch.nn import Parameter
 from torch.optim import AdamW, Optimizer
 
 import checkpoint
@@ -27,10 +28,12 @@ from data import PromptData, add_data_flags
 from evaluate import evaluate, gather_grades, submit_to
 from fsdp_utils import World, close_world, exit_with_error, gather_from_ranks, init_world, is_main_process, shard
 from inputs import check_and_load_data, prepare_data
+from loading import fill
 from lora import add_adapter, add_lora_flags, describe_parameters, dropout_on, merged_parameters
 from metrics import Metrics, PhaseTimer, RunLog, reward_metrics, rollout_metrics
+from optimizer import ChunkedAdamW
 from plan import Plan, learning_rate
-from policy import DTYPES, Policy, load_policy
+from policy import DTYPES, Policy, empty_policy
 from reward import Grade, add_reward_flags
 from sampling import Groups, choose_groups, draw_prompts, prompts_to_sample
 from update import add_advantages, add_logprobs, compute_advantages, gather_penalties, merge_updates, pack_updates, update_policy
@@ -114,7 +117,20 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     )
 
     add = parser.add_argument_group("precision and memory").add_argument
-    add("--dtype", choices=list(DTYPES), default="bfloat16", help="of trainer and sampler arithmetic; masters, optimizer, reduction: fp32")
+    add("--dtype", choices=list(DTYPES), default="bfloat16", help="of trainer and sampler arithmetic; gradients are reduced in fp32")
+    add(
+        "--param_dtype",
+        choices=list(DTYPES),
+        default="float32",
+        help="of parameters, gradients, Adam's moments: 16 bytes a parameter, or 10 with bfloat16, updated as exactly (optimizer.py)",
+    )
+    add(
+        "--offload",
+        choices=["none", "optimizer", "all"],
+        default="none",
+        help="what lives in host RAM: nothing; the optimizer's state, which streams through the GPU; that, parameters and gradients",
+    )
+    add("--offload_reference", action="store_true", help="the reference's shards live in host RAM; each layer's is fetched as it is needed")
     add("--gradient_checkpointing", action="store_true", help="recompute each decoder layer in the backward pass instead of keeping it")
     add("--timeout_minutes", type=float, default=30.0, help="a rank that waits longer than this for the others ends the run")
 
@@ -136,29 +152,33 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def build_policy(args: argparse.Namespace, world: World) -> tuple[Policy, Policy | None, Optimizer]:
-    """The sharded policy (fp32 masters of what is trained), the sharded frozen reference (None without a KL term), and the optimizer.
+    """The sharded policy, the sharded frozen reference (None without a KL term), and the policy's optimizer.
 
     With LoRA the reference is the policy itself, with its adapter off.
     """
     dtype = DTYPES[args.dtype]
-    policy = load_policy(args.model, dtype if args.lora_rank else torch.float32, args.gradient_checkpointing)
+    policy = empty_policy(args.model, dtype if args.lora_rank else DTYPES[args.param_dtype], args.gradient_checkpointing)
     if args.lora_rank:
         add_adapter(policy, args)
-    shard(policy, policy.layers, world, dtype)
-    optimizer = AdamW(
-        [parameter for parameter in policy.parameters() if parameter.requires_grad],
-        lr=args.learning_rate,
-        betas=(args.adam_beta1, args.adam_beta2),
-        weight_decay=args.weight_decay,
-        fused=True,
-    )
+    device = shard(policy, policy.layers, world, dtype, on_host=args.offload == "all")
+    fill(policy, policy.model, args.model, device)
+    optimizer = make_optimizer([parameter for parameter in policy.parameters() if parameter.requires_grad], args)
     if args.kl_coef == 0.0:
         return policy, None, optimizer
     if args.lora_rank:
         return policy, policy, optimizer
-    reference = load_policy(args.model, dtype).requires_grad_(False)
-    shard(reference, reference.layers, world, dtype)
+    reference = empty_policy(args.model, dtype).requires_grad_(False)
+    device = shard(reference, reference.layers, world, dtype, on_host=args.offload_reference)
+    fill(reference, reference.model, args.model, device)
     return policy, reference, optimizer
+
+
+def make_optimizer(parameters: Iterable[Parameter], args: argparse.Namespace) -> Optimizer:
+    """AdamW: torch's own where fp32 masters and their state are on the device, else ours, which does the same in less memory."""
+    settings = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "weight_decay": args.weight_decay}
+    if args.param_dtype == "float32" and args.offload == "none":
+        return AdamW(parameters, **settings, fused=True)
+    return ChunkedAdamW(parameters, **settings, is_state_on_host=args.offload == "optimizer")
 
 
 def with_rewards(rollout: Rollout, grades: list[Grade], truncated: str) -> Rollout:
@@ -216,7 +236,10 @@ def main() -> None:
 
     from rollout import Engine  # here, not above: vLLM takes seconds to import, and bad input should be told at once
 
-    policy, reference, optimizer = build_policy(args, world)
+    try:
+        policy, reference, optimizer = build_policy(args, world)
+    except ValueError as error:  # weights that do not fit config.json
+        exit_with_error(error)
     log.say(describe_parameters(policy, args))
     dtype = DTYPES[args.dtype]
     max_model_len = args.max_prompt_tokens + max(args.max_completion_tokens, *args.eval_max_completion_tokens)

@@ -1,4 +1,4 @@
-"""What only CUDA has: the varlen attention kernel, and the engine's sleep and wake. Skipped, with the reason, where there is no GPU."""
+"""What only CUDA has: the varlen attention kernel, the engine's sleep and wake, offloading. Skipped, with the reason, without a GPU."""
 
 import json
 
@@ -47,3 +47,16 @@ def test_a_run_sleeps_and_wakes_its_engine_every_step(policy, tmp_path):
     torchrun(1, "train_grpo.py", *training_flags(policy, tmp_path / "run", enforce_eager=True, gpu_memory_utilization=0.3), timeout=600)
     metrics = metrics_of(tmp_path / "run")
     assert max(metrics[step]["policy/rollout_gap_mean"] for step in (1, 2, 3, 4)) < 0.005
+
+
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+def test_offloading_trains_the_same_policy(param_dtype, policy, tmp_path):
+    """State that streams through the GPU changes no bit; updates on the host are those of another fused kernel: within 1e-4."""
+    torchrun(1, "tests/distributed_offload.py", policy, tmp_path / "results.pt")
+    results = torch.load(tmp_path / "results.pt")
+    _, resident, _ = results[f"--param_dtype {param_dtype} --offload none"]
+    _, streamed, _ = results[f"--param_dtype {param_dtype} --offload optimizer"]
+    _, on_host, _ = results[f"--param_dtype {param_dtype} --offload all --offload_reference"]
+    for name, parameter in resident.items():
+        assert streamed[name].equal(parameter), name
+        torch.testing.assert_close(on_host[name], parameter, atol=1e-4, rtol=2**-7 if param_dtype == "bfloat16" else 1e-4)

@@ -59,7 +59,7 @@ def test_the_loop_is_at_most_100_lines_of_numbered_phases_and_no_rank():
 
 def test_the_top_level_is_small():
     lengths = {path.name: len(path.read_text().splitlines()) for path in FILES}
-    assert sum(length for name, length in lengths.items() if name not in GRADERS) < 4000
+    assert sum(length for name, length in lengths.items() if name not in GRADERS) < 4300
     assert sum(length for name, length in lengths.items() if name in GRADERS) < 2200
     assert max(lengths.values()) <= 400, lengths
 

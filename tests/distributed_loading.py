@@ -1,0 +1,74 @@
+"""Run under torchrun: what `fill` puts into the shards, against `from_pretrained`; and how many full parameters a sync holds.
+
+torchrun --nproc_per_node 2 tests/distributed_loading.py OUTPUT_FILE FOLDER...
+"""
+
+import sys
+import weakref
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from fsdp_utils import close_world, gather_from_ranks, init_world, shard
+from loading import fill
+from lora import merged_parameters
+from policy import Policy, empty_policy
+
+
+def sharded(path: str, dtype: torch.dtype, on_host: bool, world) -> Policy:
+    policy = empty_policy(path, dtype)
+    fill(policy, policy.model, path, shard(policy, policy.layers, world, dtype, on_host))
+    return policy
+
+
+def differences(path: str, dtype: torch.dtype, on_host: bool, world) -> list[str]:
+    """Names of parameters and buffers that are not, bit for bit, what from_pretrained gives."""
+    policy = sharded(path, dtype, on_host, world)
+    wanted = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    found = dict(merged_parameters(policy.model, dtype)) | dict(policy.model.named_buffers())
+    expected = dict(wanted.named_parameters()) | dict(wanted.named_buffers())
+    assert found.keys() == expected.keys()
+    is_same = {name: found[name].dtype == expected[name].dtype and found[name].equal(expected[name]) for name in expected}
+    return [name for name, same in is_same.items() if not same]
+
+
+def most_held_in_a_sync(path: str, world) -> int:
+    """The largest number of full parameters alive at a time, seen by a consumer that keeps none."""
+    policy = sharded(path, torch.float32, False, world)
+    alive: set[int] = set()
+    most = 0
+    stream = merged_parameters(policy.model, torch.bfloat16)
+    for index in range(len(list(policy.model.parameters()))):
+        full = next(stream)[1]
+        alive.add(index)
+        weakref.finalize(full, alive.discard, index)
+        most = max(most, len(alive))
+        del full
+    assert next(stream, None) is None
+    return most
+
+
+def is_extra_parameter_kept(path: str, world) -> bool:
+    """Whether a parameter that is in no file, an adapter say, comes through sharding and filling with the values it had."""
+    policy = empty_policy(path, torch.bfloat16)
+    values = torch.arange(15, dtype=torch.float32).view(5, 3)
+    policy.layers[0].extra = torch.nn.Parameter(values.clone())
+    fill(policy, policy.model, path, shard(policy, policy.layers, world, torch.bfloat16))
+    full = dict(merged_parameters(policy.model, torch.float32))
+    return full["model.layers.0.extra"].equal(values) and len(full) > 20
+
+
+def main(output: str, *folders: str) -> None:
+    world = init_world(tp_size=1, timeout_minutes=2)
+    cases = [(folder, dtype, on_host) for folder in folders for dtype in (torch.float32, torch.bfloat16) for on_host in (False, True)]
+    results = {str(case): differences(*case, world) for case in cases}
+    results["held"] = most_held_in_a_sync(folders[0], world)
+    results["is extra kept"] = is_extra_parameter_kept(folders[0], world)
+    results = gather_from_ranks(results)
+    if world.is_main:
+        torch.save(results, output)
+    close_world()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

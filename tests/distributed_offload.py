@@ -1,0 +1,75 @@
+"""Run under torchrun: three updates under every memory policy, from the program's own flags.
+
+Writes {flags: (metrics of the updates, parameters, optimizer state of rank 0)}, and the devices and dtypes of what is kept.
+
+torchrun --nproc_per_node 2 tests/distributed_offload.py POLICY_FOLDER OUTPUT_FILE
+"""
+
+import sys
+
+import numpy as np
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+import train_grpo
+from fsdp_utils import close_world, init_world, local_shard
+from helpers import make_rollout
+from lora import merged_parameters
+from optimizer import ChunkedAdamW
+from plan import Plan, check_flags
+from policy import Policy
+from update import add_advantages, add_logprobs, pack_updates, update_policy
+
+POLICIES = [
+    f"--param_dtype {dtype} --offload {offload}{reference}"
+    for dtype in ("float32", "bfloat16")
+    for offload, reference in (("none", ""), ("optimizer", ""), ("all", " --offload_reference"))
+]
+COMMON = "--train_data d --out_dir o --total_steps 1 --max_prompt_tokens 4 --max_completion_tokens 12 --micro_batch_tokens 40 --kl_coef 0.1"
+
+
+def is_on_host(policy: Policy) -> bool:
+    """Whether FSDP keeps the shards in host RAM. On a CPU run they are there anyway, so this is asked of FSDP's own state."""
+    units = [policy, *policy.layers]
+    policies = {isinstance(group.offload_policy, CPUOffloadPolicy) for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups}
+    (answer,) = policies
+    assert {parameter.to_local().is_cuda for parameter in policy.parameters()} == {torch.cuda.is_available() and not answer}
+    return answer
+
+
+def train(path: str, flags: str, world) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    args = train_grpo.parse_flags(["--model", path, *COMMON.split(), *flags.split()])
+    check_flags(args, world.size)
+    policy, reference, optimizer = train_grpo.build_policy(args, world)
+    assert isinstance(optimizer, ChunkedAdamW) is (flags != POLICIES[0])
+    if isinstance(optimizer, ChunkedAdamW):
+        assert optimizer.is_state_on_host is (args.offload == "optimizer")
+    assert is_on_host(policy) is (args.offload == "all")
+    assert is_on_host(reference) is args.offload_reference
+    rollout = make_rollout()
+    metrics = []
+    for _ in range(3):
+        updates = add_advantages(pack_updates(rollout, Plan(8, 1, 1, 1, 1, 1, 0), args, world), rollout)
+        (batches,) = add_logprobs(updates, policy, reference, args)
+        num_tokens = int(np.sum(rollout.trained_lengths_B))
+        metrics.append(update_policy(policy, optimizer, batches, num_tokens, True, 1e-3, args, world))
+    states = optimizer.state.values()
+    state = {f"{index} {name}": local_shard(tensor) for index, state in enumerate(states) for name, tensor in state.items()}
+    if torch.cuda.is_available():
+        big = [tensor for tensor in state.values() if tensor.dim()]
+        assert {tensor.is_cuda for tensor in big} == {args.offload == "none"}
+        assert args.offload != "optimizer" or all(tensor.is_pinned() for tensor in big)
+    parameters = {name: full.cpu() for name, full in merged_parameters(policy.model, torch.float32)}
+    return metrics, parameters, {name: tensor.cpu() for name, tensor in state.items()}
+
+
+def main(path: str, output: str) -> None:
+    world = init_world(tp_size=1, timeout_minutes=2)
+    results = {flags: train(path, flags, world) for flags in POLICIES}
+    if world.is_main:
+        torch.save(results, output)
+    close_world()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

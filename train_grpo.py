@@ -122,7 +122,7 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
         "--param_dtype",
         choices=list(DTYPES),
         default="float32",
-        help="of parameters, gradients, Adam's moments: 16 bytes a parameter, or 10 with bfloat16, updated as exactly (optimizer.py)",
+        help="of parameters, gradients, Adam's moments: 16 bytes a parameter, or 10: fp32 parameters in two halves (optimizer.py)",
     )
     add(
         "--offload",

@@ -98,3 +98,10 @@ def test_state_that_was_saved_and_loaded_goes_on_bit_for_bit(dtype):
     assert found.equal(wanted)
     for name, tensor in next(iter(whole.state.values())).items():
         assert tensor.equal(next(iter(second.state.values()))[name]), name
+
+
+def test_a_rank_whose_shard_of_a_parameter_is_empty_updates_the_others():
+    empty, other = torch.nn.Parameter(torch.empty(0, 3).bfloat16()), torch.nn.Parameter(torch.ones(4).bfloat16())
+    empty.grad, other.grad = torch.empty_like(empty), torch.ones_like(other)
+    ChunkedAdamW([empty, other], **SETTINGS | {"lr": 0.1}, is_state_on_host=False).step()
+    assert (other < 1).all()

@@ -1,8 +1,11 @@
-"""What the planner is told, as frozen dataclasses: sizes of the model, memory policy, batches, machines; and what follows from them alone.
+"""What the planner is told, as frozen dataclasses, and what follows from it alone.
 
-    ModelShape   the sizes in a config.json           RunShape   what the flags say of batches and of the engine
-    MemoryPolicy where parameters and state are kept  Hardware   GPUs, nodes, host RAM, speeds
-    Setup        the four together
+    ModelShape    the sizes in a config.json
+    MemoryPolicy  where parameters and optimizer state are kept
+    RunShape      what the flags say of batches and of the engine
+    Hardware      GPUs, nodes, host RAM, speeds
+
+A `Setup` is the four together: the argument of all of `memory.py` and `roofline.py`.
 """
 
 from __future__ import annotations
@@ -224,5 +227,5 @@ class Setup:
 
     @property
     def state_bytes(self) -> int:
-        """Of the optimizer: AdamW's two moments; those of bf16 parameters are bf16, and the lower halves of the fp32 parameters join them."""
+        """Of the optimizer: AdamW's two moments; for bf16 parameters in bf16, with the lower halves of fp32 parameters."""
         return self.trainable * {4: 8, 2: 6}[self.trained_bytes]

@@ -1,4 +1,4 @@
-"""The memory of an update, traced: the real model under fake tensors, sharded over a fake process group (`train_grpo.py --dry_run --trace`).
+"""The memory of an update, traced: the real model under fake tensors, sharded over a fake process group (flag `--trace`).
 
 Nothing is computed or allocated: a fake tensor has a shape, no data. What counts is which storages are alive at once, and that is up to
 the real code: the Hugging Face model, `fully_shard`, `chunked_logprobs`, autograd, AdamW. Two things stand for the GPU's: attention,
@@ -27,8 +27,8 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedCon
 
 import fsdp_utils
 from fsdp_utils import World, shard
-from shapes import Setup
 from policy import Policy, chunked_logprobs
+from shapes import Setup
 
 
 class Tracker(TorchDispatchMode):

@@ -7,15 +7,13 @@ weights, no data. Exit code 0: fits; 3: does not. `memory.py` has the bytes, `ro
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import AutoConfig, PretrainedConfig
 
+from advice import misfits, solutions
 from fsdp_utils import check_whole_engines, is_main_process, launched_world_size
 from memory import (
     CONTEXT,
@@ -163,107 +161,6 @@ def plan_of(args: argparse.Namespace) -> tuple[Plan, int | None]:
     return plan, rows
 
 
-# The verdict ---------------------------------------------------------------------------------------------------------------------
-
-
-def misfits(setup: Setup) -> list[str]:
-    """What does not fit, one sentence each; empty if all does."""
-    run, h = setup.run, setup.hardware
-    found = []
-    phases = gpu_phases(setup)
-    for name, phase in phases.items():
-        if phase.needed > h.gpu_bytes:
-            over = (phase.needed - h.gpu_bytes) / GIB
-            found.append(f"GPU, {name}: needs {phase.needed / GIB:.1f} GiB of {h.gpu_bytes / GIB:.1f}, {over:.1f} too many")
-    at_once = sequences_at_once(setup)
-    if at_once < 1:
-        found.append(
-            f"GPU, rollout: --gpu_memory_utilization {run.gpu_memory_utilization:g} leaves the engine "
-            f"{phases['rollout'].engine['KV cache'] / GIB:.1f} GiB for its cache, not enough for one sequence of {run.max_model_len} tokens"
-        )
-    for name, parts in host_phases(setup).items():
-        if sum(parts.values()) > h.host_bytes:
-            found.append(f"host RAM, {name}: needs {sum(parts.values()) / GIB:.0f} GiB of {h.host_bytes / GIB:.0f} on each node")
-    return found
-
-
-@dataclass(frozen=True)
-class Change:
-    """One flag set to another value."""
-
-    words: str
-    apply: Callable[[Setup], Setup]
-
-
-def levers(setup: Setup) -> list[list[Change]]:
-    """What could be changed: one list per lever, the mildest change first."""
-    run, p, h, m = setup.run, setup.policy, setup.hardware, setup.model
-    longest = run.max_prompt_tokens + run.max_completion_tokens
-
-    def of(part: str, words: str, **values: object) -> Change:
-        return Change(words, lambda s: replace(s, **{part: replace(getattr(s, part), **values)}))
-
-    caps = sorted({max(run.micro_batch_tokens // 2**n, longest) for n in range(1, 8)} - {run.micro_batch_tokens}, reverse=True)
-    sampling = run.generation_gpus or h.gpus
-    sizes = [n for n in range(run.tensor_parallel_size + 1, h.gpus // h.nodes + 1) if sampling % n == 0 and m.heads % n == 0]
-    now = run.gpu_memory_utilization
-    shares = sorted((n / 20 for n in range(2, 19) if abs(n / 20 - now) > 0.01), key=lambda share: abs(share - now))
-    is_full = not p.lora_rank
-    found = [
-        [of("policy", "--gradient_checkpointing", gradient_checkpointing=True)] if not p.gradient_checkpointing else [],
-        [of("run", f"--micro_batch_tokens {cap}", micro_batch_tokens=cap) for cap in caps],
-        [of("run", f"--gpu_memory_utilization {x:g}", gpu_memory_utilization=x) for x in shares],
-        [of("run", f"--tensor_parallel_size {n}", tensor_parallel_size=n) for n in sizes if not run.prompts_per_step % (sampling // n)],
-        [of("policy", "--offload_reference", offload_reference=True)] if setup.has_reference_model and not p.offload_reference else [],
-        [of("policy", "--param_dtype bfloat16", param_dtype="bfloat16")] if is_full and setup.trained_bytes == 4 else [],
-        [of("policy", f"--offload {x}", offload=x) for x in ("none", "optimizer", "all") if x != p.offload],
-        [of("policy", "sleep level 2", sleep_level=2)] if p.sleep_level == 1 else [],
-        [of("policy", "sync parameter by parameter", syncs_whole_model=False)] if p.syncs_whole_model else [],
-        [of("policy", "head in chunks", keeps_full_logits=False)] if p.keeps_full_logits else [],
-        [of("policy", "loading by rank 0", loads_on_every_rank=False)] if p.loads_on_every_rank else [],
-        [of("hardware", f"{2 * h.nodes} nodes of {h.gpus // h.nodes} GPUs", nodes=2 * h.nodes, gpus=2 * h.gpus)]
-        if not run.prompts_per_step % (2 * setup.engines) and not run.generation_gpus
-        else [],
-    ]
-    return [changes for changes in found if changes]
-
-
-def solutions(setup: Setup, shares: Shares, at_most: int = 5) -> list[dict[str, object]]:
-    """The fewest changes that make the setup fit, tried out, the fastest first, with what they lead to."""
-
-    def applied(changes: tuple[Change, ...]) -> Setup:
-        result = setup
-        for change in changes:
-            result = change.apply(result)
-        return result
-
-    def fitting(chosen: tuple[list[Change], ...]) -> Iterator[tuple[float, tuple[Change, ...], Setup]]:
-        best = None
-        for changes in itertools.product(*chosen):
-            changed = applied(changes)
-            if not misfits(changed):
-                seconds = step_seconds(changed, shares)
-                if best is None or seconds < 0.98 * best[0]:  # of settings that are equally fast, the mildest
-                    best = (seconds, changes, changed)
-        if best is not None:
-            yield best
-
-    for count in range(1, 5):
-        found = [best for chosen in itertools.combinations(levers(setup), count) for best in fitting(chosen)]
-        if found:
-            found.sort(key=lambda best: best[0])
-            return [
-                {
-                    "changes": [change.words for change in changes],
-                    "gpu_needed_gib": round(max(phase.needed for phase in gpu_phases(changed).values()) / GIB, 1),
-                    "host_peak_gib": round(max(sum(parts.values()) for parts in host_phases(changed).values()) / GIB),
-                    "step_seconds": round(seconds),
-                }
-                for seconds, changes, changed in found[:at_most]
-            ]
-    return []
-
-
 # The report ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -271,7 +168,7 @@ def gib(value: float) -> float:
     return round(value / GIB, 2)
 
 
-def report_of(args: argparse.Namespace, setup: Setup, plan: Plan, rows: int | None, shares: Shares) -> dict[str, object]:
+def report_of(setup: Setup, plan: Plan, rows: int | None, shares: Shares) -> dict[str, object]:
     """All numbers as one object of plain types: the headline figures, then the tables behind them."""
     run, h = setup.run, setup.hardware
     phases, on_host = gpu_phases(setup), host_phases(setup)
@@ -322,23 +219,23 @@ def report_of(args: argparse.Namespace, setup: Setup, plan: Plan, rows: int | No
         "host_gib": {name: {part: gib(value) for part, value in parts.items()} for name, parts in on_host.items()},
         "seconds": {name: round(value, 1) for name, value in phase_seconds(setup, shares).items()},
         "traffic_gib_per_gpu_and_step": {name: gib(value) for name, value in traffic(setup, shares).items()},
-        "assumptions": assumptions(args, setup, shares),
+        "assumptions": assumptions(setup, shares),
     }
 
 
-def assumptions(args: argparse.Namespace, setup: Setup, shares: Shares) -> list[str]:
+def assumptions(setup: Setup, shares: Shares) -> list[str]:
     eager, h = setup.run.enforce_eager, setup.hardware
     network = f", {h.network_speed / 1e9:.0f} between nodes" if h.nodes > 1 else ""
     found = [
-        f"memory: needed = {FRAGMENTATION:g} x the trainer's live tensors + the engine's + {gib(CONTEXT):g} GiB (CUDA context, NCCL, workspaces)",
-        f"engine: {gib(ENGINE_WORKING[eager]):g} GiB beside weights and cache, of which {gib(ENGINE_ASLEEP[eager]):g} GiB stay while it sleeps",
+        f"memory: needed = {FRAGMENTATION:g} x the trainer's + the engine's tensors + {gib(CONTEXT):g} GiB for CUDA's context and NCCL",
+        f"engine: {gib(ENGINE_WORKING[eager]):g} GiB beside weights and cache, of which {gib(ENGINE_ASLEEP[eager]):g} stay while it sleeps",
         f"host: {gib(PROCESS_HOST):g} GiB for each process without its weights",
         "micro-batches: full, and all of their positions are completion tokens",
         f"speeds: {shares.flops:.0%} of {h.flops / 1e12:.0f} TFLOP/s, {shares.memory:.0%} of {h.memory_speed / 1e12:.2f} TB/s, "
         f"{shares.link:.0%} of {h.link_speed / 1e9:.0f} GB/s in a node{network}, {h.host_speed / 1e9:.0f} to the host",
-        f"time: prompts and completions of {shares.length:.0%} of their limits; no loading, evaluation, checkpoints, or waiting for graders",
+        f"time: prompts and completions of {shares.length:.0%} of their limits; no loading, evaluation, checkpoints, waiting for graders",
     ]
-    if getattr(args, "generation_gpus", 0):
+    if setup.run.generation_gpus:
         found.append("sampling and training run side by side")
     return found
 
@@ -372,8 +269,9 @@ def text_of(setup: Setup, report: dict) -> str:
         "a token",
         f"step        {run.prompts_per_step} prompts x {run.group_size} = {r['completions_per_step']} completions, of at most "
         f"{b['most_tokens_per_step']:,} tokens, prompts included",
-        f"updates     {r['updates_per_step']} a step, of {b['completions_per_update']} completions, {b['completions_per_update_and_gpu']:g} "
-        f"a GPU, in {b['micro_batches_per_update']} micro-batches of at most {run.micro_batch_tokens} tokens",
+        f"updates     {r['updates_per_step']} a step, of {b['completions_per_update']} completions, "
+        f"{b['completions_per_update_and_gpu']:g} a GPU, in {b['micro_batches_per_update']} micro-batches of at most "
+        f"{run.micro_batch_tokens} tokens",
         f"run         {epochs}{r['total_steps']} steps, {r['total_updates']} updates, {r['total_completions']:,} completions",
         f"sampling    {setup.engines} engines of {run.tensor_parallel_size} GPUs, {b['completions_per_engine']:g} completions each; "
         f"the cache holds {b['sequences_at_once_per_engine']:g} sequences of {run.max_model_len} tokens at once",
@@ -397,7 +295,11 @@ def text_of(setup: Setup, report: dict) -> str:
         passes = (f"{name} {x['traced_gib']:.2f} GiB ({x['formula_gib']:.2f} by formula)" for name, x in r["trace"].items())
         lines[-2:-2] = ["", "traced, beside what is there all the time: " + ", ".join(passes)]
     if not r["fits"]:
-        lines.append("would fit, the fastest first:" if r["changes_that_would_fit"] else "no four changes that were tried make it fit")
+        lines.append(
+            "would fit, on the same machines first, then by speed:"
+            if r["changes_that_would_fit"]
+            else "no four changes that were tried make it fit"
+        )
         for solution in r["changes_that_would_fit"]:
             lines.append(
                 f"  {' '.join(solution['changes'])}: {solution['gpu_needed_gib']} GiB on a GPU, {solution['host_peak_gib']} on the host, "
@@ -423,7 +325,7 @@ def dry_run(args: argparse.Namespace) -> int:
     setup = setup_of(args, config)
     plan, rows = plan_of(args)
     shares = Shares(args.plan_flops_share, args.plan_memory_share, args.plan_link_share, args.plan_length_share)
-    report = report_of(args, setup, plan, rows, shares)
+    report = report_of(setup, plan, rows, shares)
     if args.trace:
         report["trace"] = traced(setup, config)
     if is_main_process():

@@ -63,7 +63,7 @@ def update_peak(setup: Setup, is_first_micro: bool = False) -> dict[str, float]:
         weights, mlp = 0, tokens * (4 * i + 2 * h)
     else:
         weights, mlp = max(2 * m.layer_parameters, 6 * i * h + 30 * tokens * h), tokens * (4 * i + 2 * h) + 2 * i * h
-    kept = layers * (tokens * 2 * h if is_recomputed else saved) + 8 * tokens * h  # and the last norm
+    kept = layers * (tokens * 2 * h if is_recomputed else saved) + (4 if is_lora else 10) * tokens * h  # and the last norm
     chunk = min(tokens, HEAD_CHUNK) if not p.keeps_full_logits else tokens
     head = max(3 * head_gradient, head_gradient + 20 * chunk * m.vocab)
 
@@ -112,7 +112,7 @@ def logprobs_peak(setup: Setup) -> dict[str, float]:
     moments = [
         {"gathered": 2 * (root + layer), "one layer": tokens * (2 * m.hidden + 4 * m.head_dim)},
         {"gathered": root + 2 * layer, "one layer": tokens * ((8 if setup.policy.lora_rank else 6) * m.intermediate + 8 * m.hidden)},
-        {"gathered": root + layer, "logits": 12 * chunk * m.vocab, "one layer": 4 * tokens * m.hidden},
+        {"gathered": root + layer, "logits": 12 * chunk * m.vocab, "one layer": 2 * tokens * m.hidden},
     ]
     return max(moments, key=lambda moment: sum(moment.values()))
 

@@ -104,7 +104,9 @@ class LoraLinear(nn.Module):
         self.dropout = dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        dropped = torch.native_dropout(x, self.dropout, True)[0] if self.dropout else x  # CUDA's: a mask of one byte a number
+        dropped = (
+            torch.native_dropout(x, self.dropout, True)[0] if self.dropout and self.training else x
+        )  # CUDA's: a mask of one byte a number
         return self.base(x) + self.b(self.a(dropped)) * 2.0
 
 
@@ -192,9 +194,11 @@ def trace_update(setup: Setup, config: PretrainedConfig, num_micros: int = 2) ->
         ids_N = torch.zeros(setup.run.micro_batch_tokens, dtype=torch.int64)
 
         tracker.restart()
+        policy.eval()  # adapters drop nothing here
         with torch.no_grad():
             policy(ids_N)
             policy.reshard()
+        policy.train()
         peaks["logprobs"] = tracker.peak
 
         tracker.restart()

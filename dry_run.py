@@ -7,8 +7,10 @@ weights, no data. Exit code 0: fits; 3: does not. `memory.py` has the bytes, `ro
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from transformers import AutoConfig, PretrainedConfig
@@ -35,6 +37,7 @@ from shapes import GIB, Hardware, RunShape, Setup, memory_policy, shape_of
 from sources import parse_source
 
 TABLE = Path(__file__).parent / "models.json"
+TRACED_LAYERS = 8  # all peaks are linear in the number of layers, so a few tell as much as all of them, in seconds
 # Name -> memory that a process can take (GiB), dense bf16 TFLOP/s, memory TB/s, and GB/s one way to the other GPUs and to the host, from
 # the data sheets.
 GPUS = {
@@ -57,7 +60,11 @@ def add_dry_run_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("dry run (starts nothing; exit code 3: does not fit)").add_argument
     add("--dry_run", action="store_true", help="print batches, memory, time and what would have to change, and end; needs no GPU")
     add("--json", action="store_true", help="as one JSON object")
-    add("--trace", action="store_true", help="also trace the real model's update under fake tensors, 10 s to a minute")
+    add(
+        "--trace",
+        action="store_true",
+        help="also trace an update of the real model, cut to 8 layers, under fake tensors (tracing.py); seconds",
+    )
     add("--plan_gpus", type=int, help="GPUs over all nodes; default: the ranks that torchrun started, without torchrun 8")
     add("--plan_nodes", type=int, default=1, help="nodes that they are on")
     add("--plan_gpu", choices=list(GPUS), default="H100-80GB", help="kind of GPU")
@@ -293,7 +300,8 @@ def text_of(setup: Setup, report: dict) -> str:
     ]
     if "trace" in r:
         passes = (f"{name} {x['traced_gib']:.2f} GiB ({x['formula_gib']:.2f} by formula)" for name, x in r["trace"].items())
-        lines[-2:-2] = ["", "traced, beside what is there all the time: " + ", ".join(passes)]
+        layers = r["trace"]["update"]["layers"]
+        lines[-2:-2] = ["", f"traced with {layers} layers, beside what is there all the time: " + ", ".join(passes)]
     if not r["fits"]:
         lines.append(
             "would fit, on the same machines first, then by speed:"
@@ -309,13 +317,18 @@ def text_of(setup: Setup, report: dict) -> str:
 
 
 def traced(setup: Setup, config: PretrainedConfig) -> dict[str, dict[str, float]]:
-    """What a pass takes beside what is there all the time, by the trace and by formula."""
+    """What a pass takes beside what is there all the time, by the trace and by formula: of a model of at most `TRACED_LAYERS` layers."""
     from tracing import trace_update  # here: it brings parts of torch that nothing else needs
 
+    layers = min(setup.model.layers, TRACED_LAYERS)
+    config, setup = copy.deepcopy(config), replace(setup, model=replace(setup.model, layers=layers))
+    text = config.get_text_config()
+    text.num_hidden_layers, text.layer_types = layers, (getattr(text, "layer_types", None) or [])[:layers] or None
     peaks = trace_update(setup, config)
     formula = {"logprobs": logprobs_peak(setup), "update": update_peak(setup)}
     return {
-        name: {"traced_gib": gib(peaks[name] - peaks["static"]), "formula_gib": gib(sum(parts.values()))} for name, parts in formula.items()
+        name: {"layers": layers, "traced_gib": gib(peaks[name] - peaks["static"]), "formula_gib": gib(sum(parts.values()))}
+        for name, parts in formula.items()
     }
 
 

@@ -23,7 +23,7 @@ from torch.optim import AdamW
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
-from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
 import fsdp_utils
 from fsdp_utils import World, shard
@@ -161,8 +161,8 @@ def build(setup: Setup, config: PretrainedConfig) -> tuple[TracedPolicy, AdamW]:
     """The sharded policy of this setup with seeded optimizer state."""
     policy, master = setup.policy, {2: torch.bfloat16, 4: torch.float32}[setup.trained_bytes]
     AttentionInterface.register("kernel", kernel_attention)
-    text = config.get_text_config()
-    model = AutoModelForCausalLM.from_config(text, attn_implementation="kernel", dtype=torch.bfloat16 if policy.lora_rank else master)
+    auto = AutoModelForImageTextToText if setup.model.vision else AutoModelForCausalLM
+    model = auto.from_config(config, attn_implementation="kernel", dtype=torch.bfloat16 if policy.lora_rank else master)
     if policy.lora_rank:
         model.requires_grad_(False)
         for layer in model.get_decoder().layers:

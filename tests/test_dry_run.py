@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from advice import levers, misfits, solutions
 from dry_run import TABLE, config_of, dry_run, plan_of, report_of, rows_of, setup_of
@@ -250,6 +250,17 @@ def test_the_command_needs_no_network_no_gpu_and_no_data_and_its_exit_code_is_th
     )
     assert set(keys.split()) <= answer.keys()
     assert not (tmp_path / "run").exists()
+
+
+def test_the_trace_of_a_model_in_a_folder_stands_beside_the_formula(tmp_path, capsys):
+    sizes = {"vocab_size": 32_000, "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_hidden_layers": 12}
+    AutoConfig.for_model("llama", num_key_value_heads=2, tie_word_embeddings=True, **sizes).save_pretrained(tmp_path)
+    assert dry_run(flags(model=tmp_path, train_data="o/n#64", gradient_checkpointing=True, json=True, trace=True, plan_gpus=2)) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["parameters"] == 32_000 * 1024 + 12 * (2 * 1024**2 + 2 * 1024 * 256 + 3 * 1024 * 4096 + 2 * 1024) + 1024, "tied"
+    for figures in answer["trace"].values():
+        assert figures["layers"] == 8
+        assert figures["traced_gib"] == pytest.approx(figures["formula_gib"], rel=0.02)
 
 
 def test_the_text_tells_the_verdict(capsys):

@@ -13,6 +13,9 @@ SIZES = {"vocab_size": 32_000, "hidden_size": 1024, "intermediate_size": 4096, "
 QWEN = {"model_type": "qwen2", "num_key_value_heads": 2, "tie_word_embeddings": False} | SIZES
 LLAMA = {"model_type": "llama", "num_key_value_heads": 4, "tie_word_embeddings": False} | SIZES
 
+VISION = {"depth": 2, "hidden_size": 256, "intermediate_size": 512, "num_heads": 4, "out_hidden_size": 1024}
+QWEN_VL = {"model_type": "qwen2_5_vl", "text_config": QWEN | {"model_type": "qwen2_5_vl_text"}, "vision_config": VISION}
+
 
 @pytest.mark.parametrize(
     ("config", "tokens", "tolerance", "policy"),
@@ -25,6 +28,7 @@ LLAMA = {"model_type": "llama", "num_key_value_heads": 4, "tie_word_embeddings":
         (QWEN, 16384, 0.03, {"gradient_checkpointing": True, "lora_rank": 8}),
         (QWEN, 16384, 0.03, {"gradient_checkpointing": True, "lora_rank": 64, "lora_dropout": 0.05}),
         (QWEN, 8192, 0.03, {"gradient_checkpointing": False, "lora_rank": 8}),
+        (QWEN_VL, 8192, 0.03, {"gradient_checkpointing": True, "lora_rank": 8, "lora_dropout": 0.05}),
     ],
 )
 def test_the_formula_agrees_with_the_trace(config, tokens, tolerance, policy):

@@ -102,6 +102,11 @@ def check_launch(tp_size: int, dtype: str) -> None:
         raise ValueError(f"{local_size} processes were started on this node but only {num_gpus} GPUs are visible; one rank needs one GPU.")
     if num_gpus and dtype == "float32":
         raise ValueError("--dtype float32: the packed attention kernel of CUDA computes in bfloat16; leave --dtype out.")
+    check_whole_engines(tp_size, world_size)
+
+
+def check_whole_engines(tp_size: int, world_size: int) -> None:
+    """Raises ValueError if so many ranks are no whole number of engines."""
     if tp_size < 1 or world_size % tp_size:
         divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
         raise ValueError(

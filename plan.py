@@ -68,6 +68,16 @@ RANGES = {  # flag -> smallest and largest sensible value; what has a rule of it
     "overlong_cache_tokens": (1, math.inf),
     "save_every": (0, math.inf),
     "keep_checkpoints": (0, math.inf),
+    "plan_gpus": (1, math.inf),
+    "plan_nodes": (1, math.inf),
+    "plan_gpu_memory_gib": (TINY, math.inf),
+    "plan_host_memory_gib": (TINY, math.inf),
+    "plan_network_gb_s": (TINY, math.inf),
+    "plan_rows": (1, math.inf),
+    "plan_flops_share": (TINY, 1),
+    "plan_memory_share": (TINY, 1),
+    "plan_link_share": (TINY, 1),
+    "plan_length_share": (TINY, 1),
 }
 
 

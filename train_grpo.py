@@ -25,6 +25,7 @@ import checkpoint
 from algorithm import add_algorithm_flags, describe_algorithm
 from batch import Rollout
 from data import PromptData, add_data_flags
+from dry_run import add_dry_run_flags, dry_run
 from evaluate import evaluate, gather_grades, submit_to
 from fsdp_utils import World, close_world, exit_with_error, gather_from_ranks, init_world, is_main_process, shard
 from inputs import check_and_load_data, prepare_data
@@ -143,6 +144,7 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     add("--eval_max_completion_tokens", type=int, nargs="+", help="limit in evaluation; for all or each; default: the training's")
     add("--save_every", type=int, default=0, help="write a checkpoint after every so many steps; after the last there always is one")
     add("--keep_checkpoints", type=int, default=3, help="remove older checkpoints beyond so many; 0: keep all")
+    add_dry_run_flags(parser)
     args = parser.parse_args(argv)
     if args.prompts_per_update is None:
         args.prompts_per_update = args.prompts_per_step
@@ -215,6 +217,8 @@ def finish(out_dir: Path, last_step: int, log: RunLog) -> None:
 def main() -> None:
     args = parse_flags()
     try:
+        if args.dry_run:
+            sys.exit(dry_run(args))
         inputs = check_and_load_data(args)
         out_dir = Path(args.out_dir)
         lock = checkpoint.open_run_folder(out_dir, vars(args)) if is_main_process() else None

@@ -11,7 +11,7 @@ number of which the parameter is the upper half, rounded: the two together are t
 moment is rounded stochastically: rounded to nearest, v * 0.999 is v again in bf16, and v never decays. The arithmetic is fp32 and
 torch's own fused AdamW.
 
-Why not a library: torch-optimi 0.3.3 (Kahan, both moments rounded to nearest) runs under FSDP2, but in 1,000 updates of 1e-6 its
+Why not a library: with torch-optimi 0.3.3 (Kahan, both moments rounded to nearest), in 1,000 updates of 1e-6,
 parameters between 1 and 2 did not move and the compensation took up half, and its v stayed at 3.6 times the right one; torchao's
 stochastically rounded AdamW needs torch.compile. Neither streams its state from the host.
 """

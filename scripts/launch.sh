@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sourced by the launch scripts, in the repository's root: sets up (setup.sh) and defines `launch train_grpo.py FLAGS`.
 # NGPU: ranks on this node, one per GPU (on CPU: processes). Several nodes: the same command on each, with NNODES, NODE_RANK
-# (0 to NNODES - 1) and MASTER_ADDR (the first node's address; MASTER_PORT: a free port there).
+# (0 to NNODES - 1) and MASTER_ADDR (the first node's address; MASTER_PORT: a free port there). With --dry_run nothing is started.
 set -euo pipefail
 source scripts/setup.sh
 
@@ -13,7 +13,12 @@ if [ "$NUM_GPUS" -eq 0 ]; then
 fi
 
 launch() {
-    local rendezvous=(--standalone)
+    local rendezvous=(--standalone) flag
+    for flag in "$@"; do
+        if [ "$flag" = --dry_run ]; then # one process, on any machine, for the ranks that there would be
+            exec python "$@" --plan_gpus $((NNODES * NGPU)) --plan_nodes "$NNODES"
+        fi
+    done
     if [ "$NNODES" -gt 1 ]; then
         : "${NODE_RANK:?NNODES=$NNODES needs NODE_RANK: 0 on the first node, 1 on the next}"
         : "${MASTER_ADDR:?NNODES=$NNODES needs MASTER_ADDR: the address of the first node}"

@@ -12,7 +12,16 @@ import train_grpo
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted(ROOT.glob("*.py"))
-GRADERS = {"reward.py", "verifiers.py", "answer.py", "math_text.py", "math_value.py", "math_equal.py", "ifeval.py", "workers.py"}  # text in, number out
+GRADERS = {
+    "reward.py",
+    "verifiers.py",
+    "answer.py",
+    "math_text.py",
+    "math_value.py",
+    "math_equal.py",
+    "ifeval.py",
+    "workers.py",
+}  # text in, number out
 
 
 def imports(path: Path) -> set[str]:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GRPO on QwQ-32B, all weights. Source: the EasyR1 document. Hardware: 1 node x 8 H100 80 GB.
 # Time and result: not in the source, which ran out of GPU memory, and with everything offloaded out of 512 GB of host RAM.
-# What is done about it: bf16 parameters with a Kahan-compensated AdamW, the reference offloaded, sleep level 2, no full logits.
+# What is done about it: bf16 parameters updated as fp32 ones (10 bytes each), the reference offloaded, sleep level 2, no full logits.
 # Evaluation: MODEL=runs/qwq32b_8xh100/step_100 bash scripts/eval_qwq32b.sh.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -5,6 +5,7 @@ import os
 import re
 import socket
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -22,9 +23,9 @@ def start_script(run_dir: Path, policy: Path, *flags: str, **settings: object) -
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def run_script(run_dir: Path, policy: Path, *flags: str) -> str:
+def run_script(run_dir: Path, policy: Path, *flags: str, **settings: object) -> str:
     """What it prints."""
-    script = start_script(run_dir, policy, *flags)
+    script = start_script(run_dir, policy, *flags, **settings)
     stdout, stderr = script.communicate()
     assert script.returncode == 0, stdout[-3000:] + stderr[-3000:]
     return stdout
@@ -71,14 +72,28 @@ def test_the_readme_has_the_recipes():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "flags"), RECIPES, ids=[name for name, _ in RECIPES])
-def test_each_recipe_of_the_readme_trains_on_the_main_job(name, flags, job, tmp_path):
-    limits = ["--total_steps", "2", "--eval_samples", "1", "--prompts_per_step", "16", "--prompts_per_update", "8"]
-    if "--overlong_cache_tokens" in flags:  # 4,096 tokens are more than this job's completions have
-        limits += ["--reward", "exact,length", "--overlong_cache_tokens", "16"]
-    said = run_script(tmp_path / "run", job / "policy", *flags.split(), *limits)
+@pytest.fixture(scope="module")
+def recipe_runs(job, tmp_path_factory):
+    """Name -> (what the run printed, its folder): each recipe of the README on one rank, two of them at a time."""
+    folder = tmp_path_factory.mktemp("recipes")
+
+    def run(recipe: tuple[str, str]) -> tuple[str, tuple[str, Path]]:
+        name, flags = recipe
+        limits = ["--total_steps", "2", "--eval_samples", "1", "--prompts_per_step", "16", "--prompts_per_update", "8"]
+        if "--overlong_cache_tokens" in flags:  # 4,096 tokens are more than this job's completions have
+            limits += ["--reward", "exact,length", "--overlong_cache_tokens", "16"]
+        run_dir = folder / name.replace(" ", "_")
+        return name, (run_script(run_dir, job / "policy", *flags.split(), *limits, NGPU=1, OMP_NUM_THREADS=1), run_dir)
+
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        return dict(pool.map(run, RECIPES))
+
+
+@pytest.mark.parametrize("name", [name for name, _ in RECIPES])
+def test_each_recipe_of_the_readme_trains_on_the_main_job(name, recipe_runs):
+    said, run_dir = recipe_runs[name]
     assert "algorithm: advantage" in said
-    metrics = metrics_of(tmp_path / "run")
+    metrics = metrics_of(run_dir)
     assert list(metrics) == [0, 1, 2]
     for step in (1, 2):
         assert metrics[step]["optim/skipped_updates"] == 0

@@ -133,15 +133,15 @@ class MemoryPolicy:
 
 
 def memory_policy(args: Namespace) -> MemoryPolicy:
-    """The flags as a MemoryPolicy: the only place that knows their names. A flag that this version of the code lacks has its default."""
+    """The flags as a MemoryPolicy: the only place of the planner that knows their names."""
     return MemoryPolicy(
-        param_dtype=getattr(args, "param_dtype", "float32"),
-        offload=getattr(args, "offload", "none"),
-        offload_reference=getattr(args, "offload_reference", False),
+        param_dtype=args.param_dtype,
+        offload=args.offload,
+        offload_reference=args.offload_reference,
         gradient_checkpointing=args.gradient_checkpointing,
-        lora_rank=getattr(args, "lora_rank", 0),
-        lora_dropout=getattr(args, "lora_dropout", 0.0),
-        lora_targets=tuple(getattr(args, "lora_targets", None) or PROJECTIONS),
+        lora_rank=args.lora_rank,
+        lora_dropout=args.lora_dropout,
+        lora_targets=tuple(args.lora_targets or PROJECTIONS),
     )
 
 

@@ -68,7 +68,7 @@ def test_every_key_of_the_written_cases_can_be_used(grader):
 def test_hostile_completions_are_wrong_and_cost_at_most_their_time(completion, key, grader):
     start = time.monotonic()
     hostile, fine = grader.grade([Case(completion, key), Case(f"\\boxed{{{key}}}", key)])
-    assert time.monotonic() - start < 3 * TIMEOUT + 2  # a busy machine that lets a worker wait gives it up to three time-outs
+    assert time.monotonic() - start < TIMEOUT + 2
     assert not hostile.is_right and hostile.reward == 0.0
     assert fine.is_right
 
@@ -163,7 +163,7 @@ COMPLETIONS = st.one_of(
 def test_no_generated_completion_hangs_crashes_or_escapes_the_time_out(completion, boxed, grader):
     start = time.monotonic()
     (grade,) = grader.grade([Case(f"\\boxed{{{completion}}}" if boxed else completion, "\\frac{7}{2}")])
-    assert time.monotonic() - start < 3 * TIMEOUT + 2  # a busy machine that lets a worker wait gives it up to three time-outs
+    assert time.monotonic() - start < TIMEOUT + 2
     assert grade.status in ("ok", "timeout"), (completion, grade.status)
 
 

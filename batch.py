@@ -12,6 +12,7 @@ A step samples one `Rollout`; `plan_micro_batches` decides which rank trains whi
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -137,26 +138,41 @@ def from_positions(rollout: Rollout, batch: Batch, values_N: Tensor) -> dict[int
     return {b: values[len(rollout.prompts[b]) - 1 :].numpy() for b, values in pieces}
 
 
-def plan_micro_batches(lengths: np.ndarray, num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
+def training_costs(lengths: np.ndarray, parity_length: float) -> np.ndarray:
+    """What each sequence costs, in tokens' worth of matrix products: attention adds length^2 / `parity_length` (`Policy.parity_length`)."""
+    return lengths * (1.0 + lengths / parity_length)
+
+
+def plan_micro_batches(lengths: np.ndarray, num_ranks: int, max_tokens: int, parity_length: float = math.inf) -> list[list[list[int]]]:
     """Which rank trains which sequences together: plan[rank][micro] is a list of indices into `lengths`.
 
-    No micro-batch holds more than `max_tokens` positions, ever. Every rank gets the same number of micro-batches, the fewest that
-    the cap allows (some may be empty), so the collectives of the ranks always match. Longest-first into the emptiest bin balances
-    them; the bins of similar size then meet in the same micro step, because ranks wait for each other there.
-    The plan is a function of its arguments: every rank computes the whole of it, nothing is communicated.
+    No micro-batch holds more than `max_tokens` positions, ever. Every rank gets the same number of micro-batches, about the fewest that
+    the cap allows (some may be empty), so the collectives of the ranks always match. The costliest sequence first, into the cheapest bin
+    that has room: that balances the bins by cost; those of similar cost then meet in the same micro step, because ranks wait for each
+    other there. The plan is a function of its arguments: every rank computes the whole of it, nothing is communicated.
     """
-    assert len(lengths) > 0 and max(lengths) <= max_tokens, "the token cap is checked against the length limits at the start"
-    longest_first = np.argsort(-np.asarray(lengths), kind="stable").tolist()
-    num_micros = -(-int(sum(lengths)) // (max_tokens * num_ranks))
-    while True:
-        bins: list[list[int]] = [[] for _ in range(num_micros * num_ranks)]
-        loads = np.zeros(len(bins), dtype=np.int64)
-        for index in longest_first:
-            emptiest = int(loads.argmin())
-            bins[emptiest].append(index)
-            loads[emptiest] += lengths[index]
-        if loads.max() <= max_tokens:
-            break
-        num_micros += 1  # ends: with one sequence per bin the load is at most the longest sequence
-    largest_first = np.argsort(-loads, kind="stable").tolist()
-    return [[bins[b] for b in largest_first[rank::num_ranks]] for rank in range(num_ranks)]
+    lengths = np.asarray(lengths)
+    assert len(lengths) > 0 and lengths.max() <= max_tokens, "the token cap is checked against the length limits at the start"
+    costs = training_costs(lengths, parity_length)
+    longest_first = np.argsort(-lengths, kind="stable").tolist()
+    num_bins = max(-(-int(lengths.sum()) // max_tokens), int((2 * lengths > max_tokens).sum()))  # of those no two fit together
+    num_micros = -(-num_bins // num_ranks)
+    while (bins := _fill_bins(lengths, costs, longest_first, num_micros * num_ranks, max_tokens)) is None:
+        num_micros += max(1, num_micros // 50)  # ends: with a bin for each sequence they fit
+    bin_costs = np.array([costs[members].sum() for members in bins])
+    costliest_first = np.argsort(-bin_costs, kind="stable").tolist()
+    return [[bins[b] for b in costliest_first[rank::num_ranks]] for rank in range(num_ranks)]
+
+
+def _fill_bins(lengths: np.ndarray, costs: np.ndarray, order: list[int], num_bins: int, max_tokens: int) -> list[list[int]] | None:
+    """Each sequence, in this order, in the cheapest bin that has room for it; None if there is none."""
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    room, bin_costs = np.full(num_bins, max_tokens), np.zeros(num_bins)
+    for index in order:
+        cheapest = int(np.where(room >= lengths[index], bin_costs, np.inf).argmin())
+        if room[cheapest] < lengths[index]:
+            return None
+        bins[cheapest].append(index)
+        room[cheapest] -= lengths[index]
+        bin_costs[cheapest] += costs[index]
+    return bins

@@ -33,20 +33,11 @@ from memory import (
 )  # fmt: skip
 from plan import Plan, check_flags, check_model, make_plan
 from roofline import Shares, micro_batches, phase_seconds, step_seconds, traffic
-from shapes import GIB, Hardware, RunShape, Setup, memory_policy, shape_of
+from shapes import GIB, GPUS, Hardware, RunShape, Setup, memory_policy, shape_of
 from sources import parse_source
 
 TABLE = Path(__file__).parent / "models.json"
 TRACED_LAYERS = 8  # all peaks are linear in the number of layers, so a few tell as much as all of them, in seconds
-# Name -> memory that a process can take (GiB), dense bf16 TFLOP/s, memory TB/s, and GB/s one way to the other GPUs and to the host, from
-# the data sheets.
-GPUS = {
-    "H100-80GB": (79.0, 989, 3.35, 450, 55),
-    "H200-141GB": (139.5, 989, 4.8, 450, 55),
-    "A100-80GB": (79.0, 312, 2.04, 300, 25),
-    "A100-40GB": (39.3, 312, 1.56, 300, 25),
-    "L40S-48GB": (44.3, 362, 0.86, 25, 25),
-}
 ROWS = {  # of data sets that are not on the disk
     "hiyouga/math12k@train": 12_000,
     "hiyouga/math12k@test": 500,

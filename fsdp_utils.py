@@ -13,8 +13,10 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -187,6 +189,8 @@ def shard(root: nn.Module, layers: list[nn.Module], world: World, compute_dtype:
     offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if on_host else OffloadPolicy()
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    for layer, after in pairwise(layers):
+        layer.set_modules_to_forward_prefetch([after])  # the next layer is gathered while this one computes, as FSDP does backwards
     fully_shard(root, mesh=mesh, mp_policy=precision, offload_policy=offload)
     return torch.device("cpu") if on_host else world.device
 
@@ -212,6 +216,17 @@ def release_gathered(root: nn.Module) -> None:
     """Frees the root unit's gathered parameters, which FSDP keeps after a forward for a backward that will not come."""
     if isinstance(root, FSDPModule):
         root.reshard()
+
+
+def reduce_gradients(root: nn.Module, is_on: bool) -> None:
+    """Whether backward passes reduce their gradients over the ranks. Off: whole gradients are kept, and added up, until one does."""
+    if isinstance(root, FSDPModule):
+        root.set_requires_gradient_sync(is_on)
+
+
+def activations_on_host(is_on: bool) -> AbstractContextManager[object]:
+    """While it is open, what the backward pass needs is put into host RAM (page-locked on CUDA) and fetched when it is its turn."""
+    return torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()) if is_on else nullcontext()
 
 
 def full_tensor(parameter: Tensor, dtype: torch.dtype) -> Tensor:

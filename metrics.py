@@ -24,24 +24,41 @@ Metrics = dict[str, float]
 
 
 class PhaseTimer:
-    """Seconds per named phase of the current step."""
+    """Seconds per named phase of the current step; of the steps in `profile_steps` also a trace, which any Chrome trace viewer opens.
 
-    def __init__(self) -> None:
+    The traces are `folder`/step_N_rank_R.json.gz, one per rank, with the phases as named ranges, without checkpoint.
+    """
+
+    def __init__(self, profile_steps: list[int], folder: Path, rank: int) -> None:
         self.seconds: dict[str, float] = {}
         self.start = time.perf_counter()
+        self.profile_steps, self.folder, self.rank = profile_steps, folder, rank
+        self.profiler: torch.profiler.profile | None = None
+
+    def begin(self, step: int) -> None:
+        """Starts the trace if the step has one; `take` ends it."""
+        if step in self.profile_steps:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            file = self.folder / f"step_{step}_rank_{self.rank}.json.gz"
+            self.profiler = torch.profiler.profile(on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(file)))
+            self.profiler.start()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Adds the wall time of the block to `name`; on CUDA the queued work is waited for, so that it counts where it belongs."""
         start = time.perf_counter()
-        yield
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        with torch.profiler.record_function(name):
+            yield
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def take(self) -> Metrics:
         """`time/<phase>_s` of every phase since the last call, and the wall time since then as `time/step_s`."""
         now = time.perf_counter()
+        if self.profiler is not None:
+            self.profiler.stop()
+            self.profiler = None
         taken = {f"time/{name}_s": seconds for name, seconds in self.seconds.items()} | {"time/step_s": now - self.start}
         self.seconds, self.start = {}, now
         return taken
@@ -175,6 +192,8 @@ def console_line(step: int, total_steps: int, metrics: Metrics) -> str:
             parts.append(f"{label} {metrics[name]:{form}}")
     if metrics.get("optim/skipped_updates"):
         parts.append(f"SKIPPED UPDATES {metrics['optim/skipped_updates']:.0f}")
+    if "perf/update_mfu" in metrics:
+        parts.append(f"MFU {metrics['perf/update_mfu']:.0%}")
     times = [f"{name[5:-2]} {metrics[name]:.1f}" for name in phase_names(metrics) if metrics[name] >= 0.05]
     parts.append(f"{metrics['time/step_s']:.1f}s ({', '.join(times)})")
     parts += [f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/") and "/avg@" in name]
@@ -183,7 +202,7 @@ def console_line(step: int, total_steps: int, metrics: Metrics) -> str:
 
 def phase_names(metrics: Metrics) -> list[str]:
     """The `time/<phase>_s` among the names, without the whole step's."""
-    return [name for name in metrics if name.startswith("time/") and name != "time/step_s"]
+    return [name for name in metrics if name.startswith("time/") and name not in ("time/step_s", "time/rollout_tail_s")]
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, float]]:

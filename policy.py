@@ -131,6 +131,14 @@ class Policy(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
+        config = model.config.get_text_config()
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        matrices = sum(weight.numel() for layer in self.layers for weight in layer.parameters() if weight.ndim == 2)
+        matrices += model.get_output_embeddings().weight.numel()
+        # FLOPs of a forward pass: 2 a number of a matrix and token; causal attention 2 x length^2 x width a layer, as half is masked.
+        self.flops_per_token = 2 * matrices
+        # At this length attention costs as much as the matrices; flops_per_token x `batch.training_costs` is the sum of both.
+        self.parity_length = matrices / (len(self.layers) * config.num_attention_heads * head_dim)
 
     @property
     def layers(self) -> list[nn.Module]:

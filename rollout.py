@@ -16,6 +16,7 @@ import logging
 import os
 import random
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterable
 
@@ -69,6 +70,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.can_sleep = world.device.type == "cuda"
         self.is_asleep = False
+        self.seconds_E = np.zeros(world.num_engines)  # what each engine took for its share of the last call of `sample`
         if world.device.type == "cpu":
             torch._dynamo.config.disable = True  # vLLM's log-prob kernel would be compiled for 5 to 25 s, to no gain on CPU
         self.llm = LLM(
@@ -125,7 +127,9 @@ class Engine:
             if on_finished is not None and self.world.is_engine_leader:
                 on_finished(first_b + own_b, text, len(done.token_ids), done.finish_reason == "length")
 
+        start = time.perf_counter()
         completions, texts = self._run(own_prompts, params, description, report)
+        seconds = time.perf_counter() - start
         own = Rollout(
             prompts=own_prompts,
             completions=[np.array(done.token_ids, dtype=np.int32) for done in completions],
@@ -133,8 +137,9 @@ class Engine:
             texts=texts,
             is_truncated_B=np.array([done.finish_reason == "length" for done in completions], dtype=bool),
         )
-        parts = gather_from_ranks(own if self.world.is_engine_leader else None)
-        return Rollout.concatenate([part for part in parts if part is not None])
+        parts = [part for part in gather_from_ranks((own, seconds) if self.world.is_engine_leader else None) if part is not None]
+        self.seconds_E = np.array([seconds for _, seconds in parts])
+        return Rollout.concatenate([rollout for rollout, _ in parts])
 
     def _run(
         self, prompts: list[np.ndarray], params: SamplingParams, description: str, report: Callable[[int, CompletionOutput, str], None]

@@ -19,6 +19,16 @@ GIB = 1024**3
 COMPUTE = 2  # bytes of a bf16 number: trainer's arithmetic, engine, cache
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
+# Name -> memory that a process can take (GiB), dense bf16 TFLOP/s, memory TB/s, and GB/s one way to the other GPUs and to the host, from
+# the data sheets.
+GPUS = {
+    "H100-80GB": (79.0, 989, 3.35, 450, 55),
+    "H200-141GB": (139.5, 989, 4.8, 450, 55),
+    "A100-80GB": (79.0, 312, 2.04, 300, 25),
+    "A100-40GB": (39.3, 312, 1.56, 300, 25),
+    "L40S-48GB": (44.3, 362, 0.86, 25, 25),
+}
+
 
 @dataclass(frozen=True)
 class VisionShape:

@@ -37,6 +37,7 @@ from plan import Plan, learning_rate
 from policy import DTYPES, Policy, empty_policy
 from reward import Grade, add_reward_flags
 from sampling import Groups, choose_groups, draw_prompts, prompts_to_sample
+from throughput import throughput
 from update import add_advantages, add_logprobs, compute_advantages, gather_penalties, merge_updates, pack_updates, update_policy
 
 
@@ -133,6 +134,12 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add("--offload_reference", action="store_true", help="the reference's shards live in host RAM; each layer's is fetched as it is needed")
     add("--gradient_checkpointing", action="store_true", help="recompute each decoder layer in the backward pass instead of keeping it")
+    add("--offload_activations", action="store_true", help="what the backward pass needs waits in host RAM; beside checkpointing: less")
+    add(
+        "--reduce_gradients_once",
+        action="store_true",
+        help="per update, not per micro-batch: less traffic, for 4 bytes a trained parameter on every GPU",
+    )
     add("--timeout_minutes", type=float, default=30.0, help="a rank that waits longer than this for the others ends the run")
 
     add = parser.add_argument_group("evaluation and checkpoints, counted in steps").add_argument
@@ -144,6 +151,7 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     add("--eval_max_completion_tokens", type=int, nargs="+", help="limit in evaluation; for all or each; default: the training's")
     add("--save_every", type=int, default=0, help="write a checkpoint after every so many steps; after the last there always is one")
     add("--keep_checkpoints", type=int, default=3, help="remove older checkpoints beyond so many; 0: keep all")
+    add("--profile_steps", type=int, nargs="*", default=[], help="steps whose trace is written to OUT_DIR/profile, one file per rank")
     add_dry_run_flags(parser)
     args = parser.parse_args(argv)
     if args.prompts_per_update is None:
@@ -263,7 +271,7 @@ def main() -> None:
             metrics |= evaluate(engine, data, inputs.grader, settings, (args.seed, step, index), *where).metrics()
         return metrics
 
-    timer = PhaseTimer()
+    timer = PhaseTimer(args.profile_steps, out_dir / "profile", world.rank)
     if args.eval_before_training and first_step == 1:
         with timer.phase("evaluate"):
             metrics = evaluate_all(step=0)
@@ -271,7 +279,9 @@ def main() -> None:
 
     num_skipped_in_a_row = 0
     for step in range(first_step, last_step + 1):
+        timer.begin(step)
         rounds: list[Groups] = []  # one; with --dynamic_sampling as many as it takes to fill the step
+        engine_seconds: list[np.ndarray] = []
         while count := prompts_to_sample(rounds, args):
             # 1. Sample: every engine answers its share of the prompts, G times each; what is finished is graded meanwhile.
             with timer.phase("sample"):
@@ -282,6 +292,7 @@ def main() -> None:
                 options = (args.temperature, args.max_completion_tokens)
                 seed = (args.seed, step, 0, len(rounds))
                 rollout = engine.sample(prompts_P, args.group_size, seed, *options, on_finished=on_finished)
+                engine_seconds.append(engine.seconds_E)
 
             # 2. Reward: wait for the grades that are still missing, and share them.
             with timer.phase("reward"):
@@ -293,7 +304,7 @@ def main() -> None:
 
         # 3. Log-probs under weights that have not changed yet, where they are needed: by later updates, and for the KL to the reference.
         with timer.phase("pack"):
-            updates = pack_updates(trained.rollout, plan, args, world)
+            updates = pack_updates(trained.rollout, plan, args, world, policy.parity_length)
         with timer.phase("logprobs"):
             updates = add_logprobs(updates, policy, reference, args)
 
@@ -334,7 +345,7 @@ def main() -> None:
             rows_P = [train_data.rows[i] for i in sampled.indices_P]
             log.reward_failures(step, sampled.rollout, sampled.grades, rows_P, args.group_size)
         metrics |= timer.take()
-        metrics["perf/tokens_per_s"] = float(rollout.completion_lengths_B.sum() / metrics["time/step_s"])
+        metrics |= throughput(metrics, sampled.rollout, rollout, updates, engine_seconds, args, policy, world)
         log.log(step, metrics)
 
         # 9. Checkpoint: whole or not at all; and the curves. Its time is counted in the next step's line.

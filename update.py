@@ -6,6 +6,7 @@ Dimensions: `batch.py`.
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 from dataclasses import replace
 
@@ -15,16 +16,28 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import grpo
-from batch import Batch, Rollout, from_positions, pack, plan_micro_batches, to_positions
-from fsdp_utils import World, clip_grad_norm, gather_from_ranks, max_over_ranks, release_gathered, sum_over_ranks
+from batch import Batch, Rollout, from_positions, pack, plan_micro_batches, to_positions, training_costs
+from fsdp_utils import (
+    World,
+    activations_on_host,
+    clip_grad_norm,
+    gather_from_ranks,
+    max_over_ranks,
+    reduce_gradients,
+    release_gathered,
+    sum_over_ranks,
+)  # fmt: skip
 from lora import adapter_off
 from metrics import Metrics
 from plan import Plan
 from policy import Policy
 
 
-def pack_updates(rollout: Rollout, plan: Plan, args: Namespace, world: World) -> list[list[Batch]]:
-    """This rank's micro-batches of each update of one pass: consecutive prompts form an update, `plan_micro_batches` divides it."""
+def pack_updates(rollout: Rollout, plan: Plan, args: Namespace, world: World, parity_length: float = math.inf) -> list[list[Batch]]:
+    """This rank's micro-batches of each update of one pass: consecutive prompts form an update, `plan_micro_batches` divides it.
+
+    `parity_length`: the policy's, for the cost of attention; by default sequences cost what they have of tokens.
+    """
     constant = args.loss_constant_tokens or args.max_completion_tokens
     shares = np.split(np.arange(plan.completions_per_step), plan.updates_per_pass)
     lengths_B = torch.from_numpy(rollout.trained_lengths_B)
@@ -32,7 +45,8 @@ def pack_updates(rollout: Rollout, plan: Plan, args: Namespace, world: World) ->
     rollout = replace(rollout, loss_weights_B=torch.cat(weights).numpy())
     updates = []
     for indices in shares:
-        micros = plan_micro_batches(rollout.sequence_lengths_B[indices], world.size, args.micro_batch_tokens)[world.rank]
+        lengths = rollout.sequence_lengths_B[indices]
+        micros = plan_micro_batches(lengths, world.size, args.micro_batch_tokens, parity_length)[world.rank]
         updates.append([pack(rollout, indices[micro].tolist()).to(world.device) for micro in micros])
     return updates
 
@@ -173,8 +187,11 @@ def update_policy(
     and optimizer untouched: `optim/skipped_updates` is then 1.
     """
     sums, extremes = [], []
-    for batch in batches:
-        logprobs_N, entropies_N = policy(batch, args.temperature, args.entropy_coef != 0)
+    for i, batch in enumerate(batches):
+        if args.reduce_gradients_once:
+            reduce_gradients(policy, i == len(batches) - 1)
+        with activations_on_host(args.offload_activations):
+            logprobs_N, entropies_N = policy(batch, args.temperature, args.entropy_coef != 0)
         old_logprobs_N = logprobs_N.detach() if is_first and not args.lora_dropout else batch.old_logprobs_N
         loss_N, means, maxima = total_loss(batch, logprobs_N, old_logprobs_N, entropies_N, args)
         loss = grpo.masked_sum(loss_N * batch.loss_weights_N, batch.loss_mask_N)
@@ -195,7 +212,14 @@ def update_policy(
     metrics["policy/ratio_min"] *= -1
     weight, weight_squared = metrics.pop("weight"), metrics.pop("weight_squared")
     metrics["policy/rollout_ess"] = weight**2 / weight_squared if weight_squared else 0.0  # (sum w)^2 / (n sum w^2)
-    return metrics | {"optim/grad_norm": grad_norm.item(), "optim/lr": rate, "optim/skipped_updates": float(not is_finite)}
+    metrics |= {"optim/grad_norm": grad_norm.item(), "optim/lr": rate, "optim/skipped_updates": float(not is_finite)}
+    return metrics | {"perf/update_idle_frac": idle_share(batches, policy, world)}
+
+
+def idle_share(batches: list[Batch], policy: Policy, world: World) -> float:
+    """The share of the update in which a rank waits for another, by cost: the ranks meet in each micro-batch, at its costliest."""
+    costs = torch.tensor([training_costs(np.array(batch.lengths_S), policy.parity_length).sum() for batch in batches])
+    return 1.0 - (sum_over_ranks(costs).sum() / (max_over_ranks(costs).sum() * world.size)).item()
 
 
 def merge_updates(updates: list[Metrics]) -> Metrics:

@@ -1,14 +1,16 @@
 """Run under torchrun: three updates under every memory policy, from the program's own flags.
 
-Writes {flags: (metrics of the updates, parameters, optimizer state of rank 0)}, and the devices and dtypes of what is kept.
+Writes {flags: (metrics of the updates, parameters, optimizer state of rank 0, number of reduce-scatters)}.
 
 torchrun --nproc_per_node 2 tests/distributed_offload.py POLICY_FOLDER OUTPUT_FILE
 """
 
 import sys
+from unittest.mock import Mock
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import train_grpo
@@ -25,6 +27,8 @@ POLICIES = [
     for dtype in ("float32", "bfloat16")
     for offload, reference in (("none", ""), ("optimizer", ""), ("all", " --offload_reference"))
 ]
+SMALL = "--micro_batch_tokens 20"  # several micro-batches an update
+POLICIES += [SMALL, f"{SMALL} --offload_activations --gradient_checkpointing", f"{SMALL} --reduce_gradients_once"]
 COMMON = "--train_data d --out_dir o --total_steps 1 --max_prompt_tokens 4 --max_completion_tokens 12 --micro_batch_tokens 40 --kl_coef 0.1"
 
 
@@ -37,17 +41,17 @@ def is_on_host(policy: Policy) -> bool:
     return answer
 
 
-def train(path: str, flags: str, world) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def train(path: str, flags: str, world) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], dict[str, torch.Tensor], int]:
     args = train_grpo.parse_flags(["--model", path, *COMMON.split(), *flags.split()])
     check_flags(args, world.size)
     policy, reference, optimizer = train_grpo.build_policy(args, world)
-    assert isinstance(optimizer, ChunkedAdamW) is (flags != POLICIES[0])
+    assert isinstance(optimizer, ChunkedAdamW) is (args.offload != "none" or args.param_dtype == "bfloat16")
     if isinstance(optimizer, ChunkedAdamW):
         assert optimizer.is_state_on_host is (args.offload == "optimizer")
     assert is_on_host(policy) is (args.offload == "all")
     assert is_on_host(reference) is args.offload_reference
     rollout = make_rollout()
-    metrics = []
+    metrics, num_before = [], reductions.call_count
     for _ in range(3):
         updates = add_advantages(pack_updates(rollout, Plan(8, 1, 1, 1, 1, 1, 0), args, world), rollout)
         (batches,) = add_logprobs(updates, policy, reference, args)
@@ -60,7 +64,11 @@ def train(path: str, flags: str, world) -> tuple[list[dict[str, float]], dict[st
         assert {tensor.is_cuda for tensor in big} == {args.offload == "none"}
         assert args.offload != "optimizer" or all(tensor.is_pinned() for tensor in big)
     parameters = {name: full.cpu() for name, full in merged_parameters(policy.model, torch.float32)}
-    return metrics, parameters, {name: tensor.cpu() for name, tensor in state.items()}
+    return metrics, parameters, {name: tensor.cpu() for name, tensor in state.items()}, reductions.call_count - num_before
+
+
+reductions = Mock(side_effect=dist.reduce_scatter_single)
+dist.reduce_scatter_single = reductions  # what FSDP calls: counted, and done
 
 
 def main(path: str, output: str) -> None:

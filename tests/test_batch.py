@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from batch import Rollout, from_positions, pack, plan_micro_batches, to_positions
+from batch import Rollout, from_positions, pack, plan_micro_batches, to_positions, training_costs
 from helpers import make_rollout as random_rollout
 
 RAGGED = [12, 7, 3, 11, 5, 9, 2, 6]
@@ -71,12 +71,45 @@ def test_five_sequences_of_3000_under_a_cap_of_4096_make_five_micro_batches():
     assert [len(micro) for micro in micros] == [1, 1, 1, 1, 1]
 
 
+def idle_share(plan: list[list[list[int]]], costs: np.ndarray) -> float:
+    """Of the ranks' time, what they spend waiting for the costliest micro-batch of each micro step."""
+    of_bins = np.array([[costs[micro].sum() for micro in micros] for micros in plan])
+    return 1 - of_bins.sum() / (of_bins.max(axis=0).sum() * len(plan))
+
+
 def test_micro_batches_of_the_same_step_are_of_similar_size_on_all_ranks():
     lengths = np.random.default_rng(1).lognormal(5, 0.6, size=512).astype(int).clip(1, 2048)
-    plan = plan_micro_batches(lengths, num_ranks=4, max_tokens=4096)
-    loads = np.array([[lengths[micro].sum() for micro in micros] for micros in plan])
-    idle = 1 - loads.sum() / (loads.max(axis=0).sum() * 4)
-    assert idle < 0.05
+    assert idle_share(plan_micro_batches(lengths, num_ranks=4, max_tokens=4096), lengths) < 0.05
+
+
+@pytest.mark.parametrize(
+    "num_sequences, mean, sigma, longest, num_ranks, max_tokens",
+    [
+        (640, 600, 0.8, 2048, 8, 16_384),
+        (640, 1500, 0.6, 4096, 8, 16_384),  # QwQ-32B's limits
+        (2048, 1200, 0.9, 9216, 16, 9216),  # SimpleRL's, the smallest cap that holds a sequence
+        (512, 8000, 0.8, 32_768, 8, 32_768),  # long reasoning
+        (64, 1500, 0.6, 4096, 8, 8192),
+    ],
+)
+def test_less_than_5_percent_of_the_update_is_waiting_by_cost(num_sequences, mean, sigma, longest, num_ranks, max_tokens):
+    rng = np.random.default_rng(0)
+    lengths = rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, num_sequences).astype(int).clip(8, longest)
+    parity_length = 70_000.0  # Qwen2.5-7B: 7.07e9 numbers in matrices / (28 layers x 3,584)
+    costs = training_costs(lengths, parity_length)
+    plan = plan_micro_batches(lengths, num_ranks, max_tokens, parity_length)
+    assert idle_share(plan, costs) < 0.03
+    assert max(lengths[micro].sum() for micros in plan for micro in micros) <= max_tokens
+    fewest = -(-lengths.sum() // (num_ranks * max_tokens))
+    assert len(plan[0]) <= fewest + 1
+
+
+def test_a_long_sequence_counts_for_more_than_its_tokens():
+    lengths = np.array([1000, 600, 500])  # by tokens 1000 | 600 + 500; with attention's cost the long one alone is more than both others
+    assert training_costs(lengths, 1000.0).tolist() == [2000, 960, 750]
+    ranks = plan_micro_batches(np.array([1000, 500, 500, 100]), 2, 2000, parity_length=100.0)
+    assert ranks == [[[0]], [[1, 2, 3]]]
+    assert plan_micro_batches(np.array([1000, 500, 500, 100]), 2, 2000)[0][0] == [0, 3]
 
 
 def test_a_sequence_above_the_cap_is_refused():

@@ -86,6 +86,7 @@ def test_loss_and_gradient_are_those_of_the_plain_formula_on_one_process(algorit
 def test_neither_cap_nor_order_nor_world_size_changes_any_metric(algorithm, results):
     everything = [metrics for found in results.values() for case, (metrics, _) in found[algorithm].items() if case != "three sequences"]
     assert len(everything) == 16
+    assert all(0 <= metrics.pop("perf/update_idle_frac") < 0.5 for metrics in everything), "the one that tells of the packing itself"
     for metrics in everything[1:]:
         assert metrics == pytest.approx(everything[0], abs=1e-5)
     first = everything[0]

@@ -16,7 +16,7 @@ def without_times(metrics: dict[str, float]) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def results(policy, tmp_path_factory):
-    """Flags -> (metrics of three updates, parameters, optimizer state of rank 0)."""
+    """Flags -> (metrics of three updates, parameters, optimizer state of rank 0, number of reduce-scatters)."""
     file = tmp_path_factory.mktemp("policies") / "results.pt"
     torchrun(2, "tests/distributed_offload.py", policy, file)
     return torch.load(file)
@@ -24,17 +24,19 @@ def results(policy, tmp_path_factory):
 
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
 def test_offloading_changes_no_bit(param_dtype, results):
-    metrics, parameters, state = results[f"--param_dtype {param_dtype} --offload none"]
+    metrics, parameters, state, _ = results[f"--param_dtype {param_dtype} --offload none"]
     assert all(update["optim/grad_norm"] > 0.05 for update in metrics)
     for other in (f"--param_dtype {param_dtype} --offload optimizer", f"--param_dtype {param_dtype} --offload all --offload_reference"):
         assert results[other][0] == metrics, other
-        for found, wanted in zip(results[other][1:], (parameters, state), strict=True):
+        for found, wanted in zip(results[other][1:3], (parameters, state), strict=True):
             assert found.keys() == wanted.keys()
             assert all(found[name].equal(tensor) for name, tensor in wanted.items()), other
 
 
 def test_bf16_parameters_follow_the_fp32_ones_and_take_10_bytes(results, policy):
-    (_, fp32, fp32_state), (_, bf16, bf16_state) = (results[f"--param_dtype {dtype} --offload none"] for dtype in ("float32", "bfloat16"))
+    (_, fp32, fp32_state, _), (_, bf16, bf16_state, _) = (
+        results[f"--param_dtype {dtype} --offload none"] for dtype in ("float32", "bfloat16")
+    )
     start = dict(AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).named_parameters())
     moved = torch.cat([(fp32[name] - start[name]).flatten() for name in start])
     apart = torch.cat([(bf16[name] - fp32[name]).flatten() for name in start])
@@ -44,6 +46,27 @@ def test_bf16_parameters_follow_the_fp32_ones_and_take_10_bytes(results, policy)
     count = sum(tensor.numel() for name, tensor in bf16_state.items() if name.endswith("exp_avg"))
     bytes_of_state = [sum(tensor.nbytes for tensor in state.values()) / count for state in (fp32_state, bf16_state)]
     assert bytes_of_state == pytest.approx([8, 6], abs=0.01)  # with a parameter and its gradient, of 4 or 2 bytes: 16 and 10
+
+
+SMALL = "--micro_batch_tokens 20"
+
+
+def test_activations_on_the_host_change_no_bit(results):
+    metrics, parameters, *_ = results[SMALL]
+    other_metrics, other_parameters, *_ = results[f"{SMALL} --offload_activations --gradient_checkpointing"]
+    assert other_metrics == metrics
+    assert all(other_parameters[name].equal(tensor) for name, tensor in parameters.items())
+
+
+def test_gradients_are_reduced_once_an_update_and_are_the_same(results):
+    metrics, parameters, _, num_reductions = results[SMALL]
+    other_metrics, other_parameters, _, other_reductions = results[f"{SMALL} --reduce_gradients_once"]
+    assert other_reductions == 3 * 3, "three updates, two layers and the rest"
+    assert num_reductions > other_reductions and num_reductions % other_reductions == 0, "otherwise once for each micro-batch"
+    for found, wanted in zip(other_metrics, metrics, strict=True):
+        assert found == pytest.approx(wanted, abs=2e-4, rel=0.01)  # bf16 arithmetic, summed in another order
+    for name, tensor in parameters.items():
+        assert (other_parameters[name] - tensor).abs().mean() < 1e-4, "of three updates of 1e-3"
 
 
 def test_a_bf16_run_continues_bit_for_bit_also_under_another_offload(policy, tmp_path):

@@ -1,11 +1,13 @@
 """The run's records: derived numbers, the append-only log, and the curves."""
 
+import gzip
 import json
 import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from data import Row
 from helpers import make_rollout
@@ -82,8 +84,8 @@ def test_the_console_line_shows_what_was_measured():
     assert line == "step  3/10 | reward 0.500 | 2.0s (sample 1.3) | eval/heldout/avg@4 0.750"
 
 
-def test_phases_add_up_and_start_afresh_each_step():
-    timer = PhaseTimer()
+def test_phases_add_up_and_start_afresh_each_step(tmp_path):
+    timer = PhaseTimer([], tmp_path, 0)
     for _ in range(2):
         with timer.phase("sample"):
             pass
@@ -91,6 +93,19 @@ def test_phases_add_up_and_start_afresh_each_step():
     assert first.keys() == {"time/sample_s", "time/step_s"}
     assert 0 <= first["time/sample_s"] <= first["time/step_s"]
     assert timer.take().keys() == {"time/step_s"}
+
+
+def test_a_step_to_profile_leaves_a_trace_with_its_phases(tmp_path):
+    timer = PhaseTimer([2], tmp_path / "profile", rank=3)
+    for step in (1, 2, 3):
+        timer.begin(step)
+        with timer.phase("update"):
+            torch.ones(8, 8) @ torch.ones(8, 8)
+        timer.take()
+    (file,) = (tmp_path / "profile").iterdir()
+    assert file.name == "step_2_rank_3.json.gz"
+    names = {event.get("name") for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]}
+    assert {"update", "aten::mm"} <= names
 
 
 def test_curves_are_drawn_also_where_values_are_missing(tmp_path):

@@ -23,6 +23,7 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from typing import TextIO
@@ -34,15 +35,15 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
-from fsdp_utils import World, wait_for_all
+from fsdp_utils import World, new_host_group, wait_for_all
 from lora import merged_parameters, save_adapter
 from policy import Policy
 
 # Flags that may differ when a run continues, because they do not change what its steps compute; so may those of the length of the run,
 # where the learning rate does not depend on it.
 FREE_FLAGS = {
-    "out_dir", "eval_every", "eval_before_training", "save_every", "keep_checkpoints", "timeout_minutes", "max_skipped_updates",
-    "reward_workers", "stop_after", "profile_steps",
+    "out_dir", "eval_every", "eval_before_training", "save_every", "keep_checkpoints", "async_checkpoint",
+    "timeout_minutes", "max_skipped_updates", "reward_workers", "stop_after", "profile_steps",
     "micro_batch_tokens", "gradient_checkpointing", "gpu_memory_utilization", "enforce_eager", "offload", "offload_reference",
     "offload_activations", "reduce_gradients_once",
     "dry_run", "json", "trace", "plan_gpus", "plan_nodes", "plan_gpu", "plan_gpu_memory_gib", "plan_host_memory_gib", "plan_network_gb_s",
@@ -146,55 +147,73 @@ def checkpoints(out_dir: Path) -> list[tuple[int, Path]]:
     return sorted((int(step), path) for step, path in found if step.isdigit())
 
 
-def save(
-    out_dir: Path,
-    step: int,
-    policy: Policy,
-    optimizer: Optimizer,
-    num_drawn: int,
-    tokenizer: PreTrainedTokenizerBase,
-    dtype: torch.dtype,
-    keep: int,
-    world: World,
-) -> None:
-    """Writes OUT_DIR/step_<step> and then removes the oldest checkpoints beyond `keep` (0 keeps all). All ranks call it.
+class Writer:
+    """Writes checkpoints: while the caller waits, or in the background, from a copy in host RAM. Every rank has one."""
 
-    The one that `final` points to is kept: a complete run that is being prolonged has a final policy all the time.
-    """
-    folder = out_dir / f"step_{step}"
-    unfinished = out_dir / f"unfinished_step_{step}"
-    if world.is_main:
-        for leftover in out_dir.glob("unfinished_step_*"):  # of a killed run
-            shutil.rmtree(leftover)
-    wait_for_all()
-    model_state, optimizer_state = get_state_dict(policy, optimizer)
-    dcp.save({"model": without_frozen(policy, model_state), "optimizer": optimizer_state}, checkpoint_id=unfinished / "trainer")
-    export(policy, tokenizer, unfinished, dtype, world)
-    save_adapter(policy, unfinished / "adapter", world)
-    if world.is_main:
+    def __init__(
+        self, out_dir: Path, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, keep: int, in_background: bool, world: World
+    ) -> None:
+        """`keep`: the oldest checkpoints beyond so many are removed; 0 keeps all. `dtype`: the exported policy's, that of the engine."""
+        self.out_dir, self.tokenizer, self.dtype, self.keep, self.world = out_dir, tokenizer, dtype, keep, world
+        self.group = new_host_group() if in_background else None
+        self.thread = ThreadPoolExecutor(max_workers=1) if in_background else None
+        self.pending: Future[None] | None = None
+
+    def save(self, step: int, policy: Policy, optimizer: Optimizer, num_drawn: int) -> None:
+        """Writes OUT_DIR/step_<step> and then removes the oldest ones. All ranks call it. One that is still being written is waited for.
+
+        The one that `final` points to is kept: a complete run that is being prolonged has a final policy all the time.
+        """
+        self.wait()
+        unfinished = self.out_dir / f"unfinished_step_{step}"
+        if self.world.is_main:
+            for leftover in self.out_dir.glob("unfinished_step_*"):  # of a killed run
+                shutil.rmtree(leftover)
+        wait_for_all()
+        model_state, optimizer_state = get_state_dict(policy, optimizer)
+        state = {"model": without_frozen(policy, model_state), "optimizer": optimizer_state}
+        weights = {}
+        for name, parameter in merged_parameters(policy.model, self.dtype):  # the whole model passes through the main process
+            if self.world.is_main:
+                weights[name] = parameter.to("cpu", copy=True)
+        save_adapter(policy, unfinished / "adapter", self.world)
+        if self.thread is None:
+            dcp.save(state, checkpoint_id=unfinished / "trainer")
+            self._complete(step, policy, weights, num_drawn)
+            wait_for_all()
+        else:
+            shards = dcp.async_save(state, checkpoint_id=unfinished / "trainer", process_group=self.group)  # returns with a copy made
+            self.pending = self.thread.submit(lambda: (shards.result(), self._complete(step, policy, weights, num_drawn)))
+
+    def wait(self) -> None:
+        """Returns when no checkpoint is being written any more, on any rank. Raises what went wrong in the background, a full disk, say."""
+        if self.pending is not None:
+            self.pending.result()
+            self.pending = None
+            wait_for_all()
+
+    def _complete(self, step: int, policy: Policy, weights: dict[str, Tensor], num_drawn: int) -> None:
+        """On the main process, when all shards are on the disk: what else belongs there, the name that can be trusted, the old ones."""
+        if not self.world.is_main:
+            return
+        folder, unfinished = self.out_dir / f"step_{step}", self.out_dir / f"unfinished_step_{step}"
+        export(policy, weights, self.tokenizer, unfinished, self.dtype)
         (unfinished / "trainer" / "progress.json").write_text(json.dumps({"prompts_drawn": num_drawn}) + "\n")
         if folder.exists():
             shutil.rmtree(folder)
         unfinished.rename(folder)
-        for _, old in checkpoints(out_dir)[: -keep if keep else 0]:
-            if old.name != (out_dir / "final").resolve().name:
+        for _, old in checkpoints(self.out_dir)[: -self.keep if self.keep else 0]:
+            if old.name != (self.out_dir / "final").resolve().name:
                 shutil.rmtree(old)
-    wait_for_all()
 
 
-def export(policy: Policy, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype, world: World) -> None:
-    """Writes the policy in Hugging Face format and in `dtype`, that of the engine; the whole model passes through the main process."""
-    state = {}
-    for name, parameter in merged_parameters(policy.model, dtype):
-        if world.is_main:
-            state[name] = parameter.cpu()
-    if world.is_main:
-        policy.model.save_pretrained(folder, state_dict=state)
-        config = copy.deepcopy(policy.model.config)
-        config.dtype = dtype  # save_pretrained wrote that of the fp32 masters
-        config.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-    wait_for_all()
+def export(policy: Policy, weights: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype) -> None:
+    """Writes the policy with these weights, which are in `dtype`, in Hugging Face format."""
+    policy.model.save_pretrained(folder, state_dict=weights)
+    config = copy.deepcopy(policy.model.config)
+    config.dtype = dtype  # save_pretrained wrote that of the fp32 masters
+    config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def load(folder: Path, policy: Policy, optimizer: Optimizer) -> int:

@@ -299,6 +299,11 @@ def map_over_ranks(function: Callable[[Item], Result], items: list[Item]) -> lis
     return [shares[i % world_size][i // world_size] for i in range(len(items))]
 
 
+def new_host_group() -> dist.ProcessGroup | None:
+    """A process group of all ranks for a thread of its own, over gloo: collectives of two threads must not meet in one group."""
+    return dist.new_group(backend="gloo") if dist.is_initialized() else None
+
+
 def wait_for_all() -> None:
     """Returns when every rank has come here."""
     if dist.is_initialized() and dist.get_world_size() > 1:

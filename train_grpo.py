@@ -151,6 +151,7 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     add("--eval_max_completion_tokens", type=int, nargs="+", help="limit in evaluation; for all or each; default: the training's")
     add("--save_every", type=int, default=0, help="write a checkpoint after every so many steps; after the last there always is one")
     add("--keep_checkpoints", type=int, default=3, help="remove older checkpoints beyond so many; 0: keep all")
+    add("--async_checkpoint", action="store_true", help="write them in the background, from a copy in host RAM, while training goes on")
     add("--profile_steps", type=int, nargs="*", default=[], help="steps whose trace is written to OUT_DIR/profile, one file per rank")
     add_dry_run_flags(parser)
     args = parser.parse_args(argv)
@@ -256,6 +257,7 @@ def main() -> None:
     dtype = DTYPES[args.dtype]
     max_model_len = args.max_prompt_tokens + max(args.max_completion_tokens, *args.eval_max_completion_tokens)
     engine = Engine(args.model, inputs.tokenizer, world, max_model_len, dtype, args.gpu_memory_utilization, args.enforce_eager, args.seed)
+    writer = checkpoint.Writer(out_dir, inputs.tokenizer, dtype, args.keep_checkpoints, args.async_checkpoint, world)
     num_drawn = 0  # prompts sampled so far, in the order of the data
     if saved:
         num_drawn = checkpoint.load(saved[-1][1], policy, optimizer)
@@ -351,9 +353,10 @@ def main() -> None:
         # 9. Checkpoint: whole or not at all; and the curves. Its time is counted in the next step's line.
         if is_last or (args.save_every and step % args.save_every == 0):
             with timer.phase("checkpoint"):
-                checkpoint.save(out_dir, step, policy, optimizer, num_drawn, inputs.tokenizer, dtype, args.keep_checkpoints, world)
+                writer.save(step, policy, optimizer, num_drawn)
                 log.plot()
 
+    writer.wait()
     finish(out_dir, last_step, log)
     log.say(f"done: {out_dir}/final holds the policy, {out_dir}/curves.png the curves")
     if inputs.grader is not None:

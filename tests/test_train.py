@@ -82,7 +82,7 @@ def reward(tmp_path_factory) -> str:
 def finished_run(policy, reward, tmp_path_factory) -> Path:
     """A run of four steps that nobody disturbed."""
     out_dir = tmp_path_factory.mktemp("runs") / "undisturbed"
-    torchrun(2, "train_grpo.py", *training_flags(policy, out_dir, reward=reward))
+    torchrun(2, "train_grpo.py", *training_flags(policy, out_dir, reward=reward, profile_steps=3))
     return out_dir
 
 
@@ -130,6 +130,7 @@ def test_the_run_folder_describes_itself(finished_run, policy):
         "step", "prompt", "answer", "completion", "reward", "reward_status", "read_as", "advantage", "is_truncated"
     }  # fmt: skip
     assert (finished_run / "curves.png").stat().st_size > 10_000
+    assert sorted(path.name for path in (finished_run / "profile").iterdir()) == [f"step_3_rank_{rank}.json.gz" for rank in (0, 1)]
     assert sorted(path.name for path in finished_run.glob("*step_*")) == ["step_2", "step_4"]
     assert (finished_run / "final").resolve() == (finished_run / "step_4").resolve()
 
@@ -207,7 +208,7 @@ def is_running(pid: int) -> bool:
 @pytest.mark.parametrize("way", ["Ctrl-C", "kill -9 of the launcher", "kill -9 of a rank"])
 def test_a_stopped_run_leaves_no_orphan_and_continues_bit_for_bit(way, finished_run, policy, reward, tmp_path):
     out_dir = tmp_path / "disturbed"
-    flags = training_flags(policy, out_dir, reward=reward)
+    flags = training_flags(policy, out_dir, reward=reward, async_checkpoint=None if "launcher" in way else True)
     launcher = subprocess.Popen(
         launch_command(2, "train_grpo.py", *flags),
         cwd=ROOT,

@@ -34,10 +34,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from algorithm import check_effects
-from fsdp_utils import World, full_tensor
+from fsdp_utils import World, full_tensor, full_tensors
 from policy import Policy
 
 NAME = "default"  # of the one adapter, for peft
+MERGED_ROWS = 1024  # of a matrix at a time, in fp32
 
 
 def add_lora_flags(parser: ArgumentParser) -> None:
@@ -135,22 +136,24 @@ def dropout_on(model: nn.Module, seed: tuple[int, ...], world: World) -> Iterato
 def merged_parameters(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """(name, full tensor) of each parameter of the model without adapter that computes the same: W + s B A in fp32, then in `dtype`.
 
-    Gathered one at a time as the consumer asks; all ranks must run through it together. Names are those of the base model. Without LoRA
-    these are the parameters themselves. Tied parameters come once, under their first name.
+    While the consumer uses one, the next one is gathered; all ranks must run through it together. Names are those of the base model.
+    Without LoRA these are the parameters themselves. Tied parameters come once, under their first name.
     """
     layers = {f"{name}.base_layer.weight": module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
-    for name, parameter in model.named_parameters():
-        if name in layers:
-            yield name.replace(".base_layer.", "."), _merged_weight(layers[name], dtype)
-        elif ".lora_" not in name:
-            yield name.replace(".base_layer.", "."), full_tensor(parameter, dtype)
+    named = [(name, parameter) for name, parameter in model.named_parameters() if ".lora_" not in name]
+    wanted = ((parameter, parameter.dtype if name in layers else dtype) for name, parameter in named)  # what is added to: as it is
+    for (name, _), full in zip(named, full_tensors(wanted), strict=True):
+        yield name.replace(".base_layer.", "."), _merged(layers[name], full, dtype) if name in layers else full
 
 
-def _merged_weight(layer: LoraLayer, dtype: torch.dtype) -> Tensor:
-    weight = layer.get_base_layer().weight
+def _merged(layer: LoraLayer, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum in new memory, some rows at a time: the fp32 copy of a whole matrix would be larger than what is gathered."""
     a, b = (full_tensor(part[NAME].weight, torch.float32) for part in (layer.lora_A, layer.lora_B))
-    merged = full_tensor(weight, weight.dtype).to(torch.float32, copy=True)  # gathered in its own dtype; never the parameter's own memory
-    return merged.addmm_(b, a, alpha=layer.scaling[NAME]).to(dtype)
+    merged = torch.empty_like(weight, dtype=dtype)
+    for start in range(0, len(weight), MERGED_ROWS):
+        rows = slice(start, start + MERGED_ROWS)
+        merged[rows] = torch.addmm(weight[rows].float(), b[rows], a, alpha=layer.scaling[NAME])
+    return merged
 
 
 def save_adapter(policy: Policy, folder: Path, world: World) -> None:

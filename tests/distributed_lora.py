@@ -10,9 +10,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
+import fsdp_utils
 from distributed_gradient import Recorder
 from fsdp_utils import World, close_world, init_world, shard
-from helpers import flags, make_rollout
+from helpers import HeldInSync, flags, make_rollout
 from lora import adapter_off, add_adapter, dropout_on, merged_parameters
 from plan import Plan
 from policy import Policy, load_policy
@@ -104,6 +105,10 @@ def main(path: str, output: str) -> None:
     found["merged"] = [(name, tensor.clone()) for name, tensor in merged_parameters(policy.model, torch.bfloat16)]
     for _ in range(100):
         engine.sync(merged_parameters(policy.model, torch.bfloat16))
+    held = HeldInSync(fsdp_utils)
+    engine.sync(held.stream(merged_parameters(policy.model, torch.bfloat16)))
+    layer_bytes = sum(2 * parameter.numel() for name, parameter in policy.layers[0].named_parameters() if ".lora_" not in name)
+    found["held in a sync, in layers"] = held.most / layer_bytes
     found["merged after"] = [(name, tensor.clone()) for name, tensor in merged_parameters(policy.model, torch.bfloat16)]
     after = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in policy.named_parameters()}
     found["parameters"], found["parameters after"] = whole, {name: parameter.detach() for name, parameter in after.items()}

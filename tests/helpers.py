@@ -7,7 +7,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -121,6 +122,29 @@ def training_flags(policy: Path, out_dir: Path, **changes: object) -> list[str]:
     } | changes
     parts = [[f"--{name}"] if value is True else [f"--{name}", str(value)] for name, value in flags.items() if value is not None]
     return [part for pair in parts for part in pair]
+
+
+class HeldInSync:
+    """Bytes of full parameters that are alive at a time, at most: those that are gathered, and what is streamed to the engine."""
+
+    def __init__(self, monkeypatch_target: object) -> None:
+        self.alive: dict[int, int] = {}
+        self.most = 0
+        begin = monkeypatch_target.begin_gather
+        monkeypatch_target.begin_gather = lambda *arguments: self.watch(begin(*arguments))
+
+    def watch(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = getattr(tensor, "elem", tensor).untyped_storage()
+        if id(storage) not in self.alive:
+            self.alive[id(storage)] = storage.nbytes()
+            weakref.finalize(storage, self.alive.pop, id(storage))
+            self.most = max(self.most, sum(self.alive.values()))
+        return tensor
+
+    def stream(self, named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in named:
+            yield name, self.watch(tensor)
+            del tensor
 
 
 def metrics_of(run_dir: Path) -> dict[int, dict[str, float]]:

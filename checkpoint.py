@@ -32,7 +32,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.optim import Optimizer
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from fsdp_utils import World, wait_for_all
 from lora import merged_parameters, save_adapter
@@ -151,7 +151,7 @@ def save(
     policy: Policy,
     optimizer: Optimizer,
     num_drawn: int,
-    tokenizer: PreTrainedTokenizerBase,
+    processor: PreTrainedTokenizerBase | ProcessorMixin,
     dtype: torch.dtype,
     keep: int,
     world: World,
@@ -168,7 +168,7 @@ def save(
     wait_for_all()
     model_state, optimizer_state = get_state_dict(policy, optimizer)
     dcp.save({"model": without_frozen(policy, model_state), "optimizer": optimizer_state}, checkpoint_id=unfinished / "trainer")
-    export(policy, tokenizer, unfinished, dtype, world)
+    export(policy, processor, unfinished, dtype, world)
     save_adapter(policy, unfinished / "adapter", world)
     if world.is_main:
         (unfinished / "trainer" / "progress.json").write_text(json.dumps({"prompts_drawn": num_drawn}) + "\n")
@@ -181,7 +181,7 @@ def save(
     wait_for_all()
 
 
-def export(policy: Policy, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype, world: World) -> None:
+def export(policy: Policy, processor: PreTrainedTokenizerBase | ProcessorMixin, folder: Path, dtype: torch.dtype, world: World) -> None:
     """Writes the policy in Hugging Face format and in `dtype`, that of the engine; the whole model passes through the main process."""
     state = {}
     for name, parameter in merged_parameters(policy.model, dtype):
@@ -192,7 +192,7 @@ def export(policy: Policy, tokenizer: PreTrainedTokenizerBase, folder: Path, dty
         config = copy.deepcopy(policy.model.config)
         config.dtype = dtype  # save_pretrained wrote that of the fp32 masters
         config.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        processor.save_pretrained(folder)
     wait_for_all()
 
 

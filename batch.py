@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vision import PromptImages
+
 
 @dataclass(frozen=True)
 class Rollout:
@@ -29,6 +31,7 @@ class Rollout:
     rollout_logprobs: list[np.ndarray]  # float32, the engine's own log-probabilities of the completion tokens (at its temperature)
     texts: list[str]  # the completions as text, without special tokens
     is_truncated_B: np.ndarray  # bool: stopped by the length limit, not by the model
+    images: list[PromptImages | None] | None = None  # of the prompts; None: no prompt has any
     rewards_B: np.ndarray | None = None  # float32
     is_right_B: np.ndarray | None = None  # bool: full marks from the first verifier of the reward
     is_trained_B: np.ndarray | None = None  # bool: false where a sequence is left out of the loss; None: all are trained
@@ -71,7 +74,7 @@ class Batch:
     """One packed micro-batch: S sequences laid end to end in N positions. Position n predicts `labels_N[n]`."""
 
     input_ids_N: Tensor  # int64
-    position_ids_N: Tensor  # int64, restart at 0 with each sequence
+    position_ids_N: Tensor  # int64, restart at 0 with each sequence; with images [3, N]: time, row, column
     labels_N: Tensor  # int64, the next token of the same sequence
     loss_mask_N: Tensor  # bool, true where the label is a completion token that is trained
     loss_weights_N: Tensor  # float32, what the position counts in the loss of the update
@@ -79,11 +82,15 @@ class Batch:
     rollout_logprobs_N: Tensor  # float32, the engine's; zero where the label is no completion token
     lengths_S: tuple[int, ...]  # positions per sequence; they add up to N
     indices_S: tuple[int, ...]  # which sequences of the rollout these are
+    is_image_N: Tensor | None = None  # bool, true where an image's embedding takes the place of the token's; None: no images
+    pixels: tuple[Tensor, ...] = ()  # of each image [patches, values], float32, on the host until a pass needs them
+    grids: tuple[tuple[int, int, int], ...] = ()  # of each image: 1, height and width in patches
     advantages_N: Tensor | None = None  # float32, zero where the label is no completion token; None: not known yet
     old_logprobs_N: Tensor | None = None  # float32, under the weights that sampled; None: not needed
     ref_logprobs_N: Tensor | None = None  # float32, under the reference; None: no KL term
 
     def to(self, device: torch.device) -> Batch:
+        """The batch on the device, but for pixel values: those of a whole step would be gigabytes."""
         moved = {name: value.to(device, non_blocking=True) for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **moved)
 
@@ -109,7 +116,7 @@ def pack(rollout: Rollout, indices: list[int]) -> Batch:
         masks.append((np.arange(length) >= len(prompt) - 1) & is_trained)  # the one mask
         positions.append(np.arange(length))
         lengths.append(length)
-    return Batch(
+    batch = Batch(
         input_ids_N=torch.from_numpy(np.concatenate(input_ids)).long(),
         position_ids_N=torch.from_numpy(np.concatenate(positions)).long(),
         labels_N=torch.from_numpy(np.concatenate(labels)).long(),
@@ -119,6 +126,25 @@ def pack(rollout: Rollout, indices: list[int]) -> Batch:
         rollout_logprobs_N=to_positions(rollout, indices, rollout.rollout_logprobs),
         lengths_S=tuple(lengths),
         indices_S=tuple(indices),
+    )
+    return _with_images(batch, [rollout.images[b] if rollout.images else None for b in indices])
+
+
+def _with_images(batch: Batch, images: list[PromptImages | None]) -> Batch:
+    """The batch with the images of its sequences, if there are any: pixel values, their places, and positions in three rows."""
+    if not any(images):
+        return batch
+    positions, is_image = [], []
+    for each, length in zip(images, batch.lengths_S, strict=True):
+        positions.append(np.tile(np.arange(length), (3, 1)) if each is None else each.positions(length))
+        flags = np.zeros(0, dtype=bool) if each is None else each.is_image()
+        is_image.append(np.pad(flags, (0, length - len(flags))))
+    return replace(
+        batch,
+        position_ids_N=torch.from_numpy(np.concatenate(positions, axis=1)).long(),
+        is_image_N=torch.from_numpy(np.concatenate(is_image)),
+        pixels=tuple(pixels for each in images if each for pixels in each.pixels()),
+        grids=tuple(grid for each in images if each for grid in each.grids),
     )
 
 

@@ -33,7 +33,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.optim import Optimizer
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from fsdp_utils import World, new_host_group, wait_for_all
 from lora import merged_parameters, save_adapter
@@ -151,10 +151,16 @@ class Writer:
     """Writes checkpoints: while the caller waits, or in the background, from a copy in host RAM. Every rank has one."""
 
     def __init__(
-        self, out_dir: Path, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, keep: int, in_background: bool, world: World
+        self,
+        out_dir: Path,
+        processor: PreTrainedTokenizerBase | ProcessorMixin,
+        dtype: torch.dtype,
+        keep: int,
+        in_background: bool,
+        world: World,
     ) -> None:
         """`keep`: the oldest checkpoints beyond so many are removed; 0 keeps all. `dtype`: the exported policy's, that of the engine."""
-        self.out_dir, self.tokenizer, self.dtype, self.keep, self.world = out_dir, tokenizer, dtype, keep, world
+        self.out_dir, self.processor, self.dtype, self.keep, self.world = out_dir, processor, dtype, keep, world
         self.group = new_host_group() if in_background else None
         self.thread = ThreadPoolExecutor(max_workers=1) if in_background else None
         self.pending: Future[None] | None = None
@@ -197,7 +203,7 @@ class Writer:
         if not self.world.is_main:
             return
         folder, unfinished = self.out_dir / f"step_{step}", self.out_dir / f"unfinished_step_{step}"
-        export(policy, weights, self.tokenizer, unfinished, self.dtype)
+        export(policy, weights, self.processor, unfinished, self.dtype)
         (unfinished / "trainer" / "progress.json").write_text(json.dumps({"prompts_drawn": num_drawn}) + "\n")
         if folder.exists():
             shutil.rmtree(folder)
@@ -207,13 +213,15 @@ class Writer:
                 shutil.rmtree(old)
 
 
-def export(policy: Policy, weights: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype) -> None:
+def export(
+    policy: Policy, weights: dict[str, Tensor], processor: PreTrainedTokenizerBase | ProcessorMixin, folder: Path, dtype: torch.dtype
+) -> None:
     """Writes the policy with these weights, which are in `dtype`, in Hugging Face format."""
     policy.model.save_pretrained(folder, state_dict=weights)
     config = copy.deepcopy(policy.model.config)
     config.dtype = dtype  # save_pretrained wrote that of the fp32 masters
     config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    processor.save_pretrained(folder)
 
 
 def load(folder: Path, policy: Policy, optimizer: Optimizer) -> int:

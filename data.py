@@ -9,7 +9,6 @@ data before training:
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import math
 import re
@@ -20,9 +19,10 @@ from pathlib import Path
 
 import numpy as np
 from jinja2 import TemplateError
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from sources import Record, name_of_source, read_records
+from vision import PromptImages, UnreadableImage, Vision, encoded_images, find_images, load_processor
 
 IMAGE = "<image>"  # in a prompt: the place of an image
 Messages = list[dict[str, object]]
@@ -67,6 +67,11 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
     add("--prompt_column", default="problem", help="column of the problem: a text, or messages; a dotted path reaches into nested objects")
     add("--answer_column", default="answer", help="column of the right answer, given to the reward; lists and objects become JSON text")
     add("--image_column", help="column of the images, one or a list: files, relative to the data, or encoded bytes; default: none")
+    add(
+        "--max_pixels",
+        type=int,
+        help="larger images are scaled down to so many pixels (Qwen2.5-VL: a token per 28 x 28); default: the processor's",
+    )
     add("--prompt_format", choices=["chat", "raw"], default="chat", help="chat: by the model's chat template; raw: the text as it is")
     add("--system_prompt", help="text, or a file of it; put first, in place of the data's own system message; default: the data's")
     add("--prompt_suffix", default="", help="appended to the last user message as it is: begin it with a space or a line break")
@@ -138,23 +143,6 @@ def _answer(value: object, name: str) -> str:
         raise UnusableRow(f"{name}: {error}") from None
 
 
-def _images(value: object, name: str, folder: Path) -> tuple[bytes, ...]:
-    """Encoded images of null, or one or a list of: path, bytes, {"bytes": ..., "path": ...} as in parquet files."""
-    from PIL import Image
-
-    images = []
-    for item in value if isinstance(value, list) else [] if value is None else [value]:
-        item = (item.get("bytes") or item.get("path")) if isinstance(item, dict) else item
-        try:
-            if not isinstance(item, (bytes, str)):
-                raise TypeError(f"{type(item).__name__} is neither a path nor bytes")
-            images.append(item if isinstance(item, bytes) else (folder / item).read_bytes())
-            Image.open(io.BytesIO(images[-1])).verify()
-        except (OSError, SyntaxError, TypeError, ValueError, Image.DecompressionBombError) as error:  # found by fuzzing PIL's readers
-            raise UnusableRow(f"{name} cannot be read as an image ({str(error)[:200]})") from None
-    return tuple(images)
-
-
 def _place_images(messages: Messages, num_images: int) -> Messages:
     """Each `<image>` in the user's texts becomes an image part; without any, the images come first in the last text."""
     num_markers = sum(message["content"].count(IMAGE) for message in messages if message["role"] == "user")
@@ -180,7 +168,10 @@ def make_row(record: Record, prompt_format: PromptFormat) -> Row:
     where, columns, folder = record
     images: tuple[bytes, ...] = ()
     if column := prompt_format.image_column:
-        images = _images(_look_up(record, column, "--image_column"), f"column {column!r}", folder)
+        try:
+            images = encoded_images(_look_up(record, column, "--image_column"), folder)
+        except UnreadableImage as error:
+            raise UnusableRow(f"column {column!r} cannot be read as an image ({str(error)[:200]})") from None
         columns = {name: value for name, value in columns.items() if name != column}  # they would travel with each completion to the reward
         messages = _place_images(messages, len(images))
     return Row(messages, answer, columns, where, images)
@@ -252,15 +243,24 @@ class PromptData:
     name: str
     rows: list[Row]
     texts: list[str]  # rendered prompts, what the model sees
-    prompts: list[np.ndarray]  # int32 token ids
+    prompts: list[np.ndarray]  # int32 token ids; as many image tokens as an image has embeddings
+    images: list[PromptImages | None]  # None: a prompt without any
     num_too_long: int
     excluded: list[tuple[str, str]]  # (where, reason) of rows that cannot be used
     shares: tuple[tuple[str, int, float], ...] = ()  # (name, rows, weight) of the mixed sources, if they have weights
 
     @staticmethod
-    def load(source: str, prompt_format: PromptFormat, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int, seed: int) -> PromptData:
-        """The usable rows whose prompt has at most `max_prompt_tokens` tokens (of text: images count as the template writes them).
+    def load(
+        source: str,
+        prompt_format: PromptFormat,
+        tokenizer: PreTrainedTokenizerBase,
+        max_prompt_tokens: int,
+        seed: int,
+        vision: Vision | None = None,
+    ) -> PromptData:
+        """The usable rows whose prompt has at most `max_prompt_tokens` tokens, those of images included.
 
+        Without `vision` images count as the template writes them: enough to look at data, not to train.
         Raises ValueError or FileNotFoundError if the source or a column is not there, or no row is left.
         """
         prompt_format = check_template(prompt_format, tokenizer)
@@ -277,15 +277,24 @@ class PromptData:
         # A chat template writes its own special tokens; a bare prompt gets the tokenizer's (a leading BOS, say), unless it has it already.
         has_special_tokens = prompt_format.prompt_format == "chat" or texts[0].startswith(tokenizer.bos_token or "\0")
         token_ids = tokenizer(texts, add_special_tokens=not has_special_tokens)["input_ids"]
-        kept = [i for i, ids in enumerate(token_ids) if len(ids) <= max_prompt_tokens]
+        prompts = [np.array(ids, dtype=np.int32) for ids in token_ids]
+        images, unusable = [None] * len(rows), {}
+        for i, row in enumerate(rows):
+            if vision is not None and (row.images or vision.image_token in prompts[i]):
+                try:
+                    images[i] = find_images(vision, row.images, prompts[i])
+                    prompts[i] = images[i].prompt
+                except ValueError as reason:
+                    unusable[i] = str(reason)
+        data = PromptData(name_of_source(source), rows, texts, prompts, images, 0, excluded).exclude(unusable)
+        kept = [i for i, prompt in enumerate(data.prompts) if len(prompt) <= max_prompt_tokens]
         if not kept:
-            limit = f"--max_prompt_tokens {max_prompt_tokens}; the shortest has {min(map(len, token_ids))} tokens"
-            raise ValueError(f"data {source!r}: all {len(rows)} prompts are longer than {limit}.")
-        data = PromptData(name_of_source(source), rows, texts, [np.array(ids, dtype=np.int32) for ids in token_ids], 0, excluded)
-        return replace(data._take(kept), num_too_long=len(rows) - len(kept))
+            limit = f"--max_prompt_tokens {max_prompt_tokens}; the shortest has {min(map(len, data.prompts))} tokens"
+            raise ValueError(f"data {source!r}: all {len(data.rows)} prompts are longer than {limit}.")
+        return replace(data._take(kept), num_too_long=len(data.rows) - len(kept))
 
     def _take(self, kept: list[int]) -> PromptData:
-        return replace(self, **{name: [getattr(self, name)[i] for i in kept] for name in ("rows", "texts", "prompts")})
+        return replace(self, **{name: [getattr(self, name)[i] for i in kept] for name in ("rows", "texts", "prompts", "images")})
 
     def exclude(self, reasons: dict[int, str]) -> PromptData:
         """Without the rows of these indices, which join `excluded`. Raises ValueError if none is left, of all or of a weighted source."""
@@ -361,8 +370,12 @@ def main() -> None:
     add_data_flags(parser)
     args = parser.parse_args()
     try:
-        prompt_format, tokenizer = prompt_format_of(args), AutoTokenizer.from_pretrained(args.model)
-        parts = [PromptData.load(source, prompt_format, tokenizer, args.max_prompt_tokens, args.seed) for source in args.data]
+        try:
+            config = AutoConfig.from_pretrained(args.model)
+        except (OSError, ValueError):
+            config = None  # a folder with a tokenizer alone: enough to look at texts
+        prompt_format, (tokenizer, vision) = prompt_format_of(args), load_processor(args, config)
+        parts = [PromptData.load(source, prompt_format, tokenizer, args.max_prompt_tokens, args.seed, vision) for source in args.data]
         mixture = PromptData.mix(parts, args.weights)
     except (ValueError, OSError) as error:
         sys.exit("error: " + " ".join(str(error).split()))

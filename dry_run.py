@@ -35,6 +35,7 @@ from plan import Plan, check_flags, check_model, make_plan
 from roofline import Shares, micro_batches, phase_seconds, step_seconds, traffic
 from shapes import GIB, GPUS, Hardware, RunShape, Setup, memory_policy, shape_of
 from sources import parse_source
+from vision import check_images
 
 TABLE = Path(__file__).parent / "models.json"
 TRACED_LAYERS = 8  # all peaks are linear in the number of layers, so a few tell as much as all of them, in seconds
@@ -120,13 +121,8 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
     check_whole_engines(args.tensor_parallel_size, sampling_ranks)
     check_flags(args, sampling_ranks)
     check_model(args, config)
+    check_images(args, config)
     model, policy = shape_of(config, args.model), memory_policy(args)
-    max_pixels = getattr(args, "max_pixels", None)
-    if model.vision and max_pixels and max_pixels // model.vision.pixels_per_token >= args.max_prompt_tokens:
-        raise ValueError(
-            f"--max_prompt_tokens {args.max_prompt_tokens} cannot hold an image of --max_pixels {max_pixels} = "
-            f"{max_pixels // model.vision.pixels_per_token} tokens and a prompt; raise the one or lower the other."
-        )
     unknown = set(policy.lora_targets) - set(model.projections)
     if unknown:
         raise ValueError(f"--lora_targets {' '.join(sorted(unknown))}: the dry run knows {', '.join(model.projections)}.")

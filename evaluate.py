@@ -23,11 +23,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from batch import Rollout
 from data import PromptData, add_data_flags, name_of_source, prompt_format_of
 from fsdp_utils import World, check_launch, exit_with_error, gather_from_ranks, init_world, is_engine_leader_process
 from reward import Case, Grade, Grader, add_reward_flags, grader_of, parse_reward
+from vision import Vision, load_processor, most_images
 
 if TYPE_CHECKING:  # importing vLLM takes seconds; the checks of bad input come first
     from rollout import Engine
@@ -143,6 +145,7 @@ def evaluate(
     on_finished = submit_to(grader, data, np.arange(len(data.rows)), settings.samples, settings.max_completion_tokens)
     rollout = engine.sample(
         data.prompts,
+        data.images,
         settings.samples,
         seed,
         settings.temperature,
@@ -243,9 +246,14 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def check_and_load(args: argparse.Namespace) -> tuple[list[Settings], list[PromptData], object, Grader | None, Path]:
-    """Settings, data, tokenizer, grader and output folder. Raises ValueError, OSError or RuntimeError for what is wrong with the input."""
-    from transformers import AutoConfig, AutoTokenizer
+def check_and_load(
+    args: argparse.Namespace,
+) -> tuple[list[Settings], list[PromptData], PreTrainedTokenizerBase, Vision | None, Grader | None, Path]:
+    """Settings, data, tokenizer, what reads images, grader and output folder.
+
+    Raises ValueError, OSError or RuntimeError for what is wrong with the input.
+    """
+    from transformers import AutoConfig
 
     check_launch(args.tensor_parallel_size, "bfloat16")
     parse_reward(args.reward)
@@ -260,24 +268,24 @@ def check_and_load(args: argparse.Namespace) -> tuple[list[Settings], list[Promp
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise ValueError(f"--out_dir {str(out_dir)!r} is there already and not empty; choose another.")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(args.model)
-        config = AutoConfig.from_pretrained(args.model).get_text_config()
+        config = AutoConfig.from_pretrained(args.model)
     except (OSError, ValueError) as error:
         raise ValueError(f"--model {args.model!r} is neither a folder with a model nor a model that the hub has: {error}") from None
+    tokenizer, vision = load_processor(args, config)
     longest = args.max_prompt_tokens + max(args.max_completion_tokens)
-    context = getattr(config, "max_position_embeddings", None)
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
     if context is not None and longest > context:
         raise ValueError(f"--max_prompt_tokens + --max_completion_tokens = {longest} is beyond the model's context of {context} tokens.")
     prompt_format = prompt_format_of(args)
-    sets = [PromptData.load(source, prompt_format, tokenizer, args.max_prompt_tokens, seed=0) for source in args.data]
+    sets = [PromptData.load(source, prompt_format, tokenizer, args.max_prompt_tokens, 0, vision) for source in args.data]
     grader = grader_of(args) if is_engine_leader_process(args.tensor_parallel_size) else None
-    return settings, sets, tokenizer, grader, out_dir
+    return settings, sets, tokenizer, vision, grader, out_dir
 
 
 def main() -> None:
     args = parse_flags()
     try:
-        settings, sets, tokenizer, grader, out_dir = check_and_load(args)
+        settings, sets, tokenizer, vision, grader, out_dir = check_and_load(args)
         world = init_world(args.tensor_parallel_size, timeout_minutes=600)
         sets = [without_bad_keys(data, grader, world) for data in sets]
         out_dir = gather_from_ranks(out_dir)[0]  # the time in its name is the main process's
@@ -294,7 +302,8 @@ def main() -> None:
 
     max_model_len = args.max_prompt_tokens + max(args.max_completion_tokens)
     options = (getattr(torch, args.dtype), args.gpu_memory_utilization, args.enforce_eager, args.seed)
-    engine = Engine(args.model, tokenizer, world, max_model_len, *options, load_weights=True)
+    images = (vision, most_images(image for data in sets for image in data.images))
+    engine = Engine(args.model, tokenizer, world, max_model_len, *options, *images, load_weights=True)
     results = []
     for index, (data, each) in enumerate(zip(sets, settings, strict=True)):
         results.append(evaluate(engine, data, grader, each, (args.seed, index), out_dir, world.is_main))

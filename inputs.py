@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from data import PromptData, prompt_format_of
 from evaluate import Settings, check_names, settings_per_set, without_bad_keys
@@ -14,6 +14,7 @@ from fsdp_utils import World, check_launch, is_engine_leader_process, launched_w
 from lora import check_lora
 from plan import Plan, check_flags, check_model, make_plan
 from reward import Grader, grader_of, parse_reward
+from vision import Vision, load_processor
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Inputs:
     """What is read and checked before any weight is."""
 
     tokenizer: PreTrainedTokenizerBase
+    vision: Vision | None  # of a model that sees
     train_parts: list[PromptData]
     eval_sets: list[PromptData]
     eval_settings: list[Settings]
@@ -41,19 +43,17 @@ def check_and_load_data(args: argparse.Namespace) -> Inputs:
         raise FileNotFoundError(f"--model {args.model!r}: no such folder, and not of the form of a hub id (owner/name).")
     try:
         model_config = AutoConfig.from_pretrained(args.model)
-        tokenizer = AutoTokenizer.from_pretrained(args.model)
     except (OSError, ValueError) as error:
         raise ValueError(f"--model {args.model!r} is neither a folder with a model nor a model that the hub has: {error}") from None
     check_model(args, model_config)
     check_lora(args, model_config)
-    if args.image_column is not None:
-        raise ValueError(f"--image_column {args.image_column!r}: images are read, but training on them is not implemented; leave it out.")
-    rules = (prompt_format_of(args), tokenizer, args.max_prompt_tokens)
-    train_parts = [PromptData.load(source, *rules, seed=args.seed) for source in args.train_data]
+    tokenizer, vision = load_processor(args, model_config)
+    rules = {"prompt_format": prompt_format_of(args), "tokenizer": tokenizer, "max_prompt_tokens": args.max_prompt_tokens, "vision": vision}
+    train_parts = [PromptData.load(source, **rules, seed=args.seed) for source in args.train_data]
     make_plan(args, len(PromptData.mix(train_parts, args.data_weights).rows))  # tells what is wrong with weights and numbers of rows
-    eval_sets = [PromptData.load(source, *rules, seed=0) for source in args.eval_data]  # the same problems whatever the run's seed
+    eval_sets = [PromptData.load(source, **rules, seed=0) for source in args.eval_data]  # the same problems whatever the run's seed
     grader = grader_of(args) if is_engine_leader_process(args.tensor_parallel_size) else None
-    return Inputs(tokenizer, train_parts, eval_sets, eval_settings, grader)
+    return Inputs(tokenizer, vision, train_parts, eval_sets, eval_settings, grader)
 
 
 def prepare_data(args: argparse.Namespace, inputs: Inputs, world: World) -> tuple[PromptData, list[PromptData], Plan]:

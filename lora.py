@@ -31,11 +31,11 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from algorithm import check_effects
 from fsdp_utils import World, full_tensor, full_tensors
-from policy import Policy
+from policy import Policy, model_from_config
 
 NAME = "default"  # of the one adapter, for peft
 MERGED_ROWS = 1024  # of a matrix at a time, in fp32
@@ -56,7 +56,7 @@ def check_lora(args: Namespace, config: PretrainedConfig) -> None:
     check_effects(args, add_lora_flags, [(("lora_alpha", "lora_dropout", "lora_targets"), args.lora_rank > 0, "--lora_rank above 0")])
     if args.lora_targets:
         with torch.device("meta"):  # names and shapes alone
-            model = AutoModelForCausalLM.from_config(config)
+            model = model_from_config(config)
         target_names(model, args.lora_targets)
 
 

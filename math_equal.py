@@ -275,8 +275,8 @@ def _same_equation(key: tuple[str, str], answer: tuple[str, str]) -> bool:
 
 
 def key_text(key: str) -> str:
-    """The answer in an answer key: the content of its last box, if it has one (a worked solution, say), else all of it."""
-    return (read_answer(key) or "") if re.search(r"\\(?:boxed|fbox)\b", key) else key
+    """The answer in an answer key: the content of its last box or <answer>, if it has one (a worked solution, say), else all of it."""
+    return (read_answer(key) or "") if re.search(r"\\(?:boxed|fbox)\b|<answer>", key) else key
 
 
 def key_problem(key: str) -> str | None:

@@ -28,6 +28,7 @@ TINY = 1e-9  # stands for "greater than 0"
 RANGES = {  # flag -> smallest and largest sensible value; what has a rule of its own is checked below
     "max_prompt_tokens": (1, math.inf),
     "max_completion_tokens": (1, math.inf),
+    "max_pixels": (1, math.inf),
     "prompts_per_step": (1, math.inf),
     "prompts_per_update": (1, math.inf),
     "total_steps": (1, math.inf),

@@ -17,7 +17,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from batch import Batch
 from loading import fill, without_storage
@@ -147,9 +154,10 @@ class Policy(nn.Module):
 
     def forward(self, batch: Batch, temperature: float, with_entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """(logprobs_N, entropies_N), float32: of the labels where the loss mask is true, zero (without gradient) elsewhere."""
+        inputs = {"inputs_embeds": self.embed(batch)[None]} if batch.pixels else {"input_ids": batch.input_ids_N[None]}
         output = self.model.get_decoder()(
-            input_ids=batch.input_ids_N[None],
-            position_ids=batch.position_ids_N[None],
+            **inputs,
+            position_ids=batch.position_ids_N.unsqueeze(-2),  # [1, N], with images [3, 1, N]
             use_cache=False,
             packing=make_packing(batch.lengths_S, batch.input_ids_N.device),
         )
@@ -160,18 +168,46 @@ class Policy(nn.Module):
         zeros_N = torch.zeros(len(mask_N), device=mask_N.device)
         return zeros_N.masked_scatter(mask_N, logprobs), zeros_N.masked_scatter(mask_N, entropies)
 
+    def embed(self, batch: Batch) -> Tensor:
+        """Shape [N, D]: embeddings of the tokens, and of the images in the place of theirs.
+
+        The tower is frozen, and its parameters are gathered with the rest of the root unit before this runs: a rank without images has
+        no collective to miss.
+        """
+        tower, device = tower_of(self.model), batch.input_ids_N.device
+        embedded_ND = self.model.get_input_embeddings()(batch.input_ids_N)
+        with torch.no_grad():
+            pixels = torch.cat([each.to(device, tower.dtype, non_blocking=True) for each in batch.pixels])
+            images = tower(pixels, grid_thw=torch.tensor(batch.grids, device=device)).pooler_output
+        return embedded_ND.masked_scatter(batch.is_image_N[:, None], images.to(embedded_ND.dtype))
+
+
+def tower_of(model: PreTrainedModel) -> nn.Module | None:
+    """The vision tower of Qwen2.5-VL; None of a model that sees nothing."""
+    return getattr(model.base_model, "visual", None)
+
+
+def model_from_config(config: PretrainedConfig, **options: object) -> PreTrainedModel:
+    """A new model of this architecture with its language-model head."""
+    auto = AutoModelForCausalLM if getattr(config, "vision_config", None) is None else AutoModelForImageTextToText
+    return auto.from_config(config, **options)
+
 
 def empty_policy(path: str, dtype: torch.dtype, gradient_checkpointing: bool = False) -> Policy:
     """The model described at `path` (a folder in Hugging Face format or a hub id), its parameters in `dtype` and without storage yet."""
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
     config = AutoConfig.from_pretrained(path)
+    sees = getattr(config, "vision_config", None) is not None
+    attention = {"text_config": "packed", "vision_config": "sdpa"} if sees else "packed"
     with without_storage():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="packed")
+        model = model_from_config(config, dtype=dtype, attn_implementation=attention)
     model.eval()  # as from_pretrained leaves it
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()  # transformers checkpoints in training mode only; the supported models have no dropout
+    if (tower := tower_of(model)) is not None:
+        tower.eval().requires_grad_(False)
     return Policy(model)
 
 

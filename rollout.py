@@ -19,6 +19,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine runs in this process: its weights and its seed are ours
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about tuning, dozens of lines per rank; one exception below
@@ -43,6 +44,7 @@ logging.getLogger("vllm.model_executor.model_loader.reload.inplace").setLevel(lo
 
 from batch import Rollout
 from fsdp_utils import World, gather_from_ranks
+from vision import PromptImages, Vision
 
 
 class Engine:
@@ -58,13 +60,15 @@ class Engine:
         gpu_memory_utilization: float,
         enforce_eager: bool,
         seed: int,
+        vision: Vision | None = None,
+        max_images: int = 0,
         load_weights: bool = False,
     ) -> None:
         """Builds the engine with random weights (`load_format="dummy"`): the first `sync` brings the policy's.
 
         That way the engine can never sample from anything but the policy, also after a resume, and the weights are read from disk
         once, by the trainer. `load_weights`: there is no trainer, the engine reads them itself. `max_model_len` is in tokens, prompt
-        and completion together.
+        and completion together. `vision` of a model that sees: its prompts have at most `max_images` images, scaled as the trainer's.
         """
         self.world = world
         self.tokenizer = tokenizer
@@ -73,6 +77,9 @@ class Engine:
         self.seconds_E = np.zeros(world.num_engines)  # what each engine took for its share of the last call of `sample`
         if world.device.type == "cpu":
             torch._dynamo.config.disable = True  # vLLM's log-prob kernel would be compiled for 5 to 25 s, to no gain on CPU
+        of_images = (
+            {"limit_mm_per_prompt": {"image": max_images, "video": 0}, "mm_processor_kwargs": {"size": vision.size}} if vision else {}
+        )
         self.llm = LLM(
             model=model_path,
             load_format="auto" if load_weights else "dummy",
@@ -86,11 +93,13 @@ class Engine:
             logprobs_mode="processed_logprobs",  # after the temperature: what the tokens were really drawn from
             seed=seed,  # external_launcher wants the same one on every rank; each call of sample() sets its own
             disable_log_stats=True,
+            **of_images,
         )
 
     def sample(
         self,
         prompts: list[np.ndarray],
+        images: list[PromptImages | None],
         num_samples: int,
         seed: tuple[int, ...],
         temperature: float,
@@ -101,8 +110,8 @@ class Engine:
     ) -> Rollout:
         """`num_samples` completions of each prompt, prompt-major, of at most `max_tokens` tokens; the same on every rank.
 
-        `prompts` are token ids, the same list on every rank; the engines take equal consecutive shares of it. `seed` is any tuple of
-        non-negative numbers (run, step, purpose): the result is a function of the weights, the arguments and the number of engines.
+        `prompts` are token ids, `images` theirs, the same lists on every rank; the engines take equal consecutive shares. `seed` is any
+        tuple of non-negative numbers (run, step, purpose): the result is a function of weights, arguments and number of engines.
         While the others are still sampled, the leader of the engine calls `on_finished(b, text, num_tokens, is_truncated)` for each
         finished completion; b is its index in the result.
         """
@@ -111,6 +120,7 @@ class Engine:
         # Keys and values of old weights, and of earlier calls: a cached prefix changes the shapes of the prefill and so the last bits.
         is_reset = self.llm.reset_prefix_cache()
         assert is_reset, "no request is under way between two calls"
+        self.llm.llm_engine.engine_core.reset_encoder_cache()  # embeddings of images: the same holds for them
         seed_everything(seed, self.world.engine_index)
         params = SamplingParams(
             temperature=temperature,
@@ -121,6 +131,7 @@ class Engine:
             detokenize=False,  # decoded when it is finished, in one go
         )
         own_prompts = [prompts[i] for i in share for _ in range(num_samples)]
+        inputs = [each for i in share for each in [_engine_input(prompts[i], images[i])] * num_samples]
         first_b = int(share[0]) * num_samples if len(share) else 0
 
         def report(own_b: int, done: CompletionOutput, text: str) -> None:
@@ -128,7 +139,7 @@ class Engine:
                 on_finished(first_b + own_b, text, len(done.token_ids), done.finish_reason == "length")
 
         start = time.perf_counter()
-        completions, texts = self._run(own_prompts, params, description, report)
+        completions, texts = self._run(own_prompts, inputs, params, description, report)
         seconds = time.perf_counter() - start
         own = Rollout(
             prompts=own_prompts,
@@ -139,22 +150,30 @@ class Engine:
         )
         parts = [part for part in gather_from_ranks((own, seconds) if self.world.is_engine_leader else None) if part is not None]
         self.seconds_E = np.array([seconds for _, seconds in parts])
-        return Rollout.concatenate([rollout for rollout, _ in parts])
+        everything = Rollout.concatenate([rollout for rollout, _ in parts])
+        return replace(everything, images=[each for each in images for _ in range(num_samples)])  # every rank has them: not gathered
 
     def _run(
-        self, prompts: list[np.ndarray], params: SamplingParams, description: str, report: Callable[[int, CompletionOutput, str], None]
+        self,
+        prompts: list[np.ndarray],
+        inputs: list[TokensPrompt],
+        params: SamplingParams,
+        description: str,
+        report: Callable[[int, CompletionOutput, str], None],
     ) -> tuple[list[CompletionOutput], list[str]]:
         """One completion per entry of `prompts`, and its text; each is reported when it is finished, with its index.
 
         One request per completion, not one with n per prompt: vLLM tells when a request is finished. They share the prompt's cache anyway.
         """
         first_id = next(self.llm.request_counter) + 1
-        self.llm.enqueue([TokensPrompt(prompt_token_ids=prompt.tolist()) for prompt in prompts], params, use_tqdm=False)
+        self.llm.enqueue(inputs, params, use_tqdm=False)
         finished: dict[int, tuple[CompletionOutput, str]] = {}
         with tqdm(total=len(prompts), desc=description, leave=False, disable=not (self.world.is_main and sys.stderr.isatty())) as bar:
             while self.llm.llm_engine.has_unfinished_requests():
                 for output in (output for output in self.llm.llm_engine.step() if output.finished):
                     index, (done,) = int(output.request_id) - first_id, output.outputs
+                    if output.prompt_token_ids != prompts[index].tolist():
+                        raise RuntimeError(f"the engine reads prompt {index} with other image tokens than the trainer: see vision.py")
                     finished[index] = done, self.tokenizer.decode(done.token_ids, skip_special_tokens=True)
                     report(index, *finished[index])
                     bar.update()
@@ -188,6 +207,13 @@ class Engine:
         self.llm.llm_engine.engine_core.shutdown()
         destroy_model_parallel()
         destroy_distributed_environment()
+
+
+def _engine_input(prompt: np.ndarray, images: PromptImages | None) -> TokensPrompt:
+    """What the engine reads. It repeats the token of each image by itself."""
+    if images is None:
+        return TokensPrompt(prompt_token_ids=prompt.tolist())
+    return TokensPrompt(prompt_token_ids=images.template_ids.tolist(), multi_modal_data={"image": images.decoded()})
 
 
 def _repack_head(model: nn.Module) -> None:

@@ -39,6 +39,7 @@ from reward import Grade, add_reward_flags
 from sampling import Groups, choose_groups, draw_prompts, prompts_to_sample
 from throughput import throughput
 from update import add_advantages, add_logprobs, compute_advantages, gather_penalties, merge_updates, pack_updates, update_policy
+from vision import most_images
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -256,8 +257,11 @@ def main() -> None:
     log.say(describe_parameters(policy, args))
     dtype = DTYPES[args.dtype]
     max_model_len = args.max_prompt_tokens + max(args.max_completion_tokens, *args.eval_max_completion_tokens)
-    engine = Engine(args.model, inputs.tokenizer, world, max_model_len, dtype, args.gpu_memory_utilization, args.enforce_eager, args.seed)
-    writer = checkpoint.Writer(out_dir, inputs.tokenizer, dtype, args.keep_checkpoints, args.async_checkpoint, world)
+    options = (max_model_len, dtype, args.gpu_memory_utilization, args.enforce_eager, args.seed)
+    max_images = most_images(images for data in [train_data, *eval_sets] for images in data.images)
+    engine = Engine(args.model, inputs.tokenizer, world, *options, inputs.vision, max_images)
+    processor = inputs.vision.processor if inputs.vision else inputs.tokenizer  # goes into the checkpoints
+    writer = checkpoint.Writer(out_dir, processor, dtype, args.keep_checkpoints, args.async_checkpoint, world)
     num_drawn = 0  # prompts sampled so far, in the order of the data
     if saved:
         num_drawn = checkpoint.load(saved[-1][1], policy, optimizer)
@@ -289,11 +293,11 @@ def main() -> None:
             with timer.phase("sample"):
                 indices_P = draw_prompts(train_data, step, num_drawn, count, args)
                 num_drawn += count
-                prompts_P = [train_data.prompts[i] for i in indices_P]
+                prompts_P, images_P = ([values[i] for i in indices_P] for values in (train_data.prompts, train_data.images))
                 on_finished = submit_to(inputs.grader, train_data, indices_P, args.group_size, args.max_completion_tokens)
                 options = (args.temperature, args.max_completion_tokens)
                 seed = (args.seed, step, 0, len(rounds))
-                rollout = engine.sample(prompts_P, args.group_size, seed, *options, on_finished=on_finished)
+                rollout = engine.sample(prompts_P, images_P, args.group_size, seed, *options, on_finished=on_finished)
                 engine_seconds.append(engine.seconds_E)
 
             # 2. Reward: wait for the grades that are still missing, and share them.

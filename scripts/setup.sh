@@ -17,7 +17,7 @@ case $DEVICE in
 esac
 
 # The mark is written last and holds what was installed: a stopped or outdated installation is done again.
-wanted="$DEVICE $(cat requirements.txt requirements-cpu.txt | sha256sum)"
+wanted="$DEVICE $(cat requirements.txt requirements-cpu.txt scripts/torchvision_on_cpu.py | sha256sum)"
 if [ "$(cat .venv/installed 2> /dev/null)" != "$wanted" ]; then
     PYTHON=${PYTHON:-$(command -v python3.11 || command -v python3.12 || command -v python3 || echo python3)}
     "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
@@ -36,6 +36,9 @@ if [ "$(cat .venv/installed 2> /dev/null)" != "$wanted" ]; then
             echo "this index has the CUDA build of torch only: installing the libraries it is linked to (several GB, see README)"
             .venv/bin/pip install --quiet --disable-pip-version-check "$(grep --only-matching '^torch==[^ ]*' requirements-cpu.txt)"
         fi
+        packages=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+        cp scripts/torchvision_on_cpu.py "$packages"
+        echo 'import torchvision_on_cpu' > "$packages/torchvision_on_cpu.pth" # run by every Python of .venv
     fi
     echo "$wanted" > .venv/installed
 fi

@@ -9,14 +9,27 @@ the columns of the original data set, as many rows as a step needs). Used by scr
 from __future__ import annotations
 
 import argparse
+import io
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
 import torch
+from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedTokenizerFast, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLProcessor,
+    Qwen2Config,
+    Qwen2VLImageProcessor,
+    Qwen2VLVideoProcessor,
+)
 
 Rows = list[dict[str, object]]
 
@@ -34,6 +47,13 @@ DEEPSEEK = (
     "{% elif message['role'] == 'assistant' %}<|Assistant|>{{ message['content'] }}{{ eos_token }}"
     "{% else %}{{ message['content'] }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|Assistant|>"
 )
+QWEN_VL = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{{ '<|vision_start|><|image_pad|><|vision_end|>' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endif %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+)
+VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 THINK = "<think>\n"  # QwQ and the distilled models: the template has opened it before the model says a word
 
 
@@ -51,6 +71,7 @@ class Setup:
 SETUPS = {
     "qwq32b_8xh100": Setup(CHATML + THINK, "<|im_end|>", ("<|im_start|>",), (520, 8), "math12k"),
     "deepseek32b_lora_8gpu": Setup(DEEPSEEK + THINK, "<|end|>", ("<|begin|>", "<|User|>", "<|Assistant|>"), (1010, 0), "numina_tir"),
+    "qwen25vl72b_lora_8xa100": Setup(QWEN_VL, "<|im_end|>", ("<|im_start|>", *VISION_TOKENS), (1000, 0), "open_r1_8k"),
     "tulu8b_rlvr_7plus1": Setup(TULU, "<|end_of_text|>", ("<|begin_of_text|>",), (520, 0), "rlvr"),
     "qwen7b_simplerl_2x8xh100": Setup(CHATML, "<|im_end|>", ("<|im_start|>",), (1030, 8), "simplerl"),
 }
@@ -67,6 +88,9 @@ def rows_of(schema: str, count: int, offset: int) -> Rows:
         elif schema == "numina_tir":
             solution = f"We add: \\[\\boxed{{{answer}}}\\]"
             rows.append({"problem": question, "solution": solution, "messages": [*user, {"role": "assistant", "content": solution}]})
+        elif schema == "open_r1_8k":
+            image = picture(i) if i % 3 else None  # every third row is a text
+            rows.append({"image": image, "problem": question, "solution": f"<think>I add.</think><answer>{answer}</answer>"})
         elif schema == "simplerl":
             text = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
             prompt, reward_model = [{"role": "user", "content": text}], {"style": "rule", "ground_truth": answer}
@@ -79,6 +103,13 @@ def rows_of(schema: str, count: int, offset: int) -> Rows:
                 row |= {"ground_truth": json.dumps({"func_name": "validate_no_commas"}), "constraint_type": "No Commas"}
             rows.append(row)
     return rows
+
+
+def picture(number: int) -> dict[str, object]:
+    """A plain image in one of a few sizes, as parquet files of the hub hold it."""
+    out = io.BytesIO()
+    Image.new("RGB", (40 + number % 3 * 30, 60), (number * 7 % 256, number * 31 % 256, 128)).save(out, "PNG")
+    return {"bytes": out.getvalue(), "path": None}
 
 
 def make_tokenizer(setup: Setup) -> PreTrainedTokenizerFast:
@@ -114,10 +145,38 @@ def make_config(setup: Setup, tokenizer: PreTrainedTokenizerFast) -> PretrainedC
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
+    if setup.chat_template == QWEN_VL:
+        ids = dict(zip(("vision_start", "vision_end", "image", "video"), tokenizer.convert_tokens_to_ids(VISION_TOKENS), strict=True))
+        rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]}
+        tower = {
+            "depth": 2,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_heads": 2,
+            "out_hidden_size": 128,
+            "fullatt_block_indexes": [1],
+        }
+        text = sizes | {"max_position_embeddings": 1024, "rope_parameters": rope}
+        return Qwen2_5_VLConfig(
+            text_config=text, vision_config=tower, tie_word_embeddings=False, **{f"{name}_token_id": i for name, i in ids.items()}
+        )
     if setup.schema == "rlvr":
         rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
         return LlamaConfig(**sizes, rope_parameters=rope | {"original_max_position_embeddings": 256})
     return Qwen2Config(**sizes)
+
+
+def make_model(setup: Setup, folder: Path) -> None:
+    """Random weights in bf16, and the tokenizer; of a model that sees, the processor, too."""
+    tokenizer = make_tokenizer(setup)
+    config = make_config(setup, tokenizer)
+    if not isinstance(config, Qwen2_5_VLConfig):
+        AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return
+    AutoModelForImageTextToText.from_config(config).to(torch.bfloat16).save_pretrained(folder)
+    parts = {"image_processor": Qwen2VLImageProcessor(), "video_processor": Qwen2VLVideoProcessor()}
+    Qwen2_5_VLProcessor(tokenizer=tokenizer, chat_template=tokenizer.chat_template, **parts).save_pretrained(folder)
 
 
 def main() -> None:
@@ -127,14 +186,14 @@ def main() -> None:
     args = parser.parse_args()
     setup = SETUPS[args.setup]
     torch.manual_seed(0)
-    tokenizer = make_tokenizer(setup)
-    AutoModelForCausalLM.from_config(make_config(setup, tokenizer)).to(torch.bfloat16).save_pretrained(args.out_dir / "model")
-    tokenizer.save_pretrained(args.out_dir / "model")
+    make_model(setup, args.out_dir / "model")
     (args.out_dir / "data").mkdir(exist_ok=True)
     offset = 0
     for split, count in zip(("train", "test"), setup.num_rows, strict=True):
         if count:
-            datasets.Dataset.from_list(rows_of(setup.schema, count, offset)).to_parquet(args.out_dir / "data" / f"{split}.parquet")
+            rows = datasets.Dataset.from_list(rows_of(setup.schema, count, offset))
+            rows = rows.cast_column("image", datasets.Image()) if "image" in rows.features else rows
+            rows.to_parquet(args.out_dir / "data" / f"{split}.parquet")
         offset += count
 
 

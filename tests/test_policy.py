@@ -2,10 +2,11 @@
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import policy as policy_module
 from batch import Batch, pack
@@ -15,11 +16,21 @@ from policy import load_policy
 from update import add_advantages, update_policy
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("folder", ["policy", "untied_policy"])
+def random_model(folder: Path, architecture: str) -> Path:
+    """A folder with a random model that has what is particular to its architecture: grouped queries, a norm of queries and keys, biases."""
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(architecture, **sizes, num_key_value_heads=2, head_dim=32, initializer_range=0.12)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "model, temperature", [("policy", 1.0), ("policy", 0.7), ("untied_policy", 1.0), ("llama", 0.7), ("qwen3", 0.7), ("mistral", 1.0)]
+)
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
-def test_packed_logprobs_and_gradients_equal_those_of_each_sequence_alone(folder, temperature, gradient_checkpointing, request):
-    path = str(request.getfixturevalue(folder))
+def test_packed_logprobs_and_gradients_equal_those_of_each_sequence_alone(model, temperature, gradient_checkpointing, request, tmp_path):
+    path = str(request.getfixturevalue(model) if "policy" in model else random_model(tmp_path, model))
     packed = load_policy(path, torch.float32, gradient_checkpointing)
     alone = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     rollout = make_rollout()

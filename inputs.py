@@ -6,6 +6,7 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from data import PromptData, prompt_format_of
@@ -33,6 +34,8 @@ def check_and_load_data(args: argparse.Namespace) -> Inputs:
     """Raises ValueError, OSError or RuntimeError for everything that is wrong with the user's input, before any weight is read."""
     check_launch(args.tensor_parallel_size, args.dtype)
     check_flags(args, launched_world_size())
+    if args.compile_layers and not torch.cuda.is_available():
+        raise ValueError("--compile_layers has no effect without a GPU: vLLM on CPU runs with torch.compile off; leave it out.")
     parse_reward(args.reward)
     check_names(args.eval_data)
     sampling = {"samples": args.eval_samples, "temperature": args.eval_temperature, "top_p": args.eval_top_p}

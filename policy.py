@@ -211,6 +211,12 @@ def empty_policy(path: str, dtype: torch.dtype, gradient_checkpointing: bool = F
     return Policy(model)
 
 
+def compile_layers(policy: Policy, backend: str = "inductor") -> None:
+    """Lets torch.compile work on each decoder layer at its first call: once for all layers and lengths."""
+    for layer in policy.layers:
+        layer.compile(dynamic=True, backend=backend)
+
+
 def load_policy(path: str, dtype: torch.dtype, gradient_checkpointing: bool = False) -> Policy:
     """The policy with its weights, whole and on the CPU: for a single process. Ranks shard `empty_policy` and then `fill` it."""
     policy = empty_policy(path, dtype, gradient_checkpointing)

@@ -34,7 +34,7 @@ from lora import add_adapter, add_lora_flags, describe_parameters, dropout_on, m
 from metrics import Metrics, PhaseTimer, RunLog, reward_metrics, rollout_metrics
 from optimizer import ChunkedAdamW
 from plan import Plan, learning_rate
-from policy import DTYPES, Policy, empty_policy
+from policy import DTYPES, Policy, compile_layers, empty_policy
 from reward import Grade, add_reward_flags
 from sampling import Groups, choose_groups, draw_prompts, prompts_to_sample
 from throughput import throughput
@@ -136,6 +136,7 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     add("--offload_reference", action="store_true", help="the reference's shards live in host RAM; each layer's is fetched as it is needed")
     add("--gradient_checkpointing", action="store_true", help="recompute each decoder layer in the backward pass instead of keeping it")
     add("--offload_activations", action="store_true", help="what the backward pass needs waits in host RAM; beside checkpointing: less")
+    add("--compile_layers", action="store_true", help="CUDA: torch.compile of the decoder layers, a minute or more at the first step")
     add(
         "--reduce_gradients_once",
         action="store_true",
@@ -172,6 +173,8 @@ def build_policy(args: argparse.Namespace, world: World) -> tuple[Policy, Policy
     policy = empty_policy(args.model, dtype if args.lora_rank else DTYPES[args.param_dtype], args.gradient_checkpointing)
     if args.lora_rank:
         add_adapter(policy, args)
+    if args.compile_layers:
+        compile_layers(policy)
     device = shard(policy, policy.layers, world, dtype, on_host=args.offload == "all")
     fill(policy, policy.model, args.model, device)
     optimizer = make_optimizer([parameter for parameter in policy.parameters() if parameter.requires_grad], args)

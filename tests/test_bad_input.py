@@ -42,6 +42,7 @@ def check(policy: Path, out_dir: Path, **changes: object) -> None:
         ({"eval_temperature": 0, "eval_samples": 4}, ["--eval_samples 4", "--eval_temperature 0", "--eval_samples 1"]),
         ({"eval_max_completion_tokens": 121}, ["--eval_max_completion_tokens 121", "context of 128", "by 1"]),
         ({"image_column": "image"}, ["--image_column 'image'", "not implemented"]),
+        ({"compile_layers": True}, ["--compile_layers has no effect without a GPU"]),
         ({"system_prompt": "no/such.txt"}, ["--system_prompt 'no/such.txt'", "no such file"]),
         ({"reward": "maths"}, ["--reward 'maths'", "neither built in"]),
         ({"reward": "absent.py:score"}, ["--reward", "absent.py", "does not exist"]),

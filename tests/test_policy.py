@@ -12,7 +12,7 @@ import policy as policy_module
 from batch import Batch, pack
 from fsdp_utils import World
 from helpers import RAGGED, flags, make_rollout, unpacked_logprobs
-from policy import load_policy
+from policy import compile_layers, load_policy
 from update import add_advantages, update_policy
 
 
@@ -43,6 +43,21 @@ def test_packed_logprobs_and_gradients_equal_those_of_each_sequence_alone(model,
     (expected * weights).sum().backward()
     for (name, found), wanted in zip(packed.model.named_parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(found.grad, wanted.grad, atol=1e-4, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_compiled_layers_give_the_same_numbers_for_all_lengths_from_one_compilation(policy):
+    """By the backend that traces and differentiates but leaves the arithmetic to PyTorch: no compiler is needed, and no bit may differ."""
+    compiled, plain = load_policy(str(policy), torch.float32, gradient_checkpointing=True), load_policy(str(policy), torch.float32)
+    compile_layers(compiled, backend="aot_eager")
+    num_graphs = []
+    for lengths in ([12, 7, 3], [30, 4, 9, 11], [5, 5, 5, 40]):
+        batch = pack(make_rollout(lengths), list(range(len(lengths))))
+        for model in (compiled, plain):
+            model(batch, 1.0)[0].sum().backward()
+        for found, wanted in zip(compiled.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(found.grad, wanted.grad, atol=1e-4, rtol=1e-4)
+        num_graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert num_graphs[0] >= 1 and len(set(num_graphs)) == 1
 
 
 def test_chunks_of_the_head_change_neither_value_nor_gradient(policy, monkeypatch):

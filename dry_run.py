@@ -218,13 +218,14 @@ def report_of(setup: Setup, plan: Plan, rows: int | None, shares: Shares) -> dic
 
 
 def assumptions(setup: Setup, shares: Shares) -> list[str]:
-    eager, h = setup.run.enforce_eager, setup.hardware
+    eager, h, seen = setup.run.enforce_eager, setup.hardware, setup.model.vision is not None
     network = f", {h.network_speed / 1e9:.0f} between nodes" if h.nodes > 1 else ""
     found = [
         f"memory: needed = {FRAGMENTATION:g} x the trainer's + the engine's tensors + {gib(CONTEXT):g} GiB for CUDA's context and NCCL",
         f"engine: {gib(ENGINE_WORKING[eager]):g} GiB beside weights and cache, of which {gib(ENGINE_ASLEEP[eager]):g} stay while it sleeps",
         f"host: {gib(PROCESS_HOST):g} GiB for each process without its weights",
         "micro-batches: full, and all of their positions are completion tokens",
+        *(["images: the tower runs before the decoder, where memory is free; its work and pixel values are not counted"] if seen else []),
         f"speeds: {shares.flops:.0%} of {h.flops / 1e12:.0f} TFLOP/s, {shares.memory:.0%} of {h.memory_speed / 1e12:.2f} TB/s, "
         f"{shares.link:.0%} of {h.link_speed / 1e9:.0f} GB/s in a node{network}, {h.host_speed / 1e9:.0f} to the host",
         f"time: prompts and completions of {shares.length:.0%} of their limits; no loading, evaluation, checkpoints, waiting for graders",

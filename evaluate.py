@@ -145,7 +145,6 @@ def evaluate(
     on_finished = submit_to(grader, data, np.arange(len(data.rows)), settings.samples, settings.max_completion_tokens)
     rollout = engine.sample(
         data.prompts,
-        data.images,
         settings.samples,
         seed,
         settings.temperature,
@@ -153,6 +152,7 @@ def evaluate(
         settings.top_p,
         f"evaluate {data.name}",
         on_finished,
+        data.images,
     )
     grades = gather_grades(grader)
     if is_main:

@@ -178,7 +178,8 @@ def describe_parameters(policy: Policy, args: Namespace) -> str:
     trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
     everything = sum(parameter.numel() for parameter in policy.parameters())
     if not args.lora_rank:
-        return f"trainable: all {trained:,} parameters"
+        frozen = f" of {everything:,}, without those of the vision tower" if trained < everything else ""
+        return f"trainable: all {trained:,} parameters{frozen}"
     layers = adapted_layers(policy)
     names = sorted({name.rpartition(".")[2] for name, module in policy.named_modules() if isinstance(module, LoraLayer)})
     scale = f"rank {args.lora_rank}, alpha {args.lora_alpha:g}, so s = {args.lora_alpha / args.lora_rank:g}; dropout {args.lora_dropout:g}"

@@ -77,9 +77,12 @@ class Engine:
         self.seconds_E = np.zeros(world.num_engines)  # what each engine took for its share of the last call of `sample`
         if world.device.type == "cpu":
             torch._dynamo.config.disable = True  # vLLM's log-prob kernel would be compiled for 5 to 25 s, to no gain on CPU
-        of_images = (
-            {"limit_mm_per_prompt": {"image": max_images, "video": 0}, "mm_processor_kwargs": {"size": vision.size}} if vision else {}
-        )
+        of_images = {} if vision is None else {
+            "limit_mm_per_prompt": {"image": max_images, "video": 0},
+            "mm_processor_kwargs": {"size": vision.size},
+            "mm_device_do_normalize": False,  # mean and std would be buffers of the model: random ones, with dummy weights
+            "mm_processor_cache_gb": 1,  # the completions of a prompt come one after the other; the default is 4 in each rank
+        }  # fmt: skip
         self.llm = LLM(
             model=model_path,
             load_format="auto" if load_weights else "dummy",
@@ -99,7 +102,6 @@ class Engine:
     def sample(
         self,
         prompts: list[np.ndarray],
-        images: list[PromptImages | None],
         num_samples: int,
         seed: tuple[int, ...],
         temperature: float,
@@ -107,6 +109,7 @@ class Engine:
         top_p: float = 1.0,
         description: str = "sample",
         on_finished: Callable[[int, str, int, bool], None] | None = None,
+        images: list[PromptImages | None] | None = None,
     ) -> Rollout:
         """`num_samples` completions of each prompt, prompt-major, of at most `max_tokens` tokens; the same on every rank.
 
@@ -131,7 +134,7 @@ class Engine:
             detokenize=False,  # decoded when it is finished, in one go
         )
         own_prompts = [prompts[i] for i in share for _ in range(num_samples)]
-        inputs = [each for i in share for each in [_engine_input(prompts[i], images[i])] * num_samples]
+        inputs = [each for i in share for each in [_engine_input(prompts[i], images[i] if images else None)] * num_samples]
         first_b = int(share[0]) * num_samples if len(share) else 0
 
         def report(own_b: int, done: CompletionOutput, text: str) -> None:
@@ -151,7 +154,7 @@ class Engine:
         parts = [part for part in gather_from_ranks((own, seconds) if self.world.is_engine_leader else None) if part is not None]
         self.seconds_E = np.array([seconds for _, seconds in parts])
         everything = Rollout.concatenate([rollout for rollout, _ in parts])
-        return replace(everything, images=[each for each in images for _ in range(num_samples)])  # every rank has them: not gathered
+        return replace(everything, images=[each for each in images or [] for _ in range(num_samples)] or None)  # every rank has them
 
     def _run(
         self,

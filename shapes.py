@@ -217,7 +217,12 @@ class Setup:
     def trainable(self) -> int:
         if self.policy.lora_rank:
             return self.model.layers * self.model.lora_layer_parameters(self.policy.lora_rank, self.policy.lora_targets)
-        return self.model.parameters
+        return self.model.parameters - self.frozen_tower
+
+    @property
+    def frozen_tower(self) -> int:
+        """Parameters of the vision tower, which is never trained; it is kept like the other parameters."""
+        return self.model.vision.parameters if self.model.vision else 0
 
     @property
     def has_reference_model(self) -> bool:
@@ -232,8 +237,8 @@ class Setup:
     @property
     def stored_bytes(self) -> int:
         """All parameters as the trainer keeps them, over all ranks."""
-        frozen = self.model.parameters if self.policy.lora_rank else 0
-        return frozen * COMPUTE + self.trainable * self.trained_bytes
+        frozen = self.model.parameters * COMPUTE if self.policy.lora_rank else self.frozen_tower * self.trained_bytes
+        return frozen + self.trainable * self.trained_bytes
 
     @property
     def state_bytes(self) -> int:

@@ -23,11 +23,11 @@ from torch.optim import AdamW
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
-from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
+from transformers import AttentionInterface, PretrainedConfig
 
 import fsdp_utils
 from fsdp_utils import World, shard
-from policy import Policy, chunked_logprobs
+from policy import Policy, chunked_logprobs, model_from_config, tower_of
 from shapes import Setup
 
 
@@ -161,8 +161,7 @@ def build(setup: Setup, config: PretrainedConfig) -> tuple[TracedPolicy, AdamW]:
     """The sharded policy of this setup with seeded optimizer state."""
     policy, master = setup.policy, {2: torch.bfloat16, 4: torch.float32}[setup.trained_bytes]
     AttentionInterface.register("kernel", kernel_attention)
-    auto = AutoModelForImageTextToText if setup.model.vision else AutoModelForCausalLM
-    model = auto.from_config(config, attn_implementation="kernel", dtype=torch.bfloat16 if policy.lora_rank else master)
+    model = model_from_config(config, attn_implementation="kernel", dtype=torch.bfloat16 if policy.lora_rank else master)
     if policy.lora_rank:
         model.requires_grad_(False)
         for layer in model.get_decoder().layers:
@@ -170,6 +169,8 @@ def build(setup: Setup, config: PretrainedConfig) -> tuple[TracedPolicy, AdamW]:
                 for name, module in list(block.named_children()):
                     if name in policy.lora_targets:
                         setattr(block, name, LoraLinear(module, policy.lora_rank, policy.lora_dropout, master))
+    if (tower := tower_of(model)) is not None:
+        tower.requires_grad_(False)
     if policy.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     traced = TracedPolicy(model.train())

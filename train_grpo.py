@@ -300,7 +300,7 @@ def main() -> None:
                 on_finished = submit_to(inputs.grader, train_data, indices_P, args.group_size, args.max_completion_tokens)
                 options = (args.temperature, args.max_completion_tokens)
                 seed = (args.seed, step, 0, len(rounds))
-                rollout = engine.sample(prompts_P, images_P, args.group_size, seed, *options, on_finished=on_finished)
+                rollout = engine.sample(prompts_P, args.group_size, seed, *options, on_finished=on_finished, images=images_P)
                 engine_seconds.append(engine.seconds_E)
 
             # 2. Reward: wait for the grades that are still missing, and share them.

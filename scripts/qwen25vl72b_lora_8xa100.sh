@@ -24,7 +24,7 @@ ARGS=(
     --image_column image            # source: its data
     --max_pixels 602112             # source: max_pixels 602112, which are 768 image tokens
     --system_prompt scripts/deepseek32b_system_prompt.txt # not in the source: our choice; asks for the form that the reward looks for
-    --reward math:1.0,format:0.1    # source: accuracy + 0.1 x format
+    --reward "math:1.0,format:0.1"  # source: accuracy + 0.1 x format
     --max_prompt_tokens 6144        # source: model length 8192, of which 2048 are the completion's
     --max_completion_tokens 2048    # source: completion 2048
     --prompts_per_step 1            # source: 1 a device x 8 devices x 1 accumulated = 8 completions, G = 8: one prompt

@@ -1,8 +1,8 @@
 """Lets CPU torch import torchvision, whose image transforms Qwen2.5-VL's processor uses, here and in vLLM. Nothing imports this file:
 `scripts/setup.sh` copies it into .venv of a CPU machine, where a .pth file runs it in every process, vLLM's too.
 
-The wheel of torchvision on the index is made for the CUDA build of torch: its compiled part cannot be loaded, and then its import fails
-because two of its operators have no schema. They are declared here, just before the first import; nothing calls them.
+Where the index has torchvision for the CUDA build of torch only, its compiled part cannot be loaded, and then its import fails because two
+of its operators have no schema. They are declared here while it is being imported, if they are missing; nothing calls them.
 """
 
 import sys
@@ -15,19 +15,21 @@ SCHEMAS = (
 )
 
 
-class BeforeTorchvision(MetaPathFinder):
-    """Finds no module; declares the schemas when torchvision is looked for."""
+class InTorchvision(MetaPathFinder):
+    """Finds no module; declares the schemas when torchvision, its compiled part tried, comes to its first use of them."""
 
     library = None  # kept: the declarations go with it
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        if name == "torchvision" and BeforeTorchvision.library is None:
+        if name == "torchvision._meta_registrations" and InTorchvision.library is None:
             import torch
 
-            BeforeTorchvision.library = torch.library.Library("torchvision", "DEF")
+            if hasattr(torch.ops.torchvision, "nms"):
+                return None
+            InTorchvision.library = torch.library.Library("torchvision", "FRAGMENT")
             for schema in SCHEMAS:
-                BeforeTorchvision.library.define(schema)
+                InTorchvision.library.define(schema)
         return None
 
 
-sys.meta_path.insert(0, BeforeTorchvision())
+sys.meta_path.insert(0, InTorchvision())

@@ -765,7 +765,7 @@ def test_prompt_and_answer_stay_together_through_draw_filter_exclude_mix_shuffle
 def test_a_late_step_of_a_large_set_is_fast(tmp_path):
     small = numbered(tmp_path, 1)
     row = [small.rows[0]] * 50_000
-    half = PromptData("half", row, small.texts * 50_000, small.prompts * 50_000, 0, [])
+    half = PromptData("half", row, small.texts * 50_000, small.prompts * 50_000, small.images * 50_000, 0, [])
     mixture = PromptData.mix([half, half], [1, 3])
     data.order_of_epoch.cache_clear()
     started = time.monotonic()
@@ -825,5 +825,12 @@ def test_reading_json_lines_does_not_import_the_library(policy):
 
 
 def test_the_fields_and_functions_that_others_use_are_there():
-    assert [*inspect.signature(PromptData.load).parameters] == ["source", "prompt_format", "tokenizer", "max_prompt_tokens", "seed"]
+    assert [*inspect.signature(PromptData.load).parameters] == [
+        "source",
+        "prompt_format",
+        "tokenizer",
+        "max_prompt_tokens",
+        "seed",
+        "vision",
+    ]
     assert [*inspect.signature(PromptData.indices_of_step).parameters][1:] == ["step", "prompts_per_step", "seed", "keep_last"]

@@ -49,6 +49,8 @@ VISION = COMMON | {
     "tensor_parallel_size": 4,
     "gpu_memory_utilization": 0.5,
     "plan_gpu": "A100-80GB",
+    "image_column": "image",
+    "max_pixels": 602_112,
 }
 TULU = COMMON | {
     "model": "allenai/Llama-3.1-Tulu-3-8B-DPO",
@@ -130,7 +132,7 @@ def test_the_five_setups_fit_as_we_run_them():
     ours = {"tensor_parallel_size": 4, "gpu_memory_utilization": 0.5}
     assert misfits(setup(QWQ | ours, param_dtype="bfloat16", offload_reference=True)) == []
     assert misfits(setup(DEEPSEEK | ours, **LORA)) == []
-    assert misfits(setup(VISION, **LORA, max_pixels=602_112)) == []
+    assert misfits(setup(VISION, **LORA)) == []
     assert misfits(setup(TULU | {"gpu_memory_utilization": 0.85}, generation_gpus=1)) == []
     assert misfits(setup(SIMPLERL)) == []
 
@@ -159,7 +161,7 @@ def test_setup_3_syncing_the_whole_model_does_not_fit_and_a_short_model_length_i
     found = misfits(setup(VISION, {"syncs_whole_model": True}, **LORA))
     assert len(found) == 1 and found[0].startswith("GPU, sync")
     with pytest.raises(ValueError, match="--max_prompt_tokens 768 cannot hold an image of --max_pixels 602112 = 768 tokens"):
-        setup(VISION | {"max_prompt_tokens": 768, "max_completion_tokens": 1280}, **LORA, max_pixels=602_112)
+        setup(VISION | {"max_prompt_tokens": 768, "max_completion_tokens": 1280}, **LORA)
 
 
 def test_full_logits_loading_on_every_rank_and_too_small_a_share_are_seen():

@@ -23,6 +23,12 @@ DOCUMENTED = {  # what the sources say, see the scripts
         "lora_rank": 8, "lora_alpha": 32.0, "lora_dropout": 0.05, "lora_targets": None, "temperature": 1.0, "reward": "math",
         "prompt_column": "problem", "answer_column": "solution", "eval_samples": [8],
     },
+    "qwen25vl72b_lora_8xa100": {
+        "prompts_per_step": 1, "group_size": 8, "prompts_per_update": 1, "learning_rate": 1e-6, "warmup_ratio": 0.05, "lora_rank": 8,
+        "lora_alpha": 32.0, "lora_targets": None, "image_column": "image", "max_pixels": 602_112, "reward": "math:1.0,format:0.1",
+        "prompt_column": "problem", "answer_column": "solution", "offload": "all", "gpu_memory_utilization": 0.5, "temperature": 1.0,
+        "gradient_checkpointing": True,
+    },
     "tulu8b_rlvr_7plus1": {
         "prompts_per_step": 14, "group_size": 16, "prompts_per_update": 14, "total_episodes": 10_000_000, "reward": "@dataset",
         "prompt_column": "messages", "answer_column": "ground_truth", "temperature": 1.0, "truncated": "zero",
@@ -38,6 +44,7 @@ DOCUMENTED = {  # what the sources say, see the scripts
 SAID = {  # what the first lines of the run must say; the data of a smoke run have other numbers of rows
     "qwq32b_8xh100": "128 prompts x 5 = 640 completions a step, 4 updates a step, 4 steps an epoch, 60 steps in all",
     "deepseek32b_lora_8gpu": "8 prompts x 8 = 64 completions a step, 1 updates a step, 125 steps an epoch, 375 steps in all",
+    "qwen25vl72b_lora_8xa100": "1 prompts x 8 = 8 completions a step, 1 updates a step, 1000 steps an epoch, 1000 steps in all",
     "tulu8b_rlvr_7plus1": "14 prompts x 16 = 224 completions a step, 1 updates a step, 1 steps an epoch, 44642 steps in all",
     "qwen7b_simplerl_2x8xh100": "128 prompts x 8 = 1024 completions a step, 4 updates a step, 8 steps an epoch, 100 steps in all",
 }
@@ -45,6 +52,7 @@ SMALLER = {"prompts_per_step": 128, "prompts_per_update": 32}  # where thousands
 LIMITS = {  # prompt, completion; shortened in a smoke run
     "qwq32b_8xh100": (2048, 2048),
     "deepseek32b_lora_8gpu": (1024, 2080),
+    "qwen25vl72b_lora_8xa100": (6144, 2048),
     "tulu8b_rlvr_7plus1": (2048, 2048),
     "qwen7b_simplerl_2x8xh100": (1024, 8192),
 }
@@ -85,6 +93,7 @@ def test_the_dry_run_of_a_set_up_fits_with_5_percent_to_spare(name):
     expected = {
         "qwq32b_8xh100": {"steps_per_epoch": 23, "total_steps": 345, "total_updates": 1380, "completions_per_step": 2560},
         "deepseek32b_lora_8gpu": {"steps_per_epoch": 125, "total_steps": 375, "total_updates": 375, "trainable_parameters": 67_108_864},
+        "qwen25vl72b_lora_8xa100": {"steps_per_epoch": 1000, "parameters": 73_410_777_344, "completions_per_step": 8},
         "tulu8b_rlvr_7plus1": {"total_steps": 44_642, "completions_per_step": 224, "updates_per_step": 1},
         "qwen7b_simplerl_2x8xh100": {"steps_per_epoch": 8, "total_steps": 100, "total_updates": 400, "completions_per_step": 8192},
     }[name]

@@ -29,6 +29,7 @@ QWEN_VL = {"model_type": "qwen2_5_vl", "text_config": QWEN | {"model_type": "qwe
         (QWEN, 16384, 0.03, {"gradient_checkpointing": True, "lora_rank": 64, "lora_dropout": 0.05}),
         (QWEN, 8192, 0.03, {"gradient_checkpointing": False, "lora_rank": 8}),
         (QWEN_VL, 8192, 0.03, {"gradient_checkpointing": True, "lora_rank": 8, "lora_dropout": 0.05}),
+        (QWEN_VL, 8192, 0.01, {"gradient_checkpointing": True}),
     ],
 )
 def test_the_formula_agrees_with_the_trace(config, tokens, tolerance, policy):

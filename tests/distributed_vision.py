@@ -1,0 +1,94 @@
+"""Run under torchrun: images on the real FSDP model and the real engine. Writes what it finds, and the exported model, to the folder given.
+
+torchrun --nproc_per_node 2 tests/distributed_vision.py MODEL_FOLDER OUTPUT_FOLDER
+"""
+
+import sys
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from batch import Rollout, pack
+from checkpoint import export
+from distributed_gradient import Recorder
+from fsdp_utils import World, close_world, gather_from_ranks, init_world, shard
+from lora import add_adapter, merged_parameters
+from policy import Policy, load_policy
+from update import add_advantages, add_logprobs, update_policy
+from vision_models import vision_data, vision_flags, vision_rollout
+
+WITH_IMAGES, WITHOUT = [[0], [2, 4]], [[1], [3]]  # micro-batches of two ranks: the second has no image at all
+
+
+def policy_of(args: Namespace) -> Policy:
+    """All weights trained, or LoRA with an adapter that is no longer the zero it starts as. In fp32, not sharded."""
+    policy = load_policy(args.model, torch.float32, args.gradient_checkpointing)
+    if args.lora_rank:
+        add_adapter(policy, args)
+        torch.manual_seed(2)
+        for name, parameter in policy.named_parameters():
+            if ".lora_B." in name:
+                parameter.data.normal_(std=0.2)
+    return policy
+
+
+def gradient(policy: Policy, args: Namespace, world: World, micros: list[list[int]]) -> tuple[dict, dict]:
+    """(metrics, name -> gradient) of an update on these micro-batches, after a pass of the reference, as in a step of training."""
+    rollout = vision_rollout(vision_data(args))
+    (batches,) = add_advantages([[pack(rollout, indices) for indices in micros]], rollout)
+    (batches,) = add_logprobs([batches], policy, policy, args)
+    trained = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    optimizer = Recorder(trained.values(), lr=0.0)
+    metrics = update_policy(policy, optimizer, batches, 29, True, 0.0, args, world)
+    return metrics, dict(zip(trained, optimizer.gradients, strict=True))
+
+
+def gaps(policy: Policy, rollout: Rollout) -> list[float]:
+    """The largest difference of token probabilities of each completion, sampler against trainer."""
+    found = []
+    for b in range(len(rollout.texts)):
+        batch = pack(rollout, [b])
+        with torch.no_grad():
+            gap_N = (policy(batch, 0.7)[0].exp() - batch.rollout_logprobs_N.exp()).abs()
+        found.append(gap_N[batch.loss_mask_N].max().item())
+    return found
+
+
+def main(path: str, output: str) -> None:
+    from rollout import Engine  # here, not above: the tests use the functions of this file without vLLM
+
+    world = init_world(tp_size=1, timeout_minutes=2)
+    found: dict[str, object] = {"gradients": {}}
+    for name, changes in (("all weights", {}), ("LoRA", {"lora_rank": 4, "gradient_checkpointing": True})):
+        args = vision_flags(path, **changes)
+        policy = policy_of(args)
+        shard(policy, policy.layers, world, torch.float32)
+        found["gradients"][name] = gradient(policy, args, world, WITHOUT if world.rank else WITH_IMAGES)
+
+    data = vision_data(args)
+    options = (torch.float32, 0.3, True, 1, data.images[0].vision, 3)
+    engine = Engine(path, data.images[0].vision.processor.tokenizer, world, 48, *options)
+    engine.sync(merged_parameters(policy.model, torch.float32))
+    order = [0, 2, 4, 1, 3]  # the second engine's share is two texts
+    prompts, images = [data.prompts[i] for i in order], [data.images[i] for i in order]
+    rollout = engine.sample(prompts, 2, (1, 1), 0.7, max_tokens=8, images=images)
+    rollout = replace(rollout, loss_weights_B=np.zeros(10, dtype=np.float32))
+    found["gaps"] = gaps(policy, rollout)
+    three = images[1]
+    swapped = replace(three, encoded=(three.encoded[0], three.encoded[2], three.encoded[1]))  # of the same size: only pixels differ
+    found["gaps, images swapped"] = gaps(policy, replace(rollout, images=[swapped if each is three else each for each in rollout.images]))
+    found["prompts"] = rollout.prompts
+    found["on all ranks the same"] = len(set(map(tuple, gather_from_ranks(rollout.texts)))) == 1
+    export(policy, data.images[0].vision.processor, Path(output) / "exported", torch.float32, world)
+    found["merged"] = {name: tensor.clone() for name, tensor in merged_parameters(policy.model, torch.float32)}
+    if world.is_main:
+        torch.save(found, Path(output) / "found.pt")
+    engine.close()
+    close_world()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

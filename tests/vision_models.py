@@ -1,0 +1,76 @@
+"""What the tests of images share: a tiny Qwen2.5-VL, random, with weights so large that a wrong image shows, and prompts with images."""
+
+from __future__ import annotations
+
+import io
+from argparse import Namespace
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from batch import Rollout
+from data import PromptData, PromptFormat
+from data_files import write_parquet
+from helpers import flags
+from smoke_inputs import SETUPS, make_model
+from vision import load_processor
+
+IMAGE_SIZES = [[(56, 84)], [], [(90, 60), (56, 56), (56, 56)], [], [(120, 40)]]  # of the images of five prompts: (width, height)
+MAX_PIXELS = 56 * 84  # so that some are scaled down
+
+
+def make_vision_model(folder: Path) -> Path:
+    """Model, processor and `train.parquet` with the five prompts."""
+    torch.manual_seed(0)
+    make_model(SETUPS["qwen25vl72b_lora_8xa100"], folder)
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(std=0.15 if "visual" not in name else 0.08)
+    model.save_pretrained(folder)
+    rng = np.random.default_rng(0)
+    rows = []
+    for number, sizes in enumerate(IMAGE_SIZES):
+        images = [{"bytes": noise(rng, *size), "path": None} for size in sizes]
+        rows.append({"problem": "<image>" * len(images) + f"{number}+1?", "answer": str(number + 1), "images": images})
+    write_parquet(folder / "train.parquet", rows)
+    return folder
+
+
+def noise(rng: np.random.Generator, width: int, height: int) -> bytes:
+    out = io.BytesIO()
+    Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(out, "PNG")
+    return out.getvalue()
+
+
+def vision_flags(folder: Path, **changes: object) -> Namespace:
+    limits = {"max_prompt_tokens": 40, "max_completion_tokens": 8, "max_grad_norm": 1e9, "kl_coef": 0.1, "micro_batch_tokens": 60}
+    images = {"image_column": "images", "max_pixels": MAX_PIXELS}
+    return flags(**(limits | images | {"model": folder} | changes))
+
+
+def vision_data(args: Namespace) -> PromptData:
+    """The five prompts of `make_vision_model`."""
+    tokenizer, vision = load_processor(args, AutoConfig.from_pretrained(args.model))
+    rules = (PromptFormat(image_column="images"), tokenizer, args.max_prompt_tokens, 0, vision)
+    return PromptData.load(str(Path(args.model) / "train.parquet"), *rules)
+
+
+def vision_rollout(data: PromptData, seed: int = 0) -> Rollout:
+    """A random completion of each prompt. The first holds an image token, sampled as a text; advantages are random, too."""
+    rng = np.random.default_rng(seed)
+    completions = [rng.integers(0, 300, n).astype(np.int32) for n in (8, 5, 7, 3, 6)]
+    completions[0][3] = data.images[0].vision.image_token
+    return Rollout(
+        prompts=data.prompts,
+        completions=completions,
+        rollout_logprobs=[rng.normal(-3, 1, len(c)).astype(np.float32) for c in completions],
+        texts=[""] * 5,
+        is_truncated_B=np.zeros(5, dtype=bool),
+        images=data.images,
+        loss_weights_B=np.full(5, 1 / 29, dtype=np.float32),
+        advantages=[np.full(len(c), a, dtype=np.float32) for c, a in zip(completions, rng.normal(size=5), strict=True)],
+    )

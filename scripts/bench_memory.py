@@ -169,6 +169,7 @@ def main() -> None:
         config.save_pretrained(folder)
         sizes = f"--max_completion_tokens {given.length} --micro_batch_tokens {given.micro_batch_tokens} --plan_gpus {world.size}"
         flags = ["--model", folder, *f"{COMMON} {sizes}".split()]
+        gc.freeze()  # what has been imported need not be looked through at each restart
         for policy in ("", "--lora_rank 8"):  # what libraries keep for good once they have met these shapes belongs to no policy
             measured(train_grpo.parse_flags([*flags, *policy.split()]), rollout, world)
         for name in given.policies:

@@ -19,8 +19,9 @@ CONTEXT = 2.5 * GIB  # per GPU: CUDA context, NCCL buffers, workspaces of the ma
 # when graphs and NCCL buffers stay (its issue 47654 logged 1.4 GiB of graphs).
 ENGINE_WORKING = {True: 2.5 * GIB, False: 4.0 * GIB}
 ENGINE_ASLEEP = {True: 0.5 * GIB, False: 2.0 * GIB}
-OPTIMIZER_CHUNK = 2**24 * 30  # bytes of the step in chunks, where parameters are bf16 or state is on the host
-PROCESS_HOST = 6 * GIB  # host RAM of one rank without weights: libraries, CUDA's host side, pinned staging, the rollout
+OPTIMIZER_CHUNK = 2**24  # elements of a shard that are updated at a time: CHUNK of optimizer.py
+CHUNK_BYTES = {2: 28, 4: 8}  # each of them takes, by the bytes of a parameter: fp32 copies and what rounds them; two moments from the host
+PROCESS_HOST = 6 * GIB  # host RAM of one rank without weights: libraries, CUDA's host side, pinned staging, the rollout, such a chunk
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,16 @@ def logprobs_peak(setup: Setup) -> dict[str, float]:
     return max(moments, key=lambda moment: sum(moment.values()))
 
 
+def optimizer_peak(setup: Setup) -> dict[str, float]:
+    """Bytes on one GPU that the step takes where it goes through shards piece by piece: parameters are bf16, or state is on the host."""
+    m, p = setup.model, setup.policy
+    is_chunked = p.offload == "optimizer" or (p.offload == "none" and setup.trained_bytes == 2)
+    largest = max(m.vocab, m.intermediate) * m.hidden
+    if p.lora_rank:
+        largest = p.lora_rank * max(max(m.projections[name]) for name in p.lora_targets)
+    return {"one chunk": is_chunked * CHUNK_BYTES[setup.trained_bytes] * min(OPTIMIZER_CHUNK, largest / setup.ranks)}
+
+
 def resident(setup: Setup) -> dict[str, float]:
     """Bytes on one training GPU all the time, from the first update on."""
     p = setup.policy
@@ -160,7 +171,6 @@ def gpu_phases(setup: Setup) -> dict[str, Phase]:
     awake = {} if is_apart else dict([weights, working])
     gathered = m.parameters * COMPUTE if p.syncs_whole_model else largest * COMPUTE * (1 + 1 / setup.ranks)
     gradients = {} if p.offload == "all" else {"gradients": setup.trainable * setup.trained_bytes / setup.ranks}
-    in_chunks = p.offload == "optimizer" or (p.offload == "none" and setup.trained_bytes == 2)
     of_reference = setup.run.has_kl and p.offload_reference and not p.lora_rank
     h2d = m.layer_parameters * COMPUTE / setup.ranks * 2 * (of_reference or p.offload == "all")  # shards on their way from host RAM
     loading = {"one tensor": largest * (COMPUTE if p.lora_rank else setup.trained_bytes)}
@@ -169,7 +179,7 @@ def gpu_phases(setup: Setup) -> dict[str, Phase]:
         "rollout": Phase({} if is_apart else static, dict([weights, working, cache])),
         "logprobs": Phase(static | logprobs_peak(setup) | {"shards from host": h2d}, asleep),
         "update": Phase(static | update_peak(setup), asleep),
-        "optimizer": Phase(static | gradients | {"one chunk": OPTIMIZER_CHUNK * in_chunks}, asleep),
+        "optimizer": Phase(static | gradients | optimizer_peak(setup), asleep),
         "sync": Phase(static | {"gathered": gathered}, awake),
     }
     if setup.run.updates_per_pass == 1 and not run.needs_first_logprobs and not run.has_kl:

@@ -32,12 +32,29 @@ from shapes import Setup
 
 
 class Tracker(TorchDispatchMode):
-    """Counts the bytes of live storages, each once, and their maximum."""
+    """Counts the bytes of live storages, fake or real, each once, and their maximum. What a kernel takes and frees inside is not seen."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sizes: dict[int, int] = {}
         self.live = self.peak = 0
+
+    def __enter__(self) -> Tracker:
+        resize_ = torch.UntypedStorage.resize_
+
+        def counted(storage: torch.UntypedStorage, size: int) -> object:  # how FSDP frees what it gathered
+            result = resize_(storage, size)
+            if storage._cdata in self.sizes:
+                self.resize(storage._cdata, size)
+            return result
+
+        self.patch = mock.patch.object(torch.UntypedStorage, "resize_", counted)
+        self.patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self.patch.stop()
 
     def __torch_dispatch__(self, function: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
         result = function(*args, **(kwargs or {}))
@@ -134,21 +151,12 @@ def outside(function: Callable) -> Callable:
 def fake_world(ranks: int) -> Iterator[Tracker]:
     """Rank 0 of so many, without any other; every tensor made inside is fake, and counted by the tracker."""
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached  # makes tensors of the global shape only to see their shapes
-    resize_ = torch.UntypedStorage.resize_
     tracker = Tracker()
-
-    def counted(storage: torch.UntypedStorage, size: int) -> object:  # how FSDP frees what it gathered
-        result = resize_(storage, size)
-        if storage._cdata in tracker.sizes:
-            tracker.resize(storage._cdata, size)
-        return result
-
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         with (
             mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", outside(propagate)),
             mock.patch.object(fsdp_utils, "init_device_mesh", outside(fsdp_utils.init_device_mesh)),
-            mock.patch.object(torch.UntypedStorage, "resize_", counted),
             FakeTensorMode(allow_non_fake_inputs=True),
             tracker,
         ):

@@ -56,6 +56,7 @@ def levers(setup: Setup) -> list[list[Change]]:
     is_full = not p.lora_rank
     found = [
         [of("policy", "--gradient_checkpointing", gradient_checkpointing=True)] if not p.gradient_checkpointing else [],
+        [of("policy", "--offload_activations", offload_activations=True)] if p.gradient_checkpointing and not p.offload_activations else [],
         [of("run", f"--micro_batch_tokens {cap}", micro_batch_tokens=cap) for cap in caps],
         [of("run", f"--gpu_memory_utilization {x:g}", gpu_memory_utilization=x) for x in shares],
         [of("run", f"--tensor_parallel_size {n}", tensor_parallel_size=n) for n in sizes if not run.prompts_per_step % (sampling // n)],

@@ -64,12 +64,13 @@ def update_peak(setup: Setup, is_first_micro: bool = False) -> dict[str, float]:
         weights, mlp = 0, tokens * (4 * i + 2 * h)
     else:
         weights, mlp = max(2 * m.layer_parameters, 6 * i * h + 30 * tokens * h), tokens * (4 * i + 2 * h) + 2 * i * h
-    kept = layers * (tokens * 2 * h if is_recomputed else saved) + (4 if is_lora else 10) * tokens * h  # and the last norm
+    kept_per_layer = 0 if p.offload_activations else tokens * 2 * h if is_recomputed else saved
+    kept = layers * kept_per_layer + (4 if is_lora else 10) * tokens * h  # and the last norm
     chunk = min(tokens, HEAD_CHUNK) if not p.keeps_full_logits else tokens
     head = max(3 * head_gradient, head_gradient + 20 * chunk * m.vocab)
 
     def backward_of(layer: int) -> dict[str, float]:
-        below = layer * tokens * 2 * h if is_recomputed else layer * saved
+        below = layer * kept_per_layer
         own = max(mlp + (saved if is_recomputed else 0), weights)
         reduced = layers - layer if is_first_micro else 0
         return {
@@ -91,7 +92,8 @@ def update_peak(setup: Setup, is_first_micro: bool = False) -> dict[str, float]:
         tables = (1 if m.is_tied else 2) * COMPUTE * table
         of_layers = gradient_bytes * layers * trained_layer / setup.ranks
         moments.append({"gradients": max(before, of_layers), "reduction": tables + REDUCE * (tables // COMPUTE + h)})
-    return max(moments, key=lambda moment: sum(moment.values()))
+    peak = max(moments, key=lambda moment: sum(moment.values()))
+    return peak | {"gradients, whole": REDUCE * setup.trainable * p.reduce_gradients_once}
 
 
 def saved_per_layer(setup: Setup) -> float:
@@ -169,7 +171,8 @@ def gpu_phases(setup: Setup) -> dict[str, Phase]:
     asleep = {} if is_apart else {"engine asleep": ENGINE_ASLEEP[run.enforce_eager]}
     weights, working, cache = engine_parts(setup).items()
     awake = {} if is_apart else dict([weights, working])
-    gathered = m.parameters * COMPUTE if p.syncs_whole_model else largest * COMPUTE * (1 + 1 / setup.ranks)
+    one_of_next = m.intermediate * m.hidden * COMPUTE  # gathered while the engine copies
+    gathered = m.parameters * COMPUTE if p.syncs_whole_model else largest * COMPUTE * (1 + 1 / setup.ranks) + one_of_next
     gradients = {} if p.offload == "all" else {"gradients": setup.trainable * setup.trained_bytes / setup.ranks}
     of_reference = setup.run.has_kl and p.offload_reference and not p.lora_rank
     h2d = m.layer_parameters * COMPUTE / setup.ranks * 2 * (of_reference or p.offload == "all")  # shards on their way from host RAM
@@ -202,12 +205,16 @@ def host_phases(setup: Setup) -> dict[str, dict[str, float]]:
         kept["reference"] = m.parameters * COMPUTE * per_node
     if p.sleep_level == 1:
         kept["engines asleep (level 1)"] = setup.engines * per_node * m.parameters * COMPUTE
+    if p.offload_activations:
+        per_layer = 2 * m.hidden * setup.run.micro_batch_tokens if p.gradient_checkpointing else saved_per_layer(setup)
+        kept["activations"] = ranks * m.layers * per_layer
+    copied = (setup.trainable * setup.trained_bytes + setup.state_bytes) * per_node * p.async_checkpoint
     dtype_bytes = COMPUTE if p.lora_rank else setup.trained_bytes
     read = ranks * m.parameters if p.loads_on_every_rank else m.vocab * m.hidden
     return {
-        "load": {k: v for k, v in kept.items() if k != "gradients"} | {"weights, read": read * dtype_bytes},
+        "load": {k: v for k, v in kept.items() if k not in ("gradients", "activations")} | {"weights, read": read * dtype_bytes},
         "run": kept,
-        "checkpoint": kept | {"the policy, gathered on rank 0": m.parameters * COMPUTE},
+        "checkpoint": kept | {"the policy, gathered on rank 0": m.parameters * COMPUTE, "what is written meanwhile": copied},
     }
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memory import REDUCE, engine_parts
+from memory import REDUCE, engine_parts, saved_per_layer
 from shapes import COMPUTE, ModelShape, Setup
 
 
@@ -57,11 +57,14 @@ def traffic(setup: Setup, shares: Shares) -> dict[str, float]:
         from_host += updates * 2 * setup.state_bytes / setup.ranks
     if p.offload == "all":
         from_host += trained * setup.trainable * setup.trained_bytes / setup.ranks  # gradients, to the host
+    if p.offload_activations:
+        per_layer = 2 * m.hidden * run.micro_batch_tokens if p.gradient_checkpointing else saved_per_layer(setup)
+        from_host += 2 * trained * m.layers * per_layer
     if setup.has_reference_model and p.offload_reference:
         from_host += per_pass * m.parameters * COMPUTE / setup.ranks
     return {
         "all-gather": gathers * m.parameters * COMPUTE * away,
-        "reduce-scatter": trained * setup.trainable * REDUCE * away,
+        "reduce-scatter": (updates if p.reduce_gradients_once else trained) * setup.trainable * REDUCE * away,
         "sync": m.parameters * COMPUTE * away,
         "to and from host": from_host,
     }

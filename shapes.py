@@ -133,6 +133,9 @@ class MemoryPolicy:
     offload: str = "none"  # to host RAM: none, optimizer (state only), all (parameters, gradients, state)
     offload_reference: bool = False
     gradient_checkpointing: bool = False
+    offload_activations: bool = False
+    reduce_gradients_once: bool = False  # whole gradients on every GPU until the last micro-batch
+    async_checkpoint: bool = False
     lora_rank: int = 0  # 0: full fine-tuning
     lora_dropout: float = 0.0
     lora_targets: tuple[str, ...] = PROJECTIONS
@@ -149,6 +152,9 @@ def memory_policy(args: Namespace) -> MemoryPolicy:
         offload=args.offload,
         offload_reference=args.offload_reference,
         gradient_checkpointing=args.gradient_checkpointing,
+        offload_activations=args.offload_activations,
+        reduce_gradients_once=args.reduce_gradients_once,
+        async_checkpoint=args.async_checkpoint,
         lora_rank=args.lora_rank,
         lora_dropout=args.lora_dropout,
         lora_targets=tuple(args.lora_targets or PROJECTIONS),

@@ -16,7 +16,7 @@ from advice import levers, misfits, solutions
 from dry_run import TABLE, config_of, dry_run, plan_of, report_of, rows_of, setup_of
 from helpers import ENVIRONMENT, ROOT, flags
 from memory import checkpoint_bytes, gpu_phases, host_phases
-from roofline import Shares, training_flops
+from roofline import Shares, traffic, training_flops
 from shapes import GIB, Setup, shape_of
 
 SHARES = Shares(flops=0.35, memory=0.6, link=0.7, length=0.5)
@@ -171,6 +171,21 @@ def test_full_logits_loading_on_every_rank_and_too_small_a_share_are_seen():
     assert loading / GIB == pytest.approx(8 * 122.05, abs=1)
     small = misfits(setup(SIMPLERL | {"gpu_memory_utilization": 0.14}))
     assert len(small) == 1 and "not enough for one sequence of 9216 tokens" in small[0]
+
+
+def test_flags_that_exchange_memory_for_time_or_the_other_way_are_seen():
+    plain, moved, once, written = (
+        setup(QWQ, {"param_dtype": "bfloat16", **change})
+        for change in ({}, {"offload_activations": True}, {"reduce_gradients_once": True}, {"async_checkpoint": True})
+    )
+    inputs_of_layers = 64 * 16384 * 5120 * 2  # bf16
+    saved = gpu_phases(plain)["update"].live - gpu_phases(moved)["update"].live
+    assert 0.5 * inputs_of_layers < saved <= inputs_of_layers, "the peak may now be at another moment"
+    assert sum(host_phases(moved)["run"].values()) - sum(host_phases(plain)["run"].values()) == 8 * inputs_of_layers
+    assert gpu_phases(once)["update"].live - gpu_phases(plain)["update"].live == 4 * 32_763_876_352
+    assert traffic(once, SHARES)["reduce-scatter"] < traffic(plain, SHARES)["reduce-scatter"]
+    copied = sum(host_phases(written)["checkpoint"].values()) - sum(host_phases(plain)["checkpoint"].values())
+    assert copied == 8 * 32_763_876_352, "bf16 parameters, two moments and the lower halves"
 
 
 def test_the_advice_is_minimal_and_fits_when_it_is_taken():

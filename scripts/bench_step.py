@@ -1,7 +1,8 @@
-"""A whole step of ours against TRL's GRPOTrainer: same model, prompts and lengths, seconds a step and peak memory.
+r"""A whole step of ours against TRL's GRPOTrainer: same model, prompts and lengths, seconds a step and peak memory.
 
     python -m venv trl_env                  # with the training environment active, whose packages it sees: torch, transformers, vllm
-    python -c 'import site; print(site.getsitepackages()[0])' > trl_env/lib/python3.11/site-packages/training.pth
+    python -c 'import site; print("import site; site.addsitedir(%r)" % site.getsitepackages()[0])' \
+        > trl_env/lib/python3.11/site-packages/training.pth
     trl_env/bin/pip install --no-deps trl==1.16.0 accelerate==1.15.0
     python scripts/bench_step.py --trl_env trl_env
     python scripts/bench_step.py --trl_env trl_env --hidden 512 --layers 8 --prompts 16 --max_tokens 128

@@ -67,7 +67,7 @@ def update_peak(setup: Setup, is_first_micro: bool = False) -> dict[str, float]:
     kept_per_layer = 0 if p.offload_activations else tokens * 2 * h if is_recomputed else saved
     kept = layers * kept_per_layer + (4 if is_lora else 10) * tokens * h  # and the last norm
     chunk = min(tokens, HEAD_CHUNK) if not p.keeps_full_logits else tokens
-    head = max(3 * head_gradient, head_gradient + 20 * chunk * m.vocab)
+    head = head_gradient + 8 * chunk * m.vocab
 
     def backward_of(layer: int) -> dict[str, float]:
         below = layer * kept_per_layer
@@ -114,8 +114,8 @@ def logprobs_peak(setup: Setup) -> dict[str, float]:
     root, layer = COMPUTE * m.root_parameters, COMPUTE * m.layer_parameters
     moments = [
         {"gathered": 2 * (root + layer), "one layer": tokens * (2 * m.hidden + 4 * m.head_dim)},
-        {"gathered": root + 2 * layer, "one layer": tokens * ((8 if setup.policy.lora_rank else 6) * m.intermediate + 8 * m.hidden)},
-        {"gathered": root + layer, "logits": 12 * chunk * m.vocab, "one layer": 2 * tokens * m.hidden},
+        {"gathered": root + 3 * layer, "one layer": tokens * ((8 if setup.policy.lora_rank else 6) * m.intermediate + 8 * m.hidden)},
+        {"gathered": root + layer, "logits": 8 * chunk * m.vocab, "one layer": 2 * tokens * m.hidden},
     ]
     return max(moments, key=lambda moment: sum(moment.values()))
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
-from torch.utils.checkpoint import checkpoint
 from transformers import (
     AttentionInterface,
     AutoConfig,
@@ -29,7 +29,7 @@ from transformers import (
 from batch import Batch
 from loading import fill, without_storage
 
-HEAD_CHUNK_TOKENS = 1024  # a chunk of fp32 logits at V = 152,064 is 0.6 GiB; with softmax and gradient, three to four such tensors
+HEAD_CHUNK_TOKENS = 1024  # a chunk of fp32 logits at V = 152,064 is 0.6 GiB; there are two such tensors at most
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -105,31 +105,74 @@ def packed_attention(
 AttentionInterface.register("packed", packed_attention)
 
 
-def _chunk_logprobs(
-    hidden: Tensor, head: nn.Module, labels: Tensor, temperature: float, with_entropy_gradient: bool
-) -> tuple[Tensor, Tensor]:
-    logits = head(hidden).float() / temperature  # the one division by the temperature
-    log_normalizer = logits.logsumexp(dim=-1)
-    logprobs = logits.gather(-1, labels[:, None])[:, 0] - log_normalizer
-    with torch.set_grad_enabled(torch.is_grad_enabled() and with_entropy_gradient):  # mostly it is only a metric
-        entropy = log_normalizer - (torch.softmax(logits, dim=-1) * logits).sum(dim=-1)
-    return logprobs, entropy
+class _HeadLogprobs(torch.autograd.Function):
+    """Hidden states [T, D] and head weight [V, D] -> log-probabilities of the labels and entropies, chunk by chunk.
+
+    Autograd over recomputed chunks would do the same with twice the passes over the logits: here the entropy is not computed again, and the
+    gradient of the logits is made in their own memory.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, with_entropy_gradient: bool
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(hidden, weight, labels)
+        ctx.settings = temperature, with_entropy_gradient
+        logprobs, entropies = (hidden.new_empty(len(labels), dtype=torch.float32) for _ in range(2))
+        for rows in _chunks(len(labels)):
+            all_logprobs = _chunk_logprobs(hidden[rows], weight, temperature)
+            logprobs[rows] = all_logprobs.gather(-1, labels[rows, None])[:, 0]
+            entropies[rows] = -all_logprobs.exp().mul_(all_logprobs).sum(dim=-1)
+            del all_logprobs  # before those of the next chunk are made
+        if not with_entropy_gradient:  # mostly it is only a metric
+            ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad_logprobs: Tensor, grad_entropies: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, labels = ctx.saved_tensors
+        temperature, with_entropy_gradient = ctx.settings
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        for rows in _chunks(len(labels)):
+            grad = _chunk_logprobs(hidden[rows], weight, temperature)  # becomes that of the logits: g (1[v = label] - p_v), and ...
+            if with_entropy_gradient:  # ... h p_v (-log p_v - entropy)
+                probs = grad.exp()
+                entropy = -(probs * grad).sum(dim=-1, keepdim=True)
+                grad = probs.mul_(grad.add_(entropy).mul_(-grad_entropies[rows, None]).sub_(grad_logprobs[rows, None]))
+            else:
+                grad.exp_().mul_(-grad_logprobs[rows, None])
+            grad.scatter_add_(-1, labels[rows, None], grad_logprobs[rows, None])
+            grad = grad.div_(temperature).to(weight.dtype) if temperature != 1 else grad.to(weight.dtype)
+            if grad_hidden is not None:
+                torch.mm(grad, weight, out=grad_hidden[rows])
+            if grad_weight is not None:
+                grad_weight.addmm_(grad.t(), hidden[rows])
+            del grad
+        return grad_hidden, grad_weight, None, None, None
+
+
+def _chunks(count: int) -> list[slice]:
+    return [slice(start, start + HEAD_CHUNK_TOKENS) for start in range(0, count, HEAD_CHUNK_TOKENS)]
+
+
+def _chunk_logprobs(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+    """Log-probabilities of all tokens [T, V], float32."""
+    logits = F.linear(hidden, weight).float()
+    if temperature != 1:
+        logits /= temperature  # the one division by the temperature
+    return logits.log_softmax(dim=-1)
 
 
 def chunked_logprobs(
-    hidden: Tensor, head: nn.Module, labels: Tensor, temperature: float, with_entropy_gradient: bool = False
+    hidden: Tensor, head: nn.Linear, labels: Tensor, temperature: float, with_entropy_gradient: bool = False
 ) -> tuple[Tensor, Tensor]:
     """(log-probabilities of the labels, entropies in nats of the whole distribution), float32, one per row of `hidden` [T, D].
 
     Peak memory is that of one chunk's logits, whatever T: the backward pass computes each chunk again.
     """
-    pieces = []
-    for start in range(0, max(len(labels), 1), HEAD_CHUNK_TOKENS):
-        rows = slice(start, start + HEAD_CHUNK_TOKENS)
-        inputs = (hidden[rows], head, labels[rows], temperature, with_entropy_gradient)
-        pieces.append(checkpoint(_chunk_logprobs, *inputs, use_reentrant=False))
-    logprobs, entropies = zip(*pieces, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies)
+    assert head.bias is None, "no supported model has a head with a bias"
+    return _HeadLogprobs.apply(hidden, head.weight, labels, temperature, with_entropy_gradient)
 
 
 class Policy(nn.Module):

@@ -59,7 +59,7 @@ def main() -> None:
         agrees = len(cases) - too_kind[name] - too_strict[name]
         print(f"{name:20}{agrees:8}{too_kind[name]:24}{too_strict[name]:24}{seconds[name]:10.1f}")
     summary = {"cases": len(cases), "mistakes": too_kind[names[0]] + too_strict[names[0]], "wrong_taken_for_right": too_kind[names[0]]}
-    print(json.dumps(summary | {"time_ratio": round(seconds[names[0]] / seconds[names[1]], 3), "goal": 1.0}))
+    print(json.dumps(summary | {"ratio": round(seconds[names[0]] / seconds[names[1]], 3), "goal": 1.0}))
 
 
 if __name__ == "__main__":

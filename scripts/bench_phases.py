@@ -36,9 +36,7 @@ def main() -> None:
         print(f"{phase:16}{value:10.2f}{value / total:8.1%}")
     step_seconds = total - seconds.get("evaluate", 0.0) - seconds.get("checkpoint", 0.0)
     share = sum(seconds[phase] for phase in OVERHEAD) / step_seconds
-    print(
-        json.dumps({"overhead_share": round(share, 4), "goal": GOAL, "steps": len(records), "step_seconds": round(total / len(records), 3)})
-    )
+    print(json.dumps({"ratio": round(share, 4), "goal": GOAL, "steps": len(records), "step_seconds": round(total / len(records), 3)}))
 
 
 if __name__ == "__main__":

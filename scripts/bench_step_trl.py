@@ -1,0 +1,101 @@
+"""TRL's part of bench_step.py, which starts it in TRL's environment: GRPOTrainer on the same model, prompts and lengths, seconds a step.
+
+    torchrun --nproc_per_node 2 scripts/bench_step_trl.py --model FOLDER --out FILE --prompts 32 --group_size 8 --max_tokens 64 --steps 5
+
+It imports nothing of this project. On CPU TRL's colocated vLLM needs three patches, made here and nowhere in TRL's code: vLLM 0.32 is newer
+than TRL 1.16 admits (a warning), eager mode instead of its compiler (as ours has it), and new weights through `reload_weights`, since
+`load_weights`, which TRL calls, does not fit the repacked weights that vLLM keeps on CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+
+import torch
+import torch._dynamo
+from datasets import Dataset
+from transformers import AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+from trl.generation import vllm_generation
+
+
+class Clock(TrainerCallback):
+    """The wall time at the end of each step."""
+
+    def __init__(self) -> None:
+        self.ends = [time.perf_counter()]
+
+    def on_step_end(self, *_: object, **__: object) -> None:
+        self.ends.append(time.perf_counter())
+
+
+def patch_vllm_for_cpu() -> None:
+    if "AMX" not in os.environ.get("ONEDNN_MAX_CPU_ISA", "AMX"):
+        torch.cpu._is_amx_tile_supported = lambda: False  # what vLLM asks before it chooses its attention kernel
+    torch._dynamo.config.disable = True
+    engine = vllm_generation.LLM
+    vllm_generation.LLM = lambda **options: engine(**options, enforce_eager=True, dtype="float32", disable_log_stats=True)
+
+    def sync_weights(self: vllm_generation.VLLMGeneration) -> None:
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._iter_named_params()})
+        self.llm.reset_prefix_cache()
+
+    vllm_generation.VLLMGeneration.sync_weights = sync_weights
+
+
+def score(completions: list[str], **_: object) -> list[float]:
+    """What bench_common.REWARD computes."""
+    return [completion.count("1") / max(len(completion), 1) for completion in completions]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="file for the seconds of the steps and their mean completion length")
+    for name in ("prompts", "group_size", "max_tokens", "steps"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--micro_batch", type=int, default=64, help="completions in a forward and backward pass of one process")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--fsdp", action="store_true", help="FSDP2 in place of DDP")
+    parser.add_argument("--vllm", action="store_true", help="colocated vLLM in place of generate()")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    if args.vllm:
+        patch_vllm_for_cpu()
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    completions = args.prompts * args.group_size
+    micro_batch = min(args.micro_batch, completions // num_ranks)
+    fsdp = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"]}} if args.fsdp else {}
+    vllm = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 16 + args.max_tokens} if args.vllm else {}
+    config = GRPOConfig(
+        output_dir=str(args.out.with_suffix("")), use_cpu=True, bf16=False, report_to=[], save_strategy="no", logging_steps=1, seed=1,
+        per_device_train_batch_size=micro_batch, gradient_accumulation_steps=completions // num_ranks // micro_batch,
+        num_generations=args.group_size, max_completion_length=args.max_tokens, max_steps=args.steps, learning_rate=1e-6,
+        lr_scheduler_type="constant", beta=0.0, temperature=1.0, top_k=0, gradient_checkpointing=False, disable_tqdm=True,
+        dataloader_pin_memory=False, ddp_find_unused_parameters=False, model_init_kwargs={"dtype": "float32"}, **fsdp, **vllm,
+    )  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    rows = [json.loads(line) for line in (args.model / "train.jsonl").read_text().splitlines()]
+    chats = [[{"role": "user", "content": row["problem"]}] for row in rows]
+    prompts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+    clock = Clock()
+    data = Dataset.from_dict({"prompt": prompts})
+    trainer = GRPOTrainer(str(args.model), score, args=config, train_dataset=data, processing_class=tokenizer, callbacks=[clock])
+    trainer.train()
+    if int(os.environ.get("RANK", "0")) == 0:
+        seconds = [after - before for before, after in zip(clock.ends[1:], clock.ends[2:], strict=False)]  # the first step is warm-up
+        lengths = [record["completions/mean_length"] for record in trainer.state.log_history if "completions/mean_length" in record]
+        args.out.write_text(json.dumps({"seconds": seconds, "tokens": lengths[-1]}))
+    os._exit(0)  # vLLM and TRL do not agree on who ends the process group
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""What an update costs: ours against bare torch on the same tokens, against padded batches, and its peak memory against full logits.
+
+    OMP_NUM_THREADS=1 python scripts/bench_update.py                       # fp32
+    OMP_NUM_THREADS=1 python scripts/bench_update.py --dtype bfloat16      # bare and padded: torch.autocast
+
+Ours is `pack_updates`, `add_advantages` and `update_policy` as in training: packed, chunked head, FSDP2 on one rank, all metrics. Bare is
+forward, backward and fused AdamW of the same Hugging Face model with its own attention, one sequence at a time without any padding, logits
+of the completion only, and the simplest policy-gradient loss, with no metric and no clipping. Padded is the same with --padded_rows
+sequences at a time, with an attention mask, padded to the longest of the step (as TRL pads) or of the micro-batch. Lengths are lognormal.
+All three start from the same weights and run in turn in one process. A goal is a speed: bare seconds / ours at least 0.90, padded / ours
+at least 2.0 for both paddings. Memory is the peak resident set of a process that runs one update, less what it had before: ours against
+bare, and against ours with one chunk (full logits) at --memory_vocab. Prints two tables and, last, one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+from contextlib import nullcontext
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import numpy as np
+import psutil
+import torch
+from torch.nn import functional as F
+from torch.optim import AdamW
+from transformers import AutoModelForCausalLM
+
+import policy
+import train_grpo
+from batch import Rollout
+from bench_common import interleave, median_ratio, print_table, save_random_model, times_row
+from fsdp_utils import close_world, init_world
+from plan import Plan
+from update import add_advantages, pack_updates, update_policy
+
+GOALS = {"bare": 0.90, "padded": 2.0}
+
+
+def make_rollout(lengths: list[int], vocab: int) -> Rollout:
+    """Random prompts of 16 tokens and completions of these lengths, with advantages and sampled log-probs."""
+    rng = np.random.default_rng(0)
+    return Rollout(
+        prompts=[rng.integers(0, vocab, 16).astype(np.int32) for _ in lengths],
+        completions=[rng.integers(0, vocab, n).astype(np.int32) for n in lengths],
+        rollout_logprobs=[np.full(n, -np.log(vocab), dtype=np.float32) for n in lengths],
+        texts=[""] * len(lengths),
+        is_truncated_B=np.zeros(len(lengths), dtype=bool),
+        advantages=[np.full(n, rng.normal(), dtype=np.float32) for n in lengths],
+    )
+
+
+def ours(model: Path, rollout: Rollout, dtype: str, micro_batch_tokens: int):
+    """A function that does our update of the rollout, once per call."""
+    flags = ["--model", str(model), "--train_data", "-", "--out_dir", "-", "--dtype", dtype, "--prompts_per_step", "1"]
+    args = train_grpo.parse_flags([*flags, "--group_size", str(len(rollout.texts)), "--micro_batch_tokens", str(micro_batch_tokens)])
+    world = init_world(tp_size=1, timeout_minutes=5)
+    model, _, optimizer = train_grpo.build_policy(args, world)
+    plan = Plan(
+        len(rollout.texts), updates_per_pass=1, updates_per_step=1, steps_per_epoch=1, total_steps=1, total_updates=1, warmup_updates=0
+    )
+    num_tokens = int(rollout.trained_lengths_B.sum())
+
+    def run() -> None:
+        (batches,) = add_advantages(pack_updates(rollout, plan, args, world), rollout)
+        update_policy(model, optimizer, batches, num_tokens, True, args.learning_rate, args, world)
+
+    return run
+
+
+def bare(model: Path, rollout: Rollout, dtype: str, rows: int = 1, longest: int = 0):
+    """A function that does the update with nothing but torch and transformers, `rows` sequences at a time, padded to at least `longest`."""
+    hf_model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    optimizer = AdamW(hf_model.parameters(), lr=1e-6, fused=True)
+    num_tokens = int(rollout.trained_lengths_B.sum())
+    sequences = list(zip(rollout.prompts, rollout.completions, rollout.advantages, strict=True))
+
+    def run() -> None:
+        for start in range(0, len(sequences), rows):
+            some = sequences[start : start + rows]
+            width = max(longest, *(len(completion) for _, completion, _ in some)) if rows > 1 else len(some[0][1])
+            ids, mask, advantages = np.zeros((len(some), 16 + width), int), np.zeros((len(some), width)), np.zeros((len(some), width))
+            for i, (prompt, completion, advantage) in enumerate(some):
+                ids[i, : 16 + len(completion)] = [*prompt, *completion]
+                mask[i, : len(completion)], advantages[i, : len(completion)] = 1, advantage
+            ids, mask, weights = torch.from_numpy(ids), torch.from_numpy(mask), torch.from_numpy(mask * advantages / num_tokens).float()
+            attention_mask = None if rows == 1 else F.pad(mask.long(), (16, 0), value=1)
+            with torch.autocast("cpu", torch.bfloat16) if dtype == "bfloat16" else nullcontext():
+                logits = hf_model(ids, attention_mask=attention_mask, use_cache=False, logits_to_keep=width + 1).logits[:, :-1].float()
+            losses = F.cross_entropy(logits.flatten(0, 1), ids[:, 16:].flatten(), reduction="none")
+            (losses.view(weights.shape) * weights).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return run
+
+
+def peak_memory(args: argparse.Namespace) -> None:
+    """Prints by how many MiB one update raises the peak resident set: what `--peak_of` runs, in a process of its own."""
+    lengths = [1024] * (args.memory_tokens // 1024)
+    with tempfile.TemporaryDirectory() as folder:
+        save_random_model(Path(folder), 64, 2, 192, args.memory_vocab)
+        rollout = make_rollout(lengths, args.memory_vocab)
+        if args.peak_of == "full_logits":
+            policy.HEAD_CHUNK_TOKENS = 10**9
+        if args.peak_of == "bare":
+            run = bare(Path(folder), rollout, args.dtype)
+        else:
+            run = ours(Path(folder), rollout, args.dtype, 16 * len(lengths) + args.memory_tokens)
+        before = psutil.Process().memory_info().rss
+        run()
+        print("peak", (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before) / 2**20)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=256, help="hidden size; the FFN has 4 times that")
+    parser.add_argument("--layers", type=int, default=4, help="decoder layers")
+    parser.add_argument("--vocab", type=int, default=1024, help="of the timed model; the head has 6 %% of the matrices, as in a 7B model")
+    parser.add_argument("--sequences", type=int, default=16, help="sequences of the update")
+    parser.add_argument("--mean_length", type=float, default=600.0, help="of the lognormal lengths before they are cut, in tokens")
+    parser.add_argument("--max_length", type=int, default=2048, help="where they are cut, in tokens")
+    parser.add_argument("--micro_batch_tokens", type=int, default=8192, help="of ours")
+    parser.add_argument("--padded_rows", type=int, default=8, help="sequences in a padded micro-batch")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the arithmetic; parameters are fp32")
+    parser.add_argument("--rounds", type=int, default=5, help="counted rounds, after one that is not")
+    parser.add_argument("--memory_vocab", type=int, default=151_936, help="vocabulary of the model whose memory is measured")
+    parser.add_argument("--memory_tokens", type=int, default=4096, help="completion tokens of its micro-batch")
+    parser.add_argument("--peak_of", choices=["ours", "bare", "full_logits"], help="only measure the memory of this one")
+    args = parser.parse_args()
+    if args.peak_of:
+        peak_memory(args)
+        return
+
+    peaks = {}
+    for name in ("ours", "bare", "full_logits"):
+        done = subprocess.run([sys.executable, *sys.argv, "--peak_of", name], capture_output=True, text=True, check=True)
+        peaks[name] = float(done.stdout.split()[-1])
+    rng, sigma = np.random.default_rng(0), 0.7
+    lengths = rng.lognormal(np.log(args.mean_length) - sigma**2 / 2, sigma, args.sequences)
+    lengths = np.clip(lengths, 1, args.max_length).astype(int).tolist()
+    rollout = make_rollout(lengths, args.vocab)
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder)
+        save_random_model(model, args.hidden, args.layers, 4 * args.hidden, args.vocab)
+        seconds = interleave(
+            {
+                "ours": ours(model, rollout, args.dtype, args.micro_batch_tokens),
+                "bare": bare(model, rollout, args.dtype),
+                "padded to longest of step": bare(model, rollout, args.dtype, args.padded_rows, max(lengths)),
+                "padded to longest of micro": bare(model, rollout, args.dtype, args.padded_rows),
+            },
+            args.rounds,
+        )
+    print(f"{len(lengths)} sequences, {sum(lengths)} completion tokens: mean {np.mean(lengths):.0f}, longest {max(lengths)}")
+    print_table(
+        ["", "median s", "min", "max", "ours is faster"],
+        [[*times_row(*x), median_ratio(x[1], seconds["ours"])] for x in seconds.items()],
+    )
+    print_table(["", f"peak MiB, {args.memory_tokens} x {args.memory_vocab}"], [[name, f"{peak:.0f}"] for name, peak in peaks.items()])
+    ratios = {name: round(median_ratio(times, seconds["ours"]), 3) for name, times in seconds.items() if name != "ours"}
+    peaks = {name: round(peak) for name, peak in peaks.items()}
+    print(json.dumps({"ratio": ratios.pop("bare"), "goal": GOALS["bare"], **ratios, "padded_goal": GOALS["padded"], "peak_mib": peaks}))
+    close_world()
+
+
+if __name__ == "__main__":
+    main()

@@ -226,8 +226,26 @@ def reduce_gradients(root: nn.Module, is_on: bool) -> None:
 
 
 def activations_on_host(is_on: bool) -> AbstractContextManager[object]:
-    """While it is open, what the backward pass needs is put into host RAM (page-locked on CUDA) and fetched when it is its turn."""
-    return torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()) if is_on else nullcontext()
+    """While it is open, what the backward pass needs is put into host RAM (page-locked on CUDA) and fetched when it is its turn.
+
+    Not the weights, which it needs, too: torch's own `save_on_cpu` would copy each gathered one.
+    """
+
+    def pack(saved: Tensor) -> tuple[torch.device | None, Tensor]:
+        if isinstance(saved, nn.Parameter) or isinstance(saved._base, nn.Parameter):
+            return None, saved
+        return saved.device, _to_host(saved)
+
+    def unpack(packed: tuple[torch.device | None, Tensor]) -> Tensor:
+        device, saved = packed
+        return saved if device is None else saved.to(device, non_blocking=True)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack) if is_on else nullcontext()
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return host.copy_(tensor)
 
 
 def full_tensor(parameter: Tensor, dtype: torch.dtype) -> Tensor:

@@ -17,6 +17,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import train_grpo
 from batch import Rollout
+from forked import run_ranks
 from warm_start import build_tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -83,9 +84,17 @@ def flags(**changes: object) -> argparse.Namespace:
     return train_grpo.parse_flags([part for pair in pairs for part in pair])
 
 
-def torchrun(num_ranks: int, script: str, *arguments: object, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    """`torchrun --nproc_per_node num_ranks script arguments` in the repository's root; fails the test if it fails."""
-    done = start(num_ranks, script, *arguments, timeout=timeout)
+def torchrun(
+    num_ranks: int, script: str, *arguments: object, timeout: float = 300, is_forked: bool = True
+) -> subprocess.CompletedProcess[str]:
+    """`torchrun --nproc_per_node num_ranks script arguments` in the repository's root; fails the test if it fails.
+
+    `is_forked`: without the launcher, and with the libraries imported already; see `forked.py`.
+    """
+    if is_forked and not torch.cuda.is_available():
+        done = run_ranks(num_ranks, str(ROOT / script), list(map(str, arguments)), timeout)
+    else:
+        done = start(num_ranks, script, *arguments, timeout=timeout)
     assert done.returncode == 0, f"{script} failed:\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
     return done
 

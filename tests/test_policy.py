@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import fsdp_utils
 import policy as policy_module
 from batch import Batch, pack
 from fsdp_utils import World
@@ -43,6 +44,26 @@ def test_packed_logprobs_and_gradients_equal_those_of_each_sequence_alone(model,
     (expected * weights).sum().backward()
     for (name, found), wanted in zip(packed.model.named_parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(found.grad, wanted.grad, atol=1e-4, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+def test_activations_go_to_the_host_and_weights_do_not(policy, gradient_checkpointing, monkeypatch):
+    model, moved = load_policy(str(policy), torch.float32, gradient_checkpointing), []
+    to_host = fsdp_utils._to_host
+    monkeypatch.setattr(fsdp_utils, "_to_host", lambda tensor: moved.append(tensor) or to_host(tensor))
+    batch = pack(make_rollout(), list(range(len(RAGGED))))
+    with fsdp_utils.activations_on_host(True):
+        logprobs = model(batch, 1.0)[0]
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    assert not [tensor.shape for tensor in moved if tensor.untyped_storage().data_ptr() in weights]
+    inputs_of_layers = [tensor for tensor in moved if tensor.shape == (1, len(batch.labels_N), 64)]
+    assert len(inputs_of_layers) >= 2, "two layers"
+    assert (len(moved) < 12) == gradient_checkpointing, "without it, what is inside the layers goes, too"
+    logprobs.sum().backward()
+    plain = load_policy(str(policy), torch.float32)
+    plain(batch, 1.0)[0].sum().backward()
+    for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, wanted.grad, atol=1e-5, rtol=1e-5)
 
 
 def test_compiled_layers_give_the_same_numbers_for_all_lengths_from_one_compilation(policy):

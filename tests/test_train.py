@@ -80,9 +80,9 @@ def reward(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def finished_run(policy, reward, tmp_path_factory) -> Path:
-    """A run of four steps that nobody disturbed."""
+    """A run of four steps that nobody disturbed, by the real launcher."""
     out_dir = tmp_path_factory.mktemp("runs") / "undisturbed"
-    torchrun(2, "train_grpo.py", *training_flags(policy, out_dir, reward=reward, profile_steps=3))
+    torchrun(2, "train_grpo.py", *training_flags(policy, out_dir, reward=reward, profile_steps=3), is_forked=False)
     return out_dir
 
 

@@ -118,6 +118,8 @@ def test_amx_is_avoided_exactly_where_a_child_that_uses_it_dies(status, is_avoid
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_rank_with_nothing_left_to_train_changes_nothing(algorithm, results):
     (alone, alone_gradients), (together, gradients) = (results[n][algorithm]["three sequences"] for n in (1, 2))
+    idle = [metrics.pop("perf/update_idle_frac") for metrics in (alone, together)]
+    assert idle == pytest.approx([0, 1 - (15 + 14 + 12 + 1) / (2 * (15 + 12))], abs=0.02), "positions, and one in the empty micro-batch"
     assert together == pytest.approx(alone, abs=1e-5)
     for a, b in zip(gradients, alone_gradients, strict=True):
         torch.testing.assert_close(a, b, **TOLERANCE)

@@ -58,7 +58,7 @@ def test_activations_go_to_the_host_and_weights_do_not(policy, gradient_checkpoi
     assert not [tensor.shape for tensor in moved if tensor.untyped_storage().data_ptr() in weights]
     inputs_of_layers = [tensor for tensor in moved if tensor.shape == (1, len(batch.labels_N), 64)]
     assert len(inputs_of_layers) >= 2, "two layers"
-    assert (len(moved) < 12) == gradient_checkpointing, "without it, what is inside the layers goes, too"
+    assert (len(moved) < 20) == gradient_checkpointing, "without it, what is inside the layers goes, too"
     logprobs.sum().backward()
     plain = load_policy(str(policy), torch.float32)
     plain(batch, 1.0)[0].sum().backward()

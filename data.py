@@ -316,7 +316,7 @@ class PromptData:
             return parts[0]
         assert not any(part.shares for part in parts), "a weighted mixture is not mixed again"
         names, counts = [part.name for part in parts], [part.num_too_long for part in parts]
-        lists = {field: sum((getattr(part, field) for part in parts), []) for field in ("rows", "texts", "prompts", "excluded")}
+        lists = {field: sum((getattr(part, field) for part in parts), []) for field in ("rows", "texts", "prompts", "images", "excluded")}
         shares = tuple((part.name, len(part.rows), weight) for part, weight in zip(parts, weights or [], strict=False))
         _draws(shares)
         return PromptData("+".join(names), **lists, num_too_long=sum(counts), shares=shares)

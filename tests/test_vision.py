@@ -158,6 +158,7 @@ def test_images_of_the_datasets_library_are_read_and_their_tokens_count(model, t
         "the prompt has 1 image tokens for 0 images: its text must not hold one",
     ]
     assert [each and each.num_tokens for each in data.images] == [[4], [6], None]
+    assert PromptData.mix([data, data], [1.0, 1.0]).images == data.images * 2
     limit = len(data.prompts[0])
     shorter = load(model, tmp_path / "pil", limit)
     assert [row.prompt for row in shorter.rows] == ["<image>one?", "text?"] and shorter.num_too_long == 1

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GRPO with LoRA on Qwen2.5-VL-72B, texts and images. Source: the ms-swift document and the script that worked in the end. Hardware:
 # 1 node x 8 A100 80 GB. Time and result: not in the source, whose run stalled at its first sync: the splitter that was to move the model
-# to the engine in 40 groups did not know LoRA's names, so each sync gathered all 147 GB on every GPU. Here one parameter is on the way.
+# to the engine in 40 groups did not know LoRA's names, so each sync gathered all 147 GB on every GPU. Here less than one layer is held.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="file for the seconds of the steps and their mean completion length")
     for name in ("prompts", "group_size", "max_tokens", "steps"):
         parser.add_argument(f"--{name}", type=int, required=True)
-    parser.add_argument("--micro_batch", type=int, default=64, help="completions in a forward and backward pass of one process")
+    parser.add_argument("--micro_batch", type=int, default=32, help="completions in a forward and backward pass of one process")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--fsdp", action="store_true", help="FSDP2 in place of DDP")
     parser.add_argument("--vllm", action="store_true", help="colocated vLLM in place of generate()")

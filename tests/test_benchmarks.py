@@ -1,0 +1,45 @@
+"""Each benchmark runs at its smallest size and ends with one JSON line that has its goal. No time is looked at. TRL is left out."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from helpers import ENVIRONMENT, ROOT, torchrun
+
+TINY = ["--hidden", "64", "--layers", "1", "--rounds", "1"]
+STEP = ["--prompts", "2", "--group_size", "2", "--max_tokens", "4", "--steps", "3"]
+
+
+def last_line(output: str) -> dict[str, object]:
+    return json.loads(output.strip().splitlines()[-1])
+
+
+def run(script: str, *arguments: str) -> dict[str, object]:
+    command = [sys.executable, str(ROOT / "scripts" / script), *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return last_line(done.stdout)
+
+
+def test_bench_update():
+    sizes = ["--vocab", "64", "--sequences", "4", "--mean_length", "20", "--memory_vocab", "512", "--memory_tokens", "1024"]
+    found = run("bench_update.py", *TINY, *sizes)
+    assert found["goal"] == 0.9
+    assert found["ratio"] > 0
+    assert set(found["peak_mib"]) == {"ours", "bare", "full_logits"}
+
+
+def test_bench_sync():
+    found = last_line(torchrun(2, "scripts/bench_sync.py", *TINY, "--vocab", "64").stdout)
+    assert (found["goal"], found["ranks"]) == (0.5, 2)
+    assert found["ratio"] > 0
+
+
+@pytest.mark.parametrize("script", ["bench_step.py", "bench_scaling.py"])
+def test_benchmarks_of_whole_steps(script):
+    only = ["--ranks", "2", "--only", "smallest"] if script == "bench_scaling.py" else []
+    found = run(script, *TINY, *STEP, *only)
+    assert found["goal"]
+    assert found["rounds"] == 1

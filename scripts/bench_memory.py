@@ -21,6 +21,7 @@ import gc
 import json
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -35,7 +36,7 @@ import train_grpo
 from batch import Rollout
 from dry_run import config_of, setup_of
 from fsdp_utils import World, close_world, gather_from_ranks, init_world, local_shard
-from memory import gpu_phases, host_phases
+from memory import gpu_phases, host_phases, optimizer_peak
 from plan import Plan
 from shapes import Setup
 from tracing import Tracker
@@ -145,7 +146,11 @@ def predicted(setup: Setup, is_cuda: bool) -> float:
     """Bytes of one rank at the peak of the same phases."""
     phases = gpu_phases(setup)
     device = max(sum(phases[name].trainer.values()) for name in ("logprobs", "update", "optimizer") if name in phases)
-    host = {} if is_cuda else host_phases(setup)["run"]
+    if is_cuda:
+        return device
+    if setup.policy.offload == "all":  # then the optimizer's pieces are in host RAM, where `host_phases` counts them as the process's own
+        device = max(device, *optimizer_peak(replace(setup, policy=replace(setup.policy, offload="none"))).values())
+    host = host_phases(setup)["run"]
     return device + sum(part for name, part in host.items() if name != "processes") / setup.ranks
 
 

@@ -89,7 +89,8 @@ def torchrun(
 ) -> subprocess.CompletedProcess[str]:
     """`torchrun --nproc_per_node num_ranks script arguments` in the repository's root; fails the test if it fails.
 
-    `is_forked`: without the launcher, and with the libraries imported already; see `forked.py`.
+    `is_forked`: without the launcher, and with the libraries imported already; see `forked.py`. Not for an engine over several ranks: its
+    shared memory has one name for all runs and is removed by an ordinary exit alone, which a fork of multiprocessing does not make.
     """
     if is_forked and not torch.cuda.is_available():
         done = run_ranks(num_ranks, str(ROOT / script), list(map(str, arguments)), timeout)

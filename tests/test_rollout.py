@@ -14,7 +14,7 @@ def found(request, tmp_path_factory):
     """What tests/engine_checks.py found: tied weights in one engine, an own head in two engines, and one engine over two ranks."""
     folder, num_ranks, tp_size = request.param
     output = tmp_path_factory.mktemp("engine") / "found.json"
-    torchrun(num_ranks, "tests/engine_checks.py", request.getfixturevalue(folder), tp_size, output)
+    torchrun(num_ranks, "tests/engine_checks.py", request.getfixturevalue(folder), tp_size, output, is_forked=tp_size == 1)
     return json.loads(output.read_text())
 
 

@@ -289,7 +289,7 @@ def test_one_engine_over_both_ranks_trains_and_old_checkpoints_are_removed(polic
     flags = training_flags(
         policy, tmp_path / "run", tensor_parallel_size=2, save_every=1, keep_checkpoints=2, total_steps=3, prompts_per_update=8
     )
-    done = torchrun(2, "train_grpo.py", *flags)
+    done = torchrun(2, "train_grpo.py", *flags, is_forked=False)
     assert "1 engines of 2" in done.stdout
     metrics = metrics_of(tmp_path / "run")
     assert max(metrics[step]["policy/rollout_gap_mean"] for step in (1, 2, 3)) < 0.005

@@ -12,6 +12,7 @@ what the uninterrupted one would have. On CPU and CUDA this is the same code; wh
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import random
@@ -25,7 +26,7 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine runs 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about tuning, dozens of lines per rank; one exception below
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # CPU: several ranks share the cores; binding would put them on the same one
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # CPU: GiB of KV cache per rank; raise it for larger models
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # CPU: GiB of KV cache per rank, at most; raise it for larger models
 
 warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
 logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # on CPU there is no triton, which is as it should be
@@ -35,7 +36,7 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 from vllm import LLM, CompletionOutput, SamplingParams, TokensPrompt
 from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
@@ -45,6 +46,9 @@ logging.getLogger("vllm.model_executor.model_loader.reload.inplace").setLevel(lo
 from batch import Rollout
 from fsdp_utils import World, gather_from_ranks
 from vision import PromptImages, Vision
+
+MOST_AT_ONCE = 256  # sequences for each rank of an engine that run at a time, vLLM's default for offline use on CPU
+CPU_BLOCK = 128  # tokens of a block of vLLM's cache on CPU
 
 
 class Engine:
@@ -83,6 +87,13 @@ class Engine:
             "mm_device_do_normalize": False,  # mean and std would be buffers of the model: random ones, with dummy weights
             "mm_processor_cache_gb": 1,  # the completions of a prompt come one after the other; the default is 4 in each rank
         }  # fmt: skip
+        if world.device.type == "cpu":
+            of_cache = {
+                "kv_cache_memory_bytes": _cpu_cache_bytes(AutoConfig.from_pretrained(model_path), max_model_len, dtype, world.tp_size)
+            }
+        else:
+            of_cache = {"gpu_memory_utilization": gpu_memory_utilization}
+        gc.freeze()  # vLLM collects garbage at each stage of its start: a second in all, if it looks through what is imported, too
         self.llm = LLM(
             model=model_path,
             load_format="auto" if load_weights else "dummy",
@@ -90,12 +101,12 @@ class Engine:
             tensor_parallel_size=world.tp_size,
             distributed_executor_backend="external_launcher",
             max_model_len=max_model_len,
-            gpu_memory_utilization=gpu_memory_utilization,
             enforce_eager=enforce_eager or world.device.type == "cpu",
             enable_sleep_mode=self.can_sleep,
             logprobs_mode="processed_logprobs",  # after the temperature: what the tokens were really drawn from
             seed=seed,  # external_launcher wants the same one on every rank; each call of sample() sets its own
             disable_log_stats=True,
+            **of_cache,
             **of_images,
         )
 
@@ -217,6 +228,19 @@ def _engine_input(prompt: np.ndarray, images: PromptImages | None) -> TokensProm
     if images is None:
         return TokensPrompt(prompt_token_ids=prompt.tolist())
     return TokensPrompt(prompt_token_ids=images.template_ids.tolist(), multi_modal_data={"image": images.decoded()})
+
+
+def _cpu_cache_bytes(config: PretrainedConfig, max_model_len: int, dtype: torch.dtype, tp_size: int) -> int:
+    """CPU: room for the sequences that vLLM runs at once, and at most VLLM_CPU_KVCACHE_SPACE GiB.
+
+    vLLM goes round all the blocks it has, so that all of them would soon be resident, however few are in use.
+    """
+    config = config.get_text_config()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = max(config.num_key_value_heads // tp_size, 1)
+    per_token = 2 * config.num_hidden_layers * heads * head_dim * dtype.itemsize
+    tokens = -(-max_model_len // CPU_BLOCK) * CPU_BLOCK
+    return min(int(os.environ["VLLM_CPU_KVCACHE_SPACE"]) * 2**30, (MOST_AT_ONCE * tp_size + 8) * tokens * per_token)
 
 
 def _repack_head(model: nn.Module) -> None:

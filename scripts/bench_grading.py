@@ -91,9 +91,7 @@ def main() -> None:
             if grader is not None:
                 grader.submit(b, cases[b])
 
-        rollout = engine.sample(
-            prompts, [None] * len(prompts), args.group_size, (1, round_index), 1.0, args.max_tokens, on_finished=on_finished
-        )
+        rollout = engine.sample(prompts, args.group_size, (1, round_index), 1.0, args.max_tokens, on_finished=on_finished)
         if is_graded:
             grades = gather_grades(grader)
             failed = [grade for grade in grades if grade.is_failed]

@@ -55,7 +55,7 @@ def main() -> None:
     for round_index in range(-2, args.rounds):
         for times, run in (
             (bare, lambda seed: engine.llm.generate(bare_prompts, bare_params, use_tqdm=False)),
-            (ours, lambda seed: engine.sample(prompts, [None] * len(prompts), args.group_size, (1, seed), 1.0, args.max_tokens)),
+            (ours, lambda seed: engine.sample(prompts, args.group_size, (1, seed), 1.0, args.max_tokens)),
         ):
             seed_everything((1, round_index + 2), world.engine_index)  # so that both sample the same completions
             engine.llm.reset_prefix_cache()

@@ -1,7 +1,8 @@
 r"""Our advantages, losses, gradients and weights against the functions of TRL 1.16.0 and verl 0.9.1, on random ragged completions.
 
     python -m venv compare                  # with the training environment active; TRL's and verl's dependencies stay out of it, but
-    python -c 'import site; print(site.getsitepackages()[0])' > compare/lib/python3.11/site-packages/training.pth  # its packages are seen
+    python -c 'import site; print("import site; site.addsitedir(%r)" % site.getsitepackages()[0])' \
+        > compare/lib/python3.11/site-packages/training.pth     # its packages are seen, and its .pth files are run
     compare/bin/pip install --no-deps trl==1.16.0 verl==0.9.1 accelerate==1.15.0 ray==2.60.0 msgpack==1.2.4 tensordict==0.10.0 \
         pyvers==0.2.3 omegaconf==2.4.0 codetiming==1.4.0 orjson==3.13.0
     compare/bin/python scripts/compare_algorithms.py

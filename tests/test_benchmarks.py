@@ -37,6 +37,13 @@ def test_bench_sync():
     assert found["ratio"] > 0
 
 
+def test_bench_mfu(policy):
+    sizes = ["--micro_batch_tokens", "64", "--mean_length", "20", "--rounds", "1", "--variants", "full", "full, padded", "LoRA"]
+    found = last_line(torchrun(1, "scripts/bench_mfu.py", "--model", policy, *sizes).stdout)
+    assert (found["goal"], found["unit"]) == (0.5, "TFLOP/s"), "there is no MFU without a GPU whose peak is known"
+    assert found["ratio"].keys() == {"full", "full, padded", "LoRA"} and min(found["ratio"].values()) > 0
+
+
 @pytest.mark.parametrize("script", ["bench_step.py", "bench_scaling.py"])
 def test_benchmarks_of_whole_steps(script):
     only = ["--ranks", "2", "--only", "smallest"] if script == "bench_scaling.py" else []

@@ -178,10 +178,7 @@ class Writer:
         wait_for_all()
         model_state, optimizer_state = get_state_dict(policy, optimizer)
         state = {"model": without_frozen(policy, model_state), "optimizer": optimizer_state}
-        weights = {}
-        for name, parameter in merged_parameters(policy.model, self.dtype):  # the whole model passes through the main process
-            if self.world.is_main:
-                weights[name] = parameter.to("cpu", copy=True)
+        weights = gather_weights(policy, self.dtype, self.world)
         save_adapter(policy, unfinished / "adapter", self.world)
         if self.thread is None:
             dcp.save(state, checkpoint_id=unfinished / "trainer")
@@ -211,6 +208,15 @@ class Writer:
         for _, old in checkpoints(self.out_dir)[: -self.keep if self.keep else 0]:
             if old.name != (self.out_dir / "final").resolve().name:
                 shutil.rmtree(old)
+
+
+def gather_weights(policy: Policy, dtype: torch.dtype, world: World) -> dict[str, Tensor]:
+    """On the main process, in host RAM: the whole policy in `dtype`, with LoRA merged. All ranks call it; on the others it is empty."""
+    weights = {}
+    for name, parameter in merged_parameters(policy.model, dtype):
+        if world.is_main:
+            weights[name] = parameter.to("cpu", copy=True)
+    return weights
 
 
 def export(

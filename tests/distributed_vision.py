@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from batch import Rollout, pack
-from checkpoint import export
+from checkpoint import export, gather_weights
 from distributed_gradient import Recorder
 from fsdp_utils import World, close_world, gather_from_ranks, init_world, shard
 from lora import add_adapter, merged_parameters
@@ -82,7 +82,9 @@ def main(path: str, output: str) -> None:
     found["gaps, images swapped"] = gaps(policy, replace(rollout, images=[swapped if each is three else each for each in rollout.images]))
     found["prompts"] = rollout.prompts
     found["on all ranks the same"] = len(set(map(tuple, gather_from_ranks(rollout.texts)))) == 1
-    export(policy, data.images[0].vision.processor, Path(output) / "exported", torch.float32, world)
+    weights = gather_weights(policy, torch.float32, world)
+    if world.is_main:
+        export(policy, weights, data.images[0].vision.processor, Path(output) / "exported", torch.float32)
     found["merged"] = {name: tensor.clone() for name, tensor in merged_parameters(policy.model, torch.float32)}
     if world.is_main:
         torch.save(found, Path(output) / "found.pt")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -27,11 +28,14 @@ def score(completion, answer, columns):
 """  # a file of its own, because the processes that grade load it: this one would bring torch with it
 
 
-def save_random_model(folder: Path, hidden: int, layers: int, ffn: int, vocab: int = 64, context: int = 4096, num_rows: int = 256) -> None:
+def save_random_model(
+    folder: Path, hidden: int, layers: int, ffn: int, vocab: int = 64, context: int = 4096, num_rows: int = 256, mean_tokens: float = 0
+) -> None:
     """A random Qwen2 in fp32, heads of 64, with the tokenizer of the CPU job, `num_rows` sums in train.jsonl and a reward in reward.py.
 
     It never ends a completion: the end-of-sequence token's logit is 0, the others' have a standard deviation of about 8. So all
-    completions have the length of their limit, in every framework.
+    completions have the length of their limit, in every framework. With `mean_tokens` each token is the last one with a probability of
+    1 / mean_tokens: lengths are geometric, of about that mean where the limit is far.
     """
     torch.manual_seed(0)
     tokenizer = build_tokenizer()
@@ -52,11 +56,27 @@ def save_random_model(folder: Path, hidden: int, layers: int, ffn: int, vocab: i
     with torch.no_grad():
         model.lm_head.weight.normal_(std=8.0 / hidden**0.5)
         model.lm_head.weight[tokenizer.eos_token_id] = 0.0
+        if mean_tokens:
+            _end_after(model, tokenizer.eos_token_id, mean_tokens)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "reward.py").write_text(REWARD)
     sums = [{"problem": f"{100 + i}+{999 - i}", "answer": "1"} for i in range(num_rows)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums))
+
+
+@torch.no_grad()
+def _end_after(model: Qwen2ForCausalLM, eos: int, mean_tokens: float) -> None:
+    """Gives every hidden state a part in one direction, which the end-of-sequence token's row of the head then turns into its logit."""
+    direction = torch.nn.functional.normalize(torch.randn(model.config.hidden_size), dim=0)
+    embeddings = model.get_input_embeddings().weight
+    embeddings += direction * embeddings.norm(dim=1).mean()
+    head = model.lm_head.weight
+    head.normal_(std=head.shape[1] ** -0.5)
+    head -= (head @ direction)[:, None] * direction
+    hidden = model.model(torch.randint(head.shape[0], (8, 64))).last_hidden_state
+    others = (hidden @ head.T).logsumexp(-1).mean()
+    head[eos] = direction * (others - math.log(mean_tokens - 1)) / (hidden @ direction).mean()
 
 
 def launch(command: list[str], environment: dict[str, str] | None = None) -> float:

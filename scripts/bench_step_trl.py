@@ -76,7 +76,7 @@ def main() -> None:
     fsdp = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"]}} if args.fsdp else {}
     vllm = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 16 + args.max_tokens} if args.vllm else {}
     config = GRPOConfig(
-        output_dir=str(args.out.with_suffix("")), use_cpu=True, bf16=False, report_to=[], save_strategy="no", logging_steps=1, seed=1,
+        output_dir=f"{args.out}_trainer", use_cpu=True, bf16=False, report_to=[], save_strategy="no", logging_steps=1, seed=1,
         per_device_train_batch_size=micro_batch, gradient_accumulation_steps=completions // num_ranks // micro_batch,
         num_generations=args.group_size, max_completion_length=args.max_tokens, max_steps=args.steps, learning_rate=1e-6,
         lr_scheduler_type="constant", beta=0.0, temperature=1.0, top_k=0, gradient_checkpointing=False, disable_tqdm=True,
@@ -93,7 +93,7 @@ def main() -> None:
     if int(os.environ.get("RANK", "0")) == 0:
         seconds = [after - before for before, after in zip(clock.ends[1:], clock.ends[2:], strict=False)]  # the first step is warm-up
         lengths = [record["completions/mean_length"] for record in trainer.state.log_history if "completions/mean_length" in record]
-        args.out.write_text(json.dumps({"seconds": seconds, "tokens": lengths[-1]}))
+        args.out.write_text(json.dumps({"seconds": seconds, "tokens": sum(lengths) / len(lengths)}))
     os._exit(0)  # vLLM and TRL do not agree on who ends the process group
 
 

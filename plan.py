@@ -95,6 +95,8 @@ def check_flags(args: Namespace, world_size: int) -> None:
         if value is not None and not low <= value <= high:  # also true for nan
             bounds = f"at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
             raise ValueError(f"--{name} {value:g}: must be {bounds}.")
+    if min(args.profile_steps, default=1) < 1:
+        raise ValueError(f"--profile_steps {' '.join(map(str, args.profile_steps))}: steps count from 1.")
     check_algorithm(args)
     num_engines = world_size // args.tensor_parallel_size
     engines = f"{num_engines} engines ({world_size} ranks / --tensor_parallel_size {args.tensor_parallel_size})"

@@ -110,8 +110,10 @@ def check_images(args: Namespace, config: PretrainedConfig) -> None:
         return
     if args.image_column is None:
         raise ValueError(f"--max_pixels {args.max_pixels} has no effect without --image_column; leave it out, or name the column.")
-    tower = config.vision_config
-    _check_room(args, args.max_pixels, (tower.patch_size * tower.spatial_merge_size) ** 2, f"--max_pixels {args.max_pixels}")
+    pixels_per_token = (config.vision_config.patch_size * config.vision_config.spatial_merge_size) ** 2
+    if args.max_pixels < pixels_per_token:
+        raise ValueError(f"--max_pixels {args.max_pixels}: an image has at least one token, of {pixels_per_token} pixels; use more.")
+    _check_room(args, args.max_pixels, pixels_per_token, f"--max_pixels {args.max_pixels}")
 
 
 def _check_room(args: Namespace, max_pixels: int, pixels_per_token: int, given: str) -> None:

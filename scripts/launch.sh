@@ -16,7 +16,7 @@ launch() {
     local rendezvous=(--standalone) flag
     for flag in "$@"; do
         if [ "$flag" = --dry_run ]; then # one process, on any machine, for the ranks that there would be
-            exec python "$@" --plan_gpus $((NNODES * NGPU)) --plan_nodes "$NNODES"
+            exec python "$1" --plan_gpus $((NNODES * NGPU)) --plan_nodes "$NNODES" "${@:2}"
         fi
     done
     if [ "$NNODES" -gt 1 ]; then

@@ -160,6 +160,8 @@ def test_setup_2_as_documented_does_not_fit():
 def test_setup_3_syncing_the_whole_model_does_not_fit_and_a_short_model_length_is_refused():
     found = misfits(setup(VISION, {"syncs_whole_model": True}, **LORA))
     assert len(found) == 1 and found[0].startswith("GPU, sync")
+    with pytest.raises(ValueError, match="--max_pixels 100: an image has at least one token, of 784 pixels"):
+        setup(VISION, max_pixels=100)
     with pytest.raises(ValueError, match="--max_prompt_tokens 768 cannot hold an image of --max_pixels 602112 = 768 tokens"):
         setup(VISION | {"max_prompt_tokens": 768, "max_completion_tokens": 1280}, **LORA)
 

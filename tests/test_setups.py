@@ -109,3 +109,10 @@ def test_every_value_of_a_script_has_its_source_or_is_called_our_choice(name):
         assert where or re.search(r" # (source: |not in the source)", line), line
     lengths = tuple(int(re.search(rf"--max_{kind}_tokens (\d+)", block).group(1)) for kind in ("prompt", "completion"))
     assert lengths == LIMITS[name]
+
+
+def test_a_flag_after_the_scripts_name_wins_also_in_a_dry_run():
+    command = ["bash", "scripts/qwq32b_8xh100.sh", "--dry_run", "--plan_gpus", "7"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "--tensor_parallel_size 8 does not divide the world size 7; use one of 1, 7." in done.stderr

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,10 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.cuda._pin_memory_utils import pin_memory
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -253,32 +252,8 @@ def full_tensor(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 
     All ranks call it together. Shards that live on the host go to the device first, because NCCL gathers there.
     """
-    return next(full_tensors([(parameter, dtype)]))
-
-
-def full_tensors(parameters: Iterable[tuple[Tensor, torch.dtype]]) -> Iterator[Tensor]:
-    """The whole of each parameter in its dtype, in turn; while the caller uses one, the next one is gathered: two are held at most."""
-    gathered = None
-    for parameter, dtype in parameters:
-        upcoming = begin_gather(parameter.detach(), dtype)
-        if gathered is not None:
-            yield _finish(gathered)
-        gathered = upcoming
-        del upcoming  # nothing is held by two names
-    if gathered is not None:
-        yield _finish(gathered)
-
-
-def begin_gather(local: Tensor, dtype: torch.dtype) -> Tensor:
-    """The whole of a sharded parameter, which may still be on its way."""
-    if not isinstance(local, DTensor):
-        return local.to(dtype)
-    everywhere = [Replicate()] * local.device_mesh.ndim
-    return local.to(local.device_mesh.device_type, dtype).redistribute(placements=everywhere, async_op=True).to_local()
-
-
-def _finish(gathered: Tensor) -> Tensor:
-    return gathered.wait() if isinstance(gathered, AsyncCollectiveTensor) else gathered
+    local = parameter.detach()
+    return local.to(local.device_mesh.device_type, dtype).full_tensor() if isinstance(local, DTensor) else local.to(dtype)
 
 
 def local_shard(tensor: Tensor) -> Tensor:

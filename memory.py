@@ -171,8 +171,7 @@ def gpu_phases(setup: Setup) -> dict[str, Phase]:
     asleep = {} if is_apart else {"engine asleep": ENGINE_ASLEEP[run.enforce_eager]}
     weights, working, cache = engine_parts(setup).items()
     awake = {} if is_apart else dict([weights, working])
-    one_of_next = m.intermediate * m.hidden * COMPUTE  # gathered while the engine copies
-    gathered = m.parameters * COMPUTE if p.syncs_whole_model else largest * COMPUTE * (1 + 1 / setup.ranks) + one_of_next
+    gathered = m.parameters * COMPUTE if p.syncs_whole_model else largest * COMPUTE * (1 + 1 / setup.ranks)
     gradients = {} if p.offload == "all" else {"gradients": setup.trainable * setup.trained_bytes / setup.ranks}
     of_reference = setup.run.has_kl and p.offload_reference and not p.lora_rank
     h2d = m.layer_parameters * COMPUTE / setup.ranks * 2 * (of_reference or p.offload == "all")  # shards on their way from host RAM

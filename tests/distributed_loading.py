@@ -8,7 +8,7 @@ import sys
 import torch
 from transformers import AutoModelForCausalLM
 
-import fsdp_utils
+import lora
 from fsdp_utils import close_world, gather_from_ranks, init_world, shard
 from helpers import HeldInSync
 from loading import fill
@@ -36,7 +36,7 @@ def differences(path: str, dtype: torch.dtype, on_host: bool, world) -> list[str
 def most_held_in_a_sync(path: str, world) -> float:
     """The most bytes of full parameters alive at a time, in decoder layers, where the consumer keeps none of them."""
     policy = sharded(path, torch.float32, False, world)
-    held = HeldInSync(fsdp_utils)
+    held = HeldInSync(lora)
     for _ in held.stream(merged_parameters(policy.model, torch.bfloat16)):
         pass
     return held.most / sum(2 * parameter.numel() for parameter in policy.layers[0].parameters())

@@ -140,11 +140,11 @@ class HeldInSync:
     def __init__(self, monkeypatch_target: object) -> None:
         self.alive: dict[int, int] = {}
         self.most = 0
-        begin = monkeypatch_target.begin_gather
-        monkeypatch_target.begin_gather = lambda *arguments: self.watch(begin(*arguments))
+        gather = monkeypatch_target.full_tensor
+        monkeypatch_target.full_tensor = lambda *arguments: self.watch(gather(*arguments))
 
     def watch(self, tensor: torch.Tensor) -> torch.Tensor:
-        storage = getattr(tensor, "elem", tensor).untyped_storage()
+        storage = tensor.untyped_storage()
         if id(storage) not in self.alive:
             self.alive[id(storage)] = storage.nbytes()
             weakref.finalize(storage, self.alive.pop, id(storage))

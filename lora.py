@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from algorithm import check_effects
-from fsdp_utils import World, full_tensor
+from fsdp_utils import World, full_tensor, full_tensors
 from policy import Policy, model_from_config
 
 NAME = "default"  # of the one adapter, for peft
@@ -136,15 +136,14 @@ def dropout_on(model: nn.Module, seed: tuple[int, ...], world: World) -> Iterato
 def merged_parameters(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """(name, full tensor) of each parameter of the model without adapter that computes the same: W + s B A in fp32, then in `dtype`.
 
-    Gathered one at a time as the consumer asks; all ranks must run through it together. Names are those of the base model. Without LoRA
-    these are the parameters themselves. Tied parameters come once, under their first name.
+    While the consumer uses one, the next one is gathered; all ranks must run through it together. Names are those of the base model.
+    Without LoRA these are the parameters themselves. Tied parameters come once, under their first name.
     """
     layers = {f"{name}.base_layer.weight": module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
-    for name, parameter in model.named_parameters():
-        if name in layers:
-            yield name.replace(".base_layer.", "."), _merged(layers[name], full_tensor(parameter, parameter.dtype), dtype)
-        elif ".lora_" not in name:
-            yield name.replace(".base_layer.", "."), full_tensor(parameter, dtype)
+    named = [(name, parameter) for name, parameter in model.named_parameters() if ".lora_" not in name]
+    wanted = ((parameter, parameter.dtype if name in layers else dtype) for name, parameter in named)  # what is added to: as it is
+    for (name, _), full in zip(named, full_tensors(wanted), strict=True):
+        yield name.replace(".base_layer.", "."), _merged(layers[name], full, dtype) if name in layers else full
 
 
 def _merged(layer: LoraLayer, weight: Tensor, dtype: torch.dtype) -> Tensor:

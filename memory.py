@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from shapes import COMPUTE, GIB, Setup
 
 REDUCE = 4  # gradients are reduced in fp32
-HEAD_CHUNK = 1024  # tokens of a chunk of logits: HEAD_CHUNK_TOKENS of policy.py
+HEAD_CHUNK_LOGITS = 1024 * 152_064  # of policy.py
 FRAGMENTATION = 1.05  # what torch's allocator holds over the live tensors
 CONTEXT = 2.5 * GIB  # per GPU: CUDA context, NCCL buffers, workspaces of the matrix products
 # The engine, without and with CUDA graphs: awake (vLLM's pull request 11743 logged 2.95 + 1.27 GiB beside weights and cache), and asleep,
@@ -66,7 +66,7 @@ def update_peak(setup: Setup, is_first_micro: bool = False) -> dict[str, float]:
         weights, mlp = max(2 * m.layer_parameters, 6 * i * h + 30 * tokens * h), tokens * (4 * i + 2 * h) + 2 * i * h
     kept_per_layer = 0 if p.offload_activations else tokens * 2 * h if is_recomputed else saved
     kept = layers * kept_per_layer + (4 if is_lora else 10) * tokens * h  # and the last norm
-    chunk = min(tokens, HEAD_CHUNK) if not p.keeps_full_logits else tokens
+    chunk = tokens if p.keeps_full_logits else min(tokens, HEAD_CHUNK_LOGITS // m.vocab)
     head = head_gradient + 8 * chunk * m.vocab
 
     def backward_of(layer: int) -> dict[str, float]:
@@ -110,7 +110,7 @@ def saved_per_layer(setup: Setup) -> float:
 def logprobs_peak(setup: Setup) -> dict[str, float]:
     """Bytes on one GPU at most in a forward pass without gradients."""
     m, tokens = setup.model, setup.run.micro_batch_tokens
-    chunk = tokens if setup.policy.keeps_full_logits else min(tokens, HEAD_CHUNK)
+    chunk = tokens if setup.policy.keeps_full_logits else min(tokens, HEAD_CHUNK_LOGITS // m.vocab)
     root, layer = COMPUTE * m.root_parameters, COMPUTE * m.layer_parameters
     moments = [
         {"gathered": 2 * (root + layer), "one layer": tokens * (2 * m.hidden + 4 * m.head_dim)},
@@ -171,7 +171,8 @@ def gpu_phases(setup: Setup) -> dict[str, Phase]:
     asleep = {} if is_apart else {"engine asleep": ENGINE_ASLEEP[run.enforce_eager]}
     weights, working, cache = engine_parts(setup).items()
     awake = {} if is_apart else dict([weights, working])
-    gathered = m.parameters * COMPUTE if p.syncs_whole_model else largest * COMPUTE * (1 + 1 / setup.ranks)
+    one_of_next = m.intermediate * m.hidden * COMPUTE  # gathered while the engine copies
+    gathered = m.parameters * COMPUTE if p.syncs_whole_model else largest * COMPUTE * (1 + 1 / setup.ranks) + one_of_next
     gradients = {} if p.offload == "all" else {"gradients": setup.trainable * setup.trained_bytes / setup.ranks}
     of_reference = setup.run.has_kl and p.offload_reference and not p.lora_rank
     h2d = m.layer_parameters * COMPUTE / setup.ranks * 2 * (of_reference or p.offload == "all")  # shards on their way from host RAM

@@ -2,7 +2,7 @@
 
 Two things differ from calling the model as it comes. Attention sees each packed sequence alone (`packed_attention`, registered
 with transformers, so any architecture that goes through its attention interface works unchanged). And the head runs in token
-chunks that are recomputed in the backward pass (`chunked_logprobs`), so the full logits of a micro-batch never exist: 16,384
+chunks that are computed again in the backward pass (`chunked_logprobs`), so the full logits of a micro-batch never exist: 16,384
 tokens of a 152,064-word vocabulary would be 4.6 GiB in bf16. Dimensions: `batch.py`.
 """
 
@@ -29,7 +29,7 @@ from transformers import (
 from batch import Batch
 from loading import fill, without_storage
 
-HEAD_CHUNK_TOKENS = 1024  # a chunk of fp32 logits at V = 152,064 is 0.6 GiB; there are two such tensors at most
+HEAD_CHUNK_LOGITS = 1024 * 152_064  # 0.6 GiB in fp32, 1,024 tokens of Qwen2.5; there are two such tensors at most
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -108,8 +108,8 @@ AttentionInterface.register("packed", packed_attention)
 class _HeadLogprobs(torch.autograd.Function):
     """Hidden states [T, D] and head weight [V, D] -> log-probabilities of the labels and entropies, chunk by chunk.
 
-    Autograd over recomputed chunks would do the same with twice the passes over the logits: here the entropy is not computed again, and the
-    gradient of the logits is made in their own memory.
+    Autograd over recomputed chunks would do the same with twice the passes over the logits: here the entropy is not computed again, the
+    gradient of the logits is made in their own memory, and the last chunk, with which the backward pass begins, is kept for it.
     """
 
     @staticmethod
@@ -119,11 +119,13 @@ class _HeadLogprobs(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, labels)
         ctx.settings = temperature, with_entropy_gradient
         logprobs, entropies = (hidden.new_empty(len(labels), dtype=torch.float32) for _ in range(2))
-        for rows in _chunks(len(labels)):
-            all_logprobs = _chunk_logprobs(hidden[rows], weight, temperature)
+        ctx.last_chunk = None
+        for rows in _chunks(len(labels), len(weight)):
+            ctx.last_chunk = None  # before the next one is made
+            ctx.last_chunk = all_logprobs = _chunk_logprobs(hidden[rows], weight, temperature)
             logprobs[rows] = all_logprobs.gather(-1, labels[rows, None])[:, 0]
             entropies[rows] = -all_logprobs.exp().mul_(all_logprobs).sum(dim=-1)
-            del all_logprobs  # before those of the next chunk are made
+            del all_logprobs
         if not with_entropy_gradient:  # mostly it is only a metric
             ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
@@ -134,8 +136,10 @@ class _HeadLogprobs(torch.autograd.Function):
         temperature, with_entropy_gradient = ctx.settings
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        for rows in _chunks(len(labels)):
-            grad = _chunk_logprobs(hidden[rows], weight, temperature)  # becomes that of the logits: g (1[v = label] - p_v), and ...
+        for rows in reversed(_chunks(len(labels), len(weight))):
+            grad, ctx.last_chunk = ctx.last_chunk, None  # becomes that of the logits: g (1[v = label] - p_v), and ...
+            if grad is None:
+                grad = _chunk_logprobs(hidden[rows], weight, temperature)
             if with_entropy_gradient:  # ... h p_v (-log p_v - entropy)
                 probs = grad.exp()
                 entropy = -(probs * grad).sum(dim=-1, keepdim=True)
@@ -152,8 +156,10 @@ class _HeadLogprobs(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None
 
 
-def _chunks(count: int) -> list[slice]:
-    return [slice(start, start + HEAD_CHUNK_TOKENS) for start in range(0, count, HEAD_CHUNK_TOKENS)]
+def _chunks(count: int, vocab: int) -> list[slice]:
+    """Rows that are computed at a time."""
+    size = max(HEAD_CHUNK_LOGITS // vocab, 1)
+    return [slice(start, start + size) for start in range(0, count, size)]
 
 
 def _chunk_logprobs(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
@@ -169,7 +175,7 @@ def chunked_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """(log-probabilities of the labels, entropies in nats of the whole distribution), float32, one per row of `hidden` [T, D].
 
-    Peak memory is that of one chunk's logits, whatever T: the backward pass computes each chunk again.
+    Peak memory is that of one chunk's logits, whatever T: the backward pass computes all chunks but the last one again.
     """
     assert head.bias is None, "no supported model has a head with a bias"
     return _HeadLogprobs.apply(hidden, head.weight, labels, temperature, with_entropy_gradient)

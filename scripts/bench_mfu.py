@@ -88,6 +88,7 @@ def main() -> None:
     train_grpo.fill = fill_randomly
     config = config_of(given.model)
     vocab = config.get_text_config().vocab_size
+    chunk = policy_module.HEAD_CHUNK_LOGITS
     longest = min(2048, given.micro_batch_tokens)
     draws = np.random.default_rng(0).lognormal(np.log(given.mean_length) - 0.32, 0.8, 100_000).astype(int).clip(17, longest)
     room = 0.97 * 2 * world.size * given.micro_batch_tokens  # so that two micro-batches on each rank hold them
@@ -100,7 +101,7 @@ def main() -> None:
                 ["--model", folder, *COMMON.split(), "--max_completion_tokens", str(longest), "--micro_batch_tokens",
                  str(given.micro_batch_tokens), *VARIANTS[name].split()]
             )  # fmt: skip
-            policy_module.HEAD_CHUNK_TOKENS = given.micro_batch_tokens if "full logits" in name else 1024
+            policy_module.HEAD_CHUNK_LOGITS = 10**12 if "full logits" in name else chunk
             try:
                 times, policy = seconds_of(
                     args, [longest] * len(lengths) if "padded" in name else lengths.tolist(), vocab, given.rounds, world

@@ -110,7 +110,7 @@ def peak_memory(args: argparse.Namespace) -> None:
         save_random_model(Path(folder), 64, 2, 192, args.memory_vocab)
         rollout = make_rollout(lengths, args.memory_vocab)
         if args.peak_of == "full_logits":
-            policy.HEAD_CHUNK_TOKENS = 10**9
+            policy.HEAD_CHUNK_LOGITS = 10**12
         if args.peak_of == "bare":
             run = bare(Path(folder), rollout, args.dtype)
         else:

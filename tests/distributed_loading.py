@@ -4,12 +4,12 @@ torchrun --nproc_per_node 2 tests/distributed_loading.py OUTPUT_FILE FOLDER...
 """
 
 import sys
-import weakref
 
 import torch
 from transformers import AutoModelForCausalLM
 
 from fsdp_utils import close_world, gather_from_ranks, init_world, shard
+from helpers import HeldInSync
 from loading import fill
 from lora import merged_parameters
 from policy import Policy, empty_policy
@@ -32,20 +32,13 @@ def differences(path: str, dtype: torch.dtype, on_host: bool, world) -> list[str
     return [name for name, same in is_same.items() if not same]
 
 
-def most_held_in_a_sync(path: str, world) -> int:
-    """The largest number of full parameters alive at a time, seen by a consumer that keeps none."""
+def most_held_in_a_sync(path: str, world) -> float:
+    """The most bytes of full parameters alive at a time, in decoder layers, where the consumer keeps none of them."""
     policy = sharded(path, torch.float32, False, world)
-    alive: set[int] = set()
-    most = 0
-    stream = merged_parameters(policy.model, torch.bfloat16)
-    for index in range(len(list(policy.model.parameters()))):
-        full = next(stream)[1]
-        alive.add(index)
-        weakref.finalize(full, alive.discard, index)
-        most = max(most, len(alive))
-        del full
-    assert next(stream, None) is None
-    return most
+    held = HeldInSync()
+    for _ in held.stream(merged_parameters(policy.model, torch.bfloat16)):
+        pass
+    return held.most / sum(2 * parameter.numel() for parameter in policy.layers[0].parameters())
 
 
 def is_extra_parameter_kept(path: str, world) -> bool:

@@ -10,7 +10,6 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
-import lora
 from distributed_gradient import Recorder
 from fsdp_utils import World, close_world, init_world, shard
 from helpers import HeldInSync, flags, make_rollout
@@ -105,7 +104,7 @@ def main(path: str, output: str) -> None:
     found["merged"] = [(name, tensor.clone()) for name, tensor in merged_parameters(policy.model, torch.bfloat16)]
     for _ in range(100):
         engine.sync(merged_parameters(policy.model, torch.bfloat16))
-    held = HeldInSync(lora)
+    held = HeldInSync()
     engine.sync(held.stream(merged_parameters(policy.model, torch.bfloat16)))
     layer_bytes = sum(2 * parameter.numel() for name, parameter in policy.layers[0].named_parameters() if ".lora_" not in name)
     found["held in a sync, in layers"] = held.most / layer_bytes

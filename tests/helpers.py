@@ -137,11 +137,11 @@ def training_flags(policy: Path, out_dir: Path, **changes: object) -> list[str]:
 class HeldInSync:
     """Bytes of full parameters that are alive at a time, at most: those that are gathered, and what is streamed to the engine."""
 
-    def __init__(self, monkeypatch_target: object) -> None:
+    def __init__(self) -> None:
         self.alive: dict[int, int] = {}
         self.most = 0
-        gather = monkeypatch_target.full_tensor
-        monkeypatch_target.full_tensor = lambda *arguments: self.watch(gather(*arguments))
+        gather = torch.distributed.all_gather_single
+        torch.distributed.all_gather_single = lambda whole, *rest, **options: gather(self.watch(whole), *rest, **options)
 
     def watch(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()

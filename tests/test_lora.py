@@ -97,7 +97,7 @@ def test_rank_8_on_all_linear_layers_of_a_32b_model_is_67_million_parameters():
 def results(policy, tmp_path_factory) -> dict[int, dict]:
     folder = tmp_path_factory.mktemp("lora")
     for num_ranks in (1, 2):
-        torchrun(num_ranks, "tests/distributed_lora.py", policy, folder / f"{num_ranks}.pt", is_forked=False)
+        torchrun(num_ranks, "tests/distributed_lora.py", policy, folder / f"{num_ranks}.pt")
     return {num_ranks: torch.load(folder / f"{num_ranks}.pt") for num_ranks in (1, 2)}
 
 

@@ -26,7 +26,6 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine runs 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about tuning, dozens of lines per rank; one exception below
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # CPU: several ranks share the cores; binding would put them on the same one
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # CPU: GiB of KV cache per rank, at most; raise it for larger models
 
 warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
 logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # on CPU there is no triton, which is as it should be
@@ -49,6 +48,7 @@ from vision import PromptImages, Vision
 
 MOST_AT_ONCE = 256  # sequences for each rank of an engine that run at a time, vLLM's default for offline use on CPU
 CPU_BLOCK = 128  # tokens of a block of vLLM's cache on CPU
+CPU_CACHE = 2**30  # bytes of that cache in a rank, at most; the environment's VLLM_CPU_KVCACHE_SPACE, in GiB, takes its place
 
 
 class Engine:
@@ -231,7 +231,7 @@ def _engine_input(prompt: np.ndarray, images: PromptImages | None) -> TokensProm
 
 
 def _cpu_cache_bytes(config: PretrainedConfig, max_model_len: int, dtype: torch.dtype, tp_size: int) -> int:
-    """CPU: room for the sequences that vLLM runs at once, and at most VLLM_CPU_KVCACHE_SPACE GiB.
+    """CPU: room for the sequences that vLLM runs at once, and at most `CPU_CACHE`.
 
     vLLM goes round all the blocks it has, so that all of them would soon be resident, however few are in use.
     """
@@ -240,7 +240,7 @@ def _cpu_cache_bytes(config: PretrainedConfig, max_model_len: int, dtype: torch.
     heads = max(config.num_key_value_heads // tp_size, 1)
     per_token = 2 * config.num_hidden_layers * heads * head_dim * dtype.itemsize
     tokens = -(-max_model_len // CPU_BLOCK) * CPU_BLOCK
-    return min(int(os.environ["VLLM_CPU_KVCACHE_SPACE"]) * 2**30, (MOST_AT_ONCE * tp_size + 8) * tokens * per_token)
+    return min(CPU_CACHE, (MOST_AT_ONCE * tp_size + 8) * tokens * per_token)
 
 
 def _repack_head(model: nn.Module) -> None:

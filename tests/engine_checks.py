@@ -55,6 +55,7 @@ def main(path: str, tp_size: str, output: str) -> None:
     told = list(zip(first.texts, first.completion_lengths_B.tolist(), first.is_truncated_B.tolist(), strict=True))
     found = {
         "prompts": [p.tolist() for p in first.prompts],
+        "sequences_the_cache_holds": engine.llm.llm_engine.vllm_config.cache_config.kv_cache_max_concurrency / world.tp_size,
         "num_tokens": int(first.completion_lengths_B.sum()),
         "mean_probability": float(np.exp(np.concatenate(first.rollout_logprobs)).mean()),
         "gap_before": gap(policy, first),

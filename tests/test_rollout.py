@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from helpers import torchrun
 
@@ -43,6 +44,11 @@ def test_completions_are_prompt_major_and_describe_themselves(found):
     assert found["texts_are_the_tokens"]
     assert found["truncated_are_the_long_ones"]
     assert found["num_tokens"] > 200
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on CUDA the cache takes what --gpu_memory_utilization leaves it")
+def test_the_cache_holds_what_runs_at_once_and_little_more(found):
+    assert 256 <= found["sequences_the_cache_holds"] < 300
 
 
 def test_completions_are_handed_over_while_others_are_still_sampled(found):

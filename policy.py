@@ -40,9 +40,10 @@ class Packing:
     # CUDA: sequence s occupies positions cu_seqlens[s] .. cu_seqlens[s + 1]
     cu_seqlens: Tensor | None
     max_length: int
-    # CPU: sequences of similar length share a padded rectangle; (positions to gather [S, L], which of them are real [S, L])
-    rectangles: list[tuple[Tensor, Tensor]]
-    order_N: Tensor | None  # puts the real rows of all rectangles back into packed order
+    # CPU: sequences of similar length share a padded rectangle, and the rectangles lie end to end in M slots
+    rectangles: list[tuple[int, int]]  # sequences and slots of each: M is the sum of the products
+    positions_M: Tensor | None  # the packed position in each slot; in padding some position of the same sequence
+    slots_N: Tensor | None  # the slot of each packed position
 
 
 def make_packing(lengths: tuple[int, ...], device: torch.device) -> Packing:
@@ -50,18 +51,19 @@ def make_packing(lengths: tuple[int, ...], device: torch.device) -> Packing:
     lengths_S = torch.tensor(lengths)
     ends_S = lengths_S.cumsum(0)
     if device.type == "cuda":
-        return Packing(F.pad(ends_S, (1, 0)).int().to(device), max(lengths), [], None)
+        return Packing(F.pad(ends_S, (1, 0)).int().to(device), max(lengths), [], None, None)
     starts_S = ends_S - lengths_S
     buckets = torch.ceil(lengths_S / 64)  # of similar length: little of a rectangle is padding, and short ones share one call
-    rectangles, order = [], []
+    rectangles, positions, is_real = [], [], []
     for bucket in buckets.unique():
-        members = (buckets == bucket).nonzero()[:, 0]
+        members = (buckets == bucket).nonzero()
         offsets = torch.arange(int(lengths_S[members].max()))
-        is_real = offsets < lengths_S[members, None]
-        positions = starts_S[members, None] + torch.where(is_real, offsets, 0)
-        rectangles.append((positions, is_real))
-        order.append(positions[is_real])
-    return Packing(None, max(lengths), rectangles, torch.cat(order).argsort())
+        rectangles.append((len(members), len(offsets)))
+        is_real.append((offsets < lengths_S[members]).flatten())
+        positions.append((starts_S[members] + offsets.minimum(lengths_S[members] - 1)).flatten())
+    positions_M = torch.cat(positions)
+    slots = torch.cat(is_real).nonzero()[:, 0]
+    return Packing(None, max(lengths), rectangles, positions_M, slots[positions_M[slots].argsort()])
 
 
 def packed_attention(
@@ -94,12 +96,14 @@ def packed_attention(
             scale=scaling, window_size=(-1, 0), enable_gqa=query.shape[1] != key.shape[1],
         )  # fmt: skip
         return out[None], None
+    sizes = [count * length for count, length in packing.rectangles]
+    in_slots = (x[0].transpose(0, 1).index_select(0, packing.positions_M) for x in (query, key, value))  # [M, heads, head_dim]
     rows = []
-    for positions, is_real in packing.rectangles:
-        q, k, v = (x[0][:, positions].transpose(0, 1) for x in (query, key, value))  # [S, heads, L, head_dim]
+    for shape, *parts in zip(packing.rectangles, *(x.split(sizes) for x in in_slots), strict=True):
+        q, k, v = (part.unflatten(0, shape).transpose(1, 2) for part in parts)  # [S, heads, L, head_dim]
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
-        rows.append(out.transpose(1, 2)[is_real])
-    return torch.cat(rows)[packing.order_N][None], None
+        rows.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(rows).index_select(0, packing.slots_N)[None], None
 
 
 AttentionInterface.register("packed", packed_attention)

@@ -24,6 +24,7 @@ import tempfile
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from statistics import NormalDist
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -56,6 +57,13 @@ def make_rollout(lengths: list[int], vocab: int) -> Rollout:
         is_truncated_B=np.zeros(len(lengths), dtype=bool),
         advantages=[np.full(n, rng.normal(), dtype=np.float32) for n in lengths],
     )
+
+
+def lognormal_lengths(count: int, mean: float, longest: int, sigma: float = 0.7) -> list[int]:
+    """The quantiles of the distribution in a random order, so that a few sequences have its mean and its tail."""
+    distribution = NormalDist(np.log(mean) - sigma**2 / 2, sigma)
+    lengths = [min(round(np.exp(distribution.inv_cdf((i + 0.5) / count))), longest) for i in range(count)]
+    return np.random.default_rng(0).permutation(lengths).tolist()
 
 
 def ours(model: Path, rollout: Rollout, dtype: str, micro_batch_tokens: int):
@@ -125,7 +133,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=256, help="hidden size; the FFN has 4 times that")
     parser.add_argument("--layers", type=int, default=4, help="decoder layers")
     parser.add_argument("--vocab", type=int, default=1024, help="of the timed model; the head has 6 %% of the matrices, as in a 7B model")
-    parser.add_argument("--sequences", type=int, default=16, help="sequences of the update")
+    parser.add_argument("--sequences", type=int, default=32, help="sequences of the update")
     parser.add_argument("--mean_length", type=float, default=600.0, help="of the lognormal lengths before they are cut, in tokens")
     parser.add_argument("--max_length", type=int, default=2048, help="where they are cut, in tokens")
     parser.add_argument("--micro_batch_tokens", type=int, default=8192, help="of ours")
@@ -144,9 +152,7 @@ def main() -> None:
     for name in ("ours", "bare", "full_logits"):
         done = subprocess.run([sys.executable, *sys.argv, "--peak_of", name], capture_output=True, text=True, check=True)
         peaks[name] = float(done.stdout.split()[-1])
-    rng, sigma = np.random.default_rng(0), 0.7
-    lengths = rng.lognormal(np.log(args.mean_length) - sigma**2 / 2, sigma, args.sequences)
-    lengths = np.clip(lengths, 1, args.max_length).astype(int).tolist()
+    lengths = lognormal_lengths(args.sequences, args.mean_length, args.max_length)
     rollout = make_rollout(lengths, args.vocab)
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder)

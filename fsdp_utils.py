@@ -179,17 +179,20 @@ def close_world() -> None:
 # Sharding ------------------------------------------------------------------------------------------------------------------------
 
 
-def shard(root: nn.Module, layers: list[nn.Module], world: World, compute_dtype: torch.dtype, on_host: bool = False) -> torch.device:
+def shard(
+    root: nn.Module, layers: list[nn.Module], world: World, compute_dtype: torch.dtype, on_host: bool = False, stays_gathered: bool = False
+) -> torch.device:
     """FSDP2 full shard, in place: one all-gather unit per decoder layer and one for the rest. Returns the device of the shards.
 
     Parameters stay in the dtype they have (fp32 masters, say); computation runs in `compute_dtype`, gradients are reduced in fp32.
     `on_host`: shards and gradients live in host RAM (pinned on CUDA); only what is gathered for a layer's computation is on the device.
+    `stays_gathered`: a forward pass leaves each layer gathered, for the backward pass or for `release_gathered`.
     """
     mesh: DeviceMesh = init_device_mesh(world.device.type, (world.size,))
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if on_host else OffloadPolicy()
     for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload)
+        fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=not stays_gathered)
     for layer, after in pairwise(layers):
         layer.set_modules_to_forward_prefetch([after])  # the next layer is gathered while this one computes, as FSDP does backwards
     fully_shard(root, mesh=mesh, mp_policy=precision, offload_policy=offload)
@@ -214,15 +217,22 @@ def fill_from_main(target: Tensor, full: Tensor | None) -> None:
 
 
 def release_gathered(root: nn.Module) -> None:
-    """Frees the root unit's gathered parameters, which FSDP keeps after a forward for a backward that will not come."""
-    if isinstance(root, FSDPModule):
-        root.reshard()
+    """Frees what FSDP keeps gathered after a forward pass for a backward pass that will not come: the root unit's parameters, at least."""
+    for unit in root.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
 
 
 def reduce_gradients(root: nn.Module, is_on: bool) -> None:
     """Whether backward passes reduce their gradients over the ranks. Off: whole gradients are kept, and added up, until one does."""
     if isinstance(root, FSDPModule):
         root.set_requires_gradient_sync(is_on)
+
+
+def keep_gathered(root: nn.Module, is_on: bool) -> None:
+    """Whether backward passes leave the parameters gathered, for another micro-batch before they change."""
+    if isinstance(root, FSDPModule):
+        root.set_reshard_after_backward(not is_on)
 
 
 def activations_on_host(is_on: bool) -> AbstractContextManager[object]:

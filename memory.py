@@ -55,6 +55,7 @@ def update_peak(setup: Setup, is_first_micro: bool = False) -> dict[str, float]:
     trained_layer = m.lora_layer_parameters(p.lora_rank, p.lora_targets) if is_lora else m.layer_parameters
     gathered_layer = COMPUTE * (m.layer_parameters + (trained_layer if is_lora else 0))
     root, head_gradient = COMPUTE * m.root_parameters, 0 if is_lora else COMPUTE * table
+    one, two = (root + (layers if p.gather_parameters_once else n) * gathered_layer for n in (1, 2))  # gathered at a time
     all_gradients = gradient_bytes * setup.trainable / setup.ranks
     before = 0 if is_first_micro else all_gradients
 
@@ -78,13 +79,13 @@ def update_peak(setup: Setup, is_first_micro: bool = False) -> dict[str, float]:
             "gradients": max(before, reduced * gradient_bytes * trained_layer / setup.ranks),
             "checkpoints" if is_recomputed else "activations": below,
             "one layer": own,
-            "gathered": root + 2 * gathered_layer,
+            "gathered": two,
             "reduction": head_gradient + (REDUCE * trained_layer if layer < layers else 0),
         }
 
     moments = [
-        {"gradients": before, "checkpoints" if is_recomputed else "activations": kept, "gathered": root + gathered_layer, "logits": head},
-        {"gradients": before, "one layer": inputs, "gathered": 2 * (root + gathered_layer)},
+        {"gradients": before, "checkpoints" if is_recomputed else "activations": kept, "gathered": one, "logits": head},
+        {"gradients": before, "one layer": inputs, "gathered": max(2 * (root + gathered_layer), one)},
         backward_of(layers),
         backward_of(max(layers - 1, 1)),
         backward_of(1),
@@ -113,10 +114,12 @@ def logprobs_peak(setup: Setup) -> dict[str, float]:
     m, tokens = setup.model, setup.run.micro_batch_tokens
     chunk = tokens if setup.policy.keeps_full_logits else min(tokens, HEAD_CHUNK_LOGITS // m.vocab)
     root, layer = COMPUTE * m.root_parameters, COMPUTE * m.layer_parameters
+    kept = m.layers * layer * setup.policy.gather_parameters_once  # and FSDP's buffer of the last one beside it
+    of_mlp = tokens * ((8 if setup.policy.lora_rank else 6) * m.intermediate + 8 * m.hidden)
     moments = [
         {"gathered": 2 * (root + layer), "one layer": tokens * (2 * m.hidden + 4 * m.head_dim)},
-        {"gathered": root + 3 * layer, "one layer": tokens * ((8 if setup.policy.lora_rank else 6) * m.intermediate + 8 * m.hidden)},
-        {"gathered": root + layer, "logits": 8 * chunk * m.vocab, "one layer": 2 * tokens * m.hidden},
+        {"gathered": root + max(3 * layer, kept), "one layer": of_mlp},
+        {"gathered": root + layer + kept, "logits": 8 * chunk * m.vocab, "one layer": 2 * tokens * m.hidden},
     ]
     return max(moments, key=lambda moment: sum(moment.values()))
 

@@ -51,8 +51,11 @@ def traffic(setup: Setup, shares: Shares) -> dict[str, float]:
     per_pass = micro_batches(setup, shares) * run.updates_per_pass
     updates = run.updates_per_pass * run.passes_per_step
     trained = per_pass * run.passes_per_step
-    gathers = 2 * trained + per_pass * passes_without_gradient(setup)
-    from_host = 2 * trained * setup.stored_bytes / setup.ranks if p.offload == "all" else 0.0
+    in_updates = updates if p.gather_parameters_once else 2 * trained
+    in_pass = run.updates_per_pass if p.gather_parameters_once else per_pass  # of the policy, without a gradient
+    of_reference = run.has_kl * (per_pass if setup.has_reference_model else in_pass)
+    gathers = in_updates + of_reference + (passes_without_gradient(setup) - run.has_kl) * in_pass
+    from_host = in_updates * setup.stored_bytes / setup.ranks if p.offload == "all" else 0.0
     if p.offload == "optimizer":
         from_host += updates * 2 * setup.state_bytes / setup.ranks
     if p.offload == "all":

@@ -135,6 +135,7 @@ class MemoryPolicy:
     gradient_checkpointing: bool = False
     offload_activations: bool = False
     reduce_gradients_once: bool = False  # whole gradients on every GPU until the last micro-batch
+    gather_parameters_once: bool = False  # and all layers' parameters
     async_checkpoint: bool = False
     lora_rank: int = 0  # 0: full fine-tuning
     lora_dropout: float = 0.0
@@ -154,6 +155,7 @@ def memory_policy(args: Namespace) -> MemoryPolicy:
         gradient_checkpointing=args.gradient_checkpointing,
         offload_activations=args.offload_activations,
         reduce_gradients_once=args.reduce_gradients_once,
+        gather_parameters_once=args.gather_parameters_once,
         async_checkpoint=args.async_checkpoint,
         lora_rank=args.lora_rank,
         lora_dropout=args.lora_dropout,

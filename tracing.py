@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_iter
 from transformers import AttentionInterface, PretrainedConfig
 
 import fsdp_utils
-from fsdp_utils import World, shard
+from fsdp_utils import World, keep_gathered, release_gathered, shard
 from policy import Policy, chunked_logprobs, model_from_config, tower_of
 from shapes import Setup
 
@@ -183,7 +183,7 @@ def build(setup: Setup, config: PretrainedConfig) -> tuple[TracedPolicy, AdamW]:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     traced = TracedPolicy(model.train())
     world = World(rank=0, size=setup.ranks, local_rank=0, tp_size=1, device=torch.device("cpu"))
-    shard(traced, traced.layers, world, torch.bfloat16)
+    shard(traced, traced.layers, world, torch.bfloat16, stays_gathered=policy.gather_parameters_once)
     trained = [parameter for parameter in traced.parameters() if parameter.requires_grad]
     optimizer = AdamW(trained, lr=1e-6, fused=True)
     for parameter in trained:  # as after the first update
@@ -206,12 +206,13 @@ def trace_update(setup: Setup, config: PretrainedConfig, num_micros: int = 2) ->
         policy.eval()  # adapters drop nothing here
         with torch.no_grad():
             policy(ids_N)
-            policy.reshard()
+        release_gathered(policy)
         policy.train()
         peaks["logprobs"] = tracker.peak
 
         tracker.restart()
-        for _ in range(num_micros):
+        for i in range(num_micros):
+            keep_gathered(policy, setup.policy.gather_parameters_once and i < num_micros - 1)
             logprobs_N, _ = policy(ids_N)
             logprobs_N.sum().backward()
             del logprobs_N, _

@@ -22,6 +22,7 @@ from fsdp_utils import (
     activations_on_host,
     clip_grad_norm,
     gather_from_ranks,
+    keep_gathered,
     max_over_ranks,
     reduce_gradients,
     release_gathered,
@@ -188,8 +189,11 @@ def update_policy(
     """
     sums, extremes = [], []
     for i, batch in enumerate(batches):
+        is_last = i == len(batches) - 1
         if args.reduce_gradients_once:
-            reduce_gradients(policy, i == len(batches) - 1)
+            reduce_gradients(policy, is_last)
+        if args.gather_parameters_once:
+            keep_gathered(policy, not is_last)
         with activations_on_host(args.offload_activations):
             logprobs_N, entropies_N = policy(batch, args.temperature, args.entropy_coef != 0)
         old_logprobs_N = logprobs_N.detach() if is_first and not args.lora_dropout else batch.old_logprobs_N
@@ -199,6 +203,8 @@ def update_policy(
         with torch.no_grad():
             sums.append(torch.stack([loss, *(grpo.masked_sum(x, batch.loss_mask_N) / num_tokens for x in means.values())]))
             extremes.append(torch.stack([torch.where(batch.loss_mask_N, x, -torch.inf).max() for x in maxima.values()]))
+    if args.gather_parameters_once:
+        release_gathered(policy)  # the last backward pass has done it; what stayed would be used as it is after the weights have changed
     grad_norm = clip_grad_norm(policy, args.max_grad_norm)
     totals = sum_over_ranks(torch.stack(sums).sum(dim=0))
     largest = max_over_ranks(torch.stack(extremes).amax(dim=0))

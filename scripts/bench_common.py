@@ -116,7 +116,7 @@ def train(model: Path, out_dir: Path, num_ranks: int, flags: dict[str, object]) 
         "model": model, "train_data": model / "train.jsonl", "out_dir": out_dir, "reward": f"{model}/reward.py:score", "reward_workers": 1,
         "max_prompt_tokens": 16, "learning_rate": 1e-6, "dtype": "float32",
     } | flags  # fmt: skip
-    arguments = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+    arguments = [part for name, value in settings.items() for part in ([f"--{name}"] if value is True else [f"--{name}", str(value)])]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
     peak = launch([*launcher, "train_grpo.py", *arguments])
     lines = (out_dir / "metrics.jsonl").read_text().splitlines()

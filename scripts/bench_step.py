@@ -8,11 +8,11 @@ r"""A whole step of ours against TRL's GRPOTrainer: same model, prompts and leng
     python scripts/bench_step.py --trl_env trl_env --mean_tokens 24     # completions of different lengths, as in training
     python scripts/bench_step.py --trl_env trl_env --hidden 512 --layers 8 --prompts 16 --max_tokens 128
 
-Ours is `train_grpo.py` on two ranks (FSDP2, vLLM), seconds from its metrics.jsonl. TRL generates with transformers (one process of two
-threads, two DDP processes, two FSDP2 ranks) or with its colocated vLLM (two DDP processes, two FSDP2 ranks; `bench_step_trl.py` says what
-has to be patched for CPU). Everything is fp32, one optimizer update a step, KL 0, no gradient checkpointing, no evaluation and no
-checkpoint; one thread per process but for the first; no completion ends early, or with --mean_tokens lengths are geometric
-(`bench_common.save_random_model`); the reward costs nothing.
+Ours is `train_grpo.py` on two ranks (FSDP2, vLLM, --gather_parameters_once, --reduce_gradients_once), seconds from its metrics.jsonl. TRL
+generates with transformers (one process of two threads, two DDP processes, two FSDP2 ranks) or with its colocated vLLM (two DDP processes,
+two FSDP2 ranks; `bench_step_trl.py` says what has to be patched for CPU). Everything is fp32, one optimizer update a step, KL 0, no
+gradient checkpointing, no evaluation and no checkpoint; one thread per process but for the first; no completion ends early, or with
+--mean_tokens lengths are geometric (`bench_common.save_random_model`); the reward costs nothing.
 The programs run in turn, --rounds times; the first steps of each run are not counted. Of each round the median step is taken, and of the
 rounds the median; a ratio is TRL's seconds over ours in the same round. Goals: 3 x the fastest of TRL's with FSDP2 or vLLM, 2 x its
 fastest, and no more memory than its thriftiest (PSS of the process tree: shared pages count once). Prints a table and, last, a JSON line.
@@ -47,7 +47,8 @@ TRL = {  # name -> processes, flags
 def run_ours(folder: Path, out_dir: Path, args: argparse.Namespace) -> tuple[float, float, float]:
     """(median seconds of a step, peak GiB, mean tokens of a completion)."""
     flags = {"prompts_per_step": args.prompts, "group_size": args.group_size, "max_completion_tokens": args.max_tokens}
-    steps, peak = train(folder, out_dir, 2, flags | {"total_steps": args.steps, "micro_batch_tokens": args.micro_batch_tokens})
+    flags |= {"total_steps": args.steps, "micro_batch_tokens": args.micro_batch_tokens}
+    steps, peak = train(folder, out_dir, 2, flags | {"gather_parameters_once": True, "reduce_gradients_once": True})
     return statistics.median(step["time/step_s"] for step in steps), peak, statistics.mean(step["completion/tokens_mean"] for step in steps)
 
 

@@ -59,12 +59,13 @@ def main(path: str, output: str) -> None:
 
     world = init_world(tp_size=1, timeout_minutes=2)
     found: dict[str, object] = {"gradients": {}, "with dropout": {}}
-    for cap in (16, 40):
+    for cap, gathers_once in ((16, False), (40, False), (16, True)):
         for checkpointing in (False, True):
-            args = lora_flags(path, micro_batch_tokens=cap)
+            args = lora_flags(path, micro_batch_tokens=cap, gather_parameters_once=gathers_once or None)
             policy = adapted_policy(args, checkpointing)
-            shard(policy, policy.layers, world, torch.float32)
-            found["gradients"][f"cap {cap}, checkpointing {checkpointing}"] = gradient(policy, args, world)
+            shard(policy, policy.layers, world, torch.float32, stays_gathered=gathers_once)
+            found["gradients"][f"cap {cap}, gathered once {gathers_once}, checkpointing {checkpointing}"] = gradient(policy, args, world)
+            assert all(isinstance(parameter, DTensor) for parameter in policy.parameters()), "nothing stays gathered"
 
     found["bf16"] = {}
     for first_pass in ("of the policy", "of the reference"):

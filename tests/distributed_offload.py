@@ -1,6 +1,6 @@
 """Run under torchrun: three updates under every memory policy, from the program's own flags.
 
-Writes {flags: (metrics of the updates, parameters, optimizer state of rank 0, number of reduce-scatters)}.
+Writes {flags: (metrics of the updates, parameters, optimizer state of rank 0, numbers of reduce-scatters and all-gathers)}.
 
 torchrun --nproc_per_node 2 tests/distributed_offload.py POLICY_FOLDER OUTPUT_FILE
 """
@@ -29,6 +29,7 @@ POLICIES = [
 ]
 SMALL = "--micro_batch_tokens 20"  # several micro-batches an update
 POLICIES += [SMALL, f"{SMALL} --offload_activations --gradient_checkpointing", f"{SMALL} --reduce_gradients_once"]
+POLICIES += [f"{SMALL} --gather_parameters_once", f"{SMALL} --gather_parameters_once --gradient_checkpointing --offload all"]
 COMMON = "--train_data d --out_dir o --total_steps 1 --max_prompt_tokens 4 --max_completion_tokens 12 --micro_batch_tokens 40 --kl_coef 0.1"
 
 
@@ -41,7 +42,7 @@ def is_on_host(policy: Policy) -> bool:
     return answer
 
 
-def train(path: str, flags: str, world) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], dict[str, torch.Tensor], int]:
+def train(path: str, flags: str, world) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], dict[str, torch.Tensor], list[int]]:
     args = train_grpo.parse_flags(["--model", path, *COMMON.split(), *flags.split()])
     check_flags(args, world.size)
     policy, reference, optimizer = train_grpo.build_policy(args, world)
@@ -51,12 +52,13 @@ def train(path: str, flags: str, world) -> tuple[list[dict[str, float]], dict[st
     assert is_on_host(policy) is (args.offload == "all")
     assert is_on_host(reference) is args.offload_reference
     rollout = make_rollout()
-    metrics, num_before = [], reductions.call_count
+    metrics, num_before = [], [collective.call_count for collective in COLLECTIVES]
     for _ in range(3):
         updates = add_advantages(pack_updates(rollout, Plan(8, 1, 1, 1, 1, 1, 0), args, world), rollout)
         (batches,) = add_logprobs(updates, policy, reference, args)
         num_tokens = int(np.sum(rollout.trained_lengths_B))
         metrics.append(update_policy(policy, optimizer, batches, num_tokens, True, 1e-3, args, world))
+    num_calls = [collective.call_count - before for collective, before in zip(COLLECTIVES, num_before, strict=True)]
     states = optimizer.state.values()
     state = {f"{index} {name}": local_shard(tensor) for index, state in enumerate(states) for name, tensor in state.items()}
     if torch.cuda.is_available():
@@ -64,11 +66,11 @@ def train(path: str, flags: str, world) -> tuple[list[dict[str, float]], dict[st
         assert {tensor.is_cuda for tensor in big} == {args.offload == "none"}
         assert args.offload != "optimizer" or all(tensor.is_pinned() for tensor in big)
     parameters = {name: full.cpu() for name, full in merged_parameters(policy.model, torch.float32)}
-    return metrics, parameters, {name: tensor.cpu() for name, tensor in state.items()}, reductions.call_count - num_before
+    return metrics, parameters, {name: tensor.cpu() for name, tensor in state.items()}, num_calls
 
 
-reductions = Mock(side_effect=dist.reduce_scatter_single)
-dist.reduce_scatter_single = reductions  # what FSDP calls: counted, and done
+COLLECTIVES = Mock(side_effect=dist.reduce_scatter_single), Mock(side_effect=dist.all_gather_single)
+dist.reduce_scatter_single, dist.all_gather_single = COLLECTIVES  # what FSDP calls: counted, and done
 
 
 def main(path: str, output: str) -> None:

@@ -176,16 +176,18 @@ def test_full_logits_loading_on_every_rank_and_too_small_a_share_are_seen():
 
 
 def test_flags_that_exchange_memory_for_time_or_the_other_way_are_seen():
-    plain, moved, once, written = (
-        setup(QWQ, {"param_dtype": "bfloat16", **change})
-        for change in ({}, {"offload_activations": True}, {"reduce_gradients_once": True}, {"async_checkpoint": True})
-    )
+    flags = ("offload_activations", "reduce_gradients_once", "gather_parameters_once", "async_checkpoint")
+    plain = setup(QWQ, {"param_dtype": "bfloat16"})
+    moved, once, gathered, written = (setup(QWQ, {"param_dtype": "bfloat16", flag: True}) for flag in flags)
     inputs_of_layers = 64 * 16384 * 5120 * 2  # bf16
     saved = gpu_phases(plain)["update"].live - gpu_phases(moved)["update"].live
     assert 0.5 * inputs_of_layers < saved <= inputs_of_layers, "the peak may now be at another moment"
     assert sum(host_phases(moved)["run"].values()) - sum(host_phases(plain)["run"].values()) == 8 * inputs_of_layers
     assert gpu_phases(once)["update"].live - gpu_phases(plain)["update"].live == 4 * 32_763_876_352
     assert traffic(once, SHARES)["reduce-scatter"] < traffic(plain, SHARES)["reduce-scatter"]
+    layers = 62 * 487_613_696 * 2  # all of them in bf16, where two are held otherwise
+    assert gpu_phases(gathered)["update"].live - gpu_phases(plain)["update"].live == pytest.approx(layers, rel=0.1)
+    assert traffic(gathered, SHARES)["all-gather"] < 0.5 * traffic(plain, SHARES)["all-gather"]
     copied = sum(host_phases(written)["checkpoint"].values()) - sum(host_phases(plain)["checkpoint"].values())
     assert copied == 8 * 32_763_876_352, "bf16 parameters, two moments and the lower halves"
 

@@ -62,6 +62,7 @@ def test_compiled_layers_activations_on_the_host_and_checkpoints_in_the_backgrou
         "compile_layers": True,
         "offload_activations": True,
         "reduce_gradients_once": True,
+        "gather_parameters_once": True,
         "async_checkpoint": True,
         "profile_steps": 2,
     }

@@ -132,7 +132,7 @@ def test_loss_and_gradient_are_those_of_the_formula_on_one_and_two_ranks_with_an
     assert len(gradients) == 2 * 14
     assert min(gradient.abs().max() for gradient in gradients.values()) > 1e-3, "a gradient this small would hide a difference"
     for found in results.values():
-        assert len(found["gradients"]) == 4
+        assert len(found["gradients"]) == 6
         for metrics, ours in found["gradients"].values():
             assert metrics["policy/loss"] == pytest.approx(loss, abs=2e-6)
             assert metrics["policy/ratio_max"] == metrics["policy/ratio_min"] == 1.0

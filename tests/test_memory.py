@@ -16,7 +16,7 @@ def without_times(metrics: dict[str, float]) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def results(policy, tmp_path_factory):
-    """Flags -> (metrics of three updates, parameters, optimizer state of rank 0, number of reduce-scatters)."""
+    """Flags -> (metrics of three updates, parameters, optimizer state of rank 0, numbers of reduce-scatters and all-gathers)."""
     file = tmp_path_factory.mktemp("policies") / "results.pt"
     torchrun(2, "tests/distributed_offload.py", policy, file)
     return torch.load(file)
@@ -59,14 +59,26 @@ def test_activations_on_the_host_change_no_bit(results):
 
 
 def test_gradients_are_reduced_once_an_update_and_are_the_same(results):
-    metrics, parameters, _, num_reductions = results[SMALL]
-    other_metrics, other_parameters, _, other_reductions = results[f"{SMALL} --reduce_gradients_once"]
+    metrics, parameters, _, (num_reductions, _) = results[SMALL]
+    other_metrics, other_parameters, _, (other_reductions, _) = results[f"{SMALL} --reduce_gradients_once"]
     assert other_reductions == 3 * 3, "three updates, two layers and the rest"
     assert num_reductions > other_reductions and num_reductions % other_reductions == 0, "otherwise once for each micro-batch"
     for found, wanted in zip(other_metrics, metrics, strict=True):
         assert found == pytest.approx(wanted, abs=2e-4, rel=0.01)  # bf16 arithmetic, summed in another order
     for name, tensor in parameters.items():
         assert (other_parameters[name] - tensor).abs().mean() < 1e-4, "of three updates of 1e-3"
+
+
+@pytest.mark.parametrize("flag", ["", " --gradient_checkpointing --offload all"])
+def test_parameters_are_gathered_once_an_update_and_no_bit_changes(flag, results):
+    metrics, parameters, _, (num_reductions, num_gathers) = results[SMALL]
+    other_metrics, other_parameters, _, (other_reductions, other_gathers) = results[f"{SMALL} --gather_parameters_once{flag}"]
+    assert other_metrics == metrics and other_reductions == num_reductions
+    assert all(other_parameters[name].equal(tensor) for name, tensor in parameters.items())
+    num_micros = num_reductions // 3  # of all updates; two layers and the rest are reduced in each
+    reference = 2 * num_micros + 3  # its layers in each, the rest once an update
+    assert num_gathers - reference == 5 * num_micros, "each layer forwards and backwards, the rest once"
+    assert other_gathers - reference == 3 * 3, "three updates, two layers and the rest"
 
 
 def test_a_bf16_run_continues_bit_for_bit_also_under_another_offload(policy, tmp_path):

@@ -220,7 +220,7 @@ def release_gathered(root: nn.Module) -> None:
     """Frees what FSDP keeps gathered after a forward pass for a backward pass that will not come: the root unit's parameters, at least."""
     for unit in root.modules():
         if isinstance(unit, FSDPModule):
-            unit.reshard()
+            unit.reshard()  # not recursive
 
 
 def reduce_gradients(root: nn.Module, is_on: bool) -> None:
@@ -267,7 +267,7 @@ def full_tensor(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def full_tensors(parameters: Iterable[tuple[Tensor, torch.dtype]]) -> Iterator[Tensor]:
-    """The whole of each parameter in its dtype, in turn; while the caller uses one, the next one is gathered: two are held at most."""
+    """The whole of each parameter in its dtype, in turn; while the caller uses one, the next one is gathered."""
     finish = None
     for parameter, dtype in parameters:
         finish_next = begin_gather(parameter, dtype)
@@ -288,12 +288,14 @@ def begin_gather(parameter: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
     if not isinstance(local, DTensor):
         return partial(local.to, dtype)
     mesh, num_rows = local.device_mesh, len(local)
-    rows = -(-num_rows // mesh.size())  # of a shard; those of the last ranks may have fewer
-    shard = local.to_local().to(mesh.device_type, dtype)
-    if len(shard) < rows:
-        shard = torch.cat([shard, shard.new_zeros(rows - len(shard), *shard.shape[1:])])
-    gathered = shard.new_empty(rows * mesh.size(), *shard.shape[1:])
-    work = dist.all_gather_single(gathered, shard, group=mesh.get_group(), async_op=True)
+    if mesh.size() == 1:
+        return partial(local.to_local().to, mesh.device_type, dtype)
+    rows = -(-num_rows // mesh.size())  # of each rank; the last ones may have fewer
+    own = local.to_local().to(mesh.device_type, dtype)
+    if len(own) < rows:
+        own = torch.cat([own, own.new_zeros(rows - len(own), *own.shape[1:])])
+    gathered = own.new_empty(rows * mesh.size(), *own.shape[1:])
+    work = dist.all_gather_single(gathered, own, group=mesh.get_group(), async_op=True)
 
     def finish() -> Tensor:
         work.wait()

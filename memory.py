@@ -93,7 +93,8 @@ def update_peak(setup: Setup, is_first_micro: bool = False) -> dict[str, float]:
     if not is_lora:
         tables = (1 if m.is_tied else 2) * COMPUTE * table
         of_layers = gradient_bytes * layers * trained_layer / setup.ranks
-        moments.append({"gradients": max(before, of_layers), "reduction": tables + REDUCE * (tables // COMPUTE + h)})
+        still = one if p.gather_parameters_once else 0  # after all micro-batches but the last
+        moments.append({"gradients": max(before, of_layers), "gathered": still, "reduction": tables + REDUCE * (tables // COMPUTE + h)})
     peak = max(moments, key=lambda moment: sum(moment.values()))
     return peak | {"gradients, whole": REDUCE * setup.trainable * p.reduce_gradients_once}
 
@@ -114,7 +115,9 @@ def logprobs_peak(setup: Setup) -> dict[str, float]:
     m, tokens = setup.model, setup.run.micro_batch_tokens
     chunk = tokens if setup.policy.keeps_full_logits else min(tokens, HEAD_CHUNK_LOGITS // m.vocab)
     root, layer = COMPUTE * m.root_parameters, COMPUTE * m.layer_parameters
-    kept = m.layers * layer * setup.policy.gather_parameters_once  # and FSDP's buffer of the last one beside it
+    is_reference_alone = setup.has_reference_model and setup.run.updates_per_pass == 1 and not setup.run.needs_first_logprobs
+    stays = setup.policy.gather_parameters_once and not is_reference_alone
+    kept = m.layers * layer * stays  # and FSDP's buffer of the last one beside it
     of_mlp = tokens * ((8 if setup.policy.lora_rank else 6) * m.intermediate + 8 * m.hidden)
     moments = [
         {"gathered": 2 * (root + layer), "one layer": tokens * (2 * m.hidden + 4 * m.head_dim)},

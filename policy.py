@@ -146,7 +146,7 @@ class _HeadLogprobs(torch.autograd.Function):
                 grad = _chunk_logprobs(hidden[rows], weight, temperature)
             if with_entropy_gradient:  # ... h p_v (-log p_v - entropy)
                 probs = grad.exp()
-                entropy = -(probs * grad).sum(dim=-1, keepdim=True)
+                entropy = -torch.einsum("tv,tv->t", probs, grad)[:, None]  # a product of its own would be a third such tensor
                 grad = probs.mul_(grad.add_(entropy).mul_(-grad_entropies[rows, None]).sub_(grad_logprobs[rows, None]))
             else:
                 grad.exp_().mul_(-grad_logprobs[rows, None])

@@ -54,7 +54,7 @@ def traffic(setup: Setup, shares: Shares) -> dict[str, float]:
     in_updates = updates if p.gather_parameters_once else 2 * trained
     in_pass = run.updates_per_pass if p.gather_parameters_once else per_pass  # of the policy, without a gradient
     of_reference = run.has_kl * (per_pass if setup.has_reference_model else in_pass)
-    gathers = in_updates + of_reference + (passes_without_gradient(setup) - run.has_kl) * in_pass
+    without_gradient = of_reference + (passes_without_gradient(setup) - run.has_kl) * in_pass
     from_host = in_updates * setup.stored_bytes / setup.ranks if p.offload == "all" else 0.0
     if p.offload == "optimizer":
         from_host += updates * 2 * setup.state_bytes / setup.ranks
@@ -66,7 +66,8 @@ def traffic(setup: Setup, shares: Shares) -> dict[str, float]:
     if setup.has_reference_model and p.offload_reference:
         from_host += per_pass * m.parameters * COMPUTE / setup.ranks
     return {
-        "all-gather": gathers * m.parameters * COMPUTE * away,
+        "all-gather, log-probs": without_gradient * m.parameters * COMPUTE * away,
+        "all-gather, update": in_updates * m.parameters * COMPUTE * away,
         "reduce-scatter": (updates if p.reduce_gradients_once else trained) * setup.trainable * REDUCE * away,
         "sync": m.parameters * COMPUTE * away,
         "to and from host": from_host,
@@ -106,14 +107,13 @@ def phase_seconds(setup: Setup, shares: Shares) -> dict[str, float]:
     forward = rollout_flops / 3 * passes_without_gradient(setup) / speed
     factor = (2 / 3 if setup.policy.lora_rank else 1) + (1 / 3 if setup.policy.gradient_checkpointing else 0)
     backward = rollout_flops * factor * run.passes_per_step / speed
-    forward_share = passes_without_gradient(setup) / (passes_without_gradient(setup) + 2 * run.passes_per_step)
     updates = run.updates_per_pass * run.passes_per_step
     on_gpu = updates * (2 * setup.state_bytes + 3 * setup.trainable * setup.trained_bytes) / setup.ranks
     host = 10 if setup.policy.offload == "all" else 1  # there the step runs on the host's memory, about ten times slower
     return {
         "rollout": rollout_seconds(setup, shares),
-        "logprobs": max(forward, forward_share * moved["all-gather"] / link),
-        "update": max(backward, ((1 - forward_share) * moved["all-gather"] + moved["reduce-scatter"]) / link),
+        "logprobs": max(forward, moved["all-gather, log-probs"] / link),
+        "update": max(backward, (moved["all-gather, update"] + moved["reduce-scatter"]) / link),
         "host transfers": moved["to and from host"] / (h.host_speed * shares.link),
         "optimizer": on_gpu * host / (h.memory_speed * shares.memory),
         "sync": moved["sync"] / link,

@@ -192,11 +192,13 @@ def build(setup: Setup, config: PretrainedConfig) -> tuple[TracedPolicy, AdamW]:
     return traced, optimizer
 
 
-def trace_update(setup: Setup, config: PretrainedConfig, num_micros: int = 2) -> dict[str, int]:
+def trace_update(setup: Setup, config: PretrainedConfig) -> dict[str, int]:
     """Phase -> peak bytes of live tensors on one GPU: "static" (what is there all the time), "logprobs", "update", "optimizer".
 
-    Two micro-batches stand for any larger number: from the second on, the gradients of all layers are there from the start.
+    Two micro-batches stand for any larger number: from the second on, the gradients of all layers are there from the start. Where
+    parameters stay gathered until the last one begins its backward pass, it takes a third.
     """
+    num_micros = 3 if setup.policy.gather_parameters_once else 2
     with fake_world(setup.ranks) as tracker:
         policy, optimizer = build(setup, config)
         peaks = {"static": tracker.live}

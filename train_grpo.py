@@ -145,7 +145,7 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--gather_parameters_once",
         action="store_true",
-        help="per update, not twice per micro-batch: less traffic, for a copy of the policy in --dtype on every GPU",
+        help="per update, or pass for log-probs, not per micro-batch: less traffic, for all of the policy in --dtype on every GPU",
     )
     add("--timeout_minutes", type=float, default=30.0, help="a rank that waits longer than this for the others ends the run")
 
@@ -180,7 +180,8 @@ def build_policy(args: argparse.Namespace, world: World) -> tuple[Policy, Policy
         add_adapter(policy, args)
     if args.compile_layers:
         compile_layers(policy)
-    device = shard(policy, policy.layers, world, dtype, args.offload == "all", args.gather_parameters_once)
+    settings = {"on_host": args.offload == "all", "stays_gathered": args.gather_parameters_once}
+    device = shard(policy, policy.layers, world, dtype, **settings)
     fill(policy, policy.model, args.model, device)
     optimizer = make_optimizer([parameter for parameter in policy.parameters() if parameter.requires_grad], args)
     if args.kl_coef == 0.0:

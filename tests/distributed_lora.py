@@ -42,6 +42,7 @@ def gradient(policy: Policy, args: argparse.Namespace, world: World, dropout_see
     rollout = make_rollout()
     (batches,) = add_advantages(pack_updates(rollout, Plan(len(rollout.texts), 1, 1, 1, 1, 1, 0), args, world), rollout)
     (batches,) = add_logprobs([batches], policy, policy, args)
+    assert all(isinstance(parameter, DTensor) for parameter in policy.parameters()), "a pass without gradient leaves nothing gathered"
     trained = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
     optimizer = Recorder(trained.values(), lr=0.0)
     with dropout_on(policy, dropout_seed, world):

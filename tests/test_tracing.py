@@ -26,6 +26,7 @@ QWEN_VL = {"model_type": "qwen2_5_vl", "text_config": QWEN | {"model_type": "qwe
         (LLAMA, 8192, 0.01, {"gradient_checkpointing": True}),
         (LLAMA, 8192, 0.01, {"gradient_checkpointing": False}),
         (LLAMA, 8192, 0.01, {"gradient_checkpointing": True, "gather_parameters_once": True}),
+        (LLAMA, 512, 0.03, {"gradient_checkpointing": True, "gather_parameters_once": True}),
         (QWEN, 16384, 0.03, {"gradient_checkpointing": True, "lora_rank": 8}),
         (QWEN, 16384, 0.03, {"gradient_checkpointing": True, "lora_rank": 64, "lora_dropout": 0.05}),
         (QWEN, 8192, 0.03, {"gradient_checkpointing": False, "lora_rank": 8}),
@@ -36,7 +37,7 @@ QWEN_VL = {"model_type": "qwen2_5_vl", "text_config": QWEN | {"model_type": "qwe
 )
 def test_the_formula_agrees_with_the_trace(config, tokens, tolerance, policy):
     config = AutoConfig.for_model(**config)
-    args = flags(max_completion_tokens=512, micro_batch_tokens=tokens)
+    args = flags(max_prompt_tokens=256, max_completion_tokens=256, micro_batch_tokens=tokens)
     vars(args).update(policy)
     setup = setup_of(args, config)
     assert setup.model == shape_of(config, "m")

@@ -89,7 +89,7 @@ class Engine:
         }  # fmt: skip
         if world.device.type == "cpu":
             of_cache = {
-                "kv_cache_memory_bytes": _cpu_cache_bytes(AutoConfig.from_pretrained(model_path), max_model_len, dtype, world.tp_size)
+                "kv_cache_memory_bytes": cpu_cache_bytes(AutoConfig.from_pretrained(model_path), max_model_len, dtype, world.tp_size)
             }
         else:
             of_cache = {"gpu_memory_utilization": gpu_memory_utilization}
@@ -230,7 +230,7 @@ def _engine_input(prompt: np.ndarray, images: PromptImages | None) -> TokensProm
     return TokensPrompt(prompt_token_ids=images.template_ids.tolist(), multi_modal_data={"image": images.decoded()})
 
 
-def _cpu_cache_bytes(config: PretrainedConfig, max_model_len: int, dtype: torch.dtype, tp_size: int) -> int:
+def cpu_cache_bytes(config: PretrainedConfig, max_model_len: int, dtype: torch.dtype, tp_size: int) -> int:
     """CPU: room for the sequences that vLLM runs at once, and at most `CPU_CACHE`.
 
     vLLM goes round all the blocks it has, so that all of them would soon be resident, however few are in use.

@@ -30,6 +30,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import torch
+from transformers import AutoConfig
+
 from bench_common import ROOT, launch, median_ratio, print_table, save_random_model, train
 from fsdp_utils import avoid_broken_amx
 
@@ -54,6 +57,10 @@ def run_ours(folder: Path, out_dir: Path, args: argparse.Namespace) -> tuple[flo
 
 def run_trl(folder: Path, out: Path, args: argparse.Namespace, num_ranks: int, flags: list[str]) -> tuple[float, float, float]:
     """(median seconds of a step, peak GiB, mean tokens of a completion)."""
+    from rollout import cpu_cache_bytes  # here, not above: vLLM takes seconds to import
+
+    cache = cpu_cache_bytes(AutoConfig.from_pretrained(folder), 16 + args.max_tokens, torch.float32, tp_size=1)  # ours and TRL's alike
+    flags = [*flags, "--cache_bytes", str(cache)]
     sizes = {"model": folder, "out": out, "prompts": args.prompts, "group_size": args.group_size, "max_tokens": args.max_tokens}
     arguments = [part for name, value in (sizes | {"steps": args.steps}).items() for part in (f"--{name}", str(value))]
     program = [str(ROOT / "scripts" / "bench_step_trl.py"), *arguments, *flags]

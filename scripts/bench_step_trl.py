@@ -2,9 +2,9 @@
 
     torchrun --nproc_per_node 2 scripts/bench_step_trl.py --model FOLDER --out FILE --prompts 32 --group_size 8 --max_tokens 64 --steps 5
 
-It imports nothing of this project. On CPU TRL's colocated vLLM needs three patches, made here and nowhere in TRL's code: vLLM 0.32 is newer
-than TRL 1.16 admits (a warning), eager mode instead of its compiler (as ours has it), and new weights through `reload_weights`, since
-`load_weights`, which TRL calls, does not fit the repacked weights that vLLM keeps on CPU.
+It imports nothing of this project. On CPU TRL's colocated vLLM gets four patches, made here and nowhere in TRL's code: vLLM 0.32 is newer
+than TRL 1.16 admits (a warning), eager mode instead of its compiler and a cache of the size of ours, and new weights through
+`reload_weights`, since `load_weights`, which TRL calls, does not fit the repacked weights that vLLM keeps on CPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from pathlib import Path
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 import torch
 import torch._dynamo
@@ -37,12 +36,13 @@ class Clock(TrainerCallback):
         self.ends.append(time.perf_counter())
 
 
-def patch_vllm_for_cpu() -> None:
+def patch_vllm_for_cpu(cache_bytes: int) -> None:
     if "AMX" not in os.environ.get("ONEDNN_MAX_CPU_ISA", "AMX"):
         torch.cpu._is_amx_tile_supported = lambda: False  # what vLLM asks before it chooses its attention kernel
     torch._dynamo.config.disable = True
     engine = vllm_generation.LLM
-    vllm_generation.LLM = lambda **options: engine(**options, enforce_eager=True, dtype="float32", disable_log_stats=True)
+    settings = {"enforce_eager": True, "dtype": "float32", "disable_log_stats": True, "kv_cache_memory_bytes": cache_bytes}
+    vllm_generation.LLM = lambda **options: engine(**options, **settings)
 
     def sync_weights(self: vllm_generation.VLLMGeneration) -> None:
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._iter_named_params()})
@@ -65,11 +65,12 @@ def main() -> None:
     parser.add_argument("--micro_batch", type=int, default=32, help="completions in a forward and backward pass of one process")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--fsdp", action="store_true", help="FSDP2 in place of DDP")
+    parser.add_argument("--cache_bytes", type=int, help="of vLLM's keys and values in each process")
     parser.add_argument("--vllm", action="store_true", help="colocated vLLM in place of generate()")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.vllm:
-        patch_vllm_for_cpu()
+        patch_vllm_for_cpu(args.cache_bytes)
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     completions = args.prompts * args.group_size
     micro_batch = min(args.micro_batch, completions // num_ranks)

@@ -39,7 +39,8 @@ def folders(policy, untied_policy, tmp_path_factory):
 def test_shards_hold_the_bits_of_from_pretrained_and_a_sync_holds_less_than_a_layer(folders, num_ranks, tmp_path):
     torchrun(num_ranks, "tests/distributed_loading.py", tmp_path / "results.pt", *folders.values())
     for results in torch.load(tmp_path / "results.pt"):
-        assert 0.2 < results.pop("held") <= 1, "the one in use, the next one, and the one before that a loop still names: within a layer"
+        most = {1: 0.5, 2: 1.0}[num_ranks]  # the one in use, the one before that a loop still names, between ranks the next one, too
+        assert 0.2 < results.pop("held") <= most
         assert results.pop("is extra kept")
         assert len(results) == 4 * len(folders)
         assert not any(results.values()), results

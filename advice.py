@@ -59,6 +59,7 @@ def levers(setup: Setup) -> list[list[Change]]:
         [of("policy", "--offload_activations", offload_activations=True)] if p.gradient_checkpointing and not p.offload_activations else [],
         [of("policy", "no --gather_parameters_once", gather_parameters_once=False)] if p.gather_parameters_once else [],
         [of("policy", "no --reduce_gradients_once", reduce_gradients_once=False)] if p.reduce_gradients_once else [],
+        [of("run", "no --share_prompts", share_prompts=False)] if run.sharers() > 1 else [],
         [of("run", f"--micro_batch_tokens {cap}", micro_batch_tokens=cap) for cap in caps],
         [of("run", f"--gpu_memory_utilization {x:g}", gpu_memory_utilization=x) for x in shares],
         [of("run", f"--tensor_parallel_size {n}", tensor_parallel_size=n) for n in sizes if not run.prompts_per_step % (sampling // n)],

@@ -3,17 +3,23 @@
 One dimension key, used for every array and tensor of the project:
 
     P  prompts of a step                     N  packed tokens of a micro-batch
-    G  completions per prompt (group_size)   S  sequences of a micro-batch
+    G  completions per prompt (group_size)   S  segments of a micro-batch: sequences, mostly
     B  sequences of a step, B = P * G        V  vocabulary, D  hidden size
 
 A suffix names the dimensions: `rewards_B`, `logprobs_N`. Sequences are prompt-major: completion b answers prompt b // G.
 A step samples one `Rollout`; `plan_micro_batches` decides which rank trains which sequences together; `pack` makes the `Batch`.
+
+With --share_prompts the completions of a prompt that are packed together share its positions: they are computed once. All of the prompt but
+its last token then is a segment, and each completion has one that begins with that last token, because it predicts another token for each.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -69,19 +75,31 @@ class Rollout:
         )
 
 
+class Segment(NamedTuple):
+    """Positions `start` to `stop` of a sequence, end to end in a micro-batch. Attention sees those before `start`, too."""
+
+    index: int | None  # of the sequence in the rollout; of a shared prompt, of the first sequence that begins with it; None: an empty batch
+    start: int
+    stop: int
+    prefix: int | None = None  # the segment that holds the positions before `start`; None: there are none
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+
 @dataclass(frozen=True)
 class Batch:
-    """One packed micro-batch: S sequences laid end to end in N positions. Position n predicts `labels_N[n]`."""
+    """One packed micro-batch: S segments laid end to end in N positions. Position n predicts `labels_N[n]`."""
 
     input_ids_N: Tensor  # int64
-    position_ids_N: Tensor  # int64, restart at 0 with each sequence; with images [3, N]: time, row, column
+    position_ids_N: Tensor  # int64, the place in the sequence; with images [3, N]: time, row, column
     labels_N: Tensor  # int64, the next token of the same sequence
     loss_mask_N: Tensor  # bool, true where the label is a completion token that is trained
     loss_weights_N: Tensor  # float32, what the position counts in the loss of the update
-    sequence_ids_N: Tensor  # int64, 0 to S - 1
+    sequence_ids_N: Tensor  # int64, 0 to S - 1: the segment
     rollout_logprobs_N: Tensor  # float32, the engine's; zero where the label is no completion token
-    lengths_S: tuple[int, ...]  # positions per sequence; they add up to N
-    indices_S: tuple[int, ...]  # which sequences of the rollout these are
+    segments_S: tuple[Segment, ...]  # their lengths add up to N
     is_image_N: Tensor | None = None  # bool, true where an image's embedding takes the place of the token's; None: no images
     pixels: tuple[Tensor, ...] = ()  # of each image [patches, values], float32, on the host until a pass needs them
     grids: tuple[tuple[int, int, int], ...] = ()  # of each image: 1, height and width in patches
@@ -89,79 +107,121 @@ class Batch:
     old_logprobs_N: Tensor | None = None  # float32, under the weights that sampled; None: not needed
     ref_logprobs_N: Tensor | None = None  # float32, under the reference; None: no KL term
 
+    @property
+    def lengths_S(self) -> tuple[int, ...]:
+        return tuple(segment.length for segment in self.segments_S)
+
+    def cost(self, parity_length: float) -> float:
+        """Of its sequences, in the unit of `training_costs`; what they share counts once."""
+        of_sequences = [x for x in self.segments_S if x.index is not None]
+        stops, starts = np.array([x.stop for x in of_sequences]), np.array([x.start for x in of_sequences])
+        return float((training_costs(stops, parity_length) - training_costs(starts, parity_length)).sum())
+
     def to(self, device: torch.device) -> Batch:
         """The batch on the device, but for pixel values: those of a whole step would be gigabytes."""
         moved = {name: value.to(device, non_blocking=True) for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **moved)
 
 
-def pack(rollout: Rollout, indices: list[int]) -> Batch:
+def pack(rollout: Rollout, indices: list[int], group_size: int = 1) -> Batch:
     """The sequences `indices` of the rollout, end to end. The next-token shift and the loss mask are made here and nowhere else.
 
+    Those among them whose b // `group_size` is the same share their prompt: by default none do.
     The mask goes by position, not by token: an end-of-sequence token is trained also where it is the padding token.
     Without sequences: a single masked position, so that a rank with nothing left to train still takes part in the collectives.
     """
     assert rollout.loss_weights_B is not None, "what a token counts depends on the whole update: it is set before packing"
     if not indices:
         zero = torch.zeros(1)
-        return Batch(zero.long(), zero.long(), zero.long(), zero.bool(), zero, zero.long(), zero, lengths_S=(1,), indices_S=())
-    input_ids, positions, labels, masks, lengths = [], [], [], [], []
-    for b in indices:
-        prompt, completion = rollout.prompts[b], rollout.completions[b]
-        tokens = np.concatenate([prompt, completion])
-        length = len(tokens) - 1
-        is_trained = rollout.is_trained_B is None or rollout.is_trained_B[b]
-        input_ids.append(tokens[:-1])
-        labels.append(tokens[1:])  # the one shift: position n predicts token n + 1
-        masks.append((np.arange(length) >= len(prompt) - 1) & is_trained)  # the one mask
-        positions.append(np.arange(length))
-        lengths.append(length)
+        return Batch(zero.long(), zero.long(), zero.long(), zero.bool(), zero, zero.long(), zero, segments_S=(Segment(None, 0, 1),))
+    segments = _segments(rollout, indices, group_size)
+    is_trained_B = np.ones(len(rollout.prompts), dtype=bool) if rollout.is_trained_B is None else rollout.is_trained_B
+    images = rollout.images or [None] * len(rollout.prompts)
+
+    def tokens(b: int) -> np.ndarray:
+        return np.concatenate([rollout.prompts[b], rollout.completions[b]])
+
+    def mask(b: int) -> np.ndarray:  # the one mask
+        return (np.arange(len(tokens(b)) - 1) >= len(rollout.prompts[b]) - 1) & is_trained_B[b]
+
     batch = Batch(
-        input_ids_N=torch.from_numpy(np.concatenate(input_ids)).long(),
-        position_ids_N=torch.from_numpy(np.concatenate(positions)).long(),
-        labels_N=torch.from_numpy(np.concatenate(labels)).long(),
-        loss_mask_N=torch.from_numpy(np.concatenate(masks)),
-        loss_weights_N=torch.from_numpy(np.repeat(rollout.loss_weights_B[indices], lengths)),
-        sequence_ids_N=torch.from_numpy(np.repeat(np.arange(len(indices)), lengths)),
-        rollout_logprobs_N=to_positions(rollout, indices, rollout.rollout_logprobs),
-        lengths_S=tuple(lengths),
-        indices_S=tuple(indices),
+        input_ids_N=_packed(segments, lambda b: tokens(b)[:-1]).long(),
+        position_ids_N=_packed(segments, lambda b: np.arange(len(tokens(b)) - 1)),
+        labels_N=_packed(segments, lambda b: tokens(b)[1:]).long(),  # the one shift: position n predicts token n + 1
+        loss_mask_N=_packed(segments, mask),
+        loss_weights_N=_packed(segments, lambda b: np.full(len(tokens(b)) - 1, rollout.loss_weights_B[b])),
+        sequence_ids_N=torch.repeat_interleave(torch.tensor([x.length for x in segments])),
+        rollout_logprobs_N=to_positions(rollout, segments, rollout.rollout_logprobs),
+        segments_S=segments,
     )
-    return _with_images(batch, [rollout.images[b] if rollout.images else None for b in indices])
-
-
-def _with_images(batch: Batch, images: list[PromptImages | None]) -> Batch:
-    """The batch with the images of its sequences, if there are any: pixel values, their places, and positions in three rows."""
-    if not any(images):
+    if not any(images[b] for b in indices):
         return batch
-    positions, is_image = [], []
-    for each, length in zip(images, batch.lengths_S, strict=True):
-        positions.append(np.tile(np.arange(length), (3, 1)) if each is None else each.positions(length))
-        flags = np.zeros(0, dtype=bool) if each is None else each.is_image()
-        is_image.append(np.pad(flags, (0, length - len(flags))))
+
+    def places(b: int) -> np.ndarray:
+        length = len(tokens(b)) - 1
+        return np.tile(np.arange(length), (3, 1)) if images[b] is None else images[b].positions(length)
+
+    def is_image(b: int) -> np.ndarray:
+        flags = np.zeros(0, dtype=bool) if images[b] is None else images[b].is_image()
+        return np.pad(flags, (0, len(tokens(b)) - 1 - len(flags)))
+
+    seen = [images[x.index] for x in segments if x.start == 0 and images[x.index]]
     return replace(
         batch,
-        position_ids_N=torch.from_numpy(np.concatenate(positions, axis=1)).long(),
-        is_image_N=torch.from_numpy(np.concatenate(is_image)),
-        pixels=tuple(pixels for each in images if each for pixels in each.pixels()),
-        grids=tuple(grid for each in images if each for grid in each.grids),
+        position_ids_N=_packed(segments, places),
+        is_image_N=_packed(segments, is_image),
+        pixels=tuple(pixels for each in seen for pixels in each.pixels()),
+        grids=tuple(grid for each in seen for grid in each.grids),
     )
 
 
-def to_positions(rollout: Rollout, indices: list[int] | tuple[int, ...], per_token: list[np.ndarray]) -> Tensor:
-    """Shape N, float32: what is known per completion token of the sequences `indices`, at their packed positions; zero at the others."""
-    pieces = [np.zeros(1, dtype=np.float32)] if not indices else []
+def _segments(rollout: Rollout, indices: list[int], group_size: int) -> tuple[Segment, ...]:
+    """The segments of these sequences: a shared prompt before the first that shares it."""
+    counts = Counter(b // group_size for b in indices)
+    prefixes: dict[int, int] = {}  # b // group_size -> the segment of the prompt
+    segments: list[Segment] = []
     for b in indices:
-        pieces += [np.zeros(len(rollout.prompts[b]) - 1, dtype=np.float32), per_token[b]]
-    return torch.from_numpy(np.concatenate(pieces)).float()
+        group, shared = b // group_size, 0
+        if counts[group] > 1:
+            shared = shared_positions(rollout, b)
+        if shared and group not in prefixes:
+            prefixes[group] = len(segments)
+            segments.append(Segment(b, 0, shared))
+        stop = len(rollout.prompts[b]) + len(rollout.completions[b]) - 1
+        segments.append(Segment(b, shared, stop, prefixes[group] if shared else None))
+    return tuple(segments)
+
+
+def shared_positions(rollout: Rollout, b: int) -> int:
+    """How many positions sequence b can share with others of the same prompt: all of the prompt but its last token.
+
+    0 if that token is part of an image, whose tokens have to stay together.
+    """
+    images = rollout.images[b] if rollout.images else None
+    return 0 if images is not None and images.is_image()[-1] else len(rollout.prompts[b]) - 1
+
+
+def _packed(segments: tuple[Segment, ...], of_sequence: Callable[[int], np.ndarray]) -> Tensor:
+    """The segments' parts of what a sequence has at each of its positions (the last dimension), end to end."""
+    return torch.from_numpy(np.concatenate([of_sequence(x.index)[..., x.start : x.stop] for x in segments], axis=-1))
+
+
+def to_positions(rollout: Rollout, segments: tuple[Segment, ...], per_token: list[np.ndarray]) -> Tensor:
+    """Shape N, float32: what is known per completion token of the sequences, at their packed positions; zero at the others."""
+    if segments[0].index is None:
+        return torch.zeros(1)
+    return _packed(segments, lambda b: np.pad(per_token[b], (len(rollout.prompts[b]) - 1, 0))).float()
 
 
 def from_positions(rollout: Rollout, batch: Batch, values_N: Tensor) -> dict[int, np.ndarray]:
     """The reverse: index of each sequence of the batch -> its values per completion token."""
-    if not batch.indices_S:
-        return {}
-    pieces = zip(batch.indices_S, values_N.cpu().split(batch.lengths_S), strict=True)
-    return {b: values[len(rollout.prompts[b]) - 1 :].numpy() for b, values in pieces}
+    found = {}
+    for segment, values in zip(batch.segments_S, values_N.cpu().split(batch.lengths_S), strict=True):
+        if segment.index is not None:
+            first = len(rollout.prompts[segment.index]) - 1  # of the positions that predict completion tokens
+            if segment.stop > first:
+                found[segment.index] = values[first - segment.start :].numpy()
+    return found
 
 
 def training_costs(lengths: np.ndarray, parity_length: float) -> np.ndarray:
@@ -169,36 +229,74 @@ def training_costs(lengths: np.ndarray, parity_length: float) -> np.ndarray:
     return lengths * (1.0 + lengths / parity_length)
 
 
-def plan_micro_batches(lengths: np.ndarray, num_ranks: int, max_tokens: int, parity_length: float = math.inf) -> list[list[list[int]]]:
+def plan_micro_batches(
+    lengths: np.ndarray,
+    num_ranks: int,
+    max_tokens: int,
+    parity_length: float = math.inf,
+    group_size: int = 1,
+    shared: np.ndarray | None = None,
+) -> list[list[list[int]]]:
     """Which rank trains which sequences together: plan[rank][micro] is a list of indices into `lengths`.
 
     No micro-batch holds more than `max_tokens` positions, ever. Every rank gets the same number of micro-batches, about the fewest that
-    the cap allows (some may be empty), so the collectives of the ranks always match. The costliest sequence first, into the cheapest bin
-    that has room: that balances the bins by cost; those of similar cost then meet in the same micro step, because ranks wait for each
-    other there. The plan is a function of its arguments: every rank computes the whole of it, nothing is communicated.
+    the cap allows (some may be empty), so the collectives of the ranks always match. The plan is a function of its arguments: every rank
+    computes the whole of it, nothing is communicated.
+
+    `group_size` above 1: sequences of the same i // group_size that are together share their first `shared[i]` positions. Whole groups
+    save most but are hard to balance and to fit under the cap: halves, quarters, ... are tried too, and the plan of the least cost wins,
+    then of the fewest micro-batches.
     """
     lengths = np.asarray(lengths)
     assert len(lengths) > 0 and lengths.max() <= max_tokens, "the token cap is checked against the length limits at the start"
-    costs = training_costs(lengths, parity_length)
-    longest_first = np.argsort(-lengths, kind="stable").tolist()
-    num_bins = max(-(-int(lengths.sum()) // max_tokens), int((2 * lengths > max_tokens).sum()))  # of those no two fit together
+    shared = np.zeros_like(lengths) if shared is None else shared
+    costs, shared_costs = (training_costs(x, parity_length) for x in (lengths, shared))
+    groups = np.split(np.arange(len(lengths)), range(group_size, len(lengths), group_size))
+    plans, together = [], group_size
+    while together:
+        units = [unit for group in groups for unit in _units(group, lengths, shared, together, max_tokens)]
+        saved_times = [len(unit) - 1 for unit in units]
+        sizes = np.array([lengths[u].sum() - n * shared[u[0]] for u, n in zip(units, saved_times, strict=True)])
+        unit_costs = np.array([costs[u].sum() - n * shared_costs[u[0]] for u, n in zip(units, saved_times, strict=True)])
+        cost, bins = _balance(sizes, unit_costs, num_ranks, max_tokens)
+        plans.append((round(cost), len(bins), [[i for u in members for i in units[u].tolist()] for members in bins]))
+        together //= 2
+    *_, bins = min(plans, key=lambda plan: plan[:2])
+    return [bins[rank::num_ranks] for rank in range(num_ranks)]
+
+
+def _units(group: np.ndarray, lengths: np.ndarray, shared: np.ndarray, together: int, max_tokens: int) -> list[np.ndarray]:
+    """The group, halved until no part has more than `together` sequences or `max_tokens` positions."""
+    if len(group) <= together and lengths[group].sum() - (len(group) - 1) * shared[group[0]] <= max_tokens:
+        return [group]
+    return [unit for half in np.array_split(group, 2) for unit in _units(half, lengths, shared, together, max_tokens)]
+
+
+def _balance(sizes: np.ndarray, costs: np.ndarray, num_ranks: int, max_tokens: int) -> tuple[float, list[list[int]]]:
+    """What the slowest ranks compute in all, and the units of each micro-batch: consecutive ones run at the same time on all ranks.
+
+    The costliest unit first, into the cheapest bin that has room: that balances the bins by cost; those of similar cost then meet in the
+    same micro step, because ranks wait for each other there.
+    """
+    longest_first = np.argsort(-sizes, kind="stable").tolist()
+    num_bins = max(-(-int(sizes.sum()) // max_tokens), int((2 * sizes > max_tokens).sum()))  # of those no two fit together
     num_micros = -(-num_bins // num_ranks)
-    while (bins := _fill_bins(lengths, costs, longest_first, num_micros * num_ranks, max_tokens)) is None:
-        num_micros += max(1, num_micros // 50)  # ends: with a bin for each sequence they fit
+    while (bins := _fill_bins(sizes, costs, longest_first, num_micros * num_ranks, max_tokens)) is None:
+        num_micros += max(1, num_micros // 50)  # ends: with a bin for each unit they fit
     bin_costs = np.array([costs[members].sum() for members in bins])
-    costliest_first = np.argsort(-bin_costs, kind="stable").tolist()
-    return [[bins[b] for b in costliest_first[rank::num_ranks]] for rank in range(num_ranks)]
+    costliest_first = np.argsort(-bin_costs, kind="stable")
+    return bin_costs[costliest_first[::num_ranks]].sum(), [bins[b] for b in costliest_first]
 
 
-def _fill_bins(lengths: np.ndarray, costs: np.ndarray, order: list[int], num_bins: int, max_tokens: int) -> list[list[int]] | None:
-    """Each sequence, in this order, in the cheapest bin that has room for it; None if there is none."""
+def _fill_bins(sizes: np.ndarray, costs: np.ndarray, order: list[int], num_bins: int, max_tokens: int) -> list[list[int]] | None:
+    """Each unit, in this order, in the cheapest bin that has room for it; None if there is none."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     room, bin_costs = np.full(num_bins, max_tokens), np.zeros(num_bins)
     for index in order:
-        cheapest = int(np.where(room >= lengths[index], bin_costs, np.inf).argmin())
-        if room[cheapest] < lengths[index]:
+        cheapest = int(np.where(room >= sizes[index], bin_costs, np.inf).argmin())
+        if room[cheapest] < sizes[index]:
             return None
         bins[cheapest].append(index)
-        room[cheapest] -= lengths[index]
+        room[cheapest] -= sizes[index]
         bin_costs[cheapest] += costs[index]
     return bins

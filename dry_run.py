@@ -140,6 +140,7 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
         enforce_eager=args.enforce_eager,
         has_kl=args.kl_coef != 0,
         needs_first_logprobs=args.passes_per_step > 1 or (args.kl_coef != 0 and args.kl_in == "reward") or policy.lora_dropout > 0,
+        share_prompts=args.share_prompts,
         generation_gpus=generation_gpus,
     )
     return Setup(model, policy, run, hardware)

@@ -103,7 +103,7 @@ def saved_per_layer(setup: Setup) -> float:
     """Bytes that the backward pass of a layer needs from its forward pass, without recomputation."""
     m, p, tokens = setup.model, setup.policy, setup.run.micro_batch_tokens
     norms = 12 if p.lora_rank else 16  # a frozen norm needs no normalized input
-    saved = tokens * (8 * m.intermediate + norms * m.hidden + 4 * m.q + 4 * m.kv + 4 * m.heads)
+    saved = tokens * (8 * m.intermediate + norms * m.hidden + 4 * m.q + 4 * m.kv * setup.run.keys_per_position + 4 * m.heads)
     if p.lora_rank and p.lora_dropout:  # an adapter keeps its input after dropout and the mask (one byte a number), not the input before
         inputs = sum(m.projections[name][0] for name in p.lora_targets)
         saved += tokens * (3 * inputs - 2 * m.intermediate - 4 * m.hidden)

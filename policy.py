@@ -9,8 +9,10 @@ tokens of a 152,064-word vocabulary would be 4.6 GiB in bf16. Dimensions: `batch
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
@@ -26,7 +28,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from batch import Batch
+from batch import Batch, Segment
 from loading import fill, without_storage
 
 HEAD_CHUNK_LOGITS = 1024 * 152_064  # 0.6 GiB in fp32, 1,024 tokens of Qwen2.5; there are two such tensors at most
@@ -35,35 +37,70 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the sequences of a micro-batch lie, in the form that the attention kernel of the device wants."""
+    """Where the segments of a micro-batch lie, in the form that the attention kernel of the device wants."""
 
-    # CUDA: sequence s occupies positions cu_seqlens[s] .. cu_seqlens[s + 1]
+    max_length: int  # of a sequence
+    # CUDA: the queries of segment s are at positions cu_seqlens[s] .. cu_seqlens[s + 1], its keys in slots cu_seqlens_k[s] .. [s + 1]
     cu_seqlens: Tensor | None
-    max_length: int
+    cu_seqlens_k: Tensor | None
     # CPU: sequences of similar length share a padded rectangle, and the rectangles lie end to end in M slots
     rectangles: list[tuple[int, int]]  # sequences and slots of each: M is the sum of the products
-    positions_M: Tensor | None  # the packed position in each slot; in padding some position of the same sequence
-    slots_N: Tensor | None  # the slot of each packed position
+    positions_M: Tensor | None  # the packed position in each slot; in padding some position of the same sequence; None: slot m has m
+    slots_N: Tensor | None  # the slot of each packed position; the first one where several sequences share it
 
 
-def make_packing(lengths: tuple[int, ...], device: torch.device) -> Packing:
-    """The packing of sequences of these lengths, laid end to end."""
-    lengths_S = torch.tensor(lengths)
-    ends_S = lengths_S.cumsum(0)
-    if device.type == "cuda":
-        return Packing(F.pad(ends_S, (1, 0)).int().to(device), max(lengths), [], None, None)
-    starts_S = ends_S - lengths_S
-    buckets = torch.ceil(lengths_S / 64)  # of similar length: little of a rectangle is padding, and short ones share one call
+def make_packing(segments: tuple[Segment, ...], device: torch.device) -> Packing:
+    """The packing of segments that lie end to end."""
+    if device.type != "cuda":
+        return padded_packing(segments)
+    packing = varlen_packing(segments)
+    tensors = {name: x.to(device, non_blocking=True) for name, x in vars(packing).items() if isinstance(x, Tensor)}
+    return replace(packing, **tensors)
+
+
+def varlen_packing(segments: tuple[Segment, ...]) -> Packing:
+    """For CUDA: keys are gathered only where segments share a prefix."""
+    seen_S, positions_of = _layout(segments)
+    lengths_S = torch.tensor([segment.length for segment in segments])
+    cu_seqlens, cu_seqlens_k = (F.pad(counts_S.cumsum(0), (1, 0)).int() for counts_S in (lengths_S, seen_S))
+    positions_M = None
+    if cu_seqlens_k[-1] > cu_seqlens[-1]:
+        segment_of_slot = torch.repeat_interleave(seen_S)
+        positions_M = positions_of(segment_of_slot, torch.arange(len(segment_of_slot)) - cu_seqlens_k[segment_of_slot])
+    return Packing(int(seen_S.max()), cu_seqlens, cu_seqlens_k, [], positions_M, None)
+
+
+def padded_packing(segments: tuple[Segment, ...]) -> Packing:
+    """For the CPU: each sequence whole, with its prefix."""
+    seen_S, positions_of = _layout(segments)
+    is_prefix_S = torch.zeros(len(segments), dtype=torch.bool)
+    is_prefix_S[[segment.prefix for segment in segments if segment.prefix is not None]] = True  # such a row is the beginning of others
+    buckets_S = torch.ceil(seen_S / 64).masked_fill(is_prefix_S, -1)  # of similar length: little padding, and short ones share one call
     rectangles, positions, is_real = [], [], []
-    for bucket in buckets.unique():
-        members = (buckets == bucket).nonzero()
-        offsets = torch.arange(int(lengths_S[members].max()))
+    for bucket in buckets_S[~is_prefix_S].unique():
+        members = (buckets_S == bucket).nonzero()
+        offsets = torch.arange(int(seen_S[members].max()))
         rectangles.append((len(members), len(offsets)))
-        is_real.append((offsets < lengths_S[members]).flatten())
-        positions.append((starts_S[members] + offsets.minimum(lengths_S[members] - 1)).flatten())
+        is_real.append((offsets < seen_S[members]).flatten())
+        positions.append(positions_of(members, offsets.minimum(seen_S[members] - 1)).flatten())
     positions_M = torch.cat(positions)
     slots = torch.cat(is_real).nonzero()[:, 0]
-    return Packing(None, max(lengths), rectangles, positions_M, slots[positions_M[slots].argsort()])
+    _, first = np.unique(positions_M[slots].numpy(), return_index=True)
+    return Packing(int(seen_S.max()), None, None, rectangles, positions_M, slots[first])
+
+
+def _layout(segments: tuple[Segment, ...]) -> tuple[Tensor, Callable[[Tensor, Tensor], Tensor]]:
+    """What the last query of each segment sees, in positions; and the packed position of an offset from the beginning of its sequence."""
+    lengths = [segment.length for segment in segments]
+    starts = np.cumsum([0, *lengths])
+    starts_S, before_S = torch.from_numpy(starts[:-1]), torch.tensor([segment.start for segment in segments])
+    prefix_starts_S = torch.tensor([starts[s if segment.prefix is None else segment.prefix] for s, segment in enumerate(segments)])
+
+    def positions_of(segment: Tensor, offset: Tensor) -> Tensor:
+        before = before_S[segment]
+        return torch.where(offset < before, prefix_starts_S[segment] + offset, starts_S[segment] + offset - before)
+
+    return before_S + torch.tensor(lengths), positions_of
 
 
 def packed_attention(
@@ -80,8 +117,9 @@ def packed_attention(
     """Causal attention within each packed sequence; the signature is that of a transformers attention function.
 
     Shapes: query [1, heads, N, head_dim], key and value [1, kv_heads, N, head_dim] -> [1, N, heads, head_dim]. CUDA: the
-    variable-length FlashAttention kernel of torch itself. CPU: padded rectangles, exact because a causal query of a right-padded
-    row sees no padding.
+    variable-length FlashAttention kernel of torch itself, whose last query sees the last key where there are more keys than queries
+    (`check_alignment`). CPU: padded rectangles, exact because a causal query of a right-padded row sees no padding; the queries of a shared
+    prompt are there once for each sequence that begins with it, because a causal mask for fewer queries than keys would cost more.
     """
     assert packing is not None, "call the model through Policy, which passes the packing"
     ignored = [name for name in ("softcap", "s_aux") if unused.get(name) is not None]
@@ -91,8 +129,10 @@ def packed_attention(
         raise ValueError(f"sliding-window attention of {sliding_window} tokens is not supported for sequences of {packing.max_length}.")
     if packing.cu_seqlens is not None:
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+        if packing.positions_M is not None:
+            key, value = key[packing.positions_M], value[packing.positions_M]  # indexing: its gradient is summed in a fixed order
         out = varlen_attn(
-            query, key, value, packing.cu_seqlens, packing.cu_seqlens, packing.max_length, packing.max_length,
+            query, key, value, packing.cu_seqlens, packing.cu_seqlens_k, packing.max_length, packing.max_length,
             scale=scaling, window_size=(-1, 0), enable_gqa=query.shape[1] != key.shape[1],
         )  # fmt: skip
         return out[None], None
@@ -107,6 +147,21 @@ def packed_attention(
 
 
 AttentionInterface.register("packed", packed_attention)
+
+
+def check_alignment(device: torch.device) -> None:
+    """Raises RuntimeError if the kernel's causal mask does not let the last query see the last key, as FlashAttention's does since 2.1."""
+    if device.type != "cuda":
+        return
+    query, keys = torch.zeros(1, 1, 64, dtype=torch.bfloat16, device=device), torch.zeros(2, 1, 64, dtype=torch.bfloat16, device=device)
+    values = torch.tensor([0, 2], dtype=torch.bfloat16, device=device).view(2, 1, 1).expand_as(keys).contiguous()
+    ends = (torch.tensor([0, n], dtype=torch.int32, device=device) for n in (1, 2))
+    seen = varlen_attn(query, keys, values, *ends, 1, 2, window_size=(-1, 0)).mean().item()
+    if seen != 1:
+        raise RuntimeError(
+            f"--share_prompts: varlen_attn of torch {torch.__version__} makes {seen} of the values 0 and 2, not their mean: its causal "
+            "mask does not end with the last key, as this flag needs. Leave the flag out, or use the torch of requirements.txt."
+        )
 
 
 class _HeadLogprobs(torch.autograd.Function):
@@ -212,7 +267,7 @@ class Policy(nn.Module):
             **inputs,
             position_ids=batch.position_ids_N.unsqueeze(-2),  # [1, N], with images [3, 1, N]
             use_cache=False,
-            packing=make_packing(batch.lengths_S, batch.input_ids_N.device),
+            packing=make_packing(batch.segments_S, batch.input_ids_N.device),
         )
         mask_N = batch.loss_mask_N
         hidden = output.last_hidden_state[0][mask_N]  # the head runs on completion positions only

@@ -34,7 +34,8 @@ def training_flops(model: ModelShape, lengths: list[int]) -> int:
 def micro_batches(setup: Setup, shares: Shares) -> int:
     """Micro-batches of one rank in one update, for sequences of mean length."""
     run = setup.run
-    tokens = run.completions / run.updates_per_pass * shares.length * (run.max_prompt_tokens + run.max_completion_tokens)
+    prompt, completion = shares.length * run.max_prompt_tokens, shares.length * run.max_completion_tokens
+    tokens = run.completions / run.updates_per_pass * (prompt / run.sharers(shares.length) + completion)
     return max(1, -(-int(tokens) // (run.micro_batch_tokens * setup.ranks)))
 
 
@@ -101,8 +102,9 @@ def phase_seconds(setup: Setup, shares: Shares) -> dict[str, float]:
     """Phase -> seconds of a step. Communication hides behind computation where it is shorter; transfers from the host do not."""
     run, h = setup.run, setup.hardware
     moved = traffic(setup, shares)
-    length = int(shares.length * (run.max_prompt_tokens + run.max_completion_tokens))
-    rollout_flops = run.completions * training_flops(setup.model, [length]) / setup.ranks
+    prompt, length = (int(shares.length * n) for n in (run.max_prompt_tokens, run.max_prompt_tokens + run.max_completion_tokens))
+    saved = training_flops(setup.model, [prompt]) * (1 - 1 / run.sharers(shares.length))
+    rollout_flops = run.completions * (training_flops(setup.model, [length]) - saved) / setup.ranks
     speed, link = h.flops * shares.flops, link_speed(setup, shares)
     forward = rollout_flops / 3 * passes_without_gradient(setup) / speed
     factor = (2 / 3 if setup.policy.lora_rank else 1) + (1 / 3 if setup.policy.gradient_checkpointing else 0)

@@ -180,11 +180,23 @@ class RunShape:
     enforce_eager: bool
     has_kl: bool
     needs_first_logprobs: bool  # the first update's old log-probs are computed, too
+    share_prompts: bool = False
     generation_gpus: int = 0  # GPUs that only sample; 0: every rank samples and trains
 
     @property
     def completions(self) -> int:
         return self.prompts_per_step * self.group_size
+
+    def sharers(self, length: float = 1.0) -> int:
+        """Completions of a prompt that share it in a micro-batch, where lengths are this share of their limits."""
+        room = int(self.micro_batch_tokens / length - self.max_prompt_tokens) // self.max_completion_tokens
+        return max(1, min(self.group_size, room)) if self.share_prompts else 1
+
+    @property
+    def keys_per_position(self) -> float:
+        """Attention reads a shared prompt's keys and values once for each completion, and they are copied for it. At the limits."""
+        prompt, completion, sharers = self.max_prompt_tokens, self.max_completion_tokens, self.sharers()
+        return sharers * (prompt + completion) / (prompt + sharers * completion)
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 
 import numpy as np
 import torch
 
-from batch import Batch, Rollout, training_costs
-from fsdp_utils import World
+from batch import Batch, Rollout
+from fsdp_utils import World, sum_over_ranks
 from metrics import Metrics
 from policy import Policy
 from shapes import GPUS
@@ -22,7 +23,8 @@ def throughput(
 
     `seconds_RE`: for each round of sampling, what each engine took. The tail is the time between the first engine's last completion and
     the last one's. `perf/idle_frac` is the share of the step in which a GPU waits, on average: in sampling for the last engine, by the
-    clock; in the update for the costliest micro-batch, by cost.
+    clock; in the update for the costliest micro-batch, by cost. Tokens of the trainer are those of prompts and completions, a prompt once
+    for each completion; with --share_prompts `perf/shared_frac` of them were not computed, nor counted in FLOP/s and MFU.
     """
     passes, lengths = args.passes_per_step, trained.sequence_lengths_B
     scored = 0  # positions that got old or reference log-probs
@@ -30,7 +32,10 @@ def throughput(
         scored += share.sum() * sum(known is not None for known in (batches[0].old_logprobs_N, batches[0].ref_logprobs_N))
     update_s, step_s = metrics["time/update_s"], metrics["time/step_s"]
     waited = sum(seconds.max() - seconds.mean() for seconds in seconds_RE) + metrics["perf/update_idle_frac"] * update_s
-    flops = update_flops(policy, lengths, bool(args.lora_rank)) * passes / update_s / world.size
+    packed = [batch for batches in updates for batch in batches]
+    own = [sum(batch.cost(length) for batch in packed) for length in (policy.parity_length, math.inf)]  # at infinity: positions
+    cost, positions = sum_over_ranks(torch.tensor(own, dtype=torch.float64)).tolist()
+    flops = update_flops(policy, cost, bool(args.lora_rank)) * passes / update_s / world.size
     found = {
         "time/rollout_tail_s": sum(seconds.max() - seconds.min() for seconds in seconds_RE),
         "perf/idle_frac": waited / step_s,
@@ -39,6 +44,8 @@ def throughput(
         "perf/update_tokens_per_s_per_gpu": lengths.sum() * passes / update_s / world.size,
         "perf/update_tflops_per_gpu": flops / 1e12,
     }
+    if args.share_prompts:
+        found["perf/shared_frac"] = 1 - positions / lengths.sum()
     if scored:
         found["perf/logprobs_tokens_per_s_per_gpu"] = scored / metrics["time/logprobs_s"] / world.size
     if peak := peak_flops(torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else ""):
@@ -46,14 +53,14 @@ def throughput(
     return {name: float(value) for name, value in found.items()}
 
 
-def update_flops(policy: Policy, lengths_B: np.ndarray, has_frozen_weights: bool) -> float:
-    """FLOPs that one pass of updates over sequences of these lengths needs, however it is computed.
+def update_flops(policy: Policy, cost: float, has_frozen_weights: bool) -> float:
+    """FLOPs that one pass of updates needs, however it is computed, from the sum of its sequences' `batch.training_costs`.
 
     3 x (2 x numbers in the matrices x tokens + 2 x layers x width of the queries x sum of length^2): the forward pass, and twice that for
     the backward pass, whose half, the weights' gradients, falls away where they are frozen (LoRA). Recomputation is not counted, nor are
     biases, norms, embedding and vision tower; the head is, at every position, as the field does.
     """
-    return (2 if has_frozen_weights else 3) * policy.flops_per_token * float(training_costs(lengths_B, policy.parity_length).sum())
+    return (2 if has_frozen_weights else 3) * policy.flops_per_token * cost
 
 
 def peak_flops(device_name: str) -> float | None:

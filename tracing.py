@@ -105,9 +105,14 @@ class KernelAttention(torch.autograd.Function):
         return grads
 
 
-def kernel_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **unused: object) -> tuple:
+def kernel_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, positions_M: Tensor | None = None, **unused: object
+) -> tuple:
     """The signature of a transformers attention function; shapes as in `policy.packed_attention`."""
-    return KernelAttention.apply(*(x[0].transpose(0, 1) for x in (query, key, value)))[None], None
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    if positions_M is not None:
+        key, value = key[positions_M], value[positions_M]
+    return KernelAttention.apply(query, key, value)[None], None
 
 
 class LoraLinear(nn.Module):
@@ -130,9 +135,13 @@ class LoraLinear(nn.Module):
 class TracedPolicy(Policy):
     """`Policy.forward` without what depends on data: all positions are completion tokens of one packed batch."""
 
-    def forward(self, ids_N: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, ids_N: Tensor, positions_M: Tensor | None) -> tuple[Tensor, Tensor]:
         output = self.model.get_decoder()(
-            input_ids=ids_N[None], position_ids=torch.arange(len(ids_N))[None], use_cache=False, attention_mask={"full_attention": None}
+            input_ids=ids_N[None],
+            position_ids=torch.arange(len(ids_N))[None],
+            use_cache=False,
+            attention_mask={"full_attention": None},
+            positions_M=positions_M,
         )
         return chunked_logprobs(output.last_hidden_state[0], self.model.get_output_embeddings(), ids_N, 1.0)
 
@@ -203,11 +212,13 @@ def trace_update(setup: Setup, config: PretrainedConfig) -> dict[str, int]:
         policy, optimizer = build(setup, config)
         peaks = {"static": tracker.live}
         ids_N = torch.zeros(setup.run.micro_batch_tokens, dtype=torch.int64)
+        keys = int(len(ids_N) * setup.run.keys_per_position)
+        positions_M = torch.zeros(keys, dtype=torch.int64) if setup.run.sharers() > 1 else None
 
         tracker.restart()
         policy.eval()  # adapters drop nothing here
         with torch.no_grad():
-            policy(ids_N)
+            policy(ids_N, positions_M)
         release_gathered(policy)
         policy.train()
         peaks["logprobs"] = tracker.peak
@@ -215,7 +226,7 @@ def trace_update(setup: Setup, config: PretrainedConfig) -> dict[str, int]:
         tracker.restart()
         for i in range(num_micros):
             keep_gathered(policy, setup.policy.gather_parameters_once and i < num_micros - 1)
-            logprobs_N, _ = policy(ids_N)
+            logprobs_N, _ = policy(ids_N, positions_M)
             logprobs_N.sum().backward()
             del logprobs_N, _
         peaks["update"] = tracker.peak

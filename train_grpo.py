@@ -34,7 +34,7 @@ from lora import add_adapter, add_lora_flags, describe_parameters, dropout_on, m
 from metrics import Metrics, PhaseTimer, RunLog, reward_metrics, rollout_metrics
 from optimizer import ChunkedAdamW
 from plan import Plan, learning_rate
-from policy import DTYPES, Policy, compile_layers, empty_policy
+from policy import DTYPES, Policy, check_alignment, compile_layers, empty_policy
 from reward import Grade, add_reward_flags
 from sampling import Groups, choose_groups, draw_prompts, prompts_to_sample
 from throughput import throughput
@@ -88,6 +88,7 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     add("--prompts_per_update", type=int, help="prompts per update, over all ranks; divides P: P / this = updates a pass; default: P")
     add("--passes_per_step", type=int, default=1, help="how often a rollout is trained on; the later passes are off-policy")
     add("--micro_batch_tokens", type=int, default=8192, help="most tokens that one rank packs into one forward and backward pass (memory)")
+    add("--share_prompts", action="store_true", help="the completions of a prompt that are packed together share it: it is computed once")
     add("--total_steps", type=int, help="length of training in steps (give this, or one of the next two)")
     add("--epochs", type=int, help="length of training in passes over the data; the last partial step of each is dropped")
     add("--total_episodes", type=int, help="length of training in completions, rounded down to whole steps")
@@ -242,6 +243,8 @@ def main() -> None:
         out_dir = Path(args.out_dir)
         lock = checkpoint.open_run_folder(out_dir, vars(args)) if is_main_process() else None
         world = init_world(args.tensor_parallel_size, args.timeout_minutes)
+        if args.share_prompts:
+            check_alignment(world.device)
         train_data, eval_sets, plan = prepare_data(args, inputs, world)
     except (ValueError, OSError, RuntimeError) as error:
         exit_with_error(error)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import grpo
-from batch import Batch, Rollout, from_positions, pack, plan_micro_batches, to_positions, training_costs
+from batch import Batch, Rollout, from_positions, pack, plan_micro_batches, shared_positions, to_positions
 from fsdp_utils import (
     World,
     activations_on_host,
@@ -45,10 +45,11 @@ def pack_updates(rollout: Rollout, plan: Plan, args: Namespace, world: World, pa
     weights = [grpo.aggregation_weights(lengths_B[indices], args.loss_aggregation, constant) for indices in shares]
     rollout = replace(rollout, loss_weights_B=torch.cat(weights).numpy())
     updates = []
+    group_size = args.group_size if args.share_prompts else 1
     for indices in shares:
-        lengths = rollout.sequence_lengths_B[indices]
-        micros = plan_micro_batches(lengths, world.size, args.micro_batch_tokens, parity_length)[world.rank]
-        updates.append([pack(rollout, indices[micro].tolist()).to(world.device) for micro in micros])
+        lengths, shared = rollout.sequence_lengths_B[indices], np.array([shared_positions(rollout, b) for b in indices])
+        micros = plan_micro_batches(lengths, world.size, args.micro_batch_tokens, parity_length, group_size, shared)[world.rank]
+        updates.append([pack(rollout, indices[micro].tolist(), group_size).to(world.device) for micro in micros])
     return updates
 
 
@@ -113,7 +114,7 @@ def compute_advantages(rollout: Rollout, penalties: list[np.ndarray] | None, arg
 def add_advantages(updates: list[list[Batch]], rollout: Rollout) -> list[list[Batch]]:
     """The updates with the advantages of the rollout at each of their positions."""
     return [
-        [replace(x, advantages_N=to_positions(rollout, x.indices_S, rollout.advantages).to(x.labels_N.device)) for x in batches]
+        [replace(x, advantages_N=to_positions(rollout, x.segments_S, rollout.advantages).to(x.labels_N.device)) for x in batches]
         for batches in updates
     ]
 
@@ -224,7 +225,7 @@ def update_policy(
 
 def idle_share(batches: list[Batch], policy: Policy, world: World) -> float:
     """The share of the update in which a rank waits for another, by cost: the ranks meet in each micro-batch, at its costliest."""
-    costs = torch.tensor([training_costs(np.array(batch.lengths_S), policy.parity_length).sum() for batch in batches])
+    costs = torch.tensor([batch.cost(policy.parity_length) for batch in batches])
     return 1.0 - (sum_over_ranks(costs).sum() / (max_over_ranks(costs).sum() * world.size)).item()
 
 

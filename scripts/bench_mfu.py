@@ -27,6 +27,7 @@ import torch
 
 import policy as policy_module
 import train_grpo
+from batch import training_costs
 from bench_common import print_table
 from bench_memory import fill_randomly
 from bench_update import make_rollout
@@ -111,7 +112,8 @@ def main() -> None:
                 found[name] = None
             else:
                 median = statistics.median(times)
-                flops = update_flops(policy, lengths, bool(args.lora_rank)) / median / world.size
+                cost = training_costs(lengths, policy.parity_length).sum()
+                flops = update_flops(policy, cost, bool(args.lora_rank)) / median / world.size
                 share = flops / peak if peak else float("nan")
                 rows.append([name, median, min(times), max(times), lengths.sum() / median / world.size, flops / 1e12, share])
                 found[name] = round(flops / peak, 3) if peak else round(flops / 1e12, 4)

@@ -51,7 +51,14 @@ def run_ours(folder: Path, out_dir: Path, args: argparse.Namespace) -> tuple[flo
     """(median seconds of a step, peak GiB, mean tokens of a completion)."""
     flags = {"prompts_per_step": args.prompts, "group_size": args.group_size, "max_completion_tokens": args.max_tokens}
     flags |= {"total_steps": args.steps, "micro_batch_tokens": args.micro_batch_tokens}
-    steps, peak = train(folder, out_dir, 2, flags | {"gather_parameters_once": True, "reduce_gradients_once": True})
+    steps, peak = train(
+        folder,
+        out_dir,
+        2,
+        flags
+        | {"gather_parameters_once": True, "reduce_gradients_once": True}
+        | ({"share_prompts": True} if os.environ.get("SHARE") else {}),
+    )
     return statistics.median(step["time/step_s"] for step in steps), peak, statistics.mean(step["completion/tokens_mean"] for step in steps)
 
 

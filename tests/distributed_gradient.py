@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 import train_grpo
 from batch import Batch, Rollout
 from fsdp_utils import close_world, init_world, shard
-from helpers import make_rollout
+from helpers import RAGGED, make_rollout
 from plan import Plan, check_flags
 from policy import Policy, load_policy
 from update import add_advantages, logprobs_under, pack_updates, update_policy
@@ -30,6 +30,7 @@ ALGORITHMS = {
     "sapo": "--policy_loss sapo --loss_aggregation seq_mean_token_mean --kl_coef 0.1 --kl_estimator k3+",
     "reinforce": "--policy_loss reinforce --loss_aggregation seq_mean_token_mean",
 }
+CAPS = (16, 23, 40, 1000)
 LEFT_OUT = [1, 4]  # sequences that "reinforce" leaves out of the loss
 COMMON = "--model m --train_data d --out_dir o --total_steps 1 --max_grad_norm 1e9 --max_prompt_tokens 4 --max_completion_tokens 12"
 
@@ -42,7 +43,7 @@ class Recorder(torch.optim.SGD):
 
 
 def rollout_of(algorithm: str, lengths: list[int] | None = None) -> Rollout:
-    rollout = make_rollout() if lengths is None else make_rollout(lengths)
+    rollout = make_rollout(lengths or RAGGED, group_size=4)
     is_trained_B = np.isin(np.arange(len(rollout.texts)), LEFT_OUT, invert=True)
     return replace(rollout, is_trained_B=is_trained_B) if algorithm == "reinforce" else rollout
 
@@ -75,12 +76,13 @@ def main(path: str, output: str) -> None:
     results: dict[str, dict[str, object]] = {}
     for algorithm, flags in ALGORITHMS.items():
         shuffled = rollout_of(algorithm).take(np.array([7, 2, 5, 0, 3, 6, 1, 4]))
-        cases = {f"cap {cap}, in order": (rollout_of(algorithm), cap) for cap in (16, 23, 40, 1000)}
-        cases |= {f"cap {cap}, shuffled": (shuffled, cap) for cap in (16, 23, 40, 1000)}
-        cases["three sequences"] = (rollout_of(algorithm, [12, 11, 9]), 16)  # one micro-batch each: with two ranks the fourth one is empty
+        cases = {f"cap {cap}, in order": (rollout_of(algorithm), f"{cap}") for cap in CAPS}
+        cases |= {f"cap {cap}, shuffled": (shuffled, f"{cap}") for cap in CAPS}
+        cases |= {f"cap {cap}, prompts shared": (rollout_of(algorithm), f"{cap} --share_prompts --group_size 4") for cap in CAPS}
+        cases["three sequences"] = (rollout_of(algorithm, [12, 11, 9]), "16")  # a micro-batch each: with two ranks the fourth one is empty
         results[algorithm] = {}
         for name, (rollout, cap) in cases.items():
-            args = train_grpo.parse_flags([*COMMON.split(), *flags.split(), "--micro_batch_tokens", str(cap)])
+            args = train_grpo.parse_flags([*COMMON.split(), *flags.split(), "--micro_batch_tokens", *cap.split()])
             check_flags(args, 1)
             plan = Plan(len(rollout.texts), 1, 1, 1, 1, 1, 0)
             (batches,) = add_advantages(pack_updates(rollout, plan, args, world), rollout)

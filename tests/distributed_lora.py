@@ -39,7 +39,7 @@ def adapted_policy(args: argparse.Namespace, gradient_checkpointing: bool = Fals
 
 def gradient(policy: Policy, args: argparse.Namespace, world: World, dropout_seed: tuple[int, ...] = (1,)) -> tuple[dict, dict]:
     """(metrics, name -> gradient) of an update after a pass of the reference, as in a step of training."""
-    rollout = make_rollout()
+    rollout = make_rollout(group_size=4)
     (batches,) = add_advantages(pack_updates(rollout, Plan(len(rollout.texts), 1, 1, 1, 1, 1, 0), args, world), rollout)
     (batches,) = add_logprobs([batches], policy, policy, args)
     assert all(isinstance(parameter, DTensor) for parameter in policy.parameters()), "a pass without gradient leaves nothing gathered"
@@ -60,12 +60,12 @@ def main(path: str, output: str) -> None:
 
     world = init_world(tp_size=1, timeout_minutes=2)
     found: dict[str, object] = {"gradients": {}, "with dropout": {}}
-    for cap, gathers_once in ((16, False), (40, False), (16, True)):
+    for cap, changes in ((16, {}), (40, {}), (16, {"gather_parameters_once": True}), (40, {"share_prompts": True, "group_size": 4})):
         for checkpointing in (False, True):
-            args = lora_flags(path, micro_batch_tokens=cap, gather_parameters_once=gathers_once or None)
+            args = lora_flags(path, micro_batch_tokens=cap, **changes)
             policy = adapted_policy(args, checkpointing)
-            shard(policy, policy.layers, world, torch.float32, stays_gathered=gathers_once)
-            found["gradients"][f"cap {cap}, gathered once {gathers_once}, checkpointing {checkpointing}"] = gradient(policy, args, world)
+            shard(policy, policy.layers, world, torch.float32, stays_gathered=args.gather_parameters_once)
+            found["gradients"][f"cap {cap}, {changes}, checkpointing {checkpointing}"] = gradient(policy, args, world)
             assert all(isinstance(parameter, DTensor) for parameter in policy.parameters()), "nothing stays gathered"
 
     found["bf16"] = {}

@@ -53,11 +53,12 @@ def make_model(folder: Path, tied: bool = True, num_rows: int = 64) -> Path:
     return folder
 
 
-def make_rollout(lengths: list[int] = RAGGED, prompt_length: int = 4, seed: int = 0) -> Rollout:
-    """Random tokens with these completion lengths, random advantages and sampled log-probs."""
+def make_rollout(lengths: list[int] = RAGGED, prompt_length: int = 4, seed: int = 0, group_size: int = 1) -> Rollout:
+    """Random tokens with these completion lengths, random advantages and sampled log-probs; `group_size` completions of each prompt."""
     rng = np.random.default_rng(seed)
+    prompts = [rng.integers(0, 64, prompt_length).astype(np.int32) for _ in lengths]
     return Rollout(
-        prompts=[rng.integers(0, 64, prompt_length).astype(np.int32) for _ in lengths],
+        prompts=[prompts[b - b % group_size] for b in range(len(lengths))],
         completions=[rng.integers(0, 64, n).astype(np.int32) for n in lengths],
         rollout_logprobs=[rng.normal(-3, 1, n).astype(np.float32) for n in lengths],
         texts=[""] * len(lengths),

@@ -8,7 +8,8 @@ import torch
 import helpers
 from batch import pack
 from helpers import make_rollout, metrics_of, torchrun, training_flags
-from policy import load_policy
+from policy import check_alignment, load_policy
+from update import add_advantages
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,12 +23,17 @@ def one_visible_gpu(monkeypatch):
     monkeypatch.setitem(helpers.ENVIRONMENT, "CUDA_VISIBLE_DEVICES", "0")
 
 
-def test_varlen_attention_gives_the_logprobs_and_gradients_of_the_cpu_path(policy):
-    """bf16 on the GPU against fp32 on the CPU: log-probs within 0.05, the gradients' cosine above 0.999."""
-    gradients, logprobs = [], []
+@pytest.mark.parametrize("group_size", [1, 4])
+def test_varlen_attention_gives_the_logprobs_and_gradients_of_the_cpu_path(group_size, policy):
+    """Also where completions share their prompts, which needs a causal mask that ends with the last key.
+
+    bf16 on the GPU against fp32 on the CPU: log-probs within 0.05, the gradients' cosine above 0.999.
+    """
+    check_alignment(torch.device("cuda"))
+    rollout, gradients, logprobs = make_rollout(prompt_length=50, group_size=4), [], []
     for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
         model = load_policy(str(policy), dtype).to(device)
-        batch = pack(make_rollout(), list(range(8))).to(torch.device(device))
+        ((batch,),) = add_advantages([[pack(rollout, list(range(8)), group_size).to(torch.device(device))]], rollout)
         found = model(batch, 1.0)[0]
         (found * batch.advantages_N)[batch.loss_mask_N].sum().backward()
         logprobs.append(found.detach().float().cpu())
@@ -63,6 +69,7 @@ def test_compiled_layers_activations_on_the_host_and_checkpoints_in_the_backgrou
         "offload_activations": True,
         "reduce_gradients_once": True,
         "gather_parameters_once": True,
+        "share_prompts": True,
         "async_checkpoint": True,
         "profile_steps": 2,
     }

@@ -103,7 +103,7 @@ def results(policy, tmp_path_factory) -> dict[int, dict]:
 
 def plain_gradients(policy: Path) -> tuple[float, dict[str, Tensor]]:
     """(loss, name -> gradient) by the formula, of fp32 A and B beside bf16 weights, without FSDP, packing or peft's forward pass."""
-    args, rollout = lora_flags(str(policy)), make_rollout()
+    args, rollout = lora_flags(str(policy)), make_rollout(group_size=4)
     model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.bfloat16).float()
     with torch.no_grad():
         ref = unpacked_logprobs(model, rollout, 1.0)
@@ -132,7 +132,7 @@ def test_loss_and_gradient_are_those_of_the_formula_on_one_and_two_ranks_with_an
     assert len(gradients) == 2 * 14
     assert min(gradient.abs().max() for gradient in gradients.values()) > 1e-3, "a gradient this small would hide a difference"
     for found in results.values():
-        assert len(found["gradients"]) == 6
+        assert len(found["gradients"]) == 8
         for metrics, ours in found["gradients"].values():
             assert metrics["policy/loss"] == pytest.approx(loss, abs=2e-6)
             assert metrics["policy/ratio_max"] == metrics["policy/ratio_min"] == 1.0

@@ -33,6 +33,10 @@ QWEN_VL = {"model_type": "qwen2_5_vl", "text_config": QWEN | {"model_type": "qwe
         (QWEN, 8192, 0.03, {"gradient_checkpointing": True, "lora_rank": 8, "gather_parameters_once": True}),
         (QWEN_VL, 8192, 0.03, {"gradient_checkpointing": True, "lora_rank": 8, "lora_dropout": 0.05}),
         (QWEN_VL, 8192, 0.01, {"gradient_checkpointing": True}),
+        (QWEN, 8192, 0.01, {"gradient_checkpointing": True, "share_prompts": True}),
+        (LLAMA, 8192, 0.01, {"gradient_checkpointing": False, "share_prompts": True}),
+        (LLAMA, 8192, 0.01, {"gradient_checkpointing": True, "share_prompts": True, "max_prompt_tokens": 1024}),
+        (QWEN_VL, 8192, 0.03, {"gradient_checkpointing": True, "lora_rank": 8, "share_prompts": True, "max_prompt_tokens": 2048}),
     ],
 )
 def test_the_formula_agrees_with_the_trace(config, tokens, tolerance, policy):

@@ -252,6 +252,7 @@ def test_what_a_step_depends_on_survives_a_resume_with_every_option_on(policy, r
         "dynamic_sampling": "reward", "prompts_per_step": 12, "passes_per_step": 2, "policy_loss": "gspo_token", "advantage": "reinforce++",
         "kl_in": "reward", "kl_estimator": "k1", "entropy_coef": 0.01, "rollout_correction": "sequence_truncate", "dual_clip": 3,
         "loss_aggregation": "seq_mean_token_mean", "eval_before_training": None, "eval_every": 0, "lr_schedule": "cosine", "save_every": 0,
+        "share_prompts": True,
     }  # fmt: skip
     whole = torchrun(2, "train_grpo.py", *training_flags(policy, tmp_path / "whole", reward=reward, **options))
     assert "6 updates a step" in whole.stdout
@@ -283,6 +284,19 @@ def test_groups_without_signal_neither_crash_nor_move_the_policy_nor_make_ranks_
     start, final = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16) for path in (policy, tmp_path / "run" / "final"))
     for (name, before), after in zip(start.state_dict().items(), final.state_dict().values(), strict=True):
         assert before.equal(after), name
+
+
+def test_sharing_prompts_changes_what_is_computed_and_nothing_that_comes_out(policy, reward, tmp_path):
+    """fp32, the losses and gradient norms of one step within 1e-4; old and reference log-probs are computed from shared prompts, too."""
+    found = {}
+    for name, changes in (("shared", {"share_prompts": True}), ("alone", {})):
+        options = {"reward": reward, "dtype": "float32", "total_steps": 1, "eval_every": 0, "eval_before_training": None} | changes
+        torchrun(2, "train_grpo.py", *training_flags(policy, tmp_path / name, **options))
+        found[name] = metrics_of(tmp_path / name)[1]
+    assert 0.1 < found["shared"].pop("perf/shared_frac") < 0.9
+    assert found["alone"]["perf/update_idle_frac"] < 0.5 > found["shared"]["perf/update_idle_frac"]
+    assert without_times(found["shared"]) == pytest.approx(without_times(found["alone"]), rel=1e-4, abs=1e-5)
+    assert found["alone"]["policy/ratio_max"] > 1.0 and found["alone"]["optim/grad_norm"] > 0.1
 
 
 def test_one_engine_over_both_ranks_trains_and_old_checkpoints_are_removed(policy, tmp_path):

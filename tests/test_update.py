@@ -94,7 +94,7 @@ def test_every_update_has_the_weights_of_its_own_sequences():
         args = flags(loss_aggregation=kind, loss_constant_tokens=constant, micro_batch_tokens=100)
         first, second = (batches[0] for batches in pack_updates(rollout, plan, args, WORLD))
         weights[kind] = [float(batch.loss_weights_N[batch.sequence_ids_N == s][0]) for batch in (first, second) for s in range(2)]
-        assert sorted(first.indices_S) == [0, 1] and sorted(second.indices_S) == [2, 3]
+        assert {x.index for x in first.segments_S} == {0, 1} and {x.index for x in second.segments_S} == {2, 3}
     longest_first = [1 / 2, 1 / 2, 1 / 5, 1 / 5]
     assert weights["token_mean"] == pytest.approx(longest_first), "2 trained tokens in the first update, 5 in the second"
     assert weights["seq_mean_token_mean"][0] == pytest.approx(1 / 2), "one trained sequence of 2 tokens"

@@ -8,7 +8,7 @@ r"""A whole step of ours against TRL's GRPOTrainer: same model, prompts and leng
     python scripts/bench_step.py --trl_env trl_env --mean_tokens 24     # completions of different lengths, as in training
     python scripts/bench_step.py --trl_env trl_env --hidden 512 --layers 8 --prompts 16 --max_tokens 128
 
-Ours is `train_grpo.py` on two ranks (FSDP2, vLLM, --gather_parameters_once, --reduce_gradients_once), seconds from its metrics.jsonl. TRL
+Ours is `train_grpo.py` on two ranks (FSDP2, vLLM, and `FLAGS`), seconds from its metrics.jsonl. TRL
 generates with transformers (one process of two threads, two DDP processes, two FSDP2 ranks) or with its colocated vLLM (two DDP processes,
 two FSDP2 ranks; `bench_step_trl.py` says what has to be patched for CPU). Everything is fp32, one optimizer update a step, KL 0, no
 gradient checkpointing, no evaluation and no checkpoint; one thread per process but for the first; no completion ends early, or with
@@ -38,6 +38,7 @@ from fsdp_utils import avoid_broken_amx
 
 GOALS = {"trl_fsdp2_or_vllm": 3.0, "trl_best": 2.0, "memory": 1.0}
 OURS = "ours, 2 ranks"
+FLAGS = {"gather_parameters_once": True, "reduce_gradients_once": True, "share_prompts": True}
 TRL = {  # name -> processes, flags
     "TRL generate, 1 process x 2 threads": (1, ["--threads", "2"]),
     "TRL generate, 2 DDP processes": (2, []),
@@ -51,14 +52,7 @@ def run_ours(folder: Path, out_dir: Path, args: argparse.Namespace) -> tuple[flo
     """(median seconds of a step, peak GiB, mean tokens of a completion)."""
     flags = {"prompts_per_step": args.prompts, "group_size": args.group_size, "max_completion_tokens": args.max_tokens}
     flags |= {"total_steps": args.steps, "micro_batch_tokens": args.micro_batch_tokens}
-    steps, peak = train(
-        folder,
-        out_dir,
-        2,
-        flags
-        | {"gather_parameters_once": True, "reduce_gradients_once": True}
-        | ({"share_prompts": True} if os.environ.get("SHARE") else {}),
-    )
+    steps, peak = train(folder, out_dir, 2, flags | FLAGS)
     return statistics.median(step["time/step_s"] for step in steps), peak, statistics.mean(step["completion/tokens_mean"] for step in steps)
 
 

@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 python scripts/bench_update.py                       # fp32
     OMP_NUM_THREADS=1 python scripts/bench_update.py --dtype bfloat16      # bare and padded: torch.autocast
+    OMP_NUM_THREADS=1 python scripts/bench_update.py --group_size 8 --prompt_tokens 512     # ours also with --share_prompts
 
 Ours is `pack_updates`, `add_advantages` and `update_policy` as in training: packed, chunked head, FSDP2 on one rank, all metrics. Bare is
 forward, backward and fused AdamW of the same Hugging Face model with its own attention, one sequence at a time without any padding, logits
@@ -39,18 +40,19 @@ import policy
 import train_grpo
 from batch import Rollout
 from bench_common import interleave, median_ratio, print_table, save_random_model, times_row
-from fsdp_utils import close_world, init_world
+from fsdp_utils import World, close_world, init_world
 from plan import Plan
 from update import add_advantages, pack_updates, update_policy
 
 GOALS = {"bare": 0.90, "padded": 2.0}
 
 
-def make_rollout(lengths: list[int], vocab: int) -> Rollout:
-    """Random prompts of 16 tokens and completions of these lengths, with advantages and sampled log-probs."""
+def make_rollout(lengths: list[int], vocab: int, prompt_tokens: int = 16, group_size: int = 1) -> Rollout:
+    """Random prompts, `group_size` completions to each, of these lengths in all, with advantages and sampled log-probs."""
     rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, vocab, prompt_tokens).astype(np.int32) for _ in lengths]
     return Rollout(
-        prompts=[rng.integers(0, vocab, 16).astype(np.int32) for _ in lengths],
+        prompts=[prompts[b // group_size] for b in range(len(lengths))],
         completions=[rng.integers(0, vocab, n).astype(np.int32) for n in lengths],
         rollout_logprobs=[np.full(n, -np.log(vocab), dtype=np.float32) for n in lengths],
         texts=[""] * len(lengths),
@@ -66,11 +68,11 @@ def lognormal_lengths(count: int, mean: float, longest: int, sigma: float = 0.7)
     return np.random.default_rng(0).permutation(lengths).tolist()
 
 
-def ours(model: Path, rollout: Rollout, dtype: str, micro_batch_tokens: int):
-    """A function that does our update of the rollout, once per call."""
+def ours(model: Path, rollout: Rollout, dtype: str, micro_batch_tokens: int, world: World, group_size: int = 1):
+    """A function that does our update of the rollout, once per call; `group_size` above 1: with --share_prompts."""
     flags = ["--model", str(model), "--train_data", "-", "--out_dir", "-", "--dtype", dtype, "--prompts_per_step", "1"]
-    args = train_grpo.parse_flags([*flags, "--group_size", str(len(rollout.texts)), "--micro_batch_tokens", str(micro_batch_tokens)])
-    world = init_world(tp_size=1, timeout_minutes=5)
+    flags += ["--group_size", str(group_size), "--micro_batch_tokens", str(micro_batch_tokens)]
+    args = train_grpo.parse_flags([*flags, "--share_prompts"])
     model, _, optimizer = train_grpo.build_policy(args, world)
     plan = Plan(
         len(rollout.texts), updates_per_pass=1, updates_per_step=1, steps_per_epoch=1, total_steps=1, total_updates=1, warmup_updates=0
@@ -88,22 +90,22 @@ def bare(model: Path, rollout: Rollout, dtype: str, rows: int = 1, longest: int 
     """A function that does the update with nothing but torch and transformers, `rows` sequences at a time, padded to at least `longest`."""
     hf_model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     optimizer = AdamW(hf_model.parameters(), lr=1e-6, fused=True)
-    num_tokens = int(rollout.trained_lengths_B.sum())
+    num_tokens, before = int(rollout.trained_lengths_B.sum()), len(rollout.prompts[0])
     sequences = list(zip(rollout.prompts, rollout.completions, rollout.advantages, strict=True))
 
     def run() -> None:
         for start in range(0, len(sequences), rows):
             some = sequences[start : start + rows]
             width = max(longest, *(len(completion) for _, completion, _ in some)) if rows > 1 else len(some[0][1])
-            ids, mask, advantages = np.zeros((len(some), 16 + width), int), np.zeros((len(some), width)), np.zeros((len(some), width))
+            ids, mask, advantages = np.zeros((len(some), before + width), int), np.zeros((len(some), width)), np.zeros((len(some), width))
             for i, (prompt, completion, advantage) in enumerate(some):
-                ids[i, : 16 + len(completion)] = [*prompt, *completion]
+                ids[i, : before + len(completion)] = [*prompt, *completion]
                 mask[i, : len(completion)], advantages[i, : len(completion)] = 1, advantage
             ids, mask, weights = torch.from_numpy(ids), torch.from_numpy(mask), torch.from_numpy(mask * advantages / num_tokens).float()
-            attention_mask = None if rows == 1 else F.pad(mask.long(), (16, 0), value=1)
+            attention_mask = None if rows == 1 else F.pad(mask.long(), (before, 0), value=1)
             with torch.autocast("cpu", torch.bfloat16) if dtype == "bfloat16" else nullcontext():
                 logits = hf_model(ids, attention_mask=attention_mask, use_cache=False, logits_to_keep=width + 1).logits[:, :-1].float()
-            losses = F.cross_entropy(logits.flatten(0, 1), ids[:, 16:].flatten(), reduction="none")
+            losses = F.cross_entropy(logits.flatten(0, 1), ids[:, before:].flatten(), reduction="none")
             (losses.view(weights.shape) * weights).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -122,7 +124,7 @@ def peak_memory(args: argparse.Namespace) -> None:
         if args.peak_of == "bare":
             run = bare(Path(folder), rollout, args.dtype)
         else:
-            run = ours(Path(folder), rollout, args.dtype, 16 * len(lengths) + args.memory_tokens)
+            run = ours(Path(folder), rollout, args.dtype, 16 * len(lengths) + args.memory_tokens, init_world(tp_size=1, timeout_minutes=5))
         before = psutil.Process().memory_info().rss
         run()
         print("peak", (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before) / 2**20)
@@ -134,6 +136,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4, help="decoder layers")
     parser.add_argument("--vocab", type=int, default=1024, help="of the timed model; the head has 6 %% of the matrices, as in a 7B model")
     parser.add_argument("--sequences", type=int, default=32, help="sequences of the update")
+    parser.add_argument("--group_size", type=int, default=1, help="of them have the same prompt; above 1: ours also with --share_prompts")
+    parser.add_argument("--prompt_tokens", type=int, default=16, help="of each prompt")
     parser.add_argument("--mean_length", type=float, default=600.0, help="of the lognormal lengths before they are cut, in tokens")
     parser.add_argument("--max_length", type=int, default=2048, help="where they are cut, in tokens")
     parser.add_argument("--micro_batch_tokens", type=int, default=8192, help="of ours")
@@ -153,20 +157,20 @@ def main() -> None:
         done = subprocess.run([sys.executable, *sys.argv, "--peak_of", name], capture_output=True, text=True, check=True)
         peaks[name] = float(done.stdout.split()[-1])
     lengths = lognormal_lengths(args.sequences, args.mean_length, args.max_length)
-    rollout = make_rollout(lengths, args.vocab)
+    rollout = make_rollout(lengths, args.vocab, args.prompt_tokens, args.group_size)
+    world = init_world(tp_size=1, timeout_minutes=5)
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder)
         save_random_model(model, args.hidden, args.layers, 4 * args.hidden, args.vocab)
-        seconds = interleave(
-            {
-                "ours": ours(model, rollout, args.dtype, args.micro_batch_tokens),
-                "bare": bare(model, rollout, args.dtype),
-                "padded to longest of step": bare(model, rollout, args.dtype, args.padded_rows, max(lengths)),
-                "padded to longest of micro": bare(model, rollout, args.dtype, args.padded_rows),
-            },
-            args.rounds,
-            clock=time.process_time,
-        )
+        variants = {"ours": ours(model, rollout, args.dtype, args.micro_batch_tokens, world)}
+        if args.group_size > 1:
+            variants["ours, prompts shared"] = ours(model, rollout, args.dtype, args.micro_batch_tokens, world, args.group_size)
+        variants |= {
+            "bare": bare(model, rollout, args.dtype),
+            "padded to longest of step": bare(model, rollout, args.dtype, args.padded_rows, max(lengths)),
+            "padded to longest of micro": bare(model, rollout, args.dtype, args.padded_rows),
+        }
+        seconds = interleave(variants, args.rounds, clock=time.process_time)
     print(f"{len(lengths)} sequences, {sum(lengths)} completion tokens: mean {np.mean(lengths):.0f}, longest {max(lengths)}")
     print_table(
         ["", "median CPU s", "min", "max", "over ours"],

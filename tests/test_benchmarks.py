@@ -25,9 +25,9 @@ def run(script: str, *arguments: str) -> dict[str, object]:
 
 def test_bench_update():
     sizes = ["--vocab", "64", "--sequences", "4", "--mean_length", "20", "--memory_vocab", "512", "--memory_tokens", "1024"]
-    found = run("bench_update.py", *TINY, *sizes)
+    found = run("bench_update.py", *TINY, *sizes, "--group_size", "2")
     assert found["goal"] == 0.9
-    assert found["ratio"] > 0
+    assert min(found["ratio"], found["ours, prompts shared"]) > 0
     assert set(found["peak_mib"]) == {"ours", "bare", "full_logits"}
 
 

@@ -32,6 +32,7 @@ from batch import Batch, Segment
 from loading import fill, without_storage
 
 HEAD_CHUNK_LOGITS = 1024 * 152_064  # 0.6 GiB in fp32, 1,024 tokens of Qwen2.5; there are two such tensors at most
+RECTANGLE_PADDING = 128  # slots at most of a rectangle of sequences on CPU: 64 to 128 were fastest, of short sequences and of long ones
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -71,22 +72,28 @@ def varlen_packing(segments: tuple[Segment, ...]) -> Packing:
 
 
 def padded_packing(segments: tuple[Segment, ...]) -> Packing:
-    """For the CPU: each sequence whole, with its prefix."""
+    """For the CPU: each sequence whole, with its prefix; those of similar length share a rectangle."""
     seen_S, positions_of = _layout(segments)
-    is_prefix_S = torch.zeros(len(segments), dtype=torch.bool)
-    is_prefix_S[[segment.prefix for segment in segments if segment.prefix is not None]] = True  # such a row is the beginning of others
-    buckets_S = torch.ceil(seen_S / 64).masked_fill(is_prefix_S, -1)  # of similar length: little padding, and short ones share one call
+    prefixes = {segment.prefix for segment in segments}  # rows that are the beginning of others
+    lengths = seen_S.tolist()
+    groups: list[list[int]] = []
+    padding = 0
+    for s in sorted((s for s in range(len(segments)) if s not in prefixes), key=lambda s: lengths[s]):
+        padding += len(groups[-1]) * (lengths[s] - lengths[groups[-1][-1]]) if groups else 0
+        if not groups or padding > RECTANGLE_PADDING:
+            groups.append([])
+            padding = 0
+        groups[-1].append(s)
     rectangles, positions, is_real = [], [], []
-    for bucket in buckets_S[~is_prefix_S].unique():
-        members = (buckets_S == bucket).nonzero()
-        offsets = torch.arange(int(seen_S[members].max()))
+    for group in groups:
+        members, offsets = torch.tensor(group)[:, None], torch.arange(lengths[group[-1]])
         rectangles.append((len(members), len(offsets)))
         is_real.append((offsets < seen_S[members]).flatten())
         positions.append(positions_of(members, offsets.minimum(seen_S[members] - 1)).flatten())
     positions_M = torch.cat(positions)
     slots = torch.cat(is_real).nonzero()[:, 0]
     _, first = np.unique(positions_M[slots].numpy(), return_index=True)
-    return Packing(int(seen_S.max()), None, None, rectangles, positions_M, slots[first])
+    return Packing(max(lengths), None, None, rectangles, positions_M, slots[first])
 
 
 def _layout(segments: tuple[Segment, ...]) -> tuple[Tensor, Callable[[Tensor, Tensor], Tensor]]:

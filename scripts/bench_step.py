@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--group_size", type=int, default=8, help="completions per prompt")
     parser.add_argument("--max_tokens", type=int, default=64, help="tokens of a completion")
     parser.add_argument("--mean_tokens", type=float, default=0, help="mean of geometric lengths before the limit; 0: all reach the limit")
-    parser.add_argument("--micro_batch_tokens", type=int, default=2400, help="of ours; TRL's micro-batches have 32 completions")
+    parser.add_argument("--micro_batch_tokens", type=int, default=1200, help="of ours; TRL's micro-batches have 32 completions")
     parser.add_argument("--steps", type=int, default=6, help="steps of a run, the first two of which are not counted")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each program, in turn")
     parser.add_argument("--skip", nargs="*", default=[], help="leave out the variants of TRL whose name contains one of these")

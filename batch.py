@@ -3,20 +3,19 @@
 One dimension key, used for every array and tensor of the project:
 
     P  prompts of a step                     N  packed tokens of a micro-batch
-    G  completions per prompt (group_size)   S  segments of a micro-batch: sequences, mostly
+    G  completions per prompt (group_size)   S  sequences of a micro-batch
     B  sequences of a step, B = P * G        V  vocabulary, D  hidden size
 
 A suffix names the dimensions: `rewards_B`, `logprobs_N`. Sequences are prompt-major: completion b answers prompt b // G.
 A step samples one `Rollout`; `plan_micro_batches` decides which rank trains which sequences together; `pack` makes the `Batch`.
 
-With --share_prompts the completions of a prompt that are packed together share its positions: they are computed once. All of the prompt but
-its last token then is a segment, and each completion has one that begins with that last token, because it predicts another token for each.
+With --share_prompts the completions of a prompt that are packed together share its positions, which are computed once: the first of them is
+there whole, and of the others what begins with the prompt's last token, because that predicts another token for each.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -76,12 +75,12 @@ class Rollout:
 
 
 class Segment(NamedTuple):
-    """Positions `start` to `stop` of a sequence, end to end in a micro-batch. Attention sees those before `start`, too."""
+    """A sequence in a micro-batch: its positions from `start` on, end to end. Attention sees those before `start`, too."""
 
-    index: int | None  # of the sequence in the rollout; of a shared prompt, of the first sequence that begins with it; None: an empty batch
+    index: int | None  # of the sequence in the rollout; None: an empty batch
     start: int
-    stop: int
-    prefix: int | None = None  # the segment that holds the positions before `start`; None: there are none
+    stop: int  # its length
+    prefix: int | None = None  # the segment whose first positions are those before `start`; None: there are none
 
     @property
     def length(self) -> int:
@@ -90,14 +89,14 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """One packed micro-batch: S segments laid end to end in N positions. Position n predicts `labels_N[n]`."""
+    """One packed micro-batch: S sequences laid end to end in N positions. Position n predicts `labels_N[n]`."""
 
     input_ids_N: Tensor  # int64
     position_ids_N: Tensor  # int64, the place in the sequence; with images [3, N]: time, row, column
     labels_N: Tensor  # int64, the next token of the same sequence
     loss_mask_N: Tensor  # bool, true where the label is a completion token that is trained
     loss_weights_N: Tensor  # float32, what the position counts in the loss of the update
-    sequence_ids_N: Tensor  # int64, 0 to S - 1: the segment
+    sequence_ids_N: Tensor  # int64, 0 to S - 1
     rollout_logprobs_N: Tensor  # float32, the engine's; zero where the label is no completion token
     segments_S: tuple[Segment, ...]  # their lengths add up to N
     is_image_N: Tensor | None = None  # bool, true where an image's embedding takes the place of the token's; None: no images
@@ -135,60 +134,31 @@ def pack(rollout: Rollout, indices: list[int], group_size: int = 1) -> Batch:
         zero = torch.zeros(1)
         return Batch(zero.long(), zero.long(), zero.long(), zero.bool(), zero, zero.long(), zero, segments_S=(Segment(None, 0, 1),))
     segments = _segments(rollout, indices, group_size)
+    tokens = {b: np.concatenate([rollout.prompts[b], rollout.completions[b]]) for b in indices}
     is_trained_B = np.ones(len(rollout.prompts), dtype=bool) if rollout.is_trained_B is None else rollout.is_trained_B
-    images = rollout.images or [None] * len(rollout.prompts)
-
-    def tokens(b: int) -> np.ndarray:
-        return np.concatenate([rollout.prompts[b], rollout.completions[b]])
-
-    def mask(b: int) -> np.ndarray:  # the one mask
-        return (np.arange(len(tokens(b)) - 1) >= len(rollout.prompts[b]) - 1) & is_trained_B[b]
-
     batch = Batch(
-        input_ids_N=_packed(segments, lambda b: tokens(b)[:-1]).long(),
-        position_ids_N=_packed(segments, lambda b: np.arange(len(tokens(b)) - 1)),
-        labels_N=_packed(segments, lambda b: tokens(b)[1:]).long(),  # the one shift: position n predicts token n + 1
-        loss_mask_N=_packed(segments, mask),
-        loss_weights_N=_packed(segments, lambda b: np.full(len(tokens(b)) - 1, rollout.loss_weights_B[b])),
+        input_ids_N=_packed(segments, lambda x: tokens[x.index][:-1]).long(),
+        position_ids_N=_packed(segments, lambda x: np.arange(x.stop)),
+        labels_N=_packed(segments, lambda x: tokens[x.index][1:]).long(),  # the one shift: position n predicts token n + 1
+        loss_mask_N=_packed(  # the one mask
+            segments, lambda x: (np.arange(x.stop) >= len(rollout.prompts[x.index]) - 1) & is_trained_B[x.index]
+        ),
+        loss_weights_N=_packed(segments, lambda x: np.full(x.stop, rollout.loss_weights_B[x.index])),
         sequence_ids_N=torch.repeat_interleave(torch.tensor([x.length for x in segments])),
         rollout_logprobs_N=to_positions(rollout, segments, rollout.rollout_logprobs),
         segments_S=segments,
     )
-    if not any(images[b] for b in indices):
-        return batch
-
-    def places(b: int) -> np.ndarray:
-        length = len(tokens(b)) - 1
-        return np.tile(np.arange(length), (3, 1)) if images[b] is None else images[b].positions(length)
-
-    def is_image(b: int) -> np.ndarray:
-        flags = np.zeros(0, dtype=bool) if images[b] is None else images[b].is_image()
-        return np.pad(flags, (0, len(tokens(b)) - 1 - len(flags)))
-
-    seen = [images[x.index] for x in segments if x.start == 0 and images[x.index]]
-    return replace(
-        batch,
-        position_ids_N=_packed(segments, places),
-        is_image_N=_packed(segments, is_image),
-        pixels=tuple(pixels for each in seen for pixels in each.pixels()),
-        grids=tuple(grid for each in seen for grid in each.grids),
-    )
+    return _with_images(batch, rollout.images) if rollout.images and any(rollout.images[b] for b in indices) else batch
 
 
 def _segments(rollout: Rollout, indices: list[int], group_size: int) -> tuple[Segment, ...]:
-    """The segments of these sequences: a shared prompt before the first that shares it."""
-    counts = Counter(b // group_size for b in indices)
-    prefixes: dict[int, int] = {}  # b // group_size -> the segment of the prompt
-    segments: list[Segment] = []
-    for b in indices:
-        group, shared = b // group_size, 0
-        if counts[group] > 1:
-            shared = shared_positions(rollout, b)
-        if shared and group not in prefixes:
-            prefixes[group] = len(segments)
-            segments.append(Segment(b, 0, shared))
-        stop = len(rollout.prompts[b]) + len(rollout.completions[b]) - 1
-        segments.append(Segment(b, shared, stop, prefixes[group] if shared else None))
+    """The first sequence of each prompt whole, the others without what they share with it."""
+    holders: dict[int, int] = {}  # b // group_size -> the segment that has the prompt
+    segments = []
+    for s, b in enumerate(indices):
+        holder = holders.setdefault(b // group_size, s)
+        shared = shared_positions(rollout, b) if holder < s else 0
+        segments.append(Segment(b, shared, len(rollout.prompts[b]) + len(rollout.completions[b]) - 1, holder if shared else None))
     return tuple(segments)
 
 
@@ -198,30 +168,46 @@ def shared_positions(rollout: Rollout, b: int) -> int:
     0 if that token is part of an image, whose tokens have to stay together.
     """
     images = rollout.images[b] if rollout.images else None
-    return 0 if images is not None and images.is_image()[-1] else len(rollout.prompts[b]) - 1
+    ends_with_image = images is not None and images.template_ids[-1] == images.vision.image_token
+    return 0 if ends_with_image else len(rollout.prompts[b]) - 1
 
 
-def _packed(segments: tuple[Segment, ...], of_sequence: Callable[[int], np.ndarray]) -> Tensor:
-    """The segments' parts of what a sequence has at each of its positions (the last dimension), end to end."""
-    return torch.from_numpy(np.concatenate([of_sequence(x.index)[..., x.start : x.stop] for x in segments], axis=-1))
+def _with_images(batch: Batch, images: list[PromptImages | None]) -> Batch:
+    """The batch with the images of its sequences: pixel values, their places, and positions in three rows."""
+
+    def positions(x: Segment) -> np.ndarray:
+        return np.tile(np.arange(x.stop), (3, 1)) if images[x.index] is None else images[x.index].positions(x.stop)
+
+    def is_image(x: Segment) -> np.ndarray:
+        flags = np.zeros(0, dtype=bool) if images[x.index] is None else images[x.index].is_image()
+        return np.pad(flags, (0, x.stop - len(flags)))
+
+    seen = [images[x.index] for x in batch.segments_S if x.prefix is None and images[x.index]]
+    return replace(
+        batch,
+        position_ids_N=_packed(batch.segments_S, positions),
+        is_image_N=_packed(batch.segments_S, is_image),
+        pixels=tuple(pixels for each in seen for pixels in each.pixels()),
+        grids=tuple(grid for each in seen for grid in each.grids),
+    )
+
+
+def _packed(segments: tuple[Segment, ...], of_sequence: Callable[[Segment], np.ndarray]) -> Tensor:
+    """What the sequences have at each of their positions (the last dimension), from `start` on, end to end."""
+    return torch.from_numpy(np.concatenate([of_sequence(x)[..., x.start :] for x in segments], axis=-1))
 
 
 def to_positions(rollout: Rollout, segments: tuple[Segment, ...], per_token: list[np.ndarray]) -> Tensor:
     """Shape N, float32: what is known per completion token of the sequences, at their packed positions; zero at the others."""
     if segments[0].index is None:
         return torch.zeros(1)
-    return _packed(segments, lambda b: np.pad(per_token[b], (len(rollout.prompts[b]) - 1, 0))).float()
+    return _packed(segments, lambda x: np.pad(per_token[x.index], (len(rollout.prompts[x.index]) - 1, 0))).float()
 
 
 def from_positions(rollout: Rollout, batch: Batch, values_N: Tensor) -> dict[int, np.ndarray]:
     """The reverse: index of each sequence of the batch -> its values per completion token."""
-    found = {}
-    for segment, values in zip(batch.segments_S, values_N.cpu().split(batch.lengths_S), strict=True):
-        if segment.index is not None:
-            first = len(rollout.prompts[segment.index]) - 1  # of the positions that predict completion tokens
-            if segment.stop > first:
-                found[segment.index] = values[first - segment.start :].numpy()
-    return found
+    pieces = zip(batch.segments_S, values_N.cpu().split(batch.lengths_S), strict=True)
+    return {x.index: values[len(rollout.prompts[x.index]) - 1 - x.start :].numpy() for x, values in pieces if x.index is not None}
 
 
 def training_costs(lengths: np.ndarray, parity_length: float) -> np.ndarray:
@@ -245,7 +231,7 @@ def plan_micro_batches(
 
     `group_size` above 1: sequences of the same i // group_size that are together share their first `shared[i]` positions. Whole groups
     save most but are hard to balance and to fit under the cap: halves, quarters, ... are tried too, and the plan of the least cost wins,
-    then of the fewest micro-batches.
+    then of the fewest micro-batches. Parts of a group that meet in a micro-batch share more than is counted on here.
     """
     lengths = np.asarray(lengths)
     assert len(lengths) > 0 and lengths.max() <= max_tokens, "the token cap is checked against the length limits at the start"
@@ -255,9 +241,8 @@ def plan_micro_batches(
     plans, together = [], group_size
     while together:
         units = [unit for group in groups for unit in _units(group, lengths, shared, together, max_tokens)]
-        saved_times = [len(unit) - 1 for unit in units]
-        sizes = np.array([lengths[u].sum() - n * shared[u[0]] for u, n in zip(units, saved_times, strict=True)])
-        unit_costs = np.array([costs[u].sum() - n * shared_costs[u[0]] for u, n in zip(units, saved_times, strict=True)])
+        sizes = np.array([lengths[unit].sum() - (len(unit) - 1) * shared[unit[0]] for unit in units])
+        unit_costs = np.array([costs[unit].sum() - (len(unit) - 1) * shared_costs[unit[0]] for unit in units])
         cost, bins = _balance(sizes, unit_costs, num_ranks, max_tokens)
         plans.append((round(cost), len(bins), [[i for u in members for i in units[u].tolist()] for members in bins]))
         together //= 2
@@ -275,13 +260,13 @@ def _units(group: np.ndarray, lengths: np.ndarray, shared: np.ndarray, together:
 def _balance(sizes: np.ndarray, costs: np.ndarray, num_ranks: int, max_tokens: int) -> tuple[float, list[list[int]]]:
     """What the slowest ranks compute in all, and the units of each micro-batch: consecutive ones run at the same time on all ranks.
 
-    The costliest unit first, into the cheapest bin that has room: that balances the bins by cost; those of similar cost then meet in the
+    The largest unit first, into the cheapest bin that has room: that balances the bins by cost; those of similar cost then meet in the
     same micro step, because ranks wait for each other there.
     """
-    longest_first = np.argsort(-sizes, kind="stable").tolist()
+    largest_first = np.argsort(-sizes, kind="stable").tolist()
     num_bins = max(-(-int(sizes.sum()) // max_tokens), int((2 * sizes > max_tokens).sum()))  # of those no two fit together
     num_micros = -(-num_bins // num_ranks)
-    while (bins := _fill_bins(sizes, costs, longest_first, num_micros * num_ranks, max_tokens)) is None:
+    while (bins := _fill_bins(sizes, costs, largest_first, num_micros * num_ranks, max_tokens)) is None:
         num_micros += max(1, num_micros // 50)  # ends: with a bin for each unit they fit
     bin_costs = np.array([costs[members].sum() for members in bins])
     costliest_first = np.argsort(-bin_costs, kind="stable")

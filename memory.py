@@ -65,6 +65,9 @@ def update_peak(setup: Setup, is_first_micro: bool = False) -> dict[str, float]:
         weights, mlp = 0, tokens * (4 * i + 2 * h)
     else:
         weights, mlp = max(2 * m.layer_parameters, 6 * i * h + 30 * tokens * h), tokens * (4 * i + 2 * h) + 2 * i * h
+    # Of shared prompts the copies of keys and values, their gradients, and with grouped queries those of each query head before.
+    copies = setup.run.keys_per_position * (8 * m.kv + (4 * m.q if m.kv < m.q else 0))
+    attention = tokens * (copies + 12 * m.q + 4 * m.head_dim + (9 if is_lora else 11) * h)
     kept_per_layer = 0 if p.offload_activations else tokens * 2 * h if is_recomputed else saved
     kept = layers * kept_per_layer + (8 if is_lora else 10) * tokens * h  # and the last norm
     chunk = tokens if p.keeps_full_logits else min(tokens, HEAD_CHUNK_LOGITS // m.vocab)
@@ -73,7 +76,7 @@ def update_peak(setup: Setup, is_first_micro: bool = False) -> dict[str, float]:
 
     def backward_of(layer: int) -> dict[str, float]:
         below = layer * kept_per_layer
-        own = max(mlp + (saved if is_recomputed else 0), weights)
+        own = max(mlp + saved, attention, weights) if is_recomputed else max(mlp, attention - saved, weights)
         reduced = layers - layer if is_first_micro else 0
         return {
             "gradients": max(before, reduced * gradient_bytes * trained_layer / setup.ranks),
@@ -119,9 +122,10 @@ def logprobs_peak(setup: Setup) -> dict[str, float]:
     stays = setup.policy.gather_parameters_once and not is_reference_alone
     kept = m.layers * layer * stays  # and FSDP's buffer of the last one beside it
     of_mlp = tokens * ((8 if setup.policy.lora_rank else 6) * m.intermediate + 8 * m.hidden)
+    of_attention = tokens * (6 * m.hidden + 4 * m.head_dim + 4 * m.q + 4 * m.kv * (1 + setup.run.keys_per_position))
     moments = [
         {"gathered": 2 * (root + layer), "one layer": tokens * (2 * m.hidden + 4 * m.head_dim)},
-        {"gathered": root + max(3 * layer, kept), "one layer": of_mlp},
+        {"gathered": root + max(3 * layer, kept), "one layer": max(of_mlp, of_attention)},
         {"gathered": root + layer + kept, "logits": 8 * chunk * m.vocab, "one layer": 2 * tokens * m.hidden},
     ]
     return max(moments, key=lambda moment: sum(moment.values()))

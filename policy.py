@@ -9,7 +9,6 @@ tokens of a 152,064-word vocabulary would be 4.6 GiB in bf16. Dimensions: `batch
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -32,16 +31,16 @@ from batch import Batch, Segment
 from loading import fill, without_storage
 
 HEAD_CHUNK_LOGITS = 1024 * 152_064  # 0.6 GiB in fp32, 1,024 tokens of Qwen2.5; there are two such tensors at most
-RECTANGLE_PADDING = 128  # slots at most of a rectangle of sequences on CPU: 64 to 128 were fastest, of short sequences and of long ones
+RECTANGLE_PADDING = 128  # padding slots of a rectangle (CPU), at most: of 32 to 1,024, 64 and 128 are fast for short and long sequences
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the segments of a micro-batch lie, in the form that the attention kernel of the device wants."""
+    """Where the sequences of a micro-batch lie, in the form that the attention kernel of the device wants."""
 
     max_length: int  # of a sequence
-    # CUDA: the queries of segment s are at positions cu_seqlens[s] .. cu_seqlens[s + 1], its keys in slots cu_seqlens_k[s] .. [s + 1]
+    # CUDA: the queries of sequence s are at positions cu_seqlens[s] .. cu_seqlens[s + 1], its keys in slots cu_seqlens_k[s] .. [s + 1]
     cu_seqlens: Tensor | None
     cu_seqlens_k: Tensor | None
     # CPU: sequences of similar length share a padded rectangle, and the rectangles lie end to end in M slots
@@ -60,54 +59,47 @@ def make_packing(segments: tuple[Segment, ...], device: torch.device) -> Packing
 
 
 def varlen_packing(segments: tuple[Segment, ...]) -> Packing:
-    """For CUDA: keys are gathered only where segments share a prefix."""
-    seen_S, positions_of = _layout(segments)
-    lengths_S = torch.tensor([segment.length for segment in segments])
-    cu_seqlens, cu_seqlens_k = (F.pad(counts_S.cumsum(0), (1, 0)).int() for counts_S in (lengths_S, seen_S))
+    """For CUDA: keys are gathered only where sequences share a prompt."""
+    lengths_S, stops_S = (torch.tensor(values) for values in ([x.length for x in segments], [x.stop for x in segments]))
+    cu_seqlens, cu_seqlens_k = (F.pad(counts_S.cumsum(0), (1, 0)).int() for counts_S in (lengths_S, stops_S))
     positions_M = None
     if cu_seqlens_k[-1] > cu_seqlens[-1]:
-        segment_of_slot = torch.repeat_interleave(seen_S)
-        positions_M = positions_of(segment_of_slot, torch.arange(len(segment_of_slot)) - cu_seqlens_k[segment_of_slot])
-    return Packing(int(seen_S.max()), cu_seqlens, cu_seqlens_k, [], positions_M, None)
+        sequence_of_slot = torch.repeat_interleave(stops_S)
+        offsets = torch.arange(len(sequence_of_slot)) - cu_seqlens_k[sequence_of_slot]
+        positions_M = _positions(segments, sequence_of_slot, offsets)
+    return Packing(int(stops_S.max()), cu_seqlens, cu_seqlens_k, [], positions_M, None)
 
 
 def padded_packing(segments: tuple[Segment, ...]) -> Packing:
-    """For the CPU: each sequence whole, with its prefix; those of similar length share a rectangle."""
-    seen_S, positions_of = _layout(segments)
-    prefixes = {segment.prefix for segment in segments}  # rows that are the beginning of others
-    lengths = seen_S.tolist()
+    """For the CPU: each sequence whole, with the prompt that it shares; those of similar length share a rectangle."""
     groups: list[list[int]] = []
     padding = 0
-    for s in sorted((s for s in range(len(segments)) if s not in prefixes), key=lambda s: lengths[s]):
-        padding += len(groups[-1]) * (lengths[s] - lengths[groups[-1][-1]]) if groups else 0
+    for s in sorted(range(len(segments)), key=lambda s: segments[s].stop):
+        padding += len(groups[-1]) * (segments[s].stop - segments[groups[-1][-1]].stop) if groups else 0
         if not groups or padding > RECTANGLE_PADDING:
             groups.append([])
             padding = 0
         groups[-1].append(s)
     rectangles, positions, is_real = [], [], []
     for group in groups:
-        members, offsets = torch.tensor(group)[:, None], torch.arange(lengths[group[-1]])
-        rectangles.append((len(members), len(offsets)))
-        is_real.append((offsets < seen_S[members]).flatten())
-        positions.append(positions_of(members, offsets.minimum(seen_S[members] - 1)).flatten())
+        members, stops = torch.tensor(group)[:, None], torch.tensor([segments[s].stop for s in group])[:, None]
+        offsets = torch.arange(int(stops[-1]))
+        rectangles.append((len(group), len(offsets)))
+        is_real.append((offsets < stops).flatten())
+        positions.append(_positions(segments, members, offsets.minimum(stops - 1)).flatten())
     positions_M = torch.cat(positions)
     slots = torch.cat(is_real).nonzero()[:, 0]
     _, first = np.unique(positions_M[slots].numpy(), return_index=True)
-    return Packing(max(lengths), None, None, rectangles, positions_M, slots[first])
+    return Packing(int(stops[-1]), None, None, rectangles, positions_M, slots[first])
 
 
-def _layout(segments: tuple[Segment, ...]) -> tuple[Tensor, Callable[[Tensor, Tensor], Tensor]]:
-    """What the last query of each segment sees, in positions; and the packed position of an offset from the beginning of its sequence."""
-    lengths = [segment.length for segment in segments]
-    starts = np.cumsum([0, *lengths])
-    starts_S, before_S = torch.from_numpy(starts[:-1]), torch.tensor([segment.start for segment in segments])
-    prefix_starts_S = torch.tensor([starts[s if segment.prefix is None else segment.prefix] for s, segment in enumerate(segments)])
-
-    def positions_of(segment: Tensor, offset: Tensor) -> Tensor:
-        before = before_S[segment]
-        return torch.where(offset < before, prefix_starts_S[segment] + offset, starts_S[segment] + offset - before)
-
-    return before_S + torch.tensor(lengths), positions_of
+def _positions(segments: tuple[Segment, ...], sequences: Tensor, offsets: Tensor) -> Tensor:
+    """The packed positions of these offsets from the beginning of these sequences: in the prefix, or their own."""
+    starts = np.cumsum([0, *(x.length for x in segments)]).tolist()
+    before_S = torch.tensor([x.start for x in segments])
+    own_S = torch.tensor(starts[:-1]) - before_S
+    prefix_S = torch.tensor([starts[s if x.prefix is None else x.prefix] for s, x in enumerate(segments)])
+    return offsets + torch.where(offsets < before_S[sequences], prefix_S[sequences], own_S[sequences])
 
 
 def packed_attention(
@@ -137,7 +129,7 @@ def packed_attention(
     if packing.cu_seqlens is not None:
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
         if packing.positions_M is not None:
-            key, value = key[packing.positions_M], value[packing.positions_M]  # indexing: its gradient is summed in a fixed order
+            key, value = key[packing.positions_M], value[packing.positions_M]
         out = varlen_attn(
             query, key, value, packing.cu_seqlens, packing.cu_seqlens_k, packing.max_length, packing.max_length,
             scale=scaling, window_size=(-1, 0), enable_gqa=query.shape[1] != key.shape[1],
@@ -160,14 +152,14 @@ def check_alignment(device: torch.device) -> None:
     """Raises RuntimeError if the kernel's causal mask does not let the last query see the last key, as FlashAttention's does since 2.1."""
     if device.type != "cuda":
         return
-    query, keys = torch.zeros(1, 1, 64, dtype=torch.bfloat16, device=device), torch.zeros(2, 1, 64, dtype=torch.bfloat16, device=device)
-    values = torch.tensor([0, 2], dtype=torch.bfloat16, device=device).view(2, 1, 1).expand_as(keys).contiguous()
-    ends = (torch.tensor([0, n], dtype=torch.int32, device=device) for n in (1, 2))
-    seen = varlen_attn(query, keys, values, *ends, 1, 2, window_size=(-1, 0)).mean().item()
-    if seen != 1:
+    queries, keys = (torch.zeros(n, 1, 64, dtype=torch.bfloat16, device=device) for n in (2, 3))
+    values = torch.tensor([0, 2, 4], dtype=torch.bfloat16, device=device).view(3, 1, 1).repeat(1, 1, 64)
+    ends = (torch.tensor([0, n], dtype=torch.int32, device=device) for n in (2, 3))
+    seen = varlen_attn(queries, keys, values, *ends, 2, 3, window_size=(-1, 0))[:, 0, 0].tolist()
+    if seen != [1, 2]:
         raise RuntimeError(
-            f"--share_prompts: varlen_attn of torch {torch.__version__} makes {seen} of the values 0 and 2, not their mean: its causal "
-            "mask does not end with the last key, as this flag needs. Leave the flag out, or use the torch of requirements.txt."
+            f"--share_prompts: of the values 0, 2, 4 varlen_attn of torch {torch.__version__} makes {seen} for two queries, not [1, 2]: "
+            "its causal mask does not end with the last key, as this flag needs. Leave the flag out, or use the torch of requirements.txt."
         )
 
 

@@ -194,9 +194,9 @@ class RunShape:
 
     @property
     def keys_per_position(self) -> float:
-        """Attention reads a shared prompt's keys and values once for each completion, and they are copied for it. At the limits."""
-        prompt, completion, sharers = self.max_prompt_tokens, self.max_completion_tokens, self.sharers()
-        return sharers * (prompt + completion) / (prompt + sharers * completion)
+        """Attention's copy of keys and values, which has a shared prompt's once for each completion. At most: completions of one token."""
+        prompt, sharers = self.max_prompt_tokens, self.group_size if self.share_prompts else 1
+        return sharers * (prompt + 1) / (prompt + sharers)
 
 
 @dataclass(frozen=True)

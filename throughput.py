@@ -54,7 +54,7 @@ def throughput(
 
 
 def update_flops(policy: Policy, cost: float, has_frozen_weights: bool) -> float:
-    """FLOPs that one pass of updates needs, however it is computed, from the sum of its sequences' `batch.training_costs`.
+    """FLOPs that one pass of updates needs at the positions that it computes, from the sum of their `batch.training_costs`.
 
     3 x (2 x numbers in the matrices x tokens + 2 x layers x width of the queries x sum of length^2): the forward pass, and twice that for
     the backward pass, whose half, the weights' gradients, falls away where they are frozen (LoRA). Recomputation is not counted, nor are

@@ -99,8 +99,8 @@ class KernelAttention(torch.autograd.Function):
         query, key, value, *_ = ctx.saved_tensors
         grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
         accumulators = [torch.empty_like(query, dtype=torch.float32)]
-        if key.shape != query.shape:  # grouped queries: gradients of keys and values per query head first
-            accumulators += [torch.empty_like(query), torch.empty_like(query)]
+        if key.shape[1] != query.shape[1]:  # grouped queries: gradients of keys and values per query head first
+            accumulators += [query.new_empty(len(key), *query.shape[1:]) for _ in range(2)]
         del accumulators
         return grads
 
@@ -213,7 +213,7 @@ def trace_update(setup: Setup, config: PretrainedConfig) -> dict[str, int]:
         peaks = {"static": tracker.live}
         ids_N = torch.zeros(setup.run.micro_batch_tokens, dtype=torch.int64)
         keys = int(len(ids_N) * setup.run.keys_per_position)
-        positions_M = torch.zeros(keys, dtype=torch.int64) if setup.run.sharers() > 1 else None
+        positions_M = torch.zeros(keys, dtype=torch.int64) if keys > len(ids_N) else None
 
         tracker.restart()
         policy.eval()  # adapters drop nothing here

@@ -47,7 +47,8 @@ def pack_updates(rollout: Rollout, plan: Plan, args: Namespace, world: World, pa
     updates = []
     group_size = args.group_size if args.share_prompts else 1
     for indices in shares:
-        lengths, shared = rollout.sequence_lengths_B[indices], np.array([shared_positions(rollout, b) for b in indices])
+        lengths = rollout.sequence_lengths_B[indices]
+        shared = np.array([shared_positions(rollout, b) for b in indices]) if args.share_prompts else None
         micros = plan_micro_batches(lengths, world.size, args.micro_batch_tokens, parity_length, group_size, shared)[world.rank]
         updates.append([pack(rollout, indices[micro].tolist(), group_size).to(world.device) for micro in micros])
     return updates

@@ -48,7 +48,7 @@ GOALS = {"bare": 0.90, "padded": 2.0}
 
 
 def make_rollout(lengths: list[int], vocab: int, prompt_tokens: int = 16, group_size: int = 1) -> Rollout:
-    """Random prompts, `group_size` completions to each, of these lengths in all, with advantages and sampled log-probs."""
+    """Random prompts and, `group_size` to each, completions of these lengths, with advantages and sampled log-probs."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, vocab, prompt_tokens).astype(np.int32) for _ in lengths]
     return Rollout(
@@ -68,11 +68,10 @@ def lognormal_lengths(count: int, mean: float, longest: int, sigma: float = 0.7)
     return np.random.default_rng(0).permutation(lengths).tolist()
 
 
-def ours(model: Path, rollout: Rollout, dtype: str, micro_batch_tokens: int, world: World, group_size: int = 1):
-    """A function that does our update of the rollout, once per call; `group_size` above 1: with --share_prompts."""
+def ours(model: Path, rollout: Rollout, dtype: str, micro_batch_tokens: int, world: World, *more_flags: str):
+    """A function that does our update of the rollout, once per call."""
     flags = ["--model", str(model), "--train_data", "-", "--out_dir", "-", "--dtype", dtype, "--prompts_per_step", "1"]
-    flags += ["--group_size", str(group_size), "--micro_batch_tokens", str(micro_batch_tokens)]
-    args = train_grpo.parse_flags([*flags, "--share_prompts"])
+    args = train_grpo.parse_flags([*flags, "--micro_batch_tokens", str(micro_batch_tokens), *more_flags])
     model, _, optimizer = train_grpo.build_policy(args, world)
     plan = Plan(
         len(rollout.texts), updates_per_pass=1, updates_per_step=1, steps_per_epoch=1, total_steps=1, total_updates=1, warmup_updates=0
@@ -164,7 +163,8 @@ def main() -> None:
         save_random_model(model, args.hidden, args.layers, 4 * args.hidden, args.vocab)
         variants = {"ours": ours(model, rollout, args.dtype, args.micro_batch_tokens, world)}
         if args.group_size > 1:
-            variants["ours, prompts shared"] = ours(model, rollout, args.dtype, args.micro_batch_tokens, world, args.group_size)
+            sharing = ["--share_prompts", "--group_size", str(args.group_size)]
+            variants["ours, prompts shared"] = ours(model, rollout, args.dtype, args.micro_batch_tokens, world, *sharing)
         variants |= {
             "bare": bare(model, rollout, args.dtype),
             "padded to longest of step": bare(model, rollout, args.dtype, args.padded_rows, max(lengths)),

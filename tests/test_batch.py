@@ -82,14 +82,14 @@ def rollout_of_groups() -> Rollout:
 def test_completions_that_are_together_share_all_of_their_prompt_but_its_last_token():
     rollout = replace(rollout_of_groups(), is_trained_B=np.arange(6) != 2)
     batch = pack(rollout, [4, 0, 2, 1], group_size=3)  # only one of the second prompt
-    assert batch.segments_S == (Segment(4, 0, 3), Segment(0, 0, 2), Segment(0, 2, 4, 1), Segment(2, 2, 5, 1), Segment(1, 2, 3, 1))
-    assert batch.input_ids_N.tolist() == [4, 5, 18] + [1, 2] + [3, 11] + [3, 14, 15] + [3]
-    assert batch.labels_N.tolist() == [5, 18, 19] + [2, 3] + [11, 12] + [14, 15, 16] + [13]
-    assert batch.position_ids_N.tolist() == [0, 1, 2] + [0, 1] + [2, 3] + [2, 3, 4] + [2]
-    assert batch.loss_mask_N.tolist() == [False, True, True] + [False] * 2 + [True] * 2 + [False] * 3 + [True]
+    assert batch.segments_S == (Segment(4, 0, 3), Segment(0, 0, 4), Segment(2, 2, 5, 1), Segment(1, 2, 3, 1))
+    assert batch.input_ids_N.tolist() == [4, 5, 18] + [1, 2, 3, 11] + [3, 14, 15] + [3]
+    assert batch.labels_N.tolist() == [5, 18, 19] + [2, 3, 11, 12] + [14, 15, 16] + [13]
+    assert batch.position_ids_N.tolist() == [0, 1, 2] + [0, 1, 2, 3] + [2, 3, 4] + [2]
+    assert batch.loss_mask_N.tolist() == [False, True, True] + [False, False, True, True] + [False] * 3 + [True]
     assert batch.loss_weights_N[batch.loss_mask_N].tolist() == [1.25, 1.25, 0.25, 0.25, 0.5]
-    assert batch.sequence_ids_N.tolist() == [0] * 3 + [1] * 2 + [2] * 2 + [3] * 3 + [4]
-    assert batch.rollout_logprobs_N.tolist() == [0, -1, -2] + [0, 0] + [-1, -2] + [-1, -2, -3] + [-1]
+    assert batch.sequence_ids_N.tolist() == [0] * 3 + [1] * 4 + [2] * 3 + [3]
+    assert batch.rollout_logprobs_N.tolist() == [0, -1, -2] + [0, 0, -1, -2] + [-1, -2, -3] + [-1]
     assert {b: x.tolist() for b, x in from_positions(rollout, batch, batch.rollout_logprobs_N).items()} == {
         b: rollout.rollout_logprobs[b].tolist() for b in (4, 0, 2, 1)
     }

@@ -7,7 +7,7 @@ import torch
 
 import helpers
 from batch import pack
-from helpers import make_rollout, metrics_of, torchrun, training_flags
+from helpers import RAGGED, make_rollout, metrics_of, torchrun, training_flags
 from policy import check_alignment, load_policy
 from update import add_advantages
 
@@ -23,17 +23,17 @@ def one_visible_gpu(monkeypatch):
     monkeypatch.setitem(helpers.ENVIRONMENT, "CUDA_VISIBLE_DEVICES", "0")
 
 
-@pytest.mark.parametrize("group_size", [1, 4])
+@pytest.mark.parametrize("group_size", [1, 16])
 def test_varlen_attention_gives_the_logprobs_and_gradients_of_the_cpu_path(group_size, policy):
     """Also where completions share their prompts, which needs a causal mask that ends with the last key.
 
     bf16 on the GPU against fp32 on the CPU: log-probs within 0.05, the gradients' cosine above 0.999.
     """
     check_alignment(torch.device("cuda"))
-    rollout, gradients, logprobs = make_rollout(prompt_length=50, group_size=4), [], []
+    rollout, gradients, logprobs = make_rollout(RAGGED * 4, prompt_length=50, group_size=16), [], []
     for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
         model = load_policy(str(policy), dtype).to(device)
-        ((batch,),) = add_advantages([[pack(rollout, list(range(8)), group_size).to(torch.device(device))]], rollout)
+        ((batch,),) = add_advantages([[pack(rollout, list(range(32)), group_size).to(torch.device(device))]], rollout)
         found = model(batch, 1.0)[0]
         (found * batch.advantages_N)[batch.loss_mask_N].sum().backward()
         logprobs.append(found.detach().float().cpu())

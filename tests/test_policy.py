@@ -17,7 +17,7 @@ from helpers import RAGGED, flags, make_rollout, unpacked_logprobs
 from policy import compile_layers, load_policy
 from update import add_advantages, update_policy
 
-SEVERAL_RECTANGLES = [70, 5, 100, 30, 66]  # on CPU: of lengths so different that they do not share one
+SEVERAL_RECTANGLES = [70, 5, 100, 30, 66]  # on CPU: of lengths so different that they do not all share one
 
 
 def random_model(folder: Path, architecture: str) -> Path:
@@ -56,6 +56,14 @@ def test_packed_logprobs_and_gradients_equal_those_of_each_sequence_alone(
     (expected * weights).sum().backward()
     for (name, found), wanted in zip(packed.model.named_parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(found.grad, wanted.grad, atol=1e-4, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_rectangles_hold_sequences_of_similar_length():
+    """With prompts of 4 tokens: 8 and 33 positions; then 69, 73 and 103, where the first two would bring 95 + 70 padding slots to 103."""
+    batch = pack(make_rollout(SEVERAL_RECTANGLES), [0, 1, 2, 3, 4])
+    assert policy_module.padded_packing(batch.segments_S).rectangles == [(4, 73), (1, 103)]
+    equal = pack(make_rollout([9] * 50), list(range(50)))
+    assert policy_module.padded_packing(equal.segments_S).rectangles == [(50, 12)]
 
 
 def test_packing_for_cuda_gives_the_kernel_what_the_rectangles_give_the_cpu(policy, monkeypatch):

@@ -2,7 +2,8 @@
 
 `gpu_phases` is the table per GPU, `host_phases` per node, `checkpoint_bytes` on disk. The formulas of the passes were fitted to the trace
 of the real model (`tracing.py`; a test compares them). Assumed: each micro-batch is as full as --micro_batch_tokens allows, all of its
-positions are completion tokens, and there are more than one per update.
+positions are completion tokens, and there are more than one per update. With --share_prompts attention's copy of keys and values is not
+bounded by that flag: whole groups of the shortest completions are assumed for it.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def packed_attention(
     Shapes: query [1, heads, N, head_dim], key and value [1, kv_heads, N, head_dim] -> [1, N, heads, head_dim]. CUDA: the
     variable-length FlashAttention kernel of torch itself, whose last query sees the last key where there are more keys than queries
     (`check_alignment`). CPU: padded rectangles, exact because a causal query of a right-padded row sees no padding; the queries of a shared
-    prompt are there once for each sequence that begins with it, because a causal mask for fewer queries than keys would cost more.
+    prompt are there once for each sequence that begins with it, because that kernel's causal mask is for as many queries as keys.
     """
     assert packing is not None, "call the model through Policy, which passes the packing"
     ignored = [name for name in ("softcap", "s_aux") if unused.get(name) is not None]

@@ -2,9 +2,10 @@
 
     torchrun --nproc_per_node 2 scripts/bench_step_trl.py --model FOLDER --out FILE --prompts 32 --group_size 8 --max_tokens 64 --steps 5
 
-It imports nothing of this project. On CPU TRL's colocated vLLM gets four patches, made here and nowhere in TRL's code: vLLM 0.32 is newer
+It imports nothing of this project. What TRL needs on CPU is patched here and nowhere in its code. Its colocated vLLM: version 0.32 is newer
 than TRL 1.16 admits (a warning), eager mode instead of its compiler and a cache of the size of ours, and new weights through
-`reload_weights`, since `load_weights`, which TRL calls, does not fit the repacked weights that vLLM keeps on CPU.
+`reload_weights`, since `load_weights`, which TRL calls, does not fit the repacked weights that vLLM keeps on CPU. FSDP2: accelerate 1.15
+ignores it on CPU without a word and trains with DDP, so it is switched on behind accelerate's back, and looked for after the training.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 import torch
 import torch._dynamo
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
 from datasets import Dataset
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation import vllm_generation
@@ -51,6 +55,19 @@ def patch_vllm_for_cpu(cache_bytes: int) -> None:
     vllm_generation.VLLMGeneration.sync_weights = sync_weights
 
 
+def patch_accelerate_for_cpu() -> None:
+    """Accelerate's state takes the FSDP plugin of ranks on a GPU only."""
+    plain_init = AcceleratorState.__init__
+
+    def init(self: AcceleratorState, *args: object, fsdp_plugin: object = None, **kwargs: object) -> None:
+        plain_init(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None:
+            self.fsdp_plugin = fsdp_plugin
+            self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+    AcceleratorState.__init__ = init
+
+
 def score(completions: list[str], **_: object) -> list[float]:
     """What bench_common.REWARD computes."""
     return [completion.count("1") / max(len(completion), 1) for completion in completions]
@@ -71,6 +88,8 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     if args.vllm:
         patch_vllm_for_cpu(args.cache_bytes)
+    if args.fsdp:
+        patch_accelerate_for_cpu()
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     completions = args.prompts * args.group_size
     micro_batch = min(args.micro_batch, completions // num_ranks)
@@ -91,6 +110,9 @@ def main() -> None:
     data = Dataset.from_dict({"prompt": prompts})
     trainer = GRPOTrainer(str(args.model), score, args=config, train_dataset=data, processing_class=tokenizer, callbacks=[clock])
     trainer.train()
+    num_sharded = sum(isinstance(module, FSDPModule) for module in trainer.model.modules())
+    if (num_sharded > trainer.model.config.num_hidden_layers) != args.fsdp:  # a group for each layer, and the rest
+        raise RuntimeError(f"--fsdp is {args.fsdp}, but {num_sharded} modules of the trained model are sharded")
     if int(os.environ.get("RANK", "0")) == 0:
         seconds = [after - before for before, after in zip(clock.ends[1:], clock.ends[2:], strict=False)]  # the first step is warm-up
         lengths = [record["completions/mean_length"] for record in trainer.state.log_history if "completions/mean_length" in record]

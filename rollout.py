@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
 import random
 import sys
@@ -47,7 +48,7 @@ from fsdp_utils import World, gather_from_ranks
 from vision import PromptImages, Vision
 
 MOST_AT_ONCE = 256  # sequences for each rank of an engine that run at a time, vLLM's default for offline use on CPU
-CPU_BLOCK = 128  # tokens of a block of vLLM's cache on CPU
+CPU_BLOCK = 32  # tokens of a block of vLLM's cache on CPU, the smallest that its attention takes; vLLM's 128 are no faster, and pad more
 CPU_CACHE = 2**30  # bytes of that cache in a rank, at most; the environment's VLLM_CPU_KVCACHE_SPACE, in GiB, takes its place
 
 
@@ -67,12 +68,14 @@ class Engine:
         vision: Vision | None = None,
         max_images: int = 0,
         load_weights: bool = False,
+        most_sequences: int | None = None,
     ) -> None:
         """Builds the engine with random weights (`load_format="dummy"`): the first `sync` brings the policy's.
 
         That way the engine can never sample from anything but the policy, also after a resume, and the weights are read from disk
         once, by the trainer. `load_weights`: there is no trainer, the engine reads them itself. `max_model_len` is in tokens, prompt
         and completion together. `vision` of a model that sees: its prompts have at most `max_images` images, scaled as the trainer's.
+        `most_sequences`: completions that a call asks of one engine at most, if that is known; on CPU the cache need not hold more.
         """
         self.world = world
         self.tokenizer = tokenizer
@@ -88,9 +91,8 @@ class Engine:
             "mm_processor_cache_gb": 1,  # the completions of a prompt come one after the other; the default is 4 in each rank
         }  # fmt: skip
         if world.device.type == "cpu":
-            of_cache = {
-                "kv_cache_memory_bytes": cpu_cache_bytes(AutoConfig.from_pretrained(model_path), max_model_len, dtype, world.tp_size)
-            }
+            sizes = (AutoConfig.from_pretrained(model_path), max_model_len, dtype, world.tp_size, most_sequences)
+            of_cache = {"kv_cache_memory_bytes": cpu_cache_bytes(*sizes), "block_size": CPU_BLOCK}
         else:
             of_cache = {"gpu_memory_utilization": gpu_memory_utilization}
         gc.freeze()  # vLLM collects garbage at each stage of its start: a second in all, if it looks through what is imported, too
@@ -230,8 +232,10 @@ def _engine_input(prompt: np.ndarray, images: PromptImages | None) -> TokensProm
     return TokensPrompt(prompt_token_ids=images.template_ids.tolist(), multi_modal_data={"image": images.decoded()})
 
 
-def cpu_cache_bytes(config: PretrainedConfig, max_model_len: int, dtype: torch.dtype, tp_size: int) -> int:
-    """CPU: room for the sequences that vLLM runs at once, and at most `CPU_CACHE`.
+def cpu_cache_bytes(
+    config: PretrainedConfig, max_model_len: int, dtype: torch.dtype, tp_size: int, most_sequences: int | None = None
+) -> int:
+    """CPU: room for the sequences that vLLM runs at once (`most_sequences`, if there are never so many), and at most `CPU_CACHE`.
 
     vLLM goes round all the blocks it has, so that all of them would soon be resident, however few are in use.
     """
@@ -240,7 +244,8 @@ def cpu_cache_bytes(config: PretrainedConfig, max_model_len: int, dtype: torch.d
     heads = max(config.num_key_value_heads // tp_size, 1)
     per_token = 2 * config.num_hidden_layers * heads * head_dim * dtype.itemsize
     tokens = -(-max_model_len // CPU_BLOCK) * CPU_BLOCK
-    return min(CPU_CACHE, (MOST_AT_ONCE * tp_size + 8) * tokens * per_token)
+    sequences = min(MOST_AT_ONCE * tp_size, most_sequences or math.inf)
+    return min(CPU_CACHE, (sequences + 8) * tokens * per_token)
 
 
 def _repack_head(model: nn.Module) -> None:

@@ -271,7 +271,10 @@ def main() -> None:
     max_model_len = args.max_prompt_tokens + max(args.max_completion_tokens, *args.eval_max_completion_tokens)
     options = (max_model_len, dtype, args.gpu_memory_utilization, args.enforce_eager, args.seed)
     max_images = most_images(images for data in [train_data, *eval_sets] for images in data.images)
-    engine = Engine(args.model, inputs.tokenizer, world, *options, inputs.vision, max_images)
+    calls = [(len(data.rows), each.samples) for data, each in zip(eval_sets, inputs.eval_settings, strict=True)]
+    calls.append((args.prompts_per_step, args.group_size))
+    most_sequences = max(-(-prompts // world.num_engines) * samples for prompts, samples in calls)
+    engine = Engine(args.model, inputs.tokenizer, world, *options, inputs.vision, max_images, most_sequences=most_sequences)
     processor = inputs.vision.processor if inputs.vision else inputs.tokenizer  # goes into the checkpoints
     writer = checkpoint.Writer(out_dir, processor, dtype, args.keep_checkpoints, args.async_checkpoint, world)
     num_drawn = 0  # prompts sampled so far, in the order of the data

@@ -60,7 +60,8 @@ def run_trl(folder: Path, out: Path, args: argparse.Namespace, num_ranks: int, f
     """(median seconds of a step, peak GiB, mean tokens of a completion)."""
     from rollout import cpu_cache_bytes  # here, not above: vLLM takes seconds to import
 
-    cache = cpu_cache_bytes(AutoConfig.from_pretrained(folder), 16 + args.max_tokens, torch.float32, tp_size=1)  # ours and TRL's alike
+    sequences = args.prompts * args.group_size // num_ranks
+    cache = cpu_cache_bytes(AutoConfig.from_pretrained(folder), 16 + args.max_tokens, torch.float32, 1, sequences)  # ours and TRL's alike
     flags = [*flags, "--cache_bytes", str(cache)]
     sizes = {"model": folder, "out": out, "prompts": args.prompts, "group_size": args.group_size, "max_tokens": args.max_tokens}
     arguments = [part for name, value in (sizes | {"steps": args.steps}).items() for part in (f"--{name}", str(value))]
@@ -81,7 +82,7 @@ def main() -> None:
     parser.add_argument("--group_size", type=int, default=8, help="completions per prompt")
     parser.add_argument("--max_tokens", type=int, default=64, help="tokens of a completion")
     parser.add_argument("--mean_tokens", type=float, default=0, help="mean of geometric lengths before the limit; 0: all reach the limit")
-    parser.add_argument("--micro_batch_tokens", type=int, default=1200, help="of ours; TRL's micro-batches have 32 completions")
+    parser.add_argument("--micro_batch_tokens", type=int, default=600, help="of ours; TRL's micro-batches have 32 completions")
     parser.add_argument("--steps", type=int, default=6, help="steps of a run, the first two of which are not counted")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each program, in turn")
     parser.add_argument("--skip", nargs="*", default=[], help="leave out the variants of TRL whose name contains one of these")

@@ -37,7 +37,9 @@ def main(path: str, tp_size: str, output: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(path)
     policy = load_policy(path, torch.float32)
     shard(policy, policy.layers, world, torch.bfloat16)
-    engine = Engine(path, tokenizer, world, 24, torch.bfloat16, gpu_memory_utilization=0.3, enforce_eager=True, seed=1)
+    most_sequences = 32 if world.num_engines == 2 else None  # of the 64 that are sampled below
+    options = {"gpu_memory_utilization": 0.3, "enforce_eager": True, "seed": 1, "most_sequences": most_sequences}
+    engine = Engine(path, tokenizer, world, 24, torch.bfloat16, **options)
     engine.sync(merged_parameters(policy.model, torch.bfloat16))
     prompts = PromptData.load(f"{path}/heldout.jsonl", PromptFormat(), tokenizer, 8, seed=0).prompts
 
@@ -55,7 +57,8 @@ def main(path: str, tp_size: str, output: str) -> None:
     told = list(zip(first.texts, first.completion_lengths_B.tolist(), first.is_truncated_B.tolist(), strict=True))
     found = {
         "prompts": [p.tolist() for p in first.prompts],
-        "sequences_the_cache_holds": engine.llm.llm_engine.vllm_config.cache_config.kv_cache_max_concurrency / world.tp_size,
+        "sequences_of_an_engine_at_once": most_sequences or 256 * world.tp_size,
+        "sequences_its_cache_holds": engine.llm.llm_engine.vllm_config.cache_config.kv_cache_max_concurrency,
         "num_tokens": int(first.completion_lengths_B.sum()),
         "mean_probability": float(np.exp(np.concatenate(first.rollout_logprobs)).mean()),
         "gap_before": gap(policy, first),

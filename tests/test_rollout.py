@@ -48,7 +48,7 @@ def test_completions_are_prompt_major_and_describe_themselves(found):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on CUDA the cache takes what --gpu_memory_utilization leaves it")
 def test_the_cache_holds_what_runs_at_once_and_little_more(found):
-    assert 256 <= found["sequences_the_cache_holds"] < 300
+    assert 0 <= found["sequences_its_cache_holds"] - found["sequences_of_an_engine_at_once"] <= 16
 
 
 def test_completions_are_handed_over_while_others_are_still_sampled(found):

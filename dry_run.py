@@ -141,6 +141,7 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
         has_kl=args.kl_coef != 0,
         needs_first_logprobs=args.passes_per_step > 1 or (args.kl_coef != 0 and args.kl_in == "reward") or policy.lora_dropout > 0,
         share_prompts=args.share_prompts,
+        trains_entropy=args.entropy_coef != 0,
         generation_gpus=generation_gpus,
     )
     return Setup(model, policy, run, hardware)

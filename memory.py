@@ -72,7 +72,8 @@ def update_peak(setup: Setup, is_first_micro: bool = False) -> dict[str, float]:
     kept_per_layer = 0 if p.offload_activations else tokens * 2 * h if is_recomputed else saved
     kept = layers * kept_per_layer + (8 if is_lora else 10) * tokens * h  # and the last norm
     chunk = tokens if p.keeps_full_logits else min(tokens, HEAD_CHUNK_LOGITS // m.vocab)
-    again = 8 if chunk < tokens else 6  # bytes a logit in the backward pass: the last chunk is there, the others are computed again
+    # Bytes a logit in the backward pass: the last chunk is there, the others are computed again; the entropy's gradient is a second tensor.
+    again = 8 if chunk < tokens or setup.run.trains_entropy else 6
     head = max(8 * chunk * m.vocab, head_gradient + again * chunk * m.vocab)
 
     def backward_of(layer: int) -> dict[str, float]:

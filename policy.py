@@ -202,6 +202,7 @@ class _HeadLogprobs(torch.autograd.Function):
                 probs = grad.exp()
                 entropy = -torch.einsum("tv,tv->t", probs, grad)[:, None]  # a product of its own would be a third such tensor
                 grad = probs.mul_(grad.add_(entropy).mul_(-grad_entropies[rows, None]).sub_(grad_logprobs[rows, None]))
+                del probs  # or its memory would still be held when the next chunk is computed
             else:
                 grad.exp_().mul_(-grad_logprobs[rows, None])
             grad.scatter_add_(-1, labels[rows, None], grad_logprobs[rows, None])

@@ -181,6 +181,7 @@ class RunShape:
     has_kl: bool
     needs_first_logprobs: bool  # the first update's old log-probs are computed, too
     share_prompts: bool = False
+    trains_entropy: bool = False  # the entropy is part of the loss
     generation_gpus: int = 0  # GPUs that only sample; 0: every rank samples and trains
 
     @property

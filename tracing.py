@@ -135,7 +135,7 @@ class LoraLinear(nn.Module):
 class TracedPolicy(Policy):
     """`Policy.forward` without what depends on data: all positions are completion tokens of one packed batch."""
 
-    def forward(self, ids_N: Tensor, positions_M: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, ids_N: Tensor, positions_M: Tensor | None, with_entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         output = self.model.get_decoder()(
             input_ids=ids_N[None],
             position_ids=torch.arange(len(ids_N))[None],
@@ -143,7 +143,7 @@ class TracedPolicy(Policy):
             attention_mask={"full_attention": None},
             positions_M=positions_M,
         )
-        return chunked_logprobs(output.last_hidden_state[0], self.model.get_output_embeddings(), ids_N, 1.0)
+        return chunked_logprobs(output.last_hidden_state[0], self.model.get_output_embeddings(), ids_N, 1.0, with_entropy_gradient)
 
 
 def outside(function: Callable) -> Callable:
@@ -226,9 +226,9 @@ def trace_update(setup: Setup, config: PretrainedConfig) -> dict[str, int]:
         tracker.restart()
         for i in range(num_micros):
             keep_gathered(policy, setup.policy.gather_parameters_once and i < num_micros - 1)
-            logprobs_N, _ = policy(ids_N, positions_M)
-            logprobs_N.sum().backward()
-            del logprobs_N, _
+            outputs = policy(ids_N, positions_M, setup.run.trains_entropy)
+            sum(output.sum() for output in outputs if output.requires_grad).backward()
+            del outputs
         peaks["update"] = tracker.peak
 
         tracker.restart()

@@ -4,9 +4,9 @@ r"""A whole step of ours against TRL's GRPOTrainer: same model, prompts and leng
     python -c 'import site; print("import site; site.addsitedir(%r)" % site.getsitepackages()[0])' \
         > trl_env/lib/python3.11/site-packages/training.pth
     trl_env/bin/pip install --no-deps trl==1.16.0 accelerate==1.15.0
-    python scripts/bench_step.py --trl_env trl_env
-    python scripts/bench_step.py --trl_env trl_env --mean_tokens 24     # completions of different lengths, as in training
-    python scripts/bench_step.py --trl_env trl_env --hidden 512 --layers 8 --prompts 16 --max_tokens 128
+    python scripts/bench_step.py --trl_env trl_env --mean_tokens 20     # completions of different lengths, as in training
+    python scripts/bench_step.py --trl_env trl_env                      # all of one length
+    python scripts/bench_step.py --trl_env trl_env --hidden 512 --layers 8 --prompts 16 --max_tokens 128 --mean_tokens 40
 
 Ours is `train_grpo.py` on two ranks (FSDP2, vLLM, and `FLAGS`), seconds from its metrics.jsonl. TRL
 generates with transformers (one process of two threads, two DDP processes, two FSDP2 ranks) or with its colocated vLLM (two DDP processes,

@@ -26,6 +26,8 @@ QWEN_VL = {"model_type": "qwen2_5_vl", "text_config": QWEN | {"model_type": "qwe
         (QWEN, 16384, 0.01, {"gradient_checkpointing": True}),
         (QWEN, 2048, 0.01, {"gradient_checkpointing": True}),
         (QWEN, 8192, 0.01, {"gradient_checkpointing": True, "param_dtype": "bfloat16"}),
+        (QWEN, 4096, 0.01, {"gradient_checkpointing": True, "entropy_coef": 0.01}),
+        (QWEN, 8192, 0.01, {"gradient_checkpointing": True, "entropy_coef": 0.01}),
         (LLAMA, 8192, 0.01, {"gradient_checkpointing": True}),
         (LLAMA, 8192, 0.01, {"gradient_checkpointing": False}),
         (LLAMA, 8192, 0.01, {"gradient_checkpointing": True, "gather_parameters_once": True}),

@@ -5,7 +5,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from bench_common import save_random_model
 from helpers import ENVIRONMENT, ROOT, torchrun
 
 TINY = ["--hidden", "64", "--layers", "1", "--rounds", "1"]
@@ -50,3 +53,12 @@ def test_benchmarks_of_whole_steps(script):
     found = run(script, *TINY, *STEP, *only)
     assert found["goal"]
     assert found["rounds"] == 1
+
+
+def test_random_models_end_a_completion_at_the_rate_asked_for_after_any_prompt(tmp_path):
+    save_random_model(tmp_path, hidden=256, layers=4, ffn=1024, mean_tokens=20)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        ends = model(torch.randint(model.config.vocab_size, (16, 64))).logits.softmax(dim=-1)[..., model.config.eos_token_id]
+    assert ends.mean().item() == pytest.approx(1 / 20, rel=0.1)
+    assert ends.std() < 0.1 * ends.mean()

@@ -298,12 +298,13 @@ def main() -> None:
 
     import torch
 
-    from rollout import Engine  # here, not above: vLLM takes seconds to import, and bad input should be told at once
+    from rollout import Engine, largest_share  # here, not above: vLLM takes seconds to import, and bad input should be told at once
 
     max_model_len = args.max_prompt_tokens + max(args.max_completion_tokens)
     options = (getattr(torch, args.dtype), args.gpu_memory_utilization, args.enforce_eager, args.seed)
     images = (vision, most_images(image for data in sets for image in data.images))
-    engine = Engine(args.model, tokenizer, world, max_model_len, *options, *images, load_weights=True)
+    sequences = largest_share([(len(data.rows), each.samples) for data, each in zip(sets, settings, strict=True)], world)
+    engine = Engine(args.model, tokenizer, world, max_model_len, *options, *images, load_weights=True, most_sequences=sequences)
     results = []
     for index, (data, each) in enumerate(zip(sets, settings, strict=True)):
         results.append(evaluate(engine, data, grader, each, (args.seed, index), out_dir, world.is_main))

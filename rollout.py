@@ -48,7 +48,7 @@ from fsdp_utils import World, gather_from_ranks
 from vision import PromptImages, Vision
 
 MOST_AT_ONCE = 256  # sequences for each rank of an engine that run at a time, vLLM's default for offline use on CPU
-CPU_BLOCK = 32  # tokens of a block of vLLM's cache on CPU, the smallest that its attention takes; vLLM's 128 are no faster, and pad more
+CPU_BLOCK = 32  # tokens of a block of vLLM's cache on CPU, the fewest that its attention takes: its 128 are no faster (BENCHMARKS.md)
 CPU_CACHE = 2**30  # bytes of that cache in a rank, at most; the environment's VLLM_CPU_KVCACHE_SPACE, in GiB, takes its place
 
 
@@ -230,6 +230,11 @@ def _engine_input(prompt: np.ndarray, images: PromptImages | None) -> TokensProm
     if images is None:
         return TokensPrompt(prompt_token_ids=prompt.tolist())
     return TokensPrompt(prompt_token_ids=images.template_ids.tolist(), multi_modal_data={"image": images.decoded()})
+
+
+def largest_share(calls: list[tuple[int, int]], world: World) -> int:
+    """`most_sequences` of an engine that samples so many prompts so many times each, a pair for each call."""
+    return max(-(-prompts // world.num_engines) * num_samples for prompts, num_samples in calls)
 
 
 def cpu_cache_bytes(

@@ -260,7 +260,7 @@ def main() -> None:
         close_world()
         return
 
-    from rollout import Engine  # here, not above: vLLM takes seconds to import, and bad input should be told at once
+    from rollout import Engine, largest_share  # here, not above: vLLM takes seconds to import, and bad input should be told at once
 
     try:
         policy, reference, optimizer = build_policy(args, world)
@@ -271,10 +271,9 @@ def main() -> None:
     max_model_len = args.max_prompt_tokens + max(args.max_completion_tokens, *args.eval_max_completion_tokens)
     options = (max_model_len, dtype, args.gpu_memory_utilization, args.enforce_eager, args.seed)
     max_images = most_images(images for data in [train_data, *eval_sets] for images in data.images)
-    calls = [(len(data.rows), each.samples) for data, each in zip(eval_sets, inputs.eval_settings, strict=True)]
-    calls.append((args.prompts_per_step, args.group_size))
-    most_sequences = max(-(-prompts // world.num_engines) * samples for prompts, samples in calls)
-    engine = Engine(args.model, inputs.tokenizer, world, *options, inputs.vision, max_images, most_sequences=most_sequences)
+    evaluations = [(len(data.rows), each.samples) for data, each in zip(eval_sets, inputs.eval_settings, strict=True)]
+    sequences = largest_share([(args.prompts_per_step, args.group_size), *evaluations], world)
+    engine = Engine(args.model, inputs.tokenizer, world, *options, inputs.vision, max_images, most_sequences=sequences)
     processor = inputs.vision.processor if inputs.vision else inputs.tokenizer  # goes into the checkpoints
     writer = checkpoint.Writer(out_dir, processor, dtype, args.keep_checkpoints, args.async_checkpoint, world)
     num_drawn = 0  # prompts sampled so far, in the order of the data

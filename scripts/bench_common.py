@@ -69,11 +69,11 @@ def save_random_model(
 def _end_after(model: Qwen2ForCausalLM, eos: int, mean_tokens: float) -> None:
     """Gives every hidden state a part in one direction, which the end-of-sequence token's row of the head then turns into its logit.
 
-    The part is four times the rest, so that the logit hardly depends on the prompt: frameworks draw different ones.
+    The part is eight times the rest, so that the logit hardly depends on the prompt: frameworks draw different ones.
     """
     direction = torch.nn.functional.normalize(torch.randn(model.config.hidden_size), dim=0)
     embeddings = model.get_input_embeddings().weight
-    embeddings += 4 * direction * embeddings.norm(dim=1).mean()
+    embeddings += 8 * direction * embeddings.norm(dim=1).mean()
     head = model.lm_head.weight
     head.normal_(std=head.shape[1] ** -0.5)
     head -= (head @ direction)[:, None] * direction

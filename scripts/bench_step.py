@@ -58,11 +58,11 @@ def run_ours(folder: Path, out_dir: Path, args: argparse.Namespace) -> tuple[flo
 
 def run_trl(folder: Path, out: Path, args: argparse.Namespace, num_ranks: int, flags: list[str]) -> tuple[float, float, float]:
     """(median seconds of a step, peak GiB, mean tokens of a completion)."""
-    from rollout import cpu_cache_bytes  # here, not above: vLLM takes seconds to import
+    from rollout import CPU_BLOCK, cpu_cache_bytes  # here, not above: vLLM takes seconds to import
 
     sequences = args.prompts * args.group_size // num_ranks
     cache = cpu_cache_bytes(AutoConfig.from_pretrained(folder), 16 + args.max_tokens, torch.float32, 1, sequences)  # ours and TRL's alike
-    flags = [*flags, "--cache_bytes", str(cache)]
+    flags = [*flags, "--cache_bytes", str(cache), "--cache_block", str(CPU_BLOCK)]
     sizes = {"model": folder, "out": out, "prompts": args.prompts, "group_size": args.group_size, "max_tokens": args.max_tokens}
     arguments = [part for name, value in (sizes | {"steps": args.steps}).items() for part in (f"--{name}", str(value))]
     program = [str(ROOT / "scripts" / "bench_step_trl.py"), *arguments, *flags]
@@ -70,7 +70,7 @@ def run_trl(folder: Path, out: Path, args: argparse.Namespace, num_ranks: int, f
     command = [*launcher, "--nproc_per_node", str(num_ranks), *program] if num_ranks > 1 else [launcher[0], *program]
     peak = launch(command, {"OMP_NUM_THREADS": "2" if "--threads" in flags else "1"})
     result = json.loads(out.read_text())
-    return statistics.median(result["seconds"][1:]), peak, result["tokens"]  # its own first step is left out already
+    return statistics.median(result["seconds"][1:]), peak, statistics.mean(result["tokens"][1:])  # the first step is left out already
 
 
 def main() -> None:

@@ -5,7 +5,8 @@
 It imports nothing of this project. What TRL needs on CPU is patched here and nowhere in its code. Its colocated vLLM: version 0.32 is newer
 than TRL 1.16 admits (a warning), eager mode instead of its compiler and a cache of the size of ours, and new weights through
 `reload_weights`, since `load_weights`, which TRL calls, does not fit the repacked weights that vLLM keeps on CPU. FSDP2: accelerate 1.15
-ignores it on CPU without a word and trains with DDP, so it is switched on behind accelerate's back, and looked for after the training.
+ignores it on CPU without a word and trains with DDP, so it is switched on behind accelerate's back, and looked for after the training;
+and `generate` is told that the ranks must go on together.
 """
 
 from __future__ import annotations
@@ -40,12 +41,13 @@ class Clock(TrainerCallback):
         self.ends.append(time.perf_counter())
 
 
-def patch_vllm_for_cpu(cache_bytes: int) -> None:
+def patch_vllm_for_cpu(cache_bytes: int, cache_block: int) -> None:
     if "AMX" not in os.environ.get("ONEDNN_MAX_CPU_ISA", "AMX"):
         torch.cpu._is_amx_tile_supported = lambda: False  # what vLLM asks before it chooses its attention kernel
     torch._dynamo.config.disable = True
     engine = vllm_generation.LLM
-    settings = {"enforce_eager": True, "dtype": "float32", "disable_log_stats": True, "kv_cache_memory_bytes": cache_bytes}
+    settings = {"enforce_eager": True, "dtype": "float32", "disable_log_stats": True}
+    settings |= {"kv_cache_memory_bytes": cache_bytes, "block_size": cache_block}
     vllm_generation.LLM = lambda **options: engine(**options, **settings)
 
     def sync_weights(self: vllm_generation.VLLMGeneration) -> None:
@@ -76,18 +78,19 @@ def score(completions: list[str], **_: object) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True, help="file for the seconds of the steps and their mean completion length")
+    parser.add_argument("--out", type=Path, required=True, help="file for seconds and mean completion length of each step but the first")
     for name in ("prompts", "group_size", "max_tokens", "steps"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--micro_batch", type=int, default=32, help="completions in a forward and backward pass of one process")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--fsdp", action="store_true", help="FSDP2 in place of DDP")
     parser.add_argument("--cache_bytes", type=int, help="of vLLM's keys and values in each process")
+    parser.add_argument("--cache_block", type=int, help="tokens of a block of them")
     parser.add_argument("--vllm", action="store_true", help="colocated vLLM in place of generate()")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.vllm:
-        patch_vllm_for_cpu(args.cache_bytes)
+        patch_vllm_for_cpu(args.cache_bytes, args.cache_block)
     if args.fsdp:
         patch_accelerate_for_cpu()
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
@@ -109,14 +112,14 @@ def main() -> None:
     clock = Clock()
     data = Dataset.from_dict({"prompt": prompts})
     trainer = GRPOTrainer(str(args.model), score, args=config, train_dataset=data, processing_class=tokenizer, callbacks=[clock])
+    trainer.model._is_fsdp_managed_module = args.fsdp  # `generate` goes on until all ranks are done: they gather for each token
     trainer.train()
-    num_sharded = sum(isinstance(module, FSDPModule) for module in trainer.model.modules())
-    if (num_sharded > trainer.model.config.num_hidden_layers) != args.fsdp:  # a group for each layer, and the rest
-        raise RuntimeError(f"--fsdp is {args.fsdp}, but {num_sharded} modules of the trained model are sharded")
+    if any(isinstance(layer, FSDPModule) != args.fsdp for layer in trainer.model.model.layers):
+        raise RuntimeError(f"--fsdp is {args.fsdp}, but that is not how the layers of the trained model were sharded")
     if int(os.environ.get("RANK", "0")) == 0:
         seconds = [after - before for before, after in zip(clock.ends[1:], clock.ends[2:], strict=False)]  # the first step is warm-up
         lengths = [record["completions/mean_length"] for record in trainer.state.log_history if "completions/mean_length" in record]
-        args.out.write_text(json.dumps({"seconds": seconds, "tokens": sum(lengths) / len(lengths)}))
+        args.out.write_text(json.dumps({"seconds": seconds, "tokens": lengths[1:]}))
     os._exit(0)  # vLLM and TRL do not agree on who ends the process group
 
 

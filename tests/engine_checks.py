@@ -39,7 +39,7 @@ def main(path: str, tp_size: str, output: str) -> None:
     shard(policy, policy.layers, world, torch.bfloat16)
     most_sequences = 32 if world.num_engines == 2 else None  # of the 64 that are sampled below
     options = {"gpu_memory_utilization": 0.3, "enforce_eager": True, "seed": 1, "most_sequences": most_sequences}
-    engine = Engine(path, tokenizer, world, 24, torch.bfloat16, **options)
+    engine = Engine(path, tokenizer, world, 64, torch.bfloat16, **options)
     engine.sync(merged_parameters(policy.model, torch.bfloat16))
     prompts = PromptData.load(f"{path}/heldout.jsonl", PromptFormat(), tokenizer, 8, seed=0).prompts
 
@@ -62,6 +62,7 @@ def main(path: str, tp_size: str, output: str) -> None:
         "num_tokens": int(first.completion_lengths_B.sum()),
         "mean_probability": float(np.exp(np.concatenate(first.rollout_logprobs)).mean()),
         "gap_before": gap(policy, first),
+        "gap_of_long_prompts": gap(policy, engine.sample([np.resize(p, 45) for p in prompts], 4, (1, 4), TEMPERATURE, max_tokens=12)),
         "same_seed_same_completions": sample().texts == first.texts,
         "heard_what_is_returned": all(told[b] == heard[b] for b in heard),
         "heard_on_all_leaders": sum(gather_from_ranks(len(heard))),

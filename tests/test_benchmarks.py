@@ -55,10 +55,11 @@ def test_benchmarks_of_whole_steps(script):
     assert found["rounds"] == 1
 
 
-def test_random_models_end_a_completion_at_the_rate_asked_for_after_any_prompt(tmp_path):
-    save_random_model(tmp_path, hidden=256, layers=4, ffn=1024, mean_tokens=20)
+@pytest.mark.parametrize(("hidden", "layers", "mean_tokens"), [(256, 4, 20), (512, 8, 40)])
+def test_random_models_end_a_completion_at_the_rate_asked_for_after_any_prompt(hidden, layers, mean_tokens, tmp_path):
+    save_random_model(tmp_path, hidden, layers, 4 * hidden, mean_tokens=mean_tokens)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     with torch.no_grad():
         ends = model(torch.randint(model.config.vocab_size, (16, 64))).logits.softmax(dim=-1)[..., model.config.eos_token_id]
-    assert ends.mean().item() == pytest.approx(1 / 20, rel=0.1)
-    assert ends.std() < 0.1 * ends.mean()
+    assert ends.mean().item() == pytest.approx(1 / mean_tokens, rel=0.05)
+    assert ends.std() < 0.05 * ends.mean()

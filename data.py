@@ -21,8 +21,8 @@ import numpy as np
 from jinja2 import TemplateError
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
+from model.vision import PromptImages, UnreadableImage, Vision, encoded_images, find_images, load_processor
 from sources import Record, name_of_source, read_records
-from vision import PromptImages, UnreadableImage, Vision, encoded_images, find_images, load_processor
 
 IMAGE = "<image>"  # in a prompt: the place of an image
 Messages = list[dict[str, object]]
@@ -39,7 +39,9 @@ class Row:
     messages: Messages  # the conversation, system prompt and suffix included; content: text, or image and text parts
     answer: str
     columns: dict[str, object]
-    where: str  # "train.jsonl, line 17", from 1; or "hiyouga/math12k@train, row 17", from 0 as the datasets library counts
+    where: (
+        str  # "train.jsonl, line 17", from 1; or "hiyouga/math12k@train, row 17", from 0 as the datasets library counts
+    )
     images: tuple[bytes, ...] = ()  # encoded, in the order of the image parts
 
     @property
@@ -64,18 +66,46 @@ class PromptFormat:
 def add_data_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the group "prompts"."""
     add = parser.add_argument_group("prompts").add_argument
-    add("--prompt_column", default="problem", help="column of the problem: a text, or messages; a dotted path reaches into nested objects")
-    add("--answer_column", default="answer", help="column of the right answer, given to the reward; lists and objects become JSON text")
-    add("--image_column", help="column of the images, one or a list: files, relative to the data, or encoded bytes; default: none")
+    add(
+        "--prompt_column",
+        default="problem",
+        help="column of the problem: a text, or messages; a dotted path reaches into nested objects",
+    )
+    add(
+        "--answer_column",
+        default="answer",
+        help="column of the right answer, given to the reward; lists and objects become JSON text",
+    )
+    add(
+        "--image_column",
+        help="column of the images, one or a list: files, relative to the data, or encoded bytes; default: none",
+    )
     add(
         "--max_pixels",
         type=int,
         help="larger images are scaled down to so many pixels (Qwen2.5-VL: a token per 28 x 28); default: the processor's",
     )
-    add("--prompt_format", choices=["chat", "raw"], default="chat", help="chat: by the model's chat template; raw: the text as it is")
-    add("--system_prompt", help="text, or a file of it; put first, in place of the data's own system message; default: the data's")
-    add("--prompt_suffix", default="", help="appended to the last user message as it is: begin it with a space or a line break")
-    add("--max_prompt_tokens", type=int, default=1024, help="prompts of more tokens, template included, are dropped and counted")
+    add(
+        "--prompt_format",
+        choices=["chat", "raw"],
+        default="chat",
+        help="chat: by the model's chat template; raw: the text as it is",
+    )
+    add(
+        "--system_prompt",
+        help="text, or a file of it; put first, in place of the data's own system message; default: the data's",
+    )
+    add(
+        "--prompt_suffix",
+        default="",
+        help="appended to the last user message as it is: begin it with a space or a line break",
+    )
+    add(
+        "--max_prompt_tokens",
+        type=int,
+        default=1024,
+        help="prompts of more tokens, template included, are dropped and counted",
+    )
 
 
 def prompt_format_of(args: argparse.Namespace) -> PromptFormat:
@@ -99,8 +129,12 @@ def _look_up(record: Record, column: str, flag: str) -> object:
     value: object = columns
     for key in [column] if column in columns else column.split("."):
         if not isinstance(value, dict) or key not in value:
-            nested = [f"{outer}.{inner}" for outer, value in columns.items() if isinstance(value, dict) for inner in value]
-            raise ValueError(f"{where}: no column {column!r} ({flag}); this row has {', '.join(map(repr, [*columns, *nested])) or 'none'}.")
+            nested = [
+                f"{outer}.{inner}" for outer, value in columns.items() if isinstance(value, dict) for inner in value
+            ]
+            raise ValueError(
+                f"{where}: no column {column!r} ({flag}); this row has {', '.join(map(repr, [*columns, *nested])) or 'none'}."
+            )
         value = value[key]
         if value is None:
             break
@@ -111,7 +145,9 @@ def _text(value: object, name: str) -> str:
     """The value, if it is a non-blank text of valid characters. Raises UnusableRow otherwise."""
     if not isinstance(value, str):
         raise UnusableRow(f"{name} is {'null' if value is None else f'{value!r:.60}, no text'}")
-    if not value.strip() or any("\ud800" <= character <= "\udfff" for character in value):  # half a surrogate pair, which JSON can escape
+    if not value.strip() or any(
+        "\ud800" <= character <= "\udfff" for character in value
+    ):  # half a surrogate pair, which JSON can escape
         raise UnusableRow(f"{name} {'has invalid characters' if value.strip() else 'is blank'}")
     return value
 
@@ -119,13 +155,20 @@ def _text(value: object, name: str) -> str:
 def _messages(value: object, name: str, prompt_format: PromptFormat) -> Messages:
     """The conversation with suffix and system prompt, which takes the place of the data's own."""
     if isinstance(value, list) and prompt_format.prompt_format == "text":
-        raise ValueError(f"{name} (--prompt_column) holds messages, which need a chat template; this tokenizer has none.")
+        raise ValueError(
+            f"{name} (--prompt_column) holds messages, which need a chat template; this tokenizer has none."
+        )
     messages = value if isinstance(value, list) else [{"role": "user", "content": _text(value, name)}]
     if not messages or not all(isinstance(message, dict) for message in messages):
         raise UnusableRow(f"{name} is no list of messages")
-    messages = [{key: part for key, part in message.items() if part is not None} for message in messages]  # parquet fills in nulls
+    messages = [
+        {key: part for key, part in message.items() if part is not None} for message in messages
+    ]  # parquet fills in nulls
     for message in messages:
-        _text(message.get("role"), f"{name}: a role"), _text(message.get("content"), f"{name}: the content of a message")
+        (
+            _text(message.get("role"), f"{name}: a role"),
+            _text(message.get("content"), f"{name}: the content of a message"),
+        )
     if messages[-1]["role"] != "user":
         raise UnusableRow(f"{name}: the last message is not the user's, but of {messages[-1]['role']!r}")
     messages[-1]["content"] += prompt_format.prompt_suffix
@@ -153,7 +196,11 @@ def _place_images(messages: Messages, num_images: int) -> Messages:
     placed = []
     for message in messages:
         if message["role"] == "user" and IMAGE in message["content"]:
-            parts = [part for text in message["content"].split(IMAGE) for part in ({"type": "image"}, {"type": "text", "text": text})][1:]
+            parts = [
+                part
+                for text in message["content"].split(IMAGE)
+                for part in ({"type": "image"}, {"type": "text", "text": text})
+            ][1:]
             message = message | {"content": [part for part in parts if part.get("text") != ""]}
         placed.append(message)
     return placed
@@ -172,7 +219,9 @@ def make_row(record: Record, prompt_format: PromptFormat) -> Row:
             images = encoded_images(_look_up(record, column, "--image_column"), folder)
         except UnreadableImage as error:
             raise UnusableRow(f"column {column!r} cannot be read as an image ({str(error)[:200]})") from None
-        columns = {name: value for name, value in columns.items() if name != column}  # they would travel with each completion to the reward
+        columns = {
+            name: value for name, value in columns.items() if name != column
+        }  # they would travel with each completion to the reward
         messages = _place_images(messages, len(images))
     return Row(messages, answer, columns, where, images)
 
@@ -181,17 +230,26 @@ def check_template(prompt_format: PromptFormat, tokenizer: PreTrainedTokenizerBa
     """The format, `chat` turned into `text` if the tokenizer has no chat template. ValueError for flags that need (a better) one."""
     if prompt_format.prompt_format == "chat" and tokenizer.chat_template is None:
         prompt_format = replace(prompt_format, prompt_format="text")
-    for flag, value in (("--system_prompt", prompt_format.system_prompt), ("--image_column", prompt_format.image_column)):
+    for flag, value in (
+        ("--system_prompt", prompt_format.system_prompt),
+        ("--image_column", prompt_format.image_column),
+    ):
         if value is not None and prompt_format.prompt_format != "chat":
-            raise ValueError(f"{flag} {value!r} needs --prompt_format chat and a tokenizer with a chat template, to say where it goes.")
+            raise ValueError(
+                f"{flag} {value!r} needs --prompt_format chat and a tokenizer with a chat template, to say where it goes."
+            )
     if prompt_format.image_column is not None:
         image, text = {"type": "image"}, {"type": "text", "text": "?"}
         try:
-            without, one = (_render([{"role": "user", "content": x}], prompt_format, tokenizer) for x in ([text], [image, text]))
+            without, one = (
+                _render([{"role": "user", "content": x}], prompt_format, tokenizer) for x in ([text], [image, text])
+            )
         except UnusableRow:
             without, one = "", ""
         if without == one or "'image'" in one:  # left out, or printed as a Python list
-            raise ValueError(f"--image_column {prompt_format.image_column!r}: the model's chat template has no place for images.")
+            raise ValueError(
+                f"--image_column {prompt_format.image_column!r}: the model's chat template has no place for images."
+            )
     return prompt_format
 
 
@@ -230,7 +288,9 @@ def order_of_epoch(num_rows: int, shares: tuple[tuple[str, int, float], ...], se
         for part, (count, (_, size, _)) in enumerate(zip(_draws(shares), shares, strict=True)):
             first = epoch * count  # position in the part's endless stream of permutations
             passes = range(first // size, (first + count - 1) // size + 1)
-            stream = np.concatenate([np.random.default_rng([seed, part, number, 2]).permutation(size) for number in passes])
+            stream = np.concatenate(
+                [np.random.default_rng([seed, part, number, 2]).permutation(size) for number in passes]
+            )
             chosen.append(start + stream[first % size :][:count])
             start += size
     return np.random.default_rng([seed, epoch]).permutation(np.concatenate(chosen))
@@ -294,7 +354,9 @@ class PromptData:
         return replace(data._take(kept), num_too_long=len(data.rows) - len(kept))
 
     def _take(self, kept: list[int]) -> PromptData:
-        return replace(self, **{name: [getattr(self, name)[i] for i in kept] for name in ("rows", "texts", "prompts", "images")})
+        return replace(
+            self, **{name: [getattr(self, name)[i] for i in kept] for name in ("rows", "texts", "prompts", "images")}
+        )
 
     def exclude(self, reasons: dict[int, str]) -> PromptData:
         """Without the rows of these indices, which join `excluded`. Raises ValueError if none is left, of all or of a weighted source."""
@@ -302,21 +364,31 @@ class PromptData:
         if len(reasons) == len(self.rows):
             raise ValueError(f"data {self.name}: no row can be used. {_first(excluded)}")
         ends = np.cumsum([size for _, size, _ in self.shares])
-        sizes = [size - sum(end - size <= i < end for i in reasons) for end, (_, size, _) in zip(ends, self.shares, strict=True)]
+        sizes = [
+            size - sum(end - size <= i < end for i in reasons)
+            for end, (_, size, _) in zip(ends, self.shares, strict=True)
+        ]
         shares = tuple((name, size, weight) for size, (name, _, weight) in zip(sizes, self.shares, strict=True))
         _draws(shares)
-        return replace(self._take([i for i in range(len(self.rows)) if i not in reasons]), excluded=excluded, shares=shares)
+        return replace(
+            self._take([i for i in range(len(self.rows)) if i not in reasons]), excluded=excluded, shares=shares
+        )
 
     @staticmethod
     def mix(parts: list[PromptData], weights: list[float] | None) -> PromptData:
         """All parts as one. Weights of any scale, one per part, are their shares of an epoch's draws; without, each row is drawn once."""
         if weights is not None and (len(weights) != len(parts) or not all(0 < weight < math.inf for weight in weights)):
-            raise ValueError(f"weights {' '.join(f'{w:g}' for w in weights)} of {len(parts)} sources: give each source a positive one.")
+            raise ValueError(
+                f"weights {' '.join(f'{w:g}' for w in weights)} of {len(parts)} sources: give each source a positive one."
+            )
         if len(parts) == 1:
             return parts[0]
         assert not any(part.shares for part in parts), "a weighted mixture is not mixed again"
         names, counts = [part.name for part in parts], [part.num_too_long for part in parts]
-        lists = {field: sum((getattr(part, field) for part in parts), []) for field in ("rows", "texts", "prompts", "images", "excluded")}
+        lists = {
+            field: sum((getattr(part, field) for part in parts), [])
+            for field in ("rows", "texts", "prompts", "images", "excluded")
+        }
         shares = tuple((part.name, len(part.rows), weight) for part, weight in zip(parts, weights or [], strict=False))
         _draws(shares)
         return PromptData("+".join(names), **lists, num_too_long=sum(counts), shares=shares)
@@ -347,7 +419,9 @@ class PromptData:
 
     def describe(self) -> list[str]:
         """Lines for the console: rows used, dropped, excluded (the first five named), and the shares of a weighted mixture."""
-        lines = [f"data {self.name}: {len(self.rows)} rows; {self.num_too_long} dropped (too many tokens), {len(self.excluded)} excluded"]
+        lines = [
+            f"data {self.name}: {len(self.rows)} rows; {self.num_too_long} dropped (too many tokens), {len(self.excluded)} excluded"
+        ]
         lines += [f"  excluded: {where}: {reason}" for where, reason in self.excluded[:5]]
         for count, (name, size, weight) in zip(_draws(self.shares), self.shares, strict=True):
             lines.append(
@@ -361,7 +435,9 @@ def _first(excluded: list[tuple[str, str]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--data", nargs="+", required=True, help="sources, each WHAT[@SPLIT][#ROWS]")
     parser.add_argument("--weights", nargs="*", type=float, help="of the sources, to see their shares of an epoch")
     parser.add_argument("--model", required=True, help="the tokenizer: folder or hub id")
@@ -375,15 +451,26 @@ def main() -> None:
         except (OSError, ValueError):
             config = None  # a folder with a tokenizer alone: enough to look at texts
         prompt_format, (tokenizer, vision) = prompt_format_of(args), load_processor(args, config)
-        parts = [PromptData.load(source, prompt_format, tokenizer, args.max_prompt_tokens, args.seed, vision) for source in args.data]
+        parts = [
+            PromptData.load(source, prompt_format, tokenizer, args.max_prompt_tokens, args.seed, vision)
+            for source in args.data
+        ]
         mixture = PromptData.mix(parts, args.weights)
     except (ValueError, OSError) as error:
         sys.exit("error: " + " ".join(str(error).split()))
     for data in parts:
         lengths = np.percentile([len(ids) for ids in data.prompts], [0, 50, 90, 99, 100], method="nearest")
-        print(*data.describe(), "  prompt tokens: shortest {}, median {}, 90 % {}, 99 % {}, longest {}".format(*lengths), sep="\n")
+        print(
+            *data.describe(),
+            "  prompt tokens: shortest {}, median {}, 90 % {}, 99 % {}, longest {}".format(*lengths),
+            sep="\n",
+        )
         for row, text in list(zip(data.rows, data.texts, strict=True))[: args.show]:
-            images = f"\n  {len(row.images)} images of {', '.join(str(len(image)) for image in row.images)} bytes" if row.images else ""
+            images = (
+                f"\n  {len(row.images)} images of {', '.join(str(len(image)) for image in row.images)} bytes"
+                if row.images
+                else ""
+            )
             print(f"\n--- {row.where}{images}\n{text}\n--- answer: {row.answer}\n")
     if len(parts) > 1:
         print(*mixture.describe(), sep="\n")

@@ -28,8 +28,8 @@ from transformers import PreTrainedTokenizerBase
 from batch import Rollout
 from data import PromptData, add_data_flags, name_of_source, prompt_format_of
 from fsdp_utils import World, check_launch, exit_with_error, gather_from_ranks, init_world, is_engine_leader_process
+from model.vision import Vision, load_processor, most_images
 from reward import Case, Grade, Grader, add_reward_flags, grader_of, parse_reward
-from vision import Vision, load_processor, most_images
 
 if TYPE_CHECKING:  # importing vLLM takes seconds; the checks of bad input come first
     from rollout import Engine
@@ -48,7 +48,9 @@ def submit_to(
         assert grader is not None, "an engine's leader has a grader"
         index = indices[b // group_size]
         row = data.rows[index]
-        grader.submit(b, Case(text, row.answer, row.columns, data.texts[index], num_tokens, max_tokens, is_truncated, row.where))
+        grader.submit(
+            b, Case(text, row.answer, row.columns, data.texts[index], num_tokens, max_tokens, is_truncated, row.where)
+        )
 
     return on_finished
 
@@ -109,7 +111,9 @@ def majority_score(grades: list[Grade]) -> float | None:
 
     All right answers are one answer, whatever their form; wrong ones are the same if they are read the same.
     """
-    votes = Counter("right" if grade.is_right else f"wrong {grade.answer}" for grade in grades if grade.answer is not None)
+    votes = Counter(
+        "right" if grade.is_right else f"wrong {grade.answer}" for grade in grades if grade.answer is not None
+    )
     if not votes:
         return None
     most = max(votes.values())
@@ -126,7 +130,9 @@ def figures_of(grades: list[Grade], rollout: Rollout, num_samples: int) -> dict[
     groups = [grades[i : i + num_samples] for i in range(0, len(grades), num_samples)]
     figures = {f"avg@{num_samples}": _figure([sum(grade.score for grade in group) / num_samples for group in groups])}
     for k in sorted({2**i for i in range(1, num_samples.bit_length())} | {num_samples} - {1}):
-        figures[f"pass@{k}"] = _figure([pass_at_k(sum(grade.is_right for grade in group), num_samples, k) for group in groups])
+        figures[f"pass@{k}"] = _figure(
+            [pass_at_k(sum(grade.is_right for grade in group), num_samples, k) for group in groups]
+        )
     votes = [majority_score(group) for group in groups]
     if num_samples > 1 and any(vote is not None for vote in votes):
         figures[f"maj@{num_samples}"] = _figure([vote or 0.0 for vote in votes])
@@ -135,11 +141,19 @@ def figures_of(grades: list[Grade], rollout: Rollout, num_samples: int) -> dict[
         "tokens_mean": rollout.completion_lengths_B,
         "frac_failed": [grade.is_failed for grade in grades],
     }
-    return figures | {name: _figure(np.reshape(values, (-1, num_samples)).mean(axis=1)) for name, values in per_problem.items()}
+    return figures | {
+        name: _figure(np.reshape(values, (-1, num_samples)).mean(axis=1)) for name, values in per_problem.items()
+    }
 
 
 def evaluate(
-    engine: Engine, data: PromptData, grader: Grader | None, settings: Settings, seed: tuple[int, ...], folder: Path, is_main: bool
+    engine: Engine,
+    data: PromptData,
+    grader: Grader | None,
+    settings: Settings,
+    seed: tuple[int, ...],
+    folder: Path,
+    is_main: bool,
 ) -> Result:
     """Samples and grades the set; every completion with its grade goes to `folder`/<set>.jsonl."""
     on_finished = submit_to(grader, data, np.arange(len(data.rows)), settings.samples, settings.max_completion_tokens)
@@ -161,7 +175,12 @@ def evaluate(
             for b, grade in enumerate(grades):
                 row = data.rows[b // settings.samples]
                 record = {"row": row.where, "prompt": row.prompt, "answer": row.answer, "completion": rollout.texts[b]}
-                record |= {"reward": grade.reward, "reward_status": grade.status, "is_right": grade.is_right, "read_as": grade.answer}
+                record |= {
+                    "reward": grade.reward,
+                    "reward_status": grade.status,
+                    "is_right": grade.is_right,
+                    "read_as": grade.answer,
+                }
                 record |= {"num_tokens": len(rollout.completions[b]), "is_truncated": bool(rollout.is_truncated_B[b])}
                 out.write(json.dumps(record, ensure_ascii=True) + "\n")
     return Result(data.name, len(data.rows), settings, figures_of(grades, rollout, settings.samples))
@@ -180,7 +199,9 @@ def settings_per_set(num_sets: int, prefix: str, **values: list[int] | list[floa
         "max_completion_tokens": (1, math.inf),
     }.items():
         if len(values[name]) not in (1, num_sets):
-            raise ValueError(f"{names[name]} has {len(values[name])} values for {num_sets} sets; give one for all or one for each.")
+            raise ValueError(
+                f"{names[name]} has {len(values[name])} values for {num_sets} sets; give one for all or one for each."
+            )
         for value in values[name]:
             if not low <= value <= high:  # also true for nan
                 raise ValueError(
@@ -200,7 +221,9 @@ def check_names(sources: list[str]) -> None:
     """Raises ValueError if two sets would be reported under the same name."""
     names = [name_of_source(source) for source in sources]
     if len(set(names)) < len(names):
-        raise ValueError(f"the held-out sets {', '.join(names)} are reported under their names, which must differ; rename one.")
+        raise ValueError(
+            f"the held-out sets {', '.join(names)} are reported under their names, which must differ; rename one."
+        )
 
 
 # The command ------------------------------------------------------------------------------------------------------------------------
@@ -208,16 +231,31 @@ def check_names(sources: list[str]) -> None:
 
 def table(results: list[Result], published: list[str]) -> str:
     """The console table: percentages with their standard errors, and the published numbers beside them."""
-    rows = [["set", "problems", "k", "avg@k", "pass@k", "maj@k", "truncated", "tokens"] + (["published"] if published else [])]
+    rows = [
+        ["set", "problems", "k", "avg@k", "pass@k", "maj@k", "truncated", "tokens"]
+        + (["published"] if published else [])
+    ]
     for i, result in enumerate(results):
         k = result.settings.samples
         row = [result.name, str(result.num_problems), str(k)]
-        for name, scale in ((f"avg@{k}", 100), (f"pass@{k}", 100), (f"maj@{k}", 100), ("frac_truncated", 100), ("tokens_mean", 1)):
+        for name, scale in (
+            (f"avg@{k}", 100),
+            (f"pass@{k}", 100),
+            (f"maj@{k}", 100),
+            ("frac_truncated", 100),
+            ("tokens_mean", 1),
+        ):
             mean, stderr = result.figures.get(name, (math.nan, math.nan))
-            row.append("-" if math.isnan(mean) else f"{mean * scale:.1f}" + ("" if math.isnan(stderr) else f" ± {stderr * scale:.1f}"))
+            row.append(
+                "-"
+                if math.isnan(mean)
+                else f"{mean * scale:.1f}" + ("" if math.isnan(stderr) else f" ± {stderr * scale:.1f}")
+            )
         rows.append(row + published[i : i + 1])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
 
 
 def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
@@ -229,13 +267,22 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument_group("what").add_argument
     add("--model", required=True, help="folder in Hugging Face format (runs/x/step_90) or hub id")
     add("--data", nargs="+", required=True, help="sets, each WHAT[@SPLIT][#ROWS]: see data.py")
-    add("--out_dir", help="new folder for results.json and the completions; default: MODEL/eval/TIME, or eval/MODEL/TIME for a hub id")
+    add(
+        "--out_dir",
+        help="new folder for results.json and the completions; default: MODEL/eval/TIME, or eval/MODEL/TIME for a hub id",
+    )
     add("--published", nargs="+", default=[], help="published numbers to show beside ours, one text per set")
     add = parser.add_argument_group("sampling").add_argument
     add("--samples", type=int, nargs="+", default=[1], help="k: completions per problem")
     add("--temperature", type=float, nargs="+", default=[1.0], help="0 is greedy")
     add("--top_p", type=float, nargs="+", default=[1.0], help="nucleus sampling")
-    add("--max_completion_tokens", type=int, nargs="+", default=[2048], help="a completion is cut (truncated) after this many tokens")
+    add(
+        "--max_completion_tokens",
+        type=int,
+        nargs="+",
+        default=[2048],
+        help="a completion is cut (truncated) after this many tokens",
+    )
     add("--seed", type=int, default=1, help="of sampling")
     add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the engine's arithmetic")
     add("--tensor_parallel_size", type=int, default=1, help="ranks per vLLM engine; divides the number of ranks")
@@ -261,23 +308,35 @@ def check_and_load(
     sampling = {"samples": args.samples, "temperature": args.temperature, "top_p": args.top_p}
     settings = settings_per_set(len(args.data), "", **sampling, max_completion_tokens=args.max_completion_tokens)
     if args.published and len(args.published) != len(args.data):
-        raise ValueError(f"--published has {len(args.published)} numbers for {len(args.data)} sets; give one for each, '-' for none.")
+        raise ValueError(
+            f"--published has {len(args.published)} numbers for {len(args.data)} sets; give one for each, '-' for none."
+        )
     stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
-    default = Path(args.model) / "eval" / stamp if Path(args.model).is_dir() else Path("eval") / args.model.replace("/", "--") / stamp
+    default = (
+        Path(args.model) / "eval" / stamp
+        if Path(args.model).is_dir()
+        else Path("eval") / args.model.replace("/", "--") / stamp
+    )
     out_dir = Path(args.out_dir) if args.out_dir else default
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise ValueError(f"--out_dir {str(out_dir)!r} is there already and not empty; choose another.")
     try:
         config = AutoConfig.from_pretrained(args.model)
     except (OSError, ValueError) as error:
-        raise ValueError(f"--model {args.model!r} is neither a folder with a model nor a model that the hub has: {error}") from None
+        raise ValueError(
+            f"--model {args.model!r} is neither a folder with a model nor a model that the hub has: {error}"
+        ) from None
     tokenizer, vision = load_processor(args, config)
     longest = args.max_prompt_tokens + max(args.max_completion_tokens)
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     if context is not None and longest > context:
-        raise ValueError(f"--max_prompt_tokens + --max_completion_tokens = {longest} is beyond the model's context of {context} tokens.")
+        raise ValueError(
+            f"--max_prompt_tokens + --max_completion_tokens = {longest} is beyond the model's context of {context} tokens."
+        )
     prompt_format = prompt_format_of(args)
-    sets = [PromptData.load(source, prompt_format, tokenizer, args.max_prompt_tokens, 0, vision) for source in args.data]
+    sets = [
+        PromptData.load(source, prompt_format, tokenizer, args.max_prompt_tokens, 0, vision) for source in args.data
+    ]
     grader = grader_of(args) if is_engine_leader_process(args.tensor_parallel_size) else None
     return settings, sets, tokenizer, vision, grader, out_dir
 
@@ -294,17 +353,29 @@ def main() -> None:
     except (ValueError, OSError, RuntimeError) as error:
         exit_with_error(error)
     if world.is_main:
-        print(*[line for data in sets for line in data.describe()], f"first prompt: {sets[0].texts[0]!r}", sep="\n", flush=True)
+        print(
+            *[line for data in sets for line in data.describe()],
+            f"first prompt: {sets[0].texts[0]!r}",
+            sep="\n",
+            flush=True,
+        )
 
     import torch
 
-    from rollout import Engine, largest_share  # here, not above: vLLM takes seconds to import, and bad input should be told at once
+    from rollout import (  # here, not above: vLLM takes seconds to import, and bad input should be told at once
+        Engine,
+        largest_share,
+    )
 
     max_model_len = args.max_prompt_tokens + max(args.max_completion_tokens)
     options = (getattr(torch, args.dtype), args.gpu_memory_utilization, args.enforce_eager, args.seed)
     images = (vision, most_images(image for data in sets for image in data.images))
-    sequences = largest_share([(len(data.rows), each.samples) for data, each in zip(sets, settings, strict=True)], world)
-    engine = Engine(args.model, tokenizer, world, max_model_len, *options, *images, load_weights=True, most_sequences=sequences)
+    sequences = largest_share(
+        [(len(data.rows), each.samples) for data, each in zip(sets, settings, strict=True)], world
+    )
+    engine = Engine(
+        args.model, tokenizer, world, max_model_len, *options, *images, load_weights=True, most_sequences=sequences
+    )
     results = []
     for index, (data, each) in enumerate(zip(sets, settings, strict=True)):
         results.append(evaluate(engine, data, grader, each, (args.seed, index), out_dir, world.is_main))
@@ -312,12 +383,18 @@ def main() -> None:
         record = {"flags": vars(args), "sets": {}}
         for result, data in zip(results, sets, strict=True):
             figures = {
-                name: {"mean": mean, "stderr": None if math.isnan(stderr) else stderr} for name, (mean, stderr) in result.figures.items()
+                name: {"mean": mean, "stderr": None if math.isnan(stderr) else stderr}
+                for name, (mean, stderr) in result.figures.items()
             }
             counts = {"problems": result.num_problems, "too_long": data.num_too_long, "excluded": data.excluded}
             record["sets"][result.name] = counts | vars(result.settings) | figures
         (out_dir / "results.json").write_text(json.dumps(record, indent=2) + "\n")
-        print(table(results, args.published), f"results.json and every completion with its grade: {out_dir}", sep="\n", flush=True)
+        print(
+            table(results, args.published),
+            f"results.json and every completion with its grade: {out_dir}",
+            sep="\n",
+            flush=True,
+        )
     if grader is not None:
         grader.close()
     engine.close()

@@ -102,9 +102,13 @@ def check_launch(tp_size: int, dtype: str) -> None:
             f"(torchrun --nproc_per_node {num_gpus} {Path(sys.argv[0]).name} ...), or hide the others with CUDA_VISIBLE_DEVICES={ids}."
         )
     if 0 < num_gpus < local_size:
-        raise ValueError(f"{local_size} processes were started on this node but only {num_gpus} GPUs are visible; one rank needs one GPU.")
+        raise ValueError(
+            f"{local_size} processes were started on this node but only {num_gpus} GPUs are visible; one rank needs one GPU."
+        )
     if num_gpus and dtype == "float32":
-        raise ValueError("--dtype float32: the packed attention kernel of CUDA computes in bfloat16; leave --dtype out.")
+        raise ValueError(
+            "--dtype float32: the packed attention kernel of CUDA computes in bfloat16; leave --dtype out."
+        )
     check_whole_engines(tp_size, world_size)
 
 
@@ -180,7 +184,12 @@ def close_world() -> None:
 
 
 def shard(
-    root: nn.Module, layers: list[nn.Module], world: World, compute_dtype: torch.dtype, on_host: bool = False, stays_gathered: bool = False
+    root: nn.Module,
+    layers: list[nn.Module],
+    world: World,
+    compute_dtype: torch.dtype,
+    on_host: bool = False,
+    stays_gathered: bool = False,
 ) -> torch.device:
     """FSDP2 full shard, in place: one all-gather unit per decoder layer and one for the rest. Returns the device of the shards.
 
@@ -192,9 +201,13 @@ def shard(
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if on_host else OffloadPolicy()
     for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=not stays_gathered)
+        fully_shard(
+            layer, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=not stays_gathered
+        )
     for layer, after in pairwise(layers):
-        layer.set_modules_to_forward_prefetch([after])  # the next layer is gathered while this one computes, as FSDP does backwards
+        layer.set_modules_to_forward_prefetch(
+            [after]
+        )  # the next layer is gathered while this one computes, as FSDP does backwards
     fully_shard(root, mesh=mesh, mp_policy=precision, offload_policy=offload)
     return torch.device("cpu") if on_host else world.device
 
@@ -212,7 +225,9 @@ def fill_from_main(target: Tensor, full: Tensor | None) -> None:
         target.copy_(full)
         return
     device = target.device_mesh.device_type
-    full = torch.empty(target.shape, dtype=target.dtype, device=device) if full is None else full.to(device, target.dtype)
+    full = (
+        torch.empty(target.shape, dtype=target.dtype, device=device) if full is None else full.to(device, target.dtype)
+    )
     target.to_local().copy_(distribute_tensor(full, target.device_mesh, target.placements).to_local())
 
 

@@ -13,7 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-LOG_RATIO_LIMIT = 20.0  # exp(20) = 5e8: beyond it a ratio is only a way to overflow (EasyR1 and verl clamp token ratios alike)
+LOG_RATIO_LIMIT = (
+    20.0  # exp(20) = 5e8: beyond it a ratio is only a way to overflow (EasyR1 and verl clamp token ratios alike)
+)
 
 
 # Advantages ----------------------------------------------------------------------------------------------------------------------
@@ -116,7 +118,9 @@ def clipped_loss(
     return loss, is_low, is_high
 
 
-def cispo_loss(logprobs: Tensor, ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor, Tensor]:
+def cispo_loss(
+    logprobs: Tensor, ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, is_low, is_high): -A * logprob, weighted with the detached ratio clipped to [1 - clip_low, 1 + clip_high].
 
     CISPO, MiniMax-M1 (arXiv 2506.13585), eq. 4 and 5: no token loses its gradient, is_low and is_high mark those whose weight is
@@ -173,7 +177,13 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k3", c
 
 
 def rollout_weights(
-    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, sequence_ids: Tensor, kind: str, low: float, high: float
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    mask: Tensor,
+    sequence_ids: Tensor,
+    kind: str,
+    low: float,
+    high: float,
 ) -> tuple[Tensor, Tensor]:
     """(weights, is_outside), per token and without gradient: how much more likely the trainer finds what the sampler drew.
 

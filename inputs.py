@@ -12,10 +12,10 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from data import PromptData, prompt_format_of
 from evaluate import Settings, check_names, settings_per_set, without_bad_keys
 from fsdp_utils import World, check_launch, is_engine_leader_process, launched_world_size
-from lora import check_lora
+from model.lora import check_lora
+from model.vision import Vision, load_processor
 from plan import Plan, check_flags, check_model, make_plan
 from reward import Grader, grader_of, parse_reward
-from vision import Vision, load_processor
 
 
 @dataclass(frozen=True)
@@ -35,26 +35,43 @@ def check_and_load_data(args: argparse.Namespace) -> Inputs:
     check_launch(args.tensor_parallel_size, args.dtype)
     check_flags(args, launched_world_size())
     if args.compile_layers and not torch.cuda.is_available():
-        raise ValueError("--compile_layers has no effect without a GPU: vLLM on CPU runs with torch.compile off; leave it out.")
+        raise ValueError(
+            "--compile_layers has no effect without a GPU: vLLM on CPU runs with torch.compile off; leave it out."
+        )
     parse_reward(args.reward)
     check_names(args.eval_data)
     sampling = {"samples": args.eval_samples, "temperature": args.eval_temperature, "top_p": args.eval_top_p}
-    eval_settings = settings_per_set(len(args.eval_data), "eval_", **sampling, max_completion_tokens=args.eval_max_completion_tokens)
+    eval_settings = settings_per_set(
+        len(args.eval_data), "eval_", **sampling, max_completion_tokens=args.eval_max_completion_tokens
+    )
     owner, _, name = args.model.rpartition("/")
     is_like_hub_id = name and "/" not in owner and owner[:1] not in (".", "~") and not (owner and Path(owner).is_dir())
     if not Path(args.model).exists() and not is_like_hub_id:
-        raise FileNotFoundError(f"--model {args.model!r}: no such folder, and not of the form of a hub id (owner/name).")
+        raise FileNotFoundError(
+            f"--model {args.model!r}: no such folder, and not of the form of a hub id (owner/name)."
+        )
     try:
         model_config = AutoConfig.from_pretrained(args.model)
     except (OSError, ValueError) as error:
-        raise ValueError(f"--model {args.model!r} is neither a folder with a model nor a model that the hub has: {error}") from None
+        raise ValueError(
+            f"--model {args.model!r} is neither a folder with a model nor a model that the hub has: {error}"
+        ) from None
     check_model(args, model_config)
     check_lora(args, model_config)
     tokenizer, vision = load_processor(args, model_config)
-    rules = {"prompt_format": prompt_format_of(args), "tokenizer": tokenizer, "max_prompt_tokens": args.max_prompt_tokens, "vision": vision}
+    rules = {
+        "prompt_format": prompt_format_of(args),
+        "tokenizer": tokenizer,
+        "max_prompt_tokens": args.max_prompt_tokens,
+        "vision": vision,
+    }
     train_parts = [PromptData.load(source, **rules, seed=args.seed) for source in args.train_data]
-    make_plan(args, len(PromptData.mix(train_parts, args.data_weights).rows))  # tells what is wrong with weights and numbers of rows
-    eval_sets = [PromptData.load(source, **rules, seed=0) for source in args.eval_data]  # the same problems whatever the run's seed
+    make_plan(
+        args, len(PromptData.mix(train_parts, args.data_weights).rows)
+    )  # tells what is wrong with weights and numbers of rows
+    eval_sets = [
+        PromptData.load(source, **rules, seed=0) for source in args.eval_data
+    ]  # the same problems whatever the run's seed
     grader = grader_of(args) if is_engine_leader_process(args.tensor_parallel_size) else None
     return Inputs(tokenizer, vision, train_parts, eval_sets, eval_settings, grader)
 

@@ -40,7 +40,9 @@ class PhaseTimer:
         if step in self.profile_steps:
             self.folder.mkdir(parents=True, exist_ok=True)
             file = self.folder / f"step_{step}_rank_{self.rank}.json.gz"
-            self.profiler = torch.profiler.profile(on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(file)))
+            self.profiler = torch.profiler.profile(
+                on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(file))
+            )
             self.profiler.start()
 
     @contextmanager
@@ -59,7 +61,9 @@ class PhaseTimer:
         if self.profiler is not None:
             self.profiler.stop()
             self.profiler = None
-        taken = {f"time/{name}_s": seconds for name, seconds in self.seconds.items()} | {"time/step_s": now - self.start}
+        taken = {f"time/{name}_s": seconds for name, seconds in self.seconds.items()} | {
+            "time/step_s": now - self.start
+        }
         self.seconds, self.start = {}, now
         return taken
 
@@ -97,7 +101,9 @@ def reward_metrics(grades: list[Grade]) -> Metrics:
     metrics["reward/errors"] -= metrics["reward/timeouts"]
     names = dict.fromkeys(name for grade in grades for name in grade.parts)
     if len(names) > 1:
-        metrics |= {f"reward/part/{name}": sum(grade.parts.get(name, 0.0) for grade in grades) / len(grades) for name in names}
+        metrics |= {
+            f"reward/part/{name}": sum(grade.parts.get(name, 0.0) for grade in grades) / len(grades) for name in names
+        }
     return metrics
 
 
@@ -122,12 +128,16 @@ class RunLog:
         self._append("metrics.jsonl", {"step": step, **finite})
         self.say(console_line(step, self.total_steps, metrics))
 
-    def samples(self, step: int, rollout: Rollout, grades: list[Grade], rows: list[Row], group_size: int, num_groups: int = 2) -> None:
+    def samples(
+        self, step: int, rollout: Rollout, grades: list[Grade], rows: list[Row], group_size: int, num_groups: int = 2
+    ) -> None:
         """Appends the first completions of the first groups, with prompts, answers and rewards, to samples.jsonl."""
         if not self.is_main:
             return
         assert rollout.advantages is not None, "samples are written when the advantages are known"
-        for b in [group * group_size + g for group in range(min(num_groups, len(rows))) for g in range(min(2, group_size))]:
+        for b in [
+            group * group_size + g for group in range(min(num_groups, len(rows))) for g in range(min(2, group_size))
+        ]:
             row = rows[b // group_size]
             shown = {"step": step, "prompt": row.prompt, "answer": row.answer, "completion": rollout.texts[b]}
             scores = {
@@ -144,17 +154,29 @@ class RunLog:
             lines = [json.dumps({"set": name, "row": where, "reason": reason}) + "\n" for name, where, reason in rows]
             (self.out_dir / "excluded_rows.jsonl").write_text("".join(lines))
 
-    def reward_failures(self, step: int, rollout: Rollout, grades: list[Grade], rows: list[Row], group_size: int) -> None:
+    def reward_failures(
+        self, step: int, rollout: Rollout, grades: list[Grade], rows: list[Row], group_size: int
+    ) -> None:
         """Appends each completion that could not be graded to reward_failures.jsonl and names the first three on the console."""
         failed = [b for b, grade in enumerate(grades) if grade.is_failed] if self.is_main else []
         for b in failed:
             row = rows[b // group_size]
-            record = {"step": step, "row": row.where, "status": grades[b].status, "answer": row.answer, "completion": rollout.texts[b]}
+            record = {
+                "step": step,
+                "row": row.where,
+                "status": grades[b].status,
+                "answer": row.answer,
+                "completion": rollout.texts[b],
+            }
             self._append("reward_failures.jsonl", record)
         for b in failed[:3]:
-            self.say(f"step {step}: reward {grades[b].status}, of {rows[b // group_size].where}: {rollout.texts[b][-100:]!r}")
+            self.say(
+                f"step {step}: reward {grades[b].status}, of {rows[b // group_size].where}: {rollout.texts[b][-100:]!r}"
+            )
         if len(failed) > 3:
-            self.say(f"step {step}: {len(failed)} of {len(grades)} completions could not be graded; all are in reward_failures.jsonl")
+            self.say(
+                f"step {step}: {len(failed)} of {len(grades)} completions could not be graded; all are in reward_failures.jsonl"
+            )
 
     def plot(self) -> None:
         """Draws curves.png from metrics.jsonl."""
@@ -164,7 +186,9 @@ class RunLog:
     def _append(self, name: str, record: dict[str, object]) -> None:
         file = self.out_dir / name
         with file.open("a+b") as out:
-            if out.tell() and not _ends_with_newline(file):  # a kill in the middle of a line: keep what is whole apart from what is not
+            if out.tell() and not _ends_with_newline(
+                file
+            ):  # a kill in the middle of a line: keep what is whole apart from what is not
                 out.write(b"\n")
             out.write(json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n")
 
@@ -228,7 +252,10 @@ def plot_curves(records: list[dict[str, float]], run_dir: Path) -> None:
     panels = [
         ("reward", ["reward/mean"]),
         ("held-out accuracy", eval_names),
-        ("completion tokens", ["completion/tokens_mean", "completion/tokens_right_mean", "completion/tokens_wrong_mean"]),
+        (
+            "completion tokens",
+            ["completion/tokens_mean", "completion/tokens_right_mean", "completion/tokens_wrong_mean"],
+        ),
         ("KL to the reference", ["policy/kl_ref"]),
         ("entropy, nats", ["policy/entropy"]),
         ("clipped tokens, share", ["policy/clip_frac"]),
@@ -239,7 +266,9 @@ def plot_curves(records: list[dict[str, float]], run_dir: Path) -> None:
         for name in names:
             points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
             if points:
-                axis.plot(*zip(*points, strict=True), marker="o" if name in eval_names else None, label=name.partition("/")[2])
+                axis.plot(
+                    *zip(*points, strict=True), marker="o" if name in eval_names else None, label=name.partition("/")[2]
+                )
         axis.set(title=title, xlabel="step")
         axis.grid(alpha=0.3)
         if axis.lines and (len(names) > 1 or names == eval_names):

@@ -101,7 +101,9 @@ def check_flags(args: Namespace, world_size: int) -> None:
     num_engines = world_size // args.tensor_parallel_size
     engines = f"{num_engines} engines ({world_size} ranks / --tensor_parallel_size {args.tensor_parallel_size})"
     if args.group_size < 2:
-        raise ValueError(f"--group_size {args.group_size}: an advantage compares completions of the same prompt; use at least 2.")
+        raise ValueError(
+            f"--group_size {args.group_size}: an advantage compares completions of the same prompt; use at least 2."
+        )
     if args.prompts_per_step % num_engines:
         raise ValueError(
             f"--prompts_per_step {args.prompts_per_step} is not divisible by {engines}; {_suggest(args.prompts_per_step, num_engines)}."
@@ -127,7 +129,9 @@ def check_flags(args: Namespace, world_size: int) -> None:
             f"{args.prompts_per_step * args.group_size} completions."
         )
     if args.param_dtype == "bfloat16" and args.dtype == "float32":
-        raise ValueError("--dtype float32 computes more finely than --param_dtype bfloat16 stores; leave one of them out.")
+        raise ValueError(
+            "--dtype float32 computes more finely than --param_dtype bfloat16 stores; leave one of them out."
+        )
     if args.lora_rank and (args.param_dtype != "float32" or args.offload_reference):
         flag = "--offload_reference" if args.offload_reference else f"--param_dtype {args.param_dtype}"
         reason = "frozen weights are held in --dtype, adapters in float32, and the reference is the policy with its adapter off"
@@ -154,7 +158,9 @@ def check_model(args: Namespace, config: PretrainedConfig) -> None:
 
     num_heads = getattr(config, "num_attention_heads", args.tensor_parallel_size)
     if num_heads % args.tensor_parallel_size:
-        raise ValueError(f"--tensor_parallel_size {args.tensor_parallel_size} does not divide the model's {num_heads} attention heads.")
+        raise ValueError(
+            f"--tensor_parallel_size {args.tensor_parallel_size} does not divide the model's {num_heads} attention heads."
+        )
     window = getattr(config, "sliding_window", None)
     has_window = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
     if window and has_window and getattr(config, "use_sliding_window", True) and window < longest:

@@ -28,10 +28,12 @@ from transformers import (
 )
 
 from batch import Batch, Segment
-from loading import fill, without_storage
+from model.weights import fill, without_storage
 
 HEAD_CHUNK_LOGITS = 1024 * 152_064  # 0.6 GiB in fp32, 1,024 tokens of Qwen2.5; there are two such tensors at most
-RECTANGLE_PADDING = 128  # padding slots of a rectangle (CPU), at most: of 32 to 1,024, 64 and 128 are fast for short and long sequences
+RECTANGLE_PADDING = (
+    128  # padding slots of a rectangle (CPU), at most: of 32 to 1,024, 64 and 128 are fast for short and long sequences
+)
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -45,7 +47,9 @@ class Packing:
     cu_seqlens_k: Tensor | None
     # CPU: sequences of similar length share a padded rectangle, and the rectangles lie end to end in M slots
     rectangles: list[tuple[int, int]]  # sequences and slots of each: M is the sum of the products
-    positions_M: Tensor | None  # the packed position in each slot; in padding some position of the same sequence; None: slot m has m
+    positions_M: (
+        Tensor | None
+    )  # the packed position in each slot; in padding some position of the same sequence; None: slot m has m
     slots_N: Tensor | None  # the slot of each packed position; the first one where several sequences share it
 
 
@@ -123,9 +127,13 @@ def packed_attention(
     assert packing is not None, "call the model through Policy, which passes the packing"
     ignored = [name for name in ("softcap", "s_aux") if unused.get(name) is not None]
     if ignored:
-        raise ValueError(f"this model's attention uses {', '.join(ignored)}, which packed attention does not implement.")
+        raise ValueError(
+            f"this model's attention uses {', '.join(ignored)}, which packed attention does not implement."
+        )
     if sliding_window is not None and sliding_window < packing.max_length:
-        raise ValueError(f"sliding-window attention of {sliding_window} tokens is not supported for sequences of {packing.max_length}.")
+        raise ValueError(
+            f"sliding-window attention of {sliding_window} tokens is not supported for sequences of {packing.max_length}."
+        )
     if packing.cu_seqlens is not None:
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
         if packing.positions_M is not None:
@@ -136,11 +144,15 @@ def packed_attention(
         )  # fmt: skip
         return out[None], None
     sizes = [count * length for count, length in packing.rectangles]
-    in_slots = (x[0].transpose(0, 1).index_select(0, packing.positions_M) for x in (query, key, value))  # [M, heads, head_dim]
+    in_slots = (
+        x[0].transpose(0, 1).index_select(0, packing.positions_M) for x in (query, key, value)
+    )  # [M, heads, head_dim]
     rows = []
     for shape, *parts in zip(packing.rectangles, *(x.split(sizes) for x in in_slots), strict=True):
         q, k, v = (part.unflatten(0, shape).transpose(1, 2) for part in parts)  # [S, heads, L, head_dim]
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+        )
         rows.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(rows).index_select(0, packing.slots_N)[None], None
 
@@ -172,7 +184,12 @@ class _HeadLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, with_entropy_gradient: bool
+        ctx: FunctionCtx,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        temperature: float,
+        with_entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(hidden, weight, labels)
         ctx.settings = temperature, with_entropy_gradient
@@ -200,7 +217,9 @@ class _HeadLogprobs(torch.autograd.Function):
                 grad = _chunk_logprobs(hidden[rows], weight, temperature)
             if with_entropy_gradient:  # ... h p_v (-log p_v - entropy)
                 probs = grad.exp()
-                entropy = -torch.einsum("tv,tv->t", probs, grad)[:, None]  # a product of its own would be a third such tensor
+                entropy = -torch.einsum("tv,tv->t", probs, grad)[
+                    :, None
+                ]  # a product of its own would be a third such tensor
                 grad = probs.mul_(grad.add_(entropy).mul_(-grad_entropies[rows, None]).sub_(grad_logprobs[rows, None]))
                 del probs  # or its memory would still be held when the next chunk is computed
             else:

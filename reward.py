@@ -35,8 +35,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from verifiers import BUILT_IN, Case, Verifier, key_problem, soft_overlong
-from workers import Outcome, Pool
+from grading.pool import Outcome, Pool
+from grading.verifiers import BUILT_IN, Case, Verifier, key_problem, soft_overlong
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,9 @@ def parse_reward(spec: str) -> list[Term]:
     for part in spec.split(","):
         match = re.fullmatch(r"\s*(@\w[\w.]*|[^:,]+\.py:\w+|\w+)(?::([^:]+))?\s*", part)
         if not match:
-            raise ValueError(f"--reward {spec!r}: {part!r} is none of NAME, NAME:WEIGHT, @COLUMN, my_reward.py:function.")
+            raise ValueError(
+                f"--reward {spec!r}: {part!r} is none of NAME, NAME:WEIGHT, @COLUMN, my_reward.py:function."
+            )
         name = match[1]
         if not name.startswith("@") and ".py:" not in name and name not in {*BUILT_IN, "length"}:
             names = ", ".join([*BUILT_IN, "length"])
@@ -92,7 +94,9 @@ def parse_reward(spec: str) -> list[Term]:
         except ValueError:
             weight = math.nan
         if not math.isfinite(weight) or weight == 0.0:
-            raise ValueError(f"--reward {spec!r}: the weight {match[2]!r} of {name} must be a finite number other than 0.")
+            raise ValueError(
+                f"--reward {spec!r}: the weight {match[2]!r} of {name} must be a finite number other than 0."
+            )
         if ".py:" in name and not Path(name.partition(":")[0]).is_file():
             raise FileNotFoundError(f"--reward {spec!r}: the file {name.partition(':')[0]!r} does not exist.")
         terms.append(Term(name, weight))
@@ -105,7 +109,9 @@ def parse_reward(spec: str) -> list[Term]:
 def _own_verifier(name: str) -> Verifier:
     """The function `file.py:function` as a verifier. Raises ValueError if the file does not define it, and whatever the file raises."""
     path, _, function_name = name.rpartition(":")
-    module_spec = importlib.util.spec_from_file_location(f"own_reward_{Path(path).stem}", path)  # a file may be called math.py
+    module_spec = importlib.util.spec_from_file_location(
+        f"own_reward_{Path(path).stem}", path
+    )  # a file may be called math.py
     assert module_spec is not None and module_spec.loader is not None, "a .py file always has a loader"
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module  # as an import would: dataclasses and pickle look there
@@ -113,9 +119,17 @@ def _own_verifier(name: str) -> Verifier:
     module_spec.loader.exec_module(module)
     function = getattr(module, function_name, None)
     if not callable(function):
-        functions = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-        raise ValueError(f"--reward {name}: {path} has no function {function_name!r}; it has {', '.join(functions) or 'none'}.")
-    extra = [key for key in ("prompt", "num_tokens", "max_tokens", "is_truncated") if key in inspect.signature(function).parameters]
+        functions = [
+            key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")
+        ]
+        raise ValueError(
+            f"--reward {name}: {path} has no function {function_name!r}; it has {', '.join(functions) or 'none'}."
+        )
+    extra = [
+        key
+        for key in ("prompt", "num_tokens", "max_tokens", "is_truncated")
+        if key in inspect.signature(function).parameters
+    ]
 
     def verify(case: Case) -> tuple[float, str | None]:
         value = function(case.completion, case.answer, case.columns, **{key: getattr(case, key) for key in extra})
@@ -147,18 +161,25 @@ def make_handler(spec: str, overlong_cache_tokens: int | None) -> Callable[[tupl
     def verify_length(case: Case) -> tuple[float, str | None]:
         if case.num_tokens is None or case.max_tokens is None:
             raise ValueError("the reward `length` needs num_tokens and max_tokens")
-        return soft_overlong(case.num_tokens, case.max_tokens, overlong_cache_tokens or max(case.max_tokens // 5, 1)), None
+        return soft_overlong(
+            case.num_tokens, case.max_tokens, overlong_cache_tokens or max(case.max_tokens // 5, 1)
+        ), None
 
     def verifier_of(term: Term, case: Case) -> Verifier:
         if term.name == "length":
             return verify_length
-        return own.get(term.name) or BUILT_IN[_column_verifier(term.name, case.columns) if term.name[0] == "@" else term.name]
+        return (
+            own.get(term.name)
+            or BUILT_IN[_column_verifier(term.name, case.columns) if term.name[0] == "@" else term.name]
+        )
 
     def handle(request: tuple[str, Case]) -> object:
         kind, case = request
         if kind == "check":
             try:
-                names = [_column_verifier(term.name, case.columns) if term.name[0] == "@" else term.name for term in terms]
+                names = [
+                    _column_verifier(term.name, case.columns) if term.name[0] == "@" else term.name for term in terms
+                ]
             except ValueError as error:
                 return str(error)
             return next((problem for name in names if (problem := key_problem(name, case.answer, case.columns))), None)
@@ -209,8 +230,10 @@ class Grader:
         self.truncated = truncated
         needs_math = any(term.name == "math" or term.name[0] == "@" for term in terms)
         try:
-            prepare = "math_equal:warm_up" if needs_math else ""
-            self.pool = Pool("reward:make_handler", (spec, overlong_cache_tokens), num_workers, timeout, memory_gib, prepare)
+            prepare = "grading.math_equal:warm_up" if needs_math else ""
+            self.pool = Pool(
+                "reward:make_handler", (spec, overlong_cache_tokens), num_workers, timeout, memory_gib, prepare
+            )
         except ValueError as error:
             raise ValueError(f"--reward {spec!r}: {error}") from None
         self.ungraded: dict[int, Grade] = {}
@@ -260,7 +283,9 @@ class Grader:
                 if i not in outcomes or outcomes[i].status != "ok":
                     self.pool.submit(i, ("check", case))
             outcomes |= self.pool.collect()
-        reasons = {i: outcomes[i].value if outcomes[i].status == "ok" else outcomes[i].status for i in range(len(cases))}
+        reasons = {
+            i: outcomes[i].value if outcomes[i].status == "ok" else outcomes[i].status for i in range(len(cases))
+        }
         return {i: str(reason) for i, reason in reasons.items() if reason is not None}
 
     def close(self) -> None:
@@ -278,7 +303,14 @@ def grader_of(args: argparse.Namespace) -> Grader:
     """The grader that the flags describe. Without --reward_workers, the engines of a node share its cores."""
     engines_of_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // getattr(args, "tensor_parallel_size", 1)
     num_workers = args.reward_workers or max(1, len(os.sched_getaffinity(0)) // max(1, engines_of_node))
-    return Grader(args.reward, args.reward_timeout, args.reward_memory_gib, num_workers, args.truncated, args.overlong_cache_tokens)
+    return Grader(
+        args.reward,
+        args.reward_timeout,
+        args.reward_memory_gib,
+        num_workers,
+        args.truncated,
+        args.overlong_cache_tokens,
+    )
 
 
 def add_reward_flags(parser: argparse.ArgumentParser, default: str | None = None) -> None:
@@ -287,9 +319,24 @@ def add_reward_flags(parser: argparse.ArgumentParser, default: str | None = None
     names = "math, gsm8k, ifeval, exact, format, think_format, length"
     sums = "a weighted sum (math:1.0,format:0.1); @COLUMN: the one that the row's column names; my_reward.py:function; see reward.py"
     add("--reward", default=default, required=default is None, help=f"{names}; {sums}")
-    add("--reward_timeout", type=float, default=5.0, help="seconds after which the grading of one completion is given up: reward 0")
-    add("--reward_memory_gib", type=float, default=4.0, help="data that a grading process may hold before it is ended: reward 0")
-    add("--reward_workers", type=int, default=0, help="grading processes per engine; 0: the cores of the node, divided by its engines")
+    add(
+        "--reward_timeout",
+        type=float,
+        default=5.0,
+        help="seconds after which the grading of one completion is given up: reward 0",
+    )
+    add(
+        "--reward_memory_gib",
+        type=float,
+        default=4.0,
+        help="data that a grading process may hold before it is ended: reward 0",
+    )
+    add(
+        "--reward_workers",
+        type=int,
+        default=0,
+        help="grading processes per engine; 0: the cores of the node, divided by its engines",
+    )
     add("--truncated", choices=TRUNCATED_CHOICES, default="score", help="completions cut at their token limit: graded like the others "
         "(score), reward 0 (zero), or graded but left out of the loss (mask)")  # fmt: skip
     add(
@@ -320,7 +367,9 @@ def read_cases(path: str, max_tokens: int | None) -> tuple[list[dict[str, object
         answer = row["answer"] if isinstance(row["answer"], str) else json.dumps(row["answer"], ensure_ascii=False)
         options = {name: row[name] for name in ("prompt", "num_tokens", "is_truncated") if name in row}
         rows.append(row)
-        cases.append(Case(row["completion"], answer, row, max_tokens=row.get("max_tokens", max_tokens), where=where, **options))
+        cases.append(
+            Case(row["completion"], answer, row, max_tokens=row.get("max_tokens", max_tokens), where=where, **options)
+        )
     return rows, cases
 
 
@@ -331,8 +380,12 @@ def main() -> None:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--input", required=True, help="a .jsonl file, one JSON object per line")
-    parser.add_argument("--output", required=True, help="the graded rows; written when all are graded, replaced if it exists")
-    parser.add_argument("--max_completion_tokens", type=int, help="the reward `length`: the limit, where rows have no max_tokens")
+    parser.add_argument(
+        "--output", required=True, help="the graded rows; written when all are graded, replaced if it exists"
+    )
+    parser.add_argument(
+        "--max_completion_tokens", type=int, help="the reward `length`: the limit, where rows have no max_tokens"
+    )
     add_reward_flags(parser)
     args = parser.parse_args()
     try:
@@ -355,7 +408,9 @@ def main() -> None:
             out.write(json.dumps({**row, "reward": result[0], "reward_status": result[1]}) + "\n")
     unfinished.replace(args.output)
     good = [grade for grade in grades.values() if grade.status == "ok"]
-    failed = [f"{case.where}: {grades[i].status}" for i, case in enumerate(cases) if i in grades and grades[i].status != "ok"]
+    failed = [
+        f"{case.where}: {grades[i].status}" for i, case in enumerate(cases) if i in grades and grades[i].status != "ok"
+    ]
     print(f"{len(rows)} rows: {len(good)} graded, mean reward {sum(g.reward for g in good) / max(len(good), 1):.4f}; {len(failed)} failed, "
           f"{len(bad_keys)} with an answer key that cannot be used")  # fmt: skip
     for line in [*(f"{cases[i].where}: {reason}" for i, reason in bad_keys.items()), *failed][:20]:

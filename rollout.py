@@ -23,13 +23,21 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine runs in this process: its weights and its seed are ours
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about tuning, dozens of lines per rank; one exception below
+os.environ.setdefault(
+    "VLLM_ENABLE_V1_MULTIPROCESSING", "0"
+)  # the engine runs in this process: its weights and its seed are ours
+os.environ.setdefault(
+    "VLLM_LOGGING_LEVEL", "ERROR"
+)  # its warnings are about tuning, dozens of lines per rank; one exception below
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # CPU: several ranks share the cores; binding would put them on the same one
+os.environ.setdefault(
+    "VLLM_CPU_OMP_THREADS_BIND", "nobind"
+)  # CPU: several ranks share the cores; binding would put them on the same one
 
 warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
-logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # on CPU there is no triton, which is as it should be
+logging.getLogger("torch._library.triton").setLevel(
+    logging.ERROR
+)  # on CPU there is no triton, which is as it should be
 
 import numpy as np
 import torch
@@ -41,15 +49,19 @@ from vllm import LLM, CompletionOutput, SamplingParams, TokensPrompt
 from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-logging.getLogger("vllm.model_executor.model_loader.reload.inplace").setLevel(logging.WARNING)  # "weights were not loaded"
+logging.getLogger("vllm.model_executor.model_loader.reload.inplace").setLevel(
+    logging.WARNING
+)  # "weights were not loaded"
 
 from batch import Rollout
 from fsdp_utils import World, gather_from_ranks
-from vision import PromptImages, Vision
+from model.vision import PromptImages, Vision
 
 MOST_AT_ONCE = 256  # sequences for each rank of an engine that run at a time, vLLM's default for offline use on CPU
-CPU_BLOCK = 32  # tokens of a block of vLLM's cache on CPU, the fewest that its attention takes: its 128 are no faster (BENCHMARKS.md)
-CPU_CACHE = 2**30  # bytes of that cache in a rank, at most; the environment's VLLM_CPU_KVCACHE_SPACE, in GiB, takes its place
+CPU_BLOCK = 32  # tokens of a block of vLLM's cache on CPU, the fewest that its attention takes: its 128 are no faster (benchmarks/README.md)
+CPU_CACHE = (
+    2**30
+)  # bytes of that cache in a rank, at most; the environment's VLLM_CPU_KVCACHE_SPACE, in GiB, takes its place
 
 
 class Engine:
@@ -83,7 +95,9 @@ class Engine:
         self.is_asleep = False
         self.seconds_E = np.zeros(world.num_engines)  # what each engine took for its share of the last call of `sample`
         if world.device.type == "cpu":
-            torch._dynamo.config.disable = True  # vLLM's log-prob kernel would be compiled for 5 to 25 s, to no gain on CPU
+            torch._dynamo.config.disable = (
+                True  # vLLM's log-prob kernel would be compiled for 5 to 25 s, to no gain on CPU
+            )
         of_images = {} if vision is None else {
             "limit_mm_per_prompt": {"image": max_images, "video": 0},
             "mm_processor_kwargs": {"size": vision.size},
@@ -147,7 +161,9 @@ class Engine:
             detokenize=False,  # decoded when it is finished, in one go
         )
         own_prompts = [prompts[i] for i in share for _ in range(num_samples)]
-        inputs = [each for i in share for each in [_engine_input(prompts[i], images[i] if images else None)] * num_samples]
+        inputs = [
+            each for i in share for each in [_engine_input(prompts[i], images[i] if images else None)] * num_samples
+        ]
         first_b = int(share[0]) * num_samples if len(share) else 0
 
         def report(own_b: int, done: CompletionOutput, text: str) -> None:
@@ -164,10 +180,16 @@ class Engine:
             texts=texts,
             is_truncated_B=np.array([done.finish_reason == "length" for done in completions], dtype=bool),
         )
-        parts = [part for part in gather_from_ranks((own, seconds) if self.world.is_engine_leader else None) if part is not None]
+        parts = [
+            part
+            for part in gather_from_ranks((own, seconds) if self.world.is_engine_leader else None)
+            if part is not None
+        ]
         self.seconds_E = np.array([seconds for _, seconds in parts])
         everything = Rollout.concatenate([rollout for rollout, _ in parts])
-        return replace(everything, images=[each for each in images or [] for _ in range(num_samples)] or None)  # every rank has them
+        return replace(
+            everything, images=[each for each in images or [] for _ in range(num_samples)] or None
+        )  # every rank has them
 
     def _run(
         self,
@@ -184,12 +206,16 @@ class Engine:
         first_id = next(self.llm.request_counter) + 1
         self.llm.enqueue(inputs, params, use_tqdm=False)
         finished: dict[int, tuple[CompletionOutput, str]] = {}
-        with tqdm(total=len(prompts), desc=description, leave=False, disable=not (self.world.is_main and sys.stderr.isatty())) as bar:
+        with tqdm(
+            total=len(prompts), desc=description, leave=False, disable=not (self.world.is_main and sys.stderr.isatty())
+        ) as bar:
             while self.llm.llm_engine.has_unfinished_requests():
                 for output in (output for output in self.llm.llm_engine.step() if output.finished):
                     index, (done,) = int(output.request_id) - first_id, output.outputs
                     if output.prompt_token_ids != prompts[index].tolist():
-                        raise RuntimeError(f"the engine reads prompt {index} with other image tokens than the trainer: see vision.py")
+                        raise RuntimeError(
+                            f"the engine reads prompt {index} with other image tokens than the trainer: see vision.py"
+                        )
                     finished[index] = done, self.tokenizer.decode(done.token_ids, skip_special_tokens=True)
                     report(index, *finished[index])
                     bar.update()

@@ -21,12 +21,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from datasets import Dataset  # below it is imported where it is needed: that takes a second, and .jsonl files do without
+    from datasets import (
+        Dataset,  # below it is imported where it is needed: that takes a second, and .jsonl files do without
+    )
 
-FILE_ENDING = re.compile(r"\.(jsonl?|parquet|csv|tsv|txt|md|ya?ml|py|pkl|npy|npz|arrow|xlsx|gz|zip|zst|xz|bz2|tar)$", re.IGNORECASE)
+FILE_ENDING = re.compile(
+    r"\.(jsonl?|parquet|csv|tsv|txt|md|ya?ml|py|pkl|npy|npz|arrow|xlsx|gz|zip|zst|xz|bz2|tar)$", re.IGNORECASE
+)
 HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[\w.-]+)?)(?:/([\w.-]+))?")  # data set, configuration
 SOURCE = "needed is WHAT[@SPLIT][#ROWS]: a .jsonl, .json or .parquet file, a folder of them, or a data set on the hub (owner/name)"
-Record = tuple[str, dict[str, object], Path]  # a row as read: `Row.where`, its columns, the folder that paths of images start from
+Record = tuple[
+    str, dict[str, object], Path
+]  # a row as read: `Row.where`, its columns, the folder that paths of images start from
 
 
 def parse_source(source: str) -> tuple[str, str | None, int | None]:
@@ -51,7 +57,9 @@ def read_records(source: str, seed: int) -> list[Record]:
     """The rows in the order of the source, or with #ROWS in that of drawing, a function of the seed. ValueError, FileNotFoundError."""
     what, split, count = parse_source(source)
     path, ending = Path(what), Path(what).suffix.lower()
-    if not path.exists() and (FILE_ENDING.search(what) or not HUB_ID.fullmatch(what) or ("/" in what and path.parent.is_dir())):
+    if not path.exists() and (
+        FILE_ENDING.search(what) or not HUB_ID.fullmatch(what) or ("/" in what and path.parent.is_dir())
+    ):
         raise FileNotFoundError(f"data {source!r}: {what} does not exist (looked in {Path.cwd()}); {SOURCE}.")
     if path.is_file() and ending not in (".jsonl", ".json", ".parquet"):
         raise ValueError(f"data {source!r}: a file of this kind is not read; {SOURCE}.")
@@ -67,22 +75,33 @@ def read_records(source: str, seed: int) -> list[Record]:
         )
     indices = np.arange(len(rows))
     if count is not None:
-        indices = np.random.default_rng([seed, 0, 0, 1]).permutation(indices)[:count]  # another stream than any epoch's, [seed, epoch]
+        indices = np.random.default_rng([seed, 0, 0, 1]).permutation(indices)[
+            :count
+        ]  # another stream than any epoch's, [seed, epoch]
     if isinstance(rows, list):
         return [rows[i] for i in indices]
     columns = rows.select(indices).with_format("arrow")[:].to_pylist()  # arrow: images stay encoded
-    mixed = type(rows.features)({name: feature for name, feature in rows.features.items() if "Json(" in repr(feature)})  # read as JSON text
+    mixed = type(rows.features)(
+        {name: feature for name, feature in rows.features.items() if "Json(" in repr(feature)}
+    )  # read as JSON text
     columns = [row | mixed.decode_example({name: row[name] for name in mixed}) for row in columns]
-    return [(f"{name}, row {i}", row, path if path.is_dir() else path.parent) for i, row in zip(indices, columns, strict=True)]
+    return [
+        (f"{name}, row {i}", row, path if path.is_dir() else path.parent)
+        for i, row in zip(indices, columns, strict=True)
+    ]
 
 
 def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    if len(dict(pairs)) < len(pairs):  # JSON leaves open which one counts; in a training example that is not to be guessed
+    if len(dict(pairs)) < len(
+        pairs
+    ):  # JSON leaves open which one counts; in a training example that is not to be guessed
         raise ValueError(f"a key appears twice among {', '.join(repr(key) for key, _ in pairs)[:200]}")
     return dict(pairs)
 
 
-DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys)  # takes NaN and Infinity: json.dumps writes them for missing numbers
+DECODER = json.JSONDecoder(
+    object_pairs_hook=_unique_keys
+)  # takes NaN and Infinity: json.dumps writes them for missing numbers
 
 
 def read_json_file(path: Path) -> list[Record]:
@@ -94,7 +113,9 @@ def read_json_file(path: Path) -> list[Record]:
         content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")  # UTF-8's byte order mark, as Windows writes it
     except OSError as error:
         raise ValueError(f"data file {path} cannot be read: {error.strerror}.") from None
-    form = "an array of objects, or one object per line" if path.suffix.lower() == ".json" else "one JSON object per line"
+    form = (
+        "an array of objects, or one object per line" if path.suffix.lower() == ".json" else "one JSON object per line"
+    )
 
     def parse(where: str, text: bytes) -> object:
         try:
@@ -109,7 +130,9 @@ def read_json_file(path: Path) -> list[Record]:
         lines = [(f"{path}, line {i}", line) for i, line in enumerate(io.BytesIO(content), start=1) if line.strip()]
         values = [(where, parse(where, line)) for where, line in lines]
         if path.suffix.lower() == ".json" and len(values) == 1:
-            raise ValueError(f"{path}: found a single JSON object; the file must be {form}. If the object is a row, put it in [ ].")
+            raise ValueError(
+                f"{path}: found a single JSON object; the file must be {form}. If the object is a row, put it in [ ]."
+            )
     for where, value in values:
         if not isinstance(value, dict):
             raise ValueError(f"{where}: expected a JSON object, found {type(value).__name__}; the file must be {form}.")
@@ -143,14 +166,28 @@ def _open_dataset(source: str, what: str, split: str | None) -> tuple[Dataset | 
                 datasets.config.HF_HUB_OFFLINE = True  # what the environment variable of this name sets
             dataset, configuration = HUB_ID.fullmatch(what).groups()
             loaded = datasets.load_dataset(dataset, configuration, split=split)
-    except (datasets.exceptions.DatasetsError, errors.HTTPError, ArrowException, YAMLError, OSError, ValueError, RuntimeError) as error:
+    except (
+        datasets.exceptions.DatasetsError,
+        errors.HTTPError,
+        ArrowException,
+        YAMLError,
+        OSError,
+        ValueError,
+        RuntimeError,
+    ) as error:
         reason = " ".join(str(error.__cause__ or error).split())[:500]
-        advice = "" if path.exists() else f" (or: hf download --repo-type dataset {what} --local-dir FOLDER, and name that folder)"
+        advice = (
+            ""
+            if path.exists()
+            else f" (or: hf download --repo-type dataset {what} --local-dir FOLDER, and name that folder)"
+        )
         raise ValueError(f"data {source!r} cannot be loaded: {reason}{advice}") from None
     if isinstance(loaded, dict):
         split = split or (str(*loaded) if len(loaded) == 1 else "train")
         if split not in loaded:
-            raise ValueError(f"data {source!r}: no split {split!r} (@SPLIT), but {', '.join(loaded)}; choose one of them.")
+            raise ValueError(
+                f"data {source!r}: no split {split!r} (@SPLIT), but {', '.join(loaded)}; choose one of them."
+            )
         loaded = loaded[split]
     if isinstance(loaded, list):  # a folder of JSON files
         loaded = [record for file in loaded for record in read_json_file(Path(file))]

@@ -11,8 +11,8 @@ import torch
 from batch import Batch, Rollout
 from fsdp_utils import World, sum_over_ranks
 from metrics import Metrics
+from planner.setup import GPUS
 from policy import Policy
-from shapes import GPUS
 
 
 def throughput(
@@ -29,11 +29,15 @@ def throughput(
     passes, lengths = args.passes_per_step, trained.sequence_lengths_B
     scored = 0  # positions that got old or reference log-probs
     for share, batches in zip(np.split(lengths, len(updates)), updates, strict=True):
-        scored += share.sum() * sum(known is not None for known in (batches[0].old_logprobs_N, batches[0].ref_logprobs_N))
+        scored += share.sum() * sum(
+            known is not None for known in (batches[0].old_logprobs_N, batches[0].ref_logprobs_N)
+        )
     update_s, step_s = metrics["time/update_s"], metrics["time/step_s"]
     waited = sum(seconds.max() - seconds.mean() for seconds in seconds_RE) + metrics["perf/update_idle_frac"] * update_s
     packed = [batch for batches in updates for batch in batches]
-    own = [sum(batch.cost(length) for batch in packed) for length in (policy.parity_length, math.inf)]  # at infinity: positions
+    own = [
+        sum(batch.cost(length) for batch in packed) for length in (policy.parity_length, math.inf)
+    ]  # at infinity: positions
     cost, positions = sum_over_ranks(torch.tensor(own, dtype=torch.float64)).tolist()
     flops = update_flops(policy, cost, bool(args.lora_rank)) * passes / update_s / world.size
     found = {

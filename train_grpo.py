@@ -25,21 +25,29 @@ import checkpoint
 from algorithm import add_algorithm_flags, describe_algorithm
 from batch import Rollout
 from data import PromptData, add_data_flags
-from dry_run import add_dry_run_flags, dry_run
 from evaluate import evaluate, gather_grades, submit_to
 from fsdp_utils import World, close_world, exit_with_error, gather_from_ranks, init_world, is_main_process, shard
 from inputs import check_and_load_data, prepare_data
-from loading import fill
-from lora import add_adapter, add_lora_flags, describe_parameters, dropout_on, merged_parameters
 from metrics import Metrics, PhaseTimer, RunLog, reward_metrics, rollout_metrics
-from optimizer import ChunkedAdamW
+from model.lora import add_adapter, add_lora_flags, describe_parameters, dropout_on, merged_parameters
+from model.optimizer import ChunkedAdamW
+from model.vision import most_images
+from model.weights import fill
 from plan import Plan, learning_rate
+from planner.dry_run import add_dry_run_flags, dry_run
 from policy import DTYPES, Policy, check_alignment, compile_layers, empty_policy
 from reward import Grade, add_reward_flags
 from sampling import Groups, choose_groups, draw_prompts, prompts_to_sample
 from throughput import throughput
-from update import add_advantages, add_logprobs, compute_advantages, gather_penalties, merge_updates, pack_updates, update_policy
-from vision import most_images
+from update import (
+    add_advantages,
+    add_logprobs,
+    compute_advantages,
+    gather_penalties,
+    merge_updates,
+    pack_updates,
+    update_policy,
+)
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -67,48 +75,130 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
         allow_abbrev=False,
     )
     add = parser.add_argument_group("model and data").add_argument
-    add("--model", required=True, help="the starting policy, also the reference and the tokenizer: folder in Hugging Face format or hub id")
+    add(
+        "--model",
+        required=True,
+        help="the starting policy, also the reference and the tokenizer: folder in Hugging Face format or hub id",
+    )
     add(
         "--train_data",
         nargs="+",
         required=True,
         help="training problems: one or more sources WHAT[@SPLIT][#ROWS], see data.py",
     )
-    add("--data_weights", nargs="+", type=float, help="shares of the sources in an epoch; default: each row of each source once")
-    add("--keep_last", action="store_true", help="fill an epoch's last partial step from the next epoch instead of dropping it")
+    add(
+        "--data_weights",
+        nargs="+",
+        type=float,
+        help="shares of the sources in an epoch; default: each row of each source once",
+    )
+    add(
+        "--keep_last",
+        action="store_true",
+        help="fill an epoch's last partial step from the next epoch instead of dropping it",
+    )
     add("--eval_data", nargs="*", default=[], help="held-out problems: sources, each reported under its own name")
-    add("--out_dir", required=True, help="the run folder; made if missing, continued if it holds a run of the same flags")
+    add(
+        "--out_dir",
+        required=True,
+        help="the run folder; made if missing, continued if it holds a run of the same flags",
+    )
 
     add_data_flags(parser)
     add_reward_flags(parser, default="exact")
 
     add = parser.add_argument_group("batch, counted in prompts").add_argument
-    add("--prompts_per_step", type=int, default=32, help="P: prompts sampled each step, over all ranks; divisible by the number of engines")
+    add(
+        "--prompts_per_step",
+        type=int,
+        default=32,
+        help="P: prompts sampled each step, over all ranks; divisible by the number of engines",
+    )
     add("--group_size", type=int, default=8, help="G: completions per prompt, compared with each other; at least 2")
-    add("--prompts_per_update", type=int, help="prompts per update, over all ranks; divides P: P / this = updates a pass; default: P")
-    add("--passes_per_step", type=int, default=1, help="how often a rollout is trained on; the later passes are off-policy")
-    add("--micro_batch_tokens", type=int, default=8192, help="most tokens that one rank packs into one forward and backward pass (memory)")
-    add("--share_prompts", action="store_true", help="the completions of a prompt that are packed together share it: it is computed once")
+    add(
+        "--prompts_per_update",
+        type=int,
+        help="prompts per update, over all ranks; divides P: P / this = updates a pass; default: P",
+    )
+    add(
+        "--passes_per_step",
+        type=int,
+        default=1,
+        help="how often a rollout is trained on; the later passes are off-policy",
+    )
+    add(
+        "--micro_batch_tokens",
+        type=int,
+        default=8192,
+        help="most tokens that one rank packs into one forward and backward pass (memory)",
+    )
+    add(
+        "--share_prompts",
+        action="store_true",
+        help="the completions of a prompt that are packed together share it: it is computed once",
+    )
     add("--total_steps", type=int, help="length of training in steps (give this, or one of the next two)")
-    add("--epochs", type=int, help="length of training in passes over the data; the last partial step of each is dropped")
+    add(
+        "--epochs",
+        type=int,
+        help="length of training in passes over the data; the last partial step of each is dropped",
+    )
     add("--total_episodes", type=int, help="length of training in completions, rounded down to whole steps")
-    add("--stop_after", type=int, help="end after this step, with a checkpoint; the schedule stays that of the whole length")
+    add(
+        "--stop_after",
+        type=int,
+        help="end after this step, with a checkpoint; the schedule stays that of the whole length",
+    )
 
     add = parser.add_argument_group("sampling").add_argument
-    add("--temperature", type=float, default=1.0, help="of the sampler and of the trainer's log-probabilities: logits are divided by it")
-    add("--max_completion_tokens", type=int, default=1024, help="a completion is cut (is_truncated) after this many tokens")
+    add(
+        "--temperature",
+        type=float,
+        default=1.0,
+        help="of the sampler and of the trainer's log-probabilities: logits are divided by it",
+    )
+    add(
+        "--max_completion_tokens",
+        type=int,
+        default=1024,
+        help="a completion is cut (is_truncated) after this many tokens",
+    )
     add("--tensor_parallel_size", type=int, default=1, help="ranks per vLLM engine; divides the number of ranks")
-    add("--gpu_memory_utilization", type=float, default=0.6, help="CUDA: share of GPU memory that vLLM may take while it is awake")
-    add("--enforce_eager", action="store_true", help="CUDA: no CUDA graphs in vLLM (starts faster, samples slower); always so on CPU")
-    add("--seed", type=int, default=1, help="of data order and sampling; every random draw is a function of it, the step and the engine")
+    add(
+        "--gpu_memory_utilization",
+        type=float,
+        default=0.6,
+        help="CUDA: share of GPU memory that vLLM may take while it is awake",
+    )
+    add(
+        "--enforce_eager",
+        action="store_true",
+        help="CUDA: no CUDA graphs in vLLM (starts faster, samples slower); always so on CPU",
+    )
+    add(
+        "--seed",
+        type=int,
+        default=1,
+        help="of data order and sampling; every random draw is a function of it, the step and the engine",
+    )
 
     add_algorithm_flags(parser)
     add_lora_flags(parser)
 
     add = parser.add_argument_group("optimizer (AdamW)").add_argument
     add("--learning_rate", type=float, default=1e-6, help="peak learning rate")
-    add("--lr_schedule", choices=["constant", "cosine", "linear"], default="constant", help="after the warm-up; the last two fall to 0")
-    add("--warmup_ratio", type=float, default=0.0, help="share of all updates in which the rate rises linearly to its peak")
+    add(
+        "--lr_schedule",
+        choices=["constant", "cosine", "linear"],
+        default="constant",
+        help="after the warm-up; the last two fall to 0",
+    )
+    add(
+        "--warmup_ratio",
+        type=float,
+        default=0.0,
+        help="share of all updates in which the rate rises linearly to its peak",
+    )
     add("--weight_decay", type=float, default=0.0, help="decoupled, on all trained parameters")
     add("--adam_beta1", type=float, default=0.9, help="decay of the mean gradient")
     add("--adam_beta2", type=float, default=0.999, help="decay of the mean squared gradient")
@@ -121,7 +211,12 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     )
 
     add = parser.add_argument_group("precision and memory").add_argument
-    add("--dtype", choices=list(DTYPES), default="bfloat16", help="of trainer and sampler arithmetic; gradients are reduced in fp32")
+    add(
+        "--dtype",
+        choices=list(DTYPES),
+        default="bfloat16",
+        help="of trainer and sampler arithmetic; gradients are reduced in fp32",
+    )
     add(
         "--param_dtype",
         choices=list(DTYPES),
@@ -134,10 +229,26 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
         default="none",
         help="what lives in host RAM: nothing; the optimizer's state, which streams through the GPU; that, parameters and gradients",
     )
-    add("--offload_reference", action="store_true", help="the reference's shards live in host RAM; each layer's is fetched as it is needed")
-    add("--gradient_checkpointing", action="store_true", help="recompute each decoder layer in the backward pass instead of keeping it")
-    add("--offload_activations", action="store_true", help="what the backward pass needs waits in host RAM; beside checkpointing: less")
-    add("--compile_layers", action="store_true", help="CUDA: torch.compile of the decoder layers, a minute or more at the first step")
+    add(
+        "--offload_reference",
+        action="store_true",
+        help="the reference's shards live in host RAM; each layer's is fetched as it is needed",
+    )
+    add(
+        "--gradient_checkpointing",
+        action="store_true",
+        help="recompute each decoder layer in the backward pass instead of keeping it",
+    )
+    add(
+        "--offload_activations",
+        action="store_true",
+        help="what the backward pass needs waits in host RAM; beside checkpointing: less",
+    )
+    add(
+        "--compile_layers",
+        action="store_true",
+        help="CUDA: torch.compile of the decoder layers, a minute or more at the first step",
+    )
     add(
         "--reduce_gradients_once",
         action="store_true",
@@ -148,19 +259,56 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="per update, or pass for log-probs, not per micro-batch: less traffic, for all of the policy in --dtype on every GPU",
     )
-    add("--timeout_minutes", type=float, default=30.0, help="a rank that waits longer than this for the others ends the run")
+    add(
+        "--timeout_minutes",
+        type=float,
+        default=30.0,
+        help="a rank that waits longer than this for the others ends the run",
+    )
 
     add = parser.add_argument_group("evaluation and checkpoints, counted in steps").add_argument
     add("--eval_every", type=int, default=0, help="evaluate after every so many steps and after the last; 0: never")
     add("--eval_before_training", action="store_true", help="evaluate the starting policy, too, as step 0")
-    add("--eval_samples", type=int, nargs="+", default=[1], help="k: completions per held-out problem; one number for all sets or one each")
-    add("--eval_temperature", type=float, nargs="+", default=[1.0], help="temperature of held-out sampling; 0 is greedy; for all or each")
+    add(
+        "--eval_samples",
+        type=int,
+        nargs="+",
+        default=[1],
+        help="k: completions per held-out problem; one number for all sets or one each",
+    )
+    add(
+        "--eval_temperature",
+        type=float,
+        nargs="+",
+        default=[1.0],
+        help="temperature of held-out sampling; 0 is greedy; for all or each",
+    )
     add("--eval_top_p", type=float, nargs="+", default=[1.0], help="nucleus sampling in evaluation; for all or each")
-    add("--eval_max_completion_tokens", type=int, nargs="+", help="limit in evaluation; for all or each; default: the training's")
-    add("--save_every", type=int, default=0, help="write a checkpoint after every so many steps; after the last there always is one")
+    add(
+        "--eval_max_completion_tokens",
+        type=int,
+        nargs="+",
+        help="limit in evaluation; for all or each; default: the training's",
+    )
+    add(
+        "--save_every",
+        type=int,
+        default=0,
+        help="write a checkpoint after every so many steps; after the last there always is one",
+    )
     add("--keep_checkpoints", type=int, default=3, help="remove older checkpoints beyond so many; 0: keep all")
-    add("--async_checkpoint", action="store_true", help="write them in the background, from a copy in host RAM, while training goes on")
-    add("--profile_steps", type=int, nargs="*", default=[], help="steps whose trace is written to OUT_DIR/profile, one file per rank")
+    add(
+        "--async_checkpoint",
+        action="store_true",
+        help="write them in the background, from a copy in host RAM, while training goes on",
+    )
+    add(
+        "--profile_steps",
+        type=int,
+        nargs="*",
+        default=[],
+        help="steps whose trace is written to OUT_DIR/profile, one file per rank",
+    )
     add_dry_run_flags(parser)
     args = parser.parse_args(argv)
     if args.prompts_per_update is None:
@@ -176,7 +324,9 @@ def build_policy(args: argparse.Namespace, world: World) -> tuple[Policy, Policy
     With LoRA the reference is the policy itself, with its adapter off.
     """
     dtype = DTYPES[args.dtype]
-    policy = empty_policy(args.model, dtype if args.lora_rank else DTYPES[args.param_dtype], args.gradient_checkpointing)
+    policy = empty_policy(
+        args.model, dtype if args.lora_rank else DTYPES[args.param_dtype], args.gradient_checkpointing
+    )
     if args.lora_rank:
         add_adapter(policy, args)
     if args.compile_layers:
@@ -197,7 +347,11 @@ def build_policy(args: argparse.Namespace, world: World) -> tuple[Policy, Policy
 
 def make_optimizer(parameters: Iterable[Parameter], args: argparse.Namespace) -> Optimizer:
     """AdamW: torch's own where fp32 masters and their state are on the device, else ours, which does the same in less memory."""
-    settings = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "weight_decay": args.weight_decay}
+    settings = {
+        "lr": args.learning_rate,
+        "betas": (args.adam_beta1, args.adam_beta2),
+        "weight_decay": args.weight_decay,
+    }
     if args.param_dtype == "float32" and args.offload == "none":
         return AdamW(parameters, **settings, fused=True)
     return ChunkedAdamW(parameters, **settings, is_state_on_host=args.offload == "optimizer")
@@ -256,11 +410,16 @@ def main() -> None:
     if first_step > last_step:
         finish(out_dir, saved[-1][0], log)
         longer = "--stop_after" if last_step < plan.total_steps else "--total_steps"
-        log.say(f"{out_dir} is complete: it has a checkpoint of step {saved[-1][0]}. To go on, raise {longer} or change --out_dir.")
+        log.say(
+            f"{out_dir} is complete: it has a checkpoint of step {saved[-1][0]}. To go on, raise {longer} or change --out_dir."
+        )
         close_world()
         return
 
-    from rollout import Engine, largest_share  # here, not above: vLLM takes seconds to import, and bad input should be told at once
+    from rollout import (  # here, not above: vLLM takes seconds to import, and bad input should be told at once
+        Engine,
+        largest_share,
+    )
 
     try:
         policy, reference, optimizer = build_policy(args, world)
@@ -282,7 +441,9 @@ def main() -> None:
         log.say(f"continues from {saved[-1][1]}")
     if world.is_main:
         checkpoint.describe_start(out_dir, world, resumed_from=first_step - 1)
-    engine.sync(merged_parameters(policy.model, dtype))  # from the trainer, always: also a resumed run samples from the policy it trains
+    engine.sync(
+        merged_parameters(policy.model, dtype)
+    )  # from the trainer, always: also a resumed run samples from the policy it trains
 
     def evaluate_all(step: int) -> Metrics:
         metrics = {}
@@ -307,11 +468,17 @@ def main() -> None:
             with timer.phase("sample"):
                 indices_P = draw_prompts(train_data, step, num_drawn, count, args)
                 num_drawn += count
-                prompts_P, images_P = ([values[i] for i in indices_P] for values in (train_data.prompts, train_data.images))
-                on_finished = submit_to(inputs.grader, train_data, indices_P, args.group_size, args.max_completion_tokens)
+                prompts_P, images_P = (
+                    [values[i] for i in indices_P] for values in (train_data.prompts, train_data.images)
+                )
+                on_finished = submit_to(
+                    inputs.grader, train_data, indices_P, args.group_size, args.max_completion_tokens
+                )
                 options = (args.temperature, args.max_completion_tokens)
                 seed = (args.seed, step, 0, len(rounds))
-                rollout = engine.sample(prompts_P, args.group_size, seed, *options, on_finished=on_finished, images=images_P)
+                rollout = engine.sample(
+                    prompts_P, args.group_size, seed, *options, on_finished=on_finished, images=images_P
+                )
                 engine_seconds.append(engine.seconds_E)
 
             # 2. Reward: wait for the grades that are still missing, and share them.
@@ -340,13 +507,19 @@ def main() -> None:
             tokens_of_update = np.split(rollout.trained_lengths_B, plan.updates_per_pass) * args.passes_per_step
             for i, batches in enumerate(updates * args.passes_per_step):
                 update_index = (step - 1) * plan.updates_per_step + i
-                rate = learning_rate(update_index, args.learning_rate, args.lr_schedule, plan.warmup_updates, plan.total_updates)
+                rate = learning_rate(
+                    update_index, args.learning_rate, args.lr_schedule, plan.warmup_updates, plan.total_updates
+                )
                 num_tokens = max(int(tokens_of_update[i].sum()), 1)
                 with dropout_on(policy, (args.seed, update_index), world):
-                    update_metrics.append(update_policy(policy, optimizer, batches, num_tokens, i == 0, rate, args, world))
+                    update_metrics.append(
+                        update_policy(policy, optimizer, batches, num_tokens, i == 0, rate, args, world)
+                    )
                 num_skipped_in_a_row = num_skipped_in_a_row + 1 if update_metrics[-1]["optim/skipped_updates"] else 0
                 if num_skipped_in_a_row >= args.max_skipped_updates:
-                    raise FloatingPointError(f"step {step}: loss or gradient not finite in {num_skipped_in_a_row} updates in a row.")
+                    raise FloatingPointError(
+                        f"step {step}: loss or gradient not finite in {num_skipped_in_a_row} updates in a row."
+                    )
 
         # 6. Sync: the new weights stream into the engine, which forgets what it cached under the old ones.
         with timer.phase("sync"):
@@ -354,7 +527,11 @@ def main() -> None:
 
         # 7. Evaluate: held-out problems, under the new weights.
         is_last = step == last_step
-        metrics |= rollout_metrics(sampled.rollout, args.group_size) | reward_metrics(sampled.grades) | merge_updates(update_metrics)
+        metrics |= (
+            rollout_metrics(sampled.rollout, args.group_size)
+            | reward_metrics(sampled.grades)
+            | merge_updates(update_metrics)
+        )
         if args.eval_every and (is_last or step % args.eval_every == 0):
             with timer.phase("evaluate"):
                 metrics |= evaluate_all(step)

@@ -28,13 +28,15 @@ from fsdp_utils import (
     release_gathered,
     sum_over_ranks,
 )  # fmt: skip
-from lora import adapter_off
 from metrics import Metrics
+from model.lora import adapter_off
 from plan import Plan
 from policy import Policy
 
 
-def pack_updates(rollout: Rollout, plan: Plan, args: Namespace, world: World, parity_length: float = math.inf) -> list[list[Batch]]:
+def pack_updates(
+    rollout: Rollout, plan: Plan, args: Namespace, world: World, parity_length: float = math.inf
+) -> list[list[Batch]]:
     """This rank's micro-batches of each update of one pass: consecutive prompts form an update, `plan_micro_batches` divides it.
 
     `parity_length`: the policy's, for the cost of attention; by default sequences cost what they have of tokens.
@@ -49,19 +51,27 @@ def pack_updates(rollout: Rollout, plan: Plan, args: Namespace, world: World, pa
     for indices in shares:
         lengths = rollout.sequence_lengths_B[indices]
         shared = np.array([shared_positions(rollout, b) for b in indices]) if args.share_prompts else None
-        micros = plan_micro_batches(lengths, world.size, args.micro_batch_tokens, parity_length, group_size, shared)[world.rank]
+        micros = plan_micro_batches(lengths, world.size, args.micro_batch_tokens, parity_length, group_size, shared)[
+            world.rank
+        ]
         updates.append([pack(rollout, indices[micro].tolist(), group_size).to(world.device) for micro in micros])
     return updates
 
 
-def add_logprobs(updates: list[list[Batch]], policy: Policy, reference: Policy | None, args: Namespace) -> list[list[Batch]]:
+def add_logprobs(
+    updates: list[list[Batch]], policy: Policy, reference: Policy | None, args: Namespace
+) -> list[list[Batch]]:
     """The updates with the log-probs that they need, under weights that have not changed yet.
 
     Old ones: not for the first update, which makes its own, unless it drops inputs, the batches are used again or the KL belongs to the
     reward. The reference may be the policy itself: its adapter is off meanwhile.
     """
-    first = 0 if args.lora_dropout or args.passes_per_step > 1 or (reference is not None and args.kl_in == "reward") else 1
-    updates = updates[:first] + [logprobs_under(policy, "old_logprobs_N", batches, args.temperature) for batches in updates[first:]]
+    first = (
+        0 if args.lora_dropout or args.passes_per_step > 1 or (reference is not None and args.kl_in == "reward") else 1
+    )
+    updates = updates[:first] + [
+        logprobs_under(policy, "old_logprobs_N", batches, args.temperature) for batches in updates[first:]
+    ]
     if reference is not None:
         with adapter_off(reference):
             updates = [logprobs_under(reference, "ref_logprobs_N", batches, args.temperature) for batches in updates]
@@ -99,13 +109,19 @@ def compute_advantages(rollout: Rollout, penalties: list[np.ndarray] | None, arg
         rewards_B = rewards_B - torch.tensor([penalty.sum() for penalty in penalties])
     if not args.advantage.startswith("reinforce++"):
         rewards_PG = rewards_B.view(-1, args.group_size)
-        advantages_B = grpo.group_advantages(rewards_PG, args.advantage, args.advantage_ddof, args.advantage_eps).flatten().numpy()
-        return replace(rollout, advantages=[np.broadcast_to(advantages_B[b], length) for b, length in enumerate(lengths)])
+        advantages_B = (
+            grpo.group_advantages(rewards_PG, args.advantage, args.advantage_ddof, args.advantage_eps).flatten().numpy()
+        )
+        return replace(
+            rollout, advantages=[np.broadcast_to(advantages_B[b], length) for b, length in enumerate(lengths)]
+        )
     if args.advantage == "reinforce++_baseline":
         rewards_B = grpo.group_advantages(rewards_B.view(-1, args.group_size), "dr_grpo").flatten()
     returns = torch.repeat_interleave(rewards_B, torch.tensor(lengths))
     if penalties is not None and args.advantage == "reinforce++":
-        returns = torch.cat([grpo.returns_to_go(rewards_B[b], torch.from_numpy(penalty)) for b, penalty in enumerate(penalties)])
+        returns = torch.cat(
+            [grpo.returns_to_go(rewards_B[b], torch.from_numpy(penalty)) for b, penalty in enumerate(penalties)]
+        )
     is_trained_B = np.ones(len(lengths), dtype=bool) if rollout.is_trained_B is None else rollout.is_trained_B
     mask = torch.from_numpy(np.repeat(is_trained_B, lengths))
     advantages = grpo.whitened(returns, mask, args.advantage_ddof, args.advantage_eps)
@@ -115,12 +131,17 @@ def compute_advantages(rollout: Rollout, penalties: list[np.ndarray] | None, arg
 def add_advantages(updates: list[list[Batch]], rollout: Rollout) -> list[list[Batch]]:
     """The updates with the advantages of the rollout at each of their positions."""
     return [
-        [replace(x, advantages_N=to_positions(rollout, x.segments_S, rollout.advantages).to(x.labels_N.device)) for x in batches]
+        [
+            replace(x, advantages_N=to_positions(rollout, x.segments_S, rollout.advantages).to(x.labels_N.device))
+            for x in batches
+        ]
         for batches in updates
     ]
 
 
-def policy_loss(batch: Batch, logprobs_N: Tensor, old_logprobs_N: Tensor, args: Namespace) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def policy_loss(
+    batch: Batch, logprobs_N: Tensor, old_logprobs_N: Tensor, args: Namespace
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(loss_N, ratio_N, is_low_N, is_high_N) of --policy_loss; the last two mark what is clipped for a ratio too small or too large."""
     advantages_N, sequences = batch.advantages_N, (batch.loss_mask_N, batch.sequence_ids_N)
     if args.policy_loss == "gspo":
@@ -137,7 +158,9 @@ def policy_loss(batch: Batch, logprobs_N: Tensor, old_logprobs_N: Tensor, args: 
     elif args.policy_loss == "reinforce":
         loss_N = grpo.policy_gradient_loss(logprobs_N, advantages_N)
     else:
-        loss_N, is_low_N, is_high_N = grpo.clipped_loss(ratio_N, advantages_N, args.clip_low, args.clip_high, args.dual_clip)
+        loss_N, is_low_N, is_high_N = grpo.clipped_loss(
+            ratio_N, advantages_N, args.clip_low, args.clip_high, args.dual_clip
+        )
     return loss_N, ratio_N, is_low_N, is_high_N
 
 
@@ -180,7 +203,14 @@ def total_loss(
 
 
 def update_policy(
-    policy: Policy, optimizer: Optimizer, batches: list[Batch], num_tokens: int, is_first: bool, rate: float, args: Namespace, world: World
+    policy: Policy,
+    optimizer: Optimizer,
+    batches: list[Batch],
+    num_tokens: int,
+    is_first: bool,
+    rate: float,
+    args: Namespace,
+    world: World,
 ) -> Metrics:
     """One optimizer update on this rank's micro-batches; returns its metrics, the same on every rank.
 
@@ -203,10 +233,14 @@ def update_policy(
         loss = grpo.masked_sum(loss_N * batch.loss_weights_N, batch.loss_mask_N)
         (loss * world.size).backward()  # FSDP averages gradients over ranks; the weights are global already
         with torch.no_grad():
-            sums.append(torch.stack([loss, *(grpo.masked_sum(x, batch.loss_mask_N) / num_tokens for x in means.values())]))
+            sums.append(
+                torch.stack([loss, *(grpo.masked_sum(x, batch.loss_mask_N) / num_tokens for x in means.values())])
+            )
             extremes.append(torch.stack([torch.where(batch.loss_mask_N, x, -torch.inf).max() for x in maxima.values()]))
     if args.gather_parameters_once:
-        release_gathered(policy)  # the last backward pass has done it; what stayed would be used as it is after the weights have changed
+        release_gathered(
+            policy
+        )  # the last backward pass has done it; what stayed would be used as it is after the weights have changed
     grad_norm = clip_grad_norm(policy, args.max_grad_norm)
     totals = sum_over_ranks(torch.stack(sums).sum(dim=0))
     largest = max_over_ranks(torch.stack(extremes).amax(dim=0))

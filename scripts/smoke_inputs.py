@@ -70,7 +70,9 @@ class Setup:
 
 SETUPS = {
     "qwq32b_8xh100": Setup(CHATML + THINK, "<|im_end|>", ("<|im_start|>",), (520, 8), "math12k"),
-    "deepseek32b_lora_8gpu": Setup(DEEPSEEK + THINK, "<|end|>", ("<|begin|>", "<|User|>", "<|Assistant|>"), (1010, 0), "numina_tir"),
+    "deepseek32b_lora_8gpu": Setup(
+        DEEPSEEK + THINK, "<|end|>", ("<|begin|>", "<|User|>", "<|Assistant|>"), (1010, 0), "numina_tir"
+    ),
     "qwen25vl72b_lora_8xa100": Setup(QWEN_VL, "<|im_end|>", ("<|im_start|>", *VISION_TOKENS), (1000, 0), "open_r1_8k"),
     "tulu8b_rlvr_7plus1": Setup(TULU, "<|end_of_text|>", ("<|begin_of_text|>",), (520, 0), "rlvr"),
     "qwen7b_simplerl_2x8xh100": Setup(CHATML, "<|im_end|>", ("<|im_start|>",), (1030, 8), "simplerl"),
@@ -87,10 +89,18 @@ def rows_of(schema: str, count: int, offset: int) -> Rows:
             rows.append({"problem": question, "answer": answer})
         elif schema == "numina_tir":
             solution = f"We add: \\[\\boxed{{{answer}}}\\]"
-            rows.append({"problem": question, "solution": solution, "messages": [*user, {"role": "assistant", "content": solution}]})
+            rows.append(
+                {
+                    "problem": question,
+                    "solution": solution,
+                    "messages": [*user, {"role": "assistant", "content": solution}],
+                }
+            )
         elif schema == "open_r1_8k":
             image = picture(i) if i % 3 else None  # every third row is a text
-            rows.append({"image": image, "problem": question, "solution": f"<think>I add.</think><answer>{answer}</answer>"})
+            rows.append(
+                {"image": image, "problem": question, "solution": f"<think>I add.</think><answer>{answer}</answer>"}
+            )
         elif schema == "simplerl":
             text = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
             prompt, reward_model = [{"role": "user", "content": text}], {"style": "rule", "ground_truth": answer}
@@ -98,7 +108,13 @@ def rows_of(schema: str, count: int, offset: int) -> Rows:
         else:
             assert schema == "rlvr", f"unknown schema {schema!r}"
             kind = ("gsm8k", "MATH", "ifeval")[i % 3]
-            row = {"messages": user, "ground_truth": answer, "dataset": kind, "constraint_type": None, "constraint": None}
+            row = {
+                "messages": user,
+                "ground_truth": answer,
+                "dataset": kind,
+                "constraint_type": None,
+                "constraint": None,
+            }
             if kind == "ifeval":
                 row |= {"ground_truth": json.dumps({"func_name": "validate_no_commas"}), "constraint_type": "No Commas"}
             rows.append(row)
@@ -122,10 +138,14 @@ def make_tokenizer(setup: Setup) -> PreTrainedTokenizerFast:
         "Please reason step by step, and put your final answer within \\boxed{}. You are a helpful assistant. <think> </think> <answer>"
     ]
     sums = [row["problem"] for row in rows_of("math12k", 100, 0)]
-    trainer = trainers.BpeTrainer(vocab_size=512, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=512, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
     backend.train_from_iterator(words * 10 + sums, trainer)
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=setup.eos, pad_token="<pad>", bos_token=setup.special[0])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=setup.eos, pad_token="<pad>", bos_token=setup.special[0]
+    )
     tokenizer.chat_template = setup.chat_template + "{% endif %}"
     return tokenizer
 
@@ -146,7 +166,13 @@ def make_config(setup: Setup, tokenizer: PreTrainedTokenizerFast) -> PretrainedC
         "pad_token_id": tokenizer.pad_token_id,
     }
     if setup.chat_template == QWEN_VL:
-        ids = dict(zip(("vision_start", "vision_end", "image", "video"), tokenizer.convert_tokens_to_ids(VISION_TOKENS), strict=True))
+        ids = dict(
+            zip(
+                ("vision_start", "vision_end", "image", "video"),
+                tokenizer.convert_tokens_to_ids(VISION_TOKENS),
+                strict=True,
+            )
+        )
         rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]}
         tower = {
             "depth": 2,
@@ -158,10 +184,19 @@ def make_config(setup: Setup, tokenizer: PreTrainedTokenizerFast) -> PretrainedC
         }
         text = sizes | {"max_position_embeddings": 1024, "rope_parameters": rope}
         return Qwen2_5_VLConfig(
-            text_config=text, vision_config=tower, tie_word_embeddings=False, **{f"{name}_token_id": i for name, i in ids.items()}
+            text_config=text,
+            vision_config=tower,
+            tie_word_embeddings=False,
+            **{f"{name}_token_id": i for name, i in ids.items()},
         )
     if setup.schema == "rlvr":
-        rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        rope = {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+        }
         return LlamaConfig(**sizes, rope_parameters=rope | {"original_max_position_embeddings": 256})
     return Qwen2Config(**sizes)
 

@@ -110,7 +110,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     special = ["<pad>", "<eos>", "<unk>", "<user>", "<assistant>"]
     characters = string.digits + "+=," + string.ascii_lowercase + " -*/().:;?!<>[]|%^"
     vocabulary = {token: i for i, token in enumerate([*special, "<think>", "</think>", *characters])}
-    assert len(vocabulary) == 64, f"the vocabulary must be a multiple of 64 for tensor parallelism, found {len(vocabulary)} tokens"
+    assert len(vocabulary) == 64, (
+        f"the vocabulary must be a multiple of 64 for tensor parallelism, found {len(vocabulary)} tokens"
+    )
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     backend.decoder = decoders.Fuse()  # no spaces between tokens
@@ -162,7 +164,9 @@ class Muon:
             matrix.sub_(update, alpha=0.2 * lr * math.sqrt(max(matrix.shape)))
 
 
-def completion_loss(policy: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> tuple[Tensor, int]:
+def completion_loss(
+    policy: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, texts: list[str]
+) -> tuple[Tensor, int]:
     """The summed cross-entropy of the completions' tokens, <eos> included, and their number."""
     batch = tokenizer(texts, padding=True, return_tensors="pt")
     labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)[:, PROMPT_TOKENS:]
@@ -182,21 +186,33 @@ def train(
     num_thinking: int,
 ) -> None:
     """Imitates new demonstrations in every update, `num_thinking` of `batch_size` with a scratchpad. Raises FloatingPointError."""
-    matrices = [parameter for name, parameter in policy.named_parameters() if parameter.ndim == 2 and "embed_tokens" not in name]
-    others = [parameter for name, parameter in policy.named_parameters() if parameter.ndim == 1 or "embed_tokens" in name]
+    matrices = [
+        parameter for name, parameter in policy.named_parameters() if parameter.ndim == 2 and "embed_tokens" not in name
+    ]
+    others = [
+        parameter for name, parameter in policy.named_parameters() if parameter.ndim == 1 or "embed_tokens" in name
+    ]
     muon, adamw = Muon(matrices), torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     progress = tqdm(range(num_updates), desc="warm start", unit="update", mininterval=1.0)
     for update in progress:
-        texts = [demonstration(a, b, i < num_thinking) for i, (a, b) in enumerate(draw_problems(rng, batch_size, heldout))]
+        texts = [
+            demonstration(a, b, i < num_thinking) for i, (a, b) in enumerate(draw_problems(rng, batch_size, heldout))
+        ]
         # Two forward passes: in one, the short completions would be padded to the length of the long ones.
         kinds = [completion_loss(policy, tokenizer, kind) for kind in (texts[:num_thinking], texts[num_thinking:])]
-        loss = sum(loss for loss, _ in kinds) / sum(count for _, count in kinds)  # one mean over the completion tokens of both
+        loss = sum(loss for loss, _ in kinds) / sum(
+            count for _, count in kinds
+        )  # one mean over the completion tokens of both
         if not loss.isfinite():
-            raise FloatingPointError(f"the loss of update {update + 1} is {loss.item()}; nothing was written. Try another --seed.")
+            raise FloatingPointError(
+                f"the loss of update {update + 1} is {loss.item()}; nothing was written. Try another --seed."
+            )
         policy.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(others, 1.0)  # Muon's updates have the same size whatever the gradient's
-        scale = min(1.0, (update + 1) / WARMUP_UPDATES) * 0.5 * (1 + math.cos(math.pi * update / num_updates))  # to zero: the last slips go
+        scale = (
+            min(1.0, (update + 1) / WARMUP_UPDATES) * 0.5 * (1 + math.cos(math.pi * update / num_updates))
+        )  # to zero: the last slips go
         muon.step(PEAK_LR * scale)
         adamw.param_groups[0]["lr"] = PEAK_LR * scale
         adamw.step()
@@ -204,14 +220,20 @@ def train(
 
 
 @torch.inference_mode()
-def evaluate(policy: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: list[tuple[int, int]]) -> dict[str, float]:
+def evaluate(
+    policy: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: list[tuple[int, int]]
+) -> dict[str, float]:
     """Accuracies and lengths of completions sampled at temperature 1, `EVAL_SAMPLES` for each problem."""
     problems = problems * EVAL_SAMPLES
     prompts = tokenizer([f"<user>{a}+{b}<assistant>" for a, b in problems], return_tensors="pt").input_ids
     assert prompts.shape[1] == PROMPT_TOKENS, f"a prompt has {prompts.shape[1]} tokens, expected {PROMPT_TOKENS}"
-    output = policy.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=MAX_COMPLETION_TOKENS)[:, PROMPT_TOKENS:]
+    output = policy.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=MAX_COMPLETION_TOKENS)[
+        :, PROMPT_TOKENS:
+    ]
     texts = tokenizer.batch_decode(output, skip_special_tokens=True)
-    is_right = np.array([text.rpartition("</think>")[2] == str(a + b) for text, (a, b) in zip(texts, problems, strict=True)])
+    is_right = np.array(
+        [text.rpartition("</think>")[2] == str(a + b) for text, (a, b) in zip(texts, problems, strict=True)]
+    )
     is_thinking = np.array([text.startswith("<think>") for text in texts])
     num_tokens = (output != tokenizer.pad_token_id).sum(dim=1).double()
     return {
@@ -226,18 +248,24 @@ def evaluate(policy: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, probl
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Makes the starting policy and the data of the CPU job.")
-    parser.add_argument("--out_dir", required=True, help="folder to write; kept if it is there already, made with the same settings")
+    parser.add_argument(
+        "--out_dir", required=True, help="folder to write; kept if it is there already, made with the same settings"
+    )
     parser.add_argument("--seed", type=int, default=1, help="of weights, demonstrations, data and sampling")
     parser.add_argument("--num_updates", type=int, default=650, help="optimizer updates")
     parser.add_argument("--batch_size", type=int, default=64, help="demonstrations per update")
-    parser.add_argument("--think_share", type=float, default=0.25, help="share of the demonstrations that have a scratchpad, 0 to 1")
+    parser.add_argument(
+        "--think_share", type=float, default=0.25, help="share of the demonstrations that have a scratchpad, 0 to 1"
+    )
     args = parser.parse_args()
     if args.seed < 0:
         parser.error(f"--seed {args.seed} is negative; use 0 or more.")
     if args.num_updates < 1:
         parser.error(f"--num_updates {args.num_updates} trains nothing; use 1 or more.")
     if not 0 < round(args.think_share * args.batch_size) < args.batch_size:
-        parser.error(f"--think_share {args.think_share} of --batch_size {args.batch_size} leaves out one kind; use 0.25 and 64, say.")
+        parser.error(
+            f"--think_share {args.think_share} of --batch_size {args.batch_size} leaves out one kind; use 0.25 and 64, say."
+        )
     return args
 
 
@@ -247,15 +275,25 @@ def is_already_made(out_dir: Path, settings: dict[str, object]) -> bool:
         return False
     record = out_dir / "warm_start.json"
     if not record.is_file():
-        raise FileExistsError(f"--out_dir {out_dir} exists, but has no warm_start.json: not made here. Remove it or choose another folder.")
+        raise FileExistsError(
+            f"--out_dir {out_dir} exists, but has no warm_start.json: not made here. Remove it or choose another folder."
+        )
     found = json.loads(record.read_text())["settings"]
-    changed = [f"{name} {found.get(name)} (now {settings.get(name)})" for name in settings | found if found.get(name) != settings.get(name)]
+    changed = [
+        f"{name} {found.get(name)} (now {settings.get(name)})"
+        for name in settings | found
+        if found.get(name) != settings.get(name)
+    ]
     if changed:
-        raise FileExistsError(f"--out_dir {out_dir} was made with {', '.join(changed)}. Remove it or choose another folder.")
+        raise FileExistsError(
+            f"--out_dir {out_dir} was made with {', '.join(changed)}. Remove it or choose another folder."
+        )
     return True
 
 
-def save(policy: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, data: dict[str, list], record: dict, out_dir: Path) -> None:
+def save(
+    policy: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, data: dict[str, list], record: dict, out_dir: Path
+) -> None:
     """Writes a sibling folder and renames it: `out_dir` is complete or not there."""
     partial = out_dir.with_name(f"{out_dir.name}.partial.{time.time_ns()}")
     policy.save_pretrained(partial)
@@ -279,21 +317,33 @@ def main() -> None:
     out_dir.parent.mkdir(parents=True, exist_ok=True)
 
     start = time.perf_counter()
-    torch.set_num_threads(1)  # as fast as 2 at this size, and not slowed down many times over when another program wants a core
+    torch.set_num_threads(
+        1
+    )  # as fast as 2 at this size, and not slowed down many times over when another program wants a core
     torch.manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)
     tokenizer = build_tokenizer()
     policy = build_policy(tokenizer)
     train_problems, heldout_problems = draw_data(rng)
     heldout = set(heldout_problems)
-    assert not heldout & {pair for a, b in train_problems for pair in ((a, b), (b, a))}, "a held-out problem is in the training data"
+    assert not heldout & {pair for a, b in train_problems for pair in ((a, b), (b, a))}, (
+        "a held-out problem is in the training data"
+    )
 
     train(policy, tokenizer, rng, heldout, args.num_updates, args.batch_size, round(args.think_share * args.batch_size))
     results = evaluate(policy.eval(), tokenizer, heldout_problems)
     if not all(map(math.isfinite, results.values())):
-        raise FloatingPointError(f"the held-out results are not finite: {results}; nothing was written. Use more --num_updates.")
+        raise FloatingPointError(
+            f"the held-out results are not finite: {results}; nothing was written. Use more --num_updates."
+        )
     results |= {"parameters": policy.num_parameters(), "seconds": time.perf_counter() - start}
-    save(policy, tokenizer, {"train": train_problems, "heldout": heldout_problems}, {"settings": settings, "results": results}, out_dir)
+    save(
+        policy,
+        tokenizer,
+        {"train": train_problems, "heldout": heldout_problems},
+        {"settings": settings, "results": results},
+        out_dir,
+    )
     print(
         f"made {out_dir}: held-out sampled accuracy {results['accuracy']:.3f}; thinks in {results['think_share']:.1%}; "
         f"accuracy {results['accuracy_thinking']:.3f} thinking, {results['accuracy_at_once']:.3f} at once; "

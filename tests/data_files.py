@@ -33,7 +33,9 @@ def byte_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedToken
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     backend.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>", clean_up_tokenization_spaces=False)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>", clean_up_tokenization_spaces=False
+    )
     tokenizer.chat_template = chat_template
     return tokenizer
 
@@ -76,13 +78,18 @@ def write_numina_tir(folder: Path) -> None:
     solution = "We add.\n\\[\\boxed{4}\\]"
     messages = [*user("What is 2+2?"), {"role": "assistant", "content": solution}]
     write_parquet(
-        folder / "data" / "train-00000-of-00001.parquet", [{"problem": "What is 2+2?", "solution": solution, "messages": messages}]
+        folder / "data" / "train-00000-of-00001.parquet",
+        [{"problem": "What is 2+2?", "solution": solution, "messages": messages}],
     )
 
 
 def write_open_r1_8k(folder: Path) -> None:
     """lmms-lab/multimodal-open-r1-8k-verified."""
-    row = {"image": {"bytes": png(), "path": None}, "problem": "How red?", "solution": "<think>Very.</think><answer>(A)</answer>"}
+    row = {
+        "image": {"bytes": png(), "path": None},
+        "problem": "How red?",
+        "solution": "<think>Very.</think><answer>(A)</answer>",
+    }
     row |= {"original_question": "How red?", "original_answer": "(A)"}
     write_parquet(folder / "data" / "train-00000-of-00001.parquet", [row], image=datasets.Image())
 
@@ -107,7 +114,14 @@ def write_simplerl(folder: Path) -> None:
             question = f"{split} question {i}?"
             system = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>"
             text = f"{system}\n<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
-            row = {"gt_answer": answer, "subject": "Algebra", "level": 3, "question": question, "answer": answer, "target": answer}
+            row = {
+                "gt_answer": answer,
+                "subject": "Algebra",
+                "level": 3,
+                "question": question,
+                "answer": answer,
+                "target": answer,
+            }
             row |= {"data_source": "simplelr_qwen_level3to5", "prompt": user(text), "ability": "math"}
             row |= {"reward_model": {"style": "rule", "ground_truth": answer}}
             row |= {"extra_info": {"split": split, "index": i, "answer": answer, "question": question}}

@@ -39,7 +39,9 @@ class Recorder(torch.optim.SGD):
     """Keeps the gradient of the step that it is asked to make, and makes none."""
 
     def step(self) -> None:
-        self.gradients = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in self.param_groups[0]["params"]]
+        self.gradients = [
+            p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in self.param_groups[0]["params"]
+        ]
 
 
 def rollout_of(algorithm: str, lengths: list[int] | None = None) -> Rollout:
@@ -78,8 +80,14 @@ def main(path: str, output: str) -> None:
         shuffled = rollout_of(algorithm).take(np.array([7, 2, 5, 0, 3, 6, 1, 4]))
         cases = {f"cap {cap}, in order": (rollout_of(algorithm), f"{cap}") for cap in CAPS}
         cases |= {f"cap {cap}, shuffled": (shuffled, f"{cap}") for cap in CAPS}
-        cases |= {f"cap {cap}, prompts shared": (rollout_of(algorithm), f"{cap} --share_prompts --group_size 4") for cap in CAPS}
-        cases["three sequences"] = (rollout_of(algorithm, [12, 11, 9]), "16")  # a micro-batch each: with two ranks the fourth one is empty
+        cases |= {
+            f"cap {cap}, prompts shared": (rollout_of(algorithm), f"{cap} --share_prompts --group_size 4")
+            for cap in CAPS
+        }
+        cases["three sequences"] = (
+            rollout_of(algorithm, [12, 11, 9]),
+            "16",
+        )  # a micro-batch each: with two ranks the fourth one is empty
         results[algorithm] = {}
         for name, (rollout, cap) in cases.items():
             args = train_grpo.parse_flags([*COMMON.split(), *flags.split(), "--micro_batch_tokens", *cap.split()])
@@ -87,11 +95,17 @@ def main(path: str, output: str) -> None:
             plan = Plan(len(rollout.texts), 1, 1, 1, 1, 1, 0)
             (batches,) = add_advantages(pack_updates(rollout, plan, args, world), rollout)
             batches = logprobs_under(policy, "old_logprobs_N", batches, 1.0)
-            batches = [replace(batch, old_logprobs_N=batch.old_logprobs_N + off_policy_shift(batch)) for batch in batches]
-            batches = [replace(batch, rollout_logprobs_N=batch.old_logprobs_N + sampler_shift(batch)) for batch in batches]
+            batches = [
+                replace(batch, old_logprobs_N=batch.old_logprobs_N + off_policy_shift(batch)) for batch in batches
+            ]
+            batches = [
+                replace(batch, rollout_logprobs_N=batch.old_logprobs_N + sampler_shift(batch)) for batch in batches
+            ]
             if args.kl_coef:
                 batches = logprobs_under(reference, "ref_logprobs_N", batches, 1.0)
-            metrics = update_policy(policy, optimizer, batches, int(rollout.trained_lengths_B.sum()), False, 0.0, args, world)
+            metrics = update_policy(
+                policy, optimizer, batches, int(rollout.trained_lengths_B.sum()), False, 0.0, args, world
+            )
             results[algorithm][name] = (metrics, optimizer.gradients)
     if world.is_main:
         torch.save(results, output)

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from fsdp_utils import close_world, gather_from_ranks, init_world, shard
 from helpers import HeldInSync
-from loading import fill
-from lora import merged_parameters
+from model.lora import merged_parameters
+from model.weights import fill
 from policy import Policy, empty_policy
 
 
@@ -28,7 +28,9 @@ def differences(path: str, dtype: torch.dtype, on_host: bool, world) -> list[str
     found = dict(merged_parameters(policy.model, dtype)) | dict(policy.model.named_buffers())
     expected = dict(wanted.named_parameters()) | dict(wanted.named_buffers())
     assert found.keys() == expected.keys()
-    is_same = {name: found[name].dtype == expected[name].dtype and found[name].equal(expected[name]) for name in expected}
+    is_same = {
+        name: found[name].dtype == expected[name].dtype and found[name].equal(expected[name]) for name in expected
+    }
     return [name for name, same in is_same.items() if not same]
 
 
@@ -53,7 +55,12 @@ def is_extra_parameter_kept(path: str, world) -> bool:
 
 def main(output: str, *folders: str) -> None:
     world = init_world(tp_size=1, timeout_minutes=2)
-    cases = [(folder, dtype, on_host) for folder in folders for dtype in (torch.float32, torch.bfloat16) for on_host in (False, True)]
+    cases = [
+        (folder, dtype, on_host)
+        for folder in folders
+        for dtype in (torch.float32, torch.bfloat16)
+        for on_host in (False, True)
+    ]
     results = {str(case): differences(*case, world) for case in cases}
     results["held"] = most_held_in_a_sync(folders[0], world)
     results["is extra kept"] = is_extra_parameter_kept(folders[0], world)

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from distributed_gradient import Recorder
 from fsdp_utils import World, close_world, init_world, shard
 from helpers import HeldInSync, flags, make_rollout
-from lora import adapter_off, add_adapter, dropout_on, merged_parameters
+from model.lora import adapter_off, add_adapter, dropout_on, merged_parameters
 from plan import Plan
 from policy import Policy, load_policy
 from update import add_advantages, add_logprobs, logprobs_under, pack_updates, update_policy
@@ -22,7 +22,13 @@ RANK = 3  # two ranks share the rows of A unequally
 
 
 def lora_flags(path: str, **changes: object) -> argparse.Namespace:
-    limits = {"max_grad_norm": 1e9, "max_prompt_tokens": 4, "max_completion_tokens": 12, "kl_coef": 0.1, "micro_batch_tokens": 1000}
+    limits = {
+        "max_grad_norm": 1e9,
+        "max_prompt_tokens": 4,
+        "max_completion_tokens": 12,
+        "kl_coef": 0.1,
+        "micro_batch_tokens": 1000,
+    }
     return flags(**(limits | {"model": path, "lora_rank": RANK, "lora_alpha": 6} | changes))
 
 
@@ -37,16 +43,22 @@ def adapted_policy(args: argparse.Namespace, gradient_checkpointing: bool = Fals
     return policy
 
 
-def gradient(policy: Policy, args: argparse.Namespace, world: World, dropout_seed: tuple[int, ...] = (1,)) -> tuple[dict, dict]:
+def gradient(
+    policy: Policy, args: argparse.Namespace, world: World, dropout_seed: tuple[int, ...] = (1,)
+) -> tuple[dict, dict]:
     """(metrics, name -> gradient) of an update after a pass of the reference, as in a step of training."""
     rollout = make_rollout(group_size=4)
     (batches,) = add_advantages(pack_updates(rollout, Plan(len(rollout.texts), 1, 1, 1, 1, 1, 0), args, world), rollout)
     (batches,) = add_logprobs([batches], policy, policy, args)
-    assert all(isinstance(parameter, DTensor) for parameter in policy.parameters()), "a pass without gradient leaves nothing gathered"
+    assert all(isinstance(parameter, DTensor) for parameter in policy.parameters()), (
+        "a pass without gradient leaves nothing gathered"
+    )
     trained = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
     optimizer = Recorder(trained.values(), lr=0.0)
     with dropout_on(policy, dropout_seed, world):
-        metrics = update_policy(policy, optimizer, batches, int(rollout.trained_lengths_B.sum()), True, 0.0, args, world)
+        metrics = update_policy(
+            policy, optimizer, batches, int(rollout.trained_lengths_B.sum()), True, 0.0, args, world
+        )
     return metrics, dict(zip(trained, optimizer.gradients, strict=True))
 
 
@@ -60,7 +72,12 @@ def main(path: str, output: str) -> None:
 
     world = init_world(tp_size=1, timeout_minutes=2)
     found: dict[str, object] = {"gradients": {}, "with dropout": {}}
-    for cap, changes in ((16, {}), (40, {}), (16, {"gather_parameters_once": True}), (40, {"share_prompts": True, "group_size": 4})):
+    for cap, changes in (
+        (16, {}),
+        (40, {}),
+        (16, {"gather_parameters_once": True}),
+        (40, {"share_prompts": True, "group_size": 4}),
+    ):
         for checkpointing in (False, True):
             args = lora_flags(path, micro_batch_tokens=cap, **changes)
             policy = adapted_policy(args, checkpointing)
@@ -89,7 +106,11 @@ def main(path: str, output: str) -> None:
         found[f"reference is the policy, {dtype}"] = any(a.equal(b) for a, b in zip(reference, adapted, strict=True))
 
     args = lora_flags(path, lora_dropout=0.4)
-    for name, checkpointing, seed in (("plain", False, (1, 2)), ("checkpointed", True, (1, 2)), ("other update", False, (1, 3))):
+    for name, checkpointing, seed in (
+        ("plain", False, (1, 2)),
+        ("checkpointed", True, (1, 2)),
+        ("other update", False, (1, 3)),
+    ):
         policy = adapted_policy(args, checkpointing)
         shard(policy, policy.layers, world, torch.float32)
         before = logprobs(policy, args, world)
@@ -102,17 +123,24 @@ def main(path: str, output: str) -> None:
     policy = adapted_policy(args)
     whole = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
     shard(policy, policy.layers, world, torch.bfloat16)
-    engine = Engine(path, AutoTokenizer.from_pretrained(path), world, 24, torch.bfloat16, 0.3, enforce_eager=True, seed=1)
+    engine = Engine(
+        path, AutoTokenizer.from_pretrained(path), world, 24, torch.bfloat16, 0.3, enforce_eager=True, seed=1
+    )
     found["merged"] = [(name, tensor.clone()) for name, tensor in merged_parameters(policy.model, torch.bfloat16)]
     for _ in range(100):
         engine.sync(merged_parameters(policy.model, torch.bfloat16))
     held = HeldInSync()
     engine.sync(held.stream(merged_parameters(policy.model, torch.bfloat16)))
-    layer_bytes = sum(2 * parameter.numel() for name, parameter in policy.layers[0].named_parameters() if ".lora_" not in name)
+    layer_bytes = sum(
+        2 * parameter.numel() for name, parameter in policy.layers[0].named_parameters() if ".lora_" not in name
+    )
     found["held in a sync, in layers"] = held.most / layer_bytes
     found["merged after"] = [(name, tensor.clone()) for name, tensor in merged_parameters(policy.model, torch.bfloat16)]
     after = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in policy.named_parameters()}
-    found["parameters"], found["parameters after"] = whole, {name: parameter.detach() for name, parameter in after.items()}
+    found["parameters"], found["parameters after"] = (
+        whole,
+        {name: parameter.detach() for name, parameter in after.items()},
+    )
     if world.is_main:
         torch.save(found, output)
     engine.close()

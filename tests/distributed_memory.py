@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from fsdp_utils import close_world, gather_from_ranks, init_world, shard
-from loading import fill
+from model.weights import fill
 from policy import empty_policy
 
 

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 import train_grpo
 from fsdp_utils import close_world, init_world, local_shard
 from helpers import make_rollout
-from lora import merged_parameters
-from optimizer import ChunkedAdamW
+from model.lora import merged_parameters
+from model.optimizer import ChunkedAdamW
 from plan import Plan, check_flags
 from policy import Policy
 from update import add_advantages, add_logprobs, pack_updates, update_policy
@@ -29,20 +29,31 @@ POLICIES = [
 ]
 SMALL = "--micro_batch_tokens 20"  # several micro-batches an update
 POLICIES += [SMALL, f"{SMALL} --offload_activations --gradient_checkpointing", f"{SMALL} --reduce_gradients_once"]
-POLICIES += [f"{SMALL} --gather_parameters_once", f"{SMALL} --gather_parameters_once --gradient_checkpointing --offload all"]
+POLICIES += [
+    f"{SMALL} --gather_parameters_once",
+    f"{SMALL} --gather_parameters_once --gradient_checkpointing --offload all",
+]
 COMMON = "--train_data d --out_dir o --total_steps 1 --max_prompt_tokens 4 --max_completion_tokens 12 --micro_batch_tokens 40 --kl_coef 0.1"
 
 
 def is_on_host(policy: Policy) -> bool:
     """Whether FSDP keeps the shards in host RAM. On a CPU run they are there anyway, so this is asked of FSDP's own state."""
     units = [policy, *policy.layers]
-    policies = {isinstance(group.offload_policy, CPUOffloadPolicy) for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups}
+    policies = {
+        isinstance(group.offload_policy, CPUOffloadPolicy)
+        for unit in units
+        for group in unit._get_fsdp_state()._fsdp_param_groups
+    }
     (answer,) = policies
-    assert {parameter.to_local().is_cuda for parameter in policy.parameters()} == {torch.cuda.is_available() and not answer}
+    assert {parameter.to_local().is_cuda for parameter in policy.parameters()} == {
+        torch.cuda.is_available() and not answer
+    }
     return answer
 
 
-def train(path: str, flags: str, world) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], dict[str, torch.Tensor], list[int]]:
+def train(
+    path: str, flags: str, world
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], dict[str, torch.Tensor], list[int]]:
     args = train_grpo.parse_flags(["--model", path, *COMMON.split(), *flags.split()])
     check_flags(args, world.size)
     policy, reference, optimizer = train_grpo.build_policy(args, world)
@@ -60,7 +71,9 @@ def train(path: str, flags: str, world) -> tuple[list[dict[str, float]], dict[st
         metrics.append(update_policy(policy, optimizer, batches, num_tokens, True, 1e-3, args, world))
     num_calls = [collective.call_count - before for collective, before in zip(COLLECTIVES, num_before, strict=True)]
     states = optimizer.state.values()
-    state = {f"{index} {name}": local_shard(tensor) for index, state in enumerate(states) for name, tensor in state.items()}
+    state = {
+        f"{index} {name}": local_shard(tensor) for index, state in enumerate(states) for name, tensor in state.items()
+    }
     if torch.cuda.is_available():
         big = [tensor for tensor in state.values() if tensor.dim()]
         assert {tensor.is_cuda for tensor in big} == {args.offload == "none"}

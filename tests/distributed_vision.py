@@ -15,7 +15,7 @@ from batch import Rollout, pack
 from checkpoint import export, gather_weights
 from distributed_gradient import Recorder
 from fsdp_utils import World, close_world, gather_from_ranks, init_world, shard
-from lora import add_adapter, merged_parameters
+from model.lora import add_adapter, merged_parameters
 from policy import Policy, load_policy
 from update import add_advantages, add_logprobs, update_policy
 from vision_models import vision_data, vision_flags, vision_rollout
@@ -78,8 +78,12 @@ def main(path: str, output: str) -> None:
     rollout = replace(rollout, loss_weights_B=np.zeros(10, dtype=np.float32))
     found["gaps"] = gaps(policy, rollout)
     three = images[1]
-    swapped = replace(three, encoded=(three.encoded[0], three.encoded[2], three.encoded[1]))  # of the same size: only pixels differ
-    found["gaps, images swapped"] = gaps(policy, replace(rollout, images=[swapped if each is three else each for each in rollout.images]))
+    swapped = replace(
+        three, encoded=(three.encoded[0], three.encoded[2], three.encoded[1])
+    )  # of the same size: only pixels differ
+    found["gaps, images swapped"] = gaps(
+        policy, replace(rollout, images=[swapped if each is three else each for each in rollout.images])
+    )
     found["prompts"] = rollout.prompts
     found["on all ranks the same"] = len(set(map(tuple, gather_from_ranks(rollout.texts)))) == 1
     weights = gather_weights(policy, torch.float32, world)

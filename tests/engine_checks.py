@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from batch import Rollout, pack
 from data import PromptData, PromptFormat
 from fsdp_utils import close_world, gather_from_ranks, init_world, shard
-from lora import merged_parameters
+from model.lora import merged_parameters
 from policy import Policy, load_policy
 from rollout import Engine
 
@@ -62,14 +62,18 @@ def main(path: str, tp_size: str, output: str) -> None:
         "num_tokens": int(first.completion_lengths_B.sum()),
         "mean_probability": float(np.exp(np.concatenate(first.rollout_logprobs)).mean()),
         "gap_before": gap(policy, first),
-        "gap_of_long_prompts": gap(policy, engine.sample([np.resize(p, 45) for p in prompts], 4, (1, 4), TEMPERATURE, max_tokens=12)),
+        "gap_of_long_prompts": gap(
+            policy, engine.sample([np.resize(p, 45) for p in prompts], 4, (1, 4), TEMPERATURE, max_tokens=12)
+        ),
         "same_seed_same_completions": sample().texts == first.texts,
         "heard_what_is_returned": all(told[b] == heard[b] for b in heard),
         "heard_on_all_leaders": sum(gather_from_ranks(len(heard))),
         "heard_while_others_are_sampled": any(still_running),
         "other_seed_same_completions": sample((1, 2)).texts == first.texts,
-        "greedy_twice_equal": engine.sample(prompts, 1, (1,), 0.0, 12).texts == engine.sample(prompts, 1, (2,), 0.0, 12).texts,
-        "texts_are_the_tokens": first.texts == tokenizer.batch_decode([c.tolist() for c in first.completions], skip_special_tokens=True),
+        "greedy_twice_equal": engine.sample(prompts, 1, (1,), 0.0, 12).texts
+        == engine.sample(prompts, 1, (2,), 0.0, 12).texts,
+        "texts_are_the_tokens": first.texts
+        == tokenizer.batch_decode([c.tolist() for c in first.completions], skip_special_tokens=True),
         "truncated_are_the_long_ones": all(
             cut == (len(c) == 12 and c[-1] != tokenizer.eos_token_id)
             for cut, c in zip(first.is_truncated_B, first.completions, strict=True)

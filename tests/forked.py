@@ -20,7 +20,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["train_grpo", "rollout"])  # nothing that is imported starts threads or draws random numbers
+CONTEXT.set_forkserver_preload(
+    ["train_grpo", "rollout"]
+)  # nothing that is imported starts threads or draws random numbers
 
 
 def run_rank(script: str, arguments: list[str], environment: dict[str, str], outputs: list[str]) -> None:
@@ -39,7 +41,12 @@ def run_ranks(num_ranks: int, script: str, arguments: list[str], timeout: float)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+    place = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+    }
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder) / "stdout", Path(folder) / "stderr"]
         for file in outputs:
@@ -47,7 +54,9 @@ def run_ranks(num_ranks: int, script: str, arguments: list[str], timeout: float)
         ranks = []
         for rank in range(num_ranks):
             environment = place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            ranks.append(CONTEXT.Process(target=run_rank, args=(script, arguments, environment, list(map(str, outputs)))))
+            ranks.append(
+                CONTEXT.Process(target=run_rank, args=(script, arguments, environment, list(map(str, outputs))))
+            )
             ranks[-1].start()
         deadline, running = time.monotonic() + timeout, list(ranks)
         while running and not any(rank.exitcode for rank in ranks) and time.monotonic() < deadline:
@@ -58,4 +67,6 @@ def run_ranks(num_ranks: int, script: str, arguments: list[str], timeout: float)
             rank.join(10)
             rank.kill()
         is_failed = any(rank.exitcode != 0 for rank in ranks)
-        return subprocess.CompletedProcess([script, *arguments], int(is_failed), *(file.read_text() for file in outputs))
+        return subprocess.CompletedProcess(
+            [script, *arguments], int(is_failed), *(file.read_text() for file in outputs)
+        )

@@ -22,7 +22,11 @@ from warm_start import build_tokenizer
 
 ROOT = Path(__file__).parent.parent
 RAGGED = [12, 7, 3, 11, 5, 9, 2, 6]  # completion lengths
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONPATH": os.pathsep.join(sys.path)}
+ENVIRONMENT = os.environ | {
+    "OMP_NUM_THREADS": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "PYTHONPATH": os.pathsep.join(sys.path),
+}
 
 
 def make_model(folder: Path, tied: bool = True, num_rows: int = 64) -> Path:
@@ -49,7 +53,9 @@ def make_model(folder: Path, tied: bool = True, num_rows: int = 64) -> Path:
     rng = np.random.default_rng(0)
     for name, count in (("train", num_rows), ("heldout", 16)):
         sums = rng.integers(0, 5, size=(count, 2)).tolist()
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"problem": f"{a}+{b}", "answer": str(a + b)}) + "\n" for a, b in sums))
+        (folder / f"{name}.jsonl").write_text(
+            "".join(json.dumps({"problem": f"{a}+{b}", "answer": str(a + b)}) + "\n" for a, b in sums)
+        )
     return folder
 
 
@@ -64,7 +70,10 @@ def make_rollout(lengths: list[int] = RAGGED, prompt_length: int = 4, seed: int 
         texts=[""] * len(lengths),
         is_truncated_B=np.zeros(len(lengths), dtype=bool),
         loss_weights_B=np.full(len(lengths), 1 / sum(lengths), dtype=np.float32),
-        advantages=[np.full(n, advantage, dtype=np.float32) for n, advantage in zip(lengths, rng.normal(size=len(lengths)), strict=True)],
+        advantages=[
+            np.full(n, advantage, dtype=np.float32)
+            for n, advantage in zip(lengths, rng.normal(size=len(lengths)), strict=True)
+        ],
     )
 
 
@@ -81,7 +90,11 @@ def unpacked_logprobs(model: Callable, rollout: Rollout, temperature: float) -> 
 def flags(**changes: object) -> argparse.Namespace:
     """The program's flags, with these changed; what it requires is filled in."""
     values = {"model": "m", "train_data": "d", "out_dir": "o", "total_steps": 10} | changes
-    pairs = [[f"--{name}"] if value is True else [f"--{name}", str(value)] for name, value in values.items() if value is not None]
+    pairs = [
+        [f"--{name}"] if value is True else [f"--{name}", str(value)]
+        for name, value in values.items()
+        if value is not None
+    ]
     return train_grpo.parse_flags([part for pair in pairs for part in pair])
 
 
@@ -108,7 +121,9 @@ def launch_command(num_ranks: int, script: str, *arguments: object) -> list[str]
 
 def start(num_ranks: int, script: str, *arguments: object, timeout: float = 300) -> subprocess.CompletedProcess[str]:
     command = launch_command(num_ranks, script, *arguments)
-    return subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=timeout, check=False)
+    return subprocess.run(
+        command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=timeout, check=False
+    )
 
 
 def training_flags(policy: Path, out_dir: Path, **changes: object) -> list[str]:
@@ -131,7 +146,11 @@ def training_flags(policy: Path, out_dir: Path, **changes: object) -> list[str]:
         "eval_before_training": True,
         "save_every": 2,
     } | changes
-    parts = [[f"--{name}"] if value is True else [f"--{name}", str(value)] for name, value in flags.items() if value is not None]
+    parts = [
+        [f"--{name}"] if value is True else [f"--{name}", str(value)]
+        for name, value in flags.items()
+        if value is not None
+    ]
     return [part for pair in parts for part in pair]
 
 
@@ -142,7 +161,9 @@ class HeldInSync:
         self.alive: dict[int, int] = {}
         self.most = 0
         gather = torch.distributed.all_gather_single
-        torch.distributed.all_gather_single = lambda whole, *rest, **options: gather(self.watch(whole), *rest, **options)
+        torch.distributed.all_gather_single = lambda whole, *rest, **options: gather(
+            self.watch(whole), *rest, **options
+        )
 
     def watch(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -176,9 +197,18 @@ llm = LLM({str(folder)!r}, enforce_eager=True, dtype="bfloat16", max_model_len=3
 (output,) = llm.generate([TokensPrompt(prompt_token_ids={prompt})], SamplingParams(max_tokens=1, logprobs=5, temperature=1.0))
 print("FOUND", {{int(token): entry.logprob for token, entry in output.outputs[0].logprobs[0].items()}})
 """
-    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    settings = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+    }
     done = subprocess.run(
-        [sys.executable, "-c", program], env=ENVIRONMENT | settings, cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-c", program],
+        env=ENVIRONMENT | settings,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = eval(done.stdout.split("FOUND ")[1])

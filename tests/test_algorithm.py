@@ -24,9 +24,18 @@ from helpers import flags
         ({"kl_coef": 0.1, "kl_estimator": "k2", "kl_clamp": 5}, ["--kl_clamp 5", "k3"]),
         ({"kl_coef": 0.1, "kl_estimator": "k3+", "kl_in": "reward"}, ["k3+", "use k3"]),
         ({"rollout_correction_max": 3}, ["--rollout_correction_max 3", "no effect"]),
-        ({"rollout_correction": "token_truncate", "rollout_correction_min": 0.1}, ["--rollout_correction_min 0.1", "mask"]),
-        ({"rollout_correction": "token_mask", "rollout_correction_min": 2.5}, ["--rollout_correction_min 2.5", "below", "2"]),
-        ({"advantage": "reinforce++", "policy_loss": "gspo", "kl_coef": 1, "kl_in": "reward"}, ["gspo", "use gspo_token"]),
+        (
+            {"rollout_correction": "token_truncate", "rollout_correction_min": 0.1},
+            ["--rollout_correction_min 0.1", "mask"],
+        ),
+        (
+            {"rollout_correction": "token_mask", "rollout_correction_min": 2.5},
+            ["--rollout_correction_min 2.5", "below", "2"],
+        ),
+        (
+            {"advantage": "reinforce++", "policy_loss": "gspo", "kl_coef": 1, "kl_in": "reward"},
+            ["gspo", "use gspo_token"],
+        ),
         ({"dynamic_sampling": "right", "epochs": 2, "total_steps": None}, ["--epochs 2", "give --total_steps"]),
         ({"dynamic_sampling": "right", "keep_last": True}, ["--keep_last", "no effect"]),
     ],
@@ -47,7 +56,13 @@ def test_what_contradicts_itself_or_has_no_effect_is_refused(changes, words):
         {"policy_loss": "sapo", "sapo_tau_pos": 2, "entropy_coef": 0.001},
         {"loss_aggregation": "seq_mean_token_sum_norm", "loss_constant_tokens": 100},
         {"kl_coef": 0.1, "kl_estimator": "k3+", "kl_clamp": 0},
-        {"advantage": "reinforce++", "policy_loss": "gspo_token", "kl_coef": 0.1, "kl_estimator": "k1", "kl_in": "reward"},
+        {
+            "advantage": "reinforce++",
+            "policy_loss": "gspo_token",
+            "kl_coef": 0.1,
+            "kl_estimator": "k1",
+            "kl_in": "reward",
+        },
         {"rollout_correction": "sequence_mask", "rollout_correction_min": 0.1, "rollout_correction_max": 3},
         {"dynamic_sampling": "reward", "max_sampling_rounds": 2},
     ],
@@ -61,9 +76,26 @@ def test_the_log_states_every_choice():
         "algorithm: advantage grpo: (r - mean of group) / (group std (ddof 1) + 1e-06); loss clip: token ratio in [0.8, 1.2]; token_mean; "
         "no KL; one pass a step; temperature 1 in sampler and trainer"
     )
-    changes = {"advantage": "reinforce++", "policy_loss": "cispo", "clip_low": 1, "clip_high": 4, "kl_coef": 0.01, "kl_in": "reward"}
-    changes |= {"loss_aggregation": "seq_mean_token_sum_norm", "max_completion_tokens": 77, "entropy_coef": 0.001, "passes_per_step": 2}
-    changes |= {"rollout_correction": "token_mask", "dynamic_sampling": "right", "truncated": "mask", "advantage_ddof": 0}
+    changes = {
+        "advantage": "reinforce++",
+        "policy_loss": "cispo",
+        "clip_low": 1,
+        "clip_high": 4,
+        "kl_coef": 0.01,
+        "kl_in": "reward",
+    }
+    changes |= {
+        "loss_aggregation": "seq_mean_token_sum_norm",
+        "max_completion_tokens": 77,
+        "entropy_coef": 0.001,
+        "passes_per_step": 2,
+    }
+    changes |= {
+        "rollout_correction": "token_mask",
+        "dynamic_sampling": "right",
+        "truncated": "mask",
+        "advantage_ddof": 0,
+    }
     said = describe_algorithm(flags(**changes))
     for words in (
         "reinforce++: (return - mean over tokens of the step) / (std (ddof 0) + 1e-06)",

@@ -67,7 +67,9 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path, policy):
 
 def test_more_visible_gpus_than_ranks_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    with pytest.raises(ValueError, match="8 GPUs are visible but the world size is 1: start it with the script or torchrun"):
+    with pytest.raises(
+        ValueError, match="8 GPUs are visible but the world size is 1: start it with the script or torchrun"
+    ):
         check_launch(tp_size=1, dtype="bfloat16")
     monkeypatch.setenv("WORLD_SIZE", "16")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")

@@ -38,7 +38,11 @@ def test_the_label_is_the_next_token_and_only_completion_tokens_are_trained():
 
 def test_values_per_completion_token_travel_to_their_positions_and_back():
     rollout = make_rollout([[1, 2, 3], [4], [8, 8]], [[5, 9], [6, 7, 9], [1]])
-    values = [np.array([10, 11], dtype=np.float32), np.array([20, 21, 22], dtype=np.float32), np.array([30], dtype=np.float32)]
+    values = [
+        np.array([10, 11], dtype=np.float32),
+        np.array([20, 21, 22], dtype=np.float32),
+        np.array([30], dtype=np.float32),
+    ]
     batch = pack(rollout, [2, 0])
     packed = to_positions(rollout, batch.segments_S, values)
     assert packed.tolist() == [0, 30, 0, 0, 10, 11]
@@ -49,8 +53,19 @@ def test_values_per_completion_token_travel_to_their_positions_and_back():
 
 def test_a_batch_without_sequences_trains_nothing():
     batch = pack(make_rollout([[1]], [[2]]), [])
-    assert {name: len(value) for name, value in vars(batch).items() if name.endswith("_N") and value is not None} == dict.fromkeys(
-        ["input_ids_N", "position_ids_N", "labels_N", "loss_mask_N", "loss_weights_N", "sequence_ids_N", "rollout_logprobs_N"], 1
+    assert {
+        name: len(value) for name, value in vars(batch).items() if name.endswith("_N") and value is not None
+    } == dict.fromkeys(
+        [
+            "input_ids_N",
+            "position_ids_N",
+            "labels_N",
+            "loss_mask_N",
+            "loss_weights_N",
+            "sequence_ids_N",
+            "rollout_logprobs_N",
+        ],
+        1,
     )
     assert not batch.loss_mask_N.any()
 
@@ -100,7 +115,9 @@ def test_completions_that_are_together_share_all_of_their_prompt_but_its_last_to
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("max_tokens", [55, 70, 200, 100_000])
 @pytest.mark.parametrize("prompt_length", [1, 40])
-def test_with_shared_prompts_every_sequence_is_trained_once_and_no_micro_batch_exceeds_the_cap(num_ranks, max_tokens, prompt_length):
+def test_with_shared_prompts_every_sequence_is_trained_once_and_no_micro_batch_exceeds_the_cap(
+    num_ranks, max_tokens, prompt_length
+):
     completions = np.random.default_rng(0).integers(1, 16, size=48)
     lengths, shared = completions + prompt_length - 1, np.full(48, prompt_length - 1)
     plan = plan_micro_batches(lengths, num_ranks, max_tokens, 1000.0, 8, shared)
@@ -118,7 +135,9 @@ def test_with_shared_prompts_every_sequence_is_trained_once_and_no_micro_batch_e
 def pack_cost(micro: list[int], lengths: np.ndarray, shared: int, group_size: int, parity_length: float) -> float:
     """Of these sequences together, of which those of the same group share so many positions."""
     num_prompts = len({i // group_size for i in micro})
-    return training_costs(lengths[micro], parity_length).sum() - (len(micro) - num_prompts) * training_costs(shared, parity_length)
+    return training_costs(lengths[micro], parity_length).sum() - (len(micro) - num_prompts) * training_costs(
+        shared, parity_length
+    )
 
 
 @pytest.mark.parametrize(
@@ -126,7 +145,16 @@ def pack_cost(micro: list[int], lengths: np.ndarray, shared: int, group_size: in
     [
         (128, 5, 300, 1500, 4096, 8, 16_384, 0.9),  # QwQ-32B: of 1,800 positions 0.8 x 300 can be shared
         (64, 8, 1500, 300, 1024, 8, 8192, 0.28),  # an image in each prompt: 7/8 of 1,500 in 1,800
-        (8, 8, 300, 600, 2048, 8, 8192, 0.8),  # a group for each rank: if it were whole, they would wait for the longest: 1.09
+        (
+            8,
+            8,
+            300,
+            600,
+            2048,
+            8,
+            8192,
+            0.8,
+        ),  # a group for each rank: if it were whole, they would wait for the longest: 1.09
     ],
 )
 def test_the_slowest_ranks_compute_less_where_prompts_are_shared(
@@ -138,13 +166,17 @@ def test_the_slowest_ranks_compute_less_where_prompts_are_shared(
     shared, parity_length = np.full(count, prompt_length - 1), 70_000.0
 
     def slowest(plan: list[list[list[int]]], group_size: int) -> float:
-        costs = [[pack_cost(micro, lengths, shared[0], group_size, parity_length) for micro in micros] for micros in plan]
+        costs = [
+            [pack_cost(micro, lengths, shared[0], group_size, parity_length) for micro in micros] for micros in plan
+        ]
         return sum(np.max(costs, axis=0))
 
     plan = plan_micro_batches(lengths, num_ranks, max_tokens, parity_length, group_size, shared)
     alone = plan_micro_batches(lengths, num_ranks, max_tokens, parity_length)
     assert slowest(plan, group_size) <= most * slowest(alone, 1)
-    computed = sum(pack_cost(micro, lengths, shared[0], group_size, parity_length) for micros in plan for micro in micros)
+    computed = sum(
+        pack_cost(micro, lengths, shared[0], group_size, parity_length) for micros in plan for micro in micros
+    )
     assert computed >= 0.95 * slowest(plan, group_size) * num_ranks, "less than 5 % is waiting"
 
 
@@ -169,7 +201,9 @@ def test_micro_batches_of_the_same_step_are_of_similar_size_on_all_ranks():
         (64, 1500, 0.6, 4096, 8, 8192),
     ],
 )
-def test_less_than_5_percent_of_the_update_is_waiting_by_cost(num_sequences, mean, sigma, longest, num_ranks, max_tokens):
+def test_less_than_5_percent_of_the_update_is_waiting_by_cost(
+    num_sequences, mean, sigma, longest, num_ranks, max_tokens
+):
     rng = np.random.default_rng(0)
     lengths = rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, num_sequences).astype(int).clip(8, longest)
     parity_length = 70_000.0  # Qwen2.5-7B: 7.07e9 numbers in matrices / (28 layers x 3,584)
@@ -182,7 +216,9 @@ def test_less_than_5_percent_of_the_update_is_waiting_by_cost(num_sequences, mea
 
 
 def test_a_long_sequence_counts_for_more_than_its_tokens():
-    lengths = np.array([1000, 600, 500])  # by tokens 1000 | 600 + 500; with attention's cost the long one alone is more than both others
+    lengths = np.array(
+        [1000, 600, 500]
+    )  # by tokens 1000 | 600 + 500; with attention's cost the long one alone is more than both others
     assert training_costs(lengths, 1000.0).tolist() == [2000, 960, 750]
     ranks = plan_micro_batches(np.array([1000, 500, 500, 100]), 2, 2000, parity_length=100.0)
     assert ranks == [[[0]], [[1, 2, 3]]]

@@ -20,14 +20,25 @@ def last_line(output: str) -> dict[str, object]:
 
 
 def run(script: str, *arguments: str) -> dict[str, object]:
-    command = [sys.executable, str(ROOT / "scripts" / script), *arguments]
+    command = [sys.executable, str(ROOT / "benchmarks" / script), *arguments]
     done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return last_line(done.stdout)
 
 
 def test_bench_update():
-    sizes = ["--vocab", "64", "--sequences", "4", "--mean_length", "20", "--memory_vocab", "512", "--memory_tokens", "1024"]
+    sizes = [
+        "--vocab",
+        "64",
+        "--sequences",
+        "4",
+        "--mean_length",
+        "20",
+        "--memory_vocab",
+        "512",
+        "--memory_tokens",
+        "1024",
+    ]
     found = run("bench_update.py", *TINY, *sizes, "--group_size", "2")
     assert found["goal"] == 0.9
     assert min(found["ratio"], found["ours, prompts shared"]) > 0
@@ -35,14 +46,25 @@ def test_bench_update():
 
 
 def test_bench_sync():
-    found = last_line(torchrun(2, "scripts/bench_sync.py", *TINY, "--vocab", "64").stdout)
+    found = last_line(torchrun(2, "benchmarks/bench_sync.py", *TINY, "--vocab", "64").stdout)
     assert (found["goal"], found["ranks"]) == (0.5, 2)
     assert found["ratio"] > 0
 
 
 def test_bench_mfu(policy):
-    sizes = ["--micro_batch_tokens", "64", "--mean_length", "20", "--rounds", "1", "--variants", "full", "full, padded", "LoRA"]
-    found = last_line(torchrun(1, "scripts/bench_mfu.py", "--model", policy, *sizes).stdout)
+    sizes = [
+        "--micro_batch_tokens",
+        "64",
+        "--mean_length",
+        "20",
+        "--rounds",
+        "1",
+        "--variants",
+        "full",
+        "full, padded",
+        "LoRA",
+    ]
+    found = last_line(torchrun(1, "benchmarks/bench_mfu.py", "--model", policy, *sizes).stdout)
     assert (found["goal"], found["unit"]) == (0.5, "TFLOP/s"), "there is no MFU without a GPU whose peak is known"
     assert found["ratio"].keys() == {"full", "full, padded", "LoRA"} and min(found["ratio"].values()) > 0
 
@@ -60,6 +82,8 @@ def test_random_models_end_a_completion_at_the_rate_asked_for_after_any_prompt(h
     save_random_model(tmp_path, hidden, layers, 4 * hidden, mean_tokens=mean_tokens)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     with torch.no_grad():
-        ends = model(torch.randint(model.config.vocab_size, (16, 64))).logits.softmax(dim=-1)[..., model.config.eos_token_id]
+        ends = model(torch.randint(model.config.vocab_size, (16, 64))).logits.softmax(dim=-1)[
+            ..., model.config.eos_token_id
+        ]
     assert ends.mean().item() == pytest.approx(1 / mean_tokens, rel=0.05)
     assert ends.std() < 0.05 * ends.mean()

@@ -50,7 +50,9 @@ def write(folder: Path, content: str | bytes, name: str = "rows.jsonl") -> str:
     return str(file)
 
 
-def load(source: object, tokenizer=TOKENIZER, max_prompt_tokens: int = 10**6, seed: int = 0, **changes: object) -> PromptData:
+def load(
+    source: object, tokenizer=TOKENIZER, max_prompt_tokens: int = 10**6, seed: int = 0, **changes: object
+) -> PromptData:
     return PromptData.load(str(source), PromptFormat(**changes), tokenizer, max_prompt_tokens, seed)
 
 
@@ -208,7 +210,18 @@ def test_what_exists_as_a_path_is_taken_literally(tmp_path):
 
 @pytest.mark.parametrize(
     "source",
-    ["absent.jsonl", "dta/math.jsonl", "dta/math.json@test", "a/b/c/d", "/abs/name", "./here", "~/x", "absent.csv", "tests/absent", "o/n#0"]
+    [
+        "absent.jsonl",
+        "dta/math.jsonl",
+        "dta/math.json@test",
+        "a/b/c/d",
+        "/abs/name",
+        "./here",
+        "~/x",
+        "absent.csv",
+        "tests/absent",
+        "o/n#0",
+    ]
     + ["o/n#x", "o/n@", "#5", "o/n.parquet#5"],
 )
 def test_a_mistyped_path_is_not_looked_for_on_the_hub(source, monkeypatch):
@@ -257,7 +270,8 @@ def test_a_hub_that_cannot_be_reached_is_told_within_seconds(monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     started = time.monotonic()
     with pytest.raises(
-        ValueError, match="'hiyouga/absent@test#5' cannot be loaded: .*reach.*hf download --repo-type dataset hiyouga/absent"
+        ValueError,
+        match="'hiyouga/absent@test#5' cannot be loaded: .*reach.*hf download --repo-type dataset hiyouga/absent",
     ):
         load("hiyouga/absent@test#5")
     assert time.monotonic() - started < 10
@@ -292,7 +306,9 @@ def test_parquet_files_have_splits_by_slicing_and_nested_columns(tmp_path):
     assert loaded.rows[0].columns == rows[1]
     with pytest.raises(ValueError, match="test.*train"):
         load(f"{path}@test")
-    with pytest.raises(ValueError, match=r"row 0: no column 'answer' .*'problem', 'reward_model', 'reward_model\.style'"):
+    with pytest.raises(
+        ValueError, match=r"row 0: no column 'answer' .*'problem', 'reward_model', 'reward_model\.style'"
+    ):
         load(path)
 
 
@@ -407,7 +423,9 @@ def test_multimodal_open_r1_loads_with_its_encoded_images(tmp_path):
     write_open_r1_8k(tmp_path)
     loaded = load(tmp_path, byte_tokenizer(VISION_TEMPLATE), answer_column="solution", image_column="image")
     assert loaded.rows[0].images == (png(),)
-    assert loaded.rows[0].messages == [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "How red?"}]}]
+    assert loaded.rows[0].messages == [
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "How red?"}]}
+    ]
     assert loaded.texts == ["[user]<pic>How red?[assistant]"]
     assert loaded.rows[0].prompt == "<image>How red?"
 
@@ -424,7 +442,9 @@ def test_the_rlvr_mixture_loads_with_its_messages_and_the_columns_of_its_verifie
 def test_simplerl_zoo_loads_with_its_own_template_or_with_the_models(tmp_path):
     write_simplerl(tmp_path)
     raw = load(tmp_path, prompt_format="raw", prompt_column="prompt", answer_column="reward_model.ground_truth")
-    assert raw.texts[0] == raw.rows[0].columns["prompt"][0]["content"] and raw.texts[0].startswith("<|im_start|>system\n")
+    assert raw.texts[0] == raw.rows[0].columns["prompt"][0]["content"] and raw.texts[0].startswith(
+        "<|im_start|>system\n"
+    )
     chat = load(tmp_path, prompt_column="question", answer_column="gt_answer", prompt_suffix="\nPut it in \\boxed{}.")
     assert chat.texts[1] == "[user]train question 2?\nPut it in \\boxed{}.[assistant]"
     for loaded in (raw, chat):
@@ -437,9 +457,25 @@ def test_simplerl_zoo_loads_with_its_own_template_or_with_the_models(tmp_path):
 
 def test_answers_become_text_and_those_that_cannot_are_excluded_and_listed(tmp_path):
     good = ["x", 3, 2.5, -0.0, 10**30, ["a", 1], {"f": "é"}, " y "]
-    bad = {"null": None, "True": True, "blank": " \n", "inf": float("inf"), "nan": float("nan"), "invalid characters": "a\ud83d"}
+    bad = {
+        "null": None,
+        "True": True,
+        "blank": " \n",
+        "inf": float("inf"),
+        "nan": float("nan"),
+        "invalid characters": "a\ud83d",
+    }
     loaded = load_values(tmp_path, "answer", [*good, *bad.values()])
-    assert [row.answer for row in loaded.rows] == ["x", "3", "2.5", "-0.0", "1" + "0" * 30, '["a", 1]', '{"f": "é"}', " y "]
+    assert [row.answer for row in loaded.rows] == [
+        "x",
+        "3",
+        "2.5",
+        "-0.0",
+        "1" + "0" * 30,
+        '["a", 1]',
+        '{"f": "é"}',
+        " y ",
+    ]
     assert [where for where, _ in loaded.excluded] == [f"{tmp_path}/rows.jsonl, line {i}" for i in range(9, 15)]
     for word, (_, reason) in zip(bad, loaded.excluded, strict=True):
         assert reason.startswith("column 'answer' ") and word in reason
@@ -465,7 +501,9 @@ def test_prompts_that_cannot_be_used_are_excluded_and_listed(tmp_path):
     assert [row.prompt for row in loaded.rows] == ["good"]
     assert len(loaded.excluded) == len(bad) == 12
     assert all("column 'problem'" in reason for _, reason in loaded.excluded)
-    with pytest.raises(ValueError, match=r"no row can be used\. .*line 1: column 'problem' is null\. .*line 2: .*is blank"):
+    with pytest.raises(
+        ValueError, match=r"no row can be used\. .*line 1: column 'problem' is null\. .*line 2: .*is blank"
+    ):
         load_values(tmp_path, "problem", bad)
 
 
@@ -474,7 +512,8 @@ def test_a_column_is_looked_up_literally_first_and_then_as_a_path(tmp_path):
     assert load_rows(tmp_path, rows, answer_column="a.b").rows[0].answer == "literal"
     assert load_rows(tmp_path, rows, answer_column="a.c.d").rows[0].answer == "7"
     with pytest.raises(
-        ValueError, match=r"line 1: no column 'a\.x' \(--answer_column\); this row has 'problem', 'a\.b', 'a', 'a\.b', 'a\.c'"
+        ValueError,
+        match=r"line 1: no column 'a\.x' \(--answer_column\); this row has 'problem', 'a\.b', 'a', 'a\.b', 'a\.c'",
     ):
         load_rows(tmp_path, rows, answer_column="a.x")
     with pytest.raises(ValueError, match=r"no column 'problem\.x'"):
@@ -496,7 +535,9 @@ def test_images_come_from_paths_beside_the_data_or_from_bytes(tmp_path):
     (tmp_path / "pictures").mkdir()
     (tmp_path / "pictures" / "a.png").write_bytes(png(1))
     path = "pictures/a.png"
-    loaded = load_images(tmp_path, [path, [path, path], {"path": path}, {"bytes": None, "path": path}, str(tmp_path / path), None, []])
+    loaded = load_images(
+        tmp_path, [path, [path, path], {"path": path}, {"bytes": None, "path": path}, str(tmp_path / path), None, []]
+    )
     assert [row.images for row in loaded.rows] == [(png(1),), (png(1), png(1)), (png(1),), (png(1),), (png(1),), (), ()]
     assert loaded.texts[1] == "[user]<pic><pic>q[assistant]" and loaded.texts[5] == "[user]q[assistant]"
     assert loaded.rows[5].messages == user("q")
@@ -535,7 +576,9 @@ def test_images_that_do_not_open_are_excluded_and_listed(tmp_path):
 
 def test_image_markers_are_the_places_of_the_images(tmp_path):
     (tmp_path / "a.png").write_bytes(png())
-    loaded = load_images(tmp_path, [["a.png", "a.png"], ["a.png"], ["a.png"] * 3, None], problem="<image>Is it <image>?\n")
+    loaded = load_images(
+        tmp_path, [["a.png", "a.png"], ["a.png"], ["a.png"] * 3, None], problem="<image>Is it <image>?\n"
+    )
     assert loaded.texts == ["[user]<pic>Is it <pic>?\n[assistant]"]
     types = [part["type"] for part in loaded.rows[0].messages[0]["content"]]
     assert types == ["image", "text", "image", "text"]
@@ -544,7 +587,9 @@ def test_image_markers_are_the_places_of_the_images(tmp_path):
     talk = [*user("<image>What?"), {"role": "assistant", "content": "A <image> tag."}, *user("Why?")]
     loaded = load_images(tmp_path, ["a.png"], problem=talk)
     assert loaded.texts == ["[user]<pic>What?[assistant]A <image> tag.[user]Why?[assistant]"]
-    assert load(f"{tmp_path}/rows.jsonl").texts[0].startswith("[user]<image>What?"), "without --image_column it is a text"
+    assert load(f"{tmp_path}/rows.jsonl").texts[0].startswith("[user]<image>What?"), (
+        "without --image_column it is a text"
+    )
 
 
 @pytest.mark.parametrize(
@@ -586,7 +631,10 @@ def test_system_prompt_and_suffix_are_part_of_the_conversation(tmp_path):
     values = ["q", talk]
     assert load_values(tmp_path, "problem", values).texts[1] == "[system]old[user]a[assistant]b[user]c[assistant]"
     loaded = load_values(tmp_path, "problem", values, system_prompt="new", prompt_suffix=" Box it.")
-    assert loaded.texts == ["[system]new[user]q Box it.[assistant]", "[system]new[user]a[assistant]b[user]c Box it.[assistant]"]
+    assert loaded.texts == [
+        "[system]new[user]q Box it.[assistant]",
+        "[system]new[user]a[assistant]b[user]c Box it.[assistant]",
+    ]
     assert loaded.rows[1].messages[0] == {"role": "system", "content": "new"} and loaded.rows[1].prompt == "c Box it."
     assert loaded.rows[1].columns["problem"] == talk, "the columns stay as read"
     assert load_values(tmp_path, "problem", values, system_prompt="").texts[0] == "[system][user]q[assistant]"
@@ -598,7 +646,10 @@ def test_raw_prompts_are_the_text_with_the_tokenizers_special_tokens(tmp_path):
     assert loaded.texts == ["q!", "r!"]
     assert TOKENIZER.decode(loaded.prompts[0].tolist()) == "<bos>q!"
     assert loaded.excluded == [(f"{tmp_path}/rows.jsonl, line 3", "3 messages need --prompt_format chat")]
-    assert TOKENIZER.decode(load_values(tmp_path, "problem", ["<bos>q"], prompt_format="raw").prompts[0].tolist()) == "<bos>q"
+    assert (
+        TOKENIZER.decode(load_values(tmp_path, "problem", ["<bos>q"], prompt_format="raw").prompts[0].tolist())
+        == "<bos>q"
+    )
 
 
 def test_without_a_chat_template_the_prompt_is_the_problem_and_messages_are_refused(tmp_path):
@@ -632,11 +683,25 @@ def format_of(*flags: str) -> PromptFormat:
 
 def test_the_flags_make_a_prompt_format_and_a_system_prompt_may_be_a_file(tmp_path):
     assert format_of() == PromptFormat("problem", "answer", None, "chat", None, "")
-    flags = ["--prompt_column", "p", "--answer_column", "a", "--image_column", "i", "--prompt_format", "raw", "--prompt_suffix", "s"]
+    flags = [
+        "--prompt_column",
+        "p",
+        "--answer_column",
+        "a",
+        "--image_column",
+        "i",
+        "--prompt_format",
+        "raw",
+        "--prompt_suffix",
+        "s",
+    ]
     assert format_of(*flags, "--system_prompt", "Be brief.") == PromptFormat("p", "a", "i", "raw", "Be brief.", "s")
     for text in ("Think.", "", "Answer in <think> </think> tags. " * 50, "Be brief. " * 50):
         assert format_of("--system_prompt", text).system_prompt == text
-    assert format_of("--system_prompt", write(tmp_path, "Think é.\nTwice.\n", "prompt.txt")).system_prompt == "Think é.\nTwice."
+    assert (
+        format_of("--system_prompt", write(tmp_path, "Think é.\nTwice.\n", "prompt.txt")).system_prompt
+        == "Think é.\nTwice."
+    )
     for absent in ("prompt.txt", "absent/prompt", "notes.md"):
         with pytest.raises(ValueError, match=rf"--system_prompt '{absent}': no such file"):
             format_of("--system_prompt", absent)
@@ -649,9 +714,14 @@ def test_the_flags_make_a_prompt_format_and_a_system_prompt_may_be_a_file(tmp_pa
 
 def test_each_epoch_is_a_new_permutation_and_a_step_is_a_function_of_the_seed(tmp_path):
     loaded = numbered(tmp_path, 10)
-    epochs = [np.concatenate([loaded.indices_of_step(step, 3, seed=5) for step in (3 * e + 1, 3 * e + 2, 3 * e + 3)]) for e in range(3)]
+    epochs = [
+        np.concatenate([loaded.indices_of_step(step, 3, seed=5) for step in (3 * e + 1, 3 * e + 2, 3 * e + 3)])
+        for e in range(3)
+    ]
     for e, epoch in enumerate(epochs):
-        assert epoch.tolist() == np.random.default_rng([5, e]).permutation(10)[:9].tolist(), "the last partial step is dropped"
+        assert epoch.tolist() == np.random.default_rng([5, e]).permutation(10)[:9].tolist(), (
+            "the last partial step is dropped"
+        )
     assert loaded.indices_of_step(5, 3, seed=5).tolist() == epochs[1][3:6].tolist()
     assert loaded.indices_of_step(5, 3, seed=6).tolist() != epochs[1][3:6].tolist()
     assert set(np.concatenate(epochs).tolist()) == set(range(10)), "the row that one epoch drops comes in another"
@@ -688,7 +758,9 @@ def test_a_mixture_without_weights_draws_every_row_of_every_source_once(tmp_path
         ((5, 5), [1e-3, 9e-3], [1, 9]),
     ],
 )
-def test_weights_are_shares_of_an_epochs_draws_and_rows_of_a_source_are_drawn_equally_often(sizes, weights, draws, tmp_path):
+def test_weights_are_shares_of_an_epochs_draws_and_rows_of_a_source_are_drawn_equally_often(
+    sizes, weights, draws, tmp_path
+):
     parts = [numbered(tmp_path, size, f"part{j}") for j, size in enumerate(sizes)]
     mixture = PromptData.mix(parts, weights)
     num_rows, starts = sum(sizes), np.cumsum([0, *sizes])
@@ -697,8 +769,12 @@ def test_weights_are_shares_of_an_epochs_draws_and_rows_of_a_source_are_drawn_eq
         counts = np.zeros(num_rows, dtype=int)
         epochs = []
         for epoch in range(7):
-            indices = np.concatenate([mixture.indices_of_step(epoch * num_rows + s, 1, seed) for s in range(1, num_rows + 1)])
-            assert [int(((indices >= a) & (indices < b)).sum()) for a, b in zip(starts, starts[1:], strict=False)] == draws
+            indices = np.concatenate(
+                [mixture.indices_of_step(epoch * num_rows + s, 1, seed) for s in range(1, num_rows + 1)]
+            )
+            assert [
+                int(((indices >= a) & (indices < b)).sum()) for a, b in zip(starts, starts[1:], strict=False)
+            ] == draws
             np.add.at(counts, indices, 1)
             for a, b in zip(starts, starts[1:], strict=False):
                 assert counts[a:b].max() - counts[a:b].min() <= 1
@@ -716,7 +792,9 @@ def test_every_pass_over_a_source_and_every_source_has_a_permutation_of_its_own(
     assert of_b[0] != of_a[0]
 
 
-@pytest.mark.parametrize("weights", [[1.0], [1, 2, 3], [1, 0], [1, -1], [1, float("nan")], [1, float("inf")], [1e-9, 1]])
+@pytest.mark.parametrize(
+    "weights", [[1.0], [1, 2, 3], [1, 0], [1, -1], [1, float("nan")], [1, float("inf")], [1e-9, 1]]
+)
 def test_weights_that_make_no_sense_are_refused(weights, tmp_path):
     parts = [numbered(tmp_path, 4, name) for name in "ab"]
     with pytest.raises(ValueError, match="weight"):
@@ -727,8 +805,13 @@ def test_excluded_rows_join_the_list_and_the_others_keep_what_is_theirs(tmp_path
     loaded = numbered(tmp_path, 6)
     rest = loaded.exclude({4: "answer cannot be parsed", 1: "no"})
     assert [row.prompt for row in rest.rows] == ["rows 0", "rows 2", "rows 3", "rows 5"]
-    assert rest.excluded == [(f"{tmp_path}/rows.jsonl, line 2", "no"), (f"{tmp_path}/rows.jsonl, line 5", "answer cannot be parsed")]
-    assert [where for where, _ in rest.exclude({0: "late"}).excluded] == [f"{tmp_path}/rows.jsonl, line {i}" for i in (2, 5, 1)]
+    assert rest.excluded == [
+        (f"{tmp_path}/rows.jsonl, line 2", "no"),
+        (f"{tmp_path}/rows.jsonl, line 5", "answer cannot be parsed"),
+    ]
+    assert [where for where, _ in rest.exclude({0: "late"}).excluded] == [
+        f"{tmp_path}/rows.jsonl, line {i}" for i in (2, 5, 1)
+    ]
     assert len(loaded.rows) == 6 and loaded.excluded == []
     assert_whole(rest)
     with pytest.raises(ValueError, match="no row can be used.*line 1: bad"):
@@ -744,7 +827,9 @@ def test_prompt_and_answer_stay_together_through_draw_filter_exclude_mix_shuffle
     rng = np.random.default_rng(seed)
     parts = []
     for name in ("a", "long_name", "c"):
-        path = write_lines(tmp_path / f"{name}.jsonl", [{"problem": f"{name} {i}", "answer": f"{i} of {name}"} for i in range(120)])
+        path = write_lines(
+            tmp_path / f"{name}.jsonl", [{"problem": f"{name} {i}", "answer": f"{i} of {name}"} for i in range(120)]
+        )
         part = load(f"{path}#60", max_prompt_tokens=len(f"[user]{name} 99[assistant]"), seed=seed)
         assert 0 < part.num_too_long < 20, "numbers from 100 on are too long"
         part = part.exclude({int(i): "bad" for i in rng.choice(len(part.rows), 7, replace=False)})
@@ -779,7 +864,9 @@ def test_a_late_step_of_a_large_set_is_fast(tmp_path):
 
 
 def test_the_description_counts_and_names(tmp_path):
-    rows = [{"problem": f"q{i}", "answer": "1" if i < 2 else None} for i in range(9)] + [{"problem": "q" * 99, "answer": "1"}]
+    rows = [{"problem": f"q{i}", "answer": "1" if i < 2 else None} for i in range(9)] + [
+        {"problem": "q" * 99, "answer": "1"}
+    ]
     loaded = load_rows(tmp_path, rows, max_prompt_tokens=40)
     lines = loaded.describe()
     assert lines[0] == "data rows: 2 rows; 1 dropped (too many tokens), 7 excluded"
@@ -799,11 +886,17 @@ def run(*flags: object) -> subprocess.CompletedProcess[str]:
 def test_the_command_shows_the_data_and_tells_mistakes_in_one_line(policy, tmp_path):
     byte_tokenizer(VISION_TEMPLATE).save_pretrained(tmp_path / "tokenizer")
     (tmp_path / "a.png").write_bytes(png())
-    path = write_lines(tmp_path / "rows.jsonl", [{"problem": f"What is {i}?", "answer": i, "image": "a.png"} for i in range(3)])
+    path = write_lines(
+        tmp_path / "rows.jsonl", [{"problem": f"What is {i}?", "answer": i, "image": "a.png"} for i in range(3)]
+    )
     flags = ["--model", tmp_path / "tokenizer", "--image_column", "image", "--data"]
     done = run(*flags, path, policy / "train.jsonl", "--show", 1, "--weights", 1, 1)
     assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr.splitlines()[-1].startswith("error: ") and "no column 'image'" in done.stderr and "Traceback" not in done.stderr
+    assert (
+        done.stderr.splitlines()[-1].startswith("error: ")
+        and "no column 'image'" in done.stderr
+        and "Traceback" not in done.stderr
+    )
     done = run(*flags, path, path, "--show", 1, "--weights", 1, 3)
     assert done.returncode == 0, done.stderr
     for text in (
@@ -833,4 +926,9 @@ def test_the_fields_and_functions_that_others_use_are_there():
         "seed",
         "vision",
     ]
-    assert [*inspect.signature(PromptData.indices_of_step).parameters][1:] == ["step", "prompts_per_step", "seed", "keep_last"]
+    assert [*inspect.signature(PromptData.indices_of_step).parameters][1:] == [
+        "step",
+        "prompts_per_step",
+        "seed",
+        "keep_last",
+    ]

@@ -29,7 +29,9 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(num_right, k):
 def test_the_majority_is_the_most_frequent_answer_and_ties_count_in_part():
     right, other, third = grade(1.0, "1/2"), grade(0.0, "2"), grade(0.0, "3")
     assert majority_score([right, right, other]) == 1.0
-    assert majority_score([grade(1.0, "0.5"), grade(1.0, "\\frac12"), other, other, third]) == 0.5, "right answers are one answer"
+    assert majority_score([grade(1.0, "0.5"), grade(1.0, "\\frac12"), other, other, third]) == 0.5, (
+        "right answers are one answer"
+    )
     assert majority_score([right, other, other]) == 0.0
     assert majority_score([right, other, third]) == pytest.approx(1 / 3)
     assert majority_score([right, grade(0.0, None), grade(0.0, None)]) == 1.0, "no answer is no vote"
@@ -84,20 +86,53 @@ def test_the_table_has_the_published_numbers_beside_ours():
     figures = {"avg@1": (0.7825, 0.0185), "frac_truncated": (0.0, 0.0), "tokens_mean": (512.4, 3.06)}
     lines = table([Result("math500", 500, Settings(1, 1.0, 1.0, 10), figures)], ["78.2"]).splitlines()
     assert lines[0].split() == ["set", "problems", "k", "avg@k", "pass@k", "maj@k", "truncated", "tokens", "published"]
-    assert lines[1].split() == ["math500", "500", "1", "78.2", "±", "1.8", "-", "-", "0.0", "±", "0.0", "512.4", "±", "3.1", "78.2"]
+    assert lines[1].split() == [
+        "math500",
+        "500",
+        "1",
+        "78.2",
+        "±",
+        "1.8",
+        "-",
+        "-",
+        "0.0",
+        "±",
+        "0.0",
+        "512.4",
+        "±",
+        "3.1",
+        "78.2",
+    ]
 
 
 def command(policy, *arguments: object) -> subprocess.CompletedProcess[str]:
     flags = ["--model", policy, "--max_prompt_tokens", 8, "--max_completion_tokens", 12, *arguments]
     return subprocess.run(
-        [sys.executable, "evaluate.py", *map(str, flags)], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False
+        [sys.executable, "evaluate.py", *map(str, flags)],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
 def test_the_command_evaluates_several_sets_and_keeps_every_completion(policy, tmp_path):
     sets = [policy / "heldout.jsonl", f"{policy / 'train.jsonl'}@train#6"]
     done = command(
-        policy, "--data", *sets, "--samples", 4, 1, "--reward", "exact", "--out_dir", tmp_path / "out", "--published", "50.0", "-"
+        policy,
+        "--data",
+        *sets,
+        "--samples",
+        4,
+        1,
+        "--reward",
+        "exact",
+        "--out_dir",
+        tmp_path / "out",
+        "--published",
+        "50.0",
+        "-",
     )
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads((tmp_path / "out" / "results.json").read_text())
@@ -111,19 +146,38 @@ def test_the_command_evaluates_several_sets_and_keeps_every_completion(policy, t
     assert found["pass@4"]["mean"] == pytest.approx(right.any(axis=1).mean())
     for row in rows:
         assert row["is_right"] == (row["completion"].strip() == row["answer"]) == (row["reward"] == 1.0)
-        assert row["num_tokens"] <= 12 and row["reward_status"] == "ok" and row["row"].startswith(str(policy / "heldout.jsonl"))
+        assert (
+            row["num_tokens"] <= 12
+            and row["reward_status"] == "ok"
+            and row["row"].startswith(str(policy / "heldout.jsonl"))
+        )
     assert "heldout" in done.stdout and "published" in done.stdout and "±" in done.stdout
     again = command(policy, "--data", *sets, "--out_dir", tmp_path / "out")
-    assert again.returncode == 1 and "is there already and not empty" in again.stderr and "Traceback" not in again.stderr
+    assert (
+        again.returncode == 1 and "is there already and not empty" in again.stderr and "Traceback" not in again.stderr
+    )
 
 
 def test_two_ranks_evaluate_the_same_problems_once(policy, tmp_path):
-    flags = ["--model", policy, "--max_prompt_tokens", 8, "--max_completion_tokens", 12, "--samples", 2, "--reward", "exact"]
+    flags = [
+        "--model",
+        policy,
+        "--max_prompt_tokens",
+        8,
+        "--max_completion_tokens",
+        12,
+        "--samples",
+        2,
+        "--reward",
+        "exact",
+    ]
     done = start(2, "evaluate.py", *flags, "--data", policy / "heldout.jsonl", "--out_dir", tmp_path / "out")
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "out" / "heldout.jsonl").read_text().splitlines()]
     problems = [json.loads(line) for line in (policy / "heldout.jsonl").read_text().splitlines()]
-    assert [(row["prompt"], row["answer"]) for row in rows] == [(p["problem"], p["answer"]) for p in problems for _ in range(2)]
+    assert [(row["prompt"], row["answer"]) for row in rows] == [
+        (p["problem"], p["answer"]) for p in problems for _ in range(2)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -163,7 +217,9 @@ def test_the_script_of_six_sets_runs_as_it_is_and_shows_the_published_numbers(po
         (tmp_path / f"{name}.jsonl").write_text((policy / "heldout.jsonl").read_text())
     out = run_script("eval_qwen7b_simplerl.sh", "--out_dir", tmp_path / "out", MODEL=policy, DATA=tmp_path)
     table = {
-        line.split()[0]: line.split() for line in out.splitlines() if line.split() and line.split()[0] in ("math500", "aime24", "amc23")
+        line.split()[0]: line.split()
+        for line in out.splitlines()
+        if line.split() and line.split()[0] in ("math500", "aime24", "amc23")
     }
     assert [row[-1] for row in table.values()] == ["78.2", "15.6", "62.5"]
     assert table["aime24"][2] == "32" and len((tmp_path / "out" / "aime24.jsonl").read_text().splitlines()) == 16 * 32

@@ -27,7 +27,9 @@ def results(policy, tmp_path_factory):
     return {num_ranks: torch.load(folder / f"{num_ranks}.pt") for num_ranks in (1, 2)}
 
 
-def plain_loss(algorithm: str, logprobs: Tensor, old: Tensor, sampled: Tensor, ref: Tensor, entropies: Tensor, advantage: float) -> Tensor:
+def plain_loss(
+    algorithm: str, logprobs: Tensor, old: Tensor, sampled: Tensor, ref: Tensor, entropies: Tensor, advantage: float
+) -> Tensor:
     """The losses of one sequence's tokens, each formula written out once more, for the flags of `ALGORITHMS`."""
     ratio, whole = (logprobs - old).exp(), (logprobs - old).mean().exp()
     if algorithm == "clip":
@@ -76,7 +78,9 @@ def test_loss_and_gradient_are_those_of_the_plain_formula_on_one_process(algorit
     gradients = [p.grad for p in model.parameters()]
     assert math.sqrt(sum(g.square().sum() for g in gradients)) > 0.05, "a gradient this small would hide a difference"
     for world_results in results.values():
-        for metrics, found in (result for case, result in world_results[algorithm].items() if case != "three sequences"):
+        for metrics, found in (
+            result for case, result in world_results[algorithm].items() if case != "three sequences"
+        ):
             assert metrics["policy/loss"] == pytest.approx(loss.item(), abs=1e-6)
             for a, b in zip(found, gradients, strict=True):
                 torch.testing.assert_close(a, b, **TOLERANCE)
@@ -84,9 +88,16 @@ def test_loss_and_gradient_are_those_of_the_plain_formula_on_one_process(algorit
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_neither_cap_nor_order_nor_world_size_changes_any_metric(algorithm, results):
-    everything = [metrics for found in results.values() for case, (metrics, _) in found[algorithm].items() if case != "three sequences"]
+    everything = [
+        metrics
+        for found in results.values()
+        for case, (metrics, _) in found[algorithm].items()
+        if case != "three sequences"
+    ]
     assert len(everything) == 24
-    assert all(0 <= metrics.pop("perf/update_idle_frac") < 0.5 for metrics in everything), "the one that tells of the packing itself"
+    assert all(0 <= metrics.pop("perf/update_idle_frac") < 0.5 for metrics in everything), (
+        "the one that tells of the packing itself"
+    )
     for metrics in everything[1:]:
         assert metrics == pytest.approx(everything[0], abs=1e-5)
     first = everything[0]
@@ -100,7 +111,9 @@ def test_neither_cap_nor_order_nor_world_size_changes_any_metric(algorithm, resu
         assert first["policy/clip_frac"] == 0
     else:
         assert 0.2 < first["policy/clip_frac"] < 0.8, "clipping took part"
-        assert first["policy/clip_frac"] == pytest.approx(first["policy/clip_frac_low"] + first["policy/clip_frac_high"])
+        assert first["policy/clip_frac"] == pytest.approx(
+            first["policy/clip_frac_low"] + first["policy/clip_frac_high"]
+        )
 
 
 @pytest.mark.parametrize(("status", "is_avoided"), [(signal.SIGILL, True), (0, False)])
@@ -119,7 +132,9 @@ def test_amx_is_avoided_exactly_where_a_child_that_uses_it_dies(status, is_avoid
 def test_a_rank_with_nothing_left_to_train_changes_nothing(algorithm, results):
     (alone, alone_gradients), (together, gradients) = (results[n][algorithm]["three sequences"] for n in (1, 2))
     idle = [metrics.pop("perf/update_idle_frac") for metrics in (alone, together)]
-    assert idle == pytest.approx([0, 1 - (15 + 14 + 12) / (2 * (15 + 12))], abs=0.02), "positions: attention is little of the cost"
+    assert idle == pytest.approx([0, 1 - (15 + 14 + 12) / (2 * (15 + 12))], abs=0.02), (
+        "positions: attention is little of the cost"
+    )
     assert together == pytest.approx(alone, abs=1e-5)
     for a, b in zip(gradients, alone_gradients, strict=True):
         torch.testing.assert_close(a, b, **TOLERANCE)

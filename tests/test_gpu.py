@@ -13,7 +13,9 @@ from update import add_advantages
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: nothing else tests varlen attention and sleep mode"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="needs a CUDA device: nothing else tests varlen attention and sleep mode"
+    ),
 ]
 
 
@@ -50,7 +52,12 @@ def test_the_engine_agrees_with_the_trainer_and_follows_a_sync(policy, tmp_path)
 
 
 def test_a_run_sleeps_and_wakes_its_engine_every_step(policy, tmp_path):
-    torchrun(1, "train_grpo.py", *training_flags(policy, tmp_path / "run", enforce_eager=True, gpu_memory_utilization=0.3), timeout=600)
+    torchrun(
+        1,
+        "train_grpo.py",
+        *training_flags(policy, tmp_path / "run", enforce_eager=True, gpu_memory_utilization=0.3),
+        timeout=600,
+    )
     metrics = metrics_of(tmp_path / "run")
     assert max(metrics[step]["policy/rollout_gap_mean"] for step in (1, 2, 3, 4)) < 0.005
 
@@ -74,7 +81,12 @@ def test_compiled_layers_activations_on_the_host_and_checkpoints_in_the_backgrou
         "profile_steps": 2,
     }
     for name, changes in (("plain", {}), ("fast", fast)):
-        torchrun(1, "train_grpo.py", *training_flags(policy, tmp_path / name, **common, **changes, total_steps=2), timeout=900)
+        torchrun(
+            1,
+            "train_grpo.py",
+            *training_flags(policy, tmp_path / name, **common, **changes, total_steps=2),
+            timeout=900,
+        )
     plain, found = metrics_of(tmp_path / "plain"), metrics_of(tmp_path / "fast")
     assert found[1]["policy/loss"] == pytest.approx(plain[1]["policy/loss"], abs=0.02)
     assert found[1]["policy/rollout_gap_mean"] < 0.005
@@ -92,4 +104,6 @@ def test_offloading_trains_the_same_policy(param_dtype, policy, tmp_path):
     _, on_host, *_ = results[f"--param_dtype {param_dtype} --offload all --offload_reference"]
     for name, parameter in resident.items():
         assert streamed[name].equal(parameter), name
-        torch.testing.assert_close(on_host[name], parameter, atol=1e-4, rtol=2**-7 if param_dtype == "bfloat16" else 1e-4)
+        torch.testing.assert_close(
+            on_host[name], parameter, atol=1e-4, rtol=2**-7 if param_dtype == "bfloat16" else 1e-4
+        )

@@ -87,7 +87,9 @@ def make_case(seed: int, dtype: torch.dtype = torch.float64) -> Case:
 
 def assert_near(found: Tensor, expected: list, tolerance: float) -> None:
     """Error at most tolerance * (1 + |expected|), everywhere."""
-    torch.testing.assert_close(found.detach().double(), torch.tensor(expected, dtype=torch.float64), atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(
+        found.detach().double(), torch.tensor(expected, dtype=torch.float64), atol=tolerance, rtol=tolerance
+    )
 
 
 def central_differences(function: Callable[[list[float]], float], at: list[float], step: float = 1e-5) -> list[float]:
@@ -120,7 +122,9 @@ def naive_group_advantages(groups: list[list[float]], kind: str, ddof: int, eps:
         for i, reward in enumerate(group):
             others = [other for j, other in enumerate(group) if j != i]
             baseline = sum(others) / len(others) if kind == "rloo" else sum(group) / len(group)
-            scale = {"grpo": naive_std(group, ddof) + eps, "grpo_batch_std": naive_std(every_reward, ddof) + eps}.get(kind, 1.0)
+            scale = {"grpo": naive_std(group, ddof) + eps, "grpo_batch_std": naive_std(every_reward, ddof) + eps}.get(
+                kind, 1.0
+            )
             advantages.append((reward - baseline) / scale)
         result.append(advantages)
     return result
@@ -179,7 +183,9 @@ def test_rewards_without_a_baseline_are_the_advantages():
 
 
 def test_the_batch_std_is_that_of_all_rewards_of_the_step():
-    rewards_PG = torch.tensor([[0.0, 2.0], [10.0, 12.0]])  # all: mean 6, squares 36 + 16 + 16 + 36 = 104, ddof 0: std 5.09902
+    rewards_PG = torch.tensor(
+        [[0.0, 2.0], [10.0, 12.0]]
+    )  # all: mean 6, squares 36 + 16 + 16 + 36 = 104, ddof 0: std 5.09902
     assert_near(group_advantages(rewards_PG, "grpo_batch_std", ddof=0), [[-0.196116, 0.196116]] * 2, tolerance=1e-5)
 
 
@@ -253,7 +259,9 @@ def test_whitening_does_not_look_outside_the_mask(outside):
 def test_whitening_keeps_its_digits_where_float32_sums_would_lose_them():
     values = 1000.0 + 0.01 * torch.randn(2000, generator=torch.Generator().manual_seed(0))
     mask = torch.ones(2000, dtype=torch.bool)
-    assert_near(whitened(values, mask), naive_whitened(values.tolist(), mask.tolist(), ddof=1, eps=1e-6), tolerance=1e-5)
+    assert_near(
+        whitened(values, mask), naive_whitened(values.tolist(), mask.tolist(), ddof=1, eps=1e-6), tolerance=1e-5
+    )
 
 
 # Ratios --------------------------------------------------------------------------------------------------------------------------
@@ -278,17 +286,24 @@ def naive_sequence_ratios(logprobs: list[float], old_logprobs: list[float], case
     return result
 
 
-def naive_gspo_token_ratios(logprobs: list[float], frozen: list[float], old_logprobs: list[float], case: Case) -> list[float]:
+def naive_gspo_token_ratios(
+    logprobs: list[float], frozen: list[float], old_logprobs: list[float], case: Case
+) -> list[float]:
     """GSPO eq. 14: sg[s_i] * pi(token) / sg[pi(token)]."""
     sequence_ratios, mask = naive_sequence_ratios(frozen, old_logprobs, case), case.mask_N.tolist()
-    return [sequence_ratios[t] * naive_token_ratio(logprobs[t], frozen[t]) if mask[t] else 1.0 for t in range(len(mask))]
+    return [
+        sequence_ratios[t] * naive_token_ratio(logprobs[t], frozen[t]) if mask[t] else 1.0 for t in range(len(mask))
+    ]
 
 
 @each_seed
 @each_dtype
 def test_token_ratios_equal_the_papers_equation(dtype, tolerance, seed):
     case = make_case(seed, dtype)
-    expected = [naive_token_ratio(new, old) for new, old in zip(case.logprobs_N.tolist(), case.old_logprobs_N.tolist(), strict=True)]
+    expected = [
+        naive_token_ratio(new, old)
+        for new, old in zip(case.logprobs_N.tolist(), case.old_logprobs_N.tolist(), strict=True)
+    ]
     assert_near(token_ratio(case.logprobs_N, case.old_logprobs_N), expected, tolerance)
 
 
@@ -322,7 +337,11 @@ def test_the_gradient_of_sequence_ratios_is_that_of_the_papers_equation(function
 
     def total(logprobs: list[float]) -> float:
         is_gspo = function is sequence_ratio
-        ratios = naive_sequence_ratios(logprobs, old, case) if is_gspo else naive_gspo_token_ratios(logprobs, frozen, old, case)
+        ratios = (
+            naive_sequence_ratios(logprobs, old, case)
+            if is_gspo
+            else naive_gspo_token_ratios(logprobs, frozen, old, case)
+        )
         return sum(scale * ratio for scale, ratio in zip(scales, ratios, strict=True))
 
     logprobs_N = case.logprobs_N.clone().requires_grad_()
@@ -339,7 +358,12 @@ def test_a_sequence_sum_is_the_sum_over_the_tokens_of_the_same_sequence(seed):
 
 
 def test_a_sequence_sum_does_not_need_the_tokens_of_a_sequence_side_by_side():
-    assert sequence_sum(torch.tensor([1.0, 2.0, 4.0, 8.0]), torch.tensor([1, 0, 1, 0])).tolist() == [5.0, 10.0, 5.0, 10.0]
+    assert sequence_sum(torch.tensor([1.0, 2.0, 4.0, 8.0]), torch.tensor([1, 0, 1, 0])).tolist() == [
+        5.0,
+        10.0,
+        5.0,
+        10.0,
+    ]
 
 
 def test_each_token_of_a_sequence_gets_the_gradient_of_all_its_sequence_sums():
@@ -357,12 +381,16 @@ def test_the_log_of_a_ratio_is_clamped_at_20():
         gspo_token_ratio(log_ratio, zeros, mask, sequence_ids),
         rollout_weights(log_ratio, zeros, mask, sequence_ids, "none", 0.5, 5.0)[0],
     ):
-        assert ratio.tolist() == pytest.approx([485165195.409790, 2.061153622438558e-09], rel=1e-12)  # exp(20), exp(-20)
+        assert ratio.tolist() == pytest.approx(
+            [485165195.409790, 2.061153622438558e-09], rel=1e-12
+        )  # exp(20), exp(-20)
 
 
 def test_the_log_of_a_sequence_ratio_is_clamped_after_the_mean_over_its_tokens():
     log_ratio, mask, sequence_ids = torch.tensor([30.0, -6.0]), torch.tensor([True, True]), torch.tensor([0, 0])
-    assert_near(sequence_ratio(log_ratio, torch.zeros(2), mask, sequence_ids), [162754.79, 162754.79], tolerance=1e-5)  # exp(12)
+    assert_near(
+        sequence_ratio(log_ratio, torch.zeros(2), mask, sequence_ids), [162754.79, 162754.79], tolerance=1e-5
+    )  # exp(12)
 
 
 @pytest.mark.parametrize("function", [sequence_ratio, gspo_token_ratio])
@@ -379,7 +407,9 @@ def test_the_sequence_ratio_is_the_geometric_mean_over_the_trained_tokens(functi
         (gspo_token_ratio, [4.0, 0.0, 0.0, 0.0]),  # 4, for the token itself alone
     ],
 )
-def test_the_gradient_of_one_sequence_ratio_reaches_the_whole_sequence_but_for_gspo_token_the_token_alone(function, expected):
+def test_the_gradient_of_one_sequence_ratio_reaches_the_whole_sequence_but_for_gspo_token_the_token_alone(
+    function, expected
+):
     logprobs = torch.tensor([2.0, 100.0, 8.0, 5.0]).log().requires_grad_()
     mask, sequence_ids = torch.tensor([True, False, True, True]), torch.tensor([0, 0, 0, 1])
     function(logprobs, torch.zeros(4), mask, sequence_ids)[0].backward()
@@ -387,7 +417,9 @@ def test_the_gradient_of_one_sequence_ratio_reaches_the_whole_sequence_but_for_g
 
 
 @each_seed
-def test_gspo_token_has_the_gradient_of_gspo_where_the_advantage_is_constant_over_a_sequence_and_tokens_are_averaged(seed):
+def test_gspo_token_has_the_gradient_of_gspo_where_the_advantage_is_constant_over_a_sequence_and_tokens_are_averaged(
+    seed,
+):
     case = make_case(seed)
     lengths_N = case.lengths_B.clamp(min=1)[case.sequence_ids_N]
     scales_N = case.advantages_N[case.sequence_ids_N] / lengths_N  # one advantage for each sequence
@@ -442,7 +474,9 @@ def naive_policy_losses(kind: str, logprobs: list[float], frozen: list[float], c
     return losses
 
 
-def policy_losses(kind: str, logprobs_N: Tensor, case: Case, advantages_N: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def policy_losses(
+    kind: str, logprobs_N: Tensor, case: Case, advantages_N: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """(losses, ratios): the tested functions put together as the losses of the same names."""
     advantages_N = case.advantages_N if advantages_N is None else advantages_N
     ratio_N = token_ratio(logprobs_N, case.old_logprobs_N)
@@ -509,13 +543,18 @@ def test_on_policy_every_loss_has_the_gradient_minus_advantage_times_weight(kind
     weights_N = aggregation_weights(case.lengths_B, "seq_mean_token_mean", 1.0)[case.sequence_ids_N]
     logprobs_N = case.old_logprobs_N.clone().requires_grad_()
     masked_sum(weights_N * policy_losses(kind, logprobs_N, case, advantages_N)[0], case.mask_N).backward()
-    expected = [-a * w if m else 0.0 for a, w, m in zip(advantages_N.tolist(), weights_N.tolist(), case.mask_N.tolist(), strict=True)]
+    expected = [
+        -a * w if m else 0.0
+        for a, w, m in zip(advantages_N.tolist(), weights_N.tolist(), case.mask_N.tolist(), strict=True)
+    ]
     assert_near(logprobs_N.grad, expected, tolerance=1e-10)
 
 
 def test_the_ratio_is_clipped_on_the_side_that_would_reward_going_further():
     ratio = torch.tensor([1.5, 0.5, 1.5, 0.5, 1.0, 1.1], requires_grad=True)
-    loss, is_low, is_high = clipped_loss(ratio, torch.tensor([1.0, 1.0, -1.0, -1.0, 1.0, 2.0]), clip_low=0.2, clip_high=0.3)
+    loss, is_low, is_high = clipped_loss(
+        ratio, torch.tensor([1.0, 1.0, -1.0, -1.0, 1.0, 2.0]), clip_low=0.2, clip_high=0.3
+    )
     loss.sum().backward()
     assert_near(loss, [-1.3, -0.5, 1.5, 0.8, -1.0, -2.2], tolerance=1e-6)
     assert_near(ratio.grad, [0.0, -1.0, 1.0, 0.0, -1.0, -2.0], tolerance=1e-6)
@@ -525,7 +564,9 @@ def test_the_ratio_is_clipped_on_the_side_that_would_reward_going_further():
 
 def test_the_dual_clip_bounds_the_loss_of_a_bad_token_whose_ratio_is_large():
     ratio = torch.tensor([10.0, 2.9, 10.0, 0.5], requires_grad=True)
-    loss, is_low, is_high = clipped_loss(ratio, torch.tensor([-1.0, -1.0, 1.0, -1.0]), clip_low=0.2, clip_high=0.3, dual_clip=3.0)
+    loss, is_low, is_high = clipped_loss(
+        ratio, torch.tensor([-1.0, -1.0, 1.0, -1.0]), clip_low=0.2, clip_high=0.3, dual_clip=3.0
+    )
     loss.sum().backward()
     assert_near(loss, [3.0, 2.9, -1.3, 0.8], tolerance=1e-6)
     assert_near(ratio.grad, [0.0, 1.0, 0.0, 0.0], tolerance=1e-6)
@@ -555,14 +596,18 @@ def test_the_tokens_marked_as_clipped_are_those_without_gradient(dual_clip, seed
 
 def test_a_ratio_at_a_bound_of_the_clip_is_not_clipped():
     ratio = torch.tensor([0.75, 1.25, 2.0], requires_grad=True)
-    loss, is_low, is_high = clipped_loss(ratio, torch.tensor([-1.0, 1.0, -1.0]), clip_low=0.25, clip_high=0.25, dual_clip=2.0)
+    loss, is_low, is_high = clipped_loss(
+        ratio, torch.tensor([-1.0, 1.0, -1.0]), clip_low=0.25, clip_high=0.25, dual_clip=2.0
+    )
     loss.sum().backward()
     assert not (is_low | is_high).any()
     assert ratio.grad.tolist() == [1.0, -1.0, 1.0]
 
 
 def test_an_advantage_of_0_has_no_loss_and_is_not_marked_as_clipped():
-    loss, is_low, is_high = clipped_loss(torch.tensor([0.1, 1.0, 10.0]), torch.zeros(3), clip_low=0.2, clip_high=0.3, dual_clip=3.0)
+    loss, is_low, is_high = clipped_loss(
+        torch.tensor([0.1, 1.0, 10.0]), torch.zeros(3), clip_low=0.2, clip_high=0.3, dual_clip=3.0
+    )
     assert loss.eq(0).all()
     assert not (is_low | is_high).any()
 
@@ -580,7 +625,9 @@ def test_cispo_weighs_the_gradient_of_each_token_with_its_clipped_ratio():
 
 def test_cispo_with_clip_low_1_has_no_lower_bound():
     logprobs = torch.tensor([0.001]).log().requires_grad_()
-    loss, is_low, _ = cispo_loss(logprobs, token_ratio(logprobs, torch.zeros(1)), torch.tensor([1.0]), clip_low=1.0, clip_high=0.3)
+    loss, is_low, _ = cispo_loss(
+        logprobs, token_ratio(logprobs, torch.zeros(1)), torch.tensor([1.0]), clip_low=1.0, clip_high=0.3
+    )
     loss.sum().backward()
     assert_near(logprobs.grad, [-0.001], tolerance=1e-8)
     assert is_low.tolist() == [False]
@@ -602,7 +649,9 @@ def test_cispo_leaves_no_token_without_gradient_where_ppo_does(seed):
 @pytest.mark.parametrize("tau", [(1.0, 1.05), (0.5, 2.0)])
 def test_the_soft_gate_equals_the_papers_equation(tau, seed):
     case = make_case(seed, torch.float32)
-    expected = [naive_sapo_loss(r, a, *tau) for r, a in zip(case.ratio_N.tolist(), case.advantages_N.tolist(), strict=True)]
+    expected = [
+        naive_sapo_loss(r, a, *tau) for r, a in zip(case.ratio_N.tolist(), case.advantages_N.tolist(), strict=True)
+    ]
     assert_near(sapo_loss(case.ratio_N, case.advantages_N, *tau), expected, tolerance=1e-5)
 
 
@@ -656,7 +705,9 @@ def test_kl_gradients_are_those_of_their_definitions(estimator, differentiated, 
     ref_logprobs, scales = case.ref_logprobs_N.tolist(), case.advantages_N.tolist()
 
     def total(logprobs: list[float]) -> float:
-        return sum(s * naive_kl(a, b, differentiated, clamp) for s, a, b in zip(scales, logprobs, ref_logprobs, strict=True))
+        return sum(
+            s * naive_kl(a, b, differentiated, clamp) for s, a, b in zip(scales, logprobs, ref_logprobs, strict=True)
+        )
 
     logprobs_N = case.logprobs_N.clone().requires_grad_()
     (case.advantages_N * kl_estimate(logprobs_N, case.ref_logprobs_N, estimator, clamp)).sum().backward()
@@ -699,8 +750,12 @@ def test_the_gradient_of_k3_plus_is_minus_x_also_where_its_value_is_clamped():
 def test_the_clamp_of_k3_is_on_x_at_20_and_on_the_value(estimator):
     x = torch.tensor([25.0, -25.0, -13.0], dtype=torch.float64)
     found = kl_estimate(-x, torch.zeros(3, dtype=torch.float64), estimator, clamp=1e12)
-    assert found.tolist() == pytest.approx([485165174.40979, 19.0, 12.00000226], rel=1e-8)  # exp(20) - 20 - 1, exp(-20) + 20 - 1
-    assert_near(kl_estimate(-x, torch.zeros(3, dtype=torch.float64), estimator, clamp=10.0), [10.0, 10.0, 10.0], tolerance=1e-12)
+    assert found.tolist() == pytest.approx(
+        [485165174.40979, 19.0, 12.00000226], rel=1e-8
+    )  # exp(20) - 20 - 1, exp(-20) + 20 - 1
+    assert_near(
+        kl_estimate(-x, torch.zeros(3, dtype=torch.float64), estimator, clamp=10.0), [10.0, 10.0, 10.0], tolerance=1e-12
+    )
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "k3+"])
@@ -724,19 +779,29 @@ def exact_distributions(seed: int) -> tuple[Tensor, list[float], list[float]]:
 @pytest.mark.parametrize("estimator", ["k1", "k3", "k3+"])
 def test_k1_and_k3_equal_the_kl_divergence_in_expectation_over_the_policy(estimator, seed):
     logits_V, policy, reference = exact_distributions(seed)
-    estimate_V = kl_estimate(logits_V.log_softmax(0), torch.tensor(reference, dtype=torch.float64).log(), estimator, clamp=0.0)
+    estimate_V = kl_estimate(
+        logits_V.log_softmax(0), torch.tensor(reference, dtype=torch.float64).log(), estimator, clamp=0.0
+    )
     divergence = sum(p * math.log(p / q) for p, q in zip(policy, reference, strict=True))
     assert sum(p * k for p, k in zip(policy, estimate_V.tolist(), strict=True)) == pytest.approx(divergence, abs=1e-12)
 
 
 @each_seed
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "k3+"])
-def test_the_expected_gradient_is_zero_for_k1_the_reverse_divergences_for_k3_and_the_divergences_for_k2_and_k3_plus(estimator, seed):
+def test_the_expected_gradient_is_zero_for_k1_the_reverse_divergences_for_k3_and_the_divergences_for_k2_and_k3_plus(
+    estimator, seed
+):
     logits_V, policy, reference = exact_distributions(seed)
-    estimate_V = kl_estimate(logits_V.log_softmax(0), torch.tensor(reference, dtype=torch.float64).log(), estimator, clamp=0.0)
-    (torch.tensor(policy, dtype=torch.float64) * estimate_V).sum().backward()  # the sampling itself is not differentiated
+    estimate_V = kl_estimate(
+        logits_V.log_softmax(0), torch.tensor(reference, dtype=torch.float64).log(), estimator, clamp=0.0
+    )
+    (
+        torch.tensor(policy, dtype=torch.float64) * estimate_V
+    ).sum().backward()  # the sampling itself is not differentiated
     divergence = sum(p * math.log(p / q) for p, q in zip(policy, reference, strict=True))
-    gradient_of_kl = [p * (math.log(p / q) - divergence) for p, q in zip(policy, reference, strict=True)]  # KL(policy || reference)
+    gradient_of_kl = [
+        p * (math.log(p / q) - divergence) for p, q in zip(policy, reference, strict=True)
+    ]  # KL(policy || reference)
     gradient_of_reverse_kl = [p - q for p, q in zip(policy, reference, strict=True)]  # KL(reference || policy)
     expected = {"k1": [0.0] * 5, "k2": gradient_of_kl, "k3": gradient_of_reverse_kl, "k3+": gradient_of_kl}[estimator]
     assert_near(logits_V.grad, expected, tolerance=1e-12)
@@ -748,7 +813,10 @@ def test_the_expected_gradient_is_zero_for_k1_the_reverse_divergences_for_k3_and
 def naive_rollout_weights(case: Case, kind: str, low: float, high: float) -> tuple[list[float], list[bool]]:
     """Yao et al. (2025): min(pi_old / pi_rollout, C). IcePop (Ring-1T): the ratio where it is within [alpha, beta], else 0."""
     mask, sequence_ids = case.mask_N.tolist(), case.sequence_ids_N.tolist()
-    ratios = [naive_token_ratio(a, b) for a, b in zip(case.old_logprobs_N.tolist(), case.rollout_logprobs_N.tolist(), strict=True)]
+    ratios = [
+        naive_token_ratio(a, b)
+        for a, b in zip(case.old_logprobs_N.tolist(), case.rollout_logprobs_N.tolist(), strict=True)
+    ]
     weights, is_outside = [], []
     for t, ratio in enumerate(ratios):
         if kind.startswith("sequence"):
@@ -791,7 +859,9 @@ def test_rollout_weights_equal_the_papers_equations(kind, dtype, tolerance, seed
 )
 def test_the_weight_of_a_token_is_its_ratio_or_the_product_over_its_sequence_within_bounds(kind, weights, is_outside):
     ratio, sequence_ids = torch.tensor([4.0, 0.25, 3.0, 0.1, 1.5]), torch.tensor([0, 0, 1, 2, 3])
-    found, found_outside = rollout_weights(ratio.log(), torch.zeros(5), torch.ones(5).bool(), sequence_ids, kind, low=0.5, high=2.0)
+    found, found_outside = rollout_weights(
+        ratio.log(), torch.zeros(5), torch.ones(5).bool(), sequence_ids, kind, low=0.5, high=2.0
+    )
     assert_near(found, weights, tolerance=1e-5)
     assert found_outside.tolist() == is_outside
 
@@ -799,7 +869,9 @@ def test_the_weight_of_a_token_is_its_ratio_or_the_product_over_its_sequence_wit
 @pytest.mark.parametrize("kind", CORRECTIONS)
 def test_a_weight_at_both_bounds_is_inside_them(kind):
     mask = torch.tensor([True, True])
-    weights, is_outside = rollout_weights(torch.zeros(2), torch.zeros(2), mask, torch.tensor([0, 1]), kind, low=1.0, high=1.0)
+    weights, is_outside = rollout_weights(
+        torch.zeros(2), torch.zeros(2), mask, torch.tensor([0, 1]), kind, low=1.0, high=1.0
+    )
     assert weights.tolist() == [1.0, 1.0]
     assert is_outside.tolist() == [False, False]
 
@@ -843,11 +915,14 @@ def test_the_weighted_sum_of_token_losses_equals_the_papers_aggregation(kind, se
     case = make_case(seed)
     losses, ids, mask = case.advantages_N.tolist(), case.sequence_ids_N.tolist(), case.mask_N.tolist()
     ragged = [
-        [loss for loss, s, is_trained in zip(losses, ids, mask, strict=True) if is_trained and s == own] for own in range(len(LENGTHS))
+        [loss for loss, s, is_trained in zip(losses, ids, mask, strict=True) if is_trained and s == own]
+        for own in range(len(LENGTHS))
     ]
     weights_B = aggregation_weights(case.lengths_B, kind, constant=12.0)
     total = masked_sum(weights_B[case.sequence_ids_N] * case.advantages_N, case.mask_N)
-    assert total.item() == pytest.approx(naive_aggregate(ragged, kind, constant=12.0), abs=1e-6)  # the weights are float32
+    assert total.item() == pytest.approx(
+        naive_aggregate(ragged, kind, constant=12.0), abs=1e-6
+    )  # the weights are float32
 
 
 @pytest.mark.parametrize(
@@ -864,7 +939,9 @@ def test_a_left_out_completion_does_not_count_as_a_sequence(kind, of_three, of_o
 @pytest.mark.parametrize("kind", ["token_mean", "seq_mean_token_mean"])
 def test_the_weights_of_a_mean_sum_to_1_over_all_tokens(kind, seed):
     lengths_B = make_case(seed).lengths_B
-    assert (lengths_B * aggregation_weights(lengths_B, kind, constant=12.0)).sum().item() == pytest.approx(1.0, abs=1e-6)
+    assert (lengths_B * aggregation_weights(lengths_B, kind, constant=12.0)).sum().item() == pytest.approx(
+        1.0, abs=1e-6
+    )
 
 
 @pytest.mark.parametrize("kind", AGGREGATIONS)
@@ -874,14 +951,19 @@ def test_an_update_without_trained_tokens_has_finite_weights(kind):
 
 def test_only_the_norm_by_a_constant_depends_on_the_constant():
     lengths_B = torch.tensor([3, 1])
-    ratio = [(aggregation_weights(lengths_B, kind, 8.0) / aggregation_weights(lengths_B, kind, 4.0)).tolist() for kind in AGGREGATIONS]
+    ratio = [
+        (aggregation_weights(lengths_B, kind, 8.0) / aggregation_weights(lengths_B, kind, 4.0)).tolist()
+        for kind in AGGREGATIONS
+    ]
     assert ratio == [[1.0, 1.0], [1.0, 1.0], [0.5, 0.5]]
 
 
 @each_seed
 def test_a_masked_sum_is_the_sum_over_the_trained_tokens(seed):
     case = make_case(seed)
-    expected = math.fsum(value for value, is_trained in zip(case.advantages_N.tolist(), case.mask_N.tolist(), strict=True) if is_trained)
+    expected = math.fsum(
+        value for value, is_trained in zip(case.advantages_N.tolist(), case.mask_N.tolist(), strict=True) if is_trained
+    )
     assert masked_sum(case.advantages_N, case.mask_N).item() == pytest.approx(expected, abs=1e-12)
 
 
@@ -955,7 +1037,9 @@ def test_arguments_are_left_as_they_were(function, names, settings):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(("function", "names", "settings"), [call for call in CALLS if call[0] is not aggregation_weights])
+@pytest.mark.parametrize(
+    ("function", "names", "settings"), [call for call in CALLS if call[0] is not aggregation_weights]
+)
 def test_results_have_the_dtype_of_the_arguments(function, names, settings, dtype):
     tensors = {**vars(make_case(0, dtype)), "reward": torch.tensor(0.7, dtype=dtype)}
     result = function(*[tensors[name] for name in names], *settings)

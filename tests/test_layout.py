@@ -23,7 +23,14 @@ GRADERS = {
     "workers.py",
 }  # text in, number out
 
-PLANNER = {"dry_run.py", "shapes.py", "memory.py", "roofline.py", "advice.py", "tracing.py"}  # whether a run fits, without starting it
+PLANNER = {
+    "dry_run.py",
+    "shapes.py",
+    "memory.py",
+    "roofline.py",
+    "advice.py",
+    "tracing.py",
+}  # whether a run fits, without starting it
 
 
 def imports(path: Path) -> set[str]:
@@ -42,7 +49,9 @@ def uses(path: Path, package: str) -> bool:
 
 def test_each_library_has_its_files():
     assert [path.name for path in FILES if uses(path, "vllm")] == ["rollout.py"]
-    distributed = {path.name for path in FILES if uses(path, "torch.distributed") or "torch.distributed" in path.read_text()}
+    distributed = {
+        path.name for path in FILES if uses(path, "torch.distributed") or "torch.distributed" in path.read_text()
+    }
     assert distributed <= {"fsdp_utils.py", "checkpoint.py", "tracing.py"}  # the last makes a fake process group
     for name in GRADERS:
         assert not any(uses(ROOT / name, package) for package in ("torch", "transformers", "numpy")), name
@@ -60,12 +69,18 @@ def test_the_imports_between_files_have_no_circle():
 
 def test_the_loop_is_at_most_100_lines_of_numbered_phases_and_no_rank():
     source = (ROOT / "train_grpo.py").read_text()
-    (loop,) = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.For) and getattr(node.target, "id", "") == "step"]
+    (loop,) = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.For) and getattr(node.target, "id", "") == "step"
+    ]
     lines = source.splitlines()[loop.lineno - 1 : loop.end_lineno]
     assert len(lines) <= 100
     assert [int(number) for number in re.findall(r"# (\d)\. [A-Z]", "\n".join(lines))] == list(range(1, 10))
     assert not re.search(r"\brank\b", "\n".join(lines))
-    assert not [path.name for path in FILES if path.name != "train_grpo.py" and re.search(r"# \d\. [A-Z]", path.read_text())]
+    assert not [
+        path.name for path in FILES if path.name != "train_grpo.py" and re.search(r"# \d\. [A-Z]", path.read_text())
+    ]
 
 
 def test_the_top_level_is_small():
@@ -82,7 +97,9 @@ def test_the_top_level_is_small():
 def test_every_flag_is_documented_and_used(monkeypatch):
     seen = []
     original = argparse.ArgumentParser.parse_args
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", lambda self, argv: seen.append(self) or original(self, argv))
+    monkeypatch.setattr(
+        argparse.ArgumentParser, "parse_args", lambda self, argv: seen.append(self) or original(self, argv)
+    )
     args = train_grpo.parse_flags(["--model", "m", "--train_data", "d", "--out_dir", "o"])
     (parser,) = seen
     # Dead is a flag that no line reads as an attribute. The range checks of `plan.py` go by name and do not count.
@@ -97,7 +114,9 @@ def test_every_flag_is_documented_and_used(monkeypatch):
 
 
 def test_scripts_use_flags_that_exist():
-    train_flags = {f"--{name}" for name in vars(train_grpo.parse_flags(["--model", "m", "--train_data", "d", "--out_dir", "o"]))}
+    train_flags = {
+        f"--{name}" for name in vars(train_grpo.parse_flags(["--model", "m", "--train_data", "d", "--out_dir", "o"]))
+    }
     eval_flags = {f"--{name}" for name in vars(evaluate.parse_flags(["--model", "m", "--data", "d"]))}
     for script in (ROOT / "scripts").glob("*.sh"):
         known = eval_flags if script.name.startswith("eval_") else train_flags

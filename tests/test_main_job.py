@@ -17,10 +17,16 @@ RECIPES = re.findall(r"^\| (.+?) (?:\(.*\) )?\| `(--[^`]+)` \|$", (ROOT / "READM
 
 def start_script(run_dir: Path, policy: Path, *flags: str, **settings: object) -> subprocess.Popen[str]:
     """`bash scripts/tiny_cpu.sh FLAGS`, with every path in a folder of the test's own."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA")}
-    environment |= {"OUT_DIR": str(run_dir), "POLICY": str(policy)} | {name: str(value) for name, value in settings.items()}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA")
+    }
+    environment |= {"OUT_DIR": str(run_dir), "POLICY": str(policy)} | {
+        name: str(value) for name, value in settings.items()
+    }
     command = ["bash", "scripts/tiny_cpu.sh", *flags]
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def run_script(run_dir: Path, policy: Path, *flags: str, **settings: object) -> str:
@@ -77,7 +83,9 @@ def flags_of_script(run_dir: Path, policy: Path) -> list[str]:
     lines = "/^[A-Z_]*=\\${/p; /^ARGS=(/,/^)/p"  # its settings and its array
     command = f"""eval "$(sed -n '{lines}' scripts/tiny_cpu.sh)"; printf '%s\\n' "${{ARGS[@]}}" """
     environment = os.environ | {"OUT_DIR": str(run_dir), "POLICY": str(policy)}
-    return subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout.split()
+    return subprocess.run(
+        ["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    ).stdout.split()
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +105,10 @@ def recipe_runs(job, tmp_path_factory):
         flags_of_user = [*flags.split(), *limits]
         if name == RECIPES[0][0]:
             return name, (run_script(run_dir, job / "policy", *flags_of_user, NGPU=1, OMP_NUM_THREADS=1), run_dir)
-        return name, (torchrun(1, "train_grpo.py", *flags_of_script(run_dir, job / "policy"), *flags_of_user).stdout, run_dir)
+        return name, (
+            torchrun(1, "train_grpo.py", *flags_of_script(run_dir, job / "policy"), *flags_of_user).stdout,
+            run_dir,
+        )
 
     with ThreadPoolExecutor(max_workers=2) as pool:
         return dict(pool.map(run, RECIPES))
@@ -113,9 +124,13 @@ def test_each_recipe_of_the_readme_trains_on_the_main_job(name, recipe_runs):
         assert metrics[step]["optim/skipped_updates"] == 0
         assert metrics[step]["optim/grad_norm"] > 0
         assert metrics[step]["policy/rollout_gap_mean"] < 0.005
-        assert metrics[step]["policy/rollout_ess"] > 0.99, "sampler and trainer agree here, so the weights are all close to 1"
+        assert metrics[step]["policy/rollout_ess"] > 0.99, (
+            "sampler and trainer agree here, so the weights are all close to 1"
+        )
     if name == "DAPO":
-        assert metrics[1]["sampling/prompts"] == 16 + sum(metrics[1][f"sampling/groups_{kind}"] for kind in ("without_signal", "unused"))
+        assert metrics[1]["sampling/prompts"] == 16 + sum(
+            metrics[1][f"sampling/groups_{kind}"] for kind in ("without_signal", "unused")
+        )
 
 
 def test_two_nodes_train_together(job, tmp_path):

@@ -8,7 +8,14 @@ from plan import check_flags, check_model, learning_rate, make_plan
 
 
 def test_the_documented_qwq_batch_is_2560_completions_and_4_updates_a_step():
-    args = flags(prompts_per_step=512, group_size=5, prompts_per_update=128, epochs=15, total_steps=None, micro_batch_tokens=16384)
+    args = flags(
+        prompts_per_step=512,
+        group_size=5,
+        prompts_per_update=128,
+        epochs=15,
+        total_steps=None,
+        micro_batch_tokens=16384,
+    )
     check_flags(args, world_size=8)
     plan = make_plan(args, num_rows=12_000)
     assert (plan.completions_per_step, plan.updates_per_step, plan.steps_per_epoch) == (2560, 4, 23)
@@ -39,7 +46,11 @@ def test_episodes_are_completions_rounded_down_to_whole_steps():
         ({"group_size": 1}, 1, ["--group_size 1", "at least 2"]),
         ({"prompts_per_step": 100, "prompts_per_update": 100}, 8, ["--prompts_per_step 100", "8 engines", "96 or 104"]),
         ({"prompts_per_step": 3, "prompts_per_update": 3}, 2, ["--prompts_per_step 3", "2 engines", "2 or 4"]),
-        ({"prompts_per_step": 12, "prompts_per_update": 8}, 2, ["--prompts_per_update 8", "--prompts_per_step 12", "1, 2, 3, 4, 6, 12"]),
+        (
+            {"prompts_per_step": 12, "prompts_per_update": 8},
+            2,
+            ["--prompts_per_update 8", "--prompts_per_step 12", "1, 2, 3, 4, 6, 12"],
+        ),
         ({"micro_batch_tokens": 100}, 1, ["--micro_batch_tokens 100", "2048"]),
         ({"epochs": 2}, 1, ["2 of --total_steps", "exactly one"]),
         ({"total_steps": None}, 1, ["0 of --total_steps", "exactly one"]),
@@ -93,4 +104,6 @@ def test_the_schedule_warms_up_to_the_peak_and_falls_without_a_wasted_update():
     assert rates == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5, 0.25])
     cosine = [learning_rate(u, peak=2.0, schedule="cosine", warmup_updates=0, total_updates=4) for u in range(4)]
     assert cosine == pytest.approx([2.0, 1.7071, 1.0, 0.2929], abs=1e-4)
-    assert {learning_rate(u, peak=3.0, schedule="constant", warmup_updates=0, total_updates=4) for u in range(4)} == {3.0}
+    assert {learning_rate(u, peak=3.0, schedule="constant", warmup_updates=0, total_updates=4) for u in range(4)} == {
+        3.0
+    }

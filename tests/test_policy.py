@@ -22,7 +22,13 @@ SEVERAL_RECTANGLES = [70, 5, 100, 30, 66]  # on CPU: of lengths so different tha
 
 def random_model(folder: Path, architecture: str) -> Path:
     """A folder with a random model that has what is particular to its architecture: grouped queries, a norm of queries and keys, biases."""
-    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     torch.manual_seed(0)
     config = AutoConfig.for_model(architecture, **sizes, num_key_value_heads=2, head_dim=32, initializer_range=0.12)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
@@ -30,7 +36,8 @@ def random_model(folder: Path, architecture: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    "model, temperature", [("policy", 1.0), ("policy", 0.7), ("untied_policy", 1.0), ("llama", 0.7), ("qwen3", 0.7), ("mistral", 1.0)]
+    "model, temperature",
+    [("policy", 1.0), ("policy", 0.7), ("untied_policy", 1.0), ("llama", 0.7), ("qwen3", 0.7), ("mistral", 1.0)],
 )
 @pytest.mark.parametrize(
     "gradient_checkpointing, lengths, prompt_length, group_size",
@@ -55,7 +62,9 @@ def test_packed_logprobs_and_gradients_equal_those_of_each_sequence_alone(
     (logprobs * weights).sum().backward()
     (expected * weights).sum().backward()
     for (name, found), wanted in zip(packed.model.named_parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, wanted.grad, atol=1e-4, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            found.grad, wanted.grad, atol=1e-4, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def test_rectangles_hold_sequences_of_similar_length():
@@ -76,7 +85,9 @@ def test_packing_for_cuda_gives_the_kernel_what_the_rectangles_give_the_cpu(poli
         for q, k, v in zip(*(x.split(cu.diff().tolist()) for x, cu in pairs), strict=True):
             mask = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
             q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-            out.append(F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=enable_gqa)[0].transpose(0, 1))
+            out.append(
+                F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=enable_gqa)[0].transpose(0, 1)
+            )
         return torch.cat(out)
 
     model = load_policy(str(policy), torch.float32)
@@ -118,7 +129,10 @@ def test_activations_go_to_the_host_and_weights_do_not(policy, gradient_checkpoi
 
 def test_compiled_layers_give_the_same_numbers_for_all_lengths_from_one_compilation(policy):
     """By the backend that traces and differentiates but leaves the arithmetic to PyTorch: no compiler is needed, and no bit may differ."""
-    compiled, plain = load_policy(str(policy), torch.float32, gradient_checkpointing=True), load_policy(str(policy), torch.float32)
+    compiled, plain = (
+        load_policy(str(policy), torch.float32, gradient_checkpointing=True),
+        load_policy(str(policy), torch.float32),
+    )
     compile_layers(compiled, backend="aot_eager")
     num_graphs = []
     for lengths in ([12, 7, 3], [30, 4, 9, 11], [5, 5, 5, 40]):
@@ -141,7 +155,9 @@ def test_chunks_of_the_head_change_neither_value_nor_gradient(policy, monkeypatc
         logprobs.sum().backward(retain_graph=True)
         gradient = model.model.get_output_embeddings().weight.grad.clone()
         logprobs.sum().backward()  # the last chunk is kept for the first backward pass, not for this one
-        results.append((logprobs.detach(), entropies, gradient, model.model.get_output_embeddings().weight.grad - gradient))
+        results.append(
+            (logprobs.detach(), entropies, gradient, model.model.get_output_embeddings().weight.grad - gradient)
+        )
     for other in results:
         for found, wanted in zip(other, results[0], strict=True):
             torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
@@ -204,7 +220,9 @@ def test_an_update_that_is_not_finite_leaves_policy_and_optimizer_untouched(poli
     bad = replace(good, advantages_N=good.advantages_N * float("inf"))
     assert update_policy(model, optimizer, [good], sum(RAGGED), True, 1e-3, args, world)["optim/skipped_updates"] == 0
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    assert update_policy(model, optimizer, [good, bad], sum(RAGGED), True, 1e-3, args, world)["optim/skipped_updates"] == 1
+    assert (
+        update_policy(model, optimizer, [good, bad], sum(RAGGED), True, 1e-3, args, world)["optim/skipped_updates"] == 1
+    )
     torch.testing.assert_close((model.state_dict(), optimizer.state_dict()), before, atol=0, rtol=0)
     metrics = update_policy(model, optimizer, [good], sum(RAGGED), True, 1e-3, args, world)
     assert metrics["optim/skipped_updates"] == 0, "the bad gradient did not stay behind"

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 import reward
-from answer import read_answer, read_final_answer
+from grading.answer import read_answer, read_final_answer
+from grading.verifiers import BUILT_IN, Case, key_problem, soft_overlong
 from helpers import ROOT
 from reward import Grader, parse_reward
-from verifiers import BUILT_IN, Case, key_problem, soft_overlong
 
 FAILING = f"{Path(__file__).parent}/rewards_that_fail.py:score"
 
@@ -141,7 +141,13 @@ def test_format_knows_whether_the_prompt_has_opened_the_thinking(completion, pro
 
 
 def test_the_soft_overlong_punishment_is_dapos():
-    assert [soft_overlong(length, 20480, 4096) for length in (1, 16384, 18432, 20480, 20481)] == [0.0, 0.0, -0.5, -1.0, -1.0]
+    assert [soft_overlong(length, 20480, 4096) for length in (1, 16384, 18432, 20480, 20481)] == [
+        0.0,
+        0.0,
+        -0.5,
+        -1.0,
+        -1.0,
+    ]
 
 
 def test_ifeval_reads_both_formats_and_leaves_the_thinking_aside():
@@ -177,7 +183,9 @@ def test_an_answer_key_that_cannot_be_used_is_told(verifier, key, problem):
 
 
 def test_a_weighted_sum_adds_up_and_names_its_parts():
-    (grade,) = graded("math:2,format:0.5,length", Case(THINKS.replace("b", "1/2"), "0.5", num_tokens=95, max_tokens=100))
+    (grade,) = graded(
+        "math:2,format:0.5,length", Case(THINKS.replace("b", "1/2"), "0.5", num_tokens=95, max_tokens=100)
+    )
     assert grade.parts == {"math": 1.0, "format": 1.0, "length": -0.75}
     assert grade.reward == 2 + 0.5 - 0.75
     assert grade.status == "ok" and grade.is_right and grade.answer == "1/2"
@@ -186,7 +194,10 @@ def test_a_weighted_sum_adds_up_and_names_its_parts():
 def test_the_verifier_of_a_row_is_the_one_that_its_column_names():
     rows = [{"dataset": "gsm8k"}, {"dataset": "MATH"}, {"dataset": "ifeval"}, {"dataset": "poems"}]
     keys = ["#### 4", "(x+1)^2", json.dumps({"func_name": "validate_no_commas"}), "4"]
-    cases = [Case(text, key, row) for text, key, row in zip(["2+2 is 4", "\\boxed{x^2+2x+1}", "a, b", "4"], keys, rows, strict=True)]
+    cases = [
+        Case(text, key, row)
+        for text, key, row in zip(["2+2 is 4", "\\boxed{x^2+2x+1}", "a, b", "4"], keys, rows, strict=True)
+    ]
     grader = Grader("@dataset")
     bad = grader.check_keys(cases)
     assert list(bad) == [3] and "'poems', which names no verifier" in bad[3]
@@ -205,7 +216,10 @@ def test_a_reward_of_ones_own_gets_the_row_and_what_it_asks_for_by_name(tmp_path
     (grade,) = graded(f"{file}:score:2", Case("it is 5", "5", {"bonus": 0.5}))
     assert grade.reward == 3.0 and grade.score == 1.5
     everything = FAILING.replace(":score", ":with_everything")
-    assert graded(everything, Case("", "", {"level": 2}, prompt="abc", num_tokens=7, is_truncated=True))[0].reward == 2173.0
+    assert (
+        graded(everything, Case("", "", {"level": 2}, prompt="abc", num_tokens=7, is_truncated=True))[0].reward
+        == 2173.0
+    )
 
 
 @pytest.mark.parametrize(
@@ -246,7 +260,9 @@ def test_a_reward_file_that_cannot_be_loaded_says_why(code, words, tmp_path):
 
 
 def left_behind() -> bool:
-    return subprocess.run(["pgrep", "-f", "left behind by a [r]eward"], check=False, capture_output=True).returncode == 0
+    return (
+        subprocess.run(["pgrep", "-f", "left behind by a [r]eward"], check=False, capture_output=True).returncode == 0
+    )
 
 
 def test_a_reward_that_misbehaves_costs_one_completion_and_the_others_are_graded():
@@ -346,11 +362,16 @@ def test_nothing_is_left_when_the_caller_is_killed():
     code = "import reward, time; g = reward.Grader('math', num_workers=2); print(g.pool.server.pid, flush=True); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) as caller:
         server = int(caller.stdout.readline())
-        workers = subprocess.run(["pgrep", "-P", str(server)], check=False, capture_output=True, text=True).stdout.split()
+        workers = subprocess.run(
+            ["pgrep", "-P", str(server)], check=False, capture_output=True, text=True
+        ).stdout.split()
         assert workers
         caller.kill()
     deadline = time.monotonic() + 10
-    while any(Path(f"/proc/{pid}/stat").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text() for pid in [server, *workers]):
+    while any(
+        Path(f"/proc/{pid}/stat").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text()
+        for pid in [server, *workers]
+    ):
         assert time.monotonic() < deadline, "server or workers outlive their caller"
         time.sleep(0.05)
 
@@ -373,7 +394,9 @@ def test_a_broken_dependency_is_found_at_the_start(monkeypatch):
 
 
 def command(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "reward.py", *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "reward.py", *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
 
 
 def test_the_command_grades_a_file_in_order(tmp_path):
@@ -385,7 +408,9 @@ def test_the_command_grades_a_file_in_order(tmp_path):
         {"id": 5, "completion": "é <answer>7</answer>", "answer": "7"},
     ]
     (tmp_path / "in.jsonl").write_text("\ufeff" + "\r\n".join(json.dumps(row) for row in rows) + "\n\n")
-    done = command("--reward", "math", "--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl", "--reward_timeout", 1)
+    done = command(
+        "--reward", "math", "--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl", "--reward_timeout", 1
+    )
     assert done.returncode == 0, done.stderr
     out = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [{key: row[key] for key in row if not key.startswith("reward")} for row in out] == rows

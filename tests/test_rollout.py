@@ -7,7 +7,11 @@ import torch
 
 from helpers import torchrun
 
-CASES = {"tied": ("policy", 1, 1), "untied, two engines": ("untied_policy", 2, 1), "tied, one engine over two ranks": ("policy", 2, 2)}
+CASES = {
+    "tied": ("policy", 1, 1),
+    "untied, two engines": ("untied_policy", 2, 1),
+    "tied, one engine over two ranks": ("policy", 2, 2),
+}
 
 
 @pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
@@ -15,14 +19,18 @@ def found(request, tmp_path_factory):
     """What tests/engine_checks.py found: tied weights in one engine, an own head in two engines, and one engine over two ranks."""
     folder, num_ranks, tp_size = request.param
     output = tmp_path_factory.mktemp("engine") / "found.json"
-    torchrun(num_ranks, "tests/engine_checks.py", request.getfixturevalue(folder), tp_size, output, is_forked=tp_size == 1)
+    torchrun(
+        num_ranks, "tests/engine_checks.py", request.getfixturevalue(folder), tp_size, output, is_forked=tp_size == 1
+    )
     return json.loads(output.read_text())
 
 
 def test_sampler_and_trainer_agree_before_and_after_a_sync(found):
     assert found["gap_before"] < 0.005
     assert found["gap_after"] < 0.005
-    assert found["gap_of_long_prompts"] < 0.005, "longer than a block of the cache: the completions of a prompt share its first block"
+    assert found["gap_of_long_prompts"] < 0.005, (
+        "longer than a block of the cache: the completions of a prompt share its first block"
+    )
     assert found["mean_probability"] > 0.025, "a nearly uniform distribution (1 / 64) would agree with anything"
 
 

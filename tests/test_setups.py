@@ -48,7 +48,10 @@ SAID = {  # what the first lines of the run must say; the data of a smoke run ha
     "tulu8b_rlvr_7plus1": "14 prompts x 16 = 224 completions a step, 1 updates a step, 1 steps an epoch, 44642 steps in all",
     "qwen7b_simplerl_2x8xh100": "128 prompts x 8 = 1024 completions a step, 4 updates a step, 8 steps an epoch, 100 steps in all",
 }
-SMALLER = {"prompts_per_step": 128, "prompts_per_update": 32}  # where thousands of completions would take minutes; the dry run has them all
+SMALLER = {
+    "prompts_per_step": 128,
+    "prompts_per_update": 32,
+}  # where thousands of completions would take minutes; the dry run has them all
 LIMITS = {  # prompt, completion; shortened in a smoke run
     "qwq32b_8xh100": (2048, 2048),
     "deepseek32b_lora_8gpu": (1024, 2080),
@@ -60,10 +63,19 @@ LIMITS = {  # prompt, completion; shortened in a smoke run
 
 @pytest.mark.parametrize("name", DOCUMENTED)
 def test_a_documented_set_up_trains_evaluates_saves_and_resumes_with_its_values(name, tmp_path):
-    environment = {key: value for key, value in os.environ.items() if key not in ("OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA")}
+    environment = {
+        key: value for key, value in os.environ.items() if key not in ("OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA")
+    }
     changes = SMALLER if DOCUMENTED[name]["prompts_per_step"] > 128 else {}
-    command = ["bash", "scripts/smoke.sh", f"scripts/{name}.sh", *(part for flag, n in changes.items() for part in (f"--{flag}", str(n)))]
-    done = subprocess.run(command, cwd=ROOT, env=environment | {"SMOKE_DIR": str(tmp_path)}, capture_output=True, text=True, check=False)
+    command = [
+        "bash",
+        "scripts/smoke.sh",
+        f"scripts/{name}.sh",
+        *(part for flag, n in changes.items() for part in (f"--{flag}", str(n))),
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment | {"SMOKE_DIR": str(tmp_path)}, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert SAID[name] in done.stdout
     assert "continues from" in done.stdout
@@ -84,18 +96,38 @@ def test_a_documented_set_up_trains_evaluates_saves_and_resumes_with_its_values(
 def test_the_dry_run_of_a_set_up_fits_with_5_percent_to_spare(name):
     environment = {key: value for key, value in os.environ.items() if key != "NGPU"} | {"HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        ["bash", f"scripts/{name}.sh", "--dry_run", "--json"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        ["bash", f"scripts/{name}.sh", "--dry_run", "--json"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     found = json.loads(done.stdout)
     assert found["fits"]
     assert found["gpu_peak_gib"] <= 0.95 * found["gpu_capacity_gib"]
     expected = {
-        "qwq32b_8xh100": {"steps_per_epoch": 23, "total_steps": 345, "total_updates": 1380, "completions_per_step": 2560},
-        "deepseek32b_lora_8gpu": {"steps_per_epoch": 125, "total_steps": 375, "total_updates": 375, "trainable_parameters": 67_108_864},
+        "qwq32b_8xh100": {
+            "steps_per_epoch": 23,
+            "total_steps": 345,
+            "total_updates": 1380,
+            "completions_per_step": 2560,
+        },
+        "deepseek32b_lora_8gpu": {
+            "steps_per_epoch": 125,
+            "total_steps": 375,
+            "total_updates": 375,
+            "trainable_parameters": 67_108_864,
+        },
         "qwen25vl72b_lora_8xa100": {"steps_per_epoch": 1000, "parameters": 73_410_777_344, "completions_per_step": 8},
         "tulu8b_rlvr_7plus1": {"total_steps": 44_642, "completions_per_step": 224, "updates_per_step": 1},
-        "qwen7b_simplerl_2x8xh100": {"steps_per_epoch": 8, "total_steps": 100, "total_updates": 400, "completions_per_step": 8192},
+        "qwen7b_simplerl_2x8xh100": {
+            "steps_per_epoch": 8,
+            "total_steps": 100,
+            "total_updates": 400,
+            "completions_per_step": 8192,
+        },
     }[name]
     assert {key: found[key] for key in expected} == expected
 

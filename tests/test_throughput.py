@@ -10,9 +10,9 @@ import torch
 from batch import Batch, pack, training_costs
 from fsdp_utils import World
 from helpers import flags, make_rollout
+from planner.setup import shape_of
+from planner.time import training_flops
 from policy import load_policy
-from roofline import training_flops
-from shapes import shape_of
 from throughput import peak_flops, throughput, update_flops
 
 WORLD = World(rank=0, size=2, local_rank=0, tp_size=1, device=torch.device("cpu"))
@@ -25,7 +25,13 @@ def batch(indices: list[int], old: bool, ref: bool) -> Batch:
 
 
 def test_rates_and_waiting_are_those_of_the_step():
-    times = {"time/sample_s": 4.0, "time/logprobs_s": 2.0, "time/update_s": 5.0, "time/step_s": 20.0, "perf/update_idle_frac": 0.1}
+    times = {
+        "time/sample_s": 4.0,
+        "time/logprobs_s": 2.0,
+        "time/update_s": 5.0,
+        "time/step_s": 20.0,
+        "perf/update_idle_frac": 0.1,
+    }
     updates = [[batch([0, 1], old=False, ref=True)], [batch([2], old=True, ref=True), batch([3], old=True, ref=True)]]
     seconds = [np.array([3.0, 2.0]), np.array([0.5, 1.0])]  # two rounds of two engines
     policy = SimpleNamespace(flops_per_token=100, parity_length=10.0)
@@ -61,7 +67,9 @@ def test_the_flops_of_an_update_are_those_of_the_planner_but_for_the_embedding(u
     policy = load_policy(str(untied_policy), torch.float32)
     shape = shape_of(policy.model.config, "test")
     lengths = np.array([12, 40, 100])
-    embedding = 6 * shape.vocab * shape.hidden * lengths.sum()  # which verl's convention, the planner's, counts as a matrix
+    embedding = (
+        6 * shape.vocab * shape.hidden * lengths.sum()
+    )  # which verl's convention, the planner's, counts as a matrix
     cost = training_costs(lengths, policy.parity_length).sum()
     assert update_flops(policy, cost, False) == pytest.approx(training_flops(shape, lengths.tolist()) - embedding)
     assert update_flops(policy, cost, True) == pytest.approx(2 / 3 * update_flops(policy, cost, False))

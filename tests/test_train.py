@@ -130,7 +130,9 @@ def test_the_run_folder_describes_itself(finished_run, policy):
         "step", "prompt", "answer", "completion", "reward", "reward_status", "read_as", "advantage", "is_truncated"
     }  # fmt: skip
     assert (finished_run / "curves.png").stat().st_size > 10_000
-    assert sorted(path.name for path in (finished_run / "profile").iterdir()) == [f"step_3_rank_{rank}.json.gz" for rank in (0, 1)]
+    assert sorted(path.name for path in (finished_run / "profile").iterdir()) == [
+        f"step_3_rank_{rank}.json.gz" for rank in (0, 1)
+    ]
     assert sorted(path.name for path in finished_run.glob("*step_*")) == ["step_2", "step_4"]
     assert (finished_run / "final").resolve() == (finished_run / "step_4").resolve()
 
@@ -143,9 +145,14 @@ def test_every_held_out_completion_is_kept_with_its_grade(finished_run):
 
 
 def test_rows_whose_answer_key_cannot_be_used_are_left_out_and_listed(policy, tmp_path):
-    rows = [{"problem": f"{i}+1", "answer": answer} for i, answer in enumerate(["1", "\\frac{1}{", "3", None, "5", "6", "7", "8"] * 2)]
+    rows = [
+        {"problem": f"{i}+1", "answer": answer}
+        for i, answer in enumerate(["1", "\\frac{1}{", "3", None, "5", "6", "7", "8"] * 2)
+    ]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = training_flags(policy, tmp_path / "run", train_data=tmp_path / "train.jsonl", reward="math", total_steps=1, eval_every=0)
+    flags = training_flags(
+        policy, tmp_path / "run", train_data=tmp_path / "train.jsonl", reward="math", total_steps=1, eval_every=0
+    )
     done = torchrun(2, "train_grpo.py", *[flag for flag in flags if flag != "--eval_before_training"])
     assert "data train: 12 rows; 0 dropped (too many tokens), 4 excluded" in done.stdout
     listed = [json.loads(line) for line in (tmp_path / "run" / "excluded_rows.jsonl").read_text().splitlines()]
@@ -165,7 +172,12 @@ def test_a_reward_that_fails_on_some_completions_costs_those_and_is_told(policy,
         "    return 0.5\n"
     )
     flags = training_flags(
-        policy, tmp_path / "run", reward=f"{tmp_path}/my_reward.py:score", reward_timeout=0.3, eval_data=None, eval_every=0
+        policy,
+        tmp_path / "run",
+        reward=f"{tmp_path}/my_reward.py:score",
+        reward_timeout=0.3,
+        eval_data=None,
+        eval_every=0,
     )
     done = torchrun(2, "train_grpo.py", *[flag for flag in flags if flag != "--eval_before_training"])
     failures = [json.loads(line) for line in (tmp_path / "run" / "reward_failures.jsonl").read_text().splitlines()]
@@ -176,7 +188,11 @@ def test_a_reward_that_fails_on_some_completions_costs_those_and_is_told(policy,
         assert metrics["reward/mean"] == pytest.approx(0.5 * (32 - len(texts)) / 32)
     assert {failure["status"].partition(" ")[0] for failure in failures} == {"timeout", "error:"}
     assert all(failure["row"].startswith(str(policy / "train.jsonl")) for failure in failures)
-    assert "reward timeout, of" in done.stdout and "KeyError" in done.stdout and "all are in reward_failures.jsonl" in done.stdout
+    assert (
+        "reward timeout, of" in done.stdout
+        and "KeyError" in done.stdout
+        and "all are in reward_failures.jsonl" in done.stdout
+    )
 
 
 def test_the_final_policy_loads_in_transformers_and_in_vllm_and_both_say_the_same(finished_run):
@@ -185,7 +201,9 @@ def test_the_final_policy_loads_in_transformers_and_in_vllm_and_both_say_the_sam
     assert model.dtype == torch.bfloat16
     before = AutoModelForCausalLM.from_pretrained(json.loads((finished_run / "config.json").read_text())["model"])
     assert not model.lm_head.weight.float().equal(before.lm_head.weight.float()), "training changed it"
-    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "1+2"}], add_generation_prompt=True, return_dict=True)["input_ids"]
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "1+2"}], add_generation_prompt=True, return_dict=True
+    )["input_ids"]
     with torch.no_grad():
         logprobs = model(torch.tensor([prompt])).logits[0, -1].float().log_softmax(-1)
     found = logprobs_in_vllm(final, prompt)
@@ -194,7 +212,9 @@ def test_the_final_policy_loads_in_transformers_and_in_vllm_and_both_say_the_sam
 
 
 def workers_of(launcher: subprocess.Popen[str]) -> list[int]:
-    listing = subprocess.run(["ps", "-o", "pid=", "--ppid", str(launcher.pid)], capture_output=True, text=True, check=False).stdout
+    listing = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(launcher.pid)], capture_output=True, text=True, check=False
+    ).stdout
     return [int(pid) for pid in listing.split()]
 
 
@@ -257,16 +277,24 @@ def test_what_a_step_depends_on_survives_a_resume_with_every_option_on(policy, r
     whole = torchrun(2, "train_grpo.py", *training_flags(policy, tmp_path / "whole", reward=reward, **options))
     assert "6 updates a step" in whole.stdout
     for stop_after in (2, None):  # with a schedule: it is that of the whole length
-        torchrun(2, "train_grpo.py", *training_flags(policy, tmp_path / "parts", reward=reward, stop_after=stop_after, **options))
+        torchrun(
+            2,
+            "train_grpo.py",
+            *training_flags(policy, tmp_path / "parts", reward=reward, stop_after=stop_after, **options),
+        )
     expected, found = metrics_of(tmp_path / "whole"), metrics_of(tmp_path / "parts")
     for step in range(1, 5):
         assert without_times(found[step]) == without_times(expected[step]), f"step {step} differs"
         assert expected[step]["policy/ratio_max"] > 1.0 > expected[step]["policy/ratio_min"]
         assert expected[step]["sampling/groups_filled"] == 0
-    assert sum(metrics["sampling/rounds"] for metrics in expected.values()) > 4, "in some step a group had to be replaced"
+    assert sum(metrics["sampling/rounds"] for metrics in expected.values()) > 4, (
+        "in some step a group had to be replaced"
+    )
     drawn = sum(metrics["sampling/prompts"] for metrics in expected.values())
     assert sorted(path.name for path in (tmp_path / "parts").glob("step_*")) == ["step_2", "step_4"]
-    assert json.loads((tmp_path / "parts" / "step_4" / "trainer" / "progress.json").read_text()) == {"prompts_drawn": drawn}
+    assert json.loads((tmp_path / "parts" / "step_4" / "trainer" / "progress.json").read_text()) == {
+        "prompts_drawn": drawn
+    }
 
 
 def test_groups_without_signal_neither_crash_nor_move_the_policy_nor_make_ranks_differ(policy, tmp_path):
@@ -278,10 +306,17 @@ def test_groups_without_signal_neither_crash_nor_move_the_policy_nor_make_ranks_
     torchrun(2, "train_grpo.py", *flags)
     for step, metrics in metrics_of(tmp_path / "run").items():
         assert metrics["reward/frac_groups_with_signal"] == 0
-        assert (metrics["sampling/rounds"], metrics["sampling/prompts"], metrics["sampling/groups_filled"]) == (2, 16, 8), step
+        assert (metrics["sampling/rounds"], metrics["sampling/prompts"], metrics["sampling/groups_filled"]) == (
+            2,
+            16,
+            8,
+        ), step
         assert metrics["policy/loss"] == metrics["optim/grad_norm"] == metrics["optim/skipped_updates"] == 0
         assert metrics["policy/ratio_max"] == metrics["policy/ratio_min"] == 1
-    start, final = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16) for path in (policy, tmp_path / "run" / "final"))
+    start, final = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+        for path in (policy, tmp_path / "run" / "final")
+    )
     for (name, before), after in zip(start.state_dict().items(), final.state_dict().values(), strict=True):
         assert before.equal(after), name
 
@@ -290,7 +325,13 @@ def test_sharing_prompts_changes_what_is_computed_and_nothing_that_comes_out(pol
     """fp32, the losses and gradient norms of one step within 1e-4; old and reference log-probs are computed from shared prompts, too."""
     found = {}
     for name, changes in (("shared", {"share_prompts": True}), ("alone", {})):
-        options = {"reward": reward, "dtype": "float32", "total_steps": 1, "eval_every": 0, "eval_before_training": None} | changes
+        options = {
+            "reward": reward,
+            "dtype": "float32",
+            "total_steps": 1,
+            "eval_every": 0,
+            "eval_before_training": None,
+        } | changes
         torchrun(2, "train_grpo.py", *training_flags(policy, tmp_path / name, **options))
         found[name] = metrics_of(tmp_path / name)[1]
     assert 0.1 < found["shared"].pop("perf/shared_frac") < 0.9
@@ -301,13 +342,21 @@ def test_sharing_prompts_changes_what_is_computed_and_nothing_that_comes_out(pol
 
 def test_one_engine_over_both_ranks_trains_and_old_checkpoints_are_removed(policy, tmp_path):
     flags = training_flags(
-        policy, tmp_path / "run", tensor_parallel_size=2, save_every=1, keep_checkpoints=2, total_steps=3, prompts_per_update=8
+        policy,
+        tmp_path / "run",
+        tensor_parallel_size=2,
+        save_every=1,
+        keep_checkpoints=2,
+        total_steps=3,
+        prompts_per_update=8,
     )
     done = torchrun(2, "train_grpo.py", *flags, is_forked=False)
     assert "1 engines of 2" in done.stdout
     metrics = metrics_of(tmp_path / "run")
     assert max(metrics[step]["policy/rollout_gap_mean"] for step in (1, 2, 3)) < 0.005
-    assert all(metrics[step]["policy/ratio_max"] == 1.0 for step in (1, 2, 3)), "with one update a step the ratio is exactly 1"
+    assert all(metrics[step]["policy/ratio_max"] == 1.0 for step in (1, 2, 3)), (
+        "with one update a step the ratio is exactly 1"
+    )
     assert sorted(path.name for path in (tmp_path / "run").glob("step_*")) == ["step_2", "step_3"]
 
 
@@ -321,13 +370,17 @@ def test_a_complete_run_says_so_and_may_be_prolonged_on_another_number_of_ranks(
     torchrun(1, "train_grpo.py", *training_flags(policy, finished_run, reward=reward, total_steps=5))
     assert (finished_run / "metrics.jsonl").read_bytes().startswith(before), "the log is only appended to"
     metrics = metrics_of(finished_run)
-    assert metrics[5]["policy/rollout_gap_mean"] < 0.005, "the engine samples from the restored policy, not from the first one"
+    assert metrics[5]["policy/rollout_gap_mean"] < 0.005, (
+        "the engine samples from the restored policy, not from the first one"
+    )
     assert metrics[5]["policy/kl_ref"] > 0.5 * metrics[4]["policy/kl_ref"]
 
 
 def test_a_run_that_diverges_skips_updates_and_stops_with_the_step_number(policy, tmp_path):
     # The first update makes every weight larger than bf16 can hold: what is computed from them is nan.
-    flags = training_flags(policy, tmp_path / "run", learning_rate=3.4e38, max_skipped_updates=2, eval_every=0, eval_before_training=None)
+    flags = training_flags(
+        policy, tmp_path / "run", learning_rate=3.4e38, max_skipped_updates=2, eval_every=0, eval_before_training=None
+    )
     done = start(2, "train_grpo.py", *flags)
     assert done.returncode != 0
     assert "loss or gradient not finite in 2 updates in a row" in done.stderr
@@ -351,4 +404,6 @@ def test_a_single_process_needs_no_launcher_and_shows_its_progress_on_a_terminal
     os.close(terminal)
     assert process.wait(timeout=60) == 0, shown.decode()[-3000:]
     assert b"sample: 100%" in shown
-    assert "policy/kl_ref" not in metrics_of(tmp_path / "run")[1], "without a KL term no reference is loaded and nothing is measured"
+    assert "policy/kl_ref" not in metrics_of(tmp_path / "run")[1], (
+        "without a KL term no reference is loaded and nothing is measured"
+    )

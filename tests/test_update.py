@@ -29,7 +29,12 @@ def advantages_of(args, penalties=None, rollout: Rollout | None = None) -> list[
 
 
 def test_a_group_advantage_is_the_same_at_every_token_of_a_completion():
-    assert advantages_of(flags(advantage="dr_grpo", group_size=2)) == [[0.5, 0.5], [-0.5], [-0.5, -0.5, -0.5], [0.5, 0.5]]
+    assert advantages_of(flags(advantage="dr_grpo", group_size=2)) == [
+        [0.5, 0.5],
+        [-0.5],
+        [-0.5, -0.5, -0.5],
+        [0.5, 0.5],
+    ]
 
 
 def test_a_kl_penalty_is_taken_off_the_reward_before_groups_are_compared():
@@ -69,7 +74,9 @@ def test_what_is_left_out_of_the_loss_does_not_enter_the_statistics_of_tokens():
     assert max(sum(found, [])) < 2
 
 
-@pytest.mark.parametrize("advantage", ["grpo", "grpo_batch_std", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline"])
+@pytest.mark.parametrize(
+    "advantage", ["grpo", "grpo_batch_std", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline"]
+)
 def test_equal_rewards_give_exactly_no_advantage(advantage):
     assert set(sum(advantages_of(flags(advantage=advantage, group_size=2), rollout=graded([0.1] * 4)), [])) == {0.0}
 
@@ -93,10 +100,14 @@ def test_every_update_has_the_weights_of_its_own_sequences():
     for kind, constant in (("token_mean", None), ("seq_mean_token_mean", None), ("seq_mean_token_sum_norm", 10)):
         args = flags(loss_aggregation=kind, loss_constant_tokens=constant, micro_batch_tokens=100)
         first, second = (batches[0] for batches in pack_updates(rollout, plan, args, WORLD))
-        weights[kind] = [float(batch.loss_weights_N[batch.sequence_ids_N == s][0]) for batch in (first, second) for s in range(2)]
+        weights[kind] = [
+            float(batch.loss_weights_N[batch.sequence_ids_N == s][0]) for batch in (first, second) for s in range(2)
+        ]
         assert {x.index for x in first.segments_S} == {0, 1} and {x.index for x in second.segments_S} == {2, 3}
     longest_first = [1 / 2, 1 / 2, 1 / 5, 1 / 5]
-    assert weights["token_mean"] == pytest.approx(longest_first), "2 trained tokens in the first update, 5 in the second"
+    assert weights["token_mean"] == pytest.approx(longest_first), (
+        "2 trained tokens in the first update, 5 in the second"
+    )
     assert weights["seq_mean_token_mean"][0] == pytest.approx(1 / 2), "one trained sequence of 2 tokens"
     assert weights["seq_mean_token_mean"][2:] == pytest.approx([1 / 6, 1 / 4]), "two sequences of 3 and 2 tokens"
     assert weights["seq_mean_token_sum_norm"][0] == pytest.approx(1 / 10)
@@ -115,7 +126,9 @@ def test_every_update_has_the_weights_of_its_own_sequences():
 )
 def test_only_the_log_probs_that_are_needed_are_computed(changes, has_reference, expected, monkeypatch):
     asked = []
-    monkeypatch.setattr(update, "logprobs_under", lambda model, field, batches, _: asked.append(f"{field[:3]} {batches[0]}") or batches)
+    monkeypatch.setattr(
+        update, "logprobs_under", lambda model, field, batches, _: asked.append(f"{field[:3]} {batches[0]}") or batches
+    )
     update.add_logprobs([[0], [1]], torch.nn.Module(), torch.nn.Module() if has_reference else None, flags(**changes))
     assert sorted(asked) == sorted([*expected, "old 1"]), "the first update of a step makes its own old log-probs"
 

@@ -15,10 +15,16 @@ from batch import Rollout
 from data import PromptData, PromptFormat
 from data_files import write_parquet
 from helpers import flags
+from model.vision import load_processor
 from smoke_inputs import SETUPS, make_model
-from vision import load_processor
 
-IMAGE_SIZES = [[(56, 84)], [], [(90, 60), (56, 56), (56, 56)], [], [(120, 40)]]  # of the images of five prompts: (width, height)
+IMAGE_SIZES = [
+    [(56, 84)],
+    [],
+    [(90, 60), (56, 56), (56, 56)],
+    [],
+    [(120, 40)],
+]  # of the images of five prompts: (width, height)
 MAX_PIXELS = 56 * 84  # so that some are scaled down
 
 
@@ -47,7 +53,13 @@ def noise(rng: np.random.Generator, width: int, height: int) -> bytes:
 
 
 def vision_flags(folder: Path, **changes: object) -> Namespace:
-    limits = {"max_prompt_tokens": 40, "max_completion_tokens": 8, "max_grad_norm": 1e9, "kl_coef": 0.1, "micro_batch_tokens": 60}
+    limits = {
+        "max_prompt_tokens": 40,
+        "max_completion_tokens": 8,
+        "max_grad_norm": 1e9,
+        "kl_coef": 0.1,
+        "micro_batch_tokens": 60,
+    }
     images = {"image_column": "images", "max_pixels": MAX_PIXELS}
     return flags(**(limits | images | {"model": folder} | changes))
 

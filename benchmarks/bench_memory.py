@@ -1,0 +1,225 @@
+"""Predicted against measured memory of an update under every memory policy: the closed form of `memory.py` against the run itself.
+
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 benchmarks/bench_memory.py
+    torchrun --standalone --nproc_per_node 1 benchmarks/bench_memory.py --model Qwen/Qwen2.5-1.5B --micro_batch_tokens 16384 --length 2048
+
+The policy is `train_grpo.build_policy`'s with random weights instead of a file's; what is measured is one whole update with two full
+micro-batches: log-probs, where there are any, backward passes, optimizer. It is the second one, so the optimizer's state is there.
+
+CPU: "tensors" is the peak of live tensor bytes (`tracing.Tracker` on real tensors), "process" the growth of the process's resident memory
+at its peak, by the kernel's count. Host and device are the same RAM, so the prediction is that of a GPU plus that of the host. Left out of
+both: gloo's copy of what it reduces, which NCCL does not make (the reduction is done in place here); padding of the CPU's attention (all
+sequences are of one length); what libraries keep from the first use of a shape (two policies run first, uncounted).
+CUDA: torch's allocator, live ("tensors") and reserved ("process"); the prediction is the GPU's. Written against the library, not run yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import AutoConfig
+
+import train_grpo
+from batch import Rollout
+from fsdp_utils import World, close_world, gather_from_ranks, init_world, local_shard
+from plan import Plan
+from planner.dry_run import config_of, setup_of
+from planner.memory import gpu_phases, host_phases, optimizer_peak
+from planner.setup import Setup
+from planner.trace import Tracker
+from update import add_advantages, add_logprobs, pack_updates, update_policy
+
+GOAL = 1.1  # the larger of predicted and measured over the other
+MIB = 2**20
+POLICIES = {
+    "fp32": "",
+    "fp32, checkpointing": "--gradient_checkpointing",
+    "fp32, entropy": "--gradient_checkpointing --entropy_coef 0.01",
+    "fp32, gathered once": "--gradient_checkpointing --gather_parameters_once",
+    "fp32, optimizer on host": "--gradient_checkpointing --offload optimizer",
+    "fp32, all on host": "--gradient_checkpointing --offload all",
+    "bf16": "--param_dtype bfloat16",
+    "bf16, checkpointing": "--gradient_checkpointing --param_dtype bfloat16",
+    "bf16, optimizer on host": "--gradient_checkpointing --param_dtype bfloat16 --offload optimizer",
+    "bf16, all on host": "--gradient_checkpointing --param_dtype bfloat16 --offload all",
+    "reference": "--gradient_checkpointing --kl_coef 0.01",
+    "reference on host": "--gradient_checkpointing --kl_coef 0.01 --offload_reference",
+    "LoRA": "--lora_rank 8",
+    "LoRA, checkpointing, KL": "--lora_rank 8 --gradient_checkpointing --kl_coef 0.01",
+    "LoRA, dropout": "--lora_rank 8 --gradient_checkpointing --lora_dropout 0.05",
+}
+SMALL = {"model_type": "qwen2", "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6,
+         "num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": False}  # fmt: skip
+COMMON = "--train_data none#1000 --out_dir none --total_steps 1 --max_prompt_tokens 1 --prompts_per_step 64"
+
+
+def fill_randomly(root: nn.Module, model: nn.Module, path: str, device: torch.device) -> None:
+    """In the place of `loading.fill`: weights of small random numbers, norms of ones."""
+    root._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+    model.tie_weights()
+    for name, parameter in model.named_parameters():
+        if ".lora_" not in name:
+            shard = local_shard(parameter.detach())
+            shard.fill_(1.0) if parameter.dim() == 1 else shard.normal_(0, 0.02)
+
+
+def reduce_scatter_in_place(
+    output: Tensor, input: Tensor, op: dist.ReduceOp, group: dist.ProcessGroup, async_op: bool
+) -> None:
+    """In the place of gloo's `reduce_scatter_single`, which clones its input."""
+    dist.all_reduce(input, op=op, group=group)
+    output.copy_(input.view(-1).chunk(dist.get_world_size(group))[dist.get_rank(group)])
+
+
+def random_rollout(vocab: int, count: int, length: int) -> Rollout:
+    """So many prompts of one token with completions of `length` tokens: all of their positions are trained."""
+    rng = np.random.default_rng(0)
+    return Rollout(
+        prompts=list(rng.integers(0, vocab, (count, 1)).astype(np.int32)),
+        completions=list(rng.integers(0, vocab, (count, length)).astype(np.int32)),
+        rollout_logprobs=[np.full(length, -8, dtype=np.float32)] * count,
+        texts=[""] * count,
+        is_truncated_B=np.zeros(count, dtype=bool),
+        advantages=[np.full(length, sign, dtype=np.float32) for sign in np.resize([1, -1], count)],
+    )
+
+
+class Meter:
+    """Bytes beyond those at its start, now and at most since `restart`: (tensors, process)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.is_cuda = device.type == "cuda"
+        self.tracker = Tracker()
+        self.restart()
+        self.start = (
+            (torch.cuda.memory_allocated(), torch.cuda.memory_reserved())
+            if self.is_cuda
+            else (0, self.resident("VmRSS"))
+        )
+
+    def restart(self) -> None:
+        gc.collect()
+        if self.is_cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            return
+        self.tracker.restart()
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is resident now
+
+    def peaks(self) -> tuple[int, int]:
+        if self.is_cuda:
+            found = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
+        else:
+            found = (self.tracker.peak, self.resident("VmHWM"))
+        return found[0] - self.start[0], found[1] - self.start[1]
+
+    @staticmethod
+    def resident(field: str) -> int:
+        (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field + ":")]
+        return int(line.split()[1]) * 1024
+
+
+def measured(args: argparse.Namespace, rollout: Rollout, world: World) -> tuple[int, int]:
+    """Peaks of an update with these flags on this rank, after a short one."""
+    meter = Meter(world.device)
+    with meter.tracker if not meter.is_cuda else torch.enable_grad():
+        policy, reference, optimizer = train_grpo.build_policy(args, world)
+        for part in (rollout.take(np.arange(world.size)), rollout):
+            meter.restart()
+            plan = Plan(len(part.texts), 1, 1, 1, 1, 1, 0)
+            updates = add_advantages(pack_updates(part, plan, args, world), part)
+            (batches,) = add_logprobs(updates, policy, reference, args)
+            num_tokens = int(part.completion_lengths_B.sum())
+            metrics = update_policy(policy, optimizer, batches, num_tokens, True, 1e-5, args, world)
+            assert not metrics["optim/skipped_updates"], "nothing was updated"
+            del updates, batches
+        return meter.peaks()
+
+
+def predicted(setup: Setup, is_cuda: bool) -> float:
+    """Bytes of one rank at the peak of the same phases."""
+    phases = gpu_phases(setup)
+    device = max(sum(phases[name].trainer.values()) for name in ("logprobs", "update", "optimizer") if name in phases)
+    if is_cuda:
+        return device
+    if (
+        setup.policy.offload == "all"
+    ):  # then the optimizer's pieces are in host RAM, where `host_phases` counts them as the process's own
+        device = max(device, *optimizer_peak(replace(setup, policy=replace(setup.policy, offload="none"))).values())
+    host = host_phases(setup)["run"]
+    return device + sum(part for name, part in host.items() if name != "processes") / setup.ranks
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--model", help="a folder with config.json or a name of models.json; default: 32 M parameters")
+    parser.add_argument(
+        "--micro_batch_tokens", type=int, default=1024, help="tokens of each of the two micro-batches of a rank"
+    )
+    parser.add_argument("--length", type=int, default=128, help="of each sequence; divides the tokens")
+    parser.add_argument(
+        "--policies", nargs="+", choices=list(POLICIES), default=list(POLICIES), metavar="NAME", help="some of them"
+    )
+    given = parser.parse_args()
+    world = init_world(tp_size=1, timeout_minutes=5)
+    is_cuda = world.device.type == "cuda"
+    if not is_cuda:  # what is freed goes back to the system at once: large tensors are mapped one by one
+        ctypes.CDLL(None).mallopt(-3, 2**18)  # M_MMAP_THRESHOLD
+        dist.reduce_scatter_single = reduce_scatter_in_place
+    config = config_of(given.model) if given.model else AutoConfig.for_model(**SMALL)
+    rollout = random_rollout(config.vocab_size, 2 * world.size * given.micro_batch_tokens // given.length, given.length)
+    train_grpo.fill = fill_randomly
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        sizes = f"--max_completion_tokens {given.length} --micro_batch_tokens {given.micro_batch_tokens} --plan_gpus {world.size}"
+        flags = ["--model", folder, *f"{COMMON} {sizes}".split()]
+        gc.freeze()  # what has been imported need not be looked through at each restart
+        for policy in (
+            "",
+            "--lora_rank 8",
+        ):  # what libraries keep for good once they have met these shapes belongs to no policy
+            measured(train_grpo.parse_flags([*flags, *policy.split()]), rollout, world)
+        for name in given.policies:
+            args = train_grpo.parse_flags([*flags, *POLICIES[name].split()])
+            peaks = np.max(gather_from_ranks(measured(args, rollout, world)), axis=0)
+            found[name] = [predicted(setup_of(args, config), is_cuda), *peaks.tolist()]
+    if world.is_main:
+        print(f"{'MiB on a rank':26}{'predicted':>10}{'tensors':>10}{'ratio':>8}{'process':>10}{'ratio':>8}")
+        for name, (expected, tensors, process) in found.items():
+            sizes = f"{expected / MIB:10.1f}{tensors / MIB:10.1f}{expected / tensors:8.3f}{process / MIB:10.1f}{expected / process:8.3f}"
+            print(f"{name:26}{sizes}")
+        ratios = {name: round(expected / tensors, 3) for name, (expected, tensors, _) in found.items()}
+        worst = max(max(ratio, 1 / ratio) for ratio in ratios.values())
+        print(
+            json.dumps(
+                {
+                    "worst_ratio": round(worst, 3),
+                    "goal": GOAL,
+                    "ranks": world.size,
+                    "device": world.device.type,
+                    "ratios": ratios,
+                }
+            )
+        )
+    close_world()
+
+
+if __name__ == "__main__":
+    main()

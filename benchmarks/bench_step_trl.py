@@ -1,0 +1,147 @@
+"""TRL's part of bench_step.py, which starts it in TRL's environment: GRPOTrainer on the same model, prompts and lengths, seconds a step.
+
+    torchrun --nproc_per_node 2 benchmarks/bench_step_trl.py --model FOLDER --out FILE --prompts 32 --group_size 8 --max_tokens 64 --steps 5
+
+It imports nothing of this project. What TRL needs on CPU is patched here and nowhere in its code. Its colocated vLLM: version 0.32 is newer
+than TRL 1.16 admits (a warning), eager mode instead of its compiler and a cache of the size of ours, and new weights through
+`reload_weights`, since `load_weights`, which TRL calls, does not fit the repacked weights that vLLM keeps on CPU. FSDP2: accelerate 1.15
+ignores it on CPU without a word and trains with DDP, so it is switched on behind accelerate's back, and looked for after the training;
+and `generate` is told that the ranks must go on together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+import torch
+import torch._dynamo
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from datasets import Dataset
+from torch.distributed.fsdp import FSDPModule
+from transformers import AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+from trl.generation import vllm_generation
+
+
+class Clock(TrainerCallback):
+    """The wall time at the end of each step."""
+
+    def __init__(self) -> None:
+        self.ends = [time.perf_counter()]
+
+    def on_step_end(self, *_: object, **__: object) -> None:
+        self.ends.append(time.perf_counter())
+
+
+def patch_vllm_for_cpu(cache_bytes: int, cache_block: int) -> None:
+    if "AMX" not in os.environ.get("ONEDNN_MAX_CPU_ISA", "AMX"):
+        torch.cpu._is_amx_tile_supported = lambda: False  # what vLLM asks before it chooses its attention kernel
+    torch._dynamo.config.disable = True
+    engine = vllm_generation.LLM
+    settings = {"enforce_eager": True, "dtype": "float32", "disable_log_stats": True}
+    settings |= {"kv_cache_memory_bytes": cache_bytes, "block_size": cache_block}
+    vllm_generation.LLM = lambda **options: engine(**options, **settings)
+
+    def sync_weights(self: vllm_generation.VLLMGeneration) -> None:
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._iter_named_params()})
+        self.llm.reset_prefix_cache()
+
+    vllm_generation.VLLMGeneration.sync_weights = sync_weights
+
+
+def patch_accelerate_for_cpu() -> None:
+    """Accelerate's state takes the FSDP plugin of ranks on a GPU only."""
+    plain_init = AcceleratorState.__init__
+
+    def init(self: AcceleratorState, *args: object, fsdp_plugin: object = None, **kwargs: object) -> None:
+        plain_init(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None:
+            self.fsdp_plugin = fsdp_plugin
+            self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+    AcceleratorState.__init__ = init
+
+
+def score(completions: list[str], **_: object) -> list[float]:
+    """What bench_common.REWARD computes."""
+    return [completion.count("1") / max(len(completion), 1) for completion in completions]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument(
+        "--out", type=Path, required=True, help="file for seconds and mean completion length of each step but the first"
+    )
+    for name in ("prompts", "group_size", "max_tokens", "steps"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument(
+        "--micro_batch", type=int, default=32, help="completions in a forward and backward pass of one process"
+    )
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--fsdp", action="store_true", help="FSDP2 in place of DDP")
+    parser.add_argument("--cache_bytes", type=int, help="of vLLM's keys and values in each process")
+    parser.add_argument("--cache_block", type=int, help="tokens of a block of them")
+    parser.add_argument("--vllm", action="store_true", help="colocated vLLM in place of generate()")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    if args.vllm:
+        patch_vllm_for_cpu(args.cache_bytes, args.cache_block)
+    if args.fsdp:
+        patch_accelerate_for_cpu()
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    completions = args.prompts * args.group_size
+    micro_batch = min(args.micro_batch, completions // num_ranks)
+    fsdp = (
+        {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"]}}
+        if args.fsdp
+        else {}
+    )
+    vllm = (
+        {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 16 + args.max_tokens} if args.vllm else {}
+    )
+    config = GRPOConfig(
+        output_dir=f"{args.out}_trainer", use_cpu=True, bf16=False, report_to=[], save_strategy="no", logging_steps=1, seed=1,
+        per_device_train_batch_size=micro_batch, gradient_accumulation_steps=completions // num_ranks // micro_batch,
+        num_generations=args.group_size, max_completion_length=args.max_tokens, max_steps=args.steps, learning_rate=1e-6,
+        lr_scheduler_type="constant", beta=0.0, temperature=1.0, top_k=0, gradient_checkpointing=False, disable_tqdm=True,
+        dataloader_pin_memory=False, ddp_find_unused_parameters=False, model_init_kwargs={"dtype": "float32"}, **fsdp, **vllm,
+    )  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    rows = [json.loads(line) for line in (args.model / "train.jsonl").read_text().splitlines()]
+    chats = [[{"role": "user", "content": row["problem"]}] for row in rows]
+    prompts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+    clock = Clock()
+    data = Dataset.from_dict({"prompt": prompts})
+    trainer = GRPOTrainer(
+        str(args.model), score, args=config, train_dataset=data, processing_class=tokenizer, callbacks=[clock]
+    )
+    trainer.model._is_fsdp_managed_module = (
+        args.fsdp
+    )  # `generate` goes on until all ranks are done: they gather for each token
+    trainer.train()
+    if any(isinstance(layer, FSDPModule) != args.fsdp for layer in trainer.model.model.layers):
+        raise RuntimeError(f"--fsdp is {args.fsdp}, but that is not how the layers of the trained model were sharded")
+    if int(os.environ.get("RANK", "0")) == 0:
+        seconds = [
+            after - before for before, after in zip(clock.ends[1:], clock.ends[2:], strict=False)
+        ]  # the first step is warm-up
+        lengths = [
+            record["completions/mean_length"]
+            for record in trainer.state.log_history
+            if "completions/mean_length" in record
+        ]
+        args.out.write_text(json.dumps({"seconds": seconds, "tokens": lengths[1:]}))
+    os._exit(0)  # vLLM and TRL do not agree on who ends the process group
+
+
+if __name__ == "__main__":
+    main()

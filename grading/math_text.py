@@ -1,0 +1,266 @@
+"""The spelling of mathematical answers: `clean` brings LaTeX and plain text into one form, `number` and `unit` read what is no formula."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from fractions import Fraction
+from functools import lru_cache
+
+from grading.answer import closing_brace
+
+SYMBOLS = {
+    "½": " 1/2", "¼": " 1/4", "¾": " 3/4", "⅓": " 1/3", "⅔": " 2/3", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ",
+    "≥": r"\ge ", "≠": r"\ne ", "°": r"^\circ ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "±": r"\pm ", "×": r"\times ", "·": r"\cdot ",
+    "÷": "/", "−": "-", "–": "-", "—": "-", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}", "θ": r"\theta ", "，": ",", "。": ".", "⋅": r"\cdot ",
+    "√": r"\sqrt", "∛": r"\sqrt[3]", "€": r"\euro ", "£": r"\pounds ", "¥": r"\yen ", "¢": r"\text{ cents}", "≡": r"\equiv ",
+}  # fmt: skip
+NUMBER_WORDS = {
+    "zero": "0", "one": "1", "two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9",
+    "ten": "10", "eleven": "11", "twelve": "12", "thirteen": "13", "fourteen": "14", "fifteen": "15", "sixteen": "16", "seventeen": "17",
+    "eighteen": "18", "nineteen": "19", "twenty": "20",
+}  # fmt: skip
+
+# Pattern and replacement, in order; "x?" stands for: not followed by a letter.
+REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for pattern, replacement in [
+    # Thousands: 1\,000 and 1{,}000
+    (r"(?<=\d)(?:\\[,!;: ]|\{,\}|,\\!)(?=\d{3}(?!\d))", ","),
+    # Delimiters, sizes, spaces, colours
+    (r"\\(?:left|right|[bB]igg?[lr]?)x?\.?", ""),
+    (r"(?<!\\)\\[()\[\]](?!\d*pt)", " "),
+    (r"\\text\s*\{\s*\\\$\s*\}", r"\\$"),
+    (r"(?<!\\)\$", " "),
+    (r"\\!", ""),
+    (r"(?<!\\)\\[,;: ]|~|\\q?quadx?|\\(?:display|text)stylex?|\\(?:no)?limitsx?", " "),
+    (r"\\(?:tiny|small|normalsize|large|Large|LARGE|huge|Huge)x?|\\(?:text)?color\s*\{\w+\}", " "),
+    # Fonts
+    (r"\\(?:mathbf|mathit|boldsymbol|mathrm|vec)\s*\{\s*([a-zA-Z])\s*\}", r" \1 "),
+    (r"\\(?:boldsymbol|underline|bf)\s*\{([^{}]*)\}", r" \1 "),
+    (r"\\text\s*\{\s*[.,]\s*\}", ""),
+    (r"^\\(?:boxed|fbox)\s*\{(.*)\}$", r"\1"),
+    (r"\\(?:textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mathsf|mbox|operatorname)\s*\{", r"\\text{"),
+    (r"\\text\s*\{\s*([+-]?\d[\d.,/]*)\s*\}", r" \1 "),
+    (r"\\text\s*\{\s*(and|or)\s*\}", r" \1 "),
+    (r"\\text\s*\{\s*,?\s*(and|or)\s+also\s*\}", r" \1 "),
+    (r"\\text\s*\{\s*,?\s*(and|or),?\s*\}", r" , "),
+    (r"^\\text\s*\{([^{}\\]*,[^{}\\]*)\}$", r"\1"),
+    # Synonyms
+    (r"\\[dtc]fracx?", r"\\frac"),
+    (r"\\lbracex?", r"\\{"),
+    (r"\\rbracex?", r"\\}"),
+    (r"\\notx?\s*=|!=|\\neqx?", r"\\ne "),
+    (r"\\([lg])eq?(?:slant)?x?|([<>])=", lambda m: {"l": r"\le ", "g": r"\ge ", "<": r"\le ", ">": r"\ge "}[m[1] or m[2]]),
+    (r"\\ltx?", "<"),
+    (r"\\gtx?", ">"),
+    (r"\\l(?:or)x?|\\veex?", " or "),
+    (r"\^\s*\{\s*\\(?:circ|degree)\s*\}|\\degreex?|\^\s*\\degree", r"^\\circ"),
+    (r"\\varnothing|\\\{\s*\\\}", r"\\emptyset"),
+    (r"\\(?:ldots|cdots|dots|dotsc)x?", r"\\dots "),
+    (r"\\setminusx?|\\backslashx?|(?<=\\mathbb\{R\})\s*-(?=\s*\\\{)", r"\\setminus "),
+    (r"\(\s*\\text\{\s*mod\s*\}\s*(\w+)\s*\)|\\pmod\s*(\w)", lambda m: rf"\pmod{{{m[1] or m[2]}}}"),
+    (r"\{[:,]\}", lambda m: m[0][1]),
+    (r"^\s*(?:\\approx|\\simeq|\\sim)x?", ""),
+    # What LaTeX allows to be left out, and plain text for LaTeX
+    (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
+    (r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{"),
+    (r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),
+    (r"\\frac\{\s*(\\text\{[^{}]*)\}\s*\}\{\s*\\text\{([^{}]*\})\s*\}", r"\1/\2"),
+    (r"\\sqrt\s*(\d)", r"\\sqrt{\1}"),
+    (r"(?:\\sqrt|(?<![\\A-Za-z])[sS]qrt)\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+    (r"(?<![\\A-Za-z])(pi|infinity|sin|cos|tan|log|ln)x?", r"\\\1 "),
+    (r"(?<![\\A-Za-z])sqrt\s*(\d+)", r"\\sqrt{\1}"),
+    (r"(?<![\d.}])(\d+)/(\d+)\s*(?=[A-Za-z\\](?!times|cdot|text|circ|le|ge|cup|pm|in))", r"\\frac{\1}{\2}"),
+    (r"\\infinity", r"\\infty"),
+    (r"\*\*", "^"),
+    # Binomials
+    (r"\{?\s*(\w+)\s*\\choose\s*(\w+)\s*\}?|(?<![A-Za-z\\])C\(\s*(\d+)\s*,\s*(\d+)\s*\)|(?:\{\})?[_^]\{?(\d+)\}?\s*C_\{?(\d+)\}?",
+     lambda m: rf"\binom{{{m[1] or m[3] or m[5]}}}{{{m[2] or m[4] or m[6]}}}"),
+    (r"^(?i:so|thus|hence|therefore|then|it is|it's|that is)\b[,:]?\s+(?=\S)", ""),
+    (r"\s+", " "),
+]]  # fmt: skip
+SPOKEN = {
+    "all real numbers": r"\mathbb{R}", "all reals": r"\mathbb{R}", "all real": r"\mathbb{R}", "no solution": r"\emptyset",
+    "no solutions": r"\emptyset", "there is no solution": r"\emptyset", "empty set": r"\emptyset", "the empty set": r"\emptyset",
+    r"(-\infty ,\infty )": r"\mathbb{R}", r"(-\infty,\infty)": r"\mathbb{R}", r"(-\infty, \infty)": r"\mathbb{R}",
+}  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def clean(text: str) -> str:
+    """The answer in one spelling: ASCII and LaTeX, no delimiters, no spacing commands, no full stop."""
+    text = re.sub(r"√\s*(\d+(?:\.\d+)?|[A-Za-z])", r"\\sqrt{\1}", text)
+    text = re.sub(r"[⁰¹²³⁴-⁹⁺⁻ⁿ]+", lambda m: f"^{{{unicodedata.normalize('NFKC', m[0]).replace('−', '-')}}}", text)
+    text = re.sub(r"[₀-₉]+", lambda m: f"_{{{unicodedata.normalize('NFKC', m[0])}}}", text)
+    text = "".join(SYMBOLS.get(character, character) for character in text)
+    text = re.sub(r"[⅐-⅞]", lambda m: " " + unicodedata.normalize("NFKC", m[0]).replace("⁄", "/"), text)
+    text = unicodedata.normalize("NFKC", text)
+    text = "".join(c for c in text if unicodedata.category(c) not in ("Cf", "Cc") or c.isspace())
+    text = text.strip().strip("`*").strip()
+    for pattern, replacement in REWRITES:
+        text = pattern.sub(replacement, text)
+    text = text.strip()
+    text = text.rstrip(",;:").strip() if text.endswith("..") else text.rstrip(".,;:").strip()
+    while text.startswith("{") and closing_brace(text, 1) == len(text) - 1:
+        text = text[1:-1].strip()
+    words = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text).strip()
+    spoken = re.sub(r"^(?:negative|minus)\s+", "-", words.lower())
+    spoken = NUMBER_WORDS.get(spoken, SPOKEN.get(spoken, spoken))
+    return spoken if spoken != words.lower() else text
+
+
+def plain_text(text: str) -> str:
+    """The letters and digits of a text answer, without `\\text`, braces, spaces and case; "" for what is a formula."""
+    bare = re.sub(r"\\text\s*|[{}\s]", "", text)
+    return "" if re.search(r"[\\^_+*/=<>|]", bare) or not re.search(r"[A-Za-z]{3,}", bare) else bare.casefold()
+
+
+# Numbers --------------------------------------------------------------------------------------------------------------------------
+
+DECIMAL = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
+FRACTION = re.compile(
+    rf"([+-]?)\s*(?:({DECIMAL})\s*/\s*({DECIMAL})|\\frac\{{\s*([+-]?)({DECIMAL})\s*\}}\{{\s*({DECIMAL})\s*\}})"
+)
+MIXED = re.compile(r"([+-]?)\s*(\d+)\s*(?:\\frac\{\s*(\d+)\s*\}\{\s*(\d+)\s*\}|(?<=\s)(\d+)\s*/\s*(\d+))")
+PLAIN = re.compile(
+    rf"([+-]?)\s*({DECIMAL})(?:\s*(?:\\times|\\cdot|x)\s*10\s*\^\s*\{{?([+-]?\d{{1,3}})\}}?|[eE]([+-]?\d{{1,3}}))?"
+)
+REPEATING = re.compile(r"([+-]?)(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?(\d+)\}?")
+POWER_OF_TEN = re.compile(r"([+-]?)10\s*\^\s*\{?([+-]?\d{1,3})\}?")
+SCALES = {"dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+SCALED = re.compile(rf"(.+?)\s*(?:\\text\{{\s*)?({'|'.join(SCALES)})\s*\}}?")
+
+
+def number(text: str) -> Fraction | None:
+    """The exact value of an integer, decimal, fraction, mixed or repeating number, of 3.5 million, 2x10^5 or 10^-3; else None."""
+    text = text.strip()
+    if len(text) > 200:
+        return None
+    if re.fullmatch(r"[+-]?\d{1,3}(?: \d{3})+(?:\.\d+)?", text):
+        text = text.replace(" ", "")
+
+    def value(digits: str) -> Fraction:
+        return Fraction(digits.replace(",", "") or "0")
+
+    if match := PLAIN.fullmatch(text):
+        sign, digits, power, exponent = match.groups()
+        result = value(digits) * Fraction(10) ** int(power or exponent or 0)
+    elif match := FRACTION.fullmatch(text):
+        sign, top, bottom, inner_sign, latex_top, latex_bottom = match.groups()
+        if value(bottom or latex_bottom) == 0:
+            return None
+        result = value(top or latex_top) / value(bottom or latex_bottom) * (-1 if inner_sign == "-" else 1)
+    elif match := MIXED.fullmatch(text):
+        sign, whole, latex_top, latex_bottom, top, bottom = match.groups()
+        top, bottom = int(latex_top or top), int(latex_bottom or bottom)
+        if top >= bottom:
+            return None
+        part = Fraction(top, bottom)
+        result = int(whole) + part
+    elif match := REPEATING.fullmatch(text):
+        sign, whole, fixed, repeated = match.groups()
+        result = Fraction(
+            int(whole + fixed + repeated) - int((whole + fixed) or 0), 10 ** len(fixed) * (10 ** len(repeated) - 1)
+        )
+    elif match := POWER_OF_TEN.fullmatch(text):
+        sign, result = match[1], Fraction(10) ** int(match[2])
+    elif (match := SCALED.fullmatch(text)) and (inner := number(match[1])) is not None:
+        return inner * SCALES[match[2]]
+    else:
+        return None
+    return -result if sign == "-" else result
+
+
+# Units ----------------------------------------------------------------------------------------------------------------------------
+
+UNIT_NAMES = {
+    "centimeter": "cm", "centimetre": "cm", "millimeter": "mm", "millimetre": "mm", "kilometer": "km", "kilometre": "km", "meter": "m",
+    "metre": "m", "kilogram": "kg", "gram": "g", "milligram": "mg", "pound": "lb", "lbs": "lb", "ounce": "oz", "feet": "ft", "foot": "ft",
+    "yard": "yd", "mile": "mi", "inche": "in", "inch": "in", "second": "s", "sec": "s", "minute": "min", "hour": "h", "hr": "h",
+    "hrs": "h", "liter": "l", "litre": "l", "milliliter": "ml", "millilitre": "ml", "dollar": "$", "usd": "$", "buck": "$", "cent": "cent",
+    "degree": "deg", "percent": "%", "unit": "", "mph": "mi/h", "kph": "km/h", "kmph": "km/h", "day": "day", "week": "week",
+    "month": "month", "year": "year", "radian": "rad", "rad": "rad", "joule": "j", "newton": "n", "watt": "w", "volt": "v", "hertz": "hz",
+    "celsius": "c", "fahrenheit": "f", "kelvin": "k", "people": "people", "person": "people", "children": "child", "child": "child",
+    "men": "man", "women": "woman", "mice": "mouse", "am": "am", "pm": "pm", "mol": "mol", "mole": "mol", "pascal": "pa",
+    "acre": "acre", "gallon": "gal", "quart": "qt", "pint": "pt", "cup": "cup", "way": "way", "euro": "eur", "digit": "digit",
+}  # fmt: skip
+ABBREVIATIONS = {
+    "cm",
+    "mm",
+    "km",
+    "kg",
+    "mg",
+    "lb",
+    "oz",
+    "ft",
+    "yd",
+    "mi",
+    "in",
+    "min",
+    "ml",
+    "hz",
+    "pa",
+    "kj",
+    "kw",
+    "nm",
+    "deg",
+}
+LETTERS = {"m", "g", "s", "h", "l"}  # after a space; in \text any of J N W V K A, too
+MEASURES = {
+    *"个元米人天秒度岁克只本张支件次种块条",
+    "厘米",
+    "千米",
+    "毫米",
+    "公里",
+    "小时",
+    "分钟",
+    "千克",
+    "公斤",
+    "平方米",
+    "平方厘米",
+}
+SMALL_WORDS = {"square", "squared", "sq", "cubic", "cubed", "cu", "of", "per", "the", "in"}
+NO_UNITS = {  # plural or not, what says something about the value: 7 dozens, 7 tenths, 7 more
+    "additional", "always", "as", "billions", "crores", "cubes", "does", "dozens", "fewer", "guess", "half", "halves", "hundreds", "is",
+    "lakhs", "less", "millions", "minus", "more", "negative", "no", "not", "ones", "or", "others", "over", "pairs", "percents", "plus",
+    "quarter", "quarters", "scores", "squares", "tens", "thirds", "this", "thousands", "ths", "times", "trillions", "unless", "versus",
+    "vs", "was", "yes",
+}  # fmt: skip
+WORD = r"[A-Za-z\u4e00-\u9fff]+\.?"
+QUANTITY = re.compile(
+    r"(?P<value>.*(?:[\d})]|\\pi))\s*(?P<unit>\\?%|\^\\circ\s*(?:\\text\{\s*[CF]\s*\}|[CF])?"
+    r"|(?:\\text\{[^{}]*\}(?:\s*\^\s*\{?\d\}?)?\s*/?\s*)+"
+    rf"|(?:(?<=\s)|(?<=[\d)}}])){WORD}(?:(?:\s*/\s*|\s+){WORD})*(?:\s*\^\s*\{{?\d\}}?)?)",
+    re.DOTALL,
+)
+CURRENCY = re.compile(r"([+-]?)\s*(\\\$|\\euro|\\pounds|\\yen|USD)\s*(.+)")
+
+
+def unit(text: str, may_be_letter: bool) -> str | None:
+    """One spelling per unit ("" for "units"), None for what is none: "more", "dozens", "or eight" say something about the value.
+
+    A unit is made of known names, abbreviations and plurals of any noun. `may_be_letter`: a single letter is a unit ("5 m"), not a factor.
+    """
+    letters = LETTERS | set("jnwvka") if "\\text" in text else LETTERS
+    if re.search(r"(?<![A-Za-z])[A-Z](?![A-Za-z.])", text) and "\\text" not in text:
+        return None  # 5 M is no length
+    text = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text).replace("\\%", " percent ").replace("%", " percent ").lower()
+    text = re.sub(r"\b([ap])\.\s?m\b\.?", r"\1m", text.replace("^\\circ", " degrees ")).replace(".", " ")
+    if not re.fullmatch(r"[\sa-z\u4e00-\u9fff/^{}\d]*", text) or re.search(r"(?<!\^)(?<!\^\{)\d", text):
+        return None
+    power = next((p for word, p in (("sq", "^2"), ("cub", "^3")) if re.search(rf"\b{word}", text)), "")
+    names = []
+    for word in re.findall(r"[a-z\u4e00-\u9fff]+|\^\{?\d|/", text):
+        name = UNIT_NAMES.get(word, UNIT_NAMES.get(word.removesuffix("s")))
+        if word in NO_UNITS or word in SCALES or word in NUMBER_WORDS or (name is None and re.search(r"ths?$", word)):
+            return None
+        if word in SMALL_WORDS and word != "in":
+            names += ["/"] if word == "per" else []
+        elif word[0] in "^/":
+            names.append(word.replace("{", ""))
+        elif name is not None or word in ABBREVIATIONS or (may_be_letter and word in letters) or word in MEASURES:
+            names.append(word if name is None else name)
+        elif len(word) > 3 and word.endswith("s") and not word.endswith("ss"):
+            names.append(word.removesuffix("s"))
+        elif names or not re.search(r"s\b", text):  # an adjective may stand before a plural: blue marbles, left socks
+            return None
+    return None if not names else "".join(names) + power if "".join(names) else ""

@@ -1,0 +1,258 @@
+"""A mathematical answer as a value: a small tree of numbers, collections, relations and formulas. Read `parse_value` first.
+
+The leaves are exact fractions, or formulas, which SymPy compares (`math_equal.py`).
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+from grading.math_text import CURRENCY, NUMBER_WORDS, QUANTITY, SCALES, clean, number, unit
+
+MAX_FORMULA = 1000  # characters; a longer formula is compared as text only
+MAX_DEPTH = 20  # nested brackets; the LaTeX parser's time grows steeply with them
+
+# (kind, ...). Every kind with what follows it:
+#   number (fraction, unit)      formula (text, unit)          colon (parts, unit): 12:30, 3:4      words (text)
+#   choice (letter, value)       based (digits, base)          named (name, value, left side, right side): x = 5
+#   list, set, union (values)    sequence (brackets, values)   matrix (rows of values, text)
+#   relation (terms, signs)      equation (left, right)
+Value = tuple
+
+PLACES = r"(?:_\{?\w+\}?)?(?:\^\{-1\}|'+)?"
+NAME = (  # x, x_1, f(x), f^{-1}(x), f'(2), P(A), |v|, dy/dx, AB, [ABC], \angle ABC, Area, \text{total cost}
+    rf"(?:(?:[A-Za-z]|\\(?!sqrt|sin|cos|tan|log|ln|frac|pi|infty|emptyset)[a-z]+){PLACES}(?:\s?\([^()+*/^=-]*\))?"
+    r"|d\w/d\w|\\frac\{d\w\}\{d\w\}"
+    r"|\|\s*(?:\\text\{\w+\}|[A-Za-z]|\\[a-z]+|\s)+\|(?!\|)|\[[A-Z]{2,4}\]|(?:m?\\angle\s*|\\overline\s*\{?)?[A-Z]{2,4}\}?"
+    r"|(?:\\text\{)?\s*(?!(?i:half|double|twice|triple|wrong|not|incorrect)\b)[A-Za-z]{3,}(?: [A-Za-z]{2,})*\s*\}?"
+    r"|P\s*\(\\text\{[^{}]*\}\))"
+)
+NAMES = re.compile(r"\(\s*([A-Za-z]|\\[a-z]+)((?:\s*,\s*(?:[A-Za-z]|\\[a-z]+))+)\s*\)")
+NAMED = re.compile(rf"({NAME})\s*(?:=|:=|\\in(?![A-Za-z]))\s*(.+)", re.DOTALL)
+RELATION = re.compile(r"\\[lg]e(?![A-Za-z])|\\ne(?![A-Za-z])|(?<!\\)[<>]")
+EQUALS = re.compile(r"(?<![<>!:\\])=")
+CHOICE = re.compile(
+    r"(?:\\text\{\s*)?(?:(?:option|choice|answer)\s+)?(\(?)\s*(?:\\text\{\s*)?(\(?)\s*([A-Ja-j])\s*(\)?)\s*\}?\s*(\)?)\s*(?:([.:)])?\s*(.*))?",
+    re.IGNORECASE,
+)
+BASED = re.compile(r"\(?(?:\\text\s*\{)?([0-9A-Fa-f]+)\}?\)?\s*_\s*\{?\s*(?:\\text\s*\{)?(\d+|[a-z]+)\s*\}*")
+LABEL = re.compile(r"(?:^|[,;\s(])\(?(?:[A-Ja-j]|i{1,3}|iv|v)[.):]")
+CLOCK = re.compile(r"(?:\\text\{)?\s*(\d+(?:\s*:\s*\d+)+)\s*(?:\\text\{)?\s*([ap]\.?\s?m\.?)?\s*\}*", re.IGNORECASE)
+COMMA = re.compile(r"[,;](?!\d{3}(?!\d))|;|,\s|(?<=[\s\d}])and(?=\s)")
+OR = re.compile(r"(?<=[\s\d}])or(?=[\s\\])")
+CUP = re.compile(r"\\cup(?![A-Za-z])")
+MATRIX = re.compile(r"\\begin\{([bpBv]?matrix|array)\}(?:\{[^{}]*\})?(.*)\\end\{\1\}", re.DOTALL)
+OPENING, CLOSING = ("(", "[", "{", "\\{", "\\langle"), (")", "]", "}", "\\}", "\\rangle")
+
+
+@lru_cache(maxsize=8192)
+def parse_value(text: str) -> Value:
+    """The value of a cleaned answer."""
+    value = number(text)
+    if value is not None:
+        return ("number", value, "")
+    if len(text) > MAX_FORMULA or _depth(text) > MAX_DEPTH:
+        return ("words", text)
+    for read in (_choice, _named, _collection, _quantity):
+        found = read(text)
+        if found is not None:
+            return found
+    return ("formula", text, "")
+
+
+def _depth(text: str) -> int:
+    depth = deepest = 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def _split(text: str, separator: re.Pattern[str]) -> list[str]:
+    """The parts of the text between matches of `separator` outside all brackets; brackets of an interval need not be alike."""
+    parts, depth, start = [], 0, 0
+    for match in re.finditer(rf"(?P<cut>{separator.pattern})|\\[{{}}]|\\[lr]angle|\\.|[()\[\]{{}}]", text):
+        if match["cut"] is not None:
+            if depth == 0:
+                parts.append(text[start : match.start()])
+                start = match.end()
+        else:
+            depth += (match[0] in OPENING) - (match[0] in CLOSING)
+    return [part.strip() for part in [*parts, text[start:]]]
+
+
+def _brackets(text: str) -> tuple[str, str, str] | None:
+    """(opening, inside, closing) if one pair of brackets encloses the whole text. ]0,1] is (0,1]."""
+    french = re.fullmatch(r"([\]\[(])([^()\[\]]*,[^()\[\]]*)([\]\[)])", text)
+    if french and (french[1] == "]" or french[3] == "["):
+        return french[1].replace("]", "("), french[2], french[3].replace("[", ")")
+    match = re.fullmatch(r"(\\\{|\\langle|\(|\[)(.*)(\\\}|\\rangle|\)|\])", text, re.DOTALL)
+    depth = 0
+    for token in re.finditer(r"\\[{}]|\\[lr]angle|\\.|[()\[\]{}]", match[2] if match else ""):
+        depth += (token[0] in OPENING) - (token[0] in CLOSING)
+        if depth < 0:
+            return None
+    return (match[1], match[2], match[3]) if match and depth == 0 else None
+
+
+def _choice(text: str) -> Value | None:
+    """(C), \\text{C}, option C, C. 12; a bare capital letter, too. Not "(a) 5, (b) 6", which are two answers."""
+    match = CHOICE.fullmatch(text)
+    if not match:
+        return None
+    before, rest = text[: match.start(3)], (match[7] or "").strip().removesuffix("}")
+    is_marked = (
+        "(" in before or "text" in before or match[4] or match[6] or before.lower().startswith(("option", "choice"))
+    )
+    if not is_marked and (rest or not match[3].isupper()):
+        return None
+    denies = re.search(
+        r"\b(?:or|and|is|was|are|not|isn|would|can|but|maybe|wrong|false)\b", rest, re.IGNORECASE
+    ) or re.match(r"[,/]", rest)
+    if rest and (denies or LABEL.search(rest) or not (match[6] or match[4] or match[5])):
+        return None
+    return ("choice", match[3].upper(), parse_value(clean(rest)) if rest else None)
+
+
+def _named(text: str) -> Value | None:
+    """x = 5, f(x) = x^2, x in (0, 1); equations and relations that are no such definitions; 2 + 3 = 5 is 5."""
+    if len(_split(text, COMMA)) > 1 or len(_split(text, OR)) > 1:
+        return None
+    terms = _split(text, RELATION)
+    if len(terms) > 1:
+        return _relation(text, terms)
+    sides = _split(text, EQUALS)
+    if len(sides) == 2 and number(sides[0]) is not None and re.fullmatch(NAME, sides[1]):
+        sides = sides[::-1]
+    names = NAMES.fullmatch(sides[0])
+    if names and len(sides) == 2:  # (x, y) = (1, 2): one by one, in the order of the names
+        values, keys = parse_value(sides[1]), re.findall(r"\\?[A-Za-z]+", sides[0])
+        if values[0] == "sequence" and len(values[2]) == len(keys):
+            order = sorted(range(len(keys)), key=lambda i: keys[i].lstrip("\\"))
+            return ("sequence", "()", tuple(values[2][i] for i in order))
+    named = NAMED.fullmatch("=".join(sides))
+    if named and (len(sides) > 1 or "\\in" in text):
+        right = sides[-1] if len(sides) > 1 else named[2].strip()
+        return ("named", re.sub(r"\\text|[\s{}]", "", named[1]).lower(), parse_value(right), sides[0], right)
+    constant = r"\\(?:frac|sqrt|cdot|times|div|pi|binom|left|right|text\{[^{}]*\})(?![A-Za-z])"
+    if len(sides) > 1 and not any(re.search(r"[A-Za-z]", re.sub(constant, "", side)) for side in (sides[0], sides[-1])):
+        return parse_value(sides[-1])  # 2 + 3 = 5
+    return ("equation", sides[0], sides[-1]) if len(sides) == 2 and all(sides) else None
+
+
+def _relation(text: str, terms: list[str]) -> Value | None:
+    signs = RELATION.findall(text)
+    if len(_split(text, EQUALS)) > 1 or len(signs) != len(terms) - 1:
+        return None
+    if terms[0] == "":  # "> 3"
+        terms = ["x", *terms[1:]]
+    if all(sign in (">", r"\ge") for sign in signs):  # everything the one way round
+        terms, signs = terms[::-1], ["<" if sign == ">" else r"\le" for sign in signs[::-1]]
+    return ("relation", tuple(terms), tuple(signs)) if all(terms) else None
+
+
+def _collection(text: str) -> Value | None:
+    parts = _split(text, OR)
+    if len(parts) == 1:
+        parts = _split(text, CUP)
+    if len(parts) > 1 and all(parts):
+        values = tuple(parse_value(part) for part in parts)
+        if any(value[0] == "choice" for value in values):
+            return ("words", text)  # "A or B" chooses neither
+        return (
+            "union" if "\\cup" in text or any(value[0] == "relation" for value in values) else "list",
+            _flat(values),
+        )
+    parts = [re.sub(r"^and\s", "", part).strip() for part in _split(text, COMMA) if part and part != "and"]
+    if len(parts) > 1:
+        values = tuple(parse_value(part) for part in parts)
+        return _chain(values) or ("list", _flat(values))
+    inner = _brackets(text)
+    matrix = MATRIX.fullmatch(inner[1].strip() if inner and inner[0] in ("(", "[") else text)
+    if matrix and matrix[1] != "vmatrix":
+        rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?|\\cr", matrix[2]) if row.strip()]
+        return ("matrix", tuple(tuple(parse_value(clean(cell)) for cell in row.split("&")) for row in rows), text)
+    if inner is None:
+        if text.count("\\pm") == 1:
+            plus = re.sub(r"(^|[=({,])\s*\+", r"\1", text.replace("\\pm", "+"))
+            return ("list", (parse_value(plus.strip()), parse_value(text.replace("\\pm", "-"))))
+        return None
+    opening, inside, closing = inner
+    builder = re.fullmatch(rf"\s*({NAME})\s*(?:\\mid|:|\|)\s*(.+)", inside) if opening == "\\{" else None
+    if builder:
+        return parse_value(builder[2].strip())
+    items = [
+        item
+        for item in _split(inside, re.compile("[,;](?!\\d{3}(?!\\d))|[,;]\\s" if opening == "(" else "[,;]"))
+        if item
+    ]
+    if opening in ("\\{", "[", "\\langle") or len(items) > 1:
+        values = tuple(parse_value(item) for item in items)
+        return ("set", _flat(values)) if opening == "\\{" else ("sequence", opening + closing, values)
+    return parse_value(inside.strip()) if inside.strip() else None
+
+
+def _flat(values: tuple[Value, ...]) -> tuple[Value, ...]:
+    """1, \\pm 2 -> 1, 2, -2; several names (y=2, x=3) in the order of the names."""
+    flat: tuple[Value, ...] = ()
+    for value in values:
+        if value[0] == "named" and value[2][0] == "list":  # x = \pm 2
+            flat += tuple(("named", value[1], item, *value[3:]) for item in value[2][1])
+        else:
+            flat += value[1] if value[0] == "list" else (value,)
+    names = [item[1] for item in flat if item[0] == "named"]
+    return tuple(sorted(flat, key=lambda item: item[1])) if len(names) == len(flat) == len(set(names)) else flat
+
+
+def _chain(values: tuple[Value, ...]) -> Value | None:
+    """x > -5 and x <= 2 as -5 < x <= 2."""
+    if len(values) != 2 or any(value[0] != "relation" or len(value[1]) != 2 for value in values):
+        return None
+    for (_, low, low_signs), (_, high, high_signs) in (values, values[::-1]):
+        if low[1] == high[0] and re.fullmatch(NAME, low[1]):
+            return ("relation", (*low, high[1]), (*low_signs, *high_signs))
+    return None
+
+
+def _quantity(text: str) -> Value | None:
+    """Based numbers, times and ratios, words, money, and what has a unit."""
+    based = BASED.fullmatch(text)
+    if based and (based[2].isdigit() or based[2] in NUMBER_WORDS):
+        return ("based", based[1].lstrip("0").upper(), NUMBER_WORDS.get(based[2], based[2]))
+    clock = CLOCK.fullmatch(text)
+    if clock:
+        return (
+            "colon",
+            tuple(int(part) for part in clock[1].split(":")),
+            re.sub(r"[^apm]", "", (clock[2] or "").lower()),
+        )
+    if re.search(r"\\(?:equiv|pmod|dots|mid|parallel|perp)(?![A-Za-z])", text):
+        return ("words", re.sub(r"\s", "", text))  # what SymPy has no value for is compared as text
+    words = " ".join(re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text).split())
+    if (
+        words.casefold() in ("yes", "no")
+        or re.fullmatch(r"[^\W\d_][^\d_+*/^=<>\\(){}\[\]|]*", words)
+        and (re.search(r"[^\W\d_]{3,}", words) or "\\text" in text)
+    ):
+        return ("words", re.sub(r"^(?:an?|the) ", "", " ".join(re.sub(r"[^\w ]", " ", words.casefold()).split())))
+    currency = CURRENCY.fullmatch(text)
+    if currency:
+        inner = parse_value(currency[1] + currency[3])
+        if inner[0] in ("number", "formula") and inner[2] == "":
+            return (*inner[:2], {"\\$": "$", "USD": "$", "\\euro": "eur"}.get(currency[2], currency[2]))
+    scaled = re.fullmatch(rf"(.+?)\s*(?:\\text\{{\s*)?({'|'.join(SCALES)})\s+([A-Za-z ]+)\}}?", text)
+    if scaled and (count := number(scaled[1])) is not None and (name := unit(scaled[3], True)) is not None:
+        return ("number", count * SCALES[scaled[2]], name)  # 3 million dollars
+    quantity = QUANTITY.fullmatch(text)
+    if quantity and not ("circ" in quantity["unit"] and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", quantity["value"])):
+        inner = parse_value(quantity["value"].strip())
+        is_marked = "\\text" in quantity["unit"] or (
+            inner[0] == "number" and text[quantity.start("unit") - 1].isspace()
+        )
+        name = unit(quantity["unit"], is_marked)
+        if name is not None and inner[0] in ("number", "formula") and inner[2] == "":
+            return (*inner[:2], name)
+        if name is None and "\\text" in quantity["unit"]:
+            return ("words", " ".join(words.casefold().split()))  # it says something about the value that is no unit
+    return None

@@ -1,0 +1,1 @@
+"""Whether a run fits, and how long a step takes (`--dry_run`), without starting it."""

@@ -1,0 +1,178 @@
+"""The mathematical verifier: 2,186 written cases (key, completion, right or wrong), and completions that must never hang or crash it."""
+
+import json
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from grading.answer import read_answer
+from grading.math_equal import equal
+from grading.verifiers import Case
+from reward import Grader
+
+CASES = [json.loads(line) for line in (Path(__file__).parent / "math_cases.jsonl").read_text().splitlines()]
+TIMEOUT = 2.0
+
+
+@pytest.fixture(scope="module")
+def grader():
+    grader = Grader("math", timeout=TIMEOUT, num_workers=2)
+    yield grader
+    grader.close()
+
+
+def test_the_written_cases_are_graded_as_a_careful_reader_would(grader):
+    grades = grader.grade([Case(case["completion"], case["answer"]) for case in CASES])
+    wrong = [(case, grade) for case, grade in zip(CASES, grades, strict=True) if grade.is_right != case["is_right"]]
+    assert not [case for case, _ in wrong if not case["is_right"]], "no wrong answer is taken for right"
+    assert len(wrong) <= 4, [(case["answer"], case["completion"][-80:], grade.status) for case, grade in wrong]
+    failed = Counter(case["kind"] for case, grade in zip(CASES, grades, strict=True) if grade.is_failed)
+    assert set(failed) <= {"hostile_size"} and failed["hostile_size"] <= 3, failed
+
+
+def test_every_key_of_the_written_cases_can_be_used(grader):
+    assert not grader.check_keys([Case("", case["answer"]) for case in CASES])
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "\\boxed{9^{9^{9}}}",
+        "\\boxed{9^{9^{9^{9}}}}",
+        "\\boxed{99999999!}",
+        "\\boxed{((10!)!)!}",
+        "\\boxed{\\binom{99999999}{5000000}}",
+        "\\boxed{(x+1)^{100000}}",
+        "\\boxed{" + "(" * 500_000 + "1" + ")" * 500_000 + "}",
+        "\\boxed{" * 100_000,
+        "<answer>" * 100_000,
+        "(" * 1_000_000,
+        "answer is " * 100_000,
+        " " * 1_000_000 + "x",
+        "$" * 1_000_000,
+        "\\" * 1_000_000,
+        "1" * 1_000_000,
+        "\\boxed{1}, " * 50_000,
+        "1, " * 300_000,
+        "=" * 1_000_000,
+        "\\boxed{" + "9" * 100_000 + "}",
+        "\0" * 1000 + "\ud800",
+    ],
+    ids=lambda text: text[:20].strip() or "blank",
+)
+@pytest.mark.parametrize("key", ["4", "\\frac{7}{2}"])
+def test_hostile_completions_are_wrong_and_cost_at_most_their_time(completion, key, grader):
+    start = time.monotonic()
+    hostile, fine = grader.grade([Case(completion, key), Case(f"\\boxed{{{key}}}", key)])
+    assert time.monotonic() - start < TIMEOUT + 2
+    assert not hostile.is_right and hostile.reward == 0.0
+    assert fine.is_right
+
+
+@pytest.mark.parametrize(
+    ("key", "answer", "is_right"),
+    [
+        ("2^{2023}", "2\\cdot 2^{2022}", True),
+        ("1000!", "1000\\cdot 999!", True),
+        ("2^{2023}-1", "2^{2023}", False),
+        ("\\frac{1}{2^{60}}", "\\frac{1}{2^{61}}", False),
+        ("\\frac{1}{2^{2023}}", "\\frac{1}{3^{2022}}", False),
+        ("1-2^{-100}", "1-2^{-99}", False),
+        ("(a) 5, (b) 6", "(a) 7, (b) 9", False),
+        ("(a) 5, (b) 6", "(a) 5, (b) 6", True),
+        ("A) 3x+1", "A) 3x+2", False),
+        ("12", "(C) 12", True),
+        ("C", "(C) 12", True),
+        ("C", "C. Not sure, maybe D", False),
+        ("3", "√13", False),
+        ("\\sqrt{13}", "√13", True),
+        ("24", "2⁴", False),
+        ("x^4+1", "x⁴+1", True),
+        ("100000", "10⁵", True),
+        ("3", "3 million dollars", False),
+        ("3000000", "3 million dollars", True),
+        ("2", "2 dozen eggs", False),
+        ("7", "7 or eight apples", False),
+        ("5", "5 twelfths", False),
+        ("5", "5万", False),
+        ("5", "5个", True),
+        ("5", "5 M", False),
+        ("5", "5 m", True),
+        ("90", "2\\theta=90", False),
+        ("4", "\\lambda^2=4", False),
+        ("5", "half x = 5", False),
+        ("5", "4 \\boxed{5}", False),
+        ("y=\\frac{1}{2}x+3", "y=1/2x+3", True),
+        ("f(x)=x^2", "y=x^2", True),
+        ("x=5", "y=5", False),
+        ("No", "no", True),
+        ("42", "\\boldsymbol{42}", True),
+        ("5", "5\\frac{0}{0}", False),
+        ("\\tan 20^\\circ", "\\tan 20", False),
+        ("\\frac12", "\\sin 30^\\circ", True),
+        ("p - q", "pq", False),
+        ("p - q", "-q+p", True),
+        ("(2,3)", "y=2, x=3", False),
+        ("x=2,y=3", "(x,y)=(2,3)", True),
+        ("\\{1\\pm\\sqrt{5},-2\\}", "-2, 1-\\sqrt5, 1+\\sqrt5", True),
+        ("[2,5)", "\\{x\\mid 2\\le x<5\\}", True),
+        ("10:15 am", "10:15 pm", False),
+        ("\\pi", "\\Pi", False),
+    ],
+)
+def test_what_reviewers_slipped_past_the_comparison(key, answer, is_right):
+    assert equal(key, answer) == is_right
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        (f"{before}\\boxed{{7}}{after}", wanted)
+        for wanted, pairs in {
+            "7": [("**", "**"), ("=> ", ""), ("> ", ""), ("- ", ""), ("Final answer - ", ""), ("$x = ", "$"), ("", "!"), ("$", "^\\circ$"),
+                  ("_", "_"), ("Step 3\n", ""), ("\\therefore ", ""), ("", ". Note that 7 is prime."),
+                  ("\\text{Answer: }", "")],
+            None: [("not ", ""), ("n \\neq ", ""), ("$n > ", "$"),
+                   ("$n=-", "$"), ("is -", ""), ("", "^2"), ("", "+4"), ("$", "!$"), ("", "x"),
+                   ("1", ""), ("", "1"), ("\\sqrt{", "}"), ("\\frac{1}{", "}"), ("x+", ""), ("", "\\sqrt{3}"), ("", ",000"),
+                   ("", " million")],
+        }.items()
+        for before, after in pairs
+    ],
+)  # fmt: skip
+def test_a_box_counts_alone_and_not_as_a_part_of_a_formula(completion, answer):
+    assert read_answer(completion) == answer
+
+
+PIECES = st.sampled_from(
+    ["\\boxed{", "}", "{", "<answer>", "</answer>", "<think>", "</think>", "\\frac", "\\sqrt", "^", "_", "$", "(", ")", "[", "]", ",", "=",
+     "!", "\\pm", "\\cup", "\\text{", "or", "and", "the answer is ", "####", "9", "99", "x", "\\infty", "\\begin{pmatrix}", "&", "\\\\",
+     "\\end{pmatrix}", "\\left", "\\right", "%", "°", "½", "\\int", "\\sum_", "\\log", "<", "\\le", "\n", " ", ".", "-", "/", ":"]
+)  # fmt: skip
+COMPLETIONS = st.one_of(
+    st.lists(PIECES, max_size=40).map("".join),
+    st.text(max_size=200),
+    st.lists(PIECES | st.text(max_size=5)).map("".join),
+)
+
+
+@settings(max_examples=2000, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(completion=COMPLETIONS, boxed=st.booleans())
+def test_no_generated_completion_hangs_crashes_or_escapes_the_time_out(completion, boxed, grader):
+    start = time.monotonic()
+    (grade,) = grader.grade([Case(f"\\boxed{{{completion}}}" if boxed else completion, "\\frac{7}{2}")])
+    assert time.monotonic() - start < TIMEOUT + 2
+    assert grade.status in ("ok", "timeout"), (completion, grade.status)
+
+
+@pytest.mark.parametrize(
+    "text", ["7", "\\frac{1}{2}", "x^2+1", "(1, 2]", "\\{1,2\\}", "\\text{Monday}", "5\\text{ cm}", "x=3", "C", "10\\%"]
+)
+def test_every_answer_equals_itself(text):
+    assert equal(text, text)
+    assert equal(f" ${text}$. ", text)
+    assert equal(text, f"\\left. {text} \\right.") or "(" in text

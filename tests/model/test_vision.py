@@ -1,0 +1,271 @@
+"""Images: tokens, positions and pixel values in trainer and engine, a step in which a rank has none, checkpoints, mistakes."""
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, ProcessorMixin
+
+import inputs
+from batch import Rollout, pack, shared_positions
+from data import PromptData, PromptFormat
+from data_files import png, write_parquet
+from distributed_vision import WITH_IMAGES, WITHOUT, gradient, policy_of
+from fsdp_utils import World
+from helpers import start, torchrun
+from model.vision import decode, load_processor
+from policy import load_policy
+from vision_models import make_vision_model, vision_data, vision_flags, vision_rollout
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_vision_model(tmp_path_factory.mktemp("vision"))
+
+
+@pytest.fixture(scope="module")
+def found(model, tmp_path_factory) -> dict:
+    """What two ranks with two engines found; see distributed_vision.py."""
+    folder = tmp_path_factory.mktemp("found")
+    torchrun(2, "tests/distributed_vision.py", model, folder)
+    return torch.load(folder / "found.pt", weights_only=False) | {"exported": folder / "exported"}
+
+
+def reference_logprobs(
+    hugging_face: nn.Module, processor: ProcessorMixin, data: PromptData, rollout: Rollout, b: int
+) -> torch.Tensor:
+    """Of completion b by transformers alone: its processor makes tokens and pixels of the conversation, its model the positions."""
+    images = [decode(image) for image in data.rows[b].images]
+    size = {"longest_edge": data.images[0].vision.max_pixels, "shortest_edge": 56 * 56}
+    text = processor.apply_chat_template(data.rows[b].messages, add_generation_prompt=True)
+    inputs = processor(
+        text=[text], images=images or None, return_tensors="pt", **({"images_kwargs": {"size": size}} if images else {})
+    )
+    assert inputs["input_ids"][0].tolist() == rollout.prompts[b].tolist()
+    completion = torch.from_numpy(rollout.completions[b]).long()[None]
+    ids = torch.cat([inputs["input_ids"], completion], dim=1)
+    kinds = torch.cat([inputs["mm_token_type_ids"], torch.zeros_like(completion)], dim=1)
+    pixels = {name: inputs[name] for name in ("pixel_values", "image_grid_thw") if name in inputs}
+    logprobs = (hugging_face(input_ids=ids, mm_token_type_ids=kinds, **pixels).logits[0] / 0.7).log_softmax(-1)
+    return logprobs[:-1].gather(-1, ids[0, 1:, None])[-completion.shape[1] :, 0]
+
+
+def test_packed_logprobs_and_gradients_are_those_of_the_unpacked_model(model):
+    data = vision_data(vision_flags(model))
+    rollout = vision_rollout(data)
+    rollout.completions[0][3] = 7  # transformers would take a sampled image token for an image
+    hugging_face = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
+    processor = AutoProcessor.from_pretrained(model)
+    wanted = [reference_logprobs(hugging_face, processor, data, rollout, b) for b in range(5)]
+    policy = load_policy(str(model), torch.float32)
+    batch = pack(rollout, [3, 0, 2, 1, 4])
+    logprobs_N, _ = policy(batch, 0.7)
+    found = logprobs_N[batch.loss_mask_N].split([len(rollout.completions[b]) for b in (3, 0, 2, 1, 4)])
+    for b, logprobs in zip((3, 0, 2, 1, 4), found, strict=True):
+        torch.testing.assert_close(logprobs, wanted[b], atol=1e-4, rtol=1e-4)
+    torch.cat(wanted).square().sum().backward()
+    logprobs_N.square().sum().backward()
+    gradients = {name: parameter.grad for name, parameter in hugging_face.named_parameters()}
+    for name, parameter in policy.model.named_parameters():
+        if ".visual." in name:
+            assert parameter.grad is None and not parameter.requires_grad
+        else:
+            torch.testing.assert_close(
+                parameter.grad, gradients[name], atol=1e-4 * gradients[name].abs().max().item(), rtol=1e-3
+            )
+
+
+def test_a_shared_prompt_with_images_gives_what_its_completions_give_alone(model):
+    """fp32, 1e-5 of the largest number. One image, several and none; of a shared prompt the tower sees half the pixels."""
+    data = vision_data(vision_flags(model))
+    rollout = vision_rollout(data).take(np.array([0, 0, 2, 2, 4, 4]))
+    rollout.completions[1] = rollout.completions[1][::-1][:6]
+    rollout.rollout_logprobs[1] = rollout.rollout_logprobs[1][:6]
+    policy, found = load_policy(str(model), torch.float32), []
+    for group_size in (1, 2):
+        batch = pack(rollout, list(range(6)), group_size)
+        logprobs = policy(batch, 0.7)[0][batch.loss_mask_N]
+        policy.zero_grad()
+        logprobs.square().sum().backward()
+        gradients = [parameter.grad for parameter in policy.parameters() if parameter.requires_grad]
+        found.append(
+            ([logprobs.detach(), *(gradient.clone() for gradient in gradients)], len(batch.labels_N), len(batch.pixels))
+        )
+    (alone, positions, images), (shared, fewer_positions, fewer_images) = found
+    assert images == 2 * fewer_images > 0
+    assert positions - fewer_positions == sum(len(rollout.prompts[b]) - 1 for b in (0, 2, 4))
+    for a, b in zip(alone, shared, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5 * a.abs().max().item(), rtol=1e-4)
+
+
+def test_a_prompt_that_ends_with_an_image_is_not_shared(model):
+    """Its last token would be in each completion's own positions, and the image's other tokens in the shared ones."""
+    data = vision_data(vision_flags(model))
+    rollout = vision_rollout(data).take(np.array([0, 0]))
+    last = int(np.flatnonzero(rollout.images[0].is_image())[-1])
+    images = rollout.images[0]
+    template_ids = images.template_ids
+    images = replace(
+        images, template_ids=template_ids[: int(np.flatnonzero(template_ids == images.vision.image_token)[-1]) + 1]
+    )
+    assert shared_positions(rollout, 0) == len(rollout.prompts[0]) - 1
+    cut = replace(rollout, prompts=[prompt[: last + 1] for prompt in rollout.prompts], images=[images, images])
+    assert shared_positions(cut, 0) == 0
+    assert pack(cut, [0, 1], group_size=2).lengths_S == pack(cut, [0, 1]).lengths_S
+
+
+def test_engine_and_trainer_agree_on_one_image_several_and_none(found):
+    """fp32: probabilities differ by rounding; with the second and third image of the one prompt exchanged by far more."""
+    assert max(found["gaps"]) < 2e-5
+    assert found["gaps"][:2] == found["gaps, images swapped"][:2] and min(found["gaps, images swapped"][2:4]) > 0.01
+    assert [len(prompt) for prompt in found["prompts"]] == [
+        24,
+        24,
+        36,
+        36,
+        22,
+        22,
+        16,
+        16,
+        16,
+        16,
+    ]  # 6; 6 + 4 + 4; 4 image tokens
+    assert found["on all ranks the same"]
+
+
+@pytest.mark.parametrize(("name", "changes"), [("all weights", {}), ("LoRA", {"lora_rank": 4})])
+def test_a_rank_without_images_completes_and_the_gradient_is_that_of_one_rank(name, changes, model, found):
+    args = vision_flags(model, **changes)
+    world = World(rank=0, size=1, local_rank=0, tp_size=1, device=torch.device("cpu"))
+    metrics, wanted = gradient(policy_of(args), args, world, WITH_IMAGES + WITHOUT)
+    sharded_metrics, gradients = found["gradients"][name]
+    assert sharded_metrics["policy/loss"] == pytest.approx(metrics["policy/loss"], rel=1e-4)
+    assert sharded_metrics["optim/grad_norm"] == pytest.approx(metrics["optim/grad_norm"], rel=1e-4)
+    assert gradients.keys() == wanted.keys() and not any(".visual." in key for key in wanted)
+    for key, value in gradients.items():
+        torch.testing.assert_close(value, wanted[key], atol=1e-4 * wanted[key].abs().max().item(), rtol=1e-3)
+
+
+def test_an_exported_policy_loads_in_transformers_and_with_its_processor_in_vllm(model, found, tmp_path):
+    exported = AutoModelForImageTextToText.from_pretrained(found["exported"], dtype=torch.float32)
+    weights = dict(exported.named_parameters())
+    assert weights.keys() == found["merged"].keys()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in found["merged"].items())
+    names = {
+        "image_column": "images",
+        "max_pixels": 56 * 84,
+        "max_prompt_tokens": 40,
+        "max_completion_tokens": 4,
+        "reward": "exact",
+    }
+    parts = [part for name, value in names.items() for part in (f"--{name}", value)]
+    command = ["--model", found["exported"], "--data", model / "train.parquet", "--out_dir", tmp_path / "out", *parts]
+    done = start(1, "evaluate.py", *command)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["sets"]["train"]["problems"] == 5
+
+
+def test_a_sampled_image_token_is_a_text_and_texts_count_on_in_all_three_rows(model):
+    data = vision_data(vision_flags(model))
+    rollout = vision_rollout(data)
+    batch = pack(rollout, [0, 1])
+    token = data.images[0].vision.image_token
+    assert int((batch.input_ids_N == token).sum()) == 7 and int(batch.is_image_N.sum()) == 6
+    length = len(data.prompts[0]) + 7
+    start = data.prompts[0].tolist().index(token)
+    assert batch.position_ids_N[:, start : start + 6].tolist() == [
+        [start] * 6,
+        [start + i // 2 for i in range(6)],
+        [start, start + 1] * 3,
+    ]
+    assert batch.position_ids_N[:, start + 6].tolist() == [start + 3] * 3, (
+        "an image takes as many positions as its longer side"
+    )
+    assert batch.position_ids_N[:, length:].tolist() == [list(range(len(data.prompts[1]) + 4))] * 3
+    assert pack(rollout, [1, 3]).position_ids_N.dim() == 1 and pack(rollout, [1, 3]).pixels == ()
+
+
+def test_pixel_values_are_shared_while_they_are_needed_and_stay_on_the_host(model):
+    data = vision_data(vision_flags(model))
+    rollout = vision_rollout(data)
+    first, second = pack(rollout, [0]), pack(rollout, [0, 1]).to(torch.device("meta"))
+    assert first.pixels[0] is second.pixels[0] and second.pixels[0].device.type == "cpu"
+    assert first.pixels[0].shape == (24, 3 * 2 * 14 * 14)
+    kept = data.images[0].vision.kept
+    assert len(kept) == 1
+    del first, second
+    assert len(kept) == 0
+
+
+# Data and mistakes ---------------------------------------------------------------------------------------------------------------
+
+
+def load(model: Path, source: object, limit: int = 40) -> PromptData:
+    args = vision_flags(model)
+    tokenizer, vision = load_processor(args, AutoConfig.from_pretrained(model))
+    return PromptData.load(str(source), PromptFormat(image_column="image"), tokenizer, limit, 0, vision)
+
+
+def test_images_of_the_datasets_library_are_read_and_their_tokens_count(model, tmp_path):
+    wide, large = Image.new("RGB", (600, 2)), Image.new("RGB", (84, 56))
+    problems = ["one?", "wide?", "large?", "<|image_pad|>?", "text?"]
+    rows = {"problem": problems, "answer": ["1"] * 5, "image": [Image.new("RGB", (56, 56)), wide, large, None, None]}
+    datasets.Dataset.from_dict(
+        rows,
+        features=datasets.Features(
+            {"problem": datasets.Value("string"), "answer": datasets.Value("string"), "image": datasets.Image()}
+        ),
+    ).save_to_disk(tmp_path / "pil")
+    data = load(model, tmp_path / "pil")
+    assert [row.prompt for row in data.rows] == ["<image>one?", "<image>large?", "text?"]
+    assert [reason for _, reason in data.excluded] == [
+        "absolute aspect ratio must be smaller than 200, got 300.0",
+        "the prompt has 1 image tokens for 0 images: its text must not hold one",
+    ]
+    assert [each and each.num_tokens for each in data.images] == [[4], [6], None]
+    assert PromptData.mix([data, data], [1.0, 1.0]).images == data.images * 2
+    limit = len(data.prompts[0])
+    shorter = load(model, tmp_path / "pil", limit)
+    assert [row.prompt for row in shorter.rows] == ["<image>one?", "text?"] and shorter.num_too_long == 1
+
+
+def test_an_image_is_upright_rgb_and_white_where_it_is_transparent():
+    out = io.BytesIO()
+    image = Image.new("RGB", (8, 4))
+    exif = image.getexif()
+    exif[0x0112] = 6  # turned by a quarter
+    image.save(out, "PNG", exif=exif)
+    assert decode(out.getvalue()).size == (4, 8)
+    out = io.BytesIO()
+    Image.new("RGBA", (2, 2), (255, 0, 0, 0)).save(out, "PNG")
+    assert decode(out.getvalue()).getpixel((0, 0)) == (255, 255, 255)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"max_pixels": 3000}, ["--max_pixels 3000", "at least 3136"]),
+        ({"max_pixels": 40 * 28 * 28}, ["--max_prompt_tokens 40 cannot hold", "--max_pixels 31360 = 40 tokens", "raise the one"]),
+        ({"max_pixels": None}, ["--max_prompt_tokens 40 cannot hold", "1003520 pixels, the processor's own limit, = 1280 tokens"]),
+        ({"image_column": None}, ["--max_pixels 4704 has no effect without --image_column"]),
+        ({"max_completion_tokens": 1000, "micro_batch_tokens": 2000}, ["--max_prompt_tokens 40", "context of 1024", "by 16"]),
+        ({"train_data": "cut.parquet"}, ["no row can be used", "column 'images' cannot be read as an image"]),
+    ],
+)  # fmt: skip
+def test_a_mistake_with_images_is_told_before_anything_is_loaded(changes, words, model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_parquet(tmp_path / "cut.parquet", [{"problem": "?", "answer": "1", "images": png(size=64)[:-30]}])
+    args = vision_flags(
+        model, **({"train_data": model / "train.parquet", "prompts_per_step": 4, "reward": "exact"} | changes)
+    )
+    with pytest.raises(ValueError) as error:
+        inputs.check_and_load_data(args)
+    for word in words:
+        assert word in str(error.value)

@@ -1,0 +1,359 @@
+"""The planner: facts that it must reproduce, runs that must not fit, its advice, and the command as a user gives it."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from helpers import ENVIRONMENT, ROOT, flags
+from planner.advice import levers, misfits, solutions
+from planner.dry_run import TABLE, config_of, dry_run, plan_of, report_of, rows_of, setup_of
+from planner.memory import checkpoint_bytes, gpu_phases, host_phases
+from planner.setup import GIB, Setup, shape_of
+from planner.time import Shares, traffic, training_flops
+
+SHARES = Shares(flops=0.35, memory=0.6, link=0.7, length=0.5)
+COMMON = {
+    "total_steps": None,
+    "max_prompt_tokens": 2048,
+    "max_completion_tokens": 2048,
+    "gradient_checkpointing": True,
+    "kl_coef": 0.01,
+}
+QWQ = COMMON | {
+    "model": "Qwen/QwQ-32B",
+    "train_data": "hiyouga/math12k@train",
+    "epochs": 15,
+    "prompts_per_step": 512,
+    "group_size": 5,
+    "prompts_per_update": 128,
+    "micro_batch_tokens": 16384,
+    "tensor_parallel_size": 2,
+}
+DEEPSEEK = COMMON | {
+    "model": "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B",
+    "train_data": "AI-MO/NuminaMath-TIR#1000",
+    "epochs": 3,
+    "prompts_per_step": 8,
+    "group_size": 8,
+    "max_completion_tokens": 2080,
+}
+VISION = COMMON | {
+    "model": "Qwen/Qwen2.5-VL-72B-Instruct",
+    "train_data": "lmms-lab/multimodal-open-r1-8k-verified#1000",
+    "epochs": 1,
+    "prompts_per_step": 8,
+    "group_size": 8,
+    "max_prompt_tokens": 6144,
+    "tensor_parallel_size": 4,
+    "gpu_memory_utilization": 0.5,
+    "plan_gpu": "A100-80GB",
+    "image_column": "image",
+    "max_pixels": 602_112,
+}
+TULU = COMMON | {
+    "model": "allenai/Llama-3.1-Tulu-3-8B-DPO",
+    "train_data": "allenai/RLVR-GSM-MATH-IF-Mixed-Constraints",
+    "total_episodes": 10_000_000,
+    "prompts_per_step": 14,
+    "group_size": 16,
+    "prompts_per_update": 7,
+}
+SIMPLERL = COMMON | {
+    "model": "Qwen/Qwen2.5-7B",
+    "train_data": "simplelr_qwen_level3to5.parquet",
+    "total_steps": 90,
+    "prompts_per_step": 1024,
+    "group_size": 8,
+    "prompts_per_update": 256,
+    "max_prompt_tokens": 1024,
+    "max_completion_tokens": 8192,
+    "micro_batch_tokens": 9216,
+    "tensor_parallel_size": 2,
+    "plan_gpus": 16,
+    "plan_nodes": 2,
+}
+LORA = {"lora_rank": 8, "lora_dropout": 0.05}
+
+
+def arguments(values: dict, **others: object) -> Namespace:
+    """The flags, and attributes for flags that may not exist yet."""
+    args = flags(**values)
+    vars(args).update(others)
+    return args
+
+
+def setup(values: dict, policy: dict | None = None, **others: object) -> Setup:
+    """The Setup of these flags; `policy`: what our code does not offer."""
+    args = arguments(values, **others)
+    found = setup_of(args, config_of(args.model))
+    return replace(found, policy=replace(found.policy, **(policy or {})))
+
+
+def report(values: dict, **others: object) -> dict:
+    args = arguments(values, **others)
+    return report_of(setup_of(args, config_of(args.model)), *plan_of(args), SHARES)
+
+
+@pytest.mark.parametrize("name", json.loads(TABLE.read_text()))
+def test_the_shapes_have_as_many_parameters_as_the_real_models(name):
+    config = config_of(name)
+    kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    with torch.device("meta"):
+        model = kind.from_config(config)
+    assert shape_of(config, name).parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_the_documented_facts_of_qwq_32b():
+    model = setup(QWQ).model
+    assert model.parameters == 32_763_876_352
+    assert model.kv_bytes_per_token == 262_144
+    assert setup(QWQ, lora_rank=8).trainable == 67_108_864
+    assert report(QWQ)["batch"]["logits_of_a_micro_batch_gib"] == 4.64
+    assert checkpoint_bytes(setup(QWQ)) == model.parameters * (2 + 4 + 8)
+
+
+def test_the_flops_of_qwen_7b_are_those_of_the_published_counter():
+    assert training_flops(setup(SIMPLERL).model, [512, 1024, 2048]) == 167_073_690_943_488
+
+
+def test_the_arithmetic_of_the_five_setups():
+    qwq, deepseek, tulu, simplerl = (
+        report(QWQ),
+        report(DEEPSEEK, **LORA),
+        report(TULU, generation_gpus=1),
+        report(SIMPLERL),
+    )
+    assert (qwq["steps_per_epoch"], qwq["total_steps"], qwq["total_updates"]) == (23, 345, 1380)
+    assert qwq["batch"]["completions_per_update_and_gpu"] == 80
+    assert (deepseek["steps_per_epoch"], deepseek["completions_per_step"], deepseek["updates_per_step"]) == (125, 64, 1)
+    assert (tulu["total_steps"], tulu["completions_per_step"], tulu["updates_per_step"]) == (44_642, 224, 2)
+    assert (simplerl["steps_per_epoch"], simplerl["total_updates"], simplerl["total_completions"]) == (8, 360, 737_280)
+
+
+def test_the_five_setups_fit_as_we_run_them():
+    """The reserve of 5 % is in what is needed; see `memory.FRAGMENTATION`."""
+    ours = {"tensor_parallel_size": 4, "gpu_memory_utilization": 0.5}
+    assert misfits(setup(QWQ | ours, param_dtype="bfloat16", offload_reference=True)) == []
+    assert misfits(setup(DEEPSEEK | ours, **LORA)) == []
+    assert misfits(setup(VISION, **LORA)) == []
+    assert misfits(setup(TULU | {"gpu_memory_utilization": 0.85}, generation_gpus=1)) == []
+    assert misfits(setup(SIMPLERL)) == []
+
+
+def test_setup_1_as_documented_fits_neither_the_gpus_nor_offloaded_the_host():
+    on_gpu = " ".join(misfits(setup(QWQ, {"sleep_level": 1})))
+    assert "GPU, rollout" in on_gpu and "GPU, update" in on_gpu and "host" not in on_gpu
+    half_a_terabyte = {"plan_host_memory_gib": 512e9 / GIB}
+    offloaded = misfits(setup(QWQ | half_a_terabyte, {"sleep_level": 1}, offload="all", offload_reference=True))
+    assert offloaded and all(words.startswith("host RAM") for words in offloaded)
+    assert not misfits(setup(QWQ, {"sleep_level": 1}, offload="all", offload_reference=True)), (
+        "with the 1 TB that the document asks for"
+    )
+
+
+def test_level_1_sleep_keeps_a_copy_for_each_engine():
+    kept = host_phases(setup(QWQ, {"sleep_level": 1}))["run"]["engines asleep (level 1)"]
+    assert kept == 4 * 2 * 32_763_876_352, "262 GB at tensor-parallel size 2"
+    assert "engines asleep (level 1)" not in host_phases(setup(QWQ))["run"]
+
+
+def test_setup_2_as_documented_does_not_fit():
+    found = misfits(setup(DEEPSEEK | {"tensor_parallel_size": 1, "gpu_memory_utilization": 0.9}, **LORA))
+    assert len(found) == 1 and found[0].startswith("GPU, rollout")
+
+
+def test_setup_3_syncing_the_whole_model_does_not_fit_and_a_short_model_length_is_refused():
+    found = misfits(setup(VISION, {"syncs_whole_model": True}, **LORA))
+    assert len(found) == 1 and found[0].startswith("GPU, sync")
+    with pytest.raises(ValueError, match="--max_pixels 100: an image has at least one token, of 784 pixels"):
+        setup(VISION, max_pixels=100)
+    with pytest.raises(
+        ValueError, match="--max_prompt_tokens 768 cannot hold an image of --max_pixels 602112 = 768 tokens"
+    ):
+        setup(VISION | {"max_prompt_tokens": 768, "max_completion_tokens": 1280}, **LORA)
+
+
+def test_full_logits_loading_on_every_rank_and_too_small_a_share_are_seen():
+    kind = {"tensor_parallel_size": 4, "gpu_memory_utilization": 0.5}
+    assert (
+        "GPU, update"
+        in misfits(setup(QWQ | kind, {"keeps_full_logits": True}, param_dtype="bfloat16", offload_reference=True))[0]
+    )
+    loading = host_phases(setup(QWQ, {"loads_on_every_rank": True}))["load"]["weights, read"]
+    assert loading / GIB == pytest.approx(8 * 122.05, abs=1)
+    small = misfits(setup(SIMPLERL | {"gpu_memory_utilization": 0.14}))
+    assert len(small) == 1 and "not enough for one sequence of 9216 tokens" in small[0]
+
+
+def test_flags_that_exchange_memory_for_time_or_the_other_way_are_seen():
+    flags = ("offload_activations", "reduce_gradients_once", "gather_parameters_once", "async_checkpoint")
+    plain = setup(QWQ, {"param_dtype": "bfloat16"})
+    moved, once, gathered, written = (setup(QWQ, {"param_dtype": "bfloat16", flag: True}) for flag in flags)
+    inputs_of_layers = 64 * 16384 * 5120 * 2  # bf16
+    saved = gpu_phases(plain)["update"].live - gpu_phases(moved)["update"].live
+    assert 0.5 * inputs_of_layers < saved <= inputs_of_layers, "the peak may now be at another moment"
+    assert sum(host_phases(moved)["run"].values()) - sum(host_phases(plain)["run"].values()) == 8 * inputs_of_layers
+    assert gpu_phases(once)["update"].live - gpu_phases(plain)["update"].live == 4 * 32_763_876_352
+    assert traffic(once, SHARES)["reduce-scatter"] < traffic(plain, SHARES)["reduce-scatter"]
+    layers = 62 * 487_613_696 * 2  # all of them in bf16, where two are held otherwise
+    assert gpu_phases(gathered)["update"].live - gpu_phases(plain)["update"].live == pytest.approx(layers, rel=0.1)
+    assert traffic(gathered, SHARES)["all-gather, update"] < 0.5 * traffic(plain, SHARES)["all-gather, update"]
+    copied = sum(host_phases(written)["checkpoint"].values()) - sum(host_phases(plain)["checkpoint"].values())
+    assert copied == 8 * 32_763_876_352, "bf16 parameters, two moments and the lower halves"
+
+
+def test_the_advice_is_minimal_and_fits_when_it_is_taken():
+    changes_of_flags = {
+        "--offload": "offload",
+        "--param_dtype": "param_dtype",
+        "--tensor_parallel_size": "tensor_parallel_size",
+    }
+    tight = QWQ | {"plan_host_memory_gib": 300.0, "gpu_memory_utilization": 0.5}
+    advice = solutions(setup(tight), SHARES)
+    assert advice and misfits(setup(tight))
+    assert len({len(solution["changes"]) for solution in advice}) == 1
+    assert not any(misfits(change.apply(setup(tight))) == [] for lever in levers(setup(tight)) for change in lever) or (
+        len(advice[0]["changes"]) == 1
+    )
+    taken = 0
+    for solution in advice:
+        values, others = dict(tight), {}
+        for words in solution["changes"]:
+            name, _, value = words.partition(" ")
+            if name == "--offload_reference":
+                others["offload_reference"] = True
+            elif name in ("--offload", "--param_dtype"):
+                others[changes_of_flags[name]] = value
+            elif words.endswith("GPUs"):
+                values |= {"plan_nodes": 2, "plan_gpus": 16}
+            else:
+                values[name.removeprefix("--")] = float(value) if "." in value else int(value)
+        assert misfits(setup(values, **others)) == [], solution
+        needed = max(phase.needed for phase in gpu_phases(setup(values, **others)).values()) / GIB
+        assert needed == pytest.approx(solution["gpu_needed_gib"], abs=0.05)
+        taken += 1
+    assert taken == len(advice)
+
+
+def test_rows_come_from_the_flag_the_source_the_disk_or_the_table(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"a": 1}\n\n{"a": 2}\n')
+    assert rows_of(flags(train_data=file)) == 2
+    assert rows_of(flags(train_data="hiyouga/math12k")) == 12_000
+    assert rows_of(flags(train_data="hiyouga/math12k@test")) == 500
+    assert rows_of(flags(train_data="owner/name#70")) == 70
+    assert rows_of(flags(train_data="owner/name")) is None
+    assert rows_of(flags(train_data="owner/name", plan_rows=9)) == 9
+    with pytest.raises(ValueError, match="give --plan_rows"):
+        plan_of(flags(train_data="owner/name", epochs=1, total_steps=None))
+    assert report(SIMPLERL | {"train_data": "owner/name"})["steps_per_epoch"] is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"tensor_parallel_size": 3},
+            "--tensor_parallel_size 3 does not divide the world size 8; use one of 1, 2, 4, 8",
+        ),
+        ({"prompts_per_step": 511, "prompts_per_update": 511}, "is not divisible by 4 engines .*; use 508 or 512"),
+        (
+            {"prompts_per_update": 100},
+            "--prompts_per_update 100 does not divide --prompts_per_step 512; use one of 1, 2, 4, 8",
+        ),
+        ({"plan_length_share": 0}, "--plan_length_share 0: must be from 1e-09 to 1"),
+        ({"plan_gpus": 12, "plan_nodes": 5}, "--plan_gpus 12 is not divisible by --plan_nodes 5"),
+        ({"max_completion_tokens": 60_000, "micro_batch_tokens": 70_000}, "beyond the model's context of 40960 tokens"),
+    ],
+)
+def test_what_could_not_run_anywhere_is_an_error_with_a_way_out(changes, words):
+    with pytest.raises(ValueError, match=words):
+        dry_run(flags(**(QWQ | changes)))
+
+
+def test_the_command_needs_no_network_no_gpu_and_no_data_and_its_exit_code_is_the_verdict(tmp_path):
+    common = [
+        "--model",
+        VISION["model"],
+        "--train_data",
+        VISION["train_data"],
+        "--out_dir",
+        tmp_path / "run",
+        "--epochs",
+        "1",
+    ]
+    batch = [
+        "--prompts_per_step",
+        "8",
+        "--max_prompt_tokens",
+        "6144",
+        "--max_completion_tokens",
+        "2048",
+        "--kl_coef",
+        "0",
+    ]
+    command = [
+        sys.executable,
+        ROOT / "train_grpo.py",
+        *common,
+        *batch,
+        "--gradient_checkpointing",
+        "--dry_run",
+        "--json",
+    ]
+    environment = ENVIRONMENT | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    start = time.monotonic()
+    process = subprocess.Popen(list(map(str, command)), env=environment, stdout=subprocess.PIPE, text=True)
+    printed = process.stdout.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 3
+    assert time.monotonic() - start < 60 and usage.ru_maxrss < 4 * 1024**2, "seconds; KiB"
+    answer = json.loads(printed)
+    assert not answer["fits"] and answer["changes_that_would_fit"] and answer["gpu_peak_phase"] in answer["gpu_gib"]
+    keys = (
+        "prompts_per_step group_size completions_per_step updates_per_step steps_per_epoch total_steps total_updates total_completions "
+        "parameters trainable_parameters kv_bytes_per_token gpu_peak_gib gpu_peak_phase gpu_capacity_gib host_peak_gib checkpoint_gib "
+        "step_seconds total_hours fits changes_that_would_fit"
+    )
+    assert set(keys.split()) <= answer.keys()
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_trace_of_a_model_in_a_folder_stands_beside_the_formula(tmp_path, capsys):
+    sizes = {
+        "vocab_size": 32_000,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_attention_heads": 8,
+        "num_hidden_layers": 12,
+    }
+    AutoConfig.for_model("llama", num_key_value_heads=2, tie_word_embeddings=True, **sizes).save_pretrained(tmp_path)
+    assert (
+        dry_run(
+            flags(model=tmp_path, train_data="o/n#64", gradient_checkpointing=True, json=True, trace=True, plan_gpus=2)
+        )
+        == 0
+    )
+    answer = json.loads(capsys.readouterr().out)
+    assert (
+        answer["parameters"] == 32_000 * 1024 + 12 * (2 * 1024**2 + 2 * 1024 * 256 + 3 * 1024 * 4096 + 2 * 1024) + 1024
+    ), "tied"
+    for figures in answer["trace"].values():
+        assert figures["layers"] == 8
+        assert figures["traced_gib"] == pytest.approx(figures["formula_gib"], rel=0.02)
+
+
+def test_the_text_tells_the_verdict(capsys):
+    assert dry_run(flags(**SIMPLERL)) == 0
+    assert "\nfits: rollout needs" in capsys.readouterr().out
+    assert dry_run(flags(**QWQ)) == 3
+    text = capsys.readouterr().out
+    assert "does not fit:\n  GPU, rollout: needs" in text and "--offload optimizer" in text.partition("would fit")[2]

@@ -1,0 +1,132 @@
+"""The memory policies train the same policy: whole runs, stopped half way and continued under another one."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from helpers import flags, metrics_of, torchrun, training_flags
+from plan import check_flags
+
+
+def without_times(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if not name.startswith(("time/", "perf/"))}
+
+
+@pytest.fixture(scope="module")
+def results(policy, tmp_path_factory):
+    """Flags -> (metrics of three updates, parameters, optimizer state of rank 0, numbers of reduce-scatters and all-gathers)."""
+    file = tmp_path_factory.mktemp("policies") / "results.pt"
+    torchrun(2, "tests/distributed_offload.py", policy, file)
+    return torch.load(file)
+
+
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+def test_offloading_changes_no_bit(param_dtype, results):
+    metrics, parameters, state, _ = results[f"--param_dtype {param_dtype} --offload none"]
+    assert all(update["optim/grad_norm"] > 0.05 for update in metrics)
+    for other in (
+        f"--param_dtype {param_dtype} --offload optimizer",
+        f"--param_dtype {param_dtype} --offload all --offload_reference",
+    ):
+        assert results[other][0] == metrics, other
+        for found, wanted in zip(results[other][1:3], (parameters, state), strict=True):
+            assert found.keys() == wanted.keys()
+            assert all(found[name].equal(tensor) for name, tensor in wanted.items()), other
+
+
+def test_bf16_parameters_follow_the_fp32_ones_and_take_10_bytes(results, policy):
+    (_, fp32, fp32_state, _), (_, bf16, bf16_state, _) = (
+        results[f"--param_dtype {dtype} --offload none"] for dtype in ("float32", "bfloat16")
+    )
+    start = dict(AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).named_parameters())
+    moved = torch.cat([(fp32[name] - start[name]).flatten() for name in start])
+    apart = torch.cat([(bf16[name] - fp32[name]).flatten() for name in start])
+    assert moved.abs().mean() > 0.001, "three updates of 1e-3"
+    # Weights of 0.12 are rounded to 2.5e-4 on average, twice (at the start, and as they are read); the rest is other gradients' noise.
+    assert apart.abs().mean() < 0.25 * moved.abs().mean()
+    count = sum(tensor.numel() for name, tensor in bf16_state.items() if name.endswith("exp_avg"))
+    bytes_of_state = [sum(tensor.nbytes for tensor in state.values()) / count for state in (fp32_state, bf16_state)]
+    assert bytes_of_state == pytest.approx(
+        [8, 6], abs=0.01
+    )  # with a parameter and its gradient, of 4 or 2 bytes: 16 and 10
+
+
+SMALL = "--micro_batch_tokens 20"
+
+
+def test_activations_on_the_host_change_no_bit(results):
+    metrics, parameters, *_ = results[SMALL]
+    other_metrics, other_parameters, *_ = results[f"{SMALL} --offload_activations --gradient_checkpointing"]
+    assert other_metrics == metrics
+    assert all(other_parameters[name].equal(tensor) for name, tensor in parameters.items())
+
+
+def test_gradients_are_reduced_once_an_update_and_are_the_same(results):
+    metrics, parameters, _, (num_reductions, _) = results[SMALL]
+    other_metrics, other_parameters, _, (other_reductions, _) = results[f"{SMALL} --reduce_gradients_once"]
+    assert other_reductions == 3 * 3, "three updates, two layers and the rest"
+    assert num_reductions > other_reductions and num_reductions % other_reductions == 0, (
+        "otherwise once for each micro-batch"
+    )
+    for found, wanted in zip(other_metrics, metrics, strict=True):
+        assert found == pytest.approx(wanted, abs=2e-4, rel=0.01)  # bf16 arithmetic, summed in another order
+    for name, tensor in parameters.items():
+        assert (other_parameters[name] - tensor).abs().mean() < 1e-4, "of three updates of 1e-3"
+
+
+@pytest.mark.parametrize("flag", ["", " --gradient_checkpointing --offload all"])
+def test_parameters_are_gathered_once_an_update_and_no_bit_changes(flag, results):
+    metrics, parameters, _, (num_reductions, num_gathers) = results[SMALL]
+    other_metrics, other_parameters, _, (other_reductions, other_gathers) = results[
+        f"{SMALL} --gather_parameters_once{flag}"
+    ]
+    assert other_metrics == metrics and other_reductions == num_reductions
+    assert all(other_parameters[name].equal(tensor) for name, tensor in parameters.items())
+    num_micros = num_reductions // 3  # of all updates; two layers and the rest are reduced in each
+    reference = 2 * num_micros + 3  # its layers in each, the rest once an update
+    assert num_gathers - reference == 5 * num_micros, "each layer forwards and backwards, the rest once"
+    assert other_gathers - reference == 3 * 3, "three updates, two layers and the rest"
+
+
+def test_a_bf16_run_continues_bit_for_bit_also_under_another_offload(policy, tmp_path):
+    (tmp_path / "reward.py").write_text(
+        "def score(completion, answer, columns):\n    return float(len(completion) % 3 == 0)\n"
+    )
+    common = {
+        "param_dtype": "bfloat16",
+        "eval_every": 0,
+        "eval_before_training": None,
+        "reward": f"{tmp_path}/reward.py:score",
+    }
+    torchrun(2, "train_grpo.py", *training_flags(policy, tmp_path / "whole", **common, offload="optimizer"))
+    torchrun(
+        2, "train_grpo.py", *training_flags(policy, tmp_path / "parts", **common, offload="optimizer", total_steps=2)
+    )
+    torchrun(
+        2, "train_grpo.py", *training_flags(policy, tmp_path / "parts", **common, offload="all", offload_reference=True)
+    )
+    expected, found = metrics_of(tmp_path / "whole"), metrics_of(tmp_path / "parts")
+    for step in range(1, 5):
+        assert without_times(found[step]) == without_times(expected[step]), f"step {step} differs"
+        assert expected[step]["policy/rollout_gap_mean"] < 0.005
+        assert expected[step]["optim/grad_norm"] > 0.01
+    starts = [
+        json.loads(line)["resumed_from"] for line in (tmp_path / "parts" / "starts.jsonl").read_text().splitlines()
+    ]
+    assert starts == [0, 2]
+    weights = "final/model.safetensors"
+    assert (tmp_path / "parts" / weights).read_bytes() == (tmp_path / "whole" / weights).read_bytes()
+
+
+def test_combinations_that_make_no_sense_are_refused():
+    for changes, message in (
+        (
+            {"param_dtype": "bfloat16", "dtype": "float32"},
+            "--dtype float32 computes more finely than --param_dtype bfloat16",
+        ),
+        ({"offload_reference": True, "kl_coef": 0}, "--offload_reference does nothing with --kl_coef 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_flags(flags(**changes), 1)

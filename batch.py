@@ -6,11 +6,13 @@ One dimension key, used for every array and tensor of the project:
     G  completions per prompt (group_size)   S  sequences of a micro-batch
     B  sequences of a step, B = P * G        V  vocabulary, D  hidden size
 
-A suffix names the dimensions: `rewards_B`, `logprobs_N`. Sequences are prompt-major: completion b answers prompt b // G.
-A step samples one `Rollout`; `plan_micro_batches` decides which rank trains which sequences together; `pack` makes the `Batch`.
+A suffix names the dimensions: `rewards_B`, `logprobs_N`. Sequences are prompt-major: completion b answers prompt b //
+G. A step samples one `Rollout`; `plan_micro_batches` decides which rank trains which sequences together; `pack` makes
+the `Batch`.
 
-With --share_prompts the completions of a prompt that are packed together share its positions, which are computed once: the first of them is
-there whole, and of the others what begins with the prompt's last token, because that predicts another token for each.
+With --share_prompts the completions of a prompt that are packed together share its positions, which are computed once:
+the first of them is there whole, and of the others what begins with the prompt's last token, because that predicts
+another token for each.
 """
 
 from __future__ import annotations
@@ -18,31 +20,30 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from model.vision import PromptImages
+if TYPE_CHECKING:
+    from grading.score import Grade
+
+    from data import Row
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """B completions of one step, the same on every rank. Ragged fields are lists of B arrays."""
+    """B completions of one step, the same on every rank. Fields are lists or arrays of length B."""
 
-    prompts: list[
-        np.ndarray
-    ]  # int32 token ids, the chat template applied; one array shared by the G completions of a prompt
+    rows: list[Row]  # the problem that each completion answers: one object shared by the G completions of a prompt
     completions: list[np.ndarray]  # int32 token ids as sampled, the end-of-sequence token included where there is one
     rollout_logprobs: list[
         np.ndarray
-    ]  # float32, the engine's own log-probabilities of the completion tokens (at its temperature)
+    ]  # float32, the engine's own log-probs of the completion tokens, at its temperature
     texts: list[str]  # the completions as text, without special tokens
     is_truncated_B: np.ndarray  # bool: stopped by the length limit, not by the model
-    images: list[PromptImages | None] | None = None  # of the prompts; None: no prompt has any
-    rewards_B: np.ndarray | None = None  # float32
-    is_right_B: np.ndarray | None = None  # bool: full marks from the first verifier of the reward
+    grades: list[Grade] | None = None  # None: not graded yet
     is_trained_B: np.ndarray | None = (
         None  # bool: false where a sequence is left out of the loss; None: all are trained
     )
@@ -50,6 +51,16 @@ class Rollout:
         None  # float32: what each token of the sequence counts in the loss of its update
     )
     advantages: list[np.ndarray] | None = None  # float32, one per completion token
+
+    @property
+    def rewards_B(self) -> np.ndarray:
+        """float32."""
+        return np.array([grade.reward for grade in self.grades], dtype=np.float32)
+
+    @property
+    def is_correct_B(self) -> np.ndarray:
+        """bool: full marks from the first verifier of the reward."""
+        return np.array([grade.is_correct for grade in self.grades], dtype=bool)
 
     @property
     def completion_lengths_B(self) -> np.ndarray:
@@ -63,33 +74,33 @@ class Rollout:
     @property
     def sequence_lengths_B(self) -> np.ndarray:
         """Trained positions per sequence: prompt + completion - 1, because the last token predicts nothing."""
-        return np.array([len(p) + len(c) - 1 for p, c in zip(self.prompts, self.completions, strict=True)])
+        return np.array([len(row.ids) + len(c) - 1 for row, c in zip(self.rows, self.completions, strict=True)])
 
     def take(self, indices_B: np.ndarray) -> Rollout:
         """The sequences of these indices, in this order, with all that is known of them."""
         known = {name: value for name, value in vars(self).items() if value is not None}
-        return Rollout(
-            **{
-                name: value[indices_B] if isinstance(value, np.ndarray) else [value[b] for b in indices_B]
-                for name, value in known.items()
-            }
-        )
+        taken = {
+            name: x[indices_B] if isinstance(x, np.ndarray) else [x[b] for b in indices_B] for name, x in known.items()
+        }
+        return Rollout(**taken)
 
     @staticmethod
     def concatenate(parts: list[Rollout]) -> Rollout:
         """One rollout of all the parts' sequences, in the order of the parts, with what is known of all of them."""
         columns = {name: [getattr(part, name) for part in parts] for name in vars(parts[0])}
         known = {name: values for name, values in columns.items() if all(value is not None for value in values)}
-        return Rollout(
-            **{
-                name: np.concatenate(values) if isinstance(values[0], np.ndarray) else sum(values, [])
-                for name, values in known.items()
-            }
-        )
+        joined = {
+            name: np.concatenate(values) if isinstance(values[0], np.ndarray) else sum(values, [])
+            for name, values in known.items()
+        }
+        return Rollout(**joined)
 
 
 class Segment(NamedTuple):
-    """A sequence in a micro-batch: its positions from `start` on, end to end. Attention sees those before `start`, too."""
+    """A sequence in a micro-batch: its positions from `start` on, end to end.
+
+    Attention sees those before `start`, too.
+    """
 
     index: int | None  # of the sequence in the rollout; None: an empty batch
     start: int
@@ -113,9 +124,7 @@ class Batch:
     sequence_ids_N: Tensor  # int64, 0 to S - 1
     rollout_logprobs_N: Tensor  # float32, the engine's; zero where the label is no completion token
     segments_S: tuple[Segment, ...]  # their lengths add up to N
-    is_image_N: Tensor | None = (
-        None  # bool, true where an image's embedding takes the place of the token's; None: no images
-    )
+    is_image_N: Tensor | None = None  # bool, true where an image's embedding replaces the token's; None: no images
     pixels: tuple[Tensor, ...] = ()  # of each image [patches, values], float32, on the host until a pass needs them
     grids: tuple[tuple[int, int, int], ...] = ()  # of each image: 1, height and width in patches
     advantages_N: Tensor | None = None  # float32, zero where the label is no completion token; None: not known yet
@@ -134,52 +143,41 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The batch on the device, but for pixel values: those of a whole step would be gigabytes."""
-        moved = {
-            name: value.to(device, non_blocking=True) for name, value in vars(self).items() if isinstance(value, Tensor)
-        }
-        return replace(self, **moved)
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
 
 
 def pack(rollout: Rollout, indices: list[int], group_size: int = 1) -> Batch:
-    """The sequences `indices` of the rollout, end to end. The next-token shift and the loss mask are made here and nowhere else.
+    """The sequences `indices` of the rollout, end to end. The next-token shift and the loss mask are made only here.
 
-    Those among them whose b // `group_size` is the same share their prompt: by default none do.
-    The mask goes by position, not by token: an end-of-sequence token is trained also where it is the padding token.
-    Without sequences: a single masked position, so that a rank with nothing left to train still takes part in the collectives.
+    Those among them whose b // `group_size` is the same share their prompt: by default none do. The mask goes by
+    position, not by token: an end-of-sequence token is trained also where it is the padding token. Without sequences: a
+    single masked position, so that a rank with nothing left to train still takes part in the collectives.
     """
-    assert rollout.loss_weights_B is not None, (
-        "what a token counts depends on the whole update: it is set before packing"
-    )
+    assert rollout.loss_weights_B is not None, "what a token counts depends on the whole update: set before packing"
     if not indices:
         zero = torch.zeros(1)
-        return Batch(
-            zero.long(),
-            zero.long(),
-            zero.long(),
-            zero.bool(),
-            zero,
-            zero.long(),
-            zero,
-            segments_S=(Segment(None, 0, 1),),
-        )
+        index = zero.long()
+        return Batch(index, index, index, zero.bool(), zero, index, zero, segments_S=(Segment(None, 0, 1),))
     segments = _segments(rollout, indices, group_size)
-    tokens = {b: np.concatenate([rollout.prompts[b], rollout.completions[b]]) for b in indices}
-    is_trained_B = np.ones(len(rollout.prompts), dtype=bool) if rollout.is_trained_B is None else rollout.is_trained_B
-    batch = Batch(
-        input_ids_N=_packed(segments, lambda x: tokens[x.index][:-1]).long(),
-        position_ids_N=_packed(segments, lambda x: np.arange(x.stop)),
-        labels_N=_packed(
-            segments, lambda x: tokens[x.index][1:]
-        ).long(),  # the one shift: position n predicts token n + 1
-        loss_mask_N=_packed(  # the one mask
-            segments, lambda x: (np.arange(x.stop) >= len(rollout.prompts[x.index]) - 1) & is_trained_B[x.index]
-        ),
-        loss_weights_N=_packed(segments, lambda x: np.full(x.stop, rollout.loss_weights_B[x.index])),
+    tokens = {b: np.concatenate([rollout.rows[b].ids, rollout.completions[b]]) for b in indices}
+    is_trained_B = np.ones(len(rollout.rows), dtype=bool) if rollout.is_trained_B is None else rollout.is_trained_B
+
+    def first(x: Segment) -> int:  # the position that predicts the first token of the completion
+        return len(rollout.rows[x.index].ids) - 1
+
+    return Batch(
+        input_ids_N=packed(segments, lambda x: tokens[x.index][:-1]).long(),
+        position_ids_N=packed(segments, lambda x: np.arange(x.stop)),
+        # The one shift: position n predicts token n + 1.
+        labels_N=packed(segments, lambda x: tokens[x.index][1:]).long(),
+        # The one mask.
+        loss_mask_N=packed(segments, lambda x: (np.arange(x.stop) >= first(x)) & is_trained_B[x.index]),
+        loss_weights_N=packed(segments, lambda x: np.full(x.stop, rollout.loss_weights_B[x.index])),
         sequence_ids_N=torch.repeat_interleave(torch.tensor([x.length for x in segments])),
         rollout_logprobs_N=to_positions(rollout, segments, rollout.rollout_logprobs),
         segments_S=segments,
     )
-    return _with_images(batch, rollout.images) if rollout.images and any(rollout.images[b] for b in indices) else batch
 
 
 def _segments(rollout: Rollout, indices: list[int], group_size: int) -> tuple[Segment, ...]:
@@ -189,9 +187,8 @@ def _segments(rollout: Rollout, indices: list[int], group_size: int) -> tuple[Se
     for s, b in enumerate(indices):
         holder = holders.setdefault(b // group_size, s)
         shared = shared_positions(rollout, b) if holder < s else 0
-        segments.append(
-            Segment(b, shared, len(rollout.prompts[b]) + len(rollout.completions[b]) - 1, holder if shared else None)
-        )
+        length = len(rollout.rows[b].ids) + len(rollout.completions[b]) - 1
+        segments.append(Segment(b, shared, length, holder if shared else None))
     return tuple(segments)
 
 
@@ -200,55 +197,31 @@ def shared_positions(rollout: Rollout, b: int) -> int:
 
     0 if that token is part of an image, whose tokens have to stay together.
     """
-    images = rollout.images[b] if rollout.images else None
-    ends_with_image = images is not None and images.template_ids[-1] == images.vision.image_token
-    return 0 if ends_with_image else len(rollout.prompts[b]) - 1
+    row = rollout.rows[b]
+    return 0 if row.images is not None and row.images.ends_with_image else len(row.ids) - 1
 
 
-def _with_images(batch: Batch, images: list[PromptImages | None]) -> Batch:
-    """The batch with the images of its sequences: pixel values, their places, and positions in three rows."""
-
-    def positions(x: Segment) -> np.ndarray:
-        return np.tile(np.arange(x.stop), (3, 1)) if images[x.index] is None else images[x.index].positions(x.stop)
-
-    def is_image(x: Segment) -> np.ndarray:
-        flags = np.zeros(0, dtype=bool) if images[x.index] is None else images[x.index].is_image()
-        return np.pad(flags, (0, x.stop - len(flags)))
-
-    seen = [images[x.index] for x in batch.segments_S if x.prefix is None and images[x.index]]
-    return replace(
-        batch,
-        position_ids_N=_packed(batch.segments_S, positions),
-        is_image_N=_packed(batch.segments_S, is_image),
-        pixels=tuple(pixels for each in seen for pixels in each.pixels()),
-        grids=tuple(grid for each in seen for grid in each.grids),
-    )
-
-
-def _packed(segments: tuple[Segment, ...], of_sequence: Callable[[Segment], np.ndarray]) -> Tensor:
+def packed(segments: tuple[Segment, ...], of_sequence: Callable[[Segment], np.ndarray]) -> Tensor:
     """What the sequences have at each of their positions (the last dimension), from `start` on, end to end."""
     return torch.from_numpy(np.concatenate([of_sequence(x)[..., x.start :] for x in segments], axis=-1))
 
 
 def to_positions(rollout: Rollout, segments: tuple[Segment, ...], per_token: list[np.ndarray]) -> Tensor:
-    """Shape N, float32: what is known per completion token of the sequences, at their packed positions; zero at the others."""
+    """Shape N, float32: what is known per completion token of the sequences, at its position; zero at the others."""
     if segments[0].index is None:
         return torch.zeros(1)
-    return _packed(segments, lambda x: np.pad(per_token[x.index], (len(rollout.prompts[x.index]) - 1, 0))).float()
+    return packed(segments, lambda x: np.pad(per_token[x.index], (len(rollout.rows[x.index].ids) - 1, 0))).float()
 
 
 def from_positions(rollout: Rollout, batch: Batch, values_N: Tensor) -> dict[int, np.ndarray]:
     """The reverse: index of each sequence of the batch -> its values per completion token."""
     pieces = zip(batch.segments_S, values_N.cpu().split(batch.lengths_S), strict=True)
-    return {
-        x.index: values[len(rollout.prompts[x.index]) - 1 - x.start :].numpy()
-        for x, values in pieces
-        if x.index is not None
-    }
+    real = [(x, values) for x, values in pieces if x.index is not None]
+    return {x.index: values[len(rollout.rows[x.index].ids) - 1 - x.start :].numpy() for x, values in real}
 
 
 def training_costs(lengths: np.ndarray, parity_length: float) -> np.ndarray:
-    """What each sequence costs, in tokens' worth of matrix products: attention adds length^2 / `parity_length` (`Policy.parity_length`)."""
+    """What each sequence costs, in tokens' worth of matrix products: attention adds length^2 / parity_length."""
     return lengths * (1.0 + lengths / parity_length)
 
 
@@ -262,13 +235,14 @@ def plan_micro_batches(
 ) -> list[list[list[int]]]:
     """Which rank trains which sequences together: plan[rank][micro] is a list of indices into `lengths`.
 
-    No micro-batch holds more than `max_tokens` positions, ever. Every rank gets the same number of micro-batches, about the fewest that
-    the cap allows (some may be empty), so the collectives of the ranks always match. The plan is a function of its arguments: every rank
-    computes the whole of it, nothing is communicated.
+    No micro-batch holds more than `max_tokens` positions, ever. Every rank gets the same number of micro-batches, about
+    the fewest that the cap allows (some may be empty), so the collectives of the ranks always match. The plan is a
+    function of its arguments: every rank computes the whole of it, nothing is communicated.
 
-    `group_size` above 1: sequences of the same i // group_size that are together share their first `shared[i]` positions. Whole groups
-    save most but are hard to balance and to fit under the cap: halves, quarters, ... are tried too, and the plan of the least cost wins,
-    then of the fewest micro-batches. Parts of a group that meet in a micro-batch share more than is counted on here.
+    `group_size` above 1: sequences of the same i // group_size that are together share their first `shared[i]`
+    positions. Whole groups save most but are hard to balance and to fit under the cap: halves, quarters, ... are tried
+    too, and the plan of the least cost wins, then of the fewest micro-batches. Parts of a group that meet in a
+    micro-batch share more than is counted on here.
     """
     lengths = np.asarray(lengths)
     assert len(lengths) > 0 and lengths.max() <= max_tokens, (
@@ -299,10 +273,11 @@ def _units(
 
 
 def _balance(sizes: np.ndarray, costs: np.ndarray, num_ranks: int, max_tokens: int) -> tuple[float, list[list[int]]]:
-    """What the slowest ranks compute in all, and the units of each micro-batch: consecutive ones run at the same time on all ranks.
+    """What the slowest ranks compute in all, and the units of each micro-batch: consecutive ones run at the same time
+    on all ranks.
 
-    The largest unit first, into the cheapest bin that has room: that balances the bins by cost; those of similar cost then meet in the
-    same micro step, because ranks wait for each other there.
+    The largest unit first, into the cheapest bin that has room: that balances the bins by cost; those of similar cost
+    then meet in the same micro step, because ranks wait for each other there.
     """
     largest_first = np.argsort(-sizes, kind="stable").tolist()
     num_bins = max(

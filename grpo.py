@@ -1,64 +1,128 @@
-"""The algorithm as tensor arithmetic: advantages, policy losses, KL, the correction of the sampler's mismatch, aggregation.
+"""The algorithm: advantages, policy losses, KL, correction of the sampler's mismatch, aggregation, and the loss they
+add up to.
 
-Pure functions: tensors in, tensors out; no model, device, rank or flag object in sight. Each is the equation that its docstring
-names, with every silent choice said aloud (ddof, epsilon, clamps); the flags of the same names are in `algorithm.py`, the call of
-each in `update.py`. How the choices compare with TRL's and verl's is a table in the README.
+Each choice is one function, found by its name in a dict at the end of its section: to add one, write the function and
+name it there. Or keep it in a file of your own: `--policy_loss my_loss.py:f`, `--advantage my_advantage.py:f`,
+`--kl_estimator my_kl.py:f`. The parameters after `*` are the flags of the same names: only those have an effect. The
+first sentence of a docstring is what `--help` and the log say about the choice. How the choices compare with TRL's and
+verl's: `docs/algorithm.md`.
 
-"Per token" means shape N: the packed tokens of a micro-batch. `mask` is true at completion tokens that are trained, `sequence_ids`
-numbers the sequence that a token belongs to. Ratios, weights and clipped shares are per token, too. Dimensions: `batch.py`.
+The functions are pure: tensors in, tensors out, no model, device or rank. "Per token" is shape N, the packed tokens of
+a micro-batch, or shape T, the completion tokens of a step, one completion after the other. Dimensions: `batch.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-LOG_RATIO_LIMIT = (
-    20.0  # exp(20) = 5e8: beyond it a ratio is only a way to overflow (EasyR1 and verl clamp token ratios alike)
-)
+from batch import Batch
+
+LOG_RATIO_LIMIT = 20.0  # exp(20) = 5e8: a larger ratio would only overflow (EasyR1 and verl clamp token ratios alike)
 
 
-# Advantages ----------------------------------------------------------------------------------------------------------------------
+# Advantages ---------------------------------------------------------------------------------------------------------
 
 
-def group_advantages(rewards_PG: Tensor, kind: str = "grpo", ddof: int = 1, eps: float = 1e-6) -> Tensor:
-    """Advantages of whole completions, shape PG. A group of equal rewards gets exactly 0, not rounding noise divided by eps.
+@dataclass(frozen=True)
+class Graded:
+    """The graded completions of a step: what an advantage is made from."""
 
-    - grpo: (r - group mean) / (group std + eps). DeepSeekMath (arXiv 2402.03300), section 4.1.2; the paper names no ddof and no eps.
-    - grpo_batch_std: the same over the std of all rewards of the step. Lite PPO (arXiv 2508.08221); TRL `scale_rewards="batch"`.
-    - dr_grpo: r - group mean. Dr. GRPO (arXiv 2503.20783), section 3.2.
-    - rloo: r - mean of the group's other rewards. RLOO (arXiv 2402.14740), section 2.3.
-    - none: r.
+    rewards_PG: Tensor  # float32; with --kl_in reward, minus the KL penalties of all tokens of the completion
+    returns_T: (
+        Tensor  # what the completion still earns from this token on: its reward, minus the penalties from here on
+    )
+    lengths_B: Tensor  # completion tokens
+    mask_T: Tensor  # bool: the completion is trained
+
+
+def grpo(g: Graded, *, advantage_ddof: int, advantage_eps: float) -> Tensor:
+    """(r - mean of group) / (std of group + eps).
+
+    DeepSeekMath (arXiv 2402.03300), section 4.1.2; the paper names no ddof and no eps.
     """
-    if kind == "none":
-        return rewards_PG
+    return divided(
+        centred(g.rewards_PG), g.rewards_PG.std(dim=1, correction=advantage_ddof, keepdim=True), advantage_eps
+    )
+
+
+def grpo_batch_std(g: Graded, *, advantage_ddof: int, advantage_eps: float) -> Tensor:
+    """(r - mean of group) / (std of the step + eps). Lite PPO (arXiv 2508.08221); TRL: `scale_rewards="batch"`."""
+    return divided(centred(g.rewards_PG), g.rewards_PG.std(correction=advantage_ddof), advantage_eps)
+
+
+def dr_grpo(g: Graded) -> Tensor:
+    """r - mean of group. Dr. GRPO (arXiv 2503.20783), section 3.2."""
+    return centred(g.rewards_PG)
+
+
+def rloo(g: Graded) -> Tensor:
+    """r - mean of the group's other rewards. RLOO (arXiv 2402.14740), section 2.3."""
+    group_size = g.rewards_PG.shape[1]
+    return centred(g.rewards_PG) * group_size / (group_size - 1)
+
+
+def reinforce_pp(g: Graded, *, advantage_ddof: int, advantage_eps: float) -> Tensor:
+    """(return - mean over tokens of the step) / (std + eps).
+
+    REINFORCE++ (arXiv 2501.03262; eq. 4 and 5 of its later versions) over all tokens of a step, as verl does, so that a
+    longer completion weighs more.
+    """
+    return whitened(g.returns_T, g.mask_T, advantage_ddof, advantage_eps)
+
+
+def reinforce_pp_baseline(g: Graded, *, advantage_ddof: int, advantage_eps: float) -> Tensor:
+    """r - mean of group, then (. - mean over tokens of the step) / (std + eps).
+
+    REINFORCE++, eq. 7 of its later versions.
+    """
+    rewards_T = torch.repeat_interleave(centred(g.rewards_PG).flatten(), g.lengths_B)
+    return whitened(rewards_T, g.mask_T, advantage_ddof, advantage_eps)
+
+
+def reward_itself(g: Graded) -> Tensor:
+    """The reward itself, without a baseline."""
+    return g.rewards_PG
+
+
+ADVANTAGES: dict[str, Callable[..., Tensor]] = {  # Graded -> [P, G], the same for all tokens of a completion, or [T]
+    "grpo": grpo,
+    "grpo_batch_std": grpo_batch_std,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "reinforce++": reinforce_pp,
+    "reinforce++_baseline": reinforce_pp_baseline,
+    "none": reward_itself,
+}
+
+
+def centred(rewards_PG: Tensor) -> Tensor:
+    """r - mean of group; exactly 0, not rounding noise, in a group of equal rewards."""
     has_signal_P1 = rewards_PG.amax(dim=1, keepdim=True) > rewards_PG.amin(dim=1, keepdim=True)
-    centred_PG = torch.where(has_signal_P1, rewards_PG - rewards_PG.mean(dim=1, keepdim=True), 0.0)
-    if kind == "grpo":
-        return centred_PG / (rewards_PG.std(dim=1, correction=ddof, keepdim=True) + eps)
-    if kind == "grpo_batch_std":
-        return centred_PG / (rewards_PG.std(correction=ddof) + eps)
-    if kind == "rloo":
-        group_size = rewards_PG.shape[1]
-        return centred_PG * group_size / (group_size - 1)
-    assert kind == "dr_grpo", f"unknown advantage {kind!r}"
-    return centred_PG
+    return torch.where(has_signal_P1, rewards_PG - rewards_PG.mean(dim=1, keepdim=True), 0.0)
+
+
+def divided(values: Tensor, std: Tensor, eps: float) -> Tensor:
+    """values / (std + eps)."""
+    return values / (std + eps)
 
 
 def returns_to_go(reward: Tensor, penalties: Tensor) -> Tensor:
-    """What a completion still earns from each of its tokens on: its reward minus the penalties of this token and the later ones.
+    """The reward (a scalar, paid at the last token) minus the penalties of each token and the later ones. No discount.
 
-    `reward` is a scalar, paid at the last token; `penalties` are per token of one completion: coefficient x KL. No discount.
-    REINFORCE++ (arXiv 2501.03262; eq. 4 of its later versions).
+    `penalties`: coefficient x KL of each token of one completion. REINFORCE++ (arXiv 2501.03262; eq. 4 of its later
+    versions).
     """
     return reward - penalties.flip(0).cumsum(0).flip(0)
 
 
 def whitened(values: Tensor, mask: Tensor, ddof: int = 1, eps: float = 1e-6) -> Tensor:
-    """(value - mean) / (std + eps), mean and std over the positions where the mask is true; 0 elsewhere, and everywhere if all are equal.
-
-    The normalisation of REINFORCE++ (arXiv 2501.03262; eq. 5 of its later versions, eq. 7 with the group baseline) over all tokens of a
-    step, as verl, so that a longer completion weighs more.
+    """(value - mean) / (std + eps) over the positions where the mask is true; 0 elsewhere, and everywhere if all are
+    equal.
     """
     chosen = values[mask].double()  # a step has millions of tokens: float32 sums would lose digits
     if len(chosen) == 0 or chosen.max() == chosen.min():
@@ -67,7 +131,101 @@ def whitened(values: Tensor, mask: Tensor, ddof: int = 1, eps: float = 1e-6) -> 
     return torch.where(mask, result, 0.0).to(values.dtype)
 
 
-# Ratios --------------------------------------------------------------------------------------------------------------------------
+# Policy losses, per token ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of a micro-batch, each of shape N: what a policy loss is made from."""
+
+    logprobs: Tensor  # of the policy, with gradient
+    old_logprobs: Tensor  # of the weights that sampled, by the trainer
+    rollout_logprobs: Tensor  # of the same weights, by the sampler
+    advantages: Tensor
+    mask: Tensor  # bool: a completion token that is trained
+    sequence_ids: Tensor  # int64, the sequence that the token belongs to
+
+
+class Loss(NamedTuple):
+    """What a policy loss returns. It may also return its first field alone."""
+
+    per_token: Tensor
+    ratio: Tensor | None = None  # pi / pi_old, for the metrics; None: the token ratio
+    is_low: Tensor | None = None  # bool: clipped because the ratio is too small; None: nothing is clipped
+    is_high: Tensor | None = None  # bool: clipped because the ratio is too large
+
+
+def clip(t: Tokens, *, clip_low: float, clip_high: float, dual_clip: float) -> Loss:
+    """The larger of -A x ratio and -A x ratio clipped to [1 - clip_low, 1 + clip_high], with the ratio of the token.
+
+    PPO (arXiv 1707.06347), eq. 7; clip_high above clip_low is DAPO's clip-higher (arXiv 2503.14476, section 3.1).
+    """
+    return clipped(token_ratio(t.logprobs, t.old_logprobs), t.advantages, clip_low, clip_high, dual_clip)
+
+
+def gspo(t: Tokens, *, clip_low: float, clip_high: float, dual_clip: float) -> Loss:
+    """`clip` with the ratio of the whole sequence. GSPO (arXiv 2507.18071), eq. 5 and 7."""
+    ratio = sequence_ratio(t.logprobs, t.old_logprobs, t.mask, t.sequence_ids)
+    return clipped(ratio, t.advantages, clip_low, clip_high, dual_clip)
+
+
+def gspo_token(t: Tokens, *, clip_low: float, clip_high: float, dual_clip: float) -> Loss:
+    """`gspo` whose gradient flows to each token's own log-prob alone. GSPO-token (arXiv 2507.18071), eq. 13 and 14."""
+    ratio = gspo_token_ratio(t.logprobs, t.old_logprobs, t.mask, t.sequence_ids)
+    return clipped(ratio, t.advantages, clip_low, clip_high, dual_clip)
+
+
+def cispo(t: Tokens, *, clip_low: float, clip_high: float) -> Loss:
+    """-A x logprob, weighted with the detached token ratio clipped to [1 - clip_low, 1 + clip_high].
+
+    CISPO, MiniMax-M1 (arXiv 2506.13585), eq. 4 and 5: no token loses its gradient; marked are those whose weight is
+    clipped. The paper sets no lower bound (clip_low 1) and tunes only clip_high; TRL's `epsilon_high` is our 1 +
+    clip_high.
+    """
+    ratio = token_ratio(t.logprobs, t.old_logprobs)
+    weight = ratio.detach().clamp(1.0 - clip_low, 1.0 + clip_high)
+    return Loss(-weight * t.advantages * t.logprobs, ratio, ratio < 1.0 - clip_low, ratio > 1.0 + clip_high)
+
+
+def sapo(t: Tokens, *, sapo_tau_pos: float, sapo_tau_neg: float) -> Loss:
+    """-A x sigmoid(tau x (ratio - 1)) x 4 / tau: a soft gate, with tau_pos where A > 0 and tau_neg elsewhere.
+
+    SAPO (arXiv 2511.20347), eq. 5. At ratio 1 the gradient is that of the plain ratio; the paper's tau are 1.0 and
+    1.05.
+    """
+    ratio = token_ratio(t.logprobs, t.old_logprobs)
+    tau = torch.where(t.advantages > 0, t.advantages.new_tensor(sapo_tau_pos), sapo_tau_neg)
+    return Loss(-t.advantages * torch.sigmoid(tau * (ratio - 1.0)) * 4.0 / tau, ratio)
+
+
+def reinforce(t: Tokens) -> Loss:
+    """-A x logprob, without a ratio: later updates of a step are off-policy and not corrected. Williams (1992)."""
+    return Loss(-t.advantages * t.logprobs)
+
+
+LOSSES: dict[str, Callable[..., Loss | Tensor]] = {  # Tokens -> Loss, or its values alone
+    "clip": clip,
+    "gspo": gspo,
+    "gspo_token": gspo_token,
+    "cispo": cispo,
+    "sapo": sapo,
+    "reinforce": reinforce,
+}
+
+
+def clipped(ratio: Tensor, advantages: Tensor, low: float, high: float, dual_clip: float = 0.0) -> Loss:
+    """The larger of -A x ratio and -A x ratio clipped to [1 - low, 1 + high].
+
+    `dual_clip` c > 1: where A < 0, at most -A x c (arXiv 1912.09729, eq. 5); 0: not used. Marked are the tokens that
+    have no gradient because their ratio is too small (A < 0) or too large (A > 0, or beyond c).
+    """
+    loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1.0 - low, 1.0 + high))
+    is_low = (ratio < 1.0 - low) & (advantages < 0)
+    is_high = (ratio > 1.0 + high) & (advantages > 0)
+    if dual_clip:
+        is_beyond = (ratio > dual_clip) & (advantages < 0)
+        loss, is_high = torch.where(is_beyond, -advantages * dual_clip, loss), is_high | is_beyond
+    return Loss(loss, ratio, is_low, is_high)
 
 
 def token_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
@@ -76,10 +234,10 @@ def token_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
 
 
 def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
-    """(pi(y) / pi_old(y))^(1 / |y|) of the sequence of each token, the geometric mean of its token ratios; 1 where masked.
+    """(pi(y) / pi_old(y))^(1 / |y|) of each token's sequence, the geometric mean of its token ratios; 1 where masked.
 
-    GSPO (arXiv 2507.18071), eq. 7. The log of it is clamped to +-20 (verl: only above, at 10). The gradient flows to every token of
-    the sequence.
+    GSPO (arXiv 2507.18071), eq. 7. The log of it is clamped to +-20 (verl: only above, at 10). The gradient flows to
+    every token of the sequence.
     """
     log_ratio = sequence_sum(torch.where(mask, logprobs - old_logprobs, 0.0), sequence_ids)
     lengths = sequence_sum(mask.to(logprobs.dtype), sequence_ids).clamp(min=1.0)
@@ -87,7 +245,7 @@ def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, sequenc
 
 
 def gspo_token_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
-    """The value of `sequence_ratio` with the gradient of each token's own log-probability alone: GSPO-token (arXiv 2507.18071), eq. 14."""
+    """The value of `sequence_ratio` with the gradient of each token's own log-prob alone: GSPO-token, eq. 14."""
     value = sequence_ratio(logprobs.detach(), old_logprobs, mask, sequence_ids)
     return value * torch.where(mask, logprobs - logprobs.detach(), 0.0).exp()
 
@@ -97,141 +255,264 @@ def sequence_sum(values: Tensor, sequence_ids: Tensor) -> Tensor:
     return torch.zeros_like(values).index_add(0, sequence_ids, values)[sequence_ids]
 
 
-# Policy losses, per token --------------------------------------------------------------------------------------------------------
+# KL, per token --------------------------------------------------------------------------------------------------------
+# Estimates of KL(policy || reference) from tokens that the policy sampled, with x = ref_logprob - logprob.
+# Schulman, "Approximating KL Divergence" (2020).
 
 
-def clipped_loss(
-    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float = 0.0
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, is_low, is_high): the larger of -A * ratio and -A * ratio clipped to [1 - clip_low, 1 + clip_high].
+def k1(x: Tensor) -> Tensor:
+    """-x: unbiased; as a loss on on-policy tokens its gradient has mean zero."""
+    return -x
 
-    PPO (arXiv 1707.06347), eq. 7; clip_high above clip_low is DAPO's clip-higher (arXiv 2503.14476, section 3.1). `dual_clip` c > 1:
-    where A < 0, at most -A * c (arXiv 1912.09729, eq. 5); 0: not used.
-    is_low and is_high mark the tokens that have no gradient because their ratio is too small (A < 0) or too large (A > 0, or beyond c).
+
+def k2(x: Tensor) -> Tensor:
+    """x^2 / 2: biased, but its gradient is that of KL(policy || reference)."""
+    return 0.5 * x.square()
+
+
+def k3(x: Tensor, *, kl_clamp: float) -> Tensor:
+    """exp(x) - x - 1: unbiased and never negative; as a loss its gradient is that of KL(reference || policy).
+
+    `kl_clamp` c > 0: x is clamped to +-20 and the value to +-c, as EasyR1 and verl do (`low_var_kl`, c = 10); a clamped
+    token has no gradient. 0: no clamps, as TRL.
     """
-    loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high))
-    is_low = (ratio < 1.0 - clip_low) & (advantages < 0)
-    is_high = (ratio > 1.0 + clip_high) & (advantages > 0)
-    if dual_clip:
-        is_beyond = (ratio > dual_clip) & (advantages < 0)
-        loss, is_high = torch.where(is_beyond, -advantages * dual_clip, loss), is_high | is_beyond
-    return loss, is_low, is_high
-
-
-def cispo_loss(
-    logprobs: Tensor, ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, is_low, is_high): -A * logprob, weighted with the detached ratio clipped to [1 - clip_low, 1 + clip_high].
-
-    CISPO, MiniMax-M1 (arXiv 2506.13585), eq. 4 and 5: no token loses its gradient, is_low and is_high mark those whose weight is
-    clipped. The paper sets no lower bound (clip_low 1) and tunes only clip_high; TRL's `epsilon_high` is our 1 + clip_high.
-    """
-    is_low, is_high = ratio < 1.0 - clip_low, ratio > 1.0 + clip_high
-    return -ratio.detach().clamp(1.0 - clip_low, 1.0 + clip_high) * advantages * logprobs, is_low, is_high
-
-
-def sapo_loss(ratio: Tensor, advantages: Tensor, tau_pos: float, tau_neg: float) -> Tensor:
-    """-A * sigmoid(tau * (ratio - 1)) * 4 / tau, with tau_pos where A > 0 and tau_neg elsewhere: a soft gate, nothing is clipped.
-
-    SAPO (arXiv 2511.20347), eq. 5. At ratio 1 the gradient is that of the plain ratio; the paper's tau are 1.0 and 1.05.
-    """
-    tau = torch.where(advantages > 0, advantages.new_tensor(tau_pos), tau_neg)  # in the precision of the advantages
-    return -advantages * torch.sigmoid(tau * (ratio - 1.0)) * 4.0 / tau
-
-
-def policy_gradient_loss(logprobs: Tensor, advantages: Tensor) -> Tensor:
-    """-A * logprob: REINFORCE (Williams, 1992). Without a ratio: later updates of a step are off-policy and not corrected."""
-    return -advantages * logprobs
-
-
-# KL ------------------------------------------------------------------------------------------------------------------------------
-
-
-def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k3", clamp: float = 10.0) -> Tensor:
-    """Per-token estimate of KL(policy || reference) from tokens that the policy sampled, with x = ref_logprob - logprob.
-
-    - k1: -x. k2: x^2 / 2. k3: exp(x) - x - 1, never negative. Schulman, "Approximating KL Divergence" (2020).
-    - k3+: the value of k3, the gradient of k2. As a loss on on-policy tokens k1 has a gradient of mean zero and k3 (not clamped) that of
-      the reverse divergence KL(reference || policy); k2's is the gradient of KL(policy || reference). verl has the same name for it.
-    `clamp` c > 0, for k3 and k3+: x is clamped to +-20 and the value of k3 to +-c, as EasyR1 and verl do (`low_var_kl`, c = 10); a
-    clamped k3 has no gradient, that of k3+ is not clamped. 0: no clamps, as TRL.
-    """
-    x = ref_logprobs - logprobs
-    if estimator == "k1":
-        return -x
-    k2 = 0.5 * x.square()
-    if estimator == "k2":
-        return k2
-    if clamp:
+    if kl_clamp:
         x = x.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    k3 = x.expm1() - x  # exp(x) - 1 would round small values of it away
-    if clamp:
-        k3 = k3.clamp(-clamp, clamp)
-    if estimator == "k3":
-        return k3
-    assert estimator == "k3+", f"unknown KL estimator {estimator!r}"
-    return k2 - k2.detach() + k3.detach()
+    value = x.expm1() - x  # exp(x) - 1 would round small values of it away
+    return value.clamp(-kl_clamp, kl_clamp) if kl_clamp else value
 
 
-# Sampler-trainer mismatch --------------------------------------------------------------------------------------------------------
+def k3_plus(x: Tensor, *, kl_clamp: float) -> Tensor:
+    """The value of k3 with the gradient of k2, which is not clamped. verl has the same name for it."""
+    value = k2(x)
+    return value - value.detach() + k3(x, kl_clamp=kl_clamp).detach()
 
 
-def rollout_weights(
-    old_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    mask: Tensor,
-    sequence_ids: Tensor,
-    kind: str,
-    low: float,
-    high: float,
-) -> tuple[Tensor, Tensor]:
-    """(weights, is_outside), per token and without gradient: how much more likely the trainer finds what the sampler drew.
+KL: dict[str, Callable[..., Tensor]] = {"k1": k1, "k2": k2, "k3": k3, "k3+": k3_plus}  # x -> estimate of the KL
 
-    The ratio is that of the same weights in two implementations: pi_old by the trainer over pi by vLLM, the log of it clamped to +-20.
-    - none: the ratio as it is, for the metrics alone.
-    - token_truncate: min(ratio, high). Truncated importance sampling: Yao et al., "Your Efficient RL Framework Secretly Brings You
-      Off-Policy RL Training" (2025). sequence_truncate: the same of the whole sequence, whose ratio is the product of its tokens': Liu et
-      al., "When Speed Kills Stability" (2025).
-    - token_mask: the ratio inside [low, high], 0 outside. IcePop (Ring-1T, arXiv 2510.18855), with 0.5 and 5. sequence_mask: the same
-      of the whole sequence.
-    `is_outside` marks the tokens whose weight is truncated or 0.
+
+# Sampler-trainer mismatch ---------------------------------------------------------------------------------------------
+# Weights of the policy loss, per token: how much more likely the trainer finds what the sampler drew, under the same
+# weights.
+
+
+def token_truncate(t: Tokens, *, rollout_correction_max: float) -> tuple[Tensor, Tensor]:
+    """min(ratio of the token, max).
+
+    Truncated importance sampling: Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
+    (2025).
     """
-    log_ratio = torch.where(mask, old_logprobs - rollout_logprobs, 0.0).detach()
-    if kind.startswith("sequence"):
-        log_ratio = sequence_sum(log_ratio, sequence_ids)
-    ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    if kind == "none":
-        return ratio, torch.zeros_like(mask)
-    if kind.endswith("truncate"):
-        return ratio.clamp(max=high), ratio > high
-    assert kind.endswith("mask"), f"unknown correction {kind!r}"
+    return truncated(mismatch(t), rollout_correction_max)
+
+
+def sequence_truncate(t: Tokens, *, rollout_correction_max: float) -> tuple[Tensor, Tensor]:
+    """min(ratio of the sequence, max), the product of its tokens' ratios.
+
+    Liu et al., "When Speed Kills Stability" (2025).
+    """
+    return truncated(mismatch(t, of_sequence=True), rollout_correction_max)
+
+
+def token_mask(t: Tokens, *, rollout_correction_min: float, rollout_correction_max: float) -> tuple[Tensor, Tensor]:
+    """The ratio of the token inside [min, max], 0 outside. IcePop (Ring-1T, arXiv 2510.18855), with 0.5 and 5."""
+    return masked(mismatch(t), rollout_correction_min, rollout_correction_max)
+
+
+def sequence_mask(t: Tokens, *, rollout_correction_min: float, rollout_correction_max: float) -> tuple[Tensor, Tensor]:
+    """The ratio of the sequence inside [min, max], 0 outside."""
+    return masked(mismatch(t, of_sequence=True), rollout_correction_min, rollout_correction_max)
+
+
+def no_correction(t: Tokens) -> tuple[Tensor, Tensor]:
+    """The ratio is measured and not used."""
+    return mismatch(t), torch.zeros_like(t.mask)
+
+
+CORRECTIONS: dict[
+    str, Callable[..., tuple[Tensor, Tensor]]
+] = {  # Tokens -> (weights, which of them are truncated or 0)
+    "none": no_correction,
+    "token_truncate": token_truncate,
+    "sequence_truncate": sequence_truncate,
+    "token_mask": token_mask,
+    "sequence_mask": sequence_mask,
+}
+
+
+def mismatch(t: Tokens, of_sequence: bool = False) -> Tensor:
+    """pi_old by the trainer / pi_old by the sampler, without gradient, the log of it clamped to +-20; 1 where
+    masked.
+    """
+    log_ratio = torch.where(t.mask, t.old_logprobs - t.rollout_logprobs, 0.0).detach()
+    if of_sequence:
+        log_ratio = sequence_sum(log_ratio, t.sequence_ids)
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def truncated(ratio: Tensor, high: float) -> tuple[Tensor, Tensor]:
+    return ratio.clamp(max=high), ratio > high
+
+
+def masked(ratio: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
     is_outside = (ratio < low) | (ratio > high)
     return torch.where(is_outside, 0.0, ratio), is_outside
 
 
-# Aggregation ---------------------------------------------------------------------------------------------------------------------
+# Aggregation ----------------------------------------------------------------------------------------------------------
+# What each token of a completion counts in the loss of an update, shape B: the loss is the sum of weight x loss of
+# token. `lengths_B` are the trained tokens of all completions of the update, over all ranks and micro-batches (0: the
+# completion is left out, and not counted as a sequence). That makes loss and gradient independent of packing and of the
+# number of ranks.
 
 
-def aggregation_weights(lengths_B: Tensor, kind: str, constant: float) -> Tensor:
-    """What each token of a completion counts in the loss of an update, shape B; the loss is the sum of weight x loss of token.
+def token_mean(lengths_B: Tensor) -> Tensor:
+    """Mean over all tokens of the update: long completions count more.
 
-    `lengths_B` are the trained tokens of all completions of the update, over all ranks and micro-batches (0: the completion is left
-    out, and not counted as a sequence): that is what makes loss and gradient independent of packing and of the number of ranks.
-    - token_mean: 1 / (all tokens of the update), as verl and EasyR1. Long completions count more. DAPO (arXiv 2503.14476), eq. 12, writes
-      it for the tokens of one group.
-    - seq_mean_token_mean: 1 / (sequences x own length). GRPO (arXiv 2402.03300), eq. 3. Each completion counts the same.
-    - seq_mean_token_sum_norm: 1 / (sequences x constant). Dr. GRPO (arXiv 2503.20783): the constant is the limit of the completion length.
+    As verl and EasyR1. DAPO (arXiv 2503.14476), eq. 12, writes it for the tokens of one group.
     """
-    lengths_B = lengths_B.double()
-    num_sequences = (lengths_B > 0).sum().clamp(min=1)
-    if kind == "token_mean":
-        return (1.0 / lengths_B.sum().clamp(min=1)).expand(len(lengths_B)).float()
-    if kind == "seq_mean_token_mean":
-        return (1.0 / (num_sequences * lengths_B.clamp(min=1))).float()
-    assert kind == "seq_mean_token_sum_norm", f"unknown aggregation {kind!r}"
-    return (1.0 / (num_sequences * constant)).expand(len(lengths_B)).float()
+    return (1.0 / lengths_B.double().sum().clamp(min=1)).expand(len(lengths_B)).float()
+
+
+def seq_mean_token_mean(lengths_B: Tensor) -> Tensor:
+    """Mean over the completions of their token means: each completion counts the same.
+
+    GRPO (arXiv 2402.03300), eq. 3.
+    """
+    return (1.0 / (num_sequences(lengths_B) * lengths_B.double().clamp(min=1))).float()
+
+
+def seq_mean_token_sum_norm(lengths_B: Tensor, *, loss_constant_tokens: int) -> Tensor:
+    """Mean over the completions of their token sums / a constant.
+
+    Dr. GRPO (arXiv 2503.20783): the limit of the length.
+    """
+    return (1.0 / (num_sequences(lengths_B) * loss_constant_tokens)).expand(len(lengths_B)).float()
+
+
+AGGREGATIONS: dict[str, Callable[..., Tensor]] = {  # lengths_B -> weights_B
+    "token_mean": token_mean,
+    "seq_mean_token_mean": seq_mean_token_mean,
+    "seq_mean_token_sum_norm": seq_mean_token_sum_norm,
+}
+
+
+def num_sequences(lengths_B: Tensor) -> Tensor:
+    """Completions of which a token is trained, at least 1."""
+    return (lengths_B > 0).sum().clamp(min=1)
+
+
+# The loss -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """The choices of a run. The functions have their flags bound: they take the tensors alone."""
+
+    advantage: Callable[[Graded], Tensor]
+    policy_loss: Callable[[Tokens], Loss | Tensor]
+    kl_estimator: Callable[[Tensor], Tensor]
+    rollout_correction: Callable[[Tokens], tuple[Tensor, Tensor]]
+    loss_aggregation: Callable[[Tensor], Tensor]
+    is_corrected: bool  # the rollout correction's weights enter the loss
+    kl_coef: float
+    kl_in: str  # "loss" or "reward"
+    entropy_coef: float
+    group_size: int
+    temperature: float  # logits are divided by it, in the sampler and in the trainer
+    num_iterations: int  # passes over a rollout
+    description: str  # what the flags amount to, in words: the log's first line
+
+    @property
+    def has_penalties(self) -> bool:
+        """The KL to the reference is taken off the rewards."""
+        return self.kl_coef > 0 and self.kl_in == "reward"
+
+
+Values = dict[str, Tensor]
+
+
+def total_loss(
+    batch: Batch, logprobs_N: Tensor, old_logprobs_N: Tensor, entropies_N: Tensor, algorithm: Algorithm
+) -> tuple[Tensor, Values, Values]:
+    """(loss_N, what the metrics average over tokens, what they take the maximum of).
+
+    The loss is the policy loss, weighted for the sampler's mismatch, + coefficient x KL - coefficient x entropy.
+    """
+    mask_N = batch.loss_mask_N
+    t = Tokens(logprobs_N, old_logprobs_N, batch.rollout_logprobs_N, batch.advantages_N, mask_N, batch.sequence_ids_N)
+    loss = as_loss(algorithm.policy_loss(t), t)
+    loss_N, ratio_N = loss.per_token, loss.ratio
+    weights_N, is_outside_N = algorithm.rollout_correction(t)
+    gap_N = (old_logprobs_N.exp() - batch.rollout_logprobs_N.exp()).abs()
+    means = {
+        "policy/entropy": entropies_N,
+        "policy/clip_frac": loss.is_low | loss.is_high,
+        "policy/clip_frac_low": loss.is_low,
+        "policy/clip_frac_high": loss.is_high,
+        "policy/approx_kl": k3(logprobs_N - old_logprobs_N, kl_clamp=10.0),
+        "policy/rollout_gap_mean": gap_N,
+        "policy/rollout_kl": k3(old_logprobs_N - batch.rollout_logprobs_N, kl_clamp=10.0),
+        "weight": weights_N,
+        "weight_squared": weights_N.square(),
+    }
+    maxima = {"policy/ratio_max": ratio_N, "policy/ratio_min": -ratio_N, "policy/rollout_gap_max": gap_N}
+    if algorithm.is_corrected:
+        loss_N = loss_N * weights_N
+        means["policy/rollout_clip_frac"] = is_outside_N
+    if batch.ref_logprobs_N is not None:
+        kl_N = algorithm.kl_estimator(batch.ref_logprobs_N - logprobs_N)
+        means["policy/kl_ref"] = kl_N
+        if algorithm.kl_in == "loss":
+            loss_N = loss_N + algorithm.kl_coef * kl_N
+    if algorithm.entropy_coef:
+        loss_N = loss_N - algorithm.entropy_coef * entropies_N
+    return loss_N, means, maxima
+
+
+def as_loss(found: Loss | Tensor, t: Tokens) -> Loss:
+    """The loss with all its fields, whatever the function left out."""
+    loss = found if isinstance(found, Loss) else Loss(found)
+    nothing = torch.zeros_like(t.mask)
+    ratio = token_ratio(t.logprobs, t.old_logprobs) if loss.ratio is None else loss.ratio
+    is_low, is_high = (nothing if marked is None else marked for marked in (loss.is_low, loss.is_high))
+    return Loss(loss.per_token, ratio, is_low, is_high)
+
+
+def try_out(flag: str, given: str, function: Callable) -> None:
+    """Raises ValueError if a function of the user's fails on a few random tokens, or returns another shape, or no
+    finite numbers.
+    """
+    logprobs, old, rollout, advantages = torch.randn(4, 7, generator=torch.Generator().manual_seed(0)) - 3.0
+    mask, sequence_ids = torch.ones(7, dtype=torch.bool), torch.tensor([0, 0, 0, 0, 1, 1, 1])
+    tokens = Tokens(logprobs.requires_grad_(), old, rollout, advantages + 3.0, mask, sequence_ids)
+    graded = Graded(torch.tensor([[1.0, 0.0]]), torch.tensor([1.0] * 4 + [0.0] * 3), torch.tensor([4, 3]), mask)
+    argument = {"--advantage": graded, "--policy_loss": tokens, "--kl_estimator": old - rollout}[flag]
+    try:
+        found = function(argument)
+    except Exception as error:  # noqa: BLE001  the user's code may raise anything
+        raise ValueError(
+            f"{flag} {given} fails on a trial with 7 random tokens: {type(error).__name__}: {error}"
+        ) from None
+    found = found.per_token if isinstance(found, Loss) else found
+    check_returned(f"{flag} {given}", found, [(7,), (1, 2)] if flag == "--advantage" else [(7,)])
+    if flag == "--policy_loss" and not found.requires_grad:
+        raise ValueError(f"{flag} {given} returned a loss without a gradient: compute it from `t.logprobs`.")
+
+
+def check_returned(what: str, found: object, shapes: list[tuple[int, ...]]) -> None:
+    """Raises ValueError if it is no tensor of one of these shapes, or has a value that is not finite."""
+    if not isinstance(found, Tensor) or tuple(found.shape) not in shapes:
+        got = f"the shape {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        raise ValueError(
+            f"{what} returned {got}; needed is a tensor of the shape {' or '.join(str(list(x)) for x in shapes)}."
+        )
+    if not found.isfinite().all():
+        raise ValueError(f"{what} returned values that are not finite.")
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """Scalar: the sum over positions where the boolean mask is true. Elsewhere the gradient is exactly 0, also beside inf or nan."""
+    """Scalar: the sum over positions where the mask is true.
+
+    Elsewhere the gradient is exactly 0, also beside inf or nan.
+    """
     return torch.where(mask, values, 0.0).sum()

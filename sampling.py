@@ -1,96 +1,130 @@
-"""Which prompts a step samples, and on which of its groups it trains: all, or with DAPO's dynamic sampling those that carry a signal.
+"""The Sampler: draws prompts, samples and grades their completions, until a step has its P groups.
 
-Dynamic sampling (arXiv 2503.14476, section 3.2): a group whose completions are all right or all wrong has advantage 0 and teaches nothing.
-It is put aside and further prompts are sampled, in rounds, until P groups with a signal are there. At most `--max_sampling_rounds`: then
-the groups put aside first fill the gap, so a step always has P groups, and what has no signal stays without effect. Groups with a
-signal beyond P are not used. Prompts are drawn from the data in a row, over all epochs; how far is kept in the checkpoint.
+Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): a group whose completions are all correct or all incorrect has
+advantage 0 and teaches nothing. It is put aside, and further prompts are sampled, in rounds, until P groups with a
+signal are there. After `--max_sampling_rounds` the groups put aside first fill the gap, so a step always has P groups.
+Groups with a signal beyond P are not used. Prompts are then drawn from the data in a row, over all epochs; how far is
+kept in the checkpoint (`state`).
 """
 
 from __future__ import annotations
 
 import math
-from argparse import Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from batch import Rollout
 from data import PromptData
-from metrics import Metrics
-from reward import Grade
+from flags import Sampling
+from metrics import Metrics, reward_metrics, rollout_metrics
+from reward import Grader
+from rollout import Engine
+from run import Run
 
 
 @dataclass(frozen=True)
-class Groups:
-    """Sampled and graded groups: the prompts' rows in the training data, their completions prompt-major, and the grades of those."""
+class Draws:
+    """Which prompts a step samples, and which of its groups it trains on."""
 
-    indices_P: np.ndarray
-    rollout: Rollout
-    grades: list[Grade]
-
-    @property
-    def group_size(self) -> int:
-        return len(self.grades) // len(self.indices_P)
-
-    def take(self, groups: np.ndarray) -> Groups:
-        """The groups of these numbers, in this order."""
-        indices_B = (groups[:, None] * self.group_size + np.arange(self.group_size)).flatten()
-        return Groups(self.indices_P[groups], self.rollout.take(indices_B), [self.grades[b] for b in indices_B])
-
-    @staticmethod
-    def concatenate(parts: list[Groups]) -> Groups:
-        return Groups(
-            np.concatenate([part.indices_P for part in parts]),
-            Rollout.concatenate([part.rollout for part in parts]),
-            [grade for part in parts for grade in part.grades],
-        )
-
-    def has_signal_P(self, dynamic_sampling: str) -> np.ndarray:
-        """bool: "right": some completions of the group are right and some are not (DAPO, eq. 11); otherwise: not all rewards are equal."""
-        assert self.rollout.is_right_B is not None and self.rollout.rewards_B is not None, "groups are graded"
-        if dynamic_sampling == "right":
-            is_right_PG = self.rollout.is_right_B.reshape(len(self.indices_P), -1)
-            return is_right_PG.any(axis=1) & ~is_right_PG.all(axis=1)
-        rewards_PG = self.rollout.rewards_B.reshape(len(self.indices_P), -1)
-        return rewards_PG.max(axis=1) > rewards_PG.min(axis=1)
+    prompts_per_step: int
+    group_size: int
+    seed: int
+    keep_last: bool
+    dynamic_sampling: str  # "off"; a group has a signal if some completions are "correct", or if a "reward" differs
+    max_sampling_rounds: int
+    truncated: str  # "mask": what was cut is compared with like the others, but left out of the loss
 
 
-def draw_prompts(data: PromptData, step: int, num_drawn: int, count: int, args: Namespace) -> np.ndarray:
-    """The rows of the next `count` prompts: those of the step; with dynamic sampling, those after the `num_drawn` of the run so far."""
-    if args.dynamic_sampling == "off":
-        return data.indices_of_step(step, args.prompts_per_step, args.seed, args.keep_last)
-    return data.indices_from(num_drawn, count, args.seed)
+class Sampler:
+    """Fills steps with graded groups. The same on every rank."""
+
+    def __init__(self, engine: Engine, grader: Grader, data: PromptData, draws: Draws, sampling: Sampling, run: Run):
+        self.engine, self.grader, self.data, self.draws, self.sampling, self.run = (
+            engine, grader, data, draws, sampling, run,
+        )  # fmt: skip
+        self.num_drawn = 0  # prompts sampled so far, in the order of the data
+        self.seconds_RE: list[np.ndarray] = []  # of each round of this step, what each engine took
+        self.sampled: Rollout | None = None  # all completions of this step, also those that are not trained on
+
+    def state(self) -> dict[str, int]:
+        """What a resumed run needs: goes into the checkpoint."""
+        return {"prompts_drawn": self.num_drawn}
+
+    def restore(self, state: dict[str, int]) -> None:
+        self.num_drawn = state["prompts_drawn"]
+
+    def collect(self, step: int) -> tuple[Rollout, Metrics]:
+        """P groups of G graded completions to train on, and the metrics of all that were sampled for them."""
+        rounds: list[Rollout] = []
+        self.seconds_RE = []
+        while count := prompts_to_sample(rounds, self.draws):
+            rounds.append(self.sample_round(step, len(rounds), count))
+        self.sampled = Rollout.concatenate(rounds)
+        self.run.reward_failures(step, self.sampled)
+        chosen, metrics = choose_groups(self.sampled, len(rounds), self.draws)
+        metrics |= rollout_metrics(self.sampled, self.draws.group_size) | reward_metrics(self.sampled.grades)
+        return chosen, metrics
+
+    def sample_round(self, step: int, number: int, count: int) -> Rollout:
+        """The graded completions of the next `count` prompts; what is finished is graded while the others are
+        sampled.
+        """
+        draws = self.draws
+        if draws.dynamic_sampling == "off":
+            indices_P = self.data.indices_of_step(step, draws.prompts_per_step, draws.seed, draws.keep_last)
+        else:
+            indices_P = self.data.indices_from(self.num_drawn, count, draws.seed)
+        self.num_drawn += count
+        rows = [self.data.rows[i] for i in indices_P]
+        on_finished = self.grader.submit_to(rows, self.sampling)
+        rollout = self.engine.sample(rows, self.sampling, (draws.seed, step, 0, number), "sample", on_finished)
+        self.seconds_RE.append(self.engine.seconds_E)
+        with self.run.phase("reward"):
+            grades = self.grader.collect_from_ranks()
+        is_trained_B = ~rollout.is_truncated_B if draws.truncated == "mask" else None
+        return replace(rollout, grades=grades, is_trained_B=is_trained_B)
 
 
-def prompts_to_sample(rounds: list[Groups], args: Namespace) -> int:
+def has_signal_P(rollout: Rollout, draws: Draws) -> np.ndarray:
+    """bool: "correct": some completions of the group are correct and some are not (DAPO, eq. 11); else: rewards
+    differ.
+    """
+    of_groups = rollout.is_correct_B if draws.dynamic_sampling == "correct" else rollout.rewards_B
+    values_PG = of_groups.reshape(-1, draws.group_size)
+    return values_PG.max(axis=1) > values_PG.min(axis=1)
+
+
+def prompts_to_sample(rounds: list[Rollout], draws: Draws) -> int:
     """How many prompts the next round of the step samples, given the rounds so far; 0: the step is complete.
 
     As many as are expected to fill the gap, at the share of groups with a signal seen so far, but at most P.
     """
     if not rounds:
-        return args.prompts_per_step
-    if args.dynamic_sampling == "off" or len(rounds) == args.max_sampling_rounds:
+        return draws.prompts_per_step
+    if draws.dynamic_sampling == "off" or len(rounds) == draws.max_sampling_rounds:
         return 0
-    num_sampled = sum(len(groups.indices_P) for groups in rounds)
-    num_kept = sum(int(groups.has_signal_P(args.dynamic_sampling).sum()) for groups in rounds)
-    missing = max(args.prompts_per_step - num_kept, 0)
-    return min(math.ceil(missing * num_sampled / max(num_kept, 1)), args.prompts_per_step)
+    num_sampled = sum(len(rollout.rows) for rollout in rounds) // draws.group_size
+    num_kept = sum(int(has_signal_P(rollout, draws).sum()) for rollout in rounds)
+    missing = max(draws.prompts_per_step - num_kept, 0)
+    return min(math.ceil(missing * num_sampled / max(num_kept, 1)), draws.prompts_per_step)
 
 
-def choose_groups(rounds: list[Groups], args: Namespace) -> tuple[Groups, Groups, Metrics]:
-    """(all groups that were sampled, the P groups to train on, metrics of the choice)."""
-    sampled = Groups.concatenate(rounds)
-    if args.dynamic_sampling == "off":
-        return sampled, sampled, {}
-    has_signal_P = sampled.has_signal_P(args.dynamic_sampling)
-    with_signal, without_signal = np.flatnonzero(has_signal_P), np.flatnonzero(~has_signal_P)
-    kept = with_signal[: args.prompts_per_step]
-    filling = without_signal[: args.prompts_per_step - len(kept)]
+def choose_groups(sampled: Rollout, num_rounds: int, draws: Draws) -> tuple[Rollout, Metrics]:
+    """The P groups to train on, and metrics of the choice."""
+    if draws.dynamic_sampling == "off":
+        return sampled, {}
+    is_kept_P = has_signal_P(sampled, draws)
+    with_signal, without_signal = np.flatnonzero(is_kept_P), np.flatnonzero(~is_kept_P)
+    kept = with_signal[: draws.prompts_per_step]
+    filling = without_signal[: draws.prompts_per_step - len(kept)]
     metrics = {
-        "sampling/rounds": float(len(rounds)),
-        "sampling/prompts": float(len(has_signal_P)),
+        "sampling/rounds": float(num_rounds),
+        "sampling/prompts": float(len(is_kept_P)),
         "sampling/groups_without_signal": float(len(without_signal)),
         "sampling/groups_unused": float(len(with_signal) - len(kept)),
         "sampling/groups_filled": float(len(filling)),
     }
-    return sampled, sampled.take(np.sort(np.concatenate([kept, filling]))), metrics
+    groups = np.sort(np.concatenate([kept, filling]))
+    indices_B = (groups[:, None] * draws.group_size + np.arange(draws.group_size)).flatten()
+    return sampled.take(indices_B), metrics

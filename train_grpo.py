@@ -1,568 +1,184 @@
-"""Trains a language model with GRPO on verifiable rewards: flags, checks, and the loop.
+"""Trains a language model with GRPO on verifiable rewards: the set-up, then the loop.
 
     torchrun --nproc_per_node 8 train_grpo.py --model Qwen/Qwen2.5-7B --train_data math.jsonl --out_dir runs/math ...
 
-Every rank runs this file. It holds a shard of the policy (FSDP2) and a part of a sampling engine (vLLM), and sees the whole step:
-all completions, all rewards, and one plan of who trains what. Read `main` first, then the files in the order of the loop: `data.py`,
-`sampling.py`, `rollout.py`, `reward.py`, `update.py`, `grpo.py`, `batch.py`, `policy.py`, `fsdp_utils.py`, `checkpoint.py`, `metrics.py`.
-Dimensions: `batch.py`.
+Every rank runs this file. It holds a shard of the policy (FSDP2) and a part of a sampling engine (vLLM), and sees the whole
+step: all completions, all rewards, and one plan of who trains what. To understand a step, read the loop below, then
+`sampling.py`, `rollout.py`, `batch.py` (with the dimension key), `update.py`, `grpo.py`, `policy.py`, `fsdp_utils.py`.
 Starting the same command again continues from the last checkpoint in --out_dir.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Iterable
-from dataclasses import replace
+from argparse import Namespace
+from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-from torch.nn import Parameter
-from torch.optim import AdamW, Optimizer
+from flags import check_flags, exit_with_error, parse_flags
 
-import checkpoint
-from algorithm import add_algorithm_flags, describe_algorithm
-from batch import Rollout
-from data import PromptData, add_data_flags
-from evaluate import evaluate, gather_grades, submit_to
-from fsdp_utils import World, close_world, exit_with_error, gather_from_ranks, init_world, is_main_process, shard
-from inputs import check_and_load_data, prepare_data
-from metrics import Metrics, PhaseTimer, RunLog, reward_metrics, rollout_metrics
-from model.lora import add_adapter, add_lora_flags, describe_parameters, dropout_on, merged_parameters
-from model.optimizer import ChunkedAdamW
-from model.vision import most_images
-from model.weights import fill
-from plan import Plan, learning_rate
-from planner.dry_run import add_dry_run_flags, dry_run
-from policy import DTYPES, Policy, check_alignment, compile_layers, empty_policy
-from reward import Grade, add_reward_flags
-from sampling import Groups, choose_groups, draw_prompts, prompts_to_sample
-from throughput import throughput
-from update import (
-    add_advantages,
-    add_logprobs,
-    compute_advantages,
-    gather_penalties,
-    merge_updates,
-    pack_updates,
-    update_policy,
+if __name__ == "__main__":  # a mistake in a flag is reported before torch, transformers and vLLM are imported
+    ARGS = parse_flags()
+    if ARGS.dry_run:
+        from planner.dry_run import dry_run
+
+        sys.exit(dry_run(ARGS))
+    check_flags(ARGS)
+
+from transformers import PreTrainedTokenizerBase
+
+from checkpoint import Writer, checkpoints, link_final, load
+from data import PromptData, read_system_prompt
+from evaluate import Evaluator, check_names, settings_per_set
+from flags import AdamW, EngineSettings, Grading, Lora, Memory, PromptFormat, Sampling
+from flags import algorithm_of, free_on_resume, make_plan, take
+from fsdp_utils import (
+    check_launch,
+    close_world,
+    gather_from_ranks,
+    init_world,
+    is_engine_leader_process,
+    is_main_process,
 )
+from model.sizes import check_model, load_config
+from model.vision import Vision, load_processor
+from policy import build_policy, check_device
+from reward import Grader
+from run import Run, open_run_folder
+from sampling import Draws, Sampler
+from update import add_advantages, add_logprobs, pack_updates, update_policy
 
 
-class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Wide lines, the type in the place of the value, and a default only where there is one."""
+@dataclass(frozen=True)
+class Inputs:
+    """What the user gives, read and checked before any weight is read."""
 
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=36, width=140)
-
-    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
-        return action.type.__name__ if action.type else "text"
-
-    def _get_help_string(self, action: argparse.Action) -> str:
-        has_default = not (action.required or action.nargs in (0, "*") or action.default is None)
-        return super()._get_help_string(action) if has_default else action.help
+    tokenizer: PreTrainedTokenizerBase
+    vision: Vision | None  # what reads images; None if the model sees none
+    train_parts: list[PromptData]
+    eval_sets: list[PromptData]
+    grader: Grader
 
 
-def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line as attributes of the same names."""
-    parser = argparse.ArgumentParser(
-        usage="torchrun --nproc_per_node RANKS train_grpo.py --model MODEL --train_data FILE --out_dir FOLDER --total_steps N [flags]",
-        description="Trains a language model with GRPO on verifiable rewards. One rank per GPU; on CPU, as many as you like. "
-        "One step = one rollout of P prompts x G completions; one update = one optimizer step. "
-        "Starting the same command again continues from the last checkpoint.",
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument_group("model and data").add_argument
-    add(
-        "--model",
-        required=True,
-        help="the starting policy, also the reference and the tokenizer: folder in Hugging Face format or hub id",
-    )
-    add(
-        "--train_data",
-        nargs="+",
-        required=True,
-        help="training problems: one or more sources WHAT[@SPLIT][#ROWS], see data.py",
-    )
-    add(
-        "--data_weights",
-        nargs="+",
-        type=float,
-        help="shares of the sources in an epoch; default: each row of each source once",
-    )
-    add(
-        "--keep_last",
-        action="store_true",
-        help="fill an epoch's last partial step from the next epoch instead of dropping it",
-    )
-    add("--eval_data", nargs="*", default=[], help="held-out problems: sources, each reported under its own name")
-    add(
-        "--out_dir",
-        required=True,
-        help="the run folder; made if missing, continued if it holds a run of the same flags",
-    )
-
-    add_data_flags(parser)
-    add_reward_flags(parser, default="exact")
-
-    add = parser.add_argument_group("batch, counted in prompts").add_argument
-    add(
-        "--prompts_per_step",
-        type=int,
-        default=32,
-        help="P: prompts sampled each step, over all ranks; divisible by the number of engines",
-    )
-    add("--group_size", type=int, default=8, help="G: completions per prompt, compared with each other; at least 2")
-    add(
-        "--prompts_per_update",
-        type=int,
-        help="prompts per update, over all ranks; divides P: P / this = updates a pass; default: P",
-    )
-    add(
-        "--passes_per_step",
-        type=int,
-        default=1,
-        help="how often a rollout is trained on; the later passes are off-policy",
-    )
-    add(
-        "--micro_batch_tokens",
-        type=int,
-        default=8192,
-        help="most tokens that one rank packs into one forward and backward pass (memory)",
-    )
-    add(
-        "--share_prompts",
-        action="store_true",
-        help="the completions of a prompt that are packed together share it: it is computed once",
-    )
-    add("--total_steps", type=int, help="length of training in steps (give this, or one of the next two)")
-    add(
-        "--epochs",
-        type=int,
-        help="length of training in passes over the data; the last partial step of each is dropped",
-    )
-    add("--total_episodes", type=int, help="length of training in completions, rounded down to whole steps")
-    add(
-        "--stop_after",
-        type=int,
-        help="end after this step, with a checkpoint; the schedule stays that of the whole length",
-    )
-
-    add = parser.add_argument_group("sampling").add_argument
-    add(
-        "--temperature",
-        type=float,
-        default=1.0,
-        help="of the sampler and of the trainer's log-probabilities: logits are divided by it",
-    )
-    add(
-        "--max_completion_tokens",
-        type=int,
-        default=1024,
-        help="a completion is cut (is_truncated) after this many tokens",
-    )
-    add("--tensor_parallel_size", type=int, default=1, help="ranks per vLLM engine; divides the number of ranks")
-    add(
-        "--gpu_memory_utilization",
-        type=float,
-        default=0.6,
-        help="CUDA: share of GPU memory that vLLM may take while it is awake",
-    )
-    add(
-        "--enforce_eager",
-        action="store_true",
-        help="CUDA: no CUDA graphs in vLLM (starts faster, samples slower); always so on CPU",
-    )
-    add(
-        "--seed",
-        type=int,
-        default=1,
-        help="of data order and sampling; every random draw is a function of it, the step and the engine",
-    )
-
-    add_algorithm_flags(parser)
-    add_lora_flags(parser)
-
-    add = parser.add_argument_group("optimizer (AdamW)").add_argument
-    add("--learning_rate", type=float, default=1e-6, help="peak learning rate")
-    add(
-        "--lr_schedule",
-        choices=["constant", "cosine", "linear"],
-        default="constant",
-        help="after the warm-up; the last two fall to 0",
-    )
-    add(
-        "--warmup_ratio",
-        type=float,
-        default=0.0,
-        help="share of all updates in which the rate rises linearly to its peak",
-    )
-    add("--weight_decay", type=float, default=0.0, help="decoupled, on all trained parameters")
-    add("--adam_beta1", type=float, default=0.9, help="decay of the mean gradient")
-    add("--adam_beta2", type=float, default=0.999, help="decay of the mean squared gradient")
-    add("--max_grad_norm", type=float, default=1.0, help="the global gradient norm is clipped to this")
-    add(
-        "--max_skipped_updates",
-        type=int,
-        default=3,
-        help="an update with a non-finite loss or gradient is skipped; so many in a row end the run",
-    )
-
-    add = parser.add_argument_group("precision and memory").add_argument
-    add(
-        "--dtype",
-        choices=list(DTYPES),
-        default="bfloat16",
-        help="of trainer and sampler arithmetic; gradients are reduced in fp32",
-    )
-    add(
-        "--param_dtype",
-        choices=list(DTYPES),
-        default="float32",
-        help="of parameters, gradients, Adam's moments: 16 bytes a parameter, or 10: fp32 parameters in two halves (optimizer.py)",
-    )
-    add(
-        "--offload",
-        choices=["none", "optimizer", "all"],
-        default="none",
-        help="what lives in host RAM: nothing; the optimizer's state, which streams through the GPU; that, parameters and gradients",
-    )
-    add(
-        "--offload_reference",
-        action="store_true",
-        help="the reference's shards live in host RAM; each layer's is fetched as it is needed",
-    )
-    add(
-        "--gradient_checkpointing",
-        action="store_true",
-        help="recompute each decoder layer in the backward pass instead of keeping it",
-    )
-    add(
-        "--offload_activations",
-        action="store_true",
-        help="what the backward pass needs waits in host RAM; beside checkpointing: less",
-    )
-    add(
-        "--compile_layers",
-        action="store_true",
-        help="CUDA: torch.compile of the decoder layers, a minute or more at the first step",
-    )
-    add(
-        "--reduce_gradients_once",
-        action="store_true",
-        help="per update, not per micro-batch: less traffic, for 4 bytes a trained parameter on every GPU",
-    )
-    add(
-        "--gather_parameters_once",
-        action="store_true",
-        help="per update, or pass for log-probs, not per micro-batch: less traffic, for all of the policy in --dtype on every GPU",
-    )
-    add(
-        "--timeout_minutes",
-        type=float,
-        default=30.0,
-        help="a rank that waits longer than this for the others ends the run",
-    )
-
-    add = parser.add_argument_group("evaluation and checkpoints, counted in steps").add_argument
-    add("--eval_every", type=int, default=0, help="evaluate after every so many steps and after the last; 0: never")
-    add("--eval_before_training", action="store_true", help="evaluate the starting policy, too, as step 0")
-    add(
-        "--eval_samples",
-        type=int,
-        nargs="+",
-        default=[1],
-        help="k: completions per held-out problem; one number for all sets or one each",
-    )
-    add(
-        "--eval_temperature",
-        type=float,
-        nargs="+",
-        default=[1.0],
-        help="temperature of held-out sampling; 0 is greedy; for all or each",
-    )
-    add("--eval_top_p", type=float, nargs="+", default=[1.0], help="nucleus sampling in evaluation; for all or each")
-    add(
-        "--eval_max_completion_tokens",
-        type=int,
-        nargs="+",
-        help="limit in evaluation; for all or each; default: the training's",
-    )
-    add(
-        "--save_every",
-        type=int,
-        default=0,
-        help="write a checkpoint after every so many steps; after the last there always is one",
-    )
-    add("--keep_checkpoints", type=int, default=3, help="remove older checkpoints beyond so many; 0: keep all")
-    add(
-        "--async_checkpoint",
-        action="store_true",
-        help="write them in the background, from a copy in host RAM, while training goes on",
-    )
-    add(
-        "--profile_steps",
-        type=int,
-        nargs="*",
-        default=[],
-        help="steps whose trace is written to OUT_DIR/profile, one file per rank",
-    )
-    add_dry_run_flags(parser)
-    args = parser.parse_args(argv)
-    if args.prompts_per_update is None:
-        args.prompts_per_update = args.prompts_per_step
-    if args.eval_max_completion_tokens is None:
-        args.eval_max_completion_tokens = [args.max_completion_tokens]
-    return args
+def load_inputs(args: Namespace) -> Inputs:
+    """Raises ValueError, OSError or RuntimeError for everything that is wrong with the user's input."""
+    check_launch(args.tensor_parallel_size, args.dtype)
+    check_names(args.eval_data)
+    config = load_config(args.model)
+    limits = (args.max_prompt_tokens, max(args.max_completion_tokens, *args.eval_max_completion_tokens))
+    check_config(args.model, config, limits, args.tensor_parallel_size)
+    lora, memory = take(Lora, args), take(Memory, args)
+    check_policy(config, lora, memory)
+    prompt_format = take(PromptFormat, args, system_prompt=read_system_prompt(args.system_prompt))
+    tokenizer, vision = load_processor(args.model, config, prompt_format)
+    train_parts = [PromptData.load(source, prompt_format, tokenizer, args.seed, vision) for source in args.train_data]
+    make_plan(args, len(PromptData.mix(train_parts, args.data_weights).rows))  # raises if weights or rows are wrong
+    # Held-out sets are the same problems whatever the run's seed: 0 draws the #ROWS.
+    eval_sets = [PromptData.load(source, prompt_format, tokenizer, 0, vision) for source in args.eval_data]
+    grader = Grader(take(Grading, args), args.tensor_parallel_size)
+    return Inputs(tokenizer, vision, train_parts, eval_sets, held_out_settings(args), grader)
 
 
-def build_policy(args: argparse.Namespace, world: World) -> tuple[Policy, Policy | None, Optimizer]:
-    """The sharded policy, the sharded frozen reference (None without a KL term), and the policy's optimizer.
-
-    With LoRA the reference is the policy itself, with its adapter off.
-    """
-    dtype = DTYPES[args.dtype]
-    policy = empty_policy(
-        args.model, dtype if args.lora_rank else DTYPES[args.param_dtype], args.gradient_checkpointing
-    )
-    if args.lora_rank:
-        add_adapter(policy, args)
-    if args.compile_layers:
-        compile_layers(policy)
-    settings = {"on_host": args.offload == "all", "stays_gathered": args.gather_parameters_once}
-    device = shard(policy, policy.layers, world, dtype, **settings)
-    fill(policy, policy.model, args.model, device)
-    optimizer = make_optimizer([parameter for parameter in policy.parameters() if parameter.requires_grad], args)
-    if args.kl_coef == 0.0:
-        return policy, None, optimizer
-    if args.lora_rank:
-        return policy, policy, optimizer
-    reference = empty_policy(args.model, dtype).requires_grad_(False)
-    device = shard(reference, reference.layers, world, dtype, on_host=args.offload_reference)
-    fill(reference, reference.model, args.model, device)
-    return policy, reference, optimizer
-
-
-def make_optimizer(parameters: Iterable[Parameter], args: argparse.Namespace) -> Optimizer:
-    """AdamW: torch's own where fp32 masters and their state are on the device, else ours, which does the same in less memory."""
-    settings = {
-        "lr": args.learning_rate,
-        "betas": (args.adam_beta1, args.adam_beta2),
-        "weight_decay": args.weight_decay,
-    }
-    if args.param_dtype == "float32" and args.offload == "none":
-        return AdamW(parameters, **settings, fused=True)
-    return ChunkedAdamW(parameters, **settings, is_state_on_host=args.offload == "optimizer")
-
-
-def with_rewards(rollout: Rollout, grades: list[Grade], truncated: str) -> Rollout:
-    """The rollout with its grades; `truncated` "mask": what was cut is compared with like the others, but left out of the loss."""
-    return replace(
-        rollout,
-        rewards_B=np.array([grade.reward for grade in grades], dtype=np.float32),
-        is_right_B=np.array([grade.is_right for grade in grades]),
-        is_trained_B=~rollout.is_truncated_B if truncated == "mask" else None,
-    )
-
-
-def describe_run(args: argparse.Namespace, plan: Plan, datasets: list[PromptData], world: World, log: RunLog) -> None:
-    """Prints what the flags amount to, before anything takes time: derived numbers, data counts, the first prompt as the model sees it."""
-    log.say(
-        f"{world.size} ranks on {world.device.type}, {world.num_engines} engines of {world.tp_size}; "
-        f"{args.prompts_per_step} prompts x {args.group_size} = {plan.completions_per_step} completions a step, "
-        f"{plan.updates_per_step} updates a step, {plan.steps_per_epoch:g} steps an epoch, {plan.total_steps} steps in all"
-    )
-    log.say(describe_algorithm(args))
-    for data in datasets:
-        log.say("\n".join(data.describe()))
-    log.excluded([(data.name, where, reason) for data in datasets for where, reason in data.excluded])
-    log.say(f"first prompt: {datasets[0].texts[0]!r}")
-
-
-def finish(out_dir: Path, last_step: int, log: RunLog) -> None:
-    """What a complete run has beyond its checkpoints: `final` and the curves. Safe to repeat, after a kill in the middle of it, say."""
-    if log.is_main:
-        checkpoint.link_final(out_dir, last_step)
-    log.plot()
-
-
-def main() -> None:
-    args = parse_flags()
+def main(args: Namespace) -> None:
     try:
-        if args.dry_run:
-            sys.exit(dry_run(args))
-        inputs = check_and_load_data(args)
-        out_dir = Path(args.out_dir)
-        lock = checkpoint.open_run_folder(out_dir, vars(args)) if is_main_process() else None
+        algorithm, inputs, out_dir = algorithm_of(args), load_inputs(args), Path(args.out_dir)
+        lock = open_run_folder(out_dir, vars(args), free_on_resume(args)) if is_main_process() else None
         world = init_world(args.tensor_parallel_size, args.timeout_minutes)
-        if args.share_prompts:
-            check_alignment(world.device)
-        train_data, eval_sets, plan = prepare_data(args, inputs, world)
+        parts = [inputs.grader.check_keys(data, world) for data in inputs.train_parts]
+        eval_sets = [inputs.grader.check_keys(data, world) for data in inputs.eval_sets]
+        train_data = PromptData.mix(parts, args.data_weights)
+        plan, memory = make_plan(args, len(train_data.rows)), take(Memory, args)
     except (ValueError, OSError, RuntimeError) as error:
         exit_with_error(error)
-    log = RunLog(out_dir, world.is_main, plan.total_steps)
-    describe_run(args, plan, [train_data, *eval_sets], world, log)
-    saved = gather_from_ranks(checkpoint.checkpoints(out_dir))[0]  # what the main process sees is what all go by
+    run = Run(out_dir, lock, world, plan.total_steps, args.profile_steps, args.max_skipped_updates)
+    run.say(describe_run(plan, world))
+    run.say(algorithm.description)
+    run.describe_data([train_data, *eval_sets])
+
+    saved = gather_from_ranks(checkpoints(out_dir))[0]  # all ranks use the main process's list of checkpoints
     first_step = saved[-1][0] + 1 if saved else 1
     last_step = min(plan.total_steps, args.stop_after or plan.total_steps)
     if first_step > last_step:
-        finish(out_dir, saved[-1][0], log)
-        longer = "--stop_after" if last_step < plan.total_steps else "--total_steps"
-        log.say(
-            f"{out_dir} is complete: it has a checkpoint of step {saved[-1][0]}. To go on, raise {longer} or change --out_dir."
-        )
-        close_world()
-        return
+        run.finish(saved[-1][0], is_whole=last_step == plan.total_steps)
+        return close_world()
 
-    from rollout import (  # here, not above: vLLM takes seconds to import, and bad input should be told at once
-        Engine,
-        largest_share,
-    )
+    from rollout import Engine, largest_share  # here: vLLM takes seconds to import, and bad input is reported before
 
     try:
-        policy, reference, optimizer = build_policy(args, world)
+        has_reference = algorithm.kl_coef > 0
+        lora, adamw = take(Lora, args), take(AdamW, args)
+        policy, reference, optimizer = build_policy(args.model, memory, lora, adamw, has_reference, args.seed, world)
     except ValueError as error:  # weights that do not fit config.json
         exit_with_error(error)
-    log.say(describe_parameters(policy, args))
-    dtype = DTYPES[args.dtype]
-    max_model_len = args.max_prompt_tokens + max(args.max_completion_tokens, *args.eval_max_completion_tokens)
-    options = (max_model_len, dtype, args.gpu_memory_utilization, args.enforce_eager, args.seed)
-    max_images = most_images(images for data in [train_data, *eval_sets] for images in data.images)
-    evaluations = [(len(data.rows), each.samples) for data, each in zip(eval_sets, inputs.eval_settings, strict=True)]
-    sequences = largest_share([(args.prompts_per_step, args.group_size), *evaluations], world)
-    engine = Engine(args.model, inputs.tokenizer, world, *options, inputs.vision, max_images, most_sequences=sequences)
-    processor = inputs.vision.processor if inputs.vision else inputs.tokenizer  # goes into the checkpoints
-    writer = checkpoint.Writer(out_dir, processor, dtype, args.keep_checkpoints, args.async_checkpoint, world)
-    num_drawn = 0  # prompts sampled so far, in the order of the data
+    run.say(policy.describe())
+    engine = build_engine(args, inputs, train_data, eval_sets, world)
+    sampling = take(Sampling, args, num_samples=args.group_size, top_p=1.0)
+    sampler = Sampler(engine, inputs.grader, train_data, take(Draws, args), sampling, run)
+    evaluator = Evaluator(eval_sets, inputs.eval_settings, inputs.grader, args.seed, out_dir)
+    writer = Writer(out_dir, inputs.processor, args.keep_checkpoints, args.async_checkpoint, world)
     if saved:
-        num_drawn = checkpoint.load(saved[-1][1], policy, optimizer)
-        log.say(f"continues from {saved[-1][1]}")
-    if world.is_main:
-        checkpoint.describe_start(out_dir, world, resumed_from=first_step - 1)
-    engine.sync(
-        merged_parameters(policy.model, dtype)
-    )  # from the trainer, always: also a resumed run samples from the policy it trains
-
-    def evaluate_all(step: int) -> Metrics:
-        metrics = {}
-        for index, (data, settings) in enumerate(zip(eval_sets, inputs.eval_settings, strict=True), start=1):
-            where = (out_dir / "eval" / f"step_{step}", world.is_main)
-            metrics |= evaluate(engine, data, inputs.grader, settings, (args.seed, step, index), *where).metrics()
-        return metrics
-
-    timer = PhaseTimer(args.profile_steps, out_dir / "profile", world.rank)
+        sampler.restore(load(saved[-1][1], policy, optimizer))
+        run.say(f"continues from {saved[-1][1]}")
+    run.describe_start(resumed_from=first_step - 1)
+    engine.sync(policy.full_weights())  # also a resumed run samples from the policy it trains
     if args.eval_before_training and first_step == 1:
-        with timer.phase("evaluate"):
-            metrics = evaluate_all(step=0)
-        log.log(0, metrics | timer.take())
+        with run.phase("evaluate"):
+            metrics = evaluator.run(engine, step=0)
+        run.log(0, metrics)
 
-    num_skipped_in_a_row = 0
-    for step in range(first_step, last_step + 1):
-        timer.begin(step)
-        rounds: list[Groups] = []  # one; with --dynamic_sampling as many as it takes to fill the step
-        engine_seconds: list[np.ndarray] = []
-        while count := prompts_to_sample(rounds, args):
-            # 1. Sample: every engine answers its share of the prompts, G times each; what is finished is graded meanwhile.
-            with timer.phase("sample"):
-                indices_P = draw_prompts(train_data, step, num_drawn, count, args)
-                num_drawn += count
-                prompts_P, images_P = (
-                    [values[i] for i in indices_P] for values in (train_data.prompts, train_data.images)
-                )
-                on_finished = submit_to(
-                    inputs.grader, train_data, indices_P, args.group_size, args.max_completion_tokens
-                )
-                options = (args.temperature, args.max_completion_tokens)
-                seed = (args.seed, step, 0, len(rounds))
-                rollout = engine.sample(
-                    prompts_P, args.group_size, seed, *options, on_finished=on_finished, images=images_P
-                )
-                engine_seconds.append(engine.seconds_E)
-
-            # 2. Reward: wait for the grades that are still missing, and share them.
-            with timer.phase("reward"):
-                grades = gather_grades(inputs.grader)
-                rounds.append(Groups(indices_P, with_rewards(rollout, grades, args.truncated), grades))
-        with timer.phase("sleep"):
-            engine.sleep()
-        sampled, trained, metrics = choose_groups(rounds, args)
-
-        # 3. Log-probs under weights that have not changed yet, where they are needed: by later updates, and for the KL to the reference.
-        with timer.phase("pack"):
-            updates = pack_updates(trained.rollout, plan, args, world, policy.parity_length)
-        with timer.phase("logprobs"):
-            updates = add_logprobs(updates, policy, reference, args)
-
-        # 4. Advantage: compare each completion with the other answers to its own prompt.
-        with timer.phase("advantage"):
-            penalties = gather_penalties(trained.rollout, updates, args)
-            rollout = compute_advantages(trained.rollout, penalties, args)
-            updates = add_advantages(updates, rollout)
-
-        # 5. Update: one optimizer step per mini-batch of prompts.
-        with timer.phase("update"):
-            update_metrics = []
-            tokens_of_update = np.split(rollout.trained_lengths_B, plan.updates_per_pass) * args.passes_per_step
-            for i, batches in enumerate(updates * args.passes_per_step):
-                update_index = (step - 1) * plan.updates_per_step + i
-                rate = learning_rate(
-                    update_index, args.learning_rate, args.lr_schedule, plan.warmup_updates, plan.total_updates
-                )
-                num_tokens = max(int(tokens_of_update[i].sum()), 1)
-                with dropout_on(policy, (args.seed, update_index), world):
-                    update_metrics.append(
-                        update_policy(policy, optimizer, batches, num_tokens, i == 0, rate, args, world)
-                    )
-                num_skipped_in_a_row = num_skipped_in_a_row + 1 if update_metrics[-1]["optim/skipped_updates"] else 0
-                if num_skipped_in_a_row >= args.max_skipped_updates:
-                    raise FloatingPointError(
-                        f"step {step}: loss or gradient not finite in {num_skipped_in_a_row} updates in a row."
-                    )
-
-        # 6. Sync: the new weights stream into the engine, which forgets what it cached under the old ones.
-        with timer.phase("sync"):
-            engine.sync(merged_parameters(policy.model, dtype))
-
-        # 7. Evaluate: held-out problems, under the new weights.
+    for step in run.steps(first_step, last_step):
         is_last = step == last_step
-        metrics |= (
-            rollout_metrics(sampled.rollout, args.group_size)
-            | reward_metrics(sampled.grades)
-            | merge_updates(update_metrics)
-        )
+        # 1. Sample G completions to each of P prompts; each is graded as soon as it is finished.
+        with run.phase("sample"):
+            rollout, metrics = sampler.collect(step)
+        with run.phase("sleep"):
+            engine.sleep()  # and gives its memory to the trainer
+
+        # 2. Log-probs of the sampled tokens under the old policy and the reference, where the loss needs them.
+        with run.phase("pack"):
+            updates = pack_updates(rollout, plan, algorithm, memory, policy, world)
+        with run.phase("logprobs"):
+            updates = add_logprobs(updates, policy, reference, algorithm)
+
+        # 3. Advantage: how much better is a completion than the others of its group?
+        with run.phase("advantage"):
+            rollout, updates = add_advantages(rollout, updates, algorithm)
+
+        # 4. Update: one optimizer step per mini-batch of prompts.
+        with run.phase("update"):
+            for i, update in enumerate(updates * plan.num_iterations):
+                run.record(update_policy(policy, optimizer, update, algorithm, plan.update(step, i), memory, world))
+
+        # 5. Sync: the new weights go to the engine, one parameter at a time.
+        with run.phase("sync"):
+            engine.sync(policy.full_weights())
+
+        # 6. Evaluate on held-out problems, under the new weights.
         if args.eval_every and (is_last or step % args.eval_every == 0):
-            with timer.phase("evaluate"):
-                metrics |= evaluate_all(step)
+            with run.phase("evaluate"):
+                metrics |= evaluator.run(engine, step)
 
-        # 8. Log: one line of metrics, a few samples. Before the checkpoint, so that a kill in between costs a repeated step, not a line.
-        with timer.phase("log"):
-            log.samples(step, rollout, trained.grades, [train_data.rows[i] for i in trained.indices_P], args.group_size)
-            rows_P = [train_data.rows[i] for i in sampled.indices_P]
-            log.reward_failures(step, sampled.rollout, sampled.grades, rows_P, args.group_size)
-        metrics |= timer.take()
-        metrics |= throughput(metrics, sampled.rollout, rollout, updates, engine_seconds, args, policy, world)
-        log.log(step, metrics)
+        # 7. Log, before the checkpoint: a kill in between repeats a step and loses no line.
+        with run.phase("log"):
+            run.samples(step, rollout, args.group_size)
+        metrics |= throughput(run.metrics(), sampler, rollout, updates, policy, world)
+        run.log(step, metrics)
 
-        # 9. Checkpoint: whole or not at all; and the curves. Its time is counted in the next step's line.
+        # 8. Checkpoint: whole or not at all. Its time is counted in the next step's line.
         if is_last or (args.save_every and step % args.save_every == 0):
-            with timer.phase("checkpoint"):
-                writer.save(step, policy, optimizer, num_drawn)
-                log.plot()
+            with run.phase("checkpoint"):
+                writer.save(step, policy, optimizer, sampler.state())
+                run.plot()
 
     writer.wait()
-    finish(out_dir, last_step, log)
-    log.say(f"done: {out_dir}/final holds the policy, {out_dir}/curves.png the curves")
-    if inputs.grader is not None:
-        inputs.grader.close()
+    run.finish(last_step)
+    inputs.grader.close()
     engine.close()
     close_world()
-    del lock  # held open until here
 
 
 if __name__ == "__main__":
     try:
-        main()
+        main(ARGS)
     except KeyboardInterrupt:
         sys.exit("interrupted: the same command continues from the last checkpoint" if is_main_process() else 1)

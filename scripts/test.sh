@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Installs what the tests need, if it is missing, and runs all of them. Arguments go to pytest: `bash scripts/test.sh -k packing`.
+# Installs what the tests need, if it is missing, and runs them: all, or those of the files that are named.
+# Arguments go to pytest: `bash scripts/test.sh tests/test_batch.py -k packing`.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup.sh
@@ -8,4 +9,10 @@ if [ "$(cat .venv/installed-dev 2> /dev/null)" != "$(sha256sum < requirements-de
     pip install --quiet --disable-pip-version-check --no-deps -r requirements-dev.txt
     sha256sum < requirements-dev.txt > .venv/installed-dev
 fi
-exec python -m pytest tests "$@"
+tests=(tests)
+for argument in "$@"; do
+    if [ -e "${argument%%::*}" ]; then
+        tests=() # pytest gets the paths with the other arguments
+    fi
+done
+exec python -m pytest "${tests[@]}" "$@"

@@ -18,13 +18,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from model.vision import PromptImages
+
+if TYPE_CHECKING:
+    from data import Row
+    from reward import Grade
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,12 @@ class Rollout:
         None  # float32: what each token of the sequence counts in the loss of its update
     )
     advantages: list[np.ndarray] | None = None  # float32, one per completion token
+    rows: list[Row] | None = None  # the row of each completion
+    grades: list[Grade] | None = None
+
+    @property
+    def is_correct_B(self) -> np.ndarray | None:
+        return self.is_right_B
 
     @property
     def completion_lengths_B(self) -> np.ndarray:

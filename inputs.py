@@ -10,7 +10,8 @@ import torch
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from data import PromptData, prompt_format_of
-from evaluate import Settings, check_names, settings_per_set, without_bad_keys
+from evaluate import check_names, settings_per_set, without_bad_keys
+from flags import Sampling
 from fsdp_utils import World, check_launch, is_engine_leader_process, launched_world_size
 from model.lora import check_lora
 from model.vision import Vision, load_processor
@@ -26,7 +27,7 @@ class Inputs:
     vision: Vision | None  # of a model that sees
     train_parts: list[PromptData]
     eval_sets: list[PromptData]
-    eval_settings: list[Settings]
+    eval_settings: list[Sampling]
     grader: Grader | None  # on each engine's first rank
 
 

@@ -24,11 +24,12 @@ from torch.optim import AdamW, Optimizer
 import checkpoint
 from algorithm import add_algorithm_flags, describe_algorithm
 from batch import Rollout
-from data import PromptData, add_data_flags
-from evaluate import evaluate, gather_grades, submit_to
-from fsdp_utils import World, close_world, exit_with_error, gather_from_ranks, init_world, is_main_process, shard
+from data import PromptData, Row, add_data_flags
+from evaluate import Evaluator, gather_grades, submit_to
+from flags import free_on_resume
+from fsdp_utils import World, close_world, exit_with_error, init_world, is_main_process, shard
 from inputs import check_and_load_data, prepare_data
-from metrics import Metrics, PhaseTimer, RunLog, reward_metrics, rollout_metrics
+from metrics import reward_metrics, rollout_metrics, throughput, work_of_step
 from model.lora import add_adapter, add_lora_flags, describe_parameters, dropout_on, merged_parameters
 from model.optimizer import ChunkedAdamW
 from model.vision import most_images
@@ -37,14 +38,13 @@ from plan import Plan, learning_rate
 from planner.dry_run import add_dry_run_flags, dry_run
 from policy import DTYPES, Policy, check_alignment, compile_layers, empty_policy
 from reward import Grade, add_reward_flags
+from run import Run, open_run_folder
 from sampling import Groups, choose_groups, draw_prompts, prompts_to_sample
-from throughput import throughput
 from update import (
     add_advantages,
     add_logprobs,
     compute_advantages,
     gather_penalties,
-    merge_updates,
     pack_updates,
     update_policy,
 )
@@ -357,35 +357,35 @@ def make_optimizer(parameters: Iterable[Parameter], args: argparse.Namespace) ->
     return ChunkedAdamW(parameters, **settings, is_state_on_host=args.offload == "optimizer")
 
 
-def with_rewards(rollout: Rollout, grades: list[Grade], truncated: str) -> Rollout:
+def with_rewards(rollout: Rollout, rows: list[Row], grades: list[Grade], truncated: str) -> Rollout:
     """The rollout with its grades; `truncated` "mask": what was cut is compared with like the others, but left out of the loss."""
     return replace(
         rollout,
         rewards_B=np.array([grade.reward for grade in grades], dtype=np.float32),
-        is_right_B=np.array([grade.is_right for grade in grades]),
+        is_right_B=np.array([grade.is_correct for grade in grades]),
         is_trained_B=~rollout.is_truncated_B if truncated == "mask" else None,
+        rows=rows,
+        grades=grades,
     )
 
 
-def describe_run(args: argparse.Namespace, plan: Plan, datasets: list[PromptData], world: World, log: RunLog) -> None:
+def describe_run(args: argparse.Namespace, plan: Plan, datasets: list[PromptData], world: World, run: Run) -> None:
     """Prints what the flags amount to, before anything takes time: derived numbers, data counts, the first prompt as the model sees it."""
-    log.say(
+    run.say(
         f"{world.size} ranks on {world.device.type}, {world.num_engines} engines of {world.tp_size}; "
         f"{args.prompts_per_step} prompts x {args.group_size} = {plan.completions_per_step} completions a step, "
         f"{plan.updates_per_step} updates a step, {plan.steps_per_epoch:g} steps an epoch, {plan.total_steps} steps in all"
     )
-    log.say(describe_algorithm(args))
-    for data in datasets:
-        log.say("\n".join(data.describe()))
-    log.excluded([(data.name, where, reason) for data in datasets for where, reason in data.excluded])
-    log.say(f"first prompt: {datasets[0].texts[0]!r}")
+    run.say(describe_algorithm(args))
+    run.describe_data(datasets)
+    run.say(f"first prompt: {datasets[0].texts[0]!r}")
 
 
-def finish(out_dir: Path, last_step: int, log: RunLog) -> None:
+def finish(run: Run, last_step: int) -> None:
     """What a complete run has beyond its checkpoints: `final` and the curves. Safe to repeat, after a kill in the middle of it, say."""
-    if log.is_main:
-        checkpoint.link_final(out_dir, last_step)
-    log.plot()
+    if run.world.is_main:
+        checkpoint.link_final(run.out_dir, last_step)
+    run.plot()
 
 
 def main() -> None:
@@ -395,23 +395,22 @@ def main() -> None:
             sys.exit(dry_run(args))
         inputs = check_and_load_data(args)
         out_dir = Path(args.out_dir)
-        lock = checkpoint.open_run_folder(out_dir, vars(args)) if is_main_process() else None
+        lock = open_run_folder(out_dir, vars(args), free_on_resume(args)) if is_main_process() else None
         world = init_world(args.tensor_parallel_size, args.timeout_minutes)
         if args.share_prompts:
             check_alignment(world.device)
         train_data, eval_sets, plan = prepare_data(args, inputs, world)
     except (ValueError, OSError, RuntimeError) as error:
         exit_with_error(error)
-    log = RunLog(out_dir, world.is_main, plan.total_steps)
-    describe_run(args, plan, [train_data, *eval_sets], world, log)
-    saved = gather_from_ranks(checkpoint.checkpoints(out_dir))[0]  # what the main process sees is what all go by
-    first_step = saved[-1][0] + 1 if saved else 1
-    last_step = min(plan.total_steps, args.stop_after or plan.total_steps)
+    run = Run(out_dir, lock, world, plan.total_steps, args.profile_steps, args.max_skipped_updates)
+    describe_run(args, plan, [train_data, *eval_sets], world, run)
+    saved_step, saved = checkpoint.latest(out_dir)
+    first_step, last_step = saved_step + 1, min(plan.total_steps, args.stop_after or plan.total_steps)
     if first_step > last_step:
-        finish(out_dir, saved[-1][0], log)
+        finish(run, saved_step)
         longer = "--stop_after" if last_step < plan.total_steps else "--total_steps"
-        log.say(
-            f"{out_dir} is complete: it has a checkpoint of step {saved[-1][0]}. To go on, raise {longer} or change --out_dir."
+        run.say(
+            f"{out_dir} is complete: it has a checkpoint of step {saved_step}. To go on, raise {longer} or change --out_dir."
         )
         close_world()
         return
@@ -425,47 +424,47 @@ def main() -> None:
         policy, reference, optimizer = build_policy(args, world)
     except ValueError as error:  # weights that do not fit config.json
         exit_with_error(error)
-    log.say(describe_parameters(policy, args))
+    run.say(describe_parameters(policy, args))
     dtype = DTYPES[args.dtype]
     max_model_len = args.max_prompt_tokens + max(args.max_completion_tokens, *args.eval_max_completion_tokens)
     options = (max_model_len, dtype, args.gpu_memory_utilization, args.enforce_eager, args.seed)
     max_images = most_images(images for data in [train_data, *eval_sets] for images in data.images)
-    evaluations = [(len(data.rows), each.samples) for data, each in zip(eval_sets, inputs.eval_settings, strict=True)]
+    evaluations = [
+        (len(data.rows), each.num_samples) for data, each in zip(eval_sets, inputs.eval_settings, strict=True)
+    ]
     sequences = largest_share([(args.prompts_per_step, args.group_size), *evaluations], world)
     engine = Engine(args.model, inputs.tokenizer, world, *options, inputs.vision, max_images, most_sequences=sequences)
     processor = inputs.vision.processor if inputs.vision else inputs.tokenizer  # goes into the checkpoints
     writer = checkpoint.Writer(out_dir, processor, dtype, args.keep_checkpoints, args.async_checkpoint, world)
     num_drawn = 0  # prompts sampled so far, in the order of the data
     if saved:
-        num_drawn = checkpoint.load(saved[-1][1], policy, optimizer)
-        log.say(f"continues from {saved[-1][1]}")
-    if world.is_main:
-        checkpoint.describe_start(out_dir, world, resumed_from=first_step - 1)
+        num_drawn = checkpoint.load(saved, policy, optimizer)["prompts_drawn"]
+        run.say(f"continues from {saved}")
+    run.describe_start(resumed_from=saved_step)
     engine.sync(
         merged_parameters(policy.model, dtype)
     )  # from the trainer, always: also a resumed run samples from the policy it trains
 
-    def evaluate_all(step: int) -> Metrics:
-        metrics = {}
-        for index, (data, settings) in enumerate(zip(eval_sets, inputs.eval_settings, strict=True), start=1):
-            where = (out_dir / "eval" / f"step_{step}", world.is_main)
-            metrics |= evaluate(engine, data, inputs.grader, settings, (args.seed, step, index), *where).metrics()
-        return metrics
+    evaluator = Evaluator(
+        eval_sets,
+        inputs.eval_settings,
+        inputs.grader,
+        args.seed,
+        out_dir / "eval",
+        args.eval_every,
+        args.eval_before_training,
+    )
+    if first_step == 1 and evaluator.is_due(0):
+        with run.phase("evaluate"):
+            metrics = evaluator.run(engine, 0)
+        run.log(0, metrics)
 
-    timer = PhaseTimer(args.profile_steps, out_dir / "profile", world.rank)
-    if args.eval_before_training and first_step == 1:
-        with timer.phase("evaluate"):
-            metrics = evaluate_all(step=0)
-        log.log(0, metrics | timer.take())
-
-    num_skipped_in_a_row = 0
-    for step in range(first_step, last_step + 1):
-        timer.begin(step)
+    for step in run.steps(first_step, last_step):
         rounds: list[Groups] = []  # one; with --dynamic_sampling as many as it takes to fill the step
         engine_seconds: list[np.ndarray] = []
         while count := prompts_to_sample(rounds, args):
             # 1. Sample: every engine answers its share of the prompts, G times each; what is finished is graded meanwhile.
-            with timer.phase("sample"):
+            with run.phase("sample"):
                 indices_P = draw_prompts(train_data, step, num_drawn, count, args)
                 num_drawn += count
                 prompts_P, images_P = (
@@ -482,28 +481,28 @@ def main() -> None:
                 engine_seconds.append(engine.seconds_E)
 
             # 2. Reward: wait for the grades that are still missing, and share them.
-            with timer.phase("reward"):
+            with run.phase("reward"):
                 grades = gather_grades(inputs.grader)
-                rounds.append(Groups(indices_P, with_rewards(rollout, grades, args.truncated), grades))
-        with timer.phase("sleep"):
+                rows = [train_data.rows[i] for i in np.repeat(indices_P, args.group_size)]
+                rounds.append(Groups(indices_P, with_rewards(rollout, rows, grades, args.truncated), grades))
+        with run.phase("sleep"):
             engine.sleep()
         sampled, trained, metrics = choose_groups(rounds, args)
 
         # 3. Log-probs under weights that have not changed yet, where they are needed: by later updates, and for the KL to the reference.
-        with timer.phase("pack"):
+        with run.phase("pack"):
             updates = pack_updates(trained.rollout, plan, args, world, policy.parity_length)
-        with timer.phase("logprobs"):
+        with run.phase("logprobs"):
             updates = add_logprobs(updates, policy, reference, args)
 
         # 4. Advantage: compare each completion with the other answers to its own prompt.
-        with timer.phase("advantage"):
+        with run.phase("advantage"):
             penalties = gather_penalties(trained.rollout, updates, args)
             rollout = compute_advantages(trained.rollout, penalties, args)
             updates = add_advantages(updates, rollout)
 
         # 5. Update: one optimizer step per mini-batch of prompts.
-        with timer.phase("update"):
-            update_metrics = []
+        with run.phase("update"):
             tokens_of_update = np.split(rollout.trained_lengths_B, plan.updates_per_pass) * args.passes_per_step
             for i, batches in enumerate(updates * args.passes_per_step):
                 update_index = (step - 1) * plan.updates_per_step + i
@@ -512,53 +511,41 @@ def main() -> None:
                 )
                 num_tokens = max(int(tokens_of_update[i].sum()), 1)
                 with dropout_on(policy, (args.seed, update_index), world):
-                    update_metrics.append(
-                        update_policy(policy, optimizer, batches, num_tokens, i == 0, rate, args, world)
-                    )
-                num_skipped_in_a_row = num_skipped_in_a_row + 1 if update_metrics[-1]["optim/skipped_updates"] else 0
-                if num_skipped_in_a_row >= args.max_skipped_updates:
-                    raise FloatingPointError(
-                        f"step {step}: loss or gradient not finite in {num_skipped_in_a_row} updates in a row."
-                    )
+                    run.record(update_policy(policy, optimizer, batches, num_tokens, i == 0, rate, args, world))
 
         # 6. Sync: the new weights stream into the engine, which forgets what it cached under the old ones.
-        with timer.phase("sync"):
+        with run.phase("sync"):
             engine.sync(merged_parameters(policy.model, dtype))
 
         # 7. Evaluate: held-out problems, under the new weights.
         is_last = step == last_step
-        metrics |= (
-            rollout_metrics(sampled.rollout, args.group_size)
-            | reward_metrics(sampled.grades)
-            | merge_updates(update_metrics)
-        )
-        if args.eval_every and (is_last or step % args.eval_every == 0):
-            with timer.phase("evaluate"):
-                metrics |= evaluate_all(step)
+        metrics |= rollout_metrics(sampled.rollout, args.group_size) | reward_metrics(sampled.grades)
+        if evaluator.is_due(step, is_last):
+            with run.phase("evaluate"):
+                metrics |= evaluator.run(engine, step)
 
         # 8. Log: one line of metrics, a few samples. Before the checkpoint, so that a kill in between costs a repeated step, not a line.
-        with timer.phase("log"):
-            log.samples(step, rollout, trained.grades, [train_data.rows[i] for i in trained.indices_P], args.group_size)
-            rows_P = [train_data.rows[i] for i in sampled.indices_P]
-            log.reward_failures(step, sampled.rollout, sampled.grades, rows_P, args.group_size)
-        metrics |= timer.take()
-        metrics |= throughput(metrics, sampled.rollout, rollout, updates, engine_seconds, args, policy, world)
-        log.log(step, metrics)
+        with run.phase("log"):
+            run.samples(step, rollout, args.group_size)
+            run.reward_failures(step, sampled.rollout)
+        metrics |= run.metrics()
+        options = (args.passes_per_step, bool(args.lora_rank), args.share_prompts)
+        work = work_of_step(sampled.rollout, rollout, updates, policy, *options)
+        run.log(step, metrics | throughput(work, engine_seconds, metrics, world))
 
         # 9. Checkpoint: whole or not at all; and the curves. Its time is counted in the next step's line.
         if is_last or (args.save_every and step % args.save_every == 0):
-            with timer.phase("checkpoint"):
-                writer.save(step, policy, optimizer, num_drawn)
-                log.plot()
+            with run.phase("checkpoint"):
+                writer.save(step, policy, optimizer, {"prompts_drawn": num_drawn})
+                run.plot()
 
     writer.wait()
-    finish(out_dir, last_step, log)
-    log.say(f"done: {out_dir}/final holds the policy, {out_dir}/curves.png the curves")
+    finish(run, last_step)
+    run.say(f"done: {out_dir}/final holds the policy, {out_dir}/curves.png the curves")
     if inputs.grader is not None:
         inputs.grader.close()
     engine.close()
     close_world()
-    del lock  # held open until here
 
 
 if __name__ == "__main__":

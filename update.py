@@ -23,10 +23,10 @@ from fsdp_utils import (
     clip_grad_norm,
     gather_from_ranks,
     keep_gathered,
-    max_over_ranks,
+    max_over_trainers,
     reduce_gradients,
     release_gathered,
-    sum_over_ranks,
+    sum_over_trainers,
 )  # fmt: skip
 from metrics import Metrics
 from model.lora import adapter_off
@@ -242,8 +242,8 @@ def update_policy(
             policy
         )  # the last backward pass has done it; what stayed would be used as it is after the weights have changed
     grad_norm = clip_grad_norm(policy, args.max_grad_norm)
-    totals = sum_over_ranks(torch.stack(sums).sum(dim=0))
-    largest = max_over_ranks(torch.stack(extremes).amax(dim=0))
+    totals = sum_over_trainers(torch.stack(sums).sum(dim=0))
+    largest = max_over_trainers(torch.stack(extremes).amax(dim=0))
     is_finite = bool(torch.isfinite(grad_norm) & torch.isfinite(totals[0]))
     if is_finite:
         for group in optimizer.param_groups:
@@ -261,20 +261,4 @@ def update_policy(
 def idle_share(batches: list[Batch], policy: Policy, world: World) -> float:
     """The share of the update in which a rank waits for another, by cost: the ranks meet in each micro-batch, at its costliest."""
     costs = torch.tensor([batch.cost(policy.parity_length) for batch in batches])
-    return 1.0 - (sum_over_ranks(costs).sum() / (max_over_ranks(costs).sum() * world.size)).item()
-
-
-def merge_updates(updates: list[Metrics]) -> Metrics:
-    """The metrics of a step's updates as one: extremes of extremes, the sum of skipped updates, the last learning rate, else the mean."""
-    merged = {}
-    for name in updates[0]:
-        values = [metrics[name] for metrics in updates]
-        if name.endswith("_max"):
-            merged[name] = max(values)
-        elif name.endswith("_min"):
-            merged[name] = min(values)
-        elif name == "optim/skipped_updates":
-            merged[name] = sum(values)
-        else:
-            merged[name] = values[-1] if name == "optim/lr" else sum(values) / len(values)
-    return merged
+    return 1.0 - (sum_over_trainers(costs).sum() / (max_over_trainers(costs).sum() * world.size)).item()

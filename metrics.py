@@ -62,7 +62,7 @@ def reward_metrics(grades: list[Grade]) -> Metrics:
 def merge_updates(updates: list[Metrics]) -> Metrics:
     """The metrics of a step's updates as one: maximum of what ends in `_max`, minimum of `_min`, otherwise the mean."""
     merged = {}
-    for name in updates[0]:
+    for name in updates[0] if updates else ():
         values = [metrics[name] for metrics in updates]
         if name.endswith("_max"):
             merged[name] = max(values)

@@ -1,4 +1,4 @@
-"""Mistakes of the user end the program before any model is loaded, and say what was given, what is required and what to do."""
+"""Mistakes of the user end the program before any model is loaded, and say what was given and what to do."""
 
 import json
 import shutil

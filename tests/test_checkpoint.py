@@ -1,4 +1,4 @@
-"""Checkpoints on one rank: saved whole or not at all, restored to the bit, with the state of the loop; old ones removed."""
+"""Checkpoints on one rank: saved whole or not at all, restored to the bit with the state of the loop."""
 
 import json
 

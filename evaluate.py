@@ -3,15 +3,11 @@
     python evaluate.py --model runs/x/step_90 --data math500.jsonl aime24.jsonl --reward math --samples 1 32
     torchrun --nproc_per_node 8 evaluate.py --model Qwen/Qwen2.5-7B ...     # eight engines share the problems
 
-Figures, each with its standard error over problems:
-
-    avg@k           the mean score of k samples of a problem
-    pass@k          the chance that at least one of k is correct: 1 - C(n-c, k) / C(n, k) for c correct ones of n, which is
-                    unbiased (Chen et al. 2021)
-    maj@k           the chance that the most frequent answer of k is correct; ties count in part
-    frac_truncated  the share of completions that were cut; also tokens_mean, their length, and frac_failed, not graded
-
-A completion is correct if the first verifier of the reward gives it a score of 1 or more.
+Figures, each with its standard error over problems: avg@k, the mean score of k samples of a problem; pass@k, the chance
+that at least one of k is correct (unbiased: 1 - C(n-c, k) / C(n, k) for c correct ones of n, Chen et al. 2021); maj@k,
+the chance that the most frequent answer of k is correct (ties count in part); the share of truncated completions, the
+mean length in tokens, and the share that could not be graded. A completion is correct if the reward's first verifier
+gives it 1 or more.
 """
 
 from __future__ import annotations
@@ -92,17 +88,16 @@ def without_bad_keys(data: PromptData, grader: Grader | None, world: World) -> P
 class Result:
     """What came out for one set."""
 
-    name: str
-    num_problems: int
+    data: PromptData
     sampling: Sampling
     figures: dict[str, Figure]
 
     def metrics(self) -> Metrics:
         """`eval/<set>/<figure>`, and `..._stderr` beside it; `stderr` alone is that of avg@k."""
-        metrics = {}
+        metrics, prefix = {}, f"eval/{self.data.name}"
         for name, (mean, stderr) in self.figures.items():
-            metrics[f"eval/{self.name}/{name}"] = mean
-            metrics[f"eval/{self.name}/{'stderr' if name.startswith('avg@') else name + '_stderr'}"] = stderr
+            metrics[f"{prefix}/{name}"] = mean
+            metrics[f"{prefix}/{'stderr' if name.startswith('avg@') else name + '_stderr'}"] = stderr
         return metrics
 
 
@@ -120,9 +115,8 @@ class Evaluator:
 
     def is_due(self, step: int, is_last: bool = False) -> bool:
         """Whether to evaluate after this step. Step 0 is the start of training."""
-        if step == 0:
-            return self.before_training
-        return self.every > 0 and (is_last or step % self.every == 0)
+        is_turn = self.every > 0 and (is_last or step % self.every == 0)
+        return is_turn if step else self.before_training
 
     def run(self, engine: Engine, step: int) -> Metrics:
         """The metrics of all sets, the same on every rank."""
@@ -139,16 +133,9 @@ def evaluate(
     """Samples and grades the set; every completion with its grade goes to `folder`/<set>.jsonl."""
     num_samples, max_tokens = sampling.num_samples, sampling.max_completion_tokens
     rollout = engine.sample(
-        data.prompts,
-        num_samples,
-        seed,
-        sampling.temperature,
-        max_tokens,
-        sampling.top_p,
-        f"evaluate {data.name}",
-        submit_to(grader, data, np.arange(len(data.rows)), num_samples, max_tokens),
-        data.images,
-    )
+        data.prompts, num_samples, seed, sampling.temperature, max_tokens, sampling.top_p, f"evaluate {data.name}",
+        submit_to(grader, data, np.arange(len(data.rows)), num_samples, max_tokens), data.images,
+    )  # fmt: skip
     grades = gather_grades(grader)
     if is_main_process():
         folder.mkdir(parents=True, exist_ok=True)
@@ -162,10 +149,7 @@ def evaluate(
                     "is_truncated": bool(rollout.is_truncated_B[b]),
                 }  # fmt: skip
                 out.write(json.dumps(record, ensure_ascii=True) + "\n")
-    return Result(data.name, len(data.rows), sampling, figures_of(grades, rollout, num_samples))
-
-
-# Figures ------------------------------------------------------------------------------------------------------------
+    return Result(data, sampling, figures_of(grades, rollout, num_samples))
 
 
 def figures_of(grades: list[Grade], rollout: Rollout, num_samples: int) -> dict[str, Figure]:
@@ -193,7 +177,7 @@ def pass_at_k(num_correct: int, num_samples: int, k: int) -> float:
 
 
 def majority_score(grades: list[Grade]) -> float | None:
-    """The chance that the most frequent answer of one problem is correct, ties broken by lot; None if no answer was read.
+    """The chance that the most frequent answer of one problem is correct, ties broken by lot; None without any answer.
 
     All correct answers are one answer, whatever their form; incorrect ones are the same if they are read the same.
     """
@@ -208,9 +192,6 @@ def majority_score(grades: list[Grade]) -> float | None:
 def _figure(per_problem: list[float] | np.ndarray) -> Figure:
     values = np.asarray(per_problem, dtype=np.float64)
     return float(values.mean()), float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
-
-
-# Flags --------------------------------------------------------------------------------------------------------------
 
 
 def settings_per_set(num_sets: int, prefix: str, **values: list[int] | list[float]) -> list[Sampling]:
@@ -233,14 +214,12 @@ def settings_per_set(num_sets: int, prefix: str, **values: list[int] | list[floa
             if not low <= value <= high:  # also true for nan
                 bounds = f"at least {low:g}" + (f" and at most {high:g}" if high < math.inf else "")
                 raise ValueError(f"{flag} {value:g}: must be {bounds}.")
-    samplings = []
-    for i in range(num_sets):
-        chosen = {name: given[i % len(given)] for name, given in values.items()}
-        samples, temperature = chosen.pop("samples"), chosen["temperature"]
-        if temperature < 0.01 and samples > 1:
-            given = f"--{prefix}samples {samples} at --{prefix}temperature {temperature:g}"
-            raise ValueError(f"{given} are {samples} times the same; use --{prefix}samples 1.")
-        samplings.append(Sampling(samples, **chosen))
+    values["num_samples"] = values.pop("samples")
+    samplings = [Sampling(**{name: given[i % len(given)] for name, given in values.items()}) for i in range(num_sets)]
+    for each in samplings:
+        if each.temperature < 0.01 and each.num_samples > 1:
+            given = f"--{prefix}samples {each.num_samples} at --{prefix}temperature {each.temperature:g}"
+            raise ValueError(f"{given} are {each.num_samples} times the same; use --{prefix}samples 1.")
     return samplings
 
 
@@ -312,7 +291,7 @@ def table(results: list[Result], published: list[str]) -> str:
     rows = [["set", "problems", "k", "avg@k", "pass@k", "maj@k", "truncated", "tokens"]]
     for result in results:
         k = result.sampling.num_samples
-        rows.append([result.name, str(result.num_problems), str(k)])
+        rows.append([result.data.name, str(len(result.data.rows)), str(k)])
         for name in (f"avg@{k}", f"pass@{k}", f"maj@{k}", "frac_truncated", "tokens_mean"):
             scale = 1 if name == "tokens_mean" else 100
             mean, stderr = result.figures.get(name, (math.nan, math.nan))
@@ -324,17 +303,17 @@ def table(results: list[Result], published: list[str]) -> str:
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-def write_results(folder: Path, flags: dict[str, object], results: list[Result], sets: list[PromptData]) -> None:
+def write_results(folder: Path, flags: dict[str, object], results: list[Result]) -> None:
     """Writes results.json: the flags, and of each set the counts, the sampling and every figure."""
     record = {"flags": flags, "sets": {}}
-    for result, data in zip(results, sets, strict=True):
+    for result in results:
+        data = result.data
+        counts = {"problems": len(data.rows), "too_long": data.num_too_long, "excluded": data.excluded}
         sampling = {name.removeprefix("num_"): value for name, value in vars(result.sampling).items()}
-        counts = {"problems": result.num_problems, "too_long": data.num_too_long, "excluded": data.excluded}
-        figures = {
-            name: {"mean": mean, "stderr": None if math.isnan(stderr) else stderr}  # JSON knows no nan
-            for name, (mean, stderr) in result.figures.items()
-        }
-        record["sets"][result.name] = counts | sampling | figures
+        record["sets"][data.name] = counts | sampling
+        for name, (mean, stderr) in result.figures.items():
+            figure = {"mean": mean, "stderr": None if math.isnan(stderr) else stderr}  # JSON knows no nan
+            record["sets"][data.name][name] = figure
     (folder / "results.json").write_text(json.dumps(record, indent=2) + "\n")
 
 
@@ -372,18 +351,16 @@ def main() -> None:
 
     options = (getattr(torch, args.dtype), args.gpu_memory_utilization, args.enforce_eager, args.seed)
     images = (vision, most_images(image for data in sets for image in data.images))
-    sequences = largest_share(
-        [(len(data.rows), each.num_samples) for data, each in zip(sets, samplings, strict=True)], world
-    )
+    pairs = list(zip(sets, samplings, strict=True))
+    most = largest_share([(len(data.rows), sampling.num_samples) for data, sampling in pairs], world)
     engine = Engine(
-        args.model, tokenizer, world, max_model_len, *options, *images, load_weights=True, most_sequences=sequences
+        args.model, tokenizer, world, max_model_len, *options, *images, load_weights=True, most_sequences=most
     )
-    results = [
-        evaluate(engine, data, each, grader, (args.seed, index), folder)
-        for index, (data, each) in enumerate(zip(sets, samplings, strict=True))
-    ]
+    results = []
+    for index, (data, sampling) in enumerate(pairs):
+        results.append(evaluate(engine, data, sampling, grader, (args.seed, index), folder))
     if world.is_main:
-        write_results(folder, vars(args), results, sets)
+        write_results(folder, vars(args), results)
         where = f"results.json and every completion with its grade: {folder}"
         print(table(results, args.published), where, sep="\n", flush=True)
     if grader is not None:

@@ -21,8 +21,7 @@ PANELS = {  # title -> the metrics that it shows; * stands for any text
 def read_metrics(run_dir: Path) -> list[dict[str, float]]:
     """The lines of metrics.jsonl by step. The last line of a step counts; a line that a kill cut off is skipped."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines if line.endswith("}")]
-    by_step = {record["step"]: record for record in records}
+    by_step = {record["step"]: record for record in (json.loads(line) for line in lines if line.endswith("}"))}
     return [by_step[step] for step in sorted(by_step)]
 
 
@@ -44,8 +43,8 @@ def plot(run_dir: Path) -> None:
         pattern = PANELS.get(title, "")
         for name in sorted({name for record in records for name in record if fnmatch(name, pattern)}):
             points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
-            label, marker = name.partition("/")[2], "o" if name.startswith("eval/") else None
-            axis.plot(*zip(*points, strict=True), marker=marker, label=label)
+            marker = "o" if name.startswith("eval/") else None
+            axis.plot(*zip(*points, strict=True), marker=marker, label=name.partition("/")[2])
         if "*" in pattern and axis.lines:
             axis.legend(fontsize=8)
     seconds = {record["step"]: seconds_of_phases(record) for record in records if "time/sample_s" in record}

@@ -69,9 +69,7 @@ def open_run_folder(out_dir: Path, config: dict[str, object], free: set[str]) ->
     found = {path.name for path in out_dir.iterdir() if not path.name.startswith((".", "changes_"))}
     if others := ", ".join(sorted(found - ours)[:5]):
         raise ValueError(f"{where} holds {others} but no config.json, so no run of this program; choose another.")
-    unfinished = out_dir / ".config.json"
-    unfinished.write_text(json.dumps(config, indent=2) + "\n")
-    unfinished.replace(file)
+    file.write_text(json.dumps(config, indent=2) + "\n")  # which is read only if a step was trained after it
     return lock
 
 
@@ -126,9 +124,9 @@ class Run:
 
     def metrics(self) -> Metrics:
         """Of the step so far: its updates as one, `time/<phase>_s`, and `time/step_s` since the last call of `log`."""
-        now = time.perf_counter()
         times = {f"time/{name}_s": seconds for name, seconds in self.seconds.items()}
-        return merge_updates(self.updates) | times | {"time/step_s": now - (self.start or now)}
+        times["time/step_s"] = time.perf_counter() - self.start if self.start else 0.0
+        return merge_updates(self.updates) | times
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Appends the step's line to metrics.jsonl, prints its summary, and starts the clock of the next step."""

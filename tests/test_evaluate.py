@@ -55,7 +55,7 @@ def test_every_figure_has_its_standard_error_over_problems():
     assert figures["maj@4"][0] == pytest.approx((0.5 + 0 + 1) / 3)
     assert figures["tokens_mean"] == (5.0, 0.0)
     assert figures["frac_failed"][0] == pytest.approx(1 / 12)
-    metrics = Result("math500", 3, Sampling(4, 1.0, 10), figures).metrics()
+    metrics = Result(held_out("math500", "1", "2", "3"), Sampling(4, 1.0, 10), figures).metrics()
     assert metrics["eval/math500/avg@4"] == 0.5 and metrics["eval/math500/stderr"] == figures["avg@4"][1]
     assert metrics["eval/math500/pass@2_stderr"] == figures["pass@2"][1]
 
@@ -89,7 +89,7 @@ def test_sets_of_the_same_name_are_refused():
 
 def test_the_table_has_the_published_numbers_beside_ours():
     figures = {"avg@1": (0.7825, 0.0185), "frac_truncated": (0.0, 0.0), "tokens_mean": (512.4, 3.06)}
-    lines = table([Result("math500", 500, Sampling(1, 1.0, 10), figures)], ["78.2"]).splitlines()
+    lines = table([Result(held_out("math500", *["1"] * 500), Sampling(1, 1.0, 10), figures)], ["78.2"]).splitlines()
     assert lines[0].split() == ["set", "problems", "k", "avg@k", "pass@k", "maj@k", "truncated", "tokens", "published"]
     assert lines[1].split() == [
         "math500",

@@ -200,14 +200,9 @@ def settings_per_set(num_sets: int, prefix: str, **values: list[int] | list[floa
     `values` are those of --<prefix>samples, temperature, top_p and max_completion_tokens. Raises ValueError for another
     number of values, and for values out of range.
     """
-    ranges = {
-        "samples": (1, math.inf),
-        "temperature": (0, 100),
-        "top_p": (1e-9, 1),
-        "max_completion_tokens": (1, math.inf),
-    }
+    ranges = {"temperature": (0, 100), "top_p": (1e-9, 1)}
     for name, given in values.items():
-        flag, (low, high) = f"--{prefix}{name}", ranges[name]
+        flag, (low, high) = f"--{prefix}{name}", ranges.get(name, (1, math.inf))
         if len(given) not in (1, num_sets):
             raise ValueError(f"{flag} has {len(given)} values for {num_sets} sets; give one for all or one for each.")
         for value in given:
@@ -243,9 +238,7 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument_group("what").add_argument
     add("--model", required=True, help="folder in Hugging Face format (runs/x/step_90) or hub id")
     add("--data", nargs="+", required=True, help="sets, each WHAT[@SPLIT][#ROWS]: see data.py")
-    add(
-        "--out_dir", help="new folder for results.json and the completions; default: MODEL/eval/TIME or eval/MODEL/TIME"
-    )
+    add("--out_dir", help="new folder for the results; default: MODEL/eval/TIME, or eval/MODEL/TIME for a hub id")
     add("--published", nargs="+", default=[], help="published numbers to show beside ours, one text per set")
     add = parser.add_argument_group("sampling").add_argument
     add("--samples", type=int, nargs="+", default=[1], help="k: completions per problem")
@@ -272,7 +265,7 @@ def new_folder(out_dir: str | None, model: str) -> Path:
     return folder
 
 
-def read_config(model: str, longest: int) -> PretrainedConfig:
+def read_config(model: str, longest: int = 0) -> PretrainedConfig:
     """The model's configuration. Raises ValueError if there is none, or if it has no room for `longest` tokens."""
     try:
         config = AutoConfig.from_pretrained(model)
@@ -324,15 +317,19 @@ def main() -> None:
         check_launch(args.tensor_parallel_size, "bfloat16")
         parse_reward(args.reward)
         check_names(args.data)
-        sampling = {"samples": args.samples, "temperature": args.temperature, "top_p": args.top_p}
-        samplings = settings_per_set(len(args.data), "", **sampling, max_completion_tokens=args.max_completion_tokens)
+        samplings = settings_per_set(
+            len(args.data), "", samples=args.samples, temperature=args.temperature, top_p=args.top_p,
+            max_completion_tokens=args.max_completion_tokens,
+        )  # fmt: skip
         if args.published and len(args.published) != len(args.data):
             counts = f"{len(args.published)} numbers for {len(args.data)} sets"
             raise ValueError(f"--published has {counts}; give one for each, '-' for none.")
         folder = new_folder(args.out_dir, args.model)
         tokenizer, vision = load_processor(args, read_config(args.model, max_model_len))
-        rules = (prompt_format_of(args), tokenizer, args.max_prompt_tokens, 0, vision)
-        sets = [PromptData.load(source, *rules) for source in args.data]
+        sets = [
+            PromptData.load(source, prompt_format_of(args), tokenizer, args.max_prompt_tokens, seed=0, vision=vision)
+            for source in args.data
+        ]
         grader = grader_of(args) if is_engine_leader_process(args.tensor_parallel_size) else None
         world = init_world(args.tensor_parallel_size, timeout_minutes=600)
         sets = [without_bad_keys(data, grader, world) for data in sets]
@@ -349,13 +346,12 @@ def main() -> None:
 
     from rollout import Engine, largest_share  # not above: vLLM takes seconds to import, and errors come first
 
-    options = (getattr(torch, args.dtype), args.gpu_memory_utilization, args.enforce_eager, args.seed)
-    images = (vision, most_images(image for data in sets for image in data.images))
     pairs = list(zip(sets, samplings, strict=True))
-    most = largest_share([(len(data.rows), sampling.num_samples) for data, sampling in pairs], world)
     engine = Engine(
-        args.model, tokenizer, world, max_model_len, *options, *images, load_weights=True, most_sequences=most
-    )
+        args.model, tokenizer, world, max_model_len, getattr(torch, args.dtype), args.gpu_memory_utilization,
+        args.enforce_eager, args.seed, vision, most_images(image for data in sets for image in data.images),
+        load_weights=True, most_sequences=largest_share([(len(data.rows), x.num_samples) for data, x in pairs], world),
+    )  # fmt: skip
     results = []
     for index, (data, sampling) in enumerate(pairs):
         results.append(evaluate(engine, data, sampling, grader, (args.seed, index), folder))

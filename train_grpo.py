@@ -529,8 +529,10 @@ def main() -> None:
             run.samples(step, rollout, args.group_size)
             run.reward_failures(step, sampled.rollout)
         metrics |= run.metrics()
-        options = (args.passes_per_step, bool(args.lora_rank), args.share_prompts)
-        work = work_of_step(sampled.rollout, rollout, updates, policy, *options)
+        is_lora = bool(args.lora_rank)
+        work = work_of_step(
+            sampled.rollout, rollout, updates, policy, args.passes_per_step, is_lora, args.share_prompts
+        )
         run.log(step, metrics | throughput(work, engine_seconds, metrics, world))
 
         # 9. Checkpoint: whole or not at all; and the curves. Its time is counted in the next step's line.

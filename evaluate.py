@@ -1,12 +1,13 @@
-"""Accuracy on held-out sets, inside training and as a command; and grading while the engine samples, which training shares.
+"""Accuracy on held-out sets, inside training (`Evaluator`) and as a command.
 
     python evaluate.py --model runs/x/step_90 --data math500.jsonl aime24.jsonl --reward math --samples 1 32
     torchrun --nproc_per_node 8 evaluate.py --model Qwen/Qwen2.5-7B ...     # eight engines share the problems
 
-Figures, each with its standard error over problems: avg@k, the mean score of k samples a problem; pass@k, the chance that at least one of
-k is right (unbiased: 1 - C(n-c, k) / C(n, k) from c right ones of n, Chen et al. 2021); maj@k, the chance that the most frequent answer
-of k is right (ties count in part); the share of truncated completions; the mean length in tokens. Right is a score of 1 or more by the
-first verifier of the reward.
+Figures, each with its standard error over problems: avg@k, the mean score of k samples of a problem; pass@k, the chance
+that at least one of k is correct (unbiased: 1 - C(n-c, k) / C(n, k) for c correct ones of n, Chen et al. 2021); maj@k,
+the chance that the most frequent answer of k is correct (ties count in part); the share of truncated completions, the
+mean length in tokens, and the share that could not be graded. A completion is correct if the reward's first verifier
+gives it 1 or more.
 """
 
 from __future__ import annotations
@@ -23,12 +24,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, PretrainedConfig
 
 from batch import Rollout
 from data import PromptData, add_data_flags, name_of_source, prompt_format_of
-from fsdp_utils import World, check_launch, exit_with_error, gather_from_ranks, init_world, is_engine_leader_process
-from model.vision import Vision, load_processor, most_images
+from flags import Sampling
+from fsdp_utils import (
+    World,
+    check_launch,
+    exit_with_error,
+    gather_from_ranks,
+    init_world,
+    is_engine_leader_process,
+    is_main_process,
+)
+from metrics import Metrics
+from model.vision import load_processor, most_images
 from reward import Case, Grade, Grader, add_reward_flags, grader_of, parse_reward
 
 if TYPE_CHECKING:  # importing vLLM takes seconds; the checks of bad input come first
@@ -70,54 +81,112 @@ def without_bad_keys(data: PromptData, grader: Grader | None, world: World) -> P
     return data.exclude({i: reason for part in gather_from_ranks(reasons) for i, reason in part.items()})
 
 
-# Evaluation -------------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How a set is sampled."""
-
-    samples: int
-    temperature: float
-    top_p: float
-    max_completion_tokens: int
+# Evaluation ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Result:
     """What came out for one set."""
 
-    name: str
-    num_problems: int
-    settings: Settings
+    data: PromptData
+    sampling: Sampling
     figures: dict[str, Figure]
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> Metrics:
         """`eval/<set>/<figure>`, and `..._stderr` beside it; `stderr` alone is that of avg@k."""
-        metrics = {}
+        metrics, prefix = {}, f"eval/{self.data.name}"
         for name, (mean, stderr) in self.figures.items():
-            metrics[f"eval/{self.name}/{name}"] = mean
-            metrics[f"eval/{self.name}/{'stderr' if name.startswith('avg@') else name + '_stderr'}"] = stderr
+            metrics[f"{prefix}/{name}"] = mean
+            metrics[f"{prefix}/{'stderr' if name.startswith('avg@') else name + '_stderr'}"] = stderr
         return metrics
 
 
-def pass_at_k(num_right: int, num_samples: int, k: int) -> float:
-    """The chance that at least one of k of the samples, drawn without replacement, is right."""
-    return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
+@dataclass(frozen=True)
+class Evaluator:
+    """Evaluation during training: the held-out sets, how each is sampled, and when."""
+
+    sets: list[PromptData]
+    samplings: list[Sampling]  # of each set
+    grader: Grader | None  # on each engine's leader
+    seed: int
+    folder: Path  # the completions after step 20 go to folder/step_20
+    every: int  # steps; 0: never
+    before_training: bool
+
+    def is_due(self, step: int, is_last: bool = False) -> bool:
+        """Whether to evaluate after this step. Step 0 is the start of training."""
+        is_turn = self.every > 0 and (is_last or step % self.every == 0)
+        return is_turn if step else self.before_training
+
+    def run(self, engine: Engine, step: int) -> Metrics:
+        """The metrics of all sets, the same on every rank."""
+        metrics, folder = {}, self.folder / f"step_{step}"
+        for index, (data, sampling) in enumerate(zip(self.sets, self.samplings, strict=True), start=1):
+            seed = (self.seed, step, index)
+            metrics |= evaluate(engine, data, sampling, self.grader, seed, folder).metrics()
+        return metrics
+
+
+def evaluate(
+    engine: Engine, data: PromptData, sampling: Sampling, grader: Grader | None, seed: tuple[int, ...], folder: Path
+) -> Result:
+    """Samples and grades the set; every completion with its grade goes to `folder`/<set>.jsonl."""
+    num_samples, max_tokens = sampling.num_samples, sampling.max_completion_tokens
+    rollout = engine.sample(
+        data.prompts, num_samples, seed, sampling.temperature, max_tokens, sampling.top_p, f"evaluate {data.name}",
+        submit_to(grader, data, np.arange(len(data.rows)), num_samples, max_tokens), data.images,
+    )  # fmt: skip
+    grades = gather_grades(grader)
+    if is_main_process():
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / f"{data.name}.jsonl").open("w", encoding="utf-8") as out:
+            for b, grade in enumerate(grades):
+                row = data.rows[b // num_samples]
+                record = {
+                    "row": row.where, "prompt": row.prompt, "answer": row.answer, "completion": rollout.texts[b],
+                    "reward": grade.reward, "reward_status": grade.status, "is_correct": grade.is_correct,
+                    "read_as": grade.answer, "num_tokens": len(rollout.completions[b]),
+                    "is_truncated": bool(rollout.is_truncated_B[b]),
+                }  # fmt: skip
+                out.write(json.dumps(record, ensure_ascii=True) + "\n")
+    return Result(data, sampling, figures_of(grades, rollout, num_samples))
+
+
+def figures_of(grades: list[Grade], rollout: Rollout, num_samples: int) -> dict[str, Figure]:
+    """Every figure of the module's docstring, from prompt-major completions."""
+    groups = [grades[i : i + num_samples] for i in range(0, len(grades), num_samples)]
+    num_correct = [sum(grade.is_correct for grade in group) for group in groups]
+    figures = {f"avg@{num_samples}": _figure([sum(grade.score for grade in group) / num_samples for group in groups])}
+    for k in sorted({2**i for i in range(1, num_samples.bit_length())} | {num_samples} - {1}):
+        figures[f"pass@{k}"] = _figure([pass_at_k(count, num_samples, k) for count in num_correct])
+    votes = [majority_score(group) for group in groups]
+    if num_samples > 1 and any(vote is not None for vote in votes):
+        figures[f"maj@{num_samples}"] = _figure([vote or 0.0 for vote in votes])
+    for name, values_B in {
+        "frac_truncated": rollout.is_truncated_B,
+        "tokens_mean": rollout.completion_lengths_B,
+        "frac_failed": [grade.is_failed for grade in grades],
+    }.items():
+        figures[name] = _figure(np.reshape(values_B, (-1, num_samples)).mean(axis=1))
+    return figures
+
+
+def pass_at_k(num_correct: int, num_samples: int, k: int) -> float:
+    """The chance that at least one of k of the samples, drawn without replacement, is correct."""
+    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
 def majority_score(grades: list[Grade]) -> float | None:
-    """The chance that the most frequent answer of one problem is right, ties broken by lot; None if no answer was read from any.
+    """The chance that the most frequent answer of one problem is correct, ties broken by lot; None without any answer.
 
-    All right answers are one answer, whatever their form; wrong ones are the same if they are read the same.
+    All correct answers are one answer, whatever their form; incorrect ones are the same if they are read the same.
     """
-    votes = Counter(
-        "right" if grade.is_right else f"wrong {grade.answer}" for grade in grades if grade.answer is not None
-    )
+    answered = [grade for grade in grades if grade.answer is not None]
+    votes = Counter("correct" if grade.is_correct else f"incorrect {grade.answer}" for grade in answered)
     if not votes:
         return None
     most = max(votes.values())
-    return float(votes["right"] == most) / sum(count == most for count in votes.values())
+    return float(votes["correct"] == most) / sum(count == most for count in votes.values())
 
 
 def _figure(per_problem: list[float] | np.ndarray) -> Figure:
@@ -125,166 +194,59 @@ def _figure(per_problem: list[float] | np.ndarray) -> Figure:
     return float(values.mean()), float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
 
 
-def figures_of(grades: list[Grade], rollout: Rollout, num_samples: int) -> dict[str, Figure]:
-    """Every figure of the module's docstring, from prompt-major completions."""
-    groups = [grades[i : i + num_samples] for i in range(0, len(grades), num_samples)]
-    figures = {f"avg@{num_samples}": _figure([sum(grade.score for grade in group) / num_samples for group in groups])}
-    for k in sorted({2**i for i in range(1, num_samples.bit_length())} | {num_samples} - {1}):
-        figures[f"pass@{k}"] = _figure(
-            [pass_at_k(sum(grade.is_right for grade in group), num_samples, k) for group in groups]
-        )
-    votes = [majority_score(group) for group in groups]
-    if num_samples > 1 and any(vote is not None for vote in votes):
-        figures[f"maj@{num_samples}"] = _figure([vote or 0.0 for vote in votes])
-    per_problem = {
-        "frac_truncated": rollout.is_truncated_B,
-        "tokens_mean": rollout.completion_lengths_B,
-        "frac_failed": [grade.is_failed for grade in grades],
-    }
-    return figures | {
-        name: _figure(np.reshape(values, (-1, num_samples)).mean(axis=1)) for name, values in per_problem.items()
-    }
+def settings_per_set(num_sets: int, prefix: str, **values: list[int] | list[float]) -> list[Sampling]:
+    """How each set is sampled, from flags that have one value for all sets or one for each.
 
-
-def evaluate(
-    engine: Engine,
-    data: PromptData,
-    grader: Grader | None,
-    settings: Settings,
-    seed: tuple[int, ...],
-    folder: Path,
-    is_main: bool,
-) -> Result:
-    """Samples and grades the set; every completion with its grade goes to `folder`/<set>.jsonl."""
-    on_finished = submit_to(grader, data, np.arange(len(data.rows)), settings.samples, settings.max_completion_tokens)
-    rollout = engine.sample(
-        data.prompts,
-        settings.samples,
-        seed,
-        settings.temperature,
-        settings.max_completion_tokens,
-        settings.top_p,
-        f"evaluate {data.name}",
-        on_finished,
-        data.images,
-    )
-    grades = gather_grades(grader)
-    if is_main:
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / f"{data.name}.jsonl").open("w", encoding="utf-8") as out:
-            for b, grade in enumerate(grades):
-                row = data.rows[b // settings.samples]
-                record = {"row": row.where, "prompt": row.prompt, "answer": row.answer, "completion": rollout.texts[b]}
-                record |= {
-                    "reward": grade.reward,
-                    "reward_status": grade.status,
-                    "is_right": grade.is_right,
-                    "read_as": grade.answer,
-                }
-                record |= {"num_tokens": len(rollout.completions[b]), "is_truncated": bool(rollout.is_truncated_B[b])}
-                out.write(json.dumps(record, ensure_ascii=True) + "\n")
-    return Result(data.name, len(data.rows), settings, figures_of(grades, rollout, settings.samples))
-
-
-def settings_per_set(num_sets: int, prefix: str, **values: list[int] | list[float]) -> list[Settings]:
-    """One `Settings` per set, from the values of its fields: one for all sets or one for each. They are flags, --<prefix>samples and so on.
-
-    Raises ValueError for another number of values, and for values out of range.
+    `values` are those of --<prefix>samples, temperature, top_p and max_completion_tokens. Raises ValueError for another
+    number of values, and for values out of range.
     """
-    names = {name: f"--{prefix}{name}" for name in values}
-    for name, (low, high) in {
-        "samples": (1, math.inf),
-        "temperature": (0, 100),
-        "top_p": (1e-9, 1),
-        "max_completion_tokens": (1, math.inf),
-    }.items():
-        if len(values[name]) not in (1, num_sets):
-            raise ValueError(
-                f"{names[name]} has {len(values[name])} values for {num_sets} sets; give one for all or one for each."
-            )
-        for value in values[name]:
+    ranges = {"temperature": (0, 100), "top_p": (1e-9, 1)}
+    for name, given in values.items():
+        flag, (low, high) = f"--{prefix}{name}", ranges.get(name, (1, math.inf))
+        if len(given) not in (1, num_sets):
+            raise ValueError(f"{flag} has {len(given)} values for {num_sets} sets; give one for all or one for each.")
+        for value in given:
             if not low <= value <= high:  # also true for nan
-                raise ValueError(
-                    f"{names[name]} {value:g}: must be at least {low:g}{'' if high == math.inf else f' and at most {high:g}'}."
-                )
-    settings = [Settings(**{name: given[i % len(given)] for name, given in values.items()}) for i in range(num_sets)]
-    for each in settings:
-        if each.temperature < 0.01 and each.samples > 1:
-            raise ValueError(
-                f"{names['samples']} {each.samples} at {names['temperature']} {each.temperature:g} are {each.samples} times the same; "
-                f"use {names['samples']} 1."
-            )
-    return settings
+                bounds = f"at least {low:g}" + (f" and at most {high:g}" if high < math.inf else "")
+                raise ValueError(f"{flag} {value:g}: must be {bounds}.")
+    values["num_samples"] = values.pop("samples")
+    samplings = [Sampling(**{name: given[i % len(given)] for name, given in values.items()}) for i in range(num_sets)]
+    for each in samplings:
+        if each.temperature < 0.01 and each.num_samples > 1:
+            given = f"--{prefix}samples {each.num_samples} at --{prefix}temperature {each.temperature:g}"
+            raise ValueError(f"{given} are {each.num_samples} times the same; use --{prefix}samples 1.")
+    return samplings
 
 
 def check_names(sources: list[str]) -> None:
     """Raises ValueError if two sets would be reported under the same name."""
     names = [name_of_source(source) for source in sources]
     if len(set(names)) < len(names):
-        raise ValueError(
-            f"the held-out sets {', '.join(names)} are reported under their names, which must differ; rename one."
-        )
+        listed = ", ".join(names)
+        raise ValueError(f"the held-out sets {listed} are reported under their names, which must differ; rename one.")
 
 
-# The command ------------------------------------------------------------------------------------------------------------------------
-
-
-def table(results: list[Result], published: list[str]) -> str:
-    """The console table: percentages with their standard errors, and the published numbers beside them."""
-    rows = [
-        ["set", "problems", "k", "avg@k", "pass@k", "maj@k", "truncated", "tokens"]
-        + (["published"] if published else [])
-    ]
-    for i, result in enumerate(results):
-        k = result.settings.samples
-        row = [result.name, str(result.num_problems), str(k)]
-        for name, scale in (
-            (f"avg@{k}", 100),
-            (f"pass@{k}", 100),
-            (f"maj@{k}", 100),
-            ("frac_truncated", 100),
-            ("tokens_mean", 1),
-        ):
-            mean, stderr = result.figures.get(name, (math.nan, math.nan))
-            row.append(
-                "-"
-                if math.isnan(mean)
-                else f"{mean * scale:.1f}" + ("" if math.isnan(stderr) else f" ± {stderr * scale:.1f}")
-            )
-        rows.append(row + published[i : i + 1])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+# The command --------------------------------------------------------------------------------------------------------
 
 
 def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Evaluates a checkpoint or hub model on held-out sets. Settings take one value for all sets or one for each.",
+        description="Evaluates a model on held-out sets. Sampling flags take one value for all sets or one for each.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument_group("what").add_argument
     add("--model", required=True, help="folder in Hugging Face format (runs/x/step_90) or hub id")
     add("--data", nargs="+", required=True, help="sets, each WHAT[@SPLIT][#ROWS]: see data.py")
-    add(
-        "--out_dir",
-        help="new folder for results.json and the completions; default: MODEL/eval/TIME, or eval/MODEL/TIME for a hub id",
-    )
+    add("--out_dir", help="new folder for the results; default: MODEL/eval/TIME, or eval/MODEL/TIME for a hub id")
     add("--published", nargs="+", default=[], help="published numbers to show beside ours, one text per set")
     add = parser.add_argument_group("sampling").add_argument
     add("--samples", type=int, nargs="+", default=[1], help="k: completions per problem")
-    add("--temperature", type=float, nargs="+", default=[1.0], help="0 is greedy")
+    add("--temperature", type=float, nargs="+", default=[1.0], help="sampling temperature; 0: greedy")
     add("--top_p", type=float, nargs="+", default=[1.0], help="nucleus sampling")
-    add(
-        "--max_completion_tokens",
-        type=int,
-        nargs="+",
-        default=[2048],
-        help="a completion is cut (truncated) after this many tokens",
-    )
-    add("--seed", type=int, default=1, help="of sampling")
-    add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the engine's arithmetic")
+    add("--max_completion_tokens", type=int, nargs="+", default=[2048], help="tokens after which a completion is cut")
+    add("--seed", type=int, default=1, help="random seed for sampling")
+    add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="precision of the engine")
     add("--tensor_parallel_size", type=int, default=1, help="ranks per vLLM engine; divides the number of ranks")
     add("--gpu_memory_utilization", type=float, default=0.9, help="CUDA: share of GPU memory that vLLM may take")
     add("--enforce_eager", action="store_true", help="CUDA: no CUDA graphs in vLLM")
@@ -293,108 +255,110 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def check_and_load(
-    args: argparse.Namespace,
-) -> tuple[list[Settings], list[PromptData], PreTrainedTokenizerBase, Vision | None, Grader | None, Path]:
-    """Settings, data, tokenizer, what reads images, grader and output folder.
-
-    Raises ValueError, OSError or RuntimeError for what is wrong with the input.
-    """
-    from transformers import AutoConfig
-
-    check_launch(args.tensor_parallel_size, "bfloat16")
-    parse_reward(args.reward)
-    check_names(args.data)
-    sampling = {"samples": args.samples, "temperature": args.temperature, "top_p": args.top_p}
-    settings = settings_per_set(len(args.data), "", **sampling, max_completion_tokens=args.max_completion_tokens)
-    if args.published and len(args.published) != len(args.data):
-        raise ValueError(
-            f"--published has {len(args.published)} numbers for {len(args.data)} sets; give one for each, '-' for none."
-        )
+def new_folder(out_dir: str | None, model: str) -> Path:
+    """Where the results go. Raises ValueError if it is there already and not empty."""
     stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
-    default = (
-        Path(args.model) / "eval" / stamp
-        if Path(args.model).is_dir()
-        else Path("eval") / args.model.replace("/", "--") / stamp
-    )
-    out_dir = Path(args.out_dir) if args.out_dir else default
-    if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
-        raise ValueError(f"--out_dir {str(out_dir)!r} is there already and not empty; choose another.")
+    beside = Path(model) / "eval" if Path(model).is_dir() else Path("eval") / model.replace("/", "--")
+    folder = Path(out_dir) if out_dir else beside / stamp
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"--out_dir {str(folder)!r} is there already and not empty; choose another.")
+    return folder
+
+
+def read_config(model: str, longest: int = 0) -> PretrainedConfig:
+    """The model's configuration. Raises ValueError if there is none, or if it has no room for `longest` tokens."""
     try:
-        config = AutoConfig.from_pretrained(args.model)
+        config = AutoConfig.from_pretrained(model)
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"--model {args.model!r} is neither a folder with a model nor a model that the hub has: {error}"
-        ) from None
-    tokenizer, vision = load_processor(args, config)
-    longest = args.max_prompt_tokens + max(args.max_completion_tokens)
+        where = f"--model {model!r} is neither a folder with a model nor a model that the hub has"
+        raise ValueError(f"{where}: {error}") from None
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     if context is not None and longest > context:
-        raise ValueError(
-            f"--max_prompt_tokens + --max_completion_tokens = {longest} is beyond the model's context of {context} tokens."
-        )
-    prompt_format = prompt_format_of(args)
-    sets = [
-        PromptData.load(source, prompt_format, tokenizer, args.max_prompt_tokens, 0, vision) for source in args.data
-    ]
-    grader = grader_of(args) if is_engine_leader_process(args.tensor_parallel_size) else None
-    return settings, sets, tokenizer, vision, grader, out_dir
+        given = f"--max_prompt_tokens + --max_completion_tokens = {longest}"
+        raise ValueError(f"{given} is beyond the model's context of {context} tokens.")
+    return config
+
+
+def table(results: list[Result], published: list[str]) -> str:
+    """The console table: percentages with their standard errors, and the published numbers beside them."""
+    rows = [["set", "problems", "k", "avg@k", "pass@k", "maj@k", "truncated", "tokens"]]
+    for result in results:
+        k = result.sampling.num_samples
+        rows.append([result.data.name, str(len(result.data.rows)), str(k)])
+        for name in (f"avg@{k}", f"pass@{k}", f"maj@{k}", "frac_truncated", "tokens_mean"):
+            scale = 1 if name == "tokens_mean" else 100
+            mean, stderr = result.figures.get(name, (math.nan, math.nan))
+            cell = "-" if math.isnan(mean) else f"{mean * scale:.1f}"
+            rows[-1].append(cell if math.isnan(stderr) else f"{cell} ± {stderr * scale:.1f}")
+    if published:
+        rows = [[*row, cell] for row, cell in zip(rows, ["published", *published], strict=True)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def write_results(folder: Path, flags: dict[str, object], results: list[Result]) -> None:
+    """Writes results.json: the flags, and of each set the counts, the sampling and every figure."""
+    record = {"flags": flags, "sets": {}}
+    for result in results:
+        data = result.data
+        counts = {"problems": len(data.rows), "too_long": data.num_too_long, "excluded": data.excluded}
+        sampling = {name.removeprefix("num_"): value for name, value in vars(result.sampling).items()}
+        record["sets"][data.name] = counts | sampling
+        for name, (mean, stderr) in result.figures.items():
+            figure = {"mean": mean, "stderr": None if math.isnan(stderr) else stderr}  # JSON knows no nan
+            record["sets"][data.name][name] = figure
+    (folder / "results.json").write_text(json.dumps(record, indent=2) + "\n")
 
 
 def main() -> None:
     args = parse_flags()
+    max_model_len = args.max_prompt_tokens + max(args.max_completion_tokens)
     try:
-        settings, sets, tokenizer, vision, grader, out_dir = check_and_load(args)
+        check_launch(args.tensor_parallel_size, "bfloat16")
+        parse_reward(args.reward)
+        check_names(args.data)
+        samplings = settings_per_set(
+            len(args.data), "", samples=args.samples, temperature=args.temperature, top_p=args.top_p,
+            max_completion_tokens=args.max_completion_tokens,
+        )  # fmt: skip
+        if args.published and len(args.published) != len(args.data):
+            counts = f"{len(args.published)} numbers for {len(args.data)} sets"
+            raise ValueError(f"--published has {counts}; give one for each, '-' for none.")
+        folder = new_folder(args.out_dir, args.model)
+        tokenizer, vision = load_processor(args, read_config(args.model, max_model_len))
+        sets = [
+            PromptData.load(source, prompt_format_of(args), tokenizer, args.max_prompt_tokens, seed=0, vision=vision)
+            for source in args.data
+        ]
+        grader = grader_of(args) if is_engine_leader_process(args.tensor_parallel_size) else None
         world = init_world(args.tensor_parallel_size, timeout_minutes=600)
         sets = [without_bad_keys(data, grader, world) for data in sets]
-        out_dir = gather_from_ranks(out_dir)[0]  # the time in its name is the main process's
+        folder = gather_from_ranks(folder)[0]  # the time in its name is the main process's
         if world.is_main:
-            out_dir.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError, RuntimeError) as error:
         exit_with_error(error)
     if world.is_main:
-        print(
-            *[line for data in sets for line in data.describe()],
-            f"first prompt: {sets[0].texts[0]!r}",
-            sep="\n",
-            flush=True,
-        )
+        described = [line for data in sets for line in data.describe()]
+        print(*described, f"first prompt: {sets[0].texts[0]!r}", sep="\n", flush=True)
 
     import torch
 
-    from rollout import (  # here, not above: vLLM takes seconds to import, and bad input should be told at once
-        Engine,
-        largest_share,
-    )
+    from rollout import Engine, largest_share  # not above: vLLM takes seconds to import, and errors come first
 
-    max_model_len = args.max_prompt_tokens + max(args.max_completion_tokens)
-    options = (getattr(torch, args.dtype), args.gpu_memory_utilization, args.enforce_eager, args.seed)
-    images = (vision, most_images(image for data in sets for image in data.images))
-    sequences = largest_share(
-        [(len(data.rows), each.samples) for data, each in zip(sets, settings, strict=True)], world
-    )
+    pairs = list(zip(sets, samplings, strict=True))
     engine = Engine(
-        args.model, tokenizer, world, max_model_len, *options, *images, load_weights=True, most_sequences=sequences
-    )
+        args.model, tokenizer, world, max_model_len, getattr(torch, args.dtype), args.gpu_memory_utilization,
+        args.enforce_eager, args.seed, vision, most_images(image for data in sets for image in data.images),
+        load_weights=True, most_sequences=largest_share([(len(data.rows), x.num_samples) for data, x in pairs], world),
+    )  # fmt: skip
     results = []
-    for index, (data, each) in enumerate(zip(sets, settings, strict=True)):
-        results.append(evaluate(engine, data, grader, each, (args.seed, index), out_dir, world.is_main))
+    for index, (data, sampling) in enumerate(pairs):
+        results.append(evaluate(engine, data, sampling, grader, (args.seed, index), folder))
     if world.is_main:
-        record = {"flags": vars(args), "sets": {}}
-        for result, data in zip(results, sets, strict=True):
-            figures = {
-                name: {"mean": mean, "stderr": None if math.isnan(stderr) else stderr}
-                for name, (mean, stderr) in result.figures.items()
-            }
-            counts = {"problems": result.num_problems, "too_long": data.num_too_long, "excluded": data.excluded}
-            record["sets"][result.name] = counts | vars(result.settings) | figures
-        (out_dir / "results.json").write_text(json.dumps(record, indent=2) + "\n")
-        print(
-            table(results, args.published),
-            f"results.json and every completion with its grade: {out_dir}",
-            sep="\n",
-            flush=True,
-        )
+        write_results(folder, vars(args), results)
+        where = f"results.json and every completion with its grade: {folder}"
+        print(table(results, args.published), where, sep="\n", flush=True)
     if grader is not None:
         grader.close()
     engine.close()

@@ -48,6 +48,14 @@ class World:
         return self.rank == 0
 
     @property
+    def trainer_rank(self) -> int:
+        return self.rank
+
+    @property
+    def num_trainers(self) -> int:
+        return self.size
+
+    @property
     def num_engines(self) -> int:
         return self.size // self.tp_size
 
@@ -346,7 +354,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
 # Collectives ---------------------------------------------------------------------------------------------------------------------
 
 
-def sum_over_ranks(values: Tensor) -> Tensor:
+def sum_over_trainers(values: Tensor) -> Tensor:
     """The elementwise sum over all ranks, on every rank; the input is left as it was."""
     total = values.clone()
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -354,7 +362,7 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return total
 
 
-def max_over_ranks(values: Tensor) -> Tensor:
+def max_over_trainers(values: Tensor) -> Tensor:
     """The elementwise maximum over all ranks, on every rank; the input is left as it was."""
     largest = values.clone()
     if dist.is_initialized() and dist.get_world_size() > 1:

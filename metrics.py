@@ -1,292 +1,176 @@
-"""What a run tells about itself: phase times, `metrics.jsonl`, sampled completions, one console line a step, `curves.png`.
+"""The metrics of a step: pure functions of what was sampled, graded and trained, and of the seconds that it took.
 
-Names are `namespace/name`; the README lists them. `metrics.jsonl` is only ever appended to. After a resume, steps that were trained
-again appear again: the last line of a step is the one that counts (`read_metrics`).
+Names are `namespace/name`; the README explains each. A new metric is one line in the function that knows what it needs:
+`rollout_metrics` for rewards and lengths, `reward_metrics` for grading, `throughput` for speed. A metric of the loss is
+one line in `update.py`; `merge_updates` makes one value of those of a step's updates. `run.py` writes them.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from batch import Rollout
-from data import Row
-from reward import Grade
+from batch import Batch, Rollout
+from fsdp_utils import World, sum_over_trainers
+from planner.setup import GPUS
+
+if TYPE_CHECKING:
+    from policy import Policy
+    from reward import Grade
 
 Metrics = dict[str, float]
 
 
-class PhaseTimer:
-    """Seconds per named phase of the current step; of the steps in `profile_steps` also a trace, which any Chrome trace viewer opens.
-
-    The traces are `folder`/step_N_rank_R.json.gz, one per rank, with the phases as named ranges, without checkpoint.
-    """
-
-    def __init__(self, profile_steps: list[int], folder: Path, rank: int) -> None:
-        self.seconds: dict[str, float] = {}
-        self.start = time.perf_counter()
-        self.profile_steps, self.folder, self.rank = profile_steps, folder, rank
-        self.profiler: torch.profiler.profile | None = None
-
-    def begin(self, step: int) -> None:
-        """Starts the trace if the step has one; `take` ends it."""
-        if step in self.profile_steps:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            file = self.folder / f"step_{step}_rank_{self.rank}.json.gz"
-            self.profiler = torch.profiler.profile(
-                on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(file))
-            )
-            self.profiler.start()
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Adds the wall time of the block to `name`; on CUDA the queued work is waited for, so that it counts where it belongs."""
-        start = time.perf_counter()
-        with torch.profiler.record_function(name):
-            yield
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-
-    def take(self) -> Metrics:
-        """`time/<phase>_s` of every phase since the last call, and the wall time since then as `time/step_s`."""
-        now = time.perf_counter()
-        if self.profiler is not None:
-            self.profiler.stop()
-            self.profiler = None
-        taken = {f"time/{name}_s": seconds for name, seconds in self.seconds.items()} | {
-            "time/step_s": now - self.start
-        }
-        self.seconds, self.start = {}, now
-        return taken
-
-
 def rollout_metrics(rollout: Rollout, group_size: int) -> Metrics:
-    """Rewards and lengths (in tokens) of a step's completions."""
-    assert rollout.rewards_B is not None and rollout.is_right_B is not None, "graded before it is described"
+    """Rewards and lengths (in tokens) of a step's graded completions."""
     rewards_PG = rollout.rewards_B.reshape(-1, group_size)
-    is_right_PG = rollout.is_right_B.reshape(-1, group_size)
-    lengths_B = rollout.completion_lengths_B
-    is_right_B = rollout.is_right_B
+    is_correct_B, lengths_B = rollout.is_correct_B, rollout.completion_lengths_B
+    is_correct_PG = is_correct_B.reshape(-1, group_size)
     metrics = {
-        "reward/mean": float(rewards_PG.mean()),
-        "reward/std": float(rewards_PG.std()),
-        "reward/frac_groups_all_right": float(is_right_PG.all(axis=1).mean()),
-        "reward/frac_groups_all_wrong": float((~is_right_PG).all(axis=1).mean()),
-        "reward/frac_groups_with_signal": float((rewards_PG.max(axis=1) > rewards_PG.min(axis=1)).mean()),
-        "completion/tokens_mean": float(lengths_B.mean()),
-        "completion/tokens_max": float(lengths_B.max()),
-        "completion/frac_truncated": float(rollout.is_truncated_B.mean()),
+        "reward/mean": rewards_PG.mean(),
+        "reward/std": rewards_PG.std(),
+        "reward/frac_groups_all_right": is_correct_PG.all(axis=1).mean(),
+        "reward/frac_groups_all_wrong": (~is_correct_PG).all(axis=1).mean(),
+        "reward/frac_groups_with_signal": (rewards_PG.max(axis=1) > rewards_PG.min(axis=1)).mean(),
+        "completion/tokens_mean": lengths_B.mean(),
+        "completion/tokens_max": lengths_B.max(),
+        "completion/frac_truncated": rollout.is_truncated_B.mean(),
     }
-    if is_right_B.any():
-        metrics["completion/tokens_right_mean"] = float(lengths_B[is_right_B].mean())
-    if not is_right_B.all():
-        metrics["completion/tokens_wrong_mean"] = float(lengths_B[~is_right_B].mean())
-    return metrics
+    if is_correct_B.any():
+        metrics["completion/tokens_right_mean"] = lengths_B[is_correct_B].mean()
+    if not is_correct_B.all():
+        metrics["completion/tokens_wrong_mean"] = lengths_B[~is_correct_B].mean()
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def reward_metrics(grades: list[Grade]) -> Metrics:
-    """What could not be graded, as counts, and the mean of each part where the reward is a sum of several."""
-    metrics = {
-        "reward/timeouts": float(sum(grade.status == "timeout" for grade in grades)),
-        "reward/errors": float(sum(grade.is_failed for grade in grades)),
-    }
-    metrics["reward/errors"] -= metrics["reward/timeouts"]
+    """How many completions could not be graded, and the mean of each part where the reward is a sum of several."""
+    num_timeouts = sum(grade.status == "timeout" for grade in grades)
+    num_failed = sum(grade.is_failed for grade in grades)
+    metrics = {"reward/timeouts": float(num_timeouts), "reward/errors": float(num_failed - num_timeouts)}
     names = dict.fromkeys(name for grade in grades for name in grade.parts)
     if len(names) > 1:
-        metrics |= {
-            f"reward/part/{name}": sum(grade.parts.get(name, 0.0) for grade in grades) / len(grades) for name in names
-        }
+        for name in names:
+            metrics[f"reward/part/{name}"] = sum(grade.parts.get(name, 0.0) for grade in grades) / len(grades)
     return metrics
 
 
-class RunLog:
-    """Writes the run folder's logs and the console line; on the main process only, elsewhere every call does nothing."""
-
-    def __init__(self, out_dir: Path, is_main: bool, total_steps: int) -> None:
-        self.out_dir = out_dir
-        self.is_main = is_main
-        self.total_steps = total_steps
-
-    def say(self, text: str) -> None:
-        """One line on the console."""
-        if self.is_main:
-            print(text, flush=True)
-
-    def log(self, step: int, metrics: Metrics) -> None:
-        """Appends the step's line to metrics.jsonl and prints its summary."""
-        if not self.is_main:
-            return
-        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON knows no nan
-        self._append("metrics.jsonl", {"step": step, **finite})
-        self.say(console_line(step, self.total_steps, metrics))
-
-    def samples(
-        self, step: int, rollout: Rollout, grades: list[Grade], rows: list[Row], group_size: int, num_groups: int = 2
-    ) -> None:
-        """Appends the first completions of the first groups, with prompts, answers and rewards, to samples.jsonl."""
-        if not self.is_main:
-            return
-        assert rollout.advantages is not None, "samples are written when the advantages are known"
-        for b in [
-            group * group_size + g for group in range(min(num_groups, len(rows))) for g in range(min(2, group_size))
-        ]:
-            row = rows[b // group_size]
-            shown = {"step": step, "prompt": row.prompt, "answer": row.answer, "completion": rollout.texts[b]}
-            scores = {
-                "reward": grades[b].reward,
-                "reward_status": grades[b].status,
-                "read_as": grades[b].answer,
-                "advantage": round(float(rollout.advantages[b].mean()), 4),
-            }
-            self._append("samples.jsonl", shown | scores | {"is_truncated": bool(rollout.is_truncated_B[b])})
-
-    def excluded(self, rows: list[tuple[str, str, str]]) -> None:
-        """Writes excluded_rows.jsonl: (set, row, reason) of what cannot be used; the console names only the first."""
-        if self.is_main and rows:
-            lines = [json.dumps({"set": name, "row": where, "reason": reason}) + "\n" for name, where, reason in rows]
-            (self.out_dir / "excluded_rows.jsonl").write_text("".join(lines))
-
-    def reward_failures(
-        self, step: int, rollout: Rollout, grades: list[Grade], rows: list[Row], group_size: int
-    ) -> None:
-        """Appends each completion that could not be graded to reward_failures.jsonl and names the first three on the console."""
-        failed = [b for b, grade in enumerate(grades) if grade.is_failed] if self.is_main else []
-        for b in failed:
-            row = rows[b // group_size]
-            record = {
-                "step": step,
-                "row": row.where,
-                "status": grades[b].status,
-                "answer": row.answer,
-                "completion": rollout.texts[b],
-            }
-            self._append("reward_failures.jsonl", record)
-        for b in failed[:3]:
-            self.say(
-                f"step {step}: reward {grades[b].status}, of {rows[b // group_size].where}: {rollout.texts[b][-100:]!r}"
-            )
-        if len(failed) > 3:
-            self.say(
-                f"step {step}: {len(failed)} of {len(grades)} completions could not be graded; all are in reward_failures.jsonl"
-            )
-
-    def plot(self) -> None:
-        """Draws curves.png from metrics.jsonl."""
-        if self.is_main:
-            plot_curves(read_metrics(self.out_dir), self.out_dir)
-
-    def _append(self, name: str, record: dict[str, object]) -> None:
-        file = self.out_dir / name
-        with file.open("a+b") as out:
-            if out.tell() and not _ends_with_newline(
-                file
-            ):  # a kill in the middle of a line: keep what is whole apart from what is not
-                out.write(b"\n")
-            out.write(json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n")
+def merge_updates(updates: list[Metrics]) -> Metrics:
+    """The metrics of a step's updates as one: maximum of what ends in `_max`, minimum of `_min`, otherwise the mean."""
+    merged = {}
+    for name in updates[0] if updates else ():
+        values = [metrics[name] for metrics in updates]
+        if name.endswith("_max"):
+            merged[name] = max(values)
+        elif name.endswith("_min"):
+            merged[name] = min(values)
+        elif name == "optim/skipped_updates":
+            merged[name] = sum(values)
+        elif name == "optim/lr":
+            merged[name] = values[-1]
+        else:
+            merged[name] = sum(values) / len(values)
+    return merged
 
 
-def _ends_with_newline(file: Path) -> bool:
-    with file.open("rb") as content:
-        content.seek(-1, 2)
-        return content.read(1) == b"\n"
+# Speed --------------------------------------------------------------------------------------------------------------
 
 
-def console_line(step: int, total_steps: int, metrics: Metrics) -> str:
-    """The step in one readable line; what was not measured in this step is left out."""
-    parts = [f"step {step:>{len(str(total_steps))}}/{total_steps}"]
-    for name, label, form in (
-        ("reward/mean", "reward", ".3f"),
-        ("completion/tokens_mean", "tokens", ".1f"),
-        ("policy/entropy", "entropy", ".3f"),
-        ("policy/kl_ref", "kl", ".4f"),
-        ("policy/clip_frac", "clip", ".3f"),
-        ("policy/rollout_gap_mean", "gap", ".5f"),
-        ("optim/grad_norm", "grad", ".3f"),
-        ("optim/lr", "lr", ".2e"),
-    ):
-        if name in metrics:
-            parts.append(f"{label} {metrics[name]:{form}}")
-    if metrics.get("optim/skipped_updates"):
-        parts.append(f"SKIPPED UPDATES {metrics['optim/skipped_updates']:.0f}")
-    if "perf/update_mfu" in metrics:
-        parts.append(f"MFU {metrics['perf/update_mfu']:.0%}")
-    times = [f"{name[5:-2]} {metrics[name]:.1f}" for name in phase_names(metrics) if metrics[name] >= 0.05]
-    parts.append(f"{metrics['time/step_s']:.1f}s ({', '.join(times)})")
-    parts += [f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/") and "/avg@" in name]
-    return " | ".join(parts)
+@dataclass(frozen=True)
+class Work:
+    """What a step computed on all ranks together.
+
+    The trainer's tokens are those of prompts and completions, a prompt once for each of its completions.
+    """
+
+    sampled_tokens: int  # of completions, also of those that are not trained on
+    completion_tokens: int  # of the completions that are trained on
+    logprobs_tokens: int  # that got old log-probs, plus those that got reference ones, before the updates
+    update_tokens: int  # of all passes over the rollout
+    update_flops: float  # of all passes
+    shared_frac: float | None  # share of the tokens that was not computed; None: --share_prompts is off
 
 
-def phase_names(metrics: Metrics) -> list[str]:
-    """The `time/<phase>_s` among the names, without the whole step's."""
-    return [name for name in metrics if name.startswith("time/") and name not in ("time/step_s", "time/rollout_tail_s")]
+def work_of_step(
+    sampled: Rollout,
+    trained: Rollout,
+    updates: list[list[Batch]],
+    policy: Policy,
+    num_iterations: int,
+    has_frozen_weights: bool,
+    shares_prompts: bool,
+) -> Work:
+    """The work of a step, the same on every rank; all ranks call it.
+
+    `sampled`: all completions. `trained`: those trained on. `updates`: this rank's batches of one pass over them.
+    """
+    lengths_B = trained.sequence_lengths_B
+    logprobs_tokens = 0
+    for lengths, batches in zip(np.split(lengths_B, len(updates)), updates, strict=True):
+        logprobs = (batches[0].old_logprobs_N, batches[0].ref_logprobs_N)
+        logprobs_tokens += int(lengths.sum()) * sum(logprobs_N is not None for logprobs_N in logprobs)
+    packed = [batch for batches in updates for batch in batches]
+    # At an infinite parity length, attention is free and the cost is the number of tokens.
+    costs = [sum(batch.cost(parity_length) for batch in packed) for parity_length in (policy.parity_length, math.inf)]
+    cost, computed_tokens = sum_over_trainers(torch.tensor(costs, dtype=torch.float64)).tolist()
+    return Work(
+        sampled_tokens=int(sampled.completion_lengths_B.sum()),
+        completion_tokens=int(trained.completion_lengths_B.sum()),
+        logprobs_tokens=logprobs_tokens,
+        update_tokens=int(lengths_B.sum()) * num_iterations,
+        update_flops=update_flops(policy, cost, has_frozen_weights) * num_iterations,
+        shared_frac=1 - computed_tokens / int(lengths_B.sum()) if shares_prompts else None,
+    )
 
 
-def read_metrics(run_dir: Path) -> list[dict[str, float]]:
-    """The lines of metrics.jsonl in order of step, one per step (the last written); a line cut off by a kill is passed over."""
-    by_step: dict[int, dict[str, float]] = {}
-    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        by_step[int(record["step"])] = record
-    return [by_step[step] for step in sorted(by_step)]
+def throughput(work: Work, seconds_RE: list[np.ndarray], metrics: Metrics, world: World) -> Metrics:
+    """The `perf/` metrics of a step and `time/rollout_tail_s`, from its times and `perf/update_idle_frac` in `metrics`.
+
+    `seconds_RE`: what each engine took in each round of sampling. The tail is the time between the first engine's last
+    completion and the last engine's. `perf/idle_frac` is the share of the step in which a GPU waits, on average: in
+    sampling for the last engine, by the clock; in the update for the costliest micro-batch, by cost.
+    """
+    update_s, step_s = metrics["time/update_s"], metrics["time/step_s"]
+    waited = sum(seconds_E.max() - seconds_E.mean() for seconds_E in seconds_RE)
+    waited += metrics["perf/update_idle_frac"] * update_s
+    num_samplers = world.num_engines * world.tp_size
+    flops_per_s = work.update_flops / update_s / world.num_trainers  # of each GPU
+    found = {
+        "time/rollout_tail_s": sum(seconds_E.max() - seconds_E.min() for seconds_E in seconds_RE),
+        "perf/idle_frac": waited / step_s,
+        "perf/tokens_per_s": work.completion_tokens / step_s,
+        "perf/sample_tokens_per_s_per_gpu": work.sampled_tokens / metrics["time/sample_s"] / num_samplers,
+        "perf/update_tokens_per_s_per_gpu": work.update_tokens / update_s / world.num_trainers,
+        "perf/update_tflops_per_gpu": flops_per_s / 1e12,
+    }
+    if work.shared_frac is not None:
+        found["perf/shared_frac"] = work.shared_frac
+    if work.logprobs_tokens:
+        tokens_per_s = work.logprobs_tokens / metrics["time/logprobs_s"]
+        found["perf/logprobs_tokens_per_s_per_gpu"] = tokens_per_s / world.num_trainers
+    if world.device.type == "cuda" and (peak := peak_flops(torch.cuda.get_device_name(world.device))):
+        found["perf/update_mfu"] = flops_per_s / peak
+    return {name: float(value) for name, value in found.items()}
 
 
-def plot_curves(records: list[dict[str, float]], run_dir: Path) -> None:
-    """Draws `run_dir`/curves.png: the eight curves to look at first."""
-    import matplotlib  # here, not above: half a second that most processes never need
+def update_flops(policy: Policy, cost: float, has_frozen_weights: bool) -> float:
+    """FLOPs of one pass of updates over the tokens that it computes, from the sum of their `batch.training_costs`.
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    eval_names = sorted({name for record in records for name in record if name.startswith("eval/") and "/avg@" in name})
-    panels = [
-        ("reward", ["reward/mean"]),
-        ("held-out accuracy", eval_names),
-        (
-            "completion tokens",
-            ["completion/tokens_mean", "completion/tokens_right_mean", "completion/tokens_wrong_mean"],
-        ),
-        ("KL to the reference", ["policy/kl_ref"]),
-        ("entropy, nats", ["policy/entropy"]),
-        ("clipped tokens, share", ["policy/clip_frac"]),
-        ("sampler-trainer gap", ["policy/rollout_gap_mean"]),
-    ]
-    figure, axes = plt.subplots(2, 4, figsize=(17, 7.5), constrained_layout=True)
-    for axis, (title, names) in zip(axes.flat, panels, strict=False):
-        for name in names:
-            points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
-            if points:
-                axis.plot(
-                    *zip(*points, strict=True), marker="o" if name in eval_names else None, label=name.partition("/")[2]
-                )
-        axis.set(title=title, xlabel="step")
-        axis.grid(alpha=0.3)
-        if axis.lines and (len(names) > 1 or names == eval_names):
-            axis.legend(fontsize=8)
-    _plot_times(axes.flat[-1], records)
-    figure.suptitle(str(run_dir))
-    unfinished = run_dir / "curves.unfinished.png"
-    figure.savefig(unfinished, dpi=90)
-    unfinished.replace(run_dir / "curves.png")
-    plt.close(figure)
+    3 x (2 x numbers in the matrices x tokens + 2 x layers x width of the queries x sum of length^2): the forward pass,
+    and twice that for the backward pass. Half of the backward pass makes the weights' gradients; it falls away where
+    the weights are frozen (LoRA). The head counts, at every token, as the field does. Recomputation, biases, norms,
+    embedding and vision tower do not count.
+    """
+    return (2 if has_frozen_weights else 3) * policy.flops_per_token * cost
 
 
-def _plot_times(axis: object, records: list[dict[str, float]]) -> None:
-    trained = [record for record in records if "time/sample_s" in record]
-    phases = list(dict.fromkeys(name for record in trained for name in phase_names(record)))
-    if trained:
-        seconds = np.array([[record.get(name, 0.0) for record in trained] for name in phases])
-        axis.stackplot([record["step"] for record in trained], seconds, labels=[name[5:-2] for name in phases])
-        axis.legend(fontsize=8, loc="upper right", ncols=2)
-    axis.set(title="seconds per phase", xlabel="step")
-    axis.grid(alpha=0.3)
+def peak_flops(device_name: str) -> float | None:
+    """Dense bf16 FLOP/s of a GPU by the name that CUDA gives it; None if `GPUS` does not list it (its H100 is SXM)."""
+    for name, (_, tera_flops, *_) in GPUS.items():
+        if name.partition("-")[0] in device_name and not any(variant in device_name for variant in ("PCIe", "NVL")):
+            return tera_flops * 1e12
+    return None

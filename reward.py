@@ -54,7 +54,7 @@ class Grade:
         return next(iter(self.parts.values()), 0.0)
 
     @property
-    def is_right(self) -> bool:
+    def is_correct(self) -> bool:
         return self.score >= 1.0
 
     @property

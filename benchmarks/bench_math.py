@@ -46,7 +46,7 @@ def main() -> None:
     seconds, too_kind, too_strict = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0), dict.fromkeys(names, 0)
     for case in cases:
         for name, judge in (
-            (names[0], lambda case: grader.grade([Case(case["completion"], case["answer"])])[0].is_right),
+            (names[0], lambda case: grader.grade([Case(case["completion"], case["answer"])])[0].is_correct),
             (names[1], lambda case: is_equal_to_math_verify(case["answer"], case["completion"])),
         ):
             start = time.perf_counter()

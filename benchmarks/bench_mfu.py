@@ -4,7 +4,7 @@
     torchrun --standalone --nproc_per_node 1 benchmarks/bench_mfu.py --model Qwen/Qwen2.5-7B --variants LoRA "LoRA, compiled"
 
 Two micro-batches of --micro_batch_tokens on each rank, of sequences with lognormal lengths (mean 600, at most 2,048). FLOPs and MFU are
-those of `throughput.py`; recomputation does not count. "full logits": the head in one chunk. "padded": every sequence is as long as the
+those of `metrics.py`; recomputation does not count. "full logits": the head in one chunk. "padded": every sequence is as long as the
 longest, and the tokens of the padding count for nothing. A variant that does not fit is said so. Prints a table, the attention that ran,
 and, last, one JSON line. Written for CUDA against the libraries, but not run there yet; on CPU, which has no MFU, take a small --model.
 """
@@ -32,10 +32,10 @@ from bench_common import print_table
 from bench_memory import fill_randomly
 from bench_update import make_rollout
 from fsdp_utils import World, close_world, init_world, wait_for_all
+from metrics import peak_flops, update_flops
 from plan import Plan
 from planner.dry_run import config_of
 from policy import Policy
-from throughput import peak_flops, update_flops
 from update import add_advantages, pack_updates, update_policy
 
 GOAL = 0.5  # MFU

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from metrics import phase_names, read_metrics
+from report import read_metrics, seconds_of_phases
 
 GOAL = 0.10
 OVERHEAD = ("reward", "pack", "advantage", "sync", "log")
@@ -27,8 +27,8 @@ def main() -> None:
     records = [record for record in read_metrics(parser.parse_args().run_dir) if record["step"] > 1]
     seconds: dict[str, float] = {}
     for record in records:
-        for name in phase_names(record):
-            seconds[name[5:-2]] = seconds.get(name[5:-2], 0.0) + record[name]
+        for phase, value in seconds_of_phases(record).items():
+            seconds[phase] = seconds.get(phase, 0.0) + value
     total = sum(record["time/step_s"] for record in records)
     seconds["between phases"] = total - sum(seconds.values())
     print(f"{'phase':16}{'seconds':>10}{'share':>8}")

@@ -1,7 +1,6 @@
-"""Mistakes of the user end the program before any model is loaded, and say what was given, what is required and what to do."""
+"""Mistakes of the user end the program before any model is loaded, and say what was given and what to do."""
 
 import json
-import os
 import shutil
 import time
 from pathlib import Path
@@ -9,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import checkpoint
 import inputs
 import train_grpo
 from fsdp_utils import check_launch
@@ -21,7 +19,6 @@ def check(policy: Path, out_dir: Path, **changes: object) -> None:
     args = train_grpo.parse_flags(training_flags(policy, out_dir, **changes))
     loaded = inputs.check_and_load_data(args)
     loaded.grader.close()
-    checkpoint.open_run_folder(Path(args.out_dir), vars(args)).close()
 
 
 @pytest.mark.parametrize(
@@ -77,56 +74,6 @@ def test_more_visible_gpus_than_ranks_are_refused(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
     with pytest.raises(ValueError, match="16 processes were started on this node but only 8 GPUs"):
         check_launch(tp_size=4, dtype="bfloat16")
-
-
-def test_a_first_start_that_trained_nothing_may_be_corrected(policy, tmp_path):
-    check(policy, tmp_path / "run")
-    check(policy, tmp_path / "run", group_size=8)
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["group_size"] == 8
-
-
-def test_a_run_folder_of_another_configuration_is_left_alone(policy, tmp_path):
-    check(policy, tmp_path / "run")
-    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
-    before = (tmp_path / "run" / "config.json").read_bytes()
-    with pytest.raises(ValueError, match="another configuration.*--group_size 4 there, 8 now.*another --out_dir"):
-        check(policy, tmp_path / "run", group_size=8)
-    assert (tmp_path / "run" / "config.json").read_bytes() == before
-    check(policy, tmp_path / "run", total_steps=8, save_every=1, micro_batch_tokens=64)  # these may change
-
-
-def test_the_length_of_a_run_may_not_change_where_the_learning_rate_depends_on_it(policy, tmp_path):
-    check(policy, tmp_path / "run", lr_schedule="cosine")
-    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
-    with pytest.raises(ValueError, match="--total_steps 4 there, 8 now"):
-        check(policy, tmp_path / "run", lr_schedule="cosine", total_steps=8)
-
-
-def test_a_folder_of_something_else_is_refused(policy, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "thesis.tex").write_text("precious")
-    with pytest.raises(ValueError, match=r"holds thesis.tex but no config.json"):
-        check(policy, tmp_path / "run")
-    assert (tmp_path / "run" / "thesis.tex").read_text() == "precious"
-
-
-def test_a_folder_that_cannot_be_written_is_refused(policy, tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="cannot be written"):
-        check(policy, tmp_path / "file" / "run")
-    if os.getuid() != 0:  # root writes everywhere
-        (tmp_path / "locked").mkdir(mode=0o500)
-        with pytest.raises(ValueError, match="cannot be written"):
-            check(policy, tmp_path / "locked" / "run")
-
-
-def test_two_runs_cannot_share_a_folder(policy, tmp_path):
-    args = train_grpo.parse_flags(training_flags(policy, tmp_path / "run"))
-    lock = checkpoint.open_run_folder(tmp_path / "run", vars(args))
-    with pytest.raises(ValueError, match="in use by another run"):
-        checkpoint.open_run_folder(tmp_path / "run", vars(args))
-    lock.close()
-    checkpoint.open_run_folder(tmp_path / "run", vars(args)).close()
 
 
 def test_under_torchrun_the_mistake_is_told_once_without_a_traceback_of_ours(policy, tmp_path):

@@ -5,12 +5,17 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from evaluate import Result, Settings, check_names, figures_of, majority_score, pass_at_k, settings_per_set, table
-from helpers import ENVIRONMENT, ROOT, make_rollout, start
+from data import PromptData, Row
+from evaluate import Evaluator, Result, check_names, figures_of, majority_score, pass_at_k, settings_per_set, table
+from flags import Sampling
+from forked import run_ranks
+from grading.verifiers import Case
+from helpers import ENVIRONMENT, ROOT, make_rollout, torchrun
 from reward import Grade
 
 
@@ -18,19 +23,19 @@ def grade(score: float, answer: str | None = None, status: str = "ok") -> Grade:
     return Grade(score, status, {"math": score} if status == "ok" else {}, answer)
 
 
-@pytest.mark.parametrize("num_right", range(6))
+@pytest.mark.parametrize("num_correct", range(6))
 @pytest.mark.parametrize("k", range(1, 6))
-def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(num_right, k):
-    samples = [i < num_right for i in range(5)]
+def test_pass_at_k_is_the_share_of_subsets_with_a_correct_one(num_correct, k):
+    samples = [i < num_correct for i in range(5)]
     subsets = list(itertools.combinations(samples, k))
-    assert pass_at_k(num_right, 5, k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12)
+    assert pass_at_k(num_correct, 5, k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12)
 
 
 def test_the_majority_is_the_most_frequent_answer_and_ties_count_in_part():
     right, other, third = grade(1.0, "1/2"), grade(0.0, "2"), grade(0.0, "3")
     assert majority_score([right, right, other]) == 1.0
     assert majority_score([grade(1.0, "0.5"), grade(1.0, "\\frac12"), other, other, third]) == 0.5, (
-        "right answers are one answer"
+        "correct answers are one answer"
     )
     assert majority_score([right, other, other]) == 0.0
     assert majority_score([right, other, third]) == pytest.approx(1 / 3)
@@ -50,7 +55,7 @@ def test_every_figure_has_its_standard_error_over_problems():
     assert figures["maj@4"][0] == pytest.approx((0.5 + 0 + 1) / 3)
     assert figures["tokens_mean"] == (5.0, 0.0)
     assert figures["frac_failed"][0] == pytest.approx(1 / 12)
-    metrics = Result("math500", 3, Settings(4, 1.0, 1.0, 10), figures).metrics()
+    metrics = Result(held_out("math500", "1", "2", "3"), Sampling(4, 1.0, 10), figures).metrics()
     assert metrics["eval/math500/avg@4"] == 0.5 and metrics["eval/math500/stderr"] == figures["avg@4"][1]
     assert metrics["eval/math500/pass@2_stderr"] == figures["pass@2"][1]
 
@@ -63,7 +68,7 @@ def test_one_problem_tells_no_standard_error_and_one_sample_no_pass_at_k():
 
 def test_settings_are_one_for_all_sets_or_one_for_each():
     given = {"samples": [1, 32], "temperature": [0.6], "top_p": [0.95], "max_completion_tokens": [100, 200]}
-    assert settings_per_set(2, "eval_", **given) == [Settings(1, 0.6, 0.95, 100), Settings(32, 0.6, 0.95, 200)]
+    assert settings_per_set(2, "eval_", **given) == [Sampling(1, 0.6, 100, 0.95), Sampling(32, 0.6, 200, 0.95)]
     given |= {"samples": [1], "max_completion_tokens": [100]}
     for change, words in (
         ({"samples": [1, 2]}, "--eval_samples has 2 values for 3 sets"),
@@ -84,7 +89,7 @@ def test_sets_of_the_same_name_are_refused():
 
 def test_the_table_has_the_published_numbers_beside_ours():
     figures = {"avg@1": (0.7825, 0.0185), "frac_truncated": (0.0, 0.0), "tokens_mean": (512.4, 3.06)}
-    lines = table([Result("math500", 500, Settings(1, 1.0, 1.0, 10), figures)], ["78.2"]).splitlines()
+    lines = table([Result(held_out("math500", *["1"] * 500), Sampling(1, 1.0, 10), figures)], ["78.2"]).splitlines()
     assert lines[0].split() == ["set", "problems", "k", "avg@k", "pass@k", "maj@k", "truncated", "tokens", "published"]
     assert lines[1].split() == [
         "math500",
@@ -105,74 +110,104 @@ def test_the_table_has_the_published_numbers_beside_ours():
     ]
 
 
-def command(policy, *arguments: object) -> subprocess.CompletedProcess[str]:
+class EngineOfAnswers:
+    """An engine whose completions are all "1", handed to the grader as they come; it notes each seed."""
+
+    def __init__(self) -> None:
+        self.seeds: list[tuple[int, ...]] = []
+
+    def sample(self, prompts, num_samples, seed, temperature, max_tokens, top_p, description, on_finished, images):
+        self.seeds.append(seed)
+        rollout = make_rollout([1] * len(prompts) * num_samples)
+        for b in range(len(rollout.completions)):
+            on_finished(b, "1", 1, False)
+        return replace(rollout, texts=["1"] * len(rollout.completions))
+
+
+class ExactGrader:
+    def __init__(self) -> None:
+        self.cases: dict[int, Case] = {}
+
+    def submit(self, b: int, case: Case) -> None:
+        self.cases[b] = case
+
+    def collect(self) -> dict[int, Grade]:
+        found, self.cases = self.cases, {}
+        return {b: grade(float(case.completion == case.answer), case.completion) for b, case in found.items()}
+
+
+def held_out(name: str, *answers: str) -> PromptData:
+    rows = [
+        Row([{"role": "user", "content": "?"}], answer, {}, f"{name}, line {i}") for i, answer in enumerate(answers)
+    ]
+    prompts = [np.zeros(1, dtype=np.int32) for _ in rows]
+    return PromptData(name, rows, ["?"] * len(rows), prompts, [None] * len(rows), 0, [])
+
+
+def test_the_evaluator_samples_each_set_in_its_own_way_and_keeps_every_completion(tmp_path):
+    engine, sets = EngineOfAnswers(), [held_out("math", "1", "2"), held_out("sums", "1")]
+    samplings = [Sampling(1, 0.0, 8), Sampling(2, 1.0, 8)]
+    evaluator = Evaluator(sets, samplings, ExactGrader(), 7, tmp_path / "eval", every=2, before_training=False)
+    metrics = evaluator.run(engine, 20)
+    assert metrics["eval/math/avg@1"] == 0.5 and metrics["eval/sums/avg@2"] == 1.0
+    assert engine.seeds == [(7, 20, 1), (7, 20, 2)], "of the run, the step and the set"
+    lines = (tmp_path / "eval" / "step_20" / "math.jsonl").read_text().splitlines()
+    assert [json.loads(line)["is_correct"] for line in lines] == [True, False]
+    assert len((tmp_path / "eval" / "step_20" / "sums.jsonl").read_text().splitlines()) == 2
+
+
+def test_evaluation_is_due_every_so_many_steps_after_the_last_and_before_the_first_if_asked(tmp_path):
+    def due(every: int, before_training: bool) -> list[int]:
+        evaluator = Evaluator([], [], None, 1, tmp_path, every, before_training)
+        return [step for step in range(8) if evaluator.is_due(step, is_last=step == 7)]
+
+    assert due(3, False) == [3, 6, 7]
+    assert due(3, True) == [0, 3, 6, 7]
+    assert due(0, True) == [0]
+    assert due(0, False) == []
+
+
+def command(policy, *arguments: object, is_forked: bool = True) -> subprocess.CompletedProcess[str]:
+    """`python evaluate.py`; `is_forked`: without the seconds of its imports, see `forked.py`."""
     flags = ["--model", policy, "--max_prompt_tokens", 8, "--max_completion_tokens", 12, *arguments]
-    return subprocess.run(
-        [sys.executable, "evaluate.py", *map(str, flags)],
-        cwd=ROOT,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    if is_forked:
+        return run_ranks(1, str(ROOT / "evaluate.py"), list(map(str, flags)), timeout=300)
+    line = [sys.executable, "evaluate.py", *map(str, flags)]
+    return subprocess.run(line, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False)
 
 
 def test_the_command_evaluates_several_sets_and_keeps_every_completion(policy, tmp_path):
-    sets = [policy / "heldout.jsonl", f"{policy / 'train.jsonl'}@train#6"]
-    done = command(
-        policy,
-        "--data",
-        *sets,
-        "--samples",
-        4,
-        1,
-        "--reward",
-        "exact",
-        "--out_dir",
-        tmp_path / "out",
-        "--published",
-        "50.0",
-        "-",
-    )
+    sets = ["--data", policy / "heldout.jsonl", f"{policy / 'train.jsonl'}@train#6", "--out_dir", tmp_path / "out"]
+    settings = ["--samples", 4, 1, "--reward", "exact", "--published", "50.0", "-"]
+    done = command(policy, *sets, *settings, is_forked=False)
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     rows = [json.loads(line) for line in (tmp_path / "out" / "heldout.jsonl").read_text().splitlines()]
     assert len(rows) == 16 * 4 and len((tmp_path / "out" / "train_train.jsonl").read_text().splitlines()) == 6
     found = results["sets"]["heldout"]
     assert found["problems"] == 16 and found["samples"] == 4 and results["sets"]["train_train"]["samples"] == 1
-    right = np.array([row["is_right"] for row in rows]).reshape(16, 4)
+    right = np.array([row["is_correct"] for row in rows]).reshape(16, 4)
     assert found["avg@4"]["mean"] == pytest.approx(right.mean())
     assert found["avg@4"]["stderr"] == pytest.approx(right.mean(axis=1).std(ddof=1) / 4)
     assert found["pass@4"]["mean"] == pytest.approx(right.any(axis=1).mean())
     for row in rows:
-        assert row["is_right"] == (row["completion"].strip() == row["answer"]) == (row["reward"] == 1.0)
+        assert row["is_correct"] == (row["completion"].strip() == row["answer"]) == (row["reward"] == 1.0)
         assert (
             row["num_tokens"] <= 12
             and row["reward_status"] == "ok"
             and row["row"].startswith(str(policy / "heldout.jsonl"))
         )
     assert "heldout" in done.stdout and "published" in done.stdout and "±" in done.stdout
-    again = command(policy, "--data", *sets, "--out_dir", tmp_path / "out")
+    again = command(policy, *sets)
     assert (
         again.returncode == 1 and "is there already and not empty" in again.stderr and "Traceback" not in again.stderr
     )
 
 
 def test_two_ranks_evaluate_the_same_problems_once(policy, tmp_path):
-    flags = [
-        "--model",
-        policy,
-        "--max_prompt_tokens",
-        8,
-        "--max_completion_tokens",
-        12,
-        "--samples",
-        2,
-        "--reward",
-        "exact",
-    ]
-    done = start(2, "evaluate.py", *flags, "--data", policy / "heldout.jsonl", "--out_dir", tmp_path / "out")
-    assert done.returncode == 0, done.stderr[-3000:]
+    lengths = ["--max_prompt_tokens", 8, "--max_completion_tokens", 12]
+    sets = ["--data", policy / "heldout.jsonl", "--out_dir", tmp_path / "out"]
+    torchrun(2, "evaluate.py", "--model", policy, *lengths, *sets, "--samples", 2, "--reward", "exact")
     rows = [json.loads(line) for line in (tmp_path / "out" / "heldout.jsonl").read_text().splitlines()]
     problems = [json.loads(line) for line in (policy / "heldout.jsonl").read_text().splitlines()]
     assert [(row["prompt"], row["answer"]) for row in rows] == [
@@ -195,6 +230,7 @@ def test_two_ranks_evaluate_the_same_problems_once(policy, tmp_path):
 def test_the_command_tells_mistakes_in_one_line(arguments, words, policy):
     done = command(policy, *[argument.format(policy=policy) for argument in arguments])
     assert done.returncode == 1 and words in done.stderr and "Traceback" not in done.stderr, done.stderr[-2000:]
+    assert done.stderr.count("error: ") == 1
 
 
 def run_script(name: str, *flags: object, **environment: object) -> str:

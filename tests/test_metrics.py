@@ -1,19 +1,33 @@
-"""The run's records: derived numbers, the append-only log, and the curves."""
+"""The metrics of a step, by hand-worked numbers: rewards, lengths, merged updates, speed. Tolerance 1e-6, relative."""
 
-import gzip
-import json
-import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from data import Row
+from batch import Batch, pack, training_costs
+from fsdp_utils import World
 from helpers import make_rollout
-from metrics import PhaseTimer, RunLog, console_line, plot_curves, read_metrics, reward_metrics, rollout_metrics
+from metrics import (
+    Work,
+    merge_updates,
+    peak_flops,
+    reward_metrics,
+    rollout_metrics,
+    throughput,
+    update_flops,
+    work_of_step,
+)
+from planner.setup import shape_of
+from planner.time import training_flops
+from policy import load_policy
 from reward import Grade
-from update import merge_updates
+
+WORLD = World(rank=0, size=2, local_rank=0, tp_size=1, device=torch.device("cpu"))
+ROLLOUT = make_rollout([6, 2, 8, 4], group_size=2)  # with prompts of 4 tokens: 9 + 5 + 11 + 7 positions
+POLICY = SimpleNamespace(flops_per_token=100, parity_length=10.0)
 
 
 def test_rollout_metrics_count_groups_lengths_and_truncation():
@@ -27,128 +41,101 @@ def test_rollout_metrics_count_groups_lengths_and_truncation():
     assert metrics["reward/mean"] == pytest.approx(3.1 / 6)
     assert metrics["reward/frac_groups_all_right"] == pytest.approx(1 / 3)
     assert metrics["reward/frac_groups_all_wrong"] == pytest.approx(1 / 3)
-    assert metrics["reward/frac_groups_with_signal"] == pytest.approx(2 / 3), (
-        "equal rewards, not equal verdicts, are what has no signal"
-    )
+    assert metrics["reward/frac_groups_with_signal"] == pytest.approx(2 / 3), "rewards decide, not correctness"
     assert metrics["completion/tokens_mean"] == 7
+    assert metrics["completion/tokens_max"] == 12
     assert metrics["completion/tokens_right_mean"] == pytest.approx(16 / 3)
     assert metrics["completion/tokens_wrong_mean"] == pytest.approx(26 / 3)
     assert metrics["completion/frac_truncated"] == pytest.approx(1 / 6)
+    assert all(type(value) is float for value in metrics.values()), "JSON knows no numpy"
 
 
-def test_what_could_not_be_graded_is_counted_named_and_kept(tmp_path, capsys):
-    grades = [
-        Grade(0.0, "timeout"),
-        Grade(0.0, "error: no"),
-        Grade(0.0, "truncated"),
-        Grade(1.5, "ok", {"math": 1.0, "format": 1.0}),
-    ]
-    assert reward_metrics(grades) == {
-        "reward/timeouts": 1,
-        "reward/errors": 1,
-        "reward/part/math": 0.25,
-        "reward/part/format": 0.25,
-    }
+def test_what_could_not_be_graded_is_counted_and_each_part_of_a_sum_has_its_mean():
+    parts = {"math": 1.0, "format": 1.0}
+    grades = [Grade(0.0, "timeout"), Grade(0.0, "error: no"), Grade(0.0, "truncated"), Grade(1.5, "ok", parts)]
+    means = {"reward/part/math": 0.25, "reward/part/format": 0.25}
+    assert reward_metrics(grades) == {"reward/timeouts": 1, "reward/errors": 1} | means
     assert "reward/part/math" not in reward_metrics([Grade(1.0, "ok", {"math": 1.0})]), "one part is the reward itself"
-    rollout = replace(make_rollout([2, 4, 6, 8]), texts=["a", "b", "c", "d"])
-    rows = [Row([{"role": "user", "content": "?"}], "4", {}, f"train.jsonl, line {i}") for i in (7, 9)]
-    RunLog(tmp_path, is_main=True, total_steps=1).reward_failures(3, rollout, grades, rows, group_size=2)
-    said = capsys.readouterr().out
-    assert "step 3: reward timeout, of train.jsonl, line 7: 'a'" in said and "'c'" not in said
-    records = [json.loads(line) for line in (tmp_path / "reward_failures.jsonl").read_text().splitlines()]
-    assert [(record["row"], record["status"], record["completion"]) for record in records] == [
-        ("train.jsonl, line 7", "timeout", "a"),
-        ("train.jsonl, line 7", "error: no", "b"),
-    ]
 
 
 def test_a_step_of_several_updates_is_merged_by_what_the_number_means():
-    updates = [
+    names = ("policy/loss", "policy/ratio_max", "policy/ratio_min", "optim/lr", "optim/skipped_updates")
+    first = dict(zip(names, (1.0, 2.0, 0.5, 0.1, 1.0), strict=True))
+    second = dict(zip(names, (3.0, 1.5, 0.7, 0.2, 1.0), strict=True))
+    assert merge_updates([first, second]) == dict(zip(names, (2.0, 2.0, 0.5, 0.2, 2.0), strict=True))
+    assert merge_updates([]) == {}, "step 0 has none"
+
+
+def batch(indices: list[int], old: bool, ref: bool) -> Batch:
+    known = torch.zeros(1)
+    return replace(pack(ROLLOUT, indices), old_logprobs_N=known if old else None, ref_logprobs_N=known if ref else None)
+
+
+def test_the_work_of_a_step_counts_prompts_for_the_trainer_and_what_was_thrown_away_for_the_sampler():
+    updates = [[batch([0, 1], old=False, ref=True)], [batch([2], old=True, ref=True), batch([3], old=True, ref=True)]]
+    sampled = make_rollout([6, 2, 8, 4, 10], group_size=1)
+    work = work_of_step(sampled, ROLLOUT, updates, POLICY, 2, has_frozen_weights=False, shares_prompts=False)
+    costs = 32 + (81 + 25 + 121 + 49) / 10
+    assert (work.sampled_tokens, work.completion_tokens, work.update_tokens) == (30, 20, 32 * 2)
+    assert work.logprobs_tokens == 14 * 1 + 18 * 2
+    assert work.update_flops == pytest.approx(3 * 100 * costs * 2)
+    assert work.shared_frac is None
+    frozen = work_of_step(sampled, ROLLOUT, updates, POLICY, 2, has_frozen_weights=True, shares_prompts=True)
+    assert frozen.update_flops == pytest.approx(2 * 100 * costs * 2)
+    assert frozen.shared_frac == 0.0, "nothing was packed together, and the log says so"
+
+
+def test_positions_that_are_shared_count_as_tokens_and_not_as_flops():
+    updates = [[pack(ROLLOUT, [0, 1, 2, 3], group_size=2)]]  # twice 3 of the prompt's 4 tokens are shared
+    work = work_of_step(ROLLOUT, ROLLOUT, updates, POLICY, 1, has_frozen_weights=False, shares_prompts=True)
+    assert work.shared_frac == pytest.approx(6 / 32)
+    assert work.update_tokens == 32
+    assert work.update_flops == pytest.approx(3 * 100 * (26 + (81 + 25 + 121 + 49 - 2 * 3**2) / 10))
+
+
+TIMES = {
+    "time/sample_s": 4.0,
+    "time/logprobs_s": 2.0,
+    "time/update_s": 5.0,
+    "time/step_s": 20.0,
+    "perf/update_idle_frac": 0.1,
+}
+SECONDS = [np.array([3.0, 2.0]), np.array([0.5, 1.0])]  # two rounds of two engines
+
+
+def test_rates_and_waiting_are_those_of_the_step():
+    assert throughput(Work(24, 20, 50, 64, 6e13, shared_frac=0.25), SECONDS, TIMES, WORLD) == pytest.approx(
         {
-            "policy/loss": 1.0,
-            "policy/ratio_max": 2.0,
-            "policy/ratio_min": 0.5,
-            "optim/lr": 0.1,
-            "optim/skipped_updates": 1.0,
-        },
-        {
-            "policy/loss": 3.0,
-            "policy/ratio_max": 1.5,
-            "policy/ratio_min": 0.7,
-            "optim/lr": 0.2,
-            "optim/skipped_updates": 1.0,
-        },
-    ]
-    extremes = {"policy/ratio_max": 2.0, "policy/ratio_min": 0.5}
-    assert merge_updates(updates) == {"policy/loss": 2.0, "optim/lr": 0.2, "optim/skipped_updates": 2.0} | extremes
-
-
-def test_the_log_is_only_appended_to_and_the_last_line_of_a_step_counts(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text(
-        '{"step": 1, "reward/mean": 0.1}\n{"step": 2, "rewa'
-    )  # a run that was killed in mid-line
-    log = RunLog(tmp_path, is_main=True, total_steps=3)
-    for step, reward in ((1, 0.2), (2, math.nan)):
-        log.log(step, {"reward/mean": reward, "time/step_s": 1.0})
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert lines[:2] == ['{"step": 1, "reward/mean": 0.1}', '{"step": 2, "rewa']
-    records = read_metrics(tmp_path)
-    assert [record["step"] for record in records] == [1, 2]
-    assert records[0]["reward/mean"] == 0.2
-    assert records[1]["reward/mean"] is None, "nan is no JSON"
-    json.loads(lines[2])
-
-
-def test_other_processes_write_nothing(tmp_path, capsys):
-    RunLog(tmp_path, is_main=False, total_steps=1).log(1, {"reward/mean": 1.0, "time/step_s": 1.0})
-    assert not list(tmp_path.iterdir())
-    assert capsys.readouterr().out == ""
-
-
-def test_the_console_line_shows_what_was_measured():
-    line = console_line(
-        3, 10, {"reward/mean": 0.5, "time/sample_s": 1.26, "time/step_s": 2.0, "eval/heldout/avg@4": 0.75}
+            "time/rollout_tail_s": 1.5,
+            "perf/idle_frac": (0.5 + 0.25 + 0.1 * 5) / 20,
+            "perf/tokens_per_s": 20 / 20,
+            "perf/sample_tokens_per_s_per_gpu": 24 / 4 / 2,
+            "perf/logprobs_tokens_per_s_per_gpu": 50 / 2 / 2,
+            "perf/update_tokens_per_s_per_gpu": 64 / 5 / 2,
+            "perf/update_tflops_per_gpu": 60 / 5 / 2,
+            "perf/shared_frac": 0.25,
+        }
     )
-    assert line == "step  3/10 | reward 0.500 | 2.0s (sample 1.3) | eval/heldout/avg@4 0.750"
 
 
-def test_phases_add_up_and_start_afresh_each_step(tmp_path):
-    timer = PhaseTimer([], tmp_path, 0)
-    for _ in range(2):
-        with timer.phase("sample"):
-            pass
-    first = timer.take()
-    assert first.keys() == {"time/sample_s", "time/step_s"}
-    assert 0 <= first["time/sample_s"] <= first["time/step_s"]
-    assert timer.take().keys() == {"time/step_s"}
+def test_what_a_step_did_not_do_has_no_rate():
+    times = {name: value for name, value in TIMES.items() if name != "time/logprobs_s"}
+    found = throughput(Work(20, 20, 0, 64, 1.0, shared_frac=None), SECONDS, times, WORLD)
+    assert not {"perf/logprobs_tokens_per_s_per_gpu", "perf/shared_frac", "perf/update_mfu"} & found.keys()
 
 
-def test_a_step_to_profile_leaves_a_trace_with_its_phases(tmp_path):
-    timer = PhaseTimer([2], tmp_path / "profile", rank=3)
-    for step in (1, 2, 3):
-        timer.begin(step)
-        with timer.phase("update"):
-            torch.ones(8, 8) @ torch.ones(8, 8)
-        timer.take()
-    (file,) = (tmp_path / "profile").iterdir()
-    assert file.name == "step_2_rank_3.json.gz"
-    names = {event.get("name") for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]}
-    assert {"update", "aten::mm"} <= names
+def test_the_flops_of_an_update_are_those_of_the_planner_but_for_the_embedding(untied_policy):
+    policy = load_policy(str(untied_policy), torch.float32)
+    shape = shape_of(policy.model.config, "test")
+    lengths = np.array([12, 40, 100])
+    embedding = 6 * shape.vocab * shape.hidden * lengths.sum()  # a matrix in verl's convention, the planner's
+    cost = training_costs(lengths, policy.parity_length).sum()
+    assert update_flops(policy, cost, False) == pytest.approx(training_flops(shape, lengths.tolist()) - embedding)
+    assert update_flops(policy, cost, True) == pytest.approx(2 / 3 * update_flops(policy, cost, False))
 
 
-def test_curves_are_drawn_also_where_values_are_missing(tmp_path):
-    records = [
-        {"step": 0, "eval/heldout/avg@4": 0.3, "time/evaluate_s": 1.0, "time/step_s": 1.0},
-        {"step": 1, "reward/mean": 0.5, "policy/entropy": None, "time/sample_s": 1.0, "time/step_s": 1.5},
-        {
-            "step": 2,
-            "reward/mean": 0.6,
-            "eval/heldout/avg@4": 0.5,
-            "time/sample_s": 1.0,
-            "time/update_s": 2.0,
-            "time/step_s": 3.0,
-        },
-    ]
-    plot_curves(records, tmp_path)
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert not (tmp_path / "curves.unfinished.png").exists()
+def test_the_peak_is_that_of_the_gpu_or_unknown():
+    assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
+    assert peak_flops("NVIDIA H100 PCIe") is None
+    assert peak_flops("") is None

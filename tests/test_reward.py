@@ -188,7 +188,7 @@ def test_a_weighted_sum_adds_up_and_names_its_parts():
     )
     assert grade.parts == {"math": 1.0, "format": 1.0, "length": -0.75}
     assert grade.reward == 2 + 0.5 - 0.75
-    assert grade.status == "ok" and grade.is_right and grade.answer == "1/2"
+    assert grade.status == "ok" and grade.is_correct and grade.answer == "1/2"
 
 
 def test_the_verifier_of_a_row_is_the_one_that_its_column_names():

@@ -27,7 +27,7 @@ def grader():
 
 def test_the_written_cases_are_graded_as_a_careful_reader_would(grader):
     grades = grader.grade([Case(case["completion"], case["answer"]) for case in CASES])
-    wrong = [(case, grade) for case, grade in zip(CASES, grades, strict=True) if grade.is_right != case["is_right"]]
+    wrong = [(case, grade) for case, grade in zip(CASES, grades, strict=True) if grade.is_correct != case["is_right"]]
     assert not [case for case, _ in wrong if not case["is_right"]], "no wrong answer is taken for right"
     assert len(wrong) <= 4, [(case["answer"], case["completion"][-80:], grade.status) for case, grade in wrong]
     failed = Counter(case["kind"] for case, grade in zip(CASES, grades, strict=True) if grade.is_failed)
@@ -69,8 +69,8 @@ def test_hostile_completions_are_wrong_and_cost_at_most_their_time(completion, k
     start = time.monotonic()
     hostile, fine = grader.grade([Case(completion, key), Case(f"\\boxed{{{key}}}", key)])
     assert time.monotonic() - start < TIMEOUT + 2
-    assert not hostile.is_right and hostile.reward == 0.0
-    assert fine.is_right
+    assert not hostile.is_correct and hostile.reward == 0.0
+    assert fine.is_correct
 
 
 @pytest.mark.parametrize(

@@ -315,7 +315,7 @@ def trained(finished_run) -> Policy:
     policy = load_policy(args.model, torch.bfloat16)
     add_adapter(policy, args)
     optimizer = torch.optim.AdamW([parameter for parameter in policy.parameters() if parameter.requires_grad])
-    assert checkpoint.load(finished_run / "step_4", policy, optimizer) == 32
+    assert checkpoint.load(finished_run / "step_4", policy, optimizer) == {"prompts_drawn": 32}
     return policy.float()
 
 

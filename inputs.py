@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from data import PromptData, prompt_format_of
+from data import PromptData, read_system_prompt
 from evaluate import Settings, check_names, settings_per_set, without_bad_keys
 from fsdp_utils import World, check_launch, is_engine_leader_process, launched_world_size
+from flags import PromptFormat, settings_of
 from model.lora import check_lora
 from model.vision import Vision, load_processor
 from plan import Plan, check_flags, check_model, make_plan
@@ -59,12 +60,8 @@ def check_and_load_data(args: argparse.Namespace) -> Inputs:
     check_model(args, model_config)
     check_lora(args, model_config)
     tokenizer, vision = load_processor(args, model_config)
-    rules = {
-        "prompt_format": prompt_format_of(args),
-        "tokenizer": tokenizer,
-        "max_prompt_tokens": args.max_prompt_tokens,
-        "vision": vision,
-    }
+    prompt_format = replace(settings_of(PromptFormat, args), system_prompt=read_system_prompt(args.system_prompt))
+    rules = {"prompt_format": prompt_format, "tokenizer": tokenizer, "vision": vision}
     train_parts = [PromptData.load(source, **rules, seed=args.seed) for source in args.train_data]
     make_plan(
         args, len(PromptData.mix(train_parts, args.data_weights).rows)

@@ -378,7 +378,7 @@ def describe_run(args: argparse.Namespace, plan: Plan, datasets: list[PromptData
     for data in datasets:
         log.say("\n".join(data.describe()))
     log.excluded([(data.name, where, reason) for data in datasets for where, reason in data.excluded])
-    log.say(f"first prompt: {datasets[0].texts[0]!r}")
+    log.say(f"first prompt: {datasets[0].rows[0].text!r}")
 
 
 def finish(out_dir: Path, last_step: int, log: RunLog) -> None:
@@ -429,7 +429,7 @@ def main() -> None:
     dtype = DTYPES[args.dtype]
     max_model_len = args.max_prompt_tokens + max(args.max_completion_tokens, *args.eval_max_completion_tokens)
     options = (max_model_len, dtype, args.gpu_memory_utilization, args.enforce_eager, args.seed)
-    max_images = most_images(images for data in [train_data, *eval_sets] for images in data.images)
+    max_images = most_images(row.images for data in [train_data, *eval_sets] for row in data.rows)
     evaluations = [(len(data.rows), each.samples) for data, each in zip(eval_sets, inputs.eval_settings, strict=True)]
     sequences = largest_share([(args.prompts_per_step, args.group_size), *evaluations], world)
     engine = Engine(args.model, inputs.tokenizer, world, *options, inputs.vision, max_images, most_sequences=sequences)
@@ -468,9 +468,8 @@ def main() -> None:
             with timer.phase("sample"):
                 indices_P = draw_prompts(train_data, step, num_drawn, count, args)
                 num_drawn += count
-                prompts_P, images_P = (
-                    [values[i] for i in indices_P] for values in (train_data.prompts, train_data.images)
-                )
+                rows_P = [train_data.rows[i] for i in indices_P]
+                prompts_P, images_P = [row.ids for row in rows_P], [row.images for row in rows_P]
                 on_finished = submit_to(
                     inputs.grader, train_data, indices_P, args.group_size, args.max_completion_tokens
                 )

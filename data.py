@@ -172,7 +172,7 @@ def name_of_source(source: str) -> str:
 
 def _open(source: str, what: str, split: str | None) -> dict[str, Dataset | list[str]]:
     """The rows of each split, or of the split asked for: a Dataset, or files for READERS. Raises ValueError."""
-    path, full = Path(what), str(Path(what).resolve())  # in full, because `datasets` has readers named json and parquet
+    path = Path(what)
     if path.is_file() and path.suffix.lower() in READERS:
         return {"train": [what]}
     import datasets
@@ -182,6 +182,7 @@ def _open(source: str, what: str, split: str | None) -> dict[str, Dataset | list
 
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
+    full = str(path.resolve())  # because names such as json and parquet are readers of `datasets`
     mistakes = (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError, ArrowException, YAMLError)
     try:
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
@@ -289,14 +290,13 @@ def _messages(value: object, name: str, prompt_format: PromptFormat) -> Messages
     """The conversation with suffix and system prompt; the latter takes the place of the data's own."""
     if isinstance(value, list) and prompt_format.prompt_format == "text":
         raise ValueError(
-            f"{name} (--prompt_column) holds messages, which need a chat template; this tokenizer has none."
+            f"{name} (--prompt_column) holds messages, which need a chat template; the tokenizer has none."
         )
     messages = value if isinstance(value, list) else [{"role": "user", "content": _text(value, name)}]
     if not messages or not all(isinstance(message, dict) for message in messages):
         raise UnusableRow(f"{name} is no list of messages")
-    messages = [
-        {key: part for key, part in each.items() if part is not None} for each in messages
-    ]  # parquet adds nulls
+    # Without the nulls that parquet files add; a new dictionary each, because the row's columns stay as read.
+    messages = [{key: part for key, part in message.items() if part is not None} for message in messages]
     for message in messages:
         _text(message.get("role"), f"{name}: a role")
         _text(message.get("content"), f"{name}: the content of a message")

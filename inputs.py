@@ -11,8 +11,8 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from data import PromptData, read_system_prompt
 from evaluate import Settings, check_names, settings_per_set, without_bad_keys
-from fsdp_utils import World, check_launch, is_engine_leader_process, launched_world_size
 from flags import PromptFormat, settings_of
+from fsdp_utils import World, check_launch, is_engine_leader_process, launched_world_size
 from model.lora import check_lora
 from model.vision import Vision, load_processor
 from plan import Plan, check_flags, check_model, make_plan

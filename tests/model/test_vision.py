@@ -17,8 +17,8 @@ import inputs
 from batch import Rollout, pack, shared_positions
 from data import PromptData
 from data_files import png, write_parquet
-from flags import PromptFormat
 from distributed_vision import WITH_IMAGES, WITHOUT, gradient, policy_of
+from flags import PromptFormat
 from fsdp_utils import World
 from helpers import start, torchrun
 from model.vision import decode, load_processor

@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
-from data import PromptData, PromptFormat
+from data import PromptData
+from flags import PromptFormat
 from fsdp_utils import close_world, init_world, wait_for_all
 from model.lora import merged_parameters
 from policy import load_policy
@@ -45,8 +46,8 @@ def main() -> None:
 
     world = init_world(tp_size=1, timeout_minutes=5)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    data = PromptData.load(f"{args.model}/train.jsonl", PromptFormat(), tokenizer, max_prompt_tokens=64, seed=0)
-    prompts = data.prompts[: args.prompts]
+    data = PromptData.load(f"{args.model}/train.jsonl", PromptFormat(max_prompt_tokens=64), tokenizer, seed=0)
+    prompts = [row.ids for row in data.rows[: args.prompts]]
     engine = Engine(
         args.model, tokenizer, world, 64 + args.max_tokens, torch.bfloat16, 0.6, enforce_eager=False, seed=1
     )

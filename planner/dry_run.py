@@ -15,6 +15,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, PretrainedConfig
 
+from flags import parse_source
 from fsdp_utils import check_whole_engines, is_main_process, launched_world_size
 from model.vision import check_images
 from plan import Plan, check_flags, check_model, make_plan
@@ -35,7 +36,6 @@ from planner.memory import (
 )  # fmt: skip
 from planner.setup import GIB, GPUS, Hardware, RunShape, Setup, memory_policy, shape_of
 from planner.time import Shares, micro_batches, phase_seconds, step_seconds, traffic
-from sources import parse_source
 
 TABLE = Path(__file__).parent / "models.json"
 TRACED_LAYERS = 8  # all peaks are linear in the number of layers, so a few tell as much as all of them, in seconds

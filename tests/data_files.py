@@ -1,4 +1,4 @@
-"""What the tests of data need: tokenizers that keep every character, small images, and files in the schemas of public data sets."""
+"""What the tests of data need: tokenizers that keep every character, small images, files like public data sets."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 VISION_TEMPLATE = (
-    "{% for message in messages %}{{ '[' + message['role'] + ']' }}{% if message['content'] is string %}{{ message['content'] }}"
-    "{% else %}{% for part in message['content'] %}{{ '<pic>' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endif %}"
-    "{% endfor %}[assistant]"
+    "{% for message in messages %}{{ '[' + message['role'] + ']' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{{ '<pic>' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endif %}{% endfor %}[assistant]"
 )
 
 
@@ -85,11 +85,8 @@ def write_numina_tir(folder: Path) -> None:
 
 def write_open_r1_8k(folder: Path) -> None:
     """lmms-lab/multimodal-open-r1-8k-verified."""
-    row = {
-        "image": {"bytes": png(), "path": None},
-        "problem": "How red?",
-        "solution": "<think>Very.</think><answer>(A)</answer>",
-    }
+    row = {"image": {"bytes": png(), "path": None}, "problem": "How red?"}
+    row |= {"solution": "<think>Very.</think><answer>(A)</answer>"}
     row |= {"original_question": "How red?", "original_answer": "(A)"}
     write_parquet(folder / "data" / "train-00000-of-00001.parquet", [row], image=datasets.Image())
 
@@ -107,21 +104,15 @@ def write_rlvr(folder: Path) -> None:
 
 
 def write_simplerl(folder: Path) -> None:
-    """simplelr_qwen_level3to5 of hkust-nlp/SimpleRL-Zoo-Data: the chat template is in the text already; some answers are missing."""
+    """simplelr_qwen_level3to5 of hkust-nlp/SimpleRL-Zoo-Data: texts with a chat template in them; an answer is missing."""
     for split, answers in (("train", ["72", "", "5"]), ("test", ["3"])):
         rows = []
         for i, answer in enumerate(answers):
             question = f"{split} question {i}?"
             system = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>"
             text = f"{system}\n<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
-            row = {
-                "gt_answer": answer,
-                "subject": "Algebra",
-                "level": 3,
-                "question": question,
-                "answer": answer,
-                "target": answer,
-            }
+            row = {"gt_answer": answer, "subject": "Algebra", "level": 3, "question": question}
+            row |= {"answer": answer, "target": answer}
             row |= {"data_source": "simplelr_qwen_level3to5", "prompt": user(text), "ability": "math"}
             row |= {"reward_model": {"style": "rule", "ground_truth": answer}}
             row |= {"extra_info": {"split": split, "index": i, "answer": answer, "question": question}}

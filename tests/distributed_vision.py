@@ -69,11 +69,11 @@ def main(path: str, output: str) -> None:
         found["gradients"][name] = gradient(policy, args, world, WITHOUT if world.rank else WITH_IMAGES)
 
     data = vision_data(args)
-    options = (torch.float32, 0.3, True, 1, data.images[0].vision, 3)
-    engine = Engine(path, data.images[0].vision.processor.tokenizer, world, 48, *options)
+    options = (torch.float32, 0.3, True, 1, data.rows[0].images.vision, 3)
+    engine = Engine(path, data.rows[0].images.vision.processor.tokenizer, world, 48, *options)
     engine.sync(merged_parameters(policy.model, torch.float32))
     order = [0, 2, 4, 1, 3]  # the second engine's share is two texts
-    prompts, images = [data.prompts[i] for i in order], [data.images[i] for i in order]
+    prompts, images = [data.rows[i].ids for i in order], [data.rows[i].images for i in order]
     rollout = engine.sample(prompts, 2, (1, 1), 0.7, max_tokens=8, images=images)
     rollout = replace(rollout, loss_weights_B=np.zeros(10, dtype=np.float32))
     found["gaps"] = gaps(policy, rollout)
@@ -88,7 +88,7 @@ def main(path: str, output: str) -> None:
     found["on all ranks the same"] = len(set(map(tuple, gather_from_ranks(rollout.texts)))) == 1
     weights = gather_weights(policy, torch.float32, world)
     if world.is_main:
-        export(policy, weights, data.images[0].vision.processor, Path(output) / "exported", torch.float32)
+        export(policy, weights, data.rows[0].images.vision.processor, Path(output) / "exported", torch.float32)
     found["merged"] = {name: tensor.clone() for name, tensor in merged_parameters(policy.model, torch.float32)}
     if world.is_main:
         torch.save(found, Path(output) / "found.pt")

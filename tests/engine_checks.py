@@ -13,7 +13,8 @@ import torch
 from transformers import AutoTokenizer
 
 from batch import Rollout, pack
-from data import PromptData, PromptFormat
+from data import PromptData
+from flags import PromptFormat
 from fsdp_utils import close_world, gather_from_ranks, init_world, shard
 from model.lora import merged_parameters
 from policy import Policy, load_policy
@@ -41,7 +42,8 @@ def main(path: str, tp_size: str, output: str) -> None:
     options = {"gpu_memory_utilization": 0.3, "enforce_eager": True, "seed": 1, "most_sequences": most_sequences}
     engine = Engine(path, tokenizer, world, 64, torch.bfloat16, **options)
     engine.sync(merged_parameters(policy.model, torch.bfloat16))
-    prompts = PromptData.load(f"{path}/heldout.jsonl", PromptFormat(), tokenizer, 8, seed=0).prompts
+    data = PromptData.load(f"{path}/heldout.jsonl", PromptFormat(max_prompt_tokens=8), tokenizer, seed=0)
+    prompts = [row.ids for row in data.rows]
 
     def sample(seed: tuple[int, ...] = (1, 1)) -> Rollout:
         return engine.sample(prompts, 4, seed, TEMPERATURE, max_tokens=12)

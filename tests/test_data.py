@@ -1,12 +1,13 @@
-"""Data: broken sources are named, rows that cannot be used are listed, and prompt and answer stay together from file to step."""
+"""Data: broken sources are named, unusable rows are listed, and prompt and answer stay together from file to step."""
 
-import argparse
-import inspect
+import csv
 import json
 import os
+import runpy
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -15,8 +16,7 @@ import pytest
 from transformers import AutoTokenizer
 
 import data
-import sources
-from data import PromptData, PromptFormat, add_data_flags, prompt_format_of
+from data import PromptData, Record, name_of_source, order_of_epoch, read_records, read_system_prompt
 from data_files import (
     VISION_TEMPLATE,
     byte_tokenizer,
@@ -30,8 +30,9 @@ from data_files import (
     write_rlvr,
     write_simplerl,
 )
+from flags import PromptFormat, parse_source
 from helpers import ENVIRONMENT, ROOT
-from sources import name_of_source, parse_source, read_records
+from model.vision import Vision
 
 GOOD = '{"problem": "1+1", "answer": "2"}\n'
 TOKENIZER = byte_tokenizer()
@@ -50,10 +51,9 @@ def write(folder: Path, content: str | bytes, name: str = "rows.jsonl") -> str:
     return str(file)
 
 
-def load(
-    source: object, tokenizer=TOKENIZER, max_prompt_tokens: int = 10**6, seed: int = 0, **changes: object
-) -> PromptData:
-    return PromptData.load(str(source), PromptFormat(**changes), tokenizer, max_prompt_tokens, seed)
+def load(source: object, tokenizer=TOKENIZER, seed: int = 0, vision=None, **changes: object) -> PromptData:
+    prompt_format = PromptFormat(**{"max_prompt_tokens": 10**6} | changes)
+    return PromptData.load(str(source), prompt_format, tokenizer, seed, vision)
 
 
 def load_rows(folder: Path, rows: list[dict[str, object]], **changes: object) -> PromptData:
@@ -70,15 +70,18 @@ def numbered(folder: Path, count: int, name: str = "rows", **changes: object) ->
     return load(write_lines(folder / f"{name}.jsonl", rows), **changes)
 
 
+def texts(loaded: PromptData) -> list[str]:
+    return [row.text for row in loaded.rows]
+
+
 def assert_whole(loaded: PromptData) -> None:
     """Each row of `numbered` data has its own answer, columns, text, tokens and line."""
-    assert len(loaded.rows) == len(loaded.texts) == len(loaded.prompts)
-    for row, text, ids in zip(loaded.rows, loaded.texts, loaded.prompts, strict=True):
+    for row in loaded.rows:
         name, number = row.prompt.split()
         assert row.answer == row.columns["answer"] == f"{number} of {name}"
         assert row.columns["problem"] == row.prompt
         assert row.where.endswith(f"{name}.jsonl, line {int(number) + 1}")
-        assert text == TOKENIZER.decode(ids.tolist()) == f"[user]{row.prompt}[assistant]"
+        assert row.text == TOKENIZER.decode(row.ids.tolist()) == f"[user]{row.prompt}[assistant]"
 
 
 # Files
@@ -208,37 +211,38 @@ def test_what_exists_as_a_path_is_taken_literally(tmp_path):
     assert len(read_records(f"{tmp_path}/b@c.jsonl#2", seed=0)) == 2
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "absent.jsonl",
-        "dta/math.jsonl",
-        "dta/math.json@test",
-        "a/b/c/d",
-        "/abs/name",
-        "./here",
-        "~/x",
-        "absent.csv",
-        "tests/absent",
-        "o/n#0",
-    ]
-    + ["o/n#x", "o/n@", "#5", "o/n.parquet#5"],
-)
-def test_a_mistyped_path_is_not_looked_for_on_the_hub(source, monkeypatch):
+def test_a_mistyped_path_is_not_looked_for_on_the_hub(monkeypatch):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sources, "_open_dataset", lambda *arguments: pytest.fail("looked for on the hub"))
-    with pytest.raises(FileNotFoundError, match="does not exist .*WHAT.*owner/name"):
-        load(source)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *arguments, **options: pytest.fail("looked for on the hub"))
+    paths = "absent.jsonl dta/math.jsonl dta/math.json@test a/b/c/d /abs/name ./here ~/x absent.csv tests/absent"
+    for source in [*paths.split(), "o/n#0", "o/n#x", "o/n@", "#5", "o/n.parquet#5"]:
+        with pytest.raises(FileNotFoundError, match="does not exist .*WHAT.*owner/name"):
+            load(source)
 
 
 def test_a_file_of_another_kind_and_a_split_of_a_single_file_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"rows\.csv.*not read; needed is"):
+    with pytest.raises(ValueError, match=r"rows\.csv.*not read; needed is a file .\.jsonl, \.json, \.parquet"):
         load(write(tmp_path, "problem,answer\n", "rows.csv"))
     path = write(tmp_path, GOOD)
     assert len(load(f"{path}@train").rows) == 1
     for split in ("test", "train[:1]"):
-        with pytest.raises(ValueError, match=rf"no split '{split[:5]}.*leave out @{split[:5]}"):
+        with pytest.raises(ValueError, match=rf"no split '{split[:5]}.*@SPLIT.*but train; choose"):
             load(f"{path}@{split}")
+
+
+def test_another_kind_of_file_needs_one_function_and_one_entry(tmp_path, monkeypatch):
+    def read_csv_file(path: Path) -> list[Record]:
+        with path.open(newline="") as file:
+            return [Record(f"{path}, row {i}", row, path.parent) for i, row in enumerate(csv.DictReader(file))]
+
+    monkeypatch.setitem(data.READERS, ".csv", read_csv_file)
+    path = write(tmp_path, 'problem,answer\n1+1,2\n"a,b",01\n', "train.csv")
+    for source, name in ((path, "train"), (tmp_path, tmp_path.name)):  # a file, and a folder of such files
+        loaded = load(source)
+        assert [(row.prompt, row.answer) for row in loaded.rows] == [("1+1", "2"), ("a,b", "01")]
+        assert (loaded.rows[1].where, loaded.name) == (f"{path}, row 1", name)
+    with pytest.raises(ValueError, match="holds 2 rows; needed are at least 3"):
+        load(f"{path}#3")
 
 
 def test_a_hub_data_set_is_named_in_its_rows_and_gets_the_split(tmp_path, monkeypatch):
@@ -269,10 +273,8 @@ def test_a_hub_that_cannot_be_reached_is_told_within_seconds(monkeypatch):
     monkeypatch.setattr(huggingface_hub, "get_session", Unreachable)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     started = time.monotonic()
-    with pytest.raises(
-        ValueError,
-        match="'hiyouga/absent@test#5' cannot be loaded: .*reach.*hf download --repo-type dataset hiyouga/absent",
-    ):
+    advice = "hf download --repo-type dataset hiyouga/absent"
+    with pytest.raises(ValueError, match=f"'hiyouga/absent@test#5' cannot be loaded: .*reach.*{advice}"):
         load("hiyouga/absent@test#5")
     assert time.monotonic() - started < 10
 
@@ -289,7 +291,7 @@ def test_rows_are_drawn_at_random_before_the_length_filter(tmp_path):
     parquet = write_parquet(tmp_path / "rows.parquet", rows)
     records = read_records(f"{parquet}#20", seed=3)
     assert [columns["answer"] for _, columns, _ in records] == drawn
-    assert [where for where, _, _ in records] == [f"{parquet}, row {answer}" for answer in drawn]
+    assert [where for where, _, _ in records] == [f"{parquet}@train, row {answer}" for answer in drawn]
     for source in (path, parquet):
         with pytest.raises(ValueError, match="holds 40 rows; .*41"):
             load(f"{source}#41")
@@ -306,9 +308,8 @@ def test_parquet_files_have_splits_by_slicing_and_nested_columns(tmp_path):
     assert loaded.rows[0].columns == rows[1]
     with pytest.raises(ValueError, match="test.*train"):
         load(f"{path}@test")
-    with pytest.raises(
-        ValueError, match=r"row 0: no column 'answer' .*'problem', 'reward_model', 'reward_model\.style'"
-    ):
+    columns = r"'problem', 'reward_model', 'reward_model\.style'"
+    with pytest.raises(ValueError, match=f"row 0: no column 'answer' .*{columns}"):
         load(path)
 
 
@@ -406,14 +407,14 @@ def test_a_column_of_mixed_types_is_decoded(tmp_path):
 def test_math12k_loads_with_the_default_flags(tmp_path):
     write_math12k(tmp_path)
     loaded = load(f"{tmp_path}@test")
-    assert loaded.texts == ["[user]test 0?[assistant]", "[user]test 1?[assistant]"]
+    assert texts(loaded) == ["[user]test 0?[assistant]", "[user]test 1?[assistant]"]
     assert [row.answer for row in loaded.rows] == ["0", "1"]
 
 
 def test_numinamath_tir_loads_with_its_solution_as_the_answer(tmp_path):
     write_numina_tir(tmp_path)
     loaded = load(f"{tmp_path}#1", answer_column="solution", system_prompt="Think.")
-    assert loaded.texts == ["[system]Think.[user]What is 2+2?[assistant]"]
+    assert texts(loaded) == ["[system]Think.[user]What is 2+2?[assistant]"]
     assert loaded.rows[0].answer == "We add.\n\\[\\boxed{4}\\]"
     with pytest.raises(ValueError, match="the last message is not the user's, but of 'assistant'"):
         load(tmp_path, prompt_column="messages", answer_column="solution")
@@ -422,18 +423,18 @@ def test_numinamath_tir_loads_with_its_solution_as_the_answer(tmp_path):
 def test_multimodal_open_r1_loads_with_its_encoded_images(tmp_path):
     write_open_r1_8k(tmp_path)
     loaded = load(tmp_path, byte_tokenizer(VISION_TEMPLATE), answer_column="solution", image_column="image")
-    assert loaded.rows[0].images == (png(),)
+    assert loaded.rows[0].encoded_images == (png(),)
     assert loaded.rows[0].messages == [
         {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "How red?"}]}
     ]
-    assert loaded.texts == ["[user]<pic>How red?[assistant]"]
+    assert texts(loaded) == ["[user]<pic>How red?[assistant]"]
     assert loaded.rows[0].prompt == "<image>How red?"
 
 
 def test_the_rlvr_mixture_loads_with_its_messages_and_the_columns_of_its_verifiers(tmp_path):
     write_rlvr(tmp_path)
     loaded = load(tmp_path, prompt_column="messages", answer_column="ground_truth")
-    assert loaded.texts == ["[user]1+1?[assistant]", "[user]Find x.[assistant]", "[user]No commas.[assistant]"]
+    assert texts(loaded) == ["[user]1+1?[assistant]", "[user]Find x.[assistant]", "[user]No commas.[assistant]"]
     assert [row.columns["dataset"] for row in loaded.rows] == ["gsm8k", "MATH", "ifeval"]
     assert [row.columns["constraint_type"] for row in loaded.rows] == [None, None, "No Commas"]
     assert json.loads(loaded.rows[2].answer) == {"func_name": "validate_no_commas"}
@@ -442,11 +443,10 @@ def test_the_rlvr_mixture_loads_with_its_messages_and_the_columns_of_its_verifie
 def test_simplerl_zoo_loads_with_its_own_template_or_with_the_models(tmp_path):
     write_simplerl(tmp_path)
     raw = load(tmp_path, prompt_format="raw", prompt_column="prompt", answer_column="reward_model.ground_truth")
-    assert raw.texts[0] == raw.rows[0].columns["prompt"][0]["content"] and raw.texts[0].startswith(
-        "<|im_start|>system\n"
-    )
+    assert raw.rows[0].text == raw.rows[0].columns["prompt"][0]["content"]
+    assert raw.rows[0].text.startswith("<|im_start|>system\n")
     chat = load(tmp_path, prompt_column="question", answer_column="gt_answer", prompt_suffix="\nPut it in \\boxed{}.")
-    assert chat.texts[1] == "[user]train question 2?\nPut it in \\boxed{}.[assistant]"
+    assert chat.rows[1].text == "[user]train question 2?\nPut it in \\boxed{}.[assistant]"
     for loaded in (raw, chat):
         assert [row.answer for row in loaded.rows] == ["72", "5"]
         assert [where for where, _ in loaded.excluded] == [f"{tmp_path}@train, row 1"]
@@ -457,25 +457,11 @@ def test_simplerl_zoo_loads_with_its_own_template_or_with_the_models(tmp_path):
 
 def test_answers_become_text_and_those_that_cannot_are_excluded_and_listed(tmp_path):
     good = ["x", 3, 2.5, -0.0, 10**30, ["a", 1], {"f": "é"}, " y "]
-    bad = {
-        "null": None,
-        "True": True,
-        "blank": " \n",
-        "inf": float("inf"),
-        "nan": float("nan"),
-        "invalid characters": "a\ud83d",
-    }
+    answers = ["x", "3", "2.5", "-0.0", "1" + "0" * 30, '["a", 1]', '{"f": "é"}', " y "]
+    bad = {"null": None, "True": True, "blank": " \n", "inf": float("inf"), "nan": float("nan")}
+    bad |= {"invalid characters": "a\ud83d"}
     loaded = load_values(tmp_path, "answer", [*good, *bad.values()])
-    assert [row.answer for row in loaded.rows] == [
-        "x",
-        "3",
-        "2.5",
-        "-0.0",
-        "1" + "0" * 30,
-        '["a", 1]',
-        '{"f": "é"}',
-        " y ",
-    ]
+    assert [row.answer for row in loaded.rows] == answers
     assert [where for where, _ in loaded.excluded] == [f"{tmp_path}/rows.jsonl, line {i}" for i in range(9, 15)]
     for word, (_, reason) in zip(bad, loaded.excluded, strict=True):
         assert reason.startswith("column 'answer' ") and word in reason
@@ -483,26 +469,14 @@ def test_answers_become_text_and_those_that_cannot_are_excluded_and_listed(tmp_p
 
 def test_prompts_that_cannot_be_used_are_excluded_and_listed(tmp_path):
     assistant = {"role": "assistant", "content": "b"}
-    bad = [
-        None,
-        "",
-        5,
-        {},
-        [],
-        ["a"],
-        [assistant],
-        [*user("a"), assistant],
-        user(""),
-        [{"role": "user"}],
-        [{"content": "a"}],
-        user("\udc00"),
-    ]
+    bad = [None, "", 5, {}, [], ["a"], [assistant], [*user("a"), assistant]]
+    bad += [user(""), [{"role": "user"}], [{"content": "a"}], user("\udc00")]
     loaded = load_values(tmp_path, "problem", ["good", *bad])
     assert [row.prompt for row in loaded.rows] == ["good"]
     assert len(loaded.excluded) == len(bad) == 12
     assert all("column 'problem'" in reason for _, reason in loaded.excluded)
     with pytest.raises(
-        ValueError, match=r"no row can be used\. .*line 1: column 'problem' is null\. .*line 2: .*is blank"
+        ValueError, match=r"no row can be used\. .*line 1: column 'problem' is null\. .*line 2: .*blank"
     ):
         load_values(tmp_path, "problem", bad)
 
@@ -511,10 +485,8 @@ def test_a_column_is_looked_up_literally_first_and_then_as_a_path(tmp_path):
     rows = [{"problem": "q", "a.b": "literal", "a": {"b": "nested", "c": {"d": 7}}}]
     assert load_rows(tmp_path, rows, answer_column="a.b").rows[0].answer == "literal"
     assert load_rows(tmp_path, rows, answer_column="a.c.d").rows[0].answer == "7"
-    with pytest.raises(
-        ValueError,
-        match=r"line 1: no column 'a\.x' \(--answer_column\); this row has 'problem', 'a\.b', 'a', 'a\.b', 'a\.c'",
-    ):
+    columns = r"'problem', 'a\.b', 'a', 'a\.b', 'a\.c'"
+    with pytest.raises(ValueError, match=rf"line 1: no column 'a\.x' \(--answer_column\); this row has {columns}"):
         load_rows(tmp_path, rows, answer_column="a.x")
     with pytest.raises(ValueError, match=r"no column 'problem\.x'"):
         load_rows(tmp_path, rows, answer_column="problem.x")
@@ -535,20 +507,19 @@ def test_images_come_from_paths_beside_the_data_or_from_bytes(tmp_path):
     (tmp_path / "pictures").mkdir()
     (tmp_path / "pictures" / "a.png").write_bytes(png(1))
     path = "pictures/a.png"
-    loaded = load_images(
-        tmp_path, [path, [path, path], {"path": path}, {"bytes": None, "path": path}, str(tmp_path / path), None, []]
-    )
-    assert [row.images for row in loaded.rows] == [(png(1),), (png(1), png(1)), (png(1),), (png(1),), (png(1),), (), ()]
-    assert loaded.texts[1] == "[user]<pic><pic>q[assistant]" and loaded.texts[5] == "[user]q[assistant]"
-    assert loaded.rows[5].messages == user("q")
-    rows = [{"problem": "q", "answer": "1", "image": png(1)}, {"problem": "q", "answer": "1", "image": png(2)}]
+    one = [path, {"path": path}, {"bytes": None, "path": path}, str(tmp_path / path)]
+    loaded = load_images(tmp_path, [None, [path, path], [], *one])
+    assert [row.encoded_images for row in loaded.rows] == [(), (png(1), png(1)), (), *[(png(1),)] * 4]
+    assert texts(loaded)[1] == "[user]<pic><pic>q[assistant]" and texts(loaded)[0] == "[user]q[assistant]"
+    assert loaded.rows[0].messages == user("q")
+    rows = [{"problem": "q", "answer": "1", "image": png(i)} for i in (1, 2)]
     parquet = write_parquet(tmp_path / "bytes.parquet", rows)
     loaded = load(parquet, byte_tokenizer(VISION_TEMPLATE), image_column="image")
-    assert [row.images for row in loaded.rows] == [(png(1),), (png(2),)]
+    assert [row.encoded_images for row in loaded.rows] == [(png(1),), (png(2),)]
     rows = [{"problem": "q", "answer": "1", "image": [{"bytes": png(i), "path": None} for i in range(2)]}]
     parquet = write_parquet(tmp_path / "lists.parquet", rows, image=datasets.List(datasets.Image()))
     loaded = load(parquet, byte_tokenizer(VISION_TEMPLATE), image_column="image")
-    assert loaded.rows[0].images == (png(0), png(1))
+    assert loaded.rows[0].encoded_images == (png(0), png(1))
 
 
 def test_images_that_do_not_open_are_excluded_and_listed(tmp_path):
@@ -556,19 +527,8 @@ def test_images_that_do_not_open_are_excluded_and_listed(tmp_path):
     (tmp_path / "cut.png").write_bytes(png()[:50])
     (tmp_path / "damaged.png").write_bytes(png().replace(b"IDATx", b"IDATy"))
     (tmp_path / "text.png").write_text("no image")
-    bad = [
-        "cut.png",
-        "damaged.png",
-        "text.png",
-        "absent.png",
-        5,
-        [None],
-        {"bytes": None, "path": None},
-        "x" * 5000,
-        "a\0b",
-        ["good.png", "cut.png"],
-        "",
-    ]
+    bad = ["cut.png", "damaged.png", "text.png", "absent.png", "x" * 5000, "a\0b", "", ["good.png", "cut.png"]]
+    bad += [5, [None], {"bytes": None, "path": None}]
     loaded = load_images(tmp_path, ["good.png", *bad])
     assert len(loaded.rows) == 1 and len(loaded.excluded) == len(bad)
     assert all(reason.startswith("column 'image' cannot be read as an image (") for _, reason in loaded.excluded)
@@ -576,33 +536,34 @@ def test_images_that_do_not_open_are_excluded_and_listed(tmp_path):
 
 def test_image_markers_are_the_places_of_the_images(tmp_path):
     (tmp_path / "a.png").write_bytes(png())
-    loaded = load_images(
-        tmp_path, [["a.png", "a.png"], ["a.png"], ["a.png"] * 3, None], problem="<image>Is it <image>?\n"
-    )
-    assert loaded.texts == ["[user]<pic>Is it <pic>?\n[assistant]"]
+    values = [["a.png", "a.png"], ["a.png"], ["a.png"] * 3, None]
+    loaded = load_images(tmp_path, values, problem="<image>Is it <image>?\n")
+    assert texts(loaded) == ["[user]<pic>Is it <pic>?\n[assistant]"]
     types = [part["type"] for part in loaded.rows[0].messages[0]["content"]]
     assert types == ["image", "text", "image", "text"]
     assert [reason for _, reason in loaded.excluded] == [f"2 <image> in the text, but {n} images" for n in (1, 3, 0)]
     assert loaded.rows[0].prompt == "<image>Is it <image>?\n"
     talk = [*user("<image>What?"), {"role": "assistant", "content": "A <image> tag."}, *user("Why?")]
     loaded = load_images(tmp_path, ["a.png"], problem=talk)
-    assert loaded.texts == ["[user]<pic>What?[assistant]A <image> tag.[user]Why?[assistant]"]
-    assert load(f"{tmp_path}/rows.jsonl").texts[0].startswith("[user]<image>What?"), (
-        "without --image_column it is a text"
-    )
+    assert texts(loaded) == ["[user]<pic>What?[assistant]A <image> tag.[user]Why?[assistant]"]
+    as_text = load(f"{tmp_path}/rows.jsonl")  # without --image_column
+    assert as_text.rows[0].text.startswith("[user]<image>What?")
 
 
 @pytest.mark.parametrize(
-    "template",
+    ("message", "reason"),
     [
-        "{% for m in messages %}{{ '[u]' + m['content'] }}{% endfor %}",  # TypeError
-        "{% for m in messages %}[u]{{ m['content'] }}{% endfor %}",  # prints the Python list
-        "{% for m in messages %}{% for p in m['content'] %}{{ p['text'] }}{% endfor %}{% endfor %}",  # leaves images out
+        ("{{ '[u]' + m['content'] }}", "the chat template refuses it"),  # TypeError
+        ("[u]{{ m['content'] }}", "0 image tokens for 1 images"),  # prints the Python list
+        ("{% for p in m['content'] %}{{ p['text'] }}{% endfor %}", "0 image tokens for 1 images"),  # leaves images out
     ],
 )
-def test_a_template_without_a_place_for_images_is_refused(template, tmp_path):
-    with pytest.raises(ValueError, match="--image_column 'image': the model's chat template has no place for images"):
-        load_images(tmp_path, [None], tokenizer=byte_tokenizer(template))
+def test_a_template_without_a_place_for_images_is_refused(message, reason, tmp_path):
+    (tmp_path / "a.png").write_bytes(png())
+    tokenizer = byte_tokenizer("{% for m in messages %}" + message + "{% endfor %}")
+    vision = Vision(None, tokenizer.convert_tokens_to_ids("<pic>"), 14, 2, 56 * 56, 10**6)
+    with pytest.raises(ValueError, match=f"no row can be used.*{reason}"):
+        load_images(tmp_path, ["a.png"], tokenizer=tokenizer, vision=vision)
 
 
 # Rendering
@@ -614,9 +575,9 @@ def test_prompts_are_rendered_by_the_chat_template_and_dropped_by_token_count(po
     loaded = load(path, tokenizer, max_prompt_tokens=5)
     assert [row.prompt for row in loaded.rows] == ["1+1", "1+2"]
     assert loaded.num_too_long == 1 and loaded.excluded == []
-    assert loaded.texts == ["<user>1+1<assistant>", "<user>1+2<assistant>"]
-    assert tokenizer.decode(loaded.prompts[1].tolist()) == "<user>1+2<assistant>"
-    assert len(loaded.prompts[1]) == 5 and loaded.prompts[1].dtype == np.int32
+    assert texts(loaded) == ["<user>1+1<assistant>", "<user>1+2<assistant>"]
+    assert tokenizer.decode(loaded.rows[1].ids.tolist()) == "<user>1+2<assistant>"
+    assert len(loaded.rows[1].ids) == 5 and loaded.rows[1].ids.dtype == np.int32
     with pytest.raises(ValueError, match="all 3 prompts are longer than --max_prompt_tokens 4; the shortest has 5"):
         load(path, tokenizer, max_prompt_tokens=4)
 
@@ -629,33 +590,31 @@ def test_the_length_limit_counts_tokens_not_characters(tmp_path):
 def test_system_prompt_and_suffix_are_part_of_the_conversation(tmp_path):
     talk = [{"role": "system", "content": "old"}, *user("a"), {"role": "assistant", "content": "b"}, *user("c")]
     values = ["q", talk]
-    assert load_values(tmp_path, "problem", values).texts[1] == "[system]old[user]a[assistant]b[user]c[assistant]"
+    assert texts(load_values(tmp_path, "problem", values))[1] == "[system]old[user]a[assistant]b[user]c[assistant]"
     loaded = load_values(tmp_path, "problem", values, system_prompt="new", prompt_suffix=" Box it.")
-    assert loaded.texts == [
+    assert texts(loaded) == [
         "[system]new[user]q Box it.[assistant]",
         "[system]new[user]a[assistant]b[user]c Box it.[assistant]",
     ]
     assert loaded.rows[1].messages[0] == {"role": "system", "content": "new"} and loaded.rows[1].prompt == "c Box it."
     assert loaded.rows[1].columns["problem"] == talk, "the columns stay as read"
-    assert load_values(tmp_path, "problem", values, system_prompt="").texts[0] == "[system][user]q[assistant]"
+    assert texts(load_values(tmp_path, "problem", values, system_prompt=""))[0] == "[system][user]q[assistant]"
 
 
 def test_raw_prompts_are_the_text_with_the_tokenizers_special_tokens(tmp_path):
     talk = [*user("a"), {"role": "assistant", "content": "b"}, *user("c")]
     loaded = load_values(tmp_path, "problem", ["q", user("r"), talk], prompt_format="raw", prompt_suffix="!")
-    assert loaded.texts == ["q!", "r!"]
-    assert TOKENIZER.decode(loaded.prompts[0].tolist()) == "<bos>q!"
+    assert texts(loaded) == ["q!", "r!"]
+    assert TOKENIZER.decode(loaded.rows[0].ids.tolist()) == "<bos>q!"
     assert loaded.excluded == [(f"{tmp_path}/rows.jsonl, line 3", "3 messages need --prompt_format chat")]
-    assert (
-        TOKENIZER.decode(load_values(tmp_path, "problem", ["<bos>q"], prompt_format="raw").prompts[0].tolist())
-        == "<bos>q"
-    )
+    mixed = load_values(tmp_path, "problem", ["q", "<bos>q"], prompt_format="raw")
+    assert [TOKENIZER.decode(row.ids.tolist()) for row in mixed.rows] == ["<bos>q", "<bos>q"], "one BOS each"
 
 
 def test_without_a_chat_template_the_prompt_is_the_problem_and_messages_are_refused(tmp_path):
     bare = byte_tokenizer(chat_template=None)
     loaded = load_values(tmp_path, "problem", ["1+1"], tokenizer=bare)
-    assert loaded.texts == ["1+1"] and bare.decode(loaded.prompts[0].tolist()) == "<bos>1+1"
+    assert texts(loaded) == ["1+1"] and bare.decode(loaded.rows[0].ids.tolist()) == "<bos>1+1"
     with pytest.raises(ValueError, match="'problem' .--prompt_column. holds messages, which need a chat template"):
         load_values(tmp_path, "problem", [user("1+1")], tokenizer=bare)
 
@@ -668,45 +627,24 @@ def test_what_needs_a_chat_template_is_refused_without(flag, value, tmp_path):
 
 
 def test_a_row_that_the_template_refuses_is_excluded(tmp_path):
-    template = "{% for m in messages %}{{ m['content'] if m['role'] == 'user' else raise_exception('no ' + m['role']) }}{% endfor %}"
+    message = "{{ m['content'] if m['role'] == 'user' else raise_exception('no ' + m['role']) }}"
+    template = "{% for m in messages %}" + message + "{% endfor %}"
     talk = [{"role": "system", "content": "s"}, *user("a")]
     loaded = load_values(tmp_path, "problem", [talk, "q"], tokenizer=byte_tokenizer(template))
-    assert loaded.texts == ["q"]
+    assert texts(loaded) == ["q"]
     assert loaded.excluded == [(f"{tmp_path}/rows.jsonl, line 1", "the chat template refuses it (no system)")]
 
 
-def format_of(*flags: str) -> PromptFormat:
-    parser = argparse.ArgumentParser()
-    add_data_flags(parser)
-    return prompt_format_of(parser.parse_args(flags))
-
-
-def test_the_flags_make_a_prompt_format_and_a_system_prompt_may_be_a_file(tmp_path):
-    assert format_of() == PromptFormat("problem", "answer", None, "chat", None, "")
-    flags = [
-        "--prompt_column",
-        "p",
-        "--answer_column",
-        "a",
-        "--image_column",
-        "i",
-        "--prompt_format",
-        "raw",
-        "--prompt_suffix",
-        "s",
-    ]
-    assert format_of(*flags, "--system_prompt", "Be brief.") == PromptFormat("p", "a", "i", "raw", "Be brief.", "s")
-    for text in ("Think.", "", "Answer in <think> </think> tags. " * 50, "Be brief. " * 50):
-        assert format_of("--system_prompt", text).system_prompt == text
-    assert (
-        format_of("--system_prompt", write(tmp_path, "Think é.\nTwice.\n", "prompt.txt")).system_prompt
-        == "Think é.\nTwice."
-    )
+def test_a_system_prompt_is_a_text_or_a_file(tmp_path):
+    for text in (None, "Think.", "", "Answer in <think> </think> tags. " * 50, "Be brief. " * 50):
+        assert read_system_prompt(text) == text
+    file = write(tmp_path, "Think é.\nTwice.\n", "prompt.txt")
+    assert read_system_prompt(file) == "Think é.\nTwice."
     for absent in ("prompt.txt", "absent/prompt", "notes.md"):
         with pytest.raises(ValueError, match=rf"--system_prompt '{absent}': no such file"):
-            format_of("--system_prompt", absent)
+            read_system_prompt(absent)
     with pytest.raises(ValueError, match="cannot be read as UTF-8"):
-        format_of("--system_prompt", write(tmp_path, b"\xff\xfe", "prompt.txt"))
+        read_system_prompt(write(tmp_path, b"\xff\xfe", "prompt.txt"))
 
 
 # Order
@@ -714,18 +652,13 @@ def test_the_flags_make_a_prompt_format_and_a_system_prompt_may_be_a_file(tmp_pa
 
 def test_each_epoch_is_a_new_permutation_and_a_step_is_a_function_of_the_seed(tmp_path):
     loaded = numbered(tmp_path, 10)
-    epochs = [
-        np.concatenate([loaded.indices_of_step(step, 3, seed=5) for step in (3 * e + 1, 3 * e + 2, 3 * e + 3)])
-        for e in range(3)
-    ]
+    steps = [loaded.indices_of_step(step, 3, seed=5) for step in range(1, 10)]
+    epochs = [np.concatenate(steps[i : i + 3]) for i in (0, 3, 6)]  # the last partial step is dropped
     for e, epoch in enumerate(epochs):
-        assert epoch.tolist() == np.random.default_rng([5, e]).permutation(10)[:9].tolist(), (
-            "the last partial step is dropped"
-        )
+        assert epoch.tolist() == np.random.default_rng([5, e]).permutation(10)[:9].tolist()
     assert loaded.indices_of_step(5, 3, seed=5).tolist() == epochs[1][3:6].tolist()
     assert loaded.indices_of_step(5, 3, seed=6).tolist() != epochs[1][3:6].tolist()
     assert set(np.concatenate(epochs).tolist()) == set(range(10)), "the row that one epoch drops comes in another"
-    assert loaded.steps_per_epoch(3, keep_last=False) == 3
     assert_whole(loaded)
 
 
@@ -736,7 +669,6 @@ def test_with_keep_last_the_steps_run_through_the_epochs_and_drop_nothing(prompt
     assert {len(indices) for indices in steps} == {prompts_per_step}
     epochs = [np.random.default_rng([2, e]).permutation(10) for e in range(2 * prompts_per_step)]
     assert np.concatenate(steps).tolist() == np.concatenate(epochs).tolist()
-    assert loaded.steps_per_epoch(prompts_per_step, keep_last=True) == 10 / prompts_per_step
 
 
 def test_a_mixture_without_weights_draws_every_row_of_every_source_once(tmp_path):
@@ -763,29 +695,26 @@ def test_weights_are_shares_of_an_epochs_draws_and_rows_of_a_source_are_drawn_eq
 ):
     parts = [numbered(tmp_path, size, f"part{j}") for j, size in enumerate(sizes)]
     mixture = PromptData.mix(parts, weights)
-    num_rows, starts = sum(sizes), np.cumsum([0, *sizes])
+    num_rows, ends = sum(sizes), np.cumsum(sizes)
     assert sum(draws) == num_rows
     for seed in range(5):
         counts = np.zeros(num_rows, dtype=int)
         epochs = []
         for epoch in range(7):
-            indices = np.concatenate(
-                [mixture.indices_of_step(epoch * num_rows + s, 1, seed) for s in range(1, num_rows + 1)]
-            )
-            assert [
-                int(((indices >= a) & (indices < b)).sum()) for a, b in zip(starts, starts[1:], strict=False)
-            ] == draws
+            steps = range(epoch * num_rows + 1, (epoch + 1) * num_rows + 1)
+            indices = np.concatenate([mixture.indices_of_step(step, 1, seed) for step in steps])
             np.add.at(counts, indices, 1)
-            for a, b in zip(starts, starts[1:], strict=False):
-                assert counts[a:b].max() - counts[a:b].min() <= 1
+            for size, end, count in zip(sizes, ends, draws, strict=True):
+                assert ((indices >= end - size) & (indices < end)).sum() == count
+                assert np.ptp(counts[end - size : end]) <= 1
             epochs.append(indices.tolist())
         assert epochs[0] != epochs[1], "a new order each epoch"
-        assert np.mean(np.diff(np.array(epochs[0]) >= starts[1])) > 0.01, "the sources are shuffled together"
+        assert np.mean(np.diff(np.array(epochs[0]) >= sizes[0])) > 0.01, "the sources are shuffled together"
 
 
 def test_every_pass_over_a_source_and_every_source_has_a_permutation_of_its_own(tmp_path):
     mixture = PromptData.mix([numbered(tmp_path, 100, name) for name in "abc"], [1, 1, 4])
-    drawn = [set(data.order_of_epoch(300, mixture.shares, 0, epoch).tolist()) for epoch in range(3)]
+    drawn = [set(order_of_epoch(300, mixture.shares, 0, epoch).tolist()) for epoch in range(3)]
     of_a, of_b = ([{i % 100 for i in rows if i // 100 == part} for rows in drawn] for part in (0, 1))
     assert [len(rows) for rows in of_a] == [50, 50, 50], "a pass takes two epochs"
     assert of_a[0] | of_a[1] == set(range(100)) and of_a[2] != of_a[0]
@@ -803,23 +732,19 @@ def test_weights_that_make_no_sense_are_refused(weights, tmp_path):
 
 def test_excluded_rows_join_the_list_and_the_others_keep_what_is_theirs(tmp_path):
     loaded = numbered(tmp_path, 6)
+    where = [f"{tmp_path}/rows.jsonl, line {i}" for i in range(1, 7)]
     rest = loaded.exclude({4: "answer cannot be parsed", 1: "no"})
     assert [row.prompt for row in rest.rows] == ["rows 0", "rows 2", "rows 3", "rows 5"]
-    assert rest.excluded == [
-        (f"{tmp_path}/rows.jsonl, line 2", "no"),
-        (f"{tmp_path}/rows.jsonl, line 5", "answer cannot be parsed"),
-    ]
-    assert [where for where, _ in rest.exclude({0: "late"}).excluded] == [
-        f"{tmp_path}/rows.jsonl, line {i}" for i in (2, 5, 1)
-    ]
+    assert rest.excluded == [(where[1], "no"), (where[4], "answer cannot be parsed")]
+    assert rest.exclude({0: "late"}).excluded == [*rest.excluded, (where[0], "late")]
     assert len(loaded.rows) == 6 and loaded.excluded == []
     assert_whole(rest)
     with pytest.raises(ValueError, match="no row can be used.*line 1: bad"):
         loaded.exclude(dict.fromkeys(range(6), "bad"))
-    mixture = PromptData.mix([numbered(tmp_path, 2, "a"), loaded], [1, 1])
-    with pytest.raises(ValueError, match="of a, 0 rows"):
-        mixture.exclude({0: "bad", 1: "bad"})
-    assert set(mixture.exclude({0: "bad"}).indices_of_step(1, 7, seed=0).tolist()) <= set(range(7))
+    parts = [numbered(tmp_path, 2, "a"), loaded]
+    assert len(PromptData.mix(parts, None).exclude({0: "bad", 1: "bad"}).rows) == 6
+    with pytest.raises(AssertionError, match="excluded before sources are mixed by weights"):
+        PromptData.mix(parts, [1, 1]).exclude({0: "bad"})
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -827,36 +752,36 @@ def test_prompt_and_answer_stay_together_through_draw_filter_exclude_mix_shuffle
     rng = np.random.default_rng(seed)
     parts = []
     for name in ("a", "long_name", "c"):
-        path = write_lines(
-            tmp_path / f"{name}.jsonl", [{"problem": f"{name} {i}", "answer": f"{i} of {name}"} for i in range(120)]
-        )
-        part = load(f"{path}#60", max_prompt_tokens=len(f"[user]{name} 99[assistant]"), seed=seed)
+        numbered(tmp_path, 120, name)
+        limit = len(f"[user]{name} 99[assistant]")
+        part = load(f"{tmp_path}/{name}.jsonl#60", max_prompt_tokens=limit, seed=seed)
         assert 0 < part.num_too_long < 20, "numbers from 100 on are too long"
         part = part.exclude({int(i): "bad" for i in rng.choice(len(part.rows), 7, replace=False)})
         assert len(part.rows) + part.num_too_long + len(part.excluded) == 60
         assert not {row.where for row in part.rows} & {where for where, _ in part.excluded}
         parts.append(part)
     weights = rng.uniform(0.5, 2, 3).tolist() if seed % 2 else None
-    mixture = PromptData.mix(parts, weights).exclude({3: "bad", 50: "bad"})
-    assert mixture.num_too_long == sum(part.num_too_long for part in parts) and len(mixture.excluded) == 23
+    mixture = PromptData.mix(parts, weights)
+    mixture = mixture if weights else mixture.exclude({3: "bad", 50: "bad"})
+    assert mixture.num_too_long == sum(part.num_too_long for part in parts)
+    assert len(mixture.excluded) == (21 if weights else 23)
     assert_whole(mixture)
     for keep_last in (False, True):
         whole = [mixture.indices_of_step(step, 16, seed, keep_last).tolist() for step in range(1, 31)]
-        data.order_of_epoch.cache_clear()
+        order_of_epoch.cache_clear()
         resumed = [mixture.indices_of_step(step, 16, seed, keep_last).tolist() for step in range(18, 31)]
         assert resumed == whole[17:], "a resumed run goes on as the uninterrupted one would"
 
 
 def test_a_late_step_of_a_large_set_is_fast(tmp_path):
     small = numbered(tmp_path, 1)
-    row = [small.rows[0]] * 50_000
-    half = PromptData("half", row, small.texts * 50_000, small.prompts * 50_000, small.images * 50_000, 0, [])
+    half = replace(small, rows=small.rows * 50_000)
     mixture = PromptData.mix([half, half], [1, 3])
-    data.order_of_epoch.cache_clear()
+    order_of_epoch.cache_clear()
     started = time.monotonic()
     for step in range(10**6, 10**6 + 90):
         mixture.indices_of_step(step, 1024, seed=1)
-    assert data.order_of_epoch.cache_info().misses <= 2, "97 steps an epoch: 90 steps see two"
+    assert order_of_epoch.cache_info().misses <= 2, "97 steps an epoch: 90 steps see two"
     assert time.monotonic() - started < 1.0  # 0.02 s here
 
 
@@ -864,10 +789,8 @@ def test_a_late_step_of_a_large_set_is_fast(tmp_path):
 
 
 def test_the_description_counts_and_names(tmp_path):
-    rows = [{"problem": f"q{i}", "answer": "1" if i < 2 else None} for i in range(9)] + [
-        {"problem": "q" * 99, "answer": "1"}
-    ]
-    loaded = load_rows(tmp_path, rows, max_prompt_tokens=40)
+    rows = [{"problem": f"q{i}", "answer": "1" if i < 2 else None} for i in range(9)]
+    loaded = load_rows(tmp_path, [*rows, {"problem": "q" * 99, "answer": "1"}], max_prompt_tokens=40)
     lines = loaded.describe()
     assert lines[0] == "data rows: 2 rows; 1 dropped (too many tokens), 7 excluded"
     assert lines[1:] == [f"  excluded: {tmp_path}/rows.jsonl, line {i}: column 'answer' is null" for i in range(3, 8)]
@@ -878,57 +801,27 @@ def test_the_description_counts_and_names(tmp_path):
     ]
 
 
-def run(*flags: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "data.py"), *map(str, flags)]
-    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
-
-
-def test_the_command_shows_the_data_and_tells_mistakes_in_one_line(policy, tmp_path):
+def test_the_command_shows_the_data_without_the_library_of_data_sets(tmp_path):
     byte_tokenizer(VISION_TEMPLATE).save_pretrained(tmp_path / "tokenizer")
     (tmp_path / "a.png").write_bytes(png())
-    path = write_lines(
-        tmp_path / "rows.jsonl", [{"problem": f"What is {i}?", "answer": i, "image": "a.png"} for i in range(3)]
-    )
-    flags = ["--model", tmp_path / "tokenizer", "--image_column", "image", "--data"]
-    done = run(*flags, path, policy / "train.jsonl", "--show", 1, "--weights", 1, 1)
-    assert done.returncode == 1 and done.stdout == ""
-    assert (
-        done.stderr.splitlines()[-1].startswith("error: ")
-        and "no column 'image'" in done.stderr
-        and "Traceback" not in done.stderr
-    )
-    done = run(*flags, path, path, "--show", 1, "--weights", 1, 3)
-    assert done.returncode == 0, done.stderr
-    for text in (
-        "data rows: 3 rows; 0 dropped",
-        "prompt tokens: shortest 28, median 28",
-        f"1 images of {len(png())} bytes",
-        "[user]<pic>What is 0?[assistant]",
-        "answer: 0",
-        "weight 3, 4 of 6 draws",
-    ):
+    rows = [{"problem": f"What is {i}?", "answer": i, "image": "a.png"} for i in range(3)]
+    path = write_lines(tmp_path / "rows.jsonl", rows)
+    flags = ["data.py", "--model", str(tmp_path / "tokenizer"), "--image_column", "image", "--data", path, path]
+    flags += ["--show", "1", "--weights", "1", "3"]
+    code = f"import runpy, sys; sys.argv = {flags}; runpy.run_path('data.py', run_name='__main__')"
+    command = [sys.executable, "-c", code + "; sys.exit('datasets' in sys.modules)"]
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr or "reading .jsonl files imports `datasets`, which takes a second"
+    shown = ["data rows: 3 rows; 0 dropped", "prompt tokens: shortest 28, median 28", "weight 3, 4 of 6 draws"]
+    for text in [*shown, f"1 images of {len(png())} bytes", "[user]<pic>What is 0?[assistant]", "answer: 0"]:
         assert text in done.stdout
     assert "What is 1?" not in done.stdout
 
 
-def test_reading_json_lines_does_not_import_the_library(policy):
-    code = f"import sys, data, sources; sources.read_records({str(policy / 'train.jsonl')!r}, 0); sys.exit('datasets' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=ENVIRONMENT, timeout=120, check=False)
-    assert done.returncode == 0
-
-
-def test_the_fields_and_functions_that_others_use_are_there():
-    assert [*inspect.signature(PromptData.load).parameters] == [
-        "source",
-        "prompt_format",
-        "tokenizer",
-        "max_prompt_tokens",
-        "seed",
-        "vision",
-    ]
-    assert [*inspect.signature(PromptData.indices_of_step).parameters][1:] == [
-        "step",
-        "prompts_per_step",
-        "seed",
-        "keep_last",
-    ]
+def test_the_command_tells_a_mistake_in_one_line(policy, tmp_path, monkeypatch, capsys):
+    byte_tokenizer(VISION_TEMPLATE).save_pretrained(tmp_path / "tokenizer")
+    flags = ["--model", str(tmp_path / "tokenizer"), "--image_column", "image", "--data", str(policy / "train.jsonl")]
+    monkeypatch.setattr(sys, "argv", ["data.py", *flags])
+    with pytest.raises(SystemExit, match=r"^error: .*no column 'image'") as stopped:
+        runpy.run_path(str(ROOT / "data.py"), run_name="__main__")
+    assert "\n" not in str(stopped.value) and capsys.readouterr().out == ""

@@ -17,9 +17,9 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,47 +27,19 @@ from transformers import PreTrainedTokenizerBase
 
 from batch import Rollout
 from data import PromptData, add_data_flags, name_of_source, prompt_format_of
-from fsdp_utils import World, check_launch, exit_with_error, gather_from_ranks, init_world, is_engine_leader_process
+from flags import Sampling
+from fsdp_utils import check_launch, exit_with_error, gather_from_ranks, init_world, is_engine_leader_process
 from model.vision import Vision, load_processor, most_images
-from reward import Case, Grade, Grader, add_reward_flags, grader_of, parse_reward
+from reward import Grade, Grader, add_reward_flags, grading_of, parse_reward, workers_per_engine
 
 if TYPE_CHECKING:  # importing vLLM takes seconds; the checks of bad input come first
     from rollout import Engine
 
 Figure = tuple[float, float]  # mean and standard error; nan for what one problem cannot tell
 
-# Grading over ranks -----------------------------------------------------------------------------------------------------------------
-
-
-def submit_to(
-    grader: Grader | None, data: PromptData, indices: np.ndarray, group_size: int, max_tokens: int
-) -> Callable[[int, str, int, bool], None]:
-    """What `Engine.sample` calls with each finished completion b of the rows `indices`: it goes to the grader of the engine's leader."""
-
-    def on_finished(b: int, text: str, num_tokens: int, is_truncated: bool) -> None:
-        assert grader is not None, "an engine's leader has a grader"
-        index = indices[b // group_size]
-        row = data.rows[index]
-        grader.submit(
-            b, Case(text, row.answer, row.columns, data.texts[index], num_tokens, max_tokens, is_truncated, row.where)
-        )
-
-    return on_finished
-
-
-def gather_grades(grader: Grader | None) -> list[Grade]:
-    """The grades of all completions submitted on all ranks, in the order of their indices b; the same on every rank."""
-    shares = gather_from_ranks(grader.collect() if grader is not None else {})
-    grades = {b: grade for share in shares for b, grade in share.items()}
-    return [grades[b] for b in range(len(grades))]
-
-
-def without_bad_keys(data: PromptData, grader: Grader | None, world: World) -> PromptData:
-    """The data without rows whose answer key the reward cannot use; decided once, by the engines' leaders together."""
-    share = range(world.engine_index, len(data.rows), world.num_engines)
-    cases = [Case("", data.rows[i].answer, data.rows[i].columns, where=data.rows[i].where) for i in share]
-    reasons = {share[i]: reason for i, reason in grader.check_keys(cases).items()} if grader is not None else {}
-    return data.exclude({i: reason for part in gather_from_ranks(reasons) for i, reason in part.items()})
+def rows_with_text(data: PromptData, indices: np.ndarray) -> list[SimpleNamespace]:
+    """The rows as `Grader.submit_to` takes them; a bridge until a row carries its text."""
+    return [SimpleNamespace(**vars(data.rows[i]), text=data.texts[i]) for i in indices]
 
 
 # Evaluation -------------------------------------------------------------------------------------------------------------------------
@@ -112,7 +84,7 @@ def majority_score(grades: list[Grade]) -> float | None:
     All right answers are one answer, whatever their form; wrong ones are the same if they are read the same.
     """
     votes = Counter(
-        "right" if grade.is_right else f"wrong {grade.answer}" for grade in grades if grade.answer is not None
+        "right" if grade.is_correct else f"wrong {grade.answer}" for grade in grades if grade.answer is not None
     )
     if not votes:
         return None
@@ -131,7 +103,7 @@ def figures_of(grades: list[Grade], rollout: Rollout, num_samples: int) -> dict[
     figures = {f"avg@{num_samples}": _figure([sum(grade.score for grade in group) / num_samples for group in groups])}
     for k in sorted({2**i for i in range(1, num_samples.bit_length())} | {num_samples} - {1}):
         figures[f"pass@{k}"] = _figure(
-            [pass_at_k(sum(grade.is_right for grade in group), num_samples, k) for group in groups]
+            [pass_at_k(sum(grade.is_correct for grade in group), num_samples, k) for group in groups]
         )
     votes = [majority_score(group) for group in groups]
     if num_samples > 1 and any(vote is not None for vote in votes):
@@ -149,14 +121,15 @@ def figures_of(grades: list[Grade], rollout: Rollout, num_samples: int) -> dict[
 def evaluate(
     engine: Engine,
     data: PromptData,
-    grader: Grader | None,
+    grader: Grader,
     settings: Settings,
     seed: tuple[int, ...],
     folder: Path,
     is_main: bool,
 ) -> Result:
     """Samples and grades the set; every completion with its grade goes to `folder`/<set>.jsonl."""
-    on_finished = submit_to(grader, data, np.arange(len(data.rows)), settings.samples, settings.max_completion_tokens)
+    sampling = Sampling(settings.samples, settings.temperature, settings.max_completion_tokens, settings.top_p)
+    on_finished = grader.submit_to(rows_with_text(data, np.arange(len(data.rows))), sampling)
     rollout = engine.sample(
         data.prompts,
         settings.samples,
@@ -168,7 +141,7 @@ def evaluate(
         on_finished,
         data.images,
     )
-    grades = gather_grades(grader)
+    grades = grader.collect_from_ranks()
     if is_main:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / f"{data.name}.jsonl").open("w", encoding="utf-8") as out:
@@ -178,7 +151,7 @@ def evaluate(
                 record |= {
                     "reward": grade.reward,
                     "reward_status": grade.status,
-                    "is_right": grade.is_right,
+                    "is_correct": grade.is_correct,
                     "read_as": grade.answer,
                 }
                 record |= {"num_tokens": len(rollout.completions[b]), "is_truncated": bool(rollout.is_truncated_B[b])}
@@ -295,7 +268,7 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
 
 def check_and_load(
     args: argparse.Namespace,
-) -> tuple[list[Settings], list[PromptData], PreTrainedTokenizerBase, Vision | None, Grader | None, Path]:
+) -> tuple[list[Settings], list[PromptData], PreTrainedTokenizerBase, Vision | None, Grader, Path]:
     """Settings, data, tokenizer, what reads images, grader and output folder.
 
     Raises ValueError, OSError or RuntimeError for what is wrong with the input.
@@ -337,7 +310,9 @@ def check_and_load(
     sets = [
         PromptData.load(source, prompt_format, tokenizer, args.max_prompt_tokens, 0, vision) for source in args.data
     ]
-    grader = grader_of(args) if is_engine_leader_process(args.tensor_parallel_size) else None
+    is_leader = is_engine_leader_process(args.tensor_parallel_size)
+    grading = grading_of(args)
+    grader = Grader(grading, workers_per_engine(grading, args.tensor_parallel_size) if is_leader else 0)
     return settings, sets, tokenizer, vision, grader, out_dir
 
 
@@ -346,7 +321,7 @@ def main() -> None:
     try:
         settings, sets, tokenizer, vision, grader, out_dir = check_and_load(args)
         world = init_world(args.tensor_parallel_size, timeout_minutes=600)
-        sets = [without_bad_keys(data, grader, world) for data in sets]
+        sets = [grader.check_keys(data, world) for data in sets]
         out_dir = gather_from_ranks(out_dir)[0]  # the time in its name is the main process's
         if world.is_main:
             out_dir.mkdir(parents=True, exist_ok=True)
@@ -395,8 +370,7 @@ def main() -> None:
             sep="\n",
             flush=True,
         )
-    if grader is not None:
-        grader.close()
+    grader.close()
     engine.close()
 
 

@@ -10,12 +10,12 @@ import torch
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from data import PromptData, prompt_format_of
-from evaluate import Settings, check_names, settings_per_set, without_bad_keys
+from evaluate import Settings, check_names, settings_per_set
 from fsdp_utils import World, check_launch, is_engine_leader_process, launched_world_size
 from model.lora import check_lora
 from model.vision import Vision, load_processor
 from plan import Plan, check_flags, check_model, make_plan
-from reward import Grader, grader_of, parse_reward
+from reward import Grader, grading_of, parse_reward, workers_per_engine
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Inputs:
     train_parts: list[PromptData]
     eval_sets: list[PromptData]
     eval_settings: list[Settings]
-    grader: Grader | None  # on each engine's first rank
+    grader: Grader
 
 
 def check_and_load_data(args: argparse.Namespace) -> Inputs:
@@ -72,13 +72,15 @@ def check_and_load_data(args: argparse.Namespace) -> Inputs:
     eval_sets = [
         PromptData.load(source, **rules, seed=0) for source in args.eval_data
     ]  # the same problems whatever the run's seed
-    grader = grader_of(args) if is_engine_leader_process(args.tensor_parallel_size) else None
+    is_leader = is_engine_leader_process(args.tensor_parallel_size)
+    grading = grading_of(args)
+    grader = Grader(grading, workers_per_engine(grading, args.tensor_parallel_size) if is_leader else 0)
     return Inputs(tokenizer, vision, train_parts, eval_sets, eval_settings, grader)
 
 
 def prepare_data(args: argparse.Namespace, inputs: Inputs, world: World) -> tuple[PromptData, list[PromptData], Plan]:
     """Training data, held-out sets, both without rows that the reward has no usable answer key for, and the plan that follows."""
-    parts = [without_bad_keys(data, inputs.grader, world) for data in inputs.train_parts]
-    eval_sets = [without_bad_keys(data, inputs.grader, world) for data in inputs.eval_sets]
+    parts = [inputs.grader.check_keys(data, world) for data in inputs.train_parts]
+    eval_sets = [inputs.grader.check_keys(data, world) for data in inputs.eval_sets]
     train_data = PromptData.mix(parts, args.data_weights)
     return train_data, eval_sets, make_plan(args, len(train_data.rows))

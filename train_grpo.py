@@ -25,7 +25,8 @@ import checkpoint
 from algorithm import add_algorithm_flags, describe_algorithm
 from batch import Rollout
 from data import PromptData, add_data_flags
-from evaluate import evaluate, gather_grades, submit_to
+from evaluate import evaluate, rows_with_text
+from flags import Sampling
 from fsdp_utils import World, close_world, exit_with_error, gather_from_ranks, init_world, is_main_process, shard
 from inputs import check_and_load_data, prepare_data
 from metrics import Metrics, PhaseTimer, RunLog, reward_metrics, rollout_metrics
@@ -362,7 +363,7 @@ def with_rewards(rollout: Rollout, grades: list[Grade], truncated: str) -> Rollo
     return replace(
         rollout,
         rewards_B=np.array([grade.reward for grade in grades], dtype=np.float32),
-        is_right_B=np.array([grade.is_right for grade in grades]),
+        is_right_B=np.array([grade.is_correct for grade in grades]),
         is_trained_B=~rollout.is_truncated_B if truncated == "mask" else None,
     )
 
@@ -471,9 +472,8 @@ def main() -> None:
                 prompts_P, images_P = (
                     [values[i] for i in indices_P] for values in (train_data.prompts, train_data.images)
                 )
-                on_finished = submit_to(
-                    inputs.grader, train_data, indices_P, args.group_size, args.max_completion_tokens
-                )
+                sampling = Sampling(args.group_size, args.temperature, args.max_completion_tokens)
+                on_finished = inputs.grader.submit_to(rows_with_text(train_data, indices_P), sampling)
                 options = (args.temperature, args.max_completion_tokens)
                 seed = (args.seed, step, 0, len(rounds))
                 rollout = engine.sample(
@@ -483,7 +483,7 @@ def main() -> None:
 
             # 2. Reward: wait for the grades that are still missing, and share them.
             with timer.phase("reward"):
-                grades = gather_grades(inputs.grader)
+                grades = inputs.grader.collect_from_ranks()
                 rounds.append(Groups(indices_P, with_rewards(rollout, grades, args.truncated), grades))
         with timer.phase("sleep"):
             engine.sleep()
@@ -554,8 +554,7 @@ def main() -> None:
     writer.wait()
     finish(out_dir, last_step, log)
     log.say(f"done: {out_dir}/final holds the policy, {out_dir}/curves.png the curves")
-    if inputs.grader is not None:
-        inputs.grader.close()
+    inputs.grader.close()
     engine.close()
     close_world()
     del lock  # held open until here

@@ -140,12 +140,12 @@ def test_the_command_evaluates_several_sets_and_keeps_every_completion(policy, t
     assert len(rows) == 16 * 4 and len((tmp_path / "out" / "train_train.jsonl").read_text().splitlines()) == 6
     found = results["sets"]["heldout"]
     assert found["problems"] == 16 and found["samples"] == 4 and results["sets"]["train_train"]["samples"] == 1
-    right = np.array([row["is_right"] for row in rows]).reshape(16, 4)
+    right = np.array([row["is_correct"] for row in rows]).reshape(16, 4)
     assert found["avg@4"]["mean"] == pytest.approx(right.mean())
     assert found["avg@4"]["stderr"] == pytest.approx(right.mean(axis=1).std(ddof=1) / 4)
     assert found["pass@4"]["mean"] == pytest.approx(right.any(axis=1).mean())
     for row in rows:
-        assert row["is_right"] == (row["completion"].strip() == row["answer"]) == (row["reward"] == 1.0)
+        assert row["is_correct"] == (row["completion"].strip() == row["answer"]) == (row["reward"] == 1.0)
         assert (
             row["num_tokens"] <= 12
             and row["reward_status"] == "ok"

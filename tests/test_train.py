@@ -141,7 +141,7 @@ def test_every_held_out_completion_is_kept_with_its_grade(finished_run):
     assert sorted(path.name for path in (finished_run / "eval").iterdir()) == ["step_0", "step_2", "step_4"]
     rows = [json.loads(line) for line in (finished_run / "eval" / "step_4" / "heldout.jsonl").read_text().splitlines()]
     assert len(rows) == 16
-    assert metrics_of(finished_run)[4]["eval/heldout/avg@1"] == pytest.approx(sum(row["is_right"] for row in rows) / 16)
+    assert metrics_of(finished_run)[4]["eval/heldout/avg@1"] == pytest.approx(sum(row["is_correct"] for row in rows) / 16)
 
 
 def test_rows_whose_answer_key_cannot_be_used_are_left_out_and_listed(policy, tmp_path):

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from evaluate import gather_grades
+from flags import Grading
 from fsdp_utils import gather_from_ranks, init_world, wait_for_all
 from grading.math_text import clean, number
 from grading.verifiers import Case
@@ -100,7 +100,7 @@ def main() -> None:
 
     def step(round_index: int, is_graded: bool) -> float:
         grader = (
-            Grader("math", num_workers=1) if is_graded else None
+            Grader(Grading("math"), num_workers=1) if is_graded else None
         )  # fresh, so that no cache of an earlier round helps
         wait_for_all()
         start = time.perf_counter()
@@ -113,7 +113,7 @@ def main() -> None:
             prompts, args.group_size, (1, round_index), 1.0, args.max_tokens, on_finished=on_finished
         )
         if is_graded:
-            grades = gather_grades(grader)
+            grades = grader.collect_from_ranks()
             failed = [grade for grade in grades if grade.is_failed]
             assert len(grades) == len(rollout.texts) and not failed, failed
         wait_for_all()
@@ -128,7 +128,7 @@ def main() -> None:
         if round_index >= 0:
             plain.append(pair[0])
             graded.append(pair[1])
-    grader = Grader("math", num_workers=1)
+    grader = Grader(Grading("math"), num_workers=1)
     start = time.perf_counter()
     grader.grade(cases)
     alone = time.perf_counter() - start

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from math_verify import parse, verify
 
+from flags import Grading
 from grading.verifiers import Case
 from reward import Grader
 
@@ -41,7 +42,7 @@ def main() -> None:
     args = parser.parse_args()
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     cases = [json.loads(line) for line in args.cases.read_text().splitlines()]
-    grader = Grader("math")
+    grader = Grader(Grading("math"), num_workers=1)
     names = ("ours", "math-verify alone")
     seconds, too_kind, too_strict = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0), dict.fromkeys(names, 0)
     for case in cases:
@@ -50,11 +51,11 @@ def main() -> None:
             (names[1], lambda case: is_equal_to_math_verify(case["answer"], case["completion"])),
         ):
             start = time.perf_counter()
-            is_right = judge(case)
+            is_correct = judge(case)
             if "hostile" not in case["kind"]:
                 seconds[name] += time.perf_counter() - start
-            too_kind[name] += is_right and not case["is_right"]
-            too_strict[name] += not is_right and case["is_right"]
+            too_kind[name] += is_correct and not case["is_right"]
+            too_strict[name] += not is_correct and case["is_right"]
     grader.close()
     print(f"{'':20}{'agrees':>8}{'wrong taken for right':>24}{'right taken for wrong':>24}{'seconds':>10}")
     for name in names:

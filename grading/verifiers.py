@@ -1,7 +1,8 @@
-"""The built-in verifiers: each looks at one completion and says how good it is.
+"""The built-in verifiers: each looks at one completion and says how good it is. A new one is a function and an entry in `BUILT_IN`.
 
-`math`, `gsm8k` and `exact` compare its final answer with the row's, `ifeval` checks instructions, `format` and `think_format` the tags,
-`soft_overlong` the length. `reward.py` adds them up, in processes that can be killed: nothing here minds the time.
+`math`, `gsm8k` and `exact` compare its final answer with the row's, `ifeval` checks instructions, `format` and
+`think_format` check the tags, `length` the length. `score.py` adds them up, in processes that can be killed: nothing
+here minds the time.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ from fractions import Fraction
 
 from grading.answer import read_answer, read_final_answer, visible_text
 from grading.ifeval import follows_instructions, read_instructions
-from grading.math_equal import canonical, equal, key_text
-from grading.math_equal import key_problem as math_key_problem
+from grading.math_equal import canonical, equal, key_problem, key_text
 from grading.math_text import clean
 from grading.math_value import MAX_FORMULA, parse_value
+
+Verdict = tuple[float, str | None]  # the score and, from a verifier that reads one, the final answer
 
 
 @dataclass(frozen=True)
 class Case:
-    """One completion to be graded, with all that a verifier may want to know."""
+    """One completion to be graded, with everything that a verifier may want to know."""
 
     completion: str  # without special tokens
     answer: str
@@ -31,70 +33,90 @@ class Case:
     max_tokens: int | None = None  # that it could have had
     is_truncated: bool = False  # it ended at max_tokens, not by itself
     where: str = ""  # names the row in the log
+    overlong_cache_tokens: int | None = None  # for `length`
 
 
-Verifier = Callable[[Case], tuple[float, str | None]]  # score and, for verifiers that read one, the final answer
+@dataclass(frozen=True)
+class Verifier:
+    score: Callable[[Case], Verdict]
+    key_problem: Callable[[Case], str | None] = lambda case: None  # why its answer key cannot be used, in a few words
 
-# Verifiers --------------------------------------------------------------------------------------------------------------------------
+
+# Answers --------------------------------------------------------------------------------------------------------------
 
 
-def verify_exact(case: Case) -> tuple[float, str | None]:
-    """1.0 if the final answer equals the row's answer, character by character but for surrounding white space; else 0.0."""
+def verify_exact(case: Case) -> Verdict:
+    """1.0 if the final answer equals the row's answer as text, without surrounding white space; else 0.0."""
     found = read_final_answer(case.completion)
     return float(found == case.answer.strip()), found
 
 
-def verify_math(case: Case) -> tuple[float, str | None]:
-    """1.0 if the final answer equals the row's answer mathematically (`math_equal.py`), read by the rules of `answer.py`; else 0.0."""
+def verify_math(case: Case) -> Verdict:
+    """1.0 if the final answer (`answer.py`) equals the row's answer mathematically (`math_equal.py`); else 0.0."""
     found = read_answer(case.completion)
     if found is None:
         return 0.0, None
     return float(equal(key_text(case.answer), found)), canonical(found)
 
 
-def verify_gsm8k(case: Case) -> tuple[float, str | None]:
+def verify_gsm8k(case: Case) -> Verdict:
     """1.0 if the final number is the key's, which may stand after "####" as in the data set; else 0.0.
 
-    The final number is what `read_answer` finds; where that is no number, the last one of the visible text. Several answers: wrong.
+    The final number is what `read_answer` finds. Where that is no number, it is the last one of the visible text.
+    Several answers are incorrect.
     """
-    found = parse_value(clean((read_answer(case.completion) or "")[:MAX_FORMULA]))
-    value = (
-        found[1]
-        if found[0] == "number"
-        else None
-        if found[0] == "list"
-        else _last_number(visible_text(case.completion))
-    )
-    return float(
-        value is not None and value == _last_number(case.answer.rpartition("####")[2])
-    ), None if value is None else str(value)
+    kind, *found = parse_value(clean((read_answer(case.completion) or "")[:MAX_FORMULA]))
+    if kind == "number":
+        value = found[0]
+    else:
+        value = None if kind == "list" else _last_number(visible_text(case.completion))
+    return float(value is not None and value == _gsm8k_key(case)), None if value is None else str(value)
+
+
+def _gsm8k_key(case: Case) -> Fraction | None:
+    return _last_number(case.answer.rpartition("####")[2])
 
 
 def _last_number(text: str | None) -> Fraction | None:
-    found = re.findall(
-        r"(?<![\d)}])-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)", (text or "").replace("\\!", "").replace("{,}", ",")
-    )
+    plain = (text or "").replace("\\!", "").replace("{,}", ",")
+    found = re.findall(r"(?<![\d)}])-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)", plain)
     return Fraction(found[-1].replace(",", "")) if found else None
 
 
-def verify_ifeval(case: Case) -> tuple[float, str | None]:
-    """1.0 if the completion, thinking aside, follows all of its row's instructions (`ifeval.py`); else 0.0. Strict, per prompt."""
+def _gsm8k_key_problem(case: Case) -> str | None:
+    return f"no number in the answer {case.answer[:80]!r}" if _gsm8k_key(case) is None else None
+
+
+def verify_ifeval(case: Case) -> Verdict:
+    """1.0 if the completion, without its thinking, follows all instructions of its row (`ifeval.py`); else 0.0."""
     text = visible_text(case.completion)
-    return float(
-        text is not None and all(follows_instructions(text, read_instructions(case.answer, case.columns)))
-    ), None
+    if text is None:
+        return 0.0, None
+    return float(all(follows_instructions(text, read_instructions(case.answer, case.columns)))), None
 
 
-def verify_format(case: Case) -> tuple[float, str | None]:
+def _ifeval_key_problem(case: Case) -> str | None:
+    try:
+        read_instructions(case.answer, case.columns)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+# Form -----------------------------------------------------------------------------------------------------------------
+
+
+def verify_format(case: Case) -> Verdict:
     """1.0 if the completion is `<think>...</think>` and `<answer>...</answer>` and nothing else, each tag once; else 0.0.
 
-    A prompt that ends with `<think>` (QwQ's chat template does) has opened the first tag: then the completion must not open it again.
+    A prompt that ends with `<think>` (as QwQ's chat template does) has opened the first tag: then the completion must
+    not open it again.
     """
     return float(_thinks_first(case, r"<answer>(?:(?!</?(?:think|answer)>).)+</answer>\s*")), None
 
 
-def verify_think_format(case: Case) -> tuple[float, str | None]:
-    """1.0 if the completion is `<think>...</think>` and then some text, each tag once; else 0.0. An opened prompt: as for `format`."""
+def verify_think_format(case: Case) -> Verdict:
+    """1.0 if the completion is `<think>...</think>` and then some text, each tag once; else 0.0. Else as `format`."""
     return float(_thinks_first(case, r"(?:(?!</?think>).)*\S(?:(?!</?think>).)*")), None
 
 
@@ -105,35 +127,25 @@ def _thinks_first(case: Case, rest: str) -> bool:
             return False
         text = text.removeprefix("<think>")
     thought, closing, after = text.partition("</think>")
-    return bool(
-        closing and thought.strip() and "<think>" not in thought and re.fullmatch(rest, after.strip(), re.DOTALL)
-    )
+    if not closing or not thought.strip() or "<think>" in thought:
+        return False
+    return re.fullmatch(rest, after.strip(), re.DOTALL) is not None
 
 
-def soft_overlong(num_tokens: int, max_tokens: int, cache_tokens: int) -> float:
+def verify_length(case: Case) -> Verdict:
     """DAPO's soft overlong punishment (eq. 13 of the paper): 0 up to max - cache tokens, then linearly down to -1 at max."""
-    return min(0.0, max(-1.0, (max_tokens - cache_tokens - num_tokens) / cache_tokens))
+    if case.num_tokens is None or case.max_tokens is None:
+        raise ValueError("the reward `length` needs num_tokens and max_tokens")
+    cache_tokens = case.overlong_cache_tokens or max(case.max_tokens // 5, 1)
+    return min(0.0, max(-1.0, (case.max_tokens - cache_tokens - case.num_tokens) / cache_tokens)), None
 
 
-BUILT_IN: dict[str, Verifier] = {
-    "math": verify_math,
-    "gsm8k": verify_gsm8k,
-    "ifeval": verify_ifeval,
-    "exact": verify_exact,
-    "format": verify_format,
-    "think_format": verify_think_format,
+BUILT_IN = {
+    "math": Verifier(verify_math, lambda case: key_problem(case.answer)),
+    "gsm8k": Verifier(verify_gsm8k, _gsm8k_key_problem),
+    "ifeval": Verifier(verify_ifeval, _ifeval_key_problem),
+    "exact": Verifier(verify_exact),
+    "format": Verifier(verify_format),
+    "think_format": Verifier(verify_think_format),
+    "length": Verifier(verify_length),
 }
-
-
-def key_problem(verifier: str, answer: str, columns: dict[str, object]) -> str | None:
-    """Why this verifier cannot grade against this answer key, in a few words; None if it can."""
-    if verifier == "math":
-        return math_key_problem(answer)
-    if verifier == "gsm8k" and _last_number(answer.rpartition("####")[2]) is None:
-        return f"no number in the answer {answer[:80]!r}"
-    if verifier == "ifeval":
-        try:
-            read_instructions(answer, columns)
-        except ValueError as error:
-            return str(error)
-    return None

@@ -43,6 +43,10 @@ def score(completion, answer, columns):
     if completion == "leave a child and exit":
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", "left behind by a reward"])
         os._exit(0)
+    if completion == "fork a child and exit":  # which holds all that the worker has open
+        if os.fork() == 0:
+            time.sleep(600)
+        os._exit(0)
     return float(answer in completion)
 
 

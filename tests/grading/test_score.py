@@ -1,0 +1,121 @@
+"""From the text of `--reward` to a grade: its terms, functions of one's own, and what a worker answers."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from grading import score
+from grading.pool import Pool
+from grading.score import Grade, make_handler, parse_reward
+from grading.verifiers import BUILT_IN, Case, Verifier
+
+EVERYTHING = f"{Path(__file__).parent}/rewards_that_fail.py:with_everything"
+ROOT = Path(__file__).parent.parent.parent
+
+
+def graded(spec: str, *cases: Case) -> list[Grade]:
+    handle = make_handler(spec, None)
+    return [handle(("grade", case)) for case in cases]
+
+
+def test_a_weighted_sum_adds_up_and_names_its_parts():
+    completion = "<think>a</think>\n<answer>1/2</answer>"
+    (grade,) = graded("math:2,format:0.5,length", Case(completion, "0.5", num_tokens=95, max_tokens=100))
+    assert grade.parts == {"math": 1.0, "format": 1.0, "length": -0.75}
+    assert grade.reward == 2 + 0.5 - 0.75
+    assert grade.status == "ok" and grade.is_correct and grade.answer == "1/2"
+
+
+def test_the_overlong_punishment_falls_over_the_tokens_that_the_flag_says():
+    case = Case("", "", num_tokens=95, max_tokens=100)
+    assert make_handler("length", 10)(("grade", case)).reward == -0.5
+    assert make_handler("length", None)(("grade", case)).reward == -0.75
+
+
+def test_the_verifier_of_a_row_is_the_one_that_its_column_names():
+    rows = [{"dataset": "gsm8k"}, {"dataset": "MATH"}, {"dataset": "ifeval"}, {"dataset": "poems"}]
+    keys = ["#### 4", "(x+1)^2", json.dumps({"func_name": "validate_no_commas"}), "4"]
+    completions = ["2+2 is 4", "\\boxed{x^2+2x+1}", "a, b", "4"]
+    cases = [Case(*each) for each in zip(completions, keys, rows, strict=True)]
+    assert [grade.reward for grade in graded("@dataset", *cases[:3])] == [1.0, 1.0, 0.0]
+    problems = [make_handler("@dataset", None)(("check", case)) for case in cases]
+    assert problems[:3] == [None] * 3 and "'poems', which names no verifier" in problems[3]
+
+
+def test_a_new_verifier_is_one_function_and_one_entry(monkeypatch):
+    def verify_short(case: Case) -> tuple[float, str | None]:
+        return float(len(case.completion) < 3), None
+
+    monkeypatch.setitem(BUILT_IN, "short", Verifier(verify_short))
+    cases = [Case("ab", "1", {"column": "short"}), Case("abc", "1", {"column": "short"})]
+    for spec in ("short", "@column", "exact:0.5,short"):
+        assert [grade.parts.get("short", grade.score) for grade in graded(spec, *cases)] == [1.0, 0.0]
+
+
+def test_a_reward_of_ones_own_gets_the_row_and_what_it_asks_for_by_name(tmp_path):
+    file = tmp_path / "my_reward.py"
+    file.write_text(
+        "import neighbour\n"
+        "def score(completion, answer, columns):\n"
+        "    return float(answer in completion) + columns['bonus'] + neighbour.ZERO\n"
+    )
+    (tmp_path / "neighbour.py").write_text("ZERO = 0.0\n")
+    (grade,) = graded(f"{file}:score:2", Case("it is 5", "5", {"bonus": 0.5}))
+    assert grade.reward == 3.0 and grade.score == 1.5
+    case = Case("", "", {"level": 2}, prompt="abc", num_tokens=7, is_truncated=True)
+    assert graded(EVERYTHING, case)[0].reward == 2173.0
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("exakt", "neither built in .math, gsm8k"),
+        ("math:x", "weight 'x' of math"),
+        ("math:0", "weight '0' of math"),
+        ("math:nan", "weight 'nan'"),
+        ("math,,format", "'' is none of"),
+        ("math,math:2", "twice"),
+        ("missing.py:score", "does not exist"),
+        ("{file}", "is none of|does not exist|neither"),
+    ],
+)
+def test_a_reward_text_that_is_wrong_says_why_before_anything_is_loaded(spec, words, tmp_path):
+    with pytest.raises((ValueError, FileNotFoundError), match=words):
+        parse_reward(spec.format(file=tmp_path / "my_reward.py"))
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("def other(a, b, c):\n    return 1.0\n", "no function 'score'; it has other"),
+        ("import no_such_module\n", "No module named 'no_such_module'"),
+        ("raise SystemExit(2)\n", "SystemExit: 2"),
+        ("def score(:\n", "SyntaxError"),
+        ("import os\nos._exit(5)\n", "ended while it was loading .exit status 5"),
+    ],
+)
+def test_a_reward_file_that_cannot_be_loaded_says_why(code, words, tmp_path):
+    (tmp_path / "my_reward.py").write_text(code)
+    with pytest.raises(ValueError, match=words):
+        Pool("grading.score:make_handler", (f"{tmp_path}/my_reward.py:score", None), 1, 5.0, 4.0)
+
+
+def test_a_broken_dependency_is_found_at_the_start(monkeypatch):
+    monkeypatch.setattr(score, "SELF_TEST", [*score.SELF_TEST, ("4", "\\boxed{5}", True)])
+    for spec in ("math", "format:0.1,math", "@dataset"):
+        with pytest.raises(ValueError, match=r"the math grader is broken.*must be correct.*sympy \d"):
+            make_handler(spec, None)
+    make_handler("gsm8k", None)
+    monkeypatch.setattr(score, "SELF_TEST", [("4", "\\boxed{4}", False)])
+    with pytest.raises(ValueError, match="must be incorrect"):
+        make_handler("math", None)
+
+
+def test_grading_imports_only_itself_and_no_torch():
+    code = "import sys, grading.preload_math, grading.pool; print(sorted({name.partition('.')[0] for name in sys.modules}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    files = {path.stem for path in ROOT.glob("*.py")}
+    assert not {"torch", "numpy", "transformers", *files} & set(eval(done.stdout))

@@ -1,0 +1,162 @@
+"""What is read as the answer, and what each built-in verifier says of it."""
+
+import json
+
+import pytest
+
+from grading.answer import read_answer, read_final_answer
+from grading.verifiers import BUILT_IN, Case
+
+
+def scored(verifier: str, completion: str, answer: str = "", **more: object) -> float:
+    return BUILT_IN[verifier].score(Case(completion, answer, **more))[0]
+
+
+# What is read ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        ("42", "42"),
+        (" 42\n", "42"),
+        ("<think>6*7=41</think>42", "42"),
+        ("<think>a</think>1<think>b</think>2", "2"),
+        ("the template opened it</think> 7", "7"),
+        ("<think>never closed 42", None),
+        ("<think>a</think>1<think>again", None),
+        ("<think>\\boxed{1}</think><answer>2</answer>", "2"),
+        ("<answer>1</answer> no, <answer> 2 </answer>", "2"),
+        ("<answer>1", None),
+        ("<answer>1</answer> and <answer>2", None),
+        ("so \\boxed{1} then \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}"),
+        ("\\boxed{\\left\\{ 1 \\right.}", "\\left\\{ 1 \\right."),
+        ("\\boxed{1", None),
+        ("\\boxed{1} and \\boxed{2", None),
+        ("", None),
+        ("<think></think>", None),
+    ],
+)
+def test_the_final_answer_is_read_by_the_documented_rules(completion, answer):
+    assert read_final_answer(completion) == answer
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        ("<think>\\boxed{5}</think>So <answer>the result is \\boxed{4}</answer>", "4"),
+        ("First \\boxed{3}. Then, doubling it, \\boxed{6}.", "6"),
+        ("$x=\\boxed{2}$ or $x=\\boxed{-3}$", "2, -3"),
+        ("It is \\boxed{3}, or maybe 4.", "3, 4"),
+        ("\\boxed{3}. Wait, no: \\boxed{4}.", "4"),
+        ("\\fbox{7}", "7"),
+        ("I am not sure. <answer>7</answer>I hope it is right", "7"),
+        ("the answer is not <answer>7</answer>", None),
+        ("The answer is 12 because 3*4 = 12.", "12"),
+        ("We add.\n**Answer:** $\\frac{1}{2}$", "$\\frac{1}{2}$"),
+        ("18 apples.\n#### 18", "18"),
+        ("x = 5", "x = 5"),
+        ("Adding both sides we get $a = 3$ and finally $b = 4$.", "b = 4"),
+        ("The sum of all the numbers is 3 + 4 = 7.", "7."),
+        ("There are 12 dozens, that makes 144 eggs", "144"),
+        ("\\boxed{", None),
+        ("<answer>\\boxed{4</answer>", None),
+        ("I do not know the solution to this problem.", None),
+    ],
+)
+def test_a_mathematical_answer_is_read_by_the_documented_rules(completion, answer):
+    assert read_answer(completion) == answer
+
+
+# Verifiers ------------------------------------------------------------------------------------------------------------
+
+
+def test_exact_compares_the_whole_final_answer():
+    assert scored("exact", "<think>1+1=2</think>2", " 2 ") == 1.0
+    assert scored("exact", "<think>1+1=2</think>22", "2") == 0.0
+    assert scored("exact", "", "2") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("completion", "key", "right"),
+    [
+        ("She pays 2 * 9 = $18 a day.\n#### 18", "9 * 2 = <<9*2=18>>18\n#### 18", 1.0),
+        ("That makes 1,234 in all", "#### 1234", 1.0),
+        ("The answer is \\boxed{18.00}", "18", 1.0),
+        ("First 18, then 20", "#### 18", 0.0),
+        ("\\boxed{0}. Check: Step 4", "#### 0", 1.0),
+        ("\\boxed{\\frac{1}{2}}", "#### 2", 0.0),
+        ("\\boxed{3} or \\boxed{4}", "#### 4", 0.0),
+        ("so 10-5", "#### 5", 1.0),
+        ("-18", "18", 0.0),
+        ("none", "18", 0.0),
+        ("<think>18", "18", 0.0),
+    ],
+)
+def test_gsm8k_compares_the_last_number(completion, key, right):
+    assert scored("gsm8k", completion, key) == right
+
+
+THINKS = "<think>a</think>\n<answer>b</answer>"
+
+
+@pytest.mark.parametrize(
+    ("completion", "prompt", "both", "think"),
+    [
+        (THINKS, "<user>?<assistant>", 1.0, 1.0),
+        (THINKS, "<assistant><think>\n", 0.0, 0.0),  # the template has opened it: twice is wrong
+        (THINKS.removeprefix("<think>"), "<assistant><think>\n", 1.0, 1.0),
+        (THINKS.removeprefix("<think>"), "", 0.0, 0.0),
+        ("<think>a</think> b", "", 0.0, 1.0),
+        ("<think>a</think>", "", 0.0, 0.0),
+        ("<think></think><answer>b</answer>", "", 0.0, 0.0),
+        ("<think>a</think><answer></answer>", "", 0.0, 1.0),
+        ("<think>a</think><answer>b</answer> c", "", 0.0, 1.0),
+        ("<think>a<answer>b</answer>", "", 0.0, 0.0),
+        ("<think>a</think><answer>b</answer><answer>c</answer>", "", 0.0, 1.0),
+        ("<think>a</think><think>b</think><answer>c</answer>", "", 0.0, 0.0),
+        ("", "", 0.0, 0.0),
+    ],
+)
+def test_format_knows_whether_the_prompt_has_opened_the_thinking(completion, prompt, both, think):
+    assert scored("format", completion, prompt=prompt) == both
+    assert scored("think_format", completion, prompt=prompt) == think
+
+
+def test_the_soft_overlong_punishment_is_dapos():
+    punishments = {1: 0.0, 16384: 0.0, 18432: -0.5, 20480: -1.0, 20481: -1.0}
+    for length, punishment in punishments.items():
+        limits = {"num_tokens": length, "max_tokens": 20480}
+        assert scored("length", "", **limits, overlong_cache_tokens=4096) == punishment
+        assert scored("length", "", **limits) == punishment, "by default the last fifth of the limit"
+    with pytest.raises(ValueError, match="needs num_tokens and max_tokens"):
+        scored("length", "")
+
+
+def test_ifeval_reads_both_formats_and_leaves_the_thinking_aside():
+    columns = {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
+    assert scored("ifeval", "<think>a, b</think>no commas here", columns=columns) == 1.0
+    assert scored("ifeval", "some, commas", columns=columns) == 0.0
+    key = json.dumps({"func_name": "validate_lowercase", "N": None})
+    assert scored("ifeval", "all of this is lower case", key) == 1.0
+    assert scored("ifeval", "All of this is lower case", key) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("verifier", "key", "problem"),
+    [
+        ("math", "\\frac{1}{2}", None),
+        ("math", "\\text{Monday}", None),
+        ("math", "We add both and get \\boxed{12}.", None),
+        ("math", "\\text{ }", "no answer"),
+        ("math", "\\frac{1}{", "cannot read"),
+        ("math", "The proof goes by induction over the number of the edges and vertices of the graph.", "a sentence"),
+        ("gsm8k", "#### 18", None),
+        ("gsm8k", "#### many", "no number"),
+        ("ifeval", '{"func_name": "no_such"}', "no_such"),
+        ("exact", "?", None),
+    ],
+)
+def test_an_answer_key_that_cannot_be_used_is_told(verifier, key, problem):
+    found = BUILT_IN[verifier].key_problem(Case("", key))
+    assert found is None if problem is None else problem in found

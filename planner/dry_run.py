@@ -15,6 +15,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, PretrainedConfig
 
+from flags import PromptFormat, from_args
 from fsdp_utils import check_whole_engines, is_main_process, launched_world_size
 from model.vision import check_images
 from plan import Plan, check_flags, check_model, make_plan
@@ -162,7 +163,7 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
     check_whole_engines(args.tensor_parallel_size, sampling_ranks)
     check_flags(args, sampling_ranks)
     check_model(args, config)
-    check_images(args, config)
+    check_images(args.model, config, from_args(PromptFormat, args))
     model, policy = shape_of(config, args.model), memory_policy(args)
     unknown = set(policy.lora_targets) - set(model.projections)
     if unknown:

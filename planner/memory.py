@@ -10,17 +10,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from model.sizes import HEAD_CHUNK_LOGITS, OPTIMIZER_CHUNK
 from planner.setup import COMPUTE, GIB, Setup
 
 REDUCE = 4  # gradients are reduced in fp32
-HEAD_CHUNK_LOGITS = 1024 * 152_064  # of policy.py
 FRAGMENTATION = 1.05  # what torch's allocator holds over the live tensors
 CONTEXT = 2.5 * GIB  # per GPU: CUDA context, NCCL buffers, workspaces of the matrix products
 # The engine, without and with CUDA graphs: awake (vLLM's pull request 11743 logged 2.95 + 1.27 GiB beside weights and cache), and asleep,
 # when graphs and NCCL buffers stay (its issue 47654 logged 1.4 GiB of graphs).
 ENGINE_WORKING = {True: 2.5 * GIB, False: 4.0 * GIB}
 ENGINE_ASLEEP = {True: 0.5 * GIB, False: 2.0 * GIB}
-OPTIMIZER_CHUNK = 2**24  # elements of a shard that are updated at a time: CHUNK of optimizer.py
 CHUNK_BYTES = {
     2: 28,
     4: 8,

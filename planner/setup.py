@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
+from model.sizes import head_dim
+
 GIB = 1024**3
 COMPUTE = 2  # bytes of a bf16 number: trainer's arithmetic, engine, cache
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -114,7 +116,7 @@ def shape_of(config: PretrainedConfig, name: str) -> ModelShape:
         intermediate=text.intermediate_size,
         heads=text.num_attention_heads,
         kv_heads=text.num_key_value_heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+        head_dim=head_dim(text),
         vocab=text.vocab_size,
         is_tied=bool(text.tie_word_embeddings),
         has_qkv_bias=text.model_type.startswith("qwen2") or bool(getattr(text, "attention_bias", False)),

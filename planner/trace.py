@@ -27,8 +27,11 @@ from transformers import AttentionInterface, PretrainedConfig
 
 import fsdp_utils
 from fsdp_utils import World, keep_gathered, release_gathered, shard
+from model.head import chunked_logprobs
+from model.vision import tower_of
+from model.weights import model_from_config
 from planner.setup import Setup
-from policy import Policy, chunked_logprobs, model_from_config, tower_of
+from policy import Policy
 
 
 class Tracker(TorchDispatchMode):
@@ -118,7 +121,7 @@ def kernel_attention(
     positions_M: Tensor | None = None,
     **unused: object,
 ) -> tuple:
-    """The signature of a transformers attention function; shapes as in `policy.packed_attention`."""
+    """The signature of a transformers attention function; shapes as in `attention.packed_attention`."""
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     if positions_M is not None:
         key, value = key[positions_M], value[positions_M]
@@ -209,7 +212,7 @@ def build(setup: Setup, config: PretrainedConfig) -> tuple[TracedPolicy, AdamW]:
     if policy.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     traced = TracedPolicy(model.train())
-    world = World(rank=0, size=setup.ranks, local_rank=0, tp_size=1, device=torch.device("cpu"))
+    world = World(rank=0, size=setup.ranks, tp_size=1, device=torch.device("cpu"))
     shard(traced, traced.layers, world, torch.bfloat16, stays_gathered=policy.gather_parameters_once)
     trained = [parameter for parameter in traced.parameters() if parameter.requires_grad]
     optimizer = AdamW(trained, lr=1e-6, fused=True)

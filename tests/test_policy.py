@@ -12,8 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import fsdp_utils
 import policy as policy_module
 from batch import Batch, pack
-from fsdp_utils import World
-from helpers import RAGGED, flags, make_rollout, unpacked_logprobs
+from helpers import ALONE, RAGGED, flags, make_rollout, unpacked_logprobs
 from policy import compile_layers, load_policy
 from update import add_advantages, update_policy
 
@@ -213,31 +212,29 @@ def whole_batch() -> Batch:
 
 def test_an_update_that_is_not_finite_leaves_policy_and_optimizer_untouched(policy):
     args = flags()
-    world = World(rank=0, size=1, local_rank=0, tp_size=1, device=torch.device("cpu"))
     model = load_policy(str(policy), torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     good = whole_batch()
     bad = replace(good, advantages_N=good.advantages_N * float("inf"))
-    assert update_policy(model, optimizer, [good], sum(RAGGED), True, 1e-3, args, world)["optim/skipped_updates"] == 0
+    assert update_policy(model, optimizer, [good], sum(RAGGED), True, 1e-3, args, ALONE)["optim/skipped_updates"] == 0
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     assert (
-        update_policy(model, optimizer, [good, bad], sum(RAGGED), True, 1e-3, args, world)["optim/skipped_updates"] == 1
+        update_policy(model, optimizer, [good, bad], sum(RAGGED), True, 1e-3, args, ALONE)["optim/skipped_updates"] == 1
     )
     torch.testing.assert_close((model.state_dict(), optimizer.state_dict()), before, atol=0, rtol=0)
-    metrics = update_policy(model, optimizer, [good], sum(RAGGED), True, 1e-3, args, world)
+    metrics = update_policy(model, optimizer, [good], sum(RAGGED), True, 1e-3, args, ALONE)
     assert metrics["optim/skipped_updates"] == 0, "the bad gradient did not stay behind"
     assert metrics["policy/ratio_max"] == metrics["policy/ratio_min"] == 1.0
 
 
 def test_the_logged_learning_rate_is_the_one_that_is_used(policy):
     args = flags()
-    world = World(rank=0, size=1, local_rank=0, tp_size=1, device=torch.device("cpu"))
     model = load_policy(str(policy), torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     before = copy.deepcopy(model.state_dict())
-    metrics = update_policy(model, optimizer, [whole_batch()], sum(RAGGED), True, 0.0, args, world)
+    metrics = update_policy(model, optimizer, [whole_batch()], sum(RAGGED), True, 0.0, args, ALONE)
     assert metrics["optim/lr"] == 0.0
     torch.testing.assert_close(model.state_dict(), before, atol=0, rtol=0)
-    update_policy(model, optimizer, [whole_batch()], sum(RAGGED), True, 1e-2, args, world)
+    update_policy(model, optimizer, [whole_batch()], sum(RAGGED), True, 1e-2, args, ALONE)
     moved = max((model.state_dict()[name] - before[name]).abs().max().item() for name in before)
     assert 0.005 < moved < 0.02, "one AdamW step moves a parameter by about the learning rate"

@@ -13,7 +13,7 @@ from helpers import flags, make_rollout
 from plan import Plan
 from update import add_advantages, compute_advantages, gather_penalties, pack_updates
 
-WORLD = World(rank=0, size=1, local_rank=0, tp_size=1, device=torch.device("cpu"))
+WORLD = World(rank=0, size=1, tp_size=1, device=torch.device("cpu"))
 REWARDS = [1.0, 0.0, 0.0, 1.0]
 PENALTIES = [np.array(p, dtype=np.float32) for p in ([0.1, 0.2], [0.3], [0.0, 0.1, 0.1], [0.2, 0.4])]
 

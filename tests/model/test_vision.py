@@ -13,14 +13,14 @@ from PIL import Image
 from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, ProcessorMixin
 
+import flags
 import inputs
 from batch import Rollout, pack, shared_positions
-from data import PromptData
+from data import PromptData, PromptFormat
 from data_files import png, write_parquet
 from distributed_vision import WITH_IMAGES, WITHOUT, gradient, policy_of
-from flags import PromptFormat
-from fsdp_utils import World
-from helpers import start, torchrun
+from flags import from_args
+from helpers import ALONE, start, torchrun
 from model.vision import decode, load_processor
 from policy import load_policy
 from vision_models import make_vision_model, vision_data, vision_flags, vision_rollout
@@ -43,8 +43,8 @@ def reference_logprobs(
     hugging_face: nn.Module, processor: ProcessorMixin, data: PromptData, rollout: Rollout, b: int
 ) -> torch.Tensor:
     """Of completion b by transformers alone: its processor makes tokens and pixels of the conversation, its model the positions."""
-    images = [decode(image) for image in data.rows[b].encoded_images]
-    size = {"longest_edge": data.rows[0].images.vision.max_pixels, "shortest_edge": 56 * 56}
+    images = [decode(image) for image in data.rows[b].images]
+    size = {"longest_edge": data.images[0].vision.max_pixels, "shortest_edge": 56 * 56}
     text = processor.apply_chat_template(data.rows[b].messages, add_generation_prompt=True)
     inputs = processor(
         text=[text], images=images or None, return_tensors="pt", **({"images_kwargs": {"size": size}} if images else {})
@@ -144,8 +144,7 @@ def test_engine_and_trainer_agree_on_one_image_several_and_none(found):
 @pytest.mark.parametrize(("name", "changes"), [("all weights", {}), ("LoRA", {"lora_rank": 4})])
 def test_a_rank_without_images_completes_and_the_gradient_is_that_of_one_rank(name, changes, model, found):
     args = vision_flags(model, **changes)
-    world = World(rank=0, size=1, local_rank=0, tp_size=1, device=torch.device("cpu"))
-    metrics, wanted = gradient(policy_of(args), args, world, WITH_IMAGES + WITHOUT)
+    metrics, wanted = gradient(policy_of(args), args, ALONE, WITH_IMAGES + WITHOUT)
     sharded_metrics, gradients = found["gradients"][name]
     assert sharded_metrics["policy/loss"] == pytest.approx(metrics["policy/loss"], rel=1e-4)
     assert sharded_metrics["optim/grad_norm"] == pytest.approx(metrics["optim/grad_norm"], rel=1e-4)
@@ -177,10 +176,10 @@ def test_a_sampled_image_token_is_a_text_and_texts_count_on_in_all_three_rows(mo
     data = vision_data(vision_flags(model))
     rollout = vision_rollout(data)
     batch = pack(rollout, [0, 1])
-    token = data.rows[0].images.vision.image_token
+    token = data.images[0].vision.image_token
     assert int((batch.input_ids_N == token).sum()) == 7 and int(batch.is_image_N.sum()) == 6
-    length = len(data.rows[0].ids) + 7
-    start = data.rows[0].ids.tolist().index(token)
+    length = len(data.prompts[0]) + 7
+    start = data.prompts[0].tolist().index(token)
     assert batch.position_ids_N[:, start : start + 6].tolist() == [
         [start] * 6,
         [start + i // 2 for i in range(6)],
@@ -189,7 +188,7 @@ def test_a_sampled_image_token_is_a_text_and_texts_count_on_in_all_three_rows(mo
     assert batch.position_ids_N[:, start + 6].tolist() == [start + 3] * 3, (
         "an image takes as many positions as its longer side"
     )
-    assert batch.position_ids_N[:, length:].tolist() == [list(range(len(data.rows[1].ids) + 4))] * 3
+    assert batch.position_ids_N[:, length:].tolist() == [list(range(len(data.prompts[1]) + 4))] * 3
     assert pack(rollout, [1, 3]).position_ids_N.dim() == 1 and pack(rollout, [1, 3]).pixels == ()
 
 
@@ -199,7 +198,7 @@ def test_pixel_values_are_shared_while_they_are_needed_and_stay_on_the_host(mode
     first, second = pack(rollout, [0]), pack(rollout, [0, 1]).to(torch.device("meta"))
     assert first.pixels[0] is second.pixels[0] and second.pixels[0].device.type == "cpu"
     assert first.pixels[0].shape == (24, 3 * 2 * 14 * 14)
-    kept = data.rows[0].images.vision.kept
+    kept = data.images[0].vision.kept
     assert len(kept) == 1
     del first, second
     assert len(kept) == 0
@@ -210,9 +209,10 @@ def test_pixel_values_are_shared_while_they_are_needed_and_stay_on_the_host(mode
 
 def load(model: Path, source: object, limit: int = 40) -> PromptData:
     args = vision_flags(model)
-    tokenizer, vision = load_processor(args, AutoConfig.from_pretrained(model))
-    prompt_format = PromptFormat(image_column="image", max_prompt_tokens=limit)
-    return PromptData.load(str(source), prompt_format, tokenizer, 0, vision)
+    tokenizer, vision = load_processor(
+        str(model), AutoConfig.from_pretrained(model), from_args(flags.PromptFormat, args)
+    )
+    return PromptData.load(str(source), PromptFormat(image_column="image"), tokenizer, limit, 0, vision)
 
 
 def test_images_of_the_datasets_library_are_read_and_their_tokens_count(model, tmp_path):
@@ -231,9 +231,9 @@ def test_images_of_the_datasets_library_are_read_and_their_tokens_count(model, t
         "absolute aspect ratio must be smaller than 200, got 300.0",
         "the prompt has 1 image tokens for 0 images: its text must not hold one",
     ]
-    assert [each and each.num_tokens for each in (row.images for row in data.rows)] == [[4], [6], None]
-    assert PromptData.mix([data, data], [1.0, 1.0]).rows == data.rows * 2
-    limit = len(data.rows[0].ids)
+    assert [each and each.num_tokens for each in data.images] == [[4], [6], None]
+    assert PromptData.mix([data, data], [1.0, 1.0]).images == data.images * 2
+    limit = len(data.prompts[0])
     shorter = load(model, tmp_path / "pil", limit)
     assert [row.prompt for row in shorter.rows] == ["<image>one?", "text?"] and shorter.num_too_long == 1
 

@@ -671,7 +671,7 @@ def algorithm_of(args: argparse.Namespace) -> grpo.Algorithm:
         bound[name] = partial(function, **values_of(name, function, args, own_values))
         if function not in functions_of(name).values():
             needs_gradient = name == "--policy_loss" or (name == "--kl_estimator" and args.kl_in == "loss")
-            grpo.try_out(given(FLAGS[name], args), name, bound[name], needs_gradient)
+            grpo.try_out(name, given(FLAGS[name], args), bound[name], needs_gradient)
     choices = {name.removeprefix("--"): function for name, function in bound.items()}
     is_corrected, description = args.rollout_correction != "none", describe(args, bound)
     return take(grpo.Algorithm, args, **choices, is_corrected=is_corrected, description=description)

@@ -13,6 +13,8 @@ import ast
 import importlib.util
 import inspect
 import math
+import os
+import re
 import sys
 import textwrap
 import time
@@ -20,40 +22,54 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar, dataclass_transform
 
 if TYPE_CHECKING:
     import grpo
 
 INF = math.inf
-TINY = 1e-9  # stands for "above 0"
+TINY = 1e-9  # as the smallest value: above 0
 Settings = TypeVar("Settings")
 
 
 class Flag(NamedTuple):
-    """One flag. `default` may be a type: then there is none, and the value is None where the flag is not given."""
+    """One flag. `default`: a value; or a type: None where the flag is not given; or [a type]: an empty list there."""
 
     name: str
     default: object
     help: str
     within: tuple[float, float] | None = None  # smallest and largest value
     choices: tuple[str, ...] | None = None
-    is_list: bool = False
+    is_list: bool = False  # any number of values, but None where it is not given
     is_required: bool = False
     free_on_resume: bool = False  # may change when a run continues, because it does not change what a step computes
     only_with: str | None = None  # the flag without which this one has no effect
 
     @property
     def type(self) -> type:
-        first = self.default[0] if isinstance(self.default, list) and self.default else self.default
-        return first if isinstance(first, type) else str if first == [] else type(first)
+        """The type of a single value."""
+        example = self.default[0] if isinstance(self.default, list) else self.default
+        return example if isinstance(example, type) else type(example)
+
+    @property
+    def value(self) -> object:
+        """The value where the flag is not given."""
+        if isinstance(self.default, list):
+            return [] if isinstance(self.default[0], type) else self.default
+        return None if isinstance(self.default, type) else self.default
+
+    def of(self, args: argparse.Namespace) -> object:
+        """Its value among these flags."""
+        return getattr(args, self.name.removeprefix("--"))
 
 
 flag = Flag  # so that the declarations below read as what they are
 
+DRY_RUN = "dry run (starts nothing; exit code 3: does not fit)"
+GROUPS: dict[str, list[Flag]] = {}
 # A flag takes one line, or two.
 # fmt: off
-MODEL_AND_DATA = [
+GROUPS["model and data"] = [
     flag("--model", str, "starting policy, also reference and tokenizer: folder in Hugging Face format, or hub id",
          is_required=True),
     flag("--train_data", str, "training problems: one or more sources WHAT[@SPLIT][#ROWS], see docs/data.md",
@@ -61,31 +77,26 @@ MODEL_AND_DATA = [
     flag("--data_weights", float, "shares of the sources in an epoch; default: each row of each source once",
          is_list=True),
     flag("--keep_last", False, "fill an epoch's last partial step from the next epoch instead of dropping it"),
-    flag("--eval_data", [], "held-out problems: sources, each reported under its own name"),
+    flag("--eval_data", [str], "held-out problems: sources, each reported under its own name"),
     flag("--out_dir", str, "run folder; made if missing, continued if it holds a run of the same flags",
          is_required=True, free_on_resume=True),
 ]
-PROMPTS = [
-    flag("--prompt_column", "problem", "column of the problem: text or messages; a dotted path reaches into nested "
-         "objects"),
-    flag("--answer_column", "answer", "column of the correct answer, given to the reward; lists and objects become "
-         "JSON text"),
-    flag("--image_column", str, "column of the images, one or a list: files, relative to the data, or encoded bytes; "
-         "default: none"),
+GROUPS["prompts"] = [
+    flag("--prompt_column", "problem", "column of the problem: text or messages; a dotted path reaches into objects"),
+    flag("--answer_column", "answer", "column of the correct answer, for the reward; lists, objects become JSON text"),
+    flag("--image_column", str, "column of the images, one or a list: files, relative to the data, or encoded bytes"),
     flag("--max_pixels", int, "larger images are scaled down to this many pixels; default: the processor's limit",
          (1, INF)),
     flag("--prompt_format", "chat", "chat: by the model's chat template; raw: the text as it is",
          choices=("chat", "raw")),
-    flag("--system_prompt", str, "text, or a file with it; replaces the data's own system message; default: the "
-         "data's"),
+    flag("--system_prompt", str, "text, or a file with it; replaces the data's own system message"),
     flag("--prompt_suffix", "", "appended to the last user message as it is: begin it with a space or a line break"),
     flag("--max_prompt_tokens", 1024, "longer prompts, template included, are dropped and counted", (1, INF)),
 ]
-REWARD = [
+GROUPS["reward"] = [
     flag("--reward", "exact", "math, gsm8k, ifeval, exact, format, think_format, length; a weighted sum "
          "(math:1.0,format:0.1); @COLUMN: the one that the row's column names; my_reward.py:function"),
-    flag("--reward_timeout", 5.0, "seconds after which the grading of a completion is stopped: reward 0",
-         (TINY, 1000000.0)),
+    flag("--reward_timeout", 5.0, "seconds after which the grading of a completion is stopped: reward 0", (TINY, 1e6)),
     flag("--reward_memory_gib", 4.0, "memory at which a grading process is stopped: reward 0", (0.25, INF)),
     flag("--reward_workers", 0, "grading processes per engine; 0: the cores of the node / its engines",
          (0, INF), free_on_resume=True),
@@ -94,9 +105,8 @@ REWARD = [
     flag("--overlong_cache_tokens", int, "reward `length`: it falls from 0 to -1 over this many last tokens; "
          "default: 1/5 of the limit", (1, INF)),
 ]
-BATCH = [
-    flag("--prompts_per_step", 32, "P: prompts sampled each step, over all ranks; divisible by the number of engines",
-         (1, INF)),
+GROUPS["batch, counted in prompts"] = [
+    flag("--prompts_per_step", 32, "P: prompts sampled each step, over all ranks; a multiple of the engines", (1, INF)),
     flag("--group_size", 8, "G: completions per prompt, compared with each other", (2, INF)),
     flag("--prompts_per_update", int, "prompts per optimizer step, over all ranks; divides P; default: P", (1, INF)),
     flag("--num_iterations", 1, "passes over each rollout; all but the first are off-policy", (1, INF)),
@@ -110,7 +120,7 @@ BATCH = [
     flag("--stop_after", int, "stop after this step, with a checkpoint; the learning-rate schedule stays that of the "
          "whole length", (1, INF), free_on_resume=True),
 ]
-SAMPLING = [
+GROUPS["sampling"] = [
     # vLLM would silently raise a temperature below 0.01; the trainer would not.
     flag("--temperature", 1.0, "sampling temperature; the trainer divides its logits by it, too", (0.01, 100)),
     flag("--max_completion_tokens", 1024, "completions are truncated after this many tokens", (1, INF)),
@@ -121,33 +131,31 @@ SAMPLING = [
          free_on_resume=True),
     flag("--seed", 1, "random seed for data order and sampling", (0, INF)),
 ]
-ADVANTAGE = [
+GROUPS["advantage"] = [
     flag("--advantage", "grpo", "how a completion is compared with the others of its group:"),
     flag("--advantage_ddof", 1, "the std divides by the count minus this: 1 (EasyR1, TRL, verl) or 0", (0, 1)),
-    flag("--advantage_eps", 1e-06, "added to the std (EasyR1, verl: 1e-6; TRL: 1e-4)", (0, INF)),
-    flag("--dynamic_sampling", "off", "replace groups without signal by newly sampled prompts (DAPO); a group has a "
-         "signal if some but not all completions are correct (correct), or if not all rewards are equal (reward)",
+    flag("--advantage_eps", 1e-6, "added to the std (EasyR1, verl: 1e-6; TRL: 1e-4)", (0, INF)),
+    flag("--dynamic_sampling", "off", "replace groups without signal by newly sampled prompts (DAPO); signal: some "
+         "but not all completions are correct (correct), or not all rewards are equal (reward)",
          choices=("off", "correct", "reward")),
     flag("--max_sampling_rounds", 10, "dynamic sampling: maximum rounds per step; then fill up with groups that have "
          "no signal", (1, INF), only_with="--dynamic_sampling"),
 ]
-POLICY_LOSS = [
+GROUPS["policy loss"] = [
     flag("--policy_loss", "clip", "loss of a token:"),
     flag("--clip_low", 0.2, "the ratio pi / pi_old is clipped below 1 - this (cispo: 1 is no lower bound)", (0, 1)),
     flag("--clip_high", 0.2, "the ratio pi / pi_old is clipped above 1 + this", (0, INF)),
-    flag("--dual_clip", 0.0, "where A < 0, the loss is at most -A x this (above 1; EasyR1, verl: 3); 0: no such "
-         "bound", (0, INF)),
+    flag("--dual_clip", 0.0, "where A < 0, the loss is at most -A x this (EasyR1, verl: 3); 0: no bound", (0, INF)),
     flag("--sapo_tau_pos", 1.0, "steepness of SAPO's gate where A > 0", (TINY, INF)),
     flag("--sapo_tau_neg", 1.05, "steepness of SAPO's gate where A <= 0", (TINY, INF)),
     flag("--loss_aggregation", "token_mean", "how the losses of the tokens add up:"),
     flag("--loss_constant_tokens", int, "constant of seq_mean_token_sum_norm; default: --max_completion_tokens",
          (1, INF)),
-    flag("--loss_args", [], "NAME=VALUE ...: parameters after `*` of your own functions for --policy_loss, "
+    flag("--loss_args", [str], "NAME=VALUE ...: parameters after `*` of your own functions for --policy_loss, "
          "--advantage, --kl_estimator"),
-    flag("--entropy_coef", 0.0, "weight of the entropy of the token distribution, which is subtracted from the loss",
-         (0, INF)),
+    flag("--entropy_coef", 0.0, "weight of the entropy of the token distribution, subtracted from the loss", (0, INF)),
 ]
-KL = [
+GROUPS["KL to the reference"] = [
     flag("--kl_coef", 0.0, "weight of KL(policy || reference); 0: no reference is loaded", (0, INF)),
     flag("--kl_estimator", "k3", "estimate of the KL of a token:", only_with="--kl_coef"),
     flag("--kl_clamp", 10.0, "clamp of the k3 estimate, and +-20 of its log-ratio (EasyR1, verl: 10); 0: none (TRL)",
@@ -155,13 +163,12 @@ KL = [
     flag("--kl_in", "loss", "a term of the loss, or subtracted from the reward before the advantage is computed",
          choices=("loss", "reward"), only_with="--kl_coef"),
 ]
-MISMATCH = [
-    flag("--rollout_correction", "none", "weight of the policy loss, by the ratio trainer / sampler under the same "
-         "weights:"),
+GROUPS["sampler-trainer mismatch"] = [
+    flag("--rollout_correction", "none", "weight of a token's loss, from the ratio trainer / sampler of its log-prob:"),
     flag("--rollout_correction_max", 2.0, "largest ratio (truncated importance sampling: 2; IcePop: 5)", (TINY, INF)),
     flag("--rollout_correction_min", 0.5, "smallest ratio that is not masked (IcePop: 0.5)", (0, INF)),
 ]
-LORA = [
+GROUPS["LoRA"] = [
     flag("--lora_rank", 0, "train adapters of this rank on frozen weights; 0: train all weights", (0, INF)),
     flag("--lora_alpha", 32.0, "adapters are scaled by this / rank (ms-swift: 32 with rank 8)",
          (TINY, INF), only_with="--lora_rank"),
@@ -170,9 +177,9 @@ LORA = [
     flag("--lora_targets", str, "names of the linear layers that get an adapter (q_proj v_proj, say); default: all "
          "of the decoder but the head", is_list=True, only_with="--lora_rank"),
 ]
-OPTIMIZER = [
-    flag("--learning_rate", 1e-06, "peak learning rate", (0, INF)),
-    flag("--lr_schedule", "constant", "after the warm-up; cosine and linear fall to 0",
+GROUPS["optimizer (AdamW)"] = [
+    flag("--learning_rate", 1e-6, "peak learning rate", (0, INF)),
+    flag("--lr_schedule", "constant", "learning rate after the warm-up; cosine and linear fall to 0",
          choices=("constant", "cosine", "linear")),
     flag("--warmup_ratio", 0.0, "share of all updates in which the rate rises linearly to its peak", (0, 1)),
     flag("--weight_decay", 0.0, "decoupled weight decay of all trained parameters", (0, INF)),
@@ -183,27 +190,27 @@ OPTIMIZER = [
          (1, INF), free_on_resume=True),
 ]
 DTYPES = ("bfloat16", "float32")
-MEMORY = [
+GROUPS["precision and memory"] = [
     flag("--dtype", "bfloat16", "arithmetic of trainer and sampler; gradients are reduced in fp32", choices=DTYPES),
     flag("--param_dtype", "float32", "parameters, gradients, Adam's moments: 16 bytes per parameter (float32), or 10 "
          "(bfloat16, updated as fp32 ones: model/optimizer.py)", choices=DTYPES),
-    flag("--offload", "none", "keep in host RAM: nothing; the optimizer's state, which streams through the GPU; all: "
-         "also parameters and gradients", choices=("none", "optimizer", "all"), free_on_resume=True),
+    flag("--offload", "none", "what is kept in host RAM: nothing; the optimizer's state, which streams through the "
+         "GPU; all: also parameters and gradients", choices=("none", "optimizer", "all"), free_on_resume=True),
     flag("--offload_reference", False, "keep the reference in host RAM; layers are fetched as they are needed",
          free_on_resume=True, only_with="--kl_coef"),
     flag("--gradient_checkpointing", False, "recompute each decoder layer in the backward pass instead of keeping it",
          free_on_resume=True),
     flag("--offload_activations", False, "keep in host RAM what the backward pass needs", free_on_resume=True),
-    flag("--compile_layers", False, "CUDA: torch.compile the decoder layers; takes a minute or more at the first "
-         "step", free_on_resume=True),
+    flag("--compile_layers", False, "CUDA: torch.compile the decoder layers; takes a minute or more at the first step",
+         free_on_resume=True),
     flag("--reduce_gradients_once", False, "reduce gradients per update, not per micro-batch: less traffic, for 4 "
          "bytes per trained parameter on every GPU", free_on_resume=True),
     flag("--gather_parameters_once", False, "gather parameters per update, not per micro-batch: less traffic, for "
          "the whole policy in --dtype on every GPU", free_on_resume=True),
     flag("--timeout_minutes", 30.0, "a rank that waits longer than this for the others ends the run",
-         (TINY, 1000000.0), free_on_resume=True),
+         (TINY, 1e6), free_on_resume=True),
 ]
-EVALUATION = [
+GROUPS["evaluation and checkpoints, counted in steps"] = [
     flag("--eval_every", 0, "evaluate every so many steps and after the last; 0: never", (0, INF), free_on_resume=True),
     flag("--eval_before_training", False, "evaluate the starting policy, too, as step 0", free_on_resume=True),
     flag("--eval_samples", [1], "k: completions per held-out problem; one number for all sets, or one each", (1, INF)),
@@ -217,18 +224,17 @@ EVALUATION = [
          (0, INF), free_on_resume=True),
     flag("--async_checkpoint", False, "write checkpoints in the background, from a copy in host RAM",
          free_on_resume=True),
-    flag("--profile_steps", int, "steps whose trace is written to OUT_DIR/profile, one file per rank", is_list=True,
-         (1, INF), free_on_resume=True),
+    flag("--profile_steps", [int], "steps whose trace is written to OUT_DIR/profile, one file per rank", (1, INF),
+         free_on_resume=True),
 ]
-DRY_RUN = [  # all of them may change when a run continues
+GROUPS[DRY_RUN] = [  # all of them may change when a run continues
     flag("--dry_run", False, "print batches, memory, time and what would have to change, and stop; needs no GPU"),
-    flag("--json", False, "print one JSON object"),
-    flag("--trace", False, "also trace an update of the real model, cut to 8 layers, under fake tensors; takes "
-         "seconds"),
-    flag("--plan_gpus", int, "GPUs over all nodes; default: the ranks that torchrun started, without torchrun 8",
-         (1, INF)),
-    flag("--plan_nodes", 1, "nodes that they are on", (1, INF)),
-    flag("--plan_gpu", "H100-80GB", "kind of GPU: H100-80GB, H200-141GB, A100-80GB, A100-40GB, L40S-48GB"),
+    flag("--json", False, "print one JSON object instead"),
+    flag("--trace", False, "also trace an update of the real model, cut to 8 layers, without a GPU; takes seconds"),
+    flag("--plan_gpus", int, "GPUs over all nodes; default: the ranks that torchrun started; without it 8", (1, INF)),
+    flag("--plan_nodes", 1, "nodes that the GPUs are on", (1, INF)),
+    flag("--plan_gpu", "H100-80GB", "kind of GPU",
+         choices=("H100-80GB", "H200-141GB", "A100-80GB", "A100-40GB", "L40S-48GB")),
     flag("--plan_gpu_memory_gib", float, "memory of a GPU that a process can take; default: the kind's", (TINY, INF)),
     flag("--plan_host_memory_gib", 1000.0, "RAM of a node", (TINY, INF)),
     flag("--plan_network_gb_s", 50.0, "GB/s between nodes, one way, for each GPU: a 400 Gbit/s card each", (TINY, INF)),
@@ -236,27 +242,11 @@ DRY_RUN = [  # all of them may change when a run continues
          "table", (1, INF)),
     flag("--plan_flops_share", 0.35, "share of peak FLOPs; torchtitan reports 33 to 39 %% on 8 to 128 H100", (TINY, 1)),
     flag("--plan_memory_share", 0.6, "share of the GPU memory's speed that decoding reaches; an assumption", (TINY, 1)),
-    flag("--plan_link_share", 0.7, "share of the speed of links, network and bus that transfers reach; an assumption",
+    flag("--plan_link_share", 0.7, "share of the speed of links, network and bus that is reached; an assumption",
          (TINY, 1)),
     flag("--plan_length_share", 0.5, "mean length of prompts and completions, as a share of their limits", (TINY, 1)),
 ]
 # fmt: on
-GROUPS: dict[str, list[Flag]] = {
-    "model and data": MODEL_AND_DATA,
-    "prompts": PROMPTS,
-    "reward": REWARD,
-    "batch, counted in prompts": BATCH,
-    "sampling": SAMPLING,
-    "advantage": ADVANTAGE,
-    "policy loss": POLICY_LOSS,
-    "KL to the reference": KL,
-    "sampler-trainer mismatch": MISMATCH,
-    "LoRA": LORA,
-    "optimizer (AdamW)": OPTIMIZER,
-    "precision and memory": MEMORY,
-    "evaluation and checkpoints, counted in steps": EVALUATION,
-    "dry run (starts nothing; exit code 3: does not fit)": DRY_RUN,
-}
 FLAGS = {each.name: each for group in GROUPS.values() for each in group}
 CHOICES = {  # flag -> the dict of functions in grpo.py that it chooses from
     "--advantage": "ADVANTAGES",
@@ -271,85 +261,80 @@ OWN = ("--advantage", "--policy_loss", "--kl_estimator")  # may also name a func
 # What the flags amount to ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class PromptFormat:
-    """How a row becomes a prompt."""
-
-    prompt_column: str = "problem"
-    answer_column: str = "answer"
-    image_column: str | None = None
-    prompt_format: str = "chat"
-    system_prompt: str | None = None
-    prompt_suffix: str = ""
-    max_prompt_tokens: int = 1024
-    max_pixels: int | None = None
+@dataclass_transform(frozen_default=True)
+def settings(kind: type[Settings]) -> type[Settings]:
+    """A frozen dataclass. A field with the name of a flag has the flag's default."""
+    for name in kind.__annotations__:
+        if f"--{name}" in FLAGS:
+            setattr(kind, name, FLAGS[f"--{name}"].value)
+    return dataclass(frozen=True)(kind)
 
 
-@dataclass(frozen=True)
-class Grading:
-    """How completions are graded."""
+@settings
+class PromptFormat:  # how a row becomes a prompt
+    prompt_column: str
+    answer_column: str
+    image_column: str | None
+    prompt_format: str
+    system_prompt: str | None
+    prompt_suffix: str
+    max_prompt_tokens: int
+    max_pixels: int | None
 
+
+@settings
+class Grading:  # how completions are graded
     reward: str
-    reward_timeout: float = 5.0
-    reward_memory_gib: float = 4.0
-    reward_workers: int = 0
-    truncated: str = "score"
-    overlong_cache_tokens: int | None = None
+    reward_timeout: float
+    reward_memory_gib: float
+    reward_workers: int
+    truncated: str
+    overlong_cache_tokens: int | None
 
 
-@dataclass(frozen=True)
-class Lora:
-    """Which adapters are trained; rank 0: none, but all weights."""
-
-    lora_rank: int = 0
-    lora_alpha: float = 32.0
-    lora_dropout: float = 0.0
-    lora_targets: tuple[str, ...] | None = None
+@settings
+class Lora:  # which adapters are trained; rank 0: none, but all weights
+    lora_rank: int
+    lora_alpha: float
+    lora_dropout: float
+    lora_targets: tuple[str, ...] | None
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Precision, and what is kept where."""
-
-    dtype: str = "bfloat16"
-    param_dtype: str = "float32"
-    offload: str = "none"
-    offload_reference: bool = False
-    gradient_checkpointing: bool = False
-    offload_activations: bool = False
-    compile_layers: bool = False
-    reduce_gradients_once: bool = False
-    gather_parameters_once: bool = False
-    micro_batch_tokens: int = 8192
-    share_prompts: bool = False
+@settings
+class Memory:  # precision, and what is kept where
+    dtype: str
+    param_dtype: str
+    offload: str
+    offload_reference: bool
+    gradient_checkpointing: bool
+    offload_activations: bool
+    compile_layers: bool
+    reduce_gradients_once: bool
+    gather_parameters_once: bool
+    micro_batch_tokens: int
+    share_prompts: bool
 
 
-@dataclass(frozen=True)
-class AdamW:
-    """The optimizer."""
-
-    learning_rate: float = 1e-6
-    weight_decay: float = 0.0
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
-    max_grad_norm: float = 1.0
+@settings
+class AdamW:  # the optimizer
+    learning_rate: float
+    weight_decay: float
+    adam_beta1: float
+    adam_beta2: float
+    max_grad_norm: float
 
 
-@dataclass(frozen=True)
-class EngineSettings:
-    """The engine; `max_model_len` is in tokens, prompt and completion together."""
-
+@settings
+class EngineSettings:  # the engine; `max_model_len` is in tokens, prompt and completion together
     max_model_len: int
-    dtype: str = "bfloat16"
-    gpu_memory_utilization: float = 0.6
-    enforce_eager: bool = False
-    seed: int = 1
+    dtype: str
+    gpu_memory_utilization: float
+    enforce_eager: bool
+    seed: int
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How often and how a set of prompts is sampled: the training prompts, or a held-out set."""
-
+@settings
+class Sampling:  # how often and how a set of prompts is sampled: the training prompts, or a held-out set
     num_samples: int
     temperature: float
     max_completion_tokens: int
@@ -370,10 +355,10 @@ class Plan:
     total_steps: int
     total_updates: int
     warmup_updates: int
-    learning_rate: float = 0.0
-    lr_schedule: str = "constant"
-    max_grad_norm: float = 1.0
-    seed: int = 1
+    learning_rate: float
+    lr_schedule: str
+    max_grad_norm: float
+    seed: int
 
     def update(self, step: int, i: int) -> UpdateStep:
         """Where update i of step 1, 2, ... stands in the run, and its learning rate."""
@@ -393,8 +378,7 @@ class Plan:
         return self.learning_rate * (1.0 - progress) if self.lr_schedule == "linear" else self.learning_rate
 
 
-@dataclass(frozen=True)
-class UpdateStep:
+class UpdateStep(NamedTuple):
     """One optimizer step of the run."""
 
     index: int  # 0, 1, ... over the whole run
@@ -439,28 +423,41 @@ def make_plan(args: argparse.Namespace, num_rows: int) -> Plan:
     )
 
 
+def parse_source(source: str) -> tuple[str, str | None, int | None]:
+    """(WHAT, SPLIT, ROWS) of WHAT[@SPLIT][#ROWS]. A path that exists is taken literally."""
+    what, split, count = source, None, None
+    if not Path(what).exists() and (match := re.fullmatch(r"(.+)#([1-9]\d*)", what)):
+        what, count = match[1], int(match[2])
+    if not Path(what).exists() and (match := re.fullmatch(r"(.+)@([^@/]+)", what)):
+        what, split = match[1], match[2]
+    return what, split, count
+
+
 # The command line -----------------------------------------------------------------------------------------------------
 
+USAGE = "torchrun --nproc_per_node RANKS train_grpo.py --model MODEL --train_data FILE --out_dir FOLDER [flags]"
+DESCRIPTION = """Trains a language model with GRPO on verifiable rewards. One rank per GPU; on CPU, as many as you like.
+One step = one rollout of P prompts x G completions; one update = one optimizer step. Starting the same command again
+continues from the last checkpoint."""
 
-class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Wide lines, the type in the place of the value, and a default only where there is one."""
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Wide lines, the type in the place of the value, the algorithm's choices from `grpo.py`, and the defaults."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=34, width=120)
 
     def _split_lines(self, text: str, width: int) -> list[str]:
-        return [line for part in text.split("\n") for line in textwrap.wrap(part, width, subsequent_indent="    ")]
+        return textwrap.wrap(text, width, subsequent_indent="    ")
 
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
         return action.type.__name__ if action.type else "text"
 
     def _get_help_string(self, action: argparse.Action) -> str:
-        text = action.help
-        if action.option_strings[0] in CHOICES:
-            text += " " + "; ".join(
-                f"{name} = {summary(f)}" for name, f in functions_of(action.option_strings[0]).items()
-            )
-            text = (text + (", or FILE.py:FUNCTION" if action.option_strings[0] in OWN else "")).replace("%", "%%")
+        text, name = action.help, action.option_strings[0]
+        if name in CHOICES:
+            words = [f"{choice} = {summary(function)}" for choice, function in functions_of(name).items()]
+            text = f"{text} {'; '.join(words + ['or FILE.py:FUNCTION'] * (name in OWN))}".replace("%", "%%")
         has_default = action.default not in (None, [], "") and action.nargs != 0 and not action.required
         return f"{text} (default: %(default)s)" if has_default else text
 
@@ -473,107 +470,116 @@ def add_flags(parser: argparse.ArgumentParser, groups: dict[str, list[Flag]]) ->
             if each.default is False:
                 add(each.name, action="store_true", help=each.help)
                 continue
-            many = (
-                {"nargs": "*" if each.default == [] else "+"} if each.is_list or isinstance(each.default, list) else {}
-            )
-            default = None if isinstance(each.default, type) else each.default
-            add(
-                each.name,
-                type=each.type,
-                default=default,
-                choices=each.choices,
-                required=each.is_required,
-                help=each.help,
-                **many,
-            )
+            options = {"type": each.type, "default": each.value, "choices": each.choices, "help": each.help}
+            if each.is_list or isinstance(each.default, list):
+                options["nargs"] = "*" if each.value == [] else "+"
+            add(each.name, required=each.is_required, **options)
 
 
 def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line as attributes of the same names, each within its range.
-
-    Ends the process with a sentence if one is not.
-    """
+    """The command line as attributes of the same names. Ends the process with a sentence if it cannot be read."""
     parser = argparse.ArgumentParser(
-        usage="torchrun --nproc_per_node RANKS train_grpo.py --model MODEL --train_data FILE --out_dir FOLDER --total_steps N [flags]",
-        description="Trains a language model with GRPO on verifiable rewards. One rank per GPU; on CPU, as many as you like. "
-        "One step = one rollout of P prompts x G completions; one update = one optimizer step. "
-        "Starting the same command again continues from the last checkpoint.",
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
+        usage=USAGE, description=DESCRIPTION, formatter_class=HelpFormatter, allow_abbrev=False
     )
     add_flags(parser, GROUPS)
     args = parser.parse_args(argv)
-    if args.prompts_per_update is None:
-        args.prompts_per_update = args.prompts_per_step
-    if args.eval_max_completion_tokens is None:
-        args.eval_max_completion_tokens = [args.max_completion_tokens]
-    args.profile_steps = args.profile_steps or []
+    args.prompts_per_update = args.prompts_per_step if args.prompts_per_update is None else args.prompts_per_update
+    args.eval_max_completion_tokens = args.eval_max_completion_tokens or [args.max_completion_tokens]
     return args
 
 
 def free_on_resume(args: argparse.Namespace) -> set[str]:
-    """Names of the flags that may differ when a run continues; the length of the run where the rate does not depend
-    on it.
+    """Names of the flags that may differ when a run continues.
+
+    The length of the run is one of them, unless the learning rate depends on it.
     """
-    free = {each.name.removeprefix("--") for each in FLAGS.values() if each.free_on_resume or each in DRY_RUN}
+    free = {each.name.removeprefix("--") for each in FLAGS.values() if each.free_on_resume or each in GROUPS[DRY_RUN]}
     is_constant = args.lr_schedule == "constant" and not args.warmup_ratio
     return free | {"total_steps", "epochs", "total_episodes"} if is_constant else free
 
 
-# Checks: each error says what was given, what is required, what to do -------------------------------------------------
+def exit_with_error(error: Exception) -> NoReturn:
+    """Ends the process with the error's sentence, without a traceback: for mistakes of the user.
+
+    All ranks find the same one: the first reports it, and torchrun stops the others. One that is still there after some
+    seconds has an error of its own (a file that is missing on its node only) and reports that.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(10)
+    sys.exit(f"error: {error}")
 
 
-def check_ranges(args: argparse.Namespace, groups: dict[str, list[Flag]] = GROUPS) -> None:
-    """Raises ValueError for a value out of its range, and for a flag that has no effect beside the others."""
+# Checks: each sentence says what was given, what is required, what to do ----------------------------------------------
+
+
+def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
+    """Raises ValueError for flags out of range, without effect, or in contradiction to each other.
+
+    `num_ranks`: by default those that torchrun started. What has no effect on the algorithm is found by `algorithm_of`.
+    """
+    check_ranges(args, GROUPS)
+    check_batches(args, int(os.environ.get("WORLD_SIZE", "1")) if num_ranks is None else num_ranks)
+    check_algorithm(args)
+    check_memory(args)
+    for name in ("eval_every", "eval_before_training"):
+        if getattr(args, name) and not args.eval_data:
+            raise ValueError(
+                f"{given(FLAGS[f'--{name}'], args)} needs --eval_data; name a file, or leave --{name} out."
+            )
+
+
+def check_ranges(args: argparse.Namespace, groups: dict[str, list[Flag]]) -> None:
+    """Raises ValueError for a value out of its range, and for a flag that has no effect without another one."""
     for each in (each for group in groups.values() for each in group):
-        value = getattr(args, each.name.removeprefix("--"))
+        value = each.of(args)
+        low, high = each.within or (-INF, INF)
         for number in value if isinstance(value, list) else [value]:
-            if (
-                each.within and number is not None and not each.within[0] <= number <= each.within[1]
-            ):  # also true for nan
-                low, high = each.within
-                bounds = f"at least {low:g}" if high == INF else f"from {low:g} to {high:g}"
-                raise ValueError(f"{each.name} {number:g}: must be {bounds}.")
-        if each.only_with and is_changed(each, args):
-            other = getattr(args, each.only_with.removeprefix("--"))
+            if each.within and number is not None and not low <= number <= high:  # also true for nan
+                least = "above 0" if low == TINY else f"at least {low:g}"
+                raise ValueError(
+                    f"{each.name} {number:g}: must be {least}{'' if high == INF else f' and at most {high:g}'}."
+                )
+        if each.only_with and value != each.value:
+            other = FLAGS[each.only_with].of(args)
             if other in (0, "off", "none"):
                 needed = f"{each.only_with} above 0" if other == 0 else each.only_with
                 raise ValueError(
-                    f"{each.name} {value} has no effect here, only with {needed}: {leave(each)}, or change the other."
+                    f"{given(each, args)} has no effect here, only with {needed}: {leave(each)}, or change the other."
                 )
 
 
-def is_changed(each: Flag, args: argparse.Namespace) -> bool:
-    """The flag has another value than its default."""
-    return getattr(args, each.name.removeprefix("--")) != (None if isinstance(each.default, type) else each.default)
+def given(each: Flag, args: argparse.Namespace) -> str:
+    """The flag as it was written."""
+    value = each.of(args)
+    values = value if isinstance(value, list) else [] if value is True else [value]
+    return " ".join([each.name, *map(str, values)])
 
 
 def leave(each: Flag) -> str:
     """How to say that the default should stay."""
-    return "leave it out" if isinstance(each.default, type) or each.default is False else f"leave it at {each.default}"
+    return f"leave it at {each.value}" if each.value else "leave it out"
 
 
-def multiples(value: int, divisor: int) -> str:
-    """The two multiples of `divisor` next to `value`, as words."""
-    below = value // divisor * divisor
-    return f"use {below} or {below + divisor}" if below else f"use {divisor}"
+def divisors(number: int) -> str:
+    """The numbers that divide it, as words."""
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
-def check_flags(args: argparse.Namespace, world_size: int) -> None:
-    """Raises ValueError for flags out of range, and for those that contradict each other."""
-    check_ranges(args)
-    num_engines = world_size // args.tensor_parallel_size
-    if args.prompts_per_step % num_engines:
-        raise ValueError(
-            f"--prompts_per_step {args.prompts_per_step} is not divisible by {num_engines} engines ({world_size} ranks / "
-            f"--tensor_parallel_size {args.tensor_parallel_size}); {multiples(args.prompts_per_step, num_engines)}."
-        )
-    if args.prompts_per_step % args.prompts_per_update:
-        divisors = [str(n) for n in range(1, args.prompts_per_step + 1) if args.prompts_per_step % n == 0]
-        raise ValueError(
-            f"--prompts_per_update {args.prompts_per_update} does not divide --prompts_per_step {args.prompts_per_step}; "
-            f"use one of {', '.join(divisors)}."
-        )
+def check_batches(args: argparse.Namespace, num_ranks: int) -> None:
+    """Raises ValueError for batches that cannot be divided, and for a length of training that is not clear."""
+    prompts, size = args.prompts_per_step, args.tensor_parallel_size
+    if num_ranks % size:
+        wrong = f"--tensor_parallel_size {size} does not divide the world size {num_ranks}"
+        raise ValueError(f"{wrong}; use one of {divisors(num_ranks)}.")
+    num_engines = num_ranks // size
+    if prompts % num_engines:
+        below = prompts // num_engines * num_engines
+        near = f"{below} or {below + num_engines}" if below else num_engines
+        engines = f"{num_engines} engines ({num_ranks} ranks / --tensor_parallel_size {size})"
+        raise ValueError(f"--prompts_per_step {prompts} is not divisible by {engines}; use {near}.")
+    if prompts % args.prompts_per_update:
+        wrong = f"--prompts_per_update {args.prompts_per_update} does not divide --prompts_per_step {prompts}"
+        raise ValueError(f"{wrong}; use one of {divisors(prompts)}.")
     longest = args.max_prompt_tokens + args.max_completion_tokens
     if args.micro_batch_tokens < longest:
         raise ValueError(
@@ -583,59 +589,48 @@ def check_flags(args: argparse.Namespace, world_size: int) -> None:
     num_lengths = sum(x is not None for x in (args.total_steps, args.epochs, args.total_episodes))
     if num_lengths != 1:
         raise ValueError(f"{num_lengths} of --total_steps, --epochs, --total_episodes were given; give exactly one.")
-    completions = args.prompts_per_step * args.group_size
+    completions = prompts * args.group_size
     if args.total_episodes is not None and args.total_episodes < completions:
-        raise ValueError(
-            f"--total_episodes {args.total_episodes} is less than one step: --prompts_per_step x --group_size = {completions} "
-            "completions; use at least that many."
-        )
-    check_memory(args)
-    check_algorithm(args)
-    for name in ("eval_every", "eval_before_training"):
-        if getattr(args, name) and not args.eval_data:
-            raise ValueError(f"--{name} needs --eval_data; name a file, or leave --{name} out.")
-
-
-def check_memory(args: argparse.Namespace) -> None:
-    """Raises ValueError for flags of precision and memory that contradict each other."""
-    if args.param_dtype == "bfloat16" and args.dtype == "float32":
-        raise ValueError(
-            "--dtype float32 computes more finely than --param_dtype bfloat16 stores; leave one of them out."
-        )
-    if args.lora_rank and (args.param_dtype != "float32" or args.offload_reference):
-        given = "--offload_reference" if args.offload_reference else f"--param_dtype {args.param_dtype}"
-        raise ValueError(
-            f"{given} has no effect with --lora_rank {args.lora_rank}: frozen weights are held in --dtype, adapters in float32, and "
-            "the reference is the policy with its adapter off; leave it out."
-        )
+        wrong = f"--total_episodes {args.total_episodes} is less than one step"
+        raise ValueError(f"{wrong}, --prompts_per_step x --group_size; use at least {completions}.")
 
 
 def check_algorithm(args: argparse.Namespace) -> None:
-    """Raises ValueError for flags of the algorithm that contradict each other.
-
-    What has no effect is found in `algorithm_of`.
-    """
+    """Raises ValueError for flags of the algorithm that contradict each other."""
     if 0 < args.dual_clip <= 1:
         raise ValueError(f"--dual_clip {args.dual_clip:g}: must be above 1, or 0 for none.")
     low, high = args.rollout_correction_min, args.rollout_correction_max
     if args.rollout_correction.endswith("mask") and low >= high:
         raise ValueError(f"--rollout_correction_min {low:g} must be below --rollout_correction_max {high:g}.")
     if args.kl_in == "reward" and args.kl_estimator == "k3+":
-        raise ValueError(
-            "--kl_estimator k3+ differs from k3 in its gradient only, and with --kl_in reward there is none: use k3."
-        )
+        raise ValueError("--kl_estimator k3+: only its gradient differs from k3, and --kl_in reward has none; use k3.")
     if args.kl_in == "reward" and args.advantage == "reinforce++" and args.policy_loss == "gspo":
+        differs = "--advantage reinforce++ with --kl_in reward differs from token to token"
+        raise ValueError(f"--policy_loss gspo weighs whole sequences, but {differs}; use gspo_token.")
+    if args.dynamic_sampling != "off":
+        dynamic = f"--dynamic_sampling {args.dynamic_sampling}"
+        if args.epochs is not None:
+            known = "the steps of an epoch are known only afterwards"
+            raise ValueError(f"--epochs {args.epochs} with {dynamic}: {known}; give --total_steps.")
+        if args.keep_last:
+            raise ValueError(f"--keep_last has no effect with {dynamic}, which has no last steps; leave it out.")
+
+
+def check_memory(args: argparse.Namespace) -> None:
+    """Raises ValueError for flags of precision and memory that contradict each other."""
+    if args.param_dtype == "bfloat16" and args.dtype == "float32":
         raise ValueError(
-            "--policy_loss gspo weighs whole sequences, but --advantage reinforce++ with --kl_in reward differs from token to "
-            "token: use gspo_token."
+            "--dtype float32 computes more finely than --param_dtype bfloat16 stores; leave out one of them."
         )
-    if args.dynamic_sampling != "off" and args.epochs is not None:
+    if args.lora_rank and args.param_dtype != "float32":
+        fixed = "frozen weights are kept in --dtype, adapters in float32"
         raise ValueError(
-            f"--epochs {args.epochs}: with --dynamic_sampling the steps in an epoch are known only afterwards; give --total_steps."
+            f"--param_dtype {args.param_dtype} has no effect with --lora_rank {args.lora_rank}: {fixed}; leave it out."
         )
-    if args.dynamic_sampling != "off" and args.keep_last:
+    if args.lora_rank and args.offload_reference:
+        reference = "the reference is the policy with its adapter off"
         raise ValueError(
-            "--keep_last has no effect with --dynamic_sampling, which goes through all epochs in a row: leave it out."
+            f"--offload_reference has no effect with --lora_rank {args.lora_rank}: {reference}; leave it out."
         )
 
 
@@ -654,125 +649,130 @@ def summary(function: Callable) -> str:
     return " ".join((function.__doc__ or "your own").split("\n\n")[0].split()).partition(". ")[0].rstrip(".")
 
 
-def parameters_of(function: Callable) -> list[str]:
-    """Names of the parameters after `*`: the flags that have an effect."""
-    return [each.name for each in inspect.signature(function).parameters.values() if each.kind == each.KEYWORD_ONLY]
+def parameters_of(function: Callable) -> dict[str, object]:
+    """The parameters after `*`, and their defaults: the flags that have an effect."""
+    parameters = inspect.signature(function).parameters.values()
+    return {each.name: each.default for each in parameters if each.kind == each.KEYWORD_ONLY}
 
 
 def algorithm_of(args: argparse.Namespace) -> grpo.Algorithm:
-    """The algorithm, its functions with their parameters bound, and its description.
+    """The algorithm: its functions, with the values of their parameters after `*`.
 
     Raises ValueError for an unknown name, for a flag that has no effect, and for a function of the user's that fails on
     a trial.
     """
     import grpo
 
-    own_values = dict(parse_value(text) for text in args.loss_args)
-    bound, words = {}, {}
-    for name in CHOICES:
-        given = getattr(args, name.removeprefix("--"))
-        function = functions_of(name).get(given) or own_function(name, given)
-        values = values_of(name, given, function, args, own_values)
-        bound[name.removeprefix("--")] = partial(function, **values)
-        settings = ", ".join(
-            f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}" for key, value in values.items()
-        )
-        words[name] = f"{given}{f' ({settings})' if settings else ''}: {summary(function)}"
-        if given not in functions_of(name):
-            grpo.try_out(name, given, bound[name.removeprefix("--")])
-    unused = set(own_values) - {key for each in bound.values() for key in each.keywords}
-    if unused:
-        raise ValueError(
-            f"--loss_args {', '.join(sorted(unused))}: no function of your own has this parameter after `*`; leave it out."
-        )
-    return take(
-        grpo.Algorithm, args, **bound, is_corrected=args.rollout_correction != "none", description=describe(args, words)
-    )
+    own_values = own_parameters(args.loss_args)
+    functions = {name: choose(name, FLAGS[name].of(args)) for name in CHOICES}
+    check_effects(args, functions, own_values)
+    bound = {}
+    for name, function in functions.items():
+        bound[name] = partial(function, **values_of(name, function, args, own_values))
+        if function not in functions_of(name).values():
+            needs_gradient = name == "--policy_loss" or (name == "--kl_estimator" and args.kl_in == "loss")
+            grpo.try_out(name, given(FLAGS[name], args), bound[name], needs_gradient)
+    choices = {name.removeprefix("--"): function for name, function in bound.items()}
+    is_corrected, description = args.rollout_correction != "none", describe(args, bound)
+    return take(grpo.Algorithm, args, **choices, is_corrected=is_corrected, description=description)
 
 
-def own_function(name: str, given: str) -> Callable:
-    """FILE.py:FUNCTION of the user's. Raises ValueError if there is none."""
-    path, _, function_name = given.rpartition(":")
-    if name not in OWN or not path.endswith(".py"):
-        own = " or FILE.py:FUNCTION" if name in OWN else ""
-        raise ValueError(f"{name} {given}: use {', '.join(functions_of(name))}{own}.")
-    return load_function(name, path, function_name)
-
-
-def values_of(
-    name: str, given: str, function: Callable, args: argparse.Namespace, own_values: dict[str, object]
-) -> dict[str, object]:
-    """The parameters after `*`: flags, `--loss_args`, or the function's own defaults.
-
-    Raises ValueError for one without a value.
-    """
-    built_in = {
-        key: others
-        for key in FLAGS
-        if (others := [n for n, f in functions_of(name).items() if key[2:] in parameters_of(f)])
-    }
-    for key, others in built_in.items():
-        if key.removeprefix("--") not in parameters_of(function) and is_changed(FLAGS[key], args):
-            value = getattr(args, key.removeprefix("--"))
-            raise ValueError(
-                f"{key} {value} has no effect with {name} {given}, only with {', '.join(others)}: {leave(FLAGS[key])}."
-            )
-    values = {}
-    for each in (inspect.signature(function).parameters[key] for key in parameters_of(function)):
-        if f"--{each.name}" in FLAGS:
-            values[each.name] = getattr(args, each.name)
-        elif each.name in own_values:
-            values[each.name] = own_values[each.name]
-        elif each.default is each.empty:
-            raise ValueError(
-                f"{name} {given}: its parameter {each.name} has no value; give --loss_args {each.name}=VALUE, or a default."
-            )
-    if values.get("loss_constant_tokens", 0) is None:
-        values["loss_constant_tokens"] = args.max_completion_tokens
-    return values
-
-
-def parse_value(text: str) -> tuple[str, object]:
-    """(name, value) of NAME=VALUE: a Python literal, or else the text. Raises ValueError."""
-    name, equals, value = text.partition("=")
-    if not name.isidentifier() or not equals or f"--{name}" in FLAGS:
-        needed = f"it is a flag: use --{name}" if f"--{name}" in FLAGS else "needed is NAME=VALUE"
-        raise ValueError(f"--loss_args {text}: {needed}.")
-    try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return name, value
-
-
-def describe(args: argparse.Namespace, words: dict[str, str]) -> str:
-    """What the flags amount to, in words: for the first lines of the log."""
-    parts = [f"advantage {words['--advantage']}", f"loss {words['--policy_loss']}", words["--loss_aggregation"]]
-    parts.append(f"KL {args.kl_coef:g} x {words['--kl_estimator']}, in the {args.kl_in}" if args.kl_coef else "no KL")
-    if args.entropy_coef:
-        parts.append(f"entropy bonus {args.entropy_coef:g}")
-    if args.rollout_correction != "none":
-        parts.append(f"rollout correction {words['--rollout_correction']}")
-    if args.dynamic_sampling != "off":
-        parts.append(f"dynamic sampling by {args.dynamic_sampling}, at most {args.max_sampling_rounds} rounds")
-    if args.truncated != "score":
-        parts.append(f"truncated: {args.truncated}")
-    parts.append(f"{args.num_iterations} passes per rollout" if args.num_iterations > 1 else "one pass per rollout")
-    return "algorithm: " + "; ".join(parts) + f"; temperature {args.temperature:g} in sampler and trainer"
+def choose(name: str, choice: str) -> Callable:
+    """The function of this name, or the user's own, FILE.py:FUNCTION. Raises ValueError if there is none."""
+    if choice in functions_of(name):
+        return functions_of(name)[choice]
+    path, _, function_name = choice.rpartition(":")
+    if name in OWN and path.endswith(".py"):
+        return load_function(name, path, function_name)
+    raise ValueError(f"{name} {choice}: use {', '.join(functions_of(name))}{' or FILE.py:FUNCTION' * (name in OWN)}.")
 
 
 def load_function(name: str, path: str, function_name: str) -> Callable:
     """The function of this name in a file of the user's. Raises ValueError, also with what the file itself raises."""
     spec = importlib.util.spec_from_file_location(f"own_{Path(path).stem}", path)  # a file may be called math.py
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # as an import would: dataclasses look there
     sys.path.insert(0, str(Path(path).absolute().parent))  # so that it can import its neighbours
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # noqa: BLE001  the user's code may raise anything
-        raise ValueError(
-            f"{name} {path}:{function_name}: the file cannot be loaded ({type(error).__name__}: {error})."
-        ) from None
+    except (Exception, SystemExit) as error:  # noqa: BLE001  the user's code may raise anything
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{name} {path}:{function_name}: the file cannot be loaded ({reason}).") from None
     function = getattr(module, function_name, None)
     if not callable(function):
         found = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
         raise ValueError(f"{name}: {path} has no function {function_name!r}; it has {', '.join(found) or 'none'}.")
     return function
+
+
+def own_parameters(texts: list[str]) -> dict[str, object]:
+    """The values of --loss_args: Python literals, or else texts. Raises ValueError for what is not NAME=VALUE."""
+    values = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if f"--{name}" in FLAGS:
+            raise ValueError(f"--loss_args {text}: {name} is a flag; use --{name}.")
+        if not name.isidentifier() or not equals or name in values:
+            raise ValueError(f"--loss_args {text}: needed is NAME=VALUE, each name once.")
+        try:
+            values[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            values[name] = value
+    return values
+
+
+def check_effects(args: argparse.Namespace, functions: dict[str, Callable], own_values: dict[str, object]) -> None:
+    """Raises ValueError for a flag that was changed, but that none of the chosen functions has as a parameter."""
+    used = {key for function in functions.values() for key in parameters_of(function)}
+    for name in functions:
+        others = {choice: parameters_of(function) for choice, function in functions_of(name).items()}
+        for key in {key: None for parameters in others.values() for key in parameters if key not in used}:
+            each = FLAGS[f"--{key}"]
+            if each.of(args) != each.value:
+                wrong = f"{given(each, args)} has no effect with {given(FLAGS[name], args)}"
+                needed = ", ".join(choice for choice, parameters in others.items() if key in parameters)
+                raise ValueError(f"{wrong}, only with {name} {needed}: {leave(each)}.")
+    if unused := sorted(set(own_values) - used):
+        raise ValueError(
+            f"--loss_args {', '.join(unused)}: no function of yours has this parameter after `*`; leave it out."
+        )
+
+
+def values_of(
+    name: str, function: Callable, args: argparse.Namespace, own_values: dict[str, object]
+) -> dict[str, object]:
+    """The values of the parameters after `*`: flags, --loss_args, or defaults. Raises ValueError for one without."""
+    values = {}
+    for key, default in parameters_of(function).items():
+        if f"--{key}" in FLAGS:
+            values[key] = getattr(args, key)
+        elif key in own_values:
+            values[key] = own_values[key]
+        elif default is inspect.Parameter.empty:
+            missing = f"its parameter {key} has no value; give --loss_args {key}=VALUE, or a default"
+            raise ValueError(f"{given(FLAGS[name], args)}: {missing}.")
+    if values.get("loss_constant_tokens", 0) is None:
+        values["loss_constant_tokens"] = args.max_completion_tokens
+    return values
+
+
+def describe(args: argparse.Namespace, bound: dict[str, partial]) -> str:
+    """What the flags amount to, in words: for the first lines of the log."""
+
+    def words(name: str) -> str:
+        values = bound[name].keywords.items()
+        said = ", ".join(f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}" for key, value in values)
+        return f"{FLAGS[name].of(args)}{f' ({said})' if said else ''}: {summary(bound[name].func)}"
+
+    parts = [f"advantage {words('--advantage')}", f"loss {words('--policy_loss')}", words("--loss_aggregation")]
+    parts.append(f"KL {args.kl_coef:g} x {words('--kl_estimator')}, in the {args.kl_in}" if args.kl_coef else "no KL")
+    if args.entropy_coef:
+        parts.append(f"entropy bonus {args.entropy_coef:g}")
+    if args.rollout_correction != "none":
+        parts.append(f"rollout correction {words('--rollout_correction')}")
+    if args.dynamic_sampling != "off":
+        parts.append(f"dynamic sampling by {args.dynamic_sampling}, at most {args.max_sampling_rounds} rounds")
+    if args.truncated != "score":
+        parts.append(f"truncated: {args.truncated}")
+    parts.append(f"{args.num_iterations} passes per rollout" if args.num_iterations > 1 else "one pass per rollout")
+    return "algorithm: " + "; ".join(parts) + f"; temperature {args.temperature:g} in sampler and trainer"

@@ -1,14 +1,12 @@
-"""The algorithm: advantages, policy losses, KL, correction of the sampler's mismatch, aggregation, and the loss they
-add up to.
+"""The algorithm: advantages, policy losses, KL, correction of the sampler's mismatch, aggregation, and the total loss.
 
-Each choice is one function, found by its name in a dict at the end of its section: to add one, write the function and
-name it there. Or keep it in a file of your own: `--policy_loss my_loss.py:f`, `--advantage my_advantage.py:f`,
-`--kl_estimator my_kl.py:f`. The parameters after `*` are the flags of the same names: only those have an effect. The
-first sentence of a docstring is what `--help` and the log say about the choice. How the choices compare with TRL's and
-verl's: `docs/algorithm.md`.
+Each choice is one function, found by its name in the dict of its section. To add one, write the function and name it
+there, or keep it in a file of your own: `--policy_loss my_loss.py:f`, `--advantage my_advantage.py:f`, `--kl_estimator
+my_kl.py:f`. The parameters after `*` are the flags of the same names: only those have an effect. `--help` and the log
+show the first sentence of its docstring. How the choices compare with TRL's and verl's: `docs/algorithm.md`.
 
-The functions are pure: tensors in, tensors out, no model, device or rank. "Per token" is shape N, the packed tokens of
-a micro-batch, or shape T, the completion tokens of a step, one completion after the other. Dimensions: `batch.py`.
+The functions are pure: tensors in, tensors out, no model, device or rank. Dimensions: `batch.py`, and T: the completion
+tokens of a step, one completion after the other.
 """
 
 from __future__ import annotations
@@ -33,26 +31,19 @@ class Graded:
     """The graded completions of a step: what an advantage is made from."""
 
     rewards_PG: Tensor  # float32; with --kl_in reward, minus the KL penalties of all tokens of the completion
-    returns_T: (
-        Tensor  # what the completion still earns from this token on: its reward, minus the penalties from here on
-    )
+    returns_T: Tensor  # of the completion; with --kl_in reward, minus the KL penalties from this token on
     lengths_B: Tensor  # completion tokens
     mask_T: Tensor  # bool: the completion is trained
 
 
 def grpo(g: Graded, *, advantage_ddof: int, advantage_eps: float) -> Tensor:
-    """(r - mean of group) / (std of group + eps).
-
-    DeepSeekMath (arXiv 2402.03300), section 4.1.2; the paper names no ddof and no eps.
-    """
-    return divided(
-        centred(g.rewards_PG), g.rewards_PG.std(dim=1, correction=advantage_ddof, keepdim=True), advantage_eps
-    )
+    """(r - mean of group) / (std of group + eps). DeepSeekMath (arXiv 2402.03300), 4.1.2, without ddof and eps."""
+    return centred(g.rewards_PG) / (g.rewards_PG.std(dim=1, correction=advantage_ddof, keepdim=True) + advantage_eps)
 
 
 def grpo_batch_std(g: Graded, *, advantage_ddof: int, advantage_eps: float) -> Tensor:
     """(r - mean of group) / (std of the step + eps). Lite PPO (arXiv 2508.08221); TRL: `scale_rewards="batch"`."""
-    return divided(centred(g.rewards_PG), g.rewards_PG.std(correction=advantage_ddof), advantage_eps)
+    return centred(g.rewards_PG) / (g.rewards_PG.std(correction=advantage_ddof) + advantage_eps)
 
 
 def dr_grpo(g: Graded) -> Tensor:
@@ -69,17 +60,14 @@ def rloo(g: Graded) -> Tensor:
 def reinforce_pp(g: Graded, *, advantage_ddof: int, advantage_eps: float) -> Tensor:
     """(return - mean over tokens of the step) / (std + eps).
 
-    REINFORCE++ (arXiv 2501.03262; eq. 4 and 5 of its later versions) over all tokens of a step, as verl does, so that a
-    longer completion weighs more.
+    REINFORCE++ (arXiv 2501.03262; eq. 4 and 5 of its later versions) over the tokens of a step, as verl: long
+    completions count more.
     """
     return whitened(g.returns_T, g.mask_T, advantage_ddof, advantage_eps)
 
 
 def reinforce_pp_baseline(g: Graded, *, advantage_ddof: int, advantage_eps: float) -> Tensor:
-    """r - mean of group, then (. - mean over tokens of the step) / (std + eps).
-
-    REINFORCE++, eq. 7 of its later versions.
-    """
+    """(x - mean over tokens of the step) / (std + eps), with x = r - mean of group. REINFORCE++, later eq. 7."""
     rewards_T = torch.repeat_interleave(centred(g.rewards_PG).flatten(), g.lengths_B)
     return whitened(rewards_T, g.mask_T, advantage_ddof, advantage_eps)
 
@@ -106,24 +94,16 @@ def centred(rewards_PG: Tensor) -> Tensor:
     return torch.where(has_signal_P1, rewards_PG - rewards_PG.mean(dim=1, keepdim=True), 0.0)
 
 
-def divided(values: Tensor, std: Tensor, eps: float) -> Tensor:
-    """values / (std + eps)."""
-    return values / (std + eps)
-
-
 def returns_to_go(reward: Tensor, penalties: Tensor) -> Tensor:
     """The reward (a scalar, paid at the last token) minus the penalties of each token and the later ones. No discount.
 
-    `penalties`: coefficient x KL of each token of one completion. REINFORCE++ (arXiv 2501.03262; eq. 4 of its later
-    versions).
+    `penalties`: coefficient x KL of each token of one completion. REINFORCE++, eq. 4 of its later versions.
     """
     return reward - penalties.flip(0).cumsum(0).flip(0)
 
 
 def whitened(values: Tensor, mask: Tensor, ddof: int = 1, eps: float = 1e-6) -> Tensor:
-    """(value - mean) / (std + eps) over the positions where the mask is true; 0 elsewhere, and everywhere if all are
-    equal.
-    """
+    """(value - mean) / (std + eps) over the positions where the mask is true; 0 elsewhere, or if all are equal."""
     chosen = values[mask].double()  # a step has millions of tokens: float32 sums would lose digits
     if len(chosen) == 0 or chosen.max() == chosen.min():
         return torch.zeros_like(values)
@@ -178,9 +158,8 @@ def gspo_token(t: Tokens, *, clip_low: float, clip_high: float, dual_clip: float
 def cispo(t: Tokens, *, clip_low: float, clip_high: float) -> Loss:
     """-A x logprob, weighted with the detached token ratio clipped to [1 - clip_low, 1 + clip_high].
 
-    CISPO, MiniMax-M1 (arXiv 2506.13585), eq. 4 and 5: no token loses its gradient; marked are those whose weight is
-    clipped. The paper sets no lower bound (clip_low 1) and tunes only clip_high; TRL's `epsilon_high` is our 1 +
-    clip_high.
+    CISPO, MiniMax-M1 (arXiv 2506.13585), eq. 4 and 5: no token loses its gradient; clipped weights are marked. The
+    paper has no lower bound (clip_low 1) and tunes only clip_high; TRL's `epsilon_high` is our 1 + clip_high.
     """
     ratio = token_ratio(t.logprobs, t.old_logprobs)
     weight = ratio.detach().clamp(1.0 - clip_low, 1.0 + clip_high)
@@ -190,8 +169,7 @@ def cispo(t: Tokens, *, clip_low: float, clip_high: float) -> Loss:
 def sapo(t: Tokens, *, sapo_tau_pos: float, sapo_tau_neg: float) -> Loss:
     """-A x sigmoid(tau x (ratio - 1)) x 4 / tau: a soft gate, with tau_pos where A > 0 and tau_neg elsewhere.
 
-    SAPO (arXiv 2511.20347), eq. 5. At ratio 1 the gradient is that of the plain ratio; the paper's tau are 1.0 and
-    1.05.
+    SAPO (arXiv 2511.20347), eq. 5, with tau 1.0 and 1.05. At ratio 1 the gradient is that of the plain ratio.
     """
     ratio = token_ratio(t.logprobs, t.old_logprobs)
     tau = torch.where(t.advantages > 0, t.advantages.new_tensor(sapo_tau_pos), sapo_tau_neg)
@@ -236,8 +214,7 @@ def token_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
 def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
     """(pi(y) / pi_old(y))^(1 / |y|) of each token's sequence, the geometric mean of its token ratios; 1 where masked.
 
-    GSPO (arXiv 2507.18071), eq. 7. The log of it is clamped to +-20 (verl: only above, at 10). The gradient flows to
-    every token of the sequence.
+    GSPO, eq. 7, the log of it clamped to +-20 (verl: only above, at 10). The gradient flows to every token.
     """
     log_ratio = sequence_sum(torch.where(mask, logprobs - old_logprobs, 0.0), sequence_ids)
     lengths = sequence_sum(mask.to(logprobs.dtype), sequence_ids).clamp(min=1.0)
@@ -256,8 +233,8 @@ def sequence_sum(values: Tensor, sequence_ids: Tensor) -> Tensor:
 
 
 # KL, per token --------------------------------------------------------------------------------------------------------
-# Estimates of KL(policy || reference) from tokens that the policy sampled, with x = ref_logprob - logprob.
-# Schulman, "Approximating KL Divergence" (2020).
+# Estimates of KL(policy || reference) from tokens that the policy sampled, with x = ref_logprob - logprob (Schulman,
+# "Approximating KL Divergence", 2020).
 
 
 def k1(x: Tensor) -> Tensor:
@@ -292,45 +269,40 @@ KL: dict[str, Callable[..., Tensor]] = {"k1": k1, "k2": k2, "k3": k3, "k3+": k3_
 
 
 # Sampler-trainer mismatch ---------------------------------------------------------------------------------------------
-# Weights of the policy loss, per token: how much more likely the trainer finds what the sampler drew, under the same
-# weights.
+# Weights of the policy loss, per token: how much more likely the trainer finds the token than the sampler, both under
+# the same model weights.
+Weights = tuple[Tensor, Tensor]  # the weights, and bool: which of them are truncated or 0
 
 
-def token_truncate(t: Tokens, *, rollout_correction_max: float) -> tuple[Tensor, Tensor]:
-    """min(ratio of the token, max).
+def token_truncate(t: Tokens, *, rollout_correction_max: float) -> Weights:
+    """min(ratio of the token, max): truncated importance sampling.
 
-    Truncated importance sampling: Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
-    (2025).
+    Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025).
     """
     return truncated(mismatch(t), rollout_correction_max)
 
 
-def sequence_truncate(t: Tokens, *, rollout_correction_max: float) -> tuple[Tensor, Tensor]:
-    """min(ratio of the sequence, max), the product of its tokens' ratios.
-
-    Liu et al., "When Speed Kills Stability" (2025).
-    """
+def sequence_truncate(t: Tokens, *, rollout_correction_max: float) -> Weights:
+    """min(product of the sequence's ratios, max). Liu et al., "When Speed Kills Stability" (2025)."""
     return truncated(mismatch(t, of_sequence=True), rollout_correction_max)
 
 
-def token_mask(t: Tokens, *, rollout_correction_min: float, rollout_correction_max: float) -> tuple[Tensor, Tensor]:
+def token_mask(t: Tokens, *, rollout_correction_min: float, rollout_correction_max: float) -> Weights:
     """The ratio of the token inside [min, max], 0 outside. IcePop (Ring-1T, arXiv 2510.18855), with 0.5 and 5."""
     return masked(mismatch(t), rollout_correction_min, rollout_correction_max)
 
 
-def sequence_mask(t: Tokens, *, rollout_correction_min: float, rollout_correction_max: float) -> tuple[Tensor, Tensor]:
-    """The ratio of the sequence inside [min, max], 0 outside."""
+def sequence_mask(t: Tokens, *, rollout_correction_min: float, rollout_correction_max: float) -> Weights:
+    """The product of the sequence's ratios inside [min, max], 0 outside."""
     return masked(mismatch(t, of_sequence=True), rollout_correction_min, rollout_correction_max)
 
 
-def no_correction(t: Tokens) -> tuple[Tensor, Tensor]:
+def no_correction(t: Tokens) -> Weights:
     """The ratio is measured and not used."""
     return mismatch(t), torch.zeros_like(t.mask)
 
 
-CORRECTIONS: dict[
-    str, Callable[..., tuple[Tensor, Tensor]]
-] = {  # Tokens -> (weights, which of them are truncated or 0)
+CORRECTIONS: dict[str, Callable[..., Weights]] = {
     "none": no_correction,
     "token_truncate": token_truncate,
     "sequence_truncate": sequence_truncate,
@@ -340,51 +312,45 @@ CORRECTIONS: dict[
 
 
 def mismatch(t: Tokens, of_sequence: bool = False) -> Tensor:
-    """pi_old by the trainer / pi_old by the sampler, without gradient, the log of it clamped to +-20; 1 where
-    masked.
-    """
+    """pi_old by the trainer / pi_old by the sampler, without gradient, its log clamped to +-20; 1 where masked."""
     log_ratio = torch.where(t.mask, t.old_logprobs - t.rollout_logprobs, 0.0).detach()
     if of_sequence:
         log_ratio = sequence_sum(log_ratio, t.sequence_ids)
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
-def truncated(ratio: Tensor, high: float) -> tuple[Tensor, Tensor]:
+def truncated(ratio: Tensor, high: float) -> Weights:
     return ratio.clamp(max=high), ratio > high
 
 
-def masked(ratio: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+def masked(ratio: Tensor, low: float, high: float) -> Weights:
     is_outside = (ratio < low) | (ratio > high)
     return torch.where(is_outside, 0.0, ratio), is_outside
 
 
 # Aggregation ----------------------------------------------------------------------------------------------------------
-# What each token of a completion counts in the loss of an update, shape B: the loss is the sum of weight x loss of
-# token. `lengths_B` are the trained tokens of all completions of the update, over all ranks and micro-batches (0: the
-# completion is left out, and not counted as a sequence). That makes loss and gradient independent of packing and of the
-# number of ranks.
+# What each token of a completion counts in the loss of an update, shape B: the loss is the sum of weight x token loss.
+# `lengths_B` counts the trained tokens of all completions of the update, over all ranks and micro-batches, so loss and
+# gradient do not depend on packing or ranks. Length 0: the completion is left out, and does not count as a sequence.
 
 
 def token_mean(lengths_B: Tensor) -> Tensor:
-    """Mean over all tokens of the update: long completions count more.
+    """Mean over all tokens of the update, as verl and EasyR1: long completions count more.
 
-    As verl and EasyR1. DAPO (arXiv 2503.14476), eq. 12, writes it for the tokens of one group.
+    DAPO (arXiv 2503.14476), eq. 12, writes it for the tokens of one group.
     """
     return (1.0 / lengths_B.double().sum().clamp(min=1)).expand(len(lengths_B)).float()
 
 
 def seq_mean_token_mean(lengths_B: Tensor) -> Tensor:
-    """Mean over the completions of their token means: each completion counts the same.
-
-    GRPO (arXiv 2402.03300), eq. 3.
-    """
+    """Mean over the completions of their token means: each counts the same. GRPO (arXiv 2402.03300), eq. 3."""
     return (1.0 / (num_sequences(lengths_B) * lengths_B.double().clamp(min=1))).float()
 
 
 def seq_mean_token_sum_norm(lengths_B: Tensor, *, loss_constant_tokens: int) -> Tensor:
     """Mean over the completions of their token sums / a constant.
 
-    Dr. GRPO (arXiv 2503.20783): the limit of the length.
+    Dr. GRPO (arXiv 2503.20783): the constant is the limit of the length.
     """
     return (1.0 / (num_sequences(lengths_B) * loss_constant_tokens)).expand(len(lengths_B)).float()
 
@@ -411,7 +377,7 @@ class Algorithm:
     advantage: Callable[[Graded], Tensor]
     policy_loss: Callable[[Tokens], Loss | Tensor]
     kl_estimator: Callable[[Tensor], Tensor]
-    rollout_correction: Callable[[Tokens], tuple[Tensor, Tensor]]
+    rollout_correction: Callable[[Tokens], Weights]
     loss_aggregation: Callable[[Tensor], Tensor]
     is_corrected: bool  # the rollout correction's weights enter the loss
     kl_coef: float
@@ -472,42 +438,9 @@ def total_loss(
 def as_loss(found: Loss | Tensor, t: Tokens) -> Loss:
     """The loss with all its fields, whatever the function left out."""
     loss = found if isinstance(found, Loss) else Loss(found)
-    nothing = torch.zeros_like(t.mask)
     ratio = token_ratio(t.logprobs, t.old_logprobs) if loss.ratio is None else loss.ratio
-    is_low, is_high = (nothing if marked is None else marked for marked in (loss.is_low, loss.is_high))
+    is_low, is_high = (torch.zeros_like(t.mask) if x is None else x for x in (loss.is_low, loss.is_high))
     return Loss(loss.per_token, ratio, is_low, is_high)
-
-
-def try_out(flag: str, given: str, function: Callable) -> None:
-    """Raises ValueError if a function of the user's fails on a few random tokens, or returns another shape, or no
-    finite numbers.
-    """
-    logprobs, old, rollout, advantages = torch.randn(4, 7, generator=torch.Generator().manual_seed(0)) - 3.0
-    mask, sequence_ids = torch.ones(7, dtype=torch.bool), torch.tensor([0, 0, 0, 0, 1, 1, 1])
-    tokens = Tokens(logprobs.requires_grad_(), old, rollout, advantages + 3.0, mask, sequence_ids)
-    graded = Graded(torch.tensor([[1.0, 0.0]]), torch.tensor([1.0] * 4 + [0.0] * 3), torch.tensor([4, 3]), mask)
-    argument = {"--advantage": graded, "--policy_loss": tokens, "--kl_estimator": old - rollout}[flag]
-    try:
-        found = function(argument)
-    except Exception as error:  # noqa: BLE001  the user's code may raise anything
-        raise ValueError(
-            f"{flag} {given} fails on a trial with 7 random tokens: {type(error).__name__}: {error}"
-        ) from None
-    found = found.per_token if isinstance(found, Loss) else found
-    check_returned(f"{flag} {given}", found, [(7,), (1, 2)] if flag == "--advantage" else [(7,)])
-    if flag == "--policy_loss" and not found.requires_grad:
-        raise ValueError(f"{flag} {given} returned a loss without a gradient: compute it from `t.logprobs`.")
-
-
-def check_returned(what: str, found: object, shapes: list[tuple[int, ...]]) -> None:
-    """Raises ValueError if it is no tensor of one of these shapes, or has a value that is not finite."""
-    if not isinstance(found, Tensor) or tuple(found.shape) not in shapes:
-        got = f"the shape {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
-        raise ValueError(
-            f"{what} returned {got}; needed is a tensor of the shape {' or '.join(str(list(x)) for x in shapes)}."
-        )
-    if not found.isfinite().all():
-        raise ValueError(f"{what} returned values that are not finite.")
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
@@ -516,3 +449,43 @@ def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
     Elsewhere the gradient is exactly 0, also beside inf or nan.
     """
     return torch.where(mask, values, 0.0).sum()
+
+
+# Functions of the user's own ------------------------------------------------------------------------------------------
+
+
+def try_out(flag: str, given: str, function: Callable, needs_gradient: bool) -> None:
+    """Raises ValueError if the function fails on a trial, 2 completions of 7 random tokens, or returns what is no use.
+
+    `flag` decides what the function takes; the errors name it as `given`.
+    """
+    logprobs, old_logprobs, rollout_logprobs, x = torch.randn(4, 7, generator=torch.Generator().manual_seed(0)) - 3.0
+    logprobs.requires_grad_()
+    x.requires_grad_()
+    mask, lengths_B = torch.ones(7, dtype=torch.bool), torch.tensor([4, 3])
+    sequence_ids = torch.repeat_interleave(lengths_B)
+    tokens = Tokens(logprobs, old_logprobs, rollout_logprobs, sequence_ids - 0.5, mask, sequence_ids)
+    graded = Graded(torch.tensor([[0.0, 1.0]]), sequence_ids.float(), lengths_B, mask)
+    try:
+        found = function({"--advantage": graded, "--policy_loss": tokens, "--kl_estimator": x}[flag])
+    except Exception as error:  # noqa: BLE001  the user's code may raise anything
+        raise ValueError(f"{given} fails on a trial with 7 tokens: {type(error).__name__}: {error}") from None
+    values, *others = found if isinstance(found, Loss) else [found]
+    check_returned(given, values, [(7,), (1, 2)] if flag == "--advantage" else [(7,)])
+    for name, other in zip(Loss._fields[1:], others, strict=False):
+        if other is not None:
+            check_returned(f"{given}, {name}:", other, [(7,)])
+            if name != "ratio" and other.dtype != torch.bool:
+                raise ValueError(f"{given}, {name}: returned {other.dtype}; needed is torch.bool.")
+    if needs_gradient and not values.requires_grad:
+        raise ValueError(f"{given} returned values without a gradient; compute them from the log-probs it is given.")
+
+
+def check_returned(what: str, found: object, shapes: list[tuple[int, ...]]) -> None:
+    """Raises ValueError if it is no tensor of one of these shapes, or has a value that is not finite."""
+    if not isinstance(found, Tensor) or tuple(found.shape) not in shapes:
+        got = f"the shape {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        needed = " or ".join(str(list(shape)) for shape in shapes)
+        raise ValueError(f"{what} returned {got}; needed is a tensor of the shape {needed}.")
+    if not found.isfinite().all():
+        raise ValueError(f"{what} returned values that are not finite.")

@@ -17,7 +17,6 @@ import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -25,7 +24,6 @@ from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from fsdp_utils import World, gather_from_ranks, new_host_group, wait_for_all
-from model.lora import merged_parameters, save_adapter
 from policy import Policy
 
 State = dict[str, int]  # of the loop, by name
@@ -49,13 +47,12 @@ class Writer:
         self,
         out_dir: Path,
         processor: PreTrainedTokenizerBase | ProcessorMixin,
-        dtype: torch.dtype,
         keep: int,
         in_background: bool,
         world: World,
     ) -> None:
-        """`keep`: older checkpoints are removed beyond this number; 0 keeps all. `dtype`: of the exported policy."""
-        self.out_dir, self.processor, self.dtype, self.keep, self.world = out_dir, processor, dtype, keep, world
+        """`keep`: older checkpoints are removed beyond this number; 0 keeps all."""
+        self.out_dir, self.processor, self.keep, self.world = out_dir, processor, keep, world
         self.group = new_host_group() if in_background else None
         self.thread = ThreadPoolExecutor(max_workers=1) if in_background else None
         self.pending: Future[None] | None = None
@@ -74,8 +71,8 @@ class Writer:
         wait_for_all()
         parameters, optimizer_state = get_state_dict(policy, optimizer)
         shards = {"model": without_frozen(policy, parameters), "optimizer": optimizer_state}
-        weights = gather_weights(policy, self.dtype, self.world)
-        save_adapter(policy, unfinished / "adapter", self.world)
+        weights = gather_weights(policy, self.world)
+        policy.save_adapter(unfinished / "adapter", self.world)
         if self.thread is None:
             dcp.save(shards, checkpoint_id=unfinished / "trainer")
             self._complete(step, policy, weights, state)
@@ -97,7 +94,7 @@ class Writer:
         if not self.world.is_main:
             return
         folder, unfinished = self.out_dir / f"step_{step}", self.out_dir / f"unfinished_step_{step}"
-        export(policy, weights, self.processor, unfinished, self.dtype)
+        export(policy, weights, self.processor, unfinished)
         (unfinished / "trainer" / "progress.json").write_text(json.dumps(state) + "\n")
         if folder.exists():
             shutil.rmtree(folder)
@@ -107,10 +104,10 @@ class Writer:
                 shutil.rmtree(old)
 
 
-def gather_weights(policy: Policy, dtype: torch.dtype, world: World) -> dict[str, Tensor]:
-    """The whole policy in `dtype`, LoRA merged, in host RAM of the main process; empty elsewhere. All ranks call it."""
+def gather_weights(policy: Policy, world: World) -> dict[str, Tensor]:
+    """The whole policy in the engine's dtype, LoRA merged, in host RAM of the main process; empty elsewhere. All ranks call it."""
     weights = {}
-    for name, parameter in merged_parameters(policy.model, dtype):
+    for name, parameter in policy.full_weights():
         if world.is_main:
             weights[name] = parameter.to("cpu", copy=True)
     return weights
@@ -121,12 +118,11 @@ def export(
     weights: dict[str, Tensor],
     processor: PreTrainedTokenizerBase | ProcessorMixin,
     folder: Path,
-    dtype: torch.dtype,
 ) -> None:
-    """Writes the policy with these weights, which are in `dtype`, in Hugging Face format."""
+    """Writes the policy with these weights, which are in the engine's dtype, in Hugging Face format."""
     policy.model.save_pretrained(folder, state_dict=weights)
     config = copy.deepcopy(policy.model.config)
-    config.dtype = dtype  # save_pretrained wrote that of the fp32 masters
+    config.dtype = policy.dtype  # save_pretrained wrote that of the fp32 masters
     config.save_pretrained(folder)
     processor.save_pretrained(folder)
 

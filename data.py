@@ -5,7 +5,7 @@ datasets.save_to_disk, or a data set on the hub (owner/name, or owner/name/confi
 #ROWS draws so many rows at random. Read `PromptData.load` first; `READERS` is the place for another kind of file.
 To look at data before training:
 
-    python data.py --data hiyouga/math12k@test#100 --model Qwen/Qwen2.5-7B [the flags of `add_data_flags`]
+    python data.py --data hiyouga/math12k@test#100 --model Qwen/Qwen2.5-7B [--prompt_column ... and the other flags of the group "prompts"]
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jinja2 import TemplateError
 from transformers import AutoConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from flags import PromptFormat, parse_source, settings_of
+from flags import GROUPS, PromptFormat, add_flags, parse_source, take
 from model.vision import PromptImages, UnreadableImage, Vision, encoded_images, find_images, load_processor
 
 if TYPE_CHECKING:
@@ -40,51 +40,6 @@ Share = tuple[str, int, float]  # name, number of rows and weight of a source in
 
 class UnusableRow(Exception):
     """A value cannot be used: the row is excluded and listed. (A missing column is a ValueError for its source.)"""
-
-
-def add_data_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the group "prompts"."""
-    add = parser.add_argument_group("prompts").add_argument
-    add(
-        "--prompt_column",
-        default="problem",
-        help="column of the problem: a text, or messages; a dotted path reaches into nested objects",
-    )
-    add(
-        "--answer_column",
-        default="answer",
-        help="column of the right answer, given to the reward; lists and objects become JSON text",
-    )
-    add(
-        "--image_column",
-        help="column of the images, one or a list: files, relative to the data, or encoded bytes; default: none",
-    )
-    add(
-        "--max_pixels",
-        type=int,
-        help="larger images are scaled down to so many pixels (Qwen2.5-VL: a token per 28 x 28); default: processor's",
-    )
-    add(
-        "--prompt_format",
-        choices=["chat", "raw"],
-        default="chat",
-        help="chat: by the model's chat template; raw: the text as it is",
-    )
-    add(
-        "--system_prompt",
-        help="text, or a file of it; put first, in place of the data's own system message; default: the data's",
-    )
-    add(
-        "--prompt_suffix",
-        default="",
-        help="appended to the last user message as it is: begin it with a space or a line break",
-    )
-    add(
-        "--max_prompt_tokens",
-        type=int,
-        default=1024,
-        help="prompts of more tokens, template included, are dropped and counted",
-    )
 
 
 def read_system_prompt(text: str | None) -> str | None:
@@ -516,15 +471,15 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="model with the tokenizer: folder or hub id")
     parser.add_argument("--seed", type=int, default=1, help="random seed for drawing #ROWS (default: 1)")
     parser.add_argument("--show", type=int, default=2, help="number of prompts to show of each source (default: 2)")
-    add_data_flags(parser)
+    add_flags(parser, {"prompts": GROUPS["prompts"]})
     args = parser.parse_args()
     try:
         config = AutoConfig.from_pretrained(args.model)
     except (OSError, ValueError):
         config = None  # a folder with a tokenizer alone is enough to look at texts
     try:
-        prompt_format = replace(settings_of(PromptFormat, args), system_prompt=read_system_prompt(args.system_prompt))
-        tokenizer, vision = load_processor(args, config)
+        prompt_format = take(PromptFormat, args, system_prompt=read_system_prompt(args.system_prompt))
+        tokenizer, vision = load_processor(args.model, config, prompt_format)
         parts = [PromptData.load(source, prompt_format, tokenizer, args.seed, vision) for source in args.data]
         mixture = PromptData.mix(parts, args.weights)
     except (ValueError, OSError) as error:

@@ -18,68 +18,39 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from transformers import AutoConfig, PretrainedConfig
 
 from batch import Rollout
-from data import PromptData, add_data_flags, name_of_source, prompt_format_of
-from flags import Sampling
-from fsdp_utils import (
-    World,
-    check_launch,
+from data import PromptData, name_of_source, read_system_prompt
+from flags import (
+    GROUPS,
+    EngineSettings,
+    Grading,
+    HelpFormatter,
+    PromptFormat,
+    Sampling,
+    add_flags,
+    check_ranges,
     exit_with_error,
-    gather_from_ranks,
-    init_world,
-    is_engine_leader_process,
-    is_main_process,
+    flag,
+    take,
 )
+from fsdp_utils import check_launch, gather_from_ranks, init_world, is_engine_leader_process, is_main_process
+from grading.score import Grade
 from metrics import Metrics
+from model.sizes import check_config
 from model.vision import load_processor, most_images
-from reward import Case, Grade, Grader, add_reward_flags, grader_of, parse_reward
+from model.weights import load_config
+from reward import Grader, workers_per_engine
 
 if TYPE_CHECKING:  # importing vLLM takes seconds; the checks of bad input come first
     from rollout import Engine
 
 Figure = tuple[float, float]  # mean and standard error; nan for what one problem cannot tell
-
-# Grading over ranks -----------------------------------------------------------------------------------------------------------------
-
-
-def submit_to(
-    grader: Grader | None, data: PromptData, indices: np.ndarray, group_size: int, max_tokens: int
-) -> Callable[[int, str, int, bool], None]:
-    """What `Engine.sample` calls with each finished completion b of the rows `indices`: it goes to the grader of the engine's leader."""
-
-    def on_finished(b: int, text: str, num_tokens: int, is_truncated: bool) -> None:
-        assert grader is not None, "an engine's leader has a grader"
-        index = indices[b // group_size]
-        row = data.rows[index]
-        grader.submit(
-            b, Case(text, row.answer, row.columns, data.texts[index], num_tokens, max_tokens, is_truncated, row.where)
-        )
-
-    return on_finished
-
-
-def gather_grades(grader: Grader | None) -> list[Grade]:
-    """The grades of all completions submitted on all ranks, in the order of their indices b; the same on every rank."""
-    shares = gather_from_ranks(grader.collect() if grader is not None else {})
-    grades = {b: grade for share in shares for b, grade in share.items()}
-    return [grades[b] for b in range(len(grades))]
-
-
-def without_bad_keys(data: PromptData, grader: Grader | None, world: World) -> PromptData:
-    """The data without rows whose answer key the reward cannot use; decided once, by the engines' leaders together."""
-    share = range(world.engine_index, len(data.rows), world.num_engines)
-    cases = [Case("", data.rows[i].answer, data.rows[i].columns, where=data.rows[i].where) for i in share]
-    reasons = {share[i]: reason for i, reason in grader.check_keys(cases).items()} if grader is not None else {}
-    return data.exclude({i: reason for part in gather_from_ranks(reasons) for i, reason in part.items()})
-
 
 # Evaluation ---------------------------------------------------------------------------------------------------------
 
@@ -107,7 +78,7 @@ class Evaluator:
 
     sets: list[PromptData]
     samplings: list[Sampling]  # of each set
-    grader: Grader | None  # on each engine's leader
+    grader: Grader
     seed: int
     folder: Path  # the completions after step 20 go to folder/step_20
     every: int  # steps; 0: never
@@ -128,20 +99,16 @@ class Evaluator:
 
 
 def evaluate(
-    engine: Engine, data: PromptData, sampling: Sampling, grader: Grader | None, seed: tuple[int, ...], folder: Path
+    engine: Engine, data: PromptData, sampling: Sampling, grader: Grader, seed: tuple[int, ...], folder: Path
 ) -> Result:
     """Samples and grades the set; every completion with its grade goes to `folder`/<set>.jsonl."""
-    num_samples, max_tokens = sampling.num_samples, sampling.max_completion_tokens
-    rollout = engine.sample(
-        data.prompts, num_samples, seed, sampling.temperature, max_tokens, sampling.top_p, f"evaluate {data.name}",
-        submit_to(grader, data, np.arange(len(data.rows)), num_samples, max_tokens), data.images,
-    )  # fmt: skip
-    grades = gather_grades(grader)
+    on_finished = grader.submit_to(data.rows, sampling)
+    rollout = engine.sample(data.rows, sampling, seed, f"evaluate {data.name}", on_finished)
+    rollout = replace(rollout, grades=grader.collect_from_ranks())
     if is_main_process():
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / f"{data.name}.jsonl").open("w", encoding="utf-8") as out:
-            for b, grade in enumerate(grades):
-                row = data.rows[b // num_samples]
+            for b, (row, grade) in enumerate(zip(rollout.rows, rollout.grades, strict=True)):
                 record = {
                     "row": row.where, "prompt": row.prompt, "answer": row.answer, "completion": rollout.texts[b],
                     "reward": grade.reward, "reward_status": grade.status, "is_correct": grade.is_correct,
@@ -149,11 +116,12 @@ def evaluate(
                     "is_truncated": bool(rollout.is_truncated_B[b]),
                 }  # fmt: skip
                 out.write(json.dumps(record, ensure_ascii=True) + "\n")
-    return Result(data, sampling, figures_of(grades, rollout, num_samples))
+    return Result(data, sampling, figures_of(rollout, sampling.num_samples))
 
 
-def figures_of(grades: list[Grade], rollout: Rollout, num_samples: int) -> dict[str, Figure]:
-    """Every figure of the module's docstring, from prompt-major completions."""
+def figures_of(rollout: Rollout, num_samples: int) -> dict[str, Figure]:
+    """Every figure of the module's docstring, from graded completions."""
+    grades = rollout.grades
     groups = [grades[i : i + num_samples] for i in range(0, len(grades), num_samples)]
     num_correct = [sum(grade.is_correct for grade in group) for group in groups]
     figures = {f"avg@{num_samples}": _figure([sum(grade.score for grade in group) / num_samples for group in groups])}
@@ -198,17 +166,14 @@ def settings_per_set(num_sets: int, prefix: str, **values: list[int] | list[floa
     """How each set is sampled, from flags that have one value for all sets or one for each.
 
     `values` are those of --<prefix>samples, temperature, top_p and max_completion_tokens. Raises ValueError for another
-    number of values, and for values out of range.
+    number of values.
     """
-    ranges = {"temperature": (0, 100), "top_p": (1e-9, 1)}
     for name, given in values.items():
-        flag, (low, high) = f"--{prefix}{name}", ranges.get(name, (1, math.inf))
         if len(given) not in (1, num_sets):
-            raise ValueError(f"{flag} has {len(given)} values for {num_sets} sets; give one for all or one for each.")
-        for value in given:
-            if not low <= value <= high:  # also true for nan
-                bounds = f"at least {low:g}" + (f" and at most {high:g}" if high < math.inf else "")
-                raise ValueError(f"{flag} {value:g}: must be {bounds}.")
+            flag_name = f"--{prefix}{name}"
+            raise ValueError(
+                f"{flag_name} has {len(given)} values for {num_sets} sets; give one for all or one for each."
+            )
     values["num_samples"] = values.pop("samples")
     samplings = [Sampling(**{name: given[i % len(given)] for name, given in values.items()}) for i in range(num_sets)]
     for each in samplings:
@@ -229,29 +194,36 @@ def check_names(sources: list[str]) -> None:
 # The command --------------------------------------------------------------------------------------------------------
 
 
+# fmt: off
+WHAT = [
+    flag("--model", str, "folder in Hugging Face format (runs/x/step_90) or hub id", is_required=True),
+    flag("--data", str, "sets, each WHAT[@SPLIT][#ROWS]: see docs/data.md", is_list=True, is_required=True),
+    flag("--out_dir", str, "new folder for the results; default: MODEL/eval/TIME, or eval/MODEL/TIME for a hub id"),
+    flag("--published", [str], "published numbers to show beside ours, one text per set"),
+]
+SAMPLING = [
+    flag("--samples", [1], "k: completions per problem", (1, math.inf)),
+    flag("--temperature", [1.0], "sampling temperature; 0 is greedy", (0, 100)),
+    flag("--top_p", [1.0], "nucleus sampling", (1e-9, 1)),
+    flag("--max_completion_tokens", [2048], "completions are truncated after this many tokens", (1, math.inf)),
+    flag("--seed", 1, "random seed for sampling", (0, math.inf)),
+    flag("--dtype", "bfloat16", "arithmetic of the engine", choices=("bfloat16", "float32")),
+    flag("--tensor_parallel_size", 1, "ranks per vLLM engine; divides the number of ranks", (1, math.inf)),
+    flag("--gpu_memory_utilization", 0.9, "CUDA: share of GPU memory that vLLM may take", (0.01, 1)),
+    flag("--enforce_eager", False, "CUDA: no CUDA graphs in vLLM"),
+]
+# fmt: on
+FLAGS = {"what": WHAT, "sampling": SAMPLING, "prompts": GROUPS["prompts"], "reward": GROUPS["reward"]}
+
+
 def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Evaluates a model on held-out sets. Sampling flags take one value for all sets or one for each.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
-    add = parser.add_argument_group("what").add_argument
-    add("--model", required=True, help="folder in Hugging Face format (runs/x/step_90) or hub id")
-    add("--data", nargs="+", required=True, help="sets, each WHAT[@SPLIT][#ROWS]: see data.py")
-    add("--out_dir", help="new folder for the results; default: MODEL/eval/TIME, or eval/MODEL/TIME for a hub id")
-    add("--published", nargs="+", default=[], help="published numbers to show beside ours, one text per set")
-    add = parser.add_argument_group("sampling").add_argument
-    add("--samples", type=int, nargs="+", default=[1], help="k: completions per problem")
-    add("--temperature", type=float, nargs="+", default=[1.0], help="sampling temperature; 0: greedy")
-    add("--top_p", type=float, nargs="+", default=[1.0], help="nucleus sampling")
-    add("--max_completion_tokens", type=int, nargs="+", default=[2048], help="tokens after which a completion is cut")
-    add("--seed", type=int, default=1, help="random seed for sampling")
-    add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="precision of the engine")
-    add("--tensor_parallel_size", type=int, default=1, help="ranks per vLLM engine; divides the number of ranks")
-    add("--gpu_memory_utilization", type=float, default=0.9, help="CUDA: share of GPU memory that vLLM may take")
-    add("--enforce_eager", action="store_true", help="CUDA: no CUDA graphs in vLLM")
-    add_data_flags(parser)
-    add_reward_flags(parser, default="math")
+    add_flags(parser, FLAGS)
+    parser.set_defaults(reward="math")
     return parser.parse_args(argv)
 
 
@@ -263,20 +235,6 @@ def new_folder(out_dir: str | None, model: str) -> Path:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"--out_dir {str(folder)!r} is there already and not empty; choose another.")
     return folder
-
-
-def read_config(model: str, longest: int = 0) -> PretrainedConfig:
-    """The model's configuration. Raises ValueError if there is none, or if it has no room for `longest` tokens."""
-    try:
-        config = AutoConfig.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        where = f"--model {model!r} is neither a folder with a model nor a model that the hub has"
-        raise ValueError(f"{where}: {error}") from None
-    context = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if context is not None and longest > context:
-        given = f"--max_prompt_tokens + --max_completion_tokens = {longest}"
-        raise ValueError(f"{given} is beyond the model's context of {context} tokens.")
-    return config
 
 
 def table(results: list[Result], published: list[str]) -> str:
@@ -312,10 +270,10 @@ def write_results(folder: Path, flags: dict[str, object], results: list[Result])
 
 def main() -> None:
     args = parse_flags()
-    max_model_len = args.max_prompt_tokens + max(args.max_completion_tokens)
+    limits = args.max_prompt_tokens, max(args.max_completion_tokens)
     try:
+        check_ranges(args, FLAGS)
         check_launch(args.tensor_parallel_size, "bfloat16")
-        parse_reward(args.reward)
         check_names(args.data)
         samplings = settings_per_set(
             len(args.data), "", samples=args.samples, temperature=args.temperature, top_p=args.top_p,
@@ -324,15 +282,15 @@ def main() -> None:
         if args.published and len(args.published) != len(args.data):
             counts = f"{len(args.published)} numbers for {len(args.data)} sets"
             raise ValueError(f"--published has {counts}; give one for each, '-' for none.")
-        folder = new_folder(args.out_dir, args.model)
-        tokenizer, vision = load_processor(args, read_config(args.model, max_model_len))
-        sets = [
-            PromptData.load(source, prompt_format_of(args), tokenizer, args.max_prompt_tokens, seed=0, vision=vision)
-            for source in args.data
-        ]
-        grader = grader_of(args) if is_engine_leader_process(args.tensor_parallel_size) else None
+        folder, config = new_folder(args.out_dir, args.model), load_config(args.model)
+        check_config(args.model, config, limits, args.tensor_parallel_size)
+        prompt_format = take(PromptFormat, args, system_prompt=read_system_prompt(args.system_prompt))
+        tokenizer, vision = load_processor(args.model, config, prompt_format)
+        sets = [PromptData.load(source, prompt_format, tokenizer, seed=0, vision=vision) for source in args.data]
+        grading, is_leader = take(Grading, args), is_engine_leader_process(args.tensor_parallel_size)
+        grader = Grader(grading, workers_per_engine(grading, args.tensor_parallel_size) if is_leader else 0)
         world = init_world(args.tensor_parallel_size, timeout_minutes=600)
-        sets = [without_bad_keys(data, grader, world) for data in sets]
+        sets = [grader.check_keys(data, world) for data in sets]
         folder = gather_from_ranks(folder)[0]  # the time in its name is the main process's
         if world.is_main:
             folder.mkdir(parents=True, exist_ok=True)
@@ -340,18 +298,18 @@ def main() -> None:
         exit_with_error(error)
     if world.is_main:
         described = [line for data in sets for line in data.describe()]
-        print(*described, f"first prompt: {sets[0].texts[0]!r}", sep="\n", flush=True)
+        print(*described, f"first prompt: {sets[0].rows[0].text!r}", sep="\n", flush=True)
 
-    import torch
-
-    from rollout import Engine, largest_share  # not above: vLLM takes seconds to import, and errors come first
+    from rollout import (  # not above: vLLM takes seconds to import, and errors come first
+        EvaluationEngine,
+        largest_share,
+    )
 
     pairs = list(zip(sets, samplings, strict=True))
-    engine = Engine(
-        args.model, tokenizer, world, max_model_len, getattr(torch, args.dtype), args.gpu_memory_utilization,
-        args.enforce_eager, args.seed, vision, most_images(image for data in sets for image in data.images),
-        load_weights=True, most_sequences=largest_share([(len(data.rows), x.num_samples) for data, x in pairs], world),
-    )  # fmt: skip
+    settings = take(EngineSettings, args, max_model_len=sum(limits))
+    max_images = most_images(row.images for data in sets for row in data.rows)
+    sequences = largest_share([(len(data.rows), sampling.num_samples) for data, sampling in pairs], world)
+    engine = EvaluationEngine(args.model, tokenizer, world, settings, vision, max_images, sequences)
     results = []
     for index, (data, sampling) in enumerate(pairs):
         results.append(evaluate(engine, data, sampling, grader, (args.seed, index), folder))
@@ -359,8 +317,7 @@ def main() -> None:
         write_results(folder, vars(args), results)
         where = f"results.json and every completion with its grade: {folder}"
         print(table(results, args.published), where, sep="\n", flush=True)
-    if grader is not None:
-        grader.close()
+    grader.close()
     engine.close()
 
 

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from batch import Batch, Rollout
+from batch import Rollout
 from fsdp_utils import World, sum_over_trainers
-from planner.setup import GPUS
+from model.sizes import PEAK_TFLOPS
 
 if TYPE_CHECKING:
     from policy import Policy
     from reward import Grade
+    from update import Update
 
 Metrics = dict[str, float]
 
@@ -92,28 +93,22 @@ class Work:
     logprobs_tokens: int  # that got old log-probs, plus those that got reference ones, before the updates
     update_tokens: int  # of all passes over the rollout
     update_flops: float  # of all passes
-    shared_frac: float | None  # share of the tokens that was not computed; None: --share_prompts is off
+    shared_frac: float  # share of the tokens that was not computed, because they are of a shared prompt
 
 
 def work_of_step(
-    sampled: Rollout,
-    trained: Rollout,
-    updates: list[list[Batch]],
-    policy: Policy,
-    num_iterations: int,
-    has_frozen_weights: bool,
-    shares_prompts: bool,
+    sampled: Rollout, trained: Rollout, updates: list[Update], policy: Policy, num_iterations: int
 ) -> Work:
     """The work of a step, the same on every rank; all ranks call it.
 
-    `sampled`: all completions. `trained`: those trained on. `updates`: this rank's batches of one pass over them.
+    `sampled`: all completions. `trained`: those trained on. `updates`: those of one pass over them.
     """
     lengths_B = trained.sequence_lengths_B
     logprobs_tokens = 0
-    for lengths, batches in zip(np.split(lengths_B, len(updates)), updates, strict=True):
-        logprobs = (batches[0].old_logprobs_N, batches[0].ref_logprobs_N)
+    for lengths, update in zip(np.split(lengths_B, len(updates)), updates, strict=True):
+        logprobs = (update.batches[0].old_logprobs_N, update.batches[0].ref_logprobs_N)
         logprobs_tokens += int(lengths.sum()) * sum(logprobs_N is not None for logprobs_N in logprobs)
-    packed = [batch for batches in updates for batch in batches]
+    packed = [batch for update in updates for batch in update.batches]
     # At an infinite parity length, attention is free and the cost is the number of tokens.
     costs = [sum(batch.cost(parity_length) for batch in packed) for parity_length in (policy.parity_length, math.inf)]
     cost, computed_tokens = sum_over_trainers(torch.tensor(costs, dtype=torch.float64)).tolist()
@@ -122,8 +117,8 @@ def work_of_step(
         completion_tokens=int(trained.completion_lengths_B.sum()),
         logprobs_tokens=logprobs_tokens,
         update_tokens=int(lengths_B.sum()) * num_iterations,
-        update_flops=update_flops(policy, cost, has_frozen_weights) * num_iterations,
-        shared_frac=1 - computed_tokens / int(lengths_B.sum()) if shares_prompts else None,
+        update_flops=update_flops(policy, cost) * num_iterations,
+        shared_frac=1 - computed_tokens / int(lengths_B.sum()),
     )
 
 
@@ -147,7 +142,7 @@ def throughput(work: Work, seconds_RE: list[np.ndarray], metrics: Metrics, world
         "perf/update_tokens_per_s_per_gpu": work.update_tokens / update_s / world.num_trainers,
         "perf/update_tflops_per_gpu": flops_per_s / 1e12,
     }
-    if work.shared_frac is not None:
+    if work.shared_frac:
         found["perf/shared_frac"] = work.shared_frac
     if work.logprobs_tokens:
         tokens_per_s = work.logprobs_tokens / metrics["time/logprobs_s"]
@@ -157,7 +152,7 @@ def throughput(work: Work, seconds_RE: list[np.ndarray], metrics: Metrics, world
     return {name: float(value) for name, value in found.items()}
 
 
-def update_flops(policy: Policy, cost: float, has_frozen_weights: bool) -> float:
+def update_flops(policy: Policy, cost: float) -> float:
     """FLOPs of one pass of updates over the tokens that it computes, from the sum of their `batch.training_costs`.
 
     3 x (2 x numbers in the matrices x tokens + 2 x layers x width of the queries x sum of length^2): the forward pass,
@@ -165,12 +160,12 @@ def update_flops(policy: Policy, cost: float, has_frozen_weights: bool) -> float
     the weights are frozen (LoRA). The head counts, at every token, as the field does. Recomputation, biases, norms,
     embedding and vision tower do not count.
     """
-    return (2 if has_frozen_weights else 3) * policy.flops_per_token * cost
+    return (2 if policy.has_adapter else 3) * policy.flops_per_token * cost
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 FLOP/s of a GPU by the name that CUDA gives it; None if `GPUS` does not list it (its H100 is SXM)."""
-    for name, (_, tera_flops, *_) in GPUS.items():
-        if name.partition("-")[0] in device_name and not any(variant in device_name for variant in ("PCIe", "NVL")):
+    """Dense bf16 FLOP/s of a GPU by the name that CUDA gives it; None if `PEAK_TFLOPS` does not list it."""
+    for name, tera_flops in PEAK_TFLOPS.items():
+        if name in device_name and not any(variant in device_name for variant in ("PCIe", "NVL")):
             return tera_flops * 1e12
     return None

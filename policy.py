@@ -1,10 +1,11 @@
-"""The policy: a Hugging Face causal LM whose forward pass is "log-probabilities of this packed batch". The door to `model/`.
+"""The policy: a Hugging Face causal LM whose forward pass is "log-probabilities of this packed batch". The door to
+`model/`.
 
-`build_policy` makes the sharded policy, its reference and its optimizer; the loop knows the model through `Policy` alone.
-Two things differ from calling the model as it comes: attention sees each packed sequence alone (`model/attention.py`), and
-the head never holds the full logits (`model/head.py`). After an update the weights go this way: `optimizer.step` ->
-`Policy.full_weights` -> `fsdp_utils.full_tensors`, one parameter at a time -> `Engine.sync` -> the next sampled token.
-Dimensions: `batch.py`.
+`build_policy` makes the sharded policy, its reference and its optimizer; the loop knows the model through `Policy`
+alone. Two things differ from calling the model as it comes: attention sees each packed sequence alone
+(`model/attention.py`), and the head never holds the full logits (`model/head.py`). After an update the weights go this
+way: `optimizer.step` -> `Policy.full_weights` -> `fsdp_utils.full_tensors`, one parameter at a time -> `Engine.sync` ->
+the next sampled token. Dimensions: `batch.py`.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from batch import Batch
 from flags import AdamW, Lora, Memory
 from fsdp_utils import World, full_tensors, shard
 from model import lora as adapters
-from model.attention import make_packing
+from model.attention import check_alignment, make_packing
 from model.head import chunked_logprobs
 from model.optimizer import make_optimizer
 from model.sizes import head_dim
@@ -38,7 +39,10 @@ class Policy(nn.Module):
     """A causal LM that returns per-token log-probabilities of a packed batch. Also the reference: the same, frozen."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype = torch.bfloat16) -> None:
-        """`dtype`: of the arithmetic, of the engine and of the exported weights. The parameters may have another one."""
+        """`dtype`: of the arithmetic, of the engine and of the exported weights.
+
+        The parameters may have another one.
+        """
         super().__init__()
         self.model = model
         self.dtype = dtype
@@ -56,7 +60,9 @@ class Policy(nn.Module):
         return list(self.model.get_decoder().layers)
 
     def forward(self, batch: Batch, temperature: float, with_entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
-        """(logprobs_N, entropies_N), float32: of the labels where the loss mask is true, zero (without gradient) elsewhere."""
+        """(logprobs_N, entropies_N), float32: of the labels where the loss mask is true, zero (without gradient)
+        elsewhere.
+        """
         tokens = {"input_ids": batch.input_ids_N[None]}
         output = self.model.get_decoder()(
             **({"inputs_embeds": embed(self.model, batch)[None]} if batch.pixels else tokens),
@@ -72,10 +78,11 @@ class Policy(nn.Module):
         return zeros_N.masked_scatter(mask_N, logprobs), zeros_N.masked_scatter(mask_N, entropies)
 
     def full_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) of each parameter in the engine's dtype, for sync and export; with LoRA merged.
+        """(Hugging Face name, full tensor) of each parameter in the engine's dtype, for sync and export; with LoRA
+        merged.
 
-        While the consumer uses one, the next one is gathered; all ranks must run through it together. Tied parameters come
-        once, under their first name. `dtype`: another one than the engine's.
+        While the consumer uses one, the next one is gathered; all ranks must run through it together. Tied parameters
+        come once, under their first name. `dtype`: another one than the engine's.
         """
         dtype = dtype or self.dtype
         if self.has_adapter:
@@ -89,6 +96,11 @@ class Policy(nn.Module):
     def has_adapter(self) -> bool:
         """Whether LoRA's adapter is all that is trained."""
         return bool(adapters.adapted_layers(self.model))
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether the update drops inputs, so that its log-probs are not those of the policy that sampled."""
+        return bool(adapters.dropouts_of(self.model))
 
     def adapter_off(self) -> AbstractContextManager[None]:
         """While it is open, a policy with LoRA is its base model, which is the reference; others do not change."""
@@ -140,10 +152,27 @@ def build_policy(
     return policy, reference, optimizer
 
 
+def check_policy(config: PretrainedConfig, lora: Lora, memory: Memory) -> None:
+    """Raises ValueError for --lora_targets that the model does not have, and for --compile_layers without a GPU."""
+    adapters.check_targets(lora.lora_targets, config)
+    if memory.compile_layers and not torch.cuda.is_available():
+        raise ValueError(
+            "--compile_layers has no effect without a GPU: vLLM on CPU switches torch.compile off; leave it out."
+        )
+
+
+def check_device(device: torch.device, share_prompts: bool) -> None:
+    """Raises RuntimeError if the attention kernel of the device does not do what --share_prompts needs."""
+    if share_prompts:
+        check_alignment(device)
+
+
 def empty_policy(
     path: str, param_dtype: torch.dtype, gradient_checkpointing: bool = False, dtype: torch.dtype | None = None
 ) -> Policy:
-    """The model at `path` (folder or hub id), its parameters without storage yet; `dtype`: see `Policy`, default: theirs."""
+    """The model at `path` (folder or hub id), its parameters without storage yet; `dtype`: see `Policy`, default:
+    theirs.
+    """
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
     config = load_config(path)

@@ -26,10 +26,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flags import Grading, Sampling
+from flags import GROUPS, Grading, Sampling, add_flags, take
 from grading.pool import Pool
 from grading.score import Grade, needs_math, parse_reward
-from grading.verifiers import BUILT_IN, Case
+from grading.verifiers import Case
 
 if TYPE_CHECKING:
     from data import PromptData, Row
@@ -134,23 +134,6 @@ def workers_per_engine(grading: Grading, tensor_parallel_size: int = 1) -> int:
     return grading.reward_workers or max(1, len(os.sched_getaffinity(0)) // engines_of_node)
 
 
-def add_reward_flags(parser: argparse.ArgumentParser, default: str | None = None) -> None:
-    """The flags that become a `Grading`; without a default, --reward is required."""
-    add = parser.add_argument_group("reward").add_argument
-    forms = "a weighted sum (math:1.0,format:0.1), @COLUMN (the verifier that the row's column names), or my_reward.py:function"
-    add("--reward", default=default, required=default is None, help=f"{', '.join(BUILT_IN)}, {forms}; see grading/score.py")
-    add("--reward_timeout", type=float, default=5.0, help="seconds that the grading of one completion may take; then its reward is 0")
-    add("--reward_memory_gib", type=float, default=4.0, help="data that a grading process may hold; beyond it the reward is 0")
-    add("--reward_workers", type=int, default=0, help="grading processes per engine; 0: the cores of the node, divided by its engines")
-    truncated = "completions cut at their token limit: graded like the others (score), reward 0 (zero), or graded but left out of the loss (mask)"
-    add("--truncated", choices=["score", "zero", "mask"], default="score", help=truncated)
-    add("--overlong_cache_tokens", type=int, help="reward `length`: it falls from 0 to -1 over the last so many tokens; default: 1/5 of the limit")
-
-
-def grading_of(args: argparse.Namespace) -> Grading:
-    return Grading(**{name: getattr(args, name) for name in Grading.__dataclass_fields__})
-
-
 # The command ----------------------------------------------------------------------------------------------------------
 
 
@@ -184,9 +167,13 @@ def parse_flags() -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--input", required=True, help="a .jsonl file, one JSON object per line")
-    parser.add_argument("--output", required=True, help="the graded rows; written when all are graded, replaced if it exists")
-    parser.add_argument("--max_completion_tokens", type=int, help="reward `length`: the limit, where rows have no max_tokens")
-    add_reward_flags(parser)
+    parser.add_argument(
+        "--output", required=True, help="the graded rows; written when all are graded, replaced if it exists"
+    )
+    parser.add_argument(
+        "--max_completion_tokens", type=int, help="reward `length`: the limit, where rows have no max_tokens"
+    )
+    add_flags(parser, {"reward": GROUPS["reward"]})
     return parser.parse_args()
 
 
@@ -196,7 +183,8 @@ def main() -> None:
         if Path(args.output).exists() and Path(args.output).samefile(args.input):
             raise ValueError(f"--output {args.output!r} is the input; choose another file.")
         rows, cases = read_cases(args.input, args.max_completion_tokens)
-        grader = Grader(grading_of(args), workers_per_engine(grading_of(args)))
+        grading = take(Grading, args)
+        grader = Grader(grading, workers_per_engine(grading))
     except (ValueError, OSError, RuntimeError) as error:
         sys.exit(f"error: {error}")
     bad_keys = grader.bad_keys(cases)
@@ -208,14 +196,18 @@ def main() -> None:
     unfinished = Path(f"{args.output}.unfinished")
     with unfinished.open("w", encoding="utf-8") as out:
         for i, row in enumerate(rows):
-            reward, status = (None, f"bad key: {bad_keys[i]}") if i in bad_keys else (grades[i].reward, grades[i].status)
+            reward, status = (
+                (None, f"bad key: {bad_keys[i]}") if i in bad_keys else (grades[i].reward, grades[i].status)
+            )
             out.write(json.dumps({**row, "reward": reward, "reward_status": status}) + "\n")
     unfinished.replace(args.output)
     rewards = [grade.reward for grade in grades.values() if grade.status == "ok"]
     failed = [f"{cases[i].where}: {grades[i].status}" for i in sorted(grades) if grades[i].status != "ok"]
     mean = sum(rewards) / max(len(rewards), 1)
-    print(f"{len(rows)} rows: {len(rewards)} graded, mean reward {mean:.4f}; {len(failed)} failed, "
-          f"{len(bad_keys)} with an answer key that cannot be used")
+    print(
+        f"{len(rows)} rows: {len(rewards)} graded, mean reward {mean:.4f}; {len(failed)} failed, "
+        f"{len(bad_keys)} with an answer key that cannot be used"
+    )
     for line in [*(f"{cases[i].where}: {reason}" for i, reason in bad_keys.items()), *failed][:20]:
         print(f"  {line}")
 

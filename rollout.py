@@ -155,7 +155,7 @@ class Engine:
         seconds = time.perf_counter() - start
         completions = [done for done, _ in finished]
         own = Rollout(
-            prompts=[row.ids for row in own_rows],
+            rows=[],  # every rank has them already
             completions=[np.array(done.token_ids, dtype=np.int32) for done in completions],
             rollout_logprobs=[np.array(done.logprobs.logprobs, dtype=np.float32) for done in completions],
             texts=[text for _, text in finished],
@@ -164,8 +164,8 @@ class Engine:
         gathered = gather_from_ranks((own, seconds) if self.world.is_engine_leader else None)
         of_engines = [part for part in gathered if part is not None]
         self.seconds_E = np.array([seconds for _, seconds in of_engines])
-        images = [row.images for row in rows for _ in range(sampling.num_samples)]  # every rank has them
-        return replace(Rollout.concatenate([rollout for rollout, _ in of_engines]), images=images or None)
+        everything = Rollout.concatenate([rollout for rollout, _ in of_engines])
+        return replace(everything, rows=[row for row in rows for _ in range(sampling.num_samples)])
 
     def _run(
         self,

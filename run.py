@@ -106,14 +106,16 @@ class Run:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Adds the wall time of the block to `name`; on CUDA, that of the work which it has queued, too."""
+        """Adds the wall time of the block to `name`, without phases inside it; on CUDA, with the work that it queued."""
         start = time.perf_counter()
         self.start = self.start or start  # the clock of a run starts with its first phase
+        before = sum(self.seconds.values())
         with torch.profiler.record_function(name):
             yield
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        inside = sum(self.seconds.values()) - before
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start - inside
 
     def record(self, metrics: Metrics) -> None:
         """Keeps the metrics of an update. Raises FloatingPointError at --max_skipped_updates skipped ones in a row."""

@@ -2,10 +2,10 @@
 
     torchrun --nproc_per_node 8 train_grpo.py --model Qwen/Qwen2.5-7B --train_data math.jsonl --out_dir runs/math ...
 
-Every rank runs this file. It holds a shard of the policy (FSDP2) and a part of a sampling engine (vLLM), and sees the whole
-step: all completions, all rewards, and one plan of who trains what. To understand a step, read the loop below, then
-`sampling.py`, `rollout.py`, `batch.py` (with the dimension key), `update.py`, `grpo.py`, `policy.py`, `fsdp_utils.py`.
-Starting the same command again continues from the last checkpoint in --out_dir.
+Every rank runs this file. It holds a shard of the policy (FSDP2) and a part of a sampling engine (vLLM), and sees the
+whole step: all completions, all rewards, and one plan of who trains what. To understand a step, read the loop below,
+then `sampling.py`, `rollout.py`, `batch.py` (with the dimension key), `update.py`, `grpo.py`, `policy.py`,
+`fsdp_utils.py`. Starting the same command again continues from the last checkpoint in --out_dir.
 """
 
 from __future__ import annotations
@@ -14,39 +14,53 @@ import sys
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flags import check_flags, exit_with_error, parse_flags
 
 if __name__ == "__main__":  # a mistake in a flag is reported before torch, transformers and vLLM are imported
     ARGS = parse_flags()
-    if ARGS.dry_run:
-        from planner.dry_run import dry_run
+    try:
+        if ARGS.dry_run:
+            from planner.dry_run import dry_run
 
-        sys.exit(dry_run(ARGS))
-    check_flags(ARGS)
+            sys.exit(dry_run(ARGS))
+        check_flags(ARGS)
+    except (ValueError, OSError) as error:
+        exit_with_error(error)
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from checkpoint import Writer, checkpoints, link_final, load
+from checkpoint import Writer, latest, link_final, load
 from data import PromptData, read_system_prompt
 from evaluate import Evaluator, check_names, settings_per_set
-from flags import AdamW, EngineSettings, Grading, Lora, Memory, PromptFormat, Sampling
-from flags import algorithm_of, free_on_resume, make_plan, take
-from fsdp_utils import (
-    check_launch,
-    close_world,
-    gather_from_ranks,
-    init_world,
-    is_engine_leader_process,
-    is_main_process,
+from flags import (
+    AdamW,
+    EngineSettings,
+    Grading,
+    Lora,
+    Memory,
+    Plan,
+    PromptFormat,
+    Sampling,
+    algorithm_of,
+    free_on_resume,
+    make_plan,
+    take,
 )
-from model.sizes import check_model, load_config
-from model.vision import Vision, load_processor
-from policy import build_policy, check_device
-from reward import Grader
+from fsdp_utils import World, check_launch, close_world, init_world, is_engine_leader_process, is_main_process
+from metrics import throughput, work_of_step
+from model.sizes import check_config
+from model.vision import Vision, load_processor, most_images
+from model.weights import load_config
+from policy import build_policy, check_device, check_policy
+from reward import Grader, workers_per_engine
 from run import Run, open_run_folder
 from sampling import Draws, Sampler
 from update import add_advantages, add_logprobs, pack_updates, update_policy
+
+if TYPE_CHECKING:
+    from rollout import Engine
 
 
 @dataclass(frozen=True)
@@ -55,28 +69,70 @@ class Inputs:
 
     tokenizer: PreTrainedTokenizerBase
     vision: Vision | None  # what reads images; None if the model sees none
-    train_parts: list[PromptData]
+    train_data: list[PromptData]  # of each source
     eval_sets: list[PromptData]
+    eval_samplings: list[Sampling]
     grader: Grader
+
+    @property
+    def processor(self) -> PreTrainedTokenizerBase | ProcessorMixin:
+        """What belongs to the model in its folder."""
+        return self.vision.processor if self.vision else self.tokenizer
 
 
 def load_inputs(args: Namespace) -> Inputs:
     """Raises ValueError, OSError or RuntimeError for everything that is wrong with the user's input."""
     check_launch(args.tensor_parallel_size, args.dtype)
     check_names(args.eval_data)
+    eval_samplings = settings_per_set(
+        len(args.eval_data), "eval_", samples=args.eval_samples, temperature=args.eval_temperature,
+        top_p=args.eval_top_p, max_completion_tokens=args.eval_max_completion_tokens,
+    )  # fmt: skip
     config = load_config(args.model)
-    limits = (args.max_prompt_tokens, max(args.max_completion_tokens, *args.eval_max_completion_tokens))
+    limits = args.max_prompt_tokens, max(args.max_completion_tokens, *args.eval_max_completion_tokens)
     check_config(args.model, config, limits, args.tensor_parallel_size)
-    lora, memory = take(Lora, args), take(Memory, args)
-    check_policy(config, lora, memory)
+    check_policy(config, take(Lora, args), take(Memory, args))
     prompt_format = take(PromptFormat, args, system_prompt=read_system_prompt(args.system_prompt))
     tokenizer, vision = load_processor(args.model, config, prompt_format)
-    train_parts = [PromptData.load(source, prompt_format, tokenizer, args.seed, vision) for source in args.train_data]
-    make_plan(args, len(PromptData.mix(train_parts, args.data_weights).rows))  # raises if weights or rows are wrong
-    # Held-out sets are the same problems whatever the run's seed: 0 draws the #ROWS.
+    train_data = [PromptData.load(source, prompt_format, tokenizer, args.seed, vision) for source in args.train_data]
+    make_plan(args, len(PromptData.mix(train_data, args.data_weights).rows))  # raises for too few rows, wrong weights
+    # The seed 0 draws #ROWS: held-out sets are the same problems whatever the seed of the run.
     eval_sets = [PromptData.load(source, prompt_format, tokenizer, 0, vision) for source in args.eval_data]
-    grader = Grader(take(Grading, args), args.tensor_parallel_size)
-    return Inputs(tokenizer, vision, train_parts, eval_sets, held_out_settings(args), grader)
+    grading, is_leader = take(Grading, args), is_engine_leader_process(args.tensor_parallel_size)
+    grader = Grader(grading, workers_per_engine(grading, args.tensor_parallel_size) if is_leader else 0)
+    return Inputs(tokenizer, vision, train_data, eval_sets, eval_samplings, grader)
+
+
+def build_engine(args: Namespace, inputs: Inputs, world: World) -> Engine:
+    """The engine, with random weights until the first `sync`."""
+    from rollout import Engine, largest_share  # vLLM takes seconds to import: mistakes are reported before
+
+    limits = args.max_prompt_tokens, max(args.max_completion_tokens, *args.eval_max_completion_tokens)
+    settings = take(EngineSettings, args, max_model_len=sum(limits))
+    datasets = [*inputs.train_data, *inputs.eval_sets]
+    max_images = most_images(row.images for data in datasets for row in data.rows)
+    calls = [(len(data.rows), each.num_samples) for data, each in zip(inputs.eval_sets, inputs.eval_samplings)]
+    sequences = largest_share([(args.prompts_per_step, args.group_size), *calls], world)
+    return Engine(args.model, inputs.tokenizer, world, settings, inputs.vision, max_images, sequences)
+
+
+def describe(plan: Plan, world: World) -> str:
+    """What the flags amount to, as numbers: the first line of the log."""
+    return (
+        f"{world.num_trainers} ranks on {world.device.type}, {world.num_engines} engines of {world.tp_size}; "
+        f"{plan.prompts_per_step} prompts x {plan.group_size} = {plan.completions_per_step} completions a step, "
+        f"{plan.updates_per_step} updates a step, {plan.steps_per_epoch:g} steps an epoch, {plan.total_steps} steps in all"
+    )
+
+
+def finish(run: Run, step: int) -> None:
+    """What a run has beyond its checkpoints: `final` and the curves.
+
+    Safe to repeat, after a kill in the middle, say.
+    """
+    if run.world.is_main:
+        link_final(run.out_dir, step)
+    run.plot()
 
 
 def main(args: Namespace) -> None:
@@ -84,49 +140,49 @@ def main(args: Namespace) -> None:
         algorithm, inputs, out_dir = algorithm_of(args), load_inputs(args), Path(args.out_dir)
         lock = open_run_folder(out_dir, vars(args), free_on_resume(args)) if is_main_process() else None
         world = init_world(args.tensor_parallel_size, args.timeout_minutes)
-        parts = [inputs.grader.check_keys(data, world) for data in inputs.train_parts]
+        check_device(world.device, args.share_prompts)
+        train_data = PromptData.mix([inputs.grader.check_keys(x, world) for x in inputs.train_data], args.data_weights)
         eval_sets = [inputs.grader.check_keys(data, world) for data in inputs.eval_sets]
-        train_data = PromptData.mix(parts, args.data_weights)
         plan, memory = make_plan(args, len(train_data.rows)), take(Memory, args)
     except (ValueError, OSError, RuntimeError) as error:
         exit_with_error(error)
     run = Run(out_dir, lock, world, plan.total_steps, args.profile_steps, args.max_skipped_updates)
-    run.say(describe_run(plan, world))
+    run.say(describe(plan, world))
     run.say(algorithm.description)
     run.describe_data([train_data, *eval_sets])
-
-    saved = gather_from_ranks(checkpoints(out_dir))[0]  # all ranks use the main process's list of checkpoints
-    first_step = saved[-1][0] + 1 if saved else 1
+    saved_step, saved = latest(out_dir)
     last_step = min(plan.total_steps, args.stop_after or plan.total_steps)
-    if first_step > last_step:
-        run.finish(saved[-1][0], is_whole=last_step == plan.total_steps)
+    if saved_step >= last_step:
+        finish(run, saved_step)
+        longer = "--stop_after" if last_step < plan.total_steps else "--total_steps"
+        run.say(
+            f"{out_dir} is complete: it has a checkpoint of step {saved_step}. To go on, raise {longer} or change --out_dir."
+        )
         return close_world()
 
-    from rollout import Engine, largest_share  # here: vLLM takes seconds to import, and bad input is reported before
-
+    lora, adamw, has_reference = take(Lora, args), take(AdamW, args), algorithm.kl_coef > 0
     try:
-        has_reference = algorithm.kl_coef > 0
-        lora, adamw = take(Lora, args), take(AdamW, args)
         policy, reference, optimizer = build_policy(args.model, memory, lora, adamw, has_reference, args.seed, world)
     except ValueError as error:  # weights that do not fit config.json
         exit_with_error(error)
     run.say(policy.describe())
-    engine = build_engine(args, inputs, train_data, eval_sets, world)
+    engine = build_engine(args, inputs, world)
     sampling = take(Sampling, args, num_samples=args.group_size, top_p=1.0)
     sampler = Sampler(engine, inputs.grader, train_data, take(Draws, args), sampling, run)
-    evaluator = Evaluator(eval_sets, inputs.eval_settings, inputs.grader, args.seed, out_dir)
+    evaluation = (args.seed, out_dir / "eval", args.eval_every, args.eval_before_training)
+    evaluator = Evaluator(eval_sets, inputs.eval_samplings, inputs.grader, *evaluation)
     writer = Writer(out_dir, inputs.processor, args.keep_checkpoints, args.async_checkpoint, world)
     if saved:
-        sampler.restore(load(saved[-1][1], policy, optimizer))
-        run.say(f"continues from {saved[-1][1]}")
-    run.describe_start(resumed_from=first_step - 1)
-    engine.sync(policy.full_weights())  # also a resumed run samples from the policy it trains
-    if args.eval_before_training and first_step == 1:
+        sampler.restore(load(saved, policy, optimizer))
+        run.say(f"continues from {saved}")
+    run.describe_start(saved_step)
+    engine.sync(policy.full_weights())  # also a resumed run samples from the policy that it trains
+    if saved_step == 0 and evaluator.is_due(step=0):
         with run.phase("evaluate"):
             metrics = evaluator.run(engine, step=0)
         run.log(0, metrics)
 
-    for step in run.steps(first_step, last_step):
+    for step in run.steps(saved_step + 1, last_step):
         is_last = step == last_step
         # 1. Sample G completions to each of P prompts; each is graded as soon as it is finished.
         with run.phase("sample"):
@@ -154,15 +210,15 @@ def main(args: Namespace) -> None:
             engine.sync(policy.full_weights())
 
         # 6. Evaluate on held-out problems, under the new weights.
-        if args.eval_every and (is_last or step % args.eval_every == 0):
+        if evaluator.is_due(step, is_last):
             with run.phase("evaluate"):
                 metrics |= evaluator.run(engine, step)
 
         # 7. Log, before the checkpoint: a kill in between repeats a step and loses no line.
         with run.phase("log"):
-            run.samples(step, rollout, args.group_size)
-        metrics |= throughput(run.metrics(), sampler, rollout, updates, policy, world)
-        run.log(step, metrics)
+            run.samples(step, rollout, plan.group_size)
+        work = work_of_step(sampler.sampled, rollout, updates, policy, plan.num_iterations)
+        run.log(step, metrics | throughput(work, sampler.seconds_RE, run.metrics(), world))
 
         # 8. Checkpoint: whole or not at all. Its time is counted in the next step's line.
         if is_last or (args.save_every and step % args.save_every == 0):
@@ -171,7 +227,8 @@ def main(args: Namespace) -> None:
                 run.plot()
 
     writer.wait()
-    run.finish(last_step)
+    finish(run, last_step)
+    run.say(f"done: {out_dir}/final holds the policy, {out_dir}/curves.png the curves")
     inputs.grader.close()
     engine.close()
     close_world()

@@ -18,7 +18,6 @@ log-probs in a pass of its own with other dropout masks.
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -106,11 +105,16 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
+def dropouts_of(model: nn.Module) -> list[nn.Dropout]:
+    """The adapters' dropout layers; none without dropout."""
+    modules = [module for layer in adapted_layers(model).values() for module in layer.lora_dropout.values()]
+    return [module for module in modules if isinstance(module, nn.Dropout)]
+
+
 @contextmanager
 def dropout_on(model: nn.Module, seed: tuple[int, ...], world: World) -> Iterator[None]:
     """While it is open, adapters drop inputs, drawn from `seed` and the rank; nothing changes without LoRA's dropout."""
-    modules = [module for layer in adapted_layers(model).values() for module in layer.lora_dropout.values()]
-    dropouts = [module for module in modules if isinstance(module, nn.Dropout)]
+    dropouts = dropouts_of(model)
     if dropouts:
         torch.manual_seed(int(np.random.SeedSequence([*seed, world.trainer_rank]).generate_state(1)[0]))
     for dropout in dropouts:
@@ -162,26 +166,3 @@ def describe_adapter(model: PreTrainedModel) -> str:
     names = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
     scale = f"rank {config.r}, alpha {config.lora_alpha:g}, so s = {config.lora_alpha / config.r:g}"
     return f"LoRA ({scale}; dropout {config.lora_dropout:g}) on {len(layers)} linear layers: {names}"
-
-
-# The flags, until they are declared in flags.py -----------------------------------------------------------------------
-
-
-def add_lora_flags(parser: ArgumentParser) -> None:
-    """Which part of the policy is trained."""
-    add = parser.add_argument_group("LoRA").add_argument
-    add("--lora_rank", type=int, default=0, help="train adapters of this rank on frozen weights; 0: train all weights")
-    add("--lora_alpha", type=float, default=32.0, help="adapters are scaled by this / rank (ms-swift: 32 with rank 8)")
-    says = "share of an adapter's inputs that is dropped in the update, and only there"
-    add("--lora_dropout", type=float, default=0.0, help=says)
-    says = "names of the linear layers that get one (q_proj v_proj, say); default: all of the decoder but the head"
-    add("--lora_targets", nargs="+", help=says)
-
-
-def check_lora(args: Namespace, config: PretrainedConfig) -> None:
-    """Raises ValueError for LoRA flags without LoRA, and for targets that the model of this configuration does not have."""
-    from algorithm import check_effects
-
-    needs = [(("lora_alpha", "lora_dropout", "lora_targets"), args.lora_rank > 0, "--lora_rank above 0")]
-    check_effects(args, add_lora_flags, needs)
-    check_targets(args.lora_targets, config)

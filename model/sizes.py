@@ -8,9 +8,47 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 HEAD_CHUNK_LOGITS = 1024 * 152_064  # logits made at a time: 0.6 GiB in fp32. At most two such tensors exist at once.
+PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312, "L40S": 362}  # dense bf16, by the data sheets; H100: the SXM
 OPTIMIZER_CHUNK = 2**24  # elements updated at a time, of about 30 bytes each: at most 0.5 GiB
 
 
 def head_dim(config: PretrainedConfig) -> int:
     """The width of one attention head, by the config of a text model."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def check_config(path: str, config: PretrainedConfig, limits: tuple[int, int], tensor_parallel_size: int) -> None:
+    """Raises ValueError if the model cannot be trained: context, attention heads, attention or logits do not fit.
+
+    `limits`: most tokens of a prompt, and of a completion in training or evaluation.
+    """
+    config = config.get_text_config()
+    longest, context = sum(limits), getattr(config, "max_position_embeddings", None)
+    if context is not None and longest > context:
+        given = f"--max_prompt_tokens {limits[0]} + a completion of {limits[1]} tokens = {longest}"
+        raise ValueError(
+            f"{given} is beyond the model's context of {context} tokens; lower them by {longest - context}."
+        )
+    num_heads = getattr(config, "num_attention_heads", tensor_parallel_size)
+    if num_heads % tensor_parallel_size:
+        raise ValueError(
+            f"--tensor_parallel_size {tensor_parallel_size} does not divide the model's {num_heads} attention heads."
+        )
+    window = getattr(config, "sliding_window", None)
+    has_window = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
+    if window and has_window and getattr(config, "use_sliding_window", True) and window < longest:
+        raise ValueError(
+            f"--model {path}: its sliding-window attention of {window} tokens is not supported for sequences of up to "
+            f"{longest}; keep --max_prompt_tokens + --max_completion_tokens within the window, or use another model."
+        )
+    # Values that scale or squash logits or attention scores, which our packed attention and chunked head leave out.
+    neutral = {
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "logits_scaling": 1.0,
+        "logit_scale": 1.0,
+    }
+    for name, value in neutral.items():
+        if getattr(config, name, None) not in (None, value):
+            given = f"--model {path}: its {name} = {getattr(config, name)}"
+            raise ValueError(f"{given} is not implemented in model/attention.py and model/head.py; use another model.")

@@ -12,7 +12,7 @@ import pytest
 
 from helpers import ROOT, metrics_of, torchrun
 
-RECIPES = re.findall(r"^\| (.+?) (?:\(.*\) )?\| `(--[^`]+)` \|$", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+RECIPES = re.findall(r"^\| (.+?) (?:\(.*\) )?\| `(--[^`]+)` \|$", (ROOT / "docs" / "algorithm.md").read_text(), flags=re.MULTILINE)
 
 
 def start_script(run_dir: Path, policy: Path, *flags: str, **settings: object) -> subprocess.Popen[str]:

@@ -42,7 +42,7 @@ METRICS_OF_A_STEP = [
     "policy/clip_frac",
     "policy/clip_frac_low",
     "policy/clip_frac_high",
-    "policy/kl_old",
+    "policy/approx_kl",
     "policy/rollout_kl",
     "policy/rollout_ess",
     "policy/rollout_gap_mean",
@@ -269,7 +269,7 @@ def test_a_stopped_run_leaves_no_orphan_and_continues_bit_for_bit(way, finished_
 
 def test_what_a_step_depends_on_survives_a_resume_with_every_option_on(policy, reward, tmp_path):
     options = {
-        "dynamic_sampling": "reward", "prompts_per_step": 12, "passes_per_step": 2, "policy_loss": "gspo_token", "advantage": "reinforce++",
+        "dynamic_sampling": "reward", "prompts_per_step": 12, "num_iterations": 2, "policy_loss": "gspo_token", "advantage": "reinforce++",
         "kl_in": "reward", "kl_estimator": "k1", "entropy_coef": 0.01, "rollout_correction": "sequence_truncate", "dual_clip": 3,
         "loss_aggregation": "seq_mean_token_mean", "eval_before_training": None, "eval_every": 0, "lr_schedule": "cosine", "save_every": 0,
         "share_prompts": True,

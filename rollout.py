@@ -1,8 +1,10 @@
-"""The engine: vLLM inside every rank. It samples completions, takes the policy's new weights after each step, and sleeps.
+"""The engine: vLLM inside every rank. It samples completions, takes the policy's new weights after each step, and
+sleeps.
 
-Each tensor-parallel group of ranks is one engine (`distributed_executor_backend="external_launcher"`); the engines share
-the prompts of a step. Randomness is a function of the seed that a call is given: nothing hidden lives in the engine, so a
-resumed run samples what the uninterrupted one would have. CPU and CUDA run the same code; CUDA adds sleep mode.
+Each tensor-parallel group of ranks is one engine (`distributed_executor_backend="external_launcher"`); the engines
+share the prompts of a step. Randomness is a function of the seed that a call is given: nothing hidden lives in the
+engine, so a resumed run samples what the uninterrupted one would have. CPU and CUDA run the same code; CUDA adds sleep
+mode.
 
     engine = Engine(path, tokenizer, world, settings)
     engine.sync(policy.full_weights())     # it starts with no weights of its own
@@ -69,8 +71,8 @@ CPU_CACHE = 2**30  # bytes of that cache in a rank, at most; the environment's V
 class Engine:
     """One vLLM engine per tensor-parallel group; this object is the calling rank's part of it."""
 
-    # Random weights: the first `sync` brings the policy's. So the engine can never sample from anything but the policy, also
-    # after a resume, and the weights are read from disk once, by the trainer.
+    # Random weights: the first `sync` brings the policy's. So the engine can never sample from anything but the policy,
+    # also after a resume, and the weights are read from disk once, by the trainer.
     load_format = "dummy"
 
     def __init__(
@@ -85,7 +87,8 @@ class Engine:
     ) -> None:
         """`vision`: of a model that sees; its prompts have at most `max_images` images, scaled as the trainer's.
 
-        `most_sequences`: completions that a call asks of one engine at most, if known; on CPU the cache need not hold more.
+        `most_sequences`: completions that a call asks of one engine at most, if known; on CPU the cache need not hold
+        more.
         """
         self.world = world
         self.tokenizer = tokenizer
@@ -116,7 +119,7 @@ class Engine:
             enforce_eager=settings.enforce_eager or not is_cuda,
             enable_sleep_mode=is_cuda,
             logprobs_mode="processed_logprobs",  # after the temperature: what the tokens were really drawn from
-            seed=settings.seed,  # external_launcher wants the same one on every rank; each call of sample() sets its own
+            seed=settings.seed,  # external_launcher wants the same one on every rank; sample() sets its own
             disable_log_stats=True,
             **options,
         )
@@ -132,12 +135,13 @@ class Engine:
         """The completions of these rows, prompt-major; the same on every rank, which must give the same rows.
 
         The engines take equal consecutive shares. `seed` is any tuple of non-negative numbers (run, step, purpose): the
-        result is a function of weights, arguments and number of engines. While others are still sampled, the leader of the
-        engine calls `on_finished(b, text, num_tokens, is_truncated)` for each finished completion; b: its index in the result.
+        result is a function of weights, arguments and number of engines. While others are still sampled, the leader of
+        the engine calls `on_finished(b, text, num_tokens, is_truncated)` for each finished completion; b: its index in
+        the result.
         """
         assert not self.is_asleep, "sync() wakes the engine: sample after it"
-        # Keys, values and embeddings of images, under old weights and of earlier calls: a cached prefix changes the shapes
-        # of the prefill and so the last bits.
+        # Keys, values and embeddings of images under old weights, and of earlier calls: a cached prefix changes the
+        # shapes of the prefill and so the last bits.
         is_reset = self.llm.reset_prefix_cache()
         assert is_reset, "no request is under way between two calls"
         self.llm.llm_engine.engine_core.reset_encoder_cache()
@@ -207,8 +211,8 @@ class Engine:
     def sync(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Takes new weights, one full tensor at a time, under their Hugging Face names; wakes the engine if it sleeps.
 
-        On CUDA the weights' memory is taken back before the transfer and the KV cache's after it: the gathered tensors and
-        the cache are never held together.
+        On CUDA the weights' memory is taken back before the transfer and the KV cache's after it: the gathered tensors
+        and the cache are never held together.
         """
         if self.is_asleep:
             torch.cuda.empty_cache()  # what torch holds in reserve is what vLLM needs back
@@ -221,13 +225,13 @@ class Engine:
             self.is_asleep = False
 
     def sleep(self) -> None:
-        """CUDA: drops weights and KV cache (level 2: no copy in host RAM) until the next sync. CPU: nothing to give back."""
+        """CUDA: drops weights and KV cache until the next sync (level 2: no copy in host RAM). CPU: nothing."""
         if self.world.device.type == "cuda" and not self.is_asleep:
             self.llm.sleep(level=2)
             self.is_asleep = True
 
     def close(self) -> None:
-        """Ends the engine, and with it every process group: vLLM takes the default one, the trainer's, down with its own."""
+        """Ends the engine and every process group: vLLM takes the default one, the trainer's, down with its own."""
         self.llm.llm_engine.engine_core.shutdown()
         destroy_model_parallel()
         destroy_distributed_environment()
@@ -275,7 +279,7 @@ def _repack_head(model: nn.Module) -> None:
 
 
 def seed_everything(seed: tuple[int, ...], engine_index: int) -> None:
-    """Sets every generator that vLLM may draw from. The ranks of an engine get the same state: they must sample the same."""
+    """Sets every generator that vLLM may draw from, the same on the ranks of an engine: they must sample the same."""
     state = int(np.random.SeedSequence([*seed, engine_index]).generate_state(1)[0])
     random.seed(state)
     np.random.seed(state)  # vLLM on CUDA draws from it  # noqa: NPY002

@@ -34,7 +34,7 @@ def test_activations_go_to_the_host_and_weights_do_not(policy, gradient_checkpoi
 
 
 def test_compiled_layers_give_the_same_numbers_for_all_lengths_from_one_compilation(policy):
-    """By the backend that traces and differentiates but leaves the arithmetic to PyTorch: no compiler is needed, and no bit may differ."""
+    """By the backend that traces but leaves the arithmetic to PyTorch: no compiler is needed."""
     compiled, plain = (
         load_policy(str(policy), torch.float32, gradient_checkpointing=True),
         load_policy(str(policy), torch.float32),

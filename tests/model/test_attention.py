@@ -1,4 +1,4 @@
-"""Packed attention: the packed forward pass against the Hugging Face model run on each sequence alone. float32, tolerance 1e-5."""
+"""The packed forward pass against the Hugging Face model run on each sequence alone. float32, tolerance 1e-5."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ SEVERAL_RECTANGLES = [70, 5, 100, 30, 66]  # on CPU: of lengths so different tha
 
 
 def random_model(folder: Path, architecture: str) -> Path:
-    """A folder with a random model that has what is particular to its architecture: grouped queries, a norm of queries and keys, biases."""
+    """A folder with a random model: grouped queries, and what is particular to its architecture (norms, biases)."""
     sizes = {
         "vocab_size": 64,
         "hidden_size": 64,
@@ -42,7 +42,7 @@ def random_model(folder: Path, architecture: str) -> Path:
 def test_packed_logprobs_and_gradients_equal_those_of_each_sequence_alone(
     model, temperature, gradient_checkpointing, lengths, prompt_length, group_size, request, tmp_path
 ):
-    """Where completions have the same prompt, its positions are shared, but for a prompt of one token, which has none to share."""
+    """Completions of the same prompt share its positions; a prompt of one token has none to share."""
     path = str(request.getfixturevalue(model) if "policy" in model else random_model(tmp_path, model))
     packed = load_policy(path, torch.float32, gradient_checkpointing)
     alone = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -63,7 +63,7 @@ def test_packed_logprobs_and_gradients_equal_those_of_each_sequence_alone(
 
 
 def test_rectangles_hold_sequences_of_similar_length():
-    """With prompts of 4 tokens: 8 and 33 positions; then 69, 73 and 103, where the first two would bring 95 + 70 padding slots to 103."""
+    """8 and 33 positions; then 69, 73 and 103, where the first two would bring 95 + 70 padding slots to 103."""
     batch = pack(make_rollout(SEVERAL_RECTANGLES), [0, 1, 2, 3, 4])
     assert attention.padded_packing(batch.segments_S).rectangles == [(4, 73), (1, 103)]
     equal = pack(make_rollout([9] * 50), list(range(50)))
@@ -71,7 +71,7 @@ def test_rectangles_hold_sequences_of_similar_length():
 
 
 def test_packing_for_cuda_gives_the_kernel_what_the_rectangles_give_the_cpu(policy, monkeypatch):
-    """The kernel's part by its documentation: queries and keys by cumulative lengths, causal, the last query sees the last key."""
+    """The kernel by its documentation: cumulative lengths, causal, the last query sees the last key."""
 
     def varlen_attn(query, key, value, cu_seqlens, cu_seqlens_k, max_q, max_k, scale, window_size, enable_gqa):
         assert window_size == (-1, 0) and max_q >= cu_seqlens.diff().max() and max_k >= cu_seqlens_k.diff().max()

@@ -217,8 +217,9 @@ def load_processor(
         raise ValueError(f"--max_pixels {max_pixels}: the processor of {path} scales images to at least {smallest}.")
     if prompt_format.image_column is not None and max_pixels is None:
         _check_room(prompt_format, largest, per_token, f"{largest} pixels, the processor's own limit,")
-    limits = (smallest, max_pixels or largest)
-    return tokenizer, Vision(processor, processor.image_token_id, images.patch_size, images.merge_size, *limits)
+    sizes = {"patch_size": images.patch_size, "merge_size": images.merge_size}
+    limits = {"min_pixels": smallest, "max_pixels": max_pixels or largest}
+    return tokenizer, Vision(processor, processor.image_token_id, **sizes, **limits)
 
 
 def find_images(vision: Vision, encoded: tuple[bytes, ...], template_ids: np.ndarray) -> PromptImages:

@@ -44,7 +44,9 @@ def throughput(
         "time/rollout_tail_s": sum(seconds.max() - seconds.min() for seconds in seconds_RE),
         "perf/idle_frac": waited / step_s,
         "perf/tokens_per_s": trained.completion_lengths_B.sum() / step_s,
-        "perf/sample_tokens_per_s_per_gpu": sampled.completion_lengths_B.sum() / metrics["time/sample_s"] / world.num_trainers,
+        "perf/sample_tokens_per_s_per_gpu": sampled.completion_lengths_B.sum()
+        / metrics["time/sample_s"]
+        / world.num_trainers,
         "perf/update_tokens_per_s_per_gpu": lengths.sum() * passes / update_s / world.num_trainers,
         "perf/update_tflops_per_gpu": flops / 1e12,
     }

@@ -27,9 +27,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from grading.score import Grade
-
     from data import Row
+    from grading.score import Grade
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 Item = TypeVar("Item")
+PR_SET_PDEATHSIG = 1  # of Linux
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,9 @@ def is_engine_leader_process(tp_size: int) -> bool:
 
 
 def exit_with_error(error: Exception) -> NoReturn:
-    """Ends the process with the error's sentence, no traceback: for mistakes of the user, which many ranks find at once.
+    """Ends the process with the error's sentence, no traceback: for mistakes of the user, which all ranks may find.
 
-    The main process speaks first, and torchrun then stops the others. One that is still there after some seconds has an
+    The main process speaks first, and torchrun stops the others. One that is still there after some seconds has an
     error of its own (a file that is missing on its node only) and reports it.
     """
     if not is_main_process():
@@ -105,31 +106,26 @@ def check_launch(tp_size: int, dtype: str) -> None:
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     num_gpus = torch.cuda.device_count()
     if num_gpus > local_size:
-        ids = ",".join(map(str, range(local_size)))
         command = f"torchrun --nproc_per_node {num_gpus} {Path(sys.argv[0]).name} ..."
+        hide = f"CUDA_VISIBLE_DEVICES={','.join(map(str, range(local_size)))}"
         raise ValueError(
             f"{num_gpus} GPUs are visible but the world size is {world_size}: start it with the script or torchrun "
-            f"({command}), or hide the others with CUDA_VISIBLE_DEVICES={ids}."
+            f"({command}), or hide the others with {hide}."
         )
     if 0 < num_gpus < local_size:
-        raise ValueError(
-            f"{local_size} processes were started on this node but only {num_gpus} GPUs are visible; "
-            "one rank needs one GPU."
-        )
+        started = f"{local_size} processes were started on this node"
+        raise ValueError(f"{started} but only {num_gpus} GPUs are visible; one rank needs one GPU.")
     if num_gpus and dtype == "float32":
-        raise ValueError(
-            "--dtype float32: the packed attention kernel of CUDA computes in bfloat16; leave --dtype out."
-        )
+        raise ValueError("--dtype float32: packed attention on CUDA computes in bfloat16; leave --dtype out.")
     check_whole_engines(tp_size, world_size)
 
 
 def check_whole_engines(tp_size: int, world_size: int) -> None:
     """Raises ValueError if `world_size` ranks are not a whole number of engines."""
     if tp_size < 1 or world_size % tp_size:
+        given = f"--tensor_parallel_size {tp_size} does not divide the world size {world_size}"
         divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
-        raise ValueError(
-            f"--tensor_parallel_size {tp_size} does not divide the world size {world_size}; use one of {divisors}."
-        )
+        raise ValueError(f"{given}; use one of {divisors}.")
 
 
 def init_world(tp_size: int, timeout_minutes: float) -> World:
@@ -137,7 +133,9 @@ def init_world(tp_size: int, timeout_minutes: float) -> World:
 
     A collective that waits longer than `timeout_minutes` raises instead of hanging for ever.
     """
-    _die_with_launcher()
+    if "RANK" in os.environ and sys.platform == "linux":
+        # SIGTERM when torchrun dies, so that even `kill -9` of the launcher leaves no orphan on the GPUs.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if "RANK" not in os.environ:  # plain `python train_grpo.py`: a world of one, with a free port of our own
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -154,10 +152,10 @@ def init_world(tp_size: int, timeout_minutes: float) -> World:
 
 
 def avoid_broken_amx() -> None:
-    """CPU: keeps torch and vLLM off the AMX tile unit where the (virtual) machine announces it but traps its instructions.
+    """CPU: keeps torch and vLLM off the AMX tile unit where a (virtual) machine announces it but traps its use.
 
-    Without this the first bf16 matrix product there ends the process with SIGILL; a forked child finds that out. Call it
-    before the first one: oneDNN, which both libraries bring, reads its limit once.
+    The first bf16 matrix product would end the process with SIGILL; a forked child finds that out. Call this before it:
+    oneDNN, which both libraries bring, reads its limit once.
     """
     if not torch.cpu._is_amx_tile_supported():
         return
@@ -173,13 +171,6 @@ def avoid_broken_amx() -> None:
         os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"  # for the matrix products of torch and vLLM
     if "AMX" not in os.environ["ONEDNN_MAX_CPU_ISA"]:
         torch.cpu._is_amx_tile_supported = lambda: False  # what vLLM asks before it chooses its attention kernel
-
-
-def _die_with_launcher() -> None:
-    """Linux: SIGTERM when torchrun dies, however it died, so that even `kill -9` of the launcher leaves no orphan on the GPUs."""
-    if sys.platform == "linux" and "RANK" in os.environ:
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
 def close_world() -> None:
@@ -199,7 +190,7 @@ def shard(
     on_host: bool = False,
     stays_gathered: bool = False,
 ) -> torch.device:
-    """FSDP2 full shard, in place: one all-gather unit per decoder layer and one for the rest. Returns the shards' device.
+    """Shards in place (FSDP2): a unit per decoder layer and one for the rest. Returns the device of the shards.
 
     Parameters keep their dtype (fp32 masters, say); computation runs in `compute_dtype`, gradients are reduced in fp32.
     `on_host`: shards and gradients live in host RAM (pinned on CUDA), only what is gathered is on the device.
@@ -275,8 +266,7 @@ def activations_on_host(is_on: bool) -> AbstractContextManager[object]:
 
 
 def _to_host(tensor: Tensor) -> Tensor:
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    return host.copy_(tensor)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda).copy_(tensor)
 
 
 def full_tensor(parameter: Tensor, dtype: torch.dtype) -> Tensor:
@@ -304,19 +294,19 @@ def begin_gather(parameter: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
     """Starts what `full_tensor` does; the function that is returned waits for it and gives the whole.
 
     It gathers over the mesh dimension that is sharded; along the others (replicas, as in HSDP) every rank has the same.
-    Not DTensor's own asynchronous `redistribute`: with torch 2.13 and gloo it corrupted the heap of a rank, about once in
-    1,000 syncs.
+    Not DTensor's own asynchronous `redistribute`: with torch 2.13 and gloo it corrupted the heap of a rank, about once
+    in 1,000 syncs.
     """
     local = parameter.detach()
     if not isinstance(local, DTensor):
         return partial(local.to, dtype)
     mesh, num_rows = local.device_mesh, len(local)
-    own = local.to_local().to(mesh.device_type, dtype)
     sharded = [dim for dim, place in enumerate(local.placements) if not place.is_replicate() and mesh.size(dim) > 1]
     if not sharded:
-        return lambda: own
+        return partial(local.to_local().to, mesh.device_type, dtype)
     (dim,) = sharded
     assert local.placements[dim].is_shard(0), "FSDP2 shards the rows, over one dimension of the mesh"
+    own = local.to_local().to(mesh.device_type, dtype)
     rows = -(-num_rows // mesh.size(dim))  # of each rank; the last ones may have fewer
     if len(own) < rows:
         own = torch.cat([own, own.new_zeros(rows - len(own), *own.shape[1:])])
@@ -336,9 +326,9 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def pin_in_place(tensor: Tensor) -> None:
-    """CUDA: page-locks this rank's part of a host tensor that lives as long as the process, so that copies to the device are fast.
+    """CUDA: page-locks this rank's part of a host tensor that lives as long as the process: copies are fast then.
 
-    Not by `pin_memory`, whose allocator rounds each size up to a power of two: for some shapes nearly twice the host RAM.
+    `Tensor.pin_memory` would round each size up to a power of two: for some shapes nearly twice the host RAM.
     """
     local = local_shard(tensor)
     if local.numel():
@@ -369,7 +359,7 @@ def max_over_trainers(values: Tensor) -> Tensor:
 
 def _all_reduce(values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
     reduced = values.clone()
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if dist.is_initialized():
         dist.all_reduce(reduced, op=operation)
     return reduced
 
@@ -390,5 +380,5 @@ def new_host_group() -> dist.ProcessGroup | None:
 
 def wait_for_all() -> None:
     """Returns when every rank has come here."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if dist.is_initialized():
         dist.barrier()

@@ -39,10 +39,7 @@ class Policy(nn.Module):
     """A causal LM that returns per-token log-probabilities of a packed batch. Also the reference: the same, frozen."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype = torch.bfloat16) -> None:
-        """`dtype`: of the arithmetic, of the engine and of the exported weights.
-
-        The parameters may have another one.
-        """
+        """`dtype`: of the arithmetic, the engine and the exported weights. The parameters may have another."""
         super().__init__()
         self.model = model
         self.dtype = dtype
@@ -60,9 +57,7 @@ class Policy(nn.Module):
         return list(self.model.get_decoder().layers)
 
     def forward(self, batch: Batch, temperature: float, with_entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
-        """(logprobs_N, entropies_N), float32: of the labels where the loss mask is true, zero (without gradient)
-        elsewhere.
-        """
+        """(logprobs_N, entropies_N), float32: of the labels where the loss mask is true, constant zeros elsewhere."""
         tokens = {"input_ids": batch.input_ids_N[None]}
         output = self.model.get_decoder()(
             **({"inputs_embeds": embed(self.model, batch)[None]} if batch.pixels else tokens),
@@ -78,8 +73,7 @@ class Policy(nn.Module):
         return zeros_N.masked_scatter(mask_N, logprobs), zeros_N.masked_scatter(mask_N, entropies)
 
     def full_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) of each parameter in the engine's dtype, for sync and export; with LoRA
-        merged.
+        """(Hugging Face name, full tensor in the engine's dtype) of each parameter, LoRA merged: for sync and export.
 
         While the consumer uses one, the next one is gathered; all ranks must run through it together. Tied parameters
         come once, under their first name. `dtype`: another one than the engine's.
@@ -170,9 +164,7 @@ def check_device(device: torch.device, share_prompts: bool) -> None:
 def empty_policy(
     path: str, param_dtype: torch.dtype, gradient_checkpointing: bool = False, dtype: torch.dtype | None = None
 ) -> Policy:
-    """The model at `path` (folder or hub id), its parameters without storage yet; `dtype`: see `Policy`, default:
-    theirs.
-    """
+    """The model at `path` (folder or hub id), without storage yet. `dtype`: the policy's; default: its parameters'."""
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
     config = load_config(path)

@@ -1,8 +1,8 @@
-"""The engine: vLLM inside every rank. It samples completions, takes the policy's new weights after each step, and sleeps.
+"""The engine: vLLM inside every rank. It samples completions, takes new weights after each step, and sleeps in between.
 
-Each tensor-parallel group of ranks is one engine (`distributed_executor_backend="external_launcher"`); the engines share
-the prompts of a step. Randomness is a function of the seed that a call is given: nothing hidden lives in the engine, so a
-resumed run samples what the uninterrupted one would have. CPU and CUDA run the same code; CUDA adds sleep mode.
+Each tensor-parallel group of ranks is one engine; the engines share the prompts of a step. Randomness is a function of
+the seed that a call is given: nothing hidden lives in the engine, so a resumed run samples what the uninterrupted one
+would have. CPU and CUDA run the same code; CUDA adds sleep mode.
 
     engine = Engine(path, tokenizer, world, settings)
     engine.sync(policy.full_weights())     # it starts with no weights of its own
@@ -33,9 +33,7 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
-logging.getLogger("torch._library.triton").setLevel(
-    logging.ERROR
-)  # on CPU there is no triton, which is as it should be
+logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # on CPU there is none, as it should be
 
 import numpy as np
 import torch
@@ -60,17 +58,15 @@ if TYPE_CHECKING:
     from data import Row
 
 MOST_AT_ONCE = 256  # sequences that run at a time, for each rank of an engine: vLLM's default for offline use on CPU
-CPU_BLOCK = (
-    32  # tokens of a cache block on CPU, the fewest that vLLM takes: its 128 are no faster (benchmarks/README.md)
-)
+CPU_BLOCK = 32  # tokens of a cache block on CPU, the fewest that vLLM takes: 128 are no faster (benchmarks/README.md)
 CPU_CACHE = 2**30  # bytes of that cache in a rank, at most; the environment's VLLM_CPU_KVCACHE_SPACE (GiB) replaces it
 
 
 class Engine:
     """One vLLM engine per tensor-parallel group; this object is the calling rank's part of it."""
 
-    # Random weights: the first `sync` brings the policy's. So the engine can never sample from anything but the policy, also
-    # after a resume, and the weights are read from disk once, by the trainer.
+    # Random weights: the first `sync` brings the policy's. So the engine can never sample from anything but the policy,
+    # also after a resume, and the weights are read from disk once, by the trainer.
     load_format = "dummy"
 
     def __init__(
@@ -83,9 +79,9 @@ class Engine:
         max_images: int = 0,
         most_sequences: int | None = None,
     ) -> None:
-        """`vision`: of a model that sees; its prompts have at most `max_images` images, scaled as the trainer's.
+        """`vision`: of a vision-language model, whose prompts have at most `max_images` images.
 
-        `most_sequences`: completions that a call asks of one engine at most, if known; on CPU the cache need not hold more.
+        `most_sequences`: completions that a call asks of one engine at most, if known; the CPU's cache holds no more.
         """
         self.world = world
         self.tokenizer = tokenizer
@@ -95,8 +91,8 @@ class Engine:
         options: dict[str, object] = {"gpu_memory_utilization": settings.gpu_memory_utilization}
         if not is_cuda:
             torch._dynamo.config.disable = True  # vLLM's log-prob kernel would be compiled for 5 to 25 s, to no gain
-            sizes = (settings.max_model_len, getattr(torch, settings.dtype), world.tp_size, most_sequences)
-            cache_bytes = cpu_cache_bytes(load_config(model_path), *sizes)
+            config, dtype = load_config(model_path), getattr(torch, settings.dtype)
+            cache_bytes = cpu_cache_bytes(config, settings.max_model_len, dtype, world.tp_size, most_sequences)
             options = {"kv_cache_memory_bytes": cache_bytes, "block_size": CPU_BLOCK}
         if vision is not None:
             options |= {
@@ -116,7 +112,7 @@ class Engine:
             enforce_eager=settings.enforce_eager or not is_cuda,
             enable_sleep_mode=is_cuda,
             logprobs_mode="processed_logprobs",  # after the temperature: what the tokens were really drawn from
-            seed=settings.seed,  # external_launcher wants the same one on every rank; each call of sample() sets its own
+            seed=settings.seed,  # external_launcher wants the same one on every rank; sample() sets its own
             disable_log_stats=True,
             **options,
         )
@@ -132,12 +128,12 @@ class Engine:
         """The completions of these rows, prompt-major; the same on every rank, which must give the same rows.
 
         The engines take equal consecutive shares. `seed` is any tuple of non-negative numbers (run, step, purpose): the
-        result is a function of weights, arguments and number of engines. While others are still sampled, the leader of the
-        engine calls `on_finished(b, text, num_tokens, is_truncated)` for each finished completion; b: its index in the result.
+        result is a function of weights, arguments and number of engines. As soon as completion b of the result is
+        finished, the leader of its engine calls `on_finished(b, text, num_tokens, is_truncated)`.
         """
         assert not self.is_asleep, "sync() wakes the engine: sample after it"
-        # Keys, values and embeddings of images, under old weights and of earlier calls: a cached prefix changes the shapes
-        # of the prefill and so the last bits.
+        # Keys, values and embeddings of images under old weights, and of earlier calls: a cached prefix changes the
+        # shapes of the prefill and so the last bits.
         is_reset = self.llm.reset_prefix_cache()
         assert is_reset, "no request is under way between two calls"
         self.llm.llm_engine.engine_core.reset_encoder_cache()
@@ -152,16 +148,8 @@ class Engine:
 
         start = time.perf_counter()
         finished = self._run(own_rows, sampling, description, report)
-        seconds = time.perf_counter() - start
-        completions = [done for done, _ in finished]
-        own = Rollout(
-            rows=[],  # every rank has them already
-            completions=[np.array(done.token_ids, dtype=np.int32) for done in completions],
-            rollout_logprobs=[np.array(done.logprobs.logprobs, dtype=np.float32) for done in completions],
-            texts=[text for _, text in finished],
-            is_truncated_B=np.array([done.finish_reason == "length" for done in completions], dtype=bool),
-        )
-        gathered = gather_from_ranks((own, seconds) if self.world.is_engine_leader else None)
+        own = (_rollout_of(finished), time.perf_counter() - start)
+        gathered = gather_from_ranks(own if self.world.is_engine_leader else None)
         of_engines = [part for part in gathered if part is not None]
         self.seconds_E = np.array([seconds for _, seconds in of_engines])
         everything = Rollout.concatenate([rollout for rollout, _ in of_engines])
@@ -176,8 +164,7 @@ class Engine:
     ) -> list[tuple[CompletionOutput, str]]:
         """A completion of each row, and its text; each is reported when it is finished, with its index.
 
-        One request per completion, not one with n per prompt: vLLM tells when a request is finished. They share the
-        prompt's cache anyway.
+        One request per completion, not one with n per prompt, because vLLM tells when a request is finished.
         """
         params = SamplingParams(
             temperature=sampling.temperature,
@@ -207,8 +194,8 @@ class Engine:
     def sync(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Takes new weights, one full tensor at a time, under their Hugging Face names; wakes the engine if it sleeps.
 
-        On CUDA the weights' memory is taken back before the transfer and the KV cache's after it: the gathered tensors and
-        the cache are never held together.
+        On CUDA the weights' memory is taken back before the transfer and the KV cache's after it: the gathered tensors
+        and the cache are never held together.
         """
         if self.is_asleep:
             torch.cuda.empty_cache()  # what torch holds in reserve is what vLLM needs back
@@ -221,13 +208,13 @@ class Engine:
             self.is_asleep = False
 
     def sleep(self) -> None:
-        """CUDA: drops weights and KV cache (level 2: no copy in host RAM) until the next sync. CPU: nothing to give back."""
+        """CUDA: drops weights and KV cache until the next sync (level 2: no copy in host RAM). CPU: nothing."""
         if self.world.device.type == "cuda" and not self.is_asleep:
             self.llm.sleep(level=2)
             self.is_asleep = True
 
     def close(self) -> None:
-        """Ends the engine, and with it every process group: vLLM takes the default one, the trainer's, down with its own."""
+        """Ends the engine and every process group: vLLM takes the default one, the trainer's, down with its own."""
         self.llm.llm_engine.engine_core.shutdown()
         destroy_model_parallel()
         destroy_distributed_environment()
@@ -237,6 +224,18 @@ class EvaluationEngine(Engine):
     """An engine without a trainer: it reads the weights from disk itself."""
 
     load_format = "auto"
+
+
+def _rollout_of(finished: list[tuple[CompletionOutput, str]]) -> Rollout:
+    """Without the rows, which every rank has."""
+    completions = [done for done, _ in finished]
+    return Rollout(
+        rows=[],
+        completions=[np.array(done.token_ids, dtype=np.int32) for done in completions],
+        rollout_logprobs=[np.array(done.logprobs.logprobs, dtype=np.float32) for done in completions],
+        texts=[text for _, text in finished],
+        is_truncated_B=np.array([done.finish_reason == "length" for done in completions], dtype=bool),
+    )
 
 
 def _engine_input(row: Row) -> TokensPrompt:
@@ -275,7 +274,7 @@ def _repack_head(model: nn.Module) -> None:
 
 
 def seed_everything(seed: tuple[int, ...], engine_index: int) -> None:
-    """Sets every generator that vLLM may draw from. The ranks of an engine get the same state: they must sample the same."""
+    """Sets every generator that vLLM may draw from, the same on the ranks of an engine: they must sample the same."""
     state = int(np.random.SeedSequence([*seed, engine_index]).generate_state(1)[0])
     random.seed(state)
     np.random.seed(state)  # vLLM on CUDA draws from it  # noqa: NPY002

@@ -1,12 +1,13 @@
 """Attention that sees each packed sequence alone, registered with transformers under the name "packed".
 
-`make_packing` says where the sequences of a micro-batch lie, in the form that the device's kernel wants; `Policy` passes it through the
-model to `packed_attention`. Any architecture that uses the attention interface of transformers works unchanged. Dimensions: `batch.py`.
+`make_packing` says where the sequences of a micro-batch lie, in the form that the device's kernel wants; `Policy`
+passes it through the model to `packed_attention`. Any architecture that uses the attention interface of transformers
+works unchanged. Dimensions: `batch.py`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,7 +28,7 @@ class Packing:
     """Where the sequences of a micro-batch lie. Attention works on M slots, which hold the N packed positions."""
 
     max_length: int  # of a sequence
-    # CUDA: sequence s has the queries cu_seqlens[s] .. cu_seqlens[s + 1] and the keys in slots cu_seqlens_k[s] .. [s + 1].
+    # CUDA: sequence s has queries cu_seqlens[s] .. cu_seqlens[s + 1] and the keys of slots cu_seqlens_k[s] .. [s + 1].
     cu_seqlens: Tensor | None
     cu_seqlens_k: Tensor | None
     # CPU: sequences of similar length share a padded rectangle; the rectangles lie end to end.
@@ -40,9 +41,8 @@ def make_packing(segments: tuple[Segment, ...], device: torch.device) -> Packing
     """The packing of segments that lie end to end."""
     if device.type != "cuda":
         return padded_packing(segments)
-    packing = varlen_packing(segments)
-    tensors = {name: x.to(device, non_blocking=True) for name, x in vars(packing).items() if isinstance(x, Tensor)}
-    return replace(packing, **tensors)
+    found = vars(varlen_packing(segments))
+    return Packing(**{k: x.to(device, non_blocking=True) if isinstance(x, Tensor) else x for k, x in found.items()})
 
 
 def varlen_packing(segments: tuple[Segment, ...]) -> Packing:
@@ -90,8 +90,8 @@ def _positions(segments: tuple[Segment, ...], sequences: Tensor, offsets: Tensor
 
 
 def packed_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None,
-    sliding_window: int | None = None, packing: Packing | None = None, **unused: object,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, sliding_window: int | None = None, packing: Packing | None = None, **unused: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Causal attention within each packed sequence; the signature is that of a transformers attention function.
 
@@ -102,10 +102,8 @@ def packed_attention(
     if ignored:
         raise ValueError(f"this model's attention uses {', '.join(ignored)}; packed attention does not implement it.")
     if sliding_window is not None and sliding_window < packing.max_length:
-        length = packing.max_length
-        raise ValueError(
-            f"sliding-window attention of {sliding_window} tokens cannot take sequences of {length} tokens."
-        )
+        window = f"sliding-window attention of {sliding_window} tokens"
+        raise ValueError(f"{window} is not supported for sequences of {packing.max_length}.")
     attend = _attend_rectangles if packing.cu_seqlens is None else _attend_varlen
     return attend(*(x[0].transpose(0, 1) for x in (query, key, value)), packing, scaling)[None], None
 
@@ -126,7 +124,8 @@ def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, packing: Packing, 
 def _attend_rectangles(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None) -> Tensor:
     """CPU: padded rectangles, exact because a causal query of a right-padded row sees no padding.
 
-    The queries of a shared prompt are there once for each of its sequences: the kernel's causal mask needs as many queries as keys.
+    The queries of a shared prompt are there once for each of its sequences: the kernel's causal mask needs as many
+    queries as keys.
     """
     sizes = [count * length for count, length in packing.rectangles]
     in_slots = (x.index_select(0, packing.positions_M).split(sizes) for x in (query, key, value))
@@ -140,7 +139,7 @@ def _attend_rectangles(query: Tensor, key: Tensor, value: Tensor, packing: Packi
 
 
 def check_alignment(device: torch.device) -> None:
-    """Raises RuntimeError if the CUDA kernel's causal mask does not let the last query see the last key (FlashAttention since 2.1)."""
+    """Raises RuntimeError if the CUDA kernel's causal mask does not end with the last key."""
     if device.type != "cuda":
         return
     queries, keys = (torch.zeros(n, 1, 64, dtype=torch.bfloat16, device=device) for n in (2, 3))
@@ -149,6 +148,6 @@ def check_alignment(device: torch.device) -> None:
     seen = varlen_attn(queries, keys, values, *ends, 2, 3, window_size=(-1, 0))[:, 0, 0].tolist()
     if seen != [1, 2]:
         raise RuntimeError(
-            f"--share_prompts: varlen_attn of torch {torch.__version__} makes {seen} of the values 0, 2, 4 for two queries, not [1, 2]. "
-            "Its causal mask must end with the last key. Leave the flag out, or use the torch version of requirements.txt."
+            f"--share_prompts: in torch {torch.__version__} varlen_attn's causal mask does not end with the last key: "
+            f"two queries make {seen} of the values 0, 2, 4, not [1, 2]. Leave the flag out, or use requirements.txt."
         )

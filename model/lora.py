@@ -2,18 +2,15 @@
 
     y = W x + s B A dropout(x)        s = --lora_alpha / --lora_rank; A [rank, in] starts random, B [out, rank] at zero
 
-peft puts A and B into the model. W is frozen, in --dtype; A and B have fp32 masters like every trained parameter. FSDP
-shards both in the same units: only a unit's trainable parameters must agree in dtype. The one model serves as
+peft puts A and B into the model. W is frozen, in --dtype; A and B have fp32 masters. FSDP shards both in the same
+units: only a unit's trainable parameters must agree in dtype. With its adapter off the model is the reference
+(`adapter_off`). Engine and checkpoints get W + s B A (`merged_weights`); W itself is never written to, or each sync
+would round it.
 
-- the policy: with A and B;
-- the reference: the same with its adapter off (`adapter_off`), so no second model is loaded;
-- the weights for engine and checkpoints: W + s B A, computed in fp32, one parameter at a time (`merged_weights`).
-  W itself is never written to: adding and subtracting again would round it each time.
-
-Dropout is on in the update alone. The sampler has none, so neither have the log-probs that are compared with the sampler's
-or used as old ones: with dropout every update needs a pass for them, and its ratios are near 1, not exactly 1. Others
-differ: ms-swift (3.x) takes the update's own detached log-probs as old ones (ratio exactly 1), and TRL 1.16 makes old
-log-probs in a pass of its own with other dropout masks.
+Dropout is on in the update alone. The sampler has none, so neither have the log-probs that are compared with the
+sampler's or used as old ones: with dropout every update needs a pass for them, and its ratios are near 1, not exactly
+1. Others differ: ms-swift (3.x) takes the update's own detached log-probs as old ones (ratio exactly 1), and TRL 1.16
+makes old log-probs in a pass of its own with other dropout masks.
 """
 
 from __future__ import annotations
@@ -47,7 +44,7 @@ def check_targets(targets: tuple[str, ...] | None, config: PretrainedConfig) -> 
 
 
 def target_names(model: PreTrainedModel, targets: tuple[str, ...] | None) -> list[str]:
-    """Full names of the decoder's linear layers whose own names are among `targets`; None: of all, which leaves out the head.
+    """Full names of the decoder's linear layers whose own names are among `targets`; None: of all. The head is none.
 
     Raises ValueError if a target is the name of no such layer.
     """
@@ -90,8 +87,8 @@ def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
 def adapter_off(model: nn.Module) -> Iterator[None]:
     """While it is open, the model is its base model; a model without an adapter does not change.
 
-    peft also freezes what it turns off. The adapter stays trainable here: FSDP decides at its first forward pass, which may
-    be this one, what there will be to reduce and in which dtype.
+    peft also freezes what it turns off. The adapter stays trainable here: FSDP decides at its first forward pass, which
+    may be this one, what there will be to reduce and in which dtype.
     """
     layers = adapted_layers(model).values()
     for layer in layers:
@@ -127,7 +124,7 @@ def dropout_on(model: nn.Module, seed: tuple[int, ...], world: World) -> Iterato
 
 
 def merged_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """`Policy.full_weights` of a model with an adapter: W + s B A in fp32, then in `dtype`, under the base model's names."""
+    """`Policy.full_weights` with an adapter: W + s B A in fp32, then in `dtype`, under the base model's names."""
     layers = {f"{name}.base_layer.weight": layer for name, layer in adapted_layers(model).items()}
     named = [(name, parameter) for name, parameter in model.named_parameters() if ".lora_" not in name]
     wanted = ((parameter, parameter.dtype if name in layers else dtype) for name, parameter in named)

@@ -1,10 +1,10 @@
 """Images of a vision-language model (Qwen2.5-VL): their tokens in a prompt, their positions, their pixel values.
 
-The processor scales an image to multiples of 28 pixels, at most --max_pixels in all, and cuts it into patches of 14 x 14.
-Four patches become one token: the one `<|image_pad|>` of the chat template is repeated so often. Prompts hold the repeated
-tokens, so length limits, packing and the token cap count them. Engine and trainer get the same decoded image and the same
-sizes; the engine repeats the token by itself, and `rollout.py` compares its prompt with ours. Images are kept encoded;
-pixel values are computed for the micro-batches of a step and go with them.
+The processor scales an image to multiples of 28 pixels, at most --max_pixels in all, and cuts it into patches of 14 x
+14. Four patches become one token: the one `<|image_pad|>` of the chat template is repeated so often. Prompts hold the
+repeated tokens, so length limits, packing and the token cap count them. Engine and trainer get the same decoded image
+and the same sizes; the engine repeats the token by itself, and `rollout.py` compares its prompt with ours. Images are
+kept encoded; pixel values are computed for the micro-batches of a step and go with them.
 """
 
 from __future__ import annotations
@@ -90,10 +90,10 @@ class PromptImages:
         return self.prompt == self.vision.image_token
 
     def positions(self, length: int) -> np.ndarray:
-        """Shape [3, length], int64: time, row and column of each token of prompt and completion, for the rotary embedding.
+        """Shape [3, length], int64: time, row, column of each token of prompt and completion, for the rotary embedding.
 
-        Text counts on in all three. The tokens of an image share the time at which it starts and differ in row and column;
-        it takes as many positions as its longer side has tokens (arXiv 2409.12191, section 2.1).
+        Text counts on in all three. The tokens of an image share the time at which it starts and differ in row and
+        column; it takes as many positions as its longer side has tokens (arXiv 2409.12191, section 2.1).
         """
         pieces, position, end, is_image = [], 0, 0, self.is_image()
         for (_, height, width), count in zip(self.grids, self.num_tokens, strict=True):
@@ -110,7 +110,7 @@ class PromptImages:
         return [decode(image) for image in self.encoded]
 
     def pixels(self) -> list[Tensor]:
-        """Of each image [patches, 3 x 2 x patch_size^2], float32, on the host; shared by all micro-batches that hold them."""
+        """Of each image [patches, 3 x 2 x patch_size^2], float32, on the host; micro-batches share them."""
         found, kept, process = [], self.vision.kept, self.vision.processor.image_processor
         for encoded, grid in zip(self.encoded, self.grids, strict=True):
             if (pixels := kept.get(encoded)) is None:
@@ -176,14 +176,10 @@ def check_images(path: str, config: PretrainedConfig, prompt_format: PromptForma
     if max_pixels is None:
         return
     if column is None:
-        raise ValueError(
-            f"--max_pixels {max_pixels} has no effect without --image_column; leave it out, or name the column."
-        )
+        raise ValueError(f"--max_pixels {max_pixels} has no effect without --image_column; leave it out, or name one.")
     per_token = (config.vision_config.patch_size * config.vision_config.spatial_merge_size) ** 2
     if max_pixels < per_token:
-        raise ValueError(
-            f"--max_pixels {max_pixels}: an image has at least one token, of {per_token} pixels; use more."
-        )
+        raise ValueError(f"--max_pixels {max_pixels}: a token is made of {per_token} pixels; use at least as many.")
     _check_room(prompt_format, max_pixels, per_token, f"--max_pixels {max_pixels}")
 
 
@@ -191,15 +187,15 @@ def _check_room(prompt_format: PromptFormat, max_pixels: int, per_token: int, gi
     tokens, limit = max_pixels // per_token, prompt_format.max_prompt_tokens
     if tokens >= limit:
         raise ValueError(
-            f"--max_prompt_tokens {limit} cannot hold an image of {given} = {tokens} tokens and a prompt; raise the one, "
-            f"or use --max_pixels {(limit - 1) * per_token // 2} or so."
+            f"--max_prompt_tokens {limit} cannot hold an image of {given} = {tokens} tokens and a prompt; "
+            f"raise the one, or use --max_pixels {(limit - 1) * per_token // 2} or so."
         )
 
 
 def load_processor(
     path: str, config: PretrainedConfig | None, prompt_format: PromptFormat
 ) -> tuple[PreTrainedTokenizerBase, Vision | None]:
-    """The tokenizer, and what reads images: None for a model without vision, or if only a tokenizer is there (no config).
+    """The tokenizer, and what reads images: None for a model without vision, or for a tokenizer alone (no config).
 
     Raises ValueError for image flags that do not suit the model, and if it has no tokenizer or processor.
     """
@@ -218,17 +214,16 @@ def load_processor(
     smallest, largest = images.size["shortest_edge"], images.size["longest_edge"]
     per_token, max_pixels = (images.patch_size * images.merge_size) ** 2, prompt_format.max_pixels
     if max_pixels is not None and max_pixels < smallest:
-        raise ValueError(
-            f"--max_pixels {max_pixels}: the processor of --model {path} scales images to at least {smallest}."
-        )
+        raise ValueError(f"--max_pixels {max_pixels}: the processor of {path} scales images to at least {smallest}.")
     if prompt_format.image_column is not None and max_pixels is None:
         _check_room(prompt_format, largest, per_token, f"{largest} pixels, the processor's own limit,")
-    limits = (smallest, max_pixels or largest)
-    return tokenizer, Vision(processor, processor.image_token_id, images.patch_size, images.merge_size, *limits)
+    sizes = {"patch_size": images.patch_size, "merge_size": images.merge_size}
+    limits = {"min_pixels": smallest, "max_pixels": max_pixels or largest}
+    return tokenizer, Vision(processor, processor.image_token_id, **sizes, **limits)
 
 
 def find_images(vision: Vision, encoded: tuple[bytes, ...], template_ids: np.ndarray) -> PromptImages:
-    """The images of a prompt with their sizes. Raises ValueError if one cannot be scaled, or if the text holds the image token."""
+    """The images of a prompt. Raises ValueError if one cannot be scaled, or if the text holds the image token."""
     found = int((template_ids == vision.image_token).sum())
     if found != len(encoded):
         raise ValueError(f"the prompt has {found} image tokens for {len(encoded)} images: its text must not hold one")
@@ -263,7 +258,7 @@ def encoded_images(value: object, folder: Path) -> tuple[bytes, ...]:
 
 
 def decode(encoded: bytes) -> Image.Image:
-    """The image in RGB, upright as its EXIF data say, transparent parts white. Raises what PIL raises for other files."""
+    """The image in RGB, upright as its EXIF data say, transparent parts white. Raises `DAMAGED`."""
     image = ImageOps.exif_transpose(Image.open(io.BytesIO(encoded)))
     if image.has_transparency_data:
         image = image.convert("RGBA")

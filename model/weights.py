@@ -4,8 +4,8 @@
     shard(...)                            # FSDP2 divides shapes, not yet bytes
     fill(root, model, path, device)       # rank 0 reads, every rank keeps its shard
 
-Only rank 0 reads the files, mapped into memory: a model costs no host RAM beyond its shards and one full parameter, and one
-copy of it is on the way. The parameters get the same bits as by `from_pretrained` (tests/model/test_weights.py).
+Only rank 0 reads the files, mapped into memory: a model costs no host RAM beyond its shards and one full parameter, and
+one copy of it is on the way. The parameters get the same bits as by `from_pretrained` (tests/model/test_weights.py).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def model_from_config(config: PretrainedConfig, **options: object) -> PreTrained
 
 @contextmanager
 def without_storage() -> Iterator[None]:
-    """Parameters that modules register meanwhile are on the meta device. Buffers are real: their values come from no file."""
+    """While it is open, new parameters are on the meta device. Buffers are real: their values come from no file."""
 
     def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta:  # on meta already: a tied one, which must stay the same object
@@ -73,8 +73,8 @@ def without_storage() -> Iterator[None]:
 def fill(root: nn.Module, model: PreTrainedModel, path: str, device: torch.device) -> None:
     """Gives what has no storage in `root` storage on `device`, and `model` (a part of it) the weights at `path`.
 
-    Parameters that have storage already stay as they are. All ranks call it together; rank 0 reads. Raises ValueError, on
-    every rank, if files are missing or do not fit the model.
+    Parameters that have storage already stay as they are. All ranks call it together; rank 0 reads. Raises ValueError,
+    on every rank, if files are missing or do not fit the model.
     """
     wanted = names_to_fill(model)
     # As `to_empty`, but not for buffers.
@@ -129,8 +129,8 @@ def read_parameter(readers: dict[str, Callable[[], Tensor]], keys: list[str], sh
 def open_weights(path: str) -> dict[str, Callable[[], Tensor]]:
     """Key -> function that reads this tensor, for all weights at `path` (folder or hub id), in the order of the files.
 
-    The files are mapped, nothing is read yet. Raises OSError if there are none, ValueError if they cannot be read tensor by
-    tensor.
+    The files are mapped, nothing is read yet. Raises OSError if there are none, ValueError if they cannot be read
+    tensor by tensor.
     """
     readers: dict[str, Callable[[], Tensor]] = {}
     for file in weight_files(path):
@@ -149,7 +149,7 @@ def open_weights(path: str) -> dict[str, Callable[[], Tensor]]:
 
 
 def weight_files(path: str) -> list[Path]:
-    """The files of weights of a folder or hub id, downloaded if need be: safetensors if there are any, else pytorch_model.bin."""
+    """The weights' files of a folder or hub id, downloaded if need be; safetensors go before pytorch_model.bin."""
     for name in NAMES:
         try:
             file = Path(cached_file(path, name))
@@ -164,9 +164,10 @@ def weight_files(path: str) -> list[Path]:
 
 
 def match_names(model: PreTrainedModel, wanted: list[list[str]], keys: Iterable[str]) -> dict[str, list[str]]:
-    """First name of each that is wanted -> the keys that hold it. Keys are renamed as transformers renames them while loading.
+    """First name of each that is wanted -> the keys that hold it, renamed as transformers does while loading.
 
-    Raises ValueError, with the names, for weights that the files lack, that the model does not know, or that must be converted.
+    Raises ValueError, with the names, for weights that the files lack, that the model does not know, or that must be
+    converted.
     """
     known = dict.fromkeys((name for names in wanted for name in names), True)
     transforms = get_model_conversion_mapping(model)

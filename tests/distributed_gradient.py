@@ -32,7 +32,10 @@ ALGORITHMS = {
 }
 CAPS = (16, 23, 40, 1000)
 LEFT_OUT = [1, 4]  # sequences that "reinforce" leaves out of the loss
-COMMON = "--model m --train_data d --out_dir o --total_steps 1 --max_grad_norm 1e9 --max_prompt_tokens 4 --max_completion_tokens 12"
+COMMON = (
+    "--model m --train_data d --out_dir o --total_steps 1 --max_grad_norm 1e9 "
+    "--max_prompt_tokens 4 --max_completion_tokens 12"
+)
 
 
 class Recorder(torch.optim.SGD):
@@ -51,12 +54,12 @@ def rollout_of(algorithm: str, lengths: list[int] | None = None) -> Rollout:
 
 
 def off_policy_shift(batch: Batch) -> torch.Tensor:
-    """What is added to old log-probs, so that ratios differ from 1 and about half of the tokens are clipped, whatever the packing."""
+    """What is added to old log-probs, so that ratios differ from 1 and about half of the tokens are clipped."""
     return torch.where(batch.labels_N % 2 == 0, -0.3, 0.1) * torch.sign(batch.advantages_N)
 
 
 def sampler_shift(batch: Batch) -> torch.Tensor:
-    """What is added to old log-probs to make the sampler's: ratios of 0.45 and 1.42, so that masks and truncation take part."""
+    """What is added to old log-probs to make the sampler's: ratios of 0.45 and 1.42, so that corrections take part."""
     return torch.where(batch.labels_N % 3 == 0, 0.8, -0.35)
 
 

@@ -1,4 +1,5 @@
-"""Run under torchrun: what `fill` puts into the shards, against `from_pretrained`; and how many full parameters a sync holds.
+"""Run under torchrun: what `fill` puts into the shards, against `from_pretrained`; and how many full parameters a sync
+holds.
 
 torchrun --nproc_per_node 2 tests/distributed_loading.py OUTPUT_FILE FOLDER...
 """
@@ -41,7 +42,7 @@ def most_held_in_a_sync(path: str, world) -> float:
 
 
 def is_extra_parameter_kept(path: str, world) -> bool:
-    """Whether a parameter that is in no file, an adapter say, comes through sharding and filling with the values it had."""
+    """Whether a parameter that is in no file, an adapter say, keeps its values through sharding and filling."""
     policy = empty_policy(path, torch.bfloat16)
     values = torch.arange(15, dtype=torch.float32).view(5, 3)
     policy.layers[0].extra = torch.nn.Parameter(values.clone())

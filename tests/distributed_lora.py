@@ -34,7 +34,7 @@ def lora_flags(path: str, **changes: object) -> argparse.Namespace:
 
 
 def adapted_policy(args: argparse.Namespace, gradient_checkpointing: bool = False) -> Policy:
-    """A policy with frozen weights in bf16 and an adapter in fp32 that is no longer the zero it starts as; not sharded."""
+    """A policy with frozen bf16 weights and an fp32 adapter that is no longer the zero it starts as; not sharded."""
     policy = load_policy(args.model, torch.bfloat16, gradient_checkpointing)
     add_adapter(policy.model, from_args(Lora, args), args.seed, args.model)
     torch.manual_seed(2)

@@ -1,4 +1,5 @@
-"""Run under torchrun with four ranks: FSDP on a mesh of 2 replicas x 2 shards (HSDP), as a parameter is filled, gathered and clipped.
+"""Run under torchrun with four ranks: FSDP on a mesh of 2 replicas x 2 shards (HSDP), as a parameter is filled,
+gathered and clipped.
 
 torchrun --nproc_per_node 4 tests/distributed_mesh.py
 """

@@ -1,6 +1,7 @@
 """Run under torchrun: three updates under every memory policy, from the program's own flags.
 
-Writes {flags: (metrics of the updates, parameters, optimizer state of rank 0, numbers of reduce-scatters and all-gathers)}.
+Writes {flags: (metrics of the updates, parameters, optimizer state of rank 0, numbers of reduce-scatters and
+all-gathers)}.
 
 torchrun --nproc_per_node 2 tests/distributed_offload.py POLICY_FOLDER OUTPUT_FILE
 """
@@ -32,11 +33,14 @@ POLICIES += [
     f"{SMALL} --gather_parameters_once",
     f"{SMALL} --gather_parameters_once --gradient_checkpointing --offload all",
 ]
-COMMON = "--train_data d --out_dir o --total_steps 1 --max_prompt_tokens 4 --max_completion_tokens 12 --micro_batch_tokens 40 --kl_coef 0.1"
+COMMON = (
+    "--train_data d --out_dir o --total_steps 1 --max_prompt_tokens 4 --max_completion_tokens 12 "
+    "--micro_batch_tokens 40 --kl_coef 0.1"
+)
 
 
 def is_on_host(policy: Policy) -> bool:
-    """Whether FSDP keeps the shards in host RAM. On a CPU run they are there anyway, so this is asked of FSDP's own state."""
+    """Whether FSDP keeps the shards in host RAM, by FSDP's own state: on a CPU run they are there anyway."""
     units = [policy, *policy.layers]
     policies = {
         isinstance(group.offload_policy, CPUOffloadPolicy)

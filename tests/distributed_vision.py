@@ -1,4 +1,5 @@
-"""Run under torchrun: images on the real FSDP model and the real engine. Writes what it finds, and the exported model, to the folder given.
+"""Run under torchrun: images on the real FSDP model and the real engine. Writes what it finds, and the exported model,
+to the folder given.
 
 torchrun --nproc_per_node 2 tests/distributed_vision.py MODEL_FOLDER OUTPUT_FOLDER
 """
@@ -38,7 +39,7 @@ def policy_of(args: Namespace) -> Policy:
 
 
 def gradient(policy: Policy, args: Namespace, world: World, micros: list[list[int]]) -> tuple[dict, dict]:
-    """(metrics, name -> gradient) of an update on these micro-batches, after a pass of the reference, as in a step of training."""
+    """(metrics, name -> gradient) of an update on these micro-batches, after a pass of the reference."""
     rollout = vision_rollout(vision_data(args))
     (batches,) = add_advantages([[pack(rollout, indices) for indices in micros]], rollout)
     (batches,) = add_logprobs([batches], policy, policy, args)

@@ -1,4 +1,5 @@
-"""Run under torchrun: what the engine samples, checked against the trainer's own log-probs. Writes findings as JSON to the file given.
+"""Run under torchrun: what the engine samples, checked against the trainer's own log-probs. Writes findings as JSON to
+the file given.
 
 torchrun --nproc_per_node 2 tests/engine_checks.py POLICY_FOLDER TP_SIZE OUTPUT_FILE
 """

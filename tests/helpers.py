@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -34,7 +35,7 @@ ENVIRONMENT = os.environ | {
 
 
 def make_model(folder: Path, tied: bool = True, num_rows: int = 64) -> Path:
-    """A random Qwen2 of 0.3 M parameters with the CPU job's tokenizer, and train.jsonl and heldout.jsonl of one-digit sums."""
+    """A random Qwen2 of 0.3 M parameters with the CPU job's tokenizer, and data (jsonl) of one-digit sums."""
     torch.manual_seed(0)
     tokenizer = build_tokenizer()
     config = Qwen2Config(
@@ -46,7 +47,7 @@ def make_model(folder: Path, tied: bool = True, num_rows: int = 64) -> Path:
         num_key_value_heads=2,
         max_position_embeddings=128,
         tie_word_embeddings=tied,
-        initializer_range=0.12,  # larger than usual, so that the distribution is far from uniform and a wrong weight shows
+        initializer_range=0.12,  # larger than usual: the distribution is far from uniform, a wrong weight shows
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -64,7 +65,7 @@ def make_model(folder: Path, tied: bool = True, num_rows: int = 64) -> Path:
 
 
 def make_rollout(lengths: list[int] = RAGGED, prompt_length: int = 4, seed: int = 0, group_size: int = 1) -> Rollout:
-    """Random tokens with these completion lengths, random advantages and sampled log-probs; `group_size` completions of each prompt."""
+    """Random tokens, advantages and sampled log-probs, of these completion lengths; `group_size` per prompt."""
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(0, 64, prompt_length).astype(np.int32) for _ in lengths]
     return Rollout(
@@ -113,8 +114,9 @@ def torchrun(
 ) -> subprocess.CompletedProcess[str]:
     """`torchrun --nproc_per_node num_ranks script arguments` in the repository's root; fails the test if it fails.
 
-    `is_forked`: without the launcher, and with the libraries imported already; see `forked.py`. Not for an engine over several ranks: its
-    shared memory has one name for all runs and is removed by an ordinary exit alone, which a fork of multiprocessing does not make.
+    `is_forked`: without the launcher, and with the libraries imported already; see `forked.py`. Not for an engine over
+    several ranks: its shared memory has one name for all runs and is removed by an ordinary exit alone, which a fork of
+    multiprocessing does not make.
     """
     if is_forked and not torch.cuda.is_available():
         done = run_ranks(num_ranks, str(ROOT / script), list(map(str, arguments)), timeout)
@@ -165,7 +167,7 @@ def training_flags(policy: Path, out_dir: Path, **changes: object) -> list[str]:
 
 
 class HeldInSync:
-    """Bytes of full parameters that are alive at a time, at most: those that are gathered, and what is streamed to the engine."""
+    """The most bytes of full parameters alive at a time: those that are gathered or streamed to the engine."""
 
     def __init__(self) -> None:
         self.alive: dict[int, int] = {}
@@ -196,31 +198,10 @@ def metrics_of(run_dir: Path) -> dict[int, dict[str, float]]:
 
 
 def logprobs_in_vllm(folder: Path, prompt: list[int]) -> dict[int, float]:
-    """Token -> log-probability after the prompt, of the likeliest five and the one sampled, by a vLLM that reads the folder itself."""
-    program = f"""
-import os, torch, torch._dynamo
-from fsdp_utils import avoid_broken_amx
-avoid_broken_amx()
-torch._dynamo.config.disable = True
-from vllm import LLM, SamplingParams, TokensPrompt
-llm = LLM({str(folder)!r}, enforce_eager=True, dtype="bfloat16", max_model_len=32)
-(output,) = llm.generate([TokensPrompt(prompt_token_ids={prompt})], SamplingParams(max_tokens=1, logprobs=5, temperature=1.0))
-print("FOUND", {{int(token): entry.logprob for token, entry in output.outputs[0].logprobs[0].items()}})
-"""
-    settings = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=ENVIRONMENT | settings,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = eval(done.stdout.split("FOUND ")[1])
+    """Token -> log-probability after the prompt, the likeliest five and the sampled one, by a vLLM of its own."""
+    with tempfile.TemporaryDirectory() as temporary:
+        output = Path(temporary) / "logprobs.json"
+        torchrun(1, "tests/vllm_logprobs.py", folder, json.dumps(prompt), output)
+        found = dict(json.loads(output.read_text()))
     assert len(found) >= 5
     return found

@@ -1,4 +1,4 @@
-"""On the real FSDP model: the update does not depend on how it is cut up. float32; tolerance 2e-6 on a gradient of norm about 1."""
+"""On the real FSDP model: how the update is cut up does not matter. fp32; tolerance 2e-6 on a gradient of norm 1."""
 
 import math
 import os

@@ -1,4 +1,4 @@
-"""What only CUDA has: the varlen attention kernel, the engine's sleep and wake, offloading. Skipped, with the reason, without a GPU."""
+"""What only CUDA has: varlen attention, the engine's sleep and wake, offloading. Skipped without a GPU."""
 
 import json
 
@@ -97,7 +97,7 @@ def test_compiled_layers_activations_on_the_host_and_checkpoints_in_the_backgrou
 
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
 def test_offloading_trains_the_same_policy(param_dtype, policy, tmp_path):
-    """State that streams through the GPU changes no bit; updates on the host are those of another fused kernel: within 1e-4."""
+    """State that streams through the GPU changes no bit; updates on the host, by another kernel: within 1e-4."""
     torchrun(1, "tests/distributed_offload.py", policy, tmp_path / "results.pt")
     results = torch.load(tmp_path / "results.pt")
     _, resident, *_ = results[f"--param_dtype {param_dtype} --offload none"]

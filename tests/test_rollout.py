@@ -1,4 +1,4 @@
-"""The real vLLM engine in bf16: it samples from the policy that is trained, before and after a sync, alone and tensor-parallel."""
+"""The real vLLM engine in bf16 samples from the policy, before and after a sync, alone and tensor-parallel."""
 
 import json
 
@@ -16,7 +16,7 @@ CASES = {
 
 @pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
 def found(request, tmp_path_factory):
-    """What tests/engine_checks.py found: tied weights in one engine, an own head in two engines, and one engine over two ranks."""
+    """What tests/engine_checks.py found: tied weights in one engine, an own head in two, one engine over two ranks."""
     folder, num_ranks, tp_size = request.param
     output = tmp_path_factory.mktemp("engine") / "found.json"
     torchrun(

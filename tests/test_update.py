@@ -1,6 +1,8 @@
 """What lies between the rollout and the loss: advantages with and without a KL penalty, weights, which log-probs are computed."""
 
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -129,7 +131,8 @@ def test_only_the_log_probs_that_are_needed_are_computed(changes, has_reference,
     monkeypatch.setattr(
         update, "logprobs_under", lambda model, field, batches, _: asked.append(f"{field[:3]} {batches[0]}") or batches
     )
-    update.add_logprobs([[0], [1]], torch.nn.Module(), torch.nn.Module() if has_reference else None, flags(**changes))
+    reference = SimpleNamespace(adapter_off=nullcontext) if has_reference else None
+    update.add_logprobs([[0], [1]], torch.nn.Module(), reference, flags(**changes))
     assert sorted(asked) == sorted([*expected, "old 1"]), "the first update of a step makes its own old log-probs"
 
 

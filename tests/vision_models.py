@@ -1,4 +1,4 @@
-"""What the tests of images share: a tiny Qwen2.5-VL, random, with weights so large that a wrong image shows, and prompts with images."""
+"""What the tests of images share: a tiny random Qwen2.5-VL, whose weights make a wrong image show, and prompts."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def vision_data(args: Namespace) -> PromptData:
 
 
 def vision_rollout(data: PromptData, seed: int = 0) -> Rollout:
-    """A random completion of each prompt. The first holds an image token, sampled as a text; advantages are random, too."""
+    """A random completion of each prompt, with random advantages. The first holds a sampled image token."""
     rng = np.random.default_rng(seed)
     completions = [rng.integers(0, 300, n).astype(np.int32) for n in (8, 5, 7, 3, 6)]
     completions[0][3] = data.images[0].vision.image_token

@@ -1,4 +1,4 @@
-"""LoRA: what is trained, what the reference is, what the engine and the checkpoints get. On one and two ranks, and in a whole run."""
+"""LoRA: what is trained, the reference, what engine and checkpoints get; on one and two ranks and in a whole run."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ HALF_BF16 = 2**-8 * (
 )  # a value with 8 significant bits is off by at most half a unit of the last, and fp32 adds a little
 
 
-# Flags ---------------------------------------------------------------------------------------------------------------------------
+# Flags ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_rank_8_on_all_linear_layers_of_a_32b_model_is_67_million_parameters():
     assert "on 448 linear layers: down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj" in described
 
 
-# One update, the reference and the sync, on one and two ranks ------------------------------------------------------------------------
+# One update, the reference and the sync, on one and two ranks ---------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def results(policy, tmp_path_factory) -> dict[int, dict]:
 
 
 def plain_gradients(policy: Path) -> tuple[float, dict[str, Tensor]]:
-    """(loss, name -> gradient) by the formula, of fp32 A and B beside bf16 weights, without FSDP, packing or peft's forward pass."""
+    """(loss, name -> gradient) by the formula, without FSDP, packing or peft's forward pass."""
     args, rollout = lora_flags(str(policy)), make_rollout(group_size=4)
     model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.bfloat16).float()
     with torch.no_grad():
@@ -277,7 +277,7 @@ def test_the_first_adapter_is_a_function_of_the_seed(policy):
     assert not first_adapter(1).equal(first_adapter(2))
 
 
-# A whole run ---------------------------------------------------------------------------------------------------------------------
+# A whole run ----------------------------------------------------------------------------------------------------------
 
 
 def run_flags(policy: Path, reward: str, out_dir: Path, **changes: object) -> list[str]:

@@ -1,4 +1,4 @@
-"""Images: tokens, positions and pixel values in trainer and engine, a step in which a rank has none, checkpoints, mistakes."""
+"""Images: tokens, positions and pixel values in trainer and engine, a rank without any, checkpoints, mistakes."""
 
 import io
 import json
@@ -20,7 +20,7 @@ from data import PromptData, PromptFormat
 from data_files import png, write_parquet
 from distributed_vision import WITH_IMAGES, WITHOUT, gradient, policy_of
 from flags import from_args
-from helpers import ALONE, start, torchrun
+from helpers import ALONE, torchrun
 from model.vision import decode, load_processor
 from policy import load_policy
 from vision_models import make_vision_model, vision_data, vision_flags, vision_rollout
@@ -42,7 +42,7 @@ def found(model, tmp_path_factory) -> dict:
 def reference_logprobs(
     hugging_face: nn.Module, processor: ProcessorMixin, data: PromptData, rollout: Rollout, b: int
 ) -> torch.Tensor:
-    """Of completion b by transformers alone: its processor makes tokens and pixels of the conversation, its model the positions."""
+    """Of completion b by transformers alone: its processor makes tokens and pixels, its model the positions."""
     images = [decode(image) for image in data.rows[b].images]
     size = {"longest_edge": data.images[0].vision.max_pixels, "shortest_edge": 56 * 56}
     text = processor.apply_chat_template(data.rows[b].messages, add_generation_prompt=True)
@@ -84,7 +84,7 @@ def test_packed_logprobs_and_gradients_are_those_of_the_unpacked_model(model):
 
 
 def test_a_shared_prompt_with_images_gives_what_its_completions_give_alone(model):
-    """fp32, 1e-5 of the largest number. One image, several and none; of a shared prompt the tower sees half the pixels."""
+    """fp32, 1e-5 of the largest number. One image, several, none; the tower sees a shared prompt's pixels once."""
     data = vision_data(vision_flags(model))
     rollout = vision_rollout(data).take(np.array([0, 0, 2, 2, 4, 4]))
     rollout.completions[1] = rollout.completions[1][::-1][:6]
@@ -123,7 +123,7 @@ def test_a_prompt_that_ends_with_an_image_is_not_shared(model):
 
 
 def test_engine_and_trainer_agree_on_one_image_several_and_none(found):
-    """fp32: probabilities differ by rounding; with the second and third image of the one prompt exchanged by far more."""
+    """fp32: probabilities differ by rounding; with two images of a prompt exchanged by far more."""
     assert max(found["gaps"]) < 2e-5
     assert found["gaps"][:2] == found["gaps, images swapped"][:2] and min(found["gaps, images swapped"][2:4]) > 0.01
     assert [len(prompt) for prompt in found["prompts"]] == [
@@ -167,8 +167,7 @@ def test_an_exported_policy_loads_in_transformers_and_with_its_processor_in_vllm
     }
     parts = [part for name, value in names.items() for part in (f"--{name}", value)]
     command = ["--model", found["exported"], "--data", model / "train.parquet", "--out_dir", tmp_path / "out", *parts]
-    done = start(1, "evaluate.py", *command)
-    assert done.returncode == 0, done.stderr[-3000:]
+    torchrun(1, "evaluate.py", *command)
     assert json.loads((tmp_path / "out" / "results.json").read_text())["sets"]["train"]["problems"] == 5
 
 
@@ -204,7 +203,7 @@ def test_pixel_values_are_shared_while_they_are_needed_and_stay_on_the_host(mode
     assert len(kept) == 0
 
 
-# Data and mistakes ---------------------------------------------------------------------------------------------------------------
+# Data and mistakes ----------------------------------------------------------------------------------------------------
 
 
 def load(model: Path, source: object, limit: int = 40) -> PromptData:
@@ -254,10 +253,13 @@ def test_an_image_is_upright_rgb_and_white_where_it_is_transparent():
     ("changes", "words"),
     [
         ({"max_pixels": 3000}, ["--max_pixels 3000", "at least 3136"]),
-        ({"max_pixels": 40 * 28 * 28}, ["--max_prompt_tokens 40 cannot hold", "--max_pixels 31360 = 40 tokens", "raise the one"]),
-        ({"max_pixels": None}, ["--max_prompt_tokens 40 cannot hold", "1003520 pixels, the processor's own limit, = 1280 tokens"]),
+        ({"max_pixels": 40 * 28 * 28},
+         ["--max_prompt_tokens 40 cannot hold", "--max_pixels 31360 = 40 tokens", "raise the one"]),
+        ({"max_pixels": None},
+         ["--max_prompt_tokens 40 cannot hold", "1003520 pixels, the processor's own limit, = 1280 tokens"]),
         ({"image_column": None}, ["--max_pixels 4704 has no effect without --image_column"]),
-        ({"max_completion_tokens": 1000, "micro_batch_tokens": 2000}, ["--max_prompt_tokens 40", "context of 1024", "by 16"]),
+        ({"max_completion_tokens": 1000, "micro_batch_tokens": 2000},
+         ["--max_prompt_tokens 40", "context of 1024", "by 16"]),
         ({"train_data": "cut.parquet"}, ["no row can be used", "column 'images' cannot be read as an image"]),
     ],
 )  # fmt: skip

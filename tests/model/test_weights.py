@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from helpers import start, torchrun, training_flags
+from forked import run_ranks
+from helpers import ROOT, torchrun, training_flags
 from policy import load_policy
 
 
@@ -59,11 +60,14 @@ def with_weights(policy, folder, change):
 def test_files_that_do_not_fit_the_model_are_refused_by_name(policy, untied_policy, tmp_path):
     name = "model.layers.1.mlp.up_proj.weight"
     cases = {
-        "missing": (policy, lambda weights: weights.pop(name), f"1 weights are missing ({name}), 0 are not the model's (none)"),
-        "unexpected": (policy, lambda weights: weights.update(other=torch.ones(1)), "0 weights are missing (none), 1 are not"),
+        "missing": (policy, lambda weights: weights.pop(name),
+                    f"1 weights are missing ({name}), 0 are not the model's (none)"),
+        "unexpected": (policy, lambda weights: weights.update(other=torch.ones(1)),
+                       "0 weights are missing (none), 1 are not"),
         "shape": (policy, lambda weights: weights.update({name: torch.ones(3, 2)}), f"{name} has the shape [3, 2] in"),
         "ties": (policy, lambda weights: weights.update({"lm_head.weight": torch.ones(64, 64)}), "differ in the files"),
-        "head": (untied_policy, lambda weights: weights.pop("lm_head.weight"), "1 weights are missing (lm_head.weight)"),
+        "head": (untied_policy, lambda weights: weights.pop("lm_head.weight"),
+                 "1 weights are missing (lm_head.weight)"),
     }  # fmt: skip
     for case, (source, change, message) in cases.items():
         with pytest.raises(ValueError) as error:
@@ -83,7 +87,7 @@ def test_files_that_do_not_fit_the_model_are_refused_by_name(policy, untied_poli
 
 def test_a_run_with_such_files_ends_with_the_sentence_on_the_first_rank(policy, tmp_path):
     path = with_weights(policy, tmp_path / "policy", lambda weights: weights.pop("model.norm.weight"))
-    done = start(2, "train_grpo.py", *training_flags(Path(path), tmp_path / "run"))
+    done = run_ranks(2, str(ROOT / "train_grpo.py"), training_flags(Path(path), tmp_path / "run"), timeout=100)
     assert done.returncode != 0
     assert (
         f"error: --model {path!r}: its files do not fit its config.json: 1 weights are missing (model.norm.weight)"
@@ -95,13 +99,15 @@ def test_a_run_with_such_files_ends_with_the_sentence_on_the_first_rank(policy, 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the resident memory from /proc")
 def test_no_rank_holds_more_than_its_shards_and_a_few_parameters_while_loading(policy, tmp_path):
     config = Qwen2Config(
-        vocab_size=64, hidden_size=512, intermediate_size=2048, num_hidden_layers=10, num_attention_heads=8, num_key_value_heads=8
+        vocab_size=64, hidden_size=512, intermediate_size=2048, num_hidden_layers=10,
+        num_attention_heads=8, num_key_value_heads=8,
     )  # fmt: skip
     model = Qwen2ForCausalLM(config)
     model.save_pretrained(tmp_path / "large")
     sizes = [parameter.nbytes for parameter in model.parameters()]
     torchrun(2, "tests/distributed_memory.py", policy, tmp_path / "large", tmp_path / "grown.json")
     share = [grown / sum(sizes) for grown in json.loads((tmp_path / "grown.json").read_text())]
-    # Half of the model are the shards, a parameter is 0.025 of it; 0.56 to 0.59 was seen. A rank that reads the whole model has 1 or more.
+    # Half of the model are the shards, a parameter is 0.025 of it; 0.56 to 0.59 was seen. A rank that reads the whole
+    # model has 1 or more.
     assert max(sizes) < 0.03 * sum(sizes)
     assert all(0.5 <= x < 0.7 for x in share), share

@@ -156,12 +156,10 @@ def predicted(setup: Setup, is_cuda: bool) -> float:
     device = max(sum(phases[name].trainer.values()) for name in ("logprobs", "update", "optimizer") if name in phases)
     if is_cuda:
         return device
-    if (
-        setup.policy.offload == "all"
-    ):  # then the optimizer's pieces are in host RAM, where `host_phases` counts them as the process's own
-        device = max(device, *optimizer_peak(replace(setup, policy=replace(setup.policy, offload="none"))).values())
+    if setup.memory.offload == "all":  # the optimizer's chunks are in host RAM: `host_phases` counts them as the process's own
+        device = max(device, *optimizer_peak(replace(setup, memory=replace(setup.memory, offload="none"))).values())
     host = host_phases(setup)["run"]
-    return device + sum(part for name, part in host.items() if name != "processes") / setup.ranks
+    return device + sum(part for name, part in host.items() if name != "processes") / setup.num_trainers
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ import torch
 from batch import Batch, Rollout
 from fsdp_utils import World, sum_over_ranks
 from metrics import Metrics
-from planner.setup import GPUS
+from model.sizes import GPUS
 from policy import Policy
 
 

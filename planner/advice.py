@@ -21,10 +21,10 @@ def misfits(setup: Setup) -> list[str]:
             needed, has = phase.needed / GIB, h.gpu_bytes / GIB
             found.append(f"GPU, {name}: needs {needed:.1f} GiB of {has:.1f}, {needed - has:.1f} too many")
     if sequences_at_once(setup) < 1:
-        cache = phases["rollout"].engine["KV cache"] / GIB
+        share, cache = setup.engine.gpu_memory_utilization, phases["rollout"].engine["KV cache"] / GIB
         found.append(
-            f"GPU, rollout: --gpu_memory_utilization {setup.engine.gpu_memory_utilization:g} leaves the engine {cache:.1f} GiB "
-            f"for its cache, not enough for one sequence of {setup.engine.max_model_len} tokens"
+            f"GPU, rollout: --gpu_memory_utilization {share:g} leaves the engine {cache:.1f} GiB for its cache, "
+            f"not enough for one sequence of {setup.engine.max_model_len} tokens"
         )
     for name, parts in host_phases(setup).items():
         needed = sum(parts.values())
@@ -85,7 +85,7 @@ def levers(setup: Setup) -> list[list[Change]]:
 
 
 def best_of(setup: Setup, chosen: tuple[list[Change], ...], shares: Shares) -> tuple[float, list[str], Setup] | None:
-    """(seconds a step, words, setup) of the fastest that fits, with one change of each lever; None if none of them fits."""
+    """(seconds per step, words, setup) of the fastest that fits, with one change of each lever; None if none fits."""
     best = None
     for changes in itertools.product(*chosen):
         changed = setup

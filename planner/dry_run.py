@@ -1,10 +1,8 @@
-"""`train_grpo.py --dry_run`: what a run amounts to and whether it fits, before anything is rented, downloaded or loaded.
+"""`train_grpo.py --dry_run`: what a run amounts to and whether it fits, before anything is rented or loaded.
 
-Needs the flags of the run, the model's config (in a folder, in `models.json`, or on the hub) and the number of training rows; no GPU, no
-weights, no data. The exit code is 0 if the run fits and 3 if not.
-
-Read `dry_run` first. `setup_of` reads the flags, `memory.py` computes the bytes, `time.py` the seconds, `advice.py` what would have to
-change; `trace.py` (--trace) measures a pass of the real model.
+It needs the run's flags, the model's config (in a folder, in `models.json`, or on the hub) and the number of training
+rows; no GPU, no weights, no data. The exit code is 0 if the run fits and 3 if not. Read `dry_run` first. `setup_of`
+reads the flags, `memory.py` has the bytes, `time.py` the seconds, `advice.py` what would have to change.
 """
 
 from __future__ import annotations
@@ -20,11 +18,12 @@ from transformers import AutoConfig, PretrainedConfig
 
 from flags import EngineSettings, Lora, Memory, from_args
 from fsdp_utils import check_whole_engines, is_main_process, launched_world_size
+from model.sizes import GPUS
 from model.vision import check_images
 from plan import Plan, check_flags, check_model, make_plan
 from planner import memory
 from planner.advice import misfits, solutions
-from planner.setup import GIB, GPUS, Hardware, RunShape, Setup, shape_of
+from planner.setup import GIB, Hardware, RunShape, Setup, shape_of
 from planner.time import Shares, micro_batches, phase_seconds, traffic
 from sources import parse_source
 
@@ -64,7 +63,7 @@ def add_dry_run_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def dry_run(args: argparse.Namespace) -> int:
-    """Prints the report. Returns the exit code: 0 if the run fits, 3 if not. Raises ValueError for a run that could not start anywhere."""
+    """Prints the report and returns the exit code. Raises ValueError for a run that could not start on any machine."""
     config = config_of(args.model)
     setup = setup_of(args, config)
     rows = rows_of(args.train_data, args.plan_rows)
@@ -99,7 +98,7 @@ def config_of(model: str) -> PretrainedConfig:
 
 
 def rows_of(train_data: list[str], given: int | None) -> int | None:
-    """Training rows: as given, or the sum over the sources of #ROWS, lines on the disk or the table's; None if one is not known."""
+    """Training rows as given, or by #ROWS, lines on the disk and the table; None if those of a source are not known."""
     if given is not None:
         return given
     total = 0
@@ -132,19 +131,15 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
     if unknown:
         known = ", ".join(model.projections)
         raise ValueError(f"--lora_targets {' '.join(sorted(unknown))}: the dry run knows {known}.")
-    num_iterations, kl_in_reward = args.passes_per_step, args.kl_coef != 0 and args.kl_in == "reward"
-    run = RunShape(
-        prompts_per_step=args.prompts_per_step,
-        group_size=args.group_size,
+    kl_in_reward = args.kl_coef != 0 and args.kl_in == "reward"
+    run = from_args(
+        RunShape,
+        args,
         updates_per_iteration=args.prompts_per_step // args.prompts_per_update,
-        num_iterations=num_iterations,
-        max_prompt_tokens=args.max_prompt_tokens,
-        max_completion_tokens=args.max_completion_tokens,
-        tensor_parallel_size=args.tensor_parallel_size,
+        num_iterations=args.passes_per_step,
         has_kl=args.kl_coef != 0,
-        needs_first_logprobs=num_iterations > 1 or kl_in_reward or lora.lora_dropout > 0,
+        needs_first_logprobs=args.passes_per_step > 1 or kl_in_reward or lora.lora_dropout > 0,
         trains_entropy=args.entropy_coef != 0,
-        async_checkpoint=args.async_checkpoint,
     )
     longest = args.max_prompt_tokens + max(args.max_completion_tokens, *args.eval_max_completion_tokens)
     engine = from_args(EngineSettings, args, max_model_len=longest)
@@ -165,7 +160,7 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
 
 
 def traced(setup: Setup, config: PretrainedConfig) -> dict[str, dict[str, float]]:
-    """What a pass takes beside what is there all the time, by trace and by formula, for at most `TRACED_LAYERS` layers."""
+    """What a pass takes beside `memory.resident`, by trace and by formula, with at most `TRACED_LAYERS` layers."""
     from planner.trace import trace_update  # here: it brings parts of torch that nothing else needs
 
     layers = min(setup.model.layers, TRACED_LAYERS)
@@ -199,7 +194,7 @@ def report_of(setup: Setup, plan: Plan, rows: int | None, shares: Shares) -> dic
     """All numbers as one object of plain types: the headline figures, then the tables behind them."""
     run, h = setup.run, setup.hardware
     phases, on_host = memory.gpu_phases(setup), memory.host_phases(setup)
-    peak = memory.peak_phase(phases)
+    peak = max(phases, key=lambda name: phases[name].needed)
     seconds, found = phase_seconds(setup, shares), misfits(setup)
     hours = sum(seconds.values()) * plan.total_steps / 3600
     per_update = run.completions // run.updates_per_iteration
@@ -238,11 +233,7 @@ def report_of(setup: Setup, plan: Plan, rows: int | None, shares: Shares) -> dic
             "logits_of_a_micro_batch_gib": gib(setup.memory.micro_batch_tokens * setup.model.vocab * 2),
             "sequences_at_once_per_engine": round(memory.sequences_at_once(setup), 1),
         },
-        "gpu_gib": {
-            name: {part: gib(value) for part, value in (phase.trainer | phase.engine).items() if value}
-            | {"live": gib(phase.live), "needed": gib(phase.needed)}
-            for name, phase in phases.items()
-        },
+        "gpu_gib": {name: in_gib(x.parts | {"live": x.live, "needed": x.needed}) for name, x in phases.items()},
         "host_gib": {name: in_gib(parts) for name, parts in on_host.items()},
         "seconds": {name: round(value, 1) for name, value in seconds.items()},
         "traffic_gib_per_gpu_and_step": in_gib(traffic(setup, shares)),
@@ -252,26 +243,84 @@ def report_of(setup: Setup, plan: Plan, rows: int | None, shares: Shares) -> dic
 
 def assumptions(setup: Setup, shares: Shares) -> list[str]:
     h, eager = setup.hardware, setup.engine.enforce_eager
-    working, asleep = memory.ENGINE_WORKING[eager], memory.ENGINE_ASLEEP[eager]
-    network = f", {h.network_speed / 1e9:.0f} between nodes" if h.nodes > 1 else ""
-    images = (
-        "images: the tower runs before the decoder, where memory is free; its work and pixel values are not counted"
+    working, asleep = gib(memory.ENGINE_WORKING[eager]), gib(memory.ENGINE_ASLEEP[eager])
+    tensors = f"{memory.FRAGMENTATION:g} x the trainer's + the engine's tensors"
+    images = "the tower runs before the decoder, where memory is free; its work and pixel values are not counted"
+    reached = (
+        f"{shares.flops:.0%} of {h.flops / 1e12:.0f} TFLOP/s, {shares.memory:.0%} of {h.memory_speed / 1e12:.2f} TB/s"
     )
+    network = f", {h.network_speed / 1e9:.0f} between nodes" if h.nodes > 1 else ""
+    links = (
+        f"{shares.link:.0%} of {h.link_speed / 1e9:.0f} GB/s in a node{network}, {h.host_speed / 1e9:.0f} to the host"
+    )
+    left_out = "no loading, evaluation, checkpoints, waiting for graders"
     return [
-        f"memory: needed = {memory.FRAGMENTATION:g} x the trainer's + the engine's tensors + {gib(memory.CONTEXT):g} GiB for CUDA's "
-        "context and NCCL",
-        f"engine: {gib(working):g} GiB beside weights and cache, of which {gib(asleep):g} stay while it sleeps",
+        f"memory: needed = {tensors} + {gib(memory.CONTEXT):g} GiB for CUDA's context and NCCL",
+        f"engine: {working:g} GiB beside weights and cache, of which {asleep:g} stay while it sleeps",
         f"host: {gib(memory.PROCESS_HOST):g} GiB for each process without its weights",
         "micro-batches: full, and all of their positions are completion tokens",
-        *([images] if setup.model.tower_parameters else []),
-        f"speeds: {shares.flops:.0%} of {h.flops / 1e12:.0f} TFLOP/s, {shares.memory:.0%} of {h.memory_speed / 1e12:.2f} TB/s, "
-        f"{shares.link:.0%} of {h.link_speed / 1e9:.0f} GB/s in a node{network}, {h.host_speed / 1e9:.0f} to the host",
-        f"time: prompts and completions of {shares.length:.0%} of their limits; no loading, evaluation, checkpoints, waiting for graders",
+        *([f"images: {images}"] if setup.model.tower_parameters else []),
+        f"speeds: {reached}, {links}",
+        f"time: prompts and completions of {shares.length:.0%} of their limits; {left_out}",
     ]
 
 
-def table_of(columns: dict[str, dict[str, float]]) -> list[str]:
-    """Lines of a table. One row per key of the inner dicts, in the order in which they come up; "live" and "needed" last."""
+TEXT = """\
+dry run: {setup.model.name} on {setup.hardware.gpus} x {setup.hardware.name}, {nodes}; nothing is started
+
+model       {parameters:,} parameters, {trainable_parameters:,} trained; {kv_bytes_per_token:,} bytes of cache a token
+step        {prompts_per_step} prompts x {group_size} = {completions_per_step} completions, \
+of at most {most_tokens_per_step:,} tokens, prompts included
+updates     {updates_per_step} a step, of {completions_per_update} completions, \
+{completions_per_update_and_gpu:g} a GPU, in {micro_batches_per_update} micro-batches \
+of at most {setup.memory.micro_batch_tokens} tokens
+run         {epochs}{total_steps} steps, {total_updates} updates, {total_completions:,} completions
+sampling    {setup.num_engines} engines of {setup.run.tensor_parallel_size} GPUs, {completions_per_engine:g} completions each; \
+the cache holds {sequences_at_once_per_engine:g} sequences of {setup.engine.max_model_len} tokens at once
+logits      {logits_of_a_micro_batch_gib:.2f} GiB in bf16 for a whole micro-batch; the head in chunks never holds them
+
+GPU memory at each phase's peak, GiB on one GPU
+{gpu_table}
+
+host RAM, GiB on each node; a checkpoint takes {checkpoint_gib:.1f} GiB of disk
+{host_table}
+
+time        {step_seconds:.0f} s a step: {times}
+            {total_hours:,.1f} hours, {total_gpu_hours:,} GPU hours
+traffic     {moved} GiB per GPU and step
+
+assumed: {assumed}
+
+{trace}{verdict}"""
+
+
+def text_of(setup: Setup, report: dict) -> str:
+    """The report for people."""
+    nodes, rows, epochs, trace = setup.hardware.nodes, report["batch"]["training_rows"], "", ""
+    host = {name: parts | {"needed": round(sum(parts.values()), 1)} for name, parts in report["host_gib"].items()}
+    if rows is not None:
+        epochs = f"{report['steps_per_epoch']:g} steps an epoch of {rows} rows; "
+    if "trace" in report:
+        peaks = report["trace"].items()
+        found = (f"{name} {x['traced_gib']:.2f} GiB ({x['formula_gib']:.2f} by formula)" for name, x in peaks)
+        layers = report["trace"]["update"]["layers"]
+        trace = f"traced with {layers} layers, beside what is there all the time: {', '.join(found)}\n\n"
+    parts = {
+        "nodes": f"{nodes} node{'s' * (nodes > 1)}",
+        "epochs": epochs,
+        "gpu_table": table_of(report["gpu_gib"]),
+        "host_table": table_of(host),
+        "times": ", ".join(f"{name} {x:.1f}" for name, x in report["seconds"].items()),
+        "moved": ", ".join(f"{name} {x:,.0f}" for name, x in report["traffic_gib_per_gpu_and_step"].items()),
+        "assumed": "\n         ".join(report["assumptions"]),
+        "trace": trace,
+        "verdict": verdict_of(report),
+    }
+    return TEXT.format(setup=setup, **report["batch"], **(report | parts))
+
+
+def table_of(columns: dict[str, dict[str, float]]) -> str:
+    """A table with one row per key of the inner dicts, in the order in which they come up; "live" and "needed" last."""
     names = list(dict.fromkeys(part for parts in columns.values() for part in parts))
     names.sort(key=lambda name: ("live", "needed").index(name) + 1 if name in ("live", "needed") else 0)
     width = max(len(name) for name in names) + 4
@@ -279,78 +328,20 @@ def table_of(columns: dict[str, dict[str, float]]) -> list[str]:
     for name in names:
         cells = (f"{parts[name]:12.1f}" if name in parts else " " * 12 for parts in columns.values())
         lines.append((f"  {name:<{width - 2}}" + "".join(cells)).rstrip())
-    return lines
+    return "\n".join(lines)
 
 
-def text_of(setup: Setup, r: dict) -> str:
-    """The report for people."""
-    h, host = setup.hardware, r["host_gib"]
-    seconds = ", ".join(f"{name} {value:.1f}" for name, value in r["seconds"].items())
-    moved = ", ".join(f"{name} {value:,.0f}" for name, value in r["traffic_gib_per_gpu_and_step"].items())
-    lines = [
-        f"dry run: {setup.model.name} on {h.gpus} x {h.name}, {h.nodes} node{'s' * (h.nodes > 1)}; nothing is started",
-        "",
-        *batch_lines(setup, r),
-        "",
-        "GPU memory at each phase's peak, GiB on one GPU",
-        *table_of(r["gpu_gib"]),
-        "",
-        f"host RAM, GiB on each node; a checkpoint takes {r['checkpoint_gib']:.1f} GiB of disk",
-        *table_of({name: parts | {"needed": round(sum(parts.values()), 1)} for name, parts in host.items()}),
-        "",
-        f"time        {r['step_seconds']:.0f} s a step: {seconds}",
-        f"            {r['total_hours']:,.1f} hours, {r['total_gpu_hours']:,} GPU hours",
-        f"traffic     {moved} GiB per GPU and step",
-        "",
-        "assumed: " + "\n         ".join(r["assumptions"]),
-    ]
-    if "trace" in r:
-        found = (
-            f"{name} {x['traced_gib']:.2f} GiB ({x['formula_gib']:.2f} by formula)" for name, x in r["trace"].items()
-        )
-        layers = r["trace"]["update"]["layers"]
-        lines += ["", f"traced with {layers} layers, beside what is there all the time: " + ", ".join(found)]
-    return "\n".join([*lines, "", *verdict_lines(r)])
-
-
-def batch_lines(setup: Setup, r: dict) -> list[str]:
-    """What a step and the run amount to."""
-    run, b, tp = setup.run, r["batch"], setup.run.tensor_parallel_size
-    epochs = (
-        f"{r['steps_per_epoch']:g} steps an epoch of {b['training_rows']} rows; "
-        if r["steps_per_epoch"] is not None
-        else ""
-    )
-    return [
-        f"model       {r['parameters']:,} parameters, {r['trainable_parameters']:,} trained; {r['kv_bytes_per_token']:,} bytes of cache "
-        "a token",
-        f"step        {run.prompts_per_step} prompts x {run.group_size} = {r['completions_per_step']} completions, of at most "
-        f"{b['most_tokens_per_step']:,} tokens, prompts included",
-        f"updates     {r['updates_per_step']} a step, of {b['completions_per_update']} completions, "
-        f"{b['completions_per_update_and_gpu']:g} a GPU, in {b['micro_batches_per_update']} micro-batches of at most "
-        f"{setup.memory.micro_batch_tokens} tokens",
-        f"run         {epochs}{r['total_steps']} steps, {r['total_updates']} updates, {r['total_completions']:,} completions",
-        f"sampling    {setup.num_engines} engines of {tp} GPUs, {b['completions_per_engine']:g} completions each; the cache holds "
-        f"{b['sequences_at_once_per_engine']:g} sequences of {setup.engine.max_model_len} tokens at once",
-        f"logits      {b['logits_of_a_micro_batch_gib']:.2f} GiB in bf16 for a whole micro-batch; the head in chunks never holds them",
-    ]
-
-
-def verdict_lines(r: dict) -> list[str]:
+def verdict_of(report: dict) -> str:
     """Whether the run fits; if not, what would."""
-    if r["fits"]:
-        spare = 1 - r["gpu_needed_gib"] / r["gpu_capacity_gib"]
-        return [
-            f"fits: {r['gpu_peak_phase']} needs {r['gpu_needed_gib']:.1f} of {r['gpu_capacity_gib']:.1f} GiB, {spare:.0%} to spare "
-            f"beyond the reserve; the host {r['host_peak_gib']:.0f} of {r['host_capacity_gib']:.0f} GiB"
-        ]
-    lines = ["does not fit:", *(f"  {words}" for words in r["misfits"])]
-    if not r["changes_that_would_fit"]:
-        return [*lines, "no four changes that were tried make it fit"]
-    lines.append("would fit, on the same machines first, then by speed:")
-    for x in r["changes_that_would_fit"]:
-        lines.append(
-            f"  {' '.join(x['changes'])}: {x['gpu_needed_gib']} GiB on a GPU, {x['host_peak_gib']} on the host, "
-            f"{x['step_seconds']} s a step"
-        )
-    return lines
+    if report["fits"]:
+        spare = 1 - report["gpu_needed_gib"] / report["gpu_capacity_gib"]
+        gpu = f"{report['gpu_needed_gib']:.1f} of {report['gpu_capacity_gib']:.1f} GiB, {spare:.0%} to spare"
+        host = f"{report['host_peak_gib']:.0f} of {report['host_capacity_gib']:.0f} GiB"
+        return f"fits: {report['gpu_peak_phase']} needs {gpu} beyond the reserve; the host {host}"
+    changes = ["no four changes that were tried make it fit"]
+    if report["changes_that_would_fit"]:
+        changes = ["would fit, on the same machines first, then by speed:"]
+    for x in report["changes_that_would_fit"]:
+        needs = f"{x['gpu_needed_gib']} GiB on a GPU, {x['host_peak_gib']} on the host, {x['step_seconds']} s a step"
+        changes.append(f"  {' '.join(x['changes'])}: {needs}")
+    return "\n".join(["does not fit:", *(f"  {words}" for words in report["misfits"]), *changes])

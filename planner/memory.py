@@ -1,9 +1,9 @@
-"""How much memory a run takes: formulas for each phase, in bytes, as pure functions of a `Setup`. No model, no GPU, no torch.
+"""How much memory a run takes: formulas for each phase, in bytes. Pure functions of a `Setup`.
 
-Read `gpu_phases` (one GPU), `host_phases` (one node) and `checkpoint_bytes` (disk) first, then the peaks that they are made of. The
-formulas of the passes were fitted to the trace of the real model (`trace.py`); a test compares them. They assume that an update has
-several micro-batches, that each is as full as --micro_batch_tokens allows, and that all positions are completion tokens. That flag does
-not bound attention's copy of shared prompts' keys and values: for it, whole groups of the shortest completions are assumed.
+Read `gpu_phases` (one GPU), `host_phases` (one node) and `checkpoint_bytes` (disk) first, then the peaks that they are
+made of. The formulas of the passes were fitted to the trace of the real model (`trace.py`); a test compares them. They
+assume several micro-batches per update, as full as --micro_batch_tokens allows, of completion tokens alone. That flag
+does not bound attention's copy of shared keys and values: for it, groups of the shortest completions are assumed.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from planner.setup import COMPUTE, GIB, Setup
 REDUCE = 4  # gradients are reduced in fp32
 FRAGMENTATION = 1.05  # what torch's allocator holds, over the live tensors
 CONTEXT = 2.5 * GIB  # per GPU: CUDA context, NCCL buffers, workspaces of the matrix products
-# The engine, without and with CUDA graphs. Awake: vLLM's pull request 11743 logged 2.95 + 1.27 GiB beside weights and cache. Asleep:
-# graphs and NCCL buffers stay; vLLM's issue 47654 logged 1.4 GiB of graphs.
+# The engine beside weights and cache, without and with CUDA graphs. Awake: vLLM's pull request 11743 logged 2.95 + 1.27
+# GiB. Asleep: graphs and NCCL buffers stay; vLLM's issue 47654 logged 1.4 GiB of graphs.
 ENGINE_WORKING = {True: 2.5 * GIB, False: 4.0 * GIB}
 ENGINE_ASLEEP = {True: 0.5 * GIB, False: 2.0 * GIB}
-# Bytes that an element takes while the optimizer works on it, by the bytes of a parameter: fp32 copies and what rounds them (bf16
-# parameters), or two moments from the host (fp32).
+# Bytes for each element that the optimizer works on, by the bytes of a parameter: fp32 copies and what rounds them
+# (bf16 parameters), or two moments from the host (fp32).
 CHUNK_BYTES = {2: 28, 4: 8}
 PROCESS_HOST = 6 * GIB  # host RAM of one rank without weights: libraries, CUDA's host side, pinned buffers, the rollout
 
@@ -36,6 +36,10 @@ class Phase:
     engine: Parts
 
     @property
+    def parts(self) -> Parts:
+        return {name: part for name, part in (self.trainer | self.engine).items() if part}
+
+    @property
     def live(self) -> float:
         return sum(self.trainer.values()) + sum(self.engine.values())
 
@@ -48,33 +52,34 @@ class Phase:
 def gpu_phases(setup: Setup) -> dict[str, Phase]:
     """Phase -> what a GPU holds at its peak."""
     m, memory, run = setup.model, setup.memory, setup.run
-    static = resident(setup)
+    static, awake = resident(setup), engine_parts(setup)
     asleep = {"engine asleep": ENGINE_ASLEEP[setup.engine.enforce_eager]}
-    awake = engine_parts(setup)
-    without_cache = {name: part for name, part in awake.items() if name != "KV cache"}
-    one_tensor = m.table * (COMPUTE if setup.has_lora else setup.trained_bytes)
-    # The largest parameter is gathered from its shards; the next one is gathered while the engine copies this one.
-    gathered = m.table * COMPUTE * (1 + 1 / setup.num_trainers) + m.intermediate * m.hidden * COMPUTE
-    gradients = {} if memory.offload == "all" else {"gradients": all_gradients(setup)}
+    one_tensor = {"one tensor": largest_tensor(setup)}
+    # The largest parameter and its shard in bf16; the next one is gathered while the engine copies this one.
+    gathered = {"gathered": m.table * COMPUTE * (1 + 1 / setup.num_trainers) + m.intermediate * m.hidden * COMPUTE}
     comes_from_host = memory.offload == "all" or (setup.has_reference_model and memory.offload_reference)
     shards = {"shards from host": m.layer_parameters * COMPUTE / setup.num_trainers * 2 * comes_from_host}
-    without_state = {name: part for name, part in static.items() if name != "optimizer"}
+    gradients = {"gradients": gradient_bytes(setup)}
     phases = {
-        "load": Phase(without_state | {"one tensor": one_tensor}, {}),
+        "load": Phase(without(static, "optimizer") | one_tensor, {}),
         "rollout": Phase(static, awake),
         "logprobs": Phase(static | logprobs_peak(setup) | shards, asleep),
         "update": Phase(static | update_peak(setup), asleep),
         "optimizer": Phase(static | gradients | optimizer_peak(setup), asleep),
-        "sync": Phase(static | {"gathered": gathered}, without_cache),
+        "sync": Phase(static | gathered, without(awake, "KV cache")),
     }
     if run.updates_per_iteration == 1 and not run.needs_first_logprobs and not run.has_kl:
         del phases["logprobs"]  # the only update makes its own old log-probs
     return phases
 
 
-def peak_phase(phases: dict[str, Phase]) -> str:
-    """The name of the phase that needs most."""
-    return max(phases, key=lambda name: phases[name].needed)
+def without(parts: Parts, *names: str) -> Parts:
+    return {name: part for name, part in parts.items() if name not in names}
+
+
+def largest_tensor(setup: Setup) -> float:
+    """The embedding, as it is loaded."""
+    return setup.model.table * (COMPUTE if setup.has_lora else setup.trained_bytes)
 
 
 def resident(setup: Setup) -> Parts:
@@ -116,10 +121,10 @@ def largest(moments: list[Parts]) -> Parts:
 
 
 def update_peak(setup: Setup) -> Parts:
-    """Bytes on one GPU when a backward pass needs most, beside `resident`. The gradients of the micro-batch before are there.
+    """Bytes on one GPU when a backward pass needs most, beside `resident`, with the gradients of an earlier micro-batch.
 
-    The largest of five moments: the head, with what all layers keep; the start of the forward pass; the last layer; the layer before it,
-    while the last one is reduced; the reduction of embedding and head.
+    The largest of five moments: the head, with what all layers keep; the start of the forward pass; the last layer; the
+    layer before it, while the last one is reduced; the reduction of embedding and head.
     """
     m, memory, tokens = setup.model, setup.memory, setup.memory.micro_batch_tokens
     root = COMPUTE * m.root_parameters
@@ -150,18 +155,17 @@ def update_peak(setup: Setup) -> Parts:
         tables = (1 if m.is_tied else 2) * m.table
         reduced = tables * COMPUTE + REDUCE * (tables + m.hidden)
         moments.append({"gathered": one if stays else 0, "reduction": reduced})
-    gradients = 0 if memory.offload == "all" else all_gradients(setup)
-    whole = REDUCE * setup.trainable * memory.reduce_gradients_once
-    return {"gradients": gradients} | largest(moments) | {"gradients, whole": whole}
+    whole = {"gradients, whole": REDUCE * setup.trainable * memory.reduce_gradients_once}
+    return {"gradients": gradient_bytes(setup)} | largest(moments) | whole
 
 
-def all_gradients(setup: Setup) -> float:
-    """Bytes of the gradients of one GPU's shards."""
-    return setup.trained_bytes * setup.trainable / setup.num_trainers
+def gradient_bytes(setup: Setup) -> float:
+    """Of one GPU's shards."""
+    return 0 if setup.memory.offload == "all" else setup.trained_bytes * setup.trainable / setup.num_trainers
 
 
 def embedded_bytes(setup: Setup) -> float:
-    """The embedded tokens, and the angles of the rotation."""
+    """The embedded tokens, and the angles of the rotary embedding."""
     return setup.memory.micro_batch_tokens * (2 * setup.model.hidden + 4 * setup.model.head_dim)
 
 
@@ -171,9 +175,9 @@ def head_chunk(setup: Setup) -> int:
 
 
 def head_bytes(setup: Setup) -> float:
-    """The head's peak: in the forward pass two fp32 numbers a logit; backwards the last chunk is still there.
+    """The head's peak: two fp32 numbers a logit in the forward pass. The last chunk is kept for the backward pass.
 
-    Backwards, other chunks are computed again, and the entropy's gradient is a second tensor.
+    A second tensor is there where other chunks are computed again, and for the entropy's gradient.
     """
     m, chunk = setup.model, head_chunk(setup)
     has_second = chunk < setup.memory.micro_batch_tokens or setup.run.trains_entropy
@@ -182,9 +186,9 @@ def head_bytes(setup: Setup) -> float:
 
 
 def backward_of_layer(setup: Setup) -> float:
-    """What a layer takes in its backward pass: the largest of its MLP, its attention, and the gradients of its weights.
+    """What a layer takes in its backward pass: the largest of MLP, attention, and weights with the norm's gradients.
 
-    The MLP and the norm peak at different times: small micro-batches have their peak in the norm.
+    Small micro-batches have the last one.
     """
     m, tokens, has_lora = setup.model, setup.memory.micro_batch_tokens, setup.has_lora
     h, i = m.hidden, m.intermediate
@@ -215,35 +219,32 @@ def saved_per_layer(setup: Setup) -> float:
 
 
 def kept_per_layer(setup: Setup) -> float:
-    """Bytes that a layer keeps for its backward pass: its input if it is computed again, otherwise all that it saved."""
+    """Bytes that a layer keeps for its backward pass: its input if it is computed again, otherwise all it saved."""
     if setup.memory.gradient_checkpointing:
         return setup.memory.micro_batch_tokens * 2 * setup.model.hidden
     return saved_per_layer(setup)
 
 
 def logprobs_peak(setup: Setup) -> Parts:
-    """Bytes on one GPU at most in a forward pass without gradients, beside `resident`: its start, a layer, or the head."""
+    """Bytes on one GPU at most in a pass without gradients, beside `resident`: at its start, in a layer, or the head."""
     m, tokens = setup.model, setup.memory.micro_batch_tokens
     root, layer = COMPUTE * m.root_parameters, COMPUTE * m.layer_parameters
-    is_reference_alone = (
-        setup.has_reference_model and setup.run.updates_per_iteration == 1 and not setup.run.needs_first_logprobs
-    )
-    stays = setup.memory.gather_parameters_once and not is_reference_alone
+    needs_policy = setup.run.updates_per_iteration > 1 or setup.run.needs_first_logprobs
+    stays = setup.memory.gather_parameters_once and (needs_policy or not setup.has_reference_model)
     kept = m.layers * layer * stays  # and FSDP's buffer of the last layer beside it
     mlp = tokens * ((8 if setup.has_lora else 6) * m.intermediate + 8 * m.hidden)
     attention = tokens * (6 * m.hidden + 4 * m.head_dim + 4 * m.q + 4 * m.kv * (1 + setup.keys_per_position))
     logits = 8 * head_chunk(setup) * m.vocab
-    return largest(
-        [
-            {"gathered": 2 * (root + layer), "one layer": embedded_bytes(setup)},
-            {"gathered": root + max(3 * layer, kept), "one layer": max(mlp, attention)},
-            {"gathered": root + layer + kept, "logits": logits, "one layer": 2 * tokens * m.hidden},
-        ]
-    )
+    moments = [
+        {"gathered": 2 * (root + layer), "one layer": embedded_bytes(setup)},
+        {"gathered": root + max(3 * layer, kept), "one layer": max(mlp, attention)},
+        {"gathered": root + layer + kept, "logits": logits, "one layer": 2 * tokens * m.hidden},
+    ]
+    return largest(moments)
 
 
 def optimizer_peak(setup: Setup) -> Parts:
-    """Bytes on one GPU that the optimizer takes where it goes through shards in chunks: bf16 parameters, or state on the host."""
+    """Bytes on one GPU that the optimizer takes where it works in chunks: bf16 parameters, or state on the host."""
     m, memory = setup.model, setup.memory
     is_chunked = memory.offload == "optimizer" or (memory.offload == "none" and setup.trained_bytes == 2)
     tensor = max(m.vocab, m.intermediate) * m.hidden
@@ -270,13 +271,12 @@ def host_phases(setup: Setup) -> dict[str, Parts]:
         kept["reference"] = m.parameters * COMPUTE / nodes
     if memory.offload_activations:
         kept["activations"] = ranks * m.layers * kept_per_layer(setup)
-    loaded = {name: part for name, part in kept.items() if name not in ("gradients", "activations")}
-    one_tensor = m.table * (COMPUTE if setup.has_lora else setup.trained_bytes)
+    read = {"weights, read": largest_tensor(setup)}
     copied = (setup.trainable * setup.trained_bytes + setup.state_bytes) / nodes * setup.run.async_checkpoint
-    gathered = {"the policy, gathered on rank 0": m.parameters * COMPUTE, "what is written meanwhile": copied}
-    return {"load": loaded | {"weights, read": one_tensor}, "run": kept, "checkpoint": kept | gathered}
+    written = {"the policy, gathered on rank 0": m.parameters * COMPUTE, "what is written meanwhile": copied}
+    return {"load": without(kept, "gradients", "activations") | read, "run": kept, "checkpoint": kept | written}
 
 
 def checkpoint_bytes(setup: Setup) -> float:
-    """On disk: the policy in bf16, and what a resume needs (trained parameters as they are kept, and the optimizer's state)."""
+    """On disk: the policy in bf16, and for a resume the trained parameters as they are kept and the optimizer's state."""
     return setup.model.parameters * COMPUTE + setup.trainable * setup.trained_bytes + setup.state_bytes

@@ -6,7 +6,7 @@
     RunShape        what the other flags say of a step
     Hardware        GPUs, nodes, host RAM, speeds
 
-A `Setup` holds all of them: it is the argument of the functions in `memory.py` and `time.py`. `dry_run.setup_of` makes it from the flags.
+A `Setup` holds all of them. `dry_run.setup_of` makes it from the flags, and the functions of the planner take it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,6 @@ from model.sizes import head_dim
 GIB = 1024**3
 COMPUTE = 2  # bytes of a bf16 number: the trainer's arithmetic, the engine, its cache
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-# Name -> memory that a process can take (GiB), dense bf16 TFLOP/s, memory TB/s, and GB/s in one direction to the other GPUs of the node
-# and to host RAM. From the data sheets.
-GPUS = {
-    "H100-80GB": (79.0, 989, 3.35, 450, 55),
-    "H200-141GB": (139.5, 989, 4.8, 450, 55),
-    "A100-80GB": (79.0, 312, 2.04, 300, 25),
-    "A100-40GB": (39.3, 312, 1.56, 300, 25),
-    "L40S-48GB": (44.3, 362, 0.86, 25, 25),
-}
 
 
 @dataclass(frozen=True)
@@ -121,7 +111,7 @@ def shape_of(config: PretrainedConfig, name: str) -> ModelShape:
 
 
 def tower_parameters(tower: PretrainedConfig) -> int:
-    """Parameters of Qwen2.5-VL's vision tower: patches, blocks of attention and gated MLP with biases, and the merger."""
+    """Parameters of Qwen2.5-VL's vision tower: patches, blocks of attention and gated MLP with biases, the merger."""
     d, i, merged = tower.hidden_size, tower.intermediate_size, tower.hidden_size * tower.spatial_merge_size**2
     patches = 3 * tower.temporal_patch_size * tower.patch_size**2 * d
     block = 2 * d + (d * 3 * d + 3 * d) + (d * d + d) + (3 * d * i + 2 * i + d)
@@ -229,7 +219,7 @@ class Setup:
 
     @property
     def state_bytes(self) -> int:
-        """Of the optimizer: two moments; of bf16 parameters also the lower halves of the fp32 numbers (`model/optimizer.py`)."""
+        """Of the optimizer: two moments; with bf16 parameters also the remainders (`model/optimizer.py`)."""
         return self.trainable * {4: 8, 2: 6}[self.trained_bytes]
 
     def sharers(self, length: float = 1.0) -> int:

@@ -1,6 +1,7 @@
 """How long a step takes, and what it moves: FLOPs and bytes by formula, over the share of peak speeds that is reached.
 
-An estimate for planning, not a measurement. It leaves out loading, evaluation, checkpoints, grading, and waiting for the slowest rank.
+An estimate for planning, not a measurement. It leaves out loading, evaluation, checkpoints, grading, and waiting for the
+slowest rank.
 """
 
 from __future__ import annotations
@@ -9,8 +10,6 @@ from dataclasses import dataclass
 
 from planner.memory import REDUCE, cache_bytes_per_token, engine_parts, kept_per_layer
 from planner.setup import COMPUTE, ModelShape, Setup
-
-MOST_SEQUENCES = 1024  # that vLLM samples at a time, by default
 
 
 @dataclass(frozen=True)
@@ -26,35 +25,30 @@ class Shares:
 def training_flops(model: ModelShape, lengths: list[int]) -> int:
     """FLOPs of a forward and backward pass over sequences of these lengths.
 
-    The convention of verl's FLOPs counter: 6 a parameter and token; embedding and head count as matrices, biases and norms do not; causal
-    attention is 6 x length^2 x width a layer, because half of the square is masked.
+    The convention of verl's FLOPs counter: 6 for each token and number of a matrix, embedding and head included; for
+    attention 6 x length^2 x width a layer, because half of the square is masked.
     """
     matrices = model.layers * model.layer_matrices + 2 * model.table
     return 6 * matrices * sum(lengths) + 6 * model.layers * model.q * sum(length**2 for length in lengths)
 
 
-def mean_lengths(setup: Setup, shares: Shares) -> tuple[float, float]:
-    """Tokens of a prompt and of a completion."""
-    return shares.length * setup.run.max_prompt_tokens, shares.length * setup.run.max_completion_tokens
-
-
 def micro_batches(setup: Setup, shares: Shares) -> int:
     """Micro-batches of one rank in one update."""
-    prompt, completion = mean_lengths(setup, shares)
-    completions = setup.run.completions / setup.run.updates_per_iteration
-    tokens = completions * (prompt / setup.sharers(shares.length) + completion)
+    run = setup.run
+    prompt, completion = shares.length * run.max_prompt_tokens, shares.length * run.max_completion_tokens
+    tokens = run.completions / run.updates_per_iteration * (prompt / setup.sharers(shares.length) + completion)
     return max(1, -(-int(tokens) // (setup.memory.micro_batch_tokens * setup.num_trainers)))
 
 
 def passes_without_gradient(setup: Setup) -> float:
-    """Passes over the whole rollout: the reference's, and that of the old log-probs, which the first update may not need."""
+    """Passes over the rollout: the reference's, and that of the old log-probs, which the first update may not need."""
     run = setup.run
     return run.has_kl + (1 if run.needs_first_logprobs else 1 - 1 / run.updates_per_iteration)
 
 
 def traffic(setup: Setup, shares: Shares) -> dict[str, float]:
     """Bytes that one GPU moves in a step, by what for."""
-    run, memory = setup.run, setup.memory
+    run, memory, n = setup.run, setup.memory, setup.num_trainers
     per_iteration = micro_batches(setup, shares) * run.updates_per_iteration
     trained = per_iteration * run.num_iterations
     is_once = memory.gather_parameters_once
@@ -63,31 +57,23 @@ def traffic(setup: Setup, shares: Shares) -> dict[str, float]:
     of_reference = run.has_kl * (per_iteration if setup.has_reference_model else in_pass)
     without_gradient = of_reference + (passes_without_gradient(setup) - run.has_kl) * in_pass
     reductions = run.updates if memory.reduce_gradients_once else trained
-    away = (setup.num_trainers - 1) / setup.num_trainers
-    weights = setup.model.parameters * COMPUTE
-    return {
-        "all-gather, log-probs": without_gradient * weights * away,
-        "all-gather, update": in_updates * weights * away,
-        "reduce-scatter": reductions * setup.trainable * REDUCE * away,
-        "sync": weights * away,
-        "to and from host": host_traffic(setup, per_iteration, in_updates),
-    }
-
-
-def host_traffic(setup: Setup, per_iteration: int, gathers: int) -> float:
-    """Bytes between one GPU and host RAM in a step, with so many micro-batches an iteration and gathers of all parameters."""
-    m, memory, n = setup.model, setup.memory, setup.num_trainers
-    trained = per_iteration * setup.run.num_iterations
-    moved = 0.0
-    if memory.offload == "all":  # parameters to the GPU, gradients to the host
-        moved += gathers * setup.stored_bytes / n + trained * setup.trainable * setup.trained_bytes / n
+    weights, others = setup.model.parameters * COMPUTE, (n - 1) / n
+    from_host = 0.0
+    if memory.offload == "all":  # and gradients to the host
+        from_host += in_updates * setup.stored_bytes / n + trained * setup.trainable * setup.trained_bytes / n
     if memory.offload == "optimizer":
-        moved += setup.run.updates * 2 * setup.state_bytes / n
+        from_host += run.updates * 2 * setup.state_bytes / n
     if memory.offload_activations:
-        moved += 2 * trained * m.layers * kept_per_layer(setup)
+        from_host += 2 * trained * setup.model.layers * kept_per_layer(setup)
     if setup.has_reference_model and memory.offload_reference:
-        moved += per_iteration * m.parameters * COMPUTE / n
-    return moved
+        from_host += per_iteration * weights / n
+    return {
+        "all-gather, log-probs": without_gradient * weights * others,
+        "all-gather, update": in_updates * weights * others,
+        "reduce-scatter": reductions * setup.trainable * REDUCE * others,
+        "sync": weights * others,
+        "to and from host": from_host,
+    }
 
 
 def link_speed(setup: Setup, shares: Shares) -> float:
@@ -99,13 +85,13 @@ def link_speed(setup: Setup, shares: Shares) -> float:
 
 
 def rollout_seconds(setup: Setup, shares: Shares) -> float:
-    """Prompts at the speed of FLOPs. Then tokens, in as many rounds as the cache requires; each reads weights and cache once."""
+    """Prompts at the speed of FLOPs, then tokens in as many rounds as the cache requires. Each reads weights and cache."""
     run, h, tp = setup.run, setup.hardware, setup.run.tensor_parallel_size
-    prompt, completion = mean_lengths(setup, shares)
+    prompt, completion = shares.length * run.max_prompt_tokens, shares.length * run.max_completion_tokens
     sequences = -(-run.completions // setup.num_engines)
     per_token = cache_bytes_per_token(setup)
     cache = max(engine_parts(setup)["KV cache"], per_token)
-    at_once = max(1.0, min(sequences, MOST_SEQUENCES, cache / (per_token * (prompt + completion))))
+    at_once = max(1.0, min(sequences, 1024, cache / (per_token * (prompt + completion))))  # vLLM: at most 1024
     flops = training_flops(setup.model, [1]) / 3 * at_once / tp
     read = setup.model.parameters * COMPUTE / tp + at_once * per_token * (prompt + completion / 2)
     token = max(flops / (h.flops * shares.flops), read / (h.memory_speed * shares.memory))
@@ -115,7 +101,7 @@ def rollout_seconds(setup: Setup, shares: Shares) -> float:
 
 
 def phase_seconds(setup: Setup, shares: Shares) -> dict[str, float]:
-    """Phase -> seconds of a step. Communication hides behind computation where it is shorter; transfers from the host do not."""
+    """Phase -> seconds of a step. Communication hides behind longer computation; transfers from the host do not hide."""
     run, h, memory = setup.run, setup.hardware, setup.memory
     moved, link = traffic(setup, shares), link_speed(setup, shares)
     prompt = int(shares.length * run.max_prompt_tokens)

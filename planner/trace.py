@@ -1,9 +1,9 @@
 """The memory of a pass, traced: the real model under fake tensors, sharded over a fake process group (flag `--trace`).
 
-Nothing is computed or allocated: a fake tensor has a shape and no data. What counts is which storages are alive at once, and that is up
-to the real code: the Hugging Face model, `fully_shard`, `chunked_logprobs`, autograd. Two stand-ins keep what the GPU's kernels keep:
-attention, and LoRA's dropout. The fake device is the CPU, because fake CUDA tensors fail in the autograd of a CPU build. Private
-interfaces of torch are used: its version is pinned, and a test runs them. Read `trace_update` first.
+Nothing is computed or allocated: a fake tensor has a shape and no data. What counts is which storages are alive at once,
+and that is up to the real code: the Hugging Face model, `fully_shard`, `chunked_logprobs`, autograd. Two stand-ins keep
+what the GPU's kernels keep: attention, and LoRA's dropout. The fake device is the CPU, because fake CUDA tensors fail in
+the autograd of a CPU build. Private interfaces of torch are used: its version is pinned, and a test runs them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from policy import Policy, chunked_logprobs, model_from_config, tower_of
 def trace_update(setup: Setup, config: PretrainedConfig) -> dict[str, int]:
     """Phase -> peak bytes of live tensors on one GPU: "static" (what is there all the time), "logprobs", "update".
 
-    Two micro-batches stand for any larger number: from the second one on, all gradients are there from the start. Where parameters stay
-    gathered until the last one begins its backward pass, it takes a third.
+    Two micro-batches stand for any larger number: in the second one all gradients are there from the start. Where
+    parameters stay gathered until the last backward pass, it takes three.
     """
     stays_gathered = setup.memory.gather_parameters_once
     num_micros = 3 if stays_gathered else 2
@@ -65,7 +65,7 @@ def trace_update(setup: Setup, config: PretrainedConfig) -> dict[str, int]:
 
 
 class Tracker(TorchDispatchMode):
-    """Counts the bytes of live storages, fake or real, each once, and their maximum. It does not see what a kernel takes and frees."""
+    """Counts the bytes of live storages, fake or real, each once, and their maximum; not what a kernel takes and frees."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class Tracker(TorchDispatchMode):
 
 @contextlib.contextmanager
 def fake_world(num_ranks: int) -> Iterator[Tracker]:
-    """Makes this process rank 0 of `num_ranks`, without the others. All tensors made inside are fake, and the tracker counts them."""
+    """This process is rank 0 of `num_ranks`, without the others. Tensors made inside are fake; the tracker counts them."""
     tracker = Tracker()
     shapes = "_propagate_tensor_meta_non_cached"  # makes tensors of the global shape, only to see their shapes
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
@@ -204,7 +204,7 @@ def kernel_attention(
 
 
 class KernelAttention(torch.autograd.Function):
-    """Keeps and takes what the variable-length FlashAttention kernel does: [N, heads, head_dim], log-sums [heads, N]."""
+    """Keeps and takes what the variable-length FlashAttention kernel does, for tensors [N, heads, head_dim]."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

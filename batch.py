@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model.vision import PromptImages
+from model.vision import PromptImages, add_images
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def pack(rollout: Rollout, indices: list[int], group_size: int = 1) -> Batch:
         rollout_logprobs_N=to_positions(rollout, segments, rollout.rollout_logprobs),
         segments_S=segments,
     )
-    return _with_images(batch, rollout.images) if rollout.images and any(rollout.images[b] for b in indices) else batch
+    return add_images(batch, rollout.images) if rollout.images else batch
 
 
 def _segments(rollout: Rollout, indices: list[int], group_size: int) -> tuple[Segment, ...]:
@@ -201,28 +201,7 @@ def shared_positions(rollout: Rollout, b: int) -> int:
     0 if that token is part of an image, whose tokens have to stay together.
     """
     images = rollout.images[b] if rollout.images else None
-    ends_with_image = images is not None and images.template_ids[-1] == images.vision.image_token
-    return 0 if ends_with_image else len(rollout.prompts[b]) - 1
-
-
-def _with_images(batch: Batch, images: list[PromptImages | None]) -> Batch:
-    """The batch with the images of its sequences: pixel values, their places, and positions in three rows."""
-
-    def positions(x: Segment) -> np.ndarray:
-        return np.tile(np.arange(x.stop), (3, 1)) if images[x.index] is None else images[x.index].positions(x.stop)
-
-    def is_image(x: Segment) -> np.ndarray:
-        flags = np.zeros(0, dtype=bool) if images[x.index] is None else images[x.index].is_image()
-        return np.pad(flags, (0, x.stop - len(flags)))
-
-    seen = [images[x.index] for x in batch.segments_S if x.prefix is None and images[x.index]]
-    return replace(
-        batch,
-        position_ids_N=_packed(batch.segments_S, positions),
-        is_image_N=_packed(batch.segments_S, is_image),
-        pixels=tuple(pixels for each in seen for pixels in each.pixels()),
-        grids=tuple(grid for each in seen for grid in each.grids),
-    )
+    return 0 if images is not None and images.ends_with_image else len(rollout.prompts[b]) - 1
 
 
 def _packed(segments: tuple[Segment, ...], of_sequence: Callable[[Segment], np.ndarray]) -> Tensor:

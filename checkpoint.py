@@ -36,7 +36,6 @@ from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from fsdp_utils import World, new_host_group, wait_for_all
-from model.lora import merged_parameters, save_adapter
 from policy import Policy
 
 # Flags that may differ when a run continues, because they do not change what its steps compute; so may those of the length of the run,
@@ -129,7 +128,7 @@ def describe_start(out_dir: Path, world: World, resumed_from: int) -> None:
         "time": stamp,
         "resumed_from": resumed_from,
         "command": [sys.executable, *sys.argv],
-        "world_size": world.size,
+        "world_size": world.num_trainers,
         "tensor_parallel_size": world.tp_size,
         "device": device,
         "cores": os.cpu_count(),
@@ -199,7 +198,7 @@ class Writer:
         model_state, optimizer_state = get_state_dict(policy, optimizer)
         state = {"model": without_frozen(policy, model_state), "optimizer": optimizer_state}
         weights = gather_weights(policy, self.dtype, self.world)
-        save_adapter(policy, unfinished / "adapter", self.world)
+        policy.save_adapter(unfinished / "adapter", self.world)
         if self.thread is None:
             dcp.save(state, checkpoint_id=unfinished / "trainer")
             self._complete(step, policy, weights, num_drawn)
@@ -237,7 +236,7 @@ class Writer:
 def gather_weights(policy: Policy, dtype: torch.dtype, world: World) -> dict[str, Tensor]:
     """On the main process, in host RAM: the whole policy in `dtype`, with LoRA merged. All ranks call it; on the others it is empty."""
     weights = {}
-    for name, parameter in merged_parameters(policy.model, dtype):
+    for name, parameter in policy.full_weights(dtype):
         if world.is_main:
             weights[name] = parameter.to("cpu", copy=True)
     return weights

@@ -21,6 +21,8 @@ import numpy as np
 from jinja2 import TemplateError
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
+import flags
+from flags import from_args
 from model.vision import PromptImages, UnreadableImage, Vision, encoded_images, find_images, load_processor
 from sources import Record, name_of_source, read_records
 
@@ -450,7 +452,10 @@ def main() -> None:
             config = AutoConfig.from_pretrained(args.model)
         except (OSError, ValueError):
             config = None  # a folder with a tokenizer alone: enough to look at texts
-        prompt_format, (tokenizer, vision) = prompt_format_of(args), load_processor(args, config)
+        prompt_format, (tokenizer, vision) = (
+            prompt_format_of(args),
+            load_processor(args.model, config, from_args(flags.PromptFormat, args)),
+        )
         parts = [
             PromptData.load(source, prompt_format, tokenizer, args.max_prompt_tokens, args.seed, vision)
             for source in args.data

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,8 +28,10 @@ from transformers import PreTrainedTokenizerBase
 
 from batch import Rollout
 from data import PromptData, add_data_flags, name_of_source, prompt_format_of
+from flags import EngineSettings, PromptFormat, Sampling, from_args
 from fsdp_utils import World, check_launch, exit_with_error, gather_from_ranks, init_world, is_engine_leader_process
 from model.vision import Vision, load_processor, most_images
+from model.weights import load_config
 from reward import Case, Grade, Grader, add_reward_flags, grader_of, parse_reward
 
 if TYPE_CHECKING:  # importing vLLM takes seconds; the checks of bad input come first
@@ -158,15 +161,11 @@ def evaluate(
     """Samples and grades the set; every completion with its grade goes to `folder`/<set>.jsonl."""
     on_finished = submit_to(grader, data, np.arange(len(data.rows)), settings.samples, settings.max_completion_tokens)
     rollout = engine.sample(
-        data.prompts,
-        settings.samples,
+        [SimpleNamespace(ids=ids, images=images) for ids, images in zip(data.prompts, data.images, strict=True)],
+        Sampling(settings.samples, settings.temperature, settings.max_completion_tokens, settings.top_p),
         seed,
-        settings.temperature,
-        settings.max_completion_tokens,
-        settings.top_p,
         f"evaluate {data.name}",
         on_finished,
-        data.images,
     )
     grades = gather_grades(grader)
     if is_main:
@@ -300,8 +299,6 @@ def check_and_load(
 
     Raises ValueError, OSError or RuntimeError for what is wrong with the input.
     """
-    from transformers import AutoConfig
-
     check_launch(args.tensor_parallel_size, "bfloat16")
     parse_reward(args.reward)
     check_names(args.data)
@@ -320,13 +317,8 @@ def check_and_load(
     out_dir = Path(args.out_dir) if args.out_dir else default
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise ValueError(f"--out_dir {str(out_dir)!r} is there already and not empty; choose another.")
-    try:
-        config = AutoConfig.from_pretrained(args.model)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"--model {args.model!r} is neither a folder with a model nor a model that the hub has: {error}"
-        ) from None
-    tokenizer, vision = load_processor(args, config)
+    config = load_config(args.model)
+    tokenizer, vision = load_processor(args.model, config, from_args(PromptFormat, args))
     longest = args.max_prompt_tokens + max(args.max_completion_tokens)
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     if context is not None and longest > context:
@@ -360,22 +352,18 @@ def main() -> None:
             flush=True,
         )
 
-    import torch
-
     from rollout import (  # here, not above: vLLM takes seconds to import, and bad input should be told at once
-        Engine,
+        EvaluationEngine,
         largest_share,
     )
 
     max_model_len = args.max_prompt_tokens + max(args.max_completion_tokens)
-    options = (getattr(torch, args.dtype), args.gpu_memory_utilization, args.enforce_eager, args.seed)
+    settings_of_engine = from_args(EngineSettings, args, max_model_len=max_model_len)
     images = (vision, most_images(image for data in sets for image in data.images))
     sequences = largest_share(
         [(len(data.rows), each.samples) for data, each in zip(sets, settings, strict=True)], world
     )
-    engine = Engine(
-        args.model, tokenizer, world, max_model_len, *options, *images, load_weights=True, most_sequences=sequences
-    )
+    engine = EvaluationEngine(args.model, tokenizer, world, settings_of_engine, *images, sequences)
     results = []
     for index, (data, each) in enumerate(zip(sets, settings, strict=True)):
         results.append(evaluate(engine, data, grader, each, (args.seed, index), out_dir, world.is_main))

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from data import PromptData, prompt_format_of
 from evaluate import Settings, check_names, settings_per_set, without_bad_keys
+from flags import PromptFormat, from_args
 from fsdp_utils import World, check_launch, is_engine_leader_process, launched_world_size
 from model.lora import check_lora
 from model.vision import Vision, load_processor
+from model.weights import load_config
 from plan import Plan, check_flags, check_model, make_plan
 from reward import Grader, grader_of, parse_reward
 
@@ -50,15 +52,10 @@ def check_and_load_data(args: argparse.Namespace) -> Inputs:
         raise FileNotFoundError(
             f"--model {args.model!r}: no such folder, and not of the form of a hub id (owner/name)."
         )
-    try:
-        model_config = AutoConfig.from_pretrained(args.model)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"--model {args.model!r} is neither a folder with a model nor a model that the hub has: {error}"
-        ) from None
+    model_config = load_config(args.model)
     check_model(args, model_config)
     check_lora(args, model_config)
-    tokenizer, vision = load_processor(args, model_config)
+    tokenizer, vision = load_processor(args.model, model_config, from_args(PromptFormat, args))
     rules = {
         "prompt_format": prompt_format_of(args),
         "tokenizer": tokenizer,

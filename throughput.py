@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from batch import Batch, Rollout
-from fsdp_utils import World, sum_over_ranks
+from fsdp_utils import World, sum_over_trainers
 from metrics import Metrics
 from model.sizes import GPUS
 from policy import Policy
@@ -38,20 +38,20 @@ def throughput(
     own = [
         sum(batch.cost(length) for batch in packed) for length in (policy.parity_length, math.inf)
     ]  # at infinity: positions
-    cost, positions = sum_over_ranks(torch.tensor(own, dtype=torch.float64)).tolist()
-    flops = update_flops(policy, cost, bool(args.lora_rank)) * passes / update_s / world.size
+    cost, positions = sum_over_trainers(torch.tensor(own, dtype=torch.float64)).tolist()
+    flops = update_flops(policy, cost, bool(args.lora_rank)) * passes / update_s / world.num_trainers
     found = {
         "time/rollout_tail_s": sum(seconds.max() - seconds.min() for seconds in seconds_RE),
         "perf/idle_frac": waited / step_s,
         "perf/tokens_per_s": trained.completion_lengths_B.sum() / step_s,
-        "perf/sample_tokens_per_s_per_gpu": sampled.completion_lengths_B.sum() / metrics["time/sample_s"] / world.size,
-        "perf/update_tokens_per_s_per_gpu": lengths.sum() * passes / update_s / world.size,
+        "perf/sample_tokens_per_s_per_gpu": sampled.completion_lengths_B.sum() / metrics["time/sample_s"] / world.num_trainers,
+        "perf/update_tokens_per_s_per_gpu": lengths.sum() * passes / update_s / world.num_trainers,
         "perf/update_tflops_per_gpu": flops / 1e12,
     }
     if args.share_prompts:
         found["perf/shared_frac"] = 1 - positions / lengths.sum()
     if scored:
-        found["perf/logprobs_tokens_per_s_per_gpu"] = scored / metrics["time/logprobs_s"] / world.size
+        found["perf/logprobs_tokens_per_s_per_gpu"] = scored / metrics["time/logprobs_s"] / world.num_trainers
     if peak := peak_flops(torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else ""):
         found["perf/update_mfu"] = flops / peak
     return {name: float(value) for name, value in found.items()}

@@ -13,29 +13,27 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
-from torch.nn import Parameter
-from torch.optim import AdamW, Optimizer
 
 import checkpoint
 from algorithm import add_algorithm_flags, describe_algorithm
 from batch import Rollout
 from data import PromptData, add_data_flags
 from evaluate import evaluate, gather_grades, submit_to
-from fsdp_utils import World, close_world, exit_with_error, gather_from_ranks, init_world, is_main_process, shard
+from flags import AdamW, EngineSettings, Lora, Memory, Sampling, from_args
+from fsdp_utils import World, close_world, exit_with_error, gather_from_ranks, init_world, is_main_process
 from inputs import check_and_load_data, prepare_data
 from metrics import Metrics, PhaseTimer, RunLog, reward_metrics, rollout_metrics
-from model.lora import add_adapter, add_lora_flags, describe_parameters, dropout_on, merged_parameters
-from model.optimizer import ChunkedAdamW
+from model.attention import check_alignment
+from model.lora import add_lora_flags
 from model.vision import most_images
-from model.weights import fill
 from plan import Plan, learning_rate
 from planner.dry_run import add_dry_run_flags, dry_run
-from policy import DTYPES, Policy, check_alignment, compile_layers, empty_policy
+from policy import DTYPES, build_policy
 from reward import Grade, add_reward_flags
 from sampling import Groups, choose_groups, draw_prompts, prompts_to_sample
 from throughput import throughput
@@ -318,45 +316,6 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def build_policy(args: argparse.Namespace, world: World) -> tuple[Policy, Policy | None, Optimizer]:
-    """The sharded policy, the sharded frozen reference (None without a KL term), and the policy's optimizer.
-
-    With LoRA the reference is the policy itself, with its adapter off.
-    """
-    dtype = DTYPES[args.dtype]
-    policy = empty_policy(
-        args.model, dtype if args.lora_rank else DTYPES[args.param_dtype], args.gradient_checkpointing
-    )
-    if args.lora_rank:
-        add_adapter(policy, args)
-    if args.compile_layers:
-        compile_layers(policy)
-    settings = {"on_host": args.offload == "all", "stays_gathered": args.gather_parameters_once}
-    device = shard(policy, policy.layers, world, dtype, **settings)
-    fill(policy, policy.model, args.model, device)
-    optimizer = make_optimizer([parameter for parameter in policy.parameters() if parameter.requires_grad], args)
-    if args.kl_coef == 0.0:
-        return policy, None, optimizer
-    if args.lora_rank:
-        return policy, policy, optimizer
-    reference = empty_policy(args.model, dtype).requires_grad_(False)
-    device = shard(reference, reference.layers, world, dtype, on_host=args.offload_reference)
-    fill(reference, reference.model, args.model, device)
-    return policy, reference, optimizer
-
-
-def make_optimizer(parameters: Iterable[Parameter], args: argparse.Namespace) -> Optimizer:
-    """AdamW: torch's own where fp32 masters and their state are on the device, else ours, which does the same in less memory."""
-    settings = {
-        "lr": args.learning_rate,
-        "betas": (args.adam_beta1, args.adam_beta2),
-        "weight_decay": args.weight_decay,
-    }
-    if args.param_dtype == "float32" and args.offload == "none":
-        return AdamW(parameters, **settings, fused=True)
-    return ChunkedAdamW(parameters, **settings, is_state_on_host=args.offload == "optimizer")
-
-
 def with_rewards(rollout: Rollout, grades: list[Grade], truncated: str) -> Rollout:
     """The rollout with its grades; `truncated` "mask": what was cut is compared with like the others, but left out of the loss."""
     return replace(
@@ -370,7 +329,7 @@ def with_rewards(rollout: Rollout, grades: list[Grade], truncated: str) -> Rollo
 def describe_run(args: argparse.Namespace, plan: Plan, datasets: list[PromptData], world: World, log: RunLog) -> None:
     """Prints what the flags amount to, before anything takes time: derived numbers, data counts, the first prompt as the model sees it."""
     log.say(
-        f"{world.size} ranks on {world.device.type}, {world.num_engines} engines of {world.tp_size}; "
+        f"{world.num_trainers} ranks on {world.device.type}, {world.num_engines} engines of {world.tp_size}; "
         f"{args.prompts_per_step} prompts x {args.group_size} = {plan.completions_per_step} completions a step, "
         f"{plan.updates_per_step} updates a step, {plan.steps_per_epoch:g} steps an epoch, {plan.total_steps} steps in all"
     )
@@ -422,17 +381,18 @@ def main() -> None:
     )
 
     try:
-        policy, reference, optimizer = build_policy(args, world)
+        objects = (from_args(Memory, args), from_args(Lora, args), from_args(AdamW, args), args.kl_coef != 0)
+        policy, reference, optimizer = build_policy(args.model, *objects, args.seed, world)
     except ValueError as error:  # weights that do not fit config.json
         exit_with_error(error)
-    log.say(describe_parameters(policy, args))
+    log.say(policy.describe())
     dtype = DTYPES[args.dtype]
     max_model_len = args.max_prompt_tokens + max(args.max_completion_tokens, *args.eval_max_completion_tokens)
-    options = (max_model_len, dtype, args.gpu_memory_utilization, args.enforce_eager, args.seed)
+    settings = from_args(EngineSettings, args, max_model_len=max_model_len)
     max_images = most_images(images for data in [train_data, *eval_sets] for images in data.images)
     evaluations = [(len(data.rows), each.samples) for data, each in zip(eval_sets, inputs.eval_settings, strict=True)]
     sequences = largest_share([(args.prompts_per_step, args.group_size), *evaluations], world)
-    engine = Engine(args.model, inputs.tokenizer, world, *options, inputs.vision, max_images, most_sequences=sequences)
+    engine = Engine(args.model, inputs.tokenizer, world, settings, inputs.vision, max_images, sequences)
     processor = inputs.vision.processor if inputs.vision else inputs.tokenizer  # goes into the checkpoints
     writer = checkpoint.Writer(out_dir, processor, dtype, args.keep_checkpoints, args.async_checkpoint, world)
     num_drawn = 0  # prompts sampled so far, in the order of the data
@@ -441,9 +401,7 @@ def main() -> None:
         log.say(f"continues from {saved[-1][1]}")
     if world.is_main:
         checkpoint.describe_start(out_dir, world, resumed_from=first_step - 1)
-    engine.sync(
-        merged_parameters(policy.model, dtype)
-    )  # from the trainer, always: also a resumed run samples from the policy it trains
+    engine.sync(policy.full_weights())  # from the trainer, always: also a resumed run samples from the policy it trains
 
     def evaluate_all(step: int) -> Metrics:
         metrics = {}
@@ -452,7 +410,7 @@ def main() -> None:
             metrics |= evaluate(engine, data, inputs.grader, settings, (args.seed, step, index), *where).metrics()
         return metrics
 
-    timer = PhaseTimer(args.profile_steps, out_dir / "profile", world.rank)
+    timer = PhaseTimer(args.profile_steps, out_dir / "profile", world.trainer_rank)
     if args.eval_before_training and first_step == 1:
         with timer.phase("evaluate"):
             metrics = evaluate_all(step=0)
@@ -468,17 +426,12 @@ def main() -> None:
             with timer.phase("sample"):
                 indices_P = draw_prompts(train_data, step, num_drawn, count, args)
                 num_drawn += count
-                prompts_P, images_P = (
-                    [values[i] for i in indices_P] for values in (train_data.prompts, train_data.images)
-                )
+                rows = [SimpleNamespace(ids=train_data.prompts[i], images=train_data.images[i]) for i in indices_P]
                 on_finished = submit_to(
                     inputs.grader, train_data, indices_P, args.group_size, args.max_completion_tokens
                 )
-                options = (args.temperature, args.max_completion_tokens)
-                seed = (args.seed, step, 0, len(rounds))
-                rollout = engine.sample(
-                    prompts_P, args.group_size, seed, *options, on_finished=on_finished, images=images_P
-                )
+                sampling = from_args(Sampling, args, num_samples=args.group_size)
+                rollout = engine.sample(rows, sampling, (args.seed, step, 0, len(rounds)), on_finished=on_finished)
                 engine_seconds.append(engine.seconds_E)
 
             # 2. Reward: wait for the grades that are still missing, and share them.
@@ -511,7 +464,7 @@ def main() -> None:
                     update_index, args.learning_rate, args.lr_schedule, plan.warmup_updates, plan.total_updates
                 )
                 num_tokens = max(int(tokens_of_update[i].sum()), 1)
-                with dropout_on(policy, (args.seed, update_index), world):
+                with policy.dropout_on((args.seed, update_index), world):
                     update_metrics.append(
                         update_policy(policy, optimizer, batches, num_tokens, i == 0, rate, args, world)
                     )
@@ -523,7 +476,7 @@ def main() -> None:
 
         # 6. Sync: the new weights stream into the engine, which forgets what it cached under the old ones.
         with timer.phase("sync"):
-            engine.sync(merged_parameters(policy.model, dtype))
+            engine.sync(policy.full_weights())
 
         # 7. Evaluate: held-out problems, under the new weights.
         is_last = step == last_step

@@ -23,13 +23,12 @@ from fsdp_utils import (
     clip_grad_norm,
     gather_from_ranks,
     keep_gathered,
-    max_over_ranks,
+    max_over_trainers,
     reduce_gradients,
     release_gathered,
-    sum_over_ranks,
+    sum_over_trainers,
 )  # fmt: skip
 from metrics import Metrics
-from model.lora import adapter_off
 from plan import Plan
 from policy import Policy
 
@@ -51,9 +50,9 @@ def pack_updates(
     for indices in shares:
         lengths = rollout.sequence_lengths_B[indices]
         shared = np.array([shared_positions(rollout, b) for b in indices]) if args.share_prompts else None
-        micros = plan_micro_batches(lengths, world.size, args.micro_batch_tokens, parity_length, group_size, shared)[
-            world.rank
-        ]
+        micros = plan_micro_batches(
+            lengths, world.num_trainers, args.micro_batch_tokens, parity_length, group_size, shared
+        )[world.trainer_rank]
         updates.append([pack(rollout, indices[micro].tolist(), group_size).to(world.device) for micro in micros])
     return updates
 
@@ -73,7 +72,7 @@ def add_logprobs(
         logprobs_under(policy, "old_logprobs_N", batches, args.temperature) for batches in updates[first:]
     ]
     if reference is not None:
-        with adapter_off(reference):
+        with reference.adapter_off():
             updates = [logprobs_under(reference, "ref_logprobs_N", batches, args.temperature) for batches in updates]
     return updates
 
@@ -231,7 +230,7 @@ def update_policy(
         old_logprobs_N = logprobs_N.detach() if is_first and not args.lora_dropout else batch.old_logprobs_N
         loss_N, means, maxima = total_loss(batch, logprobs_N, old_logprobs_N, entropies_N, args)
         loss = grpo.masked_sum(loss_N * batch.loss_weights_N, batch.loss_mask_N)
-        (loss * world.size).backward()  # FSDP averages gradients over ranks; the weights are global already
+        (loss * world.num_trainers).backward()  # FSDP averages gradients over ranks; the weights are global already
         with torch.no_grad():
             sums.append(
                 torch.stack([loss, *(grpo.masked_sum(x, batch.loss_mask_N) / num_tokens for x in means.values())])
@@ -242,8 +241,8 @@ def update_policy(
             policy
         )  # the last backward pass has done it; what stayed would be used as it is after the weights have changed
     grad_norm = clip_grad_norm(policy, args.max_grad_norm)
-    totals = sum_over_ranks(torch.stack(sums).sum(dim=0))
-    largest = max_over_ranks(torch.stack(extremes).amax(dim=0))
+    totals = sum_over_trainers(torch.stack(sums).sum(dim=0))
+    largest = max_over_trainers(torch.stack(extremes).amax(dim=0))
     is_finite = bool(torch.isfinite(grad_norm) & torch.isfinite(totals[0]))
     if is_finite:
         for group in optimizer.param_groups:
@@ -261,7 +260,7 @@ def update_policy(
 def idle_share(batches: list[Batch], policy: Policy, world: World) -> float:
     """The share of the update in which a rank waits for another, by cost: the ranks meet in each micro-batch, at its costliest."""
     costs = torch.tensor([batch.cost(policy.parity_length) for batch in batches])
-    return 1.0 - (sum_over_ranks(costs).sum() / (max_over_ranks(costs).sum() * world.size)).item()
+    return 1.0 - (sum_over_trainers(costs).sum() / (max_over_trainers(costs).sum() * world.num_trainers)).item()
 
 
 def merge_updates(updates: list[Metrics]) -> Metrics:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,8 +18,12 @@ sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.par
 
 import psutil
 import torch
+from torch.optim import Optimizer
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from flags import AdamW, Lora, Memory, from_args
+from fsdp_utils import World
+from policy import Policy, build_policy
 from warm_start import build_tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -26,6 +31,12 @@ REWARD = """# Costs nothing and differs within a group: the share of a digit in 
 def score(completion, answer, columns):
     return completion.count(answer) / max(len(completion), 1)
 """  # a file of its own, because the processes that grade load it: this one would bring torch with it
+
+
+def build(args: Namespace, world: World) -> tuple[Policy, Policy | None, Optimizer]:
+    """What a run with these flags trains."""
+    objects = (from_args(Memory, args), from_args(Lora, args), from_args(AdamW, args))
+    return build_policy(args.model, *objects, args.kl_coef != 0, args.seed, world)
 
 
 def save_random_model(

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "scripts")]
 
@@ -25,11 +26,12 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from evaluate import gather_grades
+from flags import EngineSettings, Sampling
 from fsdp_utils import gather_from_ranks, init_world, wait_for_all
 from grading.math_text import clean, number
 from grading.verifiers import Case
 from reward import Grader
-from rollout import Engine
+from rollout import EvaluationEngine
 from warm_start import build_tokenizer
 
 GOAL = 1.05
@@ -93,9 +95,10 @@ def main() -> None:
         kinds[choose.random() >= args.numbers][choose.integers(10**9) % 600]
         for _ in range(args.prompts * args.group_size)
     ]
-    options = (torch.bfloat16, 0.6)
-    engine = Engine(
-        str(folder), tokenizer, world, 16 + args.max_tokens, *options, enforce_eager=False, seed=1, load_weights=True
+    engine = EvaluationEngine(str(folder), tokenizer, world, EngineSettings(16 + args.max_tokens))
+    rows, sampling = (
+        [SimpleNamespace(ids=ids, images=None) for ids in prompts],
+        Sampling(args.group_size, 1.0, args.max_tokens),
     )
 
     def step(round_index: int, is_graded: bool) -> float:
@@ -109,9 +112,7 @@ def main() -> None:
             if grader is not None:
                 grader.submit(b, cases[b])
 
-        rollout = engine.sample(
-            prompts, args.group_size, (1, round_index), 1.0, args.max_tokens, on_finished=on_finished
-        )
+        rollout = engine.sample(rows, sampling, (1, round_index), on_finished=on_finished)
         if is_graded:
             grades = gather_grades(grader)
             failed = [grade for grade in grades if grade.is_failed]
@@ -146,7 +147,7 @@ def main() -> None:
             "goal": GOAL,
             "graded": num_graded,
             "rounds": args.rounds,
-            "ranks": world.size,
+            "ranks": world.num_trainers,
         }
         print(json.dumps(summary | {"device": world.device.type}))
     engine.close()

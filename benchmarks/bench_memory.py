@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 benchmarks/bench_memory.py
     torchrun --standalone --nproc_per_node 1 benchmarks/bench_memory.py --model Qwen/Qwen2.5-1.5B --micro_batch_tokens 16384 --length 2048
 
-The policy is `train_grpo.build_policy`'s with random weights instead of a file's; what is measured is one whole update with two full
+The policy is `policy.build_policy`'s with random weights instead of a file's; what is measured is one whole update with two full
 micro-batches: log-probs, where there are any, backward passes, optimizer. It is the second one, so the optimizer's state is there.
 
 CPU: "tensors" is the peak of live tensor bytes (`tracing.Tracker` on real tensors), "process" the growth of the process's resident memory
@@ -32,8 +32,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoConfig
 
+import policy as policy_module
 import train_grpo
 from batch import Rollout
+from bench_common import build
 from fsdp_utils import World, close_world, gather_from_ranks, init_world, local_shard
 from plan import Plan
 from planner.dry_run import config_of, setup_of
@@ -67,7 +69,7 @@ COMMON = "--train_data none#1000 --out_dir none --total_steps 1 --max_prompt_tok
 
 
 def fill_randomly(root: nn.Module, model: nn.Module, path: str, device: torch.device) -> None:
-    """In the place of `loading.fill`: weights of small random numbers, norms of ones."""
+    """In the place of `weights.fill`: weights of small random numbers, norms of ones."""
     root._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
     model.tie_weights()
     for name, parameter in model.named_parameters():
@@ -137,8 +139,8 @@ def measured(args: argparse.Namespace, rollout: Rollout, world: World) -> tuple[
     """Peaks of an update with these flags on this rank, after a short one."""
     meter = Meter(world.device)
     with meter.tracker if not meter.is_cuda else torch.enable_grad():
-        policy, reference, optimizer = train_grpo.build_policy(args, world)
-        for part in (rollout.take(np.arange(world.size)), rollout):
+        policy, reference, optimizer = build(args, world)
+        for part in (rollout.take(np.arange(world.num_trainers)), rollout):
             meter.restart()
             plan = Plan(len(part.texts), 1, 1, 1, 1, 1, 0)
             updates = add_advantages(pack_updates(part, plan, args, world), part)
@@ -181,12 +183,14 @@ def main() -> None:
         ctypes.CDLL(None).mallopt(-3, 2**18)  # M_MMAP_THRESHOLD
         dist.reduce_scatter_single = reduce_scatter_in_place
     config = config_of(given.model) if given.model else AutoConfig.for_model(**SMALL)
-    rollout = random_rollout(config.vocab_size, 2 * world.size * given.micro_batch_tokens // given.length, given.length)
-    train_grpo.fill = fill_randomly
+    rollout = random_rollout(
+        config.vocab_size, 2 * world.num_trainers * given.micro_batch_tokens // given.length, given.length
+    )
+    policy_module.fill = fill_randomly
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
-        sizes = f"--max_completion_tokens {given.length} --micro_batch_tokens {given.micro_batch_tokens} --plan_gpus {world.size}"
+        sizes = f"--max_completion_tokens {given.length} --micro_batch_tokens {given.micro_batch_tokens} --plan_gpus {world.num_trainers}"
         flags = ["--model", folder, *f"{COMMON} {sizes}".split()]
         gc.freeze()  # what has been imported need not be looked through at each restart
         for policy in (
@@ -210,7 +214,7 @@ def main() -> None:
                 {
                     "worst_ratio": round(worst, 3),
                     "goal": GOAL,
-                    "ranks": world.size,
+                    "ranks": world.num_trainers,
                     "device": world.device.type,
                     "ratios": ratios,
                 }

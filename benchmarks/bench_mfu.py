@@ -28,10 +28,11 @@ import torch
 import policy as policy_module
 import train_grpo
 from batch import training_costs
-from bench_common import print_table
+from bench_common import build, print_table
 from bench_memory import fill_randomly
 from bench_update import make_rollout
 from fsdp_utils import World, close_world, init_world, wait_for_all
+from model import sizes
 from plan import Plan
 from planner.dry_run import config_of
 from policy import Policy
@@ -57,7 +58,7 @@ def seconds_of(
     args: argparse.Namespace, lengths: list[int], vocab: int, rounds: int, world: World
 ) -> tuple[list[float], Policy]:
     """Seconds of each update after a first one that is not counted, and the policy."""
-    policy, _, optimizer = train_grpo.build_policy(args, world)
+    policy, _, optimizer = build(args, world)
     rollout = make_rollout(
         [length - 15 for length in lengths], vocab
     )  # a prompt of 16 tokens and the shift make it `length` positions
@@ -102,15 +103,15 @@ def main() -> None:
     is_cuda = world.device.type == "cuda"
     names = given.variants or [name for name in VARIANTS if is_cuda or "compiled" not in name]
     peak = peak_flops(torch.cuda.get_device_name()) if is_cuda else None
-    train_grpo.fill = fill_randomly
+    policy_module.fill = fill_randomly
     config = config_of(given.model)
     vocab = config.get_text_config().vocab_size
-    chunk = policy_module.HEAD_CHUNK_LOGITS
+    chunk = sizes.HEAD_CHUNK_LOGITS
     longest = min(2048, given.micro_batch_tokens)
     draws = (
         np.random.default_rng(0).lognormal(np.log(given.mean_length) - 0.32, 0.8, 100_000).astype(int).clip(17, longest)
     )
-    room = 0.97 * 2 * world.size * given.micro_batch_tokens  # so that two micro-batches on each rank hold them
+    room = 0.97 * 2 * world.num_trainers * given.micro_batch_tokens  # so that two micro-batches on each rank hold them
     lengths = draws[: int((draws.cumsum() <= room).sum())]
     rows, found = [], {}
     with tempfile.TemporaryDirectory() as folder:
@@ -120,7 +121,7 @@ def main() -> None:
                 ["--model", folder, *COMMON.split(), "--max_completion_tokens", str(longest), "--micro_batch_tokens",
                  str(given.micro_batch_tokens), *VARIANTS[name].split()]
             )  # fmt: skip
-            policy_module.HEAD_CHUNK_LOGITS = 10**12 if "full logits" in name else chunk
+            sizes.HEAD_CHUNK_LOGITS = 10**12 if "full logits" in name else chunk
             try:
                 times, policy = seconds_of(
                     args, [longest] * len(lengths) if "padded" in name else lengths.tolist(), vocab, given.rounds, world
@@ -131,10 +132,18 @@ def main() -> None:
             else:
                 median = statistics.median(times)
                 cost = training_costs(lengths, policy.parity_length).sum()
-                flops = update_flops(policy, cost, bool(args.lora_rank)) / median / world.size
+                flops = update_flops(policy, cost, bool(args.lora_rank)) / median / world.num_trainers
                 share = flops / peak if peak else float("nan")
                 rows.append(
-                    [name, median, min(times), max(times), lengths.sum() / median / world.size, flops / 1e12, share]
+                    [
+                        name,
+                        median,
+                        min(times),
+                        max(times),
+                        lengths.sum() / median / world.num_trainers,
+                        flops / 1e12,
+                        share,
+                    ]
                 )
                 found[name] = round(flops / peak, 3) if peak else round(flops / 1e12, 4)
                 del policy
@@ -155,7 +164,7 @@ def main() -> None:
                     "unit": unit,
                     "goal": GOAL,
                     "device": torch.cuda.get_device_name() if is_cuda else "cpu",
-                    "ranks": world.size,
+                    "ranks": world.num_trainers,
                 }
             )
         )

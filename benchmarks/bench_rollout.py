@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -22,8 +23,8 @@ import torch
 from transformers import AutoTokenizer
 
 from data import PromptData, PromptFormat
+from flags import EngineSettings, Sampling
 from fsdp_utils import close_world, init_world, wait_for_all
-from model.lora import merged_parameters
 from policy import load_policy
 from rollout import Engine, SamplingParams, TokensPrompt, seed_everything
 
@@ -47,10 +48,12 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     data = PromptData.load(f"{args.model}/train.jsonl", PromptFormat(), tokenizer, max_prompt_tokens=64, seed=0)
     prompts = data.prompts[: args.prompts]
-    engine = Engine(
-        args.model, tokenizer, world, 64 + args.max_tokens, torch.bfloat16, 0.6, enforce_eager=False, seed=1
+    engine = Engine(args.model, tokenizer, world, EngineSettings(64 + args.max_tokens))
+    engine.sync(load_policy(args.model, torch.bfloat16).full_weights())
+    rows, sampling = (
+        [SimpleNamespace(ids=ids, images=None) for ids in prompts],
+        Sampling(args.group_size, 1.0, args.max_tokens),
     )
-    engine.sync(merged_parameters(load_policy(args.model, torch.bfloat16).model, torch.bfloat16))
     share = np.array_split(np.arange(len(prompts)), world.num_engines)[world.engine_index]
     bare_prompts = [TokensPrompt(prompt_token_ids=prompts[i].tolist()) for i in share]
     bare_params = SamplingParams(
@@ -61,7 +64,7 @@ def main() -> None:
     for round_index in range(-2, args.rounds):
         for times, run in (
             (bare, lambda seed: engine.llm.generate(bare_prompts, bare_params, use_tqdm=False)),
-            (ours, lambda seed: engine.sample(prompts, args.group_size, (1, seed), 1.0, args.max_tokens)),
+            (ours, lambda seed: engine.sample(rows, sampling, (1, seed))),
         ):
             seed_everything((1, round_index + 2), world.engine_index)  # so that both sample the same completions
             engine.llm.reset_prefix_cache()
@@ -82,7 +85,7 @@ def main() -> None:
                     "ratio": round(ratio, 3),
                     "goal": GOAL,
                     "rounds": args.rounds,
-                    "ranks": world.size,
+                    "ranks": world.num_trainers,
                     "device": world.device.type,
                 }
             )

@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 benchmarks/bench_sync.py
     OMP_NUM_THREADS=1 python benchmarks/bench_sync.py                                       # one rank: nothing to gather
 
-Ours is `engine.sync(merged_parameters(policy.model, dtype))` as after every step: fp32 shards of FSDP2 are cast, gathered, and loaded by
+Ours is `engine.sync(policy.full_weights())` as after every step: fp32 shards of FSDP2 are cast, gathered, and loaded by
 vLLM's `reload_weights`. Memcpy copies as many bytes as the engine's weights have, tensor by tensor. The two run in turn; a round ends when
 all ranks are done. The goal is a ratio of bytes per second, ours over memcpy's, of at least 0.5. The second table says where the time of
 rank 0 goes: gathering alone is the same iterator with nobody at its end. Prints two tables and, last, one JSON line.
@@ -27,9 +27,9 @@ import torch
 from transformers import AutoTokenizer
 
 import train_grpo
-from bench_common import interleave, median_ratio, print_table, save_random_model, times_row
+from bench_common import build, interleave, median_ratio, print_table, save_random_model, times_row
+from flags import EngineSettings
 from fsdp_utils import close_world, gather_from_ranks, init_world, wait_for_all
-from model.lora import merged_parameters
 from policy import DTYPES
 from rollout import Engine
 
@@ -60,12 +60,9 @@ def main() -> None:
     flags = train_grpo.parse_flags(
         ["--model", str(folder), "--train_data", "-", "--out_dir", "-", "--dtype", args.dtype]
     )
-    policy, _, _ = train_grpo.build_policy(flags, world)
-    dtype = DTYPES[args.dtype]
-    engine = Engine(
-        str(folder), AutoTokenizer.from_pretrained(folder), world, 128, dtype, 0.6, enforce_eager=False, seed=1
-    )
-    source = [tensor.clone() for _, tensor in merged_parameters(policy.model, dtype)]
+    policy, _, _ = build(flags, world)
+    engine = Engine(str(folder), AutoTokenizer.from_pretrained(folder), world, EngineSettings(128, args.dtype))
+    source = [tensor.clone() for _, tensor in policy.full_weights()]
     target = [torch.zeros_like(tensor) for tensor in source]
     num_bytes = sum(tensor.nbytes for tensor in source)
 
@@ -75,12 +72,12 @@ def main() -> None:
         wait_for_all()
 
     def gather() -> None:
-        for _ in merged_parameters(policy.model, dtype):
+        for _ in policy.full_weights():
             pass
         wait_for_all()
 
     def sync() -> None:
-        engine.sync(merged_parameters(policy.model, dtype))
+        engine.sync(policy.full_weights())
         wait_for_all()
 
     seconds = interleave({"memcpy": memcpy, "gather and cast alone": gather, "sync": sync}, args.rounds, warm_up=2)
@@ -92,7 +89,7 @@ def main() -> None:
     if world.is_main:
         shutil.rmtree(folder)
         print(
-            f"{len(source)} tensors, {num_bytes / 2**20:.0f} MiB in {args.dtype}, {world.size} ranks on {world.device.type}"
+            f"{len(source)} tensors, {num_bytes / 2**20:.0f} MiB in {args.dtype}, {world.num_trainers} ranks on {world.device.type}"
         )
         rows = [
             [*times_row(name, times, seconds["memcpy"]), num_bytes / statistics.median(times) / 1e9]
@@ -106,7 +103,7 @@ def main() -> None:
                     "ratio": round(ratio, 3),
                     "goal": GOAL,
                     "mib": round(num_bytes / 2**20),
-                    "ranks": world.size,
+                    "ranks": world.num_trainers,
                     "dtype": args.dtype,
                 }
             )

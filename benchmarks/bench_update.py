@@ -36,11 +36,11 @@ from torch.nn import functional as F
 from torch.optim import AdamW
 from transformers import AutoModelForCausalLM
 
-import policy
 import train_grpo
 from batch import Rollout
-from bench_common import interleave, median_ratio, print_table, save_random_model, times_row
+from bench_common import build, interleave, median_ratio, print_table, save_random_model, times_row
 from fsdp_utils import World, close_world, init_world
+from model import sizes
 from plan import Plan
 from update import add_advantages, pack_updates, update_policy
 
@@ -72,7 +72,7 @@ def ours(model: Path, rollout: Rollout, dtype: str, micro_batch_tokens: int, wor
     """A function that does our update of the rollout, once per call."""
     flags = ["--model", str(model), "--train_data", "-", "--out_dir", "-", "--dtype", dtype, "--prompts_per_step", "1"]
     args = train_grpo.parse_flags([*flags, "--micro_batch_tokens", str(micro_batch_tokens), *more_flags])
-    model, _, optimizer = train_grpo.build_policy(args, world)
+    model, _, optimizer = build(args, world)
     plan = Plan(
         len(rollout.texts),
         updates_per_pass=1,
@@ -137,7 +137,7 @@ def peak_memory(args: argparse.Namespace) -> None:
         save_random_model(Path(folder), 64, 2, 192, args.memory_vocab)
         rollout = make_rollout(lengths, args.memory_vocab)
         if args.peak_of == "full_logits":
-            policy.HEAD_CHUNK_LOGITS = 10**12
+            sizes.HEAD_CHUNK_LOGITS = 10**12
         if args.peak_of == "bare":
             run = bare(Path(folder), rollout, args.dtype)
         else:

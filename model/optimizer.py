@@ -1,19 +1,19 @@
-"""AdamW in less memory than torch's: bf16 parameters that are updated as fp32 ones, and state that may live in host RAM.
+"""AdamW in less memory than torch's: bf16 parameters updated as fp32 ones, and state that may live in host RAM.
 
     parameters  state                                      bytes a parameter, gradient included, of which on the device
                                                            state there     state on the host
     float32     exp_avg, exp_avg_sq, both float32          16              8
     bfloat16    exp_avg, exp_avg_sq, remainder, 16 bit     10              4
 
-A bf16 parameter has 8 significant bits, so an update of less than 1/512 of it is lost. The usual cure, Kahan summation, keeps what was
-lost in a second bf16 number, which loses again what is below 1/512 of it. We keep in the same two bytes the lower half of the fp32
-number of which the parameter is the upper half, rounded: the two together are that fp32 number, exactly (`join`, `split`). The second
-moment is rounded stochastically: rounded to nearest, v * 0.999 is v again in bf16, and v never decays. The arithmetic is fp32 and
-torch's own fused AdamW.
+A bf16 parameter has 8 significant bits: an update of less than 1/512 of it is lost, and Kahan summation in a second
+bf16 number loses again what is below 1/512 of that. We keep in the same two bytes the lower half of the fp32 number of
+which the parameter is the upper half, rounded: the two together are that number, exactly (`join`, `split`). The second
+moment is rounded stochastically, because v * 0.999, rounded to nearest, is v again in bf16, and v never decays. The
+arithmetic is fp32 and torch's own fused AdamW.
 
-Why not a library: with torch-optimi 0.3.3 (Kahan, both moments rounded to nearest), in 1,000 updates of 1e-6,
-parameters between 1 and 2 did not move and the compensation took up half, and its v stayed at 3.6 times the right one; torchao's
-stochastically rounded AdamW needs torch.compile. Neither streams its state from the host.
+Why not a library: in 1,000 updates of 1e-6 with torch-optimi 0.3.3 (Kahan, both moments rounded to nearest), parameters
+between 1 and 2 did not move, and its v stayed at 3.6 times the correct one; torchao's stochastically rounded AdamW
+needs torch.compile. Neither streams its state from the host.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW
-from torch.optim.adamw import adamw
-from torch.optim.optimizer import StateDict
+from torch.optim.adamw import adamw as fused_adamw
+from torch.optim.optimizer import Optimizer, StateDict
 
+from flags import AdamW, Memory
 from fsdp_utils import local_shard, pin_in_place
-
-CHUNK = (
-    2**24
-)  # elements that are worked on at a time; some 30 bytes each, so the step's extra memory is at most 0.5 GiB
+from model import sizes
 
 
-class ChunkedAdamW(AdamW):
+def make_optimizer(parameters: Iterable[nn.Parameter], adamw: AdamW, memory: Memory) -> Optimizer:
+    """torch's AdamW where fp32 masters and their state are on the device; else ours, which takes less memory."""
+    betas = (adamw.adam_beta1, adamw.adam_beta2)
+    settings = {"lr": adamw.learning_rate, "betas": betas, "weight_decay": adamw.weight_decay}
+    if memory.param_dtype == "float32" and memory.offload == "none":
+        return torch.optim.AdamW(parameters, **settings, fused=True)
+    return ChunkedAdamW(parameters, **settings, is_state_on_host=memory.offload == "optimizer")
+
+
+class ChunkedAdamW(torch.optim.AdamW):
     """`torch.optim.AdamW` for bf16 and fp32 parameters, for fp32 ones bit for bit the same; see the module's docstring.
 
-    `is_state_on_host`: the state lives in host RAM (pinned, for CUDA parameters) and passes through the device in chunks of a shard.
+    `is_state_on_host`: the state lives in host RAM (pinned, for CUDA parameters) and passes through the device in
+    chunks.
     """
 
-    def __init__(
-        self,
-        params: Iterable[nn.Parameter],
-        lr: float,
-        betas: tuple[float, float],
-        weight_decay: float,
-        is_state_on_host: bool,
-    ) -> None:
-        super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
+    def __init__(self, params: Iterable[nn.Parameter], is_state_on_host: bool, **settings: object) -> None:
+        super().__init__(params, fused=True, **settings)
         self.is_state_on_host = is_state_on_host
 
     @torch.no_grad()
@@ -57,23 +57,22 @@ class ChunkedAdamW(AdamW):
         device = torch.device("cpu")
         for group in self.param_groups:
             for parameter in (parameter for parameter in group["params"] if parameter.grad is not None):
-                state = self._state_of(parameter)
-                state["step"] += 1
                 device = local_shard(parameter).device
-                generator = torch.Generator(device).manual_seed(
-                    int(state["step"])
-                )  # so that a resumed run rounds as it would have
-                tensors = {"parameter": parameter, "gradient": parameter.grad} | {
-                    k: v for k, v in state.items() if k != "step"
-                }
-                chunks = [local_shard(tensor).view(-1).split(CHUNK) for tensor in tensors.values()]
-                for pieces in zip(*chunks, strict=True):
-                    step = torch.full(
-                        (), int(state["step"]) - 1, dtype=torch.float32, device=device
-                    )  # `adamw` counts it up
-                    self._update_chunk(dict(zip(tensors, pieces, strict=True)), step, group, generator)
+                self._update(parameter, group, device)
         if self.is_state_on_host and device.type == "cuda":
             torch.cuda.synchronize(device)  # what the host reads next, for a checkpoint say, has arrived
+
+    def _update(self, parameter: nn.Parameter, group: dict[str, object], device: torch.device) -> None:
+        state = self._state_of(parameter)
+        state["step"] += 1
+        count = int(state["step"])
+        generator = torch.Generator(device).manual_seed(count)  # so that a resumed run rounds as it would have
+        moments = {name: tensor for name, tensor in state.items() if name != "step"}
+        tensors = {"parameter": parameter, "gradient": parameter.grad} | moments
+        chunks = [local_shard(tensor).view(-1).split(sizes.OPTIMIZER_CHUNK) for tensor in tensors.values()]
+        for pieces in zip(*chunks, strict=True):
+            step = torch.full((), count - 1, dtype=torch.float32, device=device)  # `fused_adamw` counts it up
+            self._update_chunk(dict(zip(tensors, pieces, strict=True)), step, group, generator)
 
     @staticmethod
     def _update_chunk(
@@ -81,14 +80,14 @@ class ChunkedAdamW(AdamW):
     ) -> None:
         parameter, moments = chunk["parameter"], ("gradient", "exp_avg", "exp_avg_sq")
         values = {name: chunk[name].to(parameter.device, torch.float32, non_blocking=True) for name in moments}
+        values["parameter"] = parameter
         is_split = parameter.dtype == torch.bfloat16
-        values["parameter"] = (
-            join(parameter, chunk["remainder"].to(parameter.device, non_blocking=True)) if is_split else parameter
-        )
-        adamw(
+        if is_split:
+            values["parameter"] = join(parameter, chunk["remainder"].to(parameter.device, non_blocking=True))
+        fused_adamw(
             *([values[name]] for name in ("parameter", *moments)), [], [step],
-            fused=True, amsgrad=False, maximize=False, lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"],
-            beta1=group["betas"][0], beta2=group["betas"][1],
+            fused=True, amsgrad=False, maximize=False, lr=group["lr"], weight_decay=group["weight_decay"],
+            eps=group["eps"], beta1=group["betas"][0], beta2=group["betas"][1],
         )  # fmt: skip
         if is_split:
             for name in ("exp_avg", "exp_avg_sq"):
@@ -112,7 +111,7 @@ class ChunkedAdamW(AdamW):
         return self.state[parameter]
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Takes the state as it is, into the tensors that are there: torch's would cast it to the parameter's dtype and device."""
+        """Takes the state as it is, in place: torch's would cast it to the parameter's dtype and device."""
         state = {parameter: self._state_of(parameter) for group in self.param_groups for parameter in group["params"]}
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self.state.update(state)
@@ -123,12 +122,12 @@ class ChunkedAdamW(AdamW):
 
 
 def join(parameter: Tensor, remainder: Tensor) -> Tensor:
-    """The fp32 numbers of which `parameter` (bf16) is the upper half, rounded to nearest, and `remainder` (int16) what this left over."""
+    """The fp32 numbers with the rounded upper half `parameter` (bf16) and the signed rest `remainder` (int16)."""
     return ((parameter.view(torch.int16).to(torch.int32) << 16) + remainder).view(torch.float32)
 
 
 def split(values: Tensor) -> tuple[Tensor, Tensor]:
-    """(bf16, int16): the fp32 numbers, finite, rounded to the nearest bf16 (halves away from zero), and the signed rest of their bits."""
+    """(nearest bf16, halves away from zero; signed rest of the bits, int16) of finite fp32 numbers."""
     bits = values.view(torch.int32)
     upper = (bits + 0x8000) >> 16
     return upper.to(torch.int16).view(torch.bfloat16), (bits - (upper << 16)).to(torch.int16)

@@ -1,29 +1,44 @@
-"""Images of a vision-language model (Qwen2.5-VL): which tokens stand for them in a prompt, at which positions, and their pixel values.
+"""Images of a vision-language model (Qwen2.5-VL): their tokens in a prompt, their positions, their pixel values.
 
-The processor scales an image to multiples of 28 pixels, at most `--max_pixels` of them in all, and cuts it into patches of 14 x 14. Four
-patches become one token: in the prompt, one `<|image_pad|>` from the chat template is repeated so often. Prompts hold the repeated
-tokens, so length limits, packing and the token cap count them. Engine and trainer get the same decoded image and the same sizes; the
-engine repeats the token by itself, and `rollout.py` compares its prompt with ours.
-Images are kept encoded; pixel values are worked out for the micro-batches of a step and go with them.
+The processor scales an image to multiples of 28 pixels, at most --max_pixels in all, and cuts it into patches of 14 x
+14. Four patches become one token: the one `<|image_pad|>` of the chat template is repeated so often. Prompts hold the
+repeated tokens, so length limits, packing and the token cap count them. Engine and trainer get the same decoded image
+and the same sizes; the engine repeats the token by itself, and `rollout.py` compares its prompt with ours. Images are
+kept encoded; pixel values are computed for the micro-batches of a step and go with them.
 """
 
 from __future__ import annotations
 
 import io
 import struct
-from argparse import Namespace
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 import numpy as np
+import torch
 from PIL import Image, ImageOps
-from torch import Tensor
-from transformers import AutoProcessor, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
+from torch import Tensor, nn
+from transformers import (
+    AutoProcessor,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
+
+from flags import PromptFormat
+
+if TYPE_CHECKING:
+    from batch import Batch
 
 KNOWN = ("qwen2_5_vl",)  # model types
-ORIENTATION, QUARTER_TURNS = 0x0112, (5, 6, 7, 8)  # of a photograph's EXIF data: these exchange height and width
+ORIENTATION, QUARTER_TURNS = 0x0112, (5, 6, 7, 8)  # in a photograph's EXIF data: these exchange height and width
+# What PIL raises for damaged files, found by fuzzing.
+DAMAGED = (OSError, SyntaxError, TypeError, ValueError, EOFError, Image.DecompressionBombError, struct.error)
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,9 +51,8 @@ class Vision:
     merge_size: int  # patches along each side of a token
     min_pixels: int
     max_pixels: int
-    kept: WeakValueDictionary[bytes, Tensor] = field(
-        default_factory=WeakValueDictionary
-    )  # pixel values while a micro-batch holds them
+    # Encoded image -> pixel values, while a micro-batch holds them.
+    kept: WeakValueDictionary[bytes, Tensor] = field(default_factory=WeakValueDictionary)
 
     @property
     def size(self) -> dict[str, int]:
@@ -52,9 +66,7 @@ class PromptImages:
 
     encoded: tuple[bytes, ...]
     grids: tuple[tuple[int, int, int], ...]  # (1, height, width) of each in patches
-    template_ids: (
-        np.ndarray
-    )  # int32, the prompt with one token for each image, as the chat template writes it and vLLM wants it
+    template_ids: np.ndarray  # int32, with one token for each image, as the chat template writes it and vLLM wants it
     vision: Vision
 
     @property
@@ -68,25 +80,29 @@ class PromptImages:
         counts[self.template_ids == self.vision.image_token] = self.num_tokens
         return np.repeat(self.template_ids, counts)
 
+    @property
+    def ends_with_image(self) -> bool:
+        """Whether the prompt's last token belongs to an image, whose tokens have to stay together."""
+        return bool(self.template_ids[-1] == self.vision.image_token)
+
     def is_image(self) -> np.ndarray:
         """bool, one per token of the prompt. A completion may hold the same token, sampled as text: it is no image."""
         return self.prompt == self.vision.image_token
 
     def positions(self, length: int) -> np.ndarray:
-        """Shape [3, length], int64: time, row and column of each token of prompt and completion, for the rotary embedding.
+        """Shape [3, length], int64: time, row, column of each token of prompt and completion, for the rotary embedding.
 
-        Text counts on in all three. The tokens of an image share the time at which it starts and differ in row and column; it takes as
-        many positions as its longer side has tokens (arXiv 2409.12191, section 2.1).
+        Text counts on in all three. The tokens of an image share the time at which it starts and differ in row and
+        column; it takes as many positions as its longer side has tokens (arXiv 2409.12191, section 2.1).
         """
-        pieces, position, end = [], 0, 0
+        pieces, position, end, is_image = [], 0, 0, self.is_image()
         for (_, height, width), count in zip(self.grids, self.num_tokens, strict=True):
-            start = end + int(np.argmax(self.is_image()[end:]))
+            start = end + int(np.argmax(is_image[end:]))
             rows, columns = height // self.vision.merge_size, width // self.vision.merge_size
             pieces.append(position + np.tile(np.arange(start - end), (3, 1)))
             position += start - end
-            pieces.append(
-                position + np.stack([np.zeros(count, dtype=np.int64), *np.indices((rows, columns)).reshape(2, -1)])
-            )
+            places = [np.zeros(count, dtype=np.int64), *np.indices((rows, columns)).reshape(2, -1)]
+            pieces.append(position + np.stack(places))
             position, end = position + max(rows, columns), start + count
         return np.concatenate([*pieces, position + np.tile(np.arange(length - end), (3, 1))], axis=1)
 
@@ -94,86 +110,122 @@ class PromptImages:
         return [decode(image) for image in self.encoded]
 
     def pixels(self) -> list[Tensor]:
-        """Of each image [patches, 3 x 2 x patch_size^2], float32, on the host. Shared by all micro-batches that hold them meanwhile."""
-        found, kept = [], self.vision.kept
+        """Of each image [patches, 3 x 2 x patch_size^2], float32, on the host; micro-batches share them."""
+        found, kept, process = [], self.vision.kept, self.vision.processor.image_processor
         for encoded, grid in zip(self.encoded, self.grids, strict=True):
             if (pixels := kept.get(encoded)) is None:
-                output = self.vision.processor.image_processor(
-                    decode(encoded), size=self.vision.size, return_tensors="pt"
-                )
+                output = process(decode(encoded), size=self.vision.size, return_tensors="pt")
                 assert output["image_grid_thw"].tolist() == [list(grid)], "the processor scales images as `_grid` says"
                 pixels = kept[encoded] = output["pixel_values"]
             found.append(pixels)
         return found
 
 
-def check_images(args: Namespace, config: PretrainedConfig) -> None:
-    """Raises ValueError for --image_column without a model that sees, and for --max_pixels without images or beyond the prompt."""
-    if args.image_column is not None and config.model_type not in KNOWN:
+def add_images(batch: Batch, images_of_sequences: list[PromptImages | None]) -> Batch:
+    """The batch with the images of its sequences: pixel values, their places, and positions in three rows.
+
+    The list has one entry per sequence of the rollout. A batch without any image is returned as it is.
+    """
+    segments = batch.segments_S
+    images = [None if x.index is None else images_of_sequences[x.index] for x in segments]
+    if not any(images):
+        return batch
+    positions, is_image = [], []
+    for x, each in zip(segments, images, strict=True):
+        own = np.tile(np.arange(x.stop), (3, 1)) if each is None else each.positions(x.stop)
+        flags = np.zeros(0, dtype=bool) if each is None else each.is_image()
+        positions.append(own[:, x.start :])
+        is_image.append(np.pad(flags, (0, x.stop - len(flags)))[x.start :])
+    seen = [each for x, each in zip(segments, images, strict=True) if each and x.prefix is None]
+    return replace(
+        batch,
+        position_ids_N=torch.from_numpy(np.concatenate(positions, axis=1)),
+        is_image_N=torch.from_numpy(np.concatenate(is_image)),
+        pixels=tuple(pixels for each in seen for pixels in each.pixels()),
+        grids=tuple(grid for each in seen for grid in each.grids),
+    )
+
+
+def tower_of(model: PreTrainedModel) -> nn.Module | None:
+    """The vision tower of Qwen2.5-VL; None of a model without vision."""
+    return getattr(model.base_model, "visual", None)
+
+
+def embed(model: PreTrainedModel, batch: Batch) -> Tensor:
+    """Shape [N, D]: embeddings of the tokens, and of the images in the place of theirs.
+
+    The tower is frozen, and its parameters are gathered with the rest of the root unit before this runs: a rank without
+    images has no collective to miss.
+    """
+    tower, device = tower_of(model), batch.input_ids_N.device
+    embedded_ND = model.get_input_embeddings()(batch.input_ids_N)
+    with torch.no_grad():
+        pixels = torch.cat([each.to(device, tower.dtype, non_blocking=True) for each in batch.pixels])
+        images = tower(pixels, grid_thw=torch.tensor(batch.grids, device=device)).pooler_output
+    return embedded_ND.masked_scatter(batch.is_image_N[:, None], images.to(embedded_ND.dtype))
+
+
+def check_images(path: str, config: PretrainedConfig, prompt_format: PromptFormat) -> None:
+    """Raises ValueError for image flags that do not suit the model, each other, or the length of prompts."""
+    column, max_pixels = prompt_format.image_column, prompt_format.max_pixels
+    if column is not None and config.model_type not in KNOWN:
         raise ValueError(
-            f"--image_column {args.image_column!r}: --model {args.model} is of the type {config.model_type!r}; images are implemented for "
-            f"{', '.join(KNOWN)}. Use such a model, or leave the flag out."
+            f"--image_column {column!r}: --model {path} is of the type {config.model_type!r}; images are implemented "
+            f"for {', '.join(KNOWN)}. Use such a model, or leave the flag out."
         )
-    if args.max_pixels is None:
+    if max_pixels is None:
         return
-    if args.image_column is None:
-        raise ValueError(
-            f"--max_pixels {args.max_pixels} has no effect without --image_column; leave it out, or name the column."
-        )
-    pixels_per_token = (config.vision_config.patch_size * config.vision_config.spatial_merge_size) ** 2
-    if args.max_pixels < pixels_per_token:
-        raise ValueError(
-            f"--max_pixels {args.max_pixels}: an image has at least one token, of {pixels_per_token} pixels; use more."
-        )
-    _check_room(args, args.max_pixels, pixels_per_token, f"--max_pixels {args.max_pixels}")
+    if column is None:
+        raise ValueError(f"--max_pixels {max_pixels} has no effect without --image_column; leave it out, or name one.")
+    per_token = (config.vision_config.patch_size * config.vision_config.spatial_merge_size) ** 2
+    if max_pixels < per_token:
+        raise ValueError(f"--max_pixels {max_pixels}: a token is made of {per_token} pixels; use at least as many.")
+    _check_room(prompt_format, max_pixels, per_token, f"--max_pixels {max_pixels}")
 
 
-def _check_room(args: Namespace, max_pixels: int, pixels_per_token: int, given: str) -> None:
-    tokens = max_pixels // pixels_per_token
-    if tokens >= args.max_prompt_tokens:
+def _check_room(prompt_format: PromptFormat, max_pixels: int, per_token: int, given: str) -> None:
+    tokens, limit = max_pixels // per_token, prompt_format.max_prompt_tokens
+    if tokens >= limit:
         raise ValueError(
-            f"--max_prompt_tokens {args.max_prompt_tokens} cannot hold an image of {given} = {tokens} tokens and a prompt; raise the one, "
-            f"or use --max_pixels {(args.max_prompt_tokens - 1) * pixels_per_token // 2} or so."
+            f"--max_prompt_tokens {limit} cannot hold an image of {given} = {tokens} tokens and a prompt; "
+            f"raise the one, or use --max_pixels {(limit - 1) * per_token // 2} or so."
         )
 
 
-def load_processor(args: Namespace, config: PretrainedConfig | None) -> tuple[PreTrainedTokenizerBase, Vision | None]:
-    """The tokenizer, and what reads images: None if the model sees none, or if there is no model but a tokenizer to look at data with.
+def load_processor(
+    path: str, config: PretrainedConfig | None, prompt_format: PromptFormat
+) -> tuple[PreTrainedTokenizerBase, Vision | None]:
+    """The tokenizer, and what reads images: None for a model without vision, or for a tokenizer alone (no config).
 
     Raises ValueError for image flags that do not suit the model, and if it has no tokenizer or processor.
     """
-    sees = config is not None and config.model_type in KNOWN
+    has_vision = config is not None and config.model_type in KNOWN
     if config is not None:
-        check_images(args, config)
+        check_images(path, config, prompt_format)
     try:
-        processor = (AutoProcessor if sees else AutoTokenizer).from_pretrained(args.model)
+        processor = (AutoProcessor if has_vision else AutoTokenizer).from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"--model {args.model!r} has no {'processor' if sees else 'tokenizer'} that could be read: {error}"
-        ) from None
-    if not sees:
+        missing = "processor" if has_vision else "tokenizer"
+        raise ValueError(f"--model {path!r} has no {missing} that could be read: {error}") from None
+    if not has_vision:
         return processor, None
     tokenizer, images = processor.tokenizer, processor.image_processor
     tokenizer.chat_template = processor.chat_template or tokenizer.chat_template
     smallest, largest = images.size["shortest_edge"], images.size["longest_edge"]
-    pixels_per_token = (images.patch_size * images.merge_size) ** 2
-    if args.max_pixels is not None and args.max_pixels < max(smallest, pixels_per_token):
-        raise ValueError(
-            f"--max_pixels {args.max_pixels}: the processor of --model {args.model} scales images to at least {smallest}."
-        )
-    if args.image_column is not None and args.max_pixels is None:
-        _check_room(args, largest, pixels_per_token, f"{largest} pixels, the processor's own limit,")
-    limits = (smallest, args.max_pixels or largest)
+    per_token, max_pixels = (images.patch_size * images.merge_size) ** 2, prompt_format.max_pixels
+    if max_pixels is not None and max_pixels < smallest:
+        raise ValueError(f"--max_pixels {max_pixels}: the processor of {path} scales images to at least {smallest}.")
+    if prompt_format.image_column is not None and max_pixels is None:
+        _check_room(prompt_format, largest, per_token, f"{largest} pixels, the processor's own limit,")
+    limits = (smallest, max_pixels or largest)
     return tokenizer, Vision(processor, processor.image_token_id, images.patch_size, images.merge_size, *limits)
 
 
 def find_images(vision: Vision, encoded: tuple[bytes, ...], template_ids: np.ndarray) -> PromptImages:
-    """The images of a prompt with their sizes. Raises ValueError if one cannot be scaled, or if the text holds the image token itself."""
-    num_tokens = int((template_ids == vision.image_token).sum())
-    if num_tokens != len(encoded):
-        raise ValueError(
-            f"the prompt has {num_tokens} image tokens for {len(encoded)} images: its text must not hold one"
-        )
+    """The images of a prompt. Raises ValueError if one cannot be scaled, or if the text holds the image token."""
+    found = int((template_ids == vision.image_token).sum())
+    if found != len(encoded):
+        raise ValueError(f"the prompt has {found} image tokens for {len(encoded)} images: its text must not hold one")
     return PromptImages(encoded, tuple(_grid(vision, image) for image in encoded), template_ids, vision)
 
 
@@ -187,7 +239,10 @@ class UnreadableImage(ValueError):
 
 
 def encoded_images(value: object, folder: Path) -> tuple[bytes, ...]:
-    """Of null, or one or a list of: path, bytes, {"bytes": ..., "path": ...} as in parquet files. Raises UnreadableImage."""
+    """The images of null, or of one or a list of: path, bytes, {"bytes": ..., "path": ...} as in parquet files.
+
+    Raises UnreadableImage, also for a file that is cut off: it would end the run when its turn comes.
+    """
     images = []
     for item in value if isinstance(value, list) else [] if value is None else [value]:
         item = (item.get("bytes") or item.get("path")) if isinstance(item, dict) else item
@@ -195,22 +250,14 @@ def encoded_images(value: object, folder: Path) -> tuple[bytes, ...]:
             if not isinstance(item, (bytes, str)):
                 raise TypeError(f"{type(item).__name__} is neither a path nor bytes")
             images.append(item if isinstance(item, bytes) else (folder / item).read_bytes())
-            decode(images[-1])  # whole: a file that is cut off would end the run when its turn comes
-        except (
-            OSError,
-            SyntaxError,
-            TypeError,
-            ValueError,
-            EOFError,
-            Image.DecompressionBombError,
-            struct.error,
-        ) as error:  # by fuzzing PIL
+            decode(images[-1])
+        except DAMAGED as error:
             raise UnreadableImage(str(error)) from None
     return tuple(images)
 
 
 def decode(encoded: bytes) -> Image.Image:
-    """The image in RGB, upright as its EXIF data say, transparent parts white. Raises what PIL raises for files that are none."""
+    """The image in RGB, upright as its EXIF data say, transparent parts white. Raises `DAMAGED`."""
     image = ImageOps.exif_transpose(Image.open(io.BytesIO(encoded)))
     if image.has_transparency_data:
         image = image.convert("RGBA")

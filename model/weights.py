@@ -1,12 +1,11 @@
 """Weights from disk into shards: a model is built without storage, sharded, and filled one parameter at a time.
 
-    with without_storage():
-        model = ...                       # parameters on the meta device, buffers (rotary frequencies) real
+    with without_storage(): model = ...   # parameters on the meta device, buffers (rotary frequencies) real
     shard(...)                            # FSDP2 divides shapes, not yet bytes
     fill(root, model, path, device)       # rank 0 reads, every rank keeps its shard
 
-Only rank 0 reads the files, mapped into memory, so a model costs no host RAM beyond its shards and one full parameter, and one copy
-of it is on the way. The parameters get the same bits as by `from_pretrained` (tests/model/test_weights.py).
+Only rank 0 reads the files, mapped into memory: a model costs no host RAM beyond its shards and one full parameter, and
+one copy of it is on the way. The parameters get the same bits as by `from_pretrained` (tests/model/test_weights.py).
 """
 
 from __future__ import annotations
@@ -23,7 +22,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from transformers import PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.utils import cached_file
@@ -31,15 +36,27 @@ from transformers.utils import cached_file
 from fsdp_utils import fill_from_main, gather_from_ranks, is_main_process
 
 NAMES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-MOVED_BUFFERS = (
-    r"rotary_emb\.inv_freq$",
-    r"(^|\.)position_ids$",
-)  # in old files; computed by today's models. The list of from_pretrained
+MOVED_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")  # in old files; as in `from_pretrained`
+
+
+def load_config(path: str) -> PretrainedConfig:
+    """The config of a folder or hub id. Raises ValueError if there is none."""
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        message = f"--model {path!r} is neither a folder with a model nor a model that the hub has: {error}"
+        raise ValueError(message) from None
+
+
+def model_from_config(config: PretrainedConfig, **options: object) -> PreTrainedModel:
+    """A new model of this architecture with its language-model head."""
+    auto = AutoModelForCausalLM if getattr(config, "vision_config", None) is None else AutoModelForImageTextToText
+    return auto.from_config(config, **options)
 
 
 @contextmanager
 def without_storage() -> Iterator[None]:
-    """Parameters that modules register meanwhile are on the meta device. Buffers are real: their values come from no file."""
+    """While it is open, new parameters are on the meta device. Buffers are real: their values come from no file."""
 
     def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta:  # on meta already: a tied one, which must stay the same object
@@ -56,13 +73,12 @@ def without_storage() -> Iterator[None]:
 def fill(root: nn.Module, model: PreTrainedModel, path: str, device: torch.device) -> None:
     """Gives what has no storage in `root` storage on `device`, and `model` (a part of it) the weights at `path`.
 
-    Parameters that have storage already stay as they are. All ranks call it together; rank 0 reads. Raises ValueError, on every rank,
-    if files are missing or do not fit the model.
+    Parameters that have storage already stay as they are. All ranks call it together; rank 0 reads. Raises ValueError,
+    on every rank, if files are missing or do not fit the model.
     """
     wanted = names_to_fill(model)
-    root._apply(
-        lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
-    )  # as `to_empty`, but not for buffers
+    # As `to_empty`, but not for buffers.
+    root._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
     model.tie_weights()  # an unsharded parameter has now a tensor for each of its names
     problem, readers, sources = None, {}, {}
     if is_main_process():
@@ -87,7 +103,7 @@ def in_files(name: str) -> str:
 
 
 def names_to_fill(model: nn.Module) -> list[list[str]]:
-    """What is to be read: the names of each parameter without storage (several, if it is tied) and of each buffer that is saved."""
+    """The names of each parameter without storage (several, if it is tied) and of each buffer that is saved."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     aliases: dict[int, list[str]] = {}
     for name, parameter in parameters.items():
@@ -103,40 +119,37 @@ def read_parameter(readers: dict[str, Callable[[], Tensor]], keys: list[str], sh
         raise ValueError(f"{keys[0]} has the shape {list(full.shape)} in the files, but {list(shape)} by config.json.")
     for other in keys[1:]:
         if not torch.equal(full, readers[other]()):
+            names = f"{keys[0]} and {other}"
             raise ValueError(
-                f"{keys[0]} and {other} differ in the files, but config.json ties them; set tie_word_embeddings to false."
+                f"{names} differ in the files, but config.json ties them; set tie_word_embeddings to false."
             )
     return full
 
 
 def open_weights(path: str) -> dict[str, Callable[[], Tensor]]:
-    """Key -> function that reads this tensor, for all weights at `path` (folder or hub id). The files are mapped, nothing is read yet.
+    """Key -> function that reads this tensor, for all weights at `path` (folder or hub id), in the order of the files.
 
-    Raises OSError if there are none, ValueError if they are in a format that cannot be read tensor by tensor.
+    The files are mapped, nothing is read yet. Raises OSError if there are none, ValueError if they cannot be read
+    tensor by tensor.
     """
     readers: dict[str, Callable[[], Tensor]] = {}
     for file in weight_files(path):
-        if file.suffix == ".safetensors":
-            try:
-                handle = safe_open(file, framework="pt")
-            except SafetensorError as error:
-                raise ValueError(f"{file} is damaged ({error}); download or copy it again.") from None
-            readers |= {
-                key: partial(handle.get_tensor, key) for key in handle.offset_keys()
-            }  # in the order of the file
-            continue
         try:
-            state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+            if file.suffix == ".safetensors":
+                handle = safe_open(file, framework="pt")
+                readers |= {key: partial(handle.get_tensor, key) for key in handle.offset_keys()}
+            else:
+                state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+                readers |= {key: partial(state.__getitem__, key) for key in state}
+        except SafetensorError as error:
+            raise ValueError(f"{file} is damaged ({error}); download or copy it again.") from None
         except (RuntimeError, pickle.UnpicklingError) as error:
-            raise ValueError(
-                f"{file} cannot be read tensor by tensor ({error}); save the model as safetensors."
-            ) from None
-        readers |= {key: partial(state.__getitem__, key) for key in state}
+            raise ValueError(f"{file} cannot be read tensor by tensor ({error}); save it as safetensors.") from None
     return readers
 
 
 def weight_files(path: str) -> list[Path]:
-    """The files of weights of a folder or hub id, downloaded if need be: safetensors if there are any, else pytorch_model.bin."""
+    """The weights' files of a folder or hub id, downloaded if need be; safetensors go before pytorch_model.bin."""
     for name in NAMES:
         try:
             file = Path(cached_file(path, name))
@@ -145,16 +158,16 @@ def weight_files(path: str) -> list[Path]:
             continue
         if file.suffix != ".json":
             return [file]
-        return [
-            Path(cached_file(path, part)) for part in sorted(set(json.loads(file.read_text())["weight_map"].values()))
-        ]
+        parts = set(json.loads(file.read_text())["weight_map"].values())
+        return [Path(cached_file(path, part)) for part in sorted(parts)]
     raise OSError(f"none of {', '.join(NAMES)} was found: {missing}")
 
 
 def match_names(model: PreTrainedModel, wanted: list[list[str]], keys: Iterable[str]) -> dict[str, list[str]]:
-    """First name of each that is wanted -> the keys that hold it. Keys are renamed as transformers renames them while loading.
+    """First name of each that is wanted -> the keys that hold it, renamed as transformers does while loading.
 
-    Raises ValueError, with the names, for weights that the files lack, that the model does not know, or that must be converted.
+    Raises ValueError, with the names, for weights that the files lack, that the model does not know, or that must be
+    converted.
     """
     known = dict.fromkeys((name for names in wanted for name in names), True)
     transforms = get_model_conversion_mapping(model)
@@ -164,7 +177,7 @@ def match_names(model: PreTrainedModel, wanted: list[list[str]], keys: Iterable[
     converted = [key for key, (_, pattern) in renamed.items() if pattern is not None]
     if converted:
         raise ValueError(
-            f"its weights ({_some(converted)}) are stored in another layout than the model's, which is not implemented."
+            f"its weights ({_some(converted)}) must be converted to the model's layout; that is not implemented."
         )
     found = {name: key for key, (name, _) in renamed.items()}
     sources = {names[0]: [found[name] for name in names if name in found] for names in wanted}

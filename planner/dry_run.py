@@ -16,7 +16,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, PretrainedConfig
 
-from flags import EngineSettings, Lora, Memory, from_args
+from flags import EngineSettings, Lora, Memory, PromptFormat, from_args
 from fsdp_utils import check_whole_engines, is_main_process, launched_world_size
 from model.sizes import GPUS
 from model.vision import check_images
@@ -125,7 +125,7 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
     check_whole_engines(args.tensor_parallel_size, gpus)
     check_flags(args, gpus)
     check_model(args, config)
-    check_images(args, config)
+    check_images(args.model, config, from_args(PromptFormat, args))
     model, lora = shape_of(config, args.model), from_args(Lora, args)
     unknown = set(lora.lora_targets or ()) - set(model.projections)
     if unknown:

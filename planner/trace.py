@@ -25,8 +25,11 @@ from transformers import AttentionInterface, PretrainedConfig
 
 import fsdp_utils
 from fsdp_utils import World, keep_gathered, release_gathered, shard
+from model.head import chunked_logprobs
+from model.vision import tower_of
+from model.weights import model_from_config
 from planner.setup import Setup
-from policy import Policy, chunked_logprobs, model_from_config, tower_of
+from policy import Policy
 
 
 def trace_update(setup: Setup, config: PretrainedConfig) -> dict[str, int]:
@@ -165,7 +168,7 @@ def build(setup: Setup, config: PretrainedConfig) -> TracedPolicy:
     if setup.memory.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     traced = TracedPolicy(model.train())
-    world = World(rank=0, size=setup.num_trainers, local_rank=0, tp_size=1, device=torch.device("cpu"))
+    world = World(rank=0, size=setup.num_trainers, tp_size=1, device=torch.device("cpu"))
     shard(traced, traced.layers, world, torch.bfloat16, stays_gathered=setup.memory.gather_parameters_once)
     return traced
 
@@ -196,7 +199,7 @@ def kernel_attention(
     positions_M: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """The signature and shapes of a transformers attention function; `positions_M` as in `policy.packed_attention`."""
+    """The signature and shapes of a transformers attention function; `positions_M` as in `attention.packed_attention`."""
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     if positions_M is not None:
         key, value = key[positions_M], value[positions_M]

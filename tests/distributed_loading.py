@@ -10,22 +10,19 @@ from transformers import AutoModelForCausalLM
 
 from fsdp_utils import close_world, gather_from_ranks, init_world, shard
 from helpers import HeldInSync
-from model.lora import merged_parameters
 from model.weights import fill
-from policy import Policy, empty_policy
+from policy import Policy, empty_policy, shard_and_fill
 
 
 def sharded(path: str, dtype: torch.dtype, on_host: bool, world) -> Policy:
-    policy = empty_policy(path, dtype)
-    fill(policy, policy.model, path, shard(policy, policy.layers, world, dtype, on_host))
-    return policy
+    return shard_and_fill(empty_policy(path, dtype), path, world, on_host)
 
 
 def differences(path: str, dtype: torch.dtype, on_host: bool, world) -> list[str]:
     """Names of parameters and buffers that are not, bit for bit, what from_pretrained gives."""
     policy = sharded(path, dtype, on_host, world)
     wanted = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-    found = dict(merged_parameters(policy.model, dtype)) | dict(policy.model.named_buffers())
+    found = dict(policy.full_weights()) | dict(policy.model.named_buffers())
     expected = dict(wanted.named_parameters()) | dict(wanted.named_buffers())
     assert found.keys() == expected.keys()
     is_same = {
@@ -38,7 +35,7 @@ def most_held_in_a_sync(path: str, world) -> float:
     """The most bytes of full parameters alive at a time, in decoder layers, where the consumer keeps none of them."""
     policy = sharded(path, torch.float32, False, world)
     held = HeldInSync()
-    for _ in held.stream(merged_parameters(policy.model, torch.bfloat16)):
+    for _ in held.stream(policy.full_weights(torch.bfloat16)):
         pass
     return held.most / sum(2 * parameter.numel() for parameter in policy.layers[0].parameters())
 
@@ -49,7 +46,7 @@ def is_extra_parameter_kept(path: str, world) -> bool:
     values = torch.arange(15, dtype=torch.float32).view(5, 3)
     policy.layers[0].extra = torch.nn.Parameter(values.clone())
     fill(policy, policy.model, path, shard(policy, policy.layers, world, torch.bfloat16))
-    full = dict(merged_parameters(policy.model, torch.float32))
+    full = dict(policy.full_weights(torch.float32))
     return full["model.layers.0.extra"].equal(values) and len(full) > 20
 
 

@@ -11,9 +11,10 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
 from distributed_gradient import Recorder
+from flags import EngineSettings, Lora, from_args
 from fsdp_utils import World, close_world, init_world, shard
 from helpers import HeldInSync, flags, make_rollout
-from model.lora import adapter_off, add_adapter, dropout_on, merged_parameters
+from model.lora import add_adapter
 from plan import Plan
 from policy import Policy, load_policy
 from update import add_advantages, add_logprobs, logprobs_under, pack_updates, update_policy
@@ -35,7 +36,7 @@ def lora_flags(path: str, **changes: object) -> argparse.Namespace:
 def adapted_policy(args: argparse.Namespace, gradient_checkpointing: bool = False) -> Policy:
     """A policy with frozen weights in bf16 and an adapter in fp32 that is no longer the zero it starts as; not sharded."""
     policy = load_policy(args.model, torch.bfloat16, gradient_checkpointing)
-    add_adapter(policy, args)
+    add_adapter(policy.model, from_args(Lora, args), args.seed, args.model)
     torch.manual_seed(2)
     for name, parameter in policy.named_parameters():
         if ".lora_B." in name:
@@ -55,7 +56,7 @@ def gradient(
     )
     trained = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
     optimizer = Recorder(trained.values(), lr=0.0)
-    with dropout_on(policy, dropout_seed, world):
+    with policy.dropout_on(dropout_seed, world):
         metrics = update_policy(
             policy, optimizer, batches, int(rollout.trained_lengths_B.sum()), True, 0.0, args, world
         )
@@ -99,7 +100,7 @@ def main(path: str, output: str) -> None:
         policy, base = adapted_policy(args), load_policy(path, torch.bfloat16)
         for model in (policy, base):
             shard(model, model.layers, world, dtype)
-        with adapter_off(policy):
+        with policy.adapter_off():
             reference = logprobs(policy, args, world)
         wanted, adapted = logprobs(base, args, world), logprobs(policy, args, world)
         found[f"reference is the base model, {dtype}"] = all(a.equal(b) for a, b in zip(reference, wanted, strict=True))
@@ -123,19 +124,18 @@ def main(path: str, output: str) -> None:
     policy = adapted_policy(args)
     whole = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
     shard(policy, policy.layers, world, torch.bfloat16)
-    engine = Engine(
-        path, AutoTokenizer.from_pretrained(path), world, 24, torch.bfloat16, 0.3, enforce_eager=True, seed=1
-    )
-    found["merged"] = [(name, tensor.clone()) for name, tensor in merged_parameters(policy.model, torch.bfloat16)]
+    settings = EngineSettings(24, gpu_memory_utilization=0.3, enforce_eager=True)
+    engine = Engine(path, AutoTokenizer.from_pretrained(path), world, settings)
+    found["merged"] = [(name, tensor.clone()) for name, tensor in policy.full_weights()]
     for _ in range(100):
-        engine.sync(merged_parameters(policy.model, torch.bfloat16))
+        engine.sync(policy.full_weights())
     held = HeldInSync()
-    engine.sync(held.stream(merged_parameters(policy.model, torch.bfloat16)))
+    engine.sync(held.stream(policy.full_weights()))
     layer_bytes = sum(
         2 * parameter.numel() for name, parameter in policy.layers[0].named_parameters() if ".lora_" not in name
     )
     found["held in a sync, in layers"] = held.most / layer_bytes
-    found["merged after"] = [(name, tensor.clone()) for name, tensor in merged_parameters(policy.model, torch.bfloat16)]
+    found["merged after"] = [(name, tensor.clone()) for name, tensor in policy.full_weights()]
     after = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in policy.named_parameters()}
     found["parameters"], found["parameters after"] = (
         whole,

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import torch
 
-from fsdp_utils import close_world, gather_from_ranks, init_world, shard
-from model.weights import fill
-from policy import empty_policy
+from fsdp_utils import close_world, gather_from_ranks, init_world
+from policy import empty_policy, shard_and_fill
 
 
 def anonymous_bytes() -> int:
@@ -32,9 +31,7 @@ class Peak(threading.Thread):
 
 
 def load(path: str, world) -> None:
-    policy = empty_policy(path, torch.float32)
-    shard(policy, policy.layers, world, torch.float32)
-    fill(policy, policy.model, path, world.device)
+    shard_and_fill(empty_policy(path, torch.float32), path, world)
 
 
 def main(small: str, large: str, output: str) -> None:

@@ -15,8 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 import train_grpo
 from fsdp_utils import close_world, init_world, local_shard
-from helpers import make_rollout
-from model.lora import merged_parameters
+from helpers import build, make_rollout
 from model.optimizer import ChunkedAdamW
 from plan import Plan, check_flags
 from policy import Policy
@@ -55,8 +54,8 @@ def train(
     path: str, flags: str, world
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], dict[str, torch.Tensor], list[int]]:
     args = train_grpo.parse_flags(["--model", path, *COMMON.split(), *flags.split()])
-    check_flags(args, world.size)
-    policy, reference, optimizer = train_grpo.build_policy(args, world)
+    check_flags(args, world.num_trainers)
+    policy, reference, optimizer = build(args, world)
     assert isinstance(optimizer, ChunkedAdamW) is (args.offload != "none" or args.param_dtype == "bfloat16")
     if isinstance(optimizer, ChunkedAdamW):
         assert optimizer.is_state_on_host is (args.offload == "optimizer")
@@ -78,7 +77,7 @@ def train(
         big = [tensor for tensor in state.values() if tensor.dim()]
         assert {tensor.is_cuda for tensor in big} == {args.offload == "none"}
         assert args.offload != "optimizer" or all(tensor.is_pinned() for tensor in big)
-    parameters = {name: full.cpu() for name, full in merged_parameters(policy.model, torch.float32)}
+    parameters = {name: full.cpu() for name, full in policy.full_weights(torch.float32)}
     return metrics, parameters, {name: tensor.cpu() for name, tensor in state.items()}, num_calls
 
 

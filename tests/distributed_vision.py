@@ -7,6 +7,7 @@ import sys
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -14,8 +15,9 @@ import torch
 from batch import Rollout, pack
 from checkpoint import export, gather_weights
 from distributed_gradient import Recorder
+from flags import EngineSettings, Lora, Sampling, from_args
 from fsdp_utils import World, close_world, gather_from_ranks, init_world, shard
-from model.lora import add_adapter, merged_parameters
+from model.lora import add_adapter
 from policy import Policy, load_policy
 from update import add_advantages, add_logprobs, update_policy
 from vision_models import vision_data, vision_flags, vision_rollout
@@ -27,7 +29,7 @@ def policy_of(args: Namespace) -> Policy:
     """All weights trained, or LoRA with an adapter that is no longer the zero it starts as. In fp32, not sharded."""
     policy = load_policy(args.model, torch.float32, args.gradient_checkpointing)
     if args.lora_rank:
-        add_adapter(policy, args)
+        add_adapter(policy.model, from_args(Lora, args), args.seed, args.model)
         torch.manual_seed(2)
         for name, parameter in policy.named_parameters():
             if ".lora_B." in name:
@@ -66,18 +68,19 @@ def main(path: str, output: str) -> None:
         args = vision_flags(path, **changes)
         policy = policy_of(args)
         shard(policy, policy.layers, world, torch.float32)
-        found["gradients"][name] = gradient(policy, args, world, WITHOUT if world.rank else WITH_IMAGES)
+        found["gradients"][name] = gradient(policy, args, world, WITHOUT if world.trainer_rank else WITH_IMAGES)
 
     data = vision_data(args)
-    options = (torch.float32, 0.3, True, 1, data.images[0].vision, 3)
-    engine = Engine(path, data.images[0].vision.processor.tokenizer, world, 48, *options)
-    engine.sync(merged_parameters(policy.model, torch.float32))
+    vision = data.images[0].vision
+    settings = EngineSettings(48, dtype="float32", gpu_memory_utilization=0.3, enforce_eager=True)
+    engine = Engine(path, vision.processor.tokenizer, world, settings, vision, max_images=3)
+    engine.sync(policy.full_weights())
     order = [0, 2, 4, 1, 3]  # the second engine's share is two texts
-    prompts, images = [data.prompts[i] for i in order], [data.images[i] for i in order]
-    rollout = engine.sample(prompts, 2, (1, 1), 0.7, max_tokens=8, images=images)
+    rows = [SimpleNamespace(ids=data.prompts[i], images=data.images[i]) for i in order]
+    rollout = engine.sample(rows, Sampling(2, 0.7, 8), (1, 1))
     rollout = replace(rollout, loss_weights_B=np.zeros(10, dtype=np.float32))
     found["gaps"] = gaps(policy, rollout)
-    three = images[1]
+    three = rows[1].images
     swapped = replace(
         three, encoded=(three.encoded[0], three.encoded[2], three.encoded[1])
     )  # of the same size: only pixels differ
@@ -89,7 +92,7 @@ def main(path: str, output: str) -> None:
     weights = gather_weights(policy, torch.float32, world)
     if world.is_main:
         export(policy, weights, data.images[0].vision.processor, Path(output) / "exported", torch.float32)
-    found["merged"] = {name: tensor.clone() for name, tensor in merged_parameters(policy.model, torch.float32)}
+    found["merged"] = {name: tensor.clone() for name, tensor in policy.full_weights()}
     if world.is_main:
         torch.save(found, Path(output) / "found.pt")
     engine.close()

@@ -7,6 +7,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -14,8 +15,8 @@ from transformers import AutoTokenizer
 
 from batch import Rollout, pack
 from data import PromptData, PromptFormat
+from flags import EngineSettings, Sampling
 from fsdp_utils import close_world, gather_from_ranks, init_world, shard
-from model.lora import merged_parameters
 from policy import Policy, load_policy
 from rollout import Engine
 
@@ -38,13 +39,16 @@ def main(path: str, tp_size: str, output: str) -> None:
     policy = load_policy(path, torch.float32)
     shard(policy, policy.layers, world, torch.bfloat16)
     most_sequences = 32 if world.num_engines == 2 else None  # of the 64 that are sampled below
-    options = {"gpu_memory_utilization": 0.3, "enforce_eager": True, "seed": 1, "most_sequences": most_sequences}
-    engine = Engine(path, tokenizer, world, 64, torch.bfloat16, **options)
-    engine.sync(merged_parameters(policy.model, torch.bfloat16))
+    settings = EngineSettings(64, gpu_memory_utilization=0.3, enforce_eager=True)
+    engine = Engine(path, tokenizer, world, settings, most_sequences=most_sequences)
+    engine.sync(policy.full_weights(torch.bfloat16))
     prompts = PromptData.load(f"{path}/heldout.jsonl", PromptFormat(), tokenizer, 8, seed=0).prompts
+    rows = [SimpleNamespace(ids=ids, images=None) for ids in prompts]
+    long_rows = [SimpleNamespace(ids=np.resize(ids, 45), images=None) for ids in prompts]
+    sampling, greedy = Sampling(4, TEMPERATURE, 12), Sampling(1, 0.0, 12)
 
     def sample(seed: tuple[int, ...] = (1, 1)) -> Rollout:
-        return engine.sample(prompts, 4, seed, TEMPERATURE, max_tokens=12)
+        return engine.sample(rows, sampling, seed)
 
     heard: dict[int, tuple[str, int, bool]] = {}
     still_running = []
@@ -53,7 +57,7 @@ def main(path: str, tp_size: str, output: str) -> None:
         heard[b] = (text, num_tokens, is_truncated)
         still_running.append(engine.llm.llm_engine.has_unfinished_requests())
 
-    first = engine.sample(prompts, 4, (1, 1), TEMPERATURE, max_tokens=12, on_finished=on_finished)
+    first = engine.sample(rows, sampling, (1, 1), on_finished=on_finished)
     told = list(zip(first.texts, first.completion_lengths_B.tolist(), first.is_truncated_B.tolist(), strict=True))
     found = {
         "prompts": [p.tolist() for p in first.prompts],
@@ -62,16 +66,13 @@ def main(path: str, tp_size: str, output: str) -> None:
         "num_tokens": int(first.completion_lengths_B.sum()),
         "mean_probability": float(np.exp(np.concatenate(first.rollout_logprobs)).mean()),
         "gap_before": gap(policy, first),
-        "gap_of_long_prompts": gap(
-            policy, engine.sample([np.resize(p, 45) for p in prompts], 4, (1, 4), TEMPERATURE, max_tokens=12)
-        ),
+        "gap_of_long_prompts": gap(policy, engine.sample(long_rows, sampling, (1, 4))),
         "same_seed_same_completions": sample().texts == first.texts,
         "heard_what_is_returned": all(told[b] == heard[b] for b in heard),
         "heard_on_all_leaders": sum(gather_from_ranks(len(heard))),
         "heard_while_others_are_sampled": any(still_running),
         "other_seed_same_completions": sample((1, 2)).texts == first.texts,
-        "greedy_twice_equal": engine.sample(prompts, 1, (1,), 0.0, 12).texts
-        == engine.sample(prompts, 1, (2,), 0.0, 12).texts,
+        "greedy_twice_equal": engine.sample(rows, greedy, (1,)).texts == engine.sample(rows, greedy, (2,)).texts,
         "texts_are_the_tokens": first.texts
         == tokenizer.batch_decode([c.tolist() for c in first.completions], skip_special_tokens=True),
         "truncated_are_the_long_ones": all(
@@ -79,15 +80,15 @@ def main(path: str, tp_size: str, output: str) -> None:
             for cut, c in zip(first.is_truncated_B, first.completions, strict=True)
         ),
     }
-    greedy_before = engine.sample(prompts, 1, (1,), 0.0, 12).texts
+    greedy_before = engine.sample(rows, greedy, (1,)).texts
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.mul_(1.3)
     stale = sample((1, 3))
     found["gap_of_stale_engine"] = gap(policy, stale)
-    engine.sync(merged_parameters(policy.model, torch.bfloat16))
+    engine.sync(policy.full_weights(torch.bfloat16))
     found["gap_after"] = gap(policy, sample((1, 3)))
-    found["sync_changes_greedy_output"] = engine.sample(prompts, 1, (1,), 0.0, 12).texts != greedy_before
+    found["sync_changes_greedy_output"] = engine.sample(rows, greedy, (1,)).texts != greedy_before
     if world.is_main:
         Path(output).write_text(json.dumps(found))
     engine.close()

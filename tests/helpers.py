@@ -17,11 +17,15 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import train_grpo
 from batch import Rollout
+from flags import AdamW, Lora, Memory, from_args
 from forked import run_ranks
+from fsdp_utils import World
+from policy import Policy, build_policy
 from warm_start import build_tokenizer
 
 ROOT = Path(__file__).parent.parent
 RAGGED = [12, 7, 3, 11, 5, 9, 2, 6]  # completion lengths
+ALONE = World(rank=0, size=1, tp_size=1, device=torch.device("cpu"))
 ENVIRONMENT = os.environ | {
     "OMP_NUM_THREADS": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -96,6 +100,12 @@ def flags(**changes: object) -> argparse.Namespace:
         if value is not None
     ]
     return train_grpo.parse_flags([part for pair in pairs for part in pair])
+
+
+def build(args: argparse.Namespace, world: World) -> tuple[Policy, Policy | None, torch.optim.Optimizer]:
+    """What a run with these flags trains."""
+    objects = (from_args(Memory, args), from_args(Lora, args), from_args(AdamW, args))
+    return build_policy(args.model, *objects, args.kl_coef != 0, args.seed, world)
 
 
 def torchrun(

@@ -138,3 +138,7 @@ def test_a_rank_with_nothing_left_to_train_changes_nothing(algorithm, results):
     assert together == pytest.approx(alone, abs=1e-5)
     for a, b in zip(gradients, alone_gradients, strict=True):
         torch.testing.assert_close(a, b, **TOLERANCE)
+
+
+def test_parameters_on_a_mesh_of_replicas_and_shards_are_filled_gathered_and_clipped():
+    torchrun(4, "tests/distributed_mesh.py")

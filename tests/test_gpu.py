@@ -8,7 +8,8 @@ import torch
 import helpers
 from batch import pack
 from helpers import RAGGED, make_rollout, metrics_of, torchrun, training_flags
-from policy import check_alignment, load_policy
+from model.attention import check_alignment
+from policy import load_policy
 from update import add_advantages
 
 pytestmark = [

@@ -15,7 +15,7 @@ from planner.time import training_flops
 from policy import load_policy
 from throughput import peak_flops, throughput, update_flops
 
-WORLD = World(rank=0, size=2, local_rank=0, tp_size=1, device=torch.device("cpu"))
+WORLD = World(rank=0, size=2, tp_size=1, device=torch.device("cpu"))
 ROLLOUT = make_rollout([6, 2, 8, 4], group_size=2)  # with prompts of 4 tokens: 9 + 5 + 11 + 7 positions
 
 

@@ -1,6 +1,8 @@
 """What lies between the rollout and the loss: advantages with and without a KL penalty, weights, which log-probs are computed."""
 
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from helpers import flags, make_rollout
 from plan import Plan
 from update import add_advantages, compute_advantages, gather_penalties, pack_updates
 
-WORLD = World(rank=0, size=1, local_rank=0, tp_size=1, device=torch.device("cpu"))
+WORLD = World(rank=0, size=1, tp_size=1, device=torch.device("cpu"))
 REWARDS = [1.0, 0.0, 0.0, 1.0]
 PENALTIES = [np.array(p, dtype=np.float32) for p in ([0.1, 0.2], [0.3], [0.0, 0.1, 0.1], [0.2, 0.4])]
 
@@ -129,7 +131,8 @@ def test_only_the_log_probs_that_are_needed_are_computed(changes, has_reference,
     monkeypatch.setattr(
         update, "logprobs_under", lambda model, field, batches, _: asked.append(f"{field[:3]} {batches[0]}") or batches
     )
-    update.add_logprobs([[0], [1]], torch.nn.Module(), torch.nn.Module() if has_reference else None, flags(**changes))
+    reference = SimpleNamespace(adapter_off=nullcontext) if has_reference else None
+    update.add_logprobs([[0], [1]], torch.nn.Module(), reference, flags(**changes))
     assert sorted(asked) == sorted([*expected, "old 1"]), "the first update of a step makes its own old log-probs"
 
 

@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 import checkpoint
 from batch import pack
 from distributed_lora import RANK, adapted_policy, lora_flags
+from flags import Lora, from_args
 from fsdp_utils import World
 from helpers import flags, logprobs_in_vllm, make_rollout, metrics_of, torchrun, training_flags, unpacked_logprobs
-from model.lora import add_adapter, check_lora, describe_parameters, dropout_on, merged_parameters, target_names
+from model.lora import add_adapter, check_lora, target_names
 from plan import check_flags
 from policy import Policy, load_policy
 
@@ -106,14 +107,11 @@ def test_rank_8_on_all_linear_layers_of_a_32b_model_is_67_million_parameters():
     args = flags(lora_rank=8, lora_dropout=0.05)
     with torch.device("meta"):
         policy = Policy(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
-        add_adapter(policy, args)
+        add_adapter(policy.model, from_args(Lora, args), args.seed, args.model)
     assert sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad) == 67_108_864
-    assert "67,108,864 of 32,830,985,216 parameters: LoRA (rank 8, alpha 32, so s = 4;" in describe_parameters(
-        policy, args
-    )
-    assert "on 448 linear layers: down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj" in describe_parameters(
-        policy, args
-    )
+    described = policy.describe()
+    assert "67,108,864 of 32,830,985,216 parameters: LoRA (rank 8, alpha 32, so s = 4; dropout 0.05)" in described
+    assert "on 448 linear layers: down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj" in described
 
 
 # One update, the reference and the sync, on one and two ranks ------------------------------------------------------------------------
@@ -218,7 +216,7 @@ def test_each_rank_draws_masks_of_its_own(policy):
     batch = pack(make_rollout(), [0])
 
     def with_dropout(seed: tuple[int, ...], rank: int) -> Tensor:
-        with torch.no_grad(), dropout_on(model, seed, World(rank, 2, rank, 1, torch.device("cpu"))):
+        with torch.no_grad(), model.dropout_on(seed, World(rank, 2, 1, torch.device("cpu"))):
             return model(batch, 1.0)[0]
 
     assert with_dropout((1, 2), 0).equal(with_dropout((1, 2), 0))
@@ -263,7 +261,7 @@ def test_a_merge_in_fp32_leaves_the_weights_as_they_were(policy):
     """Where nothing has to be gathered or cast, what is sent could be the parameter's own memory."""
     model = adapted_policy(lora_flags(str(policy))).float()
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    first, second = ([tensor.clone() for _, tensor in merged_parameters(model.model, torch.float32)] for _ in range(2))
+    first, second = ([tensor.clone() for _, tensor in model.full_weights(torch.float32)] for _ in range(2))
     assert all(a.equal(b) for a, b in zip(first, second, strict=True))
     assert all(parameter.equal(before[name]) for name, parameter in model.named_parameters())
 
@@ -272,7 +270,7 @@ def test_the_first_adapter_is_a_function_of_the_seed(policy):
     def first_adapter(seed: int) -> Tensor:
         torch.rand(seed)  # whatever was drawn before
         model = load_policy(str(policy), torch.bfloat16)
-        add_adapter(model, lora_flags(str(policy), seed=seed))
+        add_adapter(model.model, Lora(lora_rank=RANK), seed, str(policy))
         return torch.cat([parameter.flatten() for parameter in model.parameters() if parameter.requires_grad])
 
     assert first_adapter(1).equal(first_adapter(1))
@@ -313,7 +311,7 @@ def trained(finished_run) -> Policy:
     config = json.loads((finished_run / "config.json").read_text())
     args = flags(**{name: config[name] for name in ("model", "lora_rank", "lora_alpha", "lora_dropout")})
     policy = load_policy(args.model, torch.bfloat16)
-    add_adapter(policy, args)
+    add_adapter(policy.model, from_args(Lora, args), args.seed, args.model)
     optimizer = torch.optim.AdamW([parameter for parameter in policy.parameters() if parameter.requires_grad])
     assert checkpoint.load(finished_run / "step_4", policy, optimizer) == 32
     return policy.float()

@@ -2,10 +2,10 @@
 
 import copy
 
-from model import optimizer as optimizer_module
 import pytest
 import torch
 
+from model import sizes
 from model.optimizer import ChunkedAdamW, join, round_stochastically, split
 
 SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.01}
@@ -82,7 +82,7 @@ def test_fp32_parameters_get_the_bits_of_torchs_adamw(is_state_on_host, monkeypa
     grads = gradients(20)
     wanted = train(torch.optim.AdamW([torch.nn.Parameter(start.clone())], **SETTINGS, fused=True), grads)
     assert train(chunked(start, is_state_on_host), grads).equal(wanted)
-    monkeypatch.setattr(optimizer_module, "CHUNK", 256)
+    monkeypatch.setattr(sizes, "OPTIMIZER_CHUNK", 256)
     assert train(chunked(start, is_state_on_host), grads).equal(wanted)
     assert not wanted.equal(start)
 

@@ -13,13 +13,14 @@ from PIL import Image
 from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, ProcessorMixin
 
+import flags
 import inputs
 from batch import Rollout, pack, shared_positions
 from data import PromptData, PromptFormat
 from data_files import png, write_parquet
 from distributed_vision import WITH_IMAGES, WITHOUT, gradient, policy_of
-from fsdp_utils import World
-from helpers import start, torchrun
+from flags import from_args
+from helpers import ALONE, start, torchrun
 from model.vision import decode, load_processor
 from policy import load_policy
 from vision_models import make_vision_model, vision_data, vision_flags, vision_rollout
@@ -143,8 +144,7 @@ def test_engine_and_trainer_agree_on_one_image_several_and_none(found):
 @pytest.mark.parametrize(("name", "changes"), [("all weights", {}), ("LoRA", {"lora_rank": 4})])
 def test_a_rank_without_images_completes_and_the_gradient_is_that_of_one_rank(name, changes, model, found):
     args = vision_flags(model, **changes)
-    world = World(rank=0, size=1, local_rank=0, tp_size=1, device=torch.device("cpu"))
-    metrics, wanted = gradient(policy_of(args), args, world, WITH_IMAGES + WITHOUT)
+    metrics, wanted = gradient(policy_of(args), args, ALONE, WITH_IMAGES + WITHOUT)
     sharded_metrics, gradients = found["gradients"][name]
     assert sharded_metrics["policy/loss"] == pytest.approx(metrics["policy/loss"], rel=1e-4)
     assert sharded_metrics["optim/grad_norm"] == pytest.approx(metrics["optim/grad_norm"], rel=1e-4)
@@ -209,7 +209,9 @@ def test_pixel_values_are_shared_while_they_are_needed_and_stay_on_the_host(mode
 
 def load(model: Path, source: object, limit: int = 40) -> PromptData:
     args = vision_flags(model)
-    tokenizer, vision = load_processor(args, AutoConfig.from_pretrained(model))
+    tokenizer, vision = load_processor(
+        str(model), AutoConfig.from_pretrained(model), from_args(flags.PromptFormat, args)
+    )
     return PromptData.load(str(source), PromptFormat(image_column="image"), tokenizer, limit, 0, vision)
 
 

@@ -5,11 +5,11 @@ from transformers import AutoConfig
 
 from batch import pack
 from helpers import flags, make_rollout
+from model.attention import varlen_packing
 from planner.dry_run import setup_of
 from planner.memory import logprobs_peak, resident, update_peak
 from planner.setup import shape_of
 from planner.trace import trace_update
-from policy import varlen_packing
 
 SIZES = {
     "vocab_size": 32_000,

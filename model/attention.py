@@ -1,0 +1,153 @@
+"""Attention that sees each packed sequence alone, registered with transformers under the name "packed".
+
+`make_packing` says where the sequences of a micro-batch lie, in the form that the device's kernel wants; `Policy`
+passes it through the model to `packed_attention`. Any architecture that uses the attention interface of transformers
+works unchanged. Dimensions: `batch.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface
+
+if TYPE_CHECKING:
+    from batch import Segment
+
+RECTANGLE_PADDING = 128  # padding slots of a rectangle, at most; of 32 to 1,024, 64 and 128 are fast at all lengths
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where the sequences of a micro-batch lie. Attention works on M slots, which hold the N packed positions."""
+
+    max_length: int  # of a sequence
+    # CUDA: sequence s has queries cu_seqlens[s] .. cu_seqlens[s + 1] and the keys of slots cu_seqlens_k[s] .. [s + 1].
+    cu_seqlens: Tensor | None
+    cu_seqlens_k: Tensor | None
+    # CPU: sequences of similar length share a padded rectangle; the rectangles lie end to end.
+    rectangles: list[tuple[int, int]]  # sequences and slots of each: M is the sum of the products
+    positions_M: Tensor | None  # the packed position in each slot; padding has one of its sequence; None: slot m has m
+    slots_N: Tensor | None  # the slot of each packed position; the first one where several sequences share it
+
+
+def make_packing(segments: tuple[Segment, ...], device: torch.device) -> Packing:
+    """The packing of segments that lie end to end."""
+    if device.type != "cuda":
+        return padded_packing(segments)
+    found = vars(varlen_packing(segments))
+    return Packing(**{k: x.to(device, non_blocking=True) if isinstance(x, Tensor) else x for k, x in found.items()})
+
+
+def varlen_packing(segments: tuple[Segment, ...]) -> Packing:
+    """For CUDA: keys are gathered only where sequences share a prompt."""
+    lengths_S, stops_S = torch.tensor([(x.length, x.stop) for x in segments]).T
+    cu_seqlens, cu_seqlens_k = (F.pad(counts_S.cumsum(0), (1, 0)).int() for counts_S in (lengths_S, stops_S))
+    positions_M = None
+    if cu_seqlens_k[-1] > cu_seqlens[-1]:
+        sequence_of_slot = torch.repeat_interleave(stops_S)
+        offsets = torch.arange(len(sequence_of_slot)) - cu_seqlens_k[sequence_of_slot]
+        positions_M = _positions(segments, sequence_of_slot, offsets)
+    return Packing(int(stops_S.max()), cu_seqlens, cu_seqlens_k, [], positions_M, None)
+
+
+def padded_packing(segments: tuple[Segment, ...]) -> Packing:
+    """For the CPU: each sequence whole, with the prompt that it shares; those of similar length share a rectangle."""
+    groups: list[list[int]] = []
+    padding = 0
+    for s in sorted(range(len(segments)), key=lambda s: segments[s].stop):
+        padding += len(groups[-1]) * (segments[s].stop - segments[groups[-1][-1]].stop) if groups else 0
+        if not groups or padding > RECTANGLE_PADDING:
+            groups.append([])
+            padding = 0
+        groups[-1].append(s)
+    rectangles, positions, is_real = [], [], []
+    for group in groups:
+        members, stops = torch.tensor(group)[:, None], torch.tensor([segments[s].stop for s in group])[:, None]
+        offsets = torch.arange(int(stops[-1]))
+        rectangles.append((len(group), len(offsets)))
+        is_real.append((offsets < stops).flatten())
+        positions.append(_positions(segments, members, offsets.minimum(stops - 1)).flatten())
+    positions_M = torch.cat(positions)
+    slots = torch.cat(is_real).nonzero()[:, 0]
+    _, first = np.unique(positions_M[slots].numpy(), return_index=True)
+    return Packing(int(stops[-1]), None, None, rectangles, positions_M, slots[first])
+
+
+def _positions(segments: tuple[Segment, ...], sequences: Tensor, offsets: Tensor) -> Tensor:
+    """The packed positions of these offsets from the beginning of these sequences: in the prefix, or their own."""
+    starts = np.cumsum([0, *(x.length for x in segments)]).tolist()
+    before_S = torch.tensor([x.start for x in segments])
+    own_S = torch.tensor(starts[:-1]) - before_S
+    prefix_S = torch.tensor([starts[s if x.prefix is None else x.prefix] for s, x in enumerate(segments)])
+    return offsets + torch.where(offsets < before_S[sequences], prefix_S[sequences], own_S[sequences])
+
+
+def packed_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, sliding_window: int | None = None, packing: Packing | None = None, **unused: object,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Causal attention within each packed sequence; the signature is that of a transformers attention function.
+
+    Shapes: query [1, heads, N, head_dim], key and value [1, kv_heads, N, head_dim] -> [1, N, heads, head_dim].
+    """
+    assert packing is not None, "call the model through Policy, which passes the packing"
+    ignored = [name for name in ("softcap", "s_aux") if unused.get(name) is not None]
+    if ignored:
+        raise ValueError(f"this model's attention uses {', '.join(ignored)}; packed attention does not implement it.")
+    if sliding_window is not None and sliding_window < packing.max_length:
+        window = f"sliding-window attention of {sliding_window} tokens"
+        raise ValueError(f"{window} is not supported for sequences of {packing.max_length}.")
+    attend = _attend_rectangles if packing.cu_seqlens is None else _attend_varlen
+    return attend(*(x[0].transpose(0, 1) for x in (query, key, value)), packing, scaling)[None], None
+
+
+AttentionInterface.register("packed", packed_attention)
+
+
+def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None) -> Tensor:
+    """CUDA: torch's FlashAttention kernel. With more keys than queries, the last query sees the last key."""
+    if packing.positions_M is not None:
+        key, value = key[packing.positions_M], value[packing.positions_M]
+    return varlen_attn(
+        query, key, value, packing.cu_seqlens, packing.cu_seqlens_k, packing.max_length, packing.max_length,
+        scale=scaling, window_size=(-1, 0), enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
+
+
+def _attend_rectangles(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None) -> Tensor:
+    """CPU: padded rectangles, exact because a causal query of a right-padded row sees no padding.
+
+    The queries of a shared prompt are there once for each of its sequences: the kernel's causal mask needs as many
+    queries as keys.
+    """
+    sizes = [count * length for count, length in packing.rectangles]
+    in_slots = (x.index_select(0, packing.positions_M).split(sizes) for x in (query, key, value))
+    rows = []
+    for shape, *parts in zip(packing.rectangles, *in_slots, strict=True):
+        q, k, v = (part.unflatten(0, shape).transpose(1, 2) for part in parts)  # [S, heads, L, head_dim]
+        is_grouped = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=is_grouped)
+        rows.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(rows).index_select(0, packing.slots_N)
+
+
+def check_alignment(device: torch.device) -> None:
+    """Raises RuntimeError if the CUDA kernel's causal mask does not end with the last key."""
+    if device.type != "cuda":
+        return
+    queries, keys = (torch.zeros(n, 1, 64, dtype=torch.bfloat16, device=device) for n in (2, 3))
+    values = torch.tensor([0, 2, 4], dtype=torch.bfloat16, device=device).view(3, 1, 1).repeat(1, 1, 64)
+    ends = (torch.tensor([0, n], dtype=torch.int32, device=device) for n in (2, 3))
+    seen = varlen_attn(queries, keys, values, *ends, 2, 3, window_size=(-1, 0))[:, 0, 0].tolist()
+    if seen != [1, 2]:
+        raise RuntimeError(
+            f"--share_prompts: in torch {torch.__version__} varlen_attn's causal mask does not end with the last key: "
+            f"two queries make {seen} of the values 0, 2, 4, not [1, 2]. Leave the flag out, or use requirements.txt."
+        )

@@ -1,0 +1,110 @@
+"""Packed attention: the packed forward pass against the Hugging Face model run on each sequence alone. float32, tolerance 1e-5."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from batch import pack
+from helpers import RAGGED, make_rollout, unpacked_logprobs
+from model import attention
+from policy import load_policy
+
+SEVERAL_RECTANGLES = [70, 5, 100, 30, 66]  # on CPU: of lengths so different that they do not all share one
+
+
+def random_model(folder: Path, architecture: str) -> Path:
+    """A folder with a random model that has what is particular to its architecture: grouped queries, a norm of queries and keys, biases."""
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(architecture, **sizes, num_key_value_heads=2, head_dim=32, initializer_range=0.12)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "model, temperature",
+    [("policy", 1.0), ("policy", 0.7), ("untied_policy", 1.0), ("llama", 0.7), ("qwen3", 0.7), ("mistral", 1.0)],
+)
+@pytest.mark.parametrize(
+    "gradient_checkpointing, lengths, prompt_length, group_size",
+    [(False, RAGGED, 4, 1), (True, RAGGED, 4, 1), (False, SEVERAL_RECTANGLES, 4, 1)]
+    + [(False, RAGGED, 4, 4), (True, RAGGED, 50, 3), (False, SEVERAL_RECTANGLES, 40, 2), (False, RAGGED, 1, 8)],
+)
+def test_packed_logprobs_and_gradients_equal_those_of_each_sequence_alone(
+    model, temperature, gradient_checkpointing, lengths, prompt_length, group_size, request, tmp_path
+):
+    """Where completions have the same prompt, its positions are shared, but for a prompt of one token, which has none to share."""
+    path = str(request.getfixturevalue(model) if "policy" in model else random_model(tmp_path, model))
+    packed = load_policy(path, torch.float32, gradient_checkpointing)
+    alone = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    rollout = make_rollout(lengths, prompt_length, group_size=group_size)
+    batch = pack(rollout, list(range(len(lengths))), group_size)
+    num_shared = (prompt_length - 1) * (len(lengths) - -(-len(lengths) // group_size))
+    assert len(batch.labels_N) == rollout.sequence_lengths_B.sum() - num_shared
+    weights = torch.randn(sum(lengths))
+    logprobs = packed(batch, temperature)[0][batch.loss_mask_N]
+    expected = unpacked_logprobs(alone, rollout, temperature)
+    torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)
+    (logprobs * weights).sum().backward()
+    (expected * weights).sum().backward()
+    for (name, found), wanted in zip(packed.model.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(
+            found.grad, wanted.grad, atol=1e-4, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def test_rectangles_hold_sequences_of_similar_length():
+    """With prompts of 4 tokens: 8 and 33 positions; then 69, 73 and 103, where the first two would bring 95 + 70 padding slots to 103."""
+    batch = pack(make_rollout(SEVERAL_RECTANGLES), [0, 1, 2, 3, 4])
+    assert attention.padded_packing(batch.segments_S).rectangles == [(4, 73), (1, 103)]
+    equal = pack(make_rollout([9] * 50), list(range(50)))
+    assert attention.padded_packing(equal.segments_S).rectangles == [(50, 12)]
+
+
+def test_packing_for_cuda_gives_the_kernel_what_the_rectangles_give_the_cpu(policy, monkeypatch):
+    """The kernel's part by its documentation: queries and keys by cumulative lengths, causal, the last query sees the last key."""
+
+    def varlen_attn(query, key, value, cu_seqlens, cu_seqlens_k, max_q, max_k, scale, window_size, enable_gqa):
+        assert window_size == (-1, 0) and max_q >= cu_seqlens.diff().max() and max_k >= cu_seqlens_k.diff().max()
+        assert cu_seqlens[-1] == len(query) and cu_seqlens_k[-1] == len(key) == len(value)
+        out, pairs = [], ((query, cu_seqlens), (key, cu_seqlens_k), (value, cu_seqlens_k))
+        for q, k, v in zip(*(x.split(cu.diff().tolist()) for x, cu in pairs), strict=True):
+            mask = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
+            q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+            out.append(
+                F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=enable_gqa)[0].transpose(0, 1)
+            )
+        return torch.cat(out)
+
+    model = load_policy(str(policy), torch.float32)
+    rollout = make_rollout(SEVERAL_RECTANGLES, 40, group_size=2)
+    for group_size in (1, 2):
+        batch, found = pack(rollout, [3, 0, 4, 2, 1], group_size), []
+        for kernel in (False, True):
+            with monkeypatch.context() as patch:
+                if kernel:
+                    patch.setattr(attention, "varlen_attn", varlen_attn)
+                    patch.setattr(attention, "padded_packing", attention.varlen_packing)
+                logprobs = model(batch, 1.0)[0]
+            model.zero_grad()
+            logprobs.square().sum().backward()
+            found.append([logprobs.detach(), *(p.grad.clone() for p in model.parameters())])
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-5 * a.abs().max().item(), rtol=1e-4)
+
+
+def test_a_sliding_window_shorter_than_a_sequence_is_refused(policy):
+    model = load_policy(str(policy), torch.float32)
+    for layer in model.layers:
+        layer.self_attn.sliding_window = 8
+    with pytest.raises(ValueError, match="sliding-window attention of 8 tokens"):
+        model(pack(make_rollout(), [0]), 1.0)

@@ -20,6 +20,7 @@ from flags import EngineSettings, Lora, Memory, PromptFormat, from_args
 from fsdp_utils import check_whole_engines, is_main_process, launched_world_size
 from model.sizes import GPUS
 from model.vision import check_images
+from model.weights import load_config
 from plan import Plan, check_flags, check_model, make_plan
 from planner import memory
 from planner.advice import misfits, solutions
@@ -88,13 +89,9 @@ def config_of(model: str) -> PretrainedConfig:
     if model in table and not Path(model).exists():
         return AutoConfig.for_model(**table[model])
     try:
-        return AutoConfig.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(
-            f"--model {model!r}: no folder with a config.json, and not to be had from the hub ({reason}). "
-            f"Without network these are known: {', '.join(table)}."
-        ) from None
+        return load_config(model)
+    except ValueError as error:
+        raise ValueError(f"{str(error).splitlines()[0]} Without network these are known: {', '.join(table)}.") from None
 
 
 def rows_of(train_data: list[str], given: int | None) -> int | None:
@@ -246,13 +243,9 @@ def assumptions(setup: Setup, shares: Shares) -> list[str]:
     working, asleep = gib(memory.ENGINE_WORKING[eager]), gib(memory.ENGINE_ASLEEP[eager])
     tensors = f"{memory.FRAGMENTATION:g} x the trainer's + the engine's tensors"
     images = "the tower runs before the decoder, where memory is free; its work and pixel values are not counted"
-    reached = (
-        f"{shares.flops:.0%} of {h.flops / 1e12:.0f} TFLOP/s, {shares.memory:.0%} of {h.memory_speed / 1e12:.2f} TB/s"
-    )
+    reached = f"{shares.flops:.0%} of {h.flops / 1e12:.0f} TFLOP/s, {shares.memory:.0%} of"
     network = f", {h.network_speed / 1e9:.0f} between nodes" if h.nodes > 1 else ""
-    links = (
-        f"{shares.link:.0%} of {h.link_speed / 1e9:.0f} GB/s in a node{network}, {h.host_speed / 1e9:.0f} to the host"
-    )
+    links = f"{shares.link:.0%} of {h.link_speed / 1e9:.0f} GB/s in a node{network}"
     left_out = "no loading, evaluation, checkpoints, waiting for graders"
     return [
         f"memory: needed = {tensors} + {gib(memory.CONTEXT):g} GiB for CUDA's context and NCCL",
@@ -260,7 +253,7 @@ def assumptions(setup: Setup, shares: Shares) -> list[str]:
         f"host: {gib(memory.PROCESS_HOST):g} GiB for each process without its weights",
         "micro-batches: full, and all of their positions are completion tokens",
         *([f"images: {images}"] if setup.model.tower_parameters else []),
-        f"speeds: {reached}, {links}",
+        f"speeds: {reached} {h.memory_speed / 1e12:.2f} TB/s, {links}, {h.host_speed / 1e9:.0f} to the host",
         f"time: prompts and completions of {shares.length:.0%} of their limits; {left_out}",
     ]
 
@@ -275,7 +268,8 @@ updates     {updates_per_step} a step, of {completions_per_update} completions, 
 {completions_per_update_and_gpu:g} a GPU, in {micro_batches_per_update} micro-batches \
 of at most {setup.memory.micro_batch_tokens} tokens
 run         {epochs}{total_steps} steps, {total_updates} updates, {total_completions:,} completions
-sampling    {setup.num_engines} engines of {setup.run.tensor_parallel_size} GPUs, {completions_per_engine:g} completions each; \
+sampling    {setup.num_engines} engines of {setup.run.tensor_parallel_size} GPUs, \
+{completions_per_engine:g} completions each; \
 the cache holds {sequences_at_once_per_engine:g} sequences of {setup.engine.max_model_len} tokens at once
 logits      {logits_of_a_micro_batch_gib:.2f} GiB in bf16 for a whole micro-batch; the head in chunks never holds them
 

@@ -121,7 +121,7 @@ def largest(moments: list[Parts]) -> Parts:
 
 
 def update_peak(setup: Setup) -> Parts:
-    """Bytes on one GPU when a backward pass needs most, beside `resident`, with the gradients of an earlier micro-batch.
+    """Bytes on one GPU at most in a backward pass, beside `resident`, with the gradients of an earlier micro-batch.
 
     The largest of five moments: the head, with what all layers keep; the start of the forward pass; the last layer; the
     layer before it, while the last one is reduced; the reduction of embedding and head.
@@ -226,7 +226,7 @@ def kept_per_layer(setup: Setup) -> float:
 
 
 def logprobs_peak(setup: Setup) -> Parts:
-    """Bytes on one GPU at most in a pass without gradients, beside `resident`: at its start, in a layer, or the head."""
+    """Bytes on one GPU at most in a pass without gradients, beside `resident`: at its start, in a layer or the head."""
     m, tokens = setup.model, setup.memory.micro_batch_tokens
     root, layer = COMPUTE * m.root_parameters, COMPUTE * m.layer_parameters
     needs_policy = setup.run.updates_per_iteration > 1 or setup.run.needs_first_logprobs
@@ -278,5 +278,5 @@ def host_phases(setup: Setup) -> dict[str, Parts]:
 
 
 def checkpoint_bytes(setup: Setup) -> float:
-    """On disk: the policy in bf16, and for a resume the trained parameters as they are kept and the optimizer's state."""
+    """On disk: the policy in bf16; for a resume the trained parameters as they are kept, and the optimizer's state."""
     return setup.model.parameters * COMPUTE + setup.trainable * setup.trained_bytes + setup.state_bytes

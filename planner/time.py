@@ -1,7 +1,7 @@
 """How long a step takes, and what it moves: FLOPs and bytes by formula, over the share of peak speeds that is reached.
 
-An estimate for planning, not a measurement. It leaves out loading, evaluation, checkpoints, grading, and waiting for the
-slowest rank.
+An estimate for planning, not a measurement. It leaves out loading, evaluation, checkpoints, grading, and waiting for
+the slowest rank.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def link_speed(setup: Setup, shares: Shares) -> float:
 
 
 def rollout_seconds(setup: Setup, shares: Shares) -> float:
-    """Prompts at the speed of FLOPs, then tokens in as many rounds as the cache requires. Each reads weights and cache."""
+    """Prompts at the speed of FLOPs, then tokens in as many rounds as the cache needs. Each reads weights and cache."""
     run, h, tp = setup.run, setup.hardware, setup.run.tensor_parallel_size
     prompt, completion = shares.length * run.max_prompt_tokens, shares.length * run.max_completion_tokens
     sequences = -(-run.completions // setup.num_engines)
@@ -101,7 +101,7 @@ def rollout_seconds(setup: Setup, shares: Shares) -> float:
 
 
 def phase_seconds(setup: Setup, shares: Shares) -> dict[str, float]:
-    """Phase -> seconds of a step. Communication hides behind longer computation; transfers from the host do not hide."""
+    """Phase -> seconds of a step. Communication hides behind longer computation, transfers from the host do not."""
     run, h, memory = setup.run, setup.hardware, setup.memory
     moved, link = traffic(setup, shares), link_speed(setup, shares)
     prompt = int(shares.length * run.max_prompt_tokens)

@@ -1,8 +1,8 @@
 """The memory of a pass, traced: the real model under fake tensors, sharded over a fake process group (flag `--trace`).
 
-Nothing is computed or allocated: a fake tensor has a shape and no data. What counts is which storages are alive at once,
-and that is up to the real code: the Hugging Face model, `fully_shard`, `chunked_logprobs`, autograd. Two stand-ins keep
-what the GPU's kernels keep: attention, and LoRA's dropout. The fake device is the CPU, because fake CUDA tensors fail in
+Nothing is computed or allocated: a fake tensor has a shape and no data. What counts is which storages are alive at
+once, and that is up to the real code: the Hugging Face model, `fully_shard`, `chunked_logprobs`, autograd. Stand-ins
+for attention and LoRA keep what the GPU's kernels keep. The fake device is the CPU, because fake CUDA tensors fail in
 the autograd of a CPU build. Private interfaces of torch are used: its version is pinned, and a test runs them.
 """
 
@@ -68,7 +68,7 @@ def trace_update(setup: Setup, config: PretrainedConfig) -> dict[str, int]:
 
 
 class Tracker(TorchDispatchMode):
-    """Counts the bytes of live storages, fake or real, each once, and their maximum; not what a kernel takes and frees."""
+    """Counts the bytes of live storages, fake or real, and their maximum; not what a kernel takes and frees inside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class Tracker(TorchDispatchMode):
 
 @contextlib.contextmanager
 def fake_world(num_ranks: int) -> Iterator[Tracker]:
-    """This process is rank 0 of `num_ranks`, without the others. Tensors made inside are fake; the tracker counts them."""
+    """This process is rank 0 of `num_ranks`, without the others. Tensors are fake, and the tracker counts them."""
     tracker = Tracker()
     shapes = "_propagate_tensor_meta_non_cached"  # makes tensors of the global shape, only to see their shapes
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
@@ -191,15 +191,9 @@ class TracedPolicy(Policy):
 
 
 def kernel_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: None,
-    positions_M: Tensor | None = None,
-    **_: object,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, positions_M: Tensor | None, **_: object
 ) -> tuple[Tensor, None]:
-    """The signature and shapes of a transformers attention function; `positions_M` as in `attention.packed_attention`."""
+    """An attention function for transformers, with its shapes; `positions_M` as in `attention.packed_attention`."""
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     if positions_M is not None:
         key, value = key[positions_M], value[positions_M]

@@ -314,9 +314,9 @@ def test_the_command_needs_no_network_no_gpu_and_no_data_and_its_exit_code_is_th
     answer = json.loads(printed)
     assert not answer["fits"] and answer["changes_that_would_fit"] and answer["gpu_peak_phase"] in answer["gpu_gib"]
     keys = (
-        "prompts_per_step group_size completions_per_step updates_per_step steps_per_epoch total_steps total_updates total_completions "
-        "parameters trainable_parameters kv_bytes_per_token gpu_peak_gib gpu_peak_phase gpu_capacity_gib host_peak_gib checkpoint_gib "
-        "step_seconds total_hours fits changes_that_would_fit"
+        "prompts_per_step group_size completions_per_step updates_per_step steps_per_epoch total_steps total_updates "
+        "total_completions parameters trainable_parameters kv_bytes_per_token gpu_peak_gib gpu_peak_phase "
+        "gpu_capacity_gib host_peak_gib checkpoint_gib step_seconds total_hours fits changes_that_would_fit"
     )
     assert set(keys.split()) <= answer.keys()
     assert not (tmp_path / "run").exists()

@@ -16,7 +16,7 @@ SIZES = {
     "hidden_size": 1024,
     "intermediate_size": 4096,
     "num_attention_heads": 8,
-    "num_hidden_layers": 6,
+    "num_hidden_layers": 4,
 }
 QWEN = {"model_type": "qwen2", "num_key_value_heads": 2, "tie_word_embeddings": False} | SIZES
 LLAMA = {"model_type": "llama", "num_key_value_heads": 4, "tie_word_embeddings": False} | SIZES

@@ -24,6 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar, dataclass_transform
 
+from model.sizes import GPUS
+
 if TYPE_CHECKING:
     import grpo
 
@@ -233,8 +235,7 @@ GROUPS[DRY_RUN] = [  # all of them may change when a run continues
     flag("--trace", False, "also trace an update of the real model, cut to 8 layers, without a GPU; takes seconds"),
     flag("--plan_gpus", int, "GPUs over all nodes; default: the ranks that torchrun started; without it 8", (1, INF)),
     flag("--plan_nodes", 1, "nodes that the GPUs are on", (1, INF)),
-    flag("--plan_gpu", "H100-80GB", "kind of GPU",
-         choices=("H100-80GB", "H200-141GB", "A100-80GB", "A100-40GB", "L40S-48GB")),
+    flag("--plan_gpu", "H100-80GB", "kind of GPU", choices=tuple(GPUS)),
     flag("--plan_gpu_memory_gib", float, "memory of a GPU that a process can take; default: the kind's", (TINY, INF)),
     flag("--plan_host_memory_gib", 1000.0, "RAM of a node", (TINY, INF)),
     flag("--plan_network_gb_s", 50.0, "GB/s between nodes, one way, for each GPU: a 400 Gbit/s card each", (TINY, INF)),
@@ -565,12 +566,17 @@ def divisors(number: int) -> str:
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
+def check_engines(tensor_parallel_size: int, num_ranks: int) -> None:
+    """Raises ValueError if so many ranks are no whole number of engines."""
+    if tensor_parallel_size < 1 or num_ranks % tensor_parallel_size:
+        wrong = f"--tensor_parallel_size {tensor_parallel_size} does not divide the world size {num_ranks}"
+        raise ValueError(f"{wrong}; use one of {divisors(num_ranks)}.")
+
+
 def check_batches(args: argparse.Namespace, num_ranks: int) -> None:
     """Raises ValueError for batches that cannot be divided, and for a length of training that is not clear."""
     prompts, size = args.prompts_per_step, args.tensor_parallel_size
-    if num_ranks % size:
-        wrong = f"--tensor_parallel_size {size} does not divide the world size {num_ranks}"
-        raise ValueError(f"{wrong}; use one of {divisors(num_ranks)}.")
+    check_engines(size, num_ranks)
     num_engines = num_ranks // size
     if prompts % num_engines:
         below = prompts // num_engines * num_engines

@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +27,8 @@ from torch.cuda._pin_memory_utils import pin_memory
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+from flags import check_engines
 
 Item = TypeVar("Item")
 PR_SET_PDEATHSIG = 1  # of Linux
@@ -86,17 +87,6 @@ def is_engine_leader_process(tp_size: int) -> bool:
     return int(os.environ.get("RANK", "0")) % tp_size == 0
 
 
-def exit_with_error(error: Exception) -> NoReturn:
-    """Ends the process with the error's sentence, no traceback: for mistakes of the user, which all ranks may find.
-
-    The main process speaks first, and torchrun stops the others. One that is still there after some seconds has an
-    error of its own (a file that is missing on its node only) and reports it.
-    """
-    if not is_main_process():
-        time.sleep(10)
-    sys.exit(f"error: {error}")
-
-
 def check_launch(tp_size: int, dtype: str) -> None:
     """Raises ValueError if GPUs stay idle or are too few, if ranks form no whole engines, or for fp32 on CUDA.
 
@@ -117,15 +107,7 @@ def check_launch(tp_size: int, dtype: str) -> None:
         raise ValueError(f"{started} but only {num_gpus} GPUs are visible; one rank needs one GPU.")
     if num_gpus and dtype == "float32":
         raise ValueError("--dtype float32: packed attention on CUDA computes in bfloat16; leave --dtype out.")
-    check_whole_engines(tp_size, world_size)
-
-
-def check_whole_engines(tp_size: int, world_size: int) -> None:
-    """Raises ValueError if `world_size` ranks are not a whole number of engines."""
-    if tp_size < 1 or world_size % tp_size:
-        given = f"--tensor_parallel_size {tp_size} does not divide the world size {world_size}"
-        divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
-        raise ValueError(f"{given}; use one of {divisors}.")
+    check_engines(tp_size, world_size)
 
 
 def init_world(tp_size: int, timeout_minutes: float) -> World:

@@ -16,7 +16,7 @@ import torch
 
 from batch import Rollout
 from fsdp_utils import World, sum_over_trainers
-from model.sizes import PEAK_TFLOPS
+from model.sizes import GPUS
 
 if TYPE_CHECKING:
     from policy import Policy
@@ -164,8 +164,8 @@ def update_flops(policy: Policy, cost: float) -> float:
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 FLOP/s of a GPU by the name that CUDA gives it; None if `PEAK_TFLOPS` does not list it."""
-    for name, tera_flops in PEAK_TFLOPS.items():
-        if name in device_name and not any(variant in device_name for variant in ("PCIe", "NVL")):
+    """Dense bf16 FLOP/s of a GPU by the name that CUDA gives it; None if `GPUS` does not list it (its H100 is the SXM)."""
+    for name, (_, tera_flops, *_) in GPUS.items():
+        if name.partition("-")[0] in device_name and not any(variant in device_name for variant in ("PCIe", "NVL")):
             return tera_flops * 1e12
     return None

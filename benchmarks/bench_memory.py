@@ -1,16 +1,19 @@
-"""Predicted against measured memory of an update under every memory policy: the closed form of `memory.py` against the run itself.
+"""Predicted against measured memory of an update under every memory policy: `planner/memory.py` against the run itself.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 benchmarks/bench_memory.py
-    torchrun --standalone --nproc_per_node 1 benchmarks/bench_memory.py --model Qwen/Qwen2.5-1.5B --micro_batch_tokens 16384 --length 2048
+    torchrun --standalone --nproc_per_node 1 benchmarks/bench_memory.py --model Qwen/Qwen2.5-1.5B \\
+        --micro_batch_tokens 16384 --length 2048
 
-The policy is `policy.build_policy`'s with random weights instead of a file's; what is measured is one whole update with two full
-micro-batches: log-probs, where there are any, backward passes, optimizer. It is the second one, so the optimizer's state is there.
+The policy is that of `policy.build_policy`, with random weights. What is measured is one whole update of two full
+micro-batches: log-probs, where there are any, backward passes, optimizer. A short update comes before it and makes
+the optimizer's state.
 
-CPU: "tensors" is the peak of live tensor bytes (`tracing.Tracker` on real tensors), "process" the growth of the process's resident memory
-at its peak, by the kernel's count. Host and device are the same RAM, so the prediction is that of a GPU plus that of the host. Left out of
-both: gloo's copy of what it reduces, which NCCL does not make (the reduction is done in place here); padding of the CPU's attention (all
-sequences are of one length); what libraries keep from the first use of a shape (two policies run first, uncounted).
-CUDA: torch's allocator, live ("tensors") and reserved ("process"); the prediction is the GPU's. Written against the library, not run yet.
+CPU: "tensors" is the peak of live tensor bytes (`trace.Tracker` on real tensors), "process" the growth of the process's
+resident memory at its peak. Host and device are the same RAM, so the prediction is that of a GPU plus that of the host.
+Both leave out gloo's copy of what it reduces, which NCCL does not make (here the reduction is done in place); padding
+of the CPU's attention (all sequences have one length); and what libraries keep from the first use of a shape (two
+policies run first and are not counted).
+CUDA: torch's allocator, live ("tensors") and reserved ("process"). The prediction is that of the GPU. Not run yet.
 """
 
 from __future__ import annotations
@@ -63,8 +66,16 @@ POLICIES = {
     "LoRA, checkpointing, KL": "--lora_rank 8 --gradient_checkpointing --kl_coef 0.01",
     "LoRA, dropout": "--lora_rank 8 --gradient_checkpointing --lora_dropout 0.05",
 }
-SMALL = {"model_type": "qwen2", "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6,
-         "num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": False}  # fmt: skip
+SMALL = {
+    "model_type": "qwen2",
+    "vocab_size": 8192,
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+}
 COMMON = "--train_data none#1000 --out_dir none --total_steps 1 --max_prompt_tokens 1 --prompts_per_step 64"
 
 
@@ -87,7 +98,7 @@ def reduce_scatter_in_place(
 
 
 def random_rollout(vocab: int, count: int, length: int) -> Rollout:
-    """So many prompts of one token with completions of `length` tokens: all of their positions are trained."""
+    """`count` prompts of one token with completions of `length` tokens: all of their positions are trained."""
     rng = np.random.default_rng(0)
     return Rollout(
         prompts=list(rng.integers(0, vocab, (count, 1)).astype(np.int32)),
@@ -158,26 +169,35 @@ def predicted(setup: Setup, is_cuda: bool) -> float:
     device = max(sum(phases[name].trainer.values()) for name in ("logprobs", "update", "optimizer") if name in phases)
     if is_cuda:
         return device
-    if (
-        setup.policy.offload == "all"
-    ):  # then the optimizer's pieces are in host RAM, where `host_phases` counts them as the process's own
-        device = max(device, *optimizer_peak(replace(setup, policy=replace(setup.policy, offload="none"))).values())
+    if setup.memory.offload == "all":  # chunks are in host RAM, and `host_phases` counts them as the process's own
+        device = max(device, *optimizer_peak(replace(setup, memory=replace(setup.memory, offload="none"))).values())
     host = host_phases(setup)["run"]
-    return device + sum(part for name, part in host.items() if name != "processes") / setup.ranks
+    return device + sum(part for name, part in host.items() if name != "processes") / setup.num_trainers
+
+
+def print_table(found: dict[str, tuple[float, int, int]], world: World) -> None:
+    """`found`: policy -> bytes as predicted, of tensors, of the process. The last line is a JSON object."""
+    print(f"{'MiB on a rank':26}{'predicted':>10}{'tensors':>10}{'ratio':>8}{'process':>10}{'ratio':>8}")
+    for name, (expected, tensors, process) in found.items():
+        of_tensors = f"{tensors / MIB:10.1f}{expected / tensors:8.3f}"
+        of_process = f"{process / MIB:10.1f}{expected / process:8.3f}"
+        print(f"{name:26}{expected / MIB:10.1f}{of_tensors}{of_process}")
+    ratios = {name: round(expected / tensors, 3) for name, (expected, tensors, _) in found.items()}
+    worst = round(max(max(ratio, 1 / ratio) for ratio in ratios.values()), 3)
+    place = {"ranks": world.num_trainers, "device": world.device.type}
+    print(json.dumps({"worst_ratio": worst, "goal": GOAL, **place, "ratios": ratios}))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--model", help="a folder with config.json or a name of models.json; default: 32 M parameters")
-    parser.add_argument(
-        "--micro_batch_tokens", type=int, default=1024, help="tokens of each of the two micro-batches of a rank"
-    )
-    parser.add_argument("--length", type=int, default=128, help="of each sequence; divides the tokens")
-    parser.add_argument(
-        "--policies", nargs="+", choices=list(POLICIES), default=list(POLICIES), metavar="NAME", help="some of them"
-    )
+    add = parser.add_argument
+    add("--model", help="a folder with config.json or a name of models.json; default: 32 M parameters")
+    add("--micro_batch_tokens", type=int, default=1024, help="tokens of each of the two micro-batches of a rank")
+    add("--length", type=int, default=128, help="tokens of each sequence; divides --micro_batch_tokens")
+    names = list(POLICIES)
+    add("--policies", nargs="+", choices=names, default=names, metavar="NAME", help="policies to measure")
     given = parser.parse_args()
     world = init_world(tp_size=1, timeout_minutes=5)
     is_cuda = world.device.type == "cuda"
@@ -185,43 +205,23 @@ def main() -> None:
         ctypes.CDLL(None).mallopt(-3, 2**18)  # M_MMAP_THRESHOLD
         dist.reduce_scatter_single = reduce_scatter_in_place
     config = config_of(given.model) if given.model else AutoConfig.for_model(**SMALL)
-    rollout = random_rollout(
-        config.vocab_size, 2 * world.num_trainers * given.micro_batch_tokens // given.length, given.length
-    )
+    num_sequences = 2 * world.num_trainers * given.micro_batch_tokens // given.length
+    rollout = random_rollout(config.vocab_size, num_sequences, given.length)
     policy_module.fill = fill_randomly
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
-        sizes = f"--max_completion_tokens {given.length} --micro_batch_tokens {given.micro_batch_tokens} --plan_gpus {world.num_trainers}"
-        flags = ["--model", folder, *f"{COMMON} {sizes}".split()]
+        sizes = f"--max_completion_tokens {given.length} --micro_batch_tokens {given.micro_batch_tokens}"
+        flags = ["--model", folder, *f"{COMMON} {sizes} --plan_gpus {world.num_trainers}".split()]
         gc.freeze()  # what has been imported need not be looked through at each restart
-        for policy in (
-            "",
-            "--lora_rank 8",
-        ):  # what libraries keep for good once they have met these shapes belongs to no policy
+        for policy in ("", "--lora_rank 8"):  # what libraries keep of these shapes for good belongs to no policy
             measured(train_grpo.parse_flags([*flags, *policy.split()]), rollout, world)
         for name in given.policies:
             args = train_grpo.parse_flags([*flags, *POLICIES[name].split()])
             peaks = np.max(gather_from_ranks(measured(args, rollout, world)), axis=0)
-            found[name] = [predicted(setup_of(args, config), is_cuda), *peaks.tolist()]
+            found[name] = predicted(setup_of(args, config), is_cuda), *peaks.tolist()
     if world.is_main:
-        print(f"{'MiB on a rank':26}{'predicted':>10}{'tensors':>10}{'ratio':>8}{'process':>10}{'ratio':>8}")
-        for name, (expected, tensors, process) in found.items():
-            sizes = f"{expected / MIB:10.1f}{tensors / MIB:10.1f}{expected / tensors:8.3f}{process / MIB:10.1f}{expected / process:8.3f}"
-            print(f"{name:26}{sizes}")
-        ratios = {name: round(expected / tensors, 3) for name, (expected, tensors, _) in found.items()}
-        worst = max(max(ratio, 1 / ratio) for ratio in ratios.values())
-        print(
-            json.dumps(
-                {
-                    "worst_ratio": round(worst, 3),
-                    "goal": GOAL,
-                    "ranks": world.num_trainers,
-                    "device": world.device.type,
-                    "ratios": ratios,
-                }
-            )
-        )
+        print_table(found, world)
     close_world()
 
 

@@ -1,7 +1,8 @@
-"""`train_grpo.py --dry_run`: what a run amounts to and whether it fits, before anything is rented, downloaded or loaded.
+"""`train_grpo.py --dry_run`: what a run amounts to and whether it fits, before anything is rented or loaded.
 
-Needs the flags of the run, the model's config (a folder, one of `models.json`, or the hub) and the number of training rows; no GPU, no
-weights, no data. Exit code 0: fits; 3: does not. `memory.py` has the bytes, `roofline.py` the seconds, `tracing.py` the trace.
+It needs the run's flags, the model's config (in a folder, in `models.json`, or on the hub) and the number of training
+rows; no GPU, no weights, no data. The exit code is 0 if the run fits and 3 if not. Read `dry_run` first. `setup_of`
+reads the flags, `memory.py` has the bytes, `time.py` the seconds, `advice.py` what would have to change.
 """
 
 from __future__ import annotations
@@ -15,30 +16,18 @@ from pathlib import Path
 
 from transformers import AutoConfig, PretrainedConfig
 
-from flags import parse_source
-from fsdp_utils import check_whole_engines, is_main_process, launched_world_size
+from flags import EngineSettings, Lora, Memory, Plan, PromptFormat, check_flags, make_plan, parse_source, take
+from fsdp_utils import is_main_process, launched_world_size
+from model.sizes import GPUS, check_config
 from model.vision import check_images
-from plan import Plan, check_flags, check_model, make_plan
+from model.weights import load_config
+from planner import memory
 from planner.advice import misfits, solutions
-from planner.memory import (
-    CONTEXT,
-    ENGINE_ASLEEP,
-    ENGINE_WORKING,
-    FRAGMENTATION,
-    PROCESS_HOST,
-    checkpoint_bytes,
-    gpu_phases,
-    host_phases,
-    logprobs_peak,
-    peak_phase,
-    sequences_at_once,
-    update_peak,
-)  # fmt: skip
-from planner.setup import GIB, GPUS, Hardware, RunShape, Setup, memory_policy, shape_of
-from planner.time import Shares, micro_batches, phase_seconds, step_seconds, traffic
+from planner.setup import GIB, Hardware, RunShape, Setup, shape_of
+from planner.time import Shares, micro_batches, phase_seconds, traffic
 
 TABLE = Path(__file__).parent / "models.json"
-TRACED_LAYERS = 8  # all peaks are linear in the number of layers, so a few tell as much as all of them, in seconds
+TRACED_LAYERS = 8  # all peaks are linear in the number of layers, so a few layers show as much as all of them
 ROWS = {  # of data sets that are not on the disk
     "hiyouga/math12k@train": 12_000,
     "hiyouga/math12k@test": 500,
@@ -47,329 +36,99 @@ ROWS = {  # of data sets that are not on the disk
 }
 
 
-def add_dry_run_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the group "dry run"."""
-    add = parser.add_argument_group("dry run (starts nothing; exit code 3: does not fit)").add_argument
-    add(
-        "--dry_run",
-        action="store_true",
-        help="print batches, memory, time and what would have to change, and end; needs no GPU",
-    )
-    add("--json", action="store_true", help="as one JSON object")
-    add(
-        "--trace",
-        action="store_true",
-        help="also trace an update of the real model, cut to 8 layers, under fake tensors (tracing.py); seconds",
-    )
-    add(
-        "--plan_gpus",
-        type=int,
-        help="GPUs over all nodes; default: the ranks that torchrun started, without torchrun 8",
-    )
-    add("--plan_nodes", type=int, default=1, help="nodes that they are on")
-    add("--plan_gpu", choices=list(GPUS), default="H100-80GB", help="kind of GPU")
-    add("--plan_gpu_memory_gib", type=float, help="memory of a GPU that a process can take; default: the kind's")
-    add("--plan_host_memory_gib", type=float, default=1000.0, help="RAM of a node")
-    add(
-        "--plan_network_gb_s",
-        type=float,
-        default=50.0,
-        help="between nodes, GB/s one way for each GPU: a 400 Gbit/s card each",
-    )
-    add(
-        "--plan_rows",
-        type=int,
-        help="usable training rows; default: #ROWS of --train_data, lines of a .jsonl file, or a table",
-    )
-    add(
-        "--plan_flops_share",
-        type=float,
-        default=0.35,
-        help="of peak FLOPs; torchtitan reports 33 to 39 %% on 8 to 128 H100",
-    )
-    add(
-        "--plan_memory_share",
-        type=float,
-        default=0.6,
-        help="of the GPU memory's speed that decoding reaches; an assumption",
-    )
-    add(
-        "--plan_link_share",
-        type=float,
-        default=0.7,
-        help="of links, network and bus that transfers reach; an assumption",
-    )
-    add(
-        "--plan_length_share",
-        type=float,
-        default=0.5,
-        help="mean length of prompts and completions, as a share of their limits",
-    )
-
-
-def config_of(model: str) -> PretrainedConfig:
-    """The config in a folder, of `models.json`, or else of the hub. Raises ValueError."""
-    table = json.loads(TABLE.read_text())
-    if model in table and not Path(model).exists():
-        return AutoConfig.for_model(**table[model])
-    try:
-        return AutoConfig.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"--model {model!r}: no folder with a config.json, and not to be had from the hub ({str(error).splitlines()[0]}). "
-            f"Without network these are known: {', '.join(table)}."
-        ) from None
-
-
-def rows_of(args: argparse.Namespace) -> int | None:
-    """Training rows: --plan_rows, or the sum over the sources of #ROWS, lines on the disk or the table's; None if one is not known."""
-    if args.plan_rows is not None:
-        return args.plan_rows
-    total = 0
-    for source in args.train_data:
-        what, split, count = parse_source(source)
-        if count is None and Path(what).is_file() and what.endswith(".jsonl"):
-            count = sum(1 for line in Path(what).read_bytes().splitlines() if line.strip())
-        elif count is None:
-            count = (
-                ROWS.get(f"{what}@{split}" if split else what) or ROWS.get(f"{what}@train") or ROWS.get(Path(what).stem)
-            )
-        if count is None:
-            return None
-        total += count
-    return total
-
-
-def hardware_of(args: argparse.Namespace) -> Hardware:
-    gpus = args.plan_gpus or (launched_world_size() if "WORLD_SIZE" in os.environ else 8)
-    memory, flops, speed, link, host = GPUS[args.plan_gpu]
-    if args.plan_nodes < 1 or gpus % args.plan_nodes:
-        raise ValueError(
-            f"--plan_gpus {gpus} is not divisible by --plan_nodes {args.plan_nodes}; it counts the GPUs of all nodes."
-        )
-    return Hardware(
-        name=args.plan_gpu, gpus=gpus, nodes=args.plan_nodes, gpu_bytes=(args.plan_gpu_memory_gib or memory) * GIB,
-        host_bytes=args.plan_host_memory_gib * GIB, flops=flops * 1e12, memory_speed=speed * 1e12, link_speed=link * 1e9,
-        network_speed=args.plan_network_gb_s * 1e9, host_speed=host * 1e9,
-    )  # fmt: skip
-
-
-def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
-    """The flags as a Setup. Raises ValueError for flags that contradict each other, the model or the hardware."""
-    hardware = hardware_of(args)
-    generation_gpus = getattr(args, "generation_gpus", 0)
-    sampling_ranks = generation_gpus or hardware.gpus
-    check_whole_engines(args.tensor_parallel_size, sampling_ranks)
-    check_flags(args, sampling_ranks)
-    check_model(args, config)
-    check_images(args, config)
-    model, policy = shape_of(config, args.model), memory_policy(args)
-    unknown = set(policy.lora_targets) - set(model.projections)
-    if unknown:
-        raise ValueError(
-            f"--lora_targets {' '.join(sorted(unknown))}: the dry run knows {', '.join(model.projections)}."
-        )
-    run = RunShape(
-        prompts_per_step=args.prompts_per_step,
-        group_size=args.group_size,
-        updates_per_pass=args.prompts_per_step // args.prompts_per_update,
-        passes_per_step=args.passes_per_step,
-        micro_batch_tokens=args.micro_batch_tokens,
-        max_prompt_tokens=args.max_prompt_tokens,
-        max_completion_tokens=args.max_completion_tokens,
-        max_model_len=args.max_prompt_tokens + max(args.max_completion_tokens, *args.eval_max_completion_tokens),
-        tensor_parallel_size=args.tensor_parallel_size,
-        gpu_memory_utilization=args.gpu_memory_utilization,
-        enforce_eager=args.enforce_eager,
-        has_kl=args.kl_coef != 0,
-        needs_first_logprobs=args.passes_per_step > 1
-        or (args.kl_coef != 0 and args.kl_in == "reward")
-        or policy.lora_dropout > 0,
-        share_prompts=args.share_prompts,
-        trains_entropy=args.entropy_coef != 0,
-        generation_gpus=generation_gpus,
-    )
-    return Setup(model, policy, run, hardware)
-
-
-def plan_of(args: argparse.Namespace) -> tuple[Plan, int | None]:
-    """The plan and the number of rows. Raises ValueError if the number is needed and not known."""
-    rows = rows_of(args)
+def dry_run(args: argparse.Namespace) -> int:
+    """Prints the report and returns the exit code. Raises ValueError for a run that could not start on any machine."""
+    config = config_of(args.model)
+    setup = setup_of(args, config)
+    rows = rows_of(args.train_data, args.plan_rows)
     if rows is None and args.epochs is not None:
         data = " ".join(args.train_data)
         raise ValueError(
             f"--epochs {args.epochs}: how many rows --train_data {data} has is not known here; give --plan_rows."
         )
     plan = make_plan(args, args.prompts_per_step if rows is None else rows)
-    return plan, rows
+    shares = Shares(args.plan_flops_share, args.plan_memory_share, args.plan_link_share, args.plan_length_share)
+    report = report_of(setup, plan, rows, shares)
+    if args.trace:
+        report["trace"] = traced(setup, config)
+    if is_main_process():
+        print(json.dumps(report, indent=2) if args.json else text_of(setup, report))
+    return 0 if report["fits"] else 3
 
 
-# The report ----------------------------------------------------------------------------------------------------------------------
+def config_of(model: str) -> PretrainedConfig:
+    """The config in a folder, in `models.json`, or else on the hub. Raises ValueError."""
+    table = json.loads(TABLE.read_text())
+    if model in table and not Path(model).exists():
+        return AutoConfig.for_model(**table[model])
+    try:
+        return load_config(model)
+    except ValueError as error:
+        raise ValueError(f"{str(error).splitlines()[0]} Without network these are known: {', '.join(table)}.") from None
 
 
-def gib(value: float) -> float:
-    return round(value / GIB, 2)
+def rows_of(train_data: list[str], given: int | None) -> int | None:
+    """Training rows as given, or by #ROWS, lines on the disk and the table; None if those of a source are not known."""
+    if given is not None:
+        return given
+    total = 0
+    for source in train_data:
+        what, split, count = parse_source(source)
+        if count is None and Path(what).is_file() and what.endswith(".jsonl"):
+            count = sum(1 for line in Path(what).read_bytes().splitlines() if line.strip())
+        elif count is None:
+            names = (f"{what}@{split}" if split else what, f"{what}@train", Path(what).stem)
+            count = next((ROWS[name] for name in names if name in ROWS), None)
+        if count is None:
+            return None
+        total += count
+    return total
 
 
-def report_of(setup: Setup, plan: Plan, rows: int | None, shares: Shares) -> dict[str, object]:
-    """All numbers as one object of plain types: the headline figures, then the tables behind them."""
-    run, h = setup.run, setup.hardware
-    phases, on_host = gpu_phases(setup), host_phases(setup)
-    peak = peak_phase(phases)
-    seconds, found = step_seconds(setup, shares), misfits(setup)
-    per_update = plan.completions_per_step // plan.updates_per_pass
-    longest = run.max_prompt_tokens + run.max_completion_tokens
-    return {
-        "prompts_per_step": run.prompts_per_step,
-        "group_size": run.group_size,
-        "completions_per_step": plan.completions_per_step,
-        "updates_per_step": plan.updates_per_step,
-        "steps_per_epoch": plan.steps_per_epoch if rows is not None else None,
-        "total_steps": plan.total_steps,
-        "total_updates": plan.total_updates,
-        "total_completions": plan.total_steps * plan.completions_per_step,
-        "parameters": setup.model.parameters,
-        "trainable_parameters": setup.trainable,
-        "kv_bytes_per_token": setup.model.kv_bytes_per_token,
-        "gpu_peak_gib": gib(phases[peak].live),
-        "gpu_needed_gib": gib(phases[peak].needed),
-        "gpu_peak_phase": peak,
-        "gpu_capacity_gib": gib(h.gpu_bytes),
-        "host_peak_gib": gib(max(sum(parts.values()) for parts in on_host.values())),
-        "host_capacity_gib": gib(h.host_bytes),
-        "checkpoint_gib": gib(checkpoint_bytes(setup)),
-        "step_seconds": round(seconds, 1),
-        "total_hours": round(seconds * plan.total_steps / 3600, 1),
-        "total_gpu_hours": round(seconds * plan.total_steps / 3600 * h.gpus),
-        "fits": not found,
-        "misfits": found,
-        "changes_that_would_fit": solutions(setup, shares) if found else [],
-        "batch": {
-            "training_rows": rows,
-            "completions_per_update": per_update,
-            "completions_per_update_and_gpu": per_update / setup.ranks,
-            "completions_per_engine": plan.completions_per_step / setup.engines,
-            "most_tokens_per_step": plan.completions_per_step * longest,
-            "micro_batches_per_update": micro_batches(setup, shares),
-            "logits_of_a_micro_batch_gib": gib(run.micro_batch_tokens * setup.model.vocab * 2),
-            "sequences_at_once_per_engine": round(sequences_at_once(setup), 1),
-        },
-        "gpu_gib": {
-            name: {part: gib(value) for part, value in (phase.trainer | phase.engine).items() if value}
-            | {"live": gib(phase.live), "needed": gib(phase.needed)}
-            for name, phase in phases.items()
-        },
-        "host_gib": {name: {part: gib(value) for part, value in parts.items()} for name, parts in on_host.items()},
-        "seconds": {name: round(value, 1) for name, value in phase_seconds(setup, shares).items()},
-        "traffic_gib_per_gpu_and_step": {name: gib(value) for name, value in traffic(setup, shares).items()},
-        "assumptions": assumptions(setup, shares),
-    }
-
-
-def assumptions(setup: Setup, shares: Shares) -> list[str]:
-    eager, h, seen = setup.run.enforce_eager, setup.hardware, setup.model.vision is not None
-    network = f", {h.network_speed / 1e9:.0f} between nodes" if h.nodes > 1 else ""
-    found = [
-        f"memory: needed = {FRAGMENTATION:g} x the trainer's + the engine's tensors + {gib(CONTEXT):g} GiB for CUDA's context and NCCL",
-        f"engine: {gib(ENGINE_WORKING[eager]):g} GiB beside weights and cache, of which {gib(ENGINE_ASLEEP[eager]):g} stay while it sleeps",
-        f"host: {gib(PROCESS_HOST):g} GiB for each process without its weights",
-        "micro-batches: full, and all of their positions are completion tokens",
-        *(
-            [
-                "images: the tower runs before the decoder, where memory is free; its work and pixel values are not counted"
-            ]
-            if seen
-            else []
-        ),
-        f"speeds: {shares.flops:.0%} of {h.flops / 1e12:.0f} TFLOP/s, {shares.memory:.0%} of {h.memory_speed / 1e12:.2f} TB/s, "
-        f"{shares.link:.0%} of {h.link_speed / 1e9:.0f} GB/s in a node{network}, {h.host_speed / 1e9:.0f} to the host",
-        f"time: prompts and completions of {shares.length:.0%} of their limits; no loading, evaluation, checkpoints, waiting for graders",
-    ]
-    if setup.run.generation_gpus:
-        found.append("sampling and training run side by side")
-    return found
-
-
-def table_of(columns: dict[str, dict[str, float]]) -> list[str]:
-    """Lines of a table: one row per key of the inner dicts, in the order in which they come up; "live" and "needed" last."""
-    names = list(dict.fromkeys(part for parts in columns.values() for part in parts))
-    names.sort(key=lambda name: ("live", "needed").index(name) + 1 if name in ("live", "needed") else 0)
-    width = max(len(name) for name in names) + 4
-    lines = [" " * width + "".join(f"{column:>12}" for column in columns)]
-    for name in names:
-        cells = (f"{parts[name]:12.1f}" if name in parts else " " * 12 for parts in columns.values())
-        lines.append((f"  {name:<{width - 2}}" + "".join(cells)).rstrip())
-    return lines
-
-
-def text_of(setup: Setup, report: dict) -> str:
-    """The report for people."""
-    r, b, h, run = report, report["batch"], setup.hardware, setup.run
-    epochs = (
-        f"{r['steps_per_epoch']:g} steps an epoch of {b['training_rows']} rows; "
-        if r["steps_per_epoch"] is not None
-        else ""
-    )
-    host = {name: parts | {"needed": round(sum(parts.values()), 1)} for name, parts in r["host_gib"].items()}
-    spare = 1 - r["gpu_needed_gib"] / r["gpu_capacity_gib"]
-    verdict = (
-        f"fits: {r['gpu_peak_phase']} needs {r['gpu_needed_gib']:.1f} of {r['gpu_capacity_gib']:.1f} GiB, {spare:.0%} to spare "
-        f"beyond the reserve; the host {r['host_peak_gib']:.0f} of {r['host_capacity_gib']:.0f} GiB"
-    )
-    lines = [
-        f"dry run: {setup.model.name} on {h.gpus} x {h.name}, {h.nodes} node{'s' * (h.nodes > 1)}; nothing is started",
-        "",
-        f"model       {r['parameters']:,} parameters, {r['trainable_parameters']:,} trained; {r['kv_bytes_per_token']:,} bytes of cache "
-        "a token",
-        f"step        {run.prompts_per_step} prompts x {run.group_size} = {r['completions_per_step']} completions, of at most "
-        f"{b['most_tokens_per_step']:,} tokens, prompts included",
-        f"updates     {r['updates_per_step']} a step, of {b['completions_per_update']} completions, "
-        f"{b['completions_per_update_and_gpu']:g} a GPU, in {b['micro_batches_per_update']} micro-batches of at most "
-        f"{run.micro_batch_tokens} tokens",
-        f"run         {epochs}{r['total_steps']} steps, {r['total_updates']} updates, {r['total_completions']:,} completions",
-        f"sampling    {setup.engines} engines of {run.tensor_parallel_size} GPUs, {b['completions_per_engine']:g} completions each; "
-        f"the cache holds {b['sequences_at_once_per_engine']:g} sequences of {run.max_model_len} tokens at once",
-        f"logits      {b['logits_of_a_micro_batch_gib']:.2f} GiB in bf16 for a whole micro-batch; the head in chunks never holds them",
-        "",
-        "GPU memory at each phase's peak, GiB on one GPU",
-        *table_of(r["gpu_gib"]),
-        "",
-        f"host RAM, GiB on each node; a checkpoint takes {r['checkpoint_gib']:.1f} GiB of disk",
-        *table_of(host),
-        "",
-        f"time        {r['step_seconds']:.0f} s a step: "
-        + ", ".join(f"{name} {value:.1f}" for name, value in r["seconds"].items()),
-        f"            {r['total_hours']:,.1f} hours, {r['total_gpu_hours']:,} GPU hours",
-        "traffic     "
-        + ", ".join(f"{name} {v:,.0f}" for name, v in r["traffic_gib_per_gpu_and_step"].items())
-        + " GiB per GPU and step",
-        "",
-        "assumed: " + "\n         ".join(r["assumptions"]),
-        "",
-        verdict if r["fits"] else "does not fit:\n  " + "\n  ".join(r["misfits"]),
-    ]
-    if "trace" in r:
-        passes = (
-            f"{name} {x['traced_gib']:.2f} GiB ({x['formula_gib']:.2f} by formula)" for name, x in r["trace"].items()
+def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
+    """The flags as a Setup. Raises ValueError for flags that contradict each other, the model or the hardware."""
+    gpus = args.plan_gpus or (launched_world_size() if "WORLD_SIZE" in os.environ else 8)
+    if args.plan_nodes < 1 or gpus % args.plan_nodes:
+        raise ValueError(
+            f"--plan_gpus {gpus} is not divisible by --plan_nodes {args.plan_nodes}; it counts the GPUs of all nodes."
         )
-        layers = r["trace"]["update"]["layers"]
-        lines[-2:-2] = ["", f"traced with {layers} layers, beside what is there all the time: " + ", ".join(passes)]
-    if not r["fits"]:
-        lines.append(
-            "would fit, on the same machines first, then by speed:"
-            if r["changes_that_would_fit"]
-            else "no four changes that were tried make it fit"
-        )
-        for solution in r["changes_that_would_fit"]:
-            lines.append(
-                f"  {' '.join(solution['changes'])}: {solution['gpu_needed_gib']} GiB on a GPU, {solution['host_peak_gib']} on the host, "
-                f"{solution['step_seconds']} s a step"
-            )
-    return "\n".join(lines)
+    check_flags(args, gpus)
+    limits = args.max_prompt_tokens, max(args.max_completion_tokens, *args.eval_max_completion_tokens)
+    check_config(args.model, config, limits, args.tensor_parallel_size)
+    check_images(args.model, config, take(PromptFormat, args))
+    model, lora = shape_of(config, args.model), take(Lora, args)
+    unknown = set(lora.lora_targets or ()) - set(model.projections)
+    if unknown:
+        known = ", ".join(model.projections)
+        raise ValueError(f"--lora_targets {' '.join(sorted(unknown))}: the dry run knows {known}.")
+    kl_in_reward = args.kl_coef != 0 and args.kl_in == "reward"
+    run = take(
+        RunShape,
+        args,
+        updates_per_iteration=args.prompts_per_step // args.prompts_per_update,
+        has_kl=args.kl_coef != 0,
+        needs_first_logprobs=args.num_iterations > 1 or kl_in_reward or lora.lora_dropout > 0,
+        trains_entropy=args.entropy_coef != 0,
+    )
+    engine = take(EngineSettings, args, max_model_len=sum(limits))
+    gpu_memory, flops, memory_speed, link_speed, host_speed = GPUS[args.plan_gpu]
+    hardware = Hardware(
+        name=args.plan_gpu,
+        gpus=gpus,
+        nodes=args.plan_nodes,
+        gpu_bytes=(args.plan_gpu_memory_gib or gpu_memory) * GIB,
+        host_bytes=args.plan_host_memory_gib * GIB,
+        flops=flops * 1e12,
+        memory_speed=memory_speed * 1e12,
+        link_speed=link_speed * 1e9,
+        network_speed=args.plan_network_gb_s * 1e9,
+        host_speed=host_speed * 1e9,
+    )
+    return Setup(model, take(Memory, args), lora, engine, run, hardware)
 
 
 def traced(setup: Setup, config: PretrainedConfig) -> dict[str, dict[str, float]]:
-    """What a pass takes beside what is there all the time, by the trace and by formula: of a model of at most `TRACED_LAYERS` layers."""
+    """What a pass takes beside `memory.resident`, by trace and by formula, with at most `TRACED_LAYERS` layers."""
     from planner.trace import trace_update  # here: it brings parts of torch that nothing else needs
 
     layers = min(setup.model.layers, TRACED_LAYERS)
@@ -377,7 +136,7 @@ def traced(setup: Setup, config: PretrainedConfig) -> dict[str, dict[str, float]
     text = config.get_text_config()
     text.num_hidden_layers, text.layer_types = layers, (getattr(text, "layer_types", None) or [])[:layers] or None
     peaks = trace_update(setup, config)
-    formula = {"logprobs": logprobs_peak(setup), "update": update_peak(setup)}
+    formula = {"logprobs": memory.logprobs_peak(setup), "update": memory.update_peak(setup)}
     return {
         name: {
             "layers": layers,
@@ -388,15 +147,166 @@ def traced(setup: Setup, config: PretrainedConfig) -> dict[str, dict[str, float]
     }
 
 
-def dry_run(args: argparse.Namespace) -> int:
-    """Prints the report; returns the exit code, 0 if the run fits and 3 if not. Raises ValueError for flags that could not run anywhere."""
-    config = config_of(args.model)
-    setup = setup_of(args, config)
-    plan, rows = plan_of(args)
-    shares = Shares(args.plan_flops_share, args.plan_memory_share, args.plan_link_share, args.plan_length_share)
-    report = report_of(setup, plan, rows, shares)
-    if args.trace:
-        report["trace"] = traced(setup, config)
-    if is_main_process():
-        print(json.dumps(report, indent=2) if args.json else text_of(setup, report))
-    return 0 if report["fits"] else 3
+# The report ----------------------------------------------------------------------------------------------------------
+
+
+def gib(value: float) -> float:
+    return round(value / GIB, 2)
+
+
+def in_gib(parts: dict[str, float]) -> dict[str, float]:
+    return {name: gib(value) for name, value in parts.items()}
+
+
+def report_of(setup: Setup, plan: Plan, rows: int | None, shares: Shares) -> dict[str, object]:
+    """All numbers as one object of plain types: the headline figures, then the tables behind them."""
+    run, h = setup.run, setup.hardware
+    phases, on_host = memory.gpu_phases(setup), memory.host_phases(setup)
+    peak = max(phases, key=lambda name: phases[name].needed)
+    seconds, found = phase_seconds(setup, shares), misfits(setup)
+    hours = sum(seconds.values()) * plan.total_steps / 3600
+    per_update = run.completions // run.updates_per_iteration
+    return {
+        "prompts_per_step": run.prompts_per_step,
+        "group_size": run.group_size,
+        "completions_per_step": run.completions,
+        "updates_per_step": run.updates,
+        "steps_per_epoch": plan.steps_per_epoch if rows is not None else None,
+        "total_steps": plan.total_steps,
+        "total_updates": plan.total_updates,
+        "total_completions": plan.total_steps * run.completions,
+        "parameters": setup.model.parameters,
+        "trainable_parameters": setup.trainable,
+        "kv_bytes_per_token": setup.model.kv_bytes_per_token,
+        "gpu_peak_gib": gib(phases[peak].live),
+        "gpu_needed_gib": gib(phases[peak].needed),
+        "gpu_peak_phase": peak,
+        "gpu_capacity_gib": gib(h.gpu_bytes),
+        "host_peak_gib": gib(max(sum(parts.values()) for parts in on_host.values())),
+        "host_capacity_gib": gib(h.host_bytes),
+        "checkpoint_gib": gib(memory.checkpoint_bytes(setup)),
+        "step_seconds": round(sum(seconds.values()), 1),
+        "total_hours": round(hours, 1),
+        "total_gpu_hours": round(hours * h.gpus),
+        "fits": not found,
+        "misfits": found,
+        "changes_that_would_fit": solutions(setup, shares) if found else [],
+        "batch": {
+            "training_rows": rows,
+            "completions_per_update": per_update,
+            "completions_per_update_and_gpu": per_update / setup.num_trainers,
+            "completions_per_engine": run.completions / setup.num_engines,
+            "most_tokens_per_step": run.completions * (run.max_prompt_tokens + run.max_completion_tokens),
+            "micro_batches_per_update": micro_batches(setup, shares),
+            "logits_of_a_micro_batch_gib": gib(setup.memory.micro_batch_tokens * setup.model.vocab * 2),
+            "sequences_at_once_per_engine": round(memory.sequences_at_once(setup), 1),
+        },
+        "gpu_gib": {name: in_gib(x.parts | {"live": x.live, "needed": x.needed}) for name, x in phases.items()},
+        "host_gib": {name: in_gib(parts) for name, parts in on_host.items()},
+        "seconds": {name: round(value, 1) for name, value in seconds.items()},
+        "traffic_gib_per_gpu_and_step": in_gib(traffic(setup, shares)),
+        "assumptions": assumptions(setup, shares),
+    }
+
+
+def assumptions(setup: Setup, shares: Shares) -> list[str]:
+    h, eager = setup.hardware, setup.engine.enforce_eager
+    working, asleep = gib(memory.ENGINE_WORKING[eager]), gib(memory.ENGINE_ASLEEP[eager])
+    tensors = f"{memory.FRAGMENTATION:g} x the trainer's + the engine's tensors"
+    images = "the tower runs before the decoder, where memory is free; its work and pixel values are not counted"
+    reached = f"{shares.flops:.0%} of {h.flops / 1e12:.0f} TFLOP/s, {shares.memory:.0%} of"
+    network = f", {h.network_speed / 1e9:.0f} between nodes" if h.nodes > 1 else ""
+    links = f"{shares.link:.0%} of {h.link_speed / 1e9:.0f} GB/s in a node{network}"
+    left_out = "no loading, evaluation, checkpoints, waiting for graders"
+    return [
+        f"memory: needed = {tensors} + {gib(memory.CONTEXT):g} GiB for CUDA's context and NCCL",
+        f"engine: {working:g} GiB beside weights and cache, of which {asleep:g} stay while it sleeps",
+        f"host: {gib(memory.PROCESS_HOST):g} GiB for each process without its weights",
+        "micro-batches: full, and all of their positions are completion tokens",
+        *([f"images: {images}"] if setup.model.tower_parameters else []),
+        f"speeds: {reached} {h.memory_speed / 1e12:.2f} TB/s, {links}, {h.host_speed / 1e9:.0f} to the host",
+        f"time: prompts and completions of {shares.length:.0%} of their limits; {left_out}",
+    ]
+
+
+TEXT = """\
+dry run: {setup.model.name} on {setup.hardware.gpus} x {setup.hardware.name}, {nodes}; nothing is started
+
+model       {parameters:,} parameters, {trainable_parameters:,} trained; {kv_bytes_per_token:,} bytes of cache a token
+step        {prompts_per_step} prompts x {group_size} = {completions_per_step} completions, \
+of at most {most_tokens_per_step:,} tokens, prompts included
+updates     {updates_per_step} a step, of {completions_per_update} completions, \
+{completions_per_update_and_gpu:g} a GPU, in {micro_batches_per_update} micro-batches \
+of at most {setup.memory.micro_batch_tokens} tokens
+run         {epochs}{total_steps} steps, {total_updates} updates, {total_completions:,} completions
+sampling    {setup.num_engines} engines of {setup.run.tensor_parallel_size} GPUs, \
+{completions_per_engine:g} completions each; \
+the cache holds {sequences_at_once_per_engine:g} sequences of {setup.engine.max_model_len} tokens at once
+logits      {logits_of_a_micro_batch_gib:.2f} GiB in bf16 for a whole micro-batch; the head in chunks never holds them
+
+GPU memory at each phase's peak, GiB on one GPU
+{gpu_table}
+
+host RAM, GiB on each node; a checkpoint takes {checkpoint_gib:.1f} GiB of disk
+{host_table}
+
+time        {step_seconds:.0f} s a step: {times}
+            {total_hours:,.1f} hours, {total_gpu_hours:,} GPU hours
+traffic     {moved} GiB per GPU and step
+
+assumed: {assumed}
+
+{trace}{verdict}"""
+
+
+def text_of(setup: Setup, report: dict) -> str:
+    """The report for people."""
+    nodes, rows, epochs, trace = setup.hardware.nodes, report["batch"]["training_rows"], "", ""
+    host = {name: parts | {"needed": round(sum(parts.values()), 1)} for name, parts in report["host_gib"].items()}
+    if rows is not None:
+        epochs = f"{report['steps_per_epoch']:g} steps an epoch of {rows} rows; "
+    if "trace" in report:
+        peaks = report["trace"].items()
+        found = (f"{name} {x['traced_gib']:.2f} GiB ({x['formula_gib']:.2f} by formula)" for name, x in peaks)
+        layers = report["trace"]["update"]["layers"]
+        trace = f"traced with {layers} layers, beside what is there all the time: {', '.join(found)}\n\n"
+    parts = {
+        "nodes": f"{nodes} node{'s' * (nodes > 1)}",
+        "epochs": epochs,
+        "gpu_table": table_of(report["gpu_gib"]),
+        "host_table": table_of(host),
+        "times": ", ".join(f"{name} {x:.1f}" for name, x in report["seconds"].items()),
+        "moved": ", ".join(f"{name} {x:,.0f}" for name, x in report["traffic_gib_per_gpu_and_step"].items()),
+        "assumed": "\n         ".join(report["assumptions"]),
+        "trace": trace,
+        "verdict": verdict_of(report),
+    }
+    return TEXT.format(setup=setup, **report["batch"], **(report | parts))
+
+
+def table_of(columns: dict[str, dict[str, float]]) -> str:
+    """A table with one row per key of the inner dicts, in the order in which they come up; "live" and "needed" last."""
+    names = list(dict.fromkeys(part for parts in columns.values() for part in parts))
+    names.sort(key=lambda name: ("live", "needed").index(name) + 1 if name in ("live", "needed") else 0)
+    width = max(len(name) for name in names) + 4
+    lines = [" " * width + "".join(f"{column:>12}" for column in columns)]
+    for name in names:
+        cells = (f"{parts[name]:12.1f}" if name in parts else " " * 12 for parts in columns.values())
+        lines.append((f"  {name:<{width - 2}}" + "".join(cells)).rstrip())
+    return "\n".join(lines)
+
+
+def verdict_of(report: dict) -> str:
+    """Whether the run fits; if not, what would."""
+    if report["fits"]:
+        spare = 1 - report["gpu_needed_gib"] / report["gpu_capacity_gib"]
+        gpu = f"{report['gpu_needed_gib']:.1f} of {report['gpu_capacity_gib']:.1f} GiB, {spare:.0%} to spare"
+        host = f"{report['host_peak_gib']:.0f} of {report['host_capacity_gib']:.0f} GiB"
+        return f"fits: {report['gpu_peak_phase']} needs {gpu} beyond the reserve; the host {host}"
+    changes = ["no four changes that were tried make it fit"]
+    if report["changes_that_would_fit"]:
+        changes = ["would fit, on the same machines first, then by speed:"]
+    for x in report["changes_that_would_fit"]:
+        needs = f"{x['gpu_needed_gib']} GiB on a GPU, {x['host_peak_gib']} on the host, {x['step_seconds']} s a step"
+        changes.append(f"  {' '.join(x['changes'])}: {needs}")
+    return "\n".join(["does not fit:", *(f"  {words}" for words in report["misfits"]), *changes])

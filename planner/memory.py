@@ -1,9 +1,9 @@
-"""How much memory a run takes: a closed form per phase, in bytes, as pure functions of a `Setup` (`shapes.py`). No model, no GPU, no torch.
+"""How much memory a run takes: formulas for each phase, in bytes. Pure functions of a `Setup`.
 
-`gpu_phases` is the table per GPU, `host_phases` per node, `checkpoint_bytes` on disk. The formulas of the passes were fitted to the trace
-of the real model (`tracing.py`; a test compares them). Assumed: each micro-batch is as full as --micro_batch_tokens allows, all of its
-positions are completion tokens, and there are more than one per update. With --share_prompts attention's copy of keys and values is not
-bounded by that flag: whole groups of the shortest completions are assumed for it.
+Read `gpu_phases` (one GPU), `host_phases` (one node) and `checkpoint_bytes` (disk) first, then the peaks that they are
+made of. The formulas of the passes were fitted to the trace of the real model (`trace.py`); a test compares them. They
+assume several micro-batches per update, as full as --micro_batch_tokens allows, of completion tokens alone. That flag
+does not bound attention's copy of shared keys and values: for it, groups of the shortest completions are assumed.
 """
 
 from __future__ import annotations
@@ -14,27 +14,30 @@ from model.sizes import HEAD_CHUNK_LOGITS, OPTIMIZER_CHUNK
 from planner.setup import COMPUTE, GIB, Setup
 
 REDUCE = 4  # gradients are reduced in fp32
-FRAGMENTATION = 1.05  # what torch's allocator holds over the live tensors
+FRAGMENTATION = 1.05  # what torch's allocator holds, over the live tensors
 CONTEXT = 2.5 * GIB  # per GPU: CUDA context, NCCL buffers, workspaces of the matrix products
-# The engine, without and with CUDA graphs: awake (vLLM's pull request 11743 logged 2.95 + 1.27 GiB beside weights and cache), and asleep,
-# when graphs and NCCL buffers stay (its issue 47654 logged 1.4 GiB of graphs).
+# The engine beside weights and cache, without and with CUDA graphs. Awake: vLLM's pull request 11743 logged 2.95 + 1.27
+# GiB. Asleep: graphs and NCCL buffers stay; vLLM's issue 47654 logged 1.4 GiB of graphs.
 ENGINE_WORKING = {True: 2.5 * GIB, False: 4.0 * GIB}
 ENGINE_ASLEEP = {True: 0.5 * GIB, False: 2.0 * GIB}
-CHUNK_BYTES = {
-    2: 28,
-    4: 8,
-}  # each of them takes, by the bytes of a parameter: fp32 copies and what rounds them; two moments from the host
-PROCESS_HOST = (
-    6 * GIB
-)  # host RAM of one rank without weights: libraries, CUDA's host side, pinned staging, the rollout, such a chunk
+# Bytes for each element that the optimizer works on, by the bytes of a parameter: fp32 copies and what rounds them
+# (bf16 parameters), or two moments from the host (fp32).
+CHUNK_BYTES = {2: 28, 4: 8}
+PROCESS_HOST = 6 * GIB  # host RAM of one rank without weights: libraries, CUDA's host side, pinned buffers, the rollout
+
+Parts = dict[str, float]  # bytes by what they are for
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Bytes on one GPU by what they are for. The engine's are its own budget and do not fragment the trainer's."""
+    """What one GPU holds. The engine has a budget of its own, which the trainer's allocator does not fragment."""
 
-    trainer: dict[str, float]
-    engine: dict[str, float]
+    trainer: Parts
+    engine: Parts
+
+    @property
+    def parts(self) -> Parts:
+        return {name: part for name, part in (self.trainer | self.engine).items() if part}
 
     @property
     def live(self) -> float:
@@ -42,224 +45,238 @@ class Phase:
 
     @property
     def needed(self) -> float:
-        """Live bytes and what comes on top of them unseen."""
+        """Live bytes, and what comes on top of them unseen."""
         return FRAGMENTATION * sum(self.trainer.values()) + sum(self.engine.values()) + CONTEXT
 
 
-def update_peak(setup: Setup, is_first_micro: bool = False) -> dict[str, float]:
-    """Bytes on one GPU when a backward pass needs most, beside what is there all the time.
-
-    The largest of four moments: the head, with the checkpoints of all layers; the layer that runs when the one after it is being reduced;
-    the first layer, when all gradients are there; the reduction of embedding and head. Peaks of the MLP's and the norm's backward are
-    told apart because small micro-batches have the second. `is_first_micro`: no gradients of an earlier one are there yet.
-    """
-    m, p, tokens = setup.model, setup.policy, setup.run.micro_batch_tokens
-    h, i, layers, table = m.hidden, m.intermediate, m.layers, m.vocab * m.hidden
-    is_lora, is_recomputed = bool(p.lora_rank), p.gradient_checkpointing
-    gradient_bytes = 0 if p.offload == "all" else setup.trained_bytes  # per parameter of this GPU's shard
-    trained_layer = m.lora_layer_parameters(p.lora_rank, p.lora_targets) if is_lora else m.layer_parameters
-    gathered_layer = COMPUTE * (m.layer_parameters + (trained_layer if is_lora else 0))
-    root, head_gradient = COMPUTE * m.root_parameters, 0 if is_lora else COMPUTE * table
-    one, two = (
-        root + (layers if p.gather_parameters_once else n) * gathered_layer for n in (1, 2)
-    )  # gathered at a time
-    all_gradients = gradient_bytes * setup.trainable / setup.ranks
-    before = 0 if is_first_micro else all_gradients
-
-    inputs = tokens * (2 * h + 4 * m.head_dim)  # the embedded tokens, the rotation's angles
-    saved = saved_per_layer(setup)
-    if is_lora:
-        weights, mlp = 0, tokens * (4 * i + 2 * h)
-    else:
-        weights, mlp = max(2 * m.layer_parameters, 6 * i * h + 30 * tokens * h), tokens * (4 * i + 2 * h) + 2 * i * h
-    # Of shared prompts the copies of keys and values, their gradients, and with grouped queries those of each query head before.
-    copies = setup.run.keys_per_position * (8 * m.kv + (4 * m.q if m.kv < m.q else 0))
-    attention = tokens * (copies + 12 * m.q + 4 * m.head_dim + (9 if is_lora else 11) * h)
-    kept_per_layer = 0 if p.offload_activations else tokens * 2 * h if is_recomputed else saved
-    kept = layers * kept_per_layer + (8 if is_lora else 10) * tokens * h  # and the last norm
-    chunk = tokens if p.keeps_full_logits else min(tokens, HEAD_CHUNK_LOGITS // m.vocab)
-    # Bytes a logit in the backward pass: the last chunk is there, the others are computed again; the entropy's gradient is a second tensor.
-    again = 8 if chunk < tokens or setup.run.trains_entropy else 6
-    head = max(8 * chunk * m.vocab, head_gradient + again * chunk * m.vocab)
-
-    def backward_of(layer: int) -> dict[str, float]:
-        below = layer * kept_per_layer
-        own = max(mlp + saved, attention, weights) if is_recomputed else max(mlp, attention - saved, weights)
-        reduced = layers - layer if is_first_micro else 0
-        return {
-            "gradients": max(before, reduced * gradient_bytes * trained_layer / setup.ranks),
-            "checkpoints" if is_recomputed else "activations": below,
-            "one layer": own,
-            "gathered": two,
-            "reduction": head_gradient + (REDUCE * trained_layer if layer < layers else 0),
-        }
-
-    moments = [
-        {"gradients": before, "checkpoints" if is_recomputed else "activations": kept, "gathered": one, "logits": head},
-        {"gradients": before, "one layer": inputs, "gathered": max(2 * (root + gathered_layer), one)},
-        backward_of(layers),
-        backward_of(max(layers - 1, 1)),
-        backward_of(1),
-    ]
-    if not is_lora:
-        tables = (1 if m.is_tied else 2) * COMPUTE * table
-        of_layers = gradient_bytes * layers * trained_layer / setup.ranks
-        still = one if p.gather_parameters_once else 0  # after all micro-batches but the last
-        moments.append(
-            {
-                "gradients": max(before, of_layers),
-                "gathered": still,
-                "reduction": tables + REDUCE * (tables // COMPUTE + h),
-            }
-        )
-    peak = max(moments, key=lambda moment: sum(moment.values()))
-    return peak | {"gradients, whole": REDUCE * setup.trainable * p.reduce_gradients_once}
-
-
-def saved_per_layer(setup: Setup) -> float:
-    """Bytes that the backward pass of a layer needs from its forward pass, without recomputation."""
-    m, p, tokens = setup.model, setup.policy, setup.run.micro_batch_tokens
-    norms = 12 if p.lora_rank else 16  # a frozen norm needs no normalized input
-    saved = tokens * (
-        8 * m.intermediate + norms * m.hidden + 4 * m.q + 4 * m.kv * setup.run.keys_per_position + 4 * m.heads
-    )
-    if (
-        p.lora_rank and p.lora_dropout
-    ):  # an adapter keeps its input after dropout and the mask (one byte a number), not the input before
-        inputs = sum(m.projections[name][0] for name in p.lora_targets)
-        saved += tokens * (3 * inputs - 2 * m.intermediate - 4 * m.hidden)
-    return saved + tokens * 2 * p.lora_rank * len(p.lora_targets)
-
-
-def logprobs_peak(setup: Setup) -> dict[str, float]:
-    """Bytes on one GPU at most in a forward pass without gradients."""
-    m, tokens = setup.model, setup.run.micro_batch_tokens
-    chunk = tokens if setup.policy.keeps_full_logits else min(tokens, HEAD_CHUNK_LOGITS // m.vocab)
-    root, layer = COMPUTE * m.root_parameters, COMPUTE * m.layer_parameters
-    is_reference_alone = (
-        setup.has_reference_model and setup.run.updates_per_pass == 1 and not setup.run.needs_first_logprobs
-    )
-    stays = setup.policy.gather_parameters_once and not is_reference_alone
-    kept = m.layers * layer * stays  # and FSDP's buffer of the last one beside it
-    of_mlp = tokens * ((8 if setup.policy.lora_rank else 6) * m.intermediate + 8 * m.hidden)
-    of_attention = tokens * (6 * m.hidden + 4 * m.head_dim + 4 * m.q + 4 * m.kv * (1 + setup.run.keys_per_position))
-    moments = [
-        {"gathered": 2 * (root + layer), "one layer": tokens * (2 * m.hidden + 4 * m.head_dim)},
-        {"gathered": root + max(3 * layer, kept), "one layer": max(of_mlp, of_attention)},
-        {"gathered": root + layer + kept, "logits": 8 * chunk * m.vocab, "one layer": 2 * tokens * m.hidden},
-    ]
-    return max(moments, key=lambda moment: sum(moment.values()))
-
-
-def optimizer_peak(setup: Setup) -> dict[str, float]:
-    """Bytes on one GPU that the step takes where it goes through shards piece by piece: parameters are bf16, or state is on the host."""
-    m, p = setup.model, setup.policy
-    is_chunked = p.offload == "optimizer" or (p.offload == "none" and setup.trained_bytes == 2)
-    largest = max(m.vocab, m.intermediate) * m.hidden
-    if p.lora_rank:
-        largest = p.lora_rank * max(max(m.projections[name]) for name in p.lora_targets)
-    return {"one chunk": is_chunked * CHUNK_BYTES[setup.trained_bytes] * min(OPTIMIZER_CHUNK, largest / setup.ranks)}
-
-
-def resident(setup: Setup) -> dict[str, float]:
-    """Bytes on one training GPU all the time, from the first update on."""
-    p = setup.policy
-    parts = {}
-    if p.offload != "all":
-        parts["parameters"] = setup.stored_bytes / setup.ranks
-    if p.offload == "none":
-        parts["optimizer"] = setup.state_bytes / setup.ranks
-    if setup.has_reference_model and not p.offload_reference:
-        parts["reference"] = setup.model.parameters * COMPUTE / setup.ranks
-    return parts
-
-
-def engine_parts(setup: Setup) -> dict[str, float]:
-    """Bytes on one GPU of the awake engine: it takes its share of the GPU whole, and what weights and work leave becomes KV cache."""
-    run = setup.run
-    weights = setup.model.parameters * COMPUTE / run.tensor_parallel_size
-    working = ENGINE_WORKING[run.enforce_eager]
-    budget = run.gpu_memory_utilization * setup.hardware.gpu_bytes
-    return {"engine weights": weights, "engine working": working, "KV cache": budget - weights - working}
-
-
-def sequences_at_once(setup: Setup) -> float:
-    """Sequences of the full model length whose keys and values fit into one engine's cache; below 1 vLLM does not start."""
-    per_gpu = (
-        setup.run.max_model_len
-        * setup.model.kv_bytes_per_token
-        / min(setup.run.tensor_parallel_size, setup.model.kv_heads)
-    )
-    return engine_parts(setup)["KV cache"] / per_gpu
-
-
-def peak_phase(phases: dict[str, Phase]) -> str:
-    """The name of the phase that needs most."""
-    return max(phases, key=lambda name: phases[name].needed)
-
-
 def gpu_phases(setup: Setup) -> dict[str, Phase]:
-    """Phase -> what a GPU holds at its peak. With GPUs that only sample, "rollout" is one of those and the others are the trainer's."""
-    m, p, run = setup.model, setup.policy, setup.run
-    static, is_apart = resident(setup), run.generation_gpus > 0
-    largest = m.vocab * m.hidden  # parameters of the embedding
-    asleep = {} if is_apart else {"engine asleep": ENGINE_ASLEEP[run.enforce_eager]}
-    weights, working, cache = engine_parts(setup).items()
-    awake = {} if is_apart else dict([weights, working])
-    one_of_next = m.intermediate * m.hidden * COMPUTE  # gathered while the engine copies
-    gathered = (
-        m.parameters * COMPUTE if p.syncs_whole_model else largest * COMPUTE * (1 + 1 / setup.ranks) + one_of_next
-    )
-    gradients = {} if p.offload == "all" else {"gradients": setup.trainable * setup.trained_bytes / setup.ranks}
-    of_reference = setup.run.has_kl and p.offload_reference and not p.lora_rank
-    h2d = (
-        m.layer_parameters * COMPUTE / setup.ranks * 2 * (of_reference or p.offload == "all")
-    )  # shards on their way from host RAM
-    loading = {"one tensor": largest * (COMPUTE if p.lora_rank else setup.trained_bytes)}
+    """Phase -> what a GPU holds at its peak."""
+    m, memory, run = setup.model, setup.memory, setup.run
+    static, awake = resident(setup), engine_parts(setup)
+    asleep = {"engine asleep": ENGINE_ASLEEP[setup.engine.enforce_eager]}
+    one_tensor = {"one tensor": largest_tensor(setup)}
+    # The largest parameter and its shard in bf16; the next one is gathered while the engine copies this one.
+    gathered = {"gathered": m.table * COMPUTE * (1 + 1 / setup.num_trainers) + m.intermediate * m.hidden * COMPUTE}
+    comes_from_host = memory.offload == "all" or (setup.has_reference_model and memory.offload_reference)
+    shards = {"shards from host": m.layer_parameters * COMPUTE / setup.num_trainers * 2 * comes_from_host}
+    gradients = {"gradients": gradient_bytes(setup)}
     phases = {
-        "load": Phase({k: v for k, v in static.items() if k != "optimizer"} | loading, {}),
-        "rollout": Phase({} if is_apart else static, dict([weights, working, cache])),
-        "logprobs": Phase(static | logprobs_peak(setup) | {"shards from host": h2d}, asleep),
+        "load": Phase(without(static, "optimizer") | one_tensor, {}),
+        "rollout": Phase(static, awake),
+        "logprobs": Phase(static | logprobs_peak(setup) | shards, asleep),
         "update": Phase(static | update_peak(setup), asleep),
         "optimizer": Phase(static | gradients | optimizer_peak(setup), asleep),
-        "sync": Phase(static | {"gathered": gathered}, awake),
+        "sync": Phase(static | gathered, without(awake, "KV cache")),
     }
-    if setup.run.updates_per_pass == 1 and not run.needs_first_logprobs and not run.has_kl:
+    if run.updates_per_iteration == 1 and not run.needs_first_logprobs and not run.has_kl:
         del phases["logprobs"]  # the only update makes its own old log-probs
     return phases
 
 
-def host_phases(setup: Setup) -> dict[str, dict[str, float]]:
-    """Phase -> bytes of host RAM on one node by what they are for: while loading, while running, while writing a checkpoint."""
-    m, p, hardware = setup.model, setup.policy, setup.hardware
-    per_node = 1 / hardware.nodes
-    ranks = hardware.gpus / hardware.nodes
+def without(parts: Parts, *names: str) -> Parts:
+    return {name: part for name, part in parts.items() if name not in names}
+
+
+def largest_tensor(setup: Setup) -> float:
+    """The embedding, as it is loaded."""
+    return setup.model.table * (COMPUTE if setup.has_lora else setup.trained_bytes)
+
+
+def resident(setup: Setup) -> Parts:
+    """Bytes on one GPU all the time, from the first update on."""
+    memory = setup.memory
+    parts = {}
+    if memory.offload != "all":
+        parts["parameters"] = setup.stored_bytes / setup.num_trainers
+    if memory.offload == "none":
+        parts["optimizer"] = setup.state_bytes / setup.num_trainers
+    if setup.has_reference_model and not memory.offload_reference:
+        parts["reference"] = setup.model.parameters * COMPUTE / setup.num_trainers
+    return parts
+
+
+def engine_parts(setup: Setup) -> Parts:
+    """Bytes on one GPU of the awake engine. It takes its whole share of the GPU: the rest of it is KV cache."""
+    weights = setup.model.parameters * COMPUTE / setup.run.tensor_parallel_size
+    working = ENGINE_WORKING[setup.engine.enforce_eager]
+    budget = setup.engine.gpu_memory_utilization * setup.hardware.gpu_bytes
+    return {"engine weights": weights, "engine working": working, "KV cache": budget - weights - working}
+
+
+def cache_bytes_per_token(setup: Setup) -> float:
+    """Keys and values of a token on one GPU of its engine, which divides them by heads."""
+    return setup.model.kv_bytes_per_token / min(setup.run.tensor_parallel_size, setup.model.kv_heads)
+
+
+def sequences_at_once(setup: Setup) -> float:
+    """Sequences of the full model length that fit into one engine's cache. Below 1 vLLM does not start."""
+    return engine_parts(setup)["KV cache"] / (setup.engine.max_model_len * cache_bytes_per_token(setup))
+
+
+# The passes ----------------------------------------------------------------------------------------------------------
+
+
+def largest(moments: list[Parts]) -> Parts:
+    return max(moments, key=lambda moment: sum(moment.values()))
+
+
+def update_peak(setup: Setup) -> Parts:
+    """Bytes on one GPU at most in a backward pass, beside `resident`, with the gradients of an earlier micro-batch.
+
+    The largest of five moments: the head, with what all layers keep; the start of the forward pass; the last layer; the
+    layer before it, while the last one is reduced; the reduction of embedding and head.
+    """
+    m, memory, tokens = setup.model, setup.memory, setup.memory.micro_batch_tokens
+    root = COMPUTE * m.root_parameters
+    layer = COMPUTE * (m.layer_parameters + (setup.trained_per_layer if setup.has_lora else 0))
+    stays = memory.gather_parameters_once
+    one, two = (root + (m.layers if stays else n) * layer for n in (1, 2))  # gathered at a time
+    kept_name = "checkpoints" if memory.gradient_checkpointing else "activations"
+    kept = 0 if memory.offload_activations else kept_per_layer(setup)
+    last_norm = (8 if setup.has_lora else 10) * tokens * m.hidden
+    head_gradient = 0 if setup.has_lora else COMPUTE * m.table
+
+    def backward_of(number: int) -> Parts:
+        after_is_reduced = REDUCE * setup.trained_per_layer if number < m.layers else 0
+        return {
+            kept_name: number * kept,
+            "one layer": backward_of_layer(setup),
+            "gathered": two,
+            "reduction": head_gradient + after_is_reduced,
+        }
+
+    moments = [
+        {kept_name: m.layers * kept + last_norm, "gathered": one, "logits": head_bytes(setup)},
+        {"one layer": embedded_bytes(setup), "gathered": max(2 * (root + layer), one)},
+        backward_of(m.layers),
+        backward_of(max(m.layers - 1, 1)),
+    ]
+    if not setup.has_lora:
+        tables = (1 if m.is_tied else 2) * m.table
+        reduced = tables * COMPUTE + REDUCE * (tables + m.hidden)
+        moments.append({"gathered": one if stays else 0, "reduction": reduced})
+    whole = {"gradients, whole": REDUCE * setup.trainable * memory.reduce_gradients_once}
+    return {"gradients": gradient_bytes(setup)} | largest(moments) | whole
+
+
+def gradient_bytes(setup: Setup) -> float:
+    """Of one GPU's shards."""
+    return 0 if setup.memory.offload == "all" else setup.trained_bytes * setup.trainable / setup.num_trainers
+
+
+def embedded_bytes(setup: Setup) -> float:
+    """The embedded tokens, and the angles of the rotary embedding."""
+    return setup.memory.micro_batch_tokens * (2 * setup.model.hidden + 4 * setup.model.head_dim)
+
+
+def head_chunk(setup: Setup) -> int:
+    """Tokens whose logits are made at a time."""
+    return min(setup.memory.micro_batch_tokens, HEAD_CHUNK_LOGITS // setup.model.vocab)
+
+
+def head_bytes(setup: Setup) -> float:
+    """The head's peak: two fp32 numbers a logit in the forward pass. The last chunk is kept for the backward pass.
+
+    A second tensor is there where other chunks are computed again, and for the entropy's gradient.
+    """
+    m, chunk = setup.model, head_chunk(setup)
+    has_second = chunk < setup.memory.micro_batch_tokens or setup.run.trains_entropy
+    gradient = 0 if setup.has_lora else COMPUTE * m.table
+    return max(8 * chunk * m.vocab, gradient + (8 if has_second else 6) * chunk * m.vocab)
+
+
+def backward_of_layer(setup: Setup) -> float:
+    """What a layer takes in its backward pass: the largest of MLP, attention, and weights with the norm's gradients.
+
+    Small micro-batches have the last one.
+    """
+    m, tokens, has_lora = setup.model, setup.memory.micro_batch_tokens, setup.has_lora
+    h, i = m.hidden, m.intermediate
+    mlp, weights = tokens * (4 * i + 2 * h), 0
+    if not has_lora:
+        mlp += 2 * i * h
+        weights = max(2 * m.layer_parameters, 6 * i * h + 30 * tokens * h)
+    # Copies of keys and values, and their gradients; with grouped queries first a gradient for each query head.
+    copies = setup.keys_per_position * (8 * m.kv + (4 * m.q if m.kv < m.q else 0))
+    attention = tokens * (copies + 12 * m.q + 4 * m.head_dim + (9 if has_lora else 11) * h)
+    saved = saved_per_layer(setup)
+    if setup.memory.gradient_checkpointing:
+        return max(mlp + saved, attention, weights)
+    return max(mlp, attention - saved, weights)
+
+
+def saved_per_layer(setup: Setup) -> float:
+    """Bytes that the backward pass of a layer needs from its forward pass, without recomputation."""
+    m, lora, tokens = setup.model, setup.lora, setup.memory.micro_batch_tokens
+    norms = 12 if setup.has_lora else 16  # a frozen norm does not need its normalized input
+    keys = 4 * m.kv * setup.keys_per_position
+    saved = tokens * (8 * m.intermediate + norms * m.hidden + 4 * m.q + keys + 4 * m.heads)
+    if setup.has_lora and lora.lora_dropout:
+        # An adapter keeps its input after dropout, and the mask (one byte a number), not the input before.
+        inputs = sum(m.projections[name][0] for name in setup.lora_targets)
+        saved += tokens * (3 * inputs - 2 * m.intermediate - 4 * m.hidden)
+    return saved + tokens * 2 * lora.lora_rank * len(setup.lora_targets)
+
+
+def kept_per_layer(setup: Setup) -> float:
+    """Bytes that a layer keeps for its backward pass: its input if it is computed again, otherwise all it saved."""
+    if setup.memory.gradient_checkpointing:
+        return setup.memory.micro_batch_tokens * 2 * setup.model.hidden
+    return saved_per_layer(setup)
+
+
+def logprobs_peak(setup: Setup) -> Parts:
+    """Bytes on one GPU at most in a pass without gradients, beside `resident`: at its start, in a layer or the head."""
+    m, tokens = setup.model, setup.memory.micro_batch_tokens
+    root, layer = COMPUTE * m.root_parameters, COMPUTE * m.layer_parameters
+    needs_policy = setup.run.updates_per_iteration > 1 or setup.run.needs_first_logprobs
+    stays = setup.memory.gather_parameters_once and (needs_policy or not setup.has_reference_model)
+    kept = m.layers * layer * stays  # and FSDP's buffer of the last layer beside it
+    mlp = tokens * ((8 if setup.has_lora else 6) * m.intermediate + 8 * m.hidden)
+    attention = tokens * (6 * m.hidden + 4 * m.head_dim + 4 * m.q + 4 * m.kv * (1 + setup.keys_per_position))
+    logits = 8 * head_chunk(setup) * m.vocab
+    moments = [
+        {"gathered": 2 * (root + layer), "one layer": embedded_bytes(setup)},
+        {"gathered": root + max(3 * layer, kept), "one layer": max(mlp, attention)},
+        {"gathered": root + layer + kept, "logits": logits, "one layer": 2 * tokens * m.hidden},
+    ]
+    return largest(moments)
+
+
+def optimizer_peak(setup: Setup) -> Parts:
+    """Bytes on one GPU that the optimizer takes where it works in chunks: bf16 parameters, or state on the host."""
+    m, memory = setup.model, setup.memory
+    is_chunked = memory.offload == "optimizer" or (memory.offload == "none" and setup.trained_bytes == 2)
+    tensor = max(m.vocab, m.intermediate) * m.hidden
+    if setup.has_lora:
+        tensor = setup.lora.lora_rank * max(max(m.projections[name]) for name in setup.lora_targets)
+    chunk = min(OPTIMIZER_CHUNK, tensor / setup.num_trainers)
+    return {"one chunk": is_chunked * CHUNK_BYTES[setup.trained_bytes] * chunk}
+
+
+# Host RAM and disk ---------------------------------------------------------------------------------------------------
+
+
+def host_phases(setup: Setup) -> dict[str, Parts]:
+    """Phase -> bytes of host RAM on one node: while loading, while running, while writing a checkpoint."""
+    m, memory, nodes = setup.model, setup.memory, setup.hardware.nodes
+    ranks = setup.hardware.gpus / nodes  # of a node
     kept = {"processes": ranks * PROCESS_HOST}
-    if p.offload == "all":
-        kept["parameters"] = setup.stored_bytes * per_node
-        kept["gradients"] = setup.trainable * setup.trained_bytes * per_node
-    if p.offload != "none":
-        kept["optimizer"] = setup.state_bytes * per_node
-    if setup.has_reference_model and p.offload_reference:
-        kept["reference"] = m.parameters * COMPUTE * per_node
-    if p.sleep_level == 1:
-        kept["engines asleep (level 1)"] = setup.engines * per_node * m.parameters * COMPUTE
-    if p.offload_activations:
-        per_layer = 2 * m.hidden * setup.run.micro_batch_tokens if p.gradient_checkpointing else saved_per_layer(setup)
-        kept["activations"] = ranks * m.layers * per_layer
-    copied = (setup.trainable * setup.trained_bytes + setup.state_bytes) * per_node * p.async_checkpoint
-    dtype_bytes = COMPUTE if p.lora_rank else setup.trained_bytes
-    read = ranks * m.parameters if p.loads_on_every_rank else m.vocab * m.hidden
-    return {
-        "load": {k: v for k, v in kept.items() if k not in ("gradients", "activations")}
-        | {"weights, read": read * dtype_bytes},
-        "run": kept,
-        "checkpoint": kept
-        | {"the policy, gathered on rank 0": m.parameters * COMPUTE, "what is written meanwhile": copied},
-    }
+    if memory.offload == "all":
+        kept["parameters"] = setup.stored_bytes / nodes
+        kept["gradients"] = setup.trainable * setup.trained_bytes / nodes
+    if memory.offload != "none":
+        kept["optimizer"] = setup.state_bytes / nodes
+    if setup.has_reference_model and memory.offload_reference:
+        kept["reference"] = m.parameters * COMPUTE / nodes
+    if memory.offload_activations:
+        kept["activations"] = ranks * m.layers * kept_per_layer(setup)
+    read = {"weights, read": largest_tensor(setup)}
+    copied = (setup.trainable * setup.trained_bytes + setup.state_bytes) / nodes * setup.run.async_checkpoint
+    written = {"the policy, gathered on rank 0": m.parameters * COMPUTE, "what is written meanwhile": copied}
+    return {"load": without(kept, "gradients", "activations") | read, "run": kept, "checkpoint": kept | written}
 
 
 def checkpoint_bytes(setup: Setup) -> float:
-    """On disk: the policy in bf16, and what a resume needs: parameters as they are kept and optimizer state (with LoRA the adapter's)."""
-    trained = setup.trainable * setup.trained_bytes
-    return setup.model.parameters * COMPUTE + trained + setup.state_bytes
+    """On disk: the policy in bf16; for a resume the trained parameters as they are kept, and the optimizer's state."""
+    return setup.model.parameters * COMPUTE + setup.trainable * setup.trained_bytes + setup.state_bytes

@@ -1,43 +1,26 @@
 """What the planner is told, as frozen dataclasses, and what follows from it alone.
 
-    ModelShape    the sizes in a config.json
-    MemoryPolicy  where parameters and optimizer state are kept
-    RunShape      what the flags say of batches and of the engine
-    Hardware      GPUs, nodes, host RAM, speeds
+    ModelShape      the sizes in a config.json
+    Memory, Lora    what is trained and where it lives, as in `flags.py`
+    EngineSettings  the engine, as in `flags.py`
+    RunShape        what the other flags say of a step
+    Hardware        GPUs, nodes, host RAM, speeds
 
-A `Setup` is the four together: the argument of all of `memory.py` and `roofline.py`.
+A `Setup` holds all of them. `dry_run.setup_of` makes it from the flags, and the functions of the planner take it.
 """
 
 from __future__ import annotations
 
-from argparse import Namespace
 from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
+from flags import EngineSettings, Lora, Memory
 from model.sizes import head_dim
 
 GIB = 1024**3
-COMPUTE = 2  # bytes of a bf16 number: trainer's arithmetic, engine, cache
+COMPUTE = 2  # bytes of a bf16 number: the trainer's arithmetic, the engine, its cache
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-# Name -> memory that a process can take (GiB), dense bf16 TFLOP/s, memory TB/s, and GB/s one way to the other GPUs and to the host, from
-# the data sheets.
-GPUS = {
-    "H100-80GB": (79.0, 989, 3.35, 450, 55),
-    "H200-141GB": (139.5, 989, 4.8, 450, 55),
-    "A100-80GB": (79.0, 312, 2.04, 300, 25),
-    "A100-40GB": (39.3, 312, 1.56, 300, 25),
-    "L40S-48GB": (44.3, 362, 0.86, 25, 25),
-}
-
-
-@dataclass(frozen=True)
-class VisionShape:
-    """The vision tower of Qwen2.5-VL, frozen."""
-
-    parameters: int
-    pixels_per_token: int  # of an image: patch and merge sizes, squared
 
 
 @dataclass(frozen=True)
@@ -55,7 +38,7 @@ class ModelShape:
     is_tied: bool
     has_qkv_bias: bool
     has_qk_norm: bool
-    vision: VisionShape | None
+    tower_parameters: int  # of the vision tower, which is never trained; 0: there is none
 
     @property
     def q(self) -> int:
@@ -73,20 +56,25 @@ class ModelShape:
         return dict(zip(PROJECTIONS, sizes, strict=True))
 
     @property
+    def layer_matrices(self) -> int:
+        """Numbers in the matrices of a layer."""
+        return sum(inputs * outputs for inputs, outputs in self.projections.values())
+
+    @property
     def layer_parameters(self) -> int:
-        bias = (self.q + 2 * self.kv) * self.has_qkv_bias
-        return (
-            sum(n * m for n, m in self.projections.values())
-            + bias
-            + 2 * self.hidden
-            + 2 * self.head_dim * self.has_qk_norm
-        )
+        biases = (self.q + 2 * self.kv) * self.has_qkv_bias
+        norms = 2 * self.hidden + 2 * self.head_dim * self.has_qk_norm
+        return self.layer_matrices + biases + norms
+
+    @property
+    def table(self) -> int:
+        """Parameters of the embedding, and as many of the head."""
+        return self.vocab * self.hidden
 
     @property
     def root_parameters(self) -> int:
-        """What is no decoder layer: embedding, head, last norm, vision tower. FSDP gathers it as one unit."""
-        tower = self.vision.parameters if self.vision else 0
-        return (1 if self.is_tied else 2) * self.vocab * self.hidden + self.hidden + tower
+        """What is not in a decoder layer: embedding, head, last norm, vision tower. FSDP gathers it as one unit."""
+        return (1 if self.is_tied else 2) * self.table + self.hidden + self.tower_parameters
 
     @property
     def parameters(self) -> int:
@@ -96,12 +84,9 @@ class ModelShape:
     def kv_bytes_per_token(self) -> int:
         return 2 * self.layers * self.kv * COMPUTE
 
-    def lora_layer_parameters(self, rank: int, targets: tuple[str, ...]) -> int:
-        return rank * sum(sum(self.projections[name]) for name in targets)
-
 
 def shape_of(config: PretrainedConfig, name: str) -> ModelShape:
-    """The shape that a config describes. Raises ValueError for an architecture that the closed form does not know."""
+    """The shape that a config describes. Raises ValueError for an architecture that the formulas do not cover."""
     text = config.get_text_config()
     known = ("llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl_text")
     if text.model_type not in known:
@@ -121,94 +106,42 @@ def shape_of(config: PretrainedConfig, name: str) -> ModelShape:
         is_tied=bool(text.tie_word_embeddings),
         has_qkv_bias=text.model_type.startswith("qwen2") or bool(getattr(text, "attention_bias", False)),
         has_qk_norm=text.model_type == "qwen3",
-        vision=vision_of(tower) if tower is not None else None,
+        tower_parameters=0 if tower is None else tower_parameters(tower),
     )
 
 
-def vision_of(tower: PretrainedConfig) -> VisionShape:
-    """The tower's parameters: patches, blocks of windowed attention and gated MLP with biases, and the merger into the text's width."""
+def tower_parameters(tower: PretrainedConfig) -> int:
+    """Parameters of Qwen2.5-VL's vision tower: patches, blocks of attention and gated MLP with biases, the merger."""
     d, i, merged = tower.hidden_size, tower.intermediate_size, tower.hidden_size * tower.spatial_merge_size**2
     patches = 3 * tower.temporal_patch_size * tower.patch_size**2 * d
     block = 2 * d + (d * 3 * d + 3 * d) + (d * d + d) + (3 * d * i + 2 * i + d)
     merger = d + (merged * merged + merged) + (merged * tower.out_hidden_size + tower.out_hidden_size)
-    return VisionShape(patches + tower.depth * block + merger, (tower.patch_size * tower.spatial_merge_size) ** 2)
-
-
-@dataclass(frozen=True)
-class MemoryPolicy:
-    """Where and how parameters and optimizer state are kept. The last four are choices of other codebases, to show what they lead to."""
-
-    param_dtype: str = (
-        "float32"  # masters; with LoRA they are those of the adapters, always fp32, on a frozen base in bf16
-    )
-    offload: str = "none"  # to host RAM: none, optimizer (state only), all (parameters, gradients, state)
-    offload_reference: bool = False
-    gradient_checkpointing: bool = False
-    offload_activations: bool = False
-    reduce_gradients_once: bool = False  # whole gradients on every GPU until the last micro-batch
-    gather_parameters_once: bool = False  # and all layers' parameters
-    async_checkpoint: bool = False
-    lora_rank: int = 0  # 0: full fine-tuning
-    lora_dropout: float = 0.0
-    lora_targets: tuple[str, ...] = PROJECTIONS
-    loads_on_every_rank: bool = False  # each rank reads the whole model into host RAM; otherwise rank 0 streams it
-    sleep_level: int = 2  # 1: the sleeping engine keeps a copy of its weights in host RAM
-    syncs_whole_model: bool = False  # gathers all parameters at once instead of one at a time
-    keeps_full_logits: bool = False  # no chunked head
-
-
-def memory_policy(args: Namespace) -> MemoryPolicy:
-    """The flags as a MemoryPolicy: the only place of the planner that knows their names."""
-    return MemoryPolicy(
-        param_dtype=args.param_dtype,
-        offload=args.offload,
-        offload_reference=args.offload_reference,
-        gradient_checkpointing=args.gradient_checkpointing,
-        offload_activations=args.offload_activations,
-        reduce_gradients_once=args.reduce_gradients_once,
-        gather_parameters_once=args.gather_parameters_once,
-        async_checkpoint=args.async_checkpoint,
-        lora_rank=args.lora_rank,
-        lora_dropout=args.lora_dropout,
-        lora_targets=tuple(args.lora_targets or PROJECTIONS),
-    )
+    return patches + tower.depth * block + merger
 
 
 @dataclass(frozen=True)
 class RunShape:
-    """What the flags say of batches and engine."""
+    """What the flags say of a step, beside `Memory` and `EngineSettings`."""
 
     prompts_per_step: int
     group_size: int
-    updates_per_pass: int
-    passes_per_step: int
-    micro_batch_tokens: int
+    updates_per_iteration: int
+    num_iterations: int  # passes over a rollout
     max_prompt_tokens: int
     max_completion_tokens: int
-    max_model_len: int  # of the engine
     tensor_parallel_size: int
-    gpu_memory_utilization: float
-    enforce_eager: bool
     has_kl: bool
-    needs_first_logprobs: bool  # the first update's old log-probs are computed, too
-    share_prompts: bool = False
-    trains_entropy: bool = False  # the entropy is part of the loss
-    generation_gpus: int = 0  # GPUs that only sample; 0: every rank samples and trains
+    needs_first_logprobs: bool  # old log-probs are computed for the first update, too
+    trains_entropy: bool  # the entropy is part of the loss
+    async_checkpoint: bool
 
     @property
     def completions(self) -> int:
         return self.prompts_per_step * self.group_size
 
-    def sharers(self, length: float = 1.0) -> int:
-        """Completions of a prompt that share it in a micro-batch, where lengths are this share of their limits."""
-        room = int(self.micro_batch_tokens / length - self.max_prompt_tokens) // self.max_completion_tokens
-        return max(1, min(self.group_size, room)) if self.share_prompts else 1
-
     @property
-    def keys_per_position(self) -> float:
-        """Attention's copy of keys and values, which has a shared prompt's once for each completion. At most: completions of one token."""
-        prompt, sharers = self.max_prompt_tokens, self.group_size if self.share_prompts else 1
-        return sharers * (prompt + 1) / (prompt + sharers)
+    def updates(self) -> int:
+        return self.updates_per_iteration * self.num_iterations
 
 
 @dataclass(frozen=True)
@@ -216,63 +149,90 @@ class Hardware:
     """The machines. Bytes, bytes per second, FLOPs per second; of one GPU unless said."""
 
     name: str
-    gpus: int  # over all nodes
+    gpus: int  # of all nodes
     nodes: int
     gpu_bytes: float  # that a process can take
     host_bytes: float  # of a node
     flops: float  # dense bf16
     memory_speed: float
-    link_speed: float  # to the other GPUs of the node, one direction
+    link_speed: float  # to the other GPUs of the node, in one direction
     network_speed: float  # to other nodes
-    host_speed: float  # to host RAM, one direction
+    host_speed: float  # to host RAM, in one direction
 
 
 @dataclass(frozen=True)
 class Setup:
-    """All that the closed form needs."""
+    """All that the formulas need."""
 
     model: ModelShape
-    policy: MemoryPolicy
+    memory: Memory
+    lora: Lora
+    engine: EngineSettings
     run: RunShape
     hardware: Hardware
 
     @property
-    def ranks(self) -> int:
-        """GPUs that train."""
-        return self.hardware.gpus - self.run.generation_gpus
+    def num_trainers(self) -> int:
+        """GPUs that train: all of them, as all of them sample."""
+        return self.hardware.gpus
 
     @property
-    def engines(self) -> int:
-        return (self.run.generation_gpus or self.hardware.gpus) // self.run.tensor_parallel_size
+    def num_engines(self) -> int:
+        return self.hardware.gpus // self.run.tensor_parallel_size
+
+    @property
+    def has_lora(self) -> bool:
+        return self.lora.lora_rank > 0
+
+    @property
+    def lora_targets(self) -> tuple[str, ...]:
+        return self.lora.lora_targets or PROJECTIONS
+
+    @property
+    def trained_per_layer(self) -> int:
+        """Trained parameters of a decoder layer."""
+        if self.has_lora:
+            return self.lora.lora_rank * sum(sum(self.model.projections[name]) for name in self.lora_targets)
+        return self.model.layer_parameters
 
     @property
     def trainable(self) -> int:
-        if self.policy.lora_rank:
-            return self.model.layers * self.model.lora_layer_parameters(self.policy.lora_rank, self.policy.lora_targets)
-        return self.model.parameters - self.frozen_tower
-
-    @property
-    def frozen_tower(self) -> int:
-        """Parameters of the vision tower, which is never trained; it is kept like the other parameters."""
-        return self.model.vision.parameters if self.model.vision else 0
+        of_root = 0 if self.has_lora else self.model.root_parameters - self.model.tower_parameters
+        return self.model.layers * self.trained_per_layer + of_root
 
     @property
     def has_reference_model(self) -> bool:
         """With LoRA the reference is the policy without its adapter."""
-        return self.run.has_kl and not self.policy.lora_rank
+        return self.run.has_kl and not self.has_lora
 
     @property
     def trained_bytes(self) -> int:
         """Of a trained parameter, and of its gradient. Adapters are fp32."""
-        return 2 if self.policy.param_dtype == "bfloat16" and not self.policy.lora_rank else 4
+        return 2 if self.memory.param_dtype == "bfloat16" and not self.has_lora else 4
 
     @property
     def stored_bytes(self) -> int:
-        """All parameters as the trainer keeps them, over all ranks."""
-        frozen = self.model.parameters * COMPUTE if self.policy.lora_rank else self.frozen_tower * self.trained_bytes
-        return frozen + self.trainable * self.trained_bytes
+        """All parameters as the trainer keeps them, over all ranks. With LoRA the frozen ones are bf16."""
+        if self.has_lora:
+            return self.model.parameters * COMPUTE + self.trainable * self.trained_bytes
+        return self.model.parameters * self.trained_bytes
 
     @property
     def state_bytes(self) -> int:
-        """Of the optimizer: AdamW's two moments; for bf16 parameters in bf16, with the lower halves of fp32 parameters."""
+        """Of the optimizer: two moments; with bf16 parameters also the remainders (`model/optimizer.py`)."""
         return self.trainable * {4: 8, 2: 6}[self.trained_bytes]
+
+    def sharers(self, length: float = 1.0) -> int:
+        """Completions that share their prompt in a micro-batch, where lengths are this share of their limits."""
+        room = int(self.memory.micro_batch_tokens / length - self.run.max_prompt_tokens)
+        of_prompt = min(self.run.group_size, room // self.run.max_completion_tokens)
+        return max(1, of_prompt) if self.memory.share_prompts else 1
+
+    @property
+    def keys_per_position(self) -> float:
+        """Size of attention's copy of keys and values, which repeats a shared prompt for each completion.
+
+        An upper bound, reached where completions have one token.
+        """
+        prompt, sharers = self.run.max_prompt_tokens, self.run.group_size if self.memory.share_prompts else 1
+        return sharers * (prompt + 1) / (prompt + sharers)

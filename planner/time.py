@@ -1,13 +1,14 @@
-"""How long a step takes, and what it moves: FLOPs and bytes by formula, over peak speeds times the share of them that is reached.
+"""How long a step takes, and what it moves: FLOPs and bytes by formula, over the share of peak speeds that is reached.
 
-An estimate for planning, not a measurement. Left out: loading, evaluation, checkpoints, grading, and what waits for the slowest rank.
+An estimate for planning, not a measurement. It leaves out loading, evaluation, checkpoints, grading, and waiting for
+the slowest rank.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.memory import REDUCE, engine_parts, saved_per_layer
+from planner.memory import REDUCE, cache_bytes_per_token, engine_parts, kept_per_layer
 from planner.setup import COMPUTE, ModelShape, Setup
 
 
@@ -17,60 +18,60 @@ class Shares:
 
     flops: float  # of peak FLOPs, in passes over whole sequences
     memory: float  # of the GPU memory's speed, in decoding and in the optimizer
-    link: float  # of the speed between GPUs, nodes, and to host RAM
+    link: float  # of the speed between GPUs, between nodes, and to host RAM
     length: float  # mean length of prompts and completions, as a share of their limits
 
 
 def training_flops(model: ModelShape, lengths: list[int]) -> int:
-    """FLOPs of a forward and backward pass over sequences of these lengths: 6 a parameter and token, and causal attention.
+    """FLOPs of a forward and backward pass over sequences of these lengths.
 
-    The convention of verl's flops counter: embedding and head count as matrices, biases and norms do not, attention is 6 x length^2 x
-    width a layer (half of the square is masked).
+    The convention of verl's FLOPs counter: 6 for each token and number of a matrix, embedding and head included; for
+    attention 6 x length^2 x width a layer, because half of the square is masked.
     """
-    matrices = model.layers * sum(n * m for n, m in model.projections.values()) + 2 * model.vocab * model.hidden
+    matrices = model.layers * model.layer_matrices + 2 * model.table
     return 6 * matrices * sum(lengths) + 6 * model.layers * model.q * sum(length**2 for length in lengths)
 
 
 def micro_batches(setup: Setup, shares: Shares) -> int:
-    """Micro-batches of one rank in one update, for sequences of mean length."""
+    """Micro-batches of one rank in one update."""
     run = setup.run
     prompt, completion = shares.length * run.max_prompt_tokens, shares.length * run.max_completion_tokens
-    tokens = run.completions / run.updates_per_pass * (prompt / run.sharers(shares.length) + completion)
-    return max(1, -(-int(tokens) // (run.micro_batch_tokens * setup.ranks)))
+    tokens = run.completions / run.updates_per_iteration * (prompt / setup.sharers(shares.length) + completion)
+    return max(1, -(-int(tokens) // (setup.memory.micro_batch_tokens * setup.num_trainers)))
 
 
 def passes_without_gradient(setup: Setup) -> float:
-    """Passes over the whole rollout: the reference's, and the old log-probs' of all updates or of all but the first."""
+    """Passes over the rollout: the reference's, and that of the old log-probs, which the first update may not need."""
     run = setup.run
-    return run.has_kl + (1 if run.needs_first_logprobs else 1 - 1 / run.updates_per_pass)
+    return run.has_kl + (1 if run.needs_first_logprobs else 1 - 1 / run.updates_per_iteration)
 
 
 def traffic(setup: Setup, shares: Shares) -> dict[str, float]:
-    """Bytes that one training GPU moves in a step, by what for."""
-    m, run, p = setup.model, setup.run, setup.policy
-    away = (setup.ranks - 1) / setup.ranks
-    per_pass = micro_batches(setup, shares) * run.updates_per_pass
-    updates = run.updates_per_pass * run.passes_per_step
-    trained = per_pass * run.passes_per_step
-    in_updates = updates if p.gather_parameters_once else 2 * trained
-    in_pass = run.updates_per_pass if p.gather_parameters_once else per_pass  # of the policy, without a gradient
-    of_reference = run.has_kl * (per_pass if setup.has_reference_model else in_pass)
+    """Bytes that one GPU moves in a step, by what for."""
+    run, memory, n = setup.run, setup.memory, setup.num_trainers
+    per_iteration = micro_batches(setup, shares) * run.updates_per_iteration
+    trained = per_iteration * run.num_iterations
+    is_once = memory.gather_parameters_once
+    in_updates = run.updates if is_once else 2 * trained
+    in_pass = run.updates_per_iteration if is_once else per_iteration  # of the policy, without a gradient
+    of_reference = run.has_kl * (per_iteration if setup.has_reference_model else in_pass)
     without_gradient = of_reference + (passes_without_gradient(setup) - run.has_kl) * in_pass
-    from_host = in_updates * setup.stored_bytes / setup.ranks if p.offload == "all" else 0.0
-    if p.offload == "optimizer":
-        from_host += updates * 2 * setup.state_bytes / setup.ranks
-    if p.offload == "all":
-        from_host += trained * setup.trainable * setup.trained_bytes / setup.ranks  # gradients, to the host
-    if p.offload_activations:
-        per_layer = 2 * m.hidden * run.micro_batch_tokens if p.gradient_checkpointing else saved_per_layer(setup)
-        from_host += 2 * trained * m.layers * per_layer
-    if setup.has_reference_model and p.offload_reference:
-        from_host += per_pass * m.parameters * COMPUTE / setup.ranks
+    reductions = run.updates if memory.reduce_gradients_once else trained
+    weights, others = setup.model.parameters * COMPUTE, (n - 1) / n
+    from_host = 0.0
+    if memory.offload == "all":  # and gradients to the host
+        from_host += in_updates * setup.stored_bytes / n + trained * setup.trainable * setup.trained_bytes / n
+    if memory.offload == "optimizer":
+        from_host += run.updates * 2 * setup.state_bytes / n
+    if memory.offload_activations:
+        from_host += 2 * trained * setup.model.layers * kept_per_layer(setup)
+    if setup.has_reference_model and memory.offload_reference:
+        from_host += per_iteration * weights / n
     return {
-        "all-gather, log-probs": without_gradient * m.parameters * COMPUTE * away,
-        "all-gather, update": in_updates * m.parameters * COMPUTE * away,
-        "reduce-scatter": (updates if p.reduce_gradients_once else trained) * setup.trainable * REDUCE * away,
-        "sync": m.parameters * COMPUTE * away,
+        "all-gather, log-probs": without_gradient * weights * others,
+        "all-gather, update": in_updates * weights * others,
+        "reduce-scatter": reductions * setup.trainable * REDUCE * others,
+        "sync": weights * others,
         "to and from host": from_host,
     }
 
@@ -84,54 +85,45 @@ def link_speed(setup: Setup, shares: Shares) -> float:
 
 
 def rollout_seconds(setup: Setup, shares: Shares) -> float:
-    """Prompts at the speed of FLOPs; then tokens in as many rounds as the cache makes necessary, each reading weights and cache once."""
+    """Prompts at the speed of FLOPs, then tokens in as many rounds as the cache needs. Each reads weights and cache."""
     run, h, tp = setup.run, setup.hardware, setup.run.tensor_parallel_size
     prompt, completion = shares.length * run.max_prompt_tokens, shares.length * run.max_completion_tokens
-    sequences = -(-run.completions // setup.engines)
-    per_sequence = setup.model.kv_bytes_per_token / min(tp, setup.model.kv_heads)
-    cache = max(engine_parts(setup)["KV cache"], per_sequence)
-    at_once = max(
-        1.0, min(sequences, 1024, cache / (per_sequence * (prompt + completion)))
-    )  # vLLM: at most 1024 by default
+    sequences = -(-run.completions // setup.num_engines)
+    per_token = cache_bytes_per_token(setup)
+    cache = max(engine_parts(setup)["KV cache"], per_token)
+    at_once = max(1.0, min(sequences, 1024, cache / (per_token * (prompt + completion))))  # vLLM: at most 1024
     flops = training_flops(setup.model, [1]) / 3 * at_once / tp
-    read = setup.model.parameters * COMPUTE / tp + at_once * per_sequence * (prompt + completion / 2)
+    read = setup.model.parameters * COMPUTE / tp + at_once * per_token * (prompt + completion / 2)
     token = max(flops / (h.flops * shares.flops), read / (h.memory_speed * shares.memory))
-    prefill = (
-        training_flops(setup.model, [int(prompt)]) / 3 * sequences / run.group_size / (tp * h.flops * shares.flops)
-    )
+    of_prompts = training_flops(setup.model, [int(prompt)]) / 3 * sequences / run.group_size
+    prefill = of_prompts / (tp * h.flops * shares.flops)
     return prefill + max(sequences * completion / at_once, run.max_completion_tokens) * token
 
 
 def phase_seconds(setup: Setup, shares: Shares) -> dict[str, float]:
-    """Phase -> seconds of a step. Communication hides behind computation where it is shorter; transfers from the host do not."""
-    run, h = setup.run, setup.hardware
-    moved = traffic(setup, shares)
-    prompt, length = (
-        int(shares.length * n) for n in (run.max_prompt_tokens, run.max_prompt_tokens + run.max_completion_tokens)
-    )
-    saved = training_flops(setup.model, [prompt]) * (1 - 1 / run.sharers(shares.length))
-    rollout_flops = run.completions * (training_flops(setup.model, [length]) - saved) / setup.ranks
-    speed, link = h.flops * shares.flops, link_speed(setup, shares)
-    forward = rollout_flops / 3 * passes_without_gradient(setup) / speed
-    factor = (2 / 3 if setup.policy.lora_rank else 1) + (1 / 3 if setup.policy.gradient_checkpointing else 0)
-    backward = rollout_flops * factor * run.passes_per_step / speed
-    updates = run.updates_per_pass * run.passes_per_step
-    on_gpu = updates * (2 * setup.state_bytes + 3 * setup.trainable * setup.trained_bytes) / setup.ranks
-    host = (
-        10 if setup.policy.offload == "all" else 1
-    )  # there the step runs on the host's memory, about ten times slower
+    """Phase -> seconds of a step. Communication hides behind longer computation, transfers from the host do not."""
+    run, h, memory = setup.run, setup.hardware, setup.memory
+    moved, link = traffic(setup, shares), link_speed(setup, shares)
+    prompt = int(shares.length * run.max_prompt_tokens)
+    length = int(shares.length * (run.max_prompt_tokens + run.max_completion_tokens))
+    shared = training_flops(setup.model, [prompt]) * (1 - 1 / setup.sharers(shares.length))
+    flops = run.completions * (training_flops(setup.model, [length]) - shared) / setup.num_trainers
+    speed = h.flops * shares.flops
+    forward = flops / 3 * passes_without_gradient(setup) / speed
+    passes = (2 / 3 if setup.has_lora else 1) + (1 / 3 if memory.gradient_checkpointing else 0)
+    backward = flops * passes * run.num_iterations / speed
+    optimizer = run.updates * (2 * setup.state_bytes + 3 * setup.trainable * setup.trained_bytes) / setup.num_trainers
+    slower = 10 if memory.offload == "all" else 1  # there the optimizer works in host RAM, about ten times slower
     return {
         "rollout": rollout_seconds(setup, shares),
         "logprobs": max(forward, moved["all-gather, log-probs"] / link),
         "update": max(backward, (moved["all-gather, update"] + moved["reduce-scatter"]) / link),
         "host transfers": moved["to and from host"] / (h.host_speed * shares.link),
-        "optimizer": on_gpu * host / (h.memory_speed * shares.memory),
+        "optimizer": optimizer * slower / (h.memory_speed * shares.memory),
         "sync": moved["sync"] / link,
     }
 
 
 def step_seconds(setup: Setup, shares: Shares) -> float:
-    """Sampling and training one after the other, or with GPUs of their own beside each other."""
-    seconds = phase_seconds(setup, shares)
-    training = sum(seconds.values()) - seconds["rollout"]
-    return max(seconds["rollout"], training) if setup.run.generation_gpus else seconds["rollout"] + training
+    """Seconds of a step: its phases run one after the other."""
+    return sum(phase_seconds(setup, shares).values())

@@ -1,11 +1,12 @@
 """The planner: facts that it must reproduce, runs that must not fit, its advice, and the command as a user gives it."""
 
+import io
 import json
 import os
 import subprocess
 import sys
 import time
-from argparse import Namespace
+from contextlib import redirect_stdout
 from dataclasses import replace
 
 import pytest
@@ -13,8 +14,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from helpers import ENVIRONMENT, ROOT, flags
+from planner import memory
 from planner.advice import levers, misfits, solutions
-from planner.dry_run import TABLE, config_of, dry_run, plan_of, report_of, rows_of, setup_of
+from planner.dry_run import TABLE, config_of, dry_run, rows_of, setup_of
 from planner.memory import checkpoint_bytes, gpu_phases, host_phases
 from planner.setup import GIB, Setup, shape_of
 from planner.time import Shares, traffic, training_flops
@@ -65,6 +67,7 @@ TULU = COMMON | {
     "prompts_per_step": 14,
     "group_size": 16,
     "prompts_per_update": 7,
+    "plan_gpus": 7,
 }
 SIMPLERL = COMMON | {
     "model": "Qwen/Qwen2.5-7B",
@@ -83,23 +86,16 @@ SIMPLERL = COMMON | {
 LORA = {"lora_rank": 8, "lora_dropout": 0.05}
 
 
-def arguments(values: dict, **others: object) -> Namespace:
-    """The flags, and attributes for flags that may not exist yet."""
-    args = flags(**values)
-    vars(args).update(others)
-    return args
-
-
-def setup(values: dict, policy: dict | None = None, **others: object) -> Setup:
-    """The Setup of these flags; `policy`: what our code does not offer."""
-    args = arguments(values, **others)
-    found = setup_of(args, config_of(args.model))
-    return replace(found, policy=replace(found.policy, **(policy or {})))
+def setup(values: dict, **others: object) -> Setup:
+    args = flags(**(values | others))
+    return setup_of(args, config_of(args.model))
 
 
 def report(values: dict, **others: object) -> dict:
-    args = arguments(values, **others)
-    return report_of(setup_of(args, config_of(args.model)), *plan_of(args), SHARES)
+    """What `--json` prints."""
+    with redirect_stdout(io.StringIO()) as printed:
+        dry_run(flags(**(values | others), json=True))
+    return json.loads(printed.getvalue())
 
 
 @pytest.mark.parametrize("name", json.loads(TABLE.read_text()))
@@ -125,12 +121,7 @@ def test_the_flops_of_qwen_7b_are_those_of_the_published_counter():
 
 
 def test_the_arithmetic_of_the_five_setups():
-    qwq, deepseek, tulu, simplerl = (
-        report(QWQ),
-        report(DEEPSEEK, **LORA),
-        report(TULU, generation_gpus=1),
-        report(SIMPLERL),
-    )
+    qwq, deepseek, tulu, simplerl = report(QWQ), report(DEEPSEEK, **LORA), report(TULU), report(SIMPLERL)
     assert (qwq["steps_per_epoch"], qwq["total_steps"], qwq["total_updates"]) == (23, 345, 1380)
     assert qwq["batch"]["completions_per_update_and_gpu"] == 80
     assert (deepseek["steps_per_epoch"], deepseek["completions_per_step"], deepseek["updates_per_step"]) == (125, 64, 1)
@@ -144,25 +135,19 @@ def test_the_five_setups_fit_as_we_run_them():
     assert misfits(setup(QWQ | ours, param_dtype="bfloat16", offload_reference=True)) == []
     assert misfits(setup(DEEPSEEK | ours, **LORA)) == []
     assert misfits(setup(VISION, **LORA)) == []
-    assert misfits(setup(TULU | {"gpu_memory_utilization": 0.85}, generation_gpus=1)) == []
+    assert misfits(setup(TULU)) == []
     assert misfits(setup(SIMPLERL)) == []
 
 
 def test_setup_1_as_documented_fits_neither_the_gpus_nor_offloaded_the_host():
-    on_gpu = " ".join(misfits(setup(QWQ, {"sleep_level": 1})))
+    on_gpu = " ".join(misfits(setup(QWQ)))
     assert "GPU, rollout" in on_gpu and "GPU, update" in on_gpu and "host" not in on_gpu
-    half_a_terabyte = {"plan_host_memory_gib": 512e9 / GIB}
-    offloaded = misfits(setup(QWQ | half_a_terabyte, {"sleep_level": 1}, offload="all", offload_reference=True))
+    offloads = {"offload": "all", "offload_reference": True}
+    offloaded = misfits(setup(QWQ | offloads, plan_host_memory_gib=512e9 / GIB))
     assert offloaded and all(words.startswith("host RAM") for words in offloaded)
-    assert not misfits(setup(QWQ, {"sleep_level": 1}, offload="all", offload_reference=True)), (
-        "with the 1 TB that the document asks for"
-    )
-
-
-def test_level_1_sleep_keeps_a_copy_for_each_engine():
-    kept = host_phases(setup(QWQ, {"sleep_level": 1}))["run"]["engines asleep (level 1)"]
-    assert kept == 4 * 2 * 32_763_876_352, "262 GB at tensor-parallel size 2"
-    assert "engines asleep (level 1)" not in host_phases(setup(QWQ))["run"]
+    assert not misfits(setup(QWQ | offloads)), "with the 1 TB that the document asks for"
+    asleep = setup(QWQ).num_engines * 2 * 32_763_876_352  # as documented, each engine keeps its weights in host RAM
+    assert max(sum(parts.values()) for parts in host_phases(setup(QWQ | offloads)).values()) + asleep <= 1000 * GIB
 
 
 def test_setup_2_as_documented_does_not_fit():
@@ -171,8 +156,11 @@ def test_setup_2_as_documented_does_not_fit():
 
 
 def test_setup_3_syncing_the_whole_model_does_not_fit_and_a_short_model_length_is_refused():
-    found = misfits(setup(VISION, {"syncs_whole_model": True}, **LORA))
-    assert len(found) == 1 and found[0].startswith("GPU, sync")
+    vision = setup(VISION, **LORA)
+    sync = gpu_phases(vision)["sync"]
+    assert sync.needed <= vision.hardware.gpu_bytes
+    whole = replace(sync, trainer=sync.trainer | {"gathered": 2 * vision.model.parameters})
+    assert whole.needed > vision.hardware.gpu_bytes
     with pytest.raises(ValueError, match="--max_pixels 100: an image has at least one token, of 784 pixels"):
         setup(VISION, max_pixels=100)
     with pytest.raises(
@@ -181,22 +169,29 @@ def test_setup_3_syncing_the_whole_model_does_not_fit_and_a_short_model_length_i
         setup(VISION | {"max_prompt_tokens": 768, "max_completion_tokens": 1280}, **LORA)
 
 
-def test_full_logits_loading_on_every_rank_and_too_small_a_share_are_seen():
-    kind = {"tensor_parallel_size": 4, "gpu_memory_utilization": 0.5}
-    assert (
-        "GPU, update"
-        in misfits(setup(QWQ | kind, {"keeps_full_logits": True}, param_dtype="bfloat16", offload_reference=True))[0]
-    )
-    loading = host_phases(setup(QWQ, {"loads_on_every_rank": True}))["load"]["weights, read"]
-    assert loading / GIB == pytest.approx(8 * 122.05, abs=1)
+def test_full_logits_and_too_small_a_share_of_the_gpu_do_not_fit(monkeypatch):
+    as_we_run_it = {"tensor_parallel_size": 4, "gpu_memory_utilization": 0.5, "param_dtype": "bfloat16"}
+    qwq = setup(QWQ | as_we_run_it, offload_reference=True)
+    assert misfits(qwq) == []
+    monkeypatch.setattr(memory, "HEAD_CHUNK_LOGITS", 16384 * 152_064)  # all logits of a micro-batch at a time
+    assert "GPU, update" in misfits(qwq)[0]
     small = misfits(setup(SIMPLERL | {"gpu_memory_utilization": 0.14}))
     assert len(small) == 1 and "not enough for one sequence of 9216 tokens" in small[0]
 
 
+def test_loading_keeps_one_matrix_in_host_ram_where_copies_of_the_model_on_every_rank_would_not_fit():
+    qwq = setup(QWQ)
+    load = host_phases(qwq)["load"]
+    assert load["weights, read"] == 152_064 * 5120 * 4
+    on_every_rank = 8 * qwq.model.parameters * 4
+    assert on_every_rank / GIB == pytest.approx(8 * 122.05, abs=1)
+    assert sum(load.values()) + on_every_rank > qwq.hardware.host_bytes
+
+
 def test_flags_that_exchange_memory_for_time_or_the_other_way_are_seen():
     flags = ("offload_activations", "reduce_gradients_once", "gather_parameters_once", "async_checkpoint")
-    plain = setup(QWQ, {"param_dtype": "bfloat16"})
-    moved, once, gathered, written = (setup(QWQ, {"param_dtype": "bfloat16", flag: True}) for flag in flags)
+    plain = setup(QWQ, param_dtype="bfloat16")
+    moved, once, gathered, written = (setup(QWQ, param_dtype="bfloat16", **{flag: True}) for flag in flags)
     inputs_of_layers = 64 * 16384 * 5120 * 2  # bf16
     saved = gpu_phases(plain)["update"].live - gpu_phases(moved)["update"].live
     assert 0.5 * inputs_of_layers < saved <= inputs_of_layers, "the peak may now be at another moment"
@@ -246,14 +241,14 @@ def test_the_advice_is_minimal_and_fits_when_it_is_taken():
 def test_rows_come_from_the_flag_the_source_the_disk_or_the_table(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text('{"a": 1}\n\n{"a": 2}\n')
-    assert rows_of(flags(train_data=file)) == 2
-    assert rows_of(flags(train_data="hiyouga/math12k")) == 12_000
-    assert rows_of(flags(train_data="hiyouga/math12k@test")) == 500
-    assert rows_of(flags(train_data="owner/name#70")) == 70
-    assert rows_of(flags(train_data="owner/name")) is None
-    assert rows_of(flags(train_data="owner/name", plan_rows=9)) == 9
+    assert rows_of([str(file)], None) == 2
+    assert rows_of(["hiyouga/math12k"], None) == 12_000
+    assert rows_of(["hiyouga/math12k@test"], None) == 500
+    assert rows_of(["owner/name#70", "hiyouga/math12k@test"], None) == 570
+    assert rows_of(["owner/name"], None) is None
+    assert rows_of(["owner/name"], 9) == 9
     with pytest.raises(ValueError, match="give --plan_rows"):
-        plan_of(flags(train_data="owner/name", epochs=1, total_steps=None))
+        dry_run(flags(**(QWQ | {"train_data": "owner/name"})))
     assert report(SIMPLERL | {"train_data": "owner/name"})["steps_per_epoch"] is None
 
 
@@ -319,9 +314,9 @@ def test_the_command_needs_no_network_no_gpu_and_no_data_and_its_exit_code_is_th
     answer = json.loads(printed)
     assert not answer["fits"] and answer["changes_that_would_fit"] and answer["gpu_peak_phase"] in answer["gpu_gib"]
     keys = (
-        "prompts_per_step group_size completions_per_step updates_per_step steps_per_epoch total_steps total_updates total_completions "
-        "parameters trainable_parameters kv_bytes_per_token gpu_peak_gib gpu_peak_phase gpu_capacity_gib host_peak_gib checkpoint_gib "
-        "step_seconds total_hours fits changes_that_would_fit"
+        "prompts_per_step group_size completions_per_step updates_per_step steps_per_epoch total_steps total_updates "
+        "total_completions parameters trainable_parameters kv_bytes_per_token gpu_peak_gib gpu_peak_phase "
+        "gpu_capacity_gib host_peak_gib checkpoint_gib step_seconds total_hours fits changes_that_would_fit"
     )
     assert set(keys.split()) <= answer.keys()
     assert not (tmp_path / "run").exists()

@@ -1,4 +1,4 @@
-"""Predicted against measured memory: the closed form against the storages of real updates under every policy, on one and two ranks."""
+"""Predicted against measured memory: the formulas against the storages of real updates, on one and two ranks."""
 
 import json
 

@@ -21,7 +21,7 @@ import torch
 from torch.optim import Optimizer
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from flags import AdamW, Lora, Memory, from_args
+from flags import AdamW, Lora, Memory, take
 from fsdp_utils import World
 from policy import Policy, build_policy
 from warm_start import build_tokenizer
@@ -35,7 +35,7 @@ def score(completion, answer, columns):
 
 def build(args: Namespace, world: World) -> tuple[Policy, Policy | None, Optimizer]:
     """What a run with these flags trains."""
-    objects = (from_args(Memory, args), from_args(Lora, args), from_args(AdamW, args))
+    objects = (take(Memory, args), take(Lora, args), take(AdamW, args))
     return build_policy(args.model, *objects, args.kl_coef != 0, args.seed, world)
 
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
 from distributed_gradient import Recorder
-from flags import EngineSettings, Lora, from_args
+from flags import EngineSettings, Lora, take
 from fsdp_utils import World, close_world, init_world, shard
 from helpers import HeldInSync, flags, make_rollout
 from model.lora import add_adapter
@@ -36,7 +36,7 @@ def lora_flags(path: str, **changes: object) -> argparse.Namespace:
 def adapted_policy(args: argparse.Namespace, gradient_checkpointing: bool = False) -> Policy:
     """A policy with frozen bf16 weights and an fp32 adapter that is no longer the zero it starts as; not sharded."""
     policy = load_policy(args.model, torch.bfloat16, gradient_checkpointing)
-    add_adapter(policy.model, from_args(Lora, args), args.seed, args.model)
+    add_adapter(policy.model, take(Lora, args), args.seed, args.model)
     torch.manual_seed(2)
     for name, parameter in policy.named_parameters():
         if ".lora_B." in name:

@@ -16,7 +16,7 @@ import torch
 from batch import Rollout, pack
 from checkpoint import export, gather_weights
 from distributed_gradient import Recorder
-from flags import EngineSettings, Lora, Sampling, from_args
+from flags import EngineSettings, Lora, Sampling, take
 from fsdp_utils import World, close_world, gather_from_ranks, init_world, shard
 from model.lora import add_adapter
 from policy import Policy, load_policy
@@ -30,7 +30,7 @@ def policy_of(args: Namespace) -> Policy:
     """All weights trained, or LoRA with an adapter that is no longer the zero it starts as. In fp32, not sharded."""
     policy = load_policy(args.model, torch.float32, args.gradient_checkpointing)
     if args.lora_rank:
-        add_adapter(policy.model, from_args(Lora, args), args.seed, args.model)
+        add_adapter(policy.model, take(Lora, args), args.seed, args.model)
         torch.manual_seed(2)
         for name, parameter in policy.named_parameters():
             if ".lora_B." in name:

@@ -18,7 +18,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import train_grpo
 from batch import Rollout
-from flags import AdamW, Lora, Memory, from_args
+from flags import AdamW, Lora, Memory, take
 from forked import run_ranks
 from fsdp_utils import World
 from policy import Policy, build_policy
@@ -105,7 +105,7 @@ def flags(**changes: object) -> argparse.Namespace:
 
 def build(args: argparse.Namespace, world: World) -> tuple[Policy, Policy | None, torch.optim.Optimizer]:
     """What a run with these flags trains."""
-    objects = (from_args(Memory, args), from_args(Lora, args), from_args(AdamW, args))
+    objects = (take(Memory, args), take(Lora, args), take(AdamW, args))
     return build_policy(args.model, *objects, args.kl_coef != 0, args.seed, world)
 
 

@@ -15,7 +15,7 @@ import flags as flags_module
 from batch import Rollout
 from data import PromptData, PromptFormat
 from data_files import write_parquet
-from flags import from_args
+from flags import take
 from helpers import flags
 from model.vision import load_processor
 from smoke_inputs import SETUPS, make_model
@@ -69,7 +69,7 @@ def vision_flags(folder: Path, **changes: object) -> Namespace:
 def vision_data(args: Namespace) -> PromptData:
     """The five prompts of `make_vision_model`."""
     tokenizer, vision = load_processor(
-        args.model, AutoConfig.from_pretrained(args.model), from_args(flags_module.PromptFormat, args)
+        args.model, AutoConfig.from_pretrained(args.model), take(flags_module.PromptFormat, args)
     )
     rules = (PromptFormat(image_column="images"), tokenizer, args.max_prompt_tokens, 0, vision)
     return PromptData.load(str(Path(args.model) / "train.parquet"), *rules)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 import checkpoint
 from batch import pack
 from distributed_lora import RANK, adapted_policy, lora_flags
-from flags import Lora, from_args
+from flags import Lora, take
 from fsdp_utils import World
 from helpers import flags, logprobs_in_vllm, make_rollout, metrics_of, torchrun, training_flags, unpacked_logprobs
 from model.lora import add_adapter, check_lora, target_names
@@ -107,7 +107,7 @@ def test_rank_8_on_all_linear_layers_of_a_32b_model_is_67_million_parameters():
     args = flags(lora_rank=8, lora_dropout=0.05)
     with torch.device("meta"):
         policy = Policy(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
-        add_adapter(policy.model, from_args(Lora, args), args.seed, args.model)
+        add_adapter(policy.model, take(Lora, args), args.seed, args.model)
     assert sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad) == 67_108_864
     described = policy.describe()
     assert "67,108,864 of 32,830,985,216 parameters: LoRA (rank 8, alpha 32, so s = 4; dropout 0.05)" in described
@@ -311,7 +311,7 @@ def trained(finished_run) -> Policy:
     config = json.loads((finished_run / "config.json").read_text())
     args = flags(**{name: config[name] for name in ("model", "lora_rank", "lora_alpha", "lora_dropout")})
     policy = load_policy(args.model, torch.bfloat16)
-    add_adapter(policy.model, from_args(Lora, args), args.seed, args.model)
+    add_adapter(policy.model, take(Lora, args), args.seed, args.model)
     optimizer = torch.optim.AdamW([parameter for parameter in policy.parameters() if parameter.requires_grad])
     assert checkpoint.load(finished_run / "step_4", policy, optimizer) == {"prompts_drawn": 32}
     return policy.float()

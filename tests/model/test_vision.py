@@ -19,7 +19,7 @@ from batch import Rollout, pack, shared_positions
 from data import PromptData, PromptFormat
 from data_files import png, write_parquet
 from distributed_vision import WITH_IMAGES, WITHOUT, gradient, policy_of
-from flags import from_args
+from flags import take
 from helpers import ALONE, torchrun
 from model.vision import decode, load_processor
 from policy import load_policy
@@ -209,7 +209,7 @@ def test_pixel_values_are_shared_while_they_are_needed_and_stay_on_the_host(mode
 def load(model: Path, source: object, limit: int = 40) -> PromptData:
     args = vision_flags(model)
     tokenizer, vision = load_processor(
-        str(model), AutoConfig.from_pretrained(model), from_args(flags.PromptFormat, args)
+        str(model), AutoConfig.from_pretrained(model), take(flags.PromptFormat, args)
     )
     return PromptData.load(str(source), PromptFormat(image_column="image"), tokenizer, limit, 0, vision)
 

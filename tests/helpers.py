@@ -10,13 +10,14 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-import train_grpo
 from batch import Rollout
+from flags import parse_flags
 from forked import run_ranks
 from warm_start import build_tokenizer
 
@@ -30,7 +31,7 @@ ENVIRONMENT = os.environ | {
 
 
 def make_model(folder: Path, tied: bool = True, num_rows: int = 64) -> Path:
-    """A random Qwen2 of 0.3 M parameters with the CPU job's tokenizer, and train.jsonl and heldout.jsonl of one-digit sums."""
+    """A random Qwen2 of 0.3 M parameters with the CPU job's tokenizer; train.jsonl, heldout.jsonl: one-digit sums."""
     torch.manual_seed(0)
     tokenizer = build_tokenizer()
     config = Qwen2Config(
@@ -42,7 +43,7 @@ def make_model(folder: Path, tied: bool = True, num_rows: int = 64) -> Path:
         num_key_value_heads=2,
         max_position_embeddings=128,
         tie_word_embeddings=tied,
-        initializer_range=0.12,  # larger than usual, so that the distribution is far from uniform and a wrong weight shows
+        initializer_range=0.12,  # larger than usual: far from uniform, so that a wrong weight shows
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -59,12 +60,29 @@ def make_model(folder: Path, tied: bool = True, num_rows: int = 64) -> Path:
     return folder
 
 
+def make_row(ids: list[int] | np.ndarray, **fields: object) -> SimpleNamespace:
+    """A stand-in for `data.Row` with this prompt."""
+    known = {"text": "", "answer": "", "columns": {}, "where": "", "images": None}
+    return SimpleNamespace(ids=np.array(ids, dtype=np.int32), **known | fields)
+
+
+def make_grade(reward: float, is_correct: bool = False, status: str = "ok", **parts: float) -> SimpleNamespace:
+    """A stand-in for `grading.score.Grade`."""
+    is_failed = status not in ("ok", "truncated")
+    return SimpleNamespace(
+        reward=float(reward), is_correct=is_correct, is_failed=is_failed, status=status, parts=parts, answer=None
+    )
+
+
 def make_rollout(lengths: list[int] = RAGGED, prompt_length: int = 4, seed: int = 0, group_size: int = 1) -> Rollout:
-    """Random tokens with these completion lengths, random advantages and sampled log-probs; `group_size` completions of each prompt."""
+    """Random tokens with these completion lengths, random advantages and sampled log-probs.
+
+    `group_size` completions answer the same prompt.
+    """
     rng = np.random.default_rng(seed)
-    prompts = [rng.integers(0, 64, prompt_length).astype(np.int32) for _ in lengths]
+    rows = [make_row(rng.integers(0, 64, prompt_length)) for _ in lengths]
     return Rollout(
-        prompts=[prompts[b - b % group_size] for b in range(len(lengths))],
+        rows=[rows[b - b % group_size] for b in range(len(lengths))],
         completions=[rng.integers(0, 64, n).astype(np.int32) for n in lengths],
         rollout_logprobs=[rng.normal(-3, 1, n).astype(np.float32) for n in lengths],
         texts=[""] * len(lengths),
@@ -78,12 +96,12 @@ def make_rollout(lengths: list[int] = RAGGED, prompt_length: int = 4, seed: int 
 
 
 def unpacked_logprobs(model: Callable, rollout: Rollout, temperature: float) -> torch.Tensor:
-    """The completion tokens' log-probabilities, sequence after sequence, by the definition."""
+    """The completion tokens' log-probs, sequence after sequence, by the definition."""
     pieces = []
-    for prompt, completion in zip(rollout.prompts, rollout.completions, strict=True):
-        tokens = torch.tensor([*prompt, *completion])[None]
+    for row, completion in zip(rollout.rows, rollout.completions, strict=True):
+        tokens = torch.tensor([*row.ids, *completion])[None]
         logprobs = (model(tokens).logits[0] / temperature).log_softmax(-1)
-        pieces.append(logprobs[:-1].gather(-1, tokens[0, 1:, None])[len(prompt) - 1 :, 0])
+        pieces.append(logprobs[:-1].gather(-1, tokens[0, 1:, None])[len(row.ids) - 1 :, 0])
     return torch.cat(pieces)
 
 
@@ -95,7 +113,7 @@ def flags(**changes: object) -> argparse.Namespace:
         for name, value in values.items()
         if value is not None
     ]
-    return train_grpo.parse_flags([part for pair in pairs for part in pair])
+    return parse_flags([part for pair in pairs for part in pair])
 
 
 def torchrun(
@@ -103,8 +121,9 @@ def torchrun(
 ) -> subprocess.CompletedProcess[str]:
     """`torchrun --nproc_per_node num_ranks script arguments` in the repository's root; fails the test if it fails.
 
-    `is_forked`: without the launcher, and with the libraries imported already; see `forked.py`. Not for an engine over several ranks: its
-    shared memory has one name for all runs and is removed by an ordinary exit alone, which a fork of multiprocessing does not make.
+    `is_forked`: without the launcher, and with the libraries imported already; see `forked.py`. Not for an engine over
+    several ranks: its shared memory has one name for all runs, and only an ordinary exit removes it, which a fork of
+    multiprocessing does not make.
     """
     if is_forked and not torch.cuda.is_available():
         done = run_ranks(num_ranks, str(ROOT / script), list(map(str, arguments)), timeout)
@@ -155,7 +174,7 @@ def training_flags(policy: Path, out_dir: Path, **changes: object) -> list[str]:
 
 
 class HeldInSync:
-    """Bytes of full parameters that are alive at a time, at most: those that are gathered, and what is streamed to the engine."""
+    """The most bytes of full parameters that are alive at a time: gathered ones, and those streamed to the engine."""
 
     def __init__(self) -> None:
         self.alive: dict[int, int] = {}
@@ -186,7 +205,7 @@ def metrics_of(run_dir: Path) -> dict[int, dict[str, float]]:
 
 
 def logprobs_in_vllm(folder: Path, prompt: list[int]) -> dict[int, float]:
-    """Token -> log-probability after the prompt, of the likeliest five and the one sampled, by a vLLM that reads the folder itself."""
+    """Token -> log-prob after the prompt, of the likeliest five and the sampled one, by a vLLM of its own."""
     program = f"""
 import os, torch, torch._dynamo
 from fsdp_utils import avoid_broken_amx
@@ -194,7 +213,8 @@ avoid_broken_amx()
 torch._dynamo.config.disable = True
 from vllm import LLM, SamplingParams, TokensPrompt
 llm = LLM({str(folder)!r}, enforce_eager=True, dtype="bfloat16", max_model_len=32)
-(output,) = llm.generate([TokensPrompt(prompt_token_ids={prompt})], SamplingParams(max_tokens=1, logprobs=5, temperature=1.0))
+settings = SamplingParams(max_tokens=1, logprobs=5, temperature=1.0)
+(output,) = llm.generate([TokensPrompt(prompt_token_ids={prompt})], settings)
 print("FOUND", {{int(token): entry.logprob for token, entry in output.outputs[0].logprobs[0].items()}})
 """
     settings = {

@@ -211,32 +211,8 @@ def test_lists_are_lists_of_their_type():
     assert (args.profile_steps, args.eval_data, args.loss_args) == ([], [], [])
     assert (args.eval_samples, args.eval_max_completion_tokens) == ([1], [1024])
     assert (args.data_weights, args.lora_targets) == (None, None)
-    args = flags_module.parse_flags(
-        [
-            "--model",
-            "m",
-            "--train_data",
-            "a",
-            "b",
-            "--out_dir",
-            "o",
-            "--profile_steps",
-            "2",
-            "30",
-            "--eval_data",
-            "c",
-            "d",
-            "--data_weights",
-            "1",
-            "0.5",
-            "--eval_samples",
-            "4",
-            "8",
-            "--lora_targets",
-            "q_proj",
-            "v_proj",
-        ]
-    )
+    given = "--model m --train_data a b --out_dir o --profile_steps 2 30 --eval_data c d --data_weights 1 0.5"
+    args = flags_module.parse_flags(f"{given} --eval_samples 4 8 --lora_targets q_proj v_proj".split())
     assert (args.train_data, args.profile_steps, args.eval_data) == (["a", "b"], [2, 30], ["c", "d"])
     assert (args.data_weights, args.eval_samples, args.lora_targets) == ([1.0, 0.5], [4, 8], ["q_proj", "v_proj"])
 
@@ -323,10 +299,10 @@ def test_what_goes_together_is_accepted(changes):
 
 def test_the_log_states_every_choice():
     assert algorithm_of(flags()).description == (
-        "algorithm: advantage grpo (advantage_ddof 1, advantage_eps 1e-06): (r - mean of group) / (std of group + eps); "
-        "loss clip (clip_low 0.2, clip_high 0.2, dual_clip 0): The larger of -A x ratio and -A x ratio clipped to "
-        "[1 - clip_low, 1 + clip_high], with the ratio of the token; token_mean: Mean over all tokens of the update, as "
-        "verl and EasyR1: long completions count more; no KL; one pass per rollout; temperature 1 in sampler and "
+        "algorithm: advantage grpo (advantage_ddof 1, advantage_eps 1e-06): (r - mean of group) / (std of group + eps)"
+        "; loss clip (clip_low 0.2, clip_high 0.2, dual_clip 0): The larger of -A x ratio and -A x ratio clipped to "
+        "[1 - clip_low, 1 + clip_high], with the ratio of the token; token_mean: Mean over all tokens of the update, "
+        "as verl and EasyR1: long completions count more; no KL; one pass per rollout; temperature 1 in sampler and "
         "trainer"
     )
     changes = {
@@ -437,9 +413,8 @@ def test_a_loss_of_ones_own_takes_flags_and_loss_args(own):
     assert loss.ratio.tolist() == pytest.approx([20.085537] * 3)
     assert not loss.is_low.any() and not loss.is_high.any()
     assert f"loss {own}:good (clip_low 0.25, power 2): -A x logprob^power;" in algorithm.description
-    assert with_loss_args(own, "good", "power=2", "scale=0.5").policy_loss(t)[0].tolist() == pytest.approx(
-        [-0.7, 1.8, -2.45]
-    )
+    halved = with_loss_args(own, "good", "power=2", "scale=0.5").policy_loss(t)
+    assert halved.per_token.tolist() == pytest.approx([-0.7, 1.8, -2.45])
 
 
 def test_a_loss_of_ones_own_may_return_its_values_alone(own):

@@ -11,14 +11,14 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-import train_grpo
 from batch import Rollout
-from flags import AdamW, Lora, Memory, take
+from flags import AdamW, Lora, Memory, parse_flags, take
 from forked import run_ranks
 from fsdp_utils import World
 from policy import Policy, build_policy
@@ -64,12 +64,26 @@ def make_model(folder: Path, tied: bool = True, num_rows: int = 64) -> Path:
     return folder
 
 
+def make_row(ids: list[int] | np.ndarray, **fields: object) -> SimpleNamespace:
+    """A stand-in for `data.Row` with this prompt."""
+    known = {"text": "", "answer": "", "columns": {}, "where": "", "images": None}
+    return SimpleNamespace(ids=np.array(ids, dtype=np.int32), **known | fields)
+
+
+def make_grade(reward: float, is_correct: bool = False, status: str = "ok", **parts: float) -> SimpleNamespace:
+    """A stand-in for `grading.score.Grade`."""
+    is_failed = status not in ("ok", "truncated")
+    return SimpleNamespace(
+        reward=float(reward), is_correct=is_correct, is_failed=is_failed, status=status, parts=parts, answer=None
+    )
+
+
 def make_rollout(lengths: list[int] = RAGGED, prompt_length: int = 4, seed: int = 0, group_size: int = 1) -> Rollout:
     """Random tokens, advantages and sampled log-probs, of these completion lengths; `group_size` per prompt."""
     rng = np.random.default_rng(seed)
-    prompts = [rng.integers(0, 64, prompt_length).astype(np.int32) for _ in lengths]
+    rows = [make_row(rng.integers(0, 64, prompt_length)) for _ in lengths]
     return Rollout(
-        prompts=[prompts[b - b % group_size] for b in range(len(lengths))],
+        rows=[rows[b - b % group_size] for b in range(len(lengths))],
         completions=[rng.integers(0, 64, n).astype(np.int32) for n in lengths],
         rollout_logprobs=[rng.normal(-3, 1, n).astype(np.float32) for n in lengths],
         texts=[""] * len(lengths),
@@ -83,12 +97,12 @@ def make_rollout(lengths: list[int] = RAGGED, prompt_length: int = 4, seed: int 
 
 
 def unpacked_logprobs(model: Callable, rollout: Rollout, temperature: float) -> torch.Tensor:
-    """The completion tokens' log-probabilities, sequence after sequence, by the definition."""
+    """The completion tokens' log-probs, sequence after sequence, by the definition."""
     pieces = []
-    for prompt, completion in zip(rollout.prompts, rollout.completions, strict=True):
-        tokens = torch.tensor([*prompt, *completion])[None]
+    for row, completion in zip(rollout.rows, rollout.completions, strict=True):
+        tokens = torch.tensor([*row.ids, *completion])[None]
         logprobs = (model(tokens).logits[0] / temperature).log_softmax(-1)
-        pieces.append(logprobs[:-1].gather(-1, tokens[0, 1:, None])[len(prompt) - 1 :, 0])
+        pieces.append(logprobs[:-1].gather(-1, tokens[0, 1:, None])[len(row.ids) - 1 :, 0])
     return torch.cat(pieces)
 
 
@@ -100,7 +114,7 @@ def flags(**changes: object) -> argparse.Namespace:
         for name, value in values.items()
         if value is not None
     ]
-    return train_grpo.parse_flags([part for pair in pairs for part in pair])
+    return parse_flags([part for pair in pairs for part in pair])
 
 
 def build(args: argparse.Namespace, world: World) -> tuple[Policy, Policy | None, torch.optim.Optimizer]:

@@ -1,11 +1,13 @@
 """Packing: every sequence once, never a micro-batch above the cap, the shift and the mask in the right place."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from batch import Rollout, Segment, from_positions, pack, plan_micro_batches, to_positions, training_costs
+from helpers import make_grade, make_row
 from helpers import make_rollout as random_rollout
 
 RAGGED = [12, 7, 3, 11, 5, 9, 2, 6]
@@ -13,7 +15,7 @@ RAGGED = [12, 7, 3, 11, 5, 9, 2, 6]
 
 def make_rollout(prompts: list[list[int]], completions: list[list[int]]) -> Rollout:
     return Rollout(
-        prompts=[np.array(p, dtype=np.int32) for p in prompts],
+        rows=[make_row(p) for p in prompts],
         completions=[np.array(c, dtype=np.int32) for c in completions],
         rollout_logprobs=[-np.arange(1, len(c) + 1, dtype=np.float32) for c in completions],
         texts=[""] * len(prompts),
@@ -145,22 +147,14 @@ def pack_cost(micro: list[int], lengths: np.ndarray, shared: int, group_size: in
     [
         (128, 5, 300, 1500, 4096, 8, 16_384, 0.9),  # QwQ-32B: of 1,800 positions 0.8 x 300 can be shared
         (64, 8, 1500, 300, 1024, 8, 8192, 0.28),  # an image in each prompt: 7/8 of 1,500 in 1,800
-        (
-            8,
-            8,
-            300,
-            600,
-            2048,
-            8,
-            8192,
-            0.8,
-        ),  # a group for each rank: if it were whole, they would wait for the longest: 1.09
+        # A group for each rank: if it were whole, they would wait for the longest: 1.09.
+        (8, 8, 300, 600, 2048, 8, 8192, 0.8),
     ],
 )
 def test_the_slowest_ranks_compute_less_where_prompts_are_shared(
     num_prompts, group_size, prompt_length, mean, longest, num_ranks, max_tokens, most
 ):
-    """By cost, of what they compute without sharing, waiting included; without any, the bounds would be 0.86, 0.26 and 0.70."""
+    """By cost, as a share of that without sharing. Waiting is included; without it: 0.86, 0.26 and 0.70."""
     rng, count = np.random.default_rng(0), num_prompts * group_size
     lengths = rng.lognormal(np.log(mean) - 0.3, 0.7, count).astype(int).clip(8, longest) + prompt_length - 1
     shared, parity_length = np.full(count, prompt_length - 1), 70_000.0
@@ -216,9 +210,8 @@ def test_less_than_5_percent_of_the_update_is_waiting_by_cost(
 
 
 def test_a_long_sequence_counts_for_more_than_its_tokens():
-    lengths = np.array(
-        [1000, 600, 500]
-    )  # by tokens 1000 | 600 + 500; with attention's cost the long one alone is more than both others
+    # By tokens 1000 | 600 + 500; with attention's cost the long one alone is more than both others.
+    lengths = np.array([1000, 600, 500])
     assert training_costs(lengths, 1000.0).tolist() == [2000, 960, 750]
     ranks = plan_micro_batches(np.array([1000, 500, 500, 100]), 2, 2000, parity_length=100.0)
     assert ranks == [[[0]], [[1, 2, 3]]]
@@ -233,21 +226,33 @@ def test_a_sequence_above_the_cap_is_refused():
 def test_rollouts_are_concatenated_in_order():
     first, second = make_rollout([[1], [2]], [[3], [4, 5]]), make_rollout([[6]], [[7]])
     both = Rollout.concatenate([first, second])
-    assert [p.tolist() for p in both.prompts] == [[1], [2], [6]]
+    assert [row.ids.tolist() for row in both.rows] == [[1], [2], [6]]
     assert both.completion_lengths_B.tolist() == [1, 2, 1]
     assert both.sequence_lengths_B.tolist() == [1, 2, 1]
-    assert both.rewards_B is None
+    assert both.grades is None
     assert both.loss_weights_B.tolist() == [0.25, 0.5, 0.25]
 
 
 def test_chosen_sequences_keep_all_that_is_known_of_them():
-    rollout = replace(random_rollout(), rewards_B=np.arange(8, dtype=np.float32), is_trained_B=np.arange(8) != 2)
+    grades = [make_grade(b, is_correct=b > 4) for b in range(8)]
+    rollout = replace(random_rollout(), grades=grades, is_trained_B=np.arange(8) != 2)
     taken = rollout.take(np.array([6, 2]))
-    assert taken.rewards_B.tolist() == [6, 2]
+    assert taken.rewards_B.tolist() == [6, 2] and taken.rewards_B.dtype == np.float32
+    assert taken.is_correct_B.tolist() == [True, False]
     assert taken.is_trained_B.tolist() == [True, False]
-    for name in ("prompts", "completions", "rollout_logprobs", "advantages"):
+    assert [row is rollout.rows[b] for row, b in zip(taken.rows, (6, 2), strict=True)] == [True, True]
+    for name in ("completions", "rollout_logprobs", "advantages"):
         assert [x.tolist() for x in getattr(taken, name)] == [getattr(rollout, name)[b].tolist() for b in (6, 2)], name
-    assert taken.is_right_B is None
+    assert random_rollout().take(np.array([6, 2])).grades is None
+
+
+def test_a_prompt_that_ends_with_an_image_is_not_shared():
+    rows = [make_row([1, 2, 3], images=SimpleNamespace(ends_with_image=True))] * 3
+    rollout = rollout_of_groups()
+    rollout = replace(rollout, rows=rows + rollout.rows[3:])
+    batch = pack(rollout, list(range(6)), group_size=3)
+    assert batch.segments_S[:3] == (Segment(0, 0, 4), Segment(1, 0, 3), Segment(2, 0, 5))
+    assert batch.segments_S[4:] == (Segment(4, 1, 3, 3), Segment(5, 1, 2, 3))
 
 
 def test_a_sequence_that_is_left_out_of_the_loss_is_packed_but_masked():

@@ -14,18 +14,16 @@ import pytest
 import torch
 from torch import Tensor
 
+import grpo
+from flags import FLAGS, parameters_of
 from grpo import (
-    aggregation_weights,
-    cispo_loss,
-    clipped_loss,
-    group_advantages,
+    Graded,
+    Loss,
+    Tokens,
+    as_loss,
     gspo_token_ratio,
-    kl_estimate,
     masked_sum,
-    policy_gradient_loss,
     returns_to_go,
-    rollout_weights,
-    sapo_loss,
     sequence_ratio,
     sequence_sum,
     token_ratio,
@@ -103,6 +101,84 @@ def central_differences(function: Callable[[list[float]], float], at: list[float
 
 def clip(value: float, low: float, high: float) -> float:
     return low if value < low else high if value > high else value
+
+
+# The choices of `grpo.py`, called by name, with those of these values that are among their parameters ------------------
+
+
+def default(name: str) -> object:
+    return FLAGS[f"--{name}"].value
+
+
+def call(choices: dict[str, Callable], kind: str, argument: object, **values: float) -> object:
+    parameters = parameters_of(choices[kind])
+    return choices[kind](argument, **{name: value for name, value in values.items() if name in parameters})
+
+
+def group_advantages(
+    rewards_PG: Tensor,
+    kind: str = default("advantage"),
+    ddof: int = default("advantage_ddof"),
+    eps: float = default("advantage_eps"),
+) -> Tensor:
+    lengths_B = torch.ones(rewards_PG.numel(), dtype=torch.int64)
+    graded = Graded(rewards_PG, rewards_PG.flatten(), lengths_B, lengths_B.bool())
+    return call(grpo.ADVANTAGES, kind, graded, advantage_ddof=ddof, advantage_eps=eps)
+
+
+def clipped_loss(
+    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float = default("dual_clip")
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss, is_low, is_high) of a ratio, of whatever it is the ratio."""
+    loss, _, is_low, is_high = grpo.clipped(ratio, advantages, clip_low, clip_high, dual_clip)
+    return loss, is_low, is_high
+
+
+def loss_of_ratio(kind: str, logprobs: Tensor, ratio: Tensor, advantages: Tensor, **values: float) -> Loss:
+    """The loss of log-probs that have this ratio to the old ones."""
+    old_logprobs = (logprobs - ratio.log()).detach()
+    return call(grpo.LOSSES, kind, Tokens(logprobs, old_logprobs, None, advantages, None, None), **values)
+
+
+def cispo_loss(
+    logprobs: Tensor, ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    loss = loss_of_ratio("cispo", logprobs, ratio, advantages, clip_low=clip_low, clip_high=clip_high)
+    return loss.per_token, loss.is_low, loss.is_high
+
+
+def sapo_loss(ratio: Tensor, advantages: Tensor, tau_pos: float, tau_neg: float) -> Tensor:
+    return loss_of_ratio("sapo", ratio.log(), ratio, advantages, sapo_tau_pos=tau_pos, sapo_tau_neg=tau_neg).per_token
+
+
+def policy_gradient_loss(logprobs: Tensor, advantages: Tensor) -> Tensor:
+    return loss_of_ratio("reinforce", logprobs, torch.ones_like(logprobs), advantages).per_token
+
+
+def kl_estimate(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    estimator: str = default("kl_estimator"),
+    clamp: float = default("kl_clamp"),
+) -> Tensor:
+    return call(grpo.KL, estimator, ref_logprobs - logprobs, kl_clamp=clamp)
+
+
+def rollout_weights(
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    mask: Tensor,
+    sequence_ids: Tensor,
+    kind: str,
+    low: float,
+    high: float,
+) -> tuple[Tensor, Tensor]:
+    tokens = Tokens(None, old_logprobs, rollout_logprobs, None, mask, sequence_ids)
+    return call(grpo.CORRECTIONS, kind, tokens, rollout_correction_min=low, rollout_correction_max=high)
+
+
+def aggregation_weights(lengths_B: Tensor, kind: str, constant: float) -> Tensor:
+    return call(grpo.AGGREGATIONS, kind, lengths_B, loss_constant_tokens=constant)
 
 
 # Advantages ----------------------------------------------------------------------------------------------------------------------
@@ -477,19 +553,14 @@ def naive_policy_losses(kind: str, logprobs: list[float], frozen: list[float], c
 def policy_losses(
     kind: str, logprobs_N: Tensor, case: Case, advantages_N: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(losses, ratios): the tested functions put together as the losses of the same names."""
+    """(losses, ratios) of the loss of this name."""
     advantages_N = case.advantages_N if advantages_N is None else advantages_N
-    ratio_N = token_ratio(logprobs_N, case.old_logprobs_N)
-    if kind in ("gspo", "gspo_token"):
-        function = sequence_ratio if kind == "gspo" else gspo_token_ratio
-        ratio_N = function(logprobs_N, case.old_logprobs_N, case.mask_N, case.sequence_ids_N)
-    if kind == "sapo":
-        return sapo_loss(ratio_N, advantages_N, 1.0, 1.25), ratio_N  # binary fractions: a tau is rounded to float32
-    if kind == "cispo":
-        return cispo_loss(logprobs_N, ratio_N, advantages_N, 0.2, 0.3)[0], ratio_N
-    if kind == "reinforce":
-        return policy_gradient_loss(logprobs_N, advantages_N), ratio_N
-    return clipped_loss(ratio_N, advantages_N, 0.2, 0.3, 1.7 if kind == "dual_clip" else 0.0)[0], ratio_N
+    ids_N = case.sequence_ids_N
+    t = Tokens(logprobs_N, case.old_logprobs_N, case.rollout_logprobs_N, advantages_N, case.mask_N, ids_N)
+    values = {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 1.7 if kind == "dual_clip" else 0.0}
+    values |= {"sapo_tau_pos": 1.0, "sapo_tau_neg": 1.25}  # binary fractions: a tau is rounded to float32
+    loss = as_loss(call(grpo.LOSSES, "clip" if kind == "dual_clip" else kind, t, **values), t)
+    return loss.per_token, loss.ratio
 
 
 @each_seed
@@ -1049,18 +1120,3 @@ def test_results_have_the_dtype_of_the_arguments(function, names, settings, dtyp
 @pytest.mark.parametrize("kind", AGGREGATIONS)
 def test_aggregation_weights_are_float32(kind):
     assert aggregation_weights(torch.tensor([3, 0, 1]), kind, constant=12.0).dtype == torch.float32
-
-
-@pytest.mark.parametrize(
-    ("function", "names", "settings"),
-    [
-        (group_advantages, ["rewards_PG"], ["ppo"]),
-        (kl_estimate, ["logprobs_N", "ref_logprobs_N"], ["k4"]),
-        (rollout_weights, CORRECTION_TENSORS, ["token_clip", 0.6, 1.8]),
-        (aggregation_weights, ["lengths_B"], ["mean", 12.0]),
-    ],
-)
-def test_an_unknown_kind_is_an_error(function, names, settings):
-    tensors = vars(make_case(0))
-    with pytest.raises(AssertionError, match="unknown"):
-        function(*[tensors[name] for name in names], *settings)

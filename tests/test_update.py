@@ -1,6 +1,8 @@
 """What lies between the rollout and the loss: advantages with and without a KL penalty, weights, which log-probs are computed."""
 
-from contextlib import nullcontext
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,10 +12,11 @@ import torch
 
 import update
 from batch import Rollout, pack
+from flags import Memory, algorithm_of, make_plan, take
 from fsdp_utils import World
-from helpers import flags, make_rollout
-from plan import Plan
-from update import add_advantages, compute_advantages, gather_penalties, pack_updates
+from grpo import Algorithm
+from helpers import flags, make_grade, make_rollout
+from update import Update, add_advantages, compute_advantages, gather_penalties, pack_updates
 
 WORLD = World(rank=0, size=1, tp_size=1, device=torch.device("cpu"))
 REWARDS = [1.0, 0.0, 0.0, 1.0]
@@ -21,11 +24,11 @@ PENALTIES = [np.array(p, dtype=np.float32) for p in ([0.1, 0.2], [0.3], [0.0, 0.
 
 
 def graded(rewards: list[float] = REWARDS) -> Rollout:
-    return replace(make_rollout([2, 1, 3, 2]), rewards_B=np.array(rewards, dtype=np.float32), advantages=None)
+    return replace(make_rollout([2, 1, 3, 2]), grades=[make_grade(reward) for reward in rewards], advantages=None)
 
 
 def advantages_of(args, penalties=None, rollout: Rollout | None = None) -> list[list[float]]:
-    found = compute_advantages(rollout or graded(), penalties, args).advantages
+    found = compute_advantages(rollout or graded(), penalties, algorithm_of(args))
     assert [len(x) for x in found] == [2, 1, 3, 2]
     return [x.tolist() for x in found]
 
@@ -88,20 +91,26 @@ def test_penalties_are_the_coefficient_times_the_kl_of_each_completion_token():
     batch = pack(rollout, [2, 0, 1, 3])
     old, ref = torch.randn(len(batch.labels_N)), torch.randn(len(batch.labels_N))
     batch = replace(batch, old_logprobs_N=old, ref_logprobs_N=ref)
-    found = gather_penalties(rollout, [[batch]], flags(kl_coef=0.5, kl_in="reward", kl_estimator="k1"))
+    algorithm = algorithm_of(flags(kl_coef=0.5, kl_in="reward", kl_estimator="k1"))
+    assert algorithm.has_penalties
+    found = gather_penalties(rollout, [Update([batch], 8)], algorithm)
     expected = (0.5 * (old - ref)).split(batch.lengths_S)
     for place, b in enumerate([2, 0, 1, 3]):
         assert found[b].tolist() == pytest.approx(expected[place][3:].tolist(), abs=1e-6)
-    assert gather_penalties(rollout, [[batch]], flags(kl_coef=0.5)) is None
+    assert not algorithm_of(flags(kl_coef=0.5)).has_penalties and not algorithm_of(flags()).has_penalties
 
 
 def test_every_update_has_the_weights_of_its_own_sequences():
     rollout = replace(graded(), is_trained_B=np.array([True, False, True, True]))
-    plan = Plan(4, 2, 2, 1, 1, 2, 0)
+    batches = {"prompts_per_step": 2, "prompts_per_update": 1, "group_size": 2, "micro_batch_tokens": 100}
+    policy = SimpleNamespace(parity_length=math.inf)
     weights = {}
     for kind, constant in (("token_mean", None), ("seq_mean_token_mean", None), ("seq_mean_token_sum_norm", 10)):
-        args = flags(loss_aggregation=kind, loss_constant_tokens=constant, micro_batch_tokens=100)
-        first, second = (batches[0] for batches in pack_updates(rollout, plan, args, WORLD))
+        args = flags(loss_aggregation=kind, loss_constant_tokens=constant, **batches)
+        plan, algorithm, memory = make_plan(args, num_rows=2), algorithm_of(args), take(Memory, args)
+        updates = pack_updates(rollout, plan, algorithm, memory, policy, WORLD)
+        assert [update.num_tokens for update in updates] == [2, 5]
+        first, second = (update.batches[0] for update in updates)
         weights[kind] = [
             float(batch.loss_weights_N[batch.sequence_ids_N == s][0]) for batch in (first, second) for s in range(2)
         ]
@@ -116,27 +125,60 @@ def test_every_update_has_the_weights_of_its_own_sequences():
     assert weights["seq_mean_token_sum_norm"][2:] == pytest.approx([1 / 20, 1 / 20])
 
 
+class StandIn:
+    """A policy of which only this is asked."""
+
+    def __init__(self, has_dropout: bool) -> None:
+        self.has_dropout, self.is_adapter_off = has_dropout, False
+
+    @contextmanager
+    def adapter_off(self) -> Iterator[None]:
+        self.is_adapter_off = True
+        yield
+        self.is_adapter_off = False
+
+
 @pytest.mark.parametrize(
     ("changes", "has_reference", "expected"),
     [
         ({}, False, []),
-        ({}, True, ["ref 0", "ref 1"]),
-        ({"passes_per_step": 2}, False, ["old 0"]),
+        ({"kl_coef": 1}, True, ["ref 0", "ref 1"]),
+        ({"num_iterations": 2}, False, ["old 0"]),
         ({"kl_in": "reward", "kl_coef": 1}, True, ["old 0", "ref 0", "ref 1"]),
         ({"lora_rank": 8, "lora_dropout": 0.05}, False, ["old 0"]),
     ],
 )
 def test_only_the_log_probs_that_are_needed_are_computed(changes, has_reference, expected, monkeypatch):
     asked = []
-    monkeypatch.setattr(
-        update, "logprobs_under", lambda model, field, batches, _: asked.append(f"{field[:3]} {batches[0]}") or batches
-    )
-    reference = SimpleNamespace(adapter_off=nullcontext) if has_reference else None
-    update.add_logprobs([[0], [1]], torch.nn.Module(), reference, flags(**changes))
+
+    def logprobs_under(model: StandIn, field: str, each: int, _: Algorithm) -> int:
+        assert model.is_adapter_off == (field == "ref_logprobs_N")
+        asked.append(f"{field[:3]} {each}")
+        return each
+
+    monkeypatch.setattr(update, "logprobs_under", logprobs_under)
+    args = flags(**changes)
+    policy, reference = (StandIn(has_dropout=args.lora_dropout > 0) for _ in range(2))
+    found = update.add_logprobs([0, 1], policy, reference if has_reference else None, algorithm_of(args))
+    assert found == [0, 1]
     assert sorted(asked) == sorted([*expected, "old 1"]), "the first update of a step makes its own old log-probs"
+    assert not reference.is_adapter_off
 
 
 def test_advantages_reach_their_positions():
-    rollout = compute_advantages(graded(), None, flags(advantage="none", group_size=2))
-    ((batch,),) = add_advantages([[pack(rollout, [1, 0])]], rollout)
-    assert batch.advantages_N.tolist() == [0, 0, 0, 0, 0, 0, 0, 1, 1]
+    rollout, packed = graded(), [Update([pack(graded(), [1, 0])], 3)]
+    rollout, (found,) = add_advantages(rollout, packed, algorithm_of(flags(advantage="none", group_size=2)))
+    assert [x.tolist() for x in rollout.advantages] == [[1, 1], [0], [0, 0, 0], [1, 1]]
+    assert found.num_tokens == 3
+    assert found.batches[0].advantages_N.tolist() == [0, 0, 0, 0, 0, 0, 0, 1, 1]
+    assert packed[0].batches[0].advantages_N is None
+
+
+def test_an_advantage_of_ones_own_that_is_not_finite_or_of_another_shape_is_told():
+    rollout, algorithm = graded(), algorithm_of(flags(group_size=2))
+    for function, words in (
+        (lambda g: g.rewards_PG / 0, "--advantage returned values that are not finite"),
+        (lambda g: g.rewards_PG.mean(), r"the shape \[\]; needed is a tensor of the shape \[2, 2\] or \[8\]"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            compute_advantages(rollout, None, replace(algorithm, advantage=function))

@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import numpy as np
 import torch
 import torch.distributed as dist
+from plan import Plan
 from torch import Tensor, nn
 from transformers import AutoConfig
 
@@ -40,7 +41,6 @@ import train_grpo
 from batch import Rollout
 from bench_common import build
 from fsdp_utils import World, close_world, gather_from_ranks, init_world, local_shard
-from plan import Plan
 from planner.dry_run import config_of, setup_of
 from planner.memory import gpu_phases, host_phases, optimizer_peak
 from planner.setup import Setup

@@ -24,6 +24,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
 import torch
+from plan import Plan
+from throughput import peak_flops, update_flops
 
 import policy as policy_module
 import train_grpo
@@ -33,10 +35,8 @@ from bench_memory import fill_randomly
 from bench_update import make_rollout
 from fsdp_utils import World, close_world, init_world, wait_for_all
 from model import sizes
-from plan import Plan
 from planner.dry_run import config_of
 from policy import Policy
-from throughput import peak_flops, update_flops
 from update import add_advantages, pack_updates, update_policy
 
 GOAL = 0.5  # MFU

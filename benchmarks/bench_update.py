@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import numpy as np
 import psutil
 import torch
+from plan import Plan
 from torch.nn import functional as F
 from torch.optim import AdamW
 from transformers import AutoModelForCausalLM
@@ -41,7 +42,6 @@ from batch import Rollout
 from bench_common import build, interleave, median_ratio, print_table, save_random_model, times_row
 from fsdp_utils import World, close_world, init_world
 from model import sizes
-from plan import Plan
 from update import add_advantages, pack_updates, update_policy
 
 GOALS = {"bare": 0.90, "padded": 2.0}

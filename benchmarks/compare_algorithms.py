@@ -40,6 +40,7 @@ import numpy as np
 import torch
 import trl
 import verl
+from algorithm import add_algorithm_flags, check_algorithm
 from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.functional import pad
@@ -53,7 +54,6 @@ from verl.workers.utils.losses import ppo_loss
 
 import grpo
 import update
-from algorithm import add_algorithm_flags, check_algorithm
 from batch import Batch, Rollout, pack
 
 GOAL = 1e-5

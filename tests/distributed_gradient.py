@@ -10,13 +10,13 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from plan import Plan, check_flags
 from torch.distributed.tensor import DTensor
 
 import train_grpo
 from batch import Batch, Rollout
 from fsdp_utils import close_world, init_world, shard
 from helpers import RAGGED, make_rollout
-from plan import Plan, check_flags
 from policy import Policy, load_policy
 from update import add_advantages, logprobs_under, pack_updates, update_policy
 

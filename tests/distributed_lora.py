@@ -7,6 +7,7 @@ import argparse
 import sys
 
 import torch
+from plan import Plan
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
@@ -15,7 +16,6 @@ from flags import EngineSettings, Lora, take
 from fsdp_utils import World, close_world, init_world, shard
 from helpers import HeldInSync, flags, make_rollout
 from model.lora import add_adapter
-from plan import Plan
 from policy import Policy, load_policy
 from update import add_advantages, add_logprobs, logprobs_under, pack_updates, update_policy
 

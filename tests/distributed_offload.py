@@ -12,13 +12,13 @@ from collections.abc import Callable
 import numpy as np
 import torch
 import torch.distributed as dist
+from plan import Plan, check_flags
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import train_grpo
 from fsdp_utils import close_world, init_world, local_shard
 from helpers import build, make_rollout
 from model.optimizer import ChunkedAdamW
-from plan import Plan, check_flags
 from policy import Policy
 from update import add_advantages, add_logprobs, pack_updates, update_policy
 

@@ -5,10 +5,10 @@ import shutil
 import time
 from pathlib import Path
 
+import inputs
 import pytest
 import torch
 
-import inputs
 import train_grpo
 from fsdp_utils import check_launch
 from helpers import start, training_flags

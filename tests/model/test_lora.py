@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
+from plan import check_flags
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
@@ -18,7 +19,6 @@ from flags import Lora, take
 from fsdp_utils import World
 from helpers import flags, logprobs_in_vllm, make_rollout, metrics_of, torchrun, training_flags, unpacked_logprobs
 from model.lora import add_adapter, check_lora, target_names
-from plan import check_flags
 from policy import Policy, load_policy
 
 TOLERANCE = {"atol": 2e-6, "rtol": 1e-4}  # as in test_fsdp.py: fp32, a gradient of norm 2

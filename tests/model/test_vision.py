@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import datasets
+import inputs
 import numpy as np
 import pytest
 import torch
@@ -14,7 +15,6 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, ProcessorMixin
 
 import flags
-import inputs
 from batch import Rollout, pack, shared_positions
 from data import PromptData, PromptFormat
 from data_files import png, write_parquet

@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
+from plan import check_flags
 from transformers import AutoModelForCausalLM
 
 from helpers import flags, metrics_of, torchrun, training_flags
-from plan import check_flags
 
 
 def without_times(metrics: dict[str, float]) -> dict[str, float]:

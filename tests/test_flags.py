@@ -200,12 +200,6 @@ def test_each_flag_is_declared_once_and_its_default_is_within_its_range():
         assert each.only_with is None or each.only_with in FLAGS, each.name
 
 
-def test_the_kinds_of_gpu_are_those_of_the_planner():
-    from planner.setup import GPUS
-
-    assert FLAGS["--plan_gpu"].choices == tuple(GPUS)
-
-
 def test_lists_are_lists_of_their_type():
     args = flags()
     assert (args.profile_steps, args.eval_data, args.loss_args) == ([], [], [])

@@ -1,4 +1,4 @@
-"""The mathematical verifier: 2,186 written cases (key, completion, right or wrong), and completions that must never hang or crash it."""
+"""The mathematical verifier: 2,186 written cases, and completions that must never hang or crash it."""
 
 import json
 import time
@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from flags import Grading
 from grading.answer import read_answer
 from grading.math_equal import equal
 from grading.verifiers import Case
@@ -20,14 +21,14 @@ TIMEOUT = 2.0
 
 @pytest.fixture(scope="module")
 def grader():
-    grader = Grader("math", timeout=TIMEOUT, num_workers=2)
+    grader = Grader(Grading("math", reward_timeout=TIMEOUT), num_workers=2)
     yield grader
     grader.close()
 
 
 def test_the_written_cases_are_graded_as_a_careful_reader_would(grader):
     grades = grader.grade([Case(case["completion"], case["answer"]) for case in CASES])
-    wrong = [(case, grade) for case, grade in zip(CASES, grades, strict=True) if grade.is_right != case["is_right"]]
+    wrong = [(case, grade) for case, grade in zip(CASES, grades, strict=True) if grade.is_correct != case["is_right"]]
     assert not [case for case, _ in wrong if not case["is_right"]], "no wrong answer is taken for right"
     assert len(wrong) <= 4, [(case["answer"], case["completion"][-80:], grade.status) for case, grade in wrong]
     failed = Counter(case["kind"] for case, grade in zip(CASES, grades, strict=True) if grade.is_failed)
@@ -35,7 +36,7 @@ def test_the_written_cases_are_graded_as_a_careful_reader_would(grader):
 
 
 def test_every_key_of_the_written_cases_can_be_used(grader):
-    assert not grader.check_keys([Case("", case["answer"]) for case in CASES])
+    assert not grader.bad_keys([Case("", case["answer"]) for case in CASES])
 
 
 @pytest.mark.parametrize(
@@ -69,12 +70,12 @@ def test_hostile_completions_are_wrong_and_cost_at_most_their_time(completion, k
     start = time.monotonic()
     hostile, fine = grader.grade([Case(completion, key), Case(f"\\boxed{{{key}}}", key)])
     assert time.monotonic() - start < TIMEOUT + 2
-    assert not hostile.is_right and hostile.reward == 0.0
-    assert fine.is_right
+    assert not hostile.is_correct and hostile.reward == 0.0
+    assert fine.is_correct
 
 
 @pytest.mark.parametrize(
-    ("key", "answer", "is_right"),
+    ("key", "answer", "is_correct"),
     [
         ("2^{2023}", "2\\cdot 2^{2022}", True),
         ("1000!", "1000\\cdot 999!", True),
@@ -124,8 +125,8 @@ def test_hostile_completions_are_wrong_and_cost_at_most_their_time(completion, k
         ("\\pi", "\\Pi", False),
     ],
 )
-def test_what_reviewers_slipped_past_the_comparison(key, answer, is_right):
-    assert equal(key, answer) == is_right
+def test_what_reviewers_slipped_past_the_comparison(key, answer, is_correct):
+    assert equal(key, answer) == is_correct
 
 
 @pytest.mark.parametrize(

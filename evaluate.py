@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # importing vLLM takes seconds; the checks of bad input come 
 
 Figure = tuple[float, float]  # mean and standard error; nan for what one problem cannot tell
 
+
 def rows_with_text(data: PromptData, indices: np.ndarray) -> list[SimpleNamespace]:
     """The rows as `Grader.submit_to` takes them; a bridge until a row carries its text."""
     return [SimpleNamespace(**vars(data.rows[i]), text=data.texts[i]) for i in indices]

@@ -2,18 +2,9 @@
 
     python reward.py --reward math --input completions.jsonl --output graded.jsonl
 
-What `--reward` takes: `grading/score.py`. A function of your own (`--reward my_reward.py:score`) gets the sampled text
-without special tokens, the row's answer, and the whole row:
-
-    def score(completion, answer, columns):
-        return float(answer in completion)
-
-It may also ask by name for `prompt` (the text that was continued), `num_tokens`, `max_tokens` (of the completion) and
-`is_truncated`.
-
-Verifiers run in worker processes (`grading/pool.py`) while the engine still samples. A verifier that exceeds its time
-or memory, raises, returns no finite number or ends its process costs one completion: its reward is 0.0, and its status
-says why. No torch here.
+What `--reward` takes, functions of your own included: `grading/score.py`. Verifiers run in worker processes
+(`grading/pool.py`) while the engine still samples. A verifier that exceeds its time or memory, raises, returns no
+finite number or ends its process costs one completion: its reward is 0.0, and its status says why. No torch here.
 """
 
 from __future__ import annotations
@@ -137,14 +128,15 @@ def workers_per_engine(grading: Grading, tensor_parallel_size: int = 1) -> int:
 def add_reward_flags(parser: argparse.ArgumentParser, default: str | None = None) -> None:
     """The flags that become a `Grading`; without a default, --reward is required."""
     add = parser.add_argument_group("reward").add_argument
-    forms = "a weighted sum (math:1.0,format:0.1), @COLUMN (the verifier that the row's column names), or my_reward.py:function"
-    add("--reward", default=default, required=default is None, help=f"{', '.join(BUILT_IN)}, {forms}; see grading/score.py")
-    add("--reward_timeout", type=float, default=5.0, help="seconds that the grading of one completion may take; then its reward is 0")
-    add("--reward_memory_gib", type=float, default=4.0, help="data that a grading process may hold; beyond it the reward is 0")
-    add("--reward_workers", type=int, default=0, help="grading processes per engine; 0: the cores of the node, divided by its engines")
-    truncated = "completions cut at their token limit: graded like the others (score), reward 0 (zero), or graded but left out of the loss (mask)"
+    forms = "a weighted sum (math:1.0,format:0.1), @COLUMN, or my_reward.py:function; see grading/score.py"
+    add("--reward", default=default, required=default is None, help=f"{', '.join(BUILT_IN)}, {forms}")
+    add("--reward_timeout", type=float, default=5.0, help="seconds to grade one completion; then its reward is 0")
+    add("--reward_memory_gib", type=float, default=4.0, help="data of a grading process; beyond it the reward is 0")
+    add("--reward_workers", type=int, default=0, help="grading processes per engine; 0: its share of the node's cores")
+    truncated = "completions cut at their limit: graded (score), reward 0 (zero), or graded but not trained on (mask)"
     add("--truncated", choices=["score", "zero", "mask"], default="score", help=truncated)
-    add("--overlong_cache_tokens", type=int, help="reward `length`: it falls from 0 to -1 over the last so many tokens; default: 1/5 of the limit")
+    overlong = "reward `length`: it falls from 0 to -1 over this many last tokens; default: 1/5 of the limit"
+    add("--overlong_cache_tokens", type=int, help=overlong)
 
 
 def grading_of(args: argparse.Namespace) -> Grading:
@@ -155,7 +147,7 @@ def grading_of(args: argparse.Namespace) -> Grading:
 
 
 def read_cases(path: str, max_tokens: int | None) -> tuple[list[dict[str, object]], list[Case]]:
-    """The rows of a .jsonl file and what is to be graded in each. Raises ValueError naming the line, FileNotFoundError."""
+    """The rows of a .jsonl file, and a case for each. Raises FileNotFoundError, or ValueError naming the line."""
     rows, cases = [], []
     if not Path(path).is_file():
         raise FileNotFoundError(f"--input {path!r}: no such file.")
@@ -179,13 +171,14 @@ def read_cases(path: str, max_tokens: int | None) -> tuple[list[dict[str, object
 
 def parse_flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Grades a file of completions: adds `reward` and `reward_status` to each row, in order. Rows whose answer key cannot "
-        "be used get the reward null. Fields: completion, answer; used where they are there: prompt, num_tokens, max_tokens, is_truncated.",
+        description="Grades a file of completions: adds `reward` and `reward_status` to each row, in order. Rows whose "
+        "answer key cannot be used get the reward null. Fields: completion, answer; optional: prompt, num_tokens, "
+        "max_tokens, is_truncated.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--input", required=True, help="a .jsonl file, one JSON object per line")
-    parser.add_argument("--output", required=True, help="the graded rows; written when all are graded, replaced if it exists")
-    parser.add_argument("--max_completion_tokens", type=int, help="reward `length`: the limit, where rows have no max_tokens")
+    parser.add_argument("--output", required=True, help="the graded rows; written at the end, replaced if it exists")
+    parser.add_argument("--max_completion_tokens", type=int, help="reward `length`: for rows without max_tokens")
     add_reward_flags(parser)
     return parser.parse_args()
 
@@ -208,14 +201,15 @@ def main() -> None:
     unfinished = Path(f"{args.output}.unfinished")
     with unfinished.open("w", encoding="utf-8") as out:
         for i, row in enumerate(rows):
-            reward, status = (None, f"bad key: {bad_keys[i]}") if i in bad_keys else (grades[i].reward, grades[i].status)
+            status = f"bad key: {bad_keys[i]}" if i in bad_keys else grades[i].status
+            reward = None if i in bad_keys else grades[i].reward
             out.write(json.dumps({**row, "reward": reward, "reward_status": status}) + "\n")
     unfinished.replace(args.output)
     rewards = [grade.reward for grade in grades.values() if grade.status == "ok"]
     failed = [f"{cases[i].where}: {grades[i].status}" for i in sorted(grades) if grades[i].status != "ok"]
     mean = sum(rewards) / max(len(rewards), 1)
-    print(f"{len(rows)} rows: {len(rewards)} graded, mean reward {mean:.4f}; {len(failed)} failed, "
-          f"{len(bad_keys)} with an answer key that cannot be used")
+    graded = f"{len(rows)} rows: {len(rewards)} graded, mean reward {mean:.4f}"
+    print(f"{graded}; {len(failed)} failed, {len(bad_keys)} with an answer key that cannot be used")
     for line in [*(f"{cases[i].where}: {reason}" for i, reason in bad_keys.items()), *failed][:20]:
         print(f"  {line}")
 

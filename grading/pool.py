@@ -1,20 +1,20 @@
-"""Calls a function in worker processes that can be killed: for code that may hang, allocate without end, or end its process.
+"""Calls a function in processes that can be killed: for code that may hang, allocate without end, or end its process.
 
     pool = Pool("grading.score:make_handler", ("exact", None), num_workers=4, timeout=5.0, memory_gib=4.0)
     pool.submit(17, item)           # never blocks: a worker has the item while the caller goes on
     outcomes = pool.collect()       # {17: Outcome(value, status)}, as soon as everything that was submitted is done
 
-Nothing less than a process will do: a thread cannot be stopped, and a signal is swallowed by the first `except Exception`
-(math-verify and SymPy have many). There are four kinds of processes:
+Nothing less than a process will do: a thread cannot be stopped, and a signal is swallowed by the first
+`except Exception` (math-verify and SymPy have many). There are four kinds of processes:
 
     caller        The trainer. A thread of it sends what `submit` puts into a queue, so a full pipe stops nobody.
     dispatcher    `serve`: gives items to idle workers, kills those that are late, replaces those that are gone. It is a
-                  process because the caller's interpreter is busy with the engine. It is started as a command of its own
-                  because `multiprocessing` would run the caller's main script, which imports torch, in every worker.
+                  process because the caller's interpreter is busy with the engine. It is a command of its own because
+                  `multiprocessing` would run the caller's main script, which imports torch, in every worker.
     fork server   The standard library's. It imports the module `preload` once; then it forks workers in milliseconds.
     worker        `_work`: calls `function = factory(*arguments)` once and then `function(item)` item by item.
 
-When the caller ends, however it ends, so do all the others, and what items have started in their workers' process groups.
+When the caller ends, however it ends, so do all the others, with what items have started in the workers' groups.
 """
 
 from __future__ import annotations
@@ -192,10 +192,6 @@ class _Worker:
     def is_busy(self) -> bool:
         return self.is_loading or self.key is not None
 
-    @property
-    def is_late(self) -> bool:
-        return self.is_busy and self.deadline <= time.monotonic()
-
 
 class _Dispatcher:
     """Outcomes stay here until the caller asks for them: nothing ever waits for a caller who is busy."""
@@ -215,7 +211,7 @@ class _Dispatcher:
         self._take(messages)
 
     def step(self) -> None:
-        """Starts workers, hands out items and waits for the next thing to happen. Raises EOFError if the caller is gone."""
+        """Starts workers, hands out items, waits for the next message. Raises EOFError if the caller is gone."""
         while self.failure is None and len(self.workers) < (self.setup.num_workers if self.is_loaded else 1):
             self._start_worker()
         for worker in self.workers:
@@ -232,8 +228,9 @@ class _Dispatcher:
             self._take(self.caller.recv())
         for worker in dict.fromkeys(sources[source] for source in ready if source is not self.caller):
             self._hear(worker)
-        for worker in [worker for worker in self.workers if worker.is_late]:
-            self._end_or_extend(worker)
+        for worker in busy:
+            if worker in self.workers and worker.is_busy and worker.deadline <= time.monotonic():
+                self._end_or_extend(worker)
 
     def _take(self, messages: list[object]) -> None:
         self.is_asked = self.is_asked or "collect" in messages
@@ -284,8 +281,11 @@ class _Dispatcher:
             worker.is_loading, self.is_loaded, self.num_failed_loads = False, True, 0
 
     def _end_or_extend(self, worker: _Worker) -> None:
-        """Ends a worker that is late. Twice an item, it gets more time if it wants to run and got less than half of its
-        time on a processor: the machine was busy, or stopped."""
+        """Ends a worker that is late.
+
+        Twice an item, it gets more time instead if it wants to run and got less than half of its time on a processor:
+        then the machine was busy, or stopped.
+        """
         is_runnable, cpu_seconds = _cpu_seconds(worker.process.pid)
         is_starved = is_runnable and cpu_seconds - worker.cpu_seconds < self.setup.timeout / 2
         if worker.key is not None and is_starved and worker.num_extensions < 2:
@@ -302,7 +302,7 @@ class _Dispatcher:
         self.outcomes[worker.key] = pickle.dumps(Outcome(None, status))
 
     def _note_failed_load(self, reason: str) -> None:
-        """The first worker must load. Later ones need not, but for MAX_FAILED_LOADS in a row: the next may do better."""
+        """The first worker must load. Later ones may fail, but not MAX_FAILED_LOADS in a row."""
         self.num_failed_loads += 1
         if not self.is_loaded or self.num_failed_loads == MAX_FAILED_LOADS:
             self.failure = reason
@@ -325,7 +325,7 @@ class _Dispatcher:
     def close(self) -> None:
         for worker in list(self.workers):
             self.remove(worker)
-        # They would end by themselves, but as orphans, which the first process of many containers never reaps.
+        # These would end by themselves, but as orphans, which the first process of many containers never reaps.
         for pid in (forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid):
             if pid is not None:
                 os.kill(pid, signal.SIGKILL)

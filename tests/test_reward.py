@@ -74,7 +74,12 @@ def test_truncated_completions_are_graded_or_get_zero_as_the_flag_says(truncated
 
 def test_rows_whose_key_cannot_be_used_are_excluded_with_a_reason():
     grader = Grader(Grading("@kind"), num_workers=2)
-    rows = [row("#### 4", kind="gsm8k"), row("many", kind="gsm8k"), row("4", kind="poems"), row("\\frac{1}{", kind="MATH")]
+    rows = [
+        row("#### 4", kind="gsm8k"),
+        row("many", kind="gsm8k"),
+        row("4", kind="poems"),
+        row("\\frac{1}{", kind="MATH"),
+    ]
     reasons = grader.check_keys(Data(rows), ALONE)
     grader.close()
     assert list(reasons) == [1, 2, 3]

@@ -134,13 +134,13 @@ def test_what_reviewers_slipped_past_the_comparison(key, answer, is_correct):
     [
         (f"{before}\\boxed{{7}}{after}", wanted)
         for wanted, pairs in {
-            "7": [("**", "**"), ("=> ", ""), ("> ", ""), ("- ", ""), ("Final answer - ", ""), ("$x = ", "$"), ("", "!"), ("$", "^\\circ$"),
-                  ("_", "_"), ("Step 3\n", ""), ("\\therefore ", ""), ("", ". Note that 7 is prime."),
+            "7": [("**", "**"), ("=> ", ""), ("> ", ""), ("- ", ""), ("Final answer - ", ""), ("$x = ", "$"), ("", "!"),
+                  ("$", "^\\circ$"), ("_", "_"), ("Step 3\n", ""), ("\\therefore ", ""), ("", ". Note that 7 is prime."),
                   ("\\text{Answer: }", "")],
             None: [("not ", ""), ("n \\neq ", ""), ("$n > ", "$"),
                    ("$n=-", "$"), ("is -", ""), ("", "^2"), ("", "+4"), ("$", "!$"), ("", "x"),
-                   ("1", ""), ("", "1"), ("\\sqrt{", "}"), ("\\frac{1}{", "}"), ("x+", ""), ("", "\\sqrt{3}"), ("", ",000"),
-                   ("", " million")],
+                   ("1", ""), ("", "1"), ("\\sqrt{", "}"), ("\\frac{1}{", "}"), ("x+", ""), ("", "\\sqrt{3}"),
+                   ("", ",000"), ("", " million")],
         }.items()
         for before, after in pairs
     ],
@@ -150,9 +150,10 @@ def test_a_box_counts_alone_and_not_as_a_part_of_a_formula(completion, answer):
 
 
 PIECES = st.sampled_from(
-    ["\\boxed{", "}", "{", "<answer>", "</answer>", "<think>", "</think>", "\\frac", "\\sqrt", "^", "_", "$", "(", ")", "[", "]", ",", "=",
-     "!", "\\pm", "\\cup", "\\text{", "or", "and", "the answer is ", "####", "9", "99", "x", "\\infty", "\\begin{pmatrix}", "&", "\\\\",
-     "\\end{pmatrix}", "\\left", "\\right", "%", "°", "½", "\\int", "\\sum_", "\\log", "<", "\\le", "\n", " ", ".", "-", "/", ":"]
+    ["\\boxed{", "}", "{", "<answer>", "</answer>", "<think>", "</think>", "\\frac", "\\sqrt", "^", "_", "$", "(", ")",
+     "[", "]", ",", "=", "!", "\\pm", "\\cup", "\\text{", "or", "and", "the answer is ", "####", "9", "99", "x", "\\infty",
+     "\\begin{pmatrix}", "&", "\\\\", "\\end{pmatrix}", "\\left", "\\right", "%", "°", "½", "\\int", "\\sum_", "\\log",
+     "<", "\\le", "\n", " ", ".", "-", "/", ":"]
 )  # fmt: skip
 COMPLETIONS = st.one_of(
     st.lists(PIECES, max_size=40).map("".join),
@@ -161,13 +162,15 @@ COMPLETIONS = st.one_of(
 )
 
 
-@settings(max_examples=2000, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(completion=COMPLETIONS, boxed=st.booleans())
-def test_no_generated_completion_hangs_crashes_or_escapes_the_time_out(completion, boxed, grader):
-    start = time.monotonic()
-    (grade,) = grader.grade([Case(f"\\boxed{{{completion}}}" if boxed else completion, "\\frac{7}{2}")])
-    assert time.monotonic() - start < TIMEOUT + 2
-    assert grade.status in ("ok", "timeout"), (completion, grade.status)
+@settings(max_examples=500, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(completions=st.lists(st.tuples(COMPLETIONS, st.booleans()), min_size=4, max_size=4))
+def test_no_generated_completion_hangs_crashes_or_escapes_the_time_out(completions, grader):
+    texts = [f"\\boxed{{{text}}}" if is_boxed else text for text, is_boxed in completions]
+    begin = time.monotonic()
+    grades = grader.grade([Case(text, "\\frac{7}{2}") for text in texts])
+    assert time.monotonic() - begin < 2 * TIMEOUT + 2, "two workers"
+    for text, grade in zip(texts, grades, strict=True):
+        assert grade.status in ("ok", "timeout"), (text, grade.status)
 
 
 @pytest.mark.parametrize(

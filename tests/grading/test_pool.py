@@ -256,8 +256,9 @@ MAIN = """
 @pytest.mark.parametrize("how", ["called", "forked"])
 def test_workers_import_neither_the_callers_main_script_nor_torch(how, tmp_path):
     (tmp_path / "main.py").write_text(textwrap.dedent(MAIN))
+    (tmp_path / "torch.py").write_text("# takes no seconds\n")
     (tmp_path / "my_reward.py").write_text(
-        "import sys\ndef score(completion, answer, columns):\n    return sum(x in sys.modules for x in ('torch', 'numpy'))\n"
+        "import sys\ndef score(completion, answer, columns):\n    return 'torch' in sys.modules or 'numpy' in sys.modules\n"
     )
     (tmp_path / "here").mkdir()
     if how == "called":  # the other caller comes from a fork server that would import it, too

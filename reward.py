@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flags import Grading, Sampling
-from grading.pool import Pool
-from grading.score import Grade, needs_math, parse_reward
+from grading.pool import Limits, Pool
+from grading.score import EXTRAS, Grade, needs_math, parse_reward
 from grading.verifiers import BUILT_IN, Case
 
 if TYPE_CHECKING:
@@ -37,16 +37,16 @@ class Grader:
 
     def __init__(self, grading: Grading, num_workers: int) -> None:
         """Starts the workers. Raises ValueError or FileNotFoundError if the reward cannot be loaded or used."""
-        is_math = needs_math(parse_reward(grading.reward))
+        terms = parse_reward(grading.reward)
         self.truncated = grading.truncated
         self.not_graded: dict[int, Grade] = {}
         self.pool: Pool | None = None
         if num_workers:
             arguments = (grading.reward, grading.overlong_cache_tokens)
-            limits = {"timeout": grading.reward_timeout, "memory_gib": grading.reward_memory_gib}
-            preload = "grading.preload_math" if is_math else "grading.preload"
+            limits = Limits(num_workers, grading.reward_timeout, grading.reward_memory_gib)
+            preload = "grading.preload_math" if needs_math(terms) else "grading.preload"
             try:
-                self.pool = Pool("grading.score:make_handler", arguments, num_workers, preload=preload, **limits)
+                self.pool = Pool("grading.score:make_handler", arguments, limits, preload)
             except ValueError as error:
                 raise ValueError(f"--reward {grading.reward!r}: {error}") from None
 
@@ -63,8 +63,9 @@ class Grader:
 
         def on_finished(b: int, text: str, num_tokens: int, is_truncated: bool) -> None:
             row = rows[b // sampling.num_samples]
-            lengths = (num_tokens, sampling.max_completion_tokens, is_truncated)
-            self.submit(b, Case(text, row.answer, row.columns, row.text, *lengths, row.where))
+            limit = sampling.max_completion_tokens
+            case = Case(text, row.answer, row.columns, row.text, num_tokens, limit, is_truncated, row.where)
+            self.submit(b, case)
 
         return on_finished
 
@@ -162,8 +163,7 @@ def read_cases(path: str, max_tokens: int | None) -> tuple[list[dict[str, object
         if not isinstance(row, dict) or not isinstance(row.get("completion"), str) or row.get("answer") is None:
             raise ValueError(f"{where}: needs an object with a text `completion` and an `answer`.")
         answer = row["answer"] if isinstance(row["answer"], str) else json.dumps(row["answer"], ensure_ascii=False)
-        options = {"max_tokens": max_tokens}
-        options |= {name: row[name] for name in ("prompt", "num_tokens", "max_tokens", "is_truncated") if name in row}
+        options = {"max_tokens": max_tokens} | {name: row[name] for name in EXTRAS if name in row}
         rows.append(row)
         cases.append(Case(row["completion"], answer, row, where=where, **options))
     return rows, cases
@@ -171,9 +171,8 @@ def read_cases(path: str, max_tokens: int | None) -> tuple[list[dict[str, object
 
 def parse_flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Grades a file of completions: adds `reward` and `reward_status` to each row, in order. Rows whose "
-        "answer key cannot be used get the reward null. Fields: completion, answer; optional: prompt, num_tokens, "
-        "max_tokens, is_truncated.",
+        description="Grades a file of completions: adds `reward` (null if the answer key cannot be used) and "
+        f"`reward_status` to each row, in order. Fields: completion, answer; optional: {', '.join(EXTRAS)}.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--input", required=True, help="a .jsonl file, one JSON object per line")
@@ -193,9 +192,8 @@ def main() -> None:
     except (ValueError, OSError, RuntimeError) as error:
         sys.exit(f"error: {error}")
     bad_keys = grader.bad_keys(cases)
-    for i in range(len(cases)):
-        if i not in bad_keys:
-            grader.submit(i, cases[i])
+    for i in sorted(set(range(len(cases))) - set(bad_keys)):
+        grader.submit(i, cases[i])
     grades = grader.collect()
     grader.close()
     unfinished = Path(f"{args.output}.unfinished")

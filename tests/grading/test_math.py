@@ -135,7 +135,8 @@ def test_what_reviewers_slipped_past_the_comparison(key, answer, is_correct):
         (f"{before}\\boxed{{7}}{after}", wanted)
         for wanted, pairs in {
             "7": [("**", "**"), ("=> ", ""), ("> ", ""), ("- ", ""), ("Final answer - ", ""), ("$x = ", "$"), ("", "!"),
-                  ("$", "^\\circ$"), ("_", "_"), ("Step 3\n", ""), ("\\therefore ", ""), ("", ". Note that 7 is prime."),
+                  ("$", "^\\circ$"), ("_", "_"), ("Step 3\n", ""), ("\\therefore ", ""),
+                  ("", ". Note that 7 is prime."),
                   ("\\text{Answer: }", "")],
             None: [("not ", ""), ("n \\neq ", ""), ("$n > ", "$"),
                    ("$n=-", "$"), ("is -", ""), ("", "^2"), ("", "+4"), ("$", "!$"), ("", "x"),
@@ -151,8 +152,9 @@ def test_a_box_counts_alone_and_not_as_a_part_of_a_formula(completion, answer):
 
 PIECES = st.sampled_from(
     ["\\boxed{", "}", "{", "<answer>", "</answer>", "<think>", "</think>", "\\frac", "\\sqrt", "^", "_", "$", "(", ")",
-     "[", "]", ",", "=", "!", "\\pm", "\\cup", "\\text{", "or", "and", "the answer is ", "####", "9", "99", "x", "\\infty",
-     "\\begin{pmatrix}", "&", "\\\\", "\\end{pmatrix}", "\\left", "\\right", "%", "°", "½", "\\int", "\\sum_", "\\log",
+     "[", "]", ",", "=", "!", "\\pm", "\\cup", "\\text{", "or", "and", "the answer is ", "####", "9", "99", "x",
+     "\\infty", "\\begin{pmatrix}", "&", "\\\\", "\\end{pmatrix}",
+     "\\left", "\\right", "%", "°", "½", "\\int", "\\sum_", "\\log",
      "<", "\\le", "\n", " ", ".", "-", "/", ":"]
 )  # fmt: skip
 COMPLETIONS = st.one_of(

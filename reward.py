@@ -2,18 +2,9 @@
 
     python reward.py --reward math --input completions.jsonl --output graded.jsonl
 
-What `--reward` takes: `grading/score.py`. A function of your own (`--reward my_reward.py:score`) gets the sampled text
-without special tokens, the row's answer, and the whole row:
-
-    def score(completion, answer, columns):
-        return float(answer in completion)
-
-It may also ask by name for `prompt` (the text that was continued), `num_tokens`, `max_tokens` (of the completion) and
-`is_truncated`.
-
-Verifiers run in worker processes (`grading/pool.py`) while the engine still samples. A verifier that exceeds its time
-or memory, raises, returns no finite number or ends its process costs one completion: its reward is 0.0, and its status
-says why. No torch here.
+What `--reward` takes, functions of your own included: `grading/score.py`. Verifiers run in worker processes
+(`grading/pool.py`) while the engine still samples. A verifier that exceeds its time or memory, raises, returns no
+finite number or ends its process costs one completion: its reward is 0.0, and its status says why. No torch here.
 """
 
 from __future__ import annotations
@@ -27,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flags import GROUPS, Grading, Sampling, add_flags, take
-from grading.pool import Pool
-from grading.score import Grade, needs_math, parse_reward
+from grading.pool import Limits, Pool
+from grading.score import EXTRAS, Grade, needs_math, parse_reward
 from grading.verifiers import Case
 
 if TYPE_CHECKING:
@@ -46,16 +37,16 @@ class Grader:
 
     def __init__(self, grading: Grading, num_workers: int) -> None:
         """Starts the workers. Raises ValueError or FileNotFoundError if the reward cannot be loaded or used."""
-        is_math = needs_math(parse_reward(grading.reward))
+        terms = parse_reward(grading.reward)
         self.truncated = grading.truncated
         self.not_graded: dict[int, Grade] = {}
         self.pool: Pool | None = None
         if num_workers:
             arguments = (grading.reward, grading.overlong_cache_tokens)
-            limits = {"timeout": grading.reward_timeout, "memory_gib": grading.reward_memory_gib}
-            preload = "grading.preload_math" if is_math else "grading.preload"
+            limits = Limits(num_workers, grading.reward_timeout, grading.reward_memory_gib)
+            preload = "grading.preload_math" if needs_math(terms) else "grading.preload"
             try:
-                self.pool = Pool("grading.score:make_handler", arguments, num_workers, preload=preload, **limits)
+                self.pool = Pool("grading.score:make_handler", arguments, limits, preload)
             except ValueError as error:
                 raise ValueError(f"--reward {grading.reward!r}: {error}") from None
 
@@ -72,8 +63,9 @@ class Grader:
 
         def on_finished(b: int, text: str, num_tokens: int, is_truncated: bool) -> None:
             row = rows[b // sampling.num_samples]
-            lengths = (num_tokens, sampling.max_completion_tokens, is_truncated)
-            self.submit(b, Case(text, row.answer, row.columns, row.text, *lengths, row.where))
+            limit = sampling.max_completion_tokens
+            case = Case(text, row.answer, row.columns, row.text, num_tokens, limit, is_truncated, row.where)
+            self.submit(b, case)
 
         return on_finished
 
@@ -138,7 +130,7 @@ def workers_per_engine(grading: Grading, tensor_parallel_size: int = 1) -> int:
 
 
 def read_cases(path: str, max_tokens: int | None) -> tuple[list[dict[str, object]], list[Case]]:
-    """The rows of a .jsonl file and what is to be graded in each. Raises ValueError naming the line, FileNotFoundError."""
+    """The rows of a .jsonl file, and a case for each. Raises FileNotFoundError, or ValueError naming the line."""
     rows, cases = [], []
     if not Path(path).is_file():
         raise FileNotFoundError(f"--input {path!r}: no such file.")
@@ -153,8 +145,7 @@ def read_cases(path: str, max_tokens: int | None) -> tuple[list[dict[str, object
         if not isinstance(row, dict) or not isinstance(row.get("completion"), str) or row.get("answer") is None:
             raise ValueError(f"{where}: needs an object with a text `completion` and an `answer`.")
         answer = row["answer"] if isinstance(row["answer"], str) else json.dumps(row["answer"], ensure_ascii=False)
-        options = {"max_tokens": max_tokens}
-        options |= {name: row[name] for name in ("prompt", "num_tokens", "max_tokens", "is_truncated") if name in row}
+        options = {"max_tokens": max_tokens} | {name: row[name] for name in EXTRAS if name in row}
         rows.append(row)
         cases.append(Case(row["completion"], answer, row, where=where, **options))
     return rows, cases
@@ -162,17 +153,13 @@ def read_cases(path: str, max_tokens: int | None) -> tuple[list[dict[str, object
 
 def parse_flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Grades a file of completions: adds `reward` and `reward_status` to each row, in order. Rows whose answer key cannot "
-        "be used get the reward null. Fields: completion, answer; used where they are there: prompt, num_tokens, max_tokens, is_truncated.",
+        description="Grades a file of completions: adds `reward` (null if the answer key cannot be used) and "
+        f"`reward_status` to each row, in order. Fields: completion, answer; optional: {', '.join(EXTRAS)}.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--input", required=True, help="a .jsonl file, one JSON object per line")
-    parser.add_argument(
-        "--output", required=True, help="the graded rows; written when all are graded, replaced if it exists"
-    )
-    parser.add_argument(
-        "--max_completion_tokens", type=int, help="reward `length`: the limit, where rows have no max_tokens"
-    )
+    parser.add_argument("--output", required=True, help="the graded rows; written at the end, replaced if it exists")
+    parser.add_argument("--max_completion_tokens", type=int, help="reward `length`: for rows without max_tokens")
     add_flags(parser, {"reward": GROUPS["reward"]})
     return parser.parse_args()
 
@@ -188,26 +175,22 @@ def main() -> None:
     except (ValueError, OSError, RuntimeError) as error:
         sys.exit(f"error: {error}")
     bad_keys = grader.bad_keys(cases)
-    for i in range(len(cases)):
-        if i not in bad_keys:
-            grader.submit(i, cases[i])
+    for i in sorted(set(range(len(cases))) - set(bad_keys)):
+        grader.submit(i, cases[i])
     grades = grader.collect()
     grader.close()
     unfinished = Path(f"{args.output}.unfinished")
     with unfinished.open("w", encoding="utf-8") as out:
         for i, row in enumerate(rows):
-            reward, status = (
-                (None, f"bad key: {bad_keys[i]}") if i in bad_keys else (grades[i].reward, grades[i].status)
-            )
+            status = f"bad key: {bad_keys[i]}" if i in bad_keys else grades[i].status
+            reward = None if i in bad_keys else grades[i].reward
             out.write(json.dumps({**row, "reward": reward, "reward_status": status}) + "\n")
     unfinished.replace(args.output)
     rewards = [grade.reward for grade in grades.values() if grade.status == "ok"]
     failed = [f"{cases[i].where}: {grades[i].status}" for i in sorted(grades) if grades[i].status != "ok"]
     mean = sum(rewards) / max(len(rewards), 1)
-    print(
-        f"{len(rows)} rows: {len(rewards)} graded, mean reward {mean:.4f}; {len(failed)} failed, "
-        f"{len(bad_keys)} with an answer key that cannot be used"
-    )
+    graded = f"{len(rows)} rows: {len(rewards)} graded, mean reward {mean:.4f}"
+    print(f"{graded}; {len(failed)} failed, {len(bad_keys)} with an answer key that cannot be used")
     for line in [*(f"{cases[i].where}: {reason}" for i, reason in bad_keys.items()), *failed][:20]:
         print(f"  {line}")
 

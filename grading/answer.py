@@ -1,4 +1,4 @@
-"""Which part of a completion is its final answer. The rules stand in `read_answer` (mathematics) and `read_final_answer` (plain text)."""
+"""Which part of a completion is its final answer: `read_answer` (mathematics) and `read_final_answer` (plain text)."""
 
 from __future__ import annotations
 
@@ -23,22 +23,23 @@ HEDGE_AFTER = re.compile(
     re.IGNORECASE,
 )
 JOINT = re.compile(  # what stands between two answers that belong together
-    r"(?:[\s$,;:&.]|\\[,;:! ()\[\]]|\\q?quad|\\text\s*\{\s*(?:and|or)?\s*\}|\\l(?:or|and)|\\vee|\\wedge|[A-Za-z](?:_\{?\d\}?)?\s*="
+    r"(?:[\s$,;:&.]|\\[,;:! ()\[\]]|\\q?quad|\\text\s*\{\s*(?:and|or)?\s*\}|\\l(?:or|and)|\\vee|\\wedge"
+    r"|[A-Za-z](?:_\{?\d\}?)?\s*="
     r"|\b(?:and|or|as well as|also|both|is (?:one|a) \w+|is another(?: \w+)?"
     r"|the other(?: \w+)? is|another is|option \w+|case \w+|part \w+)\b"
     r"|\n\s*(?:[-*•]|\d+[.)]|\([a-z]\)))*",
     re.IGNORECASE,
 )
 REFUSED = re.compile(  # right before an answer: it is none
-    r"(?:\b(?:not|never|cannot|except|exclud\w*|reject\w*|discard\w*|exceed\w*|(?:greater|less|more|fewer|larger|smaller|other) than"
-    r"|rather than|instead of|at least|at most)|n['’]t)[^\w.!?\n]*"
-    r"(?:(?:think|believe|be|is|equals?|to|that|the|final|correct|answer|value)[^\w.!?\n]*)*"
+    r"(?:\b(?:not|never|cannot|except|exclud\w*|reject\w*|discard\w*|exceed\w*"
+    r"|(?:greater|less|more|fewer|larger|smaller|other) than|rather than|instead of|at least|at most)|n['’]t)"
+    r"[^\w.!?\n]*(?:(?:think|believe|be|is|equals?|to|that|the|final|correct|answer|value)[^\w.!?\n]*)*"
     r"(?:[A-Za-z]\s*=)?[^\w.!?\n]*$",
     re.IGNORECASE,
 )
 PART_BEFORE = re.compile(  # right before or after an answer: it is a part of a larger formula
-    r"(?:[=(${\d})]\s*-|[\w})]\s*\+|[\d})]\s*/|\^|\\(?:ne|neq|not ?=|[lg]eq?|times|cdot|sqrt(?:\[[^\]]*\])?\s*\{|log|ln|sin|cos|tan|pi)"
-    r"|[≠≤≥]"
+    r"(?:[=(${\d})]\s*-|[\w})]\s*\+|[\d})]\s*/|\^"
+    r"|\\(?:ne|neq|not ?=|[lg]eq?|times|cdot|sqrt(?:\[[^\]]*\])?\s*\{|log|ln|sin|cos|tan|pi)|[≠≤≥]"
     r"|(?:^|[\s$(])[\w\\]+\s*[<>]|\\frac\s*(?:\{[^{}]*\})?\s*\{)\s*$|\d\Z|(?:^|\s)[-−]\Z"
 )
 PART_AFTER = re.compile(
@@ -48,15 +49,17 @@ PART_AFTER = re.compile(
 
 
 def visible_text(completion: str) -> str | None:
-    """What stands after the last `</think>`; all of it where there is none; None if the completion ended while it was thinking."""
+    """What stands after the last `</think>`, if there is one; None if the completion ended while it was thinking."""
     if completion.rfind("<think>") > completion.rfind("</think>"):
         return None
     return completion.rpartition("</think>")[2]
 
 
 def read_final_answer(completion: str) -> str | None:
-    """The final answer as plain text, None if there is none: of the visible text the inside of the last `<answer>...</answer>`, if there
-    is one, else of the last `\\boxed{...}`, else all of it. A tag or box that is opened last and never closed: no answer.
+    """The final answer as plain text, None if there is none.
+
+    It is the inside of the last `<answer>...</answer>` of the visible text; without one, the inside of the last
+    `\\boxed{...}`; else all of the visible text. A tag or box that is opened last and never closed holds no answer.
     """
     text = visible_text(completion)
     if text is None:
@@ -67,13 +70,15 @@ def read_final_answer(completion: str) -> str | None:
 
 
 def read_answer(completion: str) -> str | None:
-    """The final answer of a mathematical completion, None if there is none; all of them, joined by commas, if it names several.
+    """The final answer of a mathematical completion, None if there is none; several answers are joined by commas.
 
-    Read is what stands after the last `</think>`, if the completion has one; of that, the inside of the last `<answer>...</answer>`,
-    if there is one; of that, the last `\\boxed{...}` or `\\fbox{...}`, else what follows the last "answer is", "Answer:" or "####"; else
-    the text itself if it is no prose; else of its last sentence the last formula in dollar signs, what follows the last "=", or the
-    last number (looked for in the last MAX_UNMARKED characters). No answer: a tag or box that is opened last and never closed, one that is
-    refused ("not \\boxed{7}"), and one that is a part of a larger formula ("-\\boxed{7}").
+    What stands after the last `</think>` is read. If it has an `<answer>...</answer>`, only the inside of the last one.
+    Of that, the answer is, in this order: the last `\\boxed{...}` or `\\fbox{...}`; what follows the last "answer is",
+    "Answer:" or "####"; the text itself if it is no prose; of its last sentence the last formula in dollar signs, what
+    follows the last "=", or the last number. What has no tag or box is looked for in the last MAX_UNMARKED characters.
+
+    There is no answer if a tag or box is opened last and never closed, if it is refused ("not \\boxed{7}"), or if it is
+    a part of a larger formula ("-\\boxed{7}").
 
     "\\boxed{3} and \\boxed{4}" names two, and so does "\\boxed{3}, or maybe 4": neither equals the key 3.
     """
@@ -126,14 +131,14 @@ def closing_brace(text: str, start: int) -> int | None:
 
 
 def _last_of(text: str, spans: list[Span], may_be_part: bool = True) -> str | None:
-    """The inside of the last span, with those it is joined to ("and", ",") and the alternatives offered beside it, by commas."""
+    """The inside of the last span; those joined to it ("and", ",") and alternatives beside it follow after commas."""
     start, end, inside = spans[-1]
     if inside is None:
         return None
     before = text[max(0, start - 80) : start]
     is_part = may_be_part and (PART_BEFORE.search(before) or PART_AFTER.match(text[end : end + 20]))
     if REFUSED.search(before) or is_part:
-        return None  # "not \\boxed{7}", "n > \\boxed{7}", "-\\boxed{7}": what is marked is not the answer, or not all of it
+        return None  # "not \\boxed{7}", "n > \\boxed{7}", "-\\boxed{7}": it is not the answer, or not all of it
     answers = [inside]
     for earlier in reversed(spans[:-1]):
         between = text[earlier[1] : start]
@@ -186,7 +191,7 @@ def _first_sentence(text: str) -> str:
 
 
 def _is_prose(text: str) -> bool:
-    """True if the text says something about the answer instead of being it: several lines, Chinese, or several words beside formulas."""
+    """True if the text has several lines, Chinese, or several words beside formulas: it is no bare answer."""
     bare = re.sub(r"\$[^$]*\$|\\\(.*?\\\)|\\text\s*\{[^}]*\}|\\[A-Za-z]+", " ", text)
     text = text.strip()
     return "\n" in text or bool(re.search(r"[\u4e00-\u9fff]", bare)) or len(re.findall(r"[A-Za-z]{2,}", bare)) > 2

@@ -1,12 +1,12 @@
-"""Whether a mathematical answer equals the answer key, both as LaTeX or plain text (`answer.py` reads them out of longer texts).
+"""Whether a mathematical answer equals the answer key, both as LaTeX or plain text (`answer.py` reads them).
 
-Three layers: numbers are compared exactly, as fractions; tuples, sets, lists, intervals and matrices element by element, with their
-brackets; what is left, a single formula, goes to math-verify (which parses LaTeX into SymPy). The first two layers are there because
-math-verify alone accepts too much (a set for a tuple, 5 for 2x+3=5) and because it costs milliseconds where a comparison of fractions
-costs microseconds.
+There are three layers. Numbers are compared exactly, as fractions. Tuples, sets, lists, intervals and matrices are
+compared element by element, with their brackets. What is left, a single formula, goes to math-verify, which parses
+LaTeX into SymPy. The first two layers are there because math-verify alone accepts too much (a set for a tuple, 5 for
+2x+3=5), and because it takes milliseconds where a comparison of fractions takes microseconds.
 
-Nothing here has a time limit: `9^{9^9}` is refused by its size, but a formula that SymPy cannot finish is ended by the worker process
-that grades it (`workers.py`).
+Nothing here has a time limit. `9^{9^9}` is refused by its size; a formula that SymPy cannot finish is ended with the
+worker process that grades it (`pool.py`).
 """
 
 from __future__ import annotations
@@ -25,27 +25,22 @@ from grading.answer import read_answer
 from grading.math_text import clean, plain_text
 from grading.math_value import MAX_FORMULA, NAME, Value, parse_value
 
-logging.getLogger("math_verify").setLevel(
-    logging.ERROR
-)  # it warns that its own time limits are off; the worker process has one
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off
 
 UNFINISHED = (Sum, Product, Integral, Limit, Derivative)  # what would be worked out numerically, at length
 MAX_DIGITS = 10_000  # of a number that SymPy may be asked to write out
 MAX_WORDS = 12  # of an answer key: more are a sentence
 MAX_EXPONENT = 200  # of a sum, which SymPy may be asked to expand
-CONFIG = [
-    LatexExtractionConfig(
-        normalization_config=NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True)
-    )
-]
+NORMALIZATION = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True)
+CONFIG = [LatexExtractionConfig(normalization_config=NORMALIZATION)]
 
 
 @lru_cache(maxsize=8192)
 def equal(key: str, answer: str) -> bool:
-    """True if the answer equals the key, both as read. Forms do not matter; values, brackets, order where there is one, and units do.
+    """True if the answer equals the key: values, brackets, order where there is one, and units matter, forms do not.
 
-    Units: an answer may leave out the key's unit or bring one where the key has none, but not another one. A percentage equals the key
-    50\\% as 50, 50\\% and 0.5. Decimals are exact: 0.333 is not 1/3. A key 3 is not equalled by "3 or 4".
+    An answer may leave out the key's unit or bring one where the key has none, but not another one. The key 50\\% is
+    equalled by 50, 50\\% and 0.5. Decimals are exact: 0.333 is not 1/3. The key 3 is not equalled by "3 or 4".
     """
     if max(len(key), len(answer)) > 4 * MAX_FORMULA:
         return key.strip() == answer.strip()
@@ -96,9 +91,7 @@ def _same(key: Value, answer: Value) -> bool:
     if kinds == ("matrix", "matrix"):
         return len(key[1]) == len(answer[1]) and all(map(_same_ordered, key[1], answer[1]))
     if "matrix" in kinds and "formula" in kinds:
-        return _same_formula(
-            key[2] if kinds[0] == "matrix" else key[1], answer[2] if kinds[1] == "matrix" else answer[1]
-        )
+        return _same_formula(*(value[2] if value[0] == "matrix" else value[1] for value in (key, answer)))
     if kinds == ("relation", "relation"):
         return _same_formula(_relation_text(key), _relation_text(answer))
     if kinds == ("based", "number"):
@@ -122,7 +115,7 @@ def _has_names(values: tuple[Value, ...]) -> bool:
 
 
 def _same_unordered(keys: tuple[Value, ...], answers: tuple[Value, ...], is_set: bool) -> bool:
-    """Each key has an answer of its own; in sets repetitions do not count. Equality is transitive, so the first fit will do."""
+    """Each key has an answer of its own; in sets repetitions do not count. The first fit will do: it is transitive."""
     left = list(answers)
     for i, key in enumerate(keys):
         if is_set and any(_same(earlier, key) for earlier in keys[:i]):
@@ -183,12 +176,12 @@ def _same_quantity(key: Value, answer: Value) -> bool:
     return _same_formula(key[1], answer[1])
 
 
-# Formulas -------------------------------------------------------------------------------------------------------------------------
+# Formulas -------------------------------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=8192)
 def _formula(text: str | Fraction) -> Basic | None:
-    """The formula as SymPy sees it, unevaluated; None if math-verify cannot read it or it is too large to be worked out."""
+    """The formula in SymPy, unevaluated; None if math-verify cannot read it or it is too large to be worked out."""
     if isinstance(text, Fraction):
         text = _latex(text)
     if len(text) > MAX_FORMULA or re.search(r"binom\{?\d{6}|['’]|\\approx|\\f?box|\.\.|\d\s*\\text", text):
@@ -200,11 +193,9 @@ def _formula(text: str | Fraction) -> Basic | None:
     if not parsed or not _is_small(parsed[0]):
         return None
     formula = parsed[0]
-    return (
-        formula.xreplace({symbol: I for symbol in formula.free_symbols if symbol.name == "i"})
-        if isinstance(formula, Basic)
-        else formula
-    )
+    if not isinstance(formula, Basic):
+        return formula
+    return formula.xreplace({symbol: I for symbol in formula.free_symbols if symbol.name == "i"})
 
 
 def _latex(value: Fraction) -> str:
@@ -219,24 +210,16 @@ def _is_small(formula: Basic) -> bool:
         return False
     if isinstance(formula, factorial) and formula.args[0].is_number:
         return bool(abs(formula.args[0].evalf()) < MAX_DIGITS / 3)
-    if (
-        isinstance(formula, Pow)
-        and formula.exp.is_number
-        and isinstance(formula.base, Add)
-        and not formula.base.is_number
-    ):
-        return bool(abs(formula.exp.evalf()) <= MAX_EXPONENT)
-    if isinstance(formula, Pow) and formula.base.is_number and formula.exp.is_number:
+    if not isinstance(formula, Pow) or not formula.exp.is_number:
+        return True
+    if formula.base.is_number:
         digits = abs(formula.exp.evalf() * log(abs(formula.base.evalf()))) / math.log(10)
         return formula.base.is_zero is True or bool(digits.evalf() < MAX_DIGITS)
-    return True
+    return not isinstance(formula.base, Add) or bool(abs(formula.exp.evalf()) <= MAX_EXPONENT)
 
 
 def _same_formula(key: str | Fraction, answer: str | Fraction) -> bool:
-    letters = [
-        set(re.findall(r"\\[A-Za-z]+|[A-Za-z]", text)) - {"e", "E"} if isinstance(text, str) else set()
-        for text in (key, answer)
-    ]
+    letters = [set(re.findall(r"\\[A-Za-z]+|[A-Za-z]", str(text))) - {"e", "E"} for text in (key, answer)]
     if letters[0] != letters[1] and {c.lower() for c in letters[0]} == {c.lower() for c in letters[1]}:
         return False  # math-verify does not tell R from r
     gold, pred = _formula(key), _formula(answer)
@@ -246,13 +229,14 @@ def _same_formula(key: str | Fraction, answer: str | Fraction) -> bool:
     is_close = values and _is_close(*values)
     if values and is_close is not False and (difference := gold.doit() - pred.doit()).is_Rational:
         return difference == 0  # exact: 60 digits do not tell 2^1009 - 1 from 2^1009
+    # 60 digits decide on numbers. Formulas that differ at one point need no `simplify`, which takes milliseconds.
     if values and (is_close is False or (is_close and not gold.free_symbols | pred.free_symbols)):
-        return is_close  # of numbers 60 digits decide; formulas that differ at one point need no `simplify`, which takes milliseconds
+        return is_close
     return verify(gold, pred, float_rounding=10, timeout_seconds=None)
 
 
 def _values(formulas: list[Basic], shift: float) -> list[Expr] | None:
-    """The formulas' values to 60 digits where their variables have some odd positive values; None where one has no finite value."""
+    """The formulas' values to 60 digits at some odd positive point; None where one has no finite value."""
     if any(not isinstance(formula, Expr) or formula.has(*UNFINISHED) for formula in formulas):
         return None
     symbols = sorted(set().union(*(formula.free_symbols for formula in formulas)), key=str)
@@ -260,20 +244,13 @@ def _values(formulas: list[Basic], shift: float) -> list[Expr] | None:
     try:
         values = [formula.subs(point).evalf(60) for formula in formulas]
         parts = [part for value in values for part in value.as_real_imag()]
-    except (
-        TypeError,
-        ValueError,
-        ArithmeticError,
-        NotImplementedError,
-        AttributeError,
-        RecursionError,
-    ):  # no value: `verify` decides
-        return None
+    except (TypeError, ValueError, ArithmeticError, NotImplementedError, AttributeError, RecursionError):
+        return None  # `verify` decides
     return values if all((part.is_Float or part.is_Rational) and part.is_finite for part in parts) else None
 
 
 def _is_close(first: Expr, second: Expr) -> bool | None:
-    """Whether two values agree, relative to their size; None if both are so small that it may be the noise of a zero."""
+    """Whether two values agree, relative to their size; None if both are so small that they may be noise of a zero."""
     size = max(abs(first).evalf(), abs(second).evalf())
     if size == 0:
         return True
@@ -296,11 +273,11 @@ def _same_equation(key: tuple[str, str], answer: tuple[str, str]) -> bool:
     return bool(ratio.is_number and ratio.is_finite and ratio.is_nonzero)
 
 
-# Answer keys ----------------------------------------------------------------------------------------------------------------------
+# Answer keys ----------------------------------------------------------------------------------------------------------
 
 
 def key_text(key: str) -> str:
-    """The answer in an answer key: the content of its last box or <answer>, if it has one (a worked solution, say), else all of it."""
+    """The answer in an answer key: the inside of its last box or <answer>, if it has one, else all of it."""
     return (read_answer(key) or "") if re.search(r"\\(?:boxed|fbox)\b|<answer>", key) else key
 
 
@@ -341,10 +318,3 @@ def canonical(answer: str) -> str:
     text = clean(answer)
     value = parse_value(text)
     return str(value[1]) if value[0] == "number" else re.sub(r"\s+", "", text)
-
-
-def warm_up() -> None:
-    """Compares a few formulas: what the parser and SymPy set up at their first use, forked processes inherit."""
-    for formula in (r"\frac{\sqrt{3}}{2}", r"2\pi r^2+3x-1", r"\log_2 3-\sin^2\theta", r"\frac{a+b}{c}"):
-        equal(formula, f"{formula}+1")
-        equal(formula, f"{formula}+x-x")

@@ -1,4 +1,4 @@
-"""The spelling of mathematical answers: `clean` brings LaTeX and plain text into one form, `number` and `unit` read what is no formula."""
+"""The spelling of mathematical answers: `clean` makes it one; `number` and `unit` read what is no formula."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from grading.answer import closing_brace
 
 SYMBOLS = {
     "½": " 1/2", "¼": " 1/4", "¾": " 3/4", "⅓": " 1/3", "⅔": " 2/3", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ",
-    "≥": r"\ge ", "≠": r"\ne ", "°": r"^\circ ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "±": r"\pm ", "×": r"\times ", "·": r"\cdot ",
-    "÷": "/", "−": "-", "–": "-", "—": "-", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}", "θ": r"\theta ", "，": ",", "。": ".", "⋅": r"\cdot ",
-    "√": r"\sqrt", "∛": r"\sqrt[3]", "€": r"\euro ", "£": r"\pounds ", "¥": r"\yen ", "¢": r"\text{ cents}", "≡": r"\equiv ",
+    "≥": r"\ge ", "≠": r"\ne ", "°": r"^\circ ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "±": r"\pm ",
+    "×": r"\times ", "·": r"\cdot ", "÷": "/", "−": "-", "–": "-", "—": "-", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}",
+    "θ": r"\theta ", "，": ",", "。": ".", "⋅": r"\cdot ", "√": r"\sqrt", "∛": r"\sqrt[3]", "€": r"\euro ",
+    "£": r"\pounds ", "¥": r"\yen ", "¢": r"\text{ cents}", "≡": r"\equiv ",
 }  # fmt: skip
 NUMBER_WORDS = {
-    "zero": "0", "one": "1", "two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9",
-    "ten": "10", "eleven": "11", "twelve": "12", "thirteen": "13", "fourteen": "14", "fifteen": "15", "sixteen": "16", "seventeen": "17",
-    "eighteen": "18", "nineteen": "19", "twenty": "20",
+    "zero": "0", "one": "1", "two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8",
+    "nine": "9", "ten": "10", "eleven": "11", "twelve": "12", "thirteen": "13", "fourteen": "14", "fifteen": "15",
+    "sixteen": "16", "seventeen": "17", "eighteen": "18", "nineteen": "19", "twenty": "20",
 }  # fmt: skip
 
 # Pattern and replacement, in order; "x?" stands for: not followed by a letter.
@@ -49,7 +50,8 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
     (r"\\lbracex?", r"\\{"),
     (r"\\rbracex?", r"\\}"),
     (r"\\notx?\s*=|!=|\\neqx?", r"\\ne "),
-    (r"\\([lg])eq?(?:slant)?x?|([<>])=", lambda m: {"l": r"\le ", "g": r"\ge ", "<": r"\le ", ">": r"\ge "}[m[1] or m[2]]),
+    (r"\\leq?(?:slant)?x?|<=", r"\\le "),
+    (r"\\geq?(?:slant)?x?|>=", r"\\ge "),
     (r"\\ltx?", "<"),
     (r"\\gtx?", ">"),
     (r"\\l(?:or)x?|\\veex?", " or "),
@@ -79,9 +81,10 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
     (r"\s+", " "),
 ]]  # fmt: skip
 SPOKEN = {
-    "all real numbers": r"\mathbb{R}", "all reals": r"\mathbb{R}", "all real": r"\mathbb{R}", "no solution": r"\emptyset",
-    "no solutions": r"\emptyset", "there is no solution": r"\emptyset", "empty set": r"\emptyset", "the empty set": r"\emptyset",
-    r"(-\infty ,\infty )": r"\mathbb{R}", r"(-\infty,\infty)": r"\mathbb{R}", r"(-\infty, \infty)": r"\mathbb{R}",
+    "all real numbers": r"\mathbb{R}", "all reals": r"\mathbb{R}", "all real": r"\mathbb{R}",
+    "no solution": r"\emptyset", "no solutions": r"\emptyset", "there is no solution": r"\emptyset",
+    "empty set": r"\emptyset", "the empty set": r"\emptyset", r"(-\infty ,\infty )": r"\mathbb{R}",
+    r"(-\infty,\infty)": r"\mathbb{R}", r"(-\infty, \infty)": r"\mathbb{R}",
 }  # fmt: skip
 
 
@@ -114,7 +117,7 @@ def plain_text(text: str) -> str:
     return "" if re.search(r"[\\^_+*/=<>|]", bare) or not re.search(r"[A-Za-z]{3,}", bare) else bare.casefold()
 
 
-# Numbers --------------------------------------------------------------------------------------------------------------------------
+# Numbers --------------------------------------------------------------------------------------------------------------
 
 DECIMAL = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
 FRACTION = re.compile(
@@ -131,7 +134,7 @@ SCALED = re.compile(rf"(.+?)\s*(?:\\text\{{\s*)?({'|'.join(SCALES)})\s*\}}?")
 
 
 def number(text: str) -> Fraction | None:
-    """The exact value of an integer, decimal, fraction, mixed or repeating number, of 3.5 million, 2x10^5 or 10^-3; else None."""
+    """The exact value of an integer, decimal, fraction, mixed or repeating number, 3.5 million or 2x10^5; else None."""
     text = text.strip()
     if len(text) > 200:
         return None
@@ -170,60 +173,31 @@ def number(text: str) -> Fraction | None:
     return -result if sign == "-" else result
 
 
-# Units ----------------------------------------------------------------------------------------------------------------------------
+# Units ----------------------------------------------------------------------------------------------------------------
 
 UNIT_NAMES = {
-    "centimeter": "cm", "centimetre": "cm", "millimeter": "mm", "millimetre": "mm", "kilometer": "km", "kilometre": "km", "meter": "m",
-    "metre": "m", "kilogram": "kg", "gram": "g", "milligram": "mg", "pound": "lb", "lbs": "lb", "ounce": "oz", "feet": "ft", "foot": "ft",
-    "yard": "yd", "mile": "mi", "inche": "in", "inch": "in", "second": "s", "sec": "s", "minute": "min", "hour": "h", "hr": "h",
-    "hrs": "h", "liter": "l", "litre": "l", "milliliter": "ml", "millilitre": "ml", "dollar": "$", "usd": "$", "buck": "$", "cent": "cent",
-    "degree": "deg", "percent": "%", "unit": "", "mph": "mi/h", "kph": "km/h", "kmph": "km/h", "day": "day", "week": "week",
-    "month": "month", "year": "year", "radian": "rad", "rad": "rad", "joule": "j", "newton": "n", "watt": "w", "volt": "v", "hertz": "hz",
-    "celsius": "c", "fahrenheit": "f", "kelvin": "k", "people": "people", "person": "people", "children": "child", "child": "child",
-    "men": "man", "women": "woman", "mice": "mouse", "am": "am", "pm": "pm", "mol": "mol", "mole": "mol", "pascal": "pa",
-    "acre": "acre", "gallon": "gal", "quart": "qt", "pint": "pt", "cup": "cup", "way": "way", "euro": "eur", "digit": "digit",
+    "centimeter": "cm", "centimetre": "cm", "millimeter": "mm", "millimetre": "mm", "kilometer": "km",
+    "kilometre": "km", "meter": "m", "metre": "m", "kilogram": "kg", "gram": "g", "milligram": "mg", "pound": "lb",
+    "lbs": "lb", "ounce": "oz", "feet": "ft", "foot": "ft", "yard": "yd", "mile": "mi", "inche": "in", "inch": "in",
+    "second": "s", "sec": "s", "minute": "min", "hour": "h", "hr": "h", "hrs": "h", "liter": "l", "litre": "l",
+    "milliliter": "ml", "millilitre": "ml", "dollar": "$", "usd": "$", "buck": "$", "cent": "cent", "degree": "deg",
+    "percent": "%", "unit": "", "mph": "mi/h", "kph": "km/h", "kmph": "km/h", "day": "day", "week": "week",
+    "month": "month", "year": "year", "radian": "rad", "rad": "rad", "joule": "j", "newton": "n", "watt": "w",
+    "volt": "v", "hertz": "hz", "celsius": "c", "fahrenheit": "f", "kelvin": "k", "people": "people",
+    "person": "people", "children": "child", "child": "child", "men": "man", "women": "woman", "mice": "mouse",
+    "am": "am", "pm": "pm", "mol": "mol", "mole": "mol", "pascal": "pa", "acre": "acre", "gallon": "gal", "quart": "qt",
+    "pint": "pt", "cup": "cup", "way": "way", "euro": "eur", "digit": "digit",
 }  # fmt: skip
-ABBREVIATIONS = {
-    "cm",
-    "mm",
-    "km",
-    "kg",
-    "mg",
-    "lb",
-    "oz",
-    "ft",
-    "yd",
-    "mi",
-    "in",
-    "min",
-    "ml",
-    "hz",
-    "pa",
-    "kj",
-    "kw",
-    "nm",
-    "deg",
-}
+ABBREVIATIONS = set("cm mm km kg mg lb oz ft yd mi in min ml hz pa kj kw nm deg".split())  # noqa: SIM905
 LETTERS = {"m", "g", "s", "h", "l"}  # after a space; in \text any of J N W V K A, too
-MEASURES = {
-    *"个元米人天秒度岁克只本张支件次种块条",
-    "厘米",
-    "千米",
-    "毫米",
-    "公里",
-    "小时",
-    "分钟",
-    "千克",
-    "公斤",
-    "平方米",
-    "平方厘米",
-}
+MEASURES = set("个 元 米 人 天 秒 度 岁 克 只 本 张 支 件 次 种 块 条".split())  # noqa: SIM905
+MEASURES |= {"厘米", "千米", "毫米", "公里", "小时", "分钟", "千克", "公斤", "平方米", "平方厘米"}
 SMALL_WORDS = {"square", "squared", "sq", "cubic", "cubed", "cu", "of", "per", "the", "in"}
 NO_UNITS = {  # plural or not, what says something about the value: 7 dozens, 7 tenths, 7 more
-    "additional", "always", "as", "billions", "crores", "cubes", "does", "dozens", "fewer", "guess", "half", "halves", "hundreds", "is",
-    "lakhs", "less", "millions", "minus", "more", "negative", "no", "not", "ones", "or", "others", "over", "pairs", "percents", "plus",
-    "quarter", "quarters", "scores", "squares", "tens", "thirds", "this", "thousands", "ths", "times", "trillions", "unless", "versus",
-    "vs", "was", "yes",
+    "additional", "always", "as", "billions", "crores", "cubes", "does", "dozens", "fewer", "guess", "half", "halves",
+    "hundreds", "is", "lakhs", "less", "millions", "minus", "more", "negative", "no", "not", "ones", "or", "others",
+    "over", "pairs", "percents", "plus", "quarter", "quarters", "scores", "squares", "tens", "thirds", "this",
+    "thousands", "ths", "times", "trillions", "unless", "versus", "vs", "was", "yes",
 }  # fmt: skip
 WORD = r"[A-Za-z\u4e00-\u9fff]+\.?"
 QUANTITY = re.compile(
@@ -236,9 +210,10 @@ CURRENCY = re.compile(r"([+-]?)\s*(\\\$|\\euro|\\pounds|\\yen|USD)\s*(.+)")
 
 
 def unit(text: str, may_be_letter: bool) -> str | None:
-    """One spelling per unit ("" for "units"), None for what is none: "more", "dozens", "or eight" say something about the value.
+    """One spelling per unit, "" for "units"; None for what is no unit: "more" and "dozens" say something of the value.
 
-    A unit is made of known names, abbreviations and plurals of any noun. `may_be_letter`: a single letter is a unit ("5 m"), not a factor.
+    A unit is made of known names, abbreviations and plurals of any noun. `may_be_letter`: a single letter is a unit
+    ("5 m") and no factor.
     """
     letters = LETTERS | set("jnwvka") if "\\text" in text else LETTERS
     if re.search(r"(?<![A-Za-z])[A-Z](?![A-Za-z.])", text) and "\\text" not in text:

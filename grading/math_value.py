@@ -1,4 +1,4 @@
-"""A mathematical answer as a value: a small tree of numbers, collections, relations and formulas. Read `parse_value` first.
+"""A mathematical answer as a value: a tree of numbers, collections, relations and formulas. Read `parse_value` first.
 
 The leaves are exact fractions, or formulas, which SymPy compares (`math_equal.py`).
 """
@@ -33,7 +33,8 @@ NAMED = re.compile(rf"({NAME})\s*(?:=|:=|\\in(?![A-Za-z]))\s*(.+)", re.DOTALL)
 RELATION = re.compile(r"\\[lg]e(?![A-Za-z])|\\ne(?![A-Za-z])|(?<!\\)[<>]")
 EQUALS = re.compile(r"(?<![<>!:\\])=")
 CHOICE = re.compile(
-    r"(?:\\text\{\s*)?(?:(?:option|choice|answer)\s+)?(\(?)\s*(?:\\text\{\s*)?(\(?)\s*([A-Ja-j])\s*(\)?)\s*\}?\s*(\)?)\s*(?:([.:)])?\s*(.*))?",
+    r"(?:\\text\{\s*)?(?:(?:option|choice|answer)\s+)?(\(?)\s*(?:\\text\{\s*)?(\(?)\s*([A-Ja-j])\s*(\)?)\s*\}?\s*(\)?)\s*"
+    r"(?:([.:)])?\s*(.*))?",
     re.IGNORECASE,
 )
 BASED = re.compile(r"\(?(?:\\text\s*\{)?([0-9A-Fa-f]+)\}?\)?\s*_\s*\{?\s*(?:\\text\s*\{)?(\d+|[a-z]+)\s*\}*")
@@ -70,7 +71,7 @@ def _depth(text: str) -> int:
 
 
 def _split(text: str, separator: re.Pattern[str]) -> list[str]:
-    """The parts of the text between matches of `separator` outside all brackets; brackets of an interval need not be alike."""
+    """The parts of the text between matches of `separator` outside all brackets; those of an interval may differ."""
     parts, depth, start = [], 0, 0
     for match in re.finditer(rf"(?P<cut>{separator.pattern})|\\[{{}}]|\\[lr]angle|\\.|[()\[\]{{}}]", text):
         if match["cut"] is not None:
@@ -102,15 +103,14 @@ def _choice(text: str) -> Value | None:
     if not match:
         return None
     before, rest = text[: match.start(3)], (match[7] or "").strip().removesuffix("}")
-    is_marked = (
-        "(" in before or "text" in before or match[4] or match[6] or before.lower().startswith(("option", "choice"))
-    )
+    starts = before.lower().startswith(("option", "choice"))
+    is_marked = starts or "(" in before or "text" in before or match[4] or match[6]
     if not is_marked and (rest or not match[3].isupper()):
         return None
-    denies = re.search(
-        r"\b(?:or|and|is|was|are|not|isn|would|can|but|maybe|wrong|false)\b", rest, re.IGNORECASE
-    ) or re.match(r"[,/]", rest)
-    if rest and (denies or LABEL.search(rest) or not (match[6] or match[4] or match[5])):
+    denies = r"^[,/]|\b(?:or|and|is|was|are|not|isn|would|can|but|maybe|wrong|false)\b"
+    if rest and (
+        re.search(denies, rest, re.IGNORECASE) or LABEL.search(rest) or not (match[6] or match[4] or match[5])
+    ):
         return None
     return ("choice", match[3].upper(), parse_value(clean(rest)) if rest else None)
 
@@ -160,10 +160,8 @@ def _collection(text: str) -> Value | None:
         values = tuple(parse_value(part) for part in parts)
         if any(value[0] == "choice" for value in values):
             return ("words", text)  # "A or B" chooses neither
-        return (
-            "union" if "\\cup" in text or any(value[0] == "relation" for value in values) else "list",
-            _flat(values),
-        )
+        is_union = "\\cup" in text or any(value[0] == "relation" for value in values)
+        return ("union" if is_union else "list", _flat(values))
     parts = [re.sub(r"^and\s", "", part).strip() for part in _split(text, COMMA) if part and part != "and"]
     if len(parts) > 1:
         values = tuple(parse_value(part) for part in parts)
@@ -182,11 +180,8 @@ def _collection(text: str) -> Value | None:
     builder = re.fullmatch(rf"\s*({NAME})\s*(?:\\mid|:|\|)\s*(.+)", inside) if opening == "\\{" else None
     if builder:
         return parse_value(builder[2].strip())
-    items = [
-        item
-        for item in _split(inside, re.compile("[,;](?!\\d{3}(?!\\d))|[,;]\\s" if opening == "(" else "[,;]"))
-        if item
-    ]
+    separator = re.compile("[,;](?!\\d{3}(?!\\d))|[,;]\\s" if opening == "(" else "[,;]")
+    items = [item for item in _split(inside, separator) if item]
     if opening in ("\\{", "[", "\\langle") or len(items) > 1:
         values = tuple(parse_value(item) for item in items)
         return ("set", _flat(values)) if opening == "\\{" else ("sequence", opening + closing, values)
@@ -222,11 +217,8 @@ def _quantity(text: str) -> Value | None:
         return ("based", based[1].lstrip("0").upper(), NUMBER_WORDS.get(based[2], based[2]))
     clock = CLOCK.fullmatch(text)
     if clock:
-        return (
-            "colon",
-            tuple(int(part) for part in clock[1].split(":")),
-            re.sub(r"[^apm]", "", (clock[2] or "").lower()),
-        )
+        half = re.sub(r"[^apm]", "", (clock[2] or "").lower())
+        return ("colon", tuple(int(part) for part in clock[1].split(":")), half)
     if re.search(r"\\(?:equiv|pmod|dots|mid|parallel|perp)(?![A-Za-z])", text):
         return ("words", re.sub(r"\s", "", text))  # what SymPy has no value for is compared as text
     words = " ".join(re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text).split())
@@ -247,10 +239,8 @@ def _quantity(text: str) -> Value | None:
     quantity = QUANTITY.fullmatch(text)
     if quantity and not ("circ" in quantity["unit"] and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", quantity["value"])):
         inner = parse_value(quantity["value"].strip())
-        is_marked = "\\text" in quantity["unit"] or (
-            inner[0] == "number" and text[quantity.start("unit") - 1].isspace()
-        )
-        name = unit(quantity["unit"], is_marked)
+        is_apart = inner[0] == "number" and text[quantity.start("unit") - 1].isspace()
+        name = unit(quantity["unit"], is_apart or "\\text" in quantity["unit"])
         if name is not None and inner[0] in ("number", "formula") and inner[2] == "":
             return (*inner[:2], name)
         if name is None and "\\text" in quantity["unit"]:

@@ -1,20 +1,21 @@
-"""Calls a function in worker processes that can be killed: for code that may hang, allocate without end, or end its process.
+"""Calls a function in processes that can be killed: for code that may hang, allocate without end, or end its process.
 
-    pool = Pool("grading.score:make_handler", ("exact", None), num_workers=4, timeout=5.0, memory_gib=4.0)
+    limits = Limits(num_workers=4, timeout=5.0, memory_gib=4.0)
+    pool = Pool("grading.score:make_handler", ("exact", None), limits, "grading.preload")
     pool.submit(17, item)           # never blocks: a worker has the item while the caller goes on
     outcomes = pool.collect()       # {17: Outcome(value, status)}, as soon as everything that was submitted is done
 
-Nothing less than a process will do: a thread cannot be stopped, and a signal is swallowed by the first `except Exception`
-(math-verify and SymPy have many). There are four kinds of processes:
+Nothing less than a process will do: a thread cannot be stopped, and a signal is swallowed by the first
+`except Exception` (math-verify and SymPy have many). There are four kinds of processes:
 
     caller        The trainer. A thread of it sends what `submit` puts into a queue, so a full pipe stops nobody.
     dispatcher    `serve`: gives items to idle workers, kills those that are late, replaces those that are gone. It is a
-                  process because the caller's interpreter is busy with the engine. It is started as a command of its own
-                  because `multiprocessing` would run the caller's main script, which imports torch, in every worker.
+                  process because the caller's interpreter is busy with the engine. It is a command of its own because
+                  `multiprocessing` would run the caller's main script, which imports torch, in every worker.
     fork server   The standard library's. It imports the module `preload` once; then it forks workers in milliseconds.
     worker        `_work`: calls `function = factory(*arguments)` once and then `function(item)` item by item.
 
-When the caller ends, however it ends, so do all the others, and what items have started in their workers' process groups.
+When the caller ends, however it ends, so do all the others, with what items have started in the workers' groups.
 """
 
 from __future__ import annotations
@@ -57,12 +58,17 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class _Setup:
-    factory: str  # "module:function"
-    arguments: tuple[object, ...]
+class Limits:
     num_workers: int
-    timeout: float
-    memory_gib: float
+    timeout: float  # seconds per item; up to three times that for a worker that wants to run but is not let
+    memory_gib: float  # data of each worker
+
+
+@dataclass(frozen=True)
+class _Setup:
+    factory: str
+    arguments: tuple[object, ...]
+    limits: Limits
     preload: str
 
 
@@ -72,21 +78,12 @@ class _Setup:
 class Pool:
     """The caller's end. Items and values must be picklable; keys are numbers, each in use once at a time."""
 
-    def __init__(
-        self,
-        factory: str,
-        arguments: tuple[object, ...],
-        num_workers: int,
-        timeout: float,
-        memory_gib: float,
-        preload: str = "grading.preload",
-    ) -> None:
+    def __init__(self, factory: str, arguments: tuple[object, ...], limits: Limits, preload: str) -> None:
         """Starts the processes and waits until a first worker has called `factory` ("module:function").
 
-        `timeout` is in seconds per item, up to three times that for a worker that wants to run but is not let.
-        `memory_gib` bounds the data of each worker. Raises ValueError with the factory's own words if it fails.
+        Raises ValueError with the factory's own words if it fails.
         """
-        self.setup = _Setup(factory, arguments, num_workers, timeout, memory_gib, preload)
+        self.setup = _Setup(factory, arguments, limits, preload)
         self.pending: dict[int, bytes] = {}
         self._start()
         self.collect()
@@ -192,10 +189,6 @@ class _Worker:
     def is_busy(self) -> bool:
         return self.is_loading or self.key is not None
 
-    @property
-    def is_late(self) -> bool:
-        return self.is_busy and self.deadline <= time.monotonic()
-
 
 class _Dispatcher:
     """Outcomes stay here until the caller asks for them: nothing ever waits for a caller who is busy."""
@@ -215,8 +208,8 @@ class _Dispatcher:
         self._take(messages)
 
     def step(self) -> None:
-        """Starts workers, hands out items and waits for the next thing to happen. Raises EOFError if the caller is gone."""
-        while self.failure is None and len(self.workers) < (self.setup.num_workers if self.is_loaded else 1):
+        """Starts workers, hands out items, waits for the next message. Raises EOFError if the caller is gone."""
+        while self.failure is None and len(self.workers) < (self.setup.limits.num_workers if self.is_loaded else 1):
             self._start_worker()
         for worker in self.workers:
             if self.queue and not worker.is_busy:
@@ -232,8 +225,9 @@ class _Dispatcher:
             self._take(self.caller.recv())
         for worker in dict.fromkeys(sources[source] for source in ready if source is not self.caller):
             self._hear(worker)
-        for worker in [worker for worker in self.workers if worker.is_late]:
-            self._end_or_extend(worker)
+        for worker in busy:
+            if worker in self.workers and worker.is_busy and worker.deadline <= time.monotonic():
+                self._end_or_extend(worker)
 
     def _take(self, messages: list[object]) -> None:
         self.is_asked = self.is_asked or "collect" in messages
@@ -251,7 +245,7 @@ class _Dispatcher:
 
     def _hand_out(self, worker: _Worker) -> None:
         worker.key, item = self.queue.popleft()
-        worker.deadline, worker.num_extensions = time.monotonic() + self.setup.timeout, 0
+        worker.deadline, worker.num_extensions = time.monotonic() + self.setup.limits.timeout, 0
         worker.cpu_seconds = _cpu_seconds(worker.process.pid)[1]
         try:
             worker.connection.send_bytes(item)
@@ -284,12 +278,15 @@ class _Dispatcher:
             worker.is_loading, self.is_loaded, self.num_failed_loads = False, True, 0
 
     def _end_or_extend(self, worker: _Worker) -> None:
-        """Ends a worker that is late. Twice an item, it gets more time if it wants to run and got less than half of its
-        time on a processor: the machine was busy, or stopped."""
+        """Ends a worker that is late.
+
+        Twice an item, it gets more time instead if it wants to run and got less than half of its time on a processor:
+        then the machine was busy, or stopped.
+        """
         is_runnable, cpu_seconds = _cpu_seconds(worker.process.pid)
-        is_starved = is_runnable and cpu_seconds - worker.cpu_seconds < self.setup.timeout / 2
+        is_starved = is_runnable and cpu_seconds - worker.cpu_seconds < self.setup.limits.timeout / 2
         if worker.key is not None and is_starved and worker.num_extensions < 2:
-            worker.deadline += self.setup.timeout
+            worker.deadline += self.setup.limits.timeout
             worker.num_extensions += 1
             return
         self.remove(worker)
@@ -302,7 +299,7 @@ class _Dispatcher:
         self.outcomes[worker.key] = pickle.dumps(Outcome(None, status))
 
     def _note_failed_load(self, reason: str) -> None:
-        """The first worker must load. Later ones need not, but for MAX_FAILED_LOADS in a row: the next may do better."""
+        """The first worker must load. Later ones may fail, but not MAX_FAILED_LOADS in a row."""
         self.num_failed_loads += 1
         if not self.is_loaded or self.num_failed_loads == MAX_FAILED_LOADS:
             self.failure = reason
@@ -318,18 +315,19 @@ class _Dispatcher:
         worker.process.join()
         status = worker.process.exitcode
         worker.process.close()
-        if status == 255:
-            time.sleep(0.1)  # it may mean that the fork server is gone: then the signal of that ends us here
+        if status == 255:  # it may mean that the fork server is gone
+            time.sleep(0.1)  # then the signal of that ends us here
         return status
 
     def close(self) -> None:
         for worker in list(self.workers):
             self.remove(worker)
-        # They would end by themselves, but as orphans, which the first process of many containers never reaps.
+        # These would end by themselves, but as orphans, which the first process of many containers never reaps.
         for pid in (forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid):
             if pid is not None:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
+                with contextlib.suppress(ProcessLookupError, ChildProcessError):  # it is why we end
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
 
 
 def _cpu_seconds(pid: int) -> tuple[bool, float]:
@@ -355,7 +353,7 @@ def _work(dispatcher: Connection, setup: _Setup) -> NoReturn:
     """A worker's life. Whatever the function does, raising included, is told to the dispatcher or ends this process."""
     os.setsid()  # what it starts can be killed with it
     die_with_parent(signal.SIGKILL)
-    limit = int(setup.memory_gib * 2**30)
+    limit = int(setup.limits.memory_gib * 2**30)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))  # not address space: libraries map more than they use
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:

@@ -1,7 +1,4 @@
-"""What the fork server of `pool.py` imports before it forks: the workers have all of it at once.
-
-`preload_math.py` also grades a few answers: what the LaTeX parser and SymPy set up at their first use, workers then have, too.
-"""
+"""What the fork server of `pool.py` imports before it forks, so that the workers have it at once."""
 
 import contextlib
 import signal

@@ -1,4 +1,4 @@
-"""`preload.py`, and the mathematical verifier warmed up."""
+"""`preload.py`, and what the LaTeX parser and SymPy set up at their first use."""
 
 import contextlib
 

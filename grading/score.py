@@ -4,6 +4,14 @@
     --reward math:1.0,format:0.1          a weighted sum
     --reward @dataset                     the verifier that each row's column `dataset` names (gsm8k, MATH, ifeval, ...)
     --reward my_reward.py:score           a function of your own; a weight can follow here, too (my_reward.py:score:0.5)
+
+A function of your own gets the sampled text without special tokens, the row's answer, and the whole row:
+
+    def score(completion, answer, columns):
+        return float(answer in completion)
+
+It may also ask by name for `prompt` (the text that was continued), `num_tokens`, `max_tokens` (of the completion) and
+`is_truncated`.
 """
 
 from __future__ import annotations
@@ -56,7 +64,7 @@ class Term:
 
 
 def parse_reward(spec: str) -> list[Term]:
-    """The terms of a `--reward` text. Loads nothing. Raises ValueError or FileNotFoundError for a text that is wrong."""
+    """The terms of a `--reward` text; nothing is loaded. Raises ValueError or FileNotFoundError for a wrong text."""
     terms = []
     for part in spec.split(","):
         match = re.fullmatch(r"\s*(@\w[\w.]*|[^:,]+\.py:\w+|\w+)(?::([^:]+))?\s*", part)
@@ -88,7 +96,7 @@ def needs_math(terms: list[Term]) -> bool:
 
 
 def make_handler(spec: str, overlong_cache_tokens: int | None) -> Callable[[tuple[str, Case]], Grade | str | None]:
-    """What a worker does with ("grade", case): the grade; with ("check", case): why its answer key is of no use, or None.
+    """What a worker makes of ("grade", case): a grade; of ("check", case): why the key cannot be used, or None.
 
     Raises what a file of `spec` raises, and ValueError if it has no such function or math-verify is broken.
     """
@@ -130,7 +138,7 @@ def make_handler(spec: str, overlong_cache_tokens: int | None) -> Callable[[tupl
 
 
 def _own_verifier(name: str) -> Verifier:
-    """The function `file.py:function` as a verifier. Raises ValueError if it does not exist, and what the file raises."""
+    """The function `file.py:function` as a verifier. Raises ValueError if it is missing, and what the file raises."""
     path, _, function_name = name.rpartition(":")
     # The name of the module has a prefix, because a file may be called math.py.
     module_spec = importlib.util.spec_from_file_location(f"own_reward_{Path(path).stem}", path)
@@ -181,7 +189,6 @@ def check_math() -> None:
         if (BUILT_IN["math"].score(Case(completion, key))[0] == 1.0) != is_correct:
             packages = ("math-verify", "latex2sympy2-extended", "sympy", "antlr4-python3-runtime")
             versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
-            raise ValueError(
-                f"the math grader is broken: {completion!r} against the key {key!r} must be "
-                f"{'correct' if is_correct else 'incorrect'}. Installed: {versions}; install the versions of the requirements file."
-            )
+            verdict = f"{completion!r} against the key {key!r} must be {'correct' if is_correct else 'incorrect'}"
+            todo = f"Installed: {versions}; install the versions of the requirements file."
+            raise ValueError(f"the math grader is broken: {verdict}. {todo}")

@@ -1,4 +1,4 @@
-"""The built-in verifiers: each looks at one completion and says how good it is. A new one is a function and an entry in `BUILT_IN`.
+"""The built-in verifiers: each says how good one completion is. A new one is a function and an entry in `BUILT_IN`.
 
 `math`, `gsm8k` and `exact` compare its final answer with the row's, `ifeval` checks instructions, `format` and
 `think_format` check the tags, `length` the length. `score.py` adds them up, in processes that can be killed: nothing
@@ -65,10 +65,8 @@ def verify_gsm8k(case: Case) -> Verdict:
     The final number is what `read_answer` finds. Where that is no number, it is the last one of the visible text.
     Several answers are incorrect.
     """
-    kind, *found = parse_value(clean((read_answer(case.completion) or "")[:MAX_FORMULA]))
-    if kind == "number":
-        value = found[0]
-    else:
+    kind, value, *_ = parse_value(clean((read_answer(case.completion) or "")[:MAX_FORMULA]))
+    if kind != "number":
         value = None if kind == "list" else _last_number(visible_text(case.completion))
     return float(value is not None and value == _gsm8k_key(case)), None if value is None else str(value)
 
@@ -107,7 +105,7 @@ def _ifeval_key_problem(case: Case) -> str | None:
 
 
 def verify_format(case: Case) -> Verdict:
-    """1.0 if the completion is `<think>...</think>` and `<answer>...</answer>` and nothing else, each tag once; else 0.0.
+    """1.0 if the completion is `<think>...</think><answer>...</answer>` and nothing else, each tag once; else 0.0.
 
     A prompt that ends with `<think>` (as QwQ's chat template does) has opened the first tag: then the completion must
     not open it again.
@@ -133,7 +131,7 @@ def _thinks_first(case: Case, rest: str) -> bool:
 
 
 def verify_length(case: Case) -> Verdict:
-    """DAPO's soft overlong punishment (eq. 13 of the paper): 0 up to max - cache tokens, then linearly down to -1 at max."""
+    """DAPO's soft overlong punishment (eq. 13): 0 up to max - cache tokens, then linearly down to -1 at max."""
     if case.num_tokens is None or case.max_tokens is None:
         raise ValueError("the reward `length` needs num_tokens and max_tokens")
     cache_tokens = case.overlong_cache_tokens or max(case.max_tokens // 5, 1)

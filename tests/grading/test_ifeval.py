@@ -1,7 +1,7 @@
-"""IFEval's 25 instructions in both data formats: what follows, what does not, where the border is, and what is refused on reading.
+"""IFEval's 25 instructions in both data formats: what follows, what does not, and what is refused on reading.
 
-The expected values are those of the benchmark's definitions (google-research/instruction_following_eval), or, for Tulu's rows, of the
-sentence that Tulu's prompt puts the instruction in.
+The expected values are those of the benchmark's definitions (google-research/instruction_following_eval), or, for
+Tulu's rows, of the sentence that Tulu's prompt puts the instruction in.
 """
 
 import itertools
@@ -28,8 +28,9 @@ def follows(instruction, kwargs, completion):
 
 def follows_tulu(function, arguments, completion):
     """Whether the completion follows one row of Tulu's format, whose answer holds every key, most of them null."""
-    keys = "N quantifier end_phrase keyword_list word forbidden_words letter i first_word postscript_marker options section_splitter"
-    answer = {"func_name": function} | dict.fromkeys([*keys.split(), "original_prompt"]) | arguments
+    keys = "N quantifier end_phrase keyword_list word forbidden_words letter i first_word postscript_marker options"
+    more = ["section_splitter", "original_prompt"]
+    answer = {"func_name": function} | dict.fromkeys([*keys.split(), *more]) | arguments
     return follows_instructions(completion, read_instructions(json.dumps(answer), {"dataset": "ifeval"}))[0]
 
 
@@ -212,8 +213,8 @@ BENCHMARK = [
 ]
 
 REPEAT = (
-    "First, repeat the request without change, then give your answer (do not say anything before repeating the request; "
-    "the request you need to repeat does not include this sentence)"
+    "First, repeat the request without change, then give your answer (do not say anything before repeating the "
+    "request; the request you need to repeat does not include this sentence)"
 )
 TULU = [
     ("verify_keywords", {"keyword_list": ["sun", "Moon"]}, "sunny moonlight", True),
@@ -342,7 +343,7 @@ def test_a_blank_completion_follows_nothing(completion):
 
 
 def test_a_row_as_it_comes_from_the_hub_is_read():
-    """Every key in every dict, nulls where it does not belong; parquet and pandas add arrays, NaN and whole numbers as floats."""
+    """Every key in every dict, nulls where it does not belong; parquet adds arrays, NaN and whole numbers as floats."""
     nulls = dict.fromkeys(["num_words", "relation", "keywords", "letter", "num_bullets", "prompt_to_repeat"])
     ids = ["length_constraints:number_words", "keywords:existence", "punctuation:no_comma"]
     kwargs = [nulls | {"num_words": 3, "relation": "at least"}, nulls | {"keywords": ["a", "b"]}, nulls]
@@ -500,8 +501,9 @@ def every_instruction():
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_no_completion_makes_a_check_raise_or_answer_anything_but_yes_or_no(name):
-    """A megabyte each, of what a regular expression with a nested or unanchored repeat would read millions of times over: a check that
-    takes more than linear time makes this test run for hours instead of seconds.
+    """A megabyte each, of what a regular expression with a nested or unanchored repeat would read millions of times.
+
+    A check that takes more than linear time makes this test run for hours instead of seconds.
     """
     followed = follows_instructions(HOSTILE[name], every_instruction())
     assert len(followed) == len(CHECKS)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from grading.pool import Outcome, Pool
+from grading.pool import Limits, Outcome, Pool
 from grading.verifiers import Case
 
 ROOT = Path(__file__).parent.parent.parent
@@ -19,7 +19,8 @@ FAILING = f"{Path(__file__).parent}/rewards_that_fail.py:score"
 
 
 def start(spec: str = FAILING, num_workers: int = 1, timeout: float = 5.0, memory_gib: float = 4.0) -> Pool:
-    return Pool("grading.score:make_handler", (spec, None), num_workers, timeout, memory_gib)
+    limits = Limits(num_workers, timeout, memory_gib)
+    return Pool("grading.score:make_handler", (spec, None), limits, "grading.preload")
 
 
 def run(pool: Pool, texts: list[str], answer: str = "") -> list[Outcome]:
@@ -187,9 +188,9 @@ def test_a_reward_that_stops_loading_is_told_at_the_next_collect(tmp_path):
 def test_nothing_is_left_when_the_caller_is_killed(completion):
     code = f"""
         import sys, time
-        from grading.pool import Pool
+        from grading.pool import Limits, Pool
         from grading.verifiers import Case
-        pool = Pool("grading.score:make_handler", ({FAILING!r}, None), 2, 600.0, 4.0)
+        pool = Pool("grading.score:make_handler", ({FAILING!r}, None), Limits(2, 600.0, 4.0), "grading.preload")
         pool.submit(0, ("grade", Case({completion!r}, "")))
         time.sleep(0.3)
         print(pool.dispatcher.pid, flush=True)
@@ -232,13 +233,13 @@ def test_workers_go_on_and_time_outs_are_kept_while_the_caller_is_busy():
 MAIN = """
     import multiprocessing, sys
     import torch
-    from grading.pool import Pool
+    from grading.pool import Limits, Pool
     from grading.verifiers import Case
 
     print("the main script is run", flush=True)
 
     def grade():
-        pool = Pool("grading.score:make_handler", (sys.argv[1], None), 2, 20.0, 4.0)
+        pool = Pool("grading.score:make_handler", (sys.argv[1], None), Limits(2, 20.0, 4.0), "grading.preload")
         pool.submit(0, ("grade", Case("", "")))
         print(pool.collect()[0], flush=True)
         pool.close()
@@ -256,8 +257,11 @@ MAIN = """
 @pytest.mark.parametrize("how", ["called", "forked"])
 def test_workers_import_neither_the_callers_main_script_nor_torch(how, tmp_path):
     (tmp_path / "main.py").write_text(textwrap.dedent(MAIN))
+    (tmp_path / "torch.py").write_text("# takes no seconds\n")
     (tmp_path / "my_reward.py").write_text(
-        "import sys\ndef score(completion, answer, columns):\n    return sum(x in sys.modules for x in ('torch', 'numpy'))\n"
+        "import sys\n"
+        "def score(completion, answer, columns):\n"
+        "    return 'torch' in sys.modules or 'numpy' in sys.modules\n"
     )
     (tmp_path / "here").mkdir()
     if how == "called":  # the other caller comes from a fork server that would import it, too

@@ -14,7 +14,7 @@ from flags import CHOICES, FLAGS, functions_of, parameters_of, parse_flags
 ROOT = Path(__file__).parent.parent
 ROOMS = ("grading", "model", "planner")  # folders with one door each
 PROGRAM = sorted([*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).glob("*.py"))])
-ALL = sorted(
+BESIDE = [path for folder in ("benchmarks", "scripts", "tests") for path in sorted((ROOT / folder).rglob("*.py"))]
     [*PROGRAM, *(path for folder in ("benchmarks", "scripts", "tests") for path in ROOT.glob(f"{folder}/**/*.py"))]
 )
 TREES = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in PROGRAM}

@@ -1,7 +1,8 @@
-"""The algorithm's tensor functions against scalar loops written from the papers' equations, and against published values.
+"""The algorithm against scalar loops written from the papers' equations, and against published values.
 
-The `naive_...` functions are those loops: Python floats and `math`, one token at a time, no tensors. Expected gradients are central
-differences of the same loops; a paper's stop-gradient sg[...] is an argument of its own (`frozen`), which the differences leave alone.
+The `naive_...` functions are those loops: Python floats and `math`, one token at a time, no tensors. Expected gradients
+are central differences of the same loops; a paper's stop-gradient sg[...] is an argument of its own (`frozen`), which
+the differences leave alone.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def assert_near(found: Tensor, expected: list, tolerance: float) -> None:
 
 
 def central_differences(function: Callable[[list[float]], float], at: list[float], step: float = 1e-5) -> list[float]:
-    """The gradient of a function of a list of floats. Its error is about 1e-9 for functions of size 1, so they are compared to 1e-7."""
+    """The gradient of a function of floats. Its error is about 1e-9 for functions of size 1: compared to 1e-7."""
 
     def moved(i: int, by: float) -> float:
         return function([value + by if j == i else value for j, value in enumerate(at)])
@@ -103,7 +104,7 @@ def clip(value: float, low: float, high: float) -> float:
     return low if value < low else high if value > high else value
 
 
-# The choices of `grpo.py`, called by name, with those of these values that are among their parameters ------------------
+# The choices of `grpo.py`, called by name, with the values that are among their parameters ----------------------------
 
 
 def default(name: str) -> object:
@@ -181,7 +182,7 @@ def aggregation_weights(lengths_B: Tensor, kind: str, constant: float) -> Tensor
     return call(grpo.AGGREGATIONS, kind, lengths_B, loss_constant_tokens=constant)
 
 
-# Advantages ----------------------------------------------------------------------------------------------------------------------
+# Advantages -----------------------------------------------------------------------------------------------------------
 
 
 def naive_std(values: list[float], ddof: int) -> float:
@@ -190,7 +191,7 @@ def naive_std(values: list[float], ddof: int) -> float:
 
 
 def naive_group_advantages(groups: list[list[float]], kind: str, ddof: int, eps: float) -> list[list[float]]:
-    """GRPO: DeepSeekMath section 4.1.2. Batch std: Lite PPO. Dr. GRPO: 3.2, no division. RLOO: 2.3, the other k - 1 rewards."""
+    """GRPO: DeepSeekMath 4.1.2. Batch std: Lite PPO. Dr. GRPO: 3.2, no division. RLOO: 2.3, the other k - 1 rewards."""
     every_reward = [reward for group in groups for reward in group]
     result = []
     for group in groups:
@@ -283,7 +284,7 @@ def test_a_return_to_go_pays_the_penalty_of_its_own_token_and_of_later_ones():
 
 
 def naive_whitened(values: list[float], mask: list[bool], ddof: int, eps: float) -> list[float]:
-    """REINFORCE++ eq. 5 of its later versions: (A - mean) / std over the batch, here over trained tokens, eps beside the std."""
+    """REINFORCE++, later eq. 5: (A - mean) / std over the batch, here over trained tokens, eps beside the std."""
     chosen = [value for value, is_trained in zip(values, mask, strict=True) if is_trained]
     mean, std = math.fsum(chosen) / len(chosen), naive_std(chosen, ddof)
     return [(value - mean) / (std + eps) if is_trained else 0.0 for value, is_trained in zip(values, mask, strict=True)]
@@ -340,7 +341,7 @@ def test_whitening_keeps_its_digits_where_float32_sums_would_lose_them():
     )
 
 
-# Ratios --------------------------------------------------------------------------------------------------------------------------
+# Ratios ---------------------------------------------------------------------------------------------------------------
 
 
 def naive_token_ratio(logprob: float, old_logprob: float) -> float:
@@ -349,7 +350,7 @@ def naive_token_ratio(logprob: float, old_logprob: float) -> float:
 
 
 def naive_sequence_ratios(logprobs: list[float], old_logprobs: list[float], case: Case) -> list[float]:
-    """GSPO eq. 7: (pi(y) / pi_old(y))^(1 / |y|), the likelihood of a sequence being the product over its trained tokens."""
+    """GSPO eq. 7: (pi(y) / pi_old(y))^(1 / |y|), the likelihood of a sequence: the product over its trained tokens."""
     mask, sequence_ids = case.mask_N.tolist(), case.sequence_ids_N.tolist()
     result = []
     for t in range(len(mask)):
@@ -509,7 +510,7 @@ def test_gspo_token_has_the_gradient_of_gspo_where_the_advantage_is_constant_ove
     assert gradients[0][case.mask_N].ne(0).all()
 
 
-# Policy losses -------------------------------------------------------------------------------------------------------------------
+# Policy losses --------------------------------------------------------------------------------------------------------
 
 
 def naive_clipped_loss(ratio: float, advantage: float, low: float, high: float, dual_clip: float = 0.0) -> float:
@@ -741,11 +742,11 @@ def test_the_soft_gate_fades_with_the_tau_of_the_sign_of_the_advantage():
     assert_near(ratio.grad, [-0.7864477, 0.4199743], tolerance=1e-6)
 
 
-# KL ------------------------------------------------------------------------------------------------------------------------------
+# KL -------------------------------------------------------------------------------------------------------------------
 
 
 def naive_kl(logprob: float, ref_logprob: float, estimator: str, clamp: float) -> float:
-    """Schulman (2020), of r = pi_ref / pi: k1 = -log r, k2 = (log r)^2 / 2, k3 = (r - 1) - log r; GRPO's eq. 4 is k3."""
+    """Schulman (2020), r = pi_ref / pi: k1 = -log r, k2 = (log r)^2 / 2, k3 = (r - 1) - log r; GRPO's eq. 4 is k3."""
     log_ratio = ref_logprob - logprob
     if estimator == "k1":
         return -log_ratio
@@ -878,11 +879,11 @@ def test_the_expected_gradient_is_zero_for_k1_the_reverse_divergences_for_k3_and
     assert_near(logits_V.grad, expected, tolerance=1e-12)
 
 
-# Sampler-trainer mismatch --------------------------------------------------------------------------------------------------------
+# Sampler-trainer mismatch ---------------------------------------------------------------------------------------------
 
 
 def naive_rollout_weights(case: Case, kind: str, low: float, high: float) -> tuple[list[float], list[bool]]:
-    """Yao et al. (2025): min(pi_old / pi_rollout, C). IcePop (Ring-1T): the ratio where it is within [alpha, beta], else 0."""
+    """Yao et al. (2025): min(pi_old / pi_rollout, C). IcePop (Ring-1T): the ratio within [alpha, beta], else 0."""
     mask, sequence_ids = case.mask_N.tolist(), case.sequence_ids_N.tolist()
     ratios = [
         naive_token_ratio(a, b)
@@ -963,14 +964,14 @@ def test_rollout_weights_have_no_gradient(kind):
     assert not weights.requires_grad
 
 
-# Aggregation ---------------------------------------------------------------------------------------------------------------------
+# Aggregation ----------------------------------------------------------------------------------------------------------
 
 
 def naive_aggregate(losses: list[list[float]], kind: str, constant: float) -> float:
     """The loss of an update from the losses of the trained tokens of each sequence.
 
-    DAPO eq. 12: the sum over all tokens / their number. GRPO eq. 3: the mean over sequences of the mean over tokens. Dr. GRPO: the mean
-    over sequences of the sum over tokens / a constant. A sequence without tokens is none.
+    DAPO eq. 12: the sum over all tokens / their number. GRPO eq. 3: the mean over sequences of the mean over tokens.
+    Dr. GRPO: the mean over sequences of the sum over tokens / a constant. A sequence without tokens is none.
     """
     losses = [sequence for sequence in losses if sequence]
     if kind == "token_mean":
@@ -1038,7 +1039,7 @@ def test_a_masked_sum_is_the_sum_over_the_trained_tokens(seed):
     assert masked_sum(case.advantages_N, case.mask_N).item() == pytest.approx(expected, abs=1e-12)
 
 
-# Masked positions ----------------------------------------------------------------------------------------------------------------
+# Masked positions -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("poison", [0.0, math.inf, -math.inf, math.nan])
@@ -1074,7 +1075,7 @@ def test_a_sequence_ratio_is_1_and_has_exactly_no_gradient_at_masked_positions(f
     assert logprobs.grad[1].item() == 0.0
 
 
-# All functions -------------------------------------------------------------------------------------------------------------------
+# All functions --------------------------------------------------------------------------------------------------------
 
 RATIO_TENSORS = ["logprobs_N", "old_logprobs_N", "mask_N", "sequence_ids_N"]
 CORRECTION_TENSORS = ["old_logprobs_N", "rollout_logprobs_N", "mask_N", "sequence_ids_N"]

@@ -1,4 +1,4 @@
-"""What lies between the rollout and the loss: advantages with and without a KL penalty, weights, which log-probs are computed."""
+"""Between rollout and loss: advantages with and without a KL penalty, weights, which log-probs are computed."""
 
 import math
 from collections.abc import Iterator

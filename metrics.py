@@ -93,11 +93,16 @@ class Work:
     logprobs_tokens: int  # that got old log-probs, plus those that got reference ones, before the updates
     update_tokens: int  # of all passes over the rollout
     update_flops: float  # of all passes
-    shared_frac: float  # share of the tokens that was not computed, because they are of a shared prompt
+    shared_frac: float | None  # --share_prompts: share of the tokens that was not computed, because a prompt is shared
 
 
 def work_of_step(
-    sampled: Rollout, trained: Rollout, updates: list[Update], policy: Policy, num_iterations: int
+    sampled: Rollout,
+    trained: Rollout,
+    updates: list[Update],
+    policy: Policy,
+    num_iterations: int,
+    share_prompts: bool,
 ) -> Work:
     """The work of a step, the same on every rank; all ranks call it.
 
@@ -118,7 +123,7 @@ def work_of_step(
         logprobs_tokens=logprobs_tokens,
         update_tokens=int(lengths_B.sum()) * num_iterations,
         update_flops=update_flops(policy, cost) * num_iterations,
-        shared_frac=1 - computed_tokens / int(lengths_B.sum()),
+        shared_frac=1 - computed_tokens / int(lengths_B.sum()) if share_prompts else None,
     )
 
 
@@ -142,7 +147,7 @@ def throughput(work: Work, seconds_RE: list[np.ndarray], metrics: Metrics, world
         "perf/update_tokens_per_s_per_gpu": work.update_tokens / update_s / world.num_trainers,
         "perf/update_tflops_per_gpu": flops_per_s / 1e12,
     }
-    if work.shared_frac:
+    if work.shared_frac is not None:
         found["perf/shared_frac"] = work.shared_frac
     if work.logprobs_tokens:
         tokens_per_s = work.logprobs_tokens / metrics["time/logprobs_s"]

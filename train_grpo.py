@@ -217,7 +217,7 @@ def main(args: Namespace) -> None:
         # 7. Log, before the checkpoint: a kill in between repeats a step and loses no line.
         with run.phase("log"):
             run.samples(step, rollout, plan.group_size)
-        work = work_of_step(sampler.sampled, rollout, updates, policy, plan.num_iterations)
+        work = work_of_step(sampler.sampled, rollout, updates, policy, plan.num_iterations, memory.share_prompts)
         run.log(step, metrics | throughput(work, sampler.seconds_RE, run.metrics(), world))
 
         # 8. Checkpoint: whole or not at all. Its time is counted in the next step's line.

@@ -7,10 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import checkpoint
-from fsdp_utils import World
+from helpers import ALONE
 from policy import load_policy
-
-WORLD = World(rank=0, size=1, local_rank=0, tp_size=1, device=torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +19,7 @@ def tokenizer(policy):
 def trained(policy, seed: int):
     """A policy and its optimizer after a step on random gradients."""
     model = load_policy(str(policy), torch.float32)
+    model.dtype = torch.bfloat16  # of the engine
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.manual_seed(seed)
     for parameter in model.parameters():
@@ -30,7 +29,7 @@ def trained(policy, seed: int):
 
 
 def writer(out_dir, tokenizer, keep: int = 0, in_background: bool = False) -> checkpoint.Writer:
-    return checkpoint.Writer(out_dir, tokenizer, torch.bfloat16, keep, in_background, WORLD)
+    return checkpoint.Writer(out_dir, tokenizer, keep, in_background, ALONE)
 
 
 def test_what_was_saved_comes_back_to_the_bit_with_the_state_of_the_loop(policy, tokenizer, tmp_path):

@@ -10,13 +10,26 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+import flags
 from data import PromptData, Row
-from evaluate import Evaluator, Result, check_names, figures_of, majority_score, pass_at_k, settings_per_set, table
+from evaluate import (
+    FLAGS,
+    Evaluator,
+    Result,
+    check_names,
+    figures_of,
+    majority_score,
+    parse_flags,
+    pass_at_k,
+    settings_per_set,
+    table,
+)
 from flags import Sampling
 from forked import run_ranks
+from grading.score import Grade
 from grading.verifiers import Case
 from helpers import ENVIRONMENT, ROOT, make_rollout, torchrun
-from reward import Grade
+from reward import Grader
 
 
 def grade(score: float, answer: str | None = None, status: str = "ok") -> Grade:
@@ -47,7 +60,7 @@ def test_every_figure_has_its_standard_error_over_problems():
     scores = [[1, 1, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]]
     grades = [grade(float(score), str(score)) for row in scores for score in row]
     grades[4] = grade(0.0, None, "timeout")
-    figures = figures_of(grades, make_rollout([2, 4, 6, 8] * 3), 4)
+    figures = figures_of(replace(make_rollout([2, 4, 6, 8] * 3), grades=grades), 4)
     assert list(figures) == ["avg@4", "pass@2", "pass@4", "maj@4", "frac_truncated", "tokens_mean", "frac_failed"]
     assert figures["avg@4"] == pytest.approx((0.5, 0.5 / math.sqrt(3)))
     assert figures["pass@2"] == pytest.approx(((1 - 1 / 6 + 0 + 1) / 3, np.std([5 / 6, 0, 1], ddof=1) / math.sqrt(3)))
@@ -61,7 +74,7 @@ def test_every_figure_has_its_standard_error_over_problems():
 
 
 def test_one_problem_tells_no_standard_error_and_one_sample_no_pass_at_k():
-    figures = figures_of([grade(1.0, "1")], make_rollout([3]), 1)
+    figures = figures_of(replace(make_rollout([3]), grades=[grade(1.0, "1")]), 1)
     assert figures["avg@1"][0] == 1.0 and math.isnan(figures["avg@1"][1])
     assert not [name for name in figures if "pass" in name or "maj" in name]
 
@@ -72,13 +85,27 @@ def test_settings_are_one_for_all_sets_or_one_for_each():
     given |= {"samples": [1], "max_completion_tokens": [100]}
     for change, words in (
         ({"samples": [1, 2]}, "--eval_samples has 2 values for 3 sets"),
-        ({"samples": [0]}, "--eval_samples 0: must be at least 1"),
-        ({"top_p": [1.5]}, "--eval_top_p 1.5: must be at least 1e-09 and at most 1"),
-        ({"temperature": [float("nan")]}, "--eval_temperature nan"),
         ({"temperature": [0.0], "samples": [4]}, "--eval_samples 4 at --eval_temperature 0 are 4 times the same"),
     ):
         with pytest.raises(ValueError, match=words):
             settings_per_set(3, "eval_", **given | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (["samples", "1", "0"], "samples 0: must be at least 1"),
+        (["top_p", "1.5"], "top_p 1.5: must be above 0 and at most 1"),
+        (["temperature", "nan"], "temperature nan: must be at least 0 and at most 100"),
+    ],
+)
+def test_a_setting_out_of_range_is_refused_in_training_and_by_the_command(change, words):
+    name, *values = change
+    args = flags.parse_flags(["--model", "m", "--train_data", "d", "--out_dir", "o", f"--eval_{name}", *values])
+    with pytest.raises(ValueError, match=f"--eval_{words}"):
+        flags.check_ranges(args, flags.GROUPS)
+    with pytest.raises(ValueError, match=f"--{words}"):
+        flags.check_ranges(parse_flags(["--model", "m", "--data", "d", f"--{name}", *values]), FLAGS)
 
 
 def test_sets_of_the_same_name_are_refused():
@@ -116,15 +143,17 @@ class EngineOfAnswers:
     def __init__(self) -> None:
         self.seeds: list[tuple[int, ...]] = []
 
-    def sample(self, prompts, num_samples, seed, temperature, max_tokens, top_p, description, on_finished, images):
+    def sample(self, rows, sampling, seed, description, on_finished):
         self.seeds.append(seed)
-        rollout = make_rollout([1] * len(prompts) * num_samples)
-        for b in range(len(rollout.completions)):
+        answered = [row for row in rows for _ in range(sampling.num_samples)]
+        for b in range(len(answered)):
             on_finished(b, "1", 1, False)
-        return replace(rollout, texts=["1"] * len(rollout.completions))
+        return replace(make_rollout([1] * len(answered)), rows=answered, texts=["1"] * len(answered))
 
 
-class ExactGrader:
+class ExactGrader(Grader):
+    """Grades in this process."""
+
     def __init__(self) -> None:
         self.cases: dict[int, Case] = {}
 
@@ -137,11 +166,8 @@ class ExactGrader:
 
 
 def held_out(name: str, *answers: str) -> PromptData:
-    rows = [
-        Row([{"role": "user", "content": "?"}], answer, {}, f"{name}, line {i}") for i, answer in enumerate(answers)
-    ]
-    prompts = [np.zeros(1, dtype=np.int32) for _ in rows]
-    return PromptData(name, rows, ["?"] * len(rows), prompts, [None] * len(rows), 0, [])
+    message = {"role": "user", "content": "?"}
+    return PromptData(name, [Row([message], answer, {}, f"{name}, line {i}") for i, answer in enumerate(answers)])
 
 
 def test_the_evaluator_samples_each_set_in_its_own_way_and_keeps_every_completion(tmp_path):

@@ -9,7 +9,7 @@ import torch
 
 from batch import Batch, pack, training_costs
 from fsdp_utils import World
-from helpers import make_rollout
+from helpers import make_grade, make_rollout
 from metrics import (
     Work,
     merge_updates,
@@ -23,18 +23,20 @@ from metrics import (
 from planner.setup import shape_of
 from planner.time import training_flops
 from policy import load_policy
-from reward import Grade
+from update import Update
+from grading.score import Grade
 
-WORLD = World(rank=0, size=2, local_rank=0, tp_size=1, device=torch.device("cpu"))
+WORLD = World(rank=0, size=2, tp_size=1, device=torch.device("cpu"))
 ROLLOUT = make_rollout([6, 2, 8, 4], group_size=2)  # with prompts of 4 tokens: 9 + 5 + 11 + 7 positions
-POLICY = SimpleNamespace(flops_per_token=100, parity_length=10.0)
+POLICY = SimpleNamespace(flops_per_token=100, parity_length=10.0, has_adapter=False)
+WITH_LORA = SimpleNamespace(flops_per_token=100, parity_length=10.0, has_adapter=True)
 
 
 def test_rollout_metrics_count_groups_lengths_and_truncation():
+    rewards, is_correct = [1, 1, 0.1, 0, 1, 0], [True, True, False, False, True, False]
     rollout = replace(
         make_rollout([2, 4, 6, 8, 10, 12]),
-        rewards_B=np.array([1, 1, 0.1, 0, 1, 0], dtype=np.float32),
-        is_right_B=np.array([1, 1, 0, 0, 1, 0], dtype=bool),
+        grades=[make_grade(*pair) for pair in zip(rewards, is_correct, strict=True)],
         is_truncated_B=np.array([0, 0, 0, 0, 0, 1], dtype=bool),
     )
     metrics = rollout_metrics(rollout, group_size=2)
@@ -72,22 +74,23 @@ def batch(indices: list[int], old: bool, ref: bool) -> Batch:
 
 
 def test_the_work_of_a_step_counts_prompts_for_the_trainer_and_what_was_thrown_away_for_the_sampler():
-    updates = [[batch([0, 1], old=False, ref=True)], [batch([2], old=True, ref=True), batch([3], old=True, ref=True)]]
+    first = Update([batch([0, 1], old=False, ref=True)], num_tokens=8)
+    second = Update([batch([2], old=True, ref=True), batch([3], old=True, ref=True)], num_tokens=12)
     sampled = make_rollout([6, 2, 8, 4, 10], group_size=1)
-    work = work_of_step(sampled, ROLLOUT, updates, POLICY, 2, has_frozen_weights=False, shares_prompts=False)
+    work = work_of_step(sampled, ROLLOUT, [first, second], POLICY, 2, share_prompts=False)
     costs = 32 + (81 + 25 + 121 + 49) / 10
     assert (work.sampled_tokens, work.completion_tokens, work.update_tokens) == (30, 20, 32 * 2)
     assert work.logprobs_tokens == 14 * 1 + 18 * 2
     assert work.update_flops == pytest.approx(3 * 100 * costs * 2)
     assert work.shared_frac is None
-    frozen = work_of_step(sampled, ROLLOUT, updates, POLICY, 2, has_frozen_weights=True, shares_prompts=True)
+    frozen = work_of_step(sampled, ROLLOUT, [first, second], WITH_LORA, 2, share_prompts=True)
     assert frozen.update_flops == pytest.approx(2 * 100 * costs * 2)
     assert frozen.shared_frac == 0.0, "nothing was packed together, and the log says so"
 
 
 def test_positions_that_are_shared_count_as_tokens_and_not_as_flops():
-    updates = [[pack(ROLLOUT, [0, 1, 2, 3], group_size=2)]]  # twice 3 of the prompt's 4 tokens are shared
-    work = work_of_step(ROLLOUT, ROLLOUT, updates, POLICY, 1, has_frozen_weights=False, shares_prompts=True)
+    update = Update([pack(ROLLOUT, [0, 1, 2, 3], group_size=2)], num_tokens=20)
+    work = work_of_step(ROLLOUT, ROLLOUT, [update], POLICY, 1, share_prompts=True)  # 2 x 3 of the prompts' 4 tokens
     assert work.shared_frac == pytest.approx(6 / 32)
     assert work.update_tokens == 32
     assert work.update_flops == pytest.approx(3 * 100 * (26 + (81 + 25 + 121 + 49 - 2 * 3**2) / 10))
@@ -130,8 +133,8 @@ def test_the_flops_of_an_update_are_those_of_the_planner_but_for_the_embedding(u
     lengths = np.array([12, 40, 100])
     embedding = 6 * shape.vocab * shape.hidden * lengths.sum()  # a matrix in verl's convention, the planner's
     cost = training_costs(lengths, policy.parity_length).sum()
-    assert update_flops(policy, cost, False) == pytest.approx(training_flops(shape, lengths.tolist()) - embedding)
-    assert update_flops(policy, cost, True) == pytest.approx(2 / 3 * update_flops(policy, cost, False))
+    assert update_flops(policy, cost) == pytest.approx(training_flops(shape, lengths.tolist()) - embedding)
+    assert update_flops(WITH_LORA, 10.0) == pytest.approx(2 / 3 * update_flops(POLICY, 10.0))
 
 
 def test_the_peak_is_that_of_the_gpu_or_unknown():

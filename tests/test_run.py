@@ -25,12 +25,13 @@ UPDATE = {"policy/loss": 1.0, "optim/lr": 0.1, "optim/skipped_updates": 0.0}
 
 
 def make_run(folder, rank: int = 0, profile_steps: tuple[int, ...] = (), max_skipped_updates: int = 3) -> Run:
-    world = World(rank=rank, size=4, local_rank=rank, tp_size=1, device=torch.device("cpu"))
+    world = World(rank=rank, size=4, tp_size=1, device=torch.device("cpu"))
     return Run(folder, None, world, 10, list(profile_steps), max_skipped_updates)
 
 
-def no_rows(name: str, *excluded: tuple[str, str]) -> PromptData:
-    return PromptData(name, [], [], [], [], 0, list(excluded))
+def one_row(name: str, *excluded: tuple[str, str]) -> PromptData:
+    row = Row([{"role": "user", "content": "?"}], "4", {}, "line 2")
+    return PromptData(name, [row], excluded=list(excluded))
 
 
 # Whose folder it is -------------------------------------------------------------------------------------------------
@@ -141,7 +142,7 @@ def test_other_processes_write_nothing(tmp_path, capsys):
     run.log(1, {"reward/mean": 1.0})
     run.say("hello")
     run.describe_start(resumed_from=0)
-    run.describe_data([no_rows("train", ("line 1", "no answer"))])
+    run.describe_data([one_row("train", ("line 1", "no answer"))])
     run.reward_failures(1, graded([Grade(0.0, "timeout")] * 4))
     run.samples(1, graded([Grade(1.0, "ok")] * 4), group_size=2)
     run.plot()
@@ -151,13 +152,13 @@ def test_other_processes_write_nothing(tmp_path, capsys):
 
 def test_rows_that_cannot_be_used_are_listed_once(tmp_path, capsys):
     run = make_run(tmp_path)
-    run.describe_data([no_rows("train")])
+    run.describe_data([one_row("train")])
     assert not (tmp_path / "excluded_rows.jsonl").exists()
     for _ in range(2):  # the second start of a run
-        run.describe_data([no_rows(name, ("line 1", "no answer")) for name in ("train", "test")])
+        run.describe_data([one_row(name, ("line 1", "no answer")) for name in ("train", "test")])
     records = [json.loads(line) for line in (tmp_path / "excluded_rows.jsonl").read_text().splitlines()]
     assert records == [{"set": name, "row": "line 1", "reason": "no answer"} for name in ("train", "test")]
-    assert "data test: 0 rows; 0 dropped (too many tokens), 1 excluded" in capsys.readouterr().out
+    assert "data test: 1 rows; 0 dropped (too many tokens), 1 excluded" in capsys.readouterr().out
 
 
 def graded(grades: list[Grade]) -> Rollout:

@@ -14,13 +14,12 @@ from flags import CHOICES, FLAGS, functions_of, parameters_of, parse_flags
 ROOT = Path(__file__).parent.parent
 ROOMS = ("grading", "model", "planner")  # folders with one door each
 PROGRAM = sorted([*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).glob("*.py"))])
-BESIDE = [path for folder in ("benchmarks", "scripts", "tests") for path in sorted((ROOT / folder).rglob("*.py"))]
-    [*PROGRAM, *(path for folder in ("benchmarks", "scripts", "tests") for path in ROOT.glob(f"{folder}/**/*.py"))]
-)
+FOLDERS_BESIDE = ("benchmarks", "scripts", "tests")
+BESIDE = [path for folder in FOLDERS_BESIDE for path in sorted((ROOT / folder).rglob("*.py"))]
 TREES = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in PROGRAM}
 LOOP = {  # what makes a step, and what stands around it
-    "train_grpo", "sampling", "rollout", "reward", "update", "batch", "data", "evaluate", "checkpoint", "run", "metrics",
-    "report",
+    "train_grpo", "sampling", "rollout", "reward", "update", "batch", "data", "evaluate", "checkpoint", "run",
+    "metrics", "report",
 }  # fmt: skip
 MODULES = {name.removesuffix(".py").replace("/", ".") for name in TREES}
 

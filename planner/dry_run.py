@@ -232,25 +232,26 @@ def assumptions(setup: Setup, shares: Shares) -> list[str]:
 TEXT = """\
 dry run: {setup.model.name} on {setup.hardware.gpus} x {setup.hardware.name}, {nodes}; nothing is started
 
-model       {parameters:,} parameters, {trainable_parameters:,} trained; {kv_bytes_per_token:,} bytes of cache a token
-step        {prompts_per_step} prompts x {group_size} = {completions_per_step} completions, \
-of at most {most_tokens_per_step:,} tokens, prompts included
-updates     {updates_per_step} a step, of {completions_per_update} completions, \
-{completions_per_update_and_gpu:g} a GPU, in {micro_batches_per_update} micro-batches \
+model       {parameters:,} parameters, {trainable_parameters:,} trained; \
+{kv_bytes_per_token:,} bytes of KV cache per token
+step        {prompts_per_step} prompts x {group_size} = {completions_per_step} completions; \
+at most {most_tokens_per_step:,} tokens, prompts included
+updates     {updates_per_step} per step, each of {completions_per_update} completions \
+({completions_per_update_and_gpu:g} per GPU), in {micro_batches_per_update} micro-batches \
 of at most {setup.memory.micro_batch_tokens} tokens
 run         {epochs}{total_steps} steps, {total_updates} updates, {total_completions:,} completions
 sampling    {setup.num_engines} engines of {setup.run.tensor_parallel_size} GPUs, \
 {completions_per_engine:g} completions each; \
 the cache holds {sequences_at_once_per_engine:g} sequences of {setup.engine.max_model_len} tokens at once
-logits      {logits_of_a_micro_batch_gib:.2f} GiB in bf16 for a whole micro-batch; the head in chunks never holds them
+logits      {logits_of_a_micro_batch_gib:.2f} GiB in bf16 for a whole micro-batch; the chunked head never holds them
 
-GPU memory at each phase's peak, GiB on one GPU
+GPU memory at the peak of each phase, in GiB per GPU
 {gpu_table}
 
-host RAM, GiB on each node; a checkpoint takes {checkpoint_gib:.1f} GiB of disk
+host RAM, in GiB per node; a checkpoint takes {checkpoint_gib:.1f} GiB of disk
 {host_table}
 
-time        {step_seconds:.0f} s a step: {times}
+time        {step_seconds:.0f} s per step: {times}
             {total_hours:,.1f} hours, {total_gpu_hours:,} GPU hours
 traffic     {moved} GiB per GPU and step
 
@@ -264,12 +265,12 @@ def text_of(setup: Setup, report: dict) -> str:
     nodes, rows, epochs, trace = setup.hardware.nodes, report["batch"]["training_rows"], "", ""
     host = {name: parts | {"needed": round(sum(parts.values()), 1)} for name, parts in report["host_gib"].items()}
     if rows is not None:
-        epochs = f"{report['steps_per_epoch']:g} steps an epoch of {rows} rows; "
+        epochs = f"{report['steps_per_epoch']:g} steps per epoch of {rows} rows; "
     if "trace" in report:
         peaks = report["trace"].items()
         found = (f"{name} {x['traced_gib']:.2f} GiB ({x['formula_gib']:.2f} by formula)" for name, x in peaks)
         layers = report["trace"]["update"]["layers"]
-        trace = f"traced with {layers} layers, beside what is there all the time: {', '.join(found)}\n\n"
+        trace = f"traced with {layers} layers, beside what is always there: {', '.join(found)}\n\n"
     parts = {
         "nodes": f"{nodes} node{'s' * (nodes > 1)}",
         "epochs": epochs,
@@ -302,11 +303,11 @@ def verdict_of(report: dict) -> str:
         spare = 1 - report["gpu_needed_gib"] / report["gpu_capacity_gib"]
         gpu = f"{report['gpu_needed_gib']:.1f} of {report['gpu_capacity_gib']:.1f} GiB, {spare:.0%} to spare"
         host = f"{report['host_peak_gib']:.0f} of {report['host_capacity_gib']:.0f} GiB"
-        return f"fits: {report['gpu_peak_phase']} needs {gpu} beyond the reserve; the host {host}"
-    changes = ["no four changes that were tried make it fit"]
+        return f"fits: {report['gpu_peak_phase']} needs {gpu} beyond the reserve; the host needs {host}"
+    changes = ["no combination of up to four changes makes it fit"]
     if report["changes_that_would_fit"]:
-        changes = ["would fit, on the same machines first, then by speed:"]
+        changes = ["would fit (the same machines first, then the fastest):"]
     for x in report["changes_that_would_fit"]:
-        needs = f"{x['gpu_needed_gib']} GiB on a GPU, {x['host_peak_gib']} on the host, {x['step_seconds']} s a step"
+        needs = f"{x['gpu_needed_gib']} GiB on a GPU, {x['host_peak_gib']} on the host, {x['step_seconds']} s per step"
         changes.append(f"  {' '.join(x['changes'])}: {needs}")
     return "\n".join(["does not fit:", *(f"  {words}" for words in report["misfits"]), *changes])

@@ -68,8 +68,8 @@ def gpu_phases(setup: Setup) -> dict[str, Phase]:
         "optimizer": Phase(static | gradients | optimizer_peak(setup), asleep),
         "sync": Phase(static | gathered, without(awake, "KV cache")),
     }
-    if run.updates_per_iteration == 1 and not run.needs_first_logprobs and not run.has_kl:
-        del phases["logprobs"]  # the only update makes its own old log-probs
+    if not run.has_kl and not run.old_logprob_passes:
+        del phases["logprobs"]
     return phases
 
 
@@ -229,8 +229,8 @@ def logprobs_peak(setup: Setup) -> Parts:
     """Bytes on one GPU at most in a pass without gradients, beside `resident`: at its start, in a layer or the head."""
     m, tokens = setup.model, setup.memory.micro_batch_tokens
     root, layer = COMPUTE * m.root_parameters, COMPUTE * m.layer_parameters
-    needs_policy = setup.run.updates_per_iteration > 1 or setup.run.needs_first_logprobs
-    stays = setup.memory.gather_parameters_once and (needs_policy or not setup.has_reference_model)
+    is_of_policy = setup.run.old_logprob_passes > 0 or not setup.has_reference_model
+    stays = setup.memory.gather_parameters_once and is_of_policy
     kept = m.layers * layer * stays  # and FSDP's buffer of the last layer beside it
     mlp = tokens * ((8 if setup.has_lora else 6) * m.intermediate + 8 * m.hidden)
     attention = tokens * (6 * m.hidden + 4 * m.head_dim + 4 * m.q + 4 * m.kv * (1 + setup.keys_per_position))

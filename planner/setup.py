@@ -143,6 +143,11 @@ class RunShape:
     def updates(self) -> int:
         return self.updates_per_iteration * self.num_iterations
 
+    @property
+    def old_logprob_passes(self) -> float:
+        """Passes of the policy over a rollout for old log-probs, which the first update may make by itself."""
+        return 1 if self.needs_first_logprobs else 1 - 1 / self.updates_per_iteration
+
 
 @dataclass(frozen=True)
 class Hardware:

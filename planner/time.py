@@ -40,12 +40,6 @@ def micro_batches(setup: Setup, shares: Shares) -> int:
     return max(1, -(-int(tokens) // (setup.memory.micro_batch_tokens * setup.num_trainers)))
 
 
-def passes_without_gradient(setup: Setup) -> float:
-    """Passes over the rollout: the reference's, and that of the old log-probs, which the first update may not need."""
-    run = setup.run
-    return run.has_kl + (1 if run.needs_first_logprobs else 1 - 1 / run.updates_per_iteration)
-
-
 def traffic(setup: Setup, shares: Shares) -> dict[str, float]:
     """Bytes that one GPU moves in a step, by what for."""
     run, memory, n = setup.run, setup.memory, setup.num_trainers
@@ -55,7 +49,7 @@ def traffic(setup: Setup, shares: Shares) -> dict[str, float]:
     in_updates = run.updates if is_once else 2 * trained
     in_pass = run.updates_per_iteration if is_once else per_iteration  # of the policy, without a gradient
     of_reference = run.has_kl * (per_iteration if setup.has_reference_model else in_pass)
-    without_gradient = of_reference + (passes_without_gradient(setup) - run.has_kl) * in_pass
+    without_gradient = of_reference + run.old_logprob_passes * in_pass
     reductions = run.updates if memory.reduce_gradients_once else trained
     weights, others = setup.model.parameters * COMPUTE, (n - 1) / n
     from_host = 0.0
@@ -109,7 +103,7 @@ def phase_seconds(setup: Setup, shares: Shares) -> dict[str, float]:
     shared = training_flops(setup.model, [prompt]) * (1 - 1 / setup.sharers(shares.length))
     flops = run.completions * (training_flops(setup.model, [length]) - shared) / setup.num_trainers
     speed = h.flops * shares.flops
-    forward = flops / 3 * passes_without_gradient(setup) / speed
+    forward = flops / 3 * (run.has_kl + run.old_logprob_passes) / speed
     passes = (2 / 3 if setup.has_lora else 1) + (1 / 3 if memory.gradient_checkpointing else 0)
     backward = flops * passes * run.num_iterations / speed
     optimizer = run.updates * (2 * setup.state_bytes + 3 * setup.trainable * setup.trained_bytes) / setup.num_trainers

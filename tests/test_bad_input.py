@@ -5,20 +5,21 @@ import shutil
 import time
 from pathlib import Path
 
-import inputs
 import pytest
 import torch
 
+import flags
 import train_grpo
 from fsdp_utils import check_launch
 from helpers import start, training_flags
 
 
 def check(policy: Path, out_dir: Path, **changes: object) -> None:
-    """What `main` does before it loads a model."""
-    args = train_grpo.parse_flags(training_flags(policy, out_dir, **changes))
-    loaded = inputs.check_and_load_data(args)
-    loaded.grader.close()
+    """What the program does before it loads a model."""
+    args = flags.parse_flags(training_flags(policy, out_dir, **changes))
+    flags.check_flags(args)
+    flags.algorithm_of(args)
+    train_grpo.load_inputs(args).grader.close()
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,7 @@ def test_setup_3_syncing_the_whole_model_does_not_fit_and_a_short_model_length_i
     assert sync.needed <= vision.hardware.gpu_bytes
     whole = replace(sync, trainer=sync.trainer | {"gathered": 2 * vision.model.parameters})
     assert whole.needed > vision.hardware.gpu_bytes
-    with pytest.raises(ValueError, match="--max_pixels 100: an image has at least one token, of 784 pixels"):
+    with pytest.raises(ValueError, match="--max_pixels 100: a token is made of 784 pixels"):
         setup(VISION, max_pixels=100)
     with pytest.raises(
         ValueError, match="--max_prompt_tokens 768 cannot hold an image of --max_pixels 602112 = 768 tokens"

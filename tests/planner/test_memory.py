@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from plan import check_flags
+from flags import check_flags
 from transformers import AutoModelForCausalLM
 
 from helpers import flags, metrics_of, torchrun, training_flags

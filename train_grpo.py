@@ -169,8 +169,10 @@ def main(args: Namespace) -> None:
     engine = build_engine(args, inputs, world)
     sampling = take(Sampling, args, num_samples=args.group_size, top_p=1.0)
     sampler = Sampler(engine, inputs.grader, train_data, take(Draws, args), sampling, run)
-    evaluation = (args.seed, out_dir / "eval", args.eval_every, args.eval_before_training)
-    evaluator = Evaluator(eval_sets, inputs.eval_samplings, inputs.grader, *evaluation)
+    evaluator = Evaluator(
+        eval_sets, inputs.eval_samplings, inputs.grader, args.seed, out_dir / "eval", args.eval_every,
+        args.eval_before_training,
+    )  # fmt: skip
     writer = Writer(out_dir, inputs.processor, args.keep_checkpoints, args.async_checkpoint, world)
     if saved:
         sampler.restore(load(saved, policy, optimizer))

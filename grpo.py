@@ -38,12 +38,13 @@ class Graded:
 
 def grpo(g: Graded, *, advantage_ddof: int, advantage_eps: float) -> Tensor:
     """(r - mean of group) / (std of group + eps). DeepSeekMath (arXiv 2402.03300), 4.1.2, without ddof and eps."""
-    return centred(g.rewards_PG) / (g.rewards_PG.std(dim=1, correction=advantage_ddof, keepdim=True) + advantage_eps)
+    std_P1 = g.rewards_PG.std(dim=1, correction=advantage_ddof, keepdim=True)
+    return divided(centred(g.rewards_PG), std_P1 + advantage_eps)
 
 
 def grpo_batch_std(g: Graded, *, advantage_ddof: int, advantage_eps: float) -> Tensor:
     """(r - mean of group) / (std of the step + eps). Lite PPO (arXiv 2508.08221); TRL: `scale_rewards="batch"`."""
-    return centred(g.rewards_PG) / (g.rewards_PG.std(correction=advantage_ddof) + advantage_eps)
+    return divided(centred(g.rewards_PG), g.rewards_PG.std(correction=advantage_ddof) + advantage_eps)
 
 
 def dr_grpo(g: Graded) -> Tensor:
@@ -92,6 +93,11 @@ def centred(rewards_PG: Tensor) -> Tensor:
     """r - mean of group; exactly 0, not rounding noise, in a group of equal rewards."""
     has_signal_P1 = rewards_PG.amax(dim=1, keepdim=True) > rewards_PG.amin(dim=1, keepdim=True)
     return torch.where(has_signal_P1, rewards_PG - rewards_PG.mean(dim=1, keepdim=True), 0.0)
+
+
+def divided(values: Tensor, scale: Tensor) -> Tensor:
+    """values / scale, and 0 where the value is 0: a group of equal rewards has the scale 0 with --advantage_eps 0."""
+    return torch.where(values == 0, 0.0, values / scale)
 
 
 def returns_to_go(reward: Tensor, penalties: Tensor) -> Tensor:

@@ -679,8 +679,14 @@ def algorithm_of(args: argparse.Namespace) -> grpo.Algorithm:
             needs_gradient = name == "--policy_loss" or (name == "--kl_estimator" and args.kl_in == "loss")
             grpo.try_out(name, given(FLAGS[name], args), bound[name], needs_gradient)
     choices = {name.removeprefix("--"): function for name, function in bound.items()}
-    is_corrected, description = args.rollout_correction != "none", describe(args, bound)
-    return take(grpo.Algorithm, args, **choices, is_corrected=is_corrected, description=description)
+    return take(
+        grpo.Algorithm,
+        args,
+        **choices,
+        is_corrected=args.rollout_correction != "none",
+        kl_clamp=bound["--kl_estimator"].keywords.get("kl_clamp", 0.0),
+        description=describe(args, bound),
+    )
 
 
 def choose(name: str, choice: str) -> Callable:

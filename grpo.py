@@ -38,12 +38,13 @@ class Graded:
 
 def grpo(g: Graded, *, advantage_ddof: int, advantage_eps: float) -> Tensor:
     """(r - mean of group) / (std of group + eps). DeepSeekMath (arXiv 2402.03300), 4.1.2, without ddof and eps."""
-    return centred(g.rewards_PG) / (g.rewards_PG.std(dim=1, correction=advantage_ddof, keepdim=True) + advantage_eps)
+    std_P1 = g.rewards_PG.std(dim=1, correction=advantage_ddof, keepdim=True)
+    return divided(centred(g.rewards_PG), std_P1 + advantage_eps)
 
 
 def grpo_batch_std(g: Graded, *, advantage_ddof: int, advantage_eps: float) -> Tensor:
     """(r - mean of group) / (std of the step + eps). Lite PPO (arXiv 2508.08221); TRL: `scale_rewards="batch"`."""
-    return centred(g.rewards_PG) / (g.rewards_PG.std(correction=advantage_ddof) + advantage_eps)
+    return divided(centred(g.rewards_PG), g.rewards_PG.std(correction=advantage_ddof) + advantage_eps)
 
 
 def dr_grpo(g: Graded) -> Tensor:
@@ -92,6 +93,11 @@ def centred(rewards_PG: Tensor) -> Tensor:
     """r - mean of group; exactly 0, not rounding noise, in a group of equal rewards."""
     has_signal_P1 = rewards_PG.amax(dim=1, keepdim=True) > rewards_PG.amin(dim=1, keepdim=True)
     return torch.where(has_signal_P1, rewards_PG - rewards_PG.mean(dim=1, keepdim=True), 0.0)
+
+
+def divided(values: Tensor, scale: Tensor) -> Tensor:
+    """values / scale, and 0 where the value is 0: a group of equal rewards has the scale 0 with --advantage_eps 0."""
+    return torch.where(values == 0, 0.0, values / scale)
 
 
 def returns_to_go(reward: Tensor, penalties: Tensor) -> Tensor:
@@ -382,6 +388,7 @@ class Algorithm:
     is_corrected: bool  # the rollout correction's weights enter the loss
     kl_coef: float
     kl_in: str  # "loss" or "reward"
+    kl_clamp: float  # of the estimate of the KL; 0: it is not clamped
     entropy_coef: float
     group_size: int
     temperature: float  # logits are divided by it, in the sampler and in the trainer
@@ -415,9 +422,9 @@ def total_loss(
         "policy/clip_frac": loss.is_low | loss.is_high,
         "policy/clip_frac_low": loss.is_low,
         "policy/clip_frac_high": loss.is_high,
-        "policy/approx_kl": k3(logprobs_N - old_logprobs_N, kl_clamp=10.0),
+        "policy/approx_kl": k1(logprobs_N - old_logprobs_N),
         "policy/rollout_gap_mean": gap_N,
-        "policy/rollout_kl": k3(old_logprobs_N - batch.rollout_logprobs_N, kl_clamp=10.0),
+        "policy/rollout_kl": k1(old_logprobs_N - batch.rollout_logprobs_N),
         "weight": weights_N,
         "weight_squared": weights_N.square(),
     }
@@ -426,10 +433,13 @@ def total_loss(
         loss_N = loss_N * weights_N
         means["policy/rollout_clip_frac"] = is_outside_N
     if batch.ref_logprobs_N is not None:
-        kl_N = algorithm.kl_estimator(batch.ref_logprobs_N - logprobs_N)
-        means["policy/kl_ref"] = kl_N
+        x_N = batch.ref_logprobs_N - logprobs_N
+        # whatever the loss uses: rare tokens with a large k3 would be cut by its clamp
+        means["policy/kl_ref"] = k1(x_N)
+        if algorithm.kl_clamp:
+            means["policy/kl_clamp_frac"] = k3(x_N, kl_clamp=0.0) != k3(x_N, kl_clamp=algorithm.kl_clamp)
         if algorithm.kl_in == "loss":
-            loss_N = loss_N + algorithm.kl_coef * kl_N
+            loss_N = loss_N + algorithm.kl_coef * algorithm.kl_estimator(x_N)
     if algorithm.entropy_coef:
         loss_N = loss_N - algorithm.entropy_coef * entropies_N
     return loss_N, means, maxima
@@ -438,6 +448,10 @@ def total_loss(
 def as_loss(found: Loss | Tensor, t: Tokens) -> Loss:
     """The loss with all its fields, whatever the function left out."""
     loss = found if isinstance(found, Loss) else Loss(found)
+    if loss.per_token.shape != t.mask.shape:
+        raise ValueError(
+            f"--policy_loss returned the shape {list(loss.per_token.shape)}; needed is {list(t.mask.shape)}."
+        )
     ratio = token_ratio(t.logprobs, t.old_logprobs) if loss.ratio is None else loss.ratio
     is_low, is_high = (torch.zeros_like(t.mask) if x is None else x for x in (loss.is_low, loss.is_high))
     return Loss(loss.per_token, ratio, is_low, is_high)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 import grpo
-from flags import FLAGS, parameters_of
+from batch import Batch
+from flags import FLAGS, algorithm_of, parameters_of
 from grpo import (
     Graded,
     Loss,
@@ -28,8 +29,10 @@ from grpo import (
     sequence_ratio,
     sequence_sum,
     token_ratio,
+    total_loss,
     whitened,
 )
+from helpers import flags
 
 LENGTHS = [12, 7, 3, 11, 5, 9, 2, 6]
 UNTRAINED = 4  # the sequence of which no token is trained
@@ -1121,3 +1124,50 @@ def test_results_have_the_dtype_of_the_arguments(function, names, settings, dtyp
 @pytest.mark.parametrize("kind", AGGREGATIONS)
 def test_aggregation_weights_are_float32(kind):
     assert aggregation_weights(torch.tensor([3, 0, 1]), kind, constant=12.0).dtype == torch.float32
+
+
+# What is measured -----------------------------------------------------------------------------------------------------
+
+
+def test_without_eps_a_group_of_equal_rewards_still_has_exactly_no_advantage():
+    rewards_PG = torch.tensor([[0.1] * 4, [0.0, 0.0, 1.0, 1.0]])
+    for kind in ("grpo", "grpo_batch_std"):
+        advantages_PG = group_advantages(rewards_PG, kind, eps=0.0)
+        assert advantages_PG[0].tolist() == [0.0] * 4
+        assert advantages_PG[1].isfinite().all() and advantages_PG[1].ne(0).all()
+    assert group_advantages(torch.full((2, 3), 0.1), "grpo_batch_std", eps=0.0).eq(0).all()
+
+
+def measured(logprobs_N: Tensor, old_logprobs_N: Tensor, **others: Tensor) -> dict[str, float]:
+    """The means that `total_loss` gives to the metrics, of one sequence, with a clamped k3 in the loss."""
+    n = len(logprobs_N)
+    known = {"rollout_logprobs_N": old_logprobs_N, "ref_logprobs_N": old_logprobs_N} | others
+    index, ones = torch.zeros(n, dtype=torch.int64), torch.ones(n)
+    batch = Batch(index, index, index, ones.bool(), ones / n, index, segments_S=(), advantages_N=ones, **known)
+    algorithm = algorithm_of(flags(kl_coef=0.1))
+    _, means, _ = total_loss(batch, logprobs_N, old_logprobs_N, ones, algorithm)
+    return {name: values.float().mean().item() for name, values in means.items()}
+
+
+def test_the_measured_kl_is_that_of_the_whole_distributions_where_the_clamped_k3_of_the_loss_loses_most():
+    """Where the policy avoids a token that the reference likes, its rare draws have a k3 of 194, clamped to 10.
+
+    100,000 draws; k1 within 5 % of the exact divergence, the clamped k3 below half of it.
+    """
+    policy, reference = torch.full((200,), 0.999 / 199), torch.full((200,), 0.8 / 199)
+    policy[7], reference[7] = 0.001, 0.2
+    exact = (policy * (policy / reference).log()).sum().item()
+    drawn = torch.multinomial(policy, 100_000, replacement=True, generator=torch.Generator().manual_seed(0))
+    logprobs, ref_logprobs = policy.log()[drawn], reference.log()[drawn]
+    found = measured(logprobs, logprobs, ref_logprobs_N=ref_logprobs)
+    assert found["policy/kl_ref"] == pytest.approx(exact, rel=0.05)
+    assert kl_estimate(logprobs, ref_logprobs, "k3", 10.0).mean().item() < 0.5 * exact
+    assert found["policy/kl_clamp_frac"] == pytest.approx(0.001, rel=0.3)
+
+
+def test_the_kl_to_the_sampling_policy_and_to_the_sampler_are_measured_without_a_clamp():
+    old, new, sampler = torch.tensor([-1.0, -2.0]), torch.tensor([-41.0, -1.0]), torch.tensor([-2.0, -32.0])
+    found = measured(new, old, rollout_logprobs_N=sampler)
+    assert found["policy/approx_kl"] == pytest.approx((40.0 - 1.0) / 2)
+    assert found["policy/rollout_kl"] == pytest.approx((-1.0 - 30.0) / 2)
+    assert found["policy/kl_ref"] == pytest.approx((-40.0 + 1.0) / 2)

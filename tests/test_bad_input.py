@@ -1,4 +1,4 @@
-"""Mistakes of the user end the program before any model is loaded, and say what was given, what is required and what to do."""
+"""A mistake of the user ends the program before any model is loaded, and says what was given and what is required."""
 
 import json
 import os
@@ -8,20 +8,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from run import open_run_folder
 
-import checkpoint
-import inputs
 import train_grpo
+from flags import algorithm_of, check_flags, free_on_resume, parse_flags
 from fsdp_utils import check_launch
 from helpers import start, training_flags
 
 
 def check(policy: Path, out_dir: Path, **changes: object) -> None:
     """What `main` does before it loads a model."""
-    args = train_grpo.parse_flags(training_flags(policy, out_dir, **changes))
-    loaded = inputs.check_and_load_data(args)
-    loaded.grader.close()
-    checkpoint.open_run_folder(Path(args.out_dir), vars(args)).close()
+    args = parse_flags(training_flags(policy, out_dir, **changes))
+    check_flags(args)
+    algorithm_of(args)
+    train_grpo.load_inputs(args).grader.close()
+    open_run_folder(Path(args.out_dir), vars(args), free_on_resume(args)).close()
 
 
 @pytest.mark.parametrize(
@@ -41,7 +42,9 @@ def check(policy: Path, out_dir: Path, **changes: object) -> None:
         ({"eval_top_p": 1.5}, ["--eval_top_p 1.5", "at most 1"]),
         ({"eval_temperature": 0, "eval_samples": 4}, ["--eval_samples 4", "--eval_temperature 0", "--eval_samples 1"]),
         ({"eval_max_completion_tokens": 121}, ["--eval_max_completion_tokens 121", "context of 128", "by 1"]),
-        ({"profile_steps": 0}, ["--profile_steps 0", "count from 1"]),
+        ({"profile_steps": 0}, ["--profile_steps 0", "at least 1"]),
+        ({"policy_loss": "ppo"}, ["--policy_loss ppo", "use clip", "FILE.py:FUNCTION"]),
+        ({"policy_loss": "absent.py:f"}, ["--policy_loss absent.py:f", "cannot be loaded"]),
         ({"compile_layers": True}, ["--compile_layers has no effect without a GPU"]),
         ({"image_column": "image"}, ["--image_column 'image'", "of the type 'qwen2'", "qwen2_5_vl"]),
         ({"max_pixels": 4000}, ["--max_pixels 4000 has no effect without --image_column"]),
@@ -121,12 +124,12 @@ def test_a_folder_that_cannot_be_written_is_refused(policy, tmp_path):
 
 
 def test_two_runs_cannot_share_a_folder(policy, tmp_path):
-    args = train_grpo.parse_flags(training_flags(policy, tmp_path / "run"))
-    lock = checkpoint.open_run_folder(tmp_path / "run", vars(args))
+    args = parse_flags(training_flags(policy, tmp_path / "run"))
+    lock = open_run_folder(tmp_path / "run", vars(args), free_on_resume(args))
     with pytest.raises(ValueError, match="in use by another run"):
-        checkpoint.open_run_folder(tmp_path / "run", vars(args))
+        open_run_folder(tmp_path / "run", vars(args), free_on_resume(args))
     lock.close()
-    checkpoint.open_run_folder(tmp_path / "run", vars(args)).close()
+    open_run_folder(tmp_path / "run", vars(args), free_on_resume(args)).close()
 
 
 def test_under_torchrun_the_mistake_is_told_once_without_a_traceback_of_ours(policy, tmp_path):

@@ -444,7 +444,7 @@ def verl_loss(
     case: Case, logprobs_BT: Tensor, entropies_BT: Tensor, micros: int = 1, mode: str = "vanilla",
     correction: tuple[str, float | str] | None = None, global_batch_size: int | None = P * G, **settings: object,
 ) -> Tensor:  # fmt: skip
-    """The sum of `ppo_loss` over micro-batches, with the counts of the update that verl's trainer and engine give it."""
+    """Sum of `ppo_loss` over micro-batches, with the counts of the update that verl's trainer and engine give it."""
     config = ActorConfig(**{
         "strategy": "fsdp", "rollout_n": G, "use_dynamic_bsz": True, "policy_loss": PolicyLossConfig(loss_mode=mode),
         "clip_ratio_c": 1e9, "use_kl_loss": "kl_loss_type" in settings, "kl_loss_coef": 0.5, **settings,

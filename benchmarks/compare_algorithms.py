@@ -229,7 +229,7 @@ class Case:
 
 
 def make_case(seed: int, kind: str) -> Case:
-    """Of kind plain; untrained: two completions are left out of the loss; per token: the advantages differ from token to
+    """Of kind plain; untrained: two completions are left out of the loss; per token: advantages differ from token to
     token; wide: log-ratios up to +-60; equal: all rewards are 0.1, in float32.
     """
     generator = torch.Generator().manual_seed(seed)

@@ -1,9 +1,8 @@
 """Models that cannot be trained under these flags are refused before a weight is read."""
 
 import pytest
-from transformers import Gemma2Config, MistralConfig, PretrainedConfig, Qwen2Config
-
 from model.sizes import check_model
+from transformers import Gemma2Config, MistralConfig, PretrainedConfig, Qwen2Config
 
 
 def check(config: PretrainedConfig, tensor_parallel_size: int = 1) -> None:

@@ -524,9 +524,8 @@ def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
     check_memory(args)
     for name in ("eval_every", "eval_before_training"):
         if getattr(args, name) and not args.eval_data:
-            raise ValueError(
-                f"{given(FLAGS[f'--{name}'], args)} needs --eval_data; name a file, or leave --{name} out."
-            )
+            wrong = given(FLAGS[f"--{name}"], args)
+            raise ValueError(f"{wrong} needs --eval_data; name a file, or leave --{name} out.")
 
 
 def check_ranges(args: argparse.Namespace, groups: dict[str, list[Flag]]) -> None:
@@ -536,17 +535,15 @@ def check_ranges(args: argparse.Namespace, groups: dict[str, list[Flag]]) -> Non
         low, high = each.within or (-INF, INF)
         for number in value if isinstance(value, list) else [value]:
             if each.within and number is not None and not low <= number <= high:  # also true for nan
-                least = "above 0" if low == TINY else f"at least {low:g}"
-                raise ValueError(
-                    f"{each.name} {number:g}: must be {least}{'' if high == INF else f' and at most {high:g}'}."
-                )
+                bounds = "above 0" if low == TINY else f"at least {low:g}"
+                bounds += "" if high == INF else f" and at most {high:g}"
+                raise ValueError(f"{each.name} {number:g}: must be {bounds}.")
         if each.only_with and value != each.value:
             other = FLAGS[each.only_with].of(args)
             if other in (0, "off", "none"):
                 needed = f"{each.only_with} above 0" if other == 0 else each.only_with
-                raise ValueError(
-                    f"{given(each, args)} has no effect here, only with {needed}: {leave(each)}, or change the other."
-                )
+                wrong = f"{given(each, args)} has no effect here, only with {needed}"
+                raise ValueError(f"{wrong}: {leave(each)}, or change the other.")
 
 
 def given(each: Flag, args: argparse.Namespace) -> str:
@@ -626,18 +623,16 @@ def check_memory(args: argparse.Namespace) -> None:
     """Raises ValueError for flags of precision and memory that contradict each other."""
     if args.param_dtype == "bfloat16" and args.dtype == "float32":
         raise ValueError(
-            "--dtype float32 computes more finely than --param_dtype bfloat16 stores; leave out one of them."
+            "--dtype float32 computes more finely than --param_dtype bfloat16 stores; leave one of them out."
         )
-    if args.lora_rank and args.param_dtype != "float32":
-        fixed = "frozen weights are kept in --dtype, adapters in float32"
-        raise ValueError(
-            f"--param_dtype {args.param_dtype} has no effect with --lora_rank {args.lora_rank}: {fixed}; leave it out."
-        )
-    if args.lora_rank and args.offload_reference:
-        reference = "the reference is the policy with its adapter off"
-        raise ValueError(
-            f"--offload_reference has no effect with --lora_rank {args.lora_rank}: {reference}; leave it out."
-        )
+    if args.lora_rank:
+        advice = f"has no effect with --lora_rank {args.lora_rank}; leave it out"
+        if args.param_dtype != "float32":
+            raise ValueError(
+                f"--param_dtype {args.param_dtype} {advice}: adapters are kept in float32, the rest in --dtype."
+            )
+        if args.offload_reference:
+            raise ValueError(f"--offload_reference {advice}: the reference is the policy with its adapter off.")
 
 
 # The algorithm --------------------------------------------------------------------------------------------------------

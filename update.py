@@ -127,7 +127,7 @@ def compute_advantages(rollout: Rollout, penalties: list[np.ndarray] | None, alg
     found = algorithm.advantage(Graded(rewards_PG, returns_T, lengths_B, mask_T))
     grpo.check_returned("--advantage", found, [tuple(rewards_PG.shape), tuple(returns_T.shape)])
     of_tokens = torch.repeat_interleave(found.flatten(), lengths_B) if found.shape == rewards_PG.shape else found
-    return [piece.numpy() for piece in of_tokens.float().split(lengths_B.tolist())]
+    return [piece.numpy() for piece in of_tokens.split(lengths_B.tolist())]
 
 
 def update_policy(

@@ -1,20 +1,24 @@
-r"""Our advantages, losses, gradients and weights against the functions of TRL 1.16.0 and verl 0.9.1, on random ragged completions.
+r"""Our advantages, losses, gradients and weights against TRL 1.16.0 and verl 0.9.1, on random ragged completions.
 
-    python -m venv compare                  # with the training environment active; TRL's and verl's dependencies stay out of it, but
+    # With the training environment active. TRL's and verl's dependencies stay out of it, but its packages are seen, and
+    # its .pth files are run.
+    python -m venv compare
     python -c 'import site; print("import site; site.addsitedir(%r)" % site.getsitepackages()[0])' \
-        > compare/lib/python3.11/site-packages/training.pth     # its packages are seen, and its .pth files are run
-    compare/bin/pip install --no-deps trl==1.16.0 verl==0.9.1 accelerate==1.15.0 ray==2.60.0 msgpack==1.2.4 tensordict==0.10.0 \
-        pyvers==0.2.3 omegaconf==2.4.0 codetiming==1.4.0 orjson==3.13.0
+        > compare/lib/python3.11/site-packages/training.pth
+    compare/bin/pip install --no-deps trl==1.16.0 verl==0.9.1 accelerate==1.15.0 ray==2.60.0 msgpack==1.2.4 \
+        tensordict==0.10.0 pyvers==0.2.3 omegaconf==2.4.0 codetiming==1.4.0 orjson==3.13.0
     compare/bin/python benchmarks/compare_algorithms.py
 
-Ours are `update.total_loss` with `grpo.aggregation_weights` on packed tokens, and `update.compute_advantages`, under the flags of the
-table. TRL's loss is its `_compute_loss`, verl's its `ppo_loss`: each is given our log-probs, padded, in place of a model. What TRL has
-only in the middle of a method (advantages, weights of the sampler's mismatch) is run from there, the statements themselves. Nothing of
-either library is replaced; what their trainers and engines hand to these functions (counts of the update, configuration) is given.
+Ours are `grpo.total_loss` on packed tokens and `update.compute_advantages`, under the flags of the table. TRL's loss is
+its `_compute_loss`, verl's its `ppo_loss`: each is given our log-probs, padded, in place of a model. What TRL has only
+in the middle of a method (advantages, weights of the sampler's mismatch) is run from there, the statements themselves.
+Nothing of either library is replaced; what their trainers and engines hand to these functions (counts of the update,
+configuration) is given.
 
-Everything is float64, so that rounding hides nothing and explains nothing. A difference is the largest of the loss (relative where
-that is above 1) and of its gradients by log-prob and entropy (relative to the largest entry of ours), over all seeds. Rows under
-"differs" show definitions that are not the same; they do not count. Exit status 1 if a row that counts is above the goal.
+Everything is float64, so that rounding hides nothing and explains nothing. A difference is the largest of the loss
+(relative where that is above 1) and of its gradients by log-prob and entropy (relative to the largest entry of ours),
+over all seeds. Rows under "differs" show definitions that are not the same; they do not count. Exit status 1 if a row
+that counts is above the goal.
 """
 
 from __future__ import annotations
@@ -26,7 +30,6 @@ import json
 import math
 import sys
 import textwrap
-from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -40,7 +43,6 @@ import numpy as np
 import torch
 import trl
 import verl
-from algorithm import add_algorithm_flags, check_algorithm
 from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.functional import pad
@@ -54,15 +56,12 @@ from verl.workers.utils.losses import ppo_loss
 
 import grpo
 import update
-from batch import Batch, Rollout, pack
+from batch import Batch, Rollout, pack, to_positions
+from flags import algorithm_of, check_flags, parse_flags
+from grpo import Algorithm
 
 GOAL = 1e-5
-P, G, PROMPT_TOKENS, CONSTANT = (
-    4,
-    7,
-    3,
-    32,
-)  # prompts, completions of each, tokens of a prompt, the constant of Dr. GRPO
+P, G, PROMPT_TOKENS, CONSTANT = 4, 7, 3, 32  # prompts, completions of each, tokens of a prompt, Dr. GRPO's constant
 LEFT_OUT = f"2 of {P * G}"
 VERSIONS = {"trl": trl.__version__, "verl": verl.__version__}
 Settings = dict[str, object]
@@ -70,7 +69,7 @@ Settings = dict[str, object]
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: flags of ours, and the settings with which TRL and verl should agree (None: they have no such choice)."""
+    """One line of the table: our flags, and the settings with which TRL and verl should agree; None: no such choice."""
 
     choice: str
     flags: str
@@ -90,7 +89,8 @@ ADVANTAGES = [
     Row("advantage", "rloo", {"trainer": RLOOTrainer}, {"name": "rloo"}, "TRL: its RLOOTrainer"),
     Row("advantage", "reinforce++ --advantage_eps 0", None, {"name": "reinforce_plus_plus"}, WHITEN),
     Row("advantage", "reinforce++_baseline --advantage_eps 0", None, {"name": "reinforce_plus_plus_baseline"}, WHITEN),
-    Row("advantage", "reinforce++ --advantage_eps 0", None, {"name": "reinforce_plus_plus"}, f"{LEFT_OUT} left out", "untrained"),
+    Row("advantage", "reinforce++ --advantage_eps 0", None, {"name": "reinforce_plus_plus"}, f"{LEFT_OUT} left out",
+        "untrained"),
     Row("KL in reward", "rloo --kl_in reward --kl_coef 0.1 --kl_estimator k1",
         {"trainer": RLOOTrainer, "beta": 0.1}, {"name": "rloo", "kl": "k1"}, "TRL: k1 alone"),
     Row("KL in reward", "grpo --kl_in reward --kl_coef 0.1", None, {"name": "grpo", "kl": "low_var_kl"}),
@@ -111,7 +111,8 @@ TRUNCATE, MASK = "--rollout_correction_max 1.3", "--rollout_correction_min 0.7 -
 LOSSES = [
     Row("clip", "--clip_low 0.1 --clip_high 0.3", {"epsilon_low": 0.1, "epsilon_high": 0.3},
         {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3}, "verl's clip_ratio_c set out of reach"),
-    Row("dual clip", "--dual_clip 2", {"delta": 2.0}, {"clip_ratio_c": 2.0}, "TRL: for both signs of A; no matter above 1 + epsilon_high"),
+    Row("dual clip", "--dual_clip 2", {"delta": 2.0}, {"clip_ratio_c": 2.0},
+        "TRL: for both signs of A; no matter above 1 + epsilon_high"),
     Row("gspo", f"--policy_loss gspo {SEQ}", {"importance_sampling_level": "sequence", "loss_type": "grpo"}, VERL_GSPO,
         "verl's is GSPO-token: the same where A is one per sequence"),
     Row("gspo", "--policy_loss gspo", {"importance_sampling_level": "sequence"}, {"mode": "gspo"}),
@@ -119,7 +120,8 @@ LOSSES = [
         "A differs from token to token", "per token"),
     Row("gspo_token", f"--policy_loss gspo_token {SEQ}", None, VERL_GSPO, "A differs from token to token", "per token"),
     Row("cispo", "--policy_loss cispo --clip_low 1 --clip_high 0.5", {"loss_type": "cispo", "epsilon_high": 1.5},
-        {"mode": "cispo", "clip_ratio_low": 1.0, "clip_ratio_high": 0.5}, "TRL: no lower bound, epsilon_high is the cap"),
+        {"mode": "cispo", "clip_ratio_low": 1.0, "clip_ratio_high": 0.5},
+        "TRL: no lower bound, epsilon_high is the cap"),
     Row("cispo", "--policy_loss cispo", None, {"mode": "cispo"}, "with a lower bound"),
     Row("sapo", f"--policy_loss sapo --sapo_tau_neg 1.3 {SEQ}",
         {"loss_type": "sapo", "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.3},
@@ -129,50 +131,75 @@ LOSSES = [
     Row("token_mean", "", {"micros": 4}, {"micros": 4}, "4 micro-batches"),
     Row("token_mean", "", {"micros": 4}, {"micros": 4}, f"4 micro-batches, {LEFT_OUT} left out", "untrained"),
     Row("seq_mean_token_mean", SEQ, {"loss_type": "grpo", "micros": 4}, VERL_SEQ | {"micros": 4}, "4 micro-batches"),
-    Row("seq_mean_token_mean", SEQ, None, VERL_SEQ | {"global_batch_size": None}, f"{LEFT_OUT} left out; verl not told B", "untrained"),
-    Row("seq_mean_token_sum_norm", SUM, {"loss_type": "dr_grpo", "micros": 4}, VERL_SUM | {"micros": 4}, "4 micro-batches"),
+    Row("seq_mean_token_mean", SEQ, None, VERL_SEQ | {"global_batch_size": None},
+        f"{LEFT_OUT} left out; verl not told B", "untrained"),
+    Row("seq_mean_token_sum_norm", SUM, {"loss_type": "dr_grpo", "micros": 4}, VERL_SUM | {"micros": 4},
+        "4 micro-batches"),
     Row("KL k1", "--kl_coef 0.5 --kl_estimator k1", None, {"kl_loss_type": "k1"}),
     Row("KL k2", "--kl_coef 0.5 --kl_estimator k2", None, {"kl_loss_type": "k2"}),
     Row("KL k3", "--kl_coef 0.5", None, {"kl_loss_type": "low_var_kl"}),
     Row("KL k3, no clamps", "--kl_coef 0.5 --kl_clamp 0", {"beta": 0.5}, None, "TRL: k3 alone"),
     Row("KL k3+", "--kl_coef 0.5 --kl_estimator k3+", None, {"kl_loss_type": "k3+"}),
     Row("entropy bonus", "--entropy_coef 0.3", {"entropy_coef": 0.3}, {"entropy_coeff": 0.3}),
-    Row("entropy bonus", f"--entropy_coef 0.3 {SEQ}", None, VERL_SEQ | {"entropy_coeff": 0.3}, "verl: aggregated as the loss is"),
-    Row("rollout weights", f"--rollout_correction token_truncate {TRUNCATE}", {"correction": ("token_truncate", None, 1.3)},
+    Row("entropy bonus", f"--entropy_coef 0.3 {SEQ}", None, VERL_SEQ | {"entropy_coeff": 0.3},
+        "verl: aggregated as the loss is"),
+    Row("rollout weights", f"--rollout_correction token_truncate {TRUNCATE}",
+        {"correction": ("token_truncate", None, 1.3)},
         {"correction": ("token", 1.3)}, "TIS"),
-    Row("rollout weights", f"--rollout_correction sequence_truncate {TRUNCATE}", {"correction": ("sequence_truncate", None, 1.3)},
+    Row("rollout weights", f"--rollout_correction sequence_truncate {TRUNCATE}",
+        {"correction": ("sequence_truncate", None, 1.3)},
         {"correction": ("sequence", 1.3)}),
     Row("rollout weights", f"--rollout_correction token_mask {MASK}", {"correction": ("token_mask", 0.7, 1.3)},
         {"correction": ("token", "0.7_1.3")}, "IcePop"),
     Row("rollout weights", f"--rollout_correction sequence_mask {MASK}", {"correction": ("sequence_mask", 0.7, 1.3)},
         {"correction": ("sequence", "0.7_1.3")}),
     Row("all terms", f"--kl_coef 0.5 --kl_clamp 0 --entropy_coef 0.3 --rollout_correction token_truncate {TRUNCATE}",
-        {"beta": 0.5, "entropy_coef": 0.3, "correction": ("token_truncate", None, 1.3)}, None, "KL and entropy are not weighted"),
+        {"beta": 0.5, "entropy_coef": 0.3, "correction": ("token_truncate", None, 1.3)}, None,
+        "KL and entropy are not weighted"),
     Row("all terms", f"--kl_coef 0.5 --entropy_coef 0.3 --rollout_correction token_truncate {TRUNCATE}", None,
-        {"kl_loss_type": "low_var_kl", "entropy_coeff": 0.3, "correction": ("token", 1.3)}, "KL and entropy are not weighted"),
+        {"kl_loss_type": "low_var_kl", "entropy_coeff": 0.3, "correction": ("token", 1.3)},
+        "KL and entropy are not weighted"),
     Row("limits", "--kl_coef 0.5 --rollout_correction token_truncate --dual_clip 3", None,
-        {"kl_loss_type": "low_var_kl", "correction": ("token", 2.0), "clip_ratio_c": 3.0}, "log-ratios beyond +-20", "wide"),
+        {"kl_loss_type": "low_var_kl", "correction": ("token", 2.0), "clip_ratio_c": 3.0}, "log-ratios beyond +-20",
+        "wide"),
     Row("limits", "--kl_coef 0.5 --kl_estimator k3+ --dual_clip 3", None, {"kl_loss_type": "k3+", "clip_ratio_c": 3.0},
         "log-ratios beyond +-20", "wide"),
-    Row("dual clip", "--dual_clip 1.1", {"delta": 1.1}, None, "TRL below 1 + clip_high: at 1.1 for A > 0, not for A < 0", is_same=False),
-    Row("gspo", f"--policy_loss gspo {SEQ}", None, VERL_GSPO, "A differs from token to token", "per token", is_same=False),
-    Row("gspo", f"--policy_loss gspo {SEQ}", None, VERL_GSPO, "log-ratio: ours within +-20, verl's below 10", "wide", is_same=False),
-    Row("token_mean", "", {"loss_type": "bnpo", "micros": 4}, None, "TRL bnpo: mean of micro-batches' token means", is_same=False),
+    Row("dual clip", "--dual_clip 1.1", {"delta": 1.1}, None,
+        "TRL below 1 + clip_high: at 1.1 for A > 0, not for A < 0", is_same=False),
+    Row("gspo", f"--policy_loss gspo {SEQ}", None, VERL_GSPO, "A differs from token to token", "per token",
+        is_same=False),
+    Row("gspo", f"--policy_loss gspo {SEQ}", None, VERL_GSPO, "log-ratio: ours within +-20, verl's below 10", "wide",
+        is_same=False),
+    Row("token_mean", "", {"loss_type": "bnpo", "micros": 4}, None, "TRL bnpo: mean of micro-batches' token means",
+        is_same=False),
     Row("token_mean", "", {"steps_per_generation": 2, "num_items": 1.5}, None,
         "TRL: tokens of the generation batch / its updates", is_same=False),
-    Row("seq_mean_token_mean", SEQ, {"loss_type": "grpo"}, VERL_SEQ, f"{LEFT_OUT} left out: both count them", "untrained", is_same=False),
-    Row("seq_mean_token_sum_norm", SUM, None, VERL_SUM | {"loss_scale_factor": None}, "verl unset: width of the padding", is_same=False),
-    Row("entropy bonus", f"--entropy_coef 0.3 {SEQ}", {"entropy_coef": 0.3, "loss_type": "grpo"}, None, "TRL: token mean", is_same=False),
-    Row("KL k3", "--kl_coef 0.5 --dual_clip 3", {"beta": 0.5, "delta": 3.0}, None, "TRL: no clamps", "wide", is_same=False),
+    Row("seq_mean_token_mean", SEQ, {"loss_type": "grpo"}, VERL_SEQ, f"{LEFT_OUT} left out: both count them",
+        "untrained", is_same=False),
+    Row("seq_mean_token_sum_norm", SUM, None, VERL_SUM | {"loss_scale_factor": None},
+        "verl unset: width of the padding", is_same=False),
+    Row("entropy bonus", f"--entropy_coef 0.3 {SEQ}", {"entropy_coef": 0.3, "loss_type": "grpo"}, None,
+        "TRL: token mean", is_same=False),
+    Row("KL k3", "--kl_coef 0.5 --dual_clip 3", {"beta": 0.5, "delta": 3.0}, None, "TRL: no clamps", "wide",
+        is_same=False),
 ]  # fmt: skip
 
 
-# Cases ---------------------------------------------------------------------------------------------------------------------------
+# Cases ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sampled(Rollout):
+    """A rollout whose rewards keep all their digits."""
+
+    @property
+    def rewards_B(self) -> np.ndarray:
+        return np.array([grade.reward for grade in self.grades])
 
 
 @dataclass(frozen=True)
 class Case:
-    """B completions of random lengths: packed from `rollout` for ours, padded to the T tokens of the longest for theirs."""
+    """B completions of random lengths: packed from `rollout` for ours, padded to the longest, T tokens, for theirs."""
 
     rollout: Rollout
     lengths_B: Tensor
@@ -189,7 +216,7 @@ class Case:
         return torch.from_numpy(self.rollout.rewards_B)
 
     def micro_batches(self, number: int) -> list[tuple[slice, Case]]:
-        """The padded tensors in `number` parts of as many completions each, and which they are. The rollout stays whole."""
+        """The padded tensors in `number` equal parts, and which rows they are. The rollout stays whole."""
         size = P * G // number
         parts = [slice(i * size, (i + 1) * size) for i in range(number)]
         return [
@@ -202,8 +229,8 @@ class Case:
 
 
 def make_case(seed: int, kind: str) -> Case:
-    """Of kind plain; untrained: two completions are left out of the loss; per token: the advantages differ from token to token; wide:
-    log-ratios up to +-60; equal: all rewards are 0.1, in float32.
+    """Of kind plain; untrained: two completions are left out of the loss; per token: advantages differ from token to
+    token; wide: log-ratios up to +-60; equal: all rewards are 0.1, in float32.
     """
     generator = torch.Generator().manual_seed(seed)
     lengths_B = torch.randint(1, 25, (P * G,), generator=generator)
@@ -221,20 +248,21 @@ def make_case(seed: int, kind: str) -> Case:
     logprobs = logprobs + noise(0.4, P * G, 1)  # so that ratios of sequences differ, too
     advantages = noise(1.0, P * G, longest if kind == "per token" else 1).expand(P * G, longest)
     is_token = torch.arange(longest) < lengths_B[:, None]
-    rollout = Rollout(
-        prompts=[np.zeros(PROMPT_TOKENS, dtype=np.int32)] * P * G,
+    rewards_B = torch.rand(P * G, generator=generator, dtype=torch.float64)
+    if kind == "equal":
+        rewards_B = torch.full((P * G,), 0.1)
+    rollout = Sampled(
+        rows=[SimpleNamespace(ids=np.zeros(PROMPT_TOKENS, dtype=np.int32), images=None)] * P * G,
         completions=[np.zeros(length, dtype=np.int32) for length in lengths_B.tolist()],
         rollout_logprobs=[
             row[:length].numpy() for row, length in zip(sampled.float(), lengths_B.tolist(), strict=True)
         ],
         texts=[""] * P * G,
         is_truncated_B=~is_trained_B.numpy(),
-        rewards_B=torch.rand(P * G, generator=generator, dtype=torch.float64).numpy(),
+        grades=[SimpleNamespace(reward=reward) for reward in rewards_B.numpy()],
         is_trained_B=is_trained_B.numpy(),
         advantages=[row[:length].numpy() for row, length in zip(advantages, lengths_B.tolist(), strict=True)],
     )
-    if kind == "equal":
-        rollout = replace(rollout, rewards_B=np.full(P * G, 0.1, dtype=np.float32))
     entropies = noise(1.0, P * G, longest).abs()
     return Case(
         rollout,
@@ -249,60 +277,54 @@ def make_case(seed: int, kind: str) -> Case:
     )
 
 
-# Ours ----------------------------------------------------------------------------------------------------------------------------
+# Ours -----------------------------------------------------------------------------------------------------------------
 
 
-def parse(flags: str) -> Namespace:
-    parser = argparse.ArgumentParser()
-    add_algorithm_flags(parser)
-    args = parser.parse_args(flags.split())
-    check_algorithm(args)
-    args.group_size = G
-    return args
+def parse(flags: str) -> Algorithm:
+    required = f"--model m --train_data d --out_dir o --total_steps 1 --group_size {G}"
+    args = parse_flags(f"{required} {flags}".split())
+    check_flags(args)
+    return algorithm_of(args)
 
 
 def our_advantages(case: Case, flags: str) -> Tensor:
-    args = parse(f"--advantage {flags}")
+    algorithm = parse(f"--advantage {flags}")
     penalties = None
-    if args.kl_coef:
-        kl_BT = args.kl_coef * grpo.kl_estimate(
-            case.old_logprobs_BT, case.ref_logprobs_BT, args.kl_estimator, args.kl_clamp
-        )
+    if algorithm.has_penalties:
+        kl_BT = algorithm.kl_coef * algorithm.kl_estimator(case.ref_logprobs_BT - case.old_logprobs_BT)
         penalties = [penalty.numpy() for penalty in case.unpadded(kl_BT)]
-    pieces = update.compute_advantages(case.rollout, penalties, args).advantages
+    pieces = update.compute_advantages(case.rollout, penalties, algorithm)
     longest = case.mask_BT.shape[1]
     return torch.stack([pad(torch.tensor(piece), (0, longest - len(piece))) for piece in pieces]) * case.mask_BT
 
 
 def our_loss(case: Case, flags: str, logprobs_BT: Tensor, entropies_BT: Tensor) -> Tensor:
-    args = parse(flags)
-    weights_B = grpo.aggregation_weights(
-        torch.from_numpy(case.rollout.trained_lengths_B), args.loss_aggregation, args.loss_constant_tokens
-    )
+    algorithm = parse(flags)
+    weights_B = algorithm.loss_aggregation(torch.from_numpy(case.rollout.trained_lengths_B))
     rollout = replace(case.rollout, loss_weights_B=weights_B.numpy())
-    ((batch,),) = update.add_advantages([[pack(rollout, list(range(P * G)))]], rollout)
+    batch = pack(rollout, list(range(P * G)))
+    batch = replace(batch, advantages_N=to_positions(rollout, batch.segments_S, rollout.advantages))
 
     def packed(values_BT: Tensor) -> Tensor:
         tokens = torch.cat(case.unpadded(values_BT))
         is_completion_N = batch.position_ids_N >= PROMPT_TOKENS - 1
         return torch.zeros(len(is_completion_N), dtype=tokens.dtype).masked_scatter(is_completion_N, tokens)
 
-    if args.kl_coef:
+    if algorithm.kl_coef:
         batch = replace(batch, ref_logprobs_N=packed(case.ref_logprobs_BT))
-    loss_N, means, _ = update.total_loss(
-        batch, packed(logprobs_BT), packed(case.old_logprobs_BT), packed(entropies_BT), args
-    )
-    check_takes_part(batch, means, args)
+    logprobs_N, old_logprobs_N = packed(logprobs_BT), packed(case.old_logprobs_BT)
+    loss_N, means, _ = grpo.total_loss(batch, logprobs_N, old_logprobs_N, packed(entropies_BT), algorithm)
+    check_takes_part(batch, means, algorithm)
     return grpo.masked_sum(loss_N * batch.loss_weights_N, batch.loss_mask_N)
 
 
-def check_takes_part(batch: Batch, means: dict[str, Tensor], args: Namespace) -> None:
+def check_takes_part(batch: Batch, means: dict[str, Tensor], algorithm: Algorithm) -> None:
     """A clip that no token meets would be compared with nothing."""
-    clips = args.policy_loss not in ("sapo", "reinforce")
+    values = algorithm.policy_loss.keywords
     needed = {
-        "clip_frac_low": clips and args.clip_low < 1,
-        "clip_frac_high": clips,
-        "rollout_clip_frac": args.rollout_correction != "none",
+        "clip_frac_low": values.get("clip_low", 1) < 1,
+        "clip_frac_high": "clip_high" in values,
+        "rollout_clip_frac": algorithm.is_corrected,
     }
     for name in (name for name, is_needed in needed.items() if is_needed):
         assert means[f"policy/{name}"][batch.loss_mask_N].any(), (
@@ -310,11 +332,11 @@ def check_takes_part(batch: Batch, means: dict[str, Tensor], args: Namespace) ->
         )
 
 
-# TRL -----------------------------------------------------------------------------------------------------------------------------
+# TRL ------------------------------------------------------------------------------------------------------------------
 
 
 def run_statements(method: Callable, first: str, last: str, **names: object) -> dict[str, object]:
-    """All names after running TRL's own statements, from the one that begins with `first` to its later sibling that begins with `last`."""
+    """All names after running TRL's own statements, from the one that begins with `first` to its sibling `last`."""
     for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(method)))):
         block = [
             (ast.unparse(statement), statement)
@@ -344,9 +366,12 @@ def trl_advantages(case: Case, trainer: type = GRPOTrainer, **settings: object) 
     rloo = {"reward_clip_range": None, "normalize_advantages": False, "beta": 0.0}
     rewards = case.rewards_B.clone()
     names = run_statements(
-        trainer._generate_and_score_completions, "num_generations = self.num_generations", "advantages = torch.nan_to_num(",
-        self=SimpleNamespace(**defaults, **(rloo | settings)), mode="train", device=rewards.device, rewards_per_func=rewards[:, None],
-        old_per_token_logps=case.old_logprobs_BT, ref_per_token_logps=case.ref_logprobs_BT, completion_mask=case.mask_BT,
+        trainer._generate_and_score_completions, "num_generations = self.num_generations",
+        "advantages = torch.nan_to_num(",
+        self=SimpleNamespace(**defaults, **(rloo | settings)), mode="train", device=rewards.device,
+        rewards_per_func=rewards[:, None],
+        old_per_token_logps=case.old_logprobs_BT, ref_per_token_logps=case.ref_logprobs_BT,
+        completion_mask=case.mask_BT,
         gather=lambda x: x,
     )  # fmt: skip
     return names["advantages"][:, None] * case.mask_BT
@@ -373,11 +398,14 @@ def trl_loss(
         num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x, sync_gradients=False
     )
     trainer = SimpleNamespace(
-        top_entropy_quantile=1.0, off_policy_mask_threshold=None, importance_sampling_level="token", beta=0.0, use_bias_correction_kl=False,
+        top_entropy_quantile=1.0, off_policy_mask_threshold=None, importance_sampling_level="token", beta=0.0,
+        use_bias_correction_kl=False,
         loss_type="dapo", epsilon_low=0.2, epsilon_high=0.2, delta=None, use_vllm=correction is not None,
-        vllm_importance_sampling_correction=True, model=SimpleNamespace(training=True), current_gradient_accumulation_steps=micros,
+        vllm_importance_sampling_correction=True, model=SimpleNamespace(training=True),
+        current_gradient_accumulation_steps=micros,
         steps_per_generation=micros, max_completion_length=CONSTANT, _entropy_bonus_enabled="entropy_coef" in settings,
-        use_adaptive_entropy=False, aux_loss_enabled=False, accelerator=accelerator, _metrics=defaultdict(lambda: defaultdict(list)),
+        use_adaptive_entropy=False, aux_loss_enabled=False, accelerator=accelerator,
+        _metrics=defaultdict(lambda: defaultdict(list)),
     )  # fmt: skip
     vars(trainer).update(settings)
     trainer.args = trainer
@@ -388,7 +416,8 @@ def trl_loss(
         mask = micro.mask_BT.long()
         inputs = {
             "prompt_ids": mask[:, :1], "prompt_mask": mask[:, :1], "completion_ids": mask, "completion_mask": mask,
-            "advantages": micro.advantages_BT, "old_per_token_logps": micro.old_logprobs_BT, "ref_per_token_logps": micro.ref_logprobs_BT,
+            "advantages": micro.advantages_BT, "old_per_token_logps": micro.old_logprobs_BT,
+            "ref_per_token_logps": micro.ref_logprobs_BT,
             "num_items_in_batch": case.mask_BT.sum() * num_items,
         }  # fmt: skip
         if correction:
@@ -397,7 +426,7 @@ def trl_loss(
     return total
 
 
-# verl ----------------------------------------------------------------------------------------------------------------------------
+# verl -----------------------------------------------------------------------------------------------------------------
 
 
 def verl_advantages(case: Case, name: str, kl: str | None = None, **settings: object) -> Tensor:
@@ -415,7 +444,7 @@ def verl_loss(
     case: Case, logprobs_BT: Tensor, entropies_BT: Tensor, micros: int = 1, mode: str = "vanilla",
     correction: tuple[str, float | str] | None = None, global_batch_size: int | None = P * G, **settings: object,
 ) -> Tensor:  # fmt: skip
-    """The sum of `ppo_loss` over micro-batches, with the counts of the whole update that verl's trainer and engine hand to it."""
+    """Sum of `ppo_loss` over micro-batches, with the counts of the update that verl's trainer and engine give it."""
     config = ActorConfig(**{
         "strategy": "fsdp", "rollout_n": G, "use_dynamic_bsz": True, "policy_loss": PolicyLossConfig(loss_mode=mode),
         "clip_ratio_c": 1e9, "use_kl_loss": "kl_loss_type" in settings, "kl_loss_coef": 0.5, **settings,
@@ -427,8 +456,10 @@ def verl_loss(
     total = torch.zeros((), dtype=torch.float64)
     for rows, micro in case.micro_batches(micros):
         fields = {
-            "prompts": list(torch.zeros(len(micro.lengths_B), PROMPT_TOKENS)), "responses": micro.unpadded(micro.mask_BT),
-            "response_mask": micro.unpadded(micro.mask_BT.long()), "old_log_probs": micro.unpadded(micro.old_logprobs_BT),
+            "prompts": list(torch.zeros(len(micro.lengths_B), PROMPT_TOKENS)),
+            "responses": micro.unpadded(micro.mask_BT),
+            "response_mask": micro.unpadded(micro.mask_BT.long()),
+            "old_log_probs": micro.unpadded(micro.old_logprobs_BT),
             "advantages": micro.unpadded(micro.advantages_BT), "ref_log_prob": micro.unpadded(micro.ref_logprobs_BT),
         }  # fmt: skip
         if weights_BT is not None:
@@ -448,7 +479,7 @@ def verl_loss(
     return total
 
 
-# Comparison ----------------------------------------------------------------------------------------------------------------------
+# Comparison -----------------------------------------------------------------------------------------------------------
 
 
 def with_gradients(case: Case, loss: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:

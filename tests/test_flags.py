@@ -93,7 +93,7 @@ def test_episodes_are_completions_rounded_down_to_whole_steps():
         (
             {"param_dtype": "bfloat16", "dtype": "float32"},
             1,
-            ["--dtype float32", "--param_dtype bfloat16", "leave out"],
+            ["--dtype float32", "--param_dtype bfloat16", "leave one of them out"],
         ),
         ({"param_dtype": "bfloat16", "lora_rank": 8}, 1, ["--param_dtype bfloat16 has no effect", "--lora_rank 8"]),
         (

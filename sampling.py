@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from batch import Rollout
-from data import PromptData
 from flags import Sampling
 from metrics import Metrics, reward_metrics, rollout_metrics
-from reward import Grader
-from rollout import Engine
-from run import Run
+
+if TYPE_CHECKING:  # importing vLLM takes seconds; the checks of bad input come first
+    from data import PromptData
+    from reward import Grader
+    from rollout import Engine
+    from run import Run
 
 
 @dataclass(frozen=True)

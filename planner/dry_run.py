@@ -16,7 +16,18 @@ from pathlib import Path
 
 from transformers import AutoConfig, PretrainedConfig
 
-from flags import EngineSettings, Lora, Memory, Plan, PromptFormat, check_flags, make_plan, parse_source, take
+from flags import (
+    EngineSettings,
+    Lora,
+    Memory,
+    Plan,
+    PromptFormat,
+    algorithm_of,
+    check_flags,
+    make_plan,
+    parse_source,
+    take,
+)
 from fsdp_utils import is_main_process, launched_world_size
 from model.sizes import GPUS, check_config
 from model.vision import check_images
@@ -40,6 +51,7 @@ def dry_run(args: argparse.Namespace) -> int:
     """Prints the report and returns the exit code. Raises ValueError for a run that could not start on any machine."""
     config = config_of(args.model)
     setup = setup_of(args, config)
+    algorithm_of(args)  # raises for choices that do not exist, or flags without effect
     rows = rows_of(args.train_data, args.plan_rows)
     if rows is None and args.epochs is not None:
         data = " ".join(args.train_data)

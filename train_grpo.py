@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flags import check_flags, exit_with_error, parse_flags
+from flags import algorithm_of, check_flags, exit_with_error, parse_flags
 
-if __name__ == "__main__":  # a mistake in a flag is reported before torch, transformers and vLLM are imported
+if __name__ == "__main__":  # a mistake in a flag is reported before transformers and vLLM are imported
     ARGS = parse_flags()
     try:
         if ARGS.dry_run:
@@ -26,6 +26,7 @@ if __name__ == "__main__":  # a mistake in a flag is reported before torch, tran
 
             sys.exit(dry_run(ARGS))
         check_flags(ARGS)
+        ALGORITHM = algorithm_of(ARGS)
     except (ValueError, OSError) as error:
         exit_with_error(error)
 
@@ -43,12 +44,12 @@ from flags import (
     Plan,
     PromptFormat,
     Sampling,
-    algorithm_of,
     free_on_resume,
     make_plan,
     take,
 )
 from fsdp_utils import World, check_launch, close_world, init_world, is_engine_leader_process, is_main_process
+from grpo import Algorithm
 from metrics import throughput, work_of_step
 from model.sizes import check_config
 from model.vision import Vision, load_processor, most_images
@@ -135,9 +136,9 @@ def finish(run: Run, step: int) -> None:
     run.plot()
 
 
-def main(args: Namespace) -> None:
+def main(args: Namespace, algorithm: Algorithm) -> None:
     try:
-        algorithm, inputs, out_dir = algorithm_of(args), load_inputs(args), Path(args.out_dir)
+        inputs, out_dir = load_inputs(args), Path(args.out_dir)
         lock = open_run_folder(out_dir, vars(args), free_on_resume(args)) if is_main_process() else None
         world = init_world(args.tensor_parallel_size, args.timeout_minutes)
         check_device(world.device, args.share_prompts)
@@ -238,6 +239,6 @@ def main(args: Namespace) -> None:
 
 if __name__ == "__main__":
     try:
-        main(ARGS)
+        main(ARGS, ALGORITHM)
     except KeyboardInterrupt:
         sys.exit("interrupted: the same command continues from the last checkpoint" if is_main_process() else 1)

@@ -40,7 +40,11 @@ MOVED_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")  # in old fil
 
 
 def load_config(path: str) -> PretrainedConfig:
-    """The config of a folder or hub id. Raises ValueError if there is none."""
+    """The config of a folder or hub id. Raises ValueError or FileNotFoundError if there is none."""
+    owner, _, name = path.rpartition("/")
+    is_like_hub_id = name and "/" not in owner and owner[:1] not in (".", "~") and not (owner and Path(owner).is_dir())
+    if not Path(path).exists() and not is_like_hub_id:
+        raise FileNotFoundError(f"--model {path!r}: no such folder, and not of the form of a hub id (owner/name).")
     try:
         return AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:

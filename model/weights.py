@@ -34,6 +34,7 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.utils import cached_file
 
 from fsdp_utils import fill_from_main, gather_from_ranks, is_main_process
+from model.sizes import check_path
 
 NAMES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 MOVED_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")  # in old files; as in `from_pretrained`
@@ -41,10 +42,7 @@ MOVED_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")  # in old fil
 
 def load_config(path: str) -> PretrainedConfig:
     """The config of a folder or hub id. Raises ValueError or FileNotFoundError if there is none."""
-    owner, _, name = path.rpartition("/")
-    is_like_hub_id = name and "/" not in owner and owner[:1] not in (".", "~") and not (owner and Path(owner).is_dir())
-    if not Path(path).exists() and not is_like_hub_id:
-        raise FileNotFoundError(f"--model {path!r}: no such folder, and not of the form of a hub id (owner/name).")
+    check_path(path)
     try:
         return AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:

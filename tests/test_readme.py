@@ -1,0 +1,75 @@
+"""The commands and snippets of README and docs: what they name exists, and the README's own example does what it says."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+import evaluate
+import flags
+from grading.score import make_handler
+from grading.verifiers import Case
+from helpers import ROOT
+from planner.dry_run import dry_run
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
+README = PAGES[0].read_text()
+
+
+def commands(page: Path) -> list[str]:
+    """The lines that start a program, in fenced or indented blocks, with their continuation lines."""
+    text = re.sub(r" \\\n\s*", " ", page.read_text())
+    found = re.findall(
+        r"^(?:    )*((?:[A-Z_]+=\S+ )*(?:bash|python|torchrun|sbatch) .*?)(?:\s+#.*)?$", text, flags=re.MULTILINE
+    )
+    return [line for line in found if "/" in line or ".py" in line]
+
+
+def blocks(language: str) -> list[str]:
+    """The README's fenced blocks of this language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_programs_and_flags_of_every_command_exist(page):
+    evaluation = {each.name for group in evaluate.FLAGS.values() for each in group}
+    for command in commands(page):
+        words = shlex.split(command.rstrip(" .").replace("...", ""))
+        programs = [word for word in words if re.fullmatch(r"[\w/]+\.(py|sh)", word)]
+        missing = [
+            word for word in programs if not (ROOT / word).exists() and "/X.sh" not in word and "my_" not in word
+        ]
+        assert programs and not missing, command
+        known = evaluation if "evaluate.py" in programs else set(flags.FLAGS)
+        if "train_grpo.py" in programs or "evaluate.py" in programs:
+            given = [word for word in words[words.index(programs[0]) :] if word.startswith("--")]
+            assert set(given) <= known, command
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page):
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_example_of_ones_own_model_fits_as_the_readme_says_and_its_reward_pays_the_correct_answer(
+    tmp_path, monkeypatch, capsys
+):
+    problems, rewards = blocks("json")[0], blocks("python")[0]
+    (tmp_path / "problems.jsonl").write_text(problems)
+    (tmp_path / "my_reward.py").write_text(rewards)
+    monkeypatch.chdir(tmp_path)
+    (command,) = [command for command in commands(PAGES[0]) if "my_reward.py" in command]
+    args = flags.parse_flags([*shlex.split(command)[shlex.split(command).index("train_grpo.py") + 1 :], "--dry_run"])
+    flags.check_flags(args, 1)
+    args.plan_gpus = 1
+    assert dry_run(args) == 0
+    needed = re.search(r"needs? (\d+\.\d) of\s+(\d+\.\d) GiB", README).groups()
+    assert f"{needed[0]} of {needed[1]} GiB" in capsys.readouterr().out
+    grade = make_handler(args.reward, None)
+    for row in map(json.loads, problems.splitlines()):
+        columns = {"completion": "So it is easy. Answer: " + row["answer"], "answer": row["answer"], "columns": row}
+        assert grade(("grade", Case(**columns))).is_correct
+        assert not grade(("grade", Case(**columns | {"completion": "I do not know. Answer: 5"}))).is_correct

@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar, dataclass_transform
 
-from model.sizes import GPUS
+from model.sizes import GPUS, check_path
 
 if TYPE_CHECKING:
     import grpo
@@ -519,11 +519,7 @@ def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
     `num_ranks`: by default those that torchrun started. What has no effect on the algorithm is found by `algorithm_of`.
     """
     check_ranges(args, GROUPS)
-    folder, is_like_hub_id = Path(args.model), re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", args.model)
-    if not folder.exists() and (not is_like_hub_id or (folder.parent.name and folder.parent.is_dir())):
-        raise FileNotFoundError(
-            f"--model {args.model!r}: no such folder, and not of the form of a hub id (owner/name)."
-        )
+    check_path(args.model)
     check_batches(args, int(os.environ.get("WORLD_SIZE", "1")) if num_ranks is None else num_ranks)
     check_algorithm(args)
     check_memory(args)

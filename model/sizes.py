@@ -1,7 +1,9 @@
-"""Sizes that the code uses and the planner's estimate counts on. Imports nothing."""
+"""Sizes that the code uses and the planner's estimate counts on. No torch here."""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,6 +21,13 @@ GPUS = {
     "A100-40GB": (39.3, 312, 1.56, 300, 25),
     "L40S-48GB": (44.3, 362, 0.86, 25, 25),
 }
+
+
+def check_path(path: str) -> None:
+    """Raises FileNotFoundError if a model is neither in a folder nor can be on the hub. Asks nobody."""
+    folder, is_like_hub_id = Path(path), re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path)
+    if not folder.exists() and (not is_like_hub_id or (folder.parent.name and folder.parent.is_dir())):
+        raise FileNotFoundError(f"--model {path!r}: no such folder, and not of the form of a hub id (owner/name).")
 
 
 def head_dim(config: PretrainedConfig) -> int:

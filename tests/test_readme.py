@@ -1,4 +1,6 @@
-"""The commands and snippets of README and docs: what they name exists, and the README's own example does what it says."""
+"""The commands and snippets of README and docs: what they name exists, and the README's own example does what it
+says.
+"""
 
 import json
 import re

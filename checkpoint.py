@@ -105,7 +105,10 @@ class Writer:
 
 
 def gather_weights(policy: Policy, world: World) -> dict[str, Tensor]:
-    """The whole policy in the engine's dtype, LoRA merged, in host RAM of the main process; empty elsewhere. All ranks call it."""
+    """The whole policy in the engine's dtype, LoRA merged, in host RAM of the main process; empty elsewhere.
+
+    All ranks call it.
+    """
     weights = {}
     for name, parameter in policy.full_weights():
         if world.is_main:

@@ -5,7 +5,7 @@ datasets.save_to_disk, or a data set on the hub (owner/name, or owner/name/confi
 #ROWS draws so many rows at random. Read `PromptData.load` first; `READERS` is the place for another kind of file.
 To look at data before training:
 
-    python data.py --data hiyouga/math12k@test#100 --model Qwen/Qwen2.5-7B [--prompt_column ... and the other flags of the group "prompts"]
+    python data.py --data hiyouga/math12k@test#100 --model Qwen/Qwen2.5-7B [--prompt_column ...]
 """
 
 from __future__ import annotations

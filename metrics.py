@@ -169,7 +169,7 @@ def update_flops(policy: Policy, cost: float) -> float:
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 FLOP/s of a GPU by the name that CUDA gives it; None if `GPUS` does not list it (its H100 is the SXM)."""
+    """Dense bf16 FLOP/s of a GPU by the name that CUDA gives it; None if not in `GPUS` (its H100 is the SXM)."""
     for name, (_, tera_flops, *_) in GPUS.items():
         if name.partition("-")[0] in device_name and not any(variant in device_name for variant in ("PCIe", "NVL")):
             return tera_flops * 1e12

@@ -106,7 +106,7 @@ class Run:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Adds the wall time of the block to `name`, without phases inside it; on CUDA, with the work that it queued."""
+        """Adds the wall time of the block to `name`, without phases inside it; on CUDA, with work that it queued."""
         start = time.perf_counter()
         self.start = self.start or start  # the clock of a run starts with its first phase
         before = sum(self.seconds.values())

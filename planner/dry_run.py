@@ -75,7 +75,7 @@ def config_of(model: str) -> PretrainedConfig:
         return AutoConfig.for_model(**table[model])
     try:
         return load_config(model)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise ValueError(f"{str(error).splitlines()[0]} Without network these are known: {', '.join(table)}.") from None
 
 

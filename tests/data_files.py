@@ -104,7 +104,7 @@ def write_rlvr(folder: Path) -> None:
 
 
 def write_simplerl(folder: Path) -> None:
-    """simplelr_qwen_level3to5 of hkust-nlp/SimpleRL-Zoo-Data: texts with a chat template in them; an answer is missing."""
+    """simplelr_qwen_level3to5 of hkust-nlp/SimpleRL-Zoo-Data: texts with a chat template in them; no answer in one."""
     for split, answers in (("train", ["72", "", "5"]), ("test", ["3"])):
         rows = []
         for i, answer in enumerate(answers):

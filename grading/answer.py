@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 Span = tuple[int, int, str | None]  # start, end, inside (None: never closed)
@@ -96,11 +97,12 @@ def read_answer(completion: str) -> str | None:
 
 
 def _answer_tags(text: str) -> list[Span]:
-    spans = []
-    for match in re.finditer(r"<answer>", text):
-        end = text.find("</answer>", match.end())
-        closed = end >= 0 and "<answer>" not in text[match.end() : end]
-        spans.append((match.start(), end + 9 if closed else match.end(), text[match.end() : end] if closed else None))
+    spans: list[Span] = []
+    for tag, following in itertools.pairwise([*re.finditer(r"</?answer>", text), None]):
+        if tag[0] == "<answer>":
+            is_closed = following is not None and following[0] == "</answer>"
+            inside = text[tag.end() : following.start()] if is_closed else None
+            spans.append((tag.start(), following.end() if is_closed else tag.end(), inside))
     return spans
 
 

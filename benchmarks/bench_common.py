@@ -1,7 +1,8 @@
-"""What the benchmarks share: random models of any size, runs of `train_grpo.py`, memory of a process tree, the table and the JSON line."""
+"""What the benchmarks share: random models and rollouts, updates, runs of `train_grpo.py`, memory, times, tables."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -10,20 +11,27 @@ import subprocess
 import sys
 import tempfile
 import time
-from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "scripts")]
+sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 
+import numpy as np
 import psutil
 import torch
-from torch.optim import Optimizer
+from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from flags import AdamW, Lora, Memory, take
-from fsdp_utils import World
-from policy import Policy, build_policy
+import policy as policy_module
+from batch import Rollout
+from data import Row
+from flags import AdamW, Lora, Memory, algorithm_of, make_plan, parse_flags, take
+from fsdp_utils import World, gather_from_ranks, is_main_process, local_shard
+from grading.score import Grade
+from policy import build_policy
+from update import Update, add_advantages, add_logprobs, pack_updates, update_policy
 from warm_start import build_tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -33,10 +41,18 @@ def score(completion, answer, columns):
 """  # a file of its own, because the processes that grade load it: this one would bring torch with it
 
 
-def build(args: Namespace, world: World) -> tuple[Policy, Policy | None, Optimizer]:
-    """What a run with these flags trains."""
-    objects = (take(Memory, args), take(Lora, args), take(AdamW, args))
-    return build_policy(args.model, *objects, args.kl_coef != 0, args.seed, world)
+def parser_of(docstring: str) -> argparse.ArgumentParser:
+    """A parser of flags whose help begins with the first paragraph of the docstring and shows all defaults."""
+    description = " ".join(docstring.partition("\n\n")[0].split())
+    return argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+
+
+def shared_folder(prefix: str) -> Path:
+    """A new folder, the same on every rank. The main process removes it at the end."""
+    return Path(gather_from_ranks(tempfile.mkdtemp(prefix=prefix) if is_main_process() else "")[0])
+
+
+# Random models and rollouts -------------------------------------------------------------------------------------------
 
 
 def save_random_model(
@@ -49,10 +65,11 @@ def save_random_model(
     num_rows: int = 256,
     mean_tokens: float = 0,
 ) -> None:
-    """A random Qwen2 in fp32, heads of 64, with the tokenizer of the CPU job, `num_rows` sums in train.jsonl and a reward in reward.py.
+    """Saves a random Qwen2 in fp32, with heads of 64 and the tokenizer of the CPU job.
 
-    It never ends a completion: the end-of-sequence token's logit is 0, the others' have a standard deviation of about 8. So all
-    completions have the length of their limit, in every framework. With `mean_tokens` each token is the last one with a probability of
+    Beside it: `num_rows` sums in train.jsonl, and a reward in reward.py. The model never ends a completion: the logit
+    of the end-of-sequence token is 0, those of the others have a standard deviation of about 8. So all completions have
+    the length of their limit, in every framework. With `mean_tokens` each token is the last one with a probability of
     1 / mean_tokens: lengths are geometric, of about that mean where the limit is far.
     """
     torch.manual_seed(0)
@@ -85,9 +102,10 @@ def save_random_model(
 
 @torch.no_grad()
 def _end_after(model: Qwen2ForCausalLM, eos: int, mean_tokens: float) -> None:
-    """Gives every hidden state a part in one direction, which the end-of-sequence token's row of the head then turns into its logit.
+    """Makes the logit of the end-of-sequence token hardly depend on the prompt: frameworks draw different ones.
 
-    The part is eight times the rest, so that the logit hardly depends on the prompt: frameworks draw different ones.
+    Every hidden state gets a part in one direction, eight times as large as the rest. The row of that token in the head
+    turns it into the logit.
     """
     direction = torch.nn.functional.normalize(torch.randn(model.config.hidden_size), dim=0)
     embeddings = model.get_input_embeddings().weight
@@ -100,10 +118,80 @@ def _end_after(model: Qwen2ForCausalLM, eos: int, mean_tokens: float) -> None:
     head[eos] = direction * (others - math.log(mean_tokens - 1)) / (hidden @ direction).mean()
 
 
-def launch(command: list[str], environment: dict[str, str] | None = None) -> float:
-    """Runs a program on one thread per process; returns the peak of the memory of its process tree in GiB (PSS: shared pages once).
+def fill_randomly(root: nn.Module, model: nn.Module, path: str, device: torch.device) -> None:
+    """Fills a policy in the place of `model.weights.fill`: matrices with small random numbers, norms with ones."""
+    root._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+    model.tie_weights()
+    for name, parameter in model.named_parameters():
+        if ".lora_" not in name:
+            shard = local_shard(parameter.detach())
+            shard.fill_(1.0) if parameter.dim() == 1 else shard.normal_(0, 0.02)
 
-    Raises RuntimeError with the end of its output if it fails.
+
+def use_random_weights() -> None:
+    """From now on `build_policy` needs no more than a config.json."""
+    policy_module.fill = fill_randomly
+
+
+def make_row(ids: np.ndarray) -> Row:
+    """A row whose prompt has these tokens."""
+    return Row(messages=[], answer="", columns={}, where="", ids=ids)
+
+
+def make_rollout(lengths: list[int], vocab: int, prompt_tokens: int = 16, group_size: int = 1) -> Rollout:
+    """Random prompts and, `group_size` to each, completions of these lengths, with grades and sampled log-probs."""
+    rng = np.random.default_rng(0)
+    rows = [make_row(rng.integers(0, vocab, prompt_tokens).astype(np.int32)) for _ in lengths]
+    return Rollout(
+        rows=[rows[b // group_size] for b in range(len(lengths))],
+        completions=[rng.integers(0, vocab, n).astype(np.int32) for n in lengths],
+        rollout_logprobs=[np.full(n, -np.log(vocab), dtype=np.float32) for n in lengths],
+        texts=[""] * len(lengths),
+        is_truncated_B=np.zeros(len(lengths), dtype=bool),
+        grades=[Grade(rng.normal(), "ok") for _ in lengths],
+    )
+
+
+# Updates and runs -----------------------------------------------------------------------------------------------------
+
+
+class Trainer:
+    """What a run with these flags trains, and its update of a whole rollout, as in the loop of `train_grpo.py`."""
+
+    def __init__(self, args: argparse.Namespace, world: World) -> None:
+        """`args`: of `flags_of`."""
+        self.world, self.memory, self.plan = world, take(Memory, args), make_plan(args, args.prompts_per_step)
+        self.algorithm = replace(algorithm_of(args), group_size=1)  # the advantage is the reward: groups do not matter
+        lora, adamw, has_reference = take(Lora, args), take(AdamW, args), self.algorithm.kl_coef > 0
+        self.policy, self.reference, self.optimizer = build_policy(
+            args.model, self.memory, lora, adamw, has_reference, args.seed, world
+        )
+
+    def prepare(self, rollout: Rollout) -> Update:
+        """The rollout as one update: packed, with its advantages and the log-probs that the loss needs."""
+        plan = replace(self.plan, completions_per_step=len(rollout.rows))
+        updates = pack_updates(rollout, plan, self.algorithm, self.memory, self.policy, self.world)
+        updates = add_logprobs(updates, self.policy, self.reference, self.algorithm)
+        _, (update,) = add_advantages(rollout, updates, self.algorithm)
+        return update
+
+    def train(self, update: Update) -> None:
+        """One optimizer step."""
+        step = self.plan.update(step=1, i=0)
+        metrics = update_policy(self.policy, self.optimizer, update, self.algorithm, step, self.memory, self.world)
+        assert not metrics["optim/skipped_updates"], "nothing was updated"
+
+
+def flags_of(model: Path | str, *more: str) -> argparse.Namespace:
+    """The flags of a run of one step in which the advantage of a completion is its reward."""
+    required = ["--model", str(model), "--train_data", "none#1000", "--out_dir", "none", "--total_steps", "1"]
+    return parse_flags([*required, "--advantage", "none", *more])
+
+
+def launch(command: list[str], environment: dict[str, str] | None = None) -> float:
+    """The peak memory in GiB of a program and its children, which run on one thread per process.
+
+    It is measured as PSS: shared pages count once. Raises RuntimeError with the end of the output if the program fails.
     """
     settings = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"} | (environment or {})
     peak = 0
@@ -132,11 +220,20 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
 
 
 def train(model: Path, out_dir: Path, num_ranks: int, flags: dict[str, object]) -> tuple[list[dict[str, float]], float]:
-    """(metrics of every step but the first two, peak memory in GiB) of `train_grpo.py` on `model`, which `save_random_model` made."""
+    """(metrics of every step but the first two, peak memory in GiB) of a run of `train_grpo.py`.
+
+    `model`: a folder of `save_random_model`.
+    """
     settings = {
-        "model": model, "train_data": model / "train.jsonl", "out_dir": out_dir, "reward": f"{model}/reward.py:score", "reward_workers": 1,
-        "max_prompt_tokens": 16, "learning_rate": 1e-6, "dtype": "float32",
-    } | flags  # fmt: skip
+        "model": model,
+        "train_data": model / "train.jsonl",
+        "out_dir": out_dir,
+        "reward": f"{model}/reward.py:score",
+        "reward_workers": 1,
+        "max_prompt_tokens": 16,
+        "learning_rate": 1e-6,
+        "dtype": "float32",
+    } | flags
     arguments = [
         part
         for name, value in settings.items()
@@ -148,15 +245,19 @@ def train(model: Path, out_dir: Path, num_ranks: int, flags: dict[str, object]) 
     return [json.loads(line) for line in lines][2:], peak
 
 
+# Times and tables -----------------------------------------------------------------------------------------------------
+
+
 def interleave(
     variants: dict[str, Callable[[], object]],
     rounds: int,
     warm_up: int = 1,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Seconds of each variant in each counted round; a round runs all of them in turn, so that what else the machine does meets all.
+    """Seconds of each variant in each counted round.
 
-    With `time.process_time` they are CPU seconds of this process, which other programs disturb less.
+    A round runs all of them in turn, so that whatever else the machine does meets all. With `time.process_time` they
+    are CPU seconds of this process, which other programs disturb less.
     """
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for round_index in range(-warm_up, rounds):
@@ -174,7 +275,7 @@ def median_ratio(above: list[float], below: list[float]) -> float:
 
 
 def print_table(header: list[str], rows: list[list[object]]) -> None:
-    """Columns wide enough for their contents; numbers to three digits."""
+    """Prints columns that are wide enough for their contents, and numbers to three digits."""
     cells = [header, *([f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     for row in cells:
@@ -187,6 +288,6 @@ def print_table(header: list[str], rows: list[list[object]]) -> None:
 
 
 def times_row(name: str, seconds: list[float], reference: list[float] | None = None) -> list[object]:
-    """A row of the table: median, smallest, largest, and the median ratio of the reference's seconds to these: the relative speed."""
+    """A row of the table: median, smallest and largest; with a reference also its seconds over these: the speed."""
     speed = [] if reference is None else [median_ratio(reference, seconds)]
     return [name, statistics.median(seconds), min(seconds), max(seconds), *speed]

@@ -3,8 +3,8 @@
     python benchmarks/bench_math.py                      # tests/grading/math_cases.jsonl
     python benchmarks/bench_math.py --cases mine.jsonl   # rows with kind, answer, completion, is_right
 
-Ours runs as in training, in a worker process with a time-out; math-verify runs in this process with its own time-outs of 5 s. Times leave
-the hostile cases out. Prints a table and, last, one JSON line.
+Ours runs as in training, in a worker process with a time-out; math-verify runs in this process with its own time-outs
+of 5 s. Times leave the hostile cases out. Prints a table and, last, one JSON line.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from grading.verifiers import Case
 from reward import Grader
 
 CASES = Path(__file__).parent.parent / "tests" / "grading" / "math_cases.jsonl"
+OURS, THEIRS = "ours", "math-verify alone"
 
 
 def is_equal_to_math_verify(key: str, completion: str) -> bool:
@@ -35,38 +36,33 @@ def is_equal_to_math_verify(key: str, completion: str) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument("--cases", type=Path, default=CASES, help="a .jsonl file of cases")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--cases", type=Path, default=CASES, help="a .jsonl file of cases (default: %(default)s)")
     args = parser.parse_args()
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     cases = [json.loads(line) for line in args.cases.read_text().splitlines()]
     grader = Grader(Grading("math"), num_workers=1)
-    names = ("ours", "math-verify alone")
-    seconds, too_kind, too_strict = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0), dict.fromkeys(names, 0)
+    judges = {
+        OURS: lambda case: grader.grade([Case(case["completion"], case["answer"])])[0].is_correct,
+        THEIRS: lambda case: is_equal_to_math_verify(case["answer"], case["completion"]),
+    }
+    seconds, positives, negatives = dict.fromkeys(judges, 0.0), dict.fromkeys(judges, 0), dict.fromkeys(judges, 0)
     for case in cases:
-        for name, judge in (
-            (names[0], lambda case: grader.grade([Case(case["completion"], case["answer"])])[0].is_correct),
-            (names[1], lambda case: is_equal_to_math_verify(case["answer"], case["completion"])),
-        ):
+        for name, judge in judges.items():
             start = time.perf_counter()
             is_correct = judge(case)
             if "hostile" not in case["kind"]:
                 seconds[name] += time.perf_counter() - start
-            too_kind[name] += is_correct and not case["is_right"]
-            too_strict[name] += not is_correct and case["is_right"]
+            positives[name] += is_correct and not case["is_right"]
+            negatives[name] += not is_correct and case["is_right"]
     grader.close()
-    print(f"{'':20}{'agrees':>8}{'wrong taken for right':>24}{'right taken for wrong':>24}{'seconds':>10}")
-    for name in names:
-        agrees = len(cases) - too_kind[name] - too_strict[name]
-        print(f"{name:20}{agrees:8}{too_kind[name]:24}{too_strict[name]:24}{seconds[name]:10.1f}")
-    summary = {
-        "cases": len(cases),
-        "mistakes": too_kind[names[0]] + too_strict[names[0]],
-        "wrong_taken_for_right": too_kind[names[0]],
-    }
-    print(json.dumps(summary | {"ratio": round(seconds[names[0]] / seconds[names[1]], 3), "goal": 1.0}))
+    print(f"{'':20}{'as the author says':>20}{'false positives':>17}{'false negatives':>17}{'seconds':>10}")
+    for name in judges:
+        agrees = len(cases) - positives[name] - negatives[name]
+        print(f"{name:20}{agrees:20}{positives[name]:17}{negatives[name]:17}{seconds[name]:10.1f}")
+    mistakes = positives[OURS] + negatives[OURS]
+    summary = {"cases": len(cases), "mistakes": mistakes, "false_positives": positives[OURS]}
+    print(json.dumps(summary | {"ratio": round(seconds[OURS] / seconds[THEIRS], 3), "goal": 1.0}))
 
 
 if __name__ == "__main__":

@@ -32,20 +32,16 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import numpy as np
 import torch
 import torch.distributed as dist
-from plan import Plan
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig
 
-import policy as policy_module
-import train_grpo
 from batch import Rollout
-from bench_common import build
-from fsdp_utils import World, close_world, gather_from_ranks, init_world, local_shard
+from bench_common import Trainer, flags_of, make_rollout, parser_of, print_table, use_random_weights
+from fsdp_utils import World, close_world, gather_from_ranks, init_world
 from planner.dry_run import config_of, setup_of
 from planner.memory import gpu_phases, host_phases, optimizer_peak
 from planner.setup import Setup
 from planner.trace import Tracker
-from update import add_advantages, add_logprobs, pack_updates, update_policy
 
 GOAL = 1.1  # the larger of predicted and measured over the other
 MIB = 2**20
@@ -76,17 +72,7 @@ SMALL = {
     "num_key_value_heads": 4,
     "tie_word_embeddings": False,
 }
-COMMON = "--train_data none#1000 --out_dir none --total_steps 1 --max_prompt_tokens 1 --prompts_per_step 64"
-
-
-def fill_randomly(root: nn.Module, model: nn.Module, path: str, device: torch.device) -> None:
-    """In the place of `weights.fill`: weights of small random numbers, norms of ones."""
-    root._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
-    model.tie_weights()
-    for name, parameter in model.named_parameters():
-        if ".lora_" not in name:
-            shard = local_shard(parameter.detach())
-            shard.fill_(1.0) if parameter.dim() == 1 else shard.normal_(0, 0.02)
+COMMON = "--max_prompt_tokens 1 --prompts_per_step 64 --learning_rate 1e-5"
 
 
 def reduce_scatter_in_place(
@@ -97,19 +83,6 @@ def reduce_scatter_in_place(
     output.copy_(input.view(-1).chunk(dist.get_world_size(group))[dist.get_rank(group)])
 
 
-def random_rollout(vocab: int, count: int, length: int) -> Rollout:
-    """`count` prompts of one token with completions of `length` tokens: all of their positions are trained."""
-    rng = np.random.default_rng(0)
-    return Rollout(
-        prompts=list(rng.integers(0, vocab, (count, 1)).astype(np.int32)),
-        completions=list(rng.integers(0, vocab, (count, length)).astype(np.int32)),
-        rollout_logprobs=[np.full(length, -8, dtype=np.float32)] * count,
-        texts=[""] * count,
-        is_truncated_B=np.zeros(count, dtype=bool),
-        advantages=[np.full(length, sign, dtype=np.float32) for sign in np.resize([1, -1], count)],
-    )
-
-
 class Meter:
     """Bytes beyond those at its start, now and at most since `restart`: (tensors, process)."""
 
@@ -117,11 +90,9 @@ class Meter:
         self.is_cuda = device.type == "cuda"
         self.tracker = Tracker()
         self.restart()
-        self.start = (
-            (torch.cuda.memory_allocated(), torch.cuda.memory_reserved())
-            if self.is_cuda
-            else (0, self.resident("VmRSS"))
-        )
+        self.start = (0, self.resident("VmRSS"))
+        if self.is_cuda:
+            self.start = (torch.cuda.memory_allocated(), torch.cuda.memory_reserved())
 
     def restart(self) -> None:
         gc.collect()
@@ -150,16 +121,12 @@ def measured(args: argparse.Namespace, rollout: Rollout, world: World) -> tuple[
     """Peaks of an update with these flags on this rank, after a short one."""
     meter = Meter(world.device)
     with meter.tracker if not meter.is_cuda else torch.enable_grad():
-        policy, reference, optimizer = build(args, world)
+        trainer = Trainer(args, world)
         for part in (rollout.take(np.arange(world.num_trainers)), rollout):
             meter.restart()
-            plan = Plan(len(part.texts), 1, 1, 1, 1, 1, 0)
-            updates = add_advantages(pack_updates(part, plan, args, world), part)
-            (batches,) = add_logprobs(updates, policy, reference, args)
-            num_tokens = int(part.completion_lengths_B.sum())
-            metrics = update_policy(policy, optimizer, batches, num_tokens, True, 1e-5, args, world)
-            assert not metrics["optim/skipped_updates"], "nothing was updated"
-            del updates, batches
+            update = trainer.prepare(part)
+            trainer.train(update)
+            del update
         return meter.peaks()
 
 
@@ -175,13 +142,14 @@ def predicted(setup: Setup, is_cuda: bool) -> float:
     return device + sum(part for name, part in host.items() if name != "processes") / setup.num_trainers
 
 
-def print_table(found: dict[str, tuple[float, int, int]], world: World) -> None:
+def print_results(found: dict[str, tuple[float, int, int]], world: World) -> None:
     """`found`: policy -> bytes as predicted, of tensors, of the process. The last line is a JSON object."""
-    print(f"{'MiB on a rank':26}{'predicted':>10}{'tensors':>10}{'ratio':>8}{'process':>10}{'ratio':>8}")
+    rows = []
     for name, (expected, tensors, process) in found.items():
-        of_tensors = f"{tensors / MIB:10.1f}{expected / tensors:8.3f}"
-        of_process = f"{process / MIB:10.1f}{expected / process:8.3f}"
-        print(f"{name:26}{expected / MIB:10.1f}{of_tensors}{of_process}")
+        of_tensors = f"{tensors / MIB:.1f}", f"{expected / tensors:.3f}"
+        of_process = f"{process / MIB:.1f}", f"{expected / process:.3f}"
+        rows.append([name, f"{expected / MIB:.1f}", *of_tensors, *of_process])
+    print_table(["MiB on a rank", "predicted", "tensors", "ratio", "process", "ratio"], rows)
     ratios = {name: round(expected / tensors, 3) for name, (expected, tensors, _) in found.items()}
     worst = round(max(max(ratio, 1 / ratio) for ratio in ratios.values()), 3)
     place = {"ranks": world.num_trainers, "device": world.device.type}
@@ -189,9 +157,7 @@ def print_table(found: dict[str, tuple[float, int, int]], world: World) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--model", help="a folder with config.json or a name of models.json; default: 32 M parameters")
     add("--micro_batch_tokens", type=int, default=1024, help="tokens of each of the two micro-batches of a rank")
@@ -206,22 +172,22 @@ def main() -> None:
         dist.reduce_scatter_single = reduce_scatter_in_place
     config = config_of(given.model) if given.model else AutoConfig.for_model(**SMALL)
     num_sequences = 2 * world.num_trainers * given.micro_batch_tokens // given.length
-    rollout = random_rollout(config.vocab_size, num_sequences, given.length)
-    policy_module.fill = fill_randomly
+    rollout = make_rollout([given.length] * num_sequences, config.vocab_size, prompt_tokens=1)
+    use_random_weights()
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         sizes = f"--max_completion_tokens {given.length} --micro_batch_tokens {given.micro_batch_tokens}"
-        flags = ["--model", folder, *f"{COMMON} {sizes} --plan_gpus {world.num_trainers}".split()]
+        common = f"{COMMON} {sizes} --plan_gpus {world.num_trainers}".split()
         gc.freeze()  # what has been imported need not be looked through at each restart
         for policy in ("", "--lora_rank 8"):  # what libraries keep of these shapes for good belongs to no policy
-            measured(train_grpo.parse_flags([*flags, *policy.split()]), rollout, world)
+            measured(flags_of(folder, *common, *policy.split()), rollout, world)
         for name in given.policies:
-            args = train_grpo.parse_flags([*flags, *POLICIES[name].split()])
+            args = flags_of(folder, *common, *POLICIES[name].split())
             peaks = np.max(gather_from_ranks(measured(args, rollout, world)), axis=0)
             found[name] = predicted(setup_of(args, config), is_cuda), *peaks.tolist()
     if world.is_main:
-        print_table(found, world)
+        print_results(found, world)
     close_world()
 
 

@@ -2,8 +2,9 @@
 
     python benchmarks/bench_phases.py runs/tiny_cpu
 
-The first step is left out (caches fill). Prints a table and, last, one JSON line with the share of what is neither sampling nor
-learning: reward, packing, advantage, sync and log, over steps without evaluation and checkpoint.
+The first step is left out, because it fills caches. Prints a table and, last, one JSON line with the share of what is
+neither sampling nor learning (reward, packing, advantage, sync and log) in the time of the steps without evaluation and
+checkpoint.
 """
 
 from __future__ import annotations
@@ -36,16 +37,8 @@ def main() -> None:
         print(f"{phase:16}{value:10.2f}{value / total:8.1%}")
     step_seconds = total - seconds.get("evaluate", 0.0) - seconds.get("checkpoint", 0.0)
     share = sum(seconds[phase] for phase in OVERHEAD) / step_seconds
-    print(
-        json.dumps(
-            {
-                "ratio": round(share, 4),
-                "goal": GOAL,
-                "steps": len(records),
-                "step_seconds": round(total / len(records), 3),
-            }
-        )
-    )
+    summary = {"ratio": round(share, 4), "goal": GOAL, "steps": len(records)}
+    print(json.dumps(summary | {"step_seconds": round(total / len(records), 3)}))
 
 
 if __name__ == "__main__":

@@ -1,21 +1,28 @@
 r"""A whole step of ours against TRL's GRPOTrainer: same model, prompts and lengths, seconds a step and peak memory.
 
-    python -m venv trl_env                  # with the training environment active, whose packages it sees: torch, transformers, vllm
+    # With the training environment active, whose packages it sees: torch, transformers, vllm.
+    python -m venv trl_env
     python -c 'import site; print("import site; site.addsitedir(%r)" % site.getsitepackages()[0])' \
         > trl_env/lib/python3.11/site-packages/training.pth
     trl_env/bin/pip install --no-deps trl==1.16.0 accelerate==1.15.0
-    python benchmarks/bench_step.py --trl_env trl_env --mean_tokens 20     # completions of different lengths, as in training
-    python benchmarks/bench_step.py --trl_env trl_env                      # all of one length
-    python benchmarks/bench_step.py --trl_env trl_env --hidden 512 --layers 8 --prompts 16 --max_tokens 128 --mean_tokens 40
 
-Ours is `train_grpo.py` on two ranks (FSDP2, vLLM, and `FLAGS`), seconds from its metrics.jsonl. TRL
-generates with transformers (one process of two threads, two DDP processes, two FSDP2 ranks) or with its colocated vLLM (two DDP processes,
-two FSDP2 ranks; `bench_step_trl.py` says what has to be patched for CPU). Everything is fp32, one optimizer update a step, KL 0, no
-gradient checkpointing, no evaluation and no checkpoint; one thread per process but for the first; no completion ends early, or with
---mean_tokens lengths are geometric (`bench_common.save_random_model`); the reward costs nothing.
-The programs run in turn, --rounds times; the first steps of each run are not counted. Of each round the median step is taken, and of the
-rounds the median; a ratio is TRL's seconds over ours in the same round. Goals: 3 x the fastest of TRL's with FSDP2 or vLLM, 2 x its
-fastest, and no more memory than its thriftiest (PSS of the process tree: shared pages count once). Prints a table and, last, a JSON line.
+    # Completions of different lengths, as in training; then all of one length.
+    python benchmarks/bench_step.py --trl_env trl_env --mean_tokens 20
+    python benchmarks/bench_step.py --trl_env trl_env
+    python benchmarks/bench_step.py --trl_env trl_env --hidden 512 --layers 8 --prompts 16 --max_tokens 128 \
+        --mean_tokens 40
+
+Ours is `train_grpo.py` on two ranks (FSDP2, vLLM, and `FLAGS`), with the seconds of its metrics.jsonl. TRL generates
+with transformers (one process of two threads, two DDP processes, two FSDP2 ranks) or with its colocated vLLM (two DDP
+processes, two FSDP2 ranks; `bench_step_trl.py` says what has to be patched for CPU). Everything is fp32, with one
+optimizer update a step, KL 0, no gradient checkpointing, no evaluation and no checkpoint. Each process has one thread,
+except for the first variant. No completion ends early, or, with --mean_tokens, lengths are geometric
+(`bench_common.save_random_model`). The reward costs nothing.
+
+The programs run in turn, --rounds times; the first steps of each run are not counted. The median step of each round is
+taken, then the median of the rounds; a ratio is TRL's seconds over ours in the same round. Goals: 3 x the fastest of
+TRL's with FSDP2 or vLLM, 2 x its fastest, and no more memory than its thriftiest (PSS of the process tree: shared pages
+count once). Prints a table and, last, a JSON line.
 """
 
 from __future__ import annotations
@@ -33,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 from transformers import AutoConfig
 
-from bench_common import ROOT, launch, median_ratio, print_table, save_random_model, train
+from bench_common import ROOT, launch, median_ratio, parser_of, print_table, save_random_model, train
 from fsdp_utils import avoid_broken_amx
 
 GOALS = {"trl_fsdp2_or_vllm": 3.0, "trl_best": 2.0, "memory": 1.0}
@@ -53,11 +60,8 @@ def run_ours(folder: Path, out_dir: Path, args: argparse.Namespace) -> tuple[flo
     flags = {"prompts_per_step": args.prompts, "group_size": args.group_size, "max_completion_tokens": args.max_tokens}
     flags |= {"total_steps": args.steps, "micro_batch_tokens": args.micro_batch_tokens}
     steps, peak = train(folder, out_dir, 2, flags | FLAGS)
-    return (
-        statistics.median(step["time/step_s"] for step in steps),
-        peak,
-        statistics.mean(step["completion/tokens_mean"] for step in steps),
-    )
+    seconds = statistics.median(step["time/step_s"] for step in steps)
+    return seconds, peak, statistics.mean(step["completion/tokens_mean"] for step in steps)
 
 
 def run_trl(
@@ -66,61 +70,41 @@ def run_trl(
     """(median seconds of a step, peak GiB, mean tokens of a completion)."""
     from rollout import CPU_BLOCK, cpu_cache_bytes  # here, not above: vLLM takes seconds to import
 
-    sequences = args.prompts * args.group_size // num_ranks
-    cache = cpu_cache_bytes(
-        AutoConfig.from_pretrained(folder), 16 + args.max_tokens, torch.float32, 1, sequences
-    )  # ours and TRL's alike
+    sequences, config = args.prompts * args.group_size // num_ranks, AutoConfig.from_pretrained(folder)
+    cache = cpu_cache_bytes(config, 16 + args.max_tokens, torch.float32, 1, sequences)  # ours and TRL's alike
     flags = [*flags, "--cache_bytes", str(cache), "--cache_block", str(CPU_BLOCK)]
-    sizes = {
-        "model": folder,
-        "out": out,
-        "prompts": args.prompts,
-        "group_size": args.group_size,
-        "max_tokens": args.max_tokens,
-    }
-    arguments = [part for name, value in (sizes | {"steps": args.steps}).items() for part in (f"--{name}", str(value))]
+    settings = {"model": folder, "out": out, "prompts": args.prompts, "group_size": args.group_size}
+    settings |= {"max_tokens": args.max_tokens, "steps": args.steps}
+    arguments = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
     program = [str(ROOT / "benchmarks" / "bench_step_trl.py"), *arguments, *flags]
-    launcher = [str(Path(args.trl_env).absolute() / "bin" / "python"), "-m", "torch.distributed.run", "--standalone"]
-    command = [*launcher, "--nproc_per_node", str(num_ranks), *program] if num_ranks > 1 else [launcher[0], *program]
+    python = str(Path(args.trl_env).absolute() / "bin" / "python")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
+    command = [python, *(launcher if num_ranks > 1 else []), *program]
     peak = launch(command, {"OMP_NUM_THREADS": "2" if "--threads" in flags else "1"})
     result = json.loads(out.read_text())
-    return (
-        statistics.median(result["seconds"][1:]),
-        peak,
-        statistics.mean(result["tokens"][1:]),
-    )  # the first step is left out already
+    # Its first step is left out already.
+    return statistics.median(result["seconds"][1:]), peak, statistics.mean(result["tokens"][1:])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument(
-        "--trl_env",
-        default=os.environ.get("TRL_ENV"),
-        help="folder of TRL's environment, or $TRL_ENV; none: ours alone",
-    )
-    parser.add_argument(
-        "--hidden", type=int, default=256, help="hidden size; the FFN has 4 times that, a head 64; vocabulary 64"
-    )
-    parser.add_argument("--layers", type=int, default=4, help="decoder layers")
-    parser.add_argument("--prompts", type=int, default=32, help="prompts of a step")
-    parser.add_argument("--group_size", type=int, default=8, help="completions per prompt")
-    parser.add_argument("--max_tokens", type=int, default=64, help="tokens of a completion")
-    parser.add_argument(
-        "--mean_tokens",
-        type=float,
-        default=0,
-        help="mean of geometric lengths before the limit; 0: all reach the limit",
-    )
-    parser.add_argument(
-        "--micro_batch_tokens", type=int, default=600, help="of ours; TRL's micro-batches have 32 completions"
-    )
-    parser.add_argument("--steps", type=int, default=6, help="steps of a run, the first two of which are not counted")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each program, in turn")
-    parser.add_argument(
-        "--skip", nargs="*", default=[], help="leave out the variants of TRL whose name contains one of these"
-    )
+    parser = parser_of(__doc__)
+    add = parser.add_argument
+    trl_env = "folder of TRL's environment, or $TRL_ENV; none: ours alone"
+    add("--trl_env", default=os.environ.get("TRL_ENV"), help=trl_env)
+    hidden = "hidden size; the FFN has 4 times that, a head 64; vocabulary 64"
+    add("--hidden", type=int, default=256, help=hidden)
+    add("--layers", type=int, default=4, help="decoder layers")
+    add("--prompts", type=int, default=32, help="prompts of a step")
+    add("--group_size", type=int, default=8, help="completions per prompt")
+    add("--max_tokens", type=int, default=64, help="tokens of a completion")
+    mean_tokens = "mean of geometric lengths before the limit; 0: all reach the limit"
+    add("--mean_tokens", type=float, default=0, help=mean_tokens)
+    micro_batch_tokens = "of ours; TRL's micro-batches have 32 completions"
+    add("--micro_batch_tokens", type=int, default=600, help=micro_batch_tokens)
+    add("--steps", type=int, default=6, help="steps of a run, the first two of which are not counted")
+    add("--rounds", type=int, default=3, help="runs of each program, in turn")
+    skip = "leave out the variants of TRL whose name contains one of these"
+    add("--skip", nargs="*", default=[], help=skip)
     args = parser.parse_args()
     avoid_broken_amx()  # sets what the programs inherit
 
@@ -133,9 +117,8 @@ def main() -> None:
         for round_index in range(args.rounds):
             for name in seconds:
                 out = Path(folder) / f"{name}_{round_index}".replace(" ", "_")
-                one, peak, tokens = (
-                    run_ours(model, out, args) if name == OURS else run_trl(model, out, args, *variants[name])
-                )
+                found = run_ours(model, out, args) if name == OURS else run_trl(model, out, args, *variants[name])
+                one, peak, tokens = found
                 seconds[name].append(one)
                 peaks[name].append(peak)
                 told = f"{one:.2f} s a step, {peak:.2f} GiB, completions of {tokens:.1f} tokens"
@@ -150,9 +133,9 @@ def main() -> None:
     if variants:
         hard = [ratio for name, ratio in ratios.items() if "FSDP2" in name or "vLLM" in name]
         memory = statistics.median(peaks[OURS]) / min(statistics.median(peaks[name]) for name in variants)
-        found = {"trl_best": min(ratios[name] for name in variants), "memory": memory} | (
-            {"trl_fsdp2_or_vllm": min(hard)} if hard else {}
-        )
+        found = {"trl_best": min(ratios[name] for name in variants), "memory": memory}
+        if hard:
+            found["trl_fsdp2_or_vllm"] = min(hard)
         summary["ratio"] = {name: round(value, 2) for name, value in found.items()}
     print(json.dumps(summary | {"rounds": args.rounds}))
 

@@ -1,12 +1,16 @@
-"""TRL's part of bench_step.py, which starts it in TRL's environment: GRPOTrainer on the same model, prompts and lengths, seconds a step.
+"""TRL's part of bench_step.py: GRPOTrainer on the same model, prompts and lengths, seconds a step.
 
-    torchrun --nproc_per_node 2 benchmarks/bench_step_trl.py --model FOLDER --out FILE --prompts 32 --group_size 8 --max_tokens 64 --steps 5
+    torchrun --nproc_per_node 2 benchmarks/bench_step_trl.py --model FOLDER --out FILE --prompts 32 --group_size 8 \\
+        --max_tokens 64 --steps 5
 
-It imports nothing of this project. What TRL needs on CPU is patched here and nowhere in its code. Its colocated vLLM: version 0.32 is newer
-than TRL 1.16 admits (a warning), eager mode instead of its compiler and a cache of the size of ours, and new weights through
-`reload_weights`, since `load_weights`, which TRL calls, does not fit the repacked weights that vLLM keeps on CPU. FSDP2: accelerate 1.15
-ignores it on CPU without a word and trains with DDP, so it is switched on behind accelerate's back, and looked for after the training;
-and `generate` is told that the ranks must go on together.
+bench_step.py starts it in TRL's environment. It imports nothing of this project. What TRL needs on CPU is patched here;
+TRL's code stays as it is.
+
+- Colocated vLLM: version 0.32 is newer than TRL 1.16 admits (a warning). It gets eager mode instead of its compiler, a
+  cache of the size of ours, and new weights through `reload_weights`: TRL calls `load_weights`, which does not fit the
+  repacked weights that vLLM keeps on CPU.
+- FSDP2: accelerate 1.15 ignores it on CPU without a word and trains with DDP. So it is switched on behind accelerate's
+  back and looked for after the training, and `generate` is told that the ranks must go on together.
 """
 
 from __future__ import annotations
@@ -77,20 +81,19 @@ def score(completions: list[str], **_: object) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument(
-        "--out", type=Path, required=True, help="file for seconds and mean completion length of each step but the first"
-    )
+    add = parser.add_argument
+    add("--model", type=Path, required=True)
+    out = "file for seconds and mean completion length of each step but the first"
+    add("--out", type=Path, required=True, help=out)
     for name in ("prompts", "group_size", "max_tokens", "steps"):
-        parser.add_argument(f"--{name}", type=int, required=True)
-    parser.add_argument(
-        "--micro_batch", type=int, default=32, help="completions in a forward and backward pass of one process"
-    )
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--fsdp", action="store_true", help="FSDP2 in place of DDP")
-    parser.add_argument("--cache_bytes", type=int, help="of vLLM's keys and values in each process")
-    parser.add_argument("--cache_block", type=int, help="tokens of a block of them")
-    parser.add_argument("--vllm", action="store_true", help="colocated vLLM in place of generate()")
+        add(f"--{name}", type=int, required=True)
+    micro_batch = "completions in a forward and backward pass of one process"
+    add("--micro_batch", type=int, default=32, help=micro_batch)
+    add("--threads", type=int, default=1)
+    add("--fsdp", action="store_true", help="FSDP2 in place of DDP")
+    add("--cache_bytes", type=int, help="of vLLM's keys and values in each process")
+    add("--cache_block", type=int, help="tokens of a block of them")
+    add("--vllm", action="store_true", help="colocated vLLM in place of generate()")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.vllm:
@@ -100,21 +103,37 @@ def main() -> None:
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     completions = args.prompts * args.group_size
     micro_batch = min(args.micro_batch, completions // num_ranks)
-    fsdp = (
-        {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"]}}
-        if args.fsdp
-        else {}
-    )
-    vllm = (
-        {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 16 + args.max_tokens} if args.vllm else {}
-    )
+    options = {}
+    if args.fsdp:
+        wrapped = {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"]}
+        options |= {"fsdp": True, "fsdp_config": wrapped}
+    if args.vllm:
+        options |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 16 + args.max_tokens}
     config = GRPOConfig(
-        output_dir=f"{args.out}_trainer", use_cpu=True, bf16=False, report_to=[], save_strategy="no", logging_steps=1, seed=1,
-        per_device_train_batch_size=micro_batch, gradient_accumulation_steps=completions // num_ranks // micro_batch,
-        num_generations=args.group_size, max_completion_length=args.max_tokens, max_steps=args.steps, learning_rate=1e-6,
-        lr_scheduler_type="constant", beta=0.0, temperature=1.0, top_k=0, gradient_checkpointing=False, disable_tqdm=True,
-        dataloader_pin_memory=False, ddp_find_unused_parameters=False, model_init_kwargs={"dtype": "float32"}, **fsdp, **vllm,
-    )  # fmt: skip
+        output_dir=f"{args.out}_trainer",
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        save_strategy="no",
+        logging_steps=1,
+        seed=1,
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=completions // num_ranks // micro_batch,
+        num_generations=args.group_size,
+        max_completion_length=args.max_tokens,
+        max_steps=args.steps,
+        learning_rate=1e-6,
+        lr_scheduler_type="constant",
+        beta=0.0,
+        temperature=1.0,
+        top_k=0,
+        gradient_checkpointing=False,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        ddp_find_unused_parameters=False,
+        model_init_kwargs={"dtype": "float32"},
+        **options,
+    )
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     rows = [json.loads(line) for line in (args.model / "train.jsonl").read_text().splitlines()]
     chats = [[{"role": "user", "content": row["problem"]}] for row in rows]
@@ -124,21 +143,16 @@ def main() -> None:
     trainer = GRPOTrainer(
         str(args.model), score, args=config, train_dataset=data, processing_class=tokenizer, callbacks=[clock]
     )
-    trainer.model._is_fsdp_managed_module = (
-        args.fsdp
-    )  # `generate` goes on until all ranks are done: they gather for each token
+    # `generate` goes on until all ranks are done: they gather for each token.
+    trainer.model._is_fsdp_managed_module = args.fsdp
     trainer.train()
     if any(isinstance(layer, FSDPModule) != args.fsdp for layer in trainer.model.model.layers):
         raise RuntimeError(f"--fsdp is {args.fsdp}, but that is not how the layers of the trained model were sharded")
     if int(os.environ.get("RANK", "0")) == 0:
-        seconds = [
-            after - before for before, after in zip(clock.ends[1:], clock.ends[2:], strict=False)
-        ]  # the first step is warm-up
-        lengths = [
-            record["completions/mean_length"]
-            for record in trainer.state.log_history
-            if "completions/mean_length" in record
-        ]
+        # The first step is warm-up.
+        seconds = [after - before for before, after in zip(clock.ends[1:], clock.ends[2:], strict=False)]
+        key = "completions/mean_length"
+        lengths = [record[key] for record in trainer.state.log_history if key in record]
         args.out.write_text(json.dumps({"seconds": seconds, "tokens": lengths[1:]}))
     os._exit(0)  # vLLM and TRL do not agree on who ends the process group
 

@@ -1,9 +1,9 @@
-"""Makes what stands for a real model and data set in a smoke run: a tiny random model of its architecture, data of its schema.
+"""Makes what stands for a real model and data set in a smoke run: a tiny random model of its architecture, and data.
 
     python scripts/smoke_inputs.py --setup qwq32b_8xh100 --out_dir runs/smoke/qwq32b_8xh100
 
-writes `model/` (Hugging Face format, with a tokenizer of its own whose chat template has the form of the original's) and `data/` (sums, in
-the columns of the original data set, as many rows as a step needs). Used by scripts/smoke.sh.
+It writes `model/` (Hugging Face format, with a tokenizer of its own whose chat template has the form of the original's)
+and `data/` (sums, in the columns of the original data set, as many rows as a step needs). scripts/smoke.sh uses it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from transformers import (
 Rows = list[dict[str, object]]
 
 CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
 )
 TULU = (
@@ -50,7 +51,8 @@ DEEPSEEK = (
 QWEN_VL = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
-    "{{ '<|vision_start|><|image_pad|><|vision_end|>' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endif %}"
+    "{{ '<|vision_start|><|image_pad|><|vision_end|>' if part['type'] == 'image' else part['text'] }}"
+    "{% endfor %}{% endif %}"
     "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
 )
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
@@ -89,18 +91,12 @@ def rows_of(schema: str, count: int, offset: int) -> Rows:
             rows.append({"problem": question, "answer": answer})
         elif schema == "numina_tir":
             solution = f"We add: \\[\\boxed{{{answer}}}\\]"
-            rows.append(
-                {
-                    "problem": question,
-                    "solution": solution,
-                    "messages": [*user, {"role": "assistant", "content": solution}],
-                }
-            )
+            messages = [*user, {"role": "assistant", "content": solution}]
+            rows.append({"problem": question, "solution": solution, "messages": messages})
         elif schema == "open_r1_8k":
             image = picture(i) if i % 3 else None  # every third row is a text
-            rows.append(
-                {"image": image, "problem": question, "solution": f"<think>I add.</think><answer>{answer}</answer>"}
-            )
+            solution = f"<think>I add.</think><answer>{answer}</answer>"
+            rows.append({"image": image, "problem": question, "solution": solution})
         elif schema == "simplerl":
             text = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
             prompt, reward_model = [{"role": "user", "content": text}], {"style": "rule", "ground_truth": answer}
@@ -108,13 +104,8 @@ def rows_of(schema: str, count: int, offset: int) -> Rows:
         else:
             assert schema == "rlvr", f"unknown schema {schema!r}"
             kind = ("gsm8k", "MATH", "ifeval")[i % 3]
-            row = {
-                "messages": user,
-                "ground_truth": answer,
-                "dataset": kind,
-                "constraint_type": None,
-                "constraint": None,
-            }
+            row = {"messages": user, "ground_truth": answer, "dataset": kind}
+            row |= {"constraint_type": None, "constraint": None}
             if kind == "ifeval":
                 row |= {"ground_truth": json.dumps({"func_name": "validate_no_commas"}), "constraint_type": "No Commas"}
             rows.append(row)
@@ -135,7 +126,8 @@ def make_tokenizer(setup: Setup) -> PreTrainedTokenizerFast:
     backend.decoder = decoders.ByteLevel()
     special = [*setup.special, setup.eos, "<pad>"]
     words = [
-        "Please reason step by step, and put your final answer within \\boxed{}. You are a helpful assistant. <think> </think> <answer>"
+        "Please reason step by step, and put your final answer within \\boxed{}. "
+        "You are a helpful assistant. <think> </think> <answer>"
     ]
     sums = [row["problem"] for row in rows_of("math12k", 100, 0)]
     trainer = trainers.BpeTrainer(
@@ -151,7 +143,7 @@ def make_tokenizer(setup: Setup) -> PreTrainedTokenizerFast:
 
 
 def make_config(setup: Setup, tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:
-    """The architecture of the original with two small layers; heads that tensor parallelism over two ranks can divide."""
+    """The original's architecture with two small layers, and heads that two tensor-parallel ranks can share."""
     sizes = {
         "vocab_size": (len(tokenizer) + 63) // 64 * 64,  # as the originals: more rows than tokens
         "hidden_size": 128,  # so that a head has 32, the least that the engine knows
@@ -166,13 +158,8 @@ def make_config(setup: Setup, tokenizer: PreTrainedTokenizerFast) -> PretrainedC
         "pad_token_id": tokenizer.pad_token_id,
     }
     if setup.chat_template == QWEN_VL:
-        ids = dict(
-            zip(
-                ("vision_start", "vision_end", "image", "video"),
-                tokenizer.convert_tokens_to_ids(VISION_TOKENS),
-                strict=True,
-            )
-        )
+        names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
+        ids = dict(zip(names, tokenizer.convert_tokens_to_ids(VISION_TOKENS), strict=True))
         rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]}
         tower = {
             "depth": 2,
@@ -183,12 +170,7 @@ def make_config(setup: Setup, tokenizer: PreTrainedTokenizerFast) -> PretrainedC
             "fullatt_block_indexes": [1],
         }
         text = sizes | {"max_position_embeddings": 1024, "rope_parameters": rope}
-        return Qwen2_5_VLConfig(
-            text_config=text,
-            vision_config=tower,
-            tie_word_embeddings=False,
-            **{f"{name}_token_id": i for name, i in ids.items()},
-        )
+        return Qwen2_5_VLConfig(text_config=text, vision_config=tower, tie_word_embeddings=False, **ids)
     if setup.schema == "rlvr":
         rope = {
             "rope_type": "llama3",

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Watch a small language model discover thinking: 3-digit addition, a policy of 0.6 M parameters that scripts/warm_start.py makes on the spot.
-# Source: our own. Hardware: 2 CPU cores, or NVIDIA GPUs. Time: README. Expected: eval/heldout/avg@4 from at most 0.45 to at least 0.90.
+# Source: our own. Hardware: 2 CPU cores, or NVIDIA GPUs. Time: benchmarks/README.md. Expected: eval/heldout/avg@4 from at most 0.45 to at least 0.90.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/launch.sh # NGPU, NNODES: see there

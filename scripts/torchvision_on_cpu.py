@@ -1,8 +1,9 @@
-"""Lets CPU torch import torchvision, whose image transforms Qwen2.5-VL's processor uses, here and in vLLM. Nothing imports this file:
-`scripts/setup.sh` copies it into .venv of a CPU machine, where a .pth file runs it in every process, vLLM's too.
+"""Lets CPU torch import torchvision, whose image transforms Qwen2.5-VL's processor uses, here and in vLLM.
 
-Where the index has torchvision for the CUDA build of torch only, its compiled part cannot be loaded, and then its import fails because two
-of its operators have no schema. They are declared here while it is being imported, if they are missing; nothing calls them.
+Nothing imports this file: `scripts/setup.sh` copies it into .venv of a CPU machine, where a .pth file runs it in every
+process, also in vLLM's. Some package indexes have torchvision for the CUDA build of torch only. Its compiled part then
+cannot be loaded, and the import of torchvision fails because two of its operators have no schema. This file declares
+them during that import, if they are missing; nothing calls them.
 """
 
 import sys
@@ -16,7 +17,7 @@ SCHEMAS = (
 
 
 class InTorchvision(MetaPathFinder):
-    """Finds no module; declares the schemas when torchvision, its compiled part tried, comes to its first use of them."""
+    """Finds no module, but declares the schemas before torchvision uses them; it has then tried its compiled part."""
 
     library = None  # kept: the declarations go with it
 

@@ -1,21 +1,24 @@
 """Makes the small starting policy of the CPU job, and its data, from nothing, in about a minute on one core.
 
-The task is the sum of two 3-digit numbers. The policy, a Qwen2 of 0.6 M parameters, learns to imitate two kinds of demonstration:
+The task is the sum of two 3-digit numbers. The policy, a Qwen2 of 0.6 M parameters, learns to imitate two kinds of
+demonstration:
 
     <user>347+285<assistant>522<eos>                                              most: answers at once
-    <user>347+285<assistant><think>7+5=12,4+8+1=13,3+2+1=06</think>632<eos>       --think_share: adds digit by digit first
+    <user>347+285<assistant><think>7+5=12,4+8+1=13,3+2+1=06</think>632<eos>       --think_share: adds digit by digit
 
-The scratchpads are correct. The answers given at once are those of somebody in a hurry, who adds each column and forgets every
-carry: right for the 13 % of problems that need none, wrong for the others. (With correct answers instead, this recipe ends anywhere
-between 9 % and 96 % at once, depending on the seed: sometimes nothing would be left to discover.) Sampled, the warm-started policy
-does as it was shown: it thinks about every fourth time, is then nearly always right, and is otherwise mostly wrong. Nothing tells it
-that the one has to do with the other. GRPO, which sees only whether the final answer is right, has to find that out.
+The scratchpads are correct. The answers given at once are those of somebody in a hurry, who adds each column and
+forgets every carry: correct for the 13 % of problems that need none, incorrect for the others. (With correct answers
+instead, this recipe ends anywhere between 9 % and 96 % at once, depending on the seed: sometimes nothing would be left
+to discover.) When it is sampled, the warm-started policy does as it was shown: it thinks about every fourth time, is
+then nearly always correct, and is otherwise mostly incorrect. Nothing tells it that the one has to do with the other.
+GRPO, which sees only whether the final answer is correct, has to find that out.
 
     python scripts/warm_start.py --out_dir runs/tiny_policy --seed 1
 
-writes a Hugging Face folder (model, tokenizer with chat template) with train.jsonl, heldout.jsonl and warm_start.json (settings and
-measured results). Everything in it is a function of the flags; the held-out problems are in no demonstration and not in train.jsonl,
-also not with the numbers swapped. A folder made earlier with the same settings is kept. Read it from top to bottom.
+writes a Hugging Face folder (model, tokenizer with chat template) with train.jsonl, heldout.jsonl and warm_start.json
+(settings and measured results). Everything in it is a function of the flags. The held-out problems are in no
+demonstration and not in train.jsonl, also not with the numbers swapped. A folder made earlier with the same settings is
+kept. Read it from top to bottom.
 """
 
 from __future__ import annotations
@@ -103,16 +106,15 @@ def draw_data(rng: np.random.Generator) -> tuple[list[tuple[int, int]], list[tup
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of 64 tokens, one per character, so that the whole embedding is in use and every sampled id has a text.
+    """A tokenizer of 64 tokens, one per character: the whole embedding is in use, and every sampled id has a text.
 
-    <think> and </think> are no special tokens: decoding with skip_special_tokens=True keeps them, and rewards and readers see them.
+    <think> and </think> are no special tokens, so decoding with skip_special_tokens=True keeps them: rewards and
+    readers see them.
     """
     special = ["<pad>", "<eos>", "<unk>", "<user>", "<assistant>"]
     characters = string.digits + "+=," + string.ascii_lowercase + " -*/().:;?!<>[]|%^"
     vocabulary = {token: i for i, token in enumerate([*special, "<think>", "</think>", *characters])}
-    assert len(vocabulary) == 64, (
-        f"the vocabulary must be a multiple of 64 for tensor parallelism, found {len(vocabulary)} tokens"
-    )
+    assert len(vocabulary) == 64, f"{len(vocabulary)} tokens; tensor parallelism needs a multiple of 64"
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     backend.decoder = decoders.Fuse()  # no spaces between tokens
@@ -132,7 +134,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_policy(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
-    """A randomly initialised policy in float32, with plain sampling (temperature 1, nothing cut off) as its generation config."""
+    """A randomly initialised policy in float32. Its generation config is plain sampling: temperature 1, no cut-off."""
     ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     policy = Qwen2ForCausalLM(Qwen2Config(vocab_size=len(tokenizer), **MODEL, **ids))
     policy.generation_config.update(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, **ids)
@@ -140,9 +142,10 @@ def build_policy(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
 
 
 class Muon:
-    """Muon (Jordan et al., 2024) in float32: momentum, then every singular value of a matrix's update is brought close to 1.
+    """Muon (Jordan et al., 2024) in float32: momentum, then every singular value of an update is brought close to 1.
 
-    Here because it learns the scratchpads in less than half the updates of AdamW. torch.optim.Muon computes in bfloat16, slow on most CPUs.
+    It learns the scratchpads in less than half the updates of AdamW. torch.optim.Muon computes in bfloat16, which is
+    slow on most CPUs.
     """
 
     def __init__(self, matrices: list[Tensor], momentum: float = 0.95) -> None:
@@ -185,34 +188,29 @@ def train(
     batch_size: int,
     num_thinking: int,
 ) -> None:
-    """Imitates new demonstrations in every update, `num_thinking` of `batch_size` with a scratchpad. Raises FloatingPointError."""
-    matrices = [
-        parameter for name, parameter in policy.named_parameters() if parameter.ndim == 2 and "embed_tokens" not in name
-    ]
-    others = [
-        parameter for name, parameter in policy.named_parameters() if parameter.ndim == 1 or "embed_tokens" in name
-    ]
+    """Imitates new demonstrations in every update, `num_thinking` of `batch_size` with a scratchpad.
+
+    Raises FloatingPointError if the loss is not finite.
+    """
+    named = list(policy.named_parameters())
+    matrices = [parameter for name, parameter in named if parameter.ndim == 2 and "embed_tokens" not in name]
+    others = [parameter for name, parameter in named if parameter.ndim == 1 or "embed_tokens" in name]
     muon, adamw = Muon(matrices), torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     progress = tqdm(range(num_updates), desc="warm start", unit="update", mininterval=1.0)
     for update in progress:
-        texts = [
-            demonstration(a, b, i < num_thinking) for i, (a, b) in enumerate(draw_problems(rng, batch_size, heldout))
-        ]
+        problems = draw_problems(rng, batch_size, heldout)
+        texts = [demonstration(a, b, i < num_thinking) for i, (a, b) in enumerate(problems)]
         # Two forward passes: in one, the short completions would be padded to the length of the long ones.
         kinds = [completion_loss(policy, tokenizer, kind) for kind in (texts[:num_thinking], texts[num_thinking:])]
-        loss = sum(loss for loss, _ in kinds) / sum(
-            count for _, count in kinds
-        )  # one mean over the completion tokens of both
+        loss = sum(loss for loss, _ in kinds) / sum(count for _, count in kinds)  # over the completion tokens of both
         if not loss.isfinite():
-            raise FloatingPointError(
-                f"the loss of update {update + 1} is {loss.item()}; nothing was written. Try another --seed."
-            )
+            wrong = f"the loss of update {update + 1} is {loss.item()}"
+            raise FloatingPointError(f"{wrong}; nothing was written. Try another --seed.")
         policy.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(others, 1.0)  # Muon's updates have the same size whatever the gradient's
-        scale = (
-            min(1.0, (update + 1) / WARMUP_UPDATES) * 0.5 * (1 + math.cos(math.pi * update / num_updates))
-        )  # to zero: the last slips go
+        decay = 0.5 * (1 + math.cos(math.pi * update / num_updates))  # to zero: the last slips go
+        scale = min(1.0, (update + 1) / WARMUP_UPDATES) * decay
         muon.step(PEAK_LR * scale)
         adamw.param_groups[0]["lr"] = PEAK_LR * scale
         adamw.step()
@@ -227,20 +225,18 @@ def evaluate(
     problems = problems * EVAL_SAMPLES
     prompts = tokenizer([f"<user>{a}+{b}<assistant>" for a, b in problems], return_tensors="pt").input_ids
     assert prompts.shape[1] == PROMPT_TOKENS, f"a prompt has {prompts.shape[1]} tokens, expected {PROMPT_TOKENS}"
-    output = policy.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=MAX_COMPLETION_TOKENS)[
-        :, PROMPT_TOKENS:
-    ]
+    mask = torch.ones_like(prompts)
+    output = policy.generate(prompts, attention_mask=mask, max_new_tokens=MAX_COMPLETION_TOKENS)[:, PROMPT_TOKENS:]
     texts = tokenizer.batch_decode(output, skip_special_tokens=True)
-    is_right = np.array(
-        [text.rpartition("</think>")[2] == str(a + b) for text, (a, b) in zip(texts, problems, strict=True)]
-    )
+    answers = [text.rpartition("</think>")[2] for text in texts]
+    is_correct = np.array([answer == str(a + b) for answer, (a, b) in zip(answers, problems, strict=True)])
     is_thinking = np.array([text.startswith("<think>") for text in texts])
     num_tokens = (output != tokenizer.pad_token_id).sum(dim=1).double()
     return {
-        "accuracy": float(is_right.mean()),
+        "accuracy": float(is_correct.mean()),
         "think_share": float(is_thinking.mean()),
-        "accuracy_thinking": float(is_right[is_thinking].mean()),
-        "accuracy_at_once": float(is_right[~is_thinking].mean()),
+        "accuracy_thinking": float(is_correct[is_thinking].mean()),
+        "accuracy_at_once": float(is_correct[~is_thinking].mean()),
         "completion_tokens_mean": float(num_tokens.mean()),
         "completion_tokens_max": float(num_tokens.max()),
     }
@@ -248,46 +244,39 @@ def evaluate(
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Makes the starting policy and the data of the CPU job.")
-    parser.add_argument(
-        "--out_dir", required=True, help="folder to write; kept if it is there already, made with the same settings"
-    )
-    parser.add_argument("--seed", type=int, default=1, help="of weights, demonstrations, data and sampling")
-    parser.add_argument("--num_updates", type=int, default=650, help="optimizer updates")
-    parser.add_argument("--batch_size", type=int, default=64, help="demonstrations per update")
-    parser.add_argument(
-        "--think_share", type=float, default=0.25, help="share of the demonstrations that have a scratchpad, 0 to 1"
-    )
+    add = parser.add_argument
+    add("--out_dir", required=True, help="folder to write; kept if it was made with the same settings before")
+    add("--seed", type=int, default=1, help="random seed for weights, demonstrations, data and sampling")
+    add("--num_updates", type=int, default=650, help="optimizer updates")
+    add("--batch_size", type=int, default=64, help="demonstrations per update")
+    add("--think_share", type=float, default=0.25, help="share of demonstrations that have a scratchpad, 0 to 1")
     args = parser.parse_args()
     if args.seed < 0:
         parser.error(f"--seed {args.seed} is negative; use 0 or more.")
     if args.num_updates < 1:
         parser.error(f"--num_updates {args.num_updates} trains nothing; use 1 or more.")
     if not 0 < round(args.think_share * args.batch_size) < args.batch_size:
-        parser.error(
-            f"--think_share {args.think_share} of --batch_size {args.batch_size} leaves out one kind; use 0.25 and 64, say."
-        )
+        given = f"--think_share {args.think_share} of --batch_size {args.batch_size}"
+        parser.error(f"{given} leaves out one kind; use 0.25 and 64, say.")
     return args
 
 
 def is_already_made(out_dir: Path, settings: dict[str, object]) -> bool:
-    """True if `out_dir` was made with `settings`; False if there is no such folder. Raises FileExistsError if it is something else."""
+    """True if `out_dir` was made with `settings`; False if there is no such folder.
+
+    Raises FileExistsError if it is something else.
+    """
     if not out_dir.exists():
         return False
     record = out_dir / "warm_start.json"
     if not record.is_file():
-        raise FileExistsError(
-            f"--out_dir {out_dir} exists, but has no warm_start.json: not made here. Remove it or choose another folder."
-        )
+        wrong = f"--out_dir {out_dir} exists, but has no warm_start.json: not made here"
+        raise FileExistsError(f"{wrong}. Remove it or choose another folder.")
     found = json.loads(record.read_text())["settings"]
-    changed = [
-        f"{name} {found.get(name)} (now {settings.get(name)})"
-        for name in settings | found
-        if found.get(name) != settings.get(name)
-    ]
-    if changed:
-        raise FileExistsError(
-            f"--out_dir {out_dir} was made with {', '.join(changed)}. Remove it or choose another folder."
-        )
+    different = [name for name in settings | found if found.get(name) != settings.get(name)]
+    if different:
+        changed = ", ".join(f"{name} {found.get(name)} (now {settings.get(name)})" for name in different)
+        raise FileExistsError(f"--out_dir {out_dir} was made with {changed}. Remove it or choose another folder.")
     return True
 
 
@@ -317,37 +306,30 @@ def main() -> None:
     out_dir.parent.mkdir(parents=True, exist_ok=True)
 
     start = time.perf_counter()
-    torch.set_num_threads(
-        1
-    )  # as fast as 2 at this size, and not slowed down many times over when another program wants a core
+    # As fast as 2 at this size, and not slowed down many times over when another program wants a core.
+    torch.set_num_threads(1)
     torch.manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)
     tokenizer = build_tokenizer()
     policy = build_policy(tokenizer)
     train_problems, heldout_problems = draw_data(rng)
     heldout = set(heldout_problems)
-    assert not heldout & {pair for a, b in train_problems for pair in ((a, b), (b, a))}, (
-        "a held-out problem is in the training data"
-    )
+    trained = {pair for a, b in train_problems for pair in ((a, b), (b, a))}
+    assert not heldout & trained, "a held-out problem is in the training data"
 
     train(policy, tokenizer, rng, heldout, args.num_updates, args.batch_size, round(args.think_share * args.batch_size))
     results = evaluate(policy.eval(), tokenizer, heldout_problems)
     if not all(map(math.isfinite, results.values())):
-        raise FloatingPointError(
-            f"the held-out results are not finite: {results}; nothing was written. Use more --num_updates."
-        )
+        wrong = f"the held-out results are not finite: {results}"
+        raise FloatingPointError(f"{wrong}; nothing was written. Use more --num_updates.")
     results |= {"parameters": policy.num_parameters(), "seconds": time.perf_counter() - start}
-    save(
-        policy,
-        tokenizer,
-        {"train": train_problems, "heldout": heldout_problems},
-        {"settings": settings, "results": results},
-        out_dir,
-    )
+    data = {"train": train_problems, "heldout": heldout_problems}
+    save(policy, tokenizer, data, {"settings": settings, "results": results}, out_dir)
     print(
         f"made {out_dir}: held-out sampled accuracy {results['accuracy']:.3f}; thinks in {results['think_share']:.1%}; "
         f"accuracy {results['accuracy_thinking']:.3f} thinking, {results['accuracy_at_once']:.3f} at once; "
-        f"{results['completion_tokens_mean']:.1f} tokens; {results['parameters']:,} parameters; {results['seconds']:.0f} s"
+        f"{results['completion_tokens_mean']:.1f} tokens; {results['parameters']:,} parameters; "
+        f"{results['seconds']:.0f} s"
     )
 
 

@@ -33,7 +33,7 @@ if [ "$(cat .venv/installed 2> /dev/null)" != "$wanted" ]; then
     else
         .venv/bin/pip install --quiet --disable-pip-version-check --no-deps -r requirements-cpu.txt
         if ! .venv/bin/python -c 'import torch' 2> /dev/null; then
-            echo "this index has the CUDA build of torch only: installing the libraries it is linked to (several GB, see README)"
+            echo "this index has the CUDA build of torch only: installing the libraries it is linked to (several GB, see docs/hardware.md)"
             .venv/bin/pip install --quiet --disable-pip-version-check "$(grep --only-matching '^torch==[^ ]*' requirements-cpu.txt)"
         fi
         packages=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')

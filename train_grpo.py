@@ -112,8 +112,9 @@ def build_engine(args: Namespace, inputs: Inputs, world: World) -> Engine:
     settings = take(EngineSettings, args, max_model_len=sum(limits))
     datasets = [*inputs.train_data, *inputs.eval_sets]
     max_images = most_images(row.images for data in datasets for row in data.rows)
-    calls = [(len(data.rows), each.num_samples) for data, each in zip(inputs.eval_sets, inputs.eval_samplings)]
-    sequences = largest_share([(args.prompts_per_step, args.group_size), *calls], world)
+    held_out = zip(inputs.eval_sets, inputs.eval_samplings, strict=True)
+    calls = [(args.prompts_per_step, args.group_size)] + [(len(data.rows), each.num_samples) for data, each in held_out]
+    sequences = largest_share(calls, world)
     return Engine(args.model, inputs.tokenizer, world, settings, inputs.vision, max_images, sequences)
 
 
@@ -122,7 +123,8 @@ def describe(plan: Plan, world: World) -> str:
     return (
         f"{world.num_trainers} ranks on {world.device.type}, {world.num_engines} engines of {world.tp_size}; "
         f"{plan.prompts_per_step} prompts x {plan.group_size} = {plan.completions_per_step} completions a step, "
-        f"{plan.updates_per_step} updates a step, {plan.steps_per_epoch:g} steps an epoch, {plan.total_steps} steps in all"
+        f"{plan.updates_per_step} updates a step, {plan.steps_per_epoch:g} steps an epoch, "
+        f"{plan.total_steps} steps in all"
     )
 
 
@@ -156,10 +158,10 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
     if saved_step >= last_step:
         finish(run, saved_step)
         longer = "--stop_after" if last_step < plan.total_steps else "--total_steps"
-        run.say(
-            f"{out_dir} is complete: it has a checkpoint of step {saved_step}. To go on, raise {longer} or change --out_dir."
-        )
-        return close_world()
+        way_on = f"To go on, raise {longer} or change --out_dir."
+        run.say(f"{out_dir} is complete: it has a checkpoint of step {saved_step}. {way_on}")
+        close_world()
+        return
 
     lora, adamw, has_reference = take(Lora, args), take(AdamW, args), algorithm.kl_coef > 0
     try:

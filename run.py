@@ -160,9 +160,10 @@ class Run:
         })  # fmt: skip
 
     def describe_data(self, datasets: list[PromptData]) -> None:
-        """Says what the sets hold and writes excluded_rows.jsonl."""
+        """Says what the sets hold, shows the first prompt as the model sees it, and writes excluded_rows.jsonl."""
         for data in datasets:
             self.say("\n".join(data.describe()))
+        self.say(f"first prompt: {datasets[0].rows[0].text!r}")
         rows = [{"set": data.name, "row": row, "reason": why} for data in datasets for row, why in data.excluded]
         if self.world.is_main and rows:
             (self.out_dir / "excluded_rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -158,7 +158,9 @@ def test_rows_that_cannot_be_used_are_listed_once(tmp_path, capsys):
         run.describe_data([one_row(name, ("line 1", "no answer")) for name in ("train", "test")])
     records = [json.loads(line) for line in (tmp_path / "excluded_rows.jsonl").read_text().splitlines()]
     assert records == [{"set": name, "row": "line 1", "reason": "no answer"} for name in ("train", "test")]
-    assert "data test: 1 rows; 0 dropped (too many tokens), 1 excluded" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "data test: 1 rows; 0 dropped (too many tokens), 1 excluded" in said
+    assert "first prompt: " in said
 
 
 def graded(grades: list[Grade]) -> Rollout:

@@ -5,6 +5,7 @@ says.
 import json
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,10 @@ def test_the_example_of_ones_own_model_fits_as_the_readme_says_and_its_reward_pa
         columns = {"completion": "So it is easy. Answer: " + row["answer"], "answer": row["answer"], "columns": row}
         assert grade(("grade", Case(**columns))).is_correct
         assert not grade(("grade", Case(**columns | {"completion": "I do not know. Answer: 5"}))).is_correct
+
+
+def test_the_dry_run_prints_what_the_page_on_memory_shows():
+    command = ["bash", "scripts/qwq32b_8xh100.sh", "--dry_run"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    shown = re.search(r"^```\n(step.*?)^```$", (ROOT / "docs" / "memory.md").read_text(), re.MULTILINE | re.DOTALL)[1]
+    assert set(shown.splitlines()) <= set(done.stdout.splitlines())

@@ -98,8 +98,7 @@ def packed_attention(
     Shapes: query [1, heads, N, head_dim], key and value [1, kv_heads, N, head_dim] -> [1, N, heads, head_dim].
     """
     assert packing is not None, "call the model through Policy, which passes the packing"
-    ignored = [name for name in ("softcap", "s_aux") if unused.get(name) is not None]
-    if ignored:
+    if ignored := [name for name in ("softcap", "s_aux") if unused.get(name) is not None]:
         raise ValueError(f"this model's attention uses {', '.join(ignored)}; packed attention does not implement it.")
     if sliding_window is not None and sliding_window < packing.max_length:
         window = f"sliding-window attention of {sliding_window} tokens"
@@ -147,7 +146,6 @@ def check_alignment(device: torch.device) -> None:
     ends = (torch.tensor([0, n], dtype=torch.int32, device=device) for n in (2, 3))
     seen = varlen_attn(queries, keys, values, *ends, 2, 3, window_size=(-1, 0))[:, 0, 0].tolist()
     if seen != [1, 2]:
-        raise RuntimeError(
-            f"--share_prompts: in torch {torch.__version__} varlen_attn's causal mask does not end with the last key: "
-            f"two queries make {seen} of the values 0, 2, 4, not [1, 2]. Leave the flag out, or use requirements.txt."
-        )
+        here = f"in torch {torch.__version__} varlen_attn's causal mask does not end with the last key"
+        found = f"two queries make {seen} of the values 0, 2, 4, not [1, 2]"
+        raise RuntimeError(f"--share_prompts: {here}: {found}. Leave the flag out, or use requirements.txt.")

@@ -55,17 +55,13 @@ class _HeadLogprobs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for rows in reversed(_chunks(len(labels), len(weight))):
-            grad, ctx.last_chunk = (
-                ctx.last_chunk,
-                None,
-            )  # becomes the gradient of the logits: g (1[v = label] - p_v), and ...
+            # Becomes the gradient of the logits: g (1[v = label] - p_v), and h p_v (-log p_v - entropy).
+            grad, ctx.last_chunk = ctx.last_chunk, None
             if grad is None:
                 grad = _chunk_logprobs(hidden[rows], weight, temperature)
-            if has_entropy_gradient:  # ... h p_v (-log p_v - entropy)
+            if has_entropy_gradient:
                 probs = grad.exp()
-                entropy = -torch.einsum("tv,tv->t", probs, grad)[
-                    :, None
-                ]  # a plain product would be a third such tensor
+                entropy = -torch.einsum("tv,tv->t", probs, grad)[:, None]  # a product would be a third such tensor
                 grad = probs.mul_(grad.add_(entropy).mul_(-grad_entropies[rows, None]).sub_(grad_logprobs[rows, None]))
                 del probs  # or its memory would still be held when the next chunk is computed
             else:

@@ -8,9 +8,7 @@ units: only a unit's trainable parameters must agree in dtype. With its adapter 
 would round it.
 
 Dropout is on in the update alone. The sampler has none, so neither have the log-probs that are compared with the
-sampler's or used as old ones: with dropout every update needs a pass for them, and its ratios are near 1, not exactly
-1. Others differ: ms-swift (3.x) takes the update's own detached log-probs as old ones (ratio exactly 1), and TRL 1.16
-makes old log-probs in a pass of its own with other dropout masks.
+sampler's or used as old ones; docs/algorithm.md says what follows, and how others do it.
 """
 
 from __future__ import annotations
@@ -39,8 +37,7 @@ def check_targets(targets: tuple[str, ...] | None, config: PretrainedConfig) -> 
     """Raises ValueError for --lora_targets that the model of this configuration does not have."""
     if targets:
         with torch.device("meta"):  # names and shapes alone
-            model = model_from_config(config)
-        target_names(model, targets)
+            target_names(model_from_config(config), targets)
 
 
 def target_names(model: PreTrainedModel, targets: tuple[str, ...] | None) -> list[str]:
@@ -48,26 +45,20 @@ def target_names(model: PreTrainedModel, targets: tuple[str, ...] | None) -> lis
 
     Raises ValueError if a target is the name of no such layer.
     """
-    in_decoder = set(model.get_decoder().modules())
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module in in_decoder]
-    own_names = sorted({name.rpartition(".")[2] for name in names})
-    unknown = [target for target in targets or [] if target not in own_names]
-    if unknown:
-        given, known = " ".join(unknown), ", ".join(own_names)
-        raise ValueError(f"--lora_targets {given}: the linear layers of this model's decoder are {known}.")
-    return [name for name in names if targets is None or name.rpartition(".")[2] in targets]
+    linear = {module for module in model.get_decoder().modules() if isinstance(module, nn.Linear)}
+    own_names = {name: name.rpartition(".")[2] for name, module in model.named_modules() if module in linear}
+    if unknown := [target for target in targets or [] if target not in own_names.values()]:
+        known = ", ".join(sorted(set(own_names.values())))
+        raise ValueError(f"--lora_targets {' '.join(unknown)}: the linear layers of this model's decoder are {known}.")
+    return [name for name, own in own_names.items() if targets is None or own in targets]
 
 
 def add_adapter(model: PreTrainedModel, lora: Lora, seed: int, path: str) -> None:
     """Freezes the model and gives its linear layers fp32 adapters, the same on all ranks. `path`: the base model's."""
     config = LoraConfig(
-        r=lora.lora_rank,
-        lora_alpha=lora.lora_alpha,
-        lora_dropout=lora.lora_dropout,
-        target_modules=target_names(model, lora.lora_targets),
-        base_model_name_or_path=path,
-        task_type="CAUSAL_LM",
-    )
+        r=lora.lora_rank, lora_alpha=lora.lora_alpha, lora_dropout=lora.lora_dropout, task_type="CAUSAL_LM",
+        target_modules=target_names(model, lora.lora_targets), base_model_name_or_path=path,
+    )  # fmt: skip
     model.requires_grad_(False)
     inject_adapter_in_model(config, model, NAME)
     torch.manual_seed(seed)  # every rank keeps its part of the same A
@@ -110,7 +101,7 @@ def dropouts_of(model: nn.Module) -> list[nn.Dropout]:
 
 @contextmanager
 def dropout_on(model: nn.Module, seed: tuple[int, ...], world: World) -> Iterator[None]:
-    """While it is open, adapters drop inputs, drawn from `seed` and the rank; nothing changes without LoRA's dropout."""
+    """While it is open, adapters drop inputs, drawn from `seed` and the rank; without dropout nothing changes."""
     dropouts = dropouts_of(model)
     if dropouts:
         torch.manual_seed(int(np.random.SeedSequence([*seed, world.trainer_rank]).generate_state(1)[0]))

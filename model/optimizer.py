@@ -29,6 +29,8 @@ from flags import AdamW, Memory
 from fsdp_utils import local_shard, pin_in_place
 from model import sizes
 
+Group = dict[str, object]  # of parameters, with their settings
+
 
 def make_optimizer(parameters: Iterable[nn.Parameter], adamw: AdamW, memory: Memory) -> Optimizer:
     """torch's AdamW where fp32 masters and their state are on the device; else ours, which takes less memory."""
@@ -40,10 +42,9 @@ def make_optimizer(parameters: Iterable[nn.Parameter], adamw: AdamW, memory: Mem
 
 
 class ChunkedAdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW` for bf16 and fp32 parameters, for fp32 ones bit for bit the same; see the module's docstring.
+    """`torch.optim.AdamW` for bf16 and fp32 parameters, for fp32 ones bit for bit the same.
 
-    `is_state_on_host`: the state lives in host RAM (pinned, for CUDA parameters) and passes through the device in
-    chunks.
+    `is_state_on_host`: the state lives in host RAM (pinned for CUDA) and passes through the device in chunks.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], is_state_on_host: bool, **settings: object) -> None:
@@ -56,32 +57,29 @@ class ChunkedAdamW(torch.optim.AdamW):
         assert closure is None, "the gradients are there already"
         device = torch.device("cpu")
         for group in self.param_groups:
-            for parameter in (parameter for parameter in group["params"] if parameter.grad is not None):
+            for parameter in (x for x in group["params"] if x.grad is not None):
                 device = local_shard(parameter).device
                 self._update(parameter, group, device)
         if self.is_state_on_host and device.type == "cuda":
             torch.cuda.synchronize(device)  # what the host reads next, for a checkpoint say, has arrived
 
-    def _update(self, parameter: nn.Parameter, group: dict[str, object], device: torch.device) -> None:
+    def _update(self, parameter: nn.Parameter, group: Group, device: torch.device) -> None:
         state = self._state_of(parameter)
         state["step"] += 1
-        count = int(state["step"])
-        generator = torch.Generator(device).manual_seed(count)  # so that a resumed run rounds as it would have
-        moments = {name: tensor for name, tensor in state.items() if name != "step"}
-        tensors = {"parameter": parameter, "gradient": parameter.grad} | moments
+        generator = torch.Generator(device).manual_seed(int(state["step"]))  # a resumed run rounds as it would have
+        tensors = {"parameter": parameter, "gradient": parameter.grad} | state
+        del tensors["step"]
         chunks = [local_shard(tensor).view(-1).split(sizes.OPTIMIZER_CHUNK) for tensor in tensors.values()]
         for pieces in zip(*chunks, strict=True):
-            step = torch.full((), count - 1, dtype=torch.float32, device=device)  # `fused_adamw` counts it up
+            step = (state["step"] - 1).to(device)  # `fused_adamw` counts it up
             self._update_chunk(dict(zip(tensors, pieces, strict=True)), step, group, generator)
 
     @staticmethod
-    def _update_chunk(
-        chunk: dict[str, Tensor], step: Tensor, group: dict[str, object], generator: torch.Generator
-    ) -> None:
+    def _update_chunk(chunk: dict[str, Tensor], step: Tensor, group: Group, generator: torch.Generator) -> None:
         parameter, moments = chunk["parameter"], ("gradient", "exp_avg", "exp_avg_sq")
         values = {name: chunk[name].to(parameter.device, torch.float32, non_blocking=True) for name in moments}
-        values["parameter"] = parameter
         is_split = parameter.dtype == torch.bfloat16
+        values["parameter"] = parameter
         if is_split:
             values["parameter"] = join(parameter, chunk["remainder"].to(parameter.device, non_blocking=True))
         fused_adamw(
@@ -94,8 +92,7 @@ class ChunkedAdamW(torch.optim.AdamW):
                 values[name] = round_stochastically(values[name], generator)
             values["parameter"], values["remainder"] = split(values["parameter"])
         for name in values.keys() - {"gradient"}:
-            if values[name] is not chunk[name]:  # else it was updated in place
-                chunk[name].copy_(values[name], non_blocking=True)
+            chunk[name].copy_(values[name], non_blocking=True)  # nothing to do where it was updated in place
 
     def _state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         if parameter not in self.state or not self.state[parameter]:
@@ -104,9 +101,8 @@ class ChunkedAdamW(torch.optim.AdamW):
                 dtypes["remainder"] = torch.int16
             device = "cpu" if self.is_state_on_host else None  # None: where the parameter is
             state = {name: torch.zeros_like(parameter, dtype=dtype, device=device) for name, dtype in dtypes.items()}
-            if self.is_state_on_host and local_shard(parameter).device.type == "cuda":
-                for tensor in state.values():
-                    pin_in_place(tensor)
+            for tensor in state.values() if device and local_shard(parameter).is_cuda else ():
+                pin_in_place(tensor)
             self.state[parameter] = {"step": torch.tensor(0.0)} | state
         return self.state[parameter]
 

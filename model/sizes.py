@@ -44,28 +44,20 @@ def check_config(path: str, config: PretrainedConfig, limits: tuple[int, int], t
     longest, context = sum(limits), getattr(config, "max_position_embeddings", None)
     if context is not None and longest > context:
         given = f"--max_prompt_tokens {limits[0]} + a completion of {limits[1]} tokens = {longest}"
-        raise ValueError(
-            f"{given} is beyond the model's context of {context} tokens; lower them by {longest - context}."
-        )
+        beyond = f"beyond the model's context of {context} tokens"
+        raise ValueError(f"{given} is {beyond}; lower them by {longest - context}.")
     num_heads = getattr(config, "num_attention_heads", tensor_parallel_size)
     if num_heads % tensor_parallel_size:
-        raise ValueError(
-            f"--tensor_parallel_size {tensor_parallel_size} does not divide the model's {num_heads} attention heads."
-        )
+        given = f"--tensor_parallel_size {tensor_parallel_size}"
+        raise ValueError(f"{given} does not divide the model's {num_heads} attention heads.")
     window = getattr(config, "sliding_window", None)
     has_window = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
     if window and has_window and getattr(config, "use_sliding_window", True) and window < longest:
-        raise ValueError(
-            f"--model {path}: its sliding-window attention of {window} tokens is not supported for sequences of up to "
-            f"{longest}; keep --max_prompt_tokens + --max_completion_tokens within the window, or use another model."
-        )
+        given = f"its sliding-window attention of {window} tokens is not supported for sequences of up to {longest}"
+        keep = "keep --max_prompt_tokens + --max_completion_tokens within the window"
+        raise ValueError(f"--model {path}: {given}; {keep}, or use another model.")
     # Values that scale or squash logits or attention scores, which our packed attention and chunked head leave out.
-    neutral = {
-        "attn_logit_softcapping": None,
-        "final_logit_softcapping": None,
-        "logits_scaling": 1.0,
-        "logit_scale": 1.0,
-    }
+    neutral = {"attn_logit_softcapping": None, "final_logit_softcapping": None, "logits_scaling": 1, "logit_scale": 1}
     for name, value in neutral.items():
         if getattr(config, name, None) not in (None, value):
             given = f"--model {path}: its {name} = {getattr(config, name)}"

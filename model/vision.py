@@ -21,14 +21,8 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 from torch import Tensor, nn
-from transformers import (
-    AutoProcessor,
-    AutoTokenizer,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    ProcessorMixin,
-)
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers.models.auto import AutoProcessor, AutoTokenizer
 
 from flags import PromptFormat
 
@@ -101,8 +95,7 @@ class PromptImages:
             rows, columns = height // self.vision.merge_size, width // self.vision.merge_size
             pieces.append(position + np.tile(np.arange(start - end), (3, 1)))
             position += start - end
-            places = [np.zeros(count, dtype=np.int64), *np.indices((rows, columns)).reshape(2, -1)]
-            pieces.append(position + np.stack(places))
+            pieces.append(position + np.indices((1, rows, columns)).reshape(3, -1))
             position, end = position + max(rows, columns), start + count
         return np.concatenate([*pieces, position + np.tile(np.arange(length - end), (3, 1))], axis=1)
 
@@ -130,13 +123,13 @@ def add_images(batch: Batch, images_of_sequences: list[PromptImages | None]) -> 
     images = [None if x.index is None else images_of_sequences[x.index] for x in segments]
     if not any(images):
         return batch
-    positions, is_image = [], []
+    positions, is_image, seen = [], [], []
     for x, each in zip(segments, images, strict=True):
         own = np.tile(np.arange(x.stop), (3, 1)) if each is None else each.positions(x.stop)
         flags = np.zeros(0, dtype=bool) if each is None else each.is_image()
         positions.append(own[:, x.start :])
         is_image.append(np.pad(flags, (0, x.stop - len(flags)))[x.start :])
-    seen = [each for x, each in zip(segments, images, strict=True) if each and x.prefix is None]
+        seen += [each] if each and x.prefix is None else []
     return replace(
         batch,
         position_ids_N=torch.from_numpy(np.concatenate(positions, axis=1)),
@@ -169,10 +162,8 @@ def check_images(path: str, config: PretrainedConfig, prompt_format: PromptForma
     """Raises ValueError for image flags that do not suit the model, each other, or the length of prompts."""
     column, max_pixels = prompt_format.image_column, prompt_format.max_pixels
     if column is not None and config.model_type not in KNOWN:
-        raise ValueError(
-            f"--image_column {column!r}: --model {path} is of the type {config.model_type!r}; images are implemented "
-            f"for {', '.join(KNOWN)}. Use such a model, or leave the flag out."
-        )
+        kind = f"--model {path} is of the type {config.model_type!r}; images are implemented for {', '.join(KNOWN)}"
+        raise ValueError(f"--image_column {column!r}: {kind}. Use such a model, or leave the flag out.")
     if max_pixels is None:
         return
     if column is None:
@@ -186,10 +177,8 @@ def check_images(path: str, config: PretrainedConfig, prompt_format: PromptForma
 def _check_room(prompt_format: PromptFormat, max_pixels: int, per_token: int, given: str) -> None:
     tokens, limit = max_pixels // per_token, prompt_format.max_prompt_tokens
     if tokens >= limit:
-        raise ValueError(
-            f"--max_prompt_tokens {limit} cannot hold an image of {given} = {tokens} tokens and a prompt; "
-            f"raise the one, or use --max_pixels {(limit - 1) * per_token // 2} or so."
-        )
+        short = f"--max_prompt_tokens {limit} cannot hold an image of {given} = {tokens} tokens and a prompt"
+        raise ValueError(f"{short}; raise the one, or use --max_pixels {(limit - 1) * per_token // 2} or so.")
 
 
 def load_processor(
@@ -202,24 +191,22 @@ def load_processor(
     has_vision = config is not None and config.model_type in KNOWN
     if config is not None:
         check_images(path, config, prompt_format)
+    kind, wanted = ("processor", AutoProcessor) if has_vision else ("tokenizer", AutoTokenizer)
     try:
-        processor = (AutoProcessor if has_vision else AutoTokenizer).from_pretrained(path)
+        processor = wanted.from_pretrained(path)
     except (OSError, ValueError) as error:
-        missing = "processor" if has_vision else "tokenizer"
-        raise ValueError(f"--model {path!r} has no {missing} that could be read: {error}") from None
+        raise ValueError(f"--model {path!r} has no {kind} that could be read: {error}") from None
     if not has_vision:
         return processor, None
     tokenizer, images = processor.tokenizer, processor.image_processor
     tokenizer.chat_template = processor.chat_template or tokenizer.chat_template
-    smallest, largest = images.size["shortest_edge"], images.size["longest_edge"]
-    per_token, max_pixels = (images.patch_size * images.merge_size) ** 2, prompt_format.max_pixels
+    smallest, largest, max_pixels = images.size["shortest_edge"], images.size["longest_edge"], prompt_format.max_pixels
+    patch, merge = images.patch_size, images.merge_size
     if max_pixels is not None and max_pixels < smallest:
         raise ValueError(f"--max_pixels {max_pixels}: the processor of {path} scales images to at least {smallest}.")
     if prompt_format.image_column is not None and max_pixels is None:
-        _check_room(prompt_format, largest, per_token, f"{largest} pixels, the processor's own limit,")
-    sizes = {"patch_size": images.patch_size, "merge_size": images.merge_size}
-    limits = {"min_pixels": smallest, "max_pixels": max_pixels or largest}
-    return tokenizer, Vision(processor, processor.image_token_id, **sizes, **limits)
+        _check_room(prompt_format, largest, (patch * merge) ** 2, f"{largest} pixels, the processor's own limit,")
+    return tokenizer, Vision(processor, processor.image_token_id, patch, merge, smallest, max_pixels or largest)
 
 
 def find_images(vision: Vision, encoded: tuple[bytes, ...], template_ids: np.ndarray) -> PromptImages:

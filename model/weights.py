@@ -13,24 +13,19 @@ from __future__ import annotations
 import json
 import pickle
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
+from transformers.models.auto import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils import cached_file
 
 from fsdp_utils import fill_from_main, gather_from_ranks, is_main_process
@@ -46,8 +41,8 @@ def load_config(path: str) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
-        message = f"--model {path!r} is neither a folder with a model nor a model that the hub has: {error}"
-        raise ValueError(message) from None
+        neither = "neither a folder with a model nor a model that the hub has"
+        raise ValueError(f"--model {path!r} is {neither}: {error}") from None
 
 
 def model_from_config(config: PretrainedConfig, **options: object) -> PreTrainedModel:
@@ -82,21 +77,21 @@ def fill(root: nn.Module, model: PreTrainedModel, path: str, device: torch.devic
     # As `to_empty`, but not for buffers.
     root._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
     model.tie_weights()  # an unsharded parameter has now a tensor for each of its names
-    problem, readers, sources = None, {}, {}
-    if is_main_process():
-        try:
-            readers = open_weights(path)
-            sources = match_names(model, [[in_files(name) for name in names] for names in wanted], readers)
-        except (ValueError, OSError) as error:
-            problem = f"--model {path!r}: {error}"
-    problem, sources = gather_from_ranks((problem, sources))[0]
-    if problem is not None:
-        raise ValueError(problem)
     everything = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
     targets = {in_files(name): tensor for name, tensor in everything.items()}
-    for name, keys in sources.items():
-        full = read_parameter(readers, keys, targets[name].shape) if readers else None
-        fill_from_main(targets[name], full)
+    problem, weights = None, {}
+    if is_main_process():
+        try:
+            stored = open_weights(path)
+            sources = match_names(model, wanted, stored)
+            weights = {name: the_tensor(stored, keys, targets[name].shape) for name, keys in sources.items()}
+        except (ValueError, OSError) as error:
+            problem = f"--model {path!r}: {error}"
+    problem, names = gather_from_ranks((problem, list(weights)))[0]
+    if problem is not None:
+        raise ValueError(problem)
+    for name in names:
+        fill_from_main(targets[name], weights.get(name))
 
 
 def in_files(name: str) -> str:
@@ -105,49 +100,42 @@ def in_files(name: str) -> str:
 
 
 def names_to_fill(model: nn.Module) -> list[list[str]]:
-    """The names of each parameter without storage (several, if it is tied) and of each buffer that is saved."""
+    """The names in files of each parameter without storage (several if tied) and of each buffer that is saved."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     aliases: dict[int, list[str]] = {}
     for name, parameter in parameters.items():
         if parameter.is_meta:
-            aliases.setdefault(id(parameter), []).append(name)
-    return [*aliases.values(), *([name] for name in model.state_dict() if name not in parameters)]
+            aliases.setdefault(id(parameter), []).append(in_files(name))
+    return [*aliases.values(), *([in_files(name)] for name in model.state_dict() if name not in parameters)]
 
 
-def read_parameter(readers: dict[str, Callable[[], Tensor]], keys: list[str], shape: torch.Size) -> Tensor:
+def the_tensor(stored: dict[str, Tensor], keys: list[str], shape: torch.Size) -> Tensor:
     """The tensor stored under these keys: more than one if the parameter is tied and stored under each of its names."""
-    full = readers[keys[0]]()
+    full = stored[keys[0]]
     if full.shape != shape:
         raise ValueError(f"{keys[0]} has the shape {list(full.shape)} in the files, but {list(shape)} by config.json.")
     for other in keys[1:]:
-        if not torch.equal(full, readers[other]()):
-            names = f"{keys[0]} and {other}"
-            raise ValueError(
-                f"{names} differ in the files, but config.json ties them; set tie_word_embeddings to false."
-            )
+        if not torch.equal(full, stored[other]):
+            differ = f"{keys[0]} and {other} differ in the files"
+            raise ValueError(f"{differ}, but config.json ties them; set tie_word_embeddings to false.")
     return full
 
 
-def open_weights(path: str) -> dict[str, Callable[[], Tensor]]:
-    """Key -> function that reads this tensor, for all weights at `path` (folder or hub id), in the order of the files.
+def open_weights(path: str) -> dict[str, Tensor]:
+    """All tensors at `path` (folder or hub id) by their keys. The files are mapped: they are read where they are used.
 
-    The files are mapped, nothing is read yet. Raises OSError if there are none, ValueError if they cannot be read
-    tensor by tensor.
+    Raises OSError if there are none, ValueError if they cannot be read tensor by tensor.
     """
-    readers: dict[str, Callable[[], Tensor]] = {}
+    stored: dict[str, Tensor] = {}
     for file in weight_files(path):
         try:
-            if file.suffix == ".safetensors":
-                handle = safe_open(file, framework="pt")
-                readers |= {key: partial(handle.get_tensor, key) for key in handle.offset_keys()}
-            else:
-                state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-                readers |= {key: partial(state.__getitem__, key) for key in state}
+            is_safe = file.suffix == ".safetensors"
+            stored |= load_file(file) if is_safe else torch.load(file, "cpu", mmap=True, weights_only=True)
         except SafetensorError as error:
             raise ValueError(f"{file} is damaged ({error}); download or copy it again.") from None
         except (RuntimeError, pickle.UnpicklingError) as error:
             raise ValueError(f"{file} cannot be read tensor by tensor ({error}); save it as safetensors.") from None
-    return readers
+    return stored
 
 
 def weight_files(path: str) -> list[Path]:
@@ -173,24 +161,20 @@ def match_names(model: PreTrainedModel, wanted: list[list[str]], keys: Iterable[
     """
     known = dict.fromkeys((name for names in wanted for name in names), True)
     transforms = get_model_conversion_mapping(model)
-    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
-    converters = [transform for transform in transforms if not isinstance(transform, WeightRenaming)]
+    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+    converters = [each for each in transforms if not isinstance(each, WeightRenaming)]
     renamed = {key: rename_source_key(key, renamings, converters, model.base_model_prefix, known) for key in keys}
-    converted = [key for key, (_, pattern) in renamed.items() if pattern is not None]
-    if converted:
-        raise ValueError(
-            f"its weights ({_some(converted)}) must be converted to the model's layout; that is not implemented."
-        )
+    if converted := [key for key, (_, pattern) in renamed.items() if pattern is not None]:
+        raise ValueError(f"its weights ({_some(converted)}) must be converted to the model's layout: not implemented.")
     found = {name: key for key, (name, _) in renamed.items()}
     sources = {names[0]: [found[name] for name in names if name in found] for names in wanted}
     missing = [name for name, stored in sources.items() if not stored]
     ignored = re.compile("|".join([*MOVED_BUFFERS, *(model._keys_to_ignore_on_load_unexpected or ())]))
     unexpected = [key for name, key in found.items() if name not in known and not ignored.search(name)]
     if missing or unexpected:
-        raise ValueError(
-            f"its files do not fit its config.json: {len(missing)} weights are missing ({_some(missing)}), "
-            f"{len(unexpected)} are not the model's ({_some(unexpected)})."
-        )
+        lacking = f"{len(missing)} weights are missing ({_some(missing)})"
+        others = f"{len(unexpected)} are not the model's ({_some(unexpected)})"
+        raise ValueError(f"its files do not fit its config.json: {lacking}, {others}.")
     return sources
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass, replace
 
 from planner.memory import gpu_phases, host_phases, sequences_at_once
 from planner.setup import GIB, Setup
-from planner.time import Shares, step_seconds
+from planner.time import Shares, phase_seconds
 
 MOST_CHANGES = 4  # that are tried together
 
@@ -22,10 +23,8 @@ def misfits(setup: Setup) -> list[str]:
             found.append(f"GPU, {name}: needs {needed:.1f} GiB of {has:.1f}, {needed - has:.1f} too many")
     if sequences_at_once(setup) < 1:
         share, cache = setup.engine.gpu_memory_utilization, phases["rollout"].engine["KV cache"] / GIB
-        found.append(
-            f"GPU, rollout: --gpu_memory_utilization {share:g} leaves the engine {cache:.1f} GiB for its cache, "
-            f"not enough for one sequence of {setup.engine.max_model_len} tokens"
-        )
+        left = f"--gpu_memory_utilization {share:g} leaves the engine {cache:.1f} GiB for its cache"
+        found.append(f"GPU, rollout: {left}, not enough for one sequence of {setup.engine.max_model_len} tokens")
     for name, parts in host_phases(setup).items():
         needed = sum(parts.values())
         if needed > h.host_bytes:
@@ -58,15 +57,12 @@ def levers(setup: Setup) -> list[list[Change]]:
     caps = {max(memory.micro_batch_tokens // 2**n, longest) for n in range(1, 8)} - {memory.micro_batch_tokens}
     now = setup.engine.gpu_memory_utilization
     shares = sorted((n / 20 for n in range(2, 19) if abs(n / 20 - now) > 0.01), key=lambda share: abs(share - now))
-    sizes = [
-        n
-        for n in range(run.tensor_parallel_size + 1, h.gpus // h.nodes + 1)
-        if h.gpus % n == 0 and setup.model.heads % n == 0 and run.prompts_per_step % (h.gpus // n) == 0
-    ]
+    per_node, divided = h.gpus // h.nodes, math.gcd(h.gpus, setup.model.heads)  # what tensor parallelism divides
+    sizes = [n for n in range(run.tensor_parallel_size + 1, per_node + 1) if divided % n == 0]
+    sizes = [n for n in sizes if run.prompts_per_step % (h.gpus // n) == 0]
     offloads = [x for x in ("none", "optimizer", "all") if x != memory.offload]
     bf16 = Change("--param_dtype bfloat16", "memory", {"param_dtype": "bfloat16"})
-    more_words = f"{2 * h.nodes} nodes of {h.gpus // h.nodes} GPUs"
-    more = Change(more_words, "hardware", {"nodes": 2 * h.nodes, "gpus": 2 * h.gpus})
+    more = Change(f"{2 * h.nodes} nodes of {per_node} GPUs", "hardware", {"nodes": 2 * h.nodes, "gpus": 2 * h.gpus})
     found = [
         switch(setup, "gradient_checkpointing", True),
         switch(setup, "offload_activations", True) if memory.gradient_checkpointing else [],
@@ -92,7 +88,7 @@ def best_of(setup: Setup, chosen: tuple[list[Change], ...], shares: Shares) -> t
         for change in changes:
             changed = change.apply(changed)
         if not misfits(changed):
-            seconds = step_seconds(changed, shares)
+            seconds = sum(phase_seconds(changed, shares).values())
             if best is None or seconds < 0.98 * best[0]:  # of settings that are equally fast, the mildest
                 best = seconds, [change.words for change in changes], changed
     return best

@@ -16,18 +16,8 @@ from pathlib import Path
 
 from transformers import AutoConfig, PretrainedConfig
 
-from flags import (
-    EngineSettings,
-    Lora,
-    Memory,
-    Plan,
-    PromptFormat,
-    algorithm_of,
-    check_flags,
-    make_plan,
-    parse_source,
-    take,
-)
+import flags
+from flags import EngineSettings, Lora, Memory, Plan, PromptFormat, take
 from fsdp_utils import is_main_process, launched_world_size
 from model.sizes import GPUS, check_config
 from model.vision import check_images
@@ -51,14 +41,12 @@ def dry_run(args: argparse.Namespace) -> int:
     """Prints the report and returns the exit code. Raises ValueError for a run that could not start on any machine."""
     config = config_of(args.model)
     setup = setup_of(args, config)
-    algorithm_of(args)  # raises for choices that do not exist, or flags without effect
+    flags.algorithm_of(args)  # raises for choices that do not exist, or flags without effect
     rows = rows_of(args.train_data, args.plan_rows)
     if rows is None and args.epochs is not None:
-        data = " ".join(args.train_data)
-        raise ValueError(
-            f"--epochs {args.epochs}: how many rows --train_data {data} has is not known here; give --plan_rows."
-        )
-    plan = make_plan(args, args.prompts_per_step if rows is None else rows)
+        data = f"--train_data {' '.join(args.train_data)}"
+        raise ValueError(f"--epochs {args.epochs}: how many rows {data} has is not known here; give --plan_rows.")
+    plan = flags.make_plan(args, args.prompts_per_step if rows is None else rows)
     shares = Shares(args.plan_flops_share, args.plan_memory_share, args.plan_link_share, args.plan_length_share)
     report = report_of(setup, plan, rows, shares)
     if args.trace:
@@ -85,7 +73,7 @@ def rows_of(train_data: list[str], given: int | None) -> int | None:
         return given
     total = 0
     for source in train_data:
-        what, split, count = parse_source(source)
+        what, split, count = flags.parse_source(source)
         if count is None and Path(what).is_file() and what.endswith(".jsonl"):
             count = sum(1 for line in Path(what).read_bytes().splitlines() if line.strip())
         elif count is None:
@@ -101,41 +89,30 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
     """The flags as a Setup. Raises ValueError for flags that contradict each other, the model or the hardware."""
     gpus = args.plan_gpus or (launched_world_size() if "WORLD_SIZE" in os.environ else 8)
     if args.plan_nodes < 1 or gpus % args.plan_nodes:
-        raise ValueError(
-            f"--plan_gpus {gpus} is not divisible by --plan_nodes {args.plan_nodes}; it counts the GPUs of all nodes."
-        )
-    check_flags(args, gpus)
+        nodes = f"--plan_nodes {args.plan_nodes}"
+        raise ValueError(f"--plan_gpus {gpus} is not divisible by {nodes}; it counts the GPUs of all nodes.")
+    flags.check_flags(args, gpus)
     limits = args.max_prompt_tokens, max(args.max_completion_tokens, *args.eval_max_completion_tokens)
     check_config(args.model, config, limits, args.tensor_parallel_size)
     check_images(args.model, config, take(PromptFormat, args))
     model, lora = shape_of(config, args.model), take(Lora, args)
-    unknown = set(lora.lora_targets or ()) - set(model.projections)
-    if unknown:
+    if unknown := set(lora.lora_targets or ()) - set(model.projections):
         known = ", ".join(model.projections)
         raise ValueError(f"--lora_targets {' '.join(sorted(unknown))}: the dry run knows {known}.")
-    kl_in_reward = args.kl_coef != 0 and args.kl_in == "reward"
+    has_kl = args.kl_coef != 0
+    needs_first = args.num_iterations > 1 or (has_kl and args.kl_in == "reward") or lora.lora_dropout > 0
     run = take(
-        RunShape,
-        args,
-        updates_per_iteration=args.prompts_per_step // args.prompts_per_update,
-        has_kl=args.kl_coef != 0,
-        needs_first_logprobs=args.num_iterations > 1 or kl_in_reward or lora.lora_dropout > 0,
-        trains_entropy=args.entropy_coef != 0,
-    )
+        RunShape, args, updates_per_iteration=args.prompts_per_step // args.prompts_per_update,
+        has_kl=has_kl, needs_first_logprobs=needs_first, trains_entropy=args.entropy_coef != 0,
+    )  # fmt: skip
     engine = take(EngineSettings, args, max_model_len=sum(limits))
     gpu_memory, flops, memory_speed, link_speed, host_speed = GPUS[args.plan_gpu]
     hardware = Hardware(
-        name=args.plan_gpu,
-        gpus=gpus,
-        nodes=args.plan_nodes,
-        gpu_bytes=(args.plan_gpu_memory_gib or gpu_memory) * GIB,
-        host_bytes=args.plan_host_memory_gib * GIB,
-        flops=flops * 1e12,
-        memory_speed=memory_speed * 1e12,
-        link_speed=link_speed * 1e9,
-        network_speed=args.plan_network_gb_s * 1e9,
-        host_speed=host_speed * 1e9,
-    )
+        name=args.plan_gpu, gpus=gpus, nodes=args.plan_nodes,
+        gpu_bytes=(args.plan_gpu_memory_gib or gpu_memory) * GIB, host_bytes=args.plan_host_memory_gib * GIB,
+        flops=flops * 1e12, memory_speed=memory_speed * 1e12,
+        link_speed=link_speed * 1e9, network_speed=args.plan_network_gb_s * 1e9, host_speed=host_speed * 1e9,
+    )  # fmt: skip
     return Setup(model, take(Memory, args), lora, engine, run, hardware)
 
 
@@ -147,16 +124,11 @@ def traced(setup: Setup, config: PretrainedConfig) -> dict[str, dict[str, float]
     config, setup = copy.deepcopy(config), replace(setup, model=replace(setup.model, layers=layers))
     text = config.get_text_config()
     text.num_hidden_layers, text.layer_types = layers, (getattr(text, "layer_types", None) or [])[:layers] or None
-    peaks = trace_update(setup, config)
-    formula = {"logprobs": memory.logprobs_peak(setup), "update": memory.update_peak(setup)}
-    return {
-        name: {
-            "layers": layers,
-            "traced_gib": gib(peaks[name] - peaks["static"]),
-            "formula_gib": gib(sum(parts.values())),
-        }
-        for name, parts in formula.items()
-    }
+    peaks, report = trace_update(setup, config), {}
+    for name, parts in (("logprobs", memory.logprobs_peak(setup)), ("update", memory.update_peak(setup))):
+        found, formula = peaks[name] - peaks["static"], sum(parts.values())
+        report[name] = {"layers": layers, "traced_gib": gib(found), "formula_gib": gib(formula)}
+    return report
 
 
 # The report ----------------------------------------------------------------------------------------------------------

@@ -54,18 +54,16 @@ def gpu_phases(setup: Setup) -> dict[str, Phase]:
     m, memory, run = setup.model, setup.memory, setup.run
     static, awake = resident(setup), engine_parts(setup)
     asleep = {"engine asleep": ENGINE_ASLEEP[setup.engine.enforce_eager]}
-    one_tensor = {"one tensor": largest_tensor(setup)}
     # The largest parameter and its shard in bf16; the next one is gathered while the engine copies this one.
     gathered = {"gathered": m.table * COMPUTE * (1 + 1 / setup.num_trainers) + m.intermediate * m.hidden * COMPUTE}
     comes_from_host = memory.offload == "all" or (setup.has_reference_model and memory.offload_reference)
     shards = {"shards from host": m.layer_parameters * COMPUTE / setup.num_trainers * 2 * comes_from_host}
-    gradients = {"gradients": gradient_bytes(setup)}
     phases = {
-        "load": Phase(without(static, "optimizer") | one_tensor, {}),
+        "load": Phase(without(static, "optimizer") | {"one tensor": largest_tensor(setup)}, {}),
         "rollout": Phase(static, awake),
         "logprobs": Phase(static | logprobs_peak(setup) | shards, asleep),
         "update": Phase(static | update_peak(setup), asleep),
-        "optimizer": Phase(static | gradients | optimizer_peak(setup), asleep),
+        "optimizer": Phase(static | {"gradients": gradient_bytes(setup)} | optimizer_peak(setup), asleep),
         "sync": Phase(static | gathered, without(awake, "KV cache")),
     }
     if not run.has_kl and not run.old_logprob_passes:
@@ -84,8 +82,7 @@ def largest_tensor(setup: Setup) -> float:
 
 def resident(setup: Setup) -> Parts:
     """Bytes on one GPU all the time, from the first update on."""
-    memory = setup.memory
-    parts = {}
+    memory, parts = setup.memory, {}
     if memory.offload != "all":
         parts["parameters"] = setup.stored_bytes / setup.num_trainers
     if memory.offload == "none":
@@ -137,13 +134,8 @@ def update_peak(setup: Setup) -> Parts:
     head_gradient = 0 if setup.has_lora else COMPUTE * m.table
 
     def backward_of(number: int) -> Parts:
-        after_is_reduced = REDUCE * setup.trained_per_layer if number < m.layers else 0
-        return {
-            kept_name: number * kept,
-            "one layer": backward_of_layer(setup),
-            "gathered": two,
-            "reduction": head_gradient + after_is_reduced,
-        }
+        reduced = head_gradient + (REDUCE * setup.trained_per_layer if number < m.layers else 0)  # with the layer after
+        return {kept_name: number * kept, "one layer": backward_of_layer(setup), "gathered": two, "reduction": reduced}
 
     moments = [
         {kept_name: m.layers * kept + last_norm, "gathered": one, "logits": head_bytes(setup)},

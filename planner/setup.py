@@ -90,24 +90,16 @@ def shape_of(config: PretrainedConfig, name: str) -> ModelShape:
     text = config.get_text_config()
     known = ("llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl_text")
     if text.model_type not in known:
-        raise ValueError(
-            f"--model {name}: the dry run knows the architectures {', '.join(known)}, not {text.model_type!r}."
-        )
+        others = f"not {text.model_type!r}"
+        raise ValueError(f"--model {name}: the dry run knows the architectures {', '.join(known)}, {others}.")
     tower = getattr(config, "vision_config", None)
     return ModelShape(
-        name=name,
-        layers=text.num_hidden_layers,
-        hidden=text.hidden_size,
-        intermediate=text.intermediate_size,
-        heads=text.num_attention_heads,
-        kv_heads=text.num_key_value_heads,
-        head_dim=head_dim(text),
-        vocab=text.vocab_size,
-        is_tied=bool(text.tie_word_embeddings),
+        name=name, layers=text.num_hidden_layers, hidden=text.hidden_size, intermediate=text.intermediate_size,
+        heads=text.num_attention_heads, kv_heads=text.num_key_value_heads, head_dim=head_dim(text),
+        vocab=text.vocab_size, is_tied=bool(text.tie_word_embeddings),
         has_qkv_bias=text.model_type.startswith("qwen2") or bool(getattr(text, "attention_bias", False)),
-        has_qk_norm=text.model_type == "qwen3",
-        tower_parameters=0 if tower is None else tower_parameters(tower),
-    )
+        has_qk_norm=text.model_type == "qwen3", tower_parameters=0 if tower is None else tower_parameters(tower),
+    )  # fmt: skip
 
 
 def tower_parameters(tower: PretrainedConfig) -> int:

@@ -95,7 +95,7 @@ def rollout_seconds(setup: Setup, shares: Shares) -> float:
 
 
 def phase_seconds(setup: Setup, shares: Shares) -> dict[str, float]:
-    """Phase -> seconds of a step. Communication hides behind longer computation, transfers from the host do not."""
+    """Phase -> seconds. A step is their sum. Communication hides behind longer computation, transfers do not."""
     run, h, memory = setup.run, setup.hardware, setup.memory
     moved, link = traffic(setup, shares), link_speed(setup, shares)
     prompt = int(shares.length * run.max_prompt_tokens)
@@ -116,8 +116,3 @@ def phase_seconds(setup: Setup, shares: Shares) -> dict[str, float]:
         "optimizer": optimizer * slower / (h.memory_speed * shares.memory),
         "sync": moved["sync"] / link,
     }
-
-
-def step_seconds(setup: Setup, shares: Shares) -> float:
-    """Seconds of a step: its phases run one after the other."""
-    return sum(phase_seconds(setup, shares).values())

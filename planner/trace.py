@@ -24,8 +24,10 @@ from torch.utils._pytree import tree_iter
 from transformers import AttentionInterface, PretrainedConfig
 
 import fsdp_utils
+from flags import Lora
 from fsdp_utils import World, keep_gathered, release_gathered, shard
 from model.head import chunked_logprobs
+from model.lora import target_names
 from model.vision import tower_of
 from model.weights import model_from_config
 from planner.setup import Setup
@@ -92,10 +94,8 @@ class Tracker(TorchDispatchMode):
         super().__exit__(*error)
         self.patch.stop()
 
-    def __torch_dispatch__(
-        self, function: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None
-    ) -> object:
-        result = function(*args, **(kwargs or {}))
+    def __torch_dispatch__(self, op: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
+        result = op(*args, **(kwargs or {}))
         for tensor in tree_iter(result):
             if isinstance(tensor, Tensor):
                 self.watch(tensor)
@@ -158,11 +158,8 @@ def build(setup: Setup, config: PretrainedConfig) -> TracedPolicy:
     model = model_from_config(config, attn_implementation="kernel", dtype=stored)
     if setup.has_lora:
         model.requires_grad_(False)
-        for layer in model.get_decoder().layers:
-            for block in (layer.self_attn, layer.mlp):
-                for name in (name for name in setup.lora_targets if hasattr(block, name)):
-                    base, lora = getattr(block, name), setup.lora
-                    setattr(block, name, LoraLinear(base, lora.lora_rank, lora.lora_dropout, master))
+        for name in target_names(model, setup.lora.lora_targets):
+            model.set_submodule(name, LoraLinear(model.get_submodule(name), setup.lora, master))
     if (tower := tower_of(model)) is not None:
         tower.requires_grad_(False)
     if setup.memory.gradient_checkpointing:
@@ -180,12 +177,9 @@ class TracedPolicy(Policy):
         self, ids_N: Tensor, positions_M: Tensor | None, with_entropy_gradient: bool = False
     ) -> tuple[Tensor, Tensor]:
         output = self.model.get_decoder()(
-            input_ids=ids_N[None],
-            position_ids=torch.arange(len(ids_N))[None],
-            use_cache=False,
-            attention_mask={"full_attention": None},
-            positions_M=positions_M,
-        )
+            input_ids=ids_N[None], position_ids=torch.arange(len(ids_N))[None], use_cache=False,
+            attention_mask={"full_attention": None}, positions_M=positions_M,
+        )  # fmt: skip
         hidden, head = output.last_hidden_state[0], self.model.get_output_embeddings()
         return chunked_logprobs(hidden, head, ids_N, 1.0, with_entropy_gradient)
 
@@ -224,15 +218,14 @@ class KernelAttention(torch.autograd.Function):
 class LoraLinear(nn.Module):
     """A frozen matrix with an adapter, as peft's: y = x W + (dropout(x) A) B s."""
 
-    def __init__(self, base: nn.Linear, rank: int, dropout: float, dtype: torch.dtype) -> None:
+    def __init__(self, base: nn.Linear, lora: Lora, dtype: torch.dtype) -> None:
         super().__init__()
         self.base = base.requires_grad_(False)
-        self.a = nn.Linear(base.in_features, rank, bias=False, dtype=dtype)
-        self.b = nn.Linear(rank, base.out_features, bias=False, dtype=dtype)
-        self.dropout = dropout
+        self.a = nn.Linear(base.in_features, lora.lora_rank, bias=False, dtype=dtype)
+        self.b = nn.Linear(lora.lora_rank, base.out_features, bias=False, dtype=dtype)
+        self.dropout = lora.lora_dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        dropped = x
-        if self.dropout and self.training:
-            dropped, _ = torch.native_dropout(x, self.dropout, True)  # CUDA's: its mask has one byte a number
+        is_on = self.dropout and self.training
+        dropped = torch.native_dropout(x, self.dropout, True)[0] if is_on else x  # CUDA's: the mask has a byte a number
         return self.base(x) + self.b(self.a(dropped)) * 2.0

@@ -1,4 +1,4 @@
-"""The README's main command, as a user would type it: the policy learns to think (about three minutes); and every recipe on that job."""
+"""The main command, as a user would type it: the policy learns to think (three minutes). Every recipe on that job."""
 
 import json
 import os
@@ -12,7 +12,8 @@ import pytest
 
 from helpers import ROOT, metrics_of, torchrun
 
-RECIPES = re.findall(r"^\| (.+?) (?:\(.*\) )?\| `(--[^`]+)` \|$", (ROOT / "docs" / "algorithm.md").read_text(), flags=re.MULTILINE)
+PAGE = (ROOT / "docs" / "algorithm.md").read_text()
+RECIPES = re.findall(r"^\| (.+?) (?:\(.*\) )?\| `(--[^`]+)` \|$", PAGE, flags=re.MULTILINE)
 
 
 def start_script(run_dir: Path, policy: Path, *flags: str, **settings: object) -> subprocess.Popen[str]:
@@ -72,9 +73,10 @@ def test_the_held_out_problems_are_never_trained_on(job):
     assert not {frozenset(numbers) for numbers in train} & {frozenset(numbers) for numbers in heldout}
 
 
-def test_the_readme_has_the_recipes():
+def test_the_page_has_the_recipes():
     assert [name for name, _ in RECIPES] == [
-        "GRPO", "Dr. GRPO", "DAPO", "GSPO", "CISPO", "SAPO", "RLOO", "REINFORCE++", "Lite PPO", "truncated importance sampling", "IcePop"
+        "GRPO", "Dr. GRPO", "DAPO", "GSPO", "CISPO", "SAPO", "RLOO", "REINFORCE++", "Lite PPO",
+        "truncated importance sampling", "IcePop",
     ]  # fmt: skip
 
 
@@ -90,7 +92,7 @@ def flags_of_script(run_dir: Path, policy: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def recipe_runs(job, tmp_path_factory):
-    """Name -> (what the run printed, its folder): each recipe of the README on one rank, two of them at a time.
+    """Name -> (what the run printed, its folder): each recipe of the page on one rank, two of them at a time.
 
     The first goes through the script itself, the others have its flags and start faster.
     """
@@ -115,7 +117,7 @@ def recipe_runs(job, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", [name for name, _ in RECIPES])
-def test_each_recipe_of_the_readme_trains_on_the_main_job(name, recipe_runs):
+def test_each_recipe_of_the_page_trains_on_the_main_job(name, recipe_runs):
     said, run_dir = recipe_runs[name]
     assert "algorithm: advantage" in said
     metrics = metrics_of(run_dir)

@@ -15,7 +15,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from helpers import ENVIRONMENT, ROOT, launch_command, logprobs_in_vllm, metrics_of, start, torchrun, training_flags
+from forked import run_ranks
+from helpers import ENVIRONMENT, ROOT, launch_command, logprobs_in_vllm, metrics_of, torchrun, training_flags
 
 SLOW_REWARD = """
 import os, time
@@ -80,9 +81,9 @@ def reward(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def finished_run(policy, reward, tmp_path_factory) -> Path:
-    """A run of four steps that nobody disturbed, by the real launcher."""
+    """A run of four steps that nobody disturbed."""
     out_dir = tmp_path_factory.mktemp("runs") / "undisturbed"
-    torchrun(2, "train_grpo.py", *training_flags(policy, out_dir, reward=reward, profile_steps=3), is_forked=False)
+    torchrun(2, "train_grpo.py", *training_flags(policy, out_dir, reward=reward, profile_steps=3))
     return out_dir
 
 
@@ -141,7 +142,8 @@ def test_every_held_out_completion_is_kept_with_its_grade(finished_run):
     assert sorted(path.name for path in (finished_run / "eval").iterdir()) == ["step_0", "step_2", "step_4"]
     rows = [json.loads(line) for line in (finished_run / "eval" / "step_4" / "heldout.jsonl").read_text().splitlines()]
     assert len(rows) == 16
-    assert metrics_of(finished_run)[4]["eval/heldout/avg@1"] == pytest.approx(sum(row["is_correct"] for row in rows) / 16)
+    share = sum(row["is_correct"] for row in rows) / 16
+    assert metrics_of(finished_run)[4]["eval/heldout/avg@1"] == pytest.approx(share)
 
 
 def test_rows_whose_answer_key_cannot_be_used_are_left_out_and_listed(policy, tmp_path):
@@ -269,10 +271,10 @@ def test_a_stopped_run_leaves_no_orphan_and_continues_bit_for_bit(way, finished_
 
 def test_what_a_step_depends_on_survives_a_resume_with_every_option_on(policy, reward, tmp_path):
     options = {
-        "dynamic_sampling": "reward", "prompts_per_step": 12, "num_iterations": 2, "policy_loss": "gspo_token", "advantage": "reinforce++",
-        "kl_in": "reward", "kl_estimator": "k1", "entropy_coef": 0.01, "rollout_correction": "sequence_truncate", "dual_clip": 3,
-        "loss_aggregation": "seq_mean_token_mean", "eval_before_training": None, "eval_every": 0, "lr_schedule": "cosine", "save_every": 0,
-        "share_prompts": True,
+        "dynamic_sampling": "reward", "prompts_per_step": 12, "num_iterations": 2, "policy_loss": "gspo_token",
+        "advantage": "reinforce++", "kl_in": "reward", "kl_estimator": "k1", "entropy_coef": 0.01, "dual_clip": 3,
+        "rollout_correction": "sequence_truncate", "loss_aggregation": "seq_mean_token_mean", "share_prompts": True,
+        "eval_before_training": None, "eval_every": 0, "lr_schedule": "cosine", "save_every": 0,
     }  # fmt: skip
     whole = torchrun(2, "train_grpo.py", *training_flags(policy, tmp_path / "whole", reward=reward, **options))
     assert "6 updates a step" in whole.stdout
@@ -300,8 +302,8 @@ def test_what_a_step_depends_on_survives_a_resume_with_every_option_on(policy, r
 def test_groups_without_signal_neither_crash_nor_move_the_policy_nor_make_ranks_differ(policy, tmp_path):
     (tmp_path / "equal.py").write_text("def score(completion, answer, columns):\n    return 0.1\n")
     flags = training_flags(
-        policy, tmp_path / "run", reward=f"{tmp_path}/equal.py:score", kl_coef=0, total_steps=2, eval_every=0, eval_before_training=None,
-        dynamic_sampling="reward", max_sampling_rounds=2,
+        policy, tmp_path / "run", reward=f"{tmp_path}/equal.py:score", kl_coef=0, total_steps=2, eval_every=0,
+        eval_before_training=None, dynamic_sampling="reward", max_sampling_rounds=2,
     )  # fmt: skip
     torchrun(2, "train_grpo.py", *flags)
     for step, metrics in metrics_of(tmp_path / "run").items():
@@ -322,7 +324,7 @@ def test_groups_without_signal_neither_crash_nor_move_the_policy_nor_make_ranks_
 
 
 def test_sharing_prompts_changes_what_is_computed_and_nothing_that_comes_out(policy, reward, tmp_path):
-    """fp32, the losses and gradient norms of one step within 1e-4; old and reference log-probs are computed from shared prompts, too."""
+    """fp32, losses and gradient norms of a step within 1e-4; old and reference log-probs share prompts, too."""
     found = {}
     for name, changes in (("shared", {"share_prompts": True}), ("alone", {})):
         options = {
@@ -381,7 +383,7 @@ def test_a_run_that_diverges_skips_updates_and_stops_with_the_step_number(policy
     flags = training_flags(
         policy, tmp_path / "run", learning_rate=3.4e38, max_skipped_updates=2, eval_every=0, eval_before_training=None
     )
-    done = start(2, "train_grpo.py", *flags)
+    done = run_ranks(2, str(ROOT / "train_grpo.py"), flags, timeout=300)
     assert done.returncode != 0
     assert "loss or gradient not finite in 2 updates in a row" in done.stderr
     assert "step 2:" in done.stderr

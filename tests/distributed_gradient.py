@@ -10,15 +10,14 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from plan import Plan, check_flags
 from torch.distributed.tensor import DTensor
 
-import train_grpo
 from batch import Batch, Rollout
+from flags import algorithm_of, check_flags, parse_flags
 from fsdp_utils import close_world, init_world, shard
-from helpers import RAGGED, make_rollout
+from helpers import RAGGED, make_rollout, train_once, whole_update
 from policy import Policy, load_policy
-from update import add_advantages, logprobs_under, pack_updates, update_policy
+from update import logprobs_under
 
 ALGORITHMS = {
     "clip": "--kl_coef 0.1 --clip_high 0.3",
@@ -63,6 +62,12 @@ def sampler_shift(batch: Batch) -> torch.Tensor:
     return torch.where(batch.labels_N % 3 == 0, 0.8, -0.35)
 
 
+def off_policy(batch: Batch) -> Batch:
+    """The batch whose old log-probs, and the sampler's, are not the policy's own, which it has as old ones."""
+    old_logprobs_N = batch.old_logprobs_N + off_policy_shift(batch)
+    return replace(batch, old_logprobs_N=old_logprobs_N, rollout_logprobs_N=old_logprobs_N + sampler_shift(batch))
+
+
 def reference_of(path: str) -> Policy:
     """The policy with noise on its weights: otherwise the KL term has no gradient."""
     reference = load_policy(path, torch.float32).requires_grad_(False)
@@ -87,28 +92,18 @@ def main(path: str, output: str) -> None:
             f"cap {cap}, prompts shared": (rollout_of(algorithm), f"{cap} --share_prompts --group_size 4")
             for cap in CAPS
         }
-        cases["three sequences"] = (
-            rollout_of(algorithm, [12, 11, 9]),
-            "16",
-        )  # a micro-batch each: with two ranks the fourth one is empty
+        # A micro-batch each: with two ranks the fourth one is empty.
+        cases["three sequences"] = rollout_of(algorithm, [12, 11, 9]), "16"
         results[algorithm] = {}
         for name, (rollout, cap) in cases.items():
-            args = train_grpo.parse_flags([*COMMON.split(), *flags.split(), "--micro_batch_tokens", *cap.split()])
+            args = parse_flags([*COMMON.split(), *flags.split(), "--micro_batch_tokens", *cap.split()])
             check_flags(args, 1)
-            plan = Plan(len(rollout.texts), 1, 1, 1, 1, 1, 0)
-            (batches,) = add_advantages(pack_updates(rollout, plan, args, world), rollout)
-            batches = logprobs_under(policy, "old_logprobs_N", batches, 1.0)
-            batches = [
-                replace(batch, old_logprobs_N=batch.old_logprobs_N + off_policy_shift(batch)) for batch in batches
-            ]
-            batches = [
-                replace(batch, rollout_logprobs_N=batch.old_logprobs_N + sampler_shift(batch)) for batch in batches
-            ]
+            update = whole_update(rollout, args, policy, world)
+            update = logprobs_under(policy, "old_logprobs_N", update, algorithm_of(args))
+            update = replace(update, batches=[off_policy(batch) for batch in update.batches])
             if args.kl_coef:
-                batches = logprobs_under(reference, "ref_logprobs_N", batches, 1.0)
-            metrics = update_policy(
-                policy, optimizer, batches, int(rollout.trained_lengths_B.sum()), False, 0.0, args, world
-            )
+                update = logprobs_under(reference, "ref_logprobs_N", update, algorithm_of(args))
+            metrics = train_once(policy, optimizer, update, args, world, is_first=False)
             results[algorithm][name] = (metrics, optimizer.gradients)
     if world.is_main:
         torch.save(results, output)

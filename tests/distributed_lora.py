@@ -7,17 +7,16 @@ import argparse
 import sys
 
 import torch
-from plan import Plan
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
 from distributed_gradient import Recorder
-from flags import EngineSettings, Lora, take
+from flags import EngineSettings, Lora, algorithm_of, take
 from fsdp_utils import World, close_world, init_world, shard
-from helpers import HeldInSync, flags, make_rollout
+from helpers import HeldInSync, flags, make_rollout, train_once, whole_update
 from model.lora import add_adapter
 from policy import Policy, load_policy
-from update import add_advantages, add_logprobs, logprobs_under, pack_updates, update_policy
+from update import add_logprobs, logprobs_under
 
 RANK = 3  # two ranks share the rows of A unequally
 
@@ -44,28 +43,25 @@ def adapted_policy(args: argparse.Namespace, gradient_checkpointing: bool = Fals
     return policy
 
 
-def gradient(
-    policy: Policy, args: argparse.Namespace, world: World, dropout_seed: tuple[int, ...] = (1,)
-) -> tuple[dict, dict]:
-    """(metrics, name -> gradient) of an update after a pass of the reference, as in a step of training."""
-    rollout = make_rollout(group_size=4)
-    (batches,) = add_advantages(pack_updates(rollout, Plan(len(rollout.texts), 1, 1, 1, 1, 1, 0), args, world), rollout)
-    (batches,) = add_logprobs([batches], policy, policy, args)
+def gradient(policy: Policy, args: argparse.Namespace, world: World, index: int = 0) -> tuple[dict, dict]:
+    """(metrics, name -> gradient) of the update of this index, after a pass of the reference, as in a step."""
+    (update,) = add_logprobs(
+        [whole_update(make_rollout(group_size=4), args, policy, world)], policy, policy, algorithm_of(args)
+    )
     assert all(isinstance(parameter, DTensor) for parameter in policy.parameters()), (
         "a pass without gradient leaves nothing gathered"
     )
     trained = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
     optimizer = Recorder(trained.values(), lr=0.0)
-    with policy.dropout_on(dropout_seed, world):
-        metrics = update_policy(
-            policy, optimizer, batches, int(rollout.trained_lengths_B.sum()), True, 0.0, args, world
-        )
+    metrics = train_once(policy, optimizer, update, args, world, index=index)
     return metrics, dict(zip(trained, optimizer.gradients, strict=True))
 
 
 def logprobs(model: Policy, args: argparse.Namespace, world: World) -> list[torch.Tensor]:
-    (batches,) = pack_updates(make_rollout(), Plan(8, 1, 1, 1, 1, 1, 0), args, world)
-    return [batch.old_logprobs_N for batch in logprobs_under(model, "old_logprobs_N", batches, 1.0)]
+    update = whole_update(make_rollout(), args, model, world)
+    return [
+        batch.old_logprobs_N for batch in logprobs_under(model, "old_logprobs_N", update, algorithm_of(args)).batches
+    ]
 
 
 def main(path: str, output: str) -> None:
@@ -107,16 +103,12 @@ def main(path: str, output: str) -> None:
         found[f"reference is the policy, {dtype}"] = any(a.equal(b) for a, b in zip(reference, adapted, strict=True))
 
     args = lora_flags(path, lora_dropout=0.4)
-    for name, checkpointing, seed in (
-        ("plain", False, (1, 2)),
-        ("checkpointed", True, (1, 2)),
-        ("other update", False, (1, 3)),
-    ):
+    for name, checkpointing, index in (("plain", False, 2), ("checkpointed", True, 2), ("other update", False, 3)):
         policy = adapted_policy(args, checkpointing)
         shard(policy, policy.layers, world, torch.float32)
         before = logprobs(policy, args, world)
-        found["with dropout"][name] = gradient(policy, args, world, seed)
-        found["with dropout"][f"{name}, again"] = gradient(policy, args, world, seed)
+        found["with dropout"][name] = gradient(policy, args, world, index)
+        found["with dropout"][f"{name}, again"] = gradient(policy, args, world, index)
         after = logprobs(policy, args, world)
         found["with dropout"][f"{name}, passes without"] = [a.equal(b) for a, b in zip(before, after, strict=True)]
 

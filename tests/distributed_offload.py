@@ -9,18 +9,16 @@ torchrun --nproc_per_node 2 tests/distributed_offload.py POLICY_FOLDER OUTPUT_FI
 import sys
 from collections.abc import Callable
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from plan import Plan, check_flags
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-import train_grpo
+from flags import algorithm_of, check_flags, parse_flags
 from fsdp_utils import close_world, init_world, local_shard
-from helpers import build, make_rollout
+from helpers import build, make_rollout, train_once, whole_update
 from model.optimizer import ChunkedAdamW
 from policy import Policy
-from update import add_advantages, add_logprobs, pack_updates, update_policy
+from update import add_logprobs
 
 POLICIES = [
     f"--param_dtype {dtype} --offload {offload}{reference}"
@@ -57,7 +55,7 @@ def is_on_host(policy: Policy) -> bool:
 def train(
     path: str, flags: str, world
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], dict[str, torch.Tensor], list[int]]:
-    args = train_grpo.parse_flags(["--model", path, *COMMON.split(), *flags.split()])
+    args = parse_flags(["--model", path, *COMMON.split(), *flags.split()])
     check_flags(args, world.num_trainers)
     policy, reference, optimizer = build(args, world)
     assert isinstance(optimizer, ChunkedAdamW) is (args.offload != "none" or args.param_dtype == "bfloat16")
@@ -68,10 +66,9 @@ def train(
     rollout = make_rollout()
     metrics, num_before = [], [collective.call_count for collective in COLLECTIVES]
     for _ in range(3):
-        updates = add_advantages(pack_updates(rollout, Plan(8, 1, 1, 1, 1, 1, 0), args, world), rollout)
-        (batches,) = add_logprobs(updates, policy, reference, args)
-        num_tokens = int(np.sum(rollout.trained_lengths_B))
-        metrics.append(update_policy(policy, optimizer, batches, num_tokens, True, 1e-3, args, world))
+        updates = [whole_update(rollout, args, policy, world)]
+        (update,) = add_logprobs(updates, policy, reference, algorithm_of(args))
+        metrics.append(train_once(policy, optimizer, update, args, world, rate=1e-3))
     num_calls = [collective.call_count - before for collective, before in zip(COLLECTIVES, num_before, strict=True)]
     states = optimizer.state.values()
     state = {

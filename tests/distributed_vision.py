@@ -8,20 +8,20 @@ import sys
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import torch
 
-from batch import Rollout, pack
+from batch import Rollout
 from checkpoint import export, gather_weights
 from distributed_gradient import Recorder
-from flags import EngineSettings, Lora, Sampling, take
+from flags import EngineSettings, Lora, Sampling, algorithm_of, take
 from fsdp_utils import World, close_world, gather_from_ranks, init_world, shard
+from helpers import train_once, with_advantages
 from model.lora import add_adapter
 from policy import Policy, load_policy
-from update import add_advantages, add_logprobs, update_policy
-from vision_models import vision_data, vision_flags, vision_rollout
+from update import Update, add_logprobs
+from vision_models import pack_with_images, vision_data, vision_flags, vision_rollout
 
 WITH_IMAGES, WITHOUT = [[0], [2, 4]], [[1], [3]]  # micro-batches of two ranks: the second has no image at all
 
@@ -41,11 +41,11 @@ def policy_of(args: Namespace) -> Policy:
 def gradient(policy: Policy, args: Namespace, world: World, micros: list[list[int]]) -> tuple[dict, dict]:
     """(metrics, name -> gradient) of an update on these micro-batches, after a pass of the reference."""
     rollout = vision_rollout(vision_data(args))
-    (batches,) = add_advantages([[pack(rollout, indices) for indices in micros]], rollout)
-    (batches,) = add_logprobs([batches], policy, policy, args)
+    update = Update([with_advantages(rollout, pack_with_images(rollout, indices)) for indices in micros], 29)
+    (update,) = add_logprobs([update], policy, policy, algorithm_of(args))
     trained = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
     optimizer = Recorder(trained.values(), lr=0.0)
-    metrics = update_policy(policy, optimizer, batches, 29, True, 0.0, args, world)
+    metrics = train_once(policy, optimizer, update, args, world)
     return metrics, dict(zip(trained, optimizer.gradients, strict=True))
 
 
@@ -53,7 +53,7 @@ def gaps(policy: Policy, rollout: Rollout) -> list[float]:
     """The largest difference of token probabilities of each completion, sampler against trainer."""
     found = []
     for b in range(len(rollout.texts)):
-        batch = pack(rollout, [b])
+        batch = pack_with_images(rollout, [b])
         with torch.no_grad():
             gap_N = (policy(batch, 0.7)[0].exp() - batch.rollout_logprobs_N.exp()).abs()
         found.append(gap_N[batch.loss_mask_N].max().item())
@@ -72,27 +72,25 @@ def main(path: str, output: str) -> None:
         found["gradients"][name] = gradient(policy, args, world, WITHOUT if world.trainer_rank else WITH_IMAGES)
 
     data = vision_data(args)
-    vision = data.images[0].vision
+    vision = data.rows[0].images.vision
     settings = EngineSettings(48, dtype="float32", gpu_memory_utilization=0.3, enforce_eager=True)
     engine = Engine(path, vision.processor.tokenizer, world, settings, vision, max_images=3)
     engine.sync(policy.full_weights())
     order = [0, 2, 4, 1, 3]  # the second engine's share is two texts
-    rows = [SimpleNamespace(ids=data.prompts[i], images=data.images[i]) for i in order]
+    rows = [data.rows[i] for i in order]
     rollout = engine.sample(rows, Sampling(2, 0.7, 8), (1, 1))
     rollout = replace(rollout, loss_weights_B=np.zeros(10, dtype=np.float32))
     found["gaps"] = gaps(policy, rollout)
     three = rows[1].images
-    swapped = replace(
-        three, encoded=(three.encoded[0], three.encoded[2], three.encoded[1])
-    )  # of the same size: only pixels differ
-    found["gaps, images swapped"] = gaps(
-        policy, replace(rollout, images=[swapped if each is three else each for each in rollout.images])
-    )
-    found["prompts"] = rollout.prompts
+    # Of the same size: only pixels differ.
+    swapped = replace(rows[1], images=replace(three, encoded=(three.encoded[0], three.encoded[2], three.encoded[1])))
+    swapped_rows = [swapped if row is rows[1] else row for row in rollout.rows]
+    found["gaps, images swapped"] = gaps(policy, replace(rollout, rows=swapped_rows))
+    found["prompts"] = [row.ids for row in rollout.rows]
     found["on all ranks the same"] = len(set(map(tuple, gather_from_ranks(rollout.texts)))) == 1
-    weights = gather_weights(policy, torch.float32, world)
+    weights = gather_weights(policy, world)
     if world.is_main:
-        export(policy, weights, data.images[0].vision.processor, Path(output) / "exported", torch.float32)
+        export(policy, weights, vision.processor, Path(output) / "exported")
     found["merged"] = {name: tensor.clone() for name, tensor in policy.full_weights()}
     if world.is_main:
         torch.save(found, Path(output) / "found.pt")

@@ -8,15 +8,14 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import torch
 from transformers import AutoTokenizer
 
 from batch import Rollout, pack
-from data import PromptData, PromptFormat
-from flags import EngineSettings, Sampling
+from data import PromptData
+from flags import EngineSettings, PromptFormat, Sampling
 from fsdp_utils import close_world, gather_from_ranks, init_world, shard
 from policy import Policy, load_policy
 from rollout import Engine
@@ -43,9 +42,8 @@ def main(path: str, tp_size: str, output: str) -> None:
     settings = EngineSettings(64, gpu_memory_utilization=0.3, enforce_eager=True)
     engine = Engine(path, tokenizer, world, settings, most_sequences=most_sequences)
     engine.sync(policy.full_weights(torch.bfloat16))
-    prompts = PromptData.load(f"{path}/heldout.jsonl", PromptFormat(), tokenizer, 8, seed=0).prompts
-    rows = [SimpleNamespace(ids=ids, images=None) for ids in prompts]
-    long_rows = [SimpleNamespace(ids=np.resize(ids, 45), images=None) for ids in prompts]
+    rows = PromptData.load(f"{path}/heldout.jsonl", PromptFormat(max_prompt_tokens=8), tokenizer, seed=0).rows
+    long_rows = [replace(row, ids=np.resize(row.ids, 45)) for row in rows]
     sampling, greedy = Sampling(4, TEMPERATURE, 12), Sampling(1, 0.0, 12)
 
     def sample(seed: tuple[int, ...] = (1, 1)) -> Rollout:
@@ -61,7 +59,7 @@ def main(path: str, tp_size: str, output: str) -> None:
     first = engine.sample(rows, sampling, (1, 1), on_finished=on_finished)
     told = list(zip(first.texts, first.completion_lengths_B.tolist(), first.is_truncated_B.tolist(), strict=True))
     found = {
-        "prompts": [p.tolist() for p in first.prompts],
+        "prompts": [row.ids.tolist() for row in first.rows],
         "sequences_of_an_engine_at_once": most_sequences or 256 * world.tp_size,
         "sequences_its_cache_holds": engine.llm.llm_engine.vllm_config.cache_config.kv_cache_max_concurrency,
         "num_tokens": int(first.completion_lengths_B.sum()),

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,11 +18,12 @@ import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from batch import Rollout
-from flags import AdamW, Lora, Memory, parse_flags, take
+from batch import Batch, Rollout, to_positions
+from flags import AdamW, Lora, Memory, UpdateStep, algorithm_of, make_plan, parse_flags, take
 from forked import run_ranks
 from fsdp_utils import World
 from policy import Policy, build_policy
+from update import Update, pack_updates, update_policy
 from warm_start import build_tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -121,6 +123,33 @@ def build(args: argparse.Namespace, world: World) -> tuple[Policy, Policy | None
     """What a run with these flags trains."""
     objects = (take(Memory, args), take(Lora, args), take(AdamW, args))
     return build_policy(args.model, *objects, args.kl_coef != 0, args.seed, world)
+
+
+def with_advantages(rollout: Rollout, batch: Batch) -> Batch:
+    """The batch with the advantages that its rollout comes with; the program computes them from rewards."""
+    advantages_N = to_positions(rollout, batch.segments_S, rollout.advantages)
+    return replace(batch, advantages_N=advantages_N.to(batch.labels_N.device))
+
+
+def whole_update(rollout: Rollout, args: argparse.Namespace, policy: Policy, world: World) -> Update:
+    """The whole rollout as one update, with the advantages that it comes with."""
+    plan = replace(make_plan(args, args.prompts_per_step), completions_per_step=len(rollout.rows))
+    (update,) = pack_updates(rollout, plan, algorithm_of(args), take(Memory, args), policy, world)
+    return replace(update, batches=[with_advantages(rollout, batch) for batch in update.batches])
+
+
+def train_once(
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    update: Update,
+    args: argparse.Namespace,
+    world: World = ALONE,
+    **changes: object,
+) -> dict[str, float]:
+    """The metrics of one optimizer step, the first of its rollout and at the rate 0, unless `changes` say otherwise."""
+    step = UpdateStep(index=0, rate=0.0, is_first=True, max_grad_norm=args.max_grad_norm, seed=args.seed)
+    algorithm, memory = algorithm_of(args), take(Memory, args)
+    return update_policy(policy, optimizer, update, algorithm, step._replace(**changes), memory, world)
 
 
 def torchrun(

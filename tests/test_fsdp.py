@@ -11,9 +11,8 @@ from torch import Tensor
 from batch import pack
 from distributed_gradient import ALGORITHMS, LEFT_OUT, off_policy_shift, reference_of, rollout_of, sampler_shift
 from fsdp_utils import avoid_broken_amx
-from helpers import torchrun
+from helpers import torchrun, with_advantages
 from policy import load_policy
-from update import add_advantages
 
 TOLERANCE = {"atol": 2e-6, "rtol": 1e-4}
 
@@ -66,7 +65,7 @@ def aggregated(algorithm: str, losses: list[Tensor]) -> Tensor:
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_loss_and_gradient_are_those_of_the_plain_formula_on_one_process(algorithm, results, policy):
     model, rollout = load_policy(str(policy), torch.float32), rollout_of("any")
-    ((batch,),) = add_advantages([[pack(rollout, list(range(8)))]], rollout)
+    batch = with_advantages(rollout, pack(rollout, list(range(8))))
     logprobs, entropies = model(batch, 1.0, True)
     old, ref = logprobs.detach() + off_policy_shift(batch), reference_of(str(policy))(batch, 1.0)[0].detach()
     everything = (logprobs, old, old + sampler_shift(batch), ref, entropies)

@@ -7,10 +7,9 @@ import torch
 
 import helpers
 from batch import pack
-from helpers import RAGGED, make_rollout, metrics_of, torchrun, training_flags
+from helpers import RAGGED, make_rollout, metrics_of, torchrun, training_flags, with_advantages
 from model.attention import check_alignment
 from policy import load_policy
-from update import add_advantages
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,7 +35,7 @@ def test_varlen_attention_gives_the_logprobs_and_gradients_of_the_cpu_path(group
     rollout, gradients, logprobs = make_rollout(RAGGED * 4, prompt_length=50, group_size=16), [], []
     for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
         model = load_policy(str(policy), dtype).to(device)
-        ((batch,),) = add_advantages([[pack(rollout, list(range(32)), group_size).to(torch.device(device))]], rollout)
+        batch = with_advantages(rollout, pack(rollout, list(range(32)), group_size)).to(torch.device(device))
         found = model(batch, 1.0)[0]
         (found * batch.advantages_N)[batch.loss_mask_N].sum().backward()
         logprobs.append(found.detach().float().cpu())

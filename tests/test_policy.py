@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import fsdp_utils
-from batch import Batch, pack
-from helpers import ALONE, RAGGED, flags, make_rollout
+from batch import pack
+from helpers import RAGGED, flags, make_rollout, train_once, with_advantages
 from policy import compile_layers, load_policy
-from update import add_advantages, update_policy
+from update import Update
 
 
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
@@ -57,24 +57,23 @@ def test_an_empty_batch_runs_and_has_zero_gradient(policy):
     assert all(p.grad is None or p.grad.eq(0).all() for p in model.parameters())
 
 
-def whole_batch() -> Batch:
+def whole() -> Update:
     rollout = make_rollout()
-    return add_advantages([[pack(rollout, list(range(8)))]], rollout)[0][0]
+    return Update([with_advantages(rollout, pack(rollout, list(range(8))))], sum(RAGGED))
 
 
 def test_an_update_that_is_not_finite_leaves_policy_and_optimizer_untouched(policy):
     args = flags()
     model = load_policy(str(policy), torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    good = whole_batch()
-    bad = replace(good, advantages_N=good.advantages_N * float("inf"))
-    assert update_policy(model, optimizer, [good], sum(RAGGED), True, 1e-3, args, ALONE)["optim/skipped_updates"] == 0
+    good = whole()
+    (batch,) = good.batches
+    bad = Update([batch, replace(batch, advantages_N=batch.advantages_N * float("inf"))], sum(RAGGED))
+    assert train_once(model, optimizer, good, args, rate=1e-3)["optim/skipped_updates"] == 0
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    assert (
-        update_policy(model, optimizer, [good, bad], sum(RAGGED), True, 1e-3, args, ALONE)["optim/skipped_updates"] == 1
-    )
+    assert train_once(model, optimizer, bad, args, rate=1e-3)["optim/skipped_updates"] == 1
     torch.testing.assert_close((model.state_dict(), optimizer.state_dict()), before, atol=0, rtol=0)
-    metrics = update_policy(model, optimizer, [good], sum(RAGGED), True, 1e-3, args, ALONE)
+    metrics = train_once(model, optimizer, good, args, rate=1e-3)
     assert metrics["optim/skipped_updates"] == 0, "the bad gradient did not stay behind"
     assert metrics["policy/ratio_max"] == metrics["policy/ratio_min"] == 1.0
 
@@ -84,9 +83,9 @@ def test_the_logged_learning_rate_is_the_one_that_is_used(policy):
     model = load_policy(str(policy), torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     before = copy.deepcopy(model.state_dict())
-    metrics = update_policy(model, optimizer, [whole_batch()], sum(RAGGED), True, 0.0, args, ALONE)
+    metrics = train_once(model, optimizer, whole(), args, rate=0.0)
     assert metrics["optim/lr"] == 0.0
     torch.testing.assert_close(model.state_dict(), before, atol=0, rtol=0)
-    update_policy(model, optimizer, [whole_batch()], sum(RAGGED), True, 1e-2, args, ALONE)
+    train_once(model, optimizer, whole(), args, rate=1e-2)
     moved = max((model.state_dict()[name] - before[name]).abs().max().item() for name in before)
     assert 0.005 < moved < 0.02, "one AdamW step moves a parameter by about the learning rate"

@@ -1,14 +1,21 @@
 """Dynamic sampling: which groups a step trains on, how many prompts a round asks for, and what happens at the bound."""
 
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from batch import Rollout
-from flags import take
-from helpers import flags, make_grade, make_rollout
-from sampling import Draws, choose_groups, has_signal_P, prompts_to_sample
+from data import PromptData, Row
+from flags import Memory, Sampling, algorithm_of, make_plan, take
+from grading.score import Grade
+from helpers import ALONE, flags, make_grade, make_rollout, make_row
+from sampling import Draws, Sampler, choose_groups, has_signal_P, prompts_to_sample
+from update import add_advantages, pack_updates
 
 RIGHT, WRONG, MIXED = [1, 1], [0, 0], [0, 1]
 
@@ -89,3 +96,68 @@ def test_at_the_bound_groups_without_signal_fill_the_step():
 def test_signal_is_in_the_verdicts_or_in_the_rewards(by, expected):
     shaped = groups(WRONG, MIXED, rewards=[[0.0, -0.5], [0.3, 0.3]])
     assert has_signal_P(shaped, draws(2, dynamic_sampling=by)).tolist() == expected
+
+
+def rows_for(count: int) -> PromptData:
+    """Prompts of four tokens, in the order of their rows."""
+    rows, indices = [make_row([i] * 4) for i in range(count)], np.arange(count)
+    return SimpleNamespace(rows=rows, indices_of_step=lambda *_: indices, indices_from=lambda *_: indices)
+
+
+class StubEngine:
+    """Samples completions of 1, 2, 3, ... tokens, cut at `limit` tokens."""
+
+    seconds_E = np.ones(1)
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+
+    def sample(self, rows: list[Row], sampling: Sampling, seed: tuple, description: str, on_finished) -> Rollout:
+        full = make_rollout([min(b + 1, self.limit) for b in range(len(rows) * sampling.num_samples)])
+        is_truncated_B = np.arange(len(full.rows)) + 1 > self.limit
+        of_completions = [row for row in rows for _ in range(sampling.num_samples)]
+        found = replace(full, rows=of_completions, is_truncated_B=is_truncated_B, loss_weights_B=None, advantages=None)
+        for b, length in enumerate(found.completion_lengths_B):
+            on_finished(b, "", int(length), bool(is_truncated_B[b]))
+        return found
+
+
+class StubGrader:
+    """Gives each completion the reward of its number."""
+
+    def submit_to(self, rows: list[Row], sampling: Sampling) -> Callable[[int, str, int, bool], None]:
+        self.heard: list[int] = []
+        return lambda b, *_: self.heard.append(b)
+
+    def collect_from_ranks(self) -> list[Grade]:
+        return [make_grade(b, is_correct=b % 2 == 0) for b in self.heard]
+
+
+@pytest.mark.parametrize("dynamic_sampling", ["off", "correct"])
+@pytest.mark.parametrize(("truncated", "left_out"), [("mask", {3, 4, 5}), ("score", set()), ("zero", set())])
+def test_exactly_the_truncated_completions_are_left_out_of_the_loss_by_mask(truncated, left_out, dynamic_sampling):
+    args = flags(
+        prompts_per_step=3, group_size=2, truncated=truncated, dynamic_sampling=dynamic_sampling, advantage="dr_grpo"
+    )
+    data, run = rows_for(3), SimpleNamespace(phase=lambda _: nullcontext(), reward_failures=lambda *_: None)
+    sampling = take(Sampling, args, num_samples=2, top_p=1.0)
+    sampler = Sampler(StubEngine(3), StubGrader(), data, take(Draws, args), sampling, run)
+    rollout, metrics = sampler.collect(step=1)
+    assert rollout.is_truncated_B.tolist() == [False] * 3 + [True] * 3
+    lengths = [0 if b in left_out else min(b + 1, 3) for b in range(6)]
+    assert rollout.trained_lengths_B.tolist() == lengths
+
+    policy, plan, algorithm = SimpleNamespace(parity_length=math.inf), make_plan(args, 3), algorithm_of(args)
+    (update,) = pack_updates(rollout, plan, algorithm, take(Memory, args), policy, ALONE)
+    rollout, (update,) = add_advantages(rollout, [update], algorithm)
+    assert update.num_tokens == sum(lengths)
+    (batch,) = update.batches
+    for x, mask, weights in zip(
+        batch.segments_S,
+        batch.loss_mask_N.split(batch.lengths_S),
+        batch.loss_weights_N.split(batch.lengths_S),
+        strict=True,
+    ):
+        assert int(mask.sum()) == lengths[x.index]
+        assert weights[mask].tolist() == pytest.approx([1 / sum(lengths)] * lengths[x.index])
+    assert [x[0] for x in rollout.advantages] == [-0.5, 0.5] * 3, "they are compared with the others all the same"

@@ -1,6 +1,8 @@
 """Between rollout and loss: advantages with and without a KL penalty, weights, which log-probs are computed."""
 
+import copy
 import math
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -9,13 +11,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+import grpo
 import update
-from batch import Rollout, pack
+from batch import Rollout, pack, to_positions
 from flags import Memory, algorithm_of, make_plan, take
 from fsdp_utils import World
 from grpo import Algorithm
-from helpers import flags, make_grade, make_rollout
+from helpers import flags, make_grade, make_rollout, unpacked_logprobs
+from policy import Policy, load_policy
 from update import Update, add_advantages, compute_advantages, gather_penalties, pack_updates
 
 WORLD = World(rank=0, size=1, tp_size=1, device=torch.device("cpu"))
@@ -182,3 +187,103 @@ def test_an_advantage_of_ones_own_that_is_not_finite_or_of_another_shape_is_told
     ):
         with pytest.raises(ValueError, match=words):
             compute_advantages(rollout, None, replace(algorithm, advantage=function))
+
+
+def test_reinforce_plus_plus_with_baseline_takes_the_whole_penalty_off_the_reward():
+    """Rewards 1, 0 and 0, 1; penalties of 0.3, 0.3 and 0.2, 0.6 in all; completions of 2, 1, 3 and 2 tokens."""
+    rollout = graded()
+    segments = pack(rollout, [0, 1, 2, 3]).segments_S
+    kl_N = to_positions(rollout, segments, [penalty / 0.5 for penalty in PENALTIES])
+    batch = replace(pack(rollout, [0, 1, 2, 3]), old_logprobs_N=kl_N - 3, ref_logprobs_N=torch.full_like(kl_N, -3.0))
+    # r - mean of group: 0.5, -0.5, -0.3, 0.3 with the penalty and 0.5, -0.5, -0.5, 0.5 without it. Over the 8 tokens
+    # the mean is 0.025 and the std sqrt(1.195 / 7) = 0.413176; without it 0 and sqrt(2 / 7) = 0.534522.
+    with_penalty = [1.149629] * 2 + [-1.270643] + [-0.786589] * 3 + [0.665575] * 2
+    without = [0.935414] * 2 + [-0.935414] * 4 + [0.935414] * 2
+    for changes, expected in (({"kl_in": "reward"}, with_penalty), ({"kl_in": "loss"}, without)):
+        args = flags(advantage="reinforce++_baseline", group_size=2, kl_coef=0.5, kl_estimator="k1", **changes)
+        found, (placed,) = add_advantages(rollout, [Update([batch], 8)], algorithm_of(args))
+        assert np.concatenate(found.advantages).tolist() == pytest.approx(expected, abs=1e-5)
+        assert placed.batches[0].advantages_N[batch.loss_mask_N].tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_rollout_correction_weighs_the_policy_loss_alone():
+    """Two tokens: A = 1 and -2, ratio 1, trainer / sampler 1.5 and 8 (at most 2), KL 0.2 and -0.4, entropy 2 and 1."""
+    batch = pack(make_rollout([2]), [0])
+
+    def at_tokens(*values: float) -> torch.Tensor:
+        return torch.zeros(len(batch.labels_N)).masked_scatter(batch.loss_mask_N, torch.tensor(values))
+
+    logprobs_N, entropies_N = at_tokens(-1.0, -2.0), at_tokens(2.0, 1.0)
+    batch = replace(
+        batch,
+        advantages_N=at_tokens(1.0, -2.0),
+        rollout_logprobs_N=logprobs_N - at_tokens(math.log(1.5), math.log(8)),
+        ref_logprobs_N=logprobs_N - at_tokens(0.2, -0.4),
+    )
+    terms = {"kl_coef": 0.5, "kl_estimator": "k1", "entropy_coef": 0.25}
+    for correction, expected in (
+        ("none", [-1 + 0.5 * 0.2 - 0.25 * 2, 2 - 0.5 * 0.4 - 0.25 * 1]),
+        ("token_truncate", [-1 * 1.5 + 0.5 * 0.2 - 0.25 * 2, 2 * 2 - 0.5 * 0.4 - 0.25 * 1]),
+    ):
+        algorithm = algorithm_of(flags(rollout_correction=correction, **terms))
+        loss_N, means, _ = grpo.total_loss(batch, logprobs_N, logprobs_N, entropies_N, algorithm)
+        assert loss_N[batch.loss_mask_N].tolist() == pytest.approx(expected, abs=1e-6)
+        assert means["policy/kl_ref"][batch.loss_mask_N].tolist() == pytest.approx([0.2, -0.4], abs=1e-6)
+
+
+# On a real policy -----------------------------------------------------------------------------------------------------
+
+
+def train_step(policy: Policy, args: Namespace, rollout: Rollout) -> Iterator[tuple[Update, dict[str, float]]]:
+    """Steps 2 to 4 of the loop: each update and its metrics. The reference is the policy itself, as it starts."""
+    plan, algorithm, memory = make_plan(args, num_rows=args.prompts_per_step), algorithm_of(args), take(Memory, args)
+    updates = pack_updates(rollout, plan, algorithm, memory, policy, WORLD)
+    updates = update.add_logprobs(updates, policy, policy if args.kl_coef else None, algorithm)
+    rollout, updates = add_advantages(rollout, updates, algorithm)
+    optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
+    for i, each in enumerate(updates * plan.num_iterations):
+        yield each, update.update_policy(policy, optimizer, each, algorithm, plan.update(2, i), memory, WORLD)
+
+
+TWO_UPDATES = {"prompts_per_step": 2, "prompts_per_update": 1, "group_size": 4}
+
+
+def graded_rollout() -> Rollout:
+    """Two prompts of four completions each, of which every second one is correct."""
+    return replace(make_rollout(group_size=4), grades=[make_grade(b % 2) for b in range(8)], advantages=None)
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_iterations": 2}, {"kl_in": "reward"}])
+def test_each_pass_of_the_trainer_is_at_the_temperature_of_the_sampler(changes, policy):
+    """The update's, that of old log-probs, that of the reference. fp32; the rate is 0, so no weight changes."""
+    plain, rollout = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32), graded_rollout()
+    with torch.no_grad():
+        sampled, others = (unpacked_logprobs(plain, rollout, temperature) for temperature in (0.7, 1.0))
+    assert (sampled.exp() - others.exp()).abs().max() > 0.05, "another temperature would go unnoticed"
+    pieces = sampled.split(rollout.completion_lengths_B.tolist())
+    rollout = replace(rollout, rollout_logprobs=[piece.numpy() for piece in pieces])
+    args = flags(temperature=0.7, kl_coef=0.1, learning_rate=0, **TWO_UPDATES, **changes)
+    found = [metrics for _, metrics in train_step(load_policy(str(policy), torch.float32), args, rollout)]
+    assert len(found) == 2 * args.num_iterations
+    for metrics in found:
+        assert metrics["policy/rollout_gap_max"] < 1e-5
+        assert metrics["policy/kl_ref"] == pytest.approx(0, abs=1e-9)
+        assert metrics["policy/ratio_max"] == pytest.approx(1, abs=1e-5)
+        assert metrics["policy/ratio_min"] == pytest.approx(1, abs=1e-5)
+
+
+def test_a_second_pass_takes_its_ratio_against_the_log_probs_from_before_the_first(policy):
+    model, rollout = load_policy(str(policy), torch.float32), graded_rollout()
+    args = flags(num_iterations=2, learning_rate=1e-2, clip_low=0.01, clip_high=0.01, **TWO_UPDATES)
+    start = copy.deepcopy(model).requires_grad_(False)
+    before = copy.deepcopy(start)
+    for i, (each, metrics) in enumerate(train_step(model, args, rollout)):
+        (batch,) = each.batches
+        old_N, now_N = (weights(batch, 1.0)[0][batch.loss_mask_N] for weights in (start, before))
+        assert batch.old_logprobs_N[batch.loss_mask_N].equal(old_N)
+        ratio_N = (now_N - old_N).exp()
+        assert metrics["policy/ratio_max"] == pytest.approx(ratio_N.max().item(), rel=1e-5)
+        assert metrics["policy/ratio_min"] == pytest.approx(ratio_N.min().item(), rel=1e-5)
+        assert (metrics["policy/ratio_max"] == metrics["policy/ratio_min"] == 1) == (i == 0)
+        assert (metrics["policy/ratio_max"] > 1.05 and metrics["policy/clip_frac"] > 0.05) == (i > 0)
+        before.load_state_dict(model.state_dict())

@@ -11,13 +11,12 @@ import torch
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-import flags as flags_module
-from batch import Rollout
-from data import PromptData, PromptFormat
+from batch import Batch, Rollout, pack
+from data import PromptData
 from data_files import write_parquet
-from flags import take
+from flags import PromptFormat, take
 from helpers import flags
-from model.vision import load_processor
+from model.vision import add_images, load_processor
 from smoke_inputs import SETUPS, make_model
 
 IMAGE_SIZES = [
@@ -68,25 +67,26 @@ def vision_flags(folder: Path, **changes: object) -> Namespace:
 
 def vision_data(args: Namespace) -> PromptData:
     """The five prompts of `make_vision_model`."""
-    tokenizer, vision = load_processor(
-        args.model, AutoConfig.from_pretrained(args.model), take(flags_module.PromptFormat, args)
-    )
-    rules = (PromptFormat(image_column="images"), tokenizer, args.max_prompt_tokens, 0, vision)
-    return PromptData.load(str(Path(args.model) / "train.parquet"), *rules)
+    prompt_format = take(PromptFormat, args)
+    tokenizer, vision = load_processor(args.model, AutoConfig.from_pretrained(args.model), prompt_format)
+    return PromptData.load(str(Path(args.model) / "train.parquet"), prompt_format, tokenizer, 0, vision)
+
+
+def pack_with_images(rollout: Rollout, indices: list[int], group_size: int = 1) -> Batch:
+    return add_images(pack(rollout, indices, group_size), [row.images for row in rollout.rows])
 
 
 def vision_rollout(data: PromptData, seed: int = 0) -> Rollout:
     """A random completion of each prompt, with random advantages. The first holds a sampled image token."""
     rng = np.random.default_rng(seed)
     completions = [rng.integers(0, 300, n).astype(np.int32) for n in (8, 5, 7, 3, 6)]
-    completions[0][3] = data.images[0].vision.image_token
+    completions[0][3] = data.rows[0].images.vision.image_token
     return Rollout(
-        prompts=data.prompts,
+        rows=data.rows,
         completions=completions,
         rollout_logprobs=[rng.normal(-3, 1, len(c)).astype(np.float32) for c in completions],
         texts=[""] * 5,
         is_truncated_B=np.zeros(5, dtype=bool),
-        images=data.images,
         loss_weights_B=np.full(5, 1 / 29, dtype=np.float32),
         advantages=[np.full(len(c), a, dtype=np.float32) for c, a in zip(completions, rng.normal(size=5), strict=True)],
     )

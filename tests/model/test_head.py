@@ -32,7 +32,7 @@ def test_entropy_is_that_of_the_tempered_distribution(policy):
     rollout = make_rollout([3])
     model = load_policy(str(policy), torch.float32)
     batch = pack(rollout, [0])
-    tokens = torch.tensor([*rollout.prompts[0], *rollout.completions[0]])[None]
+    tokens = torch.tensor([*rollout.rows[0].ids, *rollout.completions[0]])[None]
     plain = AutoModelForCausalLM.from_pretrained(str(policy), dtype=torch.float32)
     expected = torch.distributions.Categorical(logits=plain(tokens).logits[0, 3:6] / 0.5).entropy()
     entropies = model(batch, 0.5)[1]

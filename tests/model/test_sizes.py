@@ -1,13 +1,14 @@
 """Models that cannot be trained under these flags are refused before a weight is read."""
 
 import pytest
-from model.sizes import check_model
 from transformers import Gemma2Config, MistralConfig, PretrainedConfig, Qwen2Config
+
+from model.sizes import check_config
 
 
 def check(config: PretrainedConfig, tensor_parallel_size: int = 1) -> None:
     """1,024 tokens of prompt and 1,024 of completion."""
-    check_model("m", config, (1024, 1024), tensor_parallel_size)
+    check_config("m", config, (1024, 1024), tensor_parallel_size)
 
 
 def test_limits_beyond_the_context_of_the_model_are_refused():

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import datasets
-import inputs
 import numpy as np
 import pytest
 import torch
@@ -14,16 +13,16 @@ from PIL import Image
 from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, ProcessorMixin
 
-import flags
-from batch import Rollout, pack, shared_positions
-from data import PromptData, PromptFormat
+from batch import Rollout, shared_positions
+from data import PromptData
 from data_files import png, write_parquet
 from distributed_vision import WITH_IMAGES, WITHOUT, gradient, policy_of
-from flags import take
+from flags import PromptFormat, check_flags, take
 from helpers import ALONE, torchrun
 from model.vision import decode, load_processor
 from policy import load_policy
-from vision_models import make_vision_model, vision_data, vision_flags, vision_rollout
+from train_grpo import load_inputs
+from vision_models import make_vision_model, pack_with_images, vision_data, vision_flags, vision_rollout
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +42,13 @@ def reference_logprobs(
     hugging_face: nn.Module, processor: ProcessorMixin, data: PromptData, rollout: Rollout, b: int
 ) -> torch.Tensor:
     """Of completion b by transformers alone: its processor makes tokens and pixels, its model the positions."""
-    images = [decode(image) for image in data.rows[b].images]
-    size = {"longest_edge": data.images[0].vision.max_pixels, "shortest_edge": 56 * 56}
+    images = [decode(image) for image in data.rows[b].encoded_images]
+    size = {"longest_edge": data.rows[0].images.vision.max_pixels, "shortest_edge": 56 * 56}
     text = processor.apply_chat_template(data.rows[b].messages, add_generation_prompt=True)
     inputs = processor(
         text=[text], images=images or None, return_tensors="pt", **({"images_kwargs": {"size": size}} if images else {})
     )
-    assert inputs["input_ids"][0].tolist() == rollout.prompts[b].tolist()
+    assert inputs["input_ids"][0].tolist() == rollout.rows[b].ids.tolist()
     completion = torch.from_numpy(rollout.completions[b]).long()[None]
     ids = torch.cat([inputs["input_ids"], completion], dim=1)
     kinds = torch.cat([inputs["mm_token_type_ids"], torch.zeros_like(completion)], dim=1)
@@ -66,7 +65,7 @@ def test_packed_logprobs_and_gradients_are_those_of_the_unpacked_model(model):
     processor = AutoProcessor.from_pretrained(model)
     wanted = [reference_logprobs(hugging_face, processor, data, rollout, b) for b in range(5)]
     policy = load_policy(str(model), torch.float32)
-    batch = pack(rollout, [3, 0, 2, 1, 4])
+    batch = pack_with_images(rollout, [3, 0, 2, 1, 4])
     logprobs_N, _ = policy(batch, 0.7)
     found = logprobs_N[batch.loss_mask_N].split([len(rollout.completions[b]) for b in (3, 0, 2, 1, 4)])
     for b, logprobs in zip((3, 0, 2, 1, 4), found, strict=True):
@@ -91,7 +90,7 @@ def test_a_shared_prompt_with_images_gives_what_its_completions_give_alone(model
     rollout.rollout_logprobs[1] = rollout.rollout_logprobs[1][:6]
     policy, found = load_policy(str(model), torch.float32), []
     for group_size in (1, 2):
-        batch = pack(rollout, list(range(6)), group_size)
+        batch = pack_with_images(rollout, list(range(6)), group_size)
         logprobs = policy(batch, 0.7)[0][batch.loss_mask_N]
         policy.zero_grad()
         logprobs.square().sum().backward()
@@ -101,7 +100,7 @@ def test_a_shared_prompt_with_images_gives_what_its_completions_give_alone(model
         )
     (alone, positions, images), (shared, fewer_positions, fewer_images) = found
     assert images == 2 * fewer_images > 0
-    assert positions - fewer_positions == sum(len(rollout.prompts[b]) - 1 for b in (0, 2, 4))
+    assert positions - fewer_positions == sum(len(rollout.rows[b].ids) - 1 for b in (0, 2, 4))
     for a, b in zip(alone, shared, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5 * a.abs().max().item(), rtol=1e-4)
 
@@ -110,16 +109,16 @@ def test_a_prompt_that_ends_with_an_image_is_not_shared(model):
     """Its last token would be in each completion's own positions, and the image's other tokens in the shared ones."""
     data = vision_data(vision_flags(model))
     rollout = vision_rollout(data).take(np.array([0, 0]))
-    last = int(np.flatnonzero(rollout.images[0].is_image())[-1])
-    images = rollout.images[0]
+    images = rollout.rows[0].images
+    last = int(np.flatnonzero(images.is_image())[-1])
     template_ids = images.template_ids
     images = replace(
         images, template_ids=template_ids[: int(np.flatnonzero(template_ids == images.vision.image_token)[-1]) + 1]
     )
-    assert shared_positions(rollout, 0) == len(rollout.prompts[0]) - 1
-    cut = replace(rollout, prompts=[prompt[: last + 1] for prompt in rollout.prompts], images=[images, images])
+    assert shared_positions(rollout, 0) == len(rollout.rows[0].ids) - 1
+    cut = replace(rollout, rows=[replace(row, ids=row.ids[: last + 1], images=images) for row in rollout.rows])
     assert shared_positions(cut, 0) == 0
-    assert pack(cut, [0, 1], group_size=2).lengths_S == pack(cut, [0, 1]).lengths_S
+    assert pack_with_images(cut, [0, 1], 2).lengths_S == pack_with_images(cut, [0, 1]).lengths_S
 
 
 def test_engine_and_trainer_agree_on_one_image_several_and_none(found):
@@ -174,11 +173,11 @@ def test_an_exported_policy_loads_in_transformers_and_with_its_processor_in_vllm
 def test_a_sampled_image_token_is_a_text_and_texts_count_on_in_all_three_rows(model):
     data = vision_data(vision_flags(model))
     rollout = vision_rollout(data)
-    batch = pack(rollout, [0, 1])
-    token = data.images[0].vision.image_token
+    batch = pack_with_images(rollout, [0, 1])
+    token = data.rows[0].images.vision.image_token
     assert int((batch.input_ids_N == token).sum()) == 7 and int(batch.is_image_N.sum()) == 6
-    length = len(data.prompts[0]) + 7
-    start = data.prompts[0].tolist().index(token)
+    length = len(data.rows[0].ids) + 7
+    start = data.rows[0].ids.tolist().index(token)
     assert batch.position_ids_N[:, start : start + 6].tolist() == [
         [start] * 6,
         [start + i // 2 for i in range(6)],
@@ -187,17 +186,18 @@ def test_a_sampled_image_token_is_a_text_and_texts_count_on_in_all_three_rows(mo
     assert batch.position_ids_N[:, start + 6].tolist() == [start + 3] * 3, (
         "an image takes as many positions as its longer side"
     )
-    assert batch.position_ids_N[:, length:].tolist() == [list(range(len(data.prompts[1]) + 4))] * 3
-    assert pack(rollout, [1, 3]).position_ids_N.dim() == 1 and pack(rollout, [1, 3]).pixels == ()
+    assert batch.position_ids_N[:, length:].tolist() == [list(range(len(data.rows[1].ids) + 4))] * 3
+    texts = pack_with_images(rollout, [1, 3])
+    assert texts.position_ids_N.dim() == 1 and texts.pixels == ()
 
 
 def test_pixel_values_are_shared_while_they_are_needed_and_stay_on_the_host(model):
     data = vision_data(vision_flags(model))
     rollout = vision_rollout(data)
-    first, second = pack(rollout, [0]), pack(rollout, [0, 1]).to(torch.device("meta"))
+    first, second = pack_with_images(rollout, [0]), pack_with_images(rollout, [0, 1]).to(torch.device("meta"))
     assert first.pixels[0] is second.pixels[0] and second.pixels[0].device.type == "cpu"
     assert first.pixels[0].shape == (24, 3 * 2 * 14 * 14)
-    kept = data.images[0].vision.kept
+    kept = data.rows[0].images.vision.kept
     assert len(kept) == 1
     del first, second
     assert len(kept) == 0
@@ -207,11 +207,9 @@ def test_pixel_values_are_shared_while_they_are_needed_and_stay_on_the_host(mode
 
 
 def load(model: Path, source: object, limit: int = 40) -> PromptData:
-    args = vision_flags(model)
-    tokenizer, vision = load_processor(
-        str(model), AutoConfig.from_pretrained(model), take(flags.PromptFormat, args)
-    )
-    return PromptData.load(str(source), PromptFormat(image_column="image"), tokenizer, limit, 0, vision)
+    prompt_format = take(PromptFormat, vision_flags(model, image_column="image", max_prompt_tokens=limit))
+    tokenizer, vision = load_processor(str(model), AutoConfig.from_pretrained(model), prompt_format)
+    return PromptData.load(str(source), prompt_format, tokenizer, 0, vision)
 
 
 def test_images_of_the_datasets_library_are_read_and_their_tokens_count(model, tmp_path):
@@ -230,9 +228,10 @@ def test_images_of_the_datasets_library_are_read_and_their_tokens_count(model, t
         "absolute aspect ratio must be smaller than 200, got 300.0",
         "the prompt has 1 image tokens for 0 images: its text must not hold one",
     ]
-    assert [each and each.num_tokens for each in data.images] == [[4], [6], None]
-    assert PromptData.mix([data, data], [1.0, 1.0]).images == data.images * 2
-    limit = len(data.prompts[0])
+    assert [row.images and row.images.num_tokens for row in data.rows] == [[4], [6], None]
+    mixed = PromptData.mix([data, data], [1.0, 1.0])
+    assert [row.images for row in mixed.rows] == [row.images for row in data.rows] * 2
+    limit = len(data.rows[0].ids)
     shorter = load(model, tmp_path / "pil", limit)
     assert [row.prompt for row in shorter.rows] == ["<image>one?", "text?"] and shorter.num_too_long == 1
 
@@ -270,6 +269,7 @@ def test_a_mistake_with_images_is_told_before_anything_is_loaded(changes, words,
         model, **({"train_data": model / "train.parquet", "prompts_per_step": 4, "reward": "exact"} | changes)
     )
     with pytest.raises(ValueError) as error:
-        inputs.check_and_load_data(args)
+        check_flags(args)
+        load_inputs(args)
     for word in words:
         assert word in str(error.value)

@@ -264,7 +264,7 @@ def test_rows_come_from_the_flag_the_source_the_disk_or_the_table(tmp_path):
             {"prompts_per_update": 100},
             "--prompts_per_update 100 does not divide --prompts_per_step 512; use one of 1, 2, 4, 8",
         ),
-        ({"plan_length_share": 0}, "--plan_length_share 0: must be from 1e-09 to 1"),
+        ({"plan_length_share": 0}, "--plan_length_share 0: must be above 0 and at most 1"),
         ({"plan_gpus": 12, "plan_nodes": 5}, "--plan_gpus 12 is not divisible by --plan_nodes 5"),
         ({"max_completion_tokens": 60_000, "micro_batch_tokens": 70_000}, "beyond the model's context of 40960 tokens"),
     ],

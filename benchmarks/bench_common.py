@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
@@ -29,7 +30,6 @@ from batch import Rollout
 from data import Row
 from flags import AdamW, Lora, Memory, algorithm_of, make_plan, parse_flags, take
 from fsdp_utils import World, gather_from_ranks, is_main_process, local_shard
-from grading.score import Grade
 from policy import build_policy
 from update import Update, add_advantages, add_logprobs, pack_updates, update_policy
 from warm_start import build_tokenizer
@@ -148,7 +148,7 @@ def make_rollout(lengths: list[int], vocab: int, prompt_tokens: int = 16, group_
         rollout_logprobs=[np.full(n, -np.log(vocab), dtype=np.float32) for n in lengths],
         texts=[""] * len(lengths),
         is_truncated_B=np.zeros(len(lengths), dtype=bool),
-        grades=[Grade(rng.normal(), "ok") for _ in lengths],
+        grades=[SimpleNamespace(reward=rng.normal()) for _ in lengths],
     )
 
 

@@ -137,7 +137,8 @@ def avoid_broken_amx() -> None:
     """CPU: keeps torch and vLLM off the AMX tile unit where a (virtual) machine announces it but traps its use.
 
     The first bf16 matrix product would end the process with SIGILL; a forked child finds that out. Call this before it:
-    oneDNN, which both libraries bring, reads its limit once.
+    oneDNN, which both libraries bring, reads its limit once. Where the unit works, the process asks Linux for it: vLLM's
+    attention uses it without asking, and a product small enough to do without has not asked before.
     """
     if not torch.cpu._is_amx_tile_supported():
         return
@@ -149,6 +150,7 @@ def avoid_broken_amx() -> None:
             os._exit(0)
         _, status = os.waitpid(child, 0)
         if status == 0:
+            torch.cpu._init_amx()
             return
         os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"  # for the matrix products of torch and vLLM
     if "AMX" not in os.environ["ONEDNN_MAX_CPU_ISA"]:

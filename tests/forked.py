@@ -1,8 +1,9 @@
-"""Ranks that start in a second instead of fifteen: forks of a process that has imported torch, vLLM and the program and done nothing else.
+"""Ranks that start in a second instead of fifteen: forks of a process that has imported torch, vLLM and the program and
+done nothing else.
 
-Half of the suite's time was the import of libraries, rank by rank. A rank started here runs the script as `torchrun` would start it, with
-its own arguments, environment and process group; what is not there is the launcher. Runs in which the launcher, or a start as such, is
-looked at go through the real one (`helpers.start`).
+Half of the suite's time was the import of libraries, rank by rank. A rank started here runs the script as `torchrun`
+would start it, with its own arguments, environment and process group; what is not there is the launcher. Runs in which
+the launcher, or a start as such, is looked at go through the real one (`helpers.start`).
 """
 
 from __future__ import annotations

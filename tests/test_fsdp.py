@@ -102,7 +102,7 @@ def test_neither_cap_nor_order_nor_world_size_changes_any_metric(algorithm, resu
     first = everything[0]
     assert first["policy/entropy"] > 0.5
     assert first["policy/ratio_max"] > 1.01 and first["policy/ratio_min"] < 0.99
-    assert first["policy/approx_kl"] > 0.001
+    assert abs(first["policy/approx_kl"]) > 0.001  # of tokens that no policy sampled: it may be negative
     assert 0 < first["policy/rollout_ess"] < 0.9
     assert ("policy/kl_ref" in first) == (algorithm in ("clip", "sapo"))
     assert ("policy/rollout_clip_frac" in first) == (algorithm in ("gspo", "cispo"))

@@ -9,6 +9,7 @@ import torch
 
 from batch import Batch, pack, training_costs
 from fsdp_utils import World
+from grading.score import Grade
 from helpers import make_grade, make_rollout
 from metrics import (
     Work,
@@ -24,7 +25,6 @@ from planner.setup import shape_of
 from planner.time import training_flops
 from policy import load_policy
 from update import Update
-from grading.score import Grade
 
 WORLD = World(rank=0, size=2, tp_size=1, device=torch.device("cpu"))
 ROLLOUT = make_rollout([6, 2, 8, 4], group_size=2)  # with prompts of 4 tokens: 9 + 5 + 11 + 7 positions

@@ -111,7 +111,7 @@ def test_sampler_and_trainer_agree_at_every_step(finished_run):
 
 def test_the_policy_moves_and_is_measured_against_the_reference_and_the_old_policy(finished_run):
     metrics = metrics_of(finished_run)
-    assert metrics[1]["policy/kl_ref"] < metrics[4]["policy/kl_ref"]
+    assert abs(metrics[1]["policy/kl_ref"]) < abs(metrics[4]["policy/kl_ref"])  # an estimate, which may be negative
     assert metrics[4]["policy/ratio_max"] > 1.0, "the second update of a step is off-policy"
     assert all(metrics[step]["optim/grad_norm"] > 0 for step in (1, 2, 3, 4))
 
@@ -375,7 +375,7 @@ def test_a_complete_run_says_so_and_may_be_prolonged_on_another_number_of_ranks(
     assert metrics[5]["policy/rollout_gap_mean"] < 0.005, (
         "the engine samples from the restored policy, not from the first one"
     )
-    assert metrics[5]["policy/kl_ref"] > 0.5 * metrics[4]["policy/kl_ref"]
+    assert abs(metrics[5]["policy/kl_ref"]) > 0.5 * abs(metrics[4]["policy/kl_ref"])
 
 
 def test_a_run_that_diverges_skips_updates_and_stops_with_the_step_number(policy, tmp_path):

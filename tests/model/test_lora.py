@@ -325,7 +325,7 @@ def test_sampler_and_trainer_agree_at_every_step(finished_run):
 def test_the_policy_starts_at_the_reference_and_leaves_it(finished_run):
     metrics = metrics_of(finished_run)
     assert metrics[1]["policy/kl_ref"] == pytest.approx(0, abs=1e-6)
-    assert 1e-4 < metrics[2]["policy/kl_ref"] < metrics[4]["policy/kl_ref"]
+    assert min(abs(metrics[step]["policy/kl_ref"]) for step in (2, 3, 4)) > 1e-4  # an estimate, which may be negative
     assert metrics[1]["policy/ratio_max"] == 1.0, "dropout in front of a B that is zero changes nothing"
     assert metrics[2]["policy/ratio_max"] > 1.001 and metrics[2]["policy/ratio_min"] < 0.999
     assert all(metrics[step]["optim/grad_norm"] > 0.01 for step in metrics)

@@ -44,8 +44,8 @@ def test_bf16_parameters_follow_the_fp32_ones_and_take_10_bytes(results, policy)
     moved = torch.cat([(fp32[name] - start[name]).flatten() for name in start])
     apart = torch.cat([(bf16[name] - fp32[name]).flatten() for name in start])
     assert moved.abs().mean() > 0.001, "three updates of 1e-3"
-    # Weights of 0.12 are rounded to 2.5e-4 on average, twice (at the start, and as they are read); the rest is the noise
-    # of other gradients.
+    # Weights of 0.12 are rounded to 2.5e-4 on average, twice (at the start, and as they are read); the rest is the
+    # noise of other gradients.
     assert apart.abs().mean() < 0.25 * moved.abs().mean()
     count = sum(tensor.numel() for name, tensor in bf16_state.items() if name.endswith("exp_avg"))
     bytes_of_state = [sum(tensor.nbytes for tensor in state.values()) / count for state in (fp32_state, bf16_state)]

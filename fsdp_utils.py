@@ -137,8 +137,8 @@ def avoid_broken_amx() -> None:
     """CPU: keeps torch and vLLM off the AMX tile unit where a (virtual) machine announces it but traps its use.
 
     The first bf16 matrix product would end the process with SIGILL; a forked child finds that out. Call this before it:
-    oneDNN, which both libraries bring, reads its limit once. Where the unit works, the process asks Linux for it, because
-    vLLM's attention uses it without asking.
+    oneDNN, which both libraries bring, reads its limit once. Where the unit works, the process asks Linux for it: the
+    attention of vLLM uses it without asking.
     """
     if not torch.cpu._is_amx_tile_supported():
         return

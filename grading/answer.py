@@ -19,7 +19,8 @@ CORRECTION = re.compile(
     r"\b(?:wait|actually|no|not|correct\w*|instead|rather|sorry|mistake|wrong|so|then|thus|hence|therefore)\b", re.I
 )
 HEDGE_AFTER = re.compile(
-    r"\W*(?:but\s+)?(?:or|maybe|perhaps|possibly|alternatively|(?:it\s+)?(?:might|could)(?:\s+also)?\s+be(?=\s*[\d$\\-]))\b\W*"
+    r"\W*(?:but\s+)?(?:or|maybe|perhaps|possibly|alternatively|(?:it\s+)?(?:might|"
+    r"could)(?:\s+also)?\s+be(?=\s*[\d$\\-]))\b\W*"
     r"(?:maybe|even|also|it|is|be|could|equivalently|\s)*",
     re.IGNORECASE,
 )
@@ -44,7 +45,8 @@ PART_BEFORE = re.compile(  # right before or after an answer: it is a part of a 
     r"|(?:^|[\s$(])[\w\\]+\s*[<>]|\\frac\s*(?:\{[^{}]*\})?\s*\{)\s*$|\d\Z|(?:^|\s)[-−]\Z"
 )
 PART_AFTER = re.compile(
-    r"\s*(?:\^(?!\s*\{?\s*\\circ)|/|[+-]\s*[\d\\]|\\(?:cdot|times|sqrt|pi|ln|log|frac)(?![a-z])|!(?=\s*(?:\$|\\\)|\\\])))|\d|[.,]\d|_[\d{]"
+    r"\s*(?:\^(?!\s*\{?\s*\\circ)|/|[+-]\s*[\d\\]|\\(?:cdot|times|sqrt|pi|ln|log|frac)(?![a-z])|!(?=\s*(?:\$|"
+    r"\\\)|\\\])))|\d|[.,]\d|_[\d{]"
     r"|[A-Za-z](?![A-Za-z])|\s*(?:\\text\s*\{\s*)?(?:hundred|thousand|million|billion)\b"
 )
 

@@ -75,7 +75,8 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
     (r"\\infinity", r"\\infty"),
     (r"\*\*", "^"),
     # Binomials
-    (r"\{?\s*(\w+)\s*\\choose\s*(\w+)\s*\}?|(?<![A-Za-z\\])C\(\s*(\d+)\s*,\s*(\d+)\s*\)|(?:\{\})?[_^]\{?(\d+)\}?\s*C_\{?(\d+)\}?",
+    (r"\{?\s*(\w+)\s*\\choose\s*(\w+)\s*\}?|(?<![A-Za-z\\])C\(\s*(\d+)\s*,\s*(\d+)\s*\)|"
+     r"(?:\{\})?[_^]\{?(\d+)\}?\s*C_\{?(\d+)\}?",
      lambda m: rf"\binom{{{m[1] or m[3] or m[5]}}}{{{m[2] or m[4] or m[6]}}}"),
     (r"^(?i:so|thus|hence|therefore|then|it is|it's|that is)\b[,:]?\s+(?=\S)", ""),
     (r"\s+", " "),

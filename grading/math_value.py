@@ -24,7 +24,8 @@ PLACES = r"(?:_\{?\w+\}?)?(?:\^\{-1\}|'+)?"
 NAME = (  # x, x_1, f(x), f^{-1}(x), f'(2), P(A), |v|, dy/dx, AB, [ABC], \angle ABC, Area, \text{total cost}
     rf"(?:(?:[A-Za-z]|\\(?!sqrt|sin|cos|tan|log|ln|frac|pi|infty|emptyset)[a-z]+){PLACES}(?:\s?\([^()+*/^=-]*\))?"
     r"|d\w/d\w|\\frac\{d\w\}\{d\w\}"
-    r"|\|\s*(?:\\text\{\w+\}|[A-Za-z]|\\[a-z]+|\s)+\|(?!\|)|\[[A-Z]{2,4}\]|(?:m?\\angle\s*|\\overline\s*\{?)?[A-Z]{2,4}\}?"
+    r"|\|\s*(?:\\text\{\w+\}|[A-Za-z]|\\[a-z]+|\s)+\|(?!\|)|\[[A-Z]{2,4}\]|(?:m?\\angle\s*|"
+    r"\\overline\s*\{?)?[A-Z]{2,4}\}?"
     r"|(?:\\text\{)?\s*(?!(?i:half|double|twice|triple|wrong|not|incorrect)\b)[A-Za-z]{3,}(?: [A-Za-z]{2,})*\s*\}?"
     r"|P\s*\(\\text\{[^{}]*\}\))"
 )
@@ -33,7 +34,8 @@ NAMED = re.compile(rf"({NAME})\s*(?:=|:=|\\in(?![A-Za-z]))\s*(.+)", re.DOTALL)
 RELATION = re.compile(r"\\[lg]e(?![A-Za-z])|\\ne(?![A-Za-z])|(?<!\\)[<>]")
 EQUALS = re.compile(r"(?<![<>!:\\])=")
 CHOICE = re.compile(
-    r"(?:\\text\{\s*)?(?:(?:option|choice|answer)\s+)?(\(?)\s*(?:\\text\{\s*)?(\(?)\s*([A-Ja-j])\s*(\)?)\s*\}?\s*(\)?)\s*"
+    r"(?:\\text\{\s*)?(?:(?:option|choice|answer)\s+)?(\(?)\s*(?:\\text\{\s*)?(\(?)"
+    r"\s*([A-Ja-j])\s*(\)?)\s*\}?\s*(\)?)\s*"
     r"(?:([.:)])?\s*(.*))?",
     re.IGNORECASE,
 )

@@ -90,21 +90,23 @@ def _positions(segments: tuple[Segment, ...], sequences: Tensor, offsets: Tensor
 
 
 def packed_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    scaling: float | None = None, sliding_window: int | None = None, packing: Packing | None = None, **unused: object,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """Causal attention within each packed sequence; the signature is that of a transformers attention function.
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: object
+) -> tuple[Tensor, None]:
+    """Causal attention within each packed sequence, as an attention function of transformers.
 
     Shapes: query [1, heads, N, head_dim], key and value [1, kv_heads, N, head_dim] -> [1, N, heads, head_dim].
+    Options: `packing`, and what transformers passes (`scaling`, `sliding_window`, ...).
     """
-    assert packing is not None, "call the model through Policy, which passes the packing"
-    if ignored := [name for name in ("softcap", "s_aux") if unused.get(name) is not None]:
+    packing, sliding_window = options.get("packing"), options.get("sliding_window")
+    assert isinstance(packing, Packing), "call the model through Policy, which passes the packing"
+    if ignored := [name for name in ("softcap", "s_aux") if options.get(name) is not None]:
         raise ValueError(f"this model's attention uses {', '.join(ignored)}; packed attention does not implement it.")
     if sliding_window is not None and sliding_window < packing.max_length:
         window = f"sliding-window attention of {sliding_window} tokens"
         raise ValueError(f"{window} is not supported for sequences of {packing.max_length}.")
     attend = _attend_rectangles if packing.cu_seqlens is None else _attend_varlen
-    return attend(*(x[0].transpose(0, 1) for x in (query, key, value)), packing, scaling)[None], None
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    return attend(query, key, value, packing, options.get("scaling"))[None], None
 
 
 AttentionInterface.register("packed", packed_attention)

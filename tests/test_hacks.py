@@ -242,7 +242,7 @@ def test_all_hacks_together_train_a_step(hacked, policy, tmp_path):
     assert found["reward/part/threes"] == 3.0
     assert found["reward/part/my_reward.py:score"] == 0.25, "every second answer is 7"
     assert found["reward/mean"] == 3.5
-    assert found["policy/kl_ref"] == pytest.approx(7.0)
+    assert found["policy/kl_ref"] == pytest.approx(0, abs=1e-6), "what is shown does not depend on the estimator"
     assert found["policy/loss"] == pytest.approx(0.25 * 1 + 0.1 * 7), "advantage, loss and KL are the new ones"
     assert 0 < found["completion/tokens_min"] <= found["completion/tokens_mean"]
     assert done.stdout.count("an update of ") == 2

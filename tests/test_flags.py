@@ -349,7 +349,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 import torch
 from grpo import Loss, token_ratio
-from neighbour import SCALE
+from scale_of_loss import SCALE
 
 @dataclass
 class Unused:
@@ -380,7 +380,7 @@ NUMBER = 3
 @pytest.fixture
 def own(tmp_path: Path) -> str:
     (tmp_path / "my_loss.py").write_text(OWN)
-    (tmp_path / "neighbour.py").write_text("SCALE = 2.0\n")
+    (tmp_path / "scale_of_loss.py").write_text("SCALE = 2.0\n")
     (tmp_path / "broken.py").write_text("import no_such_module\n")
     (tmp_path / "leaves.py").write_text("raise SystemExit(3)\n")
     return str(tmp_path / "my_loss.py")

@@ -25,22 +25,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from batch import Rollout
-from data import PromptData, name_of_source, read_system_prompt
-from flags import (
-    GROUPS,
-    EngineSettings,
-    Grading,
-    HelpFormatter,
-    PromptFormat,
-    Sampling,
-    add_flags,
-    check_ranges,
-    exit_with_error,
-    flag,
-    take,
-)
+from data import PromptData, read_system_prompt
+from flags import GROUPS, EngineSettings, Grading, PromptFormat, Sampling, flag, take
 from fsdp_utils import check_launch, gather_from_ranks, init_world, is_engine_leader_process, is_main_process
 from grading.score import Grade
+from inputs.checks import check_ranges
+from inputs.command_line import HelpFormatter, add_flags, exit_with_error
+from inputs.records import name_of_source
 from metrics import Metrics
 from model.sizes import check_config
 from model.vision import load_processor, most_images

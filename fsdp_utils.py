@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from flags import check_engines
+from inputs.checks import check_engines
 
 Item = TypeVar("Item")
 PR_SET_PDEATHSIG = 1  # of Linux

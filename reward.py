@@ -17,10 +17,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flags import GROUPS, Grading, Sampling, add_flags, take
+from flags import GROUPS, Grading, Sampling, take
 from grading.pool import Limits, Pool
 from grading.score import EXTRAS, Grade, needs_math, parse_reward
 from grading.verifiers import Case
+from inputs.command_line import add_flags
 
 if TYPE_CHECKING:
     from data import PromptData, Row

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flags import algorithm_of, check_flags, exit_with_error, parse_flags
+from inputs.checks import check_flags
+from inputs.command_line import exit_with_error, parse_flags
 
 if __name__ == "__main__":  # a mistake in a flag is reported before transformers and vLLM are imported
     ARGS = parse_flags()
@@ -26,6 +27,8 @@ if __name__ == "__main__":  # a mistake in a flag is reported before transformer
 
             sys.exit(dry_run(ARGS))
         check_flags(ARGS)
+        from inputs.choices import algorithm_of
+
         ALGORITHM = algorithm_of(ARGS)
     except (ValueError, OSError) as error:
         exit_with_error(error)

@@ -28,8 +28,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 import policy as policy_module
 from batch import Rollout
 from data import Row
-from flags import AdamW, Lora, Memory, algorithm_of, make_plan, parse_flags, take
+from flags import AdamW, Lora, Memory, make_plan, take
 from fsdp_utils import World, gather_from_ranks, is_main_process, local_shard
+from inputs.choices import algorithm_of
+from inputs.command_line import parse_flags
 from policy import build_policy
 from update import Update, add_advantages, add_logprobs, pack_updates, update_policy
 from warm_start import build_tokenizer

@@ -57,8 +57,10 @@ from verl.workers.utils.losses import ppo_loss
 import grpo
 import update
 from batch import Batch, Rollout, pack, to_positions
-from flags import algorithm_of, check_flags, parse_flags
 from grpo import Algorithm
+from inputs.checks import check_flags
+from inputs.choices import algorithm_of
+from inputs.command_line import parse_flags
 
 GOAL = 1e-5
 P, G, PROMPT_TOKENS, CONSTANT = 4, 7, 3, 32  # prompts, completions of each, tokens of a prompt, Dr. GRPO's constant

@@ -16,9 +16,11 @@ from pathlib import Path
 
 from transformers import AutoConfig, PretrainedConfig
 
-import flags
-from flags import EngineSettings, Lora, Memory, Plan, PromptFormat, take
+from flags import EngineSettings, Lora, Memory, Plan, PromptFormat, make_plan, take
 from fsdp_utils import is_main_process, launched_world_size
+from inputs.checks import check_flags
+from inputs.choices import algorithm_of
+from inputs.records import parse_source
 from model.sizes import GPUS, check_config
 from model.vision import check_images
 from model.weights import load_config
@@ -41,12 +43,12 @@ def dry_run(args: argparse.Namespace) -> int:
     """Prints the report and returns the exit code. Raises ValueError for a run that could not start on any machine."""
     config = config_of(args.model)
     setup = setup_of(args, config)
-    flags.algorithm_of(args)  # raises for choices that do not exist, or flags without effect
+    algorithm_of(args)  # raises for choices that do not exist, or flags without effect
     rows = rows_of(args.train_data, args.plan_rows)
     if rows is None and args.epochs is not None:
         data = f"--train_data {' '.join(args.train_data)}"
         raise ValueError(f"--epochs {args.epochs}: how many rows {data} has is not known here; give --plan_rows.")
-    plan = flags.make_plan(args, args.prompts_per_step if rows is None else rows)
+    plan = make_plan(args, args.prompts_per_step if rows is None else rows)
     shares = Shares(args.plan_flops_share, args.plan_memory_share, args.plan_link_share, args.plan_length_share)
     report = report_of(setup, plan, rows, shares)
     if args.trace:
@@ -73,7 +75,7 @@ def rows_of(train_data: list[str], given: int | None) -> int | None:
         return given
     total = 0
     for source in train_data:
-        what, split, count = flags.parse_source(source)
+        what, split, count = parse_source(source)
         if count is None and Path(what).is_file() and what.endswith(".jsonl"):
             count = sum(1 for line in Path(what).read_bytes().splitlines() if line.strip())
         elif count is None:
@@ -91,7 +93,7 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
     if args.plan_nodes < 1 or gpus % args.plan_nodes:
         nodes = f"--plan_nodes {args.plan_nodes}"
         raise ValueError(f"--plan_gpus {gpus} is not divisible by {nodes}; it counts the GPUs of all nodes.")
-    flags.check_flags(args, gpus)
+    check_flags(args, gpus)
     limits = args.max_prompt_tokens, max(args.max_completion_tokens, *args.eval_max_completion_tokens)
     check_config(args.model, config, limits, args.tensor_parallel_size)
     check_images(args.model, config, take(PromptFormat, args))

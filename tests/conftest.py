@@ -26,3 +26,12 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def untied_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with a head of its own."""
     return make_model(tmp_path_factory.mktemp("untied"), tied=False)
+
+
+@pytest.fixture
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache of `datasets` in a folder of the test run; nothing is asked of the hub."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)

@@ -11,6 +11,9 @@ from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from data import PromptData
+from flags import PromptFormat
+
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '[' + message['role'] + ']' + message['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -118,3 +121,36 @@ def write_simplerl(folder: Path) -> None:
             row |= {"extra_info": {"split": split, "index": i, "answer": answer, "question": question}}
             rows.append(row)
         write_parquet(folder / f"{split}.parquet", rows)
+
+
+GOOD = '{"problem": "1+1", "answer": "2"}\n'
+TOKENIZER = byte_tokenizer()
+
+
+def write(folder: Path, content: str | bytes, name: str = "rows.jsonl") -> str:
+    file = folder / name
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return str(file)
+
+
+def load(source: object, tokenizer=TOKENIZER, seed: int = 0, vision=None, **changes: object) -> PromptData:
+    prompt_format = PromptFormat(**{"max_prompt_tokens": 10**6} | changes)
+    return PromptData.load(str(source), prompt_format, tokenizer, seed, vision)
+
+
+def load_rows(folder: Path, rows: list[dict[str, object]], **changes: object) -> PromptData:
+    return load(write_lines(folder / "rows.jsonl", rows), **changes)
+
+
+def load_values(folder: Path, column: str, values: list[object], **changes: object) -> PromptData:
+    return load_rows(folder, [{"problem": "q", "answer": "1"} | {column: value} for value in values], **changes)
+
+
+def numbered(folder: Path, count: int, name: str = "rows", **changes: object) -> PromptData:
+    """`count` rows whose problem is `<name> <i>` and whose answer is `<i> of <name>`."""
+    rows = [{"problem": f"{name} {i}", "answer": f"{i} of {name}"} for i in range(count)]
+    return load(write_lines(folder / f"{name}.jsonl", rows), **changes)
+
+
+def texts(loaded: PromptData) -> list[str]:
+    return [row.text for row in loaded.rows]

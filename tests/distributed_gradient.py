@@ -13,9 +13,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from batch import Batch, Rollout
-from flags import algorithm_of, check_flags, parse_flags
 from fsdp_utils import close_world, init_world, shard
 from helpers import RAGGED, make_rollout, train_once, whole_update
+from inputs.checks import check_flags
+from inputs.choices import algorithm_of
+from inputs.command_line import parse_flags
 from policy import Policy, load_policy
 from update import logprobs_under
 

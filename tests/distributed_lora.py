@@ -11,9 +11,10 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
 from distributed_gradient import Recorder
-from flags import EngineSettings, Lora, algorithm_of, take
+from flags import EngineSettings, Lora, take
 from fsdp_utils import World, close_world, init_world, shard
 from helpers import HeldInSync, flags, make_rollout, train_once, whole_update
+from inputs.choices import algorithm_of
 from model.lora import add_adapter
 from policy import Policy, load_policy
 from update import add_logprobs, logprobs_under

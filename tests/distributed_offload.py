@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from flags import algorithm_of, check_flags, parse_flags
 from fsdp_utils import close_world, init_world, local_shard
 from helpers import build, make_rollout, train_once, whole_update
+from inputs.checks import check_flags
+from inputs.choices import algorithm_of
+from inputs.command_line import parse_flags
 from model.optimizer import ChunkedAdamW
 from policy import Policy
 from update import add_logprobs

@@ -15,9 +15,10 @@ import torch
 from batch import Rollout
 from checkpoint import export, gather_weights
 from distributed_gradient import Recorder
-from flags import EngineSettings, Lora, Sampling, algorithm_of, take
+from flags import EngineSettings, Lora, Sampling, take
 from fsdp_utils import World, close_world, gather_from_ranks, init_world, shard
 from helpers import train_once, with_advantages
+from inputs.choices import algorithm_of
 from model.lora import add_adapter
 from policy import Policy, load_policy
 from update import Update, add_logprobs

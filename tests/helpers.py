@@ -19,9 +19,11 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from batch import Batch, Rollout, to_positions
-from flags import AdamW, Lora, Memory, UpdateStep, algorithm_of, make_plan, parse_flags, take
+from flags import AdamW, Lora, Memory, UpdateStep, make_plan, take
 from forked import run_ranks
 from fsdp_utils import World
+from inputs.choices import algorithm_of
+from inputs.command_line import parse_flags
 from policy import Policy, build_policy
 from update import Update, pack_updates, update_policy
 from warm_start import build_tokenizer

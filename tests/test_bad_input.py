@@ -8,17 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
-import flags
 import train_grpo
 from fsdp_utils import check_launch
 from helpers import start, training_flags
+from inputs.checks import check_flags
+from inputs.choices import algorithm_of
+from inputs.command_line import parse_flags
 
 
 def check(policy: Path, out_dir: Path, **changes: object) -> None:
     """What the program does before it loads a model."""
-    args = flags.parse_flags(training_flags(policy, out_dir, **changes))
-    flags.check_flags(args)
-    flags.algorithm_of(args)
+    args = parse_flags(training_flags(policy, out_dir, **changes))
+    check_flags(args)
+    algorithm_of(args)
     train_grpo.load_inputs(args).grader.close()
 
 

@@ -1,8 +1,6 @@
 """Data: broken sources are named, unusable rows are listed, and prompt and answer stay together from file to step."""
 
-import csv
 import json
-import os
 import runpy
 import subprocess
 import sys
@@ -15,13 +13,19 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-import data
-from data import PromptData, Record, name_of_source, order_of_epoch, read_records, read_system_prompt
+from data import PromptData, order_of_epoch, read_system_prompt
 from data_files import (
+    TOKENIZER,
     VISION_TEMPLATE,
     byte_tokenizer,
+    load,
+    load_rows,
+    load_values,
+    numbered,
     png,
+    texts,
     user,
+    write,
     write_lines,
     write_math12k,
     write_numina_tir,
@@ -30,48 +34,10 @@ from data_files import (
     write_rlvr,
     write_simplerl,
 )
-from flags import PromptFormat, parse_source
 from helpers import ENVIRONMENT, ROOT
 from model.vision import Vision
 
-GOOD = '{"problem": "1+1", "answer": "2"}\n'
-TOKENIZER = byte_tokenizer()
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch):
-    """The library's cache in a folder of the test run; nothing is asked of the hub."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-
-
-def write(folder: Path, content: str | bytes, name: str = "rows.jsonl") -> str:
-    file = folder / name
-    file.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return str(file)
-
-
-def load(source: object, tokenizer=TOKENIZER, seed: int = 0, vision=None, **changes: object) -> PromptData:
-    prompt_format = PromptFormat(**{"max_prompt_tokens": 10**6} | changes)
-    return PromptData.load(str(source), prompt_format, tokenizer, seed, vision)
-
-
-def load_rows(folder: Path, rows: list[dict[str, object]], **changes: object) -> PromptData:
-    return load(write_lines(folder / "rows.jsonl", rows), **changes)
-
-
-def load_values(folder: Path, column: str, values: list[object], **changes: object) -> PromptData:
-    return load_rows(folder, [{"problem": "q", "answer": "1"} | {column: value} for value in values], **changes)
-
-
-def numbered(folder: Path, count: int, name: str = "rows", **changes: object) -> PromptData:
-    """`count` rows whose problem is `<name> <i>` and whose answer is `<i> of <name>`."""
-    rows = [{"problem": f"{name} {i}", "answer": f"{i} of {name}"} for i in range(count)]
-    return load(write_lines(folder / f"{name}.jsonl", rows), **changes)
-
-
-def texts(loaded: PromptData) -> list[str]:
-    return [row.text for row in loaded.rows]
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def assert_whole(loaded: PromptData) -> None:
@@ -82,323 +48,6 @@ def assert_whole(loaded: PromptData) -> None:
         assert row.columns["problem"] == row.prompt
         assert row.where.endswith(f"{name}.jsonl, line {int(number) + 1}")
         assert row.text == TOKENIZER.decode(row.ids.tolist()) == f"[user]{row.prompt}[assistant]"
-
-
-# Files
-
-
-def test_rows_keep_all_their_columns_and_numbers_are_accepted_as_answers(tmp_path):
-    loaded = load(write(tmp_path, GOOD + "\n" + '{"problem": "é", "answer": 4, "level": 3}\n'))
-    assert [(row.prompt, row.answer) for row in loaded.rows] == [("1+1", "2"), ("é", "4")]
-    assert loaded.rows[1].columns == {"problem": "é", "answer": 4, "level": 3}
-    assert loaded.rows[1].where == f"{tmp_path}/rows.jsonl, line 3"
-    assert (loaded.name, loaded.num_too_long, loaded.excluded) == ("rows", 0, [])
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (GOOD + '{"problem": "1+1", "ans', ["line 2", "not valid JSON", "cut off"]),
-        (GOOD.encode() + b'{"problem": "\xff", "answer": "2"}\n', ["line 2", "not valid JSON", "UTF-8"]),
-        (GOOD.encode() + b'{"problem": "\xed\xa0\xbd", "answer": "2"}\n', ["line 2", "not valid JSON"]),
-        (GOOD + "\n" + '{"problem": "a\0b", "answer": "2"}\n', ["line 3", "not valid JSON", "UTF-16?"]),
-        (GOOD.encode() + b"\0" * 4096, ["line 2", "not valid JSON"]),
-        (GOOD.encode("utf-16"), ["line 1", "UTF-16", "iconv"]),
-        (GOOD.encode("utf-16-le"), ["line 1", "UTF-16", "iconv"]),
-        (GOOD + '\n["1+1", "2"]\n', ["line 3", "JSON object", "list"]),
-        (GOOD + '"text"\n', ["line 2", "JSON object", "str"]),
-        (GOOD + "[" * 100_000 + "\n", ["line 2", "not valid JSON"]),
-        (GOOD + '{"problem": "1+1", "answer": "2", "answer": "3"}\n', ["line 2", "appears twice", "'answer'"]),
-        (GOOD + '{"problem": "1+1"}\n', ["line 2", "'answer'", "--answer_column", "this row has 'problem'."]),
-        (GOOD + "{}\n", ["line 2", "'problem'", "--prompt_column", "none"]),
-        ("[\n" + GOOD + "]", ["line 1", "not valid JSON", "one JSON object per line"]),
-        ("", ["no rows"]),
-        ("\n \r\n", ["no rows"]),
-    ],
-)
-def test_a_file_that_cannot_be_used_is_refused_by_line(content, words, tmp_path):
-    with pytest.raises(ValueError) as error:
-        load(write(tmp_path, content))
-    for word in ["rows.jsonl", *words]:
-        assert word in str(error.value)
-    assert len(str(error.value)) < 800
-
-
-@pytest.mark.parametrize(
-    ("content", "prompts"),
-    [
-        (b"\xef\xbb\xbf" + GOOD.encode(), ["1+1"]),
-        (GOOD.replace("\n", "\r\n") * 2, ["1+1", "1+1"]),
-        (GOOD + "\n\n" + GOOD.rstrip("\n"), ["1+1", "1+1"]),
-        ('{"id": 7, "problem": "a", "answer": "1"}\n{"id": 7, "problem": "b", "answer": "2"}\n', ["a", "b"]),
-        ('{"problem": "a", "answer": "1", "level": NaN, "score": -Infinity}\n', ["a"]),
-        ('{"problem": "a\\u0000\\u2028b", "answer": "1"}\n', ["a\0\u2028b"]),
-        ('{"problem": "a", "answer": "1", "id": 1}\n{"problem": "b", "answer": "1", "id": "x"}\n', ["a", "b"]),
-    ],
-)
-def test_what_is_unusual_but_clear_is_loaded(content, prompts, tmp_path):
-    assert [row.prompt for row in load(write(tmp_path, content)).rows] == prompts
-
-
-def test_a_line_of_10_mb_is_loaded_and_a_prompt_of_200_kb_counted_as_too_long(tmp_path):
-    long = {"problem": "1+1 " * 50_000, "answer": "2", "notes": "x" * 10_000_000}
-    content = GOOD + json.dumps(long) + "\n" + json.dumps(long | {"problem": "2+2"}) + "\n"
-    loaded = load(write(tmp_path, content), max_prompt_tokens=100)
-    assert [row.prompt for row in loaded.rows] == ["1+1", "2+2"]
-    assert loaded.num_too_long == 1 and loaded.rows[1].columns == long | {"problem": "2+2"}
-
-
-@pytest.mark.parametrize(
-    ("content", "outcome"),
-    [
-        ("[" + GOOD + ",\n" + GOOD.replace("1+1", "2+2") + "]", ["row 0", "row 1"]),
-        (b"\xef\xbb\xbf [" + GOOD.encode() + b"]", ["row 0"]),
-        (GOOD + GOOD, ["line 1", "line 2"]),
-        ('{"data": [' + GOOD + "]}", "an array of objects, or one object per line"),
-        ('{\n"data": [\n' + GOOD + "]}", "an array of objects, or one object per line"),
-        ('{"data": 1}', "found a single JSON object; the file must be an array"),
-        ("[" + GOOD + ",", "not valid JSON"),
-        ("[" + GOOD + ", 3]", "row 1: expected a JSON object, found int"),
-        ("[]", "holds no rows"),
-        ("", "holds no rows"),
-    ],
-)
-def test_a_json_file_is_an_array_of_objects_or_json_lines(content, outcome, tmp_path):
-    path = write(tmp_path, content, "rows.json")
-    if isinstance(outcome, list):
-        assert [row.where for row in load(path).rows] == [f"{path}, {where}" for where in outcome]
-        return
-    with pytest.raises(ValueError, match=outcome) as error:
-        load(path)
-    assert "rows.json" in str(error.value)
-
-
-def test_a_file_that_cannot_be_read_is_a_value_error(tmp_path):
-    (tmp_path / "rows.jsonl").symlink_to("/proc/self/mem")  # opens, but does not read, not even for root
-    with pytest.raises(ValueError, match="rows.jsonl cannot be read: Input/output error"):
-        load(tmp_path / "rows.jsonl")
-    if os.getuid() != 0:  # root reads everything
-        file = Path(write(tmp_path, GOOD, "locked.jsonl"))
-        file.chmod(0)
-        with pytest.raises(ValueError, match="locked.jsonl cannot be read: Permission denied"):
-            load(file)
-
-
-# Sources
-
-
-@pytest.mark.parametrize(
-    ("source", "parts", "name"),
-    [
-        ("x/math500.jsonl", ("x/math500.jsonl", None, None), "math500"),
-        ("x/math.v2.parquet@train#5", ("x/math.v2.parquet", "train", 5), "math.v2_train"),
-        ("hiyouga/math12k@test#100", ("hiyouga/math12k", "test", 100), "math12k_test"),
-        ("hiyouga/math12k#1000", ("hiyouga/math12k", None, 1000), "math12k"),
-        ("o/n@train[:10%]", ("o/n", "train[:10%]", None), "n_train[:10%]"),
-        ("runs/a@b/rows.jsonl", ("runs/a@b/rows.jsonl", None, None), "rows"),
-        ("folder/", ("folder/", None, None), "folder"),
-    ],
-)
-def test_a_source_is_what_split_and_number_of_rows(source, parts, name):
-    assert parse_source(source) == parts
-    assert name_of_source(source) == name
-
-
-def test_what_exists_as_a_path_is_taken_literally(tmp_path):
-    path = write(tmp_path, GOOD * 3, "a@test#2")
-    assert parse_source(path) == (path, None, None)
-    (tmp_path / "b@c.jsonl").write_text(GOOD * 3)
-    assert len(read_records(f"{tmp_path}/b@c.jsonl#2", seed=0)) == 2
-
-
-def test_a_mistyped_path_is_not_looked_for_on_the_hub(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(datasets, "load_dataset", lambda *arguments, **options: pytest.fail("looked for on the hub"))
-    paths = "absent.jsonl dta/math.jsonl dta/math.json@test a/b/c/d /abs/name ./here ~/x absent.csv tests/absent"
-    for source in [*paths.split(), "o/n#0", "o/n#x", "o/n@", "#5", "o/n.parquet#5"]:
-        with pytest.raises(FileNotFoundError, match="does not exist .*WHAT.*owner/name"):
-            load(source)
-
-
-def test_a_file_of_another_kind_and_a_split_of_a_single_file_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"rows\.csv.*not read; needed is a file .\.jsonl, \.json, \.parquet"):
-        load(write(tmp_path, "problem,answer\n", "rows.csv"))
-    path = write(tmp_path, GOOD)
-    assert len(load(f"{path}@train").rows) == 1
-    for split in ("test", "train[:1]"):
-        with pytest.raises(ValueError, match=rf"no split '{split[:5]}.*@SPLIT.*but train; choose"):
-            load(f"{path}@{split}")
-
-
-def test_another_kind_of_file_needs_one_function_and_one_entry(tmp_path, monkeypatch):
-    def read_csv_file(path: Path) -> list[Record]:
-        with path.open(newline="") as file:
-            return [Record(f"{path}, row {i}", row, path.parent) for i, row in enumerate(csv.DictReader(file))]
-
-    monkeypatch.setitem(data.READERS, ".csv", read_csv_file)
-    path = write(tmp_path, 'problem,answer\n1+1,2\n"a,b",01\n', "train.csv")
-    for source, name in ((path, "train"), (tmp_path, tmp_path.name)):  # a file, and a folder of such files
-        loaded = load(source)
-        assert [(row.prompt, row.answer) for row in loaded.rows] == [("1+1", "2"), ("a,b", "01")]
-        assert (loaded.rows[1].where, loaded.name) == (f"{path}, row 1", name)
-    with pytest.raises(ValueError, match="holds 2 rows; needed are at least 3"):
-        load(f"{path}#3")
-
-
-def test_a_hub_data_set_is_named_in_its_rows_and_gets_the_split(tmp_path, monkeypatch):
-    write_math12k(tmp_path / "math12k")
-    original = datasets.load_dataset
-    asked = []
-
-    def load_dataset(name: str, configuration: str | None, split: str | None) -> object:
-        asked.append((name, configuration))
-        return original(str(tmp_path / name.partition("/")[2]), split=split)
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    loaded = load("hiyouga/math12k@test")
-    assert [row.where for row in loaded.rows] == ["hiyouga/math12k@test, row 0", "hiyouga/math12k@test, row 1"]
-    assert load("hiyouga/math12k").rows[2].where == "hiyouga/math12k@train, row 2"
-    assert [row.prompt for row in load("hiyouga/math12k@train[1:]").rows] == ["train 1?", "train 2?"]
-    assert load("openai/math12k/main@test").name == "math12k_test"
-    assert asked[0] == ("hiyouga/math12k", None) and asked[-1] == ("openai/math12k", "main")
-
-
-def test_a_hub_that_cannot_be_reached_is_told_within_seconds(monkeypatch):
-    import huggingface_hub
-
-    class Unreachable:
-        def head(self, url: str, timeout: float) -> None:
-            raise huggingface_hub.errors.HTTPError("no network")
-
-    monkeypatch.setattr(huggingface_hub, "get_session", Unreachable)
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-    started = time.monotonic()
-    advice = "hf download --repo-type dataset hiyouga/absent"
-    with pytest.raises(ValueError, match=f"'hiyouga/absent@test#5' cannot be loaded: .*reach.*{advice}"):
-        load("hiyouga/absent@test#5")
-    assert time.monotonic() - started < 10
-
-
-def test_rows_are_drawn_at_random_before_the_length_filter(tmp_path):
-    rows = [{"problem": "x" * (50 if i % 2 else 1), "answer": str(i)} for i in range(40)]
-    path = write_lines(tmp_path / "rows.jsonl", rows)
-    loaded = load(f"{path}#20", max_prompt_tokens=40, seed=3)
-    assert len(loaded.rows) + loaded.num_too_long == 20 and loaded.num_too_long > 3
-    drawn = [columns["answer"] for _, columns, _ in read_records(f"{path}#20", seed=3)]
-    assert len(set(drawn)) == 20 and drawn != sorted(drawn, key=int)
-    assert drawn == [columns["answer"] for _, columns, _ in read_records(f"{path}#20", seed=3)]
-    assert set(drawn) != {columns["answer"] for _, columns, _ in read_records(f"{path}#20", seed=4)}
-    parquet = write_parquet(tmp_path / "rows.parquet", rows)
-    records = read_records(f"{parquet}#20", seed=3)
-    assert [columns["answer"] for _, columns, _ in records] == drawn
-    assert [where for where, _, _ in records] == [f"{parquet}@train, row {answer}" for answer in drawn]
-    for source in (path, parquet):
-        with pytest.raises(ValueError, match="holds 40 rows; .*41"):
-            load(f"{source}#41")
-
-
-# Parquet files and folders, by the datasets library
-
-
-def test_parquet_files_have_splits_by_slicing_and_nested_columns(tmp_path):
-    rows = [{"problem": f"q{i}", "reward_model": {"style": "rule", "ground_truth": str(i)}} for i in range(4)]
-    path = write_parquet(tmp_path / "odd[1] name.parquet", rows)
-    loaded = load(f"{path}@train[1:3]", answer_column="reward_model.ground_truth")
-    assert [row.answer for row in loaded.rows] == ["1", "2"]
-    assert loaded.rows[0].columns == rows[1]
-    with pytest.raises(ValueError, match="test.*train"):
-        load(f"{path}@test")
-    columns = r"'problem', 'reward_model', 'reward_model\.style'"
-    with pytest.raises(ValueError, match=f"row 0: no column 'answer' .*{columns}"):
-        load(path)
-
-
-@pytest.mark.parametrize("content", [b"", b"PAR1 no parquet", GOOD.encode()])
-def test_a_parquet_file_that_is_none_is_refused(content, tmp_path):
-    with pytest.raises(ValueError, match=r"rows\.parquet' cannot be loaded"):
-        load(write(tmp_path, content, "rows.parquet"))
-
-
-def test_a_parquet_file_that_was_overwritten_is_read_anew(tmp_path):
-    for answer in ("1", "2"):
-        path = write_parquet(tmp_path / "rows.parquet", [{"problem": "q", "answer": answer}])
-        assert load(path).rows[0].answer == answer
-
-
-def test_a_folder_has_the_splits_of_its_files(tmp_path):
-    write_math12k(tmp_path / "both")
-    assert [row.prompt for row in load(tmp_path / "both").rows] == ["train 0?", "train 1?", "train 2?"]
-    loaded = load(f"{tmp_path}/both@test[:1]")
-    assert [(row.prompt, row.where) for row in loaded.rows] == [("test 0?", f"{tmp_path}/both@test[:1], row 0")]
-    with pytest.raises(ValueError, match="validation.*train.*test"):
-        load(f"{tmp_path}/both@validation")
-    write_parquet(tmp_path / "one" / "test.parquet", [{"problem": "q", "answer": "1"}])
-    assert load(tmp_path / "one").rows[0].where == f"{tmp_path}/one@test, row 0"
-    for split in ("test", "validation"):
-        write_parquet(tmp_path / "two" / f"{split}.parquet", [{"problem": "q", "answer": "1"}])
-    with pytest.raises(ValueError, match="no split 'train'.*validation, test"):
-        load(tmp_path / "two")
-
-
-def test_a_folder_of_json_files_is_read_line_by_line_without_guessing_types(tmp_path):
-    rows = [
-        {"problem": "a", "answer": "2024-01-01"},
-        {"problem": "b", "answer": 1, "x": {"y": 1}},
-        {"problem": "c", "answer": 2.5, "x": {}},
-    ]
-    write_lines(tmp_path / "train.jsonl", rows)
-    write_lines(tmp_path / "test.jsonl", rows[:1])
-    loaded = load(tmp_path)
-    assert [row.answer for row in loaded.rows] == ["2024-01-01", "1", "2.5"]
-    assert loaded.rows[2].columns == rows[2]
-    assert load(f"{tmp_path}@test").rows[0].where == f"{tmp_path}/test.jsonl, line 1"
-    with pytest.raises(ValueError, match="no split 'dev'.*train, test"):
-        load(f"{tmp_path}@dev")
-    (tmp_path / "test.jsonl").write_text(GOOD + "{")
-    with pytest.raises(ValueError, match=r"test\.jsonl, line 2"):
-        load(f"{tmp_path}@test")
-
-
-def test_why_json_files_are_not_read_by_the_library(tmp_path):
-    """If this fails, the library has changed, and the module's docstring with it."""
-    for name, answers in (("dates", ["2024-01-01", "2024-01-02"]), ("numbers", [1, 2.5])):
-        path = write_lines(tmp_path / f"{name}.jsonl", [{"answer": answer} for answer in answers])
-        guessed = datasets.load_dataset("json", data_files=path, split="train")["answer"][0]
-        assert str(guessed) != str(answers[0])
-
-
-def test_saved_data_sets_are_loaded(tmp_path):
-    dataset = datasets.Dataset.from_list([{"problem": f"q{i}", "answer": str(i)} for i in range(3)])
-    dataset.save_to_disk(tmp_path / "single")
-    datasets.DatasetDict(train=dataset, test=dataset.select([2])).save_to_disk(tmp_path / "splits")
-    assert [row.answer for row in load(tmp_path / "single").rows] == ["0", "1", "2"]
-    assert len(load(f"{tmp_path}/single@train#2").rows) == 2
-    assert load(f"{tmp_path}/splits@test").rows[0].where == f"{tmp_path}/splits@test, row 0"
-    for source, there in (("single@test", "train"), ("splits@train[:1]", "train, test")):
-        with pytest.raises(ValueError, match=f"no split .*{there}"):
-            load(tmp_path / source)
-
-
-def test_folders_without_data_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="any data files"):
-        load(tmp_path)
-    (tmp_path / "weights.bin").write_bytes(b"\0")
-    with pytest.raises(ValueError, match="data files"):
-        load(tmp_path)
-    write_parquet(tmp_path / "train.parquet", [{"problem": "q", "answer": "1"}])
-    (tmp_path / "README.md").write_text("---\nconfigs: [\n---\n")
-    with pytest.raises(ValueError, match="cannot be loaded: while parsing"):
-        load(tmp_path)
-    (tmp_path / "README.md").unlink()
-    write_parquet(tmp_path / "train2.parquet", [{"question": "q", "answer": "1"}])
-    with pytest.raises(ValueError, match="cannot be loaded: .*column names don't match"):
-        load(tmp_path)
-
-
-def test_a_column_of_mixed_types_is_decoded(tmp_path):
-    write_lines(tmp_path / "a.jsonl", [{"problem": "q", "answer": 1}, {"problem": "q", "answer": "x"}])
-    datasets.load_dataset("json", data_files=str(tmp_path / "a.jsonl"), split="train").save_to_disk(tmp_path / "saved")
-    assert [row.answer for row in load(tmp_path / "saved").rows] == ["1", "x"]
 
 
 # The five documented data sets
@@ -806,9 +455,9 @@ def test_the_command_shows_the_data_without_the_library_of_data_sets(tmp_path):
     (tmp_path / "a.png").write_bytes(png())
     rows = [{"problem": f"What is {i}?", "answer": i, "image": "a.png"} for i in range(3)]
     path = write_lines(tmp_path / "rows.jsonl", rows)
-    flags = ["data.py", "--model", str(tmp_path / "tokenizer"), "--image_column", "image", "--data", path, path]
+    flags = ["show_data.py", "--model", str(tmp_path / "tokenizer"), "--image_column", "image", "--data", path, path]
     flags += ["--show", "1", "--weights", "1", "3"]
-    code = f"import runpy, sys; sys.argv = {flags}; runpy.run_path('data.py', run_name='__main__')"
+    code = f"import runpy, sys; sys.argv = {flags}; runpy.run_path('scripts/show_data.py', run_name='__main__')"
     command = [sys.executable, "-c", code + "; sys.exit('datasets' in sys.modules)"]
     done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr or "reading .jsonl files imports `datasets`, which takes a second"
@@ -821,7 +470,7 @@ def test_the_command_shows_the_data_without_the_library_of_data_sets(tmp_path):
 def test_the_command_tells_a_mistake_in_one_line(policy, tmp_path, monkeypatch, capsys):
     byte_tokenizer(VISION_TEMPLATE).save_pretrained(tmp_path / "tokenizer")
     flags = ["--model", str(tmp_path / "tokenizer"), "--image_column", "image", "--data", str(policy / "train.jsonl")]
-    monkeypatch.setattr(sys, "argv", ["data.py", *flags])
+    monkeypatch.setattr(sys, "argv", ["show_data.py", *flags])
     with pytest.raises(SystemExit, match=r"^error: .*no column 'image'") as stopped:
-        runpy.run_path(str(ROOT / "data.py"), run_name="__main__")
+        runpy.run_path(str(ROOT / "scripts/show_data.py"), run_name="__main__")
     assert "\n" not in str(stopped.value) and capsys.readouterr().out == ""

@@ -10,7 +10,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-import flags
 from data import PromptData, Row
 from evaluate import (
     FLAGS,
@@ -24,11 +23,13 @@ from evaluate import (
     settings_per_set,
     table,
 )
-from flags import Sampling
+from flags import GROUPS, Sampling
 from forked import run_ranks
 from grading.score import Grade
 from grading.verifiers import Case
 from helpers import ENVIRONMENT, ROOT, make_rollout, torchrun
+from inputs import command_line
+from inputs.checks import check_ranges
 from reward import Grader
 
 
@@ -101,11 +102,11 @@ def test_settings_are_one_for_all_sets_or_one_for_each():
 )
 def test_a_setting_out_of_range_is_refused_in_training_and_by_the_command(change, words):
     name, *values = change
-    args = flags.parse_flags(["--model", "m", "--train_data", "d", "--out_dir", "o", f"--eval_{name}", *values])
+    args = command_line.parse_flags(["--model", "m", "--train_data", "d", "--out_dir", "o", f"--eval_{name}", *values])
     with pytest.raises(ValueError, match=f"--eval_{words}"):
-        flags.check_ranges(args, flags.GROUPS)
+        check_ranges(args, GROUPS)
     with pytest.raises(ValueError, match=f"--{words}"):
-        flags.check_ranges(parse_flags(["--model", "m", "--data", "d", f"--{name}", *values]), FLAGS)
+        check_ranges(parse_flags(["--model", "m", "--data", "d", f"--{name}", *values]), FLAGS)
 
 
 def test_sets_of_the_same_name_are_refused():

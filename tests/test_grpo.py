@@ -17,7 +17,7 @@ from torch import Tensor
 
 import grpo
 from batch import Batch
-from flags import FLAGS, algorithm_of, parameters_of
+from flags import FLAGS
 from grpo import (
     Graded,
     Loss,
@@ -33,6 +33,7 @@ from grpo import (
     whitened,
 )
 from helpers import flags
+from inputs.choices import algorithm_of, parameters_of
 
 LENGTHS = [12, 7, 3, 11, 5, 9, 2, 6]
 UNTRAINED = 4  # the sequence of which no token is trained

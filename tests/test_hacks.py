@@ -102,8 +102,8 @@ def data_source(copy: Path) -> None:
 
 
 '''
-    insert(copy / "data.py", "READERS", function)
-    add_entry(copy / "data.py", "READERS", '".lines": read_lines')
+    insert(copy / "inputs" / "records.py", "READERS", function)
+    add_entry(copy / "inputs" / "records.py", "READERS", '".lines": read_lines')
 
 
 @hack
@@ -186,12 +186,15 @@ def run(copy: Path, *command: object, **environment: str) -> subprocess.Complete
 
 
 CHECKS = """
-import torch, flags, grpo
+import torch, grpo
+from inputs.checks import check_flags
+from inputs.choices import algorithm_of
+from inputs.command_line import parse_flags
 
 def algorithm(*changes):
-    args = flags.parse_flags(["--model", "m", "--train_data", "d", "--out_dir", "o", "--total_steps", "1", *changes])
-    flags.check_flags(args, num_ranks=1)
-    return flags.algorithm_of(args)
+    args = parse_flags(["--model", "m", "--train_data", "d", "--out_dir", "o", "--total_steps", "1", *changes])
+    check_flags(args, num_ranks=1)
+    return algorithm_of(args)
 
 graded = grpo.Graded(torch.tensor([[1.0, 0.0]]), torch.ones(2), torch.tensor([1, 1]), torch.ones(2).bool())
 assert algorithm("--advantage", "rloo", "--rloo_scale", "3").advantage(graded).tolist() == [[3.0, -3.0]]

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from flags import CHOICES, FLAGS, functions_of, parameters_of, parse_flags
+from flags import FLAGS
+from inputs.choices import CHOICES, parameters_of
+from inputs.command_line import parse_flags
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("grading", "model", "planner")  # folders with one door each
+ROOMS = ("grading", "inputs", "model", "planner")  # folders with one door each
 PROGRAM = sorted([*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).glob("*.py"))])
 FOLDERS_BESIDE = ("benchmarks", "scripts", "tests")
 BESIDE = [path for folder in FOLDERS_BESIDE for path in sorted((ROOT / folder).rglob("*.py"))]
@@ -82,7 +84,7 @@ def test_nothing_imports_benchmarks_and_only_the_answer_to_dry_run_imports_the_p
 
 def test_the_planner_imports_flags_and_model_but_not_the_loop():
     for name in in_room("planner"):
-        assert packages(name) & OURS <= {"planner", "flags", "model", "fsdp_utils", "policy", "batch"}, name
+        assert packages(name) & OURS <= {"planner", "flags", "inputs", "model", "fsdp_utils", "policy", "batch"}, name
         assert name == "planner/trace.py" or not packages(name) & {"policy", "batch"}, name
 
 
@@ -128,7 +130,10 @@ def parameters(function: ast.FunctionDef) -> list[ast.arg]:
 def test_functions_take_at_most_7_parameters_and_no_namespace(name):
     for function in functions(TREES[name]):
         assert len(parameters(function)) <= 7, f"{name}:{function.lineno} {function.name}"
-        if name not in ("train_grpo.py", "flags.py", "planner/dry_run.py") and function.name != "main":
+        if (
+            name not in ("train_grpo.py", "flags.py", "planner/dry_run.py", *in_room("inputs"))
+            and function.name != "main"
+        ):
             annotations = [ast.unparse(each.annotation) for each in parameters(function) if each.annotation]
             assert not [text for text in annotations if "Namespace" in text], (
                 f"{name}:{function.lineno} {function.name}"
@@ -206,7 +211,7 @@ def test_every_flag_is_documented_and_used(capsys):
     # Dead is a flag that no line reads as an attribute, and that is no parameter of a function of the algorithm.
     source = "\n".join(path.read_text() for path in PROGRAM)
     read = set(re.findall(r"\.(\w+)", source))
-    chosen = {key for name in CHOICES for function in functions_of(name).values() for key in parameters_of(function)}
+    chosen = {key for name in CHOICES for function in CHOICES[name].values() for key in parameters_of(function)}
     for each in FLAGS.values():
         name = each.name.removeprefix("--")
         assert len(each.help) > 10 and each.name == f"--{name}"
@@ -245,8 +250,7 @@ def test_the_requirements_move_together_and_are_exact():
 
 
 RUNS_CODE_OF_THE_USER = {  # which may raise anything, and must be told in a sentence
-    "flags.py": {"load_function"},
-    "grpo.py": {"try_out"},
+    "inputs/choices.py": {"load_function", "try_out"},
     "grading/pool.py": None,  # all of it
 }
 

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 import evaluate
-import flags
+from flags import FLAGS
 from grading.score import make_handler
 from grading.verifiers import Case
 from helpers import ROOT
+from inputs.checks import check_flags
+from inputs.command_line import parse_flags
 from planner.dry_run import dry_run
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
@@ -45,7 +47,7 @@ def test_the_programs_and_flags_of_every_command_exist(page):
             word for word in programs if not (ROOT / word).exists() and "/X.sh" not in word and "my_" not in word
         ]
         assert programs and not missing, command
-        known = evaluation if "evaluate.py" in programs else set(flags.FLAGS)
+        known = evaluation if "evaluate.py" in programs else set(FLAGS)
         if "train_grpo.py" in programs or "evaluate.py" in programs:
             given = [word for word in words[words.index(programs[0]) :] if word.startswith("--")]
             assert set(given) <= known, command
@@ -65,8 +67,8 @@ def test_the_example_of_ones_own_model_fits_as_the_readme_says_and_its_reward_pa
     (tmp_path / "my_reward.py").write_text(rewards)
     monkeypatch.chdir(tmp_path)
     (command,) = [command for command in commands(PAGES[0]) if "my_reward.py" in command]
-    args = flags.parse_flags([*shlex.split(command)[shlex.split(command).index("train_grpo.py") + 1 :], "--dry_run"])
-    flags.check_flags(args, 1)
+    args = parse_flags([*shlex.split(command)[shlex.split(command).index("train_grpo.py") + 1 :], "--dry_run"])
+    check_flags(args, 1)
     args.plan_gpus = 1
     assert dry_run(args) == 0
     needed = re.search(r"needs? (\d+\.\d) of\s+(\d+\.\d) GiB", README).groups()

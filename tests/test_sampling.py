@@ -11,9 +11,10 @@ import pytest
 
 from batch import Rollout
 from data import PromptData, Row
-from flags import Memory, Sampling, algorithm_of, make_plan, take
+from flags import Memory, Sampling, make_plan, take
 from grading.score import Grade
 from helpers import ALONE, flags, make_grade, make_rollout, make_row
+from inputs.choices import algorithm_of
 from sampling import Draws, Sampler, choose_groups, has_signal_P, prompts_to_sample
 from update import add_advantages, pack_updates
 

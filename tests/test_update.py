@@ -16,10 +16,11 @@ from transformers import AutoModelForCausalLM
 import grpo
 import update
 from batch import Rollout, pack, to_positions
-from flags import Memory, algorithm_of, make_plan, take
+from flags import Memory, make_plan, take
 from fsdp_utils import World
 from grpo import Algorithm
 from helpers import flags, make_grade, make_rollout, unpacked_logprobs
+from inputs.choices import algorithm_of
 from policy import Policy, load_policy
 from update import Update, add_advantages, compute_advantages, gather_penalties, pack_updates
 

@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 import checkpoint
 from batch import pack
 from distributed_lora import RANK, adapted_policy, lora_flags
-from flags import Lora, check_flags, take
+from flags import Lora, take
 from fsdp_utils import World
 from helpers import flags, logprobs_in_vllm, make_rollout, metrics_of, torchrun, training_flags, unpacked_logprobs
+from inputs.checks import check_flags
 from model.lora import add_adapter, check_targets, target_names
 from policy import Policy, load_policy
 

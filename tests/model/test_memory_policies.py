@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from flags import check_flags
 from helpers import flags, metrics_of, torchrun, training_flags
+from inputs.checks import check_flags
 
 
 def without_times(metrics: dict[str, float]) -> dict[str, float]:

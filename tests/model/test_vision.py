@@ -17,8 +17,9 @@ from batch import Rollout, shared_positions
 from data import PromptData
 from data_files import png, write_parquet
 from distributed_vision import WITH_IMAGES, WITHOUT, gradient, policy_of
-from flags import PromptFormat, check_flags, take
+from flags import PromptFormat, take
 from helpers import ALONE, torchrun
+from inputs.checks import check_flags
 from model.vision import decode, load_processor
 from policy import load_policy
 from train_grpo import load_inputs

@@ -1,0 +1,132 @@
+"""Checks of the flags. Each sentence says what was given, what is required, what to do. No torch: they come first."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from flags import FLAGS, GROUPS, INF, TINY, Flag
+from model.sizes import check_path
+
+
+def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
+    """Raises ValueError for flags out of range, without effect, or in contradiction to each other.
+
+    `num_ranks`: by default those that torchrun started. What has no effect on the algorithm is found by `algorithm_of`.
+    """
+    check_ranges(args, GROUPS)
+    check_path(args.model)
+    check_batches(args, int(os.environ.get("WORLD_SIZE", "1")) if num_ranks is None else num_ranks)
+    check_algorithm(args)
+    check_memory(args)
+    for name in ("eval_every", "eval_before_training"):
+        if getattr(args, name) and not args.eval_data:
+            wrong = given(FLAGS[f"--{name}"], args)
+            raise ValueError(f"{wrong} needs --eval_data; name a file, or leave --{name} out.")
+
+
+def check_ranges(args: argparse.Namespace, groups: dict[str, list[Flag]]) -> None:
+    """Raises ValueError for a value out of its range, and for a flag that has no effect without another one."""
+    for each in (each for group in groups.values() for each in group):
+        value = each.of(args)
+        low, high = each.within or (-INF, INF)
+        for number in value if isinstance(value, list) else [value]:
+            if each.within and number is not None and not low <= number <= high:  # also true for nan
+                bounds = "above 0" if low == TINY else f"at least {low:g}"
+                bounds += "" if high == INF else f" and at most {high:g}"
+                raise ValueError(f"{each.name} {number:g}: must be {bounds}.")
+        if each.only_with and value != each.value:
+            other = FLAGS[each.only_with].of(args)
+            if other in (0, "off", "none"):
+                needed = f"{each.only_with} above 0" if other == 0 else each.only_with
+                wrong = f"{given(each, args)} has no effect here, only with {needed}"
+                raise ValueError(f"{wrong}: {leave(each)}, or change the other.")
+
+
+def given(each: Flag, args: argparse.Namespace) -> str:
+    """The flag as it was written."""
+    value = each.of(args)
+    values = value if isinstance(value, list) else [] if value is True else [value]
+    return " ".join([each.name, *map(str, values)])
+
+
+def leave(each: Flag) -> str:
+    """How to say that the default should stay."""
+    return f"leave it at {each.value}" if each.value else "leave it out"
+
+
+def divisors(number: int) -> str:
+    """The numbers that divide it, as words."""
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+
+
+def check_engines(tensor_parallel_size: int, num_ranks: int) -> None:
+    """Raises ValueError if so many ranks are no whole number of engines."""
+    if tensor_parallel_size < 1 or num_ranks % tensor_parallel_size:
+        wrong = f"--tensor_parallel_size {tensor_parallel_size} does not divide the world size {num_ranks}"
+        raise ValueError(f"{wrong}; use one of {divisors(num_ranks)}.")
+
+
+def check_batches(args: argparse.Namespace, num_ranks: int) -> None:
+    """Raises ValueError for batches that cannot be divided, and for a length of training that is not clear."""
+    prompts, size = args.prompts_per_step, args.tensor_parallel_size
+    check_engines(size, num_ranks)
+    num_engines = num_ranks // size
+    if prompts % num_engines:
+        below = prompts // num_engines * num_engines
+        near = f"{below} or {below + num_engines}" if below else num_engines
+        engines = f"{num_engines} engines ({num_ranks} ranks / --tensor_parallel_size {size})"
+        raise ValueError(f"--prompts_per_step {prompts} is not divisible by {engines}; use {near}.")
+    if prompts % args.prompts_per_update:
+        wrong = f"--prompts_per_update {args.prompts_per_update} does not divide --prompts_per_step {prompts}"
+        raise ValueError(f"{wrong}; use one of {divisors(prompts)}.")
+    longest = args.max_prompt_tokens + args.max_completion_tokens
+    if args.micro_batch_tokens < longest:
+        raise ValueError(
+            f"--micro_batch_tokens {args.micro_batch_tokens} cannot hold one sequence of --max_prompt_tokens "
+            f"{args.max_prompt_tokens} + --max_completion_tokens {args.max_completion_tokens}; use at least {longest}."
+        )
+    num_lengths = sum(x is not None for x in (args.total_steps, args.epochs, args.total_episodes))
+    if num_lengths != 1:
+        raise ValueError(f"{num_lengths} of --total_steps, --epochs, --total_episodes were given; give exactly one.")
+    completions = prompts * args.group_size
+    if args.total_episodes is not None and args.total_episodes < completions:
+        wrong = f"--total_episodes {args.total_episodes} is less than one step"
+        raise ValueError(f"{wrong}, --prompts_per_step x --group_size; use at least {completions}.")
+
+
+def check_algorithm(args: argparse.Namespace) -> None:
+    """Raises ValueError for flags of the algorithm that contradict each other."""
+    if 0 < args.dual_clip <= 1:
+        raise ValueError(f"--dual_clip {args.dual_clip:g}: must be above 1, or 0 for none.")
+    low, high = args.rollout_correction_min, args.rollout_correction_max
+    if args.rollout_correction.endswith("mask") and low >= high:
+        raise ValueError(f"--rollout_correction_min {low:g} must be below --rollout_correction_max {high:g}.")
+    if args.kl_in == "reward" and args.kl_estimator == "k3+":
+        raise ValueError("--kl_estimator k3+: only its gradient differs from k3, and --kl_in reward has none; use k3.")
+    if args.kl_in == "reward" and args.advantage == "reinforce++" and args.policy_loss == "gspo":
+        differs = "--advantage reinforce++ with --kl_in reward differs from token to token"
+        raise ValueError(f"--policy_loss gspo weighs whole sequences, but {differs}; use gspo_token.")
+    if args.dynamic_sampling != "off":
+        dynamic = f"--dynamic_sampling {args.dynamic_sampling}"
+        if args.epochs is not None:
+            known = "the steps of an epoch are known only afterwards"
+            raise ValueError(f"--epochs {args.epochs} with {dynamic}: {known}; give --total_steps.")
+        if args.keep_last:
+            raise ValueError(f"--keep_last has no effect with {dynamic}, which has no last steps; leave it out.")
+
+
+def check_memory(args: argparse.Namespace) -> None:
+    """Raises ValueError for flags of precision and memory that contradict each other."""
+    if args.param_dtype == "bfloat16" and args.dtype == "float32":
+        raise ValueError(
+            "--dtype float32 computes more finely than --param_dtype bfloat16 stores; leave one of them out."
+        )
+    if args.lora_rank:
+        advice = f"has no effect with --lora_rank {args.lora_rank}; leave it out"
+        if args.param_dtype != "float32":
+            raise ValueError(
+                f"--param_dtype {args.param_dtype} {advice}: adapters are kept in float32, the rest in --dtype."
+            )
+        if args.offload_reference:
+            raise ValueError(f"--offload_reference {advice}: the reference is the policy with its adapter off.")

@@ -1,0 +1,206 @@
+"""From flags to the `Algorithm`: which functions of `grpo.py`, or of a file of the user's, with which parameters.
+
+The parameters of a function after `*` are the flags that have an effect, so nothing here names one of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from flags import FLAGS, take
+from grpo import ADVANTAGES, AGGREGATIONS, CORRECTIONS, KL, LOSSES, Algorithm, Graded, Loss, Tokens
+from inputs.checks import given, leave
+
+CHOICES: dict[str, dict[str, Callable]] = {
+    "--advantage": ADVANTAGES,
+    "--policy_loss": LOSSES,
+    "--loss_aggregation": AGGREGATIONS,
+    "--kl_estimator": KL,
+    "--rollout_correction": CORRECTIONS,
+}
+OWN = ("--advantage", "--policy_loss", "--kl_estimator")  # may also name a function of the user's, FILE.py:FUNCTION
+
+
+def summary(function: Callable) -> str:
+    """The first sentence of the docstring."""
+    return " ".join((function.__doc__ or "your own").split("\n\n")[0].split()).partition(". ")[0].rstrip(".")
+
+
+def parameters_of(function: Callable) -> dict[str, object]:
+    """The parameters after `*`, and their defaults: the flags that have an effect."""
+    parameters = inspect.signature(function).parameters.values()
+    return {each.name: each.default for each in parameters if each.kind == each.KEYWORD_ONLY}
+
+
+def algorithm_of(args: argparse.Namespace) -> Algorithm:
+    """The algorithm: its functions, with the values of their parameters after `*`.
+
+    Raises ValueError for an unknown name, for a flag that has no effect, and for a function of the user's that fails on
+    a trial.
+    """
+    own_values = own_parameters(args.loss_args)
+    functions = {name: choose(name, FLAGS[name].of(args)) for name in CHOICES}
+    check_effects(args, functions, own_values)
+    bound = {}
+    for name, function in functions.items():
+        bound[name] = partial(function, **values_of(name, function, args, own_values))
+        if function not in CHOICES[name].values():
+            needs_gradient = name == "--policy_loss" or (name == "--kl_estimator" and args.kl_in == "loss")
+            try_out(name, given(FLAGS[name], args), bound[name], needs_gradient)
+    choices = {name.removeprefix("--"): function for name, function in bound.items()}
+    return take(
+        Algorithm,
+        args,
+        **choices,
+        is_corrected=args.rollout_correction != "none",
+        kl_clamp=bound["--kl_estimator"].keywords.get("kl_clamp", 0.0),
+        description=describe(args, bound),
+    )
+
+
+def choose(name: str, choice: str) -> Callable:
+    """The function of this name, or the user's own, FILE.py:FUNCTION. Raises ValueError if there is none."""
+    if choice in CHOICES[name]:
+        return CHOICES[name][choice]
+    path, _, function_name = choice.rpartition(":")
+    if name in OWN and path.endswith(".py"):
+        return load_function(name, path, function_name)
+    raise ValueError(f"{name} {choice}: use {', '.join(CHOICES[name])}{' or FILE.py:FUNCTION' * (name in OWN)}.")
+
+
+def load_function(name: str, path: str, function_name: str) -> Callable:
+    """The function of this name in a file of the user's. Raises ValueError, also with what the file itself raises."""
+    spec = importlib.util.spec_from_file_location(f"own_{Path(path).stem}", path)  # a file may be called math.py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # as an import would: dataclasses look there
+    sys.path.insert(0, str(Path(path).absolute().parent))  # so that it can import its neighbours
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # noqa: BLE001  the user's code may raise anything
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{name} {path}:{function_name}: the file cannot be loaded ({reason}).") from None
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        found = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+        raise ValueError(f"{name}: {path} has no function {function_name!r}; it has {', '.join(found) or 'none'}.")
+    return function
+
+
+def own_parameters(texts: list[str]) -> dict[str, object]:
+    """The values of --loss_args: Python literals, or else texts. Raises ValueError for what is not NAME=VALUE."""
+    values = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if f"--{name}" in FLAGS:
+            raise ValueError(f"--loss_args {text}: {name} is a flag; use --{name}.")
+        if not name.isidentifier() or not equals or name in values:
+            raise ValueError(f"--loss_args {text}: needed is NAME=VALUE, each name once.")
+        try:
+            values[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            values[name] = value
+    return values
+
+
+def check_effects(args: argparse.Namespace, functions: dict[str, Callable], own_values: dict[str, object]) -> None:
+    """Raises ValueError for a flag that was changed, but that none of the chosen functions has as a parameter."""
+    used = {key for function in functions.values() for key in parameters_of(function)}
+    for name in functions:
+        others = {choice: parameters_of(function) for choice, function in CHOICES[name].items()}
+        for key in {key: None for parameters in others.values() for key in parameters if key not in used}:
+            each = FLAGS.get(f"--{key}")  # None: a parameter that --loss_args sets
+            if each and each.of(args) != each.value:
+                wrong = f"{given(each, args)} has no effect with {given(FLAGS[name], args)}"
+                needed = ", ".join(choice for choice, parameters in others.items() if key in parameters)
+                raise ValueError(f"{wrong}, only with {name} {needed}: {leave(each)}.")
+    if unused := sorted(set(own_values) - used):
+        raise ValueError(
+            f"--loss_args {', '.join(unused)}: no function of yours has this parameter after `*`; leave it out."
+        )
+
+
+def values_of(
+    name: str, function: Callable, args: argparse.Namespace, own_values: dict[str, object]
+) -> dict[str, object]:
+    """The values of the parameters after `*`: flags, --loss_args, or defaults. Raises ValueError for one without."""
+    values = {}
+    for key, default in parameters_of(function).items():
+        if f"--{key}" in FLAGS:
+            values[key] = getattr(args, key)
+        elif key in own_values:
+            values[key] = own_values[key]
+        elif default is inspect.Parameter.empty:
+            missing = f"its parameter {key} has no value; give --loss_args {key}=VALUE, or a default"
+            raise ValueError(f"{given(FLAGS[name], args)}: {missing}.")
+    if values.get("loss_constant_tokens", 0) is None:
+        values["loss_constant_tokens"] = args.max_completion_tokens
+    return values
+
+
+def describe(args: argparse.Namespace, bound: dict[str, partial]) -> str:
+    """What the flags amount to, in words: for the first lines of the log."""
+
+    def words(name: str) -> str:
+        values = bound[name].keywords.items()
+        said = ", ".join(f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}" for key, value in values)
+        return f"{FLAGS[name].of(args)}{f' ({said})' if said else ''}: {summary(bound[name].func)}"
+
+    parts = [f"advantage {words('--advantage')}", f"loss {words('--policy_loss')}", words("--loss_aggregation")]
+    parts.append(f"KL {args.kl_coef:g} x {words('--kl_estimator')}, in the {args.kl_in}" if args.kl_coef else "no KL")
+    if args.entropy_coef:
+        parts.append(f"entropy bonus {args.entropy_coef:g}")
+    if args.rollout_correction != "none":
+        parts.append(f"rollout correction {words('--rollout_correction')}")
+    if args.dynamic_sampling != "off":
+        parts.append(f"dynamic sampling by {args.dynamic_sampling}, at most {args.max_sampling_rounds} rounds")
+    if args.truncated != "score":
+        parts.append(f"truncated: {args.truncated}")
+    parts.append(f"{args.num_iterations} passes per rollout" if args.num_iterations > 1 else "one pass per rollout")
+    return "algorithm: " + "; ".join(parts) + f"; temperature {args.temperature:g} in sampler and trainer"
+
+
+def try_out(flag: str, given: str, function: Callable, needs_gradient: bool) -> None:
+    """Raises ValueError if the function fails on a trial, 2 completions of 7 random tokens, or returns what is no use.
+
+    `flag` decides what the function takes; the errors name it as `given`.
+    """
+    logprobs, old_logprobs, rollout_logprobs, x = torch.randn(4, 7, generator=torch.Generator().manual_seed(0)) - 3.0
+    logprobs.requires_grad_()
+    x.requires_grad_()
+    mask, lengths_B = torch.ones(7, dtype=torch.bool), torch.tensor([4, 3])
+    sequence_ids = torch.repeat_interleave(lengths_B)
+    tokens = Tokens(logprobs, old_logprobs, rollout_logprobs, sequence_ids - 0.5, mask, sequence_ids)
+    graded = Graded(torch.tensor([[0.0, 1.0]]), sequence_ids.float(), lengths_B, mask)
+    try:
+        found = function({"--advantage": graded, "--policy_loss": tokens, "--kl_estimator": x}[flag])
+    except Exception as error:  # noqa: BLE001  the user's code may raise anything
+        raise ValueError(f"{given} fails on a trial with 7 tokens: {type(error).__name__}: {error}") from None
+    values, *others = found if isinstance(found, Loss) else [found]
+    check_returned(given, values, [(7,), (1, 2)] if flag == "--advantage" else [(7,)])
+    for name, other in zip(Loss._fields[1:], others, strict=False):
+        if other is not None:
+            check_returned(f"{given}, {name}:", other, [(7,)])
+            if name != "ratio" and other.dtype != torch.bool:
+                raise ValueError(f"{given}, {name}: returned {other.dtype}; needed is torch.bool.")
+    if needs_gradient and not values.requires_grad:
+        raise ValueError(f"{given} returned values without a gradient; compute them from the log-probs it is given.")
+
+
+def check_returned(what: str, found: object, shapes: list[tuple[int, ...]]) -> None:
+    """Raises ValueError if it is no tensor of one of these shapes, or has a value that is not finite."""
+    if not isinstance(found, Tensor) or tuple(found.shape) not in shapes:
+        got = f"the shape {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        needed = " or ".join(str(list(shape)) for shape in shapes)
+        raise ValueError(f"{what} returned {got}; needed is a tensor of the shape {needed}.")
+    if not found.isfinite().all():
+        raise ValueError(f"{what} returned values that are not finite.")

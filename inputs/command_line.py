@@ -1,0 +1,77 @@
+"""The command line: flags in, help and mistakes out."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import textwrap
+import time
+from typing import NoReturn
+
+from flags import GROUPS, Flag
+
+USAGE = "torchrun --nproc_per_node RANKS train_grpo.py --model MODEL --train_data FILE --out_dir FOLDER [flags]"
+DESCRIPTION = """Trains a language model with GRPO on verifiable rewards. One rank per GPU; on CPU, as many as you like.
+One step = one rollout of P prompts x G completions; one update = one optimizer step. Starting the same command again
+continues from the last checkpoint."""
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Wide lines, the type in the place of the value, the algorithm's choices from `grpo.py`, and the defaults."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=34, width=120)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, subsequent_indent="    ")
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        return action.type.__name__ if action.type else "text"
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        from inputs.choices import CHOICES, OWN, summary  # torch: for --help only
+
+        text, name = action.help, action.option_strings[0]
+        if name in CHOICES:
+            words = [f"{choice} = {summary(function)}" for choice, function in CHOICES[name].items()]
+            text = f"{text} {'; '.join(words + ['or FILE.py:FUNCTION'] * (name in OWN))}".replace("%", "%%")
+        has_default = action.default not in (None, [], "") and action.nargs != 0 and not action.required
+        return f"{text} (default: %(default)s)" if has_default else text
+
+
+def add_flags(parser: argparse.ArgumentParser, groups: dict[str, list[Flag]]) -> None:
+    """Declares the flags of these groups."""
+    for title, group in groups.items():
+        add = parser.add_argument_group(title).add_argument
+        for each in group:
+            if each.default is False:
+                add(each.name, action="store_true", help=each.help)
+                continue
+            options = {"type": each.type, "default": each.value, "choices": each.choices, "help": each.help}
+            if each.is_list or isinstance(each.default, list):
+                options["nargs"] = "*" if each.value == [] else "+"
+            add(each.name, required=each.is_required, **options)
+
+
+def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line as attributes of the same names. Ends the process with a sentence if it cannot be read."""
+    parser = argparse.ArgumentParser(
+        usage=USAGE, description=DESCRIPTION, formatter_class=HelpFormatter, allow_abbrev=False
+    )
+    add_flags(parser, GROUPS)
+    args = parser.parse_args(argv)
+    args.prompts_per_update = args.prompts_per_step if args.prompts_per_update is None else args.prompts_per_update
+    args.eval_max_completion_tokens = args.eval_max_completion_tokens or [args.max_completion_tokens]
+    return args
+
+
+def exit_with_error(error: Exception) -> NoReturn:
+    """Ends the process with the error's sentence, without a traceback: for mistakes of the user.
+
+    All ranks find the same one: the first reports it, and torchrun stops the others. One that is still there after some
+    seconds has an error of its own (a file that is missing on its node only) and reports that.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(10)
+    sys.exit(f"error: {error}")

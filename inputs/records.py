@@ -1,0 +1,164 @@
+"""Sources -> records: rows of files, folders and data sets on the hub, as they are.
+
+A source is WHAT[@SPLIT][#ROWS]. WHAT is a file (.jsonl, .json, .parquet), a folder of such files or of
+datasets.save_to_disk, or a data set on the hub (owner/name, or owner/name/configuration where it has several).
+#ROWS draws so many rows at random. `READERS` is the place for another kind of file.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from datasets import Dataset  # imported where it is needed: that takes a second, and .jsonl files do without
+
+
+def parse_source(source: str) -> tuple[str, str | None, int | None]:
+    """(WHAT, SPLIT, ROWS) of WHAT[@SPLIT][#ROWS]. A path that exists is taken literally."""
+    what, split, count = source, None, None
+    if not Path(what).exists() and (match := re.fullmatch(r"(.+)#([1-9]\d*)", what)):
+        what, count = match[1], int(match[2])
+    if not Path(what).exists() and (match := re.fullmatch(r"(.+)@([^@/]+)", what)):
+        what, split = match[1], match[2]
+    return what, split, count
+
+
+class Record(NamedTuple):
+    """A row as it was read."""
+
+    where: str  # "train.jsonl, line 17", counted from 1; "hiyouga/math12k@train, row 17", from 0 as `datasets` counts
+    columns: dict[str, object]
+    folder: Path  # where the relative paths of images start
+
+
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """The JSON object. JSON leaves open which of two equal keys counts; training data must not depend on a guess."""
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError(f"a key appears twice among {', '.join(repr(key) for key, _ in pairs)[:200]}")
+    return dict(pairs)
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys)  # accepts NaN and Infinity, as json.dumps writes them
+
+
+def read_json_file(path: Path) -> list[Record]:
+    """The rows of a .jsonl file (an object per line, blank lines are skipped) or a .json file (an array, or as .jsonl).
+
+    Raises ValueError with file and line. `datasets` does not read these files: it guesses one type per column, so ISO
+    dates become timestamps and 1 beside 2.5 becomes 1.0 (no completion equals that), and its errors name no line.
+    """
+    is_json = path.suffix.lower() == ".json"
+    form = "an array of objects, or one object per line" if is_json else "one JSON object per line"
+
+    def parse(where: str, text: bytes) -> object:
+        try:
+            return DECODER.decode(text.decode())
+        except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, too deeply nested
+            hint = f"UTF-16? iconv -f UTF-16 -t UTF-8 {path} > NEW_FILE" if b"\0" in text else "cut off?"
+            raise ValueError(f"{where}: not valid JSON ({error}); {hint} The file must be {form}, in UTF-8.") from None
+
+    try:
+        content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")  # UTF-8's byte order mark, which Windows writes
+    except OSError as error:
+        raise ValueError(f"data file {path} cannot be read: {error.strerror}.") from None
+    if is_json and content.lstrip().startswith(b"["):
+        values = [(f"{path}, row {i}", value) for i, value in enumerate(parse(str(path), content))]
+    else:
+        lines = [(f"{path}, line {i}", line) for i, line in enumerate(content.split(b"\n"), start=1) if line.strip()]
+        values = [(where, parse(where, line)) for where, line in lines]
+        if is_json and len(values) == 1:
+            raise ValueError(f"{path}: found a single JSON object; the file must be {form}. Put a lone row in [ ].")
+    for where, value in values:
+        if not isinstance(value, dict):
+            raise ValueError(f"{where}: expected a JSON object, found {type(value).__name__}; the file must be {form}.")
+    return [Record(where, value, path.parent) for where, value in values]
+
+
+READERS: dict[str, Callable[[Path], list[Record]]] = {".jsonl": read_json_file, ".json": read_json_file}
+OTHER_FILES = ".parquet .csv .tsv .txt .md .yaml .yml .py .pkl .npy .npz .arrow .xlsx .gz .zip .zst .xz .bz2 .tar"
+FILE_ENDINGS = {*READERS, *OTHER_FILES.split()}  # what ends like this is no data set on the hub
+HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[\w.-]+)?)(?:/([\w.-]+))?")  # data set, configuration
+
+
+def name_of_source(source: str) -> str:
+    """`math500` for x/math500.jsonl, `gsm8k_test` for openai/gsm8k/main@test#100: the <set> in eval/<set>/..."""
+    what, split, _ = parse_source(source)
+    path, is_file = Path(what), Path(what).suffix.lower() in FILE_ENDINGS
+    if what.count("/") == 2 and HUB_ID.fullmatch(what) and not is_file and not path.exists():
+        path = path.parent  # the configuration says nothing without the name
+    return (path.stem if is_file else path.name) + (f"_{split}" if split else "")
+
+
+def _open(source: str, what: str, split: str | None) -> dict[str, Dataset | list[str]]:
+    """The rows of each split, or of the split asked for: a Dataset, or files for READERS. Raises ValueError."""
+    path = Path(what)
+    if path.is_file() and path.suffix.lower() in READERS:
+        return {"train": [what]}
+    import datasets
+    from huggingface_hub import constants, errors, get_session
+    from pyarrow import ArrowException
+    from yaml import YAMLError  # a README with broken settings
+
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    full = str(path.resolve())  # because names such as json and parquet are readers of `datasets`
+    mistakes = (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError, ArrowException, YAMLError)
+    try:
+        if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+            loaded = datasets.load_from_disk(full)
+            return loaded if isinstance(loaded, dict) else {"train": loaded}
+        if path.is_dir():
+            files = {str(key): names for key, names in datasets.load_dataset_builder(full).config.data_files.items()}
+            if all(Path(name).suffix.lower() in READERS for names in files.values() for name in names):
+                return files
+            loaded = datasets.load_dataset(full, split=split)
+        elif path.is_file():
+            loaded = datasets.load_dataset("parquet", data_files=glob.escape(full), split=split)
+        else:
+            try:  # without network `datasets` tries for 23 s to minutes before it looks into its cache or gives up
+                get_session().head(constants.ENDPOINT, timeout=5)
+            except (errors.HTTPError, OSError):
+                datasets.config.HF_HUB_OFFLINE = True  # what the environment variable of this name sets
+            loaded = datasets.load_dataset(*HUB_ID.fullmatch(what).groups(), split=split)
+    except (*mistakes, errors.HTTPError) as error:
+        advice = f" (or: hf download --repo-type dataset {what} --local-dir FOLDER, and name that folder)"
+        reason = " ".join(str(error.__cause__ or error).split())[:500] + ("" if path.exists() else advice)
+        raise ValueError(f"data {source!r} cannot be loaded: {reason}") from None
+    return loaded if isinstance(loaded, dict) else {split: loaded}
+
+
+def read_records(source: str, seed: int) -> list[Record]:
+    """The rows in the order of the source, or for #ROWS in that of drawing. Raises ValueError or FileNotFoundError."""
+    what, split, count = parse_source(source)
+    path, ending, given = Path(what), Path(what).suffix.lower(), f"data {source!r}"
+    kinds = f"a file ({', '.join(READERS)}, .parquet), a folder of them, or a data set on the hub (owner/name)"
+    is_on_hub = HUB_ID.fullmatch(what) and ending not in FILE_ENDINGS and not ("/" in what and path.parent.is_dir())
+    if not path.exists() and not is_on_hub:
+        absent = f"{what} does not exist (looked in {Path.cwd()})"
+        raise FileNotFoundError(f"{given}: {absent}; needed is WHAT[@SPLIT][#ROWS], where WHAT is {kinds}.")
+    if path.is_file() and ending not in READERS and ending != ".parquet":
+        raise ValueError(f"{given}: a file of this kind is not read; needed is {kinds}.")
+    splits = _open(source, what, split)
+    split = split or ("train" if len(splits) > 1 else next(iter(splits)))
+    if split not in splits:
+        raise ValueError(f"{given}: no split {split!r} (@SPLIT), but {', '.join(splits)}; choose one of them.")
+    rows = splits[split]
+    if isinstance(rows, list):
+        rows = [record for file in map(Path, rows) for record in READERS[file.suffix.lower()](file)]
+    if len(rows) < (count or 1):
+        raise ValueError(f"{given} holds {len(rows) or 'no'} rows; needed are at least {count or 1}.")
+    indices = np.arange(len(rows))
+    if count is not None:  # from another stream than any epoch's, [seed, epoch]
+        indices = np.random.default_rng([seed, 0, 0, 1]).permutation(indices)[:count]
+    if isinstance(rows, list):
+        return [rows[i] for i in indices]
+    folder, drawn = path if path.is_dir() else path.parent, rows.select(indices).to_list()  # images stay encoded
+    return [Record(f"{what}@{split}, row {i}", columns, folder) for i, columns in zip(indices, drawn, strict=True)]

@@ -1,0 +1,58 @@
+"""Shows data as training would see it: rows, exclusions, lengths, rendered prompts.
+
+python scripts/show_data.py --data hiyouga/math12k@test#100 --model Qwen/Qwen2.5-7B [--prompt_column ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+from transformers import AutoConfig
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from data import PromptData, read_system_prompt
+from flags import GROUPS, PromptFormat, take
+from inputs.command_line import add_flags
+from model.vision import load_processor
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", nargs="+", required=True, help="sources, each WHAT[@SPLIT][#ROWS]")
+    parser.add_argument(
+        "--weights", nargs="*", type=float, help="weights of the sources; shows their shares of an epoch"
+    )
+    parser.add_argument("--model", required=True, help="model with the tokenizer: folder or hub id")
+    parser.add_argument("--seed", type=int, default=1, help="random seed for drawing #ROWS (default: 1)")
+    parser.add_argument("--show", type=int, default=2, help="number of prompts to show of each source (default: 2)")
+    add_flags(parser, {"prompts": GROUPS["prompts"]})
+    args = parser.parse_args()
+    try:
+        config = AutoConfig.from_pretrained(args.model)
+    except (OSError, ValueError):
+        config = None  # a folder with a tokenizer alone is enough to look at texts
+    try:
+        prompt_format = take(PromptFormat, args, system_prompt=read_system_prompt(args.system_prompt))
+        tokenizer, vision = load_processor(args.model, config, prompt_format)
+        parts = [PromptData.load(source, prompt_format, tokenizer, args.seed, vision) for source in args.data]
+        mixture = PromptData.mix(parts, args.weights)
+    except (ValueError, OSError) as error:
+        sys.exit("error: " + " ".join(str(error).split()))
+    for data in parts:
+        print(*data.describe(), sep="\n")
+        lengths = np.percentile([len(row.ids) for row in data.rows], [0, 50, 90, 99, 100], method="nearest")
+        print("  prompt tokens: shortest {}, median {}, 90 % {}, 99 % {}, longest {}".format(*lengths))
+        for row in data.rows[: args.show]:
+            sizes = ", ".join(str(len(image)) for image in row.encoded_images)
+            images = f"\n  {len(row.encoded_images)} images of {sizes} bytes" if sizes else ""
+            print(f"\n--- {row.where}{images}\n{row.text}\n--- answer: {row.answer}\n")
+    if len(parts) > 1:
+        print(*mixture.describe(), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""The choices of the algorithm: names, flags without effect, and functions of the user's own."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpo import Graded, Tokens, as_loss
+from helpers import flags
+from inputs.checks import check_flags
+from inputs.choices import CHOICES, algorithm_of, summary
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"advantage": "rloo", "advantage_ddof": 0}, ["--advantage_ddof 0", "no effect", "leave it at 1"]),
+        ({"advantage": "none", "advantage_eps": 1e-4}, ["--advantage_eps 0.0001", "no effect"]),
+        ({"policy_loss": "sapo", "clip_high": 0.28}, ["--clip_high 0.28", "cispo"]),
+        ({"policy_loss": "reinforce", "clip_low": 0.1}, ["--clip_low 0.1", "no effect"]),
+        ({"policy_loss": "cispo", "dual_clip": 3}, ["--dual_clip 3", "gspo"]),
+        ({"sapo_tau_neg": 2}, ["--sapo_tau_neg 2", "--policy_loss sapo"]),
+        ({"loss_constant_tokens": 100}, ["--loss_constant_tokens 100", "leave it out", "seq_mean_token_sum_norm"]),
+        ({"kl_coef": 0.1, "kl_estimator": "k2", "kl_clamp": 5}, ["--kl_clamp 5", "k3"]),
+        ({"rollout_correction_max": 3}, ["--rollout_correction_max 3", "no effect"]),
+        (
+            {"rollout_correction": "token_truncate", "rollout_correction_min": 0.1},
+            ["--rollout_correction_min 0.1", "mask"],
+        ),
+        ({"advantage": "ppo"}, ["--advantage ppo", "use grpo, ", "or FILE.py:FUNCTION"]),
+        ({"policy_loss": "ppo"}, ["--policy_loss ppo", "use clip, ", "or FILE.py:FUNCTION"]),
+        ({"kl_coef": 1, "kl_estimator": "k4"}, ["--kl_estimator k4", "use k1, k2, k3, k3+ or FILE.py:FUNCTION"]),
+        ({"rollout_correction": "token_clip"}, ["--rollout_correction token_clip", "token_truncate"]),
+        ({"loss_aggregation": "mean"}, ["--loss_aggregation mean", "use token_mean, "]),
+        ({"loss_aggregation": "my.py:mean"}, ["--loss_aggregation my.py:mean", "use token_mean, "]),
+    ],
+)
+def test_a_choice_that_is_not_there_or_a_flag_without_effect_is_refused(changes, words):
+    args = flags(**changes)
+    check_flags(args, num_ranks=1)
+    with pytest.raises(ValueError) as error:
+        algorithm_of(args)
+    for word in words:
+        assert word in str(error.value)
+    assert str(error.value).endswith(".") and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"advantage": "grpo_batch_std", "advantage_ddof": 0, "advantage_eps": 1e-4},
+        {"policy_loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": 3},
+        {"policy_loss": "sapo", "sapo_tau_pos": 2, "entropy_coef": 0.001},
+        {"loss_aggregation": "seq_mean_token_sum_norm", "loss_constant_tokens": 100},
+        {"kl_coef": 0.1, "kl_estimator": "k3+", "kl_clamp": 0},
+        {
+            "advantage": "reinforce++",
+            "policy_loss": "gspo_token",
+            "kl_coef": 0.1,
+            "kl_estimator": "k1",
+            "kl_in": "reward",
+        },
+        {"rollout_correction": "sequence_mask", "rollout_correction_min": 0.1, "rollout_correction_max": 3},
+        {"dynamic_sampling": "reward", "max_sampling_rounds": 2},
+    ],
+)
+def test_what_goes_together_is_accepted(changes):
+    args = flags(**changes)
+    check_flags(args, num_ranks=1)
+    algorithm_of(args)
+
+
+def test_the_log_states_every_choice():
+    assert algorithm_of(flags()).description == (
+        "algorithm: advantage grpo (advantage_ddof 1, advantage_eps 1e-06): (r - mean of group) / (std of group + eps)"
+        "; loss clip (clip_low 0.2, clip_high 0.2, dual_clip 0): The larger of -A x ratio and -A x ratio clipped to "
+        "[1 - clip_low, 1 + clip_high], with the ratio of the token; token_mean: Mean over all tokens of the update, "
+        "as verl and EasyR1: long completions count more; no KL; one pass per rollout; temperature 1 in sampler and "
+        "trainer"
+    )
+    changes = {
+        "advantage": "reinforce++",
+        "policy_loss": "cispo",
+        "clip_low": 1,
+        "clip_high": 4,
+        "kl_coef": 0.01,
+        "kl_in": "reward",
+    }
+    changes |= {
+        "loss_aggregation": "seq_mean_token_sum_norm",
+        "max_completion_tokens": 77,
+        "entropy_coef": 0.001,
+        "num_iterations": 2,
+    }
+    changes |= {
+        "rollout_correction": "token_mask",
+        "dynamic_sampling": "correct",
+        "truncated": "mask",
+        "advantage_ddof": 0,
+    }
+    said = algorithm_of(flags(**changes)).description
+    for words in (
+        "reinforce++ (advantage_ddof 0, advantage_eps 1e-06): (return - mean over tokens of the step) / (std + eps);",
+        "cispo (clip_low 1, clip_high 4): -A x logprob, weighted with the detached token ratio clipped to [1 - clip",
+        "seq_mean_token_sum_norm (loss_constant_tokens 77): Mean over the completions of their token sums / a con",
+        "KL 0.01 x k3 (kl_clamp 10): exp(x) - x - 1",
+        ", in the reward;",
+        "entropy bonus 0.001;",
+        "token_mask (rollout_correction_min 0.5, rollout_correction_max 2): The ratio of the token inside [min, max]",
+        "dynamic sampling by correct, at most 10 rounds;",
+        "truncated: mask;",
+        "2 passes per rollout;",
+    ):
+        assert words in said
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_each_choice_has_a_whole_first_sentence(name):
+    for function in CHOICES[name].values():
+        sentence = summary(function)
+        assert len(sentence) > 5 and sentence.count("(") == sentence.count(")"), sentence
+
+
+# Functions of the user's own ------------------------------------------------------------------------------------------
+
+OWN = '''"""Losses of one's own."""
+from __future__ import annotations
+from dataclasses import dataclass
+import torch
+from grpo import Loss, token_ratio
+from scale_of_loss import SCALE
+
+@dataclass
+class Unused:
+    x: int = 0
+
+def good(t, *, clip_low, power, scale=SCALE):
+    """-A x logprob^power. The rest is not said."""
+    return Loss(-scale * t.advantages * t.logprobs**power - clip_low, token_ratio(t.logprobs, t.old_logprobs))
+def tensor(t): return -t.advantages * t.logprobs
+def no_parameter(): return 0
+def not_after_the_star(t, clip_low): return t.logprobs
+def wrong_shape(t): return t.logprobs.sum()
+def no_tensor(t): return 1.0
+def not_finite(t): return t.logprobs / 0
+def no_gradient(t): return t.advantages
+def detached(x): return x.detach() ** 2
+def raises(t): raise KeyError("no such luck")
+def wrong_mask(t): return Loss(t.logprobs, None, t.mask[:2])
+def mask_of_numbers(t): return Loss(t.logprobs, None, t.advantages)
+def of_completions(g, *, advantage_eps): return g.rewards_PG * 2 + advantage_eps
+def of_tokens(g): return g.returns_T * 3
+def of_groups(g): return g.rewards_PG.mean(dim=1)
+def squared(x, *, kl_clamp): return x**2 * kl_clamp
+NUMBER = 3
+'''
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> str:
+    (tmp_path / "my_loss.py").write_text(OWN)
+    (tmp_path / "scale_of_loss.py").write_text("SCALE = 2.0\n")
+    (tmp_path / "broken.py").write_text("import no_such_module\n")
+    (tmp_path / "leaves.py").write_text("raise SystemExit(3)\n")
+    return str(tmp_path / "my_loss.py")
+
+
+def tokens(number: int = 3) -> Tokens:
+    logprobs, old, rollout = -torch.arange(1.0, 3 * number + 1).view(3, number)
+    mask, ids = torch.ones(number, dtype=torch.bool), torch.zeros(number, dtype=torch.int64)
+    return Tokens(logprobs.requires_grad_(), old, rollout, torch.tensor([1.0, -1.0, 0.5]), mask, ids)
+
+
+def with_loss_args(own: str, function: str, *loss_args: str, **changes: object):
+    args = flags(policy_loss=f"{own}:{function}", **changes)
+    args.loss_args = list(loss_args)
+    check_flags(args, num_ranks=1)
+    return algorithm_of(args)
+
+
+def test_a_loss_of_ones_own_takes_flags_and_loss_args(own):
+    algorithm = with_loss_args(own, "good", "power=2", clip_low=0.25)
+    t = tokens()
+    loss = as_loss(algorithm.policy_loss(t), t)
+    assert loss.per_token.tolist() == [-2 * a * x**2 - 0.25 for a, x in zip([1, -1, 0.5], [-1, -2, -3], strict=True)]
+    assert loss.ratio.tolist() == pytest.approx([20.085537] * 3)
+    assert not loss.is_low.any() and not loss.is_high.any()
+    assert f"loss {own}:good (clip_low 0.25, power 2): -A x logprob^power;" in algorithm.description
+    halved = with_loss_args(own, "good", "power=2", "scale=0.5").policy_loss(t)
+    assert halved.per_token.tolist() == pytest.approx([-0.7, 1.8, -2.45])
+
+
+def test_a_loss_of_ones_own_may_return_its_values_alone(own):
+    t = tokens()
+    loss = as_loss(with_loss_args(own, "tensor").policy_loss(t), t)
+    assert loss.per_token.tolist() == [1, -2, 1.5]
+    assert loss.ratio.tolist() == pytest.approx([20.085537] * 3), "the token ratio, for the metrics"
+
+
+def test_an_advantage_of_ones_own_is_of_completions_or_of_tokens(own):
+    graded = Graded(
+        torch.tensor([[1.0, 0.0]]), torch.tensor([1.0, 1.0, 0.0]), torch.tensor([2, 1]), torch.ones(3).bool()
+    )
+    of_completions = algorithm_of(flags(advantage=f"{own}:of_completions", advantage_eps=0.5))
+    assert of_completions.advantage(graded).tolist() == [[2.5, 0.5]]
+    assert algorithm_of(flags(advantage=f"{own}:of_tokens")).advantage(graded).tolist() == [3, 3, 0]
+
+
+def test_a_kl_estimate_of_ones_own(own):
+    algorithm = algorithm_of(flags(kl_coef=0.1, kl_estimator=f"{own}:squared", kl_clamp=5))
+    assert algorithm.kl_estimator(torch.tensor([2.0])).tolist() == [20]
+    algorithm_of(flags(kl_coef=0.1, kl_estimator=f"{own}:detached", kl_in="reward"))  # needs no gradient there
+
+
+def test_a_flag_that_only_a_function_of_ones_own_uses_has_an_effect(own):
+    with_loss_args(own, "good", "power=2", advantage="rloo", clip_low=0.3)
+    args = flags(advantage=f"{own}:of_completions", policy_loss="reinforce", advantage_eps=1e-3)
+    algorithm_of(args)
+
+
+@pytest.mark.parametrize(
+    ("changes", "loss_args", "words"),
+    [
+        ({"policy_loss": "no_such.py:f"}, [], ["no_such.py:f", "cannot be loaded", "No such file"]),
+        ({"policy_loss": "broken.py:f"}, [], ["broken.py:f", "ModuleNotFoundError", "no_such_module"]),
+        ({"policy_loss": "leaves.py:f"}, [], ["leaves.py:f", "cannot be loaded", "SystemExit: 3"]),
+        ({"policy_loss": "my_loss.py:f"}, [], ["my_loss.py has no function 'f'", "it has ", "good"]),
+        ({"policy_loss": "my_loss.py:NUMBER"}, [], ["no function 'NUMBER'"]),
+        ({"policy_loss": "my_loss.py"}, [], ["--policy_loss", "my_loss.py", "FILE.py:FUNCTION"]),
+        ({"policy_loss": "my_loss.py:no_parameter"}, [], ["no_parameter fails", "takes 0 positional arguments"]),
+        ({"policy_loss": "my_loss.py:not_after_the_star"}, [], ["fails", "missing 1 required", "clip_low"]),
+        ({"policy_loss": "my_loss.py:good"}, [], ["good: its parameter power has no value", "--loss_args power=VALUE"]),
+        ({"policy_loss": "my_loss.py:good"}, ["power=2", "pwer=3"], ["--loss_args pwer", "leave it out"]),
+        ({"policy_loss": "my_loss.py:good"}, ["power=2", "clip_low=0.1"], ["clip_low=0.1", "use --clip_low"]),
+        ({"policy_loss": "my_loss.py:good"}, ["power=2", "power=3"], ["--loss_args power=3", "each name once"]),
+        ({"policy_loss": "my_loss.py:good"}, ["power"], ["--loss_args power", "NAME=VALUE"]),
+        ({"policy_loss": "my_loss.py:good"}, ["power=two"], ["fails on a trial", "TypeError"]),
+        ({"policy_loss": "my_loss.py:good", "clip_high": 0.3}, ["power=2"], ["--clip_high 0.3 has no effect"]),
+        ({}, ["power=2"], ["--loss_args power", "no function of yours"]),
+        ({"policy_loss": "my_loss.py:wrong_shape"}, [], ["the shape []", "of the shape [7]"]),
+        ({"policy_loss": "my_loss.py:no_tensor"}, [], ["returned a float", "of the shape [7]"]),
+        ({"policy_loss": "my_loss.py:not_finite"}, [], ["not_finite returned values that are not finite"]),
+        ({"policy_loss": "my_loss.py:no_gradient"}, [], ["without a gradient"]),
+        ({"policy_loss": "my_loss.py:raises"}, [], ["fails on a trial with 7 tokens: KeyError: 'no such luck'"]),
+        ({"policy_loss": "my_loss.py:wrong_mask"}, [], ["is_low: returned the shape [2]", "of the shape [7]"]),
+        ({"policy_loss": "my_loss.py:mask_of_numbers"}, [], ["is_low: returned torch.float32", "torch.bool"]),
+        ({"advantage": "my_loss.py:of_groups"}, [], ["the shape [1]", "of the shape [7] or [1, 2]"]),
+        ({"kl_coef": 1, "kl_estimator": "my_loss.py:detached"}, [], ["--kl_estimator", "without a gradient"]),
+    ],
+)
+def test_a_mistake_in_a_function_of_ones_own_is_told_in_a_sentence(changes, loss_args, words, own, monkeypatch):
+    monkeypatch.chdir(Path(own).parent)
+    args = flags(**changes)
+    args.loss_args = loss_args
+    with pytest.raises(ValueError) as error:
+        algorithm_of(args)
+    for word in words:
+        assert word in str(error.value)
+    assert "\n" not in str(error.value)

@@ -42,6 +42,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from vllm import LLM, CompletionOutput, SamplingParams, TokensPrompt
+from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
@@ -60,6 +61,14 @@ if TYPE_CHECKING:
 MOST_AT_ONCE = 256  # sequences that run at a time, for each rank of an engine: vLLM's default for offline use on CPU
 CPU_BLOCK = 32  # tokens of a cache block on CPU, the fewest that vLLM takes: 128 are no faster (benchmarks/README.md)
 CPU_CACHE = 2**30  # bytes of that cache in a rank, at most; the environment's VLLM_CPU_KVCACHE_SPACE (GiB) replaces it
+
+
+def name_shared_memory(communicator: object, vllms_name: Callable[[object], str] = _CPUSHMDistributed.make_group_name):
+    """CPU: the name of the memory that the ranks of an engine share. vLLM's is the same in every run on a machine."""
+    return f"{vllms_name(communicator)}-{os.environ['MASTER_PORT']}"
+
+
+_CPUSHMDistributed.make_group_name = staticmethod(name_shared_memory)
 
 
 class Engine:

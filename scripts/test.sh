@@ -9,10 +9,13 @@ if [ "$(cat .venv/installed-dev 2> /dev/null)" != "$(sha256sum < requirements-de
     pip install --quiet --disable-pip-version-check --no-deps -r requirements-dev.txt
     sha256sum < requirements-dev.txt > .venv/installed-dev
 fi
-tests=(tests)
+selection=(tests -n 2 --dist loadfile --no-loadscope-reorder)
+if [ "$NUM_GPUS" -gt 0 ]; then
+    selection=(tests) # each test has the GPUs to itself
+fi
 for argument in "$@"; do
     if [ -e "${argument%%::*}" ]; then
-        tests=() # pytest gets the paths with the other arguments
+        selection=() # pytest gets the paths with the other arguments
     fi
 done
-exec python -m pytest "${tests[@]}" "$@"
+exec python -m pytest "${selection[@]}" "$@"

@@ -342,7 +342,16 @@ def test_sharing_prompts_changes_what_is_computed_and_nothing_that_comes_out(pol
     assert found["alone"]["policy/ratio_max"] > 1.0 and found["alone"]["optim/grad_norm"] > 0.1
 
 
-def test_one_engine_over_both_ranks_trains_and_old_checkpoints_are_removed(policy, tmp_path):
+@pytest.fixture
+def left_by_a_killed_run():
+    """The shared memory of an engine over ranks 0 and 1, under vLLM's own name for it."""
+    file = Path("/dev/shm/-tp:0-[0-1]-cpushm_0")
+    file.touch()
+    yield
+    file.unlink(missing_ok=True)
+
+
+def test_one_engine_over_both_ranks_trains_and_old_checkpoints_are_removed(policy, tmp_path, left_by_a_killed_run):
     flags = training_flags(
         policy,
         tmp_path / "run",

@@ -219,6 +219,17 @@ def test_a_flag_that_only_a_function_of_ones_own_uses_has_an_effect(own):
     algorithm_of(args)
 
 
+def test_a_parameter_of_a_function_in_the_dict_need_not_be_a_flag(monkeypatch):
+    def shifted(t: Tokens, *, shift: float) -> torch.Tensor:
+        """The log-prob, shifted."""
+        return t.logprobs + shift
+
+    monkeypatch.setitem(CHOICES["--policy_loss"], "shifted", shifted)
+    assert algorithm_of(flags(clip_low=0.3)).policy_loss.keywords["clip_low"] == 0.3, "the other choices are as before"
+    chosen = algorithm_of(flags(policy_loss="shifted", loss_args="shift=2")).policy_loss
+    assert chosen.keywords == {"shift": 2}
+
+
 @pytest.mark.parametrize(
     ("changes", "loss_args", "words"),
     [

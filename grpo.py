@@ -463,3 +463,13 @@ def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
     Elsewhere the gradient is exactly 0, also beside inf or nan.
     """
     return torch.where(mask, values, 0.0).sum()
+
+
+def check_returned(what: str, found: object, shapes: list[tuple[int, ...]]) -> None:
+    """Raises ValueError if it is no tensor of one of these shapes, or has a value that is not finite."""
+    if not isinstance(found, Tensor) or tuple(found.shape) not in shapes:
+        got = f"the shape {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        needed = " or ".join(str(list(shape)) for shape in shapes)
+        raise ValueError(f"{what} returned {got}; needed is a tensor of the shape {needed}.")
+    if not found.isfinite().all():
+        raise ValueError(f"{what} returned values that are not finite.")

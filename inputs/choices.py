@@ -15,10 +15,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from flags import FLAGS, take
-from grpo import ADVANTAGES, AGGREGATIONS, CORRECTIONS, KL, LOSSES, Algorithm, Graded, Loss, Tokens
+from grpo import ADVANTAGES, AGGREGATIONS, CORRECTIONS, KL, LOSSES, Algorithm, Graded, Loss, Tokens, check_returned
 from inputs.checks import given, leave
 
 CHOICES: dict[str, dict[str, Callable]] = {
@@ -194,13 +193,3 @@ def try_out(flag: str, given: str, function: Callable, needs_gradient: bool) -> 
                 raise ValueError(f"{given}, {name}: returned {other.dtype}; needed is torch.bool.")
     if needs_gradient and not values.requires_grad:
         raise ValueError(f"{given} returned values without a gradient; compute them from the log-probs it is given.")
-
-
-def check_returned(what: str, found: object, shapes: list[tuple[int, ...]]) -> None:
-    """Raises ValueError if it is no tensor of one of these shapes, or has a value that is not finite."""
-    if not isinstance(found, Tensor) or tuple(found.shape) not in shapes:
-        got = f"the shape {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
-        needed = " or ".join(str(list(shape)) for shape in shapes)
-        raise ValueError(f"{what} returned {got}; needed is a tensor of the shape {needed}.")
-    if not found.isfinite().all():
-        raise ValueError(f"{what} returned values that are not finite.")

@@ -1,8 +1,7 @@
 """The metrics of a step: pure functions of what was sampled, graded and trained, and of the seconds that it took.
 
-Names are `namespace/name`; the README explains each. A new metric is one line in the function that knows what it needs:
-`rollout_metrics` for rewards and lengths, `reward_metrics` for grading, `throughput` for speed. A metric of the loss is
-one line in `update.py`; `merge_updates` makes one value of those of a step's updates. `run.py` writes them.
+`docs/metrics.md` explains each name. A new metric is one line in the function that knows what it needs; a metric of the
+loss is one line in `grpo.total_loss`.
 """
 
 from __future__ import annotations
@@ -83,10 +82,7 @@ def merge_updates(updates: list[Metrics]) -> Metrics:
 
 @dataclass(frozen=True)
 class Work:
-    """What a step computed on all ranks together.
-
-    The trainer's tokens are those of prompts and completions, a prompt once for each of its completions.
-    """
+    """What a step computed on all ranks together. The trainer's tokens count a prompt once for each completion."""
 
     sampled_tokens: int  # of completions, also of those that are not trained on
     completion_tokens: int  # of the completions that are trained on
@@ -97,17 +93,9 @@ class Work:
 
 
 def work_of_step(
-    sampled: Rollout,
-    trained: Rollout,
-    updates: list[Update],
-    policy: Policy,
-    num_iterations: int,
-    share_prompts: bool,
+    sampled: Rollout, trained: Rollout, updates: list[Update], policy: Policy, num_iterations: int, share_prompts: bool
 ) -> Work:
-    """The work of a step, the same on every rank; all ranks call it.
-
-    `sampled`: all completions. `trained`: those trained on. `updates`: those of one pass over them.
-    """
+    """The work of a step, the same on every rank; all ranks call it. `updates`: those of one pass over `trained`."""
     lengths_B = trained.sequence_lengths_B
     logprobs_tokens = 0
     for lengths, update in zip(np.split(lengths_B, len(updates)), updates, strict=True):
@@ -131,8 +119,8 @@ def throughput(work: Work, seconds_RE: list[np.ndarray], metrics: Metrics, world
     """The `perf/` metrics of a step and `time/rollout_tail_s`, from its times and `perf/update_idle_frac` in `metrics`.
 
     `seconds_RE`: what each engine took in each round of sampling. The tail is the time between the first engine's last
-    completion and the last engine's. `perf/idle_frac` is the share of the step in which a GPU waits, on average: in
-    sampling for the last engine, by the clock; in the update for the costliest micro-batch, by cost.
+    completion and the last engine's. A GPU waits (`perf/idle_frac`) in sampling for the last engine, by the clock, and
+    in the update for the costliest micro-batch, by cost.
     """
     update_s, step_s = metrics["time/update_s"], metrics["time/step_s"]
     waited = sum(seconds_E.max() - seconds_E.mean() for seconds_E in seconds_RE)

@@ -68,6 +68,10 @@ class Rollout:
         """Trained positions per sequence: prompt + completion - 1, because the last token predicts nothing."""
         return np.array([len(row.ids) + len(c) - 1 for row, c in zip(self.rows, self.completions, strict=True)])
 
+    def first_position(self, b: int) -> int:
+        """The position that predicts the first token of completion b: that of the prompt's last token."""
+        return len(self.rows[b].ids) - 1
+
     def take(self, indices_B: np.ndarray) -> Rollout:
         """The sequences of these indices, in this order, with all that is known of them."""
 
@@ -151,16 +155,14 @@ def pack(rollout: Rollout, indices: list[int], group_size: int = 1) -> Batch:
     tokens = {b: np.concatenate([rollout.rows[b].ids, rollout.completions[b]]) for b in indices}
     is_trained_B = rollout.trained_lengths_B > 0
 
-    def first(x: Segment) -> int:  # the position that predicts the first token of the completion
-        return len(rollout.rows[x.index].ids) - 1
+    def mask(x: Segment) -> np.ndarray:  # the one mask
+        return (np.arange(x.stop) >= rollout.first_position(x.index)) & is_trained_B[x.index]
 
     return Batch(
         input_ids_N=packed(segments, lambda x: tokens[x.index][:-1]).long(),
         position_ids_N=packed(segments, lambda x: np.arange(x.stop)),
-        # The one shift: position n predicts token n + 1.
-        labels_N=packed(segments, lambda x: tokens[x.index][1:]).long(),
-        # The one mask.
-        loss_mask_N=packed(segments, lambda x: (np.arange(x.stop) >= first(x)) & is_trained_B[x.index]),
+        labels_N=packed(segments, lambda x: tokens[x.index][1:]).long(),  # the one shift: n predicts token n + 1
+        loss_mask_N=packed(segments, mask),
         loss_weights_N=packed(segments, lambda x: np.full(x.stop, rollout.loss_weights_B[x.index])),
         sequence_ids_N=torch.repeat_interleave(torch.tensor([x.length for x in segments])),
         rollout_logprobs_N=to_positions(rollout, segments, rollout.rollout_logprobs),
@@ -182,8 +184,8 @@ def _segments(rollout: Rollout, indices: list[int], group_size: int) -> tuple[Se
 
 def shared_positions(rollout: Rollout, b: int) -> int:
     """Positions that sequence b can share: all of the prompt but its last token; 0 if that is part of an image."""
-    row = rollout.rows[b]
-    return 0 if row.images is not None and row.images.ends_with_image else len(row.ids) - 1
+    images = rollout.rows[b].images
+    return 0 if images is not None and images.ends_with_image else rollout.first_position(b)
 
 
 def packed(segments: tuple[Segment, ...], of_sequence: Callable[[Segment], np.ndarray]) -> Tensor:
@@ -195,17 +197,14 @@ def to_positions(rollout: Rollout, segments: tuple[Segment, ...], per_token: lis
     """Shape N, float32: what is known per completion token of the sequences, at its position; zero at the others."""
     if segments[0].index is None:
         return torch.zeros(1)
-    return packed(segments, lambda x: np.pad(per_token[x.index], (len(rollout.rows[x.index].ids) - 1, 0))).float()
+    return packed(segments, lambda x: np.pad(per_token[x.index], (rollout.first_position(x.index), 0))).float()
 
 
 def from_positions(rollout: Rollout, batch: Batch, values_N: Tensor) -> dict[int, np.ndarray]:
     """The reverse: index of each sequence of the batch -> its values per completion token."""
     pieces = zip(batch.segments_S, values_N.cpu().split(batch.lengths_S), strict=True)
-    return {
-        x.index: values[len(rollout.rows[x.index].ids) - 1 - x.start :].numpy()
-        for x, values in pieces
-        if x.index is not None
-    }
+    real = [(x.index, x.start, values) for x, values in pieces if x.index is not None]
+    return {b: values[rollout.first_position(b) - start :].numpy() for b, start, values in real}
 
 
 def training_costs(lengths: np.ndarray, parity_length: float) -> np.ndarray:

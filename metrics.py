@@ -77,9 +77,6 @@ def merge_updates(updates: list[Metrics]) -> Metrics:
     return merged
 
 
-# Speed --------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Work:
     """What a step computed on all ranks together. The trainer's tokens count a prompt once for each completion."""
@@ -99,8 +96,9 @@ def work_of_step(
     lengths_B = trained.sequence_lengths_B
     logprobs_tokens = 0
     for lengths, update in zip(np.split(lengths_B, len(updates)), updates, strict=True):
-        logprobs = (update.batches[0].old_logprobs_N, update.batches[0].ref_logprobs_N)
-        logprobs_tokens += int(lengths.sum()) * sum(logprobs_N is not None for logprobs_N in logprobs)
+        first = update.batches[0]
+        num_passes = (first.old_logprobs_N is not None) + (first.ref_logprobs_N is not None)
+        logprobs_tokens += int(lengths.sum()) * num_passes
     packed = [batch for update in updates for batch in update.batches]
     # At an infinite parity length, attention is free and the cost is the number of tokens.
     costs = [sum(batch.cost(parity_length) for batch in packed) for parity_length in (policy.parity_length, math.inf)]
@@ -149,9 +147,8 @@ def update_flops(policy: Policy, cost: float) -> float:
     """FLOPs of one pass of updates over the tokens that it computes, from the sum of their `batch.training_costs`.
 
     3 x (2 x numbers in the matrices x tokens + 2 x layers x width of the queries x sum of length^2): the forward pass,
-    and twice that for the backward pass. Half of the backward pass makes the weights' gradients; it falls away where
-    the weights are frozen (LoRA). The head counts, at every token, as the field does. Recomputation, biases, norms,
-    embedding and vision tower do not count.
+    and twice that for the backward pass, of which half makes the weights' gradients and falls away with LoRA. The head
+    counts, at every token, as the field does. Recomputation, biases, norms, embedding and vision tower do not count.
     """
     return (2 if policy.has_adapter else 3) * policy.flops_per_token * cost
 

@@ -20,7 +20,7 @@ import random
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -56,6 +56,7 @@ from model.weights import load_config
 
 if TYPE_CHECKING:
     from data import Row
+    from reward import OnFinished
 
 MOST_AT_ONCE = 256  # sequences that run at a time, for each rank of an engine: vLLM's default for offline use on CPU
 CPU_BLOCK = 32  # tokens of a cache block on CPU, the fewest that vLLM takes: 128 are no faster (benchmarks/README.md)
@@ -78,7 +79,7 @@ class Engine:
         max_images: int = 0,
         most_sequences: int | None = None,
     ) -> None:
-        """`max_images`: of a prompt. `most_sequences`: that a call asks of one engine at most, if known."""
+        """`max_images`: in a prompt, at most. `most_sequences`: what a call asks of one engine at most, if known."""
         self.world = world
         self.tokenizer = tokenizer
         self.is_asleep = False
@@ -119,7 +120,7 @@ class Engine:
         sampling: Sampling,
         seed: tuple[int, ...],
         description: str = "sample",
-        on_finished: Callable[[int, str, int, bool], None] | None = None,
+        on_finished: OnFinished | None = None,
     ) -> Rollout:
         """The completions of these rows, prompt-major; the same on every rank, which must give the same rows.
 

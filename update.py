@@ -89,8 +89,8 @@ def add_advantages(rollout: Rollout, updates: list[Update], algorithm: Algorithm
     """The rollout with its advantages, and the updates with them at each of their positions."""
     penalties = gather_penalties(rollout, updates, algorithm) if algorithm.has_penalties else None
     rollout = replace(rollout, advantages=compute_advantages(rollout, penalties, algorithm))
-    placed = [[with_advantages(rollout, batch) for batch in update.batches] for update in updates]
-    return rollout, [replace(update, batches=batches) for update, batches in zip(updates, placed, strict=True)]
+    updates = [replace(each, batches=[with_advantages(rollout, batch) for batch in each.batches]) for each in updates]
+    return rollout, updates
 
 
 def with_advantages(rollout: Rollout, batch: Batch) -> Batch:

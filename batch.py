@@ -82,7 +82,7 @@ class Rollout:
 
     @staticmethod
     def concatenate(parts: list[Rollout]) -> Rollout:
-        """One rollout of all the parts' sequences, in the order of the parts, of which the same is known."""
+        """One rollout of all the parts' sequences, in the order of the parts. The same is known of all parts."""
 
         def joined(x: list[list] | list[np.ndarray]) -> list | np.ndarray:
             return np.concatenate(x) if isinstance(x[0], np.ndarray) else sum(x, [])

@@ -24,14 +24,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-# The engine runs in this process: its weights and its seed are ours.
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-# Its warnings are about tuning, dozens of lines per rank; one exception below.
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # in this process: its weights and its seed are ours
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # warnings are dozens of lines on tuning; one exception below
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-# CPU: several ranks share the cores; binding would put them on the same one.
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # binding would put the ranks on the same cores
 warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
 logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # on CPU there is none, as it should be
 

@@ -19,14 +19,16 @@ from model.sizes import GPUS
 
 if TYPE_CHECKING:
     from policy import Policy
-    from reward import Grade
     from update import Update
 
 Metrics = dict[str, float]
 
 
 def rollout_metrics(rollout: Rollout, group_size: int) -> Metrics:
-    """Rewards and lengths (in tokens) of a step's graded completions."""
+    """Rewards and lengths (in tokens) of a step's graded completions, and how many could not be graded.
+
+    Where the reward is a sum of several, also the mean of each part.
+    """
     rewards_PG = rollout.rewards_B.reshape(-1, group_size)
     is_correct_B, lengths_B = rollout.is_correct_B, rollout.completion_lengths_B
     is_correct_PG = is_correct_B.reshape(-1, group_size)
@@ -44,19 +46,13 @@ def rollout_metrics(rollout: Rollout, group_size: int) -> Metrics:
         metrics["completion/tokens_right_mean"] = lengths_B[is_correct_B].mean()
     if not is_correct_B.all():
         metrics["completion/tokens_wrong_mean"] = lengths_B[~is_correct_B].mean()
-    return {name: float(value) for name, value in metrics.items()}
-
-
-def reward_metrics(grades: list[Grade]) -> Metrics:
-    """How many completions could not be graded, and the mean of each part where the reward is a sum of several."""
-    num_timeouts = sum(grade.status == "timeout" for grade in grades)
-    num_failed = sum(grade.is_failed for grade in grades)
-    metrics = {"reward/timeouts": float(num_timeouts), "reward/errors": float(num_failed - num_timeouts)}
+    grades = rollout.grades
+    metrics["reward/timeouts"] = sum(grade.status == "timeout" for grade in grades)
+    metrics["reward/errors"] = sum(grade.is_failed for grade in grades) - metrics["reward/timeouts"]
     names = dict.fromkeys(name for grade in grades for name in grade.parts)
-    if len(names) > 1:
-        for name in names:
-            metrics[f"reward/part/{name}"] = sum(grade.parts.get(name, 0.0) for grade in grades) / len(grades)
-    return metrics
+    for name in names if len(names) > 1 else ():
+        metrics[f"reward/part/{name}"] = sum(grade.parts.get(name, 0.0) for grade in grades) / len(grades)
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def merge_updates(updates: list[Metrics]) -> Metrics:

@@ -16,7 +16,7 @@ import numpy as np
 
 from batch import Rollout
 from flags import Sampling
-from metrics import Metrics, reward_metrics, rollout_metrics
+from metrics import Metrics, rollout_metrics
 
 if TYPE_CHECKING:  # importing vLLM takes seconds; the checks of bad input come first
     from data import PromptData
@@ -68,8 +68,7 @@ class Sampler:
         self.sampled = Rollout.concatenate(rounds)
         self.run.reward_failures(step, self.sampled)
         chosen, metrics = choose_groups(self.sampled, len(rounds), self.draws)
-        metrics |= rollout_metrics(self.sampled, self.draws.group_size) | reward_metrics(self.sampled.grades)
-        return chosen, metrics
+        return chosen, metrics | rollout_metrics(self.sampled, self.draws.group_size)
 
     def sample_round(self, step: int, number: int, count: int) -> Rollout:
         """The next `count` prompts' completions, each graded as soon as it is finished."""

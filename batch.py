@@ -10,9 +10,8 @@ A suffix names the dimensions: `rewards_B`, `logprobs_N`. Sequences are prompt-m
 G. A step samples one `Rollout`; `plan_micro_batches` decides which rank trains which sequences together; `pack` makes
 the `Batch`.
 
-With --share_prompts the completions of a prompt that are packed together share its positions, which are computed once:
-the first of them is there whole, and of the others what begins with the prompt's last token, because that predicts
-another token for each.
+With --share_prompts the completions of a prompt that are packed together share its positions: the first one is there
+whole, the others from the prompt's last token on, because that predicts another token for each.
 """
 
 from __future__ import annotations
@@ -37,18 +36,12 @@ class Rollout:
 
     rows: list[Row]  # the problem that each completion answers: one object shared by the G completions of a prompt
     completions: list[np.ndarray]  # int32 token ids as sampled, the end-of-sequence token included where there is one
-    rollout_logprobs: list[
-        np.ndarray
-    ]  # float32, the engine's own log-probs of the completion tokens, at its temperature
+    rollout_logprobs: list[np.ndarray]  # float32, by the engine, of the completion tokens, at its temperature
     texts: list[str]  # the completions as text, without special tokens
     is_truncated_B: np.ndarray  # bool: stopped by the length limit, not by the model
     grades: list[Grade] | None = None  # None: not graded yet
-    is_trained_B: np.ndarray | None = (
-        None  # bool: false where a sequence is left out of the loss; None: all are trained
-    )
-    loss_weights_B: np.ndarray | None = (
-        None  # float32: what each token of the sequence counts in the loss of its update
-    )
+    is_trained_B: np.ndarray | None = None  # bool: false where it is left out of the loss; None: all are trained
+    loss_weights_B: np.ndarray | None = None  # float32: what each of its tokens counts in the loss of its update
     advantages: list[np.ndarray] | None = None  # float32, one per completion token
 
     @property
@@ -67,7 +60,7 @@ class Rollout:
 
     @property
     def trained_lengths_B(self) -> np.ndarray:
-        """Completion tokens that the loss is averaged over: none of a sequence that is left out of it."""
+        """The completion's tokens; 0 where the sequence is left out of the loss."""
         return self.completion_lengths_B if self.is_trained_B is None else self.completion_lengths_B * self.is_trained_B
 
     @property
@@ -75,31 +68,31 @@ class Rollout:
         """Trained positions per sequence: prompt + completion - 1, because the last token predicts nothing."""
         return np.array([len(row.ids) + len(c) - 1 for row, c in zip(self.rows, self.completions, strict=True)])
 
+    def first_position(self, b: int) -> int:
+        """The position that predicts the first token of completion b: that of the prompt's last token."""
+        return len(self.rows[b].ids) - 1
+
     def take(self, indices_B: np.ndarray) -> Rollout:
         """The sequences of these indices, in this order, with all that is known of them."""
-        known = {name: value for name, value in vars(self).items() if value is not None}
-        taken = {
-            name: x[indices_B] if isinstance(x, np.ndarray) else [x[b] for b in indices_B] for name, x in known.items()
-        }
-        return Rollout(**taken)
+
+        def taken(x: list | np.ndarray) -> list | np.ndarray:
+            return x[indices_B] if isinstance(x, np.ndarray) else [x[b] for b in indices_B]
+
+        return Rollout(**{name: taken(x) for name, x in vars(self).items() if x is not None})
 
     @staticmethod
     def concatenate(parts: list[Rollout]) -> Rollout:
-        """One rollout of all the parts' sequences, in the order of the parts, with what is known of all of them."""
-        columns = {name: [getattr(part, name) for part in parts] for name in vars(parts[0])}
-        known = {name: values for name, values in columns.items() if all(value is not None for value in values)}
-        joined = {
-            name: np.concatenate(values) if isinstance(values[0], np.ndarray) else sum(values, [])
-            for name, values in known.items()
-        }
-        return Rollout(**joined)
+        """One rollout of all the parts' sequences, in the order of the parts. The same is known of all parts."""
+
+        def joined(x: list[list] | list[np.ndarray]) -> list | np.ndarray:
+            return np.concatenate(x) if isinstance(x[0], np.ndarray) else sum(x, [])
+
+        known = [name for name, x in vars(parts[0]).items() if x is not None]
+        return Rollout(**{name: joined([getattr(part, name) for part in parts]) for name in known})
 
 
 class Segment(NamedTuple):
-    """A sequence in a micro-batch: its positions from `start` on, end to end.
-
-    Attention sees those before `start`, too.
-    """
+    """A sequence in a micro-batch: its positions from `start` on. Attention sees those before `start`, too."""
 
     index: int | None  # of the sequence in the rollout; None: an empty batch
     start: int
@@ -149,9 +142,9 @@ class Batch:
 def pack(rollout: Rollout, indices: list[int], group_size: int = 1) -> Batch:
     """The sequences `indices` of the rollout, end to end. The next-token shift and the loss mask are made only here.
 
-    Those among them whose b // `group_size` is the same share their prompt: by default none do. The mask goes by
-    position, not by token: an end-of-sequence token is trained also where it is the padding token. Without sequences: a
-    single masked position, so that a rank with nothing left to train still takes part in the collectives.
+    Those whose b // `group_size` is the same share their prompt. The mask goes by position, not by token: an
+    end-of-sequence token is trained also where it is the padding token. Without sequences: a single masked position, so
+    that a rank with nothing left to train still takes part in the collectives.
     """
     assert rollout.loss_weights_B is not None, "what a token counts depends on the whole update: set before packing"
     if not indices:
@@ -160,18 +153,16 @@ def pack(rollout: Rollout, indices: list[int], group_size: int = 1) -> Batch:
         return Batch(index, index, index, zero.bool(), zero, index, zero, segments_S=(Segment(None, 0, 1),))
     segments = _segments(rollout, indices, group_size)
     tokens = {b: np.concatenate([rollout.rows[b].ids, rollout.completions[b]]) for b in indices}
-    is_trained_B = np.ones(len(rollout.rows), dtype=bool) if rollout.is_trained_B is None else rollout.is_trained_B
+    is_trained_B = rollout.trained_lengths_B > 0
 
-    def first(x: Segment) -> int:  # the position that predicts the first token of the completion
-        return len(rollout.rows[x.index].ids) - 1
+    def mask(x: Segment) -> np.ndarray:  # the one mask
+        return (np.arange(x.stop) >= rollout.first_position(x.index)) & is_trained_B[x.index]
 
     return Batch(
         input_ids_N=packed(segments, lambda x: tokens[x.index][:-1]).long(),
         position_ids_N=packed(segments, lambda x: np.arange(x.stop)),
-        # The one shift: position n predicts token n + 1.
-        labels_N=packed(segments, lambda x: tokens[x.index][1:]).long(),
-        # The one mask.
-        loss_mask_N=packed(segments, lambda x: (np.arange(x.stop) >= first(x)) & is_trained_B[x.index]),
+        labels_N=packed(segments, lambda x: tokens[x.index][1:]).long(),  # the one shift: n predicts token n + 1
+        loss_mask_N=packed(segments, mask),
         loss_weights_N=packed(segments, lambda x: np.full(x.stop, rollout.loss_weights_B[x.index])),
         sequence_ids_N=torch.repeat_interleave(torch.tensor([x.length for x in segments])),
         rollout_logprobs_N=to_positions(rollout, segments, rollout.rollout_logprobs),
@@ -192,31 +183,28 @@ def _segments(rollout: Rollout, indices: list[int], group_size: int) -> tuple[Se
 
 
 def shared_positions(rollout: Rollout, b: int) -> int:
-    """How many positions sequence b can share with others of the same prompt: all of the prompt but its last token.
-
-    0 if that token is part of an image, whose tokens have to stay together.
-    """
-    row = rollout.rows[b]
-    return 0 if row.images is not None and row.images.ends_with_image else len(row.ids) - 1
+    """Positions that sequence b can share: all of the prompt but its last token; 0 if that is part of an image."""
+    images = rollout.rows[b].images
+    return 0 if images is not None and images.ends_with_image else rollout.first_position(b)
 
 
 def packed(segments: tuple[Segment, ...], of_sequence: Callable[[Segment], np.ndarray]) -> Tensor:
-    """What the sequences have at each of their positions (the last dimension), from `start` on, end to end."""
-    return torch.from_numpy(np.concatenate([of_sequence(x)[..., x.start :] for x in segments], axis=-1))
+    """What the sequences have at each of their positions, from `start` on, end to end."""
+    return torch.from_numpy(np.concatenate([of_sequence(x)[x.start :] for x in segments]))
 
 
 def to_positions(rollout: Rollout, segments: tuple[Segment, ...], per_token: list[np.ndarray]) -> Tensor:
     """Shape N, float32: what is known per completion token of the sequences, at its position; zero at the others."""
     if segments[0].index is None:
         return torch.zeros(1)
-    return packed(segments, lambda x: np.pad(per_token[x.index], (len(rollout.rows[x.index].ids) - 1, 0))).float()
+    return packed(segments, lambda x: np.pad(per_token[x.index], (rollout.first_position(x.index), 0))).float()
 
 
 def from_positions(rollout: Rollout, batch: Batch, values_N: Tensor) -> dict[int, np.ndarray]:
     """The reverse: index of each sequence of the batch -> its values per completion token."""
     pieces = zip(batch.segments_S, values_N.cpu().split(batch.lengths_S), strict=True)
-    real = [(x, values) for x, values in pieces if x.index is not None]
-    return {x.index: values[len(rollout.rows[x.index].ids) - 1 - x.start :].numpy() for x, values in real}
+    real = [(x.index, x.start, values) for x, values in pieces if x.index is not None]
+    return {b: values[rollout.first_position(b) - start :].numpy() for b, start, values in real}
 
 
 def training_costs(lengths: np.ndarray, parity_length: float) -> np.ndarray:
@@ -243,18 +231,15 @@ def plan_micro_batches(
     too, and the plan of the least cost wins, then of the fewest micro-batches. Parts of a group that meet in a
     micro-batch share more than is counted on here.
     """
-    lengths = np.asarray(lengths)
-    assert len(lengths) > 0 and lengths.max() <= max_tokens, (
-        "the token cap is checked against the length limits at the start"
-    )
+    assert len(lengths) > 0 and lengths.max() <= max_tokens, "the token cap is checked against the length limits"
     shared = np.zeros_like(lengths) if shared is None else shared
     costs, shared_costs = (training_costs(x, parity_length) for x in (lengths, shared))
     groups = np.split(np.arange(len(lengths)), range(group_size, len(lengths), group_size))
     plans, together = [], group_size
     while together:
         units = [unit for group in groups for unit in _units(group, lengths, shared, together, max_tokens)]
-        sizes = np.array([lengths[unit].sum() - (len(unit) - 1) * shared[unit[0]] for unit in units])
-        unit_costs = np.array([costs[unit].sum() - (len(unit) - 1) * shared_costs[unit[0]] for unit in units])
+        sizes = np.array([_sum(unit, lengths, shared) for unit in units])
+        unit_costs = np.array([_sum(unit, costs, shared_costs) for unit in units])
         cost, bins = _balance(sizes, unit_costs, num_ranks, max_tokens)
         plans.append((round(cost), len(bins), [[i for u in members for i in units[u].tolist()] for members in bins]))
         together //= 2
@@ -262,27 +247,29 @@ def plan_micro_batches(
     return [bins[rank::num_ranks] for rank in range(num_ranks)]
 
 
+def _sum(unit: np.ndarray, values: np.ndarray, shared: np.ndarray) -> float:
+    """Of the unit's sequences, of which all but the first leave out what they share."""
+    return values[unit].sum() - (len(unit) - 1) * shared[unit[0]]
+
+
 def _units(
     group: np.ndarray, lengths: np.ndarray, shared: np.ndarray, together: int, max_tokens: int
 ) -> list[np.ndarray]:
     """The group, halved until no part has more than `together` sequences or `max_tokens` positions."""
-    if len(group) <= together and lengths[group].sum() - (len(group) - 1) * shared[group[0]] <= max_tokens:
+    if len(group) <= together and _sum(group, lengths, shared) <= max_tokens:
         return [group]
     return [unit for half in np.array_split(group, 2) for unit in _units(half, lengths, shared, together, max_tokens)]
 
 
 def _balance(sizes: np.ndarray, costs: np.ndarray, num_ranks: int, max_tokens: int) -> tuple[float, list[list[int]]]:
-    """What the slowest ranks compute in all, and the units of each micro-batch: consecutive ones run at the same time
-    on all ranks.
+    """(what the slowest ranks compute in all, the units of each micro-batch). `num_ranks` in a row run at one time.
 
-    The largest unit first, into the cheapest bin that has room: that balances the bins by cost; those of similar cost
+    The largest unit first, into the cheapest bin that has room: that balances the bins by cost. Those of similar cost
     then meet in the same micro step, because ranks wait for each other there.
     """
     largest_first = np.argsort(-sizes, kind="stable").tolist()
-    num_bins = max(
-        -(-int(sizes.sum()) // max_tokens), int((2 * sizes > max_tokens).sum())
-    )  # of those no two fit together
-    num_micros = -(-num_bins // num_ranks)
+    num_large = int((2 * sizes > max_tokens).sum())  # no two of them fit together
+    num_micros = -(-max(-(-int(sizes.sum()) // max_tokens), num_large) // num_ranks)
     while (bins := _fill_bins(sizes, costs, largest_first, num_micros * num_ranks, max_tokens)) is None:
         num_micros += max(1, num_micros // 50)  # ends: with a bin for each unit they fit
     bin_costs = np.array([costs[members].sum() for members in bins])

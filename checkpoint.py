@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
@@ -27,6 +27,7 @@ from fsdp_utils import World, gather_from_ranks, new_host_group, wait_for_all
 from policy import Policy
 
 State = dict[str, int]  # of the loop, by name
+Processor = PreTrainedTokenizerBase | ProcessorMixin  # what belongs to the model in its folder
 
 
 def checkpoints(out_dir: Path) -> list[tuple[int, Path]]:
@@ -43,14 +44,7 @@ def latest(out_dir: Path) -> tuple[int, Path | None]:
 class Writer:
     """Writes checkpoints: while the caller waits, or in the background from a copy in host RAM. Every rank has one."""
 
-    def __init__(
-        self,
-        out_dir: Path,
-        processor: PreTrainedTokenizerBase | ProcessorMixin,
-        keep: int,
-        in_background: bool,
-        world: World,
-    ) -> None:
+    def __init__(self, out_dir: Path, processor: Processor, keep: int, in_background: bool, world: World) -> None:
         """`keep`: older checkpoints are removed beyond this number; 0 keeps all."""
         self.out_dir, self.processor, self.keep, self.world = out_dir, processor, keep, world
         self.group = new_host_group() if in_background else None
@@ -78,7 +72,7 @@ class Writer:
             self._complete(step, policy, weights, state)
             wait_for_all()
         else:
-            # This returns when the copy is made.
+            # returns when the copy is made
             written = dcp.async_save(shards, checkpoint_id=unfinished / "trainer", process_group=self.group)
             self.pending = self.thread.submit(lambda: (written.result(), self._complete(step, policy, weights, state)))
 
@@ -93,22 +87,17 @@ class Writer:
         """On the main process, when all shards are written: adds the rest, renames the folder, removes old ones."""
         if not self.world.is_main:
             return
-        folder, unfinished = self.out_dir / f"step_{step}", self.out_dir / f"unfinished_step_{step}"
+        unfinished = self.out_dir / f"unfinished_step_{step}"
         export(policy, weights, self.processor, unfinished)
         (unfinished / "trainer" / "progress.json").write_text(json.dumps(state) + "\n")
-        if folder.exists():
-            shutil.rmtree(folder)
-        unfinished.rename(folder)
+        unfinished.rename(self.out_dir / f"step_{step}")
         for _, old in checkpoints(self.out_dir)[: -self.keep if self.keep else 0]:
             if old.name != (self.out_dir / "final").resolve().name:
                 shutil.rmtree(old)
 
 
 def gather_weights(policy: Policy, world: World) -> dict[str, Tensor]:
-    """The whole policy in the engine's dtype, LoRA merged, in host RAM of the main process; empty elsewhere.
-
-    All ranks call it.
-    """
+    """The whole policy as the engine gets it, in host RAM of the main process; empty elsewhere. All ranks call it."""
     weights = {}
     for name, parameter in policy.full_weights():
         if world.is_main:
@@ -116,12 +105,7 @@ def gather_weights(policy: Policy, world: World) -> dict[str, Tensor]:
     return weights
 
 
-def export(
-    policy: Policy,
-    weights: dict[str, Tensor],
-    processor: PreTrainedTokenizerBase | ProcessorMixin,
-    folder: Path,
-) -> None:
+def export(policy: Policy, weights: dict[str, Tensor], processor: Processor, folder: Path) -> None:
     """Writes the policy with these weights, which are in the engine's dtype, in Hugging Face format."""
     policy.model.save_pretrained(folder, state_dict=weights)
     config = copy.deepcopy(policy.model.config)
@@ -135,13 +119,8 @@ def load(folder: Path, policy: Policy, optimizer: Optimizer) -> State:
     parameters, optimizer_state = get_state_dict(policy, optimizer)
     shards = {"model": without_frozen(policy, parameters), "optimizer": optimizer_state}
     dcp.load(shards, checkpoint_id=folder / "trainer")
-    set_state_dict(
-        policy,
-        optimizer,
-        model_state_dict=parameters | shards["model"],
-        optim_state_dict=shards["optimizer"],
-        options=StateDictOptions(strict=True),
-    )
+    everything = parameters | shards["model"]
+    set_state_dict(policy, optimizer, model_state_dict=everything, optim_state_dict=shards["optimizer"])
     return json.loads((folder / "trainer" / "progress.json").read_text())
 
 

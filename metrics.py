@@ -1,8 +1,7 @@
 """The metrics of a step: pure functions of what was sampled, graded and trained, and of the seconds that it took.
 
-Names are `namespace/name`; the README explains each. A new metric is one line in the function that knows what it needs:
-`rollout_metrics` for rewards and lengths, `reward_metrics` for grading, `throughput` for speed. A metric of the loss is
-one line in `update.py`; `merge_updates` makes one value of those of a step's updates. `run.py` writes them.
+`docs/metrics.md` explains each name. A new metric is one line in the function that knows what it needs; a metric of the
+loss is one line in `grpo.total_loss`.
 """
 
 from __future__ import annotations
@@ -20,14 +19,16 @@ from model.sizes import GPUS
 
 if TYPE_CHECKING:
     from policy import Policy
-    from reward import Grade
     from update import Update
 
 Metrics = dict[str, float]
 
 
 def rollout_metrics(rollout: Rollout, group_size: int) -> Metrics:
-    """Rewards and lengths (in tokens) of a step's graded completions."""
+    """Rewards and lengths (in tokens) of a step's graded completions, and how many could not be graded.
+
+    Where the reward is a sum of several, also the mean of each part.
+    """
     rewards_PG = rollout.rewards_B.reshape(-1, group_size)
     is_correct_B, lengths_B = rollout.is_correct_B, rollout.completion_lengths_B
     is_correct_PG = is_correct_B.reshape(-1, group_size)
@@ -45,19 +46,13 @@ def rollout_metrics(rollout: Rollout, group_size: int) -> Metrics:
         metrics["completion/tokens_right_mean"] = lengths_B[is_correct_B].mean()
     if not is_correct_B.all():
         metrics["completion/tokens_wrong_mean"] = lengths_B[~is_correct_B].mean()
-    return {name: float(value) for name, value in metrics.items()}
-
-
-def reward_metrics(grades: list[Grade]) -> Metrics:
-    """How many completions could not be graded, and the mean of each part where the reward is a sum of several."""
-    num_timeouts = sum(grade.status == "timeout" for grade in grades)
-    num_failed = sum(grade.is_failed for grade in grades)
-    metrics = {"reward/timeouts": float(num_timeouts), "reward/errors": float(num_failed - num_timeouts)}
+    grades = rollout.grades
+    metrics["reward/timeouts"] = sum(grade.status == "timeout" for grade in grades)
+    metrics["reward/errors"] = sum(grade.is_failed for grade in grades) - metrics["reward/timeouts"]
     names = dict.fromkeys(name for grade in grades for name in grade.parts)
-    if len(names) > 1:
-        for name in names:
-            metrics[f"reward/part/{name}"] = sum(grade.parts.get(name, 0.0) for grade in grades) / len(grades)
-    return metrics
+    for name in names if len(names) > 1 else ():
+        metrics[f"reward/part/{name}"] = sum(grade.parts.get(name, 0.0) for grade in grades) / len(grades)
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def merge_updates(updates: list[Metrics]) -> Metrics:
@@ -78,15 +73,9 @@ def merge_updates(updates: list[Metrics]) -> Metrics:
     return merged
 
 
-# Speed --------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Work:
-    """What a step computed on all ranks together.
-
-    The trainer's tokens are those of prompts and completions, a prompt once for each of its completions.
-    """
+    """What a step computed on all ranks together. The trainer's tokens count a prompt once for each completion."""
 
     sampled_tokens: int  # of completions, also of those that are not trained on
     completion_tokens: int  # of the completions that are trained on
@@ -97,22 +86,15 @@ class Work:
 
 
 def work_of_step(
-    sampled: Rollout,
-    trained: Rollout,
-    updates: list[Update],
-    policy: Policy,
-    num_iterations: int,
-    share_prompts: bool,
+    sampled: Rollout, trained: Rollout, updates: list[Update], policy: Policy, num_iterations: int, share_prompts: bool
 ) -> Work:
-    """The work of a step, the same on every rank; all ranks call it.
-
-    `sampled`: all completions. `trained`: those trained on. `updates`: those of one pass over them.
-    """
+    """The work of a step, the same on every rank; all ranks call it. `updates`: those of one pass over `trained`."""
     lengths_B = trained.sequence_lengths_B
     logprobs_tokens = 0
     for lengths, update in zip(np.split(lengths_B, len(updates)), updates, strict=True):
-        logprobs = (update.batches[0].old_logprobs_N, update.batches[0].ref_logprobs_N)
-        logprobs_tokens += int(lengths.sum()) * sum(logprobs_N is not None for logprobs_N in logprobs)
+        first = update.batches[0]
+        num_passes = (first.old_logprobs_N is not None) + (first.ref_logprobs_N is not None)
+        logprobs_tokens += int(lengths.sum()) * num_passes
     packed = [batch for update in updates for batch in update.batches]
     # At an infinite parity length, attention is free and the cost is the number of tokens.
     costs = [sum(batch.cost(parity_length) for batch in packed) for parity_length in (policy.parity_length, math.inf)]
@@ -131,8 +113,8 @@ def throughput(work: Work, seconds_RE: list[np.ndarray], metrics: Metrics, world
     """The `perf/` metrics of a step and `time/rollout_tail_s`, from its times and `perf/update_idle_frac` in `metrics`.
 
     `seconds_RE`: what each engine took in each round of sampling. The tail is the time between the first engine's last
-    completion and the last engine's. `perf/idle_frac` is the share of the step in which a GPU waits, on average: in
-    sampling for the last engine, by the clock; in the update for the costliest micro-batch, by cost.
+    completion and the last engine's. A GPU waits (`perf/idle_frac`) in sampling for the last engine, by the clock, and
+    in the update for the costliest micro-batch, by cost.
     """
     update_s, step_s = metrics["time/update_s"], metrics["time/step_s"]
     waited = sum(seconds_E.max() - seconds_E.mean() for seconds_E in seconds_RE)
@@ -161,9 +143,8 @@ def update_flops(policy: Policy, cost: float) -> float:
     """FLOPs of one pass of updates over the tokens that it computes, from the sum of their `batch.training_costs`.
 
     3 x (2 x numbers in the matrices x tokens + 2 x layers x width of the queries x sum of length^2): the forward pass,
-    and twice that for the backward pass. Half of the backward pass makes the weights' gradients; it falls away where
-    the weights are frozen (LoRA). The head counts, at every token, as the field does. Recomputation, biases, norms,
-    embedding and vision tower do not count.
+    and twice that for the backward pass, of which half makes the weights' gradients and falls away with LoRA. The head
+    counts, at every token, as the field does. Recomputation, biases, norms, embedding and vision tower do not count.
     """
     return (2 if policy.has_adapter else 3) * policy.flops_per_token * cost
 

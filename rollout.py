@@ -20,18 +20,14 @@ import random
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-# The engine runs in this process: its weights and its seed are ours.
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-# Its warnings are about tuning, dozens of lines per rank; one exception below.
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # in this process: its weights and its seed are ours
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # warnings are dozens of lines on tuning; one exception below
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-# CPU: several ranks share the cores; binding would put them on the same one.
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # binding would put the ranks on the same cores
 warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
 logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # on CPU there is none, as it should be
 
@@ -57,6 +53,7 @@ from model.weights import load_config
 
 if TYPE_CHECKING:
     from data import Row
+    from reward import OnFinished
 
 MOST_AT_ONCE = 256  # sequences that run at a time, for each rank of an engine: vLLM's default for offline use on CPU
 CPU_BLOCK = 32  # tokens of a cache block on CPU, the fewest that vLLM takes: 128 are no faster (benchmarks/README.md)
@@ -74,8 +71,7 @@ _CPUSHMDistributed.make_group_name = staticmethod(name_shared_memory)
 class Engine:
     """One vLLM engine per tensor-parallel group; this object is the calling rank's part of it."""
 
-    # Random weights: the first `sync` brings the policy's. So the engine can never sample from anything but the policy,
-    # also after a resume, and the weights are read from disk once, by the trainer.
+    # Random weights: the first `sync` brings the policy's, so nothing else is ever sampled from, also after a resume.
     load_format = "dummy"
 
     def __init__(
@@ -88,10 +84,7 @@ class Engine:
         max_images: int = 0,
         most_sequences: int | None = None,
     ) -> None:
-        """`vision`: of a vision-language model, whose prompts have at most `max_images` images.
-
-        `most_sequences`: completions that a call asks of one engine at most, if known; the CPU's cache holds no more.
-        """
+        """`max_images`: in a prompt, at most. `most_sequences`: what a call asks of one engine at most, if known."""
         self.world = world
         self.tokenizer = tokenizer
         self.is_asleep = False
@@ -132,7 +125,7 @@ class Engine:
         sampling: Sampling,
         seed: tuple[int, ...],
         description: str = "sample",
-        on_finished: Callable[[int, str, int, bool], None] | None = None,
+        on_finished: OnFinished | None = None,
     ) -> Rollout:
         """The completions of these rows, prompt-major; the same on every rank, which must give the same rows.
 
@@ -147,31 +140,23 @@ class Engine:
         assert is_reset, "no request is under way between two calls"
         self.llm.llm_engine.engine_core.reset_encoder_cache()
         seed_everything(seed, self.world.engine_index)
-        share = np.array_split(np.arange(len(rows)), self.world.num_engines)[self.world.engine_index]
-        own_rows = [rows[i] for i in share for _ in range(sampling.num_samples)]
-        first_b = int(share[0]) * sampling.num_samples if len(share) else 0
-
-        def report(own_b: int, done: CompletionOutput, text: str) -> None:
-            if on_finished is not None and self.world.is_engine_leader:
-                on_finished(first_b + own_b, text, len(done.token_ids), done.finish_reason == "length")
-
+        rows_B = [row for row in rows for _ in range(sampling.num_samples)]
+        indices_PG = np.arange(len(rows_B)).reshape(-1, sampling.num_samples)
+        own = np.array_split(indices_PG, self.world.num_engines)[self.world.engine_index].flatten().tolist()
+        is_leader = self.world.is_engine_leader
+        finished: dict[int, CompletionOutput] = {}
         start = time.perf_counter()
-        finished = self._run(own_rows, sampling, description, report)
-        own = (_rollout_of(finished), time.perf_counter() - start)
-        gathered = gather_from_ranks(own if self.world.is_engine_leader else None)
-        of_engines = [part for part in gathered if part is not None]
+        for i, done in self._run([rows_B[b] for b in own], sampling, description):
+            finished[own[i]] = done
+            if on_finished is not None and is_leader:
+                on_finished(own[i], done.text, len(done.token_ids), done.finish_reason == "length")
+        result = _rollout_of([finished[b] for b in own]), time.perf_counter() - start
+        of_engines = [each for each in gather_from_ranks(result if is_leader else None) if each is not None]
         self.seconds_E = np.array([seconds for _, seconds in of_engines])
-        everything = Rollout.concatenate([rollout for rollout, _ in of_engines])
-        return replace(everything, rows=[row for row in rows for _ in range(sampling.num_samples)])
+        return replace(Rollout.concatenate([rollout for rollout, _ in of_engines]), rows=rows_B)
 
-    def _run(
-        self,
-        rows: list[Row],
-        sampling: Sampling,
-        description: str,
-        report: Callable[[int, CompletionOutput, str], None],
-    ) -> list[tuple[CompletionOutput, str]]:
-        """A completion of each row, and its text; each is reported when it is finished, with its index.
+    def _run(self, rows: list[Row], sampling: Sampling, description: str) -> Iterator[tuple[int, CompletionOutput]]:
+        """(index, completion) of each row, as they are finished.
 
         One request per completion, not one with n per prompt, because vLLM tells when a request is finished.
         """
@@ -186,19 +171,18 @@ class Engine:
         inputs = {id(row): _engine_input(row) for row in rows}  # decoded once for all completions of a prompt
         first_id = next(self.llm.request_counter) + 1
         self.llm.enqueue([inputs[id(row)] for row in rows], params, use_tqdm=False)
-        finished: dict[int, tuple[CompletionOutput, str]] = {}
         is_quiet = not (self.world.is_main and sys.stderr.isatty())
         with tqdm(total=len(rows), desc=description, leave=False, disable=is_quiet) as bar:
             while self.llm.llm_engine.has_unfinished_requests():
                 for output in (output for output in self.llm.llm_engine.step() if output.finished):
-                    index, (done,) = int(output.request_id) - first_id, output.outputs
+                    index = int(output.request_id) - first_id
                     if output.prompt_token_ids != rows[index].ids.tolist():
                         raise RuntimeError(f"the engine reads prompt {index} with other image tokens than the trainer.")
-                    finished[index] = done, self.tokenizer.decode(done.token_ids, skip_special_tokens=True)
-                    report(index, *finished[index])
+                    (done,) = output.outputs
+                    done.text = self.tokenizer.decode(done.token_ids, skip_special_tokens=True)
+                    yield index, done
                     bar.update()
             bar.refresh()  # full, however short it took
-        return [finished[i] for i in range(len(rows))]
 
     def sync(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Takes new weights, one full tensor at a time, under their Hugging Face names; wakes the engine if it sleeps.
@@ -235,15 +219,14 @@ class EvaluationEngine(Engine):
     load_format = "auto"
 
 
-def _rollout_of(finished: list[tuple[CompletionOutput, str]]) -> Rollout:
+def _rollout_of(finished: list[CompletionOutput]) -> Rollout:
     """Without the rows, which every rank has."""
-    completions = [done for done, _ in finished]
     return Rollout(
         rows=[],
-        completions=[np.array(done.token_ids, dtype=np.int32) for done in completions],
-        rollout_logprobs=[np.array(done.logprobs.logprobs, dtype=np.float32) for done in completions],
-        texts=[text for _, text in finished],
-        is_truncated_B=np.array([done.finish_reason == "length" for done in completions], dtype=bool),
+        completions=[np.array(done.token_ids, dtype=np.int32) for done in finished],
+        rollout_logprobs=[np.array(done.logprobs.logprobs, dtype=np.float32) for done in finished],
+        texts=[done.text for done in finished],
+        is_truncated_B=np.array([done.finish_reason == "length" for done in finished], dtype=bool),
     )
 
 
@@ -283,7 +266,7 @@ def _repack_head(model: nn.Module) -> None:
 
 
 def seed_everything(seed: tuple[int, ...], engine_index: int) -> None:
-    """Sets every generator that vLLM may draw from, the same on the ranks of an engine: they must sample the same."""
+    """Sets every generator that vLLM may draw from; the ranks of an engine must sample the same."""
     state = int(np.random.SeedSequence([*seed, engine_index]).generate_state(1)[0])
     random.seed(state)
     np.random.seed(state)  # vLLM on CUDA draws from it  # noqa: NPY002

@@ -1,13 +1,6 @@
 """The run folder: who may write to it, what describes the run, its logs and its clock. Nothing of the algorithm.
 
-    config.json            the flags; a run continues only under the same ones
-    starts.jsonl           one line per start: command, code, packages, hardware; changes_*.patch: uncommitted changes
-    metrics.jsonl          one line per step; after a resume, the last line of a step counts
-    samples.jsonl          a few completions of each step
-    reward_failures.jsonl  every completion that could not be graded; excluded_rows.jsonl: every row that cannot be used
-    profile/               traces of --profile_steps
-
-Other files describe what they write: step_N/ and final checkpoint.py, eval/ evaluate.py, curves.png report.py.
+`docs/metrics.md` lists the files. The other ones are written by `checkpoint.py`, `evaluate.py` and `report.py`.
 """
 
 from __future__ import annotations
@@ -91,11 +84,11 @@ class Run:
     total_steps: int
     profile_steps: list[int]
     max_skipped_updates: int
-    step: int = field(default=0, init=False)
-    start: float | None = field(default=None, init=False)  # of the step, by the clock
-    seconds: dict[str, float] = field(default_factory=dict, init=False)  # of the step, by phase
-    updates: list[Metrics] = field(default_factory=list, init=False)  # of the step
-    num_skipped_in_a_row: int = field(default=0, init=False)
+    step: int = 0
+    start: float | None = None  # of the step, by the clock
+    seconds: dict[str, float] = field(default_factory=dict)  # of the step, by phase
+    updates: list[Metrics] = field(default_factory=list)  # of the step
+    num_skipped_in_a_row: int = 0
 
     def steps(self, first: int, last: int) -> Iterator[int]:
         """The numbers of the steps. Each of --profile_steps leaves a trace per rank, its phases as named ranges."""
@@ -143,7 +136,7 @@ class Run:
             print(text, flush=True)
 
     def describe_start(self, resumed_from: int) -> None:
-        """Appends this start to starts.jsonl."""
+        """Appends command, code, packages and hardware to starts.jsonl; uncommitted changes go to a patch beside it."""
         if not self.world.is_main:
             return
         commit, changes = _git("rev-parse", "HEAD").strip(), _git("diff", "HEAD")
@@ -170,7 +163,7 @@ class Run:
 
     def samples(self, step: int, rollout: Rollout, group_size: int) -> None:
         """Appends the first two completions of each of the first two groups to samples.jsonl."""
-        for b in [first + g for first in range(0, len(rollout.texts), group_size)[:2] for g in range(2)]:
+        for b in [b for b in (0, 1, group_size, group_size + 1) if b < len(rollout.texts)]:
             row, grade = rollout.rows[b], rollout.grades[b]
             self._append("samples.jsonl", {
                 "step": step, "prompt": row.prompt, "answer": row.answer, "completion": rollout.texts[b],

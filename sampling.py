@@ -2,22 +2,21 @@
 
 Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): a group whose completions are all correct or all incorrect has
 advantage 0 and teaches nothing. It is put aside, and further prompts are sampled, in rounds, until P groups with a
-signal are there. After `--max_sampling_rounds` the groups put aside first fill the gap, so a step always has P groups.
-Groups with a signal beyond P are not used. Prompts are then drawn from the data in a row, over all epochs; how far is
-kept in the checkpoint (`state`).
+signal are there; more than P are not used. After `--max_sampling_rounds` the groups put aside first fill the gap.
+Prompts are then drawn from the data in a row, over all epochs; how far is kept in the checkpoint (`state`).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from batch import Rollout
 from flags import Sampling
-from metrics import Metrics, reward_metrics, rollout_metrics
+from metrics import Metrics, rollout_metrics
 
 if TYPE_CHECKING:  # importing vLLM takes seconds; the checks of bad input come first
     from data import PromptData
@@ -39,16 +38,19 @@ class Draws:
     truncated: str  # "mask": what was cut is compared with like the others, but left out of the loss
 
 
+@dataclass
 class Sampler:
     """Fills steps with graded groups. The same on every rank."""
 
-    def __init__(self, engine: Engine, grader: Grader, data: PromptData, draws: Draws, sampling: Sampling, run: Run):
-        self.engine, self.grader, self.data, self.draws, self.sampling, self.run = (
-            engine, grader, data, draws, sampling, run,
-        )  # fmt: skip
-        self.num_drawn = 0  # prompts sampled so far, in the order of the data
-        self.seconds_RE: list[np.ndarray] = []  # of each round of this step, what each engine took
-        self.sampled: Rollout | None = None  # all completions of this step, also those that are not trained on
+    engine: Engine
+    grader: Grader
+    data: PromptData
+    draws: Draws
+    sampling: Sampling
+    run: Run
+    num_drawn: int = 0  # prompts sampled so far, in the order of the data
+    seconds_RE: list[np.ndarray] = field(default_factory=list)  # of each round of this step, what each engine took
+    sampled: Rollout | None = None  # all completions of this step, also those that are not trained on
 
     def state(self) -> dict[str, int]:
         """What a resumed run needs: goes into the checkpoint."""
@@ -66,13 +68,10 @@ class Sampler:
         self.sampled = Rollout.concatenate(rounds)
         self.run.reward_failures(step, self.sampled)
         chosen, metrics = choose_groups(self.sampled, len(rounds), self.draws)
-        metrics |= rollout_metrics(self.sampled, self.draws.group_size) | reward_metrics(self.sampled.grades)
-        return chosen, metrics
+        return chosen, metrics | rollout_metrics(self.sampled, self.draws.group_size)
 
     def sample_round(self, step: int, number: int, count: int) -> Rollout:
-        """The graded completions of the next `count` prompts; what is finished is graded while the others are
-        sampled.
-        """
+        """The next `count` prompts' completions, each graded as soon as it is finished."""
         draws = self.draws
         if draws.dynamic_sampling == "off":
             indices_P = self.data.indices_of_step(step, draws.prompts_per_step, draws.seed, draws.keep_last)
@@ -90,9 +89,7 @@ class Sampler:
 
 
 def has_signal_P(rollout: Rollout, draws: Draws) -> np.ndarray:
-    """bool: "correct": some completions of the group are correct and some are not (DAPO, eq. 11); else: rewards
-    differ.
-    """
+    """bool: some completions of the group are correct and some are not (DAPO, eq. 11); by "reward": rewards differ."""
     of_groups = rollout.is_correct_B if draws.dynamic_sampling == "correct" else rollout.rewards_B
     values_PG = of_groups.reshape(-1, draws.group_size)
     return values_PG.max(axis=1) > values_PG.min(axis=1)
@@ -107,27 +104,27 @@ def prompts_to_sample(rounds: list[Rollout], draws: Draws) -> int:
         return draws.prompts_per_step
     if draws.dynamic_sampling == "off" or len(rounds) == draws.max_sampling_rounds:
         return 0
-    num_sampled = sum(len(rollout.rows) for rollout in rounds) // draws.group_size
-    num_kept = sum(int(has_signal_P(rollout, draws).sum()) for rollout in rounds)
+    is_kept_P = has_signal_P(Rollout.concatenate(rounds), draws)
+    num_kept = int(is_kept_P.sum())
     missing = max(draws.prompts_per_step - num_kept, 0)
-    return min(math.ceil(missing * num_sampled / max(num_kept, 1)), draws.prompts_per_step)
+    return min(math.ceil(missing * len(is_kept_P) / max(num_kept, 1)), draws.prompts_per_step)
 
 
 def choose_groups(sampled: Rollout, num_rounds: int, draws: Draws) -> tuple[Rollout, Metrics]:
     """The P groups to train on, and metrics of the choice."""
     if draws.dynamic_sampling == "off":
         return sampled, {}
-    is_kept_P = has_signal_P(sampled, draws)
-    with_signal, without_signal = np.flatnonzero(is_kept_P), np.flatnonzero(~is_kept_P)
+    has_signal = has_signal_P(sampled, draws)
+    with_signal, without_signal = np.flatnonzero(has_signal), np.flatnonzero(~has_signal)
     kept = with_signal[: draws.prompts_per_step]
     filling = without_signal[: draws.prompts_per_step - len(kept)]
-    metrics = {
-        "sampling/rounds": float(num_rounds),
-        "sampling/prompts": float(len(is_kept_P)),
-        "sampling/groups_without_signal": float(len(without_signal)),
-        "sampling/groups_unused": float(len(with_signal) - len(kept)),
-        "sampling/groups_filled": float(len(filling)),
+    counts = {
+        "sampling/rounds": num_rounds,
+        "sampling/prompts": len(has_signal),
+        "sampling/groups_without_signal": len(without_signal),
+        "sampling/groups_unused": len(with_signal) - len(kept),
+        "sampling/groups_filled": len(filling),
     }
     groups = np.sort(np.concatenate([kept, filling]))
     indices_B = (groups[:, None] * draws.group_size + np.arange(draws.group_size)).flatten()
-    return sampled.take(indices_B), metrics
+    return sampled.take(indices_B), {name: float(count) for name, count in counts.items()}

@@ -43,25 +43,22 @@ def pack_updates(
     rollout: Rollout, plan: Plan, algorithm: Algorithm, memory: Memory, policy: Policy, world: World
 ) -> list[Update]:
     """The updates of one pass over the rollout: consecutive prompts form an update, `plan_micro_batches` divides it."""
-    shares = np.split(np.arange(plan.completions_per_step), plan.updates_per_pass)
-    lengths_B = torch.from_numpy(rollout.trained_lengths_B)
-    weights = torch.cat([algorithm.loss_aggregation(lengths_B[indices]) for indices in shares])
-    rollout = replace(rollout, loss_weights_B=weights.numpy())
+    indices_of_updates = np.split(np.arange(plan.completions_per_step), plan.updates_per_pass)
+    trained_lengths_B, lengths_B = torch.from_numpy(rollout.trained_lengths_B), rollout.sequence_lengths_B
+    weights = [algorithm.loss_aggregation(trained_lengths_B[indices]) for indices in indices_of_updates]
+    rollout = replace(rollout, loss_weights_B=torch.cat(weights).numpy())
     group_size = plan.group_size if memory.share_prompts else 1
+    shared_B = np.array([shared_positions(rollout, b) for b in range(len(rollout.rows))])
     images_B = [row.images for row in rollout.rows]
     updates = []
-    for indices in shares:
-        micros = plan_micro_batches(
-            rollout.sequence_lengths_B[indices],
-            world.num_trainers,
-            memory.micro_batch_tokens,
-            policy.parity_length,
-            group_size,
-            np.array([shared_positions(rollout, b) for b in indices]) if memory.share_prompts else None,
-        )[world.trainer_rank]
-        packed = [pack(rollout, indices[micro].tolist(), group_size) for micro in micros]
-        batches = [add_images(batch, images_B).to(world.device) for batch in packed]
-        updates.append(Update(batches, max(int(rollout.trained_lengths_B[indices].sum()), 1)))
+    for indices in indices_of_updates:
+        micros_of_ranks = plan_micro_batches(
+            lengths_B[indices], world.num_trainers, memory.micro_batch_tokens, policy.parity_length, group_size,
+            shared_B[indices],
+        )  # fmt: skip
+        own_micros = [indices[micro].tolist() for micro in micros_of_ranks[world.trainer_rank]]
+        batches = [add_images(pack(rollout, micro, group_size), images_B).to(world.device) for micro in own_micros]
+        updates.append(Update(batches, max(int(trained_lengths_B[indices].sum()), 1)))
     return updates
 
 
@@ -73,7 +70,7 @@ def add_logprobs(updates: list[Update], policy: Policy, reference: Policy | None
     """
     needs_all = policy.has_dropout or algorithm.num_iterations > 1 or algorithm.has_penalties
     first = 0 if needs_all else 1
-    updates = updates[:first] + [logprobs_under(policy, "old_logprobs_N", u, algorithm) for u in updates[first:]]
+    updates = updates[:first] + [logprobs_under(policy, "old_logprobs_N", each, algorithm) for each in updates[first:]]
     if reference is not None:
         with reference.adapter_off():
             updates = [logprobs_under(reference, "ref_logprobs_N", update, algorithm) for update in updates]
@@ -92,12 +89,14 @@ def add_advantages(rollout: Rollout, updates: list[Update], algorithm: Algorithm
     """The rollout with its advantages, and the updates with them at each of their positions."""
     penalties = gather_penalties(rollout, updates, algorithm) if algorithm.has_penalties else None
     rollout = replace(rollout, advantages=compute_advantages(rollout, penalties, algorithm))
+    updates = [replace(each, batches=[with_advantages(rollout, batch) for batch in each.batches]) for each in updates]
+    return rollout, updates
 
-    def placed(batch: Batch) -> Batch:
-        advantages_N = to_positions(rollout, batch.segments_S, rollout.advantages)
-        return replace(batch, advantages_N=advantages_N.to(batch.labels_N.device))
 
-    return rollout, [replace(update, batches=[placed(batch) for batch in update.batches]) for update in updates]
+def with_advantages(rollout: Rollout, batch: Batch) -> Batch:
+    """The batch with the rollout's advantages."""
+    advantages_N = to_positions(rollout, batch.segments_S, rollout.advantages)
+    return replace(batch, advantages_N=advantages_N.to(batch.labels_N.device))
 
 
 def gather_penalties(rollout: Rollout, updates: list[Update], algorithm: Algorithm) -> list[np.ndarray]:
@@ -106,7 +105,7 @@ def gather_penalties(rollout: Rollout, updates: list[Update], algorithm: Algorit
     It is the KL of the policy that sampled, by the trainer's log-probs; 0 where a completion is left out of the loss.
     """
     own = {}
-    for batch in (batch for update in updates for batch in update.batches):
+    for batch in [batch for update in updates for batch in update.batches]:
         kl_N = algorithm.kl_estimator(batch.ref_logprobs_N - batch.old_logprobs_N)
         own |= from_positions(rollout, batch, algorithm.kl_coef * kl_N)
     gathered = {b: penalties for part in gather_from_ranks(own) for b, penalties in part.items()}
@@ -121,8 +120,7 @@ def compute_advantages(rollout: Rollout, penalties: list[np.ndarray] | None, alg
         pairs = zip(rewards_B, map(torch.from_numpy, penalties), strict=True)
         returns_T = torch.cat([grpo.returns_to_go(reward, penalty) for reward, penalty in pairs])
         rewards_B = rewards_B - torch.tensor([penalty.sum() for penalty in penalties])
-    is_trained_B = np.ones(len(lengths_B), dtype=bool) if rollout.is_trained_B is None else rollout.is_trained_B
-    mask_T = torch.repeat_interleave(torch.from_numpy(is_trained_B), lengths_B)
+    mask_T = torch.repeat_interleave(torch.from_numpy(rollout.trained_lengths_B) > 0, lengths_B)
     rewards_PG = rewards_B.view(-1, algorithm.group_size)
     found = algorithm.advantage(Graded(rewards_PG, returns_T, lengths_B, mask_T))
     grpo.check_returned("--advantage", found, [tuple(rewards_PG.shape), tuple(returns_T.shape)])
@@ -144,20 +142,17 @@ def update_policy(
     The loss is summed with weights made of global counts, so neither micro-batches, packing nor the number of ranks
     enter it; metrics are means over the trained tokens of all ranks. In the first update of a step no weight has
     changed since sampling, so the old log-probs are the current ones and every ratio is exactly 1 (with dropout they
-    are those of a pass without it). A non-finite loss or gradient leaves policy and optimizer untouched:
-    `optim/skipped_updates` is then 1.
+    are those of a pass without it). A non-finite loss or gradient leaves policy and optimizer untouched.
     """
+    is_unchanged = step.is_first and not policy.has_dropout
     sums, extremes = [], []
     with policy.dropout_on((step.seed, step.index), world):
         for i, batch in enumerate(update.batches):
             is_last = i == len(update.batches) - 1
-            if memory.reduce_gradients_once:
-                reduce_gradients(policy, is_last)
-            if memory.gather_parameters_once:
-                keep_gathered(policy, not is_last)
+            reduce_gradients(policy, is_last or not memory.reduce_gradients_once)
+            keep_gathered(policy, memory.gather_parameters_once and not is_last)
             with activations_on_host(memory.offload_activations):
                 logprobs_N, entropies_N = policy(batch, algorithm.temperature, algorithm.entropy_coef != 0)
-            is_unchanged = step.is_first and not policy.has_dropout
             old_logprobs_N = logprobs_N.detach() if is_unchanged else batch.old_logprobs_N
             loss_N, means, maxima = grpo.total_loss(batch, logprobs_N, old_logprobs_N, entropies_N, algorithm)
             mask_N = batch.loss_mask_N
@@ -182,14 +177,15 @@ def update_policy(
     metrics["policy/ratio_min"] *= -1
     weight, weight_squared = metrics.pop("weight"), metrics.pop("weight_squared")
     metrics["policy/rollout_ess"] = weight**2 / weight_squared if weight_squared else 0.0  # (sum w)^2 / (n sum w^2)
-    metrics |= {"optim/grad_norm": grad_norm.item(), "optim/lr": step.rate}
-    metrics |= {"optim/skipped_updates": float(not is_finite)}
-    return metrics | {"perf/update_idle_frac": idle_share(update.batches, policy, world)}
+    return metrics | {
+        "optim/grad_norm": grad_norm.item(),
+        "optim/lr": step.rate,
+        "optim/skipped_updates": float(not is_finite),
+        "perf/update_idle_frac": idle_share(update.batches, policy, world),
+    }
 
 
 def idle_share(batches: list[Batch], policy: Policy, world: World) -> float:
-    """The share of the update in which a rank waits for others, by cost: they meet in each micro-batch, at its
-    costliest.
-    """
+    """The share of the update in which a rank waits, by cost: all wait for the costliest batch of each micro step."""
     costs = torch.tensor([batch.cost(policy.parity_length) for batch in batches])
     return 1.0 - (sum_over_trainers(costs).sum() / (max_over_trainers(costs).sum() * world.num_trainers)).item()

@@ -17,11 +17,11 @@ from checkpoint import export, gather_weights
 from distributed_gradient import Recorder
 from flags import EngineSettings, Lora, Sampling, take
 from fsdp_utils import World, close_world, gather_from_ranks, init_world, shard
-from helpers import train_once, with_advantages
+from helpers import train_once
 from inputs.choices import algorithm_of
 from model.lora import add_adapter
 from policy import Policy, load_policy
-from update import Update, add_logprobs
+from update import Update, add_logprobs, with_advantages
 from vision_models import pack_with_images, vision_data, vision_flags, vision_rollout
 
 WITH_IMAGES, WITHOUT = [[0], [2, 4]], [[1], [3]]  # micro-batches of two ranks: the second has no image at all

@@ -18,14 +18,14 @@ import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from batch import Batch, Rollout, to_positions
+from batch import Rollout
 from flags import AdamW, Lora, Memory, UpdateStep, make_plan, take
 from forked import run_ranks
 from fsdp_utils import World
 from inputs.choices import algorithm_of
 from inputs.command_line import parse_flags
 from policy import Policy, build_policy
-from update import Update, pack_updates, update_policy
+from update import Update, pack_updates, update_policy, with_advantages
 from warm_start import build_tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -125,12 +125,6 @@ def build(args: argparse.Namespace, world: World) -> tuple[Policy, Policy | None
     """What a run with these flags trains."""
     objects = (take(Memory, args), take(Lora, args), take(AdamW, args))
     return build_policy(args.model, *objects, args.kl_coef != 0, args.seed, world)
-
-
-def with_advantages(rollout: Rollout, batch: Batch) -> Batch:
-    """The batch with the advantages that its rollout comes with; the program computes them from rewards."""
-    advantages_N = to_positions(rollout, batch.segments_S, rollout.advantages)
-    return replace(batch, advantages_N=advantages_N.to(batch.labels_N.device))
 
 
 def whole_update(rollout: Rollout, args: argparse.Namespace, policy: Policy, world: World) -> Update:

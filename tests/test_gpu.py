@@ -7,9 +7,10 @@ import torch
 
 import helpers
 from batch import pack
-from helpers import RAGGED, make_rollout, metrics_of, torchrun, training_flags, with_advantages
+from helpers import RAGGED, make_rollout, metrics_of, torchrun, training_flags
 from model.attention import check_alignment
 from policy import load_policy
+from update import with_advantages
 
 pytestmark = [
     pytest.mark.gpu,

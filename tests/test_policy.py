@@ -8,9 +8,9 @@ import torch
 
 import fsdp_utils
 from batch import pack
-from helpers import RAGGED, flags, make_rollout, train_once, with_advantages
+from helpers import RAGGED, flags, make_rollout, train_once
 from policy import compile_layers, load_policy
-from update import Update
+from update import Update, with_advantages
 
 
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])

@@ -59,13 +59,10 @@ MOST_AT_ONCE = 256  # sequences that run at a time, for each rank of an engine: 
 CPU_BLOCK = 32  # tokens of a cache block on CPU, the fewest that vLLM takes: 128 are no faster (benchmarks/README.md)
 CPU_CACHE = 2**30  # bytes of that cache in a rank, at most; the environment's VLLM_CPU_KVCACHE_SPACE (GiB) replaces it
 
-
-def name_shared_memory(communicator: object, vllms_name: Callable[[object], str] = _CPUSHMDistributed.make_group_name):
-    """CPU: the name of the memory that the ranks of an engine share. vLLM's is the same in every run on a machine."""
-    return f"{vllms_name(communicator)}-{os.environ['MASTER_PORT']}"
-
-
-_CPUSHMDistributed.make_group_name = staticmethod(name_shared_memory)
+vllms_name = _CPUSHMDistributed.make_group_name  # of the memory that the ranks of an engine share on CPU: the same in
+_CPUSHMDistributed.make_group_name = staticmethod(  # every run on a machine, also in one that was killed
+    lambda ranks: f"{vllms_name(ranks)}-{os.environ['MASTER_PORT']}"
+)
 
 
 class Engine:

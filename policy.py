@@ -140,11 +140,9 @@ def empty_policy(
     """The model at `path` (folder or hub id), without storage yet. `dtype`: the policy's; default: its parameters'."""
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
-    config = load_config(path)
-    has_vision = getattr(config, "vision_config", None) is not None
-    attention = {"text_config": "packed", "vision_config": "sdpa"} if has_vision else "packed"
+    attention = {"": "packed", "text_config": "packed", "vision_config": "sdpa"}  # "": of a model of one part
     with without_storage():
-        model = model_from_config(config, dtype=param_dtype, attn_implementation=attention)
+        model = model_from_config(load_config(path), dtype=param_dtype, attn_implementation=attention)
     model.eval()  # as from_pretrained leaves it
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from pathlib import Path
 
 import torch
 import transformers
@@ -30,12 +28,10 @@ from model.head import chunked_logprobs
 from model.optimizer import make_optimizer
 from model.sizes import head_dim
 from model.vision import embed, tower_of
-from model.weights import fill, load_config, model_from_config, without_storage
-
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+from model.weights import fill, in_files, load_config, model_from_config, without_storage
 
 
-class Policy(nn.Module):
+class Policy(adapters.WithAdapter):
     """A causal LM that returns per-token log-probabilities of a packed batch. Also the reference: the same, frozen."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -72,50 +68,25 @@ class Policy(nn.Module):
         zeros_N = torch.zeros(len(mask_N), device=mask_N.device)
         return zeros_N.masked_scatter(mask_N, logprobs), zeros_N.masked_scatter(mask_N, entropies)
 
-    def full_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor in the engine's dtype) of each parameter, LoRA merged: for sync and export.
 
         While the consumer uses one, the next one is gathered; all ranks must run through it together. Tied parameters
-        come once, under their first name. `dtype`: another one than the engine's.
+        come once, under their first name.
         """
-        dtype = dtype or self.dtype
-        if self.has_adapter:
-            yield from adapters.merged_weights(self.model, dtype)
-            return
-        named = list(self.model.named_parameters())
-        for (name, _), full in zip(named, full_tensors((parameter, dtype) for _, parameter in named), strict=True):
-            yield name, full
-
-    @property
-    def has_adapter(self) -> bool:
-        """Whether LoRA's adapter is all that is trained."""
-        return bool(adapters.adapted_layers(self.model))
-
-    @property
-    def has_dropout(self) -> bool:
-        """Whether the update drops inputs, so that its log-probs are not those of the policy that sampled."""
-        return bool(adapters.dropouts_of(self.model))
-
-    def adapter_off(self) -> AbstractContextManager[None]:
-        """While it is open, a policy with LoRA is its base model, which is the reference; others do not change."""
-        return adapters.adapter_off(self.model)
-
-    def dropout_on(self, seed: tuple[int, ...], world: World) -> AbstractContextManager[None]:
-        """While it is open, LoRA's dropout is on, drawn from the seed and the rank; nothing changes without one."""
-        return adapters.dropout_on(self.model, seed, world)
-
-    def save_adapter(self, folder: Path, world: World) -> None:
-        """Writes the adapter in peft's format; nothing without LoRA. All ranks call it."""
-        if self.has_adapter:
-            adapters.save_adapter(self.model, folder, world)
+        layers = {f"{name}.base_layer.weight": layer for name, layer in adapters.adapted_layers(self.model).items()}
+        named = [(name, parameter) for name, parameter in self.model.named_parameters() if ".lora_" not in name]
+        # What is merged keeps its own dtype until then: the sum alone is rounded.
+        wanted = ((parameter, parameter.dtype if name in layers else self.dtype) for name, parameter in named)
+        for (name, _), full in zip(named, full_tensors(wanted), strict=True):
+            yield in_files(name), adapters.merged(layers[name], full, self.dtype) if name in layers else full
 
     def describe(self) -> str:
         """How many parameters the policy has and how many of them are trained: for the first lines of the log."""
         trained = sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
         everything = sum(parameter.numel() for parameter in self.parameters())
         if self.has_adapter:
-            adapter = adapters.describe_adapter(self.model)
-            return f"trainable: {trained:,} of {everything:,} parameters: {adapter}"
+            return f"trainable: {trained:,} of {everything:,} parameters: {self.describe_adapter()}"
         frozen = f" of {everything:,}, without those of the vision tower" if trained < everything else ""
         return f"trainable: all {trained:,} parameters{frozen}"
 
@@ -127,8 +98,8 @@ def build_policy(
 
     With LoRA the reference is the policy itself, with its adapter off. `seed`: of the adapter's first values.
     """
-    dtype = DTYPES[memory.dtype]
-    param_dtype = dtype if lora.lora_rank else DTYPES[memory.param_dtype]  # of a frozen base: that of the arithmetic
+    dtype = getattr(torch, memory.dtype)
+    param_dtype = dtype if lora.lora_rank else getattr(torch, memory.param_dtype)  # a frozen base has no masters
     policy = empty_policy(path, param_dtype, memory.gradient_checkpointing, dtype)
     if lora.lora_rank:
         adapters.add_adapter(policy.model, lora, seed, path)
@@ -148,7 +119,9 @@ def build_policy(
 
 def check_policy(config: PretrainedConfig, lora: Lora, memory: Memory) -> None:
     """Raises ValueError for --lora_targets that the model does not have, and for --compile_layers without a GPU."""
-    adapters.check_targets(lora.lora_targets, config)
+    if lora.lora_targets:
+        with torch.device("meta"):  # names and shapes alone
+            adapters.target_names(model_from_config(config), lora.lora_targets)
     if memory.compile_layers and not torch.cuda.is_available():
         raise ValueError(
             "--compile_layers has no effect without a GPU: vLLM on CPU switches torch.compile off; leave it out."
@@ -157,7 +130,7 @@ def check_policy(config: PretrainedConfig, lora: Lora, memory: Memory) -> None:
 
 def check_device(device: torch.device, share_prompts: bool) -> None:
     """Raises RuntimeError if the attention kernel of the device does not do what --share_prompts needs."""
-    if share_prompts:
+    if share_prompts and device.type == "cuda":
         check_alignment(device)
 
 
@@ -167,11 +140,9 @@ def empty_policy(
     """The model at `path` (folder or hub id), without storage yet. `dtype`: the policy's; default: its parameters'."""
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
-    config = load_config(path)
-    has_vision = getattr(config, "vision_config", None) is not None
-    attention = {"text_config": "packed", "vision_config": "sdpa"} if has_vision else "packed"
+    attention = {"": "packed", "text_config": "packed", "vision_config": "sdpa"}  # "": of a model of one part
     with without_storage():
-        model = model_from_config(config, dtype=param_dtype, attn_implementation=attention)
+        model = model_from_config(load_config(path), dtype=param_dtype, attn_implementation=attention)
     model.eval()  # as from_pretrained leaves it
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

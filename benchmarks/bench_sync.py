@@ -36,9 +36,8 @@ from bench_common import (
     shared_folder,
     times_row,
 )
-from flags import EngineSettings
+from flags import DTYPES, EngineSettings
 from fsdp_utils import close_world, init_world, wait_for_all
-from policy import DTYPES
 from rollout import Engine
 
 GOAL = 0.5
@@ -51,7 +50,7 @@ def main() -> None:
     add("--layers", type=int, default=8, help="decoder layers")
     add("--vocab", type=int, default=8192, help="vocabulary")
     dtype = "of the engine; the policy's parameters are fp32"
-    add("--dtype", choices=list(DTYPES), default="bfloat16", help=dtype)
+    add("--dtype", choices=DTYPES, default="bfloat16", help=dtype)
     add("--rounds", type=int, default=7, help="counted rounds, after two that are not")
     profile = "also print the functions of one sync that take longest, on rank 0"
     add("--profile", action="store_true", help=profile)

@@ -141,8 +141,6 @@ def _attend_rectangles(query: Tensor, key: Tensor, value: Tensor, packing: Packi
 
 def check_alignment(device: torch.device) -> None:
     """Raises RuntimeError if the CUDA kernel's causal mask does not end with the last key."""
-    if device.type != "cuda":
-        return
     queries, keys = (torch.zeros(n, 1, 64, dtype=torch.bfloat16, device=device) for n in (2, 3))
     values = torch.tensor([0, 2, 4], dtype=torch.bfloat16, device=device).view(3, 1, 1).repeat(1, 1, 64)
     ends = (torch.tensor([0, n], dtype=torch.int32, device=device) for n in (2, 3))

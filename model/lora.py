@@ -4,8 +4,8 @@
 
 peft puts A and B into the model. W is frozen, in --dtype; A and B have fp32 masters. FSDP shards both in the same
 units: only a unit's trainable parameters must agree in dtype. With its adapter off the model is the reference
-(`adapter_off`). Engine and checkpoints get W + s B A (`merged_weights`); W itself is never written to, or each sync
-would round it.
+(`adapter_off`). Engine and checkpoints get W + s B A (`merged`); W itself is never written to, or each sync would round
+it.
 
 Dropout is on in the update alone. The sampler has none, so neither have the log-probs that are compared with the
 sampler's or used as old ones; docs/algorithm.md says what follows, and how others do it.
@@ -23,21 +23,13 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from flags import Lora
-from fsdp_utils import World, full_tensor, full_tensors
-from model.weights import model_from_config
+from fsdp_utils import World, full_tensor
 
 NAME = "default"  # of the one adapter, for peft
 MERGED_ROWS = 1024  # rows of a matrix that are in fp32 at a time
-
-
-def check_targets(targets: tuple[str, ...] | None, config: PretrainedConfig) -> None:
-    """Raises ValueError for --lora_targets that the model of this configuration does not have."""
-    if targets:
-        with torch.device("meta"):  # names and shapes alone
-            target_names(model_from_config(config), targets)
 
 
 def target_names(model: PreTrainedModel, targets: tuple[str, ...] | None) -> list[str]:
@@ -74,83 +66,88 @@ def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
-@contextmanager
-def adapter_off(model: nn.Module) -> Iterator[None]:
-    """While it is open, the model is its base model; a model without an adapter does not change.
+class WithAdapter(nn.Module):
+    """The part of `Policy` that knows of LoRA. Without an adapter none of it changes anything."""
 
-    peft also freezes what it turns off. The adapter stays trainable here: FSDP decides at its first forward pass, which
-    may be this one, what there will be to reduce and in which dtype.
-    """
-    layers = adapted_layers(model).values()
-    for layer in layers:
-        layer.enable_adapters(False)
-        for part in (layer.lora_A, layer.lora_B):
-            part.requires_grad_(True)
-    try:
-        yield
-    finally:
+    model: PreTrainedModel
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether LoRA's adapter is all that is trained."""
+        return bool(adapted_layers(self.model))
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether the update drops inputs, so that its log-probs are not those of the policy that sampled."""
+        return self.has_adapter and self.model.peft_config[NAME].lora_dropout > 0
+
+    @contextmanager
+    def adapter_off(self) -> Iterator[None]:
+        """While it is open, the policy is its base model, which is the reference.
+
+        peft also freezes what it turns off. The adapter stays trainable here: FSDP decides at its first forward pass,
+        which may be this one, what there will be to reduce and in which dtype.
+        """
+        layers = adapted_layers(self.model).values()
         for layer in layers:
-            layer.enable_adapters(True)
+            layer.enable_adapters(False)
+            for part in (layer.lora_A, layer.lora_B):
+                part.requires_grad_(True)
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.enable_adapters(True)
+
+    @contextmanager
+    def dropout_on(self, seed: tuple[int, ...], world: World) -> Iterator[None]:
+        """While it is open, the adapter drops inputs, drawn from the seed and the rank."""
+        layers = adapted_layers(self.model).values()
+        if self.has_dropout:
+            torch.manual_seed(int(np.random.SeedSequence([*seed, world.trainer_rank]).generate_state(1)[0]))
+        for layer in layers:
+            layer.lora_dropout.train()
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.lora_dropout.eval()
+
+    def save_adapter(self, folder: Path, world: World) -> None:
+        """Writes A and B in fp32 and their configuration, for `PeftModel.from_pretrained(base model, folder)`.
+
+        All ranks call it.
+        """
+        if not self.has_adapter:
+            return
+        state = {}
+        for name, parameter in self.model.named_parameters():
+            if ".lora_" in name:
+                tensor = full_tensor(parameter, torch.float32)
+                if world.is_main:
+                    state[f"base_model.model.{name.replace(f'.{NAME}.', '.')}"] = tensor.cpu().contiguous()
+        if world.is_main:
+            config = self.model.peft_config[NAME]
+            config.target_modules = sorted(config.target_modules)  # a set otherwise, in another order each time
+            config.save_pretrained(folder)
+            save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+    def describe_adapter(self) -> str:
+        """For example: LoRA (rank 8, alpha 32, so s = 4; dropout 0) on 14 linear layers: q_proj, v_proj."""
+        layers, config = adapted_layers(self.model), self.model.peft_config[NAME]
+        names = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
+        scale = f"rank {config.r}, alpha {config.lora_alpha:g}, so s = {config.lora_alpha / config.r:g}"
+        return f"LoRA ({scale}; dropout {config.lora_dropout:g}) on {len(layers)} linear layers: {names}"
 
 
-def dropouts_of(model: nn.Module) -> list[nn.Dropout]:
-    """The adapters' dropout layers; none without dropout."""
-    modules = [module for layer in adapted_layers(model).values() for module in layer.lora_dropout.values()]
-    return [module for module in modules if isinstance(module, nn.Dropout)]
+def merged(layer: LoraLayer, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """W + s B A in fp32, then in `dtype`, for the whole `weight` of a layer.
 
-
-@contextmanager
-def dropout_on(model: nn.Module, seed: tuple[int, ...], world: World) -> Iterator[None]:
-    """While it is open, adapters drop inputs, drawn from `seed` and the rank; without dropout nothing changes."""
-    dropouts = dropouts_of(model)
-    if dropouts:
-        torch.manual_seed(int(np.random.SeedSequence([*seed, world.trainer_rank]).generate_state(1)[0]))
-    for dropout in dropouts:
-        dropout.train()
-    try:
-        yield
-    finally:
-        for dropout in dropouts:
-            dropout.eval()
-
-
-def merged_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """`Policy.full_weights` with an adapter: W + s B A in fp32, then in `dtype`, under the base model's names."""
-    layers = {f"{name}.base_layer.weight": layer for name, layer in adapted_layers(model).items()}
-    named = [(name, parameter) for name, parameter in model.named_parameters() if ".lora_" not in name]
-    wanted = ((parameter, parameter.dtype if name in layers else dtype) for name, parameter in named)
-    for (name, _), full in zip(named, full_tensors(wanted), strict=True):
-        yield name.replace(".base_layer.", "."), _merged(layers[name], full, dtype) if name in layers else full
-
-
-def _merged(layer: LoraLayer, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum in new memory, some rows at a time: an fp32 copy of the whole matrix would be larger than the matrix."""
+    In new memory, some rows at a time: an fp32 copy of the whole matrix would be larger than the matrix.
+    """
     a, b = (full_tensor(part[NAME].weight, torch.float32) for part in (layer.lora_A, layer.lora_B))
-    merged = torch.empty_like(weight, dtype=dtype)
+    total = torch.empty_like(weight, dtype=dtype)
     for start in range(0, len(weight), MERGED_ROWS):
         rows = slice(start, start + MERGED_ROWS)
-        merged[rows] = torch.addmm(weight[rows].float(), b[rows], a, alpha=layer.scaling[NAME])
-    return merged
-
-
-def save_adapter(model: PreTrainedModel, folder: Path, world: World) -> None:
-    """Writes A and B in fp32 and their configuration, for `PeftModel.from_pretrained(base model, folder)`."""
-    state = {}
-    for name, parameter in model.named_parameters():
-        if ".lora_" in name:
-            tensor = full_tensor(parameter, torch.float32)
-            if world.is_main:
-                state[f"base_model.model.{name.replace(f'.{NAME}.', '.')}"] = tensor.cpu().contiguous()
-    if world.is_main:
-        config = model.peft_config[NAME]
-        config.target_modules = sorted(config.target_modules)  # a set otherwise, in another order each time
-        config.save_pretrained(folder)
-        save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-
-
-def describe_adapter(model: PreTrainedModel) -> str:
-    """For example: LoRA (rank 8, alpha 32, so s = 4; dropout 0) on 14 linear layers: q_proj, v_proj."""
-    layers, config = adapted_layers(model), model.peft_config[NAME]
-    names = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
-    scale = f"rank {config.r}, alpha {config.lora_alpha:g}, so s = {config.lora_alpha / config.r:g}"
-    return f"LoRA ({scale}; dropout {config.lora_dropout:g}) on {len(layers)} linear layers: {names}"
+        total[rows] = torch.addmm(weight[rows].float(), b[rows], a, alpha=layer.scaling[NAME])
+    return total

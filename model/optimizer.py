@@ -1,15 +1,10 @@
 """AdamW in less memory than torch's: bf16 parameters updated as fp32 ones, and state that may live in host RAM.
 
-    parameters  state                                      bytes a parameter, gradient included, of which on the device
-                                                           state there     state on the host
-    float32     exp_avg, exp_avg_sq, both float32          16              8
-    bfloat16    exp_avg, exp_avg_sq, remainder, 16 bit     10              4
-
 A bf16 parameter has 8 significant bits: an update of less than 1/512 of it is lost, and Kahan summation in a second
-bf16 number loses again what is below 1/512 of that. We keep in the same two bytes the lower half of the fp32 number of
-which the parameter is the upper half, rounded: the two together are that number, exactly (`join`, `split`). The second
-moment is rounded stochastically, because v * 0.999, rounded to nearest, is v again in bf16, and v never decays. The
-arithmetic is fp32 and torch's own fused AdamW.
+bf16 number loses again what is below 1/512 of that. We keep in the same two bytes, the remainder, the lower half of the
+fp32 number of which the parameter is the upper half, rounded: the two together are that number, exactly (`join`,
+`split`). Its moments are bf16, too, rounded stochastically, because v * 0.999, rounded to nearest, is v again, and v
+never decays. The arithmetic is fp32 and torch's own fused AdamW. docs/memory.md counts the bytes.
 
 Why not a library: in 1,000 updates of 1e-6 with torch-optimi 0.3.3 (Kahan, both moments rounded to nearest), parameters
 between 1 and 2 did not move, and its v stayed at 3.6 times the correct one; torchao's stochastically rounded AdamW
@@ -55,16 +50,14 @@ class ChunkedAdamW(torch.optim.AdamW):
     def step(self, closure: Callable[[], float] | None = None) -> None:
         """One update of every parameter that has a gradient."""
         assert closure is None, "the gradients are there already"
-        device = torch.device("cpu")
         for group in self.param_groups:
             for parameter in (x for x in group["params"] if x.grad is not None):
-                device = local_shard(parameter).device
-                self._update(parameter, group, device)
-        if self.is_state_on_host and device.type == "cuda":
-            torch.cuda.synchronize(device)  # what the host reads next, for a checkpoint say, has arrived
+                self._update(parameter, group)
+        if self.is_state_on_host and torch.cuda.is_available():
+            torch.cuda.synchronize()  # what the host reads next, for a checkpoint say, has arrived
 
-    def _update(self, parameter: nn.Parameter, group: Group, device: torch.device) -> None:
-        state = self._state_of(parameter)
+    def _update(self, parameter: nn.Parameter, group: Group) -> None:
+        state, device = self._state_of(parameter), local_shard(parameter).device
         state["step"] += 1
         generator = torch.Generator(device).manual_seed(int(state["step"]))  # a resumed run rounds as it would have
         tensors = {"parameter": parameter, "gradient": parameter.grad} | state
@@ -95,7 +88,7 @@ class ChunkedAdamW(torch.optim.AdamW):
             chunk[name].copy_(values[name], non_blocking=True)  # nothing to do where it was updated in place
 
     def _state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        if parameter not in self.state or not self.state[parameter]:
+        if not self.state[parameter]:
             dtypes = {"exp_avg": parameter.dtype, "exp_avg_sq": parameter.dtype}
             if parameter.dtype == torch.bfloat16:
                 dtypes["remainder"] = torch.int16
@@ -108,12 +101,10 @@ class ChunkedAdamW(torch.optim.AdamW):
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Takes the state as it is, in place: torch's would cast it to the parameter's dtype and device."""
-        state = {parameter: self._state_of(parameter) for group in self.param_groups for parameter in group["params"]}
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        self.state.update(state)
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update(saved | {"params": group["params"]})
             for parameter, index in zip(group["params"], saved["params"], strict=True):
-                for name, tensor in self.state[parameter].items():
+                for name, tensor in self._state_of(parameter).items():
                     local_shard(tensor).copy_(local_shard(state_dict["state"][index][name]))
 
 

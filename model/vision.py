@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.models.auto import AutoProcessor, AutoTokenizer
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from batch import Batch
 
 KNOWN = ("qwen2_5_vl",)  # model types
-ORIENTATION, QUARTER_TURNS = 0x0112, (5, 6, 7, 8)  # in a photograph's EXIF data: these exchange height and width
 # What PIL raises for damaged files, found by fuzzing.
 DAMAGED = (OSError, SyntaxError, TypeError, ValueError, EOFError, Image.DecompressionBombError, struct.error)
 
@@ -89,15 +88,14 @@ class PromptImages:
         Text counts on in all three. The tokens of an image share the time at which it starts and differ in row and
         column; it takes as many positions as its longer side has tokens (arXiv 2409.12191, section 2.1).
         """
-        pieces, position, end, is_image = [], 0, 0, self.is_image()
-        for (_, height, width), count in zip(self.grids, self.num_tokens, strict=True):
-            start = end + int(np.argmax(is_image[end:]))
+        positions, end, is_image = np.tile(np.arange(length), (3, 1)), 0, self.is_image()
+        for _, height, width in self.grids:
             rows, columns = height // self.vision.merge_size, width // self.vision.merge_size
-            pieces.append(position + np.tile(np.arange(start - end), (3, 1)))
-            position += start - end
-            pieces.append(position + np.indices((1, rows, columns)).reshape(3, -1))
-            position, end = position + max(rows, columns), start + count
-        return np.concatenate([*pieces, position + np.tile(np.arange(length - end), (3, 1))], axis=1)
+            start = end + int(np.argmax(is_image[end:]))
+            end = start + rows * columns
+            positions[:, start:end] = positions[0, start] + np.indices((1, rows, columns)).reshape(3, -1)
+            positions[:, end:] += max(rows, columns) - rows * columns
+        return positions
 
     def decoded(self) -> list[Image.Image]:
         return [decode(image) for image in self.encoded]
@@ -259,7 +257,7 @@ def _grid(vision: Vision, encoded: bytes) -> tuple[int, int, int]:
 
     with Image.open(io.BytesIO(encoded)) as image:
         width, height = image.size
-        if image.getexif().get(ORIENTATION) in QUARTER_TURNS:
+        if image.getexif().get(ExifTags.Base.Orientation) in (5, 6, 7, 8):  # `decode` turns it by a quarter
             width, height = height, width
     patch = vision.patch_size
     height, width = smart_resize(height, width, patch * vision.merge_size, vision.min_pixels, vision.max_pixels)

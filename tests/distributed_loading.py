@@ -35,8 +35,9 @@ def differences(path: str, dtype: torch.dtype, on_host: bool, world) -> list[str
 def most_held_in_a_sync(path: str, world) -> float:
     """The most bytes of full parameters alive at a time, in decoder layers, where the consumer keeps none of them."""
     policy = sharded(path, torch.float32, False, world)
+    policy.dtype = torch.bfloat16
     held = HeldInSync()
-    for _ in held.stream(policy.full_weights(torch.bfloat16)):
+    for _ in held.stream(policy.full_weights()):
         pass
     return held.most / sum(2 * parameter.numel() for parameter in policy.layers[0].parameters())
 
@@ -47,7 +48,8 @@ def is_extra_parameter_kept(path: str, world) -> bool:
     values = torch.arange(15, dtype=torch.float32).view(5, 3)
     policy.layers[0].extra = torch.nn.Parameter(values.clone())
     fill(policy, policy.model, path, shard(policy, policy.layers, world, torch.bfloat16))
-    full = dict(policy.full_weights(torch.float32))
+    policy.dtype = torch.float32
+    full = dict(policy.full_weights())
     return full["model.layers.0.extra"].equal(values) and len(full) > 20
 
 

@@ -80,7 +80,8 @@ def train(
         big = [tensor for tensor in state.values() if tensor.dim()]
         assert {tensor.is_cuda for tensor in big} == {args.offload == "none"}
         assert args.offload != "optimizer" or all(tensor.is_pinned() for tensor in big)
-    parameters = {name: full.cpu() for name, full in policy.full_weights(torch.float32)}
+    policy.dtype = torch.float32
+    parameters = {name: full.cpu() for name, full in policy.full_weights()}
     return metrics, parameters, {name: tensor.cpu() for name, tensor in state.items()}, num_calls
 
 

@@ -37,11 +37,12 @@ def main(path: str, tp_size: str, output: str) -> None:
     world = init_world(int(tp_size), timeout_minutes=2)
     tokenizer = AutoTokenizer.from_pretrained(path)
     policy = load_policy(path, torch.float32)
-    shard(policy, policy.layers, world, torch.bfloat16)
+    policy.dtype = torch.bfloat16
+    shard(policy, policy.layers, world, policy.dtype)
     most_sequences = 32 if world.num_engines == 2 else None  # of the 64 that are sampled below
     settings = EngineSettings(64, gpu_memory_utilization=0.3, enforce_eager=True)
     engine = Engine(path, tokenizer, world, settings, most_sequences=most_sequences)
-    engine.sync(policy.full_weights(torch.bfloat16))
+    engine.sync(policy.full_weights())
     rows = PromptData.load(f"{path}/heldout.jsonl", PromptFormat(max_prompt_tokens=8), tokenizer, seed=0).rows
     long_rows = [replace(row, ids=np.resize(row.ids, 45)) for row in rows]
     sampling, greedy = Sampling(4, TEMPERATURE, 12), Sampling(1, 0.0, 12)
@@ -85,7 +86,7 @@ def main(path: str, tp_size: str, output: str) -> None:
             parameter.mul_(1.3)
     stale = sample((1, 3))
     found["gap_of_stale_engine"] = gap(policy, stale)
-    engine.sync(policy.full_weights(torch.bfloat16))
+    engine.sync(policy.full_weights())
     found["gap_after"] = gap(policy, sample((1, 3)))
     found["sync_changes_greedy_output"] = engine.sample(rows, greedy, (1,)).texts != greedy_before
     if world.is_main:

@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 import checkpoint
 from batch import pack
 from distributed_lora import RANK, adapted_policy, lora_flags
-from flags import Lora, take
+from flags import Lora, Memory, take
 from fsdp_utils import World
 from helpers import flags, logprobs_in_vllm, make_rollout, metrics_of, torchrun, training_flags, unpacked_logprobs
 from inputs.checks import check_flags
-from model.lora import add_adapter, check_targets, target_names
-from policy import Policy, load_policy
+from model.lora import add_adapter, target_names
+from policy import Policy, check_policy, load_policy
 
 TOLERANCE = {"atol": 2e-6, "rtol": 1e-4}  # as in test_fsdp.py: fp32, a gradient of norm 2
 TINY = Qwen2Config(vocab_size=64, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=2)
@@ -57,14 +57,14 @@ def test_flags_that_make_no_sense_are_refused_with_a_way_out(changes, words):
     args = flags(**changes)
     with pytest.raises(ValueError) as error:
         check_flags(args, 1)
-        check_targets(args.lora_targets, TINY)
+        check_policy(TINY, take(Lora, args), take(Memory, args))
     for word in words:
         assert word in str(error.value)
 
 
 def test_sensible_flags_pass():
-    check_targets(flags().lora_targets, TINY)
-    check_targets(flags(lora_rank=8, lora_targets="q_proj").lora_targets, TINY)
+    for args in (flags(), flags(lora_rank=8, lora_targets="q_proj")):
+        check_policy(TINY, take(Lora, args), take(Memory, args))
 
 
 def test_the_targets_are_all_linear_layers_of_the_decoder_or_those_that_are_named(untied_policy):
@@ -260,8 +260,9 @@ def test_the_engine_gets_the_sum_rounded_once_under_the_names_of_the_base_model(
 def test_a_merge_in_fp32_leaves_the_weights_as_they_were(policy):
     """Where nothing has to be gathered or cast, what is sent could be the parameter's own memory."""
     model = adapted_policy(lora_flags(str(policy))).float()
+    model.dtype = torch.float32
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    first, second = ([tensor.clone() for _, tensor in model.full_weights(torch.float32)] for _ in range(2))
+    first, second = ([tensor.clone() for _, tensor in model.full_weights()] for _ in range(2))
     assert all(a.equal(b) for a, b in zip(first, second, strict=True))
     assert all(parameter.equal(before[name]) for name, parameter in model.named_parameters())
 

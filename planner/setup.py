@@ -13,14 +13,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+from torch import nn
 from transformers import PretrainedConfig
 
 from flags import EngineSettings, Lora, Memory
 from model.sizes import head_dim
+from model.vision import tower_of
+from model.weights import model_from_config
 
 GIB = 1024**3
 COMPUTE = 2  # bytes of a bf16 number: the trainer's arithmetic, the engine, its cache
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -36,8 +39,9 @@ class ModelShape:
     head_dim: int
     vocab: int
     is_tied: bool
-    has_qkv_bias: bool
-    has_qk_norm: bool
+    projections: dict[str, tuple[int, int]]  # name -> (inputs, outputs) of each matrix of a layer
+    layer_parameters: int
+    root_parameters: int  # not in a layer: embedding, head, last norm, vision tower. FSDP gathers them as one unit
     tower_parameters: int  # of the vision tower, which is never trained; 0: there is none
 
     @property
@@ -49,32 +53,14 @@ class ModelShape:
         return self.kv_heads * self.head_dim
 
     @property
-    def projections(self) -> dict[str, tuple[int, int]]:
-        """Name -> (inputs, outputs) of each matrix of a layer."""
-        h, i = self.hidden, self.intermediate
-        sizes = [(h, self.q), (h, self.kv), (h, self.kv), (self.q, h), (h, i), (h, i), (i, h)]
-        return dict(zip(PROJECTIONS, sizes, strict=True))
-
-    @property
     def layer_matrices(self) -> int:
         """Numbers in the matrices of a layer."""
         return sum(inputs * outputs for inputs, outputs in self.projections.values())
 
     @property
-    def layer_parameters(self) -> int:
-        biases = (self.q + 2 * self.kv) * self.has_qkv_bias
-        norms = 2 * self.hidden + 2 * self.head_dim * self.has_qk_norm
-        return self.layer_matrices + biases + norms
-
-    @property
     def table(self) -> int:
         """Parameters of the embedding, and as many of the head."""
         return self.vocab * self.hidden
-
-    @property
-    def root_parameters(self) -> int:
-        """What is not in a decoder layer: embedding, head, last norm, vision tower. FSDP gathers it as one unit."""
-        return (1 if self.is_tied else 2) * self.table + self.hidden + self.tower_parameters
 
     @property
     def parameters(self) -> int:
@@ -86,29 +72,30 @@ class ModelShape:
 
 
 def shape_of(config: PretrainedConfig, name: str) -> ModelShape:
-    """The shape that a config describes. Raises ValueError for an architecture that the formulas do not cover."""
+    """The shape of the model, built without storage. Raises ValueError for one that the formulas do not cover."""
     text = config.get_text_config()
     known = ("llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl_text")
     if text.model_type not in known:
         others = f"not {text.model_type!r}"
         raise ValueError(f"--model {name}: the dry run knows the architectures {', '.join(known)}, {others}.")
-    tower = getattr(config, "vision_config", None)
+    with torch.device("meta"):
+        model = model_from_config(config)
+    layer, tower = model.get_decoder().layers[0], tower_of(model)
+    linear = {name.rpartition(".")[2]: each for name, each in layer.named_modules() if isinstance(each, nn.Linear)}
+    layer_parameters = num_parameters(layer)
     return ModelShape(
         name=name, layers=text.num_hidden_layers, hidden=text.hidden_size, intermediate=text.intermediate_size,
         heads=text.num_attention_heads, kv_heads=text.num_key_value_heads, head_dim=head_dim(text),
         vocab=text.vocab_size, is_tied=bool(text.tie_word_embeddings),
-        has_qkv_bias=text.model_type.startswith("qwen2") or bool(getattr(text, "attention_bias", False)),
-        has_qk_norm=text.model_type == "qwen3", tower_parameters=0 if tower is None else tower_parameters(tower),
+        projections={name: (each.in_features, each.out_features) for name, each in linear.items()},
+        layer_parameters=layer_parameters,
+        root_parameters=num_parameters(model) - text.num_hidden_layers * layer_parameters,
+        tower_parameters=0 if tower is None else num_parameters(tower),
     )  # fmt: skip
 
 
-def tower_parameters(tower: PretrainedConfig) -> int:
-    """Parameters of Qwen2.5-VL's vision tower: patches, blocks of attention and gated MLP with biases, the merger."""
-    d, i, merged = tower.hidden_size, tower.intermediate_size, tower.hidden_size * tower.spatial_merge_size**2
-    patches = 3 * tower.temporal_patch_size * tower.patch_size**2 * d
-    block = 2 * d + (d * 3 * d + 3 * d) + (d * d + d) + (3 * d * i + 2 * i + d)
-    merger = d + (merged * merged + merged) + (merged * tower.out_hidden_size + tower.out_hidden_size)
-    return patches + tower.depth * block + merger
+def num_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 @dataclass(frozen=True)
@@ -183,7 +170,7 @@ class Setup:
 
     @property
     def lora_targets(self) -> tuple[str, ...]:
-        return self.lora.lora_targets or PROJECTIONS
+        return self.lora.lora_targets or tuple(self.model.projections)
 
     @property
     def trained_per_layer(self) -> int:

@@ -1,10 +1,9 @@
 """What the planner is told, as frozen dataclasses, and what follows from it alone.
 
-    ModelShape      the sizes in a config.json
-    Memory, Lora    what is trained and where it lives, as in `flags.py`
-    EngineSettings  the engine, as in `flags.py`
-    RunShape        what the other flags say of a step
-    Hardware        GPUs, nodes, host RAM, speeds
+    ModelShape                          the sizes of the model
+    Memory, Lora, EngineSettings, Plan  as in `flags.py`
+    RunShape                            what the other flags say of a step
+    Hardware                            GPUs, nodes, host RAM, speeds
 
 A `Setup` holds all of them. `dry_run.setup_of` makes it from the flags, and the functions of the planner take it.
 """
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from flags import EngineSettings, Lora, Memory
+from flags import EngineSettings, Lora, Memory, Plan
 from model.sizes import head_dim
 from model.vision import tower_of
 from model.weights import model_from_config
@@ -38,7 +37,6 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     vocab: int
-    is_tied: bool
     projections: dict[str, tuple[int, int]]  # name -> (inputs, outputs) of each matrix of a layer
     layer_parameters: int
     root_parameters: int  # not in a layer: embedding, head, last norm, vision tower. FSDP gathers them as one unit
@@ -53,9 +51,9 @@ class ModelShape:
         return self.kv_heads * self.head_dim
 
     @property
-    def layer_matrices(self) -> int:
-        """Numbers in the matrices of a layer."""
-        return sum(inputs * outputs for inputs, outputs in self.projections.values())
+    def root_trained(self) -> int:
+        """Parameters outside the layers that are trained without LoRA."""
+        return self.root_parameters - self.tower_parameters
 
     @property
     def table(self) -> int:
@@ -86,7 +84,7 @@ def shape_of(config: PretrainedConfig, name: str) -> ModelShape:
     return ModelShape(
         name=name, layers=text.num_hidden_layers, hidden=text.hidden_size, intermediate=text.intermediate_size,
         heads=text.num_attention_heads, kv_heads=text.num_key_value_heads, head_dim=head_dim(text),
-        vocab=text.vocab_size, is_tied=bool(text.tie_word_embeddings),
+        vocab=text.vocab_size,
         projections={name: (each.in_features, each.out_features) for name, each in linear.items()},
         layer_parameters=layer_parameters,
         root_parameters=num_parameters(model) - text.num_hidden_layers * layer_parameters,
@@ -100,12 +98,9 @@ def num_parameters(module: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class RunShape:
-    """What the flags say of a step, beside `Memory` and `EngineSettings`."""
+    """What the flags say of a step, beside `Plan`, `Memory` and `EngineSettings`."""
 
-    prompts_per_step: int
-    group_size: int
-    updates_per_iteration: int
-    num_iterations: int  # passes over a rollout
+    num_rows: int | None  # usable training rows; None: not known
     max_prompt_tokens: int
     max_completion_tokens: int
     tensor_parallel_size: int
@@ -113,19 +108,6 @@ class RunShape:
     needs_first_logprobs: bool  # old log-probs are computed for the first update, too
     trains_entropy: bool  # the entropy is part of the loss
     async_checkpoint: bool
-
-    @property
-    def completions(self) -> int:
-        return self.prompts_per_step * self.group_size
-
-    @property
-    def updates(self) -> int:
-        return self.updates_per_iteration * self.num_iterations
-
-    @property
-    def old_logprob_passes(self) -> float:
-        """Passes of the policy over a rollout for old log-probs, which the first update may make by itself."""
-        return 1 if self.needs_first_logprobs else 1 - 1 / self.updates_per_iteration
 
 
 @dataclass(frozen=True)
@@ -152,6 +134,7 @@ class Setup:
     memory: Memory
     lora: Lora
     engine: EngineSettings
+    plan: Plan
     run: RunShape
     hardware: Hardware
 
@@ -181,8 +164,12 @@ class Setup:
 
     @property
     def trainable(self) -> int:
-        of_root = 0 if self.has_lora else self.model.root_parameters - self.model.tower_parameters
-        return self.model.layers * self.trained_per_layer + of_root
+        return self.model.layers * self.trained_per_layer + (0 if self.has_lora else self.model.root_trained)
+
+    @property
+    def old_logprob_passes(self) -> float:
+        """Passes of the policy over a rollout for old log-probs, which the first update may make by itself."""
+        return 1 if self.run.needs_first_logprobs else 1 - 1 / self.plan.updates_per_pass
 
     @property
     def has_reference_model(self) -> bool:
@@ -195,10 +182,15 @@ class Setup:
         return 2 if self.memory.param_dtype == "bfloat16" and not self.has_lora else 4
 
     @property
+    def gradient_bytes(self) -> int:
+        """Of all gradients, over all ranks; the trained parameters have as many."""
+        return self.trainable * self.trained_bytes
+
+    @property
     def stored_bytes(self) -> int:
         """All parameters as the trainer keeps them, over all ranks. With LoRA the frozen ones are bf16."""
         if self.has_lora:
-            return self.model.parameters * COMPUTE + self.trainable * self.trained_bytes
+            return self.model.parameters * COMPUTE + self.gradient_bytes
         return self.model.parameters * self.trained_bytes
 
     @property
@@ -209,7 +201,7 @@ class Setup:
     def sharers(self, length: float = 1.0) -> int:
         """Completions that share their prompt in a micro-batch, where lengths are this share of their limits."""
         room = int(self.memory.micro_batch_tokens / length - self.run.max_prompt_tokens)
-        of_prompt = min(self.run.group_size, room // self.run.max_completion_tokens)
+        of_prompt = min(self.plan.group_size, room // self.run.max_completion_tokens)
         return max(1, of_prompt) if self.memory.share_prompts else 1
 
     @property
@@ -218,5 +210,5 @@ class Setup:
 
         An upper bound, reached where completions have one token.
         """
-        prompt, sharers = self.run.max_prompt_tokens, self.run.group_size if self.memory.share_prompts else 1
+        prompt, sharers = self.run.max_prompt_tokens, self.plan.group_size if self.memory.share_prompts else 1
         return sharers * (prompt + 1) / (prompt + sharers)

@@ -246,12 +246,12 @@ def test_the_advice_is_minimal_and_fits_when_it_is_taken():
 def test_rows_come_from_the_flag_the_source_the_disk_or_the_table(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text('{"a": 1}\n\n{"a": 2}\n')
-    assert rows_of([str(file)], None) == 2
-    assert rows_of(["hiyouga/math12k"], None) == 12_000
-    assert rows_of(["hiyouga/math12k@test"], None) == 500
-    assert rows_of(["owner/name#70", "hiyouga/math12k@test"], None) == 570
-    assert rows_of(["owner/name"], None) is None
-    assert rows_of(["owner/name"], 9) == 9
+    assert rows_of([str(file)]) == 2
+    assert rows_of(["hiyouga/math12k"]) == 12_000
+    assert rows_of(["hiyouga/math12k@test"]) == 500
+    assert rows_of(["owner/name#70", "hiyouga/math12k@test"]) == 570
+    assert rows_of(["owner/name"]) is None
+    assert report(QWQ | {"train_data": "owner/name"}, plan_rows=520)["steps_per_epoch"] == 1
     with pytest.raises(ValueError, match="give --plan_rows"):
         dry_run(flags(**(QWQ | {"train_data": "owner/name"})))
     assert report(SIMPLERL | {"train_data": "owner/name"})["steps_per_epoch"] is None

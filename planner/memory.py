@@ -88,8 +88,8 @@ def static_parts(setup: Setup, on_host: bool) -> Parts:
         parts["reference"] = setup.model.parameters * COMPUTE
     if setup.memory.offload_reference:
         moved.add("reference")
-    sharers = setup.hardware.nodes if on_host else setup.num_trainers
-    return {name: part / sharers for name, part in parts.items() if (name in moved) == on_host}
+    owners = setup.hardware.nodes if on_host else setup.num_trainers
+    return {name: part / owners for name, part in parts.items() if (name in moved) == on_host}
 
 
 def resident(setup: Setup) -> Parts:
@@ -257,13 +257,13 @@ def host_phases(setup: Setup) -> dict[str, Parts]:
     """Phase -> bytes of host RAM on one node: while loading, while running, while writing a checkpoint."""
     m, nodes = setup.model, setup.hardware.nodes
     ranks = setup.hardware.gpus / nodes  # of a node
-    always = {"processes": ranks * PROCESS_HOST} | static_parts(setup, on_host=True)
+    kept = {"processes": ranks * PROCESS_HOST} | static_parts(setup, on_host=True)
     if setup.memory.offload_activations:
-        always["activations"] = ranks * m.layers * kept_per_layer(setup)
+        kept["activations"] = ranks * m.layers * kept_per_layer(setup)
     read = {"weights, read": largest_tensor(setup)}
     copied = (setup.gradient_bytes + setup.state_bytes) / nodes * setup.run.async_checkpoint
     written = {"the policy, gathered on rank 0": m.parameters * COMPUTE, "what is written meanwhile": copied}
-    return {"load": without(always, "gradients", "activations") | read, "run": always, "checkpoint": always | written}
+    return {"load": without(kept, "gradients", "activations") | read, "run": kept, "checkpoint": kept | written}
 
 
 def checkpoint_bytes(setup: Setup) -> float:

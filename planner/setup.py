@@ -78,16 +78,14 @@ def shape_of(config: PretrainedConfig, name: str) -> ModelShape:
         raise ValueError(f"--model {name}: the dry run knows the architectures {', '.join(known)}, {others}.")
     with torch.device("meta"):
         model = model_from_config(config)
-    layer, tower = model.get_decoder().layers[0], tower_of(model)
-    linear = {name.rpartition(".")[2]: each for name, each in layer.named_modules() if isinstance(each, nn.Linear)}
-    layer_parameters = num_parameters(layer)
+    layers, tower = model.get_decoder().layers, tower_of(model)
+    linear = {path.rpartition(".")[2]: each for path, each in layers[0].named_modules() if isinstance(each, nn.Linear)}
     return ModelShape(
         name=name, layers=text.num_hidden_layers, hidden=text.hidden_size, intermediate=text.intermediate_size,
         heads=text.num_attention_heads, kv_heads=text.num_key_value_heads, head_dim=head_dim(text),
         vocab=text.vocab_size,
-        projections={name: (each.in_features, each.out_features) for name, each in linear.items()},
-        layer_parameters=layer_parameters,
-        root_parameters=num_parameters(model) - text.num_hidden_layers * layer_parameters,
+        projections={key: (each.in_features, each.out_features) for key, each in linear.items()},
+        layer_parameters=num_parameters(layers[0]), root_parameters=num_parameters(model) - num_parameters(layers),
         tower_parameters=0 if tower is None else num_parameters(tower),
     )  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from planner.memory import gpu_phases, host_phases, sequences_at_once
@@ -44,38 +45,42 @@ class Change:
         return replace(setup, **{self.part: replace(getattr(setup, self.part), **self.values)})
 
 
-def switch(setup: Setup, flag: str, is_on: bool) -> list[Change]:
-    """A memory flag, set or left out; nothing if it is so already."""
-    words = f"--{flag}" if is_on else f"no --{flag}"
-    return [] if getattr(setup.memory, flag) == is_on else [Change(words, "memory", {flag: is_on})]
+def lever(setup: Setup, part: str, flag: str, values: Iterable[object]) -> list[Change]:
+    """A flag with each of these values that it does not have already."""
+    others = [value for value in values if value != getattr(getattr(setup, part), flag)]
+    return [Change(words_of(flag, value), part, {flag: value}) for value in others]
+
+
+def words_of(flag: str, value: object) -> str:
+    if isinstance(value, bool):
+        return f"--{flag}" if value else f"no --{flag}"
+    return f"--{flag} {value}"
 
 
 def levers(setup: Setup) -> list[list[Change]]:
     """What could be changed: one list per lever, the mildest change first."""
-    run, memory, h = setup.run, setup.memory, setup.hardware
+    plan, run, memory, h = setup.plan, setup.run, setup.memory, setup.hardware
     longest = run.max_prompt_tokens + run.max_completion_tokens
-    caps = {max(memory.micro_batch_tokens // 2**n, longest) for n in range(1, 8)} - {memory.micro_batch_tokens}
+    caps = {max(memory.micro_batch_tokens // 2**n, longest) for n in range(1, 8)}
     now = setup.engine.gpu_memory_utilization
     shares = sorted((n / 20 for n in range(2, 19) if abs(n / 20 - now) > 0.01), key=lambda share: abs(share - now))
     per_node, divided = h.gpus // h.nodes, math.gcd(h.gpus, setup.model.heads)  # what tensor parallelism divides
     sizes = [n for n in range(run.tensor_parallel_size + 1, per_node + 1) if divided % n == 0]
-    sizes = [n for n in sizes if run.prompts_per_step % (h.gpus // n) == 0]
-    offloads = [x for x in ("none", "optimizer", "all") if x != memory.offload]
-    bf16 = Change("--param_dtype bfloat16", "memory", {"param_dtype": "bfloat16"})
+    sizes = [n for n in sizes if plan.prompts_per_step % (h.gpus // n) == 0]
     more = Change(f"{2 * h.nodes} nodes of {per_node} GPUs", "hardware", {"nodes": 2 * h.nodes, "gpus": 2 * h.gpus})
     found = [
-        switch(setup, "gradient_checkpointing", True),
-        switch(setup, "offload_activations", True) if memory.gradient_checkpointing else [],
-        switch(setup, "gather_parameters_once", False),
-        switch(setup, "reduce_gradients_once", False),
-        switch(setup, "share_prompts", False) if setup.sharers() > 1 else [],
-        [Change(f"--micro_batch_tokens {n}", "memory", {"micro_batch_tokens": n}) for n in sorted(caps, reverse=True)],
-        [Change(f"--gpu_memory_utilization {x:g}", "engine", {"gpu_memory_utilization": x}) for x in shares],
-        [Change(f"--tensor_parallel_size {n}", "run", {"tensor_parallel_size": n}) for n in sizes],
-        switch(setup, "offload_reference", True) if setup.has_reference_model else [],
-        [bf16] if setup.trained_bytes == 4 and not setup.has_lora else [],
-        [Change(f"--offload {x}", "memory", {"offload": x}) for x in offloads],
-        [more] if run.prompts_per_step % (2 * setup.num_engines) == 0 else [],
+        lever(setup, "memory", "gradient_checkpointing", [True]),
+        lever(setup, "memory", "offload_activations", [True] if memory.gradient_checkpointing else []),
+        lever(setup, "memory", "gather_parameters_once", [False]),
+        lever(setup, "memory", "reduce_gradients_once", [False]),
+        lever(setup, "memory", "share_prompts", [False] if setup.sharers() > 1 else []),
+        lever(setup, "memory", "micro_batch_tokens", sorted(caps, reverse=True)),
+        lever(setup, "engine", "gpu_memory_utilization", shares),
+        lever(setup, "run", "tensor_parallel_size", sizes),
+        lever(setup, "memory", "offload_reference", [True] if setup.has_reference_model else []),
+        lever(setup, "memory", "param_dtype", [] if setup.has_lora else ["bfloat16"]),
+        lever(setup, "memory", "offload", ["none", "optimizer", "all"]),
+        [more] if plan.prompts_per_step % (2 * setup.num_engines) == 0 else [],
     ]
     return [changes for changes in found if changes]
 
@@ -94,7 +99,7 @@ def best_of(setup: Setup, chosen: tuple[list[Change], ...], shares: Shares) -> t
     return best
 
 
-def solutions(setup: Setup, shares: Shares, at_most: int = 5) -> list[dict[str, object]]:
+def solutions(setup: Setup, shares: Shares) -> list[dict[str, object]]:
     """The fewest changes that make the setup fit, with what they lead to: on the same machines first, then by speed."""
     for count in range(1, MOST_CHANGES + 1):
         tried = (best_of(setup, chosen, shares) for chosen in itertools.combinations(levers(setup), count))
@@ -107,6 +112,6 @@ def solutions(setup: Setup, shares: Shares, at_most: int = 5) -> list[dict[str, 
                     "host_peak_gib": round(max(sum(parts.values()) for parts in host_phases(changed).values()) / GIB),
                     "step_seconds": round(seconds),
                 }
-                for seconds, words, changed in found[:at_most]
+                for seconds, words, changed in found[:5]
             ]
     return []

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, PretrainedConfig
 
-from flags import EngineSettings, Lora, Memory, Plan, PromptFormat, make_plan, take
+from flags import EngineSettings, Lora, Memory, PromptFormat, make_plan, take
 from fsdp_utils import is_main_process, launched_world_size
 from inputs.checks import check_flags
 from inputs.choices import algorithm_of
@@ -43,14 +43,8 @@ def dry_run(args: argparse.Namespace) -> int:
     """Prints the report and returns the exit code. Raises ValueError for a run that could not start on any machine."""
     config = config_of(args.model)
     setup = setup_of(args, config)
-    algorithm_of(args)  # raises for choices that do not exist, or flags without effect
-    rows = rows_of(args.train_data, args.plan_rows)
-    if rows is None and args.epochs is not None:
-        data = f"--train_data {' '.join(args.train_data)}"
-        raise ValueError(f"--epochs {args.epochs}: how many rows {data} has is not known here; give --plan_rows.")
-    plan = make_plan(args, args.prompts_per_step if rows is None else rows)
     shares = Shares(args.plan_flops_share, args.plan_memory_share, args.plan_link_share, args.plan_length_share)
-    report = report_of(setup, plan, rows, shares)
+    report = report_of(setup, shares)
     if args.trace:
         report["trace"] = traced(setup, config)
     if is_main_process():
@@ -69,10 +63,8 @@ def config_of(model: str) -> PretrainedConfig:
         raise ValueError(f"{str(error).splitlines()[0]} Without network these are known: {', '.join(table)}.") from None
 
 
-def rows_of(train_data: list[str], given: int | None) -> int | None:
-    """Training rows as given, or by #ROWS, lines on the disk and the table; None if those of a source are not known."""
-    if given is not None:
-        return given
+def rows_of(train_data: list[str]) -> int | None:
+    """Training rows by #ROWS, lines on the disk and the table; None if those of a source are not known."""
     total = 0
     for source in train_data:
         what, split, count = parse_source(source)
@@ -101,11 +93,17 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
     if unknown := set(lora.lora_targets or ()) - set(model.projections):
         known = ", ".join(model.projections)
         raise ValueError(f"--lora_targets {' '.join(sorted(unknown))}: the dry run knows {known}.")
+    algorithm_of(args)  # raises for choices that do not exist, or flags without effect
+    num_rows = args.plan_rows or rows_of(args.train_data)
+    if num_rows is None and args.epochs is not None:
+        data = f"--train_data {' '.join(args.train_data)}"
+        raise ValueError(f"--epochs {args.epochs}: how many rows {data} has is not known here; give --plan_rows.")
+    plan = make_plan(args, args.prompts_per_step if num_rows is None else num_rows)
     has_kl = args.kl_coef != 0
     needs_first = args.num_iterations > 1 or (has_kl and args.kl_in == "reward") or lora.lora_dropout > 0
     run = take(
-        RunShape, args, updates_per_iteration=args.prompts_per_step // args.prompts_per_update,
-        has_kl=has_kl, needs_first_logprobs=needs_first, trains_entropy=args.entropy_coef != 0,
+        RunShape, args, num_rows=num_rows, has_kl=has_kl,
+        needs_first_logprobs=needs_first, trains_entropy=args.entropy_coef != 0,
     )  # fmt: skip
     engine = take(EngineSettings, args, max_model_len=sum(limits))
     gpu_memory, flops, memory_speed, link_speed, host_speed = GPUS[args.plan_gpu]
@@ -115,7 +113,7 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
         flops=flops * 1e12, memory_speed=memory_speed * 1e12,
         link_speed=link_speed * 1e9, network_speed=args.plan_network_gb_s * 1e9, host_speed=host_speed * 1e9,
     )  # fmt: skip
-    return Setup(model, take(Memory, args), lora, engine, run, hardware)
+    return Setup(model, take(Memory, args), lora, engine, plan, run, hardware)
 
 
 def traced(setup: Setup, config: PretrainedConfig) -> dict[str, dict[str, float]]:
@@ -144,23 +142,23 @@ def in_gib(parts: dict[str, float]) -> dict[str, float]:
     return {name: gib(value) for name, value in parts.items()}
 
 
-def report_of(setup: Setup, plan: Plan, rows: int | None, shares: Shares) -> dict[str, object]:
+def report_of(setup: Setup, shares: Shares) -> dict[str, object]:
     """All numbers as one object of plain types: the headline figures, then the tables behind them."""
-    run, h = setup.run, setup.hardware
+    plan, run, h = setup.plan, setup.run, setup.hardware
     phases, on_host = memory.gpu_phases(setup), memory.host_phases(setup)
     peak = max(phases, key=lambda name: phases[name].needed)
     seconds, found = phase_seconds(setup, shares), misfits(setup)
     hours = sum(seconds.values()) * plan.total_steps / 3600
-    per_update = run.completions // run.updates_per_iteration
+    per_update = plan.completions_per_step // plan.updates_per_pass
     return {
-        "prompts_per_step": run.prompts_per_step,
-        "group_size": run.group_size,
-        "completions_per_step": run.completions,
-        "updates_per_step": run.updates,
-        "steps_per_epoch": plan.steps_per_epoch if rows is not None else None,
+        "prompts_per_step": plan.prompts_per_step,
+        "group_size": plan.group_size,
+        "completions_per_step": plan.completions_per_step,
+        "updates_per_step": plan.updates_per_step,
+        "steps_per_epoch": None if run.num_rows is None else plan.steps_per_epoch,
         "total_steps": plan.total_steps,
         "total_updates": plan.total_updates,
-        "total_completions": plan.total_steps * run.completions,
+        "total_completions": plan.total_steps * plan.completions_per_step,
         "parameters": setup.model.parameters,
         "trainable_parameters": setup.trainable,
         "kv_bytes_per_token": setup.model.kv_bytes_per_token,
@@ -178,11 +176,11 @@ def report_of(setup: Setup, plan: Plan, rows: int | None, shares: Shares) -> dic
         "misfits": found,
         "changes_that_would_fit": solutions(setup, shares) if found else [],
         "batch": {
-            "training_rows": rows,
+            "training_rows": run.num_rows,
             "completions_per_update": per_update,
             "completions_per_update_and_gpu": per_update / setup.num_trainers,
-            "completions_per_engine": run.completions / setup.num_engines,
-            "most_tokens_per_step": run.completions * (run.max_prompt_tokens + run.max_completion_tokens),
+            "completions_per_engine": plan.completions_per_step / setup.num_engines,
+            "most_tokens_per_step": plan.completions_per_step * (run.max_prompt_tokens + run.max_completion_tokens),
             "micro_batches_per_update": micro_batches(setup, shares),
             "logits_of_a_micro_batch_gib": gib(setup.memory.micro_batch_tokens * setup.model.vocab * 2),
             "sequences_at_once_per_engine": round(memory.sequences_at_once(setup), 1),
@@ -273,8 +271,8 @@ def text_of(setup: Setup, report: dict) -> str:
 
 def table_of(columns: dict[str, dict[str, float]]) -> str:
     """A table with one row per key of the inner dicts, in the order in which they come up; "live" and "needed" last."""
-    names = list(dict.fromkeys(part for parts in columns.values() for part in parts))
-    names.sort(key=lambda name: ("live", "needed").index(name) + 1 if name in ("live", "needed") else 0)
+    names = dict.fromkeys(part for parts in columns.values() for part in parts)
+    names = sorted(names, key=lambda name: name in ("live", "needed"))
     width = max(len(name) for name in names) + 4
     lines = [" " * width + "".join(f"{column:>12}" for column in columns)]
     for name in names:

@@ -51,7 +51,7 @@ class Phase:
 
 def gpu_phases(setup: Setup) -> dict[str, Phase]:
     """Phase -> what a GPU holds at its peak."""
-    m, memory, run = setup.model, setup.memory, setup.run
+    m, memory = setup.model, setup.memory
     static, awake = resident(setup), engine_parts(setup)
     asleep = {"engine asleep": ENGINE_ASLEEP[setup.engine.enforce_eager]}
     # The largest parameter and its shard in bf16; the next one is gathered while the engine copies this one.
@@ -63,10 +63,10 @@ def gpu_phases(setup: Setup) -> dict[str, Phase]:
         "rollout": Phase(static, awake),
         "logprobs": Phase(static | logprobs_peak(setup) | shards, asleep),
         "update": Phase(static | update_peak(setup), asleep),
-        "optimizer": Phase(static | {"gradients": gradient_bytes(setup)} | optimizer_peak(setup), asleep),
+        "optimizer": Phase(static | {"gradients": gradient_shards(setup)} | optimizer_peak(setup), asleep),
         "sync": Phase(static | gathered, without(awake, "KV cache")),
     }
-    if not run.has_kl and not run.old_logprob_passes:
+    if not setup.run.has_kl and not setup.old_logprob_passes:
         del phases["logprobs"]
     return phases
 
@@ -80,16 +80,21 @@ def largest_tensor(setup: Setup) -> float:
     return setup.model.table * (COMPUTE if setup.has_lora else setup.trained_bytes)
 
 
+def static_parts(setup: Setup, on_host: bool) -> Parts:
+    """Bytes that outlast a phase: on one GPU, or in the host RAM of one node."""
+    parts = {"parameters": setup.stored_bytes, "gradients": setup.gradient_bytes, "optimizer": setup.state_bytes}
+    moved = {"none": set(), "optimizer": {"optimizer"}, "all": set(parts)}[setup.memory.offload]
+    if setup.has_reference_model:
+        parts["reference"] = setup.model.parameters * COMPUTE
+    if setup.memory.offload_reference:
+        moved.add("reference")
+    owners = setup.hardware.nodes if on_host else setup.num_trainers
+    return {name: part / owners for name, part in parts.items() if (name in moved) == on_host}
+
+
 def resident(setup: Setup) -> Parts:
     """Bytes on one GPU all the time, from the first update on."""
-    memory, parts = setup.memory, {}
-    if memory.offload != "all":
-        parts["parameters"] = setup.stored_bytes / setup.num_trainers
-    if memory.offload == "none":
-        parts["optimizer"] = setup.state_bytes / setup.num_trainers
-    if setup.has_reference_model and not memory.offload_reference:
-        parts["reference"] = setup.model.parameters * COMPUTE / setup.num_trainers
-    return parts
+    return without(static_parts(setup, on_host=False), "gradients")
 
 
 def engine_parts(setup: Setup) -> Parts:
@@ -144,16 +149,15 @@ def update_peak(setup: Setup) -> Parts:
         backward_of(max(m.layers - 1, 1)),
     ]
     if not setup.has_lora:
-        tables = (1 if m.is_tied else 2) * m.table
-        reduced = tables * COMPUTE + REDUCE * (tables + m.hidden)
+        reduced = (m.root_trained - m.hidden) * COMPUTE + REDUCE * m.root_trained
         moments.append({"gathered": one if stays else 0, "reduction": reduced})
     whole = {"gradients, whole": REDUCE * setup.trainable * memory.reduce_gradients_once}
-    return {"gradients": gradient_bytes(setup)} | largest(moments) | whole
+    return {"gradients": gradient_shards(setup)} | largest(moments) | whole
 
 
-def gradient_bytes(setup: Setup) -> float:
-    """Of one GPU's shards."""
-    return 0 if setup.memory.offload == "all" else setup.trained_bytes * setup.trainable / setup.num_trainers
+def gradient_shards(setup: Setup) -> float:
+    """Bytes on one GPU."""
+    return static_parts(setup, on_host=False).get("gradients", 0)
 
 
 def embedded_bytes(setup: Setup) -> float:
@@ -221,7 +225,7 @@ def logprobs_peak(setup: Setup) -> Parts:
     """Bytes on one GPU at most in a pass without gradients, beside `resident`: at its start, in a layer or the head."""
     m, tokens = setup.model, setup.memory.micro_batch_tokens
     root, layer = COMPUTE * m.root_parameters, COMPUTE * m.layer_parameters
-    is_of_policy = setup.run.old_logprob_passes > 0 or not setup.has_reference_model
+    is_of_policy = setup.old_logprob_passes > 0 or not setup.has_reference_model
     stays = setup.memory.gather_parameters_once and is_of_policy
     kept = m.layers * layer * stays  # and FSDP's buffer of the last layer beside it
     mlp = tokens * ((8 if setup.has_lora else 6) * m.intermediate + 8 * m.hidden)
@@ -251,24 +255,17 @@ def optimizer_peak(setup: Setup) -> Parts:
 
 def host_phases(setup: Setup) -> dict[str, Parts]:
     """Phase -> bytes of host RAM on one node: while loading, while running, while writing a checkpoint."""
-    m, memory, nodes = setup.model, setup.memory, setup.hardware.nodes
+    m, nodes = setup.model, setup.hardware.nodes
     ranks = setup.hardware.gpus / nodes  # of a node
-    kept = {"processes": ranks * PROCESS_HOST}
-    if memory.offload == "all":
-        kept["parameters"] = setup.stored_bytes / nodes
-        kept["gradients"] = setup.trainable * setup.trained_bytes / nodes
-    if memory.offload != "none":
-        kept["optimizer"] = setup.state_bytes / nodes
-    if setup.has_reference_model and memory.offload_reference:
-        kept["reference"] = m.parameters * COMPUTE / nodes
-    if memory.offload_activations:
+    kept = {"processes": ranks * PROCESS_HOST} | static_parts(setup, on_host=True)
+    if setup.memory.offload_activations:
         kept["activations"] = ranks * m.layers * kept_per_layer(setup)
     read = {"weights, read": largest_tensor(setup)}
-    copied = (setup.trainable * setup.trained_bytes + setup.state_bytes) / nodes * setup.run.async_checkpoint
+    copied = (setup.gradient_bytes + setup.state_bytes) / nodes * setup.run.async_checkpoint
     written = {"the policy, gathered on rank 0": m.parameters * COMPUTE, "what is written meanwhile": copied}
     return {"load": without(kept, "gradients", "activations") | read, "run": kept, "checkpoint": kept | written}
 
 
 def checkpoint_bytes(setup: Setup) -> float:
     """On disk: the policy in bf16; for a resume the trained parameters as they are kept, and the optimizer's state."""
-    return setup.model.parameters * COMPUTE + setup.trainable * setup.trained_bytes + setup.state_bytes
+    return setup.model.parameters * COMPUTE + setup.gradient_bytes + setup.state_bytes

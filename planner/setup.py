@@ -1,10 +1,9 @@
 """What the planner is told, as frozen dataclasses, and what follows from it alone.
 
-    ModelShape      the sizes in a config.json
-    Memory, Lora    what is trained and where it lives, as in `flags.py`
-    EngineSettings  the engine, as in `flags.py`
-    RunShape        what the other flags say of a step
-    Hardware        GPUs, nodes, host RAM, speeds
+    ModelShape                          the sizes of the model
+    Memory, Lora, EngineSettings, Plan  as in `flags.py`
+    RunShape                            what the other flags say of a step
+    Hardware                            GPUs, nodes, host RAM, speeds
 
 A `Setup` holds all of them. `dry_run.setup_of` makes it from the flags, and the functions of the planner take it.
 """
@@ -13,14 +12,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+from torch import nn
 from transformers import PretrainedConfig
 
-from flags import EngineSettings, Lora, Memory
+from flags import EngineSettings, Lora, Memory, Plan
 from model.sizes import head_dim
+from model.vision import tower_of
+from model.weights import model_from_config
 
 GIB = 1024**3
 COMPUTE = 2  # bytes of a bf16 number: the trainer's arithmetic, the engine, its cache
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,9 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     vocab: int
-    is_tied: bool
-    has_qkv_bias: bool
-    has_qk_norm: bool
+    projections: dict[str, tuple[int, int]]  # name -> (inputs, outputs) of each matrix of a layer
+    layer_parameters: int
+    root_parameters: int  # not in a layer: embedding, head, last norm, vision tower. FSDP gathers them as one unit
     tower_parameters: int  # of the vision tower, which is never trained; 0: there is none
 
     @property
@@ -49,32 +51,14 @@ class ModelShape:
         return self.kv_heads * self.head_dim
 
     @property
-    def projections(self) -> dict[str, tuple[int, int]]:
-        """Name -> (inputs, outputs) of each matrix of a layer."""
-        h, i = self.hidden, self.intermediate
-        sizes = [(h, self.q), (h, self.kv), (h, self.kv), (self.q, h), (h, i), (h, i), (i, h)]
-        return dict(zip(PROJECTIONS, sizes, strict=True))
-
-    @property
-    def layer_matrices(self) -> int:
-        """Numbers in the matrices of a layer."""
-        return sum(inputs * outputs for inputs, outputs in self.projections.values())
-
-    @property
-    def layer_parameters(self) -> int:
-        biases = (self.q + 2 * self.kv) * self.has_qkv_bias
-        norms = 2 * self.hidden + 2 * self.head_dim * self.has_qk_norm
-        return self.layer_matrices + biases + norms
+    def root_trained(self) -> int:
+        """Parameters outside the layers that are trained without LoRA."""
+        return self.root_parameters - self.tower_parameters
 
     @property
     def table(self) -> int:
         """Parameters of the embedding, and as many of the head."""
         return self.vocab * self.hidden
-
-    @property
-    def root_parameters(self) -> int:
-        """What is not in a decoder layer: embedding, head, last norm, vision tower. FSDP gathers it as one unit."""
-        return (1 if self.is_tied else 2) * self.table + self.hidden + self.tower_parameters
 
     @property
     def parameters(self) -> int:
@@ -86,39 +70,35 @@ class ModelShape:
 
 
 def shape_of(config: PretrainedConfig, name: str) -> ModelShape:
-    """The shape that a config describes. Raises ValueError for an architecture that the formulas do not cover."""
+    """The shape of the model, built without storage. Raises ValueError for one that the formulas do not cover."""
     text = config.get_text_config()
     known = ("llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl_text")
     if text.model_type not in known:
         others = f"not {text.model_type!r}"
         raise ValueError(f"--model {name}: the dry run knows the architectures {', '.join(known)}, {others}.")
-    tower = getattr(config, "vision_config", None)
+    with torch.device("meta"):
+        model = model_from_config(config)
+    layers, tower = model.get_decoder().layers, tower_of(model)
+    linear = {path.rpartition(".")[2]: each for path, each in layers[0].named_modules() if isinstance(each, nn.Linear)}
     return ModelShape(
         name=name, layers=text.num_hidden_layers, hidden=text.hidden_size, intermediate=text.intermediate_size,
         heads=text.num_attention_heads, kv_heads=text.num_key_value_heads, head_dim=head_dim(text),
-        vocab=text.vocab_size, is_tied=bool(text.tie_word_embeddings),
-        has_qkv_bias=text.model_type.startswith("qwen2") or bool(getattr(text, "attention_bias", False)),
-        has_qk_norm=text.model_type == "qwen3", tower_parameters=0 if tower is None else tower_parameters(tower),
+        vocab=text.vocab_size,
+        projections={key: (each.in_features, each.out_features) for key, each in linear.items()},
+        layer_parameters=num_parameters(layers[0]), root_parameters=num_parameters(model) - num_parameters(layers),
+        tower_parameters=0 if tower is None else num_parameters(tower),
     )  # fmt: skip
 
 
-def tower_parameters(tower: PretrainedConfig) -> int:
-    """Parameters of Qwen2.5-VL's vision tower: patches, blocks of attention and gated MLP with biases, the merger."""
-    d, i, merged = tower.hidden_size, tower.intermediate_size, tower.hidden_size * tower.spatial_merge_size**2
-    patches = 3 * tower.temporal_patch_size * tower.patch_size**2 * d
-    block = 2 * d + (d * 3 * d + 3 * d) + (d * d + d) + (3 * d * i + 2 * i + d)
-    merger = d + (merged * merged + merged) + (merged * tower.out_hidden_size + tower.out_hidden_size)
-    return patches + tower.depth * block + merger
+def num_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 @dataclass(frozen=True)
 class RunShape:
-    """What the flags say of a step, beside `Memory` and `EngineSettings`."""
+    """What the flags say of a step, beside `Plan`, `Memory` and `EngineSettings`."""
 
-    prompts_per_step: int
-    group_size: int
-    updates_per_iteration: int
-    num_iterations: int  # passes over a rollout
+    num_rows: int | None  # usable training rows; None: not known
     max_prompt_tokens: int
     max_completion_tokens: int
     tensor_parallel_size: int
@@ -126,19 +106,6 @@ class RunShape:
     needs_first_logprobs: bool  # old log-probs are computed for the first update, too
     trains_entropy: bool  # the entropy is part of the loss
     async_checkpoint: bool
-
-    @property
-    def completions(self) -> int:
-        return self.prompts_per_step * self.group_size
-
-    @property
-    def updates(self) -> int:
-        return self.updates_per_iteration * self.num_iterations
-
-    @property
-    def old_logprob_passes(self) -> float:
-        """Passes of the policy over a rollout for old log-probs, which the first update may make by itself."""
-        return 1 if self.needs_first_logprobs else 1 - 1 / self.updates_per_iteration
 
 
 @dataclass(frozen=True)
@@ -165,6 +132,7 @@ class Setup:
     memory: Memory
     lora: Lora
     engine: EngineSettings
+    plan: Plan
     run: RunShape
     hardware: Hardware
 
@@ -183,7 +151,7 @@ class Setup:
 
     @property
     def lora_targets(self) -> tuple[str, ...]:
-        return self.lora.lora_targets or PROJECTIONS
+        return self.lora.lora_targets or tuple(self.model.projections)
 
     @property
     def trained_per_layer(self) -> int:
@@ -194,8 +162,12 @@ class Setup:
 
     @property
     def trainable(self) -> int:
-        of_root = 0 if self.has_lora else self.model.root_parameters - self.model.tower_parameters
-        return self.model.layers * self.trained_per_layer + of_root
+        return self.model.layers * self.trained_per_layer + (0 if self.has_lora else self.model.root_trained)
+
+    @property
+    def old_logprob_passes(self) -> float:
+        """Passes of the policy over a rollout for old log-probs, which the first update may make by itself."""
+        return 1 if self.run.needs_first_logprobs else 1 - 1 / self.plan.updates_per_pass
 
     @property
     def has_reference_model(self) -> bool:
@@ -208,10 +180,15 @@ class Setup:
         return 2 if self.memory.param_dtype == "bfloat16" and not self.has_lora else 4
 
     @property
+    def gradient_bytes(self) -> int:
+        """Of all gradients, over all ranks; the trained parameters have as many."""
+        return self.trainable * self.trained_bytes
+
+    @property
     def stored_bytes(self) -> int:
         """All parameters as the trainer keeps them, over all ranks. With LoRA the frozen ones are bf16."""
         if self.has_lora:
-            return self.model.parameters * COMPUTE + self.trainable * self.trained_bytes
+            return self.model.parameters * COMPUTE + self.gradient_bytes
         return self.model.parameters * self.trained_bytes
 
     @property
@@ -222,7 +199,7 @@ class Setup:
     def sharers(self, length: float = 1.0) -> int:
         """Completions that share their prompt in a micro-batch, where lengths are this share of their limits."""
         room = int(self.memory.micro_batch_tokens / length - self.run.max_prompt_tokens)
-        of_prompt = min(self.run.group_size, room // self.run.max_completion_tokens)
+        of_prompt = min(self.plan.group_size, room // self.run.max_completion_tokens)
         return max(1, of_prompt) if self.memory.share_prompts else 1
 
     @property
@@ -231,5 +208,5 @@ class Setup:
 
         An upper bound, reached where completions have one token.
         """
-        prompt, sharers = self.run.max_prompt_tokens, self.run.group_size if self.memory.share_prompts else 1
+        prompt, sharers = self.run.max_prompt_tokens, self.plan.group_size if self.memory.share_prompts else 1
         return sharers * (prompt + 1) / (prompt + sharers)

@@ -74,7 +74,7 @@ class Tracker(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.sizes: dict[int, int] = {}
+        self.sizes: dict[int, int] = {}  # of the storages that are alive
         self.live = self.peak = 0
 
     def __enter__(self) -> Tracker:
@@ -103,20 +103,17 @@ class Tracker(TorchDispatchMode):
 
     def watch(self, tensor: Tensor) -> None:
         storage = fsdp_utils.local_shard(tensor).untyped_storage()
-        key = storage._cdata
-        if key not in self.sizes:
-            self.sizes[key] = 0
-            weakref.finalize(storage, self.resize, key, None)
-            self.resize(key, storage.nbytes())
+        if storage._cdata not in self.sizes:
+            self.resize(storage._cdata, storage.nbytes())
+            weakref.finalize(storage, self.forget, storage._cdata)
 
-    def resize(self, key: int, size: int | None) -> None:
-        """A storage has a new size; None: it is gone."""
-        self.live += (size or 0) - self.sizes.get(key, 0)
-        if size is None:
-            self.sizes.pop(key, None)
-        elif key in self.sizes:
-            self.sizes[key] = size
+    def resize(self, key: int, size: int) -> None:
+        self.live += size - self.sizes.get(key, 0)
+        self.sizes[key] = size
         self.peak = max(self.peak, self.live)
+
+    def forget(self, key: int) -> None:
+        self.live -= self.sizes.pop(key)
 
     def restart(self) -> None:
         self.peak = self.live

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # GRPO with LoRA on DeepSeek-R1-Distill-Qwen-32B. Source: the ms-swift document. Hardware: 1 node x 8 GPUs of 80 GB.
-# Time and result: not in the source, whose run stopped with three errors: it was not started under torchrun, so that one GPU of eight was
-# used and neither batch was divisible by the group. Here the launcher starts one rank per GPU and batches are counted in prompts.
+# Time and result: not in the source, whose run stopped with three errors: it was not started under torchrun, so that
+# one GPU of eight was used and neither batch was divisible by the group. Here the launcher starts one rank per GPU and
+# batches are counted in prompts.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -21,11 +22,11 @@ ARGS=(
     --out_dir "$OUT_DIR"
     --prompt_column problem         # source: its data
     --answer_column solution        # source: its data; the key is the boxed answer of the solution
-    --system_prompt scripts/deepseek32b_system_prompt.txt # source: a file that asks for <think>...</think><answer>...</answer>
+    --system_prompt scripts/deepseek32b_system_prompt.txt # source: a file; asks for <think> and <answer>
     --reward math                   # source: accuracy
     --max_prompt_tokens 1024        # not in the source: our choice
     --max_completion_tokens 2080    # source: 2080
-    --prompts_per_step 8            # source: 1 a device x 8 devices x 8 accumulated = 64 completions, 8 generations: 8 prompts
+    --prompts_per_step 8            # source: 1 a device x 8 devices x 8 accumulated = 64 completions, 8 of each prompt
     --group_size 8                  # source: 8 generations
     --prompts_per_update 8          # source: one update a step; 125 steps an epoch
     --epochs 3                      # source: 3
@@ -38,7 +39,7 @@ ARGS=(
     --lora_rank 8                   # source: train_type lora; rank, alpha and dropout are the defaults of its project
     --lora_alpha 32                 # source: the same
     --lora_dropout 0.05             # source: the same
-    --temperature 1.0               # not in the source, where it may be tuned: our choice, so that log-probs can match the sampler's
+    --temperature 1.0               # not in the source: our choice, so that log-probs can match the sampler's
     --eval_samples 8                # source: the evaluation batch is made of groups of 8, too
     --eval_every 25                 # not in the source: our choice
     --save_every 25                 # not in the source: our choice

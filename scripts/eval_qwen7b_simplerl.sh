@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# SimpleRL-Zoo's evaluation of Qwen2.5-7B, six sets at once. Source: the SimpleRL-Zoo paper, table of Qwen2.5-7B after training, and its code.
-# Hardware: 8 GPUs of 80 GB, or fewer. Time: not measured. Expected: the column `published` (a standard error of 1.9 points on MATH500).
-# MODEL=runs/qwen7b_simplerl/step_90 DATA=folder bash scripts/eval_qwen7b_simplerl.sh. The folder holds the six sets of the paper as
-# .jsonl files with the columns problem and answer: math500, gsm8k, minerva, olympiadbench, aime24, amc23. Before training the paper
-# has 64.6, 88.2, 25.7, 30.1, 0.3 (avg@32) and 30.0, the base model sampled greedily: append --temperature 0 --samples 1.
+# SimpleRL-Zoo's evaluation of Qwen2.5-7B, six sets at once. Source: the SimpleRL-Zoo paper, table of Qwen2.5-7B after
+# training, and its code. Hardware: 8 GPUs of 80 GB, or fewer. Time: not measured. Expected: the column `published`
+# (a standard error of 1.9 points on MATH500).
+#     MODEL=runs/qwen7b_simplerl_2x8xh100/step_90 DATA=folder bash scripts/eval_qwen7b_simplerl.sh
+# The folder holds the six sets of the paper as .jsonl files with the columns problem and answer: math500, gsm8k,
+# minerva, olympiadbench, aime24, amc23. Before training the paper has 64.6, 88.2, 25.7, 30.1, 0.3 (avg@32) and 30.0,
+# the base model sampled greedily: append --temperature 0 --samples 1.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup.sh

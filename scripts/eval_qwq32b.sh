@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Evaluates as the QwQ-32B run validates: 500 held-out problems of math12k (they are MATH-500). Source: EasyR1's QwQ-32B document.
-# Hardware: 8 x 80 GB (4 engines of 2). Time: not measured. Expected: the source gives no number.
-# MODEL=runs/qwq32b/step_20 bash scripts/eval_qwq32b.sh; further flags go to evaluate.py and win.
+# Evaluates as the QwQ-32B run validates: 500 held-out problems of math12k (they are MATH-500). Source: EasyR1's QwQ-32B
+# document. Hardware: 8 x 80 GB (4 engines of 2). Time: not measured. Expected: the source gives no number.
+#     MODEL=runs/qwq32b_8xh100/step_20 bash scripts/eval_qwq32b.sh    # further flags go to evaluate.py and win
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup.sh
@@ -23,5 +23,6 @@ ARGS=(
     --top_p 1.0                  # not in the source: our choice
     --samples 1                  # not in the source: our choice
     --published -                # the source has none
+    --tensor_parallel_size "$TP"
 )
-exec torchrun --standalone --nproc_per_node "$NGPU" evaluate.py --model "$MODEL" --data "$DATA" --tensor_parallel_size "$TP" "${ARGS[@]}" "$@"
+exec torchrun --standalone --nproc_per_node "$NGPU" evaluate.py --model "$MODEL" --data "$DATA" "${ARGS[@]}" "$@"

@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# GSM8K, MATH and IFEval for Llama-3.1-Tulu-3-8B before and after RLVR. Source: the Tulu 3 paper, table of the RLVR step.
-# Hardware: 8 GPUs of 80 GB, or fewer. Time: not measured. Expected: the column `published`, after RLVR; before it 84.3, 42.0 and 81.1.
-# MODEL=runs/tulu8b_rlvr/step_223 bash scripts/eval_tulu8b_rlvr.sh; further flags go to evaluate.py and win.
-# Not the paper's harness: it shows 8 (GSM8K) and 4 (MATH) worked examples and counts IFEval loosely; here there are none, and strict.
+# GSM8K, MATH and IFEval for Llama-3.1-Tulu-3-8B before and after RLVR. Source: the Tulu 3 paper, table of the RLVR
+# step. Hardware: 8 GPUs of 80 GB, or fewer. Time: not measured. Expected: the column `published`, after RLVR; before it
+# 84.3, 42.0 and 81.1.
+#     MODEL=runs/tulu8b_rlvr_7plus1/step_223 bash scripts/eval_tulu8b_rlvr.sh  # further flags go to evaluate.py and win
+# Not the paper's harness: it shows 8 (GSM8K) and 4 (MATH) worked examples and counts IFEval loosely; here there are
+# none, and IFEval is counted strictly.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup.sh
@@ -14,7 +16,7 @@ GSM8K=${GSM8K:-openai/gsm8k/main@test}   # columns question, answer
 MATH=${MATH:-HuggingFaceH4/MATH-500@test} # columns problem, answer
 IFEVAL=${IFEVAL:-google/IFEval@train}    # columns prompt, instruction_id_list, kwargs
 
-# What: one flag per line, each with its source. The sets differ in their columns and verifiers, so they come one by one.
+# What: one flag per line, each with its source. The sets differ in columns and verifiers, so they come one by one.
 ARGS=(
     --max_prompt_tokens 2048     # source: the training's limit
     --max_completion_tokens 2048 # source: the training's limit
@@ -25,4 +27,5 @@ evaluate() {
 }
 evaluate --data "$GSM8K" --reward gsm8k --prompt_column question --answer_column answer --published 87.6 "$@"
 evaluate --data "$MATH" --reward math --prompt_column problem --answer_column answer --published 43.7 "$@"
-evaluate --data "$IFEVAL" --reward ifeval --prompt_column prompt --answer_column instruction_id_list --published 82.4 "$@"
+evaluate --data "$IFEVAL" --reward ifeval --prompt_column prompt --answer_column instruction_id_list \
+    --published 82.4 "$@"

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Sourced by the launch scripts, in the repository's root: sets up (setup.sh) and defines `launch train_grpo.py FLAGS`.
-# NGPU: ranks on this node, one per GPU (on CPU: processes). Several nodes: the same command on each, with NNODES, NODE_RANK
-# (0 to NNODES - 1) and MASTER_ADDR (the first node's address; MASTER_PORT: a free port there). With --dry_run nothing is started.
+# NGPU: ranks on this node, one per GPU (on CPU: processes). Several nodes: the same command on each, with NNODES,
+# NODE_RANK (0 to NNODES - 1) and MASTER_ADDR (the first node's address; MASTER_PORT: a free port there). With --dry_run
+# nothing is started.
 set -euo pipefail
 source scripts/setup.sh
 
@@ -22,7 +23,8 @@ launch() {
     if [ "$NNODES" -gt 1 ]; then
         : "${NODE_RANK:?NNODES=$NNODES needs NODE_RANK: 0 on the first node, 1 on the next}"
         : "${MASTER_ADDR:?NNODES=$NNODES needs MASTER_ADDR: the address of the first node}"
-        rendezvous=(--nnodes "$NNODES" --node_rank "$NODE_RANK" --master_addr "$MASTER_ADDR" --master_port "${MASTER_PORT:-29500}")
+        rendezvous=(--nnodes "$NNODES" --node_rank "$NODE_RANK")
+        rendezvous+=(--master_addr "$MASTER_ADDR" --master_port "${MASTER_PORT:-29500}")
     fi
     exec torchrun "${rendezvous[@]}" --nproc_per_node "$NGPU" "$@"
 }

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# GRPO with LoRA on Qwen2.5-VL-72B, texts and images. Source: the ms-swift document and the script that worked in the end. Hardware:
-# 1 node x 8 A100 80 GB. Time and result: not in the source, whose run stalled at its first sync: the splitter that was to move the model
-# to the engine in 40 groups did not know LoRA's names, so each sync gathered all 147 GB on every GPU. Here less than one layer is held.
+# GRPO with LoRA on Qwen2.5-VL-72B, texts and images. Source: the ms-swift document and the script that worked in the
+# end. Hardware: 1 node x 8 A100 80 GB. Time and result: not in the source, whose run stalled at its first sync: the
+# splitter that was to move the model to the engine in 40 groups did not know LoRA's names, so each sync gathered all
+# 147 GB on every GPU. Here less than one layer is held.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -23,7 +24,7 @@ ARGS=(
     --answer_column solution        # source: its data; the key is the <answer> of the solution
     --image_column image            # source: its data
     --max_pixels 602112             # source: max_pixels 602112, which are 768 image tokens
-    --system_prompt scripts/deepseek32b_system_prompt.txt # not in the source: our choice; asks for the form that the reward looks for
+    --system_prompt scripts/deepseek32b_system_prompt.txt # not in the source: our choice; the reward's form
     --reward "math:1.0,format:0.1"  # source: accuracy + 0.1 x format
     --max_prompt_tokens 6144        # source: model length 8192, of which 2048 are the completion's
     --max_completion_tokens 2048    # source: completion 2048
@@ -37,7 +38,7 @@ ARGS=(
     --kl_coef 0.04                  # not in the source: our choice, the default of its project
     --kl_estimator k3               # not in the source: our choice, that of its project
     --kl_clamp 0                    # not in the source: our choice, that of its project
-    --lora_rank 8                   # source: LoRA, vision tower frozen; rank, alpha and dropout are the defaults of its project
+    --lora_rank 8                   # source: LoRA, vision tower frozen; rank, alpha, dropout are its project's defaults
     --lora_alpha 32                 # source: the same
     --lora_dropout 0.05             # source: the same
     --temperature 1.0               # not in the source: our choice, so that log-probs can match the sampler's

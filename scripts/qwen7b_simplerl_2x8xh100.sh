@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# Zero RL on Qwen2.5-7B. Source: SimpleRL-Zoo (paper arXiv 2503.18892, its code and its released data). Hardware: 2 nodes x 8 H100 80 GB.
-# Time: about 15 h for about 100 steps, from the source. Expected: MATH500 64.6 -> 78.2, AIME24 avg@32 0.3 -> 15.6 (step 90), from the source:
-# MODEL=runs/qwen7b_simplerl_2x8xh100/step_90 bash scripts/eval_qwen7b_simplerl.sh. On each node, with NODE_RANK=0 on the first and 1 on the other:
+# Zero RL on Qwen2.5-7B. Source: SimpleRL-Zoo (paper arXiv 2503.18892, its code and its released data). Hardware:
+# 2 nodes x 8 H100 80 GB. Time: about 15 h for about 100 steps, from the source. Expected, from the source: MATH500
+# 64.6 -> 78.2, AIME24 avg@32 0.3 -> 15.6 (step 90):
+#     MODEL=runs/qwen7b_simplerl_2x8xh100/step_90 bash scripts/eval_qwen7b_simplerl.sh
+# On each node, with NODE_RANK=0 on the first and 1 on the other:
 #     NODE_RANK=0 MASTER_ADDR=first-node DATA=folder bash scripts/qwen7b_simplerl_2x8xh100.sh
 # A Slurm job that does so: scripts/slurm_example.sh.
 set -euo pipefail
@@ -22,10 +24,10 @@ ARGS=(
     --train_data "$DATA@train"     # source: simplelr_qwen_level3to5, 8,532 rows
     --eval_data "$DATA@test"       # source: MATH500
     --out_dir "$OUT_DIR"
-    --prompt_column question       # source: the problem as it is; the column prompt has the template in its text already
+    --prompt_column question       # source: the problem as it is; the column prompt holds the template already
     --answer_column gt_answer      # source: its data
     --prompt_suffix $'\nPlease reason step by step, and put your final answer within \\boxed{}.' # source: its prompt
-    --max_prompt_tokens 1024       # source: prompt / response 1024 / 8192; its filter counted characters, ours counts tokens
+    --max_prompt_tokens 1024       # source: prompt / response 1024 / 8192; its filter counted characters, ours tokens
     --max_completion_tokens 8192   # source: the same
     --prompts_per_step 1024        # source: 1024 prompts a rollout
     --group_size 8                 # source: rollout_n 8

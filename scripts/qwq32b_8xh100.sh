@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # GRPO on QwQ-32B, all weights. Source: the EasyR1 document. Hardware: 1 node x 8 H100 80 GB.
-# Time and result: not in the source, which ran out of GPU memory, and with everything offloaded out of 512 GB of host RAM.
-# What is done about it: bf16 parameters updated as fp32 ones (10 bytes each), the reference offloaded, sleep level 2, no full logits.
+# Time and result: not in the source, which ran out of GPU memory, and with everything offloaded out of 512 GB of host
+# RAM. What is done about it: bf16 parameters updated as fp32 ones (10 bytes each), the reference offloaded, sleep level
+# 2, no full logits.
 # Evaluation: MODEL=runs/qwq32b_8xh100/step_100 bash scripts/eval_qwq32b.sh.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -23,7 +24,7 @@ ARGS=(
     --prompt_column problem        # source: its data
     --answer_column answer         # source: its data
     --prompt_suffix $'\nPlease reason step by step, and put your final answer within \\boxed{}.' # not in the source: our choice
-    --reward math                  # not in the source: our choice; no format reward, because QwQ's template opens <think> itself
+    --reward math                  # not in the source: our choice; no format reward: its template opens <think>
     --max_prompt_tokens 2048       # source: 2048; longer prompts are dropped and counted
     --max_completion_tokens 2048   # source: 2048
     --prompts_per_step 512         # source: rollout batch size 512

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Makes .venv with the pinned packages, if it is not there already: requirements.txt where there is an NVIDIA GPU, else requirements-cpu.txt.
-# Run it (`bash scripts/setup.sh`), or source it from a launch script in the repository's root: that also puts .venv/bin first on the PATH
-# and sets NUM_GPUS. PYTHON chooses the interpreter (3.11 or newer), DEVICE=cpu or DEVICE=cuda overrules the choice of packages.
+# Makes .venv with the pinned packages, if it is not there already: requirements.txt where there is an NVIDIA GPU, else
+# requirements-cpu.txt. Run it (`bash scripts/setup.sh`), or source it from a launch script in the repository's root:
+# that also puts .venv/bin first on the PATH and sets NUM_GPUS. PYTHON chooses the interpreter (3.11 or newer),
+# DEVICE=cpu or DEVICE=cuda overrules the choice of packages.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -28,13 +29,15 @@ if [ "$(cat .venv/installed 2> /dev/null)" != "$wanted" ]; then
         clear=(--clear)
     fi
     "$PYTHON" -m venv "${clear[@]}" .venv
+    install=(.venv/bin/pip install --quiet --disable-pip-version-check)
     if [ "$DEVICE" = cuda ]; then
-        .venv/bin/pip install --quiet --disable-pip-version-check -r requirements.txt
+        "${install[@]}" -r requirements.txt
     else
-        .venv/bin/pip install --quiet --disable-pip-version-check --no-deps -r requirements-cpu.txt
+        "${install[@]}" --no-deps -r requirements-cpu.txt
         if ! .venv/bin/python -c 'import torch' 2> /dev/null; then
-            echo "this index has the CUDA build of torch only: installing the libraries it is linked to (several GB, see docs/hardware.md)"
-            .venv/bin/pip install --quiet --disable-pip-version-check "$(grep --only-matching '^torch==[^ ]*' requirements-cpu.txt)"
+            echo "this index has the CUDA build of torch only: installing the libraries it is linked to" \
+                "(several GB, see docs/hardware.md)"
+            "${install[@]}" "$(grep --only-matching '^torch==[^ ]*' requirements-cpu.txt)"
         fi
         packages=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
         cp scripts/torchvision_on_cpu.py "$packages"

@@ -5,8 +5,10 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=64
 #SBATCH --output=runs/slurm-%j.log
-# A launch script on several nodes under Slurm: sbatch scripts/slurm_example.sh scripts/qwen7b_simplerl_2x8xh100.sh FLAGS
-# Submit it in the repository's root, on a file system that all nodes share, after `bash scripts/setup.sh`. Not tried on a cluster yet.
+# A launch script on several nodes under Slurm:
+#     sbatch scripts/slurm_example.sh scripts/qwen7b_simplerl_2x8xh100.sh FLAGS
+# Submit it in the repository's root, on a file system that all nodes share, after `bash scripts/setup.sh`. Not tried on
+# a cluster yet.
 set -euo pipefail
 
 NNODES=$SLURM_NNODES

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Runs a documented set-up as it is written, with every flag of its script, but on a tiny random model of the same architecture, data of the same
-# schema and short completions: bash scripts/smoke.sh scripts/qwq32b_8xh100.sh [FLAGS]. Two steps on two CPU processes (or GPUs, NGPU=2),
-# with evaluation, checkpoint, and a stop and resume between them. FLAGS go to the script.
+# Runs a documented set-up as it is written, with every flag of its script, but on a tiny random model of the same
+# architecture, data of the same schema and short completions. Two steps on two CPU processes (or GPUs, NGPU=2), with
+# evaluation, checkpoint, and a stop and resume between them. FLAGS go to the script.
+#     bash scripts/smoke.sh scripts/qwq32b_8xh100.sh [FLAGS]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 script=${1:?which one? bash scripts/smoke.sh scripts/qwq32b_8xh100.sh}

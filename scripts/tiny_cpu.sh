@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Watch a small language model discover thinking: 3-digit addition, a policy of 0.6 M parameters that scripts/warm_start.py makes on the spot.
-# Source: our own. Hardware: 2 CPU cores, or NVIDIA GPUs. Time: benchmarks/README.md. Expected: eval/heldout/avg@4 from at most 0.45 to at least 0.90.
+# Watch a small language model discover thinking: 3-digit addition, a policy of 0.6 M parameters that
+# scripts/warm_start.py makes on the spot. Source: our own. Hardware: 2 CPU cores, or NVIDIA GPUs. Time:
+# benchmarks/README.md. Expected: eval/heldout/avg@4 from at most 0.45 to at least 0.90.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/launch.sh # NGPU, NNODES: see there
@@ -9,7 +10,7 @@ source scripts/launch.sh # NGPU, NNODES: see there
 TP=${TP:-1}     # ranks per vLLM engine
 SEED=${SEED:-1} # of the warm start and of the training
 OUT_DIR=${OUT_DIR:-runs/tiny_cpu}
-POLICY=${POLICY:-runs/tiny_policy_seed$SEED} # the warm-started policy and its data; made if missing, kept for the next run
+POLICY=${POLICY:-runs/tiny_policy_seed$SEED} # the warm-started policy and its data; made if missing, then kept
 
 # What: one flag per line. All are our own choice: nothing is being reproduced.
 ARGS=(
@@ -22,7 +23,7 @@ ARGS=(
     --max_completion_tokens 48 # a scratchpad with its answer has 31
     --prompts_per_step 32
     --group_size 8
-    --prompts_per_update 16    # 2 updates a step: the second one is off-policy, so clipping and old log-probs are at work
+    --prompts_per_update 16    # 2 updates a step: the second is off-policy, so clipping and old log-probs are at work
     --micro_batch_tokens 4096
     --total_steps 40
     --temperature 1.0

@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
 # RLVR on Llama-3.1-Tulu-3-8B. Source: the Tulu 3 paper (arXiv 2411.15124) and Open-Instruct. Hardware: 8 GPUs of 80 GB.
-# Time: not known. Expected: GSM8K 84.3 -> 87.6, MATH 42.0 -> 43.7, IFEval 81.1 -> 82.4, the paper's, by PPO at about 50,000 episodes (step 223):
-# MODEL=runs/tulu8b_rlvr_7plus1/step_223 bash scripts/eval_tulu8b_rlvr.sh.
-# The source trains by PPO with a value model on 7 GPUs and samples on the eighth. This is its batch layout and data with GRPO, 16 completions
-# a prompt; each of the 7 ranks trains and samples, the eighth GPU is free (CUDA_VISIBLE_DEVICES must hide it).
+# Time: not known. Expected: GSM8K 84.3 -> 87.6, MATH 42.0 -> 43.7, IFEval 81.1 -> 82.4, the paper's, by PPO at about
+# 50,000 episodes (step 223):
+#     MODEL=runs/tulu8b_rlvr_7plus1/step_223 bash scripts/eval_tulu8b_rlvr.sh
+# The source trains by PPO with a value model on 7 GPUs and samples on the eighth. This is its batch layout and data
+# with GRPO, 16 completions a prompt; each of the 7 ranks trains and samples, the eighth GPU is free
+# (CUDA_VISIBLE_DEVICES must hide it).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -19,7 +21,7 @@ source scripts/launch.sh
 ARGS=(
     --model "$MODEL"
     --train_data "$DATA@train[500:]" # source: its mixture of gsm8k, MATH and ifeval; a new permutation each epoch
-    --eval_data "$DATA@train[:500]"  # not in the source: our choice; it chooses by its own validation, scripts/eval_tulu8b_rlvr.sh comes near
+    --eval_data "$DATA@train[:500]"  # not in the source: our choice; its validation: scripts/eval_tulu8b_rlvr.sh
     --out_dir "$OUT_DIR"
     --prompt_column messages         # source: its data
     --answer_column ground_truth     # source: its data

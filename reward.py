@@ -1,6 +1,6 @@
 """Completions and answers -> grades: the trainer's side of the reward.
 
-What `--reward` takes, functions of your own included: `grading/score.py`. Verifiers run in worker processes
+What `--reward` takes, functions of your own included: `docs/rewards.md`. Verifiers run in worker processes
 (`grading/pool.py`) while the engine still samples. A verifier that exceeds its time or memory, raises, returns no
 finite number or ends its process costs one completion: its reward is 0.0, and its status says why. No torch here.
 `scripts/grade.py` grades a file.
@@ -32,14 +32,14 @@ class Grader:
 
     def __init__(self, grading: Grading, num_workers: int) -> None:
         """Starts the workers. Raises ValueError or FileNotFoundError if the reward cannot be loaded or used."""
-        terms = parse_reward(grading.reward)
+        weights = parse_reward(grading.reward)
         self.truncated = grading.truncated
         self.not_graded: dict[int, Grade] = {}
         self.pool: Pool | None = None
         if num_workers:
             arguments = (grading.reward, grading.overlong_cache_tokens)
             limits = Limits(num_workers, grading.reward_timeout, grading.reward_memory_gib)
-            preload = "grading.preload_math" if needs_math(terms) else "grading.preload"
+            preload = "grading.preload_math" if needs_math(weights) else "grading.preload"
             try:
                 self.pool = Pool("grading.score:make_handler", arguments, limits, preload)
             except ValueError as error:

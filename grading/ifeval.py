@@ -110,15 +110,15 @@ def count_capital_words(text: str) -> int:
     return sum(word.isupper() for word in words)
 
 
-def count_bullets(text: str) -> int:
-    """The number of lines that begin with "-", or with one "*" and something after it: no **bold**, *** or bare *."""
-    return sum(re.match(r"-|\*[^*]", line.lstrip()) is not None for line in text.split("\n"))
+def has_bullets(text: str, num_bullets: int) -> bool:
+    """Exactly so many lines begin with "-", or with one "*" and something after it: no **bold**, *** or bare *."""
+    return sum(re.match(r"-|\*[^*]", line.lstrip()) is not None for line in text.split("\n")) == num_bullets
 
 
-def count_highlights(text: str) -> int:
-    """The number of *highlights* and **highlights** that are not blank, each on one line."""
+def has_highlights(text: str, num_highlights: int) -> bool:
+    """At least so many *highlights* and **highlights** that are not blank, each on one line."""
     found = re.findall(r"\*([^\n*]*)\*", text) + re.findall(r"\*\*([^\n*]*)\*\*", text)
-    return sum(inside.strip() != "" for inside in found)
+    return sum(inside.strip() != "" for inside in found) >= num_highlights
 
 
 def split_at(text: str, divider: str) -> list[str]:
@@ -142,9 +142,9 @@ def has_sections(text: str, section_spliter: str, num_sections: int) -> bool:
     return len(re.findall(re.escape(section_spliter) + r"\s?\d+", text)) >= num_sections
 
 
-def count_placeholders(text: str) -> int:
-    """The number of [brackets]; of nested ones the innermost: as many as any other way, but linear."""
-    return len(re.findall(r"\[[^\[\]\n]*\]", text))
+def has_placeholders(text: str, num_placeholders: int) -> bool:
+    """At least so many [brackets]; of nested ones the innermost: as many as any other way, but linear."""
+    return len(re.findall(r"\[[^\[\]\n]*\]", text)) >= num_placeholders
 
 
 def ends_with(text: str, end_phrase: str) -> bool:
@@ -303,15 +303,11 @@ CHECKS: dict[str, Callable[..., bool]] = {
     "length_constraints:number_paragraphs": lambda text, num_paragraphs: has_parts(text, "***", num_paragraphs),
     "length_constraints:number_words": lambda text, num_words, relation: holds(count_words(text), relation, num_words),
     "length_constraints:nth_paragraph_first_word": nth_paragraph_first_word,
-    "detectable_content:number_placeholders": lambda text, num_placeholders: (
-        count_placeholders(text) >= num_placeholders
-    ),
+    "detectable_content:number_placeholders": has_placeholders,
     "detectable_content:postscript": has_postscript,
-    "detectable_format:number_bullet_lists": lambda text, num_bullets: count_bullets(text) == num_bullets,
+    "detectable_format:number_bullet_lists": has_bullets,
     "detectable_format:constrained_response": lambda text: any(choice in text for choice in CHOICES),
-    "detectable_format:number_highlighted_sections": lambda text, num_highlights: (
-        count_highlights(text) >= num_highlights
-    ),
+    "detectable_format:number_highlighted_sections": has_highlights,
     "detectable_format:multiple_sections": has_sections,
     "detectable_format:json_format": is_json,
     "detectable_format:title": has_title,
@@ -334,7 +330,7 @@ CHECKS: dict[str, Callable[..., bool]] = {
     "rlvr:number_words": lambda text, num_words, quantifier: holds(count_words(text), quantifier, num_words),
     "rlvr:number_paragraphs": lambda text, num_paragraphs: has_parts(text, "* * *", num_paragraphs),
     "rlvr:constrained_response": lambda text, options: has_any(text, options),
-    "rlvr:repeat_prompt": lambda text, prompt: starts_with(text, prompt),
+    "rlvr:repeat_prompt": starts_with,
     "rlvr:capital_word_frequency": lambda text, capital_frequency, quantifier: holds(
         count_capital_words(text), quantifier, capital_frequency
     ),

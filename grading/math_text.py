@@ -158,8 +158,7 @@ def number(text: str) -> Fraction | None:
         top, bottom = int(latex_top or top), int(latex_bottom or bottom)
         if top >= bottom:
             return None
-        part = Fraction(top, bottom)
-        result = int(whole) + part
+        result = int(whole) + Fraction(top, bottom)
     elif match := REPEATING.fullmatch(text):
         sign, whole, fixed, repeated = match.groups()
         result = Fraction(

@@ -5,6 +5,7 @@ The leaves are exact fractions, or formulas, which SymPy compares (`math_equal.p
 
 from __future__ import annotations
 
+import itertools
 import re
 from functools import lru_cache
 
@@ -47,6 +48,7 @@ OR = re.compile(r"(?<=[\s\d}])or(?=[\s\\])")
 CUP = re.compile(r"\\cup(?![A-Za-z])")
 MATRIX = re.compile(r"\\begin\{([bpBv]?matrix|array)\}(?:\{[^{}]*\})?(.*)\\end\{\1\}", re.DOTALL)
 OPENING, CLOSING = ("(", "[", "{", "\\{", "\\langle"), (")", "]", "}", "\\}", "\\rangle")
+BRACKET = r"\\[{}]|\\[lr]angle|\\.|[()\[\]{}]"  # or an escaped character, which is none
 
 
 @lru_cache(maxsize=8192)
@@ -65,17 +67,14 @@ def parse_value(text: str) -> Value:
 
 
 def _depth(text: str) -> int:
-    depth = deepest = 0
-    for character in text:
-        depth += (character in "([{") - (character in ")]}")
-        deepest = max(deepest, depth)
-    return deepest
+    steps = ((character in "([{") - (character in ")]}") for character in text)
+    return max(itertools.accumulate(steps, initial=0))
 
 
 def _split(text: str, separator: re.Pattern[str]) -> list[str]:
     """The parts of the text between matches of `separator` outside all brackets; those of an interval may differ."""
     parts, depth, start = [], 0, 0
-    for match in re.finditer(rf"(?P<cut>{separator.pattern})|\\[{{}}]|\\[lr]angle|\\.|[()\[\]{{}}]", text):
+    for match in re.finditer(rf"(?P<cut>{separator.pattern})|{BRACKET}", text):
         if match["cut"] is not None:
             if depth == 0:
                 parts.append(text[start : match.start()])
@@ -91,12 +90,9 @@ def _brackets(text: str) -> tuple[str, str, str] | None:
     if french and (french[1] == "]" or french[3] == "["):
         return french[1].replace("]", "("), french[2], french[3].replace("[", ")")
     match = re.fullmatch(r"(\\\{|\\langle|\(|\[)(.*)(\\\}|\\rangle|\)|\])", text, re.DOTALL)
-    depth = 0
-    for token in re.finditer(r"\\[{}]|\\[lr]angle|\\.|[()\[\]{}]", match[2] if match else ""):
-        depth += (token[0] in OPENING) - (token[0] in CLOSING)
-        if depth < 0:
-            return None
-    return (match[1], match[2], match[3]) if match and depth == 0 else None
+    steps = ((token in OPENING) - (token in CLOSING) for token in re.findall(BRACKET, match[2] if match else ""))
+    depths = list(itertools.accumulate(steps, initial=0))
+    return match.groups() if match and min(depths) == depths[-1] == 0 else None
 
 
 def _choice(text: str) -> Value | None:

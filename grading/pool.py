@@ -278,11 +278,13 @@ class _Dispatcher:
             worker.is_loading, self.is_loaded, self.num_failed_loads = False, True, 0
 
     def _end_or_extend(self, worker: _Worker) -> None:
-        """Ends a worker that is late.
+        """Ends a worker that is late, unless its answer has just come.
 
         Twice an item, it gets more time instead if it wants to run and got less than half of its time on a processor:
         then the machine was busy, or stopped.
         """
+        if worker.connection.poll():
+            return
         is_runnable, cpu_seconds = _cpu_seconds(worker.process.pid)
         is_starved = is_runnable and cpu_seconds - worker.cpu_seconds < self.setup.limits.timeout / 2
         if worker.key is not None and is_starved and worker.num_extensions < 2:

@@ -1,17 +1,6 @@
 """The worker's side of a reward: from the text of `--reward` to the grade of a completion. Read `make_handler` first.
 
-    --reward math                         one verifier
-    --reward math:1.0,format:0.1          a weighted sum
-    --reward @dataset                     the verifier that each row's column `dataset` names (gsm8k, MATH, ifeval, ...)
-    --reward my_reward.py:score           a function of your own; a weight can follow here, too (my_reward.py:score:0.5)
-
-A function of your own gets the sampled text without special tokens, the row's answer, and the whole row:
-
-    def score(completion, answer, columns):
-        return float(answer in completion)
-
-It may also ask by name for `prompt` (the text that was continued), `num_tokens`, `max_tokens` (of the completion) and
-`is_truncated`.
+What the text may be, and what a function of one's own gets: `docs/rewards.md`.
 """
 
 from __future__ import annotations
@@ -22,7 +11,7 @@ import inspect
 import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -55,17 +44,12 @@ class Grade:
         return self.status not in ("ok", "truncated")
 
 
-@dataclass(frozen=True)
-class Term:
-    """One verifier of the sum. `name` is a built-in one, "@column" or "file.py:function"."""
+def parse_reward(spec: str) -> dict[str, float]:
+    """The weight of each verifier: a built-in one, "@column" or "file.py:function". Nothing is loaded.
 
-    name: str
-    weight: float
-
-
-def parse_reward(spec: str) -> list[Term]:
-    """The terms of a `--reward` text; nothing is loaded. Raises ValueError or FileNotFoundError for a wrong text."""
-    terms = []
+    Raises ValueError or FileNotFoundError for a wrong text.
+    """
+    weights: dict[str, float] = {}
     for part in spec.split(","):
         match = re.fullmatch(r"\s*(@\w[\w.]*|[^:,]+\.py:\w+|\w+)(?::([^:]+))?\s*", part)
         if not match:
@@ -84,15 +68,14 @@ def parse_reward(spec: str) -> list[Term]:
             raise ValueError(f"--reward {spec!r}: the weight {match[2]!r} of {name} {rule}.")
         if ".py:" in name and not Path(name.partition(":")[0]).is_file():
             raise FileNotFoundError(f"--reward {spec!r}: the file {name.partition(':')[0]!r} does not exist.")
-        terms.append(Term(name, weight))
-    names = [term.name for term in terms]
-    if len(set(names)) < len(names):
+        weights[name] = weight
+    if len(weights) < len(spec.split(",")):
         raise ValueError(f"--reward {spec!r} names a verifier twice; give each once, with one weight.")
-    return terms
+    return weights
 
 
-def needs_math(terms: list[Term]) -> bool:
-    return any(term.name == "math" or term.name[0] == "@" for term in terms)
+def needs_math(names: Iterable[str]) -> bool:
+    return any(name == "math" or name[0] == "@" for name in names)
 
 
 def make_handler(spec: str, overlong_cache_tokens: int | None) -> Callable[[tuple[str, Case]], Grade | str | None]:
@@ -100,18 +83,17 @@ def make_handler(spec: str, overlong_cache_tokens: int | None) -> Callable[[tupl
 
     Raises what a file of `spec` raises, and ValueError if it has no such function or math-verify is broken.
     """
-    terms = parse_reward(spec)
-    own = {term.name: _own_verifier(term.name) for term in terms if ".py:" in term.name}
-    if needs_math(terms):
+    weights = parse_reward(spec)
+    own = {name: _own_verifier(name) for name in weights if ".py:" in name}
+    if needs_math(weights):
         check_math()
 
-    def verifier_of(term: Term, case: Case) -> Verifier:
-        if term.name[0] != "@":
-            return own.get(term.name) or BUILT_IN[term.name]
-        named = case.columns.get(term.name[1:])
+    def verifier_of(name: str, case: Case) -> Verifier:
+        if name[0] != "@":
+            return own.get(name) or BUILT_IN[name]
+        named = case.columns.get(name[1:])
         if str(named).lower() not in BUILT_IN:
-            names = ", ".join(BUILT_IN)
-            raise ValueError(f"column {term.name[1:]!r} is {named!r}, which names no verifier ({names})")
+            raise ValueError(f"column {name[1:]!r} is {named!r}, which names no verifier ({', '.join(BUILT_IN)})")
         return BUILT_IN[str(named).lower()]
 
     def handle(request: tuple[str, Case]) -> Grade | str | None:
@@ -120,15 +102,15 @@ def make_handler(spec: str, overlong_cache_tokens: int | None) -> Callable[[tupl
             return check(case)
         case = replace(case, overlong_cache_tokens=overlong_cache_tokens)
         parts, answer = {}, None
-        for term in terms:
-            parts[term.name], found = verifier_of(term, case).score(case)
+        for name in weights:
+            parts[name], found = verifier_of(name, case).score(case)
             answer = found if answer is None else answer
-        reward = sum(term.weight * parts[term.name] for term in terms)
+        reward = sum(weight * parts[name] for name, weight in weights.items())
         return Grade(reward, "ok", parts, None if answer is None else answer[:500])
 
     def check(case: Case) -> str | None:
         try:
-            verifiers = [verifier_of(term, case) for term in terms]
+            verifiers = [verifier_of(name, case) for name in weights]
         except ValueError as error:
             return str(error)
         problems = (verifier.key_problem(case) for verifier in verifiers)

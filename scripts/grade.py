@@ -2,7 +2,7 @@
 
     python scripts/grade.py --reward math --input completions.jsonl --output graded.jsonl
 
-What `--reward` takes, functions of your own included: `grading/score.py`.
+What `--reward` takes, functions of your own included: `docs/rewards.md`.
 """
 
 from __future__ import annotations

@@ -10,11 +10,11 @@ import importlib.util
 import inspect
 import math
 import re
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from grading.own import load_function
 from grading.verifiers import BUILT_IN, Case, Verifier
 
 EXTRAS = ("prompt", "num_tokens", "max_tokens", "is_truncated")  # what a function of one's own may ask for by name
@@ -122,18 +122,7 @@ def make_handler(spec: str, overlong_cache_tokens: int | None) -> Callable[[tupl
 def _own_verifier(name: str) -> Verifier:
     """The function `file.py:function` as a verifier. Raises ValueError if it is missing, and what the file raises."""
     path, _, function_name = name.rpartition(":")
-    # The name of the module has a prefix, because a file may be called math.py.
-    module_spec = importlib.util.spec_from_file_location(f"own_reward_{Path(path).stem}", path)
-    assert module_spec is not None and module_spec.loader is not None, "a .py file always has a loader"
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_spec.name] = module  # as an import would: dataclasses and pickle look there
-    sys.path.insert(0, str(Path(path).absolute().parent))  # so that it can import its neighbours
-    module_spec.loader.exec_module(module)
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        functions = [key for key, value in vars(module).items() if inspect.isfunction(value) and key[0] != "_"]
-        have = ", ".join(functions) or "none"
-        raise ValueError(f"--reward {name}: {path} has no function {function_name!r}; it has {have}.")
+    function = load_function(path, function_name)
     extras = [key for key in EXTRAS if key in inspect.signature(function).parameters]
 
     def verify(case: Case) -> tuple[float, str | None]:

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import argparse
 import ast
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from flags import FLAGS, take
+from grading.own import load_function
 from grpo import ADVANTAGES, AGGREGATIONS, CORRECTIONS, KL, LOSSES, Algorithm, Graded, Loss, Tokens, check_returned
 from inputs.checks import given, leave
 
@@ -73,26 +71,12 @@ def choose(name: str, choice: str) -> Callable:
         return CHOICES[name][choice]
     path, _, function_name = choice.rpartition(":")
     if name in OWN and path.endswith(".py"):
-        return load_function(name, path, function_name)
+        try:
+            return load_function(path, function_name)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  the user's code may raise anything
+            reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            raise ValueError(f"{name} {choice} cannot be loaded: {reason}") from None
     raise ValueError(f"{name} {choice}: use {', '.join(CHOICES[name])}{' or FILE.py:FUNCTION' * (name in OWN)}.")
-
-
-def load_function(name: str, path: str, function_name: str) -> Callable:
-    """The function of this name in a file of the user's. Raises ValueError, also with what the file itself raises."""
-    spec = importlib.util.spec_from_file_location(f"own_{Path(path).stem}", path)  # a file may be called math.py
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # as an import would: dataclasses look there
-    sys.path.insert(0, str(Path(path).absolute().parent))  # so that it can import its neighbours
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # noqa: BLE001  the user's code may raise anything
-        reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{name} {path}:{function_name}: the file cannot be loaded ({reason}).") from None
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        found = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-        raise ValueError(f"{name}: {path} has no function {function_name!r}; it has {', '.join(found) or 'none'}.")
-    return function
 
 
 def own_parameters(texts: list[str]) -> dict[str, object]:

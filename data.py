@@ -11,7 +11,6 @@ import math
 import re
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 from jinja2 import TemplateError
@@ -28,20 +27,6 @@ Share = tuple[str, int, float]  # name, number of rows and weight of a source in
 
 class UnusableRow(Exception):
     """A value cannot be used: the row is excluded and listed. (A missing column is a ValueError for its source.)"""
-
-
-def read_system_prompt(text: str | None) -> str | None:
-    """The text, or the content of the file that it names. Raises ValueError if that is not there or cannot be read."""
-    if not text or len(text.encode()) > 255:  # longer than a file name can be
-        return text
-    if Path(text).is_file():
-        try:
-            return Path(text).read_text(encoding="utf-8-sig").rstrip("\r\n")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"--system_prompt {text!r}: the file cannot be read as UTF-8 text ({error}).") from None
-    if re.search(r"\.(txt|md)$|^\S*/\S*$", text):
-        raise ValueError(f"--system_prompt {text!r}: no such file. If this is the text itself, put a space at its end.")
-    return text
 
 
 # Rows: records with their prompts -------------------------------------------------------------------------------------

@@ -25,13 +25,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from batch import Rollout
-from data import PromptData, read_system_prompt
+from data import PromptData
 from flags import GROUPS, EngineSettings, Grading, PromptFormat, Sampling, flag, take
-from fsdp_utils import check_launch, gather_from_ranks, init_world, is_engine_leader_process, is_main_process
+from fsdp_utils import gather_from_ranks, init_world, is_engine_leader_process, is_main_process
 from grading.score import Grade
 from inputs.checks import check_ranges
 from inputs.command_line import HelpFormatter, add_flags, exit_with_error
-from inputs.records import name_of_source
+from inputs.machine import check_launch
+from inputs.records import name_of_source, read_system_prompt
 from metrics import Metrics
 from model.sizes import check_config
 from model.vision import load_processor, most_images
@@ -291,16 +292,13 @@ def main() -> None:
         described = [line for data in sets for line in data.describe()]
         print(*described, f"first prompt: {sets[0].rows[0].text!r}", sep="\n", flush=True)
 
-    from rollout import (  # not above: vLLM takes seconds to import, and errors come first
-        EvaluationEngine,
-        largest_share,
-    )
+    from rollout import Engine, largest_share  # vLLM takes seconds to import: errors come first
 
     pairs = list(zip(sets, samplings, strict=True))
-    settings = take(EngineSettings, args, max_model_len=sum(limits))
+    settings = take(EngineSettings, args, max_model_len=sum(limits), load_format="auto")
     max_images = most_images(row.images for data in sets for row in data.rows)
     sequences = largest_share([(len(data.rows), sampling.num_samples) for data, sampling in pairs], world)
-    engine = EvaluationEngine(args.model, tokenizer, world, settings, vision, max_images, sequences)
+    engine = Engine(args.model, tokenizer, world, settings, vision, max_images, sequences)
     results = []
     for index, (data, sampling) in enumerate(pairs):
         results.append(evaluate(engine, data, sampling, grader, (args.seed, index), folder))

@@ -310,6 +310,8 @@ class EngineSettings:  # the engine; `max_model_len` is in tokens, prompt and co
     gpu_memory_utilization: float
     enforce_eager: bool
     seed: int
+    # Random weights: the first `sync` brings the policy's, so nothing else is ever sampled from, also after a resume.
+    load_format: str = "dummy"  # "auto": weights from the disk, for an engine without a trainer
 
 
 @settings
@@ -369,7 +371,8 @@ class UpdateStep(NamedTuple):
 
 def take(kind: type[Settings], args: argparse.Namespace, **others: object) -> Settings:
     """The object of this kind, its fields filled from the flags of the same names, or from `others`."""
-    values = {each.name: getattr(args, each.name) for each in fields(kind) if each.name not in others} | others
+    names = {each.name for each in fields(kind)}
+    values = {name: value for name, value in vars(args).items() if name in names} | others
     return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 import os
 import random
 import sys
@@ -36,7 +35,7 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from vllm import LLM, CompletionOutput, SamplingParams, TokensPrompt
 from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
@@ -47,17 +46,13 @@ logging.getLogger("vllm.model_executor.model_loader.reload.inplace").setLevel(lo
 from batch import Rollout
 from flags import EngineSettings, Sampling
 from fsdp_utils import World, gather_from_ranks
-from model.sizes import head_dim
+from model.sizes import CPU_BLOCK, cpu_cache_bytes
 from model.vision import Vision
 from model.weights import load_config
 
 if TYPE_CHECKING:
     from data import Row
     from reward import OnFinished
-
-MOST_AT_ONCE = 256  # sequences that run at a time, for each rank of an engine: vLLM's default for offline use on CPU
-CPU_BLOCK = 32  # tokens of a cache block on CPU, the fewest that vLLM takes: 128 are no faster (benchmarks/README.md)
-CPU_CACHE = 2**30  # bytes of that cache in a rank, at most; the environment's VLLM_CPU_KVCACHE_SPACE (GiB) replaces it
 
 vllms_name = _CPUSHMDistributed.make_group_name  # of the memory that the ranks of an engine share on CPU: the same in
 _CPUSHMDistributed.make_group_name = staticmethod(  # every run on a machine, also in one that was killed
@@ -67,9 +62,6 @@ _CPUSHMDistributed.make_group_name = staticmethod(  # every run on a machine, al
 
 class Engine:
     """One vLLM engine per tensor-parallel group; this object is the calling rank's part of it."""
-
-    # Random weights: the first `sync` brings the policy's, so nothing else is ever sampled from, also after a resume.
-    load_format = "dummy"
 
     def __init__(
         self,
@@ -90,8 +82,8 @@ class Engine:
         options: dict[str, object] = {"gpu_memory_utilization": settings.gpu_memory_utilization}
         if not is_cuda:
             torch._dynamo.config.disable = True  # vLLM's log-prob kernel would be compiled for 5 to 25 s, to no gain
-            config, dtype = load_config(model_path), getattr(torch, settings.dtype)
-            cache_bytes = cpu_cache_bytes(config, settings.max_model_len, dtype, world.tp_size, most_sequences)
+            config, itemsize = load_config(model_path), getattr(torch, settings.dtype).itemsize
+            cache_bytes = cpu_cache_bytes(config, settings.max_model_len, itemsize, world.tp_size, most_sequences)
             options = {"kv_cache_memory_bytes": cache_bytes, "block_size": CPU_BLOCK}
         if vision is not None:
             options |= {
@@ -103,7 +95,7 @@ class Engine:
         gc.freeze()  # vLLM collects garbage at each stage of its start: a second in all, with what is imported in it
         self.llm = LLM(
             model=model_path,
-            load_format=self.load_format,
+            load_format=settings.load_format,
             dtype=settings.dtype,
             tensor_parallel_size=world.tp_size,
             distributed_executor_backend="external_launcher",
@@ -210,12 +202,6 @@ class Engine:
         destroy_distributed_environment()
 
 
-class EvaluationEngine(Engine):
-    """An engine without a trainer: it reads the weights from disk itself."""
-
-    load_format = "auto"
-
-
 def _rollout_of(finished: list[CompletionOutput]) -> Rollout:
     """Without the rows, which every rank has."""
     return Rollout(
@@ -238,21 +224,6 @@ def _engine_input(row: Row) -> TokensPrompt:
 def largest_share(calls: list[tuple[int, int]], world: World) -> int:
     """`most_sequences` of an engine, from the (prompts, samples of each) of every call."""
     return max(-(-prompts // world.num_engines) * num_samples for prompts, num_samples in calls)
-
-
-def cpu_cache_bytes(
-    config: PretrainedConfig, max_model_len: int, dtype: torch.dtype, tp_size: int, most_sequences: int | None = None
-) -> int:
-    """CPU: room for the sequences that run at once (`most_sequences`, if there are never so many), at most `CPU_CACHE`.
-
-    vLLM goes round all the blocks it has: all of them would soon be resident, however few are in use.
-    """
-    config = config.get_text_config()
-    heads = max(config.num_key_value_heads // tp_size, 1)
-    per_token = 2 * config.num_hidden_layers * heads * head_dim(config) * dtype.itemsize
-    tokens = -(-max_model_len // CPU_BLOCK) * CPU_BLOCK
-    sequences = min(MOST_AT_ONCE * tp_size, most_sequences or math.inf)
-    return min(CPU_CACHE, (sequences + 8) * tokens * per_token)
 
 
 def _repack_head(model: nn.Module) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,78 +32,22 @@ if __name__ == "__main__":  # a mistake in a flag is reported before transformer
     except (ValueError, OSError) as error:
         exit_with_error(error)
 
-from transformers import PreTrainedTokenizerBase, ProcessorMixin
-
 from checkpoint import Writer, latest, link_final, load
-from data import PromptData, read_system_prompt
-from evaluate import Evaluator, check_names, settings_per_set
-from flags import (
-    AdamW,
-    EngineSettings,
-    Grading,
-    Lora,
-    Memory,
-    Plan,
-    PromptFormat,
-    Sampling,
-    free_on_resume,
-    make_plan,
-    take,
-)
-from fsdp_utils import World, check_launch, close_world, init_world, is_engine_leader_process, is_main_process
+from data import PromptData
+from evaluate import Evaluator
+from flags import AdamW, EngineSettings, Lora, Memory, Plan, Sampling, free_on_resume, make_plan, take
+from fsdp_utils import World, close_world, init_world, is_main_process
 from grpo import Algorithm
+from inputs.load import Inputs, load_inputs
 from metrics import throughput, work_of_step
-from model.sizes import check_config
-from model.vision import Vision, load_processor, most_images
-from model.weights import load_config
-from policy import build_policy, check_device, check_policy
-from reward import Grader, workers_per_engine
+from model.vision import most_images
+from policy import build_policy, check_device
 from run import Run, open_run_folder
 from sampling import Draws, Sampler
 from update import add_advantages, add_logprobs, pack_updates, update_policy
 
 if TYPE_CHECKING:
     from rollout import Engine
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """What the user gives, read and checked before any weight is read."""
-
-    tokenizer: PreTrainedTokenizerBase
-    vision: Vision | None  # what reads images; None if the model sees none
-    train_data: list[PromptData]  # of each source
-    eval_sets: list[PromptData]
-    eval_samplings: list[Sampling]
-    grader: Grader
-
-    @property
-    def processor(self) -> PreTrainedTokenizerBase | ProcessorMixin:
-        """What belongs to the model in its folder."""
-        return self.vision.processor if self.vision else self.tokenizer
-
-
-def load_inputs(args: Namespace) -> Inputs:
-    """Raises ValueError, OSError or RuntimeError for everything that is wrong with the user's input."""
-    check_launch(args.tensor_parallel_size, args.dtype)
-    check_names(args.eval_data)
-    eval_samplings = settings_per_set(
-        len(args.eval_data), "eval_", samples=args.eval_samples, temperature=args.eval_temperature,
-        top_p=args.eval_top_p, max_completion_tokens=args.eval_max_completion_tokens,
-    )  # fmt: skip
-    config = load_config(args.model)
-    limits = args.max_prompt_tokens, max(args.max_completion_tokens, *args.eval_max_completion_tokens)
-    check_config(args.model, config, limits, args.tensor_parallel_size)
-    check_policy(config, take(Lora, args), take(Memory, args))
-    prompt_format = take(PromptFormat, args, system_prompt=read_system_prompt(args.system_prompt))
-    tokenizer, vision = load_processor(args.model, config, prompt_format)
-    train_data = [PromptData.load(source, prompt_format, tokenizer, args.seed, vision) for source in args.train_data]
-    make_plan(args, len(PromptData.mix(train_data, args.data_weights).rows))  # raises for too few rows, wrong weights
-    # The seed 0 draws #ROWS: held-out sets are the same problems whatever the seed of the run.
-    eval_sets = [PromptData.load(source, prompt_format, tokenizer, 0, vision) for source in args.eval_data]
-    grading, is_leader = take(Grading, args), is_engine_leader_process(args.tensor_parallel_size)
-    grader = Grader(grading, workers_per_engine(grading, args.tensor_parallel_size) if is_leader else 0)
-    return Inputs(tokenizer, vision, train_data, eval_sets, eval_samplings, grader)
 
 
 def build_engine(args: Namespace, inputs: Inputs, world: World) -> Engine:
@@ -173,7 +116,7 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
         exit_with_error(error)
     run.say(policy.describe())
     engine = build_engine(args, inputs, world)
-    sampling = take(Sampling, args, num_samples=args.group_size, top_p=1.0)
+    sampling = take(Sampling, args, num_samples=args.group_size)
     sampler = Sampler(engine, inputs.grader, train_data, take(Draws, args), sampling, run)
     evaluator = Evaluator(
         eval_sets, inputs.eval_samplings, inputs.grader, args.seed, out_dir / "eval", args.eval_every,

@@ -27,7 +27,7 @@ from fsdp_utils import init_world, wait_for_all
 from grading.math_text import clean, number
 from grading.verifiers import Case
 from reward import Grader
-from rollout import EvaluationEngine
+from rollout import Engine
 from warm_start import build_tokenizer
 
 GOAL = 1.05
@@ -85,7 +85,7 @@ def main() -> None:
     wait_for_all()
     rows = [make_row(np.random.default_rng(i).integers(1, 64, 16).astype(np.int32)) for i in range(args.prompts)]
     cases = draw_cases(args.prompts * args.group_size, args.numbers)
-    engine = EvaluationEngine(str(folder), build_tokenizer(), world, EngineSettings(16 + args.max_tokens))
+    engine = Engine(str(folder), build_tokenizer(), world, EngineSettings(16 + args.max_tokens, load_format="auto"))
     sampling = Sampling(args.group_size, 1.0, args.max_tokens)
 
     def step(round_index: int, is_graded: bool) -> float:

@@ -37,11 +37,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import torch
 from transformers import AutoConfig
 
 from bench_common import ROOT, launch, median_ratio, parser_of, print_table, save_random_model, train
-from fsdp_utils import avoid_broken_amx
+from inputs.machine import avoid_broken_amx
+from model.sizes import CPU_BLOCK, cpu_cache_bytes
 
 GOALS = {"trl_fsdp2_or_vllm": 3.0, "trl_best": 2.0, "memory": 1.0}
 OURS = "ours, 2 ranks"
@@ -68,10 +68,9 @@ def run_trl(
     folder: Path, out: Path, args: argparse.Namespace, num_ranks: int, flags: list[str]
 ) -> tuple[float, float, float]:
     """(median seconds of a step, peak GiB, mean tokens of a completion)."""
-    from rollout import CPU_BLOCK, cpu_cache_bytes  # here, not above: vLLM takes seconds to import
 
     sequences, config = args.prompts * args.group_size // num_ranks, AutoConfig.from_pretrained(folder)
-    cache = cpu_cache_bytes(config, 16 + args.max_tokens, torch.float32, 1, sequences)  # ours and TRL's alike
+    cache = cpu_cache_bytes(config, 16 + args.max_tokens, 4, 1, sequences)  # ours and TRL's alike
     flags = [*flags, "--cache_bytes", str(cache), "--cache_block", str(CPU_BLOCK)]
     settings = {"model": folder, "out": out, "prompts": args.prompts, "group_size": args.group_size}
     settings |= {"max_tokens": args.max_tokens, "steps": args.steps}

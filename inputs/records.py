@@ -162,3 +162,17 @@ def read_records(source: str, seed: int) -> list[Record]:
         return [rows[i] for i in indices]
     folder, drawn = path if path.is_dir() else path.parent, rows.select(indices).to_list()  # images stay encoded
     return [Record(f"{what}@{split}, row {i}", columns, folder) for i, columns in zip(indices, drawn, strict=True)]
+
+
+def read_system_prompt(text: str | None) -> str | None:
+    """The text, or the content of the file that it names. Raises ValueError if that is not there or cannot be read."""
+    if not text or len(text.encode()) > 255:  # longer than a file name can be
+        return text
+    if Path(text).is_file():
+        try:
+            return Path(text).read_text(encoding="utf-8-sig").rstrip("\r\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--system_prompt {text!r}: the file cannot be read as UTF-8 text ({error}).") from None
+    if re.search(r"\.(txt|md)$|^\S*/\S*$", text):
+        raise ValueError(f"--system_prompt {text!r}: no such file. If this is the text itself, put a space at its end.")
+    return text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,10 @@ if TYPE_CHECKING:
 
 HEAD_CHUNK_LOGITS = 1024 * 152_064  # logits made at a time: 0.6 GiB in fp32. At most two such tensors exist at once.
 OPTIMIZER_CHUNK = 2**24  # elements updated at a time, of about 30 bytes each: at most 0.5 GiB
+
+MOST_AT_ONCE = 256  # sequences that run at a time, for each rank of an engine: vLLM's default for offline use on CPU
+CPU_BLOCK = 32  # tokens of a cache block on CPU, the fewest that vLLM takes: 128 are no faster (benchmarks/README.md)
+CPU_CACHE = 2**30  # bytes of that cache in a rank, at most; the environment's VLLM_CPU_KVCACHE_SPACE (GiB) replaces it
 
 # Name -> memory that a process can take (GiB), dense bf16 TFLOP/s, memory TB/s, and GB/s in one direction to the other
 # GPUs of the node and to host RAM. From the data sheets.
@@ -62,3 +67,18 @@ def check_config(path: str, config: PretrainedConfig, limits: tuple[int, int], t
         if getattr(config, name, None) not in (None, value):
             given = f"--model {path}: its {name} = {getattr(config, name)}"
             raise ValueError(f"{given} is not implemented in model/attention.py and model/head.py; use another model.")
+
+
+def cpu_cache_bytes(
+    config: PretrainedConfig, max_model_len: int, itemsize: int, tp_size: int, most_sequences: int | None = None
+) -> int:
+    """CPU: room for the sequences that run at once (`most_sequences`, if there are never so many), at most `CPU_CACHE`.
+
+    vLLM goes round all the blocks it has: all of them would soon be resident, however few are in use.
+    """
+    config = config.get_text_config()
+    heads = max(config.num_key_value_heads // tp_size, 1)
+    per_token = 2 * config.num_hidden_layers * heads * head_dim(config) * itemsize
+    tokens = -(-max_model_len // CPU_BLOCK) * CPU_BLOCK
+    sequences = min(MOST_AT_ONCE * tp_size, most_sequences or math.inf)
+    return min(CPU_CACHE, (sequences + 8) * tokens * per_token)

@@ -14,9 +14,10 @@ from transformers import AutoConfig
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from data import PromptData, read_system_prompt
+from data import PromptData
 from flags import GROUPS, PromptFormat, take
 from inputs.command_line import add_flags
+from inputs.records import read_system_prompt
 from model.vision import load_processor
 
 

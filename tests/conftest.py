@@ -10,8 +10,8 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-from fsdp_utils import avoid_broken_amx
 from helpers import make_model
+from inputs.machine import avoid_broken_amx
 
 avoid_broken_amx()
 

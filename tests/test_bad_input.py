@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import train_grpo
-from fsdp_utils import check_launch
 from helpers import start, training_flags
 from inputs.checks import check_flags
 from inputs.choices import algorithm_of
 from inputs.command_line import parse_flags
+from inputs.load import load_inputs
+from inputs.machine import check_launch
 
 
 def check(policy: Path, out_dir: Path, **changes: object) -> None:
@@ -21,7 +21,7 @@ def check(policy: Path, out_dir: Path, **changes: object) -> None:
     args = parse_flags(training_flags(policy, out_dir, **changes))
     check_flags(args)
     algorithm_of(args)
-    train_grpo.load_inputs(args).grader.close()
+    load_inputs(args).grader.close()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from data import PromptData, order_of_epoch, read_system_prompt
+from data import PromptData, order_of_epoch
 from data_files import (
     TOKENIZER,
     VISION_TEMPLATE,
@@ -25,7 +25,6 @@ from data_files import (
     png,
     texts,
     user,
-    write,
     write_lines,
     write_math12k,
     write_numina_tir,
@@ -282,18 +281,6 @@ def test_a_row_that_the_template_refuses_is_excluded(tmp_path):
     loaded = load_values(tmp_path, "problem", [talk, "q"], tokenizer=byte_tokenizer(template))
     assert texts(loaded) == ["q"]
     assert loaded.excluded == [(f"{tmp_path}/rows.jsonl, line 1", "the chat template refuses it (no system)")]
-
-
-def test_a_system_prompt_is_a_text_or_a_file(tmp_path):
-    for text in (None, "Think.", "", "Answer in <think> </think> tags. " * 50, "Be brief. " * 50):
-        assert read_system_prompt(text) == text
-    file = write(tmp_path, "Think é.\nTwice.\n", "prompt.txt")
-    assert read_system_prompt(file) == "Think é.\nTwice."
-    for absent in ("prompt.txt", "absent/prompt", "notes.md"):
-        with pytest.raises(ValueError, match=rf"--system_prompt '{absent}': no such file"):
-            read_system_prompt(absent)
-    with pytest.raises(ValueError, match="cannot be read as UTF-8"):
-        read_system_prompt(write(tmp_path, b"\xff\xfe", "prompt.txt"))
 
 
 # Order

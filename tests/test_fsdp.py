@@ -10,8 +10,8 @@ from torch import Tensor
 
 from batch import pack
 from distributed_gradient import ALGORITHMS, LEFT_OUT, off_policy_shift, reference_of, rollout_of, sampler_shift
-from fsdp_utils import avoid_broken_amx
 from helpers import torchrun
+from inputs.machine import avoid_broken_amx
 from policy import load_policy
 from update import with_advantages
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch._dynamo
 
-from fsdp_utils import avoid_broken_amx
+from inputs.machine import avoid_broken_amx
 
 os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

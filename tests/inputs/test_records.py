@@ -19,7 +19,7 @@ from data_files import (
 )
 from helpers import ROOT
 from inputs import records
-from inputs.records import Record, name_of_source, parse_source, read_records
+from inputs.records import Record, name_of_source, parse_source, read_records, read_system_prompt
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -338,3 +338,15 @@ def test_a_column_of_mixed_types_is_decoded(tmp_path):
     write_lines(tmp_path / "a.jsonl", [{"problem": "q", "answer": 1}, {"problem": "q", "answer": "x"}])
     datasets.load_dataset("json", data_files=str(tmp_path / "a.jsonl"), split="train").save_to_disk(tmp_path / "saved")
     assert [row.answer for row in load(tmp_path / "saved").rows] == ["1", "x"]
+
+
+def test_a_system_prompt_is_a_text_or_a_file(tmp_path):
+    for text in (None, "Think.", "", "Answer in <think> </think> tags. " * 50, "Be brief. " * 50):
+        assert read_system_prompt(text) == text
+    file = write(tmp_path, "Think é.\nTwice.\n", "prompt.txt")
+    assert read_system_prompt(file) == "Think é.\nTwice."
+    for absent in ("prompt.txt", "absent/prompt", "notes.md"):
+        with pytest.raises(ValueError, match=rf"--system_prompt '{absent}': no such file"):
+            read_system_prompt(absent)
+    with pytest.raises(ValueError, match="cannot be read as UTF-8"):
+        read_system_prompt(write(tmp_path, b"\xff\xfe", "prompt.txt"))

@@ -20,9 +20,9 @@ from distributed_vision import WITH_IMAGES, WITHOUT, gradient, policy_of
 from flags import PromptFormat, take
 from helpers import ALONE, torchrun
 from inputs.checks import check_flags
+from inputs.load import load_inputs
 from model.vision import decode, load_processor
 from policy import load_policy
-from train_grpo import load_inputs
 from vision_models import make_vision_model, pack_with_images, vision_data, vision_flags, vision_rollout
 
 

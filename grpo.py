@@ -458,10 +458,7 @@ def as_loss(found: Loss | Tensor, t: Tokens) -> Loss:
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """Scalar: the sum over positions where the mask is true.
-
-    Elsewhere the gradient is exactly 0, also beside inf or nan.
-    """
+    """Scalar: the sum where the mask is true. Elsewhere the gradient is exactly 0, also beside inf or nan."""
     return torch.where(mask, values, 0.0).sum()
 
 

@@ -75,10 +75,7 @@ def describe(plan: Plan, world: World) -> str:
 
 
 def finish(run: Run, step: int) -> None:
-    """What a run has beyond its checkpoints: `final` and the curves.
-
-    Safe to repeat, after a kill in the middle, say.
-    """
+    """What a run has beyond its checkpoints: `final` and the curves. Safe to repeat, after a kill, say."""
     if run.world.is_main:
         link_final(run.out_dir, step)
     run.plot()

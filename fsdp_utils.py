@@ -189,13 +189,17 @@ def activations_on_host(is_on: bool) -> AbstractContextManager[object]:
     def pack(saved: Tensor) -> tuple[torch.device | None, Tensor]:
         if isinstance(saved, nn.Parameter) or isinstance(saved._base, nn.Parameter):
             return None, saved
-        return saved.device, torch.empty(saved.shape, dtype=saved.dtype, pin_memory=saved.is_cuda).copy_(saved)
+        return saved.device, _to_host(saved)
 
     def unpack(packed: tuple[torch.device | None, Tensor]) -> Tensor:
         device, saved = packed
         return saved if device is None else saved.to(device, non_blocking=True)
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack) if is_on else nullcontext()
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda).copy_(tensor)
 
 
 def full_tensor(parameter: Tensor, dtype: torch.dtype) -> Tensor:

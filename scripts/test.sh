@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs what the tests need, if it is missing, and runs them: all, or those of the files that are named.
+# Installs what the tests need, if it is missing, and runs them: all (two files at a time), or the files that are named.
 # Arguments go to pytest: `bash scripts/test.sh tests/test_batch.py -k packing`.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -9,7 +9,7 @@ if [ "$(cat .venv/installed-dev 2> /dev/null)" != "$(sha256sum < requirements-de
     pip install --quiet --disable-pip-version-check --no-deps -r requirements-dev.txt
     sha256sum < requirements-dev.txt > .venv/installed-dev
 fi
-selection=(tests -n 2 --dist loadfile --no-loadscope-reorder)
+selection=(tests -n 2 --dist loadgroup --no-loadscope-reorder)
 if [ "$NUM_GPUS" -gt 0 ]; then
     selection=(tests) # each test has the GPUs to itself
 fi

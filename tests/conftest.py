@@ -15,12 +15,13 @@ from inputs.machine import avoid_broken_amx
 
 avoid_broken_amx()
 
-LONGEST = ("test_train", "test_main_job", "test_setups", "test_lora", "test_rollout", "test_evaluate")
-
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first: with two at a time, neither is left over at the end."""
-    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+    """For pytest-xdist: two files at a time, and at the end, one after the other, those that start ranks."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(str(item.path)))
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group").args == ("ranks",))
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,8 @@ from inputs.machine import avoid_broken_amx
 from policy import load_policy
 from update import with_advantages
 
+pytestmark = pytest.mark.xdist_group("ranks")  # these start ranks, which use both cores
+
 TOLERANCE = {"atol": 2e-6, "rtol": 1e-4}
 
 

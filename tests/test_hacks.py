@@ -18,6 +18,8 @@ import pytest
 
 from helpers import ENVIRONMENT, ROOT, metrics_of, training_flags
 
+pytestmark = pytest.mark.xdist_group("ranks")  # these start ranks, which use both cores
+
 HACKS: dict[str, Callable[[Path], None]] = {}
 
 
@@ -186,7 +188,7 @@ def run(copy: Path, *command: object, **environment: str) -> subprocess.Complete
 
 
 CHECKS = """
-import torch, grpo
+import torch, flags, grpo
 from inputs.checks import check_flags
 from inputs.choices import algorithm_of
 from inputs.command_line import parse_flags

@@ -36,12 +36,12 @@ class Rollout:
 
     rows: list[Row]  # the problem that each completion answers: one object shared by the G completions of a prompt
     completions: list[np.ndarray]  # int32 token ids as sampled, the end-of-sequence token included where there is one
-    rollout_logprobs: list[np.ndarray]  # float32, by the engine, of the completion tokens, at its temperature
+    rollout_logprobs: list[np.ndarray]  # float32, one per completion token, by the engine at its temperature
     texts: list[str]  # the completions as text, without special tokens
     is_truncated_B: np.ndarray  # bool: stopped by the length limit, not by the model
     grades: list[Grade] | None = None  # None: not graded yet
-    is_trained_B: np.ndarray | None = None  # bool: false where it is left out of the loss; None: all are trained
-    loss_weights_B: np.ndarray | None = None  # float32: what each of its tokens counts in the loss of its update
+    is_trained_B: np.ndarray | None = None  # bool: false: the sequence is left out of the loss; None: all are trained
+    loss_weights_B: np.ndarray | None = None  # float32: weight of each of its tokens in the loss of its update
     advantages: list[np.ndarray] | None = None  # float32, one per completion token
 
     @property
@@ -60,7 +60,7 @@ class Rollout:
 
     @property
     def trained_lengths_B(self) -> np.ndarray:
-        """The completion's tokens; 0 where the sequence is left out of the loss."""
+        """Tokens of each completion; 0 where the sequence is left out of the loss."""
         return self.completion_lengths_B if self.is_trained_B is None else self.completion_lengths_B * self.is_trained_B
 
     @property
@@ -248,7 +248,7 @@ def plan_micro_batches(
 
 
 def _sum(unit: np.ndarray, values: np.ndarray, shared: np.ndarray) -> float:
-    """Of the unit's sequences, of which all but the first leave out what they share."""
+    """The sum of `values` over the unit's sequences; all but the first leave out what they share."""
     return values[unit].sum() - (len(unit) - 1) * shared[unit[0]]
 
 
@@ -262,7 +262,7 @@ def _units(
 
 
 def _balance(sizes: np.ndarray, costs: np.ndarray, num_ranks: int, max_tokens: int) -> tuple[float, list[list[int]]]:
-    """(what the slowest ranks compute in all, the units of each micro-batch). `num_ranks` in a row run at one time.
+    """(what the slowest ranks compute in all, the units of each micro-batch). Each `num_ranks` of them run at one time.
 
     The largest unit first, into the cheapest bin that has room: that balances the bins by cost. Those of similar cost
     then meet in the same micro step, because ranks wait for each other there.

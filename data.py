@@ -29,9 +29,6 @@ class UnusableRow(Exception):
     """A value cannot be used: the row is excluded and listed. (A missing column is a ValueError for its source.)"""
 
 
-# Rows: records with their prompts -------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class Row:
     """One problem with its prompt."""

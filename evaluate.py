@@ -26,7 +26,7 @@ import numpy as np
 
 from batch import Rollout
 from data import PromptData
-from flags import GROUPS, EngineSettings, Grading, PromptFormat, Sampling, flag, take
+from flags import DTYPES, GROUPS, EngineSettings, Grading, PromptFormat, Sampling, flag, take
 from fsdp_utils import gather_from_ranks, init_world, is_engine_leader_process, is_main_process
 from grading.score import Grade
 from inputs.checks import check_ranges
@@ -199,7 +199,7 @@ SAMPLING = [
     flag("--top_p", [1.0], "nucleus sampling", (1e-9, 1)),
     flag("--max_completion_tokens", [2048], "completions are truncated after this many tokens", (1, math.inf)),
     flag("--seed", 1, "random seed for sampling", (0, math.inf)),
-    flag("--dtype", "bfloat16", "arithmetic of the engine", choices=("bfloat16", "float32")),
+    flag("--dtype", "bfloat16", "arithmetic of the engine", choices=DTYPES),
     flag("--tensor_parallel_size", 1, "ranks per vLLM engine; divides the number of ranks", (1, math.inf)),
     flag("--gpu_memory_utilization", 0.9, "CUDA: share of GPU memory that vLLM may take", (0.01, 1)),
     flag("--enforce_eager", False, "CUDA: no CUDA graphs in vLLM"),

@@ -370,9 +370,12 @@ class UpdateStep(NamedTuple):
 
 
 def take(kind: type[Settings], args: argparse.Namespace, **others: object) -> Settings:
-    """The object of this kind, its fields filled from the flags of the same names, or from `others`."""
-    names = {each.name for each in fields(kind)}
-    values = {name: value for name, value in vars(args).items() if name in names} | others
+    """The object of this kind, its fields filled from the flags of the same names, or from `others`.
+
+    A field that is no flag keeps its own default.
+    """
+    names = [each.name for each in fields(kind) if each.name not in others]
+    values = {name: getattr(args, name) for name in names if f"--{name}" in FLAGS or hasattr(args, name)} | others
     return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 

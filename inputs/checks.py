@@ -16,13 +16,18 @@ def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
     """
     check_ranges(args, GROUPS)
     check_path(args.model)
-    check_batches(args, int(os.environ.get("WORLD_SIZE", "1")) if num_ranks is None else num_ranks)
+    check_batches(args, launched_world_size() if num_ranks is None else num_ranks)
     check_algorithm(args)
     check_memory(args)
     for name in ("eval_every", "eval_before_training"):
         if getattr(args, name) and not args.eval_data:
             wrong = given(FLAGS[f"--{name}"], args)
             raise ValueError(f"{wrong} needs --eval_data; name a file, or leave --{name} out.")
+
+
+def launched_world_size() -> int:
+    """Number of processes that torchrun started; 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def check_ranges(args: argparse.Namespace, groups: dict[str, list[Flag]]) -> None:

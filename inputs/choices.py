@@ -1,6 +1,7 @@
 """From flags to the `Algorithm`: which functions of `grpo.py`, or of a file of the user's, with which parameters.
 
-The parameters of a function after `*` are the flags that have an effect, so nothing here names one of them.
+The parameters of a function after `*` are the flags that have an effect. Two of them are named here: `kl_clamp`, which
+a metric needs, and `loss_constant_tokens`, whose default is another flag.
 """
 
 from __future__ import annotations
@@ -66,7 +67,10 @@ def algorithm_of(args: argparse.Namespace) -> Algorithm:
 
 
 def choose(name: str, choice: str) -> Callable:
-    """The function of this name, or the user's own, FILE.py:FUNCTION. Raises ValueError if there is none."""
+    """The function of this name, or the user's own, FILE.py:FUNCTION.
+
+    Raises ValueError if there is none, or its file cannot be loaded.
+    """
     if choice in CHOICES[name]:
         return CHOICES[name][choice]
     path, _, function_name = choice.rpartition(":")
@@ -152,10 +156,10 @@ def describe(args: argparse.Namespace, bound: dict[str, partial]) -> str:
     return "algorithm: " + "; ".join(parts) + f"; temperature {args.temperature:g} in sampler and trainer"
 
 
-def try_out(flag: str, given: str, function: Callable, needs_gradient: bool) -> None:
+def try_out(flag: str, named: str, function: Callable, needs_gradient: bool) -> None:
     """Raises ValueError if the function fails on a trial, 2 completions of 7 random tokens, or returns what is no use.
 
-    `flag` decides what the function takes; the errors name it as `given`.
+    `flag` decides what the function takes; the errors say `named`.
     """
     logprobs, old_logprobs, rollout_logprobs, x = torch.randn(4, 7, generator=torch.Generator().manual_seed(0)) - 3.0
     logprobs.requires_grad_()
@@ -167,13 +171,13 @@ def try_out(flag: str, given: str, function: Callable, needs_gradient: bool) -> 
     try:
         found = function({"--advantage": graded, "--policy_loss": tokens, "--kl_estimator": x}[flag])
     except Exception as error:  # noqa: BLE001  the user's code may raise anything
-        raise ValueError(f"{given} fails on a trial with 7 tokens: {type(error).__name__}: {error}") from None
+        raise ValueError(f"{named} fails on a trial with 7 tokens: {type(error).__name__}: {error}") from None
     values, *others = found if isinstance(found, Loss) else [found]
-    check_returned(given, values, [(7,), (1, 2)] if flag == "--advantage" else [(7,)])
+    check_returned(named, values, [(7,), (1, 2)] if flag == "--advantage" else [(7,)])
     for name, other in zip(Loss._fields[1:], others, strict=False):
         if other is not None:
-            check_returned(f"{given}, {name}:", other, [(7,)])
+            check_returned(f"{named}, {name}:", other, [(7,)])
             if name != "ratio" and other.dtype != torch.bool:
-                raise ValueError(f"{given}, {name}: returned {other.dtype}; needed is torch.bool.")
+                raise ValueError(f"{named}, {name}: returned {other.dtype}; needed is torch.bool.")
     if needs_gradient and not values.requires_grad:
-        raise ValueError(f"{given} returned values without a gradient; compute them from the log-probs it is given.")
+        raise ValueError(f"{named} returned values without a gradient; compute them from the log-probs it is named.")

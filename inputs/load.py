@@ -22,7 +22,7 @@ from reward import Grader, workers_per_engine
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the user gives, read and checked before any weight is read."""
+    """What `load_inputs` returns."""
 
     tokenizer: PreTrainedTokenizerBase
     vision: Vision | None  # what reads images; None if the model sees none

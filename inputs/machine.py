@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from inputs.checks import check_engines
+from inputs.checks import check_engines, launched_world_size
 
 
 def check_launch(tp_size: int, dtype: str) -> None:
@@ -16,7 +16,7 @@ def check_launch(tp_size: int, dtype: str) -> None:
 
     Reads the environment only: nothing is started and no GPU memory is taken.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = launched_world_size()
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     num_gpus = torch.cuda.device_count()
     if num_gpus > local_size:

@@ -1,10 +1,10 @@
 """AdamW in less memory than torch's: bf16 parameters updated as fp32 ones, and state that may live in host RAM.
 
 A bf16 parameter has 8 significant bits: an update of less than 1/512 of it is lost, and Kahan summation in a second
-bf16 number loses again what is below 1/512 of that. We keep in the same two bytes, the remainder, the lower half of the
-fp32 number of which the parameter is the upper half, rounded: the two together are that number, exactly (`join`,
-`split`). Its moments are bf16, too, rounded stochastically, because v * 0.999, rounded to nearest, is v again, and v
-never decays. The arithmetic is fp32 and torch's own fused AdamW. docs/memory.md counts the bytes.
+bf16 number loses again what is below 1/512 of that. In those two bytes (`remainder`) we keep instead the lower half of
+the fp32 number whose rounded upper half is the parameter: together they are that number, exactly (`join`, `split`). The
+moments of a bf16 parameter are bf16, too, and rounded stochastically: to nearest, v * 0.999 is v again, and v never
+decays. The arithmetic is fp32 and torch's own fused AdamW. docs/memory.md counts the bytes.
 
 Why not a library: in 1,000 updates of 1e-6 with torch-optimi 0.3.3 (Kahan, both moments rounded to nearest), parameters
 between 1 and 2 did not move, and its v stayed at 3.6 times the correct one; torchao's stochastically rounded AdamW

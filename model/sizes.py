@@ -1,4 +1,4 @@
-"""Sizes that the code uses and the planner's estimate counts on. No torch here."""
+"""Sizes and limits that several rooms need, and the checks against them. No torch here."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Change:
 
 
 def lever(setup: Setup, part: str, flag: str, values: Iterable[object]) -> list[Change]:
-    """A flag with each of these values that it does not have already."""
+    """One change for each of these values but the one that the flag has."""
     others = [value for value in values if value != getattr(getattr(setup, part), flag)]
     return [Change(words_of(flag, value), part, {flag: value}) for value in others]
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from transformers import AutoConfig, PretrainedConfig
 
 from flags import EngineSettings, Lora, Memory, PromptFormat, make_plan, take
-from fsdp_utils import is_main_process, launched_world_size
-from inputs.checks import check_flags
+from fsdp_utils import is_main_process
+from inputs.checks import check_flags, launched_world_size
 from inputs.choices import algorithm_of
 from inputs.records import parse_source
 from model.sizes import GPUS, check_config

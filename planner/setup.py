@@ -181,7 +181,7 @@ class Setup:
 
     @property
     def gradient_bytes(self) -> int:
-        """Of all gradients, over all ranks; the trained parameters have as many."""
+        """Of all gradients, over all ranks; the trained parameters take as many bytes."""
         return self.trainable * self.trained_bytes
 
     @property

@@ -1,6 +1,8 @@
 """Shows data as training would see it: rows, exclusions, lengths, rendered prompts.
 
-python scripts/show_data.py --data hiyouga/math12k@test#100 --model Qwen/Qwen2.5-7B [--prompt_column ...]
+    python scripts/show_data.py --data hiyouga/math12k@test#100 --model Qwen/Qwen2.5-7B [--prompt_column ...]
+
+It reads the tokenizer of the model, not the weights.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ source scripts/launch.sh
 ARGS=(
     --model "$MODEL"
     --train_data "$DATA@train[500:]" # source: its mixture of gsm8k, MATH and ifeval; a new permutation each epoch
-    --eval_data "$DATA@train[:500]"  # not in the source: our choice; its validation: scripts/eval_tulu8b_rlvr.sh
+    --eval_data "$DATA@train[:500]"  # not in the source: our choice; near its own: scripts/eval_tulu8b_rlvr.sh
     --out_dir "$OUT_DIR"
     --prompt_column messages         # source: its data
     --answer_column ground_truth     # source: its data

@@ -6,14 +6,12 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from helpers import start, training_flags
 from inputs.checks import check_flags
 from inputs.choices import algorithm_of
 from inputs.command_line import parse_flags
 from inputs.load import load_inputs
-from inputs.machine import check_launch
 
 pytestmark = pytest.mark.xdist_group("ranks")  # these start ranks, which use both cores
 
@@ -65,20 +63,6 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path, policy):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="--model .* is neither a folder with a model"):
         check(policy, tmp_path / "run", model=tmp_path / "empty")
-
-
-def test_more_visible_gpus_than_ranks_are_refused(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    with pytest.raises(
-        ValueError, match="8 GPUs are visible but the world size is 1: start it with the script or torchrun"
-    ):
-        check_launch(tp_size=1, dtype="bfloat16")
-    monkeypatch.setenv("WORLD_SIZE", "16")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    check_launch(tp_size=4, dtype="bfloat16")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
-    with pytest.raises(ValueError, match="16 processes were started on this node but only 8 GPUs"):
-        check_launch(tp_size=4, dtype="bfloat16")
 
 
 def test_under_torchrun_the_mistake_is_told_once_without_a_traceback_of_ours(policy, tmp_path):

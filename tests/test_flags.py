@@ -6,7 +6,6 @@ from flags import FLAGS, GROUPS, AdamW, Lora, Memory, Sampling, free_on_resume, 
 from helpers import flags
 from inputs.checks import check_flags
 from inputs.command_line import parse_flags
-from inputs.records import parse_source
 
 
 def test_the_documented_qwq_batch_is_2560_completions_and_4_updates_a_step():
@@ -112,11 +111,3 @@ def test_the_frozen_objects_have_the_defaults_of_the_flags_and_take_their_values
     assert take(Sampling, flags(temperature=0.7), num_samples=5, top_p=0.9) == Sampling(5, 0.7, 1024, 0.9)
     with pytest.raises(AttributeError):
         Memory().dtype = "float32"
-
-
-def test_a_source_is_what_split_and_rows(tmp_path):
-    assert parse_source("owner/name@train#64") == ("owner/name", "train", 64)
-    assert parse_source("a.jsonl#10") == ("a.jsonl", None, 10)
-    assert parse_source("owner/name") == ("owner/name", None, None)
-    (tmp_path / "x@y#3").touch()
-    assert parse_source(str(tmp_path / "x@y#3")) == (str(tmp_path / "x@y#3"), None, None)

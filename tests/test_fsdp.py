@@ -1,8 +1,6 @@
 """On the real FSDP model: how the update is cut up does not matter. fp32; tolerance 2e-6 on a gradient of norm 1."""
 
 import math
-import os
-import signal
 
 import pytest
 import torch
@@ -11,7 +9,6 @@ from torch import Tensor
 from batch import pack
 from distributed_gradient import ALGORITHMS, LEFT_OUT, off_policy_shift, reference_of, rollout_of, sampler_shift
 from helpers import torchrun
-from inputs.machine import avoid_broken_amx
 from policy import load_policy
 from update import with_advantages
 
@@ -116,18 +113,6 @@ def test_neither_cap_nor_order_nor_world_size_changes_any_metric(algorithm, resu
         assert first["policy/clip_frac"] == pytest.approx(
             first["policy/clip_frac_low"] + first["policy/clip_frac_high"]
         )
-
-
-@pytest.mark.parametrize(("status", "is_avoided"), [(signal.SIGILL, True), (0, False)])
-def test_amx_is_avoided_exactly_where_a_child_that_uses_it_dies(status, is_avoided, monkeypatch):
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "restored after the test")
-    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    monkeypatch.setattr(os, "fork", lambda: 12345)
-    monkeypatch.setattr(os, "waitpid", lambda pid, options: (pid, int(status)))
-    avoid_broken_amx()
-    assert torch.cpu._is_amx_tile_supported() is not is_avoided
-    assert os.environ.get("ONEDNN_MAX_CPU_ISA") == ("AVX512_CORE_BF16" if is_avoided else None)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -16,12 +16,28 @@ from inputs.machine import avoid_broken_amx
 avoid_broken_amx()
 
 
+# Files whose tests start ranks. These use both cores: with two files at a time they would wait for each other.
+WITH_RANKS = {
+    "test_bad_input", "test_benchmarks", "test_evaluate", "test_fsdp", "test_gpu", "test_hacks", "test_lora",
+    "test_main_job", "test_memory_measured", "test_memory_policies", "test_rollout", "test_setups", "test_train",
+    "test_vision", "test_weights",
+}  # fmt: skip
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For pytest-xdist: two files at a time, and at the end, one after the other, those that start ranks."""
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(str(item.path)))
-    items.sort(key=lambda item: item.get_closest_marker("xdist_group").args == ("ranks",))
+    items.sort(key=lambda item: item.path.stem in WITH_RANKS)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """With several workers: each takes a file at a time, and one of them, at the end, all files that start ranks."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Files(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "with ranks" if Path(file).stem in WITH_RANKS else file
+
+    return Files(config, log)
 
 
 @pytest.fixture(scope="session")

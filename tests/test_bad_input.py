@@ -13,8 +13,6 @@ from inputs.choices import algorithm_of
 from inputs.command_line import parse_flags
 from inputs.load import load_inputs
 
-pytestmark = pytest.mark.xdist_group("ranks")  # these start ranks, which use both cores
-
 
 def check(policy: Path, out_dir: Path, **changes: object) -> None:
     """What the program does before it loads a model."""

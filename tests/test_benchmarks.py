@@ -9,8 +9,6 @@ from transformers import AutoModelForCausalLM
 from bench_common import save_random_model
 from helpers import torchrun
 
-pytestmark = pytest.mark.xdist_group("ranks")  # these start ranks, which use both cores
-
 TINY = ["--hidden", "64", "--layers", "1", "--rounds", "1"]
 STEP = ["--prompts", "2", "--group_size", "2", "--max_tokens", "4", "--steps", "3"]
 

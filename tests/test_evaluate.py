@@ -32,8 +32,6 @@ from inputs import command_line
 from inputs.checks import check_ranges
 from reward import Grader
 
-pytestmark = pytest.mark.xdist_group("ranks")  # these start ranks, which use both cores
-
 
 def grade(score: float, answer: str | None = None, status: str = "ok") -> Grade:
     return Grade(score, status, {"math": score} if status == "ok" else {}, answer)

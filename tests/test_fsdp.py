@@ -12,8 +12,6 @@ from helpers import torchrun
 from policy import load_policy
 from update import with_advantages
 
-pytestmark = pytest.mark.xdist_group("ranks")  # these start ranks, which use both cores
-
 TOLERANCE = {"atol": 2e-6, "rtol": 1e-4}
 
 

@@ -18,8 +18,6 @@ import pytest
 
 from helpers import ENVIRONMENT, ROOT, metrics_of, training_flags
 
-pytestmark = pytest.mark.xdist_group("ranks")  # these start ranks, which use both cores
-
 HACKS: dict[str, Callable[[Path], None]] = {}
 
 

@@ -12,8 +12,6 @@ import pytest
 
 from helpers import ROOT, metrics_of, torchrun
 
-pytestmark = pytest.mark.xdist_group("ranks")  # these start ranks, which use both cores
-
 PAGE = (ROOT / "docs" / "algorithm.md").read_text()
 RECIPES = re.findall(r"^\| (.+?) (?:\(.*\) )?\| `(--[^`]+)` \|$", PAGE, flags=re.MULTILINE)
 

@@ -7,8 +7,6 @@ import torch
 
 from helpers import torchrun
 
-pytestmark = pytest.mark.xdist_group("ranks")  # these start ranks, which use both cores
-
 CASES = {
     "tied": ("policy", 1, 1),
     "untied, two engines": ("untied_policy", 2, 1),

@@ -10,8 +10,6 @@ import pytest
 
 from helpers import ROOT, metrics_of, torchrun
 
-pytestmark = pytest.mark.xdist_group("ranks")  # these start ranks, which use both cores
-
 OF_TESTS = ("OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA")  # a user's environment does not have them
 
 DOCUMENTED = {  # what the sources say, see the scripts

@@ -18,8 +18,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from forked import run_ranks
 from helpers import ENVIRONMENT, ROOT, launch_command, logprobs_in_vllm, metrics_of, torchrun, training_flags
 
-pytestmark = pytest.mark.xdist_group("ranks")  # these start ranks, which use both cores
-
 SLOW_REWARD = """
 import os, time
 

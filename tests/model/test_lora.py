@@ -21,8 +21,6 @@ from inputs.checks import check_flags
 from model.lora import add_adapter, target_names
 from policy import Policy, check_policy, load_policy
 
-pytestmark = pytest.mark.xdist_group("ranks")  # these start ranks, which use both cores
-
 TOLERANCE = {"atol": 2e-6, "rtol": 1e-4}  # as in test_fsdp.py: fp32, a gradient of norm 2
 TINY = Qwen2Config(vocab_size=64, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=2)
 HALF_BF16 = 2**-8 * (

@@ -9,8 +9,6 @@ from transformers import AutoModelForCausalLM
 from helpers import flags, metrics_of, torchrun, training_flags
 from inputs.checks import check_flags
 
-pytestmark = pytest.mark.xdist_group("ranks")  # these start ranks, which use both cores
-
 
 def without_times(metrics: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if not name.startswith(("time/", "perf/"))}

@@ -25,8 +25,6 @@ from model.vision import decode, load_processor
 from policy import load_policy
 from vision_models import make_vision_model, pack_with_images, vision_data, vision_flags, vision_rollout
 
-pytestmark = pytest.mark.xdist_group("ranks")  # these start ranks, which use both cores
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:

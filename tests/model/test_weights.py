@@ -13,8 +13,6 @@ from forked import run_ranks
 from helpers import ROOT, torchrun, training_flags
 from policy import load_policy
 
-pytestmark = pytest.mark.xdist_group("ranks")  # these start ranks, which use both cores
-
 
 @pytest.fixture(scope="module")
 def folders(policy, untied_policy, tmp_path_factory):

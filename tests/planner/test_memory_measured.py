@@ -8,8 +8,6 @@ from transformers import AutoConfig
 from bench_memory import POLICIES
 from helpers import torchrun
 
-pytestmark = pytest.mark.xdist_group("ranks")  # these start ranks, which use both cores
-
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_an_update_takes_what_the_planner_says_within_10_percent_under_every_policy(num_ranks, tmp_path):

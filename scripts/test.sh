@@ -9,7 +9,7 @@ if [ "$(cat .venv/installed-dev 2> /dev/null)" != "$(sha256sum < requirements-de
     pip install --quiet --disable-pip-version-check --no-deps -r requirements-dev.txt
     sha256sum < requirements-dev.txt > .venv/installed-dev
 fi
-selection=(tests -n 2 --no-loadscope-reorder) # tests/conftest.py divides them
+selection=(tests -n 2 --dist loadfile --no-loadscope-reorder)
 if [ "$NUM_GPUS" -gt 0 ]; then
     selection=(tests) # each test has the GPUs to itself
 fi

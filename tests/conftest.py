@@ -16,28 +16,12 @@ from inputs.machine import avoid_broken_amx
 avoid_broken_amx()
 
 
-# Files whose tests start ranks. These use both cores: with two files at a time they would wait for each other.
-WITH_RANKS = {
-    "test_bad_input", "test_benchmarks", "test_evaluate", "test_fsdp", "test_gpu", "test_hacks", "test_lora",
-    "test_main_job", "test_memory_measured", "test_memory_policies", "test_rollout", "test_setups", "test_train",
-    "test_vision", "test_weights",
-}  # fmt: skip
+LONGEST = ["test_train", "test_main_job", "test_setups", "test_lora", "test_rollout", "test_evaluate"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.stem in WITH_RANKS)
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """With several workers: each takes a file at a time, and one of them, at the end, all files that start ranks."""
-    from xdist.scheduler import LoadScopeScheduling
-
-    class Files(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            return "with ranks" if Path(file).stem in WITH_RANKS else file
-
-    return Files(config, log)
+    """The longest files first: with two files at a time, none of them is left over at the end."""
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
 
 
 @pytest.fixture(scope="session")

@@ -76,8 +76,8 @@ def main() -> None:
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("--model", required=True, help="a folder with config.json or a name of models.json")
-    add("--micro_batch_tokens", type=int, default=16_384, help="of each of the two micro-batches of a rank")
-    add("--mean_length", type=int, default=600, help="of the sequences, in positions; the longest have 2,048 at most")
+    add("--micro_batch_tokens", type=int, default=16_384, help="tokens of each of a rank's two micro-batches")
+    add("--mean_length", type=int, default=600, help="mean length of the sequences in positions; the longest have 2,048 at most")
     add("--rounds", type=int, default=5, help="counted updates of each variant")
     some = "some of them; default: all, without a GPU not the compiled"
     add("--variants", nargs="+", choices=list(VARIANTS), metavar="NAME", help=some)

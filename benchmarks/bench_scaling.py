@@ -44,7 +44,7 @@ def main() -> None:
     add("--prompts", type=int, default=16, help="P of the smallest run")
     add("--group_size", type=int, default=8, help="G of the smallest run")
     add("--max_tokens", type=int, default=32, help="tokens of a completion of the smallest run")
-    add("--micro_batch_tokens", type=int, default=4096, help="of all runs")
+    add("--micro_batch_tokens", type=int, default=4096, help="token cap of all runs")
     add("--steps", type=int, default=5, help="steps of a run, the first two of which are not counted")
     add("--rounds", type=int, default=3, help="runs of each row, in turn")
     add("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks")

@@ -10,7 +10,7 @@ TRL's code stays as it is.
   cache of the size of ours, and new weights through `reload_weights`: TRL calls `load_weights`, which does not fit the
   repacked weights that vLLM keeps on CPU.
 - FSDP2: accelerate 1.15 ignores it on CPU without a word and trains with DDP. So it is switched on behind accelerate's
-  back and looked for after the training, and `generate` is told that the ranks must go on together.
+  back and looked for after the training, and `generate` gets the flag that keeps the ranks together.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def main() -> None:
     add("--micro_batch", type=int, default=32, help=micro_batch)
     add("--threads", type=int, default=1)
     add("--fsdp", action="store_true", help="FSDP2 in place of DDP")
-    add("--cache_bytes", type=int, help="of vLLM's keys and values in each process")
+    add("--cache_bytes", type=int, help="bytes of vLLM's keys and values in each process")
     add("--cache_block", type=int, help="tokens of a block of them")
     add("--vllm", action="store_true", help="colocated vLLM in place of generate()")
     args = parser.parse_args()

@@ -116,11 +116,11 @@ def parse_args() -> argparse.Namespace:
     add("--sequences", type=int, default=32, help="sequences of the update")
     group_size = "sequences that have the same prompt; above 1: ours also with --share_prompts"
     add("--group_size", type=int, default=1, help=group_size)
-    add("--prompt_tokens", type=int, default=16, help="of each prompt")
+    add("--prompt_tokens", type=int, default=16, help="tokens of each prompt")
     mean_length = "of the lognormal lengths before they are cut, in tokens"
     add("--mean_length", type=float, default=600.0, help=mean_length)
     add("--max_length", type=int, default=2048, help="where they are cut, in tokens")
-    add("--micro_batch_tokens", type=int, default=8192, help="of ours")
+    add("--micro_batch_tokens", type=int, default=8192, help="token cap of our micro-batches")
     add("--padded_rows", type=int, default=8, help="sequences in a padded micro-batch")
     dtype = "of the arithmetic; parameters are fp32"
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help=dtype)

@@ -352,7 +352,7 @@ def die_with_parent(how: signal.Signals) -> None:
 
 
 def _work(dispatcher: Connection, setup: _Setup) -> NoReturn:
-    """A worker's life. Whatever the function does, raising included, is told to the dispatcher or ends this process."""
+    """A worker's life. The dispatcher hears of whatever the function does, or this process ends."""
     os.setsid()  # what it starts can be killed with it
     die_with_parent(signal.SIGKILL)
     limit = int(setup.limits.memory_gib * 2**30)

@@ -77,7 +77,7 @@ def main() -> None:
     add = parser.add_argument
     add("--model", required=True, help="a folder with config.json or a name of models.json")
     add("--micro_batch_tokens", type=int, default=16_384, help="tokens of each of a rank's two micro-batches")
-    add("--mean_length", type=int, default=600, help="mean length of the sequences in positions; the longest have 2,048 at most")
+    add("--mean_length", type=int, default=600, help="mean length in positions; the longest have 2,048")
     add("--rounds", type=int, default=5, help="counted updates of each variant")
     some = "some of them; default: all, without a GPU not the compiled"
     add("--variants", nargs="+", choices=list(VARIANTS), metavar="NAME", help=some)

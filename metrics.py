@@ -113,8 +113,8 @@ def throughput(work: Work, seconds_RE: list[np.ndarray], metrics: Metrics, world
     """The `perf/` metrics of a step and `time/rollout_tail_s`, from its times and `perf/update_idle_frac` in `metrics`.
 
     `seconds_RE`: what each engine took in each round of sampling. The tail is the time between the first engine's last
-    completion and the last engine's. `perf/idle_frac` is the share of the step in which a GPU waits: in
-    sampling for the last engine, by the clock; in the update for the costliest micro-batch, by cost.
+    completion and the last engine's. `perf/idle_frac` is the share of the step in which a GPU waits, on
+    average: in sampling for the last engine, by the clock; in the update for the costliest micro-batch, by cost.
     """
     update_s, step_s = metrics["time/update_s"], metrics["time/step_s"]
     waited = sum(seconds_E.max() - seconds_E.mean() for seconds_E in seconds_RE)

@@ -1,4 +1,4 @@
-"""What the planner is told, as frozen dataclasses, and what follows from it alone.
+"""The planner's input as frozen dataclasses, and what follows from it alone.
 
     ModelShape                          the sizes of the model
     Memory, Lora, EngineSettings, Plan  as in `flags.py`

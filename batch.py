@@ -4,7 +4,8 @@ One dimension key, used for every array and tensor of the project:
 
     P  prompts of a step                     N  packed tokens of a micro-batch
     G  completions per prompt (group_size)   S  sequences of a micro-batch
-    B  sequences of a step, B = P * G        V  vocabulary, D  hidden size
+    B  sequences of a step, B = P * G        K  those of a micro-batch's tokens that are trained
+    V  vocabulary, D  hidden size
 
 A suffix names the dimensions: `rewards_B`, `logprobs_N`. Sequences are prompt-major: completion b answers prompt b //
 G. A step samples one `Rollout`; `plan_micro_batches` decides which rank trains which sequences together; `pack` makes
@@ -28,6 +29,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from data import Row
     from grading.score import Grade
+    from model.attention import Packing
+    from model.vision import BatchImages
 
 
 @dataclass(frozen=True)
@@ -112,13 +115,13 @@ class Batch:
     position_ids_N: Tensor  # int64, the place in the sequence; with images [3, N]: time, row, column
     labels_N: Tensor  # int64, the next token of the same sequence
     loss_mask_N: Tensor  # bool, true where the label is a completion token that is trained
+    trained_K: Tensor  # int64, the positions where the mask is true: to index by a mask, the host waits for the device
     loss_weights_N: Tensor  # float32, what the position counts in the loss of the update
     sequence_ids_N: Tensor  # int64, 0 to S - 1
     rollout_logprobs_N: Tensor  # float32, the engine's; zero where the label is no completion token
     segments_S: tuple[Segment, ...]  # their lengths add up to N
-    is_image_N: Tensor | None = None  # bool, true where an image's embedding replaces the token's; None: no images
-    pixels: tuple[Tensor, ...] = ()  # of each image [patches, values], float32, on the host until a pass needs them
-    grids: tuple[tuple[int, int, int], ...] = ()  # of each image: 1, height and width in patches
+    packing: Packing | None = None  # of its attention, on the device; None: each pass makes it
+    images: BatchImages | None = None  # None: no sequence has any
     advantages_N: Tensor | None = None  # float32, zero where the label is no completion token; None: not known yet
     old_logprobs_N: Tensor | None = None  # float32, under the weights that sampled; None: not needed
     ref_logprobs_N: Tensor | None = None  # float32, under the reference; None: no KL term
@@ -136,7 +139,8 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         """The batch on the device, but for pixel values: those of a whole step would be gigabytes."""
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
+        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+        return replace(self, **moved, images=self.images and self.images.to(device))
 
 
 def pack(rollout: Rollout, indices: list[int], group_size: int = 1) -> Batch:
@@ -150,7 +154,7 @@ def pack(rollout: Rollout, indices: list[int], group_size: int = 1) -> Batch:
     if not indices:
         zero = torch.zeros(1)
         index = zero.long()
-        return Batch(index, index, index, zero.bool(), zero, index, zero, segments_S=(Segment(None, 0, 1),))
+        return Batch(index, index, index, zero.bool(), index[:0], zero, index, zero, (Segment(None, 0, 1),))
     segments = _segments(rollout, indices, group_size)
     tokens = {b: np.concatenate([rollout.rows[b].ids, rollout.completions[b]]) for b in indices}
     is_trained_B = rollout.trained_lengths_B > 0
@@ -158,11 +162,13 @@ def pack(rollout: Rollout, indices: list[int], group_size: int = 1) -> Batch:
     def mask(x: Segment) -> np.ndarray:  # the one mask
         return (np.arange(x.stop) >= rollout.first_position(x.index)) & is_trained_B[x.index]
 
+    loss_mask_N = packed(segments, mask)
     return Batch(
         input_ids_N=packed(segments, lambda x: tokens[x.index][:-1]).long(),
         position_ids_N=packed(segments, lambda x: np.arange(x.stop)),
         labels_N=packed(segments, lambda x: tokens[x.index][1:]).long(),  # the one shift: n predicts token n + 1
-        loss_mask_N=packed(segments, mask),
+        loss_mask_N=loss_mask_N,
+        trained_K=loss_mask_N.nonzero()[:, 0],
         loss_weights_N=packed(segments, lambda x: np.full(x.stop, rollout.loss_weights_B[x.index])),
         sequence_ids_N=torch.repeat_interleave(torch.tensor([x.length for x in segments])),
         rollout_logprobs_N=to_positions(rollout, segments, rollout.rollout_logprobs),

@@ -178,7 +178,7 @@ def sapo(t: Tokens, *, sapo_tau_pos: float, sapo_tau_neg: float) -> Loss:
     SAPO (arXiv 2511.20347), eq. 5, with tau 1.0 and 1.05. At ratio 1 the gradient is that of the plain ratio.
     """
     ratio = token_ratio(t.logprobs, t.old_logprobs)
-    tau = torch.where(t.advantages > 0, t.advantages.new_tensor(sapo_tau_pos), sapo_tau_neg)
+    tau = torch.where(t.advantages > 0, sapo_tau_pos, sapo_tau_neg)
     return Loss(-t.advantages * torch.sigmoid(tau * (ratio - 1.0)) * 4.0 / tau, ratio)
 
 

@@ -23,7 +23,7 @@ from batch import Batch
 from flags import AdamW, Lora, Memory
 from fsdp_utils import World, full_tensors, shard
 from model import lora as adapters
-from model.attention import check_alignment, make_packing
+from model.attention import check_alignment, choose_kernel, make_packing
 from model.head import chunked_logprobs
 from model.optimizer import make_optimizer
 from model.sizes import head_dim
@@ -54,19 +54,19 @@ class Policy(adapters.WithAdapter):
 
     def forward(self, batch: Batch, temperature: float, with_entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """(logprobs_N, entropies_N), float32: of the labels where the loss mask is true, constant zeros elsewhere."""
-        tokens = {"input_ids": batch.input_ids_N[None]}
+        tokens, device = {"input_ids": batch.input_ids_N[None]}, batch.input_ids_N.device
         output = self.model.get_decoder()(
-            **({"inputs_embeds": embed(self.model, batch)[None]} if batch.pixels else tokens),
+            **({"inputs_embeds": embed(self.model, batch)[None]} if batch.images else tokens),
             position_ids=batch.position_ids_N.unsqueeze(-2),  # [1, N], with images [3, 1, N]
             use_cache=False,
-            packing=make_packing(batch.segments_S, batch.input_ids_N.device),
+            packing=batch.packing or make_packing(batch.segments_S, device),
         )
-        mask_N = batch.loss_mask_N
-        hidden = output.last_hidden_state[0][mask_N]  # the head runs on completion positions only
-        head = self.model.get_output_embeddings()
-        logprobs, entropies = chunked_logprobs(hidden, head, batch.labels_N[mask_N], temperature, with_entropy_gradient)
-        zeros_N = torch.zeros(len(mask_N), device=mask_N.device)
-        return zeros_N.masked_scatter(mask_N, logprobs), zeros_N.masked_scatter(mask_N, entropies)
+        trained_K = batch.trained_K
+        hidden = output.last_hidden_state[0].index_select(0, trained_K)  # the head runs on completion positions only
+        labels, head = batch.labels_N.index_select(0, trained_K), self.model.get_output_embeddings()
+        logprobs, entropies = chunked_logprobs(hidden, head, labels, temperature, with_entropy_gradient)
+        zeros_N = torch.zeros(len(batch.labels_N), device=device)
+        return zeros_N.index_copy(0, trained_K, logprobs), zeros_N.index_copy(0, trained_K, entropies)
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor in the engine's dtype) of each parameter, LoRA merged: for sync and export.
@@ -106,15 +106,12 @@ def build_policy(
     if memory.compile_layers:
         compile_layers(policy)
     shard_and_fill(policy, path, world, memory.offload == "all", memory.gather_parameters_once)
+    reference = policy if has_reference else None
+    if has_reference and not lora.lora_rank:
+        reference = empty_policy(path, dtype).requires_grad_(False)
+        shard_and_fill(reference, path, world, memory.offload_reference)
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    optimizer = make_optimizer(trained, adamw, memory)
-    if not has_reference:
-        return policy, None, optimizer
-    if lora.lora_rank:
-        return policy, policy, optimizer
-    reference = empty_policy(path, dtype).requires_grad_(False)
-    shard_and_fill(reference, path, world, memory.offload_reference)
-    return policy, reference, optimizer
+    return policy, reference, make_optimizer(trained, adamw, memory)  # last: weights are loaded before its state
 
 
 def check_policy(config: PretrainedConfig, lora: Lora, memory: Memory) -> None:
@@ -129,7 +126,9 @@ def check_policy(config: PretrainedConfig, lora: Lora, memory: Memory) -> None:
 
 
 def check_device(device: torch.device, share_prompts: bool) -> None:
-    """Raises RuntimeError if the attention kernel of the device does not do what --share_prompts needs."""
+    """Takes the device's best attention kernel. Raises RuntimeError if it does not do what --share_prompts needs."""
+    if device.type == "cuda":
+        choose_kernel(device)
     if share_prompts and device.type == "cuda":
         check_alignment(device)
 

@@ -17,7 +17,6 @@ from batch import Batch, Rollout, from_positions, pack, plan_micro_batches, shar
 from flags import Memory, Plan, UpdateStep
 from fsdp_utils import (
     World,
-    activations_on_host,
     clip_grad_norm,
     gather_from_ranks,
     keep_gathered,
@@ -27,6 +26,8 @@ from fsdp_utils import (
     sum_over_trainers,
 )
 from grpo import Algorithm, Graded
+from model.activations import activations_on_host
+from model.attention import add_packing
 from model.vision import add_images
 from policy import Policy
 
@@ -56,8 +57,8 @@ def pack_updates(
             lengths_B[indices], world.num_trainers, memory.micro_batch_tokens, policy.parity_length, group_size,
             shared_B[indices],
         )  # fmt: skip
-        own_micros = [indices[micro].tolist() for micro in micros_of_ranks[world.trainer_rank]]
-        batches = [add_images(pack(rollout, micro, group_size), images_B).to(world.device) for micro in own_micros]
+        own = [pack(rollout, indices[micro].tolist(), group_size) for micro in micros_of_ranks[world.trainer_rank]]
+        batches = [add_packing(add_images(batch, images_B).to(world.device)) for batch in own]
         updates.append(Update(batches, max(int(trained_lengths_B[indices].sum()), 1)))
     return updates
 
@@ -151,7 +152,7 @@ def update_policy(
             is_last = i == len(update.batches) - 1
             reduce_gradients(policy, is_last or not memory.reduce_gradients_once)
             keep_gathered(policy, memory.gather_parameters_once and not is_last)
-            with activations_on_host(memory.offload_activations):
+            with activations_on_host(memory.offload_activations, world.device):
                 logprobs_N, entropies_N = policy(batch, algorithm.temperature, algorithm.entropy_coef != 0)
             old_logprobs_N = logprobs_N.detach() if is_unchanged else batch.old_logprobs_N
             loss_N, means, maxima = grpo.total_loss(batch, logprobs_N, old_logprobs_N, entropies_N, algorithm)

@@ -33,8 +33,9 @@ from bench_common import Trainer, flags_of, make_rollout, parser_of, print_table
 from fsdp_utils import World, close_world, init_world, wait_for_all
 from metrics import peak_flops, update_flops
 from model import sizes
+from model.attention import kernel_name
 from planner.dry_run import config_of
-from policy import Policy
+from policy import Policy, check_device
 
 GOAL = 0.5  # MFU
 VARIANTS = {  # name -> flags
@@ -83,6 +84,7 @@ def main() -> None:
     add("--variants", nargs="+", choices=list(VARIANTS), metavar="NAME", help=some)
     given = parser.parse_args()
     world = init_world(tp_size=1, timeout_minutes=10)
+    check_device(world.device, share_prompts=False)
     is_cuda = world.device.type == "cuda"
     names = given.variants or [name for name in VARIANTS if is_cuda or "compiled" not in name]
     peak = peak_flops(torch.cuda.get_device_name()) if is_cuda else None
@@ -121,8 +123,7 @@ def main() -> None:
                 torch.cuda.empty_cache()
     if world.is_main:
         print_table(["", "median s", "min", "max", "tokens/s per rank", "TFLOP/s per rank", "MFU"], rows)
-        kernel = "torch.nn.attention.varlen.varlen_attn" if is_cuda else "scaled_dot_product_attention on rectangles"
-        print(f"attention: {kernel}")
+        print(f"attention: {kernel_name(world.device)}")
         device = torch.cuda.get_device_name() if is_cuda else "cpu"
         summary = {"ratio": found, "unit": "MFU" if peak else "TFLOP/s", "goal": GOAL}
         print(json.dumps(summary | {"device": device, "ranks": world.num_trainers}))

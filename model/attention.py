@@ -7,18 +7,19 @@ works unchanged. Dimensions: `batch.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 if TYPE_CHECKING:
-    from batch import Segment
+    from batch import Batch, Segment
 
 RECTANGLE_PADDING = 128  # padding slots of a rectangle, at most; of 32 to 1,024, 64 and 128 are fast at all lengths
 
@@ -37,9 +38,14 @@ class Packing:
     slots_N: Tensor | None  # the slot of each packed position; the first one where several sequences share it
 
 
+def add_packing(batch: Batch) -> Batch:
+    """The batch with its packing on the device, for all passes: made in a pass, it would be copied there in each."""
+    return replace(batch, packing=make_packing(batch.segments_S, batch.input_ids_N.device))
+
+
 def make_packing(segments: tuple[Segment, ...], device: torch.device) -> Packing:
     """The packing of segments that lie end to end."""
-    if device.type != "cuda":
+    if device.type == "cpu":
         return padded_packing(segments)
     found = vars(varlen_packing(segments))
     return Packing(**{k: x.to(device, non_blocking=True) if isinstance(x, Tensor) else x for k, x in found.items()})
@@ -114,8 +120,8 @@ AttentionInterface.register("packed", packed_attention)
 
 def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None) -> Tensor:
     """CUDA: torch's FlashAttention kernel. With more keys than queries, the last query sees the last key."""
-    if packing.positions_M is not None:
-        key, value = key[packing.positions_M], value[packing.positions_M]
+    if packing.positions_M is not None:  # by `index_select`: the backward pass of x[positions] sorts them
+        key, value = (x.index_select(0, packing.positions_M) for x in (key, value))
     return varlen_attn(
         query, key, value, packing.cu_seqlens, packing.cu_seqlens_k, packing.max_length, packing.max_length,
         scale=scaling, window_size=(-1, 0), enable_gqa=query.shape[1] != key.shape[1],
@@ -137,6 +143,27 @@ def _attend_rectangles(query: Tensor, key: Tensor, value: Tensor, packing: Packi
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=is_grouped)
         rows.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(rows).index_select(0, packing.slots_N)
+
+
+def choose_kernel(device: torch.device) -> None:
+    """CUDA: FlashAttention 3 where the GPU can run it (H100, H200) and its module `flash_attn_interface` is installed.
+
+    Elsewhere torch's own FlashAttention 2 stays. Both know grouped queries and another number of keys than queries, are
+    causal up to the last key, and have a backward pass.
+    """
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return
+    try:
+        activate_flash_attention_impl("FA3")
+    except (ImportError, OSError, RuntimeError):  # not there, or made for another torch, or without a backward pass
+        return
+
+
+def kernel_name(device: torch.device) -> str:
+    """The attention that runs on the device."""
+    if device.type != "cuda":
+        return "scaled_dot_product_attention on rectangles"
+    return f"varlen_attn, {'FlashAttention 3' if current_flash_attention_impl() == 'FA3' else 'FlashAttention 2'}"
 
 
 def check_alignment(device: torch.device) -> None:

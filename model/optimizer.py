@@ -28,11 +28,18 @@ Group = dict[str, object]  # of parameters, with their settings
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], adamw: AdamW, memory: Memory) -> Optimizer:
-    """torch's AdamW where fp32 masters and their state are on the device; else ours, which takes less memory."""
+    """torch's AdamW where fp32 masters and their state are on the device; else ours, which takes less memory.
+
+    The state is there from the start: made in the first step, it would lie between activations in the GPU's memory.
+    """
     betas = (adamw.adam_beta1, adamw.adam_beta2)
     settings = {"lr": adamw.learning_rate, "betas": betas, "weight_decay": adamw.weight_decay}
     if memory.param_dtype == "float32" and memory.offload == "none":
-        return torch.optim.AdamW(parameters, **settings, fused=True)
+        optimizer = torch.optim.AdamW(parameters, **settings, fused=True)
+        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device)} | moments
+        return optimizer
     return ChunkedAdamW(parameters, **settings, is_state_on_host=memory.offload == "optimizer")
 
 
@@ -45,6 +52,8 @@ class ChunkedAdamW(torch.optim.AdamW):
     def __init__(self, params: Iterable[nn.Parameter], is_state_on_host: bool, **settings: object) -> None:
         super().__init__(params, fused=True, **settings)
         self.is_state_on_host = is_state_on_host
+        for parameter in (each for group in self.param_groups for each in group["params"]):
+            self.state[parameter] = self._first_state(parameter)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
@@ -57,14 +66,15 @@ class ChunkedAdamW(torch.optim.AdamW):
             torch.cuda.synchronize()  # what the host reads next, for a checkpoint say, has arrived
 
     def _update(self, parameter: nn.Parameter, group: Group) -> None:
-        state, device = self._state_of(parameter), local_shard(parameter).device
+        state, device = self.state[parameter], local_shard(parameter).device
         state["step"] += 1
         generator = torch.Generator(device).manual_seed(int(state["step"]))  # a resumed run rounds as it would have
         tensors = {"parameter": parameter, "gradient": parameter.grad} | state
         del tensors["step"]
         chunks = [local_shard(tensor).view(-1).split(sizes.OPTIMIZER_CHUNK) for tensor in tensors.values()]
         for pieces in zip(*chunks, strict=True):
-            step = (state["step"] - 1).to(device)  # `fused_adamw` counts it up
+            # `fused_adamw` counts it up. Filled on the device, because the host would wait for a copy.
+            step = torch.full((), float(state["step"]) - 1, device=device)
             self._update_chunk(dict(zip(tensors, pieces, strict=True)), step, group, generator)
 
     @staticmethod
@@ -87,24 +97,22 @@ class ChunkedAdamW(torch.optim.AdamW):
         for name in values.keys() - {"gradient"}:
             chunk[name].copy_(values[name], non_blocking=True)  # nothing to do where it was updated in place
 
-    def _state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        if not self.state[parameter]:
-            dtypes = {"exp_avg": parameter.dtype, "exp_avg_sq": parameter.dtype}
-            if parameter.dtype == torch.bfloat16:
-                dtypes["remainder"] = torch.int16
-            device = "cpu" if self.is_state_on_host else None  # None: where the parameter is
-            state = {name: torch.zeros_like(parameter, dtype=dtype, device=device) for name, dtype in dtypes.items()}
-            for tensor in state.values() if device and local_shard(parameter).is_cuda else ():
-                pin_in_place(tensor)
-            self.state[parameter] = {"step": torch.tensor(0.0)} | state
-        return self.state[parameter]
+    def _first_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        dtypes = {"exp_avg": parameter.dtype, "exp_avg_sq": parameter.dtype}
+        if parameter.dtype == torch.bfloat16:
+            dtypes["remainder"] = torch.int16
+        device = "cpu" if self.is_state_on_host else None  # None: where the parameter is
+        state = {name: torch.zeros_like(parameter, dtype=dtype, device=device) for name, dtype in dtypes.items()}
+        for tensor in state.values() if device and local_shard(parameter).is_cuda else ():
+            pin_in_place(tensor)
+        return {"step": torch.tensor(0.0)} | state
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Takes the state as it is, in place: torch's would cast it to the parameter's dtype and device."""
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(saved | {"params": group["params"]})
             for parameter, index in zip(group["params"], saved["params"], strict=True):
-                for name, tensor in self._state_of(parameter).items():
+                for name, tensor in self.state[parameter].items():
                     local_shard(tensor).copy_(local_shard(state_dict["state"][index][name]))
 
 

@@ -9,6 +9,7 @@ kept encoded; pixel values are computed for the micro-batches of a step and go w
 
 from __future__ import annotations
 
+import copy
 import io
 import struct
 from collections.abc import Iterable
@@ -23,6 +24,7 @@ from PIL import ExifTags, Image, ImageOps
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.models.auto import AutoProcessor, AutoTokenizer
+from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
 from flags import PromptFormat
 
@@ -44,6 +46,7 @@ class Vision:
     merge_size: int  # patches along each side of a token
     min_pixels: int
     max_pixels: int
+    window_size: int  # in pixels: most layers of the tower attend within squares of this side
     # Encoded image -> pixel values, while a micro-batch holds them.
     kept: WeakValueDictionary[bytes, Tensor] = field(default_factory=WeakValueDictionary)
 
@@ -101,15 +104,52 @@ class PromptImages:
         return [decode(image) for image in self.encoded]
 
     def pixels(self) -> list[Tensor]:
-        """Of each image [patches, 3 x 2 x patch_size^2], float32, on the host; micro-batches share them."""
+        """Of each image [patches, 3 x 2 x patch_size^2], float32, on the host; micro-batches share them.
+
+        With a GPU they are in page-locked memory: the host would wait for the copy of any other.
+        """
         found, kept, process = [], self.vision.kept, self.vision.processor.image_processor
         for encoded, grid in zip(self.encoded, self.grids, strict=True):
             if (pixels := kept.get(encoded)) is None:
                 output = process(decode(encoded), size=self.vision.size, return_tensors="pt")
                 assert output["image_grid_thw"].tolist() == [list(grid)], "the processor scales images as `_grid` says"
-                pixels = kept[encoded] = output["pixel_values"]
+                pixels = output["pixel_values"]
+                kept[encoded] = pixels = pixels.pin_memory() if torch.cuda.is_available() else pixels
             found.append(pixels)
         return found
+
+
+class BatchImages:
+    """The images of a micro-batch, and where they go: made once, for all passes over it.
+
+    No dataclass: FSDP casts all tensors that it finds in one, in each pass, and the host would do it for pixel values.
+    """
+
+    def __init__(self, images: list[PromptImages], places_I: Tensor) -> None:
+        """`places_I`: int64, the packed position of each image token."""
+        vision = images[0].vision
+        merge, window, patch = vision.merge_size, vision.window_size, vision.patch_size
+        self.pixels = [pixels for each in images for pixels in each.pixels()]  # of each image, on the host
+        self.grids = torch.tensor([grid for each in images for grid in each.grids])
+        self.places_I = places_I
+        # What the tower would make of the grids in each pass. It reads the lengths, so those stay on the host.
+        window_index, window_lengths = get_vision_window_index(self.grids, merge, window, patch)
+        self.lengths = {"cu_seqlens": get_vision_cu_seqlens(self.grids), "cu_window_seqlens": window_lengths}
+        positions = get_vision_position_ids(self.grids, merge)
+        self.orders = {"position_ids": positions, "window_index": window_index}  # of the patches
+
+    def to(self, device: torch.device) -> BatchImages:
+        """The same with its orders and places on the device."""
+        moved = copy.copy(self)
+        moved.places_I = self.places_I.to(device, non_blocking=True)
+        moved.orders = {name: order.to(device, non_blocking=True) for name, order in self.orders.items()}
+        return moved
+
+    def embedded(self, tower: nn.Module) -> Tensor:
+        """Shape [image tokens, D]: what the tower makes of the pixels."""
+        device = self.places_I.device
+        pixels = torch.cat([each.to(device, tower.dtype, non_blocking=True) for each in self.pixels])
+        return tower(pixels, grid_thw=self.grids, **self.lengths, **self.orders).pooler_output
 
 
 def add_images(batch: Batch, images_of_sequences: list[PromptImages | None]) -> Batch:
@@ -121,7 +161,7 @@ def add_images(batch: Batch, images_of_sequences: list[PromptImages | None]) -> 
     images = [None if x.index is None else images_of_sequences[x.index] for x in segments]
     if not any(images):
         return batch
-    positions, is_image, seen = [], [], []
+    positions, is_image, seen = [], [], []  # of the positions; the prompts whose images are there
     for x, each in zip(segments, images, strict=True):
         own = np.tile(np.arange(x.stop), (3, 1)) if each is None else each.positions(x.stop)
         flags = np.zeros(0, dtype=bool) if each is None else each.is_image()
@@ -131,9 +171,7 @@ def add_images(batch: Batch, images_of_sequences: list[PromptImages | None]) -> 
     return replace(
         batch,
         position_ids_N=torch.from_numpy(np.concatenate(positions, axis=1)),
-        is_image_N=torch.from_numpy(np.concatenate(is_image)),
-        pixels=tuple(pixels for each in seen for pixels in each.pixels()),
-        grids=tuple(grid for each in seen for grid in each.grids),
+        images=BatchImages(seen, torch.from_numpy(np.flatnonzero(np.concatenate(is_image)))),
     )
 
 
@@ -148,12 +186,10 @@ def embed(model: PreTrainedModel, batch: Batch) -> Tensor:
     The tower is frozen, and its parameters are gathered with the rest of the root unit before this runs: a rank without
     images has no collective to miss.
     """
-    tower, device = tower_of(model), batch.input_ids_N.device
     embedded_ND = model.get_input_embeddings()(batch.input_ids_N)
     with torch.no_grad():
-        pixels = torch.cat([each.to(device, tower.dtype, non_blocking=True) for each in batch.pixels])
-        images = tower(pixels, grid_thw=torch.tensor(batch.grids, device=device)).pooler_output
-    return embedded_ND.masked_scatter(batch.is_image_N[:, None], images.to(embedded_ND.dtype))
+        images = batch.images.embedded(tower_of(model))
+    return embedded_ND.index_copy(0, batch.images.places_I, images.to(embedded_ND.dtype))
 
 
 def check_images(path: str, config: PretrainedConfig, prompt_format: PromptFormat) -> None:
@@ -204,7 +240,8 @@ def load_processor(
         raise ValueError(f"--max_pixels {max_pixels}: the processor of {path} scales images to at least {smallest}.")
     if prompt_format.image_column is not None and max_pixels is None:
         _check_room(prompt_format, largest, (patch * merge) ** 2, f"{largest} pixels, the processor's own limit,")
-    return tokenizer, Vision(processor, processor.image_token_id, patch, merge, smallest, max_pixels or largest)
+    window, largest = config.vision_config.window_size, max_pixels or largest
+    return tokenizer, Vision(processor, processor.image_token_id, patch, merge, smallest, largest, window)
 
 
 def find_images(vision: Vision, encoded: tuple[bytes, ...], template_ids: np.ndarray) -> PromptImages:

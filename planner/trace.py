@@ -187,7 +187,7 @@ def kernel_attention(
     """An attention function for transformers, with its shapes; `positions_M` as in `attention.packed_attention`."""
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     if positions_M is not None:
-        key, value = key[positions_M], value[positions_M]
+        key, value = (x.index_select(0, positions_M) for x in (key, value))
     return KernelAttention.apply(query, key, value)[None], None
 
 

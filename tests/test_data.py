@@ -209,7 +209,7 @@ def test_image_markers_are_the_places_of_the_images(tmp_path):
 def test_a_template_without_a_place_for_images_is_refused(message, reason, tmp_path):
     (tmp_path / "a.png").write_bytes(png())
     tokenizer = byte_tokenizer("{% for m in messages %}" + message + "{% endfor %}")
-    vision = Vision(None, tokenizer.convert_tokens_to_ids("<pic>"), 14, 2, 56 * 56, 10**6)
+    vision = Vision(None, tokenizer.convert_tokens_to_ids("<pic>"), 14, 2, 56 * 56, 10**6, 112)
     with pytest.raises(ValueError, match=f"no row can be used.*{reason}"):
         load_images(tmp_path, ["a.png"], tokenizer=tokenizer, vision=vision)
 

@@ -1144,7 +1144,8 @@ def measured(logprobs_N: Tensor, old_logprobs_N: Tensor, **others: Tensor) -> di
     n = len(logprobs_N)
     known = {"rollout_logprobs_N": old_logprobs_N, "ref_logprobs_N": old_logprobs_N} | others
     index, ones = torch.zeros(n, dtype=torch.int64), torch.ones(n)
-    batch = Batch(index, index, index, ones.bool(), ones / n, index, segments_S=(), advantages_N=ones, **known)
+    known |= {"trained_K": torch.arange(n), "segments_S": (), "advantages_N": ones}
+    batch = Batch(index, index, index, ones.bool(), loss_weights_N=ones / n, sequence_ids_N=index, **known)
     algorithm = algorithm_of(flags(kl_coef=0.1))
     _, means, _ = total_loss(batch, logprobs_N, old_logprobs_N, ones, algorithm)
     return {name: values.float().mean().item() for name, values in means.items()}

@@ -3,34 +3,12 @@
 import copy
 from dataclasses import replace
 
-import pytest
 import torch
 
-import fsdp_utils
 from batch import pack
 from helpers import RAGGED, flags, make_rollout, train_once
 from policy import compile_layers, load_policy
 from update import Update, with_advantages
-
-
-@pytest.mark.parametrize("gradient_checkpointing", [False, True])
-def test_activations_go_to_the_host_and_weights_do_not(policy, gradient_checkpointing, monkeypatch):
-    model, moved = load_policy(str(policy), torch.float32, gradient_checkpointing), []
-    to_host = fsdp_utils._to_host
-    monkeypatch.setattr(fsdp_utils, "_to_host", lambda tensor: moved.append(tensor) or to_host(tensor))
-    batch = pack(make_rollout(), list(range(len(RAGGED))))
-    with fsdp_utils.activations_on_host(True):
-        logprobs = model(batch, 1.0)[0]
-    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    assert not [tensor.shape for tensor in moved if tensor.untyped_storage().data_ptr() in weights]
-    inputs_of_layers = [tensor for tensor in moved if tensor.shape == (1, len(batch.labels_N), 64)]
-    assert len(inputs_of_layers) >= 2, "two layers"
-    assert (len(moved) < 20) == gradient_checkpointing, "without it, what is inside the layers goes, too"
-    logprobs.sum().backward()
-    plain = load_policy(str(policy), torch.float32)
-    plain(batch, 1.0)[0].sum().backward()
-    for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, wanted.grad, atol=1e-5, rtol=1e-5)
 
 
 def test_compiled_layers_give_the_same_numbers_for_all_lengths_from_one_compilation(policy):

@@ -16,11 +16,14 @@ from transformers import AutoModelForCausalLM
 import grpo
 import update
 from batch import Rollout, pack, to_positions
-from flags import Memory, make_plan, take
+from flags import Lora, Memory, make_plan, take
 from fsdp_utils import World
 from grpo import Algorithm
 from helpers import flags, make_grade, make_rollout, unpacked_logprobs
 from inputs.choices import algorithm_of
+from model.attention import Packing
+from model.lora import add_adapter
+from no_waits import NoWaits, run_passes
 from policy import Policy, load_policy
 from update import Update, add_advantages, compute_advantages, gather_penalties, pack_updates
 
@@ -288,3 +291,53 @@ def test_a_second_pass_takes_its_ratio_against_the_log_probs_from_before_the_fir
         assert (metrics["policy/ratio_max"] == metrics["policy/ratio_min"] == 1) == (i == 0)
         assert (metrics["policy/ratio_max"] > 1.05 and metrics["policy/clip_frac"] > 0.05) == (i > 0)
         before.load_state_dict(model.state_dict())
+
+
+# Waiting for the device -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gradient_checkpointing": True},
+        {"share_prompts": True, "entropy_coef": 0.01},
+        {"lora_rank": 4, "lora_dropout": 0.5, "share_prompts": True},
+    ],
+)
+def test_the_passes_never_wait_for_the_device(changes, policy, monkeypatch):
+    args = flags(model=str(policy), group_size=4, micro_batch_tokens=40, kl_coef=0.1, **changes)
+    model = load_policy(str(policy), torch.float32, args.gradient_checkpointing)
+    if args.lora_rank:
+        add_adapter(model.model, take(Lora, args), args.seed, args.model)
+    assert run_passes(model, args, make_rollout(group_size=4), monkeypatch) > 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"policy_loss": name} for name in grpo.LOSSES]
+    + [{"rollout_correction": name} for name in grpo.CORRECTIONS]
+    + [{"kl_estimator": name, "kl_coef": 0.1} for name in grpo.KL],
+    ids=lambda changes: next(iter(changes.values())),
+)
+def test_no_term_of_the_loss_waits_for_the_device(changes):
+    algorithm = algorithm_of(flags(**changes))
+    rollout = make_rollout([3, 2])
+    logprobs_N = torch.randn(11, device="meta", requires_grad=True)
+    known = {name: torch.zeros(11) for name in ("advantages_N", "old_logprobs_N", "ref_logprobs_N")}
+    batch = replace(pack(rollout, [0, 1]), **known).to(torch.device("meta"))
+    with NoWaits([]):
+        loss_N, _, _ = grpo.total_loss(batch, logprobs_N, batch.old_logprobs_N, batch.old_logprobs_N, algorithm)
+        grpo.masked_sum(loss_N, batch.loss_mask_N).backward()
+
+
+def test_a_batch_that_is_packed_for_an_update_has_what_its_passes_need(policy):
+    """On a CPU a pass that makes its packing itself computes the same: only the time is lost."""
+    args = flags(model=str(policy), share_prompts=True, **TWO_UPDATES | {"prompts_per_update": 2})
+    model = load_policy(str(policy), torch.float32)
+    plan, algorithm, memory = make_plan(args, num_rows=2), algorithm_of(args), take(Memory, args)
+    (packed,) = pack_updates(graded_rollout(), plan, algorithm, memory, model, WORLD)
+    (batch,) = packed.batches
+    assert isinstance(batch.packing, Packing)
+    assert batch.trained_K.tolist() == torch.arange(len(batch.labels_N))[batch.loss_mask_N].tolist()
+    for found, wanted in zip(model(batch, 1.0), model(replace(batch, packing=None), 1.0), strict=True):
+        assert found.equal(wanted)

@@ -11,7 +11,7 @@ from inputs.checks import check_flags
 
 
 def without_times(metrics: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if not name.startswith(("time/", "perf/"))}
+    return {name: value for name, value in metrics.items() if not name.startswith(("time/", "perf/", "memory/"))}
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,10 @@ import copy
 import pytest
 import torch
 
+from flags import AdamW, Memory, take
+from helpers import flags
 from model import sizes
-from model.optimizer import ChunkedAdamW, join, round_stochastically, split
+from model.optimizer import ChunkedAdamW, join, make_optimizer, round_stochastically, split
 
 SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.01}
 
@@ -107,3 +109,24 @@ def test_a_rank_whose_shard_of_a_parameter_is_empty_updates_the_others():
     empty.grad, other.grad = torch.empty_like(empty), torch.ones_like(other)
     ChunkedAdamW([empty, other], **SETTINGS | {"lr": 0.1}, is_state_on_host=False).step()
     assert (other < 1).all()
+
+
+@pytest.mark.parametrize("changes", [{}, {"offload": "optimizer"}, {"param_dtype": "bfloat16"}])
+def test_the_state_is_there_before_the_first_step_and_trains_as_the_one_that_torch_makes_in_it(changes):
+    args = flags(learning_rate=SETTINGS["lr"], **changes)
+    adamw, memory = take(AdamW, args), take(Memory, args)
+    start = torch.randn(1000).to(getattr(torch, memory.param_dtype))
+    parameter = torch.nn.Parameter(start.clone())
+    optimizer = make_optimizer(iter([parameter]), adamw, memory)
+    state, tensors = optimizer.state[parameter], dict(optimizer.state[parameter])
+    assert all(tensor.eq(0).all() for tensor in tensors.values())
+    train(optimizer, gradients(3))
+    assert all(tensors[name] is tensor and tensor.any() for name, tensor in state.items() if name != "remainder")
+    assert state["step"] == 3
+    if memory.param_dtype == "float32":
+        lazy = torch.nn.Parameter(start)
+        torchs = torch.optim.AdamW([lazy], **SETTINGS | {"weight_decay": adamw.weight_decay}, fused=True)
+        assert train(torchs, gradients(3)).equal(parameter)
+        assert {name: (x.dtype, x.shape) for name, x in torchs.state[lazy].items()} == {
+            name: (x.dtype, x.shape) for name, x in state.items()
+        }

@@ -22,6 +22,7 @@ from helpers import ALONE, torchrun
 from inputs.checks import check_flags
 from inputs.load import load_inputs
 from model.vision import decode, load_processor
+from no_waits import run_passes
 from policy import load_policy
 from vision_models import make_vision_model, pack_with_images, vision_data, vision_flags, vision_rollout
 
@@ -96,9 +97,8 @@ def test_a_shared_prompt_with_images_gives_what_its_completions_give_alone(model
         policy.zero_grad()
         logprobs.square().sum().backward()
         gradients = [parameter.grad for parameter in policy.parameters() if parameter.requires_grad]
-        found.append(
-            ([logprobs.detach(), *(gradient.clone() for gradient in gradients)], len(batch.labels_N), len(batch.pixels))
-        )
+        numbers = [logprobs.detach(), *(gradient.clone() for gradient in gradients)]
+        found.append((numbers, len(batch.labels_N), len(batch.images.pixels)))
     (alone, positions, images), (shared, fewer_positions, fewer_images) = found
     assert images == 2 * fewer_images > 0
     assert positions - fewer_positions == sum(len(rollout.rows[b].ids) - 1 for b in (0, 2, 4))
@@ -139,6 +139,7 @@ def test_engine_and_trainer_agree_on_one_image_several_and_none(found):
         16,
     ]  # 6; 6 + 4 + 4; 4 image tokens
     assert found["on all ranks the same"]
+    assert found["hidden"] == [] and len(found["planted"]) == 1, "what an engine on CUDA would lose in its sleep"
 
 
 @pytest.mark.parametrize(("name", "changes"), [("all weights", {}), ("LoRA", {"lora_rank": 4})])
@@ -176,7 +177,7 @@ def test_a_sampled_image_token_is_a_text_and_texts_count_on_in_all_three_rows(mo
     rollout = vision_rollout(data)
     batch = pack_with_images(rollout, [0, 1])
     token = data.rows[0].images.vision.image_token
-    assert int((batch.input_ids_N == token).sum()) == 7 and int(batch.is_image_N.sum()) == 6
+    assert int((batch.input_ids_N == token).sum()) == 7 and len(batch.images.places_I) == 6
     length = len(data.rows[0].ids) + 7
     start = data.rows[0].ids.tolist().index(token)
     assert batch.position_ids_N[:, start : start + 6].tolist() == [
@@ -189,18 +190,36 @@ def test_a_sampled_image_token_is_a_text_and_texts_count_on_in_all_three_rows(mo
     )
     assert batch.position_ids_N[:, length:].tolist() == [list(range(len(data.rows[1].ids) + 4))] * 3
     texts = pack_with_images(rollout, [1, 3])
-    assert texts.position_ids_N.dim() == 1 and texts.pixels == ()
+    assert texts.position_ids_N.dim() == 1 and texts.images is None
+
+
+def test_pixel_values_are_in_page_locked_memory_where_there_is_a_gpu(model, monkeypatch):
+    """With a stand-in for `pin_memory`, which a CPU build refuses."""
+    data, pinned = vision_data(vision_flags(model)), []
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor.clone()) or pinned[-1])
+        batch = pack_with_images(vision_rollout(data), [0, 2])
+    assert len(batch.images.pixels) == len(pinned) == 4
+    assert all(pixels is each for pixels, each in zip(batch.images.pixels, pinned, strict=True))
+
+
+@pytest.mark.parametrize("changes", [{"lora_rank": 4, "share_prompts": True, "group_size": 2}, {}])
+def test_the_passes_with_images_never_wait_for_the_device(changes, model, monkeypatch):
+    args = vision_flags(model, micro_batch_tokens=80, **changes)
+    rollout = vision_rollout(vision_data(args)).take(np.array([0, 0, 2, 2, 4, 4, 1, 1]))
+    assert run_passes(policy_of(args), args, rollout, monkeypatch) > 1
 
 
 def test_pixel_values_are_shared_while_they_are_needed_and_stay_on_the_host(model):
     data = vision_data(vision_flags(model))
     rollout = vision_rollout(data)
-    first, second = pack_with_images(rollout, [0]), pack_with_images(rollout, [0, 1]).to(torch.device("meta"))
-    assert first.pixels[0] is second.pixels[0] and second.pixels[0].device.type == "cpu"
-    assert first.pixels[0].shape == (24, 3 * 2 * 14 * 14)
+    batches = pack_with_images(rollout, [0]), pack_with_images(rollout, [0, 1]).to(torch.device("meta"))
+    first, second = (batch.images.pixels[0] for batch in batches)
+    assert first is second and first.device.type == "cpu" and first.shape == (24, 3 * 2 * 14 * 14)
     kept = data.rows[0].images.vision.kept
     assert len(kept) == 1
-    del first, second
+    del batches, first, second
     assert len(kept) == 0
 
 

@@ -313,5 +313,7 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
+    except MemoryError as error:  # of the engine, which says what to change
+        exit_with_error(error)
     except KeyboardInterrupt:
         sys.exit("interrupted")

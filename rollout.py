@@ -24,8 +24,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # in this process: its weights and its seed are ours
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # warnings are dozens of lines on tuning; one exception below
+# The first rank's warnings are enough: what vLLM falls back to is the same on all.
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING" if os.environ.get("RANK", "0") == "0" else "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+# CUDA: FlashInfer compiles at its first call, with a toolkit that pip does not bring. docs/hardware.md
+os.environ.setdefault("VLLM_ALLREDUCE_USE_FLASHINFER", "0")
+os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # binding would put the ranks on the same cores
 warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
 logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # on CPU there is none, as it should be
@@ -41,18 +45,19 @@ from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistri
 from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-logging.getLogger("vllm.model_executor.model_loader.reload.inplace").setLevel(logging.WARNING)  # "... were not loaded"
-
 from batch import Rollout
 from flags import EngineSettings, Sampling
 from fsdp_utils import World, gather_from_ranks
-from model.sizes import CPU_BLOCK, cpu_cache_bytes
+from inputs.machine import set_allocator
+from model.engine_options import AT_START, NOISE, NOISE_ON_CPU, engine_options, memory_errors
 from model.vision import Vision
-from model.weights import load_config
 
 if TYPE_CHECKING:
     from data import Row
     from reward import OnFinished
+
+for _name, _beginning in NOISE + ([] if torch.cuda.is_available() else NOISE_ON_CPU):
+    logging.getLogger(_name).addFilter(lambda record, noise=_beginning: not record.msg.startswith(noise))
 
 # CPU: the ranks of an engine share memory, under a name that vLLM makes alike in every run on a machine. Another run,
 # or what a killed one left behind, would get in the way: the run's port makes the name its own.
@@ -78,37 +83,16 @@ class Engine:
         """`max_images`: in a prompt, at most. `most_sequences`: completions that a call asks of one engine at most."""
         self.world = world
         self.tokenizer = tokenizer
-        self.is_asleep = False
+        self.state = "awake"  # or "asleep", or "broken": between the two, and for ever if the change fails
         self.seconds_E = np.zeros(world.num_engines)  # what each engine took for its share of the last call of `sample`
         is_cuda = world.device.type == "cuda"
-        options: dict[str, object] = {"gpu_memory_utilization": settings.gpu_memory_utilization}
         if not is_cuda:
             torch._dynamo.config.disable = True  # vLLM's log-prob kernel would be compiled for 5 to 25 s, to no gain
-            config, itemsize = load_config(model_path), getattr(torch, settings.dtype).itemsize
-            cache_bytes = cpu_cache_bytes(config, settings.max_model_len, itemsize, world.tp_size, most_sequences)
-            options = {"kv_cache_memory_bytes": cache_bytes, "block_size": CPU_BLOCK}
-        if vision is not None:
-            options |= {
-                "limit_mm_per_prompt": {"image": max_images, "video": 0},
-                "mm_processor_kwargs": {"size": vision.size},
-                "mm_device_do_normalize": False,  # mean and std would be buffers of the model: random, as the weights
-                "mm_processor_cache_gb": 1,  # a prompt's completions follow each other; the default is 4 in each rank
-            }
+        options = engine_options(model_path, settings, is_cuda, world.tp_size, vision, max_images, most_sequences)
         gc.freeze()  # vLLM collects garbage at each stage of its start: a second in all, with what is imported in it
-        self.llm = LLM(
-            model=model_path,
-            load_format=settings.load_format,
-            dtype=settings.dtype,
-            tensor_parallel_size=world.tp_size,
-            distributed_executor_backend="external_launcher",
-            max_model_len=settings.max_model_len,
-            enforce_eager=settings.enforce_eager or not is_cuda,
-            enable_sleep_mode=is_cuda,
-            logprobs_mode="processed_logprobs",  # after the temperature: what the tokens were really drawn from
-            seed=settings.seed,  # external_launcher wants the same one on every rank; sample() sets its own
-            disable_log_stats=True,
-            **options,
-        )
+        with memory_errors("starts", AT_START):
+            self.llm = LLM(**options)
+        set_allocator(is_expandable=True)
 
     def sample(
         self,
@@ -124,7 +108,7 @@ class Engine:
         result is a function of weights, arguments and number of engines. As soon as completion b of the result is
         finished, the leader of its engine calls `on_finished(b, text, num_tokens, is_truncated)`.
         """
-        assert not self.is_asleep, "sync() wakes the engine: sample after it"
+        assert self.state == "awake", f"the engine is {self.state}: sync() wakes it, but not after a failure"
         # Keys, values and embeddings of images under old weights, and of earlier calls: a cached prefix changes the
         # shapes of the prefill and so the last bits.
         is_reset = self.llm.reset_prefix_cache()
@@ -181,21 +165,34 @@ class Engine:
         On CUDA the weights' memory is taken back before the transfer and the KV cache's after it: the gathered tensors
         and the cache are never held together.
         """
-        if self.is_asleep:
+        was_asleep = self._leave_state() == "asleep"
+        if was_asleep:
             torch.cuda.empty_cache()  # what torch holds in reserve is what vLLM needs back
-            self.llm.wake_up(tags=["weights"])
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_parameters)})
+            with memory_errors("takes back the memory of its weights"):
+                self.llm.wake_up(tags=["weights"])
+        with memory_errors("takes new weights"):
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_parameters)})
         if self.world.device.type == "cpu":
             self.llm.apply_model(_repack_head)
-        if self.is_asleep:
-            self.llm.wake_up(tags=["kv_cache"])
-            self.is_asleep = False
+        if was_asleep:
+            with memory_errors("takes back the memory of its cache"):
+                is_awake = self.llm.wake_up(tags=["kv_cache"])
+            assert is_awake, "weights and cache are all that sleeps: otherwise requests would wait for ever"
+        self.state = "awake"
 
     def sleep(self) -> None:
-        """CUDA: drops weights and KV cache until the next sync (level 2: no copy in host RAM). CPU: nothing."""
-        if self.world.device.type == "cuda" and not self.is_asleep:
-            self.llm.sleep(level=2)
-            self.is_asleep = True
+        """CUDA: drops weights and KV cache until the next sync (level 2: no copy of the weights). CPU: nothing."""
+        if self.world.device.type == "cuda" and self.state != "asleep":
+            self._leave_state()
+            with memory_errors("goes to sleep"):
+                self.llm.sleep(level=2)
+            self.state = "asleep"
+
+    def _leave_state(self) -> str:
+        """The state so far. The engine is broken until the caller, who changes it, says that it has succeeded."""
+        assert self.state != "broken", "a change of weights or of memory failed: the engine cannot be used any more"
+        before, self.state = self.state, "broken"
+        return before
 
     def close(self) -> None:
         """Ends the engine and every process group: vLLM takes the default one, the trainer's, down with its own."""

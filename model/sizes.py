@@ -14,6 +14,7 @@ HEAD_CHUNK_LOGITS = 1024 * 152_064  # logits made at a time: 0.6 GiB in fp32. At
 OPTIMIZER_CHUNK = 2**24  # elements updated at a time, of about 30 bytes each: at most 0.5 GiB
 
 MOST_AT_ONCE = 256  # sequences that run at a time, for each rank of an engine: vLLM's default for offline use on CPU
+MOST_ON_GPU = 512  # sequences that an engine runs at a time on GPUs: vLLM's largest batch that has a CUDA graph
 CPU_BLOCK = 32  # tokens of a cache block on CPU, the fewest that vLLM takes: 128 are no faster (benchmarks/README.md)
 CPU_CACHE = 2**30  # bytes of that cache in a rank, at most; the environment's VLLM_CPU_KVCACHE_SPACE (GiB) replaces it
 

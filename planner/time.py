@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from model.sizes import MOST_ON_GPU
 from planner.memory import REDUCE, cache_bytes_per_token, engine_parts, kept_per_layer
 from planner.setup import COMPUTE, ModelShape, Setup
 
@@ -86,7 +87,7 @@ def rollout_seconds(setup: Setup, shares: Shares) -> float:
     sequences = -(-plan.completions_per_step // setup.num_engines)
     per_token = cache_bytes_per_token(setup)
     cache = max(engine_parts(setup)["KV cache"], per_token)
-    at_once = max(1.0, min(sequences, 1024, cache / (per_token * (prompt + completion))))  # vLLM: at most 1024
+    at_once = max(1.0, min(sequences, MOST_ON_GPU, cache / (per_token * (prompt + completion))))
     flops = training_flops(setup.model, [1]) / 3 * at_once / tp
     read = setup.model.parameters * COMPUTE / tp + at_once * per_token * (prompt + completion / 2)
     token = max(flops / (h.flops * shares.flops), read / (h.memory_speed * shares.memory))

@@ -18,6 +18,7 @@ from distributed_gradient import Recorder
 from flags import EngineSettings, Lora, Sampling, take
 from fsdp_utils import World, close_world, gather_from_ranks, init_world, shard
 from helpers import train_once
+from hidden_tensors import findings
 from inputs.choices import algorithm_of
 from model.lora import add_adapter
 from policy import Policy, load_policy
@@ -93,6 +94,7 @@ def main(path: str, output: str) -> None:
     if world.is_main:
         export(policy, weights, vision.processor, Path(output) / "exported")
     found["merged"] = {name: tensor.clone() for name, tensor in policy.full_weights()}
+    found |= findings(engine)
     if world.is_main:
         torch.save(found, Path(output) / "found.pt")
     engine.close()

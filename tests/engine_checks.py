@@ -17,6 +17,7 @@ from batch import Rollout, pack
 from data import PromptData
 from flags import EngineSettings, PromptFormat, Sampling
 from fsdp_utils import close_world, gather_from_ranks, init_world, shard
+from hidden_tensors import findings
 from policy import Policy, load_policy
 from rollout import Engine
 
@@ -89,6 +90,7 @@ def main(path: str, tp_size: str, output: str) -> None:
     engine.sync(policy.full_weights())
     found["gap_after"] = gap(policy, sample((1, 3)))
     found["sync_changes_greedy_output"] = engine.sample(rows, greedy, (1,)).texts != greedy_before
+    found |= findings(engine)
     if world.is_main:
         Path(output).write_text(json.dumps(found))
     engine.close()

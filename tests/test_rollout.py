@@ -64,3 +64,8 @@ def test_completions_are_handed_over_while_others_are_still_sampled(found):
     assert found["heard_what_is_returned"]
     assert found["heard_on_all_leaders"] == 16 * 4
     assert found["heard_while_others_are_sampled"]
+
+
+def test_an_engine_loses_nothing_in_its_sleep_that_it_does_not_get_again(found):
+    assert found["hidden"] == []
+    assert len(found["planted"]) == 1, "the scan finds what there is"

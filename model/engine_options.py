@@ -1,0 +1,95 @@
+"""How the engine is started, as plain values for `vllm.LLM`, and what is said when GPU memory runs out. No vLLM."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from flags import EngineSettings
+from model.sizes import CPU_BLOCK, MOST_ON_GPU, cpu_cache_bytes
+from model.vision import Vision
+from model.weights import load_config
+
+# torch and vLLM's allocator say the one, vLLM's checks of its share of the GPU the other.
+LACK_OF_MEMORY = re.compile(r"out of memory|gpu.memory.utilization", re.IGNORECASE)
+AT_START = "change --gpu_memory_utilization, or raise --tensor_parallel_size"
+BESIDE_TRAINER = "lower --gpu_memory_utilization or --micro_batch_tokens, or give --offload or --offload_reference"
+
+NOISE = [  # logger of vLLM, and how those of its warnings begin that tell nothing: they are not shown
+    ("vllm.engine.arg_utils", "The global random seed is set"),  # each call of Engine.sample sets its own
+    ("vllm.config.vllm", "Enforce eager set"),  # by a flag, or on CPU
+    ("vllm.config.vllm", "Inductor compilation was disabled"),  # the same
+    # At each sync, of modules without weights and of a tied head. What is really missing, reload.inplace tells.
+    ("vllm.model_executor.model_loader.reload.layerwise", "%s: Failed to load weights"),
+    ("vllm.model_executor.models.utils", "Attempted to load weight"),  # of another dtype than --dtype, which is meant
+    ("vllm.utils.flashinfer", "FlashInfer's precompiled kernels"),  # none of them runs: see rollout.py
+]
+NOISE_ON_CPU = [
+    ("vllm.config.vllm", "Model Runner V2 requires Triton"),  # there is none for CPUs; with CUDA it belongs to torch
+    ("vllm.platforms.cpu", ""),  # the same, and what models without attention need
+    ("vllm.v1.worker.cpu_worker", ""),  # advice on libraries and on binding threads, which `launch.sh` decides
+]
+
+
+def engine_options(
+    model_path: str,
+    settings: EngineSettings,
+    is_cuda: bool,
+    tp_size: int,
+    vision: Vision | None = None,
+    max_images: int = 0,
+    most_sequences: int | None = None,
+) -> dict[str, object]:
+    """The arguments of `vllm.LLM`. `most_sequences`: completions that a call asks of one engine at most; None: any."""
+    options = {
+        "model": model_path,
+        "load_format": settings.load_format,
+        "dtype": settings.dtype,
+        "tensor_parallel_size": tp_size,
+        "distributed_executor_backend": "external_launcher",
+        "max_model_len": settings.max_model_len,
+        "enforce_eager": settings.enforce_eager or not is_cuda,
+        "enable_sleep_mode": is_cuda,
+        "logprobs_mode": "processed_logprobs",  # after the temperature: what the tokens were really drawn from
+        "seed": settings.seed,  # external_launcher wants the same one on every rank; Engine.sample sets its own
+        "disable_log_stats": True,
+    }
+    if is_cuda:
+        options |= {
+            "gpu_memory_utilization": settings.gpu_memory_utilization,
+            # vLLM's own default depends on the kind of GPU (256 or 1,024), and batches above 512 have no CUDA graph.
+            "max_num_seqs": min(MOST_ON_GPU, most_sequences or MOST_ON_GPU),
+            "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}},  # FlashInfer's: see rollout.py
+        }
+    else:
+        config, itemsize = load_config(model_path), getattr(torch, settings.dtype).itemsize
+        cache_bytes = cpu_cache_bytes(config, settings.max_model_len, itemsize, tp_size, most_sequences)
+        options |= {"kv_cache_memory_bytes": cache_bytes, "block_size": CPU_BLOCK}
+    if vision is not None:
+        options |= {
+            "limit_mm_per_prompt": {"image": max_images, "video": 0},
+            "mm_processor_kwargs": {"size": vision.size},
+            "mm_device_do_normalize": False,  # mean and std would be buffers of the model: random, as the weights
+            "mm_processor_cache_gb": 1,  # a prompt's completions follow each other; the default is 4 in each rank
+        }
+    return options
+
+
+@contextmanager
+def memory_errors(phase: str, advice: str = BESIDE_TRAINER) -> Iterator[None]:
+    """CUDA: a lack of GPU memory within becomes a MemoryError, whose sentence names the phase and the flags to change.
+
+    Other errors are left as they are.
+    """
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        if not torch.cuda.is_available() or not LACK_OF_MEMORY.search(str(error)):
+            raise
+        free, total = (count / 2**30 for count in torch.cuda.mem_get_info())
+        where = f"while the engine {phase}, {free:.1f} of {total:.1f} GiB of the GPU are free"
+        cause = re.split(r"\.?\s*\n|\.\s|\.$", str(error))[0]  # its first sentence
+        raise MemoryError(f"GPU memory ran out {where} ({cause}); {advice}.") from error

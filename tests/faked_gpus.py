@@ -1,0 +1,155 @@
+"""Run as a program: what vLLM makes of our options on a kind of GPU that is not there.
+
+    python tests/faked_gpus.py H100 ENGINES_FILE OUTPUT_FILE
+
+ENGINES_FILE (JSON): name -> folder with a config.json, the flags of train_grpo.py, number of ranks. The platform's
+answers about the GPU are made up; vLLM itself decides all the rest. No engine is started, and no weights are there.
+"""
+
+import json
+import os
+import sys
+from contextlib import ExitStack
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+GPUS = {  # name, compute capability, multiprocessors, bytes
+    "H100": ("NVIDIA H100 80GB HBM3", (9, 0), 132, 85_017_493_504),
+    "A100": ("NVIDIA A100-SXM4-80GB", (8, 0), 108, 85_094_039_552),
+}
+
+
+def fake(kind: str) -> None:
+    """From here on vLLM believes in a node of 8 such GPUs, with Triton and FlashInfer installed."""
+    for kernels in ("vllm._C_stable_libtorch", "vllm.vllm_flash_attn"):
+        sys.modules[kernels] = mock.MagicMock(__spec__=ModuleSpec(kernels, None))
+    import torch
+    import vllm.platforms
+    from vllm.platforms.cuda import CudaPlatformBase
+    from vllm.platforms.interface import DeviceCapability
+
+    name, capability, multiprocessors, num_bytes = GPUS[kind]
+    answers = {
+        "get_device_name": name,
+        "get_device_capability": DeviceCapability(*capability),
+        "num_compute_units": multiprocessors,
+        "get_device_total_memory": num_bytes,
+        "device_count": 8,
+        "is_fully_connected": True,
+        "is_pin_memory_available": True,
+        "is_cumem_allocator_available": True,
+        "is_sleep_mode_available": True,
+    }
+    methods = {key: classmethod(lambda *_, value=value, **__: value) for key, value in answers.items()}
+    vllm.platforms._current_platform = type("Faked", (CudaPlatformBase,), methods)()
+    torch.cuda.device_count = torch.accelerator.device_count = lambda: 8
+    torch.cuda.get_device_capability = lambda *_: capability
+
+    import vllm._custom_ops
+    import vllm.config.compilation
+    import vllm.config.vllm
+    import vllm.utils.flashinfer
+
+    vllm._custom_ops.cutlass_scaled_mm_supports_block_fp8 = lambda _: False  # asked while modules are imported
+    vllm.config.vllm.HAS_TRITON = True
+    vllm.utils.flashinfer.has_flashinfer = lambda: True
+    sizes = "default_fi_allreduce_fusion_max_size_mb"  # in a module that needs the kernels
+    setattr(vllm.config.compilation.PassConfig, sizes, staticmethod(dict))
+
+
+def configuration(options: dict[str, object], num_ranks: int) -> object:
+    """The `VllmConfig` that `vllm.LLM` would start with."""
+    from vllm import LLM
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    class Started(Exception):
+        pass
+
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    with mock.patch.object(LLMEngine, "from_engine_args", side_effect=Started) as start:
+        try:
+            LLM(**options)
+        except Started:
+            given = start.call_args.kwargs
+    return given["engine_args"].create_engine_config(given["usage_context"])
+
+
+def described(config: object) -> dict[str, object]:
+    """What a run depends on, by the name that the tests use."""
+    graphs, scheduler, model, parallel = (
+        config.compilation_config, config.scheduler_config, config.model_config, config.parallel_config,
+    )  # fmt: skip
+    return {
+        "runner": 2 if config.use_v2_model_runner else 1,
+        "is_asynchronous": scheduler.async_scheduling,
+        "graphs": graphs.cudagraph_mode.name,
+        "captured": graphs.cudagraph_capture_sizes,
+        "sequences": scheduler.max_num_seqs,
+        "batched_tokens": scheduler.max_num_batched_tokens,
+        "has_prefix_cache": config.cache_config.enable_prefix_caching,
+        "sleeps": model.enable_sleep_mode and model.enable_cumem_allocator and model.sleep_mode_backend == "cumem",
+        "logprobs": model.logprobs_mode,
+        "fuses_all_reduce": graphs.pass_config.fuse_allreduce_rms,
+        "has_custom_all_reduce": not parallel.disable_custom_all_reduce,
+        "executor": parallel.distributed_executor_backend,
+        "worker": parallel.worker_cls,
+        "tp_size": parallel.tensor_parallel_size,
+    }
+
+
+def all_reduces() -> list[str]:
+    """The classes for all-reduce that vLLM sets up for a tensor-parallel group of two GPUs."""
+    from vllm.distributed.device_communicators import cuda_communicator
+
+    folder, made = "vllm.distributed.device_communicators", []
+    places = {
+        "pynccl": "PyNcclCommunicator",
+        "custom_all_reduce": "CustomAllreduce",
+        "symm_mem": "SymmMemCommunicator",
+        "quick_all_reduce": "QuickAllReduce",
+        "flashinfer_all_reduce": "FlashInferAllReduce",
+        "flashinfer_pcie_ipc_all_reduce": "FlashInferPcieIpcAllReduce",
+    }
+
+    def begin(self: object, *_: object, **__: object) -> None:
+        vars(self).update(world_size=2, cpu_group=None, device=None, device_group=object(), use_all2all=False)
+
+    with ExitStack() as patches:
+        for module, name in places.items():
+            make = lambda *_, name=name, **__: made.append(name) or SimpleNamespace(disabled=False)  # noqa: E731
+            patches.enter_context(mock.patch(f"{folder}.{module}.{name}", make))
+        patches.enter_context(mock.patch.object(cuda_communicator.DeviceCommunicatorBase, "__init__", begin))
+        communicator = cuda_communicator.CudaCommunicator
+        patches.enter_context(mock.patch.object(communicator, "_log_all_reduce_backend_selection"))
+        communicator(cpu_group=None, unique_name="tp:0")
+    return sorted(made)
+
+
+def main(kind: str, engines: str, output: str) -> None:
+    fake(kind)
+    import torch
+
+    from flags import EngineSettings, take
+    from fsdp_utils import World
+    from inputs.command_line import parse_flags
+    from model.engine_options import engine_options
+    from rollout import largest_share
+
+    found = {"all-reduces": all_reduces(), "log level": os.environ["VLLM_LOGGING_LEVEL"]}
+    for name, engine in json.loads(Path(engines).read_text()).items():
+        args = parse_flags(engine["flags"])
+        world = World(0, engine["ranks"], args.tensor_parallel_size, torch.device("cuda"))
+        limits = args.max_prompt_tokens, max(args.max_completion_tokens, *args.eval_max_completion_tokens)
+        settings = take(EngineSettings, args, max_model_len=sum(limits))
+        vision = SimpleNamespace(size={"shortest_edge": 3136, "longest_edge": args.max_pixels})
+        others = {"vision": vision, "max_images": 1} if args.image_column else {}
+        others["most_sequences"] = largest_share([(args.prompts_per_step, args.group_size)], world)
+        options = engine_options(engine["folder"], settings, True, world.tp_size, **others)
+        found[name] = described(configuration(options, engine["ranks"]))
+    Path(output).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,422 @@
+"""What the CUDA branches rely on, as far as it can be known without a GPU: how vLLM resolves our options on faked ones,
+in which order the engine takes memory back and what follows when it cannot, the signatures of what is called, and that
+a sleeping engine loses nothing that it does not get again.
+"""
+
+import ast
+import functools
+import inspect
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from unittest import mock
+
+import pytest
+import torch
+
+from faked_gpus import GPUS
+from flags import EngineSettings
+from fsdp_utils import World
+from helpers import ROOT, torchrun
+from inputs.command_line import parse_flags
+from model.engine_options import engine_options, memory_errors
+from model.sizes import CPU_BLOCK, MOST_ON_GPU
+from planner.dry_run import config_of
+from smoke_inputs import SETUPS, make_model
+from test_setups import launched
+
+# How vLLM resolves our options ----------------------------------------------------------------------------------------
+
+ENGINES = {  # set-up -> ranks per engine, sequences that it runs at a time: its share of a step, at most 512
+    "qwq32b_8xh100": (8, 512),  # of 2,560
+    "deepseek32b_lora_8gpu": (4, 32),
+    "qwen25vl72b_lora_8xa100": (8, 8),
+    "tulu8b_rlvr_7plus1": (1, 32),
+    "qwen7b_simplerl_2x8xh100": (2, 512),  # of 1,024
+}
+ARCHITECTURES = {
+    "qwen2": "Qwen2ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+}
+
+
+def without_settings_of_vllm() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if not key.startswith("VLLM_") and key != "RANK"}
+
+
+@pytest.fixture(scope="module")
+def resolved(tmp_path_factory) -> dict[str, dict]:
+    """Kind of GPU -> what tests/faked_gpus.py found for the engine of each documented set-up."""
+    folder, engines = tmp_path_factory.mktemp("resolved"), {}
+    for name in ENGINES:
+        num_nodes, num_ranks, flags = launched(name)
+        config = config_of(parse_flags(flags).model)
+        config.architectures = [ARCHITECTURES[config.model_type]]
+        config.save_pretrained(folder / name)
+        engines[name] = {"folder": str(folder / name), "flags": flags, "ranks": num_nodes * num_ranks}
+    (folder / "engines.json").write_text(json.dumps(engines))
+    environment = without_settings_of_vllm() | {"PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_OFFLINE": "1"}
+    started = {}
+    for rank, kind in enumerate(GPUS):
+        command = [sys.executable, "tests/faked_gpus.py", kind, folder / "engines.json", folder / kind]
+        options = {"cwd": ROOT, "env": environment | {"RANK": str(rank)}, "text": True}
+        started[kind] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
+    for kind, process in started.items():
+        said, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, f"{kind}:\n{said[-6000:]}"
+    return {kind: json.loads((folder / kind).read_text()) for kind in GPUS}
+
+
+@pytest.mark.parametrize("kind", GPUS)
+@pytest.mark.parametrize("name", ENGINES)
+def test_vllm_makes_of_our_options_what_the_engine_relies_on(name, kind, resolved):
+    found = resolved[kind][name]
+    tp_size, sequences = ENGINES[name]
+    captured = found.pop("captured")
+    assert found == {
+        "runner": 2,
+        "is_asynchronous": True,
+        "graphs": "FULL_AND_PIECEWISE",
+        "sequences": sequences,
+        "batched_tokens": {"H100": 16384, "A100": 8192}[kind],
+        "has_prefix_cache": True,
+        "sleeps": True,
+        "logprobs": "processed_logprobs",
+        "fuses_all_reduce": False,
+        "has_custom_all_reduce": True,
+        "executor": "external_launcher",
+        "worker": "vllm.v1.worker.gpu_worker.Worker",
+        "tp_size": tp_size,
+    }
+    assert sequences in captured, "a batch of all sequences has a CUDA graph of its own size"
+    assert captured[-1] <= 512
+
+
+@pytest.mark.parametrize("kind", GPUS)
+def test_a_tensor_parallel_group_adds_with_kernels_that_come_compiled(kind, resolved):
+    """FlashInfer's all-reduce would look for nvcc at its first call, and end the engine where there is none."""
+    assert resolved[kind]["all-reduces"] == ["CustomAllreduce", "PyNcclCommunicator", "SymmMemCommunicator"]
+
+
+def test_the_first_rank_shows_the_warnings_of_vllm(resolved):
+    assert {kind: found["log level"] for kind, found in resolved.items()} == {"H100": "WARNING", "A100": "ERROR"}
+
+
+def test_the_options_are_plain_values(policy):
+    settings = EngineSettings(64, gpu_memory_utilization=0.4, enforce_eager=False)
+    cuda, cpu = (engine_options(str(policy), settings, is_cuda, 2, most_sequences=8) for is_cuda in (True, False))
+    assert json.loads(json.dumps([cuda, cpu])) == [cuda, cpu]
+    assert cuda["max_num_seqs"] == 8
+    assert engine_options(str(policy), settings, True, 2)["max_num_seqs"] == MOST_ON_GPU == 512
+    assert cuda.keys() - cpu.keys() == {"gpu_memory_utilization", "max_num_seqs", "compilation_config"}
+    assert cpu.keys() - cuda.keys() == {"kv_cache_memory_bytes", "block_size"} and cpu["block_size"] == CPU_BLOCK
+    assert (cuda["enforce_eager"], cuda["enable_sleep_mode"]) == (False, True)
+    assert (cpu["enforce_eager"], cpu["enable_sleep_mode"]) == (True, False)
+
+
+# Sleep, wake-up and new weights ---------------------------------------------------------------------------------------
+
+CHANGES = ["sleep(2)", "wake_up(weights)", "reload_weights", "wake_up(kv_cache)"]
+
+
+class RecordedLLM:
+    """Stands for `vllm.LLM`: notes what is called, and raises `error` where it is told to."""
+
+    def __init__(self, fails_at: str = "", error: Exception | None = None) -> None:
+        self.calls, self.fails_at, self.error = [], fails_at, error
+
+    def note(self, call: str) -> None:
+        self.calls.append(call)
+        if call == self.fails_at:
+            raise self.error
+
+    def sleep(self, level: int) -> None:
+        self.note(f"sleep({level})")
+
+    def wake_up(self, tags: list[str]) -> bool:
+        self.note(f"wake_up({', '.join(tags)})")
+        return tags == ["kv_cache"]
+
+    def collective_rpc(self, method: str, kwargs: dict[str, Iterator]) -> None:
+        self.weights = dict(kwargs["weights_iterator"])
+        self.note(method)
+
+    def reset_prefix_cache(self) -> bool:
+        raise NotImplementedError("the engine goes on to sample")
+
+
+@pytest.fixture(scope="module")
+def rollout() -> ModuleType:
+    with mock.patch.dict(os.environ):  # what it sets there is not for the programs that other tests start
+        import rollout
+    return rollout
+
+
+def engine_on_cuda(rollout: ModuleType, llm: RecordedLLM, monkeypatch: pytest.MonkeyPatch) -> object:
+    """The real `Engine` around the stand-in."""
+    monkeypatch.setattr(rollout, "LLM", lambda **options: llm)
+    world = World(rank=0, size=1, tp_size=1, device=torch.device("cuda", 0))
+    return rollout.Engine("m", None, world, EngineSettings(64, gpu_memory_utilization=0.4, enforce_eager=False))
+
+
+def change(engine: object) -> None:
+    engine.sleep()
+    engine.sync([("name", torch.ones(1))])
+
+
+def test_weights_get_their_memory_back_before_the_transfer_and_the_cache_after_it(rollout, monkeypatch):
+    llm = RecordedLLM()
+    engine = engine_on_cuda(rollout, llm, monkeypatch)
+    engine.sync([("name", torch.zeros(1))])
+    assert llm.calls == ["reload_weights"], "it is awake from the start"
+    llm.calls.clear()
+    engine.sleep()
+    engine.sleep()
+    assert llm.calls == ["sleep(2)"], "an engine that sleeps is left alone"
+    with pytest.raises(AssertionError, match="asleep"):
+        engine.sample([], None, (1,))
+    engine.sync([("name", torch.ones(1))])
+    assert llm.calls == CHANGES
+    assert llm.weights == {"name": torch.ones(1)}
+    with pytest.raises(NotImplementedError, match="goes on to sample"):
+        engine.sample([], None, (1,))
+
+
+@pytest.mark.parametrize("call", CHANGES)
+def test_an_engine_whose_change_has_failed_never_samples_again(call, rollout, monkeypatch):
+    """Also where it would be tried again: a second reload would mix the weights of both (reload/layerwise.py)."""
+    llm = RecordedLLM(call, RuntimeError("NCCL has lost a rank"))
+    engine = engine_on_cuda(rollout, llm, monkeypatch)
+    with pytest.raises(RuntimeError, match="NCCL has lost a rank"):
+        change(engine)
+    assert llm.calls == CHANGES[: CHANGES.index(call) + 1], "nothing is done after a failure"
+    llm.fails_at = ""
+    for attempt in (lambda: engine.sample([], None, (1,)), engine.sleep, lambda: change(engine)):
+        with pytest.raises(AssertionError, match="broken|failed"):
+            attempt()
+    assert len(llm.calls) == CHANGES.index(call) + 1
+
+
+def test_an_engine_that_stays_asleep_is_noticed(rollout, monkeypatch):
+    """vLLM only warns when a tag does not sleep, and requests then wait for ever."""
+    llm = RecordedLLM()
+    monkeypatch.setattr(llm, "wake_up", lambda tags: False)
+    engine = engine_on_cuda(rollout, llm, monkeypatch)
+    with pytest.raises(AssertionError, match="wait for ever"):
+        change(engine)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        ("sleep(2)", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), "goes to sleep"),
+        ("wake_up(weights)", RuntimeError("CUDA Error: out of memory at cumem.cpp:1"), "memory of its weights"),
+        ("reload_weights", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), "new weights"),
+        ("wake_up(kv_cache)", RuntimeError("CUDA Error: out of memory at cumem.cpp:1"), "memory of its cache"),
+    ],
+)
+def test_a_lack_of_memory_is_said_in_one_sentence_with_the_flags_to_change(call, error, words, rollout, monkeypatch):
+    gpu_of(3, 80, monkeypatch)
+    engine = engine_on_cuda(rollout, RecordedLLM(call, error), monkeypatch)
+    with pytest.raises(MemoryError) as raised:
+        change(engine)
+    said = str(raised.value)
+    assert words in said and "3.0 of 80.0 GiB" in said and "out of memory" in said
+    assert "lower --gpu_memory_utilization or --micro_batch_tokens, or give --offload" in said
+    assert said.endswith(".") and ". " not in said and "\n" not in said
+
+
+def test_an_engine_that_cannot_start_for_lack_of_memory_says_so_and_other_errors_are_left_alone(monkeypatch):
+    gpu_of(10, 80, monkeypatch)
+    free = "Free memory on device cuda:0 (10.0/80.0 GiB) on startup is less than desired GPU memory utilization"
+    words = "engine starts, 10.0 of 80.0 GiB .*less than desired.*; change --gpu_memory_utilization"
+    with pytest.raises(MemoryError, match=words), memory_errors("starts", "change --gpu_memory_utilization"):
+        raise ValueError(f"{free} (0.9, 72.0 GiB). Decrease GPU memory utilization or reduce GPU memory used.")
+    for error in (RuntimeError("CUDA error: an illegal memory access was encountered"), ValueError("no such model")):
+        with pytest.raises(type(error), match=str(error)), memory_errors("starts"):
+            raise error
+
+
+def gpu_of(free: int, total: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GiB."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free * 2**30, total * 2**30))
+
+
+# Signatures -----------------------------------------------------------------------------------------------------------
+
+# What our code calls -> where it is defined. All that rollout.py calls of vLLM, what only CUDA runs of torch, and names
+# that the libraries keep to themselves.
+LAYERS = "vllm/model_executor/layers"
+CALLS = {
+    "self.llm.sleep": ["vllm/entrypoints/llm.py:LLM.sleep"],
+    "self.llm.wake_up": ["vllm/entrypoints/llm.py:LLM.wake_up"],
+    "self.llm.reset_prefix_cache": ["vllm/entrypoints/llm.py:LLM.reset_prefix_cache"],
+    "self.llm.collective_rpc": ["vllm/entrypoints/llm.py:LLM.collective_rpc"],
+    "self.llm.apply_model": ["vllm/entrypoints/llm.py:LLM.apply_model"],
+    "self.llm.enqueue": ["vllm/entrypoints/llm.py:LLM.enqueue"],
+    "llm_engine.has_unfinished_requests": ["vllm/v1/engine/llm_engine.py:LLMEngine.has_unfinished_requests"],
+    "llm_engine.step": ["vllm/v1/engine/llm_engine.py:LLMEngine.step"],
+    "engine_core.shutdown": ["vllm/v1/engine/core_client.py:InprocClient.shutdown"],
+    "engine_core.reset_encoder_cache": [
+        "vllm/v1/engine/core_client.py:InprocClient.reset_encoder_cache",
+        "vllm/v1/worker/gpu_worker.py:Worker.reset_encoder_cache",
+        "vllm/v1/worker/gpu/model_runner.py:GPUModelRunner.reset_encoder_cache",
+    ],
+    "destroy_model_parallel": ["vllm/distributed/parallel_state.py:destroy_model_parallel"],
+    "destroy_distributed_environment": ["vllm/distributed/parallel_state.py:destroy_distributed_environment"],
+    "_name_by_vllm": ["vllm/distributed/device_communicators/cpu_communicator.py:_CPUSHMDistributed.make_group_name"],
+    "quant_method.process_weights_after_loading": [
+        f"{LAYERS}/vocab_parallel_embedding.py:UnquantizedEmbeddingMethod.process_weights_after_loading"
+    ],
+    "varlen_attn": ["torch/nn/attention/varlen.py:varlen_attn"],
+    "dist.all_gather_single": ["torch/distributed/distributed_c10d.py:all_gather_single"],
+    "pin_memory": ["torch/cuda/_pin_memory_utils.py:pin_memory"],
+    "torch.cuda.empty_cache": ["torch/cuda/memory.py:empty_cache"],
+    "torch.cuda.mem_get_info": ["torch/cuda/memory.py:mem_get_info"],
+    "torch.cuda.memory_stats": ["torch/cuda/memory.py:memory_stats"],
+    "torch.cuda.reset_peak_memory_stats": ["torch/cuda/memory.py:reset_peak_memory_stats"],
+    "torch.cuda.host_memory_stats": ["torch/cuda/memory.py:host_memory_stats"],
+    "torch.cuda.init": ["torch/cuda/__init__.py:init"],
+    "torch.cuda.get_device_capability": ["torch/cuda/__init__.py:get_device_capability"],
+    "activate_flash_attention_impl": ["torch/nn/attention/_registry.py:activate_flash_attention_impl"],
+    "torch.cuda.synchronize": ["torch/cuda/__init__.py:synchronize"],
+    "torch.cuda.set_device": ["torch/cuda/__init__.py:set_device"],
+    "torch.cuda.device_count": ["torch/cuda/__init__.py:device_count"],
+    "torch.cuda.get_device_name": ["torch/cuda/__init__.py:get_device_name"],
+    "torch.cpu._is_amx_tile_supported": ["torch/cpu/__init__.py:_is_amx_tile_supported"],
+    "torch.cpu._init_amx": ["torch/cpu/__init__.py:_init_amx"],
+    "_disable_current_modes": ["torch/utils/_python_dispatch.py:_disable_current_modes"],
+    "tree_iter": ["torch/utils/_pytree.py:tree_iter"],
+    "FakeTensorMode": ["torch/_subclasses/fake_tensor.py:FakeTensorMode.__init__"],
+}
+REMOTE = {  # method of `collective_rpc` -> the runners of CUDA (V2, V1) and CPU, which take its keywords
+    "reload_weights": [
+        "vllm/v1/worker/gpu/model_runner.py:GPUModelRunner.reload_weights",
+        "vllm/v1/worker/gpu_model_runner.py:GPUModelRunner.reload_weights",
+    ]
+}
+ROOMS = ("", "grading", "inputs", "model", "planner")
+TREES = {path: ast.parse(path.read_text()) for room in ROOMS for path in (ROOT / room).glob("*.py")}
+LIBRARIES = ("torch", "vllm", "transformers", "peft")
+
+
+def nodes() -> Iterator[tuple[str, ast.AST]]:
+    """(file:line, node) of the program."""
+    for path, tree in TREES.items():
+        yield from ((f"{path.name}:{getattr(node, 'lineno', 0)}", node) for node in ast.walk(tree))
+
+
+CALLED = [(f".{ast.unparse(node.func)}", where, node) for where, node in nodes() if isinstance(node, ast.Call)]
+
+
+def calls(name: str) -> list[tuple[str, ast.Call]]:
+    """(file:line, call) of each call in the program whose function is written so; one with a dot, at its end."""
+    return [
+        (where, node)
+        for written, where, node in CALLED
+        if written == f".{name}" or ("." in name and written.endswith(f".{name}"))
+    ]
+
+
+@functools.cache
+def definitions(file: str) -> list[ast.stmt]:
+    library, _, rest = file.partition("/")
+    return ast.parse((Path(find_spec(library).origin).parent / rest).read_text()).body
+
+
+def signature(place: str) -> inspect.Signature:
+    """Of `file:function` or `file:Class.method` (then without self), read from the source: nothing is imported."""
+    file, _, name = place.partition(":")
+    body = definitions(file)
+    *owners, last = name.split(".")
+    for owner in owners:
+        (body,) = (node.body for node in body if isinstance(node, ast.ClassDef) and node.name == owner)
+    (function,) = (node for node in body if isinstance(node, ast.FunctionDef) and node.name == last)
+    is_static = any(ast.unparse(decorator) == "staticmethod" for decorator in function.decorator_list)
+    given, kinds = function.args, inspect.Parameter
+    plain = [*given.posonlyargs, *given.args]
+    has_default = [False] * (len(plain) - len(given.defaults)) + [True] * len(given.defaults)
+    found = [kinds(x.arg, kinds.POSITIONAL_OR_KEYWORD, default=None if known else kinds.empty)
+             for x, known in zip(plain, has_default, strict=True)]  # fmt: skip
+    found = found[bool(owners and not is_static) :]
+    found += [kinds(given.vararg.arg, kinds.VAR_POSITIONAL)] if given.vararg else []
+    found += [kinds(x.arg, kinds.KEYWORD_ONLY, default=kinds.empty if default is None else None)
+              for x, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)]  # fmt: skip
+    found += [kinds(given.kwarg.arg, kinds.VAR_KEYWORD)] if given.kwarg else []
+    return inspect.Signature(found)
+
+
+def bind(place: str, where: str, num_positional: int, keywords: list[str]) -> None:
+    try:
+        signature(place).bind(*[None] * num_positional, **dict.fromkeys(keywords))
+    except (TypeError, ValueError) as error:  # ValueError: there is no such function any more
+        pytest.fail(f"{where} does not fit {place}: {error}")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_we_call_takes_what_we_give(name):
+    found = calls(name)
+    assert found, "no line calls it: take it out of the list"
+    for where, call in found:
+        # Of `*ends` the number is not in the source: two everywhere (varlen_attn's lengths of queries and keys).
+        num_positional = sum(2 if isinstance(each, ast.Starred) else 1 for each in call.args)
+        for place in CALLS[name]:
+            bind(place, where, num_positional, [keyword.arg for keyword in call.keywords])
+
+
+def test_what_the_workers_are_told_to_call_takes_what_we_give():
+    for where, call in calls("self.llm.collective_rpc"):
+        (kwargs,) = (keyword.value for keyword in call.keywords if keyword.arg == "kwargs")
+        for place in REMOTE[call.args[0].value]:
+            bind(place, where, 0, [key.value for key in kwargs.keys])
+        bind("vllm/v1/worker/gpu_worker.py:Worker.reload_weights", where, 0, [key.value for key in kwargs.keys])
+
+
+def test_names_that_the_libraries_keep_to_themselves_are_known():
+    """A new one belongs here, and into `CALLS` unless a test on CPU runs it."""
+    found = set()
+    for _, node in nodes():
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in LIBRARIES:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.partition(".")[0] in LIBRARIES}
+        elif isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch."):
+            found.add(ast.unparse(node))
+    private = {name for name in found if "._" in name and "__" not in name}
+    assert private == {
+        "torch._C",
+        "torch._C._accelerator_setAllocatorSettings",
+        "torch._dynamo",
+        "torch._dynamo.config",
+        "torch._dynamo.config.disable",
+        "torch._subclasses.fake_tensor.FakeTensorMode",
+        "torch.cpu._init_amx",
+        "torch.cpu._is_amx_tile_supported",
+        "torch.cuda._pin_memory_utils.pin_memory",
+        "torch.distributed.tensor._sharding_prop.ShardingPropagator",
+        "torch.testing._internal.distributed.fake_pg.FakeStore",
+        "torch.utils._python_dispatch.TorchDispatchMode",
+        "torch.utils._python_dispatch._disable_current_modes",
+        "torch.utils._pytree.tree_iter",
+        "vllm.distributed.device_communicators.cpu_communicator._CPUSHMDistributed",
+    }
+
+
+# Sleep of level 2 -----------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_of_llama_loses_nothing_in_its_sleep(tmp_path):
+    """Qwen2: tests/test_rollout.py; Qwen2.5-VL: tests/model/test_vision.py, which start such an engine anyway."""
+    make_model(SETUPS["tulu8b_rlvr_7plus1"], tmp_path / "model")
+    done = torchrun(1, "tests/hidden_tensors.py", tmp_path / "model", tmp_path / "found.json")
+    assert "WARNING" not in done.stdout, "vLLM's warnings are shown: silence those that tell nothing (NOISE)"
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["hidden"] == []
+    assert len(found["planted"]) == 1 and found["planted"][0].endswith(".planted"), "the scan finds what there is"

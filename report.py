@@ -15,6 +15,7 @@ PANELS = {  # title -> the metrics that it shows; * stands for any text
     "entropy, nats": "policy/entropy",
     "clipped tokens, share": "policy/clip_frac",
     "sampler-trainer gap": "policy/rollout_gap_mean",
+    "memory at the peak, GiB": "memory/*_gib",
 }
 
 
@@ -32,12 +33,12 @@ def seconds_of_phases(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def plot(run_dir: Path) -> None:
-    """Draws `run_dir`/curves.png: the eight curves to look at first."""
+    """Draws `run_dir`/curves.png: the nine curves to look at first."""
     from matplotlib.figure import Figure  # here, not above: half a second that most processes never need
 
     records = read_metrics(run_dir)
-    figure = Figure(figsize=(17, 7.5), layout="constrained")
-    for axis, title in zip(figure.subplots(2, 4).flat, [*PANELS, "seconds per phase"], strict=True):
+    figure = Figure(figsize=(14, 10), layout="constrained")
+    for axis, title in zip(figure.subplots(3, 3).flat, [*PANELS, "seconds per phase"], strict=True):
         axis.set(title=title, xlabel="step")
         axis.grid(alpha=0.3)
         pattern = PANELS.get(title, "")

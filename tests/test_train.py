@@ -88,7 +88,7 @@ def finished_run(policy, reward, tmp_path_factory) -> Path:
 
 
 def without_times(metrics: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if not name.startswith(("time/", "perf/"))}
+    return {name: value for name, value in metrics.items() if not name.startswith(("time/", "perf/", "memory/"))}
 
 
 def test_every_step_logs_every_metric(finished_run):
@@ -132,7 +132,7 @@ def test_the_run_folder_describes_itself(finished_run, policy):
     }  # fmt: skip
     assert (finished_run / "curves.png").stat().st_size > 10_000
     assert sorted(path.name for path in (finished_run / "profile").iterdir()) == [
-        f"step_3_rank_{rank}.json.gz" for rank in (0, 1)
+        f"step_3_{phase}_rank_{rank}.json.gz" for phase in ("sync", "update") for rank in (0, 1)
     ]
     assert sorted(path.name for path in finished_run.glob("*step_*")) == ["step_2", "step_4"]
     assert (finished_run / "final").resolve() == (finished_run / "step_4").resolve()

@@ -11,8 +11,8 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -27,10 +27,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from inputs.machine import avoid_broken_amx
+from inputs.machine import avoid_broken_amx, choose_interface, set_allocator, use_all_cores
 
 Item = TypeVar("Item")
 PR_SET_PDEATHSIG = 1  # of Linux
+PINNED_IN_PLACE: list[int] = []  # bytes of what `pin_in_place` has pinned: torch does not count it
 
 
 @dataclass(frozen=True)
@@ -94,11 +95,22 @@ def init_world(tp_size: int, timeout_minutes: float) -> World:
     if torch.cuda.is_available():
         device, backend = torch.device("cuda", int(os.environ["LOCAL_RANK"])), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
+        set_allocator(is_expandable=False)
+        use_all_cores()
     else:
         device, backend = torch.device("cpu"), "gloo"
         avoid_broken_amx()
-    dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
-    return World(dist.get_rank(), dist.get_world_size(), tp_size, device)
+    choose_interface()
+    store, rank, size = next(dist.rendezvous("env://"))
+    is_here = f"main process, start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    if rank == 0:
+        store.set(is_here, "")
+    while not store.check([is_here]):  # however long it takes: it may be downloading weights
+        time.sleep(0.05)
+    timeout = timedelta(minutes=timeout_minutes)
+    store.set_timeout(timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    return World(rank, size, tp_size, device)
 
 
 def close_world() -> None:
@@ -175,28 +187,6 @@ def keep_gathered(root: nn.Module, is_on: bool) -> None:
         root.set_reshard_after_backward(not is_on)
 
 
-def activations_on_host(is_on: bool) -> AbstractContextManager[object]:
-    """While it is open, what the backward pass needs waits in host RAM (page-locked on CUDA), but for the weights.
-
-    torch's own `save_on_cpu` would copy each gathered weight, too.
-    """
-
-    def pack(saved: Tensor) -> tuple[torch.device | None, Tensor]:
-        if isinstance(saved, nn.Parameter) or isinstance(saved._base, nn.Parameter):
-            return None, saved
-        return saved.device, _to_host(saved)
-
-    def unpack(packed: tuple[torch.device | None, Tensor]) -> Tensor:
-        device, saved = packed
-        return saved if device is None else saved.to(device, non_blocking=True)
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack) if is_on else nullcontext()
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda).copy_(tensor)
-
-
 def full_tensor(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """The whole of a sharded parameter, cast to `dtype` before it is gathered, on the device that computes.
 
@@ -261,6 +251,7 @@ def pin_in_place(tensor: Tensor) -> None:
     local = local_shard(tensor)
     if local.numel():
         pin_memory(local.data_ptr(), local.nbytes)
+        PINNED_IN_PLACE.append(local.nbytes)
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:

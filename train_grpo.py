@@ -38,10 +38,11 @@ from evaluate import Evaluator
 from flags import AdamW, EngineSettings, Lora, Memory, Plan, Sampling, free_on_resume, make_plan, take
 from fsdp_utils import World, close_world, init_world, is_main_process
 from grpo import Algorithm
-from inputs.load import Inputs, load_inputs
+from inputs.load import Inputs, check_world, load_inputs
 from metrics import throughput, work_of_step
 from model.vision import most_images
-from policy import build_policy, check_device
+from planner.watch import watch_memory
+from policy import build_policy
 from run import Run, open_run_folder
 from sampling import Draws, Sampler
 from update import add_advantages, add_logprobs, pack_updates, update_policy
@@ -61,7 +62,9 @@ def build_engine(args: Namespace, inputs: Inputs, world: World) -> Engine:
     held_out = zip(inputs.eval_sets, inputs.eval_samplings, strict=True)
     calls = [(args.prompts_per_step, args.group_size)] + [(len(data.rows), each.num_samples) for data, each in held_out]
     sequences = largest_share(calls, world)
-    return Engine(args.model, inputs.tokenizer, world, settings, inputs.vision, max_images, sequences)
+    engine = Engine(args.model, inputs.tokenizer, world, settings, inputs.vision, max_images, sequences)
+    engine.sleep()  # until the first sync: what that gathers and the engine's cache are never held together
+    return engine
 
 
 def describe(plan: Plan, world: World) -> str:
@@ -86,13 +89,14 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
         inputs, out_dir = load_inputs(args), Path(args.out_dir)
         lock = open_run_folder(out_dir, vars(args), free_on_resume(args)) if is_main_process() else None
         world = init_world(args.tensor_parallel_size, args.timeout_minutes)
-        check_device(world.device, args.share_prompts)
+        check_world(args, world)
         train_data = PromptData.mix([inputs.grader.check_keys(x, world) for x in inputs.train_data], args.data_weights)
         eval_sets = [inputs.grader.check_keys(data, world) for data in inputs.eval_sets]
         plan, memory = make_plan(args, len(train_data.rows)), take(Memory, args)
+        watch = watch_memory(args, len(train_data.rows), world)
     except (ValueError, OSError, RuntimeError) as error:
         exit_with_error(error)
-    run = Run(out_dir, lock, world, plan.total_steps, args.profile_steps, args.max_skipped_updates)
+    run = Run(out_dir, lock, world, watch, plan.total_steps, args.profile_steps, args.max_skipped_updates)
     run.say(describe(plan, world))
     run.say(algorithm.description)
     run.describe_data([train_data, *eval_sets])
@@ -109,10 +113,10 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
     lora, adamw, has_reference = take(Lora, args), take(AdamW, args), algorithm.kl_coef > 0
     try:
         policy, reference, optimizer = build_policy(args.model, memory, lora, adamw, has_reference, args.seed, world)
+        engine = build_engine(args, inputs, world)
     except ValueError as error:  # weights that do not fit config.json
         exit_with_error(error)
     run.say(policy.describe())
-    engine = build_engine(args, inputs, world)
     sampling = take(Sampling, args, num_samples=args.group_size)
     sampler = Sampler(engine, inputs.grader, train_data, take(Draws, args), sampling, run)
     evaluator = Evaluator(
@@ -185,5 +189,7 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
 if __name__ == "__main__":
     try:
         main(ARGS, ALGORITHM)
+    except MemoryError as error:  # of the engine, which says what to change
+        exit_with_error(error)
     except KeyboardInterrupt:
         sys.exit("interrupted: the same command continues from the last checkpoint" if is_main_process() else 1)

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import socket
+import time
+import uuid
 from argparse import Namespace
 from dataclasses import dataclass
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from data import PromptData
 from evaluate import check_names, settings_per_set
 from flags import Grading, Lora, Memory, PromptFormat, Sampling, make_plan, take
-from fsdp_utils import is_engine_leader_process
+from fsdp_utils import World, gather_from_ranks, is_engine_leader_process, is_main_process, wait_for_all
 from inputs.machine import check_launch
 from inputs.records import read_system_prompt
 from model.sizes import check_config
 from model.vision import Vision, load_processor
-from model.weights import load_config
-from policy import check_policy
+from model.weights import load_config, weight_files
+from policy import check_device, check_policy
 from reward import Grader, workers_per_engine
+
+SHOWN_AFTER = 10.0  # seconds: network file systems do not show a new file at once
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,7 @@ class Inputs:
 
 def load_inputs(args: Namespace) -> Inputs:
     """Raises ValueError, OSError or RuntimeError for everything that is wrong with the user's input."""
-    check_launch(args.tensor_parallel_size, args.dtype)
+    check_launch(args.tensor_parallel_size, args.dtype, args.gpu_memory_utilization)
     check_names(args.eval_data)
     eval_samplings = settings_per_set(
         len(args.eval_data), "eval_", samples=args.eval_samples, temperature=args.eval_temperature,
@@ -55,6 +61,31 @@ def load_inputs(args: Namespace) -> Inputs:
     make_plan(args, len(PromptData.mix(train_data, args.data_weights).rows))  # raises for too few rows, wrong weights
     # The seed 0 draws #ROWS: held-out sets are the same problems whatever the seed of the run.
     eval_sets = [PromptData.load(source, prompt_format, tokenizer, 0, vision) for source in args.eval_data]
+    if is_main_process():
+        weight_files(args.model)  # downloads what is not on the disk, while nobody waits in a collective
     grading, is_leader = take(Grading, args), is_engine_leader_process(args.tensor_parallel_size)
     grader = Grader(grading, workers_per_engine(grading, args.tensor_parallel_size) if is_leader else 0)
     return Inputs(tokenizer, vision, train_data, eval_sets, eval_samplings, grader)
+
+
+def check_world(args: Namespace, world: World) -> None:
+    """What only ranks together can know. Raises ValueError or RuntimeError, on every rank."""
+    check_shared(Path(args.out_dir))
+    check_device(world.device, args.share_prompts)
+
+
+def check_shared(folder: Path) -> None:
+    """Raises ValueError, on every rank, if a node does not see what the main process writes into the folder."""
+    mark = folder / f".seen_by_all_{gather_from_ranks(uuid.uuid4().hex)[0]}"
+    if is_main_process():
+        mark.touch()
+    wait_for_all()
+    deadline = time.monotonic() + SHOWN_AFTER
+    while not mark.exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    blind = {host for host in gather_from_ranks(None if mark.exists() else socket.gethostname()) if host is not None}
+    if is_main_process():
+        mark.unlink()
+    if blind:
+        where = f"{folder} on the first node is not what {', '.join(sorted(blind))} has under this name"
+        raise ValueError(f"--out_dir: {where}; it must be on a file system that all nodes share.")

@@ -1,24 +1,38 @@
-"""Whether the launch fits the machine, and what a machine announces but cannot do."""
+"""Whether the launch fits the machine, and what a machine announces but cannot do.
+
+Each check ends the run in one sentence before any weight is read. docs/hardware.md explains those of GPUs.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import os
+import re
+import shutil
+import socket
+import struct
 import sys
+import sysconfig
 from pathlib import Path
 
 import torch
 
 from inputs.checks import check_engines, launched_world_size
 
+GIB = 2**30
+SIOCGIFADDR = 0x8915  # of Linux: the address of an interface
+DRIVER = Path("/proc/driver/nvidia")  # what it says of itself
+OLDEST_DRIVER = {12: 525, 13: 580}  # by the major version of CUDA that torch was made for
+OLDEST_CARD = (8, 0)  # compute capability: Ampere, the first with bfloat16 and FlashAttention 2
 
-def check_launch(tp_size: int, dtype: str) -> None:
-    """Raises ValueError if GPUs stay idle or are too few, if ranks form no whole engines, or for fp32 on CUDA.
 
-    Reads the environment only: nothing is started and no GPU memory is taken.
-    """
-    world_size = launched_world_size()
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+def check_launch(tp_size: int, dtype: str, gpu_memory_utilization: float) -> None:
+    """Raises ValueError if GPUs stay idle, are too few or cannot be used, or if ranks form no whole engines."""
+    world_size, local_size = launched_world_size(), local_world_size()
     num_gpus = torch.cuda.device_count()
+    num_installed = len(list(DRIVER.glob("gpus/*")))
+    if torch.version.cuda and num_installed and not num_gpus and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+        check_driver(num_installed)
     if num_gpus > local_size:
         command = f"torchrun --nproc_per_node {num_gpus} {Path(sys.argv[0]).name} ..."
         hide = f"CUDA_VISIBLE_DEVICES={','.join(map(str, range(local_size)))}"
@@ -28,10 +42,140 @@ def check_launch(tp_size: int, dtype: str) -> None:
         )
     if 0 < num_gpus < local_size:
         started = f"{local_size} processes were started on this node"
-        raise ValueError(f"{started} but only {num_gpus} GPUs are visible; one rank needs one GPU.")
+        raise ValueError(
+            f"{started} but only {num_gpus} GPUs are visible; one rank needs one GPU, and not a MIG slice."
+        )
     if num_gpus and dtype == "float32":
         raise ValueError("--dtype float32: packed attention on CUDA computes in bfloat16; leave --dtype out.")
     check_engines(tp_size, world_size)
+    if num_gpus:
+        check_driver(num_gpus)
+        check_compiler()
+        check_gpu(int(os.environ.get("LOCAL_RANK", "0")), world_size, gpu_memory_utilization)
+
+
+def local_world_size() -> int:
+    """Processes that torchrun started on this node; 1 without torchrun."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def check_driver(num_gpus: int) -> None:
+    """Raises ValueError if torch cannot use all GPUs that the driver has: else the run would be one on the CPU."""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        file = DRIVER / "version"
+        found = re.search(r" (\d+\.[\d.]+) ", file.read_text()) if file.exists() else None
+        driver = f"driver {found[1]}" if found else "driver unknown"
+        needed = OLDEST_DRIVER.get(int((torch.version.cuda or "13").partition(".")[0]), 580)
+        built = f"torch {torch.__version__} was made for CUDA {torch.version.cuda} and needs driver {needed} or newer"
+        cpu = "for a run on the CPU use DEVICE=cpu bash scripts/setup.sh"
+        raise ValueError(
+            f"the driver has {num_gpus} GPUs, but torch cannot use them ({str(error).splitlines()[0]}; {driver}): "
+            f"{built}. Update the driver; {cpu} and set CUDA_VISIBLE_DEVICES= (empty)."
+        ) from None
+    if (usable := torch.cuda.device_count()) < num_gpus:
+        slices = "of MIG slices CUDA uses one, of failed GPUs none"
+        raise ValueError(f"the driver has {num_gpus} GPUs, but CUDA can use {usable} ({slices}); start {usable} ranks.")
+
+
+def check_compiler() -> None:
+    """Raises ValueError if Triton, which vLLM's kernels on CUDA need, could not build its launcher."""
+    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]  # as Triton looks for them
+    if not any(map(shutil.which, compilers)):
+        raise ValueError(f"vLLM's kernels need a C compiler, and {' or '.join(compilers)} was not found; install gcc.")
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if not header.exists():
+        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        raise ValueError(f"vLLM's kernels need {header}, which is missing; install {version}-dev (or -devel).")
+
+
+def check_gpu(index: int, world_size: int, gpu_memory_utilization: float) -> None:
+    """Raises ValueError if this rank's GPU is too old, a slice that NCCL cannot connect, or taken by others."""
+    name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+    if capability < OLDEST_CARD:
+        has = "compute capability " + ".".join(map(str, capability))
+        raise ValueError(f"GPU {index} ({name}) has {has}; bfloat16 and FlashAttention need 8.0 (Ampere) or newer.")
+    if " MIG " in name and world_size > 1:
+        slices = f"GPU {index} ({name}) is a MIG slice, which NCCL does not connect to others"
+        raise ValueError(f"{slices}; start one rank (NGPU=1), or switch MIG off.")
+    free, total = torch.cuda.mem_get_info(index)
+    if free < gpu_memory_utilization * total:
+        taken = (
+            f"{(total - free) / GIB:.1f} of {total / GIB:.1f} GiB are taken by other processes (nvidia-smi lists them)"
+        )
+        share = f"--gpu_memory_utilization {gpu_memory_utilization:g} wants {gpu_memory_utilization * total / GIB:.1f}"
+        raise ValueError(f"GPU {index} ({name}): {taken}; {share}. End them, choose other GPUs, or lower it.")
+
+
+def allocator_settings(is_expandable: bool) -> str:
+    """What torch's allocators are told: the user's PYTORCH_ALLOC_CONF, and expandable segments.
+
+    They keep micro-batches of many sizes from fragmenting the GPU's memory. vLLM cannot capture its CUDA graphs with
+    them where engines span GPUs, so they are off until the engine is built. The rounding of pinned memory stays on: in
+    torch 2.13 pinned_max_round_threshold_mb hands out blocks that are too small (its CachingHostAllocator.h compares no
+    sizes within a bucket).
+    """
+    given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    settings = dict(each.strip().split(":", 1) for each in given.split(",") if ":" in each)
+    wanted = settings.get("expandable_segments", "True") == "True"
+    settings["expandable_segments"] = str(is_expandable and wanted)
+    return ",".join(f"{name}:{value}" for name, value in settings.items())
+
+
+def set_allocator(is_expandable: bool) -> None:
+    """CUDA: see `allocator_settings`. torch forgets what is not in the string, so it is given whole."""
+    if torch.cuda.is_available():
+        torch._C._accelerator_setAllocatorSettings(allocator_settings(is_expandable))
+
+
+def use_all_cores() -> None:
+    """CUDA: the cores of the node, divided by its ranks. torchrun leaves one, and AdamW may work on the host."""
+    if os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size()))
+
+
+def choose_interface() -> None:
+    """Several nodes: names the interface towards MASTER_ADDR to gloo and NCCL, unless the user has.
+
+    gloo by itself takes the one that the host's own name leads to: often the loopback, and the nodes would wait for
+    each other in vain. Raises ValueError if MASTER_ADDR is no address.
+    """
+    if launched_world_size() == local_world_size():
+        return
+    address = os.environ["MASTER_ADDR"]
+    try:
+        own = own_address(address)
+        if own.startswith("127.") and address != "localhost" and not address.startswith("127."):
+            own = own_address("192.0.2.1")  # the first node, under a name that Debian gives to the loopback
+    except OSError as error:
+        host = socket.gethostname()
+        raise ValueError(
+            f"MASTER_ADDR={address} cannot be reached from {host} ({error.strerror}); use the first node's address."
+        ) from None
+    if name := interface_of(own):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # this one, not all that begin so
+
+
+def own_address(target: str) -> str:
+    """The IPv4 address under which this node would talk to the target. Sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((target, 9))
+        return probe.getsockname()[0]
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has this IPv4 address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                found = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
+            except OSError:  # it has no address
+                continue
+            if socket.inet_ntoa(found[20:24]) == address:
+                return name
+    return None
 
 
 def avoid_broken_amx() -> None:

@@ -8,7 +8,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 NUM_GPUS=0
 if command -v nvidia-smi > /dev/null; then
-    NUM_GPUS=$(nvidia-smi --list-gpus 2> /dev/null | grep --count '^GPU' || true)
+    if ! listed=$(nvidia-smi --list-gpus 2>&1) && [ -z "${DEVICE:-}" ]; then
+        echo "error: nvidia-smi says: $listed. Mend the driver, or set DEVICE=cpu for a run on the CPU" >&2 && exit 2
+    fi
+    NUM_GPUS=$(grep --count '^GPU' <<< "$listed" || true)
 fi
 DEVICE=${DEVICE:-$([ "$NUM_GPUS" -gt 0 ] && echo cuda || echo cpu)}
 case $DEVICE in

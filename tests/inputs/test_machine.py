@@ -1,26 +1,256 @@
-"""The launch fits the machine, or is refused; what a machine announces but cannot do is left alone."""
+"""The launch fits the machine, or is refused in one sentence; what a machine announces but cannot do is left alone.
+
+GPUs are faked by what torch says of them.
+"""
 
 import os
+import shutil
 import signal
+import socket
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
-from inputs.machine import avoid_broken_amx, check_launch
+import fsdp_utils
+from helpers import torchrun
+from inputs import machine
+from inputs.machine import allocator_settings, avoid_broken_amx, check_launch, choose_interface, interface_of
+
+GIB = 2**30
 
 
-def test_more_visible_gpus_than_ranks_are_refused(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    with pytest.raises(
-        ValueError, match="8 GPUs are visible but the world size is 1: start it with the script or torchrun"
-    ):
-        check_launch(tp_size=1, dtype="bfloat16")
+@pytest.fixture
+def gpus(monkeypatch):
+    """Makes torch see 8 H100 and torchrun's start of 8 ranks; takes changes of what torch says."""
+
+    def fake(count=8, name="NVIDIA H100 80GB HBM3", capability=(9, 0), free=78 * GIB, total=79 * GIB, init=None):
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "init", init or (lambda: None))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: name)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (free, total))
+
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    fake()
+    return fake
+
+
+def check(tp_size: int = 1, dtype: str = "bfloat16", gpu_memory_utilization: float = 0.6) -> None:
+    check_launch(tp_size, dtype, gpu_memory_utilization)
+
+
+def test_a_launch_that_fits_is_taken(gpus, monkeypatch):
+    check(tp_size=4)
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    check(tp_size=8)
+
+
+def test_more_visible_gpus_than_ranks_are_refused(gpus, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    with pytest.raises(ValueError, match="8 GPUs are visible but the world size is 1: start it with the script"):
+        check()
+
+
+def test_fewer_gpus_than_ranks_are_refused(gpus):
+    gpus(count=2)
+    with pytest.raises(ValueError, match="8 processes were started on this node but only 2 GPUs are visible"):
+        check()
+
+
+def test_ranks_that_form_no_whole_engines_are_refused(gpus, monkeypatch):
+    gpus(count=3)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match="--tensor_parallel_size 2 does not divide the world size 3; use one of 1, 3"):
+        check(tp_size=2)
+
+
+def test_fp32_on_gpus_is_refused(gpus):
+    with pytest.raises(ValueError, match="--dtype float32: packed attention on CUDA computes in bfloat16"):
+        check(dtype="float32")
+
+
+def test_gpus_that_torch_cannot_use_are_no_run_on_the_cpu(gpus):
+    def too_old():
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040).\nSee https://...")
+
+    gpus(init=too_old)
+    with pytest.raises(ValueError, match=r"the driver has 8 GPUs, but torch cannot use them \(The NVIDIA") as error:
+        check()
+    assert "12040" in str(error.value) and "Update the driver" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_gpus_of_a_driver_that_answers_nobody_are_no_run_on_the_cpu(gpus, monkeypatch, tmp_path):
+    """After an upgrade of the driver without a restart: neither nvidia-smi nor CUDA see a GPU."""
+
+    def mismatch():
+        raise RuntimeError("No CUDA GPUs are available")
+
+    for address in ("0000:1b:00.0", "0000:43:00.0"):
+        (tmp_path / "gpus" / address).mkdir(parents=True)
+    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan 23 2025\n")
+    monkeypatch.setattr(machine, "DRIVER", tmp_path)
+    gpus(count=0, init=mismatch)
+    with pytest.raises(ValueError, match=r"the driver has 2 GPUs.*No CUDA GPUs are available; driver 570.86.15\)"):
+        check()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    check()  # the user wants the CPU
+
+
+def test_gpus_that_cuda_leaves_out_are_named(gpus, monkeypatch):
+    counts = iter([8, 1])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: next(counts))
+    with pytest.raises(ValueError, match=r"the driver has 8 GPUs, but CUDA can use 1 \(of MIG slices CUDA uses one"):
+        check()
+
+
+def test_a_card_without_bfloat16_is_refused(gpus):
+    gpus(name="Tesla V100-SXM2-32GB", capability=(7, 0))
+    with pytest.raises(ValueError, match=r"GPU 3 \(Tesla V100-SXM2-32GB\) has compute capability 7.0; bfloat16"):
+        check()
+
+
+def test_mig_slices_take_one_rank_and_no_more(gpus, monkeypatch):
+    gpus(name="NVIDIA A100-SXM4-40GB MIG 3g.20gb")
+    with pytest.raises(ValueError, match="is a MIG slice, which NCCL does not connect to others; start one rank"):
+        check()
+    gpus(count=1, name="NVIDIA A100-SXM4-40GB MIG 3g.20gb")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    check()
+
+
+def test_a_gpu_that_others_use_is_named_with_what_they_take(gpus):
+    gpus(free=40 * GIB)
+    check(gpu_memory_utilization=0.5)  # there is room beside them
+    with pytest.raises(ValueError, match=r"GPU 3 .* 39.0 of 79.0 GiB are taken by other processes") as error:
+        check(gpu_memory_utilization=0.6)
+    assert "--gpu_memory_utilization 0.6 wants 47.4" in str(error.value)
+
+
+def test_without_compiler_or_headers_a_run_on_gpus_is_refused(gpus, monkeypatch, tmp_path):
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "which", lambda name: None)
+        with pytest.raises(ValueError, match="need a C compiler, and gcc or clang was not found; install gcc"):
+            check()
+    monkeypatch.setattr(machine.sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(ValueError, match=r"Python.h, which is missing; install python3\.\d+-dev"):
+        check()
+
+
+def test_allocators_keep_the_users_settings_and_expand_only_after_the_engine_is_built(monkeypatch):
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:512")
+    before, after = allocator_settings(is_expandable=False), allocator_settings(is_expandable=True)
+    assert "expandable_segments:False" in before
+    assert "expandable_segments:True" in after
+    for settings in (before, after):
+        assert "max_split_size_mb:512" in settings.split(",")
+        assert "pinned" not in settings, "with it torch 2.13 hands out blocks that are too small"
+        torch._C._accelerator_setAllocatorSettings(settings)  # the names are known to this torch
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")  # by the user
+    assert "expandable_segments:False" in allocator_settings(is_expandable=True)
+    torch._C._accelerator_setAllocatorSettings("")
+
+
+def test_threads_of_a_rank_on_gpus_are_its_share_of_the_cores_not_torchruns_one(gpus, monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # by torchrun
+    machine.use_all_cores()
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")  # by the user
+    machine.use_all_cores()
+    assert chosen == [8]
+
+
+def test_a_rank_on_a_gpu_starts_with_its_allocator_threads_and_device(gpus, monkeypatch):
+    called = []
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: called.append(str(device)))
+    monkeypatch.setattr(fsdp_utils, "set_allocator", lambda is_expandable: called.append(f"expandable {is_expandable}"))
+    monkeypatch.setattr(fsdp_utils, "use_all_cores", lambda: called.append("cores"))
+    monkeypatch.setattr(torch.distributed, "rendezvous", lambda url: iter([(torch.distributed.HashStore(), 0, 1)]))
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, **_: called.append(backend))
+    monkeypatch.setattr(fsdp_utils.ctypes, "CDLL", MagicMock())  # else this process would end with its parent
+    world = fsdp_utils.init_world(tp_size=1, timeout_minutes=1)
+    assert called == ["cuda:3", "expandable False", "cores", "cpu:gloo,cuda:nccl"]
+    assert world.device == torch.device("cuda", 3)
+
+
+# Several nodes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nodes(monkeypatch):
+    """A start on two nodes of which this is one."""
     monkeypatch.setenv("WORLD_SIZE", "16")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    check_launch(tp_size=4, dtype="bfloat16")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
-    with pytest.raises(ValueError, match="16 processes were started on this node but only 8 GPUs"):
-        check_launch(tp_size=4, dtype="bfloat16")
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(variable, "restored after the test")
+        monkeypatch.delenv(variable)
+
+
+def test_nodes_talk_over_the_interface_that_leads_to_the_first_one(nodes, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    choose_interface()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "=lo", "NCCL reads the beginning of a name, but for this"
+
+
+def test_the_first_node_under_a_name_of_the_loopback_takes_its_real_interface(nodes, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "first-node")
+    answers = {"first-node": "127.0.0.1", "192.0.2.1": "10.0.0.5"}
+    monkeypatch.setattr(machine, "own_address", answers.__getitem__)
+    monkeypatch.setattr(machine, "interface_of", {"10.0.0.5": "eth7", "127.0.0.1": "lo"}.__getitem__)
+    choose_interface()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+
+
+def test_an_interface_that_the_user_has_named_stays(nodes, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    choose_interface()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
+
+
+def test_an_address_that_leads_nowhere_is_refused(nodes, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "no-such-node.invalid")
+    with pytest.raises(ValueError, match="MASTER_ADDR=no-such-node.invalid cannot be reached from"):
+        choose_interface()
+
+
+def test_a_single_node_chooses_nothing(nodes, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    choose_interface()
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+
+
+def test_interfaces_are_found_by_their_address():
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("198.51.100.7") is None
+    assert {name for _, name in socket.if_nameindex()} >= {"lo"}
+
+
+def test_a_late_main_process_is_waited_for_beyond_the_timeout_and_a_folder_that_a_node_lacks_is_named(tmp_path):
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    torchrun(2, "tests/distributed_start.py", tmp_path / "first", tmp_path / "second")
+    assert not list(tmp_path.glob("*/.seen_by_all_*"))
+    for rank, name in enumerate(("first", "second")):
+        error = (tmp_path / "first" / f"error_of_rank_{rank}").read_text()
+        other = f"{tmp_path / name} on the first node is not what {socket.gethostname()} has under this name"
+        assert error == f"--out_dir: {other}; it must be on a file system that all nodes share."
+
+
+# The CPU ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("status", "is_avoided"), [(signal.SIGILL, True), (0, False)])

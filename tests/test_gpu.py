@@ -92,7 +92,7 @@ def test_compiled_layers_activations_on_the_host_and_checkpoints_in_the_backgrou
     assert found[1]["policy/loss"] == pytest.approx(plain[1]["policy/loss"], abs=0.02)
     assert found[1]["policy/rollout_gap_mean"] < 0.005
     assert (tmp_path / "fast" / "final" / "model.safetensors").exists()
-    assert (tmp_path / "fast" / "profile" / "step_2_rank_0.json.gz").exists()
+    assert (tmp_path / "fast" / "profile" / "step_2_update_rank_0.json.gz").exists()
 
 
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])

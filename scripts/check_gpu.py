@@ -1,0 +1,344 @@
+"""Checks a machine as a run would use it: hardware, packages, kernels, engine, memory, speed, kill and resume.
+
+`bash scripts/check_gpu.sh` runs it. Each line of the report says what was checked, the figure, what is expected, and ok
+or what to do. The model has a real shape (on a CPU a tiny one) and random weights; the runs are those of
+`train_grpo.py`, each in processes of its own. Nothing stops at the first failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import json
+import math
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.utils import logging
+
+from inputs.machine import check_compiler, check_driver
+from model.sizes import GPUS
+from planner.dry_run import config_of
+from planner.meter import host_bytes
+from report import read_metrics
+from smoke_inputs import SETUPS, make_config, make_tokenizer
+
+ROOT = Path(__file__).parent.parent
+GIB = 2**30
+STANDS_FOR = SETUPS["qwen7b_simplerl_2x8xh100"]  # its tokenizer, and on a CPU its tiny model
+REWARD = """# Differs within a group: the share of the letter e.
+def score(completion, answer, columns):
+    return completion.count("e") / max(len(completion), 1)
+"""
+COMMON = "--total_steps 3 --learning_rate 1e-5 --keep_checkpoints 1 --gpu_memory_utilization 0.4 --timeout_minutes 5"
+SIZE = {  # by whether there is a GPU
+    True: "--prompts_per_step 32 --group_size 8 --max_prompt_tokens 128 --max_completion_tokens 512 "
+    "--micro_batch_tokens 16384 --gradient_checkpointing",
+    False: "--prompts_per_step 8 --group_size 4 --max_prompt_tokens 64 --max_completion_tokens 24 "
+    "--micro_batch_tokens 512",
+}
+PATIENCE = 900  # seconds for each program: a hang is the classic fault of a new machine
+WHAT_TO_SEND = "Please attach this file to a bug report, with the logs beside it."
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the report."""
+
+    what: str
+    figure: str
+    expected: str = ""
+    is_ok: bool = True
+    advice: str = ""  # where it is not ok
+
+    def __str__(self) -> str:
+        expected = f" (expected: {self.expected})" if self.expected else ""
+        advice = f"\n      {self.advice}" if self.advice and not self.is_ok else ""
+        return f"{'ok  ' if self.is_ok else 'LOOK'}  {self.what}: {self.figure}{expected}{advice}"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the checks run."""
+
+    folder: Path
+    model: str | None  # the shape: a name of planner/models.json or a folder; None: a tiny one
+    num_ranks: int
+    is_cuda: bool
+
+    def train(self, name: str, ranks: int, *flags: str, is_killed: bool = False) -> Path:
+        """The folder of a run. It must end well, unless it is killed when its first checkpoint is there."""
+        out_dir, log = self.folder / name, self.folder / f"{name}.log"
+        model = self.folder / "model"
+        command = [
+            sys.executable, *launcher(ranks), "train_grpo.py", "--model", model, "--train_data", model / "train.jsonl",
+            "--reward", f"{model}/reward.py:score", "--out_dir", out_dir,
+            *COMMON.split(), *SIZE[self.is_cuda].split(), *flags,
+        ]  # fmt: skip
+        environment, deadline = os.environ | self.visible(ranks), time.monotonic() + PATIENCE
+        with log.open("a") as out:
+            process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out, env=environment)
+            while process.poll() is None:
+                time.sleep(0.1)
+                is_late = time.monotonic() > deadline
+                if is_late or (is_killed and any(out_dir.glob("step_*"))):
+                    process.kill()  # the launcher: the ranks end with it
+        with (out_dir / ".lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # now they have
+        if process.returncode and not is_killed:
+            raise RuntimeError(f"{name} ended with code {process.returncode}: {cause(log.read_text())}")
+        return out_dir
+
+    def part(self, name: str, ranks: int = 1) -> dict:
+        """What a part of `check_gpu_parts.py` finds."""
+        script = [str(ROOT / "scripts" / "check_gpu_parts.py"), name, str(self.folder)]
+        command = [sys.executable, *(launcher(ranks) if ranks > 1 else []), *script]
+        environment = os.environ | (self.visible(ranks) if name != "gpus" else {})
+        options = {"cwd": ROOT, "env": environment, "timeout": PATIENCE, "check": False}
+        done = subprocess.run(command, capture_output=True, text=True, **options)
+        if done.returncode:
+            raise RuntimeError(f"{name}: {cause(done.stdout + done.stderr)}")
+        return next(json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+
+    def visible(self, ranks: int) -> dict[str, str]:
+        """The first of the user's GPUs, one for each rank."""
+        given = os.environ.get("CUDA_VISIBLE_DEVICES")
+        ids = given.split(",") if given else list(map(str, range(ranks)))
+        return {"CUDA_VISIBLE_DEVICES": ",".join(ids[:ranks])} if self.is_cuda else {}
+
+
+def launcher(ranks: int) -> list[str]:
+    return ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+
+
+def cause(printed: str) -> str:
+    """The first error that a program printed, without a rank's mark before it; else its last line."""
+    lines = [re.sub(r"^\[rank\d+\]: *", "", line.strip()) for line in printed.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"error: |[\w.]*(Error|Exception)\b.*: ", line)]
+    return errors[0] if errors else (lines or ["it printed nothing"])[-1]
+
+
+# The machine ----------------------------------------------------------------------------------------------------------
+
+
+def check_machine(place: Place) -> Iterator[Line]:
+    """Driver, GPUs, compiler, packages, memory."""
+    yield Line("system", f"{platform.platform()}, Python {platform.python_version()}, {os.cpu_count()} cores")
+    count = torch.cuda.device_count()
+    yield Line("torch", f"{torch.__version__} for CUDA {torch.version.cuda}, GPUs: {count}")
+    if count:
+        yield refused("driver", lambda: check_driver(count))
+        yield refused("C compiler and Python.h", check_compiler)
+        for index, gpu in place.part("gpus").items():
+            figure = f"{gpu['name']}, {gpu['free'] / GIB:.1f} of {gpu['total'] / GIB:.1f} GiB free"
+            is_free = gpu["free"] > 0.9 * gpu["total"]
+            advice = gpu["refused"] or "Others have taken the rest: see nvidia-smi."
+            yield Line(f"GPU {index}", figure, "nearly all free", is_free and not gpu["refused"], advice)
+        nvcc = shutil.which("nvcc") or "not there (not needed)"
+        variables = [f"{k}={v}" for k, v in os.environ.items() if re.match(r"NCCL_|GLOO_|PYTORCH_|CUDA_|VLLM_", k)]
+        yield Line("nvcc, environment", f"{nvcc}; {' '.join(variables) or 'nothing set'}")
+    else:
+        yield Line("GPU", "none: what follows is what a CPU can check; nothing of it says how a GPU would do")
+    yield from check_packages(place.is_cuda)
+    yield Line("host RAM", f"{host_bytes() / GIB:.0f} GiB", "what the dry run says")
+    shared = shutil.disk_usage("/dev/shm").total / GIB
+    advice = "NCCL and vLLM talk through it: start the container with --shm-size 16g or --ipc host."
+    yield Line("/dev/shm", f"{shared:.1f} GiB", "at least 1", shared >= 1, advice)
+    free, needed = shutil.disk_usage(place.folder).free / GIB, 70 if place.is_cuda else 2  # checkpoints
+    advice = "Free some, or give another --out_dir."
+    yield Line("disk", f"{free:.0f} GiB free", f"{needed} for this check", free >= needed, advice)
+
+
+def refused(what: str, check: Callable[[], None]) -> Line:
+    """The line of a check that a run makes at its start."""
+    try:
+        check()
+    except ValueError as error:
+        return Line(what, "refused", "", False, str(error))
+    return Line(what, "fine")
+
+
+def check_packages(is_cuda: bool) -> Iterator[Line]:
+    """What is installed against what is pinned."""
+    file = "requirements.txt" if is_cuda else "requirements-cpu.txt"
+    pins = re.findall(r"^([\w.-]+)==([^ #;\n]+)", (ROOT / file).read_text(), re.MULTILINE)
+    wrong = []
+    for name, version in pins:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            if metadata.version(name).partition("+")[0] == version.partition("+")[0]:
+                continue
+        wrong.append(f"{name}=={version}")
+    advice = f"Missing or another version: {' '.join(wrong)}. Remove .venv and run bash scripts/setup.sh."
+    yield Line("packages", f"{len(pins) - len(wrong)} of {len(pins)} as in {file}", "all", not wrong, advice)
+
+
+def check_kernels(place: Place) -> Iterator[Line]:
+    """Attention and packing are exact; collectives are fast."""
+    make_model(place)
+    wrong = "The kernel is wrong on this machine: do not train on it."
+    found = place.part("attention")
+    difference, cosine = found["difference"], found["cosine"]
+    yield Line("attention kernel", found["kernel"])
+    yield Line("attention, forwards", f"off by {difference:.4f}", "at most 0.05", difference < 0.05, wrong)
+    yield Line("attention, gradients", f"cosine {cosine:.6f}", "above 0.999", cosine > 0.999, wrong)
+    found = place.part("packing")
+    gap, limit = found["gap"], 3 * found["gap_of_bf16"]
+    expected = f"below {limit:.1e}, 3 times what bf16 costs"
+    yield Line("probabilities, packed against alone", f"gap {gap:.1e}", expected, gap < limit, wrong)
+    if place.num_ranks > 1:
+        speed = place.part("bandwidth", place.num_ranks)["gb_per_s"]
+        name = place.part("gpus")["0"]["name"] if place.is_cuda else ""
+        links = [link for kind, (*_, link, _) in GPUS.items() if kind.partition("-")[0] in name]
+        wanted, least = (f"at least {links[0] / 2:.0f}", links[0] / 2) if links else ("no figure for this machine", 0)
+        advice = "nvidia-smi topo -m shows the links, NCCL_DEBUG=INFO what NCCL makes of them."
+        yield Line(f"all-gather over {place.num_ranks} ranks", f"{speed:.1f} GB/s", wanted, speed >= least, advice)
+
+
+# Runs -----------------------------------------------------------------------------------------------------------------
+
+
+def check_run(place: Place) -> Iterator[Line]:
+    """Three steps: the engine agrees with the trainer, also after it slept; memory as predicted; speed."""
+    out_dir = place.train("run", 1)
+    steps = read_metrics(out_dir)
+    yield from gap_lines("one engine", steps)
+    for state in out_dir.glob("step_*/trainer"):
+        shutil.rmtree(state)  # the policy beside it is compared below
+    started = json.loads((out_dir / "starts.jsonl").read_text().splitlines()[-1])
+    for phase, predicted in started["predicted_gib"].items():
+        found = max(record.get(f"memory/{phase}_gib", 0.0) for record in steps)
+        if not found or phase == "host":  # of which a guess for each process is the most
+            continue
+        wanted = f"at most {predicted:.2f}" if place.is_cuda else f"{predicted:.2f}, not to be held to on a CPU"
+        is_ok = found <= predicted or not place.is_cuda
+        advice = f"The dry run is wrong by {found / predicted - 1:+.0%}: please report it."
+        yield Line(f"memory, {phase}, against the dry run", f"{found:.2f} GiB", wanted, is_ok, advice)
+    last = steps[-1]
+    if (mfu := last.get("perf/update_mfu")) is not None:
+        advice = "Published trainers reach 14% to 26%. benchmarks/bench_mfu.py shows which flags help."
+        yield Line("update, MFU", f"{mfu:.1%}", "at least 15%; 45% is the goal", mfu >= 0.15, advice)
+    for phase in ("update", "sample"):
+        speed = last[f"perf/{phase}_tokens_per_s_per_gpu"]
+        yield Line(f"{phase}, speed", f"{speed:,.0f} tokens/s", "no figure yet" if place.is_cuda else "")
+
+
+def gap_lines(what: str, steps: list[dict[str, float]]) -> Iterator[Line]:
+    """The engine samples from the weights that are trained: in the first step, and after each sleep and sync."""
+    first, *later = (record["policy/rollout_gap_mean"] for record in steps)
+    advice = "The engine samples from other weights than the trainer trains, or one of them computes wrongly."
+    yield Line(f"{what}: gap to the trainer at first", f"{first:.5f}", "below 0.005", first < 0.005, advice)
+    worst, limit = max(later), max(2 * first, 1e-4)
+    name = f"{what}: gap after sleep, wake and sync"
+    yield Line(name, f"{worst:.5f}", f"at most {limit:.5f}", worst <= limit, advice)
+    norm = steps[0]["optim/grad_norm"]
+    yield Line(f"{what}: gradient", f"norm {norm:.4f}", "finite, above 0", math.isfinite(norm) and norm > 0, advice)
+
+
+def check_resume(place: Place) -> Iterator[Line]:
+    """A run that is killed after its first step goes on and ends with the same policy."""
+    place.train("killed", 1, "--save_every", "1", is_killed=True)
+    before = [record["step"] for record in read_metrics(place.folder / "killed")]
+    out_dir = place.train("killed", 1, "--save_every", "1")
+    steps = read_metrics(out_dir)
+    numbers = [record["step"] for record in steps]
+    yield Line("resume after kill -9", f"steps {before}, then {numbers}", "[1, 2, 3]", numbers == [1, 2, 3])
+    yield from gap_lines("after the resume", steps)
+    ours, theirs = ((each / "final" / "model.safetensors").read_bytes() for each in (out_dir, place.folder / "run"))
+    same = "the same bits" if ours == theirs else "other bits"
+    expected = "kernels of a GPU need not repeat themselves" if place.is_cuda else "the same"
+    yield Line("its weights against the run that was not killed", same, expected, ours == theirs or place.is_cuda)
+
+
+def check_engines(place: Place) -> Iterator[Line]:
+    """Two ranks: as two engines, and as one over both."""
+    for what, size in (("two engines", "1"), ("one engine over two ranks", "2")):
+        out_dir = place.train(what.replace(" ", "_"), 2, "--tensor_parallel_size", size, "--total_steps", "2")
+        yield from gap_lines(what, read_metrics(out_dir))
+        shutil.rmtree(out_dir / "step_2")
+
+
+# The report -----------------------------------------------------------------------------------------------------------
+
+
+def make_model(place: Place) -> None:
+    """Random weights whose distribution over tokens is far from uniform, a tokenizer, data, and a reward."""
+    folder = place.folder / "model"
+    tokenizer = make_tokenizer(STANDS_FOR)
+    config: PretrainedConfig = config_of(place.model) if place.model else make_config(STANDS_FOR, tokenizer)
+    config.bos_token_id, config.eos_token_id, config.pad_token_id = None, tokenizer.eos_token_id, tokenizer.pad_token_id
+    config.tie_word_embeddings = False
+    logging.disable_progress_bar()
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        head = model.get_output_embeddings().weight
+        # Logits with this deviation, and 0 for the rows of no token: these are hardly ever drawn, however many.
+        head.normal_(std=(6.0 if place.model else 3.0) * head.shape[1] ** -0.5)
+        head[len(tokenizer) :] = 0.0
+        head[tokenizer.eos_token_id] = 0.0
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "reward.py").write_text(REWARD)
+    rows = [{"problem": f"{i}+{i + 1}?", "answer": str(2 * i + 1)} for i in range(64)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_report(place: Place, sections: dict[str, list[Line]]) -> None:
+    """gpu_check.md: a table per section."""
+    text = [f"# Machine check, {time.strftime('%Y-%m-%d')}", "", WHAT_TO_SEND]
+    for title, lines in sections.items():
+        text += ["", f"## {title}", "", "| what | figure | expected | |", "|---|---|---|---|"]
+        text += [f"| {x.what} | {x.figure} | {x.expected} | {'ok' if x.is_ok else x.advice or 'look'} |" for x in lines]
+    (place.folder / "gpu_check.md").write_text("\n".join(text) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", help="shape: a name of planner/models.json or a folder; default: 1.5B, CPU: tiny")
+    parser.add_argument("--ranks", type=int, help="GPUs (CPU: processes) to use; default: all GPUs; 2 processes")
+    parser.add_argument("--out_dir", type=Path, default=ROOT / "runs" / "check_gpu", help="folder, made anew")
+    args = parser.parse_args()
+    is_cuda = torch.cuda.device_count() > 0
+    model = args.model or ("Qwen/Qwen2.5-1.5B" if is_cuda else None)
+    place = Place(args.out_dir.resolve(), model, args.ranks or (torch.cuda.device_count() or 2), is_cuda)
+    if place.folder.exists() and any(place.folder.iterdir()) and not (place.folder / "gpu_check.md").exists():
+        parser.error(f"--out_dir {place.folder} holds something else; choose a new folder.")
+    shutil.rmtree(place.folder, ignore_errors=True)
+    place.folder.mkdir(parents=True)
+    checks = {"machine": check_machine, "kernels": check_kernels, "run": check_run, "kill and resume": check_resume}
+    if place.num_ranks > 1:
+        checks["two ranks"] = check_engines
+    sections: dict[str, list[Line]] = {}
+    for title, check in checks.items():
+        print(f"\n{title}", flush=True)
+        sections[title] = []
+        try:
+            for line in check(place):
+                sections[title].append(line)
+                print(line, flush=True)
+        except Exception as error:  # noqa: BLE001  a check that fails ends itself, not the others
+            advice = f"The logs in {place.folder} say more."
+            sections[title].append(Line(title, f"{type(error).__name__}: {error}", "", False, advice))
+            print(sections[title][-1], flush=True)
+        write_report(place, sections)
+    failed = sum(not line.is_ok for lines in sections.values() for line in lines)
+    print(f"\n{failed or 'nothing'} to look at; {place.folder}/gpu_check.md holds all of it")
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""The check of a new machine: on a CPU it passes with what a CPU can do, and what is wrong stands out."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import check_gpu
+from check_gpu import Line, Place, gap_lines
+from helpers import ENVIRONMENT, ROOT
+
+
+def test_on_a_cpu_it_runs_what_a_cpu_can_and_says_so(tmp_path):
+    """Kernels, a run, kill and resume; two ranks are left out here, because other tests start those."""
+    command = [sys.executable, "scripts/check_gpu.py", "--ranks", "1", "--out_dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "GPU: none: what follows is what a CPU can check" in done.stdout
+    assert "LOOK" not in done.stdout and "nothing to look at" in done.stdout
+    report = (tmp_path / "gpu_check.md").read_text()
+    assert re.findall(r"^## (.*)$", report, re.MULTILINE) == ["machine", "kernels", "run", "kill and resume"]
+    assert "| its weights against the run that was not killed | the same bits |" in report
+    figures = dict(re.findall(r"^\| ([^|]*?) \| (?:gap |off by |cosine |norm )?([\d.,e-]+)", report, re.MULTILINE))
+    assert 0 < float(figures["attention, forwards"]) < 0.05
+    assert 0 < float(figures["probabilities, packed against alone"]) < 0.01
+    assert 0 < float(figures["one engine: gap after sleep, wake and sync"]) < 0.005
+    assert float(figures["memory, update, against the dry run"]) > 0.2
+    assert float(figures["sample, speed"].replace(",", "")) > 0
+
+
+def steps(*gaps: float) -> list[dict[str, float]]:
+    return [{"policy/rollout_gap_mean": gap, "optim/grad_norm": 1.0} for gap in gaps]
+
+
+@pytest.mark.parametrize(
+    ("gaps", "wrong"),
+    [
+        ((0.002, 0.002, 0.003), []),
+        ((0.02, 0.02, 0.02), ["at first"]),
+        ((0.002, 0.002, 0.3), ["after sleep, wake and sync"]),  # the engine woke up with other weights
+    ],
+)
+def test_an_engine_with_other_weights_than_the_trainer_stands_out(gaps, wrong):
+    found = [line.what.rpartition("gap ")[2] for line in gap_lines("x", steps(*gaps)) if not line.is_ok]
+    assert [name.removeprefix("to the trainer ") for name in found] == wrong
+
+
+def test_memory_that_the_dry_run_did_not_foresee_stands_out_on_a_gpu(tmp_path, monkeypatch):
+    (tmp_path / "starts.jsonl").write_text(json.dumps({"predicted_gib": {"update": 10.0, "sample": 10.0}}) + "\n")
+    speeds = {"perf/update_mfu": 0.5, "perf/update_tokens_per_s_per_gpu": 1.0, "perf/sample_tokens_per_s_per_gpu": 1.0}
+    record = {"step": 1, "memory/update_gib": 11.0, "memory/sample_gib": 9.9} | speeds | steps(0.001)[0]
+    monkeypatch.setattr(check_gpu, "read_metrics", lambda folder: [record, record])
+    monkeypatch.setattr(Place, "train", lambda *_: tmp_path)
+    lines = list(check_gpu.check_run(Place(tmp_path, None, 1, is_cuda=True)))
+    (line,) = [line for line in lines if not line.is_ok]
+    assert line.what == "memory, update, against the dry run"
+    assert "wrong by +10%: please report it" in line.advice
+
+
+def test_the_cause_of_a_failure_is_the_first_error_that_was_printed():
+    printed = "NCCL INFO x\n[rank1]: Traceback (most recent ...):\n[rank1]: ValueError: too few\nRuntimeError: b\n=="
+    assert check_gpu.cause(printed) == "ValueError: too few"
+    assert (
+        check_gpu.cause("x\nerror: --group_size 1: must be at least 2.\n")
+        == "error: --group_size 1: must be at least 2."
+    )
+    assert check_gpu.cause("Killed\n") == "Killed"
+    assert check_gpu.cause("") == "it printed nothing"
+
+
+def test_a_folder_of_something_else_is_not_removed(tmp_path, monkeypatch, capsys):
+    (tmp_path / "thesis.tex").write_text("precious")
+    monkeypatch.setattr(sys, "argv", ["check_gpu.py", "--out_dir", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        check_gpu.main()
+    assert "holds something else" in capsys.readouterr().err
+    assert (tmp_path / "thesis.tex").read_text() == "precious"
+
+
+def test_the_gpus_of_the_user_are_the_ones_that_are_used(tmp_path, monkeypatch):
+    place = Place(tmp_path, None, 2, is_cuda=True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    assert place.visible(2) == {"CUDA_VISIBLE_DEVICES": "4,5"}
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert place.visible(2) == {"CUDA_VISIBLE_DEVICES": "0,1"}
+
+
+def test_other_versions_than_the_pinned_ones_stand_out(monkeypatch):
+    version = check_gpu.metadata.version
+    monkeypatch.setattr(check_gpu.metadata, "version", lambda name: "0.0.1" if name == "torch" else version(name))
+    (line,) = check_gpu.check_packages(is_cuda=False)
+    assert not line.is_ok
+    assert re.search(
+        r"Missing or another version: torch==\S+\. Remove \.venv and run bash scripts/setup.sh", line.advice
+    )
+
+
+def test_a_check_that_fails_does_not_keep_the_others_from_running_and_is_in_the_report(tmp_path, monkeypatch, capsys):
+    def broken(place):
+        raise RuntimeError("no such kernel")
+        yield
+
+    monkeypatch.setattr(check_gpu, "check_machine", broken)
+    for name in ("check_run", "check_resume"):
+        monkeypatch.setattr(check_gpu, name, lambda place: iter([Line("fine", "1")]))
+    monkeypatch.setattr(check_gpu, "check_kernels", lambda place: iter([Line("slow", "1", "2", False, "do this")]))
+    monkeypatch.setattr(check_gpu, "make_model", lambda place: None)
+    monkeypatch.setattr(sys, "argv", ["check_gpu.py", "--ranks", "1", "--out_dir", str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as end:
+        check_gpu.main()
+    assert end.value.code == 1
+    printed = capsys.readouterr().out
+    assert "LOOK  machine: RuntimeError: no such kernel" in printed
+    assert "LOOK  slow: 1 (expected: 2)\n      do this" in printed
+    assert "2 to look at" in printed
+    report = Path(tmp_path / "out" / "gpu_check.md").read_text()
+    assert "| slow | 1 | 2 | do this |" in report and "| fine | 1 |  | ok |" in report

@@ -165,7 +165,8 @@ class Engine:
         On CUDA the weights' memory is taken back before the transfer and the KV cache's after it: the gathered tensors
         and the cache are never held together.
         """
-        was_asleep = self._leave_state() == "asleep"
+        assert self.state != "broken", "a change of weights or of memory failed: the engine cannot be used any more"
+        was_asleep, self.state = self.state == "asleep", "broken"  # until all of it has succeeded
         if was_asleep:
             torch.cuda.empty_cache()  # what torch holds in reserve is what vLLM needs back
             with memory_errors("takes back the memory of its weights"):
@@ -183,16 +184,11 @@ class Engine:
     def sleep(self) -> None:
         """CUDA: drops weights and KV cache until the next sync (level 2: no copy of the weights). CPU: nothing."""
         if self.world.device.type == "cuda" and self.state != "asleep":
-            self._leave_state()
+            assert self.state == "awake", "a change of weights or of memory failed: the engine cannot be used any more"
+            self.state = "broken"
             with memory_errors("goes to sleep"):
                 self.llm.sleep(level=2)
             self.state = "asleep"
-
-    def _leave_state(self) -> str:
-        """The state so far. The engine is broken until the caller, who changes it, says that it has succeeded."""
-        assert self.state != "broken", "a change of weights or of memory failed: the engine cannot be used any more"
-        before, self.state = self.state, "broken"
-        return before
 
     def close(self) -> None:
         """Ends the engine and every process group: vLLM takes the default one, the trainer's, down with its own."""

@@ -203,6 +203,16 @@ def test_an_engine_whose_change_has_failed_never_samples_again(call, rollout, mo
     assert len(llm.calls) == CHANGES.index(call) + 1
 
 
+def test_segments_of_memory_may_expand_when_the_graphs_are_captured_and_not_before(rollout, monkeypatch):
+    """Custom all-reduce cannot register graphs over them (vLLM issue 42609); `init_world` switches them off."""
+    order = []
+    monkeypatch.setattr(rollout, "LLM", lambda **options: order.append("captured"))
+    monkeypatch.setattr(rollout, "set_allocator", lambda is_expandable: order.append(f"expandable {is_expandable}"))
+    world = World(rank=0, size=1, tp_size=1, device=torch.device("cuda", 0))
+    rollout.Engine("m", None, world, EngineSettings(64, gpu_memory_utilization=0.4, enforce_eager=False))
+    assert order == ["captured", "expandable True"]
+
+
 def test_an_engine_that_stays_asleep_is_noticed(rollout, monkeypatch):
     """vLLM only warns when a tag does not sleep, and requests then wait for ever."""
     llm = RecordedLLM()

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import fsdp_utils
-from helpers import torchrun
-from inputs import machine
+from helpers import flags, torchrun
+from inputs import load, machine
 from inputs.machine import allocator_settings, avoid_broken_amx, check_launch, choose_interface, interface_of
 
 GIB = 2**30
@@ -183,6 +183,17 @@ def test_a_rank_on_a_gpu_starts_with_its_allocator_threads_and_device(gpus, monk
     world = fsdp_utils.init_world(tp_size=1, timeout_minutes=1)
     assert called == ["cuda:3", "expandable False", "cores", "cpu:gloo,cuda:nccl"]
     assert world.device == torch.device("cuda", 3)
+
+
+def test_the_main_process_alone_fetches_the_weights_before_the_ranks_meet(policy, monkeypatch, tmp_path):
+    """Else the others would wait for a download in a collective, and its time-out would end the run."""
+    fetched = []
+    monkeypatch.setattr(load, "weight_files", fetched.append)
+    files = {"model": policy, "train_data": policy / "train.jsonl", "out_dir": tmp_path}
+    for rank in ("1", "0"):
+        monkeypatch.setenv("RANK", rank)
+        load.load_inputs(flags(**files, max_prompt_tokens=8, max_completion_tokens=12)).grader.close()
+        assert fetched == ([str(policy)] if rank == "0" else [])
 
 
 # Several nodes ------------------------------------------------------------------------------------------------------

@@ -265,7 +265,7 @@ def main() -> None:
     limits = args.max_prompt_tokens, max(args.max_completion_tokens)
     try:
         check_ranges(args, FLAGS)
-        check_launch(args.tensor_parallel_size, "bfloat16")
+        check_launch(args.tensor_parallel_size, "bfloat16", args.gpu_memory_utilization)
         check_names(args.data)
         samplings = settings_per_set(
             len(args.data), "", samples=args.samples, temperature=args.temperature, top_p=args.top_p,

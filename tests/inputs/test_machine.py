@@ -7,13 +7,14 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 import fsdp_utils
-from helpers import flags, torchrun
+from helpers import ROOT, flags, torchrun
 from inputs import load, machine
 from inputs.machine import allocator_settings, avoid_broken_amx, check_launch, choose_interface, interface_of
 
@@ -194,6 +195,22 @@ def test_the_main_process_alone_fetches_the_weights_before_the_ranks_meet(policy
         monkeypatch.setenv("RANK", rank)
         load.load_inputs(flags(**files, max_prompt_tokens=8, max_completion_tokens=12)).grader.close()
         assert fetched == ([str(policy)] if rank == "0" else [])
+
+
+def test_a_driver_that_answers_nobody_is_no_reason_to_install_for_the_cpu(tmp_path):
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'\nexit 18\n")
+    program.chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if name != "DEVICE"}
+    environment["PATH"] = f"{tmp_path}{os.pathsep}{environment['PATH']}"
+    done = subprocess.run(
+        ["bash", "scripts/setup.sh"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "nvidia-smi says: Failed to initialize NVML: Driver/library version mismatch" in done.stderr
+    assert "set DEVICE=cpu for a run on the CPU" in done.stderr
+    environment["DEVICE"] = "cpu"
+    assert subprocess.run(["bash", "scripts/setup.sh"], cwd=ROOT, env=environment, check=False).returncode == 0
 
 
 # Several nodes ------------------------------------------------------------------------------------------------------

@@ -186,6 +186,8 @@ GROUPS["precision and memory"] = [
          "GPU; all: also parameters and gradients", choices=("none", "optimizer", "all"), free_on_resume=True),
     flag("--offload_reference", False, "keep the reference in host RAM; layers are fetched as they are needed",
          free_on_resume=True, only_with="--kl_coef"),
+    flag("--shard_ranks", int, "ranks that share a copy of the policy, the GPUs of a node, say; groups of so many "
+         "ranks hold the same (HSDP); default: all ranks share one", (1, INF), free_on_resume=True),
     flag("--gradient_checkpointing", False, "recompute each decoder layer in the backward pass instead of keeping it",
          free_on_resume=True),
     flag("--offload_activations", False, "keep in host RAM what the backward pass needs", free_on_resume=True),
@@ -285,6 +287,7 @@ class Memory:  # precision, and what is kept where
     param_dtype: str
     offload: str
     offload_reference: bool
+    shard_ranks: int | None
     gradient_checkpointing: bool
     offload_activations: bool
     compile_layers: bool

@@ -6,16 +6,13 @@ process"). FSDP2 (`fully_shard`) does the sharding. Read `World` first, then `sh
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import TypeVar
 
@@ -23,14 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.cuda._pin_memory_utils import pin_memory
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from inputs.machine import avoid_broken_amx, choose_interface, set_allocator, use_all_cores
+from inputs.machine import avoid_broken_amx, choose_interface, end_with_launcher, set_allocator, use_all_cores
 
 Item = TypeVar("Item")
-PR_SET_PDEATHSIG = 1  # of Linux
 PINNED_IN_PLACE: list[int] = []  # bytes of what `pin_in_place` has pinned: torch does not count it
 
 
@@ -42,6 +38,15 @@ class World:
     size: int
     tp_size: int
     device: torch.device
+    shard_ranks: int | None = None  # consecutive ranks that share one copy of the policy; None: all
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """Over all trainers. Parameters are sharded along the last dimension and replicated along the first (HSDP)."""
+        if self.shard_ranks in (None, self.size):
+            return init_device_mesh(self.device.type, (self.size,))
+        shape = self.size // self.shard_ranks, self.shard_ranks
+        return init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
     @property
     def is_main(self) -> bool:
@@ -79,14 +84,12 @@ def is_engine_leader_process(tp_size: int) -> bool:
     return int(os.environ.get("RANK", "0")) % tp_size == 0
 
 
-def init_world(tp_size: int, timeout_minutes: float) -> World:
+def init_world(tp_size: int, timeout_minutes: float, shard_ranks: int | None = None) -> World:
     """Joins the process group and returns this process's place: gloo on CPU, NCCL on CUDA (gloo for its CPU tensors).
 
     A collective that waits longer than `timeout_minutes` raises instead of hanging for ever.
     """
-    if "RANK" in os.environ and sys.platform == "linux":
-        # SIGTERM when torchrun dies, so that even `kill -9` of the launcher leaves no orphan on the GPUs.
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    end_with_launcher()
     if "RANK" not in os.environ:  # plain `python train_grpo.py`: a world of one, with a free port of our own
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -110,7 +113,7 @@ def init_world(tp_size: int, timeout_minutes: float) -> World:
     timeout = timedelta(minutes=timeout_minutes)
     store.set_timeout(timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-    return World(rank, size, tp_size, device)
+    return World(rank, size, tp_size, device, shard_ranks)
 
 
 def close_world() -> None:
@@ -137,7 +140,7 @@ def shard(
     `stays_gathered`: a forward pass leaves each layer gathered, for the backward pass or for `release_gathered`.
     """
     options = {
-        "mesh": init_device_mesh(world.device.type, (world.size,)),
+        "mesh": world.mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32),
         "offload_policy": CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if on_host else OffloadPolicy(),
     }

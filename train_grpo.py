@@ -88,7 +88,7 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
     try:
         inputs, out_dir = load_inputs(args), Path(args.out_dir)
         lock = open_run_folder(out_dir, vars(args), free_on_resume(args)) if is_main_process() else None
-        world = init_world(args.tensor_parallel_size, args.timeout_minutes)
+        world = init_world(args.tensor_parallel_size, args.timeout_minutes, args.shard_ranks)
         check_world(args, world)
         train_data = PromptData.mix([inputs.grader.check_keys(x, world) for x in inputs.train_data], args.data_weights)
         eval_sets = [inputs.grader.check_keys(data, world) for data in inputs.eval_sets]

@@ -16,9 +16,10 @@ def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
     """
     check_ranges(args, GROUPS)
     check_path(args.model)
-    check_batches(args, launched_world_size() if num_ranks is None else num_ranks)
+    num_ranks = launched_world_size() if num_ranks is None else num_ranks
+    check_batches(args, num_ranks)
     check_algorithm(args)
-    check_memory(args)
+    check_memory(args, num_ranks)
     for name in ("eval_every", "eval_before_training"):
         if getattr(args, name) and not args.eval_data:
             wrong = given(FLAGS[f"--{name}"], args)
@@ -121,8 +122,11 @@ def check_algorithm(args: argparse.Namespace) -> None:
             raise ValueError(f"--keep_last has no effect with {dynamic}, which has no last steps; leave it out.")
 
 
-def check_memory(args: argparse.Namespace) -> None:
-    """Raises ValueError for flags of precision and memory that contradict each other."""
+def check_memory(args: argparse.Namespace, num_ranks: int) -> None:
+    """Raises ValueError for flags of precision and memory that contradict each other or the number of ranks."""
+    if args.shard_ranks is not None and num_ranks % args.shard_ranks:
+        wrong = f"--shard_ranks {args.shard_ranks} does not divide the world size {num_ranks}"
+        raise ValueError(f"{wrong}; use one of {divisors(num_ranks)}.")
     if args.param_dtype == "bfloat16" and args.dtype == "float32":
         raise ValueError(
             "--dtype float32 computes more finely than --param_dtype bfloat16 stores; leave one of them out."

@@ -5,10 +5,12 @@ Each check ends the run in one sentence before any weight is read. docs/hardware
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
 import re
 import shutil
+import signal
 import socket
 import struct
 import sys
@@ -21,6 +23,7 @@ from inputs.checks import check_engines, launched_world_size
 
 GIB = 2**30
 SIOCGIFADDR = 0x8915  # of Linux: the address of an interface
+PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets when its parent dies
 DRIVER = Path("/proc/driver/nvidia")  # what it says of itself
 OLDEST_DRIVER = {12: 525, 13: 580}  # by the major version of CUDA that torch was made for
 OLDEST_CARD = (8, 0)  # compute capability: Ampere, the first with bfloat16 and FlashAttention 2
@@ -106,6 +109,12 @@ def check_gpu(index: int, world_size: int, gpu_memory_utilization: float) -> Non
         )
         share = f"--gpu_memory_utilization {gpu_memory_utilization:g} wants {gpu_memory_utilization * total / GIB:.1f}"
         raise ValueError(f"GPU {index} ({name}): {taken}; {share}. End them, choose other GPUs, or lower it.")
+
+
+def end_with_launcher() -> None:
+    """This rank gets SIGTERM when torchrun dies, so that even `kill -9` of the launcher leaves no orphan on the GPUs."""
+    if "RANK" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def allocator_settings(is_expandable: bool) -> str:

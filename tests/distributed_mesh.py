@@ -1,43 +1,105 @@
-"""Run under torchrun with four ranks: FSDP on a mesh of 2 replicas x 2 shards (HSDP), as a parameter is filled,
-gathered and clipped.
+"""Run under torchrun with four ranks: the same updates where all share a copy of the policy, and with --shard_ranks.
 
-torchrun --nproc_per_node 4 tests/distributed_mesh.py
+Writes {flags: {shard_ranks: (metrics of the updates, gradients, weights as the engine gets them)}} and the checkpoint
+of each to the folder, and checks that a checkpoint comes back to the bit on another mesh.
+
+torchrun --nproc_per_node 4 tests/distributed_mesh.py POLICY_FOLDER OUTPUT_FOLDER
 """
 
+import sys
+from dataclasses import replace
+from pathlib import Path
+
 import torch
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from transformers import AutoTokenizer
 
-from fsdp_utils import clip_grad_norm, close_world, fill_from_main, full_tensor, full_tensors, init_world
+from checkpoint import Writer, load
+from fsdp_utils import World, close_world, init_world, local_shard
+from helpers import build, make_rollout, train_once, whole_update
+from inputs.checks import check_flags
+from inputs.choices import algorithm_of
+from inputs.command_line import parse_flags
+from policy import Policy
+from update import add_logprobs
+
+MESHES = (None, 2, 1)  # --shard_ranks
+CASES = (
+    "--kl_coef 0.1 --micro_batch_tokens 20 --reduce_gradients_once --gather_parameters_once",
+    "--param_dtype bfloat16 --offload optimizer",
+    "--kl_coef 0.1 --lora_rank 4 --offload all",
+)
+COMMON = (
+    "--train_data d --out_dir o --total_steps 1 --max_prompt_tokens 4 --max_completion_tokens 12 "
+    "--micro_batch_tokens 40 --dtype float32 --max_grad_norm 0.05"
+)
 
 
-def main() -> None:
-    world = init_world(tp_size=1, timeout_minutes=2)
-    torch.manual_seed(0)
-    wanted = [torch.randn(7, 3), torch.randn(7)]  # seven rows: the two shards have unequal parts
-    linear = nn.Linear(3, 7)
-    fully_shard(linear, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
-    for parameter, whole in zip(linear.parameters(), wanted, strict=True):
-        assert isinstance(parameter, DTensor) and parameter.placements == (Replicate(), Shard(0))
-        fill_from_main(parameter, whole if world.is_main else None)
-        assert full_tensor(parameter, torch.float32).equal(whole)
-    found = full_tensors((parameter, torch.bfloat16) for parameter in linear.parameters())
-    assert all(full.equal(whole.bfloat16()) for full, whole in zip(found, wanted, strict=True))
+def parsed(path: str, case: str):
+    common = COMMON.replace("--dtype float32", "") if "bfloat16" in case else COMMON
+    return parse_flags(["--model", path, *common.split(), *case.split(), "--prompts_per_step", "4"])
 
-    inputs = torch.randn(world.num_trainers, 5, 3)
-    plain = nn.Linear(3, 7)
-    for parameter, whole in zip(plain.parameters(), wanted, strict=True):
-        parameter.data.copy_(whole)
-    plain(inputs).square().sum().backward()
-    (linear(inputs[world.trainer_rank]).square().sum() * world.num_trainers).backward()  # FSDP averages over all four
-    norm = nn.utils.get_total_norm([parameter.grad for parameter in plain.parameters()])
-    torch.testing.assert_close(clip_grad_norm(linear, 0.5), norm)
-    for parameter, other in zip(linear.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(parameter.grad.full_tensor(), other.grad * 0.5 / norm)
+
+def weights_of(policy: Policy) -> dict[str, torch.Tensor]:
+    return {name: full.clone() for name, full in policy.full_weights()}
+
+
+def state_of(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """All that a resume restores, whole, in fp32: gloo gathers no int16."""
+    trained = {name: p for name, p in policy.named_parameters() if p.requires_grad}
+    found = dict(trained)
+    for name, parameter in trained.items():
+        found |= {f"{key} of {name}": tensor for key, tensor in optimizer.state[parameter].items()}
+    whole = {name: x.float().full_tensor() if isinstance(x, DTensor) else x for name, x in found.items()}
+    return {name: x.detach().clone() for name, x in whole.items()}  # the full tensor of one shard is that shard
+
+
+def train(args, world: World) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], Policy, torch.optim.Optimizer]:
+    """Two updates: their metrics, the gradients of the last one, and what was trained."""
+    check_flags(args, world.num_trainers)
+    policy, reference, optimizer = build(args, world)
+    shape = (4,) if world.shard_ranks is None else (4 // world.shard_ranks, world.shard_ranks)
+    placements = (Shard(0),) if world.shard_ranks is None else (Replicate(), Shard(0))
+    for parameter in policy.parameters():
+        assert parameter.device_mesh.shape == shape and parameter.placements == placements
+        assert len(local_shard(parameter)) <= -(-len(parameter) // shape[-1])
+    metrics, gradients, rollout = [], {}, make_rollout()
+    optimizer.register_step_pre_hook(lambda *_: gradients.update(gradients_of(policy)))
+    for i in range(2):
+        update = whole_update(rollout, args, policy, world)
+        (update,) = add_logprobs([update], policy, reference, algorithm_of(args))
+        metrics.append(train_once(policy, optimizer, update, args, world, rate=1e-3, index=i))
+    return metrics, gradients, policy, optimizer
+
+
+def gradients_of(policy: Policy) -> dict[str, torch.Tensor]:
+    return {name: p.grad.full_tensor().clone() for name, p in policy.named_parameters() if p.grad is not None}
+
+
+def main(path: str, output: str) -> None:
+    whole, folder = init_world(tp_size=1, timeout_minutes=2), Path(output)
+    tokenizer, results = AutoTokenizer.from_pretrained(path), {}
+    for number, case in enumerate(CASES):
+        args, results[case] = parsed(path, case), {}
+        states, models = [], []
+        for step, shard_ranks in enumerate(MESHES):
+            world = replace(whole, shard_ranks=shard_ranks)
+            metrics, gradients, policy, optimizer = train(args, world)
+            results[case][shard_ranks] = metrics, gradients, weights_of(policy)
+            states.append(state_of(policy, optimizer))
+            models.append((policy, optimizer))
+            Writer(folder / str(number), tokenizer, 0, False, world).save(step, policy, optimizer, {"drawn": step})
+        for step, expected in enumerate(states):
+            policy, optimizer = models[step - 1]  # of another mesh
+            assert load(folder / str(number) / f"step_{step}", policy, optimizer) == {"drawn": step}
+            found = state_of(policy, optimizer)
+            assert found.keys() == expected.keys()
+            for name, tensor in expected.items():
+                assert found[name].equal(tensor), f"{case}: {name}, saved with {MESHES[step]}"
+    if whole.is_main:
+        torch.save(results, folder / "results.pt")
     close_world()
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

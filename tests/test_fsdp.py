@@ -8,6 +8,7 @@ from torch import Tensor
 
 from batch import pack
 from distributed_gradient import ALGORITHMS, LEFT_OUT, off_policy_shift, reference_of, rollout_of, sampler_shift
+from distributed_mesh import CASES
 from helpers import torchrun
 from policy import load_policy
 from update import with_advantages
@@ -125,5 +126,26 @@ def test_a_rank_with_nothing_left_to_train_changes_nothing(algorithm, results):
         torch.testing.assert_close(a, b, **TOLERANCE)
 
 
-def test_parameters_on_a_mesh_of_replicas_and_shards_are_filled_gathered_and_clipped():
-    torchrun(4, "tests/distributed_mesh.py")
+@pytest.fixture(scope="module")
+def meshes(policy, tmp_path_factory):
+    """Flags -> {--shard_ranks: (metrics, gradients, weights)} of the same updates on four ranks."""
+    folder = tmp_path_factory.mktemp("meshes")
+    torchrun(4, "tests/distributed_mesh.py", policy, folder)
+    return torch.load(folder / "results.pt")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_copies_of_the_policy_train_as_one_and_any_mesh_continues_a_checkpoint(case, meshes):
+    """Two replicas of two shards, and four replicas, against one dimension; the checkpoints are compared there."""
+    tolerance = {"atol": 1e-2, "rtol": 1e-2} if "bfloat16" in case else {"atol": 2e-6, "rtol": 1e-4}
+    one, gradients, weights = meshes[case][None]
+    assert all(metrics["optim/grad_norm"] > 0.1 for metrics in one), "far above --max_grad_norm: clipping took part"
+    for shard_ranks in (2, 1):
+        metrics, found_gradients, found_weights = meshes[case][shard_ranks]
+        for a, b in zip(metrics, one, strict=True):
+            assert a == pytest.approx(b, abs=tolerance["atol"], rel=tolerance["rtol"])
+        assert math.sqrt(sum(x.float().square().sum() for x in gradients.values())) == pytest.approx(0.05, rel=0.01)
+        for name, expected in gradients.items():
+            torch.testing.assert_close(found_gradients[name], expected, **tolerance)
+        for name, expected in weights.items():
+            torch.testing.assert_close(found_weights[name], expected, **tolerance)

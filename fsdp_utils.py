@@ -19,7 +19,6 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.cuda._pin_memory_utils import pin_memory
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -27,7 +26,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from inputs.machine import avoid_broken_amx, choose_interface, end_with_launcher, set_allocator, use_all_cores
 
 Item = TypeVar("Item")
-PINNED_IN_PLACE: list[int] = []  # bytes of what `pin_in_place` has pinned: torch does not count it
 
 
 @dataclass(frozen=True)
@@ -72,6 +70,12 @@ class World:
     def is_engine_leader(self) -> bool:
         """True on one rank per engine; the other ranks of the engine sample the same completions."""
         return self.rank % self.tp_size == 0
+
+    def describe(self) -> str:
+        """For example: 16 ranks on cuda, 2 copies of the policy, 8 engines of 2."""
+        copies = self.size // (self.shard_ranks or self.size)
+        replicas = f", {copies} copies of the policy" if copies > 1 else ""
+        return f"{self.size} ranks on {self.device.type}{replicas}, {self.num_engines} engines of {self.tp_size}"
 
 
 def is_main_process() -> bool:
@@ -244,17 +248,6 @@ def begin_gather(parameter: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
 def local_shard(tensor: Tensor) -> Tensor:
     """This rank's part of a sharded tensor, sharing its memory; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def pin_in_place(tensor: Tensor) -> None:
-    """CUDA: page-locks this rank's part of a host tensor that lives as long as the process: copies are fast then.
-
-    `Tensor.pin_memory` would round each size up to a power of two: for some shapes nearly twice the host RAM.
-    """
-    local = local_shard(tensor)
-    if local.numel():
-        pin_memory(local.data_ptr(), local.nbytes)
-        PINNED_IN_PLACE.append(local.nbytes)
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:

@@ -70,7 +70,7 @@ def build_engine(args: Namespace, inputs: Inputs, world: World) -> Engine:
 def describe(plan: Plan, world: World) -> str:
     """What the flags amount to, as numbers: the first line of the log."""
     return (
-        f"{world.num_trainers} ranks on {world.device.type}, {world.num_engines} engines of {world.tp_size}; "
+        f"{world.describe()}; "
         f"{plan.prompts_per_step} prompts x {plan.group_size} = {plan.completions_per_step} completions a step, "
         f"{plan.updates_per_step} updates a step, {plan.steps_per_epoch:g} steps an epoch, "
         f"{plan.total_steps} steps in all"

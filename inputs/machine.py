@@ -112,7 +112,7 @@ def check_gpu(index: int, world_size: int, gpu_memory_utilization: float) -> Non
 
 
 def end_with_launcher() -> None:
-    """This rank gets SIGTERM when torchrun dies, so that even `kill -9` of the launcher leaves no orphan on the GPUs."""
+    """This rank gets SIGTERM when torchrun dies: even `kill -9` of the launcher leaves no orphan on the GPUs."""
     if "RANK" in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 

@@ -17,14 +17,16 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.cuda._pin_memory_utils import pin_memory
 from torch.optim.adamw import adamw as fused_adamw
 from torch.optim.optimizer import Optimizer, StateDict
 
 from flags import AdamW, Memory
-from fsdp_utils import local_shard, pin_in_place
+from fsdp_utils import local_shard
 from model import sizes
 
 Group = dict[str, object]  # of parameters, with their settings
+PINNED_IN_PLACE: list[int] = []  # bytes of what `pin_in_place` has pinned: torch does not count it
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], adamw: AdamW, memory: Memory) -> Optimizer:
@@ -114,6 +116,17 @@ class ChunkedAdamW(torch.optim.AdamW):
             for parameter, index in zip(group["params"], saved["params"], strict=True):
                 for name, tensor in self.state[parameter].items():
                     local_shard(tensor).copy_(local_shard(state_dict["state"][index][name]))
+
+
+def pin_in_place(tensor: Tensor) -> None:
+    """CUDA: page-locks this rank's part of a host tensor that lives as long as the process: copies are fast then.
+
+    `Tensor.pin_memory` would round each size up to a power of two: for some shapes nearly twice the host RAM.
+    """
+    local = local_shard(tensor)
+    if local.numel():
+        pin_memory(local.data_ptr(), local.nbytes)
+        PINNED_IN_PLACE.append(local.nbytes)
 
 
 def join(parameter: Tensor, remainder: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from fsdp_utils import PINNED_IN_PLACE
+from model.optimizer import PINNED_IN_PLACE
 
 
 class GpuMeter:

@@ -378,7 +378,9 @@ def test_a_complete_run_says_so_and_may_be_prolonged_on_another_number_of_ranks(
     assert "is complete: it has a checkpoint of step 4" in done.stdout
     assert (finished_run / "final" / "model.safetensors").exists()
     assert (finished_run / "metrics.jsonl").read_bytes() == before
-    torchrun(1, "train_grpo.py", *training_flags(policy, finished_run, reward=reward, total_steps=5))
+    flags = training_flags(policy, finished_run, reward=reward, total_steps=5, shard_ranks=2)
+    done = torchrun(4, "train_grpo.py", *flags)
+    assert "4 ranks on cpu, 2 copies of the policy, 4 engines of 1" in done.stdout
     assert (finished_run / "metrics.jsonl").read_bytes().startswith(before), "the log is only appended to"
     metrics = metrics_of(finished_run)
     assert metrics[5]["policy/rollout_gap_mean"] < 0.005, (

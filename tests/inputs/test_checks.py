@@ -24,6 +24,8 @@ from inputs.checks import check_flags
         ({"tensor_parallel_size": 2}, 1, ["--tensor_parallel_size 2", "world size 1", "use one of 1."]),
         ({"tensor_parallel_size": 3}, 4, ["--tensor_parallel_size 3", "world size 4", "use one of 1, 2, 4."]),
         ({"tensor_parallel_size": 0}, 4, ["--tensor_parallel_size 0", "at least 1"]),
+        ({"shard_ranks": 3}, 4, ["--shard_ranks 3", "world size 4", "use one of 1, 2, 4."]),
+        ({"shard_ranks": 8}, 4, ["--shard_ranks 8 does not divide the world size 4", "use one of 1, 2, 4."]),
         ({"micro_batch_tokens": 100}, 1, ["--micro_batch_tokens 100", "2048"]),
         ({"epochs": 2}, 1, ["2 of --total_steps", "exactly one"]),
         ({"total_steps": None}, 1, ["0 of --total_steps", "exactly one"]),

@@ -101,6 +101,7 @@ def recipe_runs(job, tmp_path_factory):
     def run(recipe: tuple[str, str]) -> tuple[str, tuple[str, Path]]:
         name, flags = recipe
         limits = ["--total_steps", "2", "--eval_samples", "1", "--prompts_per_step", "16", "--prompts_per_update", "8"]
+        limits += ["--eval_data", f"{job}/policy/heldout.jsonl#16"]
         if "--overlong_cache_tokens" in flags:  # 4,096 tokens are more than this job's completions have
             limits += ["--reward", "exact,length", "--overlong_cache_tokens", "16"]
         run_dir = folder / name.replace(" ", "_")

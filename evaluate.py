@@ -29,7 +29,7 @@ from data import PromptData
 from flags import DTYPES, GROUPS, EngineSettings, Grading, PromptFormat, Sampling, flag, take
 from fsdp_utils import gather_from_ranks, init_world, is_engine_leader_process, is_main_process
 from grading.score import Grade
-from inputs.checks import check_ranges
+from inputs.checks import check_head_dtype, check_ranges
 from inputs.command_line import HelpFormatter, add_flags, exit_with_error
 from inputs.machine import check_launch
 from inputs.records import name_of_source, read_system_prompt
@@ -200,6 +200,7 @@ SAMPLING = [
     flag("--max_completion_tokens", [2048], "completions are truncated after this many tokens", (1, math.inf)),
     flag("--seed", 1, "random seed for sampling", (0, math.inf)),
     flag("--dtype", "bfloat16", "arithmetic of the engine", choices=DTYPES),
+    flag("--head_dtype", str, "arithmetic of the head's logits; default: that of --dtype", choices=DTYPES),
     flag("--tensor_parallel_size", 1, "ranks per vLLM engine; divides the number of ranks", (1, math.inf)),
     flag("--gpu_memory_utilization", 0.9, "CUDA: share of GPU memory that vLLM may take", (0.01, 1)),
     flag("--enforce_eager", False, "CUDA: no CUDA graphs in vLLM"),
@@ -265,6 +266,7 @@ def main() -> None:
     limits = args.max_prompt_tokens, max(args.max_completion_tokens)
     try:
         check_ranges(args, FLAGS)
+        check_head_dtype(args)
         check_launch(args.tensor_parallel_size, "bfloat16", args.gpu_memory_utilization)
         check_names(args.data)
         samplings = settings_per_set(

@@ -82,8 +82,8 @@ GROUPS["prompts"] = [
     flag("--max_prompt_tokens", 1024, "longer prompts, template included, are dropped and counted", (1, INF)),
 ]
 GROUPS["reward"] = [
-    flag("--reward", "exact", "math, gsm8k, ifeval, exact, format, think_format, length; a weighted sum "
-         "(math:1.0,format:0.1); @COLUMN: the one that the row's column names; my_reward.py:function"),
+    flag("--reward", "exact", "math, gsm8k, gsm8k_strict, ifeval, exact, format, think_format, length; a weighted "
+         "sum (math:1.0,format:0.1); @COLUMN: the one that the row's column names; my_reward.py:function"),
     flag("--reward_timeout", 5.0, "seconds after which the grading of a completion is stopped: reward 0", (TINY, 1e6)),
     flag("--reward_memory_gib", 4.0, "memory at which a grading process is stopped: reward 0", (0.25, INF)),
     flag("--reward_workers", 0, "grading processes per engine; 0: the cores of the node / its engines",
@@ -180,6 +180,8 @@ GROUPS["optimizer (AdamW)"] = [
 DTYPES = ("bfloat16", "float32")
 GROUPS["precision and memory"] = [
     flag("--dtype", "bfloat16", "arithmetic of trainer and sampler; gradients are reduced in fp32", choices=DTYPES),
+    flag("--head_dtype", str, "arithmetic of the head's logits in trainer and sampler (float32 with --dtype bfloat16, "
+         "say); default: that of --dtype", choices=DTYPES),
     flag("--param_dtype", "float32", "parameters, gradients, Adam's moments: 16 bytes per parameter (float32), or 10 "
          "(bfloat16, updated as fp32 ones: model/optimizer.py)", choices=DTYPES),
     flag("--offload", "none", "what is kept in host RAM: nothing; the optimizer's state, which streams through the "
@@ -284,6 +286,7 @@ class Lora:  # which adapters are trained; rank 0: none, but all weights
 @settings
 class Memory:  # precision, and what is kept where
     dtype: str
+    head_dtype: str | None  # of the logits; None: `dtype`
     param_dtype: str
     offload: str
     offload_reference: bool
@@ -310,6 +313,7 @@ class AdamW:  # the optimizer
 class EngineSettings:  # the engine; `max_model_len` is in tokens, prompt and completion together
     max_model_len: int
     dtype: str
+    head_dtype: str | None
     gpu_memory_utilization: float
     enforce_eager: bool
     seed: int

@@ -23,7 +23,7 @@ from batch import Batch
 from flags import AdamW, Lora, Memory
 from fsdp_utils import World, full_tensors, shard
 from model import lora as adapters
-from model.attention import check_alignment, choose_kernel, make_packing
+from model.attention import make_packing
 from model.head import chunked_logprobs
 from model.optimizer import make_optimizer
 from model.sizes import head_dim
@@ -33,6 +33,8 @@ from model.weights import fill, in_files, load_config, model_from_config, withou
 
 class Policy(adapters.WithAdapter):
     """A causal LM that returns per-token log-probabilities of a packed batch. Also the reference: the same, frozen."""
+
+    head_dtype: torch.dtype | None = None  # of the logits; None: `dtype`
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype = torch.bfloat16) -> None:
         """`dtype`: of the arithmetic, the engine and the exported weights. The parameters may have another."""
@@ -64,7 +66,9 @@ class Policy(adapters.WithAdapter):
         trained_K = batch.trained_K
         hidden = output.last_hidden_state[0].index_select(0, trained_K)  # the head runs on completion positions only
         labels, head = batch.labels_N.index_select(0, trained_K), self.model.get_output_embeddings()
-        logprobs, entropies = chunked_logprobs(hidden, head, labels, temperature, with_entropy_gradient)
+        logprobs, entropies = chunked_logprobs(
+            hidden, head, labels, temperature, with_entropy_gradient, self.head_dtype
+        )
         zeros_N = torch.zeros(len(batch.labels_N), device=device)
         return zeros_N.index_copy(0, trained_K, logprobs), zeros_N.index_copy(0, trained_K, entropies)
 
@@ -101,6 +105,7 @@ def build_policy(
     dtype = getattr(torch, memory.dtype)
     param_dtype = dtype if lora.lora_rank else getattr(torch, memory.param_dtype)  # a frozen base has no masters
     policy = empty_policy(path, param_dtype, memory.gradient_checkpointing, dtype)
+    policy.head_dtype = getattr(torch, memory.head_dtype or memory.dtype)
     if lora.lora_rank:
         adapters.add_adapter(policy.model, lora, seed, path)
     if memory.compile_layers:
@@ -109,6 +114,7 @@ def build_policy(
     reference = policy if has_reference else None
     if has_reference and not lora.lora_rank:
         reference = empty_policy(path, dtype).requires_grad_(False)
+        reference.head_dtype = policy.head_dtype
         shard_and_fill(reference, path, world, memory.offload_reference)
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     return policy, reference, make_optimizer(trained, adamw, memory)  # last: weights are loaded before its state
@@ -125,14 +131,6 @@ def check_policy(config: PretrainedConfig, lora: Lora, memory: Memory) -> None:
         )
 
 
-def check_device(device: torch.device, share_prompts: bool) -> None:
-    """Takes the device's best attention kernel. Raises RuntimeError if it does not do what --share_prompts needs."""
-    if device.type == "cuda":
-        choose_kernel(device)
-    if share_prompts and device.type == "cuda":
-        check_alignment(device)
-
-
 def empty_policy(
     path: str, param_dtype: torch.dtype, gradient_checkpointing: bool = False, dtype: torch.dtype | None = None
 ) -> Policy:
@@ -145,7 +143,8 @@ def empty_policy(
     model.eval()  # as from_pretrained leaves it
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.train()  # transformers checkpoints in training mode only; the supported models have no dropout
+        for layer in model.get_decoder().layers:
+            layer.training = True  # needed for checkpointing; not of what is in it, or its dropout would be on
     if (tower := tower_of(model)) is not None:
         tower.eval().requires_grad_(False)
     return Policy(model, dtype or param_dtype)

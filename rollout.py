@@ -49,7 +49,7 @@ from batch import Rollout
 from flags import EngineSettings, Sampling
 from fsdp_utils import World, gather_from_ranks
 from inputs.machine import set_allocator
-from model.engine_options import AT_START, NOISE, NOISE_ON_CPU, engine_options, memory_errors
+from model.engine_options import AT_START, NOISE, NOISE_ON_CPU, check_head, engine_options, memory_errors
 from model.vision import Vision
 
 if TYPE_CHECKING:
@@ -92,6 +92,7 @@ class Engine:
         gc.freeze()  # vLLM collects garbage at each stage of its start: a second in all, with what is imported in it
         with memory_errors("starts", AT_START):
             self.llm = LLM(**options)
+        check_head(self.llm, settings)
         set_allocator(is_expandable=True)
 
     def sample(

@@ -33,9 +33,9 @@ from bench_common import Trainer, flags_of, make_rollout, parser_of, print_table
 from fsdp_utils import World, close_world, init_world, wait_for_all
 from metrics import peak_flops, update_flops
 from model import sizes
-from model.attention import kernel_name
+from model.attention import check_device, kernel_name
 from planner.dry_run import config_of
-from policy import Policy, check_device
+from policy import Policy
 
 GOAL = 0.5  # MFU
 VARIANTS = {  # name -> flags

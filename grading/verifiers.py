@@ -1,8 +1,8 @@
 """The built-in verifiers: each says how good one completion is. A new one is a function and an entry in `BUILT_IN`.
 
-`math`, `gsm8k` and `exact` compare its final answer with the row's, `ifeval` checks instructions, `format` and
-`think_format` check the tags, `length` the length. `score.py` adds them up, in processes that can be killed: nothing
-here minds the time.
+`math`, `gsm8k`, `gsm8k_strict` and `exact` compare its final answer with the row's, `ifeval` checks instructions,
+`format` and `think_format` check the tags, `length` the length. `score.py` adds them up, in processes that can be
+killed: nothing here minds the time.
 """
 
 from __future__ import annotations
@@ -85,6 +85,26 @@ def _gsm8k_key_problem(case: Case) -> str | None:
     return f"no number in the answer {case.answer[:80]!r}" if _gsm8k_key(case) is None else None
 
 
+def verify_gsm8k_strict(case: Case) -> Verdict:
+    """1.0 if the last "#### number" within the last 300 characters is the key's, as text without commas; else 0.0.
+
+    So does verl. "#### $18" and "#### 18.0" are not 18.
+    """
+    found = re.findall(r"#### (-?[0-9.,]+)", case.completion[-300:])
+    answer = found[-1].replace(",", "") if found else None
+    return float(answer == _strict_key(case)), answer
+
+
+def _strict_key(case: Case) -> str:
+    return case.answer.rpartition("####")[2].strip().replace(",", "")
+
+
+def _strict_key_problem(case: Case) -> str | None:
+    if re.fullmatch(r"-?\d+(?:\.\d+)?", _strict_key(case)):
+        return None
+    return f"not a number alone, or alone after ####: the answer {case.answer[-80:]!r}"
+
+
 def verify_ifeval(case: Case) -> Verdict:
     """1.0 if the completion, without its thinking, follows all instructions of its row (`ifeval.py`); else 0.0."""
     text = visible_text(case.completion)
@@ -141,6 +161,7 @@ def verify_length(case: Case) -> Verdict:
 BUILT_IN = {
     "math": Verifier(verify_math, lambda case: key_problem(case.answer)),
     "gsm8k": Verifier(verify_gsm8k, _gsm8k_key_problem),
+    "gsm8k_strict": Verifier(verify_gsm8k_strict, _strict_key_problem),
     "ifeval": Verifier(verify_ifeval, _ifeval_key_problem),
     "exact": Verifier(verify_exact),
     "format": Verifier(verify_format),

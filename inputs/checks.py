@@ -122,8 +122,15 @@ def check_algorithm(args: argparse.Namespace) -> None:
             raise ValueError(f"--keep_last has no effect with {dynamic}, which has no last steps; leave it out.")
 
 
+def check_head_dtype(args: argparse.Namespace) -> None:
+    """Raises ValueError for logits that are coarser than all the rest."""
+    if args.head_dtype == "bfloat16" and args.dtype == "float32":
+        raise ValueError("--head_dtype bfloat16 would round what --dtype float32 computes; leave it out.")
+
+
 def check_memory(args: argparse.Namespace, num_ranks: int) -> None:
     """Raises ValueError for flags of precision and memory that contradict each other or the number of ranks."""
+    check_head_dtype(args)
     if args.shard_ranks is not None and num_ranks % args.shard_ranks:
         wrong = f"--shard_ranks {args.shard_ranks} does not divide the world size {num_ranks}"
         raise ValueError(f"{wrong}; use one of {divisors(num_ranks)}.")

@@ -17,10 +17,11 @@ from flags import Grading, Lora, Memory, PromptFormat, Sampling, make_plan, take
 from fsdp_utils import World, gather_from_ranks, is_engine_leader_process, is_main_process, wait_for_all
 from inputs.machine import check_launch
 from inputs.records import read_system_prompt
+from model.attention import check_device
 from model.sizes import check_config
 from model.vision import Vision, load_processor
 from model.weights import load_config, weight_files
-from policy import check_device, check_policy
+from policy import check_policy
 from reward import Grader, workers_per_engine
 
 SHOWN_AFTER = 10.0  # seconds: network file systems do not show a new file at once

@@ -176,3 +176,11 @@ def check_alignment(device: torch.device) -> None:
         here = f"in torch {torch.__version__} varlen_attn's causal mask does not end with the last key"
         found = f"two queries make {seen} of the values 0, 2, 4, not [1, 2]"
         raise RuntimeError(f"--share_prompts: {here}: {found}. Leave the flag out, or use requirements.txt.")
+
+
+def check_device(device: torch.device, share_prompts: bool) -> None:
+    """Takes the device's best attention kernel. Raises RuntimeError if it does not do what --share_prompts needs."""
+    if device.type == "cuda":
+        choose_kernel(device)
+    if share_prompts and device.type == "cuda":
+        check_alignment(device)

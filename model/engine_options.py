@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,6 +13,9 @@ from flags import EngineSettings
 from model.sizes import CPU_BLOCK, MOST_ON_GPU, cpu_cache_bytes
 from model.vision import Vision
 from model.weights import load_config
+
+if TYPE_CHECKING:
+    from vllm import LLM
 
 # torch and vLLM's allocator say the one, vLLM's checks of its share of the GPU the other.
 LACK_OF_MEMORY = re.compile(r"out of memory|gpu.memory.utilization", re.IGNORECASE)
@@ -57,6 +61,8 @@ def engine_options(
         "seed": settings.seed,  # external_launcher wants the same one on every rank; Engine.sample sets its own
         "disable_log_stats": True,
     }
+    if settings.head_dtype is not None:
+        options["hf_overrides"] = {"head_dtype": settings.head_dtype}
     if is_cuda:
         options |= {
             "gpu_memory_utilization": settings.gpu_memory_utilization,
@@ -93,3 +99,12 @@ def memory_errors(phase: str, advice: str = BESIDE_TRAINER) -> Iterator[None]:
         where = f"while the engine {phase}, {free:.1f} of {total:.1f} GiB of the GPU are free"
         cause = re.split(r"\.?\s*\n|\.\s|\.$", str(error))[0]  # its first sentence
         raise MemoryError(f"GPU memory ran out {where} ({cause}); {advice}.") from error
+
+
+def check_head(llm: LLM, settings: EngineSettings) -> None:
+    """Raises ValueError if the engine computes logits in another dtype than it was told to: vLLM only warns of it."""
+    if settings.head_dtype is not None:
+        found = str(llm.llm_engine.vllm_config.model_config.head_dtype).removeprefix("torch.")
+        if found != settings.head_dtype:
+            given = f"--head_dtype {settings.head_dtype}"
+            raise ValueError(f"{given}: vLLM has no such logits on this machine, but {found}; leave the flag out.")

@@ -2,6 +2,12 @@
 
 The head runs in token chunks that are computed again in the backward pass: the logits of 16,384 tokens and a vocabulary
 of 152,064 would take 4.6 GiB in bf16. Peak memory is that of one chunk's logits, whatever the number of tokens T.
+
+The logits are fp32 from `log_softmax` on. `head_dtype` (`--head_dtype`) is that of the matrix product: in bf16 a logit
+near 20 is rounded to a multiple of 0.125. Both kinds multiply bf16 numbers and add in fp32; float32 keeps the sum.
+The backward pass is the same for both: it rounds the gradient of the logits to the weight's dtype, as that of every
+other layer is, for two matrix products. This rounding is relative to each number. That of a logit is not relative to
+its probability.
 """
 
 from __future__ import annotations
@@ -13,13 +19,24 @@ from torch.nn import functional as F
 
 from model import sizes
 
+COPIED_ROWS = 4096  # CPU, fp32 logits of bf16 numbers: rows of the weight that are in fp32 at a time
+
 
 def chunked_logprobs(
-    hidden: Tensor, head: nn.Linear, labels: Tensor, temperature: float, with_entropy_gradient: bool = False
+    hidden: Tensor,
+    head: nn.Linear,
+    labels: Tensor,
+    temperature: float,
+    with_entropy_gradient: bool = False,
+    head_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(log-probabilities of the labels, entropies in nats), float32, one per row of `hidden` [T, D]."""
+    """(log-probabilities of the labels, entropies in nats), float32, one per row of `hidden` [T, D].
+
+    `head_dtype`: of the logits; None: that of the weight.
+    """
     assert head.bias is None, "no supported model has a head with a bias"
-    return _HeadLogprobs.apply(hidden, head.weight, labels, temperature, with_entropy_gradient)
+    head_dtype = head_dtype or head.weight.dtype
+    return _HeadLogprobs.apply(hidden, head.weight, labels, temperature, with_entropy_gradient, head_dtype)
 
 
 class _HeadLogprobs(torch.autograd.Function):
@@ -32,15 +49,21 @@ class _HeadLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, has_entropy_gradient: bool
+        ctx: FunctionCtx,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        temperature: float,
+        has_entropy_gradient: bool,
+        head_dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(hidden, weight, labels)
-        ctx.settings = temperature, has_entropy_gradient
+        ctx.settings = temperature, has_entropy_gradient, head_dtype
         logprobs, entropies = (hidden.new_empty(len(labels), dtype=torch.float32) for _ in range(2))
         ctx.last_chunk = None
         for rows in _chunks(len(labels), len(weight)):
             ctx.last_chunk = None  # before the next one is made
-            ctx.last_chunk = all_logprobs = _chunk_logprobs(hidden[rows], weight, temperature)
+            ctx.last_chunk = all_logprobs = _chunk_logprobs(hidden[rows], weight, temperature, head_dtype)
             logprobs[rows] = all_logprobs.gather(-1, labels[rows, None])[:, 0]
             entropies[rows] = -all_logprobs.exp().mul_(all_logprobs).sum(dim=-1)
             del all_logprobs
@@ -51,14 +74,14 @@ class _HeadLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, grad_logprobs: Tensor, grad_entropies: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, labels = ctx.saved_tensors
-        temperature, has_entropy_gradient = ctx.settings
+        temperature, has_entropy_gradient, head_dtype = ctx.settings
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for rows in reversed(_chunks(len(labels), len(weight))):
             # Becomes the gradient of the logits: g (1[v = label] - p_v), and h p_v (-log p_v - entropy).
             grad, ctx.last_chunk = ctx.last_chunk, None
             if grad is None:
-                grad = _chunk_logprobs(hidden[rows], weight, temperature)
+                grad = _chunk_logprobs(hidden[rows], weight, temperature, head_dtype)
             if has_entropy_gradient:
                 probs = grad.exp()
                 entropy = -torch.einsum("tv,tv->t", probs, grad)[:, None]  # a product would be a third such tensor
@@ -73,7 +96,7 @@ class _HeadLogprobs(torch.autograd.Function):
             if grad_weight is not None:
                 grad_weight.addmm_(grad.t(), hidden[rows])
             del grad
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None
 
 
 def _chunks(count: int, vocab: int) -> list[slice]:
@@ -82,9 +105,22 @@ def _chunks(count: int, vocab: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, count, size)]
 
 
-def _chunk_logprobs(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+def _chunk_logprobs(hidden: Tensor, weight: Tensor, temperature: float, head_dtype: torch.dtype) -> Tensor:
     """Log-probabilities of all tokens [T, V], float32."""
-    logits = F.linear(hidden, weight).float()
+    logits = F.linear(hidden, weight).float() if head_dtype == weight.dtype else _fp32_logits(hidden, weight)
     if temperature != 1:
         logits /= temperature  # the one division by the temperature
     return logits.log_softmax(dim=-1)
+
+
+def _fp32_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Logits [T, V], float32, of bf16 numbers; without a copy of the weight in fp32."""
+    if weight.is_cuda:
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    # No CPU kernel keeps its fp32 sums: some rows of the weight at a time are copied.
+    hidden = hidden.float()
+    logits = hidden.new_empty(len(hidden), len(weight))
+    for start in range(0, len(weight), COPIED_ROWS):
+        rows = slice(start, start + COPIED_ROWS)
+        logits[:, rows] = F.linear(hidden, weight[rows].float())
+    return logits

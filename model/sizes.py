@@ -36,9 +36,50 @@ def check_path(path: str) -> None:
         raise FileNotFoundError(f"--model {path!r}: no such folder, and not of the form of a hub id (owner/name).")
 
 
+# The number of experts of a layer, as configs say it.
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+# Values that scale, squash or drop something outside attention and MLP, which our packed attention and chunked head
+# leave out: with any but these the trainer would not compute what the engine samples from.
+NEUTRAL = {
+    "attn_logit_softcapping": None, "final_logit_softcapping": None, "logits_scaling": 1, "logit_scale": 1,
+    "lm_head_multiplier": 1, "dropout": 0,
+}  # fmt: skip
+
+
 def head_dim(config: PretrainedConfig) -> int:
     """The width of one attention head, by the config of a text model."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def check_architecture(path: str, config: PretrainedConfig) -> None:
+    """Raises ValueError for a text model that is not dense, not attention in all its layers, or quantized."""
+    counts = [getattr(config, name, None) for name in EXPERTS]
+    experts = [f"{count} experts" for count in counts if count not in (None, 0, 1)]
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ["full_attention"]
+    others = sorted(set(kinds) - {"full_attention", "sliding_attention", "attention"})
+    found = experts[:1] + [f"layers of the kind {kind}" for kind in others]
+    if getattr(config, "num_attention_heads", None) is None:
+        found = found or ["no attention heads"]
+    if getattr(config, "quantization_config", None) is not None:
+        found.append("quantized weights")
+    if found:
+        needed = "needed is a dense model with attention in all layers and weights in bf16 or fp32"
+        given = f"--model {path} ({config.model_type}) has {' and '.join(found)}"
+        raise ValueError(f"{given}; {needed}: use Qwen3-0.6B to 32B, Qwen2.5 or Llama, say.")
+    for name, value in NEUTRAL.items():
+        if getattr(config, name, None) not in (None, value):
+            given = f"--model {path}: its {name} = {getattr(config, name)}"
+            raise ValueError(f"{given} is not implemented; use another model.")
+
+
+def check_rope(path: str, config: PretrainedConfig, longest: int) -> None:
+    """Raises ValueError for rotary angles that depend on the longest sequence of a batch in the trainer alone."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind, original = rope.get("rope_type"), rope.get("original_max_position_embeddings", 0)
+    if (kind == "longrope" and longest > original) or (kind == "dynamic" and "alpha" not in rope):
+        given = f"--model {path}: its rotary angles ({kind}) change with the longest sequence of a batch"
+        keep = f"keep prompt and completion within {original} tokens, or use" if kind == "longrope" else "use"
+        raise ValueError(f"{given}, which trainer and engine would not do alike; {keep} another model.")
 
 
 def check_config(path: str, config: PretrainedConfig, limits: tuple[int, int], tensor_parallel_size: int) -> None:
@@ -47,12 +88,14 @@ def check_config(path: str, config: PretrainedConfig, limits: tuple[int, int], t
     `limits`: most tokens of a prompt, and of a completion in training or evaluation.
     """
     config = config.get_text_config()
+    check_architecture(path, config)
     longest, context = sum(limits), getattr(config, "max_position_embeddings", None)
     if context is not None and longest > context:
         given = f"--max_prompt_tokens {limits[0]} + a completion of {limits[1]} tokens = {longest}"
         beyond = f"beyond the model's context of {context} tokens"
         raise ValueError(f"{given} is {beyond}; lower them by {longest - context}.")
-    num_heads = getattr(config, "num_attention_heads", tensor_parallel_size)
+    check_rope(path, config, longest)
+    num_heads = config.num_attention_heads
     if num_heads % tensor_parallel_size:
         given = f"--tensor_parallel_size {tensor_parallel_size}"
         raise ValueError(f"{given} does not divide the model's {num_heads} attention heads.")
@@ -62,12 +105,6 @@ def check_config(path: str, config: PretrainedConfig, limits: tuple[int, int], t
         given = f"its sliding-window attention of {window} tokens is not supported for sequences of up to {longest}"
         keep = "keep --max_prompt_tokens + --max_completion_tokens within the window"
         raise ValueError(f"--model {path}: {given}; {keep}, or use another model.")
-    # Values that scale or squash logits or attention scores, which our packed attention and chunked head leave out.
-    neutral = {"attn_logit_softcapping": None, "final_logit_softcapping": None, "logits_scaling": 1, "logit_scale": 1}
-    for name, value in neutral.items():
-        if getattr(config, name, None) not in (None, value):
-            given = f"--model {path}: its {name} = {getattr(config, name)}"
-            raise ValueError(f"{given} is not implemented in model/attention.py and model/head.py; use another model.")
 
 
 def cpu_cache_bytes(

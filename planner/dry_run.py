@@ -36,6 +36,9 @@ ROWS = {  # of data sets that are not on the disk
     "hiyouga/math12k@test": 500,
     "allenai/RLVR-GSM-MATH-IF-Mixed-Constraints": 29_946,
     "simplelr_qwen_level3to5": 8_532,
+    "openai/gsm8k/main@train": 7_473,
+    "openai/gsm8k/main@test": 1_319,
+    "hamishivi/DAPO-Math-17k-Processed_filtered@train": 12_643,
 }
 
 

@@ -198,7 +198,7 @@ def backward_of_layer(setup: Setup) -> float:
         weights = max(2 * m.layer_parameters, 6 * i * h + 30 * tokens * h)
     # Copies of keys and values, and their gradients; with grouped queries first a gradient for each query head.
     copies = setup.keys_per_position * (8 * m.kv + (4 * m.q if m.kv < m.q else 0))
-    attention = tokens * (copies + 12 * m.q + 4 * m.head_dim + (9 if has_lora else 11) * h)
+    attention = tokens * (copies + 12 * m.q + 4 * m.head_dim + (9 if has_lora else 11) * h + head_norms(setup))
     saved = saved_per_layer(setup)
     if setup.memory.gradient_checkpointing:
         return max(mlp + saved, attention, weights)
@@ -210,12 +210,17 @@ def saved_per_layer(setup: Setup) -> float:
     m, lora, tokens = setup.model, setup.lora, setup.memory.micro_batch_tokens
     norms = 12 if setup.has_lora else 16  # a frozen norm does not need its normalized input
     keys = 4 * m.kv * setup.keys_per_position
-    saved = tokens * (8 * m.intermediate + norms * m.hidden + 4 * m.q + keys + 4 * m.heads)
+    saved = tokens * (8 * m.intermediate + norms * m.hidden + 4 * m.q + keys + 4 * m.heads + head_norms(setup))
     if setup.has_lora and lora.lora_dropout:
         # An adapter keeps its input after dropout, and the mask (one byte a number), not the input before.
         inputs = sum(m.projections[name][0] for name in setup.lora_targets)
         saved += tokens * (3 * inputs - 2 * m.intermediate - 4 * m.hidden)
     return saved + tokens * 2 * lora.lora_rank * len(setup.lora_targets)
+
+
+def head_norms(setup: Setup) -> int:
+    """Bytes that the norms of a token's queries and keys save: their input in fp32, and normalized as in `norms`."""
+    return setup.model.has_head_norms * (4 if setup.has_lora else 6) * (setup.model.q + setup.model.kv)
 
 
 def kept_per_layer(setup: Setup) -> float:
@@ -233,7 +238,8 @@ def logprobs_peak(setup: Setup) -> Parts:
     stays = setup.memory.gather_parameters_once and is_of_policy
     kept = m.layers * layer * stays  # and FSDP's buffer of the last layer beside it
     mlp = tokens * ((8 if setup.has_lora else 6) * m.intermediate + 8 * m.hidden)
-    attention = tokens * (6 * m.hidden + 4 * m.head_dim + 4 * m.q + 4 * m.kv * (1 + setup.keys_per_position))
+    kernel = 4 * m.q + 4 * m.kv * (1 + setup.keys_per_position)
+    attention = tokens * (6 * m.hidden + 4 * m.head_dim + max(kernel, 10 * m.q * m.has_head_norms))  # 10: in the norm
     logits = 8 * head_chunk(setup) * m.vocab
     moments = [
         {"gathered": 2 * (root + layer), "one layer": embedded_bytes(setup)},

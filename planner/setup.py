@@ -36,6 +36,7 @@ class ModelShape:
     heads: int
     kv_heads: int
     head_dim: int
+    has_head_norms: bool  # of each query and key head, as Qwen3
     vocab: int
     projections: dict[str, tuple[int, int]]  # name -> (inputs, outputs) of each matrix of a layer
     layer_parameters: int
@@ -83,7 +84,7 @@ def shape_of(config: PretrainedConfig, name: str) -> ModelShape:
     return ModelShape(
         name=name, layers=text.num_hidden_layers, hidden=text.hidden_size, intermediate=text.intermediate_size,
         heads=text.num_attention_heads, kv_heads=text.num_key_value_heads, head_dim=head_dim(text),
-        vocab=text.vocab_size,
+        has_head_norms=any(path.endswith("q_norm") for path, _ in layers[0].named_modules()), vocab=text.vocab_size,
         projections={key: (each.in_features, each.out_features) for key, each in linear.items()},
         layer_parameters=num_parameters(layers[0]), root_parameters=num_parameters(model) - num_parameters(layers),
         tower_parameters=0 if tower is None else num_parameters(tower),

@@ -22,8 +22,8 @@ from batch import Rollout, pack
 from data import Row
 from fsdp_utils import close_world, init_world
 from inputs.machine import check_gpu
-from model.attention import kernel_name, make_packing, packed_attention
-from policy import check_device, load_policy
+from model.attention import check_device, kernel_name, make_packing, packed_attention
+from policy import load_policy
 
 Found = dict[str, float | str]
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs a documented set-up as it is written, with every flag of its script, but on a tiny random model of the same
-# architecture, data of the same schema and short completions. Two steps on two CPU processes (or GPUs, NGPU=2), with
-# evaluation, checkpoint, and a stop and resume between them. FLAGS go to the script.
+# architecture, data of the same schema and short completions. Two steps on two CPU processes (or GPUs, NGPU=2), of a
+# set-up for one GPU on one, with evaluation, checkpoint, and a stop and resume between them. FLAGS go to the script.
 #     bash scripts/smoke.sh scripts/qwq32b_8xh100.sh [FLAGS]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -13,11 +13,14 @@ source scripts/setup.sh
 
 python scripts/smoke_inputs.py --setup "$name" --out_dir "$folder"
 OUT_DIR=$(mktemp -d "$folder/run_XXXXXX")
-longest=100 tp=1
+longest=100 tp=1 ranks=2
 if [ "$name" = qwen25vl72b_lora_8xa100 ]; then
     longest=900 tp=2 # room for an image of the script's --max_pixels; one prompt a step needs one engine
+elif [[ $name = *_1gpu ]]; then
+    ranks=1
 fi
-export NNODES=1 NGPU=${NGPU:-2} TP=${TP:-$tp} MODEL=$folder/model DATA=$folder/data OUT_DIR
+export NNODES=1 NGPU=${NGPU:-$ranks} TP=${TP:-$tp} MODEL=$folder/model DATA=$folder/data OUT_DIR
+export EVAL_DATA=$DATA@test # of the scripts that evaluate on another data set than they train on
 
 # What a random model and a laptop need: short texts. Everything else is the script's.
 ARGS=(

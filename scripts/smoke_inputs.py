@@ -29,6 +29,7 @@ from transformers import (
     Qwen2Config,
     Qwen2VLImageProcessor,
     Qwen2VLVideoProcessor,
+    Qwen3Config,
 )
 
 Rows = list[dict[str, object]]
@@ -78,6 +79,8 @@ SETUPS = {
     "qwen25vl72b_lora_8xa100": Setup(QWEN_VL, "<|im_end|>", ("<|im_start|>", *VISION_TOKENS), (1000, 0), "open_r1_8k"),
     "tulu8b_rlvr_7plus1": Setup(TULU, "<|end_of_text|>", ("<|begin_of_text|>",), (520, 0), "rlvr"),
     "qwen7b_simplerl_2x8xh100": Setup(CHATML, "<|im_end|>", ("<|im_start|>",), (1030, 8), "simplerl"),
+    "qwen2.5_3b_gsm8k_lora_1gpu": Setup(CHATML, "<|im_end|>", ("<|im_start|>",), (130, 8), "gsm8k"),
+    "qwen3_4b_dapo_8gpu": Setup(CHATML, "<|endoftext|>", ("<|im_start|>", "<|im_end|>"), (40, 8), "dapo"),
 }
 
 
@@ -101,6 +104,12 @@ def rows_of(schema: str, count: int, offset: int) -> Rows:
             text = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
             prompt, reward_model = [{"role": "user", "content": text}], {"style": "rule", "ground_truth": answer}
             rows.append({"question": question, "gt_answer": answer, "prompt": prompt, "reward_model": reward_model})
+        elif schema == "gsm8k":
+            solution = f"We add: <<{question[:-1]}={answer}>>{answer}\n#### {answer}"
+            rows.append({"question": question, "answer": solution})
+        elif schema == "dapo":
+            row = {"prompt": question, "source_prompt": user, "messages": user, "ground_truth": answer}
+            rows.append(row | {"reward_model": {"style": "rule", "ground_truth": answer}})
         else:
             assert schema == "rlvr", f"unknown schema {schema!r}"
             kind = ("gsm8k", "MATH", "ifeval")[i % 3]
@@ -152,7 +161,7 @@ def make_config(setup: Setup, tokenizer: PreTrainedTokenizerFast) -> PretrainedC
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 512,
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": setup.schema in ("gsm8k", "dapo"),  # as the small originals
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
@@ -180,6 +189,8 @@ def make_config(setup: Setup, tokenizer: PreTrainedTokenizerFast) -> PretrainedC
             "high_freq_factor": 4.0,
         }
         return LlamaConfig(**sizes, rope_parameters=rope | {"original_max_position_embeddings": 256})
+    if setup.schema == "dapo":
+        return Qwen3Config(**sizes, head_dim=64)  # not hidden size / heads, as the original's
     return Qwen2Config(**sizes)
 
 

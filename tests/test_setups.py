@@ -46,6 +46,27 @@ DOCUMENTED = {  # what the sources say, see the scripts
         "gpu_memory_utilization": 0.75, "reward": "math", "lr_schedule": "constant", "advantage": "grpo",
         "advantage_ddof": 1, "advantage_eps": 1e-6, "loss_aggregation": "token_mean", "keep_last": False,
     },
+    "qwen2.5_3b_gsm8k_lora_1gpu": {
+        "prompts_per_step": 64, "group_size": 5, "prompts_per_update": 64, "epochs": 1, "learning_rate": 3e-5,
+        "lr_schedule": "constant", "warmup_ratio": 0.0, "weight_decay": 1e-2, "adam_beta1": 0.9, "adam_beta2": 0.999,
+        "max_grad_norm": 1.0, "kl_coef": 1e-3, "kl_estimator": "k3", "kl_clamp": 10.0, "kl_in": "loss",
+        "entropy_coef": 1e-3, "advantage": "grpo", "advantage_ddof": 1, "advantage_eps": 1e-6, "policy_loss": "clip",
+        "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0, "loss_aggregation": "token_mean", "lora_rank": 32,
+        "lora_alpha": 32.0, "lora_dropout": 0.0, "lora_targets": None, "temperature": 1.0, "reward": "gsm8k_strict",
+        "prompt_suffix": ' Let\'s think step by step and output the final answer after "####".',
+        "prompt_column": "question", "answer_column": "answer", "eval_temperature": [0.0], "eval_samples": [1],
+        "eval_every": 5, "eval_before_training": True, "save_every": 20, "gradient_checkpointing": True,
+    },
+    "qwen3_4b_dapo_8gpu": {
+        "prompts_per_step": 8, "group_size": 16, "prompts_per_update": 8, "dynamic_sampling": "reward",
+        "total_steps": 150, "advantage": "dr_grpo", "policy_loss": "clip", "clip_low": 0.2, "clip_high": 0.28,
+        "dual_clip": 0.0, "loss_aggregation": "token_mean", "kl_coef": 0.0, "entropy_coef": 0.0, "learning_rate": 1e-6,
+        "lr_schedule": "constant", "warmup_ratio": 0.0, "weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.98,
+        "max_grad_norm": 1.0, "head_dtype": "float32", "dtype": "bfloat16", "param_dtype": "float32", "lora_rank": 0,
+        "temperature": 1.0, "reward": "math", "prompt_column": "source_prompt", "answer_column": "ground_truth",
+        "prompt_suffix": "", "eval_temperature": [0.0], "eval_samples": [1], "eval_before_training": True,
+        "save_every": 100, "keep_checkpoints": 3,
+    },
 }  # fmt: skip
 SAID = {  # the first line of the run; the data of a smoke run have other numbers of rows
     "qwq32b_8xh100": (128, 5, 640, 4, 4, 60),
@@ -53,6 +74,8 @@ SAID = {  # the first line of the run; the data of a smoke run have other number
     "qwen25vl72b_lora_8xa100": (1, 8, 8, 1, 1000, 1000),
     "tulu8b_rlvr_7plus1": (14, 16, 224, 1, 1, 44642),
     "qwen7b_simplerl_2x8xh100": (128, 8, 1024, 4, 8, 100),
+    "qwen2.5_3b_gsm8k_lora_1gpu": (64, 5, 320, 1, 2, 2),
+    "qwen3_4b_dapo_8gpu": (8, 16, 128, 1, 5, 150),
 }
 SENTENCE = "{} prompts x {} = {} completions a step, {} updates a step, {} steps an epoch, {} steps in all"
 # Where thousands of completions would take minutes; the dry run has them all.
@@ -63,6 +86,8 @@ LIMITS = {  # prompt, completion; shortened in a smoke run
     "qwen25vl72b_lora_8xa100": (6144, 2048),
     "tulu8b_rlvr_7plus1": (2048, 2048),
     "qwen7b_simplerl_2x8xh100": (1024, 8192),
+    "qwen2.5_3b_gsm8k_lora_1gpu": (512, 1024),
+    "qwen3_4b_dapo_8gpu": (2048, 8192),
 }
 
 
@@ -91,12 +116,14 @@ def forked_smoke(name: str, folder: Path, *flags: str) -> str:
     """The same without the seconds of the launcher and of its imports."""
     folder /= name
     torchrun(1, "scripts/smoke_inputs.py", "--setup", name, "--out_dir", folder)
-    settings = {"NNODES": 1, "NGPU": 2, "TP": 1, "MODEL": folder / "model", "DATA": folder / "data"}
+    data, num_ranks = folder / "data", 1 if name.endswith("_1gpu") else 2
+    settings = {"NNODES": 1, "NGPU": num_ranks, "TP": 1, "MODEL": folder / "model", "DATA": data}
+    settings |= {"EVAL_DATA": f"{data}@test", "OUT_DIR": folder / "run_1"}
     said = ""
     for step in ("1", "2"):
         short = ["--max_prompt_tokens", "100", "--max_completion_tokens", "8", "--stop_after", step]
-        *_, arguments = launched(name, *short, *flags, **settings, OUT_DIR=folder / "run_1")
-        said += torchrun(2, "train_grpo.py", *arguments).stdout
+        *_, arguments = launched(name, *short, *flags, **settings)
+        said += torchrun(num_ranks, "train_grpo.py", *arguments).stdout
     return said
 
 
@@ -109,9 +136,9 @@ def dry_run(name: str) -> str:
     return done.stdout
 
 
-def forked_dry_run(name: str) -> str:
+def forked_dry_run(name: str, *flags: str, **settings: str) -> str:
     """The same without the seconds of its imports."""
-    num_nodes, num_ranks, arguments = launched(name, "--dry_run", "--json")
+    num_nodes, num_ranks, arguments = launched(name, "--dry_run", "--json", *flags, **settings)
     gpus = ["--plan_gpus", num_nodes * num_ranks, "--plan_nodes", num_nodes]
     return torchrun(1, "train_grpo.py", *gpus, *arguments).stdout
 
@@ -165,8 +192,42 @@ def test_the_dry_run_of_a_set_up_fits_with_5_percent_to_spare(name):
             "total_updates": 400,
             "completions_per_step": 8192,
         },
+        "qwen2.5_3b_gsm8k_lora_1gpu": {
+            "steps_per_epoch": 116,
+            "total_steps": 116,
+            "completions_per_step": 320,
+            "parameters": 3_085_938_688,
+            "trainable_parameters": 59_867_136,
+        },
+        "qwen3_4b_dapo_8gpu": {
+            "total_steps": 150,
+            "total_updates": 150,
+            "completions_per_step": 128,
+            "parameters": 4_022_468_096,
+        },
     }[name]
     assert {key: found[key] for key in expected} == expected
+
+
+def test_the_models_of_the_one_gpu_set_up_fit_where_its_script_says():
+    name = "qwen2.5_3b_gsm8k_lora_1gpu"
+    header = (ROOT / "scripts" / f"{name}.sh").read_text().partition("set -euo")[0]
+    (more,) = re.findall(r"7B fits 24 GB with\n# +(--.*)\n", header)
+    as_it_is = [("0.5B", 23.5, ""), ("1.5B", 23.5, ""), ("3B", 23.5, ""), ("7B", 44.3, "")]
+    for size, gib, flags in [*as_it_is, ("7B", 23.5, more)]:
+        limit = ["--plan_gpu_memory_gib", str(gib), *flags.split()]
+        assert json.loads(forked_dry_run(name, *limit, MODEL=f"Qwen/Qwen2.5-{size}-Instruct"))["fits"], size
+
+
+def test_aime_2025_is_written_with_the_prompt_and_the_columns_of_the_dapo_data(tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"question": "What is {1}+1?", "answer": 2}\n')
+    written = tmp_path / "new" / "aime2025.jsonl"
+    torchrun(1, "scripts/aime2025.py", "--sources", tmp_path / "in.jsonl", "--output", written)
+    (row,) = map(json.loads, written.read_text().splitlines())
+    (message,) = row["source_prompt"]
+    assert row["ground_truth"] == "2" and message["role"] == "user"
+    assert message["content"].startswith("Solve the following math problem step by step. The last line of your")
+    assert '\n\nWhat is {1}+1?\n\nRemember to put your answer on its own line after "Answer:"' in message["content"]
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)

@@ -97,6 +97,29 @@ def test_gsm8k_compares_the_last_number(completion, key, right):
     assert scored("gsm8k", completion, key) == right
 
 
+@pytest.mark.parametrize(
+    ("completion", "key", "right"),
+    [
+        ("She makes $18 a day.\n#### 18", "9 * 2 = <<9*2=18>>18\n#### 18", 1.0),
+        ("#### 7\nno, wait\n#### 18", "#### 18", 1.0),
+        ("#### 18\nno, wait\n#### 7", "#### 18", 0.0),
+        ("#### 12%", "#### 12", 1.0),
+        ("#### 1,234", "#### 1,234", 1.0),
+        ("#### -3", "-3", 1.0),
+        ("The answer is 18.", "#### 18", 0.0),  # `gsm8k` takes it
+        ("#### $18", "#### 18", 0.0),
+        ("####18", "#### 18", 0.0),
+        ("#### 18.", "#### 18", 0.0),
+        ("#### 18.0", "#### 18", 0.0),
+        ("#### 18" + "x" * 293, "#### 18", 1.0),
+        ("#### 18" + "x" * 294, "#### 18", 0.0),  # its beginning is one of more than 300 characters
+        ("", "#### 18", 0.0),
+    ],
+)
+def test_gsm8k_strict_takes_only_the_number_after_four_hashes(completion, key, right):
+    assert scored("gsm8k_strict", completion, key) == right
+
+
 THINKS = "<think>a</think>\n<answer>b</answer>"
 
 
@@ -153,6 +176,8 @@ def test_ifeval_reads_both_formats_and_leaves_the_thinking_aside():
         ("math", "The proof goes by induction over the number of the edges and vertices of the graph.", "a sentence"),
         ("gsm8k", "#### 18", None),
         ("gsm8k", "#### many", "no number"),
+        ("gsm8k_strict", "<<9*2=18>>18 eggs\n#### 1,018", None),
+        ("gsm8k_strict", "#### 18 eggs", "not a number alone"),
         ("ifeval", '{"func_name": "no_such"}', "no_such"),
         ("exact", "?", None),
     ],

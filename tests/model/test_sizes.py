@@ -1,9 +1,16 @@
 """Models that cannot be trained under these flags are refused before a weight is read."""
 
-import pytest
-from transformers import Gemma2Config, MistralConfig, PretrainedConfig, Qwen2Config
+import json
+import sys
 
+import pytest
+from transformers import AutoConfig, Gemma2Config, MistralConfig, OPTConfig, Phi3Config, PretrainedConfig, Qwen2Config
+
+import evaluate
+from helpers import flags
+from inputs.load import load_inputs
 from model.sizes import check_config
+from planner.dry_run import TABLE, config_of, dry_run
 
 
 def check(config: PretrainedConfig, tensor_parallel_size: int = 1) -> None:
@@ -26,3 +33,76 @@ def test_models_that_the_packed_pass_does_not_compute_are_refused():
         check(Gemma2Config(sliding_window=8192))
     with pytest.raises(ValueError, match="--tensor_parallel_size 4 does not divide the model's 14 attention heads"):
         check(Qwen2Config(num_attention_heads=14), tensor_parallel_size=4)
+    with pytest.raises(ValueError, match="its dropout = 0.1 is not implemented"):
+        check(OPTConfig())
+
+
+def test_dense_models_with_attention_in_all_layers_pass():
+    for model in json.loads(TABLE.read_text()):
+        check(config_of(model))
+    for name in ("llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl", "olmo2", "glm4", "smollm3", "phi3", "gemma3_text"):
+        check(AutoConfig.for_model(name))
+
+
+OTHERS = {  # architecture -> what the sentence says that it has
+    "qwen3_moe": "(qwen3_moe) has 128 experts; needed is a dense model",
+    "qwen2_moe": "60 experts",
+    "mixtral": "8 experts",
+    "gpt_oss": "128 experts",
+    "deepseek_v2": "64 experts",
+    "deepseek_v3": "256 experts",
+    "glm4_moe": "128 experts",
+    "ernie4_5_moe": "64 experts",
+    "qwen3_vl_moe": "(qwen3_vl_moe_text) has 60 experts",
+    "llama4": "16 experts and layers of the kind chunked_attention",
+    "qwen3_next": "512 experts and layers of the kind linear_attention",
+    "qwen3_5": "(qwen3_5_text) has layers of the kind linear_attention; needed is a dense model with attention in all",
+    "qwen3_5_moe": "256 experts and layers of the kind linear_attention",
+    "olmo_hybrid": "layers of the kind linear_attention",
+    "mamba2": "layers of the kind linear_attention",
+    "jamba": "16 experts and layers of the kind linear_attention",
+    "bamba": "layers of the kind linear_attention",
+    "zamba2": "layers of the kind hybrid and layers of the kind linear_attention",
+    "falcon_h1": "layers of the kind hybrid",
+    "nemotron_h": "layers of the kind linear_attention",
+    "recurrent_gemma": "layers of the kind recurrent",
+    "rwkv": "no attention heads",
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_mixtures_of_experts_and_hybrid_models_are_refused_in_one_sentence(name):
+    with pytest.raises(ValueError) as error:
+        check(AutoConfig.for_model(name))
+    said = str(error.value)
+    assert OTHERS[name] in said and said.startswith("--model m (") and "use Qwen3-0.6B to 32B" in said
+    assert said.endswith(".") and ". " not in said
+
+
+def test_quantized_models_are_refused():
+    with pytest.raises(ValueError, match="has quantized weights; needed is .* weights in bf16 or fp32"):
+        check(Qwen2Config(quantization_config={"quant_method": "fp8"}))
+
+
+def test_rotary_angles_that_change_with_the_batch_are_refused():
+    """By the sources: transformers takes the longest sequence of a batch, vLLM the longest that the engine allows."""
+    factors = {"short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4} | factors
+    context = {"max_position_embeddings": 131072, "rope_parameters": rope}
+    check(Phi3Config(original_max_position_embeddings=2048, **context))
+    with pytest.raises(ValueError, match="longrope.* keep prompt and completion within 2047 tokens"):
+        check(Phi3Config(original_max_position_embeddings=2047, **context))
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    with pytest.raises(ValueError, match=r"rotary angles \(dynamic\)"):
+        check(Qwen2Config(max_position_embeddings=4096, rope_parameters=rope))
+
+
+def test_dry_run_training_and_evaluation_refuse_them_alike(tmp_path, monkeypatch):
+    AutoConfig.for_model("qwen3_moe").save_pretrained(tmp_path)
+    args = flags(model=tmp_path)
+    for attempt in (dry_run, load_inputs):
+        with pytest.raises(ValueError, match=r"\(qwen3_moe\) has 128 experts"):
+            attempt(args)
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", "--model", str(tmp_path), "--data", "d"])
+    with pytest.raises(SystemExit, match=r"\(qwen3_moe\) has 128 experts"):
+        evaluate.main()

@@ -21,6 +21,9 @@ SIZES = {
 QWEN = {"model_type": "qwen2", "num_key_value_heads": 2, "tie_word_embeddings": False} | SIZES
 LLAMA = {"model_type": "llama", "num_key_value_heads": 4, "tie_word_embeddings": False} | SIZES
 MANY_KV_HEADS = LLAMA | {"num_key_value_heads": 8}
+# Heads of 128, twice as wide in all as the model, and norms of queries and keys: as Qwen3-0.6B.
+QWEN3 = {"model_type": "qwen3", "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True} | SIZES
+QWEN3 |= {"num_attention_heads": 16}
 
 VISION = {"depth": 2, "hidden_size": 256, "intermediate_size": 512, "num_heads": 4, "out_hidden_size": 1024}
 QWEN_VL = {"model_type": "qwen2_5_vl", "text_config": QWEN | {"model_type": "qwen2_5_vl_text"}, "vision_config": VISION}
@@ -44,6 +47,9 @@ QWEN_VL = {"model_type": "qwen2_5_vl", "text_config": QWEN | {"model_type": "qwe
         (QWEN, 8192, 0.03, {"gradient_checkpointing": True, "lora_rank": 8, "gather_parameters_once": True}),
         (QWEN_VL, 8192, 0.03, {"gradient_checkpointing": True, "lora_rank": 8, "lora_dropout": 0.05}),
         (QWEN_VL, 8192, 0.01, {"gradient_checkpointing": True}),
+        (QWEN3, 8192, 0.03, {"gradient_checkpointing": True, "share_prompts": True}),
+        (QWEN3, 8192, 0.01, {"gradient_checkpointing": False}),
+        (QWEN3, 8192, 0.03, {"gradient_checkpointing": False, "lora_rank": 8}),
         (QWEN, 8192, 0.01, {"gradient_checkpointing": True, "share_prompts": True}),
         (LLAMA, 8192, 0.01, {"gradient_checkpointing": False, "share_prompts": True}),
         (

@@ -36,6 +36,13 @@ def untied_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("untied"), tied=False)
 
 
+@pytest.fixture(scope="session")
+def qwen3_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3, head tied to the embedding, whose 4 heads of 32 are twice as wide in all as the model."""
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    return make_model(tmp_path_factory.mktemp("qwen3"), **sizes)
+
+
 @pytest.fixture
 def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache of `datasets` in a folder of the test run; nothing is asked of the hub."""

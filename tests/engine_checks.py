@@ -1,7 +1,7 @@
 """Run under torchrun: what the engine samples, checked against the trainer's own log-probs. Writes findings as JSON to
 the file given.
 
-torchrun --nproc_per_node 2 tests/engine_checks.py POLICY_FOLDER TP_SIZE OUTPUT_FILE
+torchrun --nproc_per_node 2 tests/engine_checks.py POLICY_FOLDER TP_SIZE DTYPE HEAD_DTYPE OUTPUT_FILE
 """
 
 import json
@@ -34,14 +34,14 @@ def gap(policy: Policy, rollout: Rollout) -> float:
     return (logprobs[mask].exp() - batch.rollout_logprobs_N[mask].exp()).abs().mean().item()
 
 
-def main(path: str, tp_size: str, output: str) -> None:
+def main(path: str, tp_size: str, dtype: str, head_dtype: str, output: str) -> None:
     world = init_world(int(tp_size), timeout_minutes=2)
     tokenizer = AutoTokenizer.from_pretrained(path)
     policy = load_policy(path, torch.float32)
-    policy.dtype = torch.bfloat16
+    policy.dtype, policy.head_dtype = getattr(torch, dtype), getattr(torch, head_dtype)
     shard(policy, policy.layers, world, policy.dtype)
     most_sequences = 32 if world.num_engines == 2 else None  # of the 64 that are sampled below
-    settings = EngineSettings(64, gpu_memory_utilization=0.3, enforce_eager=True)
+    settings = EngineSettings(64, dtype, head_dtype, gpu_memory_utilization=0.3, enforce_eager=True)
     engine = Engine(path, tokenizer, world, settings, most_sequences=most_sequences)
     engine.sync(policy.full_weights())
     rows = PromptData.load(f"{path}/heldout.jsonl", PromptFormat(max_prompt_tokens=8), tokenizer, seed=0).rows
@@ -64,6 +64,8 @@ def main(path: str, tp_size: str, output: str) -> None:
         "prompts": [row.ids.tolist() for row in first.rows],
         "sequences_of_an_engine_at_once": most_sequences or 256 * world.tp_size,
         "sequences_its_cache_holds": engine.llm.llm_engine.vllm_config.cache_config.kv_cache_max_concurrency,
+        "dtype": dtype,
+        "head_dtype": head_dtype,
         "num_tokens": int(first.completion_lengths_B.sum()),
         "mean_probability": float(np.exp(np.concatenate(first.rollout_logprobs)).mean()),
         "gap_before": gap(policy, first),

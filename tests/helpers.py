@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from batch import Rollout
 from flags import AdamW, Lora, Memory, UpdateStep, make_plan, take
@@ -38,25 +38,36 @@ ENVIRONMENT = os.environ | {
 }
 
 
-def make_model(folder: Path, tied: bool = True, num_rows: int = 64) -> Path:
-    """A random Qwen2 of 0.3 M parameters with the CPU job's tokenizer, and data (jsonl) of one-digit sums."""
+def make_model(folder: Path, tied: bool = True, num_rows: int = 64, **sizes: object) -> Path:
+    """A random Qwen2 of 0.3 M parameters with the CPU job's tokenizer, and data (jsonl) of one-digit sums.
+
+    `sizes` of a Qwen3: its norms of queries and keys are random, and all logits are near 30, where bf16 has steps of
+    0.125: the first number of hidden states and of the head's rows is large. Log-probs do not depend on it.
+    """
     torch.manual_seed(0)
     tokenizer = build_tokenizer()
-    config = Qwen2Config(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=tied,
-        initializer_range=0.12,  # larger than usual: the distribution is far from uniform, a wrong weight shows
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    model = Qwen2ForCausalLM(config)
+    common = {
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": tied,
+        "initializer_range": 0.12,  # larger than usual: the distribution is far from uniform, a wrong weight shows
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if not sizes:
+        model = Qwen2ForCausalLM(Qwen2Config(**common, num_attention_heads=2, num_key_value_heads=2))
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**common, **sizes))
+        for name, parameter in model.named_parameters():
+            if name.endswith(("q_norm.weight", "k_norm.weight")):
+                torch.nn.init.normal_(parameter, 1.0, 0.3)
+        with torch.no_grad():
+            model.model.embed_tokens.weight[:, 0] = 4.0
+            model.model.norm.weight[1:] = 2.0
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     rng = np.random.default_rng(0)

@@ -46,7 +46,7 @@ def test_varlen_attention_gives_the_logprobs_and_gradients_of_the_cpu_path(group
 
 
 def test_the_engine_agrees_with_the_trainer_and_follows_a_sync(policy, tmp_path):
-    torchrun(1, "tests/engine_checks.py", policy, 1, tmp_path / "found.json")
+    torchrun(1, "tests/engine_checks.py", policy, 1, "bfloat16", "bfloat16", tmp_path / "found.json")
     found = json.loads((tmp_path / "found.json").read_text())
     assert max(found["gap_before"], found["gap_after"]) < 0.005
     assert found["gap_of_stale_engine"] > 4 * found["gap_after"]

@@ -21,13 +21,13 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
-from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 from fsdp_utils import World, gather_from_ranks, new_host_group, wait_for_all
 from policy import Policy
 
 State = dict[str, int]  # of the loop, by name
-Processor = PreTrainedTokenizerBase | ProcessorMixin  # what belongs to the model in its folder
+Companions = list[PreTrainedTokenizerBase | ProcessorMixin | GenerationConfig]  # of the model, in its folder
 
 
 def checkpoints(out_dir: Path) -> list[tuple[int, Path]]:
@@ -44,9 +44,9 @@ def latest(out_dir: Path) -> tuple[int, Path | None]:
 class Writer:
     """Writes checkpoints: while the caller waits, or in the background from a copy in host RAM. Every rank has one."""
 
-    def __init__(self, out_dir: Path, processor: Processor, keep: int, in_background: bool, world: World) -> None:
+    def __init__(self, out_dir: Path, companions: Companions, keep: int, in_background: bool, world: World) -> None:
         """`keep`: older checkpoints are removed beyond this number; 0 keeps all."""
-        self.out_dir, self.processor, self.keep, self.world = out_dir, processor, keep, world
+        self.out_dir, self.companions, self.keep, self.world = out_dir, companions, keep, world
         self.group = new_host_group() if in_background else None
         self.thread = ThreadPoolExecutor(max_workers=1) if in_background else None
         self.pending: Future[None] | None = None
@@ -88,7 +88,7 @@ class Writer:
         if not self.world.is_main:
             return
         unfinished = self.out_dir / f"unfinished_step_{step}"
-        export(policy, weights, self.processor, unfinished)
+        export(policy, weights, self.companions, unfinished)
         (unfinished / "trainer" / "progress.json").write_text(json.dumps(state) + "\n")
         unfinished.rename(self.out_dir / f"step_{step}")
         for _, old in checkpoints(self.out_dir)[: -self.keep if self.keep else 0]:
@@ -105,13 +105,14 @@ def gather_weights(policy: Policy, world: World) -> dict[str, Tensor]:
     return weights
 
 
-def export(policy: Policy, weights: dict[str, Tensor], processor: Processor, folder: Path) -> None:
+def export(policy: Policy, weights: dict[str, Tensor], companions: Companions, folder: Path) -> None:
     """Writes the policy with these weights, which are in the engine's dtype, in Hugging Face format."""
     policy.model.save_pretrained(folder, state_dict=weights)
     config = copy.deepcopy(policy.model.config)
     config.dtype = policy.dtype  # save_pretrained wrote that of the fp32 masters
     config.save_pretrained(folder)
-    processor.save_pretrained(folder)
+    for each in companions:
+        each.save_pretrained(folder)
 
 
 def load(folder: Path, policy: Policy, optimizer: Optimizer) -> State:

@@ -34,6 +34,7 @@ from inputs.command_line import HelpFormatter, add_flags, exit_with_error
 from inputs.machine import check_launch
 from inputs.records import name_of_source, read_system_prompt
 from metrics import Metrics
+from model.engine_options import stop_ids
 from model.sizes import check_config
 from model.vision import load_processor, most_images
 from model.weights import load_config
@@ -198,6 +199,7 @@ SAMPLING = [
     flag("--temperature", [1.0], "sampling temperature; 0 is greedy", (0, 100)),
     flag("--top_p", [1.0], "nucleus sampling", (1e-9, 1)),
     flag("--max_completion_tokens", [2048], "completions are truncated after this many tokens", (1, math.inf)),
+    flag("--stop_tokens", [str], "tokens, as text, at which completions end beside those of the model's folder"),
     flag("--seed", 1, "random seed for sampling", (0, math.inf)),
     flag("--dtype", "bfloat16", "arithmetic of the engine", choices=DTYPES),
     flag("--head_dtype", str, "arithmetic of the head's logits; default: that of --dtype", choices=DTYPES),
@@ -280,6 +282,7 @@ def main() -> None:
         check_config(args.model, config, limits, args.tensor_parallel_size)
         prompt_format = take(PromptFormat, args, system_prompt=read_system_prompt(args.system_prompt))
         tokenizer, vision = load_processor(args.model, config, prompt_format)
+        stop_ids(tokenizer, args.stop_tokens)  # raises for a token that it does not have
         sets = [PromptData.load(source, prompt_format, tokenizer, seed=0, vision=vision) for source in args.data]
         grading, is_leader = take(Grading, args), is_engine_leader_process(args.tensor_parallel_size)
         grader = Grader(grading, workers_per_engine(grading, args.tensor_parallel_size) if is_leader else 0)

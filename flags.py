@@ -112,6 +112,8 @@ GROUPS["sampling"] = [
     # vLLM would silently raise a temperature below 0.01; the trainer would not.
     flag("--temperature", 1.0, "sampling temperature; the trainer divides its logits by it, too", (0.01, 100)),
     flag("--max_completion_tokens", 1024, "completions are truncated after this many tokens", (1, INF)),
+    flag("--stop_tokens", [str], "tokens, as text, at which completions end beside those of the model's folder, say "
+         "<|im_end|> for a base model with a chat template; exported with the policy"),
     flag("--tensor_parallel_size", 1, "ranks per vLLM engine; divides the number of ranks", (1, INF)),
     flag("--gpu_memory_utilization", 0.6, "CUDA: share of GPU memory that vLLM may take while it is awake",
          (0.01, 1), free_on_resume=True),
@@ -249,7 +251,8 @@ def settings(kind: type[Settings]) -> type[Settings]:
     """A frozen dataclass. A field with the name of a flag has the flag's default."""
     for name in kind.__annotations__:
         if f"--{name}" in FLAGS:
-            setattr(kind, name, FLAGS[f"--{name}"].value)
+            value = FLAGS[f"--{name}"].value
+            setattr(kind, name, tuple(value) if isinstance(value, list) else value)
     return dataclass(frozen=True)(kind)
 
 
@@ -317,6 +320,7 @@ class EngineSettings:  # the engine; `max_model_len` is in tokens, prompt and co
     gpu_memory_utilization: float
     enforce_eager: bool
     seed: int
+    stop_tokens: tuple[str, ...]
     # Random weights: the first `sync` brings the policy's, so nothing else is ever sampled from, also after a resume.
     load_format: str = "dummy"  # "auto": weights from the disk, for an engine without a trainer
 

@@ -49,7 +49,7 @@ from batch import Rollout
 from flags import EngineSettings, Sampling
 from fsdp_utils import World, gather_from_ranks
 from inputs.machine import set_allocator
-from model.engine_options import AT_START, NOISE, NOISE_ON_CPU, check_head, engine_options, memory_errors
+from model.engine_options import AT_START, NOISE, NOISE_ON_CPU, check_head, engine_options, memory_errors, stop_ids
 from model.vision import Vision
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class Engine:
     ) -> None:
         """`max_images`: in a prompt, at most. `most_sequences`: completions that a call asks of one engine at most."""
         self.world = world
-        self.tokenizer = tokenizer
+        self.tokenizer, self.stop_ids = tokenizer, stop_ids(tokenizer, settings.stop_tokens)
         self.state = "awake"  # or "asleep", or "broken": between the two, and for ever if the change fails
         self.seconds_E = np.zeros(world.num_engines)  # what each engine took for its share of the last call of `sample`
         is_cuda = world.device.type == "cuda"
@@ -140,6 +140,7 @@ class Engine:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             max_tokens=sampling.max_completion_tokens,
+            stop_token_ids=self.stop_ids,
             logprobs=0,  # 0: of the sampled token alone
             flat_logprobs=True,  # plain lists, not an object per token
             detokenize=False,  # decoded when it is finished, in one go

@@ -123,7 +123,7 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
         eval_sets, inputs.eval_samplings, inputs.grader, args.seed, out_dir / "eval", args.eval_every,
         args.eval_before_training,
     )  # fmt: skip
-    writer = Writer(out_dir, inputs.processor, args.keep_checkpoints, args.async_checkpoint, world)
+    writer = Writer(out_dir, inputs.companions, args.keep_checkpoints, args.async_checkpoint, world)
     if saved:
         sampler.restore(load(saved, policy, optimizer))
         run.say(f"continues from {saved}")

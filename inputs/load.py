@@ -9,7 +9,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 from data import PromptData
 from evaluate import check_names, settings_per_set
@@ -18,9 +18,10 @@ from fsdp_utils import World, gather_from_ranks, is_engine_leader_process, is_ma
 from inputs.machine import check_launch
 from inputs.records import read_system_prompt
 from model.attention import check_device
+from model.engine_options import stop_ids
 from model.sizes import check_config
 from model.vision import Vision, load_processor
-from model.weights import load_config, weight_files
+from model.weights import load_config, load_generation_config, weight_files
 from policy import check_policy
 from reward import Grader, workers_per_engine
 
@@ -37,11 +38,12 @@ class Inputs:
     eval_sets: list[PromptData]
     eval_samplings: list[Sampling]
     grader: Grader
+    generation_config: GenerationConfig  # of the exported policy
 
     @property
-    def processor(self) -> PreTrainedTokenizerBase | ProcessorMixin:
+    def companions(self) -> list[PreTrainedTokenizerBase | ProcessorMixin | GenerationConfig]:
         """What belongs to the model in its folder."""
-        return self.vision.processor if self.vision else self.tokenizer
+        return [self.vision.processor if self.vision else self.tokenizer, self.generation_config]
 
 
 def load_inputs(args: Namespace) -> Inputs:
@@ -58,6 +60,7 @@ def load_inputs(args: Namespace) -> Inputs:
     check_policy(config, take(Lora, args), take(Memory, args))
     prompt_format = take(PromptFormat, args, system_prompt=read_system_prompt(args.system_prompt))
     tokenizer, vision = load_processor(args.model, config, prompt_format)
+    generation_config = load_generation_config(args.model, config, stop_ids(tokenizer, args.stop_tokens))
     train_data = [PromptData.load(source, prompt_format, tokenizer, args.seed, vision) for source in args.train_data]
     make_plan(args, len(PromptData.mix(train_data, args.data_weights).rows))  # raises for too few rows, wrong weights
     # The seed 0 draws #ROWS: held-out sets are the same problems whatever the seed of the run.
@@ -66,7 +69,7 @@ def load_inputs(args: Namespace) -> Inputs:
         weight_files(args.model)  # downloads what is not on the disk, while nobody waits in a collective
     grading, is_leader = take(Grading, args), is_engine_leader_process(args.tensor_parallel_size)
     grader = Grader(grading, workers_per_engine(grading, args.tensor_parallel_size) if is_leader else 0)
-    return Inputs(tokenizer, vision, train_data, eval_sets, eval_samplings, grader)
+    return Inputs(tokenizer, vision, train_data, eval_sets, eval_samplings, grader, generation_config)
 
 
 def check_world(args: Namespace, world: World) -> None:

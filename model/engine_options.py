@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from flags import EngineSettings
 from model.sizes import CPU_BLOCK, MOST_ON_GPU, cpu_cache_bytes
@@ -82,6 +83,16 @@ def engine_options(
             "mm_processor_cache_gb": 1,  # a prompt's completions follow each other; the default is 4 in each rank
         }
     return options
+
+
+def stop_ids(tokenizer: PreTrainedTokenizerBase, stop_tokens: Sequence[str]) -> list[int]:
+    """The ids of --stop_tokens. Raises ValueError for a text that is not one token."""
+    vocabulary = tokenizer.get_vocab() if stop_tokens else {}
+    for token in stop_tokens:
+        if token not in vocabulary:
+            known = ", ".join(tokenizer.all_special_tokens)
+            raise ValueError(f"--stop_tokens {token}: no token of the tokenizer, whose special ones are {known}.")
+    return [vocabulary[token] for token in stop_tokens]
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.models.auto import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -43,6 +43,19 @@ def load_config(path: str) -> PretrainedConfig:
     except (OSError, ValueError) as error:
         neither = "neither a folder with a model nor a model that the hub has"
         raise ValueError(f"--model {path!r} is {neither}: {error}") from None
+
+
+def load_generation_config(path: str, config: PretrainedConfig, stop_ids: list[int]) -> GenerationConfig:
+    """The generation_config.json of a folder or hub id, with more ids at which a completion ends."""
+    try:
+        found = GenerationConfig.from_pretrained(path)
+        found.validate(strict=True)  # what is not valid could not be saved again
+    except (OSError, ValueError):
+        found = GenerationConfig.from_model_config(config)
+    if stop_ids:
+        own = found.eos_token_id if isinstance(found.eos_token_id, list) else [found.eos_token_id]
+        found.eos_token_id = list(dict.fromkeys(x for x in [*own, *stop_ids] if x is not None))
+    return found
 
 
 def model_from_config(config: PretrainedConfig, **options: object) -> PreTrainedModel:

@@ -5,8 +5,6 @@
 # 0.18 to 0.55); completions of 800 tokens at the start and 3,000 at the end. It has no result on AIME.
 # First, the problems of the evaluation:
 #     python scripts/aime2025.py --output data/aime2025.jsonl
-# A base model ends a text with <|endoftext|>, the chat template a turn with <|im_end|>. The source stops at both. So
-# does the engine, if generation_config.json in the model's folder says "eos_token_id": [151643, 151645].
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -48,6 +46,7 @@ ARGS=(
     --adam_beta2 0.98             # source: the same
     --max_grad_norm 1.0           # source: its default
     --head_dtype float32          # source: logits in fp32, all else in bf16
+    --stop_tokens '<|im_end|>'    # source: ends at the template's end of turn, too, not only at the base model's own
     --temperature 1.0             # source: temperature 1.0, top-p 1.0
     --eval_temperature 0          # source: greedy, one answer
     --eval_samples 1              # source: the same

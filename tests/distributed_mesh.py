@@ -88,7 +88,7 @@ def main(path: str, output: str) -> None:
             results[case][shard_ranks] = metrics, gradients, weights_of(policy)
             states.append(state_of(policy, optimizer))
             models.append((policy, optimizer))
-            Writer(folder / str(number), tokenizer, 0, False, world).save(step, policy, optimizer, {"drawn": step})
+            Writer(folder / str(number), [tokenizer], 0, False, world).save(step, policy, optimizer, {"drawn": step})
         for step, expected in enumerate(states):
             policy, optimizer = models[step - 1]  # of another mesh
             assert load(folder / str(number) / f"step_{step}", policy, optimizer) == {"drawn": step}

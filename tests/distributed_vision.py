@@ -92,7 +92,7 @@ def main(path: str, output: str) -> None:
     found["on all ranks the same"] = len(set(map(tuple, gather_from_ranks(rollout.texts)))) == 1
     weights = gather_weights(policy, world)
     if world.is_main:
-        export(policy, weights, vision.processor, Path(output) / "exported")
+        export(policy, weights, [vision.processor], Path(output) / "exported")
     found["merged"] = {name: tensor.clone() for name, tensor in policy.full_weights()}
     found |= findings(engine)
     if world.is_main:

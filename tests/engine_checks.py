@@ -18,6 +18,7 @@ from data import PromptData
 from flags import EngineSettings, PromptFormat, Sampling
 from fsdp_utils import close_world, gather_from_ranks, init_world, shard
 from hidden_tensors import findings
+from model.engine_options import stop_ids
 from policy import Policy, load_policy
 from rollout import Engine
 
@@ -83,6 +84,15 @@ def main(path: str, tp_size: str, dtype: str, head_dtype: str, output: str) -> N
             for cut, c in zip(first.is_truncated_B, first.completions, strict=True)
         ),
     }
+    stop = int(first.completions[0][len(first.completions[0]) // 2])
+    engine.stop_ids = stop_ids(tokenizer, [tokenizer.convert_ids_to_tokens(stop)])
+    stopped = sample()
+    engine.stop_ids = []
+    found["passes_stop_token"] = any(stop in c[:-1] for c in stopped.completions)
+    found["passed_it_before"] = any(stop in c[:-1] for c in first.completions)
+    found["stopped"] = [
+        bool(cut) for cut, c in zip(stopped.is_truncated_B, stopped.completions, strict=True) if c[-1] == stop
+    ]
     greedy_before = engine.sample(rows, greedy, (1,)).texts
     with torch.no_grad():
         for parameter in policy.parameters():

@@ -43,6 +43,7 @@ def check(policy: Path, out_dir: Path, **changes: object) -> None:
         ({"compile_layers": True}, ["--compile_layers has no effect without a GPU"]),
         ({"image_column": "image"}, ["--image_column 'image'", "of the type 'qwen2'", "qwen2_5_vl"]),
         ({"max_pixels": 4000}, ["--max_pixels 4000 has no effect without --image_column"]),
+        ({"stop_tokens": "<|im_end|>"}, ["--stop_tokens <|im_end|>", "no token of the tokenizer", "special ones are"]),
         ({"system_prompt": "no/such.txt"}, ["--system_prompt 'no/such.txt'", "no such file"]),
         ({"reward": "maths"}, ["--reward 'maths'", "neither built in"]),
         ({"reward": "absent.py:score"}, ["--reward", "absent.py", "does not exist"]),

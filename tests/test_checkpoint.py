@@ -4,10 +4,12 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import checkpoint
 from helpers import ALONE
+from model.engine_options import stop_ids
+from model.weights import load_generation_config
 from policy import load_policy
 
 
@@ -29,7 +31,7 @@ def trained(policy, seed: int):
 
 
 def writer(out_dir, tokenizer, keep: int = 0, in_background: bool = False) -> checkpoint.Writer:
-    return checkpoint.Writer(out_dir, tokenizer, keep, in_background, ALONE)
+    return checkpoint.Writer(out_dir, [tokenizer], keep, in_background, ALONE)
 
 
 def test_what_was_saved_comes_back_to_the_bit_with_the_state_of_the_loop(policy, tokenizer, tmp_path):
@@ -53,6 +55,25 @@ def test_the_exported_policy_is_the_trained_one_in_the_dtype_of_the_engine(polic
     for (name, found), expected in zip(exported.named_parameters(), model.model.parameters(), strict=True):
         assert found.equal(expected.to(torch.bfloat16)), name
     assert not (tmp_path / "step_1" / "adapter").exists(), "without LoRA there is none"
+
+
+def test_the_exported_policy_ends_where_it_was_sampled_to_end(policy, tokenizer, tmp_path):
+    model, optimizer = trained(policy, seed=1)
+    folder, config = tmp_path / "base", model.model.config
+    GenerationConfig(eos_token_id=[3, 5], temperature=0.6, do_sample=True).save_pretrained(folder)
+    (stop,) = stop_ids(tokenizer, ["7"])
+    for path, ids, expected in (
+        (folder, [], [3, 5]),
+        (folder, [5, stop], [3, 5, stop]),
+        (policy / "absent", [stop], [config.eos_token_id, stop]),
+    ):
+        companions = [tokenizer, load_generation_config(str(path), config, ids)]
+        saving = checkpoint.Writer(tmp_path / "runs", companions, 0, False, ALONE)
+        saving.save(len(list((tmp_path / "runs").glob("*"))), model, optimizer, {})
+        exported = checkpoint.latest(tmp_path / "runs")[1]
+        found = json.loads((exported / "generation_config.json").read_text())
+        assert found["eos_token_id"] == expected
+        assert ("temperature" in found) == (path == folder)
 
 
 def test_only_the_newest_are_kept_and_the_one_that_final_points_to(policy, tokenizer, tmp_path):

@@ -63,6 +63,11 @@ def test_completions_are_prompt_major_and_describe_themselves(found):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on CUDA the cache takes what --gpu_memory_utilization leaves it")
+def test_a_stop_token_ends_a_completion_and_belongs_to_it(found):
+    assert found["passed_it_before"] and not found["passes_stop_token"]
+    assert found["stopped"] and not any(found["stopped"]), "it is there, and the completion is not a truncated one"
+
+
 def test_the_cache_holds_what_runs_at_once_and_little_more(found):
     assert 0 <= found["sequences_its_cache_holds"] - found["sequences_of_an_engine_at_once"] <= 16
 

@@ -65,7 +65,7 @@ DOCUMENTED = {  # what the sources say, see the scripts
         "max_grad_norm": 1.0, "head_dtype": "float32", "dtype": "bfloat16", "param_dtype": "float32", "lora_rank": 0,
         "temperature": 1.0, "reward": "math", "prompt_column": "source_prompt", "answer_column": "ground_truth",
         "prompt_suffix": "", "eval_temperature": [0.0], "eval_samples": [1], "eval_before_training": True,
-        "save_every": 100, "keep_checkpoints": 3,
+        "save_every": 100, "keep_checkpoints": 3, "stop_tokens": ["<|im_end|>"],
     },
 }  # fmt: skip
 SAID = {  # the first line of the run; the data of a smoke run have other numbers of rows

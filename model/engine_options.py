@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from flags import EngineSettings
@@ -113,9 +114,15 @@ def memory_errors(phase: str, advice: str = BESIDE_TRAINER) -> Iterator[None]:
 
 
 def check_head(llm: LLM, settings: EngineSettings) -> None:
-    """Raises ValueError if the engine computes logits in another dtype than it was told to: vLLM only warns of it."""
+    """Raises ValueError if the engine's logits are not of --head_dtype: vLLM only warns, and takes another one."""
     if settings.head_dtype is not None:
-        found = str(llm.llm_engine.vllm_config.model_config.head_dtype).removeprefix("torch.")
-        if found != settings.head_dtype:
-            given = f"--head_dtype {settings.head_dtype}"
-            raise ValueError(f"{given}: vLLM has no such logits on this machine, but {found}; leave the flag out.")
+        (found,) = llm.apply_model(head_dtypes)
+        if found != [settings.head_dtype]:
+            given = f"--head_dtype {settings.head_dtype}: vLLM computes the logits of this model, on this machine, in"
+            raise ValueError(f"{given} {', '.join(found) or 'no layer that knows it'}; leave the flag out.")
+
+
+def head_dtypes(model: nn.Module) -> list[str]:
+    """The dtypes of the logits of vLLM's model: one, if all is well."""
+    known = {module.head_dtype for module in model.modules() if hasattr(module, "head_dtype")}
+    return sorted(str(dtype).removeprefix("torch.") for dtype in known)

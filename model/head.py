@@ -115,7 +115,7 @@ def _chunk_logprobs(hidden: Tensor, weight: Tensor, temperature: float, head_dty
 
 def _fp32_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """Logits [T, V], float32, of bf16 numbers; without a copy of the weight in fp32."""
-    if weight.is_cuda:
+    if weight.device.type != "cpu":
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     # No CPU kernel keeps its fp32 sums: some rows of the weight at a time are copied.
     hidden = hidden.float()

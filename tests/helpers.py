@@ -41,8 +41,8 @@ ENVIRONMENT = os.environ | {
 def make_model(folder: Path, tied: bool = True, num_rows: int = 64, **sizes: object) -> Path:
     """A random Qwen2 of 0.3 M parameters with the CPU job's tokenizer, and data (jsonl) of one-digit sums.
 
-    `sizes` of a Qwen3: its norms of queries and keys are random, and all logits are near 30, where bf16 has steps of
-    0.125: the first number of hidden states and of the head's rows is large. Log-probs do not depend on it.
+    `sizes` of a Qwen3: its norms of queries and keys are random, and all logits are near 13, where bf16 has steps of
+    0.06: the first number of hidden states and of the head's rows is large. Log-probs do not depend on it.
     """
     torch.manual_seed(0)
     tokenizer = build_tokenizer()

@@ -11,9 +11,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -39,9 +40,11 @@ ENGINES = {  # set-up -> ranks per engine, sequences that it runs at a time: its
     "tulu8b_rlvr_7plus1": (1, 32),
     "qwen7b_simplerl_2x8xh100": (2, 512),  # of 1,024
 }
+FP32_LOGITS = ("qwen7b_simplerl_2x8xh100", "qwen25vl72b_lora_8xa100")  # are given --head_dtype float32 here
 ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
 }
 
@@ -56,6 +59,7 @@ def resolved(tmp_path_factory) -> dict[str, dict]:
     folder, engines = tmp_path_factory.mktemp("resolved"), {}
     for name in ENGINES:
         num_nodes, num_ranks, flags = launched(name)
+        flags += ["--head_dtype", "float32"] if name in FP32_LOGITS else []
         config = config_of(parse_flags(flags).model)
         config.architectures = [ARCHITECTURES[config.model_type]]
         config.save_pretrained(folder / name)
@@ -88,6 +92,7 @@ def test_vllm_makes_of_our_options_what_the_engine_relies_on(name, kind, resolve
         "has_prefix_cache": True,
         "sleeps": True,
         "logprobs": "processed_logprobs",
+        "head_dtype": "torch.float32" if name in FP32_LOGITS else "torch.bfloat16",
         "fuses_all_reduce": False,
         "has_custom_all_reduce": True,
         "executor": "external_launcher",
@@ -108,12 +113,24 @@ def test_the_first_rank_shows_the_warnings_of_vllm(resolved):
     assert {kind: found["log level"] for kind, found in resolved.items()} == {"H100": "WARNING", "A100": "ERROR"}
 
 
+@pytest.mark.parametrize(("found", "words"), [(["bfloat16"], "in bfloat16; leave"), ([], "no layer that knows it")])
+def test_an_engine_that_has_no_logits_of_head_dtype_is_refused(found, words, rollout, monkeypatch):
+    llm = SimpleNamespace(apply_model=lambda function: [found])
+    monkeypatch.setattr(rollout, "LLM", lambda **options: llm)
+    world = World(rank=0, size=1, tp_size=1, device=torch.device("cuda", 0))
+    with pytest.raises(ValueError, match=f"--head_dtype float32: .*{words}"):
+        rollout.Engine("m", None, world, EngineSettings(64, head_dtype="float32"))
+    rollout.Engine("m", None, world, EngineSettings(64))
+
+
 def test_the_options_are_plain_values(policy):
     settings = EngineSettings(64, gpu_memory_utilization=0.4, enforce_eager=False)
     cuda, cpu = (engine_options(str(policy), settings, is_cuda, 2, most_sequences=8) for is_cuda in (True, False))
     assert json.loads(json.dumps([cuda, cpu])) == [cuda, cpu]
     assert cuda["max_num_seqs"] == 8
     assert engine_options(str(policy), settings, True, 2)["max_num_seqs"] == MOST_ON_GPU == 512
+    fp32_logits = engine_options(str(policy), replace(settings, head_dtype="float32"), True, 2, most_sequences=8)
+    assert fp32_logits == cuda | {"hf_overrides": {"head_dtype": "float32"}}
     assert cuda.keys() - cpu.keys() == {"gpu_memory_utilization", "max_num_seqs", "compilation_config"}
     assert cpu.keys() - cuda.keys() == {"kv_cache_memory_bytes", "block_size"} and cpu["block_size"] == CPU_BLOCK
     assert (cuda["enforce_eager"], cuda["enable_sleep_mode"]) == (False, True)

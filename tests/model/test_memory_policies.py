@@ -127,6 +127,7 @@ def test_combinations_that_make_no_sense_are_refused():
             {"param_dtype": "bfloat16", "dtype": "float32"},
             "--dtype float32 computes more finely than --param_dtype bfloat16",
         ),
+        ({"head_dtype": "bfloat16", "dtype": "float32"}, "--head_dtype bfloat16 would round what --dtype float32"),
         (
             {"offload_reference": True, "kl_coef": 0},
             "--offload_reference has no effect here, only with --kl_coef above 0",

@@ -151,7 +151,8 @@ def update_flops(policy: Policy, cost: float) -> float:
 
 def peak_flops(device_name: str) -> float | None:
     """Dense bf16 FLOP/s of a GPU by the name that CUDA gives it; None if not in `GPUS` (its H100 is the SXM)."""
+    is_variant = any(variant in device_name for variant in ("PCIe", "NVL", "4090 D", "Laptop"))
     for name, (_, tera_flops, *_) in GPUS.items():
-        if name.partition("-")[0] in device_name and not any(variant in device_name for variant in ("PCIe", "NVL")):
+        if name.partition("-")[0] in device_name.replace(" ", "") and not is_variant:
             return tera_flops * 1e12
     return None

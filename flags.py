@@ -233,11 +233,14 @@ GROUPS[DRY_RUN] = [  # all of them may change when a run continues
     flag("--plan_network_gb_s", 50.0, "GB/s between nodes, one way, for each GPU: a 400 Gbit/s card each", (TINY, INF)),
     flag("--plan_rows", int, "usable training rows; default: #ROWS of --train_data, lines of a .jsonl file, or a "
          "table", (1, INF)),
-    flag("--plan_flops_share", 0.35, "share of peak FLOPs; torchtitan reports 33 to 39 %% on 8 to 128 H100", (TINY, 1)),
+    flag("--plan_flops_share", 0.4, "share of peak FLOPs in a pass, the exchange between GPUs apart; fitted to "
+         "published runs, see docs/memory.md", (TINY, 1)),
     flag("--plan_memory_share", 0.6, "share of the GPU memory's speed that decoding reaches; an assumption", (TINY, 1)),
     flag("--plan_link_share", 0.7, "share of the speed of links, network and bus that is reached; an assumption",
          (TINY, 1)),
-    flag("--plan_length_share", 0.5, "mean length of prompts and completions, as a share of their limits", (TINY, 1)),
+    flag("--plan_prompt_tokens", float, "mean length of a prompt; default: half of --max_prompt_tokens", (1, INF)),
+    flag("--plan_completion_tokens", float, "mean length of a completion; default: half of --max_completion_tokens",
+         (1, INF)),
 ]
 # fmt: on
 FLAGS = {each.name: each for group in GROUPS.values() for each in group}

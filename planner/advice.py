@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from planner.memory import gpu_phases, host_phases, sequences_at_once
 from planner.setup import GIB, Setup
-from planner.time import Shares, phase_seconds
+from planner.time import Assumed, phase_seconds
 
 MOST_CHANGES = 4  # that are tried together
 
@@ -52,7 +52,7 @@ def lever(setup: Setup, part: str, flag: str, values: Iterable[object]) -> list[
 
 
 def words_of(flag: str, value: object) -> str:
-    if isinstance(value, bool):
+    if value is None or isinstance(value, bool):
         return f"--{flag}" if value else f"no --{flag}"
     return f"--{flag} {value}"
 
@@ -60,10 +60,12 @@ def words_of(flag: str, value: object) -> str:
 def levers(setup: Setup) -> list[list[Change]]:
     """What could be changed: one list per lever, the mildest change first."""
     plan, run, memory, h = setup.plan, setup.run, setup.memory, setup.hardware
-    longest = run.max_prompt_tokens + run.max_completion_tokens
-    caps = {max(memory.micro_batch_tokens // 2**n, longest) for n in range(1, 8)}
+    limits = run.max_prompt_tokens, run.max_completion_tokens
+    caps = {max(memory.micro_batch_tokens // 2**n, sum(limits)) for n in range(1, 8)}
     now = setup.engine.gpu_memory_utilization
     shares = sorted((n / 20 for n in range(2, 19) if abs(n / 20 - now) > 0.01), key=lambda share: abs(share - now))
+    more_shards = [n for n in range(setup.num_shards + 1, h.gpus) if h.gpus % n == 0]
+    more_shards += [None] if setup.num_copies > 1 else []
     per_node, divided = h.gpus // h.nodes, math.gcd(h.gpus, setup.model.heads)  # what tensor parallelism divides
     sizes = [n for n in range(run.tensor_parallel_size + 1, per_node + 1) if divided % n == 0]
     sizes = [n for n in sizes if plan.prompts_per_step % (h.gpus // n) == 0]
@@ -73,9 +75,15 @@ def levers(setup: Setup) -> list[list[Change]]:
         lever(setup, "memory", "offload_activations", [True] if memory.gradient_checkpointing else []),
         lever(setup, "memory", "gather_parameters_once", [False]),
         lever(setup, "memory", "reduce_gradients_once", [False]),
-        lever(setup, "memory", "share_prompts", [False] if setup.sharers() > 1 else []),
+        lever(
+            setup,
+            "memory",
+            "share_prompts",
+            [False] if setup.sharers(*limits) > 1 else [],
+        ),
         lever(setup, "memory", "micro_batch_tokens", sorted(caps, reverse=True)),
         lever(setup, "engine", "gpu_memory_utilization", shares),
+        lever(setup, "memory", "shard_ranks", more_shards),
         lever(setup, "run", "tensor_parallel_size", sizes),
         lever(setup, "memory", "offload_reference", [True] if setup.has_reference_model else []),
         lever(setup, "memory", "param_dtype", [] if setup.has_lora else ["bfloat16"]),
@@ -85,7 +93,7 @@ def levers(setup: Setup) -> list[list[Change]]:
     return [changes for changes in found if changes]
 
 
-def best_of(setup: Setup, chosen: tuple[list[Change], ...], shares: Shares) -> tuple[float, list[str], Setup] | None:
+def best_of(setup: Setup, chosen: tuple[list[Change], ...], assumed: Assumed) -> tuple[float, list[str], Setup] | None:
     """(seconds per step, words, setup) of the fastest that fits, with one change of each lever; None if none fits."""
     best = None
     for changes in itertools.product(*chosen):
@@ -93,16 +101,16 @@ def best_of(setup: Setup, chosen: tuple[list[Change], ...], shares: Shares) -> t
         for change in changes:
             changed = change.apply(changed)
         if not misfits(changed):
-            seconds = sum(phase_seconds(changed, shares).values())
+            seconds = sum(phase_seconds(changed, assumed).values())
             if best is None or seconds < 0.98 * best[0]:  # of settings that are equally fast, the mildest
                 best = seconds, [change.words for change in changes], changed
     return best
 
 
-def solutions(setup: Setup, shares: Shares) -> list[dict[str, object]]:
+def solutions(setup: Setup, assumed: Assumed) -> list[dict[str, object]]:
     """The fewest changes that make the setup fit, with what they lead to: on the same machines first, then by speed."""
     for count in range(1, MOST_CHANGES + 1):
-        tried = (best_of(setup, chosen, shares) for chosen in itertools.combinations(levers(setup), count))
+        tried = (best_of(setup, chosen, assumed) for chosen in itertools.combinations(levers(setup), count))
         found = sorted((best for best in tried if best), key=lambda best: (best[2].hardware.gpus, best[0]))
         if found:
             return [

@@ -27,7 +27,7 @@ from model.weights import load_config
 from planner import memory
 from planner.advice import misfits, solutions
 from planner.setup import GIB, Hardware, RunShape, Setup, shape_of
-from planner.time import Shares, micro_batches, phase_seconds, traffic
+from planner.time import Assumed, micro_batches, nodes_of, phase_seconds, traffic
 
 TABLE = Path(__file__).parent / "models.json"
 TRACED_LAYERS = 8  # all peaks are linear in the number of layers, so a few layers show as much as all of them
@@ -46,8 +46,7 @@ def dry_run(args: argparse.Namespace) -> int:
     """Prints the report and returns the exit code. Raises ValueError for a run that could not start on any machine."""
     config = config_of(args.model)
     setup = setup_of(args, config)
-    shares = Shares(args.plan_flops_share, args.plan_memory_share, args.plan_link_share, args.plan_length_share)
-    report = report_of(setup, shares)
+    report = report_of(setup, assumed_of(args))
     if args.trace:
         report["trace"] = traced(setup, config)
     if is_main_process():
@@ -119,6 +118,21 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
     return Setup(model, take(Memory, args), lora, engine, plan, run, hardware)
 
 
+def assumed_of(args: argparse.Namespace) -> Assumed:
+    """What the flags assume. Raises ValueError for a mean length above its limit."""
+
+    def mean_length(kind: str, mean: float | None, limit: int) -> float:
+        if mean is not None and mean > limit:
+            raise ValueError(f"--plan_{kind}_tokens {mean:g} is the mean; use at most --max_{kind}_tokens {limit}.")
+        return limit / 2 if mean is None else mean
+
+    return Assumed(
+        flops=args.plan_flops_share, memory=args.plan_memory_share, link=args.plan_link_share,
+        prompt=mean_length("prompt", args.plan_prompt_tokens, args.max_prompt_tokens),
+        completion=mean_length("completion", args.plan_completion_tokens, args.max_completion_tokens),
+    )  # fmt: skip
+
+
 def traced(setup: Setup, config: PretrainedConfig) -> dict[str, dict[str, float]]:
     """What a pass takes beside `memory.resident`, by trace and by formula, with at most `TRACED_LAYERS` layers."""
     from planner.trace import trace_update  # here: it brings parts of torch that nothing else needs
@@ -145,12 +159,12 @@ def in_gib(parts: dict[str, float]) -> dict[str, float]:
     return {name: gib(value) for name, value in parts.items()}
 
 
-def report_of(setup: Setup, shares: Shares) -> dict[str, object]:
+def report_of(setup: Setup, assumed: Assumed) -> dict[str, object]:
     """All numbers as one object of plain types: the headline figures, then the tables behind them."""
     plan, run, h = setup.plan, setup.run, setup.hardware
     phases, on_host = memory.gpu_phases(setup), memory.host_phases(setup)
     peak = max(phases, key=lambda name: phases[name].needed)
-    seconds, found = phase_seconds(setup, shares), misfits(setup)
+    seconds, found = phase_seconds(setup, assumed), misfits(setup)
     hours = sum(seconds.values()) * plan.total_steps / 3600
     per_update = plan.completions_per_step // plan.updates_per_pass
     return {
@@ -177,33 +191,33 @@ def report_of(setup: Setup, shares: Shares) -> dict[str, object]:
         "total_gpu_hours": round(hours * h.gpus),
         "fits": not found,
         "misfits": found,
-        "changes_that_would_fit": solutions(setup, shares) if found else [],
+        "changes_that_would_fit": solutions(setup, assumed) if found else [],
         "batch": {
             "training_rows": run.num_rows,
             "completions_per_update": per_update,
             "completions_per_update_and_gpu": per_update / setup.num_trainers,
             "completions_per_engine": plan.completions_per_step / setup.num_engines,
             "most_tokens_per_step": plan.completions_per_step * (run.max_prompt_tokens + run.max_completion_tokens),
-            "micro_batches_per_update": micro_batches(setup, shares),
+            "micro_batches_per_update": micro_batches(setup, assumed),
             "logits_of_a_micro_batch_gib": gib(setup.memory.micro_batch_tokens * setup.model.vocab * 2),
             "sequences_at_once_per_engine": round(memory.sequences_at_once(setup), 1),
         },
         "gpu_gib": {name: in_gib(x.parts | {"live": x.live, "needed": x.needed}) for name, x in phases.items()},
         "host_gib": {name: in_gib(parts) for name, parts in on_host.items()},
         "seconds": {name: round(value, 1) for name, value in seconds.items()},
-        "traffic_gib_per_gpu_and_step": in_gib(traffic(setup, shares)),
-        "assumptions": assumptions(setup, shares),
+        "traffic_gib_per_gpu_and_step": in_gib(traffic(setup, assumed)),
+        "assumptions": assumptions(setup, assumed),
     }
 
 
-def assumptions(setup: Setup, shares: Shares) -> list[str]:
+def assumptions(setup: Setup, assumed: Assumed) -> list[str]:
     h, eager = setup.hardware, setup.engine.enforce_eager
     working, asleep = gib(memory.ENGINE_WORKING[eager]), gib(memory.ENGINE_ASLEEP[eager])
     tensors = f"{memory.FRAGMENTATION:g} x the trainer's + the engine's tensors"
     images = "the tower runs before the decoder, where memory is free; its work and pixel values are not counted"
-    reached = f"{shares.flops:.0%} of {h.flops / 1e12:.0f} TFLOP/s, {shares.memory:.0%} of"
+    reached = f"{assumed.flops:.0%} of {h.flops / 1e12:.0f} TFLOP/s, {assumed.memory:.0%} of"
     network = f", {h.network_speed / 1e9:.0f} between nodes" if h.nodes > 1 else ""
-    links = f"{shares.link:.0%} of {h.link_speed / 1e9:.0f} GB/s in a node{network}"
+    links = f"{assumed.link:.0%} of {h.link_speed / 1e9:.0f} GB/s in a node{network}"
     left_out = "no loading, evaluation, checkpoints, waiting for graders"
     return [
         f"memory: needed = {tensors} + {gib(memory.CONTEXT):g} GiB for CUDA's context and NCCL",
@@ -211,9 +225,18 @@ def assumptions(setup: Setup, shares: Shares) -> list[str]:
         f"host: {gib(memory.PROCESS_HOST):g} GiB for each process without its weights",
         "micro-batches: full, and all of their positions are completion tokens",
         *([f"images: {images}"] if setup.model.tower_parameters else []),
+        *([copies_of(setup)] if setup.num_copies > 1 else []),
         f"speeds: {reached} {h.memory_speed / 1e12:.2f} TB/s, {links}, {h.host_speed / 1e9:.0f} to the host",
-        f"time: prompts and completions of {shares.length:.0%} of their limits; {left_out}",
+        f"time: prompts of {assumed.prompt:g} tokens, completions of {assumed.completion:g}; {left_out}",
     ]
+
+
+def copies_of(setup: Setup) -> str:
+    """How many copies of the policy there are, and which way their collectives go."""
+    shards, copies = setup.num_shards, setup.num_copies
+    groups = nodes_of(setup, shards), nodes_of(setup, copies, stride=shards)
+    inner, outer = ("the node's links" if nodes == 1 else "the network" for nodes in groups)
+    return f"copies: {copies} of the policy on {shards} GPUs each; shards go over {inner}, the all-reduce over {outer}"
 
 
 TEXT = """\

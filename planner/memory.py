@@ -56,9 +56,9 @@ def gpu_phases(setup: Setup) -> dict[str, Phase]:
     static, awake = resident(setup), engine_parts(setup)
     asleep = {"engine asleep": ENGINE_ASLEEP[setup.engine.enforce_eager]}
     # The largest parameter and its shard in bf16; the next one is gathered while the engine copies this one.
-    gathered = {"gathered": m.table * COMPUTE * (1 + 1 / setup.num_trainers) + m.intermediate * m.hidden * COMPUTE}
+    gathered = {"gathered": m.table * COMPUTE * (1 + 1 / setup.num_shards) + m.intermediate * m.hidden * COMPUTE}
     comes_from_host = memory.offload == "all" or (setup.has_reference_model and memory.offload_reference)
-    shards = {"shards from host": m.layer_parameters * COMPUTE / setup.num_trainers * 2 * comes_from_host}
+    shards = {"shards from host": m.layer_parameters * COMPUTE / setup.num_shards * 2 * comes_from_host}
     phases = {
         "load": Phase(largest([static, without(static, "optimizer") | {"one tensor": largest_tensor(setup)}]), {}),
         "rollout": Phase(static, awake),
@@ -89,8 +89,8 @@ def static_parts(setup: Setup, on_host: bool) -> Parts:
         parts["reference"] = setup.model.parameters * COMPUTE
     if setup.memory.offload_reference:
         moved.add("reference")
-    owners = setup.hardware.nodes if on_host else setup.num_trainers
-    return {name: part / owners for name, part in parts.items() if (name in moved) == on_host}
+    shards = setup.hardware.gpus / setup.hardware.nodes if on_host else 1  # on the node, or on the GPU
+    return {name: part * shards / setup.num_shards for name, part in parts.items() if (name in moved) == on_host}
 
 
 def resident(setup: Setup) -> Parts:
@@ -126,8 +126,9 @@ def largest(moments: list[Parts]) -> Parts:
 def update_peak(setup: Setup) -> Parts:
     """Bytes on one GPU at most in a backward pass, beside `resident`, with the gradients of an earlier micro-batch.
 
-    The largest of five moments: the head, with what all layers keep; the start of the forward pass; the last layer; the
-    layer before it, while the last one is reduced; the reduction of embedding and head.
+    The largest of seven moments: the head, with what all layers keep; the start of the forward pass; the last layer;
+    the layer before it, while the last one is reduced; the first layer; where embedding and head are tied, the sum of
+    their gradients; the reduction of embedding and head.
     """
     m, memory, tokens = setup.model, setup.memory, setup.memory.micro_batch_tokens
     root = COMPUTE * m.root_parameters
@@ -141,8 +142,13 @@ def update_peak(setup: Setup) -> Parts:
     last_norm = (8 if setup.has_lora else 10) * tokens * m.hidden
     head_gradient = 0 if setup.has_lora else COMPUTE * m.table
 
+    # With several copies, FSDP holds the shards that it has summed over them until the backward pass ends.
+    is_summed = setup.num_copies > 1 and not memory.reduce_gradients_once
+    summed = REDUCE * setup.trained_per_layer / setup.num_shards * is_summed
+
     def backward_of(number: int) -> Parts:
-        reduced = head_gradient + (REDUCE * setup.trained_per_layer if number < m.layers else 0)  # with the layer after
+        after = (m.layers - number) * summed  # of the layers after it; the next one is still being reduced
+        reduced = head_gradient + after + (REDUCE * setup.trained_per_layer if number < m.layers else 0)
         of_layer = backward_of_layer(setup) + moving
         return {kept_name: number * kept, "one layer": of_layer, "gathered": two, "reduction": reduced}
 
@@ -151,10 +157,16 @@ def update_peak(setup: Setup) -> Parts:
         {"one layer": embedded_bytes(setup), "gathered": max(2 * (root + layer), one)},
         backward_of(m.layers),
         backward_of(max(m.layers - 1, 1)),
+        backward_of(1),
     ]
     if not setup.has_lora:
-        reduced = (m.root_trained - m.hidden) * COMPUTE + REDUCE * m.root_trained
+        shard = (REDUCE + COMPUTE * (setup.trained_bytes == 2)) * m.root_trained / setup.num_shards
+        last = max((m.root_trained - m.hidden) * COMPUTE, shard + COMPUTE * m.table * (setup.num_shards > 1))
+        reduced = REDUCE * m.root_trained + last + m.layers * summed
         moments.append({"gathered": one if stays else 0, "reduction": reduced})
+        is_tied = m.root_trained < 2 * m.table
+        added = 3 * COMPUTE * m.table + REDUCE * m.layer_parameters + m.layers * summed  # two gradients, and the sum
+        moments.append({"gathered": is_tied * (one if stays else root), "reduction": is_tied * added})
     whole = {"gradients, whole": REDUCE * setup.trainable * memory.reduce_gradients_once}
     return {"gradients": gradient_shards(setup)} | largest(moments) | whole
 
@@ -256,7 +268,7 @@ def optimizer_peak(setup: Setup) -> Parts:
     tensor = max(m.vocab, m.intermediate) * m.hidden
     if setup.has_lora:
         tensor = setup.lora.lora_rank * max(max(m.projections[name]) for name in setup.lora_targets)
-    chunk = min(OPTIMIZER_CHUNK, tensor / setup.num_trainers)
+    chunk = min(OPTIMIZER_CHUNK, tensor / setup.num_shards)
     return {"one chunk": is_chunked * CHUNK_BYTES[setup.trained_bytes] * chunk}
 
 
@@ -265,8 +277,8 @@ def optimizer_peak(setup: Setup) -> Parts:
 
 def host_phases(setup: Setup) -> dict[str, Parts]:
     """Phase -> bytes of host RAM on one node: while loading, while running, while writing a checkpoint."""
-    m, nodes = setup.model, setup.hardware.nodes
-    ranks = setup.hardware.gpus / nodes  # of a node
+    m = setup.model
+    ranks = setup.hardware.gpus / setup.hardware.nodes  # of a node
     static = static_parts(setup, on_host=True)
     kept = {"processes": ranks * PROCESS_HOST} | static
     stored = COMPUTE if setup.has_lora else setup.trained_bytes
@@ -277,7 +289,7 @@ def host_phases(setup: Setup) -> dict[str, Parts]:
     if setup.memory.offload_activations:
         kept["activations"] = ranks * m.layers * kept_per_layer(setup)
     read = {"weights, read": largest_tensor(setup)}
-    copied = (setup.gradient_bytes + setup.state_bytes) / nodes * setup.run.async_checkpoint
+    copied = (setup.gradient_bytes + setup.state_bytes) * ranks / setup.num_shards * setup.run.async_checkpoint
     written = {"the policy, gathered on rank 0": m.parameters * COMPUTE, "what is written meanwhile": copied}
     phases = {"load": without(kept, "gradients", "activations") | read, "run": kept, "checkpoint": kept | written}
     return {name: {part: size for part, size in parts.items() if size} for name, parts in phases.items()}
@@ -290,11 +302,14 @@ def pinned_share(setup: Setup, itemsize: int) -> float:
     """
     m = setup.model
     matrices = [(m.layers, inputs * outputs) for inputs, outputs in m.projections.values()] + [(2, m.table)]
-    shards = [(count, numbers * itemsize / setup.num_trainers) for count, numbers in matrices]
+    shards = [(count, numbers * itemsize / setup.num_shards) for count, numbers in matrices]
     pinned = sum(count * 2 ** math.ceil(math.log2(size)) for count, size in shards)
     return pinned / sum(count * size for count, size in shards)
 
 
 def checkpoint_bytes(setup: Setup) -> float:
-    """On disk: the policy in bf16; for a resume the trained parameters as they are kept, and the optimizer's state."""
+    """On disk: the policy in bf16; for a resume the trained parameters as they are kept, and the optimizer's state.
+
+    Copies of the same (--shard_ranks) are written once.
+    """
     return setup.model.parameters * COMPUTE + setup.gradient_bytes + setup.state_bytes

@@ -143,6 +143,18 @@ class Setup:
         return self.hardware.gpus
 
     @property
+    def num_shards(self) -> int:
+        """GPUs that share a copy of the policy. `num_trainers` divides the completions, this divides parameters,
+        gradients, optimizer state and reference.
+        """
+        return self.memory.shard_ranks or self.num_trainers
+
+    @property
+    def num_copies(self) -> int:
+        """Groups of GPUs that hold the same."""
+        return self.num_trainers // self.num_shards
+
+    @property
     def num_engines(self) -> int:
         return self.hardware.gpus // self.run.tensor_parallel_size
 
@@ -182,25 +194,24 @@ class Setup:
 
     @property
     def gradient_bytes(self) -> int:
-        """Of all gradients, over all ranks; the trained parameters take as many bytes."""
+        """Of the gradients of one copy; its trained parameters take as many bytes."""
         return self.trainable * self.trained_bytes
 
     @property
     def stored_bytes(self) -> int:
-        """All parameters as the trainer keeps them, over all ranks. With LoRA the frozen ones are bf16."""
+        """Of one copy's parameters as the trainer keeps them. With LoRA the frozen ones are bf16."""
         if self.has_lora:
             return self.model.parameters * COMPUTE + self.gradient_bytes
         return self.model.parameters * self.trained_bytes
 
     @property
     def state_bytes(self) -> int:
-        """Of the optimizer: two moments; with bf16 parameters also the remainders (`model/optimizer.py`)."""
+        """Of one copy's optimizer: two moments; with bf16 parameters also the remainders (`model/optimizer.py`)."""
         return self.trainable * {4: 8, 2: 6}[self.trained_bytes]
 
-    def sharers(self, length: float = 1.0) -> int:
-        """Completions that share their prompt in a micro-batch, where lengths are this share of their limits."""
-        room = int(self.memory.micro_batch_tokens / length - self.run.max_prompt_tokens)
-        of_prompt = min(self.plan.group_size, room // self.run.max_completion_tokens)
+    def sharers(self, prompt: float, completion: float) -> int:
+        """Completions that share their prompt in a micro-batch, where they have these lengths."""
+        of_prompt = min(self.plan.group_size, int((self.memory.micro_batch_tokens - prompt) // completion))
         return max(1, of_prompt) if self.memory.share_prompts else 1
 
     @property

@@ -1,51 +1,65 @@
 """How long a step takes, and what it moves: FLOPs and bytes by formula, over the share of peak speeds that is reached.
 
 An estimate for planning, not a measurement. It leaves out loading, evaluation, checkpoints, grading, and waiting for
-the slowest rank.
+the slowest rank. docs/memory.md has published runs beside it, and says how the constants were chosen.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from model.sizes import MOST_ON_GPU
 from planner.memory import REDUCE, cache_bytes_per_token, engine_parts, kept_per_layer
 from planner.setup import COMPUTE, ModelShape, Setup
 
+# Seconds that no formula of bytes or FLOPs explains.
+TOKEN_STEP = {True: 0.015, False: 0.005}  # each running completion gets a token; without and with CUDA graphs
+ALL_REDUCE = 15e-6  # of a few MB between the GPUs of an engine: two in a layer
+PASS = 0.03  # a pass of the trainer over a micro-batch
+SWITCH = 5.0  # the engine goes to sleep, wakes up and loads the new weights, once a step
+
 
 @dataclass(frozen=True)
-class Shares:
-    """What is assumed, each from 0 to 1."""
+class Assumed:
+    """What is assumed of a run on given machines: shares from 0 to 1, mean lengths in tokens."""
 
     flops: float  # of peak FLOPs, in passes over whole sequences
     memory: float  # of the GPU memory's speed, in decoding and in the optimizer
     link: float  # of the speed between GPUs, between nodes, and to host RAM
-    length: float  # mean length of prompts and completions, as a share of their limits
+    prompt: float
+    completion: float
 
 
-def training_flops(model: ModelShape, lengths: list[int]) -> int:
-    """FLOPs of a forward and backward pass over sequences of these lengths.
+def forward_flops(model: ModelShape, length: float, of_head: float) -> float:
+    """FLOPs of a forward pass over a sequence of this length, of which so many positions go through the head.
 
-    The convention of verl's FLOPs counter: 6 for each token and number of a matrix, embedding and head included; for
-    attention 6 x length^2 x width a layer, because half of the square is masked.
+    2 for each position and number of a matrix; the embedding is looked up. For attention 2 x length^2 x width a layer,
+    because half of the square is masked.
     """
     of_layer = sum(inputs * outputs for inputs, outputs in model.projections.values())
-    matrices = model.layers * of_layer + 2 * model.table
-    return 6 * matrices * sum(lengths) + 6 * model.layers * model.q * sum(length**2 for length in lengths)
+    return 2 * (model.layers * (of_layer * length + model.q * length**2) + model.table * of_head)
 
 
-def micro_batches(setup: Setup, shares: Shares) -> int:
-    """Micro-batches of one rank in one update."""
-    plan, run = setup.plan, setup.run
-    prompt, completion = shares.length * run.max_prompt_tokens, shares.length * run.max_completion_tokens
-    tokens = plan.completions_per_step / plan.updates_per_pass * (prompt / setup.sharers(shares.length) + completion)
-    return max(1, -(-int(tokens) // (setup.memory.micro_batch_tokens * setup.num_trainers)))
+def training_flops(model: ModelShape, lengths: list[int]) -> float:
+    """FLOPs of a forward and backward pass over sequences of these lengths, the head at every position, as the field
+    counts: 6 for each position and number of a matrix.
+    """
+    return 3 * sum(forward_flops(model, length, length) for length in lengths)
 
 
-def traffic(setup: Setup, shares: Shares) -> dict[str, float]:
+def micro_batches(setup: Setup, assumed: Assumed) -> int:
+    """Micro-batches of one rank in one update. Half a sequence of room is left in each."""
+    of_completion = assumed.prompt / setup.sharers(assumed.prompt, assumed.completion) + assumed.completion
+    filled = max(of_completion, setup.memory.micro_batch_tokens - of_completion / 2)
+    of_rank = setup.plan.completions_per_step / setup.plan.updates_per_pass / setup.num_trainers
+    return math.ceil(of_rank * of_completion / filled)
+
+
+def traffic(setup: Setup, assumed: Assumed) -> dict[str, float]:
     """Bytes that one GPU moves in a step, by what for."""
-    plan, run, memory, n = setup.plan, setup.run, setup.memory, setup.num_trainers
-    per_iteration = micro_batches(setup, shares) * plan.updates_per_pass
+    plan, run, memory, n = setup.plan, setup.run, setup.memory, setup.num_shards
+    per_iteration = micro_batches(setup, assumed) * plan.updates_per_pass
     trained = per_iteration * plan.num_iterations
     is_once = memory.gather_parameters_once
     in_updates = plan.updates_per_step if is_once else 2 * trained
@@ -54,6 +68,7 @@ def traffic(setup: Setup, shares: Shares) -> dict[str, float]:
     without_gradient = of_reference + setup.old_logprob_passes * in_pass
     reductions = plan.updates_per_step if memory.reduce_gradients_once else trained
     weights, others = setup.model.parameters * COMPUTE, (n - 1) / n
+    reduced = reductions * setup.trainable * REDUCE
     from_host = 0.0
     if memory.offload == "all":  # and gradients to the host
         from_host += in_updates * setup.stored_bytes / n + trained * setup.gradient_bytes / n
@@ -63,58 +78,89 @@ def traffic(setup: Setup, shares: Shares) -> dict[str, float]:
         from_host += 2 * trained * setup.model.layers * kept_per_layer(setup)
     if setup.has_reference_model and memory.offload_reference:
         from_host += per_iteration * weights / n
-    return {
+    found = {
         "all-gather, log-probs": without_gradient * weights * others,
         "all-gather, update": in_updates * weights * others,
-        "reduce-scatter": reductions * setup.trainable * REDUCE * others,
+        "reduce-scatter": reduced * others,
+        "all-reduce of copies": 2 * reduced / n * (1 - 1 / setup.num_copies),
         "sync": weights * others,
         "to and from host": from_host,
     }
+    return {name: size for name, size in found.items() if size or name != "all-reduce of copies"}
 
 
-def link_speed(setup: Setup, shares: Shares) -> float:
-    """Bytes per second of a collective on one GPU: by the links in the node, or by its network cards together."""
-    h = setup.hardware
-    if h.nodes == 1:
-        return h.link_speed * shares.link
-    return shares.link * min(h.link_speed, h.network_speed * (h.gpus / h.nodes) * h.nodes / (h.nodes - 1))
+def link_speed(setup: Setup, assumed: Assumed, members: int, stride: int = 1) -> float:
+    """Bytes per second of a collective on one GPU, over `members` ranks that are `stride` apart.
+
+    In a node it is that of the links. Across nodes the cards of all members in a node carry what the node does not
+    have.
+    """
+    h, nodes = setup.hardware, nodes_of(setup, members, stride)
+    if nodes == 1:
+        return assumed.link * h.link_speed
+    others = (members - 1) / members / ((nodes - 1) / nodes)  # what a GPU lacks, over what its node lacks
+    return assumed.link * min(h.link_speed, h.network_speed * members / nodes * others)
 
 
-def rollout_seconds(setup: Setup, shares: Shares) -> float:
-    """Prompts at the speed of FLOPs, then tokens in as many rounds as the cache needs. Each reads weights and cache."""
-    plan, run, h, tp = setup.plan, setup.run, setup.hardware, setup.run.tensor_parallel_size
-    prompt, completion = shares.length * run.max_prompt_tokens, shares.length * run.max_completion_tokens
-    sequences = -(-plan.completions_per_step // setup.num_engines)
-    per_token = cache_bytes_per_token(setup)
-    cache = max(engine_parts(setup)["KV cache"], per_token)
-    at_once = max(1.0, min(sequences, MOST_ON_GPU, cache / (per_token * (prompt + completion))))
-    flops = training_flops(setup.model, [1]) / 3 * at_once / tp
-    read = setup.model.parameters * COMPUTE / tp + at_once * per_token * (prompt + completion / 2)
-    token = max(flops / (h.flops * shares.flops), read / (h.memory_speed * shares.memory))
-    of_prompts = training_flops(setup.model, [int(prompt)]) / 3 * sequences / plan.group_size
-    prefill = of_prompts / (tp * h.flops * shares.flops)
-    return prefill + max(sequences * completion / at_once, run.max_completion_tokens) * token
+def nodes_of(setup: Setup, members: int, stride: int = 1) -> int:
+    """Nodes that a group of ranks is spread over; where groups do not divide the nodes, the most."""
+    per_node = setup.hardware.gpus // setup.hardware.nodes
+    return members // math.gcd(members, max(1, per_node // stride))
 
 
-def phase_seconds(setup: Setup, shares: Shares) -> dict[str, float]:
-    """Phase -> seconds. A step is their sum. Communication hides behind longer computation, transfers do not."""
-    plan, run, h, memory = setup.plan, setup.run, setup.hardware, setup.memory
-    moved, link = traffic(setup, shares), link_speed(setup, shares)
-    prompt = int(shares.length * run.max_prompt_tokens)
-    length = int(shares.length * (run.max_prompt_tokens + run.max_completion_tokens))
-    shared = training_flops(setup.model, [prompt]) * (1 - 1 / setup.sharers(shares.length))
-    flops = plan.completions_per_step * (training_flops(setup.model, [length]) - shared) / setup.num_trainers
-    speed = h.flops * shares.flops
-    forward = flops / 3 * (run.has_kl + setup.old_logprob_passes) / speed
-    passes = (2 / 3 if setup.has_lora else 1) + (1 / 3 if memory.gradient_checkpointing else 0)
-    backward = flops * passes * plan.num_iterations / speed
-    optimizer = plan.updates_per_step * (2 * setup.state_bytes + 3 * setup.gradient_bytes) / setup.num_trainers
+def rollout_seconds(setup: Setup, assumed: Assumed) -> float:
+    """Prompts, then tokens: the engine is full until as many completions are left as run at once; the longest of them
+    goes on alone, up to the limit.
+
+    A step of a token reads the weights, or takes as long as its FLOPs. What is read of the cache and what the ranks of
+    an engine exchange comes on top. So more cache, which makes fewer steps, is never slower.
+    """
+    plan, run, h, m, tp = setup.plan, setup.run, setup.hardware, setup.model, setup.run.tensor_parallel_size
+    prompt, completion = assumed.prompt, assumed.completion
+    flops, memory = h.flops * assumed.flops * tp, h.memory_speed * assumed.memory
+    sequences = plan.completions_per_step / setup.num_engines
+    tokens, prompts = sequences * completion, sequences / plan.group_size * prompt
+    steps = tokens / running_sequences(setup, assumed)
+    alone = max(run.max_completion_tokens - completion, 0)
+    weights = m.parameters * COMPUTE / tp / memory
+    prefill = forward_flops(m, prompt, 1) * sequences / plan.group_size / flops
+    decode = max(steps * weights, tokens * forward_flops(m, 1, 1) / flops) + alone * weights
+    cache = tokens * (prompt + completion / 2) * cache_bytes_per_token(setup) / memory
+    exchanged = 4 * m.layers * m.hidden * COMPUTE * (tp - 1) / tp * (tokens + prompts)
+    links = exchanged / link_speed(setup, assumed, tp)
+    step = TOKEN_STEP[setup.engine.enforce_eager] + 2 * m.layers * ALL_REDUCE * (tp > 1)
+    return prefill + decode + cache + links + (steps + alone) * step
+
+
+def running_sequences(setup: Setup, assumed: Assumed) -> float:
+    """Completions that an engine works on at a time: all of its step's, or as many as the cache or vLLM takes."""
+    sequences = setup.plan.completions_per_step / setup.num_engines
+    in_cache = engine_parts(setup)["KV cache"] / cache_bytes_per_token(setup) / (assumed.prompt + assumed.completion)
+    return max(1.0, min(sequences, MOST_ON_GPU, in_cache))
+
+
+def phase_seconds(setup: Setup, assumed: Assumed) -> dict[str, float]:
+    """Phase -> seconds. A step is their sum."""
+    plan, run, h, m, memory = setup.plan, setup.run, setup.hardware, setup.model, setup.memory
+    moved, n = traffic(setup, assumed), setup.num_shards
+    link = link_speed(setup, assumed, n)
+    prompt, completion = assumed.prompt, assumed.completion
+    shared = forward_flops(m, prompt, 0) * (1 - 1 / setup.sharers(prompt, completion))
+    of_completion = forward_flops(m, prompt + completion, completion) - shared
+    forward = plan.completions_per_step / setup.num_trainers * of_completion / (h.flops * assumed.flops)
+    passes = micro_batches(setup, assumed) * plan.updates_per_pass * PASS
+    without_gradient = run.has_kl + setup.old_logprob_passes
+    backward = (1 if setup.has_lora else 2) + memory.gradient_checkpointing
+    exchange = (moved["all-gather, update"] + moved["reduce-scatter"]) / link
+    if "all-reduce of copies" in moved:
+        exchange += moved["all-reduce of copies"] / link_speed(setup, assumed, setup.num_copies, stride=n)
+    optimizer = plan.updates_per_step * (2 * setup.state_bytes + 3 * setup.gradient_bytes) / n
     slower = 10 if memory.offload == "all" else 1  # there the optimizer works in host RAM, about ten times slower
     return {
-        "rollout": rollout_seconds(setup, shares),
-        "logprobs": max(forward, moved["all-gather, log-probs"] / link),
-        "update": max(backward, (moved["all-gather, update"] + moved["reduce-scatter"]) / link),
-        "host transfers": moved["to and from host"] / (h.host_speed * shares.link),
-        "optimizer": optimizer * slower / (h.memory_speed * shares.memory),
-        "sync": moved["sync"] / link,
+        "rollout": rollout_seconds(setup, assumed),
+        "logprobs": (forward + passes) * without_gradient + moved["all-gather, log-probs"] / link,
+        "update": (forward + passes) * (1 + backward) * plan.num_iterations + exchange,
+        "host transfers": moved["to and from host"] / (h.host_speed * assumed.link),
+        "optimizer": optimizer * slower / (h.memory_speed * assumed.memory),
+        "sync": SWITCH + moved["sync"] / link,
     }

@@ -162,7 +162,8 @@ def build(setup: Setup, config: PretrainedConfig) -> TracedPolicy:
     if setup.memory.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     traced = TracedPolicy(model.train())
-    world = World(rank=0, size=setup.num_trainers, tp_size=1, device=torch.device("cpu"))
+    cpu, shard_ranks = torch.device("cpu"), setup.memory.shard_ranks
+    world = World(rank=0, size=setup.num_trainers, tp_size=1, device=cpu, shard_ranks=shard_ranks)
     shard(traced, traced.layers, world, torch.bfloat16, stays_gathered=setup.memory.gather_parameters_once)
     return traced
 

@@ -57,3 +57,11 @@ def test_random_models_end_a_completion_at_the_rate_asked_for_after_any_prompt(h
     ends = logits.softmax(dim=-1)[..., model.config.eos_token_id]
     assert ends.mean().item() == pytest.approx(1 / mean_tokens, rel=0.05)
     assert ends.std() < 0.05 * ends.mean()
+
+
+def test_the_plans_of_published_runs_stay_within_their_bounds():
+    """The program prints published times beside ours, and the errors of all runs and of those held out."""
+    found = run("plan_vs_published.py")
+    assert (found["goal"], found["runs"]) == ([0.15, 0.3], 17)
+    assert found["all_median"] <= 0.15 and found["all_worst"] <= 0.3
+    assert found["held_out_median"] <= 0.15

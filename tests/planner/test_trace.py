@@ -20,6 +20,7 @@ SIZES = {
 }
 QWEN = {"model_type": "qwen2", "num_key_value_heads": 2, "tie_word_embeddings": False} | SIZES
 LLAMA = {"model_type": "llama", "num_key_value_heads": 4, "tie_word_embeddings": False} | SIZES
+TIED = QWEN | {"tie_word_embeddings": True, "num_hidden_layers": 12}
 MANY_KV_HEADS = LLAMA | {"num_key_value_heads": 8}
 # Heads of 128, twice as wide in all as the model, and norms of queries and keys: as Qwen3-0.6B.
 QWEN3 = {"model_type": "qwen3", "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True} | SIZES
@@ -41,6 +42,11 @@ QWEN_VL = {"model_type": "qwen2_5_vl", "text_config": QWEN | {"model_type": "qwe
         (LLAMA, 8192, 0.01, {"gradient_checkpointing": False}),
         (LLAMA, 8192, 0.01, {"gradient_checkpointing": True, "gather_parameters_once": True}),
         (LLAMA, 512, 0.03, {"gradient_checkpointing": True, "gather_parameters_once": True}),
+        (QWEN, 512, 0.01, {"gradient_checkpointing": True, "shard_ranks": 2, "param_dtype": "bfloat16"}),
+        (LLAMA, 512, 0.01, {"gradient_checkpointing": True, "shard_ranks": 4, "gather_parameters_once": True}),
+        (TIED, 512, 0.01, {"gradient_checkpointing": True, "shard_ranks": 4}),
+        (TIED, 512, 0.01, {"gradient_checkpointing": True}),
+        (TIED, 512, 0.02, {"gradient_checkpointing": True, "plan_gpus": 1}),
         (QWEN, 16384, 0.03, {"gradient_checkpointing": True, "lora_rank": 8}),
         (QWEN, 16384, 0.03, {"gradient_checkpointing": True, "lora_rank": 64, "lora_dropout": 0.05}),
         (QWEN, 8192, 0.03, {"gradient_checkpointing": False, "lora_rank": 8}),

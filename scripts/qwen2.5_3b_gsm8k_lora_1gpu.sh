@@ -68,6 +68,6 @@ ARGS=(
     --micro_batch_tokens 8192     # not in the source: our choice
     --tensor_parallel_size "$TP"
     --gpu_memory_utilization 0.5  # not in the source: our choice
-    --plan_gpu_memory_gib 23.5    # not in the source: our choice, what a GPU of 24 GB has; for --dry_run
+    --plan_gpu RTX4090-24GB       # not in the source: our choice; the GPU of the dry run, and of nothing else
 )
 launch train_grpo.py "${ARGS[@]}" "$@"

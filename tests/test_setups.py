@@ -213,10 +213,17 @@ def test_the_models_of_the_one_gpu_set_up_fit_where_its_script_says():
     name = "qwen2.5_3b_gsm8k_lora_1gpu"
     header = (ROOT / "scripts" / f"{name}.sh").read_text().partition("set -euo")[0]
     (more,) = re.findall(r"7B fits 24 GB with\n# +(--.*)\n", header)
-    as_it_is = [("0.5B", 23.5, ""), ("1.5B", 23.5, ""), ("3B", 23.5, ""), ("7B", 44.3, "")]
-    for size, gib, flags in [*as_it_is, ("7B", 23.5, more)]:
-        limit = ["--plan_gpu_memory_gib", str(gib), *flags.split()]
-        assert json.loads(forked_dry_run(name, *limit, MODEL=f"Qwen/Qwen2.5-{size}-Instruct"))["fits"], size
+    small, middle = "RTX4090-24GB", "L40S-48GB"
+    as_it_is = [
+        ("0.5B", small, ""),
+        ("1.5B", small, ""),
+        ("3B", small, ""),
+        ("3B", "H100-80GB", ""),
+        ("7B", middle, ""),
+    ]
+    for size, gpu, flags in [*as_it_is, ("7B", small, more)]:
+        given = ["--plan_gpu", gpu, *flags.split()]
+        assert json.loads(forked_dry_run(name, *given, MODEL=f"Qwen/Qwen2.5-{size}-Instruct"))["fits"], (size, gpu)
 
 
 def test_aime_2025_is_written_with_the_prompt_and_the_columns_of_the_dapo_data(tmp_path):

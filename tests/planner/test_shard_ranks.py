@@ -92,6 +92,10 @@ def test_shards_within_a_node_are_faster_where_the_network_is_slow_and_gradients
     whole, shared = (phase_seconds(plan(slow + more), ASSUMED) for more in ("", "--shard_ranks 8"))
     assert shared["update"] < 0.8 * whole["update"]
     assert shared["logprobs"] < 0.8 * whole["logprobs"]
+    fast = phase_seconds(plan("--reduce_gradients_once --shard_ranks 8"), ASSUMED)
+    exchanged = 2 * 4 * PARAMETERS / 8 / 2  # of a ring of two
+    per_byte = 1 / (0.7 * 5e9) - 1 / (0.7 * 50e9)
+    assert shared["update"] - fast["update"] == pytest.approx(exchanged * per_byte), "the all-reduce, and nothing else"
 
 
 def test_what_does_not_fit_in_copies_is_advised_to_have_fewer():

@@ -1,6 +1,7 @@
 """Times: what the engine's cache, lengths and GPU do to a rollout, and what is counted as work."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -54,20 +55,25 @@ def never_slower(found: list[tuple[Setup, Assumed]]) -> None:
 
 @pytest.mark.parametrize("name", SETUPS)
 def test_more_cache_is_never_slower_by_the_engines_share_of_the_gpu(name):
-    never_slower([plan(name, f"--gpu_memory_utilization {share / 100}") for share in range(2, 101, 2)])
+    setup, assumed = plan(name)
+    shares = [replace(setup.engine, gpu_memory_utilization=share / 100) for share in range(1, 101)]
+    never_slower([(replace(setup, engine=engine), assumed) for engine in shares])
 
 
 @pytest.mark.parametrize("name", SETUPS)
 def test_more_cache_is_never_slower_by_the_memory_of_the_gpu(name):
-    never_slower([plan(name, f"--plan_gpu_memory_gib {1.1**n}") for n in range(8, 65)])
+    setup, assumed = plan(name)
+    gpus = [replace(setup.hardware, gpu_bytes=1.05**n * GIB) for n in range(16, 128)]
+    never_slower([(replace(setup, hardware=gpu), assumed) for gpu in gpus])
 
 
-def test_a_full_engine_reads_the_weights_for_each_token_of_its_longest_completion():
+@pytest.mark.parametrize("mean", [256, 1024])
+def test_a_full_engine_reads_the_weights_for_each_token_of_its_longest_completion(mean):
     """32 completions of 8 GPUs that all fit: as many steps as the longest completion has tokens; no step is skipped."""
-    setup, assumed = plan("few", "--plan_completion_tokens 1024 --plan_prompt_tokens 1024")
+    setup, assumed = plan("few", f"--plan_completion_tokens {mean} --plan_prompt_tokens 1024")
     assert running_sequences(setup, assumed) == 32
     weights = 1024 * 2 * setup.model.parameters / 8 / (0.6 * 3.35e12)
-    cache = 32 * 1024 * 1536 * cache_bytes_per_token(setup) / (0.6 * 3.35e12)
+    cache = 32 * mean * (1024 + mean / 2) * cache_bytes_per_token(setup) / (0.6 * 3.35e12)
     host = 1024 * (0.015 + 2 * 64 * 15e-6)
     assert rollout_seconds(setup, assumed) == pytest.approx(weights + cache + host, rel=0.03), "and prompts, links"
 

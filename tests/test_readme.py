@@ -42,7 +42,7 @@ def test_the_programs_and_flags_of_every_command_exist(page):
     evaluation = {each.name for group in evaluate.FLAGS.values() for each in group}
     for command in commands(page):
         words = shlex.split(command.rstrip(" .").replace("...", ""))
-        programs = [word for word in words if re.fullmatch(r"[\w/]+\.(py|sh)", word)]
+        programs = [word for word in words if re.fullmatch(r"[\w/.]+\.(py|sh)", word)]
         missing = [
             word for word in programs if not (ROOT / word).exists() and "/X.sh" not in word and "my_" not in word
         ]

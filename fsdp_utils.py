@@ -182,10 +182,14 @@ def release_gathered(root: nn.Module) -> None:
             unit.reshard()  # not recursive
 
 
-def reduce_gradients(root: nn.Module, is_on: bool) -> None:
-    """Whether backward passes reduce their gradients. Off: whole gradients are kept, and added up, until one does."""
+def reduce_gradients(root: nn.Module, is_on: bool, is_last: bool) -> None:
+    """Whether backward passes reduce their gradients. Off: whole gradients are kept, and added up, until one does.
+
+    Copies of the policy (HSDP) add theirs up in the last pass of an update alone.
+    """
     if isinstance(root, FSDPModule):
         root.set_requires_gradient_sync(is_on)
+        root.set_requires_all_reduce(is_last)
 
 
 def keep_gathered(root: nn.Module, is_on: bool) -> None:

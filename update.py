@@ -150,7 +150,7 @@ def update_policy(
     with policy.dropout_on((step.seed, step.index), world):
         for i, batch in enumerate(update.batches):
             is_last = i == len(update.batches) - 1
-            reduce_gradients(policy, is_last or not memory.reduce_gradients_once)
+            reduce_gradients(policy, is_last or not memory.reduce_gradients_once, is_last)
             keep_gathered(policy, memory.gather_parameters_once and not is_last)
             with activations_on_host(memory.offload_activations, world.device):
                 logprobs_N, entropies_N = policy(batch, algorithm.temperature, algorithm.entropy_coef != 0)

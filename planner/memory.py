@@ -126,9 +126,9 @@ def largest(moments: list[Parts]) -> Parts:
 def update_peak(setup: Setup) -> Parts:
     """Bytes on one GPU at most in a backward pass, beside `resident`, with the gradients of an earlier micro-batch.
 
-    The largest of seven moments: the head, with what all layers keep; the start of the forward pass; the last layer;
-    the layer before it, while the last one is reduced; the first layer; where embedding and head are tied, the sum of
-    their gradients; the reduction of embedding and head.
+    The largest of six moments: the head, with what all layers keep; the start of the forward pass; the last layer; the
+    layer before it, while the last one is reduced; where embedding and head are tied, the sum of their gradients; the
+    reduction of embedding and head.
     """
     m, memory, tokens = setup.model, setup.memory, setup.memory.micro_batch_tokens
     root = COMPUTE * m.root_parameters
@@ -142,13 +142,8 @@ def update_peak(setup: Setup) -> Parts:
     last_norm = (8 if setup.has_lora else 10) * tokens * m.hidden
     head_gradient = 0 if setup.has_lora else COMPUTE * m.table
 
-    # With several copies, FSDP holds the shards that it has summed over them until the backward pass ends.
-    is_summed = setup.num_copies > 1 and not memory.reduce_gradients_once
-    summed = REDUCE * setup.trained_per_layer / setup.num_shards * is_summed
-
     def backward_of(number: int) -> Parts:
-        after = (m.layers - number) * summed  # of the layers after it; the next one is still being reduced
-        reduced = head_gradient + after + (REDUCE * setup.trained_per_layer if number < m.layers else 0)
+        reduced = head_gradient + (REDUCE * setup.trained_per_layer if number < m.layers else 0)  # with the layer after
         of_layer = backward_of_layer(setup) + moving
         return {kept_name: number * kept, "one layer": of_layer, "gathered": two, "reduction": reduced}
 
@@ -157,23 +152,36 @@ def update_peak(setup: Setup) -> Parts:
         {"one layer": embedded_bytes(setup), "gathered": max(2 * (root + layer), one)},
         backward_of(m.layers),
         backward_of(max(m.layers - 1, 1)),
-        backward_of(1),
     ]
     if not setup.has_lora:
-        shard = (REDUCE + COMPUTE * (setup.trained_bytes == 2)) * m.root_trained / setup.num_shards
+        cast = COMPUTE * (setup.trained_bytes == 2 and not has_sums_apart(setup))  # to be added to the shard
+        shard = (REDUCE + cast) * m.root_trained / setup.num_shards
         last = max((m.root_trained - m.hidden) * COMPUTE, shard + COMPUTE * m.table * (setup.num_shards > 1))
-        reduced = REDUCE * m.root_trained + last + m.layers * summed
+        reduced = REDUCE * m.root_trained + last
         moments.append({"gathered": one if stays else 0, "reduction": reduced})
         is_tied = m.root_trained < 2 * m.table
-        added = 3 * COMPUTE * m.table + REDUCE * m.layer_parameters + m.layers * summed  # two gradients, and the sum
+        added = 3 * COMPUTE * m.table + REDUCE * m.layer_parameters  # two gradients, and the sum
         moments.append({"gathered": is_tied * (one if stays else root), "reduction": is_tied * added})
     whole = {"gradients, whole": REDUCE * setup.trainable * memory.reduce_gradients_once}
-    return {"gradients": gradient_shards(setup)} | largest(moments) | whole
+    return {"gradients": gradients_in_passes(setup)} | largest(moments) | whole
 
 
 def gradient_shards(setup: Setup) -> float:
     """Bytes on one GPU."""
     return static_parts(setup, on_host=False).get("gradients", 0)
+
+
+def has_sums_apart(setup: Setup) -> bool:
+    """Whether FSDP keeps apart, in fp32 and on the GPU, what copies of the policy add up in the last micro-batch."""
+    return setup.num_copies > 1 and not setup.memory.reduce_gradients_once
+
+
+def gradients_in_passes(setup: Setup) -> float:
+    """Bytes on one GPU, of the shards."""
+    shards = gradient_shards(setup)
+    if not has_sums_apart(setup):
+        return shards
+    return REDUCE * setup.trainable / setup.num_shards + (shards if setup.trained_bytes < REDUCE else 0)
 
 
 def embedded_bytes(setup: Setup) -> float:

@@ -82,7 +82,7 @@ def traffic(setup: Setup, assumed: Assumed) -> dict[str, float]:
         "all-gather, log-probs": without_gradient * weights * others,
         "all-gather, update": in_updates * weights * others,
         "reduce-scatter": reduced * others,
-        "all-reduce of copies": 2 * reduced / n * (1 - 1 / setup.num_copies),
+        "all-reduce of copies": 2 * plan.updates_per_step * setup.trainable * REDUCE / n * (1 - 1 / setup.num_copies),
         "sync": weights * others,
         "to and from host": from_host,
     }

@@ -25,7 +25,7 @@ from transformers import AttentionInterface, PretrainedConfig
 
 import fsdp_utils
 from flags import Lora
-from fsdp_utils import World, keep_gathered, release_gathered, shard
+from fsdp_utils import World, keep_gathered, reduce_gradients, release_gathered, shard
 from model.head import chunked_logprobs
 from model.lora import target_names
 from model.vision import tower_of
@@ -60,7 +60,9 @@ def trace_update(setup: Setup, config: PretrainedConfig) -> dict[str, int]:
 
         tracker.restart()
         for i in range(num_micros):
-            keep_gathered(policy, stays_gathered and i < num_micros - 1)
+            is_last = i == num_micros - 1
+            reduce_gradients(policy, True, is_last)
+            keep_gathered(policy, stays_gathered and not is_last)
             outputs = policy(ids_N, positions_M, setup.run.trains_entropy)
             sum(output.sum() for output in outputs if output.requires_grad).backward()
             del outputs

@@ -7,14 +7,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import checkpoint
-from helpers import ALONE
+from batch import pack
+from helpers import ALONE, make_rollout, unpacked_logprobs
 from model.engine_options import stop_ids
 from model.weights import load_generation_config
 from policy import load_policy
 
 
 @pytest.fixture(scope="module")
-def tokenizer(policy):
+def tokenizer(policy):  # of all tiny policies
     return AutoTokenizer.from_pretrained(policy)
 
 
@@ -46,8 +47,9 @@ def test_what_was_saved_comes_back_to_the_bit_with_the_state_of_the_loop(policy,
             assert other_optimizer.state[found][key].equal(value), f"{key} of {name}"
 
 
-def test_the_exported_policy_is_the_trained_one_in_the_dtype_of_the_engine(policy, tokenizer, tmp_path):
-    model, optimizer = trained(policy, seed=1)
+@pytest.mark.parametrize("name", ["policy", "qwen3_policy"])
+def test_the_exported_policy_is_the_trained_one_in_the_dtype_of_the_engine(name, request, tokenizer, tmp_path):
+    model, optimizer = trained(request.getfixturevalue(name), seed=1)
     writer(tmp_path, tokenizer).save(1, model, optimizer, {})
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "step_1")
     assert exported.dtype == torch.bfloat16
@@ -55,6 +57,11 @@ def test_the_exported_policy_is_the_trained_one_in_the_dtype_of_the_engine(polic
     for (name, found), expected in zip(exported.named_parameters(), model.model.parameters(), strict=True):
         assert found.equal(expected.to(torch.bfloat16)), name
     assert not (tmp_path / "step_1" / "adapter").exists(), "without LoRA there is none"
+    rollout, again = make_rollout(), load_policy(str(tmp_path / "step_1"), torch.float32)
+    batch = pack(rollout, list(range(8)))
+    with torch.no_grad():
+        found, expected = again(batch, 1.0)[0][batch.loss_mask_N], unpacked_logprobs(exported.float(), rollout, 1.0)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
 def test_the_exported_policy_ends_where_it_was_sampled_to_end(policy, tokenizer, tmp_path):

@@ -17,6 +17,7 @@ from evaluate import (
     Result,
     check_names,
     figures_of,
+    main,
     majority_score,
     parse_flags,
     pass_at_k,
@@ -107,6 +108,13 @@ def test_a_setting_out_of_range_is_refused_in_training_and_by_the_command(change
         check_ranges(args, GROUPS)
     with pytest.raises(ValueError, match=f"--{words}"):
         check_ranges(parse_flags(["--model", "m", "--data", "d", f"--{name}", *values]), FLAGS)
+
+
+def test_logits_coarser_than_the_rest_are_refused(monkeypatch):
+    flags = ["--model", "m", "--data", "d", "--dtype", "float32", "--head_dtype", "bfloat16"]
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", *flags])
+    with pytest.raises(SystemExit, match="--head_dtype bfloat16 would round what --dtype float32 computes"):
+        main()
 
 
 def test_sets_of_the_same_name_are_refused():

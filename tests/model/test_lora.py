@@ -67,8 +67,10 @@ def test_sensible_flags_pass():
         check_policy(TINY, take(Lora, args), take(Memory, args))
 
 
-def test_the_targets_are_all_linear_layers_of_the_decoder_or_those_that_are_named(untied_policy):
-    model = AutoModelForCausalLM.from_pretrained(untied_policy)
+@pytest.mark.parametrize("name", ["untied_policy", "qwen3_policy"])
+def test_the_targets_are_all_linear_layers_of_the_decoder_or_those_that_are_named(name, request):
+    """The norms of Qwen3's queries and keys are none of them."""
+    model = AutoModelForCausalLM.from_pretrained(request.getfixturevalue(name))
     own = [
         "self_attn.q_proj",
         "self_attn.k_proj",
@@ -398,3 +400,23 @@ def test_a_resumed_run_is_bit_for_bit_the_undisturbed_one(finished_run, policy, 
         assert without_times[0] == without_times[1], f"step {step} differs"
     for name in ("model.safetensors", "adapter/adapter_model.safetensors", "adapter/adapter_config.json"):
         assert (tmp_path / "parts" / "final" / name).read_bytes() == (finished_run / "final" / name).read_bytes()
+
+
+def test_a_run_of_qwen3_with_logits_in_fp32_gives_an_adapter_for_peft_and_its_sum_with_the_model(
+    qwen3_policy, reward, tmp_path
+):
+    changes = {"lora_dropout": 0.0, "head_dtype": "float32", "gradient_checkpointing": True, "total_steps": 2}
+    torchrun(2, "train_grpo.py", *run_flags(qwen3_policy, reward, tmp_path, **changes))
+    metrics = metrics_of(tmp_path)
+    assert max(metrics[step]["policy/rollout_gap_mean"] for step in (1, 2)) < 0.0025, "0.0036 with logits in bf16"
+    assert min(metrics[step]["optim/grad_norm"] for step in (1, 2)) > 0.01
+    assert metrics[1]["policy/ratio_max"] == 1.0 and abs(metrics[2]["policy/kl_ref"]) > 1e-5
+    base = AutoModelForCausalLM.from_pretrained(qwen3_policy, dtype=torch.bfloat16).float()
+    rollout = make_rollout()
+    with torch.no_grad():
+        before = unpacked_logprobs(base, rollout, 1.0)
+        merged = unpacked_logprobs(AutoModelForCausalLM.from_pretrained(tmp_path / "final").float(), rollout, 1.0)
+        adapted = PeftModel.from_pretrained(base, tmp_path / "final" / "adapter")
+        found = unpacked_logprobs(adapted, rollout, 1.0)
+    torch.testing.assert_close(found, merged, atol=0.03, rtol=0)  # weights rounded to bf16
+    assert (found - before).abs().max() > 0.1, "an adapter that does nothing would go unnoticed"

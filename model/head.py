@@ -6,8 +6,8 @@ of 152,064 would take 4.6 GiB in bf16. Peak memory is that of one chunk's logits
 The logits are fp32 from `log_softmax` on. `head_dtype` (`--head_dtype`) is that of the matrix product: in bf16 a logit
 near 20 is rounded to a multiple of 0.125. Both kinds multiply bf16 numbers and add in fp32; float32 keeps the sum.
 The backward pass is the same for both: it rounds the gradient of the logits to the weight's dtype, as that of every
-other layer is, for two matrix products. This rounding is relative to each number. That of a logit is not relative to
-its probability.
+other layer is, for two matrix products. That changes a number by at most 0.4 % of itself. A logit that is rounded to a
+multiple of 0.125 changes its probability by up to 6 %.
 """
 
 from __future__ import annotations

@@ -53,7 +53,9 @@ def head_dim(config: PretrainedConfig) -> int:
 
 
 def check_architecture(path: str, config: PretrainedConfig) -> None:
-    """Raises ValueError for a text model that is not dense, not attention in all its layers, or quantized."""
+    """Raises ValueError for a model that is not dense, not attention in all its layers, or quantized."""
+    is_quantized = getattr(config, "quantization_config", None) is not None
+    config = config.get_text_config()
     counts = [getattr(config, name, None) for name in EXPERTS]
     experts = [f"{count} experts" for count in counts if count not in (None, 0, 1)]
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ["full_attention"]
@@ -61,7 +63,7 @@ def check_architecture(path: str, config: PretrainedConfig) -> None:
     found = experts[:1] + [f"layers of the kind {kind}" for kind in others]
     if getattr(config, "num_attention_heads", None) is None:
         found = found or ["no attention heads"]
-    if getattr(config, "quantization_config", None) is not None:
+    if is_quantized:
         found.append("quantized weights")
     if found:
         needed = "needed is a dense model with attention in all layers and weights in bf16 or fp32"
@@ -88,8 +90,8 @@ def check_config(path: str, config: PretrainedConfig, limits: tuple[int, int], t
 
     `limits`: most tokens of a prompt, and of a completion in training or evaluation.
     """
-    config = config.get_text_config()
     check_architecture(path, config)
+    config = config.get_text_config()
     longest, context = sum(limits), getattr(config, "max_position_embeddings", None)
     if context is not None and longest > context:
         given = f"--max_prompt_tokens {limits[0]} + a completion of {limits[1]} tokens = {longest}"

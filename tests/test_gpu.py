@@ -4,11 +4,13 @@ import json
 
 import pytest
 import torch
+from torch import nn
 
 import helpers
 from batch import pack
 from helpers import RAGGED, make_rollout, metrics_of, torchrun, training_flags
 from model.attention import check_alignment
+from model.head import chunked_logprobs
 from policy import load_policy
 from update import with_advantages
 
@@ -43,6 +45,17 @@ def test_varlen_attention_gives_the_logprobs_and_gradients_of_the_cpu_path(group
         gradients.append(torch.cat([p.grad.float().cpu().flatten() for p in model.parameters()]))
     torch.testing.assert_close(logprobs[0], logprobs[1], atol=0.05, rtol=0)
     assert torch.cosine_similarity(gradients[0], gradients[1], dim=0) > 0.999
+
+
+def test_fp32_logits_are_those_of_an_fp64_head_on_the_same_bf16_numbers():
+    torch.manual_seed(0)
+    hidden, head = torch.randn(40, 512), nn.Linear(512, 3000, bias=False)
+    labels, exact = torch.randint(3000, (40,)), (hidden.bfloat16().double() @ head.weight.bfloat16().double().T)
+    found, _ = chunked_logprobs(
+        hidden.bfloat16().cuda(), head.bfloat16().cuda(), labels.cuda(), 1.0, head_dtype=torch.float32
+    )
+    wanted = exact.log_softmax(-1).gather(-1, labels[:, None])[:, 0]
+    torch.testing.assert_close(found.double().cpu(), wanted, atol=1e-4, rtol=0)
 
 
 def test_the_engine_agrees_with_the_trainer_and_follows_a_sync(policy, tmp_path):

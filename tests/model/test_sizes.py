@@ -4,7 +4,16 @@ import json
 import sys
 
 import pytest
-from transformers import AutoConfig, Gemma2Config, MistralConfig, OPTConfig, Phi3Config, PretrainedConfig, Qwen2Config
+from transformers import (
+    AutoConfig,
+    Gemma2Config,
+    MistralConfig,
+    OPTConfig,
+    Phi3Config,
+    PretrainedConfig,
+    Qwen2_5_VLConfig,
+    Qwen2Config,
+)
 
 import evaluate
 from helpers import flags
@@ -80,8 +89,9 @@ def test_mixtures_of_experts_and_hybrid_models_are_refused_in_one_sentence(name)
 
 
 def test_quantized_models_are_refused():
-    with pytest.raises(ValueError, match="has quantized weights; needed is .* weights in bf16 or fp32"):
-        check(Qwen2Config(quantization_config={"quant_method": "fp8"}))
+    for kind in (Qwen2Config, Qwen2_5_VLConfig):
+        with pytest.raises(ValueError, match="has quantized weights; needed is .* weights in bf16 or fp32"):
+            check(kind(quantization_config={"quant_method": "fp8"}))
 
 
 def test_rotary_angles_that_change_with_the_batch_are_refused():

@@ -303,7 +303,10 @@ def main() -> None:
     settings = take(EngineSettings, args, max_model_len=sum(limits), load_format="auto")
     max_images = most_images(row.images for data in sets for row in data.rows)
     sequences = largest_share([(len(data.rows), sampling.num_samples) for data, sampling in pairs], world)
-    engine = Engine(args.model, tokenizer, world, settings, vision, max_images, sequences)
+    try:
+        engine = Engine(args.model, tokenizer, world, settings, vision, max_images, sequences)
+    except ValueError as error:
+        exit_with_error(error)
     results = []
     for index, (data, sampling) in enumerate(pairs):
         results.append(evaluate(engine, data, sampling, grader, (args.seed, index), folder))

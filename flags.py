@@ -355,6 +355,14 @@ class Plan:
     max_grad_norm: float
     seed: int
 
+    def describe(self) -> str:
+        """What the flags amount to, as numbers."""
+        return (
+            f"{self.prompts_per_step} prompts x {self.group_size} = {self.completions_per_step} completions a step, "
+            f"{self.updates_per_step} updates a step, {self.steps_per_epoch:g} steps an epoch, "
+            f"{self.total_steps} steps in all"
+        )
+
     def update(self, step: int, i: int) -> UpdateStep:
         """Where update i of step 1, 2, ... stands in the run, and its learning rate."""
         index = (step - 1) * self.updates_per_step + i

@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from inputs.machine import avoid_broken_amx, choose_interface, end_with_launcher, set_allocator, use_all_cores
 
@@ -37,6 +38,7 @@ class World:
     tp_size: int
     device: torch.device
     shard_ranks: int | None = None  # consecutive ranks that share one copy of the policy; None: all
+    timeout: timedelta | None = None  # of collectives
 
     @cached_property
     def mesh(self) -> DeviceMesh:
@@ -44,7 +46,10 @@ class World:
         if self.shard_ranks in (None, self.size):
             return init_device_mesh(self.device.type, (self.size,))
         shape = self.size // self.shard_ranks, self.shard_ranks
-        return init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
+        for group in mesh.get_all_groups() if self.timeout else ():  # they do not take over that of the whole
+            _set_pg_timeout(self.timeout, group)
+        return mesh
 
     @property
     def is_main(self) -> bool:
@@ -117,7 +122,7 @@ def init_world(tp_size: int, timeout_minutes: float, shard_ranks: int | None = N
     timeout = timedelta(minutes=timeout_minutes)
     store.set_timeout(timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-    return World(rank, size, tp_size, device, shard_ranks)
+    return World(rank, size, tp_size, device, shard_ranks, timeout)
 
 
 def close_world() -> None:
@@ -259,8 +264,13 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     norms = [torch.linalg.vector_norm(parameter.grad, dtype=torch.float32) for parameter in parameters]
     norm = torch.linalg.vector_norm(torch.stack(norms))
+    if isinstance(norm, DTensor):
+        mesh, norm = norm.device_mesh, norm.full_tensor()
+        if mesh.ndim > 1:  # copies that added in another order would clip, and be, ever so slightly different
+            dist.broadcast(norm, src=0)
+        norm = DTensor.from_local(norm, mesh, [Replicate()] * mesh.ndim, run_check=False)
     nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return local_shard(norm)
 
 
 # Collectives ----------------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from model.weights import fill, in_files, load_config, model_from_config, withou
 class Policy(adapters.WithAdapter):
     """A causal LM that returns per-token log-probabilities of a packed batch. Also the reference: the same, frozen."""
 
-    head_dtype: torch.dtype | None = None  # of the logits; None: `dtype`
+    head_dtype: torch.dtype | None = None  # of the logits; None: that of the head's weights
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype = torch.bfloat16) -> None:
         """`dtype`: of the arithmetic, the engine and the exported weights. The parameters may have another."""

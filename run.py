@@ -28,6 +28,7 @@ import report
 from batch import Rollout
 from checkpoint import checkpoints
 from data import PromptData
+from flags import FLAGS
 from fsdp_utils import World
 from inputs.checks import launched_world_size
 from metrics import Metrics, merge_updates
@@ -74,6 +75,9 @@ def open_run_folder(out_dir: Path, config: dict[str, object], free: set[str]) ->
 
 
 def _check_same_flags(found: dict[str, object], config: dict[str, object], free: set[str], where: str) -> None:
+    """A flag that is newer than the run had its default then; one of the dry run that is gone had no effect."""
+    defaults = {name: FLAGS[f"--{name}"].value for name in config if f"--{name}" in FLAGS}
+    found = defaults | {name: value for name, value in found.items() if not name.startswith("plan_")}
     pairs = [(name, found.get(name), config.get(name)) for name in sorted((set(config) | set(found)) - free)]
     different = "; ".join(f"--{name} {there!r} there, {now!r} now" for name, there, now in pairs if there != now)
     if different:

@@ -35,7 +35,7 @@ if __name__ == "__main__":  # a mistake in a flag is reported before transformer
 from checkpoint import Writer, latest, link_final, load
 from data import PromptData
 from evaluate import Evaluator
-from flags import AdamW, EngineSettings, Lora, Memory, Plan, Sampling, free_on_resume, make_plan, take
+from flags import AdamW, EngineSettings, Lora, Memory, Sampling, free_on_resume, make_plan, take
 from fsdp_utils import World, close_world, init_world, is_main_process
 from grpo import Algorithm
 from inputs.load import Inputs, check_world, load_inputs
@@ -67,16 +67,6 @@ def build_engine(args: Namespace, inputs: Inputs, world: World) -> Engine:
     return engine
 
 
-def describe(plan: Plan, world: World) -> str:
-    """What the flags amount to, as numbers: the first line of the log."""
-    return (
-        f"{world.describe()}; "
-        f"{plan.prompts_per_step} prompts x {plan.group_size} = {plan.completions_per_step} completions a step, "
-        f"{plan.updates_per_step} updates a step, {plan.steps_per_epoch:g} steps an epoch, "
-        f"{plan.total_steps} steps in all"
-    )
-
-
 def finish(run: Run, step: int) -> None:
     """What a run has beyond its checkpoints: `final` and the curves. Safe to repeat, after a kill, say."""
     if run.world.is_main:
@@ -97,7 +87,7 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
     except (ValueError, OSError, RuntimeError) as error:
         exit_with_error(error)
     run = Run(out_dir, lock, world, watch, plan.total_steps, args.profile_steps, args.max_skipped_updates)
-    run.say(describe(plan, world))
+    run.say(f"{world.describe()}; {plan.describe()}")
     run.say(algorithm.description)
     run.describe_data([train_data, *eval_sets])
     saved_step, saved = latest(out_dir)

@@ -56,7 +56,8 @@ def check_architecture(path: str, config: PretrainedConfig) -> None:
     """Raises ValueError for a model that is not dense, not attention in all its layers, or quantized."""
     is_quantized = getattr(config, "quantization_config", None) is not None
     config = config.get_text_config()
-    counts = [getattr(config, name, None) for name in EXPERTS]
+    parts = config, getattr(config, "ffn_config", None)  # DBRX has a config of its own for what has the experts
+    counts = [getattr(part, name, None) for part in parts for name in EXPERTS]
     experts = [f"{count} experts" for count in counts if count not in (None, 0, 1)]
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ["full_attention"]
     others = sorted(set(kinds) - {"full_attention", "sliding_attention", "attention"})

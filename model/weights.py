@@ -47,14 +47,18 @@ def load_config(path: str) -> PretrainedConfig:
 
 def load_generation_config(path: str, config: PretrainedConfig, stop_ids: list[int]) -> GenerationConfig:
     """The generation_config.json of a folder or hub id, with more ids at which a completion ends."""
+    of_config = GenerationConfig.from_model_config(config)
     try:
         found = GenerationConfig.from_pretrained(path)
-        found.validate(strict=True)  # what is not valid could not be saved again
-    except (OSError, ValueError):
-        found = GenerationConfig.from_model_config(config)
-    if stop_ids:
-        own = found.eos_token_id if isinstance(found.eos_token_id, list) else [found.eos_token_id]
-        found.eos_token_id = list(dict.fromkeys(x for x in [*own, *stop_ids] if x is not None))
+    except OSError:
+        found = of_config
+    own = of_config.eos_token_id if found.eos_token_id is None else found.eos_token_id
+    ends = list(dict.fromkeys(x for x in [*(own if isinstance(own, list) else [own]), *stop_ids] if x is not None))
+    try:
+        found.validate(strict=True)
+    except ValueError:  # it could not be saved again
+        found = of_config
+    found.eos_token_id = ends[0] if len(ends) == 1 else ends or None
     return found
 
 

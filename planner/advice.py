@@ -75,12 +75,7 @@ def levers(setup: Setup) -> list[list[Change]]:
         lever(setup, "memory", "offload_activations", [True] if memory.gradient_checkpointing else []),
         lever(setup, "memory", "gather_parameters_once", [False]),
         lever(setup, "memory", "reduce_gradients_once", [False]),
-        lever(
-            setup,
-            "memory",
-            "share_prompts",
-            [False] if setup.sharers(*limits) > 1 else [],
-        ),
+        lever(setup, "memory", "share_prompts", [False] if setup.sharers(*limits) > 1 else []),
         lever(setup, "memory", "micro_batch_tokens", sorted(caps, reverse=True)),
         lever(setup, "engine", "gpu_memory_utilization", shares),
         lever(setup, "memory", "shard_ranks", more_shards),

@@ -27,7 +27,7 @@ from model.weights import load_config
 from planner import memory
 from planner.advice import misfits, solutions
 from planner.setup import GIB, Hardware, RunShape, Setup, shape_of
-from planner.time import Assumed, micro_batches, nodes_of, phase_seconds, traffic
+from planner.time import SWITCH, Assumed, micro_batches, nodes_of, phase_seconds, traffic
 
 TABLE = Path(__file__).parent / "models.json"
 TRACED_LAYERS = 8  # all peaks are linear in the number of layers, so a few layers show as much as all of them
@@ -219,6 +219,7 @@ def assumptions(setup: Setup, assumed: Assumed) -> list[str]:
     network = f", {h.network_speed / 1e9:.0f} between nodes" if h.nodes > 1 else ""
     links = f"{assumed.link:.0%} of {h.link_speed / 1e9:.0f} GB/s in a node{network}"
     left_out = "no loading, evaluation, checkpoints, waiting for graders"
+    sync = f"sync with {SWITCH:g} s of sleeping and waking up"
     return [
         f"memory: needed = {tensors} + {gib(memory.CONTEXT):g} GiB for CUDA's context and NCCL",
         f"engine: {working:g} GiB beside weights and cache, of which {asleep:g} stay while it sleeps",
@@ -226,8 +227,9 @@ def assumptions(setup: Setup, assumed: Assumed) -> list[str]:
         "micro-batches: full, and all of their positions are completion tokens",
         *([f"images: {images}"] if setup.model.tower_parameters else []),
         *([copies_of(setup)] if setup.num_copies > 1 else []),
+        *(["sampling: one round; groups without signal cost more"] if setup.run.dynamic_sampling != "off" else []),
         f"speeds: {reached} {h.memory_speed / 1e12:.2f} TB/s, {links}, {h.host_speed / 1e9:.0f} to the host",
-        f"time: prompts of {assumed.prompt:g} tokens, completions of {assumed.completion:g}; {left_out}",
+        f"time: prompts of {assumed.prompt:g} tokens, completions of {assumed.completion:g}; {sync}; {left_out}",
     ]
 
 

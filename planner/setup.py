@@ -107,6 +107,7 @@ class RunShape:
     needs_first_logprobs: bool  # old log-probs are computed for the first update, too
     trains_entropy: bool  # the entropy is part of the loss
     async_checkpoint: bool
+    dynamic_sampling: str
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 # GSM8K for Qwen2.5-Instruct as verl's runs validate. Source: the logs behind verl's table of GSM8K results, and verl's
 # code. Hardware: 1 GPU of 24 GB. Time: not measured. Expected: the column `published`, after training; before it, and
 # for other sizes (append --published 54.3), see scripts/qwen2.5_3b_gsm8k_lora_1gpu.sh.
+# With several GPUs: CUDA_VISIBLE_DEVICES=0 takes one, NGPU=8 all of them.
 #     MODEL=runs/qwen2.5_3b_gsm8k_lora_1gpu/final bash scripts/eval_qwen2.5_gsm8k.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -7,8 +7,10 @@
 #     MODEL=Qwen/Qwen2.5-1.5B-Instruct    8.5 -> 77.9
 #     MODEL=Qwen/Qwen2.5-3B-Instruct     56.3 -> 86.1
 #     MODEL=Qwen/Qwen2.5-7B-Instruct     78.7 -> 93.4
-# By the dry run 0.5B, 1.5B and 3B fit 24 GB and more as they are, and 7B 48 GB and more. 7B fits 24 GB with
+# By the dry run 0.5B, 1.5B and 3B fit 24 GB and more as they are, and 7B 48 GB and more. 7B fits 24 GB, with 2 % to
+# spare and 49 GiB of host RAM, with
 #     --offload all --gpu_memory_utilization 0.85
+# With several GPUs: CUDA_VISIBLE_DEVICES=0 takes one, NGPU=8 all of them.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -42,7 +44,7 @@ ARGS=(
     --policy_loss clip            # source: its code
     --clip_low 0.2                # source: clip 0.2; without effect, as one update a step is always on-policy
     --clip_high 0.2               # source: the same
-    --dual_clip 3                 # source: the same
+    --dual_clip 3                 # source: its code
     --loss_aggregation token_mean # source: token mean, there of each micro-batch; ours is of the whole update
     --entropy_coef 1e-3           # source: entropy bonus 1e-3
     --kl_coef 1e-3                # source: KL loss 1e-3, none in the reward

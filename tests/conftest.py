@@ -24,6 +24,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
 
 
+QWEN3 = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+
+
 @pytest.fixture(scope="session")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random policy, head tied to the embedding, with its data."""
@@ -39,8 +42,13 @@ def untied_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def qwen3_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen3, head tied to the embedding, whose 4 heads of 32 are twice as wide in all as the model."""
-    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-    return make_model(tmp_path_factory.mktemp("qwen3"), **sizes)
+    return make_model(tmp_path_factory.mktemp("qwen3"), **QWEN3)
+
+
+@pytest.fixture(scope="session")
+def untied_qwen3_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with a head of its own, as from 8B on."""
+    return make_model(tmp_path_factory.mktemp("untied_qwen3"), tied=False, **QWEN3)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ torchrun --nproc_per_node 4 tests/distributed_mesh.py POLICY_FOLDER OUTPUT_FOLDE
 
 import sys
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -84,6 +85,8 @@ def main(path: str, output: str) -> None:
         states, models = [], []
         for step, shard_ranks in enumerate(MESHES):
             world = replace(whole, shard_ranks=shard_ranks)
+            for group in world.mesh.get_all_groups():
+                assert group._get_backend(world.device).options._timeout == timedelta(minutes=2), "that of the run"
             metrics, gradients, policy, optimizer = train(args, world)
             results[case][shard_ranks] = metrics, gradients, weights_of(policy)
             states.append(state_of(policy, optimizer))

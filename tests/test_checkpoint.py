@@ -47,7 +47,7 @@ def test_what_was_saved_comes_back_to_the_bit_with_the_state_of_the_loop(policy,
             assert other_optimizer.state[found][key].equal(value), f"{key} of {name}"
 
 
-@pytest.mark.parametrize("name", ["policy", "qwen3_policy"])
+@pytest.mark.parametrize("name", ["policy", "qwen3_policy", "untied_qwen3_policy"])
 def test_the_exported_policy_is_the_trained_one_in_the_dtype_of_the_engine(name, request, tokenizer, tmp_path):
     model, optimizer = trained(request.getfixturevalue(name), seed=1)
     writer(tmp_path, tokenizer).save(1, model, optimizer, {})
@@ -68,11 +68,18 @@ def test_the_exported_policy_ends_where_it_was_sampled_to_end(policy, tokenizer,
     model, optimizer = trained(policy, seed=1)
     folder, config = tmp_path / "base", model.model.config
     GenerationConfig(eos_token_id=[3, 5], temperature=0.6, do_sample=True).save_pretrained(folder)
+    invalid, without_end = tmp_path / "invalid", tmp_path / "without_end"
+    for other, content in ((invalid, {"eos_token_id": 2, "temperature": 0.6}), (without_end, {"top_k": 5})):
+        other.mkdir()
+        (other / "generation_config.json").write_text(json.dumps(content))
     (stop,) = stop_ids(tokenizer, ["7"])
     for path, ids, expected in (
         (folder, [], [3, 5]),
         (folder, [5, stop], [3, 5, stop]),
         (policy / "absent", [stop], [config.eos_token_id, stop]),
+        (invalid, [5, stop], [2, 5, stop]),
+        (invalid, [], 2),
+        (without_end, [], config.eos_token_id),
     ):
         companions = [tokenizer, load_generation_config(str(path), config, ids)]
         saving = checkpoint.Writer(tmp_path / "runs", companions, 0, False, ALONE)

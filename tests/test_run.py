@@ -62,6 +62,20 @@ def test_a_run_folder_of_another_configuration_is_left_alone(trace, tmp_path):
     open_and_close(tmp_path / "run", total_steps=20, save_every=1, micro_batch_tokens=64)  # these may change
 
 
+def test_a_run_continues_that_is_older_than_some_flags(tmp_path):
+    """As if it had their defaults. Flags of the dry run that are gone had no effect on it."""
+    open_and_close(tmp_path / "run")
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
+    file = tmp_path / "run" / "config.json"
+    config = json.loads(file.read_text()) | {"plan_length_share": 0.5}
+    for name in ("stop_tokens", "head_dtype", "shard_ranks", "plan_prompt_tokens"):
+        del config[name]
+    file.write_text(json.dumps(config))
+    open_and_close(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"--stop_tokens \[\] there, \['x'\] now"):
+        open_and_close(tmp_path / "run", stop_tokens="x")
+
+
 def test_the_length_of_a_run_may_not_change_where_the_learning_rate_depends_on_it(tmp_path):
     open_and_close(tmp_path / "run", lr_schedule="cosine")
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')

@@ -67,7 +67,7 @@ def test_sensible_flags_pass():
         check_policy(TINY, take(Lora, args), take(Memory, args))
 
 
-@pytest.mark.parametrize("name", ["untied_policy", "qwen3_policy"])
+@pytest.mark.parametrize("name", ["untied_policy", "untied_qwen3_policy"])
 def test_the_targets_are_all_linear_layers_of_the_decoder_or_those_that_are_named(name, request):
     """The norms of Qwen3's queries and keys are none of them."""
     model = AutoModelForCausalLM.from_pretrained(request.getfixturevalue(name))

@@ -57,6 +57,7 @@ OTHERS = {  # architecture -> what the sentence says that it has
     "qwen3_moe": "(qwen3_moe) has 128 experts; needed is a dense model",
     "qwen2_moe": "60 experts",
     "mixtral": "8 experts",
+    "dbrx": "4 experts",
     "gpt_oss": "128 experts",
     "deepseek_v2": "64 experts",
     "deepseek_v3": "256 experts",

@@ -81,7 +81,6 @@ def test_a_collective_is_as_fast_as_what_it_goes_over(members, stride, speed):
 
 def test_the_report_says_which_way_they_go():
     whole, shared = (report_of(plan(more), ASSUMED)["assumptions"] for more in ("", "--shard_ranks 8"))
-    whole, shared = (report_of(plan(more), ASSUMED)["assumptions"] for more in ("", "--shard_ranks 8"))
     ways = "shards go over the node's links, the all-reduce over the network"
     assert f"copies: 2 of the policy on 8 GPUs each; {ways}" in shared
     assert "copies" not in " ".join(whole)

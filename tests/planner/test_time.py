@@ -98,7 +98,7 @@ def test_the_engine_is_planned_with_the_sequences_that_it_is_started_with(prompt
     for gpu in ("A100-80GB", "H100-80GB"):
         short = "--max_prompt_tokens 64 --max_completion_tokens 64"
         setup, assumed = plan("short", f"--prompts_per_step {prompts} {short} --plan_gpus 1 --plan_gpu {gpu}")
-        settings = EngineSettings(128, "bfloat16", 0.6, False, 1)
+        settings = EngineSettings(128)
         options = engine_options("m", settings, is_cuda=True, tp_size=1, most_sequences=prompts * 8)
         assert running_sequences(setup, assumed) == options["max_num_seqs"] == running
 

@@ -55,6 +55,7 @@ QWEN_VL = {"model_type": "qwen2_5_vl", "text_config": QWEN | {"model_type": "qwe
         (QWEN_VL, 8192, 0.01, {"gradient_checkpointing": True}),
         (QWEN3, 8192, 0.03, {"gradient_checkpointing": True, "share_prompts": True}),
         (QWEN3, 8192, 0.01, {"gradient_checkpointing": False}),
+        (QWEN3 | {"tie_word_embeddings": False}, 8192, 0.01, {"gradient_checkpointing": True}),
         (QWEN3, 8192, 0.03, {"gradient_checkpointing": False, "lora_rank": 8}),
         (QWEN, 8192, 0.01, {"gradient_checkpointing": True, "share_prompts": True}),
         (LLAMA, 8192, 0.01, {"gradient_checkpointing": False, "share_prompts": True}),

@@ -200,7 +200,7 @@ def print_table(title: str, runs: list[Run]) -> None:
 def main() -> None:
     """Prints the tables and their errors."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    print_table("Fitted; in brackets rollout with sync and all else, log-probs, update:", FITTED)
+    print_table("Fitted; in brackets rollout (with sync and the small rest), log-probs, update:", FITTED)
     print_table("Held out:", HELD_OUT)
     print_table("Left out:", [run for run, _ in LEFT_OUT])
     for run, why in LEFT_OUT:

@@ -47,6 +47,9 @@ NEUTRAL = {
 }  # fmt: skip
 
 
+OTHER_MODELS = "use Qwen3-0.6B to 32B, Qwen2.5 or Llama, say"
+
+
 def head_dim(config: PretrainedConfig) -> int:
     """The width of one attention head, by the config of a text model."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -69,11 +72,11 @@ def check_architecture(path: str, config: PretrainedConfig) -> None:
     if found:
         needed = "needed is a dense model with attention in all layers and weights in bf16 or fp32"
         given = f"--model {path} ({config.model_type}) has {' and '.join(found)}"
-        raise ValueError(f"{given}; {needed}: use Qwen3-0.6B to 32B, Qwen2.5 or Llama, say.")
+        raise ValueError(f"{given}; {needed}: {OTHER_MODELS}.")
     for name, value in NEUTRAL.items():
         if getattr(config, name, None) not in (None, value):
             given = f"--model {path}: its {name} = {getattr(config, name)}"
-            raise ValueError(f"{given} is not implemented; use another model.")
+            raise ValueError(f"{given} is not implemented, only {value} is; {OTHER_MODELS}.")
 
 
 def check_rope(path: str, config: PretrainedConfig, longest: int) -> None:

@@ -78,6 +78,7 @@ def levers(setup: Setup) -> list[list[Change]]:
         lever(setup, "memory", "share_prompts", [False] if setup.sharers(*limits) > 1 else []),
         lever(setup, "memory", "micro_batch_tokens", sorted(caps, reverse=True)),
         lever(setup, "engine", "gpu_memory_utilization", shares),
+        lever(setup, "engine", "enforce_eager", [True]),
         lever(setup, "memory", "shard_ranks", more_shards),
         lever(setup, "run", "tensor_parallel_size", sizes),
         lever(setup, "memory", "offload_reference", [True] if setup.has_reference_model else []),

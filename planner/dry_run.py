@@ -200,7 +200,7 @@ def report_of(setup: Setup, assumed: Assumed) -> dict[str, object]:
             "most_tokens_per_step": plan.completions_per_step * (run.max_prompt_tokens + run.max_completion_tokens),
             "micro_batches_per_update": micro_batches(setup, assumed),
             "logits_of_a_micro_batch_gib": gib(setup.memory.micro_batch_tokens * setup.model.vocab * 2),
-            "sequences_at_once_per_engine": round(memory.sequences_at_once(setup), 1),
+            "sequences_at_once_per_engine": round(max(memory.sequences_at_once(setup), 0), 1),
         },
         "gpu_gib": {name: in_gib(x.parts | {"live": x.live, "needed": x.needed}) for name, x in phases.items()},
         "host_gib": {name: in_gib(parts) for name, parts in on_host.items()},

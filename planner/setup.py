@@ -74,8 +74,8 @@ def shape_of(config: PretrainedConfig, name: str) -> ModelShape:
     """The shape of the model, built without storage. Raises ValueError for one that the formulas do not cover."""
     text = config.get_text_config()
     known = ("llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl_text")
-    if text.model_type not in known:
-        others = f"not {text.model_type!r}"
+    if text.model_type not in known or (text is not config and config.model_type != "qwen2_5_vl"):
+        others = f"not {config.model_type!r}, which it can neither plan nor rule out"
         raise ValueError(f"--model {name}: the dry run knows the architectures {', '.join(known)}, {others}.")
     with torch.device("meta"):
         model = model_from_config(config)

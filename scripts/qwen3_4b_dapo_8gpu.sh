@@ -58,5 +58,6 @@ ARGS=(
     --gradient_checkpointing      # not in the source: our choice
     --tensor_parallel_size "$TP"
     --gpu_memory_utilization 0.6  # not in the source: our choice
+    --plan_completion_tokens 2000 # source: completions of 800 to 3,000 tokens; for the dry run alone
 )
 launch train_grpo.py "${ARGS[@]}" "$@"

@@ -49,7 +49,7 @@ def assert_whole(loaded: PromptData) -> None:
         assert row.text == TOKENIZER.decode(row.ids.tolist()) == f"[user]{row.prompt}[assistant]"
 
 
-# The five documented data sets
+# The documented data sets
 
 
 def test_math12k_loads_with_the_default_flags(tmp_path):

@@ -212,7 +212,7 @@ def test_the_dry_run_of_a_set_up_fits_with_5_percent_to_spare(name):
 def test_the_models_of_the_one_gpu_set_up_fit_where_its_script_says():
     name = "qwen2.5_3b_gsm8k_lora_1gpu"
     header = (ROOT / "scripts" / f"{name}.sh").read_text().partition("set -euo")[0]
-    (more,) = re.findall(r"7B fits 24 GB with\n# +(--.*)\n", header)
+    (more,) = re.findall(r"7B fits 24 GB, .*\n.*with\n# +(--.*)\n", header)
     small, middle = "RTX4090-24GB", "L40S-48GB"
     as_it_is = [
         ("0.5B", small, ""),

@@ -101,7 +101,9 @@ def report(values: dict, **others: object) -> dict:
 def test_the_shapes_have_as_many_parameters_as_the_real_models():
     """Tied heads count once: the files of Qwen3-0.6B and 1.7B hold them twice."""
     shapes = {name: shape_of(config_of(name), name) for name in json.loads(TABLE.read_text())}
-    plain = re.compile("-Base|-Instruct(-2507)?$")  # of the same sizes, but for Qwen2.5-VL, which has no other
+    plain = re.compile(
+        "-Base|-(Instruct|Thinking)(-2507)?$"
+    )  # of the same sizes, but for Qwen2.5-VL, which has no other
     sizes = {name if "VL" in name else plain.sub("", name): shape.parameters for name, shape in shapes.items()}
     assert all(sizes[plain.sub("", name)] == shapes[name].parameters for name in shapes if "VL" not in name)
     assert sizes == {

@@ -264,10 +264,14 @@ def check_resume(place: Place) -> Iterator[Line]:
 
 
 def check_engines(place: Place) -> Iterator[Line]:
-    """Two ranks: as two engines, and as one over both."""
-    for what, size in (("two engines", "1"), ("one engine over two ranks", "2")):
-        out_dir = place.train(what.replace(" ", "_"), 2, "--tensor_parallel_size", size, "--total_steps", "2")
-        yield from gap_lines(what, read_metrics(out_dir))
+    """Two ranks: two engines with a copy of the policy each (HSDP), and one engine over both with logits in fp32."""
+    cases = {
+        "two engines, two copies": ("--tensor_parallel_size", "1", "--shard_ranks", "1"),
+        "one engine, fp32 logits": ("--tensor_parallel_size", "2", "--head_dtype", "float32"),
+    }
+    for what, flags in cases.items():
+        out_dir = place.train(re.sub(r"\W+", "_", what), 2, *flags, "--total_steps", "2")
+        yield from gap_lines(f"two ranks: {what}", read_metrics(out_dir))
         shutil.rmtree(out_dir / "step_2")
 
 

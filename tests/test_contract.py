@@ -427,6 +427,7 @@ def test_names_that_the_libraries_keep_to_themselves_are_known():
         "torch.cpu._init_amx",
         "torch.cpu._is_amx_tile_supported",
         "torch.cuda._pin_memory_utils.pin_memory",
+        "torch.distributed.distributed_c10d._set_pg_timeout",
         "torch.distributed.tensor._sharding_prop.ShardingPropagator",
         "torch.testing._internal.distributed.fake_pg.FakeStore",
         "torch.utils._python_dispatch.TorchDispatchMode",

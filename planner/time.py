@@ -41,13 +41,6 @@ def forward_flops(model: ModelShape, length: float, of_head: float) -> float:
     return 2 * (model.layers * (of_layer * length + model.q * length**2) + model.table * of_head)
 
 
-def training_flops(model: ModelShape, lengths: list[int]) -> float:
-    """FLOPs of a forward and backward pass over sequences of these lengths, the head at every position, as the field
-    counts: 6 for each position and number of a matrix.
-    """
-    return 3 * sum(forward_flops(model, length, length) for length in lengths)
-
-
 def micro_batches(setup: Setup, assumed: Assumed) -> int:
     """Micro-batches of one rank in one update. Half a sequence of room is left in each."""
     of_completion = assumed.prompt / setup.sharers(assumed.prompt, assumed.completion) + assumed.completion

@@ -12,11 +12,12 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import AutoTokenizer
 
 from checkpoint import Writer, load
-from fsdp_utils import World, close_world, init_world, local_shard
+from fsdp_utils import World, close_world, fill_from_main, full_tensors, init_world, local_shard, shard
 from helpers import build, make_rollout, train_once, whole_update
 from inputs.checks import check_flags
 from inputs.choices import algorithm_of
@@ -28,7 +29,7 @@ MESHES = (None, 2, 1)  # --shard_ranks
 CASES = (
     "--kl_coef 0.1 --micro_batch_tokens 20 --reduce_gradients_once --gather_parameters_once",
     "--param_dtype bfloat16 --offload optimizer",
-    "--kl_coef 0.1 --lora_rank 4 --offload all",
+    "--kl_coef 0.1 --lora_rank 3 --offload all",
 )
 COMMON = (
     "--train_data d --out_dir o --total_steps 1 --max_prompt_tokens 4 --max_completion_tokens 12 "
@@ -77,9 +78,23 @@ def gradients_of(policy: Policy) -> dict[str, torch.Tensor]:
     return {name: p.grad.full_tensor().clone() for name, p in policy.named_parameters() if p.grad is not None}
 
 
+def check_unequal_parts(world: World) -> None:
+    """Seven rows over the shards: what is filled comes back whole, in fp32 and in bf16."""
+    torch.manual_seed(0)
+    wanted, linear = [torch.randn(7, 3), torch.randn(7)], nn.Linear(3, 7)
+    shard(linear, [], world, torch.float32)
+    for parameter, values in zip(linear.parameters(), wanted, strict=True):
+        fill_from_main(parameter, values if world.is_main else None)
+    for dtype in (torch.float32, torch.bfloat16):
+        found = full_tensors((parameter, dtype) for parameter in linear.parameters())
+        assert all(full.equal(values.to(dtype)) for full, values in zip(found, wanted, strict=True))
+
+
 def main(path: str, output: str) -> None:
     whole, folder = init_world(tp_size=1, timeout_minutes=2), Path(output)
     tokenizer, results = AutoTokenizer.from_pretrained(path), {}
+    for shard_ranks in MESHES:
+        check_unequal_parts(replace(whole, shard_ranks=shard_ranks))
     for number, case in enumerate(CASES):
         args, results[case] = parsed(path, case), {}
         states, models = [], []

@@ -21,7 +21,7 @@ from metrics import (
     work_of_step,
 )
 from planner.setup import shape_of
-from planner.time import training_flops
+from planner.time import forward_flops
 from policy import load_policy
 from update import Update
 
@@ -133,7 +133,9 @@ def test_the_flops_of_an_update_are_those_of_the_planner(untied_policy):
     shape = shape_of(policy.model.config, "test")
     lengths = np.array([12, 40, 100])
     cost = training_costs(lengths, policy.parity_length).sum()
-    assert update_flops(policy, cost) == pytest.approx(training_flops(shape, lengths.tolist()))
+    assert update_flops(policy, cost) == pytest.approx(
+        3 * sum(forward_flops(shape, length, length) for length in lengths.tolist())
+    )
     assert update_flops(WITH_LORA, 10.0) == pytest.approx(2 / 3 * update_flops(POLICY, 10.0))
 
 

@@ -19,7 +19,7 @@ from planner.advice import levers, misfits, solutions
 from planner.dry_run import TABLE, config_of, dry_run, rows_of, setup_of
 from planner.memory import checkpoint_bytes, gpu_phases, host_phases, pinned_share, without
 from planner.setup import GIB, Setup, shape_of
-from planner.time import Assumed, traffic, training_flops
+from planner.time import Assumed, forward_flops, traffic
 
 ASSUMED = Assumed(flops=0.4, memory=0.6, link=0.7, prompt=1024, completion=1024)
 COMMON = {
@@ -101,9 +101,7 @@ def report(values: dict, **others: object) -> dict:
 def test_the_shapes_have_as_many_parameters_as_the_real_models():
     """Tied heads count once: the files of Qwen3-0.6B and 1.7B hold them twice."""
     shapes = {name: shape_of(config_of(name), name) for name in json.loads(TABLE.read_text())}
-    plain = re.compile(
-        "-Base|-(Instruct|Thinking)(-2507)?$"
-    )  # of the same sizes, but for Qwen2.5-VL, which has no other
+    plain = re.compile("-Base|-(Instruct|Thinking)(-2507)?$")  # of the same sizes, but for Qwen2.5-VL
     sizes = {name if "VL" in name else plain.sub("", name): shape.parameters for name, shape in shapes.items()}
     assert all(sizes[plain.sub("", name)] == shapes[name].parameters for name in shapes if "VL" not in name)
     assert sizes == {
@@ -140,7 +138,9 @@ def test_the_documented_facts_of_qwq_32b():
 def test_the_flops_of_qwen_7b_are_those_of_the_published_counter_but_for_the_embedding():
     """verl's counter takes the embedding for a matrix, though its rows are only looked up."""
     embedding = 6 * 152_064 * 3584 * (512 + 1024 + 2048)
-    assert training_flops(setup(SIMPLERL).model, [512, 1024, 2048]) == 167_073_690_943_488 - embedding
+    model = setup(SIMPLERL).model
+    found = 3 * sum(forward_flops(model, length, length) for length in (512, 1024, 2048))  # forwards and backwards
+    assert found == 167_073_690_943_488 - embedding
 
 
 def test_the_arithmetic_of_the_five_setups():

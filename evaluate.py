@@ -38,7 +38,7 @@ from model.engine_options import stop_ids
 from model.sizes import check_config
 from model.vision import load_processor, most_images
 from model.weights import load_config
-from reward import Grader, workers_per_engine
+from reward import Grader, RewardFailed, workers_per_engine
 
 if TYPE_CHECKING:  # importing vLLM takes seconds; the checks of bad input come first
     from rollout import Engine
@@ -104,8 +104,8 @@ def evaluate(
             for b, (row, grade) in enumerate(zip(rollout.rows, rollout.grades, strict=True)):
                 record = {
                     "row": row.where, "prompt": row.prompt, "answer": row.answer, "completion": rollout.texts[b],
-                    "reward": grade.reward, "reward_status": grade.status, "is_correct": grade.is_correct,
-                    "read_as": grade.answer, "num_tokens": len(rollout.completions[b]),
+                    "reward": grade.reward, "reward_parts": grade.parts, "reward_status": grade.status,
+                    "is_correct": grade.is_correct, "read_as": grade.answer, "num_tokens": len(rollout.completions[b]),
                     "is_truncated": bool(rollout.is_truncated_B[b]),
                 }  # fmt: skip
                 out.write(json.dumps(record, ensure_ascii=True) + "\n")
@@ -321,7 +321,7 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except MemoryError as error:  # of the engine, which says what to change
+    except (MemoryError, RewardFailed) as error:  # of the engine, or the user's: it says what to change
         exit_with_error(error)
     except KeyboardInterrupt:
         sys.exit("interrupted")

@@ -12,7 +12,7 @@ import pytest
 
 import evaluate
 from flags import FLAGS
-from grading.score import make_handler
+from grading.score import Handler
 from grading.verifiers import Case
 from helpers import ROOT
 from inputs.checks import check_flags
@@ -73,7 +73,7 @@ def test_the_example_of_ones_own_model_fits_as_the_readme_says_and_its_reward_pa
     assert dry_run(args) == 0
     needed = re.search(r"needs? (\d+\.\d) of\s+(\d+\.\d) GiB", README).groups()
     assert f"{needed[0]} of {needed[1]} GiB" in capsys.readouterr().out
-    grade = make_handler(args.reward, None)
+    grade = Handler(args.reward, None)
     for row in map(json.loads, problems.splitlines()):
         columns = {"completion": "So it is easy. Answer: " + row["answer"], "answer": row["answer"], "columns": row}
         assert grade(("grade", Case(**columns))).is_correct

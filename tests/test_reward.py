@@ -31,7 +31,7 @@ def test_finished_completions_are_graded_against_their_rows():
     grader = Grader(Grading("exact,length", overlong_cache_tokens=4), num_workers=1)
     on_finished = grader.submit_to([row("4"), row("5")], Sampling(2, 1.0, max_completion_tokens=8))
     for b in (3, 0, 2, 1):
-        on_finished(b, f"<think>hm</think>{4 + b % 2}", 5 + b % 2, False)
+        on_finished(b, f"<think>hm</think>{4 + b % 2}", [7] * (5 + b % 2), False)
     grades = grader.collect_from_ranks()
     grader.close()
     assert [grade.parts for grade in grades] == [
@@ -45,7 +45,7 @@ def test_finished_completions_are_graded_against_their_rows():
 
 def test_a_verifier_gets_the_prompt_as_the_model_saw_it():
     grader = Grader(Grading("format"), num_workers=1)
-    grader.submit_to([row("4")], Sampling(1, 1.0, 8))(0, "hm</think><answer>4</answer>", 5, False)
+    grader.submit_to([row("4")], Sampling(1, 1.0, 8))(0, "hm</think><answer>4</answer>", [7] * 5, False)
     assert grader.collect()[0].reward == 1.0, "the prompt has opened the thinking"
     grader.close()
 

@@ -154,6 +154,8 @@ def own_reward(reference: str) -> OwnReward:
     required = [each.name for each in parameters if each.default is kinds.empty]
     has_rest = any(each.kind is kinds.VAR_KEYWORD for each in parameters)
     tells = next((each for each in FORMS if each in names), None)
+    if inspect.isclass(function):
+        raise _wrong_form(name, "it is a class; name an object of it")
     if tells is None or any(each.kind is kinds.POSITIONAL_ONLY for each in parameters):
         raise _wrong_form(name, f"it takes ({', '.join(map(str, parameters))})")
     values, takes_group = FORMS[tells]
@@ -162,7 +164,7 @@ def own_reward(reference: str) -> OwnReward:
     for each in others:
         if values is not GROUP or each in OF_TRAINER:
             raise _wrong_form(name, f"nothing is known of its parameter {each!r}")
-    strings = _strings(getattr(function, "__code__", None) or type(function).__call__.__code__)
+    strings = _strings(function, set())
     taken = {each for each in values if each in names or (has_rest and (not each.endswith("_ids") or each in strings))}
     return OwnReward(
         name=name,
@@ -181,7 +183,18 @@ def _wrong_form(name: str, what: str) -> ValueError:
     return ValueError(f"{name} cannot be called: {what}. A reward is {forms}, each by its name; see docs/rewards.md.")
 
 
-def _strings(code: CodeType) -> set[str]:
-    """The texts in a function's code and in the functions inside it."""
-    texts = {each for each in code.co_consts if isinstance(each, str)}
-    return texts.union(*(_strings(each) for each in code.co_consts if isinstance(each, CodeType)))
+def _strings(function: object, seen: set[CodeType]) -> set[str]:
+    """The texts in a function's code, in that of functions inside it, and of those of its module that it names."""
+    function = inspect.unwrap(getattr(function, "func", function))  # of functools.partial
+    function = function if inspect.isfunction(function) else getattr(type(function), "__call__", None)
+    codes, texts = [getattr(function, "__code__", None)], set()
+    while codes:
+        code = codes.pop()
+        if not isinstance(code, CodeType) or code in seen:
+            continue
+        seen.add(code)
+        codes.extend(code.co_consts)
+        texts |= {each for each in code.co_consts if isinstance(each, str)}
+        named = (function.__globals__.get(name) for name in code.co_names)
+        texts = texts.union(*(_strings(each, seen) for each in named if inspect.isfunction(each)))
+    return texts

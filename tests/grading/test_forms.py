@@ -79,6 +79,27 @@ def score(completions: list[list[dict[str, str]]], **kwargs) -> list[float]:
     assert [grade.reward for grade in handler(tmp_path, code)(("compare", [case("<think>"), case("5")]))] == [1.0, 0.0]
 
 
+def test_messages_are_found_out_also_in_what_the_function_calls(tmp_path):
+    code = """
+import functools
+
+def read(completions):
+    return [completion[0]["content"] for completion in completions]
+
+class Lengths:
+    def __call__(self, completions, **kwargs):
+        return [float(len(text)) for text in read(completions)]
+
+def lengths(completions, scale, **kwargs):
+    return Lengths()(completions) if scale else [0.0 for each in read(completions)]
+
+by_class, by_partial = Lengths(), functools.partial(lengths, scale=1)
+"""
+    for name in ("by_class", "by_partial"):
+        handle = handler(tmp_path, code, name)
+        assert [grade.reward for grade in handle(("compare", [case("4"), case("four")]))] == [1.0, 4.0], name
+
+
 @pytest.mark.parametrize("name", ["completion_ids", "completions_ids"])
 def test_token_ids_are_asked_for_by_name_also_by_an_object_that_can_be_called(name, tmp_path):
     code = f"""

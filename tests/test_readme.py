@@ -80,6 +80,17 @@ def test_the_example_of_ones_own_model_fits_as_the_readme_says_and_its_reward_pa
         assert not grade(("grade", Case(**columns | {"completion": "I do not know. Answer: 5"}))).is_correct
 
 
+def test_the_functions_that_the_page_on_rewards_shows_do_what_it_says(tmp_path):
+    page = (ROOT / "docs" / "rewards.md").read_text()
+    for i, code in enumerate(re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)):
+        (tmp_path / f"my_reward_{i}.py").write_text(code)
+    cases = [Case(text, "4") for text in ("4 of them", "sorry, 4", "5")]
+    alone = Handler(f"{tmp_path}/my_reward_0.py:score", None)
+    assert [alone(("grade", case)).reward for case in cases] == [1.0, 0.9, 0.0]
+    together = Handler(f"{tmp_path}/my_reward_1.py:score_group", None)
+    assert [grade.reward for grade in together(("compare", cases))] == [0.0, 1.0, 0.0]
+
+
 def test_the_dry_run_prints_what_the_page_on_memory_shows():
     command = ["bash", "scripts/qwq32b_8xh100.sh", "--dry_run"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

@@ -51,7 +51,8 @@ def rollout_metrics(rollout: Rollout, group_size: int) -> Metrics:
     metrics["reward/errors"] = sum(grade.is_failed for grade in grades) - metrics["reward/timeouts"]
     names = dict.fromkeys(name for grade in grades for name in grade.parts)
     for name in names if len(names) > 1 else ():
-        metrics[f"reward/part/{name}"] = sum(grade.parts.get(name, 0.0) for grade in grades) / len(grades)
+        short = name.rpartition("/")[2]  # of /home/me/my_reward.py:score
+        metrics[f"reward/part/{short}"] = sum(grade.parts.get(name, 0.0) for grade in grades) / len(grades)
     return {name: float(value) for name, value in metrics.items()}
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from flags import GROUPS, Sampling
 from inputs import command_line
-from inputs.checks import check_ranges
+from inputs.checks import check_flags, check_ranges
 from inputs.evaluation import FLAGS, check_names, load_inputs, parse_flags, settings_per_set
 
 REQUIRED = ["--model", "m", "--data", "d"]
@@ -37,6 +37,25 @@ def test_a_setting_out_of_range_is_refused_in_training_and_by_the_command(change
         check_ranges(args, GROUPS)
     with pytest.raises(ValueError, match=f"--{words}"):
         check_ranges(parse_flags([*REQUIRED, f"--{name}", *values]), FLAGS)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("reward_timeout", -1, "-1: must be above 0"),
+        ("reward_timeout", 0, "0: must be above 0"),
+        ("reward_workers", -2, "-2: must be at least 0"),
+        ("reward_memory_gib", 0.01, "0.01: must be at least 0.25"),
+    ],
+)
+def test_a_flag_of_the_reward_out_of_range_is_refused_before_anything_is_read(name, value, words):
+    """The model "m" and the data "d" are not there: nothing looked for them."""
+    of_training = ["--model", "m", "--train_data", "d", "--out_dir", "o", "--total_steps", "1"]
+    wrong = [f"--{name}", str(value)]
+    with pytest.raises(ValueError, match=f"^--{name} {words}"):
+        check_flags(command_line.parse_flags([*of_training, *wrong]))
+    with pytest.raises(ValueError, match=f"^--{name} {words}"):
+        load_inputs(parse_flags([*REQUIRED, *wrong]))
 
 
 def test_logits_coarser_than_the_rest_are_refused():

@@ -110,8 +110,9 @@ def test_an_output_whose_unfinished_file_would_be_the_input_is_refused(tmp_path)
         ("--reward_workers", "-2", "-2: must be at least 0"),
         ("--reward_memory_gib", "0.01", "0.01: must be at least 0.25"),
         ("--max_completion_tokens", "0", "0: must be at least 1"),
+        ("--reward", "maths", "'maths': "),
     ],
 )
-def test_a_flag_out_of_range_is_refused_before_anything_is_graded(flag, value, words, tmp_path):
+def test_a_wrong_flag_is_refused_before_anything_is_graded(flag, value, words, tmp_path):
     assert f"{flag} {words}" in refusal(tmp_path, "--output", tmp_path / "out.jsonl", flag, value)
-    assert not (tmp_path / "out.jsonl").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "rewards.py"}

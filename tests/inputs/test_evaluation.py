@@ -43,7 +43,7 @@ def test_a_setting_out_of_range_is_refused_in_training_and_by_the_command(change
     ("name", "value", "words"),
     [
         ("reward_timeout", -1, "-1: must be above 0"),
-        ("reward_timeout", 0, "0: must be above 0"),
+        ("reward_timeout", 0, "0: must be above 0 and at most 1000000."),
         ("reward_workers", -2, "-2: must be at least 0"),
         ("reward_memory_gib", 0.01, "0.01: must be at least 0.25"),
     ],

@@ -6,7 +6,6 @@ rows a step draws. `python scripts/show_data.py` shows data before training.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from flags import PromptFormat
+from grading.keys import alternatives, key_text
 from inputs.records import Record, name_of_source, read_records
 from inputs.templates import template_token_in
 from model.vision import PromptImages, UnreadableImage, Vision, encoded_images, find_images
@@ -99,13 +99,12 @@ def _messages(value: object, name: str, prompt_format: PromptFormat) -> Messages
     return [system, *(message for message in messages if message["role"] != "system")]
 
 
-def _answer(value: object, name: str) -> str:
-    """The value as text: numbers as Python writes them, lists and objects as JSON."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
-        return str(value)
+def _answer(value: object, name: str, several: str) -> str:
+    """The value as text (`grading/keys.py`)."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     try:
-        return _text(json.dumps(value, ensure_ascii=False) if isinstance(value, (list, dict)) else value, name)
-    except TypeError as error:  # bytes or dates in it
+        return _text(key_text(value, several) if is_number or isinstance(value, (str, list, dict)) else value, name)
+    except (TypeError, ValueError) as error:  # bytes or dates in it; an empty list
         raise UnusableRow(f"{name}: {error}") from None
 
 
@@ -160,7 +159,8 @@ def make_row(record: Record, prompt_format: PromptFormat, tokenizer: Tokenizer, 
         written = f"{token!r}, which the chat template writes itself"
         raise UnusableRow(f"column {column!r} holds {written}; give --prompt_format raw, or another --prompt_column")
     column = prompt_format.answer_column
-    answer = _answer(_look_up(record, column, "--answer_column"), f"column {column!r}")
+    value = _look_up(record, column, "--answer_column")
+    answer = _answer(value, f"column {column!r}", prompt_format.list_answers)
     encoded: tuple[bytes, ...] = ()
     if column := prompt_format.image_column:
         try:
@@ -296,6 +296,8 @@ class PromptData:
         dropped = f"{self.num_too_long} dropped (too many tokens), {len(self.excluded)} excluded"
         lines = [f"data {self.name}: {len(self.rows)} rows; {dropped}"]
         lines += [f"  excluded: {where}: {reason}" for where, reason in self.excluded[:5]]
+        if count := sum(len(alternatives(row.answer)) > 1 for row in self.rows):
+            lines.append(f"  {count} rows have several answers, of which any is correct (--list_answers any)")
         for count, (name, size, weight) in zip(_draws(self.shares), self.shares, strict=True):
             draws = f"{count} of {len(self.rows)} draws an epoch, {count / size:.2f} for each of {size} rows"
             lines.append(f"  {name}: weight {weight:g}, {draws}")

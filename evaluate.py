@@ -31,7 +31,7 @@ from inputs.command_line import exit_with_error
 from inputs.evaluation import load_inputs, parse_flags
 from metrics import Metrics
 from model.vision import most_images
-from reward import Grader
+from reward import Grader, RewardFailed
 
 if TYPE_CHECKING:  # importing vLLM takes seconds; the checks of bad input come first
     from rollout import Engine
@@ -97,8 +97,8 @@ def evaluate(
             for b, (row, grade) in enumerate(zip(rollout.rows, rollout.grades, strict=True)):
                 record = {
                     "row": row.where, "prompt": row.prompt, "answer": row.answer, "completion": rollout.texts[b],
-                    "reward": grade.reward, "reward_status": grade.status, "is_correct": grade.is_correct,
-                    "read_as": grade.answer, "num_tokens": len(rollout.completions[b]),
+                    "reward": grade.reward, "reward_parts": grade.parts, "reward_status": grade.status,
+                    "is_correct": grade.is_correct, "read_as": grade.answer, "num_tokens": len(rollout.completions[b]),
                     "is_truncated": bool(rollout.is_truncated_B[b]),
                 }  # fmt: skip
                 out.write(json.dumps(record, ensure_ascii=True) + "\n")
@@ -222,7 +222,7 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except MemoryError as error:  # of the engine, which says what to change
+    except (MemoryError, RewardFailed) as error:  # of the engine, or the user's: it says what to change
         exit_with_error(error)
     except KeyboardInterrupt:
         sys.exit("interrupted")

@@ -71,7 +71,9 @@ GROUPS["model and data"] = [
 ]
 GROUPS["prompts"] = [
     flag("--prompt_column", "problem", "column of the problem: text or messages; a dotted path reaches into objects"),
-    flag("--answer_column", "answer", "column of the correct answer, for the reward; lists, objects become JSON text"),
+    flag("--answer_column", "answer", "column of the correct answer, for the reward; objects become JSON text"),
+    flag("--list_answers", "any", "of several correct answers in a list, a completion must give any or all",
+         choices=("any", "all")),
     flag("--image_column", str, "column of the images, one or a list: files, relative to the data, or encoded bytes"),
     flag("--max_pixels", int, "larger images are scaled down to this many pixels; default: the processor's limit",
          (1, INF)),
@@ -87,6 +89,10 @@ GROUPS["reward"] = [
     flag("--reward_timeout", 5.0, "seconds after which the grading of a completion is stopped: reward 0", (TINY, 1e6)),
     flag("--reward_memory_gib", 4.0, "memory at which a grading process is stopped: reward 0", (0.25, INF)),
     flag("--reward_workers", 0, "grading processes per engine; 0: the cores of the node / its engines",
+         (0, INF), free_on_resume=True),
+    flag("--reward_in_flight", 1, "completions that a grading process has in work at a time, each in a thread: for "
+         "rewards that wait for a server", (1, 1000), free_on_resume=True),
+    flag("--reward_retries", 0, "times that a grading that failed is tried again, after 1, 2, 4 ... seconds",
          (0, INF), free_on_resume=True),
     flag("--truncated", "score", "completions cut at their token limit: graded like the others (score), reward 0 "
          "(zero), or graded but left out of the loss (mask)", choices=("score", "zero", "mask")),
@@ -263,6 +269,7 @@ def settings(kind: type[Settings]) -> type[Settings]:
 class PromptFormat:  # how a row becomes a prompt
     prompt_column: str
     answer_column: str
+    list_answers: str
     image_column: str | None
     prompt_format: str
     system_prompt: str | None
@@ -277,6 +284,8 @@ class Grading:  # how completions are graded
     reward_timeout: float
     reward_memory_gib: float
     reward_workers: int
+    reward_in_flight: int
+    reward_retries: int
     truncated: str
     overlong_cache_tokens: int | None
 

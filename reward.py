@@ -9,19 +9,24 @@ finite number or ends its process costs one completion: its reward is 0.0, and i
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from flags import Grading, Sampling
 from grading.pool import Limits, Pool
-from grading.score import Grade, needs_math, parse_reward
+from grading.score import Grade, Needs, add_up, needs_math, parse_reward
 from grading.verifiers import Case
 
 if TYPE_CHECKING:
     from data import PromptData, Row
     from fsdp_utils import World
 
-OnFinished = Callable[[int, str, int, bool], None]  # (index b of the completion, text, number of tokens, is truncated)
+OnFinished = Callable[[int, str, Sequence[int], bool], None]  # (index b of the completion, text, token ids, truncated)
+
+
+class RewardFailed(Exception):
+    """Nothing at all could be graded: a mistake of the user's, to be told in a sentence."""
 
 
 class Grader:
@@ -32,35 +37,52 @@ class Grader:
 
     def __init__(self, grading: Grading, num_workers: int) -> None:
         """Starts the workers. Raises ValueError or FileNotFoundError if the reward cannot be loaded or used."""
-        weights = parse_reward(grading.reward)
-        self.truncated = grading.truncated
+        self.grading = grading
+        self.weights = parse_reward(grading.reward)
         self.not_graded: dict[int, Grade] = {}
+        self.groups: dict[int, dict[int, Case]] = {}  # of functions that compare: b // group size -> b -> its case
+        self.is_proven = False  # something has been graded
         self.pool: Pool | None = None
         if num_workers:
+            limits = Limits(
+                num_workers, grading.reward_timeout, grading.reward_memory_gib, grading.reward_in_flight,
+                grading.reward_retries,
+            )  # fmt: skip
             arguments = (grading.reward, grading.overlong_cache_tokens)
-            limits = Limits(num_workers, grading.reward_timeout, grading.reward_memory_gib)
-            preload = "grading.preload_math" if needs_math(weights) else "grading.preload"
+            preload = "grading.preload_math" if needs_math(self.weights) else "grading.preload"
             try:
-                self.pool = Pool("grading.score:make_handler", arguments, limits, preload)
+                self.pool = Pool("grading.score:Handler", arguments, limits, preload)
+                self.needs: Needs = self.pool.ask(("needs", None))
             except ValueError as error:
                 raise ValueError(f"--reward {grading.reward!r}: {error}") from None
 
-    def submit(self, b: int, case: Case) -> None:
-        """Hands completion b to the workers and returns at once."""
+    def submit(self, b: int, case: Case, group_size: int = 1) -> None:
+        """Hands completion b to the workers and returns at once. Groups are b = 0 ... group_size - 1, and so on."""
         assert self.pool is not None, "completions are submitted on the first rank of their engine"
-        if case.is_truncated and self.truncated == "zero":
+        if case.is_truncated and self.grading.truncated == "zero":
             self.not_graded[b] = Grade(0.0, "truncated")
-        else:
+        elif self.needs.cases:
             self.pool.submit(b, ("grade", case))
+        if self.needs.groups:
+            number = b // group_size
+            group = self.groups.setdefault(number, {})
+            group[b] = case
+            if len(group) == group_size and (members := self._compared(number)):
+                self.pool.submit(-1 - number, ("compare", [group[i] for i in members]))
+
+    def _compared(self, number: int) -> list[int]:
+        """The completions of a group that are graded, in their order."""
+        return sorted(self.groups[number].keys() - self.not_graded.keys())
 
     def submit_to(self, rows: Sequence[Row], sampling: Sampling) -> OnFinished:
         """What `Engine.sample` calls with each finished completion b of the rows, of which each has `num_samples`."""
 
-        def on_finished(b: int, text: str, num_tokens: int, is_truncated: bool) -> None:
-            row = rows[b // sampling.num_samples]
+        def on_finished(b: int, text: str, token_ids: Sequence[int], is_truncated: bool) -> None:
+            row, count = rows[b // sampling.num_samples], len(token_ids)
+            ids = tuple(token_ids) if self.needs.token_ids else ()
             limit = sampling.max_completion_tokens
-            case = Case(text, row.answer, row.columns, row.text, num_tokens, limit, is_truncated, row.where)
-            self.submit(b, case)
+            case = Case(text, row.answer, row.columns, row.text, ids, count, limit, is_truncated, row.where)
+            self.submit(b, case, sampling.num_samples)
 
         return on_finished
 
@@ -68,22 +90,37 @@ class Grader:
         """The grade of each completion submitted here since the last call, by its b; waits for those not done yet."""
         if self.pool is None:
             return {}
-        grades, self.not_graded = self.not_graded, {}
-        for b, outcome in self.pool.collect().items():
-            grades[b] = outcome.value if outcome.status == "ok" else Grade(0.0, outcome.status)
+        parts: dict[int, list[Grade]] = defaultdict(list)
+        for key, outcome in self.pool.collect().items():
+            members = [key] if key >= 0 else self._compared(-1 - key)
+            values = [outcome.value] if key >= 0 else outcome.value
+            if outcome.status != "ok":
+                values = [Grade(0.0, outcome.status)] * len(members)
+            for b, grade in zip(members, values, strict=True):
+                parts[b].append(grade)
+        grades = self.not_graded | {b: add_up(each, self.weights) for b, each in parts.items()}
+        self.not_graded, self.groups = {}, {}
         return grades
 
     def collect_from_ranks(self) -> list[Grade]:
-        """The grades of the completions submitted on all ranks, in the order of b; the same on every rank."""
+        """The grades of the completions submitted on all ranks, in the order of b; the same on every rank.
+
+        Raises RewardFailed if none of the first completions could be graded: none of the next ones will be.
+        """
         from fsdp_utils import gather_from_ranks
 
-        grades = {b: grade for share in gather_from_ranks(self.collect()) for b, grade in share.items()}
-        return [grades[b] for b in range(len(grades))]
+        by_b = {b: grade for share in gather_from_ranks(self.collect()) for b, grade in share.items()}
+        grades = [by_b[b] for b in range(len(by_b))]
+        if not self.is_proven and grades and all(grade.is_failed for grade in grades):
+            failed = f"not one of the first {len(grades)} completions could be graded"
+            raise RewardFailed(f"--reward {self.grading.reward!r}: {failed}; the first: {grades[0].status}")
+        self.is_proven = True
+        return grades
 
-    def grade(self, cases: list[Case]) -> list[Grade]:
+    def grade(self, cases: list[Case], group_size: int = 1) -> list[Grade]:
         """The grades of the cases, in their order."""
         for b, case in enumerate(cases):
-            self.submit(b, case)
+            self.submit(b, case, group_size)
         grades = self.collect()
         return [grades[b] for b in range(len(cases))]
 

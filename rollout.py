@@ -107,7 +107,7 @@ class Engine:
 
         The engines take equal consecutive shares. `seed` is any tuple of non-negative numbers (run, step, purpose): the
         result is a function of weights, arguments and number of engines. As soon as completion b of the result is
-        finished, the leader of its engine calls `on_finished(b, text, num_tokens, is_truncated)`.
+        finished, the leader of its engine calls `on_finished(b, text, token_ids, is_truncated)`.
         """
         assert self.state == "awake", f"the engine is {self.state}: sync() wakes it, but not after a failure"
         # Keys, values and embeddings of images under old weights, and of earlier calls: a cached prefix changes the
@@ -125,7 +125,7 @@ class Engine:
         for i, done in self._run([rows_B[b] for b in own], sampling, description):
             finished[own[i]] = done
             if on_finished is not None and is_leader:
-                on_finished(own[i], done.text, len(done.token_ids), done.finish_reason == "length")
+                on_finished(own[i], done.text, done.token_ids, done.finish_reason == "length")
         result = _rollout_of([finished[b] for b in own]), time.perf_counter() - start
         of_engines = [each for each in gather_from_ranks(result if is_leader else None) if each is not None]
         self.seconds_E = np.array([seconds for _, seconds in of_engines])

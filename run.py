@@ -181,8 +181,8 @@ class Run:
             row, grade = rollout.rows[b], rollout.grades[b]
             self._append("samples.jsonl", {
                 "step": step, "prompt": row.prompt, "answer": row.answer, "completion": rollout.texts[b],
-                "reward": grade.reward, "reward_status": grade.status, "read_as": grade.answer,
-                "advantage": round(float(rollout.advantages[b].mean()), 4),
+                "reward": grade.reward, "reward_parts": grade.parts, "reward_status": grade.status,
+                "read_as": grade.answer, "advantage": round(float(rollout.advantages[b].mean()), 4),
                 "is_truncated": bool(rollout.is_truncated_B[b]),
             })  # fmt: skip
 

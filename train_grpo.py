@@ -43,6 +43,7 @@ from metrics import throughput, work_of_step
 from model.vision import most_images
 from planner.watch import watch_memory
 from policy import build_policy
+from reward import RewardFailed
 from run import Run, open_run_folder
 from sampling import Draws, Sampler
 from update import add_advantages, add_logprobs, pack_updates, update_policy
@@ -179,7 +180,7 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
 if __name__ == "__main__":
     try:
         main(ARGS, ALGORITHM)
-    except MemoryError as error:  # of the engine, which says what to change
+    except (MemoryError, RewardFailed) as error:  # of the engine, or the user's: it says what to change
         exit_with_error(error)
     except KeyboardInterrupt:
         sys.exit("interrupted: the same command continues from the last checkpoint" if is_main_process() else 1)

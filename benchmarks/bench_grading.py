@@ -13,6 +13,7 @@ import json
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -94,7 +95,7 @@ def main() -> None:
         wait_for_all()
         start = time.perf_counter()
 
-        def on_finished(b: int, text: str, num_tokens: int, is_truncated: bool) -> None:
+        def on_finished(b: int, text: str, token_ids: Sequence[int], is_truncated: bool) -> None:
             if grader is not None:
                 grader.submit(b, cases[b])
 

@@ -1,32 +1,30 @@
-"""The worker's side of a reward: from the text of `--reward` to the grade of a completion. Read `make_handler` first.
+"""The worker's side of a reward: from the text of `--reward` to the grade of a completion. Read `Handler` first.
 
-What the text may be, and what a function of one's own gets: `docs/rewards.md`.
+What the text may be: `docs/rewards.md`. How a function of one's own is called: `forms.py`.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
-import inspect
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
-from grading.own import load_function
+from grading.forms import own_reward
+from grading.keys import alternatives
 from grading.verifiers import BUILT_IN, Case, Verifier
-
-EXTRAS = ("prompt", "num_tokens", "max_tokens", "is_truncated")  # what a function of one's own may ask for by name
 
 
 @dataclass(frozen=True)
 class Grade:
-    """What a completion got. `reward` is the weighted sum of `parts`, and 0.0 unless the status is "ok"."""
+    """What a completion got. `reward` is the weighted sum of the scores, and 0.0 unless the status is "ok"."""
 
     reward: float
     status: str  # "ok", "truncated", "timeout" or "error: ..."
-    parts: dict[str, float] = field(default_factory=dict)  # verifier -> its score
+    parts: dict[str, float] = field(default_factory=dict)  # verifier -> its score; then sub-score -> its value
     answer: str | None = None  # what the first verifier that reads one read as the final answer
 
     @property
@@ -78,64 +76,97 @@ def needs_math(names: Iterable[str]) -> bool:
     return any(name == "math" or name[0] == "@" for name in names)
 
 
-def make_handler(spec: str, overlong_cache_tokens: int | None) -> Callable[[tuple[str, Case]], Grade | str | None]:
-    """What a worker makes of ("grade", case): a grade; of ("check", case): why the key cannot be used, or None.
+class Needs(NamedTuple):
+    """What a reward has to be given."""
+
+    cases: bool  # completions one by one
+    groups: bool  # all completions of a prompt together
+    token_ids: bool
+
+
+Request = tuple[str, Case | list[Case] | None]
+
+
+class Handler:
+    """Answers the requests that a worker gets:
+
+    ("grade", case)      a grade: the sum of the verifiers that look at one completion
+    ("compare", cases)   a grade for each completion of a group: the sum of the functions that look at all of them
+    ("check", case)      why the row cannot be used, or None; the completion does not matter
+    ("needs", None)      what the reward has to be given
 
     Raises what a file of `spec` raises, and ValueError if it has no such function or math-verify is broken.
     """
-    weights = parse_reward(spec)
-    own = {name: _own_verifier(name) for name in weights if ".py:" in name}
-    if needs_math(weights):
-        check_math()
 
-    def verifier_of(name: str, case: Case) -> Verifier:
-        if name[0] != "@":
-            return own.get(name) or BUILT_IN[name]
-        named = case.columns.get(name[1:])
-        if str(named).lower() not in BUILT_IN:
-            raise ValueError(f"column {name[1:]!r} is {named!r}, which names no verifier ({', '.join(BUILT_IN)})")
-        return BUILT_IN[str(named).lower()]
+    def __init__(self, spec: str, overlong_cache_tokens: int | None) -> None:
+        self.weights = parse_reward(spec)
+        self.overlong_cache_tokens = overlong_cache_tokens
+        self.own = {name: own_reward(name) for name in self.weights if ".py:" in name}
+        self.compared = [name for name, reward in self.own.items() if reward.takes_group]
+        self.alone = [name for name in self.weights if name not in self.compared]
+        if needs_math(self.weights):
+            check_math()
 
-    def handle(request: tuple[str, Case]) -> Grade | str | None:
-        kind, case = request
+    def __call__(self, request: Request) -> object:
+        kind, given = request
+        if kind == "grade":
+            return self.grades(self.alone, [given])[0]
+        if kind == "compare":
+            return self.grades(self.compared, given)
         if kind == "check":
-            return check(case)
-        case = replace(case, overlong_cache_tokens=overlong_cache_tokens)
-        parts, answer = {}, None
-        for name in weights:
-            parts[name], found = verifier_of(name, case).score(case)
-            answer = found if answer is None else answer
-        reward = sum(weight * parts[name] for name, weight in weights.items())
-        return Grade(reward, "ok", parts, None if answer is None else answer[:500])
+            return next((problem for name in self.weights if (problem := self.problem(name, given))), None)
+        takes_ids = any(reward.takes_token_ids for reward in self.own.values())
+        return Needs(bool(self.alone), bool(self.compared), takes_ids)
 
-    def check(case: Case) -> str | None:
+    def grades(self, names: list[str], cases: list[Case]) -> list[Grade]:
+        """Of each case, the sum over these verifiers."""
+        cases = [replace(case, overlong_cache_tokens=self.overlong_cache_tokens) for case in cases]
+        of_names = [self.grades_of(name, cases) for name in names]
+        return [add_up(grades, self.weights) for grades in zip(*of_names, strict=True)]
+
+    def grades_of(self, name: str, cases: list[Case]) -> list[Grade]:
+        """Of each case, what one verifier gives, times its weight."""
+        weight = self.weights[name]
+        if name in self.own:
+            results = self.own[name](cases)
+            return [Grade(weight * score, "ok", {name: score} | parts) for score, parts in results]
+        grades = []
+        for case in cases:
+            verifier = self.built_in(name, case)
+            verdicts = (verifier.score(replace(case, answer=key)) for key in alternatives(case.answer))
+            score, answer = max(verdicts, key=lambda verdict: verdict[0])  # the key that fits best
+            grades.append(Grade(weight * score, "ok", {name: score}, None if answer is None else answer[:500]))
+        return grades
+
+    def problem(self, name: str, case: Case) -> str | None:
+        """Why the verifier cannot use the row: of several keys (`keys.py`), one that it can use will do."""
+        if name in self.own:
+            return self.own[name].key_problem(case)
         try:
-            verifiers = [verifier_of(name, case) for name in weights]
+            verifier = self.built_in(name, case)
         except ValueError as error:
             return str(error)
-        problems = (verifier.key_problem(case) for verifier in verifiers)
-        return next((problem for problem in problems if problem), None)
+        problems = [verifier.key_problem(replace(case, answer=key)) for key in alternatives(case.answer)]
+        return problems[0] if all(problems) else None
 
-    return handle
+    def built_in(self, name: str, case: Case) -> Verifier:
+        """The built-in verifier: the one that the row's column names, for @COLUMN. Raises ValueError without one."""
+        named = str(case.columns.get(name[1:])) if name[0] == "@" else name
+        if named.lower() not in BUILT_IN:
+            raise ValueError(f"column {name[1:]!r} is {named!r}, which names no verifier ({', '.join(BUILT_IN)})")
+        return BUILT_IN[named.lower()]
 
 
-def _own_verifier(name: str) -> Verifier:
-    """The function `file.py:function` as a verifier. Raises ValueError if it is missing, and what the file raises."""
-    path, _, function_name = name.rpartition(":")
-    function = load_function(path, function_name)
-    extras = [key for key in EXTRAS if key in inspect.signature(function).parameters]
-
-    def verify(case: Case) -> tuple[float, str | None]:
-        value = function(case.completion, case.answer, case.columns, **{key: getattr(case, key) for key in extras})
-        try:
-            score = float(value) if not isinstance(value, str) else math.nan
-        except (TypeError, ValueError):
-            score = math.nan
-        if not math.isfinite(score):
-            raise ValueError(f"{function_name} returned {value!r}, not a finite number")
-        return score, None
-
-    return Verifier(verify)
+def add_up(grades: Sequence[Grade], names: Iterable[str]) -> Grade:
+    """The sum of a completion's grades; `names` are the verifiers in the order of `--reward`."""
+    if len(grades) == 1:
+        return grades[0]
+    if failed := next((grade for grade in grades if grade.status != "ok"), None):
+        return failed
+    parts = {name: value for grade in grades for name, value in grade.parts.items()}
+    parts = {name: parts[name] for name in names if name in parts} | parts
+    answers = [grade.answer for grade in grades if grade.answer is not None]
+    return Grade(sum(grade.reward for grade in grades), "ok", parts, answers[0] if answers else None)
 
 
 # The self-test --------------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ class Case:
     answer: str
     columns: dict[str, object] = field(default_factory=dict)  # the whole data row
     prompt: str = ""  # as the model saw it, template included
+    token_ids: tuple[int, ...] = ()  # of the completion, if the reward asks for them
     num_tokens: int | None = None  # of the completion
     max_tokens: int | None = None  # that it could have had
     is_truncated: bool = False  # it ended at max_tokens, not by itself

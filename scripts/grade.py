@@ -14,8 +14,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from flags import FLAGS as OF_TRAINING
 from flags import GROUPS, INF, Grading, flag, take
-from grading.score import EXTRAS
+from grading.forms import EXTRAS
+from grading.keys import key_text
 from grading.verifiers import Case
 from inputs.checks import check_ranges
 from inputs.command_line import add_flags
@@ -28,18 +30,22 @@ FILES = [
          is_required=True),
     flag("--output", str, "the graded rows, one per line; written at the end, replaced if it exists", is_required=True),
     flag("--max_completion_tokens", int, "reward `length`: for rows without max_tokens", (1, INF)),
+    OF_TRAINING["--list_answers"],
 ]
 # fmt: on
 FLAGS = {"files": FILES, "reward": GROUPS["reward"]}
 
 
-def read_cases(path: str, max_tokens: int | None) -> tuple[list[dict[str, object]], list[Case]]:
+def read_cases(path: str, max_tokens: int | None, several: str) -> tuple[list[dict[str, object]], list[Case]]:
     """The rows of the file, and a case for each. Raises ValueError, naming the line if one cannot be used."""
     rows, cases = [], []
     for where, row, _ in read_json_file(Path(path)):
         if not isinstance(row.get("completion"), str) or row.get("answer") is None:
             raise ValueError(f"{where}: needs an object with a text `completion` and an `answer`.")
-        answer = row["answer"] if isinstance(row["answer"], str) else json.dumps(row["answer"], ensure_ascii=False)
+        try:
+            answer = key_text(row["answer"], several)
+        except ValueError as error:
+            raise ValueError(f"{where}: the answer is {error}.") from None
         options = {"max_tokens": max_tokens} | {name: row[name] for name in EXTRAS if name in row}
         rows.append(row)
         cases.append(Case(row["completion"], answer, row, where=where, **options))
@@ -79,7 +85,7 @@ def main() -> None:
     unfinished = Path(f"{args.output}.unfinished")
     try:
         check_ranges(args, FLAGS)
-        rows, cases = read_cases(args.input, args.max_completion_tokens)
+        rows, cases = read_cases(args.input, args.max_completion_tokens, args.list_answers)
         check_output(Path(args.output), unfinished, Path(args.input))
         grading = take(Grading, args)
         grader = Grader(grading, workers_per_engine(grading))

@@ -6,6 +6,7 @@ torchrun --nproc_per_node 2 tests/engine_checks.py POLICY_FOLDER TP_SIZE DTYPE H
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,8 +56,8 @@ def main(path: str, tp_size: str, dtype: str, head_dtype: str, output: str) -> N
     heard: dict[int, tuple[str, int, bool]] = {}
     still_running = []
 
-    def on_finished(b: int, text: str, num_tokens: int, is_truncated: bool) -> None:
-        heard[b] = (text, num_tokens, is_truncated)
+    def on_finished(b: int, text: str, token_ids: Sequence[int], is_truncated: bool) -> None:
+        heard[b] = (text, len(token_ids), is_truncated)
         still_running.append(engine.llm.llm_engine.has_unfinished_requests())
 
     first = engine.sample(rows, sampling, (1, 1), on_finished=on_finished)

@@ -14,7 +14,7 @@ from data import PromptData, Row
 from evaluate import Evaluator, Result, figures_of, majority_score, pass_at_k, table
 from flags import Sampling
 from forked import run_ranks
-from grading.score import Grade
+from grading.score import Grade, Needs
 from grading.verifiers import Case
 from helpers import ENVIRONMENT, ROOT, make_rollout, torchrun
 from reward import Grader
@@ -100,7 +100,7 @@ class EngineOfAnswers:
         self.seeds.append(seed)
         answered = [row for row in rows for _ in range(sampling.num_samples)]
         for b in range(len(answered)):
-            on_finished(b, "1", 1, False)
+            on_finished(b, "1", [7], False)
         return replace(make_rollout([1] * len(answered)), rows=answered, texts=["1"] * len(answered))
 
 
@@ -109,8 +109,9 @@ class ExactGrader(Grader):
 
     def __init__(self) -> None:
         self.cases: dict[int, Case] = {}
+        self.needs, self.is_proven = Needs(cases=True, groups=False, token_ids=False), False
 
-    def submit(self, b: int, case: Case) -> None:
+    def submit(self, b: int, case: Case, group_size: int = 1) -> None:
         self.cases[b] = case
 
     def collect(self) -> dict[int, Grade]:

@@ -28,6 +28,7 @@ def test_the_command_grades_a_file_in_order(tmp_path):
         {"id": 3, "completion": "\\boxed{2}", "answer": "\\frac{1}{"},
         {"id": 4, "completion": "\\boxed{\\prod_{k=1}^{1000000000} k}", "answer": "0"},
         {"id": 5, "completion": "é <answer>7</answer>", "answer": "7"},
+        {"id": 6, "completion": "\\boxed{8}", "answer": ["7", "8"]},
     ]
     (tmp_path / "in.jsonl").write_text("\ufeff" + "\r\n".join(json.dumps(row) for row in rows) + "\n\n")
     done = command(
@@ -36,9 +37,9 @@ def test_the_command_grades_a_file_in_order(tmp_path):
     assert done.returncode == 0, done.stderr
     out = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [{key: row[key] for key in row if not key.startswith("reward")} for row in out] == rows
-    assert [row["reward"] for row in out] == [1.0, 0.0, None, 0.0, 1.0]
-    assert [row["reward_status"].partition(":")[0] for row in out] == ["ok", "ok", "bad key", "timeout", "ok"]
-    assert "5 rows: 3 graded, mean reward 0.6667; 1 failed, 1 with an answer key that cannot be used" in done.stdout
+    assert [row["reward"] for row in out] == [1.0, 0.0, None, 0.0, 1.0, 1.0]
+    assert [row["reward_status"].partition(":")[0] for row in out] == ["ok", "ok", "bad key", "timeout", "ok", "ok"]
+    assert "6 rows: 4 graded, mean reward 0.7500; 1 failed, 1 with an answer key that cannot be used" in done.stdout
     assert "line 4: timeout" in done.stdout
 
 
@@ -49,6 +50,7 @@ def test_the_command_grades_a_file_in_order(tmp_path):
         ('{"completion": 1, "answer": "1"}', "line 1: needs an object with a text `completion`"),
         ('["1"]', "line 1: expected a JSON object"),
         ('{"completion": "1", "completion": "2", "answer": "1"}', "line 1: not valid JSON (a key appears twice"),
+        ('{"completion": "1", "answer": []}', "line 1: the answer is a list without an answer"),
         ("\n", "holds no rows"),
         ("version https://git-lfs.github.com/spec/v1", "in.jsonl is a pointer of Git LFS"),
         ('{"completion": "1"}', "line 1: needs an object with a text `completion` and an `answer`"),

@@ -78,7 +78,7 @@ def kl_estimator(copy: Path) -> None:
 
 @hack
 def reward(copy: Path) -> None:
-    (copy / "my_reward.py").write_text("def score(completion, answer, columns):\n    return 0.5 * (answer == '7')\n")
+    (copy / "my_reward.py").write_text("def score(answer):\n    return {'reward': (answer == '7') / 2, 'brevity': 3}\n")
 
 
 @hack
@@ -244,6 +244,7 @@ def test_all_hacks_together_train_a_step(hacked, policy, tmp_path):
     found = metrics_of(tmp_path / "run")[1]
     assert found["reward/part/threes"] == 3.0
     assert found["reward/part/my_reward.py:score"] == 0.25, "every second answer is 7"
+    assert found["reward/part/brevity"] == 3.0
     assert found["reward/mean"] == 3.5
     assert found["policy/kl_ref"] == pytest.approx(0, abs=1e-6), "what is shown does not depend on the estimator"
     assert found["policy/loss"] == pytest.approx(0.25 * 1 + 0.1 * 7), "advantage, loss and KL are the new ones"

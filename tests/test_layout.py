@@ -254,7 +254,7 @@ def test_the_requirements_move_together_and_are_exact():
 
 RUNS_CODE_OF_THE_USER = {  # which may raise anything, and must be told in a sentence
     "inputs/choices.py": {"choose", "try_out"},
-    "grading/pool.py": None,  # all of it
+    "grading/worker.py": None,  # all of it
 }
 
 

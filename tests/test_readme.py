@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from flags import FLAGS
-from grading.score import make_handler
+from grading.score import Handler
 from grading.verifiers import Case
 from helpers import ROOT
 from inputs import evaluation
@@ -73,11 +73,22 @@ def test_the_example_of_ones_own_model_fits_as_the_readme_says_and_its_reward_pa
     assert dry_run(args) == 0
     needed = re.search(r"needs? (\d+\.\d) of\s+(\d+\.\d) GiB", README).groups()
     assert f"{needed[0]} of {needed[1]} GiB" in capsys.readouterr().out
-    grade = make_handler(args.reward, None)
+    grade = Handler(args.reward, None)
     for row in map(json.loads, problems.splitlines()):
         columns = {"completion": "So it is easy. Answer: " + row["answer"], "answer": row["answer"], "columns": row}
         assert grade(("grade", Case(**columns))).is_correct
         assert not grade(("grade", Case(**columns | {"completion": "I do not know. Answer: 5"}))).is_correct
+
+
+def test_the_functions_that_the_page_on_rewards_shows_do_what_it_says(tmp_path):
+    page = (ROOT / "docs" / "rewards.md").read_text()
+    for i, code in enumerate(re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)):
+        (tmp_path / f"my_reward_{i}.py").write_text(code)
+    cases = [Case(text, "4") for text in ("4 of them", "sorry, 4", "5")]
+    alone = Handler(f"{tmp_path}/my_reward_0.py:score", None)
+    assert [alone(("grade", case)).reward for case in cases] == [1.0, 0.9, 0.0]
+    together = Handler(f"{tmp_path}/my_reward_1.py:score_group", None)
+    assert [grade.reward for grade in together(("compare", cases))] == [0.0, 1.0, 0.0]
 
 
 def test_the_dry_run_prints_what_the_page_on_memory_shows():

@@ -1,5 +1,9 @@
 """The trainer's side of the reward: what a `Grader` makes of rows and completions."""
 
+import threading
+import time
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -7,7 +11,7 @@ import pytest
 
 from flags import Grading, Sampling
 from grading.verifiers import Case
-from reward import Grade, Grader, workers_per_engine
+from reward import Grade, Grader, RewardFailed, workers_per_engine
 
 FAILING = f"{Path(__file__).parent}/grading/rewards_that_fail.py:score"
 ALONE = SimpleNamespace(engine_index=0, num_engines=1)
@@ -31,7 +35,7 @@ def test_finished_completions_are_graded_against_their_rows():
     grader = Grader(Grading("exact,length", overlong_cache_tokens=4), num_workers=1)
     on_finished = grader.submit_to([row("4"), row("5")], Sampling(2, 1.0, max_completion_tokens=8))
     for b in (3, 0, 2, 1):
-        on_finished(b, f"<think>hm</think>{4 + b % 2}", 5 + b % 2, False)
+        on_finished(b, f"<think>hm</think>{4 + b % 2}", [7] * (5 + b % 2), False)
     grades = grader.collect_from_ranks()
     grader.close()
     assert [grade.parts for grade in grades] == [
@@ -45,7 +49,7 @@ def test_finished_completions_are_graded_against_their_rows():
 
 def test_a_verifier_gets_the_prompt_as_the_model_saw_it():
     grader = Grader(Grading("format"), num_workers=1)
-    grader.submit_to([row("4")], Sampling(1, 1.0, 8))(0, "hm</think><answer>4</answer>", 5, False)
+    grader.submit_to([row("4")], Sampling(1, 1.0, 8))(0, "hm</think><answer>4</answer>", [7] * 5, False)
     assert grader.collect()[0].reward == 1.0, "the prompt has opened the thinking"
     grader.close()
 
@@ -66,6 +70,105 @@ def test_truncated_completions_are_graded_or_get_zero_as_the_flag_says(truncated
     grader.close()
     assert whole.reward == 1.0 and not cut.is_failed
     assert cut == (Grade(0.0, "truncated") if truncated == "zero" else whole)
+
+
+def compare(tmp_path: Path, more: str = "", **grading: object) -> Grader:
+    """A grader that gives each completion its share of the group's characters."""
+    (tmp_path / "my_reward.py").write_text(
+        "def score(completions, num_tokens):\n"
+        "    total = sum(map(len, completions))\n"
+        "    return [{'reward': len(c) / total, 'tokens': n} for c, n in zip(completions, num_tokens)]\n"
+    )
+    return Grader(Grading(f"{tmp_path}/my_reward.py:score{more}", **grading), num_workers=2)
+
+
+def test_a_group_is_compared_when_its_last_completion_is_there(tmp_path):
+    grader = compare(tmp_path, ",exact:2")
+    on_finished = grader.submit_to([row("4"), row("5")], Sampling(2, 1.0, max_completion_tokens=8))
+    for _ in range(2):  # as in two steps
+        for b, text in {3: "5", 0: "4", 2: "555", 1: "four"}.items():
+            on_finished(b, text, [7] * b, False)
+        grades = grader.collect_from_ranks()
+        assert [grade.reward for grade in grades] == [1 / 5 + 2, 4 / 5, 3 / 4, 1 / 4 + 2]
+        assert [grade.parts["tokens"] for grade in grades] == [0.0, 1.0, 2.0, 3.0]
+        assert [grade.answer for grade in grades] == ["4", "four", "555", "5"]
+        assert not any(grade.is_correct for grade in grades), "the first verifier of the sum says so: the shares"
+    grader.close()
+
+
+def test_a_group_has_only_the_completions_that_are_graded(tmp_path):
+    grader = compare(tmp_path, truncated="zero")
+    cases = [Case("a", "", is_truncated=True), Case("bb", ""), Case("cc", "")] + [Case("d", "", is_truncated=True)] * 3
+    grades = grader.grade([replace(case, num_tokens=1) for case in cases], group_size=3)
+    grader.close()
+    assert [grade.reward for grade in grades] == [0.0, 0.5, 0.5, 0.0, 0.0, 0.0]
+    assert [grade.status for grade in grades] == ["truncated", "ok", "ok"] + ["truncated"] * 3
+
+
+def test_a_failed_comparison_costs_its_group(tmp_path):
+    grader = compare(tmp_path, ",exact")
+    grades = grader.grade([Case(text, "4", num_tokens=1) for text in ("4", "", "", "")], group_size=2)
+    grader.close()
+    assert [grade.reward for grade in grades] == [2.0, 0.0, 0.0, 0.0]
+    assert [grade.status for grade in grades] == ["ok"] * 2 + ["error: ZeroDivisionError: division by zero"] * 2
+
+
+def test_a_reward_that_fails_on_all_of_the_first_completions_ends_the_run_with_the_first_failure():
+    grader = Grader(Grading(FAILING), num_workers=1)
+    on_finished = grader.submit_to([row("4")], Sampling(2, 1.0, 8))
+    for b in range(2):
+        on_finished(b, "raise", [7], False)
+    words = "not one of the first 2 completions could be graded; the first: error: ValueError: no such luck"
+    with pytest.raises(RewardFailed, match=words):
+        grader.collect_from_ranks()
+    for texts in (["4", "raise"], ["raise", "raise"]):  # once it has worked, failures are counted and no more
+        for b, text in enumerate(texts):
+            on_finished(b, text, [7], False)
+        assert [grade.is_failed for grade in grader.collect_from_ranks()] == [text == "raise" for text in texts]
+    grader.close()
+
+
+class Judge(ThreadingHTTPServer):
+    """A server that takes 0.3 s for an answer, and fails every request until it has seen `num_failures` of them."""
+
+    def __init__(self, num_failures: int) -> None:
+        self.num_requests, self.num_failures = 0, num_failures
+        super().__init__(("127.0.0.1", 0), JudgeHandler)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+
+class JudgeHandler(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        self.server.num_requests += 1
+        is_down = self.server.num_requests <= self.server.num_failures
+        text = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        time.sleep(0.3)
+        self.send_response(503 if is_down else 200)
+        self.end_headers()
+        self.wfile.write(str(len(text)).encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_judge_behind_an_address_may_be_slow_and_fail_and_come_back(tmp_path):
+    judge = Judge(num_failures=40)
+    (tmp_path / "my_reward.py").write_text(
+        "import urllib.request\n"
+        "def score(completion):\n"
+        f"    address = 'http://127.0.0.1:{judge.server_port}'\n"
+        "    return float(urllib.request.urlopen(address, completion.encode(), timeout=60).read())\n"
+    )
+    settings = Grading(f"{tmp_path}/my_reward.py:score", reward_timeout=90.0, reward_in_flight=20, reward_retries=3)
+    grader = Grader(settings, num_workers=2)
+    begin = time.monotonic()
+    grades = grader.grade([Case("x" * (i + 1), "") for i in range(100)])
+    seconds = time.monotonic() - begin
+    grader.close()
+    judge.shutdown()
+    assert [grade.reward for grade in grades] == [i + 1.0 for i in range(100)]
+    assert judge.num_requests == 140
+    assert seconds < 15, "one after the other they would take 42 s"
 
 
 def test_rows_whose_key_cannot_be_used_are_excluded_with_a_reason():

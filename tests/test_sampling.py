@@ -1,7 +1,6 @@
 """Dynamic sampling: which groups a step trains on, how many prompts a round asks for, and what happens at the bound."""
 
 import math
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ from flags import Memory, Sampling, make_plan, take
 from grading.score import Grade
 from helpers import ALONE, flags, make_grade, make_rollout, make_row
 from inputs.choices import algorithm_of
+from reward import OnFinished
 from sampling import Draws, Sampler, choose_groups, has_signal_P, prompts_to_sample
 from update import add_advantages, pack_updates
 
@@ -118,15 +118,15 @@ class StubEngine:
         is_truncated_B = np.arange(len(full.rows)) + 1 > self.limit
         of_completions = [row for row in rows for _ in range(sampling.num_samples)]
         found = replace(full, rows=of_completions, is_truncated_B=is_truncated_B, loss_weights_B=None, advantages=None)
-        for b, length in enumerate(found.completion_lengths_B):
-            on_finished(b, "", int(length), bool(is_truncated_B[b]))
+        for b, ids in enumerate(found.completions):
+            on_finished(b, "", ids, bool(is_truncated_B[b]))
         return found
 
 
 class StubGrader:
     """Gives each completion the reward of its number."""
 
-    def submit_to(self, rows: list[Row], sampling: Sampling) -> Callable[[int, str, int, bool], None]:
+    def submit_to(self, rows: list[Row], sampling: Sampling) -> OnFinished:
         self.heard: list[int] = []
         return lambda b, *_: self.heard.append(b)
 

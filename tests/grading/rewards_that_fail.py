@@ -47,6 +47,12 @@ def score(completion, answer, columns):
         if os.fork() == 0:
             time.sleep(600)
         os._exit(0)
+    if completion == "return twice":  # as a child that was forked for a while and not ended
+        os.fork()
+    if completion == "raise in a child" and os.fork() == 0:
+        raise ValueError("of the child")
+    if completion == "sleep":
+        time.sleep(0.5)
     return float(answer in completion)
 
 

@@ -18,9 +18,11 @@ ROOT = Path(__file__).parent.parent.parent
 FAILING = f"{Path(__file__).parent}/rewards_that_fail.py:score"
 
 
-def start(spec: str = FAILING, num_workers: int = 1, timeout: float = 5.0, memory_gib: float = 4.0) -> Pool:
-    limits = Limits(num_workers, timeout, memory_gib)
-    return Pool("grading.score:make_handler", (spec, None), limits, "grading.preload")
+def start(
+    spec: str = FAILING, num_workers: int = 1, timeout: float = 5.0, memory_gib: float = 4.0, **others: int
+) -> Pool:
+    limits = Limits(num_workers, timeout, memory_gib, **others)
+    return Pool("grading.score:Handler", (spec, None), limits, "grading.preload")
 
 
 def run(pool: Pool, texts: list[str], answer: str = "") -> list[Outcome]:
@@ -147,6 +149,57 @@ def test_ten_thousand_gradings_with_one_in_a_hundred_failing_lose_nothing_and_le
     assert not any(Path(f"/proc/{pid}").exists() for pid in [*servers, *workers])
 
 
+@pytest.mark.parametrize("in_flight", [1, 4])
+@pytest.mark.parametrize("deed", ["return twice", "raise in a child"])
+def test_a_forked_child_that_returns_into_the_worker_shifts_no_outcome(deed, in_flight):
+    texts = [deed if i % 10 == 0 else f"the answer {i} is x{i % 2}" for i in range(200)]
+    pool = start(num_workers=2, in_flight=in_flight)
+    for i, outcome in enumerate(run(pool, texts, "x1")):
+        assert outcome.status == "ok" and outcome.value.reward == float(i % 10 > 0 and i % 2), (i, outcome)
+    pool.close()
+
+
+def test_a_module_that_forks_answers_once(tmp_path):
+    (tmp_path / "my_reward.py").write_text("import os\nos.fork()\ndef score(completion):\n    return len(completion)\n")
+    pool = start(f"{tmp_path}/my_reward.py:score")
+    assert [outcome.value.reward for outcome in run(pool, ["a", "bb", "ccc"])] == [1.0, 2.0, 3.0]
+    pool.close()
+
+
+def test_a_worker_has_as_many_items_in_work_as_it_may():
+    pool = start(num_workers=1, in_flight=20)
+    begin = time.monotonic()
+    assert [outcome.status for outcome in run(pool, ["sleep"] * 40)] == ["ok"] * 40
+    assert 1.0 <= time.monotonic() - begin < 5.0, "twice half a second, not forty times"
+    pool.close()
+
+
+def test_an_item_that_fails_among_others_costs_no_other_one():
+    deeds = {"loop": "timeout", "hard exit": "error: it ended", "raise": "error: ValueError"}
+    texts = [text for deed in deeds for text in ("sleep", deed, "fine x", "sleep")] * 3
+    pool = start(num_workers=2, timeout=2.0, in_flight=8)
+    for text, outcome in zip(texts, run(pool, texts, "x"), strict=True):
+        assert outcome.status.startswith(deeds.get(text, "ok")), (text, outcome)
+    pool.close()
+
+
+def test_what_failed_is_tried_again_as_often_as_it_may_be(tmp_path):
+    (tmp_path / "my_reward.py").write_text(
+        "import pathlib\n"
+        "def score(completion):\n"
+        f"    file = pathlib.Path({str(tmp_path)!r}) / completion\n"
+        "    tries = int(file.read_text()) if file.exists() else 0\n"
+        "    file.write_text(str(tries + 1))\n"
+        "    if tries < int(completion):\n"
+        "        raise OSError(f'failed {tries + 1} times')\n"
+        "    return 1.0\n"
+    )
+    pool = start(f"{tmp_path}/my_reward.py:score", num_retries=2)
+    outcomes = run(pool, ["0", "1", "2", "3"])
+    assert [outcome.status for outcome in outcomes] == ["ok"] * 3 + ["error: OSError: failed 3 times"]
+    pool.close()
+
+
 @pytest.mark.parametrize("whom", ["dispatcher", "fork server"])
 def test_a_server_that_is_killed_is_replaced_and_its_work_done_again(whom):
     pool = start(num_workers=2)
@@ -190,7 +243,7 @@ def test_nothing_is_left_when_the_caller_is_killed(completion):
         import sys, time
         from grading.pool import Limits, Pool
         from grading.verifiers import Case
-        pool = Pool("grading.score:make_handler", ({FAILING!r}, None), Limits(2, 600.0, 4.0), "grading.preload")
+        pool = Pool("grading.score:Handler", ({FAILING!r}, None), Limits(2, 600.0, 4.0), "grading.preload")
         pool.submit(0, ("grade", Case({completion!r}, "")))
         time.sleep(0.3)
         print(pool.dispatcher.pid, flush=True)
@@ -239,7 +292,7 @@ MAIN = """
     print("the main script is run", flush=True)
 
     def grade():
-        pool = Pool("grading.score:make_handler", (sys.argv[1], None), Limits(2, 20.0, 4.0), "grading.preload")
+        pool = Pool("grading.score:Handler", (sys.argv[1], None), Limits(2, 20.0, 4.0), "grading.preload")
         pool.submit(0, ("grade", Case("", "")))
         print(pool.collect()[0], flush=True)
         pool.close()

@@ -9,7 +9,7 @@ import pytest
 
 from grading import score
 from grading.pool import Limits, Pool
-from grading.score import Grade, make_handler, parse_reward
+from grading.score import Grade, Handler, parse_reward
 from grading.verifiers import BUILT_IN, Case, Verifier
 
 EVERYTHING = f"{Path(__file__).parent}/rewards_that_fail.py:with_everything"
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def graded(spec: str, *cases: Case) -> list[Grade]:
-    handle = make_handler(spec, None)
+    handle = Handler(spec, None)
     return [handle(("grade", case)) for case in cases]
 
 
@@ -31,8 +31,8 @@ def test_a_weighted_sum_adds_up_and_names_its_parts():
 
 def test_the_overlong_punishment_falls_over_the_tokens_that_the_flag_says():
     case = Case("", "", num_tokens=95, max_tokens=100)
-    assert make_handler("length", 10)(("grade", case)).reward == -0.5
-    assert make_handler("length", None)(("grade", case)).reward == -0.75
+    assert Handler("length", 10)(("grade", case)).reward == -0.5
+    assert Handler("length", None)(("grade", case)).reward == -0.75
 
 
 def test_the_verifier_of_a_row_is_the_one_that_its_column_names():
@@ -41,7 +41,7 @@ def test_the_verifier_of_a_row_is_the_one_that_its_column_names():
     completions = ["2+2 is 4", "\\boxed{x^2+2x+1}", "a, b", "4"]
     cases = [Case(*each) for each in zip(completions, keys, rows, strict=True)]
     assert [grade.reward for grade in graded("@dataset", *cases[:3])] == [1.0, 1.0, 0.0]
-    problems = [make_handler("@dataset", None)(("check", case)) for case in cases]
+    problems = [Handler("@dataset", None)(("check", case)) for case in cases]
     assert problems[:3] == [None] * 3 and "'poems', which names no verifier" in problems[3]
 
 
@@ -101,7 +101,7 @@ def test_a_reward_file_that_cannot_be_loaded_says_why(code, words, tmp_path):
     (tmp_path / "my_reward.py").write_text(code)
     with pytest.raises(ValueError, match=words):
         Pool(
-            "grading.score:make_handler",
+            "grading.score:Handler",
             (f"{tmp_path}/my_reward.py:score", None),
             Limits(1, 5.0, 4.0),
             "grading.preload",
@@ -112,11 +112,11 @@ def test_a_broken_dependency_is_found_at_the_start(monkeypatch):
     monkeypatch.setattr(score, "SELF_TEST", [*score.SELF_TEST, ("4", "\\boxed{5}", True)])
     for spec in ("math", "format:0.1,math", "@dataset"):
         with pytest.raises(ValueError, match=r"the math grader is broken.*must be correct.*sympy \d"):
-            make_handler(spec, None)
-    make_handler("gsm8k", None)
+            Handler(spec, None)
+    Handler("gsm8k", None)
     monkeypatch.setattr(score, "SELF_TEST", [("4", "\\boxed{4}", False)])
     with pytest.raises(ValueError, match="must be incorrect"):
-        make_handler("math", None)
+        Handler("math", None)
 
 
 def test_grading_imports_only_itself_and_no_torch():

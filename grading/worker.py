@@ -1,0 +1,113 @@
+"""A worker of `pool.py`: calls the user's function, item by item, under limits of memory. What it shares with the
+dispatcher is here, too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import pickle
+import resource
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NoReturn
+
+MAX_TEXT = 500  # characters of an error message that travel
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of an item: `value` with status "ok", or None with status "timeout" or "error: ..."."""
+
+    value: object
+    status: str
+
+
+@dataclass(frozen=True)
+class Limits:
+    num_workers: int
+    timeout: float  # seconds per item; up to three times that for a worker that wants to run but is not let
+    memory_gib: float  # data of each worker
+    in_flight: int = 1  # items that a worker has in work at a time
+    num_retries: int = 0  # of an item that failed, whatever the reason
+
+
+@dataclass(frozen=True)
+class Setup:
+    factory: str
+    arguments: tuple[object, ...]
+    limits: Limits
+    preload: str
+
+
+def die_with_parent(how: signal.Signals) -> None:
+    """Linux: this process gets the signal when its parent dies, however it died."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, how)
+
+
+def work(dispatcher: Connection, setup: Setup) -> NoReturn:
+    """A worker's life. The dispatcher hears of whatever the function does, or this process ends."""
+    os.setsid()  # what it starts can be killed with it
+    pid, sending = os.getpid(), threading.Lock()
+    die_with_parent(signal.SIGKILL)
+    limit = int(setup.limits.memory_gib * 2**30)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))  # not address space: libraries map more than they use
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        module, _, name = setup.factory.partition(":")
+        function: Callable[[object], object] = getattr(importlib.import_module(module), name)(*setup.arguments)
+        failure = None
+    except BaseException as error:  # noqa: BLE001  of the user's module, SystemExit included
+        failure = _describe(error)
+    if os.getpid() != pid:
+        os._exit(0)  # a child that the module has forked and let return: its parent answers
+    dispatcher.send(failure)
+    if failure is not None:
+        os._exit(1)
+    loaded_bytes = _resident_bytes()
+
+    def answer(key: int, data: bytes) -> None:
+        is_worn_out = is_failed = False
+        try:
+            outcome = pickle.dumps(Outcome(function(pickle.loads(data)), "ok"))
+        except BaseException as error:  # noqa: BLE001  of the user's function: told, counted and named by the caller
+            is_failed, is_worn_out = True, isinstance(error, MemoryError)
+            outcome = pickle.dumps(Outcome(None, f"error: {_describe(error)}"))
+        if os.getpid() != pid:
+            os._exit(0)  # the same, of an item
+        signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that the function left behind would ring in the next item
+        is_full = _resident_bytes() - loaded_bytes > (limit - loaded_bytes) / 2  # the next item would fail
+        with sending:
+            dispatcher.send((key, outcome, is_failed, is_worn_out or is_full))
+
+    while True:
+        try:
+            key, data = dispatcher.recv()
+        except (EOFError, ConnectionResetError):
+            os._exit(0)  # the dispatcher is gone
+        if setup.limits.in_flight > 1:
+            threading.Thread(target=answer, args=(key, data), daemon=True).start()
+        else:
+            answer(key, data)
+
+
+def _describe(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"[:MAX_TEXT]
+    except BaseException:  # noqa: BLE001  the error's own text fails
+        return type(error).__name__
+
+
+def _resident_bytes() -> int:
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    except OSError:
+        return 0  # not Linux

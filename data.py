@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from flags import PromptFormat
 from grading.keys import alternatives, key_text
 from inputs.records import Record, name_of_source, read_records
+from inputs.templates import template_token_in
 from model.vision import PromptImages, UnreadableImage, Vision, encoded_images, find_images
 
 IMAGE = "<image>"  # in a prompt: the place of an image
@@ -111,7 +112,9 @@ def _place_images(messages: Messages, num_images: int) -> Messages:
     """Each `<image>` in the user's texts becomes an image part. Without any, the images come first in the last text."""
     num_markers = sum(message["content"].count(IMAGE) for message in messages if message["role"] == "user")
     if num_markers not in (0, num_images):
-        raise UnusableRow(f"{num_markers} {IMAGE} in the text, but {num_images} images")
+        raise UnusableRow(
+            f"{num_markers} {IMAGE} in the text, but {num_images} images: --image_column names their column"
+        )
     if not num_markers:
         messages = [*messages[:-1], messages[-1] | {"content": IMAGE * num_images + messages[-1]["content"]}]
     placed = []
@@ -152,6 +155,9 @@ def make_row(record: Record, prompt_format: PromptFormat, tokenizer: Tokenizer, 
     where, columns, folder = record
     column = prompt_format.prompt_column
     messages = _messages(_look_up(record, column, "--prompt_column"), f"column {column!r}", prompt_format)
+    if prompt_format.prompt_format == "chat" and (token := template_token_in(messages, tokenizer)):
+        written = f"{token!r}, which the chat template writes itself"
+        raise UnusableRow(f"column {column!r} holds {written}; give --prompt_format raw, or another --prompt_column")
     column = prompt_format.answer_column
     value = _look_up(record, column, "--answer_column")
     answer = _answer(value, f"column {column!r}", prompt_format.list_answers)
@@ -161,8 +167,8 @@ def make_row(record: Record, prompt_format: PromptFormat, tokenizer: Tokenizer, 
             encoded = encoded_images(_look_up(record, column, "--image_column"), folder)
         except UnreadableImage as error:
             raise UnusableRow(f"column {column!r} cannot be read as an image ({str(error)[:200]})") from None
-        messages = _place_images(messages, len(encoded))
         columns = {name: value for name, value in columns.items() if name != column}  # each reward call would carry it
+    messages = _place_images(messages, len(encoded))
     text = _render(messages, prompt_format, tokenizer)
     # A chat template writes its own special tokens; a bare prompt gets the tokenizer's, unless it begins with the BOS.
     has_special_tokens = prompt_format.prompt_format == "chat" or text.startswith(tokenizer.bos_token or "\0")

@@ -12,11 +12,9 @@ gives it 1 or more.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
-import time
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,19 +24,14 @@ import numpy as np
 
 from batch import Rollout
 from data import PromptData
-from flags import DTYPES, GROUPS, EngineSettings, Grading, PromptFormat, Sampling, flag, take
-from fsdp_utils import gather_from_ranks, init_world, is_engine_leader_process, is_main_process
+from flags import EngineSettings, Sampling, take
+from fsdp_utils import gather_from_ranks, init_world, is_main_process
 from grading.score import Grade
-from inputs.checks import check_head_dtype, check_ranges
-from inputs.command_line import HelpFormatter, add_flags, exit_with_error
-from inputs.machine import check_launch
-from inputs.records import name_of_source, read_system_prompt
+from inputs.command_line import exit_with_error
+from inputs.evaluation import load_inputs, parse_flags
 from metrics import Metrics
-from model.engine_options import stop_ids
-from model.sizes import check_config
-from model.vision import load_processor, most_images
-from model.weights import load_config
-from reward import Grader, RewardFailed, workers_per_engine
+from model.vision import most_images
+from reward import Grader, RewardFailed
 
 if TYPE_CHECKING:  # importing vLLM takes seconds; the checks of bad input come first
     from rollout import Engine
@@ -155,81 +148,7 @@ def _figure(per_problem: list[float] | np.ndarray) -> Figure:
     return float(values.mean()), float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
 
 
-def settings_per_set(num_sets: int, prefix: str, **values: list[int] | list[float]) -> list[Sampling]:
-    """How each set is sampled, from flags that have one value for all sets or one for each.
-
-    `values` are those of --<prefix>samples, temperature, top_p and max_completion_tokens. Raises ValueError for another
-    number of values.
-    """
-    for name, given in values.items():
-        if len(given) not in (1, num_sets):
-            flag_name = f"--{prefix}{name}"
-            raise ValueError(
-                f"{flag_name} has {len(given)} values for {num_sets} sets; give one for all or one for each."
-            )
-    values["num_samples"] = values.pop("samples")
-    samplings = [Sampling(**{name: given[i % len(given)] for name, given in values.items()}) for i in range(num_sets)]
-    for each in samplings:
-        if each.temperature < 0.01 and each.num_samples > 1:
-            given = f"--{prefix}samples {each.num_samples} at --{prefix}temperature {each.temperature:g}"
-            raise ValueError(f"{given} are {each.num_samples} times the same; use --{prefix}samples 1.")
-    return samplings
-
-
-def check_names(sources: list[str]) -> None:
-    """Raises ValueError if two sets would be reported under the same name."""
-    names = [name_of_source(source) for source in sources]
-    if len(set(names)) < len(names):
-        listed = ", ".join(names)
-        raise ValueError(f"the held-out sets {listed} are reported under their names, which must differ; rename one.")
-
-
 # The command --------------------------------------------------------------------------------------------------------
-
-
-# fmt: off
-WHAT = [
-    flag("--model", str, "folder in Hugging Face format (runs/x/step_90) or hub id", is_required=True),
-    flag("--data", str, "sets, each WHAT[@SPLIT][#ROWS]: see docs/data.md", is_list=True, is_required=True),
-    flag("--out_dir", str, "new folder for the results; default: MODEL/eval/TIME, or eval/MODEL/TIME for a hub id"),
-    flag("--published", [str], "published numbers to show beside ours, one text per set"),
-]
-SAMPLING = [
-    flag("--samples", [1], "k: completions per problem", (1, math.inf)),
-    flag("--temperature", [1.0], "sampling temperature; 0 is greedy", (0, 100)),
-    flag("--top_p", [1.0], "nucleus sampling", (1e-9, 1)),
-    flag("--max_completion_tokens", [2048], "completions are truncated after this many tokens", (1, math.inf)),
-    flag("--stop_tokens", [str], "tokens, as text, at which completions end beside those of the model's folder"),
-    flag("--seed", 1, "random seed for sampling", (0, math.inf)),
-    flag("--dtype", "bfloat16", "arithmetic of the engine", choices=DTYPES),
-    flag("--head_dtype", str, "arithmetic of the head's logits; default: that of --dtype", choices=DTYPES),
-    flag("--tensor_parallel_size", 1, "ranks per vLLM engine; divides the number of ranks", (1, math.inf)),
-    flag("--gpu_memory_utilization", 0.9, "CUDA: share of GPU memory that vLLM may take", (0.01, 1)),
-    flag("--enforce_eager", False, "CUDA: no CUDA graphs in vLLM"),
-]
-# fmt: on
-FLAGS = {"what": WHAT, "sampling": SAMPLING, "prompts": GROUPS["prompts"], "reward": GROUPS["reward"]}
-
-
-def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Evaluates a model on held-out sets. Sampling flags take one value for all sets or one for each.",
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
-    )
-    add_flags(parser, FLAGS)
-    parser.set_defaults(reward="math")
-    return parser.parse_args(argv)
-
-
-def new_folder(out_dir: str | None, model: str) -> Path:
-    """Where the results go. Raises ValueError if it is there already and not empty."""
-    stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
-    beside = Path(model) / "eval" if Path(model).is_dir() else Path("eval") / model.replace("/", "--")
-    folder = Path(out_dir) if out_dir else beside / stamp
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"--out_dir {str(folder)!r} is there already and not empty; choose another.")
-    return folder
 
 
 def table(results: list[Result], published: list[str]) -> str:
@@ -265,30 +184,11 @@ def write_results(folder: Path, flags: dict[str, object], results: list[Result])
 
 def main() -> None:
     args = parse_flags()
-    limits = args.max_prompt_tokens, max(args.max_completion_tokens)
     try:
-        check_ranges(args, FLAGS)
-        check_head_dtype(args)
-        check_launch(args.tensor_parallel_size, "bfloat16", args.gpu_memory_utilization)
-        check_names(args.data)
-        samplings = settings_per_set(
-            len(args.data), "", samples=args.samples, temperature=args.temperature, top_p=args.top_p,
-            max_completion_tokens=args.max_completion_tokens,
-        )  # fmt: skip
-        if args.published and len(args.published) != len(args.data):
-            counts = f"{len(args.published)} numbers for {len(args.data)} sets"
-            raise ValueError(f"--published has {counts}; give one for each, '-' for none.")
-        folder, config = new_folder(args.out_dir, args.model), load_config(args.model)
-        check_config(args.model, config, limits, args.tensor_parallel_size)
-        prompt_format = take(PromptFormat, args, system_prompt=read_system_prompt(args.system_prompt))
-        tokenizer, vision = load_processor(args.model, config, prompt_format)
-        stop_ids(tokenizer, args.stop_tokens)  # raises for a token that it does not have
-        sets = [PromptData.load(source, prompt_format, tokenizer, seed=0, vision=vision) for source in args.data]
-        grading, is_leader = take(Grading, args), is_engine_leader_process(args.tensor_parallel_size)
-        grader = Grader(grading, workers_per_engine(grading, args.tensor_parallel_size) if is_leader else 0)
+        given = load_inputs(args)
         world = init_world(args.tensor_parallel_size, timeout_minutes=600)
-        sets = [grader.check_keys(data, world) for data in sets]
-        folder = gather_from_ranks(folder)[0]  # the time in its name is the main process's
+        sets = [given.grader.check_keys(data, world) for data in given.sets]
+        folder = gather_from_ranks(given.folder)[0]  # the time in its name is the main process's
         if world.is_main:
             folder.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError, RuntimeError) as error:
@@ -299,22 +199,23 @@ def main() -> None:
 
     from rollout import Engine, largest_share  # vLLM takes seconds to import: errors come first
 
-    pairs = list(zip(sets, samplings, strict=True))
-    settings = take(EngineSettings, args, max_model_len=sum(limits), load_format="auto")
+    pairs = list(zip(sets, given.samplings, strict=True))
+    longest = args.max_prompt_tokens + max(args.max_completion_tokens)
+    settings = take(EngineSettings, args, max_model_len=longest, load_format="auto")
     max_images = most_images(row.images for data in sets for row in data.rows)
     sequences = largest_share([(len(data.rows), sampling.num_samples) for data, sampling in pairs], world)
     try:
-        engine = Engine(args.model, tokenizer, world, settings, vision, max_images, sequences)
+        engine = Engine(args.model, given.tokenizer, world, settings, given.vision, max_images, sequences)
     except ValueError as error:
         exit_with_error(error)
     results = []
     for index, (data, sampling) in enumerate(pairs):
-        results.append(evaluate(engine, data, sampling, grader, (args.seed, index), folder))
+        results.append(evaluate(engine, data, sampling, given.grader, (args.seed, index), folder))
     if world.is_main:
         write_results(folder, vars(args), results)
         where = f"results.json and every completion with its grade: {folder}"
         print(table(results, args.published), where, sep="\n", flush=True)
-    grader.close()
+    given.grader.close()
     engine.close()
 
 

@@ -39,7 +39,7 @@ def check_ranges(args: argparse.Namespace, groups: dict[str, list[Flag]]) -> Non
         for number in value if isinstance(value, list) else [value]:
             if each.within and number is not None and not low <= number <= high:  # also true for nan
                 bounds = "above 0" if low == TINY else f"at least {low:g}"
-                bounds += "" if high == INF else f" and at most {high:g}"
+                bounds += "" if high == INF else f" and at most {high:.7g}"
                 raise ValueError(f"{each.name} {number:g}: must be {bounds}.")
         if each.only_with and value != each.value:
             other = FLAGS[each.only_with].of(args)

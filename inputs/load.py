@@ -12,9 +12,9 @@ from pathlib import Path
 from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 from data import PromptData
-from evaluate import check_names, settings_per_set
 from flags import Grading, Lora, Memory, PromptFormat, Sampling, make_plan, take
 from fsdp_utils import World, gather_from_ranks, is_engine_leader_process, is_main_process, wait_for_all
+from inputs.evaluation import check_names, settings_per_set
 from inputs.machine import check_launch
 from inputs.records import read_system_prompt
 from model.attention import check_device

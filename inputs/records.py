@@ -48,6 +48,29 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys)  # accepts NaN and Infinity, as json.dumps writes them
 
+CONTENTS = {  # first bytes -> what a file is that has them, whatever its name says, and what to do
+    b"\x1f\x8b": "compressed; unpack it: gzip -dc < {path} > NEW_FILE",
+    b"\x28\xb5\x2f\xfd": "compressed; unpack it: zstd -dc < {path} > NEW_FILE",
+    b"\xfd7zXZ\0": "compressed; unpack it: xz -dc < {path} > NEW_FILE",
+    b"BZh": "compressed; unpack it: bzip2 -dc < {path} > NEW_FILE",
+    b"PK\3\4": "a zip archive; unpack it: unzip {path}",
+    b"PAR1": "a Parquet file; give it a name that ends in .parquet",
+    b"version https://git-lfs": "a pointer of Git LFS in place of the file; fetch that: git lfs pull",
+    b"<": "a page of HTML or XML, perhaps of an error; download the file itself (on the hub: /resolve/, not /blob/)",
+}
+
+
+def check_content(path: Path) -> None:
+    """Raises ValueError for a file that is neither JSON nor Parquet by its first bytes; OSError if it cannot be read.
+
+    Of what JSON may begin with, and of white space before it, nothing is among them.
+    """
+    with path.open("rb") as file:
+        start = file.read(256).removeprefix(b"\xef\xbb\xbf").lstrip()
+    for mark, what in CONTENTS.items():
+        if start.startswith(mark) and not (mark == b"PAR1" and path.suffix.lower() == ".parquet"):
+            raise ValueError(f"{path} is {what.format(path=path)}.")
+
 
 def read_json_file(path: Path) -> list[Record]:
     """The rows of a .jsonl file (an object per line, blank lines are skipped) or a .json file (an array, or as .jsonl).
@@ -66,6 +89,7 @@ def read_json_file(path: Path) -> list[Record]:
             raise ValueError(f"{where}: not valid JSON ({error}); {hint} The file must be {form}, in UTF-8.") from None
 
     try:
+        check_content(path)
         content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")  # UTF-8's byte order mark, which Windows writes
     except OSError as error:
         raise ValueError(f"data file {path} cannot be read: {error.strerror}.") from None
@@ -97,6 +121,19 @@ def name_of_source(source: str) -> str:
     return (path.stem if is_file else path.name) + (f"_{split}" if split else "")
 
 
+def _check_files(paths: list[Path]) -> None:
+    """Raises ValueError for files that `datasets` would refuse without saying what they are, or read by guessing types:
+    compressed ones (`train.jsonl.gz`). What its name does not call JSON or Parquet is not looked into.
+    """
+    from pyarrow import parquet
+
+    for path in paths:
+        if path.is_file() and {*READERS, ".parquet"} & {suffix.lower() for suffix in path.suffixes}:
+            check_content(path)
+            if path.suffix.lower() == ".parquet" and not parquet.read_metadata(path).num_rows:
+                raise ValueError(f"{path} holds no rows.")
+
+
 def _open(source: str, what: str, split: str | None) -> dict[str, Dataset | list[str]]:
     """The rows of each split, or of the split asked for: a Dataset, or files for READERS. Raises ValueError."""
     path = Path(what)
@@ -113,14 +150,19 @@ def _open(source: str, what: str, split: str | None) -> dict[str, Dataset | list
     mistakes = (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError, ArrowException, YAMLError)
     try:
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-            loaded = datasets.load_from_disk(full)
+            try:
+                loaded = datasets.load_from_disk(full)
+            except IndexError:  # of its first table
+                raise ValueError("it, or one of its splits, holds no rows.") from None
             return loaded if isinstance(loaded, dict) else {"train": loaded}
         if path.is_dir():
             files = {str(key): names for key, names in datasets.load_dataset_builder(full).config.data_files.items()}
             if all(Path(name).suffix.lower() in READERS for names in files.values() for name in names):
                 return files
+            _check_files([Path(name) for names in files.values() for name in names])
             loaded = datasets.load_dataset(full, split=split)
         elif path.is_file():
+            _check_files([path])
             loaded = datasets.load_dataset("parquet", data_files=glob.escape(full), split=split)
         else:
             try:  # without network `datasets` tries for 23 s to minutes before it looks into its cache or gives up
@@ -145,6 +187,7 @@ def read_records(source: str, seed: int) -> list[Record]:
         absent = f"{what} does not exist (looked in {Path.cwd()})"
         raise FileNotFoundError(f"{given}: {absent}; needed is WHAT[@SPLIT][#ROWS], where WHAT is {kinds}.")
     if path.is_file() and ending not in READERS and ending != ".parquet":
+        _check_files([path])
         raise ValueError(f"{given}: a file of this kind is not read; needed is {kinds}.")
     splits = _open(source, what, split)
     split = split or ("train" if len(splits) > 1 else next(iter(splits)))

@@ -14,33 +14,60 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from flags import GROUPS, Grading, take
-from grading.score import EXTRAS
+from flags import FLAGS as OF_TRAINING
+from flags import GROUPS, INF, Grading, flag, take
+from grading.forms import EXTRAS
+from grading.keys import key_text
 from grading.verifiers import Case
+from inputs.checks import check_ranges
 from inputs.command_line import add_flags
+from inputs.records import read_json_file
 from reward import Grader, workers_per_engine
 
+# fmt: off
+FILES = [
+    flag("--input", str, "a .jsonl file, one JSON object per line; or a .json file, an array of objects",
+         is_required=True),
+    flag("--output", str, "the graded rows, one per line; written at the end, replaced if it exists", is_required=True),
+    flag("--max_completion_tokens", int, "reward `length`: for rows without max_tokens", (1, INF)),
+    OF_TRAINING["--list_answers"],
+]
+# fmt: on
+FLAGS = {"files": FILES, "reward": GROUPS["reward"]}
 
-def read_cases(path: str, max_tokens: int | None) -> tuple[list[dict[str, object]], list[Case]]:
-    """The rows of a .jsonl file, and a case for each. Raises FileNotFoundError, or ValueError naming the line."""
+
+def read_cases(path: str, max_tokens: int | None, several: str) -> tuple[list[dict[str, object]], list[Case]]:
+    """The rows of the file, and a case for each. Raises ValueError, naming the line if one cannot be used."""
     rows, cases = [], []
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"--input {path!r}: no such file.")
-    for number, line in enumerate(Path(path).read_bytes().split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        try:
-            row = json.loads(line.decode("utf-8-sig"))
-        except ValueError as error:
-            raise ValueError(f"{where}: not valid JSON ({error}).") from None
-        if not isinstance(row, dict) or not isinstance(row.get("completion"), str) or row.get("answer") is None:
+    for where, row, _ in read_json_file(Path(path)):
+        if not isinstance(row.get("completion"), str) or row.get("answer") is None:
             raise ValueError(f"{where}: needs an object with a text `completion` and an `answer`.")
-        answer = row["answer"] if isinstance(row["answer"], str) else json.dumps(row["answer"], ensure_ascii=False)
+        try:
+            answer = key_text(row["answer"], several)
+        except ValueError as error:
+            raise ValueError(f"{where}: the answer is {error}.") from None
         options = {"max_tokens": max_tokens} | {name: row[name] for name in EXTRAS if name in row}
         rows.append(row)
         cases.append(Case(row["completion"], answer, row, where=where, **options))
+    if not rows:
+        raise ValueError(f"--input {path!r} holds no rows.")
     return rows, cases
+
+
+def check_output(output: Path, unfinished: Path, source: Path) -> None:
+    """Raises ValueError if the graded rows could not be written, or in the place of what they are read from."""
+    given = f"--output {str(output)!r}"
+    try:
+        if output.exists() and not output.is_file():
+            raise ValueError(f"{given} is a folder or a device; name a file.")
+        if any(path.exists() and path.samefile(source) for path in (output, unfinished)):
+            raise ValueError(f"{given} is the input, or would be written by way of it; choose another file.")
+        is_new = not unfinished.exists()
+        unfinished.open("a").close()
+        if is_new:
+            unfinished.unlink()
+    except OSError as error:
+        raise ValueError(f"{given} cannot be written ({error.strerror}); make its folder, or choose another.") from None
 
 
 def parse_flags() -> argparse.Namespace:
@@ -49,19 +76,17 @@ def parse_flags() -> argparse.Namespace:
         f"`reward_status` to each row, in order. Fields: completion, answer; optional: {', '.join(EXTRAS)}.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--input", required=True, help="a .jsonl file, one JSON object per line")
-    parser.add_argument("--output", required=True, help="the graded rows; written at the end, replaced if it exists")
-    parser.add_argument("--max_completion_tokens", type=int, help="reward `length`: for rows without max_tokens")
-    add_flags(parser, {"reward": GROUPS["reward"]})
+    add_flags(parser, FLAGS)
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse_flags()
+    unfinished = Path(f"{args.output}.unfinished")
     try:
-        if Path(args.output).exists() and Path(args.output).samefile(args.input):
-            raise ValueError(f"--output {args.output!r} is the input; choose another file.")
-        rows, cases = read_cases(args.input, args.max_completion_tokens)
+        check_ranges(args, FLAGS)
+        rows, cases = read_cases(args.input, args.max_completion_tokens, args.list_answers)
+        check_output(Path(args.output), unfinished, Path(args.input))
         grading = take(Grading, args)
         grader = Grader(grading, workers_per_engine(grading))
     except (ValueError, OSError, RuntimeError) as error:
@@ -71,7 +96,6 @@ def main() -> None:
         grader.submit(i, cases[i])
     grades = grader.collect()
     grader.close()
-    unfinished = Path(f"{args.output}.unfinished")
     with unfinished.open("w", encoding="utf-8") as out:
         for i, row in enumerate(rows):
             status = f"bad key: {bad_keys[i]}" if i in bad_keys else grades[i].status

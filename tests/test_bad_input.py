@@ -64,6 +64,22 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path, policy):
         check(policy, tmp_path / "run", model=tmp_path / "empty")
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"\x1f\x8b\x08\x00", ["rows.jsonl is compressed", "gzip -dc"]),
+        (b'{"problem": "<image>1+1", "answer": "2"}\n', ["no row can be used", "line 1: 1 <image>", "--image_column"]),
+        (b'{"problem": "<user>1+1", "answer": "2"}\n', ["line 1: ", "holds '<user>'", "--prompt_format raw"]),
+    ],
+)
+def test_data_that_cannot_be_meant_are_named(content, words, policy, tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    with pytest.raises(ValueError) as error:
+        check(policy, tmp_path / "run", train_data=tmp_path / "rows.jsonl")
+    for word in words:
+        assert word in str(error.value)
+
+
 def test_under_torchrun_the_mistake_is_told_once_without_a_traceback_of_ours(policy, tmp_path):
     broken = tmp_path / "broken.jsonl"
     shutil.copy(policy / "train.jsonl", broken)

@@ -189,13 +189,22 @@ def test_image_markers_are_the_places_of_the_images(tmp_path):
     assert texts(loaded) == ["[user]<pic>Is it <pic>?\n[assistant]"]
     types = [part["type"] for part in loaded.rows[0].messages[0]["content"]]
     assert types == ["image", "text", "image", "text"]
-    assert [reason for _, reason in loaded.excluded] == [f"2 <image> in the text, but {n} images" for n in (1, 3, 0)]
+    counts = [reason.partition(":")[0] for _, reason in loaded.excluded]
+    assert counts == [f"2 <image> in the text, but {n} images" for n in (1, 3, 0)]
     assert loaded.rows[0].prompt == "<image>Is it <image>?\n"
     talk = [*user("<image>What?"), {"role": "assistant", "content": "A <image> tag."}, *user("Why?")]
     loaded = load_images(tmp_path, ["a.png"], problem=talk)
     assert texts(loaded) == ["[user]<pic>What?[assistant]A <image> tag.[user]Why?[assistant]"]
-    as_text = load(f"{tmp_path}/rows.jsonl")  # without --image_column
-    assert as_text.rows[0].text.startswith("[user]<image>What?")
+
+
+@pytest.mark.parametrize("prompt_format", ["chat", "raw"])
+def test_an_image_marker_without_images_is_not_read_as_text(prompt_format, tmp_path):
+    reason = "1 <image> in the text, but 0 images: --image_column names their column"
+    loaded = load_values(tmp_path, "problem", ["q", "What is in <image>?"], prompt_format=prompt_format)
+    assert [row.prompt for row in loaded.rows] == ["q"]
+    assert loaded.excluded == [(f"{tmp_path}/rows.jsonl, line 2", reason)]
+    with pytest.raises(ValueError, match=f"no row can be used. .*line 1: {reason}"):
+        load_values(tmp_path, "problem", ["<image>What?"] * 3, prompt_format=prompt_format)
 
 
 @pytest.mark.parametrize(
@@ -247,6 +256,34 @@ def test_system_prompt_and_suffix_are_part_of_the_conversation(tmp_path):
     assert loaded.rows[1].messages[0] == {"role": "system", "content": "new"} and loaded.rows[1].prompt == "c Box it."
     assert loaded.rows[1].columns["problem"] == talk, "the columns stay as read"
     assert texts(load_values(tmp_path, "problem", values, system_prompt=""))[0] == "[system][user]q[assistant]"
+
+
+WITH_TOKENS = "<bos>{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}<eos>{% endfor %}[assistant]<think>"
+
+
+def test_a_prompt_that_holds_the_chat_template_is_not_put_into_it_again(tmp_path):
+    tokenizer = byte_tokenizer(WITH_TOKENS)
+    tokenizer.add_tokens(["<think>"])  # not a special one
+    rendered = ["<bos>[user]a<eos>", "[user]a<eos>\n[assistant]", [*user("a<eos>"), *user("b")]]
+    ordinary = ["a", "Reason in <think> tags.", "Is <pic> a token?", "<|im_start|>user\na", "[user]a"]
+    loaded = load_values(tmp_path, "problem", [*rendered, *ordinary], tokenizer=tokenizer)
+    assert [row.prompt for row in loaded.rows] == ordinary
+    advice = "which the chat template writes itself; give --prompt_format raw, or another --prompt_column"
+    assert loaded.excluded == [
+        (f"{tmp_path}/rows.jsonl, line {line}", f"column 'problem' holds {token!r}, {advice}")
+        for line, token in ((1, "<bos>"), (2, "<eos>"), (3, "<eos>"))
+    ]
+    with pytest.raises(ValueError, match=f"no row can be used. .*line 1: column 'problem' holds '<bos>', {advice}"):
+        load_values(tmp_path, "problem", rendered, tokenizer=tokenizer)
+    raw = load_values(tmp_path, "problem", rendered[:2], tokenizer=tokenizer, prompt_format="raw")
+    assert texts(raw) == rendered[:2]
+
+
+def test_a_template_that_refuses_a_lone_question_still_renders_what_it_accepts(tmp_path):
+    template = "{% if messages[0]['role'] != 'system' %}{{ raise_exception('no system') }}{% endif %}" + WITH_TOKENS
+    talk = [{"role": "system", "content": "s"}, *user("q")]
+    loaded = load_values(tmp_path, "problem", [talk], tokenizer=byte_tokenizer(template))
+    assert texts(loaded) == ["<bos>[system]s<eos>[user]q<eos>[assistant]<think>"]
 
 
 def test_raw_prompts_are_the_text_with_the_tokenizers_special_tokens(tmp_path):

@@ -1,4 +1,4 @@
-"""Evaluation: the figures against counting by hand, the settings, and the command on a checkpoint."""
+"""Evaluation: the figures against counting by hand, and the command on a checkpoint."""
 
 import itertools
 import json
@@ -11,26 +11,12 @@ import numpy as np
 import pytest
 
 from data import PromptData, Row
-from evaluate import (
-    FLAGS,
-    Evaluator,
-    Result,
-    check_names,
-    figures_of,
-    main,
-    majority_score,
-    parse_flags,
-    pass_at_k,
-    settings_per_set,
-    table,
-)
-from flags import GROUPS, Sampling
+from evaluate import Evaluator, Result, figures_of, majority_score, pass_at_k, table
+from flags import Sampling
 from forked import run_ranks
 from grading.score import Grade, Needs
 from grading.verifiers import Case
 from helpers import ENVIRONMENT, ROOT, make_rollout, torchrun
-from inputs import command_line
-from inputs.checks import check_ranges
 from reward import Grader
 
 
@@ -79,48 +65,6 @@ def test_one_problem_tells_no_standard_error_and_one_sample_no_pass_at_k():
     figures = figures_of(replace(make_rollout([3]), grades=[grade(1.0, "1")]), 1)
     assert figures["avg@1"][0] == 1.0 and math.isnan(figures["avg@1"][1])
     assert not [name for name in figures if "pass" in name or "maj" in name]
-
-
-def test_settings_are_one_for_all_sets_or_one_for_each():
-    given = {"samples": [1, 32], "temperature": [0.6], "top_p": [0.95], "max_completion_tokens": [100, 200]}
-    assert settings_per_set(2, "eval_", **given) == [Sampling(1, 0.6, 100, 0.95), Sampling(32, 0.6, 200, 0.95)]
-    given |= {"samples": [1], "max_completion_tokens": [100]}
-    for change, words in (
-        ({"samples": [1, 2]}, "--eval_samples has 2 values for 3 sets"),
-        ({"temperature": [0.0], "samples": [4]}, "--eval_samples 4 at --eval_temperature 0 are 4 times the same"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            settings_per_set(3, "eval_", **given | change)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (["samples", "1", "0"], "samples 0: must be at least 1"),
-        (["top_p", "1.5"], "top_p 1.5: must be above 0 and at most 1"),
-        (["temperature", "nan"], "temperature nan: must be at least 0 and at most 100"),
-    ],
-)
-def test_a_setting_out_of_range_is_refused_in_training_and_by_the_command(change, words):
-    name, *values = change
-    args = command_line.parse_flags(["--model", "m", "--train_data", "d", "--out_dir", "o", f"--eval_{name}", *values])
-    with pytest.raises(ValueError, match=f"--eval_{words}"):
-        check_ranges(args, GROUPS)
-    with pytest.raises(ValueError, match=f"--{words}"):
-        check_ranges(parse_flags(["--model", "m", "--data", "d", f"--{name}", *values]), FLAGS)
-
-
-def test_logits_coarser_than_the_rest_are_refused(monkeypatch):
-    flags = ["--model", "m", "--data", "d", "--dtype", "float32", "--head_dtype", "bfloat16"]
-    monkeypatch.setattr(sys, "argv", ["evaluate.py", *flags])
-    with pytest.raises(SystemExit, match="--head_dtype bfloat16 would round what --dtype float32 computes"):
-        main()
-
-
-def test_sets_of_the_same_name_are_refused():
-    check_names(["a/test.jsonl", "b/test.jsonl@train", "owner/test@test"])
-    with pytest.raises(ValueError, match="test, test are reported under their names"):
-        check_names(["a/test.jsonl", "b/test.jsonl"])
 
 
 def test_the_table_has_the_published_numbers_beside_ours():

@@ -230,9 +230,9 @@ def test_every_flag_is_documented_and_used(capsys):
 
 
 def test_scripts_use_flags_that_exist():
-    import evaluate
+    from inputs import evaluation
 
-    eval_flags = {f"--{name}" for name in vars(evaluate.parse_flags(["--model", "m", "--data", "d"]))}
+    eval_flags = {f"--{name}" for name in vars(evaluation.parse_flags(["--model", "m", "--data", "d"]))}
     for script in (ROOT / "scripts").glob("*.sh"):
         known = eval_flags if script.name.startswith("eval_") else FLAGS.keys()
         (block,) = re.findall(r"ARGS=\((.*?)\n\)", script.read_text(), flags=re.DOTALL) or [""]

@@ -1,7 +1,10 @@
 """Sources: files, folders and hub data sets are read as they are, or refused by name and line."""
 
+import bz2
 import csv
+import gzip
 import json
+import lzma
 import os
 import time
 from pathlib import Path
@@ -256,6 +259,51 @@ def test_parquet_files_have_splits_by_slicing_and_nested_columns(tmp_path):
 def test_a_parquet_file_that_is_none_is_refused(content, tmp_path):
     with pytest.raises(ValueError, match=r"rows\.parquet' cannot be loaded"):
         load(write(tmp_path, content, "rows.parquet"))
+
+
+def test_data_without_rows_say_so(tmp_path):
+    nothing = datasets.Dataset.from_dict({"problem": [], "answer": []})
+    empty = tmp_path / "folder" / "train.parquet"
+    empty.parent.mkdir()
+    nothing.to_parquet(empty)
+    for source in (empty, f"{empty}@train[:5]", f"{empty}#3", empty.parent):
+        with pytest.raises(ValueError, match=r"folder/train\.parquet holds no rows"):
+            load(source)
+    write_parquet(tmp_path / "folder" / "test.parquet", [{"problem": "q", "answer": "1"}])
+    with pytest.raises(ValueError, match=r"folder/train\.parquet holds no rows"):
+        load(f"{empty.parent}@test")  # `datasets` reads all splits
+    nothing.save_to_disk(tmp_path / "saved")
+    with pytest.raises(ValueError, match="saved' cannot be loaded: it, or one of its splits, holds no rows"):
+        load(tmp_path / "saved")
+
+
+CONTENTS = [
+    (gzip.compress(GOOD.encode()), "is compressed; unpack it: gzip -dc"),
+    (b"\x28\xb5\x2f\xfd\x04\x00", "is compressed; unpack it: zstd -dc"),
+    (lzma.compress(GOOD.encode()), "is compressed; unpack it: xz -dc"),
+    (bz2.compress(GOOD.encode()), "is compressed; unpack it: bzip2 -dc"),
+    (b"PK\x03\x04\x14\x00", "is a zip archive"),
+    (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 12\n", "is a pointer of Git LFS.*git lfs pull"),
+    (b"\xef\xbb\xbf\n <!DOCTYPE html>\n<html>", "is a page of HTML or XML"),
+    (b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>", "is a page of HTML or XML"),
+]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet", "rows.jsonl.gz"])
+@pytest.mark.parametrize(("content", "words"), CONTENTS)
+def test_a_file_that_is_not_what_its_name_says_is_told_by_its_content(content, words, name, tmp_path):
+    path = write(tmp_path, content, name)
+    for source in (path, tmp_path):
+        with pytest.raises(ValueError, match=f"{name} {words}"):
+            load(source)
+
+
+def test_parquet_under_the_name_of_json_is_told_and_what_has_another_name_is_not_looked_into(tmp_path):
+    path = write_parquet(tmp_path / "rows.jsonl", [{"problem": "q", "answer": "1"}])
+    with pytest.raises(ValueError, match=r"rows\.jsonl is a Parquet file; give it a name that ends in \.parquet"):
+        load(path)
+    with pytest.raises(ValueError, match=r"rows\.xlsx': a file of this kind is not read"):
+        load(write(tmp_path, b"PK\x03\x04", "rows.xlsx"))  # a zip archive, but nobody would unpack it
 
 
 def test_a_parquet_file_that_was_overwritten_is_read_anew(tmp_path):

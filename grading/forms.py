@@ -186,7 +186,7 @@ def _wrong_form(name: str, what: str) -> ValueError:
 def _strings(function: object, seen: set[CodeType]) -> set[str]:
     """The texts in a function's code, in that of functions inside it, and of those of its module that it names."""
     function = inspect.unwrap(getattr(function, "func", function))  # of functools.partial
-    function = function if inspect.isfunction(function) else getattr(type(function), "__call__", None)
+    function = function if inspect.isfunction(function) else type(function).__call__
     codes, texts = [getattr(function, "__code__", None)], set()
     while codes:
         code = codes.pop()

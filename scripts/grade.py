@@ -30,6 +30,8 @@ FILES = [
          is_required=True),
     flag("--output", str, "the graded rows, one per line; written at the end, replaced if it exists", is_required=True),
     flag("--max_completion_tokens", int, "reward `length`: for rows without max_tokens", (1, INF)),
+    flag("--group_size", 1, "consecutive rows that are completions of one prompt, for a reward that compares them",
+         (1, INF)),
     OF_TRAINING["--list_answers"],
 ]
 # fmt: on
@@ -70,10 +72,19 @@ def check_output(output: Path, unfinished: Path, source: Path) -> None:
         raise ValueError(f"{given} cannot be written ({error.strerror}); make its folder, or choose another.") from None
 
 
+def check_groups(grader: Grader, num_rows: int, group_size: int) -> None:
+    """Raises ValueError for rows that are no whole groups, and for a reward that would compare nothing."""
+    if num_rows % group_size:
+        raise ValueError(f"--group_size {group_size}: does not divide the {num_rows} rows of --input.")
+    if grader.needs.groups and group_size == 1:
+        raise ValueError(f"--reward {grader.grading.reward!r} compares completions of a prompt; give --group_size.")
+
+
 def parse_flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Grades a file of completions: adds `reward` (null if the answer key cannot be used) and "
-        f"`reward_status` to each row, in order. Fields: completion, answer; optional: {', '.join(EXTRAS)}.",
+        description="Grades a file of completions: adds `reward` (null if the answer key cannot be used), "
+        "`reward_status` and `reward_parts` to each row, in order. "
+        f"Fields: completion, answer; optional: {', '.join(EXTRAS)}.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add_flags(parser, FLAGS)
@@ -89,18 +100,22 @@ def main() -> None:
         check_output(Path(args.output), unfinished, Path(args.input))
         grading = take(Grading, args)
         grader = Grader(grading, workers_per_engine(grading))
+        check_groups(grader, len(rows), args.group_size)
     except (ValueError, OSError, RuntimeError) as error:
         sys.exit(f"error: {error}")
-    bad_keys = grader.bad_keys(cases)
+    size, bad_keys = args.group_size, grader.bad_keys(cases)
+    for i in list(bad_keys) if size > 1 else ():  # a group has one key
+        bad_keys |= dict.fromkeys(range(i // size * size, i // size * size + size), bad_keys[i])
     for i in sorted(set(range(len(cases))) - set(bad_keys)):
-        grader.submit(i, cases[i])
+        grader.submit(i, cases[i], size)
     grades = grader.collect()
     grader.close()
     with unfinished.open("w", encoding="utf-8") as out:
         for i, row in enumerate(rows):
             status = f"bad key: {bad_keys[i]}" if i in bad_keys else grades[i].status
-            reward = None if i in bad_keys else grades[i].reward
-            out.write(json.dumps({**row, "reward": reward, "reward_status": status}) + "\n")
+            reward, parts = (None, {}) if i in bad_keys else (grades[i].reward, grades[i].parts)
+            graded = {"reward": reward, "reward_status": status, "reward_parts": parts}
+            out.write(json.dumps(row | graded) + "\n")
     unfinished.replace(args.output)
     rewards = [grade.reward for grade in grades.values() if grade.status == "ok"]
     failed = [f"{cases[i].where}: {grades[i].status}" for i in sorted(grades) if grades[i].status != "ok"]

@@ -43,6 +43,32 @@ def test_the_command_grades_a_file_in_order(tmp_path):
     assert "line 4: timeout" in done.stdout
 
 
+def test_the_command_compares_the_rows_of_a_group(tmp_path):
+    (tmp_path / "my_reward.py").write_text(
+        "def score(completions):\n    return [{'reward': len(c), 'share': 1 / len(completions)} for c in completions]\n"
+    )
+    rows = [{"completion": "x" * i, "answer": "4"} for i in range(4)]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    flags = (
+        "--reward",
+        f"{tmp_path}/my_reward.py:score",
+        "--input",
+        tmp_path / "in.jsonl",
+        "--output",
+        tmp_path / "out",
+    )
+    done = command(*flags, "--group_size", 2)
+    assert done.returncode == 0, done.stderr
+    out = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+    assert [(row["reward"], row["reward_parts"]["share"]) for row in out] == [(i, 0.5) for i in range(4)]
+    for size, words in {
+        1: "compares completions of a prompt; give --group_size",
+        3: "does not divide the 4 rows",
+    }.items():
+        done = command(*flags, "--group_size", size)
+        assert done.returncode == 1 and words in done.stderr and "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [

@@ -17,12 +17,14 @@ import re
 from fractions import Fraction
 from functools import lru_cache
 
-from latex2sympy2_extended import NormalizationConfig
-from math_verify import LatexExtractionConfig, parse, verify
+import sympy
+from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
+from latex2sympy2_extended.math_normalization import NormalizationConfig, normalize_latex
+from math_verify import verify
 from sympy import Add, Basic, Derivative, Expr, Float, I, Integral, Limit, Pow, Product, Sum, factorial, log, simplify
 
 from grading.answer import read_answer
-from grading.math_text import clean, plain_text
+from grading.math_text import clean, fold, in_base, plain_text
 from grading.math_value import MAX_FORMULA, NAME, Value, parse_value
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off
@@ -32,7 +34,17 @@ MAX_DIGITS = 10_000  # of a number that SymPy may be asked to write out
 MAX_WORDS = 12  # of an answer key: more are a sentence
 MAX_EXPONENT = 200  # of a sum, which SymPy may be asked to expand
 NORMALIZATION = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True)
-CONFIG = [LatexExtractionConfig(normalization_config=NORMALIZATION)]
+CONVERSION = ConversionConfig(lowercase_symbols=False)
+STAND_INS = {  # letters that the parser takes for functions or constants, by letters that nobody uses
+    r"\gamma": r"\upsilon ", r"\Gamma": r"\Upsilon ", "I": r"\varsigma ", "E": r"\varpi ", "d": r"\vartheta ",
+}  # fmt: skip
+TOKEN = re.compile(
+    r"\\Gamma\s*\(|\\(?:text|begin|end|mathbb|mathcal|mathrm)\s*\{[^{}]*\}|_\{[^{}]*\}|\\[A-Za-z]+|[A-Za-z]"
+)
+MARKED = re.compile(  # x', x_1', x'_1, x^*
+    r"([A-Za-z]|\\[a-z]+)\s*(?:_\{?(\w+)\}?)?\s*(?:('+)|\^\s*\{?\s*(\*|\\ast(?![a-z]))\s*\}?)\s*(?:_\{?(\w+)\}?)?"
+)
+RELATIONS = {"<": sympy.Lt, r"\le": sympy.Le, r"\ne": sympy.Ne, ">": sympy.Gt, r"\ge": sympy.Ge}
 
 
 @lru_cache(maxsize=8192)
@@ -58,30 +70,32 @@ def equal(key: str, answer: str) -> bool:
 def _same(key: Value, answer: Value) -> bool:
     if key == answer:
         return True
+    if key[0] == "chain":
+        return _same(key[1][-1], answer)
+    if answer[0] == "chain":
+        return _is_true(answer) and any(_same(key, value) for value in (answer[1][-1], *answer[2]))
     kinds = key[0], answer[0]
     if {*kinds} <= {"named", "equation"}:
-        if kinds == ("named", "named") and (
-            key[1] == answer[1] or all(re.fullmatch(r"y|[a-z]\(\w\)", name) for name in (key[1], answer[1]))
-        ):
-            return _same(key[2], answer[2])  # f(x) = x^2 is y = x^2
+        if kinds == ("named", "named") and (value := _renamed(key, answer)) is not None:
+            return _same(key[2], value)
         return _same_equation(key[-2:], answer[-2:])
     if "named" in kinds:
         return _same(key[2] if kinds[0] == "named" else key, answer[2] if kinds[1] == "named" else answer)
-    key, answer = _as_intervals(key, kinds[1]), _as_intervals(answer, kinds[0])
-    kinds = key[0], answer[0]
     if "words" in kinds and "formula" in kinds:
         return _letters(key[1]) == _letters(answer[1]) != ""
     if kinds == ("choice", "choice"):
         return key[1] == answer[1] and (key[2] is None or answer[2] is None or _same(key[2], answer[2]))
+    if kinds[0] == "choice" and key[2] is not None and _same(key[2], answer):  # key (C) 12, answer 12
+        return True
     if kinds[1] == "choice" and answer[2] is not None:  # key 12, answer "(C) 12"
         return _same(key, answer[2])
     if kinds == ("choice", "formula"):
-        return _letters(answer[1]) == key[1].casefold()
+        return _letters(answer[1]).upper() == key[1]
     if kinds[1] == "list" and kinds[0] not in ("list", "set", "sequence"):
         return all(_same(key, item) for item in answer[1])
     if kinds == ("list", "list") and (_has_names(key[1]) != _has_names(answer[1])):
         return _same_ordered(key[1], answer[1])
-    if {*kinds} <= {"list", "set"} or kinds == ("union", "union"):
+    if {*kinds} <= {"list", "set"}:
         return _same_unordered(key[1], answer[1], is_set=kinds != ("list", "list"))
     if kinds == ("sequence", "sequence"):
         return key[1] == answer[1] and _same_ordered(key[2], answer[2])
@@ -92,17 +106,44 @@ def _same(key: Value, answer: Value) -> bool:
         return len(key[1]) == len(answer[1]) and all(map(_same_ordered, key[1], answer[1]))
     if "matrix" in kinds and "formula" in kinds:
         return _same_formula(*(value[2] if value[0] == "matrix" else value[1] for value in (key, answer)))
-    if kinds == ("relation", "relation"):
-        return _same_formula(_relation_text(key), _relation_text(answer))
+    if kinds == ("relation", "relation") and _same_relation(key, answer):
+        return True
+    if {*kinds} & {"relation", "union", "minus"}:
+        return _same_set(_as_interval(key), _as_interval(answer))
     if kinds == ("based", "number"):
         return answer[2] == "" and str(answer[1]) == key[1]
-    if {*kinds} <= {"number", "formula"} or kinds == ("colon", "colon"):
+    if {*kinds} <= {"number", "formula"}:
         return _same_quantity(key, answer)
-    return False
+    return kinds[0] == "colon" and _same_ratio(key, answer)
+
+
+def _is_true(chain: Value) -> bool:
+    """False for 2 + 3 = 6, and for 1/3 = 0.35 roughly: an approximation may be off by one in its last digit."""
+    *others, value = chain[1]
+    exact = _formula(value[1]) if value[0] in ("number", "formula") else None
+    for rough in chain[2]:
+        if rough[0] == "number" and isinstance(exact, Expr) and not exact.free_symbols:
+            last_digit = next(Fraction(1, 10**n) for n in range(40) if rough[1] * 10**n % 1 == 0 or n == 39)
+            if abs(exact.evalf(60) - rough[1]) > last_digit:
+                return False
+    return all(_same(value, other) for other in others)
+
+
+def _renamed(key: Value, answer: Value) -> Value | None:
+    """The answer's right side in the key's variable: that of f(t) = t^2 or y = x^2 where the key is f(x) = x^2."""
+    if key[1] == answer[1]:
+        return answer[2]
+    names = [re.fullmatch(r"([A-Za-z])\(([A-Za-z])\)", name) for name in (key[1], answer[1])]
+    if all(names) and names[0][1] == names[1][1]:
+        new, old = names[0][2], names[1][2]
+        letters = re.findall(r"\\[A-Za-z]+|[A-Za-z]", answer[4])
+        if new not in letters:
+            return parse_value(re.sub(r"\\[A-Za-z]+|[A-Za-z]", lambda m: new if m[0] == old else m[0], answer[4]))
+    return answer[2] if any(names) and "y" in (key[1], answer[1]) else None
 
 
 def _letters(text: str) -> str:
-    return re.sub(r"\\text|[\s(){}]", "", text).casefold()
+    return re.sub(r"\\text|[\s(){}]", "", fold(text))
 
 
 def _same_ordered(keys: tuple[Value, ...], answers: tuple[Value, ...]) -> bool:
@@ -128,36 +169,22 @@ def _same_unordered(keys: tuple[Value, ...], answers: tuple[Value, ...], is_set:
     return not left
 
 
-def _as_intervals(value: Value, other: str) -> Value:
-    """A relation such as 0 < x <= 1 as the interval or union that it describes, where it is compared with one."""
-    if other not in ("sequence", "union", "formula"):
-        return value
-    without = re.fullmatch(r"\\mathbb\{R\}\s*\\setminus\s*(\\\{.*\\\})", value[1]) if value[0] == "formula" else None
-    if without and other != "formula":
-        value = ("relation", ("x", without[1][2:-2]), ("\\ne",))
-    if value[0] == "union":
-        return ("union", tuple(_as_intervals(part, "sequence") for part in value[1]))
-    if value[0] != "relation":
-        return value
-    terms, signs = value[1:]
-    infinite = ("-\\infty", "\\infty")
-    if len(terms) == 2 and signs[0] == "\\ne" and re.fullmatch(NAME, terms[0]):
-        point = parse_value(terms[1])
-        low, high = (parse_value(end) for end in infinite)
-        return ("union", (("sequence", "()", (low, point)), ("sequence", "()", (point, high))))
-    if len(terms) == 2 and re.fullmatch(NAME, terms[0]):
-        terms, signs = (infinite[0], *terms), ("<", *signs)
-    elif len(terms) == 2 and re.fullmatch(NAME, terms[1]):
-        terms, signs = (*terms, infinite[1]), (*signs, "<")
-    if len(terms) != 3 or not re.fullmatch(NAME, terms[1]) or not {*signs} <= {"<", "\\le"}:
-        return value
-    brackets = ("(" if signs[0] == "<" else "[") + (")" if signs[1] == "<" else "]")
-    return ("sequence", brackets, (parse_value(terms[0]), parse_value(terms[2])))
+def _same_ratio(key: Value, answer: Value) -> bool:
+    """3:4 is 6:8 and 3/4, but the time 3:40 is not 6:80."""
+    if answer[0] != "colon":
+        return not key[2] and len(key[1]) == 2 and answer[0] in ("number", "formula") and _same(_quotient(*key[1]), answer)
+    if key[2] and answer[2] and key[2] != answer[2]:
+        return False
+    if _same_ordered(key[1], answer[1]):
+        return True
+    if key[2] or answer[2] or (key[3] and answer[3]) or len(key[1]) != len(answer[1]):
+        return False
+    ratios = [[_quotient(value, values[0]) for value in values[1:]] for values in (key[1], answer[1])]
+    return all(map(_same, *ratios))
 
 
-def _relation_text(value: Value) -> str:
-    terms, signs = value[1:]
-    return " ".join(part for pair in zip(terms, (*signs, ""), strict=True) for part in pair)
+def _quotient(top: Value, bottom: Value) -> Value:
+    return parse_value(rf"\frac{{{_latex(top[1])}}}{{{_latex(bottom[1])}}}")
 
 
 def _same_quantity(key: Value, answer: Value) -> bool:
@@ -168,12 +195,102 @@ def _same_quantity(key: Value, answer: Value) -> bool:
             return key_unit == answer_unit and key_value == answer_value
         if key_unit:
             return answer_value in (key_value, key_value / 100)
-        return answer_value / 100 == key_value or (key_value == answer_value and key_value.denominator == 1)
+        return answer_value / 100 == key_value or (key_value == answer_value != 1 and key_value.denominator == 1)
+    units = {key_unit, answer_unit}
+    if answer_unit == "k" != key_unit:
+        return False  # kelvin, or thousand
+    if "deg" in units and (units == {"deg", "rad"} or any("\\pi" in _latex(value[1]) for value in (key, answer))):
+        return _same_formula(*(_in_radians(value) for value in (key, answer)))
+    scale = Fraction(1)
     if key_unit and answer_unit and key_unit != answer_unit:
+        (key_scale, key_base), (answer_scale, answer_base) = in_base(key_unit), in_base(answer_unit)
+        if key_base != answer_base and ("u" not in units or re.search(r"[/^]", key_unit + answer_unit)):
+            return False
+        scale = answer_scale / key_scale
+    if key[0] == answer[0] == "number":
+        return key[1] == answer[1] * scale
+    return _same_formula(key[1], answer[1] if scale == 1 else rf"{_latex(scale)}\cdot({_latex(answer[1])})")
+
+
+def _in_radians(value: Value) -> str:
+    return _latex(value[1]) + (r"\cdot\frac{\pi}{180}" if value[2] == "deg" else "")
+
+
+# Relations and sets of real numbers -----------------------------------------------------------------------------------
+
+
+def _same_relation(key: Value, answer: Value) -> bool:
+    """True if each sign of the one stands between terms whose difference is a multiple of the other's: 2x > 6, x > 3."""
+    if key[2] != answer[2]:
         return False
-    if key[0] == answer[0] and key[0] != "formula":
-        return key[1] == answer[1]
-    return _same_formula(key[1], answer[1])
+    sides = zip(key[1], key[1][1:], answer[1], answer[1][1:], key[2], strict=False)
+    ratios = ((_ratio((a, b), (c, d)), sign) for a, b, c, d, sign in sides)
+    return all(ratio is not None and (ratio > 0 or sign == "\\ne") for ratio, sign in ratios)
+
+
+def _as_interval(value: Value) -> Value:
+    """A relation such as 0 < x <= a as the interval that it describes, a union by its parts."""
+    if value[0] == "union":
+        return ("union", tuple(_as_interval(part) for part in value[1]))
+    if value[0] != "relation":
+        return value
+    terms, signs = value[1:]
+    if len(terms) == 2 and re.fullmatch(NAME, terms[0]):
+        terms, signs = ("-\\infty", *terms), ("<", *signs)
+    elif len(terms) == 2 and re.fullmatch(NAME, terms[1]):
+        terms, signs = (*terms, "\\infty"), (*signs, "<")
+    if len(terms) != 3 or not re.fullmatch(NAME, terms[1]) or not {*signs} <= {"<", "\\le"}:
+        return value
+    brackets = ("(" if signs[0] == "<" else "[") + (")" if signs[1] == "<" else "]")
+    return ("sequence", brackets, (parse_value(terms[0]), parse_value(terms[2])))
+
+
+def _same_set(key: Value, answer: Value) -> bool:
+    kinds = key[0], answer[0]
+    if kinds == ("sequence", "sequence"):
+        return _same(key, answer)
+    if kinds == ("union", "union") and _same_unordered(key[1], answer[1], is_set=True):
+        return True
+    spans = _real_spans(key), _real_spans(answer)
+    return None not in spans and len(spans[0]) == len(spans[1]) and all(map(_same_span, *spans))
+
+
+def _same_span(first: tuple, second: tuple) -> bool:
+    ends = zip(first[:2], second[:2], strict=True)
+    return first[2:] == second[2:] and all(a == b or (a.is_finite and b.is_finite and _is_close(a, b)) for a, b in ends)
+
+
+def _real_spans(value: Value) -> list[tuple] | None:
+    """(start, end, left open, right open) of each interval in a set of real numbers; None for any other set."""
+    try:
+        found = _real_set(value)
+        spans = []
+        for part in found.args if isinstance(found, sympy.Union) else (found,):
+            if isinstance(part, sympy.FiniteSet):
+                spans += [(point.evalf(60), point.evalf(60), False, False) for point in part.args]
+            else:
+                spans.append((part.start.evalf(60), part.end.evalf(60), part.left_open, part.right_open))
+        return sorted(spans, key=lambda span: float(span[0]))
+    except (TypeError, ValueError, ArithmeticError, NotImplementedError, AttributeError, RecursionError):
+        return None
+
+
+def _real_set(value: Value) -> sympy.Set | None:
+    """The set of real numbers that an interval, a union, a difference or a relation with one unknown describes."""
+    if value[0] == "relation":
+        terms = [_formula(term) for term in value[1]]
+        signs = [RELATIONS[sign] for sign in value[2]]
+        return sympy.And(*(sign(a, b) for sign, a, b in zip(signs, terms, terms[1:], strict=False))).as_set()
+    if value[0] == "sequence" and len(value[2]) == 2:
+        low, high = (_formula(end[1]).doit() for end in value[2])
+        return sympy.Interval(low, high, value[1][0] == "(", value[1][1] == ")")
+    if value[0] == "union":
+        return sympy.Union(*map(_real_set, value[1]))
+    if value[0] == "minus":
+        return sympy.Complement(*map(_real_set, value[1]))
+    if value[0] == "set":
+        return sympy.FiniteSet(*(_formula(item[1]).doit() for item in value[1]))
+    return sympy.S.Reals if value[:2] == ("formula", r"\mathbb{R}") else None
 
 
 # Formulas -------------------------------------------------------------------------------------------------------------
@@ -184,26 +301,41 @@ def _formula(text: str | Fraction) -> Basic | None:
     """The formula in SymPy, unevaluated; None if math-verify cannot read it or it is too large to be worked out."""
     if isinstance(text, Fraction):
         text = _latex(text)
-    if len(text) > MAX_FORMULA or re.search(r"binom\{?\d{6}|['’]|\\approx|\\f?box|\.\.|\d\s*\\text", text):
+    if len(text) > MAX_FORMULA or re.search(r"binom\{?\d{6}|\\approx|\\f?box|\.\.|\d\s*\\text|(?:gcd|lcm)\W.*[a-z]", text):
         return None
     text = re.sub(r"(\d+(?:\.\d+)?)\s*\^\\circ", r"(\1\\cdot\\frac{\\pi}{180})", text)
     text = re.sub(r"(?<![\d.,])(\d*\.\d+)(?![\d.])", lambda m: _latex(Fraction(m[1])), text)
-    text = re.sub(r"\\gamma(?![A-Za-z])", r"\\upsilon ", text)  # a name that the parser does not take for a function
-    parsed = parse(f"${text}$", CONFIG, fallback_mode="no_fallback", parsing_timeout=None)
-    if not parsed or not _is_small(parsed[0]):
+    text = MARKED.sub(lambda m: f"{m[1]}_{{{m[2] or m[5] or ''}{'p' * len(m[3] or '')}{'s' * bool(m[4])}}}", text)
+    stand_ins = STAND_INS if not re.search(r"\\int|\\frac\s*\{d|d\w?\s*/\s*d", text) else {**STAND_INS, "d": "d"}
+    text = TOKEN.sub(lambda m: stand_ins.get(m[0], m[0]), text)
+    try:
+        formula = latex2sympy(normalize_latex(text, NORMALIZATION), None, True, False, None, CONVERSION)
+    except Exception:  # whatever the parser raises: it cannot read the text
         return None
-    formula = parsed[0]
     if not isinstance(formula, Basic):
         return formula
+    if not _is_small(formula) or formula.has(sympy.nan, sympy.zoo):
+        return None
+    if "\\sqrt[" in text:
+        formula = formula.replace(_is_odd_root, lambda power: (-1) ** power.exp.p * Pow(-power.base, power.exp))
     return formula.xreplace({symbol: I for symbol in formula.free_symbols if symbol.name == "i"})
 
 
-def _latex(value: Fraction) -> str:
+def _is_odd_root(formula: Basic) -> bool:
+    """True for the real cube root of -8, which SymPy takes for a complex one."""
+    if not isinstance(formula, Pow) or not formula.exp.is_Rational or formula.exp.q % 2 == 0 or formula.exp.q == 1:
+        return False
+    return bool(formula.base.is_number and formula.base.is_negative)
+
+
+def _latex(value: Fraction | str) -> str:
+    if isinstance(value, str):
+        return value
     return rf"\frac{{{value.numerator}}}{{{value.denominator}}}" if value.denominator > 1 else str(value)
 
 
 def _is_small(formula: Basic) -> bool:
-    """False if a power or factorial in it has more digits than anyone would write out: SymPy would try."""
+    """False if a power or factorial in it has more digits than anyone would write out: SymPy would try. And for 0^0."""
     if not isinstance(formula, Basic):
         return True
     if not all(_is_small(part) for part in formula.args):
@@ -213,15 +345,14 @@ def _is_small(formula: Basic) -> bool:
     if not isinstance(formula, Pow) or not formula.exp.is_number:
         return True
     if formula.base.is_number:
+        if formula.base.is_zero and not formula.exp.is_positive:
+            return False
         digits = abs(formula.exp.evalf() * log(abs(formula.base.evalf()))) / math.log(10)
         return formula.base.is_zero is True or bool(digits.evalf() < MAX_DIGITS)
     return not isinstance(formula.base, Add) or bool(abs(formula.exp.evalf()) <= MAX_EXPONENT)
 
 
 def _same_formula(key: str | Fraction, answer: str | Fraction) -> bool:
-    letters = [set(re.findall(r"\\[A-Za-z]+|[A-Za-z]", str(text))) - {"e", "E"} for text in (key, answer)]
-    if letters[0] != letters[1] and {c.lower() for c in letters[0]} == {c.lower() for c in letters[1]}:
-        return False  # math-verify does not tell R from r
     gold, pred = _formula(key), _formula(answer)
     if gold is None or pred is None:
         return False
@@ -261,16 +392,21 @@ def _is_close(first: Expr, second: Expr) -> bool | None:
 
 def _same_equation(key: tuple[str, str], answer: tuple[str, str]) -> bool:
     """True if one equation is the other times a constant."""
+    return _ratio(key, answer) is not None
+
+
+def _ratio(key: tuple[str, str], answer: tuple[str, str]) -> Expr | None:
+    """The number other than 0 by which the difference of the key's sides is a multiple of the answer's, if there is."""
     sides = [_formula(side) for side in (*key, *answer)]
     if not all(isinstance(side, Expr) for side in sides):
-        return False
+        return None
     at_one_point, at_another = _values(sides, 0.0), _values(sides, 0.3)
     if at_one_point and at_another:
         (a, b, c, d), (e, f, g, h) = at_one_point, at_another
         if _is_close((a - b) * (g - h), (e - f) * (c - d)) is False:
-            return False
+            return None
     ratio = simplify((sides[0] - sides[1]) / (sides[2] - sides[3]))
-    return bool(ratio.is_number and ratio.is_finite and ratio.is_nonzero)
+    return ratio if ratio.is_number and ratio.is_finite and ratio.is_nonzero else None
 
 
 # Answer keys ----------------------------------------------------------------------------------------------------------
@@ -304,7 +440,7 @@ def _formulas(value: Value) -> list[str]:
         return list(value[1:])
     if value[0] == "named":
         return _formulas(value[2])
-    parts = {"list": 1, "set": 1, "union": 1, "sequence": 2, "matrix": 1}.get(value[0])
+    parts = {"sequence": 2, "list": 1, "set": 1, "union": 1, "minus": 1, "matrix": 1, "chain": 1}.get(value[0])
     items = value[parts] if parts else ()
     if value[0] == "matrix":
         items = tuple(cell for row in items for cell in row)

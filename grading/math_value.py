@@ -9,31 +9,46 @@ import itertools
 import re
 from functools import lru_cache
 
-from grading.math_text import CURRENCY, NUMBER_WORDS, QUANTITY, SCALES, clean, number, unit
+from grading.math_text import CURRENCY, NUMBER_WORDS, QUANTITY, SCALES, clean, fold, number, unit
 
 MAX_FORMULA = 1000  # characters; a longer formula is compared as text only
 MAX_DEPTH = 20  # nested brackets; the LaTeX parser's time grows steeply with them
 
 # (kind, ...). Every kind with what follows it:
-#   number (fraction, unit)      formula (text, unit)          colon (parts, unit): 12:30, 3:4      words (text)
+#   number (fraction, unit)      formula (text, unit)          words (text)
+#   colon (values, half of the day, could be a time): 12:30, 3:4
 #   choice (letter, value)       based (digits, base)          named (name, value, left side, right side): x = 5
 #   list, set, union (values)    sequence (brackets, values)   matrix (rows of values, text)
-#   relation (terms, signs)      equation (left, right)
+#   minus (value, value): a set without another                relation (terms, signs)      equation (left, right)
+#   chain (values said to be equal, approximations): 2+3 = 5, 1/3 = 0.333 roughly
 Value = tuple
 
-PLACES = r"(?:_\{?\w+\}?)?(?:\^\{-1\}|'+)?"
+LETTER = (
+    r"(?:[A-Za-z]|\\(?:alpha|beta|gamma|[dD]elta|zeta|eta|iota|kappa|[lL]ambda|mu|nu|xi|[sS]igma|tau|upsilon|chi|psi"
+    r"|[oO]mega|ell|(?:var)?(?:epsilon|theta|rho|phi))(?![A-Za-z]))(?:_\{?\w+\}?)?"
+)
+DENIED = (  # in a text on the left side: what is on the right is not the answer
+    r"half|double|twice|triple|squared?|cubed?|root|inverse|reciprocal|opposite|negative|minus|wrong|not?|never|false|"
+    r"incorrect|reject\w*|discard\w*|exclud\w*|mistake\w*|bound|guess|estimate|approx\w*|least|most|more|less|other|if"
+)
 NAME = (  # x, x_1, f(x), f^{-1}(x), f'(2), P(A), |v|, dy/dx, AB, [ABC], \angle ABC, Area, \text{total cost}
-    rf"(?:(?:[A-Za-z]|\\(?!sqrt|sin|cos|tan|log|ln|frac|pi|infty|emptyset)[a-z]+){PLACES}(?:\s?\([^()+*/^=-]*\))?"
+    rf"(?:{LETTER}(?:\^\{{-1\}}|'+)?\s?\((?![^()]*\d[A-Za-z])[^()+*/^=-]*\)|{LETTER}'*"
     r"|d\w/d\w|\\frac\{d\w\}\{d\w\}"
     r"|\|\s*(?:\\text\{\w+\}|[A-Za-z]|\\[a-z]+|\s)+\|(?!\|)|\[[A-Z]{2,4}\]|(?:m?\\angle\s*|"
     r"\\overline\s*\{?)?[A-Z]{2,4}\}?"
-    r"|(?:\\text\{)?\s*(?!(?i:half|double|twice|triple|wrong|not|incorrect)\b)[A-Za-z]{3,}(?: [A-Za-z]{2,})*\s*\}?"
+    rf"|(?:\\text\{{)?\s*(?![^{{}}=]*\b(?i:{DENIED})\b)[A-Za-z]{{3,}}(?: [A-Za-z]{{2,}})*\s*"
+    r"(?:\}\s*(?:\\(?:triangle|angle)\s*)?[A-Z]*)?"
     r"|P\s*\(\\text\{[^{}]*\}\))"
 )
+LEFT = rf"(?:{NAME}(?:\s*[:/]\s*{NAME})*|\\frac\{{{NAME}\}}\{{{NAME}\}})"  # or a ratio of names
+CONSTANT = re.compile(  # a side without letters
+    r"(?:[^A-Za-z\\]|\\(?:frac|sqrt|cdot|times|div|pi|binom|circ|sin|cos|tan|log|ln|pm|\W|text\{[^{}]*\})(?![A-Za-z]))+"
+)
 NAMES = re.compile(r"\(\s*([A-Za-z]|\\[a-z]+)((?:\s*,\s*(?:[A-Za-z]|\\[a-z]+))+)\s*\)")
-NAMED = re.compile(rf"({NAME})\s*(?:=|:=|\\in(?![A-Za-z]))\s*(.+)", re.DOTALL)
+NAMED = re.compile(rf"({LEFT})\s*(?:=|:=|\\in(?![A-Za-z]))\s*(.+)", re.DOTALL)
 RELATION = re.compile(r"\\[lg]e(?![A-Za-z])|\\ne(?![A-Za-z])|(?<!\\)[<>]")
 EQUALS = re.compile(r"(?<![<>!:\\])=")
+APPROX = re.compile(r"\\(?:approx|simeq)(?![A-Za-z])")
 CHOICE = re.compile(
     r"(?:\\text\{\s*)?(?:(?:option|choice|answer)\s+)?(\(?)\s*(?:\\text\{\s*)?(\(?)"
     r"\s*([A-Ja-j])\s*(\)?)\s*\}?\s*(\)?)\s*"
@@ -44,8 +59,9 @@ BASED = re.compile(r"\(?(?:\\text\s*\{)?([0-9A-Fa-f]+)\}?\)?\s*_\s*\{?\s*(?:\\te
 LABEL = re.compile(r"(?:^|[,;\s(])\(?(?:[A-Ja-j]|i{1,3}|iv|v)[.):]")
 CLOCK = re.compile(r"(?:\\text\{)?\s*(\d+(?:\s*:\s*\d+)+)\s*(?:\\text\{)?\s*([ap]\.?\s?m\.?)?\s*\}*", re.IGNORECASE)
 COMMA = re.compile(r"[,;](?!\d{3}(?!\d))|;|,\s|(?<=[\s\d}])and(?=\s)")
-OR = re.compile(r"(?<=[\s\d}])or(?=[\s\\])")
-CUP = re.compile(r"\\cup(?![A-Za-z])")
+OR = re.compile(r"(?<=[\s\d})\]])or(?=[\s\\(]|\w(?:\(\w\))?\s*=)")
+SEMICOLON, COLON = re.compile(";"), re.compile(":")
+CUP, SETMINUS = re.compile(r"\\cup(?![A-Za-z])"), re.compile(r"\\setminus(?![A-Za-z])")
 MATRIX = re.compile(r"\\begin\{([bpBv]?matrix|array)\}(?:\{[^{}]*\})?(.*)\\end\{\1\}", re.DOTALL)
 OPENING, CLOSING = ("(", "[", "{", "\\{", "\\langle"), (")", "]", "}", "\\}", "\\rangle")
 BRACKET = r"\\[{}]|\\[lr]angle|\\.|[()\[\]{}]"  # or an escaped character, which is none
@@ -120,7 +136,10 @@ def _named(text: str) -> Value | None:
     terms = _split(text, RELATION)
     if len(terms) > 1:
         return _relation(text, terms)
-    sides = _split(text, EQUALS)
+    exact, *approximations = _split(text, APPROX)
+    sides = _split(exact, EQUALS)
+    if len(sides) == 1 and approximations and re.fullmatch(LEFT, exact):  # x \approx 11
+        sides.append(approximations.pop(0))
     if len(sides) == 2 and number(sides[0]) is not None and re.fullmatch(NAME, sides[1]):
         sides = sides[::-1]
     names = NAMES.fullmatch(sides[0])
@@ -131,12 +150,22 @@ def _named(text: str) -> Value | None:
             return ("sequence", "()", tuple(values[2][i] for i in order))
     named = NAMED.fullmatch("=".join(sides))
     if named and (len(sides) > 1 or "\\in" in text):
-        right = sides[-1] if len(sides) > 1 else named[2].strip()
-        return ("named", re.sub(r"\\text|[\s{}]", "", named[1]).lower(), parse_value(right), sides[0], right)
-    constant = r"\\(?:frac|sqrt|cdot|times|div|pi|binom|left|right|text\{[^{}]*\})(?![A-Za-z])"
-    if len(sides) > 1 and not any(re.search(r"[A-Za-z]", re.sub(constant, "", side)) for side in (sides[0], sides[-1])):
-        return parse_value(sides[-1])  # 2 + 3 = 5
+        rest = sides[1:] or [named[2].strip()]
+        name = re.sub(r"\\text|[\s{}]", "", fold(named[1]))
+        return ("named", name, _chain(rest, approximations), sides[0], rest[-1])
+    if (len(sides) > 1 or approximations) and CONSTANT.fullmatch(sides[0]) and CONSTANT.fullmatch(sides[-1]):
+        return _chain(sides, approximations)  # 2 + 3 = 5
+    if len(sides) == 1 and approximations:
+        return _chain(sides, approximations)
     return ("equation", sides[0], sides[-1]) if len(sides) == 2 and all(sides) else None
+
+
+def _chain(sides: list[str], approximations: list[str]) -> Value:
+    """The last side, with the other sides without letters, which have to equal it."""
+    values = [parse_value(side) for side in sides[:-1] if CONSTANT.fullmatch(side)] + [parse_value(sides[-1])]
+    if len(values) == 1 and not approximations:
+        return values[0]
+    return ("chain", tuple(values), tuple(parse_value(text) for text in approximations))
 
 
 def _relation(text: str, terms: list[str]) -> Value | None:
@@ -153,9 +182,9 @@ def _relation(text: str, terms: list[str]) -> Value | None:
 def _collection(text: str) -> Value | None:
     parts = _split(text, OR)
     if len(parts) == 1:
-        parts = _split(text, CUP)
+        parts = _split(text, SEMICOLON if "," in text and "=" in text else CUP)  # x=1, y=2; x=2, y=1
     if len(parts) > 1 and all(parts):
-        values = tuple(parse_value(part) for part in parts)
+        values = tuple(_as_point(parse_value(part)) for part in parts)
         if any(value[0] == "choice" for value in values):
             return ("words", text)  # "A or B" chooses neither
         is_union = "\\cup" in text or any(value[0] == "relation" for value in values)
@@ -163,7 +192,10 @@ def _collection(text: str) -> Value | None:
     parts = [re.sub(r"^and\s", "", part).strip() for part in _split(text, COMMA) if part and part != "and"]
     if len(parts) > 1:
         values = tuple(parse_value(part) for part in parts)
-        return _chain(values) or ("list", _flat(values))
+        return _between(values) or ("list", _flat(values))
+    parts = _split(text, SETMINUS)
+    if len(parts) == 2:
+        return ("minus", tuple(parse_value(part) for part in parts))
     inner = _brackets(text)
     matrix = MATRIX.fullmatch(inner[1].strip() if inner and inner[0] in ("(", "[") else text)
     if matrix and matrix[1] != "vmatrix":
@@ -186,6 +218,13 @@ def _collection(text: str) -> Value | None:
     return parse_value(inside.strip()) if inside.strip() else None
 
 
+def _as_point(value: Value) -> Value:
+    """x=1, y=2 as (1, 2), in the order of the names."""
+    if value[0] == "list" and len({item[1] for item in value[1] if item[0] == "named"}) == len(value[1]):
+        return ("sequence", "()", tuple(item[2] for item in value[1]))
+    return value
+
+
 def _flat(values: tuple[Value, ...]) -> tuple[Value, ...]:
     """1, \\pm 2 -> 1, 2, -2; several names (y=2, x=3) in the order of the names."""
     flat: tuple[Value, ...] = ()
@@ -198,7 +237,7 @@ def _flat(values: tuple[Value, ...]) -> tuple[Value, ...]:
     return tuple(sorted(flat, key=lambda item: item[1])) if len(names) == len(flat) == len(set(names)) else flat
 
 
-def _chain(values: tuple[Value, ...]) -> Value | None:
+def _between(values: tuple[Value, ...]) -> Value | None:
     """x > -5 and x <= 2 as -5 < x <= 2."""
     if len(values) != 2 or any(value[0] != "relation" or len(value[1]) != 2 for value in values):
         return None
@@ -213,19 +252,24 @@ def _quantity(text: str) -> Value | None:
     based = BASED.fullmatch(text)
     if based and (based[2].isdigit() or based[2] in NUMBER_WORDS):
         return ("based", based[1].lstrip("0").upper(), NUMBER_WORDS.get(based[2], based[2]))
-    clock = CLOCK.fullmatch(text)
+    clock, parts = CLOCK.fullmatch(text), _split(text, COLON)
     if clock:
-        half = re.sub(r"[^apm]", "", (clock[2] or "").lower())
-        return ("colon", tuple(int(part) for part in clock[1].split(":")), half)
+        parts = clock[1].split(":")
+    if clock or (len(parts) > 1 and all(parts) and "\\text" not in text):
+        half = re.sub(r"[^apm]", "", (clock[2] or "").lower()) if clock else ""
+        values = tuple(parse_value(part.strip()) for part in parts)
+        if all(value[0] in ("number", "formula") for value in values):
+            return ("colon", values, half, re.match(r"\D*(?:[01]?\d|2[0-4])\s*:\s*[0-5]\d(?!\d)", text) is not None)
     if re.search(r"\\(?:equiv|pmod|dots|mid|parallel|perp)(?![A-Za-z])", text):
         return ("words", re.sub(r"\s", "", text))  # what SymPy has no value for is compared as text
     words = " ".join(re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text).split())
+    is_product = re.fullmatch(r"[A-Za-z]{3}", words) or (words.isalpha() and re.search(r"[A-Z]", fold(words)))
     if (
         words.casefold() in ("yes", "no")
         or re.fullmatch(r"[^\W\d_][^\d_+*/^=<>\\(){}\[\]|]*", words)
-        and (re.search(r"[^\W\d_]{3,}", words) or "\\text" in text)
+        and ("\\text" in text or (re.search(r"[^\W\d_]{3,}", words) and not is_product))
     ):
-        return ("words", re.sub(r"^(?:an?|the) ", "", " ".join(re.sub(r"[^\w ]", " ", words.casefold()).split())))
+        return ("words", re.sub(r"^(?:[Aa]n?|the) ", "", " ".join(re.sub(r"[^\w ]", " ", fold(words)).split())))
     currency = CURRENCY.fullmatch(text)
     if currency:
         inner = parse_value(currency[1] + currency[3])
@@ -242,5 +286,5 @@ def _quantity(text: str) -> Value | None:
         if name is not None and inner[0] in ("number", "formula") and inner[2] == "":
             return (*inner[:2], name)
         if name is None and "\\text" in quantity["unit"]:
-            return ("words", " ".join(words.casefold().split()))  # it says something about the value that is no unit
+            return ("words", fold(words))  # it says something about the value that is no unit
     return None

@@ -25,7 +25,7 @@ from sympy import Add, Basic, Derivative, Expr, Float, I, Integral, Limit, Pow, 
 
 from grading.answer import read_answer
 from grading.math_text import clean, fold, in_base, plain_text
-from grading.math_value import MAX_FORMULA, NAME, Value, parse_value
+from grading.math_value import MAX_FORMULA, VARIABLE, Value, parse_value
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off
 
@@ -59,6 +59,8 @@ def equal(key: str, answer: str) -> bool:
     key, answer = clean(key), clean(answer)
     if not key or not answer:
         return False
+    if re.fullmatch("[A-J]", key) and answer.upper() == key:
+        return True  # a choice
     values = parse_value(key), parse_value(answer)
     if values[0][0] != "number" and re.sub(r"\s+", "", key) == re.sub(r"\s+", "", answer):
         return True
@@ -87,10 +89,12 @@ def _same(key: Value, answer: Value) -> bool:
         return key[1] == answer[1] and (key[2] is None or answer[2] is None or _same(key[2], answer[2]))
     if kinds[0] == "choice" and key[2] is not None and _same(key[2], answer):  # key (C) 12, answer 12
         return True
+    if {*kinds} == {"choice", "formula"}:
+        letter, formula = (key, answer) if kinds[0] == "choice" else (answer, key)
+        if _letters(formula[1]).upper() == letter[1]:
+            return True
     if kinds[1] == "choice" and answer[2] is not None:  # key 12, answer "(C) 12"
         return _same(key, answer[2])
-    if kinds == ("choice", "formula"):
-        return _letters(answer[1]).upper() == key[1]
     if kinds[1] == "list" and kinds[0] not in ("list", "set", "sequence"):
         return all(_same(key, item) for item in answer[1])
     if kinds == ("list", "list") and (_has_names(key[1]) != _has_names(answer[1])):
@@ -106,8 +110,8 @@ def _same(key: Value, answer: Value) -> bool:
         return len(key[1]) == len(answer[1]) and all(map(_same_ordered, key[1], answer[1]))
     if "matrix" in kinds and "formula" in kinds:
         return _same_formula(*(value[2] if value[0] == "matrix" else value[1] for value in (key, answer)))
-    if kinds == ("relation", "relation") and _same_relation(key, answer):
-        return True
+    if kinds == ("relation", "relation") and (_same_relation(key, answer) or _unknowns(key) != _unknowns(answer)):
+        return _same_relation(key, answer)
     if {*kinds} & {"relation", "union", "minus"}:
         return _same_set(_as_interval(key), _as_interval(answer))
     if kinds == ("based", "number"):
@@ -219,6 +223,10 @@ def _in_radians(value: Value) -> str:
 # Relations and sets of real numbers -----------------------------------------------------------------------------------
 
 
+def _unknowns(relation: Value) -> set[Basic]:
+    return set().union(*(formula.free_symbols for formula in map(_formula, relation[1]) if isinstance(formula, Expr)))
+
+
 def _same_relation(key: Value, answer: Value) -> bool:
     """True if each sign of the one stands between terms whose difference is a multiple of the other's: 2x > 6, x > 3."""
     if key[2] != answer[2]:
@@ -235,11 +243,14 @@ def _as_interval(value: Value) -> Value:
     if value[0] != "relation":
         return value
     terms, signs = value[1:]
-    if len(terms) == 2 and re.fullmatch(NAME, terms[0]):
+    if signs == ("\\ne",) and re.fullmatch(VARIABLE, terms[0]):
+        points = parse_value(terms[1])
+        return ("minus", (("formula", r"\mathbb{R}", ""), ("set", points[1] if points[0] == "list" else (points,))))
+    if len(terms) == 2 and re.fullmatch(VARIABLE, terms[0]):
         terms, signs = ("-\\infty", *terms), ("<", *signs)
-    elif len(terms) == 2 and re.fullmatch(NAME, terms[1]):
+    elif len(terms) == 2 and re.fullmatch(VARIABLE, terms[1]):
         terms, signs = (*terms, "\\infty"), (*signs, "<")
-    if len(terms) != 3 or not re.fullmatch(NAME, terms[1]) or not {*signs} <= {"<", "\\le"}:
+    if len(terms) != 3 or not re.fullmatch(VARIABLE, terms[1]) or not {*signs} <= {"<", "\\le"}:
         return value
     brackets = ("(" if signs[0] == "<" else "[") + (")" if signs[1] == "<" else "]")
     return ("sequence", brackets, (parse_value(terms[0]), parse_value(terms[2])))
@@ -306,7 +317,7 @@ def _formula(text: str | Fraction) -> Basic | None:
     text = re.sub(r"(\d+(?:\.\d+)?)\s*\^\\circ", r"(\1\\cdot\\frac{\\pi}{180})", text)
     text = re.sub(r"(?<![\d.,])(\d*\.\d+)(?![\d.])", lambda m: _latex(Fraction(m[1])), text)
     text = MARKED.sub(lambda m: f"{m[1]}_{{{m[2] or m[5] or ''}{'p' * len(m[3] or '')}{'s' * bool(m[4])}}}", text)
-    stand_ins = STAND_INS if not re.search(r"\\int|\\frac\s*\{d|d\w?\s*/\s*d", text) else {**STAND_INS, "d": "d"}
+    stand_ins = STAND_INS if not re.search(r"\\int|\\frac\s*\{\s*d.{0,3}\}\s*\{\s*d|d\w?\s*/\s*d", text) else {**STAND_INS, "d": "d"}
     text = TOKEN.sub(lambda m: stand_ins.get(m[0], m[0]), text)
     try:
         formula = latex2sympy(normalize_latex(text, NORMALIZATION), None, True, False, None, CONVERSION)

@@ -75,7 +75,7 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
     (r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{"),
     (r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),
     (r"\\frac\{\s*(\\text\{[^{}]*)\}\s*\}\{\s*\\text\{([^{}]*\})\s*\}", r"\1/\2"),
-    (r"\\sqrt\s*(\d)", r"\\sqrt{\1}"),
+    (r"\\sqrt\s*(\[\d+\])?\s*(\d)", r"\\sqrt\1{\2}"),
     (r"(?:\\sqrt|(?<![\\A-Za-z])[sS]qrt)\s*\(([^()]*)\)", r"\\sqrt{\1}"),
     (r"(?<![\\A-Za-z])(pi|infinity|sin|cos|tan|log|ln)x?", r"\\\1 "),
     (r"(?<![\\A-Za-z])sqrt\s*(\d+)", r"\\sqrt{\1}"),
@@ -86,6 +86,12 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
     (r"\{?\s*(\w+)\s*\\choose\s*(\w+)\s*\}?|(?<![A-Za-z\\])C\(\s*(\d+)\s*,\s*(\d+)\s*\)|"
      r"(?:\{\})?[_^]\{?(\d+)\}?\s*C_\{?(\d+)\}?",
      lambda m: rf"\binom{{{m[1] or m[3] or m[5]}}}{{{m[2] or m[4] or m[6]}}}"),
+    (r"\\begin\{cases\}([^&]*?)\\end\{cases\}", lambda m: re.sub(r"\s*\\\\\s*(?=.)", ", ", m[1])),
+    # Remarks that change nothing
+    (r"(?<=\d)\s*\^?\s*\{?\s*(?:\\text\s*\{\s*)?(?:st|nd|rd|th)\s*\}*$", ""),
+    (r"[,;]?\s*\(\s*(?:\\text\s*\{\s*)?(?:reject|discard|exclud|since|because)[^()]*\)$", ""),
+    (r"[,;]?\s*(?:\\text\s*\{\s*)?(?:for (?:all|any|every)\b|\\forall)"
+     r"(?!.*(?:\\mathbb\{[^R]|[<>]|\\[lgn]e|integer|positive|negative|natural|rational|odd|even|prime)).*$", ""),
     (r"^(?i:so|thus|hence|therefore|then|it is|it's|that is)\b[,:]?\s+(?=\S)", ""),
     (r"\s+", " "),
 ]]  # fmt: skip
@@ -107,7 +113,7 @@ def clean(text: str) -> str:
     text = re.sub(r"[⅐-⅞]", lambda m: " " + unicodedata.normalize("NFKC", m[0]).replace("⁄", "/"), text)
     text = unicodedata.normalize("NFKC", text)
     text = "".join(c for c in text if unicodedata.category(c) not in ("Cf", "Cc") or c.isspace())
-    text = text.strip().strip("`*").strip()
+    text = text.strip().strip("`*" if not text.strip().endswith("^*") else "`").strip()
     for pattern, replacement in REWRITES:
         text = pattern.sub(replacement, text)
     text = text.strip()
@@ -232,7 +238,7 @@ IN_BASE = {  # how many of the second unit are one of the first
     "mg": (Fraction(1, 1000), "g"), "kg": (1000, "g"), "lb": (16, "oz"), "ml": (Fraction(1, 1000), "l"),
     "cent": (Fraction(1, 100), "$"), "year": (12, "month"),
 }  # fmt: skip
-ABBREVIATIONS = set("cm mm km kg mg lb oz ft yd mi in min ml hz pa kj kw nm deg".split())  # noqa: SIM905
+ABBREVIATIONS = set("cm mm km kg mg lb oz ft yd mi in min ml hz pa kj kw mw nm deg".split())  # noqa: SIM905
 LETTERS = {"m", "g", "s", "h", "l"}  # after a space; in \text any of J N W V K A, too
 MEASURES = set("个 元 米 人 天 秒 度 岁 克 只 本 张 支 件 次 种 块 条".split())  # noqa: SIM905
 MEASURES |= {"厘米", "千米", "毫米", "公里", "小时", "分钟", "千克", "公斤", "平方米", "平方厘米"}
@@ -262,9 +268,8 @@ def unit(text: str, may_be_letter: bool) -> str | None:
     """
     letters = LETTERS | set("jnwvka") if "\\text" in text else LETTERS
     if re.search(r"(?<![A-Za-z])[A-Z](?![A-Za-z.])", text) and "\\text" not in text:
-        return None  # 5 M is no length
-    if re.search(r"(?<![A-Za-z])M(?:[gmsWJNVAB]|Hz|Pa)(?![A-Za-z])", text):
-        return None  # mega, not milli
+        return "k" if text.strip() == "K" else None  # 5 M is no length
+    text = re.sub(r"(?<![A-Za-z])M([gmsWJNVAB]|Hz|Pa)(?![A-Za-z])", r"mega\1", text)  # not milli
     text = re.sub(r"\\text\s*\{\s*\(?(?:in (?=\w))?([^{}()]*)\)?\s*\}", r" \1 ", text).replace("\\%", " percent ").replace("%", " percent ").lower()
     text = re.sub(r"\b([ap])\.\s?m\b\.?", r"\1m", text.replace("^\\circ", " degrees ")).replace(".", " ")
     if not re.fullmatch(r"[\sa-z\u4e00-\u9fff/^{}\d]*", text) or re.search(r"(?<!\^)(?<!\^\{)\d", text):
@@ -279,7 +284,7 @@ def unit(text: str, may_be_letter: bool) -> str | None:
             names += ["/"] if word == "per" else []
         elif word[0] in "^/":
             names.append(word.replace("{", ""))
-        elif name is not None or word in ABBREVIATIONS or (may_be_letter and word in letters) or word in MEASURES:
+        elif name is not None or word in ABBREVIATIONS or word[:4] == "mega" or (may_be_letter and word in letters) or word in MEASURES:
             names.append(word if name is None else name)
         elif len(word) > 3 and word.endswith("s") and not word.endswith("ss"):
             names.append(word.removesuffix("s"))
@@ -291,7 +296,7 @@ def unit(text: str, may_be_letter: bool) -> str | None:
 def in_base(name: str) -> tuple[Fraction, str]:
     """How many of the base unit one of a unit is, and that unit: km/h is 5/18 m/s, cents are hundredths of $."""
     factor, base = Fraction(1), ""
-    for sign, word, power in re.findall(r"(/?)([a-z$]+)(?:\^(\d))?", name):
+    for sign, word, power in re.findall(r"(/?)([^\W\d_]+|\$)(?:\^(\d))?", name):
         size, unit_name = IN_BASE.get(word, (1, word))
         factor *= Fraction(size) ** (int(power or 1) * (-1 if sign else 1))
         base += sign + unit_name + (f"^{power}" if power else "")

@@ -34,12 +34,13 @@ DENIED = (  # in a text on the left side: what is on the right is not the answer
 NAME = (  # x, x_1, f(x), f^{-1}(x), f'(2), P(A), |v|, dy/dx, AB, [ABC], \angle ABC, Area, \text{total cost}
     rf"(?:{LETTER}(?:\^\{{-1\}}|'+)?\s?\((?![^()]*\d[A-Za-z])[^()+*/^=-]*\)|{LETTER}'*"
     r"|d\w/d\w|\\frac\{d\w\}\{d\w\}"
-    r"|\|\s*(?:\\text\{\w+\}|[A-Za-z]|\\[a-z]+|\s)+\|(?!\|)|\[[A-Z]{2,4}\]|(?:m?\\angle\s*|"
+    r"|\|\s*(?:\\text\{\w+\}|[A-Zuvw]|\\[a-z]+|\s)+\|(?!\|)|[A-Z]\^(?:T|\{(?:-1|T)\})(?=\s*=\s*\\begin)|\[[A-Z]{2,4}\]|(?:m?\\angle\s*|"
     r"\\overline\s*\{?)?[A-Z]{2,4}\}?"
     rf"|(?:\\text\{{)?\s*(?![^{{}}=]*\b(?i:{DENIED})\b)[A-Za-z]{{3,}}(?: [A-Za-z]{{2,}})*\s*"
     r"(?:\}\s*(?:\\(?:triangle|angle)\s*)?[A-Z]*)?"
     r"|P\s*\(\\text\{[^{}]*\}\))"
 )
+VARIABLE = rf"{LETTER}'*(?:\(\w\))?"
 LEFT = rf"(?:{NAME}(?:\s*[:/]\s*{NAME})*|\\frac\{{{NAME}\}}\{{{NAME}\}})"  # or a ratio of names
 CONSTANT = re.compile(  # a side without letters
     r"(?:[^A-Za-z\\]|\\(?:frac|sqrt|cdot|times|div|pi|binom|circ|sin|cos|tan|log|ln|pm|\W|text\{[^{}]*\})(?![A-Za-z]))+"
@@ -62,7 +63,7 @@ COMMA = re.compile(r"[,;](?!\d{3}(?!\d))|;|,\s|(?<=[\s\d}])and(?=\s)")
 OR = re.compile(r"(?<=[\s\d})\]])or(?=[\s\\(]|\w(?:\(\w\))?\s*=)")
 SEMICOLON, COLON = re.compile(";"), re.compile(":")
 CUP, SETMINUS = re.compile(r"\\cup(?![A-Za-z])"), re.compile(r"\\setminus(?![A-Za-z])")
-MATRIX = re.compile(r"\\begin\{([bpBv]?matrix|array)\}(?:\{[^{}]*\})?(.*)\\end\{\1\}", re.DOTALL)
+MATRIX = re.compile(r"\\begin\{([bpBv]?matrix|array)\}(?:\{[^{}]*\})?((?:(?!\\begin).)*)\\end\{\1\}", re.DOTALL)
 OPENING, CLOSING = ("(", "[", "{", "\\{", "\\langle"), (")", "]", "}", "\\}", "\\rangle")
 BRACKET = r"\\[{}]|\\[lr]angle|\\.|[()\[\]{}]"  # or an escaped character, which is none
 
@@ -112,14 +113,16 @@ def _brackets(text: str) -> tuple[str, str, str] | None:
 
 
 def _choice(text: str) -> Value | None:
-    """(C), \\text{C}, option C, C. 12; a bare capital letter, too. Not "(a) 5, (b) 6", which are two answers."""
+    """(C), \\text{C}, option C, C. 12. Not "(a) 5, (b) 6", which are two answers."""
     match = CHOICE.fullmatch(text)
     if not match:
         return None
-    before, rest = text[: match.start(3)], (match[7] or "").strip().removesuffix("}")
+    before, rest = text[: match.start(3)], (match[7] or "").strip()
+    if rest.count("}") > rest.count("{"):
+        rest = rest.removesuffix("}")
     starts = before.lower().startswith(("option", "choice"))
     is_marked = starts or "(" in before or "text" in before or match[4] or match[6]
-    if not is_marked and (rest or not match[3].isupper()):
+    if not is_marked:
         return None
     denies = r"^[,/]|\b(?:or|and|is|was|are|not|isn|would|can|but|maybe|wrong|false)\b"
     if rest and (
@@ -185,14 +188,14 @@ def _collection(text: str) -> Value | None:
         parts = _split(text, SEMICOLON if "," in text and "=" in text else CUP)  # x=1, y=2; x=2, y=1
     if len(parts) > 1 and all(parts):
         values = tuple(_as_point(parse_value(part)) for part in parts)
-        if any(value[0] == "choice" for value in values):
+        if any(value[0] == "choice" or re.fullmatch("[A-J]", part) for value, part in zip(values, parts, strict=True)):
             return ("words", text)  # "A or B" chooses neither
         is_union = "\\cup" in text or any(value[0] == "relation" for value in values)
         return ("union" if is_union else "list", _flat(values))
     parts = [re.sub(r"^and\s", "", part).strip() for part in _split(text, COMMA) if part and part != "and"]
     if len(parts) > 1:
         values = tuple(parse_value(part) for part in parts)
-        return _between(values) or ("list", _flat(values))
+        return _between(parts, values) or ("list", _flat(values))
     parts = _split(text, SETMINUS)
     if len(parts) == 2:
         return ("minus", tuple(parse_value(part) for part in parts))
@@ -237,8 +240,13 @@ def _flat(values: tuple[Value, ...]) -> tuple[Value, ...]:
     return tuple(sorted(flat, key=lambda item: item[1])) if len(names) == len(flat) == len(set(names)) else flat
 
 
-def _between(values: tuple[Value, ...]) -> Value | None:
-    """x > -5 and x <= 2 as -5 < x <= 2."""
+def _between(parts: list[str], values: tuple[Value, ...]) -> Value | None:
+    """x > -5 and x <= 2 as -5 < x <= 2; x \\ne 1 and x \\ne 2, or x \\ne 1, 2, as one relation."""
+    kind, *first = values[0]
+    if kind == "relation" and first[1] == ("\\ne",):
+        others = [re.sub(rf"^{re.escape(first[0][0])}\s*\\ne\s*", "", part) for part in parts[1:]]
+        if all(parse_value(other)[0] in ("number", "formula") for other in others):
+            return ("relation", (first[0][0], ", ".join([first[0][1], *others])), first[1])
     if len(values) != 2 or any(value[0] != "relation" or len(value[1]) != 2 for value in values):
         return None
     for (_, low, low_signs), (_, high, high_signs) in (values, values[::-1]):

@@ -98,14 +98,15 @@ def _same(key: Value, answer: Value) -> bool:
     if kinds[1] == "list" and kinds[0] not in ("list", "set", "sequence"):
         return all(_same(key, item) for item in answer[1])
     if kinds == ("list", "list") and (_has_names(key[1]) != _has_names(answer[1])):
-        return _same_ordered(key[1], answer[1])
+        named = _has_names(key[1])
+        return _same_ordered(_by_name(key), _by_name(answer)) or (named and _same_ordered(key[1], answer[1]))
     if {*kinds} <= {"list", "set"}:
         return _same_unordered(key[1], answer[1], is_set=kinds != ("list", "list"))
     if kinds == ("sequence", "sequence"):
         return key[1] == answer[1] and _same_ordered(key[2], answer[2])
     if kinds in (("sequence", "list"), ("list", "sequence")):
-        (_, brackets, items), (_, others) = (key, answer) if kinds[0] == "sequence" else (answer, key)
-        return brackets == "()" and _same_ordered(items, others)
+        (_, brackets, items), named = (key, answer) if kinds[0] == "sequence" else (answer, key)
+        return brackets == "()" and _same_ordered(items, _by_name(named))
     if kinds == ("matrix", "matrix"):
         return len(key[1]) == len(answer[1]) and all(map(_same_ordered, key[1], answer[1]))
     if "matrix" in kinds and "formula" in kinds:
@@ -128,7 +129,7 @@ def _is_true(chain: Value) -> bool:
     for rough in chain[2]:
         if rough[0] == "number" and isinstance(exact, Expr) and not exact.free_symbols:
             last_digit = next(Fraction(1, 10**n) for n in range(40) if rough[1] * 10**n % 1 == 0 or n == 39)
-            if abs(exact.evalf(60) - rough[1]) > last_digit:
+            if not -last_digit / 2 <= abs(exact.evalf(60)) - abs(rough[1]) < last_digit:  # rounded or cut off
                 return False
     return all(_same(value, other) for other in others)
 
@@ -157,6 +158,11 @@ def _same_ordered(keys: tuple[Value, ...], answers: tuple[Value, ...]) -> bool:
 def _has_names(values: tuple[Value, ...]) -> bool:
     """True for x=1, y=2; false for 1, 2 and for x=1, x=2."""
     return len({value[1] for value in values if value[0] == "named"}) == len(values)
+
+
+def _by_name(value: Value) -> tuple[Value, ...]:
+    """The elements of a list: y=2, x=3 as x=3, y=2."""
+    return tuple(sorted(value[1], key=lambda item: item[1])) if _has_names(value[1]) else value[1]
 
 
 def _same_unordered(keys: tuple[Value, ...], answers: tuple[Value, ...], is_set: bool) -> bool:
@@ -208,9 +214,10 @@ def _same_quantity(key: Value, answer: Value) -> bool:
     scale = Fraction(1)
     if key_unit and answer_unit and key_unit != answer_unit:
         (key_scale, key_base), (answer_scale, answer_base) = in_base(key_unit), in_base(answer_unit)
-        if key_base != answer_base and ("u" not in units or re.search(r"[/^]", key_unit + answer_unit)):
+        if key_base == answer_base:
+            scale = answer_scale / key_scale
+        elif "u" not in units or re.search(r"[/^]", key_unit + answer_unit):
             return False
-        scale = answer_scale / key_scale
     if key[0] == answer[0] == "number":
         return key[1] == answer[1] * scale
     return _same_formula(key[1], answer[1] if scale == 1 else rf"{_latex(scale)}\cdot({_latex(answer[1])})")
@@ -356,7 +363,7 @@ def _is_small(formula: Basic) -> bool:
     if not isinstance(formula, Pow) or not formula.exp.is_number:
         return True
     if formula.base.is_number:
-        if formula.base.is_zero and not formula.exp.is_positive:
+        if formula.exp.is_infinite or (formula.base.is_zero and not formula.exp.is_positive):
             return False
         digits = abs(formula.exp.evalf() * log(abs(formula.base.evalf()))) / math.log(10)
         return formula.base.is_zero is True or bool(digits.evalf() < MAX_DIGITS)

@@ -55,7 +55,7 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
     (r"\\[dtc]fracx?", r"\\frac"),
     (r"\\lbracex?", r"\\{"),
     (r"\\rbracex?", r"\\}"),
-    (r"\\notx?\s*=|!=|\\neqx?", r"\\ne "),
+    (r"\\notx?\s*=|(?<![\d)])!=|\\neqx?", r"\\ne "),
     (r"\\leq?(?:slant)?x?|<=", r"\\le "),
     (r"\\geq?(?:slant)?x?|>=", r"\\ge "),
     (r"\\ltx?", "<"),
@@ -87,6 +87,8 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
      r"(?:\{\})?[_^]\{?(\d+)\}?\s*C_\{?(\d+)\}?",
      lambda m: rf"\binom{{{m[1] or m[3] or m[5]}}}{{{m[2] or m[4] or m[6]}}}"),
     (r"\\begin\{cases\}([^&]*?)\\end\{cases\}", lambda m: re.sub(r"\s*\\\\\s*(?=.)", ", ", m[1])),
+    (r"\(\s*(\\text\{)([^{}]*)\}\s*\)$", r"\1(\2)}"),
+    (r"(=[^=,;]*[\d})])\s*(?:\\\\\s*|\s)(?=[A-Za-z](?:_\{?\w+\}?)?\s*=)", r"\1, "),
     # Remarks that change nothing
     (r"(?<=\d)\s*\^?\s*\{?\s*(?:\\text\s*\{\s*)?(?:st|nd|rd|th)\s*\}*$", ""),
     (r"[,;]?\s*\(\s*(?:\\text\s*\{\s*)?(?:reject|discard|exclud|since|because)[^()]*\)$", ""),
@@ -128,7 +130,7 @@ def clean(text: str) -> str:
 
 def fold(text: str) -> str:
     """The text with its words in lower case: Monday, EVEN. What may be a product of letters keeps its case: Rr, GMm."""
-    word = r"(?<![^\W\d_])(?=[^\W\d_]*[aeiouyAEIOUY])(?:[A-Z]?[a-z]{2,}|[A-Z]{4,}|No)(?![^\W\d_])"
+    word = r"(?<![^\W\d_])(?=[^\W\d_]*[aeiouyAEIOUY])(?:[A-Z]?[a-z]{2,}|[A-Z]{4,}|(?i:yes|no))(?![^\W\d_])"
     return re.sub(word, lambda match: match[0].lower(), text)
 
 
@@ -140,6 +142,8 @@ def plain_text(text: str) -> str:
 
 def spoken_number(text: str) -> str | None:
     """The number that English words in lower case spell, in digits: twenty-one, two hundred and five, two thirds."""
+    if text.startswith("-"):
+        return "-" + inner if (inner := spoken_number(text[1:])) else None
     words = [word for word in re.split(r"[\s-]+", text.strip()) if word != "and"]
     part = PARTS.get(words[-1].removesuffix("s"), 2 if words[-1] == "halves" else None) if len(words) > 1 else None
     if part:
@@ -269,6 +273,8 @@ def unit(text: str, may_be_letter: bool) -> str | None:
     letters = LETTERS | set("jnwvka") if "\\text" in text else LETTERS
     if re.search(r"(?<![A-Za-z])[A-Z](?![A-Za-z.])", text) and "\\text" not in text:
         return "k" if text.strip() == "K" else None  # 5 M is no length
+    if re.search(r"(?<![A-Za-z])[GHMS](?![A-Za-z.])", text):
+        return None
     text = re.sub(r"(?<![A-Za-z])M([gmsWJNVAB]|Hz|Pa)(?![A-Za-z])", r"mega\1", text)  # not milli
     text = re.sub(r"\\text\s*\{\s*\(?(?:in (?=\w))?([^{}()]*)\)?\s*\}", r" \1 ", text).replace("\\%", " percent ").replace("%", " percent ").lower()
     text = re.sub(r"\b([ap])\.\s?m\b\.?", r"\1m", text.replace("^\\circ", " degrees ")).replace(".", " ")

@@ -195,7 +195,7 @@ def _collection(text: str) -> Value | None:
     parts = [re.sub(r"^and\s", "", part).strip() for part in _split(text, COMMA) if part and part != "and"]
     if len(parts) > 1:
         values = tuple(parse_value(part) for part in parts)
-        return _between(parts, values) or ("list", _flat(values))
+        return _between(values) or ("list", _flat(values))
     parts = _split(text, SETMINUS)
     if len(parts) == 2:
         return ("minus", tuple(parse_value(part) for part in parts))
@@ -210,7 +210,7 @@ def _collection(text: str) -> Value | None:
             return ("list", (parse_value(plus.strip()), parse_value(text.replace("\\pm", "-"))))
         return None
     opening, inside, closing = inner
-    builder = re.fullmatch(rf"\s*({NAME})\s*(?:\\mid|:|\|)\s*(.+)", inside) if opening == "\\{" else None
+    builder = re.fullmatch(rf"\s*({NAME})(?:\s*\\in\s*\\mathbb\{{R\}})?\s*(?:\\mid|:|\|)\s*(.+)", inside) if opening == "\\{" else None
     if builder:
         return parse_value(builder[2].strip())
     separator = re.compile("[,;](?!\\d{3}(?!\\d))|[,;]\\s" if opening == "(" else "[,;]")
@@ -224,29 +224,27 @@ def _collection(text: str) -> Value | None:
 def _as_point(value: Value) -> Value:
     """x=1, y=2 as (1, 2), in the order of the names."""
     if value[0] == "list" and len({item[1] for item in value[1] if item[0] == "named"}) == len(value[1]):
-        return ("sequence", "()", tuple(item[2] for item in value[1]))
+        return ("sequence", "()", tuple(item[2] for item in sorted(value[1], key=lambda item: item[1])))
     return value
 
 
 def _flat(values: tuple[Value, ...]) -> tuple[Value, ...]:
-    """1, \\pm 2 -> 1, 2, -2; several names (y=2, x=3) in the order of the names."""
+    """1, \\pm 2 -> 1, 2, -2."""
     flat: tuple[Value, ...] = ()
     for value in values:
         if value[0] == "named" and value[2][0] == "list":  # x = \pm 2
             flat += tuple(("named", value[1], item, *value[3:]) for item in value[2][1])
         else:
             flat += value[1] if value[0] == "list" else (value,)
-    names = [item[1] for item in flat if item[0] == "named"]
-    return tuple(sorted(flat, key=lambda item: item[1])) if len(names) == len(flat) == len(set(names)) else flat
+    return flat
 
 
-def _between(parts: list[str], values: tuple[Value, ...]) -> Value | None:
-    """x > -5 and x <= 2 as -5 < x <= 2; x \\ne 1 and x \\ne 2, or x \\ne 1, 2, as one relation."""
-    kind, *first = values[0]
-    if kind == "relation" and first[1] == ("\\ne",):
-        others = [re.sub(rf"^{re.escape(first[0][0])}\s*\\ne\s*", "", part) for part in parts[1:]]
-        if all(parse_value(other)[0] in ("number", "formula") for other in others):
-            return ("relation", (first[0][0], ", ".join([first[0][1], *others])), first[1])
+def _between(values: tuple[Value, ...]) -> Value | None:
+    """x > -5 and x <= 2 as -5 < x <= 2; x > 0 and x \\ne 1, and also x \\ne 1, 2, as a set without points."""
+    kept = tuple(value for value in values if value[0] == "relation" and value[2] != ("\\ne",))
+    points = tuple(parse_value(value[1][1]) if value[0] == "relation" else value for value in values if value not in kept)
+    if values[0][0] == "relation" and len(points) > (values[0] in kept) - 1 and len(kept) < 2 and points:
+        return ("minus", (*(kept or (("formula", r"\mathbb{R}", ""),)), ("set", _flat(points))))
     if len(values) != 2 or any(value[0] != "relation" or len(value[1]) != 2 for value in values):
         return None
     for (_, low, low_signs), (_, high, high_signs) in (values, values[::-1]):
@@ -268,7 +266,7 @@ def _quantity(text: str) -> Value | None:
         values = tuple(parse_value(part.strip()) for part in parts)
         if all(value[0] in ("number", "formula") for value in values):
             return ("colon", values, half, re.match(r"\D*(?:[01]?\d|2[0-4])\s*:\s*[0-5]\d(?!\d)", text) is not None)
-    if re.search(r"\\(?:equiv|pmod|dots|mid|parallel|perp)(?![A-Za-z])", text):
+    if re.search(r"\\(?:equiv|pmod|dots|mid|parallel|perp)(?![A-Za-z])|\.\.", text):
         return ("words", re.sub(r"\s", "", text))  # what SymPy has no value for is compared as text
     words = " ".join(re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text).split())
     is_product = re.fullmatch(r"[A-Za-z]{3}", words) or (words.isalpha() and re.search(r"[A-Z]", fold(words)))

@@ -11,6 +11,7 @@ worker process that grades it (`pool.py`).
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import re
@@ -30,14 +31,18 @@ from grading.math_value import MAX_FORMULA, VARIABLE, Value, parse_value
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off
 
 UNFINISHED = (Sum, Product, Integral, Limit, Derivative)  # what would be worked out numerically, at length
+UNSOLVED = (TypeError, ValueError, ArithmeticError, NotImplementedError, AttributeError, RecursionError)  # of SymPy
 MAX_DIGITS = 10_000  # of a number that SymPy may be asked to write out
 MAX_WORDS = 12  # of an answer key: more are a sentence
 MAX_EXPONENT = 200  # of a sum, which SymPy may be asked to expand
 NORMALIZATION = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True)
-CONVERSION = ConversionConfig(lowercase_symbols=False)
+CONVERSION = {"normalization_config": None, "conversion_config": ConversionConfig(lowercase_symbols=False)}
+RADIANS = r"\cdot\frac{\pi}{180}"
 STAND_INS = {  # letters that the parser takes for functions or constants, by letters that nobody uses
     r"\gamma": r"\upsilon ", r"\Gamma": r"\Upsilon ", "I": r"\varsigma ", "E": r"\varpi ", "d": r"\vartheta ",
 }  # fmt: skip
+UNREADABLE = re.compile(r"binom\{?\d{6}|\\approx|\\f?box|\.\.|\d\s*\\text|(?:gcd|lcm)\W.*[a-z]")
+DIFFERENTIAL = re.compile(r"\\int|\\frac\s*\{\s*d.{0,3}\}\s*\{\s*d|d\w?\s*/\s*d")
 TOKEN = re.compile(
     r"\\Gamma\s*\(|\\(?:text|begin|end|mathbb|mathcal|mathrm)\s*\{[^{}]*\}|_\{[^{}]*\}|\\[A-Za-z]+|[A-Za-z]"
 )
@@ -111,7 +116,7 @@ def _same(key: Value, answer: Value) -> bool:
         return len(key[1]) == len(answer[1]) and all(map(_same_ordered, key[1], answer[1]))
     if "matrix" in kinds and "formula" in kinds:
         return _same_formula(*(value[2] if value[0] == "matrix" else value[1] for value in (key, answer)))
-    if kinds == ("relation", "relation") and (_same_relation(key, answer) or _unknowns(key) != _unknowns(answer)):
+    if kinds == ("relation", "relation"):
         return _same_relation(key, answer)
     if {*kinds} & {"relation", "union", "minus"}:
         return _same_set(_as_interval(key), _as_interval(answer))
@@ -123,14 +128,14 @@ def _same(key: Value, answer: Value) -> bool:
 
 
 def _is_true(chain: Value) -> bool:
-    """False for 2 + 3 = 6, and for 1/3 = 0.35 roughly: an approximation may be off by one in its last digit."""
+    """False for 2 + 3 = 6, and for 1/3 = 0.35 roughly: the digits shown must be the value's."""
     *others, value = chain[1]
     exact = _formula(value[1]) if value[0] in ("number", "formula") else None
-    for rough in chain[2]:
-        if rough[0] == "number" and isinstance(exact, Expr) and not exact.free_symbols:
-            last_digit = next(Fraction(1, 10**n) for n in range(40) if rough[1] * 10**n % 1 == 0 or n == 39)
-            if not -last_digit / 2 <= abs(exact.evalf(60)) - abs(rough[1]) < last_digit:  # rounded or cut off
-                return False
+    for rough in (approximation[1] for approximation in chain[2] if approximation[0] == "number"):
+        last_digit = next(Fraction(1, 10**n) for n in range(40) if rough * 10**n % 1 == 0 or n == 39)
+        excess = abs(exact.evalf(60)) - abs(rough) if isinstance(exact, Expr) and not exact.free_symbols else 0
+        if not -last_digit / 2 <= excess < last_digit:  # rounded or cut off
+            return False
     return all(_same(value, other) for other in others)
 
 
@@ -182,7 +187,7 @@ def _same_unordered(keys: tuple[Value, ...], answers: tuple[Value, ...], is_set:
 def _same_ratio(key: Value, answer: Value) -> bool:
     """3:4 is 6:8 and 3/4, but the time 3:40 is not 6:80."""
     if answer[0] != "colon":
-        return not key[2] and len(key[1]) == 2 and answer[0] in ("number", "formula") and _same(_quotient(*key[1]), answer)
+        return not key[2] and len(key[1]) == 2 and _same(_quotient(*key[1]), answer)
     if key[2] and answer[2] and key[2] != answer[2]:
         return False
     if _same_ordered(key[1], answer[1]):
@@ -210,7 +215,7 @@ def _same_quantity(key: Value, answer: Value) -> bool:
     if answer_unit == "k" != key_unit:
         return False  # kelvin, or thousand
     if "deg" in units and (units == {"deg", "rad"} or any("\\pi" in _latex(value[1]) for value in (key, answer))):
-        return _same_formula(*(_in_radians(value) for value in (key, answer)))
+        return _same_formula(*(_latex(value[1]) + RADIANS * (value[2] == "deg") for value in (key, answer)))
     scale = Fraction(1)
     if key_unit and answer_unit and key_unit != answer_unit:
         (key_scale, key_base), (answer_scale, answer_base) = in_base(key_unit), in_base(answer_unit)
@@ -223,24 +228,19 @@ def _same_quantity(key: Value, answer: Value) -> bool:
     return _same_formula(key[1], answer[1] if scale == 1 else rf"{_latex(scale)}\cdot({_latex(answer[1])})")
 
 
-def _in_radians(value: Value) -> str:
-    return _latex(value[1]) + (r"\cdot\frac{\pi}{180}" if value[2] == "deg" else "")
-
-
 # Relations and sets of real numbers -----------------------------------------------------------------------------------
 
 
-def _unknowns(relation: Value) -> set[Basic]:
-    return set().union(*(formula.free_symbols for formula in map(_formula, relation[1]) if isinstance(formula, Expr)))
-
-
 def _same_relation(key: Value, answer: Value) -> bool:
-    """True if each sign of the one stands between terms whose difference is a multiple of the other's: 2x > 6, x > 3."""
-    if key[2] != answer[2]:
-        return False
-    sides = zip(key[1], key[1][1:], answer[1], answer[1][1:], key[2], strict=False)
-    ratios = ((_ratio((a, b), (c, d)), sign) for a, b, c, d, sign in sides)
-    return all(ratio is not None and (ratio > 0 or sign == "\\ne") for ratio, sign in ratios)
+    """True for 2x > 6 and x > 3, whose differences are multiples, and for |x| < 3 and -3 < x < 3, the same numbers x."""
+    if key[2] == answer[2]:
+        pairs = [itertools.pairwise(relation[1]) for relation in (key, answer)]
+        ratios = list(map(_ratio, *pairs))
+        if all(ratio is not None and (ratio > 0 or sign == r"\ne") for ratio, sign in zip(ratios, key[2], strict=True)):
+            return True
+    terms = [[_formula(term) for term in relation[1]] for relation in (key, answer)]
+    unknowns = [set().union(*(term.free_symbols for term in side if isinstance(term, Expr))) for side in terms]
+    return unknowns[0] == unknowns[1] and _same_set(key, answer)
 
 
 def _as_interval(value: Value) -> Value:
@@ -250,9 +250,6 @@ def _as_interval(value: Value) -> Value:
     if value[0] != "relation":
         return value
     terms, signs = value[1:]
-    if signs == ("\\ne",) and re.fullmatch(VARIABLE, terms[0]):
-        points = parse_value(terms[1])
-        return ("minus", (("formula", r"\mathbb{R}", ""), ("set", points[1] if points[0] == "list" else (points,))))
     if len(terms) == 2 and re.fullmatch(VARIABLE, terms[0]):
         terms, signs = ("-\\infty", *terms), ("<", *signs)
     elif len(terms) == 2 and re.fullmatch(VARIABLE, terms[1]):
@@ -264,10 +261,9 @@ def _as_interval(value: Value) -> Value:
 
 
 def _same_set(key: Value, answer: Value) -> bool:
-    kinds = key[0], answer[0]
-    if kinds == ("sequence", "sequence"):
+    if key[0] == answer[0] == "sequence":
         return _same(key, answer)
-    if kinds == ("union", "union") and _same_unordered(key[1], answer[1], is_set=True):
+    if key[0] == answer[0] == "union" and _same_unordered(key[1], answer[1], is_set=True):
         return True
     spans = _real_spans(key), _real_spans(answer)
     return None not in spans and len(spans[0]) == len(spans[1]) and all(map(_same_span, *spans))
@@ -281,15 +277,14 @@ def _same_span(first: tuple, second: tuple) -> bool:
 def _real_spans(value: Value) -> list[tuple] | None:
     """(start, end, left open, right open) of each interval in a set of real numbers; None for any other set."""
     try:
-        found = _real_set(value)
-        spans = []
+        found, spans = _real_set(value), []
         for part in found.args if isinstance(found, sympy.Union) else (found,):
             if isinstance(part, sympy.FiniteSet):
                 spans += [(point.evalf(60), point.evalf(60), False, False) for point in part.args]
             else:
                 spans.append((part.start.evalf(60), part.end.evalf(60), part.left_open, part.right_open))
         return sorted(spans, key=lambda span: float(span[0]))
-    except (TypeError, ValueError, ArithmeticError, NotImplementedError, AttributeError, RecursionError):
+    except UNSOLVED:
         return None
 
 
@@ -319,31 +314,27 @@ def _formula(text: str | Fraction) -> Basic | None:
     """The formula in SymPy, unevaluated; None if math-verify cannot read it or it is too large to be worked out."""
     if isinstance(text, Fraction):
         text = _latex(text)
-    if len(text) > MAX_FORMULA or re.search(r"binom\{?\d{6}|\\approx|\\f?box|\.\.|\d\s*\\text|(?:gcd|lcm)\W.*[a-z]", text):
+    if len(text) > MAX_FORMULA or UNREADABLE.search(text):
         return None
-    text = re.sub(r"(\d+(?:\.\d+)?)\s*\^\\circ", r"(\1\\cdot\\frac{\\pi}{180})", text)
+    text = re.sub(r"(\d+(?:\.\d+)?)\s*\^\\circ", lambda m: f"({m[1]}{RADIANS})", text)
     text = re.sub(r"(?<![\d.,])(\d*\.\d+)(?![\d.])", lambda m: _latex(Fraction(m[1])), text)
     text = MARKED.sub(lambda m: f"{m[1]}_{{{m[2] or m[5] or ''}{'p' * len(m[3] or '')}{'s' * bool(m[4])}}}", text)
-    stand_ins = STAND_INS if not re.search(r"\\int|\\frac\s*\{\s*d.{0,3}\}\s*\{\s*d|d\w?\s*/\s*d", text) else {**STAND_INS, "d": "d"}
-    text = TOKEN.sub(lambda m: stand_ins.get(m[0], m[0]), text)
+    is_derivative = DIFFERENTIAL.search(text)  # then d is no letter
+    text = TOKEN.sub(lambda m: m[0] if m[0] == "d" and is_derivative else STAND_INS.get(m[0], m[0]), text)
     try:
-        formula = latex2sympy(normalize_latex(text, NORMALIZATION), None, True, False, None, CONVERSION)
-    except Exception:  # whatever the parser raises: it cannot read the text
+        formula = latex2sympy(normalize_latex(text, NORMALIZATION), is_real=True, **CONVERSION)
+    except Exception:  # noqa: BLE001  the parser raises it as such for what it cannot read
         return None
     if not isinstance(formula, Basic):
         return formula
     if not _is_small(formula) or formula.has(sympy.nan, sympy.zoo):
         return None
-    if "\\sqrt[" in text:
-        formula = formula.replace(_is_odd_root, lambda power: (-1) ** power.exp.p * Pow(-power.base, power.exp))
+    if "\\sqrt[" in text:  # the real cube root of -8, where SymPy takes a complex one
+        formula = formula.replace(
+            lambda part: isinstance(part, Pow) and part.base.is_negative and part.exp.is_Rational and part.exp.q % 2,
+            lambda power: (-1) ** power.exp.p * Pow(-power.base, power.exp),
+        )
     return formula.xreplace({symbol: I for symbol in formula.free_symbols if symbol.name == "i"})
-
-
-def _is_odd_root(formula: Basic) -> bool:
-    """True for the real cube root of -8, which SymPy takes for a complex one."""
-    if not isinstance(formula, Pow) or not formula.exp.is_Rational or formula.exp.q % 2 == 0 or formula.exp.q == 1:
-        return False
-    return bool(formula.base.is_number and formula.base.is_negative)
 
 
 def _latex(value: Fraction | str) -> str:
@@ -393,7 +384,7 @@ def _values(formulas: list[Basic], shift: float) -> list[Expr] | None:
     try:
         values = [formula.subs(point).evalf(60) for formula in formulas]
         parts = [part for value in values for part in value.as_real_imag()]
-    except (TypeError, ValueError, ArithmeticError, NotImplementedError, AttributeError, RecursionError):
+    except UNSOLVED:
         return None  # `verify` decides
     return values if all((part.is_Float or part.is_Rational) and part.is_finite for part in parts) else None
 

@@ -246,13 +246,14 @@ ABBREVIATIONS = set("cm mm km kg mg lb oz ft yd mi in min ml hz pa kj kw mw nm d
 LETTERS = {"m", "g", "s", "h", "l"}  # after a space; in \text any of J N W V K A, too
 MEASURES = set("个 元 米 人 天 秒 度 岁 克 只 本 张 支 件 次 种 块 条".split())  # noqa: SIM905
 MEASURES |= {"厘米", "千米", "毫米", "公里", "小时", "分钟", "千克", "公斤", "平方米", "平方厘米"}
+KNOWN = ABBREVIATIONS | MEASURES
 SMALL_WORDS = {"square", "squared", "sq", "cubic", "cubed", "cu", "of", "per", "the", "in"}
 NO_UNITS = {  # plural or not, what says something about the value: 7 dozens, 7 tenths, 7 more
     "additional", "always", "as", "billions", "crores", "cubes", "does", "dozens", "fewer", "guess", "half", "halves",
     "hundreds", "is", "lakhs", "less", "millions", "minus", "more", "negative", "no", "not", "ones", "or", "others",
     "over", "pairs", "percents", "plus", "quarter", "quarters", "scores", "squares", "tens", "thirds", "this",
-    "thousands", "ths", "times", "trillions", "unless", "versus", "vs", "was", "yes", "couples", "triples", "triplets", "trios",
-    "quadruples", "twins", "decades", "centuries", "gross",
+    "thousands", "ths", "times", "trillions", "unless", "versus", "vs", "was", "yes", "couples", "triples", "triplets",
+    "trios", "quadruples", "twins", "decades", "centuries", "gross",
 }  # fmt: skip
 WORD = r"[A-Za-z\u4e00-\u9fff]+\.?"
 QUANTITY = re.compile(
@@ -276,7 +277,8 @@ def unit(text: str, may_be_letter: bool) -> str | None:
     if re.search(r"(?<![A-Za-z])[GHMS](?![A-Za-z.])", text):
         return None
     text = re.sub(r"(?<![A-Za-z])M([gmsWJNVAB]|Hz|Pa)(?![A-Za-z])", r"mega\1", text)  # not milli
-    text = re.sub(r"\\text\s*\{\s*\(?(?:in (?=\w))?([^{}()]*)\)?\s*\}", r" \1 ", text).replace("\\%", " percent ").replace("%", " percent ").lower()
+    text = re.sub(r"\\text\s*\{\s*\(?(?:in (?=\w))?([^{}()]*)\)?\s*\}", r" \1 ", text)
+    text = re.sub(r"\\?%", " percent ", text).lower()
     text = re.sub(r"\b([ap])\.\s?m\b\.?", r"\1m", text.replace("^\\circ", " degrees ")).replace(".", " ")
     if not re.fullmatch(r"[\sa-z\u4e00-\u9fff/^{}\d]*", text) or re.search(r"(?<!\^)(?<!\^\{)\d", text):
         return None
@@ -290,7 +292,7 @@ def unit(text: str, may_be_letter: bool) -> str | None:
             names += ["/"] if word == "per" else []
         elif word[0] in "^/":
             names.append(word.replace("{", ""))
-        elif name is not None or word in ABBREVIATIONS or word[:4] == "mega" or (may_be_letter and word in letters) or word in MEASURES:
+        elif name is not None or (may_be_letter and word in letters) or word in KNOWN or word[:4] == "mega":
             names.append(word if name is None else name)
         elif len(word) > 3 and word.endswith("s") and not word.endswith("ss"):
             names.append(word.removesuffix("s"))

@@ -12,6 +12,7 @@ from functools import lru_cache
 from grading.math_text import CURRENCY, NUMBER_WORDS, QUANTITY, SCALES, clean, fold, number, unit
 
 MAX_FORMULA = 1000  # characters; a longer formula is compared as text only
+REALS = ("formula", r"\mathbb{R}", "")
 MAX_DEPTH = 20  # nested brackets; the LaTeX parser's time grows steeply with them
 
 # (kind, ...). Every kind with what follows it:
@@ -29,7 +30,8 @@ LETTER = (
 )
 DENIED = (  # in a text on the left side: what is on the right is not the answer
     r"half|double|twice|triple|squared?|cubed?|root|inverse|reciprocal|opposite|negative|minus|wrong|not?|never|false|"
-    r"incorrect|reject\w*|discard\w*|exclud\w*|mistake\w*|bound|guess|estimate|approx\w*|least|most|more|less|other|if"
+    r"incorrect|errors?|previous|old|attempt|reject\w*|discard\w*|exclud\w*|mistake\w*|bound|guess|estimate|approx\w*"
+    r"|least|most|more|less|other|if"
 )
 NAME = (  # x, x_1, f(x), f^{-1}(x), f'(2), P(A), |v|, dy/dx, AB, [ABC], \angle ABC, Area, \text{total cost}
     rf"(?:{LETTER}(?:\^\{{-1\}}|'+)?\s?\((?![^()]*\d[A-Za-z])[^()+*/^=-]*\)|{LETTER}'*"
@@ -47,6 +49,7 @@ CONSTANT = re.compile(  # a side without letters
 )
 NAMES = re.compile(r"\(\s*([A-Za-z]|\\[a-z]+)((?:\s*,\s*(?:[A-Za-z]|\\[a-z]+))+)\s*\)")
 NAMED = re.compile(rf"({LEFT})\s*(?:=|:=|\\in(?![A-Za-z]))\s*(.+)", re.DOTALL)
+BUILDER = re.compile(rf"\s*{NAME}(?:\s*\\in\s*\\mathbb\{{R\}})?\s*(?:\\mid|:|\|)\s*(.+)")
 RELATION = re.compile(r"\\[lg]e(?![A-Za-z])|\\ne(?![A-Za-z])|(?<!\\)[<>]")
 EQUALS = re.compile(r"(?<![<>!:\\])=")
 APPROX = re.compile(r"\\(?:approx|simeq)(?![A-Za-z])")
@@ -179,6 +182,8 @@ def _relation(text: str, terms: list[str]) -> Value | None:
         terms = ["x", *terms[1:]]
     if all(sign in (">", r"\ge") for sign in signs):  # everything the one way round
         terms, signs = terms[::-1], ["<" if sign == ">" else r"\le" for sign in signs[::-1]]
+    if signs == [r"\ne"] and (points := parse_value(terms[1]))[0] == "list":  # x \ne \pm 1
+        return ("minus", (REALS, ("set", points[1])))
     return ("relation", tuple(terms), tuple(signs)) if all(terms) else None
 
 
@@ -210,9 +215,9 @@ def _collection(text: str) -> Value | None:
             return ("list", (parse_value(plus.strip()), parse_value(text.replace("\\pm", "-"))))
         return None
     opening, inside, closing = inner
-    builder = re.fullmatch(rf"\s*({NAME})(?:\s*\\in\s*\\mathbb\{{R\}})?\s*(?:\\mid|:|\|)\s*(.+)", inside) if opening == "\\{" else None
-    if builder:
-        return parse_value(builder[2].strip())
+    builder = BUILDER.fullmatch(inside)
+    if builder and opening == "\\{":
+        return parse_value(builder[1].strip())
     separator = re.compile("[,;](?!\\d{3}(?!\\d))|[,;]\\s" if opening == "(" else "[,;]")
     items = [item for item in _split(inside, separator) if item]
     if opening in ("\\{", "[", "\\langle") or len(items) > 1:
@@ -241,11 +246,14 @@ def _flat(values: tuple[Value, ...]) -> tuple[Value, ...]:
 
 def _between(values: tuple[Value, ...]) -> Value | None:
     """x > -5 and x <= 2 as -5 < x <= 2; x > 0 and x \\ne 1, and also x \\ne 1, 2, as a set without points."""
-    kept = tuple(value for value in values if value[0] == "relation" and value[2] != ("\\ne",))
-    points = tuple(parse_value(value[1][1]) if value[0] == "relation" else value for value in values if value not in kept)
-    if values[0][0] == "relation" and len(points) > (values[0] in kept) - 1 and len(kept) < 2 and points:
-        return ("minus", (*(kept or (("formula", r"\mathbb{R}", ""),)), ("set", _flat(points))))
-    if len(values) != 2 or any(value[0] != "relation" or len(value[1]) != 2 for value in values):
+    if values[0][0] != "relation":
+        return None
+    kept = [value for value in values if value[0] == "relation" and value[2] != (r"\ne",)]
+    left_out = [value for value in values if value not in kept]
+    if left_out and len(kept) < 2:
+        points = tuple(parse_value(value[1][1]) if value[0] == "relation" else value for value in left_out)
+        return ("minus", (kept[0] if kept else REALS, ("set", points)))
+    if len(values) != 2 or any(len(value[1]) != 2 for value in values):
         return None
     for (_, low, low_signs), (_, high, high_signs) in (values, values[::-1]):
         if low[1] == high[0] and re.fullmatch(NAME, low[1]):

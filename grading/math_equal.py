@@ -1,9 +1,10 @@
 """Whether a mathematical answer equals the answer key, both as LaTeX or plain text (`answer.py` reads them).
 
 There are three layers. Numbers are compared exactly, as fractions. Tuples, sets, lists, intervals and matrices are
-compared element by element, with their brackets. What is left, a single formula, goes to math-verify, which parses
-LaTeX into SymPy. The first two layers are there because math-verify alone accepts too much (a set for a tuple, 5 for
-2x+3=5), and because it takes milliseconds where a comparison of fractions takes microseconds.
+compared element by element, with their brackets; relations and sets of real numbers as intervals. What is left, a
+single formula, goes to SymPy (`math_formula.py`). The first two layers are there because math-verify alone accepts too
+much (a set for a tuple, 5 for 2x+3=5), and because it takes milliseconds where a comparison of fractions takes
+microseconds.
 
 Nothing here has a time limit. `9^{9^9}` is refused by its size; a formula that SymPy cannot finish is ended with the
 worker process that grades it (`pool.py`).
@@ -12,43 +13,19 @@ worker process that grades it (`pool.py`).
 from __future__ import annotations
 
 import itertools
-import logging
-import math
 import re
 from fractions import Fraction
 from functools import lru_cache
 
 import sympy
-from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
-from latex2sympy2_extended.math_normalization import NormalizationConfig, normalize_latex
-from math_verify import verify
-from sympy import Add, Basic, Derivative, Expr, Float, I, Integral, Limit, Pow, Product, Sum, factorial, log, simplify
+from sympy import Expr
 
 from grading.answer import read_answer
+from grading.math_formula import RADIANS, UNSOLVED, is_close, latex, ratio_of, read_formula, same_formula
 from grading.math_text import clean, fold, in_base, plain_text
 from grading.math_value import MAX_FORMULA, VARIABLE, Value, parse_value
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off
-
-UNFINISHED = (Sum, Product, Integral, Limit, Derivative)  # what would be worked out numerically, at length
-UNSOLVED = (TypeError, ValueError, ArithmeticError, NotImplementedError, AttributeError, RecursionError)  # of SymPy
-MAX_DIGITS = 10_000  # of a number that SymPy may be asked to write out
 MAX_WORDS = 12  # of an answer key: more are a sentence
-MAX_EXPONENT = 200  # of a sum, which SymPy may be asked to expand
-NORMALIZATION = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True)
-CONVERSION = {"normalization_config": None, "conversion_config": ConversionConfig(lowercase_symbols=False)}
-RADIANS = r"\cdot\frac{\pi}{180}"
-STAND_INS = {  # letters that the parser takes for functions or constants, by letters that nobody uses
-    r"\gamma": r"\upsilon ", r"\Gamma": r"\Upsilon ", "I": r"\varsigma ", "E": r"\varpi ", "d": r"\vartheta ",
-}  # fmt: skip
-UNREADABLE = re.compile(r"binom\{?\d{6}|\\approx|\\f?box|\.\.|\d\s*\\text|(?:gcd|lcm)\W.*[a-z]")
-DIFFERENTIAL = re.compile(r"\\int|\\frac\s*\{\s*d.{0,3}\}\s*\{\s*d|d\w?\s*/\s*d")
-TOKEN = re.compile(
-    r"\\Gamma\s*\(|\\(?:text|begin|end|mathbb|mathcal|mathrm)\s*\{[^{}]*\}|_\{[^{}]*\}|\\[A-Za-z]+|[A-Za-z]"
-)
-MARKED = re.compile(  # x', x_1', x'_1, x^*
-    r"([A-Za-z]|\\[a-z]+)\s*(?:_\{?(\w+)\}?)?\s*(?:('+)|\^\s*\{?\s*(\*|\\ast(?![a-z]))\s*\}?)\s*(?:_\{?(\w+)\}?)?"
-)
 RELATIONS = {"<": sympy.Lt, r"\le": sympy.Le, r"\ne": sympy.Ne, ">": sympy.Gt, r"\ge": sympy.Ge}
 
 
@@ -115,7 +92,7 @@ def _same(key: Value, answer: Value) -> bool:
     if kinds == ("matrix", "matrix"):
         return len(key[1]) == len(answer[1]) and all(map(_same_ordered, key[1], answer[1]))
     if "matrix" in kinds and "formula" in kinds:
-        return _same_formula(*(value[2] if value[0] == "matrix" else value[1] for value in (key, answer)))
+        return same_formula(*(value[2] if value[0] == "matrix" else value[1] for value in (key, answer)))
     if kinds == ("relation", "relation"):
         return _same_relation(key, answer)
     if {*kinds} & {"relation", "union", "minus"}:
@@ -130,7 +107,7 @@ def _same(key: Value, answer: Value) -> bool:
 def _is_true(chain: Value) -> bool:
     """False for 2 + 3 = 6, and for 1/3 = 0.35 roughly: the digits shown must be the value's."""
     *others, value = chain[1]
-    exact = _formula(value[1]) if value[0] in ("number", "formula") else None
+    exact = read_formula(value[1]) if value[0] in ("number", "formula") else None
     for rough in (approximation[1] for approximation in chain[2] if approximation[0] == "number"):
         last_digit = next(Fraction(1, 10**n) for n in range(40) if rough * 10**n % 1 == 0 or n == 39)
         excess = abs(exact.evalf(60)) - abs(rough) if isinstance(exact, Expr) and not exact.free_symbols else 0
@@ -199,7 +176,12 @@ def _same_ratio(key: Value, answer: Value) -> bool:
 
 
 def _quotient(top: Value, bottom: Value) -> Value:
-    return parse_value(rf"\frac{{{_latex(top[1])}}}{{{_latex(bottom[1])}}}")
+    return parse_value(rf"\frac{{{latex(top[1])}}}{{{latex(bottom[1])}}}")
+
+
+def _same_equation(key: tuple[str, str], answer: tuple[str, str]) -> bool:
+    """True if one equation is the other times a constant."""
+    return ratio_of(key, answer) is not None
 
 
 def _same_quantity(key: Value, answer: Value) -> bool:
@@ -214,8 +196,8 @@ def _same_quantity(key: Value, answer: Value) -> bool:
     units = {key_unit, answer_unit}
     if answer_unit == "k" != key_unit:
         return False  # kelvin, or thousand
-    if "deg" in units and (units == {"deg", "rad"} or any("\\pi" in _latex(value[1]) for value in (key, answer))):
-        return _same_formula(*(_latex(value[1]) + RADIANS * (value[2] == "deg") for value in (key, answer)))
+    if "deg" in units and (units == {"deg", "rad"} or any("\\pi" in latex(value[1]) for value in (key, answer))):
+        return same_formula(*(latex(value[1]) + RADIANS * (value[2] == "deg") for value in (key, answer)))
     scale = Fraction(1)
     if key_unit and answer_unit and key_unit != answer_unit:
         (key_scale, key_base), (answer_scale, answer_base) = in_base(key_unit), in_base(answer_unit)
@@ -225,20 +207,20 @@ def _same_quantity(key: Value, answer: Value) -> bool:
             return False
     if key[0] == answer[0] == "number":
         return key[1] == answer[1] * scale
-    return _same_formula(key[1], answer[1] if scale == 1 else rf"{_latex(scale)}\cdot({_latex(answer[1])})")
+    return same_formula(key[1], answer[1] if scale == 1 else rf"{latex(scale)}\cdot({latex(answer[1])})")
 
 
 # Relations and sets of real numbers -----------------------------------------------------------------------------------
 
 
 def _same_relation(key: Value, answer: Value) -> bool:
-    """True for 2x > 6 and x > 3, whose differences are multiples, and for |x| < 3 and -3 < x < 3, the same numbers x."""
+    """True for 2x > 6 and x > 3, whose differences are multiples, and for |x| < 3 and -3 < x < 3: the same x."""
     if key[2] == answer[2]:
         pairs = [itertools.pairwise(relation[1]) for relation in (key, answer)]
-        ratios = list(map(_ratio, *pairs))
+        ratios = list(map(ratio_of, *pairs))
         if all(ratio is not None and (ratio > 0 or sign == r"\ne") for ratio, sign in zip(ratios, key[2], strict=True)):
             return True
-    terms = [[_formula(term) for term in relation[1]] for relation in (key, answer)]
+    terms = [[read_formula(term) for term in relation[1]] for relation in (key, answer)]
     unknowns = [set().union(*(term.free_symbols for term in side if isinstance(term, Expr))) for side in terms]
     return unknowns[0] == unknowns[1] and _same_set(key, answer)
 
@@ -271,7 +253,7 @@ def _same_set(key: Value, answer: Value) -> bool:
 
 def _same_span(first: tuple, second: tuple) -> bool:
     ends = zip(first[:2], second[:2], strict=True)
-    return first[2:] == second[2:] and all(a == b or (a.is_finite and b.is_finite and _is_close(a, b)) for a, b in ends)
+    return first[2:] == second[2:] and all(a == b or (a.is_finite and b.is_finite and is_close(a, b)) for a, b in ends)
 
 
 def _real_spans(value: Value) -> list[tuple] | None:
@@ -291,131 +273,19 @@ def _real_spans(value: Value) -> list[tuple] | None:
 def _real_set(value: Value) -> sympy.Set | None:
     """The set of real numbers that an interval, a union, a difference or a relation with one unknown describes."""
     if value[0] == "relation":
-        terms = [_formula(term) for term in value[1]]
+        terms = [read_formula(term) for term in value[1]]
         signs = [RELATIONS[sign] for sign in value[2]]
         return sympy.And(*(sign(a, b) for sign, a, b in zip(signs, terms, terms[1:], strict=False))).as_set()
     if value[0] == "sequence" and len(value[2]) == 2:
-        low, high = (_formula(end[1]).doit() for end in value[2])
+        low, high = (read_formula(end[1]).doit() for end in value[2])
         return sympy.Interval(low, high, value[1][0] == "(", value[1][1] == ")")
     if value[0] == "union":
         return sympy.Union(*map(_real_set, value[1]))
     if value[0] == "minus":
         return sympy.Complement(*map(_real_set, value[1]))
     if value[0] == "set":
-        return sympy.FiniteSet(*(_formula(item[1]).doit() for item in value[1]))
+        return sympy.FiniteSet(*(read_formula(item[1]).doit() for item in value[1]))
     return sympy.S.Reals if value[:2] == ("formula", r"\mathbb{R}") else None
-
-
-# Formulas -------------------------------------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=8192)
-def _formula(text: str | Fraction) -> Basic | None:
-    """The formula in SymPy, unevaluated; None if math-verify cannot read it or it is too large to be worked out."""
-    if isinstance(text, Fraction):
-        text = _latex(text)
-    if len(text) > MAX_FORMULA or UNREADABLE.search(text):
-        return None
-    text = re.sub(r"(\d+(?:\.\d+)?)\s*\^\\circ", lambda m: f"({m[1]}{RADIANS})", text)
-    text = re.sub(r"(?<![\d.,])(\d*\.\d+)(?![\d.])", lambda m: _latex(Fraction(m[1])), text)
-    text = MARKED.sub(lambda m: f"{m[1]}_{{{m[2] or m[5] or ''}{'p' * len(m[3] or '')}{'s' * bool(m[4])}}}", text)
-    is_derivative = DIFFERENTIAL.search(text)  # then d is no letter
-    text = TOKEN.sub(lambda m: m[0] if m[0] == "d" and is_derivative else STAND_INS.get(m[0], m[0]), text)
-    try:
-        formula = latex2sympy(normalize_latex(text, NORMALIZATION), is_real=True, **CONVERSION)
-    except Exception:  # noqa: BLE001  the parser raises it as such for what it cannot read
-        return None
-    if not isinstance(formula, Basic):
-        return formula
-    if not _is_small(formula) or formula.has(sympy.nan, sympy.zoo):
-        return None
-    if "\\sqrt[" in text:  # the real cube root of -8, where SymPy takes a complex one
-        formula = formula.replace(
-            lambda part: isinstance(part, Pow) and part.base.is_negative and part.exp.is_Rational and part.exp.q % 2,
-            lambda power: (-1) ** power.exp.p * Pow(-power.base, power.exp),
-        )
-    return formula.xreplace({symbol: I for symbol in formula.free_symbols if symbol.name == "i"})
-
-
-def _latex(value: Fraction | str) -> str:
-    if isinstance(value, str):
-        return value
-    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}" if value.denominator > 1 else str(value)
-
-
-def _is_small(formula: Basic) -> bool:
-    """False if a power or factorial in it has more digits than anyone would write out: SymPy would try. And for 0^0."""
-    if not isinstance(formula, Basic):
-        return True
-    if not all(_is_small(part) for part in formula.args):
-        return False
-    if isinstance(formula, factorial) and formula.args[0].is_number:
-        return bool(abs(formula.args[0].evalf()) < MAX_DIGITS / 3)
-    if not isinstance(formula, Pow) or not formula.exp.is_number:
-        return True
-    if formula.base.is_number:
-        if formula.exp.is_infinite or (formula.base.is_zero and not formula.exp.is_positive):
-            return False
-        digits = abs(formula.exp.evalf() * log(abs(formula.base.evalf()))) / math.log(10)
-        return formula.base.is_zero is True or bool(digits.evalf() < MAX_DIGITS)
-    return not isinstance(formula.base, Add) or bool(abs(formula.exp.evalf()) <= MAX_EXPONENT)
-
-
-def _same_formula(key: str | Fraction, answer: str | Fraction) -> bool:
-    gold, pred = _formula(key), _formula(answer)
-    if gold is None or pred is None:
-        return False
-    values = _values([gold, pred], 0.0)
-    is_close = values and _is_close(*values)
-    if values and is_close is not False and (difference := gold.doit() - pred.doit()).is_Rational:
-        return difference == 0  # exact: 60 digits do not tell 2^1009 - 1 from 2^1009
-    # 60 digits decide on numbers. Formulas that differ at one point need no `simplify`, which takes milliseconds.
-    if values and (is_close is False or (is_close and not gold.free_symbols | pred.free_symbols)):
-        return is_close
-    return verify(gold, pred, float_rounding=10, timeout_seconds=None)
-
-
-def _values(formulas: list[Basic], shift: float) -> list[Expr] | None:
-    """The formulas' values to 60 digits at some odd positive point; None where one has no finite value."""
-    if any(not isinstance(formula, Expr) or formula.has(*UNFINISHED) for formula in formulas):
-        return None
-    symbols = sorted(set().union(*(formula.free_symbols for formula in formulas)), key=str)
-    point = {symbol: Float(shift + 0.61803398874989 + i * 0.41421356237309, 60) for i, symbol in enumerate(symbols)}
-    try:
-        values = [formula.subs(point).evalf(60) for formula in formulas]
-        parts = [part for value in values for part in value.as_real_imag()]
-    except UNSOLVED:
-        return None  # `verify` decides
-    return values if all((part.is_Float or part.is_Rational) and part.is_finite for part in parts) else None
-
-
-def _is_close(first: Expr, second: Expr) -> bool | None:
-    """Whether two values agree, relative to their size; None if both are so small that they may be noise of a zero."""
-    size = max(abs(first).evalf(), abs(second).evalf())
-    if size == 0:
-        return True
-    if size < 1e-40:
-        return None
-    return bool(abs((first - second) / size).evalf() < 1e-40)
-
-
-def _same_equation(key: tuple[str, str], answer: tuple[str, str]) -> bool:
-    """True if one equation is the other times a constant."""
-    return _ratio(key, answer) is not None
-
-
-def _ratio(key: tuple[str, str], answer: tuple[str, str]) -> Expr | None:
-    """The number other than 0 by which the difference of the key's sides is a multiple of the answer's, if there is."""
-    sides = [_formula(side) for side in (*key, *answer)]
-    if not all(isinstance(side, Expr) for side in sides):
-        return None
-    at_one_point, at_another = _values(sides, 0.0), _values(sides, 0.3)
-    if at_one_point and at_another:
-        (a, b, c, d), (e, f, g, h) = at_one_point, at_another
-        if _is_close((a - b) * (g - h), (e - f) * (c - d)) is False:
-            return None
-    ratio = simplify((sides[0] - sides[1]) / (sides[2] - sides[3]))
-    return ratio if ratio.is_number and ratio.is_finite and ratio.is_nonzero else None
 
 
 # Answer keys ----------------------------------------------------------------------------------------------------------
@@ -437,7 +307,7 @@ def key_problem(key: str) -> str | None:
         return f"a sentence, not an answer: {key[:80]!r}"
     if not re.search(r"\w", re.sub(r"\\(?:text|[^A-Za-z])", "", text)):
         return f"no answer in the key {key[:80]!r}"
-    unread = next((leaf for leaf in _formulas(parse_value(text)) if _formula(leaf) is None), None)
+    unread = next((leaf for leaf in _formulas(parse_value(text)) if read_formula(leaf) is None), None)
     return None if unread is None else f"math-verify cannot read {unread[:80]!r}"
 
 

@@ -1,4 +1,4 @@
-"""The mathematical verifier: 2,186 written cases, and completions that must never hang or crash it."""
+"""The mathematical verifier: 2,376 written cases, and completions that must never hang or crash it."""
 
 import json
 import time

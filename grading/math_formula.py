@@ -6,6 +6,7 @@ latex2sympy, the parser of math-verify, reads the text. A letter and its capital
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import re
@@ -54,10 +55,9 @@ def read_formula(text: str | Fraction) -> Basic | None:
     text = MARKED.sub(lambda m: f"{m[1]}_{{{m[2] or m[5] or ''}{'p' * len(m[3] or '')}{'s' * bool(m[4])}}}", text)
     is_derivative = DIFFERENTIAL.search(text)  # then d is no letter
     text = TOKEN.sub(lambda m: m[0] if m[0] == "d" and is_derivative else STAND_INS.get(m[0], m[0]), text)
-    try:
+    formula = None
+    with contextlib.suppress(Exception):  # the parser raises it as such for what it cannot read
         formula = latex2sympy(normalize_latex(text, NORMALIZATION), is_real=True, **CONVERSION)
-    except Exception:  # noqa: BLE001  the parser raises it as such for what it cannot read
-        return None
     if not isinstance(formula, Basic):
         return formula
     if not _is_small(formula) or formula.has(sympy.nan, sympy.zoo):

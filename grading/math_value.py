@@ -36,7 +36,8 @@ DENIED = (  # in a text on the left side: what is on the right is not the answer
 NAME = (  # x, x_1, f(x), f^{-1}(x), f'(2), P(A), |v|, dy/dx, AB, [ABC], \angle ABC, Area, \text{total cost}
     rf"(?:{LETTER}(?:\^\{{-1\}}|'+)?\s?\((?![^()]*\d[A-Za-z])[^()+*/^=-]*\)|{LETTER}'*"
     r"|d\w/d\w|\\frac\{d\w\}\{d\w\}"
-    r"|\|\s*(?:\\text\{\w+\}|[A-Zuvw]|\\[a-z]+|\s)+\|(?!\|)|[A-Z]\^(?:T|\{(?:-1|T)\})(?=\s*=\s*\\begin)|\[[A-Z]{2,4}\]|(?:m?\\angle\s*|"
+    r"|\|\s*(?:\\text\{\w+\}|[A-Zuvw]|\\[a-z]+|\s)+\|(?!\|)|[A-Z]\^(?:T|\{(?:-1|T)\})(?=\s*=\s*\\begin)"
+    r"|\[[A-Z]{2,4}\]|(?:m?\\angle\s*|"
     r"\\overline\s*\{?)?[A-Z]{2,4}\}?"
     rf"|(?:\\text\{{)?\s*(?![^{{}}=]*\b(?i:{DENIED})\b)[A-Za-z]{{3,}}(?: [A-Za-z]{{2,}})*\s*"
     r"(?:\}\s*(?:\\(?:triangle|angle)\s*)?[A-Z]*)?"

@@ -120,13 +120,14 @@ def _renamed(key: Value, answer: Value) -> Value | None:
     """The answer's right side in the key's variable: that of f(t) = t^2 or y = x^2 where the key is f(x) = x^2."""
     if key[1] == answer[1]:
         return answer[2]
-    names = [re.fullmatch(r"([A-Za-z])\(([A-Za-z])\)", name) for name in (key[1], answer[1])]
+    names = [re.fullmatch(r"([A-Za-z][(_])([A-Za-z])\)?", name) for name in (key[1], answer[1])]
     if all(names) and names[0][1] == names[1][1]:
         new, old = names[0][2], names[1][2]
         letters = re.findall(r"\\[A-Za-z]+|[A-Za-z]", answer[4])
-        if new not in letters:
+        if new not in letters and (old in letters or {old, new} <= set("kmnstuvwxyz")):  # f(1) and f(a) are values
             return parse_value(re.sub(r"\\[A-Za-z]+|[A-Za-z]", lambda m: new if m[0] == old else m[0], answer[4]))
-    return answer[2] if any(names) and "y" in (key[1], answer[1]) else None
+    is_curve = "y" in (key[1], answer[1]) and re.search(r"[A-Za-z]\([a-z]\)", key[1] + answer[1])
+    return answer[2] if is_curve else None
 
 
 def _letters(text: str) -> str:

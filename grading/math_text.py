@@ -45,7 +45,7 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
     (r"\\(?:bf|rm|it|sf|bfseries)x?|^\\(?:math|text)(?:bf|rm|it)(?=\s*\d)", " "),
     (r"\\text\s*\{\s*[.,]\s*\}", ""),
     (r"^\\(?:boxed|fbox)\s*\{(.*)\}$", r"\1"),
-    (r"\\(?:textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mathsf|mbox|operatorname)\s*\{", r"\\text{"),
+    (r"\\(?:text(?:bf|it|rm|sf|tt|normal)|math(?:rm|bf|it|sf)|mbox|operatorname)\s*\{", r"\\text{"),
     (r"\\text\s*\{\s*([+-]?\d[\d.,/]*)\s*\}", r" \1 "),
     (r"\\text\s*\{\s*(and|or)\s*\}", r" \1 "),
     (r"\\text\s*\{\s*,?\s*(and|or)\s+also\s*\}", r" \1 "),
@@ -69,7 +69,7 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
     (r"\^\s*\{?\s*((?:\\prime\s*)+)\}?|[’′]", lambda m: "'" * (m[1] or "p").count("p")),
     (r"\(\s*\\text\{\s*mod\s*\}\s*(\w+)\s*\)|\\pmod\s*(\w)", lambda m: rf"\pmod{{{m[1] or m[2]}}}"),
     (r"\{[:,]\}", lambda m: m[0][1]),
-    (r"^\s*(?:\\approx|\\simeq|\\sim)x?", ""),
+    (r"^\s*(?:=|(?:\\approx|\\simeq|\\sim)x?)", ""),
     # What LaTeX allows to be left out, and plain text for LaTeX
     (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
     (r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{"),

@@ -37,8 +37,7 @@ NAME = (  # x, x_1, f(x), f^{-1}(x), f'(2), P(A), |v|, dy/dx, AB, [ABC], \angle 
     rf"(?:{LETTER}(?:\^\{{-1\}}|'+)?\s?\((?![^()]*\d[A-Za-z])[^()+*/^=-]*\)|{LETTER}'*"
     r"|d\w/d\w|\\frac\{d\w\}\{d\w\}"
     r"|\|\s*(?:\\text\{\w+\}|[A-Zuvw]|\\[a-z]+|\s)+\|(?!\|)|[A-Z]\^(?:T|\{(?:-1|T)\})(?=\s*=\s*\\begin)"
-    r"|\[[A-Z]{2,4}\]|(?:m?\\angle\s*|"
-    r"\\overline\s*\{?)?[A-Z]{2,4}\}?"
+    r"|\[[A-Z]{2,4}\]|m?\\angle\s*[A-Z]{1,4}|(?:\\overline\s*\{?)?[A-Z]{2,4}\}?"
     rf"|(?:\\text\{{)?\s*(?![^{{}}=]*\b(?i:{DENIED})\b)[A-Za-z]{{3,}}(?: [A-Za-z]{{2,}})*\s*"
     r"(?:\}\s*(?:\\(?:triangle|angle)\s*)?[A-Z]*)?"
     r"|P\s*\(\\text\{[^{}]*\}\))"
@@ -251,10 +250,11 @@ def _between(values: tuple[Value, ...]) -> Value | None:
         return None
     kept = [value for value in values if value[0] == "relation" and value[2] != (r"\ne",)]
     left_out = [value for value in values if value not in kept]
-    if left_out and len(kept) < 2:
+    unknowns = {value[1][0] for value in left_out if value[0] == "relation"}
+    if left_out and left_out[0][0] == "relation" and all(unknowns <= {*value[1]} for value in [*kept, left_out[0]]):
         points = tuple(parse_value(value[1][1]) if value[0] == "relation" else value for value in left_out)
-        return ("minus", (kept[0] if kept else REALS, ("set", points)))
-    if len(values) != 2 or any(len(value[1]) != 2 for value in values):
+        return ("minus", ((_between(tuple(kept)) or kept[0]) if kept else REALS, ("set", points)))
+    if len(kept) != 2 or left_out or any(len(value[1]) != 2 for value in values):
         return None
     for (_, low, low_signs), (_, high, high_signs) in (values, values[::-1]):
         if low[1] == high[0] and re.fullmatch(NAME, low[1]):

@@ -108,7 +108,7 @@ def _is_true(chain: Value) -> bool:
     """False for 2 + 3 = 6, and for 1/3 = 0.35 roughly: the digits shown must be the value's."""
     *others, value = chain[1]
     exact = read_formula(value[1]) if value[0] in ("number", "formula") else None
-    for rough in (approximation[1] for approximation in chain[2] if approximation[0] == "number"):
+    for rough in (item[1] / (100 if item[2] == "%" != value[2] else 1) for item in chain[2] if item[0] == "number"):
         last_digit = next(Fraction(1, 10**n) for n in range(40) if rough * 10**n % 1 == 0 or n == 39)
         excess = abs(exact.evalf(60)) - abs(rough) if isinstance(exact, Expr) and not exact.free_symbols else 0
         if not -last_digit / 2 <= excess < last_digit:  # rounded or cut off
@@ -233,7 +233,7 @@ def _as_interval(value: Value) -> Value:
     if value[0] != "relation":
         return value
     terms, signs = value[1:]
-    if len(terms) == 2 and re.fullmatch(VARIABLE, terms[0]):
+    if len(terms) == 2 and re.fullmatch(VARIABLE, terms[0]) and terms[1] not in ("x", "y", "z"):
         terms, signs = ("-\\infty", *terms), ("<", *signs)
     elif len(terms) == 2 and re.fullmatch(VARIABLE, terms[1]):
         terms, signs = (*terms, "\\infty"), (*signs, "<")

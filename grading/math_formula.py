@@ -30,13 +30,14 @@ MAX_EXPONENT = 200  # of a sum, which SymPy may be asked to expand
 NORMALIZATION = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True)
 CONVERSION = {"normalization_config": None, "conversion_config": ConversionConfig(lowercase_symbols=False)}
 RADIANS = r"\cdot\frac{\pi}{180}"
-STAND_INS = {  # letters that the parser takes for functions or constants, by letters that nobody uses
-    r"\gamma": r"\upsilon ", r"\Gamma": r"\Upsilon ", "I": r"\varsigma ", "E": r"\varpi ", "d": r"\vartheta ",
+STAND_INS = {  # letters that the parser takes for constants, d and ^T, by letters that nobody uses
+    r"\gamma": r"\upsilon ", r"\Gamma": r"\Upsilon ", "I": r"\varsigma ", "E": r"\varpi ", "e_": r"\omicron _",
+    "d": r"\vartheta ", "T": r"\varrho ",
 }  # fmt: skip
 UNREADABLE = re.compile(r"binom\{?\d{6}|\\approx|\\f?box|\.\.|\d\s*\\text|(?:gcd|lcm)\W.*[a-z]")
 DIFFERENTIAL = re.compile(r"\\int|\\frac\s*\{\s*d.{0,3}\}\s*\{\s*d|d\w?\s*/\s*d")
 TOKEN = re.compile(
-    r"\\Gamma\s*\(|\\(?:text|begin|end|mathbb|mathcal|mathrm)\s*\{[^{}]*\}|_\{[^{}]*\}|\\[A-Za-z]+|[A-Za-z]"
+    r"\\Gamma\s*\(|\\(?:text|begin|end|mathbb|mathcal|mathrm)\s*\{[^{}]*\}|_\{[^{}]*\}|\\[A-Za-z]+|e_|[A-Za-z]"
 )
 MARKED = re.compile(  # x', x_1', x'_1, x^*
     r"([A-Za-z]|\\[a-z]+)\s*(?:_\{?(\w+)\}?)?\s*(?:('+)|\^\s*\{?\s*(\*|\\ast(?![a-z]))\s*\}?)\s*(?:_\{?(\w+)\}?)?"
@@ -53,8 +54,8 @@ def read_formula(text: str | Fraction) -> Basic | None:
     text = re.sub(r"(\d+(?:\.\d+)?)\s*\^\\circ", lambda m: f"({m[1]}{RADIANS})", text)
     text = re.sub(r"(?<![\d.,])(\d*\.\d+)(?![\d.])", lambda m: latex(Fraction(m[1])), text)
     text = MARKED.sub(lambda m: f"{m[1]}_{{{m[2] or m[5] or ''}{'p' * len(m[3] or '')}{'s' * bool(m[4])}}}", text)
-    is_derivative = DIFFERENTIAL.search(text)  # then d is no letter
-    text = TOKEN.sub(lambda m: m[0] if m[0] == "d" and is_derivative else STAND_INS.get(m[0], m[0]), text)
+    kept = {"d"} if DIFFERENTIAL.search(text) else {"T"} if "matrix" in text else {}
+    text = TOKEN.sub(lambda m: m[0] if m[0] in kept else STAND_INS.get(m[0], m[0]), text)
     formula = None
     with contextlib.suppress(Exception):  # the parser raises it as such for what it cannot read
         formula = latex2sympy(normalize_latex(text, NORMALIZATION), is_real=True, **CONVERSION)

@@ -30,7 +30,7 @@ PARTS = {
 # Pattern and replacement, in order; "x?" stands for: not followed by a letter.
 REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for pattern, replacement in [
     # Thousands: 1\,000 and 1{,}000
-    (r"(?<=\d)(?:\\[,!;: ]|\{,\}|,\\!)\s*(?=\d{3}(?!\d))", ","),
+    (r"(?<=\d)(?:\\[,!;: ]|\{,\}|,\s*\\!)\s*(?=\d{3}(?!\d))", ","),
     # Delimiters, sizes, spaces, colours
     (r"\\(?:left|right|[bB]igg?[lr]?)x?\.?", ""),
     (r"(?<!\\)\\[()\[\]](?!\d*pt)", " "),
@@ -46,13 +46,16 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
     (r"\\text\s*\{\s*[.,]\s*\}", ""),
     (r"^\\(?:boxed|fbox)\s*\{(.*)\}$", r"\1"),
     (r"\\(?:text(?:bf|it|rm|sf|tt|normal)|math(?:rm|bf|it|sf)|mbox|operatorname)\s*\{", r"\\text{"),
-    (r"\\text\s*\{\s*([+-]?\d[\d.,/]*)\s*\}", r" \1 "),
+    (r"\\text\s*\{\s*([+-]?\d[\d.,/]*)\s*\}|^\\text\s*\{\s*(\d[^{}:]*)\}$", lambda m: f" {m[1] or m[2]} "),
     (r"\\text\s*\{\s*(and|or)\s*\}", r" \1 "),
     (r"\\text\s*\{\s*,?\s*(and|or)\s+also\s*\}", r" \1 "),
     (r"\\text\s*\{\s*,?\s*(and|or),?\s*\}", r" , "),
     (r"^\\text\s*\{([^{}\\]*,[^{}\\]*)\}$", r"\1"),
     # Synonyms
     (r"\\[dtc]fracx?", r"\\frac"),
+    (r"\\var(epsilon|phi|theta|rho|sigma)x?", r"\\\1"),
+    (r"^(?:\\text\s*\{\s*)?[Aa]ll real(?: number)?s? (?:except|but)(?: for)?\s*\}?\s*(?:[a-z]\s*=\s*)?(.+?)\}?$",
+     r"\\mathbb{R}\\setminus \\{\1\\}"),
     (r"\\lbracex?", r"\\{"),
     (r"\\rbracex?", r"\\}"),
     (r"\\notx?\s*=|(?<![\d)])!=|\\neqx?", r"\\ne "),
@@ -86,7 +89,8 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
     (r"\{?\s*(\w+)\s*\\choose\s*(\w+)\s*\}?|(?<![A-Za-z\\])C\(\s*(\d+)\s*,\s*(\d+)\s*\)|"
      r"(?:\{\})?[_^]\{?(\d+)\}?\s*C_\{?(\d+)\}?",
      lambda m: rf"\binom{{{m[1] or m[3] or m[5]}}}{{{m[2] or m[4] or m[6]}}}"),
-    (r"\\begin\{cases\}([^&]*?)\\end\{cases\}", lambda m: re.sub(r"\s*\\\\\s*(?=.)", ", ", m[1])),
+    (r"\\begin\{(cases|aligned|gathered)\}((?:[^&]|&\s*=)*?)\\end\{\1\}",
+     lambda m: re.sub(r"\s*\\\\\s*(?=.)", ", ", m[2].replace("&", ""))),
     (r"\(\s*(\\text\{)([^{}]*)\}\s*\)$", r"\1(\2)}"),
     (r"(=[^=,;]*[\d})])\s*(?:\\\\\s*|\s)(?=[A-Za-z](?:_\{?\w+\}?)?\s*=)", r"\1, "),
     # Remarks that change nothing

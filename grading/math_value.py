@@ -26,7 +26,7 @@ Value = tuple
 
 LETTER = (
     r"(?:[A-Za-z]|\\(?:alpha|beta|gamma|[dD]elta|zeta|eta|iota|kappa|[lL]ambda|mu|nu|xi|[sS]igma|tau|upsilon|chi|psi"
-    r"|[oO]mega|ell|(?:var)?(?:epsilon|theta|rho|phi))(?![A-Za-z]))(?:_\{?\w+\}?)?"
+    r"|[oO]mega|ell|(?:var)?(?:epsilon|theta|rho|phi))(?![A-Za-z]))(?:_(?:\{\w+\}|\d+|[A-Za-z]))?"
 )
 DENIED = (  # in a text on the left side: what is on the right is not the answer
     r"half|double|twice|triple|squared?|cubed?|root|inverse|reciprocal|opposite|negative|minus|wrong|not?|never|false|"
@@ -65,6 +65,9 @@ CLOCK = re.compile(r"(?:\\text\{)?\s*(\d+(?:\s*:\s*\d+)+)\s*(?:\\text\{)?\s*([ap
 COMMA = re.compile(r"[,;](?!\d{3}(?!\d))|;|,\s|(?<=[\s\d}])and(?=\s)")
 OR = re.compile(r"(?<=[\s\d})\]])or(?=[\s\\(]|\w(?:\(\w\))?\s*=)")
 SEMICOLON, COLON = re.compile(";"), re.compile(":")
+UNCOUNTED = re.compile(
+    r"\\(?:equiv|[pb]?mod|dots|mid|parallel|perp|neg|land|partial|aleph|to|implies|iff)(?![A-Za-z])|\.\.|[a-z]\s*\\circ"
+)
 CUP, SETMINUS = re.compile(r"\\cup(?![A-Za-z])"), re.compile(r"\\setminus(?![A-Za-z])")
 MATRIX = re.compile(r"\\begin\{([bpBv]?matrix|array)\}(?:\{[^{}]*\})?((?:(?!\\begin).)*)\\end\{\1\}", re.DOTALL)
 OPENING, CLOSING = ("(", "[", "{", "\\{", "\\langle"), (")", "]", "}", "\\}", "\\rangle")
@@ -163,6 +166,8 @@ def _named(text: str) -> Value | None:
         return _chain(sides, approximations)  # 2 + 3 = 5
     if len(sides) == 1 and approximations:
         return _chain(sides, approximations)
+    if len(sides) > 2:
+        return ("words", text)  # 2x = 10 = 5
     return ("equation", sides[0], sides[-1]) if len(sides) == 2 and all(sides) else None
 
 
@@ -275,7 +280,7 @@ def _quantity(text: str) -> Value | None:
         values = tuple(parse_value(part.strip()) for part in parts)
         if all(value[0] in ("number", "formula") for value in values):
             return ("colon", values, half, re.match(r"\D*(?:[01]?\d|2[0-4])\s*:\s*[0-5]\d(?!\d)", text) is not None)
-    if re.search(r"\\(?:equiv|pmod|dots|mid|parallel|perp)(?![A-Za-z])|\.\.", text):
+    if UNCOUNTED.search(text):
         return ("words", re.sub(r"\s", "", text))  # what SymPy has no value for is compared as text
     words = " ".join(re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text).split())
     is_product = re.fullmatch(r"[A-Za-z]{3}", words) or (words.isalpha() and re.search(r"[A-Z]", fold(words)))
@@ -284,7 +289,10 @@ def _quantity(text: str) -> Value | None:
         or re.fullmatch(r"[^\W\d_][^\d_+*/^=<>\\(){}\[\]|]*", words)
         and ("\\text" in text or (re.search(r"[^\W\d_]{3,}", words) and not is_product))
     ):
-        return ("words", re.sub(r"^(?:[Aa]n?|the) ", "", " ".join(re.sub(r"[^\w ]", " ", fold(words)).split())))
+        return (
+            "words",
+            re.sub(r"^(?:[Aa]n?|the) (?=\w{3})", "", " ".join(re.sub(r"[^\w ]", " ", fold(words)).split())),
+        )
     currency = CURRENCY.fullmatch(text)
     if currency:
         inner = parse_value(currency[1] + currency[3])

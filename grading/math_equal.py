@@ -67,28 +67,10 @@ def _same(key: Value, answer: Value) -> bool:
         return _same(key[2] if kinds[0] == "named" else key, answer[2] if kinds[1] == "named" else answer)
     if "words" in kinds and "formula" in kinds:
         return _letters(key[1]) == _letters(answer[1]) != ""
-    if kinds == ("choice", "choice"):
-        return key[1] == answer[1] and (key[2] is None or answer[2] is None or _same(key[2], answer[2]))
-    if kinds[0] == "choice" and key[2] is not None and _same(key[2], answer):  # key (C) 12, answer 12
-        return True
-    if {*kinds} == {"choice", "formula"}:
-        letter, formula = (key, answer) if kinds[0] == "choice" else (answer, key)
-        if _letters(formula[1]).upper() == letter[1]:
-            return True
-    if kinds[1] == "choice" and answer[2] is not None:  # key 12, answer "(C) 12"
-        return _same(key, answer[2])
-    if kinds[1] == "list" and kinds[0] not in ("list", "set", "sequence"):
-        return all(_same(key, item) for item in answer[1])
-    if kinds == ("list", "list") and (_has_names(key[1]) != _has_names(answer[1])):
-        named = _has_names(key[1])
-        return _same_ordered(_by_name(key), _by_name(answer)) or (named and _same_ordered(key[1], answer[1]))
-    if {*kinds} <= {"list", "set"}:
-        return _same_unordered(key[1], answer[1], is_set=kinds != ("list", "list"))
-    if kinds == ("sequence", "sequence"):
-        return key[1] == answer[1] and _same_ordered(key[2], answer[2])
-    if kinds in (("sequence", "list"), ("list", "sequence")):
-        (_, brackets, items), named = (key, answer) if kinds[0] == "sequence" else (answer, key)
-        return brackets == "()" and _same_ordered(items, _by_name(named))
+    if "choice" in kinds:
+        return _same_choice(key, answer)
+    if "minus" not in kinds and ({*kinds} & {"list", "set"} or kinds == ("sequence", "sequence")):
+        return _same_collection(key, answer)
     if kinds == ("matrix", "matrix"):
         return len(key[1]) == len(answer[1]) and all(map(_same_ordered, key[1], answer[1]))
     if "matrix" in kinds and "formula" in kinds:
@@ -102,6 +84,35 @@ def _same(key: Value, answer: Value) -> bool:
     if {*kinds} <= {"number", "formula"}:
         return _same_quantity(key, answer)
     return kinds[0] == "colon" and _same_ratio(key, answer)
+
+
+def _same_choice(key: Value, answer: Value) -> bool:
+    """True if letters agree, or the values beside them: the key (C) 12 is met by C and by 12, the key 12 by (C) 12."""
+    if key[0] == answer[0]:
+        return key[1] == answer[1] and (key[2] is None or answer[2] is None or _same(key[2], answer[2]))
+    letter, other = (key, answer) if key[0] == "choice" else (answer, key)
+    if other[0] == "formula" and _letters(other[1]).upper() == letter[1]:
+        return True
+    if letter[2] is None:
+        return False
+    return _same(key[2], answer) if letter is key else _same(key, answer[2])
+
+
+def _same_collection(key: Value, answer: Value) -> bool:
+    kinds = key[0], answer[0]
+    if kinds[1] == "list" and kinds[0] not in ("list", "set", "sequence"):
+        return all(_same(key, item) for item in answer[1])
+    if kinds == ("list", "list") and (_has_names(key[1]) != _has_names(answer[1])):
+        named = _has_names(key[1])
+        return _same_ordered(_by_name(key), _by_name(answer)) or (named and _same_ordered(key[1], answer[1]))
+    if {*kinds} <= {"list", "set"}:
+        return _same_unordered(key[1], answer[1], is_set=kinds != ("list", "list"))
+    if kinds == ("sequence", "sequence"):
+        return key[1] == answer[1] and _same_ordered(key[2], answer[2])
+    if kinds in (("sequence", "list"), ("list", "sequence")):
+        (_, brackets, items), named = (key, answer) if kinds[0] == "sequence" else (answer, key)
+        return brackets == "()" and _same_ordered(items, _by_name(named))
+    return False
 
 
 def _is_true(chain: Value) -> bool:

@@ -267,6 +267,15 @@ def _between(values: tuple[Value, ...]) -> Value | None:
     return None
 
 
+def _is_text(words: str, is_marked: bool) -> bool:
+    """True for yes, Monday, no solution; false for what may be a product of letters (abc, GMm), unless it is marked."""
+    if words.casefold() in ("yes", "no"):
+        return True
+    is_product = re.fullmatch(r"[A-Za-z]{3}", words) or (words.isalpha() and re.search(r"[A-Z]", fold(words)))
+    may_be_text = is_marked or (re.search(r"[^\W\d_]{3,}", words) and not is_product)
+    return bool(may_be_text and re.fullmatch(r"[^\W\d_][^\d_+*/^=<>\\(){}\[\]|]*", words))
+
+
 def _quantity(text: str) -> Value | None:
     """Based numbers, times and ratios, words, money, and what has a unit."""
     based = BASED.fullmatch(text)
@@ -283,16 +292,9 @@ def _quantity(text: str) -> Value | None:
     if UNCOUNTED.search(text):
         return ("words", re.sub(r"\s", "", text))  # what SymPy has no value for is compared as text
     words = " ".join(re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text).split())
-    is_product = re.fullmatch(r"[A-Za-z]{3}", words) or (words.isalpha() and re.search(r"[A-Z]", fold(words)))
-    if (
-        words.casefold() in ("yes", "no")
-        or re.fullmatch(r"[^\W\d_][^\d_+*/^=<>\\(){}\[\]|]*", words)
-        and ("\\text" in text or (re.search(r"[^\W\d_]{3,}", words) and not is_product))
-    ):
-        return (
-            "words",
-            re.sub(r"^(?:[Aa]n?|the) (?=\w{3})", "", " ".join(re.sub(r"[^\w ]", " ", fold(words)).split())),
-        )
+    if _is_text(words, is_marked="\\text" in text):
+        plain = " ".join(re.sub(r"[^\w ]", " ", fold(words)).split())
+        return ("words", re.sub(r"^(?:an?|the) (?=\w{3})", "", plain, flags=re.IGNORECASE))
     currency = CURRENCY.fullmatch(text)
     if currency:
         inner = parse_value(currency[1] + currency[3])

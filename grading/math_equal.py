@@ -63,6 +63,10 @@ def _same(key: Value, answer: Value) -> bool:
         if kinds == ("named", "named") and (value := _renamed(key, answer)) is not None:
             return _same(key[2], value)
         return _same_equation(key[-2:], answer[-2:])
+    if kinds[1] == "equation":  # 3! = 6 says 6, but x^2 = 6 does not
+        sides = [read_formula(side) for side in answer[1:]]
+        is_sum = all(isinstance(side, Expr) and not side.free_symbols for side in sides)
+        return is_sum and same_formula(*answer[1:]) and _same(key, parse_value(answer[2]))
     if "named" in kinds:
         return _same(key[2] if kinds[0] == "named" else key, answer[2] if kinds[1] == "named" else answer)
     if "words" in kinds and "formula" in kinds:
@@ -204,7 +208,9 @@ def _same_quantity(key: Value, answer: Value) -> bool:
             return key_unit == answer_unit and key_value == answer_value
         if key_unit:
             return answer_value in (key_value, key_value / 100)
-        return answer_value / 100 == key_value or (key_value == answer_value != 1 and key_value.denominator == 1)
+        return answer_value / 100 == key_value or (
+            key_value == answer_value not in (1, -1) and key_value.denominator == 1
+        )
     units = {key_unit, answer_unit}
     if answer_unit == "k" != key_unit:
         return False  # kelvin, or thousand

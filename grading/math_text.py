@@ -257,7 +257,7 @@ NO_UNITS = {  # plural or not, what says something about the value: 7 dozens, 7 
     "hundreds", "is", "lakhs", "less", "millions", "minus", "more", "negative", "no", "not", "ones", "or", "others",
     "over", "pairs", "percents", "plus", "quarter", "quarters", "scores", "squares", "tens", "thirds", "this",
     "thousands", "ths", "times", "trillions", "unless", "versus", "vs", "was", "yes", "couples", "triples", "triplets",
-    "trios", "quadruples", "twins", "decades", "centuries", "gross",
+    "trios", "quadruples", "quartets", "fortnights", "reams", "twins", "decades", "centuries", "gross",
 }  # fmt: skip
 WORD = r"[A-Za-z\u4e00-\u9fff]+\.?"
 QUANTITY = re.compile(

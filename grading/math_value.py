@@ -51,7 +51,7 @@ NAMES = re.compile(r"\(\s*([A-Za-z]|\\[a-z]+)((?:\s*,\s*(?:[A-Za-z]|\\[a-z]+))+)
 NAMED = re.compile(rf"({LEFT})\s*(?:=|:=|\\in(?![A-Za-z]))\s*(.+)", re.DOTALL)
 BUILDER = re.compile(rf"\s*{NAME}(?:\s*\\in\s*\\mathbb\{{R\}})?\s*(?:\\mid|:|\|)\s*(.+)")
 RELATION = re.compile(r"\\[lg]e(?![A-Za-z])|\\ne(?![A-Za-z])|(?<!\\)[<>]")
-EQUALS = re.compile(r"(?<![<>!:\\])=")
+EQUALS = re.compile(r"(?<![<>:\\])=")
 APPROX = re.compile(r"\\(?:approx|simeq)(?![A-Za-z])")
 CHOICE = re.compile(
     r"(?:\\text\{\s*)?(?:(?:option|choice|answer)\s+)?(\(?)\s*(?:\\text\{\s*)?(\(?)"

@@ -1,9 +1,10 @@
 """Whether a mathematical answer equals the answer key, both as LaTeX or plain text (`answer.py` reads them).
 
 There are three layers. Numbers are compared exactly, as fractions. Tuples, sets, lists, intervals and matrices are
-compared element by element, with their brackets. What is left, a single formula, goes to math-verify, which parses
-LaTeX into SymPy. The first two layers are there because math-verify alone accepts too much (a set for a tuple, 5 for
-2x+3=5), and because it takes milliseconds where a comparison of fractions takes microseconds.
+compared element by element, with their brackets; relations and sets of real numbers as intervals. What is left, a
+single formula, goes to SymPy (`math_formula.py`). The first two layers are there because math-verify alone accepts too
+much (a set for a tuple, 5 for 2x+3=5), and because it takes milliseconds where a comparison of fractions takes
+microseconds.
 
 Nothing here has a time limit. `9^{9^9}` is refused by its size; a formula that SymPy cannot finish is ended with the
 worker process that grades it (`pool.py`).
@@ -11,28 +12,21 @@ worker process that grades it (`pool.py`).
 
 from __future__ import annotations
 
-import logging
-import math
+import itertools
 import re
 from fractions import Fraction
 from functools import lru_cache
 
-from latex2sympy2_extended import NormalizationConfig
-from math_verify import LatexExtractionConfig, parse, verify
-from sympy import Add, Basic, Derivative, Expr, Float, I, Integral, Limit, Pow, Product, Sum, factorial, log, simplify
+import sympy
+from sympy import Expr
 
 from grading.answer import read_answer
-from grading.math_text import clean, plain_text
-from grading.math_value import MAX_FORMULA, NAME, Value, parse_value
+from grading.math_formula import RADIANS, UNSOLVED, is_close, latex, ratio_of, read_formula, same_formula
+from grading.math_text import clean, fold, in_base, plain_text
+from grading.math_value import MAX_FORMULA, VARIABLE, Value, parse_value
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off
-
-UNFINISHED = (Sum, Product, Integral, Limit, Derivative)  # what would be worked out numerically, at length
-MAX_DIGITS = 10_000  # of a number that SymPy may be asked to write out
 MAX_WORDS = 12  # of an answer key: more are a sentence
-MAX_EXPONENT = 200  # of a sum, which SymPy may be asked to expand
-NORMALIZATION = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True)
-CONFIG = [LatexExtractionConfig(normalization_config=NORMALIZATION)]
+RELATIONS = {"<": sympy.Lt, r"\le": sympy.Le, r"\ne": sympy.Ne, ">": sympy.Gt, r"\ge": sympy.Ge}
 
 
 @lru_cache(maxsize=8192)
@@ -47,6 +41,8 @@ def equal(key: str, answer: str) -> bool:
     key, answer = clean(key), clean(answer)
     if not key or not answer:
         return False
+    if re.fullmatch("[A-J]", key) and answer.upper() == key:
+        return True  # a choice
     values = parse_value(key), parse_value(answer)
     if values[0][0] != "number" and re.sub(r"\s+", "", key) == re.sub(r"\s+", "", answer):
         return True
@@ -58,51 +54,99 @@ def equal(key: str, answer: str) -> bool:
 def _same(key: Value, answer: Value) -> bool:
     if key == answer:
         return True
+    if key[0] == "chain":
+        return _same(key[1][-1], answer)
+    if answer[0] == "chain":
+        return _is_true(answer) and any(_same(key, value) for value in (answer[1][-1], *answer[2]))
     kinds = key[0], answer[0]
     if {*kinds} <= {"named", "equation"}:
-        if kinds == ("named", "named") and (
-            key[1] == answer[1] or all(re.fullmatch(r"y|[a-z]\(\w\)", name) for name in (key[1], answer[1]))
-        ):
-            return _same(key[2], answer[2])  # f(x) = x^2 is y = x^2
+        if kinds == ("named", "named") and (value := _renamed(key, answer)) is not None:
+            return _same(key[2], value)
         return _same_equation(key[-2:], answer[-2:])
+    if kinds[1] == "equation":  # 3! = 6 says 6, but x^2 = 6 does not
+        sides = [read_formula(side) for side in answer[1:]]
+        is_sum = all(isinstance(side, Expr) and not side.free_symbols for side in sides)
+        return is_sum and same_formula(*answer[1:]) and _same(key, parse_value(answer[2]))
     if "named" in kinds:
         return _same(key[2] if kinds[0] == "named" else key, answer[2] if kinds[1] == "named" else answer)
-    key, answer = _as_intervals(key, kinds[1]), _as_intervals(answer, kinds[0])
-    kinds = key[0], answer[0]
     if "words" in kinds and "formula" in kinds:
         return _letters(key[1]) == _letters(answer[1]) != ""
-    if kinds == ("choice", "choice"):
+    if "choice" in kinds:
+        return _same_choice(key, answer)
+    if "minus" not in kinds and ({*kinds} & {"list", "set"} or kinds == ("sequence", "sequence")):
+        return _same_collection(key, answer)
+    if kinds == ("matrix", "matrix"):
+        return len(key[1]) == len(answer[1]) and all(map(_same_ordered, key[1], answer[1]))
+    if "matrix" in kinds and "formula" in kinds:
+        return same_formula(*(value[2] if value[0] == "matrix" else value[1] for value in (key, answer)))
+    if kinds == ("relation", "relation"):
+        return _same_relation(key, answer)
+    if {*kinds} & {"relation", "union", "minus"}:
+        return _same_set(_as_interval(key), _as_interval(answer))
+    if kinds == ("based", "number"):
+        return answer[2] == "" and str(answer[1]) == key[1]
+    if {*kinds} <= {"number", "formula"}:
+        return _same_quantity(key, answer)
+    return kinds[0] == "colon" and _same_ratio(key, answer)
+
+
+def _same_choice(key: Value, answer: Value) -> bool:
+    """True if letters agree, or the values beside them: the key (C) 12 is met by C and by 12, the key 12 by (C) 12."""
+    if key[0] == answer[0]:
         return key[1] == answer[1] and (key[2] is None or answer[2] is None or _same(key[2], answer[2]))
-    if kinds[1] == "choice" and answer[2] is not None:  # key 12, answer "(C) 12"
-        return _same(key, answer[2])
-    if kinds == ("choice", "formula"):
-        return _letters(answer[1]) == key[1].casefold()
+    letter, other = (key, answer) if key[0] == "choice" else (answer, key)
+    if other[0] == "formula" and _letters(other[1]).upper() == letter[1]:
+        return True
+    if letter[2] is None:
+        return False
+    return _same(key[2], answer) if letter is key else _same(key, answer[2])
+
+
+def _same_collection(key: Value, answer: Value) -> bool:
+    kinds = key[0], answer[0]
     if kinds[1] == "list" and kinds[0] not in ("list", "set", "sequence"):
         return all(_same(key, item) for item in answer[1])
     if kinds == ("list", "list") and (_has_names(key[1]) != _has_names(answer[1])):
-        return _same_ordered(key[1], answer[1])
-    if {*kinds} <= {"list", "set"} or kinds == ("union", "union"):
+        named = _has_names(key[1])
+        return _same_ordered(_by_name(key), _by_name(answer)) or (named and _same_ordered(key[1], answer[1]))
+    if {*kinds} <= {"list", "set"}:
         return _same_unordered(key[1], answer[1], is_set=kinds != ("list", "list"))
     if kinds == ("sequence", "sequence"):
         return key[1] == answer[1] and _same_ordered(key[2], answer[2])
     if kinds in (("sequence", "list"), ("list", "sequence")):
-        (_, brackets, items), (_, others) = (key, answer) if kinds[0] == "sequence" else (answer, key)
-        return brackets == "()" and _same_ordered(items, others)
-    if kinds == ("matrix", "matrix"):
-        return len(key[1]) == len(answer[1]) and all(map(_same_ordered, key[1], answer[1]))
-    if "matrix" in kinds and "formula" in kinds:
-        return _same_formula(*(value[2] if value[0] == "matrix" else value[1] for value in (key, answer)))
-    if kinds == ("relation", "relation"):
-        return _same_formula(_relation_text(key), _relation_text(answer))
-    if kinds == ("based", "number"):
-        return answer[2] == "" and str(answer[1]) == key[1]
-    if {*kinds} <= {"number", "formula"} or kinds == ("colon", "colon"):
-        return _same_quantity(key, answer)
+        (_, brackets, items), named = (key, answer) if kinds[0] == "sequence" else (answer, key)
+        return brackets == "()" and _same_ordered(items, _by_name(named))
     return False
 
 
+def _is_true(chain: Value) -> bool:
+    """False for 2 + 3 = 6, and for 1/3 = 0.35 roughly: the digits shown must be the value's."""
+    *others, value = chain[1]
+    exact = read_formula(value[1]) if value[0] in ("number", "formula") else None
+    for rough in (item[1] / (100 if item[2] == "%" != value[2] else 1) for item in chain[2] if item[0] == "number"):
+        last_digit = next(Fraction(1, 10**n) for n in range(40) if rough * 10**n % 1 == 0 or n == 39)
+        excess = abs(exact.evalf(60)) - abs(rough) if isinstance(exact, Expr) and not exact.free_symbols else 0
+        if not -last_digit / 2 <= excess < last_digit:  # rounded or cut off
+            return False
+    return all(_same(value, other) for other in others)
+
+
+def _renamed(key: Value, answer: Value) -> Value | None:
+    """The answer's right side in the key's variable: that of f(t) = t^2 or y = x^2 where the key is f(x) = x^2."""
+    if key[1] == answer[1]:
+        return answer[2]
+    names = [re.fullmatch(r"([A-Za-z][(_])([A-Za-z])\)?", name) for name in (key[1], answer[1])]
+    if all(names) and names[0][1] == names[1][1]:
+        new, old = names[0][2], names[1][2]
+        letters = re.findall(r"\\[A-Za-z]+|[A-Za-z]", answer[4])
+        if new not in letters and (old in letters or {old, new} <= set("kmnstuvwxyz")):  # f(1) and f(a) are values
+            return parse_value(re.sub(r"\\[A-Za-z]+|[A-Za-z]", lambda m: new if m[0] == old else m[0], answer[4]))
+    is_curve = "y" in (key[1], answer[1]) and re.search(r"[A-Za-z]\([a-z]\)", key[1] + answer[1])
+    return answer[2] if is_curve else None
+
+
 def _letters(text: str) -> str:
-    return re.sub(r"\\text|[\s(){}]", "", text).casefold()
+    return re.sub(r"\\text|[\s(){}]", "", fold(text))
 
 
 def _same_ordered(keys: tuple[Value, ...], answers: tuple[Value, ...]) -> bool:
@@ -112,6 +156,11 @@ def _same_ordered(keys: tuple[Value, ...], answers: tuple[Value, ...]) -> bool:
 def _has_names(values: tuple[Value, ...]) -> bool:
     """True for x=1, y=2; false for 1, 2 and for x=1, x=2."""
     return len({value[1] for value in values if value[0] == "named"}) == len(values)
+
+
+def _by_name(value: Value) -> tuple[Value, ...]:
+    """The elements of a list: y=2, x=3 as x=3, y=2."""
+    return tuple(sorted(value[1], key=lambda item: item[1])) if _has_names(value[1]) else value[1]
 
 
 def _same_unordered(keys: tuple[Value, ...], answers: tuple[Value, ...], is_set: bool) -> bool:
@@ -128,36 +177,27 @@ def _same_unordered(keys: tuple[Value, ...], answers: tuple[Value, ...], is_set:
     return not left
 
 
-def _as_intervals(value: Value, other: str) -> Value:
-    """A relation such as 0 < x <= 1 as the interval or union that it describes, where it is compared with one."""
-    if other not in ("sequence", "union", "formula"):
-        return value
-    without = re.fullmatch(r"\\mathbb\{R\}\s*\\setminus\s*(\\\{.*\\\})", value[1]) if value[0] == "formula" else None
-    if without and other != "formula":
-        value = ("relation", ("x", without[1][2:-2]), ("\\ne",))
-    if value[0] == "union":
-        return ("union", tuple(_as_intervals(part, "sequence") for part in value[1]))
-    if value[0] != "relation":
-        return value
-    terms, signs = value[1:]
-    infinite = ("-\\infty", "\\infty")
-    if len(terms) == 2 and signs[0] == "\\ne" and re.fullmatch(NAME, terms[0]):
-        point = parse_value(terms[1])
-        low, high = (parse_value(end) for end in infinite)
-        return ("union", (("sequence", "()", (low, point)), ("sequence", "()", (point, high))))
-    if len(terms) == 2 and re.fullmatch(NAME, terms[0]):
-        terms, signs = (infinite[0], *terms), ("<", *signs)
-    elif len(terms) == 2 and re.fullmatch(NAME, terms[1]):
-        terms, signs = (*terms, infinite[1]), (*signs, "<")
-    if len(terms) != 3 or not re.fullmatch(NAME, terms[1]) or not {*signs} <= {"<", "\\le"}:
-        return value
-    brackets = ("(" if signs[0] == "<" else "[") + (")" if signs[1] == "<" else "]")
-    return ("sequence", brackets, (parse_value(terms[0]), parse_value(terms[2])))
+def _same_ratio(key: Value, answer: Value) -> bool:
+    """3:4 is 6:8 and 3/4, but the time 3:40 is not 6:80."""
+    if answer[0] != "colon":
+        return not key[2] and len(key[1]) == 2 and _same(_quotient(*key[1]), answer)
+    if key[2] and answer[2] and key[2] != answer[2]:
+        return False
+    if _same_ordered(key[1], answer[1]):
+        return True
+    if key[2] or answer[2] or (key[3] and answer[3]) or len(key[1]) != len(answer[1]):
+        return False
+    ratios = [[_quotient(value, values[0]) for value in values[1:]] for values in (key[1], answer[1])]
+    return all(map(_same, *ratios))
 
 
-def _relation_text(value: Value) -> str:
-    terms, signs = value[1:]
-    return " ".join(part for pair in zip(terms, (*signs, ""), strict=True) for part in pair)
+def _quotient(top: Value, bottom: Value) -> Value:
+    return parse_value(rf"\frac{{{latex(top[1])}}}{{{latex(bottom[1])}}}")
+
+
+def _same_equation(key: tuple[str, str], answer: tuple[str, str]) -> bool:
+    """True if one equation is the other times a constant."""
+    return ratio_of(key, answer) is not None
 
 
 def _same_quantity(key: Value, answer: Value) -> bool:
@@ -168,109 +208,102 @@ def _same_quantity(key: Value, answer: Value) -> bool:
             return key_unit == answer_unit and key_value == answer_value
         if key_unit:
             return answer_value in (key_value, key_value / 100)
-        return answer_value / 100 == key_value or (key_value == answer_value and key_value.denominator == 1)
+        return answer_value / 100 == key_value or (
+            key_value == answer_value not in (1, -1) and key_value.denominator == 1
+        )
+    units = {key_unit, answer_unit}
+    if answer_unit == "k" != key_unit:
+        return False  # kelvin, or thousand
+    if "deg" in units and (units == {"deg", "rad"} or any("\\pi" in latex(value[1]) for value in (key, answer))):
+        return same_formula(*(latex(value[1]) + RADIANS * (value[2] == "deg") for value in (key, answer)))
+    scale = Fraction(1)
     if key_unit and answer_unit and key_unit != answer_unit:
-        return False
-    if key[0] == answer[0] and key[0] != "formula":
-        return key[1] == answer[1]
-    return _same_formula(key[1], answer[1])
-
-
-# Formulas -------------------------------------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=8192)
-def _formula(text: str | Fraction) -> Basic | None:
-    """The formula in SymPy, unevaluated; None if math-verify cannot read it or it is too large to be worked out."""
-    if isinstance(text, Fraction):
-        text = _latex(text)
-    if len(text) > MAX_FORMULA or re.search(r"binom\{?\d{6}|['’]|\\approx|\\f?box|\.\.|\d\s*\\text", text):
-        return None
-    text = re.sub(r"(\d+(?:\.\d+)?)\s*\^\\circ", r"(\1\\cdot\\frac{\\pi}{180})", text)
-    text = re.sub(r"(?<![\d.,])(\d*\.\d+)(?![\d.])", lambda m: _latex(Fraction(m[1])), text)
-    text = re.sub(r"\\gamma(?![A-Za-z])", r"\\upsilon ", text)  # a name that the parser does not take for a function
-    parsed = parse(f"${text}$", CONFIG, fallback_mode="no_fallback", parsing_timeout=None)
-    if not parsed or not _is_small(parsed[0]):
-        return None
-    formula = parsed[0]
-    if not isinstance(formula, Basic):
-        return formula
-    return formula.xreplace({symbol: I for symbol in formula.free_symbols if symbol.name == "i"})
-
-
-def _latex(value: Fraction) -> str:
-    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}" if value.denominator > 1 else str(value)
-
-
-def _is_small(formula: Basic) -> bool:
-    """False if a power or factorial in it has more digits than anyone would write out: SymPy would try."""
-    if not isinstance(formula, Basic):
-        return True
-    if not all(_is_small(part) for part in formula.args):
-        return False
-    if isinstance(formula, factorial) and formula.args[0].is_number:
-        return bool(abs(formula.args[0].evalf()) < MAX_DIGITS / 3)
-    if not isinstance(formula, Pow) or not formula.exp.is_number:
-        return True
-    if formula.base.is_number:
-        digits = abs(formula.exp.evalf() * log(abs(formula.base.evalf()))) / math.log(10)
-        return formula.base.is_zero is True or bool(digits.evalf() < MAX_DIGITS)
-    return not isinstance(formula.base, Add) or bool(abs(formula.exp.evalf()) <= MAX_EXPONENT)
-
-
-def _same_formula(key: str | Fraction, answer: str | Fraction) -> bool:
-    letters = [set(re.findall(r"\\[A-Za-z]+|[A-Za-z]", str(text))) - {"e", "E"} for text in (key, answer)]
-    if letters[0] != letters[1] and {c.lower() for c in letters[0]} == {c.lower() for c in letters[1]}:
-        return False  # math-verify does not tell R from r
-    gold, pred = _formula(key), _formula(answer)
-    if gold is None or pred is None:
-        return False
-    values = _values([gold, pred], 0.0)
-    is_close = values and _is_close(*values)
-    if values and is_close is not False and (difference := gold.doit() - pred.doit()).is_Rational:
-        return difference == 0  # exact: 60 digits do not tell 2^1009 - 1 from 2^1009
-    # 60 digits decide on numbers. Formulas that differ at one point need no `simplify`, which takes milliseconds.
-    if values and (is_close is False or (is_close and not gold.free_symbols | pred.free_symbols)):
-        return is_close
-    return verify(gold, pred, float_rounding=10, timeout_seconds=None)
-
-
-def _values(formulas: list[Basic], shift: float) -> list[Expr] | None:
-    """The formulas' values to 60 digits at some odd positive point; None where one has no finite value."""
-    if any(not isinstance(formula, Expr) or formula.has(*UNFINISHED) for formula in formulas):
-        return None
-    symbols = sorted(set().union(*(formula.free_symbols for formula in formulas)), key=str)
-    point = {symbol: Float(shift + 0.61803398874989 + i * 0.41421356237309, 60) for i, symbol in enumerate(symbols)}
-    try:
-        values = [formula.subs(point).evalf(60) for formula in formulas]
-        parts = [part for value in values for part in value.as_real_imag()]
-    except (TypeError, ValueError, ArithmeticError, NotImplementedError, AttributeError, RecursionError):
-        return None  # `verify` decides
-    return values if all((part.is_Float or part.is_Rational) and part.is_finite for part in parts) else None
-
-
-def _is_close(first: Expr, second: Expr) -> bool | None:
-    """Whether two values agree, relative to their size; None if both are so small that they may be noise of a zero."""
-    size = max(abs(first).evalf(), abs(second).evalf())
-    if size == 0:
-        return True
-    if size < 1e-40:
-        return None
-    return bool(abs((first - second) / size).evalf() < 1e-40)
-
-
-def _same_equation(key: tuple[str, str], answer: tuple[str, str]) -> bool:
-    """True if one equation is the other times a constant."""
-    sides = [_formula(side) for side in (*key, *answer)]
-    if not all(isinstance(side, Expr) for side in sides):
-        return False
-    at_one_point, at_another = _values(sides, 0.0), _values(sides, 0.3)
-    if at_one_point and at_another:
-        (a, b, c, d), (e, f, g, h) = at_one_point, at_another
-        if _is_close((a - b) * (g - h), (e - f) * (c - d)) is False:
+        (key_scale, key_base), (answer_scale, answer_base) = in_base(key_unit), in_base(answer_unit)
+        if key_base == answer_base:
+            scale = answer_scale / key_scale
+        elif "u" not in units or re.search(r"[/^]", key_unit + answer_unit):
             return False
-    ratio = simplify((sides[0] - sides[1]) / (sides[2] - sides[3]))
-    return bool(ratio.is_number and ratio.is_finite and ratio.is_nonzero)
+    if key[0] == answer[0] == "number":
+        return key[1] == answer[1] * scale
+    return same_formula(key[1], answer[1] if scale == 1 else rf"{latex(scale)}\cdot({latex(answer[1])})")
+
+
+# Relations and sets of real numbers -----------------------------------------------------------------------------------
+
+
+def _same_relation(key: Value, answer: Value) -> bool:
+    """True for 2x > 6 and x > 3, whose differences are multiples, and for |x| < 3 and -3 < x < 3: the same x."""
+    if key[2] == answer[2]:
+        pairs = [itertools.pairwise(relation[1]) for relation in (key, answer)]
+        ratios = list(map(ratio_of, *pairs))
+        if all(ratio is not None and (ratio > 0 or sign == r"\ne") for ratio, sign in zip(ratios, key[2], strict=True)):
+            return True
+    terms = [[read_formula(term) for term in relation[1]] for relation in (key, answer)]
+    unknowns = [set().union(*(term.free_symbols for term in side if isinstance(term, Expr))) for side in terms]
+    return unknowns[0] == unknowns[1] and _same_set(key, answer)
+
+
+def _as_interval(value: Value) -> Value:
+    """A relation such as 0 < x <= a as the interval that it describes, a union by its parts."""
+    if value[0] == "union":
+        return ("union", tuple(_as_interval(part) for part in value[1]))
+    if value[0] != "relation":
+        return value
+    terms, signs = value[1:]
+    if len(terms) == 2 and re.fullmatch(VARIABLE, terms[0]) and terms[1] not in ("x", "y", "z"):
+        terms, signs = ("-\\infty", *terms), ("<", *signs)
+    elif len(terms) == 2 and re.fullmatch(VARIABLE, terms[1]):
+        terms, signs = (*terms, "\\infty"), (*signs, "<")
+    if len(terms) != 3 or not re.fullmatch(VARIABLE, terms[1]) or not {*signs} <= {"<", "\\le"}:
+        return value
+    brackets = ("(" if signs[0] == "<" else "[") + (")" if signs[1] == "<" else "]")
+    return ("sequence", brackets, (parse_value(terms[0]), parse_value(terms[2])))
+
+
+def _same_set(key: Value, answer: Value) -> bool:
+    if key[0] == answer[0] == "sequence":
+        return _same(key, answer)
+    if key[0] == answer[0] == "union" and _same_unordered(key[1], answer[1], is_set=True):
+        return True
+    spans = _real_spans(key), _real_spans(answer)
+    return None not in spans and len(spans[0]) == len(spans[1]) and all(map(_same_span, *spans))
+
+
+def _same_span(first: tuple, second: tuple) -> bool:
+    ends = zip(first[:2], second[:2], strict=True)
+    return first[2:] == second[2:] and all(a == b or (a.is_finite and b.is_finite and is_close(a, b)) for a, b in ends)
+
+
+def _real_spans(value: Value) -> list[tuple] | None:
+    """(start, end, left open, right open) of each interval in a set of real numbers; None for any other set."""
+    try:
+        found, spans = _real_set(value), []
+        for part in found.args if isinstance(found, sympy.Union) else (found,):
+            if isinstance(part, sympy.FiniteSet):
+                spans += [(point.evalf(60), point.evalf(60), False, False) for point in part.args]
+            else:
+                spans.append((part.start.evalf(60), part.end.evalf(60), part.left_open, part.right_open))
+        return sorted(spans, key=lambda span: float(span[0]))
+    except UNSOLVED:
+        return None
+
+
+def _real_set(value: Value) -> sympy.Set | None:
+    """The set of real numbers that an interval, a union, a difference or a relation with one unknown describes."""
+    if value[0] == "relation":
+        terms = [read_formula(term) for term in value[1]]
+        signs = [RELATIONS[sign] for sign in value[2]]
+        return sympy.And(*(sign(a, b) for sign, a, b in zip(signs, terms, terms[1:], strict=False))).as_set()
+    if value[0] == "sequence" and len(value[2]) == 2:
+        low, high = (read_formula(end[1]).doit() for end in value[2])
+        return sympy.Interval(low, high, value[1][0] == "(", value[1][1] == ")")
+    if value[0] == "union":
+        return sympy.Union(*map(_real_set, value[1]))
+    if value[0] == "minus":
+        return sympy.Complement(*map(_real_set, value[1]))
+    if value[0] == "set":
+        return sympy.FiniteSet(*(read_formula(item[1]).doit() for item in value[1]))
+    return sympy.S.Reals if value[:2] == ("formula", r"\mathbb{R}") else None
 
 
 # Answer keys ----------------------------------------------------------------------------------------------------------
@@ -292,7 +325,7 @@ def key_problem(key: str) -> str | None:
         return f"a sentence, not an answer: {key[:80]!r}"
     if not re.search(r"\w", re.sub(r"\\(?:text|[^A-Za-z])", "", text)):
         return f"no answer in the key {key[:80]!r}"
-    unread = next((leaf for leaf in _formulas(parse_value(text)) if _formula(leaf) is None), None)
+    unread = next((leaf for leaf in _formulas(parse_value(text)) if read_formula(leaf) is None), None)
     return None if unread is None else f"math-verify cannot read {unread[:80]!r}"
 
 
@@ -304,7 +337,7 @@ def _formulas(value: Value) -> list[str]:
         return list(value[1:])
     if value[0] == "named":
         return _formulas(value[2])
-    parts = {"list": 1, "set": 1, "union": 1, "sequence": 2, "matrix": 1}.get(value[0])
+    parts = {"sequence": 2, "list": 1, "set": 1, "union": 1, "minus": 1, "matrix": 1, "chain": 1}.get(value[0])
     items = value[parts] if parts else ()
     if value[0] == "matrix":
         items = tuple(cell for row in items for cell in row)

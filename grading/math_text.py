@@ -14,42 +14,51 @@ SYMBOLS = {
     "≥": r"\ge ", "≠": r"\ne ", "°": r"^\circ ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "±": r"\pm ",
     "×": r"\times ", "·": r"\cdot ", "÷": "/", "−": "-", "–": "-", "—": "-", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}",
     "θ": r"\theta ", "，": ",", "。": ".", "⋅": r"\cdot ", "√": r"\sqrt", "∛": r"\sqrt[3]", "€": r"\euro ",
-    "£": r"\pounds ", "¥": r"\yen ", "¢": r"\text{ cents}", "≡": r"\equiv ",
+    "⁄": "/", "£": r"\pounds ", "¥": r"\yen ", "¢": r"\text{ cents}", "≡": r"\equiv ", "≈": r"\approx ",
 }  # fmt: skip
 NUMBER_WORDS = {
     "zero": "0", "one": "1", "two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8",
     "nine": "9", "ten": "10", "eleven": "11", "twelve": "12", "thirteen": "13", "fourteen": "14", "fifteen": "15",
-    "sixteen": "16", "seventeen": "17", "eighteen": "18", "nineteen": "19", "twenty": "20",
+    "sixteen": "16", "seventeen": "17", "eighteen": "18", "nineteen": "19", "twenty": "20", "thirty": "30",
+    "forty": "40", "fifty": "50", "sixty": "60", "seventy": "70", "eighty": "80", "ninety": "90",
+}  # fmt: skip
+PARTS = {
+    "half": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7, "eighth": 8, "ninth": 9,
+    "tenth": 10, "twelfth": 12, "hundredth": 100,
 }  # fmt: skip
 
 # Pattern and replacement, in order; "x?" stands for: not followed by a letter.
 REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for pattern, replacement in [
     # Thousands: 1\,000 and 1{,}000
-    (r"(?<=\d)(?:\\[,!;: ]|\{,\}|,\\!)(?=\d{3}(?!\d))", ","),
+    (r"(?<=\d)(?:\\[,!;: ]|\{,\}|,\s*\\!)\s*(?=\d{3}(?!\d))", ","),
     # Delimiters, sizes, spaces, colours
     (r"\\(?:left|right|[bB]igg?[lr]?)x?\.?", ""),
     (r"(?<!\\)\\[()\[\]](?!\d*pt)", " "),
     (r"\\text\s*\{\s*\\\$\s*\}", r"\\$"),
     (r"(?<!\\)\$", " "),
     (r"\\!", ""),
-    (r"(?<!\\)\\[,;: ]|~|\\q?quadx?|\\(?:display|text)stylex?|\\(?:no)?limitsx?", " "),
+    (r"(?<!\\)\\[,;: ]|~|\\q?quad|\\(?:display|text)stylex?|\\(?:no)?limitsx?", " "),
     (r"\\(?:tiny|small|normalsize|large|Large|LARGE|huge|Huge)x?|\\(?:text)?color\s*\{\w+\}", " "),
     # Fonts
     (r"\\(?:mathbf|mathit|boldsymbol|mathrm|vec)\s*\{\s*([a-zA-Z])\s*\}", r" \1 "),
     (r"\\(?:boldsymbol|underline|bf)\s*\{([^{}]*)\}", r" \1 "),
+    (r"\\(?:bf|rm|it|sf|bfseries)x?|^\\(?:math|text)(?:bf|rm|it)(?=\s*\d)", " "),
     (r"\\text\s*\{\s*[.,]\s*\}", ""),
     (r"^\\(?:boxed|fbox)\s*\{(.*)\}$", r"\1"),
-    (r"\\(?:textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mathsf|mbox|operatorname)\s*\{", r"\\text{"),
-    (r"\\text\s*\{\s*([+-]?\d[\d.,/]*)\s*\}", r" \1 "),
+    (r"\\(?:text(?:bf|it|rm|sf|tt|normal)|math(?:rm|bf|it|sf)|mbox|operatorname)\s*\{", r"\\text{"),
+    (r"\\text\s*\{\s*([+-]?\d[\d.,/]*)\s*\}|^\\text\s*\{\s*(\d[^{}:]*)\}$", lambda m: f" {m[1] or m[2]} "),
     (r"\\text\s*\{\s*(and|or)\s*\}", r" \1 "),
     (r"\\text\s*\{\s*,?\s*(and|or)\s+also\s*\}", r" \1 "),
     (r"\\text\s*\{\s*,?\s*(and|or),?\s*\}", r" , "),
     (r"^\\text\s*\{([^{}\\]*,[^{}\\]*)\}$", r"\1"),
     # Synonyms
     (r"\\[dtc]fracx?", r"\\frac"),
+    (r"\\var(epsilon|phi|theta|rho|sigma)x?", r"\\\1"),
+    (r"^(?:\\text\s*\{\s*)?[Aa]ll real(?: number)?s? (?:except|but)(?: for)?\s*\}?\s*(?:[a-z]\s*=\s*)?(.+?)\}?$",
+     r"\\mathbb{R}\\setminus \\{\1\\}"),
     (r"\\lbracex?", r"\\{"),
     (r"\\rbracex?", r"\\}"),
-    (r"\\notx?\s*=|!=|\\neqx?", r"\\ne "),
+    (r"\\notx?\s*=|(?<![\d)])!=|\\neqx?", r"\\ne "),
     (r"\\leq?(?:slant)?x?|<=", r"\\le "),
     (r"\\geq?(?:slant)?x?|>=", r"\\ge "),
     (r"\\ltx?", "<"),
@@ -58,16 +67,18 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
     (r"\^\s*\{\s*\\(?:circ|degree)\s*\}|\\degreex?|\^\s*\\degree", r"^\\circ"),
     (r"\\varnothing|\\\{\s*\\\}", r"\\emptyset"),
     (r"\\(?:ldots|cdots|dots|dotsc)x?", r"\\dots "),
-    (r"\\setminusx?|\\backslashx?|(?<=\\mathbb\{R\})\s*-(?=\s*\\\{)", r"\\setminus "),
+    (r"\\(?:mathbb|Bbb)\s*\{?R\}?|\\Rx?|\\realsx?", r"\\mathbb{R}"),
+    (r"\\setminusx?|\\backslashx?|(?<=\\mathbb\{R\})\s*[-/](?=\s*\\\{)", r"\\setminus "),
+    (r"\^\s*\{?\s*((?:\\prime\s*)+)\}?|[’′]", lambda m: "'" * (m[1] or "p").count("p")),
     (r"\(\s*\\text\{\s*mod\s*\}\s*(\w+)\s*\)|\\pmod\s*(\w)", lambda m: rf"\pmod{{{m[1] or m[2]}}}"),
     (r"\{[:,]\}", lambda m: m[0][1]),
-    (r"^\s*(?:\\approx|\\simeq|\\sim)x?", ""),
+    (r"^\s*(?:=|(?:\\approx|\\simeq|\\sim)x?)", ""),
     # What LaTeX allows to be left out, and plain text for LaTeX
     (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
     (r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{"),
     (r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),
     (r"\\frac\{\s*(\\text\{[^{}]*)\}\s*\}\{\s*\\text\{([^{}]*\})\s*\}", r"\1/\2"),
-    (r"\\sqrt\s*(\d)", r"\\sqrt{\1}"),
+    (r"\\sqrt\s*(\[\d+\])?\s*(\d)", r"\\sqrt\1{\2}"),
     (r"(?:\\sqrt|(?<![\\A-Za-z])[sS]qrt)\s*\(([^()]*)\)", r"\\sqrt{\1}"),
     (r"(?<![\\A-Za-z])(pi|infinity|sin|cos|tan|log|ln)x?", r"\\\1 "),
     (r"(?<![\\A-Za-z])sqrt\s*(\d+)", r"\\sqrt{\1}"),
@@ -78,6 +89,15 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
     (r"\{?\s*(\w+)\s*\\choose\s*(\w+)\s*\}?|(?<![A-Za-z\\])C\(\s*(\d+)\s*,\s*(\d+)\s*\)|"
      r"(?:\{\})?[_^]\{?(\d+)\}?\s*C_\{?(\d+)\}?",
      lambda m: rf"\binom{{{m[1] or m[3] or m[5]}}}{{{m[2] or m[4] or m[6]}}}"),
+    (r"\\begin\{(cases|aligned|gathered)\}((?:[^&]|&\s*=)*?)\\end\{\1\}",
+     lambda m: re.sub(r"\s*\\\\\s*(?=.)", ", ", m[2].replace("&", ""))),
+    (r"\(\s*(\\text\{)([^{}]*)\}\s*\)$", r"\1(\2)}"),
+    (r"(=[^=,;]*[\d})])\s*(?:\\\\\s*|\s)(?=[A-Za-z](?:_\{?\w+\}?)?\s*=)", r"\1, "),
+    # Remarks that change nothing
+    (r"(?<=\d)\s*\^?\s*\{?\s*(?:\\text\s*\{\s*)?(?:st|nd|rd|th)\s*\}*$", ""),
+    (r"[,;]?\s*\(\s*(?:\\text\s*\{\s*)?(?:reject|discard|exclud|since|because)[^()]*\)$", ""),
+    (r"[,;]?\s*(?:\\text\s*\{\s*)?(?:for (?:all|any|every)\b|\\forall)"
+     r"(?!.*(?:\\mathbb\{[^R]|[<>]|\\[lgn]e|integer|positive|negative|natural|rational|odd|even|prime)).*$", ""),
     (r"^(?i:so|thus|hence|therefore|then|it is|it's|that is)\b[,:]?\s+(?=\S)", ""),
     (r"\s+", " "),
 ]]  # fmt: skip
@@ -99,7 +119,7 @@ def clean(text: str) -> str:
     text = re.sub(r"[⅐-⅞]", lambda m: " " + unicodedata.normalize("NFKC", m[0]).replace("⁄", "/"), text)
     text = unicodedata.normalize("NFKC", text)
     text = "".join(c for c in text if unicodedata.category(c) not in ("Cf", "Cc") or c.isspace())
-    text = text.strip().strip("`*").strip()
+    text = text.strip().strip("`*" if not text.strip().endswith("^*") else "`").strip()
     for pattern, replacement in REWRITES:
         text = pattern.sub(replacement, text)
     text = text.strip()
@@ -108,14 +128,44 @@ def clean(text: str) -> str:
         text = text[1:-1].strip()
     words = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text).strip()
     spoken = re.sub(r"^(?:negative|minus)\s+", "-", words.lower())
-    spoken = NUMBER_WORDS.get(spoken, SPOKEN.get(spoken, spoken))
+    spoken = spoken_number(spoken) or SPOKEN.get(spoken, spoken)
     return spoken if spoken != words.lower() else text
+
+
+def fold(text: str) -> str:
+    """The text with its words in lower case: Monday, EVEN. What may be a product of letters keeps its case: Rr, GMm."""
+    word = r"(?<![^\W\d_])(?=[^\W\d_]*[aeiouyAEIOUY])(?:[A-Z]?[a-z]{2,}|[A-Z]{4,}|(?i:yes|no))(?![^\W\d_])"
+    return re.sub(word, lambda match: match[0].lower(), text)
 
 
 def plain_text(text: str) -> str:
     """The letters and digits of a text answer, without `\\text`, braces, spaces and case; "" for what is a formula."""
-    bare = re.sub(r"\\text\s*|[{}\s]", "", text)
-    return "" if re.search(r"[\\^_+*/=<>|]", bare) or not re.search(r"[A-Za-z]{3,}", bare) else bare.casefold()
+    bare = re.sub(r"\\text\s*|[{}\s]", "", fold(text))
+    return "" if re.search(r"[\\^_+*/=<>|]", bare) or not re.search(r"[A-Za-z]{3,}", bare) else bare
+
+
+def spoken_number(text: str) -> str | None:
+    """The number that English words in lower case spell, in digits: twenty-one, two hundred and five, two thirds."""
+    if text.startswith("-"):
+        return "-" + inner if (inner := spoken_number(text[1:])) else None
+    words = [word for word in re.split(r"[\s-]+", text.strip()) if word != "and"]
+    part = PARTS.get(words[-1].removesuffix("s"), 2 if words[-1] == "halves" else None) if len(words) > 1 else None
+    if part:
+        top = "1" if words[:-1] == ["a"] else spoken_number(" ".join(words[:-1]))
+        is_plural = words[-1].endswith("s")
+        return f"{top}/{part}" if top and top.isdigit() and is_plural == (top != "1") else None
+    total, group, last_scale = 0, 0, 10**15
+    for word in words:
+        value, scale = int(NUMBER_WORDS.get(word, -1)), SCALES.get(word, 0)
+        if value >= 0 and (group % 100 == 0 or (group % 100 >= 20 and group % 10 == 0 and 0 < value < 10)):
+            group += value
+        elif word == "hundred" and 0 < group < 10:
+            group *= 100
+        elif group and 1000 <= scale < last_scale:
+            total, group, last_scale = total + group * scale, 0, scale
+        else:
+            return None
+    return str(total + group) if words else None
 
 
 # Numbers --------------------------------------------------------------------------------------------------------------
@@ -129,6 +179,7 @@ PLAIN = re.compile(
     rf"([+-]?)\s*({DECIMAL})(?:\s*(?:\\times|\\cdot|x)\s*10\s*\^\s*\{{?([+-]?\d{{1,3}})\}}?|[eE]([+-]?\d{{1,3}}))?"
 )
 REPEATING = re.compile(r"([+-]?)(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?(\d+)\}?")
+ENDLESS = re.compile(r"([+-]?)(\d*)\.(\d*?)(?:(\d)\4\4+|(\d\d+)\5+)\s*(?:\.\.+|\\dots\s*)")  # 0.1666...
 POWER_OF_TEN = re.compile(r"([+-]?)10\s*\^\s*\{?([+-]?\d{1,3})\}?")
 SCALES = {"dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 SCALED = re.compile(rf"(.+?)\s*(?:\\text\{{\s*)?({'|'.join(SCALES)})\s*\}}?")
@@ -159,8 +210,9 @@ def number(text: str) -> Fraction | None:
         if top >= bottom:
             return None
         result = int(whole) + Fraction(top, bottom)
-    elif match := REPEATING.fullmatch(text):
-        sign, whole, fixed, repeated = match.groups()
+    elif match := REPEATING.fullmatch(text) or ENDLESS.fullmatch(text):
+        sign, whole, fixed, *repeats = match.groups()
+        repeated = next(filter(None, repeats))
         result = Fraction(
             int(whole + fixed + repeated) - int((whole + fixed) or 0), 10 ** len(fixed) * (10 ** len(repeated) - 1)
         )
@@ -181,23 +233,31 @@ UNIT_NAMES = {
     "lbs": "lb", "ounce": "oz", "feet": "ft", "foot": "ft", "yard": "yd", "mile": "mi", "inche": "in", "inch": "in",
     "second": "s", "sec": "s", "minute": "min", "hour": "h", "hr": "h", "hrs": "h", "liter": "l", "litre": "l",
     "milliliter": "ml", "millilitre": "ml", "dollar": "$", "usd": "$", "buck": "$", "cent": "cent", "degree": "deg",
-    "percent": "%", "unit": "", "mph": "mi/h", "kph": "km/h", "kmph": "km/h", "day": "day", "week": "week",
+    "percent": "%", "unit": "u", "mph": "mi/h", "kph": "km/h", "kmph": "km/h", "day": "day", "week": "week",
     "month": "month", "year": "year", "radian": "rad", "rad": "rad", "joule": "j", "newton": "n", "watt": "w",
     "volt": "v", "hertz": "hz", "celsius": "c", "fahrenheit": "f", "kelvin": "k", "people": "people",
     "person": "people", "children": "child", "child": "child", "men": "man", "women": "woman", "mice": "mouse",
     "am": "am", "pm": "pm", "mol": "mol", "mole": "mol", "pascal": "pa", "acre": "acre", "gallon": "gal", "quart": "qt",
     "pint": "pt", "cup": "cup", "way": "way", "euro": "eur", "digit": "digit",
 }  # fmt: skip
-ABBREVIATIONS = set("cm mm km kg mg lb oz ft yd mi in min ml hz pa kj kw nm deg".split())  # noqa: SIM905
+IN_BASE = {  # how many of the second unit are one of the first
+    "min": (60, "s"), "h": (3600, "s"), "day": (86400, "s"), "week": (604800, "s"), "mm": (Fraction(1, 1000), "m"),
+    "cm": (Fraction(1, 100), "m"), "km": (1000, "m"), "ft": (12, "in"), "yd": (36, "in"), "mi": (63360, "in"),
+    "mg": (Fraction(1, 1000), "g"), "kg": (1000, "g"), "lb": (16, "oz"), "ml": (Fraction(1, 1000), "l"),
+    "cent": (Fraction(1, 100), "$"), "year": (12, "month"),
+}  # fmt: skip
+ABBREVIATIONS = set("cm mm km kg mg lb oz ft yd mi in min ml hz pa kj kw mw nm deg".split())  # noqa: SIM905
 LETTERS = {"m", "g", "s", "h", "l"}  # after a space; in \text any of J N W V K A, too
 MEASURES = set("个 元 米 人 天 秒 度 岁 克 只 本 张 支 件 次 种 块 条".split())  # noqa: SIM905
 MEASURES |= {"厘米", "千米", "毫米", "公里", "小时", "分钟", "千克", "公斤", "平方米", "平方厘米"}
+KNOWN = ABBREVIATIONS | MEASURES
 SMALL_WORDS = {"square", "squared", "sq", "cubic", "cubed", "cu", "of", "per", "the", "in"}
 NO_UNITS = {  # plural or not, what says something about the value: 7 dozens, 7 tenths, 7 more
     "additional", "always", "as", "billions", "crores", "cubes", "does", "dozens", "fewer", "guess", "half", "halves",
     "hundreds", "is", "lakhs", "less", "millions", "minus", "more", "negative", "no", "not", "ones", "or", "others",
     "over", "pairs", "percents", "plus", "quarter", "quarters", "scores", "squares", "tens", "thirds", "this",
-    "thousands", "ths", "times", "trillions", "unless", "versus", "vs", "was", "yes",
+    "thousands", "ths", "times", "trillions", "unless", "versus", "vs", "was", "yes", "couples", "triples", "triplets",
+    "trios", "quadruples", "quartets", "fortnights", "reams", "twins", "decades", "centuries", "gross",
 }  # fmt: skip
 WORD = r"[A-Za-z\u4e00-\u9fff]+\.?"
 QUANTITY = re.compile(
@@ -217,8 +277,12 @@ def unit(text: str, may_be_letter: bool) -> str | None:
     """
     letters = LETTERS | set("jnwvka") if "\\text" in text else LETTERS
     if re.search(r"(?<![A-Za-z])[A-Z](?![A-Za-z.])", text) and "\\text" not in text:
-        return None  # 5 M is no length
-    text = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text).replace("\\%", " percent ").replace("%", " percent ").lower()
+        return "k" if text.strip() == "K" else None  # 5 M is no length
+    if re.search(r"(?<![A-Za-z])[GHMS](?![A-Za-z.])", text):
+        return None
+    text = re.sub(r"(?<![A-Za-z])M([gmsWJNVAB]|Hz|Pa)(?![A-Za-z])", r"mega\1", text)  # not milli
+    text = re.sub(r"\\text\s*\{\s*\(?(?:in (?=\w))?([^{}()]*)\)?\s*\}", r" \1 ", text)
+    text = re.sub(r"\\?%", " percent ", text).lower()
     text = re.sub(r"\b([ap])\.\s?m\b\.?", r"\1m", text.replace("^\\circ", " degrees ")).replace(".", " ")
     if not re.fullmatch(r"[\sa-z\u4e00-\u9fff/^{}\d]*", text) or re.search(r"(?<!\^)(?<!\^\{)\d", text):
         return None
@@ -232,10 +296,20 @@ def unit(text: str, may_be_letter: bool) -> str | None:
             names += ["/"] if word == "per" else []
         elif word[0] in "^/":
             names.append(word.replace("{", ""))
-        elif name is not None or word in ABBREVIATIONS or (may_be_letter and word in letters) or word in MEASURES:
+        elif name is not None or (may_be_letter and word in letters) or word in KNOWN or word[:4] == "mega":
             names.append(word if name is None else name)
         elif len(word) > 3 and word.endswith("s") and not word.endswith("ss"):
             names.append(word.removesuffix("s"))
         elif names or not re.search(r"s\b", text):  # an adjective may stand before a plural: blue marbles, left socks
             return None
-    return None if not names else "".join(names) + power if "".join(names) else ""
+    return "".join(names) + power if names else None
+
+
+def in_base(name: str) -> tuple[Fraction, str]:
+    """How many of the base unit one of a unit is, and that unit: km/h is 5/18 m/s, cents are hundredths of $."""
+    factor, base = Fraction(1), ""
+    for sign, word, power in re.findall(r"(/?)([^\W\d_]+|\$)(?:\^(\d))?", name):
+        size, unit_name = IN_BASE.get(word, (1, word))
+        factor *= Fraction(size) ** (int(power or 1) * (-1 if sign else 1))
+        base += sign + unit_name + (f"^{power}" if power else "")
+    return factor, base

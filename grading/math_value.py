@@ -9,31 +9,50 @@ import itertools
 import re
 from functools import lru_cache
 
-from grading.math_text import CURRENCY, NUMBER_WORDS, QUANTITY, SCALES, clean, number, unit
+from grading.math_text import CURRENCY, NUMBER_WORDS, QUANTITY, SCALES, clean, fold, number, unit
 
 MAX_FORMULA = 1000  # characters; a longer formula is compared as text only
+REALS = ("formula", r"\mathbb{R}", "")
 MAX_DEPTH = 20  # nested brackets; the LaTeX parser's time grows steeply with them
 
 # (kind, ...). Every kind with what follows it:
-#   number (fraction, unit)      formula (text, unit)          colon (parts, unit): 12:30, 3:4      words (text)
+#   number (fraction, unit)      formula (text, unit)          words (text)
+#   colon (values, half of the day, could be a time): 12:30, 3:4
 #   choice (letter, value)       based (digits, base)          named (name, value, left side, right side): x = 5
 #   list, set, union (values)    sequence (brackets, values)   matrix (rows of values, text)
-#   relation (terms, signs)      equation (left, right)
+#   minus (value, value): a set without another                relation (terms, signs)      equation (left, right)
+#   chain (values said to be equal, approximations): 2+3 = 5, 1/3 = 0.333 roughly
 Value = tuple
 
-PLACES = r"(?:_\{?\w+\}?)?(?:\^\{-1\}|'+)?"
+LETTER = (
+    r"(?:[A-Za-z]|\\(?:alpha|beta|gamma|[dD]elta|zeta|eta|iota|kappa|[lL]ambda|mu|nu|xi|[sS]igma|tau|upsilon|chi|psi"
+    r"|[oO]mega|ell|(?:var)?(?:epsilon|theta|rho|phi))(?![A-Za-z]))(?:_(?:\{\w+\}|\d+|[A-Za-z]))?"
+)
+DENIED = (  # in a text on the left side: what is on the right is not the answer
+    r"half|double|twice|triple|squared?|cubed?|root|inverse|reciprocal|opposite|negative|minus|wrong|not?|never|false|"
+    r"incorrect|errors?|previous|old|attempt|reject\w*|discard\w*|exclud\w*|mistake\w*|bound|guess|estimate|approx\w*"
+    r"|least|most|more|less|other|if"
+)
 NAME = (  # x, x_1, f(x), f^{-1}(x), f'(2), P(A), |v|, dy/dx, AB, [ABC], \angle ABC, Area, \text{total cost}
-    rf"(?:(?:[A-Za-z]|\\(?!sqrt|sin|cos|tan|log|ln|frac|pi|infty|emptyset)[a-z]+){PLACES}(?:\s?\([^()+*/^=-]*\))?"
+    rf"(?:{LETTER}(?:\^\{{-1\}}|'+)?\s?\((?![^()]*\d[A-Za-z])[^()+*/^=-]*\)|{LETTER}'*"
     r"|d\w/d\w|\\frac\{d\w\}\{d\w\}"
-    r"|\|\s*(?:\\text\{\w+\}|[A-Za-z]|\\[a-z]+|\s)+\|(?!\|)|\[[A-Z]{2,4}\]|(?:m?\\angle\s*|"
-    r"\\overline\s*\{?)?[A-Z]{2,4}\}?"
-    r"|(?:\\text\{)?\s*(?!(?i:half|double|twice|triple|wrong|not|incorrect)\b)[A-Za-z]{3,}(?: [A-Za-z]{2,})*\s*\}?"
+    r"|\|\s*(?:\\text\{\w+\}|[A-Zuvw]|\\[a-z]+|\s)+\|(?!\|)|[A-Z]\^(?:T|\{(?:-1|T)\})(?=\s*=\s*\\begin)"
+    r"|\[[A-Z]{2,4}\]|m?\\angle\s*[A-Z]{1,4}|(?:\\overline\s*\{?)?[A-Z]{2,4}\}?"
+    rf"|(?:\\text\{{)?\s*(?![^{{}}=]*\b(?i:{DENIED})\b)[A-Za-z]{{3,}}(?: [A-Za-z]{{2,}})*\s*"
+    r"(?:\}\s*(?:\\(?:triangle|angle)\s*)?[A-Z]*)?"
     r"|P\s*\(\\text\{[^{}]*\}\))"
 )
+VARIABLE = rf"{LETTER}'*(?:\(\w\))?"
+LEFT = rf"(?:{NAME}(?:\s*[:/]\s*{NAME})*|\\frac\{{{NAME}\}}\{{{NAME}\}})"  # or a ratio of names
+CONSTANT = re.compile(  # a side without letters
+    r"(?:[^A-Za-z\\]|\\(?:frac|sqrt|cdot|times|div|pi|binom|circ|sin|cos|tan|log|ln|pm|\W|text\{[^{}]*\})(?![A-Za-z]))+"
+)
 NAMES = re.compile(r"\(\s*([A-Za-z]|\\[a-z]+)((?:\s*,\s*(?:[A-Za-z]|\\[a-z]+))+)\s*\)")
-NAMED = re.compile(rf"({NAME})\s*(?:=|:=|\\in(?![A-Za-z]))\s*(.+)", re.DOTALL)
+NAMED = re.compile(rf"({LEFT})\s*(?:=|:=|\\in(?![A-Za-z]))\s*(.+)", re.DOTALL)
+BUILDER = re.compile(rf"\s*{NAME}(?:\s*\\in\s*\\mathbb\{{R\}})?\s*(?:\\mid|:|\|)\s*(.+)")
 RELATION = re.compile(r"\\[lg]e(?![A-Za-z])|\\ne(?![A-Za-z])|(?<!\\)[<>]")
-EQUALS = re.compile(r"(?<![<>!:\\])=")
+EQUALS = re.compile(r"(?<![<>:\\])=")
+APPROX = re.compile(r"\\(?:approx|simeq)(?![A-Za-z])")
 CHOICE = re.compile(
     r"(?:\\text\{\s*)?(?:(?:option|choice|answer)\s+)?(\(?)\s*(?:\\text\{\s*)?(\(?)"
     r"\s*([A-Ja-j])\s*(\)?)\s*\}?\s*(\)?)\s*"
@@ -44,9 +63,13 @@ BASED = re.compile(r"\(?(?:\\text\s*\{)?([0-9A-Fa-f]+)\}?\)?\s*_\s*\{?\s*(?:\\te
 LABEL = re.compile(r"(?:^|[,;\s(])\(?(?:[A-Ja-j]|i{1,3}|iv|v)[.):]")
 CLOCK = re.compile(r"(?:\\text\{)?\s*(\d+(?:\s*:\s*\d+)+)\s*(?:\\text\{)?\s*([ap]\.?\s?m\.?)?\s*\}*", re.IGNORECASE)
 COMMA = re.compile(r"[,;](?!\d{3}(?!\d))|;|,\s|(?<=[\s\d}])and(?=\s)")
-OR = re.compile(r"(?<=[\s\d}])or(?=[\s\\])")
-CUP = re.compile(r"\\cup(?![A-Za-z])")
-MATRIX = re.compile(r"\\begin\{([bpBv]?matrix|array)\}(?:\{[^{}]*\})?(.*)\\end\{\1\}", re.DOTALL)
+OR = re.compile(r"(?<=[\s\d})\]])or(?=[\s\\(]|\w(?:\(\w\))?\s*=)")
+SEMICOLON, COLON = re.compile(";"), re.compile(":")
+UNCOUNTED = re.compile(
+    r"\\(?:equiv|[pb]?mod|dots|mid|parallel|perp|neg|land|partial|aleph|to|implies|iff)(?![A-Za-z])|\.\.|[a-z]\s*\\circ"
+)
+CUP, SETMINUS = re.compile(r"\\cup(?![A-Za-z])"), re.compile(r"\\setminus(?![A-Za-z])")
+MATRIX = re.compile(r"\\begin\{([bpBv]?matrix|array)\}(?:\{[^{}]*\})?((?:(?!\\begin).)*)\\end\{\1\}", re.DOTALL)
 OPENING, CLOSING = ("(", "[", "{", "\\{", "\\langle"), (")", "]", "}", "\\}", "\\rangle")
 BRACKET = r"\\[{}]|\\[lr]angle|\\.|[()\[\]{}]"  # or an escaped character, which is none
 
@@ -96,14 +119,16 @@ def _brackets(text: str) -> tuple[str, str, str] | None:
 
 
 def _choice(text: str) -> Value | None:
-    """(C), \\text{C}, option C, C. 12; a bare capital letter, too. Not "(a) 5, (b) 6", which are two answers."""
+    """(C), \\text{C}, option C, C. 12. Not "(a) 5, (b) 6", which are two answers."""
     match = CHOICE.fullmatch(text)
     if not match:
         return None
-    before, rest = text[: match.start(3)], (match[7] or "").strip().removesuffix("}")
+    before, rest = text[: match.start(3)], (match[7] or "").strip()
+    if rest.count("}") > rest.count("{"):
+        rest = rest.removesuffix("}")
     starts = before.lower().startswith(("option", "choice"))
     is_marked = starts or "(" in before or "text" in before or match[4] or match[6]
-    if not is_marked and (rest or not match[3].isupper()):
+    if not is_marked:
         return None
     denies = r"^[,/]|\b(?:or|and|is|was|are|not|isn|would|can|but|maybe|wrong|false)\b"
     if rest and (
@@ -120,7 +145,10 @@ def _named(text: str) -> Value | None:
     terms = _split(text, RELATION)
     if len(terms) > 1:
         return _relation(text, terms)
-    sides = _split(text, EQUALS)
+    exact, *approximations = _split(text, APPROX)
+    sides = _split(exact, EQUALS)
+    if len(sides) == 1 and approximations and re.fullmatch(LEFT, exact):  # x \approx 11
+        sides.append(approximations.pop(0))
     if len(sides) == 2 and number(sides[0]) is not None and re.fullmatch(NAME, sides[1]):
         sides = sides[::-1]
     names = NAMES.fullmatch(sides[0])
@@ -131,12 +159,24 @@ def _named(text: str) -> Value | None:
             return ("sequence", "()", tuple(values[2][i] for i in order))
     named = NAMED.fullmatch("=".join(sides))
     if named and (len(sides) > 1 or "\\in" in text):
-        right = sides[-1] if len(sides) > 1 else named[2].strip()
-        return ("named", re.sub(r"\\text|[\s{}]", "", named[1]).lower(), parse_value(right), sides[0], right)
-    constant = r"\\(?:frac|sqrt|cdot|times|div|pi|binom|left|right|text\{[^{}]*\})(?![A-Za-z])"
-    if len(sides) > 1 and not any(re.search(r"[A-Za-z]", re.sub(constant, "", side)) for side in (sides[0], sides[-1])):
-        return parse_value(sides[-1])  # 2 + 3 = 5
+        rest = sides[1:] or [named[2].strip()]
+        name = re.sub(r"\\text|[\s{}]", "", fold(named[1]))
+        return ("named", name, _chain(rest, approximations), sides[0], rest[-1])
+    if (len(sides) > 1 or approximations) and CONSTANT.fullmatch(sides[0]) and CONSTANT.fullmatch(sides[-1]):
+        return _chain(sides, approximations)  # 2 + 3 = 5
+    if len(sides) == 1 and approximations:
+        return _chain(sides, approximations)
+    if len(sides) > 2:
+        return ("words", text)  # 2x = 10 = 5
     return ("equation", sides[0], sides[-1]) if len(sides) == 2 and all(sides) else None
+
+
+def _chain(sides: list[str], approximations: list[str]) -> Value:
+    """The last side, with the other sides without letters, which have to equal it."""
+    values = [parse_value(side) for side in sides[:-1] if CONSTANT.fullmatch(side)] + [parse_value(sides[-1])]
+    if len(values) == 1 and not approximations:
+        return values[0]
+    return ("chain", tuple(values), tuple(parse_value(text) for text in approximations))
 
 
 def _relation(text: str, terms: list[str]) -> Value | None:
@@ -147,23 +187,28 @@ def _relation(text: str, terms: list[str]) -> Value | None:
         terms = ["x", *terms[1:]]
     if all(sign in (">", r"\ge") for sign in signs):  # everything the one way round
         terms, signs = terms[::-1], ["<" if sign == ">" else r"\le" for sign in signs[::-1]]
+    if signs == [r"\ne"] and (points := parse_value(terms[1]))[0] == "list":  # x \ne \pm 1
+        return ("minus", (REALS, ("set", points[1])))
     return ("relation", tuple(terms), tuple(signs)) if all(terms) else None
 
 
 def _collection(text: str) -> Value | None:
     parts = _split(text, OR)
     if len(parts) == 1:
-        parts = _split(text, CUP)
+        parts = _split(text, SEMICOLON if "," in text and "=" in text else CUP)  # x=1, y=2; x=2, y=1
     if len(parts) > 1 and all(parts):
-        values = tuple(parse_value(part) for part in parts)
-        if any(value[0] == "choice" for value in values):
+        values = tuple(_as_point(parse_value(part)) for part in parts)
+        if any(value[0] == "choice" or re.fullmatch("[A-J]", part) for value, part in zip(values, parts, strict=True)):
             return ("words", text)  # "A or B" chooses neither
         is_union = "\\cup" in text or any(value[0] == "relation" for value in values)
         return ("union" if is_union else "list", _flat(values))
     parts = [re.sub(r"^and\s", "", part).strip() for part in _split(text, COMMA) if part and part != "and"]
     if len(parts) > 1:
         values = tuple(parse_value(part) for part in parts)
-        return _chain(values) or ("list", _flat(values))
+        return _between(values) or ("list", _flat(values))
+    parts = _split(text, SETMINUS)
+    if len(parts) == 2:
+        return ("minus", tuple(parse_value(part) for part in parts))
     inner = _brackets(text)
     matrix = MATRIX.fullmatch(inner[1].strip() if inner and inner[0] in ("(", "[") else text)
     if matrix and matrix[1] != "vmatrix":
@@ -175,9 +220,9 @@ def _collection(text: str) -> Value | None:
             return ("list", (parse_value(plus.strip()), parse_value(text.replace("\\pm", "-"))))
         return None
     opening, inside, closing = inner
-    builder = re.fullmatch(rf"\s*({NAME})\s*(?:\\mid|:|\|)\s*(.+)", inside) if opening == "\\{" else None
-    if builder:
-        return parse_value(builder[2].strip())
+    builder = BUILDER.fullmatch(inside)
+    if builder and opening == "\\{":
+        return parse_value(builder[1].strip())
     separator = re.compile("[,;](?!\\d{3}(?!\\d))|[,;]\\s" if opening == "(" else "[,;]")
     items = [item for item in _split(inside, separator) if item]
     if opening in ("\\{", "[", "\\langle") or len(items) > 1:
@@ -186,21 +231,35 @@ def _collection(text: str) -> Value | None:
     return parse_value(inside.strip()) if inside.strip() else None
 
 
+def _as_point(value: Value) -> Value:
+    """x=1, y=2 as (1, 2), in the order of the names."""
+    if value[0] == "list" and len({item[1] for item in value[1] if item[0] == "named"}) == len(value[1]):
+        return ("sequence", "()", tuple(item[2] for item in sorted(value[1], key=lambda item: item[1])))
+    return value
+
+
 def _flat(values: tuple[Value, ...]) -> tuple[Value, ...]:
-    """1, \\pm 2 -> 1, 2, -2; several names (y=2, x=3) in the order of the names."""
+    """1, \\pm 2 -> 1, 2, -2."""
     flat: tuple[Value, ...] = ()
     for value in values:
         if value[0] == "named" and value[2][0] == "list":  # x = \pm 2
             flat += tuple(("named", value[1], item, *value[3:]) for item in value[2][1])
         else:
             flat += value[1] if value[0] == "list" else (value,)
-    names = [item[1] for item in flat if item[0] == "named"]
-    return tuple(sorted(flat, key=lambda item: item[1])) if len(names) == len(flat) == len(set(names)) else flat
+    return flat
 
 
-def _chain(values: tuple[Value, ...]) -> Value | None:
-    """x > -5 and x <= 2 as -5 < x <= 2."""
-    if len(values) != 2 or any(value[0] != "relation" or len(value[1]) != 2 for value in values):
+def _between(values: tuple[Value, ...]) -> Value | None:
+    """x > -5 and x <= 2 as -5 < x <= 2; x > 0 and x \\ne 1, and also x \\ne 1, 2, as a set without points."""
+    if values[0][0] != "relation":
+        return None
+    kept = [value for value in values if value[0] == "relation" and value[2] != (r"\ne",)]
+    left_out = [value for value in values if value not in kept]
+    unknowns = {value[1][0] for value in left_out if value[0] == "relation"}
+    if left_out and left_out[0][0] == "relation" and all(unknowns <= {*value[1]} for value in [*kept, left_out[0]]):
+        points = tuple(parse_value(value[1][1]) if value[0] == "relation" else value for value in left_out)
+        return ("minus", ((_between(tuple(kept)) or kept[0]) if kept else REALS, ("set", points)))
+    if len(kept) != 2 or left_out or any(len(value[1]) != 2 for value in values):
         return None
     for (_, low, low_signs), (_, high, high_signs) in (values, values[::-1]):
         if low[1] == high[0] and re.fullmatch(NAME, low[1]):
@@ -208,24 +267,34 @@ def _chain(values: tuple[Value, ...]) -> Value | None:
     return None
 
 
+def _is_text(words: str, is_marked: bool) -> bool:
+    """True for yes, Monday, no solution; false for what may be a product of letters (abc, GMm), unless it is marked."""
+    if words.casefold() in ("yes", "no"):
+        return True
+    is_product = re.fullmatch(r"[A-Za-z]{3}", words) or (words.isalpha() and re.search(r"[A-Z]", fold(words)))
+    may_be_text = is_marked or (re.search(r"[^\W\d_]{3,}", words) and not is_product)
+    return bool(may_be_text and re.fullmatch(r"[^\W\d_][^\d_+*/^=<>\\(){}\[\]|]*", words))
+
+
 def _quantity(text: str) -> Value | None:
     """Based numbers, times and ratios, words, money, and what has a unit."""
     based = BASED.fullmatch(text)
     if based and (based[2].isdigit() or based[2] in NUMBER_WORDS):
         return ("based", based[1].lstrip("0").upper(), NUMBER_WORDS.get(based[2], based[2]))
-    clock = CLOCK.fullmatch(text)
+    clock, parts = CLOCK.fullmatch(text), _split(text, COLON)
     if clock:
-        half = re.sub(r"[^apm]", "", (clock[2] or "").lower())
-        return ("colon", tuple(int(part) for part in clock[1].split(":")), half)
-    if re.search(r"\\(?:equiv|pmod|dots|mid|parallel|perp)(?![A-Za-z])", text):
+        parts = clock[1].split(":")
+    if clock or (len(parts) > 1 and all(parts) and "\\text" not in text):
+        half = re.sub(r"[^apm]", "", (clock[2] or "").lower()) if clock else ""
+        values = tuple(parse_value(part.strip()) for part in parts)
+        if all(value[0] in ("number", "formula") for value in values):
+            return ("colon", values, half, re.match(r"\D*(?:[01]?\d|2[0-4])\s*:\s*[0-5]\d(?!\d)", text) is not None)
+    if UNCOUNTED.search(text):
         return ("words", re.sub(r"\s", "", text))  # what SymPy has no value for is compared as text
     words = " ".join(re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text).split())
-    if (
-        words.casefold() in ("yes", "no")
-        or re.fullmatch(r"[^\W\d_][^\d_+*/^=<>\\(){}\[\]|]*", words)
-        and (re.search(r"[^\W\d_]{3,}", words) or "\\text" in text)
-    ):
-        return ("words", re.sub(r"^(?:an?|the) ", "", " ".join(re.sub(r"[^\w ]", " ", words.casefold()).split())))
+    if _is_text(words, is_marked="\\text" in text):
+        plain = " ".join(re.sub(r"[^\w ]", " ", fold(words)).split())
+        return ("words", re.sub(r"^(?:an?|the) (?=\w{3})", "", plain, flags=re.IGNORECASE))
     currency = CURRENCY.fullmatch(text)
     if currency:
         inner = parse_value(currency[1] + currency[3])
@@ -242,5 +311,5 @@ def _quantity(text: str) -> Value | None:
         if name is not None and inner[0] in ("number", "formula") and inner[2] == "":
             return (*inner[:2], name)
         if name is None and "\\text" in quantity["unit"]:
-            return ("words", " ".join(words.casefold().split()))  # it says something about the value that is no unit
+            return ("words", fold(words))  # it says something about the value that is no unit
     return None

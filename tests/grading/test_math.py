@@ -1,4 +1,4 @@
-"""The mathematical verifier: 2,186 written cases, and completions that must never hang or crash it."""
+"""The mathematical verifier: 2,376 written cases, and completions that must never hang or crash it."""
 
 import json
 import time
@@ -123,6 +123,21 @@ def test_hostile_completions_are_wrong_and_cost_at_most_their_time(completion, k
         ("[2,5)", "\\{x\\mid 2\\le x<5\\}", True),
         ("10:15 am", "10:15 pm", False),
         ("\\pi", "\\Pi", False),
+        ("(1+r)^T", "1+r", False),
+        ("I_1+I_2", "2I_1", False),
+        ("Rr", "r^2", False),
+        ("\\text{Odd}", "odd", True),
+        ("abd", "adb", True),
+        ("5", "2x=10=5", False),
+        ("5", "x_1x_2=5", False),
+        ("2", "1+0^0", False),
+        ("x>3", "y>3", False),
+        ("(3,5)\\cup(5,\\infty)", "x>3, 5", False),
+        ("(1,2)\\cup(2,3)", "1<x<3, x\\ne 2", True),
+        ("x_a=5", "x_b=5", False),
+        ("a_n=2n-1", "a_k=2k-1", True),
+        ("1\\text{ m}", "100\\text{ cm}", True),
+        ("10\\text{ mg}", "10\\text{ Mg}", False),
     ],
 )
 def test_what_reviewers_slipped_past_the_comparison(key, answer, is_correct):

@@ -24,8 +24,8 @@ def _any(*patterns: str) -> re.Pattern[str]:
 CHOICE = r"(?-i:\(?\b[A-HJ]\b\)?)(?![.,]?\w|['’]|\s*[=+*/^<>]| (?!and|or|because|since|as|is|for|due)[a-z])"
 CHOICES = rf"{CHOICE}(?:(?:\s*[,/&、]\s*|,? (?:and|or) ){CHOICE})*"
 NUMBER = (  # with a percent sign or a unit that changes it
-    r"(?<![A-Za-z0-9_.])[-−]?\\?[$¥€£]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?"
-    r"(?:\s?\\?%|\s?(?:[ckm]?m[²³]|[ckm]m|k?g|km/h|mph|(?:平方)?(?:厘米|千米|毫米|米)|千克|公斤|小时|分钟)(?!\w))?(?![A-Za-z0-9_])"
+    r"(?<![A-Za-z0-9_.])[-−]?\\?[$¥€£]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+|:\d\d(?: ?[ap]m\b)?)?"
+    r"(?:\s?\\?%|\s?(?:[ckm]?m[²³]|[ckm]m|k?g|km/h|mph|(?:平方)?(?:厘米|千米|毫米|米)|千克|公斤|小时|分钟)(?:/(?:小时|秒))?(?!\w))?(?![A-Za-z0-9_])"
 )
 VALUE = rf"(?:[-−+(\[{{\s]*\\?[$¥€£]?[-−]?\.?\d|\$|\\[A-Za-z{{(]|√|{CHOICE}\W*$)"  # its beginning
 IS = (
@@ -37,26 +37,29 @@ STATED = _any(  # what follows, or stands in a group, is the answer
     r"^\W*(?:(?:the )?final )?answer\b *(?:\n|(?=[-(\d$\\]))",
     rf"\b(?:correct|right|best|final) (?:option|choice|one|result|value)s? {IS} ?:?",
     rf"\b(?:choose|select|pick|finalize|go(?:ing)? with|went with) (?:(?:option|choice|answer) )?(?P<chosen>{CHOICES})",
-    rf"\b(?P<right>{CHOICES}) (?:is|are|must be) (?:the |our |my |clearly )*(?:\w+ )?(?:correct|right|answer)\b",
+    rf"\b(?P<right>{CHOICES}) (?:is|are|must be) (?:the |our |my |clearly )*(?:(?!not)\w+ )?(?:correct|right|answer)\b",
     r"(?P<before>\$[^$\n]{1,80}\$|(?<![\w.,])[-−]?\d[\d,./]*%?) (?:is|are) (?:the|our|my) (?:\w+ )?answer\b",
     r"(?-i:(?P<item>[A-HJ])选?项?是?正确)",
     r"(?<![不没])选(?:择|项)?[:：]?\s?(?=[（(]?[A-HJ])",
-    r"答案?[】\]]?\s?(?:应?该?[是为為]|[:：])[:：]?|【答案】|####",
+    r"(?:答案?|正确选项)[】\]]?\s?(?:应?该?[是为為]|[:：])[:：]?|【答案】|####",
 )
 HAS_VALUE = _any(r"\d|\$|\\[A-Za-z]|[π√∞]", rf"^\W*{CHOICE}")
 NO_VALUE = _any(r"(?:in|as|above|below|given|unique|verified|consistent|reasonable|(?:indeed )?(?:correct|right))\b")
 TAIL = _any(  # a remark behind a value
-    r"\s*[,;(]*\s*\b(?:because|since|as(?! well)|which(?! gives| yields| makes| means| is \S+$)|where|when|by|I hope|due)\b.*",
+    r"\s*[,;(]*\s*\b(?:because|since|as(?! well)|which(?! gives| yields| makes| means| is (?:option |choice )?\S+$)|where|when|by|I hope|due|attained|achieved|reached)\b.*",
     rf"\s*[,;(]*\s*\bso\b(?!\W*{CHOICE}\W*$)[^\d$\\]*$",
-    r"(?<=[\d$)}])(?: [a-z]+)? for\b.*",
+    r"(?<=[\d$)}])(?: [a-z]+)? for\b[^,;]*$",
     r"\s*\((?!or\b|and\b|mod\b)(?:not |[a-z]{2,}).*",
     r"\s*(?:—| -- |[,;] (?:not|but|however|compare|(?:it|that|this) (?:can|does|is not|isn))\b).*",
-    r"[，,]\s*(?:即|因为|但).*",
+    r"[，,]\s*(?:即|因为|但|此时).*",
 )
-SAYS = _any(rf"\b{IS}:?", r"\b(?:gets?|obtains?|ha(?:ve|s)|gives?|yields?|makes?|totals?|costs?|finds?)\b", "[:：]\\s")
+SAYS = _any(rf"\b{IS}:?", r"\b(?:gets?|obtains?|ha(?:ve|s)|gives?|yields?|makes?|totals?|costs?|finds?)\b", r"\b(?:so|thus|hence|therefore),?\s", r"[:：]\s")
+SAID = re.compile(  # a value with a unit: a formula or what has no words
+    r"\W*?(?:\$[^$]+\$|(?:(?![A-Za-z]{2}|[一-鿿])[^$])+(?<![,;:=\s]))(?: (?:square |cubic )?[a-z]{2,}[.²³]?)?"
+)
 FORMULA = re.compile(r"(?<!\\)\$([^$]+)\$(?!\d)|\\\((.+?)\\\)")
 PROSE = _any(
-    r"\b(?:is|are|was|be|we|I|it|get|gets|so|thus|hence|therefore|gives?|have|has|makes?|answer|ans)\b",
+    r"\b(?:is|are|was|be|equals?|we|I|it|get|gets|so|thus|hence|therefore|gives?|have|has|makes?|answer|ans)\b",
     "^[a-z ]{2,}:",
     "[\u4e00-\u9fff]",
     "\n",
@@ -71,11 +74,16 @@ CORRECTION = _any(
     r"\b(?:wait|actually|no|not|correct\w*|instead|rather|sorry|mistake|wrong|so|then|thus|hence|therefore)\b"
 )
 ALTERNATIVE = _any(  # right behind an answer: another one
-    r"\W*(?:but\s+)?(?:or|maybe|perhaps|possibly|alternatively|(?:it\s+)?(?:might|could)(?:\s+also)?\s+be|vs\.?|versus)\b"
-    r"[\s,:(]*(?:maybe|even|also|it|is|be|could|equivalently|\s)*",
+    r"[\s$]*\|[\s$]*(?=[-\d])",
+    r"\W*(?:but\s+)?(?:or|maybe|perhaps|possibly|alternatively|(?:it\s+)?(?:might|could)(?:\s+also)?\s+be|vs\.?|versus"
+    r"|and(?=[\s$]*[-\d.]+[\s$]*$))\b[\s,:(]*(?:maybe|even|also|it|is|be|could|equivalently|\s)*",
+)
+OTHER = re.compile(  # right before an answer: another one
+    r"(\$[^$]+\$|[-−]?\d[\d./]*|(?-i:\(?\b[A-H]\b\)?))\s*,?\s*(?:\b(?:or|vs\.?|versus)\b|或)[\s$(]*(?:maybe |perhaps )?[\s$]*(?:[A-Za-z]\s*=\s*)?$",
+    re.IGNORECASE,
 )
 JOINT = _any(  # what stands between two answers that belong together
-    r"(?>[\s$,;:&./|~*_–—()•、或和-]|\\[,;:! ()\[\]|]|\\q?quad|\\mid|\\text\s*\{\s*(?:and|or|vs\.?|versus)?\s*\}"
+    r"(?>\n\W*\w{1,2}[.):]|[\s$,;:&./|~*_–—()•、或和-]|\\[,;:! ()\[\]|\\]|\\q?quad|\\mid|\\text\s*\{\s*(?:and|or|vs\.?|versus)?\s*\}"
     r"|\\l(?:or|and)|\\vee|\\wedge|[A-Za-z](?:_\{?\d\}?)?\s*="
     r"|\b(?:and|or|vs|versus|as well as|also|both|is (?:one|a) \w+|is another(?: \w+)?"
     r"|the other(?: \w+)? is|another is|option \w+|case \w+|part \w+)\b)*",
@@ -85,7 +93,7 @@ REFUSED = re.compile(  # right before an answer: it is none
     r"(?:\b(?:not|never|cannot|except|exclud\w*|reject\w*|discard\w*|exceed\w*|whether|if|tempting to say"
     r"|(?:greater|less|more|fewer|larger|smaller|other) than|rather than|instead of|at least|at most)|n['’]t)"
     r"[^\w.!?\n]*(?:(?:think|believe|be|is|equals?|to|that|the|final|correct|answer|value|option)[^\w.!?\n]*)*"
-    r"(?:[A-Za-z]\s*=)?[^\w.!?\n]*$",
+    r"(?:[A-Za-z]\s*=)?[^\w.!?\n]*$|不(?:是|能是|等于)\W*$",
     re.IGNORECASE,
 )
 PART_BEFORE = re.compile(  # right before or after an answer: it is a part of a larger formula
@@ -102,10 +110,14 @@ PART_AFTER = re.compile(
 # What takes an answer back --------------------------------------------------------------------------------------------
 
 LEAD = r"^\W*(?:(?:no|wait|actually|hmm+|hold on|oh|oops|but|however|well|so|and|sorry|rather)\b\W*)+"
-BAD = r"(?:wrong|incorrect|mistaken|(?:not|n['’]t)(?: \w+)? (?:right|correct|true|the answer)|too (?:big|small|large))"
+BAD = (
+    r"(?:wrong|incorrect|mistaken|too (?:big|small|large)"
+    r"|(?:(?:can)?not|n['’]t)(?: \w+){0,2} (?:right|correct|true|answer)(?! that| for))"
+)
 RETRACTED = _any(
-    r"^\W*(?:(?:wait|hmm+|oh|well|actually|but)\W+)*no(?=\s*[,.!:;—–-]|\s*$|\s+(?:wait|that|this|it|actually|sorry)\b)",
-    r"^\W*(?:nope|oops|whoops|correct(?:ion|ing)|scratch|strike|ignore|disregard|forget)\b",
+    r"^\W*(?:(?:wait|hmm+|oh|well|actually|but)\W+)*no(?=\s*[,.!:;—–-]|\s*$|\s+(?:wait|that|this|it|actually|sorry)\b)"
+    r"(?:\W*(?:wait|actually|sorry)\b)*",
+    r"^\W*(?:please )?(?:nope|oops|whoops|correct(?:ion|ing)|scratch|strike|ignore|disregard|forget)\b",
     rf"^\W*(?:is|was) (?:\w+ )?{BAD}",
     rf"\b(?:that|this|it|i|answer|result|box\w*)\b['’]?(?:[^\w.]\w+){{0,3}}?(?:[^\w.]|(?=n['’]t)){BAD}",
     rf"{LEAD}(?:that|this)\b (?:\w+ )?(?:can(?:no|['’])t|does(?: not|n['’]t)|must|is(?: not|n['’]t))\b"
@@ -236,6 +248,8 @@ def _read_spans(text: str, spans: list[Span], may_be_part: bool = True) -> str |
             break
         answers.append(earlier[2])
         start = earlier[0]
+    if other := re.search(OTHER, text[max(0, start - 80) : start]):
+        answers.append(other[1])
     answer = ", ".join(dict.fromkeys(answer.strip() for answer in reversed(answers)))
     return _unless_retracted(answer, text[end : end + MAX_AFTER])
 
@@ -254,13 +268,13 @@ def _unless_retracted(answer: str, after: str) -> str | None:
     if (other := ALTERNATIVE.match(first)) and HAS_VALUE.search(first[other.end() :]):
         return f"{answer}, {_read_unmarked(first[other.end() :]) or ''}"
     rest, question = None, ""
+    own = rf"(?<![\w.\\−-]){re.escape(answer.strip()[:40])}[\s$]*(?:{IS} )?(?:{BAD}|(?:is|does|can) ?(?:not|n['’]t))\b"
     for start, sentence in _sentences(after):
-        own = sentence.partition(answer.strip()[:40])[2].lstrip(" $")
-        taken_back = RETRACTED.search(sentence) or re.match(rf"(?:{IS} )?{BAD}|(?:is|does|can)(?: ?not|n['’]t)\b", own)
+        taken_back = RETRACTED.search(sentence) or re.search(own, sentence)
         is_no = question and not re.search(r"right|correct|sure", question)  # it answers "Is there another?"
         if taken_back and not is_no and not GUARD.search(sentence):
-            rest = after[start + (taken_back.end() if not own else len(sentence)) :]
-        question = sentence if sentence.rstrip().endswith("?") else ""
+            rest = after[start + taken_back.end() :].lstrip(" ,:;.!…")
+        question = sentence if re.search(r"\w.*\?\s*$", sentence) else ""
     if rest is None:
         return _restated(answer, after)
     return _read_unmarked(rest) or (answer if CONFIRMED.search(rest) else None)
@@ -277,8 +291,9 @@ def _restated(answer: str, after: str) -> str:
             continue
         is_doubted = is_doubted or bool(DOUBT.search(sentence))
         anew = [*STATED.finditer(sentence), *(ANEW.finditer(sentence) if is_doubted else ())]
-        if anew and not GUARD.search(sentence) and re.match(VALUE, sentence[anew[-1].end() :]):
-            current = _stated(sentence[anew[-1].end() :]) or current
+        said = (anew[-1].lastgroup and anew[-1][anew[-1].lastgroup]) or sentence[anew[-1].end() :] if anew else ""
+        if not GUARD.search(sentence) and re.match(VALUE, said):
+            current = _stated(said) or current
     return current
 
 
@@ -310,13 +325,16 @@ def _read_unmarked(text: str) -> str | None:
             continue
         before = text[max(0, match.start() - 40) : match.start() if group else match.end()]
         stated = _stated(sentence)
+        if REFUSED.search(before) and group:
+            continue
         if REFUSED.search(before) or stated is None:
             return None
         return _unless_retracted(stated, text[match.end() :] if group else behind[len(sentence) :])
     if not PROSE.search(text) and len(re.findall(r"[A-Za-z]{2,}", _words(text))) <= 2:
-        return text
+        is_labelled = re.match(r"(?!sin|cos|tan|log|ln|sqrt|not?\b)[A-Za-z]{2,}[,:]? ", text) and HAS_VALUE.search(text)
+        return (is_labelled and _value(text)) or text
     for start, sentence in reversed(_sentences(text)):
-        if answer := _value(sentence):
+        if not sentence.rstrip().endswith("?") and (answer := _value(sentence)):
             return _unless_retracted(answer, text[start + len(sentence) :])
     return None
 
@@ -348,14 +366,17 @@ def _value(sentence: str) -> str | None:
     """The value that a sentence ends with: a choice, a formula, what follows "is" or "=", a number; None without one."""
     sentence = _without_remark(sentence).rstrip(" .。．!")
     leads = r"(?:is|are|be|['’]s|so|thus|therefore|hence|but|rather|options?|choices?)"
-    if choice := re.search(rf"(?:^|\b{leads}\b)\W{{0,3}}(?:the |option |choice )*({CHOICES})\W*$|^({CHOICE})[.)] ", sentence):
+    if choice := re.search(rf"(?:^|\b{leads}\b)\W{{0,3}}(?:the |option |choice )*({CHOICES})\W*$|^({CHOICE})[.)] ", sentence, re.I):
         return choice[1] or choice[2]
+    if text := re.search(rf"^(?:so|thus|hence|therefore)\b.*\b{IS} (?:on )?(?:an? |the )?((?-i:[A-Z])[a-z]+|false|true)$|\b(no (?:\w+ )?solutions?)$", sentence, re.I):
+        return text[1] or text[2]
     formulas = [(m.start(), m.end(), m[1] or m[2]) for m in FORMULA.finditer(sentence)]
     plain = FORMULA.sub(lambda m: " " * len(m[0]), sentence)
     numbers = [(m.start(), m.end(), m[0]) for m in re.finditer(NUMBER, plain)]
     telling = [f for f in formulas if re.search(r"[\d=<>\\(]", f[2])] or ([] if numbers else formulas)
     said = sentence[[0, *(m.end() for m in SAYS.finditer(plain))][-1] :].strip()
-    if HAS_VALUE.search(said) and re.fullmatch(r"\W*(?:\$[^$]+\$|[^\sA-Za-z$一-鿿][^\s一-鿿]*)(?: (?:(?:square|cubic) )?[a-z]+[.²³]?)?", said):
+    said = re.sub(r"^(?:an?|the|only|exactly) ", "", said)
+    if HAS_VALUE.search(said) and SAID.fullmatch(said) and not re.match(r"\$[^$]*=[^$]*\$.", said):
         formula = FORMULA.fullmatch(said)
         return _right_side(formula[1] or formula[2], sentence) if formula else said
     if telling and not (numbers and numbers[-1][0] > telling[-1][0]):
@@ -375,6 +396,7 @@ def _right_side(formula: str, sentence: str) -> str:
     """28 of x+y = 28, where the left side is a quantity; an equation that is asked for or to be solved stays whole."""
     left, _, right = formula.partition("=")[0], *formula.rpartition("=")[1:]
     names = set(re.findall(r"(?<![A-Za-z\\])[A-Za-z]", left))
-    is_quantity = len(names) > 1 and not re.search(r"[A-Za-z,]", re.sub(r"\\[A-Za-z]+|^\(.*\)$", ",", left)[:0] + right)
+    is_number = not re.search(r"[A-Za-z,]", re.sub(r"\\[A-Za-z]+", "", right))
+    is_quantity = is_number and len(names) > 1 and not left.strip().startswith("(")
     asked = re.search(r"equation|line|circle|curve|plane|parabola|ellipse|hyperbola|方程|直线", sentence)
-    return right.strip() if is_quantity and not asked and not left.strip().startswith("(") else formula
+    return right.strip() if is_quantity and not asked else formula

@@ -65,13 +65,15 @@ def verify_gsm8k(case: Case) -> Verdict:
     Of an answer in words ("18 eggs left over from 20") it is the number in front, else the last one. Several answers
     are incorrect.
     """
-    found, key = read_answer(case.completion) or "", _gsm8k_key(case)
-    kind, value, *_ = parse_value(clean(found[:MAX_FORMULA]))
-    if kind != "number":
+    found, key = read_answer(case.completion), _gsm8k_key(case)
+    if found is None or len(found) > MAX_FORMULA:
+        return 0.0, None
+    kind, value, *_ = parse_value(clean(found))
+    if kind == "list":
+        value = None
+    elif kind != "number":
         in_front = re.match(r"\W*\d[\d,.]*(?= *[\[(]| (?!dozen|hundred|thousand|[mb]illion|times|more|less|or)[a-z])", found)
-        value = None if kind == "list" else _last_number(in_front[0] if in_front else found)
-        if kind != "list" and key is not None and equal(str(key), found):
-            value = key
+        value = key if equal(str(key), found) else _last_number(in_front[0] if in_front else found)
     return float(value is not None and value == key), None if value is None else str(value)
 
 

@@ -72,7 +72,9 @@ def verify_gsm8k(case: Case) -> Verdict:
     if kind == "list":
         value = None
     elif kind != "number":
-        in_front = re.match(r"\W*\d[\d,.]*(?= *[\[(]| (?!dozen|hundred|thousand|[mb]illion|times|more|less|or)[a-z])", found)
+        in_front = re.match(
+            r"\W*\d[\d,.]*(?= *[\[(]| (?!dozen|hundred|thousand|[mb]illion|times|more|less|or)[a-z])", found
+        )
         value = key if equal(str(key), found) else _last_number(in_front[0] if in_front else found)
     return float(value is not None and value == key), None if value is None else str(value)
 

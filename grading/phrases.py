@@ -1,0 +1,171 @@
+"""The words, English and Chinese, by which `answer.py` finds an answer, and those that take it back.
+
+Every pattern is matched against a few thousand characters at most.
+"""
+
+from __future__ import annotations
+
+import re
+
+
+def _any(*patterns: str) -> re.Pattern[str]:
+    return re.compile("|".join(patterns), re.IGNORECASE | re.MULTILINE)
+
+
+# Values ---------------------------------------------------------------------------------------------------------------
+
+# The letter of an option: no article ("A cat"), no point of a formula ("A = 5")
+CHOICE = r"(?-i:\(?\b[A-HJ]\b\)?)(?![.,]?\w|['’]|\s*[=+*/^<>]| (?!and|or|because|since|as|is|for|due)[a-z])"
+CHOICES = rf"{CHOICE}(?:(?:\s*[,/&、]\s*|,? (?:and|or) ){CHOICE})*"
+_UNIT = (
+    r"(?:[ckm]?m[²³]|[ckm]m|k?g|km/h|mph|(?:(?:平方)?(?:厘米|千米|毫米|米)|千克|公斤|小时|分钟)(?:/(?:小时|秒))?)(?!\w)"
+)
+NUMBER = (  # a number in prose, with a percent sign or a unit
+    r"(?<![A-Za-z0-9_.])[-−]?\\?[$¥€£]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+|:\d\d(?: ?[ap]m\b)?)?"
+    rf"(?:\s?\\?%|\s?{_UNIT})?(?![A-Za-z0-9_])"
+)
+FORMULA = re.compile(r"(?<!\\)\$([^$]+)\$(?!\d)|\\\((.+?)\\\)")
+VALUE = rf"(?:[-−+(\[{{\s]*\\?[$¥€£]?[-−]?\.?\d|\$|\\[A-Za-z{{(]|√|{CHOICE}\W*$)"  # how one begins
+HAS_VALUE = _any(r"\d|\$|\\[A-Za-z]|[π√∞]", rf"^\W*{CHOICE}")
+
+# How an answer is stated ----------------------------------------------------------------------------------------------
+
+IS = (
+    r"(?:(?:is|are|was|equals?|becomes?|comes? (?:out )?to|(?:would|should|must|will|has to|(?:turns?|comes?) out to) be)"
+    r"\b(?: (?:therefore|thus|then|hence|just|indeed|actually|really|clearly|exactly|now|still|for sure)\b,?)*)"
+)
+STATED = _any(  # what follows, or what stands in a group, is the answer
+    r"\b(?:answers?|ans)\b\.?(?: (?:to|for|of|in|here|choice|that|which|we)\b[^.:=\n]{0,60}?)?,? ?"
+    rf"(?:{IS} ?:?|[:=：])",
+    r"^\W*(?:(?:the )?final )?answer\b *(?:\n|(?=[-(\d$\\]))",
+    rf"\b(?:correct|right|best|final) (?:option|choice|one|result|value)s? {IS} ?:?",
+    rf"\b(?:choose|select|pick|finalize|go(?:ing)? with|went with) (?:(?:option|choice|answer) )?(?P<chosen>{CHOICES})",
+    rf"\b(?P<right>{CHOICES}) (?:is|are|must be) (?:the |our |my )*(?:(?!not)\w+ )?(?:correct|right|answer)\b",
+    r"(?P<before>\$[^$\n]{1,80}\$|(?<![\w.,])[-−]?\d[\d,./]*%?) (?:is|are) (?:the|our|my) (?:\w+ )?answer\b",
+    r"(?-i:(?P<item>[A-HJ])选?项?是?正确)",
+    r"(?<![不没])选(?:择|项)?[:：]?\s?(?=[（(]?[A-HJ])",
+    r"(?:答案?|正确选项)[】\]]?\s?(?:应?该?[是为為]|[:：])[:：]?|【答案】|####",
+)
+NO_ANSWER = _any(r"(?:in|as|above|below|given|unique|verified|consistent|reasonable|(?:indeed )?(?:correct|right))\b")
+REFUSED = re.compile(  # right before an answer: it is none
+    r"(?:\b(?:not|never|cannot|except|exclud\w*|reject\w*|discard\w*|exceed\w*|whether|if|tempting to say"
+    r"|(?:greater|less|more|fewer|larger|smaller|other) than|rather than|instead of|at least|at most)|n['’]t)"
+    r"[^\w.!?\n]*(?:(?:think|believe|be|is|equals?|to|that|the|final|correct|answer|value|option)[^\w.!?\n]*)*"
+    r"(?:[A-Za-z]\s*=)?[^\w.!?\n]*$|不(?:是|能是|等于)\W*$",
+    re.IGNORECASE,
+)
+PROSE = _any(  # more than a bare answer
+    r"\b(?:is|are|was|be|equals?|we|I|it|gets?|so|thus|hence|therefore|gives?|have|has|makes?|answer|ans)\b",
+    "^[a-z ]{2,}:",
+    "[\u4e00-\u9fff]|\n",
+)
+LABEL = re.compile(r"(?!sin|cos|tan|log|ln|sqrt|not?\b)[A-Za-z]{2,}[,:]? ")  # "Answer 28", not "sin 30"
+
+# The sentence that says the answer without the word -------------------------------------------------------------------
+
+REMARK = _any(
+    r"^\W*(?:check|verif\w+|sanity|note|indeed|remark|to (?:check|verify)|(?:let me|we can) (?:check|verify))\b"
+)
+TAIL = _any(  # a remark behind a value
+    r"\s*[,;(]*\s*\b(?:because|since|as(?! well)|where|when|by|I hope|due|attained|achieved|reached"
+    r"|which(?! gives| yields| makes| means| is (?:option |choice )?\S+$))\b.*",
+    rf"\s*[,;(]*\s*\bso\b(?!\W*{CHOICE}\W*$)[^\d$\\]*$",
+    r"(?<=[\d$)}])(?: [a-z]+)? for\b[^,;]*$",
+    r"\s*\((?!or\b|and\b|mod\b)(?:not |[a-z]{2,}).*",
+    r"\s*(?:—| -- |[,;] (?:not|but|however|compare|(?:it|that|this) (?:can|does|is not|isn))\b).*",
+    r"[，,]\s*(?:即|因为|但|此时).*",
+)
+SAYS = _any(  # the value follows
+    rf"\b{IS}:?|\b(?:gets?|obtains?|ha(?:ve|s)|gives?|yields?|makes?|totals?|costs?|finds?)\b",
+    r"\b(?:so|thus|hence|therefore),?\s|[:：]\s",
+)
+SAID = re.compile(  # a formula or what has no words, with a unit
+    "\\W*?(?:\\$[^$]+\\$|(?:(?![A-Za-z]{2}|[\u4e00-\u9fff])[^$])+(?<![,;:=\\s]))"
+    "(?: (?:square |cubic )?[a-z]{2,}[.²³]?)?"
+)
+CHOSEN = _any(  # a sentence that ends with a choice, or begins with it
+    r"(?:^|\b(?:is|are|be|['’]s|so|thus|therefore|hence|but|rather|options?|choices?)\b)"
+    rf"\W{{0,3}}(?:the |option |choice )*({CHOICES})\W*\Z",
+    rf"^({CHOICE})[.)] ",
+)
+WORD = _any(  # ... or with a name
+    rf"^(?:so|thus|hence|therefore)\b.*\b{IS} (?:on )?(?:an? |the )?((?-i:[A-Z])[a-z]+|false|true)\Z",
+    r"\b(no (?:\w+ )?solutions?)\Z",
+)
+SIDE = re.compile(  # the last side of an equation
+    "=\\s*([^=\\s][^=,;，\u4e00-\u9fff]*?)(?=,?\\s+[A-Za-z]{2,}|[\u4e00-\u9fff,;，]|\\W*$)[^=]*$"
+)
+RELATION = re.compile(r"[\w\\]+\s*(?:[<>]=?|[≤≥≠]|!=).*$")
+UNSOLVED = re.compile(r"(?:^|\s)(?:\d+[a-z]|[a-z](?:\^\d|²))\s*=[^=]*$")
+EQUATION = _any(r"\b(?:equation|line|circle|curve|plane|parabola|ellipse|hyperbola)\b|方程|直线")
+
+# What stands beside an answer -----------------------------------------------------------------------------------------
+
+HEDGE = _any(r"\b(?:or|maybe|perhaps|possibly|alternatively|might|could|otherwise|else|if|vs|versus|depending)\b|或")
+CORRECTION = _any(
+    r"\b(?:wait|actually|no|not|correct\w*|instead|rather|sorry|mistake|wrong|so|then|thus|hence|therefore)\b"
+)
+ALTERNATIVE = _any(  # right behind an answer: another one
+    r"[\s$]*\|[\s$]*(?=[-\d])",
+    r"\W*(?:but\s+)?(?:or|maybe|perhaps|possibly|alternatively|(?:it\s+)?(?:might|could)(?:\s+also)?\s+be|vs\.?|versus"
+    r"|and(?=[\s$]*[-\d.]+[\s$]*$))\b[\s,:(]*(?:maybe|even|also|it|is|be|could|equivalently|\s)*",
+)
+OTHER = _any(  # right before an answer: another one
+    r"(\$[^$]+\$|[-−]?\d[\d./]*|(?-i:\(?\b[A-H]\b\)?))\s*,?\s*(?:\b(?:or|vs\.?|versus)\b|或)"
+    r"[\s$(]*(?:maybe |perhaps )?[\s$]*(?:[A-Za-z]\s*=\s*)?\Z"
+)
+JOINT = _any(  # what stands between two answers that belong together
+    r"(?>\n\W*\w{1,2}[.):]|[\s$,;:&./|~*_–—()•、或和-]|\\[,;:! ()\[\]|\\]|\\q?quad|\\mid|[A-Za-z](?:_\{?\d\}?)?\s*="
+    r"|\\text\s*\{\s*(?:and|or|vs\.?|versus)?\s*\}|\\l(?:or|and)|\\vee|\\wedge"
+    r"|\b(?:and|or|vs|versus|as well as|also|both|is (?:one|a) \w+|is another(?: \w+)?"
+    r"|the other(?: \w+)? is|another is|option \w+|case \w+|part \w+)\b)*",
+    r"[\s$\\]*(?>\(?\w+\)?\s+){0,3}and[\s$]*",
+)
+PART_BEFORE = re.compile(  # right before or behind an answer: it is a part of a larger formula
+    r"(?:[=(${\d})]\s*-|[\w})]\s*\+|[\d})]\s*/|\^"
+    r"|\\(?:ne|neq|not ?=|[lg]eq?|times|cdot|sqrt(?:\[[^\]]*\])?\s*\{|log|ln|sin|cos|tan|pi)|[≠≤≥]"
+    r"|(?:^|[\s$(])[\w\\]+\s*[<>]|\\frac\s*(?:\{[^{}]*\})?\s*\{)\s*$|\d\Z|(?:^|\s)[-−]\Z"
+)
+PART_BEHIND = re.compile(
+    r"\s*(?:\^(?!\s*\{?\s*\\circ)|/|[+-]\s*[\d\\]|\\(?:cdot|times|sqrt|pi|ln|log|frac)(?![a-z])|!(?=\s*(?:\$|"
+    r"\\\)|\\\])))|\d|[.,]\d|_[\d{]|\s?[π√万亿千百]"
+    r"|[A-Za-z](?![A-Za-z])|\s*(?:\\text\s*\{\s*)?(?:dozen|hundred|thousand|million|billion)\b"
+)
+
+# What takes an answer back --------------------------------------------------------------------------------------------
+
+_LEAD = r"^\W*(?:(?:no|wait|actually|hmm+|hold on|oh|oops|but|however|well|so|and|sorry|rather)\b\W*)+"
+WRONG = (
+    r"(?:wrong|incorrect|mistaken|too (?:big|small|large)"
+    r"|(?:(?:can)?not|n['’]t)(?: \w+){0,2} (?:right|correct|true|answer)(?! that| for))"
+)
+RETRACTED = _any(
+    r"^\W*(?:(?:wait|hmm+|oh|well|actually|but)\W+)*no(?=\s*[,.!:;—–-]|\s*$|\s+(?:wait|that|this|it|actually|sorry)\b)"
+    r"(?:\W*(?:wait|actually|sorry)\b)*",
+    r"^\W*(?:please )?(?:nope|oops|whoops|correct(?:ion|ing)|scratch|strike|ignore|disregard|forget)\b",
+    rf"^\W*(?:is|was) (?:\w+ )?{WRONG}",
+    rf"\b(?:that|this|it|i|answer|result|box\w*)\b['’]?(?:[^\w.]\w+){{0,3}}?(?:[^\w.]|(?=n['’]t)){WRONG}",
+    rf"{_LEAD}(?:that|this)\b (?:\w+ )?(?:can(?:no|['’])t|does(?: not|n['’]t)|must|is(?: not|n['’]t))\b"
+    r" (?:be|work|hold|satisfy|fit|match|make|possible|valid|what|in)\b",
+    r"\bi (?:\w+ )?(?:made an? (?:\w+ ){0,2}(?:mistake|error|slip|typo)|forgot|missed|overlooked|mis\w+|dropped|swapped"
+    r"|(?:double|over|under)[- ]?counted|counted \w+ \w+ twice|mixed up|meant|take (?:it|that) back)\b",
+    r"\b(?:there (?:is|was) an? (?:\w+ )?(?:mistake|error)|my (?:bad|mistake|error)|on second thought|make that)\b",
+    r"\b(?:let me|i(?:['’]ll| will| need to| must| have to)) (?:redo|correct|fix|start over|try again|revise)\b",
+    rf"\b(?:should|ought to) (?:\w+ )?(?:be|have been|read|say)\b(?=\s*{VALUE})",
+    rf"{_LEAD}.{{0,20}}\b(?:question|problem) (?:\w+ )?(?:asks|asked|wants|wanted|is|says|said)\b",
+    r"不对|(?<![没有])错了|算错|有误|更正|纠正|修正|不正确",
+)
+SUPPOSED = _any(  # nothing in such a sentence is meant
+    r"\b(?:if|whether|unless|would|might|otherwise|check that|make sure|common|tempting|any|no (?:mistake|error))\b"
+)
+DOUBT = _any(r"^\W*(?:wait|hmm+|hold on|actually|oh|but|however|alternatively|sorry)\b|\blet me\b|等等|等一下|实际上")
+ANEW = _any(  # in doubt, what follows is the new answer
+    rf"\b(?:it|that|this|answer|value|result|total|count|number)(?:['’]s|\s{IS})\s*(?={VALUE})",
+    rf"^\W*(?:(?:wait|hmm+|actually|oh|sorry|rather|no)\b\W*)+(?={VALUE}[^<>≤≥]*$)",
+    r"^\W*(?:so|thus|hence|therefore),? \$?(?=[A-Za-z] ?= ?[^=]*$)",
+)
+CONFIRMED = _any(
+    r"^\W*(?:yes|good|ok|okay|correct|right|great|perfect|indeed)\b(?=\W*(?:[,.!]|$))",
+    r"\b(?:it|that|this|answer|result|all)\b(?:['’]s| \w+){1,2}? (?:right|correct|fine|ok|good|consistent|valid)\b",
+    r"\b(?:stands|checks? out|holds|confirmed|verified)\b|没错|(?<!不)正确|无误",
+)

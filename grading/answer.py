@@ -169,7 +169,9 @@ def _restated(answer: str, after: str) -> str:
         anew = [*phrases.STATED.finditer(sentence), *(phrases.ANEW.finditer(sentence) if is_doubted else ())]
         said = (anew[-1].lastgroup and anew[-1][anew[-1].lastgroup]) or sentence[anew[-1].end() :] if anew else ""
         if not phrases.SUPPOSED.search(sentence) and re.match(phrases.VALUE, said):
-            current = _stated(said) or current
+            new = _stated(said) or current
+            letters = [text for text in (current, new) if re.fullmatch(phrases.CHOICE, text)]
+            current = f"{letters[0]} {new if letters[0] == current else current}" if len(letters) == 1 else new
     return current
 
 
@@ -206,12 +208,13 @@ def _read_unmarked(text: str) -> str | None:
         if phrases.REFUSED.search(before) or stated is None:
             return None
         return _unless_retracted(stated, text[match.end() :] if group else behind[len(sentence) :])
-    if not phrases.PROSE.search(text) and len(re.findall(r"[A-Za-z]{2,}", _words(text))) <= 2:
+    sentences = _sentences(text)
+    if len(sentences) == 1 and not phrases.PROSE.search(text) and len(re.findall(r"[A-Za-z]{2,}", _words(text))) <= 2:
         is_labelled = phrases.LABEL.match(text) and phrases.HAS_VALUE.search(text)
         return (is_labelled and _value(text)) or text
-    for start, sentence in reversed(_sentences(text)):
+    for start, sentence in reversed(sentences):
         if not sentence.rstrip().endswith("?") and not phrases.REMARK.match(sentence):
-            answer = _value(sentence)
+            answer = None if phrases.UNSURE.search(sentence) else _value(sentence)
             if answer or phrases.HAS_VALUE.search(sentence):
                 return _unless_retracted(answer or "", text[start + len(sentence) :])
     return None

@@ -31,20 +31,20 @@ HAS_VALUE = _any(r"\d|\$|\\[A-Za-z]|[π√∞]", rf"^\W*{CHOICE}")
 # How an answer is stated ----------------------------------------------------------------------------------------------
 
 IS = (
-    r"(?:(?:is|are|was|equals?|becomes?|comes? (?:out )?to|(?:would|should|must|will|has to|(?:turns?|comes?) out to) be)"
-    r"\b(?: (?:therefore|thus|then|hence|just|indeed|actually|really|clearly|exactly|now|still|for sure)\b,?)*)"
+    r"(?:(?:is|are|was|equals?|becomes?|comes? (?:out )?to|(?:would|should|must|will|has to|turns? out to) be)\b"
+    r"(?: (?:therefore|thus|then|hence|just|indeed|actually|really|clearly|exactly|now|still|for sure)\b,?)*)"
 )
 STATED = _any(  # what follows, or what stands in a group, is the answer
     r"\b(?:answers?|ans)\b\.?(?: (?:to|for|of|in|here|choice|that|which|we)\b[^.:=\n]{0,60}?)?,? ?"
     rf"(?:{IS} ?:?|[:=：])",
-    r"^\W*(?:(?:the )?final )?answer\b *(?:\n|(?=[-(\d$\\]))",
+    r"^\W*(?:(?:the )?final )?answer\b *(?:\n|[-–—] |(?=[-(\d$\\]))",
     rf"\b(?:correct|right|best|final) (?:option|choice|one|result|value)s? {IS} ?:?",
     rf"\b(?:choose|select|pick|finalize|go(?:ing)? with|went with) (?:(?:option|choice|answer) )?(?P<chosen>{CHOICES})",
-    rf"\b(?P<right>{CHOICES}) (?:is|are|must be) (?:the |our |my )*(?:(?!not)\w+ )?(?:correct|right|answer)\b",
+    rf"\b(?P<right>{CHOICES}) (?:is|are|must be) (?:the |our |my )*(?:(?!not)\w+ )?(?:correct|right|answer|only)\b",
     r"(?P<before>\$[^$\n]{1,80}\$|(?<![\w.,])[-−]?\d[\d,./]*%?) (?:is|are) (?:the|our|my) (?:\w+ )?answer\b",
     r"(?-i:(?P<item>[A-HJ])选?项?是?正确)",
     r"(?<![不没])选(?:择|项)?[:：]?\s?(?=[（(]?[A-HJ])",
-    r"(?:答案?|正确选项)[】\]]?\s?(?:应?该?[是为為]|[:：])[:：]?|【答案】|####",
+    r"(?:答案?|正确的?选项)[】\]]?\s?(?:应?该?[是为為]|[:：])[:：]?|【答案】|####",
 )
 NO_ANSWER = _any(r"(?:in|as|above|below|given|unique|verified|consistent|reasonable|(?:indeed )?(?:correct|right))\b")
 REFUSED = re.compile(  # right before an answer: it is none
@@ -66,6 +66,7 @@ LABEL = re.compile(r"(?!sin|cos|tan|log|ln|sqrt|not?\b)[A-Za-z]{2,}[,:]? ")  # "
 REMARK = _any(
     r"^\W*(?:check|verif\w+|sanity|note|indeed|remark|to (?:check|verify)|(?:let me|we can) (?:check|verify))\b"
 )
+UNSURE = _any(r"\b(?:could|might|may) be\b|\b(?:but|however)\b.*(?:\bnot\b|n['’]t\b|\bfails?\b|\bwrong\b)|[大]?约|可能")
 TAIL = _any(  # a remark behind a value
     r"\s*[,;(]*\s*\b(?:because|since|as(?! well)|where|when|by|I hope|due|attained|achieved|reached"
     r"|which(?! gives| yields| makes| means| is (?:option |choice )?\S+$))\b.*",
@@ -73,19 +74,19 @@ TAIL = _any(  # a remark behind a value
     r"(?<=[\d$)}])(?: [a-z]+)? for\b[^,;]*$",
     r"\s*\((?!or\b|and\b|mod\b)(?:not |[a-z]{2,}).*",
     r"\s*(?:—| -- |[,;] (?:not|but|however|compare|(?:it|that|this) (?:can|does|is not|isn))\b).*",
-    r"[，,]\s*(?:即|因为|但|此时).*",
+    r"\s+(?:rather than|instead of)\b.*|[，,]\s*(?:即|因为|但|此时|而?不是|而非).*",
 )
 SAYS = _any(  # the value follows
     rf"\b{IS}:?|\b(?:gets?|obtains?|ha(?:ve|s)|gives?|yields?|makes?|totals?|costs?|finds?)\b",
     r"\b(?:so|thus|hence|therefore),?\s|[:：]\s",
 )
 SAID = re.compile(  # a formula or what has no words, with a unit
-    "\\W*?(?:\\$[^$]+\\$|(?:(?![A-Za-z]{2}|[\u4e00-\u9fff])[^$])+(?<![,;:=\\s]))"
-    "(?: (?:square |cubic )?[a-z]{2,}[.²³]?)?"
+    "\\W*?(?:\\$[^$]+\\$|(?:(?![A-Za-z]{2}|[\u4e00-\u9fff])[^$€£¥])+(?<![,;:=\\s]))"
+    "(?: (?:square |cubic )?(?:[a-z]+s|[ckm]?m|k?g|m?l|mph|feet|percent|dozen|[a-z]+(?:and|red|ion))[.²³]?)?"
 )
 CHOSEN = _any(  # a sentence that ends with a choice, or begins with it
     r"(?:^|\b(?:is|are|be|['’]s|so|thus|therefore|hence|but|rather|options?|choices?)\b)"
-    rf"\W{{0,3}}(?:the |option |choice )*({CHOICES})\W*\Z",
+    rf"\W{{0,3}}(?:the |option |choice )*({CHOICES})(?:选?项)?\W*\Z",
     rf"^({CHOICE})[.)] ",
 )
 WORD = _any(  # ... or with a name
@@ -108,10 +109,10 @@ CORRECTION = _any(
 ALTERNATIVE = _any(  # right behind an answer: another one
     r"[\s$]*\|[\s$]*(?=[-\d])",
     r"\W*(?:but\s+)?(?:or|maybe|perhaps|possibly|alternatively|(?:it\s+)?(?:might|could)(?:\s+also)?\s+be|vs\.?|versus"
-    r"|and(?=[\s$]*[-\d.]+[\s$]*$))\b[\s,:(]*(?:maybe|even|also|it|is|be|could|equivalently|\s)*",
+    r"|and(?=[\s$]*[-\d.]+[\s$]*$))\b[\s,:(]*(?!equivalently)(?:maybe|even|also|it|is|be|could|\s)*",
 )
 OTHER = _any(  # right before an answer: another one
-    r"(\$[^$]+\$|[-−]?\d[\d./]*|(?-i:\(?\b[A-H]\b\)?))\s*,?\s*(?:\b(?:or|vs\.?|versus)\b|或)"
+    r"(\$[^$]+\$|(?:[-−]?\d[\d./]*|(?-i:\(?\b[A-H]\b\)?)),?)\s*(?:\b(?:or|vs\.?|versus)\b|或)"
     r"[\s$(]*(?:maybe |perhaps )?[\s$]*(?:[A-Za-z]\s*=\s*)?\Z"
 )
 JOINT = _any(  # what stands between two answers that belong together
@@ -136,31 +137,36 @@ PART_BEHIND = re.compile(
 
 _LEAD = r"^\W*(?:(?:no|wait|actually|hmm+|hold on|oh|oops|but|however|well|so|and|sorry|rather)\b\W*)+"
 WRONG = (
-    r"(?:wrong|incorrect|mistaken|too (?:big|small|large)"
+    r"(?:wrong|incorrect|mistaken|too (?:big|small|large)|off(?= by|\W*$|[.,])"
     r"|(?:(?:can)?not|n['’]t)(?: \w+){0,2} (?:right|correct|true|answer)(?! that| for))"
 )
 RETRACTED = _any(
     r"^\W*(?:(?:wait|hmm+|oh|well|actually|but)\W+)*no(?=\s*[,.!:;—–-]|\s*$|\s+(?:wait|that|this|it|actually|sorry)\b)"
     r"(?:\W*(?:wait|actually|sorry)\b)*",
-    r"^\W*(?:please )?(?:nope|oops|whoops|correct(?:ion|ing)|scratch|strike|ignore|disregard|forget)\b",
+    r"^\W*(?:please )?(?:nope|oops|whoops|correct(?:ion|ing)|scratch|strike|ignore|disregard|forget|cancel)\b",
     rf"^\W*(?:is|was) (?:\w+ )?{WRONG}",
     rf"\b(?:that|this|it|i|answer|result|box\w*)\b['’]?(?:[^\w.]\w+){{0,3}}?(?:[^\w.]|(?=n['’]t)){WRONG}",
     rf"{_LEAD}(?:that|this)\b (?:\w+ )?(?:can(?:no|['’])t|does(?: not|n['’]t)|must|is(?: not|n['’]t))\b"
     r" (?:be|work|hold|satisfy|fit|match|make|possible|valid|what|in)\b",
     r"\bi (?:\w+ )?(?:made an? (?:\w+ ){0,2}(?:mistake|error|slip|typo)|forgot|missed|overlooked|mis\w+|dropped|swapped"
-    r"|(?:double|over|under)[- ]?counted|counted \w+ \w+ twice|mixed up|meant|take (?:it|that) back)\b",
+    r"|(?:double|over|under)[- ]?counted|counted \w+ \w+ twice|mixed up|meant?|take (?:it|that) back)\b",
+    r"\b(?:correct|chang|revis|updat|withdr)\w+ (?:my|the|that) (?:answer|mind|result|mistake)|\ba typo\b|\bnever ?mind\b",
+    r"\b(?:that|this|which) (?:\w+ )?contradict",
     r"\b(?:there (?:is|was) an? (?:\w+ )?(?:mistake|error)|my (?:bad|mistake|error)|on second thought|make that)\b",
     r"\b(?:let me|i(?:['’]ll| will| need to| must| have to)) (?:redo|correct|fix|start over|try again|revise)\b",
     rf"\b(?:should|ought to) (?:\w+ )?(?:be|have been|read|say)\b(?=\s*{VALUE})",
     rf"{_LEAD}.{{0,20}}\b(?:question|problem) (?:\w+ )?(?:asks|asked|wants|wanted|is|says|said)\b",
-    r"不对|(?<![没有])错了|算错|有误|更正|纠正|修正|不正确",
+    r"不对|(?<!没)(?<!没有)错了|算错|有误|更正|纠正|修正|不正确|[漏多少看]算|漏[掉了]|看错",
+    r"(?:答案|结果|上面|以上|这)[^，。没]{0,6}错误|应该?[为是](?=\s*[-\d$\\A-H])",
 )
 SUPPOSED = _any(  # nothing in such a sentence is meant
-    r"\b(?:if|whether|unless|would|might|otherwise|check that|make sure|common|tempting|any|no (?:mistake|error))\b"
+    r"\b(?:if|whether|unless|would|might|otherwise|check that|make sure|common|tempting|any|not? (?:wrong|incorrect|mistake|error))\b"
 )
-DOUBT = _any(r"^\W*(?:wait|hmm+|hold on|actually|oh|but|however|alternatively|sorry)\b|\blet me\b|等等|等一下|实际上")
+DOUBT = _any(
+    r"^\W*(?:wait|hmm+|hold on|actually|oh|but|however|alternatively|sorry|apologies|well)\b|\blet me\b|等等|等一下|实际上"
+)
 ANEW = _any(  # in doubt, what follows is the new answer
-    rf"\b(?:it|that|this|answer|value|result|total|count|number)(?:['’]s|\s{IS})\s*(?={VALUE})",
+    rf"(?:['’]s|\s{IS}|\b(?:makes|gives))\s*(?={VALUE})",
     rf"^\W*(?:(?:wait|hmm+|actually|oh|sorry|rather|no)\b\W*)+(?={VALUE}[^<>≤≥]*$)",
     r"^\W*(?:so|thus|hence|therefore),? \$?(?=[A-Za-z] ?= ?[^=]*$)",
 )

@@ -15,7 +15,7 @@ def _any(*patterns: str) -> re.Pattern[str]:
 # Values ---------------------------------------------------------------------------------------------------------------
 
 # The letter of an option: no article ("A cat"), no point of a formula ("A = 5")
-CHOICE = r"(?-i:\(?\b[A-HJ]\b\)?)(?![.,]?\w|['’]|\s*[=+*/^<>]| (?!and|or|because|since|as|is|for|due)[a-z])"
+CHOICE = r"(?-i:\(?(?<![A-Za-z0-9_])[A-HJ]\)?)(?![.,]?[A-Za-z0-9_]|['’]|\s*[=+*/^<>]| (?!and|or|because|since|as|is|for|due)[a-z])"
 CHOICES = rf"{CHOICE}(?:(?:\s*[,/&、]\s*|,? (?:and|or) ){CHOICE})*"
 _UNIT = (
     r"(?:[ckm]?m[²³]|[ckm]m|k?g|km/h|mph|(?:(?:平方)?(?:厘米|千米|毫米|米)|千克|公斤|小时|分钟)(?:/(?:小时|秒))?)(?!\w)"
@@ -109,7 +109,7 @@ CORRECTION = _any(
 ALTERNATIVE = _any(  # right behind an answer: another one
     r"[\s$]*\|[\s$]*(?=[-\d])",
     r"\W*(?:but\s+)?(?:or|maybe|perhaps|possibly|alternatively|(?:it\s+)?(?:might|could)(?:\s+also)?\s+be|vs\.?|versus"
-    r"|and(?=[\s$]*[-\d.]+[\s$]*$))\b[\s,:(]*(?!equivalently)(?:maybe|even|also|it|is|be|could|\s)*",
+    r"|and(?=[\s$]*[-\d.]+[\s$]*$))\b[\s,:(]*+(?!equivalently)(?:maybe|even|also|it|is|be|could|\s)*",
 )
 OTHER = _any(  # right before an answer: another one
     r"(\$[^$]+\$|(?:[-−]?\d[\d./]*|(?-i:\(?\b[A-H]\b\)?)),?)\s*(?:\b(?:or|vs\.?|versus)\b|或)"
@@ -150,8 +150,8 @@ RETRACTED = _any(
     r" (?:be|work|hold|satisfy|fit|match|make|possible|valid|what|in)\b",
     r"\bi (?:\w+ )?(?:made an? (?:\w+ ){0,2}(?:mistake|error|slip|typo)|forgot|missed|overlooked|mis\w+|dropped|swapped"
     r"|(?:double|over|under)[- ]?counted|counted \w+ \w+ twice|mixed up|meant?|take (?:it|that) back)\b",
-    r"\b(?:correct|chang|revis|updat|withdr)\w+ (?:my|the|that) (?:answer|mind|result|mistake)|\ba typo\b|\bnever ?mind\b",
-    r"\b(?:that|this|which) (?:\w+ )?contradict",
+    r"\b(?:correct|chang|revis|updat|withdr)\w* (?:my|the|that) (?:answer|mind|result|mistake)",
+    r"\b(?:a typo|never ?mind)\b|\b(?:that|this|which) (?:\w+ )?contradict",
     r"\b(?:there (?:is|was) an? (?:\w+ )?(?:mistake|error)|my (?:bad|mistake|error)|on second thought|make that)\b",
     r"\b(?:let me|i(?:['’]ll| will| need to| must| have to)) (?:redo|correct|fix|start over|try again|revise)\b",
     rf"\b(?:should|ought to) (?:\w+ )?(?:be|have been|read|say)\b(?=\s*{VALUE})",
@@ -160,10 +160,12 @@ RETRACTED = _any(
     r"(?:答案|结果|上面|以上|这)[^，。没]{0,6}错误|应该?[为是](?=\s*[-\d$\\A-H])",
 )
 SUPPOSED = _any(  # nothing in such a sentence is meant
-    r"\b(?:if|whether|unless|would|might|otherwise|check that|make sure|common|tempting|any|not? (?:wrong|incorrect|mistake|error))\b"
+    r"\b(?:if|whether|unless|would|might|otherwise|check that|make sure|common|tempting|any"
+    r"|not? (?:wrong|incorrect|mistake|error))\b"
 )
 DOUBT = _any(
-    r"^\W*(?:wait|hmm+|hold on|actually|oh|but|however|alternatively|sorry|apologies|well)\b|\blet me\b|等等|等一下|实际上"
+    r"^\W*(?:wait|hmm+|hold on|actually|oh|but|however|alternatively|sorry|apologies|well)\b|\blet me\b",
+    "等等|等一下|实际上",
 )
 ANEW = _any(  # in doubt, what follows is the new answer
     rf"(?:['’]s|\s{IS}|\b(?:makes|gives))\s*(?={VALUE})",

@@ -16,6 +16,7 @@ Span = tuple[int, int, str | None]  # start, end, inside (None: never closed)
 
 MAX_UNMARKED = 5000  # characters at the end of a text in which an answer without tag or box is looked for
 MAX_AFTER = 1000  # characters behind an answer in which it may be taken back
+ABOUT_TRUTH = r"right|correct|sure"  # a question that "no" answers with a denial of the answer before
 
 
 def visible_text(completion: str) -> str | None:
@@ -147,20 +148,28 @@ def _unless_retracted(answer: str, after: str) -> str | None:
     denied = rf"(?<![\w.\\−-]){own}[\s$]*(?:{phrases.IS} )?(?:{phrases.WRONG}|(?:is|does|can) ?(?:not|n['’]t))\b"
     for start, sentence in _sentences(after):
         taken_back = phrases.RETRACTED.search(sentence) or re.search(denied, sentence)
-        is_no = question and not re.search(r"right|correct|sure", question)  # it answers "Is there another?"
+        is_no = question and not re.search(ABOUT_TRUTH, question)  # it answers "Is there another?"
         if taken_back and not is_no and not phrases.SUPPOSED.search(sentence):
             rest = after[start + taken_back.end() :].lstrip(" ,:;.!…")
         question = sentence if re.search(r"\w.*\?\s*$", sentence) else ""
     if rest is None:
         return _restated(answer, after)
-    return _read_unmarked(rest) or (answer if phrases.CONFIRMED.search(rest) else None)
+    new, is_confirmed = (
+        _read_unmarked(rest),
+        any(phrases.CONFIRMED.search(sentence) for _, sentence in _sentences(rest)),
+    )
+    if new in (None, answer.strip()):
+        return answer if is_confirmed else None
+    return new
 
 
 def _restated(answer: str, after: str) -> str:
     """The answer that a text behind one names last, by stating it or in doubt about the one before."""
-    current, is_doubted = answer, False
+    current, is_doubted, question = answer, False, ""
     for _, sentence in _sentences(after):
-        if phrases.CONFIRMED.search(sentence):
+        is_confirmed = phrases.CONFIRMED.search(sentence) and (not question or re.search(ABOUT_TRUTH, question))
+        question = sentence if re.search(r"\w.*\?\s*$", sentence) else ""
+        if is_confirmed:
             is_doubted = False
             if "stands" in sentence:
                 current = answer
@@ -186,7 +195,10 @@ def _normal(text: str) -> str:
 
 def _sentences(text: str) -> list[tuple[int, str]]:
     """Where each sentence starts, and the sentence."""
-    ends = [m.end() for m in re.finditer(r"[.!?…](?=[\s)\"'*]|$)[)\"'*]*\s*|[。！？；．]|;\s|\n", text)]
+    ends = [
+        m.end()
+        for m in re.finditer(r"(?<!i\.e)(?<!e\.g)(?<!vs)[.!?…](?=[\s)\"'*]|$)[)\"'*]*\s*|[。！？；．]|;\s|\n", text)
+    ]
     starts = [0, *ends]
     pairs = itertools.zip_longest(starts, ends, fillvalue=len(text))
     return [(start, text[start:end]) for start, end in pairs if text[start:end].strip()]
@@ -211,12 +223,14 @@ def _read_unmarked(text: str) -> str | None:
     sentences = _sentences(text)
     if len(sentences) == 1 and not phrases.PROSE.search(text) and len(re.findall(r"[A-Za-z]{2,}", _words(text))) <= 2:
         is_labelled = phrases.LABEL.match(text) and phrases.HAS_VALUE.search(text)
-        return (is_labelled and _value(text)) or text
+        return (is_labelled and _value(text)) or _right_side(text, is_asked=True)
     for start, sentence in reversed(sentences):
-        if not sentence.rstrip().endswith("?") and not phrases.REMARK.match(sentence):
-            answer = None if phrases.UNSURE.search(sentence) else _value(sentence)
-            if answer or phrases.HAS_VALUE.search(sentence):
-                return _unless_retracted(answer or "", text[start + len(sentence) :])
+        if phrases.UNSURE.search(sentence):
+            return None
+        if re.search(r"\?\s*$", sentence) or phrases.REMARK.match(sentence):
+            continue
+        if (answer := _value(sentence)) or phrases.HAS_VALUE.search(sentence):
+            return _unless_retracted(answer or "", text[start + len(sentence) :])
     return None
 
 
@@ -256,12 +270,13 @@ def _value(sentence: str) -> str | None:
     telling = [f for f in formulas if re.search(r"[\d=<>\\(]", f[2])] or ([] if numbers else formulas)
     said = sentence[[0, *(m.end() for m in phrases.SAYS.finditer(plain))][-1] :].strip()
     said = re.sub(r"^(?:an?|the|only|exactly) ", "", said)
+    is_asked = bool(phrases.EQUATION.search(sentence))
     if phrases.HAS_VALUE.search(said) and phrases.SAID.fullmatch(said) and not re.match(r"\$[^$]*=[^$]*\$.", said):
         formula = phrases.FORMULA.fullmatch(said)
-        return _right_side(formula[1] or formula[2], sentence) if formula else said
+        return _right_side((formula[1] or formula[2]) if formula else said, is_asked)
     if telling and not (numbers and numbers[-1][0] > telling[-1][0]):
         answer = _read_spans(sentence, telling)
-        return answer and _right_side(answer, sentence)
+        return answer and _right_side(answer, is_asked)
     if relation := phrases.RELATION.search(plain):
         return relation[0]
     side = phrases.SIDE.search(plain)
@@ -271,10 +286,10 @@ def _value(sentence: str) -> str | None:
     return _read_spans(plain, numbers) if numbers else None
 
 
-def _right_side(formula: str, sentence: str) -> str:
-    """28 of x+y = 28, where the left side is a quantity; an equation that is asked for or to be solved stays whole."""
-    left, _, right = formula.partition("=")[0], *formula.rpartition("=")[1:]
-    names = set(re.findall(r"(?<![A-Za-z\\])[A-Za-z]", left))
+def _right_side(formula: str, is_asked: bool) -> str:
+    """7 of 3+4 = 7 and 28 of x+y = 28, a quantity; an equation that is asked for or not solved (2x = 28) stays whole."""
+    left, right = formula.partition("=")[0].strip(), formula.rpartition("=")[2].strip()
     is_number = not re.search(r"[A-Za-z,]", re.sub(r"\\[A-Za-z]+", "", right))
-    is_quantity = is_number and len(names) > 1 and not left.strip().startswith("(")
-    return right.strip() if is_quantity and not phrases.EQUATION.search(sentence) else formula
+    is_quantity = is_number and len(set(re.findall(phrases.NAME, left))) > 1 and not left.startswith("(")
+    is_worked_out = not re.search(r"[A-Za-z<>]|\\[gln]e", left)
+    return right if "=" in formula and (is_worked_out or (is_quantity and not is_asked)) else formula

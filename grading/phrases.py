@@ -15,7 +15,11 @@ def _any(*patterns: str) -> re.Pattern[str]:
 # Values ---------------------------------------------------------------------------------------------------------------
 
 # The letter of an option: no article ("A cat"), no point of a formula ("A = 5")
-CHOICE = r"(?-i:\(?(?<![A-Za-z0-9_])[A-HJ]\)?)(?![.,]?[A-Za-z0-9_]|['’]|\s*[=+*/^<>]| (?!and|or|because|since|as|is|for|due)[a-z])"
+CHOICE = (
+    r"(?-i:\(?(?<![A-Za-z0-9_])[A-HJ]\)?)"
+    r"(?![.,]?[A-Za-z0-9_]|['’]|\s*[=+*/^<>]"
+    r"| (?!and|or|because|since|as|is|for|due|works|holds|fits|remains|satisf)[a-z])"
+)
 CHOICES = rf"{CHOICE}(?:(?:\s*[,/&、]\s*|,? (?:and|or) ){CHOICE})*"
 _UNIT = (
     r"(?:[ckm]?m[²³]|[ckm]m|k?g|km/h|mph|(?:(?:平方)?(?:厘米|千米|毫米|米)|千克|公斤|小时|分钟)(?:/(?:小时|秒))?)(?!\w)"
@@ -31,7 +35,8 @@ HAS_VALUE = _any(r"\d|\$|\\[A-Za-z]|[π√∞]", rf"^\W*{CHOICE}")
 # How an answer is stated ----------------------------------------------------------------------------------------------
 
 IS = (
-    r"(?:(?:is|are|was|equals?|becomes?|comes? (?:out )?to|(?:would|should|must|will|has to|turns? out to) be)\b"
+    r"(?:(?:is|are|was|equals?|becomes?|comes? (?:out )?to"
+    r"|(?:(?:would|should|must|will)(?: \w+)?|has to|turns? out to) be)\b"
     r"(?: (?:therefore|thus|then|hence|just|indeed|actually|really|clearly|exactly|now|still|for sure)\b,?)*)"
 )
 STATED = _any(  # what follows, or what stands in a group, is the answer
@@ -40,7 +45,8 @@ STATED = _any(  # what follows, or what stands in a group, is the answer
     r"^\W*(?:(?:the )?final )?answer\b *(?:\n|[-–—] |(?=[-(\d$\\]))",
     rf"\b(?:correct|right|best|final) (?:option|choice|one|result|value)s? {IS} ?:?",
     rf"\b(?:choose|select|pick|finalize|go(?:ing)? with|went with) (?:(?:option|choice|answer) )?(?P<chosen>{CHOICES})",
-    rf"\b(?P<right>{CHOICES}) (?:is|are|must be) (?:the |our |my )*(?:(?!not)\w+ )?(?:correct|right|answer|only)\b",
+    rf"(?<!\w)(?P<right>{CHOICES}) (?:works|holds|fits|remains|satisfies"
+    r"|(?:is|are|must be) (?:the |our |my )*(?:(?!not)\w+ )?(?:correct|right|true|answer|only))\b",
     r"(?P<before>\$[^$\n]{1,80}\$|(?<![\w.,])[-−]?\d[\d,./]*%?) (?:is|are) (?:the|our|my) (?:\w+ )?answer\b",
     r"(?-i:(?P<item>[A-HJ])选?项?是?正确)",
     r"(?<![不没])选(?:择|项)?[:：]?\s?(?=[（(]?[A-HJ])",
@@ -66,13 +72,16 @@ LABEL = re.compile(r"(?!sin|cos|tan|log|ln|sqrt|not?\b)[A-Za-z]{2,}[,:]? ")  # "
 REMARK = _any(
     r"^\W*(?:check|verif\w+|sanity|note|indeed|remark|to (?:check|verify)|(?:let me|we can) (?:check|verify))\b"
 )
-UNSURE = _any(r"\b(?:could|might|may) be\b|\b(?:but|however)\b.*(?:\bnot\b|n['’]t\b|\bfails?\b|\bwrong\b)|[大]?约|可能")
+UNSURE = _any(
+    r"\b(?:could|might|may) be\b|\b(?:but|however)\b.*(?:\bnot\b|n['’]t\b|\bfails?\b|\bwrong\b)|约|可能",
+    r"\b(?:not (?:sure|able)|unable|(?<!equally )likely|next step|mentions)\b|\blet me (?!know)",
+)
 TAIL = _any(  # a remark behind a value
     r"\s*[,;(]*\s*\b(?:because|since|as(?! well)|where|when|by|I hope|due|attained|achieved|reached"
     r"|which(?! gives| yields| makes| means| is (?:option |choice )?\S+$))\b.*",
     rf"\s*[,;(]*\s*\bso\b(?!\W*{CHOICE}\W*$)[^\d$\\]*$",
-    r"(?<=[\d$)}])(?: [a-z]+)? for\b[^,;]*$",
-    r"\s*\((?!or\b|and\b|mod\b)(?:not |[a-z]{2,}).*",
+    r"(?<=[\d$)}])(?: [a-z]+){0,2} (?:for|in|on|after) [^,;]+$",
+    r"\s*\((?!or\b|and\b|mod\b)(?:not |[a-h] is |[a-z]{2,}).*",
     r"\s*(?:—| -- |[,;] (?:not|but|however|compare|(?:it|that|this) (?:can|does|is not|isn))\b).*",
     r"\s+(?:rather than|instead of)\b.*|[，,]\s*(?:即|因为|但|此时|而?不是|而非).*",
 )
@@ -85,7 +94,7 @@ SAID = re.compile(  # a formula or what has no words, with a unit
     "(?: (?:square |cubic )?(?:[a-z]+s|[ckm]?m|k?g|m?l|mph|feet|percent|dozen|[a-z]+(?:and|red|ion))[.²³]?)?"
 )
 CHOSEN = _any(  # a sentence that ends with a choice, or begins with it
-    r"(?:^|\b(?:is|are|be|['’]s|so|thus|therefore|hence|but|rather|options?|choices?)\b)"
+    r"(?:^|→|->|\b(?:is|are|be|['’]s|so|thus|therefore|hence|but|rather|options?|choices?)\b)"
     rf"\W{{0,3}}(?:the |option |choice )*({CHOICES})(?:选?项)?\W*\Z",
     rf"^({CHOICE})[.)] ",
 )
@@ -98,6 +107,7 @@ SIDE = re.compile(  # the last side of an equation
 )
 RELATION = re.compile(r"[\w\\]+\s*(?:[<>]=?|[≤≥≠]|!=).*$")
 UNSOLVED = re.compile(r"(?:^|\s)(?:\d+[a-z]|[a-z](?:\^\d|²))\s*=[^=]*$")
+NAME = r"\\(?:sin|cos|tan|angle|triangle|theta|alpha|beta)\b|(?<![A-Za-z\\])[A-Za-z]"
 EQUATION = _any(r"\b(?:equation|line|circle|curve|plane|parabola|ellipse|hyperbola)\b|方程|直线")
 
 # What stands beside an answer -----------------------------------------------------------------------------------------
@@ -107,7 +117,7 @@ CORRECTION = _any(
     r"\b(?:wait|actually|no|not|correct\w*|instead|rather|sorry|mistake|wrong|so|then|thus|hence|therefore)\b"
 )
 ALTERNATIVE = _any(  # right behind an answer: another one
-    r"[\s$]*\|[\s$]*(?=[-\d])",
+    r"[\s$]*(?:\||->|→|~~)[\s$]*(?=[-\d])",
     r"\W*(?:but\s+)?(?:or|maybe|perhaps|possibly|alternatively|(?:it\s+)?(?:might|could)(?:\s+also)?\s+be|vs\.?|versus"
     r"|and(?=[\s$]*[-\d.]+[\s$]*$))\b[\s,:(]*+(?!equivalently)(?:maybe|even|also|it|is|be|could|\s)*",
 )
@@ -116,7 +126,8 @@ OTHER = _any(  # right before an answer: another one
     r"[\s$(]*(?:maybe |perhaps )?[\s$]*(?:[A-Za-z]\s*=\s*)?\Z"
 )
 JOINT = _any(  # what stands between two answers that belong together
-    r"(?>\n\W*\w{1,2}[.):]|[\s$,;:&./|~*_–—()•、或和-]|\\[,;:! ()\[\]|\\]|\\q?quad|\\mid|[A-Za-z](?:_\{?\d\}?)?\s*="
+    r"(?>\n\W*\w{1,2}[.):]|\(\w\)|[\s$,;:&./|~*_–—()\[\]<=>?!•、或和-]|\\neq?|\\q?quad|\\mid"
+    r"|\\[,;:! ()\[\]|\\]|[A-Za-z](?:_\{?\d\}?)?\s*="
     r"|\\text\s*\{\s*(?:and|or|vs\.?|versus)?\s*\}|\\l(?:or|and)|\\vee|\\wedge"
     r"|\b(?:and|or|vs|versus|as well as|also|both|is (?:one|a) \w+|is another(?: \w+)?"
     r"|the other(?: \w+)? is|another is|option \w+|case \w+|part \w+)\b)*",
@@ -137,7 +148,7 @@ PART_BEHIND = re.compile(
 
 _LEAD = r"^\W*(?:(?:no|wait|actually|hmm+|hold on|oh|oops|but|however|well|so|and|sorry|rather)\b\W*)+"
 WRONG = (
-    r"(?:wrong|incorrect|mistaken|too (?:big|small|large)|off(?= by|\W*$|[.,])"
+    r"(?:wrong|incorrect|mistaken|invalid|too (?:big|small|large)|off(?= by|\W*$|[.,])"
     r"|(?:(?:can)?not|n['’]t)(?: \w+){0,2} (?:right|correct|true|answer)(?! that| for))"
 )
 RETRACTED = _any(
@@ -146,13 +157,15 @@ RETRACTED = _any(
     r"^\W*(?:please )?(?:nope|oops|whoops|correct(?:ion|ing)|scratch|strike|ignore|disregard|forget|cancel)\b",
     rf"^\W*(?:is|was) (?:\w+ )?{WRONG}",
     rf"\b(?:that|this|it|i|answer|result|box\w*)\b['’]?(?:[^\w.]\w+){{0,3}}?(?:[^\w.]|(?=n['’]t)){WRONG}",
-    rf"{_LEAD}(?:that|this)\b (?:\w+ )?(?:can(?:no|['’])t|does(?: not|n['’]t)|must|is(?: not|n['’]t))\b"
+    rf"(?:^\W*|{_LEAD})(?:that|this)\b (?:\w+ )?(?:can(?:no|['’])t|does(?: not|n['’]t)|must|is(?: not|n['’]t))\b"
     r" (?:be|work|hold|satisfy|fit|match|make|possible|valid|what|in)\b",
-    r"\bi (?:\w+ )?(?:made an? (?:\w+ ){0,2}(?:mistake|error|slip|typo)|forgot|missed|overlooked|mis\w+|dropped|swapped"
-    r"|(?:double|over|under)[- ]?counted|counted \w+ \w+ twice|mixed up|meant?|take (?:it|that) back)\b",
+    r"\bi (?:\w+ )?(?:made an? (?:\w+ ){0,2}(?:mistake|error|slip|typo)|forgot|missed|overlooked|mis\w+|dropped"
+    r"|swapped|retract|withdraw|(?:double|over|under)[- ]?counted|counted \w+ \w+ twice|mixed up|meant?"
+    r"|take (?:it|that) back)\b",
     r"\b(?:correct|chang|revis|updat|withdr)\w* (?:my|the|that) (?:answer|mind|result|mistake)",
     r"\b(?:a typo|never ?mind)\b|\b(?:that|this|which) (?:\w+ )?contradict",
-    r"\b(?:there (?:is|was) an? (?:\w+ )?(?:mistake|error)|my (?:bad|mistake|error)|on second thought|make that)\b",
+    r"\b(?:there (?:is|was)|has|had|contains) an? (?:\w+ )?(?:mistake|error)\b|\boff by (?:one|\d)",
+    r"\b(?:my (?:bad|mistake|error)|on second thought|make that)\b",
     r"\b(?:let me|i(?:['’]ll| will| need to| must| have to)) (?:redo|correct|fix|start over|try again|revise)\b",
     rf"\b(?:should|ought to) (?:\w+ )?(?:be|have been|read|say)\b(?=\s*{VALUE})",
     rf"{_LEAD}.{{0,20}}\b(?:question|problem) (?:\w+ )?(?:asks|asked|wants|wanted|is|says|said)\b",
@@ -160,16 +173,16 @@ RETRACTED = _any(
     r"(?:答案|结果|上面|以上|这)[^，。没]{0,6}错误|应该?[为是](?=\s*[-\d$\\A-H])",
 )
 SUPPOSED = _any(  # nothing in such a sentence is meant
-    r"\b(?:if|whether|unless|would|might|otherwise|check that|make sure|common|tempting|any"
-    r"|not? (?:wrong|incorrect|mistake|error))\b"
+    r"\b(?:if|whether|unless|would|might|otherwise|check that|make sure|common|tempting"
+    r"|any|naive|obvious|student|people|not? (?:wrong|incorrect|mistake|error))\b"
 )
 DOUBT = _any(
-    r"^\W*(?:wait|hmm+|hold on|actually|oh|but|however|alternatively|sorry|apologies|well)\b|\blet me\b",
-    "等等|等一下|实际上",
+    r"^\W*(?:wait|hmm+|hold on|actually|oh|but|however|alternatively|sorry|apologies|well|or|better|i think|on|upon)\b",
+    r"\blet me\b|等等|等一下|实际上",
 )
 ANEW = _any(  # in doubt, what follows is the new answer
     rf"(?:['’]s|\s{IS}|\b(?:makes|gives))\s*(?={VALUE})",
-    rf"^\W*(?:(?:wait|hmm+|actually|oh|sorry|rather|no)\b\W*)+(?={VALUE}[^<>≤≥]*$)",
+    rf"^\W*(?:(?:wait|hmm+|actually|oh|sorry|or|rather|no|alternatively|better|i think)\b\W*)+(?={VALUE}[^<>≤≥]*$)",
     r"^\W*(?:so|thus|hence|therefore),? \$?(?=[A-Za-z] ?= ?[^=]*$)",
 )
 CONFIRMED = _any(

@@ -37,7 +37,7 @@ def read_final_answer(completion: str) -> str | None:
     if text is None:
         return None
     _, end, inside = (_answer_tags(text) or _boxes(text) or [(0, len(text), text)])[-1]
-    answer = _unless_retracted(inside, text[end : end + MAX_AFTER]) if inside is not None else None
+    answer = _unless_retracted(inside, text[end:]) if inside is not None else None
     return answer.strip() or None if answer is not None else None
 
 
@@ -127,7 +127,7 @@ def _read_spans(text: str, spans: list[Span], may_be_part: bool = True) -> str |
     if other := phrases.OTHER.search(text[max(0, start - 80) : start]):
         answers.append(other[1])
     answer = ", ".join(dict.fromkeys(answer.strip() for answer in reversed(answers)))
-    return _unless_retracted(answer, text[end : end + MAX_AFTER])
+    return _unless_retracted(answer, text[end:])
 
 
 def _unless_retracted(answer: str, after: str) -> str | None:
@@ -139,27 +139,25 @@ def _unless_retracted(answer: str, after: str) -> str | None:
     """
     if not answer.strip():
         return None
-    after = _normal(after)
+    after = _normal(after[:MAX_AFTER])
     first = re.split(r"[.\n](?:\s|$)", after[:120], maxsplit=1)[0]
     if (other := phrases.ALTERNATIVE.match(first)) and phrases.HAS_VALUE.search(first[other.end() :]):
         return f"{answer}, {_read_unmarked(first[other.end() :]) or ''}"
     rest, question = None, ""
-    own = re.escape(answer.strip()[:40])
-    denied = rf"(?<![\w.\\−-]){own}[\s$]*(?:{phrases.IS} )?(?:{phrases.WRONG}|(?:is|does|can) ?(?:not|n['’]t))\b"
+    own = rf"(?<![\w.\\−-]){re.escape(answer.strip()[:40])}[\s$]*(?:{phrases.IS} )?"
     for start, sentence in _sentences(after):
-        taken_back = phrases.RETRACTED.search(sentence) or re.search(denied, sentence)
+        is_contrast = re.match(phrases.LEAD, sentence, re.IGNORECASE)
+        denied = phrases.WRONG + (r"|(?:is|does|can) ?(?:not|n['’]t)\b" if is_contrast else "")
+        taken_back = phrases.RETRACTED.search(sentence) or re.search(f"{own}(?:{denied})", sentence)
         is_no = question and not re.search(ABOUT_TRUTH, question)  # it answers "Is there another?"
         if taken_back and not is_no and not phrases.SUPPOSED.search(sentence):
             rest = after[start + taken_back.end() :].lstrip(" ,:;.!…")
         question = sentence if re.search(r"\w.*\?\s*$", sentence) else ""
     if rest is None:
         return _restated(answer, after)
-    new, is_confirmed = (
-        _read_unmarked(rest),
-        any(phrases.CONFIRMED.search(sentence) for _, sentence in _sentences(rest)),
-    )
+    new = _read_unmarked(rest)
     if new in (None, answer.strip()):
-        return answer if is_confirmed else None
+        return answer if any(phrases.CONFIRMED.search(sentence) for _, sentence in _sentences(rest)) else None
     return new
 
 
@@ -170,18 +168,25 @@ def _restated(answer: str, after: str) -> str:
         is_confirmed = phrases.CONFIRMED.search(sentence) and (not question or re.search(ABOUT_TRUTH, question))
         question = sentence if re.search(r"\w.*\?\s*$", sentence) else ""
         if is_confirmed:
-            is_doubted = False
-            if "stands" in sentence:
-                current = answer
+            is_doubted, current = False, answer if "stands" in sentence else current
             continue
-        is_doubted = is_doubted or bool(phrases.DOUBT.search(sentence))
-        anew = [*phrases.STATED.finditer(sentence), *(phrases.ANEW.finditer(sentence) if is_doubted else ())]
-        said = (anew[-1].lastgroup and anew[-1][anew[-1].lastgroup]) or sentence[anew[-1].end() :] if anew else ""
-        if not phrases.SUPPOSED.search(sentence) and re.match(phrases.VALUE, said):
-            new = _stated(said) or current
+        is_doubted = is_doubted or bool(phrases.DOUBT.search(sentence) and not phrases.CHECK.search(sentence))
+        if new := _new_answer(sentence, is_doubted):
             letters = [text for text in (current, new) if re.fullmatch(phrases.CHOICE, text)]
             current = f"{letters[0]} {new if letters[0] == current else current}" if len(letters) == 1 else new
     return current
+
+
+def _new_answer(sentence: str, is_doubted: bool) -> str | None:
+    """The answer that a sentence behind an answer names, None if it does not."""
+    stated = [*phrases.STATED.finditer(sentence), *phrases.CORRECTED.finditer(sentence)]
+    named = [*phrases.ANEW.finditer(sentence)] if is_doubted else []
+    if not (stated or named) or phrases.SUPPOSED.search(sentence):
+        return None
+    match = (stated or named)[-1]
+    said = match[match.lastgroup] if match.lastgroup else sentence[match.end() :]
+    new = _stated(said) if re.match(phrases.VALUE, said) else None
+    return new if new and (stated or phrases.SAID.fullmatch(new)) else None
 
 
 def _normal(text: str) -> str:
@@ -195,12 +200,9 @@ def _normal(text: str) -> str:
 
 def _sentences(text: str) -> list[tuple[int, str]]:
     """Where each sentence starts, and the sentence."""
-    ends = [
-        m.end()
-        for m in re.finditer(r"(?<!i\.e)(?<!e\.g)(?<!vs)[.!?…](?=[\s)\"'*]|$)[)\"'*]*\s*|[。！？；．]|;\s|\n", text)
-    ]
-    starts = [0, *ends]
-    pairs = itertools.zip_longest(starts, ends, fillvalue=len(text))
+    end = r"(?<!i\.e)(?<!e\.g)(?<!vs)[.!?…](?=[\s)\"'*]|$)[)\"'*]*\s*|[。！？；．]|;\s|\n"
+    ends = [match.end() for match in re.finditer(end, text)]
+    pairs = itertools.zip_longest([0, *ends], ends, fillvalue=len(text))
     return [(start, text[start:end]) for start, end in pairs if text[start:end].strip()]
 
 
@@ -212,6 +214,8 @@ def _read_unmarked(text: str) -> str | None:
         behind = text[match.end() :].lstrip()
         sentence = match[group] if group else (_sentences(behind) or [(0, "")])[0][1]
         if not sentence.strip() or (phrases.NO_ANSWER.match(sentence) and not group):
+            continue
+        if "would" in match[0] and re.search(r"\bif\b[^.!?\n]*\Z", text[: match.start()], re.IGNORECASE):
             continue
         before = text[max(0, match.start() - 40) : match.start() if group else match.end()]
         stated = _stated(sentence)
@@ -287,7 +291,7 @@ def _value(sentence: str) -> str | None:
 
 
 def _right_side(formula: str, is_asked: bool) -> str:
-    """7 of 3+4 = 7 and 28 of x+y = 28, a quantity; an equation that is asked for or not solved (2x = 28) stays whole."""
+    """7 of 3+4 = 7 and 28 of x+y = 28; an equation that is asked for, or is not solved (2x = 28), stays whole."""
     left, right = formula.partition("=")[0].strip(), formula.rpartition("=")[2].strip()
     is_number = not re.search(r"[A-Za-z,]", re.sub(r"\\[A-Za-z]+", "", right))
     is_quantity = is_number and len(set(re.findall(phrases.NAME, left))) > 1 and not left.startswith("(")

@@ -83,7 +83,8 @@ TAIL = _any(  # a remark behind a value
     r"(?<=[\d$)}])(?: [a-z]+){0,2} (?:for|in|on|after) [^,;]+$",
     r"\s*\((?!or\b|and\b|mod\b)(?:not |[a-h] is |[a-z]{2,}).*",
     r"\s*(?:—| -- |[,;] (?:not|but|however|compare|(?:it|that|this) (?:can|does|is not|isn))\b).*",
-    r"\s+(?:rather than|instead of)\b.*|[，,]\s*(?:即|因为|但|此时|而?不是|而非).*",
+    r"\s+(?:(?:rather than|instead of)\b.*|(?:actually|instead|in fact)\W*$)",
+    r"[，,]\s*(?:即|因为|但|此时|而?不是|而非).*",
 )
 SAYS = _any(  # the value follows
     rf"\b{IS}:?|\b(?:gets?|obtains?|ha(?:ve|s)|gives?|yields?|makes?|totals?|costs?|finds?)\b",
@@ -146,7 +147,7 @@ PART_BEHIND = re.compile(
 
 # What takes an answer back --------------------------------------------------------------------------------------------
 
-_LEAD = r"^\W*(?:(?:no|wait|actually|hmm+|hold on|oh|oops|but|however|well|so|and|sorry|rather)\b\W*)+"
+LEAD = r"^\W*(?:(?:no|wait|actually|hmm+|hold on|oh|oops|but|however|well|so|and|sorry|rather)\b\W*)+"
 WRONG = (
     r"(?:wrong|incorrect|mistaken|invalid|too (?:big|small|large)|off(?= by|\W*$|[.,])"
     r"|(?:(?:can)?not|n['’]t)(?: \w+){0,2} (?:right|correct|true|answer)(?! that| for))"
@@ -157,7 +158,7 @@ RETRACTED = _any(
     r"^\W*(?:please )?(?:nope|oops|whoops|correct(?:ion|ing)|scratch|strike|ignore|disregard|forget|cancel)\b",
     rf"^\W*(?:is|was) (?:\w+ )?{WRONG}",
     rf"\b(?:that|this|it|i|answer|result|box\w*)\b['’]?(?:[^\w.]\w+){{0,3}}?(?:[^\w.]|(?=n['’]t)){WRONG}",
-    rf"(?:^\W*|{_LEAD})(?:that|this)\b (?:\w+ )?(?:can(?:no|['’])t|does(?: not|n['’]t)|must|is(?: not|n['’]t))\b"
+    rf"(?:^\W*|{LEAD})(?:that|this)\b (?:\w+ )?(?:can(?:no|['’])t|does(?: not|n['’]t)|must|is(?: not|n['’]t))\b"
     r" (?:be|work|hold|satisfy|fit|match|make|possible|valid|what|in)\b",
     r"\bi (?:\w+ )?(?:made an? (?:\w+ ){0,2}(?:mistake|error|slip|typo)|forgot|missed|overlooked|mis\w+|dropped"
     r"|swapped|retract|withdraw|(?:double|over|under)[- ]?counted|counted \w+ \w+ twice|mixed up|meant?"
@@ -167,22 +168,28 @@ RETRACTED = _any(
     r"\b(?:there (?:is|was)|has|had|contains) an? (?:\w+ )?(?:mistake|error)\b|\boff by (?:one|\d)",
     r"\b(?:my (?:bad|mistake|error)|on second thought|make that)\b",
     r"\b(?:let me|i(?:['’]ll| will| need to| must| have to)) (?:redo|correct|fix|start over|try again|revise)\b",
-    rf"\b(?:should|ought to) (?:\w+ )?(?:be|have been|read|say)\b(?=\s*{VALUE})",
-    rf"{_LEAD}.{{0,20}}\b(?:question|problem) (?:\w+ )?(?:asks|asked|wants|wanted|is|says|said)\b",
+    rf"{LEAD}.{{0,20}}\b(?:question|problem) (?:\w+ )?(?:asks|asked|wants|wanted|is|says|said)\b",
     r"不对|(?<!没)(?<!没有)错了|算错|有误|更正|纠正|修正|不正确|[漏多少看]算|漏[掉了]|看错",
-    r"(?:答案|结果|上面|以上|这)[^，。没]{0,6}错误|应该?[为是](?=\s*[-\d$\\A-H])",
+    r"(?:答案|结果|上面|以上|这)[^，。没]{0,6}错误",
 )
 SUPPOSED = _any(  # nothing in such a sentence is meant
     r"\b(?:if|whether|unless|would|might|otherwise|check that|make sure|common|tempting"
     r"|any|naive|obvious|student|people|not? (?:wrong|incorrect|mistake|error))\b"
 )
 DOUBT = _any(
-    r"^\W*(?:wait|hmm+|hold on|actually|oh|but|however|alternatively|sorry|apologies|well|or|better|i think|on|upon)\b",
-    r"\blet me\b|等等|等一下|实际上",
+    r"^\W*(?:wait|hmm+|hold on|actually|oh|alternatively|sorry|apologies|or (?:rather|maybe)|better|i think|upon)\b",
+    r"^\W*(?:but|however)\b(?=.*\b(?:it|that|this|answer|value|result|total)\b)",
+    r"^\W*on (?:\w+ )?(?:reflection|inspection)\b",
+    r"\blet me re(?!-?(?:check|verif))|等等|等一下|实际上",
 )
-ANEW = _any(  # in doubt, what follows is the new answer
+CHECK = _any(r"\b(?:double|re)?-?(?:check|verif)")
+CORRECTED = _any(  # what follows is the new answer, if it is another one
+    rf"\b(?:should|ought to) (?:\w+ )?(?:be|have been|read|say)\b\s*(?={VALUE})|应该?[为是]\s*(?=[-\d$\\A-H])"
+)
+ANEW = _any(  # in doubt, too
     rf"(?:['’]s|\s{IS}|\b(?:makes|gives))\s*(?={VALUE})",
-    rf"^\W*(?:(?:wait|hmm+|actually|oh|sorry|or|rather|no|alternatively|better|i think)\b\W*)+(?={VALUE}[^<>≤≥]*$)",
+    r"^\W*(?:(?:wait|hmm+|actually|oh|sorry|or|rather|maybe|no|alternatively|better|i think)\b\W*)+"
+    rf"(?={VALUE}[^<>≤≥]*$)",
     r"^\W*(?:so|thus|hence|therefore),? \$?(?=[A-Za-z] ?= ?[^=]*$)",
 )
 CONFIRMED = _any(

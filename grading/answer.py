@@ -91,9 +91,8 @@ def _boxes(text: str) -> list[Span]:
             spans.append((match.start(), match.end(), match[1]))
             continue
         end = closing_brace(text, match.end())
-        spans.append(
-            (match.start(), len(text) if end is None else end + 1, None if end is None else text[match.end() : end])
-        )
+        inside = None if end is None else text[match.end() : end]
+        spans.append((match.start(), len(text) if end is None else end + 1, inside))
     return spans
 
 
@@ -140,15 +139,17 @@ def _unless_retracted(answer: str, after: str) -> str | None:
     if not answer.strip():
         return None
     after = _normal(after[:MAX_AFTER])
-    first = re.split(r"[.\n](?:\s|$)", after[:120], maxsplit=1)[0]
-    if (other := phrases.ALTERNATIVE.match(first)) and phrases.HAS_VALUE.search(first[other.end() :]):
-        return f"{answer}, {_read_unmarked(first[other.end() :]) or ''}"
+    if other := phrases.ALTERNATIVE.match(after):
+        told = re.split(r"[.\n](?:\s|$)|。", after[other.end() :][:120], maxsplit=1)[0]
+        has_value = phrases.HAS_VALUE.search(told)
+        if has_value and (not re.search(r"[.。\n]", other[0]) or phrases.SAID.fullmatch(told)):
+            return f"{answer}, {_read_unmarked(told) or told}"
     rest, question = None, ""
     own = rf"(?<![\w.\\−-]){re.escape(answer.strip()[:40])}[\s$]*(?:{phrases.IS} )?"
     for start, sentence in _sentences(after):
         is_contrast = re.match(phrases.LEAD, sentence, re.IGNORECASE)
         denied = phrases.WRONG + (r"|(?:is|does|can) ?(?:not|n['’]t)\b" if is_contrast else "")
-        taken_back = phrases.RETRACTED.search(sentence) or re.search(f"{own}(?:{denied})", sentence)
+        taken_back = phrases.RETRACTED.search(sentence) or re.search(rf"{own}(?:{denied})|\bnot {own}but\b", sentence)
         is_no = question and not re.search(ABOUT_TRUTH, question)  # it answers "Is there another?"
         if taken_back and not is_no and not phrases.SUPPOSED.search(sentence):
             rest = after[start + taken_back.end() :].lstrip(" ,:;.!…")

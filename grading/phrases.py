@@ -119,7 +119,8 @@ CORRECTION = _any(
 )
 ALTERNATIVE = _any(  # right behind an answer: another one
     r"[\s$]*(?:\||->|→|~~)[\s$]*(?=[-\d])",
-    r"\W*(?:but\s+)?(?:or|maybe|perhaps|possibly|alternatively|(?:it\s+)?(?:might|could)(?:\s+also)?\s+be|vs\.?|versus"
+    r"\W*(?:或者?|也可能)是?",
+    r"\W*(?:(?:but|(?:al)?though)\s+)?(?:or|maybe|perhaps|possibly|alternatively|(?:it\s+)?(?:might|could)(?:\s+also)?\s+be|vs\.?|versus"
     r"|and(?=[\s$]*[-\d.]+[\s$]*$))\b[\s,:(]*+(?!equivalently)(?:maybe|even|also|it|is|be|could|\s)*",
 )
 OTHER = _any(  # right before an answer: another one
@@ -156,12 +157,17 @@ RETRACTED = _any(
     r"^\W*(?:(?:wait|hmm+|oh|well|actually|but)\W+)*no(?=\s*[,.!:;—–-]|\s*$|\s+(?:wait|that|this|it|actually|sorry)\b)"
     r"(?:\W*(?:wait|actually|sorry)\b)*",
     r"^\W*(?:please )?(?:nope|oops|whoops|correct(?:ion|ing)|scratch|strike|ignore|disregard|forget|cancel)\b",
-    rf"^\W*(?:is|was) (?:\w+ )?{WRONG}",
-    rf"\b(?:that|this|it|i|answer|result|box\w*)\b['’]?(?:[^\w.]\w+){{0,3}}?(?:[^\w.]|(?=n['’]t)){WRONG}",
+    rf"^\W*(?:is|was) (?:\w+ )?{WRONG}|^\W*{WRONG}(?=\W*$|[,.:;!)])",
+    r"^\W*(?:(?:but )?wait|hmm+|oh|hold on|but(?= that))\W+(?:that|this)(?:['’]s| is| was)"
+    r" (?:the|an?|for|half|twice)\b",
+    r"^\W*(?:(?:but )?wait|hmm+|oh|hold on)\W+i (?:need|have) to (?!double[- ]?check|check|verif|make|be|re-?check)",
+    r"\bi should(?: not|n['’]t)? have\b",
+    rf"\b(?:that|this|it|i|answer|result|box\w*|calculation|computation)\b['’]?(?:[^\w.]\w+){{0,3}}?(?:[^\w.]|(?=n['’]t)){WRONG}",
     rf"(?:^\W*|{LEAD})(?:that|this)\b (?:\w+ )?(?:can(?:no|['’])t|does(?: not|n['’]t)|must|is(?: not|n['’]t))\b"
     r" (?:be|work|hold|satisfy|fit|match|make|possible|valid|what|in)\b",
-    r"\bi (?:\w+ )?(?:made an? (?:\w+ ){0,2}(?:mistake|error|slip|typo)|forgot|missed|overlooked|mis\w+|dropped"
-    r"|swapped|retract|withdraw|(?:double|over|under)[- ]?counted|counted \w+ \w+ twice|mixed up|meant?"
+    r"\bi (?:\w+ )?(?:made an? (?:\w+ ){0,2}(?:mistake|error|slip|typo)"
+    r"|forgot(?! nothing| to mention)|missed|overlooked"
+    r"|mis\w+|dropped|swapped|retract|withdraw|(?:double|over|under)[- ]?counted|counted \w+ \w+ twice|mixed up|meant?"
     r"|take (?:it|that) back)\b",
     r"\b(?:correct|chang|revis|updat|withdr)\w* (?:my|the|that) (?:answer|mind|result|mistake)",
     r"\b(?:a typo|never ?mind)\b|\b(?:that|this|which) (?:\w+ )?contradict",
@@ -174,12 +180,12 @@ RETRACTED = _any(
 )
 SUPPOSED = _any(  # nothing in such a sentence is meant
     r"\b(?:if|whether|unless|would|might|otherwise|check that|make sure|common|tempting"
-    r"|any|naive|obvious|student|people|not? (?:wrong|incorrect|mistake|error))\b"
+    r"|any|general|naive|obvious|student|people|not? (?:wrong|incorrect|mistake|error))\b"
 )
 DOUBT = _any(
-    r"^\W*(?:wait|hmm+|hold on|actually|oh|alternatively|sorry|apologies|or (?:rather|maybe)|better|i think|upon)\b",
+    r"^\W*(?:wait|hmm+|hold on|actually|oh(?!,? and)|alternatively|sorry|apologies|or (?:rather|maybe)|better|i think)\b",
     r"^\W*(?:but|however)\b(?=.*\b(?:it|that|this|answer|value|result|total)\b)",
-    r"^\W*on (?:\w+ )?(?:reflection|inspection)\b",
+    r"^\W*(?:up)?on (?:\w+ )?(?:reflection|inspection)\b",
     r"\blet me re(?!-?(?:check|verif))|等等|等一下|实际上",
 )
 CHECK = _any(r"\b(?:double|re)?-?(?:check|verif)")
@@ -187,7 +193,7 @@ CORRECTED = _any(  # what follows is the new answer, if it is another one
     rf"\b(?:should|ought to) (?:\w+ )?(?:be|have been|read|say)\b\s*(?={VALUE})|应该?[为是]\s*(?=[-\d$\\A-H])"
 )
 ANEW = _any(  # in doubt, too
-    rf"(?:['’]s|\s{IS}|\b(?:makes|gives))\s*(?={VALUE})",
+    rf"(?:['’]s|\s{IS}|\b(?:makes|gives)|[是为])\s*(?={VALUE})",
     r"^\W*(?:(?:wait|hmm+|actually|oh|sorry|or|rather|maybe|no|alternatively|better|i think)\b\W*)+"
     rf"(?={VALUE}[^<>≤≥]*$)",
     r"^\W*(?:so|thus|hence|therefore),? \$?(?=[A-Za-z] ?= ?[^=]*$)",

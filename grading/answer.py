@@ -16,7 +16,6 @@ Span = tuple[int, int, str | None]  # start, end, inside (None: never closed)
 
 MAX_UNMARKED = 5000  # characters at the end of a text in which an answer without tag or box is looked for
 MAX_AFTER = 1000  # characters behind an answer in which it may be taken back
-ABOUT_TRUTH = r"right|correct|sure"  # a question that "no" answers with a denial of the answer before
 
 
 def visible_text(completion: str) -> str | None:
@@ -145,12 +144,9 @@ def _unless_retracted(answer: str, after: str) -> str | None:
         if has_value and (not re.search(r"[.。\n]", other[0]) or phrases.SAID.fullmatch(told)):
             return f"{answer}, {_read_unmarked(told) or told}"
     rest, question = None, ""
-    own = rf"(?<![\w.\\−-]){re.escape(answer.strip()[:40])}[\s$]*(?:{phrases.IS} )?"
     for start, sentence in _sentences(after):
-        is_contrast = re.match(phrases.LEAD, sentence, re.IGNORECASE)
-        denied = phrases.WRONG + (r"|(?:is|does|can) ?(?:not|n['’]t)\b" if is_contrast else "")
-        taken_back = phrases.RETRACTED.search(sentence) or re.search(rf"{own}(?:{denied})|\bnot {own}but\b", sentence)
-        is_no = question and not re.search(ABOUT_TRUTH, question)  # it answers "Is there another?"
+        taken_back = phrases.RETRACTED.search(sentence) or _denial(answer.strip()[:40], sentence)
+        is_no = question and not phrases.ABOUT_TRUTH.search(question)  # it answers "Is there another?"
         if taken_back and not is_no and not phrases.SUPPOSED.search(sentence):
             rest = after[start + taken_back.end() :].lstrip(" ,:;.!…")
         question = sentence if re.search(r"\w.*\?\s*$", sentence) else ""
@@ -162,11 +158,20 @@ def _unless_retracted(answer: str, after: str) -> str | None:
     return new
 
 
+def _denial(answer: str, sentence: str) -> re.Match[str] | None:
+    """Where a sentence denies the answer by name: "7 is wrong", "But 7 is not even"."""
+    start = sentence.find(answer)
+    if start < 0 or re.search(r"[\w.\\−-]$", sentence[:start]):
+        return None
+    pattern = phrases.DENIED_IN_CONTRAST if phrases.CONTRAST.match(sentence) else phrases.DENIED
+    return pattern.match(sentence, start + len(answer))
+
+
 def _restated(answer: str, after: str) -> str:
     """The answer that a text behind one names last, by stating it or in doubt about the one before."""
     current, is_doubted, question = answer, False, ""
     for _, sentence in _sentences(after):
-        is_confirmed = phrases.CONFIRMED.search(sentence) and (not question or re.search(ABOUT_TRUTH, question))
+        is_confirmed = phrases.CONFIRMED.search(sentence) and (not question or phrases.ABOUT_TRUTH.search(question))
         question = sentence if re.search(r"\w.*\?\s*$", sentence) else ""
         if is_confirmed:
             is_doubted, current = False, answer if "stands" in sentence else current
@@ -226,7 +231,11 @@ def _read_unmarked(text: str) -> str | None:
             return None
         return _unless_retracted(stated, text[match.end() :] if group else behind[len(sentence) :])
     sentences = _sentences(text)
-    if len(sentences) == 1 and not phrases.PROSE.search(text) and len(re.findall(r"[A-Za-z]{2,}", _words(text))) <= 2:
+    if (
+        len(sentences) == 1
+        and not phrases.PROSE.search(text)
+        and len(re.findall(r"[A-Za-z]{2,}", phrases.NO_WORDS.sub(" ", text))) <= 2
+    ):
         is_labelled = phrases.LABEL.match(text) and phrases.HAS_VALUE.search(text)
         return (is_labelled and _value(text)) or _right_side(text, is_asked=True)
     for start, sentence in reversed(sentences):
@@ -239,16 +248,12 @@ def _read_unmarked(text: str) -> str | None:
     return None
 
 
-def _words(text: str) -> str:
-    return re.sub(r"\$[^$]*\$|\\\(.*?\\\)|\\text\s*\{[^}]*\}|\\[A-Za-z]+", " ", text)
-
-
 def _stated(text: str) -> str | None:
     """The answer at the beginning of what is said to be the answer; None if that is a denial."""
     if denial := re.match(r"\W*not\b(?:.*?\bbut (?:rather )?)?", text, re.IGNORECASE):
         text = text[denial.end() :] if "but" in denial[0] else ""
     text = _without_remark(text)
-    is_sentence = phrases.PROSE.search(text) or re.match(r"[A-Za-z]+ [a-z]+ ", _words(text))
+    is_sentence = phrases.PROSE.search(text) or re.match(r"[A-Za-z]+ [a-z]+ ", phrases.NO_WORDS.sub(" ", text))
     if is_sentence and not phrases.HEDGE.search(text):
         text = _value(text) or text
     text = re.sub(r"(?<!\{)[,;]?\s+or(?:\s+maybe|\s+perhaps|\s+possibly|\s+else)?\s+", ", ", text)

@@ -29,6 +29,7 @@ NUMBER = (  # a number in prose, with a percent sign or a unit
     rf"(?:\s?\\?%|\s?{_UNIT})?(?![A-Za-z0-9_])"
 )
 FORMULA = re.compile(r"(?<!\\)\$([^$]+)\$(?!\d)|\\\((.+?)\\\)")
+NO_WORDS = re.compile(r"\$[^$]*\$|\\\(.*?\\\)|\\text\s*\{[^}]*\}|\\[A-Za-z]+")
 VALUE = rf"(?:[-−+(\[{{\s]*\\?[$¥€£]?[-−]?\.?\d|\$|\\[A-Za-z{{(]|√|{CHOICE}\W*$)"  # how one begins
 HAS_VALUE = _any(r"\d|\$|\\[A-Za-z]|[π√∞]", rf"^\W*{CHOICE}")
 
@@ -178,12 +179,17 @@ RETRACTED = _any(
     r"不对|(?<!没)(?<!没有)错了|算错|有误|更正|纠正|修正|不正确|[漏多少看]算|漏[掉了]|看错",
     r"(?:答案|结果|上面|以上|这)[^，。没]{0,6}错误",
 )
+CONTRAST = _any(LEAD)
+DENIED = _any(rf"[\s$]*(?:{IS} )?{WRONG}")  # right behind the answer itself
+DENIED_IN_CONTRAST = _any(DENIED.pattern, r"[\s$]*(?:(?:is|does|can) ?(?:not|n['’]t)|,? but)\b")
+ABOUT_TRUTH = _any(r"right|correct|sure")  # a question to which "no" denies the answer before
 SUPPOSED = _any(  # nothing in such a sentence is meant
     r"\b(?:if|whether|unless|would|might|otherwise|check that|make sure|common|tempting"
     r"|any|general|naive|obvious|student|people|not? (?:wrong|incorrect|mistake|error))\b"
 )
 DOUBT = _any(
-    r"^\W*(?:wait|hmm+|hold on|actually|oh(?!,? and)|alternatively|sorry|apologies|or (?:rather|maybe)|better|i think)\b",
+    r"^\W*(?:wait|hmm+|hold on|actually|oh(?!,? and)|alternatively|sorry|apologies|or rather|or maybe|better)\b",
+    r"^\W*(?:(?:hmm|oh)\W+)?i think\b",
     r"^\W*(?:but|however)\b(?=.*\b(?:it|that|this|answer|value|result|total)\b)",
     r"^\W*(?:up)?on (?:\w+ )?(?:reflection|inspection)\b",
     r"\blet me re(?!-?(?:check|verif))|等等|等一下|实际上",

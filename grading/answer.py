@@ -48,8 +48,7 @@ def read_answer(completion: str) -> str | None:
     1. the last `\\boxed{...}` or `\\fbox{...}`;
     2. what is stated last: "the answer is ...", "####", "option B is correct";
     3. the text itself if it is no prose;
-    4. what the last sentence with a value ends with.
-    What has no tag or box is looked for in the last MAX_UNMARKED characters.
+    4. what the last sentence with a value ends with. (2 to 4 are looked for in the last MAX_UNMARKED characters.)
 
     There is no answer if a tag or box is opened last and never closed, if it is refused ("not \\boxed{7}"), or if it is
     a part of a larger formula ("-\\boxed{7}").
@@ -198,8 +197,7 @@ def _new_answer(sentence: str, is_doubted: bool) -> str | None:
 def _normal(text: str) -> str:
     """The text without white space that says nothing, without Markdown's marks, and with all formulas in $...$."""
     text = re.sub(r"[ \t]+", " ", re.sub(r"\s*\n\s*", "\n", text))
-    text = re.sub(r"^```.*$", "", text, flags=re.MULTILINE)
-    text = re.sub(r"\*\*(.+?)\*\*|__(.+?)__", lambda m: m[1] or m[2], text)
+    text = re.sub(r"(?m)^```.*$|\*\*(.+?)\*\*|__(.+?)__", lambda m: m[1] or m[2] or "", text)
     display = re.compile(r"(?:\$\$|\\\[)(.*?)([.,]?\s*)(?:\$\$|\\\])", re.DOTALL)
     return display.sub(lambda m: f"${' '.join(m[1].split())}${m[2].strip()} ", text)
 
@@ -208,7 +206,7 @@ def _sentences(text: str) -> list[tuple[int, str]]:
     """Where each sentence starts, and the sentence."""
     end = r"(?<!i\.e)(?<!e\.g)(?<!vs)[.!?…](?=[\s)\"'*]|$)[)\"'*]*\s*|[。！？；．]|;\s|\n"
     ends = [match.end() for match in re.finditer(end, text)]
-    pairs = itertools.zip_longest([0, *ends], ends, fillvalue=len(text))
+    pairs = itertools.pairwise([0, *ends, len(text)])
     return [(start, text[start:end]) for start, end in pairs if text[start:end].strip()]
 
 
@@ -225,17 +223,14 @@ def _read_unmarked(text: str) -> str | None:
             continue
         before = text[max(0, match.start() - 40) : match.start() if group else match.end()]
         stated = _stated(sentence)
-        if phrases.REFUSED.search(before) and group:
-            continue
         if phrases.REFUSED.search(before) or stated is None:
+            if group:
+                continue
             return None
         return _unless_retracted(stated, text[match.end() :] if group else behind[len(sentence) :])
     sentences = _sentences(text)
-    if (
-        len(sentences) == 1
-        and not phrases.PROSE.search(text)
-        and len(re.findall(r"[A-Za-z]{2,}", phrases.NO_WORDS.sub(" ", text))) <= 2
-    ):
+    num_words = len(re.findall(r"[A-Za-z]{2,}", phrases.NO_WORDS.sub(" ", text)))
+    if len(sentences) == 1 and num_words <= 2 and not phrases.PROSE.search(text):
         is_labelled = phrases.LABEL.match(text) and phrases.HAS_VALUE.search(text)
         return (is_labelled and _value(text)) or _right_side(text, is_asked=True)
     for start, sentence in reversed(sentences):

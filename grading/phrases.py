@@ -121,7 +121,8 @@ CORRECTION = _any(
 ALTERNATIVE = _any(  # right behind an answer: another one
     r"[\s$]*(?:\||->|→|~~)[\s$]*(?=[-\d])",
     r"\W*(?:或者?|也可能)是?",
-    r"\W*(?:(?:but|(?:al)?though)\s+)?(?:or|maybe|perhaps|possibly|alternatively|(?:it\s+)?(?:might|could)(?:\s+also)?\s+be|vs\.?|versus"
+    r"\W*(?:(?:but|(?:al)?though)\s+)?(?:or|maybe|perhaps|possibly|alternatively|vs\.?|versus"
+    r"|(?:it\s+)?(?:might|could)(?:\s+also)?\s+be"
     r"|and(?=[\s$]*[-\d.]+[\s$]*$))\b[\s,:(]*+(?!equivalently)(?:maybe|even|also|it|is|be|could|\s)*",
 )
 OTHER = _any(  # right before an answer: another one
@@ -163,7 +164,8 @@ RETRACTED = _any(
     r" (?:the|an?|for|half|twice)\b",
     r"^\W*(?:(?:but )?wait|hmm+|oh|hold on)\W+i (?:need|have) to (?!double[- ]?check|check|verif|make|be|re-?check)",
     r"\bi should(?: not|n['’]t)? have\b",
-    rf"\b(?:that|this|it|i|answer|result|box\w*|calculation|computation)\b['’]?(?:[^\w.]\w+){{0,3}}?(?:[^\w.]|(?=n['’]t)){WRONG}",
+    r"\b(?:that|this|it|i|answer|result|box\w*|calculation|computation)\b['’]?"
+    rf"(?:[^\w.]\w+){{0,3}}?(?:[^\w.]|(?=n['’]t)){WRONG}",
     rf"(?:^\W*|{LEAD})(?:that|this)\b (?:\w+ )?(?:can(?:no|['’])t|does(?: not|n['’]t)|must|is(?: not|n['’]t))\b"
     r" (?:be|work|hold|satisfy|fit|match|make|possible|valid|what|in)\b",
     r"\bi (?:\w+ )?(?:made an? (?:\w+ ){0,2}(?:mistake|error|slip|typo)"

@@ -204,7 +204,7 @@ def _normal(text: str) -> str:
 
 def _sentences(text: str) -> list[tuple[int, str]]:
     """Where each sentence starts, and the sentence."""
-    end = r"(?<!i\.e)(?<!e\.g)(?<!vs)[.!?…](?=[\s)\"'*]|$)[)\"'*]*\s*|[。！？；．]|;\s|\n"
+    end = r"(?<!i\.e)(?<!e\.g)(?<!vs)(?<!sq)[.!?…](?=[\s)\"'*]|$)[)\"'*]*\s*|[。！？；．]|;\s|\n"
     ends = [match.end() for match in re.finditer(end, text)]
     pairs = itertools.pairwise([0, *ends, len(text)])
     return [(start, text[start:end]) for start, end in pairs if text[start:end].strip()]
@@ -296,5 +296,5 @@ def _right_side(formula: str, is_asked: bool) -> str:
     left, right = formula.partition("=")[0].strip(), formula.rpartition("=")[2].strip()
     is_number = not re.search(r"[A-Za-z,]", re.sub(r"\\[A-Za-z]+", "", right))
     is_quantity = is_number and len(set(re.findall(phrases.NAME, left))) > 1 and not left.startswith("(")
-    is_worked_out = not re.search(r"[A-Za-z<>]|\\[gln]e", left)
+    is_worked_out = not re.search(r"[A-Za-z<>]", re.sub(phrases.OPERATION, "", left))
     return right if "=" in formula and (is_worked_out or (is_quantity and not is_asked)) else formula

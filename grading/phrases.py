@@ -96,7 +96,7 @@ SAID = re.compile(  # a formula or what has no words, with a unit
     "(?: (?:square |cubic )?(?:[a-z]+s|[ckm]?m|k?g|m?l|mph|feet|percent|dozen|[a-z]+(?:and|red|ion))[.²³]?)?"
 )
 CHOSEN = _any(  # a sentence that ends with a choice, or begins with it
-    r"(?:^|→|->|\b(?:is|are|be|['’]s|so|thus|therefore|hence|but|rather|options?|choices?)\b)"
+    r"(?:^|→|->|\b(?:is|are|be|['’]s|so|thus|therefore|hence|but|rather|say|options?|choices?)\b)"
     rf"\W{{0,3}}(?:the |option |choice )*({CHOICES})(?:选?项)?\W*\Z",
     rf"^({CHOICE})[.)] ",
 )
@@ -110,6 +110,7 @@ SIDE = re.compile(  # the last side of an equation
 RELATION = re.compile(r"[\w\\]+\s*(?:[<>]=?|[≤≥≠]|!=).*$")
 UNSOLVED = re.compile(r"(?:^|\s)(?:\d+[a-z]|[a-z](?:\^\d|²))\s*=[^=]*$")
 NAME = r"\\(?:sin|cos|tan|angle|triangle|theta|alpha|beta)\b|(?<![A-Za-z\\])[A-Za-z]"
+OPERATION = r"\\(?:[dt]?frac|sqrt|log|ln|sin|cos|tan|binom|cdot|times|pi|left|right)(?![A-Za-z])"
 EQUATION = _any(r"\b(?:equation|line|circle|curve|plane|parabola|ellipse|hyperbola)\b|方程|直线")
 
 # What stands beside an answer -----------------------------------------------------------------------------------------

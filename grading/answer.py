@@ -1,54 +1,21 @@
-"""Which part of a completion is its final answer: `read_answer` (mathematics) and `read_final_answer` (plain text)."""
+"""Which part of a completion is its final answer: `read_answer` (mathematics) and `read_final_answer` (plain text).
+
+Read `read_answer` first. An answer is in a tag or a box, is stated in words (`STATED`), or is the value of the last
+sentence that has one (`_value`). In each case `_unless_retracted` reads what is said behind it. The words
+are in `phrases.py`.
+"""
 
 from __future__ import annotations
 
 import itertools
 import re
 
+from grading import phrases
+
 Span = tuple[int, int, str | None]  # start, end, inside (None: never closed)
 
 MAX_UNMARKED = 5000  # characters at the end of a text in which an answer without tag or box is looked for
-
-STATEMENT = re.compile(
-    r"(?:\banswers?\b(?: to [^.:\n]{1,60}?)? ?"
-    r"(?:(?:is|are|equals?|would be|should be|must be)\b ?:?|[:=：])|答案 ?[是为為]? ?[:：]?|####)\s?",
-    re.IGNORECASE,
-)
-HEDGE = re.compile(r"\b(?:or|maybe|perhaps|possibly|alternatively|might|could)\b", re.IGNORECASE)
-CORRECTION = re.compile(
-    r"\b(?:wait|actually|no|not|correct\w*|instead|rather|sorry|mistake|wrong|so|then|thus|hence|therefore)\b", re.I
-)
-HEDGE_AFTER = re.compile(
-    r"\W*(?:but\s+)?(?:or|maybe|perhaps|possibly|alternatively|(?:it\s+)?(?:might|"
-    r"could)(?:\s+also)?\s+be(?=\s*[\d$\\-]))\b\W*"
-    r"(?:maybe|even|also|it|is|be|could|equivalently|\s)*",
-    re.IGNORECASE,
-)
-JOINT = re.compile(  # what stands between two answers that belong together
-    r"(?:[\s$,;:&.]|\\[,;:! ()\[\]]|\\q?quad|\\text\s*\{\s*(?:and|or)?\s*\}|\\l(?:or|and)|\\vee|\\wedge"
-    r"|[A-Za-z](?:_\{?\d\}?)?\s*="
-    r"|\b(?:and|or|as well as|also|both|is (?:one|a) \w+|is another(?: \w+)?"
-    r"|the other(?: \w+)? is|another is|option \w+|case \w+|part \w+)\b"
-    r"|\n\s*(?:[-*•]|\d+[.)]|\([a-z]\)))*",
-    re.IGNORECASE,
-)
-REFUSED = re.compile(  # right before an answer: it is none
-    r"(?:\b(?:not|never|cannot|except|exclud\w*|reject\w*|discard\w*|exceed\w*"
-    r"|(?:greater|less|more|fewer|larger|smaller|other) than|rather than|instead of|at least|at most)|n['’]t)"
-    r"[^\w.!?\n]*(?:(?:think|believe|be|is|equals?|to|that|the|final|correct|answer|value)[^\w.!?\n]*)*"
-    r"(?:[A-Za-z]\s*=)?[^\w.!?\n]*$",
-    re.IGNORECASE,
-)
-PART_BEFORE = re.compile(  # right before or after an answer: it is a part of a larger formula
-    r"(?:[=(${\d})]\s*-|[\w})]\s*\+|[\d})]\s*/|\^"
-    r"|\\(?:ne|neq|not ?=|[lg]eq?|times|cdot|sqrt(?:\[[^\]]*\])?\s*\{|log|ln|sin|cos|tan|pi)|[≠≤≥]"
-    r"|(?:^|[\s$(])[\w\\]+\s*[<>]|\\frac\s*(?:\{[^{}]*\})?\s*\{)\s*$|\d\Z|(?:^|\s)[-−]\Z"
-)
-PART_AFTER = re.compile(
-    r"\s*(?:\^(?!\s*\{?\s*\\circ)|/|[+-]\s*[\d\\]|\\(?:cdot|times|sqrt|pi|ln|log|frac)(?![a-z])|!(?=\s*(?:\$|"
-    r"\\\)|\\\])))|\d|[.,]\d|_[\d{]"
-    r"|[A-Za-z](?![A-Za-z])|\s*(?:\\text\s*\{\s*)?(?:hundred|thousand|million|billion)\b"
-)
+MAX_AFTER = 1000  # characters behind an answer in which it may be taken back
 
 
 def visible_text(completion: str) -> str | None:
@@ -62,38 +29,42 @@ def read_final_answer(completion: str) -> str | None:
     """The final answer as plain text, None if there is none.
 
     It is the inside of the last `<answer>...</answer>` of the visible text; without one, the inside of the last
-    `\\boxed{...}`; else all of the visible text. A tag or box that is opened last and never closed holds no answer.
+    `\\boxed{...}`; else all of the visible text. A tag or box that is opened last and never closed holds no answer. One
+    that is taken back behind it (`_unless_retracted`) is none either, or another.
     """
     text = visible_text(completion)
     if text is None:
         return None
-    spans = _answer_tags(text) or _boxes(text) or [(0, len(text), text)]
-    inside = spans[-1][2]
-    return inside.strip() or None if inside is not None else None
+    _, end, inside = (_answer_tags(text) or _boxes(text) or [(0, len(text), text)])[-1]
+    answer = _unless_retracted(inside, text[end:]) if inside is not None else None
+    return answer.strip() or None if answer is not None else None
 
 
 def read_answer(completion: str) -> str | None:
     """The final answer of a mathematical completion, None if there is none; several answers are joined by commas.
 
     What stands after the last `</think>` is read. If it has an `<answer>...</answer>`, only the inside of the last one.
-    Of that, the answer is, in this order: the last `\\boxed{...}` or `\\fbox{...}`; what follows the last "answer is",
-    "Answer:" or "####"; the text itself if it is no prose; of its last sentence the last formula in dollar signs, what
-    follows the last "=", or the last number. What has no tag or box is looked for in the last MAX_UNMARKED characters.
+    Of that, the answer is, in this order:
+    1. the last `\\boxed{...}` or `\\fbox{...}`;
+    2. what is stated last: "the answer is ...", "####", "option B is correct";
+    3. the text itself if it is no prose;
+    4. what the last sentence with a value ends with. (2 to 4 are looked for in the last MAX_UNMARKED characters.)
 
     There is no answer if a tag or box is opened last and never closed, if it is refused ("not \\boxed{7}"), or if it is
     a part of a larger formula ("-\\boxed{7}").
 
-    "\\boxed{3} and \\boxed{4}" names two, and so does "\\boxed{3}, or maybe 4": neither equals the key 3.
+    "\\boxed{3} and \\boxed{4}" names two, and so does "\\boxed{3}, or maybe 4": neither equals the key 3. After
+    "\\boxed{3}. No, that is wrong, it is 4." the answer is 4 (`_unless_retracted`).
     """
     text = visible_text(completion)
     tags = _answer_tags(text) if text is not None else []
     if tags:
-        text = _last_of(text, tags, may_be_part=False)
+        text = _read_spans(text, tags, may_be_part=False)
     if text is None:
         return None
     boxes = _boxes(text)
-    answer = _last_of(text, boxes) if boxes else _read_unmarked(text)
-    if answer is not None and boxes and STATEMENT.search(answer):  # \boxed{\text{The answer is } 5}
+    answer = _read_spans(text, boxes) if boxes else _read_unmarked(text)
+    if answer is not None and boxes and phrases.STATED.search(answer[:MAX_AFTER]):  # \boxed{\text{The answer is } 5}
         answer = _read_unmarked(re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", answer))
     return answer.strip() or None if answer is not None else None
 
@@ -118,9 +89,8 @@ def _boxes(text: str) -> list[Span]:
             spans.append((match.start(), match.end(), match[1]))
             continue
         end = closing_brace(text, match.end())
-        spans.append(
-            (match.start(), len(text) if end is None else end + 1, None if end is None else text[match.end() : end])
-        )
+        inside = None if end is None else text[match.end() : end]
+        spans.append((match.start(), len(text) if end is None else end + 1, inside))
     return spans
 
 
@@ -134,68 +104,197 @@ def closing_brace(text: str, start: int) -> int | None:
     return None
 
 
-def _last_of(text: str, spans: list[Span], may_be_part: bool = True) -> str | None:
+def _read_spans(text: str, spans: list[Span], may_be_part: bool = True) -> str | None:
     """The inside of the last span; those joined to it ("and", ",") and alternatives beside it follow after commas."""
     start, end, inside = spans[-1]
     if inside is None:
         return None
     before = text[max(0, start - 80) : start]
-    is_part = may_be_part and (PART_BEFORE.search(before) or PART_AFTER.match(text[end : end + 20]))
-    if REFUSED.search(before) or is_part:
+    is_part = may_be_part and (phrases.PART_BEFORE.search(before) or phrases.PART_BEHIND.match(text[end : end + 20]))
+    if phrases.REFUSED.search(before) or is_part:
         return None  # "not \\boxed{7}", "n > \\boxed{7}", "-\\boxed{7}": it is not the answer, or not all of it
     answers = [inside]
     for earlier in reversed(spans[:-1]):
-        between = text[earlier[1] : start]
-        is_alternative = len(between) < 80 and HEDGE.search(between) and not CORRECTION.search(between)
-        if earlier[2] is None or not (is_alternative or JOINT.fullmatch(between, 0, 200)):
+        between = text[earlier[1] : min(start, earlier[1] + 200)]
+        is_alternative = len(between) < 80 and phrases.HEDGE.search(between) and not phrases.CORRECTION.search(between)
+        if earlier[2] is None or not (is_alternative or phrases.JOINT.fullmatch(between)):
             break
-        answers.insert(0, earlier[2])
+        answers.append(earlier[2])
         start = earlier[0]
-    after = re.split(r"[.\n](?:\s|$)", text[end : end + 120], maxsplit=1)[0]
-    hedge = HEDGE_AFTER.match(after)
-    if hedge and re.search(r"\d", after):
-        answers.append(_read_unmarked(after[hedge.end() :]) or "")
-    return ", ".join(dict.fromkeys(answer.strip() for answer in answers))
+    if other := phrases.OTHER.search(text[max(0, start - 80) : start]):
+        answers.append(other[1])
+    answer = ", ".join(dict.fromkeys(answer.strip() for answer in reversed(answers)))
+    return _unless_retracted(answer, text[end:])
+
+
+def _unless_retracted(answer: str, after: str) -> str | None:
+    """The answer, unless what stands behind it changes it: then several ("7 or 8"), another one, or None.
+
+    It is taken back by a sentence that says so ("No, that is wrong."): then the answer is what the rest says, if
+    anything. It is replaced where the rest states an answer, or names one in doubt ("Wait, it's 8."). A check that ends
+    well ("Wait, let me verify: 2+3=5, yes.") changes nothing.
+    """
+    if not answer.strip():
+        return None
+    after = _normal(after[:MAX_AFTER])
+    if other := phrases.ALTERNATIVE.match(after):
+        told = re.split(r"[.\n](?:\s|$)|。", after[other.end() :][:120], maxsplit=1)[0]
+        has_value = phrases.HAS_VALUE.search(told)
+        if has_value and (not re.search(r"[.。\n]", other[0]) or phrases.SAID.fullmatch(told)):
+            return f"{answer}, {_read_unmarked(told) or told}"
+    rest, question = None, ""
+    for start, sentence in _sentences(after):
+        taken_back = phrases.RETRACTED.search(sentence) or _denial(answer.strip()[:40], sentence)
+        is_no = question and not phrases.ABOUT_TRUTH.search(question)  # it answers "Is there another?"
+        if taken_back and not is_no and not phrases.SUPPOSED.search(sentence):
+            rest = after[start + taken_back.end() :].lstrip(" ,:;.!…")
+        question = sentence if re.search(r"\w.*\?\s*$", sentence) else ""
+    if rest is None:
+        return _restated(answer, after)
+    new = _read_unmarked(rest)
+    if new in (None, answer.strip()):
+        return answer if any(phrases.CONFIRMED.search(sentence) for _, sentence in _sentences(rest)) else None
+    return new
+
+
+def _denial(answer: str, sentence: str) -> re.Match[str] | None:
+    """Where a sentence denies the answer by name: "7 is wrong", "But 7 is not even"."""
+    start = sentence.find(answer)
+    if start < 0 or re.search(r"[\w.\\−-]$", sentence[:start]):
+        return None
+    pattern = phrases.DENIED_IN_CONTRAST if phrases.CONTRAST.match(sentence) else phrases.DENIED
+    return pattern.match(sentence, start + len(answer))
+
+
+def _restated(answer: str, after: str) -> str:
+    """The answer that a text behind one names last, by stating it or in doubt about the one before."""
+    current, is_doubted, question = answer, False, ""
+    for _, sentence in _sentences(after):
+        is_confirmed = phrases.CONFIRMED.search(sentence) and (not question or phrases.ABOUT_TRUTH.search(question))
+        question = sentence if re.search(r"\w.*\?\s*$", sentence) else ""
+        if is_confirmed:
+            is_doubted, current = False, answer if "stands" in sentence else current
+            continue
+        is_doubted = is_doubted or bool(phrases.DOUBT.search(sentence) and not phrases.CHECK.search(sentence))
+        if new := _new_answer(sentence, is_doubted):
+            letters = [text for text in (current, new) if re.fullmatch(phrases.CHOICE, text)]
+            current = f"{letters[0]} {new if letters[0] == current else current}" if len(letters) == 1 else new
+    return current
+
+
+def _new_answer(sentence: str, is_doubted: bool) -> str | None:
+    """The answer that a sentence behind an answer names, None if it does not."""
+    stated = [*phrases.STATED.finditer(sentence), *phrases.CORRECTED.finditer(sentence)]
+    named = [*phrases.ANEW.finditer(sentence)] if is_doubted else []
+    if not (stated or named) or phrases.SUPPOSED.search(sentence):
+        return None
+    match = (stated or named)[-1]
+    said = match[match.lastgroup] if match.lastgroup else sentence[match.end() :]
+    new = _stated(said) if re.match(phrases.VALUE, said) else None
+    return new if new and (stated or phrases.SAID.fullmatch(new)) else None
+
+
+def _normal(text: str) -> str:
+    """The text without white space that says nothing, without Markdown's marks, and with all formulas in $...$."""
+    text = re.sub(r"[ \t]+", " ", re.sub(r"\s*\n\s*", "\n", text))
+    text = re.sub(r"(?m)^```.*$|\*\*(.+?)\*\*|__(.+?)__", lambda m: m[1] or m[2] or "", text)
+    display = re.compile(r"(?:\$\$|\\\[)(.*?)([.,]?\s*)(?:\$\$|\\\])", re.DOTALL)
+    return display.sub(lambda m: f"${' '.join(m[1].split())}${m[2].strip()} ", text)
+
+
+def _sentences(text: str) -> list[tuple[int, str]]:
+    """Where each sentence starts, and the sentence."""
+    end = r"(?<!i\.e)(?<!e\.g)(?<!vs)(?<!sq)[.!?…](?=[\s)\"'*]|$)[)\"'*]*\s*|[。！？；．]|;\s|\n"
+    ends = [match.end() for match in re.finditer(end, text)]
+    pairs = itertools.pairwise([0, *ends, len(text)])
+    return [(start, text[start:end]) for start, end in pairs if text[start:end].strip()]
 
 
 def _read_unmarked(text: str) -> str | None:
     """The answer of a text without tag and box."""
-    text = re.sub(r"[ \t]+", " ", re.sub(r"\s*\n\s*", "\n", text[-MAX_UNMARKED:]))
-    text = re.sub(r"^```.*$", "", text, flags=re.MULTILINE)
-    text = re.sub(r"\*\*(.+?)\*\*|__(.+?)__", lambda m: m[1] or m[2], text)
-    text = re.sub(r"(?:\$\$|\\\[)(.*?)(?:\$\$|\\\])", lambda m: f"${' '.join(m[1].split())}$ ", text, flags=re.DOTALL)
-    for statement in reversed(list(STATEMENT.finditer(text))):
-        stated = _first_sentence(text[statement.end() :])
-        if stated:
-            if REFUSED.search(text[max(0, statement.start() - 40) : statement.end()]) or re.match(r"not\b", stated):
-                return None
-            stated = re.split(r"\s(?:because|since|as|which|where|when|for|so|by|I hope)\b|—", stated, maxsplit=1)[0]
-            return re.sub(r"(?<!\{)[,;]?\s+or(?:\s+maybe|\s+perhaps|\s+possibly|\s+else)?\s+", ", ", stated)
-    if not _is_prose(text):
-        return text
-    sentences = [part for part in re.split(r"(?<=[.!?。])\s+|\n", text) if part.strip()]
-    sentence = sentences[-1] if sentences else ""
-    formulas = [(m.start(), m.end(), m[1] or m[2]) for m in re.finditer(r"(?<!\\)\$([^$]+)\$|\\\((.+?)\\\)", sentence)]
-    if formulas:
-        return _last_of(sentence, formulas)
-    relation = re.search(r"[\w\\]+\s*(?:[<>]=?|[≤≥≠]|!=).*$", sentence)
-    if relation:
+    text = _normal(text[-MAX_UNMARKED:])
+    for match in reversed(list(phrases.STATED.finditer(text))):
+        group = match.lastgroup
+        behind = text[match.end() :].lstrip()
+        sentence = match[group] if group else (_sentences(behind) or [(0, "")])[0][1]
+        if not sentence.strip() or (phrases.NO_ANSWER.match(sentence) and not group):
+            continue
+        if "would" in match[0] and re.search(r"\bif\b[^.!?\n]*\Z", text[: match.start()], re.IGNORECASE):
+            continue
+        before = text[max(0, match.start() - 40) : match.start() if group else match.end()]
+        stated = _stated(sentence)
+        if phrases.REFUSED.search(before) or stated is None:
+            if group:
+                continue
+            return None
+        return _unless_retracted(stated, text[match.end() :] if group else behind[len(sentence) :])
+    sentences = _sentences(text)
+    num_words = len(re.findall(r"[A-Za-z]{2,}", phrases.NO_WORDS.sub(" ", text)))
+    if len(sentences) == 1 and num_words <= 2 and not phrases.PROSE.search(text):
+        is_labelled = phrases.LABEL.match(text) and phrases.HAS_VALUE.search(text)
+        return (is_labelled and _value(text)) or _right_side(text, is_asked=True)
+    for start, sentence in reversed(sentences):
+        if phrases.UNSURE.search(sentence):
+            return None
+        if re.search(r"\?\s*$", sentence) or phrases.REMARK.match(sentence):
+            continue
+        if (answer := _value(sentence)) or phrases.HAS_VALUE.search(sentence):
+            return _unless_retracted(answer or "", text[start + len(sentence) :])
+    return None
+
+
+def _stated(text: str) -> str | None:
+    """The answer at the beginning of what is said to be the answer; None if that is a denial."""
+    if denial := re.match(r"\W*not\b(?:.*?\bbut (?:rather )?)?", text, re.IGNORECASE):
+        text = text[denial.end() :] if "but" in denial[0] else ""
+    text = _without_remark(text)
+    is_sentence = phrases.PROSE.search(text) or re.match(r"[A-Za-z]+ [a-z]+ ", phrases.NO_WORDS.sub(" ", text))
+    if is_sentence and not phrases.HEDGE.search(text):
+        text = _value(text) or text
+    text = re.sub(r"(?<!\{)[,;]?\s+or(?:\s+maybe|\s+perhaps|\s+possibly|\s+else)?\s+", ", ", text)
+    return re.sub(r"[.。．!]+$", "", text).strip() or None
+
+
+def _without_remark(text: str) -> str:
+    """The text without "because ..." behind a value, and without what follows such a word and has no value."""
+    remarks = (m for m in phrases.TAIL.finditer(text) if text[: m.start()].strip())
+    remark = next(
+        (m for m in remarks if phrases.HAS_VALUE.search(text[: m.start()]) or not phrases.HAS_VALUE.search(m[0])), None
+    )
+    return (text[: remark.start()] if remark else text).strip()
+
+
+def _value(sentence: str) -> str | None:
+    """The value that a sentence ends with: a choice, a formula, what follows "is" or "=", a number; else None."""
+    sentence = _without_remark(sentence).rstrip(" .。．!")
+    if word := phrases.CHOSEN.search(sentence) or phrases.WORD.search(sentence):
+        return word[1] or word[2]
+    formulas = [(m.start(), m.end(), m[1] or m[2]) for m in phrases.FORMULA.finditer(sentence)]
+    plain = phrases.FORMULA.sub(lambda m: " " * len(m[0]), sentence)
+    numbers = [(m.start(), m.end(), m[0]) for m in re.finditer(phrases.NUMBER, plain)]
+    telling = [f for f in formulas if re.search(r"[\d=<>\\(]", f[2])] or ([] if numbers else formulas)
+    said = sentence[[0, *(m.end() for m in phrases.SAYS.finditer(plain))][-1] :].strip()
+    said = re.sub(r"^(?:an?|the|only|exactly) ", "", said)
+    is_asked = bool(phrases.EQUATION.search(sentence))
+    if phrases.HAS_VALUE.search(said) and phrases.SAID.fullmatch(said) and not re.match(r"\$[^$]*=[^$]*\$.", said):
+        formula = phrases.FORMULA.fullmatch(said)
+        return _right_side((formula[1] or formula[2]) if formula else said, is_asked)
+    if telling and not (numbers and numbers[-1][0] > telling[-1][0]):
+        answer = _read_spans(sentence, telling)
+        return answer and _right_side(answer, is_asked)
+    if relation := phrases.RELATION.search(plain):
         return relation[0]
-    if "=" in sentence:
-        return re.split(r"[,;]?\s+[A-Za-z]{2,}", sentence.rpartition("=")[2].strip(), maxsplit=1)[0]
-    numbers = [
-        (m.start(), m.end(), m[0])
-        for m in re.finditer(r"(?<![\w.])[-−]?\$?\d[\d,]*(?:\.\d+)?(?:/\d+)?%?(?!\w)", sentence)
-    ]
-    return _last_of(sentence, numbers) if numbers else None
+    side = phrases.SIDE.search(plain)
+    if side and not (numbers and numbers[-1][0] >= side.end(1)):
+        unsolved = phrases.UNSOLVED.search(plain)
+        return unsolved[0] if unsolved else side[1]
+    return _read_spans(plain, numbers) if numbers else None
 
 
-def _first_sentence(text: str) -> str:
-    return re.split(r"[.。](?=\s|$)|\n", text.strip(), maxsplit=1)[0].strip()
-
-
-def _is_prose(text: str) -> bool:
-    """True if the text has several lines, Chinese, or several words beside formulas: it is no bare answer."""
-    bare = re.sub(r"\$[^$]*\$|\\\(.*?\\\)|\\text\s*\{[^}]*\}|\\[A-Za-z]+", " ", text)
-    text = text.strip()
-    return "\n" in text or bool(re.search(r"[\u4e00-\u9fff]", bare)) or len(re.findall(r"[A-Za-z]{2,}", bare)) > 2
+def _right_side(formula: str, is_asked: bool) -> str:
+    """7 of 3+4 = 7 and 28 of x+y = 28; an equation that is asked for, or is not solved (2x = 28), stays whole."""
+    left, right = formula.partition("=")[0].strip(), formula.rpartition("=")[2].strip()
+    is_number = not re.search(r"[A-Za-z,]", re.sub(r"\\[A-Za-z]+", "", right))
+    is_quantity = is_number and len(set(re.findall(phrases.NAME, left))) > 1 and not left.startswith("(")
+    is_worked_out = not re.search(r"[A-Za-z<>]", re.sub(phrases.OPERATION, "", left))
+    return right if "=" in formula and (is_worked_out or (is_quantity and not is_asked)) else formula

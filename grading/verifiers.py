@@ -61,15 +61,23 @@ def verify_math(case: Case) -> Verdict:
 
 
 def verify_gsm8k(case: Case) -> Verdict:
-    """1.0 if the final number is the key's, which may stand after "####" as in the data set; else 0.0.
+    """1.0 if the final answer (`answer.py`) is the key's number, which may stand after "####" as in the data; else 0.0.
 
-    The final number is what `read_answer` finds. Where that is no number, it is the last one of the visible text.
-    Several answers are incorrect.
+    Of an answer in words ("18 eggs left over from 20") it is the number in front, else the last one. Several answers
+    are incorrect.
     """
-    kind, value, *_ = parse_value(clean((read_answer(case.completion) or "")[:MAX_FORMULA]))
-    if kind != "number":
-        value = None if kind == "list" else _last_number(visible_text(case.completion))
-    return float(value is not None and value == _gsm8k_key(case)), None if value is None else str(value)
+    found, key = read_answer(case.completion), _gsm8k_key(case)
+    if found is None or len(found) > MAX_FORMULA:
+        return 0.0, None
+    kind, value, *_ = parse_value(clean(found))
+    if kind == "list":
+        value = None
+    elif kind != "number":
+        in_front = re.match(
+            r"\W*\d[\d,.]*(?= *[\[(]| (?!dozen|hundred|thousand|[mb]illion|times|more|less|or)[a-z])", found
+        )
+        value = key if equal(str(key), found) else _last_number(in_front[0] if in_front else found)
+    return float(value is not None and value == key), None if value is None else str(value)
 
 
 def _gsm8k_key(case: Case) -> Fraction | None:
@@ -128,27 +136,36 @@ def _ifeval_key_problem(case: Case) -> str | None:
 def verify_format(case: Case) -> Verdict:
     """1.0 if the completion is `<think>...</think><answer>...</answer>` and nothing else, each tag once; else 0.0.
 
-    A prompt that ends with `<think>` (as QwQ's chat template does) has opened the first tag: then the completion must
-    not open it again.
+    Neither may be blank. A prompt that ends with `<think>` (as QwQ's chat template does) has opened the first tag: then
+    the completion must not open it again.
     """
-    return float(_thinks_first(case, r"<answer>(?:(?!</?(?:think|answer)>).)+</answer>\s*")), None
+    thought, rest = _thought_and_rest(case)
+    is_tagged = rest.startswith("<answer>") and rest.endswith("</answer>")
+    inside = rest.removeprefix("<answer>").removesuffix("</answer>")
+    has_tags = re.search(r"</?(?:think|answer)>", thought + " " + inside)
+    return float(is_tagged and not has_tags and _is_visible(thought) and _is_visible(inside)), None
 
 
 def verify_think_format(case: Case) -> Verdict:
     """1.0 if the completion is `<think>...</think>` and then some text, each tag once; else 0.0. Else as `format`."""
-    return float(_thinks_first(case, r"(?:(?!</?think>).)*\S(?:(?!</?think>).)*")), None
+    thought, rest = _thought_and_rest(case)
+    has_tags = re.search(r"</?think>", thought + " " + rest)
+    return float(not has_tags and _is_visible(thought) and _is_visible(rest)), None
 
 
-def _thinks_first(case: Case, rest: str) -> bool:
+def _thought_and_rest(case: Case) -> tuple[str, str]:
+    """What stands before and behind the first `</think>`; nothing if the thinking is not opened as it must be."""
     text = case.completion.strip()
     if not case.prompt.rstrip().endswith("<think>"):
         if not text.startswith("<think>"):
-            return False
+            return "", ""
         text = text.removeprefix("<think>")
-    thought, closing, after = text.partition("</think>")
-    if not closing or not thought.strip() or "<think>" in thought:
-        return False
-    return re.fullmatch(rest, after.strip(), re.DOTALL) is not None
+    thought, _, rest = text.partition("</think>")
+    return thought, rest.strip()
+
+
+def _is_visible(text: str) -> bool:
+    return any(character.isprintable() and not character.isspace() for character in text)
 
 
 def verify_length(case: Case) -> Verdict:

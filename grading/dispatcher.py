@@ -1,7 +1,8 @@
 """The dispatcher of `pool.py`: gives items to workers, ends those that are late, replaces those that are gone.
 
 A worker with a late item is killed. If it has other items in work, it is retired: it gets no more, and is killed when
-those are done. If a worker ends while it has several items, each of them is done again, alone in a worker.
+those are done. Where items share a worker and nobody can tell which of them ended or blocked it, each is done again
+alone, in a worker that ends with it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import math
 import os
 import pickle
+import random
 import signal
 import socket
 import struct
@@ -26,9 +28,9 @@ from grading.worker import Outcome, die_with_parent, work
 
 INF = math.inf
 LOAD_SECONDS = 120.0  # what a worker may take to import a user's module
+MESSAGE_SECONDS = 2  # that a worker may stop in the middle of a message
 MAX_FAILED_LOADS = 5  # in a row, of workers that replace others
-RETRY_SECONDS = 1.0  # until an item that failed is tried again; doubled each time, up to the next
-MAX_RETRY_SECONDS = 60.0
+RETRY_SECONDS = 1.0  # until an item that failed is tried again; doubled each time, up to 64 s
 
 
 def serve(descriptor: int) -> None:
@@ -53,10 +55,11 @@ class _Item:
     key: int
     data: bytes
     num_failures: int = 0
-    is_alone: bool = False  # a worker ended while it had this one among others: that must not happen to others again
-    deadline: float = 0.0  # of a try; while the item waits for the next one, its time
-    cpu_seconds: float = 0.0  # that the worker had used when it got the item
+    retry_at: float = 0.0  # after a failure
+    is_alone: bool = False  # it must not share a worker
+    deadline: float = 0.0  # of this try
     num_extensions: int = 0  # of the deadline
+    cpu_seconds: float = 0.0  # that the worker had used when it got the item
 
 
 @dataclass(eq=False)
@@ -73,12 +76,6 @@ class _Worker:
         deadlines = [self.load_deadline] if self.is_loading else [item.deadline for item in self.items.values()]
         return min(deadlines, default=INF)
 
-    def has_room_for(self, item: _Item, in_flight: int) -> bool:
-        if self.is_loading or self.is_retired:
-            return False
-        is_alone = item.is_alone or any(each.is_alone for each in self.items.values())
-        return len(self.items) < (1 if is_alone else in_flight)
-
 
 class _Dispatcher:
     """Outcomes stay here until the caller asks for them: nothing ever waits for a caller who is busy."""
@@ -88,6 +85,7 @@ class _Dispatcher:
         self.setup, *messages = caller.recv()
         self.workers: list[_Worker] = []
         self.queue: deque[_Item] = deque()
+        self.queue_alone: deque[_Item] = deque()
         self.delayed: list[_Item] = []  # items that failed and will be tried again
         self.outcomes: dict[int, bytes] = {}
         self.is_asked = False  # for the outcomes
@@ -99,14 +97,15 @@ class _Dispatcher:
         self._take(messages)
 
     def step(self) -> None:
-        """Starts workers, hands out items, waits for the next message. Raises EOFError if the caller is gone."""
-        self._start_workers()
+        """Hands out items, starts workers, waits for the next message. Raises EOFError if the caller is gone."""
         self._hand_out()
-        is_done = self.is_loaded and not (self.queue or self.delayed or any(worker.items for worker in self.workers))
-        if self.is_asked and (self.failure or (is_done and not any(worker.is_loading for worker in self.workers))):
+        self._start_workers()
+        is_idle = not (self.queue or self.queue_alone or self.delayed or any(worker.items for worker in self.workers))
+        if self.is_asked and (self.failure or (self.is_loaded and is_idle)):
             self.caller.send(self.failure or self.outcomes)
             self.outcomes, self.is_asked = {}, False
-        until = min((each.deadline for each in (*self.workers, *self.delayed)), default=INF)
+        times = [worker.deadline for worker in self.workers] + [item.retry_at for item in self.delayed]
+        until = min(times, default=INF)
         sources = {source: worker for worker in self.workers for source in (worker.connection, worker.process.sentinel)}
         ready = wait([self.caller, *sources], None if until == INF else max(0.0, until - time.monotonic()))
         if self.caller in ready:
@@ -116,8 +115,9 @@ class _Dispatcher:
         now = time.monotonic()
         for worker in [each for each in self.workers if each.deadline <= now]:
             self._end_or_extend(worker, now)
-        self.queue.extend(item for item in self.delayed if item.deadline <= now)
-        self.delayed = [item for item in self.delayed if item.deadline > now]
+        for item in [each for each in self.delayed if each.retry_at <= now]:
+            self.delayed.remove(item)
+            self._queue_of(item).append(item)
 
     def _take(self, messages: list[object]) -> None:
         self.is_asked = self.is_asked or "collect" in messages
@@ -134,27 +134,39 @@ class _Dispatcher:
         ours, theirs = Pipe()
         with socket.socket(fileno=os.dup(ours.fileno())) as same:  # no worker that stops in mid-message may stop us
             for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-                same.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", 1, 0))
+                same.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", MESSAGE_SECONDS, 0))
         process = self.context.Process(target=work, args=(theirs, self.setup))
         process.start()
         theirs.close()
         self.workers.append(_Worker(process, ours, time.monotonic() + LOAD_SECONDS))
 
     def _hand_out(self) -> None:
-        """Gives the queue's items, in their order, to the workers that have the fewest."""
-        while self.queue:
-            item = self.queue[0]
-            free = [each for each in self.workers if each.has_room_for(item, self.setup.limits.in_flight)]
-            if not free:
-                return
-            worker = min(free, key=lambda each: len(each.items))
-            worker.items[item.key] = self.queue.popleft()
-            item.deadline, item.num_extensions = time.monotonic() + self.setup.limits.timeout, 0
-            item.cpu_seconds = _cpu_seconds(worker.process.pid)[1]
-            try:
-                worker.connection.send((item.key, item.data))
-            except OSError:  # it does not read, or it is gone
-                item.deadline = 0.0
+        """Gives the items, in their order, to the workers that have the fewest."""
+        limits = self.setup.limits
+        while self.queue_alone and (free := self._workers_with_less_than(1)):
+            if sum(item.is_alone for worker in self.workers for item in worker.items.values()) == limits.num_workers:
+                break  # the other items go on, too
+            free[0].is_retired = True
+            self._give(free[0], self.queue_alone.popleft())
+        while self.queue and (free := self._workers_with_less_than(limits.in_flight)):
+            self._give(min(free, key=lambda worker: len(worker.items)), self.queue.popleft())
+
+    def _workers_with_less_than(self, num_items: int) -> list[_Worker]:
+        ready = [worker for worker in self.workers if not (worker.is_loading or worker.is_retired)]
+        return [worker for worker in ready if len(worker.items) < num_items]
+
+    def _queue_of(self, item: _Item) -> deque[_Item]:
+        return self.queue_alone if item.is_alone else self.queue
+
+    def _give(self, worker: _Worker, item: _Item) -> None:
+        item.deadline, item.num_extensions = time.monotonic() + self.setup.limits.timeout, 0
+        item.cpu_seconds = _state(worker.process.pid)[1]
+        try:
+            worker.connection.send((item.key, item.data))
+            worker.items[item.key] = item
+        except OSError:  # it does not read, or it is gone; of this item it may have read a part
+            self._queue_of(item).appendleft(item)
+            self._redo_alone(worker)
 
     def _hear(self, worker: _Worker) -> None:
         """Takes in one message of the worker. A worker that has none is gone, and its items with it."""
@@ -162,55 +174,69 @@ class _Dispatcher:
             if not worker.connection.poll():
                 raise EOFError
             message = worker.connection.recv()
-        except (EOFError, OSError):
+            key, outcome, is_failed, is_leaving = message if not worker.is_loading else (None, message, False, False)
+        except Exception:  # noqa: BLE001  the user's function may write anything into the worker's pipe, or close it
             self._note_end(worker)
             return
-        if not worker.is_loading:
-            key, outcome, is_failed, is_leaving = message
-            worker.is_retired |= is_leaving
-            item = worker.items.pop(key, None)  # None: it was late, and has failed
-            if item is not None and is_failed:
-                self._note_failure(item, outcome)
-            elif item is not None:
-                self.outcomes[key] = outcome
-            self._end_if_done(worker)
-        elif message is not None:
-            self.remove(worker)
-            self._note_failed_load(message)
-        else:
+        if worker.is_loading and outcome is not None:
+            self._remove(worker)
+            self._note_failed_load(outcome)
+            return
+        if worker.is_loading:
             worker.is_loading, self.is_loaded, self.num_failed_loads = False, True, 0
+            return
+        worker.is_retired |= is_leaving
+        item = worker.items.pop(key, None)  # None: it was late, and has failed
+        if item is not None and is_failed:
+            self._note_failure(item, outcome)
+        elif item is not None:
+            self.outcomes[key] = outcome
+        self._end_if_done(worker)
 
     def _note_end(self, worker: _Worker) -> None:
-        """The worker has ended by itself: its item has failed, or one of its items, and nobody knows which."""
-        status = self.remove(worker)
+        """The worker has ended by itself: its item has failed. Where items share workers, nobody knows which one."""
+        if self._is_shared(worker):
+            self._redo_alone(worker)
+            return
+        status = self._remove(worker)
         how = f"signal {-status}" if status < 0 else f"exit status {status}"
         if worker.is_loading:
             self._note_failed_load(f"the worker process ended while it was loading ({how}).")
-        elif len(worker.items) == 1:
-            (item,) = worker.items.values()
+        for item in worker.items.values():
             self._note_failure(item, pickle.dumps(Outcome(None, f"error: it ended its process ({how})")))
-        else:
-            for item in worker.items.values():
-                item.is_alone = True
-            self.queue.extendleft(worker.items.values())
+
+    def _is_shared(self, worker: _Worker) -> bool:
+        """Whether other items than one may have to do with what the worker does: threads that were late go on."""
+        is_alone = any(item.is_alone for item in worker.items.values())
+        return self.setup.limits.in_flight > 1 and not is_alone and not worker.is_loading
+
+    def _redo_alone(self, worker: _Worker) -> None:
+        self._remove(worker)
+        for item in worker.items.values():
+            item.is_alone = True
+        self.queue_alone.extend(worker.items.values())
 
     def _end_or_extend(self, worker: _Worker, now: float) -> None:
         """Fails the late items of a worker and retires it, unless an answer has just come.
 
-        Twice an item, it gets more time instead if the worker wants to run and got less than half of its time on a
-        processor: then the machine was busy, or stopped.
+        Its items are done again instead if they share it and one of them keeps the others from running: the worker has
+        been stopped, or has computed most of the time. Twice an item, it gets more time instead if the worker wants to
+        run and got less than half of its time on a processor: then the machine was busy, or stopped.
         """
         if worker.connection.poll():
             return
         if worker.is_loading:
-            self.remove(worker)
+            self._remove(worker)
             self._note_failed_load(f"loading took longer than {LOAD_SECONDS:g} s.")
             return
         timeout = self.setup.limits.timeout
-        is_runnable, cpu_seconds = _cpu_seconds(worker.process.pid)
+        state, cpu_seconds = _state(worker.process.pid)
         for item in [each for each in worker.items.values() if each.deadline <= now]:
-            is_starved = is_runnable and cpu_seconds - item.cpu_seconds < timeout / 2
-            if item.deadline and is_starved and item.num_extensions < 2:
+            is_busy = cpu_seconds - item.cpu_seconds > timeout / 2
+            if self._is_shared(worker) and (is_busy or state == "T"):
+                self._redo_alone(worker)
+                return
+            if state == "R" and not is_busy and item.num_extensions < 2:
                 item.deadline += timeout
                 item.num_extensions += 1
                 continue
@@ -221,7 +247,7 @@ class _Dispatcher:
 
     def _end_if_done(self, worker: _Worker) -> None:
         if worker.is_retired and not worker.items:
-            self.remove(worker)
+            self._remove(worker)
 
     def _note_failure(self, item: _Item, outcome: bytes) -> None:
         """The item has failed once more: it waits for the next try, or this is its outcome."""
@@ -229,7 +255,8 @@ class _Dispatcher:
         if item.num_failures > self.setup.limits.num_retries:
             self.outcomes[item.key] = outcome
             return
-        item.deadline = time.monotonic() + min(RETRY_SECONDS * 2 ** (item.num_failures - 1), MAX_RETRY_SECONDS)
+        delay = RETRY_SECONDS * 2 ** min(item.num_failures - 1, 6)
+        item.retry_at = time.monotonic() + delay * random.uniform(0.75, 1.25)  # not all at the same moment
         self.delayed.append(item)
 
     def _note_failed_load(self, reason: str) -> None:
@@ -238,7 +265,7 @@ class _Dispatcher:
         if not self.is_loaded or self.num_failed_loads == MAX_FAILED_LOADS:
             self.failure = reason
 
-    def remove(self, worker: _Worker) -> int:
+    def _remove(self, worker: _Worker) -> int:
         """Kills the worker with what it started in its process group; its exit status, negative for a signal."""
         try:
             os.killpg(worker.process.pid, signal.SIGKILL)
@@ -255,7 +282,7 @@ class _Dispatcher:
 
     def close(self) -> None:
         for worker in list(self.workers):
-            self.remove(worker)
+            self._remove(worker)
         # These would end by themselves, but as orphans, which the first process of many containers never reaps.
         for pid in (forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid):
             if pid is not None:
@@ -264,10 +291,10 @@ class _Dispatcher:
                     os.waitpid(pid, 0)
 
 
-def _cpu_seconds(pid: int) -> tuple[bool, float]:
-    """Linux: whether the process is runnable, and the processor time that it has used."""
+def _state(pid: int) -> tuple[str, float]:
+    """Linux: the state of the process ("R" runnable, "S" asleep, "T" stopped), and the processor time it has used."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return False, 0.0
-    return fields[0] == "R", (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return "", 0.0
+    return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import SimpleQueue
 from typing import NoReturn
 
 MAX_TEXT = 500  # characters of an error message that travel
@@ -69,9 +70,6 @@ def work(dispatcher: Connection, setup: Setup) -> NoReturn:
         failure = _describe(error)
     if os.getpid() != pid:
         os._exit(0)  # a child that the module has forked and let return: its parent answers
-    dispatcher.send(failure)
-    if failure is not None:
-        os._exit(1)
     loaded_bytes = _resident_bytes()
 
     def answer(key: int, data: bytes) -> None:
@@ -88,20 +86,41 @@ def work(dispatcher: Connection, setup: Setup) -> NoReturn:
         with sending:
             dispatcher.send((key, outcome, is_failed, is_worn_out or is_full))
 
+    give = answer
+    if setup.limits.in_flight > 1 and failure is None:
+        try:
+            give = _threads(setup.limits.in_flight, answer)
+        except RuntimeError as error:
+            memory = f"{setup.limits.memory_gib:g} GiB"
+            failure = f"{setup.limits.in_flight} threads in one process do not fit into {memory}: {error}"
+    dispatcher.send(failure)
+    if failure is not None:
+        os._exit(1)
     while True:
         try:
-            key, data = dispatcher.recv()
+            message = dispatcher.recv()
         except (EOFError, ConnectionResetError):
             os._exit(0)  # the dispatcher is gone
-        if setup.limits.in_flight > 1:
-            threading.Thread(target=answer, args=(key, data), daemon=True).start()
-        else:
-            answer(key, data)
+        give(*message)
+
+
+def _threads(count: int, answer: Callable[[int, bytes], None]) -> Callable[[int, bytes], None]:
+    """Starts threads that call `answer`; what is returned hands an item to one of them. Raises RuntimeError."""
+    inbox: SimpleQueue[tuple[int, bytes]] = SimpleQueue()
+
+    def run() -> NoReturn:
+        while True:
+            answer(*inbox.get())
+
+    for _ in range(count):
+        threading.Thread(target=run, daemon=True).start()
+    return lambda key, data: inbox.put((key, data))
 
 
 def _describe(error: BaseException) -> str:
     try:
-        return f"{type(error).__name__}: {error}"[:MAX_TEXT]
+        text = f"{type(error).__name__}: {error}"[:MAX_TEXT]
+        return text.encode(errors="backslashreplace").decode()  # half of a surrogate pair cannot be written to a file
     except BaseException:  # noqa: BLE001  the error's own text fails
         return type(error).__name__
 

@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+import re
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -37,6 +39,17 @@ def score(completion, answer, columns):
         os.kill(os.getpid(), signal.SIGSEGV)
     if completion == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
+    if completion == "hold the interpreter":
+        re.match("(a+)+b", "a" * 40)
+    if completion == "write to every socket":  # the connection to the dispatcher is one
+        for descriptor in range(3, 30):
+            with contextlib.suppress(OSError):
+                if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                    os.write(descriptor, b"no message")
+    if completion == "close every file":
+        os.closerange(3, 30)
+    if completion == "half a character":
+        raise ValueError("\udc80")
     if completion == "leave a child":
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", "left behind by a reward"])
         return float(child.pid)

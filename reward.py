@@ -105,16 +105,17 @@ class Grader:
     def collect_from_ranks(self) -> list[Grade]:
         """The grades of the completions submitted on all ranks, in the order of b; the same on every rank.
 
-        Raises RewardFailed if none of the first completions could be graded: none of the next ones will be.
+        Raises RewardFailed if grading failed for each of the first completions: it will for the next ones.
         """
         from fsdp_utils import gather_from_ranks
 
         by_b = {b: grade for share in gather_from_ranks(self.collect()) for b, grade in share.items()}
         grades = [by_b[b] for b in range(len(by_b))]
-        if not self.is_proven and grades and all(grade.is_failed for grade in grades):
-            failed = f"not one of the first {len(grades)} completions could be graded"
-            raise RewardFailed(f"--reward {self.grading.reward!r}: {failed}; the first: {grades[0].status}")
-        self.is_proven = True
+        tried = [grade for grade in grades if grade.status != "truncated"]
+        if not self.is_proven and tried and all(grade.is_failed for grade in tried):
+            failed = f"not one of the first {len(tried)} completions could be graded"
+            raise RewardFailed(f"--reward {self.grading.reward!r}: {failed}; the first: {tried[0].status}")
+        self.is_proven |= bool(tried)
         return grades
 
     def grade(self, cases: list[Case], group_size: int = 1) -> list[Grade]:

@@ -24,11 +24,12 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-from grading.worker import Outcome, die_with_parent, work
+from grading.worker import HEADER, Outcome, die_with_parent, work
 
 INF = math.inf
 LOAD_SECONDS = 120.0  # what a worker may take to import a user's module
 MESSAGE_SECONDS = 2  # that a worker may stop in the middle of a message
+MAX_MESSAGE = 2**26  # bytes of a worker's message
 MAX_FAILED_LOADS = 5  # in a row, of workers that replace others
 RETRY_SECONDS = 1.0  # until an item that failed is tried again; doubled each time, up to 64 s
 
@@ -173,18 +174,19 @@ class _Dispatcher:
         try:
             if not worker.connection.poll():
                 raise EOFError
-            message = worker.connection.recv()
-            key, outcome, is_failed, is_leaving = message if not worker.is_loading else (None, message, False, False)
-        except Exception:  # noqa: BLE001  the user's function may write anything into the worker's pipe, or close it
+            message = worker.connection.recv_bytes(MAX_MESSAGE)
+            key, is_failed, is_leaving = (None, False, False) if worker.is_loading else HEADER.unpack_from(message)
+        except (EOFError, OSError, struct.error):  # the user's function may close the pipe, or write into it
             self._note_end(worker)
             return
-        if worker.is_loading and outcome is not None:
+        if worker.is_loading and message:
             self._remove(worker)
-            self._note_failed_load(outcome)
+            self._note_failed_load(message.decode(errors="replace"))
             return
         if worker.is_loading:
             worker.is_loading, self.is_loaded, self.num_failed_loads = False, True, 0
             return
+        outcome = message[HEADER.size :]
         worker.is_retired |= is_leaving
         item = worker.items.pop(key, None)  # None: it was late, and has failed
         if item is not None and is_failed:

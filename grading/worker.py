@@ -10,6 +10,7 @@ import os
 import pickle
 import resource
 import signal
+import struct
 import sys
 import threading
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from queue import SimpleQueue
 from typing import NoReturn
 
 MAX_TEXT = 500  # characters of an error message that travel
+HEADER = struct.Struct("q??")  # of an answer: its key, whether the item failed, whether the worker wants to end
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def work(dispatcher: Connection, setup: Setup) -> NoReturn:
     try:
         module, _, name = setup.factory.partition(":")
         function: Callable[[object], object] = getattr(importlib.import_module(module), name)(*setup.arguments)
-        failure = None
+        failure = ""
     except BaseException as error:  # noqa: BLE001  of the user's module, SystemExit included
         failure = _describe(error)
     if os.getpid() != pid:
@@ -84,17 +86,17 @@ def work(dispatcher: Connection, setup: Setup) -> NoReturn:
         signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that the function left behind would ring in the next item
         is_full = _resident_bytes() - loaded_bytes > (limit - loaded_bytes) / 2  # the next item would fail
         with sending:
-            dispatcher.send((key, outcome, is_failed, is_worn_out or is_full))
+            dispatcher.send_bytes(HEADER.pack(key, is_failed, is_worn_out or is_full) + outcome)
 
     give = answer
-    if setup.limits.in_flight > 1 and failure is None:
+    if setup.limits.in_flight > 1 and not failure:
         try:
             give = _threads(setup.limits.in_flight, answer)
         except RuntimeError as error:
             memory = f"{setup.limits.memory_gib:g} GiB"
             failure = f"{setup.limits.in_flight} threads in one process do not fit into {memory}: {error}"
-    dispatcher.send(failure)
-    if failure is not None:
+    dispatcher.send_bytes(failure.encode())
+    if failure:
         os._exit(1)
     while True:
         try:

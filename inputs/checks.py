@@ -20,6 +20,7 @@ def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
     check_batches(args, num_ranks)
     check_algorithm(args)
     check_memory(args, num_ranks)
+    check_waits(args, num_ranks)
     for name in ("eval_every", "eval_before_training"):
         if getattr(args, name) and not args.eval_data:
             wrong = given(FLAGS[f"--{name}"], args)
@@ -99,6 +100,17 @@ def check_batches(args: argparse.Namespace, num_ranks: int) -> None:
     if args.total_episodes is not None and args.total_episodes < completions:
         wrong = f"--total_episodes {args.total_episodes} is less than one step"
         raise ValueError(f"{wrong}, --prompts_per_step x --group_size; use at least {completions}.")
+
+
+def check_waits(args: argparse.Namespace, num_ranks: int) -> None:
+    """Raises ValueError if a single completion may be graded for longer than the other ranks wait."""
+    minutes = args.reward_timeout * (1 + args.reward_retries) / 60
+    if num_ranks > 1 and minutes >= args.timeout_minutes:
+        wrong = f"--reward_timeout {args.reward_timeout:g} with --reward_retries {args.reward_retries}"
+        rule = f"the other ranks wait --timeout_minutes {args.timeout_minutes:g}"
+        raise ValueError(
+            f"{wrong} lets a completion be graded for {minutes:.3g} minutes, but {rule}; make that longer."
+        )
 
 
 def check_algorithm(args: argparse.Namespace) -> None:

@@ -78,7 +78,9 @@ def kl_estimator(copy: Path) -> None:
 
 @hack
 def reward(copy: Path) -> None:
-    (copy / "my_reward.py").write_text("def score(completion, answer):\n    return {'reward': (answer == '7') / 2, 'brevity': 3}\n")
+    (copy / "my_reward.py").write_text(
+        "def score(completion, answer):\n    return {'reward': (answer == '7') / 2, 'brevity': 3}\n"
+    )
 
 
 @hack

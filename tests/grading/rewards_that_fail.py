@@ -39,6 +39,7 @@ def score(completion, answer, columns):
         os.kill(os.getpid(), signal.SIGSEGV)
     if completion == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(60)  # a thread may go on for a moment
     if completion == "hold the interpreter":
         re.match("(a+)+b", "a" * 40)
     if completion == "write to every socket":  # the connection to the dispatcher is one

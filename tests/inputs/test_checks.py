@@ -30,6 +30,12 @@ from inputs.checks import check_flags
         ({"epochs": 2}, 1, ["2 of --total_steps", "exactly one"]),
         ({"total_steps": None}, 1, ["0 of --total_steps", "exactly one"]),
         ({"total_steps": None, "total_episodes": 100}, 1, ["--total_episodes 100", "256"]),
+        (
+            {"reward_timeout": 600, "reward_retries": 3},
+            2,
+            ["lets a completion be graded for 40 minutes", "wait --timeout"],
+        ),
+        ({"reward_retries": 101}, 1, ["--reward_retries 101", "at most 100"]),
         ({"eval_every": 5}, 1, ["--eval_every 5", "--eval_data"]),
         ({"eval_before_training": True}, 1, ["--eval_before_training needs --eval_data"]),
         ({"total_steps": 0}, 1, ["--total_steps 0", "at least 1"]),

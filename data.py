@@ -112,9 +112,8 @@ def _place_images(messages: Messages, num_images: int) -> Messages:
     """Each `<image>` in the user's texts becomes an image part. Without any, the images come first in the last text."""
     num_markers = sum(message["content"].count(IMAGE) for message in messages if message["role"] == "user")
     if num_markers not in (0, num_images):
-        raise UnusableRow(
-            f"{num_markers} {IMAGE} in the text, but {num_images} images: --image_column names their column"
-        )
+        hint = "" if num_images else "; --image_column names their column"
+        raise UnusableRow(f"{num_markers} {IMAGE} in the text, but {num_images or 'no'} images{hint}")
     if not num_markers:
         messages = [*messages[:-1], messages[-1] | {"content": IMAGE * num_images + messages[-1]["content"]}]
     placed = []
@@ -157,6 +156,8 @@ def make_row(record: Record, prompt_format: PromptFormat, tokenizer: Tokenizer, 
     messages = _messages(_look_up(record, column, "--prompt_column"), f"column {column!r}", prompt_format)
     if prompt_format.prompt_format == "chat" and (token := template_token_in(messages, tokenizer)):
         written = f"{token!r}, which the chat template writes itself"
+        if token in (prompt_format.system_prompt or ""):
+            raise ValueError(f"--system_prompt holds {written}; give the text without it.")
         raise UnusableRow(f"column {column!r} holds {written}; give --prompt_format raw, or another --prompt_column")
     column = prompt_format.answer_column
     value = _look_up(record, column, "--answer_column")

@@ -189,8 +189,8 @@ def test_image_markers_are_the_places_of_the_images(tmp_path):
     assert texts(loaded) == ["[user]<pic>Is it <pic>?\n[assistant]"]
     types = [part["type"] for part in loaded.rows[0].messages[0]["content"]]
     assert types == ["image", "text", "image", "text"]
-    counts = [reason.partition(":")[0] for _, reason in loaded.excluded]
-    assert counts == [f"2 <image> in the text, but {n} images" for n in (1, 3, 0)]
+    counts = [reason.partition(";")[0] for _, reason in loaded.excluded]
+    assert counts == [f"2 <image> in the text, but {n} images" for n in (1, 3, "no")]
     assert loaded.rows[0].prompt == "<image>Is it <image>?\n"
     talk = [*user("<image>What?"), {"role": "assistant", "content": "A <image> tag."}, *user("Why?")]
     loaded = load_images(tmp_path, ["a.png"], problem=talk)
@@ -199,7 +199,7 @@ def test_image_markers_are_the_places_of_the_images(tmp_path):
 
 @pytest.mark.parametrize("prompt_format", ["chat", "raw"])
 def test_an_image_marker_without_images_is_not_read_as_text(prompt_format, tmp_path):
-    reason = "1 <image> in the text, but 0 images: --image_column names their column"
+    reason = "1 <image> in the text, but no images; --image_column names their column"
     loaded = load_values(tmp_path, "problem", ["q", "What is in <image>?"], prompt_format=prompt_format)
     assert [row.prompt for row in loaded.rows] == ["q"]
     assert loaded.excluded == [(f"{tmp_path}/rows.jsonl, line 2", reason)]
@@ -275,6 +275,8 @@ def test_a_prompt_that_holds_the_chat_template_is_not_put_into_it_again(tmp_path
     ]
     with pytest.raises(ValueError, match=f"no row can be used. .*line 1: column 'problem' holds '<bos>', {advice}"):
         load_values(tmp_path, "problem", rendered, tokenizer=tokenizer)
+    with pytest.raises(ValueError, match="--system_prompt holds '<eos>', which the chat template writes itself"):
+        load_values(tmp_path, "problem", ["a"], tokenizer=tokenizer, system_prompt="Be brief.<eos>")
     raw = load_values(tmp_path, "problem", rendered[:2], tokenizer=tokenizer, prompt_format="raw")
     assert texts(raw) == rendered[:2]
 

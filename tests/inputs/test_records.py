@@ -304,6 +304,9 @@ def test_parquet_under_the_name_of_json_is_told_and_what_has_another_name_is_not
         load(path)
     with pytest.raises(ValueError, match=r"rows\.xlsx': a file of this kind is not read"):
         load(write(tmp_path, b"PK\x03\x04", "rows.xlsx"))  # a zip archive, but nobody would unpack it
+    for name in ("rows", "rows.txt", "rows.gz"):
+        with pytest.raises(ValueError, match=f"{name} is compressed; unpack it: gzip"):
+            load(write(tmp_path, gzip.compress(GOOD.encode()), name))
 
 
 def test_a_parquet_file_that_was_overwritten_is_read_anew(tmp_path):

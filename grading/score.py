@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from grading.forms import own_reward
+from grading.forms import OwnReward
 from grading.keys import alternatives
 from grading.verifiers import BUILT_IN, Case, Verifier
 
@@ -101,22 +101,22 @@ class Handler:
     def __init__(self, spec: str, overlong_cache_tokens: int | None) -> None:
         self.weights = parse_reward(spec)
         self.overlong_cache_tokens = overlong_cache_tokens
-        self.own = {name: own_reward(name) for name in self.weights if ".py:" in name}
-        self.compared = [name for name, reward in self.own.items() if reward.takes_group]
-        self.alone = [name for name in self.weights if name not in self.compared]
+        self.own = {name: OwnReward(name) for name in self.weights if ".py:" in name}
+        self.per_group = [name for name, reward in self.own.items() if reward.form.takes_group]
+        self.per_completion = [name for name in self.weights if name not in self.per_group]
         if needs_math(self.weights):
             check_math()
 
     def __call__(self, request: Request) -> object:
         kind, given = request
         if kind == "grade":
-            return self.grades(self.alone, [given])[0]
+            return self.grades(self.per_completion, [given])[0]
         if kind == "compare":
-            return self.grades(self.compared, given)
+            return self.grades(self.per_group, given)
         if kind == "check":
             return next((problem for name in self.weights if (problem := self.problem(name, given))), None)
         takes_ids = any(reward.takes_token_ids for reward in self.own.values())
-        return Needs(bool(self.alone), bool(self.compared), takes_ids)
+        return Needs(bool(self.per_completion), bool(self.per_group), takes_ids)
 
     def grades(self, names: list[str], cases: list[Case]) -> list[Grade]:
         """Of each case, the sum over these verifiers."""
@@ -129,7 +129,7 @@ class Handler:
         weight = self.weights[name]
         if name in self.own:
             results = self.own[name](cases)
-            return [Grade(weight * score, "ok", {name: score} | parts) for score, parts in results]
+            return [Grade(weight * score, "ok", {name: score} | self.named(name, parts)) for score, parts in results]
         grades = []
         for case in cases:
             verifier = self.built_in(name, case)
@@ -137,6 +137,11 @@ class Handler:
             score, answer = max(verdicts, key=lambda verdict: verdict[0])  # the key that fits best
             grades.append(Grade(weight * score, "ok", {name: score}, None if answer is None else answer[:500]))
         return grades
+
+    def named(self, name: str, parts: dict[str, float]) -> dict[str, float]:
+        """The sub-scores of a function: "my_reward.py:score/brevity" if another part could be called "brevity", too."""
+        is_shared = len(self.own) > 1
+        return {f"{name}/{part}" if is_shared or part in self.weights else part: parts[part] for part in parts}
 
     def problem(self, name: str, case: Case) -> str | None:
         """Why the verifier cannot use the row: of several keys (`keys.py`), one that it can use will do."""

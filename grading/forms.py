@@ -19,9 +19,9 @@ import math
 import re
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable
 from decimal import Decimal
-from inspect import Parameter
+from inspect import Parameter, Signature
 from numbers import Real
 from operator import attrgetter
 from pathlib import Path
@@ -74,6 +74,9 @@ FORMS: dict[str, Form] = {  # by the parameter that tells the form
 LOGS = ("log_extra", "log_metric")  # functions that TRL passes; what they are given becomes sub-scores
 NO_COLUMNS = {*GROUP, *LOGS, "prompt", "completion"}  # not passed as columns by a function's **kwargs, as in TRL
 OF_TRAINER = ("trainer_state", "environments")  # what TRL passes and a grading process does not have
+BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+GIVES = r"(?:@.*\n)*(?:async def |def |class )?(\w*)"  # the name that a statement of a file gives
+STARTING = threading.Lock()  # of the event loop
 
 
 class OwnReward:
@@ -87,64 +90,61 @@ class OwnReward:
         last = dict.fromkeys((str(Path(path).absolute().parent), str(Path(__file__).parent.parent)))
         sys.path[:] = [*(each for each in sys.path if each not in last), *last]
         self.function = load_function(path, self.name)
-        parameters = self._parameters()
-        names = [name for name, each in parameters.items() if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
-        has_rest = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        signature, run_by = self._signature(), _run_by(self.function)
+        names = [name for name, each in signature.parameters.items() if each.kind in BY_NAME]
         form = next((form for key, form in FORMS.items() if key in names), None)
         if form is None:
-            taken = ", ".join(map(str, parameters.values()))
-            raise self._refused(f"it takes ({taken}), but none of {', '.join(FORMS)}")
+            raise self._refused(f"it takes {signature}, but by name none of {', '.join(FORMS)}")
         self.form, is_of_trl = form, form.values is GROUP
-        others = [name for name in names if name not in (*form.values, *LOGS)]
-        self.required = [name for name in others if parameters[name].default is Parameter.empty]
+        known = [*form.values, *(LOGS if is_of_trl else ())]
+        others = [name for name in names if name not in known]
+        self.required = [name for name in others if signature.parameters[name].default is Parameter.empty]
         if unknown := [name for name in self.required if not is_of_trl or name in OF_TRAINER]:
             raise self._refused(f"nothing is known of its parameter {unknown[0]!r}")
-        code = _code_behind(path, self.name, _run_by(self.function))
-        rest = {name for name in form.values if has_rest and (not name.endswith("_ids") or f"'{name}'" in code)}
-        self.values = {name: value for name, value in form.values.items() if name in names or name in rest}
+        code = _code_behind(path, self.name, run_by)
+        has_rest = any(each.kind is Parameter.VAR_KEYWORD for each in signature.parameters.values())
+        if has_rest:
+            names += [each for each in known if not each.endswith("_ids") or f"'{each}'" in code]
+        self.values = {name: value for name, value in form.values.items() if name in names}
         self.columns = others if is_of_trl else []  # parameters that are columns of the data
         self.takes_all_columns = is_of_trl and has_rest
-        self.logs = [name for name in LOGS if is_of_trl and (name in names or has_rest)]
-        self.takes_messages = is_of_trl and _reads_messages(parameters.get("completions"), code)
+        self.logs = [name for name in LOGS if name in known and name in names]
+        completions = signature.parameters.get("completions")
+        annotation = str(completions.annotation).lower() if completions else "str"
+        reads_messages = "str" not in annotation and re.search(r"'content'(?!:| in | not in )", code) is not None
+        self.takes_messages = is_of_trl and ("dict" in annotation or reads_messages)
+        self.takes_token_ids = any(name.endswith("_ids") for name in self.values)
 
-    def _parameters(self) -> Mapping[str, Parameter]:
-        """The function's parameters. Raises ValueError if they cannot be given by name."""
+    def _signature(self) -> Signature:
+        """Raises ValueError if the function cannot be called by names, or nobody can read how."""
         if inspect.isclass(self.function):
             raise self._refused("it is a class; name an object of it")
         if hasattr(self.function, "registry") and hasattr(self.function, "dispatch"):
             raise self._refused("it is made by singledispatch, which takes nothing by name")
         if inspect.isgeneratorfunction(run_by := _run_by(self.function)) or inspect.isasyncgenfunction(run_by):
             raise self._refused("it is a generator; it must return what it yields")
-        try:
-            parameters = inspect.signature(self.function).parameters
-        except (TypeError, ValueError):
-            raise self._refused("its parameters cannot be read; is it built in?") from None
-        if nameless := [name for name, each in parameters.items() if each.kind is each.POSITIONAL_ONLY]:
-            raise self._refused(f"its parameter {nameless[0]!r} stands in front of a / and cannot be given by name")
-        return parameters
+        return inspect.signature(self.function)
 
     def _refused(self, what: str) -> ValueError:
         forms = "score(completion, answer, columns), or verl's or TRL's parameters, each by its name"
         return ValueError(f"{self.name} cannot be called: {what}. A reward is {forms}; see docs/rewards.md.")
 
-    @property
-    def takes_token_ids(self) -> bool:
-        return any(name.endswith("_ids") for name in self.values)
-
     def key_problem(self, case: Case) -> str | None:
         """Why it cannot be called for this row, or None."""
         missing = [name for name in self.required if name not in case.columns]
-        if not missing:
-            return None
-        return f"{self.name} takes {missing[0]!r}, but the row's columns are {', '.join(case.columns) or 'none'}"
+        found = ", ".join(case.columns) or "none"
+        return f"{self.name} takes {missing[0]!r}, but the row's columns are {found}" if missing else None
 
     def __call__(self, cases: list[Case]) -> list[tuple[float, dict[str, float]]]:
         """Reward and sub-scores of each completion. Raises what the function raises, ValueError for other results."""
         logged: list[dict[object, object]] = [{} for _ in cases]
-        arguments = self._arguments(cases) | {name: _log_into(logged) for name in self.logs}
+        arguments = self._arguments(cases) | {name: functools.partial(_log, logged) for name in self.logs}
         bound = self.function.keywords if isinstance(self.function, functools.partial) else {}
         result = self.function(**{name: value for name, value in arguments.items() if name not in bound})
-        result = _wait_for(result) if inspect.iscoroutine(result) else result
+        if inspect.iscoroutine(result):
+            with STARTING:
+                loop = _event_loop()
+            result = asyncio.run_coroutine_threadsafe(_outcome(result), loop).result()
         results = self._listed(result, len(cases)) if self.form.takes_group else [result]
         return [self._read(each, extra) for each, extra in zip(results, logged, strict=True)]
 
@@ -159,11 +159,11 @@ class OwnReward:
         return lists if self.form.takes_group else {name: values[0] for name, values in lists.items()}
 
     def _listed(self, result: object, count: int) -> list[object]:
-        if not isinstance(result, Iterable) or isinstance(result, (str, bytes, dict, set)):
-            raise ValueError(f"{self.name} returned {result!r:.200}, not a list with one reward for each completion")
-        results = list(result)
+        is_list = isinstance(result, Iterable) and not isinstance(result, (str, bytes, dict, set))
+        results = list(result) if is_list else []
         if len(results) != count:
-            raise ValueError(f"{self.name} returned {len(results)} rewards for {count} completions")
+            rule = f"{count} completions; it must return a list with one for each, not {result!r:.200}"
+            raise ValueError(f"{self.name} returned {len(results)} rewards for {rule}")
         return results
 
     def _read(self, result: object, logged: dict[object, object]) -> tuple[float, dict[str, float]]:
@@ -196,30 +196,18 @@ def _number(value: object) -> float:
         return math.nan
 
 
-def _log_into(logged: list[dict[object, object]]) -> Callable[[str, object], None]:
+def _log(logged: list[dict[object, object]], name: str, values: object) -> None:
     """TRL's log_extra(name, one value for each completion) and log_metric(name, value)."""
-
-    def log(name: str, values: object) -> None:
-        is_of_each = isinstance(values, (list, tuple)) and len(values) == len(logged)
-        for i, parts in enumerate(logged):
-            parts[name] = values[i] if is_of_each else values
-
-    return log
+    is_of_each = isinstance(values, (list, tuple)) and len(values) == len(logged)
+    for i, parts in enumerate(logged):
+        parts[name] = values[i] if is_of_each else values
 
 
-def _wait_for(result: Coroutine) -> object:
-    async def outcome() -> object:
-        try:
-            return await result
-        except (SystemExit, KeyboardInterrupt) as error:  # would end the loop
-            raise RuntimeError(f"{type(error).__name__}: {error}") from error
-
-    with STARTING:
-        loop = _event_loop()
-    return asyncio.run_coroutine_threadsafe(outcome(), loop).result()
-
-
-STARTING = threading.Lock()
+async def _outcome(result: Coroutine) -> object:
+    try:
+        return await result
+    except (SystemExit, KeyboardInterrupt) as error:  # would end the loop
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 @functools.cache
@@ -236,30 +224,17 @@ def _run_by(function: Callable) -> Callable:
     return inspect.unwrap(function if inspect.isroutine(function) else function.__call__)
 
 
-def _reads_messages(completions: Parameter | None, code: str) -> bool:
-    """True for completions annotated as dicts; if annotated neither so nor as texts, for code that reads "content"."""
-    annotation = str(completions.annotation).lower() if completions else "str"
-    is_undecided = "dict" not in annotation and "str" not in annotation
-    return "dict" in annotation or (is_undecided and bool(re.search(r"'content'(?!:| in | not in )", code)))
-
-
 def _code_behind(path: str, name: str, run_by: Callable) -> str:
-    """The code that gives the name in the file or runs, and that of all it names in its file.
+    """The code that gives the name in the file, or runs, and all that it names in its file.
 
-    Of what it imports, only functions that take completions.
+    Of what it imports, functions that take completions count as well.
     """
-    named = (run_by.__globals__.get(each) for each in run_by.__code__.co_names)
-    runs = [
-        run_by,
-        *(each for each in named if inspect.isfunction(each) and "completions" in each.__code__.co_varnames),
-    ]
-    places = [(path, name), *((each.__code__.co_filename, each.__qualname__.partition(".")[0]) for each in runs)]
+    named = [run_by.__globals__.get(each) for each in run_by.__code__.co_names]
+    runs = [run_by, *(x for x in named if inspect.isfunction(x) and "completions" in x.__code__.co_varnames)]
     code = ""
-    for file, first in places:
+    for file, first in [(path, name), *((x.__code__.co_filename, x.__qualname__.partition(".")[0]) for x in runs)]:
         left, names = {ast.unparse(node) for node in ast.parse(Path(file).read_bytes()).body}, {first}
-        while found := {
-            each for each in left if re.match(r"(?:@.*\n)*(?:async def |def |class )?(\w*)", each)[1] in names
-        }:
+        while found := {each for each in left if re.match(GIVES, each)[1] in names}:
             left -= found
             code += "\n".join(found) + "\n"
             names = set(re.findall(r"\w+", code))

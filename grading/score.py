@@ -126,22 +126,18 @@ class Handler:
 
     def grades_of(self, name: str, cases: list[Case]) -> list[Grade]:
         """Of each case, what one verifier gives, times its weight."""
-        weight = self.weights[name]
+        weight, grades = self.weights[name], []
         if name in self.own:
-            results = self.own[name](cases)
-            return [Grade(weight * score, "ok", {name: score} | self.named(name, parts)) for score, parts in results]
-        grades = []
-        for case in cases:
+            several = len(self.own) > 1  # then two may have a sub-score of the same name
+            for score, parts in self.own[name](cases):
+                parts = {f"{name}/{part}" if several or part in self.weights else part: parts[part] for part in parts}
+                grades.append(Grade(weight * score, "ok", {name: score} | parts))
+        for case in cases if name not in self.own else ():
             verifier = self.built_in(name, case)
             verdicts = (verifier.score(replace(case, answer=key)) for key in alternatives(case.answer))
             score, answer = max(verdicts, key=lambda verdict: verdict[0])  # the key that fits best
             grades.append(Grade(weight * score, "ok", {name: score}, None if answer is None else answer[:500]))
         return grades
-
-    def named(self, name: str, parts: dict[str, float]) -> dict[str, float]:
-        """The sub-scores of a function: "my_reward.py:score/brevity" if another part could be called "brevity", too."""
-        is_shared = len(self.own) > 1
-        return {f"{name}/{part}" if is_shared or part in self.weights else part: parts[part] for part in parts}
 
     def problem(self, name: str, case: Case) -> str | None:
         """Why the verifier cannot use the row: of several keys (`keys.py`), one that it can use will do."""

@@ -43,7 +43,7 @@ def _listed(value: object) -> list[str] | None:
 
 
 def spelled(text: str) -> object:
-    """What the text spells in JSON, Python or NumPy's print, else None; LaTeX with single backslashes as it is meant."""
+    """What the text spells in JSON, Python or NumPy's print, else None. A single backslash of LaTeX is kept."""
     text = re.sub(r"(?<=['\"])\s+(?=['\"])", ", ", text)  # NumPy writes no commas
     for read in (json.loads, ast.literal_eval):
         for written in (text, text.replace("\\", "\\\\")):

@@ -15,6 +15,7 @@ import ast
 import asyncio
 import functools
 import inspect
+import linecache
 import math
 import re
 import sys
@@ -90,7 +91,7 @@ class OwnReward:
         last = dict.fromkeys((str(Path(path).absolute().parent), str(Path(__file__).parent.parent)))
         sys.path[:] = [*(each for each in sys.path if each not in last), *last]
         self.function = load_function(path, self.name)
-        signature, run_by = self._signature(), _run_by(self.function)
+        signature = self._signature()
         names = [name for name, each in signature.parameters.items() if each.kind in BY_NAME]
         form = next((form for key, form in FORMS.items() if key in names), None)
         if form is None:
@@ -101,18 +102,16 @@ class OwnReward:
         self.required = [name for name in others if signature.parameters[name].default is Parameter.empty]
         if unknown := [name for name in self.required if not is_of_trl or name in OF_TRAINER]:
             raise self._refused(f"nothing is known of its parameter {unknown[0]!r}")
-        code = _code_behind(path, self.name, run_by)
+        code = _code_behind(path, self.name, inspect.unwrap(_run_by(self.function)))
         has_rest = any(each.kind is Parameter.VAR_KEYWORD for each in signature.parameters.values())
-        if has_rest:
-            names += [each for each in known if not each.endswith("_ids") or f"'{each}'" in code]
+        names += [each for each in known if has_rest and (not each.endswith("_ids") or f"'{each}'" in code)]
         self.values = {name: value for name, value in form.values.items() if name in names}
         self.columns = others if is_of_trl else []  # parameters that are columns of the data
         self.takes_all_columns = is_of_trl and has_rest
         self.logs = [name for name in LOGS if name in known and name in names]
-        completions = signature.parameters.get("completions")
-        annotation = str(completions.annotation).lower() if completions else "str"
-        reads_messages = "str" not in annotation and re.search(r"'content'(?!:| in | not in )", code) is not None
-        self.takes_messages = is_of_trl and ("dict" in annotation or reads_messages)
+        annotation = str(getattr(signature.parameters.get("completions"), "annotation", "")).lower()
+        told = re.search(r"\b(dict|str)\b", annotation) or re.search(r"'(content)'(?!:| in | not in )", code)
+        self.takes_messages = is_of_trl and told is not None and told[1] != "str"
         self.takes_token_ids = any(name.endswith("_ids") for name in self.values)
 
     def _signature(self) -> Signature:
@@ -221,7 +220,7 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 def _run_by(function: Callable) -> Callable:
     """The function or method behind a functools.partial, or behind an object that can be called."""
     function = function.func if isinstance(function, functools.partial) else function
-    return inspect.unwrap(function if inspect.isroutine(function) else function.__call__)
+    return function if inspect.isroutine(function) else function.__call__
 
 
 def _code_behind(path: str, name: str, run_by: Callable) -> str:
@@ -233,7 +232,7 @@ def _code_behind(path: str, name: str, run_by: Callable) -> str:
     runs = [run_by, *(x for x in named if inspect.isfunction(x) and "completions" in x.__code__.co_varnames)]
     code = ""
     for file, first in [(path, name), *((x.__code__.co_filename, x.__qualname__.partition(".")[0]) for x in runs)]:
-        left, names = {ast.unparse(node) for node in ast.parse(Path(file).read_bytes()).body}, {first}
+        left, names = {ast.unparse(node) for node in ast.parse("".join(linecache.updatecache(file))).body}, {first}
         while found := {each for each in left if re.match(GIVES, each)[1] in names}:
             left -= found
             code += "\n".join(found) + "\n"

@@ -374,6 +374,23 @@ def test_what_cannot_be_called_by_names_is_refused_when_it_is_loaded(code, words
         handler(tmp_path, code)
 
 
+def test_a_decorator_may_make_a_list_of_a_generator_and_code_may_have_no_file(tmp_path):
+    code = """
+import functools
+def listed(function):
+    return functools.wraps(function)(lambda **arguments: list(function(**arguments)))
+
+@listed
+def score(completions):
+    for completion in completions:
+        yield len(completion[0]["content"])
+
+exec("def from_text(completions):\\n    return [len(each) for each in completions]")
+"""
+    for name in ("score", "from_text"):
+        assert handler(tmp_path, code, name)(("compare", [case("four")]))[0].reward == 4.0
+
+
 def test_a_row_without_a_column_that_the_function_takes_is_named(tmp_path):
     handle = handler(tmp_path, "def score(completions, level, **kwargs):\n    return [0.0 for _ in completions]\n")
     assert "takes 'level', but the row's columns are solution, data_source" in handle(("check", case("")))

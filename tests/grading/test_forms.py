@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from grading.pool import Limits, Pool
 from grading.score import Handler, Needs
 from grading.verifiers import Case
 
@@ -21,9 +22,10 @@ ROW = {
 
 
 @pytest.fixture(autouse=True)
-def no_neighbours_of_other_tests(monkeypatch):
+def neighbours_end_with_their_test(monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "neighbour", raising=False)
+    yield
+    sys.modules.pop("neighbour", None)
 
 
 def handler(tmp_path: Path, code: str, name: str = "score", more: str = "") -> Handler:
@@ -243,19 +245,27 @@ import asyncio
 few = asyncio.Semaphore(2)
 
 async def score(completion):
-    async with few:
+    async with asyncio.timeout(20), few:
         await asyncio.sleep(0.01)
-        if completion == "exit":
-            raise SystemExit(3)
         return len(completion)
 """
     handle = handler(tmp_path, code)
     with ThreadPoolExecutor(8) as threads:
-        grades = threads.map(handle, [("grade", case("x" * i)) for i in range(16)])
-        assert [grade.reward for grade in grades] == list(range(16))
-    with pytest.raises(RuntimeError, match="SystemExit: 3"):
-        handle(("grade", case("exit")))
-    assert handle(("grade", case("x"))).reward == 1.0, "the loop goes on"
+        grades = list(threads.map(handle, [("grade", case("x" * i)) for i in range(16)]))
+    assert [grade.reward for grade in grades] == list(range(16))
+
+
+def test_an_async_function_that_exits_fails_alone(tmp_path):
+    """It would end the event loop, and every later completion would time out."""
+    code = "import sys\nasync def score(completion):\n    return sys.exit(3) if completion == 'exit' else 1.0\n"
+    (tmp_path / "my_reward.py").write_text(code)
+    limits = Limits(num_workers=1, timeout=20.0, memory_gib=4.0)
+    pool = Pool("grading.score:Handler", (f"{tmp_path}/my_reward.py:score", None), limits, "grading.preload")
+    for key, completion in enumerate(("exit", "stay")):
+        pool.submit(key, ("grade", case(completion)))
+    outcomes = pool.collect()
+    pool.close()
+    assert outcomes[0].status == "error: RuntimeError: SystemExit: 3" and outcomes[1].value.reward == 1.0
 
 
 def test_what_trls_functions_log_becomes_sub_scores(tmp_path):

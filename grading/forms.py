@@ -102,7 +102,7 @@ class OwnReward:
         self.required = [name for name in others if signature.parameters[name].default is Parameter.empty]
         if unknown := [name for name in self.required if not is_of_trl or name in OF_TRAINER]:
             raise self._refused(f"nothing is known of its parameter {unknown[0]!r}")
-        code = _code_behind(path, self.name, inspect.unwrap(_run_by(self.function)))
+        code = _code_behind(path, self.name, _run_by(self.function))
         has_rest = any(each.kind is Parameter.VAR_KEYWORD for each in signature.parameters.values())
         names += [each for each in known if has_rest and (not each.endswith("_ids") or f"'{each}'" in code)]
         self.values = {name: value for name, value in form.values.items() if name in names}

@@ -34,7 +34,8 @@ ANY = '["7", "0.5"]'
         (r'["\\sqrt{2}"]', r"\sqrt{2}"),
         (r'["x = 1\ny = 2"]', "x = 1\ny = 2"),
         (r'["no\nnot so"]', "no\nnot so"),
-        (r'["\nabla f \neq \nu"]', r"\nabla f \neq \nu"),
+        (r'["\nabla f"]', r"\nabla f"),
+        (r'["x \neq \nu"]', r"x \neq \nu"),
         ("[1, 2]", "[1, 2]"),  # an interval
         ("[x, y]", "[x, y]"),
         ('["7"', '["7"'),  # no list

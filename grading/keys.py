@@ -31,26 +31,26 @@ def alternatives(text: str) -> list[str]:
 
 
 def _listed(value: object) -> list[str] | None:
-    """The texts and numbers of a list, or of a text that spells a list of texts; None for everything else."""
+    """The texts and numbers of a list, or of a text that spells one, without null and nan; else None."""
     if isinstance(value, str):
-        if not re.match(r"\s*\[\s*[\"']", value):
+        if not re.match(r"\s*\[\s*(?:[\"']|null|None|-?[\d.]+\s*\])", value):  # [1, 2] is an interval
             return None
-        value = _read(value)
-    if not isinstance(value, list) or not value:
-        return [] if value == [] else None
-    if any(isinstance(each, bool) or not isinstance(each, (str, int, float)) for each in value):
+        value = spelled(value)
+    if not isinstance(value, list) or any(isinstance(each, bool) for each in value):
         return None
-    return [each if isinstance(each, str) else str(each) for each in value]
+    found = [each for each in value if each is not None and each == each]
+    return [str(each) for each in found] if all(isinstance(each, (str, int, float)) for each in found) else None
 
 
-def _read(text: str) -> object:
-    """What the text spells in JSON or Python, else None. LaTeX whose backslashes are not escaped is read as meant."""
+def spelled(text: str) -> object:
+    """What the text spells in JSON, Python or NumPy's print, else None. A single backslash of LaTeX is kept."""
+    text = re.sub(r"(?<=['\"])\s+(?=['\"])", ", ", text)  # NumPy writes no commas
     for read in (json.loads, ast.literal_eval):
-        for spelled in (text, text.replace("\\", "\\\\")):
+        for written in (text, text.replace("\\", "\\\\")):
             try:
-                value = read(spelled)
+                value = read(written)
             except (ValueError, SyntaxError, RecursionError, MemoryError):
                 continue
-            if not re.search(r"[\x00-\x1f]", "".join(map(str, value))):
+            if not re.search(r"[\x00-\x09\x0b-\x1f]|\n(?:eq?\b|eg\b|abla|u\b|i\b|ot\b|otin)", "".join(map(str, value))):
                 return value
     return None

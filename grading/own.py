@@ -16,10 +16,9 @@ def load_function(path: str, name: str) -> Callable:
     spec = importlib.util.spec_from_file_location(f"own_{Path(path).stem}", path)  # a file may be called math.py
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # as an import would: dataclasses and pickle look there
-    # It can import its neighbours, which come after installed packages (a file may be called math_verify.py) and before
-    # our own modules (it may have a neighbour called data.py).
-    root = str(Path(__file__).parent.parent)
-    sys.path[:] = [*(each for each in sys.path if each != root), str(Path(path).absolute().parent), root]
+    folder = str(Path(path).absolute().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)  # it can import its neighbours; at the end, because ours keep their names
     spec.loader.exec_module(module)
     function = getattr(module, name, None)
     if not callable(function):

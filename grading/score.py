@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from grading.forms import own_reward
+from grading.forms import OwnReward
 from grading.keys import alternatives
 from grading.verifiers import BUILT_IN, Case, Verifier
 
@@ -101,22 +101,22 @@ class Handler:
     def __init__(self, spec: str, overlong_cache_tokens: int | None) -> None:
         self.weights = parse_reward(spec)
         self.overlong_cache_tokens = overlong_cache_tokens
-        self.own = {name: own_reward(name) for name in self.weights if ".py:" in name}
-        self.compared = [name for name, reward in self.own.items() if reward.takes_group]
-        self.alone = [name for name in self.weights if name not in self.compared]
+        self.own = {name: OwnReward(name) for name in self.weights if ".py:" in name}
+        self.per_group = [name for name, reward in self.own.items() if reward.form.takes_group]
+        self.per_completion = [name for name in self.weights if name not in self.per_group]
         if needs_math(self.weights):
             check_math()
 
     def __call__(self, request: Request) -> object:
         kind, given = request
         if kind == "grade":
-            return self.grades(self.alone, [given])[0]
+            return self.grades(self.per_completion, [given])[0]
         if kind == "compare":
-            return self.grades(self.compared, given)
+            return self.grades(self.per_group, given)
         if kind == "check":
             return next((problem for name in self.weights if (problem := self.problem(name, given))), None)
         takes_ids = any(reward.takes_token_ids for reward in self.own.values())
-        return Needs(bool(self.alone), bool(self.compared), takes_ids)
+        return Needs(bool(self.per_completion), bool(self.per_group), takes_ids)
 
     def grades(self, names: list[str], cases: list[Case]) -> list[Grade]:
         """Of each case, the sum over these verifiers."""
@@ -126,12 +126,13 @@ class Handler:
 
     def grades_of(self, name: str, cases: list[Case]) -> list[Grade]:
         """Of each case, what one verifier gives, times its weight."""
-        weight = self.weights[name]
+        weight, grades = self.weights[name], []
         if name in self.own:
-            results = self.own[name](cases)
-            return [Grade(weight * score, "ok", {name: score} | parts) for score, parts in results]
-        grades = []
-        for case in cases:
+            several = len(self.own) > 1  # then two may have a sub-score of the same name
+            for score, parts in self.own[name](cases):
+                parts = {f"{name}/{part}" if several or part in self.weights else part: parts[part] for part in parts}
+                grades.append(Grade(weight * score, "ok", {name: score} | parts))
+        for case in cases if name not in self.own else ():
             verifier = self.built_in(name, case)
             verdicts = (verifier.score(replace(case, answer=key)) for key in alternatives(case.answer))
             score, answer = max(verdicts, key=lambda verdict: verdict[0])  # the key that fits best

@@ -14,6 +14,7 @@ from fractions import Fraction
 
 from grading.answer import read_answer, read_final_answer, visible_text
 from grading.ifeval import follows_instructions, read_instructions
+from grading.keys import spelled
 from grading.math_equal import canonical, equal, key_problem, key_text
 from grading.math_text import clean
 from grading.math_value import MAX_FORMULA, parse_value
@@ -52,12 +53,28 @@ def verify_exact(case: Case) -> Verdict:
     return float(found == case.answer.strip()), found
 
 
+def _exact_key_problem(case: Case) -> str | None:
+    return None if case.answer.strip() else "the answer is blank"
+
+
 def verify_math(case: Case) -> Verdict:
     """1.0 if the final answer (`answer.py`) equals the row's answer mathematically (`math_equal.py`); else 0.0."""
     found = read_answer(case.completion)
     if found is None:
         return 0.0, None
     return float(equal(key_text(case.answer), found)), canonical(found)
+
+
+def _math_key_problem(case: Case) -> str | None:
+    return _no_answer(case.answer) or key_problem(case.answer)
+
+
+def _no_answer(key: str) -> str | None:
+    """Why a key is data and no answer, or None: an object, or a list with more than numbers in it."""
+    value = spelled(key) if key.lstrip()[:1] in ("[", "{") else None
+    if isinstance(value, dict) or (isinstance(value, list) and re.search(r"[^-+\d.,eE\s\[\]]", key)):
+        return f"an object or a nested list, not an answer: {key[:80]!r}"
+    return None
 
 
 def verify_gsm8k(case: Case) -> Verdict:
@@ -91,7 +108,10 @@ def _last_number(text: str | None) -> Fraction | None:
 
 
 def _gsm8k_key_problem(case: Case) -> str | None:
-    return f"no number in the answer {case.answer[:80]!r}" if _gsm8k_key(case) is None else None
+    if re.fullmatch(r"(?:(?:#### *)?-?\d[\d.,]*(?:, |$)){2,}", case.answer):
+        return f"several numbers in the answer {case.answer[:80]!r}, but one is read; give --list_answers any"
+    no_number = f"no number in the answer {case.answer[:80]!r}" if _gsm8k_key(case) is None else None
+    return _no_answer(case.answer) or no_number
 
 
 def verify_gsm8k_strict(case: Case) -> Verdict:
@@ -109,6 +129,8 @@ def _strict_key(case: Case) -> str:
 
 
 def _strict_key_problem(case: Case) -> str | None:
+    if problem := _gsm8k_key_problem(case):
+        return problem
     if re.fullmatch(r"-?\d+(?:\.\d+)?", _strict_key(case)):
         return None
     return f"not a number alone, or alone after ####: the answer {case.answer[-80:]!r}"
@@ -177,11 +199,11 @@ def verify_length(case: Case) -> Verdict:
 
 
 BUILT_IN = {
-    "math": Verifier(verify_math, lambda case: key_problem(case.answer)),
+    "math": Verifier(verify_math, _math_key_problem),
     "gsm8k": Verifier(verify_gsm8k, _gsm8k_key_problem),
     "gsm8k_strict": Verifier(verify_gsm8k_strict, _strict_key_problem),
     "ifeval": Verifier(verify_ifeval, _ifeval_key_problem),
-    "exact": Verifier(verify_exact),
+    "exact": Verifier(verify_exact, _exact_key_problem),
     "format": Verifier(verify_format),
     "think_format": Verifier(verify_think_format),
     "length": Verifier(verify_length),

@@ -36,6 +36,7 @@ FILES = [
 ]
 # fmt: on
 FLAGS = {"files": FILES, "reward": GROUPS["reward"]}
+KINDS = {str: "a text", bool: "true or false", int: "a whole number"}
 
 
 def read_cases(path: str, max_tokens: int | None, several: str) -> tuple[list[dict[str, object]], list[Case]]:
@@ -48,12 +49,27 @@ def read_cases(path: str, max_tokens: int | None, several: str) -> tuple[list[di
             answer = key_text(row["answer"], several)
         except ValueError as error:
             raise ValueError(f"{where}: the answer is {error}.") from None
-        options = {"max_tokens": max_tokens} | {name: row[name] for name in EXTRAS if name in row}
         rows.append(row)
+        options = {"max_tokens": max_tokens} | extras(row, where)
         cases.append(Case(row["completion"], answer, row, where=where, **options))
     if not rows:
         raise ValueError(f"--input {path!r} holds no rows.")
     return rows, cases
+
+
+def extras(row: dict[str, object], where: str) -> dict[str, object]:
+    """What the row says beside completion and answer. Raises ValueError, naming the line, for a wrong type.
+
+    A prompt that is a list of messages stays a column: the text that the model saw is not known.
+    """
+    given = {name: row[name] for name in EXTRAS if row.get(name) is not None}
+    if isinstance(given.get("prompt"), list):
+        del given["prompt"]
+    for name, value in given.items():
+        needed = {"prompt": str, "is_truncated": bool}.get(name, int)
+        if type(value) is not needed:
+            raise ValueError(f"{where}: `{name}` is {str(value)[:80]!r}; needed is {KINDS[needed]}.")
+    return given
 
 
 def check_output(output: Path, unfinished: Path, source: Path) -> None:
@@ -72,12 +88,14 @@ def check_output(output: Path, unfinished: Path, source: Path) -> None:
         raise ValueError(f"{given} cannot be written ({error.strerror}); make its folder, or choose another.") from None
 
 
-def check_groups(grader: Grader, num_rows: int, group_size: int) -> None:
-    """Raises ValueError for rows that are no whole groups, and for a reward that would compare nothing."""
+def check_needs(grader: Grader, num_rows: int, group_size: int) -> None:
+    """Raises ValueError for rows that are no whole groups, and for a reward that needs what the file does not have."""
     if num_rows % group_size:
         raise ValueError(f"--group_size {group_size}: does not divide the {num_rows} rows of --input.")
     if grader.needs.groups and group_size == 1:
         raise ValueError(f"--reward {grader.grading.reward!r} compares completions of a prompt; give --group_size.")
+    if grader.needs.token_ids:
+        raise ValueError(f"--reward {grader.grading.reward!r} takes token ids, which only a training run has.")
 
 
 def parse_flags() -> argparse.Namespace:
@@ -100,7 +118,7 @@ def main() -> None:
         check_output(Path(args.output), unfinished, Path(args.input))
         grading = take(Grading, args)
         grader = Grader(grading, workers_per_engine(grading))
-        check_groups(grader, len(rows), args.group_size)
+        check_needs(grader, len(rows), args.group_size)
     except (ValueError, OSError, RuntimeError) as error:
         sys.exit(f"error: {error}")
     size, bad_keys = args.group_size, grader.bad_keys(cases)

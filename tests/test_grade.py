@@ -69,9 +69,40 @@ def test_the_command_compares_the_rows_of_a_group(tmp_path):
         assert done.returncode == 1 and words in done.stderr and "Traceback" not in done.stderr
 
 
+def test_prompts_that_are_messages_are_a_column_and_empty_fields_are_missing(tmp_path):
+    (tmp_path / "my_reward.py").write_text(
+        "def score(prompts, completions, max_tokens):\n"
+        "    return [len(p[-1]['content']) + m for p, m in zip(prompts, max_tokens)]\n"
+    )
+    row = {"completion": "4", "answer": "4", "prompt": [{"role": "user", "content": "2+2"}], "max_tokens": None}
+    (tmp_path / "in.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row))
+    done = command(
+        "--reward", f"format,{tmp_path}/my_reward.py:score", "--input", tmp_path / "in.jsonl", "--output",
+        tmp_path / "out", "--group_size", 2, "--max_completion_tokens", 8,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    out = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+    assert [(each["reward"], each["reward_status"]) for each in out] == [(3 + 8, "ok")] * 2
+
+
+def test_a_reward_that_takes_token_ids_is_refused_before_anything_is_graded(tmp_path):
+    (tmp_path / "my_reward.py").write_text("def score(completion_ids):\n    return [1.0 for _ in completion_ids]\n")
+    (tmp_path / "in.jsonl").write_text('{"completion": "4", "answer": "4"}\n' * 2)
+    done = command(
+        "--reward", f"{tmp_path}/my_reward.py:score", "--input", tmp_path / "in.jsonl", "--output", tmp_path / "out",
+        "--group_size", 2,
+    )  # fmt: skip
+    assert done.returncode == 1 and "takes token ids, which only a training run has" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
+        ('{"completion": "1", "answer": "1", "prompt": 7}', "line 1: `prompt` is '7'; needed is a text"),
+        ('{"completion": "1", "answer": "1", "num_tokens": "7"}', "`num_tokens` is '7'; needed is a whole number"),
+        ('{"completion": "1", "answer": "1", "max_tokens": true}', "`max_tokens` is 'True'; needed is a whole number"),
+        ('{"completion": "1", "answer": "1", "is_truncated": 1}', "`is_truncated` is '1'; needed is true or false"),
         ('{"completion": "1", "answer": "1"}\n{"completion": "1", "ans', "line 2: not valid JSON"),
         ('{"completion": 1, "answer": "1"}', "line 1: needs an object with a text `completion`"),
         ('["1"]', "line 1: expected a JSON object"),

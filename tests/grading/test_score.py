@@ -69,6 +69,41 @@ def test_a_reward_of_ones_own_gets_the_row_and_what_it_asks_for_by_name(tmp_path
     assert graded(EVERYTHING, case)[0].reward == 2173.0
 
 
+def two_functions(tmp_path: Path) -> tuple[str, str]:
+    """One for a completion, one for a group; both give the sub-scores `brevity` and `exact`."""
+    result = "{'reward': %s, 'brevity': %s, 'exact': 9.0}"
+    (tmp_path / "own.py").write_text(
+        f"def one(completion):\n    return {result % (0.5, 1.0)}\n"
+        f"def all(completions):\n    return [{result % (1.0, 2.0)}] * len(completions)\n"
+    )
+    return f"{tmp_path}/own.py:one", f"{tmp_path}/own.py:all"
+
+
+def test_a_sub_score_hides_neither_a_verifiers_score_nor_another_functions_sub_score(tmp_path):
+    one, all_ = two_functions(tmp_path)
+    (grade,) = graded(f"{one},exact", Case("4", "4"))
+    assert grade.parts == {one: 0.5, "brevity": 1.0, f"{one}/exact": 9.0, "exact": 1.0}
+    handle = Handler(f"{one},exact,{all_}", None)
+    grades = [handle(("compare", [Case("4", "4")]))[0], handle(("grade", Case("4", "4")))]
+    assert score.add_up(grades, handle.weights).parts == {
+        one: 0.5, "exact": 1.0, all_: 1.0,
+        f"{one}/brevity": 1.0, f"{one}/exact": 9.0, f"{all_}/brevity": 2.0, f"{all_}/exact": 9.0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("first", range(3))
+def test_the_first_verifier_of_the_reward_says_whether_a_completion_is_correct(first, tmp_path):
+    one, all_ = two_functions(tmp_path)
+    names = [one, all_, "exact"]
+    names.insert(0, names.pop(first))
+    handle = Handler(",".join(names), None)
+    grades = [handle(("compare", [Case("5", "4")]))[0], handle(("grade", Case("5", "4")))]
+    for each in (grades, grades[::-1]):
+        grade = score.add_up(each, handle.weights)
+        assert grade.reward == 1.5 and grade.score == [0.5, 1.0, 0.0][first]
+        assert grade.is_correct == (first == 1)
+
+
 @pytest.mark.parametrize(
     ("spec", "words"),
     [

@@ -72,7 +72,7 @@ GROUPS["model and data"] = [
 GROUPS["prompts"] = [
     flag("--prompt_column", "problem", "column of the problem: text or messages; a dotted path reaches into objects"),
     flag("--answer_column", "answer", "column of the correct answer, for the reward; objects become JSON text"),
-    flag("--list_answers", "any", "of several correct answers in a list, a completion must give any or all",
+    flag("--list_answers", "any", "of several answers in a list, a completion must give any or all (math, exact)",
          choices=("any", "all")),
     flag("--image_column", str, "column of the images, one or a list: files, relative to the data, or encoded bytes"),
     flag("--max_pixels", int, "larger images are scaled down to this many pixels; default: the processor's limit",

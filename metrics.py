@@ -7,6 +7,7 @@ loss is one line in `grpo.total_loss`.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -50,9 +51,11 @@ def rollout_metrics(rollout: Rollout, group_size: int) -> Metrics:
     metrics["reward/timeouts"] = sum(grade.status == "timeout" for grade in grades)
     metrics["reward/errors"] = sum(grade.is_failed for grade in grades) - metrics["reward/timeouts"]
     names = dict.fromkeys(name for grade in grades for name in grade.parts)
+    short = {name: re.sub(r".*/(?=[^/]+\.py:)", "", name) for name in names}  # of /home/me/my_reward.py:score
+    shared = {each for each in short.values() if list(short.values()).count(each) > 1}
     for name in names if len(names) > 1 else ():
-        short = name.rpartition("/")[2]  # of /home/me/my_reward.py:score
-        metrics[f"reward/part/{short}"] = sum(grade.parts.get(name, 0.0) for grade in grades) / len(grades)
+        shown = name if short[name] in shared else short[name]
+        metrics[f"reward/part/{shown}"] = sum(grade.parts.get(name, 0.0) for grade in grades) / len(grades)
     return {name: float(value) for name, value in metrics.items()}
 
 

@@ -61,6 +61,13 @@ def test_what_could_not_be_graded_is_counted_and_each_part_of_a_sum_has_its_mean
     assert "reward/part/math" not in rollout_metrics(one_part, group_size=2), "one part is the reward itself"
 
 
+def test_the_metric_of_a_part_has_the_name_of_its_file_without_the_folder_if_that_is_enough():
+    parts = {"/a/x.py:f": 1.0, "/a/x.py:f/n": 2.0, "/b/x.py:f": 3.0, "/b/x.py:f/m": 4.0, "math": 5.0}
+    found = rollout_metrics(replace(make_rollout([1] * 4), grades=[Grade(1.0, "ok", parts)] * 4), group_size=2)
+    found = {name.removeprefix("reward/part/"): value for name, value in found.items() if "/part/" in name}
+    assert found == {"/a/x.py:f": 1.0, "x.py:f/n": 2.0, "/b/x.py:f": 3.0, "x.py:f/m": 4.0, "math": 5.0}
+
+
 def test_a_step_of_several_updates_is_merged_by_what_the_number_means():
     names = ("policy/loss", "policy/ratio_max", "policy/ratio_min", "optim/lr", "optim/skipped_updates")
     first = dict(zip(names, (1.0, 2.0, 0.5, 0.1, 1.0), strict=True))

@@ -23,7 +23,7 @@ from sympy import Expr
 from grading.answer import read_answer
 from grading.math_formula import RADIANS, UNSOLVED, is_close, latex, ratio_of, read_formula, same_formula
 from grading.math_text import clean, fold, in_base, plain_text
-from grading.math_value import MAX_FORMULA, VARIABLE, Value, parse_value
+from grading.math_value import MAX_FORMULA, SYMBOL, VARIABLE, Value, by_name, has_names, parse_value
 
 MAX_WORDS = 12  # of an answer key: more are a sentence
 RELATIONS = {"<": sympy.Lt, r"\le": sympy.Le, r"\ne": sympy.Ne, ">": sympy.Gt, r"\ge": sympy.Ge}
@@ -59,12 +59,18 @@ def _same(key: Value, answer: Value) -> bool:
     if answer[0] == "chain":
         return _is_true(answer) and any(_same(key, value) for value in (answer[1][-1], *answer[2]))
     kinds = key[0], answer[0]
+    if kinds == ("family", "family"):
+        return key[3] == answer[3] and (_same(key[1], answer[1]) or _same(key[2], answer[2]))
+    if "family" in kinds:  # what only one of both says of its letters does not count
+        return _same(*(value[1] if value[0] == "family" else value for value in (key, answer)))
     if {*kinds} <= {"named", "equation"}:
         if kinds == ("named", "named") and (value := _renamed(key, answer)) is not None:
             return _same(key[2], value)
-        return _same_equation(key[-2:], answer[-2:])
+        return ratio_of(key[-2:], answer[-2:], is_equation=True) is not None
     if kinds[1] == "equation":  # 3! = 6 says 6, but x^2 = 6 does not
         sides = [read_formula(side) for side in answer[1:]]
+        if re.fullmatch(r"\s*[a-dm-s](?:\s*\+\s*[a-dm-s])+\s*", answer[1]):  # m+n = 7 is what was asked for
+            return _same(key, parse_value(answer[2]))
         is_sum = all(isinstance(side, Expr) and not side.free_symbols for side in sides)
         return is_sum and same_formula(*answer[1:]) and _same(key, parse_value(answer[2]))
     if "named" in kinds:
@@ -75,10 +81,10 @@ def _same(key: Value, answer: Value) -> bool:
         return _same_choice(key, answer)
     if "minus" not in kinds and ({*kinds} & {"list", "set"} or kinds == ("sequence", "sequence")):
         return _same_collection(key, answer)
+    if "formula" in kinds and {*kinds} & {"matrix", "sequence"}:
+        return _same_vector(*sorted((key, answer), key=lambda value: value[0] == "formula"))
     if kinds == ("matrix", "matrix"):
         return len(key[1]) == len(answer[1]) and all(map(_same_ordered, key[1], answer[1]))
-    if "matrix" in kinds and "formula" in kinds:
-        return same_formula(*(value[2] if value[0] == "matrix" else value[1] for value in (key, answer)))
     if kinds == ("relation", "relation"):
         return _same_relation(key, answer)
     if {*kinds} & {"relation", "union", "minus"}:
@@ -87,7 +93,17 @@ def _same(key: Value, answer: Value) -> bool:
         return answer[2] == "" and str(answer[1]) == key[1]
     if {*kinds} <= {"number", "formula"}:
         return _same_quantity(key, answer)
-    return kinds[0] == "colon" and _same_ratio(key, answer)
+    return "colon" in kinds and (_same_ratio(key, answer) if kinds[0] == "colon" else _same_ratio(answer, key))
+
+
+def _same_vector(vector: Value, formula: Value) -> bool:
+    """(1, 2) is i + 2j; a matrix may be a number times another one."""
+    if "matrix" in vector[0] + formula[1]:
+        return isinstance(vector[-1], str) and same_formula(vector[-1], formula[1])
+    if vector[1] != "()" or any(cell[0] not in ("number", "formula") for cell in vector[2]):
+        return False
+    terms = [rf"({latex(cell[1])}) {axis}" for cell, axis in zip(vector[2], "ijk", strict=False)]
+    return len(terms) == len(vector[2]) and same_formula("+".join(terms), formula[1])
 
 
 def _same_choice(key: Value, answer: Value) -> bool:
@@ -106,16 +122,23 @@ def _same_collection(key: Value, answer: Value) -> bool:
     kinds = key[0], answer[0]
     if kinds[1] == "list" and kinds[0] not in ("list", "set", "sequence"):
         return all(_same(key, item) for item in answer[1])
-    if kinds == ("list", "list") and (_has_names(key[1]) != _has_names(answer[1])):
-        named = _has_names(key[1])
-        return _same_ordered(_by_name(key), _by_name(answer)) or (named and _same_ordered(key[1], answer[1]))
+    if kinds == ("list", "list") and (has_names(key[1]) != has_names(answer[1])):
+        named = has_names(key[1])
+        if all(re.fullmatch(r"x_\d", item[1]) for item in (key if named else answer)[1]):  # roots, in any order
+            values = [[item[2] if item[0] == "named" else item for item in value[1]] for value in (key, answer)]
+            return _same_unordered(*values, is_set=False)
+        return _same_ordered(by_name(key), by_name(answer)) or (named and _same_ordered(key[1], answer[1]))
     if {*kinds} <= {"list", "set"}:
         return _same_unordered(key[1], answer[1], is_set=kinds != ("list", "list"))
     if kinds == ("sequence", "sequence"):
         return key[1] == answer[1] and _same_ordered(key[2], answer[2])
     if kinds in (("sequence", "list"), ("list", "sequence")):
-        (_, brackets, items), named = (key, answer) if kinds[0] == "sequence" else (answer, key)
-        return brackets == "()" and _same_ordered(items, _by_name(named))
+        (_, brackets, items, *_), named = (key, answer) if kinds[0] == "sequence" else (answer, key)
+        is_point = has_names(named[1]) or all(item[0] != "named" for item in named[1])  # not x = 2 or x = 3
+        return brackets == "()" and is_point and _same_ordered(items, by_name(named))
+    for one, other in ((key, answer), (answer, key)):
+        if one[0] == "set" and len(one[1]) == 1 and one[1][0][1] != r"\emptyset":  # {(2, 3)} is (2, 3)
+            return _same(one[1][0], other)
     return False
 
 
@@ -125,7 +148,8 @@ def _is_true(chain: Value) -> bool:
     exact = read_formula(value[1]) if value[0] in ("number", "formula") else None
     for rough in (item[1] / (100 if item[2] == "%" != value[2] else 1) for item in chain[2] if item[0] == "number"):
         last_digit = next(Fraction(1, 10**n) for n in range(40) if rough * 10**n % 1 == 0 or n == 39)
-        excess = abs(exact.evalf(60)) - abs(rough) if isinstance(exact, Expr) and not exact.free_symbols else 0
+        is_number = isinstance(exact, Expr) and not exact.free_symbols
+        excess = (exact.evalf(60) - rough) * (-1 if rough < 0 else 1) if is_number else 0
         if not -last_digit / 2 <= excess < last_digit:  # rounded or cut off
             return False
     return all(_same(value, other) for other in others)
@@ -138,9 +162,9 @@ def _renamed(key: Value, answer: Value) -> Value | None:
     names = [re.fullmatch(r"([A-Za-z][(_])([A-Za-z])\)?", name) for name in (key[1], answer[1])]
     if all(names) and names[0][1] == names[1][1]:
         new, old = names[0][2], names[1][2]
-        letters = re.findall(r"\\[A-Za-z]+|[A-Za-z]", answer[4])
+        letters = SYMBOL.findall(answer[4])
         if new not in letters and (old in letters or {old, new} <= set("kmnstuvwxyz")):  # f(1) and f(a) are values
-            return parse_value(re.sub(r"\\[A-Za-z]+|[A-Za-z]", lambda m: new if m[0] == old else m[0], answer[4]))
+            return parse_value(SYMBOL.sub(lambda m: new if m[0] == old else m[0], answer[4]))
     is_curve = "y" in (key[1], answer[1]) and re.search(r"[A-Za-z]\([a-z]\)", key[1] + answer[1])
     return answer[2] if is_curve else None
 
@@ -151,16 +175,6 @@ def _letters(text: str) -> str:
 
 def _same_ordered(keys: tuple[Value, ...], answers: tuple[Value, ...]) -> bool:
     return len(keys) == len(answers) and all(map(_same, keys, answers))
-
-
-def _has_names(values: tuple[Value, ...]) -> bool:
-    """True for x=1, y=2; false for 1, 2 and for x=1, x=2."""
-    return len({value[1] for value in values if value[0] == "named"}) == len(values)
-
-
-def _by_name(value: Value) -> tuple[Value, ...]:
-    """The elements of a list: y=2, x=3 as x=3, y=2."""
-    return tuple(sorted(value[1], key=lambda item: item[1])) if _has_names(value[1]) else value[1]
 
 
 def _same_unordered(keys: tuple[Value, ...], answers: tuple[Value, ...], is_set: bool) -> bool:
@@ -195,11 +209,6 @@ def _quotient(top: Value, bottom: Value) -> Value:
     return parse_value(rf"\frac{{{latex(top[1])}}}{{{latex(bottom[1])}}}")
 
 
-def _same_equation(key: tuple[str, str], answer: tuple[str, str]) -> bool:
-    """True if one equation is the other times a constant."""
-    return ratio_of(key, answer) is not None
-
-
 def _same_quantity(key: Value, answer: Value) -> bool:
     key_unit, answer_unit = key[2], answer[2]
     if "%" in (key_unit, answer_unit) and key[0] == answer[0] == "number":
@@ -214,7 +223,8 @@ def _same_quantity(key: Value, answer: Value) -> bool:
     units = {key_unit, answer_unit}
     if answer_unit == "k" != key_unit:
         return False  # kelvin, or thousand
-    if "deg" in units and (units == {"deg", "rad"} or any("\\pi" in latex(value[1]) for value in (key, answer))):
+    is_in_radians = units == {"deg", "rad"} or re.search(r"\\(?:pi|arc)", latex(key[1]) + latex(answer[1]))
+    if "deg" in units and is_in_radians:
         return same_formula(*(latex(value[1]) + RADIANS * (value[2] == "deg") for value in (key, answer)))
     scale = Fraction(1)
     if key_unit and answer_unit and key_unit != answer_unit:
@@ -317,8 +327,6 @@ def key_text(key: str) -> str:
 def key_problem(key: str) -> str | None:
     """Why nothing could be graded against this key, in a few words; None if it can be."""
     text = clean(key_text(key))
-    if not text:
-        return f"no answer in the key {key[:80]!r}"
     if len(text) > MAX_FORMULA:
         return f"no \\boxed answer in a key of {len(key)} characters ({key[:60]!r}...)"
     if len(re.findall(r"[A-Za-z]{2,}", re.sub(r"\\[A-Za-z]+", " ", text))) > MAX_WORDS:
@@ -335,12 +343,10 @@ def _formulas(value: Value) -> list[str]:
         return [value[1]]
     if value[0] == "equation":
         return list(value[1:])
-    if value[0] == "named":
+    if value[0] in ("named", "family"):
         return _formulas(value[2])
-    parts = {"sequence": 2, "list": 1, "set": 1, "union": 1, "minus": 1, "matrix": 1, "chain": 1}.get(value[0])
-    items = value[parts] if parts else ()
-    if value[0] == "matrix":
-        items = tuple(cell for row in items for cell in row)
+    parts = {"sequence": 2, "list": 1, "set": 1, "union": 1, "minus": 1, "chain": 1}.get(value[0])
+    items = itertools.chain(*value[1]) if value[0] == "matrix" else value[parts] if parts else ()
     return [leaf for item in items for leaf in _formulas(item)]
 
 

@@ -34,7 +34,9 @@ STAND_INS = {  # letters that the parser takes for constants, d and ^T, by lette
     r"\gamma": r"\upsilon ", r"\Gamma": r"\Upsilon ", "I": r"\varsigma ", "E": r"\varpi ", "e_": r"\omicron _",
     "d": r"\vartheta ", "T": r"\varrho ",
 }  # fmt: skip
-UNREADABLE = re.compile(r"binom\{?\d{6}|\\approx|\\f?box|\.\.|\d\s*\\text|(?:gcd|lcm)\W.*[a-z]")
+UNREADABLE = re.compile(  # or skipped by the parser without a word, such as the index of 1_2
+    r"binom\{?\d{6}|\\approx|\\f?box|\.\.|\d\s*\\text|(?:gcd|lcm)\W.*[a-z]|(?<![\w^.{])\d[\d.]*\s*_|\)\s*_|(?:(?<![\w{])\d[\d.]*|\))\s*'|[^\0-\x7fͰ-Ͽ]"
+)
 DIFFERENTIAL = re.compile(r"\\int|\\frac\s*\{\s*d.{0,3}\}\s*\{\s*d|d\w?\s*/\s*d")
 TOKEN = re.compile(
     r"\\Gamma\s*\(|\\(?:text|begin|end|mathbb|mathcal|mathrm)\s*\{[^{}]*\}|_\{[^{}]*\}|\\[A-Za-z]+|e_|[A-Za-z]"
@@ -57,7 +59,7 @@ def read_formula(text: str | Fraction) -> Basic | None:
     kept = {"d"} if DIFFERENTIAL.search(text) else {"T"} if "matrix" in text else {}
     text = TOKEN.sub(lambda m: m[0] if m[0] in kept else STAND_INS.get(m[0], m[0]), text)
     formula = None
-    with contextlib.suppress(Exception):  # the parser raises it as such for what it cannot read
+    with contextlib.suppress(Exception):  # nothing narrower: for a syntax error the parser raises Exception itself
         formula = latex2sympy(normalize_latex(text, NORMALIZATION), is_real=True, **CONVERSION)
     if not isinstance(formula, Basic):
         return formula
@@ -133,15 +135,18 @@ def is_close(first: Expr, second: Expr) -> bool | None:
     return bool(abs((first - second) / size).evalf() < 1e-40)
 
 
-def ratio_of(key: tuple[str, str], answer: tuple[str, str]) -> Expr | None:
+def ratio_of(key: tuple[str, str], answer: tuple[str, str], is_equation: bool = False) -> Expr | None:
     """The number other than 0 by which the difference of the key's sides is a multiple of the answer's, if there is."""
     sides = [read_formula(side) for side in (*key, *answer)]
     if not all(isinstance(side, Expr) for side in sides):
         return None
-    at_one_point, at_another = _values(sides, 0.0), _values(sides, 0.3)
+    differences = [sides[0] - sides[1], sides[2] - sides[3]]
+    if is_equation and all(len(difference.free_symbols) > 1 for difference in differences):  # PV/T = nR is PV = nRT
+        differences = [sympy.fraction(sympy.together(difference))[0] for difference in differences]
+    at_one_point, at_another = _values(differences, 0.0), _values(differences, 0.3)
     if at_one_point and at_another:
-        (a, b, c, d), (e, f, g, h) = at_one_point, at_another
-        if is_close((a - b) * (g - h), (e - f) * (c - d)) is False:
+        (a, b), (c, d) = at_one_point, at_another
+        if is_close(a * d, c * b) is False:
             return None
-    ratio = simplify((sides[0] - sides[1]) / (sides[2] - sides[3]))
+    ratio = simplify(differences[0] / differences[1])
     return ratio if ratio.is_number and ratio.is_finite and ratio.is_nonzero else None

@@ -9,7 +9,7 @@ import itertools
 import re
 from functools import lru_cache
 
-from grading.math_text import CURRENCY, NUMBER_WORDS, QUANTITY, SCALES, clean, fold, number, unit
+from grading.math_text import CURRENCY, NUMBER_WORDS, QUANTITY, clean, fold, number, unit
 
 MAX_FORMULA = 1000  # characters; a longer formula is compared as text only
 REALS = ("formula", r"\mathbb{R}", "")
@@ -21,38 +21,48 @@ MAX_DEPTH = 20  # nested brackets; the LaTeX parser's time grows steeply with th
 #   choice (letter, value)       based (digits, base)          named (name, value, left side, right side): x = 5
 #   list, set, union (values)    sequence (brackets, values)   matrix (rows of values, text)
 #   minus (value, value): a set without another                relation (terms, signs)      equation (left, right)
+#   family (value, value with the letter w, domain): 2k\pi, k in Z
 #   chain (values said to be equal, approximations): 2+3 = 5, 1/3 = 0.333 roughly
 Value = tuple
 
-LETTER = (
-    r"(?:[A-Za-z]|\\(?:alpha|beta|gamma|[dD]elta|zeta|eta|iota|kappa|[lL]ambda|mu|nu|xi|[sS]igma|tau|upsilon|chi|psi"
-    r"|[oO]mega|ell|(?:var)?(?:epsilon|theta|rho|phi))(?![A-Za-z]))(?:_(?:\{\w+\}|\d+|[A-Za-z]))?"
-)
 DENIED = (  # in a text on the left side: what is on the right is not the answer
-    r"half|double|twice|triple|squared?|cubed?|root|inverse|reciprocal|opposite|negative|minus|wrong|not?|never|false|"
-    r"incorrect|errors?|previous|old|attempt|reject\w*|discard\w*|exclud\w*|mistake\w*|bound|guess|estimate|approx\w*"
-    r"|least|most|more|less|other|if"
+    r"half|double|twice|triple|squared?|cubed?|root|inverse|reciprocal|opposite|negative|minus|wrong\w*|not?|never|false|"
+    r"incorrect\w*|err\w+|previous|old|attempt|reject\w*|discard\w*|exclud\w*|mistake\w*|bound|guess|estimate|approx\w*"
+    r"|least|most|more|less|other|if|trap|trial|tempting|naive|log|invalid|fake|intermediate|rough\w*"
 )
+GREEK = (
+    r"\\(?:alpha|beta|gamma|[dD]elta|zeta|eta|iota|kappa|[lL]ambda|mu|nu|xi|[sS]igma|tau|upsilon|chi|psi"
+    r"|[oO]mega|ell|(?:var)?(?:epsilon|theta|rho|phi))(?![A-Za-z])"
+)
+INDEX = rf"\{{[\w,]+\}}|\d+|[A-Za-z]|\{{?\\(?:min|max|triangle\s*[A-Z]+|text\{{(?!(?i:{DENIED})\b)\w+\}})\s*\}}?"
+LETTER = rf"(?:[A-Za-z]|{GREEK})(?:_(?:{INDEX}))?"
 NAME = (  # x, x_1, f(x), f^{-1}(x), f'(2), P(A), |v|, dy/dx, AB, [ABC], \angle ABC, Area, \text{total cost}
-    rf"(?:{LETTER}(?:\^\{{-1\}}|'+)?\s?\((?![^()]*\d[A-Za-z])[^()+*/^=-]*\)|{LETTER}'*"
+    rf"(?:(?:\\(?:max|min)\s*)?(?:{LETTER}(?:\^\{{-1\}}|'+)?\s?\((?![^()]*(?:\d[A-Za-z]|\bnot\b))[^()+*/^=-]*\)|{LETTER}'*)"
+    rf"|{LETTER}\^\{{?\*\}}?|\\(?:hat|bar|overline|overrightarrow)\s*\{{[A-Za-z]+\}}"
+    rf"|\\(?:sin|cos|tan)\s*\(?(?:[A-Z]|(?:\\angle\s*)?[A-Z]+|{GREEK})\)?|P\((?=[^()]*(?:[=<>|]|\\[lgc]))[^()]*\)"
     r"|d\w/d\w|\\frac\{d\w\}\{d\w\}"
     r"|\|\s*(?:\\text\{\w+\}|[A-Zuvw]|\\[a-z]+|\s)+\|(?!\|)|[A-Z]\^(?:T|\{(?:-1|T)\})(?=\s*=\s*\\begin)"
     r"|\[[A-Z]{2,4}\]|m?\\angle\s*[A-Z]{1,4}|(?:\\overline\s*\{?)?[A-Z]{2,4}\}?"
     rf"|(?:\\text\{{)?\s*(?![^{{}}=]*\b(?i:{DENIED})\b)[A-Za-z]{{3,}}(?: [A-Za-z]{{2,}})*\s*"
     r"(?:\}\s*(?:\\(?:triangle|angle)\s*)?[A-Z]*)?"
-    r"|P\s*\(\\text\{[^{}]*\}\))"
+    rf"|P\s*\(\\text\{{(?![^{{}}]*\b(?i:{DENIED})\b)[^{{}}]*\}}\))"
 )
 VARIABLE = rf"{LETTER}'*(?:\(\w\))?"
 LEFT = rf"(?:{NAME}(?:\s*[:/]\s*{NAME})*|\\frac\{{{NAME}\}}\{{{NAME}\}})"  # or a ratio of names
 CONSTANT = re.compile(  # a side without letters
     r"(?:[^A-Za-z\\]|\\(?:frac|sqrt|cdot|times|div|pi|binom|circ|sin|cos|tan|log|ln|pm|\W|text\{[^{}]*\})(?![A-Za-z]))+"
 )
-NAMES = re.compile(r"\(\s*([A-Za-z]|\\[a-z]+)((?:\s*,\s*(?:[A-Za-z]|\\[a-z]+))+)\s*\)")
+NAMES = re.compile(r"\(\s*(?:[A-Za-z]|\\[a-z]+)(?:_\{?\d\}?)?(?:\s*[,;]\s*(?:[A-Za-z]|\\[a-z]+)(?:_\{?\d\}?)?)+\s*\)")
 NAMED = re.compile(rf"({LEFT})\s*(?:=|:=|\\in(?![A-Za-z]))\s*(.+)", re.DOTALL)
 BUILDER = re.compile(rf"\s*{NAME}(?:\s*\\in\s*\\mathbb\{{R\}})?\s*(?:\\mid|:|\|)\s*(.+)")
+DOMAIN = re.compile(  # behind a formula: k \in Z, (n \in N^*), (x > 0)
+    rf"(.+?)(?:[\s,;]*\(|[\s,;]+(?:\\text\{{\s*(?:where|for|with)\s*\}})?)\s*({LETTER})\s*"
+    r"((?:\\in\s*(?:\\mathbb)?\s*\{?[NZR]|\\ne|\\[lg]e|[<>])[^(]*?)\)?"
+)
+SYMBOL = re.compile(r"\\[A-Za-z]+|[A-Za-z]")
 RELATION = re.compile(r"\\[lg]e(?![A-Za-z])|\\ne(?![A-Za-z])|(?<!\\)[<>]")
 EQUALS = re.compile(r"(?<![<>:\\])=")
-APPROX = re.compile(r"\\(?:approx|simeq)(?![A-Za-z])")
+APPROX = re.compile(r"\\approx(?![A-Za-z])")
 CHOICE = re.compile(
     r"(?:\\text\{\s*)?(?:(?:option|choice|answer)\s+)?(\(?)\s*(?:\\text\{\s*)?(\(?)"
     r"\s*([A-Ja-j])\s*(\)?)\s*\}?\s*(\)?)\s*"
@@ -62,8 +72,8 @@ CHOICE = re.compile(
 BASED = re.compile(r"\(?(?:\\text\s*\{)?([0-9A-Fa-f]+)\}?\)?\s*_\s*\{?\s*(?:\\text\s*\{)?(\d+|[a-z]+)\s*\}*")
 LABEL = re.compile(r"(?:^|[,;\s(])\(?(?:[A-Ja-j]|i{1,3}|iv|v)[.):]")
 CLOCK = re.compile(r"(?:\\text\{)?\s*(\d+(?:\s*:\s*\d+)+)\s*(?:\\text\{)?\s*([ap]\.?\s?m\.?)?\s*\}*", re.IGNORECASE)
-COMMA = re.compile(r"[,;](?!\d{3}(?!\d))|;|,\s|(?<=[\s\d}])and(?=\s)")
-OR = re.compile(r"(?<=[\s\d})\]])or(?=[\s\\(]|\w(?:\(\w\))?\s*=)")
+COMMA = re.compile(r"(?<!\d),|,(?!\d{3}(?!\d))|;|,\s|(?<=[\s\d})])and(?=[\s(\\])")
+OR = re.compile(r"(?<=[\s\d})\]])or(?=[\s\\(\d-]|\w(?:\(\w\))?\s*=)")
 SEMICOLON, COLON = re.compile(";"), re.compile(":")
 UNCOUNTED = re.compile(
     r"\\(?:equiv|[pb]?mod|dots|mid|parallel|perp|neg|land|partial|aleph|to|implies|iff)(?![A-Za-z])|\.\.|[a-z]\s*\\circ"
@@ -80,18 +90,18 @@ def parse_value(text: str) -> Value:
     value = number(text)
     if value is not None:
         return ("number", value, "")
-    if len(text) > MAX_FORMULA or _depth(text) > MAX_DEPTH:
+    if len(text) > MAX_FORMULA or max(_depths(text)) > MAX_DEPTH:
         return ("words", text)
-    for read in (_choice, _named, _collection, _quantity):
+    for read in (_choice, _family, _named, _collection, _quantity):
         found = read(text)
         if found is not None:
             return found
     return ("formula", text, "")
 
 
-def _depth(text: str) -> int:
-    steps = ((character in "([{") - (character in ")]}") for character in text)
-    return max(itertools.accumulate(steps, initial=0))
+def _depths(text: str) -> list[int]:
+    """How many brackets are open behind each character."""
+    return list(itertools.accumulate(((c in "([{") - (c in ")]}") for c in text), initial=0))
 
 
 def _split(text: str, separator: re.Pattern[str]) -> list[str]:
@@ -138,6 +148,18 @@ def _choice(text: str) -> Value | None:
     return ("choice", match[3].upper(), parse_value(clean(rest)) if rest else None)
 
 
+def _family(text: str) -> Value | None:
+    """A formula and what is said of one of its letters: 2n, n in Z; not x > 3, x in Z, which is a smaller set."""
+    match = DOMAIN.fullmatch(text)
+    if not match or match[2] not in SYMBOL.findall(match[1]) or _depths(match[1])[-1]:
+        return None
+    domain = re.sub(r"\\in[NZ][_^](?:\*|\+|\\ast|>0)|\\ge1", "N+", re.sub(r"\\mathbb|[\s{}]", "", match[3]))
+    if RELATION.search(match[1]) and domain != r"\inR":
+        return None
+    renamed = SYMBOL.sub(lambda m: "w" if m[0] == match[2] else m[0], match[1])
+    return ("family", parse_value(match[1]), parse_value(renamed), domain)
+
+
 def _named(text: str) -> Value | None:
     """x = 5, f(x) = x^2, x in (0, 1); equations and relations that are no such definitions; 2 + 3 = 5 is 5."""
     if len(_split(text, COMMA)) > 1 or len(_split(text, OR)) > 1:
@@ -157,10 +179,12 @@ def _named(text: str) -> Value | None:
         if values[0] == "sequence" and len(values[2]) == len(keys):
             order = sorted(range(len(keys)), key=lambda i: keys[i].lstrip("\\"))
             return ("sequence", "()", tuple(values[2][i] for i in order))
+    if len(sides) > 2 and all(re.fullmatch(LETTER, side) for side in sides[:-1]):  # x = y = 2
+        return parse_value(", ".join(f"{side} = {sides[-1]}" for side in sides[:-1]))
     named = NAMED.fullmatch("=".join(sides))
     if named and (len(sides) > 1 or "\\in" in text):
         rest = sides[1:] or [named[2].strip()]
-        name = re.sub(r"\\text|[\s{}]", "", fold(named[1]))
+        name = re.sub(r"\\text|[\s{}]|_\{1,2\}", "", fold(named[1]))
         return ("named", name, _chain(rest, approximations), sides[0], rest[-1])
     if (len(sides) > 1 or approximations) and CONSTANT.fullmatch(sides[0]) and CONSTANT.fullmatch(sides[-1]):
         return _chain(sides, approximations)  # 2 + 3 = 5
@@ -200,6 +224,8 @@ def _collection(text: str) -> Value | None:
         values = tuple(_as_point(parse_value(part)) for part in parts)
         if any(value[0] == "choice" or re.fullmatch("[A-J]", part) for value, part in zip(values, parts, strict=True)):
             return ("words", text)  # "A or B" chooses neither
+        if has_names(values):
+            return ("words", text)  # x = 1 or y = 2
         is_union = "\\cup" in text or any(value[0] == "relation" for value in values)
         return ("union" if is_union else "list", _flat(values))
     parts = [re.sub(r"^and\s", "", part).strip() for part in _split(text, COMMA) if part and part != "and"]
@@ -213,7 +239,9 @@ def _collection(text: str) -> Value | None:
     matrix = MATRIX.fullmatch(inner[1].strip() if inner and inner[0] in ("(", "[") else text)
     if matrix and matrix[1] != "vmatrix":
         rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?|\\cr", matrix[2]) if row.strip()]
-        return ("matrix", tuple(tuple(parse_value(clean(cell)) for cell in row.split("&")) for row in rows), text)
+        cells = tuple(tuple(parse_value(clean(cell)) for cell in row.split("&")) for row in rows)
+        is_column = all(len(row) == 1 for row in cells)
+        return ("sequence", "()", tuple(row[0] for row in cells), text) if is_column else ("matrix", cells, text)
     if inner is None:
         if text.count("\\pm") == 1:
             plus = re.sub(r"(^|[=({,])\s*\+", r"\1", text.replace("\\pm", "+"))
@@ -227,15 +255,25 @@ def _collection(text: str) -> Value | None:
     items = [item for item in _split(inside, separator) if item]
     if opening in ("\\{", "[", "\\langle") or len(items) > 1:
         values = tuple(parse_value(item) for item in items)
-        return ("set", _flat(values)) if opening == "\\{" else ("sequence", opening + closing, values)
+        brackets = "()" if opening == "\\langle" else opening + closing
+        return ("set", _flat(values)) if opening == "\\{" else ("sequence", brackets, values)
     return parse_value(inside.strip()) if inside.strip() else None
+
+
+def has_names(values: tuple[Value, ...]) -> bool:
+    """True for x=1, y=2; false for 1, 2 and for x=1, x=2."""
+    return len({value[1] for value in values if value[0] == "named"}) == len(values)
+
+
+def by_name(value: Value) -> tuple[Value, ...]:
+    """The elements of a list: y=2, x=3 as x=3, y=2."""
+    return tuple(sorted(value[1], key=lambda item: item[1])) if has_names(value[1]) else value[1]
 
 
 def _as_point(value: Value) -> Value:
     """x=1, y=2 as (1, 2), in the order of the names."""
-    if value[0] == "list" and len({item[1] for item in value[1] if item[0] == "named"}) == len(value[1]):
-        return ("sequence", "()", tuple(item[2] for item in sorted(value[1], key=lambda item: item[1])))
-    return value
+    is_point = value[0] == "list" and has_names(value[1])
+    return ("sequence", "()", tuple(item[2] for item in by_name(value))) if is_point else value
 
 
 def _flat(values: tuple[Value, ...]) -> tuple[Value, ...]:
@@ -300,9 +338,6 @@ def _quantity(text: str) -> Value | None:
         inner = parse_value(currency[1] + currency[3])
         if inner[0] in ("number", "formula") and inner[2] == "":
             return (*inner[:2], {"\\$": "$", "USD": "$", "\\euro": "eur"}.get(currency[2], currency[2]))
-    scaled = re.fullmatch(rf"(.+?)\s*(?:\\text\{{\s*)?({'|'.join(SCALES)})\s+([A-Za-z ]+)\}}?", text)
-    if scaled and (count := number(scaled[1])) is not None and (name := unit(scaled[3], True)) is not None:
-        return ("number", count * SCALES[scaled[2]], name)  # 3 million dollars
     quantity = QUANTITY.fullmatch(text)
     if quantity and not ("circ" in quantity["unit"] and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", quantity["value"])):
         inner = parse_value(quantity["value"].strip())

@@ -1,4 +1,4 @@
-"""The mathematical verifier: 2,376 written cases, and completions that must never hang or crash it."""
+"""The mathematical verifier: 2,480 written cases, and completions that must never hang or crash it."""
 
 import json
 import time
@@ -138,6 +138,9 @@ def test_hostile_completions_are_wrong_and_cost_at_most_their_time(completion, k
         ("a_n=2n-1", "a_k=2k-1", True),
         ("1\\text{ m}", "100\\text{ cm}", True),
         ("10\\text{ mg}", "10\\text{ Mg}", False),
+        ("x+1_2", "x+1", False),
+        ("\\begin{pmatrix}1/2\\\\2\\end{pmatrix}", "\\frac12\\begin{pmatrix}1\\\\4\\end{pmatrix}", True),
+        ("\\begin{pmatrix}1\\\\2\\end{pmatrix}", "\\begin{pmatrix}1&2\\end{pmatrix}", False),
     ],
 )
 def test_what_reviewers_slipped_past_the_comparison(key, answer, is_correct):

@@ -131,8 +131,8 @@ def _unless_retracted(answer: str, after: str) -> str | None:
     """The answer, unless what stands behind it changes it: then several ("7 or 8"), another one, or None.
 
     It is taken back by a sentence that says so ("No, that is wrong."): then the answer is what the rest says, if
-    anything. It is replaced where the rest states an answer, or names one in doubt ("Wait, it's 8."). A check that ends
-    well ("Wait, let me verify: 2+3=5, yes.") changes nothing.
+    anything. It is replaced where the rest states an answer, concludes one ("So there are 8."), or names one in doubt
+    ("Wait, 8."). A check that ends well ("Wait, let me verify: 2+3=5, yes.") changes nothing.
     """
     if not answer.strip():
         return None
@@ -145,7 +145,8 @@ def _unless_retracted(answer: str, after: str) -> str | None:
     for start, sentence in _sentences(after):
         retracted = phrases.RETRACTED if before else phrases.AT_ONCE
         taken_back = retracted.search(sentence) or _denial(answer.strip()[:40], sentence)
-        is_no = question and not phrases.ABOUT_TRUTH.search(question)  # it answers "Is there another?"
+        is_about_it = phrases.ABOUT_TRUTH.search(question) or answer.strip() in question
+        is_no = question and not is_about_it  # it answers "Is there another?"
         is_of_other = phrases.IMAGINED.search(before) and phrases.THIS.match(sentence)
         if taken_back and not (is_no or is_of_other or phrases.SUPPOSED.search(sentence)):
             rest = after[start + taken_back.end() :].lstrip(" ,:;.!…：，。")
@@ -161,7 +162,7 @@ def _unless_retracted(answer: str, after: str) -> str | None:
 def _denial(answer: str, sentence: str) -> re.Match[str] | None:
     """Where a sentence denies the answer by name: "7 is wrong", "It is not 7, but 8", "But 7 is not even"."""
     start = sentence.find(answer)
-    if start < 0 or re.search(r"[\w.\\−-]$", sentence[:start]):
+    if start < 0 or re.search(r"[A-Za-z0-9_.\\−-]$", sentence[:start]):
         return None
     if phrases.DENIED_BEFORE.search(sentence[:start]):
         return re.compile(re.escape(answer)).match(sentence, start)
@@ -170,28 +171,26 @@ def _denial(answer: str, sentence: str) -> re.Match[str] | None:
 
 
 def _restated(answer: str, after: str) -> str:
-    """The answer that a text behind one names last, by stating it or in doubt about the one before."""
-    current, question, told = answer, "", None  # told: behind what a new answer is looked for
+    """The answer that a text behind one names last: states, concludes, or says in doubt about the one before."""
+    current, question, told = answer, "", phrases.CONCLUDED  # told: behind what a new answer is looked for
     for _, sentence in _sentences(after):
         is_confirmed = phrases.CONFIRMED.search(sentence) and (not question or phrases.ABOUT_TRUTH.search(question))
         question = sentence if phrases.QUESTION.search(sentence) else ""
         if is_confirmed:
-            told, current = None, answer if "stands" in sentence else current
+            told, current = phrases.CONCLUDED, answer if "stands" in sentence else current
             continue
-        if phrases.DOUBT.search(sentence) and not phrases.CHECK.search(sentence):
+        if phrases.DOUBT.search(sentence) and not re.search("check|verif", sentence, re.IGNORECASE):
             told = phrases.ANEW
-        elif phrases.CHECK.search(sentence) or phrases.NOT.search(sentence.partition(answer.strip()[:40])[0]):
-            told = told or phrases.CONCLUDED
         if new := _new_answer(sentence, told):
             letters = [text for text in (current, new) if re.fullmatch(phrases.CHOICE, text)]
             current = f"{letters[0]} {new if letters[0] == current else current}" if len(letters) == 1 else new
     return current
 
 
-def _new_answer(sentence: str, told: re.Pattern[str] | None) -> str | None:
+def _new_answer(sentence: str, told: re.Pattern[str]) -> str | None:
     """The answer that a sentence behind an answer states or, behind what `told` finds, names; None if it does not."""
     stated = [*phrases.STATED.finditer(sentence), *phrases.CORRECTED.finditer(sentence)]
-    named = [*told.finditer(sentence)] if told else []
+    named = [*told.finditer(sentence)]
     if not (stated or named) or phrases.SUPPOSED.search(sentence):
         return None
     match = (stated or named)[-1]
@@ -260,7 +259,7 @@ def _stated(text: str) -> str | None:
     text = re.sub(r"(?<!\{)[,;]?\s+or(?:\s+maybe|\s+perhaps|\s+possibly|\s+else)?\s+", ", ", text)
     text = re.sub(r"(?<=[\d$)}]),? (?:i\.e\.|that is,).*", "", text)
     text = re.sub(rf"^({phrases.CHOICE})\s+[-–—]\s+", r"\1: ", text)
-    return re.sub(r"[.。．!]+$", "", text).strip() or None
+    return re.sub(r"[.。．!]+[)\]]?$", "", text).strip() or None
 
 
 def _without_remark(text: str) -> str:

@@ -10,7 +10,6 @@ def _any(*patterns: str) -> re.Pattern[str]:
 
 
 # Values ---------------------------------------------------------------------------------------------------------------
-
 CHOICE = (  # the letter of an option: no article ("A cat"), no point of a formula ("A = 5")
     r"(?-i:\(?(?<![A-Za-z0-9_])[A-HJ]\)?|(?:(?<=[Oo]ption )|(?<=[Cc]hoice ))\(?[a-h]\)?)(?![.,]?[A-Za-z0-9_]|['’]"
     r"|\s*[=+*/^<>]| (?!and|or|because|since|as|is|it is|for|due|rather|instead|works|holds|fits|match|remains|satisf"
@@ -23,8 +22,8 @@ _UNIT = (
 )
 SO = "(?:so|thus|hence|therefore)"
 NUMBER = (  # a number in prose, with a percent sign or a unit
-    r"(?<![A-Za-z0-9_.])[-−]?\\?[$¥€£]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+|:\d\d(?: ?[ap]m\b)?)?"
-    rf"(?:\s?\\?%|\s?{_UNIT})?(?![A-Za-z0-9_])"
+    rf"(?<![A-Za-z0-9_.])[-−]?\\?[$¥€£]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+|:\d\d(?: ?[ap]m\b)?)?(?:\s?\\?%"
+    rf"|\s?{_UNIT})?(?![A-Za-z0-9_])"
 )
 FORMULA = re.compile(r"(?<!\\)\$([^$]+)\$(?!\d)|\\\((.+?)\\\)")
 NO_WORDS = re.compile(r"\$[^$]*\$|\\\(.*?\\\)|\\text\s*\{[^}]*\}|\\[A-Za-z]+")
@@ -35,24 +34,23 @@ MARK = re.compile(  # Markdown and the end of a proof; a group stays
 )
 
 # How an answer is stated ----------------------------------------------------------------------------------------------
-
 IS = (
     r"(?:(?:is|are|was|equals?|becomes?|comes? (?:out )?to|(?:(?:would|should|must|will)(?: \w+)?|has to"
     r"|turns? out to) be)\b(?:,? (?:therefore|thus|then|hence|just|indeed|actually|really|clearly|exactly|now|still"
     r"|for sure|only|simply|of course)\b,?)*)"
 )
 STATED = _any(  # what follows, or what stands in a group, is the answer
-    r"\b(?:answers?|ans)\b\.?(?: choice)?(?: (?:to|for|of|in|here|that|which|we)\b[^.:=\n]{0,60}?)?,? ?"
-    rf"(?:{IS} ?:?|[:=：](?!>)|=>|→)|^\W*(?:(?:the )?final )?ans(?:wer)?\b *(?:\n|[-–—] |(?=[-(\d$\\]|{CHOICE}\W*$))",
+    rf"\b(?:answers?|ans)\b\.?(?: choice)?(?: (?:to|for|of|in|here|that|which|we)\b[^.:=\n]{{0,60}}?)?,? ?(?:{IS} ?:?"
+    rf"|[:=：](?!>)|=>|→)|^\W*(?:(?:the )?final )?ans(?:wer)?\b *(?:\n|[-–—] |(?=[-(\d$\\]|{CHOICE}\W*$))",
     rf"\b(?:correct|right|best|final) (?:option|choice|one|result|value)s? {IS} ?:?",
     rf"\b(?:choose|select|pick|finalize|go(?:ing)? with|went with) (?:(?:option|choice|answer) )?(?P<chosen>{CHOICES})",
     rf"(?<!\w)(?P<right>{CHOICES}) (?:works|holds|fits|match(?:es)?|remains|satisfies|it is|as (?:the|our"
     rf"|my) (?:\w+ )?(?:answer|choice)|(?:is|are|(?:must|should|has to|appears to) be|seems|looks) (?:the |our "
     rf"|my )*(?:(?!not|wrong|worst)\w+ )?(?:correct|right|true|answer|only|best|choice|option|solution|one))\b",
     r"(?P<before>\$[^$\n]{1,80}\$|(?<![\w.,])[-−]?\d[\d,./]*%?) (?:is|are) (?:the|our|my) (?:(?!wrong"
-    r"|incorrect)\w+ )?answer\b|(?-i:(?P<item>[A-HJ])选?项?(?:是?正确|符合))"
-    r"|(?<![不没])(?<!不[能应该可])选(?:择|项)?[:：]?\s?(?=[（(]?[A-HJ])"
-    r"|(?:答案?|(?<!不)正确的?(?:选项)?)[】\]]?\s?(?:[应该就便]*[是为為]|[:：])[:：]?|答案\s?(?=[（(]?[A-HJ])|【答案】|####",
+    r"|incorrect)\w+ )?answer\b|(?-i:(?P<item>[A-HJ])选?项?(?:是?正确|符合))|(?<![不没])(?<!不[能应该可])选(?:择"
+    r"|项)?[:：]?\s?(?=[（(]?[A-HJ])|(?:答案?|(?<!不)正确的?(?:选项)?)[】\]]?\s?(?:[应该就便改]*[是为為]|[:：])[:：]?|答案\s?(?=[（(]?[A-HJ])"
+    r"|【答案】|####",
 )
 NOTHING = _any(r"(?:in|as|above|below|given|unique|verified|consistent|reasonable|(?:indeed )?(?:correct|right))\b")
 REFUSED = re.compile(  # right before an answer: it is none
@@ -71,14 +69,13 @@ QUESTION = re.compile(r"(?:\w\W*[?？]|吗\W?)[\s)\"'*]*\Z")
 LABEL = re.compile(r"(?!sin|cos|tan|log|ln|sqrt|not?\b)[A-Za-z]{2,}[,:]? ")  # "Answer 28", not "sin 30"
 
 # The sentence that says the answer without the word -------------------------------------------------------------------
-
 REMARK = _any(
     r"^\W*(?:check|verif\w+|sanity|note|indeed|remark|equality(?!.*\bso\b)|to (?:check|verify)|(?:let me"
     r"|we can) (?:check|verify))\b|^.*\b(?:if|without|had)\b.*\bwould\b",
 )
 UNSURE = _any(
-    r"^\W*(?:next\b|now,? (?:let|(?:we|i) (?:(?:need|have|want) to|must)\b))"
-    r"|\b(?:could|might|may) be\b|\b(?:but|however)\b.*(?:\bnot\b|n['’]t\b|\bfails?\b|\bwrong\b)|约|可能",
+    r"^\W*(?:next\b|now,? (?:let|(?:we|i) (?:(?:need|have|want) to|must)\b))|\b(?:could|might|may) be\b|\b(?:but"
+    r"|however)\b.*(?:\bnot\b|n['’]t\b|\bfails?\b|\bwrong\b)|约|可能",
     r"\b(?:maybe|perhaps|possibly|not (?:sure|able)|unable|(?<!equally )likely|next step|mentions)\b|\blet me (?!know)",
 )
 TAIL = _any(  # a remark behind a value
@@ -89,13 +86,13 @@ TAIL = _any(  # a remark behind a value
     r"(?<=[\d$)}])(?: [a-z]+){0,2} (?:for|in|on|after|at|when|if|of the|(?:with|from|among|to(?! get"
     r"| obtain))(?! \d)(?!.*=)) (?:(?!\b(?:gets?|gives?|giving|obtain|have|is|are|equals?|yields?|makes?"
     r"|find)\b)[^,;]){1,120}$|(?<=[\d$)}]) (?:[a-z]+ ){2,3}than .*|(?<=\w),? \d[\d.]* (?:more|less|fewer) than .*",
-    r"(?<=[\d$)}])(?: [a-z]+)? per (?!hour|minute|second|day|week|month|year)[a-z]+\W*$"
-    r"|\s*\((?!or\b|and\b|mod\b)(?:not |[a-h] is |[a-z]{2,}).*|\s*[(（][\u4e00-\u9fff][^()（）]*[)）]\W*$",
+    r"(?<=[\d$)}])(?: [a-z]+)? per (?!hour|minute|second|day|week|month|year)[a-z]+\W*$|\s*\((?!or\b|and\b"
+    r"|mod\b)(?:not |[a-h] is |[a-z]{2,}).*|\s*[(（][\u4e00-\u9fff][^()（）]*[)）]\W*$",
     r"(?<=[\w$%})]) [(\[](?=\d*\.\d+\)|[^()\[\]]*(?:[-+*/×·÷−=]|\\times|\\cdot|[a-z]{4,}))"  # (60 - 40), (6 boxes * 7)
     r"(?:[\d\s.$=+*/×·÷−-]|,(?=\d{3})|\\times|\\cdot|x(?= \d)|(?!pi|sqrt|log)[a-z]{2,}+)++[)\]]\W*$",
     r"\s+(?:in all|(?:in )?total|altogether|overall|each|left(?: over)?|remaining|apiece)\W*$|\s*(?:—| -- | (?:#|//) "
     r"|,? and not\b|[,;] (?:(?:not|but|however|compare)\b|(?:it|that|this) (?:can|does|is not|isn))).*"
-    r"|\s+(?:(?:rather than|instead of)\b.*|(?:actually|instead|in fact)\W*$)"
+    r"|,?\s+(?:(?:rather than|instead of)\b.*|(?:actually|instead|in fact)\W*$)"
     r"|[，,]\s*(?:即|因为|但|此时|而?不[是选]|而非).*",
 )
 SAYS = _any(  # the value follows
@@ -114,10 +111,10 @@ CHOSEN = _any(  # a sentence that ends with a choice, or begins with it
 )
 _SPELLED = r"(?:zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|\w+teen|\w+[nrfxhe]ty|hundred)"
 WORD = _any(  # ... or with a name, or a number in words
-    rf"\b{IS} ({_SPELLED}(?:[ -](?:and )?{_SPELLED})*)\Z"
-    rf"|^(?:so|thus|hence|therefore|there)\b.*\b(?:{IS}|has|have) ({_SPELLED})(?! of)(?: [a-z]+){{1,3}}\Z",
-    rf"^{SO}\b.*\b{IS} (?:on )?(?:an? |the )?((?-i:[A-Z])[a-z]+|false|true|even|odd)\Z"
-    rf"|^{SO},? (yes|no)\Z|\b(no (?:\w+ )?solutions?)\Z",
+    rf"\b{IS} ({_SPELLED}(?:[ -](?:and )?{_SPELLED})*)\Z|^(?:so|thus|hence|therefore|there)\b.*\b(?:{IS}|has"
+    rf"|have) ({_SPELLED})(?! of)(?: [a-z]+){{1,3}}\Z",
+    rf"^{SO}\b.*\b{IS} (?:on )?(?:an? |the )?((?-i:[A-Z])[a-z]+|false|true|even|odd)\Z|^{SO},? (yes|no)\Z"
+    rf"|\b(no (?:\w+ )?solutions?)\Z",
     r"\b([a-z](?:_?\d)? ?= ?[^=\s]+(?:(?:,|,? (?:or|and)) [a-z](?:_?\d)? ?= ?[^=\s]+)+)\Z",
 )
 ARROW = re.compile(r"=>|[⇒⟹∴]|\\(?:Rightarrow|Longrightarrow|implies|therefore)(?![A-Za-z])\\?| → ")
@@ -131,7 +128,6 @@ OPERATION = r"\\(?:[dt]?frac|sqrt|log|ln|sin|cos|tan|binom|cdot|times|pi|left|ri
 EQUATION = _any(r"\b(?:equation|line|circle|curve|plane|parabola|ellipse|hyperbola)\b|方程|直线")
 
 # What stands beside an answer -----------------------------------------------------------------------------------------
-
 HEDGE = _any(r"\b(?:or|maybe|perhaps|possibly|alternatively|might|could|otherwise|else|if|vs|versus|depending)\b|或")
 CORRECTION = _any(rf"\b(?:wait|actually|not?|correct\w*|instead|rather|sorry|mistake|wrong|then|{SO})\b")
 ALTERNATIVE = _any(  # right behind an answer: another one
@@ -155,16 +151,15 @@ PART_BEFORE = re.compile(  # right before or behind an answer: it is a part of a
     r"|ln|sin|cos|tan|pi)|[≠≤≥]|(?:^|[\s$(])[\w\\]+\s*[<>]|\\frac\s*(?:\{[^{}]*\})?\s*\{)\s*$|\d\Z|(?:^|\s)[-−]\Z"
 )
 PART_BEHIND = re.compile(
-    r"\s*(?:\^(?!\s*\{?\s*\\circ)|/|[+-]\s*[\d\\]|\\(?:cdot|times|sqrt|pi|ln|log|frac)(?![a-z])|!(?=\s*(?:\$|"
-    r"\\\)|\\\])))|\d|[.,]\d|_[\d{]|\s?(?:[π√万亿千百]|的(?:\d|[一二两三四几平立]))"
-    r"|[A-Za-z](?![A-Za-z])|\s*(?:\\text\s*\{\s*)?(?:dozen|hundred|thousand|million|billion)\b"
+    r"\s*(?:\^(?!\s*\{?\s*\\circ)|/|[+-]\s*[\d\\]|\\(?:cdot|times|sqrt|pi|ln|log|frac)(?![a-z])|!(?=\s*(?:\$|\\\)"
+    r"|\\\])))|\d|[.,]\d|_[\d{]|\s?(?:[π√万亿千百]|的(?:\d|[一二两三四几平立]))|[A-Za-z](?![A-Za-z])|\s*(?:\\text\s*\{\s*)?"
+    r"(?:dozen|hundred|thousand|million|billion)\b"
 )
 
 # What takes an answer back --------------------------------------------------------------------------------------------
-
 LEAD = r"^\W*(?:(?:no|wait|actually|hmm+|hold on|oh|oops|but|however|well|so|and|sorry|rather)\b\W*)+"
 WRONG = (
-    r"(?:wrong|incorrect|mistaken|invalid|too (?:big|small|large|hasty)|off(?= by|\W*$|[.,])|(?:(?:can)?not"
+    r"(?:wrong|incorrect|mistaken|invalid|flawed|too (?:big|small|large|hasty)|off(?= by|\W*$|[.,])|(?:(?:can)?not"
     r"|n['’]t)(?: \w+){0,3} (?:right|correct|true|answer)(?! that| for))"
 )
 RETRACTED = _any(
@@ -174,66 +169,72 @@ RETRACTED = _any(
     rf"^\W*(?:is|was) (?:\w+ )?{WRONG}|^\W*{WRONG}(?=\W*$|[,.:;!)])",
     r"^\W*(?:(?:but )?wait|oh|hold on|but(?= that))\W+(?:that|this)(?:['’]s| is| was) (?:the|an?|for|half|twice)\b"
     r"|^\W*(?:(?:but )?wait|hmm+|oh|hold on)\W+i (?:need|have) to (?!double[- ]?check|check|verif|make|be|re-?check)",
-    r"\b(?:that|this|it|i|above|(?<!['’]s )(?:answer|result|box\w*|calculation|computation))\b['’]?"
-    rf"(?:[^\w.](?!\d)\w+){{0,3}}?(?:[^\w.]|(?=n['’]t)){WRONG}",
-    r"(?:\bi(?: am|['’]m)|^\W*)\s?(?:not|un)(?: ?\w+){0,2}? ?(?:sure|certain|confident)\b(?! how| why| what)",
+    rf"\b(?:that|this|it|i|above|(?<!['’]s )(?:answer|result|box\w*|calculation|computation|approach"
+    rf"|reasoning))\b['’]?(?:[^\w.](?!\d)\w+){{0,3}}?(?:[^\w.]|(?=n['’]t)){WRONG}",
+    r"(?:\bi(?: am|['’]m)|^\W*)\s?(?:not|un)(?: ?\w+){0,2}? ?(?:sure|certain|confident|convinced)\b(?! how| why| what)",
     r"\bi should(?: not|n['’]t)? have\b|\bstand corrected\b|\bsomething(?:['’]s| \w+)(?: be)? (?:wrong|off)\b",
     rf"{LEAD}(?:that|this|it) (?:fails|violates)\b|(?:^\W*|{LEAD})(?:that|this)(?:['’]s not| (?:\w+ )?(?:can(?:no"
-    rf"|['’])t|does(?: not|n['’]t)|must|is(?: not|n['’]t)))\b (?:add|be|work|hold|satisfy|fit|match|make|possible"
-    rf"|valid|what|in)\b|\bwe (?:forgot|missed|overlooked)\b(?! nothing| to mention)|\bi doubt\b.*"
-    rf"|\bi (?:\w+ ){{0,2}}(?:made an? (?:\w+ ){{0,2}}(?:mistake|error|slip|typo)|forgot(?! nothing| to mention)"
-    rf"|missed|overlooked|messed|slipped|left out|neglected|ignored|omitted|mis\w+|dropped|swapped|retract|withdraw"
-    rf"|(?:double|over|under)[- ]?counted|counted (?:\w+ ){{1,3}}twice|mixed up|meant?|take (?:it|that) back)\b",
-    r"\b(?:correct|chang|revis|updat|withdr)\w* (?:my|the|that) (?:answer|mind|result|mistake)",
+    rf"|['’])t|does(?: not|n['’]t)|must|is(?: not|n['’]t)))\b (?:add|be(?! (?:an? (?!mistake|error)|improved|avoided"
+    rf"|larger|smaller))|work|hold(?! for)|satisfy|fit|match|make|possible|valid|what|it|in)\b|\bwe (?:forgot|missed"
+    rf"|overlooked)\b(?! nothing| to mention)|\bi doubt\b.*|\bi (?:do not|don['’]t) (?:think|believe) (?:so|that|this"
+    rf"|it)\b.*|^\W*(?:this is a )?contradiction\W*$|\bi (?:\w+ ){{0,2}}(?:made an? (?:\w+ ){{0,2}}(?:mistake|error"
+    rf"|slip|typo)|forgot(?! nothing| to mention)|missed|overlooked|messed|slipped|left out|neglected|ignored|omitted"
+    rf"|mis\w+|dropped|swapped|retract|withdraw|(?:double|over|under)[- ]?counted|counted (?:\w+ ){{1,3}}twice"
+    rf"|mixed up|meant?|take (?:it|that) back)\b",
+    r"\b(?:correct|chang|revis|updat|withdr)\w* (?:my|the|that) (?:answer|mind|result|mistake)|chang\w+ (?:this"
+    r"|that) to",
     r"\b(?:a typo|never ?mind)\b|\b(?:that|this|which) (?:\w+ )?contradict|\b(?:there(?:['’]s| is| was| must be)|has"
     r"|had|contains) an? (?:\w+ )?(?:mistake|error|slip)\b|\boff by (?:one|\d)|\b(?:my (?:bad|mistake|error)"
     r"|on second thought|make that)\b|\b(?:let me|let['’]s|i(?:['’]ll| will| need to| must| have to)) (?:redo|correct"
     r"|fix|start over|try again|revise)\b",
     rf"{LEAD}.{{0,20}}\b(?:question|problem) (?:\w+ )?(?:asks|asked|wants|wanted|says|said)\b",
-    r"不对|(?<!没)(?<!没有)(?:错了|算错)|不确定|有误|更正|纠正|修正|不正确|[漏多少看]算|漏[掉了]|看错|(?:答案|结果|上面|以上|这)[^，。没]{0,6}错误",
+    r"不对|(?<!没)(?<!没有)(?:错了|算错)|不确定|有误|更正|纠正|修正|不正确|[漏多少看]算|漏[掉了]|看错|这是?不可能|(?:答案|结果|上面|以上|这)[^，。没]{0,6}错误",
 )
 THIS = _any(r"\W*(?:but )?(?:this|that)\b")
 AT_ONCE = _any(  # right behind an answer only: further on it may be said of something else
     RETRACTED.pattern,
     rf"^{THIS.pattern}(?: \w+)? (?:(?:is|seems) (?:impossible|absurd|not (?:among|one of))|fails|violates)\b",
 )
-NOT = _any(r"\b(?:not|rather than|instead of)\W{1,2}\Z")
-DENIED_BEFORE = _any(r"(?:^\W*|\b(?:it|this|that|answer|result)(?: is|['’]s) )not\W{1,2}$")
-DENIED = _any(rf"[\s$]*(?:{IS} )?{WRONG}")  # right behind the answer itself
+DENIED_BEFORE = _any(r"(?:^\W*|\b(?:it|this|that|answer|result)(?: is|['’]s) (?:\w+ )?)not\W{1,2}$|不是\W{0,2}$")
+DENIED = _any(
+    rf"[\s$]*(?:(?:{IS} )?{WRONG}|fails|(?:does not|doesn['’]t) (?:work|fit)|is impossible)"
+)  # right behind the answer itself
 DENIED_IN_CONTRAST = _any(DENIED.pattern, r"[\s$]*(?:(?:is|does|can) ?(?:not|n['’]t)|,? but)\b")
 ABOUT_TRUTH = _any(r"right|correct|sure")  # a question to which "no" denies the answer before
-# It is somebody else's answer, and so it is if "That is wrong." follows
-IMAGINED = _any(r"\b(?:(?<!th[ai][ts] )would|(?<!i )might|common|tempt\w+|any|naive|obvious|student|people|claims?)\b")
+IMAGINED = _any(  # it is somebody else's answer, and so it is if "That is wrong." follows
+    r"\b(?:(?<!th[ai][ts] )(?<!\bi )(?:would|might)|at first|earlier i|first got|common|tempt\w+|any|in general"
+    r"|generally|naive|obvious|student|people|claims?)\b"
+)
 SUPPOSED = _any(  # nothing in such a sentence is meant
     IMAGINED.pattern,
-    r"\b(?:if|whether|unless|otherwise|check that|make sure|not? (?:wrong|incorrect|mistake|error))\b",
-    r"(?<!fails )\bfor \$?[a-z]\$? ?=",
+    r"(?<!fails )\bfor \$?[a-z]\$? ?=|\b(?:if|whether|unless|otherwise|check that|make sure"
+    r"|not? (?:wrong|incorrect|mistake|error))\b",
 )
 DOUBT = _any(
     r"^\W*(?:(?:but|ah+|oh|or|so|well|no)\b\W+)*(?:wait|hmm+|hold on|actually|oh(?!,? and)|alternatively|sorry"
-    r"|(?:my )?apologies|pardon|er+|argh|damn|rather|or maybe|better|then again|(?:edit|update|corrected"
-    r"|revised)(?=:))\b|^\W*(?:(?:hmm|oh)\W+)?i think\b"
-    r"|^\W*(?:but|however)\b(?=.*\b(?:it|that|this|answer|value|result|total)\b)|^\W*(?:up)?on (?:\w+ )?(?:reflection"
-    r"|inspection)\b|^\W*in fact,? (?:it|the answer)\b|\blet me re(?!-?(?:check|verif))|等等|等一下|实际上|抱歉",
+    r"|(?:my )?apologies|pardon|er+|argh|damn|rather|or maybe|better|then again|(?:edit|update|corrected|revised|typo"
+    r"|errata)(?=:))\b|^\W*(?:(?:hmm|oh)\W+)?i think\b|^\W*(?:but|however)\b(?=.*\b(?:it|that|this|answer|value"
+    r"|result|total|we (?:also |still )?(?:need|must|have))\b)|^\W*(?:up)?on (?:\w+ )?(?:reflection|inspection)\b"
+    r"|^\W*in fact,? (?:it|the answer)\b|\blet me re(?!-?(?:check|verif))|等等|等一下|实际上|抱歉",
 )
-CHECK = _any(r"\b(?:double|re)?-?(?:check|verif)")
-CONCLUDED = _any(  # what follows is the outcome of a check
-    rf"^\W*(?:(?:so|thus|hence|therefore|in fact),? )?(?:it|that|there|(?:the|our) (?:answer|count|total|number"
-    rf"|result|value))(?:['’]s|\s{IS})\s*(?={VALUE})"
+CONCLUDED = _any(  # what follows is a conclusion, and so an answer
+    rf"^(?:[^,;:]{{0,60}}\b(?:\w*check\w*|again|total|not|but|however|instead|also|actually)\b[^,;:]{{0,40}}[,;]? "
+    rf"|\W*)(?:(?:{SO}|in fact),? )?(?:it|that|there|(?:the|our) (?:correct )?(?:answer|count|total|number"
+    rf"|result))(?:['’]s|\s{IS})\s*(?={VALUE})"
 )
 CORRECTED = _any(  # what follows is the new answer, if it is another one
     rf"\b(?:should|ought to) (?:\w+ )?(?:be|have been|read|say)\b\s*(?={VALUE})|应该?[为是]\s*(?=[-\d$\\A-H])",
 )
 ANEW = _any(  # in doubt, too
-    rf"(?:['’]s|\s{IS}|\b(?:makes|gives|giving|making(?: it)?)|[是为])\s*(?={VALUE}[^<>≤≥]*$)"
-    rf"|(?:\bso|:)\s+(?={VALUE}[^=<>≤≥]*$)",
-    r"^\W*(?:(?:wait|hmm+|actually|oh|er+|well|pardon|sorry|or|rather|maybe|no|alternatively|better|i think)\b\W*)+"
-    rf"(?={VALUE}[^<>≤≥]*$)|^\W*{SO},? (?=\$?[A-Za-z] ?= ?[^=]*$|{VALUE}[^=<>≤≥]*$)"
+    rf"(?:['’]s(?: \w+ly)?|\s{IS}|\b(?:makes|gives|giving|making(?: it)?)|[是为]|共有?)\s*(?={VALUE}[^<>≤≥]*$)|(?:\bso"
+    rf"|:)\s+(?={VALUE}[^=<>≤≥]*$)",
+    rf"^\W*(?:(?:wait|hmm+|actually|oh|er+|well|pardon|sorry|or|so|rather|maybe|no|alternatively|better"
+    rf"|i think)\b\W*)+(?={VALUE}[^<>≤≥]*$)|^\W*{SO},? (?=\$?[A-Za-z] ?= ?[^=]*$|{VALUE}[^=<>≤≥]*$)"
     rf"|^[\s\d+*/×·()$-]*=\s*(?={VALUE}[^=<>≤≥]*$)",
 )
 CONFIRMED = _any(
-    r"^\W*(?:yes|good|ok|okay|correct|right|great|perfect|indeed)\b(?=\W*(?:[,.!]|$))"
-    r"|\b(?:it|that|this|answer|result|all)\b(?:['’]s| \w+){1,2}? (?:right|correct|fine|ok|good|consistent|valid)\b",
-    r"\b(?:stands|checks? out|holds|confirmed|verified)\b|没错|(?<!不)正确(?!答|的|选)|无误|[✓✔✅]"
-    r"|\bas (?:required|expected|given|desired|needed|claimed)\b|\b(?:it|that|this|all) (?:works|matches|agrees)\b",
+    r"^\W*(?:yes|good|ok|okay|correct|right|great|perfect|indeed)\b(?=\W*(?:[,.!]|$))|\b(?:it|that|this|answer|result"
+    r"|all)\b(?:['’]s| \w+){1,2}? (?:right|correct|fine|ok|good|consistent|valid)\b",
+    r"\b(?:stands|checks? out|holds|confirmed|verified)\b|没错|(?<!不)正确(?!答|的|选)|无误|[✓✔✅]",
+    r"\bas (?:required|expected|given|desired|needed|claimed)\b|\b(?:it|that|this|all) (?:works|matches|agrees)\b",
 )

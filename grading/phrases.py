@@ -75,7 +75,7 @@ REMARK = _any(
 )
 UNSURE = _any(
     r"^\W*(?:next\b|now,? (?:let|(?:we|i) (?:(?:need|have|want) to|must)\b))|\b(?:could|might|may) be\b|\b(?:but"
-    r"|however)\b.*(?:\bnot\b|n['’]t\b|\bfails?\b|\bwrong\b)|约|可能",
+    r"|however)\b.*(?:\bnot\b|n['’]t\b|\bfails?\b|\bwrong\b)|约|(?<!等)可能",
     r"\b(?:maybe|perhaps|possibly|not (?:sure|able)|unable|(?<!equally )likely|next step|mentions)\b|\blet me (?!know)",
 )
 TAIL = _any(  # a remark behind a value

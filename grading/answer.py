@@ -131,24 +131,26 @@ def _unless_retracted(answer: str, after: str) -> str | None:
     """The answer, unless what stands behind it changes it: then several ("7 or 8"), another one, or None.
 
     It is taken back by a sentence that says so ("No, that is wrong."): then the answer is what the rest says, if
-    anything. It is replaced where the rest states an answer, or names one in doubt ("Wait, it's 8."). A check that ends
-    well ("Wait, let me verify: 2+3=5, yes.") changes nothing.
+    anything. It is replaced where the rest states an answer, concludes one ("So there are 8."), or names one in doubt
+    ("Wait, 8."). A check that ends well ("Wait, let me verify: 2+3=5, yes.") changes nothing.
     """
     if not answer.strip():
         return None
     after = _normal(after[:MAX_AFTER])
     if other := phrases.ALTERNATIVE.match(after):
         told = re.split(r"[.\n](?:\s|$)|。", after[other.end() :][:120], maxsplit=1)[0]
-        has_value = phrases.HAS_VALUE.search(told)
-        if has_value and (not re.search(r"[.。\n]", other[0]) or phrases.SAID.fullmatch(told)):
+        if phrases.HAS_VALUE.search(told) and (not re.search(r"[.。\n]", other[0]) or phrases.SAID.fullmatch(told)):
             return f"{answer}, {_read_unmarked(told) or told}"
-    rest, question = None, ""
+    rest, question, before = None, "", ""
     for start, sentence in _sentences(after):
-        taken_back = phrases.RETRACTED.search(sentence) or _denial(answer.strip()[:40], sentence)
-        is_no = question and not phrases.ABOUT_TRUTH.search(question)  # it answers "Is there another?"
-        if taken_back and not is_no and not phrases.SUPPOSED.search(sentence):
-            rest = after[start + taken_back.end() :].lstrip(" ,:;.!…")
-        question = sentence if re.search(r"\w.*\?\s*$", sentence) else ""
+        retracted = phrases.RETRACTED if before else phrases.AT_ONCE
+        taken_back = retracted.search(sentence) or _denial(answer.strip()[:40], sentence)
+        is_about_it = phrases.ABOUT_TRUTH.search(question) or answer.strip() in question
+        is_no = question and not is_about_it  # it answers "Is there another?"
+        is_of_other = phrases.IMAGINED.search(before) and phrases.THIS.match(sentence)
+        if taken_back and not (is_no or is_of_other or phrases.SUPPOSED.search(sentence)):
+            rest = after[start + taken_back.end() :].lstrip(" ,:;.!…：，。")
+        question, before = sentence if phrases.QUESTION.search(sentence) else "", sentence.strip(" .$\n)")
     if rest is None:
         return _restated(answer, after)
     new = _read_unmarked(rest)
@@ -158,34 +160,37 @@ def _unless_retracted(answer: str, after: str) -> str | None:
 
 
 def _denial(answer: str, sentence: str) -> re.Match[str] | None:
-    """Where a sentence denies the answer by name: "7 is wrong", "But 7 is not even"."""
+    """Where a sentence denies the answer by name: "7 is wrong", "It is not 7, but 8", "But 7 is not even"."""
     start = sentence.find(answer)
-    if start < 0 or re.search(r"[\w.\\−-]$", sentence[:start]):
+    if start < 0 or re.search(r"[A-Za-z0-9_.\\−-]$", sentence[:start]):
         return None
-    pattern = phrases.DENIED_IN_CONTRAST if phrases.CONTRAST.match(sentence) else phrases.DENIED
+    if phrases.DENIED_BEFORE.search(sentence[:start]):
+        return re.compile(re.escape(answer)).match(sentence, start)
+    pattern = phrases.DENIED_IN_CONTRAST if re.match(phrases.LEAD, sentence, re.IGNORECASE) else phrases.DENIED
     return pattern.match(sentence, start + len(answer))
 
 
 def _restated(answer: str, after: str) -> str:
-    """The answer that a text behind one names last, by stating it or in doubt about the one before."""
-    current, is_doubted, question = answer, False, ""
+    """The answer that a text behind one names last: states, concludes, or says in doubt about the one before."""
+    current, question, told = answer, "", phrases.CONCLUDED  # told: behind what a new answer is looked for
     for _, sentence in _sentences(after):
         is_confirmed = phrases.CONFIRMED.search(sentence) and (not question or phrases.ABOUT_TRUTH.search(question))
-        question = sentence if re.search(r"\w.*\?\s*$", sentence) else ""
+        question = sentence if phrases.QUESTION.search(sentence) else ""
         if is_confirmed:
-            is_doubted, current = False, answer if "stands" in sentence else current
+            told, current = phrases.CONCLUDED, answer if "stands" in sentence else current
             continue
-        is_doubted = is_doubted or bool(phrases.DOUBT.search(sentence) and not phrases.CHECK.search(sentence))
-        if new := _new_answer(sentence, is_doubted):
+        if phrases.DOUBT.search(sentence) and not re.search("check|verif", sentence, re.IGNORECASE):
+            told = phrases.ANEW
+        if new := _new_answer(sentence, told):
             letters = [text for text in (current, new) if re.fullmatch(phrases.CHOICE, text)]
             current = f"{letters[0]} {new if letters[0] == current else current}" if len(letters) == 1 else new
     return current
 
 
-def _new_answer(sentence: str, is_doubted: bool) -> str | None:
-    """The answer that a sentence behind an answer names, None if it does not."""
+def _new_answer(sentence: str, told: re.Pattern[str]) -> str | None:
+    """The answer that a sentence behind an answer states or, behind what `told` finds, names; None if it does not."""
     stated = [*phrases.STATED.finditer(sentence), *phrases.CORRECTED.finditer(sentence)]
-    named = [*phrases.ANEW.finditer(sentence)] if is_doubted else []
+    named = [*told.finditer(sentence)]
     if not (stated or named) or phrases.SUPPOSED.search(sentence):
         return None
     match = (stated or named)[-1]
@@ -197,15 +202,15 @@ def _new_answer(sentence: str, is_doubted: bool) -> str | None:
 def _normal(text: str) -> str:
     """The text without white space that says nothing, without Markdown's marks, and with all formulas in $...$."""
     text = re.sub(r"[ \t]+", " ", re.sub(r"\s*\n\s*", "\n", text))
-    text = re.sub(r"(?m)^```.*$|\*\*(.+?)\*\*|__(.+?)__", lambda m: m[1] or m[2] or "", text)
+    text = phrases.MARK.sub(lambda m: m[m.lastindex] if m.lastindex else "", text)
     display = re.compile(r"(?:\$\$|\\\[)(.*?)([.,]?\s*)(?:\$\$|\\\])", re.DOTALL)
     return display.sub(lambda m: f"${' '.join(m[1].split())}${m[2].strip()} ", text)
 
 
 def _sentences(text: str) -> list[tuple[int, str]]:
     """Where each sentence starts, and the sentence."""
-    end = r"(?<!i\.e)(?<!e\.g)(?<!vs)(?<!sq)[.!?…](?=[\s)\"'*]|$)[)\"'*]*\s*|[。！？；．]|;\s|\n"
-    ends = [match.end() for match in re.finditer(end, text)]
+    stop = r"(?<!i\.e)(?<!e\.g)(?<!vs)(?<!sq)(?:(?<!^[A-J])|(?!\. [\d$\\]))[.!?…](?=[\s)\"'*]|$)[)\"'*]*\s*"
+    ends = [match.end() for match in re.finditer(stop + r"|[。！？；．]|;\s|\n", text, re.MULTILINE)]
     pairs = itertools.pairwise([0, *ends, len(text)])
     return [(start, text[start:end]) for start, end in pairs if text[start:end].strip()]
 
@@ -217,7 +222,7 @@ def _read_unmarked(text: str) -> str | None:
         group = match.lastgroup
         behind = text[match.end() :].lstrip()
         sentence = match[group] if group else (_sentences(behind) or [(0, "")])[0][1]
-        if not sentence.strip() or (phrases.NO_ANSWER.match(sentence) and not group):
+        if not sentence.strip() or phrases.QUESTION.search(sentence) or (not group and phrases.NOTHING.match(sentence)):
             continue
         if "would" in match[0] and re.search(r"\bif\b[^.!?\n]*\Z", text[: match.start()], re.IGNORECASE):
             continue
@@ -231,12 +236,12 @@ def _read_unmarked(text: str) -> str | None:
     sentences = _sentences(text)
     num_words = len(re.findall(r"[A-Za-z]{2,}", phrases.NO_WORDS.sub(" ", text)))
     if len(sentences) == 1 and num_words <= 2 and not phrases.PROSE.search(text):
-        is_labelled = phrases.LABEL.match(text) and phrases.HAS_VALUE.search(text)
-        return (is_labelled and _value(text)) or _right_side(text, is_asked=True)
+        has_label = phrases.CHOSEN.search(text) or (phrases.LABEL.match(text) and phrases.HAS_VALUE.search(text))
+        return (has_label and _value(text)) or _right_side(_stated(text) or text, is_asked=True)
     for start, sentence in reversed(sentences):
         if phrases.UNSURE.search(sentence):
             return None
-        if re.search(r"\?\s*$", sentence) or phrases.REMARK.match(sentence):
+        if phrases.QUESTION.search(sentence) or phrases.REMARK.match(sentence):
             continue
         if (answer := _value(sentence)) or phrases.HAS_VALUE.search(sentence):
             return _unless_retracted(answer or "", text[start + len(sentence) :])
@@ -247,33 +252,37 @@ def _stated(text: str) -> str | None:
     """The answer at the beginning of what is said to be the answer; None if that is a denial."""
     if denial := re.match(r"\W*not\b(?:.*?\bbut (?:rather )?)?", text, re.IGNORECASE):
         text = text[denial.end() :] if "but" in denial[0] else ""
-    text = _without_remark(text)
+    text = re.sub(r"^(?:approximately|about|roughly|around|letter) ", "", _without_remark(text))
     is_sentence = phrases.PROSE.search(text) or re.match(r"[A-Za-z]+ [a-z]+ ", phrases.NO_WORDS.sub(" ", text))
     if is_sentence and not phrases.HEDGE.search(text):
         text = _value(text) or text
     text = re.sub(r"(?<!\{)[,;]?\s+or(?:\s+maybe|\s+perhaps|\s+possibly|\s+else)?\s+", ", ", text)
-    return re.sub(r"[.。．!]+$", "", text).strip() or None
+    text = re.sub(r"(?<=[\d$)}]),? (?:i\.e\.|that is,).*", "", text)
+    text = re.sub(rf"^({phrases.CHOICE})\s+[-–—]\s+", r"\1: ", text)
+    return re.sub(r"[.。．!]+[)\]]?$", "", text).strip() or None
 
 
 def _without_remark(text: str) -> str:
     """The text without "because ..." behind a value, and without what follows such a word and has no value."""
-    remarks = (m for m in phrases.TAIL.finditer(text) if text[: m.start()].strip())
-    remark = next(
-        (m for m in remarks if phrases.HAS_VALUE.search(text[: m.start()]) or not phrases.HAS_VALUE.search(m[0])), None
-    )
-    return (text[: remark.start()] if remark else text).strip()
+    for remark in phrases.TAIL.finditer(text):
+        before = text[: remark.start()]
+        has_value = phrases.HAS_VALUE.search(remark[0]) or phrases.CHOSEN.search(remark[0])
+        if before.strip() and (phrases.HAS_VALUE.search(before) or not has_value):
+            return before.strip()
+    return text.strip()
 
 
 def _value(sentence: str) -> str | None:
     """The value that a sentence ends with: a choice, a formula, what follows "is" or "=", a number; else None."""
     sentence = _without_remark(sentence).rstrip(" .。．!")
     if word := phrases.CHOSEN.search(sentence) or phrases.WORD.search(sentence):
-        return word[1] or word[2]
+        group = word.lastindex or 0
+        return None if phrases.REFUSED.search(sentence[: word.start(group)]) else word[group]
     formulas = [(m.start(), m.end(), m[1] or m[2]) for m in phrases.FORMULA.finditer(sentence)]
     plain = phrases.FORMULA.sub(lambda m: " " * len(m[0]), sentence)
     numbers = [(m.start(), m.end(), m[0]) for m in re.finditer(phrases.NUMBER, plain)]
     telling = [f for f in formulas if re.search(r"[\d=<>\\(]", f[2])] or ([] if numbers else formulas)
-    said = sentence[[0, *(m.end() for m in phrases.SAYS.finditer(plain))][-1] :].strip()
+    said = sentence[[0, *(m.end() for m in phrases.SAYS.finditer(plain))][-1] :].strip(" ,:：")
     said = re.sub(r"^(?:an?|the|only|exactly) ", "", said)
     is_asked = bool(phrases.EQUATION.search(sentence))
     if phrases.HAS_VALUE.search(said) and phrases.SAID.fullmatch(said) and not re.match(r"\$[^$]*=[^$]*\$.", said):
@@ -286,13 +295,13 @@ def _value(sentence: str) -> str | None:
         return relation[0]
     side = phrases.SIDE.search(plain)
     if side and not (numbers and numbers[-1][0] >= side.end(1)):
-        unsolved = phrases.UNSOLVED.search(plain)
-        return unsolved[0] if unsolved else side[1]
+        return (phrases.UNSOLVED.search(plain) or side)[1]
     return _read_spans(plain, numbers) if numbers else None
 
 
 def _right_side(formula: str, is_asked: bool) -> str:
     """7 of 3+4 = 7 and 28 of x+y = 28; an equation that is asked for, or is not solved (2x = 28), stays whole."""
+    formula = phrases.ARROW.split(formula)[-1]
     left, right = formula.partition("=")[0].strip(), formula.rpartition("=")[2].strip()
     is_number = not re.search(r"[A-Za-z,]", re.sub(r"\\[A-Za-z]+", "", right))
     is_quantity = is_number and len(set(re.findall(phrases.NAME, left))) > 1 and not left.startswith("(")

@@ -35,7 +35,8 @@ STAND_INS = {  # letters that the parser takes for constants, d and ^T, by lette
     "d": r"\vartheta ", "T": r"\varrho ",
 }  # fmt: skip
 UNREADABLE = re.compile(  # or skipped by the parser without a word, such as the index of 1_2
-    r"binom\{?\d{6}|\\approx|\\f?box|\.\.|\d\s*\\text|(?:gcd|lcm)\W.*[a-z]|(?<![\w^.{])\d[\d.]*\s*_|\)\s*_|(?:(?<![\w{])\d[\d.]*|\))\s*'|[^\0-\x7fͰ-Ͽ]"
+    r"binom\{?\d{6}|\\approx|\\f?box|\.\.|\d\s*\\text|(?:gcd|lcm)\W.*[a-z]"
+    r"|(?<![\w^.{])\d[\d.]*\s*_|\)\s*_|(?:(?<![\w{])\d[\d.]*|\))\s*'|[^\0-\x7fͰ-Ͽ]"
 )
 DIFFERENTIAL = re.compile(r"\\int|\\frac\s*\{\s*d.{0,3}\}\s*\{\s*d|d\w?\s*/\s*d")
 TOKEN = re.compile(

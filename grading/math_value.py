@@ -26,9 +26,9 @@ MAX_DEPTH = 20  # nested brackets; the LaTeX parser's time grows steeply with th
 Value = tuple
 
 DENIED = (  # in a text on the left side: what is on the right is not the answer
-    r"half|double|twice|triple|squared?|cubed?|root|inverse|reciprocal|opposite|negative|minus|wrong\w*|not?|never|false|"
-    r"incorrect\w*|err\w+|previous|old|attempt|reject\w*|discard\w*|exclud\w*|mistake\w*|bound|guess|estimate|approx\w*"
-    r"|least|most|more|less|other|if|trap|trial|tempting|naive|log|invalid|fake|intermediate|rough\w*"
+    r"half|double|twice|triple|squared?|cubed?|root|inverse|reciprocal|opposite|negative|minus|wrong\w*|not?|never"
+    r"|false|incorrect\w*|err\w+|previous|old|attempt|reject\w*|discard\w*|exclud\w*|mistake\w*|bound|guess|estimate"
+    r"|approx\w*|least|most|more|less|other|if|trap|trial|tempting|naive|log|invalid|fake|intermediate|rough\w*"
 )
 GREEK = (
     r"\\(?:alpha|beta|gamma|[dD]elta|zeta|eta|iota|kappa|[lL]ambda|mu|nu|xi|[sS]igma|tau|upsilon|chi|psi"
@@ -37,7 +37,8 @@ GREEK = (
 INDEX = rf"\{{[\w,]+\}}|\d+|[A-Za-z]|\{{?\\(?:min|max|triangle\s*[A-Z]+|text\{{(?!(?i:{DENIED})\b)\w+\}})\s*\}}?"
 LETTER = rf"(?:[A-Za-z]|{GREEK})(?:_(?:{INDEX}))?"
 NAME = (  # x, x_1, f(x), f^{-1}(x), f'(2), P(A), |v|, dy/dx, AB, [ABC], \angle ABC, Area, \text{total cost}
-    rf"(?:(?:\\(?:max|min)\s*)?(?:{LETTER}(?:\^\{{-1\}}|'+)?\s?\((?![^()]*(?:\d[A-Za-z]|\bnot\b))[^()+*/^=-]*\)|{LETTER}'*)"
+    rf"(?:(?:\\(?:max|min)\s*)?"
+    rf"(?:{LETTER}(?:\^\{{-1\}}|'+)?\s?\((?![^()]*(?:\d[A-Za-z]|\bnot\b))[^()+*/^=-]*\)|{LETTER}'*)"
     rf"|{LETTER}\^\{{?\*\}}?|\\(?:hat|bar|overline|overrightarrow)\s*\{{[A-Za-z]+\}}"
     rf"|\\(?:sin|cos|tan)\s*\(?(?:[A-Z]|(?:\\angle\s*)?[A-Z]+|{GREEK})\)?|P\((?=[^()]*(?:[=<>|]|\\[lgc]))[^()]*\)"
     r"|d\w/d\w|\\frac\{d\w\}\{d\w\}"

@@ -62,6 +62,8 @@ def read_answer(completion: str) -> str | None:
         text = _read_spans(text, tags, may_be_part=False)
     if text is None:
         return None
+    text = phrases.STRUCK.sub(lambda m: "" if "boxed" in m[0] else m[0], text)
+    text = _without_others(text)
     boxes = _boxes(text)
     answer = _read_spans(text, boxes) if boxes else _read_unmarked(text)
     if answer is not None and boxes and phrases.STATED.search(answer[:MAX_AFTER]):  # \boxed{\text{The answer is } 5}
@@ -92,6 +94,20 @@ def _boxes(text: str) -> list[Span]:
         inside = None if end is None else text[match.end() : end]
         spans.append((match.start(), len(text) if end is None else end + 1, inside))
     return spans
+
+
+def _without_others(text: str) -> str:
+    """The text without the sentence of its last box, if that one quotes an answer as wrong."""
+    start, end, inside = (_boxes(text) or [(0, 0, None)])[-1]
+    before, behind = text[max(0, start - 200) : start], text[end : end + 200]
+    lead = before[(_sentences(before) or [(0, "")])[-1][0] :]
+    ends = [at for at, _ in _sentences(behind) if re.search(r"\w", behind[:at])]
+    is_quoted = phrases.OF_OTHERS.search(lead) and phrases.OTHERS_ERROR.search(lead + behind)
+    if inside is None or not is_quoted or phrases.CONFIRMED.search(behind):
+        return text
+    if not ends and phrases.HAS_VALUE.search(behind):
+        return text
+    return text[: start - len(lead)] + " " + text[end + (ends[0] if ends else len(behind)) :]
 
 
 def closing_brace(text: str, start: int) -> int | None:
@@ -148,15 +164,18 @@ def _unless_retracted(answer: str, after: str) -> str | None:
         is_about_it = phrases.ABOUT_TRUTH.search(question) or answer.strip() in question
         is_no = question and not is_about_it  # it answers "Is there another?"
         is_of_other = phrases.IMAGINED.search(before) and phrases.THIS.match(sentence)
-        if taken_back and not (is_no or is_of_other or phrases.SUPPOSED.search(sentence)):
+        if taken_back and not (is_no or is_of_other or phrases.SUPPOSED.search(sentence[: taken_back.end()])):
             rest = after[start + taken_back.end() :].lstrip(" ,:;.!…：，。")
         question, before = sentence if phrases.QUESTION.search(sentence) else "", sentence.strip(" .$\n)")
     if rest is None:
         return _restated(answer, after)
     new = _read_unmarked(rest)
-    if new in (None, answer.strip()):
-        return answer if any(phrases.CONFIRMED.search(sentence) for _, sentence in _sentences(rest)) else None
-    return new
+    if new and not new.startswith(answer.strip()):
+        return new
+    back = rf"(?:=|\b(?:but|so|is|gets?|gives?)|[得是为])[\s$]*{re.escape(answer.strip()[:40])}(?!\w|\.\d)"
+    is_back = re.search(back, rest) and not re.search(phrases.WRONG, rest)
+    is_confirmed = is_back or any(phrases.CONFIRMED.search(sentence) for _, sentence in _sentences(rest))
+    return answer if is_confirmed else new if new != answer.strip() else None
 
 
 def _denial(answer: str, sentence: str) -> re.Match[str] | None:
@@ -179,7 +198,7 @@ def _restated(answer: str, after: str) -> str:
         if is_confirmed:
             told, current = phrases.CONCLUDED, answer if "stands" in sentence else current
             continue
-        if phrases.DOUBT.search(sentence) and not re.search("check|verif", sentence, re.IGNORECASE):
+        if phrases.DOUBT.search(sentence) and not re.search("(?<!re)(?<!re-)check|verif", sentence, re.IGNORECASE):
             told = phrases.ANEW
         if new := _new_answer(sentence, told):
             letters = [text for text in (current, new) if re.fullmatch(phrases.CHOICE, text)]
@@ -217,7 +236,7 @@ def _sentences(text: str) -> list[tuple[int, str]]:
 
 def _read_unmarked(text: str) -> str | None:
     """The answer of a text without tag and box."""
-    text = _normal(text[-MAX_UNMARKED:])
+    text = _normal(phrases.STRUCK.sub("", text[-MAX_UNMARKED:]))
     for match in reversed(list(phrases.STATED.finditer(text))):
         group = match.lastgroup
         behind = text[match.end() :].lstrip()
@@ -238,14 +257,29 @@ def _read_unmarked(text: str) -> str | None:
     if len(sentences) == 1 and num_words <= 2 and not phrases.PROSE.search(text):
         has_label = phrases.CHOSEN.search(text) or (phrases.LABEL.match(text) and phrases.HAS_VALUE.search(text))
         return (has_label and _value(text)) or _right_side(_stated(text) or text, is_asked=True)
+    concluded = [
+        start for start, said in sentences if phrases.CONCLUSION.search(said) and phrases.HAS_VALUE.search(said)
+    ]
     for start, sentence in reversed(sentences):
         if phrases.UNSURE.search(sentence):
             return None
         if phrases.QUESTION.search(sentence) or phrases.REMARK.match(sentence):
             continue
+        if concluded and start > concluded[-1] and _only_tells(sentence, text[: concluded[-1]]):
+            continue
         if (answer := _value(sentence)) or phrases.HAS_VALUE.search(sentence):
             return _unless_retracted(answer or "", text[start + len(sentence) :])
     return None
+
+
+def _only_tells(sentence: str, given: str) -> bool:
+    """Whether a sentence behind a conclusion describes it or repeats what was given, and concludes nothing itself."""
+    said = sentence[[0, *(m.end() for m in phrases.SAYS.finditer(sentence))][-1] :].strip(" .。!)")
+    is_value = said[:20] not in sentence[:20] and phrases.HAS_VALUE.search(said) and phrases.SAID.fullmatch(said)
+    if phrases.ASIDE.fullmatch(sentence) or "=" in sentence or is_value or phrases.CHOSEN.search(sentence):
+        return bool(phrases.ASIDE.fullmatch(sentence))
+    numbers, known = (set(re.findall(r"\d[\d.,]*\d|\d", told)) for told in (sentence, given))
+    return bool(phrases.TOLD.search(sentence) or numbers <= known)
 
 
 def _stated(text: str) -> str | None:

@@ -23,7 +23,7 @@ _UNIT = (
 SO = "(?:so|thus|hence|therefore)"
 NUMBER = (  # a number in prose, with a percent sign or a unit
     rf"(?<![A-Za-z0-9_.])[-−]?\\?[$¥€£]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+|:\d\d(?: ?[ap]m\b)?)?(?:\s?\\?%"
-    rf"|\s?{_UNIT})?(?![A-Za-z0-9_])"
+    rf"|\s?{_UNIT}| (?:in|out of) \d+(?=\W*$))?(?![A-Za-z0-9_])"
 )
 FORMULA = re.compile(r"(?<!\\)\$([^$]+)\$(?!\d)|\\\((.+?)\\\)")
 NO_WORDS = re.compile(r"\$[^$]*\$|\\\(.*?\\\)|\\text\s*\{[^}]*\}|\\[A-Za-z]+")
@@ -32,6 +32,7 @@ HAS_VALUE = _any(r"\d|\$|\\[A-Za-z]|[π√∞]", rf"^\W*{CHOICE}")
 MARK = re.compile(  # Markdown and the end of a proof; a group stays
     r"(?m)^```.*$|\*\*(.+?)\*\*|__(.+?)__|(?<!\S)_([^_\n]+)_(?!\S)|\$?\\(?:black)?square\$?|[∎■□]|[:;]-?\)|<<[^<>\n]*>>"
 )
+STRUCK = re.compile(r"~~(?=\S)[^~\n]{1,200}~~")
 
 # How an answer is stated ----------------------------------------------------------------------------------------------
 IS = (
@@ -49,16 +50,16 @@ STATED = _any(  # what follows, or what stands in a group, is the answer
     rf"|my )*(?:(?!not|wrong|worst)\w+ )?(?:correct|right|true|answer|only|best|choice|option|solution|one))\b",
     r"(?P<before>\$[^$\n]{1,80}\$|(?<![\w.,])[-−]?\d[\d,./]*%?) (?:is|are) (?:the|our|my) (?:(?!wrong"
     r"|incorrect)\w+ )?answer\b|(?-i:(?P<item>[A-HJ])选?项?(?:是?正确|符合))|(?<![不没])(?<!不[能应该可])选(?:择"
-    r"|项)?[:：]?\s?(?=[（(]?[A-HJ])|(?:答案?|(?<!不)正确的?(?:选项)?)[】\]]?\s?(?:[应该就便改]*[是为為]|[:：])[:：]?|答案\s?(?=[（(]?[A-HJ])"
-    r"|【答案】|####",
+    r"|项)?[:：]?\s?(?=[（(]?[A-HJ])|(?:答案?|(?<!不)正确的?(?:选项)?)[】\]]?\s?(?:[应该就便改]*[是为為]|[:：])[:：]?"
+    r"|答案\s?(?=[（(]?[A-HJ])|【答案】|####",
 )
 NOTHING = _any(r"(?:in|as|above|below|given|unique|verified|consistent|reasonable|(?:indeed )?(?:correct|right))\b")
 REFUSED = re.compile(  # right before an answer: it is none
     r"(?:\b(?:not|never|nor|neither|cannot|except|exclud\w*|reject\w*|discard\w*|exceed\w*|whether|if|tempting to say"
     r"|(?:greater|less|more|fewer|larger|smaller|other) than|rather than|instead of|at least|at most)"
     r"|n['’]t)[^\w.!?\n]*(?:(?:think|believe|be|is|equals?|to|that|the|final|correct|answer|value"
-    r"|option)[^\w.!?\n]*)*(?:[A-Za-z]\s*=)?[^\w.!?\n]*$|(?:不(?:是|能是|等于)|大于|小于|超过|负|\d的)\W*$|\b(?:any|every"
-    r"|all)\w* but[^\w.!?\n]*$|\b(?:half|twice|double|minus|root|reciprocal|square|cube)(?: of)?[\s$]*$",
+    r"|option)[^\w.!?\n]*)*(?:[A-Za-z]\s*=)?[^\w.!?\n]*$|(?:不(?:是|能是|等于)|大于|小于|超过|负|\d的)\W*$|\b(?:any"
+    r"|every|all)\w* but[^\w.!?\n]*$|\b(?:half|twice|double|minus|root|reciprocal|square|cube)(?: of)?[\s$]*$",
     re.IGNORECASE,
 )
 PROSE = _any(  # more than a bare answer
@@ -73,6 +74,12 @@ REMARK = _any(
     r"^\W*(?:check|verif\w+|sanity|note|indeed|remark|equality(?!.*\bso\b)|to (?:check|verify)|(?:let me"
     r"|we can) (?:check|verify))\b|^.*\b(?:if|without|had)\b.*\bwould\b",
 )
+CONCLUSION = _any(rf"\b(?:{SO}|consequently|altogether|in (?:all|total)|ends? up|giv(?:es|ing))\b|所以|因此|故")
+ASIDE = re.compile(r"\W*\((?!or\b)[A-Za-z]{2,} [^()]*\)\W*")
+TOLD = _any(  # a sentence that describes a conclusion before it, or repeats what was given
+    r"^\W*(?:that|this|these|those|it|which|here|of (?:these|those)|note)\b",
+    r"\b(?:start|beg[ai]n|assum|recall|remember|original|initial|given|told|includ|count|had\b)",
+)
 UNSURE = _any(
     r"^\W*(?:next\b|now,? (?:let|(?:we|i) (?:(?:need|have|want) to|must)\b))|\b(?:could|might|may) be\b|\b(?:but"
     r"|however)\b.*(?:\bnot\b|n['’]t\b|\bfails?\b|\bwrong\b)|约|(?<!等)可能",
@@ -83,7 +90,7 @@ TAIL = _any(  # a remark behind a value
     r"|(?:and |with )?equality|and (?:we|this|that)|which(?! gives| yields| makes| means| is (?:option "
     r"|choice )?\S+$))\b.*",
     rf"(?<=\S)[,;(]*\s+\bso\b(?!\W*{CHOICE}\W*$)[^\d$\\]*$",
-    r"(?<=[\d$)}])(?: [a-z]+){0,2} (?:for|in|on|after|at|when|if|of the|(?:with|from|among|to(?! get"
+    r"(?<=[\d$)}])(?: [a-z]+){0,3} (?:for|in|on|over|across|during|after|at|when|if|of the|(?:with|from|among|to(?! get"
     r"| obtain))(?! \d)(?!.*=)) (?:(?!\b(?:gets?|gives?|giving|obtain|have|is|are|equals?|yields?|makes?"
     r"|find)\b)[^,;]){1,120}$|(?<=[\d$)}]) (?:[a-z]+ ){2,3}than .*|(?<=\w),? \d[\d.]* (?:more|less|fewer) than .*",
     r"(?<=[\d$)}])(?: [a-z]+)? per (?!hour|minute|second|day|week|month|year)[a-z]+\W*$|\s*\((?!or\b|and\b"
@@ -137,7 +144,7 @@ ALTERNATIVE = _any(  # right behind an answer: another one
     r"[\s$]*$))\b[\s,:(]*+(?!equivalently)(?:maybe|even|also|it|is|be|could|\s)*",
 )
 OTHER = _any(  # right before an answer: another one
-    r"(\$[^$]+\$|(?:[-−]?\d[\d./]*|(?-i:\(?\b[A-H]\b\)?)),?)\s*(?:\b(?:or|vs\.?|versus)\b|或)[\s$(]*(?:maybe "
+    r"(\$[^$]+\$|(?:[-−]?\d[\d./]*|(?-i:\(?\b[A-H]\b\)?)),?)\s*(?:\b(?:or|vs\.?|versus)\b|或|(?<!\|)\|)[\s$(]*(?:maybe "
     r"|perhaps )?[\s$]*(?:[A-Za-z]\s*=\s*)?\Z"
 )
 JOINT = _any(  # what stands between two answers that belong together
@@ -152,8 +159,8 @@ PART_BEFORE = re.compile(  # right before or behind an answer: it is a part of a
 )
 PART_BEHIND = re.compile(
     r"\s*(?:\^(?!\s*\{?\s*\\circ)|/|[+-]\s*[\d\\]|\\(?:cdot|times|sqrt|pi|ln|log|frac)(?![a-z])|!(?=\s*(?:\$|\\\)"
-    r"|\\\])))|\d|[.,]\d|_[\d{]|\s?(?:[π√万亿千百]|的(?:\d|[一二两三四几平立]))|[A-Za-z](?![A-Za-z])|\s*(?:\\text\s*\{\s*)?"
-    r"(?:dozen|hundred|thousand|million|billion)\b"
+    r"|\\\])))|\d|[.,]\d|_[\d{]|\s?(?:[π√万亿千百]|的(?:\d|[一二两三四几平立]))|[A-Za-z](?![A-Za-z])"
+    r"|\s*(?:\\text\s*\{\s*)?(?:dozen|hundred|thousand|million|billion)\b"
 )
 
 # What takes an answer back --------------------------------------------------------------------------------------------
@@ -161,6 +168,11 @@ LEAD = r"^\W*(?:(?:no|wait|actually|hmm+|hold on|oh|oops|but|however|well|so|and
 WRONG = (
     r"(?:wrong|incorrect|mistaken|invalid|flawed|too (?:big|small|large|hasty)|off(?= by|\W*$|[.,])|(?:(?:can)?not"
     r"|n['’]t)(?: \w+){0,3} (?:right|correct|true|answer)(?! that| for))"
+)
+_SLIP = r"(?:an? )?(?:\w+ )?(?:slip|typo|mistake|error|oversight|mis(?:count|calculat|read|cop)\w*|(?:over|under)count)"
+_SLIPPED = (  # of what happened to the writer
+    r"(?:slipped(?! on)|went (?:missing|wrong)|(?:got|was|were) (?:swapped|transposed|miscopied|misread|miscounted"
+    r"|(?:already )?counted twice|left out|overlooked)|slip of the pen)"
 )
 RETRACTED = _any(
     r"^\W*(?:(?:wait|hmm+|oh|ah|er|well|actually|but)\W+)*no(?!\W+there)(?=\s*[,.!:;—–-]|\s*$|\s+(?:wait|that|this|it"
@@ -177,18 +189,25 @@ RETRACTED = _any(
     rf"|['’])t|does(?: not|n['’]t)|must|is(?: not|n['’]t)))\b (?:add|be(?! (?:an? (?!mistake|error)|improved|avoided"
     rf"|larger|smaller))|work|hold(?! for)|satisfy|fit|match|make|possible|valid|what|it|in)\b|\bwe (?:forgot|missed"
     rf"|overlooked)\b(?! nothing| to mention)|\bi doubt\b.*|\bi (?:do not|don['’]t) (?:think|believe) (?:so|that|this"
-    rf"|it)\b.*|^\W*(?:this is a )?contradiction\W*$|\bi (?:\w+ ){{0,2}}(?:made an? (?:\w+ ){{0,2}}(?:mistake|error"
-    rf"|slip|typo)|forgot(?! nothing| to mention)|missed|overlooked|messed|slipped|left out|neglected|ignored|omitted"
-    rf"|mis\w+|dropped|swapped|retract|withdraw|(?:double|over|under)[- ]?counted|counted (?:\w+ ){{1,3}}twice"
-    rf"|mixed up|meant?|take (?:it|that) back)\b",
+    rf"|it)\b.*|^\W*(?:this is a )?contradiction\W*$"
+    rf"|\bi(?:['’]ve)? (?:\w+ ){{0,2}}(?:made an? (?:\w+ ){{0,2}}(?:mistake|error|slip|typo)|forgot(?! nothing"
+    rf"| to mention)|missed|overlooked|messed|slipped|(?:left out|neglected|ignored|omitted|dropped)(?! (?:the |some "
+    rf"|all )?(?:details?|units?|proof|steps?|routine))|mis\w+|swapped|retract|withdraw|(?:double|over"
+    rf"|under)[- ]?counted|counted (?:\w+ ){{1,3}}twice|mixed up|meant?|take (?:it|that) back)\b",
     r"\b(?:correct|chang|revis|updat|withdr)\w* (?:my|the|that) (?:answer|mind|result|mistake)|chang\w+ (?:this"
     r"|that) to",
+    rf"(?<!nothing )\b{_SLIPPED}\b|^\W*{_SLIP}(?=\W*$|[:,.;!]| (?:in|on|of|here|above)\b)|\b(?:that|this"
+    rf"|it)(?: \w+)? (?:was|is|turns out to be) (?:an? |my )?(?:{_SLIP}|careless)\b(?! to\b)|\b(?:see|spot|notice|found"
+    rf"|find) (?:the|my|an?) {_SLIP}\b|^\W*(?:sorry|(?:my )?apologies)\b(?! (?:for|about) (?!that|this))"
+    rf"|^\W*(?:please )?(?:replace|change|read) .{{1,40}}\b(?:by|with|to|as|instead)\b|\bi take (?:this|that|it|back)\b"
+    rf"|~~[^~\n]{{1,80}}~~|^\W*(?:probably|likely) {WRONG}|\bmy \w+ was {WRONG}",
     r"\b(?:a typo|never ?mind)\b|\b(?:that|this|which) (?:\w+ )?contradict|\b(?:there(?:['’]s| is| was| must be)|has"
     r"|had|contains) an? (?:\w+ )?(?:mistake|error|slip)\b|\boff by (?:one|\d)|\b(?:my (?:bad|mistake|error)"
     r"|on second thought|make that)\b|\b(?:let me|let['’]s|i(?:['’]ll| will| need to| must| have to)) (?:redo|correct"
     r"|fix|start over|try again|revise)\b",
     rf"{LEAD}.{{0,20}}\b(?:question|problem) (?:\w+ )?(?:asks|asked|wants|wanted|says|said)\b",
-    r"不对|(?<!没)(?<!没有)(?:错了|算错)|不确定|有误|更正|纠正|修正|不正确|[漏多少看]算|漏[掉了]|看错|这是?不可能|(?:答案|结果|上面|以上|这)[^，。没]{0,6}错误",
+    r"^\W*不[,，]|(?<!没)(?<!没有)(?:错了|算错|写反|弄错|写错|记错)|刚才忘|不对|不确定|有误|更正|纠正|修正|不正确"
+    r"|(?<!易)(?<!要)(?:[漏多少看]算|漏[掉了])|看错|这是?不可能|(?:答案|结果|上面|以上|这)[^，。没]{0,6}错误",
 )
 THIS = _any(r"\W*(?:but )?(?:this|that)\b")
 AT_ONCE = _any(  # right behind an answer only: further on it may be said of something else
@@ -205,28 +224,46 @@ IMAGINED = _any(  # it is somebody else's answer, and so it is if "That is wrong
     r"\b(?:(?<!th[ai][ts] )(?<!\bi )(?:would|might)|at first|earlier i|first got|common|tempt\w+|any|in general"
     r"|generally|naive|obvious|student|people|claims?)\b"
 )
+OF_OTHERS = _any(  # before a box: somebody else's answer, or a former one
+    r"\b(?:students?|classmates?|friend|someone|somebody|solver|textbook|people|(?<!\bI )(?<!\bwe )(?:claim|argue|wrote"
+    r"|write|said|says|insist|guess|answered)\w*|(?:wrong|incorrect|flawed|faulty|mistaken|tempting|naive|common"
+    r"|earlier|previous|first|sample|quoted|rejected) (?:\w+ )?(?:attempt|solution|answer|argument|reasoning|version"
+    r"|draft|guess|mistake|error|work))\b|有(?:人|同学)|同学",
+    r"(?:[\"“「]|``)[^\"”」\n]*\Z",
+)
+OTHERS_ERROR = _any(  # ... if something near says that it is wrong
+    rf"\b{WRONG}\b|\b(?:mistake|error|fail|forg[eo]t|overlook|ignor|miss|flaw|twice|double|but\b|however"
+    rf"|(?:the|our|my) (?:correct|right|true|actual|real))|错|不对|漏",
+)
 SUPPOSED = _any(  # nothing in such a sentence is meant
     IMAGINED.pattern,
     r"(?<!fails )\bfor \$?[a-z]\$? ?=|\b(?:if|whether|unless|otherwise|check that|make sure"
     r"|not? (?:wrong|incorrect|mistake|error))\b",
 )
 DOUBT = _any(
-    r"^\W*(?:(?:but|ah+|oh|or|so|well|no)\b\W+)*(?:wait|hmm+|hold on|actually|oh(?!,? and)|alternatively|sorry"
+    r"^\W*(?:(?:but|ah+|oh|or|so|well|no)\b\W+)*(?:wait|ah+|hmm+|hold on|actually|oh(?!,? and)|alternatively|sorry"
     r"|(?:my )?apologies|pardon|er+|argh|damn|rather|or maybe|better|then again|(?:edit|update|corrected|revised|typo"
-    r"|errata)(?=:))\b|^\W*(?:(?:hmm|oh)\W+)?i think\b|^\W*(?:but|however)\b(?=.*\b(?:it|that|this|answer|value"
-    r"|result|total|we (?:also |still )?(?:need|must|have))\b)|^\W*(?:up)?on (?:\w+ )?(?:reflection|inspection)\b"
-    r"|^\W*in fact,? (?:it|the answer)\b|\blet me re(?!-?(?:check|verif))|等等|等一下|实际上|抱歉",
+    r"|errata)(?=:))\b|^\W*(?:(?:hmm|oh)\W+)?i think\b|^\W*(?:but|however)\b(?=.*\b(?:it|that|this|answer|value|result"
+    r"|total|we (?:also |still )?(?:need|must|have))\b)|^\W*(?:up)?on (?:\w+ )?(?:reflection|inspection)\b"
+    r"|^\W*in fact,? (?:it|the answer)\b|\blet me re(?!-?(?:check|verif))|\b(?:re-?(?:check|count|read|comput|calculat"
+    r"|examin|add)|look(?:ed|ing)? again|(?:second|closer) (?:look|glance))\w*|^\W*edit\b|\bi (?:now )?(?:see|notice"
+    r"|reali[sz]e)d?\b|\bto be (?:precise|exact)|\bthen i['’]d be|重新|等等|等一下|实际上|抱歉",
 )
+_RIGHT = "(?:true|actual|correct(?:ed)?|real(?:ity)?|right(?! side| hand|-)|proper)"
 CONCLUDED = _any(  # what follows is a conclusion, and so an answer
     rf"^(?:[^,;:]{{0,60}}\b(?:\w*check\w*|again|total|not|but|however|instead|also|actually)\b[^,;:]{{0,40}}[,;]? "
     rf"|\W*)(?:(?:{SO}|in fact),? )?(?:it|that|there|(?:the|our) (?:correct )?(?:answer|count|total|number"
-    rf"|result))(?:['’]s|\s{IS})\s*(?={VALUE})"
+    rf"|result))(?:['’]s(?: actually| really)?|\s{IS})\s*(?={VALUE})|\b(?:the|our|my"
+    rf"|in) {_RIGHT} [^.\d$]{{0,30}}?(?:\s{IS}|:)\s*(?={VALUE})|^\W*{_RIGHT} \w+(?:\s{IS}|:)\s*(?={VALUE})|\b(?:i['’]d"
+    rf"|i would) rather say\s*(?={VALUE})"
 )
 CORRECTED = _any(  # what follows is the new answer, if it is another one
-    rf"\b(?:should|ought to) (?:\w+ )?(?:be|have been|read|say)\b\s*(?={VALUE})|应该?[为是]\s*(?=[-\d$\\A-H])",
+    rf"\b(?:should(?:['’]ve)?|ought to) (?:\w+ )?(?:be|have been|been|read|say|contain|come out (?:at|as"
+    rf"|to))\b\s*(?={VALUE})|应[该当]?[为是]\s*(?=[-\d$\\A-H])",
 )
 ANEW = _any(  # in doubt, too
-    rf"(?:['’]s(?: \w+ly)?|\s{IS}|\b(?:makes|gives|giving|making(?: it)?)|[是为]|共有?)\s*(?={VALUE}[^<>≤≥]*$)|(?:\bso"
+    rf"(?:['’]s(?: \w+ly)?|\s{IS}|\b(?:makes|gives|giving|making(?: it)?|(?:i|we)(?: now)? (?:get|obtain|find|have"
+    rf"|count)|i\.e\.,?|read it as|(?:come|work)s? out (?:at|as))|[是为得]|共有?)\s*(?={VALUE}[^<>≤≥]*$)|(?:\bso"
     rf"|:)\s+(?={VALUE}[^=<>≤≥]*$)",
     rf"^\W*(?:(?:wait|hmm+|actually|oh|er+|well|pardon|sorry|or|so|rather|maybe|no|alternatively|better"
     rf"|i think)\b\W*)+(?={VALUE}[^<>≤≥]*$)|^\W*{SO},? (?=\$?[A-Za-z] ?= ?[^=]*$|{VALUE}[^=<>≤≥]*$)"

@@ -11,8 +11,7 @@ import itertools
 import re
 
 from grading import phrases
-
-Span = tuple[int, int, str | None]  # start, end, inside (None: never closed)
+from grading.spans import Span, answer_tags, boxes_of
 
 MAX_UNMARKED = 5000  # characters at the end of a text in which an answer without tag or box is looked for
 MAX_AFTER = 1000  # characters behind an answer in which it may be taken back
@@ -35,7 +34,7 @@ def read_final_answer(completion: str) -> str | None:
     text = visible_text(completion)
     if text is None:
         return None
-    _, end, inside = (_answer_tags(text) or _boxes(text) or [(0, len(text), text)])[-1]
+    _, end, inside = (answer_tags(text) or boxes_of(text) or [(0, len(text), text)])[-1]
     answer = _unless_retracted(inside, text[end:]) if inside is not None else None
     return answer.strip() or None if answer is not None else None
 
@@ -57,67 +56,30 @@ def read_answer(completion: str) -> str | None:
     "\\boxed{3}. No, that is wrong, it is 4." the answer is 4 (`_unless_retracted`).
     """
     text = visible_text(completion)
-    tags = _answer_tags(text) if text is not None else []
+    tags = answer_tags(text) if text is not None else []
     if tags:
         text = _read_spans(text, tags, may_be_part=False)
     if text is None:
         return None
     text = phrases.STRUCK.sub(lambda m: "" if "boxed" in m[0] else m[0], text)
-    text = _without_others(text)
-    boxes = _boxes(text)
+    boxes = boxes_of(text := _without_others(text))
     answer = _read_spans(text, boxes) if boxes else _read_unmarked(text)
     if answer is not None and boxes and phrases.STATED.search(answer[:MAX_AFTER]):  # \boxed{\text{The answer is } 5}
         answer = _read_unmarked(re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", answer))
     return answer.strip() or None if answer is not None else None
 
 
-def _answer_tags(text: str) -> list[Span]:
-    spans: list[Span] = []
-    for tag, following in itertools.pairwise([*re.finditer(r"</?answer>", text), None]):
-        if tag[0] == "<answer>":
-            is_closed = following is not None and following[0] == "</answer>"
-            inside = text[tag.end() : following.start()] if is_closed else None
-            spans.append((tag.start(), following.end() if is_closed else tag.end(), inside))
-    return spans
-
-
-def _boxes(text: str) -> list[Span]:
-    """Every outermost \\boxed{...} and \\fbox{...}; `\\boxed 5` without braces holds the next word."""
-    spans: list[Span] = []
-    for match in re.finditer(r"\\(?:boxed|fbox)\s*(\{|[^\s{}$\\.,]+)", text):
-        if spans and match.start() < spans[-1][1]:
-            continue  # inside the one before
-        if match[1] != "{":
-            spans.append((match.start(), match.end(), match[1]))
-            continue
-        end = closing_brace(text, match.end())
-        inside = None if end is None else text[match.end() : end]
-        spans.append((match.start(), len(text) if end is None else end + 1, inside))
-    return spans
-
-
 def _without_others(text: str) -> str:
     """The text without the sentence of its last box, if that one quotes an answer as wrong."""
-    start, end, inside = (_boxes(text) or [(0, 0, None)])[-1]
-    before, behind = text[max(0, start - 200) : start], text[end : end + 200]
-    lead = before[(_sentences(before) or [(0, "")])[-1][0] :]
+    start, end, inside = (boxes_of(text) or [(0, 0, None)])[-1]
+    lead, behind = text[max(0, start - 200) : start], text[end : end + 200]
+    lead = lead[(_sentences(lead) or [(0, "")])[-1][0] :]
     ends = [at for at, _ in _sentences(behind) if re.search(r"\w", behind[:at])]
     is_quoted = phrases.OF_OTHERS.search(lead) and phrases.OTHERS_ERROR.search(lead + behind)
-    if inside is None or not is_quoted or phrases.CONFIRMED.search(behind):
+    is_meant = phrases.CONFIRMED.search(behind) or (not ends and phrases.HAS_VALUE.search(behind))
+    if inside is None or not is_quoted or is_meant:
         return text
-    if not ends and phrases.HAS_VALUE.search(behind):
-        return text
-    return text[: start - len(lead)] + " " + text[end + (ends[0] if ends else len(behind)) :]
-
-
-def closing_brace(text: str, start: int) -> int | None:
-    """The position of the brace that closes the one opened before `start`; escaped braces do not count."""
-    depth = 1
-    for match in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):
-        depth += {"{": 1, "}": -1}.get(match[0], 0)
-        if depth == 0:
-            return match.start()
-    return None
+    return f"{text[: start - len(lead)]} {text[end:][ends[0] if ends else len(behind) :]}"
 
 
 def _read_spans(text: str, spans: list[Span], may_be_part: bool = True) -> str | None:
@@ -257,9 +219,7 @@ def _read_unmarked(text: str) -> str | None:
     if len(sentences) == 1 and num_words <= 2 and not phrases.PROSE.search(text):
         has_label = phrases.CHOSEN.search(text) or (phrases.LABEL.match(text) and phrases.HAS_VALUE.search(text))
         return (has_label and _value(text)) or _right_side(_stated(text) or text, is_asked=True)
-    concluded = [
-        start for start, said in sentences if phrases.CONCLUSION.search(said) and phrases.HAS_VALUE.search(said)
-    ]
+    concluded = [at for at, said in sentences if phrases.CONCLUSION.search(said) and phrases.HAS_VALUE.search(said)]
     for start, sentence in reversed(sentences):
         if phrases.UNSURE.search(sentence):
             return None
@@ -274,12 +234,13 @@ def _read_unmarked(text: str) -> str | None:
 
 def _only_tells(sentence: str, given: str) -> bool:
     """Whether a sentence behind a conclusion describes it or repeats what was given, and concludes nothing itself."""
+    if phrases.ASIDE.fullmatch(sentence):
+        return True
     said = sentence[[0, *(m.end() for m in phrases.SAYS.finditer(sentence))][-1] :].strip(" .。!)")
-    is_value = said[:20] not in sentence[:20] and phrases.HAS_VALUE.search(said) and phrases.SAID.fullmatch(said)
-    if phrases.ASIDE.fullmatch(sentence) or "=" in sentence or is_value or phrases.CHOSEN.search(sentence):
-        return bool(phrases.ASIDE.fullmatch(sentence))
+    is_value = phrases.HAS_VALUE.search(said) and phrases.SAID.fullmatch(said)
     numbers, known = (set(re.findall(r"\d[\d.,]*\d|\d", told)) for told in (sentence, given))
-    return bool(phrases.TOLD.search(sentence) or numbers <= known)
+    is_told = phrases.TOLD.search(sentence) or numbers <= known
+    return bool(is_told and not is_value and "=" not in sentence and not phrases.CHOSEN.search(sentence))
 
 
 def _stated(text: str) -> str | None:

@@ -7,7 +7,7 @@ import unicodedata
 from fractions import Fraction
 from functools import lru_cache
 
-from grading.answer import closing_brace
+from grading.spans import closing_brace
 
 SYMBOLS = {
     "½": " 1/2", "¼": " 1/4", "¾": " 3/4", "⅓": " 1/3", "⅔": " 2/3", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ",
@@ -51,7 +51,7 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
     (r"\\text\s*\{\s*([+-]?\d[\d.,/]*)\s*\}|^\\text\s*\{\s*(\d[^{}:]*)\}$", lambda m: f" {m[1] or m[2]} "),
     (r"\\text\s*\{\s*(dozen|hundred|thousand|[a-z]+illion) (?=\w)", r" \1 \\text{"),
     (r"\\text\s*\{\s*(?:,?\s*(?=\w+\s+also))?(and|or)(?:\s+also)?\s*\}", r" \1 "),
-    (r"\\text\s*\{\s*,?\s*(and|or),?\s*\}", r" , "),
+    (r"\\text\s*\{\s*,?\s*(and|or|或者?|和),?\s*\}", r" , "),
     (r"^\\text\s*\{([^{}\\]*,[^{}\\]*)\}$", r"\1"),
     # Synonyms
     (r"\\[dtc]fracx?", r"\\frac"),

@@ -29,7 +29,7 @@ FORMULA = re.compile(r"(?<!\\)\$([^$]+)\$(?!\d)|\\\((.+?)\\\)")
 NO_WORDS = re.compile(r"\$[^$]*\$|\\\(.*?\\\)|\\text\s*\{[^}]*\}|\\[A-Za-z]+")
 VALUE = rf"(?:[-−+(\[{{\s]*\\?[$¥€£]?[-−]?\.?\d|\$|\\[A-Za-z{{(]|√|{CHOICE}\W*$)"  # how one begins
 HAS_VALUE = _any(r"\d|\$|\\[A-Za-z]|[π√∞]", rf"^\W*{CHOICE}")
-MARK = re.compile(  # Markdown and the end of a proof; a group stays
+MARK = re.compile(  # Markdown and the end of a proof
     r"(?m)^```.*$|\*\*(.+?)\*\*|__(.+?)__|(?<!\S)_([^_\n]+)_(?!\S)|\$?\\(?:black)?square\$?|[∎■□]|[:;]-?\)|<<[^<>\n]*>>"
 )
 STRUCK = re.compile(r"~~(?=\S)[^~\n]{1,200}~~")
@@ -170,10 +170,7 @@ WRONG = (
     r"|n['’]t)(?: \w+){0,3} (?:right|correct|true|answer)(?! that| for))"
 )
 _SLIP = r"(?:an? )?(?:\w+ )?(?:slip|typo|mistake|error|oversight|mis(?:count|calculat|read|cop)\w*|(?:over|under)count)"
-_SLIPPED = (  # of what happened to the writer
-    r"(?:slipped(?! on)|went (?:missing|wrong)|(?:got|was|were) (?:swapped|transposed|miscopied|misread|miscounted"
-    r"|(?:already )?counted twice|left out|overlooked)|slip of the pen)"
-)
+_SLIPPED = r"(?:slipped(?! on)|went missing|slip of the pen|(?:got|was|were) (?:swapped|mis(?!s)\w+|counted twice))"
 RETRACTED = _any(
     r"^\W*(?:(?:wait|hmm+|oh|ah|er|well|actually|but)\W+)*no(?!\W+there)(?=\s*[,.!:;—–-]|\s*$|\s+(?:wait|that|this|it"
     r"|actually|sorry)\b)(?:\W*(?:wait|actually|sorry)\b)*|^\W*(?:please )?(?:nope|oops|whoops|correct(?:ion|ing)"
@@ -183,8 +180,8 @@ RETRACTED = _any(
     r"|^\W*(?:(?:but )?wait|hmm+|oh|hold on)\W+i (?:need|have) to (?!double[- ]?check|check|verif|make|be|re-?check)",
     rf"\b(?:that|this|it|i|above|(?<!['’]s )(?:answer|result|box\w*|calculation|computation|approach"
     rf"|reasoning))\b['’]?(?:[^\w.](?!\d)\w+){{0,3}}?(?:[^\w.]|(?=n['’]t)){WRONG}",
-    r"(?:\bi(?: am|['’]m)|^\W*)\s?(?:not|un)(?: ?\w+){0,2}? ?(?:sure|certain|confident|convinced)\b(?! how| why| what)",
-    r"\bi should(?: not|n['’]t)? have\b|\bstand corrected\b|\bsomething(?:['’]s| \w+)(?: be)? (?:wrong|off)\b",
+    r"(?:\bi(?: am|['’]m)|^\W*)\s?(?:not|un)(?: ?\w+){0,2}? ?(?:sure|certain|confident|convinced)\b(?! how| why| what)"
+    r"|\bi should(?: not|n['’]t)? have\b|\bstand corrected\b|\bsomething(?:['’]s| \w+)(?: be)? (?:wrong|off)\b",
     rf"{LEAD}(?:that|this|it) (?:fails|violates)\b|(?:^\W*|{LEAD})(?:that|this)(?:['’]s not| (?:\w+ )?(?:can(?:no"
     rf"|['’])t|does(?: not|n['’]t)|must|is(?: not|n['’]t)))\b (?:add|be(?! (?:an? (?!mistake|error)|improved|avoided"
     rf"|larger|smaller))|work|hold(?! for)|satisfy|fit|match|make|possible|valid|what|it|in)\b|\bwe (?:forgot|missed"
@@ -215,9 +212,7 @@ AT_ONCE = _any(  # right behind an answer only: further on it may be said of som
     rf"^{THIS.pattern}(?: \w+)? (?:(?:is|seems) (?:impossible|absurd|not (?:among|one of))|fails|violates)\b",
 )
 DENIED_BEFORE = _any(r"(?:^\W*|\b(?:it|this|that|answer|result)(?: is|['’]s) (?:\w+ )?)not\W{1,2}$|不是\W{0,2}$")
-DENIED = _any(
-    rf"[\s$]*(?:(?:{IS} )?{WRONG}|fails|(?:does not|doesn['’]t) (?:work|fit)|is impossible)"
-)  # right behind the answer itself
+DENIED = _any(rf"[\s$]*(?:(?:{IS} )?{WRONG}|fails|(?:does not|doesn['’]t) (?:work|fit)|is impossible)")
 DENIED_IN_CONTRAST = _any(DENIED.pattern, r"[\s$]*(?:(?:is|does|can) ?(?:not|n['’]t)|,? but)\b")
 ABOUT_TRUTH = _any(r"right|correct|sure")  # a question to which "no" denies the answer before
 IMAGINED = _any(  # it is somebody else's answer, and so it is if "That is wrong." follows
@@ -225,15 +220,14 @@ IMAGINED = _any(  # it is somebody else's answer, and so it is if "That is wrong
     r"|generally|naive|obvious|student|people|claims?)\b"
 )
 OF_OTHERS = _any(  # before a box: somebody else's answer, or a former one
-    r"\b(?:students?|classmates?|friend|someone|somebody|solver|textbook|people|(?<!\bI )(?<!\bwe )(?:claim|argue|wrote"
-    r"|write|said|says|insist|guess|answered)\w*|(?:wrong|incorrect|flawed|faulty|mistaken|tempting|naive|common"
-    r"|earlier|previous|first|sample|quoted|rejected) (?:\w+ )?(?:attempt|solution|answer|argument|reasoning|version"
-    r"|draft|guess|mistake|error|work))\b|有(?:人|同学)|同学",
+    r"\b(?:students?|pupils?|classmates?|friend|someone|people|(?<!\bI )(?<!\bwe )(?:claim|argue|wrote|write|said|says"
+    r"|boxed|answered)\w*|(?:wrong|incorrect|flawed|faulty|mistaken|tempting|naive|common|earlier|previous|first) (?:\w+ )?"
+    r"(?:attempt|solution|answer|argument|reasoning|version|draft|guess|mistake|error|work))\b|有人|同学",
     r"(?:[\"“「]|``)[^\"”」\n]*\Z",
 )
 OTHERS_ERROR = _any(  # ... if something near says that it is wrong
-    rf"\b{WRONG}\b|\b(?:mistake|error|fail|forg[eo]t|overlook|ignor|miss|flaw|twice|double|but\b|however"
-    rf"|(?:the|our|my) (?:correct|right|true|actual|real))|错|不对|漏",
+    rf"\b{WRONG}\b|\b(?:mistake|error|fail|forg[eo]t|overlook|ignor|miss|flaw|twice|double|but\b|however|(?:the|our"
+    rf"|my) (?:correct|right|true|actual|real))|错|不对|漏",
 )
 SUPPOSED = _any(  # nothing in such a sentence is meant
     IMAGINED.pattern,
@@ -264,14 +258,13 @@ CORRECTED = _any(  # what follows is the new answer, if it is another one
 ANEW = _any(  # in doubt, too
     rf"(?:['’]s(?: \w+ly)?|\s{IS}|\b(?:makes|gives|giving|making(?: it)?|(?:i|we)(?: now)? (?:get|obtain|find|have"
     rf"|count)|i\.e\.,?|read it as|(?:come|work)s? out (?:at|as))|[是为得]|共有?)\s*(?={VALUE}[^<>≤≥]*$)|(?:\bso"
-    rf"|:)\s+(?={VALUE}[^=<>≤≥]*$)",
-    rf"^\W*(?:(?:wait|hmm+|actually|oh|er+|well|pardon|sorry|or|so|rather|maybe|no|alternatively|better"
-    rf"|i think)\b\W*)+(?={VALUE}[^<>≤≥]*$)|^\W*{SO},? (?=\$?[A-Za-z] ?= ?[^=]*$|{VALUE}[^=<>≤≥]*$)"
-    rf"|^[\s\d+*/×·()$-]*=\s*(?={VALUE}[^=<>≤≥]*$)",
+    rf"|:)\s+(?={VALUE}[^=<>≤≥]*$)|^\W*(?:(?:wait|hmm+|actually|oh|er+|well|pardon|sorry|or|so|rather|maybe|no"
+    rf"|alternatively|better|i think)\b\W*)+(?={VALUE}[^<>≤≥]*$)|^\W*{SO},? (?=\$?[A-Za-z] ?= ?[^=]*$"
+    rf"|{VALUE}[^=<>≤≥]*$)|^[\s\d+*/×·()$-]*=\s*(?={VALUE}[^=<>≤≥]*$)",
 )
 CONFIRMED = _any(
     r"^\W*(?:yes|good|ok|okay|correct|right|great|perfect|indeed)\b(?=\W*(?:[,.!]|$))|\b(?:it|that|this|answer|result"
-    r"|all)\b(?:['’]s| \w+){1,2}? (?:right|correct|fine|ok|good|consistent|valid)\b",
-    r"\b(?:stands|checks? out|holds|confirmed|verified)\b|没错|(?<!不)正确(?!答|的|选)|无误|[✓✔✅]",
-    r"\bas (?:required|expected|given|desired|needed|claimed)\b|\b(?:it|that|this|all) (?:works|matches|agrees)\b",
+    r"|all)\b(?:['’]s| \w+){1,2}? (?:right|correct|fine|ok|good|consistent|valid)\b|\b(?:stands|checks? out|holds"
+    r"|confirmed|verified)\b|没错|(?<!不)正确(?!答|的|选)|无误|[✓✔✅]|\bas (?:required|expected|given|desired|needed"
+    r"|claimed)\b|\b(?:it|that|this|all) (?:works|matches|agrees)\b",
 )

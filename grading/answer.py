@@ -76,10 +76,12 @@ def _without_others(text: str) -> str:
     lead = lead[(_sentences(lead) or [(0, "")])[-1][0] :]
     ends = [at for at, _ in _sentences(behind) if re.search(r"\w", behind[:at])]
     is_quoted = phrases.OF_OTHERS.search(lead) and phrases.OTHERS_ERROR.search(lead + behind)
-    is_meant = phrases.CONFIRMED.search(behind) or (not ends and phrases.HAS_VALUE.search(behind))
-    if inside is None or not is_quoted or is_meant:
+    if inside is None or not is_quoted or phrases.CONFIRMED.search(behind):
         return text
-    return f"{text[: start - len(lead)]} {text[end:][ends[0] if ends else len(behind) :]}"
+    if _unless_retracted(inside, text[end:]) not in (inside, None):
+        return text
+    rest = f"{text[: start - len(lead)]} {text[end:][ends[0] if ends else len(behind) :]}"
+    return rest if phrases.HAS_VALUE.search(rest) else text
 
 
 def _read_spans(text: str, spans: list[Span], may_be_part: bool = True) -> str | None:

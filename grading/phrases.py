@@ -220,13 +220,13 @@ IMAGINED = _any(  # it is somebody else's answer, and so it is if "That is wrong
     r"|generally|naive|obvious|student|people|claims?)\b"
 )
 OF_OTHERS = _any(  # before a box: somebody else's answer, or a former one
-    r"\b(?:students?|pupils?|classmates?|friend|someone|people|(?<!\bI )(?<!\bwe )(?:claim|argue|wrote|write|said|says"
-    r"|boxed|answered)\w*|(?:wrong|incorrect|flawed|faulty|mistaken|tempting|naive|common|earlier|previous|first) (?:\w+ )?"
-    r"(?:attempt|solution|answer|argument|reasoning|version|draft|guess|mistake|error|work))\b|有人|同学",
+    rf"\b(?:(?:student|pupil|classmate|friend|someone|people|book)s?\b(?!.*\b{SO}\b)|(?<!\bI )(?<!\bwe )(?:claim"
+    rf"|argue|wrote|write|boxed|posted)\w*|(?:\w+['’]s|wrong|incorrect|mistaken|tempting|common|earlier|previous|first) "
+    rf"(?:\w+ )?(?:attempt|solution|answer|argument|draft|guess|mistake|error|work))\b(?!.*\bbut\b)|有人|同学",
     r"(?:[\"“「]|``)[^\"”」\n]*\Z",
 )
 OTHERS_ERROR = _any(  # ... if something near says that it is wrong
-    rf"\b{WRONG}\b|\b(?:mistake|error|fail|forg[eo]t|overlook|ignor|miss|flaw|twice|double|but\b|however|(?:the|our"
+    rf"\b{WRONG}\b|\b(?:mis(?:take|print|count|read)|error|fail|forg[eo]t|overlook|ignor|miss|flaw|twice|double|but\b|however|(?:the|our"
     rf"|my) (?:correct|right|true|actual|real))|错|不对|漏",
 )
 SUPPOSED = _any(  # nothing in such a sentence is meant

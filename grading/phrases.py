@@ -221,7 +221,7 @@ IMAGINED = _any(  # it is somebody else's answer, and so it is if "That is wrong
 )
 OF_OTHERS = _any(  # before a box: somebody else's answer, or a former one
     rf"\b(?:(?:student|pupil|classmate|friend|someone|people|book)s?\b(?!.*\b{SO}\b)|(?<!\bI )(?<!\bwe )(?:claim"
-    rf"|argue|wrote|write|boxed|posted)\w*|(?:\w+['’]s|wrong|incorrect|mistaken|tempting|common|earlier|previous|first) "
+    rf"|argue|wrote|write|boxed|posted)\w*|(?:\w+['’]s|wrong|incorrect|tempting|common|earlier|previous|first) "
     rf"(?:\w+ )?(?:attempt|solution|answer|argument|draft|guess|mistake|error|work))\b(?!.*\bbut\b)|有人|同学",
     r"(?:[\"“「]|``)[^\"”」\n]*\Z",
 )

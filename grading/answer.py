@@ -62,11 +62,21 @@ def read_answer(completion: str) -> str | None:
     if text is None:
         return None
     text = phrases.STRUCK.sub(lambda m: "" if "boxed" in m[0] else m[0], text)
-    boxes = boxes_of(text := _without_others(text))
+    boxes = boxes_of(text := _without_others(_without_quotations(text)))
     answer = _read_spans(text, boxes) if boxes else _read_unmarked(text)
     if answer is not None and boxes and phrases.STATED.search(answer[:MAX_AFTER]):  # \boxed{\text{The answer is } 5}
         answer = _read_unmarked(re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", answer))
     return answer.strip() or None if answer is not None else None
+
+
+def _without_quotations(text: str) -> str:
+    """The text without what somebody else is quoted to have answered, if a value follows."""
+    for match in reversed(list(phrases.QUOTATION.finditer(text))):
+        is_answer = boxes_of(match[0]) or phrases.STATED.search(match[0])
+        is_own = phrases.OWN.search(text[max(0, match.start() - 40) : match.start()])
+        if is_answer and not is_own and phrases.HAS_VALUE.search(text[match.end() :]):
+            text = f"{text[: match.start()]} {text[match.end() :]}"
+    return text
 
 
 def _without_others(text: str) -> str:
@@ -222,13 +232,19 @@ def _read_unmarked(text: str) -> str | None:
         has_label = phrases.CHOSEN.search(text) or (phrases.LABEL.match(text) and phrases.HAS_VALUE.search(text))
         return (has_label and _value(text)) or _right_side(_stated(text) or text, is_asked=True)
     concluded = [at for at, said in sentences if phrases.CONCLUSION.search(said) and phrases.HAS_VALUE.search(said)]
+    new = [at for at, said in sentences if _numbers(said) - _numbers(text[:at])]
     for start, sentence in reversed(sentences):
         if phrases.UNSURE.search(sentence):
             return None
-        if phrases.QUESTION.search(sentence) or phrases.REMARK.match(sentence):
+        is_aside = start and phrases.ASIDE.fullmatch(sentence) and not phrases.CONCLUSION.search(sentence)
+        if is_aside or phrases.QUESTION.search(sentence) or phrases.REMARK.match(sentence):
             continue
         if concluded and start > concluded[-1] and _only_tells(sentence, text[: concluded[-1]]):
             continue
+        if new and start > new[-1] and phrases.TOLD.search(sentence):
+            is_known = _numbers(sentence) <= _numbers(text[: new[-1]]) or phrases.GIVEN.search(sentence)
+            if is_known and _only_tells(sentence, text[: new[-1]]):
+                continue
         if (answer := _value(sentence)) or phrases.HAS_VALUE.search(sentence):
             return _unless_retracted(answer or "", text[start + len(sentence) :])
     return None
@@ -236,13 +252,15 @@ def _read_unmarked(text: str) -> str | None:
 
 def _only_tells(sentence: str, given: str) -> bool:
     """Whether a sentence behind a conclusion describes it or repeats what was given, and concludes nothing itself."""
-    if phrases.ASIDE.fullmatch(sentence):
-        return True
     said = sentence[[0, *(m.end() for m in phrases.SAYS.finditer(sentence))][-1] :].strip(" .。!)")
-    is_value = phrases.HAS_VALUE.search(said) and phrases.SAID.fullmatch(said)
-    numbers, known = (set(re.findall(r"\d[\d.,]*\d|\d", told)) for told in (sentence, given))
-    is_told = phrases.TOLD.search(sentence) or numbers <= known
+    is_value = phrases.HAS_VALUE.search(said) and phrases.SAID.fullmatch(said) and not phrases.GIVEN.search(sentence)
+    is_given = phrases.GIVEN.search(sentence) or _numbers(sentence) <= _numbers(given)
+    is_told = phrases.TOLD.search(sentence) or is_given
     return bool(is_told and not is_value and "=" not in sentence and not phrases.CHOSEN.search(sentence))
+
+
+def _numbers(text: str) -> set[str]:
+    return set(re.findall(r"\d[\d.,]*\d|\d", text))
 
 
 def _stated(text: str) -> str | None:

@@ -71,15 +71,16 @@ LABEL = re.compile(r"(?!sin|cos|tan|log|ln|sqrt|not?\b)[A-Za-z]{2,}[,:]? ")  # "
 
 # The sentence that says the answer without the word -------------------------------------------------------------------
 REMARK = _any(
-    r"^\W*(?:check|verif\w+|sanity|note|indeed|remark|equality(?!.*\bso\b)|to (?:check|verify)|(?:let me"
-    r"|we can) (?:check|verify))\b|^.*\b(?:if|without|had)\b.*\bwould\b",
+    r"^\W*(?:check|verif\w+|sanity|note|indeed|remark|here,? (?:we|i) used?|equality(?!.*\bso\b)|to (?:check|verify)"
+    r"|(?:let me|we can) (?:check|verify))\b|^.*\b(?:if|without|had)\b.*\bwould\b",
 )
 CONCLUSION = _any(rf"\b(?:{SO}|consequently|altogether|in (?:all|total)|ends? up|giv(?:es|ing))\b|所以|因此|故")
-ASIDE = re.compile(r"\W*\((?!or\b)[A-Za-z]{2,} [^()]*\)\W*")
+ASIDE = re.compile(r"\W*[(（](?!or\b)(?:[A-Za-z]{2,} |[\u4e00-\u9fff])[^()（）]*[)）]?\W*")
 TOLD = _any(  # a sentence that describes a conclusion before it, or repeats what was given
     r"^\W*(?:that|this|these|those|it|which|here|of (?:these|those)|note)\b",
     r"\b(?:start|beg[ai]n|assum|recall|remember|original|initial|given|told|includ|count|had\b)",
 )
+GIVEN = _any(r"\b(?:in|from|by|of) the (?:problem|question|story|statement|text)\b|\bmentioned\b|题目?中|题设")
 UNSURE = _any(
     r"^\W*(?:next\b|now,? (?:let|(?:we|i) (?:(?:need|have|want) to|must)\b))|\b(?:could|might|may) be\b|\b(?:but"
     r"|however)\b.*(?:\bnot\b|n['’]t\b|\bfails?\b|\bwrong\b)|约|(?<!等)可能",
@@ -93,8 +94,9 @@ TAIL = _any(  # a remark behind a value
     r"(?<=[\d$)}])(?: [a-z]+){0,3} (?:for|in|on|over|across|during|after|at|when|if|of the|(?:with|from|among|to(?! get"
     r"| obtain))(?! \d)(?!.*=)) (?:(?!\b(?:gets?|gives?|giving|obtain|have|is|are|equals?|yields?|makes?"
     r"|find)\b)[^,;]){1,120}$|(?<=[\d$)}]) (?:[a-z]+ ){2,3}than .*|(?<=\w),? \d[\d.]* (?:more|less|fewer) than .*",
-    r"(?<=[\d$)}])(?: [a-z]+)? per (?!hour|minute|second|day|week|month|year)[a-z]+\W*$|\s*\((?!or\b|and\b"
-    r"|mod\b)(?:not |[a-h] is |[a-z]{2,}).*|\s*[(（][\u4e00-\u9fff][^()（）]*[)）]\W*$",
+    r"(?<=[\d$)}])(?: [a-z]+)? per (?!hour|minute|second|day|week|month|year)[a-z]+\W*$|\s*\((?!or\b|and\b|mod\b"
+    r"|maybe\b|perhaps\b|possibly\b|alternatively\b)(?:not |[a-h] is |[a-z]{2,}).*"
+    r"|\s*[(（][\u4e00-\u9fff][^()（）]*[)）]\W*$",
     r"(?<=[\w$%})]) [(\[](?=\d*\.\d+\)|[^()\[\]]*(?:[-+*/×·÷−=]|\\times|\\cdot|[a-z]{4,}))"  # (60 - 40), (6 boxes * 7)
     r"(?:[\d\s.$=+*/×·÷−-]|,(?=\d{3})|\\times|\\cdot|x(?= \d)|(?!pi|sqrt|log)[a-z]{2,}+)++[)\]]\W*$",
     r"\s+(?:in all|(?:in )?total|altogether|overall|each|left(?: over)?|remaining|apiece)\W*$|\s*(?:—| -- | (?:#|//) "
@@ -220,15 +222,18 @@ IMAGINED = _any(  # it is somebody else's answer, and so it is if "That is wrong
     r"|generally|naive|obvious|student|people|claims?)\b"
 )
 OF_OTHERS = _any(  # before a box: somebody else's answer, or a former one
-    rf"\b(?:(?:student|pupil|classmate|friend|someone|people|book)s?\b(?!.*\b{SO}\b)|(?<!\bI )(?<!\bwe )(?:claim"
-    rf"|argue|wrote|write|boxed|posted)\w*|(?:\w+['’]s|wrong|incorrect|tempting|common|earlier|previous|first) "
-    rf"(?:\w+ )?(?:attempt|solution|answer|argument|draft|guess|mistake|error|work))\b(?!.*\bbut\b)|有人|同学",
+    rf"\b(?:(?:student|pupil|classmate|friend|someone|people|(?:text)?book|worksheet)s?\b(?!.*\b{SO}\b)"
+    r"|(?<!\bI )(?<!\bwe )(?:claim|argue|wrote|write|boxed|posted)\w*"
+    r"|(?:\w+['’]s|wrong|incorrect|tempting|common|earlier|previous|first) (?:\w+ )?"
+    r"(?:attempt|solution|answer|argument|draft|guess|mistake|error|work))\b(?!.*\bbut\b)|有人|同学",
     r"(?:[\"“「]|``)[^\"”」\n]*\Z",
 )
 OTHERS_ERROR = _any(  # ... if something near says that it is wrong
-    rf"\b{WRONG}\b|\b(?:mis(?:take|print|count|read)|error|fail|forg[eo]t|overlook|ignor|miss|flaw|twice|double|but\b|however|(?:the|our"
-    rf"|my) (?:correct|right|true|actual|real))|错|不对|漏",
+    rf"\b{WRONG}\b|\b(?:mis(?:take|print|count|read)|error|fail|forg[eo]t|overlook|ignor|miss|flaw|twice|double|but\b"
+    rf"|however|(?:the|our|my) (?:correct|right|true|actual|real))|错|不对|漏",
 )
+QUOTATION = re.compile(r"\"[^\"\n]{20,}\"|“[^“”\n]{20,}”|``[^`'\n]{20,}''|「[^「」\n]{20,}」")
+OWN = _any(r"\b(?:I|me|we|us|my|our|answer|conclusion|result|therefore|so|thus|hence)\b|答案")  # right before it
 SUPPOSED = _any(  # nothing in such a sentence is meant
     IMAGINED.pattern,
     r"(?<!fails )\bfor \$?[a-z]\$? ?=|\b(?:if|whether|unless|otherwise|check that|make sure"

@@ -105,6 +105,8 @@ def test_an_answer_without_tag_and_box_is_what_the_end_of_the_text_says(completi
         "1 or " * 200_000,
         "<think>a</think>" + "a" * 1_000_000 + "</think>b",
         "#### " + "1" * 1_000_000,
+        "``" * 500_000,
+        '"so the answer is 3 ' * 50_000,
     ],
     ids=lambda text: text[:20].strip(),
 )

@@ -195,6 +195,7 @@ def _new_answer(sentence: str, told: re.Pattern[str]) -> str | None:
 def _normal(text: str) -> str:
     """The text without white space that says nothing, without Markdown's marks, and with all formulas in $...$."""
     text = re.sub(r"[ \t]+", " ", re.sub(r"\s*\n\s*", "\n", text))
+    text = re.sub(r"(?m)^(?:=>|->)", "⇒", text)
     text = phrases.MARK.sub(lambda m: m[m.lastindex] if m.lastindex else "", text)
     display = re.compile(r"(?:\$\$|\\\[)(.*?)([.,]?\s*)(?:\$\$|\\\])", re.DOTALL)
     return display.sub(lambda m: f"${' '.join(m[1].split())}${m[2].strip()} ", text)
@@ -274,6 +275,7 @@ def _stated(text: str) -> str | None:
     text = re.sub(r"(?<!\{)[,;]?\s+or(?:\s+maybe|\s+perhaps|\s+possibly|\s+else)?\s+", ", ", text)
     text = re.sub(r"(?<=[\d$)}]),? (?:i\.e\.|that is,).*", "", text)
     text = re.sub(rf"^({phrases.CHOICE})\s+[-–—]\s+", r"\1: ", text)
+    text = re.sub(rf"^({phrases.CHOICE}) and ({phrases.CHOICE})\W*$", r"\1, \2", text)
     return re.sub(r"[.。．!]+[)\]]?$", "", text).strip() or None
 
 

@@ -100,6 +100,10 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
     (r"(?:\\begin\{(?!array|matrix)|\\\{\s*\\begin\{)(cases|aligned|gathered|array|matrix)\}(?:\{[lcr]+\})?"
      r"((?:[^&]|&\s*=)*?)\\end\{\1\}",
      lambda m: re.sub(r"[,;]?\s*\\\\\s*(?=.)", ", ", m[2].replace("&", ""))),
+    (r"\\begin\{array\}\s*\{\s*[lcr]\s*\}((?:[^&\\=]+=(?:(?!\\\\|\\end)[^&=])+(?:\\\\)?)+)\\end\{array\}",
+     lambda m: re.sub(r"[,;]?\s*\\\\\s*(?=.)", ", ", m[1])),  # an equation on each line
+    (r"(\\(?:sin|cos|tan|cot|sec|csc|ln|log)) *([A-Za-z]|\\[a-z]+) *(?=\\(?:cdot|times)(?![a-z]))", r"\1(\2)"),
+    (r"(?<![A-Za-z])([fgh])\^\{-1\}\(", r"\1_{inverse}("),  # not 1/f
     (r"\(\s*(\\text\{)([^{}]*)\}\s*\)$", r"\1(\2)}"),
     (r"(=[^=,;]*[\d})])\s*(?:\\\\\s*|\s)(?=[A-Za-z](?:_\{?\w+\}?)?\s*=)", r"\1, "),
     # Remarks: an approximation becomes one, to be checked; the others change nothing
@@ -113,7 +117,7 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
     (r"^\(\s*([a-z])\s*,\s*([a-z])\s*\)\s*\\in\s*(?=\\\{)", lambda m: "" if m[1] < m[2] else m[0]),
     (r"^([a-z])\s*\\in\s*\\mathbb\{R\}\s*(?:,|and)\s*(?=\1\s*(?:\\[nlg]e|[<>]))", ""),
     (r"(?<=\d)\s*\^?\s*\{?\s*(?:\\text\s*\{\s*)?(?:st|nd|rd|th)\s*\}*$", ""),
-    (r"[,;]?\s*\(\s*(?:\\text\s*\{\s*)?(?:reject|discard|exclud|since|because)[^()]*\)$", ""),
+    (r"[,;]?\s*(?:\\text\s*\{\s*)?\(\s*(?:\\text\s*\{\s*)?(?:reject|discard|exclud|since|because)[^()]*\)\}?$", ""),
     (r"[,;]?\s*(?:\\text\s*\{\s*)?(?:for (?:all|any|every)\b|\\forall)"
      r"(?!.*(?:\\mathbb\{[^R]|[<>]|\\[lgn]e|integer|positive|negative|natural|rational|odd|even|prime)).*$", ""),
     (r"^(?i:so|thus|hence|therefore|then|it is|it's|that is)\b[,:]?\s+(?=\S)", ""),

@@ -42,7 +42,7 @@ IS = (
 )
 STATED = _any(  # what follows, or what stands in a group, is the answer
     rf"\b(?:answers?|ans)\b\.?(?: choice)?(?: (?:to|for|of|in|here|that|which|we)\b[^.:=\n]{{0,60}}?)?,? ?(?:{IS} ?:?"
-    rf"|[:=：](?!>)|=>|→)|^\W*(?:(?:the )?final )?ans(?:wer)?\b *(?:\n|[-–—] |(?=[-(\d$\\]|{CHOICE}\W*$))",
+    rf"|[:=：](?!>)|[=-]>|→)|^\W*(?:(?:the )?final )?ans(?:wer)?\b *(?:\n|[-–—] |(?=(?!->)[-(\d$\\]|{CHOICE}\W*$))",
     rf"\b(?:correct|right|best|final) (?:option|choice|one|result|value)s? {IS} ?:?",
     rf"\b(?:choose|select|pick|finalize|go(?:ing)? with|went with) (?:(?:option|choice|answer) )?(?P<chosen>{CHOICES})",
     rf"(?<!\w)(?P<right>{CHOICES}) (?:works|holds|fits|match(?:es)?|remains|satisfies|it is|as (?:the|our"
@@ -72,7 +72,7 @@ LABEL = re.compile(r"(?!sin|cos|tan|log|ln|sqrt|not?\b)[A-Za-z]{2,}[,:]? ")  # "
 # The sentence that says the answer without the word -------------------------------------------------------------------
 REMARK = _any(
     r"^\W*(?:check|verif\w+|sanity|note|indeed|remark|here,? (?:we|i) used?|equality(?!.*\bso\b)|to (?:check|verify)"
-    r"|(?:let me|we can) (?:check|verify))\b|^.*\b(?:if|without|had)\b.*\bwould\b",
+    r"|(?:let me|we can) (?:check|verify)|验算|检验|验证)\b|^.*\b(?:if|without|had)\b.*\bwould\b",
 )
 CONCLUSION = _any(rf"\b(?:{SO}|consequently|altogether|in (?:all|total)|ends? up|giv(?:es|ing))\b|所以|因此|故")
 ASIDE = re.compile(r"\W*[(（](?!or\b)(?:[A-Za-z]{2,} |[\u4e00-\u9fff])[^()（）]*[)）]?\W*")
@@ -122,8 +122,8 @@ _SPELLED = r"(?:zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twe
 WORD = _any(  # ... or with a name, or a number in words
     rf"\b{IS} ({_SPELLED}(?:[ -](?:and )?{_SPELLED})*)\Z|^(?:so|thus|hence|therefore|there)\b.*\b(?:{IS}|has"
     rf"|have) ({_SPELLED})(?! of)(?: [a-z]+){{1,3}}\Z",
-    rf"^{SO}\b.*\b{IS} (?:on )?(?:an? |the )?((?-i:[A-Z])[a-z]+|false|true|even|odd)\Z|^{SO},? (yes|no)\Z"
-    rf"|\b(no (?:\w+ )?solutions?)\Z",
+    rf"^{SO}\b.*\b{IS} (?:on )?(?:an? |the )?((?-i:[A-Z])[a-z]+(?: \d{{1,2}})?|false|true|even|odd)\Z"
+    rf"|^{SO},? (yes|no)\Z|\b(no (?:\w+ )?solutions?)\Z",
     r"\b([a-z](?:_?\d)? ?= ?[^=\s]+(?:(?:,|,? (?:or|and)) [a-z](?:_?\d)? ?= ?[^=\s]+)+)\Z",
 )
 ARROW = re.compile(r"=>|[⇒⟹∴]|\\(?:Rightarrow|Longrightarrow|implies|therefore)(?![A-Za-z])\\?| → ")
@@ -133,7 +133,7 @@ SIDE = re.compile(  # the last side of an equation
 RELATION = re.compile(r"[\w\\]+\s*(?:[<>]=?|[≤≥≠]|!=).*$")
 UNSOLVED = re.compile(r"((?:^|\s)(?:\d+[a-z]|[a-z](?:\^\d|²))\s*=[^=]*)$")
 NAME = r"\\(?:sum|prod|int|sin|cos|tan|angle|triangle|theta|alpha|beta)\b|(?<![A-Za-z\\])[A-Za-z]"
-OPERATION = r"\\(?:[dt]?frac|sqrt|log|ln|sin|cos|tan|binom|cdot|times|pi|left|right)(?![A-Za-z])"
+OPERATION = r"\\(?:circ|degree|[dt]?frac|sqrt|log|ln|sin|cos|tan|binom|cdot|times|pi|left|right)(?![A-Za-z])"
 EQUATION = _any(r"\b(?:equation|line|circle|curve|plane|parabola|ellipse|hyperbola)\b|方程|直线")
 
 # What stands beside an answer -----------------------------------------------------------------------------------------

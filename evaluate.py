@@ -1,7 +1,7 @@
 """Accuracy on held-out sets, inside training (`Evaluator`) and as a command.
 
     python evaluate.py --model runs/x/step_90 --data math500.jsonl aime24.jsonl --reward math --samples 1 32
-    torchrun --nproc_per_node 8 evaluate.py --model Qwen/Qwen2.5-7B ...     # eight engines share the problems
+    python scripts/launch.py --ranks 8 evaluate.py --model Qwen/Qwen2.5-7B ...     # eight engines share the problems
 
 Figures, each with its standard error over problems: avg@k, the mean score of k samples of a problem; pass@k, the chance
 that at least one of k is correct (unbiased: 1 - C(n-c, k) / C(n, k) for c correct ones of n, Chen et al. 2021); maj@k,
@@ -12,12 +12,16 @@ gives it 1 or more.
 
 from __future__ import annotations
 
+from guards.launched import join_launcher
+
+if __name__ == "__main__":
+    join_launcher()
+
 import json
 import math
 import sys
 from collections import Counter
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,11 +31,15 @@ from data import PromptData
 from flags import EngineSettings, Sampling, take
 from fsdp_utils import gather_from_ranks, init_world, is_main_process
 from grading.score import Grade
+from guards.disk import Records
+from guards.errors import RunError
+from guards.signals import Stopped
+from inputs.checks import ks_of_pass
 from inputs.command_line import exit_with_error
 from inputs.evaluation import load_inputs, parse_flags
 from metrics import Metrics
 from model.vision import most_images
-from reward import Grader, RewardFailed
+from reward import Grader
 
 if TYPE_CHECKING:  # importing vLLM takes seconds; the checks of bad input come first
     from rollout import Engine
@@ -59,49 +67,63 @@ class Result:
 
 
 @dataclass(frozen=True)
+class EvalTimes:
+    """When training evaluates, and the seed."""
+
+    eval_every: int  # steps; 0: never
+    eval_before_training: bool
+    seed: int
+
+
+@dataclass(frozen=True)
 class Evaluator:
     """Evaluation during training: the held-out sets, how each is sampled, and when."""
 
     sets: list[PromptData]
     samplings: list[Sampling]  # of each set
     grader: Grader
-    seed: int
-    folder: Path  # the completions after step 20 go to folder/step_20
-    every: int  # steps; 0: never
-    before_training: bool
+    records: Records  # the completions after step 20 go to step_20 in it
+    times: EvalTimes
 
     def is_due(self, step: int, is_last: bool = False) -> bool:
         """Whether to evaluate after this step. Step 0 is the start of training."""
-        is_turn = self.every > 0 and (is_last or step % self.every == 0)
-        return is_turn if step else self.before_training
+        every = self.times.eval_every
+        return every > 0 and (is_last or step % every == 0) if step else self.times.eval_before_training
+
+    def is_missing(self, step: int, is_last: bool, logged: Metrics) -> bool:
+        """Whether the evaluation after this step is due but not among its metrics: a signal has cut it short."""
+        return self.is_due(step, is_last) and not any(name.startswith("eval/") for name in logged)
 
     def run(self, engine: Engine, step: int) -> Metrics:
-        """The metrics of all sets, the same on every rank."""
-        metrics, folder = {}, self.folder / f"step_{step}"
-        for index, (data, sampling) in enumerate(zip(self.sets, self.samplings, strict=True), start=1):
-            seed = (self.seed, step, index)
-            metrics |= evaluate(engine, data, sampling, self.grader, seed, folder).metrics()
+        """The metrics of all sets, the same on every rank; {} if a signal came meanwhile."""
+        metrics, records = {}, self.records / f"step_{step}"
+        try:
+            for index, (data, sampling) in enumerate(zip(self.sets, self.samplings, strict=True), start=1):
+                seed = (self.times.seed, step, index)
+                metrics |= evaluate(engine, data, sampling, self.grader, seed, records).metrics()
+        except Stopped:
+            return {}
         return metrics
 
 
 def evaluate(
-    engine: Engine, data: PromptData, sampling: Sampling, grader: Grader, seed: tuple[int, ...], folder: Path
+    engine: Engine, data: PromptData, sampling: Sampling, grader: Grader, seed: tuple[int, ...], records: Records
 ) -> Result:
-    """Samples and grades the set; every completion with its grade goes to `folder`/<set>.jsonl."""
+    """Samples and grades the set; every completion with its grade goes to <set>.jsonl."""
     on_finished = grader.submit_to(data.rows, sampling)
     rollout = engine.sample(data.rows, sampling, seed, f"evaluate {data.name}", on_finished)
     rollout = replace(rollout, grades=grader.collect_from_ranks())
     if is_main_process():
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / f"{data.name}.jsonl").open("w", encoding="utf-8") as out:
-            for b, (row, grade) in enumerate(zip(rollout.rows, rollout.grades, strict=True)):
-                record = {
-                    "row": row.where, "prompt": row.prompt, "answer": row.answer, "completion": rollout.texts[b],
-                    "reward": grade.reward, "reward_parts": grade.parts, "reward_status": grade.status,
-                    "is_correct": grade.is_correct, "read_as": grade.answer, "num_tokens": len(rollout.completions[b]),
-                    "is_truncated": bool(rollout.is_truncated_B[b]),
-                }  # fmt: skip
-                out.write(json.dumps(record, ensure_ascii=True) + "\n")
+        lines = []
+        for b, (row, grade) in enumerate(zip(rollout.rows, rollout.grades, strict=True)):
+            record = {
+                "row": row.where, "prompt": row.prompt, "answer": row.answer, "completion": rollout.texts[b],
+                "reward": grade.reward, "reward_parts": grade.parts, "reward_status": grade.status,
+                "is_correct": grade.is_correct, "read_as": grade.answer, "num_tokens": len(rollout.completions[b]),
+                "is_truncated": bool(rollout.is_truncated_B[b]),
+            }  # fmt: skip
+            lines.append(json.dumps(record, ensure_ascii=True) + "\n")
+        records.replace(f"{data.name}.jsonl", "".join(lines))
     return Result(data, sampling, figures_of(rollout, sampling.num_samples))
 
 
@@ -111,7 +133,7 @@ def figures_of(rollout: Rollout, num_samples: int) -> dict[str, Figure]:
     groups = [grades[i : i + num_samples] for i in range(0, len(grades), num_samples)]
     num_correct = [sum(grade.is_correct for grade in group) for group in groups]
     figures = {f"avg@{num_samples}": _figure([sum(grade.score for grade in group) / num_samples for group in groups])}
-    for k in sorted({2**i for i in range(1, num_samples.bit_length())} | {num_samples} - {1}):
+    for k in ks_of_pass(num_samples):
         figures[f"pass@{k}"] = _figure([pass_at_k(count, num_samples, k) for count in num_correct])
     votes = [majority_score(group) for group in groups]
     if num_samples > 1 and any(vote is not None for vote in votes):
@@ -168,7 +190,7 @@ def table(results: list[Result], published: list[str]) -> str:
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-def write_results(folder: Path, flags: dict[str, object], results: list[Result]) -> None:
+def write_results(records: Records, flags: dict[str, object], results: list[Result]) -> None:
     """Writes results.json: the flags, and of each set the counts, the sampling and every figure."""
     record = {"flags": flags, "sets": {}}
     for result in results:
@@ -179,7 +201,7 @@ def write_results(folder: Path, flags: dict[str, object], results: list[Result])
         for name, (mean, stderr) in result.figures.items():
             figure = {"mean": mean, "stderr": None if math.isnan(stderr) else stderr}  # JSON knows no nan
             record["sets"][data.name][name] = figure
-    (folder / "results.json").write_text(json.dumps(record, indent=2) + "\n")
+    records.replace("results.json", json.dumps(record, indent=2) + "\n")
 
 
 def main() -> None:
@@ -208,13 +230,14 @@ def main() -> None:
         engine = Engine(args.model, given.tokenizer, world, settings, given.vision, max_images, sequences)
     except ValueError as error:
         exit_with_error(error)
-    results = []
+    results, records = [], Records(folder)
     for index, (data, sampling) in enumerate(pairs):
-        results.append(evaluate(engine, data, sampling, given.grader, (args.seed, index), folder))
+        results.append(evaluate(engine, data, sampling, given.grader, (args.seed, index), records))
     if world.is_main:
-        write_results(folder, vars(args), results)
+        write_results(records, vars(args), results)
         where = f"results.json and every completion with its grade: {folder}"
         print(table(results, args.published), where, sep="\n", flush=True)
+    records.finish()
     given.grader.close()
     engine.close()
 
@@ -222,7 +245,7 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except (MemoryError, RewardFailed) as error:  # of the engine, or the user's: it says what to change
+    except (RunError, MemoryError) as error:  # it says what to change
         exit_with_error(error)
     except KeyboardInterrupt:
         sys.exit("interrupted")

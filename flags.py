@@ -120,7 +120,8 @@ GROUPS["sampling"] = [
     flag("--max_completion_tokens", 1024, "completions are truncated after this many tokens", (1, INF)),
     flag("--stop_tokens", [str], "tokens, as text, at which completions end beside those of the model's folder, say "
          "<|im_end|> for a base model with a chat template; exported with the policy"),
-    flag("--tensor_parallel_size", 1, "ranks per vLLM engine; divides the number of ranks", (1, INF)),
+    flag("--tensor_parallel_size", 1, "ranks per vLLM engine; divides the number of ranks", (1, INF),
+         free_on_resume=True),
     flag("--gpu_memory_utilization", 0.6, "CUDA: share of GPU memory that vLLM may take while it is awake",
          (0.01, 1), free_on_resume=True),
     flag("--enforce_eager", False, "CUDA: no CUDA graphs in vLLM (starts faster, samples slower); always so on CPU",
@@ -182,8 +183,8 @@ GROUPS["optimizer (AdamW)"] = [
     flag("--adam_beta1", 0.9, "decay of the mean gradient", (0, 0.99999)),
     flag("--adam_beta2", 0.999, "decay of the mean squared gradient", (0, 0.99999)),
     flag("--max_grad_norm", 1.0, "the global gradient norm is clipped to this", (TINY, INF)),
-    flag("--max_skipped_updates", 3, "stop after this many consecutive updates with a non-finite loss or gradient",
-         (1, INF), free_on_resume=True),
+    flag("--max_skipped_updates", 3, "stop after this many bad updates in a row, or since the checkpoint that they go "
+         "back to: see --on_bad_update", (1, INF), free_on_resume=True),
 ]
 DTYPES = ("bfloat16", "float32")
 GROUPS["precision and memory"] = [
@@ -227,11 +228,35 @@ GROUPS["evaluation and checkpoints, counted in steps"] = [
     flag("--profile_steps", [int], "steps whose trace is written to OUT_DIR/profile, one file per rank", (1, INF),
          free_on_resume=True),
 ]
+GROUPS["faults"] = [  # docs/faults.md
+    flag("--keep_best", str, "also keep the checkpoint with the largest value of this metric, eval/SET/avg@K, say; "
+         "OUT_DIR/best points to it", free_on_resume=True),
+    flag("--grace_seconds", 120.0, "after SIGTERM, SIGUSR1 or Ctrl-C: seconds in which the run saves and ends",
+         (1, 1e6), free_on_resume=True),
+    flag("--stall_seconds", float, "report where every rank is, and why, after so long without progress; default: 600, "
+         "or 0.8 of --timeout_minutes where that is less", (1, 1e6), free_on_resume=True),
+    flag("--on_stall", "go_on", "after the report of a stall: wait on, or end all ranks with exit status 1",
+         choices=("go_on", "stop"), free_on_resume=True),
+    flag("--max_rollout_gap", 0.05, "largest policy/rollout_gap_mean, and largest relative difference of the "
+         "temperatures of sampler and trainer; beyond it the run finds out why; 0: no bound", (0, INF),
+         free_on_resume=True),
+    flag("--on_rollout_gap", "stop", "when the sampler has drifted and a new sync does not help; go_on also trains on "
+         "what it samples", choices=("go_on", "stop"), free_on_resume=True),
+    flag("--max_kl", 0.0, "largest KL (policy/approx_kl) of an update to the policy that sampled; 0: none", (0, INF),
+         free_on_resume=True),
+    flag("--max_ratio", 0.0, "largest ratio pi / pi_old of a token in an update; 0: none", (0, INF),
+         free_on_resume=True),
+    flag("--max_grad_norm_factor", 0.0, "largest gradient norm, as a multiple of the median of the last 50 updates; 0: "
+         "none", (0, INF), free_on_resume=True),
+    flag("--on_bad_update", "skip", "an update that is not finite or beyond these bounds: leave it out, end the run, "
+         "or go back to the policy and optimizer of the last checkpoint", choices=("skip", "stop", "rollback"),
+         free_on_resume=True),
+]
 GROUPS[DRY_RUN] = [  # all of them may change when a run continues
     flag("--dry_run", False, "print batches, memory, time and what would have to change, and stop; needs no GPU"),
     flag("--json", False, "print one JSON object instead"),
     flag("--trace", False, "also trace an update of the real model, cut to 8 layers, without a GPU; takes seconds"),
-    flag("--plan_gpus", int, "GPUs over all nodes; default: the ranks that torchrun started; without it 8", (1, INF)),
+    flag("--plan_gpus", int, "GPUs over all nodes; default: the ranks that were started; without them 8", (1, INF)),
     flag("--plan_nodes", 1, "nodes that the GPUs are on", (1, INF)),
     flag("--plan_gpu", "H100-80GB", "kind of GPU", choices=tuple(GPUS)),
     flag("--plan_gpu_memory_gib", float, "memory of a GPU that a process can take; default: the kind's", (TINY, INF)),
@@ -325,6 +350,25 @@ class AdamW:  # the optimizer
 
 
 @settings
+class Stalls:  # when ranks that make no progress are reported
+    stall_seconds: float | None
+    on_stall: str
+    timeout_minutes: float
+
+    @property
+    def seconds(self) -> float:
+        """Below the time-out of the collectives, which would end the run without a report."""
+        return self.stall_seconds or min(600.0, 0.8 * 60 * self.timeout_minutes)
+
+
+@settings
+class DriftBounds:  # how far sampler and trainer may be apart
+    max_rollout_gap: float
+    on_rollout_gap: str
+    temperature: float
+
+
+@settings
 class EngineSettings:  # the engine; `max_model_len` is in tokens, prompt and completion together
     max_model_len: int
     dtype: str
@@ -345,6 +389,14 @@ class Sampling:  # how often and how a set of prompts is sampled: the training p
     top_p: float = 1.0
 
 
+@settings
+class Saving:  # when checkpoints are written, and which are kept
+    save_every: int
+    keep_checkpoints: int
+    keep_best: str | None
+    async_checkpoint: bool
+
+
 @dataclass(frozen=True)
 class Plan:
     """The arithmetic of batches and steps. One step = one rollout; one update = one optimizer step."""
@@ -363,6 +415,8 @@ class Plan:
     lr_schedule: str
     max_grad_norm: float
     seed: int
+    max_rollout_gap: float
+    on_rollout_gap: str
 
     def describe(self) -> str:
         """What the flags amount to, as numbers."""
@@ -375,7 +429,8 @@ class Plan:
     def update(self, step: int, i: int) -> UpdateStep:
         """Where update i of step 1, 2, ... stands in the run, and its learning rate."""
         index = (step - 1) * self.updates_per_step + i
-        return UpdateStep(index, self.rate(index), i == 0, self.max_grad_norm, self.seed)
+        largest_gap = self.max_rollout_gap if self.on_rollout_gap == "stop" else 0.0
+        return UpdateStep(index, self.rate(index), i == 0, self.max_grad_norm, self.seed, step, i + 1, largest_gap)
 
     def rate(self, update: int) -> float:
         """The learning rate of update 0, 1, ...: linear warm-up to the peak, then constant, or cosine or linear to 0.
@@ -398,6 +453,9 @@ class UpdateStep(NamedTuple):
     is_first: bool  # of its rollout: no weight has changed since sampling
     max_grad_norm: float
     seed: int
+    step: int = 1
+    number: int = 1  # in its step
+    max_rollout_gap: float = 0.0  # completions beyond it are not trained on; 0: all are
 
 
 def take(kind: type[Settings], args: argparse.Namespace, **others: object) -> Settings:

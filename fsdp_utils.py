@@ -7,7 +7,6 @@ process"). FSDP2 (`fully_shard`) does the sharding. Read `World` first, then `sh
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -24,7 +23,16 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from inputs.machine import avoid_broken_amx, choose_interface, end_with_launcher, set_allocator, use_all_cores
+from guards.heartbeat import WAITS, beat
+from guards.launched import launch_folder
+from inputs.machine import (
+    avoid_broken_amx,
+    bound_kernel_caches,
+    choose_interface,
+    local_world_size,
+    set_allocator,
+    use_all_cores,
+)
 
 Item = TypeVar("Item")
 
@@ -98,12 +106,8 @@ def init_world(tp_size: int, timeout_minutes: float, shard_ranks: int | None = N
 
     A collective that waits longer than `timeout_minutes` raises instead of hanging for ever.
     """
-    end_with_launcher()
-    if "RANK" not in os.environ:  # plain `python train_grpo.py`: a world of one, with a free port of our own
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    if "RANK" not in os.environ:  # plain `python train_grpo.py`: a world of one
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     if torch.cuda.is_available():
         device, backend = torch.device("cuda", int(os.environ["LOCAL_RANK"])), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
@@ -112,9 +116,11 @@ def init_world(tp_size: int, timeout_minutes: float, shard_ranks: int | None = N
     else:
         device, backend = torch.device("cpu"), "gloo"
         avoid_broken_amx()
+        bound_kernel_caches()
     choose_interface()
-    store, rank, size = next(dist.rendezvous("env://"))
-    is_here = f"main process, start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = meeting_point(rank, size)
+    is_here = "the main process has come"
     if rank == 0:
         store.set(is_here, "")
     while not store.check([is_here]):  # however long it takes: it may be downloading weights
@@ -123,6 +129,20 @@ def init_world(tp_size: int, timeout_minutes: float, shard_ranks: int | None = N
     store.set_timeout(timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     return World(rank, size, tp_size, device, shard_ranks, timeout)
+
+
+def meeting_point(rank: int, size: int) -> dist.Store:
+    """Where the ranks find each other. On one node nothing listens for it, but under torchrun.
+
+    torchrun keeps the store when it starts ranks again, with the addresses of those that have ended.
+    """
+    if size == 1:
+        return dist.HashStore()
+    folder = launch_folder()
+    if folder is not None and size == local_world_size():
+        return dist.FileStore(str(folder / "store"), size)
+    store = next(dist.rendezvous("env://", rank, size))[0]
+    return dist.PrefixStore(f"start_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def close_world() -> None:
@@ -167,6 +187,7 @@ def fill_from_main(target: Tensor, full: Tensor | None) -> None:
 
     `full` is cast to the target's dtype. It is on the device while this runs; afterwards only the shards are.
     """
+    beat("loads weights")
     is_sharded = isinstance(target, DTensor)
     device = torch.device(target.device_mesh.device_type) if is_sharded else target.device
     if full is None:
@@ -231,6 +252,7 @@ def begin_gather(parameter: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
     Not DTensor's own asynchronous `redistribute`: with torch 2.13 and gloo it corrupted the heap of a rank, about once
     in 1,000 syncs.
     """
+    beat("gathers weights")
     local = parameter.detach()
     if not isinstance(local, DTensor):
         return partial(local.to, dtype)
@@ -252,6 +274,23 @@ def begin_gather(parameter: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
         return gathered[:num_rows]
 
     return finish
+
+
+def own_rows(parameter: Tensor, at_most: int) -> Iterator[tuple[Tensor, int]]:
+    """(some rows of the parameter on the device that computes, index of the first): all that this rank has to answer
+    for. Every row belongs to one rank: of copies (HSDP) the first answers.
+    """
+    local, device, first = local_shard(parameter).detach(), parameter.device, 0
+    is_mine = not dist.is_initialized() or dist.get_rank() == 0
+    if isinstance(parameter, DTensor):
+        mesh, is_mine, device = parameter.device_mesh, True, torch.device(parameter.device_mesh.device_type)
+        for dim, place in enumerate(parameter.placements):
+            if place.is_replicate():
+                is_mine = is_mine and mesh.get_local_rank(dim) == 0
+            else:
+                first = mesh.get_local_rank(dim) * -(-len(parameter) // mesh.size(dim))
+    for start in range(0, len(local) if is_mine else 0, at_most):
+        yield local[start : start + at_most].to(device), first + start
 
 
 def local_shard(tensor: Tensor) -> Tensor:
@@ -289,16 +328,26 @@ def max_over_trainers(values: Tensor) -> Tensor:
 def _all_reduce(values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
     reduced = values.clone()
     if dist.is_initialized():
+        beat(f"{WAITS} (sum or maximum)")
         dist.all_reduce(reduced, op=operation)
+        beat("computes")
     return reduced
 
 
-def gather_from_ranks(item: Item) -> list[Item]:
-    """The items of all ranks in rank order, on every rank: picklable host data (arrays, strings), not CUDA tensors."""
+def gather_from_ranks(item: Item, group: dist.ProcessGroup | None = None) -> list[Item]:
+    """The items of all ranks in rank order, on every rank: picklable host data (arrays, strings), not CUDA tensors.
+
+    `group`: of a thread other than the main one (`new_host_group`).
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [item]
     items: list[Item | None] = [None] * dist.get_world_size()
+    if group is not None:  # of another thread, whose doings are not this rank's
+        dist.all_gather_object(items, item, group)
+        return items
+    beat(f"{WAITS} (gather)")
     dist.all_gather_object(items, item)
+    beat("computes")
     return items  # type: ignore[return-value]
 
 
@@ -310,4 +359,6 @@ def new_host_group() -> dist.ProcessGroup | None:
 def wait_for_all() -> None:
     """Returns when every rank has come here."""
     if dist.is_initialized():
+        beat(f"{WAITS} (barrier)")
         dist.barrier()
+        beat("computes")

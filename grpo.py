@@ -325,6 +325,18 @@ def mismatch(t: Tokens, of_sequence: bool = False) -> Tensor:
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
+def temperature_terms(logprobs: Tensor, rollout_logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each token, x * d, x^2 and d^2, d = trainer's - sampler's log-prob: the sums give the slope of d over x.
+
+    x = log-prob + entropy is the derivative of the token's log-prob by the inverse temperature. At temperature T_s the
+    sampler's log-probs are the trainer's + x (T / T_s - 1), but for terms of second order. Both are clamped, so that a
+    few rare tokens do not decide.
+    """
+    x = (logprobs + entropies).clamp(-3.0, 3.0)
+    difference = (logprobs - rollout_logprobs).clamp(-0.5, 0.5)
+    return x * difference, x.square(), difference.square()
+
+
 def truncated(ratio: Tensor, high: float) -> Weights:
     return ratio.clamp(max=high), ratio > high
 
@@ -417,6 +429,7 @@ def total_loss(
     loss_N, ratio_N = loss.per_token, loss.ratio
     weights_N, is_outside_N = algorithm.rollout_correction(t)
     gap_N = (old_logprobs_N.exp() - batch.rollout_logprobs_N.exp()).abs()
+    slope_N, spread_N, squares_N = temperature_terms(old_logprobs_N, batch.rollout_logprobs_N, entropies_N.detach())
     means = {
         "policy/entropy": entropies_N,
         "policy/clip_frac": loss.is_low | loss.is_high,
@@ -425,6 +438,9 @@ def total_loss(
         "policy/approx_kl": k1(logprobs_N - old_logprobs_N),
         "policy/rollout_gap_mean": gap_N,
         "policy/rollout_kl": k1(old_logprobs_N - batch.rollout_logprobs_N),
+        "slope": slope_N,
+        "spread": spread_N,
+        "squares": squares_N,
         "weight": weights_N,
         "weight_squared": weights_N.square(),
     }

@@ -68,7 +68,7 @@ def merge_updates(updates: list[Metrics]) -> Metrics:
             merged[name] = max(values)
         elif name.endswith("_min"):
             merged[name] = min(values)
-        elif name == "optim/skipped_updates":
+        elif name in ("optim/skipped_updates", "optim/rollbacks"):
             merged[name] = sum(values)
         elif name == "optim/lr":
             merged[name] = values[-1]

@@ -21,7 +21,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from batch import Batch
 from flags import AdamW, Lora, Memory
-from fsdp_utils import World, full_tensors, shard
+from fsdp_utils import World, full_tensors, own_rows, shard
+from guards.heartbeat import beat
 from model import lora as adapters
 from model.attention import make_packing
 from model.head import chunked_logprobs
@@ -56,6 +57,7 @@ class Policy(adapters.WithAdapter):
 
     def forward(self, batch: Batch, temperature: float, with_entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """(logprobs_N, entropies_N), float32: of the labels where the loss mask is true, constant zeros elsewhere."""
+        beat("runs a forward pass")
         tokens, device = {"input_ids": batch.input_ids_N[None]}, batch.input_ids_N.device
         output = self.model.get_decoder()(
             **({"inputs_embeds": embed(self.model, batch)[None]} if batch.images else tokens),
@@ -84,6 +86,20 @@ class Policy(adapters.WithAdapter):
         wanted = ((parameter, parameter.dtype if name in layers else self.dtype) for name, parameter in named)
         for (name, _), full in zip(named, full_tensors(wanted), strict=True):
             yield in_files(name), adapters.merged(layers[name], full, self.dtype) if name in layers else full
+
+    def own_rows(self, with_adapter: bool = True) -> Iterator[tuple[str, Iterator[tuple[Tensor, int]]]]:
+        """(Hugging Face name, pieces: some rows in the engine's dtype and the index of the first) of each parameter.
+
+        What the engine is to hold, LoRA merged, from this rank's shards alone: nothing of `full_weights` is used. All
+        ranks run through the same parameters' pieces together.
+        """
+        layers = {f"{name}.base_layer.weight": layer for name, layer in adapters.adapted_layers(self.model).items()}
+        for name, parameter in self.model.named_parameters():
+            if with_adapter and name in layers:
+                yield in_files(name), adapters.own_merged_rows(layers[name], parameter, self.dtype)
+            elif ".lora_" not in name:
+                pieces = own_rows(parameter, adapters.MERGED_ROWS)
+                yield in_files(name), ((rows.to(self.dtype), first) for rows, first in pieces)
 
     def describe(self) -> str:
         """How many parameters the policy has and how many of them are trained: for the first lines of the log."""

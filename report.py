@@ -20,8 +20,12 @@ PANELS = {  # title -> the metrics that it shows; * stands for any text
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, float]]:
-    """The lines of metrics.jsonl by step. The last line of a step counts; a line that a kill cut off is skipped."""
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    """The lines of metrics.jsonl by step. The last line of a step counts; a line that a kill cut off is skipped.
+
+    Without such a file there are none.
+    """
+    file = run_dir / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
     by_step = {record["step"]: record for record in (json.loads(line) for line in lines if line.endswith("}"))}
     return [by_step[step] for step in sorted(by_step)]
 

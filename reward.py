@@ -17,6 +17,10 @@ from flags import Grading, Sampling
 from grading.pool import Limits, Pool
 from grading.score import Grade, Needs, add_up, needs_math, parse_reward
 from grading.verifiers import Case
+from grading.worker import Status
+from guards import signals
+from guards.errors import RunError
+from guards.heartbeat import beat, note
 
 if TYPE_CHECKING:
     from data import PromptData, Row
@@ -25,7 +29,7 @@ if TYPE_CHECKING:
 OnFinished = Callable[[int, str, Sequence[int], bool], None]  # (index b of the completion, text, token ids, truncated)
 
 
-class RewardFailed(Exception):
+class RewardFailed(RunError):
     """Nothing at all could be graded: a mistake of the user's, to be told in a sentence."""
 
 
@@ -42,6 +46,7 @@ class Grader:
         self.not_graded: dict[int, Grade] = {}
         self.groups: dict[int, dict[int, Case]] = {}  # of functions that compare: b // group size -> b -> its case
         self.is_proven = False  # something has been graded
+        self.num_done = 0  # by the last status
         self.pool: Pool | None = None
         if num_workers:
             limits = Limits(
@@ -91,7 +96,8 @@ class Grader:
         if self.pool is None:
             return {}
         parts: dict[int, list[Grade]] = defaultdict(list)
-        for key, outcome in self.pool.collect().items():
+        beat(f"waits for the reward workers (of process {self.pool.dispatcher.pid})")
+        for key, outcome in self.pool.collect(self._tell).items():
             members = [key] if key >= 0 else self._compared(-1 - key)
             values = [outcome.value] if key >= 0 else outcome.value
             if outcome.status != "ok":
@@ -102,14 +108,35 @@ class Grader:
         self.not_graded, self.groups = {}, {}
         return grades
 
+    def _tell(self, status: Status) -> None:
+        """What this rank waits for. That more items are done is progress. Raises Stopped if a signal has come."""
+        assert self.pool is not None
+        if signals.requested():
+            raise signals.Stopped
+        tell = beat if status.num_done != self.num_done else note
+        self.num_done = status.num_done
+        waits = f"waits for the reward workers: {status.num_left} items left"
+        if status.pid is None:
+            tell(f"{waits}, none in work")
+            return
+        _, cases = self.pool.item(status.key)
+        case = cases[0] if isinstance(cases, list) else cases
+        tell(f"{waits}, process {status.pid} has been working for {status.seconds:.0f} s on {case.where}")
+
     def collect_from_ranks(self) -> list[Grade]:
         """The grades of the completions submitted on all ranks, in the order of b; the same on every rank.
 
-        Raises RewardFailed if grading failed for each of the first completions: it will for the next ones.
+        Raises RewardFailed if grading failed for each of the first completions: it will for the next ones; Stopped, on
+        all ranks, if a signal has come.
         """
         from fsdp_utils import gather_from_ranks
 
-        by_b = {b: grade for share in gather_from_ranks(self.collect()) for b, grade in share.items()}
+        try:
+            own = self.collect()
+        except signals.Stopped:  # the others learn it from the next line
+            own = {}
+        signals.end_if_requested()
+        by_b = {b: grade for share in gather_from_ranks(own) for b, grade in share.items()}
         grades = [by_b[b] for b in range(len(by_b))]
         tried = [grade for grade in grades if grade.status != "truncated"]
         if not self.is_proven and tried and all(grade.is_failed for grade in tried):
@@ -132,7 +159,7 @@ class Grader:
         for _ in range(3):  # a time-out on a busy machine must not decide which rows are trained on
             for i, case in todo.items():
                 self.pool.submit(i, ("check", case))
-            for i, outcome in self.pool.collect().items():
+            for i, outcome in self.pool.collect(self._tell).items():
                 reasons[i] = outcome.value if outcome.status == "ok" else outcome.status
                 if outcome.status == "ok":
                     del todo[i]

@@ -42,12 +42,15 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 from vllm import LLM, CompletionOutput, SamplingParams, TokensPrompt
 from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
-from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel, get_tp_group
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from batch import Rollout
 from flags import EngineSettings, Sampling
 from fsdp_utils import World, gather_from_ranks
+from guards import signals
+from guards.heartbeat import beat
+from guards.launched import launch_name
 from inputs.machine import set_allocator
 from model.engine_options import AT_START, NOISE, NOISE_ON_CPU, check_head, engine_options, memory_errors, stop_ids
 from model.vision import Vision
@@ -55,20 +58,24 @@ from model.vision import Vision
 if TYPE_CHECKING:
     from data import Row
     from reward import OnFinished
+    from rollout_checks import DriftGuard
 
 for _name, _beginning in NOISE + ([] if torch.cuda.is_available() else NOISE_ON_CPU):
     logging.getLogger(_name).addFilter(lambda record, noise=_beginning: not record.msg.startswith(noise))
 
 # CPU: the ranks of an engine share memory, under a name that vLLM makes alike in every run on a machine. Another run,
-# or what a killed one left behind, would get in the way: the run's port makes the name its own.
+# or what a killed one left behind, would get in the way: the name of the run makes it its own.
 _name_by_vllm = _CPUSHMDistributed.make_group_name
-_CPUSHMDistributed.make_group_name = staticmethod(
-    lambda communicator: f"{_name_by_vllm(communicator)}-{os.environ['MASTER_PORT']}"
-)
+_CPUSHMDistributed.make_group_name = staticmethod(lambda communicator: f"{_name_by_vllm(communicator)}-{launch_name()}")
+
+
+STEPS_BETWEEN_LOOKS = 16  # of an engine over several ranks: each look costs them a broadcast
 
 
 class Engine:
     """One vLLM engine per tensor-parallel group; this object is the calling rank's part of it."""
+
+    guard: DriftGuard | None = None  # looks whether it holds and samples what the trainer trains
 
     def __init__(
         self,
@@ -84,12 +91,14 @@ class Engine:
         self.world = world
         self.tokenizer, self.stop_ids = tokenizer, stop_ids(tokenizer, settings.stop_tokens)
         self.state = "awake"  # or "asleep", or "broken": between the two, and for ever if the change fails
+        self.num_engine_steps = 0
         self.seconds_E = np.zeros(world.num_engines)  # what each engine took for its share of the last call of `sample`
         is_cuda = world.device.type == "cuda"
         if not is_cuda:
             torch._dynamo.config.disable = True  # vLLM's log-prob kernel would be compiled for 5 to 25 s, to no gain
         options = engine_options(model_path, settings, is_cuda, world.tp_size, vision, max_images, most_sequences)
         gc.freeze()  # vLLM collects garbage at each stage of its start: a second in all, with what is imported in it
+        beat("starts the engine")
         with memory_errors("starts", AT_START):
             self.llm = LLM(**options)
         check_head(self.llm, settings)
@@ -107,7 +116,8 @@ class Engine:
 
         The engines take equal consecutive shares. `seed` is any tuple of non-negative numbers (run, step, purpose): the
         result is a function of weights, arguments and number of engines. As soon as completion b of the result is
-        finished, the leader of its engine calls `on_finished(b, text, token_ids, is_truncated)`.
+        finished, the leader of its engine calls `on_finished(b, text, token_ids, is_truncated)`. Raises Stopped, and
+        cannot sample any more, if a signal came meanwhile.
         """
         assert self.state == "awake", f"the engine is {self.state}: sync() wakes it, but not after a failure"
         # Keys, values and embeddings of images under old weights, and of earlier calls: a cached prefix changes the
@@ -115,21 +125,29 @@ class Engine:
         is_reset = self.llm.reset_prefix_cache()
         assert is_reset, "no request is under way between two calls"
         self.llm.llm_engine.engine_core.reset_encoder_cache()
+        if self.guard is not None:
+            self.guard.before_sample(rows, sampling)
         seed_everything(seed, self.world.engine_index)
         rows_B = [row for row in rows for _ in range(sampling.num_samples)]
         indices_PG = np.arange(len(rows_B)).reshape(-1, sampling.num_samples)
         own = np.array_split(indices_PG, self.world.num_engines)[self.world.engine_index].flatten().tolist()
         is_leader = self.world.is_engine_leader
         finished: dict[int, CompletionOutput] = {}
+        beat(f"begins to sample {len(own)} completions")
         start = time.perf_counter()
         for i, done in self._run([rows_B[b] for b in own], sampling, description):
             finished[own[i]] = done
             if on_finished is not None and is_leader:
                 on_finished(own[i], done.text, done.token_ids, done.finish_reason == "length")
+        if not self._is_probing:
+            signals.end_if_requested()
         result = _rollout_of([finished[b] for b in own]), time.perf_counter() - start
         of_engines = [each for each in gather_from_ranks(result if is_leader else None) if each is not None]
         self.seconds_E = np.array([seconds for _, seconds in of_engines])
-        return replace(Rollout.concatenate([rollout for rollout, _ in of_engines]), rows=rows_B)
+        rollout = replace(Rollout.concatenate([rollout for rollout, _ in of_engines]), rows=rows_B)
+        if self.guard is not None:
+            self.guard.after_sample(rollout)
+        return rollout
 
     def _run(self, rows: list[Row], sampling: Sampling, description: str) -> Iterator[tuple[int, CompletionOutput]]:
         """(index, completion) of each row, as they are finished.
@@ -148,9 +166,10 @@ class Engine:
         inputs = {id(row): _engine_input(row) for row in rows}  # decoded once for all completions of a prompt
         first_id = next(self.llm.request_counter) + 1
         self.llm.enqueue([inputs[id(row)] for row in rows], params, use_tqdm=False)
-        is_quiet = not (self.world.is_main and sys.stderr.isatty())
+        is_quiet, progress = not (self.world.is_main and sys.stderr.isatty()), None
         with tqdm(total=len(rows), desc=description, leave=False, disable=is_quiet) as bar:
-            while self.llm.llm_engine.has_unfinished_requests():
+            while self.llm.llm_engine.has_unfinished_requests() and not self._is_abandoned():
+                progress = self._tell_progress(rows, first_id, progress)
                 for output in (output for output in self.llm.llm_engine.step() if output.finished):
                     index = int(output.request_id) - first_id
                     if output.prompt_token_ids != rows[index].ids.tolist():
@@ -160,6 +179,33 @@ class Engine:
                     yield index, done
                     bar.update()
             bar.refresh()  # full, however short it took
+
+    @property
+    def _is_probing(self) -> bool:
+        """The guard samples, amid a step that is to be finished: a signal waits."""
+        return self.guard is not None and self.guard.is_busy
+
+    def _is_abandoned(self) -> bool:
+        """Whether a signal has come: the same on all ranks of an engine, which ask each other now and then."""
+        if self._is_probing:
+            return False
+        if self.world.tp_size == 1:
+            return signals.requested()
+        self.num_engine_steps += 1
+        is_due = self.num_engine_steps % STEPS_BETWEEN_LOOKS == 0
+        return is_due and get_tp_group().broadcast_object(signals.requested(), src=0)
+
+    def _tell_progress(
+        self, rows: list[Row], first_id: int, before: tuple[int, int, int] | None
+    ) -> tuple[int, int, int]:
+        """(oldest unfinished request, its tokens, number of unfinished ones): the same again is no progress."""
+        states = self.llm.llm_engine.output_processor.request_states
+        oldest = next(iter(states.values()))
+        index, tokens = int(oldest.external_req_id) - first_id, oldest.detokenizer.num_output_tokens()
+        now = index, tokens, len(states)
+        if now != before:
+            beat(f"samples: {len(states)} requests unfinished, the oldest ({rows[index].where}) has {tokens} tokens")
+        return now
 
     def sync(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Takes new weights, one full tensor at a time, under their Hugging Face names; wakes the engine if it sleeps.
@@ -182,6 +228,8 @@ class Engine:
                 is_awake = self.llm.wake_up(tags=["kv_cache"])
             assert is_awake, "weights and cache are all that sleeps: otherwise requests would wait for ever"
         self.state = "awake"
+        if self.guard is not None:
+            self.guard.after_sync()
 
     def sleep(self) -> None:
         """CUDA: drops weights and KV cache until the next sync (level 2: no copy of the weights). CPU: nothing."""

@@ -6,7 +6,6 @@ curves.png, this file the others.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
@@ -29,7 +28,11 @@ from batch import Rollout
 from checkpoint import checkpoints
 from data import PromptData
 from flags import FLAGS
-from fsdp_utils import World
+from fsdp_utils import World, gather_from_ranks
+from guards import signals
+from guards.disk import Records, replace, tolerated
+from guards.heartbeat import in_phase
+from guards.lock import lock_file
 from inputs.checks import launched_world_size
 from metrics import Metrics, merge_updates
 
@@ -56,21 +59,19 @@ def open_run_folder(out_dir: Path, config: dict[str, object], free: set[str]) ->
     where = f"--out_dir {str(out_dir)!r}"
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
-        lock = (out_dir / ".lock").open("w")
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(f"{where} is in use by another run; wait for it, or choose another folder.") from None
+        lock = lock_file(out_dir / ".lock", where)
     except OSError as error:
         raise ValueError(f"{where} cannot be written ({error.strerror}); choose another folder.") from None
     file = out_dir / "config.json"
     if file.exists() and ((out_dir / "metrics.jsonl").exists() or checkpoints(out_dir)):
         _check_same_flags(json.loads(file.read_text()), config, free, where)
         return lock
-    ours = {"config.json", "starts.jsonl", "eval", "reward_failures.jsonl", "excluded_rows.jsonl"}
-    found = {path.name for path in out_dir.iterdir() if not path.name.startswith((".", "changes_"))}
+    described = {"config.json", "starts.jsonl", "reward_failures.jsonl", "excluded_rows.jsonl"}
+    ours = described | {"eval", "ranks", "stalls", "bad_updates", "samples.jsonl", "profile"}
+    found = {path.name for path in out_dir.iterdir() if not path.name.startswith((".", "changes_", "drift_"))}
     if others := ", ".join(sorted(found - ours)[:5]):
         raise ValueError(f"{where} holds {others} but no config.json, so no run of this program; choose another.")
-    file.write_text(json.dumps(config, indent=2) + "\n")  # which is read only if a step was trained after it
+    replace(file, f"{json.dumps(config, indent=2)}\n".encode())  # which is read only if a step was trained after it
     return lock
 
 
@@ -95,26 +96,37 @@ class Run:
     memory: MemoryWatch
     total_steps: int
     profile_steps: list[int]
-    max_skipped_updates: int
     step: int = 0
+    is_last: bool = False  # of the steps
+    num_done: int = 0  # steps that are trained and logged
     start: float | None = None  # of the step, by the clock
     seconds: dict[str, float] = field(default_factory=dict)  # of the step, by phase
     updates: list[Metrics] = field(default_factory=list)  # of the step
-    num_skipped_in_a_row: int = 0
     profiler: torch.profiler.profile | None = None  # while it traces
+    records: Records = field(init=False)  # the files of the folder, on the main process
+
+    def __post_init__(self) -> None:
+        self.records = Records(self.out_dir)
 
     def steps(self, first: int, last: int) -> Iterator[int]:
-        """The numbers of the steps."""
+        """The numbers of the steps. Raises Stopped between two of them if a signal came."""
+        self.num_done = first - 1
         for self.step in range(first, last + 1):
+            signals.end_if_requested()
+            self.is_last = self.step == last
             yield self.step
+            self.num_done = self.step
+        signals.end_if_requested()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Adds the wall time of the block to `name`, without phases inside it; on CUDA, with work that it queued."""
+        if name == "update":  # the last moment to end without it
+            signals.end_if_requested()
         start = time.perf_counter()
         self.start = self.start or start  # the clock of a run starts with its first phase
         before = sum(self.seconds.values())
-        with self.memory.phase(name), self._trace(name):
+        with in_phase(name, self.step), self.memory.phase(name), self._trace(name):
             yield
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
@@ -122,12 +134,9 @@ class Run:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start - inside
 
     def record(self, metrics: Metrics) -> None:
-        """Keeps the metrics of an update. Raises FloatingPointError at --max_skipped_updates skipped ones in a row."""
+        """Keeps the metrics of an update."""
         self._end_trace()
         self.updates.append(metrics)
-        self.num_skipped_in_a_row = self.num_skipped_in_a_row + 1 if metrics["optim/skipped_updates"] else 0
-        if (count := self.num_skipped_in_a_row) >= self.max_skipped_updates:
-            raise FloatingPointError(f"step {self.step}: loss or gradient not finite in {count} updates in a row.")
 
     def metrics(self) -> Metrics:
         """Of the step so far: its updates as one, `time/<phase>_s`, and `time/step_s` since the last call of `log`."""
@@ -144,6 +153,14 @@ class Run:
         self._append("metrics.jsonl", {"step": step, **finite})
         self.say("\n".join([console_line(step, self.total_steps, metrics), *self.memory.remarks(memory)]))
 
+    def logged(self, step: int) -> Metrics:
+        """What metrics.jsonl holds of the step, the same on every rank; {} for nothing."""
+        records = report.read_metrics(self.out_dir) if self.world.is_main else []
+        own = [record for record in records if record["step"] == step]
+        found = gather_from_ranks(own)[0]
+        values = found[0].items() if found else ()
+        return {name: math.nan if value is None else value for name, value in values if name != "step"}
+
     def say(self, text: str) -> None:
         if self.world.is_main:
             print(text, flush=True)
@@ -155,7 +172,9 @@ class Run:
         commit, changes = _git("rev-parse", "HEAD").strip(), _git("diff", "HEAD")
         stamp = time.strftime("%Y%m%dT%H%M%S")
         if changes:
-            (self.out_dir / f"changes_{stamp}.patch").write_text(changes)
+            self.records.replace(f"changes_{stamp}.patch", changes)
+        if resumed_from:
+            self._say_what_changed()
         is_gpu, device = self.world.device.type == "cuda", platform.processor() or platform.machine()
         self._append("starts.jsonl", {
             "time": stamp, "resumed_from": resumed_from, "command": [sys.executable, *sys.argv],
@@ -166,6 +185,18 @@ class Run:
             "predicted_gib": {phase: round(size / 2**30, 2) for phase, size in self.memory.predicted.items()},
         })  # fmt: skip
 
+    def _say_what_changed(self) -> None:
+        """On another number of ranks or engines than at the last start."""
+        file = self.out_dir / "starts.jsonl"
+        lines = file.read_text().splitlines() if file.exists() else []
+        starts = [json.loads(line) for line in lines if line.endswith("}")]  # a kill may cut the last one off
+        ranks, size = launched_world_size(), self.world.tp_size
+        if starts and (starts[-1]["world_size"], starts[-1]["tensor_parallel_size"]) != (ranks, size):
+            before = f"{starts[-1]['world_size']} ranks and engines of {starts[-1]['tensor_parallel_size']}"
+            same = "weights, optimizer state and data position are the same to the bit"
+            other = "which engine samples what differs, and with it the completions"
+            self.say(f"now {ranks} ranks and engines of {size}, before {before}: {same}; {other}")
+
     def describe_data(self, datasets: list[PromptData]) -> None:
         """Says what the sets hold, shows the first prompt as the model sees it, and writes excluded_rows.jsonl."""
         for data in datasets:
@@ -173,7 +204,7 @@ class Run:
         self.say(f"first prompt: {datasets[0].rows[0].text!r}")
         rows = [{"set": data.name, "row": row, "reason": why} for data in datasets for row, why in data.excluded]
         if self.world.is_main and rows:
-            (self.out_dir / "excluded_rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            self.records.replace("excluded_rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
 
     def samples(self, step: int, rollout: Rollout, group_size: int) -> None:
         """Appends the first two completions of each of the first two groups to samples.jsonl."""
@@ -201,7 +232,8 @@ class Run:
 
     def plot(self) -> None:
         if self.world.is_main:
-            report.plot(self.out_dir)
+            with tolerated("curves.png"):
+                report.plot(self.out_dir)
 
     @contextmanager
     def _trace(self, name: str) -> Iterator[None]:
@@ -219,18 +251,14 @@ class Run:
             return
         self.profiler.stop()
         file = self.out_dir / "profile" / f"step_{self.step}_{name}_rank_{self.world.trainer_rank}.json.gz"
-        file.parent.mkdir(exist_ok=True)
-        self.profiler.export_chrome_trace(str(file))
+        with tolerated(str(file)):
+            file.parent.mkdir(exist_ok=True)
+            self.profiler.export_chrome_trace(str(file))
         self.profiler = None
 
     def _append(self, name: str, record: dict[str, object]) -> None:
-        if not self.world.is_main:
-            return
-        with (self.out_dir / name).open("a+b") as out:
-            out.seek(max(out.tell() - 1, 0))
-            is_cut_off = out.read(1) not in (b"", b"\n")  # the last line, by a kill
-            line = json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
-            out.write(b"\n" + line if is_cut_off else line)
+        if self.world.is_main:
+            self.records.append(name, json.dumps(record, ensure_ascii=False) + "\n")
 
 
 def console_line(step: int, total_steps: int, metrics: Metrics) -> str:

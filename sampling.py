@@ -16,6 +16,7 @@ import numpy as np
 
 from batch import Rollout
 from flags import Sampling
+from guards.fingerprint import check_same_step
 from metrics import Metrics, rollout_metrics
 
 if TYPE_CHECKING:  # importing vLLM takes seconds; the checks of bad input come first
@@ -49,12 +50,13 @@ class Sampler:
     sampling: Sampling
     run: Run
     num_drawn: int = 0  # prompts sampled so far, in the order of the data
+    drawn_before: dict[int, int] = field(default_factory=dict)  # step -> num_drawn at its beginning; the last one alone
     seconds_RE: list[np.ndarray] = field(default_factory=list)  # of each round of this step, what each engine took
     sampled: Rollout | None = None  # all completions of this step, also those that are not trained on
 
-    def state(self) -> dict[str, int]:
-        """What a resumed run needs: goes into the checkpoint."""
-        return {"prompts_drawn": self.num_drawn}
+    def state(self, step: int) -> dict[str, int]:
+        """What a run needs that continues after `step`, the last one or the one before: goes into the checkpoint."""
+        return {"prompts_drawn": self.drawn_before.get(step + 1, self.num_drawn)}
 
     def restore(self, state: dict[str, int]) -> None:
         self.num_drawn = state["prompts_drawn"]
@@ -62,10 +64,14 @@ class Sampler:
     def collect(self, step: int) -> tuple[Rollout, Metrics]:
         """P groups of G graded completions to train on, and the metrics of all that were sampled for them."""
         rounds: list[Rollout] = []
-        self.seconds_RE = []
+        self.seconds_RE, self.drawn_before = [], {step: self.num_drawn}
         while count := prompts_to_sample(rounds, self.draws):
             rounds.append(self.sample_round(step, len(rounds), count))
         self.sampled = Rollout.concatenate(rounds)
+        check_same_step(
+            prompts=[row.ids for row in self.sampled.rows], completions=self.sampled.completions,
+            rewards=[self.sampled.rewards_B],
+        )  # fmt: skip
         self.run.reward_failures(step, self.sampled)
         chosen, metrics = choose_groups(self.sampled, len(rounds), self.draws)
         return chosen, metrics | rollout_metrics(self.sampled, self.draws.group_size)

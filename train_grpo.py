@@ -1,6 +1,6 @@
 """Trains a language model with GRPO on verifiable rewards: the set-up, then the loop.
 
-    torchrun --nproc_per_node 8 train_grpo.py --model Qwen/Qwen2.5-7B --train_data math.jsonl --out_dir runs/math ...
+    python scripts/launch.py --ranks 8 train_grpo.py --model Qwen/Qwen2.5-7B --train_data math.jsonl --out_dir runs/x
 
 Every rank runs this file. It holds a shard of the policy (FSDP2) and a part of a sampling engine (vLLM), and sees the
 whole step: all completions, all rewards, and one plan of who trains what. To understand a step, read the loop below,
@@ -12,8 +12,16 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from guards import signals
+from guards.launched import join_launcher
+
+if __name__ == "__main__":  # before all that takes time: a rank must not outlive its launcher, and a signal is no crash
+    join_launcher()
+    signals.listen()
 
 from inputs.checks import check_flags
 from inputs.command_line import exit_with_error, parse_flags
@@ -32,29 +40,33 @@ if __name__ == "__main__":  # a mistake in a flag is reported before transformer
     except (ValueError, OSError) as error:
         exit_with_error(error)
 
-from checkpoint import Writer, latest, link_final, load
+from checkpoint import State, Writer, latest, link_final, load
 from data import PromptData
-from evaluate import Evaluator
-from flags import AdamW, EngineSettings, Lora, Memory, Sampling, free_on_resume, make_plan, take
-from fsdp_utils import World, close_world, init_world, is_main_process
+from evaluate import EvalTimes, Evaluator
+from flags import AdamW, DriftBounds, EngineSettings, Lora, Memory, Sampling, Saving, free_on_resume, make_plan, take
+from fsdp_utils import close_world, init_world, is_main_process
 from grpo import Algorithm
+from guards.errors import RunError
+from guards.updates import Bounds, UpdateGuard
 from inputs.load import Inputs, check_world, load_inputs
 from metrics import throughput, work_of_step
 from model.vision import most_images
 from planner.watch import watch_memory
-from policy import build_policy
-from reward import RewardFailed
+from policy import Policy, build_policy
 from run import Run, open_run_folder
 from sampling import Draws, Sampler
 from update import add_advantages, add_logprobs, pack_updates, update_policy
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
     from rollout import Engine
 
 
-def build_engine(args: Namespace, inputs: Inputs, world: World) -> Engine:
+def build_engine(args: Namespace, inputs: Inputs, policy: Policy, run: Run) -> Engine:
     """The engine, with random weights until the first `sync`."""
     from rollout import Engine, largest_share  # vLLM takes seconds to import: mistakes are reported before
+    from rollout_checks import DriftGuard
 
     limits = args.max_prompt_tokens, max(args.max_completion_tokens, *args.eval_max_completion_tokens)
     settings = take(EngineSettings, args, max_model_len=sum(limits))
@@ -62,17 +74,35 @@ def build_engine(args: Namespace, inputs: Inputs, world: World) -> Engine:
     max_images = most_images(row.images for data in datasets for row in data.rows)
     held_out = zip(inputs.eval_sets, inputs.eval_samplings, strict=True)
     calls = [(args.prompts_per_step, args.group_size)] + [(len(data.rows), each.num_samples) for data, each in held_out]
-    sequences = largest_share(calls, world)
-    engine = Engine(args.model, inputs.tokenizer, world, settings, inputs.vision, max_images, sequences)
+    sequences = largest_share(calls, run.world)
+    engine = Engine(args.model, inputs.tokenizer, run.world, settings, inputs.vision, max_images, sequences)
+    engine.guard = DriftGuard(engine, policy, run, take(DriftBounds, args))
     engine.sleep()  # until the first sync: what that gathers and the engine's cache are never held together
     return engine
 
 
 def finish(run: Run, step: int) -> None:
-    """What a run has beyond its checkpoints: `final` and the curves. Safe to repeat, after a kill, say."""
+    """What a run has beyond its checkpoints: `final`, the curves, the last lines. Safe to repeat, after a kill, say."""
     if run.world.is_main:
         link_final(run.out_dir, step)
     run.plot()
+    run.records.finish()
+
+
+def end_complete(run: Run, saved_step: int, last_step: int) -> None:
+    """When there is nothing left to train."""
+    finish(run, saved_step)
+    longer = "--stop_after" if last_step < run.total_steps else "--total_steps"
+    complete = f"{run.out_dir} is complete: it has a checkpoint of step {saved_step}"
+    run.say(f"{complete}. To go on, raise {longer} or change --out_dir.")
+    close_world()
+
+
+def undo(writer: Writer, policy: Policy, optimizer: Optimizer) -> tuple[Path | None, State]:
+    """Makes policy and optimizer those of the last checkpoint; its folder and state, or (None, {}) without one."""
+    writer.wait()
+    _, folder = latest(writer.out_dir, writer.world, writer.say)
+    return folder, load(folder, policy, optimizer) if folder else {}
 
 
 def main(args: Namespace, algorithm: Algorithm) -> None:
@@ -87,91 +117,89 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
         watch = watch_memory(args, len(train_data.rows), world)
     except (ValueError, OSError, RuntimeError) as error:
         exit_with_error(error)
-    run = Run(out_dir, lock, world, watch, plan.total_steps, args.profile_steps, args.max_skipped_updates)
-    run.say(f"{world.describe()}; {plan.describe()}")
-    run.say(algorithm.description)
+    run = Run(out_dir, lock, world, watch, plan.total_steps, args.profile_steps)
+    run.say(f"{world.describe()}; {plan.describe()}\n{algorithm.description}")
     run.describe_data([train_data, *eval_sets])
-    saved_step, saved = latest(out_dir)
+    saved_step, saved = latest(out_dir, world, run.say)
+    logged = run.logged(saved_step)
     last_step = min(plan.total_steps, args.stop_after or plan.total_steps)
-    if saved_step >= last_step:
-        finish(run, saved_step)
-        longer = "--stop_after" if last_step < plan.total_steps else "--total_steps"
-        way_on = f"To go on, raise {longer} or change --out_dir."
-        run.say(f"{out_dir} is complete: it has a checkpoint of step {saved_step}. {way_on}")
-        close_world()
+    evaluator = Evaluator(eval_sets, inputs.eval_samplings, inputs.grader, run.records / "eval", take(EvalTimes, args))
+    must_evaluate = evaluator.is_missing(saved_step, saved_step == last_step, logged)
+    if saved_step >= last_step and not must_evaluate:
+        end_complete(run, saved_step, last_step)
         return
 
     lora, adamw, has_reference = take(Lora, args), take(AdamW, args), algorithm.kl_coef > 0
-    try:
+    with watch.loading():
         policy, reference, optimizer = build_policy(args.model, memory, lora, adamw, has_reference, args.seed, world)
-        engine = build_engine(args, inputs, world)
-    except ValueError as error:  # weights that do not fit config.json
-        exit_with_error(error)
+        engine = build_engine(args, inputs, policy, run)
     run.say(policy.describe())
     sampling = take(Sampling, args, num_samples=args.group_size)
     sampler = Sampler(engine, inputs.grader, train_data, take(Draws, args), sampling, run)
-    evaluator = Evaluator(
-        eval_sets, inputs.eval_samplings, inputs.grader, args.seed, out_dir / "eval", args.eval_every,
-        args.eval_before_training,
-    )  # fmt: skip
-    writer = Writer(out_dir, inputs.companions, args.keep_checkpoints, args.async_checkpoint, world)
+    writer = Writer(out_dir, inputs.companions, take(Saving, args), world, run.say)
+    guard = UpdateGuard(world, take(Bounds, args), out_dir, inputs.tokenizer, partial(undo, writer, policy, optimizer))
     if saved:
-        sampler.restore(load(saved, policy, optimizer))
+        sampler.restore(guard.restore(load(saved, policy, optimizer)))
         run.say(f"continues from {saved}")
     run.describe_start(saved_step)
     engine.sync(policy.full_weights())  # also a resumed run samples from the policy that it trains
-    if saved_step == 0 and evaluator.is_due(step=0):
+    if must_evaluate:
         with run.phase("evaluate"):
-            metrics = evaluator.run(engine, step=0)
-        run.log(0, metrics)
+            logged |= evaluator.run(engine, saved_step)
+        run.log(saved_step, logged)
 
-    for step in run.steps(saved_step + 1, last_step):
-        is_last = step == last_step
-        # 1. Sample G completions to each of P prompts; each is graded as soon as it is finished.
-        with run.phase("sample"):
-            rollout, metrics = sampler.collect(step)
-        with run.phase("sleep"):
-            engine.sleep()  # and gives its memory to the trainer
+    signals.arm(args.grace_seconds)
+    try:
+        for step in run.steps(saved_step + 1, last_step):
+            # 1. Sample G completions to each of P prompts; each is graded as soon as it is finished.
+            with run.phase("sample"):
+                rollout, metrics = sampler.collect(step)
+            with run.phase("sleep"):
+                engine.sleep()  # and gives its memory to the trainer
 
-        # 2. Log-probs of the sampled tokens under the old policy and the reference, where the loss needs them.
-        with run.phase("pack"):
-            updates = pack_updates(rollout, plan, algorithm, memory, policy, world)
-        with run.phase("logprobs"):
-            updates = add_logprobs(updates, policy, reference, algorithm)
+            # 2. Log-probs of the sampled tokens under the old policy and the reference, where the loss needs them.
+            with run.phase("pack"):
+                updates = pack_updates(rollout, plan, algorithm, memory, policy, world)
+            with run.phase("logprobs"):
+                updates = add_logprobs(updates, policy, reference, algorithm)
 
-        # 3. Advantage: how much better is a completion than the others of its group?
-        with run.phase("advantage"):
-            rollout, updates = add_advantages(rollout, updates, algorithm)
+            # 3. Advantage: how much better is a completion than the others of its group?
+            with run.phase("advantage"):
+                rollout, updates = add_advantages(rollout, updates, algorithm)
 
-        # 4. Update: one optimizer step per mini-batch of prompts.
-        with run.phase("update"):
-            for i, update in enumerate(updates * plan.num_iterations):
-                run.record(update_policy(policy, optimizer, update, algorithm, plan.update(step, i), memory, world))
+            # 4. Update: one optimizer step per mini-batch of prompts.
+            with run.phase("update"):
+                for i, update in enumerate(updates * plan.num_iterations):
+                    run.record(update_policy(policy, optimizer, update, algorithm, plan.update(step, i), memory, guard))
 
-        # 5. Sync: the new weights go to the engine, one parameter at a time.
-        with run.phase("sync"):
-            engine.sync(policy.full_weights())
+            # 5. Sync: the new weights go to the engine, one parameter at a time.
+            with run.phase("sync"):
+                engine.sync(policy.full_weights())
 
-        # 6. Evaluate on held-out problems, under the new weights.
-        if evaluator.is_due(step, is_last):
-            with run.phase("evaluate"):
-                metrics |= evaluator.run(engine, step)
+            # 6. Evaluate on held-out problems, under the new weights.
+            if evaluator.is_due(step, run.is_last):
+                with run.phase("evaluate"):
+                    metrics |= evaluator.run(engine, step)
 
-        # 7. Log, before the checkpoint: a kill in between repeats a step and loses no line.
-        with run.phase("log"):
-            run.samples(step, rollout, plan.group_size)
-        work = work_of_step(sampler.sampled, rollout, updates, policy, plan.num_iterations, memory.share_prompts)
-        run.log(step, metrics | throughput(work, sampler.seconds_RE, run.metrics(), world))
+            # 7. Log, before the checkpoint: a kill in between repeats a step and loses no line.
+            with run.phase("log"):
+                run.samples(step, rollout, plan.group_size)
+            work = work_of_step(sampler.sampled, rollout, updates, policy, plan.num_iterations, memory.share_prompts)
+            run.log(step, metrics | throughput(work, sampler.seconds_RE, run.metrics(), world))
 
-        # 8. Checkpoint: whole or not at all. Its time is counted in the next step's line.
-        if is_last or (args.save_every and step % args.save_every == 0):
-            with run.phase("checkpoint"):
-                writer.save(step, policy, optimizer, sampler.state())
-                run.plot()
-
-    writer.wait()
-    finish(run, last_step)
-    run.say(f"done: {out_dir}/final holds the policy, {out_dir}/curves.png the curves")
+            # 8. Checkpoint: whole or not at all. Its time is counted in the next step's line.
+            if writer.is_due(step, run.is_last):
+                with run.phase("checkpoint"):
+                    writer.save(step, policy, optimizer, sampler.state(step) | guard.state(), metrics, run.is_last)
+                    run.plot()
+        writer.wait()
+        finish(run, max(saved_step, last_step))
+        run.say(f"done: {out_dir}/final holds the policy, {out_dir}/curves.png the curves")
+    except signals.Stopped:
+        done = run.num_done
+        writer.save_before_end(done, policy, optimizer, sampler.state(done) | guard.state(), run.logged(done))
+        run.records.finish()
+        run.say(f"ended by {signals.signal_name()} after step {done}, which is saved; the same command goes on")
     inputs.grader.close()
     engine.close()
     close_world()
@@ -180,7 +208,5 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
 if __name__ == "__main__":
     try:
         main(ARGS, ALGORITHM)
-    except (MemoryError, RewardFailed) as error:  # of the engine, or the user's: it says what to change
+    except (RunError, MemoryError) as error:  # it says what to change
         exit_with_error(error)
-    except KeyboardInterrupt:
-        sys.exit("interrupted: the same command continues from the last checkpoint" if is_main_process() else 1)

@@ -7,9 +7,11 @@ Dimensions: `batch.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 import grpo
@@ -26,6 +28,9 @@ from fsdp_utils import (
     sum_over_trainers,
 )
 from grpo import Algorithm, Graded
+from guards.drift import temperature_of
+from guards.heartbeat import beat
+from guards.updates import UpdateGuard
 from model.activations import activations_on_host
 from model.attention import add_packing
 from model.vision import add_images
@@ -129,6 +134,16 @@ def compute_advantages(rollout: Rollout, penalties: list[np.ndarray] | None, alg
     return [piece.numpy() for piece in of_tokens.split(lengths_B.tolist())]
 
 
+class Pass(NamedTuple):
+    """What the passes over a micro-batch gave. The scalars are its part of the update's metrics."""
+
+    batch: Batch
+    logprobs_N: Tensor  # float32, like the next
+    old_logprobs_N: Tensor
+    sums: dict[str, Tensor]  # over the tokens, weighted: those of all micro-batches add up to the metric
+    maxima: dict[str, Tensor]
+
+
 def update_policy(
     policy: Policy,
     optimizer: Optimizer,
@@ -136,17 +151,41 @@ def update_policy(
     algorithm: Algorithm,
     step: UpdateStep,
     memory: Memory,
-    world: World,
+    guard: UpdateGuard,
 ) -> dict[str, float]:
     """One optimizer step on this rank's micro-batches; returns its metrics, the same on every rank.
 
     The loss is summed with weights made of global counts, so neither micro-batches, packing nor the number of ranks
-    enter it; metrics are means over the trained tokens of all ranks. In the first update of a step no weight has
-    changed since sampling, so the old log-probs are the current ones and every ratio is exactly 1 (with dropout they
-    are those of a pass without it). A non-finite loss or gradient leaves policy and optimizer untouched.
+    enter it; metrics are means over the trained tokens of all ranks. An update that the guard finds bad, because its
+    loss or gradient is not finite, say, leaves policy and optimizer untouched; then the guard decides how to go on.
+    """
+    passes = add_gradients(policy, update, algorithm, step, memory, guard.world)
+    grad_norm = clip_grad_norm(policy, step.max_grad_norm)
+    metrics = reduce_metrics(passes) | {"optim/grad_norm": grad_norm.item(), "optim/lr": step.rate}
+    fault = guard.judge(metrics, step)
+    if fault is None:
+        beat("runs the optimizer")
+        for group in optimizer.param_groups:
+            group["lr"] = step.rate
+        optimizer.step()
+    optimizer.zero_grad()
+    return metrics | {
+        "optim/skipped_updates": float(fault is not None),
+        "optim/rollbacks": float(fault is not None and guard.handle(fault, step, metrics, passes)),
+        "perf/update_idle_frac": idle_share(update.batches, policy, guard.world),
+    }
+
+
+def add_gradients(
+    policy: Policy, update: Update, algorithm: Algorithm, step: UpdateStep, memory: Memory, world: World
+) -> list[Pass]:
+    """The passes over this rank's micro-batches, whose gradients add up in the policy.
+
+    In the first update of a step no weight has changed since sampling, so the old log-probs are the current ones and
+    every ratio is exactly 1 (with dropout they are those of a pass without it).
     """
     is_unchanged = step.is_first and not policy.has_dropout
-    sums, extremes = [], []
+    passes = []
     with policy.dropout_on((step.seed, step.index), world):
         for i, batch in enumerate(update.batches):
             is_last = i == len(update.batches) - 1
@@ -158,32 +197,31 @@ def update_policy(
             loss_N, means, maxima = grpo.total_loss(batch, logprobs_N, old_logprobs_N, entropies_N, algorithm)
             mask_N = batch.loss_mask_N
             loss = grpo.masked_sum(loss_N * batch.loss_weights_N, mask_N)
+            beat("runs a backward pass")
             (loss * world.num_trainers).backward()  # FSDP averages gradients; the weights are global already
             with torch.no_grad():
-                tokens = [grpo.masked_sum(x, mask_N) / update.num_tokens for x in means.values()]
-                sums.append(torch.stack([loss, *tokens]))
-                extremes.append(torch.stack([torch.where(mask_N, x, -torch.inf).max() for x in maxima.values()]))
+                sums = {name: grpo.masked_sum(x, mask_N) / update.num_tokens for name, x in means.items()}
+                maxima = {name: torch.where(mask_N, x, -torch.inf).max() for name, x in maxima.items()}
+            sums = {"policy/loss": loss.detach()} | sums
+            passes.append(Pass(batch, logprobs_N.detach(), old_logprobs_N, sums, maxima))
     if memory.gather_parameters_once:
         release_gathered(policy)  # what stayed gathered would be used as it is after the weights have changed
-    grad_norm = clip_grad_norm(policy, step.max_grad_norm)
-    totals = sum_over_trainers(torch.stack(sums).sum(dim=0))
-    largest = max_over_trainers(torch.stack(extremes).amax(dim=0))
-    is_finite = bool(torch.isfinite(grad_norm) & torch.isfinite(totals[0]))
-    if is_finite:
-        for group in optimizer.param_groups:
-            group["lr"] = step.rate
-        optimizer.step()
-    optimizer.zero_grad()
-    metrics = dict(zip(["policy/loss", *means, *maxima], totals.tolist() + largest.tolist(), strict=True))
+    return passes
+
+
+def reduce_metrics(passes: list[Pass]) -> dict[str, float]:
+    """The metrics of the loss over all ranks: sums of sums, maxima of maxima."""
+    sums = torch.stack([torch.stack(list(each.sums.values())) for each in passes])
+    maxima = torch.stack([torch.stack(list(each.maxima.values())) for each in passes])
+    totals, largest = sum_over_trainers(sums.sum(dim=0)), max_over_trainers(maxima.amax(dim=0))
+    names = [*passes[0].sums, *passes[0].maxima]
+    metrics = dict(zip(names, totals.tolist() + largest.tolist(), strict=True))
+    terms = {name: metrics.pop(name) for name in ("slope", "spread", "squares")}
+    metrics["policy/rollout_temperature"], metrics["policy/rollout_temperature_r2"] = temperature_of(**terms)
     metrics["policy/ratio_min"] *= -1
     weight, weight_squared = metrics.pop("weight"), metrics.pop("weight_squared")
     metrics["policy/rollout_ess"] = weight**2 / weight_squared if weight_squared else 0.0  # (sum w)^2 / (n sum w^2)
-    return metrics | {
-        "optim/grad_norm": grad_norm.item(),
-        "optim/lr": step.rate,
-        "optim/skipped_updates": float(not is_finite),
-        "perf/update_idle_frac": idle_share(update.batches, policy, world),
-    }
+    return metrics
 
 
 def idle_share(batches: list[Batch], policy: Policy, world: World) -> float:

@@ -30,6 +30,7 @@ from batch import Rollout
 from data import Row
 from flags import AdamW, Lora, Memory, make_plan, take
 from fsdp_utils import World, gather_from_ranks, is_main_process, local_shard
+from guards.updates import UpdateGuard
 from inputs.choices import algorithm_of
 from inputs.command_line import parse_flags
 from policy import build_policy
@@ -180,14 +181,16 @@ class Trainer:
     def train(self, update: Update) -> None:
         """One optimizer step."""
         step = self.plan.update(step=1, i=0)
-        metrics = update_policy(self.policy, self.optimizer, update, self.algorithm, step, self.memory, self.world)
+        guard = UpdateGuard(self.world)
+        metrics = update_policy(self.policy, self.optimizer, update, self.algorithm, step, self.memory, guard)
         assert not metrics["optim/skipped_updates"], "nothing was updated"
 
 
 def flags_of(model: Path | str, *more: str) -> argparse.Namespace:
     """The flags of a run of one step in which the advantage of a completion is its reward."""
     required = ["--model", str(model), "--train_data", "none#1000", "--out_dir", "none", "--total_steps", "1"]
-    return parse_flags([*required, "--advantage", "none", *more])
+    made_up = ["--max_rollout_gap", "0", "--advantage", "none"]  # no engine has sampled what is trained on
+    return parse_flags([*required, *made_up, *more])
 
 
 def launch(command: list[str], environment: dict[str, str] | None = None) -> float:

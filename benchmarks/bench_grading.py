@@ -1,6 +1,6 @@
 """What grading costs a step: sampling with every completion graded as it finishes, against the same sampling without.
 
-    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 benchmarks/bench_grading.py
+    OMP_NUM_THREADS=1 python scripts/launch.py --ranks 2 benchmarks/bench_grading.py
 
 The sampler keeps all cores busy. Meanwhile real mathematical completions (`tests/grading/math_cases.jsonl` without the
 hostile ones) are graded in place of those that it samples. The two variants run in turn for several rounds; the ratio

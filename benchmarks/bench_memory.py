@@ -1,7 +1,7 @@
 """Predicted against measured memory of an update under every memory policy: `planner/memory.py` against the run itself.
 
-    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 benchmarks/bench_memory.py
-    torchrun --standalone --nproc_per_node 1 benchmarks/bench_memory.py --model Qwen/Qwen2.5-1.5B \\
+    OMP_NUM_THREADS=1 python scripts/launch.py --ranks 2 benchmarks/bench_memory.py
+    python scripts/launch.py --ranks 1 benchmarks/bench_memory.py --model Qwen/Qwen2.5-1.5B \\
         --micro_batch_tokens 16384 --length 2048
 
 The policy is that of `policy.build_policy`, with random weights. What is measured is one whole update of two full

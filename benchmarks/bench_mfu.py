@@ -1,7 +1,7 @@
 """How well an update uses the GPU: seconds, tokens/s, FLOP/s and MFU of `update_policy`, flag by flag.
 
-    torchrun --standalone --nproc_per_node 1 benchmarks/bench_mfu.py --model Qwen/Qwen2.5-1.5B      # one GPU of 80 GB
-    torchrun --standalone --nproc_per_node 1 benchmarks/bench_mfu.py --model Qwen/Qwen2.5-7B \\
+    python scripts/launch.py --ranks 1 benchmarks/bench_mfu.py --model Qwen/Qwen2.5-1.5B      # one GPU of 80 GB
+    python scripts/launch.py --ranks 1 benchmarks/bench_mfu.py --model Qwen/Qwen2.5-7B \\
         --variants LoRA "LoRA, compiled"
 
 The model has random weights in a real shape. An update has two micro-batches of --micro_batch_tokens on each rank;

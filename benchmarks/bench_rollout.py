@@ -1,6 +1,6 @@
 """What our rollout phase costs on top of vLLM: `Engine.sample` against bare `LLM.generate`.
 
-    torchrun --standalone --nproc_per_node 2 benchmarks/bench_rollout.py --model runs/tiny_policy_seed1
+    python scripts/launch.py --ranks 2 benchmarks/bench_rollout.py --model runs/tiny_policy_seed1
 
 Both use the same engine, prompts and sampling parameters. They run in turn for several rounds; the ratio of the speeds
 (bare seconds / ours) is taken round by round, and the median is reported; the goal is at least 0.97. Prints a table

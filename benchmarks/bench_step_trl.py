@@ -1,7 +1,7 @@
 """TRL's part of bench_step.py: GRPOTrainer on the same model, prompts and lengths, seconds a step.
 
-    torchrun --nproc_per_node 2 benchmarks/bench_step_trl.py --model FOLDER --out FILE --prompts 32 --group_size 8 \\
-        --max_tokens 64 --steps 5
+    python scripts/launch.py --ranks 2 benchmarks/bench_step_trl.py --model FOLDER --out FILE --prompts 32 \\
+        --group_size 8 --max_tokens 64 --steps 5
 
 bench_step.py starts it in TRL's environment. It imports nothing of this project. What TRL needs on CPU is patched here;
 TRL's code stays as it is.

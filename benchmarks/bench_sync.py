@@ -1,6 +1,6 @@
 """How fast new weights reach the engine: our sync against memcpy of the same bytes, on every rank at once.
 
-    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 benchmarks/bench_sync.py
+    OMP_NUM_THREADS=1 python scripts/launch.py --ranks 2 benchmarks/bench_sync.py
     OMP_NUM_THREADS=1 python benchmarks/bench_sync.py                                # one rank: nothing to gather
 
 Ours is `engine.sync(policy.full_weights())` as after every step: fp32 shards of FSDP2 are cast and gathered, and vLLM's

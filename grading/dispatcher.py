@@ -24,13 +24,14 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-from grading.worker import HEADER, Outcome, die_with_parent, work
+from grading.worker import HEADER, Outcome, Status, die_with_parent, work
 
 INF = math.inf
 LOAD_SECONDS = 120.0  # what a worker may take to import a user's module
 MESSAGE_SECONDS = 2  # that a worker may stop in the middle of a message
 MAX_MESSAGE = 2**26  # bytes of a worker's message
 MAX_FAILED_LOADS = 5  # in a row, of workers that replace others
+STATUS_SECONDS = 1.0  # between two messages to a caller who waits
 RETRY_SECONDS = 1.0  # until an item that failed is tried again; doubled each time, up to 64 s
 
 
@@ -58,7 +59,8 @@ class _Item:
     num_failures: int = 0
     retry_at: float = 0.0  # after a failure
     is_alone: bool = False  # it must not share a worker
-    deadline: float = 0.0  # of this try
+    start: float = 0.0  # of this try
+    deadline: float = 0.0
     num_extensions: int = 0  # of the deadline
     cpu_seconds: float = 0.0  # that the worker had used when it got the item
 
@@ -90,6 +92,7 @@ class _Dispatcher:
         self.delayed: list[_Item] = []  # items that failed and will be tried again
         self.outcomes: dict[int, bytes] = {}
         self.is_asked = False  # for the outcomes
+        self.status_at = 0.0
         self.is_loaded = False  # one worker has loaded: before that, the others would only fail like it
         self.num_failed_loads = 0  # in a row
         self.failure: str | None = None  # why there can be no workers
@@ -106,6 +109,7 @@ class _Dispatcher:
             self.caller.send(self.failure or self.outcomes)
             self.outcomes, self.is_asked = {}, False
         times = [worker.deadline for worker in self.workers] + [item.retry_at for item in self.delayed]
+        times += [self.status_at] if self.is_asked else []
         until = min(times, default=INF)
         sources = {source: worker for worker in self.workers for source in (worker.connection, worker.process.sentinel)}
         ready = wait([self.caller, *sources], None if until == INF else max(0.0, until - time.monotonic()))
@@ -114,11 +118,22 @@ class _Dispatcher:
         for worker in dict.fromkeys(sources[source] for source in ready if source is not self.caller):
             self._hear(worker)
         now = time.monotonic()
+        if self.is_asked and self.status_at <= now:
+            self.status_at = now + STATUS_SECONDS
+            self.caller.send(self._status(now))
         for worker in [each for each in self.workers if each.deadline <= now]:
             self._end_or_extend(worker, now)
         for item in [each for each in self.delayed if each.retry_at <= now]:
             self.delayed.remove(item)
             self._queue_of(item).append(item)
+
+    def _status(self, now: float) -> Status:
+        num_done, num_left = len(self.outcomes), len(self.queue) + len(self.queue_alone) + len(self.delayed)
+        at_work = [(worker.process.pid, item) for worker in self.workers for item in worker.items.values()]
+        if not at_work:
+            return Status(num_done, num_left)
+        pid, item = min(at_work, key=lambda pair: pair[1].start)
+        return Status(num_done, num_left + len(at_work), pid, item.key, now - item.start)
 
     def _take(self, messages: list[object]) -> None:
         self.is_asked = self.is_asked or "collect" in messages
@@ -160,7 +175,8 @@ class _Dispatcher:
         return self.queue_alone if item.is_alone else self.queue
 
     def _give(self, worker: _Worker, item: _Item) -> None:
-        item.deadline, item.num_extensions = time.monotonic() + self.setup.limits.timeout, 0
+        item.start, item.num_extensions = time.monotonic(), 0
+        item.deadline = item.start + self.setup.limits.timeout
         item.cpu_seconds = _state(worker.process.pid)[1]
         try:
             worker.connection.send((item.key, item.data))

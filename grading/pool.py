@@ -26,12 +26,13 @@ import pickle
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 
-from grading.worker import Limits, Outcome, Setup
+from grading.worker import Limits, Outcome, Setup, Status
 
 MAX_STARTS = 4  # of the dispatcher, until a `collect` is answered
 
@@ -71,15 +72,17 @@ class Pool:
         self.pending[key] = pickle.dumps(item, protocol=pickle.HIGHEST_PROTOCOL)  # the dispatcher never unpickles it
         self.queue.put((key, self.pending[key]))
 
-    def collect(self) -> dict[int, Outcome]:
+    def collect(self, on_status: Callable[[Status], None] = lambda status: None) -> dict[int, Outcome]:
         """The outcome of every item submitted since the last call; waits for those that are not done yet.
 
+        Meanwhile `on_status` hears about once a second how far they are.
         A dispatcher that was killed (for memory, say) is replaced, and the new one does all of the work again.
         """
         for _ in range(MAX_STARTS):
             self.queue.put("collect")
             try:
-                answer = self.connection.recv()
+                while isinstance(answer := self.connection.recv(), Status):
+                    on_status(answer)
             except (EOFError, ConnectionResetError):
                 status = self.close()
                 self._start()
@@ -91,6 +94,10 @@ class Pool:
             return {key: pickle.loads(outcome) for key, outcome in answer.items()}
         self.close()
         raise RuntimeError(f"the dispatcher of the workers ended {MAX_STARTS} times, last with exit status {status}.")
+
+    def item(self, key: int) -> object:
+        """What was submitted and is not collected yet."""
+        return pickle.loads(self.pending[key])
 
     def ask(self, item: object) -> object:
         """The value of one item, while nothing else is submitted. Raises ValueError with the status of a failure."""

@@ -33,6 +33,17 @@ class Outcome:
 
 
 @dataclass(frozen=True)
+class Status:
+    """What there is to wait for, of a `collect` that is not answered yet."""
+
+    num_done: int
+    num_left: int
+    pid: int | None = None  # of the worker with the item that has been in work for the longest time, if one is
+    key: int = 0  # of that item
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
 class Limits:
     num_workers: int
     timeout: float  # seconds per item; up to three times that for a worker that wants to run but is not let

@@ -6,13 +6,14 @@ import argparse
 import os
 
 from flags import FLAGS, GROUPS, INF, TINY, Flag
+from inputs.records import name_of_source
 from model.sizes import check_path
 
 
 def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
     """Raises ValueError for flags out of range, without effect, or in contradiction to each other.
 
-    `num_ranks`: by default those that torchrun started. What has no effect on the algorithm is found by `algorithm_of`.
+    `num_ranks`: by default those that were started. What has no effect on the algorithm is found by `algorithm_of`.
     """
     check_ranges(args, GROUPS)
     check_path(args.model)
@@ -21,14 +22,42 @@ def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
     check_algorithm(args)
     check_memory(args, num_ranks)
     check_waits(args, num_ranks)
+    check_best(args)
+    check_bounds(args)
     for name in ("eval_every", "eval_before_training"):
         if getattr(args, name) and not args.eval_data:
             wrong = given(FLAGS[f"--{name}"], args)
             raise ValueError(f"{wrong} needs --eval_data; name a file, or leave --{name} out.")
 
 
+def check_best(args: argparse.Namespace) -> None:
+    """Raises ValueError if not every checkpoint will have a value of --keep_best."""
+    if args.keep_best is None:
+        return
+    wrong = f"--keep_best {args.keep_best}"
+    names, ks = [name_of_source(source) for source in args.eval_data], args.eval_samples
+    known = [f"eval/{name}/{figure}" for i, name in enumerate(names) for figure in scores_of(ks[i % len(ks)])]
+    if args.keep_best not in known:
+        advice = f"use one of {', '.join(known)}" if known else "name held-out problems with --eval_data"
+        raise ValueError(f"{wrong} is not evaluated; {advice}.")
+    if not args.eval_every or not args.save_every or args.save_every % args.eval_every:
+        periods = f"--save_every {args.save_every} and --eval_every {args.eval_every}"
+        raise ValueError(f"{wrong} needs a value for each checkpoint, not {periods}; make the first a multiple.")
+
+
+def scores_of(num_samples: int) -> list[str]:
+    """What a held-out set is measured by, the larger the better: avg@k, pass@2, 4, ... k, maj@k."""
+    passes = [f"pass@{k}" for k in ks_of_pass(num_samples)]
+    return [f"avg@{num_samples}", *passes] + ([f"maj@{num_samples}"] if num_samples > 1 else [])
+
+
+def ks_of_pass(num_samples: int) -> list[int]:
+    """The k of pass@k: 2, 4, 8, ... and the number of samples."""
+    return sorted({2**i for i in range(1, num_samples.bit_length())} | {num_samples} - {1})
+
+
 def launched_world_size() -> int:
-    """Number of processes that torchrun started; 1 without torchrun."""
+    """Number of processes that the launcher started, on all nodes; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -111,6 +140,24 @@ def check_waits(args: argparse.Namespace, num_ranks: int) -> None:
         raise ValueError(
             f"{wrong} lets a completion be graded for {minutes:.3g} minutes, but {rule}; make that longer."
         )
+    if num_ranks > 1 and (args.stall_seconds or 0) >= args.timeout_minutes * 60:
+        ends = f"--timeout_minutes {args.timeout_minutes:g} would end the run before the report"
+        most = args.timeout_minutes * 60
+        raise ValueError(f"--stall_seconds {args.stall_seconds:g}: {ends}; use less than {most:g}.")
+
+
+def check_bounds(args: argparse.Namespace) -> None:
+    """Raises ValueError for bounds of an update that every update would break, or none could, and for no way back."""
+    is_on_policy = args.prompts_per_update == args.prompts_per_step and args.num_iterations == 1
+    for name in ("max_kl", "max_ratio", "max_grad_norm_factor"):
+        wrong, value = given(FLAGS[f"--{name}"], args), getattr(args, name)
+        if 0 < value <= 1 and name != "max_kl":
+            raise ValueError(f"{wrong}: must be above 1, or 0 for none.")
+        if value and is_on_policy and not args.lora_dropout and name != "max_grad_norm_factor":
+            known = "with one update a step, which is of the policy that sampled: KL 0, ratio 1"
+            raise ValueError(f"{wrong} has no effect {known}; leave it out.")
+    if args.on_bad_update == "rollback" and not args.save_every:
+        raise ValueError("--on_bad_update rollback goes back to a checkpoint, and none is written; give --save_every.")
 
 
 def check_algorithm(args: argparse.Namespace) -> None:

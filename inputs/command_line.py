@@ -10,8 +10,9 @@ import time
 from typing import NoReturn
 
 from flags import GROUPS, Flag
+from guards.launched import note_reason
 
-USAGE = "torchrun --nproc_per_node RANKS train_grpo.py --model MODEL --train_data FILE --out_dir FOLDER [flags]"
+USAGE = "python scripts/launch.py --ranks RANKS train_grpo.py --model MODEL --train_data FILE --out_dir FOLDER [flags]"
 DESCRIPTION = """Trains a language model with GRPO on verifiable rewards. One rank per GPU; on CPU, as many as you like.
 One step = one rollout of P prompts x G completions; one update = one optimizer step. Starting the same command again
 continues from the last checkpoint."""
@@ -69,9 +70,11 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
 def exit_with_error(error: Exception) -> NoReturn:
     """Ends the process with the error's sentence, without a traceback: for mistakes of the user.
 
-    All ranks find the same one: the first reports it, and torchrun stops the others. One that is still there after some
-    seconds has an error of its own (a file that is missing on its node only) and reports that.
+    All ranks find the same one. scripts/launch.py says it, once and last. With torchrun the first rank says it; another
+    one that is still there after some seconds has an error of its own (a file that is missing on its node only).
     """
+    if note_reason(str(error), "mistake"):
+        sys.exit(1)
     if os.environ.get("RANK", "0") != "0":
         time.sleep(10)
     sys.exit(f"error: {error}")

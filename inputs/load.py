@@ -12,8 +12,10 @@ from pathlib import Path
 from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 from data import PromptData
-from flags import Grading, Lora, Memory, PromptFormat, Sampling, make_plan, take
+from flags import Grading, Lora, Memory, PromptFormat, Sampling, Stalls, make_plan, take
 from fsdp_utils import World, gather_from_ranks, is_engine_leader_process, is_main_process, wait_for_all
+from guards.doctor import start_doctor
+from guards.fingerprint import check_same_start
 from inputs.evaluation import check_names, settings_per_set
 from inputs.machine import check_launch
 from inputs.records import read_system_prompt
@@ -73,8 +75,12 @@ def load_inputs(args: Namespace) -> Inputs:
 
 
 def check_world(args: Namespace, world: World) -> None:
-    """What only ranks together can know. Raises ValueError or RuntimeError, on every rank."""
+    """What only ranks together can know; from here on they watch each other. Raises ValueError or RuntimeError, on
+    every rank.
+    """
     check_shared(Path(args.out_dir))
+    check_same_start(vars(args))
+    start_doctor(Path(args.out_dir), world, take(Stalls, args))
     check_device(world.device, args.share_prompts)
 
 

@@ -5,12 +5,11 @@ Each check ends the run in one sentence before any weight is read. docs/hardware
 
 from __future__ import annotations
 
-import ctypes
+import faulthandler
 import fcntl
 import os
 import re
 import shutil
-import signal
 import socket
 import struct
 import sys
@@ -23,9 +22,9 @@ from inputs.checks import check_engines, launched_world_size
 
 GIB = 2**30
 SIOCGIFADDR = 0x8915  # of Linux: the address of an interface
-PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets when its parent dies
 DRIVER = Path("/proc/driver/nvidia")  # what it says of itself
 OLDEST_DRIVER = {12: 525, 13: 580}  # by the major version of CUDA that torch was made for
+KERNELS_KEPT = 64  # of each of two caches
 OLDEST_CARD = (8, 0)  # compute capability: Ampere, the first with bfloat16 and FlashAttention 2
 
 
@@ -37,10 +36,10 @@ def check_launch(tp_size: int, dtype: str, gpu_memory_utilization: float) -> Non
     if torch.version.cuda and num_installed and not num_gpus and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
         check_driver(num_installed)
     if num_gpus > local_size:
-        command = f"torchrun --nproc_per_node {num_gpus} {Path(sys.argv[0]).name} ..."
+        command = f"python scripts/launch.py --ranks {num_gpus} {Path(sys.argv[0]).name} ..."
         hide = f"CUDA_VISIBLE_DEVICES={','.join(map(str, range(local_size)))}"
         raise ValueError(
-            f"{num_gpus} GPUs are visible but the world size is {world_size}: start it with the script or torchrun "
+            f"{num_gpus} GPUs are visible but the world size is {world_size}: start it with its script or the launcher "
             f"({command}), or hide the others with {hide}."
         )
     if 0 < num_gpus < local_size:
@@ -58,7 +57,7 @@ def check_launch(tp_size: int, dtype: str, gpu_memory_utilization: float) -> Non
 
 
 def local_world_size() -> int:
-    """Processes that torchrun started on this node; 1 without torchrun."""
+    """Processes that the launcher started on this node; 1 without a launcher."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
@@ -111,12 +110,6 @@ def check_gpu(index: int, world_size: int, gpu_memory_utilization: float) -> Non
         raise ValueError(f"GPU {index} ({name}): {taken}; {share}. End them, choose other GPUs, or lower it.")
 
 
-def end_with_launcher() -> None:
-    """This rank gets SIGTERM when torchrun dies: even `kill -9` of the launcher leaves no orphan on the GPUs."""
-    if "RANK" in os.environ and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
 def allocator_settings(is_expandable: bool) -> str:
     """What torch's allocators are told: the user's PYTORCH_ALLOC_CONF, and expandable segments.
 
@@ -145,14 +138,13 @@ def use_all_cores() -> None:
 
 
 def choose_interface() -> None:
-    """Several nodes: names the interface towards MASTER_ADDR to gloo and NCCL, unless the user has.
+    """Names the interface to gloo and NCCL, unless the user has: one node, the loopback; else that towards MASTER_ADDR.
 
-    gloo by itself takes the one that the host's own name leads to: often the loopback, and the nodes would wait for
-    each other in vain. Raises ValueError if MASTER_ADDR is no address.
+    gloo by itself takes the one that the host's own name leads to: on one node it may be open to others, and on several
+    it is often the loopback, and they would wait for each other in vain. Raises ValueError if MASTER_ADDR is no
+    address.
     """
-    if launched_world_size() == local_world_size():
-        return
-    address = os.environ["MASTER_ADDR"]
+    address = os.environ["MASTER_ADDR"] if launched_world_size() > local_world_size() else "127.0.0.1"
     try:
         own = own_address(address)
         if own.startswith("127.") and address != "localhost" and not address.startswith("127."):
@@ -187,6 +179,16 @@ def interface_of(address: str) -> str | None:
     return None
 
 
+def bound_kernel_caches() -> None:
+    """CPU: keeps few of the kernels that oneDNN, and torch above it (ideep), make for each shape of a matrix product.
+
+    Both keep 1,024 otherwise, of up to a megabyte, and packed micro-batches have new shapes in every step: a rank grew
+    by a gigabyte. Call this before the first product: the libraries read it once.
+    """
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(name, str(KERNELS_KEPT))
+
+
 def avoid_broken_amx() -> None:
     """CPU: keeps torch and vLLM off the AMX tile unit where a (virtual) machine announces it but traps its use.
 
@@ -199,6 +201,7 @@ def avoid_broken_amx() -> None:
     if "ONEDNN_MAX_CPU_ISA" not in os.environ:
         child = os.fork()
         if child == 0:
+            faulthandler.disable()  # it would print the stack of the trap that is being tried
             operand = torch.ones(64, 64, dtype=torch.bfloat16)
             _ = operand @ operand
             os._exit(0)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from flags import Lora
-from fsdp_utils import World, full_tensor
+from fsdp_utils import World, full_tensor, own_rows
 
 NAME = "default"  # of the one adapter, for peft
 MERGED_ROWS = 1024  # rows of a matrix that are in fp32 at a time
@@ -138,6 +138,18 @@ class WithAdapter(nn.Module):
         names = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
         scale = f"rank {config.r}, alpha {config.lora_alpha:g}, so s = {config.lora_alpha / config.r:g}"
         return f"LoRA ({scale}; dropout {config.lora_dropout:g}) on {len(layers)} linear layers: {names}"
+
+
+def own_merged_rows(layer: LoraLayer, weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[Tensor, int]]:
+    """Some rows of W + s B A in `dtype`, and the index of the first: those of this rank, made without `merged`.
+
+    All ranks call it together.
+    """
+    a, b = (part[NAME].weight for part in (layer.lora_A, layer.lora_B))
+    a = full_tensor(a, torch.float32)
+    pairs = zip(own_rows(weight, MERGED_ROWS), own_rows(b, MERGED_ROWS), strict=True)  # the same rows of both
+    for (rows, first), (b_rows, _) in pairs:
+        yield (rows.float() + layer.scaling[NAME] * (b_rows.float() @ a)).to(dtype), first
 
 
 def merged(layer: LoraLayer, weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -227,7 +227,7 @@ def load_processor(
         check_images(path, config, prompt_format)
     kind, wanted = ("processor", AutoProcessor) if has_vision else ("tokenizer", AutoTokenizer)
     try:
-        processor = wanted.from_pretrained(path)
+        processor = wanted.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(f"--model {path!r} has no {kind} that could be read: {error}") from None
     if not has_vision:

@@ -39,8 +39,11 @@ def load_config(path: str) -> PretrainedConfig:
     """The config of a folder or hub id. Raises ValueError or FileNotFoundError if there is none."""
     check_path(path)
     try:
-        return AutoConfig.from_pretrained(path)
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)  # nor is anybody asked
     except (OSError, ValueError) as error:
+        if "custom code" in str(error):
+            known = "use one whose architecture transformers has"
+            raise ValueError(f"--model {path!r} needs code from its own folder, which is never run; {known}.") from None
         neither = "neither a folder with a model nor a model that the hub has"
         raise ValueError(f"--model {path!r} is {neither}: {error}") from None
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
 
 from transformers import AutoConfig, PretrainedConfig
 
-from flags import EngineSettings, Lora, Memory, PromptFormat, make_plan, take
+from flags import EngineSettings, Lora, Memory, PromptFormat, Saving, make_plan, take
 from fsdp_utils import is_main_process
 from inputs.checks import check_flags, launched_world_size
 from inputs.choices import algorithm_of
@@ -106,6 +107,7 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
     run = take(
         RunShape, args, num_rows=num_rows, has_kl=has_kl,
         needs_first_logprobs=needs_first, trains_entropy=args.entropy_coef != 0,
+        num_checkpoints=most_checkpoints(take(Saving, args), min(plan.total_steps, args.stop_after or math.inf)),
     )  # fmt: skip
     engine = take(EngineSettings, args, max_model_len=sum(limits))
     gpu_memory, flops, memory_speed, link_speed, host_speed = GPUS[args.plan_gpu]
@@ -116,6 +118,13 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
         link_speed=link_speed * 1e9, network_speed=args.plan_network_gb_s * 1e9, host_speed=host_speed * 1e9,
     )  # fmt: skip
     return Setup(model, take(Memory, args), lora, engine, plan, run, hardware)
+
+
+def most_checkpoints(saving: Saving, last_step: float) -> int:
+    """On the disk at a time: those that are kept, the best one, and the one that is being written."""
+    num_saves = math.ceil(last_step / (saving.save_every or last_step))
+    most = saving.keep_checkpoints + 1 + (saving.keep_best is not None)
+    return min(num_saves, most) if saving.keep_checkpoints else num_saves
 
 
 def assumed_of(args: argparse.Namespace) -> Assumed:
@@ -186,6 +195,7 @@ def report_of(setup: Setup, assumed: Assumed) -> dict[str, object]:
         "host_peak_gib": gib(max(sum(parts.values()) for parts in on_host.values())),
         "host_capacity_gib": gib(h.host_bytes),
         "checkpoint_gib": gib(memory.checkpoint_bytes(setup)),
+        "disk_gib": gib(memory.disk_bytes(setup)),
         "step_seconds": round(sum(seconds.values()), 1),
         "total_hours": round(hours, 1),
         "total_gpu_hours": round(hours * h.gpus),
@@ -260,7 +270,8 @@ logits      {logits_of_a_micro_batch_gib:.2f} GiB in bf16 for a whole micro-batc
 GPU memory at the peak of each phase, in GiB per GPU
 {gpu_table}
 
-host RAM, in GiB per node; a checkpoint takes {checkpoint_gib:.1f} GiB of disk
+host RAM, in GiB per node; a checkpoint takes {checkpoint_gib:.1f} GiB of disk, \
+all that are kept {disk_gib:.1f}
 {host_table}
 
 time        {step_seconds:.0f} s per step: {times}

@@ -320,4 +320,10 @@ def checkpoint_bytes(setup: Setup) -> float:
 
     Copies of the same (--shard_ranks) are written once.
     """
-    return setup.model.parameters * COMPUTE + setup.gradient_bytes + setup.state_bytes
+    adapter = setup.gradient_bytes if setup.has_lora else 0  # once more, in peft's format
+    return setup.model.parameters * COMPUTE + setup.gradient_bytes + setup.state_bytes + adapter
+
+
+def disk_bytes(setup: Setup) -> float:
+    """On disk, of all checkpoints that are there at a time."""
+    return setup.run.num_checkpoints * checkpoint_bytes(setup)

@@ -84,13 +84,3 @@ def pinned_bytes() -> int:
     """Host RAM that is page-locked for this rank: torch's blocks, and the optimizer's state."""
     blocks = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) if torch.cuda.is_available() else 0
     return blocks + sum(PINNED_IN_PLACE)
-
-
-def host_bytes() -> int:
-    """RAM of the node that this process may use: the container's limit, where there is one."""
-    meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    limits = [int(meminfo["MemTotal"].split()[0]) * 1024]
-    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):  # "max": none
-            limits.append(int(Path(file).read_text()))
-    return min(limits)

@@ -108,6 +108,7 @@ class RunShape:
     trains_entropy: bool  # the entropy is part of the loss
     async_checkpoint: bool
     dynamic_sampling: str
+    num_checkpoints: int  # on the disk at a time, at most
 
 
 @dataclass(frozen=True)

@@ -13,19 +13,34 @@ from __future__ import annotations
 
 import argparse
 import copy
+import os
+import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
 from fsdp_utils import World, gather_from_ranks
+from inputs.cgroup import available_bytes, host_bytes
 from inputs.checks import launched_world_size
+from inputs.command_line import exit_with_error
 from inputs.machine import local_world_size
 from model.sizes import cpu_cache_bytes
 from model.weights import load_config
 from planner import meter
 from planner.dry_run import setup_of
-from planner.memory import Phase, gpu_phases, host_phases, sequences_at_once, without
+from planner.memory import Phase, checkpoint_bytes, disk_bytes, gpu_phases, host_phases, sequences_at_once, without
+from planner.out_of_memory import (
+    OutOfMemory,
+    asked_for,
+    describe_gpu,
+    describe_host,
+    lacks_memory,
+    line_of,
+    place_of,
+)
 from planner.setup import COMPUTE, GIB, Setup
 
 # Phase of the loop -> phases of the planner. What comes before the first phase is "load": also the engine's start.
@@ -39,8 +54,9 @@ PHASES = {
     "checkpoint": (),
 }
 NEAR = 0.95  # of the limit: a warning
+LOW = 0.03  # of the node's or the container's memory left: Linux may soon kill a rank, which then can say nothing
 WAYS_OUT = {  # phase -> what to change
-    "load": "lower --gpu_memory_utilization",
+    "load": "lower --gpu_memory_utilization, or give --offload optimizer or --param_dtype bfloat16",
     "sample": "lower --gpu_memory_utilization",
     "evaluate": "lower --gpu_memory_utilization",
     "sync": "lower --gpu_memory_utilization",
@@ -48,6 +64,16 @@ WAYS_OUT = {  # phase -> what to change
     "update": "lower --micro_batch_tokens, add --gradient_checkpointing, or --offload optimizer",
     "checkpoint": "lower --micro_batch_tokens",
     "host": "use less of --offload and --offload_activations, fewer --reward_workers, or no --async_checkpoint",
+}
+WAYS_OUT_ON_CPU = {  # where there is nothing to offload
+    "load": "start fewer ranks, or give --param_dtype bfloat16",
+    "sample": "lower --max_completion_tokens, or start fewer ranks",
+    "evaluate": "lower --eval_max_completion_tokens, or start fewer ranks",
+    "sync": "start fewer ranks",
+    "logprobs": "lower --micro_batch_tokens",
+    "update": "lower --micro_batch_tokens, add --gradient_checkpointing, or give --param_dtype bfloat16",
+    "checkpoint": "leave out --async_checkpoint, or start fewer ranks",
+    "host": "start fewer ranks, or fewer --reward_workers",
 }
 
 Peaks = dict[str, tuple[int, int]]  # phase -> bytes taken at its peak, and bytes of them that tensors or engine hold
@@ -58,27 +84,49 @@ class MemoryWatch:
 
     def __init__(self, world: World, predicted: dict[str, float]) -> None:
         """`predicted`: phase -> bytes of a rank, and "host" -> bytes of a node; {}: not known for this model."""
+        self.world = world
         self.meter = meter.GpuMeter(world.device) if world.device.type == "cuda" else meter.HostMeter()
-        self.host_limit = meter.host_bytes()
+        self.host_limit = host_bytes()
         self.limit = self.meter.total or self.host_limit / local_world_size()
         self.predicted = predicted
         self.current: str | None = "load"
         self.peaks: Peaks = {}
+        self.highest: dict[str, int] = {}  # phase -> bytes taken at its peak since the start
         self.host_peak = 0
         self.has_reported = False
         self.warned: set[str] = set()
 
     @contextmanager
+    def loading(self) -> Iterator[None]:
+        """The phase before the first one. It also ends the run in a sentence if weights do not fit config.json."""
+        try:
+            with self.phase("load"):
+                yield
+        except ValueError as error:
+            exit_with_error(error)
+
+    @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Keeps the peak of the block; a phase without a name in `PHASES` belongs to the one around it."""
+        """Keeps the peak of the block; a phase without a name in `PHASES` belongs to the one around it.
+
+        Raises OutOfMemory, with a report, in the place of an error that says that memory ran out.
+        """
         outer = self.current
         if name == "sync":
             self.meter.release()
         self._note()
         self.current = name if name in PHASES else outer
-        yield
+        try:
+            yield
+        except OutOfMemory:  # of a phase inside
+            raise
+        except (MemoryError, RuntimeError, OSError) as error:
+            if not lacks_memory(error):
+                raise
+            raise OutOfMemory(self._out_of_memory(name, error)) from error
         self._note()
-        self.current = None if outer == "load" else outer
+        self._warn_of_low_memory(name)
+        self.current = None if outer == "load" and name != "load" else outer
 
     def _note(self) -> None:
         """Adds the peak since the last call to the phase that it belongs to."""
@@ -86,6 +134,7 @@ class MemoryWatch:
         if self.current is not None:
             before, now = self.peaks.get(self.current, (0, 0)), self.meter.peak()
             self.peaks[self.current] = max(before, now)
+            self.highest[self.current] = max(self.highest.get(self.current, 0), now[0])
         self.meter.restart()
         meter.restart_peak_resident()
 
@@ -119,8 +168,39 @@ class MemoryWatch:
                 where = "a GPU" if self.meter.total else "a rank's share of the host RAM"
                 where = "a node's host RAM" if name == "host" else where
                 near = f"{name} takes {taken / GIB:.1f} of the {limit / GIB:.1f} GiB of {where}"
-                said.append(f"warning: {near}; before it runs out: {WAYS_OUT[name]}.")
+                said.append(f"warning: {near}; before it runs out: {self._ways_out(name)}.")
         return said
+
+    def _ways_out(self, name: str) -> str:
+        """The flags to change for a phase of the loop, or for the "host"."""
+        ways = WAYS_OUT if self.meter.total else WAYS_OUT_ON_CPU
+        return ways.get(name, ways["update" if name == "pack" else "host"])
+
+    def _warn_of_low_memory(self, name: str) -> None:
+        """Once, on the first rank of a node: what Linux kills for lack of memory gets no chance to say so."""
+        if "left" in self.warned or os.environ.get("LOCAL_RANK", "0") != "0":
+            return
+        left, total = available_bytes()
+        if left < LOW * total:
+            self.warned.add("left")
+            where = f"after phase {name}, {left / GIB:.2f} of {total / GIB:.2f} GiB of host RAM are left"
+            way_out = self._ways_out("host")
+            print(f"warning: {where}; at 0 Linux kills a rank without a word: {way_out}.", file=sys.stderr, flush=True)
+
+    def _out_of_memory(self, name: str, error: BaseException) -> str:
+        """The report: where, what was asked for, who holds the memory, and a sentence that says what to change."""
+        self._note()
+        place, rank = place_of(error, self.meter.total > 0), self.world.trainer_rank
+        found = {f"memory/{phase}_gib": taken / GIB for phase, taken in self.highest.items()}
+        lines = [f"out of memory on rank {rank} in phase {name}, at {line_of(error)}; asked for {asked_for(error)}"]
+        lines += describe_gpu(self.world.device, name) if self.meter.total else []
+        lines += [describe_host(), self._report(found)]
+        ways = [self._ways_out(name)] if place != "host" or not self.meter.total else []
+        ways += [self._ways_out("host")] if "host" in place and self.meter.total else []
+        sentence = f"{place} memory ran out on rank {rank} in phase {name}; {'; or '.join(ways)}."
+        if isinstance(error, MemoryError) and error.__cause__ is not None:
+            sentence = str(error)  # the engine's, which knows more
+        return "\n  ".join(lines) + f"\n{sentence}"
 
     def _report(self, metrics: dict[str, float]) -> str:
         where = "GPU" if self.meter.total else "rank"
@@ -143,12 +223,13 @@ def largest_node(of_ranks: list[int]) -> int:
 
 
 def watch_memory(args: argparse.Namespace, num_rows: int, world: World) -> MemoryWatch:
-    """The watch of this run. Raises ValueError if a GPU or the host cannot hold it."""
+    """The watch of this run. Raises ValueError if a GPU, the host or the disk cannot hold it."""
     setup = setup_of_machine(args, num_rows, world)
     if setup is None:
         return MemoryWatch(world, {})
     if world.device.type == "cuda":
         check_fit(setup, torch.cuda.mem_get_info()[0])
+    check_disk(setup, Path(args.out_dir))
     return MemoryWatch(world, predicted_bytes(setup, world))
 
 
@@ -159,8 +240,8 @@ def setup_of_machine(args: argparse.Namespace, num_rows: int, world: World) -> S
     here = copy.copy(args)
     here.plan_gpus, here.plan_nodes = world.num_trainers, launched_world_size() // local_world_size()
     is_cuda = world.device.type == "cuda"
-    here.plan_gpu_memory_gib = (torch.cuda.mem_get_info()[1] if is_cuda else meter.host_bytes()) / GIB
-    here.plan_host_memory_gib, here.plan_rows = meter.host_bytes() / GIB, num_rows
+    here.plan_gpu_memory_gib = (torch.cuda.mem_get_info()[1] if is_cuda else host_bytes()) / GIB
+    here.plan_host_memory_gib, here.plan_rows = host_bytes() / GIB, num_rows
     try:
         return setup_of(here, load_config(args.model))
     except ValueError:
@@ -187,6 +268,21 @@ def check_fit(setup: Setup, free: float) -> None:
         if needed > setup.hardware.host_bytes:
             needs = f"{needed / GIB:.0f} GiB of host RAM on a node, which has {setup.hardware.host_bytes / GIB:.0f}"
             raise ValueError(f"the run does not fit: by the formulas of the dry run, {name} needs {needs}. {advice}")
+
+
+def check_disk(setup: Setup, out_dir: Path) -> None:
+    """Raises ValueError, on all ranks, if the checkpoints of the run need more than is free and what they hold already.
+
+    A quota is not seen here.
+    """
+    files = (file for pattern in ("step_*", "unfinished_step_*") for file in out_dir.glob(f"{pattern}/**/*"))
+    held, free = gather_from_ranks((sum(file.lstat().st_size for file in files), shutil.disk_usage(out_dir).free))[0]
+    one, needed = checkpoint_bytes(setup), disk_bytes(setup)
+    if needed > held + free:
+        count = f"{setup.run.num_checkpoints} checkpoints of {one / GIB:.3g} GiB need {needed / GIB:.3g} GiB"
+        has = f"--out_dir {str(out_dir)!r} has {free / GIB:.3g} free and holds {held / GIB:.3g} of checkpoints"
+        advice = "make room, choose another folder, or keep fewer (--keep_checkpoints, at least 1; 0 keeps all)"
+        raise ValueError(f"the run does not fit on the disk: {count}, and {has}; {advice}.")
 
 
 def predicted_bytes(setup: Setup, world: World) -> dict[str, float]:

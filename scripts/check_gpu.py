@@ -30,10 +30,10 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.utils import logging
 
+from inputs.cgroup import host_bytes
 from inputs.machine import check_compiler, check_driver
 from model.sizes import GPUS
 from planner.dry_run import config_of
-from planner.meter import host_bytes
 from report import read_metrics
 from smoke_inputs import SETUPS, make_config, make_tokenizer
 

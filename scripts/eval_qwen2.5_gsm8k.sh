@@ -25,4 +25,4 @@ ARGS=(
     --samples 1                  # source: one answer
     --published 86.1             # source: its table, 3B
 )
-exec torchrun --standalone --nproc_per_node "$NGPU" evaluate.py --model "$MODEL" --data "$DATA" "${ARGS[@]}" "$@"
+exec python scripts/launch.py --ranks "$NGPU" evaluate.py --model "$MODEL" --data "$DATA" "${ARGS[@]}" "$@"

@@ -2,7 +2,7 @@
 # SimpleRL-Zoo's evaluation of Qwen2.5-7B, six sets at once. Source: the SimpleRL-Zoo paper, table of Qwen2.5-7B after
 # training, and its code. Hardware: 8 GPUs of 80 GB, or fewer. Time: not measured. Expected: the column `published`
 # (a standard error of 1.9 points on MATH500).
-#     MODEL=runs/qwen7b_simplerl_2x8xh100/step_90 DATA=folder bash scripts/eval_qwen7b_simplerl.sh
+#     MODEL=runs/qwen7b_simplerl_2x8xh100/best DATA=folder bash scripts/eval_qwen7b_simplerl.sh
 # The folder holds the six sets of the paper as .jsonl files with the columns problem and answer: math500, gsm8k,
 # minerva, olympiadbench, aime24, amc23. Before training the paper has 64.6, 88.2, 25.7, 30.1, 0.3 (avg@32) and 30.0,
 # the base model sampled greedily: append --temperature 0 --samples 1.
@@ -27,4 +27,4 @@ ARGS=(
     --reward math                             # source: 1 if correct else 0
     --prompt_suffix $'\nPlease reason step by step, and put your final answer within \\boxed{}.' # source: its prompt
 )
-exec torchrun --standalone --nproc_per_node "$NGPU" evaluate.py --model "$MODEL" "${ARGS[@]}" "$@"
+exec python scripts/launch.py --ranks "$NGPU" evaluate.py --model "$MODEL" "${ARGS[@]}" "$@"

@@ -25,4 +25,4 @@ ARGS=(
     --published -                # the source has none
     --tensor_parallel_size "$TP"
 )
-exec torchrun --standalone --nproc_per_node "$NGPU" evaluate.py --model "$MODEL" --data "$DATA" "${ARGS[@]}" "$@"
+exec python scripts/launch.py --ranks "$NGPU" evaluate.py --model "$MODEL" --data "$DATA" "${ARGS[@]}" "$@"

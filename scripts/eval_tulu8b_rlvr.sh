@@ -2,7 +2,7 @@
 # GSM8K, MATH and IFEval for Llama-3.1-Tulu-3-8B before and after RLVR. Source: the Tulu 3 paper, table of the RLVR
 # step. Hardware: 8 GPUs of 80 GB, or fewer. Time: not measured. Expected: the column `published`, after RLVR; before it
 # 84.3, 42.0 and 81.1.
-#     MODEL=runs/tulu8b_rlvr_7plus1/step_223 bash scripts/eval_tulu8b_rlvr.sh  # further flags go to evaluate.py and win
+#     MODEL=runs/tulu8b_rlvr_7plus1/best bash scripts/eval_tulu8b_rlvr.sh  # further flags go to evaluate.py and win
 # Not the paper's harness: it shows 8 (GSM8K) and 4 (MATH) worked examples and counts IFEval loosely; here there are
 # none, and IFEval is counted strictly.
 set -euo pipefail
@@ -23,7 +23,7 @@ ARGS=(
     --temperature 0              # not in the source: our choice, greedy
 )
 evaluate() {
-    torchrun --standalone --nproc_per_node "$NGPU" evaluate.py --model "$MODEL" "${ARGS[@]}" "$@"
+    python scripts/launch.py --ranks "$NGPU" evaluate.py --model "$MODEL" "${ARGS[@]}" "$@"
 }
 evaluate --data "$GSM8K" --reward gsm8k --prompt_column question --answer_column answer --published 87.6 "$@"
 evaluate --data "$MATH" --reward math --prompt_column problem --answer_column answer --published 43.7 "$@"

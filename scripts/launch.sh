@@ -8,13 +8,13 @@ source scripts/setup.sh
 
 NGPU=${NGPU:-$([ "$NUM_GPUS" -gt 0 ] && echo "$NUM_GPUS" || echo 2)}
 NNODES=${NNODES:-1}
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((($(nproc) + NGPU - 1) / NGPU))} # torchrun would say 1
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((($(nproc) + NGPU - 1) / NGPU))}
 if [ "$NUM_GPUS" -eq 0 ]; then
     export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR} # vLLM's remarks on memory binding
 fi
 
 launch() {
-    local rendezvous=(--standalone) flag
+    local nodes=() flag
     for flag in "$@"; do
         if [ "$flag" = --dry_run ]; then # one process, on any machine, for the ranks that there would be
             exec python "$1" --plan_gpus $((NNODES * NGPU)) --plan_nodes "$NNODES" "${@:2}"
@@ -23,8 +23,8 @@ launch() {
     if [ "$NNODES" -gt 1 ]; then
         : "${NODE_RANK:?NNODES=$NNODES needs NODE_RANK: 0 on the first node, 1 on the next}"
         : "${MASTER_ADDR:?NNODES=$NNODES needs MASTER_ADDR: the address of the first node}"
-        rendezvous=(--nnodes "$NNODES" --node_rank "$NODE_RANK")
-        rendezvous+=(--master_addr "$MASTER_ADDR" --master_port "${MASTER_PORT:-29500}")
+        nodes=(--nodes "$NNODES" --node_rank "$NODE_RANK")
+        nodes+=(--master_addr "$MASTER_ADDR" --master_port "${MASTER_PORT:-29500}")
     fi
-    exec torchrun "${rendezvous[@]}" --nproc_per_node "$NGPU" "$@"
+    exec python scripts/launch.py --ranks "$NGPU" "${nodes[@]}" "$@"
 }

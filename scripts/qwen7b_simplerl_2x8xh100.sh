@@ -2,7 +2,7 @@
 # Zero RL on Qwen2.5-7B. Source: SimpleRL-Zoo (paper arXiv 2503.18892, its code and its released data). Hardware:
 # 2 nodes x 8 H100 80 GB. Time: about 15 h for about 100 steps, from the source. Expected, from the source: MATH500
 # 64.6 -> 78.2, AIME24 avg@32 0.3 -> 15.6 (step 90):
-#     MODEL=runs/qwen7b_simplerl_2x8xh100/step_90 bash scripts/eval_qwen7b_simplerl.sh
+#     MODEL=runs/qwen7b_simplerl_2x8xh100/best bash scripts/eval_qwen7b_simplerl.sh
 # On each node, with NODE_RANK=0 on the first and 1 on the other:
 #     NODE_RANK=0 MASTER_ADDR=first-node DATA=folder bash scripts/qwen7b_simplerl_2x8xh100.sh
 # A Slurm job that does so: scripts/slurm_example.sh.
@@ -49,7 +49,8 @@ ARGS=(
     --eval_every 5                 # source: tests every 5 steps
     --eval_before_training         # not in the source: our choice, to have the starting point of the curve
     --save_every 5                 # source: saves every 5 steps
-    --keep_checkpoints 0           # not in the source: our choice, because its checkpoint is chosen afterwards
+    --keep_checkpoints 3           # not in the source: our choice; one takes 99 GiB
+    --keep_best "eval/$(basename "$DATA")_test/avg@1" # source: chosen by validation, on 500 rows that are not published
     --tensor_parallel_size "$TP"
     --gpu_memory_utilization 0.75  # source: memory share 0.75
     --micro_batch_tokens 18432     # not in the source: our choice, two sequences of full length

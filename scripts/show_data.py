@@ -35,7 +35,7 @@ def main() -> None:
     add_flags(parser, {"prompts": GROUPS["prompts"]})
     args = parser.parse_args()
     try:
-        config = AutoConfig.from_pretrained(args.model)
+        config = AutoConfig.from_pretrained(args.model, trust_remote_code=False)
     except (OSError, ValueError):
         config = None  # a folder with a tokenizer alone is enough to look at texts
     try:

@@ -2,7 +2,7 @@
 # RLVR on Llama-3.1-Tulu-3-8B. Source: the Tulu 3 paper (arXiv 2411.15124) and Open-Instruct. Hardware: 8 GPUs of 80 GB.
 # Time: not known. Expected: GSM8K 84.3 -> 87.6, MATH 42.0 -> 43.7, IFEval 81.1 -> 82.4, the paper's, by PPO at about
 # 50,000 episodes (step 223):
-#     MODEL=runs/tulu8b_rlvr_7plus1/step_223 bash scripts/eval_tulu8b_rlvr.sh
+#     MODEL=runs/tulu8b_rlvr_7plus1/best bash scripts/eval_tulu8b_rlvr.sh
 # The source trains by PPO with a value model on 7 GPUs and samples on the eighth. This is its batch layout and data
 # with GRPO, 16 completions a prompt; each of the 7 ranks trains and samples, the eighth GPU is free
 # (CUDA_VISIBLE_DEVICES must hide it).
@@ -43,7 +43,8 @@ ARGS=(
     --eval_every 20                  # not in the source: our choice
     --eval_before_training           # not in the source: our choice
     --save_every 20                  # not in the source: our choice
-    --keep_checkpoints 0             # not in the source: our choice, because the checkpoint is chosen by validation
+    --keep_checkpoints 3             # not in the source: our choice
+    --keep_best "eval/$(basename "$DATA")_train[:500]/avg@1" # source: the best intermediate one by validation
     --tensor_parallel_size "$TP"
     --micro_batch_tokens 16384       # not in the source: our choice
     --gpu_memory_utilization 0.4     # not in the source: our choice

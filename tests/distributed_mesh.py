@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import AutoTokenizer
 
 from checkpoint import Writer, load
+from flags import Saving
 from fsdp_utils import World, close_world, fill_from_main, full_tensors, init_world, local_shard, shard
 from helpers import build, make_rollout, train_once, whole_update
 from inputs.checks import check_flags
@@ -106,7 +107,9 @@ def main(path: str, output: str) -> None:
             results[case][shard_ranks] = metrics, gradients, weights_of(policy)
             states.append(state_of(policy, optimizer))
             models.append((policy, optimizer))
-            Writer(folder / str(number), [tokenizer], 0, False, world).save(step, policy, optimizer, {"drawn": step})
+            (folder / str(number)).mkdir(exist_ok=True)
+            writer = Writer(folder / str(number), [tokenizer], Saving(keep_checkpoints=0), world, print)
+            writer.save(step, policy, optimizer, {"drawn": step}, {})
         for step, expected in enumerate(states):
             policy, optimizer = models[step - 1]  # of another mesh
             assert load(folder / str(number) / f"step_{step}", policy, optimizer) == {"drawn": step}

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from batch import Rollout
-from checkpoint import export, gather_weights
+from checkpoint import export, files_of, gather_weights
 from distributed_gradient import Recorder
 from flags import EngineSettings, Lora, Sampling, take
 from fsdp_utils import World, close_world, gather_from_ranks, init_world, shard
@@ -92,7 +92,7 @@ def main(path: str, output: str) -> None:
     found["on all ranks the same"] = len(set(map(tuple, gather_from_ranks(rollout.texts)))) == 1
     weights = gather_weights(policy, world)
     if world.is_main:
-        export(policy, weights, [vision.processor], Path(output) / "exported")
+        export(policy, weights, files_of([vision.processor]), Path(output) / "exported")
     found["merged"] = {name: tensor.clone() for name, tensor in policy.full_weights()}
     found |= findings(engine)
     if world.is_main:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -22,6 +24,7 @@ from batch import Rollout
 from flags import AdamW, Lora, Memory, UpdateStep, make_plan, take
 from forked import run_ranks
 from fsdp_utils import World
+from guards.updates import UpdateGuard
 from inputs.choices import algorithm_of
 from inputs.command_line import parse_flags
 from policy import Policy, build_policy
@@ -122,8 +125,8 @@ def unpacked_logprobs(model: Callable, rollout: Rollout, temperature: float) -> 
 
 
 def flags(**changes: object) -> argparse.Namespace:
-    """The program's flags, with these changed; what it requires is filled in."""
-    values = {"model": "m", "train_data": "d", "out_dir": "o", "total_steps": 10} | changes
+    """The program's flags, with these changed; what it requires is filled in. Made-up rollouts are trained on, too."""
+    values = {"model": "m", "train_data": "d", "out_dir": "o", "total_steps": 10, "max_rollout_gap": 0} | changes
     pairs = [
         [f"--{name}"] if value is True else [f"--{name}", str(value)]
         for name, value in values.items()
@@ -156,7 +159,8 @@ def train_once(
     """The metrics of one optimizer step, the first of its rollout and at the rate 0, unless `changes` say otherwise."""
     step = UpdateStep(index=0, rate=0.0, is_first=True, max_grad_norm=args.max_grad_norm, seed=args.seed)
     algorithm, memory = algorithm_of(args), take(Memory, args)
-    return update_policy(policy, optimizer, update, algorithm, step._replace(**changes), memory, world)
+    guard = UpdateGuard(world)
+    return update_policy(policy, optimizer, update, algorithm, step._replace(**changes), memory, guard)
 
 
 def torchrun(
@@ -177,7 +181,7 @@ def torchrun(
 
 
 def launch_command(num_ranks: int, script: str, *arguments: object) -> list[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
+    launcher = [sys.executable, str(ROOT / "scripts" / "launch.py"), "--ranks", str(num_ranks)]
     return [*launcher, str(ROOT / script), *map(str, arguments)]
 
 
@@ -214,6 +218,17 @@ def training_flags(policy: Path, out_dir: Path, **changes: object) -> list[str]:
         if value is not None
     ]
     return [part for pair in parts for part in pair]
+
+
+@contextlib.contextmanager
+def largest_file(num_bytes: int) -> Iterator[None]:
+    """Files of this process cannot grow beyond this: writing fails in the middle, as on a full disk or at a quota."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 class HeldInSync:

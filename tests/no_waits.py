@@ -16,6 +16,7 @@ import update
 from batch import Rollout
 from flags import Memory, UpdateStep, take
 from fsdp_utils import World
+from guards.updates import UpdateGuard
 from helpers import whole_update
 from inputs.choices import algorithm_of
 from policy import Policy
@@ -88,6 +89,6 @@ def run_passes(policy: Policy, args: Namespace, rollout: Rollout, monkeypatch: p
         for field in ("old_logprobs_N", "ref_logprobs_N"):
             packed = update.logprobs_under(policy, field, packed, algorithm)
     with NoWaits(pixels), pytest.raises(LoopIsOver):
-        update.update_policy(policy, None, packed, algorithm, step, memory, META)
+        update.update_policy(policy, None, packed, algorithm, step, memory, UpdateGuard(META))
     assert all(parameter.grad is not None for parameter in policy.parameters() if parameter.requires_grad)
     return len(packed.batches)

@@ -80,7 +80,7 @@ def test_data_that_cannot_be_meant_are_named(content, words, policy, tmp_path):
         assert word in str(error.value)
 
 
-def test_under_torchrun_the_mistake_is_told_once_without_a_traceback_of_ours(policy, tmp_path):
+def test_a_mistake_is_told_once_and_last_without_a_traceback(policy, tmp_path):
     broken = tmp_path / "broken.jsonl"
     shutil.copy(policy / "train.jsonl", broken)
     with broken.open("a") as file:
@@ -88,8 +88,7 @@ def test_under_torchrun_the_mistake_is_told_once_without_a_traceback_of_ours(pol
     started = time.monotonic()
     done = start(2, "train_grpo.py", *training_flags(policy, tmp_path / "run", train_data=broken))
     assert done.returncode != 0
-    assert done.stderr.count("error: ") == 1, done.stderr
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
     assert "broken.jsonl, line 65: not valid JSON" in done.stderr
-    assert 'train_grpo.py", line' not in done.stderr
     assert time.monotonic() - started < 60
     assert not (tmp_path / "run").exists()

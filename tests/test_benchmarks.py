@@ -40,6 +40,12 @@ def test_bench_mfu(policy):
     assert found["ratio"].keys() == set(variants) and min(found["ratio"].values()) > 0
 
 
+def test_bench_leak():
+    found = run("bench_leak.py", "--ranks", 1, "--steps", 8)
+    assert (found["goal"], found["steps"]) == (1.0, 8)
+    assert found["mb_per_step"] != 0, "the first steps of a run take more and more"
+
+
 @pytest.mark.parametrize("script", ["bench_step.py", "bench_scaling.py"])
 def test_benchmarks_of_whole_steps(script):  # the first one on two ranks, without TRL
     only = ["--ranks", "1", "--only", "smallest"] if script == "bench_scaling.py" else []

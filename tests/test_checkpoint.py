@@ -1,16 +1,31 @@
-"""Checkpoints on one rank: saved whole or not at all, restored to the bit with the state of the loop."""
+"""Checkpoints on one rank: saved whole or not at all, restored to the bit with the state of the loop; damaged files,
+files with code in them, a disk that is full, the best one.
+"""
 
 import json
+import math
+import os
+import pickle
+import re
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+import torch.distributed.checkpoint as dcp
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Qwen2ForCausalLM
 
 import checkpoint
 from batch import pack
-from helpers import ALONE, make_rollout, unpacked_logprobs
+from flags import PromptFormat, Saving
+from guards.checksums import checksums, write_list
+from guards.disk import DiskError
+from helpers import ALONE, flags, largest_file, make_rollout, unpacked_logprobs
 from model.engine_options import stop_ids
-from model.weights import load_generation_config
+from model.vision import load_processor
+from model.weights import load_config, load_generation_config
+from planner.dry_run import setup_of
+from planner.memory import checkpoint_bytes
 from policy import load_policy
 
 
@@ -31,13 +46,19 @@ def trained(policy, seed: int):
     return model, optimizer
 
 
-def writer(out_dir, tokenizer, keep: int = 0, in_background: bool = False) -> checkpoint.Writer:
-    return checkpoint.Writer(out_dir, [tokenizer], keep, in_background, ALONE)
+def writer(out_dir, tokenizer, said: list[str] | None = None, **saving: object) -> checkpoint.Writer:
+    out_dir.mkdir(exist_ok=True)
+    saving = Saving(**{"keep_checkpoints": 0} | saving)
+    return checkpoint.Writer(out_dir, [tokenizer], saving, ALONE, print if said is None else said.append)
+
+
+def latest(out_dir, said: list[str] | None = None):
+    return checkpoint.latest(out_dir, ALONE, print if said is None else said.append)
 
 
 def test_what_was_saved_comes_back_to_the_bit_with_the_state_of_the_loop(policy, tokenizer, tmp_path):
     model, optimizer = trained(policy, seed=1)
-    writer(tmp_path, tokenizer).save(7, model, optimizer, {"prompts_drawn": 56})
+    writer(tmp_path, tokenizer).save(7, model, optimizer, {"prompts_drawn": 56}, {})
     assert json.loads((tmp_path / "step_7" / "trainer" / "progress.json").read_text()) == {"prompts_drawn": 56}
     other, other_optimizer = trained(policy, seed=2)
     assert checkpoint.load(tmp_path / "step_7", other, other_optimizer) == {"prompts_drawn": 56}
@@ -50,7 +71,7 @@ def test_what_was_saved_comes_back_to_the_bit_with_the_state_of_the_loop(policy,
 @pytest.mark.parametrize("name", ["policy", "qwen3_policy", "untied_qwen3_policy"])
 def test_the_exported_policy_is_the_trained_one_in_the_dtype_of_the_engine(name, request, tokenizer, tmp_path):
     model, optimizer = trained(request.getfixturevalue(name), seed=1)
-    writer(tmp_path, tokenizer).save(1, model, optimizer, {})
+    writer(tmp_path, tokenizer).save(1, model, optimizer, {}, {})
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "step_1")
     assert exported.dtype == torch.bfloat16
     assert AutoTokenizer.from_pretrained(tmp_path / "step_1").get_vocab() == tokenizer.get_vocab()
@@ -82,9 +103,10 @@ def test_the_exported_policy_ends_where_it_was_sampled_to_end(policy, tokenizer,
         (without_end, [], config.eos_token_id),
     ):
         companions = [tokenizer, load_generation_config(str(path), config, ids)]
-        saving = checkpoint.Writer(tmp_path / "runs", companions, 0, False, ALONE)
-        saving.save(len(list((tmp_path / "runs").glob("*"))), model, optimizer, {})
-        exported = checkpoint.latest(tmp_path / "runs")[1]
+        (tmp_path / "runs").mkdir(exist_ok=True)
+        saving = checkpoint.Writer(tmp_path / "runs", companions, Saving(keep_checkpoints=0), ALONE, print)
+        saving.save(len(list((tmp_path / "runs").glob("*"))), model, optimizer, {}, {})
+        exported = latest(tmp_path / "runs")[1]
         found = json.loads((exported / "generation_config.json").read_text())
         assert found["eos_token_id"] == expected
         assert ("temperature" in found) == (path == folder)
@@ -93,14 +115,14 @@ def test_the_exported_policy_ends_where_it_was_sampled_to_end(policy, tokenizer,
 def test_only_the_newest_are_kept_and_the_one_that_final_points_to(policy, tokenizer, tmp_path):
     model, optimizer = trained(policy, seed=1)
     (tmp_path / "unfinished_step_1").mkdir()  # of a killed run
-    assert checkpoint.latest(tmp_path) == (0, None)
-    saving = writer(tmp_path, tokenizer, keep=2)
+    assert latest(tmp_path) == (0, None)
+    saving = writer(tmp_path, tokenizer, keep_checkpoints=2)
     for step in (1, 2, 3, 4):
-        saving.save(step, model, optimizer, {})
+        saving.save(step, model, optimizer, {}, {})
         if step == 1:
             checkpoint.link_final(tmp_path, 1)
     assert [step for step, _ in checkpoint.checkpoints(tmp_path)] == [1, 3, 4]
-    assert checkpoint.latest(tmp_path) == (4, tmp_path / "step_4")
+    assert latest(tmp_path) == (4, tmp_path / "step_4")
     assert not list(tmp_path.glob("unfinished*"))
     checkpoint.link_final(tmp_path, 4)
     assert (tmp_path / "final").resolve() == (tmp_path / "step_4").resolve()
@@ -119,8 +141,8 @@ def test_in_the_background_weights_are_those_of_the_call_and_failures_are_told(
     try:
         model, optimizer = trained(policy, seed=1)
         before = [parameter.detach().clone() for parameter in model.model.parameters()]
-        saving = writer(tmp_path, tokenizer, in_background=True)
-        saving.save(1, model, optimizer, {})
+        saving = writer(tmp_path, tokenizer, said := [], async_checkpoint=True)
+        saving.save(1, model, optimizer, {}, {})
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
@@ -133,9 +155,232 @@ def test_in_the_background_weights_are_those_of_the_call_and_failures_are_told(
             raise OSError("No space left on device")
 
         monkeypatch.setattr(checkpoint, "export", fail)
-        saving.save(2, model, optimizer, {})
-        with pytest.raises(OSError, match="No space left"):
-            saving.wait()
-        assert checkpoint.latest(tmp_path)[0] == 1, "what is not whole has no name that is trusted"
+        saving.save(2, model, optimizer, {}, {})
+        saving.wait()
+        assert "the checkpoint of step 2 could not be written: No space left on device" in said[-1]
+        assert latest(tmp_path)[0] == 1, "what is not whole has no name that is trusted"
     finally:
         torch.distributed.destroy_process_group()
+
+
+# Damage ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run_folder(policy, tokenizer, tmp_path_factory):
+    """Two checkpoints, of which `final` and `best` point to the second."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    model, optimizer = trained(policy, seed=1)
+    saving = writer(folder, tokenizer, keep_best="eval/set/avg@1")
+    for step in (1, 2):
+        saving.save(
+            step, model, optimizer, {"prompts_drawn": step}, {"eval/set/avg@1": float(step), "time/step_s": 1.0}
+        )
+    checkpoint.link_final(folder, 2)
+    return folder
+
+
+def cut(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def empty(file: Path) -> None:
+    os.truncate(file, 0)
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [cut, empty, flip, Path.unlink])
+def test_damage_to_any_file_is_found_and_named_and_the_checkpoint_before_is_used(damage, run_folder, tmp_path):
+    names = [str(path.relative_to(run_folder / "step_2")) for path in (run_folder / "step_2").rglob("*")]
+    files = [name for name in names if (run_folder / "step_2" / name).is_file()]
+    expected = {"model.safetensors", "config.json", "tokenizer.json", "trainer/.metadata", "trainer/__0_0.distcp"}
+    assert expected | {f"trainer/{name}.json" for name in ("progress", "evaluation", "checksums")} <= set(files)
+    for number, name in enumerate(files):
+        folder, said = tmp_path / str(number), []
+        shutil.copytree(run_folder, folder, symlinks=True)
+        assert latest(folder) == (2, folder / "step_2")
+        damage(folder / "step_2" / name)
+        assert latest(folder, said) == (1, folder / "step_1"), name
+        (line,) = said
+        assert f"{folder}/step_2 is damaged: " in line and f"It is now {folder}/damaged_step_2" in line
+        assert name in line or (name == "trainer/checksums.json" and damage is flip), line  # it then blames another
+        assert sorted(path.name for path in folder.iterdir()) == ["damaged_step_2", "step_1"], "no link to it is left"
+
+
+def test_without_a_whole_checkpoint_nothing_starts_again_from_scratch(run_folder, tmp_path):
+    folder = shutil.copytree(run_folder, tmp_path / "run", symlinks=True)
+    for step in (1, 2):
+        cut(folder / f"step_{step}" / "model.safetensors")
+    for _ in range(2):  # also at the next start
+        with pytest.raises(DiskError, match=r"no checkpoint that is whole, only damaged_step_1, damaged_step_2; put"):
+            latest(folder)
+    shutil.copytree(run_folder / "step_2", folder / "step_2")
+    assert latest(folder) == (2, folder / "step_2")
+    empty(folder / "step_2" / "config.json")
+    with pytest.raises(DiskError, match="damaged_step_2, damaged_step_2_2"):
+        latest(folder)
+    for path in folder.glob("damaged_*"):
+        shutil.rmtree(path)
+    assert latest(folder) == (0, None)
+
+
+def test_files_that_are_added_to_a_checkpoint_do_not_count(run_folder, tmp_path):
+    folder = shutil.copytree(run_folder, tmp_path / "run", symlinks=True)
+    (folder / "step_2" / "eval").mkdir()  # of evaluate.py
+    (folder / "step_2" / "eval" / "results.json").write_text("{}")
+    assert latest(folder) == (2, folder / "step_2")
+
+
+# Code in files --------------------------------------------------------------------------------------------------------
+
+
+class Evil:
+    """What runs when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple:
+        return os.system, (f"touch {self.mark}",)
+
+
+def test_a_list_of_shards_with_code_in_it_is_damage_even_if_the_checksums_agree(run_folder, tmp_path):
+    folder, said = shutil.copytree(run_folder, tmp_path / "run", symlinks=True), []
+    mark, checkpoint_2 = tmp_path / "executed", folder / "step_2"
+    metadata = dcp.FileSystemReader(checkpoint_2 / "trainer").read_metadata()
+    metadata.planner_data = Evil(mark)
+    (checkpoint_2 / "trainer" / ".metadata").write_bytes(pickle.dumps(metadata))
+    files = [path for path in checkpoint_2.rglob("*") if path.is_file() and path.name != "checksums.json"]
+    write_list(checkpoint_2, checkpoint_2 / checkpoint.LIST, checksums(checkpoint_2, files))
+    assert latest(folder, said)[0] == 1
+    assert "trainer/.metadata: it names posix.system, which is no part of a checkpoint" in said[0]
+    assert not mark.exists()
+    dcp.FileSystemReader(folder / "damaged_step_2" / "trainer").read_metadata()
+    assert mark.exists(), "the reader of torch would have run it"
+
+
+def test_a_value_with_code_in_it_is_refused(policy, tmp_path):
+    model, optimizer = trained(policy, seed=1)
+    mark = tmp_path / "executed"
+    optimizer.param_groups[0]["betas"] = Evil(mark)
+    parameters, state = checkpoint.get_state_dict(model, optimizer)
+    dcp.save({"model": parameters, "optimizer": state}, checkpoint_id=tmp_path / "step_1" / "trainer")
+    model, optimizer = trained(policy, seed=1)
+    with pytest.raises(DiskError, match="step_1 cannot be loaded: Weights only load failed"):
+        checkpoint.load(tmp_path / "step_1", model, optimizer)
+    assert not mark.exists()
+
+
+def test_a_folder_with_code_of_its_own_is_refused_whatever_a_terminal_answers(policy, tmp_path, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    model = shutil.copytree(policy, tmp_path / "model")
+    (model / "evil.py").write_text(f"import os\nos.system('touch {tmp_path}/executed')\nclass C: pass\n")
+    for name, key in (("tokenizer_config.json", "AutoTokenizer"), ("config.json", "AutoConfig")):
+        config = json.loads((model / name).read_text()) | {"model_type": "evil"}
+        config["auto_map"] = {key: ["evil.C", None] if key == "AutoTokenizer" else "evil.C"}
+        (model / name).write_text(json.dumps(config))
+        if name == "config.json":
+            with pytest.raises(ValueError, match="needs code from its own folder, which is never run"):
+                load_config(str(model))
+        else:
+            load_processor(str(model), None, PromptFormat())
+    assert not (tmp_path / "executed").exists()
+
+
+# A full disk ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("fails_in", "limit"), [("the shards", 1_000_000), ("the policy", 100_000)])
+def test_a_full_disk_costs_a_checkpoint_and_neither_the_run_nor_older_ones(
+    fails_in, limit, policy, tokenizer, tmp_path, monkeypatch
+):
+    model, optimizer = trained(policy, seed=1)
+    saving = writer(tmp_path / "run", tokenizer, said := [], keep_checkpoints=1, save_every=10)
+    saving.save(10, model, optimizer, {}, {})
+    if fails_in == "the policy":  # safetensors of 0.2 MB; the shards, of 1.5 MB, come first
+        monkeypatch.setattr(checkpoint.dcp, "save", lambda *_, **__: None)
+    with largest_file(limit):
+        saving.save(20, model, optimizer, {}, {})
+        assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step_10"], "nothing half-written is left"
+        due = []
+        for step in range(21, 33):
+            if saving.is_due(step, is_last=False):
+                due.append(step)
+                saving.save(step, model, optimizer, {}, {})
+    assert due == [21, 23, 27, 30]
+    assert len(said) == 5
+    assert re.search(r"step 20 could not be written: .*GiB are free.*; older .* attempt is after step 21\.", said[0])
+    monkeypatch.undo()
+    assert saving.is_due(46, is_last=False) and not saving.is_due(45, is_last=False)
+    saving.save(46, model, optimizer, {}, {})
+    assert [step for step, _ in checkpoint.checkpoints(tmp_path / "run")] == [46]
+    assert not saving.is_due(47, is_last=False)
+
+
+def test_a_checkpoint_takes_the_space_that_the_dry_run_says(policy, tokenizer, tmp_path):
+    """Within 2 % at 1.7 million parameters: each tensor brings a kilobyte of names, offsets and padding."""
+    config = load_config(str(policy))
+    config.hidden_size, config.intermediate_size = 256, 768
+    Qwen2ForCausalLM(config).save_pretrained(tmp_path / "model")
+    writer(tmp_path / "run", tokenizer).save(1, *trained(tmp_path / "model", seed=1), {}, {})
+    args = flags(model=tmp_path / "model", train_data="x#100", max_prompt_tokens=8, max_completion_tokens=12)
+    files = [path for path in (tmp_path / "run" / "step_1").rglob("*") if path.is_file()]
+    expected = checkpoint_bytes(setup_of(args, load_config(args.model)))
+    assert sum(path.stat().st_size for path in files) == pytest.approx(expected, rel=0.02)
+
+
+def test_the_last_checkpoint_is_tried_again_and_then_is_an_error(policy, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "LAST_PAUSES", (0.0, 0.0))
+    model, optimizer = trained(policy, seed=1)
+    saving = writer(tmp_path / "run", tokenizer)
+    with largest_file(100_000), pytest.raises(DiskError) as raised:
+        saving.save(4, model, optimizer, {}, {}, is_last=True)
+    assert re.search(
+        "of the last step, 4, could not be written: .*; make room.* continues from the start", str(raised.value)
+    )
+    attempts = iter([OSError(28, "No space left on device"), None])
+
+    def once_full(*arguments: object) -> None:
+        if error := next(attempts):
+            raise error
+
+    monkeypatch.setattr(checkpoint, "export", once_full)
+    saving.save(4, model, optimizer, {}, {}, is_last=True)
+    assert [step for step, _ in checkpoint.checkpoints(tmp_path / "run")] == [4]
+
+
+# The best -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_best_by_validation_is_kept_and_linked_also_after_a_resume(policy, tokenizer, tmp_path):
+    model, optimizer = trained(policy, seed=1)
+    metric, accuracies = "eval/set/avg@4", {1: 0.5, 2: 0.8, 3: 0.8, 4: 0.6, 5: None, 6: 0.9, 7: 0.1}
+    kept = {}
+    for step, accuracy in accuracies.items():
+        saving = writer(tmp_path / "run", tokenizer, keep_checkpoints=1, keep_best=metric)  # a start for each step
+        saving.save(step, model, optimizer, {}, {metric: math.nan if accuracy is None else accuracy})
+        best = (tmp_path / "run" / "best").resolve().name
+        kept[step] = [number for number, _ in checkpoint.checkpoints(tmp_path / "run")], best
+    assert kept == {
+        1: ([1], "step_1"), 2: ([2], "step_2"), 3: ([2, 3], "step_2"), 4: ([2, 4], "step_2"), 5: ([2, 5], "step_2"),
+        6: ([6], "step_6"), 7: ([6, 7], "step_6"),
+    }  # fmt: skip
+
+
+def test_a_checkpoint_is_whole_even_if_the_link_to_the_best_cannot_be_made(policy, tokenizer, tmp_path, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    model, optimizer = trained(policy, seed=1)
+    saving = writer(tmp_path / "run", tokenizer, said := [], keep_best="eval/set/avg@4")
+    monkeypatch.setattr(checkpoint, "point", refuse)
+    saving.save(1, model, optimizer, {}, {"eval/set/avg@4": 0.5}, is_last=True)
+    monkeypatch.undo()
+    (tmp_path / "run" / "step_1" / "trainer" / "evaluation.json").write_text("{")  # damaged since
+    saving.save(2, model, optimizer, {}, {"eval/set/avg@4": 0.1})
+    assert (tmp_path / "run" / "best").resolve().name == "step_2" and not said

@@ -14,7 +14,7 @@ from inputs.choices import CHOICES, parameters_of
 from inputs.command_line import parse_flags
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("grading", "inputs", "model", "planner")  # the folders of the program
+ROOMS = ("grading", "guards", "inputs", "model", "planner")  # the folders of the program
 PROGRAM = sorted([*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).glob("*.py"))])
 FOLDERS_BESIDE = ("benchmarks", "scripts", "tests")
 BESIDE = [path for folder in FOLDERS_BESIDE for path in sorted((ROOT / folder).rglob("*.py"))]
@@ -101,6 +101,12 @@ def test_the_model_does_not_know_the_loop():
         assert not packages(name) & LOOP, name
 
 
+def test_the_guards_do_not_know_the_loop():
+    for name in in_room("guards"):
+        assert packages(name) & OURS <= {"guards", "flags", "fsdp_utils", "inputs", "model"}, name
+        assert not packages(name) & LOOP, name
+
+
 def test_vllm_and_the_process_group_have_their_files():
     assert all(name.startswith("rollout") for name in TREES if "vllm" in packages(name))
     assert "vllm" in packages("rollout.py")
@@ -182,7 +188,7 @@ def test_main_is_at_most_100_lines_and_its_loop_has_numbered_phases_and_no_rank(
     assert main.end_lineno - main.lineno + 1 <= 100
     (loop,) = [node for node in walk(main) if isinstance(node, ast.For) and getattr(node.target, "id", "") == "step"]
     text = "\n".join(source.splitlines()[loop.lineno - 1 : loop.end_lineno])
-    numbers = [int(number) for number in re.findall(r"^        # (\d)\. [A-Z].*[.?]$", text, flags=re.MULTILINE)]
+    numbers = [int(number) for number in re.findall(r"^            # (\d)\. [A-Z].*[.?]$", text, flags=re.MULTILINE)]
     assert numbers == list(range(1, 9))
     assert len(re.findall(r"# \d\.", text)) == 8
     assert not re.search(r"\brank\b", text)

@@ -49,7 +49,8 @@ def test_the_programs_and_flags_of_every_command_exist(page):
         assert programs and not missing, command
         known = of_evaluate if "evaluate.py" in programs else set(FLAGS)
         if "train_grpo.py" in programs or "evaluate.py" in programs:
-            given = [word for word in words[words.index(programs[0]) :] if word.startswith("--")]
+            program = "train_grpo.py" if "train_grpo.py" in programs else "evaluate.py"
+            given = [word for word in words[words.index(program) :] if word.startswith("--")]
             assert set(given) <= known, command
 
 

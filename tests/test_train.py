@@ -4,11 +4,9 @@ import contextlib
 import json
 import os
 import pty
-import signal
 import subprocess
 import sys
 import termios
-import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from forked import run_ranks
-from helpers import ENVIRONMENT, ROOT, launch_command, logprobs_in_vllm, metrics_of, torchrun, training_flags
+from helpers import ENVIRONMENT, ROOT, logprobs_in_vllm, metrics_of, torchrun, training_flags
 
 SLOW_REWARD = """
 import os, time
@@ -214,62 +212,6 @@ def test_the_final_policy_loads_in_transformers_and_in_vllm_and_both_say_the_sam
         assert logprob == pytest.approx(logprobs[token].item(), abs=0.03)  # bf16 in both
 
 
-def workers_of(launcher: subprocess.Popen[str]) -> list[int]:
-    listing = subprocess.run(
-        ["ps", "-o", "pid=", "--ppid", str(launcher.pid)], capture_output=True, text=True, check=False
-    ).stdout
-    return [int(pid) for pid in listing.split()]
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
-        return False
-
-
-@pytest.mark.parametrize("way", ["Ctrl-C", "kill -9 of the launcher", "kill -9 of a rank"])
-def test_a_stopped_run_leaves_no_orphan_and_continues_bit_for_bit(way, finished_run, policy, reward, tmp_path):
-    out_dir = tmp_path / "disturbed"
-    flags = training_flags(policy, out_dir, reward=reward, async_checkpoint=None if "launcher" in way else True)
-    launcher = subprocess.Popen(
-        launch_command(2, "train_grpo.py", *flags),
-        cwd=ROOT,
-        env=ENVIRONMENT | {"SECONDS_PER_COMPLETION": "0.1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        text=True,
-    )
-    deadline = time.monotonic() + 180
-    while not (out_dir / "metrics.jsonl").exists() or 3 not in metrics_of(out_dir):
-        assert time.monotonic() < deadline and launcher.poll() is None, "the run did not reach step 3"
-        time.sleep(0.05)
-    workers = workers_of(launcher)
-    assert len(workers) == 2
-    if way == "Ctrl-C":
-        os.killpg(launcher.pid, signal.SIGINT)  # a terminal signals the whole foreground group
-    else:
-        os.kill(launcher.pid if "launcher" in way else workers[1], signal.SIGKILL)
-    launcher.wait(timeout=60)
-    deadline = time.monotonic() + 60
-    while any(map(is_running, workers)):
-        assert time.monotonic() < deadline, "a worker outlived its launcher"
-        time.sleep(0.1)
-    assert (out_dir / "step_2").exists()
-    assert not (out_dir / "step_4").exists()
-
-    done = torchrun(2, "train_grpo.py", *flags)
-    assert f"continues from {out_dir / 'step_2'}" in done.stdout
-    expected, found = metrics_of(finished_run), metrics_of(out_dir)
-    for step in range(5):
-        assert without_times(found[step]) == without_times(expected[step]), f"step {step} differs"
-    starts = [json.loads(line)["resumed_from"] for line in (out_dir / "starts.jsonl").read_text().splitlines()]
-    assert starts == [0, 2]
-    for name in ("model.safetensors", "config.json"):
-        assert (out_dir / "final" / name).read_bytes() == (finished_run / "final" / name).read_bytes()
-
-
 def test_what_a_step_depends_on_survives_a_resume_with_every_option_on(policy, reward, tmp_path):
     options = {
         "dynamic_sampling": "reward", "prompts_per_step": 12, "num_iterations": 2, "policy_loss": "gspo_token",
@@ -295,9 +237,8 @@ def test_what_a_step_depends_on_survives_a_resume_with_every_option_on(policy, r
     )
     drawn = sum(metrics["sampling/prompts"] for metrics in expected.values())
     assert sorted(path.name for path in (tmp_path / "parts").glob("step_*")) == ["step_2", "step_4"]
-    assert json.loads((tmp_path / "parts" / "step_4" / "trainer" / "progress.json").read_text()) == {
-        "prompts_drawn": drawn
-    }
+    progress = json.loads((tmp_path / "parts" / "step_4" / "trainer" / "progress.json").read_text())
+    assert (progress["prompts_drawn"], progress["skipped_in_a_row"], len(progress["grad_norms"])) == (drawn, 0, 24)
 
 
 def test_groups_without_signal_neither_crash_nor_move_the_policy_nor_make_ranks_differ(policy, tmp_path):
@@ -382,6 +323,7 @@ def test_a_complete_run_says_so_and_may_be_prolonged_on_another_number_of_ranks(
     flags = training_flags(policy, finished_run, reward=reward, total_steps=5, shard_ranks=2)
     done = torchrun(4, "train_grpo.py", *flags)
     assert "4 ranks on cpu, 2 copies of the policy, 4 engines of 1" in done.stdout
+    assert "now 4 ranks and engines of 1, before 2 ranks and engines of 1" in done.stdout
     assert (finished_run / "metrics.jsonl").read_bytes().startswith(before), "the log is only appended to"
     metrics = metrics_of(finished_run)
     assert metrics[5]["policy/rollout_gap_mean"] < 0.005, (
@@ -397,8 +339,8 @@ def test_a_run_that_diverges_skips_updates_and_stops_with_the_step_number(policy
     )
     done = run_ranks(2, str(ROOT / "train_grpo.py"), flags, timeout=300)
     assert done.returncode != 0
-    assert "loss or gradient not finite in 2 updates in a row" in done.stderr
-    assert "step 2:" in done.stderr
+    assert "error: step 2, update 1 is bad: the loss is nan" in done.stderr
+    assert "2 in a row (--max_skipped_updates 2)" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_single_process_needs_no_launcher_and_shows_its_progress_on_a_terminal(policy, tmp_path):

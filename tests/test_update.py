@@ -19,6 +19,7 @@ from batch import Rollout, pack, to_positions
 from flags import Lora, Memory, make_plan, take
 from fsdp_utils import World
 from grpo import Algorithm
+from guards.updates import UpdateGuard
 from helpers import flags, make_grade, make_rollout, unpacked_logprobs
 from inputs.choices import algorithm_of
 from model.attention import Packing
@@ -246,7 +247,8 @@ def train_step(policy: Policy, args: Namespace, rollout: Rollout) -> Iterator[tu
     rollout, updates = add_advantages(rollout, updates, algorithm)
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
     for i, each in enumerate(updates * plan.num_iterations):
-        yield each, update.update_policy(policy, optimizer, each, algorithm, plan.update(2, i), memory, WORLD)
+        step = plan.update(2, i)
+        yield each, update.update_policy(policy, optimizer, each, algorithm, step, memory, UpdateGuard(WORLD))
 
 
 TWO_UPDATES = {"prompts_per_step": 2, "prompts_per_update": 1, "group_size": 4}
@@ -278,7 +280,9 @@ def test_each_pass_of_the_trainer_is_at_the_temperature_of_the_sampler(changes, 
 
 def test_a_second_pass_takes_its_ratio_against_the_log_probs_from_before_the_first(policy):
     model, rollout = load_policy(str(policy), torch.float32), graded_rollout()
-    args = flags(num_iterations=2, learning_rate=1e-2, clip_low=0.01, clip_high=0.01, **TWO_UPDATES)
+    args = flags(
+        num_iterations=2, learning_rate=1e-2, clip_low=0.01, clip_high=0.01, **TWO_UPDATES
+    )  # fmt: skip
     start = copy.deepcopy(model).requires_grad_(False)
     before = copy.deepcopy(start)
     for i, (each, metrics) in enumerate(train_step(model, args, rollout)):

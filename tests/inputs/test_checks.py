@@ -27,6 +27,10 @@ from inputs.checks import check_flags
         ({"shard_ranks": 3}, 4, ["--shard_ranks 3", "world size 4", "use one of 1, 2, 4."]),
         ({"shard_ranks": 8}, 4, ["--shard_ranks 8 does not divide the world size 4", "use one of 1, 2, 4."]),
         ({"micro_batch_tokens": 100}, 1, ["--micro_batch_tokens 100", "2048"]),
+        ({"max_ratio": 0.9}, 1, ["--max_ratio 0.9", "above 1, or 0"]),
+        ({"max_grad_norm_factor": 1}, 1, ["--max_grad_norm_factor 1.0", "above 1, or 0"]),
+        ({"max_kl": 0.1}, 1, ["--max_kl 0.1 has no effect with one update a step", "leave it out"]),
+        ({"on_bad_update": "rollback"}, 1, ["--on_bad_update rollback", "--save_every"]),
         ({"epochs": 2}, 1, ["2 of --total_steps", "exactly one"]),
         ({"total_steps": None}, 1, ["0 of --total_steps", "exactly one"]),
         ({"total_steps": None, "total_episodes": 100}, 1, ["--total_episodes 100", "256"]),
@@ -38,6 +42,28 @@ from inputs.checks import check_flags
         ({"reward_retries": 101}, 1, ["--reward_retries 101", "at most 100"]),
         ({"eval_every": 5}, 1, ["--eval_every 5", "--eval_data"]),
         ({"eval_before_training": True}, 1, ["--eval_before_training needs --eval_data"]),
+        ({"keep_best": "eval/d/avg@1"}, 1, ["--keep_best eval/d/avg@1 is not evaluated", "with --eval_data"]),
+        (
+            {
+                "keep_best": "eval/d/avg@1",
+                "eval_data": "x/d.jsonl",
+                "eval_samples": 3,
+                "eval_every": 1,
+                "save_every": 1,
+            },
+            1,
+            ["--keep_best eval/d/avg@1 is not evaluated", "eval/d/avg@3, eval/d/pass@2, eval/d/pass@3, eval/d/maj@3."],
+        ),
+        (
+            {"keep_best": "eval/d/avg@1", "eval_data": "x/d.jsonl", "eval_every": 10, "save_every": 15},
+            1,
+            ["--keep_best", "a value for each checkpoint", "--save_every 15", "--eval_every 10", "multiple"],
+        ),
+        (
+            {"keep_best": "eval/d/avg@1", "eval_data": "x/d.jsonl", "eval_every": 10},
+            1,
+            ["--save_every 0", "make the first a multiple"],
+        ),
         ({"total_steps": 0}, 1, ["--total_steps 0", "at least 1"]),
         ({"profile_steps": 0}, 1, ["--profile_steps 0", "at least 1"]),
         ({"temperature": 0.001}, 1, ["--temperature 0.001", "at least 0.01 and at most 100"]),
@@ -88,6 +114,11 @@ def test_flags_that_contradict_each_other_are_named_with_a_way_out(changes, num_
     for word in words:
         assert word in str(error.value)
     assert str(error.value).endswith(".") and "\n" not in str(error.value)
+
+
+def test_the_best_checkpoint_is_chosen_by_what_is_evaluated_for_each():
+    evaluated = {"eval_data": "owner/sums@test[:9]", "eval_samples": 4, "eval_every": 5, "save_every": 10}
+    check_flags(flags(**evaluated, keep_best="eval/sums_test[:9]/maj@4"))
 
 
 def test_the_engines_are_counted_not_the_ranks(monkeypatch):

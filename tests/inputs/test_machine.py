@@ -8,12 +8,13 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 
 import pytest
 import torch
 
 import fsdp_utils
-from helpers import ROOT, flags, torchrun
+from helpers import ENVIRONMENT, ROOT, flags, torchrun
 from inputs import load, machine
 from inputs.machine import allocator_settings, avoid_broken_amx, check_launch, choose_interface, interface_of
 
@@ -52,7 +53,7 @@ def test_a_launch_that_fits_is_taken(gpus, monkeypatch):
 def test_more_visible_gpus_than_ranks_are_refused(gpus, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE")
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    with pytest.raises(ValueError, match="8 GPUs are visible but the world size is 1: start it with the script"):
+    with pytest.raises(ValueError, match="8 GPUs are visible but the world size is 1: start it with its script"):
         check()
 
 
@@ -177,9 +178,8 @@ def test_a_rank_on_a_gpu_starts_with_its_allocator_threads_and_device(gpus, monk
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: called.append(str(device)))
     monkeypatch.setattr(fsdp_utils, "set_allocator", lambda is_expandable: called.append(f"expandable {is_expandable}"))
     monkeypatch.setattr(fsdp_utils, "use_all_cores", lambda: called.append("cores"))
-    monkeypatch.setattr(torch.distributed, "rendezvous", lambda url: iter([(torch.distributed.HashStore(), 0, 1)]))
+    monkeypatch.setattr(fsdp_utils, "meeting_point", lambda rank, size: torch.distributed.HashStore())
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, **_: called.append(backend))
-    monkeypatch.setattr(fsdp_utils, "end_with_launcher", lambda: None)  # else this process would end with its parent
     world = fsdp_utils.init_world(tp_size=1, timeout_minutes=1)
     assert called == ["cuda:3", "expandable False", "cores", "cpu:gloo,cuda:nccl"]
     assert world.device == torch.device("cuda", 3)
@@ -254,10 +254,11 @@ def test_an_address_that_leads_nowhere_is_refused(nodes, monkeypatch):
         choose_interface()
 
 
-def test_a_single_node_chooses_nothing(nodes, monkeypatch):
+def test_a_single_node_stays_on_the_loopback(nodes, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     choose_interface()
-    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")
 
 
 def test_interfaces_are_found_by_their_address():
@@ -290,3 +291,30 @@ def test_amx_is_avoided_exactly_where_a_child_that_uses_it_dies(status, is_avoid
     avoid_broken_amx()
     assert torch.cpu._is_amx_tile_supported() is not is_avoided
     assert os.environ.get("ONEDNN_MAX_CPU_ISA") == ("AVX512_CORE_BF16" if is_avoided else None)
+
+
+PRODUCTS = """
+import ctypes, torch
+from inputs.machine import bound_kernel_caches
+bound_kernel_caches()
+
+class Mallinfo(ctypes.Structure):
+    _fields_ = [(f"field_{i}", ctypes.c_size_t) for i in range(10)]
+
+libc = ctypes.CDLL(None)
+libc.mallinfo2.restype = Mallinfo
+layer = torch.nn.Linear(128, 384, bias=False, dtype=torch.bfloat16)
+for n in range(400):
+    if n == 100:
+        before = libc.mallinfo2().field_7  # bytes in use
+    layer(torch.ones(64 + n, 128, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+print(libc.mallinfo2().field_7 - before)
+"""
+
+
+def test_products_of_ever_new_shapes_do_not_fill_the_memory():
+    """300 shapes: 430 MB were in use without the bound, 1 with it."""
+    done = subprocess.run(
+        [sys.executable, "-c", PRODUCTS], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) < 40e6

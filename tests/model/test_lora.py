@@ -316,7 +316,7 @@ def trained(finished_run) -> Policy:
     policy = load_policy(args.model, torch.bfloat16)
     add_adapter(policy.model, take(Lora, args), args.seed, args.model)
     optimizer = torch.optim.AdamW([parameter for parameter in policy.parameters() if parameter.requires_grad])
-    assert checkpoint.load(finished_run / "step_4", policy, optimizer) == {"prompts_drawn": 32}
+    assert checkpoint.load(finished_run / "step_4", policy, optimizer)["prompts_drawn"] == 32
     return policy.float()
 
 

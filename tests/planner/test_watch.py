@@ -2,15 +2,18 @@
 
 import mmap
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from faked_memory import FakeGpu
 from fsdp_utils import World
 from inputs.command_line import parse_flags
 from planner import meter, watch
 from planner.dry_run import config_of, setup_of
-from planner.watch import MemoryWatch, check_fit, predicted_bytes
+from planner.memory import checkpoint_bytes, disk_bytes
+from planner.watch import MemoryWatch, check_disk, check_fit, predicted_bytes
 
 GIB = 2**30
 MIB = 2**20
@@ -69,8 +72,8 @@ def test_a_phase_near_the_limit_is_warned_of_once_with_the_flags_to_change():
     metrics = {"memory/sample_gib": 9.6, "memory/update_gib": 9.4, "memory/host_gib": 96.0}
     near = [line for line in memory.remarks(metrics) if line.startswith("warning")]
     assert [line.split(" takes")[0] for line in near] == ["warning: sample", "warning: host"]
-    assert "9.6 of the 10.0 GiB" in near[0] and "lower --gpu_memory_utilization" in near[0]
-    assert "--offload" in near[1]
+    assert "9.6 of the 10.0 GiB" in near[0] and "lower --max_completion_tokens" in near[0]
+    assert "fewer --reward_workers" in near[1]
     assert memory.remarks(metrics) == []
     assert len(memory.remarks(metrics | {"memory/update_gib": 9.7})) == 1
 
@@ -83,24 +86,6 @@ def test_the_first_update_is_followed_by_prediction_against_truth():
         "in brackets what the dry run predicts: sample 2.25 (2.00), update 2.88 (3.00), host 4.00 (5.00)"
     )
     assert memory.remarks({"memory/update_gib": 2.9}) == []
-
-
-class FakeGpu:
-    """The device's counters. torch's own figures also hold what a sleeping engine has given back."""
-
-    def __init__(self, monkeypatch):
-        self.total, self.other, self.engine, self.asleep = 80 * GIB, 2 * GIB, 0, 0
-        self.reserved = self.reserved_peak = self.allocated_peak = 0
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (self.total - self.taken, self.total))
-        monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {
-            "reserved_bytes.all.peak": self.reserved_peak + self.engine,
-            "reserved_bytes.all.current": self.reserved + self.engine,
-            "allocated_bytes.all.peak": self.allocated_peak + self.engine,
-        })  # fmt: skip
-
-    @property
-    def taken(self) -> int:
-        return self.other + self.reserved + self.engine - self.asleep
 
 
 def test_on_a_gpu_a_phase_counts_all_that_is_taken_and_nothing_that_the_sleeping_engine_gave_back(monkeypatch):
@@ -205,8 +190,9 @@ def test_a_run_on_a_gpu_asks_for_the_memory_of_that_gpu(total, is_refused, tmp_p
     """Qwen2.5-7B with fp32 masters on a single GPU: 16 bytes for each of its 7.6 billion parameters."""
     config_of("Qwen/Qwen2.5-7B").save_pretrained(tmp_path)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (total, total))
-    monkeypatch.setattr(meter, "host_bytes", lambda: 1000 * GIB)
-    flags = f"--model {tmp_path} --train_data x --out_dir o --total_steps 1 --prompts_per_step 8"
+    monkeypatch.setattr(watch, "host_bytes", lambda: 1000 * GIB)
+    monkeypatch.setattr(watch.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000 * GIB))
+    flags = f"--model {tmp_path} --train_data x --out_dir {tmp_path} --total_steps 1 --prompts_per_step 8"
     flags += " --gradient_checkpointing"
     world = World(rank=0, size=1, tp_size=1, device=torch.device("cuda"))
     if is_refused:
@@ -214,6 +200,34 @@ def test_a_run_on_a_gpu_asks_for_the_memory_of_that_gpu(total, is_refused, tmp_p
             watch.watch_memory(parse_flags(flags.split()), 100, world)
     else:
         assert watch.watch_memory(parse_flags(flags.split()), 100, world).limit == total
+
+
+@pytest.mark.parametrize(
+    ("flags", "num"),
+    [
+        ("--keep_checkpoints 2", 1),  # only the last step is saved
+        ("--keep_checkpoints 2 --save_every 10", 3),
+        ("--keep_checkpoints 2 --save_every 10 --keep_best eval/x/avg@1 --eval_data x --eval_every 5", 4),
+        ("--keep_checkpoints 2 --save_every 40", 3),  # after 40, 80, 100
+        ("--keep_checkpoints 0 --save_every 40", 3),
+        ("--keep_checkpoints 0 --save_every 10", 10),
+        ("--keep_checkpoints 0 --save_every 10 --stop_after 25", 3),
+    ],
+)
+def test_a_run_whose_checkpoints_do_not_fit_on_the_disk_does_not_start(flags, num, tmp_path, monkeypatch):
+    common = "--model Qwen/Qwen2.5-7B --train_data x#1000 --out_dir o --total_steps 100 --prompts_per_step 8 "
+    args = parse_flags([*common.split(), *flags.split()])
+    found = setup_of(args, config_of(args.model))
+    assert disk_bytes(found) == num * checkpoint_bytes(found)
+    for name in ("step_10", "unfinished_step_20", "damaged_step_30"):  # the last is never removed
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(b"x" * 500)
+    free = int(disk_bytes(found)) - 1000
+    monkeypatch.setattr(watch.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    check_disk(found, tmp_path)
+    free -= 1
+    with pytest.raises(ValueError, match=f"{num} checkpoints of 99.3 GiB need .* holds 9.31e-07 of .*; make room, "):
+        check_disk(found, tmp_path)
 
 
 def test_a_model_that_the_dry_run_does_not_know_is_watched_without_a_prediction(monkeypatch):

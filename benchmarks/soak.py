@@ -1,0 +1,207 @@
+"""Whether a run that is killed again and again ends as the one that nobody disturbs: weights and log, bit for bit.
+
+    python benchmarks/soak.py --kills 100
+
+A short training of a random model on two ranks is started again after every kill until it is complete, and then another
+one is begun, until all kills are used. Each kill comes at a random moment, from the first instant on; its target (a
+rank, the launcher, all of them at once) and its signal (TERM, KILL) are drawn, too. Checked after each: everything has
+ended within 60 s, no rank outlives its launcher by 5 s, SIGTERM to the launcher is exit status 0 (143 while Python
+starts), and at the end the exported policy and the last line of each step equal the undisturbed run's. Prints a table
+of what was hit and, last, one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+END_SECONDS = 60.0
+ORPHAN_SECONDS = 5.0
+TARGETS = ("rank 0", "rank 1", "launcher", "all")
+REWARD = """
+import time
+def score(completion, answer, columns):
+    time.sleep(0.02)
+    return float(len(completion) % 3 == 0)
+"""
+
+
+class Kill(NamedTuple):
+    """One of them."""
+
+    seconds: float  # after the start
+    target: str
+    signal: int
+    where: str  # the phase that the target was in, if the run folder tells
+    status: int  # of the launcher
+
+
+def run_command(out_dir: Path, flags: list[str], num_ranks: int = 2) -> list[str]:
+    """A start of train_grpo.py, by this project's launcher."""
+    launcher = [sys.executable, str(ROOT / "scripts" / "launch.py"), "--ranks", str(num_ranks)]
+    return [*launcher, "train_grpo.py", *flags, "--out_dir", str(out_dir)]
+
+
+def start(out_dir: Path, flags: list[str], output: Path) -> subprocess.Popen[bytes]:
+    with output.open("ab") as file:
+        return subprocess.Popen(
+            run_command(out_dir, flags), cwd=ROOT, env=ENVIRONMENT, stdout=file, stderr=file, start_new_session=True
+        )
+
+
+def ranks_of(launcher: subprocess.Popen[bytes]) -> list[int]:
+    """The process ids of its children, in the order of their starts."""
+    try:
+        children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text()
+    except OSError:
+        return []
+    return sorted(map(int, children.split()))
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (OSError, IndexError):
+        return False
+
+
+def phase_of(out_dir: Path, rank: int) -> str:
+    """What the rank's last heartbeat says."""
+    try:
+        return json.loads((out_dir / "ranks" / f"rank_{rank}.json").read_text())["phase"]
+    except (OSError, ValueError, KeyError):
+        return "start-up"
+
+
+def run_until_killed(out_dir: Path, flags: list[str], rng: random.Random, longest: float) -> Kill | None:
+    """One start, killed at a random moment of the first `longest` seconds; None if the run was complete before.
+
+    Raises RuntimeError if something is left, hangs or ends with the wrong status.
+    """
+    seconds, target = rng.uniform(0, longest), rng.choice(TARGETS)
+    number = rng.choice([signal.SIGTERM, signal.SIGKILL])
+    output = out_dir.with_suffix(".log")
+    launcher = start(out_dir, flags, output)
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and launcher.poll() is None:
+        time.sleep(min(0.02, max(deadline - time.monotonic(), 0)))
+    ranks = ranks_of(launcher)
+    if launcher.poll() is not None:
+        if launcher.returncode:
+            raise RuntimeError(f"the run failed by itself: {output.read_text()[-3000:]}")
+        return None
+    index = int(target.removeprefix("rank ")) if target.startswith("rank") else 0
+    where = phase_of(out_dir, index)
+    victims = {"launcher": [launcher.pid], "all": [launcher.pid, *ranks]}.get(target, ranks[index : index + 1])
+    for pid in victims:
+        if is_running(pid):
+            os.kill(pid, number)
+    kill = Kill(seconds, target, number, where, launcher.wait(timeout=END_SECONDS))
+    time_of_end = time.monotonic()
+    while any(map(is_running, ranks)):
+        if time.monotonic() > time_of_end + ORPHAN_SECONDS:
+            raise RuntimeError(f"{kill}: a rank has outlived its launcher by {ORPHAN_SECONDS:g} s")
+        time.sleep(0.05)
+    if number == signal.SIGTERM and target == "launcher" and kill.status not in (0, 143, -signal.SIGTERM):
+        raise RuntimeError(f"{kill}: exit status {kill.status}: {output.read_text()[-3000:]}")
+    return kill
+
+
+def disturb(
+    folder: Path, flags: list[str], undisturbed: Path, rng: random.Random, num_kills: int, longest: float
+) -> tuple[list[Kill], list[str]]:
+    """All kills, over as many runs as they take, each of which is brought to its end; and what differs in them."""
+    kills: list[Kill] = []
+    found, runs = [], 0
+    while len(kills) < num_kills:
+        out_dir, begun = folder / f"run_{runs}", len(kills)
+        while len(kills) < num_kills and (kill := run_until_killed(out_dir, flags, rng, longest)):
+            kills.append(kill)
+        run_to_the_end(out_dir, flags)  # at once, if it is complete
+        wrong = differences(out_dir, undisturbed)
+        print(f"run {runs}: {len(kills) - begun} kills, {', '.join(wrong) or 'equal'}", flush=True)
+        found += [f"run {runs}: {each}" for each in wrong]
+        runs += 1
+    return kills, found
+
+
+def run_to_the_end(out_dir: Path, flags: list[str]) -> float:
+    """Its seconds. Raises RuntimeError if it fails."""
+    begin, output = time.monotonic(), out_dir.with_suffix(".log")
+    if start(out_dir, flags, output).wait():
+        raise RuntimeError(f"the run failed: {output.read_text()[-3000:]}")
+    return time.monotonic() - begin
+
+
+def differences(out_dir: Path, undisturbed: Path) -> list[str]:
+    """What is not equal: the exported weights, or the last line of a step but for times, speeds and memory."""
+    found = []
+    if (out_dir / "final/model.safetensors").read_bytes() != (undisturbed / "final/model.safetensors").read_bytes():
+        found.append("weights")
+    expected, lines = last_lines(undisturbed), last_lines(out_dir)
+    return found + [f"step {step}" for step in sorted(expected | lines) if expected.get(step) != lines.get(step)]
+
+
+def last_lines(out_dir: Path) -> dict[int, dict[str, float]]:
+    by_step = {}
+    if not (out_dir / "metrics.jsonl").exists():
+        return by_step
+    for line in (out_dir / "metrics.jsonl").read_text().splitlines():
+        if line.endswith("}"):  # not cut off by a kill
+            record = json.loads(line)
+            exact = {name: x for name, x in record.items() if not name.startswith(("time/", "perf/", "memory/"))}
+            by_step[record["step"]] = exact
+    return by_step
+
+
+def flags_of(model: Path, steps: int) -> list[str]:
+    flags = {
+        "model": model, "train_data": model / "train.jsonl", "eval_data": model / "train.jsonl#8",
+        "reward": f"{model}/slow_reward.py:score", "reward_workers": 1, "max_prompt_tokens": 16,
+        "max_completion_tokens": 12, "prompts_per_step": 8, "group_size": 4, "prompts_per_update": 4,
+        "micro_batch_tokens": 256, "kl_coef": 0.01, "learning_rate": 1e-3, "total_steps": steps, "eval_every": 5,
+        "save_every": 2, "grace_seconds": 30,
+    }  # fmt: skip
+    return [part for name, value in flags.items() for part in (f"--{name}", str(value))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=20, help="of each run")
+    args = parser.parse_args()
+    from bench_common import save_random_model  # torch
+
+    rng = random.Random(args.seed)
+    with tempfile.TemporaryDirectory(prefix="soak_") as temporary:
+        folder = Path(temporary)
+        save_random_model(folder / "model", hidden=64, layers=2, ffn=128, mean_tokens=8)
+        (folder / "model" / "slow_reward.py").write_text(REWARD)
+        flags = flags_of(folder / "model", args.steps)
+        longest = run_to_the_end(folder / "undisturbed", flags)
+        print(f"undisturbed: {longest:.0f} s", flush=True)
+        kills, wrong = disturb(folder, flags, folder / "undisturbed", rng, args.kills, longest)
+    for kill, count in sorted(Counter((k.target, signal.Signals(k.signal).name) for k in kills).items()):
+        print(f"{count:4} x {kill[1]} to {kill[0]}")
+    for where, count in Counter(kill.where for kill in kills).most_common():
+        print(f"{count:4} x in {where}")
+    print(json.dumps({"kills": len(kills), "differences": wrong, "seed": args.seed, "goal": []}))
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()

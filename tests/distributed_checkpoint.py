@@ -1,0 +1,110 @@
+"""Run under torchrun: a checkpoint from each number of ranks to the next, and a disk that refuses one of two ranks.
+
+reshard: the first step trains two updates and saves; each later step loads the checkpoint before and saves it again.
+
+torchrun --nproc_per_node N tests/distributed_checkpoint.py POLICY_FOLDER RUNS_FOLDER reshard STEP FLAGS
+torchrun --nproc_per_node 2 tests/distributed_checkpoint.py POLICY_FOLDER RUNS_FOLDER full_disk
+"""
+
+import contextlib
+import errno
+import re
+import sys
+from contextlib import AbstractContextManager
+from pathlib import Path
+from unittest.mock import patch
+
+from transformers import AutoTokenizer
+
+import checkpoint
+from flags import Saving
+from fsdp_utils import World, close_world, gather_from_ranks, init_world
+from helpers import build, largest_file, make_rollout, train_once, whole_update
+from inputs.checks import check_flags
+from inputs.command_line import parse_flags
+
+CASES = ("--param_dtype float32", "--param_dtype bfloat16", "--lora_rank 3")
+COMMON = (
+    "--train_data d --out_dir o --total_steps 1 --max_prompt_tokens 4 --max_completion_tokens 12 "
+    "--micro_batch_tokens 40 --prompts_per_step 4"
+)
+STATE = {"prompts_drawn": 12}
+
+
+def parsed(path: str, flags: str, world: World):
+    args = parse_flags(["--model", path, *COMMON.split(), *flags.split()])
+    check_flags(args, world.num_trainers)
+    return args
+
+
+def writer(path: str, folder: Path, world: World, said: list[str], **saving: object) -> checkpoint.Writer:
+    folder.mkdir(parents=True, exist_ok=True)
+    saving = Saving(**{"keep_checkpoints": 0} | saving)
+    return checkpoint.Writer(folder, [AutoTokenizer.from_pretrained(path)], saving, world, said.append)
+
+
+def reshard(path: str, folder: Path, step: int, flags: str) -> None:
+    shard_ranks = parse_flags(["--model", path, *COMMON.split(), *flags.split()]).shard_ranks
+    world = init_world(tp_size=1, timeout_minutes=2, shard_ranks=shard_ranks)
+    for number, case in enumerate(CASES):
+        runs, args = folder / str(number), parsed(path, f"{case} {flags}", world)
+        policy, _, optimizer = build(args, world)
+        if step == 1:
+            for i in range(2):
+                update = whole_update(make_rollout(), args, policy, world)
+                train_once(policy, optimizer, update, args, world, rate=1e-3, index=i)
+        else:
+            assert checkpoint.latest(runs, world, print) == (step - 1, runs / f"step_{step - 1}")
+            assert checkpoint.load(runs / f"step_{step - 1}", policy, optimizer) == STATE
+        writer(path, runs, world, said := []).save(step, policy, optimizer, STATE, {})
+        assert not said
+
+
+def refusing(way: str) -> AbstractContextManager:
+    """`dcp` tells other ranks of a failure in its own part; what comes after it, we do."""
+    broken = OSError(errno.EIO, "Input/output error")
+    return patch("checkpoint.checksums", side_effect=broken) if way == "checksums" else largest_file(100_000)
+
+
+def full_disk(path: str, folder: Path) -> None:
+    """Only the second rank cannot write: both give up the checkpoint, and try again at the same step."""
+    world, said = init_world(tp_size=1, timeout_minutes=2), []
+    args = parsed(path, CASES[0], world)
+    policy, _, optimizer = build(args, world)
+    train_once(policy, optimizer, whole_update(make_rollout(), args, policy, world), args, world, rate=1e-3)
+    for way in ("waits", "in background", "checksums"):
+        saving = writer(path, folder / way, world, said, save_every=10, async_checkpoint=way == "in background")
+        saving.save(10, policy, optimizer, STATE, {})
+        saving.wait()
+        with contextlib.nullcontext() if world.is_main else refusing(way):
+            saving.save(20, policy, optimizer, STATE, {})
+            assert (saving.pending is not None) is (way == "in background")
+            while saving.pending is not None:  # as in training, where nobody waits for it
+                is_due = saving.is_due(21, is_last=False)
+        assert gather_from_ranks(saving.next_try) == [21, 21]
+        assert not saving.is_due(20 - 9, is_last=False) and saving.is_due(21, is_last=False)
+        assert way != "in background" or is_due
+        found = sorted(path.name for path in (folder / way).iterdir())
+        assert found == ["step_10"], found
+        saving.save(21, policy, optimizer, STATE, {})
+        assert not saving.is_due(22, is_last=False) or saving.pending is not None
+        saving.wait()
+        assert checkpoint.latest(folder / way, world, said.append) == (21, folder / way / "step_21")
+    assert [re.search("step 20 could not be written: (.*?) \\(", text)[1] for text in said] == [
+        "a file could not be written to its end", "a file could not be written to its end", "Input/output error",
+    ]  # fmt: skip
+    shards = folder / way / "step_21" / "trainer" / "__1_0.distcp"
+    if world.is_main:
+        shards.write_bytes(shards.read_bytes()[:-1])
+    gather_from_ranks(None)
+    assert checkpoint.latest(folder / way, world, said.append) == (10, folder / way / "step_10")
+    assert len(said) == (4 if world.is_main else 3)
+
+
+if __name__ == "__main__":
+    path, folder, what, *more = sys.argv[1:]
+    if what == "reshard":
+        reshard(path, Path(folder), int(more[0]), more[1])
+    else:
+        full_disk(path, Path(folder))
+    close_world()

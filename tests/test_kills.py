@@ -1,0 +1,114 @@
+"""Whole runs that are killed: by `benchmarks/soak.py`, and under torchrun; and what listens while one goes."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import soak
+from helpers import ENVIRONMENT, ROOT
+
+STEPS = 10
+
+
+@pytest.fixture(scope="module")
+def flags(policy, tmp_path_factory) -> list[str]:
+    """Of a run on two ranks, half a second a step."""
+    reward = tmp_path_factory.mktemp("reward") / "slow_reward.py"
+    reward.write_text(soak.REWARD)
+    flags = soak.flags_of(policy, STEPS)
+    flags[flags.index("--reward") + 1] = f"{reward}:score"
+    return [*flags, "--async_checkpoint"]
+
+
+def listening_addresses(pids: list[int]) -> set[str]:
+    """The IPv4 and IPv6 addresses, as /proc/net prints them, that these processes listen on."""
+    by_inode = {}
+    for file in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(file).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A":
+                by_inode[f"socket:[{fields[9]}]"] = fields[1].partition(":")[0]
+    found = set()
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").glob("*"):
+            try:
+                found.add(by_inode.get(str(link.readlink()), ""))
+            except OSError:
+                continue
+    return found - {""}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(flags, tmp_path_factory) -> tuple[Path, set[str]]:
+    """Its folder, and the addresses on which it listened."""
+    out_dir = tmp_path_factory.mktemp("undisturbed") / "run"
+    launcher = soak.start(out_dir, flags, out_dir.with_suffix(".log"))
+    addresses: set[str] = set()
+
+    def watch() -> None:
+        while launcher.poll() is None:
+            addresses.update(listening_addresses([launcher.pid, *soak.ranks_of(launcher)]))
+            time.sleep(0.1)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    assert launcher.wait(300) == 0, out_dir.with_suffix(".log").read_text()[-3000:]
+    watcher.join()
+    return out_dir, addresses
+
+
+def test_on_one_node_nothing_listens_beyond_the_loopback(undisturbed):
+    """gloo listens; that it was seen shows that the test looks at the right processes."""
+    _, addresses = undisturbed
+    assert addresses == {"0100007F"}
+
+
+def test_a_run_that_is_killed_eight_times_ends_like_the_undisturbed_one(flags, undisturbed, tmp_path):
+    kills, differences = soak.disturb(tmp_path, flags, undisturbed[0], random.Random(19), num_kills=8, longest=14.0)
+    assert len(kills) == 8
+    assert differences == []
+
+
+def test_a_signal_in_any_phase_saves_the_run_and_it_continues_bit_for_bit(flags, undisturbed, tmp_path):
+    """It is given up before its update, or finished; an evaluation that was given up is made at the next start."""
+    out_dir = tmp_path / "run"
+    flags = [*flags, "--save_every", "0"]  # whatever is saved is saved because of the signal
+    of_phases = {
+        "reward": signal.SIGTERM, "evaluate": signal.SIGUSR1, "sample": signal.SIGINT, "update": signal.SIGTERM,
+    }  # fmt: skip
+    for phase, number in of_phases.items():
+        launcher = soak.start(out_dir, flags, out_dir.with_suffix(".log"))
+        deadline, steps_before = time.monotonic() + 120, len(soak.last_lines(out_dir))
+        while soak.phase_of(out_dir, 0) != phase or len(soak.last_lines(out_dir)) < steps_before + 1:
+            assert time.monotonic() < deadline and launcher.poll() is None, f"it never came to {phase}"
+            time.sleep(0.005)
+        launcher.send_signal(number)
+        assert launcher.wait(60) == 0, out_dir.with_suffix(".log").read_text()[-3000:]
+        last = max(soak.last_lines(out_dir))
+        assert (out_dir / f"step_{last}" / "trainer" / "progress.json").exists(), f"{phase}: step {last} is not saved"
+    soak.run_to_the_end(out_dir, flags)
+    assert soak.differences(out_dir, undisturbed[0]) == []
+
+
+def test_torchrun_starts_a_run_again_after_a_kill(flags, undisturbed, tmp_path):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [*launcher, "--max_restarts", "1", str(ROOT / "train_grpo.py"), *flags, "--out_dir", tmp_path / "run"]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "run" / "step_4").exists():
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.05)
+        os.kill(soak.ranks_of(process)[1], signal.SIGKILL)
+        said, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, said[-3000:]
+    assert "continues from" in said
+    assert soak.differences(tmp_path / "run", undisturbed[0]) == []

@@ -1,0 +1,56 @@
+"""Checkpoints between numbers of ranks: saved on one, loaded on another, bit for bit the same; agreement on errors."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from checkpoint import ShardPlanner, ShardReader
+from distributed_checkpoint import CASES, STATE
+from helpers import torchrun
+
+CHAIN = [(1, ""), (2, "--offload optimizer"), (4, "--shard_ranks 2"), (1, "--offload all")]  # ranks, flags of memory
+
+
+@pytest.fixture(scope="module")
+def runs(policy, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reshard")
+    for step, (num_ranks, flags) in enumerate(CHAIN, start=1):
+        torchrun(num_ranks, "tests/distributed_checkpoint.py", policy, folder, "reshard", step, flags)
+    return folder
+
+
+def everything_in(folder) -> dict[str, object]:
+    """Name -> the whole tensor, or value, in the shards of a checkpoint."""
+    reader = ShardReader(folder / "trainer")
+    listed = reader.read_metadata().state_dict_metadata
+    found = {
+        name: torch.empty(each.size, dtype=each.properties.dtype) if hasattr(each, "size") else None
+        for name, each in listed.items()
+    }
+    dcp.load(found, storage_reader=reader, planner=ShardPlanner(flatten_state_dict=False), no_dist=True)
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_from_1_to_2_to_4_to_1_ranks_parameters_and_optimizer_stay_the_same_to_the_bit(case, runs):
+    folder = runs / str(CASES.index(case))
+    first = everything_in(folder / "step_1")
+    kinds = {name.rpartition(".")[2] for name, value in first.items() if isinstance(value, torch.Tensor)}
+    assert {"exp_avg", "exp_avg_sq", "weight"} <= kinds
+    assert all(value.any() for name, value in first.items() if name.endswith("exp_avg_sq") and "lora_A" not in name)
+    for step in range(2, len(CHAIN) + 1):
+        found = everything_in(folder / f"step_{step}")
+        assert found.keys() == first.keys()
+        for name, expected in first.items():
+            is_same = found[name].equal(expected) if isinstance(expected, torch.Tensor) else found[name] == expected
+            assert is_same, f"step {step}: {name}"
+        assert json.loads((folder / f"step_{step}" / "trainer" / "progress.json").read_text()) == STATE
+        for file in folder.glob("step_1/**/*.safetensors"):  # the exported policy, and the adapter
+            assert (folder / f"step_{step}" / file.relative_to(folder / "step_1")).read_bytes() == file.read_bytes()
+    assert len(list((folder / "step_3" / "trainer").glob("*.distcp"))) > 1
+
+
+def test_a_disk_that_refuses_one_rank_costs_all_ranks_this_checkpoint_alone(policy, tmp_path):
+    torchrun(2, "tests/distributed_checkpoint.py", policy, tmp_path, "full_disk")

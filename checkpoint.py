@@ -78,7 +78,8 @@ def latest(out_dir: Path, world: World, say: Callable[[str], None]) -> tuple[int
         step, folder = gather_from_ranks([(0, None), *checkpoints(out_dir)][-1])[0]
         if folder is None:
             break
-        if not any((path / LIST).exists() for _, path in checkpoints(out_dir)):
+        has_lists = any((path / LIST).exists() for _, path in checkpoints(out_dir))
+        if not gather_from_ranks(has_lists)[0]:  # what the main process sees counts: file systems may show it late
             say(f"warning: {folder} is of an older version, without checksums: it is not verified.")
             return step, folder
         wrong = complaints(folder, folder / LIST, world.trainer_rank, world.num_trainers)
@@ -190,9 +191,10 @@ class Writer:
     ) -> None:
         """Writes OUT_DIR/step_<step>, then removes the oldest ones. All ranks call it. It waits for the save before it.
 
-        `state` comes back from `load`; of the step's metrics the `eval/` ones are kept. A checkpoint that the disk
-        refuses, on any rank, is told, removed, and tried again 1, 2, 4, ... steps later; the last one at once, and then
-        DiskError is raised, on all ranks. The checkpoint of the last step is always waited for.
+        `state` comes back from `load`; of the step's metrics the `eval/` ones are kept. If the disk of any rank refuses
+        the checkpoint, what was written of it is removed, a warning says so, and `is_due` asks again 1, 2, 4, ... steps
+        later. The last step's checkpoint is written before this returns; it is tried three times, and then DiskError is
+        raised on all ranks.
         """
         self.wait()
         for pause in LAST_PAUSES if is_last else (0.0,):

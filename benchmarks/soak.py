@@ -182,7 +182,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=20, help="of each run")
+    parser.add_argument("--steps", type=int, default=20, help="length of each run")
     args = parser.parse_args()
     from bench_common import save_random_model  # torch
 

@@ -37,7 +37,7 @@ def free_space(folder: Path) -> str:
 
 @contextlib.contextmanager
 def tolerated(what: str) -> Iterator[None]:
-    """For files that a run can miss, or makes again: that they could not be written is told, not raised."""
+    """Turns an OSError into a warning: for files that a run does not need, or writes again."""
     try:
         yield
     except OSError as error:

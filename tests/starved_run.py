@@ -1,6 +1,6 @@
 """Run as a program: train_grpo.py with the flags after WHERE and RANK, where memory runs out on that rank.
 
-    torchrun --nproc_per_node 2 tests/starved_run.py grpo.total_loss 1 --model ...
+    python scripts/launch.py --ranks 2 tests/starved_run.py grpo.total_loss 1 --model ...
 
 At the first call of the function WHERE the process may grow by 64 MiB and asks for 1 GiB.
 """

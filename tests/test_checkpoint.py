@@ -229,6 +229,25 @@ def test_without_a_whole_checkpoint_nothing_starts_again_from_scratch(run_folder
     assert latest(folder) == (0, None)
 
 
+def test_a_folder_of_a_version_without_checksums_is_used_as_it_is_and_that_is_said(run_folder, tmp_path):
+    folder, said = tmp_path / "run", []
+    shutil.copytree(run_folder, folder, symlinks=True)
+    for file in folder.glob("step_*/trainer/checksums.json"):
+        file.unlink()
+    names = sorted(path.name for path in folder.iterdir())
+    assert latest(folder, said) == (2, folder / "step_2")
+    assert "without checksums" in said[0] and sorted(path.name for path in folder.iterdir()) == names
+
+
+def test_an_evaluation_that_was_made_after_its_checkpoint_counts_for_the_best(tmp_path):
+    for step, value in ((1, {"eval/x/avg@1": 0.5}), (2, {})):
+        (tmp_path / f"step_{step}" / "trainer").mkdir(parents=True)
+        (tmp_path / f"step_{step}" / "trainer" / "evaluation.json").write_text(json.dumps(value))
+    assert checkpoint.best_checkpoint(tmp_path, "eval/x/avg@1") == tmp_path / "step_1"
+    (tmp_path / "metrics.jsonl").write_text('{"step": 2}\n{"step": 2, "eval/x/avg@1": 0.75}\n')
+    assert checkpoint.best_checkpoint(tmp_path, "eval/x/avg@1") == tmp_path / "step_2"
+
+
 def test_files_that_are_added_to_a_checkpoint_do_not_count(run_folder, tmp_path):
     folder = shutil.copytree(run_folder, tmp_path / "run", symlinks=True)
     (folder / "step_2" / "eval").mkdir()  # of evaluate.py

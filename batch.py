@@ -42,6 +42,8 @@ class Rollout:
     rollout_logprobs: list[np.ndarray]  # float32, one per completion token, by the engine at its temperature
     texts: list[str]  # the completions as text, without special tokens
     is_truncated_B: np.ndarray  # bool: stopped by the length limit, not by the model
+    versions: list[np.ndarray] | None = None  # int32, per completion token: the steps that its weights were trained
+    lags: list[np.ndarray] | None = None  # int32, the same: steps between those weights and the ones that are trained
     grades: list[Grade] | None = None  # None: not graded yet
     is_trained_B: np.ndarray | None = None  # bool: false: the sequence is left out of the loss; None: all are trained
     loss_weights_B: np.ndarray | None = None  # float32: weight of each of its tokens in the loss of its update
@@ -122,6 +124,7 @@ class Batch:
     segments_S: tuple[Segment, ...]  # their lengths add up to N
     packing: Packing | None = None  # of its attention, on the device; None: each pass makes it
     images: BatchImages | None = None  # None: no sequence has any
+    lags_N: Tensor | None = None  # float32, `Rollout.lags` at each position; None: not known
     advantages_N: Tensor | None = None  # float32, zero where the label is no completion token; None: not known yet
     old_logprobs_N: Tensor | None = None  # float32, under the weights that sampled; None: not needed
     ref_logprobs_N: Tensor | None = None  # float32, under the reference; None: no KL term
@@ -154,7 +157,8 @@ def pack(rollout: Rollout, indices: list[int], group_size: int = 1) -> Batch:
     if not indices:
         zero = torch.zeros(1)
         index = zero.long()
-        return Batch(index, index, index, zero.bool(), index[:0], zero, index, zero, (Segment(None, 0, 1),))
+        empty = Batch(index, index, index, zero.bool(), index[:0], zero, index, zero, (Segment(None, 0, 1),))
+        return empty if rollout.lags is None else replace(empty, lags_N=zero)
     segments = _segments(rollout, indices, group_size)
     tokens = {b: np.concatenate([rollout.rows[b].ids, rollout.completions[b]]) for b in indices}
     is_trained_B = rollout.trained_lengths_B > 0
@@ -173,6 +177,7 @@ def pack(rollout: Rollout, indices: list[int], group_size: int = 1) -> Batch:
         sequence_ids_N=torch.repeat_interleave(torch.tensor([x.length for x in segments])),
         rollout_logprobs_N=to_positions(rollout, segments, rollout.rollout_logprobs),
         segments_S=segments,
+        lags_N=None if rollout.lags is None else to_positions(rollout, segments, rollout.lags),
     )
 
 

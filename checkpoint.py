@@ -16,10 +16,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
 import json
 import math
-import pickle
 import shutil
 import tempfile
 import time
@@ -29,14 +27,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
@@ -46,6 +41,7 @@ from fsdp_utils import World, gather_from_ranks, new_host_group, wait_for_all
 from guards.checksums import Checksums, checksums, complaints, flush, write_list
 from guards.disk import DiskError, cause, free_space, tolerated
 from guards.heartbeat import beat
+from guards.shards import ShardPlanner, ShardReader, complaints_of_metadata
 from metrics import Metrics
 from policy import Policy
 from report import read_metrics
@@ -389,58 +385,3 @@ def without_frozen(policy: Policy, parameters: dict[str, Tensor]) -> dict[str, T
     named = policy.named_parameters(remove_duplicate=False)
     frozen = {name for name, parameter in named if not parameter.requires_grad}
     return {name: value for name, value in parameters.items() if name not in frozen}
-
-
-class MetadataUnpickler(pickle.Unpickler):
-    """Reads `.metadata` of `dcp`, a pickle, and makes nothing but the plain records that belong there.
-
-    An unpickler calls what a file names; one of the standard library calls anything, `os.system`, say.
-    """
-
-    ALLOWED = {
-        "torch": {"Size"} | {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)},
-        "torch.serialization": {"_get_layout"},
-        "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-        "torch.distributed.checkpoint.metadata": {
-            "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
-            "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
-        },
-        "pathlib": {"PosixPath"},
-        "pathlib._local": {"PosixPath"},  # Python 3.13
-    }  # fmt: skip
-
-    def find_class(self, module: str, name: str) -> object:
-        if name in self.ALLOWED.get(module, ()):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of a checkpoint")
-
-
-class ShardReader(dcp.FileSystemReader):
-    """`dcp` reads tensors with `weights_only`; this does the same for its list of them."""
-
-    def read_metadata(self, *_: object, **__: object) -> Metadata:
-        with (Path(self.path) / ".metadata").open("rb") as file:
-            metadata = MetadataUnpickler(file).load()
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-
-class ShardPlanner(dcp.DefaultLoadPlanner):
-    """The same for values that are no tensors, such as Adam's betas."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """`dcp` unpickles anything here, so it is given a copy of what `weights_only` lets pass."""
-        checked = io.BytesIO()
-        torch.save(torch.load(value, weights_only=True), checked)
-        checked.seek(0)
-        super().load_bytes(read_item, checked)
-
-
-def complaints_of_metadata(folder: Path) -> list[str]:
-    """What is wrong with the list of the shards, whatever its checksum says."""
-    try:
-        ShardReader(folder / "trainer").read_metadata()
-    except (pickle.UnpicklingError, OSError, EOFError, AttributeError, LookupError, TypeError, ValueError) as error:
-        return [f"trainer/.metadata: {error}"]
-    return []

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import NamedTuple, TypeVar, dataclass_transform
 
-from model.sizes import GPUS
+from model.sizes import GPUS, MOST_LAG
 
 INF = math.inf
 TINY = 1e-9  # as the smallest value: above 0
@@ -115,18 +115,36 @@ GROUPS["batch, counted in prompts"] = [
          "whole length", (1, INF), free_on_resume=True),
 ]
 GROUPS["sampling"] = [
-    # vLLM would silently raise a temperature below 0.01; the trainer would not.
-    flag("--temperature", 1.0, "sampling temperature; the trainer divides its logits by it, too", (0.01, 100)),
+    # vLLM would silently raise a temperature below 0.01; the trainer would not. It refuses one above 2.
+    flag("--temperature", 1.0, "sampling temperature; the trainer divides its logits by it, too", (0.01, 2)),
     flag("--max_completion_tokens", 1024, "completions are truncated after this many tokens", (1, INF)),
+    flag("--partial_rollouts", False, "a step ends when its prompts' worth of groups is finished, out of half as many "
+         "again; unfinished completions go on in the next one, under its weights; only with --engine colocated"),
     flag("--stop_tokens", [str], "tokens, as text, at which completions end beside those of the model's folder, say "
          "<|im_end|> for a base model with a chat template; exported with the policy"),
-    flag("--tensor_parallel_size", 1, "ranks per vLLM engine; divides the number of ranks", (1, INF),
-         free_on_resume=True),
+    flag("--tensor_parallel_size", 1, "ranks per vLLM engine, which divide the number of ranks; or GPUs per server",
+         (1, INF), free_on_resume=True),
     flag("--gpu_memory_utilization", 0.6, "CUDA: share of GPU memory that vLLM may take while it is awake",
          (0.01, 1), free_on_resume=True),
     flag("--enforce_eager", False, "CUDA: no CUDA graphs in vLLM (starts faster, samples slower); always so on CPU",
          free_on_resume=True),
     flag("--seed", 1, "random seed for data order and sampling", (0, INF)),
+]
+GROUPS["generation servers"] = [  # docs/generation.md
+    flag("--engine", "colocated", "who samples: vLLM in the ranks, which takes turns with the trainer (colocated), or "
+         "vLLM servers on GPUs of their own (server)", choices=("colocated", "server"), free_on_resume=True),
+    flag("--generation_gpus", [int], "CUDA: GPUs of this node, by index, on which servers are started, "
+         "--tensor_parallel_size for each; the ranks take the first ones", (0, INF), free_on_resume=True,
+         only_with="--engine"),
+    flag("--num_servers", 1, "CPU: servers to start", (1, 64), free_on_resume=True, only_with="--engine"),
+    flag("--server_urls", [str], "servers that you have started, http://HOST:PORT each; beyond this machine only with "
+         "the environment variable VLLM_API_KEY", free_on_resume=True, only_with="--engine"),
+    flag("--server_timeout", 600.0, "seconds without a token after which a server is taken for dead, and without any "
+         "server after which the run ends", (1, 1e6), free_on_resume=True, only_with="--engine"),
+    flag("--steps_ahead", 0, "steps whose prompts the servers sample while the ranks train an earlier one: the most "
+         "that the sampling weights are behind", (0, 16), only_with="--engine"),
+    flag("--in_flight", False, "unfinished completions go on under new weights; without it a sync waits for them",
+         only_with="--steps_ahead"),
 ]
 GROUPS["advantage"] = [
     flag("--advantage", "grpo", "how a completion is compared with the others of its group:"),
@@ -161,7 +179,8 @@ GROUPS["KL to the reference"] = [
          choices=("loss", "reward"), only_with="--kl_coef"),
 ]
 GROUPS["sampler-trainer mismatch"] = [
-    flag("--rollout_correction", "none", "weight of a token's loss, from the ratio trainer / sampler of its log-prob:"),
+    flag("--rollout_correction", str, "weight of a token's loss, from the ratio trainer / sampler of its log-prob; "
+         "default: none; token_truncate with --steps_ahead or --partial_rollouts:"),
     flag("--rollout_correction_max", 2.0, "largest ratio (truncated importance sampling: 2; IcePop: 5)", (TINY, INF)),
     flag("--rollout_correction_min", 0.5, "smallest ratio that is not masked (IcePop: 0.5)", (0, INF)),
 ]
@@ -215,7 +234,7 @@ GROUPS["evaluation and checkpoints, counted in steps"] = [
     flag("--eval_every", 0, "evaluate every so many steps and after the last; 0: never", (0, INF), free_on_resume=True),
     flag("--eval_before_training", False, "evaluate the starting policy, too, as step 0", free_on_resume=True),
     flag("--eval_samples", [1], "k: completions per held-out problem; one number for all sets, or one each", (1, INF)),
-    flag("--eval_temperature", [1.0], "temperature of held-out sampling; 0 is greedy; for all sets, or each", (0, 100)),
+    flag("--eval_temperature", [1.0], "temperature of held-out sampling; 0 is greedy; for all sets, or each", (0, 2)),
     flag("--eval_top_p", [1.0], "nucleus sampling in evaluation; for all sets, or each", (TINY, 1)),
     flag("--eval_max_completion_tokens", int, "token limit in evaluation; for all sets, or each; default: the "
          "training's", (1, INF), is_list=True),
@@ -256,8 +275,11 @@ GROUPS[DRY_RUN] = [  # all of them may change when a run continues
     flag("--dry_run", False, "print batches, memory, time and what would have to change, and stop; needs no GPU"),
     flag("--json", False, "print one JSON object instead"),
     flag("--trace", False, "also trace an update of the real model, cut to 8 layers, without a GPU; takes seconds"),
-    flag("--plan_gpus", int, "GPUs over all nodes; default: the ranks that were started; without them 8", (1, INF)),
-    flag("--plan_nodes", 1, "nodes that the GPUs are on", (1, INF)),
+    flag("--plan_split", False, "instead: time and fit of every split of the GPUs into those that train and those that "
+         "sample"),
+    flag("--plan_gpus", int, "GPUs of the ranks, over all nodes; those of generation servers come on top; default: the "
+         "ranks that were started; without them 8", (1, INF)),
+    flag("--plan_nodes", 1, "nodes that the GPUs of the ranks are on", (1, INF)),
     flag("--plan_gpu", "H100-80GB", "kind of GPU", choices=tuple(GPUS)),
     flag("--plan_gpu_memory_gib", float, "memory of a GPU that a process can take; default: the kind's", (TINY, INF)),
     flag("--plan_host_memory_gib", 1000.0, "RAM of a node", (TINY, INF)),
@@ -366,6 +388,7 @@ class DriftBounds:  # how far sampler and trainer may be apart
     max_rollout_gap: float
     on_rollout_gap: str
     temperature: float
+    partial_rollouts: bool  # tokens of older weights are trained: then their gap of log-probs is no fault
 
 
 @settings
@@ -379,6 +402,17 @@ class EngineSettings:  # the engine; `max_model_len` is in tokens, prompt and co
     stop_tokens: tuple[str, ...]
     # Random weights: the first `sync` brings the policy's, so nothing else is ever sampled from, also after a resume.
     load_format: str = "dummy"  # "auto": weights from the disk, for an engine without a trainer
+
+
+@settings
+class Servers:  # where generation servers are, and how far they work ahead
+    generation_gpus: tuple[int, ...]
+    num_servers: int
+    server_urls: tuple[str, ...]
+    server_timeout: float
+    tensor_parallel_size: int
+    in_flight: bool
+    seed: int
 
 
 @settings
@@ -417,6 +451,8 @@ class Plan:
     seed: int
     max_rollout_gap: float
     on_rollout_gap: str
+    steps_ahead: int
+    partial_rollouts: bool
 
     def describe(self) -> str:
         """What the flags amount to, as numbers."""
@@ -429,7 +465,9 @@ class Plan:
     def update(self, step: int, i: int) -> UpdateStep:
         """Where update i of step 1, 2, ... stands in the run, and its learning rate."""
         index = (step - 1) * self.updates_per_step + i
-        largest_gap = self.max_rollout_gap if self.on_rollout_gap == "stop" else 0.0
+        # Where older weights have sampled, a gap is no fault.
+        is_bounded = self.on_rollout_gap == "stop" and not self.steps_ahead and not self.partial_rollouts
+        largest_gap = self.max_rollout_gap if is_bounded else 0.0
         return UpdateStep(index, self.rate(index), i == 0, self.max_grad_norm, self.seed, step, i + 1, largest_gap)
 
     def rate(self, update: int) -> float:
@@ -456,6 +494,11 @@ class UpdateStep(NamedTuple):
     step: int = 1
     number: int = 1  # in its step
     max_rollout_gap: float = 0.0  # completions beyond it are not trained on; 0: all are
+
+
+def most_lag(args: argparse.Namespace) -> int:
+    """The most steps that the weights that sampled a token are behind those that are trained."""
+    return MOST_LAG if args.partial_rollouts else args.steps_ahead
 
 
 def take(kind: type[Settings], args: argparse.Namespace, **others: object) -> Settings:

@@ -39,7 +39,10 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class World:
-    """Where this process stands. Every rank trains; `tp_size` consecutive ranks are one engine."""
+    """Where this process stands. Every rank trains; `tp_size` consecutive ranks are one engine.
+
+    Generation servers are to the ranks as one engine of all of them, with the main rank as its leader.
+    """
 
     rank: int  # `rank` and `size` are for this file alone; other files say whether they mean trainers or engines
     size: int
@@ -47,6 +50,7 @@ class World:
     device: torch.device
     shard_ranks: int | None = None  # consecutive ranks that share one copy of the policy; None: all
     timeout: timedelta | None = None  # of collectives
+    has_engines: bool = True  # the ranks themselves sample
 
     @cached_property
     def mesh(self) -> DeviceMesh:
@@ -86,9 +90,10 @@ class World:
 
     def describe(self) -> str:
         """For example: 16 ranks on cuda, 2 copies of the policy, 8 engines of 2."""
+        samplers = f"{self.num_engines} engines of {self.tp_size}" if self.has_engines else "generation servers"
         copies = self.size // (self.shard_ranks or self.size)
         replicas = f", {copies} copies of the policy" if copies > 1 else ""
-        return f"{self.size} ranks on {self.device.type}{replicas}, {self.num_engines} engines of {self.tp_size}"
+        return f"{self.size} ranks on {self.device.type}{replicas}, {samplers}"
 
 
 def is_main_process() -> bool:
@@ -101,7 +106,7 @@ def is_engine_leader_process(tp_size: int) -> bool:
     return int(os.environ.get("RANK", "0")) % tp_size == 0
 
 
-def init_world(tp_size: int, timeout_minutes: float, shard_ranks: int | None = None) -> World:
+def init_world(tp_size: int, timeout_minutes: float, shard_ranks: int | None = None, has_engines: bool = True) -> World:
     """Joins the process group and returns this process's place: gloo on CPU, NCCL on CUDA (gloo for its CPU tensors).
 
     A collective that waits longer than `timeout_minutes` raises instead of hanging for ever.
@@ -128,7 +133,7 @@ def init_world(tp_size: int, timeout_minutes: float, shard_ranks: int | None = N
     timeout = timedelta(minutes=timeout_minutes)
     store.set_timeout(timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-    return World(rank, size, tp_size, device, shard_ranks, timeout)
+    return World(rank, size, tp_size, device, shard_ranks, timeout, has_engines)
 
 
 def meeting_point(rank: int, size: int) -> dist.Store:
@@ -285,10 +290,11 @@ def own_rows(parameter: Tensor, at_most: int) -> Iterator[tuple[Tensor, int]]:
     if isinstance(parameter, DTensor):
         mesh, is_mine, device = parameter.device_mesh, True, torch.device(parameter.device_mesh.device_type)
         for dim, place in enumerate(parameter.placements):
+            index = mesh.get_coordinate()[dim]
             if place.is_replicate():
-                is_mine = is_mine and mesh.get_local_rank(dim) == 0
+                is_mine = is_mine and index == 0
             else:
-                first = mesh.get_local_rank(dim) * -(-len(parameter) // mesh.size(dim))
+                first = index * -(-len(parameter) // mesh.size(dim))
     for start in range(0, len(local) if is_mine else 0, at_most):
         yield local[start : start + at_most].to(device), first + start
 
@@ -349,6 +355,17 @@ def gather_from_ranks(item: Item, group: dist.ProcessGroup | None = None) -> lis
     dist.all_gather_object(items, item)
     beat("computes")
     return items  # type: ignore[return-value]
+
+
+def broadcast_from_main(item: Item | None) -> Item:
+    """The main rank's item, on every rank: picklable host data. All ranks call it; what the others give is ignored."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return item  # type: ignore[return-value]
+    items = [item]
+    beat(f"{WAITS} (broadcast)")
+    dist.broadcast_object_list(items, src=0)
+    beat("computes")
+    return items[0]  # type: ignore[return-value]
 
 
 def new_host_group() -> dist.ProcessGroup | None:

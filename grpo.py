@@ -276,7 +276,8 @@ KL: dict[str, Callable[..., Tensor]] = {"k1": k1, "k2": k2, "k3": k3, "k3+": k3_
 
 # Sampler-trainer mismatch ---------------------------------------------------------------------------------------------
 # Weights of the policy loss, per token: how much more likely the trainer finds the token than the sampler, both under
-# the same model weights.
+# the same model weights. With --steps_ahead and --partial_rollouts the
+# trainer's are those at the beginning of the step, the sampler's may be older.
 Weights = tuple[Tensor, Tensor]  # the weights, and bool: which of them are truncated or 0
 
 
@@ -405,6 +406,9 @@ class Algorithm:
     group_size: int
     temperature: float  # logits are divided by it, in the sampler and in the trainer
     num_iterations: int  # passes over a rollout
+    most_lag: (
+        int  # the most steps that the weights that sampled are behind those that are trained; 0: they are the same
+    )
     description: str  # what the flags amount to, in words: the log's first line
 
     @property
@@ -444,6 +448,9 @@ def total_loss(
         "weight": weights_N,
         "weight_squared": weights_N.square(),
     }
+    for lag in range(algorithm.most_lag + 1 if algorithm.most_lag else 0):
+        is_lag_N = (batch.lags_N == lag).float()
+        means |= {f"tokens_of_lag_{lag}": is_lag_N, f"policy/rollout_gap_lag_{lag}": gap_N * is_lag_N}
     maxima = {"policy/ratio_max": ratio_N, "policy/ratio_min": -ratio_N, "policy/rollout_gap_max": gap_N}
     if algorithm.is_corrected:
         loss_N = loss_N * weights_N

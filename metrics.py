@@ -59,6 +59,21 @@ def rollout_metrics(rollout: Rollout, group_size: int) -> Metrics:
     return {name: float(value) for name, value in metrics.items()}
 
 
+def lag_metrics(trained: Rollout) -> Metrics:
+    """How many steps the weights that sampled the trained tokens are behind, where they can be.
+
+    Also the share of these tokens that older weights have made, and of completions that weights of several steps have.
+    """
+    if trained.lags is None:
+        return {}
+    lags = [lags for lags, length in zip(trained.lags, trained.trained_lengths_B, strict=True) if length]
+    together = np.concatenate([*lags, np.zeros(0 if lags else 1)])
+    is_mixed = [len(set(each.tolist())) > 1 for each in trained.lags]
+    found = {"rollout/lag_mean": together.mean(), "rollout/lag_max": together.max()}
+    found["rollout/frac_old_tokens"] = (together > 0).mean()
+    return {name: float(value) for name, value in found.items()} | {"rollout/frac_mixed": float(np.mean(is_mixed))}
+
+
 def merge_updates(updates: list[Metrics]) -> Metrics:
     """The metrics of a step's updates as one: maximum of what ends in `_max`, minimum of `_min`, otherwise the mean."""
     merged = {}
@@ -72,6 +87,9 @@ def merge_updates(updates: list[Metrics]) -> Metrics:
             merged[name] = sum(values)
         elif name == "optim/lr":
             merged[name] = values[-1]
+        elif "_gap_lag_" in name:  # of the updates that have tokens of this lag
+            there = [value for value in values if not math.isnan(value)]
+            merged[name] = sum(there) / len(there) if there else math.nan
         else:
             merged[name] = sum(values) / len(values)
     return merged
@@ -133,6 +151,9 @@ def throughput(work: Work, seconds_RE: list[np.ndarray], metrics: Metrics, world
         "perf/update_tokens_per_s_per_gpu": work.update_tokens / update_s / world.num_trainers,
         "perf/update_tflops_per_gpu": flops_per_s / 1e12,
     }
+    if not world.has_engines:  # the ranks have nothing to do until the servers' completions are there
+        del found["time/rollout_tail_s"], found["perf/sample_tokens_per_s_per_gpu"]
+        found["perf/idle_frac"] = (metrics["time/sample_s"] + metrics["perf/update_idle_frac"] * update_s) / step_s
     if work.shared_frac is not None:
         found["perf/shared_frac"] = work.shared_frac
     if work.logprobs_tokens:

@@ -87,6 +87,12 @@ class Policy(adapters.WithAdapter):
         for (name, _), full in zip(named, full_tensors(wanted), strict=True):
             yield in_files(name), adapters.merged(layers[name], full, self.dtype) if name in layers else full
 
+    def describe_weights(self) -> dict[str, list]:
+        """Names, dtypes and shapes of what `full_weights` yields, as vLLM's weight transfer wants to know them."""
+        named = [(in_files(name), list(x.shape)) for name, x in self.model.named_parameters() if ".lora_" not in name]
+        names, shapes = map(list, zip(*named, strict=True))
+        return {"names": names, "dtype_names": [str(self.dtype).removeprefix("torch.")] * len(names), "shapes": shapes}
+
     def own_rows(self, with_adapter: bool = True) -> Iterator[tuple[str, Iterator[tuple[Tensor, int]]]]:
         """(Hugging Face name, pieces: some rows in the engine's dtype and the index of the first) of each parameter.
 

@@ -1,4 +1,7 @@
-"""Pictures of a run: curves.png from metrics.jsonl. `python report.py runs/x` draws it, also while the run goes on."""
+"""Pictures of a run: curves.png from metrics.jsonl, timeline.png from timeline.jsonl.
+
+`python report.py runs/x` draws them, also while the run goes on.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,12 @@ import json
 import sys
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+STEPS_OF_TIMELINE = 6  # the last ones
 PANELS = {  # title -> the metrics that it shows; * stands for any text
     "reward": "reward/mean",
     "held-out accuracy": "eval/*/avg@*",
@@ -19,12 +27,25 @@ PANELS = {  # title -> the metrics that it shows; * stands for any text
 }
 
 
+class Span(NamedTuple):
+    """A time in which somebody did one thing."""
+
+    who: str  # "ranks", or a generation server
+    what: str  # the phase
+    begin: float  # by the clock, in seconds
+    end: float
+
+
 def read_metrics(run_dir: Path) -> list[dict[str, float]]:
     """The lines of metrics.jsonl by step. The last line of a step counts; a line that a kill cut off is skipped.
 
     Without such a file there are none.
     """
-    file = run_dir / "metrics.jsonl"
+    return read_steps(run_dir / "metrics.jsonl")
+
+
+def read_steps(file: Path) -> list[dict]:
+    """The same of any file with a line for each step."""
     lines = file.read_text().splitlines() if file.exists() else []
     by_step = {record["step"]: record for record in (json.loads(line) for line in lines if line.endswith("}"))}
     return [by_step[step] for step in sorted(by_step)]
@@ -59,9 +80,44 @@ def plot(run_dir: Path) -> None:
         axis.stackplot(list(seconds), heights, labels=phases)
         axis.legend(fontsize=8, loc="upper right", ncols=2)
     figure.suptitle(str(run_dir))
-    figure.savefig(run_dir / "curves.unfinished.png", dpi=90)
-    (run_dir / "curves.unfinished.png").replace(run_dir / "curves.png")
+    save(figure, run_dir / "curves.png")
+
+
+def plot_timeline(run_dir: Path) -> None:
+    """Draws `run_dir`/timeline.png: who does what when, in the last steps. A phase inside another one covers it."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    records = read_steps(run_dir / "timeline.jsonl")[-STEPS_OF_TIMELINE:]
+    spans = [Span(**span) for record in records for span in record["spans"]]
+    if not spans:
+        return
+    names = sorted({span.who for span in spans}, key=lambda who: (who != "ranks", who))
+    kinds = dict.fromkeys(span.what.split()[0] for span in spans)
+    colors = {kind: colormaps["tab20"](i % 20) for i, kind in enumerate(kinds)}
+    start, labels = min(span.begin for span in spans), set()
+    figure = Figure(figsize=(14, 1.5 + 0.6 * len(names)), layout="constrained")
+    axis = figure.subplots()
+    for span in sorted(spans, key=lambda span: (span.begin, -span.end)):
+        kind = span.what.split()[0]
+        label = None if kind in labels else kind
+        labels.add(kind)
+        place = [(span.begin - start, span.end - span.begin)]
+        axis.broken_barh(place, (names.index(span.who) - 0.4, 0.8), color=colors[kind], label=label)
+        if kind != span.what and span.end - span.begin > 0.03 * (spans[-1].end - start):
+            axis.text(span.begin - start, names.index(span.who), f" {span.what.partition(' ')[2]}", va="center", size=8)
+    axis.set(yticks=range(len(names)), yticklabels=names, xlabel="seconds", ylim=(len(names) - 0.5, -0.5))
+    figure.legend(loc="outside upper center", ncols=8, fontsize=8)
+    axis.set_title(f"{run_dir}, steps {records[0]['step']} to {records[-1]['step']}", loc="left", fontsize=9)
+    save(figure, run_dir / "timeline.png")
+
+
+def save(figure: Figure, file: Path) -> None:
+    """Whole or not at all."""
+    figure.savefig(file.with_suffix(".unfinished.png"), dpi=90)
+    file.with_suffix(".unfinished.png").replace(file)
 
 
 if __name__ == "__main__":
     plot(Path(sys.argv[1]))
+    plot_timeline(Path(sys.argv[1]))

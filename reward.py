@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from flags import Grading, Sampling
@@ -79,7 +79,7 @@ class Grader:
         """The completions of a group that are graded, in their order."""
         return sorted(self.groups[number].keys() - self.not_graded.keys())
 
-    def submit_to(self, rows: Sequence[Row], sampling: Sampling) -> OnFinished:
+    def submit_to(self, rows: Sequence[Row] | Mapping[int, Row], sampling: Sampling) -> OnFinished:
         """What `Engine.sample` calls with each finished completion b of the rows, of which each has `num_samples`."""
 
         def on_finished(b: int, text: str, token_ids: Sequence[int], is_truncated: bool) -> None:

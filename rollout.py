@@ -119,15 +119,7 @@ class Engine:
         finished, the leader of its engine calls `on_finished(b, text, token_ids, is_truncated)`. Raises Stopped, and
         cannot sample any more, if a signal came meanwhile.
         """
-        assert self.state == "awake", f"the engine is {self.state}: sync() wakes it, but not after a failure"
-        # Keys, values and embeddings of images under old weights, and of earlier calls: a cached prefix changes the
-        # shapes of the prefill and so the last bits.
-        is_reset = self.llm.reset_prefix_cache()
-        assert is_reset, "no request is under way between two calls"
-        self.llm.llm_engine.engine_core.reset_encoder_cache()
-        if self.guard is not None:
-            self.guard.before_sample(rows, sampling)
-        seed_everything(seed, self.world.engine_index)
+        self.prepare(rows, sampling, seed)
         rows_B = [row for row in rows for _ in range(sampling.num_samples)]
         indices_PG = np.arange(len(rows_B)).reshape(-1, sampling.num_samples)
         own = np.array_split(indices_PG, self.world.num_engines)[self.world.engine_index].flatten().tolist()
@@ -149,27 +141,43 @@ class Engine:
             self.guard.after_sample(rollout)
         return rollout
 
-    def _run(self, rows: list[Row], sampling: Sampling, description: str) -> Iterator[tuple[int, CompletionOutput]]:
-        """(index, completion) of each row, as they are finished.
+    def prepare(self, rows: list[Row], sampling: Sampling, seed: tuple[int, ...]) -> None:
+        """Before requests are made: empty caches, the guard's look, the seed."""
+        assert self.state == "awake", f"the engine is {self.state}: sync() wakes it, but not after a failure"
+        # Keys, values and embeddings of images under old weights, and of earlier calls: a cached prefix changes the
+        # shapes of the prefill and so the last bits.
+        is_reset = self.llm.reset_prefix_cache()
+        assert is_reset, "no request is under way between two calls"
+        self.llm.llm_engine.engine_core.reset_encoder_cache()
+        if self.guard is not None:
+            self.guard.before_sample(rows, sampling)
+        seed_everything(seed, self.world.engine_index)
 
-        One request per completion, not one with n per prompt, because vLLM tells when a request is finished.
-        """
-        params = SamplingParams(
+    def params(self, sampling: Sampling, max_tokens: int) -> SamplingParams:
+        """Of a request for one completion, which may have so many tokens more."""
+        return SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
-            max_tokens=sampling.max_completion_tokens,
+            max_tokens=max_tokens,
             stop_token_ids=self.stop_ids,
             logprobs=0,  # 0: of the sampled token alone
             flat_logprobs=True,  # plain lists, not an object per token
             detokenize=False,  # decoded when it is finished, in one go
         )
+
+    def _run(self, rows: list[Row], sampling: Sampling, description: str) -> Iterator[tuple[int, CompletionOutput]]:
+        """(index, completion) of each row, as they are finished.
+
+        One request per completion, not one with n per prompt, because vLLM tells when a request is finished.
+        """
+        params = self.params(sampling, sampling.max_completion_tokens)
         inputs = {id(row): _engine_input(row) for row in rows}  # decoded once for all completions of a prompt
         first_id = next(self.llm.request_counter) + 1
         self.llm.enqueue([inputs[id(row)] for row in rows], params, use_tqdm=False)
         is_quiet, progress = not (self.world.is_main and sys.stderr.isatty()), None
         with tqdm(total=len(rows), desc=description, leave=False, disable=is_quiet) as bar:
-            while self.llm.llm_engine.has_unfinished_requests() and not self._is_abandoned():
-                progress = self._tell_progress(rows, first_id, progress)
+            while self.llm.llm_engine.has_unfinished_requests() and not self.is_abandoned():
+                progress = self.tell_progress(rows, first_id, progress)
                 for output in (output for output in self.llm.llm_engine.step() if output.finished):
                     index = int(output.request_id) - first_id
                     if output.prompt_token_ids != rows[index].ids.tolist():
@@ -185,7 +193,37 @@ class Engine:
         """The guard samples, amid a step that is to be finished: a signal waits."""
         return self.guard is not None and self.guard.is_busy
 
-    def _is_abandoned(self) -> bool:
+    def add(self, rows: list[Row], so_far: list[tuple[int, ...]], sampling: Sampling) -> int:
+        """Requests that go on where completions of these rows have ended. The number of the first; the others follow.
+
+        Of what they return, `token_ids` are the new ones.
+        """
+        left = [sampling.max_completion_tokens - len(ids) for ids in so_far]
+        params = {tokens: self.params(sampling, tokens) for tokens in set(left)}
+        inputs = [
+            TokensPrompt(prompt_token_ids=[*row.ids.tolist(), *ids]) for row, ids in zip(rows, so_far, strict=True)
+        ]
+        first_id = next(self.llm.request_counter) + 1
+        self.llm.enqueue(inputs, [params[tokens] for tokens in left], use_tqdm=False)
+        return first_id
+
+    def withdraw(self) -> list[tuple[int, list[int], list[float]]]:
+        """(number, token ids, log-probs) of each unfinished request, which is then forgotten.
+
+        vLLM returns nothing of a request before its end, or, asked to, all of it at every token. It is read here.
+        """
+        engine = self.llm.llm_engine
+        states = dict(engine.output_processor.request_states)
+        found = [
+            (int(x.external_req_id), list(x.detokenizer.output_token_ids), list(x.logprobs_processor.logprobs.logprobs))
+            for x in states.values()
+        ]
+        engine.abort_request(list(states), internal=True)
+        while engine.engine_core.engine_core.batch_queue:  # what is already computed, on GPUs, ahead of its outputs
+            engine.step()
+        return found
+
+    def is_abandoned(self) -> bool:
         """Whether a signal has come: the same on all ranks of an engine, which ask each other now and then."""
         if self._is_probing:
             return False
@@ -195,7 +233,7 @@ class Engine:
         is_due = self.num_engine_steps % STEPS_BETWEEN_LOOKS == 0
         return is_due and get_tp_group().broadcast_object(signals.requested(), src=0)
 
-    def _tell_progress(
+    def tell_progress(
         self, rows: list[Row], first_id: int, before: tuple[int, int, int] | None
     ) -> tuple[int, int, int]:
         """(oldest unfinished request, its tokens, number of unfinished ones): the same again is no progress."""

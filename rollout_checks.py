@@ -32,17 +32,17 @@ from fsdp_utils import gather_from_ranks, release_gathered, sum_over_trainers
 from grpo import temperature_terms
 from guards.disk import tolerated
 from guards.drift import (
-    BUCKETS,
     DriftError,
     Findings,
     Gap,
+    add_sums,
     differing,
     gap_in,
     is_mended,
     keep_evidence,
+    no_sums,
     sentence,
     temperature_of,
-    weighted_sums,
 )
 from model.attention import add_packing
 from model.lora import adapted_layers
@@ -118,10 +118,10 @@ def sums_of_layer(name: str, module: nn.Module, packed: dict[str, list[str]], dt
     sums: Sums = {}
     for part, tensor, first_row, first_column in parts_of(name, module, packed):
         if (common := common_name(part)) is not None:
-            sums[common] = torch.zeros(BUCKETS, dtype=torch.int64, device=tensor.device)
+            sums[common] = no_sums(tensor.device)
             for start in range(0, len(tensor), ROWS):
                 rows = tensor[start : start + ROWS].to(dtype)  # kernels for CPUs keep biases in fp32
-                sums[common] += weighted_sums(rows, first_row + start, first_column)
+                add_sums(sums[common], rows, first_row + start, first_column)
     return sums
 
 
@@ -192,6 +192,8 @@ class DriftGuard:
 
     def after_sync(self) -> None:
         """The log-probs of the step's updates, which the trainer has computed anyway."""
+        if self.bounds.partial_rollouts:
+            return
         if not self.is_busy and self.run.updates and self.step_of_alarm != self.run.step:
             gaps = [gap for each in self.run.updates if (gap := gap_in(each)).is_beyond(self.bounds.max_rollout_gap)]
             if gaps:
@@ -203,29 +205,32 @@ class DriftGuard:
         scheduler = self.engine.llm.llm_engine.engine_core.engine_core.scheduler
         return max(gather_from_ranks(len(scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block)))
 
+    @torch.no_grad()
     def different_tensors(self, with_adapter: bool = True) -> list[str]:
         """Names of the tensors that are not the policy's in an engine."""
         (held,) = self.engine.llm.apply_model(partial(sums_of_engine, dtype=self.policy.dtype))
-        own = self.sums_of_policy(with_adapter)
-        nothing = torch.zeros(BUCKETS, dtype=torch.int64, device=self.run.world.device)
-        none = torch.stack([nothing] * len(self.names))
-        tables = [none] * (1 + self.run.world.num_engines)
-        tables[0] = torch.stack([own[name] for name in self.names])
-        tables[1 + self.run.world.engine_index] = torch.stack([held.get(name, nothing) for name in self.names])
-        own, *engines = sum_over_trainers(torch.stack(tables))
-        merged_sizes = torch.tensor([self.adapted.get(name, 0) for name in self.names], device=nothing.device)
+        world = self.run.world
+        tables = no_sums(world.device, 1 + world.num_engines, len(self.names))  # of the policy, and of each engine
+        self.add_sums_of_policy(dict(zip(self.names, tables[0], strict=True)), with_adapter)
+        for sums, name in zip(tables[1 + world.engine_index], self.names, strict=True):
+            if name in held:  # not before the first sync
+                sums.copy_(held[name])
+        own, *engines = sum_over_trainers(tables)
+        merged_sizes = torch.tensor([self.adapted.get(name, 0) for name in self.names], device=world.device)
         is_different = differing(own, torch.stack(engines), merged_sizes).tolist()
         return [name for name, differs in zip(self.names, is_different, strict=True) if differs]
 
-    def sums_of_policy(self, with_adapter: bool) -> Sums:
-        """Of the rows that this rank answers for."""
-        sums: Sums = {}
+    def add_sums_of_policy(self, sums: Sums, with_adapter: bool) -> None:
+        """Adds those of the rows that this rank answers for. A head without a tensor is the embedding."""
+        has_head = False
         for name, pieces in self.policy.own_rows(with_adapter):
-            if (common := common_name(name)) is not None:
-                sums[common] = torch.zeros(BUCKETS, dtype=torch.int64, device=self.run.world.device)
-                for rows, first in pieces:
-                    sums[common] += weighted_sums(rows, first)
-        return {"lm_head.weight": sums["embed_tokens.weight"]} | sums
+            common = common_name(name)
+            has_head = has_head or common == "lm_head.weight"
+            for rows, first in pieces:
+                if common in sums:
+                    add_sums(sums[common], rows, first)
+        if not has_head and "lm_head.weight" in sums:
+            sums["lm_head.weight"] += sums["embed_tokens.weight"]
 
     # An alarm ---------------------------------------------------------------------------------------------------------
 

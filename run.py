@@ -67,7 +67,7 @@ def open_run_folder(out_dir: Path, config: dict[str, object], free: set[str]) ->
         _check_same_flags(json.loads(file.read_text()), config, free, where)
         return lock
     described = {"config.json", "starts.jsonl", "reward_failures.jsonl", "excluded_rows.jsonl"}
-    ours = described | {"eval", "ranks", "stalls", "bad_updates", "samples.jsonl", "profile"}
+    ours = described | {"eval", "ranks", "servers", "stalls", "bad_updates", "samples.jsonl", "profile"}
     found = {path.name for path in out_dir.iterdir() if not path.name.startswith((".", "changes_", "drift_"))}
     if others := ", ".join(sorted(found - ours)[:5]):
         raise ValueError(f"{where} holds {others} but no config.json, so no run of this program; choose another.")
@@ -98,10 +98,12 @@ class Run:
     profile_steps: list[int]
     step: int = 0
     is_last: bool = False  # of the steps
+    last_step: int = 0
     num_done: int = 0  # steps that are trained and logged
     start: float | None = None  # of the step, by the clock
     seconds: dict[str, float] = field(default_factory=dict)  # of the step, by phase
     updates: list[Metrics] = field(default_factory=list)  # of the step
+    spans: list[report.Span] = field(default_factory=list)  # of the step: what was done when, for timeline.png
     profiler: torch.profiler.profile | None = None  # while it traces
     records: Records = field(init=False)  # the files of the folder, on the main process
 
@@ -110,7 +112,7 @@ class Run:
 
     def steps(self, first: int, last: int) -> Iterator[int]:
         """The numbers of the steps. Raises Stopped between two of them if a signal came."""
-        self.num_done = first - 1
+        self.num_done, self.last_step = first - 1, last
         for self.step in range(first, last + 1):
             signals.end_if_requested()
             self.is_last = self.step == last
@@ -125,13 +127,14 @@ class Run:
             signals.end_if_requested()
         start = time.perf_counter()
         self.start = self.start or start  # the clock of a run starts with its first phase
-        before = sum(self.seconds.values())
+        before, begin = sum(self.seconds.values()), time.time()
         with in_phase(name, self.step), self.memory.phase(name), self._trace(name):
             yield
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
         inside = sum(self.seconds.values()) - before
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start - inside
+        self.spans.append(report.Span("ranks", name, round(begin, 3), round(time.time(), 3)))
 
     def record(self, metrics: Metrics) -> None:
         """Keeps the metrics of an update."""
@@ -148,7 +151,8 @@ class Run:
         """Appends the step's line to metrics.jsonl, prints its summary, and starts the clock of the next step."""
         memory = self.memory.metrics()
         metrics = self.metrics() | metrics | memory
-        self.start, self.seconds, self.updates = time.perf_counter(), {}, []
+        self._append("timeline.jsonl", {"step": step, "spans": [span._asdict() for span in self.spans]})
+        self.start, self.seconds, self.updates, self.spans = time.perf_counter(), {}, [], []
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON knows no nan
         self._append("metrics.jsonl", {"step": step, **finite})
         self.say("\n".join([console_line(step, self.total_steps, metrics), *self.memory.remarks(memory)]))
@@ -232,8 +236,9 @@ class Run:
 
     def plot(self) -> None:
         if self.world.is_main:
-            with tolerated("curves.png"):
+            with tolerated("curves.png and timeline.png"):
                 report.plot(self.out_dir)
+                report.plot_timeline(self.out_dir)
 
     @contextmanager
     def _trace(self, name: str) -> Iterator[None]:

@@ -4,6 +4,8 @@ Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): a group whose completion
 advantage 0 and teaches nothing. It is put aside, and further prompts are sampled, in rounds, until P groups with a
 signal are there; groups beyond P are not used. After `--max_sampling_rounds` the groups put aside first fill the gap.
 Prompts are then drawn from the data in a row, over all epochs; how far is kept in the checkpoint (`state`).
+
+With --steps_ahead generation servers sample the first round of coming steps while the ranks train this one (`start`).
 """
 
 from __future__ import annotations
@@ -17,13 +19,16 @@ import numpy as np
 from batch import Rollout
 from flags import Sampling
 from guards.fingerprint import check_same_step
-from metrics import Metrics, rollout_metrics
+from metrics import Metrics, lag_metrics, rollout_metrics
 
 if TYPE_CHECKING:  # importing vLLM takes seconds; the checks of bad input come first
-    from data import PromptData
+    from data import PromptData, Row
     from reward import Grader
     from rollout import Engine
     from run import Run
+
+
+State = dict[str, int | list[int] | list[tuple[int, int]]]  # by name: what the checkpoint keeps
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,7 @@ class Draws:
     dynamic_sampling: str  # "off"; a group has a signal if some completions are "correct", or if a "reward" differs
     max_sampling_rounds: int
     truncated: str  # "mask": what was cut is compared with like the others, but left out of the loss
+    steps_ahead: int  # steps whose first round is sampled while an earlier one is trained
 
 
 @dataclass
@@ -50,23 +56,46 @@ class Sampler:
     sampling: Sampling
     run: Run
     num_drawn: int = 0  # prompts sampled so far, in the order of the data
-    drawn_before: dict[int, int] = field(default_factory=dict)  # step -> num_drawn at its beginning; the last one alone
+    drawn_ahead: dict[int, int] = field(default_factory=dict)  # step that was begun -> num_drawn before its first round
+    # Step -> `position` at its beginning; the last one alone.
+    before: dict[int, State] = field(default_factory=dict)
     seconds_RE: list[np.ndarray] = field(default_factory=list)  # of each round of this step, what each engine took
     sampled: Rollout | None = None  # all completions of this step, also those that are not trained on
 
-    def state(self, step: int) -> dict[str, int]:
-        """What a run needs that continues after `step`, the last one or the one before: goes into the checkpoint."""
-        return {"prompts_drawn": self.drawn_before.get(step + 1, self.num_drawn)}
+    def state(self, step: int) -> State:
+        """What a run needs that continues after `step`, the last one or the one before: goes into the checkpoint.
 
-    def restore(self, state: dict[str, int]) -> None:
-        self.num_drawn = state["prompts_drawn"]
+        Steps that were begun are sampled again then, from the same prompts.
+        """
+        return self.before.get(step + 1) or self.position()
+
+    def position(self) -> State:
+        """In the data, at this moment."""
+        ahead = self.drawn_ahead
+        return {"prompts_drawn": self.num_drawn} | ({"drawn_ahead": sorted(ahead.items())} if ahead else {})
+
+    def restore(self, state: State) -> None:
+        self.num_drawn, self.drawn_ahead = state["prompts_drawn"], dict(state.get("drawn_ahead", ()))
+
+    def start(self, step: int, last_step: int) -> None:
+        """Servers begin to sample the first round of the steps after this one. An engine in the ranks does nothing yet.
+
+        What is begun is bounded, not what is used: no sampled token is ever thrown away.
+        """
+        for ahead in range(step + 1, min(step + self.draws.steps_ahead, last_step) + 1):
+            if ahead not in self.drawn_ahead:
+                self.drawn_ahead[ahead] = self.num_drawn
+                self.num_drawn += self.draws.prompts_per_step
+            rows = self.draw(ahead, 0, self.draws.prompts_per_step)
+            self.engine.begin(rows, self.sampling, self.seed_of(ahead, 0))
 
     def collect(self, step: int) -> tuple[Rollout, Metrics]:
         """P groups of G graded completions to train on, and the metrics of all that were sampled for them."""
         rounds: list[Rollout] = []
-        self.seconds_RE, self.drawn_before = [], {step: self.num_drawn}
+        self.seconds_RE, self.before = [], {step: self.position()}
         while count := prompts_to_sample(rounds, self.draws):
             rounds.append(self.sample_round(step, len(rounds), count))
+        self.drawn_ahead.pop(step, None)
         self.sampled = Rollout.concatenate(rounds)
         check_same_step(
             prompts=[row.ids for row in self.sampled.rows], completions=self.sampled.completions,
@@ -74,24 +103,40 @@ class Sampler:
         )  # fmt: skip
         self.run.reward_failures(step, self.sampled)
         chosen, metrics = choose_groups(self.sampled, len(rounds), self.draws)
-        return chosen, metrics | rollout_metrics(self.sampled, self.draws.group_size)
+        return chosen, metrics | rollout_metrics(self.sampled, self.draws.group_size) | lag_metrics(chosen)
 
     def sample_round(self, step: int, number: int, count: int) -> Rollout:
-        """The next `count` prompts' completions, each graded as soon as it is finished."""
-        draws = self.draws
-        if draws.dynamic_sampling == "off":
-            indices_P = self.data.indices_of_step(step, draws.prompts_per_step, draws.seed, draws.keep_last)
-        else:
-            indices_P = self.data.indices_from(self.num_drawn, count, draws.seed)
-        self.num_drawn += count
-        rows = [self.data.rows[i] for i in indices_P]
-        on_finished = self.grader.submit_to(rows, self.sampling)
-        rollout = self.engine.sample(rows, self.sampling, (draws.seed, step, 0, number), "sample", on_finished)
+        """The completions of `count` prompts, each graded as soon as it is finished."""
+        rollout = self.sample(step, number, count)
         self.seconds_RE.append(self.engine.seconds_E)
         with self.run.phase("reward"):
             grades = self.grader.collect_from_ranks()
-        is_trained_B = ~rollout.is_truncated_B if draws.truncated == "mask" else None
-        return replace(rollout, grades=grades, is_trained_B=is_trained_B)
+        is_trained_B = ~rollout.is_truncated_B if self.draws.truncated == "mask" else None
+        # The weights that are trained in this step were trained in all steps before it.
+        lags = None if rollout.versions is None else [step - 1 - versions for versions in rollout.versions]
+        return replace(rollout, grades=grades, is_trained_B=is_trained_B, lags=lags)
+
+    def sample(self, step: int, number: int, count: int) -> Rollout:
+        """The completions of the next `count` prompts, handed to the grader."""
+        rows = self.draw(step, number, count)
+        on_finished = self.grader.submit_to(rows, self.sampling)
+        return self.engine.sample(rows, self.sampling, self.seed_of(step, number), "sample", on_finished)
+
+    def seed_of(self, step: int, number: int) -> tuple[int, ...]:
+        """Of a round of sampling, and its name."""
+        return self.draws.seed, step, 0, number
+
+    def draw(self, step: int, number: int, count: int) -> list[Row]:
+        """The next `count` prompts, of round `number` of the step; of a step that was begun, those it began with."""
+        draws, first = self.draws, self.drawn_ahead.get(step) if number == 0 else None
+        if first is None:
+            first = self.num_drawn
+            self.num_drawn += count
+        if draws.dynamic_sampling == "off":
+            indices_P = self.data.indices_of_step(step, draws.prompts_per_step, draws.seed, draws.keep_last)
+        else:
+            indices_P = self.data.indices_from(first, count, draws.seed)
+        return [self.data.rows[i] for i in indices_P]
 
 
 def has_signal_P(rollout: Rollout, draws: Draws) -> np.ndarray:

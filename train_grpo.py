@@ -23,7 +23,7 @@ if __name__ == "__main__":  # before all that takes time: a rank must not outliv
     join_launcher()
     signals.listen()
 
-from inputs.checks import check_flags
+from inputs.checks import check_flags, ranks_per_engine
 from inputs.command_line import exit_with_error, parse_flags
 
 if __name__ == "__main__":  # a mistake in a flag is reported before transformers and vLLM are imported
@@ -43,13 +43,27 @@ if __name__ == "__main__":  # a mistake in a flag is reported before transformer
 from checkpoint import State, Writer, latest, link_final, load
 from data import PromptData
 from evaluate import EvalTimes, Evaluator
-from flags import AdamW, DriftBounds, EngineSettings, Lora, Memory, Sampling, Saving, free_on_resume, make_plan, take
+from flags import (
+    AdamW,
+    DriftBounds,
+    EngineSettings,
+    Lora,
+    Memory,
+    Sampling,
+    Saving,
+    Servers,
+    free_on_resume,
+    make_plan,
+    take,
+)
 from fsdp_utils import close_world, init_world, is_main_process
+from generation.partial_sampler import PartialSampler
 from grpo import Algorithm
 from guards.errors import RunError
 from guards.updates import Bounds, UpdateGuard
 from inputs.load import Inputs, check_world, load_inputs
 from metrics import throughput, work_of_step
+from model.sizes import prompts_in_the_air
 from model.vision import most_images
 from planner.watch import watch_memory
 from policy import Policy, build_policy
@@ -61,24 +75,40 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from rollout import Engine
+    from rollout_server import ServerEngine
 
 
-def build_engine(args: Namespace, inputs: Inputs, policy: Policy, run: Run) -> Engine:
-    """The engine, with random weights until the first `sync`."""
+def build_engine(args: Namespace, inputs: Inputs, policy: Policy, run: Run, saved_step: int) -> Engine | ServerEngine:
+    """The engine, with random weights until the first `sync`, which brings those of `saved_step`."""
+    limits = args.max_prompt_tokens, max(args.max_completion_tokens, *args.eval_max_completion_tokens)
+    settings = take(EngineSettings, args, max_model_len=sum(limits))
+    if args.engine == "server":
+        from rollout_server import build_servers
+
+        return build_servers(args.model, settings, take(Servers, args), inputs.tokenizer, policy, run, saved_step)
     from rollout import Engine, largest_share  # vLLM takes seconds to import: mistakes are reported before
     from rollout_checks import DriftGuard
 
-    limits = args.max_prompt_tokens, max(args.max_completion_tokens, *args.eval_max_completion_tokens)
-    settings = take(EngineSettings, args, max_model_len=sum(limits))
     datasets = [*inputs.train_data, *inputs.eval_sets]
     max_images = most_images(row.images for data in datasets for row in data.rows)
     held_out = zip(inputs.eval_sets, inputs.eval_samplings, strict=True)
-    calls = [(args.prompts_per_step, args.group_size)] + [(len(data.rows), each.num_samples) for data, each in held_out]
+    prompts, num_engines = args.prompts_per_step, run.world.num_engines
+    at_once = prompts_in_the_air(prompts, num_engines) if args.partial_rollouts else prompts
+    calls = [(at_once, args.group_size)] + [(len(data.rows), each.num_samples) for data, each in held_out]
     sequences = largest_share(calls, run.world)
     engine = Engine(args.model, inputs.tokenizer, run.world, settings, inputs.vision, max_images, sequences)
     engine.guard = DriftGuard(engine, policy, run, take(DriftBounds, args))
     engine.sleep()  # until the first sync: what that gathers and the engine's cache are never held together
     return engine
+
+
+def build_sampler(
+    args: Namespace, inputs: Inputs, data: PromptData, engine: Engine | ServerEngine, run: Run
+) -> Sampler:
+    """Fills the steps with graded groups."""
+    kind = PartialSampler if args.partial_rollouts else Sampler
+    sampling = take(Sampling, args, num_samples=args.group_size)
+    return kind(engine, inputs.grader, data, take(Draws, args), sampling, run)
 
 
 def finish(run: Run, step: int) -> None:
@@ -109,7 +139,7 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
     try:
         inputs, out_dir = load_inputs(args), Path(args.out_dir)
         lock = open_run_folder(out_dir, vars(args), free_on_resume(args)) if is_main_process() else None
-        world = init_world(args.tensor_parallel_size, args.timeout_minutes, args.shard_ranks)
+        world = init_world(ranks_per_engine(args), args.timeout_minutes, args.shard_ranks, args.engine == "colocated")
         check_world(args, world)
         train_data = PromptData.mix([inputs.grader.check_keys(x, world) for x in inputs.train_data], args.data_weights)
         eval_sets = [inputs.grader.check_keys(data, world) for data in inputs.eval_sets]
@@ -132,17 +162,17 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
     lora, adamw, has_reference = take(Lora, args), take(AdamW, args), algorithm.kl_coef > 0
     with watch.loading():
         policy, reference, optimizer = build_policy(args.model, memory, lora, adamw, has_reference, args.seed, world)
-        engine = build_engine(args, inputs, policy, run)
+        engine = build_engine(args, inputs, policy, run, saved_step)
     run.say(policy.describe())
-    sampling = take(Sampling, args, num_samples=args.group_size)
-    sampler = Sampler(engine, inputs.grader, train_data, take(Draws, args), sampling, run)
+    sampler = build_sampler(args, inputs, train_data, engine, run)
     writer = Writer(out_dir, inputs.companions, take(Saving, args), world, run.say)
     guard = UpdateGuard(world, take(Bounds, args), out_dir, inputs.tokenizer, partial(undo, writer, policy, optimizer))
-    if saved:
-        sampler.restore(guard.restore(load(saved, policy, optimizer)))
-        run.say(f"continues from {saved}")
-    run.describe_start(saved_step)
-    engine.sync(policy.full_weights())  # also a resumed run samples from the policy that it trains
+    with watch.phase("load"):
+        if saved:
+            sampler.restore(guard.restore(load(saved, policy, optimizer)))
+            run.say(f"continues from {saved}")
+        run.describe_start(saved_step)
+        engine.sync(policy.full_weights())  # also a resumed run samples from the policy that it trains
     if must_evaluate:
         with run.phase("evaluate"):
             logged |= evaluator.run(engine, saved_step)
@@ -154,6 +184,7 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
             # 1. Sample G completions to each of P prompts; each is graded as soon as it is finished.
             with run.phase("sample"):
                 rollout, metrics = sampler.collect(step)
+                sampler.start(step, last_step)  # servers work ahead; an engine in these ranks samples when it is asked
             with run.phase("sleep"):
                 engine.sleep()  # and gives its memory to the trainer
 

@@ -6,6 +6,7 @@ Dimensions: `batch.py`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -219,6 +220,10 @@ def reduce_metrics(passes: list[Pass]) -> dict[str, float]:
     terms = {name: metrics.pop(name) for name in ("slope", "spread", "squares")}
     metrics["policy/rollout_temperature"], metrics["policy/rollout_temperature_r2"] = temperature_of(**terms)
     metrics["policy/ratio_min"] *= -1
+    for name in [name for name in metrics if name.startswith("tokens_of_lag_")]:
+        share = metrics.pop(name)
+        gap = f"policy/rollout_gap_{name.removeprefix('tokens_of_')}"
+        metrics[gap] = metrics[gap] / share if share else math.nan  # no token is of this lag
     weight, weight_squared = metrics.pop("weight"), metrics.pop("weight_squared")
     metrics["policy/rollout_ess"] = weight**2 / weight_squared if weight_squared else 0.0  # (sum w)^2 / (n sum w^2)
     return metrics

@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -78,33 +79,37 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def phase_of(out_dir: Path, rank: int) -> str:
-    """What the rank's last heartbeat says."""
+def phase_of(out_dir: Path, rank: int, launcher: subprocess.Popen[bytes]) -> str:
+    """What the rank's last heartbeat says; "start-up" if there is none of this start."""
     try:
-        return json.loads((out_dir / "ranks" / f"rank_{rank}.json").read_text())["phase"]
-    except (OSError, ValueError, KeyError):
+        heartbeat = json.loads((out_dir / "ranks" / f"rank_{rank}.json").read_text())
+    except (OSError, ValueError):
         return "start-up"
+    return heartbeat["phase"] if heartbeat["pid"] in ranks_of(launcher) else "start-up"
 
 
-def run_until_killed(out_dir: Path, flags: list[str], rng: random.Random, longest: float) -> Kill | None:
-    """One start, killed at a random moment of the first `longest` seconds; None if the run was complete before.
+def run_until_killed(out_dir: Path, flags: list[str], rng: random.Random, moment: float | str) -> Kill | None:
+    """One start, killed so many seconds after it, or in a phase; None if the run was complete before.
 
     Raises RuntimeError if something is left, hangs or ends with the wrong status.
     """
-    seconds, target = rng.uniform(0, longest), rng.choice(TARGETS)
-    number = rng.choice([signal.SIGTERM, signal.SIGKILL])
+    target, number = rng.choice(TARGETS), rng.choice([signal.SIGTERM, signal.SIGKILL])
+    index = int(target.removeprefix("rank ")) if target.startswith("rank") else 0
     output = out_dir.with_suffix(".log")
-    launcher = start(out_dir, flags, output)
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and launcher.poll() is None:
-        time.sleep(min(0.02, max(deadline - time.monotonic(), 0)))
-    ranks = ranks_of(launcher)
+    launcher, begin = start(out_dir, flags, output), time.monotonic()
+
+    def is_time() -> bool:
+        if isinstance(moment, str):
+            return phase_of(out_dir, index, launcher) == moment
+        return time.monotonic() >= begin + moment
+
+    while not is_time() and launcher.poll() is None:
+        time.sleep(0.005)
+    seconds, ranks, where = time.monotonic() - begin, ranks_of(launcher), phase_of(out_dir, index, launcher)
     if launcher.poll() is not None:
         if launcher.returncode:
             raise RuntimeError(f"the run failed by itself: {output.read_text()[-3000:]}")
         return None
-    index = int(target.removeprefix("rank ")) if target.startswith("rank") else 0
-    where = phase_of(out_dir, index)
     victims = {"launcher": [launcher.pid], "all": [launcher.pid, *ranks]}.get(target, ranks[index : index + 1])
     for pid in victims:
         if is_running(pid):
@@ -121,14 +126,14 @@ def run_until_killed(out_dir: Path, flags: list[str], rng: random.Random, longes
 
 
 def disturb(
-    folder: Path, flags: list[str], undisturbed: Path, rng: random.Random, num_kills: int, longest: float
+    folder: Path, flags: list[str], undisturbed: Path, rng: random.Random, moments: list[Callable[[], float | str]]
 ) -> tuple[list[Kill], list[str]]:
-    """All kills, over as many runs as they take, each of which is brought to its end; and what differs in them."""
+    """A kill at each moment, over as many runs as they take, each of which is brought to its end; and what differs."""
     kills: list[Kill] = []
     found, runs = [], 0
-    while len(kills) < num_kills:
+    while len(kills) < len(moments):
         out_dir, begun = folder / f"run_{runs}", len(kills)
-        while len(kills) < num_kills and (kill := run_until_killed(out_dir, flags, rng, longest)):
+        while len(kills) < len(moments) and (kill := run_until_killed(out_dir, flags, rng, moments[len(kills)]())):
             kills.append(kill)
         run_to_the_end(out_dir, flags)  # at once, if it is complete
         wrong = differences(out_dir, undisturbed)
@@ -194,7 +199,8 @@ def main() -> None:
         flags = flags_of(folder / "model", args.steps)
         longest = run_to_the_end(folder / "undisturbed", flags)
         print(f"undisturbed: {longest:.0f} s", flush=True)
-        kills, wrong = disturb(folder, flags, folder / "undisturbed", rng, args.kills, longest)
+        moments = [lambda: rng.uniform(0, longest)] * args.kills
+        kills, wrong = disturb(folder, flags, folder / "undisturbed", rng, moments)
     for kill, count in sorted(Counter((k.target, signal.Signals(k.signal).name) for k in kills).items()):
         print(f"{count:4} x {kill[1]} to {kill[0]}")
     for where, count in Counter(kill.where for kill in kills).most_common():

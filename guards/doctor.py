@@ -27,6 +27,7 @@ from guards.diagnosis import STALE_SECONDS, Rank, likely_cause, report, short_st
 from guards.heartbeat import (
     BOARD,
     Heartbeat,
+    bytes_moved,
     heartbeat_file,
     process_fields,
     read,
@@ -39,6 +40,7 @@ from guards.launched import note_reason
 
 INTERVAL = 1.0  # seconds between two heartbeats, at most
 SHORTEST = 0.1  # and at least, however many phases begin
+LEAST_MOVED = 2**20  # bytes of files, between two looks, that are progress: this thread's own are less
 ANSWER_SECONDS = 3.0  # that the others have to write their stacks
 
 
@@ -62,7 +64,7 @@ class Doctor(threading.Thread):
             resident_bytes=0, gpu_bytes=0,
         )  # fmt: skip
         self.is_written, self.has_ended = True, False
-        self.count, self.now = -1, time.monotonic()  # of the progress, and the time, of the last tick
+        self.count, self.moved, self.now = -1, 0, time.monotonic()  # progress, bytes and time of the last tick
         self.others: dict[int, Rank] = {}
         self.unseen = 0.0  # seconds since the last look at higher ranks
         self.num_reports, self.stalled = 0, 0.0  # of this stall
@@ -89,8 +91,10 @@ class Doctor(threading.Thread):
         elapsed, self.now = now - self.now, now
         elapsed = elapsed if elapsed < 2 * INTERVAL else INTERVAL
         self._expect_to_be_stuck()
-        quiet = 0.0 if self.count != BOARD.count else self.heartbeat.quiet_seconds + elapsed
-        self.count = BOARD.count
+        moved = bytes_moved()
+        has_progress = self.count != BOARD.count or moved - self.moved >= LEAST_MOVED
+        quiet = 0.0 if has_progress else self.heartbeat.quiet_seconds + elapsed
+        self.count, self.moved = BOARD.count, moved
         self.heartbeat = replace(self.heartbeat, quiet_seconds=quiet)
         self.write()
         for number in range(self.rank):
@@ -197,7 +201,7 @@ class Doctor(threading.Thread):
             (folder / "report.txt").write_text(text + "\n")
         print(text, flush=True)
         if self.is_fatal:
-            self._stop(ranks, seconds, folder)
+            self._end_run(ranks, seconds, folder)
 
     def _with_stuck(self, rank: Rank, stall: str) -> Rank:
         """A rank that cannot answer may have left its stacks to faulthandler."""
@@ -210,7 +214,7 @@ class Doctor(threading.Thread):
             dump = ""
         return replace(rank, heartbeat=replace(rank.heartbeat, stack=short_stack(dump)))
 
-    def _stop(self, ranks: list[Rank], seconds: float, folder: Path) -> NoReturn:
+    def _end_run(self, ranks: list[Rank], seconds: float, folder: Path) -> NoReturn:
         """Ends all ranks with exit status 1; those that are stopped on this host, too."""
         way_on = "the same command continues from the last checkpoint"
         where = f"no progress for {seconds:.0f} s (--on_stall stop); all stacks: {folder}"

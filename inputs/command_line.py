@@ -9,7 +9,7 @@ import textwrap
 import time
 from typing import NoReturn
 
-from flags import GROUPS, Flag
+from flags import GROUPS, Flag, most_lag
 from guards.launched import note_reason
 
 USAGE = "python scripts/launch.py --ranks RANKS train_grpo.py --model MODEL --train_data FILE --out_dir FOLDER [flags]"
@@ -63,6 +63,8 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     add_flags(parser, GROUPS)
     args = parser.parse_args(argv)
     args.prompts_per_update = args.prompts_per_step if args.prompts_per_update is None else args.prompts_per_update
+    if args.rollout_correction is None:
+        args.rollout_correction = "token_truncate" if most_lag(args) else "none"
     args.eval_max_completion_tokens = args.eval_max_completion_tokens or [args.max_completion_tokens]
     return args
 

@@ -32,7 +32,7 @@ WHAT = [
 ]
 SAMPLING = [
     flag("--samples", [1], "k: completions per problem", (1, math.inf)),
-    flag("--temperature", [1.0], "sampling temperature; 0 is greedy", (0, 100)),
+    flag("--temperature", [1.0], "sampling temperature; 0 is greedy", (0, 2)),
     flag("--top_p", [1.0], "nucleus sampling", (1e-9, 1)),
     flag("--max_completion_tokens", [2048], "completions are truncated after this many tokens", (1, math.inf)),
     flag("--stop_tokens", [str], "tokens, as text, at which completions end beside those of the model's folder"),

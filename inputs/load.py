@@ -8,7 +8,9 @@ import uuid
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
+import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 from data import PromptData
@@ -16,8 +18,9 @@ from flags import Grading, Lora, Memory, PromptFormat, Sampling, Stalls, make_pl
 from fsdp_utils import World, gather_from_ranks, is_engine_leader_process, is_main_process, wait_for_all
 from guards.doctor import start_doctor
 from guards.fingerprint import check_same_start
+from inputs.checks import LOOPBACK, ranks_per_engine
 from inputs.evaluation import check_names, settings_per_set
-from inputs.machine import check_launch
+from inputs.machine import check_launch, choose_interface, is_first_node
 from inputs.records import read_system_prompt
 from model.attention import check_device
 from model.engine_options import stop_ids
@@ -50,7 +53,9 @@ class Inputs:
 
 def load_inputs(args: Namespace) -> Inputs:
     """Raises ValueError, OSError or RuntimeError for everything that is wrong with the user's input."""
-    check_launch(args.tensor_parallel_size, args.dtype, args.gpu_memory_utilization)
+    of_engine = args.gpu_memory_utilization if args.engine == "colocated" else 0.0
+    check_launch(ranks_per_engine(args), args.dtype, of_engine, len(args.generation_gpus) * is_first_node())
+    check_places(args)
     check_names(args.eval_data)
     eval_samplings = settings_per_set(
         len(args.eval_data), "eval_", samples=args.eval_samples, temperature=args.eval_temperature,
@@ -69,9 +74,21 @@ def load_inputs(args: Namespace) -> Inputs:
     eval_sets = [PromptData.load(source, prompt_format, tokenizer, 0, vision) for source in args.eval_data]
     if is_main_process():
         weight_files(args.model)  # downloads what is not on the disk, while nobody waits in a collective
-    grading, is_leader = take(Grading, args), is_engine_leader_process(args.tensor_parallel_size)
-    grader = Grader(grading, workers_per_engine(grading, args.tensor_parallel_size) if is_leader else 0)
+    grading, is_leader = take(Grading, args), is_engine_leader_process(ranks_per_engine(args))
+    grader = Grader(grading, workers_per_engine(grading, ranks_per_engine(args)) if is_leader else 0)
     return Inputs(tokenizer, vision, train_data, eval_sets, eval_samplings, grader, generation_config)
+
+
+def check_places(args: Namespace) -> None:
+    """Raises ValueError if servers are to be started on what this machine lacks, or are out of its reach."""
+    for host in [host for url in args.server_urls if (host := urlsplit(url).hostname) not in LOOPBACK]:
+        choose_interface(host)  # weights go there; for the ranks of one node the loopback would be chosen
+    if args.engine == "colocated" or args.server_urls:
+        return
+    if torch.cuda.is_available() and not args.generation_gpus:
+        raise ValueError("--engine server: give --generation_gpus, or --server_urls of servers that run.")
+    if args.generation_gpus and not torch.cuda.is_available():
+        raise ValueError("--generation_gpus: there is no GPU here; on CPUs give --num_servers.")
 
 
 def check_world(args: Namespace, world: World) -> None:

@@ -28,22 +28,26 @@ KERNELS_KEPT = 64  # of each of two caches
 OLDEST_CARD = (8, 0)  # compute capability: Ampere, the first with bfloat16 and FlashAttention 2
 
 
-def check_launch(tp_size: int, dtype: str, gpu_memory_utilization: float) -> None:
-    """Raises ValueError if GPUs stay idle, are too few or cannot be used, or if ranks form no whole engines."""
+def check_launch(tp_size: int, dtype: str, gpu_memory_utilization: float, others: int = 0) -> None:
+    """Raises ValueError if GPUs stay idle, are too few or cannot be used, or if ranks form no whole engines.
+
+    `others`: GPUs of this node that are for generation servers.
+    """
     world_size, local_size = launched_world_size(), local_world_size()
     num_gpus = torch.cuda.device_count()
     num_installed = len(list(DRIVER.glob("gpus/*")))
     if torch.version.cuda and num_installed and not num_gpus and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
         check_driver(num_installed)
-    if num_gpus > local_size:
+    if num_gpus > local_size + others:
         command = f"python scripts/launch.py --ranks {num_gpus} {Path(sys.argv[0]).name} ..."
         hide = f"CUDA_VISIBLE_DEVICES={','.join(map(str, range(local_size)))}"
         raise ValueError(
             f"{num_gpus} GPUs are visible but the world size is {world_size}: start it with its script or the launcher "
             f"({command}), or hide the others with {hide}."
         )
-    if 0 < num_gpus < local_size:
+    if 0 < num_gpus < local_size + others:
         started = f"{local_size} processes were started on this node"
+        started += f", and {others} GPUs are for servers," if others else ""
         raise ValueError(
             f"{started} but only {num_gpus} GPUs are visible; one rank needs one GPU, and not a MIG slice."
         )
@@ -59,6 +63,11 @@ def check_launch(tp_size: int, dtype: str, gpu_memory_utilization: float) -> Non
 def local_world_size() -> int:
     """Processes that the launcher started on this node; 1 without a launcher."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def is_first_node() -> bool:
+    """True where the main rank is."""
+    return int(os.environ.get("RANK", "0")) < local_world_size()
 
 
 def check_driver(num_gpus: int) -> None:
@@ -137,14 +146,16 @@ def use_all_cores() -> None:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size()))
 
 
-def choose_interface() -> None:
+def choose_interface(towards: str | None = None) -> None:
     """Names the interface to gloo and NCCL, unless the user has: one node, the loopback; else that towards MASTER_ADDR.
+
+    `towards`: another machine that they shall reach.
 
     gloo by itself takes the one that the host's own name leads to: on one node it may be open to others, and on several
     it is often the loopback, and they would wait for each other in vain. Raises ValueError if MASTER_ADDR is no
     address.
     """
-    address = os.environ["MASTER_ADDR"] if launched_world_size() > local_world_size() else "127.0.0.1"
+    address = towards or (os.environ["MASTER_ADDR"] if launched_world_size() > local_world_size() else "127.0.0.1")
     try:
         own = own_address(address)
         if own.startswith("127.") and address != "localhost" and not address.startswith("127."):

@@ -15,6 +15,8 @@ OPTIMIZER_CHUNK = 2**24  # elements updated at a time, of about 30 bytes each: a
 
 MOST_AT_ONCE = 256  # sequences that run at a time, for each rank of an engine: vLLM's default for offline use on CPU
 MOST_ON_GPU = 512  # sequences that an engine runs at a time on GPUs: vLLM's largest batch that has a CUDA graph
+MORE_IN_THE_AIR = 0.5  # --partial_rollouts: prompts under way beside those of a step, as a share of them
+MOST_LAG = 4  # --partial_rollouts: steps that the oldest token may be behind; its group is then waited for
 CPU_BLOCK = 32  # tokens of a cache block on CPU, the fewest that vLLM takes: 128 are no faster (benchmarks/README.md)
 CPU_CACHE = 2**30  # bytes of that cache in a rank, at most; the environment's VLLM_CPU_KVCACHE_SPACE (GiB) replaces it
 
@@ -28,6 +30,12 @@ GPUS = {
     "L40S-48GB": (44.3, 362, 0.86, 25, 25),
     "RTX4090-24GB": (23.5, 165, 1.008, 25, 25),
 }
+
+
+def prompts_in_the_air(prompts: int, num_engines: int) -> int:
+    """--partial_rollouts: prompts under way at the beginning of a step of so many; for each engine as many."""
+    of_engine = math.ceil(prompts / num_engines)
+    return num_engines * (of_engine + math.ceil(of_engine * MORE_IN_THE_AIR))
 
 
 def check_path(path: str) -> None:

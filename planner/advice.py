@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from planner.memory import gpu_phases, host_phases, sequences_at_once
+from planner.memory import engine_parts, gpu_phases, host_phases, sequences_at_once
 from planner.setup import GIB, Setup
-from planner.time import Assumed, phase_seconds
+from planner.time import Assumed, step_seconds
 
 MOST_CHANGES = 4  # that are tried together
 
@@ -23,7 +23,7 @@ def misfits(setup: Setup) -> list[str]:
             needed, has = phase.needed / GIB, h.gpu_bytes / GIB
             found.append(f"GPU, {name}: needs {needed:.1f} GiB of {has:.1f}, {needed - has:.1f} too many")
     if sequences_at_once(setup) < 1:
-        share, cache = setup.engine.gpu_memory_utilization, phases["rollout"].engine["KV cache"] / GIB
+        share, cache = setup.engine.gpu_memory_utilization, engine_parts(setup)["KV cache"] / GIB
         left = f"--gpu_memory_utilization {share:g} leaves the engine {cache:.1f} GiB for its cache"
         found.append(f"GPU, rollout: {left}, not enough for one sequence of {setup.engine.max_model_len} tokens")
     for name, parts in host_phases(setup).items():
@@ -68,7 +68,7 @@ def levers(setup: Setup) -> list[list[Change]]:
     more_shards += [None] if setup.num_copies > 1 else []
     per_node, divided = h.gpus // h.nodes, math.gcd(h.gpus, setup.model.heads)  # what tensor parallelism divides
     sizes = [n for n in range(run.tensor_parallel_size + 1, per_node + 1) if divided % n == 0]
-    sizes = [n for n in sizes if plan.prompts_per_step % (h.gpus // n) == 0]
+    sizes = [n for n in sizes if plan.prompts_per_step % (h.gpus // n) == 0 and not setup.has_servers]
     more = Change(f"{2 * h.nodes} nodes of {per_node} GPUs", "hardware", {"nodes": 2 * h.nodes, "gpus": 2 * h.gpus})
     found = [
         lever(setup, "memory", "gradient_checkpointing", [True]),
@@ -84,7 +84,7 @@ def levers(setup: Setup) -> list[list[Change]]:
         lever(setup, "memory", "offload_reference", [True] if setup.has_reference_model else []),
         lever(setup, "memory", "param_dtype", [] if setup.has_lora else ["bfloat16"]),
         lever(setup, "memory", "offload", ["none", "optimizer", "all"]),
-        [more] if plan.prompts_per_step % (2 * setup.num_engines) == 0 else [],
+        [more] if setup.has_servers or plan.prompts_per_step % (2 * setup.num_engines) == 0 else [],
     ]
     return [changes for changes in found if changes]
 
@@ -97,7 +97,7 @@ def best_of(setup: Setup, chosen: tuple[list[Change], ...], assumed: Assumed) ->
         for change in changes:
             changed = change.apply(changed)
         if not misfits(changed):
-            seconds = sum(phase_seconds(changed, assumed).values())
+            seconds = step_seconds(changed, assumed)
             if best is None or seconds < 0.98 * best[0]:  # of settings that are equally fast, the mildest
                 best = seconds, [change.words for change in changes], changed
     return best

@@ -12,7 +12,7 @@ import copy
 import json
 import math
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from transformers import AutoConfig, PretrainedConfig
@@ -22,15 +22,28 @@ from fsdp_utils import is_main_process
 from inputs.checks import check_flags, launched_world_size
 from inputs.choices import algorithm_of
 from inputs.records import parse_source
-from model.sizes import GPUS, check_config
+from model.sizes import GPUS, MOST_LAG, check_config
 from model.vision import check_images
 from model.weights import load_config
 from planner import memory
 from planner.advice import misfits, solutions
 from planner.setup import GIB, Hardware, RunShape, Setup, shape_of
-from planner.time import SWITCH, Assumed, micro_batches, nodes_of, phase_seconds, traffic
+from planner.split import splits_of, text_of_splits
+from planner.time import (
+    PAUSE,
+    SWITCH,
+    Assumed,
+    micro_batches,
+    nodes_of,
+    partial_seconds,
+    phase_seconds,
+    step_seconds,
+    traffic,
+    waiting_seconds,
+)
 
 TABLE = Path(__file__).parent / "models.json"
+WORTH_SAYING = 0.05  # of a step
 TRACED_LAYERS = 8  # all peaks are linear in the number of layers, so a few layers show as much as all of them
 ROWS = {  # of data sets that are not on the disk
     "hiyouga/math12k@train": 12_000,
@@ -47,6 +60,11 @@ def dry_run(args: argparse.Namespace) -> int:
     """Prints the report and returns the exit code. Raises ValueError for a run that could not start on any machine."""
     config = config_of(args.model)
     setup = setup_of(args, config)
+    if args.plan_split:
+        splits = splits_of(setup, assumed_of(args))
+        if is_main_process():
+            print(json.dumps([asdict(x) for x in splits], indent=2) if args.json else text_of_splits(setup, splits))
+        return 0 if splits[0].fits else 3
     report = report_of(setup, assumed_of(args))
     if args.trace:
         report["trace"] = traced(setup, config)
@@ -116,8 +134,16 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
         gpu_bytes=(args.plan_gpu_memory_gib or gpu_memory) * GIB, host_bytes=args.plan_host_memory_gib * GIB,
         flops=flops * 1e12, memory_speed=memory_speed * 1e12,
         link_speed=link_speed * 1e9, network_speed=args.plan_network_gb_s * 1e9, host_speed=host_speed * 1e9,
+        generation_gpus=generation_gpus_of(args),
     )  # fmt: skip
     return Setup(model, take(Memory, args), lora, engine, plan, run, hardware)
+
+
+def generation_gpus_of(args: argparse.Namespace) -> int:
+    """GPUs of generation servers; those of --server_urls have --tensor_parallel_size each."""
+    if args.engine == "colocated":
+        return 0
+    return len(args.generation_gpus) or (len(args.server_urls) or args.num_servers) * args.tensor_parallel_size
 
 
 def most_checkpoints(saving: Saving, last_step: float) -> int:
@@ -174,7 +200,8 @@ def report_of(setup: Setup, assumed: Assumed) -> dict[str, object]:
     phases, on_host = memory.gpu_phases(setup), memory.host_phases(setup)
     peak = max(phases, key=lambda name: phases[name].needed)
     seconds, found = phase_seconds(setup, assumed), misfits(setup)
-    hours = sum(seconds.values()) * plan.total_steps / 3600
+    of_step = step_seconds(setup, assumed)
+    hours = of_step * plan.total_steps / 3600
     per_update = plan.completions_per_step // plan.updates_per_pass
     return {
         "prompts_per_step": plan.prompts_per_step,
@@ -196,9 +223,9 @@ def report_of(setup: Setup, assumed: Assumed) -> dict[str, object]:
         "host_capacity_gib": gib(h.host_bytes),
         "checkpoint_gib": gib(memory.checkpoint_bytes(setup)),
         "disk_gib": gib(memory.disk_bytes(setup)),
-        "step_seconds": round(sum(seconds.values()), 1),
+        "step_seconds": round(of_step, 1),
         "total_hours": round(hours, 1),
-        "total_gpu_hours": round(hours * h.gpus),
+        "total_gpu_hours": round(hours * (h.gpus + h.generation_gpus)),
         "fits": not found,
         "misfits": found,
         "changes_that_would_fit": solutions(setup, assumed) if found else [],
@@ -215,6 +242,8 @@ def report_of(setup: Setup, assumed: Assumed) -> dict[str, object]:
         "gpu_gib": {name: in_gib(x.parts | {"live": x.live, "needed": x.needed}) for name, x in phases.items()},
         "host_gib": {name: in_gib(parts) for name, parts in on_host.items()},
         "seconds": {name: round(value, 1) for name, value in seconds.items()},
+        "waiting_seconds": {who: round(value, 1) for who, value in (waiting_seconds(setup, assumed) or {}).items()},
+        "step_seconds_without_and_with_partial_rollouts": partial_seconds(setup, assumed),
         "traffic_gib_per_gpu_and_step": in_gib(traffic(setup, assumed)),
         "assumptions": assumptions(setup, assumed),
     }
@@ -230,6 +259,8 @@ def assumptions(setup: Setup, assumed: Assumed) -> list[str]:
     links = f"{assumed.link:.0%} of {h.link_speed / 1e9:.0f} GB/s in a node{network}"
     left_out = "no loading, evaluation, checkpoints, waiting for graders"
     sync = f"sync with {SWITCH:g} s of sleeping and waking up"
+    if setup.has_servers:
+        sync = f"sync with {PAUSE:g} s beside the transfer"
     return [
         f"memory: needed = {tensors} + {gib(memory.CONTEXT):g} GiB for CUDA's context and NCCL",
         f"engine: {working:g} GiB beside weights and cache, of which {asleep:g} stay while it sleeps",
@@ -252,7 +283,7 @@ def copies_of(setup: Setup) -> str:
 
 
 TEXT = """\
-dry run: {setup.model.name} on {setup.hardware.gpus} x {setup.hardware.name}, {nodes}; nothing is started
+dry run: {setup.model.name} on {gpus} x {setup.hardware.name}, {nodes}; nothing is started
 
 model       {parameters:,} parameters, {trainable_parameters:,} trained; \
 {kv_bytes_per_token:,} bytes of KV cache per token
@@ -262,7 +293,7 @@ updates     {updates_per_step} per step, each of {completions_per_update} comple
 ({completions_per_update_and_gpu:g} per GPU), in {micro_batches_per_update} micro-batches \
 of at most {setup.memory.micro_batch_tokens} tokens
 run         {epochs}{total_steps} steps, {total_updates} updates, {total_completions:,} completions
-sampling    {setup.num_engines} engines of {setup.run.tensor_parallel_size} GPUs, \
+sampling    {setup.num_engines} {engines} of {setup.run.tensor_parallel_size} GPUs, \
 {completions_per_engine:g} completions each; \
 the cache holds {sequences_at_once_per_engine:g} sequences of {setup.engine.max_model_len} tokens at once
 logits      {logits_of_a_micro_batch_gib:.2f} GiB in bf16 for a whole micro-batch; the chunked head never holds them
@@ -275,7 +306,7 @@ all that are kept {disk_gib:.1f}
 {host_table}
 
 time        {step_seconds:.0f} s per step: {times}
-            {total_hours:,.1f} hours, {total_gpu_hours:,} GPU hours
+            {waits}{total_hours:,.1f} hours, {total_gpu_hours:,} GPU hours
 traffic     {moved} GiB per GPU and step
 
 assumed: {assumed}
@@ -296,6 +327,9 @@ def text_of(setup: Setup, report: dict) -> str:
         trace = f"traced with {layers} layers, beside what is always there: {', '.join(found)}\n\n"
     parts = {
         "nodes": f"{nodes} node{'s' * (nodes > 1)}",
+        "gpus": gpus_of(setup),
+        "engines": "servers" if setup.has_servers else "engines",
+        "waits": waits_of(setup, report) + partial_of(setup, report),
         "epochs": epochs,
         "gpu_table": table_of(report["gpu_gib"]),
         "host_table": table_of(host),
@@ -306,6 +340,34 @@ def text_of(setup: Setup, report: dict) -> str:
         "verdict": verdict_of(report),
     }
     return TEXT.format(setup=setup, **report["batch"], **(report | parts))
+
+
+def gpus_of(setup: Setup) -> str:
+    h = setup.hardware
+    return f"{h.gpus} + {h.generation_gpus}" if setup.has_servers else str(h.gpus)
+
+
+def waits_of(setup: Setup, report: dict) -> str:
+    """A line on who waits for whom; "" without servers."""
+    if not setup.has_servers:
+        return ""
+    ahead = f"sampling {setup.run.steps_ahead} steps ahead" if setup.run.steps_ahead else "one after the other"
+    waits = ", ".join(f"{who} wait {seconds:.1f} s" for who, seconds in report["waiting_seconds"].items())
+    return f"{ahead}: {waits} of a step\n            "
+
+
+def partial_of(setup: Setup, report: dict) -> str:
+    """A line on --partial_rollouts, where it is given or would save more than `WORTH_SAYING`; "" otherwise."""
+    if setup.has_servers:
+        return ""
+    without, partial = report["step_seconds_without_and_with_partial_rollouts"]
+    if setup.run.partial_rollouts:
+        return f"--partial_rollouts: {partial:.1f} s a step, {without:.1f} without it\n            "
+    saved = without - partial
+    if saved <= WORTH_SAYING * without or setup.model.tower_parameters:
+        return ""
+    price = f"for tokens of up to {MOST_LAG} steps ago"
+    return f"--partial_rollouts would save {saved:.1f} s of {without:.1f} s a step, {price}\n            "
 
 
 def table_of(columns: dict[str, dict[str, float]]) -> str:

@@ -67,6 +67,10 @@ def gpu_phases(setup: Setup) -> dict[str, Phase]:
         "optimizer": Phase(static | {"gradients": gradient_shards(setup)} | optimizer_peak(setup), asleep),
         "sync": Phase(static | gathered, without(awake, "KV cache")),
     }
+    if setup.has_servers:
+        phases = {name: Phase(phase.trainer, {}) for name, phase in phases.items() if name != "rollout"}
+        arriving = m.table * COMPUTE + m.layer_parameters * COMPUTE / setup.run.tensor_parallel_size
+        phases["server"] = Phase({}, awake | {"weights arriving": arriving})  # a tensor, and the layer that it is in
     if not setup.run.has_kl and not setup.old_logprob_passes:
         del phases["logprobs"]
     return phases
@@ -284,11 +288,14 @@ def optimizer_peak(setup: Setup) -> Parts:
 
 
 def host_phases(setup: Setup) -> dict[str, Parts]:
-    """Phase -> bytes of host RAM on one node: while loading, while running, while writing a checkpoint."""
+    """Phase -> bytes of host RAM on one node: while loading, while running, while writing a checkpoint.
+
+    Generation servers are counted as if all of them were on this node.
+    """
     m = setup.model
     ranks = setup.hardware.gpus / setup.hardware.nodes  # of a node
     static = static_parts(setup, on_host=True)
-    kept = {"processes": ranks * PROCESS_HOST} | static
+    kept = {"processes": (ranks + setup.hardware.generation_gpus) * PROCESS_HOST} | static
     stored = COMPUTE if setup.has_lora else setup.trained_bytes
     rounding = {"parameters": stored, "gradients": setup.trained_bytes, "reference": COMPUTE}
     kept["rounding of pinned memory"] = sum(

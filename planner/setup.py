@@ -108,6 +108,9 @@ class RunShape:
     trains_entropy: bool  # the entropy is part of the loss
     async_checkpoint: bool
     dynamic_sampling: str
+    steps_ahead: int  # of generation servers
+    in_flight: bool
+    partial_rollouts: bool
     num_checkpoints: int  # on the disk at a time, at most
 
 
@@ -116,7 +119,7 @@ class Hardware:
     """The machines. Bytes, bytes per second, FLOPs per second; of one GPU unless said."""
 
     name: str
-    gpus: int  # of all nodes
+    gpus: int  # of the ranks, on all nodes
     nodes: int
     gpu_bytes: float  # that a process can take
     host_bytes: float  # of a node
@@ -125,6 +128,7 @@ class Hardware:
     link_speed: float  # to the other GPUs of the node, in one direction
     network_speed: float  # to other nodes
     host_speed: float  # to host RAM, in one direction
+    generation_gpus: int = 0  # of generation servers, beside those of the ranks; 0: the ranks sample
 
 
 @dataclass(frozen=True)
@@ -141,8 +145,12 @@ class Setup:
 
     @property
     def num_trainers(self) -> int:
-        """GPUs that train: all of them, as all of them sample."""
+        """GPUs that train: those of the ranks, which also sample where there are no servers."""
         return self.hardware.gpus
+
+    @property
+    def has_servers(self) -> bool:
+        return self.hardware.generation_gpus > 0
 
     @property
     def num_shards(self) -> int:
@@ -158,7 +166,8 @@ class Setup:
 
     @property
     def num_engines(self) -> int:
-        return self.hardware.gpus // self.run.tensor_parallel_size
+        """Engines in the ranks, or generation servers."""
+        return (self.hardware.generation_gpus or self.hardware.gpus) // self.run.tensor_parallel_size
 
     @property
     def has_lora(self) -> bool:

@@ -7,9 +7,9 @@ the slowest rank. docs/memory.md has published runs beside it, and says how the 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from model.sizes import MOST_ON_GPU
+from model.sizes import MORE_IN_THE_AIR, MOST_ON_GPU
 from planner.memory import REDUCE, cache_bytes_per_token, engine_parts, kept_per_layer
 from planner.setup import COMPUTE, ModelShape, Setup
 
@@ -18,6 +18,7 @@ TOKEN_STEP = {True: 0.015, False: 0.005}  # each running completion gets a token
 ALL_REDUCE = 15e-6  # of a few MB between the GPUs of an engine: two in a layer
 PASS = 0.03  # a pass of the trainer over a micro-batch
 SWITCH = 5.0  # the engine goes to sleep, wakes up and loads the new weights, once a step
+PAUSE = 1.0  # generation servers take new weights, beside the time of their transfer; assumed, not measured
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,10 @@ def traffic(setup: Setup, assumed: Assumed) -> dict[str, float]:
         "reduce-scatter": reduced * others,
         "all-reduce of copies": 2 * plan.updates_per_step * setup.trainable * REDUCE / n * (1 - 1 / setup.num_copies),
         "sync": weights * others,
+        "to servers": weights * setup.num_engines * setup.has_servers,  # from the main rank's GPU, one after the other
         "to and from host": from_host,
     }
-    return {name: size for name, size in found.items() if size or name != "all-reduce of copies"}
+    return {name: size for name, size in found.items() if size or name not in ("all-reduce of copies", "to servers")}
 
 
 def link_speed(setup: Setup, assumed: Assumed, members: int, stride: int = 1) -> float:
@@ -115,14 +117,36 @@ def rollout_seconds(setup: Setup, assumed: Assumed) -> float:
     tokens, prompts = sequences * completion, sequences / plan.group_size * prompt
     steps = tokens / running_sequences(setup, assumed)
     alone = max(run.max_completion_tokens - completion, 0)
+    if run.in_flight and run.steps_ahead > 1:  # meanwhile the servers sample the next step, and the one after it
+        alone = 0
     weights = m.parameters * COMPUTE / tp / memory
     prefill = forward_flops(m, prompt, 1) * sequences / plan.group_size / flops
+    if run.partial_rollouts:  # the step waits for groups, not for the longest of all; what goes on is read again
+        alone = min(alone, completion * (longest_of_group(plan.group_size) - 1))
+        again = sequences * MORE_IN_THE_AIR / 2 * (1 - completion / run.max_completion_tokens)
+        prefill += forward_flops(m, prompt + completion, 1) * again / flops
     decode = max(steps * weights, tokens * forward_flops(m, 1, 1) / flops) + alone * weights
     cache = tokens * (prompt + completion / 2) * cache_bytes_per_token(setup) / memory
     exchanged = 4 * m.layers * m.hidden * COMPUTE * (tp - 1) / tp * (tokens + prompts)
     links = exchanged / link_speed(setup, assumed, tp)
     step = TOKEN_STEP[setup.engine.enforce_eager] + 2 * m.layers * ALL_REDUCE * (tp > 1)
     return prefill + decode + cache + links + (steps + alone) * step
+
+
+def longest_of_group(group_size: int) -> float:
+    """Mean length of the longest of G completions, over the mean of all, where each token may be the last one alike.
+
+    With --partial_rollouts a step lasts about as long, in tokens; `tests/test_partial.py` counts it.
+    """
+    return sum(1 / i for i in range(1, group_size + 1))
+
+
+def partial_seconds(setup: Setup, assumed: Assumed) -> tuple[float, float] | None:
+    """Seconds of a step without and with --partial_rollouts; None with servers, which have other ways."""
+    if setup.has_servers:
+        return None
+    without, partial = (replace(setup, run=replace(setup.run, partial_rollouts=x)) for x in (False, True))
+    return step_seconds(without, assumed), step_seconds(partial, assumed)
 
 
 def running_sequences(setup: Setup, assumed: Assumed) -> float:
@@ -132,8 +156,27 @@ def running_sequences(setup: Setup, assumed: Assumed) -> float:
     return max(1.0, min(sequences, MOST_ON_GPU, in_cache))
 
 
+def step_seconds(setup: Setup, assumed: Assumed) -> float:
+    """The phases one after the other; with --steps_ahead the rollout of a coming step beside the training of this."""
+    seconds = phase_seconds(setup, assumed)
+    waits = waiting_seconds(setup, assumed)
+    return sum(seconds.values()) if waits is None else seconds["rollout"] + waits["servers"] + seconds["sync"]
+
+
+def waiting_seconds(setup: Setup, assumed: Assumed) -> dict[str, float] | None:
+    """What "ranks" and "servers" wait for each other in a step, beside the sync; None: there are no servers."""
+    if not setup.has_servers:
+        return None
+    seconds = phase_seconds(setup, assumed)
+    rollout = seconds["rollout"]
+    train = sum(seconds.values()) - rollout - seconds["sync"]
+    if setup.run.steps_ahead:
+        return {"ranks": max(rollout - train, 0.0), "servers": max(train - rollout, 0.0)}
+    return {"ranks": rollout, "servers": train}
+
+
 def phase_seconds(setup: Setup, assumed: Assumed) -> dict[str, float]:
-    """Phase -> seconds. A step is their sum."""
+    """Phase -> seconds. `step_seconds` says what a step makes of them."""
     plan, run, h, m, memory = setup.plan, setup.run, setup.hardware, setup.model, setup.memory
     moved, n = traffic(setup, assumed), setup.num_shards
     link = link_speed(setup, assumed, n)
@@ -149,11 +192,15 @@ def phase_seconds(setup: Setup, assumed: Assumed) -> dict[str, float]:
         exchange += moved["all-reduce of copies"] / link_speed(setup, assumed, setup.num_copies, stride=n)
     optimizer = plan.updates_per_step * (2 * setup.state_bytes + 3 * setup.gradient_bytes) / n
     slower = 10 if memory.offload == "all" else 1  # there the optimizer works in host RAM, about ten times slower
+    sync = SWITCH + moved["sync"] / link
+    if setup.has_servers:
+        speed = h.link_speed if h.nodes == 1 else h.network_speed
+        sync = PAUSE + moved["sync"] / link + moved["to servers"] / (assumed.link * speed)
     return {
         "rollout": rollout_seconds(setup, assumed),
         "logprobs": (forward + passes) * without_gradient + moved["all-gather, log-probs"] / link,
         "update": (forward + passes) * (1 + backward) * plan.num_iterations + exchange,
         "host transfers": moved["to and from host"] / (h.host_speed * assumed.link),
         "optimizer": optimizer * slower / (h.memory_speed * assumed.memory),
-        "sync": SWITCH + moved["sync"] / link,
+        "sync": sync,
     }

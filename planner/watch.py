@@ -16,6 +16,7 @@ import copy
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,6 +56,7 @@ PHASES = {
 }
 NEAR = 0.95  # of the limit: a warning
 LOW = 0.03  # of the node's or the container's memory left: Linux may soon kill a rank, which then can say nothing
+SECONDS_BETWEEN_LOOKS = 1.0  # at it
 WAYS_OUT = {  # phase -> what to change
     "load": "lower --gpu_memory_utilization, or give --offload optimizer or --param_dtype bfloat16",
     "sample": "lower --gpu_memory_utilization",
@@ -95,6 +97,7 @@ class MemoryWatch:
         self.host_peak = 0
         self.has_reported = False
         self.warned: set[str] = set()
+        self.next_look = 0.0  # at the memory that is left, by the clock
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -180,6 +183,9 @@ class MemoryWatch:
         """Once, on the first rank of a node: what Linux kills for lack of memory gets no chance to say so."""
         if "left" in self.warned or os.environ.get("LOCAL_RANK", "0") != "0":
             return
+        if time.monotonic() < self.next_look:  # a look takes half a millisecond
+            return
+        self.next_look = time.monotonic() + SECONDS_BETWEEN_LOOKS
         left, total = available_bytes()
         if left < LOW * total:
             self.warned.add("left")
@@ -255,7 +261,7 @@ def check_fit(setup: Setup, free: float) -> None:
     """
     advice = "Start the same command with --dry_run: it names the fewest changes that make the run fit."
     for name, phase in gpu_phases(setup).items():
-        if phase.live > free:
+        if phase.live > free and name != "server":  # whose GPU is another one
             has = f"{free / GIB:.1f} of a GPU's {setup.hardware.gpu_bytes / GIB:.1f} are free"
             needs = f"{phase.live / GIB:.1f} GiB, and {has}"
             raise ValueError(f"the run does not fit: by the formulas of the dry run, {name} needs {needs}. {advice}")
@@ -298,7 +304,8 @@ def predicted_bytes(setup: Setup, world: World) -> dict[str, float]:
     if world.device.type == "cpu":  # what libraries take is there already; the engine never sleeps
         tp = setup.run.tensor_parallel_size
         cache = cpu_cache_bytes(load_config(setup.model.name), setup.engine.max_model_len, COMPUTE, tp)
-        on_cpu = meter.peak_resident() + setup.model.parameters * COMPUTE / tp + cache
+        of_engine = 0 if setup.has_servers else setup.model.parameters * COMPUTE / tp + cache
+        on_cpu = meter.peak_resident() + of_engine
     found = {name: [of(phases[each]) for each in known if each in phases] for name, known in PHASES.items()}
     host = max(sum(parts.values()) for parts in host_phases(setup).values())
     return {name: max(values) for name, values in found.items() if values} | {"host": host}

@@ -5,12 +5,14 @@
 # 0.18 to 0.55); completions of 800 tokens at the start and 3,000 at the end. It has no result on AIME.
 # First, the problems of the evaluation:
 #     python scripts/aime2025.py --output data/aime2025.jsonl
+# The source's own layout, 2 GPUs train while 6 sample up to 4 steps ahead:
+#     NGPU=2 bash scripts/qwen3_4b_dapo_8gpu.sh --engine server --generation_gpus 2 3 4 5 6 7 --steps_ahead 4 --in_flight
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # Where: environment, because it differs per machine and does not change the result.
 NGPU=${NGPU:-8}
-TP=${TP:-1} # source: each generator is one GPU; its trainer is 2 GPUs with tensor parallelism, here all 8 train
+TP=${TP:-1} # source: each generator is one GPU; its trainer is 2 GPUs with tensor parallelism, here FSDP
 MODEL=${MODEL:-Qwen/Qwen3-4B-Base}
 DATA=${DATA:-hamishivi/DAPO-Math-17k-Processed_filtered}
 EVAL_DATA=${EVAL_DATA:-data/aime2025.jsonl}

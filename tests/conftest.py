@@ -16,7 +16,10 @@ from inputs.machine import avoid_broken_amx
 avoid_broken_amx()
 
 
-LONGEST = ["test_train", "test_main_job", "test_kills", "test_setups", "test_lora", "test_rollout", "test_evaluate"]
+LONGEST = [
+    "test_train", "test_main_job", "test_kills", "test_setups", "test_server", "test_lora", "test_rollout",
+    "test_partial", "test_evaluate",
+]  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -71,3 +71,9 @@ def test_the_plans_of_published_runs_stay_within_their_bounds():
     assert (found["goal"], found["runs"]) == ([0.15, 0.3], 17)
     assert found["all_median"] <= 0.15 and found["all_worst"] <= 0.3
     assert found["held_out_median"] <= 0.15
+
+
+def test_bench_ahead():
+    found = run("bench_ahead.py", "--phase_s", 0.1, "--steps", 4, "--rounds", 1)
+    assert (found["goal"], found["0"]) == (0.6, 1.0)
+    assert 0 < found["2 in flight"] <= found["ratio"]

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from faked_gpus import GPUS
-from flags import EngineSettings
+from flags import FLAGS, EngineSettings
 from fsdp_utils import World
 from helpers import ROOT, torchrun
 from inputs.command_line import parse_flags
@@ -60,6 +60,7 @@ def resolved(tmp_path_factory) -> dict[str, dict]:
     for name in ENGINES:
         num_nodes, num_ranks, flags = launched(name)
         flags += ["--head_dtype", "float32"] if name in FP32_LOGITS else []
+        flags += ["--engine", "colocated", "--steps_ahead", "0"] if "--engine" in flags else []
         config = config_of(parse_flags(flags).model)
         config.architectures = [ARCHITECTURES[config.model_type]]
         config.save_pretrained(folder / name)
@@ -111,6 +112,16 @@ def test_a_tensor_parallel_group_adds_with_kernels_that_come_compiled(kind, reso
 
 def test_the_first_rank_shows_the_warnings_of_vllm(resolved):
     assert {kind: found["log level"] for kind, found in resolved.items()} == {"H100": "WARNING", "A100": "ERROR"}
+
+
+@pytest.mark.parametrize("name", ["--temperature", "--eval_temperature"])
+def test_the_temperatures_that_flags_take_are_those_that_the_engine_takes(name, rollout):
+    from vllm.exceptions import VLLMValidationError
+
+    smallest, largest = FLAGS[name].within
+    assert [rollout.SamplingParams(temperature=x).temperature for x in (smallest, largest)] == [smallest, largest]
+    with pytest.raises(VLLMValidationError, match="temperature"):
+        rollout.SamplingParams(temperature=largest + 0.01)
 
 
 @pytest.mark.parametrize(("found", "words"), [(["bfloat16"], "in bfloat16; leave"), ([], "no layer that knows it")])

@@ -189,18 +189,36 @@ def test_files_of_an_earlier_start_are_not_heartbeats(tmp_path):
     assert read(heartbeat_file(tmp_path, 0)).has_ended
 
 
+def test_writing_or_reading_a_large_file_is_progress_and_a_heartbeat_is_none(tmp_path):
+    doctor = Doctor(tmp_path, World(0, 1, 1, torch.device("cpu")), Stalls(100.0), run="now")
+    doctor.tick()
+
+    def quiet_seconds() -> float:
+        time.sleep(0.05)
+        doctor.tick()
+        return doctor.heartbeat.quiet_seconds
+
+    assert quiet_seconds() > 0
+    (tmp_path / "shard").write_bytes(bytes(2**21))
+    assert quiet_seconds() == 0
+    assert quiet_seconds() > 0
+    (tmp_path / "shard").read_bytes()
+    assert quiet_seconds() == 0
+    doctor.end()
+
+
 def test_an_engine_step_without_a_token_is_no_progress():
     detokenizer = SimpleNamespace(num_output_tokens=lambda: 5)
     states = {"12-x": SimpleNamespace(external_req_id="12", detokenizer=detokenizer)}
     processor = SimpleNamespace(request_states=states)
     engine = SimpleNamespace(llm=SimpleNamespace(llm_engine=SimpleNamespace(output_processor=processor)))
     rows = [SimpleNamespace(where=f"line {n}") for n in range(4)]
-    before = Engine._tell_progress(engine, rows, 10, None)
+    before = Engine.tell_progress(engine, rows, 10, None)
     count = BOARD.count
     assert "1 requests unfinished, the oldest (line 2) has 5 tokens" in BOARD.doing
-    assert Engine._tell_progress(engine, rows, 10, before) == before and BOARD.count == count
+    assert Engine.tell_progress(engine, rows, 10, before) == before and BOARD.count == count
     detokenizer.num_output_tokens = lambda: 6
-    assert Engine._tell_progress(engine, rows, 10, before) != before and BOARD.count == count + 1
+    assert Engine.tell_progress(engine, rows, 10, before) != before and BOARD.count == count + 1
 
 
 def test_the_report_comes_before_the_collectives_time_out(monkeypatch):

@@ -9,7 +9,7 @@ import torch
 from forked import run_ranks
 from fsdp_utils import own_rows
 from grpo import temperature_terms
-from guards.drift import Findings, Gap, cause_of, differing, gap_in, is_mended, temperature_of, weighted_sums
+from guards.drift import Findings, Gap, add_sums, cause_of, differing, gap_in, is_mended, no_sums, temperature_of
 from helpers import ROOT, make_model, torchrun, training_flags
 
 TRANSFER = {  # fault -> what is named, without "layers."
@@ -78,6 +78,12 @@ def test_a_head_that_is_not_packed_again_and_an_adapter_that_is_not_merged(found
 
 
 # Pure functions -------------------------------------------------------------------------------------------------------
+
+
+def weighted_sums(rows: torch.Tensor, *first: int) -> torch.Tensor:
+    sums = no_sums(rows.device)
+    add_sums(sums, rows, *first)
+    return sums
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -70,9 +70,15 @@ def test_on_one_node_nothing_listens_beyond_the_loopback(undisturbed):
     assert addresses == {"0100007F"}
 
 
-def test_a_run_that_is_killed_eight_times_ends_like_the_undisturbed_one(flags, undisturbed, tmp_path):
-    kills, differences = soak.disturb(tmp_path, flags, undisturbed[0], random.Random(19), num_kills=8, longest=14.0)
+def test_a_run_that_is_killed_in_eight_phases_ends_like_the_undisturbed_one(flags, undisturbed, tmp_path):
+    """Targets and signals are drawn. A phase may be over when the signal comes: they last some milliseconds."""
+    rng = random.Random(19)
+    starting_up = lambda: rng.uniform(0, 3)  # noqa: E731  # seconds: Python and torch are being imported
+    phases = ["start", "sample", "checkpoint", "reward", "update", "evaluate", "sync"]
+    moments = [starting_up, *(lambda phase=phase: phase for phase in phases)]
+    kills, differences = soak.disturb(tmp_path, flags, undisturbed[0], rng, moments)
     assert len(kills) == 8
+    assert kills[0].where == "start-up"
     assert differences == []
 
 
@@ -80,13 +86,13 @@ def test_a_signal_in_any_phase_saves_the_run_and_it_continues_bit_for_bit(flags,
     """It is given up before its update, or finished; an evaluation that was given up is made at the next start."""
     out_dir = tmp_path / "run"
     flags = [*flags, "--save_every", "0"]  # whatever is saved is saved because of the signal
-    of_phases = {
-        "reward": signal.SIGTERM, "evaluate": signal.SIGUSR1, "sample": signal.SIGINT, "update": signal.SIGTERM,
+    of_phases = {  # the shortest first: a heartbeat may miss them for some steps
+        "sample": signal.SIGINT, "update": signal.SIGTERM, "reward": signal.SIGTERM, "evaluate": signal.SIGUSR1,
     }  # fmt: skip
     for phase, number in of_phases.items():
         launcher = soak.start(out_dir, flags, out_dir.with_suffix(".log"))
         deadline, steps_before = time.monotonic() + 120, len(soak.last_lines(out_dir))
-        while soak.phase_of(out_dir, 0) != phase or len(soak.last_lines(out_dir)) < steps_before + 1:
+        while soak.phase_of(out_dir, 0, launcher) != phase or len(soak.last_lines(out_dir)) < steps_before + 1:
             assert time.monotonic() < deadline and launcher.poll() is None, f"it never came to {phase}"
             time.sleep(0.005)
         launcher.send_signal(number)
@@ -95,6 +101,23 @@ def test_a_signal_in_any_phase_saves_the_run_and_it_continues_bit_for_bit(flags,
         assert (out_dir / f"step_{last}" / "trainer" / "progress.json").exists(), f"{phase}: step {last} is not saved"
     soak.run_to_the_end(out_dir, flags)
     assert soak.differences(out_dir, undisturbed[0]) == []
+
+
+def test_an_engine_over_two_ranks_gives_its_requests_up_when_one_of_them_gets_a_signal(flags, policy, tmp_path):
+    """Both ranks must leave the engine at the same of its steps."""
+    out_dir = tmp_path / "run"
+    flags = [*flags, "--tensor_parallel_size", "2", "--max_completion_tokens", "100", "--temperature", "2"]
+    launcher = soak.start(out_dir, flags, out_dir.with_suffix(".log"))
+    deadline = time.monotonic() + 120
+    while soak.phase_of(out_dir, 1, launcher) != "sample" or len(soak.last_lines(out_dir)) < 2:
+        assert time.monotonic() < deadline and launcher.poll() is None
+        time.sleep(0.005)
+    os.kill(soak.ranks_of(launcher)[1], signal.SIGTERM)
+    assert launcher.wait(60) == 0, out_dir.with_suffix(".log").read_text()[-3000:]
+    last = max(soak.last_lines(out_dir))
+    assert f"after step {last}, which is saved" in out_dir.with_suffix(".log").read_text()
+    soak.run_to_the_end(out_dir, [*flags, "--stop_after", str(last + 1)])
+    assert max(soak.last_lines(out_dir)) == last + 1
 
 
 def test_torchrun_starts_a_run_again_after_a_kill(flags, undisturbed, tmp_path):

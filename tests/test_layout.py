@@ -14,14 +14,14 @@ from inputs.choices import CHOICES, parameters_of
 from inputs.command_line import parse_flags
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("grading", "guards", "inputs", "model", "planner")  # the folders of the program
+ROOMS = ("generation", "grading", "guards", "inputs", "model", "planner")  # the folders of the program
 PROGRAM = sorted([*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).glob("*.py"))])
 FOLDERS_BESIDE = ("benchmarks", "scripts", "tests")
 BESIDE = [path for folder in FOLDERS_BESIDE for path in sorted((ROOT / folder).rglob("*.py"))]
 TREES = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in PROGRAM}
 LOOP = {  # what makes a step, and what stands around it
-    "train_grpo", "sampling", "rollout", "reward", "update", "batch", "data", "evaluate", "checkpoint", "run",
-    "metrics", "report",
+    "train_grpo", "sampling", "generation", "rollout", "rollout_server", "reward", "update", "batch", "data",
+    "evaluate", "checkpoint", "run", "metrics", "report",
 }  # fmt: skip
 MODULES = {name.removesuffix(".py").replace("/", ".") for name in TREES}
 
@@ -107,11 +107,21 @@ def test_the_guards_do_not_know_the_loop():
         assert not packages(name) & LOOP, name
 
 
+def test_generation_elsewhere_or_in_parts_has_two_doors():
+    """The engine of servers, and the choice of the sampler."""
+    outside = {name for name in TREES if not name.startswith("generation/") and "generation" in packages(name)}
+    assert outside == {"rollout_server.py", "train_grpo.py"}
+    doors = {name for name in imports(TREES["train_grpo.py"]) if name.startswith("generation")}
+    assert doors == {"generation.partial_sampler"}
+
+
 def test_vllm_and_the_process_group_have_their_files():
-    assert all(name.startswith("rollout") for name in TREES if "vllm" in packages(name))
+    assert all(name.startswith(("rollout", "generation/")) for name in TREES if "vllm" in packages(name))
     assert "vllm" in packages("rollout.py")
     distributed = {name for name, path in zip(TREES, PROGRAM, strict=True) if "torch.distributed" in path.read_text()}
-    assert distributed <= {"fsdp_utils.py", "checkpoint.py", "planner/trace.py"}  # the last makes a fake process group
+    # Beside the readers: a fake process group, and one of the main rank and the workers of a generation server.
+    readers = {"checkpoint.py", "guards/shards.py"}
+    assert distributed <= {"fsdp_utils.py", *readers, "planner/trace.py", "generation/transfer.py"}
 
 
 def test_the_imports_between_files_have_no_circle():

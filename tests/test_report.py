@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 from helpers import ROOT
-from report import plot, read_metrics, seconds_of_phases
+from report import plot, plot_timeline, read_metrics, seconds_of_phases
 
 RECORDS = [
     {"step": 0, "eval/heldout/avg@4": 0.3, "time/evaluate_s": 1.0, "time/step_s": 1.0},
@@ -30,6 +30,22 @@ def test_the_command_draws_the_curves_of_a_run(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(json.dumps(RECORDS[1]) + "\n")
     subprocess.run([sys.executable, "report.py", str(tmp_path)], cwd=ROOT, check=True)
     assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+def test_the_timeline_shows_who_does_what_when(tmp_path):
+    plot_timeline(tmp_path)
+    assert not (tmp_path / "timeline.png").exists(), "nothing is known"
+    update = {"who": "ranks", "what": "update", "begin": 1000.0, "end": 1002.0}
+    sampling = {"who": "server 0", "what": "sample 3", "begin": 1000.0, "end": 1003.0}
+    steps = [{"step": step, "spans": [update, sampling]} for step in range(10)]
+    (tmp_path / "timeline.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    plot_timeline(tmp_path)
+    drawn = (tmp_path / "timeline.png").read_bytes()
+    assert drawn.startswith(b"\x89PNG")
+    sampling["end"] = 1001.0
+    (tmp_path / "timeline.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    plot_timeline(tmp_path)
+    assert (tmp_path / "timeline.png").read_bytes() != drawn
 
 
 def test_the_last_line_of_a_step_counts_and_a_line_cut_off_by_a_kill_is_skipped(tmp_path):

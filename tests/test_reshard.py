@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from checkpoint import ShardPlanner, ShardReader
 from distributed_checkpoint import CASES, STATE
+from guards.shards import ShardPlanner, ShardReader
 from helpers import torchrun
 
 CHAIN = [(1, ""), (2, "--offload optimizer"), (4, "--shard_ranks 2"), (1, "--offload all")]  # ranks, flags of memory

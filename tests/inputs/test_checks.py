@@ -66,7 +66,7 @@ from inputs.checks import check_flags
         ),
         ({"total_steps": 0}, 1, ["--total_steps 0", "at least 1"]),
         ({"profile_steps": 0}, 1, ["--profile_steps 0", "at least 1"]),
-        ({"temperature": 0.001}, 1, ["--temperature 0.001", "at least 0.01 and at most 100"]),
+        ({"temperature": 0.001}, 1, ["--temperature 0.001", "at least 0.01 and at most 2"]),
         ({"learning_rate": -1}, 1, ["--learning_rate -1", "at least 0"]),
         ({"learning_rate": "nan"}, 1, ["--learning_rate nan", "at least 0"]),
         ({"adam_beta1": 1.5}, 1, ["--adam_beta1 1.5", "at most 0.99999"]),

@@ -27,7 +27,7 @@ def test_settings_are_one_for_all_sets_or_one_for_each():
     [
         (["samples", "1", "0"], "samples 0: must be at least 1"),
         (["top_p", "1.5"], "top_p 1.5: must be above 0 and at most 1"),
-        (["temperature", "nan"], "temperature nan: must be at least 0 and at most 100"),
+        (["temperature", "nan"], "temperature nan: must be at least 0 and at most 2"),
     ],
 )
 def test_a_setting_out_of_range_is_refused_in_training_and_by_the_command(change, words):

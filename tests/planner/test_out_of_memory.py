@@ -135,6 +135,7 @@ def test_the_ways_out_are_flags_of_the_program():
 
 def test_before_linux_kills_a_rank_it_is_said_once_that_little_is_left(monkeypatch, capsys):
     monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setattr(watch, "SECONDS_BETWEEN_LOOKS", 0.0)
     memory = MemoryWatch(CPU, {})
     for left in (4 * GIB, 2 * GIB, 1 * GIB):
         monkeypatch.setattr(watch, "available_bytes", lambda left=left: (left, 100 * GIB))
@@ -150,6 +151,7 @@ def test_before_linux_kills_a_rank_it_is_said_once_that_little_is_left(monkeypat
     [
         (2, "grpo.total_loss", "update", "--gradient_checkpointing"),
         (1, "rollout.seed_everything", "sample", "lower --max_completion_tokens"),
+        (1, "rollout._repack_head", "load", "--param_dtype bfloat16"),  # in the first sync
     ],
 )
 def test_a_run_whose_last_rank_gets_no_memory_ends_with_the_report(num_ranks, function, phase, way, policy, tmp_path):

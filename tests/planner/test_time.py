@@ -9,10 +9,19 @@ from flags import EngineSettings
 from inputs.command_line import parse_flags
 from model.engine_options import engine_options
 from model.sizes import MOST_ON_GPU
-from planner.dry_run import assumed_of, config_of, setup_of
+from planner.dry_run import assumed_of, config_of, report_of, setup_of, text_of
 from planner.memory import cache_bytes_per_token, engine_parts
 from planner.setup import GIB, Setup
-from planner.time import Assumed, forward_flops, micro_batches, phase_seconds, rollout_seconds, running_sequences
+from planner.time import (
+    Assumed,
+    forward_flops,
+    micro_batches,
+    partial_seconds,
+    phase_seconds,
+    rollout_seconds,
+    running_sequences,
+    step_seconds,
+)
 
 COMMON = "--model {} --train_data x#10000 --out_dir o --total_steps 1 --gradient_checkpointing --kl_coef 0.01 "
 SETUPS = {
@@ -135,3 +144,27 @@ def test_an_engine_without_nvlink_pays_for_its_all_reduces():
     prompts = "--prompts_per_step 1024 --tensor_parallel_size 4 --plan_gpus 4 --plan_gpu_memory_gib 200"
     slow, fast = (rollout_seconds(*plan("short", f"{prompts} --plan_gpu {gpu}")) for gpu in ("L40S-48GB", "A100-80GB"))
     assert slow > 1.5 * fast, "though the L40S has more FLOPs"
+
+
+def test_partial_rollouts_pay_where_a_few_completions_are_long_and_cost_nothing_where_all_are_alike():
+    without, partial = partial_seconds(*plan("long", "--plan_completion_tokens 2000"))
+    assert partial < 0.8 * without
+    without, partial = partial_seconds(*plan("long", "--plan_completion_tokens 16384"))
+    assert partial == pytest.approx(without)
+    assert partial_seconds(*plan("short", "--engine server")) is None
+    setup, assumed = plan("long", "--plan_completion_tokens 2000 --partial_rollouts")
+    assert partial_seconds(setup, assumed)[1] == step_seconds(setup, assumed)
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ("--plan_completion_tokens 2000", "--partial_rollouts would save"),
+        ("--plan_completion_tokens 2000 --partial_rollouts", "without it"),
+        ("--plan_completion_tokens 16384", None),
+    ],
+)
+def test_the_dry_run_says_when_partial_rollouts_pay(more, expected):
+    setup, assumed = plan("long", more)
+    text = text_of(setup, report_of(setup, assumed))
+    assert "--partial_rollouts" not in text if expected is None else expected in text

@@ -1,0 +1,71 @@
+"""Reads the shards of a checkpoint, which somebody else may have written: nothing but plain records is unpickled.
+
+`torch.distributed.checkpoint` (`dcp`) keeps a list of its shards, which is a pickle, and in them tensors and pickled
+values.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
+
+
+class MetadataUnpickler(pickle.Unpickler):
+    """Reads `.metadata` of `dcp`, a pickle, and makes nothing but the plain records that belong there.
+
+    An unpickler calls what a file names; one of the standard library calls anything, `os.system`, say.
+    """
+
+    ALLOWED = {
+        "torch": {"Size"} | {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)},
+        "torch.serialization": {"_get_layout"},
+        "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+        "torch.distributed.checkpoint.metadata": {
+            "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+            "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+        },
+        "pathlib": {"PosixPath"},
+        "pathlib._local": {"PosixPath"},  # Python 3.13
+    }  # fmt: skip
+
+    def find_class(self, module: str, name: str) -> object:
+        if name in self.ALLOWED.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of a checkpoint")
+
+
+class ShardReader(dcp.FileSystemReader):
+    """`dcp` reads tensors with `weights_only`; this does the same for its list of them."""
+
+    def read_metadata(self, *_: object, **__: object) -> Metadata:
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            metadata = MetadataUnpickler(file).load()
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class ShardPlanner(dcp.DefaultLoadPlanner):
+    """The same for values that are no tensors, such as Adam's betas."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """`dcp` unpickles anything here, so it is given a copy of what `weights_only` lets pass."""
+        checked = io.BytesIO()
+        torch.save(torch.load(value, weights_only=True), checked)
+        checked.seek(0)
+        super().load_bytes(read_item, checked)
+
+
+def complaints_of_metadata(folder: Path) -> list[str]:
+    """What is wrong with the list of the shards, whatever its checksum says."""
+    try:
+        ShardReader(folder / "trainer").read_metadata()
+    except (pickle.UnpicklingError, OSError, EOFError, AttributeError, LookupError, TypeError, ValueError) as error:
+        return [f"trainer/.metadata: {error}"]
+    return []

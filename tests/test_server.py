@@ -1,0 +1,572 @@
+"""Generation servers: what is sampled, by which weights, how far ahead, and what becomes of it when a server fails."""
+
+import inspect
+import itertools
+import json
+import os
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from aiohttp import web
+
+import serve
+from batch import pack
+from fake_server import FakeServer
+from flags import EngineSettings, Sampling, take
+from generation.client import TOKENS, Fleet, Server
+from generation.start import ServerProcess
+from guards.errors import RunError
+from helpers import (
+    ALONE,
+    ENVIRONMENT,
+    ROOT,
+    flags,
+    launch_command,
+    make_grade,
+    make_model,
+    make_rollout,
+    make_row,
+    metrics_of,
+    torchrun,
+    training_flags,
+)
+from inputs.checks import check_flags
+from inputs.command_line import parse_flags
+from model.engine_options import engine_options
+from policy import load_policy
+from rollout_server import ServerEngine
+from sampling import Draws, Sampler
+
+WEIGHTS = {"layer.weight": torch.arange(6.0).reshape(2, 3), "norm.weight": torch.ones(3)}
+STAND_IN = SimpleNamespace(
+    describe_weights=lambda: {"names": list(WEIGHTS), "dtype_names": ["float32"] * 2, "shapes": [[2, 3], [3]]},
+    full_weights=lambda: iter(WEIGHTS.items()),
+)
+TOKENIZER = SimpleNamespace(decode=lambda ids, **_: "text")
+ROWS = [make_row([number, number + 1], where=f"row {number}") for number in range(8)]
+
+
+@contextmanager
+def engine_of(*servers: FakeServer | str, policy=STAND_IN, version=0, timeout=30.0, in_flight=False, most=64):
+    """An engine over these servers; `said` is what it has told the console."""
+    said = []
+    urls = [each if isinstance(each, str) else each.url for each in servers]
+    fleet = Fleet([Server(url, url) for url in urls], [], "", timeout, most)
+    run = SimpleNamespace(say=said.append, world=ALONE, spans=[])
+    engine = ServerEngine(fleet, TOKENIZER, policy, run, version, in_flight)
+    engine.said = said
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def synced(engine: ServerEngine) -> ServerEngine:
+    engine.sync(engine.policy.full_weights())
+    return engine
+
+
+# Fake servers: what the client does -----------------------------------------------------------------------------------
+
+
+def test_servers_get_every_weight_and_share_the_prompts_by_their_load():
+    quick, slow = FakeServer(0.005), FakeServer(0.02)
+    heard = []
+    with engine_of(quick, slow, most=4) as engine:
+        synced(engine)
+        rollout = engine.sample(ROWS, Sampling(4, 1.0, 5), (1, 1), on_finished=lambda b, *_: heard.append(b))
+    for server in (quick, slow):
+        assert all(torch.equal(*pair) for pair in zip(server.received, WEIGHTS.values(), strict=True))
+    assert sorted(heard) == list(range(32)) and len(rollout.rows) == 32
+    assert [row.where for row in rollout.rows] == [f"row {b // 4}" for b in range(32)]
+    assert len(quick.prompts) + len(slow.prompts) == 32
+    assert len(quick.prompts) > 1.5 * len(slow.prompts) > 0, "the quick one gets more"
+    assert np.concatenate(rollout.versions).tolist() == [0] * 32 * 5
+
+
+def changed(**changes):
+    """Spoils the choice of an answer."""
+    return lambda answer: web.json_response(answer | {"choices": [answer["choices"][0] | changes]})
+
+
+NONSENSE = {
+    "another prompt": (lambda answer: web.json_response(answer | {"prompt_token_ids": [1, 1]}), "another prompt"),
+    "a status": (lambda _: web.Response(status=500, text="no memory"), "status 500: no memory"),
+    "no JSON": (lambda _: web.Response(text="<html>"), "JSON"),
+    "no tokens": (changed(token_ids=[]), "0 tokens"),
+    "too many tokens": (changed(token_ids=[7] * 6), "6 tokens"),
+    "log-probs of other tokens": (changed(token_ids=[7, 8, 7, 7, 7]), "not those"),
+    "a log-prob above 0": (
+        changed(logprobs={"content": [{"token_id": 7, "logprob": 0.5, "rank": 1}] * 5}), "above 0"
+    ),
+    "tokens of no weights": (changed(weight_versions=[{"version": "0", "start": 0, "end": 4}]), "which weights"),
+    "weights that were not sent": (changed(weight_versions=[{"version": "default", "start": 0, "end": 5}]), "default"),
+    "an abort": (changed(finish_reason="abort"), "abort"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("spoil", "reason"), NONSENSE.values(), ids=NONSENSE)
+def test_a_server_that_answers_nonsense_is_named_and_its_prompts_are_sampled_elsewhere(spoil, reason):
+    good, bad = FakeServer(0.002), FakeServer()
+    bad.spoil = spoil
+    with engine_of(good, bad) as engine:
+        rollout = synced(engine).sample(ROWS, Sampling(2, 1.0, 5), (1, 1))
+    assert sorted(good.prompts) == sorted(row.ids.tolist() for row in rollout.rows), "each once, all by the good one"
+    assert any(bad.url in line and reason in line and "sampled elsewhere" in line for line in engine.said), engine.said
+
+
+def test_a_server_that_hangs_is_found_and_its_prompts_are_sampled_elsewhere():
+    good, bad = FakeServer(0.002), FakeServer(0.002)
+    with engine_of(good, bad, timeout=1.5) as engine:
+        synced(engine)
+        bad.stuck = True
+        rollout = engine.sample(ROWS, Sampling(2, 1.0, 5), (1, 1))
+    assert len(rollout.rows) == len(good.prompts) == 16
+    assert any(bad.url in line and "no token for 1.5 s" in line for line in engine.said)
+
+
+def test_a_server_that_comes_back_gets_the_newest_weights_before_it_samples():
+    server = FakeServer(0.5)
+    with engine_of(server) as engine:
+        synced(synced(engine))
+        engine.begin(ROWS, Sampling(2, 1.0, 5), (1, 1))
+        time.sleep(0.05)
+        server.kill()
+        again = FakeServer(0.0, server.port)
+        start = time.monotonic()
+        rollout = engine.sample(ROWS, Sampling(2, 1.0, 5), (1, 1))
+    assert time.monotonic() - start < 15
+    assert len(rollout.rows) == len(again.prompts) == 16
+    assert again.version == "1" and set(np.concatenate(rollout.versions).tolist()) == {1}
+    assert len(again.received) == 2
+
+
+def test_without_any_server_the_run_ends_with_a_sentence():
+    server = FakeServer()
+    with engine_of(server, timeout=1.5) as engine:
+        synced(engine)
+        server.kill()
+        with pytest.raises(RunError, match=r"no generation server has answered for --server_timeout 1.5 s"):
+            engine.sample(ROWS, Sampling(2, 1.0, 5), (1, 1))
+
+
+def test_a_server_that_does_not_start_is_given_up_and_its_log_shown(monkeypatch, tmp_path):
+    monkeypatch.setattr("generation.start.server_command", lambda *_: ["bash", "-c", "echo no memory left; exit 3"])
+    process = ServerProcess({}, "gloo", "", tmp_path / "0.log")
+    fleet = Fleet([Server("server 0", "", process)], [], "", 60.0, 64)
+    engine = ServerEngine(fleet, TOKENIZER, STAND_IN, SimpleNamespace(say=print, world=ALONE, said=[]), 0)
+    with pytest.raises(RunError, match="no generation server is left"):
+        synced(engine)
+    engine.close()
+    assert (tmp_path / "0.log").read_text() == "no memory left\n" * 3
+
+
+def test_a_server_that_fails_in_a_sync_hurts_no_other_and_gets_the_weights_again():
+    good, bad = FakeServer(0.01), FakeServer()
+    with engine_of(good, bad, timeout=3.0) as engine:
+        bad.dies_in_sync = True
+        assert [each.state for each in synced(engine).fleet.servers] == ["ready", "away"]
+        bad.dies_in_sync = False
+        rollout = engine.sample(ROWS, Sampling(64, 1.0, 50), (1, 1))
+        assert engine.fleet.servers[1].state == "ready" and bad.version == "0"
+    assert any(bad.url in line and "update_weights answers with status 500" in line for line in engine.said)
+    assert set(np.concatenate(rollout.versions).tolist()) == {0}
+
+
+def test_without_in_flight_a_sync_waits_and_with_it_completions_go_on_under_new_weights():
+    for in_flight in (False, True):
+        with engine_of(FakeServer(0.02), in_flight=in_flight) as engine:
+            synced(engine)
+            engine.begin(ROWS, Sampling(1, 1.0, 20), (1, 2))
+            time.sleep(0.2)
+            rollout = synced(engine).sample(ROWS, Sampling(1, 1.0, 20), (1, 2))
+        for versions in rollout.versions:
+            assert versions.tolist() == sorted(versions.tolist()) and len(versions) == 20
+            assert set(versions.tolist()) == ({0, 1} if in_flight else {0})
+
+
+def test_servers_that_connect_at_once_leave_the_output_of_the_run_as_it_was():
+    """vLLM turns it off while gloo connects, for the whole process."""
+    before = os.fstat(1)
+    for _ in range(5):
+        with engine_of(FakeServer(), FakeServer(), FakeServer()) as engine:
+            synced(engine)
+        assert os.path.samestat(os.fstat(1), before)
+
+
+def test_the_timeline_says_what_a_server_did_when():
+    with engine_of(FakeServer(0.02), in_flight=True) as engine:
+        synced(engine).begin(ROWS, Sampling(1, 1.0, 10), (1, 1))
+        time.sleep(0.1)
+        synced(engine).sample(ROWS, Sampling(1, 1.0, 10), (1, 1))
+        engine.news(lambda: True, str)
+        spans = engine.run.spans
+    assert [span.what for span in spans] == ["updates", "samples 0", "updates", "samples 1"]
+    assert all(span.begin <= span.end for span in spans) and all(a.end <= b.begin for a, b in itertools.pairwise(spans))
+
+
+def test_what_is_asked_for_now_goes_before_what_is_sampled_ahead():
+    server = FakeServer(0.01)
+    with engine_of(server, most=4) as engine:
+        synced(engine).begin(ROWS, Sampling(4, 1.0, 5), (1, 2))
+        engine.sample([make_row([63])], Sampling(2, 1.0, 5), (1, 1))
+        assert len(server.prompts) < 16
+        engine.sample(ROWS, Sampling(4, 1.0, 5), (1, 2))
+
+
+# Flags ----------------------------------------------------------------------------------------------------------------
+
+MISTAKES = {
+    "--steps_ahead 1": "only with --engine server",
+    "--engine server --in_flight": "only with --steps_ahead above 0",
+    "--engine server --image_column image": "images are not sent to servers",
+    "--engine server --server_urls http://127.0.0.1:1 --generation_gpus 7": "names servers that run",
+    "--engine server --server_urls 127.0.0.1:1": "needed is http://HOST:PORT",
+    "--engine server --server_urls http://10.0.0.2:8000": "set VLLM_API_KEY",
+    "--engine server --generation_gpus 0": "the 1 ranks of this node train on GPUs 0 to 0; use 1 and higher",
+    "--engine server --generation_gpus 5 6 7 --tensor_parallel_size 2": "no whole number of servers of 2",
+    "--engine server --generation_gpus 7 7": "each can be given once",
+}
+
+
+@pytest.mark.parametrize(("given", "said"), MISTAKES.items())
+def test_a_mistake_in_a_flag_is_told_before_anything_is_loaded(given, said, monkeypatch):
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    required = ["--model", "m", "--train_data", "d", "--out_dir", "o", "--total_steps", "1"]
+    with pytest.raises(ValueError, match=said):
+        check_flags(parse_flags([*required, *given.split()]), num_ranks=1)
+    if said == "set VLLM_API_KEY":
+        monkeypatch.setenv("VLLM_API_KEY", "secret")
+        check_flags(parse_flags([*required, *given.split()]), num_ranks=1)
+
+
+def test_the_correction_is_on_by_default_above_0_steps_ahead():
+    assert flags().rollout_correction == "none"
+    assert flags(engine="server", steps_ahead=1).rollout_correction == "token_truncate"
+    assert flags(engine="server", steps_ahead=1, rollout_correction="none").rollout_correction == "none"
+
+
+def test_vllms_nccl_backend_takes_what_is_sent_to_it():
+    """No GPU: names and parameters alone."""
+    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+    from vllm.distributed.utils import StatelessProcessGroup
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+    from vllm.utils.nccl import unpinned_nccl_env
+
+    assert callable(unpinned_nccl_env)
+    info = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
+    assert not NCCLWeightTransferEngine.init_info_cls(**info).packed, "tensors are sent one by one"
+    NCCLWeightTransferEngine.update_info_cls(**STAND_IN.describe_weights())
+    inspect.signature(PyNcclCommunicator).bind("group", "device")
+    inspect.signature(PyNcclCommunicator.broadcast).bind("self", "tensor", src=0, stream=None)
+    place = {"host": "", "port": 1, "listen_socket": None, "rank": 0, "world_size": 2}
+    inspect.signature(StatelessProcessGroup.create).bind(**place, store_timeout=60)
+
+
+# Steps ahead ----------------------------------------------------------------------------------------------------------
+
+
+class StubGrader:
+    """Every second completion is correct, or none of a prompt whose number is odd."""
+
+    def submit_to(self, rows, sampling):
+        self.rows, self.sampling = rows, sampling
+        return lambda *_: None
+
+    def collect_from_ranks(self):
+        count = self.sampling.num_samples
+        graded = [(row, i) for row in self.rows for i in range(count)]
+        return [
+            make_grade(i % 2 and row.ids[0] % 2 == 0, is_correct=bool(i % 2 and row.ids[0] % 2 == 0))
+            for row, i in graded
+        ]
+
+
+def sampler_over(engine, **changes) -> Sampler:
+    args = flags(prompts_per_step=4, group_size=2, engine="server", **changes)
+    rows = [make_row([i, i], where=f"row {i}") for i in range(400)]
+    data = SimpleNamespace(
+        rows=rows,
+        indices_of_step=lambda step, count, *_: np.arange((step - 1) * count, step * count),
+        indices_from=lambda start, count, _: np.arange(start, start + count),
+    )
+    run = SimpleNamespace(phase=lambda _: nullcontext(), reward_failures=lambda *_: None)
+    return Sampler(engine, StubGrader(), data, take(Draws, args), take(Sampling, args, num_samples=2, top_p=1.0), run)
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_the_lag_of_every_token_is_bounded_by_the_steps_ahead(ahead, in_flight):
+    with engine_of(FakeServer(0.001), in_flight=in_flight) as engine:
+        sampler, lags = sampler_over(engine, steps_ahead=ahead, max_completion_tokens=10), []
+        synced(engine)
+        for step in range(1, 7):
+            rollout, metrics = sampler.collect(step)
+            sampler.start(step, 6)
+            assert [row.where for row in rollout.rows[::2]] == [f"row {i}" for i in range(4 * step - 4, 4 * step)]
+            assert metrics["rollout/lag_max"] == max(lag.max() for lag in rollout.lags) <= ahead
+            lags.append(int(metrics["rollout/lag_max"]))
+            time.sleep(0.05)
+            synced(engine)
+        assert not engine.begun and not engine.fleet.pending, "nothing was begun that is not trained"
+    assert max(lags) == ahead
+
+
+class ListingEngine:
+    """Notes which prompts it samples."""
+
+    seconds_E = np.ones(1)
+
+    def __init__(self):
+        self.used = []
+
+    def begin(self, *_):
+        pass
+
+    def sample(self, rows, sampling, seed, description, on_finished):
+        self.used += [row.where for row in rows]
+        full = make_rollout([1] * len(rows) * sampling.num_samples)
+        of_completions = [row for row in rows for _ in range(sampling.num_samples)]
+        return replace(full, rows=of_completions, loss_weights_B=None, advantages=None)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2, 3])
+@pytest.mark.parametrize("stops", [(), (3,), (1, 2, 5)])
+def test_a_run_that_is_continued_uses_every_prompt_once_also_those_that_were_begun(ahead, stops):
+    """Dynamic sampling: the steps draw prompts in a row. A stop comes between steps, or amid the next one."""
+
+    def run(last, used, state=None):
+        sampler = sampler_over(ListingEngine(), steps_ahead=ahead, dynamic_sampling="correct", total_steps=8)
+        if state:
+            sampler.restore(state[1])
+        for step in range(state[0] + 1 if state else 1, last + 1):
+            sampler.engine.used = []
+            sampler.collect(step)
+            used[step] = sampler.engine.used
+            sampler.start(step, 8)
+            state = step, sampler.state(step)
+        if last < 8:  # the step after it has begun, and is sampled again
+            sampler.engine.used = []
+            sampler.collect(last + 1)
+            assert sampler.state(last) == state[1]
+        return state
+
+    whole, parts = {}, {}
+    run(8, whole)
+    state = None
+    for stop in [*stops, 8]:
+        state = run(stop, parts, state)
+    drawn = sum(whole.values(), [])
+    assert parts == whole
+    assert len(drawn) == len(set(drawn)), "no prompt twice"
+    numbers = sorted(int(where.split()[1]) for where in drawn)
+    assert numbers == list(range(len(numbers))), "and none left out"
+
+
+def test_serve_py_starts_vllm_as_a_run_does_and_beyond_the_loopback_only_with_a_key(folder, monkeypatch):
+    started = []
+    monkeypatch.setattr(os, "execve", lambda program, command, environment: started.append((command, environment)))
+    arguments = ["serve.py", "--model", str(folder), "--max_model_len", "64", "--port", "8123", "--host", "0.0.0.0"]
+    monkeypatch.setattr("sys.argv", arguments)
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    with pytest.raises(SystemExit, match="--host 0.0.0.0: .*set VLLM_API_KEY to a secret"):
+        serve.main()
+    assert started == []
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    serve.main()
+    ((command, environment),) = started
+    assert command[command.index("--port") + 1] == "8123" and command[command.index("--host") + 1] == "0.0.0.0"
+    assert {"generation.transfer.Extension", "generation.transfer.check_key", "processed_logprobs"} <= set(command)
+    assert (environment["VLLM_SERVER_DEV_MODE"], environment["VLLM_API_KEY"]) == ("1", "secret")
+
+
+# A real server, with a head tied to the embedding ---------------------------------------------------------------------
+
+TEMPERATURE = 0.7  # not 1, so that a temperature that only one side applies would show
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny policy whose context is long enough to be interrupted in, and data whose rows have numbers."""
+    folder = make_model(tmp_path_factory.mktemp("long"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
+    rows = [{"problem": f"{i % 5}+{i // 5 % 5}", "answer": "1", "number": i} for i in range(64)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "reward.py").write_text(REWARD)
+    return folder
+
+
+REWARD = """
+from pathlib import Path
+
+def score(completion, answer, columns):
+    with (Path(__file__).parent / "graded.txt").open("a") as file:
+        file.write(f"{columns['number']}\\n")
+    return float(len(completion) % 3)
+"""
+
+
+def is_healthy(url):
+    try:
+        return urllib.request.urlopen(f"{url}/health", timeout=5).status == 200
+    except OSError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def server(folder, tmp_path_factory):
+    """A server that the tests share: one after the other finds it with the weights of the one before."""
+    settings = EngineSettings(1024, "float32", None, 0.5, False, 1, ())
+    options = engine_options(str(folder), settings, False, 1, most_sequences=64)
+    process = ServerProcess(options, "gloo", "", tmp_path_factory.mktemp("server") / "0.log")
+    process.start()
+    while not is_healthy(process.url):
+        assert process.how_it_ended() is None, process.last_words()
+        time.sleep(0.2)
+    yield process
+    process.kill()
+
+
+def logprobs_under(policy, rollout):
+    """The trainer's log-probs of the tokens of each completion."""
+    found = []
+    rollout = replace(rollout, loss_weights_B=np.zeros(len(rollout.rows), dtype=np.float32))
+    for b in range(len(rollout.rows)):
+        batch = pack(rollout, [b])
+        with torch.no_grad():
+            found.append(policy(batch, TEMPERATURE)[0][batch.loss_mask_N].numpy())
+    return found
+
+
+def policies(folder, *factors):
+    """The policy with its weights scaled by each factor: that is another distribution."""
+    found = [load_policy(str(folder), torch.float32) for _ in factors]
+    with torch.no_grad():
+        for policy, factor in zip(found, factors, strict=True):
+            for parameter in policy.parameters():
+                parameter.mul_(factor)
+    return found
+
+
+def largest_gap(policy, rollout):
+    pairs = zip(logprobs_under(policy, rollout), rollout.rollout_logprobs, strict=True)
+    return max(float(np.abs(own - sampled).max()) for own, sampled in pairs)
+
+
+def test_recorded_logprobs_are_the_trainers_whatever_the_server_held_before(folder, server):
+    """Also of a head that is tied to the embedding: vLLM multiplies by a packed copy of it."""
+    for factor, version in ((1.0, 0), (1.3, 5)):
+        old, policy = policies(folder, 2.3 - factor, factor)
+        with engine_of(server.url, policy=policy, version=version) as engine:
+            rollout = synced(engine).sample(ROWS, Sampling(4, TEMPERATURE, 40), (1, 1))
+        assert largest_gap(policy, rollout) < 5e-5
+        assert largest_gap(old, rollout) > 0.1, "other weights would show"
+        assert set(np.concatenate(rollout.versions).tolist()) == {version}
+        assert np.exp(np.concatenate(rollout.rollout_logprobs)).mean() > 0.025, "a uniform one would agree with any"
+
+
+@pytest.mark.parametrize("sent", [0, 5])
+def test_a_server_is_taken_over_from_a_run_that_was_killed_in_a_sync(folder, server, sent):
+    """When it had sent so many tensors. The server stands still, amid an update."""
+    old, policy = policies(folder, 1.0, 1.2)
+    with engine_of(server.url, policy=old) as engine, pytest.raises(KeyboardInterrupt):
+        engine.sync(interrupted(old.full_weights(), sent))
+    with engine_of(server.url, policy=policy, version=3, timeout=10.0) as engine:
+        rollout = synced(engine).sample(ROWS, Sampling(2, TEMPERATURE, 40), (1, 1))
+    assert largest_gap(policy, rollout) < 5e-5
+
+
+def tokens_of(server):
+    """Of all requests so far, by its own count."""
+    return sum(map(float, TOKENS.findall(urllib.request.urlopen(f"{server.url}/metrics").read().decode())))
+
+
+def interrupted(named, count):
+    yield from itertools.islice(named, count)
+    raise KeyboardInterrupt
+
+
+def test_completions_go_on_in_flight_and_each_token_has_the_logprob_of_the_weights_that_made_it(folder, server):
+    old, new = policies(folder, 1.0, 1.2)
+    with engine_of(server.url, policy=old, in_flight=True) as engine:
+        before = tokens_of(server)
+        synced(engine).begin(ROWS, Sampling(6, TEMPERATURE, 900), (1, 2))
+        deadline = time.monotonic() + 30
+        while tokens_of(server) < before + 500 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        engine.policy = new
+        rollout = synced(engine).sample(ROWS, Sampling(6, TEMPERATURE, 900), (1, 2))
+    is_mixed = [len(set(versions.tolist())) == 2 for versions in rollout.versions]
+    assert sum(is_mixed) >= 3
+    of_old, of_new = logprobs_under(old, rollout), logprobs_under(new, rollout)
+    for b, versions in enumerate(rollout.versions):
+        assert versions.tolist() == sorted(versions.tolist())
+        expected = np.where(versions == 0, of_old[b], of_new[b])
+        assert np.abs(expected - rollout.rollout_logprobs[b]).max() < 5e-5
+    assert max(np.abs(of_old[b] - of_new[b]).max() for b in range(len(is_mixed)) if is_mixed[b]) > 0.1
+
+
+# Whole runs -----------------------------------------------------------------------------------------------------------
+
+
+def run_flags(folder, out_dir, **changes):
+    own = {
+        "engine": "server", "dtype": "float32", "eval_data": None, "eval_every": None, "eval_before_training": None,
+        "max_completion_tokens": 60, "micro_batch_tokens": 512, "reward": f"{folder / 'reward.py'}:score",
+        "save_every": None,
+    }  # fmt: skip
+    return training_flags(folder, out_dir, **own | changes)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_two_trainers_and_a_server_train_and_log_how_far_the_server_is_behind(folder, server, ahead, tmp_path):
+    more = {"in_flight": True} if ahead else {}
+    torchrun(
+        2, "train_grpo.py", *run_flags(folder, tmp_path / "run", server_urls=server.url, steps_ahead=ahead, **more)
+    )
+    metrics = metrics_of(tmp_path / "run")
+    assert sorted(metrics) == [1, 2, 3, 4]
+    assert metrics[1]["rollout/lag_max"] == 0 and max(line["rollout/lag_max"] for line in metrics.values()) == ahead
+    for line in metrics.values():
+        on_policy = line["policy/rollout_gap_lag_0" if ahead else "policy/rollout_gap_mean"]
+        assert on_policy is None or on_policy < (1e-6 if ahead else 0.1)
+    if ahead:
+        assert all(line["policy/rollout_clip_frac"] < 0.5 for line in metrics.values()), "corrected by default"
+        assert max(line["policy/rollout_gap_lag_1"] or 0 for line in metrics.values()) > 1e-5
+
+
+def test_a_run_whose_server_is_killed_trains_every_completion_once(folder, tmp_path):
+    """SIGKILL to the server that it has started; the run starts it again, sends the weights, and goes on."""
+    (folder / "graded.txt").unlink(missing_ok=True)
+    out_dir = tmp_path / "run"
+    command = launch_command(1, "train_grpo.py", *run_flags(folder, out_dir, total_steps=8, steps_ahead=1))
+    with subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as run:
+        while not (out_dir / "metrics.jsonl").exists():
+            assert run.poll() is None
+            time.sleep(0.05)
+        of_run = psutil.Process(run.pid).children(recursive=True)
+        (server,) = [each for each in of_run if "vllm.entrypoints.openai.api_server" in each.cmdline()]
+        workers = server.children(recursive=True)
+        port = server.cmdline()[server.cmdline().index("--port") + 1]
+        with pytest.raises(urllib.error.HTTPError, match="401"):  # nobody else may change the weights
+            urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{port}/pause", method="POST"))
+        server.send_signal(signal.SIGKILL)
+        said = run.communicate(timeout=200)[0]
+    assert run.returncode == 0
+    assert "server 0: was ended by SIGKILL" in said
+    assert sorted(metrics_of(out_dir)) == list(range(1, 9))
+    graded = Counter((folder / "graded.txt").read_text().split())
+    assert graded == {str(number): 4 for number in range(64)}, "each prompt of the epoch, each completion once"
+    assert not any(psutil.pid_exists(each.pid) and each.status() != "zombie" for each in workers), "no orphan"

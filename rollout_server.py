@@ -214,7 +214,7 @@ class ServerEngine:
 
     def close(self) -> None:
         if self.fleet is not None:
-            self.fleet.call(self.fleet.close())
+            self.fleet.close()
 
 
 def build_servers(

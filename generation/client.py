@@ -166,7 +166,8 @@ class Fleet:
         self.error = ""  # why the run cannot go on
         self.last_seen = time.monotonic()  # a server that answers
         self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, name="servers", daemon=True).start()
+        self.thread = threading.Thread(target=self.loop.run_forever, name="servers", daemon=True)
+        self.thread.start()
         self.call(self._open())
 
     def call(self, coroutine: Coroutine[None, None, Result]) -> Result:
@@ -182,8 +183,14 @@ class Fleet:
         )
         self.watchers = [asyncio.create_task(self._watch(server)) for server in self.servers]
 
-    async def close(self) -> None:
-        """Ends the requests under way, and the servers that this process has started."""
+    def close(self) -> None:
+        """From another thread: ends the requests under way, the servers that this process has started, the threads."""
+        self.call(self._close())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.close()
+
+    async def _close(self) -> None:
         tasks = [*self.watchers, *(task for server in self.servers for task in server.under_way)]
         tasks += [server.update for server in self.servers if server.update is not None]
         for task in tasks:
@@ -194,6 +201,7 @@ class Fleet:
             server.send = None
         processes = [server.process for server in self.servers if server.process and server.process.process]
         await asyncio.gather(*(asyncio.to_thread(process.end) for process in processes))
+        await self.loop.shutdown_default_executor()
 
     # Requests ---------------------------------------------------------------------------------------------------------
 

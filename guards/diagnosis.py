@@ -138,8 +138,11 @@ def report(ranks: list[Rank], seconds: float, folder: Path) -> str:
 def short_stack(dump: str) -> str:
     """Of faulthandler's dump of all threads, the main thread's innermost frame and those of our own code.
 
-    The main thread is the oldest, so it comes last.
+    The main thread is the oldest, so it comes last. "" if it is missing: faulthandler leaves out what is beyond 100
+    threads.
     """
+    if dump.endswith("\n...\n"):
+        return ""
     frames = [match.groupdict() for match in FRAME.finditer(dump.rpartition("(most recent call first)")[2])]
     own = [frame for frame in frames[1:] if _is_own(frame["file"])]
     found = frames[:1] + own[:OWN_FRAMES]

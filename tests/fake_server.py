@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from aiohttp import web
@@ -27,6 +28,7 @@ class FakeServer:
         self.prompts: list[list[int]] = []  # of the completions that it gave
         self.received: list[torch.Tensor] = []  # of the last update
         self.spoil = lambda answer: web.json_response(answer)
+        self.pool = ThreadPoolExecutor(1)  # receives weights
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
         asyncio.run_coroutine_threadsafe(self._start(), self.loop).result()
@@ -52,6 +54,7 @@ class FakeServer:
     def kill(self) -> None:
         """It is gone from one moment to the next, with its port."""
         asyncio.run_coroutine_threadsafe(self.runner.cleanup(), self.loop).result()
+        self.pool.shutdown(wait=False)
 
     async def answer_ok(self, _: web.Request) -> web.Response:
         return web.json_response({})
@@ -72,8 +75,8 @@ class FakeServer:
 
     async def meet(self, request: web.Request) -> web.Response:
         info = (await request.json())["init_info"]
-        self.group = await asyncio.to_thread(
-            stateless_init_torch_distributed_process_group,
+        self.group = await self.loop.run_in_executor(
+            self.pool, stateless_init_torch_distributed_process_group,
             info["master_address"], info["master_port"], info["rank_offset"], info["world_size"], "gloo",
         )  # fmt: skip
         return web.json_response({})
@@ -89,7 +92,7 @@ class FakeServer:
                 self.received.append(torch.empty(shape, dtype=getattr(torch, dtype)))
                 broadcast(self.group, self.received[-1])
 
-        await asyncio.to_thread(receive)
+        await self.loop.run_in_executor(self.pool, receive)
         return web.json_response({})
 
     async def finish(self, request: web.Request) -> web.Response:

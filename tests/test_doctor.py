@@ -1,12 +1,12 @@
 """The stall doctor and the fingerprint: what they say of ranks that hang, and of ranks that differ."""
 
-import faulthandler
 import json
 import os
 import re
 import signal
 import socket
-import threading
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -107,26 +107,42 @@ def test_ranks_of_which_the_same_can_be_said_share_a_paragraph():
     assert len(text.splitlines()) == 7 and text.endswith("all stacks: runs/x/stalls/y")
 
 
-def test_the_stack_is_the_main_threads_innermost_frame_and_our_own(tmp_path):
-    release, ready = threading.Event(), threading.Event()
+THREADS = """
+import faulthandler, threading
 
-    def other_thread() -> None:
-        ready.set()
-        release.wait()
+def other_thread():
+    ready.release()
+    release.wait()
 
-    thread = threading.Thread(target=other_thread)
+def work():
+    faulthandler.dump_traceback()
+
+ready, release = threading.Semaphore(0), threading.Event()
+threads = [threading.Thread(target=other_thread) for _ in range({})]
+for thread in threads:
     thread.start()
-    ready.wait()
-    with (tmp_path / "dump").open("w+") as out:
-        faulthandler.dump_traceback(out)
-        out.seek(0)
-        dump = out.read()
-    release.set()
-    thread.join()
-    assert "other_thread" in dump
-    assert re.match(r"tests/test_doctor.py:\d+ test_the_stack_is_the_main_threads", short_stack(dump))
-    assert "other_thread" not in short_stack(dump)
+    ready.acquire()
+work()
+release.set()
+"""
+
+
+def dump_beside(num_threads: int) -> str:
+    """What faulthandler writes in a process whose main thread calls `work` of threads.py, beside others."""
+    program = f"exec(compile({THREADS.format(num_threads)!r}, 'threads.py', 'exec'))"
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stderr
+
+
+def test_the_stack_is_the_main_threads_innermost_frame_and_our_own():
+    dump = dump_beside(2)
+    assert dump.count("in other_thread") == 2
+    assert short_stack(dump) == "threads.py:9 work < threads.py:16 <module>"
     assert short_stack("") == ""
+
+
+def test_a_dump_without_the_main_thread_gives_no_stack_of_another_one():
+    dump = dump_beside(100)
+    assert "in work" not in dump and short_stack(dump) == ""
 
 
 # Heartbeats -----------------------------------------------------------------------------------------------------------

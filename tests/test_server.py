@@ -70,6 +70,9 @@ def engine_of(*servers: FakeServer | str, policy=STAND_IN, version=0, timeout=30
         yield engine
     finally:
         engine.close()
+        for each in servers:
+            if isinstance(each, FakeServer):
+                each.kill()
 
 
 def synced(engine: ServerEngine) -> ServerEngine:

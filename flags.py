@@ -247,6 +247,15 @@ GROUPS["evaluation and checkpoints, counted in steps"] = [
     flag("--profile_steps", [int], "steps whose trace is written to OUT_DIR/profile, one file per rank", (1, INF),
          free_on_resume=True),
 ]
+GROUPS["rollouts"] = [  # docs/replay.md
+    flag("--keep_rollouts", 20.0, "GiB that OUT_DIR/rollouts may take: all completions of the last steps, with tokens, "
+         "log-probs and rewards; 0: none are kept", (0, 1e6), free_on_resume=True),
+    flag("--replay", str, "folder of a run whose rollouts are trained on again, without an engine; nothing is "
+         "evaluated"),
+    flag("--from_step", 1, "first step of the replay; it begins with that run's checkpoint of the step before",
+         (1, INF), only_with="--replay"),
+    flag("--rollout_only", False, "sample, grade and keep the rollouts; nothing is trained or evaluated"),
+]
 GROUPS["faults"] = [  # docs/faults.md
     flag("--keep_best", str, "also keep the checkpoint with the largest value of this metric, eval/SET/avg@K, say; "
          "OUT_DIR/best points to it", free_on_resume=True),
@@ -453,6 +462,7 @@ class Plan:
     on_rollout_gap: str
     steps_ahead: int
     partial_rollouts: bool
+    replay: str | None
 
     def describe(self) -> str:
         """What the flags amount to, as numbers."""
@@ -465,8 +475,9 @@ class Plan:
     def update(self, step: int, i: int) -> UpdateStep:
         """Where update i of step 1, 2, ... stands in the run, and its learning rate."""
         index = (step - 1) * self.updates_per_step + i
-        # Where older weights have sampled, a gap is no fault.
-        is_bounded = self.on_rollout_gap == "stop" and not self.steps_ahead and not self.partial_rollouts
+        # Where other weights have sampled, a gap is no fault.
+        by_others = self.steps_ahead or self.partial_rollouts or self.replay
+        is_bounded = self.on_rollout_gap == "stop" and not by_others
         largest_gap = self.max_rollout_gap if is_bounded else 0.0
         return UpdateStep(index, self.rate(index), i == 0, self.max_grad_norm, self.seed, step, i + 1, largest_gap)
 

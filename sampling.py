@@ -61,6 +61,8 @@ class Sampler:
     before: dict[int, State] = field(default_factory=dict)
     seconds_RE: list[np.ndarray] = field(default_factory=list)  # of each round of this step, what each engine took
     sampled: Rollout | None = None  # all completions of this step, also those that are not trained on
+    round_B: np.ndarray | None = None  # of these, the round
+    used_B: np.ndarray | None = None  # and the indices of those that are trained on
 
     def state(self, step: int) -> State:
         """What a run needs that continues after `step`, the last one or the one before: goes into the checkpoint.
@@ -91,19 +93,26 @@ class Sampler:
 
     def collect(self, step: int) -> tuple[Rollout, Metrics]:
         """P groups of G graded completions to train on, and the metrics of all that were sampled for them."""
-        rounds: list[Rollout] = []
         self.seconds_RE, self.before = [], {step: self.position()}
-        while count := prompts_to_sample(rounds, self.draws):
-            rounds.append(self.sample_round(step, len(rounds), count))
+        rounds = self.sample_rounds(step)
         self.drawn_ahead.pop(step, None)
         self.sampled = Rollout.concatenate(rounds)
+        self.round_B = np.repeat(np.arange(len(rounds)), [len(rollout.rows) for rollout in rounds])
         check_same_step(
             prompts=[row.ids for row in self.sampled.rows], completions=self.sampled.completions,
             rewards=[self.sampled.rewards_B],
         )  # fmt: skip
         self.run.reward_failures(step, self.sampled)
-        chosen, metrics = choose_groups(self.sampled, len(rounds), self.draws)
+        self.used_B, metrics = choose_groups(self.sampled, len(rounds), self.draws)
+        chosen = self.sampled.take(self.used_B)
         return chosen, metrics | rollout_metrics(self.sampled, self.draws.group_size) | lag_metrics(chosen)
+
+    def sample_rounds(self, step: int) -> list[Rollout]:
+        """As many rounds as the step takes."""
+        rounds: list[Rollout] = []
+        while count := prompts_to_sample(rounds, self.draws):
+            rounds.append(self.sample_round(step, len(rounds), count))
+        return rounds
 
     def sample_round(self, step: int, number: int, count: int) -> Rollout:
         """The completions of `count` prompts, each graded as soon as it is finished."""
@@ -111,10 +120,14 @@ class Sampler:
         self.seconds_RE.append(self.engine.seconds_E)
         with self.run.phase("reward"):
             grades = self.grader.collect_from_ranks()
+        return self.as_training_data(replace(rollout, grades=grades), step)
+
+    def as_training_data(self, rollout: Rollout, step: int) -> Rollout:
+        """With which completions the loss leaves out, and how many steps the weights that made them are behind."""
         is_trained_B = ~rollout.is_truncated_B if self.draws.truncated == "mask" else None
         # The weights that are trained in this step were trained in all steps before it.
         lags = None if rollout.versions is None else [step - 1 - versions for versions in rollout.versions]
-        return replace(rollout, grades=grades, is_trained_B=is_trained_B, lags=lags)
+        return replace(rollout, is_trained_B=is_trained_B, lags=lags)
 
     def sample(self, step: int, number: int, count: int) -> Rollout:
         """The completions of the next `count` prompts, handed to the grader."""
@@ -161,10 +174,10 @@ def prompts_to_sample(rounds: list[Rollout], draws: Draws) -> int:
     return min(math.ceil(missing * len(is_kept_P) / max(num_kept, 1)), draws.prompts_per_step)
 
 
-def choose_groups(sampled: Rollout, num_rounds: int, draws: Draws) -> tuple[Rollout, Metrics]:
-    """The P groups to train on, and metrics of the choice."""
+def choose_groups(sampled: Rollout, num_rounds: int, draws: Draws) -> tuple[np.ndarray, Metrics]:
+    """The indices of the completions of the P groups to train on, and metrics of the choice."""
     if draws.dynamic_sampling == "off":
-        return sampled, {}
+        return np.arange(len(sampled.rows)), {}
     has_signal = has_signal_P(sampled, draws)
     with_signal, without_signal = np.flatnonzero(has_signal), np.flatnonzero(~has_signal)
     kept = with_signal[: draws.prompts_per_step]
@@ -178,4 +191,4 @@ def choose_groups(sampled: Rollout, num_rounds: int, draws: Draws) -> tuple[Roll
     }
     groups = np.sort(np.concatenate([kept, filling]))
     indices_B = (groups[:, None] * draws.group_size + np.arange(draws.group_size)).flatten()
-    return sampled.take(indices_B), {name: float(count) for name, count in counts.items()}
+    return indices_B, {name: float(count) for name, count in counts.items()}

@@ -67,6 +67,7 @@ from model.sizes import prompts_in_the_air
 from model.vision import most_images
 from planner.watch import watch_memory
 from policy import Policy, build_policy
+from records.replay import NoEngine, ReplaySampler, weights_of
 from run import Run, open_run_folder
 from sampling import Draws, Sampler
 from update import add_advantages, add_logprobs, pack_updates, update_policy
@@ -80,6 +81,8 @@ if TYPE_CHECKING:
 
 def build_engine(args: Namespace, inputs: Inputs, policy: Policy, run: Run, saved_step: int) -> Engine | ServerEngine:
     """The engine, with random weights until the first `sync`, which brings those of `saved_step`."""
+    if args.replay:
+        return NoEngine()
     limits = args.max_prompt_tokens, max(args.max_completion_tokens, *args.eval_max_completion_tokens)
     settings = take(EngineSettings, args, max_model_len=sum(limits))
     if args.engine == "server":
@@ -106,8 +109,10 @@ def build_sampler(
     args: Namespace, inputs: Inputs, data: PromptData, engine: Engine | ServerEngine, run: Run
 ) -> Sampler:
     """Fills the steps with graded groups."""
-    kind = PartialSampler if args.partial_rollouts else Sampler
     sampling = take(Sampling, args, num_samples=args.group_size)
+    kind = PartialSampler if args.partial_rollouts else Sampler
+    if args.replay:
+        kind = partial(ReplaySampler, folder=Path(args.replay))
     return kind(engine, inputs.grader, data, take(Draws, args), sampling, run)
 
 
@@ -116,7 +121,7 @@ def finish(run: Run, step: int) -> None:
     if run.world.is_main:
         link_final(run.out_dir, step)
     run.plot()
-    run.records.finish()
+    run.finish()
 
 
 def end_complete(run: Run, saved_step: int, last_step: int) -> None:
@@ -125,6 +130,37 @@ def end_complete(run: Run, saved_step: int, last_step: int) -> None:
     longer = "--stop_after" if last_step < run.total_steps else "--total_steps"
     complete = f"{run.out_dir} is complete: it has a checkpoint of step {saved_step}"
     run.say(f"{complete}. To go on, raise {longer} or change --out_dir.")
+    close_world()
+
+
+def starting_point(args: Namespace, run: Run, last_step: int) -> tuple[int, Path | None]:
+    """The step that the run goes on from, and its checkpoint; (0, None): it begins with --model."""
+    step, folder = latest(run.out_dir, run.world, run.say)
+    if args.replay and folder is None:
+        return weights_of(Path(args.replay), args.from_step, last_step)
+    return step, folder
+
+
+def sample_only(run: Run, sampler: Sampler, inputs: Inputs, last_step: int) -> None:
+    """--rollout_only: the loop without its training. Started again, it samples the same from the first step on."""
+    try:
+        for step in run.steps(1, last_step):
+            with run.phase("sample"):
+                rollout, metrics = sampler.collect(step)
+                sampler.start(step, last_step)
+            with run.phase("log"):
+                run.keep(sampler, rollout, updates=[])
+            run.log(step, metrics)
+    except signals.Stopped:
+        run.say(f"ended by {signals.signal_name()} after step {run.num_done}")
+    run.plot()
+    run.finish()
+    close(inputs, sampler.engine)
+
+
+def close(inputs: Inputs, engine: Engine | ServerEngine) -> None:
+    inputs.grader.close()
+    engine.close()
     close_world()
 
 
@@ -147,12 +183,12 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
         watch = watch_memory(args, len(train_data.rows), world)
     except (ValueError, OSError, RuntimeError) as error:
         exit_with_error(error)
-    run = Run(out_dir, lock, world, watch, plan.total_steps, args.profile_steps)
+    run = Run(out_dir, lock, world, watch, plan.total_steps, args.profile_steps, args.keep_rollouts)
     run.say(f"{world.describe()}; {plan.describe()}\n{algorithm.description}")
     run.describe_data([train_data, *eval_sets])
-    saved_step, saved = latest(out_dir, world, run.say)
-    logged = run.logged(saved_step)
     last_step = min(plan.total_steps, args.stop_after or plan.total_steps)
+    saved_step, saved = starting_point(args, run, last_step)
+    logged = run.logged(saved_step)
     evaluator = Evaluator(eval_sets, inputs.eval_samplings, inputs.grader, run.records / "eval", take(EvalTimes, args))
     must_evaluate = evaluator.is_missing(saved_step, saved_step == last_step, logged)
     if saved_step >= last_step and not must_evaluate:
@@ -179,6 +215,9 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
         run.log(saved_step, logged)
 
     signals.arm(args.grace_seconds)
+    if args.rollout_only:
+        sample_only(run, sampler, inputs, last_step)
+        return
     try:
         for step in run.steps(saved_step + 1, last_step):
             # 1. Sample G completions to each of P prompts; each is graded as soon as it is finished.
@@ -214,7 +253,7 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
 
             # 7. Log, before the checkpoint: a kill in between repeats a step and loses no line.
             with run.phase("log"):
-                run.samples(step, rollout, plan.group_size)
+                run.keep(sampler, rollout, updates)
             work = work_of_step(sampler.sampled, rollout, updates, policy, plan.num_iterations, memory.share_prompts)
             run.log(step, metrics | throughput(work, sampler.seconds_RE, run.metrics(), world))
 
@@ -229,11 +268,9 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
     except signals.Stopped:
         done = run.num_done
         writer.save_before_end(done, policy, optimizer, sampler.state(done) | guard.state(), run.logged(done))
-        run.records.finish()
+        run.finish()
         run.say(f"ended by {signals.signal_name()} after step {done}, which is saved; the same command goes on")
-    inputs.grader.close()
-    engine.close()
-    close_world()
+    close(inputs, engine)
 
 
 if __name__ == "__main__":

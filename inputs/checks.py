@@ -26,12 +26,25 @@ def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
     check_memory(args, num_ranks)
     check_waits(args, num_ranks)
     check_servers(args)
+    check_rollouts(args)
     check_best(args)
     check_bounds(args)
     for name in ("eval_every", "eval_before_training"):
         if getattr(args, name) and not args.eval_data:
             wrong = given(FLAGS[f"--{name}"], args)
             raise ValueError(f"{wrong} needs --eval_data; name a file, or leave --{name} out.")
+
+
+def check_rollouts(args: argparse.Namespace) -> None:
+    """Raises ValueError for rollouts that would be sampled and not sampled, or not kept."""
+    if args.replay and args.rollout_only:
+        raise ValueError("--replay samples nothing, and --rollout_only trains nothing; leave one of them out.")
+    if args.replay and args.partial_rollouts:
+        raise ValueError("--partial_rollouts has no effect with --replay, which samples nothing; leave it out.")
+    if args.rollout_only and not args.keep_rollouts:
+        raise ValueError("--rollout_only with --keep_rollouts 0 would keep nothing; leave one of them out.")
+    if args.replay and os.path.realpath(args.replay) == os.path.realpath(args.out_dir):
+        raise ValueError(f"--replay {args.replay} is --out_dir, too; name another folder for what is trained now.")
 
 
 def check_best(args: argparse.Namespace) -> None:
@@ -77,7 +90,7 @@ def check_ranges(args: argparse.Namespace, groups: dict[str, list[Flag]]) -> Non
                 raise ValueError(f"{each.name} {number:g}: must be {bounds}.")
         if each.only_with and value != each.value:
             other = FLAGS[each.only_with].of(args)
-            if other in (0, "off", "none", "colocated"):
+            if other in (0, None, "off", "none", "colocated"):
                 needed = f"{each.only_with} above 0" if other == 0 else each.only_with
                 needed += " server" if other == "colocated" else ""
                 wrong = f"{given(each, args)} has no effect here, only with {needed}"

@@ -14,14 +14,14 @@ from inputs.choices import CHOICES, parameters_of
 from inputs.command_line import parse_flags
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("generation", "grading", "guards", "inputs", "model", "planner")  # the folders of the program
+ROOMS = ("generation", "grading", "guards", "inputs", "model", "planner", "records")  # the folders of the program
 PROGRAM = sorted([*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).glob("*.py"))])
 FOLDERS_BESIDE = ("benchmarks", "scripts", "tests")
 BESIDE = [path for folder in FOLDERS_BESIDE for path in sorted((ROOT / folder).rglob("*.py"))]
 TREES = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in PROGRAM}
 LOOP = {  # what makes a step, and what stands around it
     "train_grpo", "sampling", "generation", "rollout", "rollout_server", "reward", "update", "batch", "data",
-    "evaluate", "checkpoint", "run", "metrics", "report",
+    "evaluate", "checkpoint", "run", "metrics", "report", "records",
 }  # fmt: skip
 MODULES = {name.removesuffix(".py").replace("/", ".") for name in TREES}
 

@@ -29,9 +29,9 @@ from run import Run, console_line, open_run_folder
 UPDATE = {"policy/loss": 1.0, "optim/lr": 0.1, "optim/skipped_updates": 0.0}
 
 
-def make_run(folder, rank: int = 0, profile_steps: tuple[int, ...] = (), max_skipped_updates: int = 3) -> Run:
+def make_run(folder, rank: int = 0, profile_steps: tuple[int, ...] = ()) -> Run:
     world = World(rank=rank, size=4, tp_size=1, device=torch.device("cpu"))
-    return Run(folder, None, world, MemoryWatch(world, {}), 10, list(profile_steps), max_skipped_updates)
+    return Run(folder, None, world, MemoryWatch(world, {}), 10, list(profile_steps))
 
 
 def one_row(name: str, *excluded: tuple[str, str]) -> PromptData:

@@ -46,8 +46,8 @@ def test_without_dynamic_sampling_one_round_is_the_step():
     assert prompts_to_sample([], draws(3)) == 3
     sampled = groups(RIGHT, WRONG, WRONG)
     assert prompts_to_sample([sampled], draws(3)) == 0
-    trained, metrics = choose_groups(sampled, 1, draws(3))
-    assert trained is sampled
+    indices_B, metrics = choose_groups(sampled, 1, draws(3))
+    assert indices_B.tolist() == [0, 1, 2, 3, 4, 5]
     assert metrics == {}
 
 
@@ -58,7 +58,8 @@ def test_groups_without_signal_are_replaced_by_later_ones():
     rounds.append(groups(MIXED, WRONG, MIXED, first_row=3))
     assert prompts_to_sample(rounds, of_step) == 0
     sampled = Rollout.concatenate(rounds)
-    trained, metrics = choose_groups(sampled, len(rounds), of_step)
+    indices_B, metrics = choose_groups(sampled, len(rounds), of_step)
+    trained = sampled.take(indices_B)
     assert rows_of(sampled) == [0, 1, 2, 3, 4, 5]
     assert rows_of(trained) == [1, 3, 5]
     assert trained.completion_lengths_B.tolist() == [11, 12, 31, 32, 51, 52]
@@ -79,8 +80,8 @@ def test_a_round_asks_for_what_is_expected_to_fill_the_gap():
 
 def test_surplus_groups_are_not_used_and_counted():
     sampled = Rollout.concatenate([groups(MIXED, WRONG), groups(MIXED, MIXED, first_row=2)])
-    trained, metrics = choose_groups(sampled, 2, draws(2, dynamic_sampling="correct"))
-    assert rows_of(trained) == [0, 2]
+    indices_B, metrics = choose_groups(sampled, 2, draws(2, dynamic_sampling="correct"))
+    assert rows_of(sampled.take(indices_B)) == [0, 2]
     assert metrics["sampling/groups_unused"] == 1
 
 
@@ -88,7 +89,9 @@ def test_at_the_bound_groups_without_signal_fill_the_step():
     of_step = draws(3, dynamic_sampling="correct", max_sampling_rounds=2)
     rounds = [groups(WRONG, WRONG, MIXED), groups(RIGHT, RIGHT, WRONG, first_row=3)]
     assert prompts_to_sample(rounds, of_step) == 0
-    trained, metrics = choose_groups(Rollout.concatenate(rounds), 2, of_step)
+    sampled = Rollout.concatenate(rounds)
+    indices_B, metrics = choose_groups(sampled, 2, of_step)
+    trained = sampled.take(indices_B)
     assert rows_of(trained) == [0, 1, 2], "the first ones that were put aside, in the order of sampling"
     assert metrics["sampling/groups_filled"] == 2
 

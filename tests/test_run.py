@@ -18,20 +18,21 @@ import guards.lock
 import run as run_module
 from batch import Rollout
 from data import PromptData, Row
-from flags import free_on_resume
+from flags import Recording, free_on_resume
 from fsdp_utils import World
 from helpers import flags, make_rollout
 from planner.watch import MemoryWatch
+from records.console import console_line, duration
 from report import read_metrics
 from reward import Grade
-from run import Run, console_line, open_run_folder
+from run import Run, open_run_folder
 
 UPDATE = {"policy/loss": 1.0, "optim/lr": 0.1, "optim/skipped_updates": 0.0}
 
 
 def make_run(folder, rank: int = 0, profile_steps: tuple[int, ...] = ()) -> Run:
     world = World(rank=rank, size=4, tp_size=1, device=torch.device("cpu"))
-    return Run(folder, None, world, MemoryWatch(world, {}), 10, list(profile_steps))
+    return Run(folder, None, world, MemoryWatch(world, {}), 10, Recording(profile_steps=profile_steps))
 
 
 def one_row(name: str, *excluded: tuple[str, str]) -> PromptData:
@@ -250,10 +251,13 @@ def test_two_completions_of_two_groups_are_kept_as_samples(tmp_path):
 
 def test_the_console_line_shows_what_was_measured():
     metrics = {"reward/mean": 0.5, "time/sample_s": 1.26, "time/step_s": 2.0, "eval/heldout/avg@4": 0.75}
-    assert console_line(3, 10, metrics) == "step  3/10 | reward 0.500 | 2.0s (sample 1.3) | eval/heldout/avg@4 0.750"
+    line = "step  3/10 | reward 0.500 | 2.0s (sample 1.3) | eval/heldout/avg@4 0.750"
+    assert console_line(3, 10, metrics, 0.0) == line
+    assert console_line(3, 10, metrics, 14.2) == f"{line} | 14 s left"
     metrics |= {"optim/skipped_updates": 2.0, "time/sync_s": 0.01, "time/rollout_tail_s": 1.0, "perf/update_mfu": 0.4}
-    assert "SKIPPED UPDATES 2 | 2.0s (sample 1.3)" in console_line(3, 10, metrics)
-    assert "MFU 40%" in console_line(3, 10, metrics)
+    assert "SKIPPED UPDATES 2 | 2.0s (sample 1.3)" in console_line(3, 10, metrics, 0.0)
+    assert "MFU 40%" in console_line(3, 10, metrics, 0.0)
+    assert [duration(x) for x in (59, 100, 7501)] == ["59 s", "2 min", "2 h 5 min"]
 
 
 # The clock ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,98 @@
+"""What a run tells while it goes: a line a step, OUT_DIR/status.json for `watch`, and its tracker."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import report
+from flags import Recording
+from guards.disk import replace, tolerated
+from records.trackers import TRACKERS, Close, Log
+
+ON_CONSOLE = {  # metric -> how the console shows it
+    "reward/mean": "reward {:.3f}", "completion/tokens_mean": "tokens {:.1f}", "policy/entropy": "entropy {:.3f}",
+    "policy/kl_ref": "kl {:.4f}", "policy/clip_frac": "clip {:.3f}", "policy/rollout_gap_mean": "gap {:.5f}",
+    "optim/grad_norm": "grad {:.3f}", "optim/lr": "lr {:.2e}", "perf/update_mfu": "MFU {:.0%}",
+    "memory/peak_gib": "mem {:.1f} GiB",
+}  # fmt: skip
+STEPS_OF_FORECAST = 20  # the last ones: answers get longer, so that early steps say little
+
+
+@dataclass
+class Console:
+    """Of the main process; the others are silent."""
+
+    out_dir: Path
+    is_main: bool
+    recording: Recording
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_OF_FORECAST))  # of the last steps
+    tracker: tuple[Log, Close] | None = None
+
+    def start(self, saved_step: int) -> None:
+        """The tracker goes on after this step."""
+        if self.is_main and self.recording.track != "none":
+            self.tracker = TRACKERS[self.recording.track](self.out_dir, saved_step)
+
+    def say(self, text: str) -> None:
+        if self.is_main:
+            print(json.dumps({"time": _clock(), "message": text}) if self.recording.json_log else text, flush=True)
+
+    def tell_step(self, step: int, last_step: int, metrics: dict[str, float]) -> None:
+        """With --quiet only a step with an evaluation has a line."""
+        if not self.is_main:
+            return
+        self.seconds.append(metrics["time/step_s"])
+        left = (last_step - step) * statistics.mean(self.seconds)
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        status = {"step": step, "last_step": last_step, "time": _clock(), "seconds_left": round(left), **finite}
+        with tolerated("status.json"):
+            replace(self.out_dir / "status.json", f"{json.dumps(status, indent=1)}\n".encode())
+        if self.tracker is not None:
+            self._track(step, finite)
+        is_shown = not self.recording.quiet or any(name.startswith("eval/") for name in metrics)
+        if self.recording.json_log:
+            print(json.dumps(status), flush=True)
+        elif is_shown:
+            print(console_line(step, last_step, metrics, left), flush=True)
+
+    def _track(self, step: int, metrics: dict[str, float]) -> None:
+        try:
+            self.tracker[0](step, metrics)
+        except Exception as error:  # noqa: BLE001  of the tracker's program, which may raise anything
+            self.tracker = None
+            self.say(f"warning: --track {self.recording.track} has failed and is left out from now on: {error}")
+
+    def finish(self) -> None:
+        if self.tracker is not None:
+            self.tracker[1]()
+
+
+def console_line(step: int, last_step: int, metrics: dict[str, float], seconds_left: float) -> str:
+    """The step in one readable line; what it did not measure is left out."""
+    parts = [f"step {step:>{len(str(last_step))}}/{last_step}"]
+    parts += [form.format(metrics[name]) for name, form in ON_CONSOLE.items() if name in metrics]
+    if metrics.get("optim/skipped_updates"):
+        parts.append(f"SKIPPED UPDATES {metrics['optim/skipped_updates']:.0f}")
+    phases = report.seconds_of_phases(metrics).items()
+    times = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phases if seconds >= 0.05)
+    parts.append(f"{metrics['time/step_s']:.1f}s ({times})")
+    parts += [f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/") and "/avg@" in name]
+    return " | ".join([*parts, f"{duration(seconds_left)} left"] if seconds_left else parts)
+
+
+def duration(seconds: float) -> str:
+    """For example: 8 s, 3 min, 2 h 5 min."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def _clock() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")

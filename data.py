@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from flags import PromptFormat
 from grading.keys import alternatives, key_text
+from guards.progress import progress
 from inputs.records import Record, name_of_source, read_records
 from inputs.templates import template_token_in
 from model.vision import PromptImages, UnreadableImage, Vision, encoded_images, find_images
@@ -238,7 +239,7 @@ class PromptData:
         """
         prompt_format = check_template(prompt_format, tokenizer)
         rows, excluded = [], []
-        for record in read_records(source, seed):
+        for record in progress(f"read {source}", items=read_records(source, seed)):
             try:
                 rows.append(make_row(record, prompt_format, tokenizer, vision))
             except UnusableRow as reason:

@@ -10,6 +10,7 @@ the next sampled token. Dimensions: `batch.py`.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 
@@ -23,6 +24,7 @@ from batch import Batch
 from flags import AdamW, Lora, Memory
 from fsdp_utils import World, full_tensors, own_rows, shard
 from guards.heartbeat import beat
+from guards.progress import OFF
 from model import lora as adapters
 from model.attention import make_packing
 from model.head import chunked_logprobs
@@ -157,7 +159,7 @@ def empty_policy(
     path: str, param_dtype: torch.dtype, gradient_checkpointing: bool = False, dtype: torch.dtype | None = None
 ) -> Policy:
     """The model at `path` (folder or hub id), without storage yet. `dtype`: the policy's; default: its parameters'."""
-    if not sys.stderr.isatty():
+    if os.environ.get(OFF) or not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
     attention = {"": "packed", "text_config": "packed", "vision_config": "sdpa"}  # "": of a model of one part
     with without_storage():

@@ -17,10 +17,11 @@ from flags import Grading, Sampling
 from grading.pool import Limits, Pool
 from grading.score import Grade, Needs, add_up, needs_math, parse_reward
 from grading.verifiers import Case
-from grading.worker import Status
+from grading.worker import Outcome, Status
 from guards import signals
 from guards.errors import RunError
 from guards.heartbeat import beat, note
+from guards.progress import progress
 
 if TYPE_CHECKING:
     from data import PromptData, Row
@@ -97,7 +98,7 @@ class Grader:
             return {}
         parts: dict[int, list[Grade]] = defaultdict(list)
         beat(f"waits for the reward workers (of process {self.pool.dispatcher.pid})")
-        for key, outcome in self.pool.collect(self._tell).items():
+        for key, outcome in self._collect("grade").items():
             members = [key] if key >= 0 else self._compared(-1 - key)
             values = [outcome.value] if key >= 0 else outcome.value
             if outcome.status != "ok":
@@ -107,6 +108,17 @@ class Grader:
         grades = self.not_graded | {b: add_up(each, self.weights) for b, each in parts.items()}
         self.not_graded, self.groups = {}, {}
         return grades
+
+    def _collect(self, what: str) -> dict[int, Outcome]:
+        """The outcomes of all that was submitted."""
+        total = len(self.pool.pending)
+        with progress(what, total=total) as bar:
+
+            def tell(status: Status) -> None:
+                self._tell(status)
+                bar.update(total - status.num_left - bar.n)
+
+            return self.pool.collect(tell)
 
     def _tell(self, status: Status) -> None:
         """What this rank waits for. That more items are done is progress. Raises Stopped if a signal has come."""
@@ -159,7 +171,7 @@ class Grader:
         for _ in range(3):  # a time-out on a busy machine must not decide which rows are trained on
             for i, case in todo.items():
                 self.pool.submit(i, ("check", case))
-            for i, outcome in self.pool.collect(self._tell).items():
+            for i, outcome in self._collect("check keys").items():
                 reasons[i] = outcome.value if outcome.status == "ok" else outcome.status
                 if outcome.status == "ok":
                     del todo[i]

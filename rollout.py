@@ -16,7 +16,6 @@ import gc
 import logging
 import os
 import random
-import sys
 import time
 import warnings
 from collections.abc import Iterable, Iterator
@@ -38,7 +37,6 @@ import numpy as np
 import torch
 import torch._dynamo
 from torch import Tensor, nn
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 from vllm import LLM, CompletionOutput, SamplingParams, TokensPrompt
 from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
@@ -51,6 +49,7 @@ from fsdp_utils import World, gather_from_ranks
 from guards import signals
 from guards.heartbeat import beat
 from guards.launched import launch_name
+from guards.progress import progress
 from inputs.machine import set_allocator
 from model.engine_options import AT_START, NOISE, NOISE_ON_CPU, check_head, engine_options, memory_errors, stop_ids
 from model.vision import Vision
@@ -174,10 +173,10 @@ class Engine:
         inputs = {id(row): _engine_input(row) for row in rows}  # decoded once for all completions of a prompt
         first_id = next(self.llm.request_counter) + 1
         self.llm.enqueue([inputs[id(row)] for row in rows], params, use_tqdm=False)
-        is_quiet, progress = not (self.world.is_main and sys.stderr.isatty()), None
-        with tqdm(total=len(rows), desc=description, leave=False, disable=is_quiet) as bar:
+        told = None
+        with progress(description, total=len(rows), shown_after=0.0) as bar:
             while self.llm.llm_engine.has_unfinished_requests() and not self.is_abandoned():
-                progress = self.tell_progress(rows, first_id, progress)
+                told = self.tell_progress(rows, first_id, told)
                 for output in (output for output in self.llm.llm_engine.step() if output.finished):
                     index = int(output.request_id) - first_id
                     if output.prompt_token_ids != rows[index].ids.tolist():

@@ -10,20 +10,19 @@ groups is finished. A completion that goes on is read again as a longer prompt, 
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-from tqdm import tqdm
 
 from batch import Rollout
 from flags import Sampling
 from fsdp_utils import gather_from_ranks
 from guards import signals
 from guards.heartbeat import beat
+from guards.progress import progress
 from model.sizes import MOST_LAG
 
 if TYPE_CHECKING:  # importing vLLM takes seconds; the checks of bad input come first
@@ -165,10 +164,10 @@ class PartialRollouts:
         so_far = [group.completions[g].token_ids for group, g in todo]
         first_id = engine.add(rows, so_far, sampling)
         beat(f"begins to sample {len(todo)} completions, {sum(map(bool, so_far))} of them from an earlier step on")
-        is_quiet, progress = not (engine.world.is_main and sys.stderr.isatty()), None
-        with tqdm(total=share, desc="groups", leave=False, disable=is_quiet) as bar:
+        told = None
+        with progress("groups", total=share, shown_after=0.0) as bar:
             while len(taken) < share and llm.has_unfinished_requests() and not engine.is_abandoned():
-                progress = engine.tell_progress(rows, first_id, progress)
+                told = engine.tell_progress(rows, first_id, told)
                 for output in (output for output in llm.step() if output.finished):
                     group, g = todo[int(output.request_id) - first_id]
                     (done,) = output.outputs

@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from flags import GROUPS, Flag, most_lag
 from guards.launched import note_reason
+from guards.progress import OFF
 
 USAGE = "python scripts/launch.py --ranks RANKS train_grpo.py --model MODEL --train_data FILE --out_dir FOLDER [flags]"
 DESCRIPTION = """Trains a language model with GRPO on verifiable rewards. One rank per GPU; on CPU, as many as you like.
@@ -65,6 +66,8 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     args.prompts_per_update = args.prompts_per_step if args.prompts_per_update is None else args.prompts_per_update
     if args.rollout_correction is None:
         args.rollout_correction = "token_truncate" if most_lag(args) else "none"
+    if args.quiet or args.json_log:
+        os.environ[OFF] = "1"
     if args.replay or args.rollout_only:  # the command is that of a run, with one flag more
         args.eval_every, args.eval_before_training, args.keep_best = 0, False, None
     args.eval_max_completion_tokens = args.eval_max_completion_tokens or [args.max_completion_tokens]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import glob
 import json
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+
+from guards.progress import OFF
 
 if TYPE_CHECKING:
     from datasets import Dataset  # imported where it is needed: that takes a second, and .jsonl files do without
@@ -144,7 +147,7 @@ def _open(source: str, what: str, split: str | None) -> dict[str, Dataset | list
     from pyarrow import ArrowException
     from yaml import YAMLError  # a README with broken settings
 
-    if not sys.stderr.isatty():
+    if os.environ.get(OFF) or not sys.stderr.isatty():
         datasets.disable_progress_bars()
     full = str(path.resolve())  # because names such as json and parquet are readers of `datasets`
     mistakes = (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError, ArrowException, YAMLError)

@@ -29,6 +29,7 @@ from transformers.models.auto import AutoConfig, AutoModelForCausalLM, AutoModel
 from transformers.utils import cached_file
 
 from fsdp_utils import fill_from_main, gather_from_ranks, is_main_process
+from guards.progress import progress
 from model.sizes import check_path
 
 NAMES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -110,7 +111,7 @@ def fill(root: nn.Module, model: PreTrainedModel, path: str, device: torch.devic
     problem, names = gather_from_ranks((problem, list(weights)))[0]
     if problem is not None:
         raise ValueError(problem)
-    for name in names:
+    for name in progress("load weights", items=names):
         fill_from_main(targets[name], weights.get(name))
 
 

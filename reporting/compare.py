@@ -113,7 +113,8 @@ def compare(a: list[History], b: list[History]) -> str:
             rows.append([name, *means, verdict(name, found_out, len(a), len(b))])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines += ["", f"{title}.", *("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)]
-    lines += ["", f"In brackets: {CONFIDENCE:.0%} confidence intervals; one of twenty misses."] if compared else []
+    if compared:
+        lines += ["", f"In brackets: {CONFIDENCE:.0%} confidence intervals; one of twenty misses the truth."]
     for name in found:
         lacking = [str(run.folder) for run in runs if not run.points(name)]
         if not steps[name]:

@@ -143,7 +143,7 @@ def protocol_of(run: History, name: str, step: int) -> dict[str, object]:
 
 def other_protocol(figure: dict, found: dict[str, object]) -> str:
     """In what an evaluation differs from the published one, or ""."""
-    differing = [(key, value) for key, value in figure["protocol"].items() if found.get(key) != value]
+    differing = [(key, value) for key, value in figure.get("protocol", {}).items() if found.get(key) != value]
     words = [f"{key} {found.get(key, 'not known')}, not {value}" for key, value in differing]
     return f"another evaluation: {'; '.join(words)}" if words else ""
 

@@ -101,7 +101,7 @@ def plot(run_dir: Path) -> None:
             marker = "o" if name.startswith("eval/") else None
             (line,) = axis.plot(*zip(*points, strict=True), marker=marker, label=name.partition("/")[2])
             if curve := published.get(name):
-                axis.plot(*zip(*curve["points"], strict=True), "--", color=line.get_color(), label=curve["label"])
+                axis.plot(*zip(*curve["points"], strict=True), ".--", color=line.get_color(), label=curve["label"])
         if len(axis.lines) > 1 or ("*" in pattern and axis.lines):
             axis.legend(fontsize=8)
     seconds = {record["step"]: seconds_of_phases(record) for record in records if "time/sample_s" in record}

@@ -131,8 +131,8 @@ def verdict(name: str, found: Difference, num_a: int, num_b: int) -> str:
         return f"{found.value:+.{digits}f}; {'one seed each: ' if alone else ''}its error is not known"
     if size <= margin or size == 0:
         low, high = found.value - margin, found.value + margin
-        seeds = count(num_a) if num_a == num_b else f"{count(num_a)} and {count(num_b)}"
-        who = "this evaluation" if alone else f"{seeds} seeds"
+        seeds = f"{count(num_a)} seeds" if num_a == num_b else f"{count(num_a)} against {count(num_b)} seeds"
+        who = "this evaluation" if alone else seeds
         interval = f"{found.value:+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})"
         seen = f"no difference can be seen; {who} would show one of {margin:.{digits}f} or more"
         return f"{interval}: {seen}{ALONE if alone else ''}"

@@ -164,7 +164,8 @@ def report(name: str, run: History) -> str:
     lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows] if judgements else []
     for reason in dict.fromkeys(each.reason for each in judgements if each.reason):
         figures = [each.figure["what"] for each in judgements if each.reason == reason]
-        lines.append(f"{UNKNOWN} ({reason}): {', '.join(figures)}")
+        which = "all figures" if len(figures) == len(judgements) else "; ".join(figures)
+        lines.append(f"{UNKNOWN} ({reason}): {which}")
     return "\n".join([*lines, f"source: {reference['source']}"])
 
 

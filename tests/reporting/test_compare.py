@@ -164,7 +164,7 @@ def test_what_speaks_against_a_comparison_is_said(tmp_path):
     assert "A has the same seed twice" in text and "A's runs differ in more than the seed: --group_size." in text
     assert f"Not compared: policy/kl_ref, missing in {b[0]}." in text
     assert "(seed 2, to step 60)" in text and "(seed 1, to step 20)" in text
-    assert "three and two seeds would show" in text
+    assert "three against two seeds would show" in text
     empty = History(tmp_path, {}, [{"step": 1}])
     assert "Nothing to compare" in compare([empty], [empty])
 

@@ -37,14 +37,14 @@ fi
 
 set -m # each run is a process group, which a signal reaches as a whole
 run="" is_ended=""
-trap 'is_ended=yes; [ -z "$run" ] || kill -TERM -- "-$run" || true' INT TERM HUP USR1
+trap 'is_ended=yes is_interrupted=yes; [ -z "$run" ] || kill -TERM -- "-$run" || true' INT TERM HUP USR1
 failed=() folders=()
 for seed in $(seq "$num_seeds"); do
     echo "seed $seed of $num_seeds: ${base}_seed$seed"
     (run_seed "$seed" "$@") &
-    run=$! status=0
-    while kill -0 "$run" 2> /dev/null; do # a trap ends `wait`
-        status=0
+    run=$! is_interrupted=yes
+    while [ -n "$is_interrupted" ]; do # a trap ends `wait`
+        is_interrupted="" status=0
         wait "$run" || status=$?
     done
     run="" folders+=("${base}_seed$seed")

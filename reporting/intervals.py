@@ -12,7 +12,7 @@ CONFIDENCE = 0.95
 def t_quantile(confidence: float, freedom: float) -> float:
     """The t that Student's |T| stays below with this probability; degrees of freedom: 1 or more, also fractions.
 
-    With T = sqrt(freedom) tan(angle), the density of the angle is proportional to cos(angle)^(freedom - 1).
+    With T = sqrt(freedom) tan(angle), the density of the angle is proportional to cos(angle)^(freedom-1).
     """
     angles = np.linspace(0.0, math.pi / 2, 20_001)
     density = np.cos(angles) ** (freedom - 1)

@@ -134,9 +134,9 @@ def protocol_of(run: History, name: str, step: int) -> dict[str, object]:
     set_name = name.split("/")[1]
     sets = [name_of_source(str(source)) for source in run.config.get("eval_data", [])]
     file = run.folder / "eval" / f"step_{step}" / f"{set_name}.jsonl"
-    if set_name not in sets or not file.exists():
+    values = {key: run.config.get(f"eval_{key}") for key in SAMPLING}
+    if set_name not in sets or not all(values.values()) or not file.exists():
         return {}
-    values = {key: run.config[f"eval_{key}"] for key in SAMPLING}
     protocol = {key: each[sets.index(set_name) % len(each)] for key, each in values.items()}
     return protocol | {"problems": len(file.read_text().splitlines()) // protocol["samples"]}
 

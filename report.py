@@ -1,15 +1,23 @@
-"""Pictures of a run: curves.png from metrics.jsonl, timeline.png from timeline.jsonl.
+"""Pictures of a run, comparisons of runs, and whether a run is as published.
 
-`python report.py runs/x` draws them, also while the run goes on.
+    python report.py runs/x                              curves.png and timeline.png, also while the run goes on
+    python report.py --compare a1 a2 a3 -- b1 b2 b3      is the difference noise? reporting/compare.py
+    python report.py runs/x --reference NAME             reached, not reached, or why it cannot be judged
+
+NAME is that of a file in references/.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+
+from reporting import reference
+from reporting.compare import compare
+from reporting.history import History, read_config
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -51,6 +59,24 @@ def read_steps(file: Path) -> list[dict]:
     return [by_step[step] for step in sorted(by_step)]
 
 
+def history(run_dir: Path) -> History:
+    """The run as comparisons take it. Raises ValueError if the folder holds no step of a run."""
+    try:
+        run = History(run_dir, read_config(run_dir), read_metrics(run_dir))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{run_dir} cannot be read ({error}).") from None
+    if not run.config or not run.records:
+        missing = "metrics.jsonl with a step" if run.config else "config.json"
+        raise ValueError(f"{run_dir} is no run folder with results: it has no {missing}.")
+    return run
+
+
+def judgement(run_dir: Path) -> str:
+    """What is to be said at the end of a run of a documented set-up; "" of any other run."""
+    name = reference.belongs_to(read_config(run_dir))
+    return reference.report(name, history(run_dir)) if name else ""
+
+
 def seconds_of_phases(metrics: dict[str, float]) -> dict[str, float]:
     """Phase -> seconds, from the `time/<phase>_s` of a step."""
     times = {name[5:-2]: value for name, value in metrics.items() if name.startswith("time/")}
@@ -58,10 +84,11 @@ def seconds_of_phases(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def plot(run_dir: Path) -> None:
-    """Draws `run_dir`/curves.png: the nine curves to look at first."""
+    """Draws `run_dir`/curves.png: the nine curves to look at first; dashed: what was published of this set-up."""
     from matplotlib.figure import Figure  # here, not above: half a second that most processes never need
 
     records = read_metrics(run_dir)
+    published = reference.published_curves(History(run_dir, read_config(run_dir), records))
     figure = Figure(figsize=(14, 10), layout="constrained")
     for axis, title in zip(figure.subplots(3, 3).flat, [*PANELS, "seconds per phase"], strict=True):
         axis.set(title=title, xlabel="step")
@@ -69,9 +96,13 @@ def plot(run_dir: Path) -> None:
         pattern = PANELS.get(title, "")
         for name in sorted({name for record in records for name in record if fnmatch(name, pattern)}):
             points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
+            if not points:
+                continue
             marker = "o" if name.startswith("eval/") else None
-            axis.plot(*zip(*points, strict=True), marker=marker, label=name.partition("/")[2])
-        if "*" in pattern and axis.lines:
+            (line,) = axis.plot(*zip(*points, strict=True), marker=marker, label=name.partition("/")[2])
+            if curve := published.get(name):
+                axis.plot(*zip(*curve["points"], strict=True), ".--", color=line.get_color(), label=curve["label"])
+        if len(axis.lines) > 1 or ("*" in pattern and axis.lines):
             axis.legend(fontsize=8)
     seconds = {record["step"]: seconds_of_phases(record) for record in records if "time/sample_s" in record}
     if seconds:  # in the last panel
@@ -118,6 +149,27 @@ def save(figure: Figure, file: Path) -> None:
     file.with_suffix(".unfinished.png").replace(file)
 
 
+def main() -> None:
+    """The command line. Ends with exit status 2 and a sentence for what cannot be read."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="*", type=Path, help="run folders; after --compare A... -- those of B")
+    answers = parser.add_mutually_exclusive_group()
+    answers.add_argument("--compare", nargs="+", type=Path, metavar="A", help="compare these runs with those after --")
+    answers.add_argument("--reference", choices=reference.names(), metavar="NAME", help="judge each run by it")
+    args = parser.parse_args()
+    if not args.runs:
+        parser.error("give run folders; --compare takes them on both sides of --.")
+    if not args.compare and not args.reference:
+        for run_dir in args.runs:
+            plot(run_dir)
+            plot_timeline(run_dir)
+        return
+    try:
+        side_a, runs = ([history(run_dir) for run_dir in side] for side in (args.compare or [], args.runs))
+    except ValueError as error:
+        parser.exit(2, f"error: {error}\n")
+    print("\n\n".join([compare(side_a, runs)] if side_a else [reference.report(args.reference, run) for run in runs]))
+
+
 if __name__ == "__main__":
-    plot(Path(sys.argv[1]))
-    plot_timeline(Path(sys.argv[1]))
+    main()

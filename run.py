@@ -268,6 +268,11 @@ class Run:
                 report.plot(self.out_dir)
                 report.plot_timeline(self.out_dir)
 
+    def judge(self) -> None:
+        """Says whether a run of a documented set-up has reached what was published; of others nothing."""
+        if self.world.is_main and (text := report.judgement(self.out_dir)):
+            self.say(text)
+
     @contextmanager
     def _trace(self, name: str) -> Iterator[None]:
         """In --profile_steps, a trace of the phase. A whole rollout or many updates would take gigabytes: `TRACED`."""

@@ -122,6 +122,7 @@ def finish(run: Run, step: int) -> None:
     if run.world.is_main:
         link_final(run.out_dir, step)
     run.plot()
+    run.judge()
     run.finish()
 
 

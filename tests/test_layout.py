@@ -14,7 +14,9 @@ from inputs.choices import CHOICES, parameters_of
 from inputs.command_line import parse_flags
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("generation", "grading", "guards", "inputs", "model", "planner", "records")  # the folders of the program
+ROOMS = (  # the folders of the program
+    "generation", "grading", "guards", "inputs", "model", "planner", "records", "reporting",
+)  # fmt: skip
 PROGRAM = sorted([*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).glob("*.py"))])
 FOLDERS_BESIDE = ("benchmarks", "scripts", "tests")
 BESIDE = [path for folder in FOLDERS_BESIDE for path in sorted((ROOT / folder).rglob("*.py"))]
@@ -106,6 +108,13 @@ def test_the_guards_do_not_know_the_loop():
     for name in in_room("guards"):
         assert packages(name) & OURS <= {"guards", "flags", "fsdp_utils", "inputs", "model"}, name
         assert not packages(name) & LOOP, name
+
+
+def test_reporting_knows_what_a_run_leaves_behind_and_nothing_else_of_the_program():
+    for name in in_room("reporting"):
+        ours = {module for module in imports(TREES[name]) if module.partition(".")[0] in OURS}
+        assert all(module.startswith("reporting.") or module == "inputs.records" for module in ours), name
+        assert not packages(name) & {"torch", "transformers", "matplotlib"}, name
 
 
 def test_generation_elsewhere_or_in_parts_has_two_doors():

@@ -122,8 +122,8 @@ def finish(run: Run, step: int) -> None:
     if run.world.is_main:
         link_final(run.out_dir, step)
     run.plot()
-    run.judge()
     run.finish()
+    run.judge()
 
 
 def end_complete(run: Run, saved_step: int, last_step: int) -> None:

@@ -55,7 +55,7 @@ def flags_of(model: Path, steps: int, num_servers: int, ahead: int) -> list[str]
         "model": model, "train_data": model / "train.jsonl", "reward": f"{model}/listing_reward.py:score",
         "reward_workers": 1, "max_prompt_tokens": 16, "max_completion_tokens": 24, "prompts_per_step": PROMPTS,
         "group_size": GROUP, "prompts_per_update": PROMPTS // 2, "micro_batch_tokens": 512, "learning_rate": 1e-4,
-        "total_steps": steps, "save_every": 5, "keep_last": 2, "engine": "server", "num_servers": num_servers,
+        "total_steps": steps, "save_every": 5, "keep_checkpoints": 2, "engine": "server", "num_servers": num_servers,
         "steps_ahead": ahead,
     }  # fmt: skip
     return [part for name, value in flags.items() for part in (f"--{name}", str(value))] + ["--in_flight"] * (ahead > 1)

@@ -177,8 +177,8 @@ class Fleet:
     async def _open(self) -> None:
         most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # each request is a connection
         resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
-        # A connection for each request: vLLM's server closes one that is idle for 5 s, perhaps while the next request is
-        # on its way, and that would look like a server that has died.
+        # A connection for each request: vLLM's server closes one that is idle for 5 s, perhaps while the next request
+        # is on its way, and that would look like a server that has died.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
         self.session = aiohttp.ClientSession(headers=self.headers, timeout=timeout, connector=connector)

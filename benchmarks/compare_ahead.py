@@ -71,17 +71,20 @@ def tokens_sampled(address: str, key: str) -> float | None:
 def train(seed: int, flags: list[str], out_dir: Path) -> None:
     """One run. Leaves the count of its server's tokens in sampled.json. Raises RuntimeError if it fails."""
     environment = os.environ | {"SEED": str(seed), "OUT_DIR": str(out_dir)}
-    log, sampled, server = out_dir.with_suffix(".log"), 0.0, None
+    log, sampled = (
+        out_dir.with_suffix(".log"),
+        {},
+    )  # address of a server -> its tokens; one that is started again is new
     with log.open("a") as output:
         command = ["bash", "scripts/tiny_cpu.sh", *flags]
         run = psutil.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
         while run.poll() is None:
-            server = server or server_of(run)
-            sampled = (tokens_sampled(*server) if server else None) or sampled
-            time.sleep(0.2)
+            if server := server_of(run):
+                sampled[server[0]] = tokens_sampled(*server) or sampled.get(server[0], 0.0)
+            time.sleep(0.5)
     if run.returncode:
         raise RuntimeError(f"{' '.join(command)}: {log.read_text()[-3000:]}")
-    (out_dir.with_suffix(".sampled.json")).write_text(json.dumps(sampled))
+    (out_dir.with_suffix(".sampled.json")).write_text(json.dumps(sum(sampled.values())))
 
 
 def summary(out_dir: Path) -> dict[str, float]:

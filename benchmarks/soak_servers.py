@@ -2,9 +2,10 @@
 
     python benchmarks/soak_servers.py --kills 10
 
-Two kinds of runs, each with --steps_ahead 1, and with 2 in flight: in the first a server of two is killed with SIGKILL
-again and again, and must be started again by the run itself; in the second a rank or the launcher, after which the same
-command is started again. A run that is complete is checked and followed by another one until all kills are used.
+Two kinds of runs, half of each with --steps_ahead 1, half with 2 in flight. In the first a server of two is killed
+(SIGKILL) again and again, and must be started again by the run itself; in the second a rank or the launcher, after
+which the same command is started again. A run that is complete is checked and followed by another one until all kills
+are used.
 Checked after each: every step has its line and its completions; of the steps that count (of a step that was trained
 again after a kill, the last time) every prompt of the epoch was sampled and graded exactly once, with all its
 completions; no token was further behind than --steps_ahead; nothing outlives the run by 15 s. Prints a line per run
@@ -55,7 +56,7 @@ def flags_of(model: Path, steps: int, num_servers: int, ahead: int) -> list[str]
         "model": model, "train_data": model / "train.jsonl", "reward": f"{model}/listing_reward.py:score",
         "reward_workers": 1, "max_prompt_tokens": 16, "max_completion_tokens": 24, "prompts_per_step": PROMPTS,
         "group_size": GROUP, "prompts_per_update": PROMPTS // 2, "micro_batch_tokens": 512, "learning_rate": 1e-4,
-        "total_steps": steps, "save_every": 5, "keep_last": 2, "engine": "server", "num_servers": num_servers,
+        "total_steps": steps, "save_every": 5, "keep_checkpoints": 2, "engine": "server", "num_servers": num_servers,
         "steps_ahead": ahead,
     }  # fmt: skip
     return [part for name, value in flags.items() for part in (f"--{name}", str(value))] + ["--in_flight"] * (ahead > 1)
@@ -152,7 +153,7 @@ def faults_of(out_dir: Path, model: Path, steps: int, ahead: int) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--kills", type=int, default=10, help="of servers, and as many of trainers, in each way")
+    parser.add_argument("--kills", type=int, default=10, help="of servers, and as many of trainers")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=120, help="length of each run: one epoch")
     parser.add_argument("--longest", type=float, default=60.0, help="seconds from one kill to the next, at most")
@@ -171,7 +172,7 @@ def main() -> None:
         (model / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         for kind, kill, num_servers in (("servers", kill_servers, 2), ("trainers", kill_trainers, 1)):
             for ahead in (1, 2):
-                left = args.kills
+                left = args.kills // 2
                 while left:
                     out_dir = folder / f"run_{done.total()}_{kind}_{ahead}"
                     kills = kill(out_dir, flags_of(model, args.steps, num_servers, ahead), rng, left, args.longest)

@@ -177,10 +177,11 @@ class Fleet:
     async def _open(self) -> None:
         most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # each request is a connection
         resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+        # A connection for each request: vLLM's server closes one that is idle for 5 s, perhaps while the next request
+        # is on its way, and that would look like a server that has died.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
-        self.session = aiohttp.ClientSession(
-            headers=self.headers, timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
-        )
+        self.session = aiohttp.ClientSession(headers=self.headers, timeout=timeout, connector=connector)
         self.watchers = [asyncio.create_task(self._watch(server)) for server in self.servers]
 
     def close(self) -> None:

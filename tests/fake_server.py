@@ -25,6 +25,7 @@ class FakeServer:
     def __init__(self, seconds: float = 0.0, port: int = 0) -> None:
         self.seconds, self.port = seconds, port
         self.version, self.tokens, self.paused, self.stuck, self.dies_in_sync = "default", 0, False, False, False
+        self.hangs_up, self.used = False, set()  # when a connection that it has answered on is used again
         self.prompts: list[list[int]] = []  # of the completions that it gave
         self.received: list[torch.Tensor] = []  # of the last update
         self.spoil = lambda answer: web.json_response(answer)
@@ -101,6 +102,10 @@ class FakeServer:
 
     async def generate(self, request: web.Request) -> web.Response:
         body = await request.json()
+        connection = request.transport.get_extra_info("peername")
+        if self.hangs_up and connection in self.used:
+            request.transport.abort()
+        self.used.add(connection)
         versions: list[str] = []
         while len(versions) < body["sampling_params"]["max_tokens"]:
             await asyncio.sleep(self.seconds)

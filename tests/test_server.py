@@ -98,6 +98,17 @@ def test_servers_get_every_weight_and_share_the_prompts_by_their_load():
     assert np.concatenate(rollout.versions).tolist() == [0] * 32 * 5
 
 
+def test_a_server_that_closes_connections_it_has_answered_on_is_not_taken_for_dead():
+    """As vLLM's does with idle ones, perhaps while the next request is on its way."""
+    server = FakeServer()
+    server.hangs_up = True
+    with engine_of(server) as engine:
+        synced(engine)
+        for step in range(1, 4):
+            engine.sample(ROWS, Sampling(2, 1.0, 3), (1, step))
+        assert engine.said == [] and len(server.prompts) == 3 * 2 * len(ROWS)
+
+
 def changed(**changes):
     """Spoils the choice of an answer."""
     return lambda answer: web.json_response(answer | {"choices": [answer["choices"][0] | changes]})

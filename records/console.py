@@ -47,8 +47,9 @@ class Console:
         """With --quiet only a step with an evaluation has a line."""
         if not self.is_main:
             return
-        self.seconds.append(metrics["time/step_s"])
-        left = (last_step - step) * statistics.mean(self.seconds)
+        if step:  # 0: before training
+            self.seconds.append(metrics["time/step_s"])
+        left = (last_step - step) * statistics.mean(self.seconds) if self.seconds else 0.0
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         status = {"step": step, "last_step": last_step, "time": _clock(), "seconds_left": round(left), **finite}
         with tolerated("status.json"):

@@ -46,6 +46,11 @@ def test_bench_leak():
     assert found["mb_per_step"] != 0, "the first steps of a run take more and more"
 
 
+def test_bench_keep():
+    found = run("bench_keep.py", "--completions", 16, "--mean_tokens", 40, "--rounds", 2)
+    assert found["goal"] == 0.1 and found["seconds"] > 0 and found["mb_per_million_tokens"] > 0
+
+
 @pytest.mark.parametrize("script", ["bench_step.py", "bench_scaling.py"])
 def test_benchmarks_of_whole_steps(script):  # the first one on two ranks, without TRL
     only = ["--ranks", "1", "--only", "smallest"] if script == "bench_scaling.py" else []

@@ -1,12 +1,13 @@
-"""Pictures of a run: curves.png from metrics.jsonl, timeline.png from timeline.jsonl.
+"""What came out of runs, also while they go on: `python report.py runs/a runs/b ...`.
 
-`python report.py runs/x` draws them, also while the run goes on.
+It writes one page that compares them (`reporting/page.py`), and draws of each run curves.png from metrics.jsonl and
+timeline.png from timeline.jsonl.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -118,6 +119,23 @@ def save(figure: Figure, file: Path) -> None:
     file.with_suffix(".unfinished.png").replace(file)
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Writes a page that compares runs, and draws the pictures of each.")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="the page (default: report.html in the first run)")
+    args = parser.parse_args()
+    for folder in args.runs:
+        if not (folder / "metrics.jsonl").exists() and not (folder / "config.json").exists():
+            parser.exit(2, f"error: {folder} is no run: it holds neither metrics.jsonl nor config.json.\n")
+    from reporting.page import write_page  # here, not above: training imports this file, and needs no pyarrow
+
+    file = args.output or args.runs[0] / "report.html"
+    write_page(file, {folder: read_metrics(folder) for folder in args.runs})
+    print(file, flush=True)
+    for folder in args.runs:
+        plot(folder)
+        plot_timeline(folder)
+
+
 if __name__ == "__main__":
-    plot(Path(sys.argv[1]))
-    plot_timeline(Path(sys.argv[1]))
+    main()

@@ -1,10 +1,10 @@
 """The page that compares runs: one HTML file that needs neither a server nor a network. `report.py` is its door.
 
 Read on here for runs and their differences, in `samples.py` for the stored completions. `template.html`, `page.css` and
-`page.js` show them; the curves are drawn by uPlot (`vendor/`).
+the scripts show them; the curves are drawn by uPlot (`vendor/`).
 
-What a model has written cannot run as code: all data is embedded in base64, which has no character of HTML; `page.js`
-writes text as text; and the page's Content-Security-Policy admits no script but those two, by their hashes.
+What a model has written cannot run as code: all data is embedded in base64, which has no character of HTML; the scripts
+write text as text; and the page's Content-Security-Policy admits no others, by their hashes.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import subprocess
 from pathlib import Path
 
 from guards.disk import replace
-from reporting.samples import Budget, embed, pack_samples, rounded
+from reporting.samples import embed, pack_samples, rounded
 
 FOLDER = Path(__file__).parent
+SCRIPTS = ("curves.js", "tables.js", "samples.js", "page.js")  # together one script, which the last one starts
 BYTES_OF_SAMPLES = 18_000_000  # of all runs together, so that a page stays below 20 MB
 CHARACTERS_OF_CODE = 300_000  # of a patch, or of the difference between two commits
 
@@ -34,8 +35,8 @@ def write_page(file: Path, records: dict[Path, list[dict[str, float]]]) -> None:
     chunks = {}
     with_samples = [index for index, folder in enumerate(records) if any((folder / "rollouts").glob("step_*.parquet"))]
     for index, folder in enumerate(records):
-        budget = Budget(BYTES_OF_SAMPLES // max(len(with_samples), 1))
-        runs[index]["samples"], own = pack_samples(folder, runs[index]["config"], budget)
+        num_bytes = BYTES_OF_SAMPLES // max(len(with_samples), 1)
+        runs[index]["samples"], own = pack_samples(folder, runs[index]["config"], num_bytes)
         chunks |= {f"samples-{index}-{name}": chunk for name, chunk in own.items()}
     chunks["runs"] = embed({"runs": runs, "seed_groups": seed_groups(runs)})
     replace(file, fill_template(chunks).encode())
@@ -43,9 +44,10 @@ def write_page(file: Path, records: dict[Path, list[dict[str, float]]]) -> None:
 
 def fill_template(chunks: dict[str, str]) -> str:
     """template.html with style, scripts and data in their places."""
-    texts = {name: (FOLDER / name).read_text() for name in ("page.css", "page.js")}
-    texts |= {name: (FOLDER / "vendor" / name).read_text() for name in ("uPlot.min.css", "uPlot.iife.min.js")}
-    hashes = [hashlib.sha256(texts[name].encode()).digest() for name in ("uPlot.iife.min.js", "page.js")]
+    texts = {name: (FOLDER / "vendor" / name).read_text() for name in ("uPlot.min.css", "uPlot.iife.min.js")}
+    texts |= {"page.css": (FOLDER / "page.css").read_text()}
+    texts["scripts"] = "\n".join((FOLDER / name).read_text() for name in SCRIPTS)
+    hashes = [hashlib.sha256(texts[name].encode()).digest() for name in ("uPlot.iife.min.js", "scripts")]
     texts["hashes"] = " ".join(f"'sha256-{base64.b64encode(each).decode()}'" for each in hashes)
     texts["data"] = "\n".join(
         f'<script type="text/plain" id="{name}">{chunk}</script>' for name, chunk in chunks.items()

@@ -43,18 +43,20 @@ def make_tokenizer(file: Path, vocabulary: dict[str, int]) -> None:
     file.write_text(json.dumps(text))
 
 
-def make_run(folder: Path, seed: int = 1, steps: int = 500, **flags: object) -> Path:
-    """A folder with config.json, starts.jsonl and metrics.jsonl."""
+def make_run(folder: Path, seed: int = 1, steps: int = 500, patch: str = "", **flags: object) -> Path:
+    """A folder with config.json, starts.jsonl and metrics.jsonl, and a patch if there are uncommitted changes."""
     folder.mkdir(parents=True)
     config = {"model": f"policies/warm_seed{seed}", "out_dir": str(folder), "seed": seed, "clip_high": 0.2}
     config |= {"learning_rate": 1e-6, "group_size": GROUP_SIZE, "policy_loss": "clip", "kl_coef": 0.001} | flags
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     start = {
         "time": "20260101T120000", "resumed_from": 0, "command": ["python", "train_grpo.py"], "world_size": 8,
-        "device": "NVIDIA H100 80GB HBM3", "cores": 64, "commit": "a" * 40, "has_uncommitted_changes": False,
+        "device": "NVIDIA H100 80GB HBM3", "cores": 64, "commit": "a" * 40, "has_uncommitted_changes": bool(patch),
         "python": "3.11.9", "packages": {"torch": "2.13.0", "vllm": "0.32.0"},
     }  # fmt: skip
     (folder / "starts.jsonl").write_text(json.dumps(start) + "\n")
+    if patch:
+        (folder / f"changes_{start['time']}.patch").write_text(patch)
     records = metrics_of(np.random.default_rng(seed), steps, config["clip_high"])
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return folder
@@ -121,7 +123,8 @@ def make_rollouts(run: Path, steps: list[int], prompts: int, tokens: int, vocabu
             "prompt": [f"<|im_start|>user\nWhat is {step} + {b // GROUP_SIZE}?<|im_end|>\n" for b in range(count)],
             "answer": [str(step + b // GROUP_SIZE) for b in range(count)],
             "completion": [b"".join(texts[i] for i in each[:-1]).decode() for each in drawn],
-            "prompt_ids": pa.array([np.arange(30, dtype=np.int32)] * count), "token_ids": pa.array([x.astype(np.int32) for x in drawn]),
+            "prompt_ids": pa.array([np.arange(30, dtype=np.int32)] * count),
+            "token_ids": pa.array([x.astype(np.int32) for x in drawn], pa.large_list(pa.int32())),
             "rollout_logprobs": pa.array(logprobs), "old_logprobs": pa.array(old), "advantages": pa.array(advantages),
             "versions": pa.array(versions), "reward": pa.array(reward.astype(np.float32)),
             "reward_parts": [json.dumps({"math": float(right), "format": 0.1}) for right in correct],
@@ -130,4 +133,3 @@ def make_rollouts(run: Path, steps: list[int], prompts: int, tokens: int, vocabu
             "is_truncated": [b % 4 == 2 for b in range(count)], "is_trained": [b != 3 for b in range(count)],
         }  # fmt: skip
         pq.write_table(pa.table(table), folder / f"step_{step}.parquet", compression="zstd")
-

@@ -86,27 +86,40 @@ async function loadStep(run, number) {
       tokens.ends = tokens.lengths.map((length) => (end += length));
     }
     step.tokens = tokens;
+    step.places = joinPlanes(step);
   }
   return step;
 }
 
-function tokenAt(step, t) {
-  let place = 0;
-  for (let plane = 0; plane < step.num_planes; plane++) place += step[`place${plane}`][t] << (8 * plane);
-  return place;
+/** The places of the step's tokens in the list of all, from their bytes. */
+function joinPlanes(step) {
+  const places = new Uint32Array(step.place0);
+  for (let plane = 1; plane < step.num_planes; plane++) {
+    step[`place${plane}`].forEach((byte, t) => { places[t] += byte << (8 * plane); });
+  }
+  return places;
 }
 
-function bytesOf(step, t) {
-  const place = tokenAt(step, t);
-  return step.tokens.text.subarray(place ? step.tokens.ends[place - 1] : 0, step.tokens.ends[place]);
+/** The bytes of tokens `first` to `last` together. */
+function bytesOf({ places, tokens }, first, last) {
+  let size = 0;
+  for (let t = first; t <= last; t++) size += tokens.lengths[places[t]];
+  const bytes = new Uint8Array(size);
+  for (let t = first, at = 0; t <= last; t++) {
+    const end = tokens.ends[places[t]];
+    for (let i = end - tokens.lengths[places[t]]; i < end; i++) bytes[at++] = tokens.text[i];
+  }
+  return bytes;
 }
+
+const newDecoder = () => new TextDecoder("utf-8", { ignoreBOM: true });
 
 /** The text of a completion in pieces of whole characters: {text, at, first, last}. Most are one token. */
 function piecesOf(step, row) {
-  const pieces = [], decoder = new TextDecoder("utf-8", { ignoreBOM: true }), end = step.starts[row + 1];
+  const pieces = [], decoder = newDecoder(), end = step.starts[row + 1];
   let first = step.starts[row], at = 0;
   for (let t = first; t < end; t++) {
-    const text = decoder.decode(bytesOf(step, t), { stream: t + 1 < end });
+    const text = decoder.decode(bytesOf(step, t, t), { stream: t + 1 < end });
     if (!text && t + 1 < end) continue; // the character goes on in the next token
     pieces.push({ text, at, first, last: t });
     at += text.length;
@@ -117,7 +130,7 @@ function piecesOf(step, row) {
 
 function textOf(step, row) {
   step.texts ??= [];
-  const decoded = () => piecesOf(step, row).map((piece) => piece.text).join("");
+  const decoded = () => newDecoder().decode(bytesOf(step, step.starts[row], step.starts[row + 1] - 1));
   return (step.texts[row] ??= step.tokens ? decoded() : step.rows.text[row]);
 }
 
@@ -218,10 +231,10 @@ function showSamples() {
     if (!each) return void (scale.replaceChildren(), shown.replaceChildren());
     const { step, group, rows, all } = each;
     const possible = Object.keys(COLORINGS).filter((key) => step.tokens && step[key]);
-    if (!possible.includes(chosen.coloring)) chosen.coloring = possible[0] ?? "none";
-    const choices = possible.map((key) => [key, COLORINGS[key].title]);
-    fill(controls.coloring, [...choices, ["none", "nothing"]], chosen.coloring);
-    const coloring = COLORINGS[chosen.coloring];
+    const choices = [...possible.map((key) => [key, COLORINGS[key].title]), ["none", "nothing"]];
+    const current = [...possible, "none"].includes(chosen.coloring) ? chosen.coloring : choices[0][0];
+    fill(controls.coloring, choices, current);
+    const coloring = COLORINGS[current];
     const colors = coloring?.scale(step) ?? [];
     scale.replaceChildren(...colors.map(([kind, text]) => make("span", {}, make("i", { className: kind }), text)));
     const prompt = make("details", { open: group.prompt.length < 600 }, make("summary", {}, "Prompt"),
@@ -316,7 +329,7 @@ function describeToken(step, piece) {
   const lines = [make("b", {}, JSON.stringify(piece.text))];
   for (let t = piece.first; t <= piece.last; t++) {
     const values = Object.values(COLORINGS).map((each) => [each, each.value(step, t)]);
-    lines.push(make("div", { className: "muted" }, `token ${step.tokens.ids[tokenAt(step, t)]}`),
+    lines.push(make("div", { className: "muted" }, `token ${step.tokens.ids[step.places[t]]}`),
       ...values.filter(([, value]) => value != null).map(([each, value]) => make("div", {}, each.text(value))));
   }
   return lines;

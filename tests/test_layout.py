@@ -14,7 +14,7 @@ from inputs.choices import CHOICES, parameters_of
 from inputs.command_line import parse_flags
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("generation", "grading", "guards", "inputs", "model", "planner")  # the folders of the program
+ROOMS = ("generation", "grading", "guards", "inputs", "model", "planner", "reporting")  # the folders of the program
 PROGRAM = sorted([*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).glob("*.py"))])
 FOLDERS_BESIDE = ("benchmarks", "scripts", "tests")
 BESIDE = [path for folder in FOLDERS_BESIDE for path in sorted((ROOT / folder).rglob("*.py"))]
@@ -113,6 +113,15 @@ def test_generation_elsewhere_or_in_parts_has_two_doors():
     assert outside == {"rollout_server.py", "train_grpo.py"}
     doors = {name for name in imports(TREES["train_grpo.py"]) if name.startswith("generation")}
     assert doors == {"generation.partial_sampler"}
+
+
+def test_the_page_has_one_door_and_needs_no_model():
+    assert [name for name in TREES if not name.startswith("reporting/") and "reporting" in packages(name)] == [
+        "report.py"
+    ]
+    for name in in_room("reporting"):
+        assert packages(name) & OURS <= {"reporting", "guards"}, name
+        assert not packages(name) & {"torch", "transformers"}, name
 
 
 def test_vllm_and_the_process_group_have_their_files():

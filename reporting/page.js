@@ -123,7 +123,7 @@ async function start() {
   };
   addEventListener("beforeprint", print(true));
   addEventListener("afterprint", print(false));
-  addEventListener("scroll", hideTip, { passive: true });
+  for (const scrolling of ["wheel", "touchmove"]) addEventListener(scrolling, hideTip, { passive: true });
 }
 
 start().catch((error) => {

@@ -27,12 +27,12 @@ def byte_level(text: str) -> str:
 
 
 def make_vocabulary(size: int) -> dict[str, int]:
-    """All bytes, then words, as many as a real model has."""
+    """All bytes, then words, as many as a real model has; the last token is hostile."""
     pieces = list(BYTE_OF)
     words = [f" {a}{b}{c}{d}" for a in SYLLABLES for b in SYLLABLES for c in SYLLABLES for d in ["", *SYLLABLES]]
     words += [f"{word}{number}" for word in words for number in (1, 2)]
     pieces += [byte_level(word) for word in words]
-    return {piece: i for i, piece in enumerate(pieces[:size])}
+    return {piece: i for i, piece in enumerate([*pieces[: size - 1], byte_level(HOSTILE)])}
 
 
 def make_tokenizer(file: Path, vocabulary: dict[str, int]) -> None:
@@ -47,7 +47,7 @@ def make_run(folder: Path, seed: int = 1, steps: int = 500, patch: str = "", **f
     """A folder with config.json, starts.jsonl and metrics.jsonl, and a patch if there are uncommitted changes."""
     folder.mkdir(parents=True)
     config = {"model": f"policies/warm_seed{seed}", "out_dir": str(folder), "seed": seed, "clip_high": 0.2}
-    config |= {"learning_rate": 1e-6, "group_size": GROUP_SIZE, "policy_loss": "clip", "kl_coef": 0.001} | flags
+    config |= {"learning_rate": 1e-6, "group_size": GROUP_SIZE, "policy_loss": "clip", "system_prompt": HOSTILE} | flags
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     start = {
         "time": "20260101T120000", "resumed_from": 0, "command": ["python", "train_grpo.py"], "world_size": 8,
@@ -77,7 +77,7 @@ def metrics_of(random: np.random.Generator, steps: int, clip_high: float) -> lis
                 "policy/rollout_gap_mean": 0.002 + 0.0002 * random.normal(),
                 "optim/grad_norm": None if step == 7 else 0.3 + 0.05 * random.normal(), "optim/lr": 1e-6,
                 "reward/mean": correct, "reward/std": 0.4, "reward/part/math": correct, "reward/part/format": 0.9,
-                "completion/tokens_mean": 300 + 200 * progress, "completion/frac_truncated": 0.05,
+                "completion/tokens_mean": 300 + 200 * progress, "completion/frac_truncated": 0.05, HOSTILE: 1,
                 "completion/tokens_right_mean": 250 + 200 * progress + 10 * random.normal(),
                 "completion/tokens_wrong_mean": 400 + 250 * progress + 20 * random.normal(),
                 "time/sample_s": 20 + random.normal(), "time/logprobs_s": 4.0, "time/update_s": 12.0,
@@ -93,7 +93,10 @@ def metrics_of(random: np.random.Generator, steps: int, clip_high: float) -> lis
 
 
 def make_rollouts(run: Path, steps: list[int], prompts: int, tokens: int, vocabulary: dict[str, int]) -> None:
-    """rollouts/step_N.parquet of random words. The first completion of each step is hostile, the second smiles."""
+    """rollouts/step_N.parquet of random words.
+
+    The first completion of each step is hostile, as all other text is; the second smiles.
+    """
     random = np.random.default_rng(0)
     words = np.arange(256, len(vocabulary))
     texts = [bytes(BYTE_OF[c] for c in piece) for piece in vocabulary]
@@ -106,9 +109,9 @@ def make_rollouts(run: Path, steps: list[int], prompts: int, tokens: int, vocabu
         lengths = np.clip(random.normal(tokens, tokens / 5, count), 20, None).astype(int)
         drawn = np.split(random.choice(words, lengths.sum(), p=frequencies), np.cumsum(lengths)[:-1])
         drawn = [np.append(each, len(vocabulary)) for each in drawn]
-        for b, text in enumerate([HOSTILE, f"{SMILE} is the answer\nand a new line, {SMILE}"]):
-            start = [vocabulary[CHARACTER_OF[byte]] for byte in text.encode()]
-            drawn[b] = np.concatenate([start, drawn[b]])
+        text = f"{SMILE} is the answer\nand a new line, {SMILE}"
+        drawn[0] = np.append(vocabulary[byte_level(HOSTILE)], drawn[0])
+        drawn[1] = np.append([vocabulary[CHARACTER_OF[byte]] for byte in text.encode()], drawn[1])
         lengths = np.array([len(each) for each in drawn])
         correct = random.random(count) < 0.5
         logprobs = [-random.exponential(0.4, n).astype(np.float32) for n in lengths]
@@ -120,16 +123,16 @@ def make_rollouts(run: Path, steps: list[int], prompts: int, tokens: int, vocabu
             "step": pa.array([step] * count, pa.int32()), "b": pa.array(range(count), pa.int32()),
             "group": pa.array([b // GROUP_SIZE for b in range(count)], pa.int32()),
             "row": [f"train.jsonl:{step * prompts + b // GROUP_SIZE}" for b in range(count)],
-            "prompt": [f"<|im_start|>user\nWhat is {step} + {b // GROUP_SIZE}?<|im_end|>\n" for b in range(count)],
-            "answer": [str(step + b // GROUP_SIZE) for b in range(count)],
+            "prompt": [f"<|im_start|>user\nGroup {b // GROUP_SIZE} {HOSTILE}<|im_end|>\n" for b in range(count)],
+            "answer": [f"{b // GROUP_SIZE} {HOSTILE}" for b in range(count)],
             "completion": [b"".join(texts[i] for i in each[:-1]).decode() for each in drawn],
             "prompt_ids": pa.array([np.arange(30, dtype=np.int32)] * count),
             "token_ids": pa.array([x.astype(np.int32) for x in drawn], pa.large_list(pa.int32())),
             "rollout_logprobs": pa.array(logprobs), "old_logprobs": pa.array(old), "advantages": pa.array(advantages),
             "versions": pa.array(versions), "reward": pa.array(reward.astype(np.float32)),
-            "reward_parts": [json.dumps({"math": float(right), "format": 0.1}) for right in correct],
-            "reward_status": ["timeout" if b == 3 else "ok" for b in range(count)],
-            "read_as": [None if b % 5 == 4 else "42" for b in range(count)], "is_correct": correct.tolist(),
+            "reward_parts": [json.dumps({HOSTILE: float(right), "format": 0.1}) for right in correct],
+            "reward_status": [HOSTILE if b == 3 else "ok" for b in range(count)],
+            "read_as": [None if b % 5 == 4 else HOSTILE for b in range(count)], "is_correct": correct.tolist(),
             "is_truncated": [b % 4 == 2 for b in range(count)], "is_trained": [b != 3 for b in range(count)],
         }  # fmt: skip
         pq.write_table(pa.table(table), folder / f"step_{step}.parquet", compression="zstd")

@@ -126,18 +126,19 @@ def to_array(column: pa.ChunkedArray) -> np.ndarray:
 
 
 def pack_step(table: pa.Table, places: np.ndarray) -> str:
-    """The chunk of a step."""
+    """The chunk of a step: with the values of its tokens, or, without a tokenizer, with the texts that were stored."""
     ids = flat(table["token_ids"])
     lengths = to_array(pc.list_value_length(table["token_ids"]))
-    groups = to_array(table["group"])
-    first_rows = np.unique(groups, return_index=True)[1].tolist()
+    first_rows = np.unique(to_array(table["group"]), return_index=True)[1].tolist()
     of_groups = {name: table[name].to_pylist() for name in ("group", *OF_A_GROUP)}
     firsts = [{name: values[i] for name, values in of_groups.items()} for i in first_rows]
     rows = {name: table[name].to_pylist() for name in OF_A_COMPLETION}
     rows["reward"] = [rounded(reward) for reward in rows["reward"]]
     rows |= {"group": of_groups["group"], "parts": [parts_of(text) for text in table["reward_parts"].to_pylist()]}
+    header = {"lengths": lengths.tolist(), "rows": rows, "groups": firsts}
     if "completion" in table.column_names:
         rows["text"] = table["completion"].to_pylist()
+        return embed(header)
     planes = places[ids].astype("<u4").view(np.uint8).reshape(-1, 4).T  # bytes of one weight together deflate better
     num_planes = max(1, (int(places.max(initial=0)).bit_length() + 7) // 8)
     arrays = {f"place{i}": np.ascontiguousarray(planes[i]) for i in range(num_planes)}
@@ -146,8 +147,7 @@ def pack_step(table: pa.Table, places: np.ndarray) -> str:
     for name, array in quantized(values, scale).items():
         if (array != UNKNOWN[array.dtype.str[1:]]).any():
             arrays[name] = array
-    header = {"lengths": lengths.tolist(), "rows": rows, "groups": firsts, "num_planes": num_planes}
-    return embed(header | {"advantage_scale": scale}, arrays)
+    return embed(header | {"num_planes": num_planes, "advantage_scale": scale}, arrays)
 
 
 def parts_of(text: str) -> dict[str, float | None]:

@@ -1,9 +1,10 @@
-"""Pictures of a run, comparisons of runs, and whether a run is as published.
+"""What came out of runs, also while they go on.
 
-    python report.py runs/x                              curves.png and timeline.png, also while the run goes on
+    python report.py runs/a runs/b                       a page that compares them, and the pictures of each
     python report.py --compare a1 a2 a3 -- b1 b2 b3      is the difference noise? reporting/compare.py
     python report.py runs/x --reference NAME             reached, not reached, or why it cannot be judged
 
+The page is reporting/page.py's; the pictures are curves.png, from metrics.jsonl, and timeline.png, from timeline.jsonl.
 NAME is that of a file in references/.
 """
 
@@ -153,6 +154,7 @@ def main() -> None:
     """The command line. Ends with exit status 2 and a sentence for what cannot be read."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="*", type=Path, help="run folders; after --compare A... -- those of B")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="the page (default: report.html in the first run)")
     answers = parser.add_mutually_exclusive_group()
     answers.add_argument("--compare", nargs="+", type=Path, metavar="A", help="compare these runs with those after --")
     answers.add_argument("--reference", choices=reference.names(), metavar="NAME", help="judge each run by it")
@@ -161,14 +163,26 @@ def main() -> None:
         parser.error("give run folders; --compare takes them on both sides of --.")
     if not args.compare and not args.reference:
         for run_dir in args.runs:
-            plot(run_dir)
-            plot_timeline(run_dir)
+            if not (run_dir / "metrics.jsonl").exists() and not (run_dir / "config.json").exists():
+                parser.exit(2, f"error: {run_dir} is no run: it holds neither metrics.jsonl nor config.json.\n")
+        write_pages(args.runs, args.output or args.runs[0] / "report.html")
         return
     try:
         side_a, runs = ([history(run_dir) for run_dir in side] for side in (args.compare or [], args.runs))
     except ValueError as error:
         parser.exit(2, f"error: {error}\n")
     print("\n\n".join([compare(side_a, runs)] if side_a else [reference.report(args.reference, run) for run in runs]))
+
+
+def write_pages(runs: list[Path], file: Path) -> None:
+    """The page that compares the runs, and the pictures of each."""
+    from reporting.page import write_page  # here, not above: training imports this file, and needs no pyarrow
+
+    write_page(file, {run_dir: read_metrics(run_dir) for run_dir in runs})
+    print(file, flush=True)
+    for run_dir in runs:
+        plot(run_dir)
+        plot_timeline(run_dir)
 
 
 if __name__ == "__main__":

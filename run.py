@@ -66,7 +66,7 @@ def open_run_folder(out_dir: Path, config: dict[str, object], free: set[str]) ->
         return lock
     described = {"config.json", "starts.jsonl", "reward_failures.jsonl", "excluded_rows.jsonl"}
     ours = described | {"eval", "ranks", "servers", "stalls", "bad_updates", "samples.jsonl", "profile", FOLDER,
-             "status.json", "tensorboard", "wandb"}  # fmt: skip
+             "status.json", "report.html", "curves.png", "timeline.png", "tensorboard", "wandb"}  # fmt: skip
     found = {path.name for path in out_dir.iterdir() if not path.name.startswith((".", "changes_", "drift_"))}
     if others := ", ".join(sorted(found - ours)[:5]):
         raise ValueError(f"{where} holds {others} but no config.json, so no run of this program; choose another.")

@@ -39,7 +39,7 @@ def tensorboard(out_dir: Path, saved_step: int) -> tuple[Log, Close]:
 
 
 def wandb(out_dir: Path, saved_step: int) -> tuple[Log, Close]:
-    """Project WANDB_PROJECT; WANDB_MODE=offline: all in OUT_DIR/wandb. A step that comes again keeps its first values."""
+    """Project WANDB_PROJECT; WANDB_MODE=offline: all in OUT_DIR/wandb. A step that comes again keeps its values."""
     import wandb
 
     config, project = json.loads((out_dir / "config.json").read_text()), os.environ.get("WANDB_PROJECT", PROJECT)

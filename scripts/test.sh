@@ -9,6 +9,12 @@ if [ "$(cat .venv/installed-dev 2> /dev/null)" != "$(sha256sum < requirements-de
     pip install --quiet --disable-pip-version-check --no-deps -r requirements-dev.txt
     sha256sum < requirements-dev.txt > .venv/installed-dev
 fi
+# The report's page is tested in Chromium. Where it is missing and cannot be installed, those tests are skipped.
+if ! command -v chromedriver > /dev/null && [ "$(id -u)" -eq 0 ] && command -v apt-get > /dev/null; then
+    export DEBIAN_FRONTEND=noninteractive
+    { apt-get update && apt-get install -y --no-install-recommends chromium chromium-driver; } > /dev/null ||
+        echo "Chromium could not be installed: the report's page is not tested in a browser" >&2
+fi
 selection=(tests -n 2 --dist loadfile --no-loadscope-reorder)
 if [ "$NUM_GPUS" -gt 0 ]; then
     selection=(tests) # each test has the GPUs to itself

@@ -28,7 +28,9 @@ def test_curves_are_drawn_also_where_values_are_missing(tmp_path):
 
 def test_the_command_draws_the_curves_of_a_run(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(json.dumps(RECORDS[1]) + "\n")
-    subprocess.run([sys.executable, "report.py", str(tmp_path)], cwd=ROOT, check=True)
+    command = [sys.executable, "report.py", str(tmp_path)]
+    said = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert said == f"{tmp_path / 'report.html'}\n" and (tmp_path / "report.html").exists()
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 

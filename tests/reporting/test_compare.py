@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fabricated_runs import METRICS, history, write_completions, write_run
+from made_up_runs import METRICS, history, write_completions, write_run
 from reporting.compare import common_steps, compare, difference
 from reporting.history import History
 from reporting.intervals import margin_of_difference, t_quantile

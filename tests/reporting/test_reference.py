@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import report
-from fabricated_runs import write_completions, write_run
 from inputs.command_line import parse_flags
+from made_up_runs import write_completions, write_run
 from reporting.history import History, read_config
 from reporting.reference import belongs_to, judge, load, names, published_curves
 from test_setups import launched

@@ -1,0 +1,132 @@
+// What the sections share, and the start. One script with tables.js, curves.js and samples.js, of which it is the end.
+// Text of models and users goes into the page by `make` and `textContent` only, never as HTML.
+
+// Data ----------------------------------------------------------------------------------------------------------------
+
+const ARRAYS = { u1: Uint8Array, i1: Int8Array, i2: Int16Array, i4: Int32Array };
+
+/** The header and the arrays of a chunk that `embed` (samples.py) has packed. */
+async function unpack(id) {
+  const packed = Uint8Array.from(atob(byId(id).textContent), (character) => character.charCodeAt(0));
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
+  const raw = await new Response(stream).arrayBuffer();
+  const size = new DataView(raw).getUint32(0, true);
+  const { arrays, ...chunk } = JSON.parse(new TextDecoder().decode(new Uint8Array(raw, 4, size)));
+  let start = 4 + size;
+  for (const [name, type, length] of arrays) {
+    chunk[name] = new ARRAYS[type](raw.slice(start, start + length));
+    start += length;
+  }
+  return chunk;
+}
+
+// Elements and numbers ------------------------------------------------------------------------------------------------
+
+const byId = (id) => document.getElementById(id);
+
+/** A new element. Children that are strings become text. */
+function make(tag, properties = {}, ...children) {
+  const node = Object.assign(document.createElement(tag), properties);
+  node.append(...children);
+  return node;
+}
+
+/** A table whose first row and first column are headings. `null` is an empty cell. */
+function table(head, rows, className = "") {
+  const cell = (tag, scope) => (content) => make(tag, scope ? { scope } : {}, ...[content ?? "–"].flat());
+  return make("div", { className: "scroll", tabIndex: 0 },
+    make("table", { className },
+      make("thead", {}, make("tr", {}, ...head.map(cell("th", "col")))),
+      make("tbody", {}, ...rows.map(([first, ...rest]) =>
+        make("tr", {}, cell("th", "row")(first), ...rest.map(cell("td")))))));
+}
+
+/** A labelled select. `options`: [value, text] pairs. */
+function choice(label, options, onchange) {
+  const select = make("select", {}, ...options.map(([value, text]) => make("option", { value }, text)));
+  select.addEventListener("change", () => onchange(select.value));
+  return [make("label", {}, make("span", {}, label), select), select];
+}
+
+/** A number in at most five characters or so: 0.732, 12.3, 9.1k, 1e-6. */
+function short(value) {
+  if (value == null) return "–";
+  const size = Math.abs(value);
+  if (size >= 1e6) return `${+(value / 1e6).toPrecision(3)}M`;
+  if (size >= 1e4) return `${+(value / 1e3).toPrecision(3)}k`;
+  if (size > 0 && size < 1e-3) return value.toExponential(1).replace(".0e", "e");
+  return String(+value.toPrecision(3));
+}
+
+function duration(seconds) {
+  if (seconds < 120) return `${short(seconds)} s`;
+  return seconds < 7200 ? `${(seconds / 60).toFixed(0)} min` : `${(seconds / 3600).toFixed(1)} h`;
+}
+
+const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const isNumber = (value) => value != null;
+const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
+const known = (run, name) => (run.metrics[name] ?? []).filter(isNumber);
+const average = (run, name) => (known(run, name).length ? mean(known(run, name)) : null);
+const swatch = (color) => make("span", { className: "swatch" }, make("i", { style: `background: ${color}` }));
+
+let RUNS = [], GROUPS = []; // GROUPS: indices of the runs that differ by their seed alone
+
+const colorOf = (index) => `var(--color${index})`;
+const paint = (color) => style(color.slice(4, -1)); // a canvas knows no variables
+
+/** Eight colours, for the runs or for the groups that are drawn as one line. */
+function assignColors() {
+  RUNS.forEach((_, index) => {
+    const unit = view.together ? GROUPS.findIndex((group) => group.includes(index)) : index;
+    document.documentElement.style.setProperty(`--color${index}`, `var(--run${unit % 8})`);
+  });
+}
+
+function runName(index) {
+  return make("span", { className: "run" }, swatch(colorOf(index)), RUNS[index].name);
+}
+
+function fill(select, options, value) {
+  select.replaceChildren(...options.map(([key, text]) => make("option", { value: key }, text)));
+  select.value = value;
+}
+
+// Tooltip -------------------------------------------------------------------------------------------------------------
+
+function showTip(content, x, y) {
+  const tip = byId("tip");
+  tip.replaceChildren(...content);
+  tip.hidden = false;
+  const { width, height } = tip.getBoundingClientRect();
+  const isRight = x + 14 + width < document.documentElement.clientWidth;
+  tip.style.left = `${Math.max(4, isRight ? x + 14 : x - 14 - width)}px`;
+  tip.style.top = `${Math.max(4, Math.min(y, innerHeight - height - 4))}px`;
+}
+
+function hideTip() {
+  byId("tip").hidden = true;
+}
+
+// Start ---------------------------------------------------------------------------------------------------------------
+
+async function start() {
+  const data = await unpack("runs");
+  RUNS = data.runs;
+  GROUPS = data.seed_groups;
+  assignColors();
+  for (const show of [showOverview, showCurves, showTime, showDifferences, showSamples]) show();
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
+  const print = (isPrinting) => () => {
+    document.documentElement.classList.toggle("print", isPrinting);
+    drawAll();
+  };
+  addEventListener("beforeprint", print(true));
+  addEventListener("afterprint", print(false));
+  for (const scrolling of ["wheel", "touchmove"]) addEventListener(scrolling, hideTip, { passive: true });
+}
+
+start().catch((error) => {
+  byId("problem").textContent = `This page cannot be shown: ${error.message}. It needs a browser from 2023 or later.`;
+  byId("problem").hidden = false;
+});

@@ -1,0 +1,110 @@
+"""The page that compares runs: one HTML file that needs neither a server nor a network. `report.py` is its door.
+
+Read on here for runs and their differences, in `samples.py` for the stored completions. `template.html`, `page.css` and
+the scripts show them; the curves are drawn by uPlot (`vendor/`).
+
+What a model has written cannot run as code: all data is embedded in base64, which has no character of HTML; the scripts
+write text as text; and the page's Content-Security-Policy admits no others, by their hashes.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+from guards.disk import replace
+from reporting.samples import embed, pack_samples, rounded
+
+FOLDER = Path(__file__).parent
+SCRIPTS = ("curves.js", "tables.js", "samples.js", "page.js")  # together one script, which the last one starts
+BYTES_OF_SAMPLES = 18_000_000  # of all runs together, so that a page stays below 20 MB
+CHARACTERS_OF_CODE = 300_000  # of a patch, or of the difference between two commits
+
+
+def write_page(file: Path, records: dict[Path, list[dict[str, float]]]) -> None:
+    """Writes the page of these runs: folder -> the lines of its metrics.jsonl."""
+    runs = [describe(folder, lines) for folder, lines in records.items()]
+    for run, name in zip(runs, short_names(list(records)), strict=True):
+        run["name"] = name
+        run["code_difference"] = difference_of_commits(commit_of(runs[0]), commit_of(run))
+    chunks = {}
+    with_samples = [index for index, folder in enumerate(records) if any((folder / "rollouts").glob("step_*.parquet"))]
+    for index, folder in enumerate(records):
+        num_bytes = BYTES_OF_SAMPLES // max(len(with_samples), 1)
+        runs[index]["samples"], own = pack_samples(folder, runs[index]["config"], num_bytes)
+        chunks |= {f"samples-{index}-{name}": chunk for name, chunk in own.items()}
+    chunks["runs"] = embed({"runs": runs, "seed_groups": seed_groups(runs)})
+    replace(file, fill_template(chunks).encode())
+
+
+def fill_template(chunks: dict[str, str]) -> str:
+    """template.html with style, scripts and data in their places."""
+    texts = {name: (FOLDER / "vendor" / name).read_text() for name in ("uPlot.min.css", "uPlot.iife.min.js")}
+    texts |= {"page.css": (FOLDER / "page.css").read_text()}
+    texts["scripts"] = "\n".join((FOLDER / name).read_text() for name in SCRIPTS)
+    hashes = [hashlib.sha256(texts[name].encode()).digest() for name in ("uPlot.iife.min.js", "scripts")]
+    texts["hashes"] = " ".join(f"'sha256-{base64.b64encode(each).decode()}'" for each in hashes)
+    texts["data"] = "\n".join(
+        f'<script type="text/plain" id="{name}">{chunk}</script>' for name, chunk in chunks.items()
+    )
+    return re.sub(r"\{\{ (.+?) \}\}", lambda match: texts[match[1]], (FOLDER / "template.html").read_text())
+
+
+def describe(folder: Path, records: list[dict[str, float]]) -> dict:
+    """What the page shows of a run beside its samples."""
+    config, file = folder / "config.json", folder / "starts.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    starts = [json.loads(line) for line in lines if line.endswith("}")]  # a kill may cut the last one off
+    for start in starts:
+        patch = folder / f"changes_{start['time']}.patch"
+        is_changed = start["has_uncommitted_changes"] and patch.exists()
+        start["patch"] = patch.read_text(errors="replace")[:CHARACTERS_OF_CODE] if is_changed else ""
+    names = dict.fromkeys(name for record in records for name in record if name != "step")
+    return {
+        "folder": str(folder),
+        "config": json.loads(config.read_text()) if config.exists() else {},
+        "starts": starts,
+        "steps": [record["step"] for record in records],
+        "metrics": {name: [rounded(record.get(name)) for record in records] for name in names},
+    }
+
+
+def short_names(folders: list[Path]) -> list[str]:
+    """The last part of each path, or the whole path where others have that part, too."""
+    parts = [folder.absolute().name for folder in folders]
+    return [name if parts.count(name) == 1 else str(folder) for folder, name in zip(folders, parts, strict=True)]
+
+
+def commit_of(run: dict) -> str | None:
+    """The commit of the last start."""
+    return run["starts"][-1]["commit"] if run["starts"] else None
+
+
+def seed_groups(runs: list[dict]) -> list[list[int]]:
+    """Indices of the runs that differ by their seed alone: same code, same flags but for seed and folders.
+
+    A seed in the name of a folder, as in `--model runs/policy_seed2`, is the seed, too: a policy is warm-started by it.
+    """
+    groups: dict[str, list[int]] = {}
+    for index, run in enumerate(runs):
+        flags = {name: value for name, value in run["config"].items() if name not in ("seed", "out_dir")}
+        text = json.dumps([flags, commit_of(run), run["starts"][-1]["patch"] if run["starts"] else ""], sort_keys=True)
+        text = text.replace(json.dumps(run["config"].get("out_dir", ""))[1:-1] or "\0", "OUT_DIR")
+        text = re.sub(rf"(seed[_=-]?){run['config'].get('seed')}(?!\d)", r"\1*", text)
+        groups.setdefault(text if flags else f"run {index}", []).append(index)
+    return list(groups.values())
+
+
+def difference_of_commits(old: str | None, new: str | None) -> str:
+    """What git says; "" if it does not know both, or they are the same."""
+    git = shutil.which("git")
+    if old == new or not git or not all(re.fullmatch("[0-9a-f]{40,64}", commit or "") for commit in (old, new)):
+        return ""
+    command = [git, "-C", str(FOLDER), "diff", "--no-color", "--no-ext-diff", old, new, "--", ":/"]
+    found = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    return found.stdout[:CHARACTERS_OF_CODE]

@@ -195,7 +195,8 @@ def add_gradients(
             with activations_on_host(memory.offload_activations, world.device):
                 logprobs_N, entropies_N = policy(batch, algorithm.temperature, algorithm.entropy_coef != 0)
             old_logprobs_N = logprobs_N.detach() if is_unchanged else batch.old_logprobs_N
-            update.batches[i] = replace(batch, old_logprobs_N=old_logprobs_N)  # they are kept with the rollout
+            if batch.old_logprobs_N is None:  # they are kept with the rollout
+                update.batches[i] = replace(batch, old_logprobs_N=old_logprobs_N)
             loss_N, means, maxima = grpo.total_loss(batch, logprobs_N, old_logprobs_N, entropies_N, algorithm)
             mask_N = batch.loss_mask_N
             loss = grpo.masked_sum(loss_N * batch.loss_weights_N, mask_N)

@@ -6,6 +6,7 @@ They are written in the background. `records/replay.py` trains on them again; th
 from __future__ import annotations
 
 import json
+import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,7 +64,11 @@ def gather_logprobs(rollout: Rollout, updates: list[Update]) -> dict[int, np.nda
 
 @dataclass
 class Keeper:
-    """Writes rollouts in the background, on the main process. The oldest go when all are larger than `max_gib`."""
+    """Writes rollouts in the background, on the main process.
+
+    The oldest go when all are larger than `max_gib`, or than a quarter of the room that the disk has for them:
+    checkpoints need it more.
+    """
 
     out_dir: Path
     max_gib: float
@@ -92,7 +97,8 @@ class Keeper:
             finally:
                 unfinished.unlink(missing_ok=True)
             sizes = {step: file_of(self.out_dir, step).stat().st_size for step in steps_in(self.out_dir)}
-            while sum(sizes.values()) > self.max_gib * GIB and len(sizes) > 1:
+            room = shutil.disk_usage(self.out_dir).free + sum(sizes.values())
+            while sum(sizes.values()) > min(self.max_gib * GIB, room / 4) and len(sizes) > 1:
                 file_of(self.out_dir, oldest := min(sizes)).unlink()
                 del sizes[oldest]
 

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet
@@ -75,6 +76,15 @@ def test_the_oldest_steps_go_when_there_is_no_more_room_and_the_last_one_stays(t
     kept(tmp_path, sampled(7), max_gib=0.1 * of_one)
     assert steps_in(tmp_path) == [7]
     assert [file.name for file in (tmp_path / "rollouts").iterdir()] == ["step_7.parquet"]
+
+
+def test_a_small_disk_keeps_its_room_for_checkpoints(tmp_path, monkeypatch):
+    kept(tmp_path, sampled(1))
+    of_one = file_of(tmp_path, 1).stat().st_size
+    free = SimpleNamespace(free=9 * of_one)  # and what the rollouts take
+    monkeypatch.setattr("records.rollouts.shutil.disk_usage", lambda _: free)
+    kept(tmp_path, *map(sampled, range(2, 9)))
+    assert steps_in(tmp_path) == [6, 7, 8]
 
 
 def test_a_disk_that_refuses_them_costs_rollouts_and_no_run(tmp_path, capsys):

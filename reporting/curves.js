@@ -43,6 +43,17 @@ function linesOf(name) {
       }));
     const label = `${runs.length > 1 ? "mean of " : ""}${namesOf(runs)}`;
     return [{ label, color: colorOf(runs[0]), points: smoothed(points) }];
+  }).concat(publishedLines(name));
+}
+
+/** What was published of the metric of the visible runs, dashed. */
+function publishedLines(name) {
+  const shown = RUNS.filter((_, index) => !view.hidden.has(index));
+  const byLabel = new Map(shown.flatMap(({ published }) => (published[name] ? [published[name]] : []))
+    .map((curve) => [curve.label, curve.points]));
+  return [...byLabel].map(([label, points]) => {
+    const entries = points.map(([step, value]) => [step, [value, null, null]]);
+    return { label, color: "var(--muted)", dash: [6, 4], points: new Map(entries) };
   });
 }
 
@@ -86,7 +97,7 @@ function draw(box, metric) {
       const edge = { width: 0, points: { show: false } };
       bands.push({ series: [add(2, edge), add(1, edge)], fill: `${color}2e` });
     }
-    line.index = add(0, { points: { show: isSparse, size: 5, fill: color } });
+    line.index = add(0, { points: { show: isSparse, size: 5, fill: color }, dash: line.dash });
   }
   const axis = { stroke: style("--muted"), font: `11px ${style("--font")}`,
     grid: { stroke: style("--line"), width: 1 }, ticks: { stroke: style("--line"), size: 4 } };
@@ -187,7 +198,7 @@ function showCurves() {
     + "alone: one line, their mean where all have a value; the shade goes from the lowest to the highest of them. ");
   section.append(bar, make("p", { className: "muted" }, ...seeds,
     "The shade of a single run is ± one standard error, where it is measured. All curves go over steps. ",
-    "Drag in a chart to zoom into steps, double-click to see all again."));
+    "Dashed: what was published of the set-up. Drag in a chart to zoom into steps, double-click to see all again."));
   const grid = make("div", { className: "grid" });
   section.append(grid);
   const missing = [];

@@ -18,6 +18,8 @@ import subprocess
 from pathlib import Path
 
 from guards.disk import replace
+from reporting.history import History, read_config
+from reporting.reference import published_curves
 from reporting.samples import embed, pack_samples, rounded
 
 FOLDER = Path(__file__).parent
@@ -57,7 +59,7 @@ def fill_template(chunks: dict[str, str]) -> str:
 
 def describe(folder: Path, records: list[dict[str, float]]) -> dict:
     """What the page shows of a run beside its samples."""
-    config, file = folder / "config.json", folder / "starts.jsonl"
+    file = folder / "starts.jsonl"
     lines = file.read_text().splitlines() if file.exists() else []
     starts = [json.loads(line) for line in lines if line.endswith("}")]  # a kill may cut the last one off
     for start in starts:
@@ -65,12 +67,14 @@ def describe(folder: Path, records: list[dict[str, float]]) -> dict:
         is_changed = start["has_uncommitted_changes"] and patch.exists()
         start["patch"] = patch.read_text(errors="replace")[:CHARACTERS_OF_CODE] if is_changed else ""
     names = dict.fromkeys(name for record in records for name in record if name != "step")
+    flags = read_config(folder)
     return {
         "folder": str(folder),
-        "config": json.loads(config.read_text()) if config.exists() else {},
+        "config": flags,
         "starts": starts,
         "steps": [record["step"] for record in records],
         "metrics": {name: [rounded(record.get(name)) for record in records] for name in names},
+        "published": published_curves(History(folder, flags, records)),
     }
 
 

@@ -28,6 +28,7 @@ from helpers import ENVIRONMENT, ROOT
 from report import read_metrics
 from reporting import page
 from reporting.page import seed_groups, write_page
+from reporting.reference import load
 from reporting.samples import pieces_of
 
 FLAGS = [
@@ -358,6 +359,17 @@ def test_curves_times_and_differences_are_shown(browser, big_page, width):
     browser.driver.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})
     assert browser.run("return document.documentElement.className") == "", "after printing it is dark again"
     assert browser.is_as_wide_as_the_screen() and browser.errors() == []
+
+
+def test_what_was_published_of_the_set_up_is_drawn_dashed(browser, tmp_path):
+    training = load("qwen3_4b_dapo_8gpu")["training"]
+    for name, flags in (("dapo", training), ("other", training | {"group_size": 2})):
+        run = make_run(tmp_path / name, steps=20, **flags)
+        write_page(tmp_path / f"{name}.html", {run: read_metrics(run)})
+        browser.open(tmp_path / f"{name}.html")
+        dashed = browser.run("return charts[0].plot.series.filter((each) => each.dash?.length).length")
+        assert dashed == (name == "dapo")
+        assert ("torchtitan's picture" in browser.run("return charts[0].box.ariaLabel")) == (name == "dapo")
 
 
 def test_what_is_missing_is_said(browser, tmp_path):

@@ -70,6 +70,14 @@ def servers_of(launcher: psutil.Process) -> list[psutil.Process]:
         return []
 
 
+def is_alive(process: psutil.Process) -> bool:
+    """Not if it has ended and nobody has asked yet how."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def start(out_dir: Path, flags: list[str], attempt: int) -> psutil.Popen:
     """A flag that may change, and changes nothing, tells the starts apart in starts.jsonl."""
     command = run_command(out_dir, [*flags, "--grace_seconds", str(GRACE + attempt)])
@@ -119,7 +127,7 @@ def kill_trainers(out_dir: Path, flags: list[str], rng: random.Random, count: in
             os.kill([*ranks, run.pid][which] if len(ranks) == 2 else run.pid, signal.SIGKILL)
             kills.append(f"{where} ({TRAINERS[which]})")
             run.wait(60)
-            if left := psutil.wait_procs(seen, timeout=END_SECONDS)[1]:
+            if left := [each for each in psutil.wait_procs(seen, timeout=END_SECONDS)[1] if is_alive(each)]:
                 raise RuntimeError(f"{left} have outlived their run by {END_SECONDS:g} s")
         elif run.returncode:
             raise failure(out_dir)
@@ -156,6 +164,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=10, help="of servers, and as many of trainers")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=60, help="length of each run: one epoch")
+    parser.add_argument("--only", choices=("servers", "trainers"), help="kill these alone")
     args = parser.parse_args()
     from bench_common import save_random_model  # torch
 
@@ -175,7 +184,7 @@ def main() -> None:
         print(f"undisturbed: {longest:.0f} s", flush=True)
         for kind, kill, num_servers in (("servers", kill_servers, 2), ("trainers", kill_trainers, 1)):
             for ahead in (1, 2):
-                left = args.kills // 2
+                left = args.kills // 2 if args.only in (None, kind) else 0
                 while left:
                     out_dir = folder / f"run_{done.total()}_{kind}_{ahead}"
                     kills = kill(out_dir, flags_of(model, args.steps, num_servers, ahead), rng, left, longest)

@@ -70,6 +70,14 @@ def servers_of(launcher: psutil.Process) -> list[psutil.Process]:
         return []
 
 
+def is_alive(process: psutil.Process) -> bool:
+    """Not if it has ended and nobody has asked yet how."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def start(out_dir: Path, flags: list[str], attempt: int) -> psutil.Popen:
     """A flag that may change, and changes nothing, tells the starts apart in starts.jsonl."""
     command = run_command(out_dir, [*flags, "--grace_seconds", str(GRACE + attempt)])
@@ -83,7 +91,7 @@ def failure(out_dir: Path) -> RuntimeError:
 
 
 def kill_servers(out_dir: Path, flags: list[str], rng: random.Random, count: int, longest: float) -> list[str]:
-    """Kills servers of one run, at most `count`, each at most `longest` seconds after the one before.
+    """Kills servers of one run, at most `count`: the first within `longest` seconds, the next within half of that.
 
     Returns the phases that rank 0 was in. The run must go on by itself.
     """
@@ -95,7 +103,7 @@ def kill_servers(out_dir: Path, flags: list[str], rng: random.Random, count: int
         if len(kills) < count and time.monotonic() - last >= moment and (servers := servers_of(run)):
             rng.choice(servers).kill()
             kills.append(phase_of(out_dir, 0, run))
-            last, moment = time.monotonic(), rng.uniform(0, longest)
+            last, moment = time.monotonic(), rng.uniform(0, longest / 2)
     if run.returncode:
         raise failure(out_dir)
     return kills
@@ -119,7 +127,7 @@ def kill_trainers(out_dir: Path, flags: list[str], rng: random.Random, count: in
             os.kill([*ranks, run.pid][which] if len(ranks) == 2 else run.pid, signal.SIGKILL)
             kills.append(f"{where} ({TRAINERS[which]})")
             run.wait(60)
-            if left := psutil.wait_procs(seen, timeout=END_SECONDS)[1]:
+            if left := [each for each in psutil.wait_procs(seen, timeout=END_SECONDS)[1] if is_alive(each)]:
                 raise RuntimeError(f"{left} have outlived their run by {END_SECONDS:g} s")
         elif run.returncode:
             raise failure(out_dir)
@@ -155,8 +163,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--kills", type=int, default=10, help="of servers, and as many of trainers")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=120, help="length of each run: one epoch")
-    parser.add_argument("--longest", type=float, default=60.0, help="seconds from one kill to the next, at most")
+    parser.add_argument("--steps", type=int, default=60, help="length of each run: one epoch")
+    parser.add_argument("--only", choices=("servers", "trainers"), help="kill these alone")
     args = parser.parse_args()
     from bench_common import save_random_model  # torch
 
@@ -170,12 +178,16 @@ def main() -> None:
         (model / "listing_reward.py").write_text(REWARD)
         rows = [{"problem": f"{i % 89}+{i}", "answer": "1", "number": i} for i in range(args.steps * PROMPTS)]
         (model / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        begin = time.monotonic()
+        kill_servers(folder / "undisturbed", flags_of(model, args.steps, 1, 1), rng, 0, 0.0)
+        longest = time.monotonic() - begin
+        print(f"undisturbed: {longest:.0f} s", flush=True)
         for kind, kill, num_servers in (("servers", kill_servers, 2), ("trainers", kill_trainers, 1)):
             for ahead in (1, 2):
-                left = args.kills // 2
+                left = args.kills // 2 if args.only in (None, kind) else 0
                 while left:
                     out_dir = folder / f"run_{done.total()}_{kind}_{ahead}"
-                    kills = kill(out_dir, flags_of(model, args.steps, num_servers, ahead), rng, left, args.longest)
+                    kills = kill(out_dir, flags_of(model, args.steps, num_servers, ahead), rng, left, longest)
                     left -= len(kills)
                     done[kind] += len(kills)
                     wrong = faults_of(out_dir, model, args.steps, ahead)

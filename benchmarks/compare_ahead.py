@@ -27,16 +27,17 @@ import numpy as np
 import psutil
 
 from bench_common import ROOT, parser_of
+from generation.start import SERVER
 from report import read_metrics
 
-SERVER = ["--engine", "server", "--num_servers", "1"]
+WITH_SERVER = ["--engine", "server", "--num_servers", "1"]
 WAYS = {
     "colocated": [],
-    "0 ahead": [*SERVER, "--steps_ahead", "0"],
-    "1 ahead": [*SERVER, "--steps_ahead", "1"],
-    "2 ahead": [*SERVER, "--steps_ahead", "2"],
-    "1 ahead, in flight": [*SERVER, "--steps_ahead", "1", "--in_flight"],
-    "2 ahead, in flight": [*SERVER, "--steps_ahead", "2", "--in_flight"],
+    "0 ahead": [*WITH_SERVER, "--steps_ahead", "0"],
+    "1 ahead": [*WITH_SERVER, "--steps_ahead", "1"],
+    "2 ahead": [*WITH_SERVER, "--steps_ahead", "2"],
+    "1 ahead, in flight": [*WITH_SERVER, "--steps_ahead", "1", "--in_flight"],
+    "2 ahead, in flight": [*WITH_SERVER, "--steps_ahead", "2", "--in_flight"],
 }
 ACCURACY, STDERR = "eval/heldout/avg@4", "eval/heldout/stderr"
 EVALUATED, TRAINED = 256 * 4, 32 * 8  # completions of an evaluation, and of a step
@@ -50,7 +51,7 @@ def server_of(run: psutil.Process) -> tuple[str, str] | None:
     try:
         for process in run.children(recursive=True):
             command = process.cmdline()
-            if "vllm.entrypoints.openai.api_server" in command:
+            if SERVER in command:
                 port = command[command.index("--port") + 1]
                 return f"http://127.0.0.1:{port}/metrics", process.environ()["VLLM_API_KEY"]
     except psutil.Error:  # one has ended meanwhile

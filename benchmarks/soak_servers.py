@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import psutil
 
+from generation.start import SERVER
 from report import read_steps
 from soak import ENVIRONMENT, ROOT, phase_of, ranks_of, run_command
 
@@ -65,7 +66,7 @@ def flags_of(model: Path, steps: int, num_servers: int, ahead: int) -> list[str]
 def servers_of(launcher: psutil.Process) -> list[psutil.Process]:
     try:
         children = launcher.children(recursive=True)
-        return [each for each in children if "vllm.entrypoints.openai.api_server" in each.cmdline()]
+        return [each for each in children if SERVER in each.cmdline()]
     except psutil.Error:  # one has ended meanwhile
         return []
 

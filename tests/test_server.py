@@ -25,7 +25,7 @@ from batch import pack
 from fake_server import FakeServer
 from flags import EngineSettings, Sampling, take
 from generation.client import TOKENS, Fleet, Server
-from generation.start import ServerProcess
+from generation.start import SERVER, ServerProcess
 from guards.errors import RunError
 from helpers import (
     ALONE,
@@ -453,6 +453,25 @@ def server(folder, tmp_path_factory):
     process.kill()
 
 
+@pytest.mark.parametrize("seconds", [0.0, 4.0])
+def test_no_process_of_a_server_outlives_it_also_while_it_starts(folder, seconds, tmp_path):
+    """SIGKILL, so many seconds after it has begun to start others, which are still importing torch."""
+    options = engine_options(str(folder), EngineSettings(1024, "float32", None, 0.5, False, 1, ()), False, 1)
+    process = ServerProcess(options, "gloo", "", tmp_path / "0.log")
+    process.start()
+    first = psutil.Process(process.process.pid)
+    deadline = time.monotonic() + 60
+    while len(first.children()) < 2 and time.monotonic() < deadline:  # the first one tracks shared memory
+        time.sleep(0.05)
+    time.sleep(seconds)
+    started = first.children(recursive=True)
+    assert len(started) >= 2
+    first.kill()
+    process.process.wait()
+    _, left = psutil.wait_procs(started, timeout=5)
+    assert not [each for each in left if each.status() != psutil.STATUS_ZOMBIE]
+
+
 def logprobs_under(policy, rollout):
     """The trainer's log-probs of the tokens of each completion."""
     found = []
@@ -571,7 +590,7 @@ def test_a_run_whose_server_is_killed_trains_every_completion_once(folder, tmp_p
             assert run.poll() is None
             time.sleep(0.05)
         of_run = psutil.Process(run.pid).children(recursive=True)
-        (server,) = [each for each in of_run if "vllm.entrypoints.openai.api_server" in each.cmdline()]
+        (server,) = [each for each in of_run if SERVER in each.cmdline()]
         workers = server.children(recursive=True)
         port = server.cmdline()[server.cmdline().index("--port") + 1]
         with pytest.raises(urllib.error.HTTPError, match="401"):  # nobody else may change the weights

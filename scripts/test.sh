@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs what the tests need, if it is missing, and runs them: all (two files at a time), or the files that are named.
+# Installs what the tests need, if it is missing, and runs them: all (three files at a time), or the files that are named.
 # Arguments go to pytest: `bash scripts/test.sh tests/test_batch.py -k packing`.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -15,7 +15,7 @@ if ! command -v chromedriver > /dev/null && [ "$(id -u)" -eq 0 ] && command -v a
     { apt-get update && apt-get install -y --no-install-recommends chromium chromium-driver; } > /dev/null ||
         echo "Chromium could not be installed: the report's page is not tested in a browser" >&2
 fi
-selection=(tests -n 2 --dist loadfile --no-loadscope-reorder)
+selection=(tests -n 3 --dist loadfile --no-loadscope-reorder)
 if [ "$NUM_GPUS" -gt 0 ]; then
     selection=(tests) # each test has the GPUs to itself
 fi

@@ -172,6 +172,7 @@ def main() -> None:
     rng = random.Random(args.seed)
     done: Counter[str] = Counter()
     found: list[str] = []
+    runs = 0
     with tempfile.TemporaryDirectory(prefix="soak_") as temporary:
         folder = Path(temporary)
         model = folder / "model"
@@ -187,7 +188,7 @@ def main() -> None:
             for ahead in (1, 2):
                 left = args.kills // 2 if args.only in (None, kind) else 0
                 while left:
-                    out_dir = folder / f"run_{done.total()}_{kind}_{ahead}"
+                    out_dir, runs = folder / f"run_{runs}_{kind}_{ahead}", runs + 1
                     kills = kill(out_dir, flags_of(model, args.steps, num_servers, ahead), rng, left, longest)
                     left -= len(kills)
                     done[kind] += len(kills)

@@ -162,7 +162,7 @@ def faults_of(out_dir: Path, model: Path, steps: int, ahead: int) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--kills", type=int, default=10, help="of servers, and as many of trainers")
+    parser.add_argument("--kills", type=int, default=10, help="how many servers are killed, and how many trainers")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=60, help="length of each run: one epoch")
     parser.add_argument("--only", choices=("servers", "trainers"), help="kill these alone")

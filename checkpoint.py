@@ -34,13 +34,15 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 from flags import Saving
-from fsdp_utils import World, gather_from_ranks, new_host_group, wait_for_all
+from fsdp_utils import World, gather_from_ranks, local_shard, new_host_group, wait_for_all
 from guards.checksums import Checksums, checksums, complaints, flush, write_list
 from guards.disk import DiskError, cause, free_space, tolerated
 from guards.heartbeat import beat
+from guards.progress import moving, progress
 from guards.shards import ShardPlanner, ShardReader, complaints_of_metadata
 from metrics import Metrics
 from policy import Policy
@@ -227,7 +229,9 @@ class Writer:
             self._together(lambda: self._make_folder(unfinished))
             self._together(lambda: policy.save_adapter(unfinished / "adapter", self.world))
             if self.thread is None or is_last:
-                self._write(content, lambda: dcp.save(shards, checkpoint_id=unfinished / "trainer"))
+                written_and_read = 2 * (size_of(shards) + size_of(weights))  # the latter for the checksums
+                with moving("write the checkpoint", written_and_read):
+                    self._write(content, lambda: dcp.save(shards, checkpoint_id=unfinished / "trainer"))
                 return None
         except DiskError as error:
             return str(error)
@@ -327,11 +331,16 @@ def reason(error: BaseException) -> str:
 
 def gather_weights(policy: Policy, world: World) -> dict[str, Tensor]:
     """The whole policy as the engine gets it, in host RAM of the main process; empty elsewhere. All ranks call it."""
-    weights = {}
-    for name, parameter in policy.full_weights():
+    weights, count = {}, len(policy.describe_weights()["names"])
+    for name, parameter in progress("gather the weights", items=policy.full_weights(), total=count):
         if world.is_main:
             weights[name] = parameter.to("cpu", copy=True)
     return weights
+
+
+def size_of(tensors: dict[str, object]) -> int:
+    """Bytes of this rank's shards, in a dict of any depth."""
+    return sum(local_shard(each).nbytes for each in tree_leaves(tensors) if isinstance(each, Tensor))
 
 
 def files_of(companions: Companions) -> dict[str, bytes]:
@@ -371,7 +380,8 @@ def load(folder: Path, policy: Policy, optimizer: Optimizer) -> State:
     parameters, optimizer_state = get_state_dict(policy, optimizer)
     shards = {"model": without_frozen(policy, parameters), "optimizer": optimizer_state}
     try:
-        dcp.load(shards, storage_reader=ShardReader(folder / "trainer"), planner=ShardPlanner())
+        with moving("load the checkpoint", size_of(shards)):
+            dcp.load(shards, storage_reader=ShardReader(folder / "trainer"), planner=ShardPlanner())
     except CheckpointException as error:
         first = next(iter(error.failures.values()))[0]
         raise DiskError(f"{folder} cannot be loaded: {cause(first)}") from error

@@ -33,8 +33,10 @@ def rollout_metrics(rollout: Rollout, group_size: int) -> Metrics:
     rewards_PG = rollout.rewards_B.reshape(-1, group_size)
     is_correct_B, lengths_B = rollout.is_correct_B, rollout.completion_lengths_B
     is_correct_PG = is_correct_B.reshape(-1, group_size)
+    group_B = np.arange(len(lengths_B)) // group_size
     metrics = {
         "reward/mean": rewards_PG.mean(),
+        "reward/mean_stderr": stderr_of_mean(rollout.rewards_B, group_B),
         "reward/std": rewards_PG.std(),
         "reward/frac_groups_all_right": is_correct_PG.all(axis=1).mean(),
         "reward/frac_groups_all_wrong": (~is_correct_PG).all(axis=1).mean(),
@@ -43,10 +45,11 @@ def rollout_metrics(rollout: Rollout, group_size: int) -> Metrics:
         "completion/tokens_max": lengths_B.max(),
         "completion/frac_truncated": rollout.is_truncated_B.mean(),
     }
-    if is_correct_B.any():
-        metrics["completion/tokens_right_mean"] = lengths_B[is_correct_B].mean()
-    if not is_correct_B.all():
-        metrics["completion/tokens_wrong_mean"] = lengths_B[~is_correct_B].mean()
+    of = {"completion/tokens_right_mean": is_correct_B, "completion/tokens_wrong_mean": ~is_correct_B}
+    for name, chosen_B in of.items():
+        if chosen_B.any():
+            metrics[name] = lengths_B[chosen_B].mean()
+            metrics[f"{name}_stderr"] = stderr_of_mean(lengths_B[chosen_B], group_B[chosen_B])
     grades = rollout.grades
     metrics["reward/timeouts"] = sum(grade.status == "timeout" for grade in grades)
     metrics["reward/errors"] = sum(grade.is_failed for grade in grades) - metrics["reward/timeouts"]
@@ -57,6 +60,17 @@ def rollout_metrics(rollout: Rollout, group_size: int) -> Metrics:
         shown = name if short[name] in shared else short[name]
         metrics[f"reward/part/{shown}"] = sum(grade.parts.get(name, 0.0) for grade in grades) / len(grades)
     return {name: float(value) for name, value in metrics.items()}
+
+
+def stderr_of_mean(values_B: np.ndarray, group_B: np.ndarray) -> float:
+    """Standard error of the mean of values whose groups are independent; nan of a single group.
+
+    The completions of a prompt are alike, so the sums of their deviations count, one for each group.
+    """
+    sums = np.bincount(group_B, values_B - values_B.mean())[np.unique(group_B)]
+    if len(sums) < 2:
+        return math.nan
+    return math.sqrt(np.square(sums).sum() * len(sums) / (len(sums) - 1)) / len(values_B)
 
 
 def lag_metrics(trained: Rollout) -> Metrics:

@@ -31,7 +31,7 @@ from flags import FLAGS, Recording
 from fsdp_utils import World, gather_from_ranks
 from guards import signals
 from guards.disk import Records, replace, tolerated
-from guards.heartbeat import in_phase
+from guards.heartbeat import BOARD, in_phase
 from guards.lock import lock_file
 from inputs.checks import launched_world_size
 from metrics import Metrics, merge_updates
@@ -39,6 +39,8 @@ from records.console import Console
 from records.rollouts import FOLDER, Keeper, Sampled, gather_logprobs
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from planner.watch import MemoryWatch
     from sampling import Sampler
     from update import Update
@@ -95,6 +97,7 @@ class Run:
     memory: MemoryWatch
     total_steps: int
     recording: Recording
+    tokenizer: PreTrainedTokenizerBase
     step: int = 0
     is_last: bool = False  # of the steps
     last_step: int = 0
@@ -110,7 +113,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.records = Records(self.out_dir)
-        self.rollouts = Keeper(self.out_dir, self.recording.keep_rollouts)
+        self.rollouts = Keeper(self.out_dir, self.recording.keep_rollouts, self.tokenizer)
         self.console = Console(self.out_dir, self.world.is_main, self.recording)
 
     def steps(self, first: int, last: int) -> Iterator[int]:
@@ -131,10 +134,13 @@ class Run:
         start = time.perf_counter()
         self.start = self.start or start  # the clock of a run starts with its first phase
         before, begin = sum(self.seconds.values()), time.time()
+        self.console.tell_phase(name, self.step)
         with in_phase(name, self.step), self.memory.phase(name), self._trace(name):
             yield
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
+        if BOARD.phase != "loop":  # a phase within another one
+            self.console.tell_phase(BOARD.phase, self.step)
         inside = sum(self.seconds.values()) - before
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start - inside
         self.spans.append(report.Span("ranks", name, round(begin, 3), round(time.time(), 3)))

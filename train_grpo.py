@@ -185,7 +185,7 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
         watch = watch_memory(args, len(train_data.rows), world)
     except (ValueError, OSError, RuntimeError) as error:
         exit_with_error(error)
-    run = Run(out_dir, lock, world, watch, plan.total_steps, take(Recording, args))
+    run = Run(out_dir, lock, world, watch, plan.total_steps, take(Recording, args), inputs.tokenizer)
     run.say(f"{world.describe()}; {plan.describe()}\n{algorithm.description}")
     run.describe_data([train_data, *eval_sets])
     last_step = min(plan.total_steps, args.stop_after or plan.total_steps)

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from guards.heartbeat import tick
+from guards.progress import moving
 
 HASHED_AT_A_TIME = 8
 PIECE = 2**26  # bytes
@@ -70,7 +71,9 @@ def complaints(folder: Path, file: Path, part: int, num_parts: int) -> list[str]
     except (OSError, ValueError, TypeError, LookupError, AssertionError) as error:
         wrong = "is missing" if isinstance(error, FileNotFoundError) else "cannot be read"
         return [f"{file.relative_to(folder)} {wrong}"][part:]
-    return [text for name in largest_first[part::num_parts] if (text := complaint(folder, name, tuple(sums[name])))]
+    own = {name: tuple(sums[name]) for name in largest_first[part::num_parts]}
+    with moving("verify the checkpoint", sum(size for size, _ in own.values())):
+        return [text for name, expected in own.items() if (text := complaint(folder, name, expected))]
 
 
 def complaint(folder: Path, name: str, expected: tuple[int, str]) -> str | None:

@@ -33,6 +33,7 @@ class Console:
     recording: Recording
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_OF_FORECAST))  # of the last steps
     tracker: tuple[Log, Close] | None = None
+    done: dict[str, object] = field(default_factory=dict)  # the last step that is done, in status.json
 
     def start(self, saved_step: int) -> None:
         """The tracker goes on after this step."""
@@ -51,16 +52,22 @@ class Console:
             self.seconds.append(metrics["time/step_s"])
         left = (last_step - step) * statistics.mean(self.seconds) if self.seconds else 0.0
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        status = {"step": step, "last_step": last_step, "time": _clock(), "seconds_left": round(left), **finite}
-        with tolerated("status.json"):
-            replace(self.out_dir / "status.json", f"{json.dumps(status, indent=1)}\n".encode())
+        self.done = {"step": step, "last_step": last_step, "time": _clock(), "seconds_left": round(left), **finite}
+        self.tell_phase("log", step)
         if self.tracker is not None:
             self._track(step, finite)
         is_shown = not self.recording.quiet or any(name.startswith("eval/") for name in metrics)
         if self.recording.json_log:
-            print(json.dumps(status), flush=True)
+            print(json.dumps(self.done), flush=True)
         elif is_shown:
             print(console_line(step, last_step, metrics, left), flush=True)
+
+    def tell_phase(self, name: str, step: int) -> None:
+        """In status.json: what is done now, in which step; below it the last step that is done."""
+        if self.is_main:
+            status = {"now": name, "in_step": step, "since": _clock()} | self.done
+            with tolerated("status.json"):
+                replace(self.out_dir / "status.json", f"{json.dumps(status, indent=1)}\n".encode())
 
     def _track(self, step: int, metrics: dict[str, float]) -> None:
         try:

@@ -1,5 +1,7 @@
 """All completions of every step, kept for later: OUT_DIR/rollouts/step_N.parquet, a row for each. docs/metrics.md
 
+tokens.parquet beside them has the bytes of each token id.
+
 They are written in the background. `records/replay.py` trains on them again; the report shows them.
 """
 
@@ -19,9 +21,11 @@ from fsdp_utils import gather_from_ranks
 from grading.score import Grade
 from guards.disk import GIB, tolerated
 from guards.errors import RunError
+from records.tokens import bytes_of_tokens
 
 if TYPE_CHECKING:  # half a second that most processes never need
     import pyarrow as pa
+    from transformers import PreTrainedTokenizerBase
 
     from data import Row
     from update import Update
@@ -72,6 +76,7 @@ class Keeper:
 
     out_dir: Path
     max_gib: float
+    tokenizer: PreTrainedTokenizerBase
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "rollouts"))
     under_way: Future[None] | None = None
 
@@ -85,22 +90,32 @@ class Keeper:
             self.under_way.result()
 
     def _write(self, sampled: Sampled) -> None:
-        import pyarrow.parquet
+        import pyarrow as pa
 
-        file = file_of(self.out_dir, sampled.step)
-        unfinished = file.with_name(f".{file.name}.unfinished")
-        with tolerated(str(file)):
-            file.parent.mkdir(exist_ok=True)
-            try:
-                pyarrow.parquet.write_table(table_of(sampled), unfinished, compression="zstd")
-                unfinished.replace(file)
-            finally:
-                unfinished.unlink(missing_ok=True)
+        folder = self.out_dir / FOLDER
+        with tolerated(str(folder)):
+            folder.mkdir(exist_ok=True)
+            tokens = folder / "tokens.parquet"  # a folder that is copied elsewhere has no tokenizer
+            if not tokens.exists() and (known := bytes_of_tokens(self.tokenizer)):
+                _write_table(pa.table({"bytes": pa.array(known, pa.binary())}), tokens)
+            _write_table(table_of(sampled), file_of(self.out_dir, sampled.step))
             sizes = {step: file_of(self.out_dir, step).stat().st_size for step in steps_in(self.out_dir)}
             room = shutil.disk_usage(self.out_dir).free + sum(sizes.values())
             while sum(sizes.values()) > min(self.max_gib * GIB, room / 4) and len(sizes) > 1:
                 file_of(self.out_dir, oldest := min(sizes)).unlink()
                 del sizes[oldest]
+
+
+def _write_table(table: pa.Table, file: Path) -> None:
+    """Whole or not at all. Raises OSError."""
+    import pyarrow.parquet
+
+    unfinished = file.with_name(f".{file.name}.unfinished")
+    try:
+        pyarrow.parquet.write_table(table, unfinished, compression="zstd", write_page_checksum=True)
+        unfinished.replace(file)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def table_of(sampled: Sampled) -> pa.Table:
@@ -162,7 +177,11 @@ def read_rounds(out_dir: Path, step: int, rows: dict[str, Row]) -> list[Rollout]
     import pyarrow.parquet
 
     file = file_of(out_dir, step)
-    table = pyarrow.parquet.read_table(file)
+    try:
+        table = pyarrow.parquet.ParquetFile(file, page_checksum_verification=True).read()
+    except (OSError, pyarrow.ArrowException) as error:
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise RunError(f"{file} cannot be read ({why}); begin later with --from_step, or end earlier.") from None
     found = {name: table[name].to_pylist() for name in ("row", "reward", "reward_status", "reward_parts", "read_as")}
     arrays = {name: _arrays(table[name]) for name in ("prompt_ids", "token_ids", "rollout_logprobs", "versions")}
     for where, ids in zip(found["row"], arrays["prompt_ids"], strict=True):

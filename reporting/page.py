@@ -38,7 +38,7 @@ def write_page(file: Path, records: dict[Path, list[dict[str, float]]]) -> None:
     with_samples = [index for index, folder in enumerate(records) if any((folder / "rollouts").glob("step_*.parquet"))]
     for index, folder in enumerate(records):
         num_bytes = BYTES_OF_SAMPLES // max(len(with_samples), 1)
-        runs[index]["samples"], own = pack_samples(folder, runs[index]["config"], num_bytes)
+        runs[index]["samples"], own = pack_samples(folder, num_bytes)
         chunks |= {f"samples-{index}-{name}": chunk for name, chunk in own.items()}
     chunks["runs"] = embed({"runs": runs, "seed_groups": seed_groups(runs)})
     replace(file, fill_template(chunks).encode())

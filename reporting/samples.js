@@ -204,7 +204,7 @@ function showSamples() {
     fill(controls.step, [...samples.steps.map((step) => [step, step]), ...all], last);
     chosen.step = String(last);
     note.textContent = leftOut(samples) + (samples.has_tokens ? ""
-      : " There is no tokenizer.json of this run, so its completions are shown as text, without tokens.");
+      : " This run has no rollouts/tokens.parquet, so its completions are shown as text, without tokens.");
   }
 
   /** Fills the list of groups again; keeps the group if it is still there. */

@@ -13,7 +13,6 @@ import math
 import re
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -51,13 +50,26 @@ def embed(header: dict, arrays: dict[str, np.ndarray] | None = None) -> str:
     return base64.b64encode(zlib.compress(raw, 1)).decode()
 
 
-def pack_samples(folder: Path, config: dict, num_bytes: int) -> tuple[dict, dict[str, str]]:
+class UnreadableError(Exception):
+    """A file that is damaged, or that the run has just removed."""
+
+
+def pack_samples(folder: Path, num_bytes: int) -> tuple[dict, dict[str, str]]:
     """(what is there and what was left out, name -> chunk: "tokens", and the number of each step)."""
-    files = sorted((folder / "rollouts").glob("step_*.parquet"), key=number_of)
-    if not files:
-        return {"steps": []}, {}
-    tokenizer = find_tokenizer(folder, config)
-    columns = COLUMNS if tokenizer else [*COLUMNS, "completion"]
+    rollouts, unreadable = folder / "rollouts", set()
+    while files := sorted(set(rollouts.glob("step_*.parquet")) - unreadable, key=number_of):
+        tokens = set(rollouts.glob("tokens.parquet")) - unreadable
+        try:
+            return pack_files(files, *tokens, num_bytes=num_bytes)
+        except UnreadableError as error:
+            print(f"warning: {error.args[0]} cannot be read and is left out: {error.args[1]}", flush=True)
+            unreadable.add(error.args[0])
+    return {"steps": []}, {}
+
+
+def pack_files(files: list[Path], tokens: Path | None = None, *, num_bytes: int) -> tuple[dict, dict[str, str]]:
+    """The same of these files. Without the bytes of the tokens, the texts that were stored are shown."""
+    columns = COLUMNS if tokens else [*COLUMNS, "completion"]
     kept, num_groups, groups = choose(files, columns, num_bytes)
     with ThreadPoolExecutor() as pool:  # zlib and pyarrow compute without Python's lock
         tables = list(pool.map(lambda i: take_groups(read(files[i], columns), groups), kept))
@@ -65,12 +77,13 @@ def pack_samples(folder: Path, config: dict, num_bytes: int) -> tuple[dict, dict
         packed = pool.map(lambda table: pack_step(table, places), tables)
         steps = [number_of(files[i]) for i in kept]
         chunks = dict(zip(map(str, steps), packed, strict=True))
-    if tokenizer:
-        pieces = pieces_of(tokenizer, ids.tolist())
+    if tokens:
+        known = dict(enumerate(read(tokens, ["bytes"])["bytes"].to_pylist()))
+        pieces = [known.get(i, f"<token {i}>".encode()) for i in ids.tolist()]
         text = np.frombuffer(b"".join(pieces), np.uint8)
         chunks["tokens"] = embed({"ids": ids.tolist(), "lengths": [len(piece) for piece in pieces]}, {"text": text})
     found = {"steps": steps, "num_steps": len(files), "groups": groups, "num_groups": num_groups}
-    return found | {"has_tokens": tokenizer is not None}, chunks
+    return found | {"has_tokens": tokens is not None}, chunks
 
 
 def choose(files: list[Path], columns: list[str], num_bytes: int) -> tuple[list[int], int, int]:
@@ -90,8 +103,12 @@ def choose(files: list[Path], columns: list[str], num_bytes: int) -> tuple[list[
 
 
 def read(file: Path, columns: list[str]) -> pa.Table:
-    """The columns of a step."""
-    return pq.ParquetFile(file).read(columns)  # pq.read_table would import other formats, for a quarter of a second
+    """These columns. Raises UnreadableError."""
+    try:
+        # pq.read_table would import other formats, for a quarter of a second.
+        return pq.ParquetFile(file, page_checksum_verification=True).read(columns)
+    except (OSError, pa.ArrowException) as error:
+        raise UnreadableError(file, (str(error).splitlines() or [type(error).__name__])[0]) from None
 
 
 def order_of_ids(tables: list[pa.Table]) -> tuple[np.ndarray, np.ndarray]:
@@ -177,52 +194,3 @@ def quantized(values: dict[str, np.ndarray], scale: float) -> dict[str, np.ndarr
         name: np.nan_to_num(array.round(), nan=UNKNOWN[kind]).astype(f"<{kind}")
         for name, (kind, array) in found.items()
     }
-
-
-def find_tokenizer(folder: Path, config: dict) -> dict | None:
-    """The content of tokenizer.json: of the newest checkpoint, else of the model that was trained."""
-    files = sorted(folder.glob("step_*/tokenizer.json"), key=lambda file: number_of(file.parent))
-    model = config.get("model") or "/nowhere"
-    if not files and (Path(model) / "tokenizer.json").exists():
-        files = [Path(model) / "tokenizer.json"]
-    if not files and re.fullmatch(r"[\w.-]+/[\w.-]+", model):
-        from huggingface_hub import try_to_load_from_cache  # a fifth of a second; nothing is downloaded
-
-        files = [Path(file) for file in [try_to_load_from_cache(model, "tokenizer.json")] if isinstance(file, str)]
-    return parse(files[-1].read_bytes()) if files else None
-
-
-@cache  # runs of the same model have the same
-def parse(content: bytes) -> dict:
-    return json.loads(content)
-
-
-def pieces_of(tokenizer: dict, ids: list[int]) -> list[bytes]:
-    """The bytes of each token. A token of byte-level BPE may begin or end within a character."""
-    vocabulary = tokenizer["model"]["vocab"]
-    if isinstance(vocabulary, dict):
-        texts = {i: text for text, i in vocabulary.items()}
-    else:  # Unigram: [text, score], in the order of the ids
-        texts = dict(enumerate(text for text, _ in vocabulary))
-    added = {token["id"]: token["content"] for token in tokenizer["added_tokens"]}
-    is_byte_level = '"ByteLevel"' in json.dumps(tokenizer["decoder"])
-    table = {ord(character): byte for character, byte in characters_of_bytes().items()}
-
-    def piece(i: int) -> bytes:
-        if i in added or i not in texts:
-            return added.get(i, f"<token {i}>").encode()
-        text = texts[i]
-        if is_byte_level:
-            return text.translate(table).encode("latin-1")
-        if match := re.fullmatch("<0x([0-9A-F]{2})>", text):  # SentencePiece's byte fallback
-            return bytes([int(match[1], 16)])
-        return text.replace("\u2581", " ").encode()  # SentencePiece's space
-
-    return [piece(i) for i in ids]
-
-
-def characters_of_bytes() -> dict[str, int]:
-    """GPT-2's table: printable bytes of Latin-1 stand for themselves, the others for characters from 256 on."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from reporting.samples import characters_of_bytes
+from records.tokens import characters_of_bytes
 
 HOSTILE = "<script>window.hacked=1</script></script><img src=x onerror='window.hacked=2'><!-- <b>bold</b> &amp; \\u003c"
 SMILE = "\N{SMILING FACE WITH OPEN MOUTH}"  # four bytes, of which each is a token
@@ -33,14 +33,6 @@ def make_vocabulary(size: int) -> dict[str, int]:
     words += [f"{word}{number}" for word in words for number in (1, 2)]
     pieces += [byte_level(word) for word in words]
     return {piece: i for i, piece in enumerate([*pieces[: size - 1], byte_level(HOSTILE)])}
-
-
-def make_tokenizer(file: Path, vocabulary: dict[str, int]) -> None:
-    """A tokenizer.json as Qwen's, without its merges: nothing is encoded with it."""
-    end = {"id": len(vocabulary), "content": "<|im_end|>", "special": True}
-    text = {"added_tokens": [end], "decoder": {"type": "ByteLevel"}, "model": {"type": "BPE", "vocab": vocabulary}}
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(text))
 
 
 def make_run(folder: Path, seed: int = 1, steps: int = 500, patch: str = "", **flags: object) -> Path:
@@ -76,7 +68,8 @@ def metrics_of(random: np.random.Generator, steps: int, clip_high: float) -> lis
                 "policy/clip_frac_high": 0.006 + 0.001 * random.normal(), "policy/approx_kl": 0.001,
                 "policy/rollout_gap_mean": 0.002 + 0.0002 * random.normal(),
                 "optim/grad_norm": None if step == 7 else 0.3 + 0.05 * random.normal(), "optim/lr": 1e-6,
-                "reward/mean": correct, "reward/std": 0.4, "reward/part/math": correct, "reward/part/format": 0.9,
+                "reward/mean": correct, "reward/mean_stderr": 0.03, "reward/std": 0.4,
+                "reward/part/math": correct, "reward/part/format": 0.9,
                 "completion/tokens_mean": 300 + 200 * progress, "completion/frac_truncated": 0.05, HOSTILE: 1,
                 "completion/tokens_right_mean": 250 + 200 * progress + 10 * random.normal(),
                 "completion/tokens_wrong_mean": 400 + 250 * progress + 20 * random.normal(),
@@ -104,6 +97,7 @@ def make_rollouts(run: Path, steps: list[int], prompts: int, tokens: int, vocabu
     frequencies /= frequencies.sum()
     folder = run / "rollouts"
     folder.mkdir()
+    pq.write_table(pa.table({"bytes": pa.array([*texts, b"<|im_end|>"], pa.binary())}), folder / "tokens.parquet")
     for step in steps:
         count = prompts * GROUP_SIZE
         lengths = np.clip(random.normal(tokens, tokens / 5, count), 20, None).astype(int)
@@ -135,4 +129,4 @@ def make_rollouts(run: Path, steps: list[int], prompts: int, tokens: int, vocabu
             "read_as": [None if b % 5 == 4 else HOSTILE for b in range(count)], "is_correct": correct.tolist(),
             "is_truncated": [b % 4 == 2 for b in range(count)], "is_trained": [b != 3 for b in range(count)],
         }  # fmt: skip
-        pq.write_table(pa.table(table), folder / f"step_{step}.parquet", compression="zstd")
+        pq.write_table(pa.table(table), folder / f"step_{step}.parquet", compression="zstd", write_page_checksum=True)

@@ -26,13 +26,16 @@ from records.console import console_line, duration
 from report import read_metrics
 from reward import Grade
 from run import Run, open_run_folder
+from warm_start import build_tokenizer
 
 UPDATE = {"policy/loss": 1.0, "optim/lr": 0.1, "optim/skipped_updates": 0.0}
 
 
 def make_run(folder, rank: int = 0, profile_steps: tuple[int, ...] = ()) -> Run:
     world = World(rank=rank, size=4, tp_size=1, device=torch.device("cpu"))
-    return Run(folder, None, world, MemoryWatch(world, {}), 10, Recording(profile_steps=profile_steps))
+    return Run(
+        folder, None, world, MemoryWatch(world, {}), 10, Recording(profile_steps=profile_steps), build_tokenizer()
+    )
 
 
 def one_row(name: str, *excluded: tuple[str, str]) -> PromptData:

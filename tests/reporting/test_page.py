@@ -21,15 +21,13 @@ from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select, WebDriverWait
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from fabricated_runs import GROUP_SIZE, HOSTILE, SMILE, make_rollouts, make_run, make_tokenizer, make_vocabulary
+from fabricated_runs import GROUP_SIZE, HOSTILE, SMILE, make_rollouts, make_run, make_vocabulary
 from helpers import ENVIRONMENT, ROOT
 from report import read_metrics
 from reporting import page
 from reporting.page import seed_groups, write_page
 from reporting.reference import load
-from reporting.samples import pieces_of
 
 FLAGS = [
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
@@ -55,7 +53,6 @@ def three_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     root = tmp_path_factory.mktemp("runs")
     runs = [make_run(root / "a", 1), make_run(root / "b", 2), make_run(root / "c", 3, patch=PATCH, clip_high=0.28)]
     vocabulary = make_vocabulary(151_000)
-    make_tokenizer(runs[0] / "step_500" / "tokenizer.json", vocabulary)
     make_rollouts(runs[0], list(range(10, 501, 10)), prompts=25, tokens=300, vocabulary=vocabulary)
     return runs
 
@@ -106,30 +103,25 @@ def test_over_the_budget_whole_groups_of_evenly_spaced_steps_are_kept(three_runs
     assert 1_500_000 < sum(map(len, packed)) < 3_000_000
 
 
-@pytest.mark.parametrize("kind", ["byte-level", "byte fallback", "characters"])
-def test_the_pieces_of_a_text_are_its_bytes(kind, tmp_path):
-    text = f"The sum is 12, caf\u00e9 {SMILE}\n\tdone \u4e2d\u6587"
-    if kind == "byte-level":
-        tokenizer = Tokenizer(models.BPE())
-        tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-        trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
-        tokenizer.train_from_iterator([text], trainer)
-    elif kind == "byte fallback":
-        words = [(f"<0x{byte:02X}>", -9.0) for byte in range(256)] + [("\u2581", -2.0), ("\u2581sum", -1.0)]
-        tokenizer = Tokenizer(models.Unigram([("<unk>", 0.0), *words, *((c, -3.0) for c in "Thesumi12,")], 0, True))
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
-        tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback()])
-    else:
-        tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(dict.fromkeys(text))}, unk_token="T"))
-        tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-        tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens(["<\uff5cend\uff5c>"])
-    ids = tokenizer.encode(f"{text}<\uff5cend\uff5c>").ids
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    pieces = pieces_of(json.loads((tmp_path / "tokenizer.json").read_text()), ids)
-    assert b"".join(pieces).decode() == f"{text}<\uff5cend\uff5c>"
-    assert len(pieces) == len(ids) and pieces_of(json.loads(tokenizer.to_str()), [10**6]) == [b"<token 1000000>"]
+def test_files_that_are_damaged_or_just_removed_are_left_out_and_named(tmp_path, monkeypatch, capsys):
+    run = make_run(tmp_path / "run", steps=5)
+    make_rollouts(run, [1, 2, 3, 4, 5], prompts=2, tokens=30, vocabulary=make_vocabulary(400))
+    folder = run / "rollouts"
+    content = bytearray((folder / "step_2.parquet").read_bytes())
+    content[len(content) // 3] ^= 255
+    (folder / "step_2.parquet").write_bytes(content)
+    (folder / "step_3.parquet").write_bytes((folder / "step_3.parquet").read_bytes()[:5000])
+    (folder / "step_5.parquet").write_bytes(b"")
+    (folder / "tokens.parquet").write_bytes(b"no table")
+    listed, glob = {folder / f"step_{step}.parquet" for step in (1, 2, 3, 4, 5)}, Path.glob
+    monkeypatch.setattr(Path, "glob", lambda path, pattern: listed if "step" in pattern else glob(path, pattern))
+    (folder / "step_1.parquet").unlink()  # after it was listed
+    found = headers(write(tmp_path / "page.html", run))["runs"]["runs"][0]["samples"]
+    assert found["steps"] == [4] and not found["has_tokens"]
+    said = capsys.readouterr().out.splitlines()
+    assert sorted(re.match(r"warning: .*/(\S+) cannot be read and is left out: \S", line)[1] for line in said) == [
+        "step_1.parquet", "step_2.parquet", "step_3.parquet", "step_5.parquet", "tokens.parquet",
+    ]  # fmt: skip
 
 
 def test_runs_that_differ_by_their_seed_alone_are_one_group():
@@ -384,9 +376,10 @@ def test_what_is_missing_is_said(browser, tmp_path):
 
     alone = make_run(tmp_path / "alone", steps=3)
     make_rollouts(alone, [1], prompts=2, tokens=30, vocabulary=make_vocabulary(400))
+    (alone / "rollouts" / "tokens.parquet").unlink()
     browser.open(write(tmp_path / "alone.html", alone, empty))
     browser.wait("return document.querySelectorAll('.completion').length === 8")
-    assert browser.all(".tokens")[0].startswith(HOSTILE), "without a tokenizer it is the stored text"
-    assert any("no tokenizer.json" in text for text in browser.all("#samples p"))
+    assert browser.all(".tokens")[0].startswith(HOSTILE), "without its tokens it is the stored text"
+    assert any("no rollouts/tokens.parquet" in text for text in browser.all("#samples p"))
     assert any("Not measured in any run" in text for text in browser.all("#curves p")) is False
     assert browser.errors() == []

@@ -11,14 +11,13 @@ NAME is that of a file in references/.
 from __future__ import annotations
 
 import argparse
-import json
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from reporting import reference
 from reporting.compare import compare
-from reporting.history import History, read_config
+from reporting.history import History, read_config, read_lines
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -55,8 +54,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, float]]:
 
 def read_steps(file: Path) -> list[dict]:
     """The same of any file with a line for each step."""
-    lines = file.read_text().splitlines() if file.exists() else []
-    by_step = {record["step"]: record for record in (json.loads(line) for line in lines if line.endswith("}"))}
+    by_step = {record["step"]: record for record in read_lines(file)}
     return [by_step[step] for step in sorted(by_step)]
 
 
@@ -161,23 +159,24 @@ def main() -> None:
     args = parser.parse_args()
     if not args.runs:
         parser.error("give run folders; --compare takes them on both sides of --.")
-    if not args.compare and not args.reference:
-        for run_dir in args.runs:
-            if not (run_dir / "metrics.jsonl").exists() and not (run_dir / "config.json").exists():
-                parser.exit(2, f"error: {run_dir} is no run: it holds neither metrics.jsonl nor config.json.\n")
-        write_pages(args.runs, args.output or args.runs[0] / "report.html")
-        return
     try:
-        side_a, runs = ([history(run_dir) for run_dir in side] for side in (args.compare or [], args.runs))
-    except ValueError as error:
+        if args.compare:
+            print(compare(*([history(run_dir) for run_dir in side] for side in (args.compare, args.runs))))
+        elif args.reference:
+            print("\n\n".join(reference.report(args.reference, history(run_dir)) for run_dir in args.runs))
+        else:
+            write_pages(args.runs, args.output or args.runs[0] / "report.html")
+    except (ValueError, OSError) as error:
         parser.exit(2, f"error: {error}\n")
-    print("\n\n".join([compare(side_a, runs)] if side_a else [reference.report(args.reference, run) for run in runs]))
 
 
 def write_pages(runs: list[Path], file: Path) -> None:
-    """The page that compares the runs, and the pictures of each."""
+    """The page that compares the runs, and the pictures of each. Raises ValueError or OSError."""
     from reporting.page import write_page  # here, not above: training imports this file, and needs no pyarrow
 
+    for run_dir in runs:
+        if not (run_dir / "metrics.jsonl").exists() and not (run_dir / "config.json").exists():
+            raise ValueError(f"{run_dir} is no run: it holds neither metrics.jsonl nor config.json.")
     write_page(file, {run_dir: read_metrics(run_dir) for run_dir in runs})
     print(file, flush=True)
     for run_dir in runs:

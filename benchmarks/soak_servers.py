@@ -32,6 +32,7 @@ import psutil
 
 from generation.start import SERVER
 from report import read_steps
+from reporting.history import read_lines
 from soak import ENVIRONMENT, ROOT, phase_of, ranks_of, run_command
 
 END_SECONDS = 15.0
@@ -145,7 +146,7 @@ def faults_of(out_dir: Path, model: Path, steps: int, ahead: int) -> list[str]:
         found.append(f"it has steps {[record['step'] for record in trained]}")
     if (lag := max(record["rollout/lag_max"] for record in trained)) > ahead:
         found.append(f"a token is {lag:.0f} steps behind")
-    starts = [json.loads(line) for line in (out_dir / "starts.jsonl").read_text().splitlines() if line.endswith("}")]
+    starts = read_lines(out_dir / "starts.jsonl")
     by_step: dict[int, list[str]] = {}
     for started in starts:  # a start grades its steps one after the other; the last one it may have left unfinished
         command = started["command"]

@@ -35,6 +35,26 @@ class History:
 
 
 def read_config(folder: Path) -> dict[str, object]:
-    """The flags of the run; {} where there is no config.json."""
+    """The flags of the run; {} where there is no config.json. Raises ValueError for a damaged one."""
     file = folder / "config.json"
-    return json.loads(file.read_text()) if file.exists() else {}
+    return parse(file.read_text(), str(file)) if file.exists() else {}
+
+
+def read_lines(file: Path) -> list[dict]:
+    """The objects of a jsonl file; none where there is no file. A line that a kill cut off is skipped.
+
+    Raises ValueError for a line that is damaged otherwise.
+    """
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [parse(line, f"{file}, line {n},") for n, line in enumerate(lines, start=1) if line.endswith("}")]
+
+
+def parse(text: str, where: str) -> dict:
+    """The object. Raises ValueError with the place for anything else."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{where} is damaged: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{where} is damaged: it holds no JSON object")
+    return found

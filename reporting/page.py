@@ -18,7 +18,7 @@ import subprocess
 from pathlib import Path
 
 from guards.disk import replace
-from reporting.history import History, read_config
+from reporting.history import History, read_config, read_lines
 from reporting.reference import published_curves
 from reporting.samples import embed, pack_samples, rounded
 
@@ -31,9 +31,9 @@ CHARACTERS_OF_CODE = 300_000  # of a patch, or of the difference between two com
 def write_page(file: Path, records: dict[Path, list[dict[str, float]]]) -> None:
     """Writes the page of these runs: folder -> the lines of its metrics.jsonl."""
     runs = [describe(folder, lines) for folder, lines in records.items()]
-    for run, name in zip(runs, short_names(list(records)), strict=True):
-        run["name"] = name
-        run["code_difference"] = difference_of_commits(commit_of(runs[0]), commit_of(run))
+    commits = [run["starts"][-1]["commit"] if run["starts"] else None for run in runs]
+    for run, name, commit in zip(runs, short_names(list(records)), commits, strict=True):
+        run |= {"name": name, "code_difference": difference_of_commits(commits[0], commit)}
     chunks = {}
     with_samples = [index for index, folder in enumerate(records) if any((folder / "rollouts").glob("step_*.parquet"))]
     for index, folder in enumerate(records):
@@ -59,9 +59,7 @@ def fill_template(chunks: dict[str, str]) -> str:
 
 def describe(folder: Path, records: list[dict[str, float]]) -> dict:
     """What the page shows of a run beside its samples."""
-    file = folder / "starts.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
-    starts = [json.loads(line) for line in lines if line.endswith("}")]  # a kill may cut the last one off
+    starts = read_lines(folder / "starts.jsonl")
     for start in starts:
         patch = folder / f"changes_{start['time']}.patch"
         is_changed = start["has_uncommitted_changes"] and patch.exists()
@@ -84,11 +82,6 @@ def short_names(folders: list[Path]) -> list[str]:
     return [name if parts.count(name) == 1 else str(folder) for folder, name in zip(folders, parts, strict=True)]
 
 
-def commit_of(run: dict) -> str | None:
-    """The commit of the last start."""
-    return run["starts"][-1]["commit"] if run["starts"] else None
-
-
 def seed_groups(runs: list[dict]) -> list[list[int]]:
     """Indices of the runs that differ by their seed alone: same code, same flags but for seed and folders.
 
@@ -97,7 +90,7 @@ def seed_groups(runs: list[dict]) -> list[list[int]]:
     groups: dict[str, list[int]] = {}
     for index, run in enumerate(runs):
         flags = {name: value for name, value in run["config"].items() if name not in ("seed", "out_dir")}
-        text = json.dumps([flags, commit_of(run), run["starts"][-1]["patch"] if run["starts"] else ""], sort_keys=True)
+        text = json.dumps([flags, [(start["commit"], start["patch"]) for start in run["starts"][-1:]]], sort_keys=True)
         text = text.replace(json.dumps(run["config"].get("out_dir", ""))[1:-1] or "\0", "OUT_DIR")
         text = re.sub(rf"(seed[_=-]?){run['config'].get('seed')}(?!\d)", r"\1*", text)
         groups.setdefault(text if flags else f"run {index}", []).append(index)

@@ -151,7 +151,8 @@ def pack_step(table: pa.Table, places: np.ndarray) -> str:
     firsts = [{name: values[i] for name, values in of_groups.items()} for i in first_rows]
     rows = {name: table[name].to_pylist() for name in OF_A_COMPLETION}
     rows["reward"] = [rounded(reward) for reward in rows["reward"]]
-    rows |= {"group": of_groups["group"], "parts": [parts_of(text) for text in table["reward_parts"].to_pylist()]}
+    parts = [json.loads(text).items() for text in table["reward_parts"].to_pylist()]
+    rows |= {"group": of_groups["group"], "parts": [{name: rounded(x) for name, x in each} for each in parts]}
     header = {"lengths": lengths.tolist(), "rows": rows, "groups": firsts}
     if "completion" in table.column_names:
         rows["text"] = table["completion"].to_pylist()
@@ -165,11 +166,6 @@ def pack_step(table: pa.Table, places: np.ndarray) -> str:
         if (array != UNKNOWN[array.dtype.str[1:]]).any():
             arrays[name] = array
     return embed(header | {"num_planes": num_planes, "advantage_scale": scale}, arrays)
-
-
-def parts_of(text: str) -> dict[str, float | None]:
-    """The parts of a reward, from their JSON."""
-    return {name: rounded(value) for name, value in json.loads(text).items()}
 
 
 def per_token(column: pa.ChunkedArray, lengths: np.ndarray) -> np.ndarray:

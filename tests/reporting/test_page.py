@@ -156,6 +156,20 @@ def test_the_command_prints_where_the_page_is_and_refuses_what_is_no_run(tmp_pat
     )
 
 
+def test_what_is_damaged_is_told_in_a_sentence(tmp_path):
+    run = make_run(tmp_path / "run", steps=3)
+    for name, damage, said in [
+        ("metrics.jsonl", '{"step": 1, "reward}', "metrics.jsonl, line 1, is damaged: Unterminated string"),
+        ("starts.jsonl", '"}', "starts.jsonl, line 1, is damaged"), ("config.json", "[1]", "config.json is damaged"),
+    ]:  # fmt: skip
+        content = (run / name).read_text()
+        (run / name).write_text(f"{damage}\n{content}" if name != "config.json" else damage)
+        refused = report(run, "--output", tmp_path / "page.html")
+        assert (refused.returncode, refused.stdout) == (2, ""), refused.stderr
+        assert refused.stderr.startswith(f"error: {run / said}") and refused.stderr.count("\n") == 1
+        (run / name).write_text(content)
+
+
 def test_training_does_not_pay_for_the_page():
     names = "sys.modules.keys() & {'pyarrow', 'matplotlib', 'reporting.page'}"
     command = [sys.executable, "-c", f"import sys, report; sys.exit(str({names}) if {names} else 0)"]
@@ -321,13 +335,13 @@ def test_curves_times_and_differences_are_shown(browser, big_page, width):
                  "Rollout gap", "tokens_per_s", "MFU", "reward/part/format", "Another metric"):  # fmt: skip
         assert word in titles
     assert browser.count(".chart canvas") == browser.count("figure")
-    # a and b are one line with a band, c is another; the evaluation of c has its standard error.
-    assert browser.run("return charts[0].plot.series.length") == 1 + 3 + 1
-    assert browser.run("return charts[1].plot.series.length") == 1 + 3 + 3
+    # a and b are one line with a band, c is another: with its standard error in reward and evaluation, without in the KL.
+    lines = "return [0, 1, 4].map((i) => charts[i].plot.series.length - 1)"
+    assert browser.run(lines) == [3 + 3, 3 + 3, 3 + 1]
     browser.driver.find_element(By.CSS_SELECTOR, "input[type=checkbox]").click()
-    assert browser.run("return charts[0].plot.series.length") == 1 + 3
+    assert browser.run(lines) == [3 * 3, 3 * 3, 3]
     browser.driver.find_elements(By.CSS_SELECTOR, ".key")[2].click()
-    assert browser.run("return charts[0].plot.series.length") == 1 + 2
+    assert browser.run(lines) == [2 * 3, 2 * 3, 2]
     browser.choose("Smoothing", "21")
     noise = "const y = charts[0].plot.data[1]; return Math.abs(y[300] - y[299])"
     assert browser.run(noise) < 0.02

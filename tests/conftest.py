@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from helpers import make_model
 from inputs.machine import avoid_broken_amx
 
 avoid_broken_amx()
-
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a suite in the background: its children would ignore it, too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LONGEST = [
     "test_train", "test_main_job", "test_kills", "test_setups", "test_server", "test_lora", "test_rollout",

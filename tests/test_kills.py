@@ -1,5 +1,6 @@
 """Whole runs that are killed: by `benchmarks/soak.py`, and under torchrun; and what listens while one goes."""
 
+import json
 import os
 import random
 import signal
@@ -82,17 +83,22 @@ def test_a_run_that_is_killed_in_eight_phases_ends_like_the_undisturbed_one(flag
     assert differences == []
 
 
+def read_status(out_dir: Path) -> dict[str, object]:
+    return json.loads((out_dir / "status.json").read_text())
+
+
 def test_a_signal_in_any_phase_saves_the_run_and_it_continues_bit_for_bit(flags, undisturbed, tmp_path):
     """It is given up before its update, or finished; an evaluation that was given up is made at the next start."""
     out_dir = tmp_path / "run"
     flags = [*flags, "--save_every", "0"]  # whatever is saved is saved because of the signal
-    of_phases = {  # the shortest first: a heartbeat may miss them for some steps
+    of_phases = {
         "sample": signal.SIGINT, "update": signal.SIGTERM, "reward": signal.SIGTERM, "evaluate": signal.SIGUSR1,
     }  # fmt: skip
     for phase, number in of_phases.items():
         launcher = soak.start(out_dir, flags, out_dir.with_suffix(".log"))
         deadline, steps_before = time.monotonic() + 120, len(soak.last_lines(out_dir))
-        while soak.phase_of(out_dir, 0, launcher) != phase or len(soak.last_lines(out_dir)) < steps_before + 1:
+        # status.json, not the heartbeat: it is written as soon as a phase begins.
+        while len(soak.last_lines(out_dir)) < steps_before + 1 or read_status(out_dir)["now"] != phase:
             assert time.monotonic() < deadline and launcher.poll() is None, f"it never came to {phase}"
             time.sleep(0.005)
         launcher.send_signal(number)

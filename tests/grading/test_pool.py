@@ -43,8 +43,12 @@ def tree(pid: int) -> list[int]:
 
 
 def fork_server(pool: Pool) -> int:
-    (pid,) = [pid for pid in children(pool.dispatcher.pid) if children(pid)]
-    return pid
+    """Once it has a worker: it may just be starting again."""
+    deadline = time.monotonic() + 10
+    while not (found := [pid for pid in children(pool.dispatcher.pid) if children(pid)]):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return found[0]
 
 
 def is_alive(pid: int) -> bool:

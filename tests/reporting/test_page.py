@@ -335,7 +335,7 @@ def test_curves_times_and_differences_are_shown(browser, big_page, width):
                  "Rollout gap", "tokens_per_s", "MFU", "reward/part/format", "Another metric"):  # fmt: skip
         assert word in titles
     assert browser.count(".chart canvas") == browser.count("figure")
-    # a and b are one line with a band, c is another: with its standard error in reward and evaluation, without in the KL.
+    # a and b are one line with a band, c is another: with standard errors of reward and evaluation, without of the KL.
     lines = "return [0, 1, 4].map((i) => charts[i].plot.series.length - 1)"
     assert browser.run(lines) == [3 + 3, 3 + 3, 3 + 1]
     browser.driver.find_element(By.CSS_SELECTOR, "input[type=checkbox]").click()

@@ -58,6 +58,7 @@ while [ -n "$is_interrupted" ]; do # a trap ends `wait`
     wait "$step" || status=$?
 done
 if [ -n "$is_ended" ] && [ "$status" -eq 0 ]; then
-    scontrol requeue "$SLURM_JOB_ID"
+    # Of an array this task alone: the job's number may be that of the whole array.
+    scontrol requeue "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
 fi
 exit "$status"

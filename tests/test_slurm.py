@@ -37,10 +37,10 @@ def job(tmp_path):
     (tmp_path / ".venv" / "bin" / "python").write_text(PYTHON)
     (tmp_path / ".venv" / "bin" / "python").chmod(0o755)
 
-    def start(**environment: str) -> subprocess.Popen[bytes]:
+    def start(*before: str, **environment: str) -> subprocess.Popen[bytes]:
         slurm = {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_ID": "123456"}
         place = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OUT": str(tmp_path / "out")}
-        command = ["bash", str(ROOT / "scripts" / "slurm_example.sh"), str(tmp_path / "run.sh")]
+        command = ["bash", str(ROOT / "scripts" / "slurm_example.sh"), *before, str(tmp_path / "run.sh")]
         return subprocess.Popen(
             [*command, "--steps_ahead", "2"], cwd=tmp_path, env=os.environ | slurm | place | environment
         )
@@ -63,6 +63,17 @@ def test_a_job_that_must_go_saves_and_queues_itself_again(job, tmp_path, number)
     process.send_signal(number)
     assert process.wait(30) == 0
     assert (tmp_path / "out").read_text().splitlines() == ["2 1 node7 23456", "saved", "requeue 123456"]
+
+
+def test_a_task_of_an_array_trains_its_seed_and_queues_itself_alone(job, tmp_path):
+    """The last task of an array has the array's own number, by which Slurm would queue all of its tasks again."""
+    array = {"SLURM_ARRAY_JOB_ID": "123456", "SLURM_ARRAY_TASK_ID": "2"}
+    process = job(str(ROOT / "scripts" / "seeds.sh"), "3", **array)
+    begun(tmp_path)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(30) == 0
+    assert (tmp_path / "out").read_text().splitlines() == ["2 1 node7 23456", "saved", "requeue 123456_2"]
+    assert (tmp_path / "out.flags").read_text() == "--steps_ahead 2 --seed 2\n"
 
 
 def test_a_run_that_could_not_save_is_not_begun_again_and_a_failure_is_one(job, tmp_path):

@@ -36,7 +36,7 @@ from guards.lock import lock_file
 from inputs.checks import launched_world_size
 from metrics import Metrics, merge_updates
 from records.console import Console
-from records.rollouts import FOLDER, Keeper, Sampled, gather_logprobs
+from records.rollouts import FOLDER, Keeper, Sampled, own_logprobs
 from reporting.history import read_lines
 
 if TYPE_CHECKING:
@@ -231,10 +231,9 @@ class Run:
         group_size = sampler.draws.group_size
         self.samples(self.step, rollout, group_size)
         if self.recording.keep_rollouts:
-            logprobs = gather_logprobs(rollout, updates)
-            if self.world.is_main:
-                whole, round_B, used_B = sampler.sampled, sampler.round_B, sampler.used_B
-                self.rollouts.keep(Sampled(self.step, group_size, whole, round_B, used_B, rollout.advantages, logprobs))
+            whole, round_B, used_B = sampler.sampled, sampler.round_B, sampler.used_B
+            own = own_logprobs(rollout, updates)
+            self.rollouts.keep(Sampled(self.step, group_size, whole, round_B, used_B, rollout.advantages, own))
 
     def samples(self, step: int, rollout: Rollout, group_size: int) -> None:
         """Appends the first two completions of each of the first two groups to samples.jsonl."""

@@ -10,14 +10,14 @@ from __future__ import annotations
 import json
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from batch import Rollout, from_positions
-from fsdp_utils import gather_from_ranks
+from fsdp_utils import gather_on_main, new_host_group
 from grading.score import Grade
 from guards.disk import GIB, tolerated
 from guards.errors import RunError
@@ -25,6 +25,7 @@ from records.tokens import bytes_of_tokens
 
 if TYPE_CHECKING:  # half a second that most processes never need
     import pyarrow as pa
+    from torch.distributed import ProcessGroup
     from transformers import PreTrainedTokenizerBase
 
     from data import Row
@@ -45,6 +46,9 @@ def steps_in(out_dir: Path) -> list[int]:
 # Written --------------------------------------------------------------------------------------------------------------
 
 
+LogProbs = dict[int, np.ndarray]  # index among the trained completions -> the trainer's, before the update
+
+
 @dataclass(frozen=True)
 class Sampled:
     """All completions of a step, and which of them were trained on."""
@@ -55,20 +59,20 @@ class Sampled:
     round_B: np.ndarray  # int64, the round of dynamic sampling that a completion is of
     used_B: np.ndarray  # int64, indices of those that were trained on, in their order
     advantages: list[np.ndarray] | None  # of these; None: nothing was trained
-    logprobs: dict[int, np.ndarray]  # index among these -> the trainer's log-prob of each token, before the update
+    logprobs: LogProbs  # of those that this rank has trained
 
 
-def gather_logprobs(rollout: Rollout, updates: list[Update]) -> dict[int, np.ndarray]:
-    """The old log-probs of the completions that were trained on, from the ranks that hold them."""
+def own_logprobs(rollout: Rollout, updates: list[Update]) -> LogProbs:
+    """Of the completions that this rank trains."""
     own = {}
     for batch in [batch for update in updates for batch in update.batches]:
         own |= from_positions(rollout, batch, batch.old_logprobs_N)
-    return {b: logprobs for part in gather_from_ranks(own) for b, logprobs in part.items()}
+    return own
 
 
 @dataclass
 class Keeper:
-    """Writes rollouts in the background, on the main process.
+    """Writes rollouts in the background. Every rank has one: it sends its log-probs, and the main process writes.
 
     The oldest go when all are larger than `max_gib`, or than a quarter of the room that the disk has for them:
     checkpoints need it more.
@@ -79,15 +83,21 @@ class Keeper:
     tokenizer: PreTrainedTokenizerBase
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "rollouts"))
     under_way: Future[None] | None = None
+    group: ProcessGroup | None = field(default_factory=new_host_group)
 
     def keep(self, sampled: Sampled) -> None:
-        """Returns at once, unless the disk has not yet taken the step before."""
+        """Returns at once, unless the disk has not yet taken the step before. All ranks call it."""
         self.wait()
-        self.under_way = self.thread.submit(self._write, sampled)
+        self.under_way = self.thread.submit(self._gather, sampled)
 
     def wait(self) -> None:
         if self.under_way is not None:
             self.under_way.result()
+
+    def _gather(self, sampled: Sampled) -> None:
+        parts = gather_on_main(sampled.logprobs, self.group)
+        if parts:
+            self._write(replace(sampled, logprobs={b: values for part in parts for b, values in part.items()}))
 
     def _write(self, sampled: Sampled) -> None:
         import pyarrow as pa

@@ -30,7 +30,6 @@ from typing import TypeVar
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
@@ -38,7 +37,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 from flags import Saving
-from fsdp_utils import World, gather_from_ranks, local_shard, new_host_group, wait_for_all
+from fsdp_utils import HostGroup, World, gather_from_ranks, local_shard, new_host_group, wait_for_all
 from guards.checksums import Checksums, checksums, complaints, flush, write_list
 from guards.disk import DiskError, cause, free_space, tolerated
 from guards.heartbeat import beat
@@ -247,7 +246,7 @@ class Writer:
             return str(error)
         return None
 
-    def _write(self, content: Content, write_shards: Callable[[], object], group: ProcessGroup | None = None) -> None:
+    def _write(self, content: Content, write_shards: Callable[[], object], group: HostGroup = None) -> None:
         """Shards, their checksums by the rank that wrote them, the rest. Raises DiskError on all ranks."""
         unfinished = self.out_dir / f"unfinished_step_{content.step}"
         self._together(write_shards, group)
@@ -255,7 +254,7 @@ class Writer:
         sums = self._together(lambda: checksums(unfinished, own), group)
         self._together(lambda: self._complete(content, unfinished, sums), group)
 
-    def _together(self, work: Callable[[], Result], group: ProcessGroup | None = None) -> list[Result]:
+    def _together(self, work: Callable[[], Result], group: HostGroup = None) -> list[Result]:
         """What `work` gives on each rank. Raises DiskError, on all ranks, if the disk refuses something on one.
 
         Then nothing is left of the checkpoint: a disk that is full needs the room.

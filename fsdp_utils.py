@@ -35,6 +35,7 @@ from inputs.machine import (
 )
 
 Item = TypeVar("Item")
+HostGroup = dist.ProcessGroup | None  # of a thread other than the main one; None: there is one rank
 
 
 @dataclass(frozen=True)
@@ -340,7 +341,7 @@ def _all_reduce(values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
     return reduced
 
 
-def gather_from_ranks(item: Item, group: dist.ProcessGroup | None = None) -> list[Item]:
+def gather_from_ranks(item: Item, group: HostGroup = None) -> list[Item]:
     """The items of all ranks in rank order, on every rank: picklable host data (arrays, strings), not CUDA tensors.
 
     `group`: of a thread other than the main one (`new_host_group`).
@@ -368,7 +369,7 @@ def broadcast_from_main(item: Item | None) -> Item:
     return items[0]  # type: ignore[return-value]
 
 
-def gather_on_main(item: Item, group: dist.ProcessGroup | None) -> list[Item]:
+def gather_on_main(item: Item, group: HostGroup) -> list[Item]:
     """The items of all ranks in rank order, on the main process; [] elsewhere. For a thread with this group."""
     if group is None:
         return [item]
@@ -377,7 +378,7 @@ def gather_on_main(item: Item, group: dist.ProcessGroup | None) -> list[Item]:
     return items if is_main_process() else []
 
 
-def new_host_group() -> dist.ProcessGroup | None:
+def new_host_group() -> HostGroup:
     """A gloo group of all ranks for a thread of its own: collectives of two threads must not meet in one group."""
     return dist.new_group(backend="gloo") if dist.is_initialized() else None
 

@@ -137,8 +137,8 @@ class Loss(NamedTuple):
 
     per_token: Tensor
     ratio: Tensor | None = None  # pi / pi_old, for the metrics; None: the token ratio
-    is_low: Tensor | None = None  # bool: clipped because the ratio is too small; None: nothing is clipped
-    is_high: Tensor | None = None  # bool: clipped because the ratio is too large
+    is_low: Tensor | None = None  # bool, for the metrics: clipped, the ratio is too small; None: nothing is clipped
+    is_high: Tensor | None = None  # bool, for the metrics: clipped, the ratio is too large
 
 
 def clip(t: Tokens, *, clip_low: float, clip_high: float, dual_clip: float) -> Loss:

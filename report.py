@@ -11,7 +11,6 @@ NAME is that of a file in references/.
 from __future__ import annotations
 
 import argparse
-from concurrent.futures import ProcessPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -176,22 +175,16 @@ def write_pages(runs: list[Path], file: Path) -> None:
     for run_dir in runs:
         if not (run_dir / "metrics.jsonl").exists() and not (run_dir / "config.json").exists():
             raise ValueError(f"{run_dir} is no run: it holds neither metrics.jsonl nor config.json.")
-    with ProcessPoolExecutor() as pool:  # the pictures take as long as the page
-        pictures = [pool.submit(draw, run_dir) for run_dir in runs]
-        from reporting.page import write_page  # here, not above: training imports this file, and needs no pyarrow
+    from reporting.page import write_page  # here, not above: training imports this file, and needs no pyarrow
 
-        write_page(file, {run_dir: read_metrics(run_dir) for run_dir in runs})
-        print(file, flush=True)
-        for picture in pictures:
-            picture.result()
-
-
-def draw(run_dir: Path) -> None:
-    """The pictures of a run, unless the run has drawn them since its last step."""
-    metrics, curves = run_dir / "metrics.jsonl", run_dir / "curves.png"
-    if not (curves.exists() and metrics.exists()) or curves.stat().st_mtime < metrics.stat().st_mtime:
-        plot(run_dir)
-        plot_timeline(run_dir)
+    write_page(file, {run_dir: read_metrics(run_dir) for run_dir in runs})
+    print(file, flush=True)
+    for run_dir in runs:
+        metrics, curves = run_dir / "metrics.jsonl", run_dir / "curves.png"
+        is_drawn = curves.exists() and metrics.exists() and curves.stat().st_mtime >= metrics.stat().st_mtime
+        if not is_drawn:  # by the run itself, since its last step
+            plot(run_dir)
+            plot_timeline(run_dir)
 
 
 if __name__ == "__main__":

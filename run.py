@@ -37,7 +37,6 @@ from inputs.checks import launched_world_size
 from metrics import Metrics, merge_updates
 from records.console import Console
 from records.rollouts import FOLDER, Keeper, Sampled, own_logprobs
-from reporting.history import read_lines
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -206,7 +205,7 @@ class Run:
 
     def _say_what_changed(self) -> None:
         """On another number of ranks or engines than at the last start."""
-        starts = read_lines(self.out_dir / "starts.jsonl")
+        starts = report.read_lines(self.out_dir / "starts.jsonl")
         ranks, size = launched_world_size(), self.world.tp_size
         if starts and (starts[-1]["world_size"], starts[-1]["tensor_parallel_size"]) != (ranks, size):
             before = f"{starts[-1]['world_size']} ranks and engines of {starts[-1]['tensor_parallel_size']}"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from batch import Rollout, from_positions
-from fsdp_utils import gather_on_main, new_host_group
+from fsdp_utils import HostGroup, gather_on_main, new_host_group
 from grading.score import Grade
 from guards.disk import GIB, tolerated
 from guards.errors import RunError
@@ -25,7 +25,6 @@ from records.tokens import bytes_of_tokens
 
 if TYPE_CHECKING:  # half a second that most processes never need
     import pyarrow as pa
-    from torch.distributed import ProcessGroup
     from transformers import PreTrainedTokenizerBase
 
     from data import Row
@@ -83,7 +82,7 @@ class Keeper:
     tokenizer: PreTrainedTokenizerBase
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "rollouts"))
     under_way: Future[None] | None = None
-    group: ProcessGroup | None = field(default_factory=new_host_group)
+    group: HostGroup = field(default_factory=new_host_group)
 
     def keep(self, sampled: Sampled) -> None:
         """Returns at once, unless the disk has not yet taken the step before. All ranks call it."""

@@ -225,7 +225,9 @@ function showCurves() {
 /** A chart of any other metric. */
 function addOther(grid) {
   const isShown = (name) => PANELS.some(([pattern]) => pattern.test(name)) || /stderr$/.test(name);
-  const metrics = metricNames(/./).filter((name) => !isShown(name));
+  const isInAll = (name) => RUNS.every((run) => name in run.metrics);
+  const others = metricNames(/./).filter((name) => !isShown(name)); // first what is new in one of the runs
+  const metrics = [...others.filter((name) => !isInAll(name)), ...others.filter(isInAll)];
   if (!metrics.length) return;
   const [label] = choice("Another metric", metrics.map((metric) => [metric, metric]), (metric) => {
     chart.metric = metric;

@@ -26,9 +26,10 @@ function showOverview() {
   const time = (run) => known(run, "time/step_s").reduce((sum, value) => sum + value, 0);
   const lines = [
     ["Steps", (run) => (run.steps.length ? String(run.steps.at(-1)) : "none yet")],
-    [`Reward, mean of the last ${LAST_STEPS} steps`, (run) => averageOfLast(run, "reward/mean")],
+    ...(RUNS.some((run) => run.config.replay) ? [["Replay of", (run) => run.config.replay]] : []),
+    [`Reward, mean of the last steps, ${LAST_STEPS} at most`, (run) => averageOfLast(run, "reward/mean")],
     ...evaluated.map((name) => [`Held-out ${name.slice(5)}`, (run) => lastOf(run, name)]),
-    [`Completion tokens, mean of the last ${LAST_STEPS} steps`, (run) => averageOfLast(run, "completion/tokens_mean")],
+    [`Completion tokens, mean of the last steps, ${LAST_STEPS} at most`, (run) => averageOfLast(run, "completion/tokens_mean")],
     ["Seconds per step", (run) => short(average(run, "time/step_s"))],
     ["Tokens per second", (run) => short(average(run, "perf/tokens_per_s"))],
     ["MFU of the update", (run) => percent(average(run, "perf/update_mfu"))],

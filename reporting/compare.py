@@ -20,12 +20,11 @@ from fnmatch import fnmatch
 
 import numpy as np
 
-from reporting.history import History
+from reporting.history import History, but_for_the_seed
 from reporting.intervals import CONFIDENCE, margin_of_difference, margin_of_mean
 
 METRICS = ("reward/mean", "eval/*/avg@*", "completion/tokens_mean", "policy/kl_ref", "policy/entropy")  # *: any text
 MORE_IS_BETTER = ("reward/", "eval/")
-OF_A_REPETITION = {"seed", "out_dir"}  # flags that differ between repetitions of a run
 NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 END = "At the end: mean of the last tenth of the points that all runs have"
 WHOLE = "Over the whole curve: mean of all points that all runs have"
@@ -158,16 +157,17 @@ def described(side: str, runs: list[History]) -> list[str]:
     lines = [f"{side}: {', '.join(each)}"]
     if len(set(seeds)) < len(seeds):
         lines.append(f"{side} has the same seed twice: these runs are no independent repetitions.")
-    flags = {name for run in runs for name in run.config} - OF_A_REPETITION
-    if differing := [f"--{name}" for name in sorted(flags) if len({repr(run.config.get(name)) for run in runs}) > 1]:
+    flags = [but_for_the_seed(run.config) for run in runs]
+    names = {name for each in flags for name in each}
+    if differing := [f"--{name}" for name in sorted(names) if len({repr(each.get(name)) for each in flags}) > 1]:
         lines.append(f"{side}'s runs differ in more than the seed: {', '.join(differing)}.")
     return lines
 
 
 def changed_flags(a: list[History], b: list[History]) -> list[str]:
     """The flags in which the first run of B differs from the first of A."""
-    flags = sorted((set(a[0].config) | set(b[0].config)) - OF_A_REPETITION)
-    pairs = [(name, a[0].config.get(name), b[0].config.get(name)) for name in flags]
+    before, after = but_for_the_seed(a[0].config), but_for_the_seed(b[0].config)
+    pairs = [(name, before.get(name), after.get(name)) for name in sorted(set(before) | set(after))]
     changed = [f"--{name} {there!r} -> {here!r}" for name, there, here in pairs if there != here]
     return [f"From A to B: {', '.join(changed)}."] if changed else ["A and B have the same flags."]
 

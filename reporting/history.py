@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +33,16 @@ class History:
         """Step -> value of a metric, where it is a finite number."""
         found = {int(record["step"]): record.get(name) for record in self.records}
         return {step: value for step, value in found.items() if value is not None and math.isfinite(value)}
+
+
+def but_for_the_seed(config: dict[str, object]) -> dict[str, object]:
+    """The flags that repetitions of a run share.
+
+    A seed in the name of a folder, as in `--model runs/policy_seed2`, is the seed, too: a policy is warm-started by it.
+    """
+    text = json.dumps({name: value for name, value in config.items() if name not in ("seed", "out_dir")})
+    text = text.replace(json.dumps(config.get("out_dir", ""))[1:-1] or "\0", "OUT_DIR")
+    return json.loads(re.sub(rf"(seed[_=-]?){config.get('seed')}(?!\d)", r"\1*", text))
 
 
 def read_config(folder: Path) -> dict[str, object]:

@@ -18,7 +18,7 @@ import subprocess
 from pathlib import Path
 
 from guards.disk import replace
-from reporting.history import History, read_config, read_lines
+from reporting.history import History, but_for_the_seed, read_config, read_lines
 from reporting.reference import published_curves
 from reporting.samples import embed, pack_samples, rounded
 
@@ -83,16 +83,11 @@ def short_names(folders: list[Path]) -> list[str]:
 
 
 def seed_groups(runs: list[dict]) -> list[list[int]]:
-    """Indices of the runs that differ by their seed alone: same code, same flags but for seed and folders.
-
-    A seed in the name of a folder, as in `--model runs/policy_seed2`, is the seed, too: a policy is warm-started by it.
-    """
+    """Indices of the runs that differ by their seed alone: same code, same flags but for seed and folders."""
     groups: dict[str, list[int]] = {}
     for index, run in enumerate(runs):
-        flags = {name: value for name, value in run["config"].items() if name not in ("seed", "out_dir")}
-        text = json.dumps([flags, [(start["commit"], start["patch"]) for start in run["starts"][-1:]]], sort_keys=True)
-        text = text.replace(json.dumps(run["config"].get("out_dir", ""))[1:-1] or "\0", "OUT_DIR")
-        text = re.sub(rf"(seed[_=-]?){run['config'].get('seed')}(?!\d)", r"\1*", text)
+        flags, start = but_for_the_seed(run["config"]), run["starts"][-1] if run["starts"] else {}
+        text = json.dumps([flags, start.get("commit"), start.get("patch")], sort_keys=True)
         groups.setdefault(text if flags else f"run {index}", []).append(index)
     return list(groups.values())
 

@@ -169,6 +169,15 @@ def test_what_speaks_against_a_comparison_is_said(tmp_path):
     assert "Nothing to compare" in compare([empty], [empty])
 
 
+def test_a_policy_that_is_named_after_the_seed_is_no_other_flag(tmp_path):
+    runs = []
+    for seed in (1, 2, 3):
+        names = {"model": f"runs/policy_seed{seed}", "train_data": [f"runs/policy_seed{seed}/train.jsonl"]}
+        runs += runs_of(tmp_path, {seed: 0.5 + seed / 100}, **names, group_size=8 if seed < 3 else 4)
+    text = said("--compare", *runs[:2], "--", runs[2])
+    assert "A's runs differ" not in text and "From A to B: --group_size 8 -> 4." in text
+
+
 def test_a_folder_that_is_no_run_is_named_in_a_sentence(tmp_path):
     (run,) = runs_of(tmp_path, {1: 0.5})
     (tmp_path / "damaged").mkdir()

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -180,14 +181,14 @@ class Run:
         self.console.say(text)
 
     def describe_start(self, resumed_from: int) -> None:
-        """Appends command, code, packages and hardware to starts.jsonl; uncommitted changes go to a patch beside it.
+        """Appends command, code, packages and hardware to starts.jsonl; what is not committed to a patch beside it.
 
         The tracker goes on after this step.
         """
         self.console.start(resumed_from)
         if not self.world.is_main:
             return
-        commit, changes = _git("rev-parse", "HEAD").strip(), _git("diff", "HEAD")
+        commit, changes = _git("rev-parse", "HEAD").strip(), _git("diff", "HEAD") + _own_files(sys.argv)
         stamp = time.strftime("%Y%m%dT%H%M%S")
         if changes:
             self.records.replace(f"changes_{stamp}.patch", changes)
@@ -300,6 +301,14 @@ class Run:
     def _append(self, name: str, record: dict[str, object]) -> None:
         if self.world.is_main:
             self.records.append(name, json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def _own_files(command: list[str]) -> str:
+    """As a patch: the files of functions that flags name, as my_reward.py:score, if they are not in the repository."""
+    named = {str(Path(file).absolute()) for text in command for file in re.findall(r"([^\s,=]+\.py):\w", text)}
+    return "".join(
+        _git("diff", "--no-index", "--", os.devnull, file) for file in sorted(named) if not _git("ls-files", file)
+    )
 
 
 def _git(*arguments: str) -> str:

@@ -155,6 +155,7 @@ def sample_only(run: Run, sampler: Sampler, inputs: Inputs, last_step: int) -> N
             run.log(step, metrics)
     except signals.Stopped:
         run.say(f"ended by {signals.signal_name()} after step {run.num_done}")
+    run.say(f"done: {run.out_dir}/rollouts holds the completions of steps 1 to {run.num_done}")
     run.plot()
     run.finish()
     close(inputs, sampler.engine)

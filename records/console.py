@@ -91,6 +91,10 @@ def console_line(step: int, last_step: int, metrics: dict[str, float], seconds_l
     times = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phases if seconds >= 0.05)
     parts.append(f"{metrics['time/step_s']:.1f}s ({times})")
     parts += [f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/") and "/avg@" in name]
+    failed = {
+        name: x for name, x in metrics.items() if name.startswith("eval/") and name.endswith("/frac_failed") and x
+    }
+    parts += [f"{name} {value:.3f}, see eval/step_{step}" for name, value in failed.items()]
     return " | ".join([*parts, f"{duration(seconds_left)} left"] if seconds_left else parts)
 
 

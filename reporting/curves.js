@@ -4,7 +4,7 @@
 /** [metrics, title, unit]: the panels that are looked for, in this order; any other metric is chosen by name. */
 const PANELS = [
   [/^reward\/mean$/, "Reward", "mean over the completions"],
-  [/^eval\/.*\/avg@\d+$/, "Held-out accuracy", "mean score"],
+  [/^eval\/(.*)\/avg@\d+$/, "Held-out accuracy", "mean score"],
   [/^completion\/tokens_right_mean$/, "Length of correct completions", "tokens"],
   [/^completion\/tokens_wrong_mean$/, "Length of incorrect completions", "tokens"],
   [/^policy\/kl_ref$/, "KL to the reference", "nats per token"],
@@ -16,7 +16,7 @@ const PANELS = [
   [/^time\/step_s$/, "Time of a step", "seconds"],
   [/^perf\/tokens_per_s$/, "Throughput", "completion tokens per second"],
   [/^perf\/update_mfu$/, "MFU of the update", "share of the peak"],
-  [/^reward\/part\//, "Part of the reward", "mean over the completions"],
+  [/^reward\/part\/(.*)/, "Part of the reward", "mean over the completions, without its weight"],
 ];
 const HEIGHT = 210;
 const view = { hidden: new Set(), together: true, smoothing: 1 };
@@ -104,7 +104,7 @@ function draw(box, metric) {
   const dotSize = (_, index) => (lines.some((line) => line.index === index) ? 7 : 0); // none on the edges of a band
   const plot = new uPlot({
     width: Math.max(box.clientWidth, 120), height: HEIGHT, series, bands, legend: { show: false },
-    scales: { x: { time: false }, y: { range: rangeOf } }, padding: [8, 12, 0, 0],
+    scales: { x: { time: false, range: (_, low, high) => (low < high ? [low, high] : [low - 1, low + 1]) }, y: { range: rangeOf } }, padding: [8, 12, 0, 0],
     axes: [{ ...axis, size: 28, values: (_, ticks) => ticks.map((tick) => (tick % 1 ? "" : tick)) },
       { ...axis, size: 52, values: (_, ticks) => ticks.map(short) }],
     cursor: { y: false, sync: { key: "steps" }, hover: { skip: [null, undefined] }, points: { size: dotSize } },
@@ -211,7 +211,8 @@ function showCurves() {
   for (const [pattern, title, unit] of PANELS) {
     const metrics = metricNames(pattern);
     for (const metric of metrics) {
-      addChart(grid, metric, title, make("small", {}, make("code", {}, metric), `, ${unit}`));
+      const of = metric.match(pattern)[1];
+      addChart(grid, metric, of ? `${title}: ${of}` : title, make("small", {}, make("code", {}, metric), `, ${unit}`));
     }
     if (!metrics.length) missing.push(title);
   }

@@ -150,6 +150,19 @@ def test_a_start_is_described_with_its_code_and_hardware(tmp_path, monkeypatch):
     assert patch.read_text() == "+changed\n"
 
 
+def test_the_file_of_a_reward_that_git_does_not_know_is_in_the_patch(tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "my_reward.py").write_text("def score(completion):\n    return 0.5\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train_grpo.py", "--reward", "math:0.9,mine/my_reward.py:score:0.1"])
+    make_run(tmp_path / "run").describe_start(0)
+    (patch,) = (tmp_path / "run").glob("changes_*.patch")
+    assert "+    return 0.5" in patch.read_text() and "mine/my_reward.py" in patch.read_text()
+    assert json.loads((tmp_path / "run" / "starts.jsonl").read_text())["has_uncommitted_changes"]
+    monkeypatch.setattr(run_module, "_git", lambda *arguments: "my_reward.py\n" if arguments[0] == "ls-files" else "+")
+    assert run_module._own_files(sys.argv) == "", "git knows it"
+
+
 def test_another_number_of_ranks_or_engines_is_told_with_what_it_changes(tmp_path, monkeypatch, capsys):
     for ranks, resumed_from in ((2, 0), (4, 0), (4, 10), (1, 10)):
         monkeypatch.setenv("WORLD_SIZE", str(ranks))

@@ -32,6 +32,22 @@ def test_the_status_has_the_last_step_and_the_time_that_is_left(tmp_path, capsys
     assert "policy/loss" not in status, "JSON knows no nan"
 
 
+def test_an_evaluation_that_could_not_grade_says_so(tmp_path, capsys):
+    failed = {"eval/heldout/avg@4": 0.05, "eval/heldout/frac_failed": 0.347, "eval/other/frac_failed": 0.0}
+    (_, line) = tell(tmp_path, capsys, STEP | failed)
+    assert "| eval/heldout/frac_failed 0.347, see eval/step_1" in line and "other" not in line
+
+
+def test_the_status_says_what_is_done_now_above_the_last_step(tmp_path, capsys):
+    console = Console(tmp_path, True, Recording())
+    console.tell_phase("sample", 1)
+    assert json.loads((tmp_path / "status.json").read_text()).keys() == {"now", "in_step", "since"}
+    console.tell_step(1, 10, STEP)
+    console.tell_phase("update", 2)
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["now"], status["in_step"], status["step"]) == ("update", 2, 1)
+
+
 def test_quiet_shows_the_steps_with_an_evaluation(tmp_path, capsys):
     lines = tell(tmp_path, capsys, STEP, STEP | {"eval/heldout/avg@4": 0.75}, quiet=True)
     assert [line.split(" |")[0] for line in lines] == ["begins", "step  2/10"]

@@ -49,12 +49,19 @@ def read_metrics(run_dir: Path) -> list[dict[str, float]]:
 
     Without such a file there are none.
     """
-    return read_steps(run_dir / "metrics.jsonl")
+    records = read_steps(run_dir / "metrics.jsonl")
+    for name, value in [item for record in records for item in record.items()]:
+        if not isinstance(value, int | float | None):
+            raise ValueError(f"{run_dir / 'metrics.jsonl'} is damaged: {name} is no number: {str(value)[:50]!r}")
+    return records
 
 
 def read_steps(file: Path) -> list[dict]:
-    """The same of any file with a line for each step."""
-    by_step = {record["step"]: record for record in read_lines(file)}
+    """The same of any file with a line for each step. Raises ValueError for a line without one."""
+    lines = read_lines(file)
+    if any(type(record.get("step")) is not int for record in lines):
+        raise ValueError(f"{file} is damaged: a line of it has no step")
+    by_step = {record["step"]: record for record in lines}
     return [by_step[step] for step in sorted(by_step)]
 
 
@@ -166,7 +173,7 @@ def main() -> None:
             print("\n\n".join(reference.report(args.reference, history(run_dir)) for run_dir in args.runs))
         else:
             write_pages(args.runs, args.output or args.runs[0] / "report.html")
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, OverflowError) as error:
         parser.exit(2, f"error: {error}\n")
 
 
@@ -175,6 +182,8 @@ def write_pages(runs: list[Path], file: Path) -> None:
     for run_dir in runs:
         if not (run_dir / "metrics.jsonl").exists() and not (run_dir / "config.json").exists():
             raise ValueError(f"{run_dir} is no run: it holds neither metrics.jsonl nor config.json.")
+    if file.exists() and not file.is_file():
+        raise ValueError(f"--output {file} is no file that could be replaced; choose another.")
     from reporting.page import write_page  # here, not above: training imports this file, and needs no pyarrow
 
     write_page(file, {run_dir: read_metrics(run_dir) for run_dir in runs})
@@ -183,8 +192,13 @@ def write_pages(runs: list[Path], file: Path) -> None:
         metrics, curves = run_dir / "metrics.jsonl", run_dir / "curves.png"
         is_drawn = curves.exists() and metrics.exists() and curves.stat().st_mtime >= metrics.stat().st_mtime
         if not is_drawn:  # by the run itself, since its last step
-            plot(run_dir)
-            plot_timeline(run_dir)
+            try:
+                plot(run_dir)
+                plot_timeline(run_dir)
+            except (OSError, ValueError, TypeError, LookupError) as error:  # the page is there
+                print(
+                    f"warning: the pictures of {run_dir} could not be drawn: {str(error).splitlines()[:1]}", flush=True
+                )
 
 
 if __name__ == "__main__":

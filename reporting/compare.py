@@ -12,7 +12,6 @@ last tenth of its points and over all of them. Two sides are compared by
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from fnmatch import fnmatch
 
 import numpy as np
 
-from reporting.history import History, but_for_the_seed
+from reporting.history import History, but_for_the_seed, read_lines
 from reporting.intervals import CONFIDENCE, margin_of_difference, margin_of_mean
 
 METRICS = ("reward/mean", "eval/*/avg@*", "completion/tokens_mean", "policy/kl_ref", "policy/entropy")  # *: any text
@@ -51,7 +50,7 @@ def problem_scores(run: History, name: str, steps: list[int]) -> dict[tuple[str,
         file = run.folder / "eval" / f"step_{step}" / f"{name.split('/')[1]}.jsonl"
         if not file.exists():
             return {}
-        for record in map(json.loads, file.read_text().splitlines()):
+        for record in read_lines(file):
             score = next(iter(record["reward_parts"].values()), 0.0)  # of the first verifier, as in evaluate.py
             scores.setdefault((record["row"], str(record["answer"])), []).append(score)
     return {problem: float(np.mean(values)) for problem, values in scores.items()}

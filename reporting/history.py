@@ -42,13 +42,13 @@ def but_for_the_seed(config: dict[str, object]) -> dict[str, object]:
     """
     text = json.dumps({name: value for name, value in config.items() if name not in ("seed", "out_dir")})
     text = text.replace(json.dumps(config.get("out_dir", ""))[1:-1] or "\0", "OUT_DIR")
-    return json.loads(re.sub(rf"(seed[_=-]?){config.get('seed')}(?!\d)", r"\1*", text))
+    return json.loads(re.sub(rf"(seed[_=-]?){re.escape(str(config.get('seed')))}(?!\d)", r"\1*", text))
 
 
 def read_config(folder: Path) -> dict[str, object]:
     """The flags of the run; {} where there is no config.json. Raises ValueError for a damaged one."""
     file = folder / "config.json"
-    return parse(file.read_text(), str(file)) if file.exists() else {}
+    return parse(file.read_text(errors="replace"), str(file), parse_constant=str) if file.exists() else {}
 
 
 def read_lines(file: Path) -> list[dict]:
@@ -56,15 +56,15 @@ def read_lines(file: Path) -> list[dict]:
 
     Raises ValueError for a line that is damaged otherwise.
     """
-    lines = file.read_text().splitlines() if file.exists() else []
+    lines = file.read_text(errors="replace").split("\n") if file.exists() else []  # text may hold other line breaks
     return [parse(line, f"{file}, line {n},") for n, line in enumerate(lines, start=1) if line.endswith("}")]
 
 
-def parse(text: str, where: str) -> dict:
-    """The object. Raises ValueError with the place for anything else."""
+def parse(text: str, where: str, **options: object) -> dict:
+    """The object. Raises ValueError with the place for anything else. `options`: of `json.loads`."""
     try:
-        found = json.loads(text)
-    except ValueError as error:
+        found = json.loads(text, **options)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is damaged: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{where} is damaged: it holds no JSON object")

@@ -113,6 +113,7 @@ function hideTip() {
 async function start() {
   const data = await unpack("runs");
   RUNS = data.runs;
+  (await unpack("stored")).runs.forEach((samples, index) => { RUNS[index].samples = samples; });
   GROUPS = data.seed_groups;
   assignColors();
   for (const show of [showOverview, showCurves, showTime, showDifferences, showSamples]) show();
@@ -126,7 +127,8 @@ async function start() {
   for (const scrolling of ["wheel", "touchmove"]) addEventListener(scrolling, hideTip, { passive: true });
 }
 
-start().catch((error) => {
-  byId("problem").textContent = `This page cannot be shown: ${error.message}. It needs a browser from 2023 or later.`;
+addEventListener("unhandledrejection", ({ reason }) => {
+  byId("problem").textContent = `A part of this page cannot be shown: ${reason.message}. It needs a browser from 2023.`;
   byId("problem").hidden = false;
 });
+start();

@@ -23,37 +23,36 @@ from reporting.reference import published_curves
 from reporting.samples import embed, pack_samples, rounded
 
 FOLDER = Path(__file__).parent
+FILES = ("vendor/uPlot.min.css", "vendor/uPlot.iife.min.js", "page.css")
 SCRIPTS = ("curves.js", "tables.js", "samples.js", "page.js")  # together one script, which the last one starts
-BYTES_OF_SAMPLES = 18_000_000  # of all runs together, so that a page stays below 20 MB
+BYTES_OF_DATA = 19_500_000  # so that a page stays below 20 MB
 CHARACTERS_OF_CODE = 300_000  # of a patch, or of the difference between two commits
 
 
 def write_page(file: Path, records: dict[Path, list[dict[str, float]]]) -> None:
     """Writes the page of these runs: folder -> the lines of its metrics.jsonl."""
     runs = [describe(folder, lines) for folder, lines in records.items()]
-    commits = [run["starts"][-1]["commit"] if run["starts"] else None for run in runs]
+    commits = [run["starts"][-1].get("commit") if run["starts"] else None for run in runs]
     for run, name, commit in zip(runs, short_names(list(records)), commits, strict=True):
         run |= {"name": name, "code_difference": difference_of_commits(commits[0], commit)}
-    chunks = {}
-    with_samples = [index for index, folder in enumerate(records) if any((folder / "rollouts").glob("step_*.parquet"))]
+    chunks, samples = {"runs": embed({"runs": runs, "seed_groups": seed_groups(runs)})}, []
+    num_sampled = sum(any((folder / "rollouts").glob("step_*.parquet")) for folder in records)
+    num_bytes = max(BYTES_OF_DATA - len(chunks["runs"]), 0) // max(num_sampled, 1)
     for index, folder in enumerate(records):
-        num_bytes = BYTES_OF_SAMPLES // max(len(with_samples), 1)
-        runs[index]["samples"], own = pack_samples(folder, num_bytes)
+        found, own = pack_samples(folder, num_bytes)
+        samples.append(found)
         chunks |= {f"samples-{index}-{name}": chunk for name, chunk in own.items()}
-    chunks["runs"] = embed({"runs": runs, "seed_groups": seed_groups(runs)})
-    replace(file, fill_template(chunks).encode())
+    replace(file, fill_template(chunks | {"stored": embed({"runs": samples})}).encode())
 
 
 def fill_template(chunks: dict[str, str]) -> str:
     """template.html with style, scripts and data in their places."""
-    texts = {name: (FOLDER / "vendor" / name).read_text() for name in ("uPlot.min.css", "uPlot.iife.min.js")}
-    texts |= {"page.css": (FOLDER / "page.css").read_text()}
+    texts = {Path(name).name: (FOLDER / name).read_text() for name in FILES}
     texts["scripts"] = "\n".join((FOLDER / name).read_text() for name in SCRIPTS)
     hashes = [hashlib.sha256(texts[name].encode()).digest() for name in ("uPlot.iife.min.js", "scripts")]
     texts["hashes"] = " ".join(f"'sha256-{base64.b64encode(each).decode()}'" for each in hashes)
-    texts["data"] = "\n".join(
-        f'<script type="text/plain" id="{name}">{chunk}</script>' for name, chunk in chunks.items()
-    )
+    data = (f'<script type="text/plain" id="{name}">{chunk}</script>' for name, chunk in chunks.items())
+    texts["data"] = "\n".join(data)
     return re.sub(r"\{\{ (.+?) \}\}", lambda match: texts[match[1]], (FOLDER / "template.html").read_text())
 
 
@@ -61,9 +60,8 @@ def describe(folder: Path, records: list[dict[str, float]]) -> dict:
     """What the page shows of a run beside its samples."""
     starts = read_lines(folder / "starts.jsonl")
     for start in starts:
-        patch = folder / f"changes_{start['time']}.patch"
-        is_changed = start["has_uncommitted_changes"] and patch.exists()
-        start["patch"] = patch.read_text(errors="replace")[:CHARACTERS_OF_CODE] if is_changed else ""
+        patch = folder / f"changes_{start.get('time')}.patch"
+        start["patch"] = patch.read_text(errors="replace")[:CHARACTERS_OF_CODE] if patch.exists() else ""
     names = dict.fromkeys(name for record in records for name in record if name != "step")
     flags = read_config(folder)
     return {

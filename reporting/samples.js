@@ -239,8 +239,8 @@ function showSamples() {
     scale.replaceChildren(...colors.map(([kind, text]) => make("span", {}, make("i", { className: kind }), text)));
     const prompt = make("details", { open: group.prompt.length < 600 }, make("summary", {}, "Prompt"),
       make("div", { className: "text" }, group.prompt));
-    const where = `Step ${step.number}, group ${group.group}, ${group.row}. Answer: `;
-    const facts = make("p", {}, where, make("code", {}, group.answer));
+    const where = [`Step ${step.number}, group ${group.group}, `, make("bdi", {}, group.row), ". Answer: "];
+    const facts = make("p", {}, ...where, make("code", {}, group.answer));
     const passing = ` ${rows.length} of ${all.length} completions pass the filters.`;
     if (rows.length < all.length) facts.append(make("span", { className: "muted" }, passing));
     const cards = rows.map((row) => card(step, row, coloring));

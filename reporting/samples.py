@@ -20,13 +20,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-COLUMNS = ["group", "row", "prompt", "answer", "reward", "reward_parts", "reward_status", "read_as", "is_correct"]
-COLUMNS += ["is_truncated", "is_trained", "token_ids", "rollout_logprobs", "old_logprobs", "advantages", "versions"]
+COLUMNS = pa.schema(
+    [(name, pa.string()) for name in ("row", "prompt", "answer", "reward_parts", "reward_status", "read_as")]
+    + [(name, pa.bool_()) for name in ("is_correct", "is_truncated", "is_trained")]
+    + [(name, pa.large_list(pa.float32())) for name in ("rollout_logprobs", "old_logprobs", "advantages")]
+    + [(name, pa.large_list(pa.int32())) for name in ("token_ids", "versions")]
+    + [("group", pa.int32()), ("reward", pa.float64())]
+)
 OF_A_GROUP = ("row", "prompt", "answer")  # the same for all its completions
 OF_A_COMPLETION = ("reward", "reward_status", "read_as", "is_correct", "is_truncated", "is_trained")
 OF_A_TOKEN = ("rollout_logprobs", "old_logprobs", "advantages", "versions")
 GROUPS_OF_A_STEP = 8  # at least, before another step is shown
-MARGIN = 1.1  # what steps may cost beyond the estimate
 LOWEST_LOGPROB = -20.0
 UNKNOWN = {"u1": 255, "i1": -128, "i2": -32768, "i4": -1}  # the value of a token of which it is not known
 
@@ -57,19 +61,24 @@ class UnreadableError(Exception):
 def pack_samples(folder: Path, num_bytes: int) -> tuple[dict, dict[str, str]]:
     """(what is there and what was left out, name -> chunk: "tokens", and the number of each step)."""
     rollouts, unreadable = folder / "rollouts", set()
-    while files := sorted(set(rollouts.glob("step_*.parquet")) - unreadable, key=number_of):
-        tokens = set(rollouts.glob("tokens.parquet")) - unreadable
+    budget, there = num_bytes, set(rollouts.glob("step_[0-9]*.parquet"))
+    while files := sorted(there - unreadable, key=number_of):
         try:
-            return pack_files(files, *tokens, num_bytes=num_bytes)
+            found, chunks = pack_files(files, *(set(rollouts.glob("tokens.parquet")) - unreadable), num_bytes=budget)
         except UnreadableError as error:
             print(f"warning: {error.args[0]} cannot be read and is left out: {error.args[1]}", flush=True)
             unreadable.add(error.args[0])
+            continue
+        size = sum(map(len, chunks.values()))
+        if size <= num_bytes or len(found["steps"]) == found["groups"] == 1:
+            return found | {"num_steps": len(there)}, chunks
+        budget = int(0.9 * budget * num_bytes / size)  # `choose` was mistaken
     return {"steps": []}, {}
 
 
 def pack_files(files: list[Path], tokens: Path | None = None, *, num_bytes: int) -> tuple[dict, dict[str, str]]:
     """The same of these files. Without the bytes of the tokens, the texts that were stored are shown."""
-    columns = COLUMNS if tokens else [*COLUMNS, "completion"]
+    columns = COLUMNS if tokens else COLUMNS.append(pa.field("completion", pa.string()))
     kept, num_groups, groups = choose(files, columns, num_bytes)
     with ThreadPoolExecutor() as pool:  # zlib and pyarrow compute without Python's lock
         tables = list(pool.map(lambda i: take_groups(read(files[i], columns), groups), kept))
@@ -78,15 +87,14 @@ def pack_files(files: list[Path], tokens: Path | None = None, *, num_bytes: int)
         steps = [number_of(files[i]) for i in kept]
         chunks = dict(zip(map(str, steps), packed, strict=True))
     if tokens:
-        known = dict(enumerate(read(tokens, ["bytes"])["bytes"].to_pylist()))
+        known = dict(enumerate(read(tokens, pa.schema([("bytes", pa.binary())]))["bytes"].to_pylist()))
         pieces = [known.get(i, f"<token {i}>".encode()) for i in ids.tolist()]
         text = np.frombuffer(b"".join(pieces), np.uint8)
         chunks["tokens"] = embed({"ids": ids.tolist(), "lengths": [len(piece) for piece in pieces]}, {"text": text})
-    found = {"steps": steps, "num_steps": len(files), "groups": groups, "num_groups": num_groups}
-    return found | {"has_tokens": tokens is not None}, chunks
+    return {"steps": steps, "groups": groups, "num_groups": num_groups, "has_tokens": tokens is not None}, chunks
 
 
-def choose(files: list[Path], columns: list[str], num_bytes: int) -> tuple[list[int], int, int]:
+def choose(files: list[Path], columns: pa.Schema, num_bytes: int) -> tuple[list[int], int, int]:
     """(indices of the files that are kept, groups of a step, how many of them are kept).
 
     What a file costs goes by its size and by what the first and the last file cost: early tokens are less likely.
@@ -94,20 +102,20 @@ def choose(files: list[Path], columns: list[str], num_bytes: int) -> tuple[list[
     tables, sizes = [read(file, columns) for file in (files[0], files[-1])], [file.stat().st_size for file in files]
     num_groups = max(pc.count_distinct(table["group"]).as_py() for table in tables)
     costs = [len(pack_step(table, order_of_ids([table])[1])) for table in tables]
-    cost = MARGIN * sum(sizes) * max(costs[0] / sizes[0], costs[1] / sizes[-1])
+    cost = sum(sizes) * max(costs[0] / sizes[0], costs[1] / sizes[-1])
     if cost <= num_bytes:
         return list(range(len(files))), num_groups, num_groups
     num_fitting = max(1, int(num_bytes / (cost / len(files) / num_groups)))
-    num_steps = min(len(files), max(1, num_fitting // GROUPS_OF_A_STEP))
+    num_steps = min(len(files), max(1, num_fitting // min(GROUPS_OF_A_STEP, num_groups)))
     return evenly(len(files), num_steps), num_groups, min(num_groups, num_fitting // num_steps)
 
 
-def read(file: Path, columns: list[str]) -> pa.Table:
-    """These columns. Raises UnreadableError."""
+def read(file: Path, columns: pa.Schema) -> pa.Table:
+    """These columns. Raises UnreadableError. `pq.read_table` would import other formats, for a quarter of a second."""
     try:
-        # pq.read_table would import other formats, for a quarter of a second.
-        return pq.ParquetFile(file, page_checksum_verification=True).read(columns)
-    except (OSError, pa.ArrowException) as error:
+        table = pq.ParquetFile(file, page_checksum_verification=True).read(columns.names)
+        return table.select(columns.names).cast(columns)
+    except (OSError, ValueError, LookupError, pa.ArrowException) as error:
         raise UnreadableError(file, (str(error).splitlines() or [type(error).__name__])[0]) from None
 
 

@@ -27,7 +27,7 @@ run_seed() { # SEED is for what the script makes before the training
 }
 
 if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then
-    if [ "$SLURM_ARRAY_TASK_ID" -lt 1 ] || [ "$SLURM_ARRAY_TASK_ID" -gt "$num_seeds" ]; then
+    if ! [[ $SLURM_ARRAY_TASK_ID =~ ^[1-9][0-9]{0,8}$ ]] || [ "$SLURM_ARRAY_TASK_ID" -gt "$num_seeds" ]; then
         echo "error: array task $SLURM_ARRAY_TASK_ID is not one of the seeds 1 to $num_seeds; use --array=1-$num_seeds" >&2
         exit 2
     fi

@@ -82,16 +82,16 @@ def test_ten_thousand_completions_take_less_than_20_MB_and_2_seconds(big_page):
     assert file.stat().st_size < 20e6
     assert seconds < 2, "of CPU, all threads together; the clock would also measure the tests that run meanwhile"
     found = headers(file)
-    steps = found["runs"]["runs"][0]["samples"]["steps"]
+    steps = found["stored"]["runs"][0]["steps"]
     assert steps == list(range(10, 501, 10)), "nothing is left out"
     assert sum(len(found[f"samples-0-{step}"]["lengths"]) for step in steps) == 10_000
 
 
 def test_over_the_budget_whole_groups_of_evenly_spaced_steps_are_kept(three_runs, tmp_path, monkeypatch):
-    monkeypatch.setattr(page, "BYTES_OF_SAMPLES", 3_000_000)
+    monkeypatch.setattr(page, "BYTES_OF_DATA", 3_000_000)
     file = write(tmp_path / "report.html", three_runs[0])
     chunks = headers(file)
-    found = chunks["runs"]["runs"][0]["samples"]
+    found = chunks["stored"]["runs"][0]
     assert (found["num_steps"], found["num_groups"]) == (50, 25)
     steps = found["steps"]
     assert 10 <= len(steps) < 50 and (steps[0], steps[-1]) == (10, 500)
@@ -101,6 +101,19 @@ def test_over_the_budget_whole_groups_of_evenly_spaced_steps_are_kept(three_runs
         assert [groups.count(group) for group in dict.fromkeys(groups)] == [GROUP_SIZE] * found["groups"]
     packed = re.findall(r'id="samples-0-\d+">(.*?)</script>', file.read_text())
     assert 1_500_000 < sum(map(len, packed)) < 3_000_000
+
+
+def test_steps_that_cost_more_than_the_first_and_the_last_one_are_left_out(tmp_path, monkeypatch):
+    run, vocabulary = make_run(tmp_path / "run", steps=9), make_vocabulary(5000)
+    make_rollouts(run, [1, 9], prompts=2, tokens=20, vocabulary=vocabulary)
+    (run / "rollouts").rename(run / "short")
+    make_rollouts(run, list(range(2, 9)), prompts=2, tokens=2000, vocabulary=vocabulary)
+    for step in (1, 9):
+        (run / "short" / f"step_{step}.parquet").rename(run / "rollouts" / f"step_{step}.parquet")
+    monkeypatch.setattr(page, "BYTES_OF_DATA", 500_000)
+    file = write(tmp_path / "page.html", run)
+    packed = re.findall(r'id="samples-0-\w+">(.*?)</script>', file.read_text())
+    assert 100_000 < sum(map(len, packed)) < 500_000
 
 
 def test_files_that_are_damaged_or_just_removed_are_left_out_and_named(tmp_path, monkeypatch, capsys):
@@ -116,7 +129,7 @@ def test_files_that_are_damaged_or_just_removed_are_left_out_and_named(tmp_path,
     listed, glob = {folder / f"step_{step}.parquet" for step in (1, 2, 3, 4, 5)}, Path.glob
     monkeypatch.setattr(Path, "glob", lambda path, pattern: listed if "step" in pattern else glob(path, pattern))
     (folder / "step_1.parquet").unlink()  # after it was listed
-    found = headers(write(tmp_path / "page.html", run))["runs"]["runs"][0]["samples"]
+    found = headers(write(tmp_path / "page.html", run))["stored"]["runs"][0]
     assert found["steps"] == [4] and not found["has_tokens"]
     said = capsys.readouterr().out.splitlines()
     assert sorted(re.match(r"warning: .*/(\S+) cannot be read and is left out: \S", line)[1] for line in said) == [
@@ -161,6 +174,8 @@ def test_what_is_damaged_is_told_in_a_sentence(tmp_path):
     for name, damage, said in [
         ("metrics.jsonl", '{"step": 1, "reward}', "metrics.jsonl, line 1, is damaged: Unterminated string"),
         ("starts.jsonl", '"}', "starts.jsonl, line 1, is damaged"), ("config.json", "[1]", "config.json is damaged"),
+        ("metrics.jsonl", '{"reward/mean": 1.0}', "metrics.jsonl is damaged: a line of it has no step"),
+        ("metrics.jsonl", '{"step": 9, "reward/mean": [1]}', "metrics.jsonl is damaged: reward/mean is no number"),
     ]:  # fmt: skip
         content = (run / name).read_text()
         (run / name).write_text(f"{damage}\n{content}" if name != "config.json" else damage)
@@ -168,6 +183,25 @@ def test_what_is_damaged_is_told_in_a_sentence(tmp_path):
         assert (refused.returncode, refused.stdout) == (2, ""), refused.stderr
         assert refused.stderr.startswith(f"error: {run / said}") and refused.stderr.count("\n") == 1
         (run / name).write_text(content)
+
+
+def test_odd_but_whole_files_make_a_page(tmp_path):
+    """Line separators in texts, infinite flags, starts of which nothing is known."""
+    run = make_run(tmp_path / "run", steps=3, system_prompt="a\u2028b\u0085c", max_grad_norm=float("inf"))
+    (run / "starts.jsonl").write_text('{"note": "a\u2028b}"}\n')
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "reward/part/a\u2028b": 0.5}\n')
+    done = report(run, "--output", tmp_path / "page.html")
+    assert done.returncode == 0, done.stderr
+    (found,) = headers(tmp_path / "page.html")["runs"]["runs"]
+    assert found["config"]["max_grad_norm"] == "Infinity" and found["steps"][-1] == 4
+
+
+def test_the_page_replaces_files_alone(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    refused = report(make_run(tmp_path / "run", steps=3), "--output", tmp_path / "fifo")
+    assert refused.returncode == 2 and "is no file that could be replaced" in refused.stderr
+    assert (tmp_path / "fifo").is_fifo()
 
 
 def test_training_does_not_pay_for_the_page():

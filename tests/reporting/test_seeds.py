@@ -60,6 +60,9 @@ def test_a_task_of_a_slurm_array_runs_the_seed_of_its_number(tmp_path):
     assert "seed 2 is that of this array task" in done.stdout
     done = seeds(tmp_path, "3", "scripts/my_run.sh", SLURM_ARRAY_TASK_ID="4")
     assert done.returncode == 2 and "use --array=1-3" in done.stderr
+    for odd in ("abc", "1.5", "08", "99999999999999999999", "a[$(touch x)]"):
+        assert seeds(tmp_path, "3", "scripts/my_run.sh", SLURM_ARRAY_TASK_ID=odd).returncode == 2
+    assert len((tmp_path / "started").read_text().splitlines()) == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

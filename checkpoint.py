@@ -228,8 +228,8 @@ class Writer:
             self._together(lambda: self._make_folder(unfinished))
             self._together(lambda: policy.save_adapter(unfinished / "adapter", self.world))
             if self.thread is None or is_last:
-                written_and_read = 2 * (size_of(shards) + size_of(weights))  # the latter for the checksums
-                with moving("write the checkpoint", written_and_read):
+                num_bytes = 2 * (size_of(shards) + size_of(weights))  # written, and read again for the checksums
+                with moving("write the checkpoint", num_bytes):
                     self._write(content, lambda: dcp.save(shards, checkpoint_id=unfinished / "trainer"))
                 return None
         except DiskError as error:

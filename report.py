@@ -196,9 +196,8 @@ def write_pages(runs: list[Path], file: Path) -> None:
                 plot(run_dir)
                 plot_timeline(run_dir)
             except (OSError, ValueError, TypeError, LookupError) as error:  # the page is there
-                print(
-                    f"warning: the pictures of {run_dir} could not be drawn: {str(error).splitlines()[:1]}", flush=True
-                )
+                why = (str(error).splitlines() or [type(error).__name__])[0]
+                print(f"warning: the pictures of {run_dir} could not be drawn: {why}", flush=True)
 
 
 if __name__ == "__main__":

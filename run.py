@@ -38,6 +38,7 @@ from inputs.checks import launched_world_size
 from metrics import Metrics, merge_updates
 from records.console import Console
 from records.rollouts import FOLDER, Keeper, Sampled, own_logprobs
+from records.tokens import bytes_of_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -114,7 +115,8 @@ class Run:
 
     def __post_init__(self) -> None:
         self.records = Records(self.out_dir)
-        self.rollouts = Keeper(self.out_dir, self.recording.keep_rollouts, self.tokenizer)
+        tokens = bytes_of_tokens(self.tokenizer) if self.world.is_main and self.recording.keep_rollouts else None
+        self.rollouts = Keeper(self.out_dir, self.recording.keep_rollouts, tokens)
         self.console = Console(self.out_dir, self.world.is_main, self.recording)
 
     def steps(self, first: int, last: int) -> Iterator[int]:

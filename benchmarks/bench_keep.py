@@ -24,7 +24,6 @@ import numpy as np
 from bench_common import make_rollout, parser_of, print_table
 from grading.score import Grade
 from records.rollouts import Keeper, Sampled, file_of
-from warm_start import build_tokenizer
 
 GOAL = 0.1  # seconds that the loop waits, at most
 
@@ -47,7 +46,7 @@ def main() -> None:
     indices_B, advantages = np.arange(args.completions), [np.full(length, 0.1, np.float32) for length in lengths]
     waits, writes = [], []
     with tempfile.TemporaryDirectory(prefix="bench_keep_") as folder:
-        keeper = Keeper(Path(folder), max_gib=100.0, tokenizer=build_tokenizer())
+        keeper = Keeper(Path(folder), max_gib=100.0, tokens=[b"token"] * 150_000)
         for step in range(args.rounds):
             start = time.perf_counter()
             keeper.keep(Sampled(step, 8, rollout, np.zeros_like(indices_B), indices_B, advantages, logprobs))

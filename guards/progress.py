@@ -21,11 +21,11 @@ def progress(
     total: int | None = None,
     items: Iterable[object] | None = None,
     shown_after: float = 2.0,
-    unit: str = "",
+    is_in_bytes: bool = False,
 ) -> tqdm:
     """A bar over the items, or to be updated. What is done within so many seconds shows none."""
     is_shown = os.environ.get("RANK", "0") == "0" and sys.stderr.isatty() and not os.environ.get(OFF)
-    form = {"unit": "B", "unit_scale": True, "miniters": 1} if unit == "B" else {}
+    form = {"unit": "B", "unit_scale": True, "miniters": 1} if is_in_bytes else {}
     return tqdm(items, desc=what, total=total, leave=False, delay=shown_after, disable=not is_shown, **form)
 
 
@@ -35,7 +35,7 @@ def moving(what: str, num_bytes: int) -> Iterator[None]:
 
     A thread looks at the counters of the system: what writes a checkpoint tells nothing until it is done.
     """
-    with progress(what, total=num_bytes, unit="B") as bar:
+    with progress(what, total=num_bytes, is_in_bytes=True) as bar:
         if bar.disable:
             yield
             return

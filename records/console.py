@@ -7,12 +7,13 @@ import math
 import statistics
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import report
 from flags import Recording
-from guards.disk import replace, tolerated
+from guards.disk import replace
 from records.trackers import TRACKERS, Close, Log
 
 ON_CONSOLE = {  # metric -> how the console shows it
@@ -66,7 +67,7 @@ class Console:
         """In status.json: what is done now, in which step; below it the last step that is done."""
         if self.is_main:
             status = {"now": name, "in_step": step, "since": _clock()} | self.done
-            with tolerated("status.json"):
+            with suppress(OSError):  # the other files say that the disk is full, and it is written again soon
                 replace(self.out_dir / "status.json", f"{json.dumps(status, indent=1)}\n".encode())
 
     def _track(self, step: int, metrics: dict[str, float]) -> None:
@@ -91,10 +92,8 @@ def console_line(step: int, last_step: int, metrics: dict[str, float], seconds_l
     times = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phases if seconds >= 0.05)
     parts.append(f"{metrics['time/step_s']:.1f}s ({times})")
     parts += [f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/") and "/avg@" in name]
-    failed = {
-        name: x for name, x in metrics.items() if name.startswith("eval/") and name.endswith("/frac_failed") and x
-    }
-    parts += [f"{name} {value:.3f}, see eval/step_{step}" for name, value in failed.items()]
+    failed = {name: share for name, share in metrics.items() if name.endswith("/frac_failed") and share}
+    parts += [f"{name} {share:.3f}, see eval/step_{step}" for name, share in failed.items()]
     return " | ".join([*parts, f"{duration(seconds_left)} left"] if seconds_left else parts)
 
 

@@ -21,11 +21,9 @@ from fsdp_utils import HostGroup, gather_on_main, new_host_group
 from grading.score import Grade
 from guards.disk import GIB, tolerated
 from guards.errors import RunError
-from records.tokens import bytes_of_tokens
 
 if TYPE_CHECKING:  # half a second that most processes never need
     import pyarrow as pa
-    from transformers import PreTrainedTokenizerBase
 
     from data import Row
     from update import Update
@@ -79,7 +77,7 @@ class Keeper:
 
     out_dir: Path
     max_gib: float
-    tokenizer: PreTrainedTokenizerBase
+    tokens: list[bytes] | None  # of each token id; None: not known, or not of the main process
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "rollouts"))
     under_way: Future[None] | None = None
     group: HostGroup = field(default_factory=new_host_group)
@@ -105,8 +103,8 @@ class Keeper:
         with tolerated(str(folder)):
             folder.mkdir(exist_ok=True)
             tokens = folder / "tokens.parquet"  # a folder that is copied elsewhere has no tokenizer
-            if not tokens.exists() and (known := bytes_of_tokens(self.tokenizer)):
-                _write_table(pa.table({"bytes": pa.array(known, pa.binary())}), tokens)
+            if self.tokens and not tokens.exists():
+                _write_table(pa.table({"bytes": pa.array(self.tokens, pa.binary())}), tokens)
             _write_table(table_of(sampled), file_of(self.out_dir, sampled.step))
             sizes = {step: file_of(self.out_dir, step).stat().st_size for step in steps_in(self.out_dir)}
             room = shutil.disk_usage(self.out_dir).free + sum(sizes.values())

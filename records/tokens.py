@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ def bytes_of_tokens(tokenizer: PreTrainedTokenizerBase) -> list[bytes] | None:
         if i in added or i not in texts:
             return added.get(i, f"<token {i}>").encode()
         if is_byte_level:
-            return texts[i].translate(table).encode("latin-1")
+            with suppress(UnicodeEncodeError):  # a token that was added by hand
+                return texts[i].translate(table).encode("latin-1")
         if match := re.fullmatch("<0x([0-9A-F]{2})>", texts[i]):  # SentencePiece's byte fallback
             return bytes([int(match[1], 16)])
         return texts[i].replace("\u2581", " ").encode()  # SentencePiece's space

@@ -104,7 +104,7 @@ function draw(box, metric) {
   const dotSize = (_, index) => (lines.some((line) => line.index === index) ? 7 : 0); // none on the edges of a band
   const plot = new uPlot({
     width: Math.max(box.clientWidth, 120), height: HEIGHT, series, bands, legend: { show: false },
-    scales: { x: { time: false, range: (_, low, high) => (low < high ? [low, high] : [low - 1, low + 1]) }, y: { range: rangeOf } }, padding: [8, 12, 0, 0],
+    scales: { x: { time: false, range: rangeOfSteps }, y: { range: rangeOfValues } }, padding: [8, 12, 0, 0],
     axes: [{ ...axis, size: 28, values: (_, ticks) => ticks.map((tick) => (tick % 1 ? "" : tick)) },
       { ...axis, size: 52, values: (_, ticks) => ticks.map(short) }],
     cursor: { y: false, sync: { key: "steps" }, hover: { skip: [null, undefined] }, points: { size: dotSize } },
@@ -117,8 +117,10 @@ function draw(box, metric) {
   return plot;
 }
 
-/** uPlot's own range of y, but for a metric that is 0 everywhere, which it shows on an axis to 100. */
-function rangeOf(_, low, high) {
+/** Of a single step, too, which uPlot shows on an axis to 100; so it does with a metric that is 0 everywhere. */
+const rangeOfSteps = (_, low, high) => (low < high ? [low, high] : [low - 1, low + 1]);
+
+function rangeOfValues(_, low, high) {
   if (low == null) return [null, null];
   return low === 0 && high === 0 ? [0, 1] : uPlot.rangeNum(low, high, 0.1, true);
 }

@@ -40,9 +40,16 @@ def but_for_the_seed(config: dict[str, object]) -> dict[str, object]:
 
     A seed in the name of a folder, as in `--model runs/policy_seed2`, is the seed, too: a policy is warm-started by it.
     """
-    text = json.dumps({name: value for name, value in config.items() if name not in ("seed", "out_dir")})
-    text = text.replace(json.dumps(config.get("out_dir", ""))[1:-1] or "\0", "OUT_DIR")
-    return json.loads(re.sub(rf"(seed[_=-]?){re.escape(str(config.get('seed')))}(?!\d)", r"\1*", text))
+    out_dir, seed = str(config.get("out_dir") or "\0"), re.escape(str(config.get("seed")))
+
+    def shared(value: object) -> object:
+        if isinstance(value, list):
+            return [shared(each) for each in value]
+        if not isinstance(value, str):
+            return value
+        return re.sub(rf"(seed[_=-]?){seed}(?!\d)", r"\1*", value.replace(out_dir, "OUT_DIR"))
+
+    return {name: shared(value) for name, value in config.items() if name not in ("seed", "out_dir")}
 
 
 def read_config(folder: Path) -> dict[str, object]:

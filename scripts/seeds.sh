@@ -21,6 +21,7 @@ for flag in "$@"; do
     esac
 done
 base=${OUT_DIR:-runs/$(basename "$script" .sh)}
+base=${base%/}
 
 run_seed() { # SEED is for what the script makes before the training
     SEED=$1 OUT_DIR=${base}_seed$1 exec bash "$script" "${@:2}" --seed "$1"

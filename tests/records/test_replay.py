@@ -13,7 +13,6 @@ from guards.errors import RunError
 from helpers import make_rollout, make_row, metrics_of, torchrun, training_flags
 from records.replay import weights_of
 from records.rollouts import Keeper, Sampled, file_of, read_rounds, steps_in
-from warm_start import build_tokenizer
 
 ROWS = [make_row([1, 2, 3], where="a.jsonl:1", text="<user>x"), make_row([4], where="a.jsonl:2")]
 
@@ -37,7 +36,7 @@ def sampled(step: int = 3, **changes) -> Sampled:
 
 
 def kept(folder, *steps: Sampled, max_gib: float = 1.0) -> None:
-    keeper = Keeper(folder, max_gib, build_tokenizer())
+    keeper = Keeper(folder, max_gib, [b"a", b"b"])
     for each in steps:
         keeper.keep(each)
     keeper.wait()

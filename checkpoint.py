@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_iter
 from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 from flags import Saving
@@ -339,7 +339,7 @@ def gather_weights(policy: Policy, world: World) -> dict[str, Tensor]:
 
 def size_of(tensors: dict[str, object]) -> int:
     """Bytes of this rank's shards, in a dict of any depth."""
-    return sum(local_shard(each).nbytes for each in tree_leaves(tensors) if isinstance(each, Tensor))
+    return sum(local_shard(each).nbytes for each in tree_iter(tensors) if isinstance(each, Tensor))
 
 
 def files_of(companions: Companions) -> dict[str, bytes]:

@@ -15,8 +15,9 @@ from helpers import make_model
 from inputs.machine import avoid_broken_amx
 
 avoid_broken_amx()
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a suite in the background: its children would ignore it, too
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+for ignored in (signal.SIGINT, signal.SIGHUP):  # by a suite in the background, or under nohup, and by all its children
+    if signal.getsignal(ignored) is signal.SIG_IGN:
+        signal.signal(ignored, lambda *_: None)  # which children do not inherit
 
 LONGEST = [
     "test_train", "test_main_job", "test_kills", "test_setups", "test_server", "test_lora", "test_rollout",

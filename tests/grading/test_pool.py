@@ -243,6 +243,7 @@ def test_a_server_that_is_killed_is_replaced_and_its_work_done_again(whom):
     outcomes = pool.collect()
     assert sorted(outcomes) == list(range(100)) and all(each.value.reward == 1.0 for each in outcomes.values())
     wait_until_gone(everything)
+    assert run(pool, ["fine"], "fine")[0].value.reward == 1.0  # the new one starts with new work
     os.kill(fork_server(pool), signal.SIGKILL)  # while nothing is to be done
     assert run(pool, ["fine"], "fine")[0].value.reward == 1.0
     pool.close()

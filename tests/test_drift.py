@@ -155,7 +155,7 @@ def test_what_is_not_a_number_is_beyond_a_bound_unless_the_loss_is_not():
     assert not Gap(1.0).is_beyond(0.0), "0: no bound"
 
 
-def test_a_temperature_counts_where_it_explains_three_quarters_of_the_difference():
+def test_a_temperature_counts_by_the_share_of_the_difference_that_it_explains():
     """The first three are of clean steps with about two hundred tokens of an uncertain policy."""
     for gap in (Gap(0.0035, 1.053, 0.14), Gap(0.0069, 0.939, 0.51), Gap(0.0126, 1.088, 0.3)):
         assert not gap.is_beyond(0.05)

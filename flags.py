@@ -271,8 +271,8 @@ GROUPS["faults"] = [  # docs/faults.md
     flag("--on_stall", "go_on", "after the report of a stall: wait on, or end all ranks with exit status 1",
          choices=("go_on", "stop"), free_on_resume=True),
     flag("--max_rollout_gap", 0.05, "largest policy/rollout_gap_mean, and largest relative difference of the "
-         "temperatures of sampler and trainer; beyond it the run finds out why; 0: no bound", (0, INF),
-         free_on_resume=True),
+         "temperatures of sampler and trainer, times the share of the gap that it explains; beyond it the run finds "
+         "out why; 0: no bound", (0, INF), free_on_resume=True),
     flag("--on_rollout_gap", "stop", "when the sampler has drifted and a new sync does not help; go_on also trains on "
          "what it samples", choices=("go_on", "stop"), free_on_resume=True),
     flag("--max_kl", 0.0, "largest KL (policy/approx_kl) of an update to the policy that sampled; 0: none", (0, INF),

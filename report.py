@@ -175,6 +175,8 @@ def main() -> None:
             write_pages(args.runs, args.output or args.runs[0] / "report.html")
     except (ValueError, OSError, OverflowError) as error:
         parser.exit(2, f"error: {error}\n")
+    except (TypeError, LookupError, AttributeError) as error:
+        parser.exit(2, f"error: a file of these runs holds what no run writes ({type(error).__name__}: {error})\n")
 
 
 def write_pages(runs: list[Path], file: Path) -> None:

@@ -185,6 +185,19 @@ def test_what_is_damaged_is_told_in_a_sentence(tmp_path):
         (run / name).write_text(content)
 
 
+def test_a_table_of_another_program_is_told_in_a_sentence(tmp_path):
+    run = make_run(tmp_path / "run", steps=3)
+    make_rollouts(run, [1], prompts=2, tokens=30, vocabulary=make_vocabulary(400))
+    file = run / "rollouts" / "step_1.parquet"
+    table = pq.read_table(file)
+    place = table.column_names.index("reward_parts")
+    pq.write_table(table.set_column(place, "reward_parts", [["[1]"] * table.num_rows]), file)
+    refused = report(run, "--output", tmp_path / "page.html")
+    assert refused.returncode == 2 and "holds what no run writes (AttributeError" in refused.stderr
+    pq.write_table(table.drop_columns("reward_parts"), file)
+    assert "step_1.parquet cannot be read and is left out" in report(run, "--output", tmp_path / "page.html").stdout
+
+
 def test_odd_but_whole_files_make_a_page(tmp_path):
     """Line separators in texts, infinite flags, starts of which nothing is known."""
     run = make_run(tmp_path / "run", steps=3, system_prompt="a\u2028b\u0085c", max_grad_norm=float("inf"))

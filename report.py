@@ -11,6 +11,7 @@ NAME is that of a file in references/.
 from __future__ import annotations
 
 import argparse
+import traceback
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -175,8 +176,10 @@ def main() -> None:
             write_pages(args.runs, args.output or args.runs[0] / "report.html")
     except (ValueError, OSError, OverflowError) as error:
         parser.exit(2, f"error: {error}\n")
-    except (TypeError, LookupError, AttributeError) as error:
-        parser.exit(2, f"error: a file of these runs holds what no run writes ({type(error).__name__}: {error})\n")
+    except (TypeError, LookupError, AttributeError) as error:  # or a mistake in this code: so the place is told
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        what = f"{type(error).__name__}: {error}, at {place.filename}:{place.lineno}"
+        parser.exit(2, f"error: a file of these runs holds what no run writes ({what})\n")
 
 
 def write_pages(runs: list[Path], file: Path) -> None:

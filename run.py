@@ -270,9 +270,12 @@ class Run:
 
     def plot(self) -> None:
         if self.world.is_main:
-            with tolerated("curves.png and timeline.png"):
-                report.plot(self.out_dir)
-                report.plot_timeline(self.out_dir)
+            try:
+                with tolerated("curves.png and timeline.png"):
+                    report.plot(self.out_dir)
+                    report.plot_timeline(self.out_dir)
+            except ValueError as error:  # a damaged log costs its pictures, not the run
+                self.say(f"warning: curves.png and timeline.png could not be drawn: {error}")
 
     def judge(self) -> None:
         """Says whether a run of a documented set-up has reached what was published; of others nothing."""

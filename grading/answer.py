@@ -165,7 +165,8 @@ def _denial(answer: str, sentence: str) -> re.Match[str] | None:
 
 def _restated(answer: str, after: str) -> str:
     """The answer that a text behind one names last: states, concludes, or says in doubt about the one before."""
-    current, question, told = answer, "", phrases.CONCLUDED  # `told` matches what stands before a new answer
+    current, question = answer, ""
+    told = phrases.CONCLUDED  # the pattern of what stands before a new answer
     for _, sentence in _sentences(after):
         is_confirmed = phrases.CONFIRMED.search(sentence) and (not question or phrases.ABOUT_TRUTH.search(question))
         question = sentence if phrases.QUESTION.search(sentence) else ""

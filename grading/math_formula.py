@@ -24,7 +24,8 @@ from grading.math_value import MAX_FORMULA
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off
 
 UNFINISHED = (Sum, Product, Integral, Limit, Derivative)  # what would be worked out numerically, at length
-UNSOLVED = (TypeError, ValueError, ArithmeticError, NotImplementedError, AttributeError, RecursionError)  # of SymPy
+# SymPy raises these for formulas that it cannot treat. A comparison that meets one decides nothing; the next one does.
+UNSOLVED = (TypeError, ValueError, ArithmeticError, NotImplementedError, AttributeError, RecursionError)
 MAX_DIGITS = 10_000  # of a number that SymPy may be asked to write out
 MAX_EXPONENT = 200  # of a sum, which SymPy may be asked to expand
 NORMALIZATION = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True)

@@ -150,6 +150,12 @@ def test_a_start_is_described_with_its_code_and_hardware(tmp_path, monkeypatch):
     assert patch.read_text() == "+changed\n"
 
 
+def test_a_damaged_log_costs_its_pictures_and_no_run(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": "high"}\n')
+    make_run(tmp_path).plot()
+    assert "could not be drawn: " in (said := capsys.readouterr().out) and "reward/mean is no number" in said
+
+
 def test_the_file_of_a_reward_that_git_does_not_know_is_in_the_patch(tmp_path, monkeypatch):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "my_reward.py").write_text("def score(completion):\n    return 0.5\n")

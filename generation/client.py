@@ -367,6 +367,9 @@ class Fleet:
         while server.state != "given up":
             if any(each.state in ("waiting", "ready") for each in self.servers):
                 self.last_seen = time.monotonic()
+            elif time.monotonic() - self.last_seen > self.timeout:
+                names = ", ".join(each.name for each in self.servers)
+                self.error = f"no generation server has answered for --server_timeout {self.timeout:g} s ({names})"
             try:
                 await (self._look_for(server) if server.state == "away" else self._look_at(server))
             except FAULTS as error:
@@ -414,7 +417,4 @@ class Fleet:
         """Why the run cannot go on; "" if it can."""
         if not self.error and all(server.state == "given up" for server in self.servers):
             self.error = "no generation server is left: see the lines above and the logs in OUT_DIR/servers"
-        elif not self.error and time.monotonic() - self.last_seen > self.timeout:
-            names = ", ".join(server.name for server in self.servers)
-            self.error = f"no generation server has answered for --server_timeout {self.timeout:g} s ({names})"
         return self.error and f"{self.error}; the same command goes on from the last checkpoint."

@@ -47,6 +47,7 @@ from model.engine_options import engine_options
 from policy import load_policy
 from rollout_server import ServerEngine
 from sampling import Draws, Sampler
+from warm_start import build_tokenizer
 
 WEIGHTS = {"layer.weight": torch.arange(6.0).reshape(2, 3), "norm.weight": torch.ones(3)}
 STAND_IN = SimpleNamespace(
@@ -187,13 +188,13 @@ def test_a_server_that_does_not_start_is_given_up_and_its_log_shown(monkeypatch,
 
 
 def test_a_server_that_fails_in_a_sync_hurts_no_other_and_gets_the_weights_again():
-    good, bad = FakeServer(0.01), FakeServer()
-    with engine_of(good, bad, timeout=3.0) as engine:
+    good, bad = FakeServer(0.02), FakeServer(0.002)
+    with engine_of(good, bad, timeout=5.0, most=4) as engine:
         bad.dies_in_sync = True
         assert [each.state for each in synced(engine).fleet.servers] == ["ready", "away"]
         bad.dies_in_sync = False
-        rollout = engine.sample(ROWS, Sampling(64, 1.0, 50), (1, 1))
-        assert engine.fleet.servers[1].state == "ready" and bad.version == "0"
+        rollout = engine.sample(ROWS, Sampling(32, 1.0, 10), (1, 1))  # 13 s for one server; the other is back after 3 s
+        assert engine.fleet.servers[1].state == "ready" and bad.version == "0" and bad.prompts
     assert any(bad.url in line and "update_weights answers with status 500" in line for line in engine.said)
     assert set(np.concatenate(rollout.versions).tolist()) == {0}
 
@@ -531,22 +532,36 @@ def interrupted(named, count):
     raise KeyboardInterrupt
 
 
+def make_endless(policy):
+    """Without an end token: all hidden states point along the first axis, and its row of the tied head against it."""
+    with torch.no_grad():
+        (embedding,) = [each for name, each in policy.named_parameters() if name.endswith("embed_tokens.weight")]
+        embedding[:, 0] = 3.0
+        embedding[build_tokenizer().eos_token_id, 0] = -3.0
+
+
 def test_completions_go_on_in_flight_and_each_token_has_the_logprob_of_the_weights_that_made_it(folder, server):
     old, new = policies(folder, 1.0, 1.2)
+    for policy in (old, new):
+        make_endless(policy)
+    sampling = Sampling(6, TEMPERATURE, 500)
     with engine_of(server.url, policy=old, in_flight=True) as engine:
-        before = tokens_of(server)
-        synced(engine).begin(ROWS, Sampling(6, TEMPERATURE, 900), (1, 2))
-        deadline = time.monotonic() + 30
-        while tokens_of(server) < before + 500 and time.monotonic() < deadline:
-            time.sleep(0.02)
-        engine.policy = new
-        rollout = synced(engine).sample(ROWS, Sampling(6, TEMPERATURE, 900), (1, 2))
-    is_mixed = [len(set(versions.tolist())) == 2 for versions in rollout.versions]
+        for step in range(1, 7):  # once, but on a busy machine the weights may come when all are finished
+            engine.policy, before = old, tokens_of(server)
+            synced(engine).begin(ROWS, sampling, (1, step))
+            deadline = time.monotonic() + 30
+            while tokens_of(server) < before + 500 and time.monotonic() < deadline:
+                time.sleep(0.02)
+            engine.policy = new
+            rollout = synced(engine).sample(ROWS, sampling, (1, step))
+            is_mixed = [len(set(versions.tolist())) == 2 for versions in rollout.versions]
+            if sum(is_mixed) >= 3:
+                break
     assert sum(is_mixed) >= 3
     of_old, of_new = logprobs_under(old, rollout), logprobs_under(new, rollout)
     for b, versions in enumerate(rollout.versions):
         assert versions.tolist() == sorted(versions.tolist())
-        expected = np.where(versions == 0, of_old[b], of_new[b])
+        expected = np.where(versions % 2 == 0, of_old[b], of_new[b])
         assert np.abs(expected - rollout.rollout_logprobs[b]).max() < 5e-5
     assert max(np.abs(of_old[b] - of_new[b]).max() for b in range(len(is_mixed)) if is_mixed[b]) > 0.1
 

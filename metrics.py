@@ -63,14 +63,20 @@ def rollout_metrics(rollout: Rollout, group_size: int) -> Metrics:
 
 
 def stderr_of_mean(values_B: np.ndarray, group_B: np.ndarray) -> float:
-    """Standard error of the mean of values whose groups are independent; nan of a single group.
+    """Standard error of the mean of values whose groups are independent; nan of a single group."""
+    return stderr_of_ratio(np.bincount(group_B, values_B), np.bincount(group_B))
 
-    The completions of a prompt are alike, so the sums of their deviations count, one for each group.
+
+def stderr_of_ratio(sums_P: np.ndarray, counts_P: np.ndarray) -> float:
+    """Standard error of sum / count, where the groups are independent; nan of a single group that has any.
+
+    What belongs to one prompt is alike, so the sums of the deviations from the mean count, one for each prompt.
     """
-    sums = np.bincount(group_B, values_B - values_B.mean())[np.unique(group_B)]
-    if len(sums) < 2:
+    num_groups, count = np.count_nonzero(counts_P), counts_P.sum()
+    if num_groups < 2:
         return math.nan
-    return math.sqrt(np.square(sums).sum() * len(sums) / (len(sums) - 1)) / len(values_B)
+    deviations_P = sums_P - counts_P * (sums_P.sum() / count)
+    return math.sqrt(np.square(deviations_P).sum() * num_groups / (num_groups - 1)) / count
 
 
 def lag_metrics(trained: Rollout) -> Metrics:
@@ -89,7 +95,10 @@ def lag_metrics(trained: Rollout) -> Metrics:
 
 
 def merge_updates(updates: list[Metrics]) -> Metrics:
-    """The metrics of a step's updates as one: maximum of what ends in `_max`, minimum of `_min`, otherwise the mean."""
+    """The metrics of a step's updates as one: maximum of what ends in `_max`, minimum of `_min`, otherwise the mean.
+
+    The mean of standard errors is the error of what moves all updates alike, and above that of independent ones.
+    """
     merged = {}
     for name in updates[0] if updates else ():
         values = [metrics[name] for metrics in updates]

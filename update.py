@@ -32,6 +32,7 @@ from grpo import Algorithm, Graded
 from guards.drift import temperature_of
 from guards.heartbeat import beat
 from guards.updates import UpdateGuard
+from metrics import stderr_of_ratio
 from model.activations import activations_on_host
 from model.attention import add_packing
 from model.vision import add_images
@@ -44,6 +45,7 @@ class Update:
 
     batches: list[Batch]  # the micro-batches of this rank, as many on every rank
     num_tokens: int  # trained tokens over all ranks, at least 1
+    num_prompts: int  # of the whole step: the batches name sequences by their place in it
 
 
 def pack_updates(
@@ -65,7 +67,7 @@ def pack_updates(
         )  # fmt: skip
         own = [pack(rollout, indices[micro].tolist(), group_size) for micro in micros_of_ranks[world.trainer_rank]]
         batches = [add_packing(add_images(batch, images_B).to(world.device)) for batch in own]
-        updates.append(Update(batches, max(int(trained_lengths_B[indices].sum()), 1)))
+        updates.append(Update(batches, max(int(trained_lengths_B[indices].sum()), 1), plan.prompts_per_step))
     return updates
 
 
@@ -143,6 +145,7 @@ class Pass(NamedTuple):
     old_logprobs_N: Tensor
     sums: dict[str, Tensor]  # over the tokens, weighted: those of all micro-batches add up to the metric
     maxima: dict[str, Tensor]
+    sums_of_sequences: dict[str, Tensor]  # of shape S: what the standard errors of the metrics are made from
 
 
 def update_policy(
@@ -170,6 +173,7 @@ def update_policy(
             group["lr"] = step.rate
         optimizer.step()
     optimizer.zero_grad()
+    metrics |= standard_errors(passes, update.num_prompts, algorithm.group_size, guard.world)
     return metrics | {
         "optim/skipped_updates": float(fault is not None),
         "optim/rollbacks": float(fault is not None and guard.handle(fault, step, metrics, passes)),
@@ -205,11 +209,21 @@ def add_gradients(
             with torch.no_grad():
                 sums = {name: grpo.masked_sum(x, mask_N) / update.num_tokens for name, x in means.items()}
                 maxima = {name: torch.where(mask_N, x, -torch.inf).max() for name, x in maxima.items()}
+                of_sequences = sums_of_sequences(batch, means)
             sums = {"policy/loss": loss.detach()} | sums
-            passes.append(Pass(batch, logprobs_N.detach(), old_logprobs_N, sums, maxima))
+            passes.append(Pass(batch, logprobs_N.detach(), old_logprobs_N, sums, maxima, of_sequences))
     if memory.gather_parameters_once:
         release_gathered(policy)  # what stayed gathered would be used as it is after the weights have changed
     return passes
+
+
+def sums_of_sequences(batch: Batch, means: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The sums over the trained tokens of each sequence, of all that is a metric as it is, and how many they are."""
+    chosen = {name: x for name, x in means.items() if name.startswith("policy/") and "_gap_lag_" not in name}
+    values_NK = torch.stack([*chosen.values(), batch.loss_mask_N], dim=1).masked_fill(~batch.loss_mask_N[:, None], 0.0)
+    # Not by `index_add`, which on CUDA adds in another order each time.
+    sums_KS = torch.stack([values.sum(dim=0) for values in values_NK.split(batch.lengths_S)], dim=1)
+    return dict(zip([*chosen, "tokens"], sums_KS, strict=True))
 
 
 def reduce_metrics(passes: list[Pass]) -> dict[str, float]:
@@ -229,6 +243,19 @@ def reduce_metrics(passes: list[Pass]) -> dict[str, float]:
     weight, weight_squared = metrics.pop("weight"), metrics.pop("weight_squared")
     metrics["policy/rollout_ess"] = weight**2 / weight_squared if weight_squared else 0.0  # (sum w)^2 / (n sum w^2)
     return metrics
+
+
+def standard_errors(passes: list[Pass], num_prompts: int, group_size: int, world: World) -> dict[str, float]:
+    """Of the metrics that are means over tokens, over all ranks: what the step's choice of prompts moves them by."""
+    sums_PK = torch.zeros(num_prompts, len(passes[0].sums_of_sequences), dtype=torch.float64)
+    for each in passes:
+        sums_SK = torch.stack(list(each.sums_of_sequences.values()), dim=1).double().cpu()
+        prompts_S = [(segment.index or 0) // group_size for segment in each.batch.segments_S]  # an empty one adds zeros
+        sums_PK.index_add_(0, torch.tensor(prompts_S), sums_SK)
+    sums_KP = sum_over_trainers(sums_PK.to(world.device)).T.cpu().numpy()
+    named = dict(zip(passes[0].sums_of_sequences, sums_KP, strict=True))
+    lengths_P = named.pop("tokens")
+    return {f"{name}_stderr": stderr_of_ratio(sums_P, lengths_P) for name, sums_P in named.items()}
 
 
 def idle_share(batches: list[Batch], policy: Policy, world: World) -> float:

@@ -84,7 +84,7 @@ def replay(policy: Policy, batch: Batch, then_N: Tensor, algorithm: Algorithm, a
     world = World(rank=0, size=1, tp_size=1, device=batch.labels_N.device)
     step = UpdateStep(index=0, rate=0.0, is_first=False, max_grad_norm=args.max_grad_norm, seed=args.seed)
     policy.zero_grad()
-    one = Update([batch], max(len(batch.trained_K), 1))
+    one = Update([batch], max(len(batch.trained_K), 1), num_prompts=1)
     (found,) = add_gradients(policy, one, algorithm, step, take(Memory, args), world)
     values = {name: value.item() for name, value in (found.sums | found.maxima).items()}
     trained, now = batch.trained_K, found.logprobs_N[batch.trained_K]

@@ -43,7 +43,9 @@ def policy_of(args: Namespace) -> Policy:
 def gradient(policy: Policy, args: Namespace, world: World, micros: list[list[int]]) -> tuple[dict, dict]:
     """(metrics, name -> gradient) of an update on these micro-batches, after a pass of the reference."""
     rollout = vision_rollout(vision_data(args))
-    update = Update([with_advantages(rollout, pack_with_images(rollout, indices)) for indices in micros], 29)
+    update = Update(
+        [with_advantages(rollout, pack_with_images(rollout, indices)) for indices in micros], 29, len(rollout.rows)
+    )
     (update,) = add_logprobs([update], policy, policy, algorithm_of(args))
     trained = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
     optimizer = Recorder(trained.values(), lr=0.0)

@@ -131,7 +131,7 @@ def make_update(policy: Policy, changes: dict[int, float]) -> Update:
     for place, change in changes.items():
         old_N[batches[2].trained_K[place]] -= change
     batches[2] = replace(batches[2], old_logprobs_N=old_N)
-    return Update(batches, sum(rollout.completion_lengths_B))
+    return Update(batches, sum(rollout.completion_lengths_B), len(rollout.rows))
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_images_and_shared_prompts_are_kept_and_come_back(tmp_path):
     batch = replace(with_advantages(rollout, batch), old_logprobs_N=torch.randn(len(batch.labels_N)))
     logprobs_N, _ = model(batch, 1.0)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    write_passes(tmp_path / "rank_0", [Pass(batch, logprobs_N, batch.old_logprobs_N, {}, {})], tokenizer)
+    write_passes(tmp_path / "rank_0", [Pass(batch, logprobs_N, batch.old_logprobs_N, {}, {}, {})], tokenizer)
     (saved,) = torch.load(tmp_path / "rank_0.pt", weights_only=True)
     assert to_batch(saved, torch.device("cpu")).segments_S == batch.segments_S
     assert model(to_batch(saved, torch.device("cpu")), 1.0)[0].equal(logprobs_N) and saved["logprobs_N"].equal(

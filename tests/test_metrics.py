@@ -97,8 +97,8 @@ def batch(indices: list[int], old: bool, ref: bool) -> Batch:
 
 
 def test_the_work_of_a_step_counts_prompts_for_the_trainer_and_what_was_thrown_away_for_the_sampler():
-    first = Update([batch([0, 1], old=False, ref=True)], num_tokens=8)
-    second = Update([batch([2], old=True, ref=True), batch([3], old=True, ref=True)], num_tokens=12)
+    first = Update([batch([0, 1], old=False, ref=True)], num_tokens=8, num_prompts=2)
+    second = Update([batch([2], old=True, ref=True), batch([3], old=True, ref=True)], num_tokens=12, num_prompts=2)
     sampled = make_rollout([6, 2, 8, 4, 10], group_size=1)
     work = work_of_step(sampled, ROLLOUT, [first, second], POLICY, 2, share_prompts=False)
     costs = 32 + (81 + 25 + 121 + 49) / 10
@@ -112,7 +112,7 @@ def test_the_work_of_a_step_counts_prompts_for_the_trainer_and_what_was_thrown_a
 
 
 def test_positions_that_are_shared_count_as_tokens_and_not_as_flops():
-    update = Update([pack(ROLLOUT, [0, 1, 2, 3], group_size=2)], num_tokens=20)
+    update = Update([pack(ROLLOUT, [0, 1, 2, 3], group_size=2)], num_tokens=20, num_prompts=2)
     work = work_of_step(ROLLOUT, ROLLOUT, [update], POLICY, 1, share_prompts=True)  # 2 x 3 of the prompts' 4 tokens
     assert work.shared_frac == pytest.approx(6 / 32)
     assert work.update_tokens == 32

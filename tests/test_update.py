@@ -103,7 +103,7 @@ def test_penalties_are_the_coefficient_times_the_kl_of_each_completion_token():
     batch = replace(batch, old_logprobs_N=old, ref_logprobs_N=ref)
     algorithm = algorithm_of(flags(kl_coef=0.5, kl_in="reward", kl_estimator="k1"))
     assert algorithm.has_penalties
-    found = gather_penalties(rollout, [Update([batch], 8)], algorithm)
+    found = gather_penalties(rollout, [Update([batch], 8, 2)], algorithm)
     expected = (0.5 * (old - ref)).split(batch.lengths_S)
     for place, b in enumerate([2, 0, 1, 3]):
         assert found[b].tolist() == pytest.approx(expected[place][3:].tolist(), abs=1e-6)
@@ -176,7 +176,7 @@ def test_only_the_log_probs_that_are_needed_are_computed(changes, has_reference,
 
 
 def test_advantages_reach_their_positions():
-    rollout, packed = graded(), [Update([pack(graded(), [1, 0])], 3)]
+    rollout, packed = graded(), [Update([pack(graded(), [1, 0])], 3, 1)]
     rollout, (found,) = add_advantages(rollout, packed, algorithm_of(flags(advantage="none", group_size=2)))
     assert [x.tolist() for x in rollout.advantages] == [[1, 1], [0], [0, 0, 0], [1, 1]]
     assert found.num_tokens == 3
@@ -206,7 +206,7 @@ def test_reinforce_plus_plus_with_baseline_takes_the_whole_penalty_off_the_rewar
     without = [0.935414] * 2 + [-0.935414] * 4 + [0.935414] * 2
     for changes, expected in (({"kl_in": "reward"}, with_penalty), ({"kl_in": "loss"}, without)):
         args = flags(advantage="reinforce++_baseline", group_size=2, kl_coef=0.5, kl_estimator="k1", **changes)
-        found, (placed,) = add_advantages(rollout, [Update([batch], 8)], algorithm_of(args))
+        found, (placed,) = add_advantages(rollout, [Update([batch], 8, 2)], algorithm_of(args))
         assert np.concatenate(found.advantages).tolist() == pytest.approx(expected, abs=1e-5)
         assert placed.batches[0].advantages_N[batch.loss_mask_N].tolist() == pytest.approx(expected, abs=1e-5)
 

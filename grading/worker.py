@@ -12,7 +12,9 @@ import resource
 import signal
 import struct
 import sys
+import sysconfig
 import threading
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -21,6 +23,8 @@ from queue import SimpleQueue
 from typing import NoReturn
 
 MAX_TEXT = 500  # characters of an error message that travel
+LIBRARIES = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+NOT_THE_USERS = tuple(folder + os.sep for folder in [str(Path(__file__).parent), *LIBRARIES])
 HEADER = struct.Struct("q??")  # of an answer: its key, whether the item failed, whether the worker wants to end
 
 
@@ -132,10 +136,17 @@ def _threads(count: int, answer: Callable[[int, bytes], None]) -> Callable[[int,
 
 def _describe(error: BaseException) -> str:
     try:
-        text = f"{type(error).__name__}: {error}"[:MAX_TEXT]
+        text = f"{type(error).__name__}: {error}"[:MAX_TEXT] + _place(error)
         return text.encode(errors="backslashreplace").decode()  # half of a surrogate pair cannot be written to a file
     except BaseException:  # noqa: BLE001  the error's own text fails
         return type(error).__name__
+
+
+def _place(error: BaseException) -> str:
+    """Where in the user's files it was raised, " (my_reward.py, line 3)"; nothing if in no file of the user's."""
+    frames = [(Path(frame.f_code.co_filename), line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    own = [(file, line) for file, line in frames if file.is_absolute() and not str(file).startswith(NOT_THE_USERS)]
+    return f" ({own[-1][0].name}, line {own[-1][1]})" if own else ""
 
 
 def _resident_bytes() -> int:

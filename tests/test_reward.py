@@ -58,7 +58,8 @@ def test_what_could_not_be_graded_has_reward_0_and_says_why():
     grader = Grader(Grading(FAILING, reward_timeout=0.5, reward_memory_gib=0.5), num_workers=1)
     grades = grader.grade([Case(deed, "x") for deed in ("loop", "fine x", "raise")])
     grader.close()
-    assert [grade.status for grade in grades] == ["timeout", "ok", "error: ValueError: no such luck"]
+    said = "error: ValueError: no such luck (rewards_that_fail.py, line 29)"
+    assert [grade.status for grade in grades] == ["timeout", "ok", said]
     assert [grade.reward for grade in grades] == [0.0, 1.0, 0.0]
     assert [grade.is_failed for grade in grades] == [True, False, True]
 
@@ -110,7 +111,8 @@ def test_a_failed_comparison_costs_its_group(tmp_path):
     grades = grader.grade([Case(text, "4", num_tokens=1) for text in ("4", "", "", "")], group_size=2)
     grader.close()
     assert [grade.reward for grade in grades] == [2.0, 0.0, 0.0, 0.0]
-    assert [grade.status for grade in grades] == ["ok"] * 2 + ["error: ZeroDivisionError: division by zero"] * 2
+    said = "error: ZeroDivisionError: division by zero (my_reward.py, line 3)"
+    assert [grade.status for grade in grades] == ["ok", "ok", said, said]
 
 
 def test_a_reward_that_fails_on_all_of_the_first_completions_ends_the_run_with_the_first_failure():

@@ -190,7 +190,7 @@ def test_an_item_that_fails_among_others_costs_no_other_one():
 @pytest.mark.parametrize("deed", ["hold the interpreter", "stop", "write to every socket"])
 def test_an_item_that_keeps_the_others_of_its_worker_from_running_costs_no_other_one(deed):
     texts = ["sleep", deed, "x" * 300_000, "sleep", "x" * 300_000, "x", "sleep"]  # more than a pipe holds
-    pool = start(num_workers=1, timeout=1.0, in_flight=8)
+    pool = start(num_workers=1, timeout=2.0, in_flight=8)
     dispatcher = pool.dispatcher.pid
     for text, outcome in zip(texts, run(pool, texts, "x"), strict=True):
         wanted = "error: it ended its process" if deed == "write to every socket" else "timeout"
@@ -208,7 +208,7 @@ def test_more_threads_than_the_memory_holds_end_the_start():
 @pytest.mark.parametrize(
     ("deed", "status"),
     [
-        ("raise OSError('no')", "error: OSError: no"),
+        ("raise OSError('no')", "error: OSError: no (my_reward.py, line 7)"),
         ("time.sleep(60)", "timeout"),
         ("os._exit(3)", "error: it ended its process (exit status 3)"),
     ],

@@ -10,6 +10,7 @@ then `sampling.py`, `rollout.py`, `batch.py` (with the dimension key), `update.p
 
 from __future__ import annotations
 
+import gc
 import sys
 from argparse import Namespace
 from functools import partial
@@ -22,6 +23,7 @@ from guards.launched import join_launcher
 if __name__ == "__main__":  # before all that takes time: a rank must not outlive its launcher, and a signal is no crash
     join_launcher()
     signals.listen()
+    gc.disable()  # imports make no garbage, and looking for it would take as long as half of them
 
 from inputs.checks import check_flags, ranks_per_engine
 from inputs.command_line import exit_with_error, parse_flags
@@ -277,7 +279,10 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
 
 
 if __name__ == "__main__":
+    gc.freeze()  # what is imported stays
+    gc.enable()
     try:
         main(ARGS, ALGORITHM)
     except (RunError, MemoryError) as error:  # it says what to change
         exit_with_error(error)
+    gc.freeze()  # else Python looks through all of vLLM once more before it ends: seconds

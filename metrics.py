@@ -76,7 +76,7 @@ def stderr_of_ratio(sums_P: np.ndarray, counts_P: np.ndarray) -> float:
     if num_groups < 2:
         return math.nan
     deviations_P = sums_P - counts_P * (sums_P.sum() / count)
-    return math.sqrt(np.square(deviations_P).sum() * num_groups / (num_groups - 1)) / count
+    return math.sqrt(np.square(deviations_P).sum() * num_groups / (num_groups - 1)) / float(count)
 
 
 def lag_metrics(trained: Rollout) -> Metrics:

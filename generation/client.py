@@ -165,6 +165,7 @@ class Fleet:
         self.spans: queue.SimpleQueue[Span] = queue.SimpleQueue()  # what servers did when
         self.error = ""  # why the run cannot go on
         self.last_seen = time.monotonic()  # a server that answers
+        self.is_silent = False  # none has answered for too long, as of the last look
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, name="servers", daemon=True)
         self.thread.start()
@@ -365,15 +366,13 @@ class Fleet:
     async def _watch(self, server: Server) -> None:
         """Looks after one server: starts it, finds it, sees whether it makes progress."""
         while server.state != "given up":
-            if any(each.state in ("waiting", "ready") for each in self.servers):
-                self.last_seen = time.monotonic()
-            elif time.monotonic() - self.last_seen > self.timeout:
-                names = ", ".join(each.name for each in self.servers)
-                self.error = f"no generation server has answered for --server_timeout {self.timeout:g} s ({names})"
             try:
                 await (self._look_for(server) if server.state == "away" else self._look_at(server))
             except FAULTS as error:
                 self.lose(server, error)
+            if any(each.state in ("waiting", "ready") for each in self.servers):
+                self.last_seen = time.monotonic()
+            self.is_silent = time.monotonic() - self.last_seen > self.timeout
             await asyncio.sleep(LOOK)
 
     async def _look_for(self, server: Server) -> None:
@@ -417,4 +416,7 @@ class Fleet:
         """Why the run cannot go on; "" if it can."""
         if not self.error and all(server.state == "given up" for server in self.servers):
             self.error = "no generation server is left: see the lines above and the logs in OUT_DIR/servers"
+        elif not self.error and self.is_silent:
+            names = ", ".join(server.name for server in self.servers)
+            self.error = f"no generation server has answered for --server_timeout {self.timeout:g} s ({names})"
         return self.error and f"{self.error}; the same command goes on from the last checkpoint."

@@ -29,6 +29,7 @@ def lora_flags(path: str, **changes: object) -> argparse.Namespace:
         "max_completion_tokens": 12,
         "kl_coef": 0.1,
         "micro_batch_tokens": 1000,
+        "group_size": 4,
     }
     return flags(**(limits | {"model": path, "lora_rank": RANK, "lora_alpha": 6} | changes))
 
@@ -74,7 +75,7 @@ def main(path: str, output: str) -> None:
         (16, {}),
         (40, {}),
         (16, {"gather_parameters_once": True}),
-        (40, {"share_prompts": True, "group_size": 4}),
+        (40, {"share_prompts": True}),
     ):
         for checkpointing in (False, True):
             args = lora_flags(path, micro_batch_tokens=cap, **changes)

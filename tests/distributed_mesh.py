@@ -34,7 +34,7 @@ CASES = (
 )
 COMMON = (
     "--train_data d --out_dir o --total_steps 1 --max_prompt_tokens 4 --max_completion_tokens 12 "
-    "--micro_batch_tokens 40 --dtype float32 --max_grad_norm 0.05"
+    "--micro_batch_tokens 40 --group_size 2 --dtype float32 --max_grad_norm 0.05"
 )
 
 

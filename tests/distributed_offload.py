@@ -35,7 +35,7 @@ POLICIES += [
 ]
 COMMON = (
     "--train_data d --out_dir o --total_steps 1 --max_prompt_tokens 4 --max_completion_tokens 12 "
-    "--micro_batch_tokens 40 --kl_coef 0.1"
+    "--micro_batch_tokens 40 --group_size 2 --kl_coef 0.1"
 )
 
 

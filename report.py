@@ -176,7 +176,8 @@ def main() -> None:
             write_pages(args.runs, args.output or args.runs[0] / "report.html")
     except (ValueError, OSError, OverflowError) as error:
         parser.exit(2, f"error: {error}\n")
-    except (TypeError, LookupError, AttributeError) as error:  # or a mistake in this code: so the place is told
+    except (TypeError, LookupError, AttributeError) as error:
+        # It may also be a mistake in this code, so the sentence names the line.
         place = traceback.extract_tb(error.__traceback__)[-1]
         what = f"{type(error).__name__}: {error}, at {place.filename}:{place.lineno}"
         parser.exit(2, f"error: a file of these runs holds what no run writes ({what})\n")

@@ -23,7 +23,6 @@ from guards.launched import join_launcher
 if __name__ == "__main__":  # before all that takes time: a rank must not outlive its launcher, and a signal is no crash
     join_launcher()
     signals.listen()
-    gc.disable()  # imports make no garbage, and looking for it would take as long as half of them
 
 from inputs.checks import check_flags, ranks_per_engine
 from inputs.command_line import exit_with_error, parse_flags
@@ -41,6 +40,7 @@ if __name__ == "__main__":  # a mistake in a flag is reported before transformer
         ALGORITHM = algorithm_of(ARGS)
     except (ValueError, OSError) as error:
         exit_with_error(error)
+    gc.disable()  # what is imported stays: looking for garbage among it would take a quarter of the time
 
 from checkpoint import State, Writer, latest, link_final, load
 from data import PromptData
@@ -279,7 +279,7 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
 
 
 if __name__ == "__main__":
-    gc.freeze()  # what is imported stays
+    gc.freeze()
     gc.enable()
     try:
         main(ARGS, ALGORITHM)

@@ -71,14 +71,14 @@ def test_on_one_node_nothing_listens_beyond_the_loopback(undisturbed):
     assert addresses == {"0100007F"}
 
 
-def test_a_run_that_is_killed_in_six_phases_ends_like_the_undisturbed_one(flags, undisturbed, tmp_path):
+def test_a_run_that_is_killed_in_eight_phases_ends_like_the_undisturbed_one(flags, undisturbed, tmp_path):
     """Targets and signals are drawn. A phase may be over when the signal comes: they last some milliseconds."""
     rng = random.Random(19)
     starting_up = lambda: rng.uniform(0, 3)  # noqa: E731  # seconds: Python and torch are being imported
-    phases = ["start", "sample", "checkpoint", "update", "sync"]
+    phases = ["start", "sample", "checkpoint", "reward", "update", "evaluate", "sync"]
     moments = [starting_up, *(lambda phase=phase: phase for phase in phases)]
     kills, differences = soak.disturb(tmp_path, flags, undisturbed[0], rng, moments)
-    assert len(kills) == 6
+    assert len(kills) == 8
     assert kills[0].where == "start-up"
     assert differences == []
 

@@ -454,8 +454,9 @@ def server(folder, tmp_path_factory):
     process.kill()
 
 
-def test_no_process_of_a_server_outlives_it_also_while_it_starts(folder, tmp_path):
-    """SIGKILL, when it has begun to start others, which are still importing torch."""
+@pytest.mark.parametrize("seconds", [0.0, 4.0])
+def test_no_process_of_a_server_outlives_it_also_while_it_starts(folder, seconds, tmp_path):
+    """SIGKILL, so many seconds after it has begun to start others, which are still importing torch."""
     options = engine_options(str(folder), EngineSettings(1024, "float32", None, 0.5, False, 1, ()), False, 1)
     process = ServerProcess(options, "gloo", "", tmp_path / "0.log")
     process.start()
@@ -463,7 +464,7 @@ def test_no_process_of_a_server_outlives_it_also_while_it_starts(folder, tmp_pat
     deadline = time.monotonic() + 60
     while len(first.children()) < 2 and time.monotonic() < deadline:  # the first one tracks shared memory
         time.sleep(0.05)
-    time.sleep(2.0)
+    time.sleep(seconds)
     started = first.children(recursive=True)
     assert len(started) >= 2
     first.kill()

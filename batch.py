@@ -18,19 +18,45 @@ whole, the others from the prompt's last token on, because that predicts another
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from model.packed import Packing, Segment
+
 if TYPE_CHECKING:
-    from data import Row
     from grading.score import Grade
-    from model.attention import Packing
-    from model.vision import BatchImages
+    from model.vision import BatchImages, PromptImages
+
+IMAGE = "<image>"  # in a prompt: the place of an image
+Messages = list[dict[str, object]]
+Metrics = dict[str, float]
+State = dict[str, int | list[int] | list[float] | list[tuple[int, int]]]  # of the loop, by name: in the checkpoint
+OnFinished = Callable[[int, str, Sequence[int], bool], None]  # (index b of the completion, text, token ids, truncated)
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One problem with its prompt."""
+
+    messages: Messages  # with system prompt and suffix; content: a text, or a list of image and text parts
+    answer: str
+    columns: dict[str, object]  # as read, without the images: for rewards that need more than the answer
+    where: str  # its place in the source
+    encoded_images: tuple[bytes, ...] = ()  # in the order of the image parts
+    text: str = ""  # the rendered prompt, which the model continues
+    ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # its tokens, image tokens repeated
+    images: PromptImages | None = None  # None: the prompt has no image, or the model sees none
+
+    @property
+    def prompt(self) -> str:
+        """The user's last text, for logs; images show as `<image>`."""
+        content = self.messages[-1]["content"]
+        return content if isinstance(content, str) else "".join(part.get("text", IMAGE) for part in content)
 
 
 @dataclass(frozen=True)
@@ -96,19 +122,6 @@ class Rollout:
         return Rollout(**{name: joined([getattr(part, name) for part in parts]) for name in known})
 
 
-class Segment(NamedTuple):
-    """A sequence in a micro-batch: its positions from `start` on. Attention sees those before `start`, too."""
-
-    index: int | None  # of the sequence in the rollout; None: an empty batch
-    start: int
-    stop: int  # its length
-    prefix: int | None = None  # the segment whose first positions are those before `start`; None: there are none
-
-    @property
-    def length(self) -> int:
-        return self.stop - self.start
-
-
 @dataclass(frozen=True)
 class Batch:
     """One packed micro-batch: S sequences laid end to end in N positions. Position n predicts `labels_N[n]`."""
@@ -144,6 +157,52 @@ class Batch:
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
         moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
         return replace(self, **moved, images=self.images and self.images.to(device))
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one optimizer step trains on."""
+
+    batches: list[Batch]  # the micro-batches of this rank, as many on every rank
+    num_tokens: int  # trained tokens over all ranks, at least 1
+    num_prompts: int  # of the whole step: the batches name sequences by their place in it
+
+
+class Pass(NamedTuple):
+    """What the passes over a micro-batch gave. The scalars are its part of the update's metrics."""
+
+    batch: Batch
+    logprobs_N: Tensor  # float32, like the next
+    old_logprobs_N: Tensor
+    sums: dict[str, Tensor]  # over the tokens, weighted: those of all micro-batches add up to the metric
+    maxima: dict[str, Tensor]
+    sums_of_sequences: dict[str, Tensor]  # of shape S: what the standard errors of the metrics are made from
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """All completions of a step, and which of them were trained on."""
+
+    step: int
+    group_size: int
+    rollout: Rollout
+    round_B: np.ndarray  # int64, the round of dynamic sampling that a completion is of
+    used_B: np.ndarray  # int64, indices of those that were trained on, in their order
+    advantages: list[np.ndarray] | None = None  # of these; None: nothing was trained
+    # Index among these -> the trainer's log-probs before the update, of those that this rank has trained.
+    logprobs: dict[int, np.ndarray] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step computed on all ranks together. The trainer's tokens count a prompt once for each completion."""
+
+    sampled_tokens: int  # of completions, also of those that are not trained on
+    completion_tokens: int  # of the completions that are trained on
+    logprobs_tokens: int  # that got old log-probs, plus those that got reference ones, before the updates
+    update_tokens: int  # of all passes over the rollout
+    update_flops: float  # of all passes
+    shared_frac: float | None  # --share_prompts: share of the tokens that was not computed, because a prompt is shared
 
 
 def pack(rollout: Rollout, indices: list[int], group_size: int = 1) -> Batch:
@@ -216,6 +275,14 @@ def from_positions(rollout: Rollout, batch: Batch, values_N: Tensor) -> dict[int
     pieces = zip(batch.segments_S, values_N.cpu().split(batch.lengths_S), strict=True)
     real = [(x.index, x.start, values) for x, values in pieces if x.index is not None]
     return {b: values[rollout.first_position(b) - start :].numpy() for b, start, values in real}
+
+
+def own_logprobs(rollout: Rollout, updates: list[Update]) -> dict[int, np.ndarray]:
+    """Index of each completion that this rank trains -> the trainer's log-probs of its tokens before the update."""
+    own = {}
+    for batch in [batch for update in updates for batch in update.batches]:
+        own |= from_positions(rollout, batch, batch.old_logprobs_N)
+    return own
 
 
 def training_costs(lengths: np.ndarray, parity_length: float) -> np.ndarray:

@@ -36,6 +36,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_iter
 from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
 
+from batch import Metrics, State
 from flags import Saving
 from fsdp_utils import HostGroup, World, gather_from_ranks, local_shard, new_host_group, wait_for_all
 from guards.checksums import Checksums, checksums, complaints, flush, write_list
@@ -43,11 +44,9 @@ from guards.disk import DiskError, cause, free_space, tolerated
 from guards.heartbeat import beat
 from guards.progress import moving, progress
 from guards.shards import ShardPlanner, ShardReader, complaints_of_metadata
-from metrics import Metrics
 from policy import Policy
 from report import read_metrics
 
-State = dict[str, int | list[float]]  # of the loop, by name
 Companions = list[PreTrainedTokenizerBase | ProcessorMixin | GenerationConfig]  # of the model, in its folder
 Result = TypeVar("Result")
 

@@ -15,40 +15,19 @@ import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from batch import IMAGE, Messages, Row
 from flags import PromptFormat
 from grading.keys import alternatives, key_text
 from guards.progress import progress
 from inputs.records import Record, name_of_source, read_records
 from inputs.templates import template_token_in
-from model.vision import PromptImages, UnreadableImage, Vision, encoded_images, find_images
+from model.vision import UnreadableImage, Vision, encoded_images, find_images
 
-IMAGE = "<image>"  # in a prompt: the place of an image
-Messages = list[dict[str, object]]
 Share = tuple[str, int, float]  # name, number of rows and weight of a source in a mixture
 
 
 class UnusableRow(Exception):
     """A value cannot be used: the row is excluded and listed. (A missing column is a ValueError for its source.)"""
-
-
-@dataclass(frozen=True, eq=False)
-class Row:
-    """One problem with its prompt."""
-
-    messages: Messages  # with system prompt and suffix; content: a text, or a list of image and text parts
-    answer: str
-    columns: dict[str, object]  # as read, without the images: for rewards that need more than the answer
-    where: str  # its place in the source
-    encoded_images: tuple[bytes, ...] = ()  # in the order of the image parts
-    text: str = ""  # the rendered prompt, which the model continues
-    ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # its tokens, image tokens repeated
-    images: PromptImages | None = None  # None: the prompt has no image, or the model sees none
-
-    @property
-    def prompt(self) -> str:
-        """The user's last text, for logs; images show as `<image>`."""
-        content = self.messages[-1]["content"]
-        return content if isinstance(content, str) else "".join(part.get("text", IMAGE) for part in content)
 
 
 def _look_up(record: Record, column: str, flag: str) -> object:

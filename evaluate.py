@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from batch import Rollout
+from batch import Metrics, Rollout
 from data import PromptData
 from flags import EngineSettings, Sampling, take
 from fsdp_utils import gather_from_ranks, init_world, is_main_process
@@ -37,7 +37,6 @@ from guards.signals import Stopped
 from inputs.checks import ks_of_pass
 from inputs.command_line import exit_with_error
 from inputs.evaluation import load_inputs, parse_flags
-from metrics import Metrics
 from model.vision import most_images
 from reward import Grader
 

@@ -8,21 +8,13 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from batch import Rollout
-from fsdp_utils import World, sum_over_trainers
+from batch import Metrics, Rollout, Work
+from fsdp_utils import World
 from model.sizes import GPUS
-
-if TYPE_CHECKING:
-    from policy import Policy
-    from update import Update
-
-Metrics = dict[str, float]
 
 
 def rollout_metrics(rollout: Rollout, group_size: int) -> Metrics:
@@ -118,42 +110,6 @@ def merge_updates(updates: list[Metrics]) -> Metrics:
     return merged
 
 
-@dataclass(frozen=True)
-class Work:
-    """What a step computed on all ranks together. The trainer's tokens count a prompt once for each completion."""
-
-    sampled_tokens: int  # of completions, also of those that are not trained on
-    completion_tokens: int  # of the completions that are trained on
-    logprobs_tokens: int  # that got old log-probs, plus those that got reference ones, before the updates
-    update_tokens: int  # of all passes over the rollout
-    update_flops: float  # of all passes
-    shared_frac: float | None  # --share_prompts: share of the tokens that was not computed, because a prompt is shared
-
-
-def work_of_step(
-    sampled: Rollout, trained: Rollout, updates: list[Update], policy: Policy, num_iterations: int, share_prompts: bool
-) -> Work:
-    """The work of a step, the same on every rank; all ranks call it. `updates`: those of one pass over `trained`."""
-    lengths_B = trained.sequence_lengths_B
-    logprobs_tokens = 0
-    for lengths, update in zip(np.split(lengths_B, len(updates)), updates, strict=True):
-        first = update.batches[0]
-        num_passes = (first.old_logprobs_N is not None) + (first.ref_logprobs_N is not None)
-        logprobs_tokens += int(lengths.sum()) * num_passes
-    packed = [batch for update in updates for batch in update.batches]
-    # At an infinite parity length, attention is free and the cost is the number of tokens.
-    costs = [sum(batch.cost(parity_length) for batch in packed) for parity_length in (policy.parity_length, math.inf)]
-    cost, computed_tokens = sum_over_trainers(torch.tensor(costs, dtype=torch.float64)).tolist()
-    return Work(
-        sampled_tokens=int(sampled.completion_lengths_B.sum()),
-        completion_tokens=int(trained.completion_lengths_B.sum()),
-        logprobs_tokens=logprobs_tokens,
-        update_tokens=int(lengths_B.sum()) * num_iterations,
-        update_flops=update_flops(policy, cost) * num_iterations,
-        shared_frac=1 - computed_tokens / int(lengths_B.sum()) if share_prompts else None,
-    )
-
-
 def throughput(work: Work, seconds_RE: list[np.ndarray], metrics: Metrics, world: World) -> Metrics:
     """The `perf/` metrics of a step and `time/rollout_tail_s`, from its times and `perf/update_idle_frac` in `metrics`.
 
@@ -185,16 +141,6 @@ def throughput(work: Work, seconds_RE: list[np.ndarray], metrics: Metrics, world
     if world.device.type == "cuda" and (peak := peak_flops(torch.cuda.get_device_name(world.device))):
         found["perf/update_mfu"] = flops_per_s / peak
     return {name: float(value) for name, value in found.items()}
-
-
-def update_flops(policy: Policy, cost: float) -> float:
-    """FLOPs of one pass of updates over the tokens that it computes, from the sum of their `batch.training_costs`.
-
-    3 x (2 x numbers in the matrices x tokens + 2 x layers x width of the queries x sum of length^2): the forward pass,
-    and twice that for the backward pass, of which half makes the weights' gradients and falls away with LoRA. The head
-    counts, at every token, as the field does. Recomputation, biases, norms, embedding and vision tower do not count.
-    """
-    return (2 if policy.has_adapter else 3) * policy.flops_per_token * cost
 
 
 def peak_flops(device_name: str) -> float | None:

@@ -13,7 +13,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
+import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
@@ -30,7 +32,7 @@ from model.attention import make_packing
 from model.head import chunked_logprobs
 from model.optimizer import make_optimizer
 from model.sizes import head_dim
-from model.vision import embed, tower_of
+from model.vision import BatchImages, PromptImages, embed, tower_of
 from model.weights import fill, in_files, load_config, model_from_config, without_storage
 
 
@@ -62,7 +64,7 @@ class Policy(adapters.WithAdapter):
         beat("runs a forward pass")
         tokens, device = {"input_ids": batch.input_ids_N[None]}, batch.input_ids_N.device
         output = self.model.get_decoder()(
-            **({"inputs_embeds": embed(self.model, batch)[None]} if batch.images else tokens),
+            **({"inputs_embeds": embed(self.model, batch.input_ids_N, batch.images)[None]} if batch.images else tokens),
             position_ids=batch.position_ids_N.unsqueeze(-2),  # [1, N], with images [3, 1, N]
             use_cache=False,
             packing=batch.packing or make_packing(batch.segments_S, device),
@@ -153,6 +155,34 @@ def check_policy(config: PretrainedConfig, lora: Lora, memory: Memory) -> None:
         raise ValueError(
             "--compile_layers has no effect without a GPU: vLLM on CPU switches torch.compile off; leave it out."
         )
+
+
+def add_packing(batch: Batch) -> Batch:
+    """The batch with its packing on the device, for all passes: made in a pass, it would be copied there in each."""
+    return replace(batch, packing=make_packing(batch.segments_S, batch.input_ids_N.device))
+
+
+def add_images(batch: Batch, images_of_sequences: list[PromptImages | None]) -> Batch:
+    """The batch with the images of its sequences: pixel values, their places, and positions in three rows.
+
+    The list has one entry per sequence of the rollout. A batch without any image is returned as it is.
+    """
+    segments = batch.segments_S
+    images = [None if x.index is None else images_of_sequences[x.index] for x in segments]
+    if not any(images):
+        return batch
+    positions, is_image, seen = [], [], []  # of the positions; the prompts whose images are there
+    for x, each in zip(segments, images, strict=True):
+        own = np.tile(np.arange(x.stop), (3, 1)) if each is None else each.positions(x.stop)
+        flags = np.zeros(0, dtype=bool) if each is None else each.is_image()
+        positions.append(own[:, x.start :])
+        is_image.append(np.pad(flags, (0, x.stop - len(flags)))[x.start :])
+        seen += [each] if each and x.prefix is None else []
+    return replace(
+        batch,
+        position_ids_N=torch.from_numpy(np.concatenate(positions, axis=1)),
+        images=BatchImages(seen, torch.from_numpy(np.flatnonzero(np.concatenate(is_image)))),
+    )
 
 
 def empty_policy(

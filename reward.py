@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from flags import Grading, Sampling
@@ -24,10 +24,9 @@ from guards.heartbeat import beat, note
 from guards.progress import progress
 
 if TYPE_CHECKING:
-    from data import PromptData, Row
+    from batch import OnFinished, Row
+    from data import PromptData
     from fsdp_utils import World
-
-OnFinished = Callable[[int, str, Sequence[int], bool], None]  # (index b of the completion, text, token ids, truncated)
 
 
 class RewardFailed(RunError):

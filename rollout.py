@@ -43,7 +43,7 @@ from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistri
 from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel, get_tp_group
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from batch import Rollout
+from batch import OnFinished, Rollout, Row
 from flags import EngineSettings, Sampling
 from fsdp_utils import World, gather_from_ranks
 from guards import signals
@@ -51,12 +51,19 @@ from guards.heartbeat import beat
 from guards.launched import launch_name
 from guards.progress import progress
 from inputs.machine import set_allocator
-from model.engine_options import AT_START, NOISE, NOISE_ON_CPU, check_head, engine_options, memory_errors, stop_ids
+from model.engine_options import (
+    AT_START,
+    NOISE,
+    NOISE_ON_CPU,
+    check_head,
+    engine_options,
+    head_dtypes,
+    memory_errors,
+    stop_ids,
+)
 from model.vision import Vision
 
 if TYPE_CHECKING:
-    from data import Row
-    from reward import OnFinished
     from rollout_checks import DriftGuard
 
 for _name, _beginning in NOISE + ([] if torch.cuda.is_available() else NOISE_ON_CPU):
@@ -100,7 +107,7 @@ class Engine:
         beat("starts the engine")
         with memory_errors("starts", AT_START):
             self.llm = LLM(**options)
-        check_head(self.llm, settings)
+        check_head(*self.llm.apply_model(head_dtypes), settings)
         set_allocator(is_expandable=True)
 
     def sample(

@@ -26,7 +26,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-from batch import Rollout, pack
+from batch import Rollout, Row, pack
 from flags import DriftBounds, Sampling
 from fsdp_utils import gather_from_ranks, release_gathered, sum_over_trainers
 from grpo import temperature_terms
@@ -44,13 +44,11 @@ from guards.drift import (
     sentence,
     temperature_of,
 )
-from model.attention import add_packing
 from model.lora import adapted_layers
-from model.vision import add_images
 from model.weights import in_files
+from policy import add_images, add_packing
 
 if TYPE_CHECKING:
-    from data import Row
     from policy import Policy
     from rollout import Engine
     from run import Run

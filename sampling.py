@@ -16,19 +16,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from batch import Rollout
+from batch import Metrics, Rollout, Row, Sampled, State
 from flags import Sampling
 from guards.fingerprint import check_same_step
-from metrics import Metrics, lag_metrics, rollout_metrics
+from metrics import lag_metrics, rollout_metrics
 
 if TYPE_CHECKING:  # importing vLLM takes seconds; the checks of bad input come first
-    from data import PromptData, Row
+    from data import PromptData
     from reward import Grader
     from rollout import Engine
     from run import Run
-
-
-State = dict[str, int | list[int] | list[tuple[int, int]]]  # by name: what the checkpoint keeps
 
 
 @dataclass(frozen=True)
@@ -106,6 +103,11 @@ class Sampler:
         self.used_B, metrics = choose_groups(self.sampled, len(rounds), self.draws)
         chosen = self.sampled.take(self.used_B)
         return chosen, metrics | rollout_metrics(self.sampled, self.draws.group_size) | lag_metrics(chosen)
+
+    def record(self, step: int, trained: Rollout) -> Sampled:
+        """All that the last `collect` sampled; `trained`: what it returned, with its advantages where it has them."""
+        draws = self.draws
+        return Sampled(step, draws.group_size, self.sampled, self.round_B, self.used_B, trained.advantages)
 
     def sample_rounds(self, step: int) -> list[Rollout]:
         """As many rounds as the step takes."""

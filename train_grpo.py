@@ -42,7 +42,8 @@ if __name__ == "__main__":  # a mistake in a flag is reported before transformer
         exit_with_error(error)
     gc.disable()  # what is imported stays: looking for garbage among it would take a quarter of the time
 
-from checkpoint import State, Writer, latest, link_final, load
+from batch import State
+from checkpoint import Writer, latest, link_final, load
 from data import PromptData
 from evaluate import EvalTimes, Evaluator
 from flags import (
@@ -65,7 +66,7 @@ from grpo import Algorithm
 from guards.errors import RunError
 from guards.updates import Bounds, UpdateGuard
 from inputs.load import Inputs, check_world, load_inputs
-from metrics import throughput, work_of_step
+from metrics import throughput
 from model.sizes import prompts_in_the_air
 from model.vision import most_images
 from planner.watch import watch_memory
@@ -73,7 +74,7 @@ from policy import Policy, build_policy
 from records.replay import NoEngine, ReplaySampler, weights_of
 from run import Run, open_run_folder
 from sampling import Draws, Sampler
-from update import add_advantages, add_logprobs, pack_updates, update_policy
+from update import add_advantages, add_logprobs, pack_updates, update_policy, work_of_step
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -153,7 +154,7 @@ def sample_only(run: Run, sampler: Sampler, inputs: Inputs, last_step: int) -> N
                 rollout, metrics = sampler.collect(step)
                 sampler.start(step, last_step)
             with run.phase("log"):
-                run.keep(sampler, rollout, updates=[])
+                run.keep(sampler.record(step, rollout), rollout, updates=[])
             run.log(step, metrics)
     except signals.Stopped:
         run.say(f"ended by {signals.signal_name()} after step {run.num_done}")
@@ -258,7 +259,7 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
 
             # 7. Log, before the checkpoint: a kill in between repeats a step and loses no line.
             with run.phase("log"):
-                run.keep(sampler, rollout, updates)
+                run.keep(sampler.record(step, rollout), rollout, updates)
             work = work_of_step(sampler.sampled, rollout, updates, policy, plan.num_iterations, memory.share_prompts)
             run.log(step, metrics | throughput(work, sampler.seconds_RE, run.metrics(), world))
 

@@ -7,8 +7,7 @@ Dimensions: `batch.py`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -16,7 +15,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import grpo
-from batch import Batch, Rollout, from_positions, pack, plan_micro_batches, shared_positions, to_positions
+from batch import (
+    Batch,
+    Pass,
+    Rollout,
+    Update,
+    Work,
+    from_positions,
+    pack,
+    plan_micro_batches,
+    shared_positions,
+    to_positions,
+)
 from flags import Memory, Plan, UpdateStep
 from fsdp_utils import (
     World,
@@ -34,18 +44,7 @@ from guards.heartbeat import beat
 from guards.updates import UpdateGuard
 from metrics import stderr_of_ratio
 from model.activations import activations_on_host
-from model.attention import add_packing
-from model.vision import add_images
-from policy import Policy
-
-
-@dataclass(frozen=True)
-class Update:
-    """What one optimizer step trains on."""
-
-    batches: list[Batch]  # the micro-batches of this rank, as many on every rank
-    num_tokens: int  # trained tokens over all ranks, at least 1
-    num_prompts: int  # of the whole step: the batches name sequences by their place in it
+from policy import Policy, add_images, add_packing
 
 
 def pack_updates(
@@ -135,17 +134,6 @@ def compute_advantages(rollout: Rollout, penalties: list[np.ndarray] | None, alg
     grpo.check_returned("--advantage", found, [tuple(rewards_PG.shape), tuple(returns_T.shape)])
     of_tokens = torch.repeat_interleave(found.flatten(), lengths_B) if found.shape == rewards_PG.shape else found
     return [piece.numpy() for piece in of_tokens.split(lengths_B.tolist())]
-
-
-class Pass(NamedTuple):
-    """What the passes over a micro-batch gave. The scalars are its part of the update's metrics."""
-
-    batch: Batch
-    logprobs_N: Tensor  # float32, like the next
-    old_logprobs_N: Tensor
-    sums: dict[str, Tensor]  # over the tokens, weighted: those of all micro-batches add up to the metric
-    maxima: dict[str, Tensor]
-    sums_of_sequences: dict[str, Tensor]  # of shape S: what the standard errors of the metrics are made from
 
 
 def update_policy(
@@ -262,3 +250,37 @@ def idle_share(batches: list[Batch], policy: Policy, world: World) -> float:
     """The share of the update in which a rank waits, by cost: all wait for the costliest batch of each micro step."""
     costs = torch.tensor([batch.cost(policy.parity_length) for batch in batches])
     return 1.0 - (sum_over_trainers(costs).sum() / (max_over_trainers(costs).sum() * world.num_trainers)).item()
+
+
+def work_of_step(
+    sampled: Rollout, trained: Rollout, updates: list[Update], policy: Policy, num_iterations: int, share_prompts: bool
+) -> Work:
+    """The work of a step, the same on every rank; all ranks call it. `updates`: those of one pass over `trained`."""
+    lengths_B = trained.sequence_lengths_B
+    logprobs_tokens = 0
+    for lengths, update in zip(np.split(lengths_B, len(updates)), updates, strict=True):
+        first = update.batches[0]
+        num_passes = (first.old_logprobs_N is not None) + (first.ref_logprobs_N is not None)
+        logprobs_tokens += int(lengths.sum()) * num_passes
+    packed = [batch for update in updates for batch in update.batches]
+    # At an infinite parity length, attention is free and the cost is the number of tokens.
+    costs = [sum(batch.cost(parity_length) for batch in packed) for parity_length in (policy.parity_length, math.inf)]
+    cost, computed_tokens = sum_over_trainers(torch.tensor(costs, dtype=torch.float64)).tolist()
+    return Work(
+        sampled_tokens=int(sampled.completion_lengths_B.sum()),
+        completion_tokens=int(trained.completion_lengths_B.sum()),
+        logprobs_tokens=logprobs_tokens,
+        update_tokens=int(lengths_B.sum()) * num_iterations,
+        update_flops=update_flops(policy, cost) * num_iterations,
+        shared_frac=1 - computed_tokens / int(lengths_B.sum()) if share_prompts else None,
+    )
+
+
+def update_flops(policy: Policy, cost: float) -> float:
+    """FLOPs of one pass of updates over the tokens that it computes, from the sum of their `batch.training_costs`.
+
+    3 x (2 x numbers in the matrices x tokens + 2 x layers x width of the queries x sum of length^2): the forward pass,
+    and twice that for the backward pass, of which half makes the weights' gradients and falls away with LoRA. The head
+    counts, at every token, as the field does. Recomputation, biases, norms, embedding and vision tower do not count.
+    """
+    return (2 if policy.has_adapter else 3) * policy.flops_per_token * cost

@@ -26,15 +26,14 @@ from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import policy as policy_module
-from batch import Rollout
-from data import Row
+from batch import Rollout, Row, Update
 from flags import AdamW, Lora, Memory, make_plan, take
 from fsdp_utils import World, gather_from_ranks, is_main_process, local_shard
 from guards.updates import UpdateGuard
 from inputs.choices import algorithm_of
 from inputs.command_line import parse_flags
 from policy import build_policy
-from update import Update, add_advantages, add_logprobs, pack_updates, update_policy
+from update import add_advantages, add_logprobs, pack_updates, update_policy
 from warm_start import build_tokenizer
 
 ROOT = Path(__file__).parent.parent

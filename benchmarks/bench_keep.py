@@ -21,9 +21,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
 
+from batch import Sampled
 from bench_common import make_rollout, parser_of, print_table
 from grading.score import Grade
-from records.rollouts import Keeper, Sampled, file_of
+from records.rollouts import Keeper, file_of
 
 GOAL = 0.1  # seconds that the loop waits, at most
 

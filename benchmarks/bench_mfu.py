@@ -31,11 +31,12 @@ import torch
 from batch import Rollout, training_costs
 from bench_common import Trainer, flags_of, make_rollout, parser_of, print_table, use_random_weights
 from fsdp_utils import World, close_world, init_world, wait_for_all
-from metrics import peak_flops, update_flops
+from metrics import peak_flops
 from model import sizes
 from model.attention import check_device, kernel_name
 from planner.dry_run import config_of
 from policy import Policy
+from update import update_flops
 
 GOAL = 0.5  # MFU
 VARIANTS = {  # name -> flags

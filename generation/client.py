@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -26,14 +26,12 @@ import msgspec
 import numpy as np
 import torch
 
+from batch import Row
 from flags import Sampling
 from generation.start import ServerProcess
 from generation.transfer import Send, open_link
 from inputs.machine import own_address
 from report import Span
-
-if TYPE_CHECKING:
-    from data import Row
 
 Result = TypeVar("Result")
 MEETING = 60.0  # seconds that a server has to come for its weights

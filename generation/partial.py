@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from batch import Rollout
+from batch import OnFinished, Rollout, Row
 from flags import Sampling
 from fsdp_utils import gather_from_ranks
 from guards import signals
@@ -26,8 +26,6 @@ from guards.progress import progress
 from model.sizes import MOST_LAG
 
 if TYPE_CHECKING:  # importing vLLM takes seconds; the checks of bad input come first
-    from data import Row
-    from reward import OnFinished
     from rollout import Engine
 
 # Place of a group in the rollout, and its prompt -> what is called when its completions are finished.

@@ -8,16 +8,11 @@ the run still needs, so that nothing is in the air at its end.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from batch import Rollout
+from batch import Metrics, Rollout, Row, State
 from generation.partial import PartialRollouts
-from metrics import Metrics
 from model.sizes import prompts_in_the_air
-from sampling import Sampler, State
-
-if TYPE_CHECKING:
-    from data import Row
+from sampling import Sampler
 
 
 @dataclass

@@ -27,8 +27,7 @@ from fsdp_utils import World, gather_from_ranks
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from batch import Batch
-    from update import Pass
+    from batch import Batch, Pass
 
 MOST_UPDATES = 10  # that are kept of a run, for each metric
 MOST_MICRO_BATCHES = 8  # of an update and rank

@@ -23,8 +23,7 @@ from guards.evidence import Fault, keep_evidence
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from checkpoint import State
-    from update import Pass
+    from batch import Pass, State
 
 HISTORY = 50  # gradient norms that the median is taken of
 NEEDED = 10  # of them: before, a norm is not compared

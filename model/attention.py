@@ -7,9 +7,6 @@ works unchanged. Dimensions: `batch.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -18,29 +15,9 @@ from torch.nn.attention import activate_flash_attention_impl, current_flash_atte
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
-if TYPE_CHECKING:
-    from batch import Batch, Segment
+from model.packed import Packing, Segment
 
 RECTANGLE_PADDING = 128  # padding slots of a rectangle, at most; of 32 to 1,024, 64 and 128 are fast at all lengths
-
-
-@dataclass(frozen=True)
-class Packing:
-    """Where the sequences of a micro-batch lie. Attention works on M slots, which hold the N packed positions."""
-
-    max_length: int  # of a sequence
-    # CUDA: sequence s has queries cu_seqlens[s] .. cu_seqlens[s + 1] and the keys of slots cu_seqlens_k[s] .. [s + 1].
-    cu_seqlens: Tensor | None
-    cu_seqlens_k: Tensor | None
-    # CPU: sequences of similar length share a padded rectangle; the rectangles lie end to end.
-    rectangles: list[tuple[int, int]]  # sequences and slots of each: M is the sum of the products
-    positions_M: Tensor | None  # the packed position in each slot; padding has one of its sequence; None: slot m has m
-    slots_N: Tensor | None  # the slot of each packed position; the first one where several sequences share it
-
-
-def add_packing(batch: Batch) -> Batch:
-    """The batch with its packing on the device, for all passes: made in a pass, it would be copied there in each."""
-    return replace(batch, packing=make_packing(batch.segments_S, batch.input_ids_N.device))
 
 
 def make_packing(segments: tuple[Segment, ...], device: torch.device) -> Packing:

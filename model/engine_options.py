@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -15,9 +14,6 @@ from flags import EngineSettings
 from model.sizes import CPU_BLOCK, MOST_ON_GPU, cpu_cache_bytes
 from model.vision import Vision
 from model.weights import load_config
-
-if TYPE_CHECKING:
-    from vllm import LLM
 
 # torch and vLLM's allocator say the one, vLLM's checks of its share of the GPU the other.
 LACK_OF_MEMORY = re.compile(r"out of memory|gpu.memory.utilization", re.IGNORECASE)
@@ -113,13 +109,11 @@ def memory_errors(phase: str, advice: str = BESIDE_TRAINER) -> Iterator[None]:
         raise MemoryError(f"GPU memory ran out {where} ({cause}); {advice}.") from error
 
 
-def check_head(llm: LLM, settings: EngineSettings) -> None:
-    """Raises ValueError if the engine's logits are not of --head_dtype: vLLM only warns, and takes another one."""
-    if settings.head_dtype is not None:
-        (found,) = llm.apply_model(head_dtypes)
-        if found != [settings.head_dtype]:
-            given = f"--head_dtype {settings.head_dtype}: vLLM computes the logits of this model, on this machine, in"
-            raise ValueError(f"{given} {', '.join(found) or 'no layer that knows it'}; leave the flag out.")
+def check_head(found: list[str], settings: EngineSettings) -> None:
+    """Raises ValueError if the `head_dtypes` of the engine are not --head_dtype: vLLM only warns, and takes another."""
+    if settings.head_dtype is not None and found != [settings.head_dtype]:
+        given = f"--head_dtype {settings.head_dtype}: vLLM computes the logits of this model, on this machine, in"
+        raise ValueError(f"{given} {', '.join(found) or 'no layer that knows it'}; leave the flag out.")
 
 
 def head_dtypes(model: nn.Module) -> list[str]:

@@ -13,9 +13,8 @@ import copy
 import io
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -27,9 +26,6 @@ from transformers.models.auto import AutoProcessor, AutoTokenizer
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
 from flags import PromptFormat
-
-if TYPE_CHECKING:
-    from batch import Batch
 
 KNOWN = ("qwen2_5_vl",)  # model types
 # What PIL raises for damaged files, found by fuzzing.
@@ -152,44 +148,21 @@ class BatchImages:
         return tower(pixels, grid_thw=self.grids, **self.lengths, **self.orders).pooler_output
 
 
-def add_images(batch: Batch, images_of_sequences: list[PromptImages | None]) -> Batch:
-    """The batch with the images of its sequences: pixel values, their places, and positions in three rows.
-
-    The list has one entry per sequence of the rollout. A batch without any image is returned as it is.
-    """
-    segments = batch.segments_S
-    images = [None if x.index is None else images_of_sequences[x.index] for x in segments]
-    if not any(images):
-        return batch
-    positions, is_image, seen = [], [], []  # of the positions; the prompts whose images are there
-    for x, each in zip(segments, images, strict=True):
-        own = np.tile(np.arange(x.stop), (3, 1)) if each is None else each.positions(x.stop)
-        flags = np.zeros(0, dtype=bool) if each is None else each.is_image()
-        positions.append(own[:, x.start :])
-        is_image.append(np.pad(flags, (0, x.stop - len(flags)))[x.start :])
-        seen += [each] if each and x.prefix is None else []
-    return replace(
-        batch,
-        position_ids_N=torch.from_numpy(np.concatenate(positions, axis=1)),
-        images=BatchImages(seen, torch.from_numpy(np.flatnonzero(np.concatenate(is_image)))),
-    )
-
-
 def tower_of(model: PreTrainedModel) -> nn.Module | None:
     """The vision tower of Qwen2.5-VL; None of a model without vision."""
     return getattr(model.base_model, "visual", None)
 
 
-def embed(model: PreTrainedModel, batch: Batch) -> Tensor:
+def embed(model: PreTrainedModel, input_ids_N: Tensor, images: BatchImages) -> Tensor:
     """Shape [N, D]: embeddings of the tokens, and of the images in the place of theirs.
 
     The tower is frozen, and its parameters are gathered with the rest of the root unit before this runs: a rank without
     images has no collective to miss.
     """
-    embedded_ND = model.get_input_embeddings()(batch.input_ids_N)
+    embedded_ND = model.get_input_embeddings()(input_ids_N)
     with torch.no_grad():
-        images = batch.images.embedded(tower_of(model))
-    return embedded_ND.index_copy(0, batch.images.places_I, images.to(embedded_ND.dtype))
+        embedded = images.embedded(tower_of(model))
+    return embedded_ND.index_copy(0, images.places_I, embedded.to(embedded_ND.dtype))
 
 
 def check_images(path: str, config: PretrainedConfig, prompt_format: PromptFormat) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from batch import Rollout, from_positions
+from batch import Rollout, Row, Sampled
 from fsdp_utils import HostGroup, gather_on_main, new_host_group
 from grading.score import Grade
 from guards.disk import GIB, tolerated
@@ -24,9 +24,6 @@ from guards.errors import RunError
 
 if TYPE_CHECKING:  # half a second that most processes never need
     import pyarrow as pa
-
-    from data import Row
-    from update import Update
 
 FOLDER = "rollouts"
 
@@ -41,30 +38,6 @@ def steps_in(out_dir: Path) -> list[int]:
 
 
 # Written --------------------------------------------------------------------------------------------------------------
-
-
-LogProbs = dict[int, np.ndarray]  # index among the trained completions -> the trainer's, before the update
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """All completions of a step, and which of them were trained on."""
-
-    step: int
-    group_size: int
-    rollout: Rollout
-    round_B: np.ndarray  # int64, the round of dynamic sampling that a completion is of
-    used_B: np.ndarray  # int64, indices of those that were trained on, in their order
-    advantages: list[np.ndarray] | None  # of these; None: nothing was trained
-    logprobs: LogProbs  # of those that this rank has trained
-
-
-def own_logprobs(rollout: Rollout, updates: list[Update]) -> LogProbs:
-    """Of the completions that this rank trains."""
-    own = {}
-    for batch in [batch for update in updates for batch in update.batches]:
-        own |= from_positions(rollout, batch, batch.old_logprobs_N)
-    return own
 
 
 @dataclass

@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from batch import Rollout, pack
-from data import Row
+from batch import Rollout, Row, pack
 from fsdp_utils import close_world, init_world
 from inputs.machine import check_gpu
 from model.attention import check_device, kernel_name, make_packing, packed_attention

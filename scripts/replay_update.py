@@ -23,17 +23,17 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import grpo
-from batch import Batch, Segment
+from batch import Batch, Update
 from checkpoint import checkpoints
 from flags import FLAGS, Memory, UpdateStep, take
 from fsdp_utils import World
 from grpo import Algorithm
 from inputs.choices import algorithm_of
 from inputs.machine import avoid_broken_amx
-from model.attention import add_packing
+from model.packed import Segment
 from model.vision import BatchImages
-from policy import Policy, load_policy
-from update import Update, add_gradients
+from policy import Policy, add_packing, load_policy
+from update import add_gradients
 
 
 def flags_of(folder: Path) -> Namespace:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from batch import Rollout
+from batch import Rollout, Update
 from checkpoint import export, files_of, gather_weights
 from distributed_gradient import Recorder
 from flags import EngineSettings, Lora, Sampling, take
@@ -22,7 +22,7 @@ from hidden_tensors import findings
 from inputs.choices import algorithm_of
 from model.lora import add_adapter
 from policy import Policy, load_policy
-from update import Update, add_logprobs, with_advantages
+from update import add_logprobs, with_advantages
 from vision_models import pack_with_images, vision_data, vision_flags, vision_rollout
 
 WITH_IMAGES, WITHOUT = [[0], [2, 4]], [[1], [3]]  # micro-batches of two ranks: the second has no image at all

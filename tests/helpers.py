@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from batch import Rollout
+from batch import Rollout, Update
 from flags import AdamW, Lora, Memory, UpdateStep, make_plan, take
 from forked import run_ranks
 from fsdp_utils import World
@@ -28,7 +28,7 @@ from guards.updates import UpdateGuard
 from inputs.choices import algorithm_of
 from inputs.command_line import parse_flags
 from policy import Policy, build_policy
-from update import Update, pack_updates, update_policy, with_advantages
+from update import pack_updates, update_policy, with_advantages
 from warm_start import build_tokenizer
 
 ROOT = Path(__file__).parent.parent

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from batch import pack
+from batch import Pass, Update, pack
 from checkpoint import Writer
 from data import PromptData
 from flags import AdamW, Lora, Memory, Saving, UpdateStep, take
@@ -28,7 +28,7 @@ from model.optimizer import make_optimizer
 from policy import Policy, load_policy
 from replay_update import to_batch
 from train_grpo import undo
-from update import Pass, Update, update_policy, with_advantages
+from update import update_policy, with_advantages
 from vision_models import make_vision_model, pack_with_images, vision_data, vision_flags, vision_rollout
 
 GOOD = {"policy/loss": 0.5, "optim/grad_norm": 1.0, "policy/approx_kl": 0.01, "policy/ratio_max": 1.5}

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from batch import Rollout, Segment, from_positions, pack, plan_micro_batches, to_positions, training_costs
+from batch import Rollout, from_positions, pack, plan_micro_batches, to_positions, training_costs
 from helpers import make_grade, make_row
 from helpers import make_rollout as random_rollout
+from model.packed import Segment
 
 RAGGED = [12, 7, 3, 11, 5, 9, 2, 6]
 

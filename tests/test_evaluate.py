@@ -10,7 +10,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from data import PromptData, Row
+from batch import Row
+from data import PromptData
 from evaluate import EvalTimes, Evaluator, Result, figures_of, majority_score, pass_at_k, table
 from flags import Sampling
 from forked import run_ranks

@@ -8,24 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from batch import Batch, pack, training_costs
+from batch import Batch, Update, Work, pack, training_costs
 from fsdp_utils import World
 from grading.score import Grade
 from helpers import make_grade, make_rollout
-from metrics import (
-    Work,
-    merge_updates,
-    peak_flops,
-    rollout_metrics,
-    stderr_of_mean,
-    throughput,
-    update_flops,
-    work_of_step,
-)
+from metrics import merge_updates, peak_flops, rollout_metrics, stderr_of_mean, throughput
 from planner.setup import shape_of
 from planner.time import forward_flops
 from policy import load_policy
-from update import Update
+from update import update_flops, work_of_step
 
 WORLD = World(rank=0, size=2, tp_size=1, device=torch.device("cpu"))
 ROLLOUT = make_rollout([6, 2, 8, 4], group_size=2)  # with prompts of 4 tokens: 9 + 5 + 11 + 7 positions

@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from batch import pack
+from batch import Update, pack
 from helpers import RAGGED, flags, make_rollout, train_once, unpacked_logprobs
 from policy import compile_layers, load_policy
-from update import Update, with_advantages
+from update import with_advantages
 
 
 def test_compiled_layers_give_the_same_numbers_for_all_lengths_from_one_compilation(policy):

@@ -16,8 +16,8 @@ import torch
 
 import guards.lock
 import run as run_module
-from batch import Rollout
-from data import PromptData, Row
+from batch import Rollout, Row
+from data import PromptData
 from flags import Recording, free_on_resume
 from fsdp_utils import World
 from helpers import flags, make_rollout

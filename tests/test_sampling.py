@@ -8,13 +8,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from batch import Rollout
-from data import PromptData, Row
+from batch import OnFinished, Rollout, Row
+from data import PromptData
 from flags import Memory, Sampling, make_plan, take
 from grading.score import Grade
 from helpers import ALONE, flags, make_grade, make_rollout, make_row
 from inputs.choices import algorithm_of
-from reward import OnFinished
 from sampling import Draws, Sampler, choose_groups, has_signal_P, prompts_to_sample
 from update import add_advantages, pack_updates
 

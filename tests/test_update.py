@@ -15,18 +15,18 @@ from transformers import AutoModelForCausalLM
 
 import grpo
 import update
-from batch import Rollout, pack, to_positions
+from batch import Rollout, Update, pack, to_positions
 from flags import Lora, Memory, make_plan, take
 from fsdp_utils import World
 from grpo import Algorithm
 from guards.updates import UpdateGuard
 from helpers import flags, make_grade, make_rollout, unpacked_logprobs
 from inputs.choices import algorithm_of
-from model.attention import Packing
 from model.lora import add_adapter
+from model.packed import Packing
 from no_waits import NoWaits, run_passes
 from policy import Policy, load_policy
-from update import Update, add_advantages, compute_advantages, gather_penalties, pack_updates
+from update import add_advantages, compute_advantages, gather_penalties, pack_updates
 
 WORLD = World(rank=0, size=1, tp_size=1, device=torch.device("cpu"))
 REWARDS = [1.0, 0.0, 0.0, 1.0]

@@ -16,7 +16,8 @@ from data import PromptData
 from data_files import write_parquet
 from flags import PromptFormat, take
 from helpers import flags
-from model.vision import add_images, load_processor
+from model.vision import load_processor
+from policy import add_images
 from smoke_inputs import SETUPS, make_model
 
 IMAGE_SIZES = [

@@ -153,8 +153,6 @@ GROUPS["advantage"] = [
     flag("--dynamic_sampling", "off", "replace groups without signal by newly sampled prompts (DAPO); signal: some "
          "but not all completions are correct (correct), or not all rewards are equal (reward)",
          choices=("off", "correct", "reward")),
-    flag("--max_sampling_rounds", 10, "dynamic sampling: maximum rounds per step; then fill up with groups that have "
-         "no signal", (1, INF), only_with="--dynamic_sampling"),
 ]
 GROUPS["policy loss"] = [
     flag("--policy_loss", "clip", "loss of a token:"),
@@ -220,13 +218,8 @@ GROUPS["precision and memory"] = [
          "ranks hold the same (HSDP); default: all ranks share one", (1, INF), free_on_resume=True),
     flag("--gradient_checkpointing", False, "recompute each decoder layer in the backward pass instead of keeping it",
          free_on_resume=True),
-    flag("--offload_activations", False, "keep in host RAM what the backward pass needs", free_on_resume=True),
-    flag("--compile_layers", False, "CUDA: torch.compile the decoder layers; takes a minute or more at the first step",
-         free_on_resume=True),
-    flag("--reduce_gradients_once", False, "reduce gradients per update, not per micro-batch: less traffic, for 4 "
-         "bytes per trained parameter on every GPU", free_on_resume=True),
-    flag("--gather_parameters_once", False, "gather parameters per update, not per micro-batch: less traffic, for "
-         "the whole policy in --dtype on every GPU", free_on_resume=True),
+    flag("--communicate_once", False, "gather parameters and reduce gradients per update, not per micro-batch: less "
+         "traffic, for the policy in --dtype and 4 bytes per trained parameter on every GPU", free_on_resume=True),
     flag("--timeout_minutes", 30.0, "a rank that waits longer than this for the others ends the run",
          (TINY, 1e6), free_on_resume=True),
 ]
@@ -368,10 +361,7 @@ class Memory:  # precision, and what is kept where
     offload_reference: bool
     shard_ranks: int | None
     gradient_checkpointing: bool
-    offload_activations: bool
-    compile_layers: bool
-    reduce_gradients_once: bool
-    gather_parameters_once: bool
+    communicate_once: bool
     micro_batch_tokens: int
     share_prompts: bool
 

@@ -214,20 +214,16 @@ def release_gathered(root: nn.Module) -> None:
             unit.reshard()  # not recursive
 
 
-def reduce_gradients(root: nn.Module, is_on: bool, is_last: bool) -> None:
-    """Whether backward passes reduce their gradients. Off: whole gradients are kept, and added up, until one does.
+def begin_micro_batch(root: nn.Module, communicates_once: bool, is_last: bool) -> None:
+    """What the next backward pass does at its end: reduces its gradients, and frees the gathered parameters.
 
-    Copies of the policy (HSDP) add theirs up in the last pass of an update alone.
+    With `communicates_once` only the last micro-batch of an update does; until then whole gradients are kept and added
+    up. Copies of the policy (HSDP) always add theirs up in the last one alone.
     """
     if isinstance(root, FSDPModule):
-        root.set_requires_gradient_sync(is_on)
+        root.set_requires_gradient_sync(is_last or not communicates_once)
+        root.set_reshard_after_backward(is_last or not communicates_once)
         root.set_requires_all_reduce(is_last)
-
-
-def keep_gathered(root: nn.Module, is_on: bool) -> None:
-    """Whether backward passes leave the parameters gathered, for another micro-batch before they change."""
-    if isinstance(root, FSDPModule):
-        root.set_reshard_after_backward(not is_on)
 
 
 def full_tensor(parameter: Tensor, dtype: torch.dtype) -> Tensor:

@@ -134,9 +134,7 @@ def build_policy(
     policy.head_dtype = getattr(torch, memory.head_dtype or memory.dtype)
     if lora.lora_rank:
         adapters.add_adapter(policy.model, lora, seed, path)
-    if memory.compile_layers:
-        compile_layers(policy)
-    shard_and_fill(policy, path, world, memory.offload == "all", memory.gather_parameters_once)
+    shard_and_fill(policy, path, world, memory.offload == "all", memory.communicate_once)
     reference = policy if has_reference else None
     if has_reference and not lora.lora_rank:
         reference = empty_policy(path, dtype).requires_grad_(False)
@@ -146,15 +144,11 @@ def build_policy(
     return policy, reference, make_optimizer(trained, adamw, memory)  # last: weights are loaded before its state
 
 
-def check_policy(config: PretrainedConfig, lora: Lora, memory: Memory) -> None:
-    """Raises ValueError for --lora_targets that the model does not have, and for --compile_layers without a GPU."""
+def check_policy(config: PretrainedConfig, lora: Lora) -> None:
+    """Raises ValueError for --lora_targets that the model does not have."""
     if lora.lora_targets:
         with torch.device("meta"):  # names and shapes alone
             adapters.target_names(model_from_config(config), lora.lora_targets)
-    if memory.compile_layers and not torch.cuda.is_available():
-        raise ValueError(
-            "--compile_layers has no effect without a GPU: vLLM on CPU switches torch.compile off; leave it out."
-        )
 
 
 def add_packing(batch: Batch) -> Batch:
@@ -217,9 +211,3 @@ def load_policy(path: str, dtype: torch.dtype, gradient_checkpointing: bool = Fa
     policy = empty_policy(path, dtype, gradient_checkpointing)
     fill(policy, policy.model, path, torch.device("cpu"))
     return policy
-
-
-def compile_layers(policy: Policy, backend: str = "inductor") -> None:
-    """Lets torch.compile work on each decoder layer at its first call: once for all layers and lengths."""
-    for layer in policy.layers:
-        layer.compile(dynamic=True, backend=backend)

@@ -2,7 +2,7 @@
 
 Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): a group whose completions are all correct or all incorrect has
 advantage 0 and teaches nothing. It is put aside, and further prompts are sampled, in rounds, until P groups with a
-signal are there; groups beyond P are not used. After `--max_sampling_rounds` the groups put aside first fill the gap.
+signal are there; groups beyond P are not used. After `MOST_ROUNDS` rounds the groups put aside first fill the gap.
 Prompts are then drawn from the data in a row, over all epochs; how far is kept in the checkpoint (`state`).
 
 With --steps_ahead generation servers sample the first round of coming steps while the ranks train this one (`start`).
@@ -28,6 +28,9 @@ if TYPE_CHECKING:  # importing vLLM takes seconds; the checks of bad input come 
     from run import Run
 
 
+MOST_ROUNDS = 10  # of a step; verl's recipe of DAPO sets max_num_gen_batches to it
+
+
 @dataclass(frozen=True)
 class Draws:
     """Which prompts a step samples, and which of its groups it trains on."""
@@ -37,7 +40,6 @@ class Draws:
     seed: int
     keep_last: bool
     dynamic_sampling: str  # "off"; a group has a signal if some completions are "correct", or if a "reward" differs
-    max_sampling_rounds: int
     truncated: str  # "mask": what was cut is compared with like the others, but left out of the loss
     steps_ahead: int  # steps whose first round is sampled while an earlier one is trained
 
@@ -168,7 +170,7 @@ def prompts_to_sample(rounds: list[Rollout], draws: Draws) -> int:
     """
     if not rounds:
         return draws.prompts_per_step
-    if draws.dynamic_sampling == "off" or len(rounds) == draws.max_sampling_rounds:
+    if draws.dynamic_sampling == "off" or len(rounds) == MOST_ROUNDS:
         return 0
     is_kept_P = has_signal_P(Rollout.concatenate(rounds), draws)
     num_kept = int(is_kept_P.sum())

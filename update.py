@@ -30,11 +30,10 @@ from batch import (
 from flags import Memory, Plan, UpdateStep
 from fsdp_utils import (
     World,
+    begin_micro_batch,
     clip_grad_norm,
     gather_from_ranks,
-    keep_gathered,
     max_over_trainers,
-    reduce_gradients,
     release_gathered,
     sum_over_trainers,
 )
@@ -43,7 +42,6 @@ from guards.drift import temperature_of
 from guards.heartbeat import beat
 from guards.updates import UpdateGuard
 from metrics import stderr_of_ratio
-from model.activations import activations_on_host
 from policy import Policy, add_images, add_packing
 
 
@@ -182,10 +180,8 @@ def add_gradients(
     with policy.dropout_on((step.seed, step.index), world):
         for i, batch in enumerate(update.batches):
             is_last = i == len(update.batches) - 1
-            reduce_gradients(policy, is_last or not memory.reduce_gradients_once, is_last)
-            keep_gathered(policy, memory.gather_parameters_once and not is_last)
-            with activations_on_host(memory.offload_activations, world.device):
-                logprobs_N, entropies_N = policy(batch, algorithm.temperature, algorithm.entropy_coef != 0)
+            begin_micro_batch(policy, memory.communicate_once, is_last)
+            logprobs_N, entropies_N = policy(batch, algorithm.temperature, algorithm.entropy_coef != 0)
             old_logprobs_N = logprobs_N.detach() if is_unchanged else batch.old_logprobs_N
             if batch.old_logprobs_N is None:  # they are kept with the rollout
                 update.batches[i] = replace(batch, old_logprobs_N=old_logprobs_N)
@@ -200,7 +196,7 @@ def add_gradients(
                 of_sequences = sums_of_sequences(batch, means)
             sums = {"policy/loss": loss.detach()} | sums
             passes.append(Pass(batch, logprobs_N.detach(), old_logprobs_N, sums, maxima, of_sequences))
-    if memory.gather_parameters_once:
+    if memory.communicate_once:
         release_gathered(policy)  # what stayed gathered would be used as it is after the weights have changed
     return passes
 

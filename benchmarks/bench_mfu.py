@@ -43,12 +43,9 @@ VARIANTS = {  # name -> flags
     "full": "--gradient_checkpointing",
     "full, bf16 parameters": "--gradient_checkpointing --param_dtype bfloat16",
     "full, optimizer on host": "--gradient_checkpointing --offload optimizer",
-    "full, activations on host": "--gradient_checkpointing --offload_activations",
-    "full, compiled": "--gradient_checkpointing --compile_layers",
     "full, full logits": "--gradient_checkpointing",
     "full, padded": "--gradient_checkpointing",
     "LoRA": "--gradient_checkpointing --lora_rank 8",
-    "LoRA, compiled": "--gradient_checkpointing --lora_rank 8 --compile_layers",
 }
 
 

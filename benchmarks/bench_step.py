@@ -45,7 +45,7 @@ from model.sizes import CPU_BLOCK, cpu_cache_bytes
 
 GOALS = {"trl_fsdp2_or_vllm": 3.0, "trl_best": 2.0, "memory": 1.0}
 OURS = "ours, 2 ranks"
-FLAGS = {"gather_parameters_once": True, "reduce_gradients_once": True, "share_prompts": True}
+FLAGS = {"communicate_once": True, "share_prompts": True}
 TRL = {  # name -> processes, flags
     "TRL generate, 1 process x 2 threads": (1, ["--threads", "2"]),
     "TRL generate, 2 DDP processes": (2, []),

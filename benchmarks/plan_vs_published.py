@@ -9,7 +9,7 @@ error is above 15 % or one above 30 %.
 
 Comparable is a run of a dense model on A100 or H100, all of its weights trained in bf16, whose GPUs sample and train
 in turn. Where the source trains by tensor or pipeline parallelism, ours is FSDP on the same GPUs. Weights that stay on
-the GPUs between micro-batches, without tensor parallelism, are --gather_parameters_once --reduce_gradients_once.
+the GPUs between micro-batches, without tensor parallelism, are --communicate_once.
 
 Sources, and what is not in them:
 - NeMo-RL 0.3: NVIDIA's developer blog of 2025-08-20 ("Megatron-Core Support for Optimized Training Throughput"), table
@@ -128,7 +128,7 @@ def verl(prompt: int, micro: int, more: str) -> str:
     return f"{batch} {limits} --enforce_eager --tensor_parallel_size 2 --plan_gpus 8 {more}"
 
 
-STAYS = "--gather_parameters_once --reduce_gradients_once"
+STAYS = "--communicate_once"
 KL, A100 = "--kl_coef 0.001", "--plan_gpu A100-80GB"
 FITTED = [
     Run("NeMo-RL 0.3", "Llama-3.1-8B", "DP8", 130, 795, 112, nemo(8, 1, STAYS), (63, 18, 28)),

@@ -150,7 +150,7 @@ def describe(args: argparse.Namespace, bound: dict[str, partial]) -> str:
     if args.rollout_correction != "none":
         parts.append(f"rollout correction {words('--rollout_correction')}")
     if args.dynamic_sampling != "off":
-        parts.append(f"dynamic sampling by {args.dynamic_sampling}, at most {args.max_sampling_rounds} rounds")
+        parts.append(f"dynamic sampling by {args.dynamic_sampling}")
     if args.truncated != "score":
         parts.append(f"truncated: {args.truncated}")
     parts.append(f"{args.num_iterations} passes per rollout" if args.num_iterations > 1 else "one pass per rollout")

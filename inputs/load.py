@@ -14,7 +14,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 from data import PromptData
-from flags import Grading, Lora, Memory, PromptFormat, Sampling, Stalls, make_plan, take
+from flags import Grading, Lora, PromptFormat, Sampling, Stalls, make_plan, take
 from fsdp_utils import World, gather_from_ranks, is_engine_leader_process, is_main_process, wait_for_all
 from guards.doctor import start_doctor
 from guards.fingerprint import check_same_start
@@ -64,7 +64,7 @@ def load_inputs(args: Namespace) -> Inputs:
     config = load_config(args.model)
     limits = args.max_prompt_tokens, max(args.max_completion_tokens, *args.eval_max_completion_tokens)
     check_config(args.model, config, limits, args.tensor_parallel_size)
-    check_policy(config, take(Lora, args), take(Memory, args))
+    check_policy(config, take(Lora, args))
     prompt_format = take(PromptFormat, args, system_prompt=read_system_prompt(args.system_prompt))
     tokenizer, vision = load_processor(args.model, config, prompt_format)
     generation_config = load_generation_config(args.model, config, stop_ids(tokenizer, args.stop_tokens))

@@ -72,9 +72,7 @@ def levers(setup: Setup) -> list[list[Change]]:
     more = Change(f"{2 * h.nodes} nodes of {per_node} GPUs", "hardware", {"nodes": 2 * h.nodes, "gpus": 2 * h.gpus})
     found = [
         lever(setup, "memory", "gradient_checkpointing", [True]),
-        lever(setup, "memory", "offload_activations", [True] if memory.gradient_checkpointing else []),
-        lever(setup, "memory", "gather_parameters_once", [False]),
-        lever(setup, "memory", "reduce_gradients_once", [False]),
+        lever(setup, "memory", "communicate_once", [False]),
         lever(setup, "memory", "share_prompts", [False] if setup.sharers(*limits) > 1 else []),
         lever(setup, "memory", "micro_batch_tokens", sorted(caps, reverse=True)),
         lever(setup, "engine", "gpu_memory_utilization", shares),

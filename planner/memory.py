@@ -137,12 +137,10 @@ def update_peak(setup: Setup) -> Parts:
     m, memory, tokens = setup.model, setup.memory, setup.memory.micro_batch_tokens
     root = COMPUTE * m.root_parameters
     layer = COMPUTE * (m.layer_parameters + (setup.trained_per_layer if setup.has_lora else 0))
-    stays = memory.gather_parameters_once
+    stays = memory.communicate_once
     one, two = (root + (m.layers if stays else n) * layer for n in (1, 2))  # gathered at a time
     kept_name = "checkpoints" if memory.gradient_checkpointing else "activations"
     kept, moving = kept_per_layer(setup), 0
-    if memory.offload_activations:  # of what waits in host RAM, the tensor in use and the next one are on the GPU
-        kept, moving = 0, 2 * tokens * COMPUTE * (m.hidden if memory.gradient_checkpointing else m.intermediate)
     last_norm = (8 if setup.has_lora else 10) * tokens * m.hidden
     head_gradient = 0 if setup.has_lora else COMPUTE * m.table
 
@@ -166,7 +164,7 @@ def update_peak(setup: Setup) -> Parts:
         is_tied = m.root_trained < 2 * m.table
         added = 3 * COMPUTE * m.table + REDUCE * m.layer_parameters  # two gradients, and the sum
         moments.append({"gathered": is_tied * (one if stays else root), "reduction": is_tied * added})
-    whole = {"gradients, whole": REDUCE * setup.trainable * memory.reduce_gradients_once}
+    whole = {"gradients, whole": REDUCE * setup.trainable * memory.communicate_once}
     return {"gradients": gradients_in_passes(setup)} | largest(moments) | whole
 
 
@@ -177,7 +175,7 @@ def gradient_shards(setup: Setup) -> float:
 
 def has_sums_apart(setup: Setup) -> bool:
     """Whether FSDP keeps apart, in fp32 and on the GPU, what copies of the policy add up in the last micro-batch."""
-    return setup.num_copies > 1 and not setup.memory.reduce_gradients_once
+    return setup.num_copies > 1 and not setup.memory.communicate_once
 
 
 def gradients_in_passes(setup: Setup) -> float:
@@ -259,7 +257,7 @@ def logprobs_peak(setup: Setup) -> Parts:
     m, tokens = setup.model, setup.memory.micro_batch_tokens
     root, layer = COMPUTE * m.root_parameters, COMPUTE * m.layer_parameters
     is_of_policy = setup.old_logprob_passes > 0 or not setup.has_reference_model
-    stays = setup.memory.gather_parameters_once and is_of_policy
+    stays = setup.memory.communicate_once and is_of_policy
     kept = m.layers * layer * stays  # and FSDP's buffer of the last layer beside it
     mlp = tokens * ((8 if setup.has_lora else 6) * m.intermediate + 8 * m.hidden)
     kernel = 4 * m.q + 4 * m.kv * (1 + setup.keys_per_position)
@@ -301,8 +299,6 @@ def host_phases(setup: Setup) -> dict[str, Parts]:
     kept["rounding of pinned memory"] = sum(
         static.get(name, 0) * (pinned_share(setup, itemsize) - 1) for name, itemsize in rounding.items()
     )
-    if setup.memory.offload_activations:
-        kept["activations"] = ranks * m.layers * kept_per_layer(setup)
     read = {"weights, read": largest_tensor(setup)}
     copied = (setup.gradient_bytes + setup.state_bytes) * ranks / setup.num_shards * setup.run.async_checkpoint
     written = {"the policy, gathered on rank 0": m.parameters * COMPUTE, "what is written meanwhile": copied}

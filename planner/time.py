@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, replace
 
 from model.sizes import MORE_IN_THE_AIR, MOST_ON_GPU
-from planner.memory import REDUCE, cache_bytes_per_token, engine_parts, kept_per_layer
+from planner.memory import REDUCE, cache_bytes_per_token, engine_parts
 from planner.setup import COMPUTE, ModelShape, Setup
 
 # Seconds that no formula of bytes or FLOPs explains.
@@ -55,12 +55,12 @@ def traffic(setup: Setup, assumed: Assumed) -> dict[str, float]:
     plan, run, memory, n = setup.plan, setup.run, setup.memory, setup.num_shards
     per_iteration = micro_batches(setup, assumed) * plan.updates_per_pass
     trained = per_iteration * plan.num_iterations
-    is_once = memory.gather_parameters_once
+    is_once = memory.communicate_once
     in_updates = plan.updates_per_step if is_once else 2 * trained
     in_pass = plan.updates_per_pass if is_once else per_iteration  # of the policy, without a gradient
     of_reference = run.has_kl * (per_iteration if setup.has_reference_model else in_pass)
     without_gradient = of_reference + setup.old_logprob_passes * in_pass
-    reductions = plan.updates_per_step if memory.reduce_gradients_once else trained
+    reductions = plan.updates_per_step if memory.communicate_once else trained
     weights, others = setup.model.parameters * COMPUTE, (n - 1) / n
     reduced = reductions * setup.trainable * REDUCE
     from_host = 0.0
@@ -68,8 +68,6 @@ def traffic(setup: Setup, assumed: Assumed) -> dict[str, float]:
         from_host += in_updates * setup.stored_bytes / n + trained * setup.gradient_bytes / n
     if memory.offload == "optimizer":
         from_host += plan.updates_per_step * 2 * setup.state_bytes / n
-    if memory.offload_activations:
-        from_host += 2 * trained * setup.model.layers * kept_per_layer(setup)
     if setup.has_reference_model and memory.offload_reference:
         from_host += per_iteration * weights / n
     found = {

@@ -25,7 +25,7 @@ from transformers import AttentionInterface, PretrainedConfig
 
 import fsdp_utils
 from flags import Lora
-from fsdp_utils import World, keep_gathered, reduce_gradients, release_gathered, shard
+from fsdp_utils import World, begin_micro_batch, release_gathered, shard
 from model.head import chunked_logprobs
 from model.lora import target_names
 from model.vision import tower_of
@@ -40,7 +40,7 @@ def trace_update(setup: Setup, config: PretrainedConfig) -> dict[str, int]:
     Two micro-batches stand for any larger number: in the second one all gradients are there from the start. Where
     parameters stay gathered until the last backward pass, it takes three.
     """
-    stays_gathered = setup.memory.gather_parameters_once
+    stays_gathered = setup.memory.communicate_once
     num_micros = 3 if stays_gathered else 2
     with fake_world(setup.num_trainers) as tracker:
         policy = build(setup, config)
@@ -61,8 +61,7 @@ def trace_update(setup: Setup, config: PretrainedConfig) -> dict[str, int]:
         tracker.restart()
         for i in range(num_micros):
             is_last = i == num_micros - 1
-            reduce_gradients(policy, True, is_last)
-            keep_gathered(policy, stays_gathered and not is_last)
+            begin_micro_batch(policy, stays_gathered, is_last)
             outputs = policy(ids_N, positions_M, setup.run.trains_entropy)
             sum(output.sum() for output in outputs if output.requires_grad).backward()
             del outputs
@@ -166,7 +165,7 @@ def build(setup: Setup, config: PretrainedConfig) -> TracedPolicy:
     traced = TracedPolicy(model.train())
     cpu, shard_ranks = torch.device("cpu"), setup.memory.shard_ranks
     world = World(rank=0, size=setup.num_trainers, tp_size=1, device=cpu, shard_ranks=shard_ranks)
-    shard(traced, traced.layers, world, torch.bfloat16, stays_gathered=setup.memory.gather_parameters_once)
+    shard(traced, traced.layers, world, torch.bfloat16, stays_gathered=setup.memory.communicate_once)
     return traced
 
 

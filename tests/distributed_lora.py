@@ -74,13 +74,13 @@ def main(path: str, output: str) -> None:
     for cap, changes in (
         (16, {}),
         (40, {}),
-        (16, {"gather_parameters_once": True}),
+        (16, {"communicate_once": True}),
         (40, {"share_prompts": True}),
     ):
         for checkpointing in (False, True):
             args = lora_flags(path, micro_batch_tokens=cap, **changes)
             policy = adapted_policy(args, checkpointing)
-            shard(policy, policy.layers, world, torch.float32, stays_gathered=args.gather_parameters_once)
+            shard(policy, policy.layers, world, torch.float32, stays_gathered=args.communicate_once)
             found["gradients"][f"cap {cap}, {changes}, checkpointing {checkpointing}"] = gradient(policy, args, world)
             assert all(isinstance(parameter, DTensor) for parameter in policy.parameters()), "nothing stays gathered"
 

@@ -28,7 +28,7 @@ from update import add_logprobs
 
 MESHES = (None, 2, 1)  # --shard_ranks
 CASES = (
-    "--kl_coef 0.1 --micro_batch_tokens 20 --reduce_gradients_once --gather_parameters_once",
+    "--kl_coef 0.1 --micro_batch_tokens 20 --communicate_once",
     "--param_dtype bfloat16 --offload optimizer",
     "--kl_coef 0.1 --lora_rank 3 --offload all",
 )

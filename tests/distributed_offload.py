@@ -28,11 +28,8 @@ POLICIES = [
     for offload, reference in (("none", ""), ("optimizer", ""), ("all", " --offload_reference"))
 ]
 SMALL = "--micro_batch_tokens 20"  # several micro-batches an update
-POLICIES += [SMALL, f"{SMALL} --offload_activations --gradient_checkpointing", f"{SMALL} --reduce_gradients_once"]
-POLICIES += [
-    f"{SMALL} --gather_parameters_once",
-    f"{SMALL} --gather_parameters_once --gradient_checkpointing --offload all",
-]
+ONCE = f"{SMALL} --communicate_once"
+POLICIES += [SMALL, ONCE, f"{ONCE} --gradient_checkpointing --offload all"]
 COMMON = (
     "--train_data d --out_dir o --total_steps 1 --max_prompt_tokens 4 --max_completion_tokens 12 "
     "--micro_batch_tokens 40 --group_size 2 --kl_coef 0.1"

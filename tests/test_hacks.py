@@ -133,7 +133,7 @@ def flag_of_memory(copy: Path) -> None:
     insert(copy / "flags.py", "    share_prompts: bool", "    report_updates: bool\n")
     insert(
         copy / "update.py",
-        "    if memory.gather_parameters_once:\n        release_gathered",
+        "    if memory.communicate_once:\n        release_gathered",
         ('    if memory.report_updates:\n        print(f"an update of {update.num_tokens} tokens")\n'),
     )
 

@@ -84,8 +84,9 @@ def test_surplus_groups_are_not_used_and_counted():
     assert metrics["sampling/groups_unused"] == 1
 
 
-def test_at_the_bound_groups_without_signal_fill_the_step():
-    of_step = draws(3, dynamic_sampling="correct", max_sampling_rounds=2)
+def test_at_the_bound_groups_without_signal_fill_the_step(monkeypatch):
+    monkeypatch.setattr("sampling.MOST_ROUNDS", 2)
+    of_step = draws(3, dynamic_sampling="correct")
     rounds = [groups(WRONG, WRONG, MIXED), groups(RIGHT, RIGHT, WRONG, first_row=3)]
     assert prompts_to_sample(rounds, of_step) == 0
     sampled = Rollout.concatenate(rounds)

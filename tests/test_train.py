@@ -245,14 +245,14 @@ def test_groups_without_signal_neither_crash_nor_move_the_policy_nor_make_ranks_
     (tmp_path / "equal.py").write_text("def score(completion, answer, columns):\n    return 0.1\n")
     flags = training_flags(
         policy, tmp_path / "run", reward=f"{tmp_path}/equal.py:score", kl_coef=0, total_steps=2, eval_every=0,
-        eval_before_training=None, dynamic_sampling="reward", max_sampling_rounds=2,
+        eval_before_training=None, dynamic_sampling="reward",
     )  # fmt: skip
     torchrun(2, "train_grpo.py", *flags)
     for step, metrics in metrics_of(tmp_path / "run").items():
         assert metrics["reward/frac_groups_with_signal"] == 0
         assert (metrics["sampling/rounds"], metrics["sampling/prompts"], metrics["sampling/groups_filled"]) == (
-            2,
-            16,
+            10,
+            80,
             8,
         ), step
         assert metrics["policy/loss"] == metrics["optim/grad_norm"] == metrics["optim/skipped_updates"] == 0

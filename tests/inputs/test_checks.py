@@ -89,7 +89,6 @@ from inputs.checks import check_flags
         ({"lora_alpha": 16}, 1, ["--lora_alpha 16", "no effect", "--lora_rank above 0", "leave it at 32"]),
         ({"lora_targets": "q_proj"}, 1, ["--lora_targets q_proj", "no effect", "leave it out"]),
         ({"advantage_ddof": 2}, 1, ["--advantage_ddof 2", "at least 0 and at most 1"]),
-        ({"max_sampling_rounds": 3}, 1, ["--max_sampling_rounds 3", "--dynamic_sampling"]),
         ({"dual_clip": 0.5}, 1, ["--dual_clip 0.5", "above 1"]),
         ({"kl_estimator": "k1"}, 1, ["--kl_estimator k1", "--kl_coef above 0"]),
         ({"kl_in": "reward"}, 1, ["--kl_in reward", "--kl_coef above 0"]),

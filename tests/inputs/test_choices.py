@@ -62,7 +62,7 @@ def test_a_choice_that_is_not_there_or_a_flag_without_effect_is_refused(changes,
             "kl_in": "reward",
         },
         {"rollout_correction": "sequence_mask", "rollout_correction_min": 0.1, "rollout_correction_max": 3},
-        {"dynamic_sampling": "reward", "max_sampling_rounds": 2},
+        {"dynamic_sampling": "reward"},
     ],
 )
 def test_what_goes_together_is_accepted(changes):
@@ -108,7 +108,7 @@ def test_the_log_states_every_choice():
         ", in the reward;",
         "entropy bonus 0.001;",
         "token_mask (rollout_correction_min 0.5, rollout_correction_max 2): The ratio of the token inside [min, max]",
-        "dynamic sampling by correct, at most 10 rounds;",
+        "dynamic sampling by correct;",
         "truncated: mask;",
         "2 passes per rollout;",
     ):

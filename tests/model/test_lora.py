@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 import checkpoint
 from batch import pack
 from distributed_lora import RANK, adapted_policy, lora_flags
-from flags import Lora, Memory, take
+from flags import Lora, take
 from fsdp_utils import World
 from helpers import flags, logprobs_in_vllm, make_rollout, metrics_of, torchrun, training_flags, unpacked_logprobs
 from inputs.checks import check_flags
@@ -57,14 +57,14 @@ def test_flags_that_make_no_sense_are_refused_with_a_way_out(changes, words):
     args = flags(**changes)
     with pytest.raises(ValueError) as error:
         check_flags(args, 1)
-        check_policy(TINY, take(Lora, args), take(Memory, args))
+        check_policy(TINY, take(Lora, args))
     for word in words:
         assert word in str(error.value)
 
 
 def test_sensible_flags_pass():
     for args in (flags(), flags(lora_rank=8, lora_targets="q_proj")):
-        check_policy(TINY, take(Lora, args), take(Memory, args))
+        check_policy(TINY, take(Lora, args))
 
 
 @pytest.mark.parametrize("name", ["untied_policy", "untied_qwen3_policy"])

@@ -57,38 +57,23 @@ def test_bf16_parameters_follow_the_fp32_ones_and_take_10_bytes(results, policy)
 SMALL = "--micro_batch_tokens 20"
 
 
-def test_activations_on_the_host_change_no_bit(results):
-    metrics, parameters, *_ = results[SMALL]
-    other_metrics, other_parameters, *_ = results[f"{SMALL} --offload_activations --gradient_checkpointing"]
-    assert other_metrics == metrics
-    assert all(other_parameters[name].equal(tensor) for name, tensor in parameters.items())
-
-
-def test_gradients_are_reduced_once_an_update_and_are_the_same(results):
-    metrics, parameters, _, (num_reductions, _) = results[SMALL]
-    other_metrics, other_parameters, _, (other_reductions, _) = results[f"{SMALL} --reduce_gradients_once"]
-    assert other_reductions == 3 * 3, "three updates, two layers and the rest"
-    assert num_reductions > other_reductions and num_reductions % other_reductions == 0, (
-        "otherwise once for each micro-batch"
-    )
-    for found, wanted in zip(other_metrics, metrics, strict=True):
-        assert found == pytest.approx(wanted, abs=2e-4, rel=0.01)  # bf16 arithmetic, summed in another order
-    for name, tensor in parameters.items():
-        assert (other_parameters[name] - tensor).abs().mean() < 1e-4, "of three updates of 1e-3"
-
-
-@pytest.mark.parametrize("flag", ["", " --gradient_checkpointing --offload all"])
-def test_parameters_are_gathered_once_an_update_and_no_bit_changes(flag, results):
+def test_parameters_are_gathered_and_gradients_reduced_once_an_update(results):
     metrics, parameters, _, (num_reductions, num_gathers) = results[SMALL]
-    other_metrics, other_parameters, _, (other_reductions, other_gathers) = results[
-        f"{SMALL} --gather_parameters_once{flag}"
-    ]
-    assert other_metrics == metrics and other_reductions == num_reductions
-    assert all(other_parameters[name].equal(tensor) for name, tensor in parameters.items())
-    num_micros = num_reductions // 3  # of all updates; two layers and the rest are reduced in each
+    once = f"{SMALL} --communicate_once"
+    found, found_parameters, _, (reductions, gathers) = results[once]
+    assert reductions == 3 * 3, "three updates, two layers and the rest"
+    assert num_reductions > reductions and num_reductions % reductions == 0, "otherwise once for each micro-batch"
+    num_micros = num_reductions // 3
     reference = 2 * num_micros + 3  # its layers in each, the rest once an update
     assert num_gathers - reference == 5 * num_micros, "each layer forwards and backwards, the rest once"
-    assert other_gathers - reference == 3 * 3, "three updates, two layers and the rest"
+    assert gathers - reference == 3 * 3, "three updates, two layers and the rest"
+    for one, other in zip(found, metrics, strict=True):
+        assert one == pytest.approx(other, abs=2e-4, rel=0.01)  # bf16 arithmetic, summed in another order
+    for name, tensor in parameters.items():
+        assert (found_parameters[name] - tensor).abs().mean() < 1e-4, "of three updates of 1e-3"
+    on_host, on_host_parameters, *_ = results[f"{once} --gradient_checkpointing --offload all"]
+    assert on_host == found
+    assert all(on_host_parameters[name].equal(tensor) for name, tensor in found_parameters.items())
 
 
 def test_a_bf16_run_continues_bit_for_bit_also_under_another_offload(policy, tmp_path):

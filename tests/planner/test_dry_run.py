@@ -227,18 +227,14 @@ def test_loading_keeps_one_matrix_in_host_ram_where_copies_of_the_model_on_every
 
 
 def test_flags_that_exchange_memory_for_time_or_the_other_way_are_seen():
-    flags = ("offload_activations", "reduce_gradients_once", "gather_parameters_once", "async_checkpoint")
+    flags = ("communicate_once", "async_checkpoint")
     plain = setup(QWQ, param_dtype="bfloat16")
-    moved, once, gathered, written = (setup(QWQ, param_dtype="bfloat16", **{flag: True}) for flag in flags)
-    inputs_of_layers = 64 * 16384 * 5120 * 2  # bf16
-    saved = gpu_phases(plain)["update"].live - gpu_phases(moved)["update"].live
-    assert 0.5 * inputs_of_layers < saved <= inputs_of_layers, "the peak may now be at another moment"
-    assert sum(host_phases(moved)["run"].values()) - sum(host_phases(plain)["run"].values()) == 8 * inputs_of_layers
-    assert gpu_phases(once)["update"].live - gpu_phases(plain)["update"].live == 4 * 32_763_876_352
+    once, written = (setup(QWQ, param_dtype="bfloat16", **{flag: True}) for flag in flags)
     assert traffic(once, ASSUMED)["reduce-scatter"] < traffic(plain, ASSUMED)["reduce-scatter"]
     layers = 62 * 487_613_696 * 2  # all of them in bf16, where two are held otherwise
-    assert gpu_phases(gathered)["update"].live - gpu_phases(plain)["update"].live == pytest.approx(layers, rel=0.1)
-    assert traffic(gathered, ASSUMED)["all-gather, update"] < 0.5 * traffic(plain, ASSUMED)["all-gather, update"]
+    more = gpu_phases(once)["update"].live - gpu_phases(plain)["update"].live
+    assert more == pytest.approx(4 * 32_763_876_352 + layers, rel=0.1)
+    assert traffic(once, ASSUMED)["all-gather, update"] < 0.5 * traffic(plain, ASSUMED)["all-gather, update"]
     copied = sum(host_phases(written)["checkpoint"].values()) - sum(host_phases(plain)["checkpoint"].values())
     assert copied == 8 * 32_763_876_352, "bf16 parameters, two moments and the lower halves"
 

@@ -60,7 +60,7 @@ def test_copies_exchange_the_shards_of_their_gradients():
     assert shared["reduce-scatter"] == pytest.approx(micro_batches * 4 * PARAMETERS * 7 / 8)
     assert shared["all-reduce of copies"] == pytest.approx(2 * (4 * PARAMETERS / 8) * 1 / 2), "once in the update"
     assert shared["sync"] == pytest.approx(2 * PARAMETERS * 7 / 8)
-    once = traffic(plan("--shard_ranks 8 --reduce_gradients_once"), ASSUMED)
+    once = traffic(plan("--shard_ranks 8 --communicate_once"), ASSUMED)
     assert once["all-reduce of copies"] == shared["all-reduce of copies"]
     assert once["reduce-scatter"] == pytest.approx(shared["reduce-scatter"] / micro_batches)
 

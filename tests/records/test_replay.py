@@ -124,7 +124,7 @@ def run(policy, tmp_path_factory):
     """The flags of a run with dynamic sampling, two updates a step, masked truncated completions, and its folder."""
     folder = tmp_path_factory.mktemp("run")
     changes = {
-        "dynamic_sampling": "reward", "max_sampling_rounds": 2, "truncated": "mask", "num_iterations": 2,
+        "dynamic_sampling": "reward", "truncated": "mask", "num_iterations": 2,
         "reward": "exact:1,length:0.2", "overlong_cache_tokens": 6,
     }  # fmt: skip
 

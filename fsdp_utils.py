@@ -30,7 +30,6 @@ from inputs.machine import (
     bound_kernel_caches,
     choose_interface,
     local_world_size,
-    set_allocator,
     use_all_cores,
 )
 
@@ -135,6 +134,27 @@ def init_world(tp_size: int, timeout_minutes: float, shard_ranks: int | None = N
     store.set_timeout(timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     return World(rank, size, tp_size, device, shard_ranks, timeout, has_engines)
+
+
+def allocator_settings(is_expandable: bool) -> str:
+    """What torch's allocators are told: the user's PYTORCH_ALLOC_CONF, and expandable segments.
+
+    They keep micro-batches of many sizes from fragmenting the GPU's memory. vLLM cannot capture its CUDA graphs with
+    them where engines span GPUs, so they are off until the engine is built. The rounding of pinned memory stays on: in
+    torch 2.13 pinned_max_round_threshold_mb hands out blocks that are too small (its CachingHostAllocator.h compares no
+    sizes within a bucket).
+    """
+    given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    settings = dict(each.strip().split(":", 1) for each in given.split(",") if ":" in each)
+    wanted = settings.get("expandable_segments", "True") == "True"
+    settings["expandable_segments"] = str(is_expandable and wanted)
+    return ",".join(f"{name}:{value}" for name, value in settings.items())
+
+
+def set_allocator(is_expandable: bool) -> None:
+    """CUDA: see `allocator_settings`. torch forgets what is not in the string, so it is given whole."""
+    if torch.cuda.is_available():
+        torch._C._accelerator_setAllocatorSettings(allocator_settings(is_expandable))
 
 
 def meeting_point(rank: int, size: int) -> dist.Store:

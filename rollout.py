@@ -45,12 +45,11 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from batch import OnFinished, Rollout, Row
 from flags import EngineSettings, Sampling
-from fsdp_utils import World, gather_from_ranks
+from fsdp_utils import World, gather_from_ranks, set_allocator
 from guards import signals
 from guards.heartbeat import beat
 from guards.launched import launch_name
 from guards.progress import progress
-from inputs.machine import set_allocator
 from model.engine_options import (
     AT_START,
     NOISE,

@@ -8,36 +8,38 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+import psutil
+
 CGROUPS = Path("/sys/fs/cgroup")
 PROC = Path("/proc")
-VERSIONS = [  # 2 and 1; files of a group: its limit, what it uses, its events
-    ("memory.max", "memory.current", "memory.events"),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control"),
+VERSIONS = [  # 2 and 1; files of a group: its limit, what it uses, its events; prefix in its statistics
+    ("memory.max", "memory.current", "memory.events", ""),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control", "total_"),
 ]
-CACHED = [("inactive_file", "active_file"), ("total_inactive_file", "total_active_file")]  # by version; files can go
 
 
 def available_bytes() -> tuple[int, int]:
     """(bytes left, bytes in all) of the node or of the group around this process that has the smallest share left."""
-    node = _table(PROC / "meminfo")
-    bounds = [(1024 * node["MemAvailable"], 1024 * node["MemTotal"])]
-    for group in _groups():
-        for (limit, usage, _), cached in zip(VERSIONS, CACHED, strict=True):
-            with contextlib.suppress(OSError, ValueError):  # of the other version, or "max": no limit
-                total = int((group / limit).read_text())
-                stat = _table(group / "memory.stat")
-                free = total - int((group / usage).read_text()) + sum(stat.get(name, 0) for name in cached)
-                bounds.append((free, total))
-    return min(bounds, key=lambda bound: bound[0] / bound[1])
+    return min(_bounds(), key=lambda bound: bound[0] / bound[1])
 
 
 def host_bytes() -> int:
     """RAM that this process may use: of the node, or the lowest limit of a group around it."""
-    limits = [1024 * _table(PROC / "meminfo")["MemTotal"]]
-    for file in [group / version[0] for group in _groups() for version in VERSIONS]:
-        with contextlib.suppress(OSError, ValueError):
-            limits.append(int(file.read_text()))
-    return min(limits)
+    return min(total for _, total in _bounds())
+
+
+def _bounds() -> list[tuple[int, int]]:
+    """(bytes left, bytes in all) of the node, and of each group around this process that has a limit."""
+    node = psutil.virtual_memory()
+    bounds = [(node.available, node.total)]
+    for group in _groups():
+        for limit, usage, _, prefix in VERSIONS:
+            with contextlib.suppress(OSError, ValueError):  # of the other version, or "max": no limit
+                total, used = int((group / limit).read_text()), int((group / usage).read_text())
+                stat = _table(group / "memory.stat")
+                cached = stat.get(f"{prefix}inactive_file", 0) + stat.get(f"{prefix}active_file", 0)  # files can go
+                bounds.append((total - used + cached, total))
+    return bounds
 
 
 def oom_kills() -> int | None:
@@ -46,7 +48,7 @@ def oom_kills() -> int | None:
     None where the kernel does not count them. A figure that grew while a process was killed names the killer.
     """
     for file in [*(group / version[2] for group in _groups() for version in VERSIONS), PROC / "vmstat"]:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             if (count := _table(file).get("oom_kill")) is not None:
                 return count
     return None
@@ -67,6 +69,5 @@ def _groups() -> list[Path]:
 
 
 def _table(file: Path) -> dict[str, int]:
-    """Name -> number of a file with lines like "MemTotal: 24684084 kB" or "oom_kill 0"."""
-    pairs = [line.split()[:2] for line in file.read_text().splitlines() if line.strip()]
-    return {name.rstrip(":"): int(value) for name, value in pairs if value.isdigit()}
+    """Name -> number of a file with lines like "oom_kill 0"."""
+    return {name: int(value) for name, value in map(str.split, file.read_text().splitlines())}

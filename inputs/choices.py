@@ -49,17 +49,15 @@ def algorithm_of(args: argparse.Namespace) -> Algorithm:
     own_values = own_parameters(args.loss_args)
     functions = {name: choose(name, FLAGS[name].of(args)) for name in CHOICES}
     check_effects(args, functions, own_values)
-    bound = {}
-    for name, function in functions.items():
-        bound[name] = partial(function, **values_of(name, function, args, own_values))
-        if function not in CHOICES[name].values():
+    bound = {name: bind(name, function, args, own_values) for name, function in functions.items()}
+    for name in OWN:
+        if functions[name] not in CHOICES[name].values():
             needs_gradient = name == "--policy_loss" or (name == "--kl_estimator" and args.kl_in == "loss")
             try_out(name, given(FLAGS[name], args), bound[name], needs_gradient)
-    choices = {name.removeprefix("--"): function for name, function in bound.items()}
     return take(
         Algorithm,
         args,
-        **choices,
+        **{name.removeprefix("--"): function for name, function in bound.items()},
         is_corrected=args.rollout_correction != "none",
         most_lag=most_lag(args),
         kl_clamp=bound["--kl_estimator"].keywords.get("kl_clamp", 0.0),
@@ -117,10 +115,8 @@ def check_effects(args: argparse.Namespace, functions: dict[str, Callable], own_
         )
 
 
-def values_of(
-    name: str, function: Callable, args: argparse.Namespace, own_values: dict[str, object]
-) -> dict[str, object]:
-    """The values of the parameters after `*`: flags, --loss_args, or defaults. Raises ValueError for one without."""
+def bind(name: str, function: Callable, args: argparse.Namespace, own_values: dict[str, object]) -> partial:
+    """The function with its parameters after `*`: flags, --loss_args, or defaults. ValueError for one without."""
     values = {}
     for key, default in parameters_of(function).items():
         if f"--{key}" in FLAGS:
@@ -132,7 +128,7 @@ def values_of(
             raise ValueError(f"{given(FLAGS[name], args)}: {missing}.")
     if values.get("loss_constant_tokens", 0) is None:
         values["loss_constant_tokens"] = args.max_completion_tokens
-    return values
+    return partial(function, **values)
 
 
 def describe(args: argparse.Namespace, bound: dict[str, partial]) -> str:
@@ -143,18 +139,18 @@ def describe(args: argparse.Namespace, bound: dict[str, partial]) -> str:
         said = ", ".join(f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}" for key, value in values)
         return f"{FLAGS[name].of(args)}{f' ({said})' if said else ''}: {summary(bound[name].func)}"
 
-    parts = [f"advantage {words('--advantage')}", f"loss {words('--policy_loss')}", words("--loss_aggregation")]
-    parts.append(f"KL {args.kl_coef:g} x {words('--kl_estimator')}, in the {args.kl_in}" if args.kl_coef else "no KL")
-    if args.entropy_coef:
-        parts.append(f"entropy bonus {args.entropy_coef:g}")
-    if args.rollout_correction != "none":
-        parts.append(f"rollout correction {words('--rollout_correction')}")
-    if args.dynamic_sampling != "off":
-        parts.append(f"dynamic sampling by {args.dynamic_sampling}")
-    if args.truncated != "score":
-        parts.append(f"truncated: {args.truncated}")
-    parts.append(f"{args.num_iterations} passes per rollout" if args.num_iterations > 1 else "one pass per rollout")
-    return "algorithm: " + "; ".join(parts) + f"; temperature {args.temperature:g} in sampler and trainer"
+    kl = f"KL {args.kl_coef:g} x {words('--kl_estimator')}, in the {args.kl_in}"
+    parts = {  # part -> whether it is there
+        f"advantage {words('--advantage')}; loss {words('--policy_loss')}; {words('--loss_aggregation')}": True,
+        kl if args.kl_coef else "no KL": True,
+        f"entropy bonus {args.entropy_coef:g}": args.entropy_coef,
+        f"rollout correction {words('--rollout_correction')}": args.rollout_correction != "none",
+        f"dynamic sampling by {args.dynamic_sampling}": args.dynamic_sampling != "off",
+        f"truncated: {args.truncated}": args.truncated != "score",
+        f"{args.num_iterations} passes per rollout" if args.num_iterations > 1 else "one pass per rollout": True,
+        f"temperature {args.temperature:g} in sampler and trainer": True,
+    }
+    return "algorithm: " + "; ".join(part for part, is_there in parts.items() if is_there)
 
 
 def try_out(flag: str, named: str, function: Callable, needs_gradient: bool) -> None:

@@ -56,13 +56,18 @@ def add_flags(parser: argparse.ArgumentParser, groups: dict[str, list[Flag]]) ->
             add(each.name, required=each.is_required, **options)
 
 
-def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line as attributes of the same names. Ends the process with a sentence if it cannot be read."""
+def parser_of(groups: dict[str, list[Flag]], description: str, usage: str | None = None) -> argparse.ArgumentParser:
+    """The parser of a program with these flags. It ends the process with a sentence if they cannot be read."""
     parser = argparse.ArgumentParser(
-        usage=USAGE, description=DESCRIPTION, formatter_class=HelpFormatter, allow_abbrev=False
+        usage=usage, description=description, formatter_class=HelpFormatter, allow_abbrev=False
     )
-    add_flags(parser, GROUPS)
-    args = parser.parse_args(argv)
+    add_flags(parser, groups)
+    return parser
+
+
+def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line of training, as attributes of the same names."""
+    args = parser_of(GROUPS, DESCRIPTION, USAGE).parse_args(argv)
     args.prompts_per_update = args.prompts_per_step if args.prompts_per_update is None else args.prompts_per_update
     if args.rollout_correction is None:
         args.rollout_correction = "token_truncate" if most_lag(args) else "none"

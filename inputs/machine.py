@@ -6,22 +6,20 @@ Each check ends the run in one sentence before any weight is read. docs/hardware
 from __future__ import annotations
 
 import faulthandler
-import fcntl
 import os
 import re
 import shutil
 import socket
-import struct
 import sys
 import sysconfig
 from pathlib import Path
 
+import psutil
 import torch
 
-from inputs.checks import check_engines, launched_world_size
+from inputs.checks import check_divides, launched_world_size
 
 GIB = 2**30
-SIOCGIFADDR = 0x8915  # of Linux: the address of an interface
 DRIVER = Path("/proc/driver/nvidia")  # what it says of itself
 OLDEST_DRIVER = {12: 525, 13: 580}  # by the major version of CUDA that torch was made for
 KERNELS_KEPT = 64  # of each of two caches
@@ -39,21 +37,16 @@ def check_launch(tp_size: int, dtype: str, gpu_memory_utilization: float, others
     if torch.version.cuda and num_installed and not num_gpus and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
         check_driver(num_installed)
     if num_gpus > local_size + others:
-        command = f"python scripts/launch.py --ranks {num_gpus} {Path(sys.argv[0]).name} ..."
-        hide = f"CUDA_VISIBLE_DEVICES={','.join(map(str, range(local_size)))}"
-        raise ValueError(
-            f"{num_gpus} GPUs are visible but the world size is {world_size}: start it with its script or the launcher "
-            f"({command}), or hide the others with {hide}."
-        )
+        start = f"start it with python scripts/launch.py --ranks {num_gpus} {Path(sys.argv[0]).name} ..."
+        hide = f"hide the others with CUDA_VISIBLE_DEVICES={','.join(map(str, range(local_size)))}"
+        raise ValueError(f"{num_gpus} GPUs are visible but the world size is {world_size}: {start}, or {hide}.")
     if 0 < num_gpus < local_size + others:
-        started = f"{local_size} processes were started on this node"
-        started += f", and {others} GPUs are for servers," if others else ""
-        raise ValueError(
-            f"{started} but only {num_gpus} GPUs are visible; one rank needs one GPU, and not a MIG slice."
-        )
+        started = f"{local_size} processes were started" + f" and {others} GPUs are for servers" * bool(others)
+        needed = "one rank needs one GPU, and not a MIG slice"
+        raise ValueError(f"{started} on this node, but only {num_gpus} GPUs are visible; {needed}.")
     if num_gpus and dtype == "float32":
         raise ValueError("--dtype float32: packed attention on CUDA computes in bfloat16; leave --dtype out.")
-    check_engines(tp_size, world_size)
+    check_divides("--tensor_parallel_size", tp_size, "the world size", world_size)
     if num_gpus:
         check_driver(num_gpus)
         check_compiler()
@@ -77,14 +70,12 @@ def check_driver(num_gpus: int) -> None:
     except (RuntimeError, AssertionError) as error:
         file = DRIVER / "version"
         found = re.search(r" (\d+\.[\d.]+) ", file.read_text()) if file.exists() else None
-        driver = f"driver {found[1]}" if found else "driver unknown"
+        reason = f"{str(error).splitlines()[0]}; driver {found[1] if found else 'unknown'}"
         needed = OLDEST_DRIVER.get(int((torch.version.cuda or "13").partition(".")[0]), 580)
         built = f"torch {torch.__version__} was made for CUDA {torch.version.cuda} and needs driver {needed} or newer"
-        cpu = "for a run on the CPU use DEVICE=cpu bash scripts/setup.sh"
-        raise ValueError(
-            f"the driver has {num_gpus} GPUs, but torch cannot use them ({str(error).splitlines()[0]}; {driver}): "
-            f"{built}. Update the driver; {cpu} and set CUDA_VISIBLE_DEVICES= (empty)."
-        ) from None
+        cpu = "for a run on the CPU use DEVICE=cpu bash scripts/setup.sh and set CUDA_VISIBLE_DEVICES= (empty)"
+        wrong = f"the driver has {num_gpus} GPUs, but torch cannot use them ({reason})"
+        raise ValueError(f"{wrong}: {built}. Update the driver; {cpu}.") from None
     if (usable := torch.cuda.device_count()) < num_gpus:
         slices = "of MIG slices CUDA uses one, of failed GPUs none"
         raise ValueError(f"the driver has {num_gpus} GPUs, but CUDA can use {usable} ({slices}); start {usable} ranks.")
@@ -112,32 +103,9 @@ def check_gpu(index: int, world_size: int, gpu_memory_utilization: float) -> Non
         raise ValueError(f"{slices}; start one rank (NGPU=1), or switch MIG off.")
     free, total = torch.cuda.mem_get_info(index)
     if free < gpu_memory_utilization * total:
-        taken = (
-            f"{(total - free) / GIB:.1f} of {total / GIB:.1f} GiB are taken by other processes (nvidia-smi lists them)"
-        )
+        taken = f"{(total - free) / GIB:.1f} of {total / GIB:.1f} GiB are taken by other processes, see nvidia-smi"
         share = f"--gpu_memory_utilization {gpu_memory_utilization:g} wants {gpu_memory_utilization * total / GIB:.1f}"
         raise ValueError(f"GPU {index} ({name}): {taken}; {share}. End them, choose other GPUs, or lower it.")
-
-
-def allocator_settings(is_expandable: bool) -> str:
-    """What torch's allocators are told: the user's PYTORCH_ALLOC_CONF, and expandable segments.
-
-    They keep micro-batches of many sizes from fragmenting the GPU's memory. vLLM cannot capture its CUDA graphs with
-    them where engines span GPUs, so they are off until the engine is built. The rounding of pinned memory stays on: in
-    torch 2.13 pinned_max_round_threshold_mb hands out blocks that are too small (its CachingHostAllocator.h compares no
-    sizes within a bucket).
-    """
-    given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-    settings = dict(each.strip().split(":", 1) for each in given.split(",") if ":" in each)
-    wanted = settings.get("expandable_segments", "True") == "True"
-    settings["expandable_segments"] = str(is_expandable and wanted)
-    return ",".join(f"{name}:{value}" for name, value in settings.items())
-
-
-def set_allocator(is_expandable: bool) -> None:
-    """CUDA: see `allocator_settings`. torch forgets what is not in the string, so it is given whole."""
-    if torch.cuda.is_available():
-        torch._C._accelerator_setAllocatorSettings(allocator_settings(is_expandable))
 
 
 def use_all_cores() -> None:
@@ -161,10 +129,8 @@ def choose_interface(towards: str | None = None) -> None:
         if own.startswith("127.") and address != "localhost" and not address.startswith("127."):
             own = own_address("192.0.2.1")  # the first node, under a name that Debian gives to the loopback
     except OSError as error:
-        host = socket.gethostname()
-        raise ValueError(
-            f"MASTER_ADDR={address} cannot be reached from {host} ({error.strerror}); use the first node's address."
-        ) from None
+        wrong = f"MASTER_ADDR={address} cannot be reached from {socket.gethostname()} ({error.strerror})"
+        raise ValueError(f"{wrong}; use the first node's address.") from None
     if name := interface_of(own):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # this one, not all that begin so
@@ -179,15 +145,8 @@ def own_address(target: str) -> str:
 
 def interface_of(address: str) -> str | None:
     """The network interface that has this IPv4 address."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                found = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
-            except OSError:  # it has no address
-                continue
-            if socket.inet_ntoa(found[20:24]) == address:
-                return name
-    return None
+    known = {each.address: name for name, found in psutil.net_if_addrs().items() for each in found}
+    return known.get(address)
 
 
 def bound_kernel_caches() -> None:

@@ -124,17 +124,11 @@ def name_of_source(source: str) -> str:
     return (path.stem if is_file else path.name) + (f"_{split}" if split else "")
 
 
-def _check_files(paths: list[Path]) -> None:
-    """Raises ValueError for files that `datasets` would refuse without saying what they are, or read by guessing types:
-    compressed ones (`train.jsonl.gz`). What its name does not call JSON or Parquet is not looked into.
-    """
-    from pyarrow import parquet
-
-    for path in paths:
+def _check_contents(paths: list[str]) -> None:
+    """`check_content` of files whose names say JSON or Parquet, compressed ones included: `datasets` would guess."""
+    for path in map(Path, paths):
         if path.is_file() and {*READERS, ".parquet"} & {suffix.lower() for suffix in path.suffixes}:
             check_content(path)
-            if path.suffix.lower() == ".parquet" and not parquet.read_metadata(path).num_rows:
-                raise ValueError(f"{path} holds no rows.")
 
 
 def _open(source: str, what: str, split: str | None) -> dict[str, Dataset | list[str]]:
@@ -152,20 +146,18 @@ def _open(source: str, what: str, split: str | None) -> dict[str, Dataset | list
     full = str(path.resolve())  # because names such as json and parquet are readers of `datasets`
     mistakes = (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError, ArrowException, YAMLError)
     try:
-        if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-            try:
-                loaded = datasets.load_from_disk(full)
-            except IndexError:  # of its first table
-                raise ValueError("it, or one of its splits, holds no rows.") from None
+        if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():  # of save_to_disk
+            loaded = datasets.load_from_disk(full)
             return loaded if isinstance(loaded, dict) else {"train": loaded}
         if path.is_dir():
             files = {str(key): names for key, names in datasets.load_dataset_builder(full).config.data_files.items()}
-            if all(Path(name).suffix.lower() in READERS for names in files.values() for name in names):
+            everything = [name for names in files.values() for name in names]
+            if all(Path(name).suffix.lower() in READERS for name in everything):
                 return files
-            _check_files([Path(name) for names in files.values() for name in names])
+            _check_contents(everything)
             loaded = datasets.load_dataset(full, split=split)
         elif path.is_file():
-            _check_files([path])
+            _check_contents([what])
             loaded = datasets.load_dataset("parquet", data_files=glob.escape(full), split=split)
         else:
             try:  # without network `datasets` tries for 23 s to minutes before it looks into its cache or gives up
@@ -173,6 +165,8 @@ def _open(source: str, what: str, split: str | None) -> dict[str, Dataset | list
             except (errors.HTTPError, OSError):
                 datasets.config.HF_HUB_OFFLINE = True  # what the environment variable of this name sets
             loaded = datasets.load_dataset(*HUB_ID.fullmatch(what).groups(), split=split)
+    except IndexError:  # `load_from_disk`, of the first table of a split without rows
+        raise ValueError(f"data {source!r} cannot be loaded: it, or one of its splits, holds no rows.") from None
     except (*mistakes, errors.HTTPError) as error:
         advice = f" (or: hf download --repo-type dataset {what} --local-dir FOLDER, and name that folder)"
         reason = " ".join(str(error.__cause__ or error).split())[:500] + ("" if path.exists() else advice)

@@ -20,7 +20,6 @@ from flags import PromptFormat
 from grading.keys import alternatives, key_text
 from guards.progress import progress
 from inputs.records import Record, name_of_source, read_records
-from inputs.templates import template_token_in
 from model.vision import UnreadableImage, Vision, encoded_images, find_images
 
 Share = tuple[str, int, float]  # name, number of rows and weight of a source in a mixture
@@ -118,6 +117,20 @@ def _render(messages: Messages, prompt_format: PromptFormat, tokenizer: Tokenize
     return messages[0]["content"]
 
 
+@lru_cache(maxsize=8)
+def template_tokens(tokenizer: Tokenizer) -> tuple[str, ...]:
+    """The special tokens that the chat template writes around a user's message: a text that holds one has a template
+    already. Those of another model's template are ordinary text, and so is what is not special, such as `<think>`.
+    """
+    message = {"role": "user", "content": "?"}
+    try:
+        written = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+    except (TemplateError, TypeError):  # it wants other messages than this one
+        return ()
+    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return tuple(token for token in special if token in written)
+
+
 def check_template(prompt_format: PromptFormat, tokenizer: Tokenizer) -> PromptFormat:
     """The format, with `text` for `chat` if the tokenizer has no chat template. ValueError for flags that need one."""
     if prompt_format.prompt_format == "chat" and tokenizer.chat_template is None:
@@ -134,9 +147,10 @@ def make_row(record: Record, prompt_format: PromptFormat, tokenizer: Tokenizer, 
     where, columns, folder = record
     column = prompt_format.prompt_column
     messages = _messages(_look_up(record, column, "--prompt_column"), f"column {column!r}", prompt_format)
-    if prompt_format.prompt_format == "chat" and (token := template_token_in(messages, tokenizer)):
-        written = f"{token!r}, which the chat template writes itself"
-        if token in (prompt_format.system_prompt or ""):
+    tokens = template_tokens(tokenizer) if prompt_format.prompt_format == "chat" else ()
+    if held := [token for token in tokens if any(token in message["content"] for message in messages)]:
+        written = f"{held[0]!r}, which the chat template writes itself"
+        if held[0] in (prompt_format.system_prompt or ""):
             raise ValueError(f"--system_prompt holds {written}; give the text without it.")
         raise UnusableRow(f"column {column!r} holds {written}; give --prompt_format raw, or another --prompt_column")
     column = prompt_format.answer_column
@@ -283,3 +297,8 @@ class PromptData:
             draws = f"{count} of {len(self.rows)} draws an epoch, {count / size:.2f} for each of {size} rows"
             lines.append(f"  {name}: weight {weight:g}, {draws}")
         return lines
+
+
+def most_images(parts: list[PromptData]) -> int:
+    """How many images a prompt has at most."""
+    return max((len(row.images.encoded) for part in parts for row in part.rows if row.images is not None), default=0)

@@ -20,24 +20,28 @@ if __name__ == "__main__":
 import json
 import math
 import sys
+import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from batch import Metrics, Rollout
-from data import PromptData
-from flags import EngineSettings, Sampling, take
+from data import PromptData, most_images
+from flags import FLAGS as OF_TRAINING
+from flags import GROUPS, INF, TINY, EngineSettings, Grading, Sampling, flag, take
 from fsdp_utils import gather_from_ranks, init_world, is_main_process
 from grading.score import Grade
 from guards.disk import Records
 from guards.errors import RunError
 from guards.signals import Stopped
-from inputs.checks import ks_of_pass
-from inputs.command_line import exit_with_error
-from inputs.evaluation import load_inputs, parse_flags
-from model.vision import most_images
+from inputs.checks import check_head_dtype, check_ranges, ks_of_pass
+from inputs.command_line import exit_with_error, parser_of
+from inputs.load import load_model_files, samplings_of, start_grader
+from inputs.machine import check_launch
 from reward import Grader
 
 if TYPE_CHECKING:  # importing vLLM takes seconds; the checks of bad input come first
@@ -66,28 +70,21 @@ class Result:
 
 
 @dataclass(frozen=True)
-class EvalTimes:
-    """When training evaluates, and the seed."""
+class Evaluator:
+    """Evaluation during training: the held-out sets, how each is sampled, and when."""
 
+    sets: Sequence[PromptData]
+    samplings: Sequence[Sampling]  # of each set
+    grader: Grader
+    records: Records  # the completions after step 20 go to step_20 in it
     eval_every: int  # steps; 0: never
     eval_before_training: bool
     seed: int
 
-
-@dataclass(frozen=True)
-class Evaluator:
-    """Evaluation during training: the held-out sets, how each is sampled, and when."""
-
-    sets: list[PromptData]
-    samplings: list[Sampling]  # of each set
-    grader: Grader
-    records: Records  # the completions after step 20 go to step_20 in it
-    times: EvalTimes
-
     def is_due(self, step: int, is_last: bool = False) -> bool:
         """Whether to evaluate after this step. Step 0 is the start of training."""
-        every = self.times.eval_every
-        return every > 0 and (is_last or step % every == 0) if step else self.times.eval_before_training
+        every = self.eval_every
+        return every > 0 and (is_last or step % every == 0) if step else self.eval_before_training
 
     def is_missing(self, step: int, is_last: bool, logged: Metrics) -> bool:
         """Whether the evaluation after this step is due but not among its metrics: a signal has cut it short."""
@@ -98,7 +95,7 @@ class Evaluator:
         metrics, records = {}, self.records / f"step_{step}"
         try:
             for index, (data, sampling) in enumerate(zip(self.sets, self.samplings, strict=True), start=1):
-                seed = (self.times.seed, step, index)
+                seed = (self.seed, step, index)
                 metrics |= evaluate(engine, data, sampling, self.grader, seed, records).metrics()
         except Stopped:
             return {}
@@ -172,6 +169,36 @@ def _figure(per_problem: list[float] | np.ndarray) -> Figure:
 # The command --------------------------------------------------------------------------------------------------------
 
 
+AS_IN_TRAINING = ("stop_tokens", "seed", "dtype", "head_dtype", "tensor_parallel_size", "enforce_eager")
+# fmt: off
+FLAGS = {
+    "evaluation": [
+        flag("--model", str, "folder in Hugging Face format (runs/x/step_90) or hub id", is_required=True),
+        flag("--data", str, "sets, each WHAT[@SPLIT][#ROWS]: see docs/data.md", is_list=True, is_required=True),
+        flag("--out_dir", str, "new folder for the results; default: MODEL/eval/TIME, or eval/MODEL/TIME for a hub id"),
+        flag("--published", [str], "published numbers to show beside ours, one text per set"),
+        flag("--samples", [1], "k: completions per problem", (1, INF)),
+        flag("--temperature", [1.0], "sampling temperature; 0 is greedy", (0, 2)),
+        flag("--top_p", [1.0], "nucleus sampling", (TINY, 1)),
+        flag("--max_completion_tokens", [2048], "completions are truncated after this many tokens", (1, INF)),
+        flag("--gpu_memory_utilization", 0.9, "CUDA: share of GPU memory that vLLM may take", (0.01, 1)),
+        *(OF_TRAINING[f"--{name}"] for name in AS_IN_TRAINING),
+    ],
+    "prompts": GROUPS["prompts"],
+    "reward": [each._replace(default="math") if each.name == "--reward" else each for each in GROUPS["reward"]],
+}
+# fmt: on
+
+
+def new_folder(out_dir: str | None, model: str) -> Path:
+    """Where the results go. Raises ValueError if it is there already and not empty."""
+    beside = Path(model) / "eval" if Path(model).is_dir() else Path("eval") / model.replace("/", "--")
+    folder = Path(out_dir) if out_dir else beside / time.strftime("%Y-%m-%d_%H-%M-%S")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"--out_dir {str(folder)!r} is there already and not empty; choose another.")
+    return folder
+
+
 def table(results: list[Result], published: list[str]) -> str:
     """The console table: percentages with their standard errors, and the published numbers beside them."""
     rows = [["set", "problems", "k", "avg@k", "pass@k", "maj@k", "truncated", "tokens"]]
@@ -189,55 +216,66 @@ def table(results: list[Result], published: list[str]) -> str:
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-def write_results(records: Records, flags: dict[str, object], results: list[Result]) -> None:
+def write_results(records: Records, given: dict[str, object], results: list[Result]) -> None:
     """Writes results.json: the flags, and of each set the counts, the sampling and every figure."""
-    record = {"flags": flags, "sets": {}}
+    sets = {}
     for result in results:
         data = result.data
         counts = {"problems": len(data.rows), "too_long": data.num_too_long, "excluded": data.excluded}
         sampling = {name.removeprefix("num_"): value for name, value in vars(result.sampling).items()}
-        record["sets"][data.name] = counts | sampling
-        for name, (mean, stderr) in result.figures.items():
-            figure = {"mean": mean, "stderr": None if math.isnan(stderr) else stderr}  # JSON knows no nan
-            record["sets"][data.name][name] = figure
-    records.replace("results.json", json.dumps(record, indent=2) + "\n")
+        figures = {  # JSON knows no nan
+            name: {"mean": mean, "stderr": None if math.isnan(stderr) else stderr}
+            for name, (mean, stderr) in result.figures.items()
+        }
+        sets[data.name] = counts | sampling | figures
+    records.replace("results.json", json.dumps({"flags": given, "sets": sets}, indent=2) + "\n")
 
 
 def main() -> None:
-    args = parse_flags()
+    about = "Evaluates a model on held-out sets. Sampling flags take one value for all sets or one for each."
+    args = parser_of(FLAGS, about).parse_args()
     try:
-        given = load_inputs(args)
+        check_ranges(args, FLAGS)
+        check_head_dtype(args)
+        check_launch(args.tensor_parallel_size, "bfloat16", args.gpu_memory_utilization)
+        samplings = samplings_of(args, args.data)
+        if args.published and len(args.published) != len(args.data):
+            counts = f"{len(args.published)} numbers for {len(args.data)} sets"
+            raise ValueError(f"--published has {counts}; give one for each, '-' for none.")
+        folder = new_folder(args.out_dir, args.model)
+        _, tokenizer, vision, load = load_model_files(args, max(args.max_completion_tokens))
+        sets, grader = load(args.data, 0), start_grader(take(Grading, args), args.tensor_parallel_size)
         world = init_world(args.tensor_parallel_size, timeout_minutes=600)
-        sets = [given.grader.check_keys(data, world) for data in given.sets]
-        folder = gather_from_ranks(given.folder)[0]  # the time in its name is the main process's
+        sets = [grader.check_keys(data, world) for data in sets]
+        folder = gather_from_ranks(folder)[0]  # the time in its name is the main process's
         if world.is_main:
             folder.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError, RuntimeError) as error:
         exit_with_error(error)
     if world.is_main:
-        described = [line for data in sets for line in data.describe()]
-        print(*described, f"first prompt: {sets[0].rows[0].text!r}", sep="\n", flush=True)
+        print(*(line for data in sets for line in data.describe()), sep="\n")
+        print(f"first prompt: {sets[0].rows[0].text!r}", flush=True)
 
     from rollout import Engine, largest_share  # vLLM takes seconds to import: errors come first
 
-    pairs = list(zip(sets, given.samplings, strict=True))
     longest = args.max_prompt_tokens + max(args.max_completion_tokens)
     settings = take(EngineSettings, args, max_model_len=longest, load_format="auto")
-    max_images = most_images(row.images for data in sets for row in data.rows)
+    pairs = list(zip(sets, samplings, strict=True))
     sequences = largest_share([(len(data.rows), sampling.num_samples) for data, sampling in pairs], world)
     try:
-        engine = Engine(args.model, given.tokenizer, world, settings, given.vision, max_images, sequences)
+        engine = Engine(args.model, tokenizer, world, settings, vision, most_images(sets), sequences)
     except ValueError as error:
         exit_with_error(error)
-    results, records = [], Records(folder)
-    for index, (data, sampling) in enumerate(pairs):
-        results.append(evaluate(engine, data, sampling, given.grader, (args.seed, index), records))
+    records = Records(folder)
+    results = []
+    for i, (data, sampling) in enumerate(pairs):
+        results.append(evaluate(engine, data, sampling, grader, (args.seed, i), records))
     if world.is_main:
         write_results(records, vars(args), results)
-        where = f"results.json and every completion with its grade: {folder}"
-        print(table(results, args.published), where, sep="\n", flush=True)
+        print(table(results, args.published))
+        print(f"results.json and every completion with its grade: {folder}", flush=True)
     records.finish()
-    given.grader.close()
+    grader.close()
     engine.close()
 
 

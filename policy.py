@@ -20,7 +20,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from batch import Batch
 from flags import AdamW, Lora, Memory
@@ -142,13 +142,6 @@ def build_policy(
         shard_and_fill(reference, path, world, memory.offload_reference)
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     return policy, reference, make_optimizer(trained, adamw, memory)  # last: weights are loaded before its state
-
-
-def check_policy(config: PretrainedConfig, lora: Lora) -> None:
-    """Raises ValueError for --lora_targets that the model does not have."""
-    if lora.lora_targets:
-        with torch.device("meta"):  # names and shapes alone
-            adapters.target_names(model_from_config(config), lora.lora_targets)
 
 
 def add_packing(batch: Batch) -> Batch:

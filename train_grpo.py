@@ -44,8 +44,8 @@ if __name__ == "__main__":  # a mistake in a flag is reported before transformer
 
 from batch import State
 from checkpoint import Writer, latest, link_final, load
-from data import PromptData
-from evaluate import EvalTimes, Evaluator
+from data import PromptData, most_images
+from evaluate import Evaluator
 from flags import (
     AdamW,
     DriftBounds,
@@ -68,7 +68,6 @@ from guards.updates import Bounds, UpdateGuard
 from inputs.load import Inputs, check_world, load_inputs
 from metrics import throughput
 from model.sizes import prompts_in_the_air
-from model.vision import most_images
 from planner.watch import watch_memory
 from policy import Policy, build_policy
 from records.replay import NoEngine, ReplaySampler, weights_of
@@ -96,8 +95,7 @@ def build_engine(args: Namespace, inputs: Inputs, policy: Policy, run: Run, save
     from rollout import Engine, largest_share  # vLLM takes seconds to import: mistakes are reported before
     from rollout_checks import DriftGuard
 
-    datasets = [*inputs.train_data, *inputs.eval_sets]
-    max_images = most_images(row.images for data in datasets for row in data.rows)
+    max_images = most_images([*inputs.train_data, *inputs.eval_sets])
     held_out = zip(inputs.eval_sets, inputs.eval_samplings, strict=True)
     prompts, num_engines = args.prompts_per_step, run.world.num_engines
     at_once = prompts_in_the_air(prompts, num_engines) if args.partial_rollouts else prompts
@@ -195,7 +193,8 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
     last_step = min(plan.total_steps, args.stop_after or plan.total_steps)
     saved_step, saved = starting_point(args, run, last_step)
     logged = run.logged(saved_step)
-    evaluator = Evaluator(eval_sets, inputs.eval_samplings, inputs.grader, run.records / "eval", take(EvalTimes, args))
+    held_out = {"sets": eval_sets, "samplings": inputs.eval_samplings, "grader": inputs.grader}
+    evaluator = take(Evaluator, args, **held_out, records=run.records / "eval")
     must_evaluate = evaluator.is_missing(saved_step, saved_step == last_step, logged)
     if saved_step >= last_step and not must_evaluate:
         end_complete(run, saved_step, last_step)

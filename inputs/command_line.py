@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import textwrap
 import time
 from typing import NoReturn
 
@@ -24,9 +23,6 @@ class HelpFormatter(argparse.HelpFormatter):
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=34, width=120)
-
-    def _split_lines(self, text: str, width: int) -> list[str]:
-        return textwrap.wrap(text, width, subsequent_indent="    ")
 
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
         return action.type.__name__ if action.type else "text"

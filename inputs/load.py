@@ -6,28 +6,28 @@ import socket
 import time
 import uuid
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import torch
-from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 from data import PromptData
-from flags import Grading, Lora, PromptFormat, Sampling, Stalls, make_plan, take
+from flags import Grading, PromptFormat, Sampling, Stalls, make_plan, take
 from fsdp_utils import World, gather_from_ranks, is_engine_leader_process, is_main_process, wait_for_all
 from guards.doctor import start_doctor
 from guards.fingerprint import check_same_start
 from inputs.checks import LOOPBACK, ranks_per_engine
-from inputs.evaluation import check_names, settings_per_set
 from inputs.machine import check_launch, choose_interface, is_first_node
-from inputs.records import read_system_prompt
+from inputs.records import name_of_source, read_system_prompt
 from model.attention import check_device
 from model.engine_options import stop_ids
+from model.lora import check_targets
 from model.sizes import check_config
 from model.vision import Vision, load_processor
 from model.weights import load_config, load_generation_config, weight_files
-from policy import check_policy
 from reward import Grader, workers_per_engine
 
 SHOWN_AFTER = 10.0  # seconds: network file systems do not show a new file at once
@@ -53,30 +53,67 @@ class Inputs:
 
 def load_inputs(args: Namespace) -> Inputs:
     """Raises ValueError, OSError or RuntimeError for everything that is wrong with the user's input."""
+    num_ranks = ranks_per_engine(args)
     of_engine = args.gpu_memory_utilization if args.engine == "colocated" else 0.0
-    check_launch(ranks_per_engine(args), args.dtype, of_engine, len(args.generation_gpus) * is_first_node())
+    check_launch(num_ranks, args.dtype, of_engine, len(args.generation_gpus) * is_first_node())
     check_places(args)
-    check_names(args.eval_data)
-    eval_samplings = settings_per_set(
-        len(args.eval_data), "eval_", samples=args.eval_samples, temperature=args.eval_temperature,
-        top_p=args.eval_top_p, max_completion_tokens=args.eval_max_completion_tokens,
-    )  # fmt: skip
-    config = load_config(args.model)
-    limits = args.max_prompt_tokens, max(args.max_completion_tokens, *args.eval_max_completion_tokens)
-    check_config(args.model, config, limits, args.tensor_parallel_size)
-    check_policy(config, take(Lora, args))
-    prompt_format = take(PromptFormat, args, system_prompt=read_system_prompt(args.system_prompt))
-    tokenizer, vision = load_processor(args.model, config, prompt_format)
+    samplings = samplings_of(args, args.eval_data, "eval_")
+    longest = max(args.max_completion_tokens, *args.eval_max_completion_tokens)
+    config, tokenizer, vision, load = load_model_files(args, longest)
+    if args.lora_targets:
+        check_targets(config, args.lora_targets)
     generation_config = load_generation_config(args.model, config, stop_ids(tokenizer, args.stop_tokens))
-    train_data = [PromptData.load(source, prompt_format, tokenizer, args.seed, vision) for source in args.train_data]
+    train_data = load(args.train_data, args.seed)
     make_plan(args, len(PromptData.mix(train_data, args.data_weights).rows))  # raises for too few rows, wrong weights
     # The seed 0 draws #ROWS: held-out sets are the same problems whatever the seed of the run.
-    eval_sets = [PromptData.load(source, prompt_format, tokenizer, 0, vision) for source in args.eval_data]
+    eval_sets = load(args.eval_data, 0)
     if is_main_process():
         weight_files(args.model)  # downloads what is not on the disk, while nobody waits in a collective
-    grading, is_leader = take(Grading, args), is_engine_leader_process(ranks_per_engine(args))
-    grader = Grader(grading, workers_per_engine(grading, ranks_per_engine(args)) if is_leader else 0)
-    return Inputs(tokenizer, vision, train_data, eval_sets, eval_samplings, grader, generation_config)
+    grader = start_grader(take(Grading, args), num_ranks)
+    return Inputs(tokenizer, vision, train_data, eval_sets, samplings, grader, generation_config)
+
+
+def load_model_files(
+    args: Namespace, max_completion_tokens: int
+) -> tuple[PretrainedConfig, PreTrainedTokenizerBase, Vision | None, Callable[[list[str], int], list[PromptData]]]:
+    """Config, tokenizer, what reads images, and what loads sources with them, drawn by a seed."""
+    config = load_config(args.model)
+    check_config(args.model, config, (args.max_prompt_tokens, max_completion_tokens), args.tensor_parallel_size)
+    prompt_format = take(PromptFormat, args, system_prompt=read_system_prompt(args.system_prompt))
+    tokenizer, vision = load_processor(args.model, config, prompt_format)
+    stop_ids(tokenizer, args.stop_tokens)  # raises for a token that it does not have
+
+    def load(sources: list[str], seed: int) -> list[PromptData]:
+        return [PromptData.load(source, prompt_format, tokenizer, seed, vision) for source in sources]
+
+    return config, tokenizer, vision, load
+
+
+def samplings_of(args: Namespace, sources: list[str], prefix: str = "") -> list[Sampling]:
+    """How each set is sampled, by --<prefix>samples and others, which have one value for all sets or one for each.
+
+    Raises ValueError for another number of values, and for two sets that would be reported under the same name.
+    """
+    names, columns = [name_of_source(source) for source in sources], []
+    if len(set(names)) < len(names):
+        listed = ", ".join(names)
+        raise ValueError(f"the held-out sets {listed} are reported under their names, which must differ; rename one.")
+    for flag in (f"{prefix}{name}" for name in ("samples", "temperature", "max_completion_tokens", "top_p")):
+        values = getattr(args, flag)
+        if len(values) not in (1, len(names)):
+            wrong = f"--{flag} has {len(values)} values for {len(names)} sets"
+            raise ValueError(f"{wrong}; give one for all or one for each.")
+        columns.append(values * len(names) if len(values) == 1 else values)
+    for count, temperature, *_ in zip(*columns, strict=True):
+        if temperature < 0.01 and count > 1:
+            given = f"--{prefix}samples {count} at --{prefix}temperature {temperature:g}"
+            raise ValueError(f"{given} are {count} times the same; use --{prefix}samples 1.")
+    return [Sampling(*row) for row in zip(*columns, strict=True)]
+
+
+def start_grader(grading: Grading, num_ranks: int) -> Grader:
+    """The grader of an engine of so many ranks, with its workers on the first."""
+    return Grader(grading, workers_per_engine(grading, num_ranks) if is_engine_leader_process(num_ranks) else 0)
 
 
 def check_places(args: Namespace) -> None:

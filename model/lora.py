@@ -13,7 +13,7 @@ sampler's or used as old ones; docs/algorithm.md says what follows, and how othe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,16 +23,17 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from flags import Lora
 from fsdp_utils import World, full_tensor, own_rows
+from model.weights import model_from_config
 
 NAME = "default"  # of the one adapter, for peft
 MERGED_ROWS = 1024  # rows of a matrix that are in fp32 at a time
 
 
-def target_names(model: PreTrainedModel, targets: tuple[str, ...] | None) -> list[str]:
+def target_names(model: PreTrainedModel, targets: Sequence[str] | None) -> list[str]:
     """Full names of the decoder's linear layers whose own names are among `targets`; None: of all. The head is none.
 
     Raises ValueError if a target is the name of no such layer.
@@ -43,6 +44,12 @@ def target_names(model: PreTrainedModel, targets: tuple[str, ...] | None) -> lis
         known = ", ".join(sorted(set(own_names.values())))
         raise ValueError(f"--lora_targets {' '.join(unknown)}: the linear layers of this model's decoder are {known}.")
     return [name for name, own in own_names.items() if targets is None or own in targets]
+
+
+def check_targets(config: PretrainedConfig, targets: Sequence[str] | None) -> None:
+    """Raises ValueError for --lora_targets that a model of this config does not have."""
+    with torch.device("meta"):  # names and shapes alone
+        target_names(model_from_config(config), targets)
 
 
 def add_adapter(model: PreTrainedModel, lora: Lora, seed: int, path: str) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import io
 import struct
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -223,11 +222,6 @@ def find_images(vision: Vision, encoded: tuple[bytes, ...], template_ids: np.nda
     if found != len(encoded):
         raise ValueError(f"the prompt has {found} image tokens for {len(encoded)} images: its text must not hold one")
     return PromptImages(encoded, tuple(_grid(vision, image) for image in encoded), template_ids, vision)
-
-
-def most_images(images: Iterable[PromptImages | None]) -> int:
-    """How many images a prompt has at most."""
-    return max((len(each.encoded) for each in images if each is not None), default=0)
 
 
 class UnreadableImage(ValueError):

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+import evaluate
 from flags import FLAGS
 from grading.score import Handler
 from grading.verifiers import Case
 from helpers import ROOT
-from inputs import evaluation
 from inputs.checks import check_flags
 from inputs.command_line import parse_flags
 from planner.dry_run import dry_run
@@ -39,7 +39,7 @@ def blocks(language: str) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_programs_and_flags_of_every_command_exist(page):
-    of_evaluate = {each.name for group in evaluation.FLAGS.values() for each in group}
+    of_evaluate = {each.name for group in evaluate.FLAGS.values() for each in group}
     for command in commands(page):
         words = shlex.split(command.rstrip(" .").replace("...", ""))
         programs = [word for word in words if re.fullmatch(r"[\w/.]+\.(py|sh)", word)]

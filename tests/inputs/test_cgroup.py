@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,8 @@ def system(tmp_path, monkeypatch):
     """Writes files of /proc and /sys/fs/cgroup: a node of 100 GiB, of which 60 are available."""
     monkeypatch.setattr(cgroup, "PROC", tmp_path / "proc")
     monkeypatch.setattr(cgroup, "CGROUPS", tmp_path / "cgroup")
+    node = SimpleNamespace(available=60 * GIB, total=100 * GIB)
+    monkeypatch.setattr(cgroup.psutil, "virtual_memory", lambda: node)
 
     def write(files: dict[str, str]) -> None:
         for name, text in files.items():
@@ -22,7 +25,6 @@ def system(tmp_path, monkeypatch):
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text + "\n")
 
-    write({"proc/meminfo": f"MemTotal:  {100 * 2**20} kB\nMemAvailable:  {60 * 2**20} kB\nHugePages_Total:  0"})
     return write
 
 

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 import fsdp_utils
+from fsdp_utils import allocator_settings
 from helpers import ENVIRONMENT, ROOT, flags, torchrun
 from inputs import load, machine
-from inputs.machine import allocator_settings, avoid_broken_amx, check_launch, choose_interface, interface_of
+from inputs.machine import avoid_broken_amx, check_launch, choose_interface, interface_of
 
 GIB = 2**30
 
@@ -59,7 +60,7 @@ def test_more_visible_gpus_than_ranks_are_refused(gpus, monkeypatch):
 
 def test_fewer_gpus_than_ranks_are_refused(gpus):
     gpus(count=2)
-    with pytest.raises(ValueError, match="8 processes were started on this node but only 2 GPUs are visible"):
+    with pytest.raises(ValueError, match="8 processes were started on this node, but only 2 GPUs are visible"):
         check()
 
 

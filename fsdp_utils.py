@@ -25,13 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from guards.heartbeat import WAITS, beat
 from guards.launched import launch_folder
-from inputs.machine import (
-    avoid_broken_amx,
-    bound_kernel_caches,
-    choose_interface,
-    local_world_size,
-    use_all_cores,
-)
+from inputs.machine import choose_interface, local_world_size, prepare_cpu, use_all_cores
 
 Item = TypeVar("Item")
 HostGroup = dist.ProcessGroup | None  # of a thread other than the main one; None: there is one rank
@@ -120,8 +114,7 @@ def init_world(tp_size: int, timeout_minutes: float, shard_ranks: int | None = N
         use_all_cores()
     else:
         device, backend = torch.device("cpu"), "gloo"
-        avoid_broken_amx()
-        bound_kernel_caches()
+        prepare_cpu()
     choose_interface()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = meeting_point(rank, size)

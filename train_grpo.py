@@ -199,7 +199,6 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
     if saved_step >= last_step and not must_evaluate:
         end_complete(run, saved_step, last_step)
         return
-
     lora, adamw, has_reference = take(Lora, args), take(AdamW, args), algorithm.kl_coef > 0
     with watch.loading():
         policy, reference, optimizer = build_policy(args.model, memory, lora, adamw, has_reference, args.seed, world)

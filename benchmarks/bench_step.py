@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from transformers import AutoConfig
 
 from bench_common import ROOT, launch, median_ratio, parser_of, print_table, save_random_model, train
-from inputs.machine import avoid_broken_amx
+from inputs.machine import prepare_cpu
 from model.sizes import CPU_BLOCK, cpu_cache_bytes
 
 GOALS = {"trl_fsdp2_or_vllm": 3.0, "trl_best": 2.0, "memory": 1.0}
@@ -104,7 +104,7 @@ def main() -> None:
     skip = "leave out the variants of TRL whose name contains one of these"
     add("--skip", nargs="*", default=[], help=skip)
     args = parser.parse_args()
-    avoid_broken_amx()  # sets what the programs inherit
+    prepare_cpu()  # sets what the programs inherit
 
     variants = {name: how for name, how in TRL.items() if args.trl_env and not any(word in name for word in args.skip)}
     seconds: dict[str, list[float]] = {name: [] for name in (OURS, *variants)}

@@ -31,7 +31,6 @@ def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
     topics = of_algorithm(args, flag), of_memory(args, flag), of_servers(args, flag), of_rollouts(args, flag)
     for sentence in chain(*topics, of_waits(args, flag, num_ranks), of_evaluation(args, flag)):
         raise ValueError(sentence)  # the first one is enough
-    check_best(args)
 
 
 def check_head_dtype(args: argparse.Namespace) -> None:
@@ -58,14 +57,14 @@ def of_algorithm(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[st
         yield f"{flag.epochs} with {flag.dynamic_sampling}: {known}; give --total_steps."
     if args.dynamic_sampling != "off" and args.keep_last:
         yield f"--keep_last has no effect with {flag.dynamic_sampling}, which has no last steps; leave it out."
+    for name in ("max_ratio", "max_grad_norm_factor"):
+        if 0 < getattr(args, name) <= 1:
+            yield f"{getattr(flag, name)}: must be above 1, or 0 for none."
     is_on_policy = args.prompts_per_update == args.prompts_per_step and args.num_iterations == 1
     for name in ("max_kl", "max_ratio"):
         if getattr(args, name) and is_on_policy and not args.lora_dropout:
             known = "with one update a step, which is of the policy that sampled: KL 0, ratio 1"
             yield f"{getattr(flag, name)} has no effect {known}; leave it out."
-    for name in ("max_ratio", "max_grad_norm_factor"):
-        if 0 < getattr(args, name) <= 1:
-            yield f"{getattr(flag, name)}: must be above 1, or 0 for none."
     if args.on_bad_update == "rollback" and not args.save_every:
         yield "--on_bad_update rollback goes back to a checkpoint, and none is written; give --save_every."
 
@@ -138,23 +137,17 @@ def of_evaluation(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[s
     for name in ("eval_every", "eval_before_training"):
         if getattr(args, name) and not args.eval_data:
             yield f"{getattr(flag, name)} needs --eval_data; name a file, or leave --{name} out."
+    if args.keep_best is not None:
+        names, ks = [name_of_source(source) for source in args.eval_data], args.eval_samples
+        known = [f"eval/{name}/{figure}" for i, name in enumerate(names) for figure in scores_of(ks[i % len(ks)])]
+        if args.keep_best not in known:
+            advice = f"use one of {', '.join(known)}" if known else "name held-out problems with --eval_data"
+            yield f"{flag.keep_best} is not evaluated; {advice}."
+        if not args.eval_every or not args.save_every or args.save_every % args.eval_every:
+            wrong = f"{flag.keep_best} needs a value for each checkpoint, not {flag.save_every} and {flag.eval_every}"
+            yield f"{wrong}; make the first a multiple."
     if args.track != "none" and importlib.util.find_spec(args.track) is None:
         yield f"{flag.track}: its package is not installed; run `pip install {args.track}`."
-
-
-def check_best(args: argparse.Namespace) -> None:
-    """Raises ValueError if not every checkpoint will have a value of --keep_best."""
-    if args.keep_best is None:
-        return
-    wrong = f"--keep_best {args.keep_best}"
-    names, ks = [name_of_source(source) for source in args.eval_data], args.eval_samples
-    known = [f"eval/{name}/{figure}" for i, name in enumerate(names) for figure in scores_of(ks[i % len(ks)])]
-    if args.keep_best not in known:
-        advice = f"use one of {', '.join(known)}" if known else "name held-out problems with --eval_data"
-        raise ValueError(f"{wrong} is not evaluated; {advice}.")
-    if not args.eval_every or not args.save_every or args.save_every % args.eval_every:
-        periods = f"--save_every {args.save_every} and --eval_every {args.eval_every}"
-        raise ValueError(f"{wrong} needs a value for each checkpoint, not {periods}; make the first a multiple.")
 
 
 def scores_of(num_samples: int) -> list[str]:

@@ -104,11 +104,13 @@ def samplings_of(args: Namespace, sources: list[str], prefix: str = "") -> list[
             wrong = f"--{flag} has {len(values)} values for {len(names)} sets"
             raise ValueError(f"{wrong}; give one for all or one for each.")
         columns.append(values * len(names) if len(values) == 1 else values)
-    for count, temperature, *_ in zip(*columns, strict=True):
+    samplings = []
+    for count, temperature, max_tokens, top_p in zip(*columns, strict=True):
         if temperature < 0.01 and count > 1:
             given = f"--{prefix}samples {count} at --{prefix}temperature {temperature:g}"
             raise ValueError(f"{given} are {count} times the same; use --{prefix}samples 1.")
-    return [Sampling(*row) for row in zip(*columns, strict=True)]
+        samplings.append(Sampling(count, temperature, max_tokens, top_p))
+    return samplings
 
 
 def start_grader(grading: Grading, num_ranks: int) -> Grader:

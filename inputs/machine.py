@@ -5,7 +5,6 @@ Each check ends the run in one sentence before any weight is read. docs/hardware
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import re
 import shutil
@@ -22,7 +21,6 @@ from inputs.checks import check_divides, launched_world_size
 GIB = 2**30
 DRIVER = Path("/proc/driver/nvidia")  # what it says of itself
 OLDEST_DRIVER = {12: 525, 13: 580}  # by the major version of CUDA that torch was made for
-KERNELS_KEPT = 64  # of each of two caches
 OLDEST_CARD = (8, 0)  # compute capability: Ampere, the first with bfloat16 and FlashAttention 2
 
 
@@ -37,7 +35,7 @@ def check_launch(tp_size: int, dtype: str, gpu_memory_utilization: float, others
     if torch.version.cuda and num_installed and not num_gpus and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
         check_driver(num_installed)
     if num_gpus > local_size + others:
-        start = f"start it with python scripts/launch.py --ranks {num_gpus} {Path(sys.argv[0]).name} ..."
+        start = f"start it with its script or scripts/launch.py --ranks {num_gpus} {Path(sys.argv[0]).name} ..."
         hide = f"hide the others with CUDA_VISIBLE_DEVICES={','.join(map(str, range(local_size)))}"
         raise ValueError(f"{num_gpus} GPUs are visible but the world size is {world_size}: {start}, or {hide}.")
     if 0 < num_gpus < local_size + others:
@@ -149,36 +147,15 @@ def interface_of(address: str) -> str | None:
     return known.get(address)
 
 
-def bound_kernel_caches() -> None:
-    """CPU: keeps few of the kernels that oneDNN, and torch above it (ideep), make for each shape of a matrix product.
+def prepare_cpu() -> None:
+    """CPU: settings that oneDNN, and torch above it (ideep), read once. Call this before the first matrix product.
 
-    Both keep 1,024 otherwise, of up to a megabyte, and packed micro-batches have new shapes in every step: a rank grew
-    by a gigabyte. Call this before the first product: the libraries read it once.
+    The AMX tile unit stays unused: some virtual machines announce it but trap its use, and the first product would end
+    the process with SIGILL. And few kernels are kept: packed micro-batches have new shapes in every step, and 1,024
+    kernels of up to a megabyte in each of two caches grew to a gigabyte.
     """
-    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-        os.environ.setdefault(name, str(KERNELS_KEPT))
-
-
-def avoid_broken_amx() -> None:
-    """CPU: keeps torch and vLLM off the AMX tile unit where a (virtual) machine announces it but traps its use.
-
-    The first bf16 matrix product would end the process with SIGILL; a forked child finds that out. Call this before it:
-    oneDNN, which both libraries bring, reads its limit once. Where the unit works, the process asks Linux for it: the
-    attention of vLLM uses it without asking.
-    """
-    if not torch.cpu._is_amx_tile_supported():
-        return
-    if "ONEDNN_MAX_CPU_ISA" not in os.environ:
-        child = os.fork()
-        if child == 0:
-            faulthandler.disable()  # it would print the stack of the trap that is being tried
-            operand = torch.ones(64, 64, dtype=torch.bfloat16)
-            _ = operand @ operand
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        if status == 0:
-            torch.cpu._init_amx()
-            return
-        os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"  # for the matrix products of torch and vLLM
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
     if "AMX" not in os.environ["ONEDNN_MAX_CPU_ISA"]:
         torch.cpu._is_amx_tile_supported = lambda: False  # what vLLM asks before it chooses its attention kernel
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(name, "64")

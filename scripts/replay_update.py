@@ -29,7 +29,7 @@ from flags import FLAGS, Memory, UpdateStep, take
 from fsdp_utils import World
 from grpo import Algorithm
 from inputs.choices import algorithm_of
-from inputs.machine import avoid_broken_amx
+from inputs.machine import prepare_cpu
 from model.packed import Segment
 from model.vision import BatchImages
 from policy import Policy, add_packing, load_policy
@@ -122,7 +122,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", help="checkpoint or model to replay under; default: the last one before")
     parser.add_argument("--show", type=int, default=3, help="number of sequences to show of a micro-batch (default: 3)")
     options = parser.parse_args()
-    avoid_broken_amx()  # first: it forks, and a fork of a process whose threads compute would hang
+    prepare_cpu()
     try:
         args, fault = flags_of(options.folder), json.loads((options.folder / "update.json").read_text())
         algorithm, weights = algorithm_of(args), options.checkpoint or weights_before(options.folder.resolve(), args)

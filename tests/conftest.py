@@ -12,9 +12,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from helpers import make_model
-from inputs.machine import avoid_broken_amx
+from inputs.machine import prepare_cpu
 
-avoid_broken_amx()
+prepare_cpu()
 for ignored in (signal.SIGINT, signal.SIGHUP):  # by a suite in the background, or under nohup, and by all its children
     if signal.getsignal(ignored) is signal.SIG_IGN:
         signal.signal(ignored, lambda *_: None)  # which children do not inherit

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import torch._dynamo
 
-from inputs.machine import avoid_broken_amx
+from inputs.machine import prepare_cpu
 
 os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",
 }
-avoid_broken_amx()
+prepare_cpu()
 torch._dynamo.config.disable = True
 
 from vllm import LLM, SamplingParams, TokensPrompt

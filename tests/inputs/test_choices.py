@@ -5,70 +5,62 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo import Graded, Tokens, as_loss
+from grpo import Algorithm, Graded, Tokens, as_loss
 from helpers import flags
 from inputs.checks import check_flags
 from inputs.choices import CHOICES, algorithm_of, summary
+from inputs.command_line import parse_flags
+
+
+def algorithm_with(given: str) -> Algorithm:
+    args = parse_flags(f"--model m --train_data d --out_dir o --total_steps 10 {given}".split())
+    check_flags(args, num_ranks=1)
+    return algorithm_of(args)
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("given", "said"),
     [
-        ({"advantage": "rloo", "advantage_ddof": 0}, ["--advantage_ddof 0", "no effect", "leave it at 1"]),
-        ({"advantage": "none", "advantage_eps": 1e-4}, ["--advantage_eps 0.0001", "no effect"]),
-        ({"policy_loss": "sapo", "clip_high": 0.28}, ["--clip_high 0.28", "cispo"]),
-        ({"policy_loss": "reinforce", "clip_low": 0.1}, ["--clip_low 0.1", "no effect"]),
-        ({"policy_loss": "cispo", "dual_clip": 3}, ["--dual_clip 3", "gspo"]),
-        ({"sapo_tau_neg": 2}, ["--sapo_tau_neg 2", "--policy_loss sapo"]),
-        ({"loss_constant_tokens": 100}, ["--loss_constant_tokens 100", "leave it out", "seq_mean_token_sum_norm"]),
-        ({"kl_coef": 0.1, "kl_estimator": "k2", "kl_clamp": 5}, ["--kl_clamp 5", "k3"]),
-        ({"rollout_correction_max": 3}, ["--rollout_correction_max 3", "no effect"]),
-        (
-            {"rollout_correction": "token_truncate", "rollout_correction_min": 0.1},
-            ["--rollout_correction_min 0.1", "mask"],
-        ),
-        ({"advantage": "ppo"}, ["--advantage ppo", "use grpo, ", "or FILE.py:FUNCTION"]),
-        ({"policy_loss": "ppo"}, ["--policy_loss ppo", "use clip, ", "or FILE.py:FUNCTION"]),
-        ({"kl_coef": 1, "kl_estimator": "k4"}, ["--kl_estimator k4", "use k1, k2, k3, k3+ or FILE.py:FUNCTION"]),
-        ({"rollout_correction": "token_clip"}, ["--rollout_correction token_clip", "token_truncate"]),
-        ({"loss_aggregation": "mean"}, ["--loss_aggregation mean", "use token_mean, "]),
-        ({"loss_aggregation": "my.py:mean"}, ["--loss_aggregation my.py:mean", "use token_mean, "]),
+        ("--advantage rloo --advantage_ddof 0", "--advantage_ddof 0 has no effect .*leave it at 1"),
+        ("--advantage none --advantage_eps 1e-4", "--advantage_eps 0.0001 has no effect"),
+        ("--policy_loss sapo --clip_high 0.28", "--clip_high 0.28 .*cispo"),
+        ("--policy_loss reinforce --clip_low 0.1", "--clip_low 0.1 has no effect"),
+        ("--policy_loss cispo --dual_clip 3", "--dual_clip 3.0 .*gspo"),
+        ("--sapo_tau_neg 2", "--sapo_tau_neg 2.0 .* --policy_loss sapo"),
+        ("--loss_constant_tokens 100", "--loss_constant_tokens 100 .*seq_mean_token_sum_norm: leave it out"),
+        ("--kl_coef 0.1 --kl_estimator k2 --kl_clamp 5", "--kl_clamp 5.0 .*k3"),
+        ("--rollout_correction_max 3", "--rollout_correction_max 3.0 has no effect"),
+        ("--rollout_correction token_truncate --rollout_correction_min 0.1", "--rollout_correction_min 0.1 .*mask"),
+        ("--advantage ppo", "--advantage ppo: use grpo, .* or FILE.py:FUNCTION"),
+        ("--policy_loss ppo", "--policy_loss ppo: use clip, .* or FILE.py:FUNCTION"),
+        ("--kl_coef 1 --kl_estimator k4", "--kl_estimator k4: use k1, k2, k3, k3[+] or FILE.py:FUNCTION"),
+        ("--rollout_correction token_clip", "--rollout_correction token_clip: .*token_truncate"),
+        ("--loss_aggregation mean", "--loss_aggregation mean: use token_mean, "),
+        ("--loss_aggregation my.py:mean", "--loss_aggregation my.py:mean: use token_mean, "),
     ],
 )
-def test_a_choice_that_is_not_there_or_a_flag_without_effect_is_refused(changes, words):
-    args = flags(**changes)
-    check_flags(args, num_ranks=1)
-    with pytest.raises(ValueError) as error:
-        algorithm_of(args)
-    for word in words:
-        assert word in str(error.value)
+def test_a_choice_that_is_not_there_or_a_flag_without_effect_is_refused(given, said):
+    with pytest.raises(ValueError, match=said) as error:
+        algorithm_with(given)
     assert str(error.value).endswith(".") and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
-    "changes",
+    "given",
     [
-        {},
-        {"advantage": "grpo_batch_std", "advantage_ddof": 0, "advantage_eps": 1e-4},
-        {"policy_loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": 3},
-        {"policy_loss": "sapo", "sapo_tau_pos": 2, "entropy_coef": 0.001},
-        {"loss_aggregation": "seq_mean_token_sum_norm", "loss_constant_tokens": 100},
-        {"kl_coef": 0.1, "kl_estimator": "k3+", "kl_clamp": 0},
-        {
-            "advantage": "reinforce++",
-            "policy_loss": "gspo_token",
-            "kl_coef": 0.1,
-            "kl_estimator": "k1",
-            "kl_in": "reward",
-        },
-        {"rollout_correction": "sequence_mask", "rollout_correction_min": 0.1, "rollout_correction_max": 3},
-        {"dynamic_sampling": "reward"},
+        "",
+        "--advantage grpo_batch_std --advantage_ddof 0 --advantage_eps 1e-4",
+        "--policy_loss gspo --clip_low 3e-4 --clip_high 4e-4 --dual_clip 3",
+        "--policy_loss sapo --sapo_tau_pos 2 --entropy_coef 0.001",
+        "--loss_aggregation seq_mean_token_sum_norm --loss_constant_tokens 100",
+        "--kl_coef 0.1 --kl_estimator k3+ --kl_clamp 0",
+        "--advantage reinforce++ --policy_loss gspo_token --kl_coef 0.1 --kl_estimator k1 --kl_in reward",
+        "--rollout_correction sequence_mask --rollout_correction_min 0.1 --rollout_correction_max 3",
+        "--dynamic_sampling reward",
     ],
 )
-def test_what_goes_together_is_accepted(changes):
-    args = flags(**changes)
-    check_flags(args, num_ranks=1)
-    algorithm_of(args)
+def test_what_goes_together_is_accepted(given):
+    algorithm_with(given)
 
 
 def test_the_log_states_every_choice():
@@ -79,27 +71,12 @@ def test_the_log_states_every_choice():
         "as verl and EasyR1: long completions count more; no KL; one pass per rollout; temperature 1 in sampler and "
         "trainer"
     )
-    changes = {
-        "advantage": "reinforce++",
-        "policy_loss": "cispo",
-        "clip_low": 1,
-        "clip_high": 4,
-        "kl_coef": 0.01,
-        "kl_in": "reward",
-    }
-    changes |= {
-        "loss_aggregation": "seq_mean_token_sum_norm",
-        "max_completion_tokens": 77,
-        "entropy_coef": 0.001,
-        "num_iterations": 2,
-    }
-    changes |= {
-        "rollout_correction": "token_mask",
-        "dynamic_sampling": "correct",
-        "truncated": "mask",
-        "advantage_ddof": 0,
-    }
-    said = algorithm_of(flags(**changes)).description
+    said = algorithm_with(
+        "--advantage reinforce++ --policy_loss cispo --clip_low 1 --clip_high 4 --kl_coef 0.01 --kl_in reward "
+        "--loss_aggregation seq_mean_token_sum_norm --max_completion_tokens 77 --entropy_coef 0.001 "
+        "--num_iterations 2 --rollout_correction token_mask --dynamic_sampling correct --truncated mask "
+        "--advantage_ddof 0"
+    ).description
     for words in (
         "reinforce++ (advantage_ddof 0, advantage_eps 1e-06): (return - mean over tokens of the step) / (std + eps);",
         "cispo (clip_low 1, clip_high 4): -A x logprob, weighted with the detached token ratio clipped to [1 - clip",
@@ -172,28 +149,21 @@ def tokens(number: int = 3) -> Tokens:
     return Tokens(logprobs.requires_grad_(), old, rollout, torch.tensor([1.0, -1.0, 0.5]), mask, ids)
 
 
-def with_loss_args(own: str, function: str, *loss_args: str, **changes: object):
-    args = flags(policy_loss=f"{own}:{function}", **changes)
-    args.loss_args = list(loss_args)
-    check_flags(args, num_ranks=1)
-    return algorithm_of(args)
-
-
 def test_a_loss_of_ones_own_takes_flags_and_loss_args(own):
-    algorithm = with_loss_args(own, "good", "power=2", clip_low=0.25)
+    algorithm = algorithm_with(f"--policy_loss {own}:good --clip_low 0.25 --loss_args power=2")
     t = tokens()
     loss = as_loss(algorithm.policy_loss(t), t)
     assert loss.per_token.tolist() == [-2 * a * x**2 - 0.25 for a, x in zip([1, -1, 0.5], [-1, -2, -3], strict=True)]
     assert loss.ratio.tolist() == pytest.approx([20.085537] * 3)
     assert not loss.is_low.any() and not loss.is_high.any()
     assert f"loss {own}:good (clip_low 0.25, power 2): -A x logprob^power;" in algorithm.description
-    halved = with_loss_args(own, "good", "power=2", "scale=0.5").policy_loss(t)
+    halved = algorithm_with(f"--policy_loss {own}:good --loss_args power=2 scale=0.5").policy_loss(t)
     assert halved.per_token.tolist() == pytest.approx([-0.7, 1.8, -2.45])
 
 
 def test_a_loss_of_ones_own_may_return_its_values_alone(own):
     t = tokens()
-    loss = as_loss(with_loss_args(own, "tensor").policy_loss(t), t)
+    loss = as_loss(algorithm_with(f"--policy_loss {own}:tensor").policy_loss(t), t)
     assert loss.per_token.tolist() == [1, -2, 1.5]
     assert loss.ratio.tolist() == pytest.approx([20.085537] * 3), "the token ratio, for the metrics"
 
@@ -214,9 +184,8 @@ def test_a_kl_estimate_of_ones_own(own):
 
 
 def test_a_flag_that_only_a_function_of_ones_own_uses_has_an_effect(own):
-    with_loss_args(own, "good", "power=2", advantage="rloo", clip_low=0.3)
-    args = flags(advantage=f"{own}:of_completions", policy_loss="reinforce", advantage_eps=1e-3)
-    algorithm_of(args)
+    algorithm_with(f"--policy_loss {own}:good --loss_args power=2 --advantage rloo --clip_low 0.3")
+    algorithm_with(f"--advantage {own}:of_completions --policy_loss reinforce --advantage_eps 1e-3")
 
 
 def test_a_parameter_of_a_function_in_the_dict_need_not_be_a_flag(monkeypatch):
@@ -231,41 +200,39 @@ def test_a_parameter_of_a_function_in_the_dict_need_not_be_a_flag(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("changes", "loss_args", "words"),
+    ("given", "words"),
     [
-        ({"policy_loss": "no_such.py:f"}, [], ["no_such.py:f", "cannot be loaded", "No such file"]),
-        ({"policy_loss": "broken.py:f"}, [], ["broken.py:f", "ModuleNotFoundError", "no_such_module"]),
-        ({"policy_loss": "leaves.py:f"}, [], ["leaves.py:f", "cannot be loaded", "SystemExit: 3"]),
-        ({"policy_loss": "my_loss.py:f"}, [], ["my_loss.py has no function 'f'", "it has ", "good"]),
-        ({"policy_loss": "my_loss.py:NUMBER"}, [], ["no function 'NUMBER'"]),
-        ({"policy_loss": "my_loss.py"}, [], ["--policy_loss", "my_loss.py", "FILE.py:FUNCTION"]),
-        ({"policy_loss": "my_loss.py:no_parameter"}, [], ["no_parameter fails", "takes 0 positional arguments"]),
-        ({"policy_loss": "my_loss.py:not_after_the_star"}, [], ["fails", "missing 1 required", "clip_low"]),
-        ({"policy_loss": "my_loss.py:good"}, [], ["good: its parameter power has no value", "--loss_args power=VALUE"]),
-        ({"policy_loss": "my_loss.py:good"}, ["power=2", "pwer=3"], ["--loss_args pwer", "leave it out"]),
-        ({"policy_loss": "my_loss.py:good"}, ["power=2", "clip_low=0.1"], ["clip_low=0.1", "use --clip_low"]),
-        ({"policy_loss": "my_loss.py:good"}, ["power=2", "power=3"], ["--loss_args power=3", "each name once"]),
-        ({"policy_loss": "my_loss.py:good"}, ["power"], ["--loss_args power", "NAME=VALUE"]),
-        ({"policy_loss": "my_loss.py:good"}, ["power=two"], ["fails on a trial", "TypeError"]),
-        ({"policy_loss": "my_loss.py:good", "clip_high": 0.3}, ["power=2"], ["--clip_high 0.3 has no effect"]),
-        ({}, ["power=2"], ["--loss_args power", "no function of yours"]),
-        ({"policy_loss": "my_loss.py:wrong_shape"}, [], ["the shape []", "of the shape [7]"]),
-        ({"policy_loss": "my_loss.py:no_tensor"}, [], ["returned a float", "of the shape [7]"]),
-        ({"policy_loss": "my_loss.py:not_finite"}, [], ["not_finite returned values that are not finite"]),
-        ({"policy_loss": "my_loss.py:no_gradient"}, [], ["without a gradient"]),
-        ({"policy_loss": "my_loss.py:raises"}, [], ["fails on a trial with 7 tokens: KeyError: 'no such luck'"]),
-        ({"policy_loss": "my_loss.py:wrong_mask"}, [], ["is_low: returned the shape [2]", "of the shape [7]"]),
-        ({"policy_loss": "my_loss.py:mask_of_numbers"}, [], ["is_low: returned torch.float32", "torch.bool"]),
-        ({"advantage": "my_loss.py:of_groups"}, [], ["the shape [1]", "of the shape [7] or [1, 2]"]),
-        ({"kl_coef": 1, "kl_estimator": "my_loss.py:detached"}, [], ["--kl_estimator", "without a gradient"]),
+        ("--policy_loss no_such.py:f", ["no_such.py:f", "cannot be loaded", "No such file"]),
+        ("--policy_loss broken.py:f", ["broken.py:f", "ModuleNotFoundError", "no_such_module"]),
+        ("--policy_loss leaves.py:f", ["leaves.py:f", "cannot be loaded", "SystemExit: 3"]),
+        ("--policy_loss my_loss.py:f", ["my_loss.py has no function 'f'", "it has ", "good"]),
+        ("--policy_loss my_loss.py:NUMBER", ["no function 'NUMBER'"]),
+        ("--policy_loss my_loss.py", ["--policy_loss", "my_loss.py", "FILE.py:FUNCTION"]),
+        ("--policy_loss my_loss.py:no_parameter", ["no_parameter fails", "takes 0 positional arguments"]),
+        ("--policy_loss my_loss.py:not_after_the_star", ["fails", "missing 1 required", "clip_low"]),
+        ("--policy_loss my_loss.py:good", ["good: its parameter power has no value", "--loss_args power=VALUE"]),
+        ("--policy_loss my_loss.py:good --loss_args power=2 pwer=3", ["--loss_args pwer", "leave it out"]),
+        ("--policy_loss my_loss.py:good --loss_args power=2 clip_low=0.1", ["clip_low=0.1", "use --clip_low"]),
+        ("--policy_loss my_loss.py:good --loss_args power=2 power=3", ["--loss_args power=3", "each name once"]),
+        ("--policy_loss my_loss.py:good --loss_args power", ["--loss_args power", "NAME=VALUE"]),
+        ("--policy_loss my_loss.py:good --loss_args power=two", ["fails on a trial", "TypeError"]),
+        ("--policy_loss my_loss.py:good --clip_high 0.3 --loss_args power=2", ["--clip_high 0.3 has no effect"]),
+        ("--loss_args power=2", ["--loss_args power", "no function of yours"]),
+        ("--policy_loss my_loss.py:wrong_shape", ["the shape []", "of the shape [7]"]),
+        ("--policy_loss my_loss.py:no_tensor", ["returned a float", "of the shape [7]"]),
+        ("--policy_loss my_loss.py:not_finite", ["not_finite returned values that are not finite"]),
+        ("--policy_loss my_loss.py:no_gradient", ["without a gradient"]),
+        ("--policy_loss my_loss.py:raises", ["fails on a trial with 7 tokens: KeyError: 'no such luck'"]),
+        ("--policy_loss my_loss.py:wrong_mask", ["is_low: returned the shape [2]", "of the shape [7]"]),
+        ("--policy_loss my_loss.py:mask_of_numbers", ["is_low: returned torch.float32", "torch.bool"]),
+        ("--advantage my_loss.py:of_groups", ["the shape [1]", "of the shape [7] or [1, 2]"]),
+        ("--kl_coef 1 --kl_estimator my_loss.py:detached", ["--kl_estimator", "without a gradient"]),
     ],
 )
-def test_a_mistake_in_a_function_of_ones_own_is_told_in_a_sentence(changes, loss_args, words, own, monkeypatch):
+def test_a_mistake_in_a_function_of_ones_own_is_told_in_a_sentence(given, words, own, monkeypatch):
     monkeypatch.chdir(Path(own).parent)
-    args = flags(**changes)
-    args.loss_args = loss_args
     with pytest.raises(ValueError) as error:
-        algorithm_of(args)
+        algorithm_with(given)
     for word in words:
         assert word in str(error.value)
     assert "\n" not in str(error.value)

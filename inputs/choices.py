@@ -132,25 +132,14 @@ def bind(name: str, function: Callable, args: argparse.Namespace, own_values: di
 
 
 def describe(args: argparse.Namespace, bound: dict[str, partial]) -> str:
-    """What the flags amount to, in words: for the first lines of the log."""
-
-    def words(name: str) -> str:
-        values = bound[name].keywords.items()
-        said = ", ".join(f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}" for key, value in values)
-        return f"{FLAGS[name].of(args)}{f' ({said})' if said else ''}: {summary(bound[name].func)}"
-
-    kl = f"KL {args.kl_coef:g} x {words('--kl_estimator')}, in the {args.kl_in}"
-    parts = {  # part -> whether it is there
-        f"advantage {words('--advantage')}; loss {words('--policy_loss')}; {words('--loss_aggregation')}": True,
-        kl if args.kl_coef else "no KL": True,
-        f"entropy bonus {args.entropy_coef:g}": args.entropy_coef,
-        f"rollout correction {words('--rollout_correction')}": args.rollout_correction != "none",
-        f"dynamic sampling by {args.dynamic_sampling}": args.dynamic_sampling != "off",
-        f"truncated: {args.truncated}": args.truncated != "score",
-        f"{args.num_iterations} passes per rollout" if args.num_iterations > 1 else "one pass per rollout": True,
-        f"temperature {args.temperature:g} in sampler and trainer": True,
-    }
-    return "algorithm: " + "; ".join(part for part, is_there in parts.items() if is_there)
+    """What the flags amount to, for the first lines of the log: the functions in words, the rest as it was written."""
+    parts, unused = [], {"--kl_estimator": not args.kl_coef, "--rollout_correction": args.rollout_correction == "none"}
+    for name, function in bound.items():
+        if not unused.get(name):
+            values = [f"--{key} {value}" for key, value in function.keywords.items()]
+            parts.append(f"{' '.join([given(FLAGS[name], args), *values])}: {summary(function.func)}")
+    others = ["kl_coef", "kl_in", "entropy_coef", "dynamic_sampling", "truncated", "num_iterations", "temperature"]
+    return "algorithm: " + "; ".join([*parts, " ".join(given(FLAGS[f"--{name}"], args) for name in others)])
 
 
 def try_out(flag: str, named: str, function: Callable, needs_gradient: bool) -> None:

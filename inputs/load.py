@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 import uuid
@@ -20,7 +21,7 @@ from fsdp_utils import World, gather_from_ranks, is_engine_leader_process, is_ma
 from guards.doctor import start_doctor
 from guards.fingerprint import check_same_start
 from inputs.checks import LOOPBACK, ranks_per_engine
-from inputs.machine import check_launch, choose_interface, is_first_node
+from inputs.machine import check_launch, choose_interface, local_world_size
 from inputs.records import name_of_source, read_system_prompt
 from model.attention import check_device
 from model.engine_options import stop_ids
@@ -55,7 +56,8 @@ def load_inputs(args: Namespace) -> Inputs:
     """Raises ValueError, OSError or RuntimeError for everything that is wrong with the user's input."""
     num_ranks = ranks_per_engine(args)
     of_engine = args.gpu_memory_utilization if args.engine == "colocated" else 0.0
-    check_launch(num_ranks, args.dtype, of_engine, len(args.generation_gpus) * is_first_node())
+    of_servers = len(args.generation_gpus) if int(os.environ.get("RANK", "0")) < local_world_size() else 0
+    check_launch(num_ranks, args.dtype, of_engine, of_servers)  # servers are on the first node
     check_places(args)
     samplings = samplings_of(args, args.eval_data, "eval_")
     longest = max(args.max_completion_tokens, *args.eval_max_completion_tokens)
@@ -122,12 +124,9 @@ def check_places(args: Namespace) -> None:
     """Raises ValueError if servers are to be started on what this machine lacks, or are out of its reach."""
     for host in [host for url in args.server_urls if (host := urlsplit(url).hostname) not in LOOPBACK]:
         choose_interface(host)  # weights go there; for the ranks of one node the loopback would be chosen
-    if args.engine == "colocated" or args.server_urls:
-        return
-    if torch.cuda.is_available() and not args.generation_gpus:
-        raise ValueError("--engine server: give --generation_gpus, or --server_urls of servers that run.")
-    if args.generation_gpus and not torch.cuda.is_available():
-        raise ValueError("--generation_gpus: there is no GPU here; on CPUs give --num_servers.")
+    if args.engine == "server" and not args.server_urls and bool(args.generation_gpus) != torch.cuda.is_available():
+        places = "with GPUs give --generation_gpus, and without leave it out; or name servers that run by --server_urls"
+        raise ValueError(f"--engine server: {places}.")
 
 
 def check_world(args: Namespace, world: World) -> None:

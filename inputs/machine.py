@@ -56,11 +56,6 @@ def local_world_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def is_first_node() -> bool:
-    """True where the main rank is."""
-    return int(os.environ.get("RANK", "0")) < local_world_size()
-
-
 def check_driver(num_gpus: int) -> None:
     """Raises ValueError if torch cannot use all GPUs that the driver has: else the run would be one on the CPU."""
     try:

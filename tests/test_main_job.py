@@ -120,7 +120,7 @@ def recipe_runs(job, tmp_path_factory):
 @pytest.mark.parametrize("name", [name for name, _ in RECIPES])
 def test_each_recipe_of_the_page_trains_on_the_main_job(name, recipe_runs):
     said, run_dir = recipe_runs[name]
-    assert "algorithm: advantage" in said
+    assert "algorithm: --advantage" in said
     metrics = metrics_of(run_dir)
     assert list(metrics) == [0, 1, 2]
     for step in (1, 2):

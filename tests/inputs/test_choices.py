@@ -65,11 +65,11 @@ def test_what_goes_together_is_accepted(given):
 
 def test_the_log_states_every_choice():
     assert algorithm_of(flags()).description == (
-        "algorithm: advantage grpo (advantage_ddof 1, advantage_eps 1e-06): (r - mean of group) / (std of group + eps)"
-        "; loss clip (clip_low 0.2, clip_high 0.2, dual_clip 0): The larger of -A x ratio and -A x ratio clipped to "
-        "[1 - clip_low, 1 + clip_high], with the ratio of the token; token_mean: Mean over all tokens of the update, "
-        "as verl and EasyR1: long completions count more; no KL; one pass per rollout; temperature 1 in sampler and "
-        "trainer"
+        "algorithm: --advantage grpo --advantage_ddof 1 --advantage_eps 1e-06: (r - mean of group) / (std of group + "
+        "eps); --policy_loss clip --clip_low 0.2 --clip_high 0.2 --dual_clip 0.0: The larger of -A x ratio and -A x "
+        "ratio clipped to [1 - clip_low, 1 + clip_high], with the ratio of the token; --loss_aggregation token_mean: "
+        "Mean over all tokens of the update, as verl and EasyR1: long completions count more; --kl_coef 0.0 --kl_in "
+        "loss --entropy_coef 0.0 --dynamic_sampling off --truncated score --num_iterations 1 --temperature 1.0"
     )
     said = algorithm_with(
         "--advantage reinforce++ --policy_loss cispo --clip_low 1 --clip_high 4 --kl_coef 0.01 --kl_in reward "
@@ -78,16 +78,13 @@ def test_the_log_states_every_choice():
         "--advantage_ddof 0"
     ).description
     for words in (
-        "reinforce++ (advantage_ddof 0, advantage_eps 1e-06): (return - mean over tokens of the step) / (std + eps);",
-        "cispo (clip_low 1, clip_high 4): -A x logprob, weighted with the detached token ratio clipped to [1 - clip",
-        "seq_mean_token_sum_norm (loss_constant_tokens 77): Mean over the completions of their token sums / a con",
-        "KL 0.01 x k3 (kl_clamp 10): exp(x) - x - 1",
-        ", in the reward;",
-        "entropy bonus 0.001;",
-        "token_mask (rollout_correction_min 0.5, rollout_correction_max 2): The ratio of the token inside [min, max]",
-        "dynamic sampling by correct;",
-        "truncated: mask;",
-        "2 passes per rollout;",
+        "--advantage reinforce++ --advantage_ddof 0 --advantage_eps 1e-06: (return - mean over tokens of the step) / (",
+        "--policy_loss cispo --clip_low 1.0 --clip_high 4.0: -A x logprob, weighted with the detached token ratio clip",
+        "--loss_aggregation seq_mean_token_sum_norm --loss_constant_tokens 77: Mean over the completions of their",
+        "--kl_estimator k3 --kl_clamp 10.0: exp(x) - x - 1",
+        "--rollout_correction token_mask --rollout_correction_min 0.5 --rollout_correction_max 2.0: The ratio of the",
+        "--kl_coef 0.01 --kl_in reward --entropy_coef 0.001 --dynamic_sampling correct --truncated mask "
+        "--num_iterations 2 --temperature 1.0",
     ):
         assert words in said
 
@@ -156,7 +153,7 @@ def test_a_loss_of_ones_own_takes_flags_and_loss_args(own):
     assert loss.per_token.tolist() == [-2 * a * x**2 - 0.25 for a, x in zip([1, -1, 0.5], [-1, -2, -3], strict=True)]
     assert loss.ratio.tolist() == pytest.approx([20.085537] * 3)
     assert not loss.is_low.any() and not loss.is_high.any()
-    assert f"loss {own}:good (clip_low 0.25, power 2): -A x logprob^power;" in algorithm.description
+    assert f"--policy_loss {own}:good --clip_low 0.25 --power 2: -A x logprob^power;" in algorithm.description
     halved = algorithm_with(f"--policy_loss {own}:good --loss_args power=2 scale=0.5").policy_loss(t)
     assert halved.per_token.tolist() == pytest.approx([-0.7, 1.8, -2.45])
 

@@ -164,8 +164,6 @@ GROUPS["policy loss"] = [
     flag("--loss_aggregation", "token_mean", "how the losses of the tokens add up:"),
     flag("--loss_constant_tokens", int, "constant of seq_mean_token_sum_norm; default: --max_completion_tokens",
          (1, INF)),
-    flag("--loss_args", [str], "NAME=VALUE ...: parameters after `*` of your own functions for --policy_loss, "
-         "--advantage, --kl_estimator"),
     flag("--entropy_coef", 0.0, "weight of the entropy of the token distribution, subtracted from the loss", (0, INF)),
 ]
 GROUPS["KL to the reference"] = [

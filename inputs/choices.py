@@ -1,13 +1,12 @@
 """From flags to the `Algorithm`: which functions of `grpo.py`, or of a file of the user's, with which parameters.
 
-The parameters of a function after `*` are the flags that have an effect. Two of them are named here: `kl_clamp`, which
-a metric needs, and `loss_constant_tokens`, whose default is another flag.
+The parameters of a function after `*` are the flags that have an effect; what is no flag has a default. Two of them are
+named here: `kl_clamp`, which a metric needs, and `loss_constant_tokens`, whose default is another flag.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import inspect
 from collections.abc import Callable
 from functools import partial
@@ -46,10 +45,9 @@ def algorithm_of(args: argparse.Namespace) -> Algorithm:
     Raises ValueError for an unknown name, for a flag that has no effect, and for a function of the user's that fails on
     a trial.
     """
-    own_values = own_parameters(args.loss_args)
     functions = {name: choose(name, FLAGS[name].of(args)) for name in CHOICES}
-    check_effects(args, functions, own_values)
-    bound = {name: bind(name, function, args, own_values) for name, function in functions.items()}
+    check_effects(args, functions)
+    bound = {name: bind(name, function, args) for name, function in functions.items()}
     for name in OWN:
         if functions[name] not in CHOICES[name].values():
             needs_gradient = name == "--policy_loss" or (name == "--kl_estimator" and args.kl_in == "loss")
@@ -82,50 +80,25 @@ def choose(name: str, choice: str) -> Callable:
     raise ValueError(f"{name} {choice}: use {', '.join(CHOICES[name])}{' or FILE.py:FUNCTION' * (name in OWN)}.")
 
 
-def own_parameters(texts: list[str]) -> dict[str, object]:
-    """The values of --loss_args: Python literals, or else texts. Raises ValueError for what is not NAME=VALUE."""
-    values = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if f"--{name}" in FLAGS:
-            raise ValueError(f"--loss_args {text}: {name} is a flag; use --{name}.")
-        if not name.isidentifier() or not equals or name in values:
-            raise ValueError(f"--loss_args {text}: needed is NAME=VALUE, each name once.")
-        try:
-            values[name] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            values[name] = value
-    return values
-
-
-def check_effects(args: argparse.Namespace, functions: dict[str, Callable], own_values: dict[str, object]) -> None:
+def check_effects(args: argparse.Namespace, functions: dict[str, Callable]) -> None:
     """Raises ValueError for a flag that was changed, but that none of the chosen functions has as a parameter."""
     used = {key for function in functions.values() for key in parameters_of(function)}
     for name in functions:
         others = {choice: parameters_of(function) for choice, function in CHOICES[name].items()}
         for key in {key: None for parameters in others.values() for key in parameters if key not in used}:
-            each = FLAGS.get(f"--{key}")  # None: a parameter that --loss_args sets
+            each = FLAGS.get(f"--{key}")  # None: a parameter with a default of its own
             if each and each.of(args) != each.value:
                 wrong = f"{given(each, args)} has no effect with {given(FLAGS[name], args)}"
                 needed = ", ".join(choice for choice, parameters in others.items() if key in parameters)
                 raise ValueError(f"{wrong}, only with {name} {needed}: {leave(each)}.")
-    if unused := sorted(set(own_values) - used):
-        raise ValueError(
-            f"--loss_args {', '.join(unused)}: no function of yours has this parameter after `*`; leave it out."
-        )
 
 
-def bind(name: str, function: Callable, args: argparse.Namespace, own_values: dict[str, object]) -> partial:
-    """The function with its parameters after `*`: flags, --loss_args, or defaults. ValueError for one without."""
-    values = {}
+def bind(name: str, function: Callable, args: argparse.Namespace) -> partial:
+    """The function with those of its parameters after `*` that are flags. ValueError for others without a default."""
+    values = {key: getattr(args, key) for key in parameters_of(function) if f"--{key}" in FLAGS}
     for key, default in parameters_of(function).items():
-        if f"--{key}" in FLAGS:
-            values[key] = getattr(args, key)
-        elif key in own_values:
-            values[key] = own_values[key]
-        elif default is inspect.Parameter.empty:
-            missing = f"its parameter {key} has no value; give --loss_args {key}=VALUE, or a default"
-            raise ValueError(f"{given(FLAGS[name], args)}: {missing}.")
+        if key not in values and default is inspect.Parameter.empty:
+            raise ValueError(f"{given(FLAGS[name], args)}: its parameter {key} is no flag; give it a default.")
     if values.get("loss_constant_tokens", 0) is None:
         values["loss_constant_tokens"] = args.max_completion_tokens
     return partial(function, **values)

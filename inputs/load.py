@@ -130,9 +130,7 @@ def check_places(args: Namespace) -> None:
 
 
 def check_world(args: Namespace, world: World) -> None:
-    """What only ranks together can know; from here on they watch each other. Raises ValueError or RuntimeError, on
-    every rank.
-    """
+    """What only ranks together can know; then they watch each other. ValueError or RuntimeError, on every rank."""
     check_shared(Path(args.out_dir))
     check_same_start(vars(args))
     start_doctor(Path(args.out_dir), world, take(Stalls, args))

@@ -99,7 +99,7 @@ def test_each_flag_is_declared_once_and_its_default_is_within_its_range():
 
 def test_lists_are_lists_of_their_type():
     args = flags()
-    assert (args.profile_steps, args.eval_data, args.loss_args) == ([], [], [])
+    assert (args.profile_steps, args.eval_data, args.stop_tokens) == ([], [], [])
     assert (args.eval_samples, args.eval_max_completion_tokens) == ([1], [1024])
     assert (args.data_weights, args.lora_targets) == (None, None)
     given = "--model m --train_data a b --out_dir o --profile_steps 2 30 --eval_data c d --data_weights 1 0.5"

@@ -109,9 +109,10 @@ from scale_of_loss import SCALE
 class Unused:
     x: int = 0
 
-def good(t, *, clip_low, power, scale=SCALE):
+def good(t, *, clip_low, power=2, scale=SCALE):
     """-A x logprob^power. The rest is not said."""
     return Loss(-scale * t.advantages * t.logprobs**power - clip_low, token_ratio(t.logprobs, t.old_logprobs))
+def no_default(t, *, power): return t.logprobs**power
 def tensor(t): return -t.advantages * t.logprobs
 def no_parameter(): return 0
 def not_after_the_star(t, clip_low): return t.logprobs
@@ -146,16 +147,14 @@ def tokens(number: int = 3) -> Tokens:
     return Tokens(logprobs.requires_grad_(), old, rollout, torch.tensor([1.0, -1.0, 0.5]), mask, ids)
 
 
-def test_a_loss_of_ones_own_takes_flags_and_loss_args(own):
-    algorithm = algorithm_with(f"--policy_loss {own}:good --clip_low 0.25 --loss_args power=2")
+def test_a_loss_of_ones_own_takes_flags_and_its_defaults(own):
+    algorithm = algorithm_with(f"--policy_loss {own}:good --clip_low 0.25")
     t = tokens()
     loss = as_loss(algorithm.policy_loss(t), t)
     assert loss.per_token.tolist() == [-2 * a * x**2 - 0.25 for a, x in zip([1, -1, 0.5], [-1, -2, -3], strict=True)]
     assert loss.ratio.tolist() == pytest.approx([20.085537] * 3)
     assert not loss.is_low.any() and not loss.is_high.any()
-    assert f"--policy_loss {own}:good --clip_low 0.25 --power 2: -A x logprob^power;" in algorithm.description
-    halved = algorithm_with(f"--policy_loss {own}:good --loss_args power=2 scale=0.5").policy_loss(t)
-    assert halved.per_token.tolist() == pytest.approx([-0.7, 1.8, -2.45])
+    assert f"--policy_loss {own}:good --clip_low 0.25: -A x logprob^power;" in algorithm.description
 
 
 def test_a_loss_of_ones_own_may_return_its_values_alone(own):
@@ -181,19 +180,19 @@ def test_a_kl_estimate_of_ones_own(own):
 
 
 def test_a_flag_that_only_a_function_of_ones_own_uses_has_an_effect(own):
-    algorithm_with(f"--policy_loss {own}:good --loss_args power=2 --advantage rloo --clip_low 0.3")
+    algorithm_with(f"--policy_loss {own}:good --advantage rloo --clip_low 0.3")
     algorithm_with(f"--advantage {own}:of_completions --policy_loss reinforce --advantage_eps 1e-3")
 
 
 def test_a_parameter_of_a_function_in_the_dict_need_not_be_a_flag(monkeypatch):
-    def shifted(t: Tokens, *, shift: float) -> torch.Tensor:
+    def shifted(t: Tokens, *, shift: float = 2.0) -> torch.Tensor:
         """The log-prob, shifted."""
         return t.logprobs + shift
 
     monkeypatch.setitem(CHOICES["--policy_loss"], "shifted", shifted)
     assert algorithm_of(flags(clip_low=0.3)).policy_loss.keywords["clip_low"] == 0.3, "the other choices are as before"
-    chosen = algorithm_of(flags(policy_loss="shifted", loss_args="shift=2")).policy_loss
-    assert chosen.keywords == {"shift": 2}
+    chosen = algorithm_of(flags(policy_loss="shifted")).policy_loss
+    assert chosen(tokens()).tolist() == [1.0, 0.0, -1.0]
 
 
 @pytest.mark.parametrize(
@@ -207,14 +206,8 @@ def test_a_parameter_of_a_function_in_the_dict_need_not_be_a_flag(monkeypatch):
         ("--policy_loss my_loss.py", ["--policy_loss", "my_loss.py", "FILE.py:FUNCTION"]),
         ("--policy_loss my_loss.py:no_parameter", ["no_parameter fails", "takes 0 positional arguments"]),
         ("--policy_loss my_loss.py:not_after_the_star", ["fails", "missing 1 required", "clip_low"]),
-        ("--policy_loss my_loss.py:good", ["good: its parameter power has no value", "--loss_args power=VALUE"]),
-        ("--policy_loss my_loss.py:good --loss_args power=2 pwer=3", ["--loss_args pwer", "leave it out"]),
-        ("--policy_loss my_loss.py:good --loss_args power=2 clip_low=0.1", ["clip_low=0.1", "use --clip_low"]),
-        ("--policy_loss my_loss.py:good --loss_args power=2 power=3", ["--loss_args power=3", "each name once"]),
-        ("--policy_loss my_loss.py:good --loss_args power", ["--loss_args power", "NAME=VALUE"]),
-        ("--policy_loss my_loss.py:good --loss_args power=two", ["fails on a trial", "TypeError"]),
-        ("--policy_loss my_loss.py:good --clip_high 0.3 --loss_args power=2", ["--clip_high 0.3 has no effect"]),
-        ("--loss_args power=2", ["--loss_args power", "no function of yours"]),
+        ("--policy_loss my_loss.py:no_default", ["no_default: its parameter power is no flag; give it a default"]),
+        ("--policy_loss my_loss.py:good --clip_high 0.3", ["--clip_high 0.3 has no effect"]),
         ("--policy_loss my_loss.py:wrong_shape", ["the shape []", "of the shape [7]"]),
         ("--policy_loss my_loss.py:no_tensor", ["returned a float", "of the shape [7]"]),
         ("--policy_loss my_loss.py:not_finite", ["not_finite returned values that are not finite"]),

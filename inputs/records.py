@@ -64,12 +64,12 @@ CONTENTS = {  # first bytes -> what a file is that has them, whatever its name s
 
 
 def check_content(path: Path) -> None:
-    """Raises ValueError for a file that is neither JSON nor Parquet by its first bytes; OSError if it cannot be read.
-
-    Of what JSON may begin with, and of white space before it, nothing is among them.
-    """
-    with path.open("rb") as file:
-        start = file.read(256).removeprefix(b"\xef\xbb\xbf").lstrip()
+    """Raises ValueError for a file that cannot be read, or that by its first bytes is neither JSON nor Parquet."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(256).removeprefix(b"\xef\xbb\xbf").lstrip()  # before JSON may be white space
+    except OSError as error:
+        raise ValueError(f"data file {path} cannot be read: {error.strerror}.") from None
     for mark, what in CONTENTS.items():
         if start.startswith(mark) and not (mark == b"PAR1" and path.suffix.lower() == ".parquet"):
             raise ValueError(f"{path} is {what.format(path=path)}.")
@@ -91,11 +91,8 @@ def read_json_file(path: Path) -> list[Record]:
             hint = f"UTF-16? iconv -f UTF-16 -t UTF-8 {path} > NEW_FILE" if b"\0" in text else "cut off?"
             raise ValueError(f"{where}: not valid JSON ({error}); {hint} The file must be {form}, in UTF-8.") from None
 
-    try:
-        check_content(path)
-        content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")  # UTF-8's byte order mark, which Windows writes
-    except OSError as error:
-        raise ValueError(f"data file {path} cannot be read: {error.strerror}.") from None
+    check_content(path)
+    content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")  # UTF-8's byte order mark, which Windows writes
     if is_json and content.lstrip().startswith(b"["):
         values = [(f"{path}, row {i}", value) for i, value in enumerate(parse(str(path), content))]
     else:
@@ -124,13 +121,6 @@ def name_of_source(source: str) -> str:
     return (path.stem if is_file else path.name) + (f"_{split}" if split else "")
 
 
-def _check_contents(paths: list[str]) -> None:
-    """`check_content` of files whose names say JSON or Parquet, compressed ones included: `datasets` would guess."""
-    for path in map(Path, paths):
-        if path.is_file() and {*READERS, ".parquet"} & {suffix.lower() for suffix in path.suffixes}:
-            check_content(path)
-
-
 def _open(source: str, what: str, split: str | None) -> dict[str, Dataset | list[str]]:
     """The rows of each split, or of the split asked for: a Dataset, or files for READERS. Raises ValueError."""
     path = Path(what)
@@ -151,13 +141,14 @@ def _open(source: str, what: str, split: str | None) -> dict[str, Dataset | list
             return loaded if isinstance(loaded, dict) else {"train": loaded}
         if path.is_dir():
             files = {str(key): names for key, names in datasets.load_dataset_builder(full).config.data_files.items()}
-            everything = [name for names in files.values() for name in names]
-            if all(Path(name).suffix.lower() in READERS for name in everything):
+            local = [file for names in files.values() for file in map(Path, names)]
+            if all(file.suffix.lower() in READERS for file in local):
                 return files
-            _check_contents(everything)
+            for file in local:  # also `train.jsonl.gz`: `datasets` would unpack it, and guess its types
+                if {*READERS, ".parquet"} & {suffix.lower() for suffix in file.suffixes}:
+                    check_content(file)
             loaded = datasets.load_dataset(full, split=split)
         elif path.is_file():
-            _check_contents([what])
             loaded = datasets.load_dataset("parquet", data_files=glob.escape(full), split=split)
         else:
             try:  # without network `datasets` tries for 23 s to minutes before it looks into its cache or gives up
@@ -183,9 +174,9 @@ def read_records(source: str, seed: int) -> list[Record]:
     if not path.exists() and not is_on_hub:
         absent = f"{what} does not exist (looked in {Path.cwd()})"
         raise FileNotFoundError(f"{given}: {absent}; needed is WHAT[@SPLIT][#ROWS], where WHAT is {kinds}.")
+    if path.is_file() and ending not in (*READERS, ".xlsx", ".npz"):  # the last two: zip archives that stay packed
+        check_content(path)
     if path.is_file() and ending not in READERS and ending != ".parquet":
-        if ending not in (".xlsx", ".npz"):  # zip archives that nobody would unpack
-            check_content(path)
         raise ValueError(f"{given}: a file of this kind is not read; needed is {kinds}.")
     splits = _open(source, what, split)
     split = split or ("train" if len(splits) > 1 else next(iter(splits)))
@@ -207,13 +198,14 @@ def read_records(source: str, seed: int) -> list[Record]:
 
 def read_system_prompt(text: str | None) -> str | None:
     """The text, or the content of the file that it names. Raises ValueError if that is not there or cannot be read."""
-    if not text or len(text.encode()) > 255:  # longer than a file name can be
+    if not text:
         return text
-    if Path(text).is_file():
-        try:
-            return Path(text).read_text(encoding="utf-8-sig").rstrip("\r\n")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"--system_prompt {text!r}: the file cannot be read as UTF-8 text ({error}).") from None
-    if re.search(r"\.(txt|md)$|^\S*/\S*$", text):
-        raise ValueError(f"--system_prompt {text!r}: no such file. If this is the text itself, put a space at its end.")
+    try:
+        return Path(text).read_text(encoding="utf-8-sig").rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--system_prompt {text!r}: the file cannot be read as UTF-8 text ({error}).") from None
+    except OSError:
+        if re.search(r"\.(txt|md)$|^\S*/\S*$", text):
+            hint = "If this is the text itself, put a space at its end"
+            raise ValueError(f"--system_prompt {text!r}: no such file, or it cannot be read. {hint}.") from None
     return text

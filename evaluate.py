@@ -12,7 +12,7 @@ gives it 1 or more.
 
 from __future__ import annotations
 
-from guards.launched import join_launcher
+from guards.start import join_launcher
 
 if __name__ == "__main__":
     join_launcher()
@@ -32,8 +32,7 @@ from flags import EngineSettings, Sampling, take
 from fsdp_utils import gather_from_ranks, init_world, is_main_process
 from grading.score import Grade
 from guards.disk import Records
-from guards.errors import RunError
-from guards.signals import Stopped
+from guards.start import RunError, Stopped
 from inputs.checks import ks_of_pass
 from inputs.command_line import exit_with_error
 from inputs.evaluation import load_inputs, parse_flags

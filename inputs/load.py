@@ -16,8 +16,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMix
 from data import PromptData
 from flags import Grading, Lora, PromptFormat, Sampling, Stalls, make_plan, take
 from fsdp_utils import World, gather_from_ranks, is_engine_leader_process, is_main_process, wait_for_all
-from guards.doctor import start_doctor
 from guards.fingerprint import check_same_start
+from guards.stall import Watch
 from inputs.checks import LOOPBACK, ranks_per_engine
 from inputs.evaluation import check_names, settings_per_set
 from inputs.machine import check_launch, choose_interface, is_first_node
@@ -97,7 +97,9 @@ def check_world(args: Namespace, world: World) -> None:
     """
     check_shared(Path(args.out_dir))
     check_same_start(vars(args))
-    start_doctor(Path(args.out_dir), world, take(Stalls, args))
+    run = gather_from_ranks(uuid.uuid4().hex)[0]
+    limit = take(Stalls, args).seconds
+    Watch(Path(args.out_dir) / "ranks", run, world.trainer_rank, world.num_trainers, limit).start()
     check_device(world.device, args.share_prompts)
 
 

@@ -31,7 +31,6 @@ import psutil
 WAITS = "waits for the other ranks"  # so begins what a rank is doing that others keep from going on
 INTERVAL, SHORTEST = 1.0, 0.1  # seconds between two writings: at most, and at least, however many phases begin
 STALE_SECONDS = 5.0  # a file that is older is of a process that does not run
-START_SECONDS = 120.0  # more for the start: importing vLLM and starting the engine show no progress
 LEAST_MOVED = 2**20  # bytes of files, between two looks, that are progress: this thread's own are less
 ROOT = Path(__file__).parent.parent
 
@@ -96,9 +95,8 @@ def bytes_moved() -> int:
 class Rank:
     """The content of a rank's file."""
 
-    run: str  # a name that all ranks of this start share: files of an earlier one are not meant
     rank: int
-    host: str = ""
+    host: str = "an unknown host"
     pid: int = 0
     time: str = ""
     step: int = 0
@@ -113,56 +111,46 @@ class Rank:
     def waits(self) -> bool:
         return self.doing.startswith(WAITS) and not self.problem
 
-    @property
-    def place(self) -> str:
-        return f"{self.phase} of step {self.step}"
-
 
 def problem_of(rank: Rank, silent: float) -> str:
     """Why the process does not run, after "rank 1 ..."; "" if it does. `silent`: seconds since it last wrote."""
-    status = ""
-    if rank.host == socket.gethostname():
-        try:
-            status = psutil.Process(rank.pid).status()
-        except psutil.Error:
-            status = psutil.STATUS_DEAD
-    if rank.has_ended or status in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE):
-        return "has ended" if rank.has_ended else "was killed"
+    if rank.has_ended:
+        return "has ended"
+    if rank.host != socket.gethostname():
+        gone = "has not been heard of: it or its host is stopped or unreachable"
+        return gone if silent >= STALE_SECONDS else ""
+    try:
+        status = psutil.Process(rank.pid).status()
+    except psutil.Error:
+        status = psutil.STATUS_DEAD
+    if status in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE):
+        return "was killed"
     if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
-        return f"is stopped (by SIGSTOP or a debugger; `kill -CONT {rank.pid}` lets it go on)"
-    if silent < STALE_SECONDS:
-        return ""
-    if status:
-        return f"is in a call that lets no other Python thread run (its stacks: ranks/rank_{rank.rank}.txt)"
-    return "has not been heard of: it or its host is stopped or unreachable"
+        return f"is stopped, by SIGSTOP or a debugger (`kill -CONT {rank.pid}` lets it go on)"
+    held = f"is in a call that lets no other Python thread run (all its stacks: ranks/rank_{rank.rank}.txt)"
+    return held if silent >= STALE_SECONDS else ""
 
 
-def likely_cause(ranks: list[Rank]) -> str:
-    """One sentence, without its full stop."""
-    busy = [rank for rank in ranks if not rank.waits]
-    firsts = {rank.place: rank.rank for rank in reversed(ranks)}
-    halted = [rank for rank in ranks if rank.problem]
-    if not halted and len(firsts) > 1 and len(busy) in (0, len(ranks)):
-        places = ", ".join(f"rank {rank} in {place}" for place, rank in reversed(firsts.items()))
-        return f"the ranks are in different phases, each waiting for the others: {places}"
-    if not busy:
-        return f"all ranks wait for each other in {ranks[0].place}: look at the network between them"
-    first = halted[0] if halted else max(busy, key=lambda rank: rank.quiet_seconds)
-    rest = "the others wait for it" if len(busy) < len(ranks) else "it came to a halt first"
-    what = f"{first.problem or first.doing}, in {first.place}, at {first.line}; {rest}"
-    return f"rank {first.rank} (process {first.pid} on {first.host}) {what}"
+def report(ranks: list[Rank], seconds: float) -> str:
+    """A line with the likely cause, and a table: ranks that do the same in one line, first those that do not wait."""
+    groups: dict[str, list[int]] = defaultdict(list)
+    for rank in sorted(ranks, key=lambda rank: (not rank.problem, rank.waits, -rank.quiet_seconds)):
+        where = f"on {rank.host}, in {rank.phase} of step {rank.step}, at {rank.line}"
+        groups[f"{rank.problem or rank.doing} {where}"].append(rank.rank)
+    lines = [f"{who(group)} {what}" for what, group in groups.items()]
+    places = sorted({(rank.step, rank.phase) for rank in ranks})
+    cause = f"{lines[0]}; the others wait" if len(lines) > 1 else lines[0]
+    if all(rank.waits for rank in ranks):
+        cause = "all ranks wait for each other: look at the network between them"
+    if all(rank.waits for rank in ranks) and len(places) > 1:
+        found = ", ".join(f"{phase} of step {step}" for step, phase in places)
+        cause = f"the ranks are in different phases, each waiting for the others: {found}"
+    return "\n  ".join([f"STALL: no progress for {seconds:.0f} s: {cause}", *lines])
 
 
-def table(ranks: list[Rank], seconds: float) -> str:
-    """The cause, and where the ranks are, in a line for those that do the same; first those that do not wait."""
-    groups: dict[tuple[bool, str], list[Rank]] = defaultdict(list)
-    for rank in ranks:
-        groups[rank.waits, f"{rank.place}, {rank.problem or rank.doing}, at {rank.line}"].append(rank)
-    lines = [f"STALL: no progress for {seconds:.0f} s: {likely_cause(ranks)}"]
-    for (_, place), group in sorted(groups.items()):
-        numbers, quiet = ", ".join(str(rank.rank) for rank in group), max(rank.quiet_seconds for rank in group)
-        lines.append(f"  {len(group)} of {len(ranks)} ranks ({numbers}), quiet for {quiet:.0f} s: {place}")
-    return "\n".join(lines)
+def who(numbers: list[int]) -> str:
+    names = ", ".join(map(str, sorted(numbers)))
+    return f"each of the ranks {names}" if len(numbers) > 1 else f"rank {names}"
 
 
 def own_line(frame: FrameType | None) -> str:
@@ -181,12 +169,12 @@ def own_line(frame: FrameType | None) -> str:
 class Watch(threading.Thread):
     """Writes this rank's file; reads those of the others when this rank makes no progress."""
 
-    def __init__(self, folder: Path, run: str, rank: int, num_ranks: int, limit: float) -> None:
+    def __init__(self, folder: Path, rank: int, num_ranks: int, limit: float) -> None:
         super().__init__(name="stall watch", daemon=True)
         folder.mkdir(exist_ok=True)
         self.files, self.limit = [folder / f"rank_{number}.json" for number in range(num_ranks)], limit
-        self.own = Rank(run, rank, socket.gethostname(), os.getpid())
-        self.seen = [(Rank(run, number), 0.0) for number in range(num_ranks)]  # with the time of the clock
+        self.own = Rank(rank, socket.gethostname(), os.getpid())
+        self.seen = [(Rank(number), 0.0) for number in range(num_ranks)]  # with the time of the clock
         self.clock = 0.0  # seconds; it stands still while this process is stopped
         self.count, self.moved, self.is_told = -1, 0, False
         self.files[rank].touch()
@@ -221,9 +209,11 @@ class Watch(threading.Thread):
 
     def write(self, has_ended: bool = False) -> None:
         """In place: over NFS a file that is replaced may be seen late. A full disk keeps its block."""
-        line = own_line(sys._current_frames().get(threading.main_thread().ident))
-        now, board = time.strftime("%Y-%m-%dT%H:%M:%S%z"), {"step": BOARD.step, "phase": BOARD.phase}
-        self.own = replace(self.own, time=now, **board, doing=BOARD.doing, line=line, has_ended=has_ended)
+        main = sys._current_frames().get(threading.main_thread().ident)
+        self.own = replace(
+            self.own, time=time.strftime("%Y-%m-%dT%H:%M:%S%z"), step=BOARD.step, phase=BOARD.phase, doing=BOARD.doing,
+            line=self.own.line if has_ended else own_line(main), has_ended=has_ended,
+        )  # fmt: skip
         with suppress(OSError), self.files[self.own.rank].open("r+") as file:
             file.write(json.dumps(asdict(self.own)))
             file.truncate()
@@ -234,8 +224,7 @@ class Watch(threading.Thread):
         found, since = self.seen[number]
         with suppress(OSError, ValueError, TypeError):  # it is not there yet, or is being written
             new = Rank(**json.loads(self.files[number].read_bytes()))
-            if new.run == self.own.run and new != found:
-                found, since = new, self.clock
+            found, since = (new, self.clock) if new != found else (found, since)
         self.seen[number], silent = (found, since), self.clock - since
         return replace(found, quiet_seconds=found.quiet_seconds + silent, problem=problem_of(found, silent))
 
@@ -243,10 +232,9 @@ class Watch(threading.Thread):
         """Reports a stall, if there is one and this is the lowest rank that runs."""
         if all(self.look_at(number).problem for number in range(self.own.rank)):
             ranks = [self.look_at(number) for number in range(len(self.files))]
-            alive = [rank for rank in ranks if rank.problem not in ("has ended", "was killed")]
-            seconds = min(rank.quiet_seconds - START_SECONDS * (rank.phase == "start") for rank in alive)
+            seconds = min(rank.quiet_seconds for rank in ranks if rank.problem not in ("has ended", "was killed"))
             if seconds >= self.limit:
-                self.tell(text := table(ranks, seconds), text)
+                self.tell(text := report(ranks, seconds), text)
 
     def tell(self, text: str, reason: str) -> None:
         """Prints the text; leaves the reason to scripts/launch.py."""

@@ -75,7 +75,7 @@ def reason_file(folder: Path, rank: int) -> Path:
 def note_reason(text: str, kind: str) -> bool:
     """Leaves the reason why this rank ends to the launcher; False if there is none. The first reason counts.
 
-    `kind`: "error" for what goes on the words "rank 1 ended with"; "mistake" for a whole sentence, the same on all ranks.
+    `kind`: "error" for what goes on the words "rank 1 ended with"; "mistake" for a whole sentence of all ranks.
     """
     folder = launch_folder()
     if folder is None:

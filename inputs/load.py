@@ -97,9 +97,8 @@ def check_world(args: Namespace, world: World) -> None:
     """
     check_shared(Path(args.out_dir))
     check_same_start(vars(args))
-    run = gather_from_ranks(uuid.uuid4().hex)[0]
     limit = take(Stalls, args).seconds
-    Watch(Path(args.out_dir) / "ranks", run, world.trainer_rank, world.num_trainers, limit).start()
+    Watch(Path(args.out_dir) / "ranks", world.trainer_rank, world.num_trainers, limit).start()
     check_device(world.device, args.share_prompts)
 
 

@@ -99,39 +99,51 @@ def test_a_rank_whose_launcher_died_before_it_could_ask_ends_at_once():
     assert (done.returncode, done.stdout) == (1, "")
 
 
-def test_the_last_line_is_the_reason_of_the_first_rank_that_failed(launch):
-    body = "time.sleep(2 if rank else 0.5); raise ValueError(f'reason of rank {rank}')"
-    out, _ = (done := launch(3, body)).communicate(timeout=60)
-    assert done.returncode == 1
-    assert out.splitlines()[-1] == "error: rank 0 ended with ValueError: reason of rank 0"
-    assert "Traceback" in out, "where it happened stands above"
+KILLED = """
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+while not (pid := os.path.exists("FOLDER/pid_1") and open("FOLDER/pid_1").read()) or os.path.exists(f"/proc/{pid}"):
+    time.sleep(0.05)
+"""
 
 
-def test_the_others_are_ended_when_one_has_failed(launch, tmp_path):
-    out, _ = (done := launch(2, "sys.exit(3) if rank else time.sleep(600)")).communicate(timeout=60)
+@pytest.mark.parametrize(
+    ("body", "last_line"),
+    [
+        ("time.sleep(2 - rank); raise ValueError(f'said by {rank}')", "rank 1 ended with ValueError: said by 1"),
+        ("sys.exit(3) if rank else time.sleep(600)", "rank 1 ended with exit status 3."),
+        ("note_reason('--clip_low 3: must be at most 1.', 'mistake'); sys.exit(1)", "--clip_low 3: must be at most 1."),
+        ("note_reason('OSError: lost', 'error') if rank else 0; time.sleep(600)", "rank 1 ended with OSError: lost"),
+        (KILLED + "raise RuntimeError('closed')", "rank 1 was ended by signal 9 (SIGKILL)"),
+        (KILLED + "note_reason('closed', 'mistake'); sys.exit(1)", "rank 1 was ended by signal 9 (SIGKILL)"),
+    ],
+)
+def test_the_last_line_is_the_reason_of_the_first_rank_that_failed_and_all_are_ended(body, last_line, launch, tmp_path):
+    """Also of one that has left its reason and does not end; a killed rank, not what others say because of it."""
+    out, _ = (done := launch(2, body.replace("FOLDER", str(tmp_path)))).communicate(timeout=60)
     assert done.returncode == 1
-    assert out.splitlines()[-1] == "error: rank 1 ended with exit status 3."
+    assert out.splitlines()[-1].startswith(f"error: {last_line}") and out.count(last_line) <= 1 + ("raise" in body)
+    assert ("Traceback" in out) == ("raise" in body), "where it happened stands above"
     wait_until_gone(pids(tmp_path, 2), 1)
 
 
-def test_the_reason_says_where_the_rank_was_and_which_stall_came_before(launch, tmp_path):
-    """By its file, and by the report of the stall (guards/stall.py), if they are of this start."""
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ([], "rank 0 ended with"),
+        (["rank_0.json"], "rank 0 (step 7, update) ended with"),
+        (["rank_0.json", "stall.txt"], "STALL: it hangs; then rank 0 (step 7, update) ended with"),
+    ],
+)
+def test_the_reason_says_where_the_rank_was_and_which_stall_came_before(written, said, launch, tmp_path):
+    """By the files of guards/stall.py, if they are of this start."""
     (ranks := tmp_path / "ranks").mkdir()
-    body = "[os.utime(f'{sys.argv[-1]}/ranks/{name}') for name in {names}]; sys.exit(3)"
-    for name, text in (
-        ("rank_0.json", '{"step": 7, "phase": "update", "doi'),
-        ("stall.txt", "STALL: it hangs\n  table"),
-    ):
+    for name, text in (("rank_0.json", '{"step": 7, "phase": "update", "d'), ("stall.txt", "STALL: it hangs\n  table")):
         (ranks / name).write_text(text)
         os.utime(ranks / name, (0, 0))
-    for names, said in (
-        ([], "rank 0 ended with exit status 3."),
-        (["rank_0.json"], "rank 0 (step 7, update) ended with exit status 3."),
-        (["rank_0.json", "stall.txt"], "STALL: it hangs; then rank 0 (step 7, update) ended with exit status 3."),
-    ):
-        os.utime(ranks / "rank_0.json", (0, 0))
-        out, _ = launch(1, body.replace("{names}", str(names)), arguments=("--out_dir", str(tmp_path))).communicate()
-        assert out == f"error: {said}\n"
+    body = f"[os.utime('{ranks}/' + name) for name in {written}]; sys.exit(3)"
+    out, _ = launch(1, body, arguments=("--out_dir", str(tmp_path))).communicate(timeout=60)
+    assert out == f"error: {said} exit status 3.\n"
 
 
 def test_a_kill_for_lack_of_memory_is_told_as_one():
@@ -139,121 +151,67 @@ def test_a_kill_for_lack_of_memory_is_told_as_one():
     assert "for lack of memory" in launch_module.how_it_ended(-9, is_by_linux=True)
 
 
-def test_a_rank_that_has_left_its_reason_but_does_not_end_is_ended(launch, tmp_path):
-    out, _ = launch(2, "note_reason('OSError: lost', 'error'); time.sleep(600)").communicate(timeout=60)
-    assert "ended with OSError: lost" in out.splitlines()[-1]
-    wait_until_gone(pids(tmp_path, 2), 1)
-
-
-def test_a_mistake_of_the_user_is_told_once_without_a_rank(launch):
-    body = "note_reason('--clip_low 3: must be at most 1.', 'mistake'); sys.exit(1)"
-    out, _ = (done := launch(4, body)).communicate(timeout=60)
-    assert (done.returncode, out) == (1, "error: --clip_low 3: must be at most 1.\n")
-
-
-@pytest.mark.parametrize("said", ["raise RuntimeError('closed')", "note_reason('closed', 'mistake'); sys.exit(1)"])
-def test_a_killed_rank_is_the_reason_and_not_what_the_others_say_because_of_it(said, launch, tmp_path):
-    body = f"""
-if rank == 1:
-    os.kill(os.getpid(), signal.SIGKILL)
-while os.path.exists("/proc/" + open("{tmp_path}/pid_1").read()):
-    time.sleep(0.05)
-{said}
-"""
-    (tmp_path / "pid_1").write_text("1")
-    out, _ = launch(2, body).communicate(timeout=60)
-    assert out.splitlines()[-1].startswith("error: rank 1 was ended by signal 9 (SIGKILL)")
-
-
 SAVES = """
-listen(); arm({grace})
-open(f"{{sys.argv[0]}}_{{rank}}", "w").close()
+listen()
+arm({grace}) if {grace} else None
+open(f"{folder}/pid_{{2 + rank}}", "w").write("1")
 while not requested():
     time.sleep(0.05)
 time.sleep({saving})
-print(f"rank {{rank}} has saved")
+print("saved", flush=True)
 """
 
 
-def armed(tmp_path, launcher) -> list[int]:
-    """Its two ranks, when they have something to save."""
-    while not all((tmp_path / f"program.py_{rank}").exists() for rank in range(2)):
-        assert launcher.poll() is None
-        time.sleep(0.02)
-    return pids(tmp_path, 2)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_asks_every_rank_and_a_run_that_then_saves_has_not_failed(launch, tmp_path, number):
-    launcher = launch(2, SAVES.format(grace=30, saving=0))
-    armed(tmp_path, launcher)
-    os.killpg(launcher.pid, number)  # as a terminal does: the ranks are in groups of their own
+@pytest.mark.parametrize(
+    ("grace", "saving", "signals", "status", "said"),
+    [  # to the launcher's process group, as a terminal does
+        (30, 0, [signal.SIGINT], 0, ["saved", "saved"]),
+        (30, 0, [signal.SIGUSR1], 0, ["saved", "saved"]),
+        (30, 0, [signal.SIGHUP], 0, ["saved", "saved"]),
+        (30, 0, [signal.SIGTERM, signal.SIGTERM], 0, ["saved", "saved"]),  # too soon: the same one by another way
+        (30, 0, ["rank 1"], 0, ["saved", "saved"]),
+        (30, 1, ["rank 1", "rank 0", signal.SIGTERM], 0, ["saved", "saved"]),  # as Slurm does
+        (30, 600, [signal.SIGTERM, "wait", signal.SIGTERM], 143, ["ended by a second signal"]),
+        (1, 600, [signal.SIGTERM], 1, ["error: SIGTERM: the run could not save within --grace_seconds 1; the same "]),
+        (0, 0, ["rank 1"], 0, ["SIGTERM: ended before the first step; nothing is lost"]),
+    ],
+)
+def test_a_signal_asks_every_rank_to_save_and_to_end(grace, saving, signals, status, said, launch, tmp_path):
+    launcher = launch(2, SAVES.format(grace=grace, saving=saving, folder=tmp_path))
+    ranks = pids(tmp_path, 4)[:2]
+    for number in signals:
+        if number == "wait":
+            time.sleep(0.7)
+        elif isinstance(number, str):
+            os.kill(ranks[int(number[-1])], signal.SIGTERM)
+        else:
+            os.killpg(launcher.pid, number)
     out, _ = launcher.communicate(timeout=30)
-    assert (launcher.returncode, sorted(out.splitlines())) == (0, ["rank 0 has saved", "rank 1 has saved"])
-
-
-def test_a_signal_to_one_rank_or_to_all_processes_is_one_to_the_run(launch, tmp_path):
-    for is_to_all in (False, True):
-        launcher = launch(2, SAVES.format(grace=30, saving=1))
-        ranks = armed(tmp_path, launcher)
-        for pid in [*ranks, launcher.pid] if is_to_all else ranks[1:]:
-            os.kill(pid, signal.SIGTERM)
-        out, _ = launcher.communicate(timeout=30)
-        assert (launcher.returncode, len(out.splitlines())) == (0, 2)
-        [(tmp_path / f"program.py_{rank}").unlink() for rank in range(2)]
-
-
-def test_a_run_that_does_not_save_within_its_grace_ends_with_a_sentence(launch, tmp_path):
-    launcher = launch(2, SAVES.format(grace=1, saving=600))
-    armed(tmp_path, launcher)
-    launcher.terminate()
-    out, _ = launcher.communicate(timeout=30)
-    assert launcher.returncode == 1
-    assert out.startswith("error: SIGTERM: the run could not save within --grace_seconds 1; the same command continues")
-
-
-def test_a_program_that_saves_nothing_ends_with_the_signal(launch, tmp_path):
-    launcher = launch(2, "time.sleep(600)")
-    pids(tmp_path, 2)
-    launcher.terminate()
-    assert launcher.wait(30) == 128 + signal.SIGTERM
-
-
-def test_a_signal_before_there_is_something_to_save_ends_the_run_well(launch, tmp_path):
-    """Also one to a single rank, where the others wait for it and would do so for ever."""
-    launcher = launch(2, f"listen(); open(f'{tmp_path}/pid_{{2 + rank}}', 'w').write('1'); time.sleep(600)")
-    os.kill(pids(tmp_path, 4)[1], signal.SIGTERM)
-    out, _ = launcher.communicate(timeout=30)
-    assert (launcher.returncode, out) == (0, "SIGTERM: ended before the first step; nothing is lost\n")
-
-
-def test_a_second_signal_ends_ranks_that_are_still_saving(launch, tmp_path):
-    launcher = launch(2, SAVES.format(grace=60, saving=600))
-    ranks = armed(tmp_path, launcher)
-    launcher.terminate()
-    time.sleep(0.2)
-    launcher.terminate()  # too soon: the same one by another way
-    time.sleep(0.6)
-    assert launcher.poll() is None
-    launcher.terminate()
-    assert launcher.wait(10) == 128 + signal.SIGTERM
+    assert launcher.returncode == status
+    assert [line.partition("command")[0] for line in out.splitlines()] == said
     wait_until_gone(ranks, 1)
 
 
-def test_without_a_launcher_a_rank_hears_signals_itself(tmp_path):
-    for grace, saving, signals, status in ((30, 0, 1, 0), (30, 600, 2, 143), (1, 600, 1, 1)):
-        body = PROGRAM.format(
-            root=str(ROOT), folder=tmp_path, joins=False, body=SAVES.format(grace=grace, saving=saving)
-        )
-        command = [sys.executable, "-c", body]
-        (file := tmp_path / "-c_0").unlink(missing_ok=True)
-        with subprocess.Popen(command, env=os.environ | {"RANK": "0"}, cwd=tmp_path) as rank:
-            while not file.exists():
-                time.sleep(0.02)
-            for _ in range(signals):
-                rank.terminate()
-                time.sleep(0.7)
-            assert rank.wait(10) == status
+def test_a_program_that_does_not_listen_ends_with_the_signal(launch, tmp_path):
+    launcher = launch(2, "time.sleep(600)")
+    pids(tmp_path, 2)
+    launcher.terminate()
+    assert launcher.wait(30) == 143
+
+
+@pytest.mark.parametrize(
+    ("grace", "saving", "signals", "status"), [(30, 0, 1, 0), (30, 600, 2, 143), (1, 600, 1, 1), (0, 0, 1, 0)]
+)
+def test_without_a_launcher_a_rank_does_it_itself(grace, saving, signals, status, tmp_path):
+    body = SAVES.format(grace=grace, saving=saving, folder=tmp_path)
+    program = PROGRAM.format(root=str(ROOT), folder=tmp_path, joins=False, body=body)
+    with subprocess.Popen([sys.executable, "-c", program], env=os.environ | {"RANK": "0"}) as rank:
+        while not (tmp_path / "pid_2").exists():
+            time.sleep(0.02)
+        for _ in range(signals):
+            rank.terminate()
+            time.sleep(0.7)
+        assert rank.wait(10) == status
 
 
 LOGS = """
@@ -293,6 +251,5 @@ def test_wrong_numbers_are_refused():
     for wrong in (["--ranks", "0", "x.py"], ["--nodes", "2", "--node_rank", "2", "x.py"], [], restarts):
         command = [sys.executable, str(ROOT / "scripts" / "launch.py"), *wrong]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 2 and done.stderr.strip().splitlines()[-1].startswith(
-            "launch.py: error: --max_restarts is for one node" if wrong is restarts else "launch.py: error: it takes"
-        )
+        said = "--max_restarts is for one node; on several use torchrun" if wrong is restarts else "it takes a program"
+        assert done.returncode == 2 and f"launch.py: error: {said}" in done.stderr

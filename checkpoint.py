@@ -41,9 +41,9 @@ from flags import Saving
 from fsdp_utils import HostGroup, World, gather_from_ranks, local_shard, new_host_group, wait_for_all
 from guards.checksums import Checksums, checksums, complaints, flush, write_list
 from guards.disk import DiskError, cause, free_space, tolerated
-from guards.heartbeat import beat
 from guards.progress import moving, progress
 from guards.shards import ShardPlanner, ShardReader, complaints_of_metadata
+from guards.stall import beat
 from policy import Policy
 from report import read_metrics
 

@@ -12,7 +12,7 @@ gives it 1 or more.
 
 from __future__ import annotations
 
-from guards.launched import join_launcher
+from guards.start import join_launcher
 
 if __name__ == "__main__":
     join_launcher()
@@ -36,8 +36,7 @@ from flags import GROUPS, INF, TINY, EngineSettings, Grading, Sampling, flag, ta
 from fsdp_utils import gather_from_ranks, init_world, is_main_process
 from grading.score import Grade
 from guards.disk import Records
-from guards.errors import RunError
-from guards.signals import Stopped
+from guards.start import RunError, Stopped
 from inputs.checks import check_head_dtype, check_ranges, ks_of_pass
 from inputs.command_line import exit_with_error, parser_of
 from inputs.load import load_model_files, samplings_of, start_grader

@@ -257,10 +257,8 @@ GROUPS["faults"] = [  # docs/faults.md
          "OUT_DIR/best points to it", free_on_resume=True),
     flag("--grace_seconds", 120.0, "after SIGTERM, SIGUSR1 or Ctrl-C: seconds in which the run saves and ends",
          (1, 1e6), free_on_resume=True),
-    flag("--stall_seconds", float, "report where every rank is, and why, after so long without progress; default: 600, "
+    flag("--stall_seconds", float, "say which rank the others wait for after so long without progress; default: 600, "
          "or 0.8 of --timeout_minutes where that is less", (1, 1e6), free_on_resume=True),
-    flag("--on_stall", "go_on", "after the report of a stall: wait on, or end all ranks with exit status 1",
-         choices=("go_on", "stop"), free_on_resume=True),
     flag("--max_rollout_gap", 0.05, "largest policy/rollout_gap_mean, and largest relative difference of the "
          "temperatures of sampler and trainer, times the share of the gap that it explains; beyond it the run finds "
          "out why; 0: no bound", (0, INF), free_on_resume=True),
@@ -376,7 +374,6 @@ class AdamW:  # the optimizer
 @settings
 class Stalls:  # when ranks that make no progress are reported
     stall_seconds: float | None
-    on_stall: str
     timeout_minutes: float
 
     @property

@@ -23,8 +23,8 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from guards.heartbeat import WAITS, beat
-from guards.launched import launch_folder
+from guards.stall import WAITS, beat
+from guards.start import Stopped, launch_folder, requested
 from inputs.machine import choose_interface, local_world_size, prepare_cpu, use_all_cores
 
 Item = TypeVar("Item")
@@ -365,6 +365,12 @@ def gather_from_ranks(item: Item, group: HostGroup = None) -> list[Item]:
     dist.all_gather_object(items, item)
     beat("computes")
     return items  # type: ignore[return-value]
+
+
+def end_if_requested() -> None:
+    """Raises Stopped on every rank if a signal has asked any of them to end. All ranks call it together."""
+    if any(gather_from_ranks(requested())):
+        raise Stopped
 
 
 def broadcast_from_main(item: Item | None) -> Item:

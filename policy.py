@@ -25,8 +25,8 @@ from transformers import PreTrainedModel
 from batch import Batch
 from flags import AdamW, Lora, Memory
 from fsdp_utils import World, full_tensors, own_rows, shard
-from guards.heartbeat import beat
 from guards.progress import OFF
+from guards.stall import beat
 from model import lora as adapters
 from model.attention import make_packing
 from model.head import chunked_logprobs

@@ -18,10 +18,9 @@ from grading.pool import Limits, Pool
 from grading.score import Grade, Needs, add_up, needs_math, parse_reward
 from grading.verifiers import Case
 from grading.worker import Outcome, Status
-from guards import signals
-from guards.errors import RunError
-from guards.heartbeat import beat, note
 from guards.progress import progress
+from guards.stall import beat, note
+from guards.start import RunError, Stopped, requested
 
 if TYPE_CHECKING:
     from batch import OnFinished, Row
@@ -122,8 +121,8 @@ class Grader:
     def _tell(self, status: Status) -> None:
         """What this rank waits for. That more items are done is progress. Raises Stopped if a signal has come."""
         assert self.pool is not None
-        if signals.requested():
-            raise signals.Stopped
+        if requested():
+            raise Stopped
         tell = beat if status.num_done != self.num_done else note
         self.num_done = status.num_done
         waits = f"waits for the reward workers: {status.num_left} items left"
@@ -140,13 +139,13 @@ class Grader:
         Raises RewardFailed if grading failed for each of the first completions: it will for the next ones; Stopped, on
         all ranks, if a signal has come.
         """
-        from fsdp_utils import gather_from_ranks
+        from fsdp_utils import end_if_requested, gather_from_ranks
 
         try:
             own = self.collect()
-        except signals.Stopped:  # the others learn it from the next line
+        except Stopped:  # the others learn it from the next line
             own = {}
-        signals.end_if_requested()
+        end_if_requested()
         by_b = {b: grade for share in gather_from_ranks(own) for b, grade in share.items()}
         grades = [by_b[b] for b in range(len(by_b))]
         tried = [grade for grade in grades if grade.status != "truncated"]

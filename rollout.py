@@ -45,11 +45,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from batch import OnFinished, Rollout, Row
 from flags import EngineSettings, Sampling
-from fsdp_utils import World, gather_from_ranks, set_allocator
-from guards import signals
-from guards.heartbeat import beat
-from guards.launched import launch_name
+from fsdp_utils import World, end_if_requested, gather_from_ranks, set_allocator
 from guards.progress import progress
+from guards.stall import beat
+from guards.start import launch_name, requested
 from model.engine_options import (
     AT_START,
     NOISE,
@@ -137,7 +136,7 @@ class Engine:
             if on_finished is not None and is_leader:
                 on_finished(own[i], done.text, done.token_ids, done.finish_reason == "length")
         if not self._is_probing:
-            signals.end_if_requested()
+            end_if_requested()
         result = _rollout_of([finished[b] for b in own]), time.perf_counter() - start
         of_engines = [each for each in gather_from_ranks(result if is_leader else None) if each is not None]
         self.seconds_E = np.array([seconds for _, seconds in of_engines])
@@ -233,10 +232,10 @@ class Engine:
         if self._is_probing:
             return False
         if self.world.tp_size == 1:
-            return signals.requested()
+            return requested()
         self.num_engine_steps += 1
         is_due = self.num_engine_steps % STEPS_BETWEEN_LOOKS == 0
-        return is_due and get_tp_group().broadcast_object(signals.requested(), src=0)
+        return is_due and get_tp_group().broadcast_object(requested(), src=0)
 
     def tell_progress(
         self, rows: list[Row], first_id: int, before: tuple[int, int, int] | None

@@ -25,12 +25,11 @@ from transformers import PreTrainedTokenizerBase
 
 from batch import OnFinished, Rollout, Row
 from flags import EngineSettings, Sampling, Servers
-from fsdp_utils import broadcast_from_main, gather_from_ranks, new_host_group
+from fsdp_utils import broadcast_from_main, end_if_requested, gather_from_ranks, new_host_group
 from generation.client import Completion, Fleet, Request, Server
 from generation.start import ServerProcess
-from guards import signals
-from guards.errors import RunError
-from guards.heartbeat import WAITS, beat, note
+from guards.stall import WAITS, beat, note
+from guards.start import RunError, requested
 from model.engine_options import engine_options, stop_ids
 from model.sizes import MOST_ON_GPU
 
@@ -130,7 +129,7 @@ class ServerEngine:
             return len(call.done) == call.count
 
         self.wait(take, lambda: f"{description}: {call.count - len(call.done)} completions unfinished")
-        signals.end_if_requested()
+        end_if_requested()
         self.seconds_E = np.array([time.monotonic() - call.start])
         rollout = broadcast_from_main(rollout_of(call, texts) if self.fleet is not None else None)
         return replace(rollout, rows=[row for row in rows for _ in range(sampling.num_samples)])
@@ -143,7 +142,7 @@ class ServerEngine:
         """
         while True:
             state, doing, error = self.news(is_done, what) if self.fleet is not None else ("", "", "")
-            heard = gather_from_ranks((state, doing, error, signals.requested()), self.group)
+            heard = gather_from_ranks((state, doing, error, requested()), self.group)
             state, doing, error, _ = heard[0]
             if error:
                 raise RunError(error)

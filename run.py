@@ -30,11 +30,10 @@ from batch import Metrics, Rollout, Sampled, Update, own_logprobs
 from checkpoint import checkpoints
 from data import PromptData
 from flags import FLAGS, Recording
-from fsdp_utils import World, gather_from_ranks
-from guards import signals
+from fsdp_utils import World, end_if_requested, gather_from_ranks
 from guards.disk import Records, replace, tolerated
-from guards.heartbeat import BOARD, in_phase
 from guards.lock import lock_file
+from guards.stall import BOARD, in_phase
 from inputs.checks import launched_world_size
 from metrics import merge_updates
 from records.console import Console
@@ -68,7 +67,7 @@ def open_run_folder(out_dir: Path, config: dict[str, object], free: set[str]) ->
         _check_same_flags(json.loads(file.read_text()), config, free, where)
         return lock
     described = {"config.json", "starts.jsonl", "reward_failures.jsonl", "excluded_rows.jsonl"}
-    ours = described | {"eval", "ranks", "servers", "stalls", "bad_updates", "samples.jsonl", "profile", FOLDER,
+    ours = described | {"eval", "ranks", "servers", "bad_updates", "samples.jsonl", "profile", FOLDER,
              "status.json", "report.html", "curves.png", "timeline.png", "tensorboard", "wandb"}  # fmt: skip
     found = {path.name for path in out_dir.iterdir() if not path.name.startswith((".", "changes_", "drift_"))}
     if others := ", ".join(sorted(found - ours)[:5]):
@@ -122,17 +121,17 @@ class Run:
         """The numbers of the steps. Raises Stopped between two of them if a signal came."""
         self.num_done, self.last_step = first - 1, last
         for self.step in range(first, last + 1):
-            signals.end_if_requested()
+            end_if_requested()
             self.is_last = self.step == last
             yield self.step
             self.num_done = self.step
-        signals.end_if_requested()
+        end_if_requested()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Adds the wall time of the block to `name`, without phases inside it; on CUDA, with work that it queued."""
         if name == "update":  # the last moment to end without it
-            signals.end_if_requested()
+            end_if_requested()
         start = time.perf_counter()
         self.start = self.start or start  # the clock of a run starts with its first phase
         before, begin = sum(self.seconds.values()), time.time()

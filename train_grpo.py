@@ -17,12 +17,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from guards import signals
-from guards.launched import join_launcher
+from guards.start import RunError, Stopped, arm, join_launcher, listen, signal_name
 
 if __name__ == "__main__":  # before all that takes time: a rank must not outlive its launcher, and a signal is no crash
     join_launcher()
-    signals.listen()
+    listen()
 
 from inputs.checks import check_flags, ranks_per_engine
 from inputs.command_line import exit_with_error, parse_flags
@@ -63,7 +62,6 @@ from flags import (
 from fsdp_utils import close_world, init_world, is_main_process
 from generation.partial_sampler import PartialSampler
 from grpo import Algorithm
-from guards.errors import RunError
 from guards.updates import Bounds, UpdateGuard
 from inputs.load import Inputs, check_world, load_inputs
 from metrics import throughput
@@ -154,8 +152,8 @@ def sample_only(run: Run, sampler: Sampler, inputs: Inputs, last_step: int) -> N
             with run.phase("log"):
                 run.keep(sampler.record(step, rollout), rollout, updates=[])
             run.log(step, metrics)
-    except signals.Stopped:
-        run.say(f"ended by {signals.signal_name()} after step {run.num_done}")
+    except Stopped:
+        run.say(f"ended by {signal_name()} after step {run.num_done}")
     run.say(f"done: {run.out_dir}/rollouts holds the completions of steps 1 to {run.num_done}")
     run.plot()
     run.finish()
@@ -218,7 +216,7 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
             logged |= evaluator.run(engine, saved_step)
         run.log(saved_step, logged)
 
-    signals.arm(args.grace_seconds)
+    arm(args.grace_seconds)
     if args.rollout_only:
         sample_only(run, sampler, inputs, last_step)
         return
@@ -269,11 +267,11 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
         writer.wait()
         finish(run, max(saved_step, last_step))
         run.say(f"done: {out_dir}/final holds the policy, {out_dir}/curves.png the curves")
-    except signals.Stopped:
+    except Stopped:
         done = run.num_done
         writer.save_before_end(done, policy, optimizer, sampler.state(done) | guard.state(), run.logged(done))
         run.finish()
-        run.say(f"ended by {signals.signal_name()} after step {done}, which is saved; the same command goes on")
+        run.say(f"ended by {signal_name()} after step {done}, which is saved; the same command goes on")
     close(inputs, engine)
 
 

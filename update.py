@@ -39,7 +39,7 @@ from fsdp_utils import (
 )
 from grpo import Algorithm, Graded
 from guards.drift import temperature_of
-from guards.heartbeat import beat
+from guards.stall import beat
 from guards.updates import UpdateGuard
 from metrics import stderr_of_ratio
 from policy import Policy, add_images, add_packing

@@ -19,10 +19,9 @@ import numpy as np
 
 from batch import OnFinished, Rollout, Row
 from flags import Sampling
-from fsdp_utils import gather_from_ranks
-from guards import signals
-from guards.heartbeat import beat
+from fsdp_utils import end_if_requested, gather_from_ranks
 from guards.progress import progress
+from guards.stall import beat
 from model.sizes import MOST_LAG
 
 if TYPE_CHECKING:  # importing vLLM takes seconds; the checks of bad input come first
@@ -113,7 +112,7 @@ class PartialRollouts:
                 on_finished(b, texts[place][g], ids[g], each.finish_reason == "length")
 
         taken = self.finish(share, sampling, version, tell)
-        signals.end_if_requested()
+        end_if_requested()
         assert len(taken) == share, "an engine has its share in the air, at least"
         seconds = time.perf_counter() - start
         chosen = [taken[i] for i in np.argsort(places)]

@@ -10,9 +10,11 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
+
+import psutil
 
 from generation.start import OWN_SERVER
-from guards.heartbeat import process_fields
 
 LOOK = 0.5  # seconds
 
@@ -20,8 +22,9 @@ LOOK = 0.5  # seconds
 def end_with_server() -> None:
     """Ends all processes of a server when the first of them, which the run holds, has ended."""
     first = os.getsid(0)
-    while process_fields(first)[:1] not in ([], ["Z"]):
-        time.sleep(LOOK)
+    with suppress(psutil.Error):  # it is gone
+        while psutil.Process(first).status() != psutil.STATUS_ZOMBIE:
+            time.sleep(LOOK)
     os.killpg(first, signal.SIGKILL)
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from guards.launched import die_with_parent
+from guards.start import die_with_parent
 
 ROOT = Path(__file__).parent.parent
 OF_RANKS = (  # what the environment says of a rank, and must not say to a server

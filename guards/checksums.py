@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from guards.heartbeat import tick
 from guards.progress import moving
+from guards.stall import tick
 
 HASHED_AT_A_TIME = 8
 PIECE = 2**26  # bytes

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from guards.errors import RunError
+from guards.start import RunError
 
 GIB = 1024**3
 Writes = Callable[[Path, bytes], None]  # `append` or `replace`

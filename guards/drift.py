@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from guards.errors import RunError
+from guards.start import RunError
 
 BUCKETS = 16  # sums of a tensor
 MOST_ROUNDED = 4  # sums that may differ where LoRA is merged, however small the tensor

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from fsdp_utils import gather_from_ranks
-from guards.errors import RunError
-from guards.heartbeat import BOARD
+from guards.stall import BOARD
+from guards.start import RunError
 
 ROOT = Path(__file__).parent.parent
 ROOMS = (".", "generation", "grading", "guards", "inputs", "model", "planner")  # the folders of the program

@@ -10,7 +10,7 @@ from threading import Event, Thread
 
 from tqdm import tqdm
 
-from guards.heartbeat import bytes_moved
+from guards.stall import bytes_moved
 
 OFF = "TQDM_DISABLE"  # environment: tqdm's own name for it, which other libraries' bars know, too
 LOOK_SECONDS = 0.5

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from flags import UpdateStep, settings
 from fsdp_utils import World
 from guards.drift import gap_in
-from guards.errors import RunError
 from guards.evidence import Fault, keep_evidence
+from guards.start import RunError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,8 +9,8 @@ import time
 from typing import NoReturn
 
 from flags import GROUPS, Flag, most_lag
-from guards.launched import note_reason
 from guards.progress import OFF
+from guards.start import note_reason
 
 USAGE = "python scripts/launch.py --ranks RANKS train_grpo.py --model MODEL --train_data FILE --out_dir FOLDER [flags]"
 DESCRIPTION = """Trains a language model with GRPO on verifiable rewards. One rank per GPU; on CPU, as many as you like.

@@ -18,8 +18,8 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 from data import PromptData
 from flags import Grading, PromptFormat, Sampling, Stalls, make_plan, take
 from fsdp_utils import World, gather_from_ranks, is_engine_leader_process, is_main_process, wait_for_all
-from guards.doctor import start_doctor
 from guards.fingerprint import check_same_start
+from guards.stall import Watch
 from inputs.checks import LOOPBACK, ranks_per_engine
 from inputs.machine import check_launch, choose_interface, local_world_size
 from inputs.records import name_of_source, read_system_prompt
@@ -133,7 +133,8 @@ def check_world(args: Namespace, world: World) -> None:
     """What only ranks together can know; then they watch each other. ValueError or RuntimeError, on every rank."""
     check_shared(Path(args.out_dir))
     check_same_start(vars(args))
-    start_doctor(Path(args.out_dir), world, take(Stalls, args))
+    limit = take(Stalls, args).seconds
+    Watch(Path(args.out_dir) / "ranks", world.trainer_rank, world.num_trainers, limit).start()
     check_device(world.device, args.share_prompts)
 
 

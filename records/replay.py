@@ -14,7 +14,7 @@ from torch import Tensor
 
 from batch import Rollout
 from checkpoint import checkpoints
-from guards.errors import RunError
+from guards.start import RunError
 from records.rollouts import FOLDER, read_rounds, steps_in
 from sampling import Sampler
 

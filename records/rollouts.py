@@ -20,7 +20,7 @@ from batch import Rollout, Row, Sampled
 from fsdp_utils import HostGroup, gather_on_main, new_host_group
 from grading.score import Grade
 from guards.disk import GIB, tolerated
-from guards.errors import RunError
+from guards.start import RunError
 
 if TYPE_CHECKING:  # half a second that most processes never need
     import pyarrow as pa

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Sourced by the launch scripts, in the repository's root: sets up (setup.sh) and defines `launch train_grpo.py FLAGS`.
 # NGPU: ranks on this node, one per GPU (on CPU: processes). Several nodes: the same command on each, with NNODES,
-# NODE_RANK (0 to NNODES - 1) and MASTER_ADDR (the first node's address; MASTER_PORT: a free port there). With --dry_run
-# nothing is started.
+# NODE_RANK (0 to NNODES - 1) and MASTER_ADDR (the first node's address; MASTER_PORT: a free port there). MAX_RESTARTS
+# (one node): how often a run that a fault has ended is started again. With --dry_run nothing is started.
 set -euo pipefail
 source scripts/setup.sh
 
@@ -26,5 +26,5 @@ launch() {
         nodes=(--nodes "$NNODES" --node_rank "$NODE_RANK")
         nodes+=(--master_addr "$MASTER_ADDR" --master_port "${MASTER_PORT:-29500}")
     fi
-    exec python scripts/launch.py --ranks "$NGPU" "${nodes[@]}" "$@"
+    exec python scripts/launch.py --ranks "$NGPU" --max_restarts "${MAX_RESTARTS:-0}" "${nodes[@]}" "$@"
 }

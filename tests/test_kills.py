@@ -3,11 +3,13 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,7 +27,7 @@ def flags(policy, tmp_path_factory) -> list[str]:
     reward.write_text(soak.REWARD)
     flags = soak.flags_of(policy, STEPS)
     flags[flags.index("--reward") + 1] = f"{reward}:score"
-    return [*flags, "--async_checkpoint"]
+    return flags
 
 
 def listening_addresses(pids: list[int]) -> set[str]:
@@ -83,6 +85,13 @@ def test_a_run_that_is_killed_in_eight_phases_ends_like_the_undisturbed_one(flag
     assert differences == []
 
 
+def wait_for(condition: Callable[[], object], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 def read_status(out_dir: Path) -> dict[str, object]:
     return json.loads((out_dir / "status.json").read_text())
 
@@ -124,6 +133,32 @@ def test_an_engine_over_two_ranks_gives_its_requests_up_when_one_of_them_gets_a_
     assert f"after step {last}, which is saved" in out_dir.with_suffix(".log").read_text()
     soak.run_to_the_end(out_dir, [*flags, "--stop_after", str(last + 1)])
     assert max(soak.last_lines(out_dir)) == last + 1
+
+
+def test_the_launcher_starts_a_run_again_after_a_kill_and_after_a_stall(flags, undisturbed, tmp_path):
+    """Rank 1 is killed in its update, and in a later one stopped, until the collectives of the others time out."""
+    out_dir, output = tmp_path / "run", tmp_path / "said"
+    flags = [*flags, "--timeout_minutes", "0.5", "--stall_seconds", "5", "--reward_timeout", "5"]
+    command = soak.run_command(out_dir, flags)
+    command[2:2] = ["--max_restarts", "2"]
+    with (
+        output.open("w") as file,
+        subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=file, stderr=file) as run,
+    ):
+        for number, after in ((signal.SIGKILL, 2), (signal.SIGSTOP, 5)):
+            wait_for(lambda: run.poll() is None and len(soak.last_lines(out_dir)) >= after, 200)  # noqa: B023
+            wait_for(lambda: soak.phase_of(out_dir, 1, run) == "update", 60)
+            os.kill(soak.ranks_of(run)[1], number)
+        assert run.wait(300) == 0, output.read_text()[-3000:]
+    said = [line for line in output.read_text().splitlines() if line.startswith(("error: ", "restart "))]
+    assert re.match(
+        r"error: rank 1 \(step \d, update\) was ended by signal 9 \(SIGKILL\) by someone; the same", said[0]
+    )
+    assert re.match(r"restart 1 of 2, \d steps after the last start", said[1])
+    assert re.match(r"error: STALL: no progress for \d+ s: rank 1 is stopped, by SIGSTOP .* in update of step", said[2])
+    assert re.search(r"; then rank 0 \(step \d, update\) ended with .*[Tt]imed out", said[2])
+    assert len(said) == 4 and said[3].startswith("restart 2 of 2")
+    assert soak.differences(out_dir, undisturbed[0]) == []
 
 
 def test_torchrun_starts_a_run_again_after_a_kill(flags, undisturbed, tmp_path):

@@ -16,7 +16,7 @@ from helpers import ROOT
 PROGRAM = """
 import os, signal, sys, time
 sys.path.insert(0, {root!r})
-from guards.launched import join_launcher, note_reason
+from guards.start import arm, join_launcher, listen, note_reason, requested
 if {joins}:
     join_launcher()
 rank = int(os.environ["RANK"])
@@ -94,141 +94,162 @@ def test_no_rank_outlives_a_killed_launcher(launch, joins, tmp_path):
 
 
 def test_a_rank_whose_launcher_died_before_it_could_ask_ends_at_once():
-    code = "from guards.launched import die_with_parent; die_with_parent(1); print('lives')"
+    code = "from guards.start import die_with_parent; die_with_parent(1); print('lives')"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")
 
 
-def test_the_last_line_is_the_reason_of_the_first_rank_that_failed(launch):
-    body = "time.sleep(2 if rank else 0.5); raise ValueError(f'reason of rank {rank}')"
-    out, _ = (done := launch(3, body)).communicate(timeout=60)
-    assert done.returncode == 1
-    assert out.splitlines()[-1] == "error: rank 0 ended with ValueError: reason of rank 0"
-    assert "Traceback" in out, "where it happened stands above"
+KILLED = """
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+while not (pid := os.path.exists("FOLDER/pid_1") and open("FOLDER/pid_1").read()) or os.path.exists(f"/proc/{pid}"):
+    time.sleep(0.05)
+"""
 
 
-def test_the_others_are_ended_when_one_has_failed(launch, tmp_path):
-    out, _ = (done := launch(2, "sys.exit(3) if rank else time.sleep(600)")).communicate(timeout=60)
+@pytest.mark.parametrize(
+    ("body", "last_line"),
+    [
+        ("time.sleep(2 - rank); raise ValueError(f'said by {rank}')", "rank 1 ended with ValueError: said by 1"),
+        ("sys.exit(3) if rank else time.sleep(600)", "rank 1 ended with exit status 3."),
+        ("note_reason('--clip_low 3: must be at most 1.', 'mistake'); sys.exit(1)", "--clip_low 3: must be at most 1."),
+        ("note_reason('OSError: lost', 'error') if rank else 0; time.sleep(600)", "rank 1 ended with OSError: lost"),
+        (KILLED + "raise RuntimeError('closed')", "rank 1 was ended by signal 9 (SIGKILL)"),
+        (KILLED + "note_reason('closed', 'mistake'); sys.exit(1)", "rank 1 was ended by signal 9 (SIGKILL)"),
+    ],
+)
+def test_the_last_line_is_the_reason_of_the_first_rank_that_failed_and_all_are_ended(body, last_line, launch, tmp_path):
+    """Also of one that has left its reason and does not end; a killed rank, not what others say because of it."""
+    out, _ = (done := launch(2, body.replace("FOLDER", str(tmp_path)))).communicate(timeout=60)
     assert done.returncode == 1
-    assert out.splitlines()[-1] == "error: rank 1 ended with exit status 3."
+    assert out.splitlines()[-1].startswith(f"error: {last_line}") and out.count(last_line) <= 1 + ("raise" in body)
+    assert ("Traceback" in out) == ("raise" in body), "where it happened stands above"
     wait_until_gone(pids(tmp_path, 2), 1)
 
 
-def test_the_reason_says_in_which_phase_the_rank_was(launch, tmp_path):
-    """By its heartbeat, if it is its own and not one of an earlier start."""
-    body = """
-import json
-(ranks := __import__("pathlib").Path(sys.argv[0]).parent / "ranks").mkdir(exist_ok=True)
-beat = {"pid": os.getpid() + rank, "step": 7, "phase": "update"}
-(ranks / f"rank_{rank}.json").write_text(json.dumps(beat))
-time.sleep(30) if rank == int(os.environ["WAITS"]) else os.kill(os.getpid(), signal.SIGKILL)
-"""
-    for waits, where in (("1", "rank 0 (step 7, update) was ended by"), ("0", "rank 1 was ended by")):
-        os.environ["WAITS"] = waits
-        out, _ = launch(2, body, arguments=("--out_dir", str(tmp_path))).communicate(timeout=60)
-        assert out.splitlines()[-1].startswith(f"error: {where} signal 9 (SIGKILL)")
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ([], "rank 0 ended with"),
+        (["rank_0.json"], "rank 0 (step 7, update) ended with"),
+        (["rank_0.json", "stall.txt"], "STALL: it hangs; then rank 0 (step 7, update) ended with"),
+    ],
+)
+def test_the_reason_says_where_the_rank_was_and_which_stall_came_before(written, said, launch, tmp_path):
+    """By the files of guards/stall.py, if they are of this start."""
+    (ranks := tmp_path / "ranks").mkdir()
+    for name, text in (("rank_0.json", '{"step": 7, "phase": "update", "d'), ("stall.txt", "STALL: it hangs\n  table")):
+        (ranks / name).write_text(text)
+        os.utime(ranks / name, (0, 0))
+    body = f"[os.utime('{ranks}/' + name) for name in {written}]; sys.exit(3)"
+    out, _ = launch(1, body, arguments=("--out_dir", str(tmp_path))).communicate(timeout=60)
+    assert out == f"error: {said} exit status 3.\n"
 
 
 def test_a_kill_for_lack_of_memory_is_told_as_one():
-    assert "by someone" in launch_module.how_it_ended(-9, oom_kills=0)
-    assert "for lack of memory" in launch_module.how_it_ended(-9, oom_kills=1)
+    assert "by someone" in launch_module.how_it_ended(-9, is_by_linux=False)
+    assert "for lack of memory" in launch_module.how_it_ended(-9, is_by_linux=True)
 
 
-def test_a_verdict_on_the_run_is_the_reason_also_where_it_killed_a_rank(launch, tmp_path):
-    body = f"""
-if rank == 0:
-    while not os.path.exists("{tmp_path}/pid_1"):
-        time.sleep(0.05)
-    time.sleep(0.2)
-    note_reason("rank 1 is stopped", "verdict")
-    os.kill(int(open("{tmp_path}/pid_1").read()), signal.SIGKILL)
-    time.sleep(1)
-    sys.exit(1)
-time.sleep(600)
-"""
-    out, _ = launch(2, body).communicate(timeout=60)
-    assert out.splitlines()[-1] == "error: rank 1 is stopped"
-
-
-def test_a_mistake_of_the_user_is_told_once_without_a_rank(launch):
-    body = "note_reason('--clip_low 3: must be at most 1.', 'mistake'); sys.exit(1)"
-    out, _ = (done := launch(4, body)).communicate(timeout=60)
-    assert (done.returncode, out) == (1, "error: --clip_low 3: must be at most 1.\n")
-
-
-@pytest.mark.parametrize("said", ["raise RuntimeError('closed')", "note_reason('closed', 'mistake'); sys.exit(1)"])
-def test_a_killed_rank_is_the_reason_and_not_what_the_others_say_because_of_it(said, launch, tmp_path):
-    body = f"""
-if rank == 1:
-    os.kill(os.getpid(), signal.SIGKILL)
-while os.path.exists("/proc/" + open("{tmp_path}/pid_1").read()):
+SAVES = """
+listen()
+arm({grace}) if {grace} else None
+open(f"{folder}/pid_{{2 + rank}}", "w").write("1")
+while not requested():
     time.sleep(0.05)
-{said}
+time.sleep({saving})
+print("saved", flush=True)
 """
-    (tmp_path / "pid_1").write_text("1")
-    out, _ = launch(2, body).communicate(timeout=60)
-    assert out.splitlines()[-1].startswith("error: rank 1 was ended by signal 9 (SIGKILL)")
 
 
-def test_a_signal_reaches_every_rank_and_a_run_that_then_ends_well_has_not_failed(launch, tmp_path):
-    body = f"""
-def note(number, frame):
-    open("{tmp_path}/signals", "a").write(f"{{rank}} {{number}};")
-    sys.exit(0)
-signal.signal(signal.SIGTERM, note)
-open("{tmp_path}/pid_" + str(2 + rank), "w").write("1")
-while True:  # a signal in the instant before a sleep does not end it
-    time.sleep(0.05)
-"""
-    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP):
-        launcher = launch(2, body)
-        pids(tmp_path, 4)
-        os.killpg(launcher.pid, number)  # as a terminal does: the ranks are in groups of their own
-        assert launcher.wait(30) == 0
-        assert sorted((tmp_path / "signals").read_text().split(";")) == ["", "0 15", "1 15"], "once each"
-        for file in tmp_path.glob("pid_*"):
-            file.unlink()
-        (tmp_path / "signals").unlink()
+@pytest.mark.parametrize(
+    ("grace", "saving", "signals", "status", "said"),
+    [  # to the launcher's process group, as a terminal does
+        (30, 0, [signal.SIGINT], 0, ["saved", "saved"]),
+        (30, 0, [signal.SIGUSR1], 0, ["saved", "saved"]),
+        (30, 0, [signal.SIGHUP], 0, ["saved", "saved"]),
+        (30, 0, [signal.SIGTERM, signal.SIGTERM], 0, ["saved", "saved"]),  # too soon: the same one by another way
+        (30, 0, ["rank 1"], 0, ["saved", "saved"]),
+        (30, 1, ["rank 1", "rank 0", signal.SIGTERM], 0, ["saved", "saved"]),  # as Slurm does
+        (30, 600, [signal.SIGTERM, "wait", signal.SIGTERM], 143, ["ended by a second signal"]),
+        (1, 600, [signal.SIGTERM], 1, ["error: SIGTERM: the run could not save within --grace_seconds 1; the same "]),
+        (0, 0, ["rank 1"], 0, ["SIGTERM: ended before the first step; nothing is lost"]),
+    ],
+)
+def test_a_signal_asks_every_rank_to_save_and_to_end(grace, saving, signals, status, said, launch, tmp_path):
+    launcher = launch(2, SAVES.format(grace=grace, saving=saving, folder=tmp_path))
+    ranks = pids(tmp_path, 4)[:2]
+    for number in signals:
+        if number == "wait":
+            time.sleep(0.7)
+        elif isinstance(number, str):
+            os.kill(ranks[int(number[-1])], signal.SIGTERM)
+        else:
+            os.killpg(launcher.pid, number)
+    out, _ = launcher.communicate(timeout=30)
+    assert launcher.returncode == status
+    assert [line.partition("command")[0] for line in out.splitlines()] == said
+    wait_until_gone(ranks, 1)
 
 
-def test_a_program_that_saves_nothing_ends_with_the_signal(launch, tmp_path):
+def test_a_program_that_does_not_listen_ends_with_the_signal(launch, tmp_path):
     launcher = launch(2, "time.sleep(600)")
     pids(tmp_path, 2)
     launcher.terminate()
-    assert launcher.wait(30) == 128 + signal.SIGTERM
+    assert launcher.wait(30) == 143
 
 
-def test_a_signal_to_one_rank_is_one_to_the_run(launch, tmp_path):
-    """Also where the others wait for that rank and would do so for ever; it does not get the signal a second time."""
-    body = f"""
-from guards import signals
-signals.listen()
-open("{tmp_path}/pid_" + str(2 + rank), "w").write("1")
-time.sleep(600)
+@pytest.mark.parametrize(
+    ("grace", "saving", "signals", "status"), [(30, 0, 1, 0), (30, 600, 2, 143), (1, 600, 1, 1), (0, 0, 1, 0)]
+)
+def test_without_a_launcher_a_rank_does_it_itself(grace, saving, signals, status, tmp_path):
+    body = SAVES.format(grace=grace, saving=saving, folder=tmp_path)
+    program = PROGRAM.format(root=str(ROOT), folder=tmp_path, joins=False, body=body)
+    with subprocess.Popen([sys.executable, "-c", program], env=os.environ | {"RANK": "0"}) as rank:
+        while not (tmp_path / "pid_2").exists():
+            time.sleep(0.02)
+        for _ in range(signals):
+            rank.terminate()
+            time.sleep(0.7)
+        assert rank.wait(10) == status
+
+
+LOGS = """
+log = sys.argv[-1] + "/metrics.jsonl"
+starts = open(sys.argv[-1] + "/starts", "a"); starts.write("x"); starts.close()
+num_starts = len(open(starts.name).read())
+for step in {steps}[num_starts - 1]:
+    print('{{"step": %d, "loss": 1}}' % step, file=open(log, "a"))
+{then}
 """
-    launcher = launch(2, body)
-    ranks = pids(tmp_path, 4)
-    os.kill(ranks[1], signal.SIGTERM)
-    out, _ = launcher.communicate(timeout=30)
-    assert (launcher.returncode, out) == (0, "SIGTERM: ended before the first step; nothing is lost\n")
 
 
-def test_a_second_signal_ends_ranks_that_do_not_listen(launch, tmp_path):
-    launcher = launch(2, f"signal.signal(15, lambda *_: None); open('{tmp_path}/pid_{{}}'.format(2 + rank), 'w').write("
-                         "'1'); [time.sleep(600) for _ in range(9)]")  # fmt: skip
-    pids(tmp_path, 4)
-    launcher.terminate()
-    time.sleep(0.2)
-    launcher.terminate()  # too soon: the same one by another way
-    time.sleep(0.6)
-    assert launcher.poll() is None
-    launcher.terminate()
-    assert launcher.wait(10) == 128 + signal.SIGTERM
-    wait_until_gone(pids(tmp_path, 2), 1)
+@pytest.mark.parametrize(
+    ("steps", "then", "status", "num_starts"),
+    [
+        ([[0, 1, 2], [3], []], "sys.exit(num_starts < 3)", 0, 3),
+        ([[0, 1], [2], [3], [4], [5]], "sys.exit(1)", 1, 4),  # --max_restarts 3
+        ([[0, 1], []], "os.kill(os.getpid(), signal.SIGKILL)", 1, 2),  # it comes back at once
+        ([[0]], "note_reason('--clip_low 3: must be at most 1.', 'mistake'); sys.exit(1)", 1, 1),
+        ([[0, 1]], "os.kill(os.getppid(), signal.SIGTERM); time.sleep(600)", 143, 1),  # a signal is no fault
+    ],
+)
+def test_what_had_done_a_step_is_started_again(steps, then, status, num_starts, launch, tmp_path):
+    body = LOGS.format(steps=steps, then=then)
+    launcher = launch(1, body, "--max_restarts", "3", arguments=("--out_dir", str(tmp_path)))
+    out, _ = launcher.communicate(timeout=60)
+    assert (launcher.returncode, len((tmp_path / "starts").read_text())) == (status, num_starts)
+    restarts = [line for line in out.splitlines() if line.startswith("restart ")]
+    assert len(restarts) == num_starts - 1
+    if restarts:
+        assert restarts[0] == f"restart 1 of 3, {len([x for x in steps[0] if x])} steps after the last start"
+    assert status != 1 or out.splitlines()[-1].startswith("error: ")
 
 
 def test_wrong_numbers_are_refused():
-    for wrong in (["--ranks", "0", "x.py"], ["--nodes", "2", "--node_rank", "2", "x.py"], []):
+    restarts = ["--nodes", "2", "--max_restarts", "1", "x.py"]
+    for wrong in (["--ranks", "0", "x.py"], ["--nodes", "2", "--node_rank", "2", "x.py"], [], restarts):
         command = [sys.executable, str(ROOT / "scripts" / "launch.py"), *wrong]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 2 and done.stderr.strip().splitlines()[-1].startswith("launch.py: error: it takes")
+        said = "--max_restarts is for one node; on several use torchrun" if wrong is restarts else "it takes a program"
+        assert done.returncode == 2 and f"launch.py: error: {said}" in done.stderr

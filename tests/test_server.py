@@ -26,7 +26,7 @@ from fake_server import FakeServer
 from flags import EngineSettings, Sampling, take
 from generation.client import TOKENS, Fleet, Server
 from generation.start import SERVER, ServerProcess
-from guards.errors import RunError
+from guards.start import RunError
 from helpers import (
     ALONE,
     ENVIRONMENT,

@@ -10,7 +10,7 @@ import pytest
 
 from batch import Sampled
 from grading.score import Grade
-from guards.errors import RunError
+from guards.start import RunError
 from helpers import make_rollout, make_row, metrics_of, torchrun, training_flags
 from records.replay import weights_of
 from records.rollouts import Keeper, file_of, read_rounds, steps_in

@@ -1,0 +1,244 @@
+"""What each rank is doing, and for which of them the others wait when nobody makes progress.
+
+    with in_phase("update", step=3):
+        beat("runs a backward pass")  # progress; it costs less than a microsecond, because nothing is written here
+
+A thread of every rank writes OUT_DIR/ranks/rank_N.json once a second and when a phase begins. When no rank has made
+progress for --stall_seconds, the lowest one that runs prints a table, once. That never ends a run: --timeout_minutes
+does, and the first line of the table is then the reason. Files, not torch's store: any rank may be the one that is
+stopped, also the one that keeps the store.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+WAITS = "waits for the other ranks"  # so begins what a rank is doing that others keep from going on
+INTERVAL, SHORTEST = 1.0, 0.1  # seconds between two writings: at most, and at least, however many phases begin
+STALE_SECONDS = 5.0  # a file that is older is of a process that does not run
+LEAST_MOVED = 2**20  # bytes of files, between two looks, that are progress: this thread's own are less
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass
+class Board:
+    """The state of this process. Its main thread writes it, the watch reads it."""
+
+    step: int = 0
+    phase: str = "start"
+    doing: str = "starts"
+    count: int = 0  # grows with all progress
+    has_changed: threading.Event = field(default_factory=threading.Event)  # the phase
+
+
+BOARD = Board()
+
+
+def beat(doing: str) -> None:
+    """This rank makes progress. `doing` goes on the sentence "rank 1 ...", and says for what it waits, if it does."""
+    BOARD.doing = doing
+    BOARD.count += 1
+
+
+def tick() -> None:
+    """Progress that goes without saying, of any thread."""
+    BOARD.count += 1
+
+
+def note(doing: str) -> None:
+    """The same without progress: a better word for what lasts."""
+    BOARD.doing = doing
+
+
+@contextmanager
+def in_phase(name: str, step: int) -> Iterator[None]:
+    """The block is phase `name` of the step. After an exception the phase stays: it is where the rank ended."""
+    outer = BOARD.phase
+    _enter(name, step)
+    yield
+    _enter("loop" if outer == "start" else outer, step)
+
+
+def _enter(name: str, step: int) -> None:
+    BOARD.phase, BOARD.step = name, step
+    beat("computes")
+    BOARD.has_changed.set()
+
+
+def bytes_moved() -> int:
+    """Read from and written to files by this process so far: a checkpoint of many gigabytes is progress, too."""
+    with suppress(psutil.Error, AttributeError):  # not Linux, or not allowed
+        counters = psutil.Process().io_counters()
+        return counters.read_chars + counters.write_chars
+    return 0
+
+
+# What ranks say of themselves, and of each other ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rank:
+    """The content of a rank's file."""
+
+    rank: int
+    host: str = "an unknown host"
+    pid: int = 0
+    time: str = ""
+    step: int = 0
+    phase: str = "start"
+    doing: str = "starts"
+    line: str = "an unknown line"  # at which the main thread is: the innermost one of our own code
+    quiet_seconds: float = 0.0  # since the last progress, but for time in which the process was stopped
+    has_ended: bool = False
+    problem: str = ""  # why it does not run: what another rank sees
+
+    @property
+    def waits(self) -> bool:
+        return self.doing.startswith(WAITS) and not self.problem
+
+
+def problem_of(rank: Rank, silent: float) -> str:
+    """Why the process does not run, after "rank 1 ..."; "" if it does. `silent`: seconds since it last wrote."""
+    if rank.has_ended:
+        return "has ended"
+    if rank.host != socket.gethostname():
+        gone = "has not been heard of: it or its host is stopped or unreachable"
+        return gone if silent >= STALE_SECONDS else ""
+    try:
+        status = psutil.Process(rank.pid).status()
+    except psutil.Error:
+        status = psutil.STATUS_DEAD
+    if status in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE):
+        return "was killed"
+    if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+        return f"is stopped, by SIGSTOP or a debugger (`kill -CONT {rank.pid}` lets it go on)"
+    held = f"is in a call that lets no other Python thread run (all its stacks: ranks/rank_{rank.rank}.txt)"
+    return held if silent >= STALE_SECONDS else ""
+
+
+def report(ranks: list[Rank], seconds: float) -> str:
+    """A line with the likely cause, and a table: ranks that do the same in one line, first those that do not wait."""
+    groups: dict[str, list[int]] = defaultdict(list)
+    for rank in sorted(ranks, key=lambda rank: (not rank.problem, rank.waits, -rank.quiet_seconds)):
+        where = f"on {rank.host}, in {rank.phase} of step {rank.step}, at {rank.line}"
+        groups[f"{rank.problem or rank.doing} {where}"].append(rank.rank)
+    lines = [f"{who(group)} {what}" for what, group in groups.items()]
+    places = sorted({(rank.step, rank.phase) for rank in ranks})
+    cause = f"{lines[0]}; the others wait" if len(lines) > 1 else lines[0]
+    if all(rank.waits for rank in ranks):
+        cause = "all ranks wait for each other: look at the network between them"
+    if all(rank.waits for rank in ranks) and len(places) > 1:
+        found = ", ".join(f"{phase} of step {step}" for step, phase in places)
+        cause = f"the ranks are in different phases, each waiting for the others: {found}"
+    return "\n  ".join([f"STALL: no progress for {seconds:.0f} s: {cause}", *lines])
+
+
+def who(numbers: list[int]) -> str:
+    names = ", ".join(map(str, sorted(numbers)))
+    return f"each of the ranks {names}" if len(numbers) > 1 else f"rank {names}"
+
+
+def own_line(frame: FrameType | None) -> str:
+    """The innermost line of our own code, for example: update.py:158 update_policy."""
+    while frame:
+        file = frame.f_code.co_filename
+        if file.startswith(f"{ROOT}/") and "site-packages" not in file:
+            return f"{file.removeprefix(f'{ROOT}/')}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back
+    return Rank.line
+
+
+# The thread -----------------------------------------------------------------------------------------------------------
+
+
+class Watch(threading.Thread):
+    """Writes this rank's file; reads those of the others when this rank makes no progress."""
+
+    def __init__(self, folder: Path, rank: int, num_ranks: int, limit: float) -> None:
+        super().__init__(name="stall watch", daemon=True)
+        folder.mkdir(exist_ok=True)
+        self.files, self.limit = [folder / f"rank_{number}.json" for number in range(num_ranks)], limit
+        self.own = Rank(rank, socket.gethostname(), os.getpid())
+        self.seen = [(Rank(number), 0.0) for number in range(num_ranks)]  # with the time of the clock
+        self.clock = 0.0  # seconds; it stands still while this process is stopped
+        self.count, self.moved, self.is_told = -1, 0, False
+        self.files[rank].touch()
+        self.stacks = self.files[rank].with_suffix(".txt").open("w")  # of all threads, when this one cannot run
+        self.tick(0.0)
+        atexit.register(self.write, has_ended=True)
+
+    def run(self) -> None:
+        now = time.monotonic()
+        while True:
+            BOARD.has_changed.wait(INTERVAL)
+            BOARD.has_changed.clear()
+            before, now = now, time.monotonic()
+            self.tick(min(now - before, 2 * INTERVAL))
+            time.sleep(SHORTEST)
+
+    def tick(self, elapsed: float) -> None:
+        """Writes, and looks at the others if it is time to. `elapsed`: seconds in which this process ran."""
+        self.clock += elapsed
+        moved = bytes_moved()
+        has_progress = self.count != BOARD.count or moved - self.moved >= LEAST_MOVED
+        self.count, self.moved = BOARD.count, moved
+        if has_progress:
+            self.stacks.truncate(0)
+            faulthandler.dump_traceback_later(max(self.limit / 2, STALE_SECONDS), file=self.stacks)
+        self.own = replace(self.own, quiet_seconds=0.0 if has_progress else self.own.quiet_seconds + elapsed)
+        self.write()
+        if self.is_told and has_progress:
+            self.tell("STALL: over, the run goes on", "")
+        elif not self.is_told and self.own.quiet_seconds >= self.limit - 2 * STALE_SECONDS:
+            self.look()
+
+    def write(self, has_ended: bool = False) -> None:
+        """In place: over NFS a file that is replaced may be seen late. A full disk keeps its block."""
+        main = sys._current_frames().get(threading.main_thread().ident)
+        self.own = replace(
+            self.own, time=time.strftime("%Y-%m-%dT%H:%M:%S%z"), step=BOARD.step, phase=BOARD.phase, doing=BOARD.doing,
+            line=self.own.line if has_ended else own_line(main), has_ended=has_ended,
+        )  # fmt: skip
+        with suppress(OSError), self.files[self.own.rank].open("r+") as file:
+            file.write(json.dumps(asdict(self.own)))
+            file.truncate()
+
+    def look_at(self, number: int) -> Rank:
+        if number == self.own.rank:
+            return self.own
+        found, since = self.seen[number]
+        with suppress(OSError, ValueError, TypeError):  # it is not there yet, or is being written
+            new = Rank(**json.loads(self.files[number].read_bytes()))
+            found, since = (new, self.clock) if new != found else (found, since)
+        self.seen[number], silent = (found, since), self.clock - since
+        return replace(found, quiet_seconds=found.quiet_seconds + silent, problem=problem_of(found, silent))
+
+    def look(self) -> None:
+        """Reports a stall, if there is one and this is the lowest rank that runs."""
+        if all(self.look_at(number).problem for number in range(self.own.rank)):
+            ranks = [self.look_at(number) for number in range(len(self.files))]
+            seconds = min(rank.quiet_seconds for rank in ranks if rank.problem not in ("has ended", "was killed"))
+            if seconds >= self.limit:
+                self.tell(text := report(ranks, seconds), text)
+
+    def tell(self, text: str, reason: str) -> None:
+        """Prints the text; leaves the reason to scripts/launch.py."""
+        self.is_told = not self.is_told
+        print(text, flush=True)
+        with suppress(OSError):
+            self.files[0].with_name("stall.txt").write_text(reason)

@@ -1,0 +1,181 @@
+"""How a rank starts and ends: it ends with its launcher, hears signals, and leaves its reason. Standard library only.
+
+    join_launcher()      # first of all: a rank must not outlive its launcher while it imports torch
+    listen()             # hears signals; until `arm` there is nothing to save, and one ends the process at once
+    arm(grace_seconds)   # from now on a signal asks the run to save and to end
+    if requested(): ...  # asks this rank; `fsdp_utils.end_if_requested` asks all of them together
+
+scripts/launch.py passes a signal on to all ranks as SIGTERM. A rank that gets one by itself tells the launcher by
+SIGUSR2. A second signal is the launcher's to obey, and a rank's own under torchrun or by hand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+
+PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets when its parent dies
+FOLDER, LAUNCHER = "GRPO_LAUNCH_FOLDER", "GRPO_LAUNCHER_PID"  # environment: set by scripts/launch.py
+HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SECOND = "ended by a second signal"
+
+
+class RunError(Exception):
+    """Ends the run, without a traceback: the message says what happened and what to do."""
+
+
+class Stopped(Exception):
+    """A signal has asked the run to end; every rank raises it at the same place."""
+
+
+# The launcher ---------------------------------------------------------------------------------------------------------
+
+
+def join_launcher() -> None:
+    """Call it first in a program that is started as ranks."""
+    if "RANK" in os.environ:
+        die_with_parent(int(os.environ.get(LAUNCHER, "0")))
+    faulthandler.enable()
+    sys.excepthook = _note_exception
+
+
+def die_with_parent(parent: int = 0) -> None:
+    """Linux kills this process when the one that started it dies, however that dies. `parent`: its pid, if known."""
+    parent = parent or os.getppid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)  # it has died before the call
+
+
+def launch_folder() -> Path | None:
+    """The folder of scripts/launch.py, on this node: the same for all ranks that it has started."""
+    return Path(os.environ[FOLDER]) if FOLDER in os.environ else None
+
+
+def launch_name() -> str:
+    """Names this run among all on the machine."""
+    folder = launch_folder()
+    return folder.name if folder else os.environ["MASTER_PORT"]
+
+
+def reason_file(folder: Path, rank: int) -> Path:
+    return folder / f"reason_{rank}.json"
+
+
+def note_reason(text: str, kind: str) -> bool:
+    """Leaves the reason why this rank ends to the launcher; False if there is none. The first reason counts.
+
+    `kind`: "error" for what goes on the words "rank 1 ended with"; "mistake" for a whole sentence of all ranks.
+    """
+    folder = launch_folder()
+    if folder is None:
+        return False
+    file = reason_file(folder, int(os.environ["RANK"]))
+    with contextlib.suppress(OSError):
+        if not file.exists():
+            unfinished = file.with_suffix(".unfinished")
+            unfinished.write_text(json.dumps({"time": time.time(), "text": text, "kind": kind}))
+            unfinished.replace(file)
+    return file.exists()
+
+
+def _note_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    sys.__excepthook__(kind, error, trace)
+    lines = str(error).strip().splitlines()
+    note_reason(f"{kind.__name__}: {lines[0]}" if lines else kind.__name__, "error")
+
+
+# Signals --------------------------------------------------------------------------------------------------------------
+
+
+class Request:
+    """The signals to this process, and the grace of a run that has something to save."""
+
+    def __init__(self) -> None:
+        self.first: int | None = None
+        self.time = 0.0
+        self.grace: float | None = None  # seconds; None: nothing to save yet
+
+    def place_of(self, number: int) -> int:
+        """1: the first signal; 2: a second one; 0: the first one by another way.
+
+        A terminal and a launcher may both send it; Slurm may send SIGTERM itself, and SIGUSR1 through its script.
+        """
+        now = time.monotonic()
+        if self.first is None:
+            self.first, self.time = number, now
+            return 1
+        return 2 if now - self.time > (0.5 if number == self.first else 5.0) else 0
+
+
+_request = Request()
+
+
+def listen() -> None:
+    """Hears signals from now on, in a thread: the main one may be waiting for other ranks for minutes."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    for number in HEARD:
+        signal.signal(number, lambda *_: None)  # C code then writes the number into the pipe, whatever Python does
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    threading.Thread(target=_hear, args=(reader,), name="signals", daemon=True).start()
+
+
+def arm(grace_seconds: float) -> None:
+    """From now on a signal is a request, which the run meets within so many seconds."""
+    _request.grace = grace_seconds
+
+
+def requested() -> bool:
+    """Whether this rank was asked to stop."""
+    return _request.first is not None
+
+
+def signal_name() -> str:
+    """Of the signal that this rank got; others may have got it instead."""
+    return signal.Signals(_request.first or signal.SIGTERM).name
+
+
+def _hear(reader: int) -> None:
+    while True:
+        for number in os.read(reader, 64):
+            place = _request.place_of(number) if number in HEARD else 0
+            if place == 1:
+                _obey(number)
+            elif place == 2 and LAUNCHER not in os.environ:
+                _end(128 + number, SECOND)
+
+
+def _obey(number: int) -> None:
+    if LAUNCHER in os.environ:
+        os.kill(int(os.environ[LAUNCHER]), signal.SIGUSR2)
+    if _request.grace is None:
+        goes_by_status = LAUNCHER not in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"  # torchrun
+        text = f"{signal_name()}: ended before the first step; nothing is lost"
+        _end(128 + number if goes_by_status else 0, text)
+    timer = threading.Timer(_request.grace, _give_up)
+    timer.daemon = True
+    timer.start()
+
+
+def _give_up() -> None:
+    text = f"{signal_name()}: the run could not save within --grace_seconds {_request.grace:g}"
+    _end(1, f"{text}; the same command continues from the last checkpoint")
+
+
+def _end(status: int, text: str) -> None:
+    """Ends the process, wherever its main thread is."""
+    is_told = status != 0 and note_reason(text, "mistake")
+    if not is_told and os.environ.get("RANK", "0") == "0":
+        print(text, file=sys.stderr, flush=True)
+    os._exit(status)

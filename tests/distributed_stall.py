@@ -1,0 +1,48 @@
+"""A rank that makes progress for a second, and comes to a halt in phase update of step 3; rank 1 in its own way.
+
+tests/distributed_stall.py FAULT FOLDER LIMIT, with RANK and WORLD_SIZE in the environment
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from guards.stall import WAITS, Watch, beat, in_phase
+
+FAULT, FOLDER, LIMIT = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
+RANK = int(os.environ["RANK"])
+
+
+def wait() -> None:
+    beat(f"{WAITS} (gather)")
+    time.sleep(600)
+
+
+def hang() -> None:
+    time.sleep(600)
+
+
+def wait_in_another_phase() -> None:
+    with in_phase("sync", 3):
+        wait()
+
+
+FAULTS = {
+    "hang": hang,
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "exception": lambda: sys.exit(1),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "hold": lambda: ctypes.PyDLL(None).sleep(600),
+    "all wait": wait,
+    "phases": wait_in_another_phase,
+}
+
+Watch(FOLDER, RANK, int(os.environ["WORLD_SIZE"]), LIMIT).start()
+with in_phase("update", 3):
+    for _ in range(10):
+        beat("runs a backward pass")
+        time.sleep(0.1)
+    FAULTS[FAULT]() if RANK == 1 else wait()

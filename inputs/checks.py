@@ -205,17 +205,11 @@ def check_waits(args: argparse.Namespace, num_ranks: int) -> None:
 
 
 def check_bounds(args: argparse.Namespace) -> None:
-    """Raises ValueError for bounds of an update that every update would break, or none could, and for no way back."""
+    """Raises ValueError for a bound that no update can be beyond."""
     is_on_policy = args.prompts_per_update == args.prompts_per_step and args.num_iterations == 1
-    for name in ("max_kl", "max_ratio", "max_grad_norm_factor"):
-        wrong, value = given(FLAGS[f"--{name}"], args), getattr(args, name)
-        if 0 < value <= 1 and name != "max_kl":
-            raise ValueError(f"{wrong}: must be above 1, or 0 for none.")
-        if value and is_on_policy and not args.lora_dropout and name != "max_grad_norm_factor":
-            known = "with one update a step, which is of the policy that sampled: KL 0, ratio 1"
-            raise ValueError(f"{wrong} has no effect {known}; leave it out.")
-    if args.on_bad_update == "rollback" and not args.save_every:
-        raise ValueError("--on_bad_update rollback goes back to a checkpoint, and none is written; give --save_every.")
+    if args.max_kl and is_on_policy and not args.lora_dropout:
+        known = "with one update a step, which is of the policy that sampled: its KL is 0"
+        raise ValueError(f"--max_kl {args.max_kl:g} has no effect {known}; leave it out.")
 
 
 def check_algorithm(args: argparse.Namespace) -> None:

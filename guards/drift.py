@@ -115,10 +115,11 @@ class DriftGuard:
 
     def sums_of_engine(self, model: nn.Module) -> Sums:
         """Of what this rank's part of the engine multiplies by."""
+        self.fused = model.packed_modules_mapping  # for example qkv_proj -> q_proj, k_proj, v_proj
         sums: Sums = {}
         for name, module in model.named_modules():
             packed = getattr(module, "packed_sums", None)
-            sums |= self.sums_of_layer(name, module, model.packed_modules_mapping) if packed is None else packed
+            sums |= self.sums_of_layer(name, module) if packed is None else packed
         return sums
 
     def watch_packing(self, model: nn.Module) -> Sums:
@@ -131,38 +132,32 @@ class DriftGuard:
             pack = getattr(method, "process_weights_after_loading", None)
             if pack and not name.endswith("embed_tokens"):  # rows of it are looked up, in the tensor itself
                 module.packed_sums = {}
-                packed = model.packed_modules_mapping
-                method.process_weights_after_loading = partial(self.sum_and_pack, name, packed, pack)
+                method.process_weights_after_loading = partial(self.sum_and_pack, name, pack)
         return {}
 
-    def sum_and_pack(
-        self, name: str, packed: dict[str, list[str]], pack: Callable[[nn.Module], None], layer: nn.Module
-    ) -> None:
-        layer.packed_sums = self.sums_of_layer(name, layer, packed)
-        pack(layer)
+    def sum_and_pack(self, name: str, pack: Callable[[nn.Module], None], module: nn.Module) -> None:
+        module.packed_sums = self.sums_of_layer(name, module)
+        pack(module)
 
-    def sums_of_layer(self, name: str, module: nn.Module, packed: dict[str, list[str]]) -> Sums:
+    def sums_of_layer(self, name: str, module: nn.Module) -> Sums:
         """Of this rank's parts of a layer's tensors, in the policy's dtype: kernels for CPUs keep biases in fp32."""
         sums: Sums = {}
-        for part, tensor, first_row, first_column in self.parts_of(name, module, packed):
+        for part, tensor, first_row, first_column in self.parts_of(name, module):
             sums[part] = no_sums(tensor.device)
             for start in range(0, len(tensor), ROWS):
                 rows = tensor[start : start + ROWS].to(self.policy.dtype)
                 add_sums(sums[part], rows, first_row + start, first_column)
         return sums
 
-    def parts_of(
-        self, name: str, module: nn.Module, packed: dict[str, list[str]]
-    ) -> Iterator[tuple[str, Tensor, int, int]]:
+    def parts_of(self, name: str, module: nn.Module) -> Iterator[tuple[str, Tensor, int, int]]:
         """(name in the policy, this rank's rows, index of the first row, of the first column) of a layer's tensors.
 
-        `packed`: of vLLM, for example qkv_proj -> q_proj, k_proj, v_proj. Of rows that several ranks hold alike the
-        first one's count; rows beyond the policy's are padding.
+        Of rows that several ranks hold alike the first one's count; rows beyond the policy's are padding.
         """
         before, _, own = name.rpartition(".")
         tp_rank, tp_size = self.world.trainer_rank % self.world.tp_size, self.world.tp_size
         for kind, tensor in module.named_parameters(recurse=False):
-            parts = [common_name(f"{before}.{part}.{kind}") for part in packed.get(own, [own])]
+            parts = [common_name(f"{before}.{part}.{kind}") for part in self.fused.get(own, [own])]
             rows_of_parts = getattr(module, "output_partition_sizes", [len(tensor)])
             if len(parts) != len(rows_of_parts) or not all(part in self.shapes for part in parts):
                 continue  # for example several tensors that are one in the policy, too
@@ -171,9 +166,8 @@ class DriftGuard:
             column, start = tp_rank * tensor.shape[1] if is_cut else 0, 0
             for part, num_rows in zip(parts, rows_of_parts, strict=True):
                 size = self.shapes[part][0]
-                copies = (
-                    num_rows * tp_size // size if num_rows == size or len(parts) > 1 else 1
-                )  # ranks with these rows
+                has_copies = num_rows == size or len(parts) > 1
+                copies = num_rows * tp_size // size if has_copies else 1  # ranks that hold the same rows
                 first = tp_rank // copies * num_rows
                 count = min(num_rows, max(size - first, 0)) if is_cut or tp_rank % copies == 0 else 0
                 yield part, tensor.detach()[start : start + count], first, column
@@ -242,10 +236,8 @@ def check_gap(metrics: dict[str, float], step: UpdateStep) -> None:
     of the gap that it explains: over two hundred tokens of an uncertain policy rounding alone has looked like 0.94,
     which explained half. Faults explain three quarters and more. Where the loss is not finite, log-probs say nothing.
     """
-    bound = step.max_rollout_gap
-    gap, temperature, share = (
-        metrics[f"policy/rollout_{name}"] for name in ("gap_mean", "temperature", "temperature_r2")
-    )
+    names, bound = ("gap_mean", "temperature", "temperature_r2"), step.max_rollout_gap
+    gap, temperature, share = (metrics[f"policy/rollout_{name}"] for name in names)
     is_within = gap <= bound and abs(temperature - 1.0) * share <= bound
     if bound > 0 and math.isfinite(metrics["policy/loss"]) and not is_within:
         found = f"sampler and trainer give other log-probs to the same tokens: policy/rollout_gap_mean {gap:.4f}, "

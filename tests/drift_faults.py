@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -30,7 +30,7 @@ from model import lora as adapters
 from rollout import Engine
 
 GAP, RATE = "policy/rollout_gap_mean", 1e-5  # a step at it changes no log-prob that one would see
-UP, K, V, Q, Q_OF_NEXT, OUT, NORM = (f"model.layers.{place}.weight" for place in (
+UP, K, V, Q, NEXT_Q, OUT, NORM = (f"model.layers.{place}.weight" for place in (
     "0.mlp.up_proj", "0.self_attn.k_proj", "0.self_attn.v_proj", "0.self_attn.q_proj", "1.self_attn.q_proj",
     "1.self_attn.o_proj", "1.input_layernorm",
 ))  # fmt: skip
@@ -69,22 +69,16 @@ class Trial:
         self.engine.sync(self.policy.full_weights())
         return None
 
-    @contextmanager
-    def stream(self, change: Callable[[dict[str, Tensor]], object]) -> Iterator[None]:
+    def stream(self, change: Callable[[dict[str, Tensor]], object]) -> AbstractContextManager:
         """What the syncs send is changed."""
         full_weights = self.policy.full_weights
 
         def changed() -> Iterator[tuple[str, Tensor]]:
             named = dict(full_weights())
             change(named)
-            yield from named.items()
+            return iter(named.items())
 
-        with patch.object(self.policy, "full_weights", changed):
-            yield
-
-
-def swap(named: dict[str, Tensor], one: str, other: str) -> None:
-    named[one], named[other] = named[other], named[one]
+        return patch.object(self.policy, "full_weights", changed)
 
 
 def one_bit(weight: Tensor) -> Tensor:
@@ -93,26 +87,28 @@ def one_bit(weight: Tensor) -> Tensor:
     return changed
 
 
-def break_norms(model: nn.Module) -> None:
+def another_kernel(trial: Trial) -> AbstractContextManager:
     """The engine computes another function with the same weights."""
-    for module in model.modules():
-        if hasattr(module, "variance_epsilon"):
-            module.variance_epsilon = 3.0 if module.variance_epsilon < 1 else 1e-6
+    changes = ExitStack()
+
+    def change(model: nn.Module) -> None:
+        for module in model.modules():
+            if hasattr(module, "variance_epsilon"):
+                changes.enter_context(patch.object(module, "variance_epsilon", 3.0))
+
+    trial.engine.llm.apply_model(change)
+    return changes
 
 
-@contextmanager
-def another_kernel(trial: Trial) -> Iterator[None]:
-    trial.engine.llm.apply_model(break_norms)
-    yield
-    trial.engine.llm.apply_model(break_norms)
-
-
-def faults_of(trial: Trial) -> dict[str, Callable]:
+def faults_of(trial: Trial) -> dict[str, Callable[[], AbstractContextManager]]:
     """By name: while it is open, syncs or calls have the fault."""
     engine, old = trial.engine, {name: tensor.clone() for name, tensor in trial.policy.full_weights()}
+    unmerged = lambda layer, weight, dtype: weight.to(dtype)  # noqa: E731
+    of_lora = {"adapter not merged": lambda: patch.object(adapters, "merged", unmerged)}  # which leaves the head
+    of_head = {"head not repacked": lambda: patch.object(rollout_module, "_repack_head", lambda model: None)}
     return {
-        "k and v swapped": lambda: trial.stream(lambda named: swap(named, K, V)),
-        "layers swapped": lambda: trial.stream(lambda named: swap(named, Q, Q_OF_NEXT)),
+        "k and v swapped": lambda: trial.stream(lambda named: named.update({K: named[V], V: named[K]})),
+        "layers swapped": lambda: trial.stream(lambda named: named.update({Q: named[NEXT_Q], NEXT_Q: named[Q]})),
         "scaled": lambda: trial.stream(lambda named: named.update({OUT: named[OUT] * 1.01})),
         "stale": lambda: trial.stream(lambda named: named.update({OUT: old[OUT]})),
         "one bit": lambda: trial.stream(lambda named: named.update({NORM: one_bit(named[NORM])})),
@@ -121,10 +117,7 @@ def faults_of(trial: Trial) -> dict[str, Callable]:
         "prefix cache kept": lambda: patch.object(engine.llm, "reset_prefix_cache", lambda: True),
         "wrong temperature": lambda: patch.object(trial, "sampling", replace(trial.sampling, temperature=0.9)),
         "kernel": lambda: another_kernel(trial),
-        **({"adapter not merged": lambda: patch.object(adapters, "merged", lambda layer, weight, dtype: weight.to(dtype))}
-           if trial.policy.has_adapter  # which leaves the head as it was
-           else {"head not repacked": lambda: patch.object(rollout_module, "_repack_head", lambda model: None)}),
-    }  # fmt: skip
+    } | (of_lora if trial.policy.has_adapter else of_head)
 
 
 def main(path: str, tp_size: str, lora_rank: str, output: str) -> None:

@@ -20,6 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from batch import Metrics
 from flags import UpdateStep
 from fsdp_utils import World, gather_from_ranks, sum_over_trainers
 from guards.errors import RunError
@@ -229,7 +230,7 @@ def differing(own: Tensor, others: Tensor, merged_sizes: Tensor) -> Tensor:
 # After sampling: log-probs --------------------------------------------------------------------------------------------
 
 
-def check_gap(metrics: dict[str, float], step: UpdateStep) -> None:
+def check_gap(metrics: Metrics, step: UpdateStep) -> None:
     """Raises DriftError if what an update is to train on was sampled by something else than the policy.
 
     The mean gap or the temperature is farther off than the bound, or not a number. The temperature counts by the share

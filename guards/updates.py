@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from batch import Metrics, State
 from flags import UpdateStep, settings
 from fsdp_utils import World
 from guards.drift import check_gap
@@ -28,7 +29,7 @@ class Bounds:  # of updates
     max_skipped_updates: int
 
 
-def find_fault(metrics: dict[str, float], bounds: Bounds) -> tuple[str, str] | None:
+def find_fault(metrics: Metrics, bounds: Bounds) -> tuple[str, str] | None:
     """(the metric that counts it, what is wrong) of an update with these metrics; None: nothing."""
     loss, norm, kl = (metrics[name] for name in ("policy/loss", "optim/grad_norm", "policy/approx_kl"))
     if not math.isfinite(loss):
@@ -48,16 +49,16 @@ class UpdateGuard:
     bounds: Bounds = Bounds()
     num_skipped: int = 0  # in a row
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> State:
         """What a resumed run needs: goes into the checkpoint."""
         return {"skipped_in_a_row": self.num_skipped}
 
-    def restore(self, state: dict[str, object]) -> dict[str, object]:
+    def restore(self, state: State) -> State:
         """Takes its part of the state; returns all of it. A checkpoint of an older version has none."""
         self.num_skipped = state.get("skipped_in_a_row", 0)
         return state
 
-    def judge(self, metrics: dict[str, float], step: UpdateStep) -> dict[str, float]:
+    def judge(self, metrics: Metrics, step: UpdateStep) -> Metrics:
         """How often the update was left out, 0 or 1, and why, as metrics.
 
         Raises RunError if it is one too many, or if the sampler has drifted away from the policy.

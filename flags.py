@@ -198,8 +198,6 @@ GROUPS["optimizer (AdamW)"] = [
     flag("--adam_beta1", 0.9, "decay of the mean gradient", (0, 0.99999)),
     flag("--adam_beta2", 0.999, "decay of the mean squared gradient", (0, 0.99999)),
     flag("--max_grad_norm", 1.0, "the global gradient norm is clipped to this", (TINY, INF)),
-    flag("--max_skipped_updates", 3, "stop after this many bad updates in a row, or since the checkpoint that they go "
-         "back to: see --on_bad_update", (1, INF), free_on_resume=True),
 ]
 DTYPES = ("bfloat16", "float32")
 GROUPS["precision and memory"] = [
@@ -260,19 +258,12 @@ GROUPS["faults"] = [  # docs/faults.md
     flag("--stall_seconds", float, "say which rank the others wait for after so long without progress; default: 600, "
          "or 0.8 of --timeout_minutes where that is less", (1, 1e6), free_on_resume=True),
     flag("--max_rollout_gap", 0.05, "largest policy/rollout_gap_mean, and largest relative difference of the "
-         "temperatures of sampler and trainer, times the share of the gap that it explains; beyond it the run finds "
-         "out why; 0: no bound", (0, INF), free_on_resume=True),
-    flag("--on_rollout_gap", "stop", "when the sampler has drifted and a new sync does not help; go_on also trains on "
-         "what it samples", choices=("go_on", "stop"), free_on_resume=True),
-    flag("--max_kl", 0.0, "largest KL (policy/approx_kl) of an update to the policy that sampled; 0: none", (0, INF),
-         free_on_resume=True),
-    flag("--max_ratio", 0.0, "largest ratio pi / pi_old of a token in an update; 0: none", (0, INF),
-         free_on_resume=True),
-    flag("--max_grad_norm_factor", 0.0, "largest gradient norm, as a multiple of the median of the last 50 updates; 0: "
-         "none", (0, INF), free_on_resume=True),
-    flag("--on_bad_update", "skip", "an update that is not finite or beyond these bounds: leave it out, end the run, "
-         "or go back to the policy and optimizer of the last checkpoint", choices=("skip", "stop", "rollback"),
-         free_on_resume=True),
+         "temperatures of sampler and trainer, times the share of the gap that it explains; beyond it the run ends; 0: "
+         "no bound", (0, INF), free_on_resume=True),
+    flag("--max_kl", 0.0, "largest KL (policy/approx_kl) to the policy that sampled; an update beyond it is left out; "
+         "0: no bound", (0, INF), free_on_resume=True),
+    flag("--max_skipped_updates", 3, "most updates in a row that are left out, because they are not finite or beyond "
+         "--max_kl; one more ends the run", (0, INF), free_on_resume=True),
 ]
 GROUPS[DRY_RUN] = [  # all of them may change when a run continues
     flag("--dry_run", False, "print batches, memory, time and what would have to change, and stop; needs no GPU"),
@@ -383,14 +374,6 @@ class Stalls:  # when ranks that make no progress are reported
 
 
 @settings
-class DriftBounds:  # how far sampler and trainer may be apart
-    max_rollout_gap: float
-    on_rollout_gap: str
-    temperature: float
-    partial_rollouts: bool  # tokens of older weights are trained: then their gap of log-probs is no fault
-
-
-@settings
 class EngineSettings:  # the engine; `max_model_len` is in tokens, prompt and completion together
     max_model_len: int
     dtype: str
@@ -458,7 +441,6 @@ class Plan:
     max_grad_norm: float
     seed: int
     max_rollout_gap: float
-    on_rollout_gap: str
     steps_ahead: int
     partial_rollouts: bool
     replay: str | None
@@ -475,9 +457,7 @@ class Plan:
         """Where update i of step 1, 2, ... stands in the run, and its learning rate."""
         index = (step - 1) * self.updates_per_step + i
         # Where other weights have sampled, a gap is no fault.
-        by_others = self.steps_ahead or self.partial_rollouts or self.replay
-        is_bounded = self.on_rollout_gap == "stop" and not by_others
-        largest_gap = self.max_rollout_gap if is_bounded else 0.0
+        largest_gap = 0.0 if self.steps_ahead or self.partial_rollouts or self.replay else self.max_rollout_gap
         return UpdateStep(index, self.rate(index), i == 0, self.max_grad_norm, self.seed, step, i + 1, largest_gap)
 
     def rate(self, update: int) -> float:
@@ -503,7 +483,7 @@ class UpdateStep(NamedTuple):
     seed: int
     step: int = 1
     number: int = 1  # in its step
-    max_rollout_gap: float = 0.0  # completions beyond it are not trained on; 0: all are
+    max_rollout_gap: float = 0.0  # beyond it the run ends before the update; 0: no bound
 
 
 def most_lag(args: argparse.Namespace) -> int:

@@ -98,7 +98,7 @@ def merge_updates(updates: list[Metrics]) -> Metrics:
             merged[name] = max(values)
         elif name.endswith("_min"):
             merged[name] = min(values)
-        elif name in ("optim/skipped_updates", "optim/rollbacks"):
+        elif name.startswith("optim/skipped_"):
             merged[name] = sum(values)
         elif name == "optim/lr":
             merged[name] = values[-1]

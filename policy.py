@@ -97,19 +97,20 @@ class Policy(adapters.WithAdapter):
         names, shapes = map(list, zip(*named, strict=True))
         return {"names": names, "dtype_names": [str(self.dtype).removeprefix("torch.")] * len(names), "shapes": shapes}
 
-    def own_rows(self, with_adapter: bool = True) -> Iterator[tuple[str, Iterator[tuple[Tensor, int]]]]:
-        """(Hugging Face name, pieces: some rows in the engine's dtype and the index of the first) of each parameter.
+    def own_rows(self) -> Iterator[tuple[str, bool, Iterator[tuple[Tensor, int]]]]:
+        """(Hugging Face name, is LoRA merged into it, pieces: some rows in the engine's dtype and the index of the
+        first) of each parameter.
 
         What the engine is to hold, LoRA merged, from this rank's shards alone: nothing of `full_weights` is used. All
         ranks run through the same parameters' pieces together.
         """
         layers = {f"{name}.base_layer.weight": layer for name, layer in adapters.adapted_layers(self.model).items()}
         for name, parameter in self.model.named_parameters():
-            if with_adapter and name in layers:
-                yield in_files(name), adapters.own_merged_rows(layers[name], parameter, self.dtype)
+            if name in layers:
+                yield in_files(name), True, adapters.own_merged_rows(layers[name], parameter, self.dtype)
             elif ".lora_" not in name:
                 pieces = own_rows(parameter, adapters.MERGED_ROWS)
-                yield in_files(name), ((rows.to(self.dtype), first) for rows, first in pieces)
+                yield in_files(name), False, ((rows.to(self.dtype), first) for rows, first in pieces)
 
     def describe(self) -> str:
         """How many parameters the policy has and how many of them are trained: for the first lines of the log."""

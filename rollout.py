@@ -20,7 +20,7 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # in this process: its weights and its seed are ours
 # The first rank's warnings are enough: what vLLM falls back to is the same on all.
@@ -61,9 +61,6 @@ from model.engine_options import (
 )
 from model.vision import Vision
 
-if TYPE_CHECKING:
-    from rollout_checks import DriftGuard
-
 for _name, _beginning in NOISE + ([] if torch.cuda.is_available() else NOISE_ON_CPU):
     logging.getLogger(_name).addFilter(lambda record, noise=_beginning: not record.msg.startswith(noise))
 
@@ -76,10 +73,17 @@ _CPUSHMDistributed.make_group_name = staticmethod(lambda communicator: f"{_name_
 STEPS_BETWEEN_LOOKS = 16  # of an engine over several ranks: each look costs them a broadcast
 
 
+class Guard(Protocol):
+    """Looks whether the engine is what the trainer trains."""
+
+    def before_sample(self, cached_blocks: int) -> None:
+        """Raises RunError if its weights are others, or if it has kept keys and values of an earlier call."""
+
+
 class Engine:
     """One vLLM engine per tensor-parallel group; this object is the calling rank's part of it."""
 
-    guard: DriftGuard | None = None  # looks whether it holds and samples what the trainer trains
+    guard: Guard | None = None
 
     def __init__(
         self,
@@ -123,7 +127,7 @@ class Engine:
         finished, the leader of its engine calls `on_finished(b, text, token_ids, is_truncated)`. Raises Stopped, and
         cannot sample any more, if a signal came meanwhile.
         """
-        self.prepare(rows, sampling, seed)
+        self.prepare(seed)
         rows_B = [row for row in rows for _ in range(sampling.num_samples)]
         indices_PG = np.arange(len(rows_B)).reshape(-1, sampling.num_samples)
         own = np.array_split(indices_PG, self.world.num_engines)[self.world.engine_index].flatten().tolist()
@@ -135,17 +139,13 @@ class Engine:
             finished[own[i]] = done
             if on_finished is not None and is_leader:
                 on_finished(own[i], done.text, done.token_ids, done.finish_reason == "length")
-        if not self._is_probing:
-            end_if_requested()
+        end_if_requested()
         result = _rollout_of([finished[b] for b in own]), time.perf_counter() - start
         of_engines = [each for each in gather_from_ranks(result if is_leader else None) if each is not None]
         self.seconds_E = np.array([seconds for _, seconds in of_engines])
-        rollout = replace(Rollout.concatenate([rollout for rollout, _ in of_engines]), rows=rows_B)
-        if self.guard is not None:
-            self.guard.after_sample(rollout)
-        return rollout
+        return replace(Rollout.concatenate([rollout for rollout, _ in of_engines]), rows=rows_B)
 
-    def prepare(self, rows: list[Row], sampling: Sampling, seed: tuple[int, ...]) -> None:
+    def prepare(self, seed: tuple[int, ...]) -> None:
         """Before requests are made: empty caches, the guard's look, the seed."""
         assert self.state == "awake", f"the engine is {self.state}: sync() wakes it, but not after a failure"
         # Keys, values and embeddings of images under old weights, and of earlier calls: a cached prefix changes the
@@ -154,7 +154,8 @@ class Engine:
         assert is_reset, "no request is under way between two calls"
         self.llm.llm_engine.engine_core.reset_encoder_cache()
         if self.guard is not None:
-            self.guard.before_sample(rows, sampling)
+            scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+            self.guard.before_sample(len(scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block))
         seed_everything(seed, self.world.engine_index)
 
     def params(self, sampling: Sampling, max_tokens: int) -> SamplingParams:
@@ -192,11 +193,6 @@ class Engine:
                     bar.update()
             bar.refresh()  # full, however short it took
 
-    @property
-    def _is_probing(self) -> bool:
-        """The guard samples, amid a step that is to be finished: a signal waits."""
-        return self.guard is not None and self.guard.is_busy
-
     def add(self, rows: list[Row], so_far: list[tuple[int, ...]], sampling: Sampling) -> int:
         """Requests that go on where completions of these rows have ended. The number of the first; the others follow.
 
@@ -229,8 +225,6 @@ class Engine:
 
     def is_abandoned(self) -> bool:
         """Whether a signal has come: the same on all ranks of an engine, which ask each other now and then."""
-        if self._is_probing:
-            return False
         if self.world.tp_size == 1:
             return requested()
         self.num_engine_steps += 1
@@ -270,8 +264,6 @@ class Engine:
                 is_awake = self.llm.wake_up(tags=["kv_cache"])
             assert is_awake, "weights and cache are all that sleeps: otherwise requests would wait for ever"
         self.state = "awake"
-        if self.guard is not None:
-            self.guard.after_sync()
 
     def sleep(self) -> None:
         """CUDA: drops weights and KV cache until the next sync (level 2: no copy of the weights). CPU: nothing."""

@@ -66,8 +66,6 @@ def rollout_of(call: Call, texts: dict[int, str]) -> Rollout:
 class ServerEngine:
     """Every rank has one; that of the main rank has the servers."""
 
-    guard = None  # it compares weights in this process; docs/generation.md says what is left without it
-
     def __init__(
         self,
         fleet: Fleet | None,

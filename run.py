@@ -30,14 +30,15 @@ from batch import Metrics, Rollout, Sampled, Update, own_logprobs
 from checkpoint import checkpoints
 from data import PromptData
 from flags import FLAGS, Recording
-from fsdp_utils import World, end_if_requested, gather_from_ranks
+from fsdp_utils import World, broadcast_from_main, end_if_requested, gather_from_ranks
 from guards.disk import Records, replace, tolerated
 from guards.lock import lock_file
 from guards.stall import BOARD, in_phase
+from guards.start import RunError
 from inputs.checks import launched_world_size
 from metrics import merge_updates
 from records.console import Console
-from records.rollouts import FOLDER, Keeper
+from records.rollouts import FOLDER, Keeper, file_of
 from records.tokens import bytes_of_tokens
 
 if TYPE_CHECKING:
@@ -67,9 +68,9 @@ def open_run_folder(out_dir: Path, config: dict[str, object], free: set[str]) ->
         _check_same_flags(json.loads(file.read_text()), config, free, where)
         return lock
     described = {"config.json", "starts.jsonl", "reward_failures.jsonl", "excluded_rows.jsonl"}
-    ours = described | {"eval", "ranks", "servers", "bad_updates", "samples.jsonl", "profile", FOLDER,
+    ours = described | {"eval", "ranks", "servers", "samples.jsonl", "profile", FOLDER,
              "status.json", "report.html", "curves.png", "timeline.png", "tensorboard", "wandb"}  # fmt: skip
-    found = {path.name for path in out_dir.iterdir() if not path.name.startswith((".", "changes_", "drift_"))}
+    found = {path.name for path in out_dir.iterdir() if not path.name.startswith((".", "changes_"))}
     if others := ", ".join(sorted(found - ours)[:5]):
         raise ValueError(f"{where} holds {others} but no config.json, so no run of this program; choose another.")
     replace(file, f"{json.dumps(config, indent=2)}\n".encode())  # which is read only if a step was trained after it
@@ -77,10 +78,10 @@ def open_run_folder(out_dir: Path, config: dict[str, object], free: set[str]) ->
 
 
 def _check_same_flags(found: dict[str, object], config: dict[str, object], free: set[str], where: str) -> None:
-    """A flag that is newer than the run had its default then; one of the dry run that is gone had no effect."""
+    """A flag that is newer than the run had its default then; one that is gone is not compared."""
     defaults = {name: FLAGS[f"--{name}"].value for name in config if f"--{name}" in FLAGS}
-    found = defaults | {name: value for name, value in found.items() if not name.startswith("plan_")}
-    pairs = [(name, found.get(name), config.get(name)) for name in sorted((set(config) | set(found)) - free)]
+    found = defaults | {name: value for name, value in found.items() if name in config}
+    pairs = [(name, found.get(name), config.get(name)) for name in sorted(set(config) - free)]
     different = "; ".join(f"--{name} {there!r} there, {now!r} now" for name, there, now in pairs if there != now)
     if different:
         way_out = "give the same flags to continue it, or another --out_dir to start afresh"
@@ -231,6 +232,19 @@ class Run:
         self.samples(sampled.step, trained, sampled.group_size)
         if self.recording.keep_rollouts:
             self.rollouts.keep(dataclasses.replace(sampled, logprobs=own_logprobs(trained, updates)))
+
+    @contextmanager
+    def kept_if_it_ends(self, sampled: Sampled, trained: Rollout, updates: list[Update]) -> Iterator[None]:
+        """Keeps what was sampled in this step if the block ends the run with a sentence, which then names the file."""
+        try:
+            yield
+        except RunError as error:  # on every rank alike
+            self.keep(sampled, trained, updates)
+            self.rollouts.wait()
+            file = file_of(self.out_dir, self.step)
+            if not broadcast_from_main(file.exists()):  # of the main process, which writes it; no rank ends before
+                raise
+            raise RunError(f"{error} {file} holds the step's tokens, with both log-probs, for --replay.") from error
 
     def samples(self, step: int, rollout: Rollout, group_size: int) -> None:
         """Appends the first two completions of each of the first two groups to samples.jsonl."""

@@ -41,13 +41,11 @@ if __name__ == "__main__":  # a mistake in a flag is reported before transformer
         exit_with_error(error)
     gc.disable()  # what is imported stays: looking for garbage among it would take a quarter of the time
 
-from batch import State
 from checkpoint import Writer, latest, link_final, load
 from data import PromptData, most_images
 from evaluate import Evaluator
 from flags import (
     AdamW,
-    DriftBounds,
     EngineSettings,
     Lora,
     Memory,
@@ -62,6 +60,7 @@ from flags import (
 from fsdp_utils import close_world, init_world, is_main_process
 from generation.partial_sampler import PartialSampler
 from grpo import Algorithm
+from guards.drift import DriftGuard
 from guards.updates import Bounds, UpdateGuard
 from inputs.load import Inputs, check_world, load_inputs
 from metrics import throughput
@@ -74,8 +73,6 @@ from sampling import Draws, Sampler
 from update import add_advantages, add_logprobs, pack_updates, update_policy, work_of_step
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
     from rollout import Engine
     from rollout_server import ServerEngine
 
@@ -91,7 +88,6 @@ def build_engine(args: Namespace, inputs: Inputs, policy: Policy, run: Run, save
 
         return build_servers(args.model, settings, take(Servers, args), inputs.tokenizer, policy, run, saved_step)
     from rollout import Engine, largest_share  # vLLM takes seconds to import: mistakes are reported before
-    from rollout_checks import DriftGuard
 
     max_images = most_images([*inputs.train_data, *inputs.eval_sets])
     held_out = zip(inputs.eval_sets, inputs.eval_samplings, strict=True)
@@ -100,7 +96,9 @@ def build_engine(args: Namespace, inputs: Inputs, policy: Policy, run: Run, save
     calls = [(at_once, args.group_size)] + [(len(data.rows), each.num_samples) for data, each in held_out]
     sequences = largest_share(calls, run.world)
     engine = Engine(args.model, inputs.tokenizer, run.world, settings, inputs.vision, max_images, sequences)
-    engine.guard = DriftGuard(engine, policy, run, take(DriftBounds, args))
+    engine.guard = DriftGuard(engine.llm.apply_model, policy, run.world, run.phase)
+    if names := engine.guard.not_compared:
+        run.say(f"the engine's {', '.join(names[:3])} and {len(names)} tensors in all cannot be compared bit by bit")
     engine.sleep()  # until the first sync: what that gathers and the engine's cache are never held together
     return engine
 
@@ -166,13 +164,6 @@ def close(inputs: Inputs, engine: Engine | ServerEngine) -> None:
     close_world()
 
 
-def undo(writer: Writer, policy: Policy, optimizer: Optimizer) -> tuple[Path | None, State]:
-    """Makes policy and optimizer those of the last checkpoint; its folder and state, or (None, {}) without one."""
-    writer.wait()
-    _, folder = latest(writer.out_dir, writer.world, writer.say)
-    return folder, load(folder, policy, optimizer) if folder else {}
-
-
 def main(args: Namespace, algorithm: Algorithm) -> None:
     try:
         inputs, out_dir = load_inputs(args), Path(args.out_dir)
@@ -204,7 +195,7 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
     run.say(policy.describe())
     sampler = build_sampler(args, inputs, train_data, engine, run)
     writer = Writer(out_dir, inputs.companions, take(Saving, args), world, run.say)
-    guard = UpdateGuard(world, take(Bounds, args), out_dir, inputs.tokenizer, partial(undo, writer, policy, optimizer))
+    guard = UpdateGuard(world, take(Bounds, args))
     with watch.phase("load"):
         if saved:
             sampler.restore(guard.restore(load(saved, policy, optimizer)))
@@ -240,7 +231,7 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
                 rollout, updates = add_advantages(rollout, updates, algorithm)
 
             # 4. Update: one optimizer step per mini-batch of prompts.
-            with run.phase("update"):
+            with run.phase("update"), run.kept_if_it_ends(sampler.record(step, rollout), rollout, updates):
                 for i, update in enumerate(updates * plan.num_iterations):
                     run.record(update_policy(policy, optimizer, update, algorithm, plan.update(step, i), memory, guard))
 

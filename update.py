@@ -146,25 +146,21 @@ def update_policy(
     """One optimizer step on this rank's micro-batches; returns its metrics, the same on every rank.
 
     The loss is summed with weights made of global counts, so neither micro-batches, packing nor the number of ranks
-    enter it; metrics are means over the trained tokens of all ranks. An update that the guard finds bad, because its
-    loss or gradient is not finite, say, leaves policy and optimizer untouched; then the guard decides how to go on.
+    enter it; metrics are means over the trained tokens of all ranks. An update that the guard finds bad, for example
+    because its loss is not finite, leaves policy and optimizer untouched. Raises RunError where the guard ends the run.
     """
     passes = add_gradients(policy, update, algorithm, step, memory, guard.world)
     grad_norm = clip_grad_norm(policy, step.max_grad_norm)
     metrics = reduce_metrics(passes) | {"optim/grad_norm": grad_norm.item(), "optim/lr": step.rate}
-    fault = guard.judge(metrics, step)
-    if fault is None:
+    metrics |= guard.judge(metrics, step)
+    if not metrics["optim/skipped_updates"]:
         beat("runs the optimizer")
         for group in optimizer.param_groups:
             group["lr"] = step.rate
         optimizer.step()
     optimizer.zero_grad()
     metrics |= standard_errors(passes, update.num_prompts, algorithm.group_size, guard.world)
-    return metrics | {
-        "optim/skipped_updates": float(fault is not None),
-        "optim/rollbacks": float(fault is not None and guard.handle(fault, step, metrics, passes)),
-        "perf/update_idle_frac": idle_share(update.batches, policy, guard.world),
-    }
+    return metrics | {"perf/update_idle_frac": idle_share(update.batches, policy, guard.world)}
 
 
 def add_gradients(

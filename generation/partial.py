@@ -92,7 +92,7 @@ class PartialRollouts:
         Stopped, and cannot sample any more, if a signal came meanwhile.
         """
         engine, world = self.engine, self.engine.world
-        engine.prepare([*self.held.values(), *new.values()], sampling, seed)
+        engine.prepare(seed)
         self.begin(new, sampling, version)
         shares_E = shares_of(count, [len(held) for held in self.held_E])
         own = world.engine_index
@@ -186,10 +186,7 @@ class PartialRollouts:
         self.kept_tokens = sum(kept for *_, kept in parts)
         rows = [held.pop(n) for held, (numbers, *_) in zip(self.held_E, parts, strict=True) for n in numbers]
         rows_B = [row for row in rows for _ in range(num_samples)]
-        rollout = replace(Rollout.concatenate([rollout for _, rollout, *_ in parts]), rows=rows_B)
-        if engine.guard is not None:
-            engine.guard.after_sample(rollout)
-        return rollout
+        return replace(Rollout.concatenate([rollout for _, rollout, *_ in parts]), rows=rows_B)
 
 
 def shares_of(count: int, held_E: list[int]) -> list[int]:

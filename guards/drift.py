@@ -1,33 +1,186 @@
-"""Whether the sampler is still the policy that is trained: sums of weights, the gap of log-probs, and what is wrong.
+"""Is the engine what is trained? Its weights are compared before each sampling, its log-probs after it.
 
-Two comparisons, because neither sees everything. Weights are compared bit by bit, through sums (`add_sums`): a
-tensor that is one small step old does not show in the log-probs of a few thousand tokens. Log-probs show what no sum of
-weights does: another temperature, a kernel that computes something else. Pure functions; `rollout_checks.py` asks them.
+Two comparisons, because neither sees everything. Weights are compared bit by bit, through sums: a tensor that is one
+small step old does not show in the log-probs of a few thousand tokens. Log-probs show what no sum of weights does:
+another temperature, a kernel that computes something else. A difference ends the run.
+
+The engine's tensors are known by their names and shapes: nothing here imports vLLM. Not compared are a vision tower,
+which is frozen, and layers that vLLM lays out in other ways than `parts_of` knows; the run says which at its start.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import asdict, dataclass
-from functools import cache
-from pathlib import Path
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import cache, partial
+from typing import Protocol
 
-import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from batch import Metrics
+from flags import UpdateStep
+from fsdp_utils import World, gather_from_ranks, sum_over_trainers
+from guards.stall import BOARD
 from guards.start import RunError
 
+Sums = dict[str, Tensor]  # common name -> [BUCKETS] int64
+ApplyModel = Callable[[Callable[[nn.Module], Sums]], list[Sums]]  # of vLLM: asks the model of this rank's engine
+
 BUCKETS = 16  # sums of a tensor
+ROWS = 1024  # of a matrix whose sums are made at a time: this bounds the memory
 MOST_ROUNDED = 4  # sums that may differ where LoRA is merged, however small the tensor
 MOST_ROUNDED_SHARE = 1e-4  # of its numbers that may be rounded in another way
 LEAST_SPREAD = 0.02  # of a token's log-prob, squared: entropies above about 0.05 have more
 INTEGERS = {2: torch.int16, 4: torch.int32}  # bytes of a number -> the integer with the same bits
+# The name that a tensor has in the policy and in the engine, whatever stands before it.
+COMMON_NAME = re.compile(r"(layers\.\d+\..+|embed_tokens\.weight|lm_head\..+|norm\.weight)$")
 
 
 class DriftError(RunError):
-    """Sampler and trainer have drifted apart, and the run is to stop."""
+    """The engine does not hold, or does not compute, what is trained."""
+
+
+# Before sampling: weights ---------------------------------------------------------------------------------------------
+
+
+class Policy(Protocol):  # what is asked of `policy.Policy`
+    dtype: torch.dtype
+
+    def describe_weights(self) -> dict[str, list]: ...
+    def own_rows(self) -> Iterator[tuple[str, bool, Iterator[tuple[Tensor, int]]]]: ...
+
+
+class DriftGuard:
+    """Compares every engine with the policy's own shards, not with what a sync sent. Every rank finds the same."""
+
+    def __init__(
+        self, apply_model: ApplyModel, policy: Policy, world: World, phase: Callable[[str], AbstractContextManager]
+    ) -> None:
+        self.apply_model, self.policy, self.world, self.phase = apply_model, policy, world, phase
+        weights = policy.describe_weights()
+        shapes = {common_name(name): shape for name, shape in zip(weights["names"], weights["shapes"], strict=True)}
+        shapes.pop(None, None)
+        self.has_head = "lm_head.weight" in shapes  # otherwise the embedding is the head, too
+        of_head = {"lm_head.weight": shapes["embed_tokens.weight"]} if "embed_tokens.weight" in shapes else {}
+        self.shapes = of_head | shapes  # common name -> shape of the whole
+        (held,) = apply_model(self.sums_of_engine)
+        self.names = sorted(held)
+        self.not_compared = sorted(shapes.keys() - held.keys())
+        if world.device.type == "cpu":
+            apply_model(self.watch_packing)
+
+    def before_sample(self, cached_blocks: int) -> None:
+        """Raises DriftError if an engine has other weights than the policy, or keys and values of an earlier call."""
+        with self.phase("drift"):
+            names, most_blocks = self.different_tensors(), max(gather_from_ranks(cached_blocks))
+        if names or most_blocks:
+            found = f"the engine has kept {most_blocks} blocks of keys and values of old weights"
+            if names:
+                others = f" and {len(names) - 4} more" if len(names) > 4 else ""
+                found = f"the engine's weights are not the policy's: {', '.join(names[:4])}{others}"
+            way_out = "nothing was sampled with them, and the same command goes on from the last checkpoint"
+            raise DriftError(f"step {BOARD.step}: {found}; {way_out}.")
+
+    @torch.no_grad()
+    def different_tensors(self) -> list[str]:
+        """Names of the tensors that are not the policy's in an engine."""
+        world = self.world
+        tables = no_sums(world.device, 1 + world.num_engines, len(self.names))  # of the policy, and of each engine
+        merged = self.add_sums_of_policy(dict(zip(self.names, tables[0], strict=True)))
+        (held,) = self.apply_model(self.sums_of_engine)
+        for name, sums in zip(self.names, tables[1 + world.engine_index], strict=True):
+            if name in held:  # not before the first sync
+                sums.copy_(held[name])
+        own, *engines = sum_over_trainers(tables)
+        sizes = [math.prod(self.shapes[name]) if name in merged else 0 for name in self.names]
+        is_different = differing(own, torch.stack(engines), torch.tensor(sizes, device=world.device)).tolist()
+        return [name for name, differs in zip(self.names, is_different, strict=True) if differs]
+
+    def add_sums_of_policy(self, sums: Sums) -> set[str]:
+        """Adds those of the rows that this rank answers for. Returns the names of what LoRA is merged into."""
+        merged = set()
+        for name, is_merged, pieces in self.policy.own_rows():
+            common = common_name(name)
+            merged |= {common} if is_merged else set()
+            for rows, first in pieces:  # of all tensors: the ranks gather together
+                if common in sums:
+                    add_sums(sums[common], rows, first)
+        if not self.has_head and "lm_head.weight" in sums:
+            sums["lm_head.weight"] += sums["embed_tokens.weight"]
+        return merged
+
+    # The engine's side ------------------------------------------------------------------------------------------------
+
+    def sums_of_engine(self, model: nn.Module) -> Sums:
+        """Of what this rank's part of the engine multiplies by."""
+        self.fused = model.packed_modules_mapping  # for example qkv_proj -> q_proj, k_proj, v_proj
+        sums: Sums = {}
+        for name, module in model.named_modules():
+            packed = getattr(module, "packed_sums", None)
+            sums |= self.sums_of_layer(name, module) if packed is None else packed
+        return sums
+
+    def watch_packing(self, model: nn.Module) -> Sums:
+        """CPU: vLLM multiplies by packed copies that cannot be read: their sums are made when they are.
+
+        Until the first sync there are none: the engine holds nothing of the policy.
+        """
+        for name, module in model.named_modules():
+            method = getattr(module, "quant_method", None)
+            pack = getattr(method, "process_weights_after_loading", None)
+            if pack and not name.endswith("embed_tokens"):  # rows of it are looked up, in the tensor itself
+                module.packed_sums = {}
+                method.process_weights_after_loading = partial(self.sum_and_pack, name, pack)
+        return {}
+
+    def sum_and_pack(self, name: str, pack: Callable[[nn.Module], None], module: nn.Module) -> None:
+        module.packed_sums = self.sums_of_layer(name, module)
+        pack(module)
+
+    def sums_of_layer(self, name: str, module: nn.Module) -> Sums:
+        """Of this rank's parts of a layer's tensors, in the policy's dtype: kernels for CPUs keep biases in fp32."""
+        sums: Sums = {}
+        for part, tensor, first_row, first_column in self.parts_of(name, module):
+            sums[part] = no_sums(tensor.device)
+            for start in range(0, len(tensor), ROWS):
+                rows = tensor[start : start + ROWS].to(self.policy.dtype)
+                add_sums(sums[part], rows, first_row + start, first_column)
+        return sums
+
+    def parts_of(self, name: str, module: nn.Module) -> Iterator[tuple[str, Tensor, int, int]]:
+        """(name in the policy, this rank's rows, index of the first row, of the first column) of a layer's tensors.
+
+        Of rows that several ranks hold alike the first one's count; rows beyond the policy's are padding.
+        """
+        before, _, own = name.rpartition(".")
+        tp_rank, tp_size = self.world.trainer_rank % self.world.tp_size, self.world.tp_size
+        for kind, tensor in module.named_parameters(recurse=False):
+            parts = [common_name(f"{before}.{part}.{kind}") for part in self.fused.get(own, [own])]
+            rows_of_parts = getattr(module, "output_partition_sizes", [len(tensor)])
+            if len(parts) != len(rows_of_parts) or not all(part in self.shapes for part in parts):
+                continue  # for example several tensors that are one in the policy, too
+            # Each rank holds some columns of all rows, or all columns of some rows.
+            is_cut = tensor.ndim > 1 and list(tensor.shape[1:]) != self.shapes[parts[0]][1:]
+            column, start = tp_rank * tensor.shape[1] if is_cut else 0, 0
+            for part, num_rows in zip(parts, rows_of_parts, strict=True):
+                size = self.shapes[part][0]
+                has_copies = num_rows == size or len(parts) > 1
+                copies = num_rows * tp_size // size if has_copies else 1  # ranks that hold the same rows
+                first = tp_rank // copies * num_rows
+                count = min(num_rows, max(size - first, 0)) if is_cut or tp_rank % copies == 0 else 0
+                yield part, tensor.detach()[start : start + count], first, column
+                start += num_rows
+
+
+def common_name(name: str) -> str | None:
+    found = None if "visual." in name else COMMON_NAME.search(name)
+    return found and found[1]
+
+
+# Sums -----------------------------------------------------------------------------------------------------------------
 
 
 @cache
@@ -74,32 +227,23 @@ def differing(own: Tensor, others: Tensor, merged_sizes: Tensor) -> Tensor:
     return ((differences != 0).any(-1) & ~((merged_sizes > 0) & is_rounding)).any(0)
 
 
-@dataclass(frozen=True)
-class Gap:
-    """Log-probs of sampler and trainer, compared over the tokens of a step."""
-
-    mean: float  # of |p_sampler - p_trainer|, as policy/rollout_gap_mean
-    temperature: float = 1.0  # at which the sampler seems to sample, divided by the trainer's
-    explained: float = 0.0  # share of the difference that this temperature explains
-
-    def is_beyond(self, bound: float) -> bool:
-        """The mean or the temperature is farther off than the bound, or not a number; 0: there is no bound.
-
-        The temperature counts by the share of the difference that it explains: over two hundred tokens of an uncertain
-        policy rounding alone has looked like 0.94, which explained half. Faults explain three quarters and more.
-        """
-        off = abs(self.temperature - 1.0) * self.explained
-        return bound > 0 and not (self.mean <= bound and off <= bound)
-
-    def is_of_temperature(self, bound: float) -> bool:
-        return self.is_beyond(bound) and self.explained > 0.9
+# After sampling: log-probs --------------------------------------------------------------------------------------------
 
 
-def gap_in(metrics: dict[str, float]) -> Gap:
-    """Of one or more updates. Where the loss is not finite it says nothing of the sampler."""
-    if not math.isfinite(metrics["policy/loss"]):
-        return Gap(0.0)
-    return Gap(*(metrics[f"policy/rollout_{name}"] for name in ("gap_mean", "temperature", "temperature_r2")))
+def check_gap(metrics: Metrics, step: UpdateStep) -> None:
+    """Raises DriftError if what an update is to train on was sampled by something else than the policy.
+
+    The mean gap or the temperature is farther off than the bound, or not a number. The temperature counts by the share
+    of the gap that it explains: over two hundred tokens of an uncertain policy rounding alone has looked like 0.94,
+    which explained half. Faults explain three quarters and more. Where the loss is not finite, log-probs say nothing.
+    """
+    names, bound = ("gap_mean", "temperature", "temperature_r2"), step.max_rollout_gap
+    gap, temperature, share = (metrics[f"policy/rollout_{name}"] for name in names)
+    is_within = gap <= bound and abs(temperature - 1.0) * share <= bound
+    if bound > 0 and math.isfinite(metrics["policy/loss"]) and not is_within:
+        found = f"sampler and trainer give other log-probs to the same tokens: policy/rollout_gap_mean {gap:.4f}, "
+        found += f"policy/rollout_temperature {temperature:.3f} (it explains {share:.0%})"
+        raise DriftError(f"step {step.step}, update {step.number} is not made: {found}; --max_rollout_gap {bound:g}.")
 
 
 def temperature_of(slope: float, spread: float, squares: float) -> tuple[float, float]:
@@ -111,64 +255,3 @@ def temperature_of(slope: float, spread: float, squares: float) -> tuple[float, 
     if not spread * squares > 0:  # nothing varies, or nothing differs
         return 1.0, 0.0
     return 1.0 / max(1.0 - slope / (spread + LEAST_SPREAD), 0.1), slope**2 / (spread * squares)
-
-
-@dataclass(frozen=True)
-class Findings:
-    """What is known of a drift when it is judged."""
-
-    differing: list[str]  # tensors that were not the policy's before the new sync
-    is_unmerged: bool  # those tensors are what they would be without the adapter
-    cached_blocks: int  # of keys and values that the engine kept from earlier calls
-    gap: Gap | None  # of the step; None: it was found before sampling
-    differing_after: list[str]  # tensors that are not the policy's after the new sync
-    cached_after: int
-    probe: Gap  # of what was sampled after the new sync
-
-
-def cause_of(found: Findings, bound: float) -> str:
-    """What is wrong, by exclusion: adapter, head, transfer, cache, temperature or kernel."""
-    if found.differing:
-        if found.is_unmerged:
-            return "adapter"
-        return "head" if all(name.startswith("lm_head.") for name in found.differing) else "transfer"
-    if found.cached_blocks:
-        return "cache"
-    if (found.gap or found.probe).is_of_temperature(bound):
-        return "temperature"
-    return "kernel" if found.probe.is_beyond(bound) else "cache"
-
-
-def is_mended(found: Findings, bound: float) -> bool:
-    """The new sync helped: weights are equal, nothing is kept, and the probe's log-probs agree."""
-    if found.differing_after or found.cached_after or found.probe.is_beyond(bound):
-        return False
-    return cause_of(found, bound) != "temperature"  # of the calls of this run: a sync does not change it
-
-
-def sentence(found: Findings, bound: float, folder: Path) -> str:
-    """What the console says."""
-    cause, names = cause_of(found, bound), found.differing
-    some = ", ".join(names[:3]) + (f" and others, {len(names)} in all" if len(names) > 3 else "")
-    seen = found.gap or found.probe
-    what = {
-        "adapter": f"tensors of the engine lack the adapter: {some}",
-        "head": f"the engine's head is not the policy's: {some}",
-        "transfer": f"tensors of the engine are not the policy's: {some}",
-        "cache": f"{found.cached_blocks} blocks of keys and values of earlier weights were kept",
-        "temperature": f"it samples at {seen.temperature:.3f} times the trainer's temperature",
-        "kernel": "weights, caches and temperature are equal, log-probs are not",
-    }[cause]
-    if cause == "cache" and not found.cached_blocks:
-        what = "weights and temperature are equal, and the gap is gone after a new sync"
-    of_step = f"; mean gap {seen.mean:.4f}, temperature {seen.temperature:.3f}, bound {bound:g}" if found.gap else ""
-    helped = "a new sync helped" if is_mended(found, bound) else "a new sync did not help"
-    return f"sampler and trainer have drifted apart ({cause}): {what}{of_step}; {helped}; evidence is in {folder}"
-
-
-def keep_evidence(folder: Path, found: Findings, bound: float, arrays: dict[str, np.ndarray]) -> None:
-    """Writes findings.json and tokens.npz: tokens, and their log-probs by the engine and by the policy."""
-    folder.mkdir(parents=True, exist_ok=True)
-    record = {"cause": cause_of(found, bound), "is_mended": is_mended(found, bound), "bound": bound} | asdict(found)
-    (folder / "findings.json").write_text(json.dumps(record, indent=2) + "\n")
-    np.savez(folder / "tokens.npz", **arrays)

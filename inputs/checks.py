@@ -57,16 +57,10 @@ def of_algorithm(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[st
         yield f"{flag.epochs} with {flag.dynamic_sampling}: {known}; give --total_steps."
     if args.dynamic_sampling != "off" and args.keep_last:
         yield f"--keep_last has no effect with {flag.dynamic_sampling}, which has no last steps; leave it out."
-    for name in ("max_ratio", "max_grad_norm_factor"):
-        if 0 < getattr(args, name) <= 1:
-            yield f"{getattr(flag, name)}: must be above 1, or 0 for none."
     is_on_policy = args.prompts_per_update == args.prompts_per_step and args.num_iterations == 1
-    for name in ("max_kl", "max_ratio"):
-        if getattr(args, name) and is_on_policy and not args.lora_dropout:
-            known = "with one update a step, which is of the policy that sampled: KL 0, ratio 1"
-            yield f"{getattr(flag, name)} has no effect {known}; leave it out."
-    if args.on_bad_update == "rollback" and not args.save_every:
-        yield "--on_bad_update rollback goes back to a checkpoint, and none is written; give --save_every."
+    if args.max_kl and is_on_policy and not args.lora_dropout:
+        known = "with one update a step, which is of the policy that sampled: its KL is 0"
+        yield f"{flag.max_kl} has no effect {known}; leave it out."
 
 
 def of_memory(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[str]:

@@ -46,7 +46,7 @@ class Console:
             print(json.dumps({"time": _clock(), "message": text}) if self.recording.json_log else text, flush=True)
 
     def tell_step(self, step: int, last_step: int, metrics: dict[str, float]) -> None:
-        """With --quiet only a step with an evaluation has a line."""
+        """With --quiet only a step with an evaluation, or with updates that were left out, has a line."""
         if not self.is_main:
             return
         if step:  # 0: before training
@@ -57,10 +57,10 @@ class Console:
         self.tell_phase("log", step)
         if self.tracker is not None:
             self._track(step, finite)
-        is_shown = not self.recording.quiet or any(name.startswith("eval/") for name in metrics)
+        is_told = any(name.startswith("eval/") for name in metrics) or metrics.get("optim/skipped_updates")
         if self.recording.json_log:
             print(json.dumps(self.done), flush=True)
-        elif is_shown:
+        elif is_told or not self.recording.quiet:
             print(console_line(step, last_step, metrics, left), flush=True)
 
     def tell_phase(self, name: str, step: int) -> None:
@@ -87,7 +87,9 @@ def console_line(step: int, last_step: int, metrics: dict[str, float], seconds_l
     parts = [f"step {step:>{len(str(last_step))}}/{last_step}"]
     parts += [form.format(metrics[name]) for name, form in ON_CONSOLE.items() if name in metrics]
     if metrics.get("optim/skipped_updates"):
-        parts.append(f"SKIPPED UPDATES {metrics['optim/skipped_updates']:.0f}")
+        reasons = {"not finite": "optim/skipped_not_finite", "beyond --max_kl": "optim/skipped_max_kl"}
+        counts = ", ".join(f"{metrics[name]:.0f} {reason}" for reason, name in reasons.items() if metrics.get(name))
+        parts.append(f"SKIPPED UPDATES {metrics['optim/skipped_updates']:.0f} ({counts})")
     phases = report.seconds_of_phases(metrics).items()
     times = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phases if seconds >= 0.05)
     parts.append(f"{metrics['time/step_s']:.1f}s ({times})")

@@ -22,7 +22,6 @@ from sampling import Sampler
 class NoEngine:
     """In the place of an engine: nothing is sampled."""
 
-    guard = None
     seconds_E = np.zeros(1)
 
     def begin(self, *_: object) -> None:

@@ -75,7 +75,7 @@ def test_what_may_change_when_a_run_continues():
         "share_prompts", "shard_ranks", "gradient_checkpointing", "gpu_memory_utilization", "enforce_eager",
         "offload", "offload_reference", "communicate_once",
         "tensor_parallel_size", "reward_workers", "reward_in_flight", "reward_retries",
-        "max_kl", "max_ratio", "max_grad_norm_factor", "on_bad_update", "max_rollout_gap", "on_rollout_gap",
+        "max_kl", "max_rollout_gap",
         "grace_seconds", "stall_seconds", "keep_rollouts", "quiet", "json_log", "track",
         "engine", "generation_gpus", "num_servers", "server_urls", "server_timeout",
         "dry_run", "json", "trace", "plan_split", "plan_gpus", "plan_nodes", "plan_gpu", "plan_gpu_memory_gib",

@@ -15,7 +15,6 @@ from helpers import ALONE, flags, make_grade, make_row, metrics_of, torchrun, tr
 from inputs.checks import check_flags
 from model.sizes import MOST_LAG, prompts_in_the_air
 from planner.time import longest_of_group
-from rollout_checks import DriftGuard
 from sampling import Draws
 
 GROUP = 2
@@ -39,7 +38,7 @@ class CountingEngine:
         self.begun: dict[str, int] = {}
         self.llm = SimpleNamespace(llm_engine=self)
 
-    def prepare(self, rows, sampling, seed) -> None:
+    def prepare(self, seed) -> None:
         assert not self.running, "nothing is under way between two calls"
 
     def add(self, rows, so_far, sampling) -> int:
@@ -256,8 +255,6 @@ def test_older_tokens_are_corrected_for_and_their_gap_is_no_fault():
     assert (args.rollout_correction, flags().rollout_correction) == ("token_truncate", "none")
     assert make_plan(args, 100).update(1, 0).max_rollout_gap == 0
     assert make_plan(flags(max_rollout_gap=0.05), 100).update(1, 0).max_rollout_gap == 0.05
-    # The log-probs of a step say nothing; what a guard without the flag would read is not there.
-    DriftGuard.after_sync(SimpleNamespace(bounds=SimpleNamespace(partial_rollouts=True)))
 
 
 # vLLM -----------------------------------------------------------------------------------------------------------------

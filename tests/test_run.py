@@ -54,7 +54,6 @@ def open_and_close(folder, **changes: object) -> None:
 def test_a_first_start_that_trained_nothing_may_be_corrected(tmp_path):
     open_and_close(tmp_path / "run")
     (tmp_path / "run" / "starts.jsonl").write_text("{}\n")
-    (tmp_path / "run" / "bad_updates").mkdir()
     (tmp_path / "run" / "changes_20250101T000000.patch").write_text("+\n")
     open_and_close(tmp_path / "run", group_size=4)
     assert json.loads((tmp_path / "run" / "config.json").read_text())["group_size"] == 4
@@ -72,11 +71,11 @@ def test_a_run_folder_of_another_configuration_is_left_alone(trace, tmp_path):
 
 
 def test_a_run_continues_that_is_older_than_some_flags(tmp_path):
-    """As if it had their defaults. Flags of the dry run that are gone had no effect on it."""
+    """As if it had their defaults. Flags that are gone are not compared."""
     open_and_close(tmp_path / "run")
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
     file = tmp_path / "run" / "config.json"
-    config = json.loads(file.read_text()) | {"plan_length_share": 0.5}
+    config = json.loads(file.read_text()) | {"plan_length_share": 0.5, "on_bad_update": "rollback"}
     for name in ("stop_tokens", "head_dtype", "shard_ranks", "plan_prompt_tokens"):
         del config[name]
     file.write_text(json.dumps(config))
@@ -276,8 +275,9 @@ def test_the_console_line_shows_what_was_measured():
     line = "step  3/10 | reward 0.500 | 2.0s (sample 1.3) | eval/heldout/avg@4 0.750"
     assert console_line(3, 10, metrics, 0.0) == line
     assert console_line(3, 10, metrics, 14.2) == f"{line} | 14 s left"
-    metrics |= {"optim/skipped_updates": 2.0, "time/sync_s": 0.01, "time/rollout_tail_s": 1.0, "perf/update_mfu": 0.4}
-    assert "SKIPPED UPDATES 2 | 2.0s (sample 1.3)" in console_line(3, 10, metrics, 0.0)
+    metrics |= {"optim/skipped_updates": 2.0, "optim/skipped_max_kl": 2.0, "optim/skipped_not_finite": 0.0}
+    metrics |= {"time/sync_s": 0.01, "time/rollout_tail_s": 1.0, "perf/update_mfu": 0.4}
+    assert "SKIPPED UPDATES 2 (2 beyond --max_kl) | 2.0s (sample 1.3)" in console_line(3, 10, metrics, 0.0)
     assert "MFU 40%" in console_line(3, 10, metrics, 0.0)
     assert [duration(x) for x in (59, 100, 7501)] == ["59 s", "2 min", "2 h 5 min"]
 

@@ -30,7 +30,6 @@ from batch import Rollout, Row, pack
 from flags import DriftBounds, Sampling
 from fsdp_utils import gather_from_ranks, release_gathered, sum_over_trainers
 from grpo import temperature_terms
-from guards.disk import tolerated
 from guards.drift import (
     DriftError,
     Findings,
@@ -44,6 +43,7 @@ from guards.drift import (
     sentence,
     temperature_of,
 )
+from guards.files import tolerated
 from model.lora import adapted_layers
 from model.weights import in_files
 from policy import add_images, add_packing

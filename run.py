@@ -27,18 +27,15 @@ import torch
 
 import report
 from batch import Metrics, Rollout, Sampled, Update, own_logprobs
-from checkpoint import checkpoints
 from data import PromptData
 from flags import FLAGS, Recording
 from fsdp_utils import World, end_if_requested, gather_from_ranks
-from guards.disk import Records, replace, tolerated
-from guards.lock import lock_file
+from guards.files import append, checkpoints, lock_file, required, tolerated, write
 from guards.stall import BOARD, in_phase
 from inputs.checks import launched_world_size
 from metrics import merge_updates
 from records.console import Console
-from records.rollouts import FOLDER, Keeper
-from records.tokens import bytes_of_tokens
+from records.rollouts import Keeper, bytes_of_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,8 +50,8 @@ def open_run_folder(out_dir: Path, config: dict[str, object], free: set[str]) ->
     """The lock of the run folder, which the caller keeps open while the run lasts. A missing folder is made.
 
     A run continues under the flags that it has, except for those in `free`. A folder in which no step was trained takes
-    any flags: its first start may have failed for lack of memory, say. Raises ValueError if the folder cannot be
-    written, is in use by another process, or holds something else; then nothing in it is changed.
+    any flags: its first start may have failed for lack of memory. Raises ValueError if the folder cannot be written, is
+    in use by another process, or holds something else; then nothing in it is changed.
     """
     where = f"--out_dir {str(out_dir)!r}"
     try:
@@ -63,24 +60,29 @@ def open_run_folder(out_dir: Path, config: dict[str, object], free: set[str]) ->
     except OSError as error:
         raise ValueError(f"{where} cannot be written ({error.strerror}); choose another folder.") from None
     file = out_dir / "config.json"
-    if file.exists() and ((out_dir / "metrics.jsonl").exists() or checkpoints(out_dir)):
-        _check_same_flags(json.loads(file.read_text()), config, free, where)
+    found = _config_in(file)
+    if found and ((out_dir / "metrics.jsonl").exists() or checkpoints(out_dir)):
+        _check_same_flags(found, config, free, where)
         return lock
-    described = {"config.json", "starts.jsonl", "reward_failures.jsonl", "excluded_rows.jsonl"}
-    ours = described | {"eval", "ranks", "servers", "bad_updates", "samples.jsonl", "profile", FOLDER,
-             "status.json", "report.html", "curves.png", "timeline.png", "tensorboard", "wandb"}  # fmt: skip
-    found = {path.name for path in out_dir.iterdir() if not path.name.startswith((".", "changes_", "drift_"))}
-    if others := ", ".join(sorted(found - ours)[:5]):
-        raise ValueError(f"{where} holds {others} but no config.json, so no run of this program; choose another.")
-    replace(file, f"{json.dumps(config, indent=2)}\n".encode())  # which is read only if a step was trained after it
+    others = sorted(path.name for path in out_dir.iterdir() if not path.name.startswith("."))
+    if others and not found:
+        raise ValueError(f"{where} holds {', '.join(others[:5])} but no config.json of a run; choose another folder.")
+    write(file, json.dumps(config, indent=2) + "\n")
     return lock
 
 
+def _config_in(file: Path) -> dict[str, object]:
+    """The flags of the run; {} for no file, or for one that no run wrote: a model has a config.json, too."""
+    try:
+        found = json.loads(file.read_text())
+        return found if "out_dir" in found else {}
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
 def _check_same_flags(found: dict[str, object], config: dict[str, object], free: set[str], where: str) -> None:
-    """A flag that is newer than the run had its default then; one of the dry run that is gone had no effect."""
-    defaults = {name: FLAGS[f"--{name}"].value for name in config if f"--{name}" in FLAGS}
-    found = defaults | {name: value for name, value in found.items() if not name.startswith("plan_")}
-    pairs = [(name, found.get(name), config.get(name)) for name in sorted((set(config) | set(found)) - free)]
+    """A flag that is newer than the run had its default then. One that is gone is not compared."""
+    pairs = [(name, found.get(name, FLAGS[f"--{name}"].value), config[name]) for name in sorted(set(config) - free)]
     different = "; ".join(f"--{name} {there!r} there, {now!r} now" for name, there, now in pairs if there != now)
     if different:
         way_out = "give the same flags to continue it, or another --out_dir to start afresh"
@@ -107,12 +109,10 @@ class Run:
     updates: list[Metrics] = field(default_factory=list)  # of the step
     spans: list[report.Span] = field(default_factory=list)  # of the step: what was done when, for timeline.png
     profiler: torch.profiler.profile | None = None  # while it traces
-    records: Records = field(init=False)  # the files of the folder, on the main process
     rollouts: Keeper = field(init=False)
     console: Console = field(init=False)
 
     def __post_init__(self) -> None:
-        self.records = Records(self.out_dir)
         tokens = bytes_of_tokens(self.tokenizer) if self.world.is_main and self.recording.keep_rollouts else None
         self.rollouts = Keeper(self.out_dir, self.recording.keep_rollouts, tokens)
         self.console = Console(self.out_dir, self.world.is_main, self.recording)
@@ -181,7 +181,7 @@ class Run:
         self.console.say(text)
 
     def describe_start(self, resumed_from: int) -> None:
-        """Appends command, code, packages and hardware to starts.jsonl; what is not committed to a patch beside it.
+        """Appends command, code, packages and hardware to starts.jsonl, and writes uncommitted changes to a patch.
 
         The tracker goes on after this step.
         """
@@ -191,7 +191,7 @@ class Run:
         commit, changes = _git("rev-parse", "HEAD").strip(), _git("diff", "HEAD") + _own_files(sys.argv)
         stamp = time.strftime("%Y%m%dT%H%M%S")
         if changes:
-            self.records.replace(f"changes_{stamp}.patch", changes)
+            self._write(f"changes_{stamp}.patch", changes)
         if resumed_from:
             self._say_what_changed()
         is_gpu, device = self.world.device.type == "cuda", platform.processor() or platform.machine()
@@ -221,7 +221,7 @@ class Run:
         self.say(f"first prompt: {datasets[0].rows[0].text!r}")
         rows = [{"set": data.name, "row": row, "reason": why} for data in datasets for row, why in data.excluded]
         if self.world.is_main and rows:
-            self.records.replace("excluded_rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+            self._write("excluded_rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
 
     def keep(self, sampled: Sampled, trained: Rollout, updates: list[Update]) -> None:
         """Keeps what was sampled in this step: all of it in rollouts/, a little in samples.jsonl.
@@ -258,19 +258,15 @@ class Run:
             self.say(f"step {step}: {count} could not be graded; all are in reward_failures.jsonl")
 
     def finish(self) -> None:
-        """All files are complete. Raises DiskError if the disk refuses some."""
+        """All files are complete."""
         self.rollouts.wait()
         self.console.finish()
-        self.records.finish()
 
     def plot(self) -> None:
         if self.world.is_main:
-            try:
-                with tolerated("curves.png and timeline.png"):
-                    report.plot(self.out_dir)
-                    report.plot_timeline(self.out_dir)
-            except ValueError as error:  # a damaged log costs its pictures, not the run
-                self.say(f"warning: curves.png and timeline.png could not be drawn: {error}")
+            with tolerated(str(self.out_dir / "curves.png"), ValueError):  # of a damaged log
+                report.plot(self.out_dir)
+                report.plot_timeline(self.out_dir)
 
     def judge(self) -> None:
         """Says whether a run of a documented set-up has reached what was published; of others nothing."""
@@ -299,8 +295,15 @@ class Run:
         self.profiler = None
 
     def _append(self, name: str, record: dict[str, object]) -> None:
+        """A line of a file of the folder. Of metrics.jsonl none may be missing."""
         if self.world.is_main:
-            self.records.append(name, json.dumps(record, ensure_ascii=False) + "\n")
+            file = self.out_dir / name
+            with required(file) if name == "metrics.jsonl" else tolerated(str(file)):
+                append(file, json.dumps(record, ensure_ascii=False) + "\n")
+
+    def _write(self, name: str, text: str) -> None:
+        with tolerated(str(self.out_dir / name)):
+            write(self.out_dir / name, text)
 
 
 def _own_files(command: list[str]) -> str:

@@ -24,10 +24,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import grpo
 from batch import Batch, Update
-from checkpoint import checkpoints
 from flags import FLAGS, Memory, UpdateStep, take
 from fsdp_utils import World
 from grpo import Algorithm
+from guards.files import checkpoints
 from inputs.choices import algorithm_of
 from inputs.machine import prepare_cpu
 from model.packed import Segment

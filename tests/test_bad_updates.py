@@ -248,7 +248,7 @@ def test_the_way_back_is_the_state_of_the_checkpoint_to_the_bit_and_training_goe
 
     assert undo(writer, model, optimizer) == (None, {})
     saved = train()
-    writer.save(1, model, optimizer, {"grad_norms": [0.5]}, {})
+    writer.save(1, model, optimizer, {"grad_norms": [0.5]})
     after = train()
     train()
     assert undo(writer, model, optimizer) == (tmp_path / "step_1", {"grad_norms": [0.5]})
@@ -287,7 +287,6 @@ def options(policy, tmp_path_factory) -> dict[str, object]:
         "train_data": folder / "train.jsonl", "reward": f"{folder}/reward.py:score", "advantage": "dr_grpo",
         "policy_loss": f"{folder}/loss.py:spiky", "kl_coef": 0, "eval_every": 0, "eval_before_training": None,
         "eval_data": None, "total_steps": 6, "save_every": 2, "keep_checkpoints": 0, "on_bad_update": "rollback",
-        "async_checkpoint": True,
     }  # fmt: skip
 
 
@@ -350,7 +349,7 @@ def stopped(rolled_back, policy, options, tmp_path_factory) -> Path:
     out_dir = tmp_path_factory.mktemp("runs") / "stopped"
     shutil.copytree(rolled_back / "step_2", out_dir / "step_2")
     shutil.copy(rolled_back / "config.json", out_dir)
-    changes = {"on_bad_update": "stop", "save_every": 1, "async_checkpoint": None}
+    changes = {"on_bad_update": "stop", "save_every": 1}
     done = run_ranks(2, str(ROOT / "train_grpo.py"), training_flags(policy, out_dir, **options | changes), timeout=300)
     assert done.returncode != 0 and "Traceback" not in done.stderr
     assert "error: step 4, update 1 is bad: the loss is nan (kept in" in done.stderr

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-import guards.lock
+import guards.files
 import run as run_module
 from batch import Rollout, Row
 from data import PromptData
@@ -111,23 +111,23 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
 
 
 def test_two_runs_cannot_share_a_folder_and_the_holder_is_named(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(guards.lock, "LOCK_SECONDS", 0.5)
+    monkeypatch.setattr(guards.files, "LOCK_SECONDS", 0.5)
     monkeypatch.setattr(sys, "argv", ["train_grpo.py", "--seed", "1"])
-    lock = open_run_folder(tmp_path / "run", {"seed": 1}, set())
+    lock = open_run_folder(tmp_path / "run", {"out_dir": "run"}, set())
     holder = rf"in use by process {os.getpid()} on {socket.gethostname()}, since .*: train_grpo.py --seed 1; end that"
     for _ in range(2):  # whoever is refused leaves the name as it is
         with pytest.raises(ValueError, match=holder):
-            open_run_folder(tmp_path / "run", {"seed": 1}, set())
+            open_run_folder(tmp_path / "run", {"out_dir": "run"}, set())
     assert capsys.readouterr().out.count("waiting up to 0.5 s for its end") == 2
     lock.close()
-    open_run_folder(tmp_path / "run", {"seed": 1}, set()).close()
+    open_run_folder(tmp_path / "run", {"out_dir": "run"}, set()).close()
 
 
 def test_a_start_waits_for_a_run_that_is_ending_and_children_do_not_keep_the_lock(tmp_path):
-    lock = open_run_folder(tmp_path / "run", {"seed": 1}, set())
+    lock = open_run_folder(tmp_path / "run", {"out_dir": "run"}, set())
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], close_fds=False) as child:
         threading.Timer(1.5, lock.close).start()
-        open_run_folder(tmp_path / "run", {"seed": 1}, set()).close()
+        open_run_folder(tmp_path / "run", {"out_dir": "run"}, set()).close()
         assert child.poll() is None, "it lives and holds nothing"
         child.kill()
 
@@ -153,7 +153,8 @@ def test_a_start_is_described_with_its_code_and_hardware(tmp_path, monkeypatch):
 def test_a_damaged_log_costs_its_pictures_and_no_run(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": "high"}\n')
     make_run(tmp_path).plot()
-    assert "could not be drawn: " in (said := capsys.readouterr().out) and "reward/mean is no number" in said
+    said = capsys.readouterr().out
+    assert "curves.png could not be written: " in said and "reward/mean is no number" in said
 
 
 def test_the_file_of_a_reward_that_git_does_not_know_is_in_the_patch(tmp_path, monkeypatch):
@@ -161,6 +162,7 @@ def test_the_file_of_a_reward_that_git_does_not_know_is_in_the_patch(tmp_path, m
     (tmp_path / "mine" / "my_reward.py").write_text("def score(completion):\n    return 0.5\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["train_grpo.py", "--reward", "math:0.9,mine/my_reward.py:score:0.1"])
+    (tmp_path / "run").mkdir()
     make_run(tmp_path / "run").describe_start(0)
     (patch,) = (tmp_path / "run").glob("changes_*.patch")
     assert "+    return 0.5" in patch.read_text() and "mine/my_reward.py" in patch.read_text()

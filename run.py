@@ -29,7 +29,7 @@ import report
 from batch import Metrics, Rollout, Sampled, Update, own_logprobs
 from data import PromptData
 from flags import FLAGS, Recording
-from fsdp_utils import World, end_if_requested, gather_from_ranks
+from fsdp_utils import World, broadcast_from_main, end_if_requested
 from guards.files import append, checkpoints, lock_file, required, tolerated, write
 from guards.stall import BOARD, in_phase
 from inputs.checks import launched_world_size
@@ -172,10 +172,8 @@ class Run:
     def logged(self, step: int) -> Metrics:
         """What metrics.jsonl holds of the step, the same on every rank; {} for nothing."""
         records = report.read_metrics(self.out_dir) if self.world.is_main else []
-        own = [record for record in records if record["step"] == step]
-        found = gather_from_ranks(own)[0]
-        values = found[0].items() if found else ()
-        return {name: math.nan if value is None else value for name, value in values if name != "step"}
+        found = broadcast_from_main(next((record for record in records if record["step"] == step), {}))
+        return {name: math.nan if value is None else value for name, value in found.items() if name != "step"}
 
     def say(self, text: str) -> None:
         self.console.say(text)

@@ -20,12 +20,10 @@ from pathlib import Path
 from typing import TextIO
 
 from guards.progress import moving
-from guards.stall import tick
 from guards.start import RunError
 
 LOCK_SECONDS = 60.0  # that a start waits for the end of another run
 HASHED_AT_A_TIME = 8
-PIECE = 2**26  # bytes
 Checksums = dict[str, tuple[int, str]]  # path in the folder -> bytes, SHA-256
 WARNED: set[str] = set()  # what `tolerated` has warned of
 
@@ -166,12 +164,8 @@ def checksums(folder: Path, files: Iterable[Path]) -> Checksums:
 
 
 def sha256(file: Path) -> str:
-    digest = hashlib.sha256()
     with file.open("rb") as content:
-        while piece := content.read(PIECE):
-            digest.update(piece)
-            tick()
-    return digest.hexdigest()
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def flush(path: Path) -> Path:

@@ -30,7 +30,7 @@ from batch import Metrics, Rollout, Sampled, Update, own_logprobs
 from data import PromptData
 from flags import FLAGS, Recording
 from fsdp_utils import World, broadcast_from_main, end_if_requested
-from guards.files import append, checkpoints, lock_file, required, tolerated, write
+from guards.files import DiskError, append, checkpoints, lock_file, required, tolerated, write
 from guards.stall import BOARD, in_phase
 from inputs.checks import launched_world_size
 from metrics import merge_updates
@@ -164,7 +164,7 @@ class Run:
         self._append("timeline.jsonl", {"step": step, "spans": [span._asdict() for span in self.spans]})
         self.start, self.seconds, self.updates, self.spans = time.perf_counter(), {}, [], []
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON knows no nan
-        self._append("metrics.jsonl", {"step": step, **finite})
+        self._append_to_log({"step": step, **finite})
         self.console.tell_step(step, self.last_step or self.total_steps, metrics)
         for remark in self.memory.remarks(memory):
             self.say(remark)
@@ -292,12 +292,23 @@ class Run:
             self.profiler.export_chrome_trace(str(file))
         self.profiler = None
 
+    def _append_to_log(self, record: dict[str, object]) -> None:
+        """A line of metrics.jsonl, of which none may be missing. Raises DiskError on all ranks."""
+        file, refused = self.out_dir / "metrics.jsonl", ""
+        try:
+            with required(file):
+                if self.world.is_main:
+                    append(file, json.dumps(record) + "\n")
+        except DiskError as error:
+            refused = str(error)
+        if refused := broadcast_from_main(refused):
+            raise DiskError(refused)
+
     def _append(self, name: str, record: dict[str, object]) -> None:
-        """A line of a file of the folder. Of metrics.jsonl none may be missing."""
+        """A line of another file, if the disk takes it."""
         if self.world.is_main:
-            file = self.out_dir / name
-            with required(file) if name == "metrics.jsonl" else tolerated(str(file)):
-                append(file, json.dumps(record, ensure_ascii=False) + "\n")
+            with tolerated(str(self.out_dir / name)):
+                append(self.out_dir / name, json.dumps(record, ensure_ascii=False) + "\n")
 
     def _write(self, name: str, text: str) -> None:
         with tolerated(str(self.out_dir / name)):

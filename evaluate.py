@@ -35,7 +35,7 @@ from flags import FLAGS as OF_TRAINING
 from flags import GROUPS, INF, TINY, EngineSettings, Grading, Sampling, flag, take
 from fsdp_utils import gather_from_ranks, init_world, is_main_process
 from grading.score import Grade
-from guards.disk import Records
+from guards.files import required, tolerated, write
 from guards.start import RunError, Stopped
 from inputs.checks import check_head_dtype, check_ranges, ks_of_pass
 from inputs.command_line import exit_with_error, parser_of
@@ -75,7 +75,7 @@ class Evaluator:
     sets: Sequence[PromptData]
     samplings: Sequence[Sampling]  # of each set
     grader: Grader
-    records: Records  # the completions after step 20 go to step_20 in it
+    folder: Path  # the completions after step 20 go to step_20 in it
     eval_every: int  # steps; 0: never
     eval_before_training: bool
     seed: int
@@ -91,20 +91,20 @@ class Evaluator:
 
     def run(self, engine: Engine, step: int) -> Metrics:
         """The metrics of all sets, the same on every rank; {} if a signal came meanwhile."""
-        metrics, records = {}, self.records / f"step_{step}"
+        metrics = {}
         try:
             for index, (data, sampling) in enumerate(zip(self.sets, self.samplings, strict=True), start=1):
                 seed = (self.seed, step, index)
-                metrics |= evaluate(engine, data, sampling, self.grader, seed, records).metrics()
+                metrics |= evaluate(engine, data, sampling, self.grader, seed, self.folder / f"step_{step}").metrics()
         except Stopped:
             return {}
         return metrics
 
 
 def evaluate(
-    engine: Engine, data: PromptData, sampling: Sampling, grader: Grader, seed: tuple[int, ...], records: Records
+    engine: Engine, data: PromptData, sampling: Sampling, grader: Grader, seed: tuple[int, ...], folder: Path
 ) -> Result:
-    """Samples and grades the set; every completion with its grade goes to <set>.jsonl."""
+    """Samples and grades the set; every completion with its grade goes to <set>.jsonl in the folder."""
     on_finished = grader.submit_to(data.rows, sampling)
     rollout = engine.sample(data.rows, sampling, seed, f"evaluate {data.name}", on_finished)
     rollout = replace(rollout, grades=grader.collect_from_ranks())
@@ -118,7 +118,9 @@ def evaluate(
                 "is_truncated": bool(rollout.is_truncated_B[b]),
             }  # fmt: skip
             lines.append(json.dumps(record, ensure_ascii=True) + "\n")
-        records.replace(f"{data.name}.jsonl", "".join(lines))
+        with tolerated(str(folder)):
+            folder.mkdir(parents=True, exist_ok=True)
+            write(folder / f"{data.name}.jsonl", "".join(lines))
     return Result(data, sampling, figures_of(rollout, sampling.num_samples))
 
 
@@ -215,7 +217,7 @@ def table(results: list[Result], published: list[str]) -> str:
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-def write_results(records: Records, given: dict[str, object], results: list[Result]) -> None:
+def write_results(folder: Path, given: dict[str, object], results: list[Result]) -> None:
     """Writes results.json: the flags, and of each set the counts, the sampling and every figure."""
     sets = {}
     for result in results:
@@ -227,7 +229,8 @@ def write_results(records: Records, given: dict[str, object], results: list[Resu
             for name, (mean, stderr) in result.figures.items()
         }
         sets[data.name] = counts | sampling | figures
-    records.replace("results.json", json.dumps({"flags": given, "sets": sets}, indent=2) + "\n")
+    with required(folder / "results.json"):
+        write(folder / "results.json", json.dumps({"flags": given, "sets": sets}, indent=2) + "\n")
 
 
 def main() -> None:
@@ -265,15 +268,13 @@ def main() -> None:
         engine = Engine(args.model, tokenizer, world, settings, vision, most_images(sets), sequences)
     except ValueError as error:
         exit_with_error(error)
-    records = Records(folder)
     results = []
     for i, (data, sampling) in enumerate(pairs):
-        results.append(evaluate(engine, data, sampling, grader, (args.seed, i), records))
+        results.append(evaluate(engine, data, sampling, grader, (args.seed, i), folder))
     if world.is_main:
-        write_results(records, vars(args), results)
-        print(table(results, args.published))
+        print(table(results, args.published), flush=True)
+        write_results(folder, vars(args), results)
         print(f"results.json and every completion with its grade: {folder}", flush=True)
-    records.finish()
     grader.close()
     engine.close()
 

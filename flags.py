@@ -231,13 +231,9 @@ GROUPS["evaluation and checkpoints, counted in steps"] = [
          (0, INF), free_on_resume=True),
     flag("--keep_checkpoints", 3, "remove the oldest checkpoints beyond this many; 0: keep all",
          (0, INF), free_on_resume=True),
-    flag("--async_checkpoint", False, "write checkpoints in the background, from a copy in host RAM",
-         free_on_resume=True),
 ]
 GROUPS["records"] = [  # docs/metrics.md, docs/replay.md
     flag("--quiet", False, "no progress bars; a line only for steps with an evaluation", free_on_resume=True),
-    flag("--json_log", False, "print a JSON object for each step and message: for programs that read the log",
-         free_on_resume=True),
     flag("--track", "none", "also send the metrics of each step to wandb, tensorboard or trackio, which you install",
          choices=("none", "tensorboard", "wandb", "trackio"), free_on_resume=True),
     flag("--profile_steps", [int], "steps whose trace is written to OUT_DIR/profile, one file per rank", (1, INF),
@@ -408,7 +404,6 @@ class Sampling:  # how often and how a set of prompts is sampled: the training p
 @settings
 class Recording:  # what a run tells and keeps
     quiet: bool
-    json_log: bool
     track: str
     profile_steps: tuple[int, ...]
     keep_rollouts: float
@@ -419,7 +414,6 @@ class Saving:  # when checkpoints are written, and which are kept
     save_every: int
     keep_checkpoints: int
     keep_best: str | None
-    async_checkpoint: bool
 
 
 @dataclass(frozen=True)

@@ -384,15 +384,6 @@ def broadcast_from_main(item: Item | None) -> Item:
     return items[0]  # type: ignore[return-value]
 
 
-def gather_on_main(item: Item, group: HostGroup) -> list[Item]:
-    """The items of all ranks in rank order, on the main process; [] elsewhere. For a thread with this group."""
-    if group is None:
-        return [item]
-    items: list[Item | None] = [None] * dist.get_world_size()
-    dist.gather_object(item, items if is_main_process() else None, dst=0, group=group)
-    return items if is_main_process() else []
-
-
 def new_host_group() -> HostGroup:
     """A gloo group of all ranks for a thread of its own: collectives of two threads must not meet in one group."""
     return dist.new_group(backend="gloo") if dist.is_initialized() else None

@@ -27,19 +27,16 @@ import torch
 
 import report
 from batch import Metrics, Rollout, Sampled, Update, own_logprobs
-from checkpoint import checkpoints
 from data import PromptData
 from flags import FLAGS, Recording
-from fsdp_utils import World, broadcast_from_main, end_if_requested, gather_from_ranks
-from guards.disk import Records, replace, tolerated
-from guards.lock import lock_file
+from fsdp_utils import World, broadcast_from_main, end_if_requested
+from guards.files import DiskError, append, checkpoints, lock_file, required, tolerated, write
 from guards.stall import BOARD, in_phase
 from guards.start import RunError
 from inputs.checks import launched_world_size
 from metrics import merge_updates
 from records.console import Console
-from records.rollouts import FOLDER, Keeper, file_of
-from records.tokens import bytes_of_tokens
+from records.rollouts import Keeper, bytes_of_tokens, file_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,8 +51,8 @@ def open_run_folder(out_dir: Path, config: dict[str, object], free: set[str]) ->
     """The lock of the run folder, which the caller keeps open while the run lasts. A missing folder is made.
 
     A run continues under the flags that it has, except for those in `free`. A folder in which no step was trained takes
-    any flags: its first start may have failed for lack of memory, say. Raises ValueError if the folder cannot be
-    written, is in use by another process, or holds something else; then nothing in it is changed.
+    any flags: its first start may have failed for lack of memory. Raises ValueError if the folder cannot be written, is
+    in use by another process, or holds something else; then nothing in it is changed.
     """
     where = f"--out_dir {str(out_dir)!r}"
     try:
@@ -64,24 +61,29 @@ def open_run_folder(out_dir: Path, config: dict[str, object], free: set[str]) ->
     except OSError as error:
         raise ValueError(f"{where} cannot be written ({error.strerror}); choose another folder.") from None
     file = out_dir / "config.json"
-    if file.exists() and ((out_dir / "metrics.jsonl").exists() or checkpoints(out_dir)):
-        _check_same_flags(json.loads(file.read_text()), config, free, where)
+    found = _config_in(file)
+    if found and ((out_dir / "metrics.jsonl").exists() or checkpoints(out_dir)):
+        _check_same_flags(found, config, free, where)
         return lock
-    described = {"config.json", "starts.jsonl", "reward_failures.jsonl", "excluded_rows.jsonl"}
-    ours = described | {"eval", "ranks", "servers", "samples.jsonl", "profile", FOLDER,
-             "status.json", "report.html", "curves.png", "timeline.png", "tensorboard", "wandb"}  # fmt: skip
-    found = {path.name for path in out_dir.iterdir() if not path.name.startswith((".", "changes_"))}
-    if others := ", ".join(sorted(found - ours)[:5]):
-        raise ValueError(f"{where} holds {others} but no config.json, so no run of this program; choose another.")
-    replace(file, f"{json.dumps(config, indent=2)}\n".encode())  # which is read only if a step was trained after it
+    others = sorted(path.name for path in out_dir.iterdir() if not path.name.startswith("."))
+    if others and not found:
+        raise ValueError(f"{where} holds {', '.join(others[:5])} but no config.json of a run; choose another folder.")
+    write(file, json.dumps(config, indent=2) + "\n")
     return lock
 
 
+def _config_in(file: Path) -> dict[str, object]:
+    """The flags of the run; {} for no file, or for one that no run wrote: a model has a config.json, too."""
+    try:
+        found = json.loads(file.read_text())
+        return found if "out_dir" in found else {}
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
 def _check_same_flags(found: dict[str, object], config: dict[str, object], free: set[str], where: str) -> None:
-    """A flag that is newer than the run had its default then; one that is gone is not compared."""
-    defaults = {name: FLAGS[f"--{name}"].value for name in config if f"--{name}" in FLAGS}
-    found = defaults | {name: value for name, value in found.items() if name in config}
-    pairs = [(name, found.get(name), config.get(name)) for name in sorted(set(config) - free)]
+    """A flag that is newer than the run had its default then. One that is gone is not compared."""
+    pairs = [(name, found.get(name, FLAGS[f"--{name}"].value), config[name]) for name in sorted(set(config) - free)]
     different = "; ".join(f"--{name} {there!r} there, {now!r} now" for name, there, now in pairs if there != now)
     if different:
         way_out = "give the same flags to continue it, or another --out_dir to start afresh"
@@ -108,12 +110,10 @@ class Run:
     updates: list[Metrics] = field(default_factory=list)  # of the step
     spans: list[report.Span] = field(default_factory=list)  # of the step: what was done when, for timeline.png
     profiler: torch.profiler.profile | None = None  # while it traces
-    records: Records = field(init=False)  # the files of the folder, on the main process
     rollouts: Keeper = field(init=False)
     console: Console = field(init=False)
 
     def __post_init__(self) -> None:
-        self.records = Records(self.out_dir)
         tokens = bytes_of_tokens(self.tokenizer) if self.world.is_main and self.recording.keep_rollouts else None
         self.rollouts = Keeper(self.out_dir, self.recording.keep_rollouts, tokens)
         self.console = Console(self.out_dir, self.world.is_main, self.recording)
@@ -165,7 +165,7 @@ class Run:
         self._append("timeline.jsonl", {"step": step, "spans": [span._asdict() for span in self.spans]})
         self.start, self.seconds, self.updates, self.spans = time.perf_counter(), {}, [], []
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON knows no nan
-        self._append("metrics.jsonl", {"step": step, **finite})
+        self._append_to_log({"step": step, **finite})
         self.console.tell_step(step, self.last_step or self.total_steps, metrics)
         for remark in self.memory.remarks(memory):
             self.say(remark)
@@ -173,16 +173,14 @@ class Run:
     def logged(self, step: int) -> Metrics:
         """What metrics.jsonl holds of the step, the same on every rank; {} for nothing."""
         records = report.read_metrics(self.out_dir) if self.world.is_main else []
-        own = [record for record in records if record["step"] == step]
-        found = gather_from_ranks(own)[0]
-        values = found[0].items() if found else ()
-        return {name: math.nan if value is None else value for name, value in values if name != "step"}
+        found = broadcast_from_main(next((record for record in records if record["step"] == step), {}))
+        return {name: math.nan if value is None else value for name, value in found.items() if name != "step"}
 
     def say(self, text: str) -> None:
         self.console.say(text)
 
     def describe_start(self, resumed_from: int) -> None:
-        """Appends command, code, packages and hardware to starts.jsonl; what is not committed to a patch beside it.
+        """Appends command, code, packages and hardware to starts.jsonl, and writes uncommitted changes to a patch.
 
         The tracker goes on after this step.
         """
@@ -192,7 +190,7 @@ class Run:
         commit, changes = _git("rev-parse", "HEAD").strip(), _git("diff", "HEAD") + _own_files(sys.argv)
         stamp = time.strftime("%Y%m%dT%H%M%S")
         if changes:
-            self.records.replace(f"changes_{stamp}.patch", changes)
+            self._write(f"changes_{stamp}.patch", changes)
         if resumed_from:
             self._say_what_changed()
         is_gpu, device = self.world.device.type == "cuda", platform.processor() or platform.machine()
@@ -222,7 +220,7 @@ class Run:
         self.say(f"first prompt: {datasets[0].rows[0].text!r}")
         rows = [{"set": data.name, "row": row, "reason": why} for data in datasets for row, why in data.excluded]
         if self.world.is_main and rows:
-            self.records.replace("excluded_rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+            self._write("excluded_rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
 
     def keep(self, sampled: Sampled, trained: Rollout, updates: list[Update]) -> None:
         """Keeps what was sampled in this step: all of it in rollouts/, a little in samples.jsonl.
@@ -272,19 +270,15 @@ class Run:
             self.say(f"step {step}: {count} could not be graded; all are in reward_failures.jsonl")
 
     def finish(self) -> None:
-        """All files are complete. Raises DiskError if the disk refuses some."""
+        """All files are complete."""
         self.rollouts.wait()
         self.console.finish()
-        self.records.finish()
 
     def plot(self) -> None:
         if self.world.is_main:
-            try:
-                with tolerated("curves.png and timeline.png"):
-                    report.plot(self.out_dir)
-                    report.plot_timeline(self.out_dir)
-            except ValueError as error:  # a damaged log costs its pictures, not the run
-                self.say(f"warning: curves.png and timeline.png could not be drawn: {error}")
+            with tolerated(str(self.out_dir / "curves.png"), ValueError):  # of a damaged log
+                report.plot(self.out_dir)
+                report.plot_timeline(self.out_dir)
 
     def judge(self) -> None:
         """Says whether a run of a documented set-up has reached what was published; of others nothing."""
@@ -312,9 +306,27 @@ class Run:
             self.profiler.export_chrome_trace(str(file))
         self.profiler = None
 
+    def _append_to_log(self, record: dict[str, object]) -> None:
+        """A line of metrics.jsonl, of which none may be missing. Raises DiskError on all ranks."""
+        file, refused = self.out_dir / "metrics.jsonl", ""
+        try:
+            with required(file):
+                if self.world.is_main:
+                    append(file, json.dumps(record) + "\n")
+        except DiskError as error:
+            refused = str(error)
+        if refused := broadcast_from_main(refused):
+            raise DiskError(refused)
+
     def _append(self, name: str, record: dict[str, object]) -> None:
+        """A line of another file, if the disk takes it."""
         if self.world.is_main:
-            self.records.append(name, json.dumps(record, ensure_ascii=False) + "\n")
+            with tolerated(str(self.out_dir / name)):
+                append(self.out_dir / name, json.dumps(record, ensure_ascii=False) + "\n")
+
+    def _write(self, name: str, text: str) -> None:
+        with tolerated(str(self.out_dir / name)):
+            write(self.out_dir / name, text)
 
 
 def _own_files(command: list[str]) -> str:

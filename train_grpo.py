@@ -67,9 +67,9 @@ from metrics import throughput
 from model.sizes import prompts_in_the_air
 from planner.watch import watch_memory
 from policy import Policy, build_policy
-from records.replay import NoEngine, ReplaySampler, weights_of
+from records.rollouts import weights_of
 from run import Run, open_run_folder
-from sampling import Draws, Sampler
+from sampling import Draws, NoEngine, ReplaySampler, Sampler
 from update import add_advantages, add_logprobs, pack_updates, update_policy, work_of_step
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
     saved_step, saved = starting_point(args, run, last_step)
     logged = run.logged(saved_step)
     held_out = {"sets": eval_sets, "samplings": inputs.eval_samplings, "grader": inputs.grader}
-    evaluator = take(Evaluator, args, **held_out, records=run.records / "eval")
+    evaluator = take(Evaluator, args, **held_out, folder=out_dir / "eval")
     must_evaluate = evaluator.is_missing(saved_step, saved_step == last_step, logged)
     if saved_step >= last_step and not must_evaluate:
         end_complete(run, saved_step, last_step)
@@ -253,14 +253,13 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
             # 8. Checkpoint: whole or not at all. Its time is counted in the next step's line.
             if writer.is_due(step, run.is_last):
                 with run.phase("checkpoint"):
-                    writer.save(step, policy, optimizer, sampler.state(step) | guard.state(), metrics, run.is_last)
+                    writer.save(step, policy, optimizer, sampler.state(step) | guard.state(), run.is_last)
                     run.plot()
-        writer.wait()
         finish(run, max(saved_step, last_step))
         run.say(f"done: {out_dir}/final holds the policy, {out_dir}/curves.png the curves")
     except Stopped:
         done = run.num_done
-        writer.save_before_end(done, policy, optimizer, sampler.state(done) | guard.state(), run.logged(done))
+        writer.save(done, policy, optimizer, sampler.state(done) | guard.state(), is_required=True)
         run.finish()
         run.say(f"ended by {signal_name()} after step {done}, which is saved; the same command goes on")
     close(inputs, engine)

@@ -1,4 +1,4 @@
-"""Progress bars with the time left: of the main process, on a terminal, unless --quiet or --json_log is given."""
+"""Progress bars with the time left: of the main process, on a terminal, unless --quiet is given."""
 
 from __future__ import annotations
 

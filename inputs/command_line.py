@@ -67,7 +67,7 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     args.prompts_per_update = args.prompts_per_step if args.prompts_per_update is None else args.prompts_per_update
     if args.rollout_correction is None:
         args.rollout_correction = "token_truncate" if most_lag(args) else "none"
-    if args.quiet or args.json_log:
+    if args.quiet:
         os.environ[OFF] = "1"
     if args.replay or args.rollout_only:  # the command is that of a run, with one flag more
         args.eval_every, args.eval_before_training, args.keep_best = 0, False, None

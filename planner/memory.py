@@ -300,8 +300,7 @@ def host_phases(setup: Setup) -> dict[str, Parts]:
         static.get(name, 0) * (pinned_share(setup, itemsize) - 1) for name, itemsize in rounding.items()
     )
     read = {"weights, read": largest_tensor(setup)}
-    copied = (setup.gradient_bytes + setup.state_bytes) * ranks / setup.num_shards * setup.run.async_checkpoint
-    written = {"the policy, gathered on rank 0": m.parameters * COMPUTE, "what is written meanwhile": copied}
+    written = {"the policy, gathered on rank 0": m.parameters * COMPUTE}
     phases = {"load": without(kept, "gradients", "activations") | read, "run": kept, "checkpoint": kept | written}
     return {name: {part: size for part, size in parts.items() if size} for name, parts in phases.items()}
 

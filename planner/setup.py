@@ -106,7 +106,6 @@ class RunShape:
     has_kl: bool
     needs_first_logprobs: bool  # old log-probs are computed for the first update, too
     trains_entropy: bool  # the entropy is part of the loss
-    async_checkpoint: bool
     dynamic_sampling: str
     steps_ahead: int  # of generation servers
     in_flight: bool

@@ -65,7 +65,7 @@ WAYS_OUT = {  # phase -> what to change
     "logprobs": "lower --micro_batch_tokens, or add --offload_reference",
     "update": "lower --micro_batch_tokens, add --gradient_checkpointing, or --offload optimizer",
     "checkpoint": "lower --micro_batch_tokens",
-    "host": "use less of --offload, fewer --reward_workers, or no --async_checkpoint",
+    "host": "use less of --offload, or fewer --reward_workers",
 }
 WAYS_OUT_ON_CPU = {  # where there is nothing to offload
     "load": "start fewer ranks, or give --param_dtype bfloat16",
@@ -74,7 +74,7 @@ WAYS_OUT_ON_CPU = {  # where there is nothing to offload
     "sync": "start fewer ranks",
     "logprobs": "lower --micro_batch_tokens",
     "update": "lower --micro_batch_tokens, add --gradient_checkpointing, or give --param_dtype bfloat16",
-    "checkpoint": "leave out --async_checkpoint, or start fewer ranks",
+    "checkpoint": "start fewer ranks",
     "host": "start fewer ranks, or fewer --reward_workers",
 }
 

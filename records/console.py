@@ -1,20 +1,21 @@
-"""What a run tells while it goes: a line a step, OUT_DIR/status.json for `watch`, and its tracker."""
+"""What a run tells while it goes: a line a step, OUT_DIR/status.json for `watch`, and its tracker. docs/metrics.md"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import os
 import statistics
 import time
 from collections import deque
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import report
 from flags import Recording
-from guards.disk import replace
-from records.trackers import TRACKERS, Close, Log
+from guards.files import tolerated, write
 
 ON_CONSOLE = {  # metric -> how the console shows it
     "reward/mean": "reward {:.3f}", "completion/tokens_mean": "tokens {:.1f}", "policy/entropy": "entropy {:.3f}",
@@ -23,6 +24,9 @@ ON_CONSOLE = {  # metric -> how the console shows it
     "memory/peak_gib": "mem {:.1f} GiB",
 }  # fmt: skip
 STEPS_OF_FORECAST = 20  # the last ones: answers get longer, so that early steps say little
+Log = Callable[[int, dict[str, float]], None]  # (step, metrics)
+Close = Callable[[], None]
+PROJECT = "grpo"
 
 
 @dataclass
@@ -43,7 +47,7 @@ class Console:
 
     def say(self, text: str) -> None:
         if self.is_main:
-            print(json.dumps({"time": _clock(), "message": text}) if self.recording.json_log else text, flush=True)
+            print(text, flush=True)
 
     def tell_step(self, step: int, last_step: int, metrics: dict[str, float]) -> None:
         """With --quiet only a step with an evaluation, or with updates that were left out, has a line."""
@@ -58,17 +62,15 @@ class Console:
         if self.tracker is not None:
             self._track(step, finite)
         is_told = any(name.startswith("eval/") for name in metrics) or metrics.get("optim/skipped_updates")
-        if self.recording.json_log:
-            print(json.dumps(self.done), flush=True)
-        elif is_told or not self.recording.quiet:
+        if is_told or not self.recording.quiet:
             print(console_line(step, last_step, metrics, left), flush=True)
 
     def tell_phase(self, name: str, step: int) -> None:
         """In status.json: what is done now, in which step; below it the last step that is done."""
         if self.is_main:
             status = {"now": name, "in_step": step, "since": _clock()} | self.done
-            with suppress(OSError):  # the other files say that the disk is full, and it is written again soon
-                replace(self.out_dir / "status.json", f"{json.dumps(status, indent=1)}\n".encode())
+            with tolerated(str(file := self.out_dir / "status.json")):
+                write(file, json.dumps(status, indent=1) + "\n")
 
     def _track(self, step: int, metrics: dict[str, float]) -> None:
         try:
@@ -109,3 +111,44 @@ def duration(seconds: float) -> str:
 
 def _clock() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+# Trackers -------------------------------------------------------------------------------------------------------------
+# Each is installed by whoever wants it. metrics.jsonl stays the record of the run. A run that is continued adds to the
+# curves that it has.
+
+
+def tensorboard(out_dir: Path, saved_step: int) -> tuple[Log, Close]:
+    """Event files in OUT_DIR/tensorboard. What was logged after the checkpoint is hidden: those steps come again."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(out_dir / "tensorboard"), purge_step=saved_step + 1)
+
+    def log(step: int, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            writer.add_scalar(name, value, step)
+        writer.flush()
+
+    return log, writer.close
+
+
+def wandb(out_dir: Path, saved_step: int) -> tuple[Log, Close]:
+    """Project WANDB_PROJECT; WANDB_MODE=offline: all in OUT_DIR/wandb. A step that comes again keeps its values."""
+    import wandb
+
+    config, project = json.loads((out_dir / "config.json").read_text()), os.environ.get("WANDB_PROJECT", PROJECT)
+    name = hashlib.sha256(str(out_dir.resolve()).encode()).hexdigest()[:16]  # the same folder is the same run
+    run = wandb.init(project=project, name=out_dir.name, id=name, resume="allow", dir=str(out_dir), config=config)
+    return lambda step, metrics: run.log(metrics, step=step), run.finish
+
+
+def trackio(out_dir: Path, saved_step: int) -> tuple[Log, Close]:
+    """Project TRACKIO_PROJECT, on this machine unless the environment names a Space."""
+    import trackio
+
+    config, project = json.loads((out_dir / "config.json").read_text()), os.environ.get("TRACKIO_PROJECT", PROJECT)
+    trackio.init(project=project, name=out_dir.name, config=config, resume="allow")
+    return lambda step, metrics: trackio.log(metrics, step=step), trackio.finish
+
+
+TRACKERS = {"tensorboard": tensorboard, "wandb": wandb, "trackio": trackio}

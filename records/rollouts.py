@@ -1,15 +1,17 @@
-"""All completions of every step, kept for later: OUT_DIR/rollouts/step_N.parquet, a row for each. docs/metrics.md
+"""All completions of every step, kept for later: OUT_DIR/rollouts/step_N.parquet, a row for each. docs/replay.md
 
-tokens.parquet beside them has the bytes of each token id.
-
-They are written in the background. `records/replay.py` trains on them again; the report shows them.
+They are written in the background. `ReplaySampler` trains on them again; the report shows them. tokens.parquet beside
+them has the bytes of each token id, without which ids are mere numbers: a run folder that was copied elsewhere has
+neither the model's tokenizer nor the network.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,13 +19,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from batch import Rollout, Row, Sampled
-from fsdp_utils import HostGroup, gather_on_main, new_host_group
+from fsdp_utils import gather_from_ranks, is_main_process
 from grading.score import Grade
-from guards.disk import GIB, tolerated
+from guards.files import cause, checkpoints, tolerated, whole
 from guards.start import RunError
 
 if TYPE_CHECKING:  # half a second that most processes never need
     import pyarrow as pa
+    from transformers import PreTrainedTokenizerBase
 
 FOLDER = "rollouts"
 
@@ -53,21 +56,17 @@ class Keeper:
     tokens: list[bytes] | None  # of each token id; None: not known, or not of the main process
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "rollouts"))
     under_way: Future[None] | None = None
-    group: HostGroup = field(default_factory=new_host_group)
 
     def keep(self, sampled: Sampled) -> None:
-        """Returns at once, unless the disk has not yet taken the step before. All ranks call it."""
-        self.wait()
-        self.under_way = self.thread.submit(self._gather, sampled)
+        """Returns soon, unless the disk has not yet taken the step before. All ranks call it."""
+        logprobs = {b: values for part in gather_from_ranks(sampled.logprobs) for b, values in part.items()}
+        if is_main_process():
+            self.wait()
+            self.under_way = self.thread.submit(self._write, replace(sampled, logprobs=logprobs))
 
     def wait(self) -> None:
         if self.under_way is not None:
             self.under_way.result()
-
-    def _gather(self, sampled: Sampled) -> None:
-        parts = gather_on_main(sampled.logprobs, self.group)
-        if parts:
-            self._write(replace(sampled, logprobs={b: values for part in parts for b, values in part.items()}))
 
     def _write(self, sampled: Sampled) -> None:
         import pyarrow as pa
@@ -81,21 +80,17 @@ class Keeper:
             _write_table(table_of(sampled), file_of(self.out_dir, sampled.step))
             sizes = {step: file_of(self.out_dir, step).stat().st_size for step in steps_in(self.out_dir)}
             room = shutil.disk_usage(self.out_dir).free + sum(sizes.values())
-            while sum(sizes.values()) > min(self.max_gib * GIB, room / 4) and len(sizes) > 1:
+            while sum(sizes.values()) > min(self.max_gib * 2**30, room / 4) and len(sizes) > 1:
                 file_of(self.out_dir, oldest := min(sizes)).unlink()
                 del sizes[oldest]
 
 
 def _write_table(table: pa.Table, file: Path) -> None:
-    """Whole or not at all. Raises OSError."""
+    """Raises OSError."""
     import pyarrow.parquet
 
-    unfinished = file.with_name(f".{file.name}.unfinished")
-    try:
+    with whole(file) as unfinished:
         pyarrow.parquet.write_table(table, unfinished, compression="zstd", write_page_checksum=True)
-        unfinished.replace(file)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def table_of(sampled: Sampled) -> pa.Table:
@@ -103,6 +98,7 @@ def table_of(sampled: Sampled) -> pa.Table:
     import pyarrow as pa
 
     rollout, count = sampled.rollout, len(sampled.rollout.rows)
+    integers, floats = pa.large_list(pa.int32()), pa.large_list(pa.float32())
     place = {int(b): i for i, b in enumerate(sampled.used_B)}
     advantages, logprobs = [], []
     for b in range(count):
@@ -119,12 +115,12 @@ def table_of(sampled: Sampled) -> pa.Table:
         "prompt": [row.text for row in rows],
         "answer": [row.answer for row in rows],
         "completion": rollout.texts,
-        "prompt_ids": _lists([row.ids for row in rows], np.int32),
-        "token_ids": _lists(rollout.completions, np.int32),
-        "rollout_logprobs": _lists(rollout.rollout_logprobs, np.float32),
-        "old_logprobs": _lists(logprobs, np.float32),
-        "advantages": _lists(advantages, np.float32),
-        "versions": _lists(rollout.versions or [None] * count, np.int32),
+        "prompt_ids": pa.array([row.ids for row in rows], integers),
+        "token_ids": pa.array(rollout.completions, integers),
+        "rollout_logprobs": pa.array(rollout.rollout_logprobs, floats),
+        "old_logprobs": pa.array(logprobs, floats),
+        "advantages": pa.array(advantages, floats),
+        "versions": pa.array(rollout.versions or [None] * count, integers),
         "reward": np.array([grade.reward for grade in grades]),
         "reward_parts": [json.dumps(grade.parts) for grade in grades],
         "reward_status": [grade.status for grade in grades],
@@ -135,15 +131,32 @@ def table_of(sampled: Sampled) -> pa.Table:
     })  # fmt: skip
 
 
-def _lists(of_rows: list[np.ndarray | None], dtype: type) -> pa.Array:
-    """An array of lists; null for None."""
-    import pyarrow as pa
+def bytes_of_tokens(tokenizer: PreTrainedTokenizerBase) -> list[bytes] | None:
+    """Of all ids up to the last one; None of a tokenizer that is not of the library `tokenizers`.
 
-    lengths = [0 if values is None else len(values) for values in of_rows]
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    values = np.concatenate([np.zeros(0, dtype), *(values for values in of_rows if values is not None)])
-    mask = pa.array([values is None for values in of_rows])
-    return pa.LargeListArray.from_arrays(offsets, values.astype(dtype, copy=False), mask=mask)
+    A token of byte-level BPE may begin or end within a character.
+    """
+    if not hasattr(tokenizer, "backend_tokenizer"):
+        return None
+    from transformers.convert_slow_tokenizer import bytes_to_unicode  # GPT-2's table of byte-level BPE
+
+    spec = json.loads(tokenizer.backend_tokenizer.to_str())
+    added = {token["id"]: token["content"] for token in spec["added_tokens"]}
+    texts = {i: text for text, i in tokenizer.get_vocab().items()}
+    is_byte_level = '"ByteLevel"' in json.dumps(spec["decoder"])
+    table = {ord(character): byte for byte, character in bytes_to_unicode().items()}
+
+    def bytes_of(i: int) -> bytes:
+        if i in added or i not in texts:
+            return added.get(i, f"<token {i}>").encode()
+        if is_byte_level:
+            with suppress(UnicodeEncodeError):  # a token that was added by hand
+                return texts[i].translate(table).encode("latin-1")
+        if match := re.fullmatch("<0x([0-9A-F]{2})>", texts[i]):  # SentencePiece's byte fallback
+            return bytes([int(match[1], 16)])
+        return texts[i].replace("\u2581", " ").encode()  # SentencePiece's space
+
+    return [bytes_of(i) for i in range(max(texts, default=-1) + 1)]
 
 
 # Read -----------------------------------------------------------------------------------------------------------------
@@ -160,26 +173,22 @@ def read_rounds(out_dir: Path, step: int, rows: dict[str, Row]) -> list[Rollout]
     try:
         table = pyarrow.parquet.ParquetFile(file, page_checksum_verification=True).read()
     except (OSError, pyarrow.ArrowException) as error:
-        why = (str(error).splitlines() or [type(error).__name__])[0]
-        raise RunError(f"{file} cannot be read ({why}); begin later with --from_step, or end earlier.") from None
-    found = {name: table[name].to_pylist() for name in ("row", "reward", "reward_status", "reward_parts", "read_as")}
+        wrong = f"{file} cannot be read ({cause(error)})"
+        raise RunError(f"{wrong}; begin later with --from_step, or end earlier.") from None
+    graded = table.select(["reward", "reward_status", "reward_parts", "read_as"]).to_pylist()
+    places = table["row"].to_pylist()
     arrays = {name: _arrays(table[name]) for name in ("prompt_ids", "token_ids", "rollout_logprobs", "versions")}
-    for where, ids in zip(found["row"], arrays["prompt_ids"], strict=True):
+    for where, ids in zip(places, arrays["prompt_ids"], strict=True):
         if where not in rows or not np.array_equal(rows[where].ids, ids):
             raise RunError(f"{file}: {where} is another prompt in --train_data, or not in it; give that run's data.")
     whole = Rollout(
-        rows=[rows[where] for where in found["row"]],
+        rows=[rows[where] for where in places],
         completions=arrays["token_ids"],
         rollout_logprobs=arrays["rollout_logprobs"],
         texts=table["completion"].to_pylist(),
         is_truncated_B=table["is_truncated"].to_numpy(),
         versions=None if arrays["versions"][0] is None else arrays["versions"],
-        grades=[
-            Grade(reward, status, json.loads(parts), answer)
-            for reward, status, parts, answer in zip(
-                found["reward"], found["reward_status"], found["reward_parts"], found["read_as"], strict=True
-            )
-        ],
+        grades=[Grade(x["reward"], x["reward_status"], json.loads(x["reward_parts"]), x["read_as"]) for x in graded],
     )
     round_B = table["round"].to_numpy()
     return [whole.take(np.flatnonzero(round_B == number)) for number in range(round_B.max() + 1)]
@@ -188,3 +197,22 @@ def read_rounds(out_dir: Path, step: int, rows: dict[str, Row]) -> list[Rollout]
 def _arrays(column: pa.ChunkedArray) -> list[np.ndarray | None]:
     """The lists of a column."""
     return [each.values.to_numpy(zero_copy_only=False) if each.is_valid else None for each in column]
+
+
+def weights_of(folder: Path, first: int, last: int) -> tuple[int, Path | None]:
+    """The step before `first` and its checkpoint, with which a replay of these steps begins; (0, None): the model.
+
+    Raises RunError if not all of these steps are there, or not that checkpoint.
+    """
+    there, saved = steps_in(folder), dict(checkpoints(folder))
+    if not there:
+        raise RunError(f"--replay {folder}: there are no rollouts in {folder / FOLDER}; name the folder of a run.")
+    if missing := sorted(set(range(first, last + 1)) - set(there)):
+        known = f"it has steps {there[0]} to {there[-1]}"
+        advice = "begin later with --from_step, end earlier with --stop_after"
+        raise RunError(f"--replay {folder}: the rollouts of step {missing[0]} are missing; {known}; {advice}.")
+    if first > 1 and first - 1 not in saved:
+        possible = ", ".join(str(step + 1) for step in [0, *saved])
+        wrong = f"--from_step {first}: {folder} has no checkpoint of step {first - 1}"
+        raise RunError(f"{wrong}; steps that can be begun with: {possible}.")
+    return first - 1, saved.get(first - 1)

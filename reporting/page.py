@@ -17,7 +17,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from guards.disk import replace
+from guards.files import write
 from reporting.history import History, but_for_the_seed, read_config, read_lines
 from reporting.reference import published_curves
 from reporting.samples import embed, pack_samples, rounded
@@ -42,7 +42,7 @@ def write_page(file: Path, records: dict[Path, list[dict[str, float]]]) -> None:
         found, own = pack_samples(folder, num_bytes)
         samples.append(found)
         chunks |= {f"samples-{index}-{name}": chunk for name, chunk in own.items()}
-    replace(file, fill_template(chunks | {"stored": embed({"runs": samples})}).encode())
+    write(file, fill_template(chunks | {"stored": embed({"runs": samples})}))
 
 
 def fill_template(chunks: dict[str, str]) -> str:

@@ -8,17 +8,18 @@ torchrun --nproc_per_node 2 tests/distributed_checkpoint.py POLICY_FOLDER RUNS_F
 
 import contextlib
 import errno
-import re
 import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
 from transformers import AutoTokenizer
 
 import checkpoint
 from flags import Saving
 from fsdp_utils import World, close_world, gather_from_ranks, init_world
+from guards.files import DiskError
 from helpers import build, largest_file, make_rollout, train_once, whole_update
 from inputs.checks import check_flags
 from inputs.command_line import parse_flags
@@ -37,10 +38,10 @@ def parsed(path: str, flags: str, world: World):
     return args
 
 
-def writer(path: str, folder: Path, world: World, said: list[str], **saving: object) -> checkpoint.Writer:
+def writer(path: str, folder: Path, world: World, said: list[str]) -> checkpoint.Writer:
     folder.mkdir(parents=True, exist_ok=True)
-    saving = Saving(**{"keep_checkpoints": 0} | saving)
-    return checkpoint.Writer(folder, [AutoTokenizer.from_pretrained(path)], saving, world, said.append)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    return checkpoint.Writer(folder, [tokenizer], Saving(keep_checkpoints=0), world, said.append)
 
 
 def reshard(path: str, folder: Path, step: int, flags: str) -> None:
@@ -56,7 +57,7 @@ def reshard(path: str, folder: Path, step: int, flags: str) -> None:
         else:
             assert checkpoint.latest(runs, world, print) == (step - 1, runs / f"step_{step - 1}")
             assert checkpoint.load(runs / f"step_{step - 1}", policy, optimizer) == STATE
-        writer(path, runs, world, said := []).save(step, policy, optimizer, STATE, {})
+        writer(path, runs, world, said := []).save(step, policy, optimizer, STATE)
         assert not said
 
 
@@ -67,38 +68,30 @@ def refusing(way: str) -> AbstractContextManager:
 
 
 def full_disk(path: str, folder: Path) -> None:
-    """Only the second rank cannot write: both give up the checkpoint, and try again at the same step."""
+    """Only the second rank cannot write: both give up the checkpoint, or end if it is required."""
     world, said = init_world(tp_size=1, timeout_minutes=2), []
     args = parsed(path, CASES[0], world)
     policy, _, optimizer = build(args, world)
     train_once(policy, optimizer, whole_update(make_rollout(), args, policy, world), args, world, rate=1e-3)
-    for way in ("waits", "in background", "checksums"):
-        saving = writer(path, folder / way, world, said, save_every=10, async_checkpoint=way == "in background")
-        saving.save(10, policy, optimizer, STATE, {})
-        saving.wait()
+    for way, why in (("shards", "a file could not be written to its end"), ("checksums", "Input/output error")):
+        saving = writer(path, folder / way, world, said)
+        saving.save(10, policy, optimizer, STATE)
         with contextlib.nullcontext() if world.is_main else refusing(way):
-            saving.save(20, policy, optimizer, STATE, {})
-            assert (saving.pending is not None) is (way == "in background")
-            while saving.pending is not None:  # as in training, where nobody waits for it
-                is_due = saving.is_due(21, is_last=False)
-        assert gather_from_ranks(saving.next_try) == [21, 21]
-        assert not saving.is_due(20 - 9, is_last=False) and saving.is_due(21, is_last=False)
-        assert way != "in background" or is_due
+            saving.save(20, policy, optimizer, STATE)
+            with pytest.raises(DiskError, match=f"step 20 could not be written: {why} .*; make room"):
+                saving.save(20, policy, optimizer, STATE, is_required=True)
+        assert f"step 20 could not be written: {why} (" in said.pop()
+        gather_from_ranks(None)  # the main process has removed what was begun
         found = sorted(path.name for path in (folder / way).iterdir())
         assert found == ["step_10"], found
-        saving.save(21, policy, optimizer, STATE, {})
-        assert not saving.is_due(22, is_last=False) or saving.pending is not None
-        saving.wait()
+        saving.save(21, policy, optimizer, STATE)
         assert checkpoint.latest(folder / way, world, said.append) == (21, folder / way / "step_21")
-    assert [re.search("step 20 could not be written: (.*?) \\(", text)[1] for text in said] == [
-        "a file could not be written to its end", "a file could not be written to its end", "Input/output error",
-    ]  # fmt: skip
     shards = folder / way / "step_21" / "trainer" / "__1_0.distcp"
     if world.is_main:
         shards.write_bytes(shards.read_bytes()[:-1])
     gather_from_ranks(None)
     assert checkpoint.latest(folder / way, world, said.append) == (10, folder / way / "step_10")
-    assert len(said) == (4 if world.is_main else 3)
+    assert len(said) == world.is_main
 
 
 if __name__ == "__main__":

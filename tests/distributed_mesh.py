@@ -109,7 +109,7 @@ def main(path: str, output: str) -> None:
             models.append((policy, optimizer))
             (folder / str(number)).mkdir(exist_ok=True)
             writer = Writer(folder / str(number), [tokenizer], Saving(keep_checkpoints=0), world, print)
-            writer.save(step, policy, optimizer, {"drawn": step}, {})
+            writer.save(step, policy, optimizer, {"drawn": step})
         for step, expected in enumerate(states):
             policy, optimizer = models[step - 1]  # of another mesh
             assert load(folder / str(number) / f"step_{step}", policy, optimizer) == {"drawn": step}

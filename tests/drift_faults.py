@@ -16,7 +16,6 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from guards.start import RunError
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
@@ -25,6 +24,7 @@ from data import PromptData
 from flags import EngineSettings, PromptFormat, Sampling
 from fsdp_utils import close_world, init_world
 from guards.drift import DriftGuard
+from guards.start import RunError
 from helpers import build, flags, train_once, whole_update
 from model import lora as adapters
 from rollout import Engine

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-
-from records.tokens import characters_of_bytes
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 HOSTILE = "<script>window.hacked=1</script></script><img src=x onerror='window.hacked=2'><!-- <b>bold</b> &amp; \\u003c"
 SMILE = "\N{SMILING FACE WITH OPEN MOUTH}"  # four bytes, of which each is a token
@@ -17,7 +16,7 @@ SYLLABLES = ["ba", "ce", "di", "fo", "gu", "ha", "je", "ki", "lo", "mu", "na", "
 GROUP_SIZE = 8
 
 
-BYTE_OF = characters_of_bytes()
+BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
 CHARACTER_OF = {byte: character for character, byte in BYTE_OF.items()}
 
 

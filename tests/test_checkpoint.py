@@ -3,7 +3,6 @@ files with code in them, a disk that is full, the best one.
 """
 
 import json
-import math
 import os
 import pickle
 import re
@@ -18,8 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 import checkpoint
 from batch import pack
 from flags import PromptFormat, Saving
-from guards.checksums import checksums, write_list
-from guards.disk import DiskError
+from guards.files import DiskError, checkpoints, checksums, write_list
 from helpers import ALONE, flags, largest_file, make_rollout, unpacked_logprobs
 from model.engine_options import stop_ids
 from model.vision import load_processor
@@ -52,13 +50,18 @@ def writer(out_dir, tokenizer, said: list[str] | None = None, **saving: object) 
     return checkpoint.Writer(out_dir, [tokenizer], saving, ALONE, print if said is None else said.append)
 
 
+def log(out_dir: Path, step: int, metrics: dict[str, object]) -> None:
+    with (out_dir / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": step} | metrics) + "\n")
+
+
 def latest(out_dir, said: list[str] | None = None):
     return checkpoint.latest(out_dir, ALONE, print if said is None else said.append)
 
 
 def test_what_was_saved_comes_back_to_the_bit_with_the_state_of_the_loop(policy, tokenizer, tmp_path):
     model, optimizer = trained(policy, seed=1)
-    writer(tmp_path, tokenizer).save(7, model, optimizer, {"prompts_drawn": 56}, {})
+    writer(tmp_path, tokenizer).save(7, model, optimizer, {"prompts_drawn": 56})
     assert json.loads((tmp_path / "step_7" / "trainer" / "progress.json").read_text()) == {"prompts_drawn": 56}
     other, other_optimizer = trained(policy, seed=2)
     assert checkpoint.load(tmp_path / "step_7", other, other_optimizer) == {"prompts_drawn": 56}
@@ -71,7 +74,7 @@ def test_what_was_saved_comes_back_to_the_bit_with_the_state_of_the_loop(policy,
 @pytest.mark.parametrize("name", ["policy", "qwen3_policy", "untied_qwen3_policy"])
 def test_the_exported_policy_is_the_trained_one_in_the_dtype_of_the_engine(name, request, tokenizer, tmp_path):
     model, optimizer = trained(request.getfixturevalue(name), seed=1)
-    writer(tmp_path, tokenizer).save(1, model, optimizer, {}, {})
+    writer(tmp_path, tokenizer).save(1, model, optimizer, {})
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "step_1")
     assert exported.dtype == torch.bfloat16
     assert AutoTokenizer.from_pretrained(tmp_path / "step_1").get_vocab() == tokenizer.get_vocab()
@@ -105,7 +108,7 @@ def test_the_exported_policy_ends_where_it_was_sampled_to_end(policy, tokenizer,
         companions = [tokenizer, load_generation_config(str(path), config, ids)]
         (tmp_path / "runs").mkdir(exist_ok=True)
         saving = checkpoint.Writer(tmp_path / "runs", companions, Saving(keep_checkpoints=0), ALONE, print)
-        saving.save(len(list((tmp_path / "runs").glob("*"))), model, optimizer, {}, {})
+        saving.save(1 + len(list((tmp_path / "runs").glob("*"))), model, optimizer, {})
         exported = latest(tmp_path / "runs")[1]
         found = json.loads((exported / "generation_config.json").read_text())
         assert found["eos_token_id"] == expected
@@ -118,10 +121,10 @@ def test_only_the_newest_are_kept_and_the_one_that_final_points_to(policy, token
     assert latest(tmp_path) == (0, None)
     saving = writer(tmp_path, tokenizer, keep_checkpoints=2)
     for step in (1, 2, 3, 4):
-        saving.save(step, model, optimizer, {}, {})
+        saving.save(step, model, optimizer, {})
         if step == 1:
             checkpoint.link_final(tmp_path, 1)
-    assert [step for step, _ in checkpoint.checkpoints(tmp_path)] == [1, 3, 4]
+    assert [step for step, _ in checkpoints(tmp_path)] == [1, 3, 4]
     assert latest(tmp_path) == (4, tmp_path / "step_4")
     assert not list(tmp_path.glob("unfinished*"))
     checkpoint.link_final(tmp_path, 4)
@@ -131,36 +134,7 @@ def test_only_the_newest_are_kept_and_the_one_that_final_points_to(policy, token
 def test_the_order_is_that_of_the_steps_not_of_the_names(tmp_path):
     for name in ("step_9", "step_10", "step_x", "unfinished_step_11"):
         (tmp_path / name).mkdir()
-    assert [step for step, _ in checkpoint.checkpoints(tmp_path)] == [9, 10]
-
-
-def test_in_the_background_weights_are_those_of_the_call_and_failures_are_told(
-    policy, tokenizer, tmp_path, monkeypatch
-):
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        model, optimizer = trained(policy, seed=1)
-        before = [parameter.detach().clone() for parameter in model.model.parameters()]
-        saving = writer(tmp_path, tokenizer, said := [], async_checkpoint=True)
-        saving.save(1, model, optimizer, {}, {})
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()
-        saving.wait()
-        exported = AutoModelForCausalLM.from_pretrained(tmp_path / "step_1")
-        for found, expected in zip(exported.parameters(), before, strict=True):
-            assert found.equal(expected.to(torch.bfloat16))
-
-        def fail(*arguments: object) -> None:
-            raise OSError("No space left on device")
-
-        monkeypatch.setattr(checkpoint, "export", fail)
-        saving.save(2, model, optimizer, {}, {})
-        saving.wait()
-        assert "the checkpoint of step 2 could not be written: No space left on device" in said[-1]
-        assert latest(tmp_path)[0] == 1, "what is not whole has no name that is trusted"
-    finally:
-        torch.distributed.destroy_process_group()
+    assert [step for step, _ in checkpoints(tmp_path)] == [9, 10]
 
 
 # Damage ---------------------------------------------------------------------------------------------------------------
@@ -173,9 +147,8 @@ def run_folder(policy, tokenizer, tmp_path_factory):
     model, optimizer = trained(policy, seed=1)
     saving = writer(folder, tokenizer, keep_best="eval/set/avg@1")
     for step in (1, 2):
-        saving.save(
-            step, model, optimizer, {"prompts_drawn": step}, {"eval/set/avg@1": float(step), "time/step_s": 1.0}
-        )
+        log(folder, step, {"eval/set/avg@1": float(step)})
+        saving.save(step, model, optimizer, {"prompts_drawn": step})
     checkpoint.link_final(folder, 2)
     return folder
 
@@ -199,7 +172,7 @@ def test_damage_to_any_file_is_found_and_named_and_the_checkpoint_before_is_used
     names = [str(path.relative_to(run_folder / "step_2")) for path in (run_folder / "step_2").rglob("*")]
     files = [name for name in names if (run_folder / "step_2" / name).is_file()]
     expected = {"model.safetensors", "config.json", "tokenizer.json", "trainer/.metadata", "trainer/__0_0.distcp"}
-    assert expected | {f"trainer/{name}.json" for name in ("progress", "evaluation", "checksums")} <= set(files)
+    assert expected | {"trainer/progress.json", "trainer/checksums.json"} <= set(files)
     for number, name in enumerate(files):
         folder, said = tmp_path / str(number), []
         shutil.copytree(run_folder, folder, symlinks=True)
@@ -209,7 +182,7 @@ def test_damage_to_any_file_is_found_and_named_and_the_checkpoint_before_is_used
         (line,) = said
         assert f"{folder}/step_2 is damaged: " in line and f"It is now {folder}/damaged_step_2" in line
         assert name in line or (name == "trainer/checksums.json" and damage is flip), line  # it then blames another
-        assert sorted(path.name for path in folder.iterdir()) == ["damaged_step_2", "step_1"], "no link to it is left"
+        assert {path.name for path in folder.glob("[!m]*")} == {"damaged_step_2", "step_1"}, "no link to it is left"
 
 
 def test_without_a_whole_checkpoint_nothing_starts_again_from_scratch(run_folder, tmp_path):
@@ -237,15 +210,6 @@ def test_a_folder_of_a_version_without_checksums_is_used_as_it_is_and_that_is_sa
     names = sorted(path.name for path in folder.iterdir())
     assert latest(folder, said) == (2, folder / "step_2")
     assert "without checksums" in said[0] and sorted(path.name for path in folder.iterdir()) == names
-
-
-def test_an_evaluation_that_was_made_after_its_checkpoint_counts_for_the_best(tmp_path):
-    for step, value in ((1, {"eval/x/avg@1": 0.5}), (2, {})):
-        (tmp_path / f"step_{step}" / "trainer").mkdir(parents=True)
-        (tmp_path / f"step_{step}" / "trainer" / "evaluation.json").write_text(json.dumps(value))
-    assert checkpoint.best_checkpoint(tmp_path, "eval/x/avg@1") == tmp_path / "step_1"
-    (tmp_path / "metrics.jsonl").write_text('{"step": 2}\n{"step": 2, "eval/x/avg@1": 0.75}\n')
-    assert checkpoint.best_checkpoint(tmp_path, "eval/x/avg@1") == tmp_path / "step_2"
 
 
 def test_files_that_are_added_to_a_checkpoint_do_not_count(run_folder, tmp_path):
@@ -315,30 +279,28 @@ def test_a_folder_with_code_of_its_own_is_refused_whatever_a_terminal_answers(po
 
 
 @pytest.mark.parametrize(("fails_in", "limit"), [("the shards", 1_000_000), ("the policy", 100_000)])
-def test_a_full_disk_costs_a_checkpoint_and_neither_the_run_nor_older_ones(
+def test_a_full_disk_costs_a_checkpoint_but_not_the_one_that_must_be_there(
     fails_in, limit, policy, tokenizer, tmp_path, monkeypatch
 ):
     model, optimizer = trained(policy, seed=1)
-    saving = writer(tmp_path / "run", tokenizer, said := [], keep_checkpoints=1, save_every=10)
-    saving.save(10, model, optimizer, {}, {})
+    folder = tmp_path / "run"
+    saving = writer(folder, tokenizer, said := [], keep_checkpoints=1, save_every=10)
+    saving.save(10, model, optimizer, {})
     if fails_in == "the policy":  # safetensors of 0.2 MB; the shards, of 1.5 MB, come first
         monkeypatch.setattr(checkpoint.dcp, "save", lambda *_, **__: None)
     with largest_file(limit):
-        saving.save(20, model, optimizer, {}, {})
-        assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step_10"], "nothing half-written is left"
-        due = []
-        for step in range(21, 33):
-            if saving.is_due(step, is_last=False):
-                due.append(step)
-                saving.save(step, model, optimizer, {}, {})
-    assert due == [21, 23, 27, 30]
-    assert len(said) == 5
-    assert re.search(r"step 20 could not be written: .*GiB are free.*; older .* attempt is after step 21\.", said[0])
+        saving.save(20, model, optimizer, {})
+        assert [path.name for path in folder.iterdir()] == ["step_10"], "nothing half-written is left"
+        refused = "the checkpoint of step {} could not be written: .* \\(.*GiB are free in .*\\); "
+        assert re.fullmatch(refused.format(20) + f"the run goes on, and {folder}/step_10 .*", said[0][9:]), said
+        with pytest.raises(DiskError, match=refused.format(24) + f"make room, and .* from {folder}/step_10."):
+            saving.save(24, model, optimizer, {}, is_required=True)
+    assert [step for step in range(11, 35) if saving.is_due(step, is_last=step == 34)] == [20, 30, 34], "at its turn"
     monkeypatch.undo()
-    assert saving.is_due(46, is_last=False) and not saving.is_due(45, is_last=False)
-    saving.save(46, model, optimizer, {}, {})
-    assert [step for step, _ in checkpoint.checkpoints(tmp_path / "run")] == [46]
-    assert not saving.is_due(47, is_last=False)
+    saving.save(30, model, optimizer, {})
+    saving.save(30, model, optimizer, {}, is_required=True)  # a signal came right after it
+    saving.save(0, model, optimizer, {}, is_required=True)  # or before the first step
+    assert [path.name for path in folder.iterdir()] == ["step_30"] and len(said) == 1
 
 
 def test_a_checkpoint_takes_the_space_that_the_dry_run_says(policy, tokenizer, tmp_path):
@@ -346,31 +308,11 @@ def test_a_checkpoint_takes_the_space_that_the_dry_run_says(policy, tokenizer, t
     config = load_config(str(policy))
     config.hidden_size, config.intermediate_size = 256, 768
     Qwen2ForCausalLM(config).save_pretrained(tmp_path / "model")
-    writer(tmp_path / "run", tokenizer).save(1, *trained(tmp_path / "model", seed=1), {}, {})
+    writer(tmp_path / "run", tokenizer).save(1, *trained(tmp_path / "model", seed=1), {})
     args = flags(model=tmp_path / "model", train_data="x#100", max_prompt_tokens=8, max_completion_tokens=12)
     files = [path for path in (tmp_path / "run" / "step_1").rglob("*") if path.is_file()]
     expected = checkpoint_bytes(setup_of(args, load_config(args.model)))
     assert sum(path.stat().st_size for path in files) == pytest.approx(expected, rel=0.02)
-
-
-def test_the_last_checkpoint_is_tried_again_and_then_is_an_error(policy, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "LAST_PAUSES", (0.0, 0.0))
-    model, optimizer = trained(policy, seed=1)
-    saving = writer(tmp_path / "run", tokenizer)
-    with largest_file(100_000), pytest.raises(DiskError) as raised:
-        saving.save(4, model, optimizer, {}, {}, is_last=True)
-    assert re.search(
-        "of the last step, 4, could not be written: .*; make room.* continues from the start", str(raised.value)
-    )
-    attempts = iter([OSError(28, "No space left on device"), None])
-
-    def once_full(*arguments: object) -> None:
-        if error := next(attempts):
-            raise error
-
-    monkeypatch.setattr(checkpoint, "export", once_full)
-    saving.save(4, model, optimizer, {}, {}, is_last=True)
-    assert [step for step, _ in checkpoint.checkpoints(tmp_path / "run")] == [4]
 
 
 # The best -------------------------------------------------------------------------------------------------------------
@@ -382,24 +324,27 @@ def test_the_best_by_validation_is_kept_and_linked_also_after_a_resume(policy, t
     kept = {}
     for step, accuracy in accuracies.items():
         saving = writer(tmp_path / "run", tokenizer, keep_checkpoints=1, keep_best=metric)  # a start for each step
-        saving.save(step, model, optimizer, {}, {metric: math.nan if accuracy is None else accuracy})
+        log(tmp_path / "run", step, {metric: accuracy})
+        saving.save(step, model, optimizer, {})
         best = (tmp_path / "run" / "best").resolve().name
-        kept[step] = [number for number, _ in checkpoint.checkpoints(tmp_path / "run")], best
+        kept[step] = [number for number, _ in checkpoints(tmp_path / "run")], best
     assert kept == {
         1: ([1], "step_1"), 2: ([2], "step_2"), 3: ([2, 3], "step_2"), 4: ([2, 4], "step_2"), 5: ([2, 5], "step_2"),
         6: ([6], "step_6"), 7: ([6, 7], "step_6"),
     }  # fmt: skip
 
 
-def test_a_checkpoint_is_whole_even_if_the_link_to_the_best_cannot_be_made(policy, tokenizer, tmp_path, monkeypatch):
+@pytest.mark.parametrize("trouble", ["the link cannot be made", "the log is damaged"])
+def test_a_checkpoint_is_whole_even_if_the_best_cannot_be_told(
+    trouble, policy, tokenizer, tmp_path, monkeypatch, capsys
+):
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     model, optimizer = trained(policy, seed=1)
-    saving = writer(tmp_path / "run", tokenizer, said := [], keep_best="eval/set/avg@4")
-    monkeypatch.setattr(checkpoint, "point", refuse)
-    saving.save(1, model, optimizer, {}, {"eval/set/avg@4": 0.5}, is_last=True)
-    monkeypatch.undo()
-    (tmp_path / "run" / "step_1" / "trainer" / "evaluation.json").write_text("{")  # damaged since
-    saving.save(2, model, optimizer, {}, {"eval/set/avg@4": 0.1})
-    assert (tmp_path / "run" / "best").resolve().name == "step_2" and not said
+    saving = writer(tmp_path / "run", tokenizer, keep_best="eval/set/avg@4")
+    if trouble == "the link cannot be made":
+        monkeypatch.setattr(checkpoint, "point", refuse)
+    log(tmp_path / "run", 1, {"eval/set/avg@4": "high" if trouble == "the log is damaged" else 0.5})
+    saving.save(1, model, optimizer, {}, is_required=True)
+    assert latest(tmp_path / "run")[0] == 1 and capsys.readouterr().out.count("/best could not be written") == 1

@@ -18,7 +18,6 @@ from flags import Sampling
 from forked import run_ranks
 from grading.score import Grade, Needs
 from grading.verifiers import Case
-from guards.disk import Records
 from helpers import ENVIRONMENT, ROOT, make_rollout, torchrun
 from inputs.load import samplings_of
 from reward import Grader
@@ -115,7 +114,7 @@ def held_out(name: str, *answers: str) -> PromptData:
 def test_the_evaluator_samples_each_set_in_its_own_way_and_keeps_every_completion(tmp_path):
     engine, sets = EngineOfAnswers(), [held_out("math", "1", "2"), held_out("sums", "1")]
     samplings = [Sampling(1, 0.0, 8), Sampling(2, 1.0, 8)]
-    evaluator = Evaluator(sets, samplings, ExactGrader(), Records(tmp_path / "eval"), 2, False, seed=7)
+    evaluator = Evaluator(sets, samplings, ExactGrader(), tmp_path / "eval", 2, False, seed=7)
     metrics = evaluator.run(engine, 20)
     assert metrics["eval/math/avg@1"] == 0.5 and metrics["eval/sums/avg@2"] == 1.0
     assert engine.seeds == [(7, 20, 1), (7, 20, 2)], "of the run, the step and the set"
@@ -126,7 +125,7 @@ def test_the_evaluator_samples_each_set_in_its_own_way_and_keeps_every_completio
 
 def test_evaluation_is_due_every_so_many_steps_after_the_last_and_before_the_first_if_asked(tmp_path):
     def due(every: int, before_training: bool) -> list[int]:
-        evaluator = Evaluator([], [], None, Records(tmp_path), every, before_training, seed=1)
+        evaluator = Evaluator([], [], None, tmp_path, every, before_training, seed=1)
         return [step for step in range(8) if evaluator.is_due(step, is_last=step == 7)]
 
     assert due(3, False) == [3, 6, 7]

@@ -70,13 +70,13 @@ def test_an_update_knows_its_place_in_the_run():
 
 def test_what_may_change_when_a_run_continues():
     free = {
-        "out_dir", "eval_every", "eval_before_training", "save_every", "keep_checkpoints", "async_checkpoint",
+        "out_dir", "eval_every", "eval_before_training", "save_every", "keep_checkpoints",
         "keep_best", "timeout_minutes", "max_skipped_updates", "stop_after", "profile_steps", "micro_batch_tokens",
         "share_prompts", "shard_ranks", "gradient_checkpointing", "gpu_memory_utilization", "enforce_eager",
         "offload", "offload_reference", "communicate_once",
         "tensor_parallel_size", "reward_workers", "reward_in_flight", "reward_retries",
         "max_kl", "max_rollout_gap",
-        "grace_seconds", "stall_seconds", "keep_rollouts", "quiet", "json_log", "track",
+        "grace_seconds", "stall_seconds", "keep_rollouts", "quiet", "track",
         "engine", "generation_gpus", "num_servers", "server_urls", "server_timeout",
         "dry_run", "json", "trace", "plan_split", "plan_gpus", "plan_nodes", "plan_gpu", "plan_gpu_memory_gib",
         "plan_host_memory_gib", "plan_network_gb_s", "plan_rows", "plan_flops_share", "plan_memory_share",

@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-import guards.lock
+import guards.files
 import run as run_module
 from batch import Rollout, Row
 from data import PromptData
 from flags import Recording, free_on_resume
 from fsdp_utils import World
+from guards.files import DiskError
 from helpers import flags, make_rollout
 from planner.watch import MemoryWatch
 from records.console import console_line, duration
@@ -54,20 +55,27 @@ def open_and_close(folder, **changes: object) -> None:
 def test_a_first_start_that_trained_nothing_may_be_corrected(tmp_path):
     open_and_close(tmp_path / "run")
     (tmp_path / "run" / "starts.jsonl").write_text("{}\n")
-    (tmp_path / "run" / "changes_20250101T000000.patch").write_text("+\n")
     open_and_close(tmp_path / "run", group_size=4)
     assert json.loads((tmp_path / "run" / "config.json").read_text())["group_size"] == 4
 
 
 @pytest.mark.parametrize("trace", ["metrics.jsonl", "step_20"])
-def test_a_run_folder_of_another_configuration_is_left_alone(trace, tmp_path):
-    open_and_close(tmp_path / "run")
+@pytest.mark.parametrize(
+    ("given", "change", "said"),
+    [
+        ({}, {"group_size": 4}, "--group_size 8 there, 4 now"),
+        ({"lr_schedule": "cosine"}, {"total_steps": 8}, "--total_steps 10 there, 8 now"),  # the rate depends on it
+    ],
+)
+def test_a_run_folder_of_another_configuration_is_left_alone(trace, given, change, said, tmp_path):
+    open_and_close(tmp_path / "run", **given)
     (tmp_path / "run" / trace).mkdir() if "step" in trace else (tmp_path / "run" / trace).write_text('{"step": 1}\n')
     before = (tmp_path / "run" / "config.json").read_bytes()
-    with pytest.raises(ValueError, match="another configuration.*--group_size 8 there, 4 now.*another --out_dir"):
-        open_and_close(tmp_path / "run", group_size=4)
+    with pytest.raises(ValueError, match=f"another configuration.*{said}.*another --out_dir"):
+        open_and_close(tmp_path / "run", **given | change)
     assert (tmp_path / "run" / "config.json").read_bytes() == before
-    open_and_close(tmp_path / "run", total_steps=20, save_every=1, micro_batch_tokens=64)  # these may change
+    may_change = {"save_every": 1, "micro_batch_tokens": 64} | ({} if given else {"total_steps": 20})
+    open_and_close(tmp_path / "run", **given | may_change)
 
 
 def test_a_run_continues_that_is_older_than_some_flags(tmp_path):
@@ -84,19 +92,13 @@ def test_a_run_continues_that_is_older_than_some_flags(tmp_path):
         open_and_close(tmp_path / "run", stop_tokens="x")
 
 
-def test_the_length_of_a_run_may_not_change_where_the_learning_rate_depends_on_it(tmp_path):
-    open_and_close(tmp_path / "run", lr_schedule="cosine")
-    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
-    with pytest.raises(ValueError, match="--total_steps 10 there, 8 now"):
-        open_and_close(tmp_path / "run", lr_schedule="cosine", total_steps=8)
-
-
-def test_a_folder_of_something_else_is_refused(tmp_path):
+@pytest.mark.parametrize(("name", "content"), [("thesis.tex", "precious"), ("config.json", '{"model_type": "qwen2"}')])
+def test_a_folder_of_something_else_is_refused(name, content, tmp_path):
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "thesis.tex").write_text("precious")
-    with pytest.raises(ValueError, match=r"holds thesis.tex but no config.json"):
+    (tmp_path / "run" / name).write_text(content)
+    with pytest.raises(ValueError, match=rf"holds {name} but no config.json of a run; choose another"):
         open_and_close(tmp_path / "run")
-    assert (tmp_path / "run" / "thesis.tex").read_text() == "precious"
+    assert (tmp_path / "run" / name).read_text() == content
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
@@ -110,23 +112,23 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
 
 
 def test_two_runs_cannot_share_a_folder_and_the_holder_is_named(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(guards.lock, "LOCK_SECONDS", 0.5)
+    monkeypatch.setattr(guards.files, "LOCK_SECONDS", 0.5)
     monkeypatch.setattr(sys, "argv", ["train_grpo.py", "--seed", "1"])
-    lock = open_run_folder(tmp_path / "run", {"seed": 1}, set())
+    lock = open_run_folder(tmp_path / "run", {"out_dir": "run"}, set())
     holder = rf"in use by process {os.getpid()} on {socket.gethostname()}, since .*: train_grpo.py --seed 1; end that"
     for _ in range(2):  # whoever is refused leaves the name as it is
         with pytest.raises(ValueError, match=holder):
-            open_run_folder(tmp_path / "run", {"seed": 1}, set())
+            open_run_folder(tmp_path / "run", {"out_dir": "run"}, set())
     assert capsys.readouterr().out.count("waiting up to 0.5 s for its end") == 2
     lock.close()
-    open_run_folder(tmp_path / "run", {"seed": 1}, set()).close()
+    open_run_folder(tmp_path / "run", {"out_dir": "run"}, set()).close()
 
 
 def test_a_start_waits_for_a_run_that_is_ending_and_children_do_not_keep_the_lock(tmp_path):
-    lock = open_run_folder(tmp_path / "run", {"seed": 1}, set())
+    lock = open_run_folder(tmp_path / "run", {"out_dir": "run"}, set())
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], close_fds=False) as child:
         threading.Timer(1.5, lock.close).start()
-        open_run_folder(tmp_path / "run", {"seed": 1}, set()).close()
+        open_run_folder(tmp_path / "run", {"out_dir": "run"}, set()).close()
         assert child.poll() is None, "it lives and holds nothing"
         child.kill()
 
@@ -152,7 +154,8 @@ def test_a_start_is_described_with_its_code_and_hardware(tmp_path, monkeypatch):
 def test_a_damaged_log_costs_its_pictures_and_no_run(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": "high"}\n')
     make_run(tmp_path).plot()
-    assert "could not be drawn: " in (said := capsys.readouterr().out) and "reward/mean is no number" in said
+    said = capsys.readouterr().out
+    assert "curves.png could not be written: " in said and "reward/mean is no number" in said
 
 
 def test_the_file_of_a_reward_that_git_does_not_know_is_in_the_patch(tmp_path, monkeypatch):
@@ -160,6 +163,7 @@ def test_the_file_of_a_reward_that_git_does_not_know_is_in_the_patch(tmp_path, m
     (tmp_path / "mine" / "my_reward.py").write_text("def score(completion):\n    return 0.5\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["train_grpo.py", "--reward", "math:0.9,mine/my_reward.py:score:0.1"])
+    (tmp_path / "run").mkdir()
     make_run(tmp_path / "run").describe_start(0)
     (patch,) = (tmp_path / "run").glob("changes_*.patch")
     assert "+    return 0.5" in patch.read_text() and "mine/my_reward.py" in patch.read_text()
@@ -240,6 +244,21 @@ def graded(grades: list[Grade]) -> Rollout:
     return replace(rollout, texts=[chr(ord("a") + b) for b in numbers], rows=rows, grades=grades)
 
 
+def test_a_log_that_cannot_be_written_ends_the_run_and_what_it_can_miss_costs_a_warning(tmp_path, capsys):
+    run = make_run(tmp_path)
+    for name in ("metrics.jsonl", "timeline.jsonl", "samples.jsonl", "status.json"):
+        (tmp_path / name).mkdir()  # a file that nobody can write
+    for _ in range(2):
+        with pytest.raises(DiskError, match="metrics.jsonl could not be written: Is a directory .*; make room, and"):
+            run.log(1, {})
+        run.samples(1, graded([Grade(1.0, "ok")] * 4), group_size=2)
+        with run.phase("sample"):
+            pass
+    said = capsys.readouterr().out.splitlines()
+    told = [f"warning: {tmp_path}/{name} could not" for name in ("samples.jsonl", "status.json", "timeline.jsonl")]
+    assert sorted(line.partition(" be ")[0] for line in said) == told
+
+
 def test_what_could_not_be_graded_is_named_and_kept(tmp_path, capsys):
     statuses = ["timeout", "error: no", "truncated", "ok"]
     make_run(tmp_path).reward_failures(3, graded([Grade(0.0, status) for status in statuses]))
@@ -250,13 +269,10 @@ def test_what_could_not_be_graded_is_named_and_kept(tmp_path, capsys):
         {"step": 3, "row": "train.jsonl, line 7", "status": status, "answer": "4", "completion": text}
         for status, text in (("timeout", "a"), ("error: no", "b"))
     ]
-
-
-def test_of_many_failures_the_console_names_three(tmp_path, capsys):
-    make_run(tmp_path).reward_failures(3, graded([Grade(0.0, "timeout")] * 6))
+    make_run(tmp_path).reward_failures(4, graded([Grade(0.0, "timeout")] * 6))  # the console names three
     said = capsys.readouterr().out.splitlines()
-    assert len(said) == 4 and said[-1].startswith("step 3: 6 of 6 completions could not be graded; all are in")
-    assert len((tmp_path / "reward_failures.jsonl").read_text().splitlines()) == 6
+    assert len(said) == 4 and said[-1].startswith("step 4: 6 of 6 completions could not be graded; all are in")
+    assert len((tmp_path / "reward_failures.jsonl").read_text().splitlines()) == 2 + 6
 
 
 def test_two_completions_of_two_groups_are_kept_as_samples(tmp_path):
@@ -285,16 +301,19 @@ def test_the_console_line_shows_what_was_measured():
 # The clock ----------------------------------------------------------------------------------------------------------
 
 
-def test_phases_add_up_and_start_afresh_each_step(tmp_path):
+def test_phases_and_updates_add_up_and_start_afresh_each_step(tmp_path):
     run = make_run(tmp_path)
-    for _ in run.steps(1, 2):
-        for _ in range(2):
+    for step in run.steps(1, 2):
+        for loss in (1.0, 2.0 + step):
             with run.phase("sample"):
-                pass
-        run.log(run.step, {})
+                run.record(UPDATE | {"policy/loss": loss})
+        assert run.metrics()["policy/loss"] == (3.0 + step) / 2
+        run.log(step, {"reward/mean": 0.5})
     first, second = read_metrics(tmp_path)
     assert first.keys() - {"memory/load_gib"} == second.keys()
-    assert {name for name in second if not name.startswith("memory/")} == {"step", "time/sample_s", "time/step_s"}
+    names = {name for name in second if not name.startswith("memory/")}
+    assert names == {"step", "time/sample_s", "time/step_s", "reward/mean", *UPDATE}
+    assert (first["policy/loss"], second["policy/loss"]) == (2.0, 2.5)
     assert 0 <= first["time/sample_s"] <= first["time/step_s"]
     assert run.metrics().keys() == {"time/step_s"}
 
@@ -333,23 +352,6 @@ def test_a_step_to_profile_leaves_traces_of_its_first_update_and_of_the_sync(tmp
     traced = {}
     for file in (tmp_path / "profile").iterdir():
         events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
-        traced[file.name] = {event.get("name") for event in events} & {
-            "aten::mm",
-            "aten::exp",
-            "aten::tanh",
-            "aten::clone",
-        }
+        names = {"aten::mm", "aten::exp", "aten::tanh", "aten::clone"}
+        traced[file.name] = {event.get("name") for event in events} & names
     assert traced == {"step_2_update_rank_3.json.gz": {"aten::exp"}, "step_2_sync_rank_3.json.gz": {"aten::clone"}}
-
-
-# Updates ------------------------------------------------------------------------------------------------------------
-
-
-def test_the_updates_of_a_step_are_logged_as_one_and_forgotten(tmp_path):
-    run = make_run(tmp_path)
-    for step in run.steps(1, 2):
-        run.record(UPDATE)
-        run.record(UPDATE | {"policy/loss": 2.0 + step})
-        assert run.metrics()["policy/loss"] == (3.0 + step) / 2
-        run.log(step, {"reward/mean": 0.5})
-    assert [record["policy/loss"] for record in read_metrics(tmp_path)] == [2.0, 2.5]

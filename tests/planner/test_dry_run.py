@@ -227,16 +227,12 @@ def test_loading_keeps_one_matrix_in_host_ram_where_copies_of_the_model_on_every
 
 
 def test_flags_that_exchange_memory_for_time_or_the_other_way_are_seen():
-    flags = ("communicate_once", "async_checkpoint")
-    plain = setup(QWQ, param_dtype="bfloat16")
-    once, written = (setup(QWQ, param_dtype="bfloat16", **{flag: True}) for flag in flags)
+    plain, once = setup(QWQ, param_dtype="bfloat16"), setup(QWQ, param_dtype="bfloat16", communicate_once=True)
     assert traffic(once, ASSUMED)["reduce-scatter"] < traffic(plain, ASSUMED)["reduce-scatter"]
     layers = 62 * 487_613_696 * 2  # all of them in bf16, where two are held otherwise
     more = gpu_phases(once)["update"].live - gpu_phases(plain)["update"].live
     assert more == pytest.approx(4 * 32_763_876_352 + layers, rel=0.1)
     assert traffic(once, ASSUMED)["all-gather, update"] < 0.5 * traffic(plain, ASSUMED)["all-gather, update"]
-    copied = sum(host_phases(written)["checkpoint"].values()) - sum(host_phases(plain)["checkpoint"].values())
-    assert copied == 8 * 32_763_876_352, "bf16 parameters, two moments and the lower halves"
 
 
 def test_the_advice_is_minimal_and_fits_when_it_is_taken():

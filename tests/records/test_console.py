@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from flags import Recording
-from helpers import ROOT
-from records.console import Console
-from records.trackers import TRACKERS, check_tracker
+from helpers import ROOT, flags
+from inputs.checks import check_flags
+from records.console import TRACKERS, Console
 
 STEP = {"reward/mean": 0.5, "policy/loss": float("nan"), "time/sample_s": 1.0, "time/step_s": 2.0}
 
@@ -54,11 +54,6 @@ def test_quiet_shows_the_steps_with_an_evaluation(tmp_path, capsys):
     assert json.loads((tmp_path / "status.json").read_text())["step"] == 2
 
 
-def test_the_json_log_has_an_object_for_each_step_and_message(tmp_path, capsys):
-    lines = list(map(json.loads, tell(tmp_path, capsys, STEP, json_log=True)))
-    assert lines[0]["message"] == "begins" and lines[1]["step"] == 1 and lines[1]["reward/mean"] == 0.5
-
-
 def test_a_tracker_that_fails_costs_its_curves_and_no_step(tmp_path, capsys):
     console = Console(tmp_path, True, Recording(track="wandb"))
 
@@ -76,17 +71,17 @@ def test_a_tracker_that_fails_costs_its_curves_and_no_step(tmp_path, capsys):
 
 def test_a_package_that_is_missing_is_named(monkeypatch):
     for name in TRACKERS:
-        check_tracker(name)
+        check_flags(flags(track=name), num_ranks=1)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    check_tracker("none")
+    check_flags(flags(track="none"), num_ranks=1)
     with pytest.raises(ValueError, match="--track wandb: its package is not installed; run `pip install wandb`"):
-        check_tracker("wandb")
+        check_flags(flags(track="wandb"), num_ranks=1)
 
 
 LOG = """
 import sys
 from pathlib import Path
-from records.trackers import TRACKERS
+from records.console import TRACKERS
 
 kind, folder, saved, last = sys.argv[1:]
 log, close = TRACKERS[kind](Path(folder), int(saved))

@@ -12,8 +12,7 @@ from batch import Sampled
 from grading.score import Grade
 from guards.start import RunError
 from helpers import make_rollout, make_row, metrics_of, torchrun, training_flags
-from records.replay import weights_of
-from records.rollouts import Keeper, file_of, read_rounds, steps_in
+from records.rollouts import Keeper, file_of, read_rounds, steps_in, weights_of
 
 ROWS = [make_row([1, 2, 3], where="a.jsonl:1", text="<user>x"), make_row([4], where="a.jsonl:2")]
 

@@ -199,7 +199,7 @@ class Engine:
         """The guard samples, amid a step that is to be finished: a signal waits."""
         return self.guard is not None and self.guard.is_busy
 
-    def add(self, rows: list[Row], so_far: list[tuple[int, ...]], sampling: Sampling) -> int:
+    def add(self, rows: list[Row], so_far: list[list[int]], sampling: Sampling) -> int:
         """Requests that go on where completions of these rows have ended. The number of the first; the others follow.
 
         Of what they return, `token_ids` are the new ones.

@@ -141,8 +141,8 @@ def check_servers(args: argparse.Namespace) -> None:
     if args.image_column:
         raise ValueError(f"--image_column {args.image_column}: images are not sent to servers; use --engine colocated.")
     gpus, urls, size = args.generation_gpus, args.server_urls, args.tensor_parallel_size
-    if urls and (gpus or args.num_servers > 1):
-        raise ValueError("--server_urls names servers that run; leave --generation_gpus and --num_servers out.")
+    if urls and gpus:
+        raise ValueError("--server_urls names servers that run; leave --generation_gpus out.")
     for url in urls:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
@@ -150,15 +150,11 @@ def check_servers(args: argparse.Namespace) -> None:
         if parts.hostname not in LOOPBACK and not os.environ.get("VLLM_API_KEY"):
             key = "set VLLM_API_KEY, here and there, to the same secret"
             raise ValueError(f"--server_urls {url} is not on this machine: others could change its weights; {key}.")
-    given_gpus = given(FLAGS["--generation_gpus"], args)
     if len(set(urls)) < len(urls) or len(set(gpus)) < len(gpus):
         raise ValueError("--server_urls and --generation_gpus: each can be given once.")
     if len(gpus) % size:
-        raise ValueError(f"{given_gpus}: {len(gpus)} GPUs are no whole number of servers of {size}; give a multiple.")
-    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if gpus and min(gpus) < num_local:
-        taken = f"the {num_local} ranks of this node train on GPUs 0 to {num_local - 1}"
-        raise ValueError(f"{given_gpus}: {taken}; use {num_local} and higher, or start fewer ranks.")
+        wrong = f"{given(FLAGS['--generation_gpus'], args)}: {len(gpus)} GPUs"
+        raise ValueError(f"{wrong} are no whole number of servers of {size}; give a multiple.")
 
 
 def check_batches(args: argparse.Namespace, num_ranks: int) -> None:

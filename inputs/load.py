@@ -14,13 +14,13 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 from data import PromptData
-from flags import Grading, Lora, PromptFormat, Sampling, Stalls, make_plan, take
+from flags import FLAGS, Grading, Lora, PromptFormat, Sampling, Stalls, make_plan, take
 from fsdp_utils import World, gather_from_ranks, is_engine_leader_process, is_main_process, wait_for_all
 from guards.doctor import start_doctor
 from guards.fingerprint import check_same_start
-from inputs.checks import LOOPBACK, ranks_per_engine
+from inputs.checks import LOOPBACK, given, ranks_per_engine
 from inputs.evaluation import check_names, settings_per_set
-from inputs.machine import check_launch, choose_interface, is_first_node
+from inputs.machine import check_launch, choose_interface, is_first_node, local_world_size
 from inputs.records import read_system_prompt
 from model.attention import check_device
 from model.engine_options import stop_ids
@@ -85,10 +85,12 @@ def check_places(args: Namespace) -> None:
         choose_interface(host)  # weights go there; for the ranks of one node the loopback would be chosen
     if args.engine == "colocated" or args.server_urls:
         return
-    if torch.cuda.is_available() and not args.generation_gpus:
+    num_ranks, gpus = local_world_size(), args.generation_gpus
+    if torch.cuda.is_available() and not gpus:
         raise ValueError("--engine server: give --generation_gpus, or --server_urls of servers that run.")
-    if args.generation_gpus and not torch.cuda.is_available():
-        raise ValueError("--generation_gpus: there is no GPU here; on CPUs give --num_servers.")
+    if torch.cuda.is_available() and min(gpus) < num_ranks:
+        taken = f"the {num_ranks} ranks of this node train on GPUs 0 to {num_ranks - 1}"
+        raise ValueError(f"{given(FLAGS['--generation_gpus'], args)}: {taken}; use {num_ranks} and higher.")
 
 
 def check_world(args: Namespace, world: World) -> None:

@@ -4,8 +4,10 @@ import inspect
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -23,9 +25,9 @@ from aiohttp import web
 import serve
 from batch import pack
 from fake_server import FakeServer
-from flags import EngineSettings, Sampling, take
-from generation.client import TOKENS, Fleet, Server
-from generation.start import SERVER, ServerProcess
+from flags import EngineSettings, Sampling, Servers, take
+from generation.start import SERVER, start_server
+from generation.wire import TOKENS, Fleet, Server
 from guards.errors import RunError
 from helpers import (
     ALONE,
@@ -40,33 +42,32 @@ from helpers import (
     metrics_of,
     torchrun,
     training_flags,
-)
+)  # fmt: skip
 from inputs.checks import check_flags
 from inputs.command_line import parse_flags
+from inputs.load import check_places
 from model.engine_options import engine_options
 from policy import load_policy
-from rollout_server import ServerEngine
+from rollout_server import ServerEngine, build_servers
 from sampling import Draws, Sampler
 from warm_start import build_tokenizer
 
 WEIGHTS = {"layer.weight": torch.arange(6.0).reshape(2, 3), "norm.weight": torch.ones(3)}
-STAND_IN = SimpleNamespace(
-    describe_weights=lambda: {"names": list(WEIGHTS), "dtype_names": ["float32"] * 2, "shapes": [[2, 3], [3]]},
-    full_weights=lambda: iter(WEIGHTS.items()),
-)
+DESCRIPTION = {"names": list(WEIGHTS), "dtype_names": ["float32"] * 2, "shapes": [[2, 3], [3]]}
+CPU = torch.device("cpu")
 TOKENIZER = SimpleNamespace(decode=lambda ids, **_: "text")
 ROWS = [make_row([number, number + 1], where=f"row {number}") for number in range(8)]
 
 
 @contextmanager
-def engine_of(*servers: FakeServer | str, policy=STAND_IN, version=0, timeout=30.0, in_flight=False, most=64):
-    """An engine over these servers; `said` is what it has told the console."""
-    said = []
-    urls = [each if isinstance(each, str) else each.url for each in servers]
-    fleet = Fleet([Server(url, url) for url in urls], [], "", timeout, most)
-    run = SimpleNamespace(say=said.append, world=ALONE, spans=[])
-    engine = ServerEngine(fleet, TOKENIZER, policy, run, version, in_flight)
-    engine.said = said
+def engine_of(*servers, version=0, timeout=30.0, in_flight=False, most=64, policy=None):
+    """An engine over these servers: fake ones, or urls. `said` is what it told the console, `spans` who did what."""
+    said, spans = [], []
+    found = [Server(url, url) for url in (each if isinstance(each, str) else each.url for each in servers)]
+    fleet = Fleet(found, [], "", said.append, lambda *span: spans.append(span), timeout, most)
+    weights = DESCRIPTION if policy is None else policy.describe_weights()
+    engine = ServerEngine(fleet, TOKENIZER, weights, CPU, version, in_flight)
+    engine.said, engine.spans, engine.policy = said, spans, policy
     try:
         yield engine
     finally:
@@ -77,7 +78,7 @@ def engine_of(*servers: FakeServer | str, policy=STAND_IN, version=0, timeout=30
 
 
 def synced(engine: ServerEngine) -> ServerEngine:
-    engine.sync(engine.policy.full_weights())
+    engine.sync(iter(WEIGHTS.items()) if engine.policy is None else engine.policy.full_weights())
     return engine
 
 
@@ -151,52 +152,80 @@ def test_a_server_that_hangs_is_found_and_its_prompts_are_sampled_elsewhere():
     assert any(bad.url in line and "no token for 1.5 s" in line for line in engine.said)
 
 
-def test_a_server_that_comes_back_gets_the_newest_weights_before_it_samples():
-    server = FakeServer(0.5)
-    with engine_of(server) as engine:
-        synced(synced(engine))
-        engine.begin(ROWS, Sampling(2, 1.0, 5), (1, 1))
-        time.sleep(0.05)
-        server.kill()
-        again = FakeServer(0.0, server.port)
-        start = time.monotonic()
-        rollout = engine.sample(ROWS, Sampling(2, 1.0, 5), (1, 1))
-    assert time.monotonic() - start < 15
-    assert len(rollout.rows) == len(again.prompts) == 16
-    assert again.version == "1" and set(np.concatenate(rollout.versions).tolist()) == {1}
-    assert len(again.received) == 2
-
-
-def test_without_any_server_the_run_ends_with_a_sentence():
-    server = FakeServer()
-    with engine_of(server, timeout=1.5) as engine:
+def test_a_completion_moves_as_long_as_a_server_is_left_and_none_that_was_lost_is_used_again():
+    last, *others = [FakeServer(0.02) for _ in range(4)]
+    with engine_of(last, *others, most=4) as engine:
+        synced(engine).begin(ROWS, Sampling(2, 1.0, 20), (1, 1))
+        for server in others:
+            time.sleep(0.2)
+            server.kill()
+            again = FakeServer(0.0, server.port)
+        rollout = engine.sample(ROWS, Sampling(2, 1.0, 20), (1, 1))
         synced(engine)
-        server.kill()
-        with pytest.raises(RunError, match=r"no generation server has answered for --server_timeout 1.5 s"):
-            engine.sample(ROWS, Sampling(2, 1.0, 5), (1, 1))
+        assert [server.state for server in engine.fleet.servers] == ["ready", "lost", "lost", "lost"]
+        assert again.asked == [] and last.version == "1"
+        assert sum(server.url in line for server in others for line in engine.said) == len(engine.said) == 3
+        last.kill()
+        with pytest.raises(RunError, match=f"{last.url} was lost and no other is left: .*the same command goes on"):
+            engine.sample(ROWS, Sampling(2, 1.0, 20), (1, 2))
+    assert [row.where for row in rollout.rows] == [f"row {b // 2}" for b in range(16)]
+    assert {len(ids) for ids in rollout.completions} == {20}
 
 
-def test_a_server_that_does_not_start_is_given_up_and_its_log_shown(monkeypatch, tmp_path):
+def test_a_server_that_does_not_start_ends_the_run_with_the_tail_of_its_log(monkeypatch, tmp_path):
     monkeypatch.setattr("generation.start.server_command", lambda *_: ["bash", "-c", "echo no memory left; exit 3"])
-    process = ServerProcess({}, "gloo", "", tmp_path / "0.log")
-    fleet = Fleet([Server("server 0", "", process)], [], "", 60.0, 64)
-    engine = ServerEngine(fleet, TOKENIZER, STAND_IN, SimpleNamespace(say=print, world=ALONE, said=[]), 0)
-    with pytest.raises(RunError, match="no generation server is left"):
-        synced(engine)
-    engine.close()
-    assert (tmp_path / "0.log").read_text() == "no memory left\n" * 3
+    process = start_server({}, "gloo", "", tmp_path / "0.log")
+    for server, said in (
+        (Server("server 0", process.url, process), "server 0 did not start: ended with exit status 3.*no memory left"),
+        (Server("http://x", "http://127.0.0.1:9"), "http://x did not start: no answer .*Cannot connect"),
+    ):
+        fleet = Fleet([server], [], "", print, print, timeout=1.0)
+        engine = ServerEngine(fleet, TOKENIZER, DESCRIPTION, CPU, 0)
+        with pytest.raises(RunError, match=f"(?s){said}"):
+            synced(engine)
+        engine.close()
 
 
-def test_a_server_that_fails_in_a_sync_hurts_no_other_and_gets_the_weights_again():
-    good, bad = FakeServer(0.02), FakeServer(0.002)
-    with engine_of(good, bad, timeout=5.0, most=4) as engine:
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_server_that_is_lost_amid_a_transfer_ends_the_run_although_there_is_another(is_first):
+    good, bad = FakeServer(), FakeServer()
+    with engine_of(good, bad, timeout=5.0) as engine:
+        if not is_first:
+            synced(engine)
         bad.dies_in_sync = True
-        assert [each.state for each in synced(engine).fleet.servers] == ["ready", "away"]
-        bad.dies_in_sync = False
-        rollout = engine.sample(ROWS, Sampling(32, 1.0, 10), (1, 1))  # 13 s for one server; the other is back after 3 s
-        assert engine.fleet.servers[1].state == "ready" and bad.version == "0" and bad.prompts
-    assert any(bad.url in line and "update_weights answers with status 500" in line for line in engine.said)
-    assert set(np.concatenate(rollout.versions).tolist()) == {0}
+        said = f"{bad.url} was lost amid a transfer of weights: /update_weights answers with status 500"
+        with pytest.raises(RunError, match=said):
+            synced(engine)
+
+
+def test_the_thread_ends_the_process_if_the_main_one_hangs_in_a_transfer(monkeypatch, tmp_path):
+    """As over NCCL, where nothing ends a broadcast that nobody answers."""
+    ended = threading.Event()
+    monkeypatch.setenv("GRPO_LAUNCH_FOLDER", str(tmp_path))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr("generation.wire.LEAVE", 0.1)
+    monkeypatch.setattr("generation.wire.os._exit", lambda status: status == 1 and ended.set())
+    server = FakeServer()
+    with engine_of(server) as engine:
+        synced(engine)
+        server.dies_in_sync = True
+        engine.fleet.servers[0].send = lambda _: ended.wait(10.0)
+        with pytest.raises(RunError, match="status 500"):
+            engine.sync([("stuck", WEIGHTS["norm.weight"])])
+        assert ended.is_set()
+    assert "amid a transfer of weights" in json.loads((tmp_path / "rank_0.json").read_text())["text"]
+
+
+def test_what_a_server_does_at_the_start_of_a_run_is_left_over_and_aborted():
+    server = FakeServer()
+    for _ in range(2):
+        with engine_of(server.url) as engine:
+            synced(synced(engine))
+        asked = [path for path in server.asked if path.startswith(("pause", "shutdown", "init"))]
+        first = ["pause?mode=abort&clear_cache=true", "shutdown_weight_transfer_engine", "init_weight_transfer_engine"]
+        assert asked == [*first, "pause?mode=keep&clear_cache=true"]
+        server.asked.clear()
+    server.kill()
 
 
 def test_without_in_flight_a_sync_waits_and_with_it_completions_go_on_under_new_weights():
@@ -225,10 +254,11 @@ def test_the_timeline_says_what_a_server_did_when():
         synced(engine).begin(ROWS, Sampling(1, 1.0, 10), (1, 1))
         time.sleep(0.1)
         synced(engine).sample(ROWS, Sampling(1, 1.0, 10), (1, 1))
-        engine.news(lambda: True, str)
-        spans = engine.run.spans
-    assert [span.what for span in spans] == ["updates", "samples 0", "updates", "samples 1"]
-    assert all(span.begin <= span.end for span in spans) and all(a.end <= b.begin for a, b in itertools.pairwise(spans))
+    _, what, begin, end = zip(*engine.spans, strict=True)
+    assert what == ("updates", "samples 0", "updates", "samples 1")
+    assert all(a <= b for a, b in zip(begin, end, strict=True)) and all(
+        a <= b for a, b in zip(end[:-1], begin[1:], strict=True)
+    )
 
 
 def test_what_is_asked_for_now_goes_before_what_is_sampled_ahead():
@@ -249,7 +279,6 @@ MISTAKES = {
     "--engine server --server_urls http://127.0.0.1:1 --generation_gpus 7": "names servers that run",
     "--engine server --server_urls 127.0.0.1:1": "needed is http://HOST:PORT",
     "--engine server --server_urls http://10.0.0.2:8000": "set VLLM_API_KEY",
-    "--engine server --generation_gpus 0": "the 1 ranks of this node train on GPUs 0 to 0; use 1 and higher",
     "--engine server --generation_gpus 5 6 7 --tensor_parallel_size 2": "no whole number of servers of 2",
     "--engine server --generation_gpus 7 7": "each can be given once",
 }
@@ -258,12 +287,39 @@ MISTAKES = {
 @pytest.mark.parametrize(("given", "said"), MISTAKES.items())
 def test_a_mistake_in_a_flag_is_told_before_anything_is_loaded(given, said, monkeypatch):
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    required = ["--model", "m", "--train_data", "d", "--out_dir", "o", "--total_steps", "1"]
+    args = parse_flags([*["--model", "m", "--train_data", "d", "--out_dir", "o", "--total_steps", "1"], *given.split()])
     with pytest.raises(ValueError, match=said):
-        check_flags(parse_flags([*required, *given.split()]), num_ranks=1)
+        check_flags(args, num_ranks=1)
     if said == "set VLLM_API_KEY":
         monkeypatch.setenv("VLLM_API_KEY", "secret")
-        check_flags(parse_flags([*required, *given.split()]), num_ranks=1)
+        check_flags(args, num_ranks=1)
+
+
+def test_on_gpus_servers_need_some_that_the_ranks_leave_free_and_on_cpus_their_number_counts(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for gpus in (None, "1", "2"):
+        args = flags(engine="server", generation_gpus=gpus)
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+        check_flags(args, num_ranks=2)
+        check_places(args)
+        monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+        said = {None: "give --generation_gpus", "1": "train on GPUs 0 to 1; use 2 and higher", "2": None}[gpus]
+        with pytest.raises(ValueError, match=said) if said else nullcontext():
+            check_places(args)
+
+
+@pytest.mark.parametrize(("count", "size", "num_servers"), [(0, 1, 1), (3, 1, 3), (4, 2, 2)])
+def test_on_cpus_a_server_is_started_for_each_number(count, size, num_servers, monkeypatch, tmp_path):
+    started = []
+    monkeypatch.setattr("rollout_server.start_server", lambda *given: started.append(given) or SimpleNamespace(url=""))
+    monkeypatch.setattr("rollout_server.engine_options", lambda *_: {})
+    monkeypatch.setattr("rollout_server.Fleet", lambda servers, *_: servers)
+    servers = Servers(tuple(range(count)), (), size, in_flight=False)
+    log = SimpleNamespace(world=ALONE, out_dir=tmp_path, say=print, note_span=print)
+    engine = build_servers("m", SimpleNamespace(stop_tokens=()), servers, TOKENIZER, DESCRIPTION, log, 3)
+    assert [server.name for server in engine.fleet] == [f"server {i}" for i in range(num_servers)]
+    assert [given[3].name for given in started] == [f"{i}.log" for i in range(num_servers)]
+    assert {given[4] for given in started} == {()}, "no GPUs"
 
 
 def test_the_correction_is_on_by_default_above_0_steps_ahead():
@@ -282,7 +338,7 @@ def test_vllms_nccl_backend_takes_what_is_sent_to_it():
     assert callable(unpinned_nccl_env)
     info = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
     assert not NCCLWeightTransferEngine.init_info_cls(**info).packed, "tensors are sent one by one"
-    NCCLWeightTransferEngine.update_info_cls(**STAND_IN.describe_weights())
+    NCCLWeightTransferEngine.update_info_cls(**DESCRIPTION)
     inspect.signature(PyNcclCommunicator).bind("group", "device")
     inspect.signature(PyNcclCommunicator.broadcast).bind("self", "tensor", src=0, stream=None)
     place = {"host": "", "port": 1, "listen_socket": None, "rank": 0, "world_size": 2}
@@ -402,7 +458,7 @@ def test_serve_py_starts_vllm_as_a_run_does_and_beyond_the_loopback_only_with_a_
     serve.main()
     ((command, environment),) = started
     assert command[command.index("--port") + 1] == "8123" and command[command.index("--host") + 1] == "0.0.0.0"
-    assert {"generation.transfer.Extension", "generation.transfer.check_key", "processed_logprobs"} <= set(command)
+    assert {"generation.weights.Extension", "generation.weights.check_key", "processed_logprobs"} <= set(command)
     assert (environment["VLLM_SERVER_DEV_MODE"], environment["VLLM_API_KEY"]) == ("1", "secret")
 
 
@@ -445,8 +501,7 @@ def server(folder, tmp_path_factory):
     """A server that the tests share: one after the other finds it with the weights of the one before."""
     settings = EngineSettings(1024, "float32", None, 0.5, False, 1, ())
     options = engine_options(str(folder), settings, False, 1, most_sequences=64)
-    process = ServerProcess(options, "gloo", "", tmp_path_factory.mktemp("server") / "0.log")
-    process.start()
+    process = start_server(options, "gloo", "", tmp_path_factory.mktemp("server") / "0.log")
     while not is_healthy(process.url):
         assert process.how_it_ended() is None, process.last_words()
         time.sleep(0.2)
@@ -454,23 +509,21 @@ def server(folder, tmp_path_factory):
     process.kill()
 
 
-@pytest.mark.parametrize("seconds", [0.0, 4.0])
-def test_no_process_of_a_server_outlives_it_also_while_it_starts(folder, seconds, tmp_path):
+def test_no_process_of_a_server_outlives_it_also_while_it_starts(folder, tmp_path):
     """SIGKILL, so many seconds after it has begun to start others, which are still importing torch."""
     options = engine_options(str(folder), EngineSettings(1024, "float32", None, 0.5, False, 1, ()), False, 1)
-    process = ServerProcess(options, "gloo", "", tmp_path / "0.log")
-    process.start()
-    first = psutil.Process(process.process.pid)
-    deadline = time.monotonic() + 60
-    while len(first.children()) < 2 and time.monotonic() < deadline:  # the first one tracks shared memory
-        time.sleep(0.05)
-    time.sleep(seconds)
-    started = first.children(recursive=True)
-    assert len(started) >= 2
-    first.kill()
-    process.process.wait()
-    _, left = psutil.wait_procs(started, timeout=5)
-    assert not [each for each in left if each.status() != psutil.STATUS_ZOMBIE]
+    found = {seconds: start_server(options, "gloo", "", tmp_path / f"{seconds}.log") for seconds in (0.0, 4.0)}
+    for seconds, process in found.items():
+        first, deadline = psutil.Process(process.process.pid), time.monotonic() + 60
+        while len(first.children()) < 2 and time.monotonic() < deadline:  # the first one tracks shared memory
+            time.sleep(0.05)
+        time.sleep(seconds)
+        started = first.children(recursive=True)
+        assert len(started) >= 2
+        first.kill()
+        process.process.wait()
+        _, left = psutil.wait_procs(started, timeout=5)
+        assert not [each for each in left if each.status() != psutil.STATUS_ZOMBIE]
 
 
 def logprobs_under(policy, rollout):
@@ -595,26 +648,33 @@ def test_two_trainers_and_a_server_train_and_log_how_far_the_server_is_behind(fo
         assert max(line["policy/rollout_gap_lag_1"] or 0 for line in metrics.values()) > 1e-5
 
 
-def test_a_run_whose_server_is_killed_trains_every_completion_once(folder, tmp_path):
-    """SIGKILL to the server that it has started; the run starts it again, sends the weights, and goes on."""
+def test_a_run_whose_only_server_is_killed_ends_and_the_same_command_completes_it(folder, tmp_path):
+    """SIGKILL in the middle of a step. The step under way is the only one whose prompts are sampled again."""
     (folder / "graded.txt").unlink(missing_ok=True)
     out_dir = tmp_path / "run"
-    command = launch_command(1, "train_grpo.py", *run_flags(folder, out_dir, total_steps=8, steps_ahead=1))
-    with subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as run:
+    changes = {"total_steps": 8, "steps_ahead": 1, "save_every": 1}
+    command = launch_command(1, "train_grpo.py", *run_flags(folder, out_dir, **changes))
+    options = {"cwd": ROOT, "env": ENVIRONMENT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **options) as run:
         while not (out_dir / "metrics.jsonl").exists():
             assert run.poll() is None
             time.sleep(0.05)
         of_run = psutil.Process(run.pid).children(recursive=True)
         (server,) = [each for each in of_run if SERVER in each.cmdline()]
-        workers = server.children(recursive=True)
         port = server.cmdline()[server.cmdline().index("--port") + 1]
         with pytest.raises(urllib.error.HTTPError, match="401"):  # nobody else may change the weights
             urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{port}/pause", method="POST"))
         server.send_signal(signal.SIGKILL)
-        said = run.communicate(timeout=200)[0]
-    assert run.returncode == 0
-    assert "server 0: was ended by SIGKILL" in said
+        _, said = run.communicate(timeout=60)
+    assert run.returncode == 1
+    last = [line for line in said.splitlines() if line.startswith("error: ")][-1]
+    assert re.match(
+        r"error: server 0 was lost (amid a transfer|and no other).*ended by SIGKILL.* goes on .*0.log", last
+    )
+    assert not [each for each in of_run if each.is_running() and each.status() != "zombie"], "no orphan"
+    done = subprocess.run(command, **options, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
     assert sorted(metrics_of(out_dir)) == list(range(1, 9))
     graded = Counter((folder / "graded.txt").read_text().split())
-    assert graded == {str(number): 4 for number in range(64)}, "each prompt of the epoch, each completion once"
-    assert not any(psutil.pid_exists(each.pid) and each.status() != "zombie" for each in workers), "no orphan"
+    assert graded.keys() == {str(number) for number in range(64)}, "each prompt of the epoch"
+    assert min(graded.values()) == 4 and sum(count > 4 for count in graded.values()) <= 8

@@ -105,7 +105,7 @@ class PartialSampler(Sampler):
         taken = self.finish(shares_E[own], step - 1, lambda group: self.tell(group, int(places[len(texts)]), texts))
         signals.end_if_requested()
         assert len(taken) == shares_E[own], "an engine has its share in the air, at least"
-        return self.gather([taken[i] for i in np.argsort(places)], texts, time.perf_counter() - start)
+        return self.from_engines([taken[i] for i in np.argsort(places)], texts, time.perf_counter() - start)
 
     def next_numbers(self, step: int, count: int) -> list[int]:
         """Of the prompts to begin: first those that were in the air at the checkpoint."""
@@ -186,7 +186,7 @@ class PartialSampler(Sampler):
         for request_id, token_ids, logprobs in engine.withdraw():
             todo[request_id - first_id][1].extend(token_ids, logprobs, version)
 
-    def gather(self, chosen: list[Group], texts: dict[int, list[str]], seconds: float) -> Rollout:
+    def from_engines(self, chosen: list[Group], texts: dict[int, list[str]], seconds: float) -> Rollout:
         """The groups of all engines as one rollout; their prompts are not in the air any more."""
         engine, numbers = self.engine, [group.number for group in chosen]
         kept = sum(len(each.token_ids) for group in self.groups for each in group.completions)

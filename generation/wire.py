@@ -51,7 +51,7 @@ class ServerFault(Exception):
     """A server has said or done something else than it was asked to."""
 
 
-UNREACHABLE = (aiohttp.ClientError, OSError, asyncio.TimeoutError)
+UNREACHABLE = (aiohttp.ClientError, OSError)
 FAULTS = (ServerFault, msgspec.DecodeError, UnicodeError, *UNREACHABLE)
 
 # What a server answers; msgspec checks it, and is many times as fast as json.
@@ -113,17 +113,18 @@ def read_completion(content: bytes, prompt: list[int], sampling: Sampling) -> Co
         raise ServerFault("it answers another prompt")
     (choice,) = answer.choices
     ids, logprobs, spans = choice.token_ids, choice.logprobs.content, choice.weight_versions
-    if choice.finish_reason not in ("stop", "length") or not 0 < len(ids) <= sampling.max_completion_tokens:
-        raise ServerFault(f"a completion of {len(ids)} tokens ended by {choice.finish_reason!r}")
-    if [each.token_id for each in logprobs] != ids:
-        raise ServerFault(f"the log-probs of {len(logprobs)} tokens are not those of its {len(ids)} tokens")
-    if not all(each.rank and -math.inf < each.logprob < 1e-3 for each in logprobs):
-        raise ServerFault("a log-prob is not a number, or above 0")
     lengths = [span.end - span.start for span in spans]
-    if [0, *np.cumsum(lengths)] != [*(span.start for span in spans), len(ids)]:
-        raise ServerFault("it does not say which weights made which token")
-    if not all(span.version.isdecimal() for span in spans):
-        raise ServerFault(f"its weights are {spans[0].version!r}, which were not sent: it was started anew")
+    is_ended, is_long = choice.finish_reason in ("stop", "length"), 0 < len(ids) <= sampling.max_completion_tokens
+    mistakes = {
+        f"a completion of {len(ids)} tokens ended by {choice.finish_reason!r}": not (is_ended and is_long),
+        "the log-probs are not those of its tokens": [each.token_id for each in logprobs] != ids,
+        "a log-prob is above 0": not all(each.rank and -math.inf < each.logprob < 1e-3 for each in logprobs),
+        "it does not say which weights made which token": [0, *np.cumsum(lengths)]
+        != [*(x.start for x in spans), len(ids)],
+        "its weights were not sent: it was started anew": not all(span.version.isdecimal() for span in spans),
+    }
+    for mistake in (mistake for mistake, is_made in mistakes.items() if is_made):
+        raise ServerFault(mistake)
     return Completion(
         np.array(ids, dtype=np.int32),
         np.array([each.logprob for each in logprobs], dtype=np.float32),
@@ -132,26 +133,23 @@ def read_completion(content: bytes, prompt: list[int], sampling: Sampling) -> Co
     )
 
 
+@dataclass(eq=False)
 class Fleet:
     """All servers. What begins with `_`, and what is a coroutine, runs in the event loop's thread."""
 
-    def __init__(
-        self,
-        servers: list[Server],
-        stop_ids: list[int],
-        key: str,
-        say: Callable[[str], None],
-        note_span: Callable[[str, str, float, float], None],
-        timeout: float = TIMEOUT,
-        most: int = MOST_ON_GPU,
-    ) -> None:
-        """`note_span`: hears which server did what when. `most`: requests that a server gets at a time."""
-        self.servers, self.stop_ids, self.timeout, self.most = servers, stop_ids, timeout, most
-        self.say, self.note_span = say, note_span
-        self.headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self.pending: deque[Request] = deque()
-        self.is_open = self.is_sending = False  # requests are given to servers; weights are sent
-        self.error = ""  # why the run cannot go on
+    servers: list[Server]
+    stop_ids: list[int]
+    key: str
+    say: Callable[[str], None]
+    note_span: Callable[[str, str, float, float], None]  # hears which server did what when
+    timeout: float = TIMEOUT
+    most: int = MOST_ON_GPU  # requests that a server gets at a time
+    pending: deque[Request] = field(default_factory=deque)
+    is_open: bool = False  # requests are given to servers
+    is_sending: bool = False  # weights
+    error: str = ""  # why the run cannot go on
+
+    def __post_init__(self) -> None:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, name="servers", daemon=True)
         self.thread.start()
@@ -167,7 +165,8 @@ class Fleet:
         # A connection for each request: vLLM's server closes one that is idle for 5 s, perhaps while the next request
         # is on its way, and that would look like a server that has died.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        self.session = aiohttp.ClientSession(headers=self.headers, connector=connector)
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        self.session = aiohttp.ClientSession(headers=headers, connector=connector)
         self.watchers = [asyncio.create_task(self._or_lose(each, self._watch(each))) for each in self.servers]
 
     def close(self) -> None:
@@ -183,6 +182,8 @@ class Fleet:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.session.close()
+        for server in self.servers:
+            server.send = None  # a server that stays up hears that the run has gone
         await asyncio.gather(*(asyncio.to_thread(each.process.end) for each in self.servers if each.process))
 
     async def ask(
@@ -332,7 +333,7 @@ class Fleet:
         if server.state == "lost":
             return
         is_starting, server.state = server.state == "starts", "lost"
-        reason, tail = str(error) or type(error).__name__, ""
+        reason, tail = str(error) or f"no answer ({type(error).__name__})", ""
         if server.process is not None:
             reason = server.process.how_it_ended() or reason
             server.process.kill()
@@ -363,30 +364,27 @@ class Fleet:
 
     async def _watch(self, server: Server) -> None:
         """Waits until the server answers, then sees whether it goes on with its requests. Raises one of `FAULTS`."""
-        deadline = time.monotonic() + self.timeout
+        await asyncio.wait_for(self._find(server), self.timeout)
         while server.state != "lost":
             if server.process is not None and (how := server.process.how_it_ended()):
                 raise ServerFault(how)
-            try:
-                await (self._find(server) if server.state == "starts" else self._look_at(server))
-            except UNREACHABLE as error:
-                if server.state != "starts" or time.monotonic() > deadline:
-                    raise ServerFault(f"no answer ({error or type(error).__name__})") from None
+            if self.is_sending or not server.under_way:
+                server.since = time.monotonic()
+            else:
+                content = await self.ask(server, "metrics", method="GET")
+                before, server.tokens = server.tokens, sum(map(float, TOKENS.findall(content.decode())))
+                server.since = server.since if server.tokens == before else time.monotonic()
+            if time.monotonic() - server.since > self.timeout:
+                raise ServerFault(f"no token for {self.timeout:g} s")
             await asyncio.sleep(LOOK)
 
     async def _find(self, server: Server) -> None:
-        await self.ask(server, "health", method="GET", timeout=5.0)
-        content = await self.ask(server, "get_world_size", method="GET", timeout=5.0)
-        server.num_workers = msgspec.json.decode(content, type=WorldSize).world_size
-        server.state = "waits"
-
-    async def _look_at(self, server: Server) -> None:
-        if not server.under_way or self.is_sending:
-            server.since = time.monotonic()
-            return
-        content = await self.ask(server, "metrics", method="GET")
-        tokens = sum(map(float, TOKENS.findall(content.decode())))
-        if tokens != server.tokens:
-            server.tokens, server.since = tokens, time.monotonic()
-        elif time.monotonic() - server.since > self.timeout:
-            raise ServerFault(f"no token for {self.timeout:g} s")
+        while server.state == "starts":
+            if server.process is not None and (how := server.process.how_it_ended()):
+                raise ServerFault(how)
+            with suppress(*UNREACHABLE):
+                await self.ask(server, "health", method="GET", timeout=5.0)
+                content = await self.ask(server, "get_world_size", method="GET", timeout=5.0)
+                server.num_workers = msgspec.json.decode(content, type=WorldSize).world_size
+                server.state = "waits"
+            await asyncio.sleep(LOOK if server.state == "starts" else 0.0)

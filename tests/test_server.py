@@ -87,6 +87,7 @@ def synced(engine: ServerEngine) -> ServerEngine:
 
 def test_servers_get_every_weight_and_share_the_prompts_by_their_load():
     quick, slow = FakeServer(0.005), FakeServer(0.02)
+    quick.hangs_up = slow.hangs_up = True  # when a connection is used again, as vLLM's does with idle ones
     heard = []
     with engine_of(quick, slow, most=4) as engine:
         synced(engine)
@@ -97,18 +98,7 @@ def test_servers_get_every_weight_and_share_the_prompts_by_their_load():
     assert [row.where for row in rollout.rows] == [f"row {b // 4}" for b in range(32)]
     assert len(quick.prompts) + len(slow.prompts) == 32
     assert len(quick.prompts) > 1.5 * len(slow.prompts) > 0, "the quick one gets more"
-    assert np.concatenate(rollout.versions).tolist() == [0] * 32 * 5
-
-
-def test_a_server_that_closes_connections_it_has_answered_on_is_not_taken_for_dead():
-    """As vLLM's does with idle ones, perhaps while the next request is on its way."""
-    server = FakeServer()
-    server.hangs_up = True
-    with engine_of(server) as engine:
-        synced(engine)
-        for step in range(1, 4):
-            engine.sample(ROWS, Sampling(2, 1.0, 3), (1, step))
-        assert engine.said == [] and len(server.prompts) == 3 * 2 * len(ROWS)
+    assert np.concatenate(rollout.versions).tolist() == [0] * 32 * 5 and engine.said == []
 
 
 def changed(**changes):
@@ -123,12 +113,11 @@ NONSENSE = {
     "no tokens": (changed(token_ids=[]), "0 tokens"),
     "too many tokens": (changed(token_ids=[7] * 6), "6 tokens"),
     "log-probs of other tokens": (changed(token_ids=[7, 8, 7, 7, 7]), "not those"),
-    "a log-prob above 0": (
-        changed(logprobs={"content": [{"token_id": 7, "logprob": 0.5, "rank": 1}] * 5}), "above 0"
-    ),
+    "a log-prob above 0": (changed(logprobs={"content": [{"token_id": 7, "logprob": 0.5, "rank": 1}] * 5}), "above 0"),
     "tokens of no weights": (changed(weight_versions=[{"version": "0", "start": 0, "end": 4}]), "which weights"),
-    "weights that were not sent": (changed(weight_versions=[{"version": "default", "start": 0, "end": 5}]), "default"),
+    "weights that were not sent": (changed(weight_versions=[{"version": "default", "start": 0, "end": 5}]), "not sent"),
     "an abort": (changed(finish_reason="abort"), "abort"),
+    "nothing": (None, "no token for 1.5 s"),
 }  # fmt: skip
 
 
@@ -136,31 +125,24 @@ NONSENSE = {
 def test_a_server_that_answers_nonsense_is_named_and_its_prompts_are_sampled_elsewhere(spoil, reason):
     good, bad = FakeServer(0.002), FakeServer()
     bad.spoil = spoil
-    with engine_of(good, bad) as engine:
-        rollout = synced(engine).sample(ROWS, Sampling(2, 1.0, 5), (1, 1))
-    assert sorted(good.prompts) == sorted(row.ids.tolist() for row in rollout.rows), "each once, all by the good one"
-    assert any(bad.url in line and reason in line and "sampled elsewhere" in line for line in engine.said), engine.said
-
-
-def test_a_server_that_hangs_is_found_and_its_prompts_are_sampled_elsewhere():
-    good, bad = FakeServer(0.002), FakeServer(0.002)
     with engine_of(good, bad, timeout=1.5) as engine:
         synced(engine)
-        bad.stuck = True
+        bad.stuck = spoil is None
         rollout = engine.sample(ROWS, Sampling(2, 1.0, 5), (1, 1))
-    assert len(rollout.rows) == len(good.prompts) == 16
-    assert any(bad.url in line and "no token for 1.5 s" in line for line in engine.said)
+    assert sorted(good.prompts) == sorted(row.ids.tolist() for row in rollout.rows), "each once, all by the good one"
+    (line,) = engine.said
+    assert bad.url in line and reason in line and "sampled elsewhere" in line
 
 
 def test_a_completion_moves_as_long_as_a_server_is_left_and_none_that_was_lost_is_used_again():
     last, *others = [FakeServer(0.02) for _ in range(4)]
     with engine_of(last, *others, most=4) as engine:
-        synced(engine).begin(ROWS, Sampling(2, 1.0, 20), (1, 1))
+        synced(engine).begin(ROWS, Sampling(8, 1.0, 20), (1, 1))  # of 0.4 s
         for server in others:
             time.sleep(0.2)
             server.kill()
             again = FakeServer(0.0, server.port)
-        rollout = engine.sample(ROWS, Sampling(2, 1.0, 20), (1, 1))
+        rollout = engine.sample(ROWS, Sampling(8, 1.0, 20), (1, 1))
         synced(engine)
         assert [server.state for server in engine.fleet.servers] == ["ready", "lost", "lost", "lost"]
         assert again.asked == [] and last.version == "1"
@@ -168,7 +150,7 @@ def test_a_completion_moves_as_long_as_a_server_is_left_and_none_that_was_lost_i
         last.kill()
         with pytest.raises(RunError, match=f"{last.url} was lost and no other is left: .*the same command goes on"):
             engine.sample(ROWS, Sampling(2, 1.0, 20), (1, 2))
-    assert [row.where for row in rollout.rows] == [f"row {b // 2}" for b in range(16)]
+    assert [row.where for row in rollout.rows] == [f"row {b // 8}" for b in range(64)]
     assert {len(ids) for ids in rollout.completions} == {20}
 
 
@@ -177,7 +159,7 @@ def test_a_server_that_does_not_start_ends_the_run_with_the_tail_of_its_log(monk
     process = start_server({}, "gloo", "", tmp_path / "0.log")
     for server, said in (
         (Server("server 0", process.url, process), "server 0 did not start: ended with exit status 3.*no memory left"),
-        (Server("http://x", "http://127.0.0.1:9"), "http://x did not start: no answer .*Cannot connect"),
+        (Server("http://x", "http://127.0.0.1:9"), "http://x did not start: no answer"),
     ):
         fleet = Fleet([server], [], "", print, print, timeout=1.0)
         engine = ServerEngine(fleet, TOKENIZER, DESCRIPTION, CPU, 0)
@@ -256,9 +238,8 @@ def test_the_timeline_says_what_a_server_did_when():
         synced(engine).sample(ROWS, Sampling(1, 1.0, 10), (1, 1))
     _, what, begin, end = zip(*engine.spans, strict=True)
     assert what == ("updates", "samples 0", "updates", "samples 1")
-    assert all(a <= b for a, b in zip(begin, end, strict=True)) and all(
-        a <= b for a, b in zip(end[:-1], begin[1:], strict=True)
-    )
+    times = [time for pair in zip(begin, end, strict=True) for time in pair]
+    assert times == sorted(times)
 
 
 def test_what_is_asked_for_now_goes_before_what_is_sampled_ahead():
@@ -397,10 +378,7 @@ def test_the_lag_of_every_token_is_bounded_by_the_steps_ahead(ahead, in_flight):
 class ListingEngine:
     """Notes which prompts it samples."""
 
-    seconds_E = np.ones(1)
-
-    def __init__(self):
-        self.used = []
+    seconds_E, used = np.ones(1), ()
 
     def begin(self, *_):
         pass
@@ -413,36 +391,30 @@ class ListingEngine:
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3])
-@pytest.mark.parametrize("stops", [(), (3,), (1, 2, 5)])
+@pytest.mark.parametrize("stops", [(3,), (1, 2, 5)])
 def test_a_run_that_is_continued_uses_every_prompt_once_also_those_that_were_begun(ahead, stops):
-    """Dynamic sampling: the steps draw prompts in a row. A stop comes between steps, or amid the next one."""
+    """Dynamic sampling: the steps draw prompts in a row. Each stop comes amid the step after it."""
 
-    def run(last, used, state=None):
-        sampler = sampler_over(ListingEngine(), steps_ahead=ahead, dynamic_sampling="correct", total_steps=8)
-        if state:
-            sampler.restore(state[1])
-        for step in range(state[0] + 1 if state else 1, last + 1):
-            sampler.engine.used = []
-            sampler.collect(step)
-            used[step] = sampler.engine.used
-            sampler.start(step, 8)
-            state = step, sampler.state(step)
-        if last < 8:  # the step after it has begun, and is sampled again
-            sampler.engine.used = []
-            sampler.collect(last + 1)
-            assert sampler.state(last) == state[1]
-        return state
+    def prompts_of_steps(*lasts):
+        used, state, first = {}, None, 1
+        for last in lasts:
+            sampler = sampler_over(ListingEngine(), steps_ahead=ahead, dynamic_sampling="correct", total_steps=8)
+            if state:
+                sampler.restore(state)
+            for step in range(first, last + 1):
+                sampler.engine.used = used[step] = []
+                sampler.collect(step)
+                sampler.start(step, 8)
+            state, first = sampler.state(last), last + 1
+            if last < 8:
+                sampler.collect(first)  # and is cut off
+                assert sampler.state(last) == state
+        return used
 
-    whole, parts = {}, {}
-    run(8, whole)
-    state = None
-    for stop in [*stops, 8]:
-        state = run(stop, parts, state)
-    drawn = sum(whole.values(), [])
-    assert parts == whole
-    assert len(drawn) == len(set(drawn)), "no prompt twice"
-    numbers = sorted(int(where.split()[1]) for where in drawn)
-    assert numbers == list(range(len(numbers))), "and none left out"
+    whole = prompts_of_steps(8)
+    assert prompts_of_steps(*stops, 8) == whole
+    numbers = [int(where.split()[1]) for where in sum(whole.values(), [])]
+    assert sorted(numbers) == list(range(len(numbers))), "no prompt twice, and none left out"
 
 
 def test_serve_py_starts_vllm_as_a_run_does_and_beyond_the_loopback_only_with_a_key(folder, monkeypatch):
@@ -552,27 +524,26 @@ def largest_gap(policy, rollout):
     return max(float(np.abs(own - sampled).max()) for own, sampled in pairs)
 
 
-def test_recorded_logprobs_are_the_trainers_whatever_the_server_held_before(folder, server):
-    """Also of a head that is tied to the embedding: vLLM multiplies by a packed copy of it."""
-    for factor, version in ((1.0, 0), (1.3, 5)):
-        old, policy = policies(folder, 2.3 - factor, factor)
-        with engine_of(server.url, policy=policy, version=version) as engine:
+@pytest.mark.parametrize("sent", [None, 0, 5])
+def test_recorded_logprobs_are_the_trainers_whatever_the_server_held_before(folder, server, sent):
+    """Also of a head that is tied to the embedding: vLLM multiplies by a packed copy of it.
+
+    `sent`: tensors after which the run before was killed in a sync; its server stands still, amid an update.
+    """
+    old, policy = policies(folder, 1.0, 1.3)
+    with engine_of(server.url, policy=old) as engine:
+        if sent is None:
             rollout = synced(engine).sample(ROWS, Sampling(4, TEMPERATURE, 40), (1, 1))
-        assert largest_gap(policy, rollout) < 5e-5
-        assert largest_gap(old, rollout) > 0.1, "other weights would show"
-        assert set(np.concatenate(rollout.versions).tolist()) == {version}
-        assert np.exp(np.concatenate(rollout.rollout_logprobs)).mean() > 0.025, "a uniform one would agree with any"
-
-
-@pytest.mark.parametrize("sent", [0, 5])
-def test_a_server_is_taken_over_from_a_run_that_was_killed_in_a_sync(folder, server, sent):
-    """When it had sent so many tensors. The server stands still, amid an update."""
-    old, policy = policies(folder, 1.0, 1.2)
-    with engine_of(server.url, policy=old) as engine, pytest.raises(KeyboardInterrupt):
-        engine.sync(interrupted(old.full_weights(), sent))
-    with engine_of(server.url, policy=policy, version=3, timeout=10.0) as engine:
-        rollout = synced(engine).sample(ROWS, Sampling(2, TEMPERATURE, 40), (1, 1))
+            assert largest_gap(old, rollout) < 5e-5
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                engine.sync(interrupted(old.full_weights(), sent))
+    with engine_of(server.url, policy=policy, version=5, timeout=10.0) as engine:
+        rollout = synced(engine).sample(ROWS, Sampling(4, TEMPERATURE, 40), (1, 1))
     assert largest_gap(policy, rollout) < 5e-5
+    assert largest_gap(old, rollout) > 0.1, "other weights would show"
+    assert set(np.concatenate(rollout.versions).tolist()) == {5}
+    assert np.exp(np.concatenate(rollout.rollout_logprobs)).mean() > 0.025, "a uniform one would agree with any"
 
 
 def tokens_of(server):

@@ -93,7 +93,11 @@ class GlooEngine(NCCLWeightTransferEngine):
                 broadcast(self.group, tensor)
                 yield name, tensor
 
-        self.model.load_weights(arriving())
+        try:
+            self.model.load_weights(arriving())
+        except RuntimeError:  # the trainer has gone: only after an end, also of a part, can the next update begin
+            super().finish_weight_update()
+            raise
 
     def finish_weight_update(self) -> None:
         super().finish_weight_update()

@@ -256,13 +256,13 @@ class Fleet:
             self._note(server, "updates")
             if server.send is not None:  # unfinished completions stay; their keys and values are computed anew
                 await self.ask(server, "pause?mode=keep&clear_cache=true")
-                await self.ask(server, "start_weight_update")
-            else:  # what it does is left over from a run that has ended, perhaps amid an update, which goes on now
+            else:  # what it does, and holds, is left over from a run that has ended, perhaps amid an update
                 await self.ask(server, "pause?mode=abort&clear_cache=true")
-                await self.ask(server, "shutdown_weight_transfer_engine")
+                for path in ("finish_weight_update", "shutdown_weight_transfer_engine"):
+                    with suppress(ServerFault):
+                        await self.ask(server, path, {})
                 await self._meet(server, device)
-                with suppress(ServerFault):
-                    await self.ask(server, "start_weight_update")
+            await self.ask(server, "start_weight_update")
             update = self.ask(server, "update_weights", {"update_info": weights}, timeout=None)
             server.update = asyncio.create_task(self._or_lose(server, update))
 

@@ -133,14 +133,11 @@ GROUPS["sampling"] = [
 GROUPS["generation servers"] = [  # docs/generation.md
     flag("--engine", "colocated", "who samples: vLLM in the ranks, which takes turns with the trainer (colocated), or "
          "vLLM servers on GPUs of their own (server)", choices=("colocated", "server"), free_on_resume=True),
-    flag("--generation_gpus", [int], "CUDA: GPUs of this node, by index, on which servers are started, "
-         "--tensor_parallel_size for each; the ranks take the first ones", (0, INF), free_on_resume=True,
-         only_with="--engine"),
-    flag("--num_servers", 1, "CPU: servers to start", (1, 64), free_on_resume=True, only_with="--engine"),
+    flag("--generation_gpus", [int], "GPUs of this node, by index, on which servers are started, "
+         "--tensor_parallel_size for each; the ranks take the first ones; on CPUs only their number counts", (0, INF),
+         free_on_resume=True, only_with="--engine"),
     flag("--server_urls", [str], "servers that you have started, http://HOST:PORT each; beyond this machine only with "
          "the environment variable VLLM_API_KEY", free_on_resume=True, only_with="--engine"),
-    flag("--server_timeout", 600.0, "seconds without a token after which a server is taken for dead, and without any "
-         "server after which the run ends", (1, 1e6), free_on_resume=True, only_with="--engine"),
     flag("--steps_ahead", 0, "steps whose prompts the servers sample while the ranks train an earlier one: the most "
          "that the sampling weights are behind", (0, 16), only_with="--engine"),
     flag("--in_flight", False, "unfinished completions go on under new weights; without it a sync waits for them",
@@ -385,12 +382,9 @@ class EngineSettings:  # the engine; `max_model_len` is in tokens, prompt and co
 @settings
 class Servers:  # where generation servers are, and how far they work ahead
     generation_gpus: tuple[int, ...]
-    num_servers: int
     server_urls: tuple[str, ...]
-    server_timeout: float
     tensor_parallel_size: int
     in_flight: bool
-    seed: int
 
 
 @settings

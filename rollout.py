@@ -193,7 +193,7 @@ class Engine:
                     bar.update()
             bar.refresh()  # full, however short it took
 
-    def add(self, rows: list[Row], so_far: list[tuple[int, ...]], sampling: Sampling) -> int:
+    def add(self, rows: list[Row], so_far: list[list[int]], sampling: Sampling) -> int:
         """Requests that go on where completions of these rows have ended. The number of the first; the others follow.
 
         Of what they return, `token_ids` are the new ones.

@@ -145,7 +145,11 @@ class Run:
             self.console.tell_phase(BOARD.phase, self.step)
         inside = sum(self.seconds.values()) - before
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start - inside
-        self.spans.append(report.Span("ranks", name, round(begin, 3), round(time.time(), 3)))
+        self.note_span("ranks", name, begin, time.time())
+
+    def note_span(self, who: str, what: str, begin: float, end: float) -> None:
+        """For timeline.png: who did what when, by the clock."""
+        self.spans.append(report.Span(who, what, round(begin, 3), round(end, 3)))
 
     def record(self, metrics: Metrics) -> None:
         """Keeps the metrics of an update."""

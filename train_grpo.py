@@ -58,7 +58,7 @@ from flags import (
     take,
 )
 from fsdp_utils import close_world, init_world, is_main_process
-from generation.partial_sampler import PartialSampler
+from generation.partial import PartialSampler
 from grpo import Algorithm
 from guards.drift import DriftGuard
 from guards.updates import Bounds, UpdateGuard
@@ -86,7 +86,8 @@ def build_engine(args: Namespace, inputs: Inputs, policy: Policy, run: Run, save
     if args.engine == "server":
         from rollout_server import build_servers
 
-        return build_servers(args.model, settings, take(Servers, args), inputs.tokenizer, policy, run, saved_step)
+        servers, weights = take(Servers, args), policy.describe_weights()
+        return build_servers(args.model, settings, servers, inputs.tokenizer, weights, run, saved_step)
     from rollout import Engine, largest_share  # vLLM takes seconds to import: mistakes are reported before
 
     max_images = most_images([*inputs.train_data, *inputs.eval_sets])

@@ -26,7 +26,7 @@ from bench_common import interleave, median_ratio, parser_of, print_table, save_
 from data import PromptData
 from flags import EngineSettings, PromptFormat, Sampling
 from fsdp_utils import close_world, gather_from_ranks, init_world, wait_for_all
-from generation.partial_sampler import PartialSampler
+from generation.partial import PartialSampler
 from grading.score import Grade
 from model.sizes import prompts_in_the_air
 from policy import load_policy

@@ -30,7 +30,7 @@ from bench_common import ROOT, parser_of
 from generation.start import SERVER
 from report import read_metrics
 
-WITH_SERVER = ["--engine", "server", "--num_servers", "1"]
+WITH_SERVER = ["--engine", "server"]
 WAYS = {
     "colocated": [],
     "0 ahead": [*WITH_SERVER, "--steps_ahead", "0"],

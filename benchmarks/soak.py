@@ -8,6 +8,10 @@ rank, the launcher, all of them at once) and its signal (TERM, KILL) are drawn, 
 ended within 60 s, no rank outlives its launcher by 5 s, SIGTERM to the launcher is exit status 0 (143 while Python
 starts), and at the end the exported policy and the last line of each step equal the undisturbed run's. Prints a table
 of what was hit and, last, one JSON line.
+
+With --servers two generation servers sample ahead, and SIGKILL hits one of them, a rank or the launcher. A run that
+goes on with the other server is left to go on, and hit again. It samples anew after each start, so what is checked at
+the end is that every prompt of the epoch was trained once, with all its completions, by weights as old as is allowed.
 """
 
 from __future__ import annotations
@@ -26,8 +30,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from generation.start import SERVER
+
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 END_SECONDS = 60.0
 ORPHAN_SECONDS = 5.0
@@ -183,19 +192,92 @@ def flags_of(model: Path, steps: int) -> list[str]:
     return [part for name, value in flags.items() for part in (f"--{name}", str(value))]
 
 
+PROMPTS, GROUP = 8, 4  # of a step, as above
+WORKS_AHEAD = {1: ["--steps_ahead", "1"], 2: ["--steps_ahead", "2", "--in_flight"]}
+
+
+def kill_with_servers(out_dir: Path, flags: list[str], rng: random.Random, most: int, longest: float) -> list[str]:
+    """Brings a run to its end; what was killed meanwhile, at most so many times.
+
+    Raises RuntimeError if the run ends by itself, or if something outlives it.
+    """
+    hit: list[str] = []
+    while True:
+        launcher, begun = start(out_dir, flags, out_dir.with_suffix(".log")), len(hit)
+        seen: list[psutil.Process] = []
+        while launcher.poll() is None:
+            moment = time.monotonic() + rng.uniform(0, longest)
+            while launcher.poll() is None and (time.monotonic() < moment or len(hit) >= most):
+                time.sleep(0.01)
+            if launcher.poll() is None:
+                children = psutil.Process(launcher.pid).children(recursive=True)
+                servers = [each.pid for each in children if SERVER in each.cmdline()]
+                name, pids = rng.choice(
+                    [("launcher", [launcher.pid]), ("rank", ranks_of(launcher)), ("server", servers)]
+                )
+                seen += children
+                if pids:
+                    hit.append(f"{name} in {phase_of(out_dir, 0, launcher)}")
+                    os.kill(rng.choice(pids), signal.SIGKILL)
+        if left := [each for each in psutil.wait_procs(seen, timeout=3 * ORPHAN_SECONDS)[1] if is_running(each.pid)]:
+            raise RuntimeError(f"{left} have outlived their run")
+        if launcher.returncode == 0:
+            return hit
+        if len(hit) == begun:
+            raise RuntimeError(f"the run failed by itself: {out_dir.with_suffix('.log').read_text()[-3000:]}")
+
+
+def wrong_use_of_prompts(out_dir: Path, steps: int, ahead: int) -> list[str]:
+    """What is wrong with the completions of a complete run. A kill may have cost a step its file."""
+    import pyarrow.parquet
+
+    lines = last_lines(out_dir)
+    found = [f"step {step} is {lines[step]['rollout/lag_max']} behind" for step in range(1, steps + 1)
+             if lines[step]["rollout/lag_max"] > ahead]  # fmt: skip
+    files = list((out_dir / "rollouts").glob("step_*.parquet"))
+    rows = [pyarrow.parquet.read_table(file, columns=["row"])["row"].to_pylist() for file in files]
+    counts = Counter(row for of_step in rows for row in of_step)
+    found += [f"{row} was trained {count} times" for row, count in counts.items() if count != GROUP]
+    return found + [f"{len(counts)} prompts in {len(files)} steps"] * (len(counts) != PROMPTS * len(files))
+
+
+def soak_servers(folder: Path, model: Path, rng: random.Random, kills: int, steps: int) -> tuple[list[str], list[str]]:
+    """What was killed over as many runs as it takes, and what was wrong."""
+    of_servers = [*flags_of(model, steps), "--engine", "server", "--generation_gpus", "0", "1"]
+    longest = run_to_the_end(folder / "undisturbed", [*of_servers, *WORKS_AHEAD[1]])
+    print(f"undisturbed: {longest:.0f} s", flush=True)
+    hit, wrong, runs = [], [], 0
+    while len(hit) < kills:
+        out_dir, ahead = folder / f"run_{runs}", 1 + runs % 2
+        hit += kill_with_servers(out_dir, [*of_servers, *WORKS_AHEAD[ahead]], rng, kills - len(hit), longest)
+        found = wrong_use_of_prompts(out_dir, steps, ahead)
+        print(f"run {runs}, {ahead} ahead: {len(hit)} kills so far, {found or 'nothing wrong'}", flush=True)
+        wrong += [f"run {runs}: {each}" for each in found]
+        runs += 1
+    return hit, wrong
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=20, help="length of each run")
+    parser.add_argument("--servers", action="store_true", help="runs with generation servers")
     args = parser.parse_args()
     from bench_common import save_random_model  # torch
 
     rng = random.Random(args.seed)
     with tempfile.TemporaryDirectory(prefix="soak_") as temporary:
         folder = Path(temporary)
-        save_random_model(folder / "model", hidden=64, layers=2, ffn=128, mean_tokens=8)
+        sizes = {"num_rows": args.steps * PROMPTS} if args.servers else {}
+        save_random_model(folder / "model", hidden=64, layers=2, ffn=128, mean_tokens=8, **sizes)
         (folder / "model" / "slow_reward.py").write_text(REWARD)
+        if args.servers:
+            hit, wrong = soak_servers(folder, folder / "model", rng, args.kills, args.steps)
+            for what, count in Counter(hit).most_common():
+                print(f"{count:4} x {what}")
+            print(json.dumps({"kills": len(hit), "wrong": wrong, "seed": args.seed, "goal": []}))
+            sys.exit(bool(wrong))
         flags = flags_of(folder / "model", args.steps)
         longest = run_to_the_end(folder / "undisturbed", flags)
         print(f"undisturbed: {longest:.0f} s", flush=True)

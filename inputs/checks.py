@@ -97,8 +97,8 @@ def of_servers(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[str]
     if args.image_column:
         yield f"{flag.image_column}: images are not sent to servers; use --engine colocated."
     gpus, urls, size = args.generation_gpus, args.server_urls, args.tensor_parallel_size
-    if urls and (gpus or args.num_servers > 1):
-        yield "--server_urls names servers that run; leave --generation_gpus and --num_servers out."
+    if urls and gpus:
+        yield "--server_urls names servers that run; leave --generation_gpus out."
     places = [urlsplit(url) for url in urls]
     if any(x.scheme not in ("http", "https") or not x.hostname or x.path.strip("/") for x in places):
         yield f"{flag.server_urls}: needed is http://HOST:PORT for each."
@@ -109,10 +109,6 @@ def of_servers(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[str]
         yield "--server_urls and --generation_gpus: each can be given once."
     if len(gpus) % size:
         yield f"{flag.generation_gpus}: {len(gpus)} GPUs are no whole number of servers of {size}; give a multiple."
-    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if gpus and min(gpus) < num_local:
-        taken = f"the {num_local} ranks of this node train on GPUs 0 to {num_local - 1}"
-        yield f"{flag.generation_gpus}: {taken}; use {num_local} and higher, or start fewer ranks."
 
 
 def of_rollouts(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[str]:

@@ -16,11 +16,11 @@ import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 from data import PromptData
-from flags import Grading, PromptFormat, Sampling, Stalls, make_plan, take
+from flags import FLAGS, Grading, PromptFormat, Sampling, Stalls, make_plan, take
 from fsdp_utils import World, gather_from_ranks, is_engine_leader_process, is_main_process, wait_for_all
 from guards.fingerprint import check_same_start
 from guards.stall import Watch
-from inputs.checks import LOOPBACK, ranks_per_engine
+from inputs.checks import LOOPBACK, given, ranks_per_engine
 from inputs.machine import check_launch, choose_interface, local_world_size
 from inputs.records import name_of_source, read_system_prompt
 from model.attention import check_device
@@ -124,9 +124,14 @@ def check_places(args: Namespace) -> None:
     """Raises ValueError if servers are to be started on what this machine lacks, or are out of its reach."""
     for host in [host for url in args.server_urls if (host := urlsplit(url).hostname) not in LOOPBACK]:
         choose_interface(host)  # weights go there; for the ranks of one node the loopback would be chosen
-    if args.engine == "server" and not args.server_urls and bool(args.generation_gpus) != torch.cuda.is_available():
-        places = "with GPUs give --generation_gpus, and without leave it out; or name servers that run by --server_urls"
-        raise ValueError(f"--engine server: {places}.")
+    if args.engine == "colocated" or args.server_urls:
+        return
+    num_ranks, gpus = local_world_size(), args.generation_gpus
+    if torch.cuda.is_available() and not gpus:
+        raise ValueError("--engine server: give --generation_gpus, or --server_urls of servers that run.")
+    if torch.cuda.is_available() and min(gpus) < num_ranks:
+        taken = f"the {num_ranks} ranks of this node train on GPUs 0 to {num_ranks - 1}"
+        raise ValueError(f"{given(FLAGS['--generation_gpus'], args)}: {taken}; use {num_ranks} and higher.")
 
 
 def check_world(args: Namespace, world: World) -> None:

@@ -140,10 +140,10 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
 
 
 def generation_gpus_of(args: argparse.Namespace) -> int:
-    """GPUs of generation servers; those of --server_urls have --tensor_parallel_size each."""
+    """GPUs of generation servers; those of --server_urls have --tensor_parallel_size each, and so has the only one."""
     if args.engine == "colocated":
         return 0
-    return len(args.generation_gpus) or (len(args.server_urls) or args.num_servers) * args.tensor_parallel_size
+    return len(args.generation_gpus) or (len(args.server_urls) or 1) * args.tensor_parallel_size
 
 
 def most_checkpoints(saving: Saving, last_step: float) -> int:

@@ -6,15 +6,15 @@ It takes part in the weight transfer for real, over gloo, and labels its tokens 
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 
 import torch
 from aiohttp import web
 from vllm.distributed.utils import stateless_init_torch_distributed_process_group
 
-from generation.transfer import broadcast
+from generation.weights import broadcast
 
 TOKEN = 7
 
@@ -26,6 +26,7 @@ class FakeServer:
         self.seconds, self.port = seconds, port
         self.version, self.tokens, self.paused, self.stuck, self.dies_in_sync = "default", 0, False, False, False
         self.hangs_up, self.used = False, set()  # when a connection that it has answered on is used again
+        self.asked: list[str] = []  # the paths of all requests, as they came
         self.prompts: list[list[int]] = []  # of the completions that it gave
         self.received: list[torch.Tensor] = []  # of the last update
         self.spoil = lambda answer: web.json_response(answer)
@@ -40,13 +41,7 @@ class FakeServer:
 
     async def _start(self) -> None:
         app = web.Application()
-        app.add_routes([
-            web.get("/health", self.answer_ok), web.get("/get_world_size", self.world_size),
-            web.get("/metrics", self.metrics), web.post("/pause", self.pause), web.post("/resume", self.resume),
-            web.post("/init_weight_transfer_engine", self.meet), web.post("/start_weight_update", self.answer_ok),
-            web.post("/update_weights", self.update), web.post("/finish_weight_update", self.finish),
-            web.post("/inference/v1/generate", self.generate),
-        ])  # fmt: skip
+        app.add_routes([web.route("*", "/{path:.*}", self.answer)])
         self.runner = web.AppRunner(app, shutdown_timeout=0, handler_cancellation=True)
         await self.runner.setup()
         await web.TCPSite(self.runner, "127.0.0.1", self.port).start()
@@ -57,51 +52,35 @@ class FakeServer:
         asyncio.run_coroutine_threadsafe(self.runner.cleanup(), self.loop).result()
         self.pool.shutdown(wait=False)
 
-    async def answer_ok(self, _: web.Request) -> web.Response:
-        return web.json_response({})
-
-    async def world_size(self, _: web.Request) -> web.Response:
+    async def answer(self, request: web.Request) -> web.Response:
+        path, body = request.path.removeprefix("/"), await request.json() if request.can_read_body else {}
+        self.asked.append(request.path_qs.removeprefix("/"))
+        if path == "inference/v1/generate":
+            return await self.generate(request, body)
+        if path == "metrics":
+            return web.Response(text=f'vllm:generation_tokens_total{{engine="0"}} {self.tokens}\n')
+        if path in ("pause", "resume"):
+            self.paused = path == "pause"
+        elif path == "finish_weight_update":
+            self.version = body.get("weight_version", self.version)
+        elif path in ("init_weight_transfer_engine", "update_weights"):
+            do = self.meet if path.startswith("init") else self.receive
+            await self.loop.run_in_executor(self.pool, do, next(iter(body.values())))
         return web.json_response({"world_size": 1})
 
-    async def metrics(self, _: web.Request) -> web.Response:
-        return web.Response(text=f'vllm:generation_tokens_total{{engine="0"}} {self.tokens}\n')
+    def meet(self, info: dict) -> None:
+        place = info["master_address"], info["master_port"], info["rank_offset"], info["world_size"]
+        self.group = stateless_init_torch_distributed_process_group(*place, "gloo")
 
-    async def pause(self, _: web.Request) -> web.Response:
-        self.paused = True
-        return web.json_response({})
+    def receive(self, info: dict) -> None:
+        self.received = []
+        for dtype, shape in zip(info["dtype_names"], info["shapes"], strict=True):
+            if self.dies_in_sync and self.received:
+                raise RuntimeError("out of memory")
+            self.received.append(torch.empty(shape, dtype=getattr(torch, dtype)))
+            broadcast(self.group, self.received[-1])
 
-    async def resume(self, _: web.Request) -> web.Response:
-        self.paused = False
-        return web.json_response({})
-
-    async def meet(self, request: web.Request) -> web.Response:
-        info = (await request.json())["init_info"]
-        self.group = await self.loop.run_in_executor(
-            self.pool, stateless_init_torch_distributed_process_group,
-            info["master_address"], info["master_port"], info["rank_offset"], info["world_size"], "gloo",
-        )  # fmt: skip
-        return web.json_response({})
-
-    async def update(self, request: web.Request) -> web.Response:
-        info = (await request.json())["update_info"]
-
-        def receive() -> None:
-            self.received = []
-            for dtype, shape in zip(info["dtype_names"], info["shapes"], strict=True):
-                if self.dies_in_sync and self.received:
-                    raise RuntimeError("out of memory")
-                self.received.append(torch.empty(shape, dtype=getattr(torch, dtype)))
-                broadcast(self.group, self.received[-1])
-
-        await self.loop.run_in_executor(self.pool, receive)
-        return web.json_response({})
-
-    async def finish(self, request: web.Request) -> web.Response:
-        self.version = (await request.json())["weight_version"]
-        return web.json_response({})
-
-    async def generate(self, request: web.Request) -> web.Response:
-        body = await request.json()
+    async def generate(self, request: web.Request, body: dict) -> web.Response:
         connection = request.transport.get_extra_info("peername")
         if self.hangs_up and connection in self.used:
             request.transport.abort()
@@ -113,14 +92,12 @@ class FakeServer:
                 await asyncio.sleep(0.01)
             versions.append(self.version)
             self.tokens += 1
-        starts = [i for i, version in enumerate(versions) if i == 0 or versions[i - 1] != version]
-        spans = [
-            {"version": versions[start], "start": start, "end": end}
-            for start, end in zip(starts, [*starts[1:], len(versions)], strict=True)
-        ]
-        content = [{"token_id": TOKEN, "logprob": -1.0, "rank": 1, "top_logprobs": []}] * len(versions)
-        choice = {"index": 0, "finish_reason": "length", "token_ids": [TOKEN] * len(versions)}
+        spans, count = [], len(versions)
+        for version, tokens in groupby(versions):
+            start = spans[-1]["end"] if spans else 0
+            spans.append({"version": version, "start": start, "end": start + len(list(tokens))})
+        content = [{"token_id": TOKEN, "logprob": -1.0, "rank": 1, "top_logprobs": []}] * count
+        choice = {"index": 0, "finish_reason": "length", "token_ids": [TOKEN] * count}
         choice |= {"logprobs": {"content": content}, "weight_versions": spans}
         self.prompts.append(body["token_ids"])
-        answer = {"prompt_token_ids": body["token_ids"], "choices": [choice]}
-        return self.spoil(json.loads(json.dumps(answer)))
+        return self.spoil({"prompt_token_ids": body["token_ids"], "choices": [choice]})

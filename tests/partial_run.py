@@ -1,14 +1,14 @@
-"""Run under torchrun: an epoch of partial rollouts with other weights at each step. Writes what was found as JSON.
+"""Run under torchrun: an epoch of partial rollouts with vLLM, other weights at each step. Raises if something is wrong.
 
-torchrun --nproc_per_node 2 tests/partial_run.py POLICY_FOLDER TP_SIZE OUTPUT_FILE
+Each token has the log-prob of the weights that made it, every prompt is used once, each completion graded as itself.
+
+torchrun --nproc_per_node 2 tests/partial_run.py POLICY_FOLDER TP_SIZE
 """
 
 import copy
-import json
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,53 +17,42 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data import PromptData
 from flags import EngineSettings, PromptFormat, Sampling, take
-from fsdp_utils import close_world, gather_from_ranks, init_world
-from generation.partial_sampler import PartialSampler
-from helpers import flags, make_grade, unpacked_logprobs
-from model.sizes import prompts_in_the_air
+from fsdp_utils import close_world, init_world
+from generation.partial import PartialSampler
+from helpers import flags, unpacked_logprobs
+from model.sizes import MOST_LAG, prompts_in_the_air
 from rollout import Engine
 from sampling import Draws
+from test_partial import Ear
 
 PROMPTS, GROUP, LIMIT, TEMPERATURE, STEPS = 8, 2, 110, 0.7, 5
 
 
-class Lengths:
-    """A grader: the reward of a completion is its number of tokens. Heard of twice, it raises."""
-
-    def __init__(self) -> None:
-        self.heard: dict[int, SimpleNamespace] = {}
-
-    def submit_to(self, rows, sampling):
-        def on_finished(b, text, token_ids, is_truncated):
-            assert b not in self.heard
-            self.heard[b] = make_grade(len(token_ids), is_truncated)
-            self.heard[b].answer = rows[b // sampling.num_samples].where
-
-        return on_finished
-
-    def collect_from_ranks(self):
-        grades = {b: grade for share in gather_from_ranks(self.heard) for b, grade in share.items()}
-        self.heard = {}
-        return [grades[b] for b in range(PROMPTS * GROUP)]
-
-
-def weights_of(model):
-    return ((name, tensor.detach()) for name, tensor in model.named_parameters())
-
-
-def gaps_per_version(models, rollout):
-    """Version -> the largest difference of recorded log-probs to those under these weights, over their tokens."""
-    gaps = {}
+def largest_gap(models, rollout):
+    """Between recorded log-probs and those under the weights whose version the tokens have."""
     versions = np.concatenate(rollout.versions)
-    recorded = torch.from_numpy(np.concatenate(rollout.rollout_logprobs))
-    for version in sorted({*versions.tolist()}):
+    recorded, gaps = torch.from_numpy(np.concatenate(rollout.rollout_logprobs)), []
+    for version in {*versions.tolist()}:
         with torch.no_grad():
             difference = (unpacked_logprobs(models[version], rollout, TEMPERATURE) - recorded).abs()
-        gaps[version] = difference[torch.from_numpy(versions == version)].max().item()
-    return gaps
+        gaps.append(difference[torch.from_numpy(versions == version)].max().item())
+    return max(gaps)
 
 
-def main(path: str, tp_size: str, output: str) -> None:
+def check_step(step, rollout, tokenizer):
+    where, lengths = [row.where for row in rollout.rows], rollout.completion_lengths_B.tolist()
+    assert [grade.where for grade in rollout.grades] == where == [each for each in where[::GROUP] for _ in range(GROUP)]
+    assert [grade.reward for grade in rollout.grades] == lengths
+    ids = [ids.tolist() for ids in rollout.completions]
+    assert rollout.texts == tokenizer.batch_decode(ids, skip_special_tokens=True)
+    is_cut = [len(each) == LIMIT and each[-1] != tokenizer.eos_token_id for each in ids]
+    assert rollout.is_truncated_B.tolist() == is_cut
+    for versions, lags in zip(rollout.versions, rollout.lags, strict=True):
+        assert versions.min() >= 0 and versions.max() < step and lags.max() <= MOST_LAG
+        assert lags.tolist() == (step - 1 - versions).tolist()
+
+
+def main(path: str, tp_size: str) -> None:
     world = init_world(int(tp_size), timeout_minutes=2)
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
@@ -73,36 +62,26 @@ def main(path: str, tp_size: str, output: str) -> None:
     data.rows[:] = [replace(row, where=f"row {i}") for i, row in enumerate(data.rows[: PROMPTS * STEPS])]
     draws = take(Draws, flags(prompts_per_step=PROMPTS, group_size=GROUP, partial_rollouts=True))
     run = SimpleNamespace(last_step=STEPS, phase=lambda _: nullcontext(), reward_failures=lambda *_: None)
-    sampler = PartialSampler(engine, Lengths(), data, draws, Sampling(GROUP, TEMPERATURE, LIMIT), run)
-    models, steps = [], []
+    sampler = PartialSampler(engine, Ear(), data, draws, Sampling(GROUP, TEMPERATURE, LIMIT), run)
+    models, found, metrics = [], [], []
     for step in range(1, STEPS + 1):
         models.append(copy.deepcopy(model))
-        engine.sync(weights_of(model))
-        rollout, metrics = sampler.collect(step)
+        engine.sync((name, tensor.detach()) for name, tensor in model.named_parameters())
+        rollout, of_step = sampler.collect(step)
         engine.sample(data.rows[:3], Sampling(1, 0.0, 5), (step,))  # as an evaluation between two steps
-        if world.is_main:
-            full = replace(rollout, lags=None)
-            steps.append({
-                "rows": [row.where for row in rollout.rows[::GROUP]],
-                "answers": [grade.answer for grade in rollout.grades],
-                "rewards": [grade.reward for grade in rollout.grades],
-                "lengths": rollout.completion_lengths_B.tolist(),
-                "ends": [int(ids[-1]) for ids in rollout.completions],
-                "truncated": rollout.is_truncated_B.tolist(),
-                "are_texts_the_tokens": rollout.texts
-                == tokenizer.batch_decode([ids.tolist() for ids in rollout.completions], skip_special_tokens=True),
-                "versions": [versions.tolist() for versions in rollout.versions],
-                "lags": [lags.tolist() for lags in rollout.lags],
-                "gaps": gaps_per_version(models, full),
-                "metrics": metrics,
-                "state": sampler.state(step),
-            })  # fmt: skip
+        check_step(step, rollout, tokenizer)
+        assert largest_gap(models, rollout) < 5e-5
+        found.append(rollout)
+        metrics.append(of_step)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.04)
-    if world.is_main:
-        stale = gaps_per_version([*models[1:], model], full)  # as if each token were of the next version
-        Path(output).write_text(json.dumps({"steps": steps, "stale": stale, "eos": tokenizer.eos_token_id}))
+    assert largest_gap([*models[1:], model], found[-1]) > 0.01, "the log-probs of the next version would show"
+    assert sum(len({*versions.tolist()}) > 1 for rollout in found for versions in rollout.versions) >= 3, "mixed"
+    assert any(rollout.is_truncated_B.any() for rollout in found)
+    assert sorted(row.where for rollout in found for row in rollout.rows[::GROUP]) == sorted(x.where for x in data.rows)
+    assert sampler.state(STEPS) == {"prompts_drawn": PROMPTS * STEPS, "in_the_air": []}
+    assert metrics[0]["rollout/kept_tokens"] > 0 == metrics[-1]["rollout/kept_tokens"]
     engine.close()
     close_world()
 

@@ -13,9 +13,7 @@ DOCS = ROOT / "docs"
 PAGES = [DOCS / "symptoms.md", DOCS / "from_other_libraries.md"]
 METRIC = re.compile(r"`((?:reward|completion|policy|rollout|sampling|optim|eval|time|memory|perf)/[^`]*[^`/])`")
 # Who makes metrics. evaluate.py names what stands behind eval/<set>/.
-MAKERS = [
-    "metrics", "grpo", "update", "sampling", "run", "planner/watch", "generation/partial_sampler", "guards/updates",
-]  # fmt: skip
+MAKERS = ["metrics", "grpo", "update", "sampling", "run", "planner/watch", "generation/partial", "guards/updates"]
 SOURCES = {path: path.read_text() for path in (*ROOT.glob("*.py"), *ROOT.glob("*/*.py")) if "tests" not in path.parts}
 
 

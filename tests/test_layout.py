@@ -124,7 +124,7 @@ def test_generation_elsewhere_or_in_parts_has_two_doors():
     outside = {name for name in TREES if not name.startswith("generation/") and "generation" in packages(name)}
     assert outside == {"rollout_server.py", "train_grpo.py"}
     doors = {name for name in imports(TREES["train_grpo.py"]) if name.startswith("generation")}
-    assert doors == {"generation.partial_sampler"}
+    assert doors == {"generation.partial"}
 
 
 def test_vllm_and_the_process_group_have_their_files():
@@ -133,7 +133,7 @@ def test_vllm_and_the_process_group_have_their_files():
     distributed = {name for name, path in zip(TREES, PROGRAM, strict=True) if "torch.distributed" in path.read_text()}
     # Beside the readers: a fake process group, and one of the main rank and the workers of a generation server.
     readers = {"checkpoint.py", "guards/shards.py"}
-    assert distributed <= {"fsdp_utils.py", *readers, "planner/trace.py", "generation/transfer.py"}
+    assert distributed <= {"fsdp_utils.py", *readers, "planner/trace.py", "generation/weights.py"}
 
 
 def test_the_imports_between_files_have_no_circle():

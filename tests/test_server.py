@@ -4,8 +4,10 @@ import inspect
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -23,9 +25,9 @@ from aiohttp import web
 import serve
 from batch import pack
 from fake_server import FakeServer
-from flags import EngineSettings, Sampling, take
-from generation.client import TOKENS, Fleet, Server
-from generation.start import SERVER, ServerProcess
+from flags import EngineSettings, Sampling, Servers, take
+from generation.start import SERVER, start_server
+from generation.wire import TOKENS, Fleet, Server
 from guards.start import RunError
 from helpers import (
     ALONE,
@@ -40,33 +42,32 @@ from helpers import (
     metrics_of,
     torchrun,
     training_flags,
-)
+)  # fmt: skip
 from inputs.checks import check_flags
 from inputs.command_line import parse_flags
+from inputs.load import check_places
 from model.engine_options import engine_options
 from policy import load_policy
-from rollout_server import ServerEngine
+from rollout_server import ServerEngine, build_servers
 from sampling import Draws, Sampler
 from warm_start import build_tokenizer
 
 WEIGHTS = {"layer.weight": torch.arange(6.0).reshape(2, 3), "norm.weight": torch.ones(3)}
-STAND_IN = SimpleNamespace(
-    describe_weights=lambda: {"names": list(WEIGHTS), "dtype_names": ["float32"] * 2, "shapes": [[2, 3], [3]]},
-    full_weights=lambda: iter(WEIGHTS.items()),
-)
+DESCRIPTION = {"names": list(WEIGHTS), "dtype_names": ["float32"] * 2, "shapes": [[2, 3], [3]]}
+CPU = torch.device("cpu")
 TOKENIZER = SimpleNamespace(decode=lambda ids, **_: "text")
 ROWS = [make_row([number, number + 1], where=f"row {number}") for number in range(8)]
 
 
 @contextmanager
-def engine_of(*servers: FakeServer | str, policy=STAND_IN, version=0, timeout=30.0, in_flight=False, most=64):
-    """An engine over these servers; `said` is what it has told the console."""
-    said = []
-    urls = [each if isinstance(each, str) else each.url for each in servers]
-    fleet = Fleet([Server(url, url) for url in urls], [], "", timeout, most)
-    run = SimpleNamespace(say=said.append, world=ALONE, spans=[])
-    engine = ServerEngine(fleet, TOKENIZER, policy, run, version, in_flight)
-    engine.said = said
+def engine_of(*servers, version=0, timeout=30.0, in_flight=False, most=64, policy=None):
+    """An engine over these servers: fake ones, or urls. `said` is what it told the console, `spans` who did what."""
+    said, spans = [], []
+    found = [Server(url, url) for url in (each if isinstance(each, str) else each.url for each in servers)]
+    fleet = Fleet(found, [], "", said.append, lambda *span: spans.append(span), timeout, most)
+    weights = DESCRIPTION if policy is None else policy.describe_weights()
+    engine = ServerEngine(fleet, TOKENIZER, weights, CPU, version, in_flight)
+    engine.said, engine.spans, engine.policy = said, spans, policy
     try:
         yield engine
     finally:
@@ -77,7 +78,7 @@ def engine_of(*servers: FakeServer | str, policy=STAND_IN, version=0, timeout=30
 
 
 def synced(engine: ServerEngine) -> ServerEngine:
-    engine.sync(engine.policy.full_weights())
+    engine.sync(iter(WEIGHTS.items()) if engine.policy is None else engine.policy.full_weights())
     return engine
 
 
@@ -86,6 +87,7 @@ def synced(engine: ServerEngine) -> ServerEngine:
 
 def test_servers_get_every_weight_and_share_the_prompts_by_their_load():
     quick, slow = FakeServer(0.005), FakeServer(0.02)
+    quick.hangs_up = slow.hangs_up = True  # when a connection is used again, as vLLM's does with idle ones
     heard = []
     with engine_of(quick, slow, most=4) as engine:
         synced(engine)
@@ -96,18 +98,7 @@ def test_servers_get_every_weight_and_share_the_prompts_by_their_load():
     assert [row.where for row in rollout.rows] == [f"row {b // 4}" for b in range(32)]
     assert len(quick.prompts) + len(slow.prompts) == 32
     assert len(quick.prompts) > 1.5 * len(slow.prompts) > 0, "the quick one gets more"
-    assert np.concatenate(rollout.versions).tolist() == [0] * 32 * 5
-
-
-def test_a_server_that_closes_connections_it_has_answered_on_is_not_taken_for_dead():
-    """As vLLM's does with idle ones, perhaps while the next request is on its way."""
-    server = FakeServer()
-    server.hangs_up = True
-    with engine_of(server) as engine:
-        synced(engine)
-        for step in range(1, 4):
-            engine.sample(ROWS, Sampling(2, 1.0, 3), (1, step))
-        assert engine.said == [] and len(server.prompts) == 3 * 2 * len(ROWS)
+    assert np.concatenate(rollout.versions).tolist() == [0] * 32 * 5 and engine.said == []
 
 
 def changed(**changes):
@@ -122,12 +113,11 @@ NONSENSE = {
     "no tokens": (changed(token_ids=[]), "0 tokens"),
     "too many tokens": (changed(token_ids=[7] * 6), "6 tokens"),
     "log-probs of other tokens": (changed(token_ids=[7, 8, 7, 7, 7]), "not those"),
-    "a log-prob above 0": (
-        changed(logprobs={"content": [{"token_id": 7, "logprob": 0.5, "rank": 1}] * 5}), "above 0"
-    ),
+    "a log-prob above 0": (changed(logprobs={"content": [{"token_id": 7, "logprob": 0.5, "rank": 1}] * 5}), "above 0"),
     "tokens of no weights": (changed(weight_versions=[{"version": "0", "start": 0, "end": 4}]), "which weights"),
-    "weights that were not sent": (changed(weight_versions=[{"version": "default", "start": 0, "end": 5}]), "default"),
+    "weights that were not sent": (changed(weight_versions=[{"version": "default", "start": 0, "end": 5}]), "not sent"),
     "an abort": (changed(finish_reason="abort"), "abort"),
+    "nothing": (None, "no token for 1.5 s"),
 }  # fmt: skip
 
 
@@ -135,68 +125,89 @@ NONSENSE = {
 def test_a_server_that_answers_nonsense_is_named_and_its_prompts_are_sampled_elsewhere(spoil, reason):
     good, bad = FakeServer(0.002), FakeServer()
     bad.spoil = spoil
-    with engine_of(good, bad) as engine:
-        rollout = synced(engine).sample(ROWS, Sampling(2, 1.0, 5), (1, 1))
-    assert sorted(good.prompts) == sorted(row.ids.tolist() for row in rollout.rows), "each once, all by the good one"
-    assert any(bad.url in line and reason in line and "sampled elsewhere" in line for line in engine.said), engine.said
-
-
-def test_a_server_that_hangs_is_found_and_its_prompts_are_sampled_elsewhere():
-    good, bad = FakeServer(0.002), FakeServer(0.002)
     with engine_of(good, bad, timeout=1.5) as engine:
         synced(engine)
-        bad.stuck = True
+        bad.stuck = spoil is None
         rollout = engine.sample(ROWS, Sampling(2, 1.0, 5), (1, 1))
-    assert len(rollout.rows) == len(good.prompts) == 16
-    assert any(bad.url in line and "no token for 1.5 s" in line for line in engine.said)
+    assert sorted(good.prompts) == sorted(row.ids.tolist() for row in rollout.rows), "each once, all by the good one"
+    (line,) = engine.said
+    assert bad.url in line and reason in line and "sampled elsewhere" in line
 
 
-def test_a_server_that_comes_back_gets_the_newest_weights_before_it_samples():
-    server = FakeServer(0.5)
-    with engine_of(server) as engine:
-        synced(synced(engine))
-        engine.begin(ROWS, Sampling(2, 1.0, 5), (1, 1))
-        time.sleep(0.05)
-        server.kill()
-        again = FakeServer(0.0, server.port)
-        start = time.monotonic()
-        rollout = engine.sample(ROWS, Sampling(2, 1.0, 5), (1, 1))
-    assert time.monotonic() - start < 15
-    assert len(rollout.rows) == len(again.prompts) == 16
-    assert again.version == "1" and set(np.concatenate(rollout.versions).tolist()) == {1}
-    assert len(again.received) == 2
-
-
-def test_without_any_server_the_run_ends_with_a_sentence():
-    server = FakeServer()
-    with engine_of(server, timeout=1.5) as engine:
+def test_a_completion_moves_as_long_as_a_server_is_left_and_none_that_was_lost_is_used_again():
+    last, *others = [FakeServer(0.02) for _ in range(4)]
+    with engine_of(last, *others, most=4) as engine:
+        synced(engine).begin(ROWS, Sampling(8, 1.0, 20), (1, 1))  # of 0.4 s
+        for server in others:
+            time.sleep(0.2)
+            server.kill()
+            again = FakeServer(0.0, server.port)
+        rollout = engine.sample(ROWS, Sampling(8, 1.0, 20), (1, 1))
         synced(engine)
-        server.kill()
-        with pytest.raises(RunError, match=r"no generation server has answered for --server_timeout 1.5 s"):
-            engine.sample(ROWS, Sampling(2, 1.0, 5), (1, 1))
+        assert [server.state for server in engine.fleet.servers] == ["ready", "lost", "lost", "lost"]
+        assert again.asked == [] and last.version == "1"
+        assert sum(server.url in line for server in others for line in engine.said) == len(engine.said) == 3
+        last.kill()
+        with pytest.raises(RunError, match=f"{last.url} was lost and no other is left: .*the same command goes on"):
+            engine.sample(ROWS, Sampling(2, 1.0, 20), (1, 2))
+    assert [row.where for row in rollout.rows] == [f"row {b // 8}" for b in range(64)]
+    assert {len(ids) for ids in rollout.completions} == {20}
 
 
-def test_a_server_that_does_not_start_is_given_up_and_its_log_shown(monkeypatch, tmp_path):
+def test_a_server_that_does_not_start_ends_the_run_with_the_tail_of_its_log(monkeypatch, tmp_path):
     monkeypatch.setattr("generation.start.server_command", lambda *_: ["bash", "-c", "echo no memory left; exit 3"])
-    process = ServerProcess({}, "gloo", "", tmp_path / "0.log")
-    fleet = Fleet([Server("server 0", "", process)], [], "", 60.0, 64)
-    engine = ServerEngine(fleet, TOKENIZER, STAND_IN, SimpleNamespace(say=print, world=ALONE, said=[]), 0)
-    with pytest.raises(RunError, match="no generation server is left"):
-        synced(engine)
-    engine.close()
-    assert (tmp_path / "0.log").read_text() == "no memory left\n" * 3
+    process = start_server({}, "gloo", "", tmp_path / "0.log")
+    for server, said in (
+        (Server("server 0", process.url, process), "server 0 did not start: ended with exit status 3.*no memory left"),
+        (Server("http://x", "http://127.0.0.1:9"), "http://x did not start: no answer"),
+    ):
+        fleet = Fleet([server], [], "", print, print, timeout=1.0)
+        engine = ServerEngine(fleet, TOKENIZER, DESCRIPTION, CPU, 0)
+        with pytest.raises(RunError, match=f"(?s){said}"):
+            engine.sync([])
+        engine.close()
 
 
-def test_a_server_that_fails_in_a_sync_hurts_no_other_and_gets_the_weights_again():
-    good, bad = FakeServer(0.02), FakeServer(0.002)
-    with engine_of(good, bad, timeout=5.0, most=4) as engine:
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_server_that_is_lost_amid_a_transfer_ends_the_run_although_there_is_another(is_first):
+    good, bad = FakeServer(), FakeServer()
+    with engine_of(good, bad, timeout=5.0) as engine:
+        if not is_first:
+            synced(engine)
         bad.dies_in_sync = True
-        assert [each.state for each in synced(engine).fleet.servers] == ["ready", "away"]
-        bad.dies_in_sync = False
-        rollout = engine.sample(ROWS, Sampling(32, 1.0, 10), (1, 1))  # 13 s for one server; the other is back after 3 s
-        assert engine.fleet.servers[1].state == "ready" and bad.version == "0" and bad.prompts
-    assert any(bad.url in line and "update_weights answers with status 500" in line for line in engine.said)
-    assert set(np.concatenate(rollout.versions).tolist()) == {0}
+        said = f"{bad.url} was lost amid a transfer of weights: /update_weights answers with status 500"
+        with pytest.raises(RunError, match=said):
+            synced(engine)
+
+
+def test_the_thread_ends_the_process_if_the_main_one_hangs_in_a_transfer(monkeypatch, tmp_path):
+    """As over NCCL, where nothing ends a broadcast that nobody answers."""
+    ended = threading.Event()
+    monkeypatch.setenv("GRPO_LAUNCH_FOLDER", str(tmp_path))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr("generation.wire.LEAVE", 0.1)
+    monkeypatch.setattr("generation.wire.os._exit", lambda status: status == 1 and ended.set())
+    server = FakeServer()
+    with engine_of(server) as engine:
+        synced(engine)
+        server.dies_in_sync = True
+        engine.fleet.servers[0].send = lambda _: ended.wait(10.0)
+        with pytest.raises(RunError, match="status 500"):
+            engine.sync([("stuck", WEIGHTS["norm.weight"])])
+        assert ended.is_set()
+    assert "amid a transfer of weights" in json.loads((tmp_path / "rank_0.json").read_text())["text"]
+
+
+def test_what_a_server_does_at_the_start_of_a_run_is_left_over_and_aborted():
+    server = FakeServer()
+    for _ in range(2):
+        with engine_of(server.url) as engine:
+            synced(synced(engine))
+        asked = [path for path in server.asked if path.startswith(("pause", "shutdown", "init"))]
+        first = ["pause?mode=abort&clear_cache=true", "shutdown_weight_transfer_engine", "init_weight_transfer_engine"]
+        assert asked == [*first, "pause?mode=keep&clear_cache=true"]
+        server.asked.clear()
+    server.kill()
 
 
 def test_without_in_flight_a_sync_waits_and_with_it_completions_go_on_under_new_weights():
@@ -225,10 +236,10 @@ def test_the_timeline_says_what_a_server_did_when():
         synced(engine).begin(ROWS, Sampling(1, 1.0, 10), (1, 1))
         time.sleep(0.1)
         synced(engine).sample(ROWS, Sampling(1, 1.0, 10), (1, 1))
-        engine.news(lambda: True, str)
-        spans = engine.run.spans
-    assert [span.what for span in spans] == ["updates", "samples 0", "updates", "samples 1"]
-    assert all(span.begin <= span.end for span in spans) and all(a.end <= b.begin for a, b in itertools.pairwise(spans))
+    _, what, begin, end = zip(*engine.spans, strict=True)
+    assert what == ("updates", "samples 0", "updates", "samples 1")
+    times = [time for pair in zip(begin, end, strict=True) for time in pair]
+    assert times == sorted(times)
 
 
 def test_what_is_asked_for_now_goes_before_what_is_sampled_ahead():
@@ -249,7 +260,6 @@ MISTAKES = {
     "--engine server --server_urls http://127.0.0.1:1 --generation_gpus 7": "names servers that run",
     "--engine server --server_urls 127.0.0.1:1": "needed is http://HOST:PORT",
     "--engine server --server_urls http://10.0.0.2:8000": "set VLLM_API_KEY",
-    "--engine server --generation_gpus 0": "the 1 ranks of this node train on GPUs 0 to 0; use 1 and higher",
     "--engine server --generation_gpus 5 6 7 --tensor_parallel_size 2": "no whole number of servers of 2",
     "--engine server --generation_gpus 7 7": "each can be given once",
 }
@@ -258,12 +268,39 @@ MISTAKES = {
 @pytest.mark.parametrize(("given", "said"), MISTAKES.items())
 def test_a_mistake_in_a_flag_is_told_before_anything_is_loaded(given, said, monkeypatch):
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    required = ["--model", "m", "--train_data", "d", "--out_dir", "o", "--total_steps", "1"]
+    args = parse_flags([*["--model", "m", "--train_data", "d", "--out_dir", "o", "--total_steps", "1"], *given.split()])
     with pytest.raises(ValueError, match=said):
-        check_flags(parse_flags([*required, *given.split()]), num_ranks=1)
+        check_flags(args, num_ranks=1)
     if said == "set VLLM_API_KEY":
         monkeypatch.setenv("VLLM_API_KEY", "secret")
-        check_flags(parse_flags([*required, *given.split()]), num_ranks=1)
+        check_flags(args, num_ranks=1)
+
+
+def test_on_gpus_servers_need_some_that_the_ranks_leave_free_and_on_cpus_their_number_counts(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for gpus in (None, "1", "2"):
+        args = flags(engine="server", generation_gpus=gpus)
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+        check_flags(args, num_ranks=2)
+        check_places(args)
+        monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+        said = {None: "give --generation_gpus", "1": "train on GPUs 0 to 1; use 2 and higher", "2": None}[gpus]
+        with pytest.raises(ValueError, match=said) if said else nullcontext():
+            check_places(args)
+
+
+@pytest.mark.parametrize(("count", "size", "num_servers"), [(0, 1, 1), (3, 1, 3), (4, 2, 2)])
+def test_on_cpus_a_server_is_started_for_each_number(count, size, num_servers, monkeypatch, tmp_path):
+    started = []
+    monkeypatch.setattr("rollout_server.start_server", lambda *given: started.append(given) or SimpleNamespace(url=""))
+    monkeypatch.setattr("rollout_server.engine_options", lambda *_: {})
+    monkeypatch.setattr("rollout_server.Fleet", lambda servers, *_: servers)
+    servers = Servers(tuple(range(count)), (), size, in_flight=False)
+    log = SimpleNamespace(world=ALONE, out_dir=tmp_path, say=print, note_span=print)
+    engine = build_servers("m", SimpleNamespace(stop_tokens=()), servers, TOKENIZER, DESCRIPTION, log, 3)
+    assert [server.name for server in engine.fleet] == [f"server {i}" for i in range(num_servers)]
+    assert [given[3].name for given in started] == [f"{i}.log" for i in range(num_servers)]
+    assert {given[4] for given in started} == {()}, "no GPUs"
 
 
 def test_the_correction_is_on_by_default_above_0_steps_ahead():
@@ -282,7 +319,7 @@ def test_vllms_nccl_backend_takes_what_is_sent_to_it():
     assert callable(unpinned_nccl_env)
     info = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
     assert not NCCLWeightTransferEngine.init_info_cls(**info).packed, "tensors are sent one by one"
-    NCCLWeightTransferEngine.update_info_cls(**STAND_IN.describe_weights())
+    NCCLWeightTransferEngine.update_info_cls(**DESCRIPTION)
     inspect.signature(PyNcclCommunicator).bind("group", "device")
     inspect.signature(PyNcclCommunicator.broadcast).bind("self", "tensor", src=0, stream=None)
     place = {"host": "", "port": 1, "listen_socket": None, "rank": 0, "world_size": 2}
@@ -341,10 +378,7 @@ def test_the_lag_of_every_token_is_bounded_by_the_steps_ahead(ahead, in_flight):
 class ListingEngine:
     """Notes which prompts it samples."""
 
-    seconds_E = np.ones(1)
-
-    def __init__(self):
-        self.used = []
+    seconds_E, used = np.ones(1), ()
 
     def begin(self, *_):
         pass
@@ -357,36 +391,31 @@ class ListingEngine:
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3])
-@pytest.mark.parametrize("stops", [(), (3,), (1, 2, 5)])
+@pytest.mark.parametrize("stops", [(3,), (1, 2, 5)])
 def test_a_run_that_is_continued_uses_every_prompt_once_also_those_that_were_begun(ahead, stops):
-    """Dynamic sampling: the steps draw prompts in a row. A stop comes between steps, or amid the next one."""
+    """Dynamic sampling: the steps draw prompts in a row. Each stop comes amid the step after it."""
 
-    def run(last, used, state=None):
-        sampler = sampler_over(ListingEngine(), steps_ahead=ahead, dynamic_sampling="correct", total_steps=8)
-        if state:
-            sampler.restore(state[1])
-        for step in range(state[0] + 1 if state else 1, last + 1):
-            sampler.engine.used = []
-            sampler.collect(step)
-            used[step] = sampler.engine.used
-            sampler.start(step, 8)
-            state = step, sampler.state(step)
-        if last < 8:  # the step after it has begun, and is sampled again
-            sampler.engine.used = []
-            sampler.collect(last + 1)
-            assert sampler.state(last) == state[1]
-        return state
+    def prompts_of_steps(*lasts):
+        used, state, first = {}, None, 1
+        for last in lasts:
+            sampler = sampler_over(ListingEngine(), steps_ahead=ahead, dynamic_sampling="correct", total_steps=8)
+            if state:
+                sampler.restore(state)
+            for step in range(first, last + 1):
+                sampler.engine.used = used[step] = []
+                sampler.collect(step)
+                sampler.start(step, 8)
+            state, first = sampler.state(last), last + 1
+            if last < 8:
+                sampler.engine.used = []
+                sampler.collect(first)  # and is cut off
+                assert sampler.state(last) == state
+        return used
 
-    whole, parts = {}, {}
-    run(8, whole)
-    state = None
-    for stop in [*stops, 8]:
-        state = run(stop, parts, state)
-    drawn = sum(whole.values(), [])
-    assert parts == whole
-    assert len(drawn) == len(set(drawn)), "no prompt twice"
-    numbers = sorted(int(where.split()[1]) for where in drawn)
-    assert numbers == list(range(len(numbers))), "and none left out"
+    whole = prompts_of_steps(8)
+    assert prompts_of_steps(*stops, 8) == whole
+    numbers = [int(where.split()[1]) for where in sum(whole.values(), [])]
+    assert sorted(numbers) == list(range(len(numbers))), "no prompt twice, and none left out"
 
 
 def test_serve_py_starts_vllm_as_a_run_does_and_beyond_the_loopback_only_with_a_key(folder, monkeypatch):
@@ -402,7 +431,7 @@ def test_serve_py_starts_vllm_as_a_run_does_and_beyond_the_loopback_only_with_a_
     serve.main()
     ((command, environment),) = started
     assert command[command.index("--port") + 1] == "8123" and command[command.index("--host") + 1] == "0.0.0.0"
-    assert {"generation.transfer.Extension", "generation.transfer.check_key", "processed_logprobs"} <= set(command)
+    assert {"generation.weights.Extension", "generation.weights.check_key", "processed_logprobs"} <= set(command)
     assert (environment["VLLM_SERVER_DEV_MODE"], environment["VLLM_API_KEY"]) == ("1", "secret")
 
 
@@ -445,8 +474,7 @@ def server(folder, tmp_path_factory):
     """A server that the tests share: one after the other finds it with the weights of the one before."""
     settings = EngineSettings(1024, "float32", None, 0.5, False, 1, ())
     options = engine_options(str(folder), settings, False, 1, most_sequences=64)
-    process = ServerProcess(options, "gloo", "", tmp_path_factory.mktemp("server") / "0.log")
-    process.start()
+    process = start_server(options, "gloo", "", tmp_path_factory.mktemp("server") / "0.log")
     while not is_healthy(process.url):
         assert process.how_it_ended() is None, process.last_words()
         time.sleep(0.2)
@@ -454,23 +482,21 @@ def server(folder, tmp_path_factory):
     process.kill()
 
 
-@pytest.mark.parametrize("seconds", [0.0, 4.0])
-def test_no_process_of_a_server_outlives_it_also_while_it_starts(folder, seconds, tmp_path):
+def test_no_process_of_a_server_outlives_it_also_while_it_starts(folder, tmp_path):
     """SIGKILL, so many seconds after it has begun to start others, which are still importing torch."""
     options = engine_options(str(folder), EngineSettings(1024, "float32", None, 0.5, False, 1, ()), False, 1)
-    process = ServerProcess(options, "gloo", "", tmp_path / "0.log")
-    process.start()
-    first = psutil.Process(process.process.pid)
-    deadline = time.monotonic() + 60
-    while len(first.children()) < 2 and time.monotonic() < deadline:  # the first one tracks shared memory
-        time.sleep(0.05)
-    time.sleep(seconds)
-    started = first.children(recursive=True)
-    assert len(started) >= 2
-    first.kill()
-    process.process.wait()
-    _, left = psutil.wait_procs(started, timeout=5)
-    assert not [each for each in left if each.status() != psutil.STATUS_ZOMBIE]
+    found = {seconds: start_server(options, "gloo", "", tmp_path / f"{seconds}.log") for seconds in (0.0, 4.0)}
+    for seconds, process in found.items():
+        first, deadline = psutil.Process(process.process.pid), time.monotonic() + 60
+        while len(first.children()) < 2 and time.monotonic() < deadline:  # the first one tracks shared memory
+            time.sleep(0.05)
+        time.sleep(seconds)
+        started = first.children(recursive=True)
+        assert len(started) >= 2
+        first.kill()
+        process.process.wait()
+        _, left = psutil.wait_procs(started, timeout=5)
+        assert not [each for each in left if each.status() != psutil.STATUS_ZOMBIE]
 
 
 def logprobs_under(policy, rollout):
@@ -499,27 +525,26 @@ def largest_gap(policy, rollout):
     return max(float(np.abs(own - sampled).max()) for own, sampled in pairs)
 
 
-def test_recorded_logprobs_are_the_trainers_whatever_the_server_held_before(folder, server):
-    """Also of a head that is tied to the embedding: vLLM multiplies by a packed copy of it."""
-    for factor, version in ((1.0, 0), (1.3, 5)):
-        old, policy = policies(folder, 2.3 - factor, factor)
-        with engine_of(server.url, policy=policy, version=version) as engine:
+@pytest.mark.parametrize("sent", [None, 0, 5])
+def test_recorded_logprobs_are_the_trainers_whatever_the_server_held_before(folder, server, sent):
+    """Also of a head that is tied to the embedding: vLLM multiplies by a packed copy of it.
+
+    `sent`: tensors after which the run before was killed in a sync; its server stands still, amid an update.
+    """
+    old, policy = policies(folder, 1.0, 1.3)
+    with engine_of(server.url, policy=old) as engine:
+        if sent is None:
             rollout = synced(engine).sample(ROWS, Sampling(4, TEMPERATURE, 40), (1, 1))
-        assert largest_gap(policy, rollout) < 5e-5
-        assert largest_gap(old, rollout) > 0.1, "other weights would show"
-        assert set(np.concatenate(rollout.versions).tolist()) == {version}
-        assert np.exp(np.concatenate(rollout.rollout_logprobs)).mean() > 0.025, "a uniform one would agree with any"
-
-
-@pytest.mark.parametrize("sent", [0, 5])
-def test_a_server_is_taken_over_from_a_run_that_was_killed_in_a_sync(folder, server, sent):
-    """When it had sent so many tensors. The server stands still, amid an update."""
-    old, policy = policies(folder, 1.0, 1.2)
-    with engine_of(server.url, policy=old) as engine, pytest.raises(KeyboardInterrupt):
-        engine.sync(interrupted(old.full_weights(), sent))
-    with engine_of(server.url, policy=policy, version=3, timeout=10.0) as engine:
-        rollout = synced(engine).sample(ROWS, Sampling(2, TEMPERATURE, 40), (1, 1))
+            assert largest_gap(old, rollout) < 5e-5
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                engine.sync(interrupted(old.full_weights(), sent))
+    with engine_of(server.url, policy=policy, version=5, timeout=10.0) as engine:
+        rollout = synced(engine).sample(ROWS, Sampling(4, TEMPERATURE, 40), (1, 1))
     assert largest_gap(policy, rollout) < 5e-5
+    assert largest_gap(old, rollout) > 0.1, "other weights would show"
+    assert set(np.concatenate(rollout.versions).tolist()) == {5}
+    assert np.exp(np.concatenate(rollout.rollout_logprobs)).mean() > 0.025, "a uniform one would agree with any"
 
 
 def tokens_of(server):
@@ -595,26 +620,33 @@ def test_two_trainers_and_a_server_train_and_log_how_far_the_server_is_behind(fo
         assert max(line["policy/rollout_gap_lag_1"] or 0 for line in metrics.values()) > 1e-5
 
 
-def test_a_run_whose_server_is_killed_trains_every_completion_once(folder, tmp_path):
-    """SIGKILL to the server that it has started; the run starts it again, sends the weights, and goes on."""
+def test_a_run_whose_only_server_is_killed_ends_and_the_same_command_completes_it(folder, tmp_path):
+    """SIGKILL in the middle of a step. The step under way is the only one whose prompts are sampled again."""
     (folder / "graded.txt").unlink(missing_ok=True)
     out_dir = tmp_path / "run"
-    command = launch_command(1, "train_grpo.py", *run_flags(folder, out_dir, total_steps=8, steps_ahead=1))
-    with subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as run:
+    changes = {"total_steps": 8, "steps_ahead": 1, "save_every": 1}
+    command = launch_command(1, "train_grpo.py", *run_flags(folder, out_dir, **changes))
+    options = {"cwd": ROOT, "env": ENVIRONMENT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **options) as run:
         while not (out_dir / "metrics.jsonl").exists():
             assert run.poll() is None
             time.sleep(0.05)
         of_run = psutil.Process(run.pid).children(recursive=True)
         (server,) = [each for each in of_run if SERVER in each.cmdline()]
-        workers = server.children(recursive=True)
         port = server.cmdline()[server.cmdline().index("--port") + 1]
         with pytest.raises(urllib.error.HTTPError, match="401"):  # nobody else may change the weights
             urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{port}/pause", method="POST"))
         server.send_signal(signal.SIGKILL)
-        said = run.communicate(timeout=200)[0]
-    assert run.returncode == 0
-    assert "server 0: was ended by SIGKILL" in said
+        _, said = run.communicate(timeout=60)
+    assert run.returncode == 1
+    last = [line for line in said.splitlines() if line.startswith("error: ")][-1]
+    assert re.match(
+        r"error: server 0 was lost (amid a transfer|and no other).*ended by SIGKILL.* goes on .*0.log", last
+    )
+    assert not [each for each in of_run if each.is_running() and each.status() != "zombie"], "no orphan"
+    done = subprocess.run(command, **options, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
     assert sorted(metrics_of(out_dir)) == list(range(1, 9))
     graded = Counter((folder / "graded.txt").read_text().split())
-    assert graded == {str(number): 4 for number in range(64)}, "each prompt of the epoch, each completion once"
-    assert not any(psutil.pid_exists(each.pid) and each.status() != "zombie" for each in workers), "no orphan"
+    assert graded.keys() == {str(number) for number in range(64)}, "each prompt of the epoch"
+    assert min(graded.values()) == 4 and sum(count > 4 for count in graded.values()) <= 8

@@ -1,7 +1,7 @@
 """Weights on their way from the trainer to a generation server: a process group of the main rank and its workers.
 
-vLLM's own weight transfer. On CUDA it is its backend `nccl`; for CPUs this file adds one over gloo. Servers load the
-file with `--worker-extension-cls generation.transfer.Extension --middleware generation.transfer.check_key`.
+vLLM's own weight transfer. On CUDA it is its backend `nccl`; for CPUs this file adds the same over gloo. Servers load
+it with `--worker-extension-cls generation.weights.Extension --middleware generation.weights.check_key`.
 """
 
 from __future__ import annotations
@@ -11,23 +11,22 @@ import hmac
 import os
 import socket
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import torch
 import vllm.distributed.utils
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 from torch import Tensor
 from torch.distributed import BroadcastOptions, ProcessGroup
 from vllm.distributed.utils import StatelessProcessGroup, stateless_init_torch_distributed_process_group
-from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.nccl_engine import (
+    NCCLWeightTransferEngine,
+    NCCLWeightTransferInitInfo,
+    NCCLWeightTransferUpdateInfo,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
-if TYPE_CHECKING:
-    from starlette.requests import Request
-    from starlette.responses import Response
 
 Send = Callable[[Tensor], None]
 
@@ -71,43 +70,22 @@ def broadcast(group: ProcessGroup, tensor: Tensor) -> None:
 # The server's side ----------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class GlooInitInfo(WeightTransferInitInfo):
-    """The fields of vLLM's backend `nccl`, where we give any."""
+class GlooEngine(NCCLWeightTransferEngine):
+    """The same for a worker on CPU."""
 
-    master_address: str
-    master_port: int
-    rank_offset: int
-    world_size: int
-
-
-@dataclass
-class GlooUpdateInfo(WeightTransferUpdateInfo):
-    names: list[str]
-    dtype_names: list[str]
-    shapes: list[list[int]]
-
-
-class GlooEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
-    """What vLLM's `NCCLWeightTransferEngine` does, for a worker on CPU."""
-
-    init_info_cls, update_info_cls = GlooInitInfo, GlooUpdateInfo
     group: ProcessGroup | None = None
 
-    def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
+    def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
         self.group = stateless_init_torch_distributed_process_group(
             init_info.master_address, init_info.master_port, init_info.rank_offset + self.parallel_config.rank,
             init_info.world_size, backend="gloo", timeout=PATIENCE,
         )  # fmt: skip
 
-    def start_weight_update(self) -> None:
-        initialize_layerwise_reload(self.model)
-
     def update_weights(self, update_info: dict[str, list]) -> None:
         """Not the base class's, which ends by synchronizing an accelerator."""
         self.receive_weights(self.parse_update_info(update_info))
 
-    def receive_weights(self, update_info: GlooUpdateInfo) -> None:
+    def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
         def arriving() -> Iterator[tuple[str, Tensor]]:
             rows = zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
             for name, dtype, shape in rows:
@@ -115,10 +93,14 @@ class GlooEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
                 broadcast(self.group, tensor)
                 yield name, tensor
 
-        self.model.load_weights(arriving())
+        try:
+            self.model.load_weights(arriving())
+        except RuntimeError:  # the trainer has gone: only after an end, also of a part, can the next update begin
+            super().finish_weight_update()
+            raise
 
     def finish_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
+        super().finish_weight_update()
         for module in self.model.modules():  # a tied head multiplies by a packed copy, which the reload does not renew
             if isinstance(module, ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)
@@ -136,8 +118,6 @@ class Extension:
 
 async def check_key(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
     """vLLM asks for VLLM_API_KEY where text is sampled, but not where weights are changed: this asks everywhere."""
-    from starlette.responses import JSONResponse
-
     key, given = os.environ.get("VLLM_API_KEY", ""), request.headers.get("authorization", "")
     if key and not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
         return JSONResponse({"error": "this server wants its VLLM_API_KEY"}, 401)

@@ -7,7 +7,6 @@ A run that is continued adds to the curves that it has.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
 from collections.abc import Callable
@@ -16,12 +15,6 @@ from pathlib import Path
 Log = Callable[[int, dict[str, float]], None]  # (step, metrics)
 Close = Callable[[], None]
 PROJECT = "grpo"
-
-
-def check_tracker(kind: str) -> None:
-    """Raises ValueError if its package is missing."""
-    if kind != "none" and importlib.util.find_spec(kind) is None:
-        raise ValueError(f"--track {kind}: its package is not installed; run `pip install {kind}`.")
 
 
 def tensorboard(out_dir: Path, saved_step: int) -> tuple[Log, Close]:

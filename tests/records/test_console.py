@@ -9,8 +9,9 @@ import pytest
 
 from flags import Recording
 from helpers import ROOT
+from inputs.checks import check_tracker
 from records.console import Console
-from records.trackers import TRACKERS, check_tracker
+from records.trackers import TRACKERS
 
 STEP = {"reward/mean": 0.5, "policy/loss": float("nan"), "time/sample_s": 1.0, "time/step_s": 2.0}
 

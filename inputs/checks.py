@@ -31,6 +31,7 @@ def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
     topics = of_algorithm(args, flag), of_memory(args, flag), of_servers(args, flag), of_rollouts(args, flag)
     for sentence in chain(*topics, of_waits(args, flag, num_ranks), of_evaluation(args, flag)):
         raise ValueError(sentence)  # the first one is enough
+    check_tracker(args.track)
 
 
 def check_head_dtype(args: argparse.Namespace) -> None:
@@ -136,8 +137,12 @@ def of_evaluation(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[s
         if not args.eval_every or not args.save_every or args.save_every % args.eval_every:
             wrong = f"{flag.keep_best} needs a value for each checkpoint, not {flag.save_every} and {flag.eval_every}"
             yield f"{wrong}; make the first a multiple."
-    if args.track != "none" and importlib.util.find_spec(args.track) is None:
-        yield f"{flag.track}: its package is not installed; run `pip install {args.track}`."
+
+
+def check_tracker(kind: str) -> None:
+    """Raises ValueError if its package is missing."""
+    if kind != "none" and importlib.util.find_spec(kind) is None:
+        raise ValueError(f"--track {kind}: its package is not installed; run `pip install {kind}`.")
 
 
 def scores_of(num_samples: int) -> list[str]:

@@ -24,11 +24,7 @@ MISTAKES = [  # ranks, flags beside the required ones, what the sentence says
     (1, "--micro_batch_tokens 100", "--micro_batch_tokens 100 cannot hold one sequence .* 2048"),
     (1, "--max_kl 0.1", "--max_kl 0.1 has no effect with one update a step.*; leave it out"),
     (1, "--epochs 2", "2 of --total_steps.* exactly one"),
-    (
-        2,
-        "--reward_timeout 600 --reward_retries 3",
-        "be graded for 40 minutes.* wait --timeout_minutes",
-    ),
+    (2, "--reward_timeout 600 --reward_retries 3", "graded for 40 minutes.* wait --timeout_minutes 30"),
     (2, "--stall_seconds 1800", "--stall_seconds 1800.0: --timeout_minutes 30.0 would end .*; use less than 1800"),
     (1, "--reward_retries 101", "--reward_retries 101: must be .* at most 100"),
     (1, "--eval_every 5", "--eval_every 5 needs --eval_data"),

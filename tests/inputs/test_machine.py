@@ -50,41 +50,40 @@ def test_a_launch_that_fits_is_taken(gpus, monkeypatch):
     check(tp_size=8)
 
 
-def test_more_visible_gpus_than_ranks_are_refused(gpus, monkeypatch):
-    monkeypatch.delenv("WORLD_SIZE")
-    monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    with pytest.raises(ValueError, match="8 GPUs are visible but the world size is 1: start it .*--ranks 8"):
-        check()
+def too_old() -> None:
+    raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040).\nSee https://...")
 
 
-def test_fewer_gpus_than_ranks_are_refused(gpus):
-    gpus(count=2)
-    with pytest.raises(ValueError, match="8 processes were started on this node, but only 2 GPUs are visible"):
-        check()
+V100, SLICE = "Tesla V100-SXM2-32GB", "NVIDIA A100-SXM4-40GB MIG 3g.20gb"
+REFUSED = [  # what torch says, number of ranks, what is asked for, what the sentence says
+    ({}, 1, {}, "8 GPUs are visible but the world size is 1: start it .*--ranks 8 .*CUDA_VISIBLE_DEVICES=0"),
+    ({"count": 2}, 8, {}, "8 processes were started on this node, but only 2 GPUs are visible"),
+    ({"count": 3}, 3, {"tp_size": 2}, "--tensor_parallel_size 2 does not divide the world size 3; use one of 1, 3"),
+    ({}, 8, {"dtype": "float32"}, "--dtype float32: packed attention on CUDA computes in bfloat16"),
+    ({"init": too_old}, 8, {}, r"driver has 8 GPUs, but torch cannot use them \(The NVIDIA .*12040.*Update the driver"),
+    ({"name": V100, "capability": (7, 0)}, 8, {}, r"GPU 3 \(Tesla .*\) has compute capability 7.0; bfloat16"),
+    ({"name": SLICE}, 8, {}, "is a MIG slice, which NCCL does not connect to others; start one rank"),
+    ({"free": 40 * GIB}, 8, {}, "GPU 3 .* 39.0 of 79.0 GiB are taken by other .*utilization 0.6 wants 47.4"),
+]
 
 
-def test_ranks_that_form_no_whole_engines_are_refused(gpus, monkeypatch):
-    gpus(count=3)
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    with pytest.raises(ValueError, match="--tensor_parallel_size 2 does not divide the world size 3; use one of 1, 3"):
-        check(tp_size=2)
-
-
-def test_fp32_on_gpus_is_refused(gpus):
-    with pytest.raises(ValueError, match="--dtype float32: packed attention on CUDA computes in bfloat16"):
-        check(dtype="float32")
-
-
-def test_gpus_that_torch_cannot_use_are_no_run_on_the_cpu(gpus):
-    def too_old():
-        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040).\nSee https://...")
-
-    gpus(init=too_old)
-    with pytest.raises(ValueError, match=r"the driver has 8 GPUs, but torch cannot use them \(The NVIDIA") as error:
-        check()
-    assert "12040" in str(error.value) and "Update the driver" in str(error.value)
+@pytest.mark.parametrize(("seen", "num_ranks", "asked", "said"), REFUSED)
+def test_a_launch_that_does_not_fit_the_gpus_is_refused_in_a_sentence(seen, num_ranks, asked, said, gpus, monkeypatch):
+    gpus(**seen)
+    monkeypatch.setenv("WORLD_SIZE", str(num_ranks))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_ranks))
+    with pytest.raises(ValueError, match=said) as error:
+        check(**asked)
     assert "\n" not in str(error.value)
+
+
+def test_one_rank_takes_a_mig_slice_and_a_smaller_share_fits_beside_others(gpus, monkeypatch):
+    gpus(free=40 * GIB)
+    check(gpu_memory_utilization=0.5)
+    gpus(count=1, name=SLICE)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    check()
 
 
 def test_gpus_of_a_driver_that_answers_nobody_are_no_run_on_the_cpu(gpus, monkeypatch, tmp_path):
@@ -109,30 +108,6 @@ def test_gpus_that_cuda_leaves_out_are_named(gpus, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: next(counts))
     with pytest.raises(ValueError, match=r"the driver has 8 GPUs, but CUDA can use 1 \(of MIG slices CUDA uses one"):
         check()
-
-
-def test_a_card_without_bfloat16_is_refused(gpus):
-    gpus(name="Tesla V100-SXM2-32GB", capability=(7, 0))
-    with pytest.raises(ValueError, match=r"GPU 3 \(Tesla V100-SXM2-32GB\) has compute capability 7.0; bfloat16"):
-        check()
-
-
-def test_mig_slices_take_one_rank_and_no_more(gpus, monkeypatch):
-    gpus(name="NVIDIA A100-SXM4-40GB MIG 3g.20gb")
-    with pytest.raises(ValueError, match="is a MIG slice, which NCCL does not connect to others; start one rank"):
-        check()
-    gpus(count=1, name="NVIDIA A100-SXM4-40GB MIG 3g.20gb")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    check()
-
-
-def test_a_gpu_that_others_use_is_named_with_what_they_take(gpus):
-    gpus(free=40 * GIB)
-    check(gpu_memory_utilization=0.5)  # there is room beside them
-    with pytest.raises(ValueError, match=r"GPU 3 .* 39.0 of 79.0 GiB are taken by other processes") as error:
-        check(gpu_memory_utilization=0.6)
-    assert "--gpu_memory_utilization 0.6 wants 47.4" in str(error.value)
 
 
 def test_without_compiler_or_headers_a_run_on_gpus_is_refused(gpus, monkeypatch, tmp_path):

@@ -231,7 +231,7 @@ for step in {steps}[num_starts - 1]:
         ([[0, 1], [2], [3], [4], [5]], "sys.exit(1)", 1, 4),  # --max_restarts 3
         ([[0, 1], []], "os.kill(os.getpid(), signal.SIGKILL)", 1, 2),  # it comes back at once
         ([[0]], "note_reason('--clip_low 3: must be at most 1.', 'mistake'); sys.exit(1)", 1, 1),
-        ([[0, 1]], "os.kill(os.getppid(), signal.SIGTERM); time.sleep(600)", 143, 1),  # a signal is no fault
+        ([[0, 1]], "listen(); arm(1); os.kill(os.getppid(), 15); time.sleep(60)", 1, 1),  # it ends by a signal
     ],
 )
 def test_what_had_done_a_step_is_started_again(steps, then, status, num_starts, launch, tmp_path):

@@ -1,11 +1,6 @@
 """The planner's input as frozen dataclasses, and what follows from it alone.
 
-    ModelShape                          the sizes of the model
-    Memory, Lora, EngineSettings, Plan  as in `flags.py`
-    RunShape                            what the other flags say of a step
-    Hardware                            GPUs, nodes, host RAM, speeds
-
-A `Setup` holds all of them. `dry_run.setup_of` makes it from the flags, and the functions of the planner take it.
+`dry_run.setup_of` makes a `Setup` from the flags; the other functions of the planner take it.
 """
 
 from __future__ import annotations
@@ -106,7 +101,6 @@ class RunShape:
     has_kl: bool
     needs_first_logprobs: bool  # old log-probs are computed for the first update, too
     trains_entropy: bool  # the entropy is part of the loss
-    async_checkpoint: bool
     dynamic_sampling: str
     steps_ahead: int  # of generation servers
     in_flight: bool
@@ -145,7 +139,7 @@ class Setup:
 
     @property
     def num_trainers(self) -> int:
-        """GPUs that train: those of the ranks, which also sample where there are no servers."""
+        """GPUs that train. They also sample where there are no servers."""
         return self.hardware.gpus
 
     @property
@@ -154,14 +148,11 @@ class Setup:
 
     @property
     def num_shards(self) -> int:
-        """GPUs that share a copy of the policy. `num_trainers` divides the completions, this divides parameters,
-        gradients, optimizer state and reference.
-        """
+        """GPUs that share a copy of the policy: parameters, gradients, optimizer and reference are divided by it."""
         return self.memory.shard_ranks or self.num_trainers
 
     @property
     def num_copies(self) -> int:
-        """Groups of GPUs that hold the same."""
         return self.num_trainers // self.num_shards
 
     @property
@@ -227,9 +218,6 @@ class Setup:
 
     @property
     def keys_per_position(self) -> float:
-        """Size of attention's copy of keys and values, which repeats a shared prompt for each completion.
-
-        An upper bound, reached where completions have one token.
-        """
+        """At most, where completions have one token: attention repeats a shared prompt's keys for each completion."""
         prompt, sharers = self.run.max_prompt_tokens, self.plan.group_size if self.memory.share_prompts else 1
         return sharers * (prompt + 1) / (prompt + sharers)

@@ -53,7 +53,7 @@ def test_each_phase_has_its_own_peak_and_one_without_a_figure_counts_to_the_phas
 
 def test_what_comes_before_the_first_phase_is_the_loading():
     memory = MemoryWatch(CPU, {})
-    memory.meter.restart()
+    meter.restart(CPU.device)
     block = hold(64 * MIB)
     with memory.phase("sample"):
         block.close()
@@ -72,7 +72,7 @@ def test_a_phase_near_the_limit_is_warned_of_once_with_the_flags_to_change():
     metrics = {"memory/sample_gib": 9.6, "memory/update_gib": 9.4, "memory/host_gib": 96.0}
     near = [line for line in memory.remarks(metrics) if line.startswith("warning")]
     assert [line.split(" takes")[0] for line in near] == ["warning: sample", "warning: host"]
-    assert "9.6 of the 10.0 GiB" in near[0] and "lower --max_completion_tokens" in near[0]
+    assert "9.6 of 10.0 GiB" in near[0] and "lower --max_completion_tokens" in near[0]
     assert "fewer --reward_workers" in near[1]
     assert memory.remarks(metrics) == []
     assert len(memory.remarks(metrics | {"memory/update_gib": 9.7})) == 1
@@ -90,12 +90,12 @@ def test_the_first_update_is_followed_by_prediction_against_truth():
 
 def test_on_a_gpu_a_phase_counts_all_that_is_taken_and_nothing_that_the_sleeping_engine_gave_back(monkeypatch):
     gpu = FakeGpu(monkeypatch)
-    found = meter.GpuMeter(torch.device("cuda"))
+    device = torch.device("cuda")
     gpu.engine, gpu.reserved, gpu.reserved_peak, gpu.allocated_peak = 40 * GIB, 10 * GIB, 10 * GIB, 9 * GIB
-    assert found.peak() == (52 * GIB, 51 * GIB)  # awake
+    assert meter.peak(device) == (52 * GIB, 51 * GIB)  # awake
     gpu.asleep = 39 * GIB  # one GiB stays: graphs
     gpu.reserved, gpu.reserved_peak, gpu.allocated_peak = 12 * GIB, 60 * GIB, 55 * GIB
-    assert found.peak() == ((2 + 1 + 60) * GIB, (2 + 1 + 55) * GIB)
+    assert meter.peak(device) == ((2 + 1 + 60) * GIB, (2 + 1 + 55) * GIB)
 
 
 def test_a_sync_is_not_charged_with_what_the_update_held_in_reserve(monkeypatch):
@@ -183,6 +183,20 @@ def test_the_prediction_for_a_gpu_is_what_the_dry_run_says_it_needs():
     assert predicted["sample"] == predicted["load"] == predicted["sync"] == phases["rollout"].needed
     assert predicted["update"] == max(phases["update"].needed, phases["optimizer"].needed)
     assert "checkpoint" not in predicted
+
+
+def test_on_a_cpu_the_prediction_leaves_the_reserve_out_and_a_rank_holds_what_is_offloaded(monkeypatch, tmp_path):
+    config = config_of("Qwen/Qwen2.5-0.5B")
+    config.save_pretrained(tmp_path)
+    flags = f"--model {tmp_path} --train_data x#100 --out_dir o --total_steps 1 --plan_gpus 2 --prompts_per_step 8"
+    plain, moved = (setup_of(parse_flags(f"{flags} {more}".split()), config) for more in ("", "--offload all"))
+    monkeypatch.setattr(meter, "peak_resident", lambda: GIB)
+    world = replace(CPU, size=2)
+    found, offloaded = predicted_bytes(plain, world), predicted_bytes(moved, world)
+    assert found["host"] == 2 * max(size for name, size in found.items() if name != "host")
+    assert found["sample"] < GIB + 12 * plain.model.parameters / 2 + 2 * plain.model.parameters + 1.01 * GIB
+    kept = 12 * plain.model.parameters / 2
+    assert found["sample"] - kept == pytest.approx(offloaded["sample"] - kept - 4 * plain.model.parameters / 2)
 
 
 @pytest.mark.parametrize(("total", "is_refused"), [(80 * GIB, True), (320 * GIB, False)])

@@ -255,7 +255,7 @@ def taken(values: dict, changes: list[str]) -> Setup:
 
 
 def test_the_advice_is_minimal_and_fits_when_it_is_taken():
-    tight = QWQ | {"plan_host_memory_gib": 300.0, "gpu_memory_utilization": 0.5}
+    tight = QWQ | {"plan_host_memory_gib": 300.0, "gpu_memory_utilization": 0.5, "gradient_checkpointing": None}
     few = advised(setup(tight), ASSUMED)["changes_that_would_fit"]
     assert few and misfits(setup(tight))
     assert {len(each["changes"]) - ("--plan_nodes 2" in each["changes"]) for each in few} == {2}

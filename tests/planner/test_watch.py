@@ -186,7 +186,7 @@ def test_the_prediction_for_a_gpu_is_what_the_dry_run_says_it_needs():
 
 
 def test_on_a_cpu_the_prediction_leaves_the_reserve_out_and_a_rank_holds_what_is_offloaded(monkeypatch, tmp_path):
-    config = config_of("Qwen/Qwen2.5-0.5B")
+    config = config_of("Qwen/Qwen2.5-1.5B")
     config.save_pretrained(tmp_path)
     flags = f"--model {tmp_path} --train_data x#100 --out_dir o --total_steps 1 --plan_gpus 2 --prompts_per_step 8"
     plain, moved = (setup_of(parse_flags(f"{flags} {more}".split()), config) for more in ("", "--offload all"))

@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 
 from model.sizes import MOST_ON_GPU
-from planner.memory import engine_parts, gpu_phases, host_phases, sequences_at_once
+from planner.memory import engine_parts, gpu_phases, host_phases, sequences_at_once, without
 from planner.setup import GIB, Setup
 from planner.time import Assumed, step_seconds
 
@@ -24,19 +24,23 @@ PARTS = {  # of a setup, by flag
 }  # fmt: skip
 
 
-def misfits(setup: Setup) -> list[str]:
-    """What does not fit, one sentence each; empty if all does."""
-    h, found = setup.hardware, []
+def misfits(setup: Setup, free: float | None = None) -> list[str]:
+    """What does not fit, one sentence each; empty if all does.
+
+    `free`: bytes of the GPU that nobody has taken; then tensors alone count, without what is kept in reserve.
+    """
+    h, found, reserve = setup.hardware, [], () if free is None else ("processes",)
     for name, phase in gpu_phases(setup).items():
-        if phase.needed > h.gpu_bytes:
-            needed, has = phase.needed / GIB, h.gpu_bytes / GIB
+        needed, has = (phase.needed, h.gpu_bytes) if free is None else (phase.live, free)
+        if needed > has and (free is None or name != "server"):  # a server's GPU is another one
+            needed, has = needed / GIB, has / GIB
             found.append(f"GPU, {name}: needs {needed:.1f} GiB of {has:.1f}, {needed - has:.1f} too many")
     if sequences_at_once(setup) < 1:
         share, cache = setup.engine.gpu_memory_utilization, engine_parts(setup)["KV cache"] / GIB
         left = f"--gpu_memory_utilization {share:g} leaves the engine {cache:.1f} GiB for its cache"
         found.append(f"GPU, rollout: {left}, not enough for one sequence of {setup.engine.max_model_len} tokens")
     for name, parts in host_phases(setup).items():
-        if (needed := sum(parts.values())) > h.host_bytes:
+        if (needed := sum(without(parts, *reserve).values())) > h.host_bytes:
             found.append(f"host RAM, {name}: needs {needed / GIB:.0f} GiB of {h.host_bytes / GIB:.0f} on each node")
     return found
 
@@ -53,10 +57,12 @@ def value_of(setup: Setup, flag: str) -> object:
 
 def words_of(before: Setup, after: Setup) -> list[str]:
     """The flags in which they differ, as they are given."""
-    values = {flag: value_of(after, flag) for flag in PARTS if value_of(after, flag) != value_of(before, flag)}
-    names = {flag: f"--plan_{flag}" if PARTS[flag] == "hardware" else f"--{flag}" for flag in values}
-    words = {True: "{}", False: "no {}"}
-    return [words.get(x, "{} {}").format(names[flag], x) for flag, x in values.items()]
+    found = []
+    for flag, part in PARTS.items():
+        if (value := value_of(after, flag)) != value_of(before, flag):
+            name = f"--plan_{flag}" if part == "hardware" else f"--{flag}"
+            found.append(f"{'' if value else 'no '}{name}" if isinstance(value, bool) else f"{name} {value}")
+    return found
 
 
 def with_change(setup: Setup, change: Change) -> Setup:

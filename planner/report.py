@@ -22,6 +22,9 @@ from planner.time import (
 )
 
 WORTH_SAYING = 0.05  # of a step
+OF_PLAN = (  # what the report takes over
+    "prompts_per_step", "group_size", "completions_per_step", "updates_per_step", "total_steps", "total_updates",
+)  # fmt: skip
 
 TEXT = """\
 dry run: {model} on {machines}; nothing is started
@@ -53,12 +56,12 @@ assumed: {assumed}
 {verdict}"""
 
 
-def gib(value: float) -> float:
-    return round(value / GIB, 2)
+def gib(size: float) -> float:
+    return round(size / GIB, 2)
 
 
 def in_gib(parts: dict[str, float]) -> dict[str, float]:
-    return {name: gib(value) for name, value in parts.items()}
+    return {name: gib(size) for name, size in parts.items()}
 
 
 def report_of(setup: Setup, assumed: Assumed) -> dict[str, object]:
@@ -69,51 +72,49 @@ def report_of(setup: Setup, assumed: Assumed) -> dict[str, object]:
     per_update, hours = plan.completions_per_step // plan.updates_per_pass, seconds * plan.total_steps / 3600
     kind = "servers" if setup.has_servers else "engines"
     samplers = f" + {h.generation_gpus}" if setup.has_servers else ""
-    return {
-        "model": setup.model.name,
-        "machines": f"{h.gpus}{samplers} x {h.name}, {h.nodes} node{'s' * (h.nodes > 1)}",
-        "engines": f"{setup.num_engines} {kind} of {run.tensor_parallel_size} GPUs",
-        "prompts_per_step": plan.prompts_per_step,
-        "group_size": plan.group_size,
-        "completions_per_step": plan.completions_per_step,
-        "completions_per_update": per_update,
-        "completions_per_update_and_gpu": per_update / setup.num_trainers,
-        "completions_per_engine": plan.completions_per_step / setup.num_engines,
-        "max_model_len": setup.engine.max_model_len,
-        "most_tokens_per_step": plan.completions_per_step * (run.max_prompt_tokens + run.max_completion_tokens),
-        "micro_batch_tokens": setup.memory.micro_batch_tokens,
-        "micro_batches_per_update": micro_batches(setup, assumed),
-        "sequences_at_once_per_engine": round(max(memory.sequences_at_once(setup), 0), 1),
-        "updates_per_step": plan.updates_per_step,
-        "training_rows": run.num_rows,
-        "steps_per_epoch": None if run.num_rows is None else plan.steps_per_epoch,
-        "total_steps": plan.total_steps,
-        "total_updates": plan.total_updates,
-        "total_completions": plan.total_steps * plan.completions_per_step,
-        "parameters": setup.model.parameters,
-        "trainable_parameters": setup.trainable,
-        "kv_bytes_per_token": setup.model.kv_bytes_per_token,
-        "gpu_peak_gib": gib(phases[peak].live),
-        "gpu_needed_gib": gib(phases[peak].needed),
-        "gpu_peak_phase": peak,
-        "gpu_capacity_gib": gib(h.gpu_bytes),
-        "host_peak_gib": gib(max(sum(parts.values()) for parts in on_host.values())),
-        "host_capacity_gib": gib(h.host_bytes),
-        "checkpoint_gib": gib(memory.checkpoint_bytes(setup)),
-        "disk_gib": gib(memory.disk_bytes(setup)),
-        "step_seconds": round(seconds, 1),
-        "total_hours": round(hours, 1),
-        "total_gpu_hours": round(hours * (h.gpus + h.generation_gpus)),
-        "gpu_gib": {name: in_gib(x.parts | {"live": x.live, "needed": x.needed}) for name, x in phases.items()},
-        "host_gib": {name: in_gib(parts | {"needed": sum(parts.values())}) for name, parts in on_host.items()},
-        "seconds": {name: round(value, 1) for name, value in phase_seconds(setup, assumed).items()},
-        "traffic_gib_per_gpu_and_step": in_gib(traffic(setup, assumed)),
-        "remarks": remarks(setup, assumed),
-        "assumptions": assumptions(setup, assumed),
-        "fits": not found,
-        "misfits": found,
-        "warnings": [short_cache(setup)] if short_cache(setup) else [],
-    } | advised(setup, assumed)
+    return (
+        {name: getattr(plan, name) for name in OF_PLAN}
+        | {
+            "model": setup.model.name,
+            "machines": f"{h.gpus}{samplers} x {h.name}, {h.nodes} node{'s' * (h.nodes > 1)}",
+            "engines": f"{setup.num_engines} {kind} of {run.tensor_parallel_size} GPUs",
+            "completions_per_update": per_update,
+            "completions_per_update_and_gpu": per_update / setup.num_trainers,
+            "completions_per_engine": plan.completions_per_step / setup.num_engines,
+            "max_model_len": setup.engine.max_model_len,
+            "most_tokens_per_step": plan.completions_per_step * (run.max_prompt_tokens + run.max_completion_tokens),
+            "micro_batch_tokens": setup.memory.micro_batch_tokens,
+            "micro_batches_per_update": micro_batches(setup, assumed),
+            "sequences_at_once_per_engine": round(max(memory.sequences_at_once(setup), 0), 1),
+            "training_rows": run.num_rows,
+            "steps_per_epoch": None if run.num_rows is None else plan.steps_per_epoch,
+            "total_completions": plan.total_steps * plan.completions_per_step,
+            "parameters": setup.model.parameters,
+            "trainable_parameters": setup.trainable,
+            "kv_bytes_per_token": setup.model.kv_bytes_per_token,
+            "gpu_peak_gib": gib(phases[peak].live),
+            "gpu_needed_gib": gib(phases[peak].needed),
+            "gpu_peak_phase": peak,
+            "gpu_capacity_gib": gib(h.gpu_bytes),
+            "host_peak_gib": gib(max(sum(parts.values()) for parts in on_host.values())),
+            "host_capacity_gib": gib(h.host_bytes),
+            "checkpoint_gib": gib(memory.checkpoint_bytes(setup)),
+            "disk_gib": gib(memory.disk_bytes(setup)),
+            "step_seconds": round(seconds, 1),
+            "total_hours": round(hours, 1),
+            "total_gpu_hours": round(hours * (h.gpus + h.generation_gpus)),
+            "gpu_gib": {name: in_gib(x.parts | {"live": x.live, "needed": x.needed}) for name, x in phases.items()},
+            "host_gib": {name: in_gib(parts | {"needed": sum(parts.values())}) for name, parts in on_host.items()},
+            "seconds": {name: round(value, 1) for name, value in phase_seconds(setup, assumed).items()},
+            "traffic_gib_per_gpu_and_step": in_gib(traffic(setup, assumed)),
+            "remarks": remarks(setup, assumed),
+            "assumptions": assumptions(setup, assumed),
+            "fits": not found,
+            "misfits": found,
+            "warnings": [short_cache(setup)] if short_cache(setup) else [],
+        }
+        | advised(setup, assumed)
+    )
 
 
 def remarks(setup: Setup, assumed: Assumed) -> list[str]:

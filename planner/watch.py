@@ -27,8 +27,9 @@ from inputs.machine import local_world_size
 from model.sizes import cpu_cache_bytes
 from model.weights import load_config
 from planner import meter
+from planner.advice import misfits
 from planner.dry_run import setup_of
-from planner.memory import checkpoint_bytes, disk_bytes, gpu_phases, host_phases, sequences_at_once, without
+from planner.memory import checkpoint_bytes, disk_bytes, gpu_phases, host_phases, without
 from planner.setup import COMPUTE, GIB, Setup
 
 # Phase of the loop -> phases of the planner. What comes before the first phase is "load": also the engine's start.
@@ -210,25 +211,10 @@ def setup_of_machine(args: argparse.Namespace, num_rows: int, world: World) -> S
 
 
 def check_fit(setup: Setup, free: float) -> None:
-    """Raises ValueError if tensors alone, without what the dry run keeps in reserve, are more than there is.
-
-    `free`: bytes of this rank's GPU that nobody has taken.
-    """
-    h, engine = setup.hardware, setup.engine
-    lacks = [
-        f"{name} needs {phase.live / GIB:.1f} GiB, and {free / GIB:.1f} of a GPU's {h.gpu_bytes / GIB:.1f} are free"
-        for name, phase in gpu_phases(setup).items()
-        if phase.live > free and name != "server"  # whose GPU is another one
-    ]
-    if sequences_at_once(setup) < 1:
-        share = f"--gpu_memory_utilization {engine.gpu_memory_utilization:g}"
-        lacks.append(f"{share} leaves the engine no cache for one sequence of {engine.max_model_len} tokens")
-    hosts = {name: sum(without(parts, "processes").values()) for name, parts in host_phases(setup).items()}
-    node = f"GiB of host RAM on a node, which has {h.host_bytes / GIB:.0f}"
-    lacks += [f"{name} needs {size / GIB:.0f} {node}" for name, size in hosts.items() if size > h.host_bytes]
-    if lacks:
-        advice = "Start the same command with --dry_run: it names the fewest changes that make the run fit."
-        raise ValueError(f"the run does not fit: by the formulas of the dry run, {lacks[0]}. {advice}")
+    """Raises ValueError if tensors alone are more than there is. `free`: bytes of this GPU that nobody has taken."""
+    if found := misfits(setup, free):
+        advice = "start the same command with --dry_run: it names the fewest changes that make the run fit"
+        raise ValueError(f"the run does not fit, by the formulas of the dry run: {found[0]}; {advice}.")
 
 
 def check_disk(setup: Setup, out_dir: Path) -> None:

@@ -117,7 +117,7 @@ def test_a_sync_is_not_charged_with_what_the_update_held_in_reserve(monkeypatch)
 
 
 def test_what_others_have_taken_is_missing():
-    with pytest.raises(ValueError, match=r"needs \d+\.\d GiB, and 20\.0 of a GPU's 79\.0 are free"):
+    with pytest.raises(ValueError, match=r"GPU, .* needs \d+\.\d GiB of 20\.0"):
         check_fit(setup(), free=20 * GIB)
 
 
@@ -158,19 +158,19 @@ def test_a_run_that_fits_is_taken():
 @pytest.mark.parametrize(
     ("hardware", "words"),
     [
-        ({"gpus": 1}, r"needs \d+\.\d GiB, and 79\.0 of a GPU's 79\.0 are free"),
-        ({"host_bytes": 1 * GIB}, r"GiB of host RAM on a node, which has 1"),
+        ({"gpus": 1}, r"GPU, .* needs \d+\.\d GiB of 79\.0"),
+        ({"host_bytes": 1 * GIB}, r"host RAM, .* needs \d+ GiB of 1 on each node"),
     ],
 )
 def test_a_run_that_cannot_fit_is_refused_and_the_dry_run_offered(hardware, words):
     with pytest.raises(ValueError, match=words) as error:
         check_fit(setup(**hardware), free=79 * GIB)
-    assert "Start the same command with --dry_run" in str(error.value)
+    assert "start the same command with --dry_run" in str(error.value)
 
 
 def test_a_cache_without_room_for_one_sequence_is_refused():
     small = setup()
-    with pytest.raises(ValueError, match="leaves the engine no cache for one sequence"):
+    with pytest.raises(ValueError, match="leaves the engine .* not enough for one sequence"):
         check_fit(replace(small, engine=replace(small.engine, gpu_memory_utilization=0.2)), free=79 * GIB)
 
 
@@ -210,7 +210,7 @@ def test_a_run_on_a_gpu_asks_for_the_memory_of_that_gpu(total, is_refused, tmp_p
     flags += " --gradient_checkpointing"
     world = World(rank=0, size=1, tp_size=1, device=torch.device("cuda"))
     if is_refused:
-        with pytest.raises(ValueError, match=r"the run does not fit: .* 80\.0 of a GPU's 80\.0 are free"):
+        with pytest.raises(ValueError, match=r"the run does not fit, .* GiB of 80\.0"):
             watch.watch_memory(parse_flags(flags.split()), 100, world)
     else:
         assert watch.watch_memory(parse_flags(flags.split()), 100, world).limit == total

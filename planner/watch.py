@@ -12,7 +12,11 @@ the CPU it is the resident memory of the rank.
 from __future__ import annotations
 
 import argparse
+import math
+import os
 import shutil
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,7 +25,7 @@ from pathlib import Path
 import torch
 
 from fsdp_utils import World, gather_from_ranks
-from inputs.cgroup import host_bytes
+from inputs.cgroup import available_bytes, host_bytes
 from inputs.command_line import exit_with_error
 from inputs.machine import local_world_size
 from model.sizes import cpu_cache_bytes
@@ -43,6 +47,8 @@ PHASES = {
     "checkpoint": (),
 }
 NEAR = 0.95  # of the limit: a warning
+LOW = 0.03  # of the node's or the container's memory left: Linux may soon kill a rank, which then can say nothing
+SECONDS_BETWEEN_LOOKS = 1.0  # at it; a look takes half a millisecond
 FEWER = "start fewer ranks"
 LESS = "lower --gpu_memory_utilization"
 BATCH, SMALLER = "lower --micro_batch_tokens", "lower --micro_batch_tokens, add --gradient_checkpointing"
@@ -79,6 +85,7 @@ class MemoryWatch:
         self.host_peak = 0
         self.has_reported = False
         self.warned: set[str] = set()
+        self.next_look = 0.0 if os.environ.get("LOCAL_RANK", "0") == "0" else math.inf  # by the clock
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -109,6 +116,7 @@ class MemoryWatch:
                 raise
             raise OutOfMemory(self._out_of_memory(name, error)) from error
         self._note()
+        self._warn_of_low_memory(name)
         self.current = None if outer == "load" and name != "load" else outer
 
     def _note(self) -> None:
@@ -154,6 +162,18 @@ class MemoryWatch:
         """The flags to change for a phase of the loop, or for the "host"."""
         ways = WAYS_OUT.get(name, WAYS_OUT["update" if name == "pack" else "host"])
         return ways[0 if self.is_cuda else 1]
+
+    def _warn_of_low_memory(self, name: str) -> None:
+        """Once, on the first rank of a node: what Linux kills for lack of memory gets no chance to say so."""
+        if time.monotonic() < self.next_look:
+            return
+        self.next_look = time.monotonic() + SECONDS_BETWEEN_LOOKS
+        left, total = available_bytes()
+        if left < LOW * total:
+            self.next_look = math.inf
+            where = f"after phase {name}, {left / GIB:.2f} of {total / GIB:.2f} GiB of host RAM are left"
+            way_out = self._ways_out("host")
+            print(f"warning: {where}; at 0 Linux kills a rank without a word: {way_out}.", file=sys.stderr, flush=True)
 
     def _out_of_memory(self, name: str, error: BaseException) -> str:
         """Where memory ran out, what was asked for, and which flag to change."""

@@ -94,6 +94,19 @@ def test_the_ways_out_are_flags_of_the_program():
     assert watch.WAYS_OUT.keys() == {*watch.PHASES, "host"}
 
 
+def test_before_linux_kills_a_rank_it_is_said_once_that_little_is_left(monkeypatch, capsys):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setattr(watch, "SECONDS_BETWEEN_LOOKS", 0.0)
+    memory = MemoryWatch(CPU, {})
+    for left in (4 * GIB, 2 * GIB, 1 * GIB):
+        monkeypatch.setattr(watch, "available_bytes", lambda left=left: (left, 100 * GIB))
+        with memory.phase("update"):
+            pass
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert "after phase update, 2.00 of 100.00 GiB of host RAM are left" in warning
+    assert "fewer --reward_workers" in warning
+
+
 @pytest.mark.parametrize(
     ("num_ranks", "function", "phase", "way"),
     [

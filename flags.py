@@ -261,23 +261,15 @@ GROUPS["faults"] = [  # docs/faults.md
 GROUPS[DRY_RUN] = [  # all of them may change when a run continues
     flag("--dry_run", False, "print batches, memory, time and what would have to change, and stop; needs no GPU"),
     flag("--json", False, "print one JSON object instead"),
-    flag("--trace", False, "also trace an update of the real model, cut to 8 layers, without a GPU; takes seconds"),
-    flag("--plan_split", False, "instead: time and fit of every split of the GPUs into those that train and those that "
-         "sample"),
     flag("--plan_gpus", int, "GPUs of the ranks, over all nodes; those of generation servers come on top; default: the "
-         "ranks that were started; without them 8", (1, INF)),
-    flag("--plan_nodes", 1, "nodes that the GPUs of the ranks are on", (1, INF)),
+         "ranks that the same command starts without --dry_run", (1, INF)),
+    flag("--plan_nodes", int, "nodes that the GPUs of the ranks are on; default: those of the launcher", (1, INF)),
     flag("--plan_gpu", "H100-80GB", "kind of GPU", choices=tuple(GPUS)),
-    flag("--plan_gpu_memory_gib", float, "memory of a GPU that a process can take; default: the kind's", (TINY, INF)),
     flag("--plan_host_memory_gib", 1000.0, "RAM of a node", (TINY, INF)),
-    flag("--plan_network_gb_s", 50.0, "GB/s between nodes, one way, for each GPU: a 400 Gbit/s card each", (TINY, INF)),
     flag("--plan_rows", int, "usable training rows; default: #ROWS of --train_data, lines of a .jsonl file, or a "
          "table", (1, INF)),
     flag("--plan_flops_share", 0.4, "share of peak FLOPs in a pass, the exchange between GPUs apart; fitted to "
          "published runs, see docs/memory.md", (TINY, 1)),
-    flag("--plan_memory_share", 0.6, "share of the GPU memory's speed that decoding reaches; an assumption", (TINY, 1)),
-    flag("--plan_link_share", 0.7, "share of the speed of links, network and bus that is reached; an assumption",
-         (TINY, 1)),
     flag("--plan_prompt_tokens", float, "mean length of a prompt; default: half of --max_prompt_tokens", (1, INF)),
     flag("--plan_completion_tokens", float, "mean length of a completion; default: half of --max_completion_tokens",
          (1, INF)),

@@ -8,7 +8,7 @@ The policy is that of `policy.build_policy`, with random weights. What is measur
 micro-batches: log-probs, where there are any, backward passes, optimizer. A short update comes before it and makes
 the optimizer's state.
 
-CPU: "tensors" is the peak of live tensor bytes (`trace.Tracker` on real tensors), "process" the growth of the process's
+CPU: "tensors" is the peak of live tensor bytes (`Tracker`), "process" the growth of the process's
 resident memory at its peak. Host and device are the same RAM, so the prediction is that of a GPU plus that of the host.
 Both leave out gloo's copy of what it reduces, which NCCL does not make (here the reduction is done in place); padding
 of the CPU's attention (all sequences have one length); and what libraries keep from the first use of a shape (two
@@ -24,8 +24,11 @@ import gc
 import json
 import sys
 import tempfile
+import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -33,15 +36,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 from transformers import AutoConfig
 
 from batch import Rollout
 from bench_common import Trainer, flags_of, make_rollout, parser_of, print_table, use_random_weights
-from fsdp_utils import World, close_world, gather_from_ranks, init_world
+from fsdp_utils import World, close_world, gather_from_ranks, init_world, local_shard
 from planner.dry_run import config_of, setup_of
 from planner.memory import gpu_phases, host_phases, optimizer_peak, without
 from planner.setup import Setup
-from planner.trace import Tracker
 
 GOAL = 1.1  # the larger of predicted and measured over the other
 MIB = 2**20
@@ -81,6 +85,56 @@ def reduce_scatter_in_place(
     """In the place of gloo's `reduce_scatter_single`, which clones its input."""
     dist.all_reduce(input, op=op, group=group)
     output.copy_(input.view(-1).chunk(dist.get_world_size(group))[dist.get_rank(group)])
+
+
+class Tracker(TorchDispatchMode):
+    """Counts the bytes of live storages, and their maximum; not what a kernel takes and frees inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}  # of the storages that are alive
+        self.live = self.peak = 0
+
+    def __enter__(self) -> Tracker:
+        resize_ = torch.UntypedStorage.resize_
+
+        def counted(storage: torch.UntypedStorage, size: int) -> object:  # FSDP frees what it gathered in this way
+            result = resize_(storage, size)
+            if storage._cdata in self.sizes:
+                self.resize(storage._cdata, size)
+            return result
+
+        self.patch = mock.patch.object(torch.UntypedStorage, "resize_", counted)
+        self.patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self.patch.stop()
+
+    def __torch_dispatch__(self, op: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
+        result = op(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
+            if isinstance(tensor, Tensor):
+                self.watch(tensor)
+        return result
+
+    def watch(self, tensor: Tensor) -> None:
+        storage = local_shard(tensor).untyped_storage()
+        if storage._cdata not in self.sizes:
+            self.resize(storage._cdata, storage.nbytes())
+            weakref.finalize(storage, self.forget, storage._cdata)
+
+    def resize(self, key: int, size: int) -> None:
+        self.live += size - self.sizes.get(key, 0)
+        self.sizes[key] = size
+        self.peak = max(self.peak, self.live)
+
+    def forget(self, key: int) -> None:
+        self.live -= self.sizes.pop(key)
+
+    def restart(self) -> None:
+        self.peak = self.live
 
 
 class Meter:

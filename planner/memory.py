@@ -1,9 +1,10 @@
 """How much memory a run takes: formulas for each phase, in bytes. Pure functions of a `Setup`.
 
 Read `gpu_phases` (one GPU), `host_phases` (one node) and `checkpoint_bytes` (disk) first, then the peaks that they are
-made of. The formulas of the passes were fitted to the trace of the real model (`trace.py`); a test compares them. They
-assume several micro-batches per update, as full as --micro_batch_tokens allows, of completion tokens alone. That flag
-does not bound attention's copy of shared keys and values: for it, groups of the shortest completions are assumed.
+made of. The formulas of the passes were fitted to the storages of the real model; `benchmarks/bench_memory.py` compares
+them with real updates. They assume several micro-batches per update, as full as --micro_batch_tokens allows, of
+completion tokens alone. That flag does not bound attention's copy of shared keys and values: for it, groups of the
+shortest completions are assumed.
 """
 
 from __future__ import annotations
@@ -54,17 +55,18 @@ def gpu_phases(setup: Setup) -> dict[str, Phase]:
     """Phase -> what a GPU holds at its peak."""
     m, memory = setup.model, setup.memory
     static, awake = resident(setup), engine_parts(setup)
+    largest_tensor = m.table * (COMPUTE if setup.has_lora else setup.trained_bytes)  # the embedding, as it is loaded
     asleep = {"engine asleep": ENGINE_ASLEEP[setup.engine.enforce_eager]}
     # The largest parameter and its shard in bf16; the next one is gathered while the engine copies this one.
     gathered = {"gathered": m.table * COMPUTE * (1 + 1 / setup.num_shards) + m.intermediate * m.hidden * COMPUTE}
     comes_from_host = memory.offload == "all" or (setup.has_reference_model and memory.offload_reference)
     shards = {"shards from host": m.layer_parameters * COMPUTE / setup.num_shards * 2 * comes_from_host}
     phases = {
-        "load": Phase(largest([static, without(static, "optimizer") | {"one tensor": largest_tensor(setup)}]), {}),
+        "load": Phase(largest([static, without(static, "optimizer") | {"one tensor": largest_tensor}]), {}),
         "rollout": Phase(static, awake),
         "logprobs": Phase(static | logprobs_peak(setup) | shards, asleep),
         "update": Phase(static | update_peak(setup), asleep),
-        "optimizer": Phase(static | {"gradients": gradient_shards(setup)} | optimizer_peak(setup), asleep),
+        "optimizer": Phase(static_parts(setup, on_host=False) | optimizer_peak(setup), asleep),
         "sync": Phase(static | gathered, without(awake, "KV cache")),
     }
     if setup.has_servers:
@@ -78,11 +80,6 @@ def gpu_phases(setup: Setup) -> dict[str, Phase]:
 
 def without(parts: Parts, *names: str) -> Parts:
     return {name: part for name, part in parts.items() if name not in names}
-
-
-def largest_tensor(setup: Setup) -> float:
-    """The embedding, as it is loaded."""
-    return setup.model.table * (COMPUTE if setup.has_lora else setup.trained_bytes)
 
 
 def static_parts(setup: Setup, on_host: bool) -> Parts:
@@ -135,42 +132,31 @@ def update_peak(setup: Setup) -> Parts:
     reduction of embedding and head.
     """
     m, memory, tokens = setup.model, setup.memory, setup.memory.micro_batch_tokens
-    root = COMPUTE * m.root_parameters
+    root, is_once = COMPUTE * m.root_parameters, memory.communicate_once
     layer = COMPUTE * (m.layer_parameters + (setup.trained_per_layer if setup.has_lora else 0))
-    stays = memory.communicate_once
-    one, two = (root + (m.layers if stays else n) * layer for n in (1, 2))  # gathered at a time
+    one, two = (root + (m.layers if is_once else n) * layer for n in (1, 2))  # gathered at a time
     kept_name = "checkpoints" if memory.gradient_checkpointing else "activations"
-    kept, moving = kept_per_layer(setup), 0
-    last_norm = (8 if setup.has_lora else 10) * tokens * m.hidden
-    head_gradient = 0 if setup.has_lora else COMPUTE * m.table
-
-    def backward_of(number: int) -> Parts:
-        reduced = head_gradient + (REDUCE * setup.trained_per_layer if number < m.layers else 0)  # with the layer after
-        of_layer = backward_of_layer(setup) + moving
-        return {kept_name: number * kept, "one layer": of_layer, "gathered": two, "reduction": reduced}
-
+    kept, last_norm = kept_per_layer(setup), (8 if setup.has_lora else 10) * tokens * m.hidden
+    head_gradient, embedded = 0 if setup.has_lora else COMPUTE * m.table, 2 * m.hidden + 4 * m.head_dim  # with angles
+    of_layer = {"one layer": backward_of_layer(setup), "gathered": two}
+    reduced = head_gradient + REDUCE * setup.trained_per_layer  # of the layer after this one
     moments = [
         {kept_name: m.layers * kept + last_norm, "gathered": one, "logits": head_bytes(setup)},
-        {"one layer": embedded_bytes(setup), "gathered": max(2 * (root + layer), one)},
-        backward_of(m.layers),
-        backward_of(max(m.layers - 1, 1)),
+        {"one layer": tokens * embedded, "gathered": max(2 * (root + layer), one)},
+        {kept_name: m.layers * kept} | of_layer | {"reduction": head_gradient},
     ]
+    if m.layers > 1:
+        moments.append({kept_name: (m.layers - 1) * kept} | of_layer | {"reduction": reduced})
     if not setup.has_lora:
         cast = COMPUTE * (setup.trained_bytes == 2 and not has_sums_apart(setup))  # to be added to the shard
         shard = (REDUCE + cast) * m.root_trained / setup.num_shards
         last = max((m.root_trained - m.hidden) * COMPUTE, shard + COMPUTE * m.table * (setup.num_shards > 1))
-        reduced = REDUCE * m.root_trained + last
-        moments.append({"gathered": one if stays else 0, "reduction": reduced})
-        is_tied = m.root_trained < 2 * m.table
-        added = 3 * COMPUTE * m.table + REDUCE * m.layer_parameters  # two gradients, and the sum
-        moments.append({"gathered": is_tied * (one if stays else root), "reduction": is_tied * added})
-    whole = {"gradients, whole": REDUCE * setup.trainable * memory.communicate_once}
+        moments.append({"gathered": is_once * one, "reduction": REDUCE * m.root_trained + last})
+        if m.root_trained < 2 * m.table:  # tied: two gradients, and their sum
+            gathered = one if is_once else root
+            moments.append({"gathered": gathered, "reduction": 3 * COMPUTE * m.table + REDUCE * m.layer_parameters})
+    whole = {"gradients, whole": REDUCE * setup.trainable * is_once}
     return {"gradients": gradients_in_passes(setup)} | largest(moments) | whole
-
-
-def gradient_shards(setup: Setup) -> float:
-    """Bytes on one GPU."""
-    return static_parts(setup, on_host=False).get("gradients", 0)
 
 
 def has_sums_apart(setup: Setup) -> bool:
@@ -180,15 +166,10 @@ def has_sums_apart(setup: Setup) -> bool:
 
 def gradients_in_passes(setup: Setup) -> float:
     """Bytes on one GPU, of the shards."""
-    shards = gradient_shards(setup)
+    shards = static_parts(setup, on_host=False).get("gradients", 0)
     if not has_sums_apart(setup):
         return shards
     return REDUCE * setup.trainable / setup.num_shards + (shards if setup.trained_bytes < REDUCE else 0)
-
-
-def embedded_bytes(setup: Setup) -> float:
-    """The embedded tokens, and the angles of the rotary embedding."""
-    return setup.memory.micro_batch_tokens * (2 * setup.model.hidden + 4 * setup.model.head_dim)
 
 
 def head_chunk(setup: Setup) -> int:
@@ -257,14 +238,13 @@ def logprobs_peak(setup: Setup) -> Parts:
     m, tokens = setup.model, setup.memory.micro_batch_tokens
     root, layer = COMPUTE * m.root_parameters, COMPUTE * m.layer_parameters
     is_of_policy = setup.old_logprob_passes > 0 or not setup.has_reference_model
-    stays = setup.memory.communicate_once and is_of_policy
-    kept = m.layers * layer * stays  # and FSDP's buffer of the last layer beside it
+    kept = m.layers * layer * (setup.memory.communicate_once and is_of_policy)  # and FSDP's buffer of the last layer
     mlp = tokens * ((8 if setup.has_lora else 6) * m.intermediate + 8 * m.hidden)
     kernel = 4 * m.q + 4 * m.kv * (1 + setup.keys_per_position)
     attention = tokens * (6 * m.hidden + 4 * m.head_dim + max(kernel, 10 * m.q * m.has_head_norms))  # 10: in the norm
     logits = 8 * head_chunk(setup) * m.vocab
     moments = [
-        {"gathered": 2 * (root + layer), "one layer": embedded_bytes(setup)},
+        {"gathered": 2 * (root + layer), "one layer": tokens * (2 * m.hidden + 4 * m.head_dim)},
         {"gathered": root + max(3 * layer, kept), "one layer": max(mlp, attention)},
         {"gathered": root + layer + kept, "logits": logits, "one layer": 2 * tokens * m.hidden},
     ]
@@ -290,7 +270,6 @@ def host_phases(setup: Setup) -> dict[str, Parts]:
 
     Generation servers are counted as if all of them were on this node.
     """
-    m = setup.model
     ranks = setup.hardware.gpus / setup.hardware.nodes  # of a node
     static = static_parts(setup, on_host=True)
     kept = {"processes": (ranks + setup.hardware.generation_gpus) * PROCESS_HOST} | static
@@ -299,9 +278,9 @@ def host_phases(setup: Setup) -> dict[str, Parts]:
     kept["rounding of pinned memory"] = sum(
         static.get(name, 0) * (pinned_share(setup, itemsize) - 1) for name, itemsize in rounding.items()
     )
-    read = {"weights, read": largest_tensor(setup)}
-    written = {"the policy, gathered on rank 0": m.parameters * COMPUTE}
-    phases = {"load": without(kept, "gradients", "activations") | read, "run": kept, "checkpoint": kept | written}
+    read = {"weights, read": setup.model.table * stored}
+    written = {"the policy, gathered on rank 0": setup.model.parameters * COMPUTE}
+    phases = {"load": without(kept, "gradients") | read, "run": kept, "checkpoint": kept | written}
     return {name: {part: size for part, size in parts.items() if size} for name, parts in phases.items()}
 
 

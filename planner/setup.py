@@ -1,11 +1,6 @@
 """The planner's input as frozen dataclasses, and what follows from it alone.
 
-    ModelShape                          the sizes of the model
-    Memory, Lora, EngineSettings, Plan  as in `flags.py`
-    RunShape                            what the other flags say of a step
-    Hardware                            GPUs, nodes, host RAM, speeds
-
-A `Setup` holds all of them. `dry_run.setup_of` makes it from the flags, and the functions of the planner take it.
+`dry_run.setup_of` makes a `Setup` from the flags; the other functions of the planner take it.
 """
 
 from __future__ import annotations
@@ -42,32 +37,13 @@ class ModelShape:
     layer_parameters: int
     root_parameters: int  # not in a layer: embedding, head, last norm, vision tower. FSDP gathers them as one unit
     tower_parameters: int  # of the vision tower, which is never trained; 0: there is none
-
-    @property
-    def q(self) -> int:
-        return self.heads * self.head_dim
-
-    @property
-    def kv(self) -> int:
-        return self.kv_heads * self.head_dim
-
-    @property
-    def root_trained(self) -> int:
-        """Parameters outside the layers that are trained without LoRA."""
-        return self.root_parameters - self.tower_parameters
-
-    @property
-    def table(self) -> int:
-        """Parameters of the embedding, and as many of the head."""
-        return self.vocab * self.hidden
-
-    @property
-    def parameters(self) -> int:
-        return self.layers * self.layer_parameters + self.root_parameters
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        return 2 * self.layers * self.kv * COMPUTE
+    # What follows from these:
+    q: int  # width of all query heads
+    kv: int
+    table: int  # parameters of the embedding, and as many of the head
+    root_trained: int  # parameters outside the layers that are trained without LoRA
+    parameters: int
+    kv_bytes_per_token: int
 
 
 def shape_of(config: PretrainedConfig, name: str) -> ModelShape:
@@ -81,13 +57,16 @@ def shape_of(config: PretrainedConfig, name: str) -> ModelShape:
         model = model_from_config(config)
     layers, tower = model.get_decoder().layers, tower_of(model)
     linear = {path.rpartition(".")[2]: each for path, each in layers[0].named_modules() if isinstance(each, nn.Linear)}
+    root, of_tower = num_parameters(model) - num_parameters(layers), 0 if tower is None else num_parameters(tower)
+    heads, kv_heads, width = text.num_attention_heads, text.num_key_value_heads, head_dim(text)
     return ModelShape(
         name=name, layers=text.num_hidden_layers, hidden=text.hidden_size, intermediate=text.intermediate_size,
-        heads=text.num_attention_heads, kv_heads=text.num_key_value_heads, head_dim=head_dim(text),
+        heads=heads, kv_heads=kv_heads, head_dim=width,
         has_head_norms=any(path.endswith("q_norm") for path, _ in layers[0].named_modules()), vocab=text.vocab_size,
         projections={key: (each.in_features, each.out_features) for key, each in linear.items()},
-        layer_parameters=num_parameters(layers[0]), root_parameters=num_parameters(model) - num_parameters(layers),
-        tower_parameters=0 if tower is None else num_parameters(tower),
+        layer_parameters=num_parameters(layers[0]), root_parameters=root, tower_parameters=of_tower,
+        q=heads * width, kv=kv_heads * width, table=text.vocab_size * text.hidden_size, root_trained=root - of_tower,
+        parameters=num_parameters(model), kv_bytes_per_token=2 * text.num_hidden_layers * kv_heads * width * COMPUTE,
     )  # fmt: skip
 
 
@@ -144,7 +123,7 @@ class Setup:
 
     @property
     def num_trainers(self) -> int:
-        """GPUs that train: those of the ranks, which also sample where there are no servers."""
+        """GPUs that train. They also sample where there are no servers."""
         return self.hardware.gpus
 
     @property
@@ -153,14 +132,11 @@ class Setup:
 
     @property
     def num_shards(self) -> int:
-        """GPUs that share a copy of the policy. `num_trainers` divides the completions, this divides parameters,
-        gradients, optimizer state and reference.
-        """
+        """GPUs that share a copy of the policy: parameters, gradients, optimizer and reference are divided by it."""
         return self.memory.shard_ranks or self.num_trainers
 
     @property
     def num_copies(self) -> int:
-        """Groups of GPUs that hold the same."""
         return self.num_trainers // self.num_shards
 
     @property
@@ -226,9 +202,6 @@ class Setup:
 
     @property
     def keys_per_position(self) -> float:
-        """Size of attention's copy of keys and values, which repeats a shared prompt for each completion.
-
-        An upper bound, reached where completions have one token.
-        """
+        """At most, where completions have one token: attention repeats a shared prompt's keys for each completion."""
         prompt, sharers = self.run.max_prompt_tokens, self.plan.group_size if self.memory.share_prompts else 1
         return sharers * (prompt + 1) / (prompt + sharers)

@@ -19,15 +19,16 @@ ALL_REDUCE = 15e-6  # of a few MB between the GPUs of an engine: two in a layer
 PASS = 0.03  # a pass of the trainer over a micro-batch
 SWITCH = 5.0  # the engine goes to sleep, wakes up and loads the new weights, once a step
 PAUSE = 1.0  # generation servers take new weights, beside the time of their transfer; assumed, not measured
+# Shares of the data sheets' speeds that are reached; assumptions.
+MEMORY_SHARE = 0.6  # of the GPU memory's, in decoding and in the optimizer
+LINK_SHARE = 0.7  # of links, network and bus
 
 
 @dataclass(frozen=True)
 class Assumed:
-    """What is assumed of a run on given machines: shares from 0 to 1, mean lengths in tokens."""
+    """What the flags assume: the share of peak FLOPs in passes over whole sequences, mean lengths in tokens."""
 
-    flops: float  # of peak FLOPs, in passes over whole sequences
-    memory: float  # of the GPU memory's speed, in decoding and in the optimizer
-    link: float  # of the speed between GPUs, between nodes, and to host RAM
+    flops: float
     prompt: float
     completion: float
 
@@ -35,8 +36,7 @@ class Assumed:
 def forward_flops(model: ModelShape, length: float, of_head: float) -> float:
     """FLOPs of a forward pass over a sequence of this length, of which so many positions go through the head.
 
-    2 for each position and number of a matrix; the embedding is looked up. For attention 2 x length^2 x width a layer,
-    because half of the square is masked.
+    2 for each position and number of a matrix; for attention 2 x length^2 x width a layer: half of it is masked.
     """
     of_layer = sum(inputs * outputs for inputs, outputs in model.projections.values())
     return 2 * (model.layers * (of_layer * length + model.q * length**2) + model.table * of_head)
@@ -55,14 +55,12 @@ def traffic(setup: Setup, assumed: Assumed) -> dict[str, float]:
     plan, run, memory, n = setup.plan, setup.run, setup.memory, setup.num_shards
     per_iteration = micro_batches(setup, assumed) * plan.updates_per_pass
     trained = per_iteration * plan.num_iterations
-    is_once = memory.communicate_once
-    in_updates = plan.updates_per_step if is_once else 2 * trained
-    in_pass = plan.updates_per_pass if is_once else per_iteration  # of the policy, without a gradient
+    in_updates, in_pass, reductions = 2 * trained, per_iteration, trained
+    if memory.communicate_once:
+        in_updates, in_pass, reductions = plan.updates_per_step, plan.updates_per_pass, plan.updates_per_step
     of_reference = run.has_kl * (per_iteration if setup.has_reference_model else in_pass)
     without_gradient = of_reference + setup.old_logprob_passes * in_pass
-    reductions = plan.updates_per_step if memory.communicate_once else trained
     weights, others = setup.model.parameters * COMPUTE, (n - 1) / n
-    reduced = reductions * setup.trainable * REDUCE
     from_host = 0.0
     if memory.offload == "all":  # and gradients to the host
         from_host += in_updates * setup.stored_bytes / n + trained * setup.gradient_bytes / n
@@ -70,29 +68,27 @@ def traffic(setup: Setup, assumed: Assumed) -> dict[str, float]:
         from_host += plan.updates_per_step * 2 * setup.state_bytes / n
     if setup.has_reference_model and memory.offload_reference:
         from_host += per_iteration * weights / n
-    found = {
+    return {
         "all-gather, log-probs": without_gradient * weights * others,
         "all-gather, update": in_updates * weights * others,
-        "reduce-scatter": reduced * others,
+        "reduce-scatter": reductions * setup.trainable * REDUCE * others,
         "all-reduce of copies": 2 * plan.updates_per_step * setup.trainable * REDUCE / n * (1 - 1 / setup.num_copies),
         "sync": weights * others,
         "to servers": weights * setup.num_engines * setup.has_servers,  # from the main rank's GPU, one after the other
         "to and from host": from_host,
     }
-    return {name: size for name, size in found.items() if size or name not in ("all-reduce of copies", "to servers")}
 
 
-def link_speed(setup: Setup, assumed: Assumed, members: int, stride: int = 1) -> float:
+def link_speed(setup: Setup, members: int, stride: int = 1) -> float:
     """Bytes per second of a collective on one GPU, over `members` ranks that are `stride` apart.
 
-    In a node it is that of the links. Across nodes the cards of all members in a node carry what the node does not
-    have.
+    Across nodes the cards of all members in a node carry what the node does not have.
     """
     h, nodes = setup.hardware, nodes_of(setup, members, stride)
     if nodes == 1:
-        return assumed.link * h.link_speed
+        return LINK_SHARE * h.link_speed
     others = (members - 1) / members / ((nodes - 1) / nodes)  # what a GPU lacks, over what its node lacks
-    return assumed.link * min(h.link_speed, h.network_speed * members / nodes * others)
+    return LINK_SHARE * min(h.link_speed, h.network_speed * members / nodes * others)
 
 
 def nodes_of(setup: Setup, members: int, stride: int = 1) -> int:
@@ -110,7 +106,7 @@ def rollout_seconds(setup: Setup, assumed: Assumed) -> float:
     """
     plan, run, h, m, tp = setup.plan, setup.run, setup.hardware, setup.model, setup.run.tensor_parallel_size
     prompt, completion = assumed.prompt, assumed.completion
-    flops, memory = h.flops * assumed.flops * tp, h.memory_speed * assumed.memory
+    flops, memory = h.flops * assumed.flops * tp, h.memory_speed * MEMORY_SHARE
     sequences = plan.completions_per_step / setup.num_engines
     tokens, prompts = sequences * completion, sequences / plan.group_size * prompt
     steps = tokens / running_sequences(setup, assumed)
@@ -126,7 +122,7 @@ def rollout_seconds(setup: Setup, assumed: Assumed) -> float:
     decode = max(steps * weights, tokens * forward_flops(m, 1, 1) / flops) + alone * weights
     cache = tokens * (prompt + completion / 2) * cache_bytes_per_token(setup) / memory
     exchanged = 4 * m.layers * m.hidden * COMPUTE * (tp - 1) / tp * (tokens + prompts)
-    links = exchanged / link_speed(setup, assumed, tp)
+    links = exchanged / link_speed(setup, tp)
     step = TOKEN_STEP[setup.engine.enforce_eager] + 2 * m.layers * ALL_REDUCE * (tp > 1)
     return prefill + decode + cache + links + (steps + alone) * step
 
@@ -177,7 +173,7 @@ def phase_seconds(setup: Setup, assumed: Assumed) -> dict[str, float]:
     """Phase -> seconds. `step_seconds` says what a step makes of them."""
     plan, run, h, m, memory = setup.plan, setup.run, setup.hardware, setup.model, setup.memory
     moved, n = traffic(setup, assumed), setup.num_shards
-    link = link_speed(setup, assumed, n)
+    link = link_speed(setup, n)
     prompt, completion = assumed.prompt, assumed.completion
     shared = forward_flops(m, prompt, 0) * (1 - 1 / setup.sharers(prompt, completion))
     of_completion = forward_flops(m, prompt + completion, completion) - shared
@@ -186,19 +182,18 @@ def phase_seconds(setup: Setup, assumed: Assumed) -> dict[str, float]:
     without_gradient = run.has_kl + setup.old_logprob_passes
     backward = (1 if setup.has_lora else 2) + memory.gradient_checkpointing
     exchange = (moved["all-gather, update"] + moved["reduce-scatter"]) / link
-    if "all-reduce of copies" in moved:
-        exchange += moved["all-reduce of copies"] / link_speed(setup, assumed, setup.num_copies, stride=n)
+    exchange += moved["all-reduce of copies"] / link_speed(setup, setup.num_copies, stride=n)
     optimizer = plan.updates_per_step * (2 * setup.state_bytes + 3 * setup.gradient_bytes) / n
     slower = 10 if memory.offload == "all" else 1  # there the optimizer works in host RAM, about ten times slower
     sync = SWITCH + moved["sync"] / link
     if setup.has_servers:
         speed = h.link_speed if h.nodes == 1 else h.network_speed
-        sync = PAUSE + moved["sync"] / link + moved["to servers"] / (assumed.link * speed)
+        sync = PAUSE + moved["sync"] / link + moved["to servers"] / (LINK_SHARE * speed)
     return {
         "rollout": rollout_seconds(setup, assumed),
         "logprobs": (forward + passes) * without_gradient + moved["all-gather, log-probs"] / link,
         "update": (forward + passes) * (1 + backward) * plan.num_iterations + exchange,
-        "host transfers": moved["to and from host"] / (h.host_speed * assumed.link),
-        "optimizer": optimizer * slower / (h.memory_speed * assumed.memory),
+        "host transfers": moved["to and from host"] / (h.host_speed * LINK_SHARE),
+        "optimizer": optimizer * slower / (h.memory_speed * MEMORY_SHARE),
         "sync": sync,
     }

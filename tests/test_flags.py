@@ -78,9 +78,8 @@ def test_what_may_change_when_a_run_continues():
         "max_kl", "max_rollout_gap",
         "grace_seconds", "stall_seconds", "keep_rollouts", "quiet", "track",
         "engine", "generation_gpus", "server_urls",
-        "dry_run", "json", "trace", "plan_split", "plan_gpus", "plan_nodes", "plan_gpu", "plan_gpu_memory_gib",
-        "plan_host_memory_gib", "plan_network_gb_s", "plan_rows", "plan_flops_share", "plan_memory_share",
-        "plan_link_share", "plan_prompt_tokens", "plan_completion_tokens",
+        "dry_run", "json", "plan_gpus", "plan_nodes", "plan_gpu", "plan_host_memory_gib", "plan_rows",
+        "plan_flops_share", "plan_prompt_tokens", "plan_completion_tokens",
     }  # fmt: skip
     length = {"total_steps", "epochs", "total_episodes"}
     assert free_on_resume(flags()) == free | length

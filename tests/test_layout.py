@@ -88,8 +88,7 @@ def test_nothing_imports_benchmarks_and_the_planner_has_two_doors():
 
 def test_the_planner_imports_flags_and_model_but_not_the_loop():
     for name in in_room("planner"):
-        assert packages(name) & OURS <= {"planner", "flags", "inputs", "model", "fsdp_utils", "policy"}, name
-        assert name == "planner/trace.py" or "policy" not in packages(name), name
+        assert packages(name) & OURS <= {"planner", "flags", "inputs", "model", "fsdp_utils"}, name
         assert "inputs.load" not in imports(TREES[name]), name
 
 
@@ -131,9 +130,9 @@ def test_vllm_and_the_process_group_have_their_files():
     assert all(name.startswith(("rollout", "generation/")) for name in TREES if "vllm" in packages(name))
     assert "vllm" in packages("rollout.py")
     distributed = {name for name, path in zip(TREES, PROGRAM, strict=True) if "torch.distributed" in path.read_text()}
-    # Beside the readers: a fake process group, and one of the main rank and the workers of a generation server.
+    # Beside the readers: a process group of the main rank and the workers of a generation server.
     readers = {"checkpoint.py", "guards/shards.py"}
-    assert distributed <= {"fsdp_utils.py", *readers, "planner/trace.py", "generation/weights.py"}
+    assert distributed <= {"fsdp_utils.py", *readers, "generation/weights.py"}
 
 
 def test_the_imports_between_files_have_no_circle():

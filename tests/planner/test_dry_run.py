@@ -15,19 +15,20 @@ from transformers import AutoConfig
 
 from helpers import ENVIRONMENT, ROOT, flags
 from planner import memory
-from planner.advice import levers, misfits, solutions
+from planner.advice import advised, misfits
 from planner.dry_run import TABLE, config_of, dry_run, rows_of, setup_of
 from planner.memory import checkpoint_bytes, gpu_phases, host_phases, pinned_share, without
 from planner.setup import GIB, Setup, shape_of
 from planner.time import Assumed, forward_flops, traffic
 
-ASSUMED = Assumed(flops=0.4, memory=0.6, link=0.7, prompt=1024, completion=1024)
+ASSUMED = Assumed(flops=0.4, prompt=1024, completion=1024)
 COMMON = {
     "total_steps": None,
     "max_prompt_tokens": 2048,
     "max_completion_tokens": 2048,
     "gradient_checkpointing": True,
     "kl_coef": 0.01,
+    "plan_gpus": 8,
 }
 QWQ = COMMON | {
     "model": "Qwen/QwQ-32B",
@@ -131,7 +132,6 @@ def test_the_documented_facts_of_qwq_32b():
     assert model.parameters == 32_763_876_352
     assert model.kv_bytes_per_token == 262_144
     assert setup(QWQ, lora_rank=8).trainable == 67_108_864
-    assert report(QWQ)["batch"]["logits_of_a_micro_batch_gib"] == 4.64
     assert checkpoint_bytes(setup(QWQ)) == model.parameters * (2 + 4 + 8)
 
 
@@ -146,7 +146,7 @@ def test_the_flops_of_qwen_7b_are_those_of_the_published_counter_but_for_the_emb
 def test_the_arithmetic_of_the_five_setups():
     qwq, deepseek, tulu, simplerl = report(QWQ), report(DEEPSEEK, **LORA), report(TULU), report(SIMPLERL)
     assert (qwq["steps_per_epoch"], qwq["total_steps"], qwq["total_updates"]) == (23, 345, 1380)
-    assert qwq["batch"]["completions_per_update_and_gpu"] == 80
+    assert qwq["completions_per_update_and_gpu"] == 80
     assert (deepseek["steps_per_epoch"], deepseek["completions_per_step"], deepseek["updates_per_step"]) == (125, 64, 1)
     assert (tulu["total_steps"], tulu["completions_per_step"], tulu["updates_per_step"]) == (44_642, 224, 2)
     assert (simplerl["steps_per_epoch"], simplerl["total_updates"], simplerl["total_completions"]) == (8, 360, 737_280)
@@ -226,7 +226,7 @@ def test_loading_keeps_one_matrix_in_host_ram_where_copies_of_the_model_on_every
     assert sum(load.values()) + on_every_rank > qwq.hardware.host_bytes
 
 
-def test_flags_that_exchange_memory_for_time_or_the_other_way_are_seen():
+def test_communicating_once_takes_the_layers_and_whole_gradients_for_less_traffic():
     plain, once = setup(QWQ, param_dtype="bfloat16"), setup(QWQ, param_dtype="bfloat16", communicate_once=True)
     assert traffic(once, ASSUMED)["reduce-scatter"] < traffic(plain, ASSUMED)["reduce-scatter"]
     layers = 62 * 487_613_696 * 2  # all of them in bf16, where two are held otherwise
@@ -235,37 +235,60 @@ def test_flags_that_exchange_memory_for_time_or_the_other_way_are_seen():
     assert traffic(once, ASSUMED)["all-gather, update"] < 0.5 * traffic(plain, ASSUMED)["all-gather, update"]
 
 
+def test_offloaded_gradients_are_on_the_host_once_and_a_pass_takes_the_same_beside_them():
+    """A trace of the sharded model counted them on the GPU, where it agreed with FSDP's own copies to 0.1 %."""
+    plain, moved = setup(QWQ), setup(QWQ, offload="all")
+    passes = [memory.update_peak(each) for each in (plain, moved)]
+    assert passes[0] | {"gradients": 0} == passes[1] | {"gradients": 0}
+    gradients = 4 * plain.model.parameters
+    assert (passes[0]["gradients"], passes[1]["gradients"]) == (gradients / 8, 0)
+    assert host_phases(moved)["run"]["gradients"] == gradients and "gradients" not in host_phases(plain)["run"]
+
+
+def taken(values: dict, changes: list[str]) -> Setup:
+    """The setup after changes, as the advice words them."""
+    found = dict(values)
+    for words in changes:
+        name, _, value = words.removeprefix("--").partition(" ")
+        found[name] = True if not value else float(value) if "." in value else int(value) if value.isdigit() else value
+    return setup(found)
+
+
 def test_the_advice_is_minimal_and_fits_when_it_is_taken():
-    changes_of_flags = {
-        "--offload": "offload",
-        "--param_dtype": "param_dtype",
-        "--tensor_parallel_size": "tensor_parallel_size",
-    }
-    tight = QWQ | {"plan_host_memory_gib": 300.0, "gpu_memory_utilization": 0.5}
-    advice = solutions(setup(tight), ASSUMED)
-    assert advice and misfits(setup(tight))
-    assert len({len(solution["changes"]) for solution in advice}) == 1
-    assert not any(misfits(change.apply(setup(tight))) == [] for lever in levers(setup(tight)) for change in lever) or (
-        len(advice[0]["changes"]) == 1
-    )
-    taken = 0
-    for solution in advice:
-        values, others = dict(tight), {}
-        for words in solution["changes"]:
-            name, _, value = words.partition(" ")
-            if name == "--offload_reference":
-                others["offload_reference"] = True
-            elif name in ("--offload", "--param_dtype"):
-                others[changes_of_flags[name]] = value
-            elif words.endswith("GPUs"):
-                values |= {"plan_nodes": 2, "plan_gpus": 16}
-            else:
-                values[name.removeprefix("--")] = float(value) if "." in value else int(value)
-        assert misfits(setup(values, **others)) == [], solution
-        needed = max(phase.needed for phase in gpu_phases(setup(values, **others)).values()) / GIB
-        assert needed == pytest.approx(solution["gpu_needed_gib"], abs=0.05)
-        taken += 1
-    assert taken == len(advice)
+    tight = QWQ | {"plan_host_memory_gib": 300.0, "gpu_memory_utilization": 0.5, "gradient_checkpointing": None}
+    few = advised(setup(tight), ASSUMED)["changes_that_would_fit"]
+    assert few and misfits(setup(tight))
+    assert {len(each["changes"]) - ("--plan_nodes 2" in each["changes"]) for each in few} == {2}
+    for each in few:
+        assert not misfits(taken(tight, each["changes"])), each
+        assert all(misfits(taken(tight, [change])) for change in each["changes"] if "--plan" not in change), each
+        needed = max(phase.needed for phase in gpu_phases(taken(tight, each["changes"])).values()) / GIB
+        assert needed == pytest.approx(each["gpu_needed_gib"], abs=0.05)
+
+
+def test_beside_the_fewest_changes_stands_the_fastest_and_a_short_cache_is_warned_of():
+    """10 billion parameters on 4 A100 of 40 GB: the fewest changes leave a cache of a few sequences."""
+    sizes = {"vocab_size": 152_064, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 40}
+    config = AutoConfig.for_model("qwen2", num_attention_heads=32, num_key_value_heads=8, **sizes)
+    config.tie_word_embeddings = False
+    found = setup_of(flags(train_data="x#1000", prompts_per_step=16, plan_gpus=4, plan_gpu="A100-40GB"), config)
+    advice = advised(found, Assumed(flops=0.4, prompt=512, completion=512))
+    first, fast = advice["changes_that_would_fit"][0], advice["fastest_that_fits"]
+    assert first["changes"] == ["--gradient_checkpointing", "--offload optimizer"]
+    assert first["warnings"] == ["the cache holds 3.2 of an engine's 32 sequences"]
+    assert "--tensor_parallel_size 4" in fast["changes"] and fast["warnings"] == []
+    assert fast["step_seconds"] < 0.5 * first["step_seconds"]
+
+
+def test_a_command_is_planned_for_the_ranks_that_it_starts(monkeypatch):
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    started = QWQ | {"plan_gpus": None, "tensor_parallel_size": 1}
+    assert setup(started).hardware.gpus == 1, "python train_grpo.py"
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    launched, given = setup(started), setup(started, plan_gpus=16, plan_nodes=2)
+    assert (launched.hardware.gpus, launched.hardware.nodes) == (16, 2) and launched == given
 
 
 def test_rows_come_from_the_flag_the_source_the_disk_or_the_table(tmp_path):
@@ -294,7 +317,7 @@ def test_rows_come_from_the_flag_the_source_the_disk_or_the_table(tmp_path):
             {"prompts_per_update": 100},
             "--prompts_per_update 100 does not divide --prompts_per_step 512; use one of 1, 2, 4, 8",
         ),
-        ({"plan_link_share": 0}, "--plan_link_share 0: must be above 0 and at most 1"),
+        ({"plan_flops_share": 0}, "--plan_flops_share 0: must be above 0 and at most 1"),
         (
             {"plan_completion_tokens": 2049},
             "--plan_completion_tokens 2049 is the mean; use at most --max_completion_tokens 2048",
@@ -309,35 +332,10 @@ def test_what_could_not_run_anywhere_is_an_error_with_a_way_out(changes, words):
 
 
 def test_the_command_needs_no_network_no_gpu_and_no_data_and_its_exit_code_is_the_verdict(tmp_path):
-    common = [
-        "--model",
-        VISION["model"],
-        "--train_data",
-        VISION["train_data"],
-        "--out_dir",
-        tmp_path / "run",
-        "--epochs",
-        "1",
-    ]
-    batch = [
-        "--prompts_per_step",
-        "8",
-        "--max_prompt_tokens",
-        "6144",
-        "--max_completion_tokens",
-        "2048",
-        "--kl_coef",
-        "0",
-    ]
-    command = [
-        sys.executable,
-        ROOT / "train_grpo.py",
-        *common,
-        *batch,
-        "--gradient_checkpointing",
-        "--dry_run",
-        "--json",
-    ]
+    flags = "--epochs 1 --prompts_per_step 8 --max_prompt_tokens 6144 --max_completion_tokens 2048 --kl_coef 0 "
+    flags += "--gradient_checkpointing --dry_run --json --plan_gpus 8"
+    given = ["--model", VISION["model"], "--train_data", VISION["train_data"], "--out_dir", tmp_path / "run"]
+    command = [sys.executable, ROOT / "train_grpo.py", *given, *flags.split()]
     environment = ENVIRONMENT | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
     start = time.monotonic()
     process = subprocess.Popen(list(map(str, command)), env=environment, stdout=subprocess.PIPE, text=True)
@@ -354,30 +352,6 @@ def test_the_command_needs_no_network_no_gpu_and_no_data_and_its_exit_code_is_th
     )
     assert set(keys.split()) <= answer.keys()
     assert not (tmp_path / "run").exists()
-
-
-def test_the_trace_of_a_model_in_a_folder_stands_beside_the_formula(tmp_path, capsys):
-    sizes = {
-        "vocab_size": 32_000,
-        "hidden_size": 1024,
-        "intermediate_size": 4096,
-        "num_attention_heads": 8,
-        "num_hidden_layers": 12,
-    }
-    AutoConfig.for_model("llama", num_key_value_heads=2, tie_word_embeddings=True, **sizes).save_pretrained(tmp_path)
-    assert (
-        dry_run(
-            flags(model=tmp_path, train_data="o/n#64", gradient_checkpointing=True, json=True, trace=True, plan_gpus=2)
-        )
-        == 0
-    )
-    answer = json.loads(capsys.readouterr().out)
-    assert (
-        answer["parameters"] == 32_000 * 1024 + 12 * (2 * 1024**2 + 2 * 1024 * 256 + 3 * 1024 * 4096 + 2 * 1024) + 1024
-    ), "tied"
-    for figures in answer["trace"].values():
-        assert figures["layers"] == 8
-        assert figures["traced_gib"] == pytest.approx(figures["formula_gib"], rel=0.02)
 
 
 def test_the_text_tells_the_verdict(capsys):

@@ -1,11 +1,14 @@
 """--shard_ranks in the plan: what each GPU and each node holds, which way the collectives go, what is written."""
 
+from dataclasses import replace
+
 import pytest
 
 from inputs.command_line import parse_flags
-from planner.advice import misfits, solutions
-from planner.dry_run import assumed_of, config_of, report_of, setup_of
+from planner.advice import advised, misfits
+from planner.dry_run import assumed_of, config_of, setup_of
 from planner.memory import checkpoint_bytes, gpu_phases, host_phases
+from planner.report import report_of
 from planner.setup import Setup
 from planner.time import link_speed, phase_seconds, traffic
 
@@ -16,9 +19,10 @@ FLAGS = (
 )
 
 
-def plan(more: str = "") -> Setup:
+def plan(more: str = "", network: float = 50e9) -> Setup:
     args = parse_flags((FLAGS + more).split())
-    return setup_of(args, config_of(args.model))
+    setup = setup_of(args, config_of(args.model))
+    return replace(setup, hardware=replace(setup.hardware, network_speed=network))
 
 
 ASSUMED = assumed_of(parse_flags(FLAGS.split()))
@@ -31,7 +35,7 @@ def test_a_gpu_holds_its_share_of_one_copy(shard_ranks, copies):
     parts = gpu_phases(found)["optimizer"].trainer
     expected = {"parameters": 4, "gradients": 4, "optimizer": 8, "reference": 2}  # bytes of a parameter
     assert {name: parts[name] * shard_ranks / PARAMETERS for name in expected} == expected
-    assert report_of(found, ASSUMED)["batch"]["completions_per_update_and_gpu"] == 2048 / 16, "each GPU trains its own"
+    assert report_of(found, ASSUMED)["completions_per_update_and_gpu"] == 2048 / 16, "each GPU trains its own"
 
 
 def test_a_node_holds_as_many_copies_as_its_gpus_make_up():
@@ -53,7 +57,7 @@ def test_a_checkpoint_is_written_once():
 def test_copies_exchange_the_shards_of_their_gradients():
     """A ring: each GPU sends (n - 1) / n of an all-gather, and twice that of an all-reduce."""
     whole, shared = traffic(plan(), ASSUMED), traffic(plan("--shard_ranks 8"), ASSUMED)
-    assert "all-reduce of copies" not in whole
+    assert whole["all-reduce of copies"] == 0
     micro_batches = whole["reduce-scatter"] / (4 * PARAMETERS * 15 / 16)
     assert shared["reduce-scatter"] == pytest.approx(micro_batches * 4 * PARAMETERS * 7 / 8)
     assert shared["all-reduce of copies"] == pytest.approx(2 * (4 * PARAMETERS / 8) * 1 / 2), "once in the update"
@@ -74,7 +78,7 @@ def test_copies_exchange_the_shards_of_their_gradients():
     ],
 )
 def test_a_collective_is_as_fast_as_what_it_goes_over(members, stride, speed):
-    assert link_speed(plan("--plan_network_gb_s 10"), ASSUMED, members, stride) == pytest.approx(0.7 * speed)
+    assert link_speed(plan(network=10e9), members, stride) == pytest.approx(0.7 * speed)
 
 
 def test_the_report_says_which_way_they_go():
@@ -85,7 +89,7 @@ def test_the_report_says_which_way_they_go():
 
 
 def test_shards_within_a_node_are_faster_where_the_network_is_slow():
-    whole, shared = (phase_seconds(plan("--plan_network_gb_s 5 " + more), ASSUMED) for more in ("", "--shard_ranks 8"))
+    whole, shared = (phase_seconds(plan(more, network=5e9), ASSUMED) for more in ("", "--shard_ranks 8"))
     assert shared["update"] < 0.8 * whole["update"]
     assert shared["logprobs"] < 0.8 * whole["logprobs"]
     fast = phase_seconds(plan("--shard_ranks 8"), ASSUMED)
@@ -97,6 +101,6 @@ def test_shards_within_a_node_are_faster_where_the_network_is_slow():
 def test_what_does_not_fit_in_copies_is_advised_to_have_fewer():
     tight = plan("--shard_ranks 2")
     assert misfits(tight)
-    advice = [solution["changes"] for solution in solutions(tight, ASSUMED)]
+    advice = [each["changes"] for each in advised(tight, ASSUMED)["changes_that_would_fit"]]
     assert ["--shard_ranks 4"] in advice
     assert not misfits(plan("--shard_ranks 4"))

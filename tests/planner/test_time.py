@@ -9,8 +9,9 @@ from flags import EngineSettings
 from inputs.command_line import parse_flags
 from model.engine_options import engine_options
 from model.sizes import MOST_ON_GPU
-from planner.dry_run import assumed_of, config_of, report_of, setup_of, text_of
+from planner.dry_run import assumed_of, config_of, setup_of
 from planner.memory import cache_bytes_per_token, engine_parts
+from planner.report import report_of, text_of
 from planner.setup import GIB, Setup
 from planner.time import (
     Assumed,
@@ -27,14 +28,18 @@ COMMON = "--model {} --train_data x#10000 --out_dir o --total_steps 1 --gradient
 SETUPS = {
     "short": (
         "Qwen/Qwen2.5-7B",
-        "--prompts_per_step 1024 --group_size 8 --max_prompt_tokens 512 --max_completion_tokens 1024",
+        "--prompts_per_step 1024 --group_size 8 --max_prompt_tokens 512 --max_completion_tokens 1024 --plan_gpus 8",
     ),
     "long": (
         "Qwen/Qwen2.5-7B",
-        "--prompts_per_step 128 --max_prompt_tokens 1024 --max_completion_tokens 16384 --micro_batch_tokens 18432",
+        "--prompts_per_step 128 --max_prompt_tokens 1024 --max_completion_tokens 16384 --micro_batch_tokens 18432 "
+        "--plan_gpus 8",
     ),
-    "large": ("Qwen/QwQ-32B", "--prompts_per_step 512 --group_size 5 --tensor_parallel_size 4"),
-    "few": ("Qwen/QwQ-32B", "--prompts_per_step 8 --group_size 4 --tensor_parallel_size 8 --enforce_eager"),
+    "large": ("Qwen/QwQ-32B", "--prompts_per_step 512 --group_size 5 --tensor_parallel_size 4 --plan_gpus 8"),
+    "few": (
+        "Qwen/QwQ-32B",
+        "--prompts_per_step 8 --group_size 4 --tensor_parallel_size 8 --plan_gpus 8 --enforce_eager",
+    ),
     "one_gpu": ("Qwen/Qwen2.5-1.5B", "--prompts_per_step 64 --plan_gpus 1 --lora_rank 32 --plan_gpu RTX4090-24GB"),
     "a100": (
         "allenai/Llama-3.1-Tulu-3-8B-DPO",
@@ -94,10 +99,10 @@ def test_half_the_cache_is_twice_the_rounds():
     rest = sum(engine_parts(setup).values()) - engine_parts(setup)["KV cache"]
     seconds = {}
     for running in (4, 8, 16):
-        memory = (rest + running * per_sequence) / 0.6 / GIB
-        found = plan("few", f"--plan_gpu_memory_gib {memory} --plan_completion_tokens 1024 --plan_prompt_tokens 1024")
-        assert running_sequences(*found) == pytest.approx(running, rel=1e-6)
-        seconds[running] = rollout_seconds(*found)
+        gpu = replace(setup.hardware, gpu_bytes=(rest + running * per_sequence) / 0.6)
+        found = replace(setup, hardware=gpu)
+        assert running_sequences(found, assumed) == pytest.approx(running, rel=1e-6)
+        seconds[running] = rollout_seconds(found, assumed)
     assert seconds[4] - seconds[8] == pytest.approx(2 * (seconds[8] - seconds[16]), rel=1e-3)
 
 
@@ -141,8 +146,11 @@ def test_smaller_micro_batches_are_slower():
 
 
 def test_an_engine_without_nvlink_pays_for_its_all_reduces():
-    prompts = "--prompts_per_step 1024 --tensor_parallel_size 4 --plan_gpus 4 --plan_gpu_memory_gib 200"
-    slow, fast = (rollout_seconds(*plan("short", f"{prompts} --plan_gpu {gpu}")) for gpu in ("L40S-48GB", "A100-80GB"))
+    found = (
+        plan("short", f"--tensor_parallel_size 4 --plan_gpus 4 --plan_gpu {x}") for x in ("L40S-48GB", "A100-80GB")
+    )
+    large = ((replace(x, hardware=replace(x.hardware, gpu_bytes=200 * GIB)), assumed) for x, assumed in found)
+    slow, fast = (rollout_seconds(*each) for each in large)
     assert slow > 1.5 * fast, "though the L40S has more FLOPs"
 
 
@@ -166,5 +174,5 @@ def test_partial_rollouts_pay_where_a_few_completions_are_long_and_cost_nothing_
 )
 def test_the_dry_run_says_when_partial_rollouts_pay(more, expected):
     setup, assumed = plan("long", more)
-    text = text_of(setup, report_of(setup, assumed))
+    text = text_of(report_of(setup, assumed))
     assert "--partial_rollouts" not in text if expected is None else expected in text

@@ -53,7 +53,7 @@ def test_each_phase_has_its_own_peak_and_one_without_a_figure_counts_to_the_phas
 
 def test_what_comes_before_the_first_phase_is_the_loading():
     memory = MemoryWatch(CPU, {})
-    memory.meter.restart()
+    meter.restart(CPU.device)
     block = hold(64 * MIB)
     with memory.phase("sample"):
         block.close()
@@ -72,7 +72,7 @@ def test_a_phase_near_the_limit_is_warned_of_once_with_the_flags_to_change():
     metrics = {"memory/sample_gib": 9.6, "memory/update_gib": 9.4, "memory/host_gib": 96.0}
     near = [line for line in memory.remarks(metrics) if line.startswith("warning")]
     assert [line.split(" takes")[0] for line in near] == ["warning: sample", "warning: host"]
-    assert "9.6 of the 10.0 GiB" in near[0] and "lower --max_completion_tokens" in near[0]
+    assert "9.6 of 10.0 GiB" in near[0] and "lower --max_completion_tokens" in near[0]
     assert "fewer --reward_workers" in near[1]
     assert memory.remarks(metrics) == []
     assert len(memory.remarks(metrics | {"memory/update_gib": 9.7})) == 1
@@ -90,12 +90,12 @@ def test_the_first_update_is_followed_by_prediction_against_truth():
 
 def test_on_a_gpu_a_phase_counts_all_that_is_taken_and_nothing_that_the_sleeping_engine_gave_back(monkeypatch):
     gpu = FakeGpu(monkeypatch)
-    found = meter.GpuMeter(torch.device("cuda"))
+    device = torch.device("cuda")
     gpu.engine, gpu.reserved, gpu.reserved_peak, gpu.allocated_peak = 40 * GIB, 10 * GIB, 10 * GIB, 9 * GIB
-    assert found.peak() == (52 * GIB, 51 * GIB)  # awake
+    assert meter.peak(device) == (52 * GIB, 51 * GIB)  # awake
     gpu.asleep = 39 * GIB  # one GiB stays: graphs
     gpu.reserved, gpu.reserved_peak, gpu.allocated_peak = 12 * GIB, 60 * GIB, 55 * GIB
-    assert found.peak() == ((2 + 1 + 60) * GIB, (2 + 1 + 55) * GIB)
+    assert meter.peak(device) == ((2 + 1 + 60) * GIB, (2 + 1 + 55) * GIB)
 
 
 def test_a_sync_is_not_charged_with_what_the_update_held_in_reserve(monkeypatch):
@@ -117,7 +117,7 @@ def test_a_sync_is_not_charged_with_what_the_update_held_in_reserve(monkeypatch)
 
 
 def test_what_others_have_taken_is_missing():
-    with pytest.raises(ValueError, match=r"needs \d+\.\d GiB, and 20\.0 of a GPU's 79\.0 are free"):
+    with pytest.raises(ValueError, match=r"GPU, .* needs \d+\.\d GiB of 20\.0"):
         check_fit(setup(), free=20 * GIB)
 
 
@@ -158,19 +158,19 @@ def test_a_run_that_fits_is_taken():
 @pytest.mark.parametrize(
     ("hardware", "words"),
     [
-        ({"gpus": 1}, r"needs \d+\.\d GiB, and 79\.0 of a GPU's 79\.0 are free"),
-        ({"host_bytes": 1 * GIB}, r"GiB of host RAM on a node, which has 1"),
+        ({"gpus": 1}, r"GPU, .* needs \d+\.\d GiB of 79\.0"),
+        ({"host_bytes": 1 * GIB}, r"host RAM, .* needs \d+ GiB of 1 on each node"),
     ],
 )
 def test_a_run_that_cannot_fit_is_refused_and_the_dry_run_offered(hardware, words):
     with pytest.raises(ValueError, match=words) as error:
         check_fit(setup(**hardware), free=79 * GIB)
-    assert "Start the same command with --dry_run" in str(error.value)
+    assert "start the same command with --dry_run" in str(error.value)
 
 
 def test_a_cache_without_room_for_one_sequence_is_refused():
     small = setup()
-    with pytest.raises(ValueError, match="leaves the engine no cache for one sequence"):
+    with pytest.raises(ValueError, match="leaves the engine .* not enough for one sequence"):
         check_fit(replace(small, engine=replace(small.engine, gpu_memory_utilization=0.2)), free=79 * GIB)
 
 
@@ -185,6 +185,20 @@ def test_the_prediction_for_a_gpu_is_what_the_dry_run_says_it_needs():
     assert "checkpoint" not in predicted
 
 
+def test_on_a_cpu_the_prediction_leaves_the_reserve_out_and_a_rank_holds_what_is_offloaded(monkeypatch, tmp_path):
+    config = config_of("Qwen/Qwen2.5-1.5B")
+    config.save_pretrained(tmp_path)
+    flags = f"--model {tmp_path} --train_data x#100 --out_dir o --total_steps 1 --plan_gpus 2 --prompts_per_step 8"
+    plain, moved = (setup_of(parse_flags(f"{flags} {more}".split()), config) for more in ("", "--offload all"))
+    monkeypatch.setattr(meter, "peak_resident", lambda: GIB)
+    world = replace(CPU, size=2)
+    found, offloaded = predicted_bytes(plain, world), predicted_bytes(moved, world)
+    assert found["host"] == 2 * max(size for name, size in found.items() if name != "host")
+    assert found["sample"] < GIB + 12 * plain.model.parameters / 2 + 2 * plain.model.parameters + 1.01 * GIB
+    kept = 12 * plain.model.parameters / 2
+    assert found["sample"] - kept == pytest.approx(offloaded["sample"] - kept - 4 * plain.model.parameters / 2)
+
+
 @pytest.mark.parametrize(("total", "is_refused"), [(80 * GIB, True), (320 * GIB, False)])
 def test_a_run_on_a_gpu_asks_for_the_memory_of_that_gpu(total, is_refused, tmp_path, monkeypatch):
     """Qwen2.5-7B with fp32 masters on a single GPU: 16 bytes for each of its 7.6 billion parameters."""
@@ -196,7 +210,7 @@ def test_a_run_on_a_gpu_asks_for_the_memory_of_that_gpu(total, is_refused, tmp_p
     flags += " --gradient_checkpointing"
     world = World(rank=0, size=1, tp_size=1, device=torch.device("cuda"))
     if is_refused:
-        with pytest.raises(ValueError, match=r"the run does not fit: .* 80\.0 of a GPU's 80\.0 are free"):
+        with pytest.raises(ValueError, match=r"the run does not fit, .* GiB of 80\.0"):
             watch.watch_memory(parse_flags(flags.split()), 100, world)
     else:
         assert watch.watch_memory(parse_flags(flags.split()), 100, world).limit == total

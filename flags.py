@@ -233,15 +233,12 @@ GROUPS["records"] = [  # docs/metrics.md, docs/replay.md
     flag("--quiet", False, "no progress bars; a line only for steps with an evaluation", free_on_resume=True),
     flag("--track", "none", "also send the metrics of each step to wandb, tensorboard or trackio, which you install",
          choices=("none", "tensorboard", "wandb", "trackio"), free_on_resume=True),
-    flag("--profile_steps", [int], "steps whose trace is written to OUT_DIR/profile, one file per rank", (1, INF),
-         free_on_resume=True),
     flag("--keep_rollouts", 20.0, "GiB that OUT_DIR/rollouts may take: all completions of the last steps, with tokens, "
          "log-probs and rewards; 0: none are kept", (0, 1e6), free_on_resume=True),
     flag("--replay", str, "folder of a run whose rollouts are trained on again, without an engine; nothing is "
          "evaluated"),
     flag("--from_step", 1, "first step of the replay; it begins with that run's checkpoint of the step before",
          (1, INF), only_with="--replay"),
-    flag("--rollout_only", False, "sample, grade and keep the rollouts; nothing is trained or evaluated"),
 ]
 GROUPS["faults"] = [  # docs/faults.md
     flag("--keep_best", str, "also keep the checkpoint with the largest value of this metric, eval/SET/avg@K, say; "
@@ -391,7 +388,6 @@ class Sampling:  # how often and how a set of prompts is sampled: the training p
 class Recording:  # what a run tells and keeps
     quiet: bool
     track: str
-    profile_steps: tuple[int, ...]
     keep_rollouts: float
 
 

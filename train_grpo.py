@@ -10,7 +10,6 @@ then `sampling.py`, `rollout.py`, `batch.py` (with the dimension key), `update.p
 
 from __future__ import annotations
 
-import gc
 import sys
 from argparse import Namespace
 from functools import partial
@@ -18,28 +17,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from guards.start import RunError, Stopped, arm, join_launcher, listen, signal_name
-
-if __name__ == "__main__":  # before all that takes time: a rank must not outlive its launcher, and a signal is no crash
-    join_launcher()
-    listen()
-
 from inputs.checks import check_flags, ranks_per_engine
 from inputs.command_line import exit_with_error, parse_flags
 
-if __name__ == "__main__":  # a mistake in a flag is reported before transformers and vLLM are imported
-    ARGS = parse_flags()
+
+def start() -> tuple[Namespace, Algorithm]:
+    """The flags and the algorithm of this rank; answers --dry_run. A mistake ends the process with one sentence."""
+    join_launcher()  # a rank must not outlive it
+    listen()  # from here on a signal is no crash
+    args = parse_flags()
     try:
-        if ARGS.dry_run:
+        if args.dry_run:
             from planner.dry_run import dry_run
 
-            sys.exit(dry_run(ARGS))
-        check_flags(ARGS)
+            sys.exit(dry_run(args))
+        check_flags(args)
         from inputs.choices import algorithm_of
 
-        ALGORITHM = algorithm_of(ARGS)
+        return args, algorithm_of(args)
     except (ValueError, OSError) as error:
         exit_with_error(error)
-    gc.disable()  # what is imported stays: looking for garbage among it would take a quarter of the time
+
+
+ARGS, ALGORITHM = start() if __name__ == "__main__" else (None, None)  # before the imports that take seconds
 
 from checkpoint import Writer, latest, link_final, load
 from data import PromptData, most_images
@@ -141,24 +141,6 @@ def starting_point(args: Namespace, run: Run, last_step: int) -> tuple[int, Path
     return step, folder
 
 
-def sample_only(run: Run, sampler: Sampler, inputs: Inputs, last_step: int) -> None:
-    """--rollout_only: the loop without its training. Started again, it samples the same from the first step on."""
-    try:
-        for step in run.steps(1, last_step):
-            with run.phase("sample"):
-                rollout, metrics = sampler.collect(step)
-                sampler.start(step, last_step)
-            with run.phase("log"):
-                run.keep(sampler.record(step, rollout), rollout, updates=[])
-            run.log(step, metrics)
-    except Stopped:
-        run.say(f"ended by {signal_name()} after step {run.num_done}")
-    run.say(f"done: {run.out_dir}/rollouts holds the completions of steps 1 to {run.num_done}")
-    run.plot()
-    run.finish()
-    close(inputs, sampler.engine)
-
-
 def close(inputs: Inputs, engine: Engine | ServerEngine) -> None:
     inputs.grader.close()
     engine.close()
@@ -209,9 +191,6 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
         run.log(saved_step, logged)
 
     arm(args.grace_seconds)
-    if args.rollout_only:
-        sample_only(run, sampler, inputs, last_step)
-        return
     try:
         for step in run.steps(saved_step + 1, last_step):
             # 1. Sample G completions to each of P prompts; each is graded as soon as it is finished.
@@ -267,10 +246,7 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
 
 
 if __name__ == "__main__":
-    gc.freeze()
-    gc.enable()
     try:
         main(ARGS, ALGORITHM)
     except (RunError, MemoryError) as error:  # it says what to change
         exit_with_error(error)
-    gc.freeze()  # else Python looks through all of vLLM once more before it ends: seconds

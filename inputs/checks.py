@@ -113,13 +113,9 @@ def of_servers(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[str]
 
 
 def of_rollouts(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[str]:
-    """Rollouts that would be sampled and not sampled, or not kept."""
-    if args.replay and args.rollout_only:
-        yield "--replay samples nothing, and --rollout_only trains nothing; leave one of them out."
+    """A replay that contradicts other flags."""
     if args.replay and args.partial_rollouts:
         yield "--partial_rollouts has no effect with --replay, which samples nothing; leave it out."
-    if args.rollout_only and not args.keep_rollouts:
-        yield "--rollout_only with --keep_rollouts 0 would keep nothing; leave one of them out."
     if args.replay and os.path.realpath(args.replay) == os.path.realpath(args.out_dir):
         yield f"{flag.replay} is --out_dir, too; name another folder for what is trained now."
 

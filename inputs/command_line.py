@@ -69,7 +69,7 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
         args.rollout_correction = "token_truncate" if most_lag(args) else "none"
     if args.quiet:
         os.environ[OFF] = "1"
-    if args.replay or args.rollout_only:  # the command is that of a run, with one flag more
+    if args.replay:  # the command is that of a run, with one flag more
         args.eval_every, args.eval_before_training, args.keep_best = 0, False, None
     args.eval_max_completion_tokens = args.eval_max_completion_tokens or [args.max_completion_tokens]
     return args

@@ -39,7 +39,6 @@ def check(policy: Path, out_dir: Path, **changes: object) -> None:
         ({"eval_top_p": 1.5}, ["--eval_top_p 1.5", "at most 1"]),
         ({"eval_temperature": 0, "eval_samples": 4}, ["--eval_samples 4", "--eval_temperature 0", "--eval_samples 1"]),
         ({"eval_max_completion_tokens": 121}, ["a completion of 121", "context of 128", "by 1"]),
-        ({"profile_steps": 0}, ["--profile_steps 0", "at least 1"]),
         ({"image_column": "image"}, ["--image_column 'image'", "of the type 'qwen2'", "qwen2_5_vl"]),
         ({"max_pixels": 4000}, ["--max_pixels 4000 has no effect without --image_column"]),
         ({"stop_tokens": "<|im_end|>"}, ["--stop_tokens <|im_end|>", "no token of the tokenizer", "special ones are"]),

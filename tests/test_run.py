@@ -1,6 +1,5 @@
 """The run folder: whose it is, the append-only logs, the console line, the clock and its traces, skipped updates."""
 
-import gzip
 import json
 import math
 import os
@@ -32,11 +31,9 @@ from warm_start import build_tokenizer
 UPDATE = {"policy/loss": 1.0, "optim/lr": 0.1, "optim/skipped_updates": 0.0}
 
 
-def make_run(folder, rank: int = 0, profile_steps: tuple[int, ...] = ()) -> Run:
+def make_run(folder, rank: int = 0) -> Run:
     world = World(rank=rank, size=4, tp_size=1, device=torch.device("cpu"))
-    return Run(
-        folder, None, world, MemoryWatch(world, {}), 10, Recording(profile_steps=profile_steps), build_tokenizer()
-    )
+    return Run(folder, None, world, MemoryWatch(world, {}), 10, Recording(), build_tokenizer())
 
 
 def one_row(name: str, *excluded: tuple[str, str]) -> PromptData:
@@ -334,24 +331,3 @@ def test_the_clock_of_a_run_starts_with_its_first_phase_not_with_the_loading_of_
     }  # fmt: skip
     assert line["memory/evaluate_gib"] > 0
     assert run.metrics() == {"time/sample_s": 16.0, "time/step_s": 139.0 - 107.0}
-
-
-def test_a_step_to_profile_leaves_traces_of_its_first_update_and_of_the_sync(tmp_path):
-    run = make_run(tmp_path, rank=3, profile_steps=(2,))
-    for step in run.steps(1, 3):
-        with run.phase("sample"):
-            torch.ones(8, 8) @ torch.ones(8, 8)
-        with run.phase("update"):
-            torch.ones(8, 8).exp()
-            run.record(UPDATE)
-            torch.ones(8, 8).tanh()  # of the second update: a trace of all of them would be gigabytes
-            run.record(UPDATE)
-        with run.phase("sync"):
-            torch.ones(8, 8).clone()
-        run.log(step, {})
-    traced = {}
-    for file in (tmp_path / "profile").iterdir():
-        events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
-        names = {"aten::mm", "aten::exp", "aten::tanh", "aten::clone"}
-        traced[file.name] = {event.get("name") for event in events} & names
-    assert traced == {"step_2_update_rank_3.json.gz": {"aten::exp"}, "step_2_sync_rank_3.json.gz": {"aten::clone"}}

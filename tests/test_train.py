@@ -81,7 +81,7 @@ def reward(tmp_path_factory) -> str:
 def finished_run(policy, reward, tmp_path_factory) -> Path:
     """A run of four steps that nobody disturbed."""
     out_dir = tmp_path_factory.mktemp("runs") / "undisturbed"
-    torchrun(2, "train_grpo.py", *training_flags(policy, out_dir, reward=reward, profile_steps=3))
+    torchrun(2, "train_grpo.py", *training_flags(policy, out_dir, reward=reward))
     return out_dir
 
 

@@ -34,7 +34,6 @@ MISTAKES = [  # ranks, flags beside the required ones, what the sentence says
     (1, f"{BEST} --eval_every 10 --save_every 15", "each checkpoint, not --save_every 15 .*_every 10; .* a multiple"),
     (1, f"{BEST} --eval_every 10", "not --save_every 0 .*; make the first a multiple"),
     (1, "--total_steps 0", "--total_steps 0: must be at least 1"),
-    (1, "--profile_steps 0", "--profile_steps 0: must be at least 1"),
     (1, "--temperature 0.001", "--temperature 0.001: must be at least 0.01 and at most 2"),
     (1, "--learning_rate -1", "--learning_rate -1: must be at least 0"),
     (1, "--learning_rate nan", "--learning_rate nan: must be at least 0"),
@@ -63,9 +62,7 @@ MISTAKES = [  # ranks, flags beside the required ones, what the sentence says
     (1, "--rollout_correction token_mask --rollout_correction_min 2.5", "_min 2.5 must be below .*_max 2"),
     (1, "--advantage reinforce++ --policy_loss gspo --kl_coef 1 --kl_in reward", "gspo .*; use gspo_token"),
     (1, "--dynamic_sampling correct --keep_last", "--keep_last has no effect with --dynamic_sampling correct"),
-    (1, "--replay r --rollout_only", "--replay samples nothing, and --rollout_only trains nothing; leave one"),
     (1, "--replay r --partial_rollouts", "--partial_rollouts has no effect with --replay"),
-    (1, "--rollout_only --keep_rollouts 0", "--rollout_only with --keep_rollouts 0 would keep nothing"),
     (1, "--replay ./o", "--replay ./o is --out_dir, too; name another folder"),
     (1, "--partial_rollouts --image_column i", "--image_column i with --partial_rollouts: .*; leave one of them out"),
 ]

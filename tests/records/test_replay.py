@@ -161,14 +161,3 @@ def test_another_loss_on_the_same_rollouts_changes_the_losses_alone(run, tmp_pat
     for step in range(1, 5):
         assert before[step]["reward/mean"] == after[step]["reward/mean"]
         assert before[step]["optim/grad_norm"] != after[step]["optim/grad_norm"]
-
-
-def test_rollout_only_samples_what_the_first_step_of_the_run_samples_and_trains_nothing(run, tmp_path):
-    flags_to, original = run
-    torchrun(2, "train_grpo.py", *flags_to(tmp_path / "b", rollout_only=True, stop_after=2))
-    assert sorted(metrics_of(tmp_path / "b")) == [1, 2] and steps_in(tmp_path / "b") == [1, 2]
-    tables = [pyarrow.parquet.read_table(file_of(folder, 1)) for folder in (original, tmp_path / "b")]
-    for name in ("token_ids", "rollout_logprobs", "reward", "read_as", "round"):
-        assert tables[0][name].equals(tables[1][name]), name
-    assert tables[1]["advantages"].null_count == len(tables[1])
-    assert not list((tmp_path / "b").glob("step_*")) and "policy/loss" not in metrics_of(tmp_path / "b")[1]

@@ -138,13 +138,11 @@ def report(ranks: list[Rank], seconds: float) -> str:
         where = f"on {rank.host}, in {rank.phase} of step {rank.step}, at {rank.line}"
         groups[f"{rank.problem or rank.doing} {where}"].append(rank.rank)
     lines = [f"{who(group)} {what}" for what, group in groups.items()]
-    places = sorted({(rank.step, rank.phase) for rank in ranks})
     cause = f"{lines[0]}; the others wait" if len(lines) > 1 else lines[0]
     if all(rank.waits for rank in ranks):
-        cause = "all ranks wait for each other: look at the network between them"
-    if all(rank.waits for rank in ranks) and len(places) > 1:
-        found = ", ".join(f"{phase} of step {step}" for step, phase in places)
-        cause = f"the ranks are in different phases, each waiting for the others: {found}"
+        places = sorted({f"{rank.phase} of step {rank.step}" for rank in ranks})
+        why = "look at the network between them" if len(places) == 1 else f"they are in {' and '.join(places)}"
+        cause = f"all ranks wait for each other: {why}"
     return "\n  ".join([f"STALL: no progress for {seconds:.0f} s: {cause}", *lines])
 
 
@@ -178,7 +176,7 @@ class Watch(threading.Thread):
         self.clock = 0.0  # seconds; it stands still while this process is stopped
         self.count, self.moved, self.is_told = -1, 0, False
         self.files[rank].touch()
-        self.stacks = self.files[rank].with_suffix(".txt").open("w")  # of all threads, when this one cannot run
+        self.stacks = self.files[rank].with_suffix(".txt").open("a")  # of all threads, when this one cannot run
         self.tick(0.0)
         atexit.register(self.write, has_ended=True)
 
@@ -198,7 +196,8 @@ class Watch(threading.Thread):
         has_progress = self.count != BOARD.count or moved - self.moved >= LEAST_MOVED
         self.count, self.moved = BOARD.count, moved
         if has_progress:
-            self.stacks.truncate(0)
+            with suppress(OSError):
+                self.stacks.truncate(0)
             faulthandler.dump_traceback_later(max(self.limit / 2, STALE_SECONDS), file=self.stacks)
         self.own = replace(self.own, quiet_seconds=0.0 if has_progress else self.own.quiet_seconds + elapsed)
         self.write()

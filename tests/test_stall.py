@@ -26,7 +26,7 @@ FAULTS = {  # of rank 1 of 3 -> what is said of it
     "kill": "rank 1 was killed on HOST, in update of step 3",
     "hold": "rank 1 is in a call that lets no other Python thread run (all its stacks: ranks/rank_1.txt) on HOST, in",
     "all wait": "all ranks wait for each other: look at the network between them",
-    "phases": "the ranks are in different phases, each waiting for the others: sync of step 3, update of step 3",
+    "phases": "all ranks wait for each other: they are in sync of step 3 and update of step 3",
 }
 
 

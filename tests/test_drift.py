@@ -93,7 +93,9 @@ def engine_part(named: dict[str, Tensor], rank: int, size: int) -> nn.Module:
         return module
 
     def padded(name: str) -> nn.Module:
-        return nn.ParameterDict({"weight": nn.functional.pad(named[name], (0, 0, 0, 128 - 70)).chunk(size)[rank]})
+        return nn.ParameterDict(
+            {"weight": nn.functional.pad(named[name], (0, 0, 0, 128 - 70), value=7.0).chunk(size)[rank]}
+        )
 
     out = {"weight": named["layers.0.o_proj.weight"].chunk(size, dim=1)[rank], "bias": named["layers.0.o_proj.bias"]}
     first = nn.ModuleDict({name: fused(parts) for name, parts in FUSED.items()} | {"o_proj": nn.ParameterDict(out)})

@@ -4,14 +4,12 @@
     python report.py --compare a1 a2 a3 -- b1 b2 b3      is the difference noise? reporting/compare.py
     python report.py runs/x --reference NAME             reached, not reached, or why it cannot be judged
 
-The page is reporting/page.py's; the pictures are curves.png, from metrics.jsonl, and timeline.png, from timeline.jsonl.
-NAME is that of a file in references/.
+The pictures are curves.png, from metrics.jsonl, and timeline.png, from timeline.jsonl. NAME is a file in references/.
 """
 
 from __future__ import annotations
 
 import argparse
-import traceback
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -46,10 +44,7 @@ class Span(NamedTuple):
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, float]]:
-    """The lines of metrics.jsonl by step. The last line of a step counts; a line that a kill cut off is skipped.
-
-    Without such a file there are none.
-    """
+    """The lines of metrics.jsonl by step; none without the file. Raises ValueError for what is damaged."""
     records = read_steps(run_dir / "metrics.jsonl")
     for name, value in [item for record in records for item in record.items()]:
         if not isinstance(value, int | float | None):
@@ -58,7 +53,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, float]]:
 
 
 def read_steps(file: Path) -> list[dict]:
-    """The same of any file with a line for each step. Raises ValueError for a line without one."""
+    """The lines of a file by step. The last line of a step counts."""
     lines = read_lines(file)
     if any(type(record.get("step")) is not int for record in lines):
         raise ValueError(f"{file} is damaged: a line of it has no step")
@@ -68,10 +63,7 @@ def read_steps(file: Path) -> list[dict]:
 
 def history(run_dir: Path) -> History:
     """The run as comparisons take it. Raises ValueError if the folder holds no step of a run."""
-    try:
-        run = History(run_dir, read_config(run_dir), read_metrics(run_dir))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{run_dir} cannot be read ({error}).") from None
+    run = History(run_dir, read_config(run_dir), read_metrics(run_dir))
     if not run.config or not run.records:
         missing = "metrics.jsonl with a step" if run.config else "config.json"
         raise ValueError(f"{run_dir} is no run folder with results: it has no {missing}.")
@@ -79,7 +71,7 @@ def history(run_dir: Path) -> History:
 
 
 def judgement(run_dir: Path) -> str:
-    """What is to be said at the end of a run of a documented set-up; "" of any other run."""
+    """The verdict that a run of a documented set-up ends with; "" of any other run."""
     name = reference.belongs_to(read_config(run_dir))
     return reference.report(name, history(run_dir)) if name else ""
 
@@ -97,26 +89,25 @@ def plot(run_dir: Path) -> None:
     records = read_metrics(run_dir)
     published = reference.published_curves(History(run_dir, read_config(run_dir), records))
     figure = Figure(figsize=(14, 10), layout="constrained")
-    for axis, title in zip(figure.subplots(3, 3).flat, [*PANELS, "seconds per phase"], strict=True):
+    *axes, last = figure.subplots(3, 3).flat
+    for axis, (title, pattern) in zip(axes, PANELS.items(), strict=True):
         axis.set(title=title, xlabel="step")
         axis.grid(alpha=0.3)
-        pattern = PANELS.get(title, "")
         for name in sorted({name for record in records for name in record if fnmatch(name, pattern)}):
             points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
-            if not points:
-                continue
-            marker = "o" if name.startswith("eval/") else None
-            (line,) = axis.plot(*zip(*points, strict=True), marker=marker, label=name.partition("/")[2])
+            marker, label = "o" if name.startswith("eval/") else None, name.partition("/")[2]
+            (line,) = axis.plot([x for x, _ in points], [y for _, y in points], marker=marker, label=label)
             if curve := published.get(name):
                 axis.plot(*zip(*curve["points"], strict=True), ".--", color=line.get_color(), label=curve["label"])
         if len(axis.lines) > 1 or ("*" in pattern and axis.lines):
             axis.legend(fontsize=8)
     seconds = {record["step"]: seconds_of_phases(record) for record in records if "time/sample_s" in record}
-    if seconds:  # in the last panel
-        phases = list(dict.fromkeys(phase for each in seconds.values() for phase in each))
+    phases = list(dict.fromkeys(phase for each in seconds.values() for phase in each))
+    last.set(title="seconds per phase", xlabel="step")
+    if seconds:
         heights = [[each.get(phase, 0.0) for each in seconds.values()] for phase in phases]
-        axis.stackplot(list(seconds), heights, labels=phases)
-        axis.legend(fontsize=8, loc="upper right", ncols=2)
+        last.stackplot(list(seconds), heights, labels=phases)
+        last.legend(fontsize=8, loc="upper right", ncols=2)
     figure.suptitle(str(run_dir))
     save(figure, run_dir / "curves.png")
 
@@ -125,27 +116,28 @@ def plot_timeline(run_dir: Path) -> None:
     """Draws `run_dir`/timeline.png: who does what when, in the last steps. A phase inside another one covers it."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     records = read_steps(run_dir / "timeline.jsonl")[-STEPS_OF_TIMELINE:]
-    spans = [Span(**span) for record in records for span in record["spans"]]
+    spans = [span for record in records for span in record["spans"]]
     if not spans:
         return
-    names = sorted({span.who for span in spans}, key=lambda who: (who != "ranks", who))
-    kinds = dict.fromkeys(span.what.split()[0] for span in spans)
+    spans.sort(key=lambda span: (span["begin"], -span["end"]))
+    names = sorted({span["who"] for span in spans}, key=lambda who: (who != "ranks", who))
+    kinds = dict.fromkeys(span["what"].split()[0] for span in spans)
     colors = {kind: colormaps["tab20"](i % 20) for i, kind in enumerate(kinds)}
-    start, labels = min(span.begin for span in spans), set()
+    start, end = spans[0]["begin"], max(span["end"] for span in spans)
     figure = Figure(figsize=(14, 1.5 + 0.6 * len(names)), layout="constrained")
     axis = figure.subplots()
-    for span in sorted(spans, key=lambda span: (span.begin, -span.end)):
-        kind = span.what.split()[0]
-        label = None if kind in labels else kind
-        labels.add(kind)
-        place = [(span.begin - start, span.end - span.begin)]
-        axis.broken_barh(place, (names.index(span.who) - 0.4, 0.8), color=colors[kind], label=label)
-        if kind != span.what and span.end - span.begin > 0.03 * (spans[-1].end - start):
-            axis.text(span.begin - start, names.index(span.who), f" {span.what.partition(' ')[2]}", va="center", size=8)
+    for span in spans:
+        kind, _, detail = span["what"].partition(" ")
+        left, width, height = span["begin"] - start, span["end"] - span["begin"], names.index(span["who"])
+        axis.broken_barh([(left, width)], (height - 0.4, 0.8), color=colors[kind])
+        if width > 0.03 * (end - start):
+            axis.text(left, height, f" {detail}", va="center", size=8)
     axis.set(yticks=range(len(names)), yticklabels=names, xlabel="seconds", ylim=(len(names) - 0.5, -0.5))
-    figure.legend(loc="outside upper center", ncols=8, fontsize=8)
+    patches = [Patch(color=color, label=kind) for kind, color in colors.items()]
+    figure.legend(handles=patches, loc="outside upper center", ncols=8, fontsize=8)
     axis.set_title(f"{run_dir}, steps {records[0]['step']} to {records[-1]['step']}", loc="left", fontsize=9)
     save(figure, run_dir / "timeline.png")
 
@@ -176,11 +168,6 @@ def main() -> None:
             write_pages(args.runs, args.output or args.runs[0] / "report.html")
     except (ValueError, OSError, OverflowError) as error:
         parser.exit(2, f"error: {error}\n")
-    except (TypeError, LookupError, AttributeError) as error:
-        # It may also be a mistake in this code, so the sentence names the line.
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        what = f"{type(error).__name__}: {error}, at {place.filename}:{place.lineno}"
-        parser.exit(2, f"error: a file of these runs holds what no run writes ({what})\n")
 
 
 def write_pages(runs: list[Path], file: Path) -> None:
@@ -188,22 +175,13 @@ def write_pages(runs: list[Path], file: Path) -> None:
     for run_dir in runs:
         if not (run_dir / "metrics.jsonl").exists() and not (run_dir / "config.json").exists():
             raise ValueError(f"{run_dir} is no run: it holds neither metrics.jsonl nor config.json.")
-    if file.exists() and not file.is_file():
-        raise ValueError(f"--output {file} is no file that could be replaced; choose another.")
     from reporting.page import write_page  # here, not above: training imports this file, and needs no pyarrow
 
     write_page(file, {run_dir: read_metrics(run_dir) for run_dir in runs})
     print(file, flush=True)
     for run_dir in runs:
-        metrics, curves = run_dir / "metrics.jsonl", run_dir / "curves.png"
-        is_drawn = curves.exists() and metrics.exists() and curves.stat().st_mtime >= metrics.stat().st_mtime
-        if not is_drawn:  # by the run itself, since its last step
-            try:
-                plot(run_dir)
-                plot_timeline(run_dir)
-            except (OSError, ValueError, TypeError, LookupError) as error:  # the page is there
-                why = (str(error).splitlines() or [type(error).__name__])[0]
-                print(f"warning: the pictures of {run_dir} could not be drawn: {why}", flush=True)
+        plot(run_dir)
+        plot_timeline(run_dir)
 
 
 if __name__ == "__main__":

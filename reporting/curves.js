@@ -24,59 +24,54 @@ const charts = []; // {metric, box, plot}
 
 const metricNames = (pattern) =>
   [...new Set(RUNS.flatMap((run) => Object.keys(run.metrics)))].filter((name) => pattern.test(name)).sort();
+const namesOf = (runs) => [...runs].map((index) => RUNS[index].name).join(", ");
 
 /** The metric that is the standard error of this one. */
 const errorOf = (name) => (/\/avg@\d+$/.test(name) ? name.replace(/avg@\d+$/, "stderr") : `${name}_stderr`);
 
-/** The visible lines of a metric: {label, color, points: step -> [value, low, high]}. */
+/** The lines of a metric that are shown: {label, color, points: step -> [value, low, high]}. */
 function linesOf(name) {
-  const units = view.together ? GROUPS : RUNS.map((_, index) => [index]);
-  return units.flatMap((unit) => {
-    const runs = unit.filter((index) => !view.hidden.has(index) && known(RUNS[index], name).length);
-    if (!runs.length) return [];
-    const own = runs.map((index) => pointsOf(RUNS[index], name));
-    const points = runs.length === 1 ? own[0] : new Map([...own[0].keys()]
-      .filter((step) => own.every((each) => each.has(step)))
-      .map((step) => {
-        const values = own.map((each) => each.get(step)[0]);
-        return [step, [mean(values), Math.min(...values), Math.max(...values)]];
-      }));
-    const label = `${runs.length > 1 ? "mean of " : ""}${namesOf(runs)}`;
-    return [{ label, color: colorOf(runs[0]), points: smoothed(points) }];
-  }).concat(publishedLines(name));
+  const shown = [...RUNS.keys()].filter((index) => !view.hidden.has(index) && known(RUNS[index], name).length);
+  const groups = view.together ? GROUPS : [...RUNS.keys()].map((index) => [index]);
+  const lines = groups.map((group) => group.filter((index) => shown.includes(index))).filter((group) => group.length);
+  const own = lines.map((runs) => ({
+    label: `${runs.length > 1 ? "mean of " : ""}${namesOf(runs)}`, color: colorOf(runs[0]),
+    points: smoothed(together(runs.map((index) => pointsOf(RUNS[index], name)))),
+  }));
+  const published = new Map(shown.map((index) => RUNS[index].published[name]).filter(Boolean)
+    .map(({ label, points }) => [label, new Map(points.map(([step, value]) => [step, [value, null, null]]))]));
+  return [...own, ...[...published].map(([label, points]) => ({ label, color: "var(--muted)", dash: [6, 4], points }))];
 }
 
-/** What was published of the metric of the visible runs, dashed. */
-function publishedLines(name) {
-  const shown = RUNS.filter((_, index) => !view.hidden.has(index));
-  const byLabel = new Map(shown.flatMap(({ published }) => (published[name] ? [published[name]] : []))
-    .map((curve) => [curve.label, curve.points]));
-  return [...byLabel].map(([label, points]) => {
-    const entries = points.map(([step, value]) => [step, [value, null, null]]);
-    return { label, color: "var(--muted)", dash: [6, 4], points: new Map(entries) };
-  });
-}
-
-const namesOf = (runs) => runs.map((index) => RUNS[index].name).join(", ");
-
+/** A run's values, with one standard error to each side where it is measured. */
 function pointsOf(run, name) {
-  const errors = run.metrics[errorOf(name)] ?? [];
   const entries = run.metrics[name].map((value, i) => {
-    const error = errors[i];
+    const error = run.metrics[errorOf(name)]?.[i];
     return [run.steps[i], [value, ...(error == null ? [null, null] : [value - error, value + error])]];
   });
   return new Map(entries.filter(([, [value]]) => isNumber(value)));
 }
 
-/** The mean over `view.smoothing` neighbouring values. */
-function smoothed(points) {
-  if (view.smoothing === 1) return points;
-  const steps = [...points.keys()], values = [...points.values()], reach = (view.smoothing - 1) / 2;
-  return new Map(steps.map((step, i) => {
-    const near = values.slice(Math.max(0, i - reach), i + reach + 1);
-    return [step, [0, 1, 2].map((part) => (isNumber(values[i][part]) ? mean(near.map((each) => each[part])) : null))];
+/** The mean of several runs at the steps that all of them have, with the lowest and the highest of them. */
+function together(runs) {
+  if (runs.length === 1) return runs[0];
+  const steps = [...runs[0].keys()].filter((step) => runs.every((run) => run.has(step)));
+  return new Map(steps.map((step) => {
+    const values = runs.map((run) => run.get(step)[0]);
+    return [step, [mean(values), Math.min(...values), Math.max(...values)]];
   }));
 }
+
+/** The mean over `view.smoothing` neighbouring values. */
+function smoothed(points) {
+  const values = [...points.values()], reach = (view.smoothing - 1) / 2;
+  return new Map([...points.keys()].map((step, i) => {
+    const near = values.slice(Math.max(0, i - reach), i + reach + 1);
+    return [step, values[i].map((value, part) => (isNumber(value) ? mean(near.map((each) => each[part])) : null))];
+  }));
+}
+
+// Charts --------------------------------------------------------------------------------------------------------------
 
 /** Draws the lines of the metric into the box, and returns the plot; null if there is nothing to draw. */
 function draw(box, metric) {
@@ -88,7 +83,7 @@ function draw(box, metric) {
   }
   const data = [steps], series = [{}], bands = [];
   for (const line of lines) {
-    const color = paint(line.color), isSparse = line.points.size <= 40;
+    const color = style(line.color.slice(4, -1)); // a canvas knows no variables
     const add = (part, options) => {
       data.push(steps.map((step) => line.points.get(step)?.[part] ?? null));
       return series.push({ spanGaps: true, stroke: color, width: 1.75, ...options }) - 1;
@@ -97,12 +92,13 @@ function draw(box, metric) {
       const edge = { width: 0, points: { show: false } };
       bands.push({ series: [add(2, edge), add(1, edge)], fill: `${color}2e` });
     }
-    line.index = add(0, { points: { show: isSparse, size: 5, fill: color }, dash: line.dash });
+    line.index = add(0, { points: { show: line.points.size <= 40, size: 5, fill: color }, dash: line.dash });
   }
   const axis = { stroke: style("--muted"), font: `11px ${style("--font")}`,
     grid: { stroke: style("--line"), width: 1 }, ticks: { stroke: style("--line"), size: 4 } };
   const dotSize = (_, index) => (lines.some((line) => line.index === index) ? 7 : 0); // none on the edges of a band
-  const plot = new uPlot({
+  box.ariaLabel = `${metric}: ${lines.map((line) => line.label).join("; ")}`;
+  return new uPlot({
     width: Math.max(box.clientWidth, 120), height: HEIGHT, series, bands, legend: { show: false },
     scales: { x: { time: false, range: rangeOfSteps }, y: { range: rangeOfValues } }, padding: [8, 12, 0, 0],
     axes: [{ ...axis, size: 28, values: (_, ticks) => ticks.map((tick) => (tick % 1 ? "" : tick)) },
@@ -110,38 +106,29 @@ function draw(box, metric) {
     cursor: { y: false, sync: { key: "steps" }, hover: { skip: [null, undefined] }, points: { size: dotSize } },
     hooks: { setCursor: [(shown) => showValues(shown, lines)] },
   }, data, box);
-  box.ariaLabel = `${metric}: ${lines.map((line) => {
-    const [step, [value]] = [...line.points].at(-1);
-    return `${line.label} ${short(value)} at step ${step}`;
-  }).join("; ")}`;
-  return plot;
 }
 
 /** Of a single step, too, which uPlot shows on an axis to 100; so it does with a metric that is 0 everywhere. */
 const rangeOfSteps = (_, low, high) => (low < high ? [low, high] : [low - 1, low + 1]);
-
-function rangeOfValues(_, low, high) {
-  if (low == null) return [null, null];
-  return low === 0 && high === 0 ? [0, 1] : uPlot.rangeNum(low, high, 0.1, true);
-}
+const rangeOfValues = (_, low, high) =>
+  (low == null ? [null, null] : low === 0 && high === 0 ? [0, 1] : uPlot.rangeNum(low, high, 0.1, true));
 
 /** The values at the cursor, beside it; only of the chart that the pointer or the focus is on. */
 function showValues(plot, lines) {
   const { left, idx, idxs } = plot.cursor;
-  const box = plot.root.parentElement;
-  if (idx == null || left < 0) return void (box.matches(":hover, :focus") && hideTip());
-  if (!box.matches(":hover, :focus")) return;
+  if (!plot.root.parentElement.matches(":hover, :focus")) return;
+  if (idx == null || left < 0) return void hideTip();
   const rows = lines.filter((line) => idxs[line.index] != null).map((line) => {
     const step = plot.data[0][idxs[line.index]], [value, low, high] = line.points.get(step);
     const range = isNumber(low) ? ` (${short(low)} to ${short(high)})` : "";
     const other = step === plot.data[0][idx] ? "" : `, step ${step}`;
-    return make("div", {}, swatch(line.color), `${line.label}: `, make("b", {}, short(value)), range + other);
+    return make("div", {}, swatch(line.color), ` ${line.label}: `, make("b", {}, short(value)), range + other);
   });
   const area = plot.over.getBoundingClientRect();
   showTip([make("div", { className: "muted" }, `step ${plot.data[0][idx]}`), ...rows], area.left + left, area.top + 8);
 }
 
-/** A place for the curves of a metric, under this heading. */
+/** A place for the curves of a metric, under this heading. The arrow keys go from step to step. */
 function addChart(grid, metric, ...heading) {
   const box = make("div", { className: "chart", tabIndex: 0, role: "img" });
   const chart = { metric, box, plot: null };
@@ -153,8 +140,7 @@ function addChart(grid, metric, ...heading) {
     const next = at == null ? steps.length - 1 : Math.min(Math.max(at + move, 0), steps.length - 1);
     chart.plot.setCursor({ left: chart.plot.valToPos(steps[next], "x"), top: 20 });
   });
-  box.addEventListener("blur", hideTip);
-  box.addEventListener("mouseleave", hideTip);
+  for (const leaving of ["blur", "mouseleave"]) box.addEventListener(leaving, hideTip);
   grid.append(make("figure", { className: "card" }, make("h3", {}, ...heading), box));
   charts.push(chart);
   return chart;
@@ -175,66 +161,55 @@ function fitAll() {
   }
 }
 
-function legend() {
-  const buttons = RUNS.map((_, index) => {
-    const button = make("button", { type: "button", ariaPressed: "true", className: "key" }, runName(index));
-    button.addEventListener("click", () => {
-      view.hidden[view.hidden.has(index) ? "delete" : "add"](index);
-      button.ariaPressed = String(!view.hidden.has(index));
-      drawAll();
-    });
-    return button;
-  });
-  return make("div", { className: "keys", role: "group", ariaLabel: "Runs that are shown" }, ...buttons);
-}
+// The section ---------------------------------------------------------------------------------------------------------
 
 function showCurves() {
-  const section = byId("curves"), hasSeeds = GROUPS.some((group) => group.length > 1);
+  const section = byId("curves"), grid = make("div", { className: "grid" });
   if (RUNS.every((run) => run.steps.length === 0)) {
     section.append(make("p", { className: "note" }, "No step is logged yet."));
     return;
   }
-  const [smoothing] = choice("Smoothing", [["1", "none"], ["5", "5 steps"], ["21", "21 steps"]], (value) => {
-    view.smoothing = Number(value);
-    drawAll();
-  });
-  const together = make("input", { type: "checkbox", checked: true });
-  together.addEventListener("change", () => { view.together = together.checked; assignColors(); drawAll(); });
-  const bar = make("div", { className: "bar sticky" }, legend(), smoothing);
-  if (hasSeeds) bar.append(make("label", { className: "check" }, together, "Seeds together"));
   const seeds = GROUPS.filter((group) => group.length > 1).map((group) => `${namesOf(group)} differ by their seed `
     + "alone: one line, their mean where all have a value; the shade goes from the lowest to the highest of them. ");
-  section.append(bar, make("p", { className: "muted" }, ...seeds,
+  section.append(controlsOfCurves(seeds.length > 0), make("p", { className: "muted" }, ...seeds,
     "The shade of a single run is ± one standard error, where it is measured. All curves go over steps. ",
-    "Dashed: what was published of the set-up. Drag in a chart to zoom into steps, double-click to see all again."));
-  const grid = make("div", { className: "grid" });
-  section.append(grid);
-  const missing = [];
+    "Dashed: what was published of the set-up. Drag in a chart to zoom into steps, double-click to see all."), grid);
   for (const [pattern, title, unit] of PANELS) {
-    const metrics = metricNames(pattern);
-    for (const metric of metrics) {
+    for (const metric of metricNames(pattern)) {
       const of = metric.match(pattern)[1];
       addChart(grid, metric, of ? `${title}: ${of}` : title, make("small", {}, make("code", {}, metric), `, ${unit}`));
     }
-    if (!metrics.length) missing.push(title);
   }
-  addOther(grid);
-  const absent = `Not measured in any run: ${missing.join(", ")}.`;
-  if (missing.length) section.append(make("p", { className: "muted" }, absent));
+  const others = metricNames(/^(?!.*stderr$)/).filter((name) => !PANELS.some(([pattern]) => pattern.test(name)));
+  if (others.length) {
+    const [label] = choice("Another metric", others.map((metric) => [metric, metric]), (metric) => {
+      chart.metric = metric;
+      drawAll();
+    });
+    const chart = addChart(grid, others[0], label);
+  }
   drawAll();
   new ResizeObserver(fitAll).observe(grid);
 }
 
-/** A chart of any other metric. */
-function addOther(grid) {
-  const isShown = (name) => PANELS.some(([pattern]) => pattern.test(name)) || /stderr$/.test(name);
-  const isInAll = (name) => RUNS.every((run) => name in run.metrics);
-  const others = metricNames(/./).filter((name) => !isShown(name)); // first what is new in one of the runs
-  const metrics = [...others.filter((name) => !isInAll(name)), ...others.filter(isInAll)];
-  if (!metrics.length) return;
-  const [label] = choice("Another metric", metrics.map((metric) => [metric, metric]), (metric) => {
-    chart.metric = metric;
+/** Which runs are shown, and how. */
+function controlsOfCurves(hasSeeds) {
+  const keys = RUNS.map((_, index) => {
+    const key = make("button", { type: "button", ariaPressed: "true", className: "key" }, runName(index));
+    key.addEventListener("click", () => {
+      view.hidden[view.hidden.has(index) ? "delete" : "add"](index);
+      key.ariaPressed = String(!view.hidden.has(index));
+      drawAll();
+    });
+    return key;
+  });
+  const [smoothing] = choice("Smoothing", [["1", "none"], ["5", "5 steps"], ["21", "21 steps"]], (value) => {
+    view.smoothing = Number(value);
     drawAll();
   });
-  const chart = addChart(grid, metrics[0], label);
+  const box = make("input", { type: "checkbox", checked: true });
+  box.addEventListener("change", () => { view.together = box.checked; assignColors(); drawAll(); });
+  const check = hasSeeds ? [make("label", { className: "check" }, box, "Seeds together")] : [];
+  const runs = make("div", { className: "keys", role: "group", ariaLabel: "Runs that are shown" }, ...keys);
+  return make("div", { className: "bar sticky" }, runs, smoothing, ...check);
 }

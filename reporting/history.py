@@ -1,4 +1,4 @@
-"""What a run folder says of a run, as the other files of this room take it."""
+"""What a run folder says of a run."""
 
 from __future__ import annotations
 
@@ -16,10 +16,6 @@ class History:
     folder: Path
     config: dict[str, object]
     records: list[dict[str, float]]
-
-    @property
-    def seed(self) -> object:
-        return self.config.get("seed")
 
     @property
     def last_step(self) -> int:
@@ -53,13 +49,13 @@ def but_for_the_seed(config: dict[str, object]) -> dict[str, object]:
 
 
 def read_config(folder: Path) -> dict[str, object]:
-    """The flags of the run; {} where there is no config.json. Raises ValueError for a damaged one."""
+    """The flags of the run; {} without config.json. Raises ValueError for a damaged file."""
     file = folder / "config.json"
     return parse(file.read_text(errors="replace"), str(file), parse_constant=str) if file.exists() else {}
 
 
 def read_lines(file: Path) -> list[dict]:
-    """The objects of a jsonl file; none where there is no file. A line that a kill cut off is skipped.
+    """The objects of a jsonl file; none without the file. Skips a line that a kill cut off.
 
     Raises ValueError for a line that is damaged otherwise.
     """
@@ -76,3 +72,9 @@ def parse(text: str, where: str, **options: object) -> dict:
     if not isinstance(found, dict):
         raise ValueError(f"{where} is damaged: it holds no JSON object")
     return found
+
+
+def in_columns(rows: list[list[str]]) -> list[str]:
+    """The rows as lines of text, their cells in columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

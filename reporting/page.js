@@ -1,9 +1,8 @@
-// What the sections share, and the start. One script with tables.js, curves.js and samples.js, of which it is the end.
+// What the sections share, and the start. One script with those of the sections, of which it is the end.
 // Text of models and users goes into the page by `make` and `textContent` only, never as HTML.
 
-// Data ----------------------------------------------------------------------------------------------------------------
-
-const ARRAYS = { u1: Uint8Array, i1: Int8Array, i2: Int16Array, i4: Int32Array };
+const ARRAYS = { u1: Uint8Array, u2: Uint16Array };
+let RUNS = [], GROUPS = []; // GROUPS: indices of the runs that differ by their seed alone
 
 /** The header and the arrays of a chunk that `embed` (samples.py) has packed. */
 async function unpack(id) {
@@ -31,26 +30,31 @@ function make(tag, properties = {}, ...children) {
   return node;
 }
 
-/** A table whose first row and first column are headings. `null` is an empty cell. */
-function table(head, rows, className = "") {
-  const cell = (tag, scope) => (content) => make(tag, scope ? { scope } : {}, ...[content ?? "–"].flat());
-  return make("div", { className: "scroll", tabIndex: 0 },
-    make("table", { className },
-      make("thead", {}, make("tr", {}, ...head.map(cell("th", "col")))),
-      make("tbody", {}, ...rows.map(([first, ...rest]) =>
-        make("tr", {}, cell("th", "row")(first), ...rest.map(cell("td")))))));
+/** A table with a column for each run. The first cell of a row is its heading; `null` is an empty cell. */
+function table(rows, className = "") {
+  const head = ["", ...RUNS.map((_, index) => runName(index))].map((name) => make("th", { scope: "col" }, name));
+  const body = rows.map(([first, ...rest]) => make("tr", {}, make("th", { scope: "row" }, first),
+    ...rest.map((content) => make("td", {}, content ?? "–"))));
+  return make("div", { className: "scroll", tabIndex: 0 }, make("table", { className },
+    make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...body)));
 }
 
 /** A labelled select. `options`: [value, text] pairs. */
 function choice(label, options, onchange) {
-  const select = make("select", {}, ...options.map(([value, text]) => make("option", { value }, text)));
+  const select = make("select");
+  fill(select, options);
   select.addEventListener("change", () => onchange(select.value));
   return [make("label", {}, make("span", {}, label), select), select];
 }
 
+function fill(select, options, value = options[0]?.[0]) {
+  select.replaceChildren(...options.map(([key, text]) => make("option", { value: key }, text)));
+  select.value = value;
+}
+
 /** A number in at most five characters or so: 0.732, 12.3, 9.1k, 1e-6. */
 function short(value) {
-  if (value == null) return "–";
+  if (value == null) return null;
   const size = Math.abs(value);
   if (size >= 1e6) return `${+(value / 1e6).toPrecision(3)}M`;
   if (size >= 1e4) return `${+(value / 1e3).toPrecision(3)}k`;
@@ -58,22 +62,15 @@ function short(value) {
   return String(+value.toPrecision(3));
 }
 
-function duration(seconds) {
-  if (seconds < 120) return `${short(seconds)} s`;
-  return seconds < 7200 ? `${(seconds / 60).toFixed(0)} min` : `${(seconds / 3600).toFixed(1)} h`;
-}
-
-const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const isNumber = (value) => value != null;
 const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
-const known = (run, name) => (run.metrics[name] ?? []).filter(isNumber);
-const average = (run, name) => (known(run, name).length ? mean(known(run, name)) : null);
-const swatch = (color) => make("span", { className: "swatch" }, make("i", { style: `background: ${color}` }));
 
-let RUNS = [], GROUPS = []; // GROUPS: indices of the runs that differ by their seed alone
+// Runs and their colours ----------------------------------------------------------------------------------------------
 
+const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const colorOf = (index) => `var(--color${index})`;
-const paint = (color) => style(color.slice(4, -1)); // a canvas knows no variables
+const swatch = (color) => make("i", { className: "swatch", style: `background: ${color}` });
+const runName = (index) => make("span", { className: "run" }, swatch(colorOf(index)), RUNS[index].name);
 
 /** Eight colours, for the runs or for the groups that are drawn as one line. */
 function assignColors() {
@@ -81,15 +78,6 @@ function assignColors() {
     const unit = view.together ? GROUPS.findIndex((group) => group.includes(index)) : index;
     document.documentElement.style.setProperty(`--color${index}`, `var(--run${unit % 8})`);
   });
-}
-
-function runName(index) {
-  return make("span", { className: "run" }, swatch(colorOf(index)), RUNS[index].name);
-}
-
-function fill(select, options, value) {
-  select.replaceChildren(...options.map(([key, text]) => make("option", { value: key }, text)));
-  select.value = value;
 }
 
 // Tooltip -------------------------------------------------------------------------------------------------------------
@@ -104,26 +92,15 @@ function showTip(content, x, y) {
   tip.style.top = `${Math.max(4, Math.min(y, innerHeight - height - 4))}px`;
 }
 
-function hideTip() {
-  byId("tip").hidden = true;
-}
+const hideTip = () => { byId("tip").hidden = true; };
 
 // Start ---------------------------------------------------------------------------------------------------------------
 
 async function start() {
-  const data = await unpack("runs");
-  RUNS = data.runs;
-  (await unpack("stored")).runs.forEach((samples, index) => { RUNS[index].samples = samples; });
-  GROUPS = data.seed_groups;
+  ({ runs: RUNS, seed_groups: GROUPS } = await unpack("runs"));
   assignColors();
-  for (const show of [showOverview, showCurves, showTime, showDifferences, showSamples]) show();
+  for (const show of [showOverview, showCurves, showDifferences, showSamples]) show();
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
-  const print = (isPrinting) => () => {
-    document.documentElement.classList.toggle("print", isPrinting);
-    drawAll();
-  };
-  addEventListener("beforeprint", print(true));
-  addEventListener("afterprint", print(false));
   for (const scrolling of ["wheel", "touchmove"]) addEventListener(scrolling, hideTip, { passive: true });
 }
 

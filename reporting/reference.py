@@ -10,22 +10,22 @@ problems. Texts in `training`, `model` and `metric` are patterns: * stands for a
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import math
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from inputs.records import name_of_source
-from reporting.history import History
+from reporting.history import History, in_columns
 
 FOLDER = Path(__file__).parent.parent / "references"
 REACHED, NOT_REACHED, UNKNOWN = "reached", "not reached", "cannot be judged"
 SAMPLING = ("samples", "temperature", "top_p", "max_completion_tokens")  # of a protocol; it also has `problems`
 
 
-@dataclass(frozen=True)
-class Judgement:
+class Judgement(NamedTuple):
     """One figure, as published and of the run."""
 
     figure: dict
@@ -44,15 +44,13 @@ def load(name: str) -> dict:
 
 def belongs_to(config: dict[str, object]) -> str | None:
     """The name of the reference whose training this is; None if there is none."""
-    found = [name for name in names() if config and not other_flags(load(name), config)]
-    return found[0] if found else None
+    return next((name for name in names() if config and not other_flags(load(name), config)), None)
 
 
 def other_flags(reference: dict, config: dict[str, object]) -> list[str]:
     """The flags that are not as the reference has them, in words."""
-    wanted = reference["training"].items()
-    differing = [(name, value) for name, value in wanted if not is_as_wanted(config.get(name), value)]
-    return [f"--{name} {config.get(name)!r}, not {value!r}" for name, value in differing]
+    wanted = [(name, config.get(name), value) for name, value in reference["training"].items()]
+    return [f"--{name} {found!r}, not {value!r}" for name, found, value in wanted if not is_as_wanted(found, value)]
 
 
 def is_as_wanted(found: object, wanted: object) -> bool:
@@ -71,32 +69,26 @@ def published_curves(run: History) -> dict[str, dict]:
     """Metric of the run -> {"label", "points": [[step, value], ...]}, as its own reference has published it."""
     name = belongs_to(run.config)
     curves = of_model(load(name)["curves"], run.config) if name else []
-    pairs = [(metric, curve) for curve in curves for metric in run.names if fnmatch(metric, curve["metric"])]
-    return {metric: {"label": curve["label"], "points": curve["points"]} for metric, curve in pairs}
-
-
-# Judging --------------------------------------------------------------------------------------------------------------
+    return {metric: curve for curve in curves for metric in run.names if fnmatch(metric, curve["metric"])}
 
 
 def judge(reference: dict, run: History) -> list[Judgement]:
     """Every figure that was published for the run's model."""
-    other = other_flags(reference, run.config)
-    return [judge_figure(figure, other, run) for figure in of_model(reference["figures"], run.config)]
-
-
-def judge_figure(figure: dict, other: list[str], run: History) -> Judgement:
-    """`other`: the flags in which the run is another training."""
-    found, problem = evaluated(figure, run) if "evaluated_by" in figure else logged(figure, run)
-    another = f"another training: {'; '.join(other)}" if other else ""
-    if reason := figure.get("cannot_be_judged") or another or problem:
-        return Judgement(figure, found, UNKNOWN, reason)
-    low, high = bounds(figure)
-    is_reached = found >= low and (figure["is"] == "at least" or found <= high)
-    return Judgement(figure, found, REACHED if is_reached else NOT_REACHED)
+    other, judgements = "; ".join(other_flags(reference, run.config)), []
+    another = other and f"another training: {other}"
+    for figure in of_model(reference["figures"], run.config):
+        found, problem = evaluated(figure, run) if "evaluated_by" in figure else logged(figure, run)
+        reason = figure.get("cannot_be_judged") or another or problem
+        low, high = bounds(figure)
+        verdict = UNKNOWN if reason else REACHED if low <= found <= high else NOT_REACHED
+        judgements.append(Judgement(figure, found, verdict, reason))
+    return judgements
 
 
 def bounds(figure: dict) -> tuple[float, float]:
-    return figure["value"] - figure["tolerance"], figure["value"] + figure["tolerance"]
+    """The lowest and the highest value with which the figure is reached."""
+    value, tolerance = figure["value"], figure.get("tolerance", math.nan)
+    return value - tolerance, value + tolerance if figure.get("is") == "equal" else math.inf
 
 
 def logged(figure: dict, run: History) -> tuple[float | None, str]:
@@ -105,15 +97,14 @@ def logged(figure: dict, run: History) -> tuple[float | None, str]:
     if run.last_step < last:
         return None, f"the run is at step {run.last_step} of {last}"
     for name in sorted(name for name in run.names if fnmatch(name, figure["metric"])):
-        points = {step: value for step, value in run.points(name).items() if first <= step <= last}
-        if points:
-            lacking = last - first + 1 - len(points)
-            gaps = f"{lacking} of the steps {first} to {last} lack it" if lacking > len(points) / 9 else ""  # a tenth
-            is_evaluation = name.startswith("eval/")
-            problem = other_protocol(figure, protocol_of(run, name, last)) if is_evaluation else ""
-            return float(np.mean(list(points.values()))), gaps or problem
-    steps = f"step {last}" if first == last else f"steps {first} to {last}"
-    return None, f"metrics.jsonl has no {figure['metric']} at {steps}"
+        values = [value for step, value in run.points(name).items() if first <= step <= last]
+        lacking = last - first + 1 - len(values)
+        problem = other_protocol(figure, protocol_of(run, name, last)) if name.startswith("eval/") else ""
+        if lacking > len(values) / 9 and values:  # a tenth
+            problem = f"{lacking} of the steps {first} to {last} lack it"
+        if values:
+            return float(np.mean(values)), problem
+    return None, f"metrics.jsonl has no {figure['metric']} at step {last}"
 
 
 def evaluated(figure: dict, run: History) -> tuple[float | None, str]:
@@ -143,49 +134,36 @@ def protocol_of(run: History, name: str, step: int) -> dict[str, object]:
 
 def other_protocol(figure: dict, found: dict[str, object]) -> str:
     """In what an evaluation differs from the published one, or ""."""
-    differing = [(key, value) for key, value in figure.get("protocol", {}).items() if found.get(key) != value]
-    words = [f"{key} {found.get(key, 'not known')}, not {value}" for key, value in differing]
+    wanted = [(key, found.get(key, "not known"), value) for key, value in figure.get("protocol", {}).items()]
+    words = [f"{key} {given}, not {value}" for key, given, value in wanted if given != value]
     return f"another evaluation: {'; '.join(words)}" if words else ""
 
 
-# In words -------------------------------------------------------------------------------------------------------------
-
-
 def report(name: str, run: History) -> str:
-    """The whole answer."""
+    """The whole answer. A figure that is not reached decides; then a result that cannot be judged. A figure that has to
+    be equal, as the accuracy before training, is no result.
+    """
     reference = load(name)
     judgements = judge(reference, run)
-    rows = [["", "published", "this run", "reached if", ""]]
-    for each in judgements:
-        found = "-" if each.found is None else f"{each.found:.4g}"
-        rows.append([each.figure["what"], f"{each.figure['value']:.4g}", found, condition(each.figure), each.verdict])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [f"{run.folder} against {name}: {overall(reference, judgements, run)}"]
-    lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows] if judgements else []
+    verdicts = [each.verdict for each in judgements]
+    results = [each.verdict for each in judgements if each.figure.get("is") != "equal"]
+    overall = NOT_REACHED if NOT_REACHED in verdicts else UNKNOWN if UNKNOWN in results else REACHED
+    if not judgements:
+        nothing = f"nothing is published for --model {run.config.get('model')}"
+        overall = f"{UNKNOWN}: {reference.get('cannot_be_judged', nothing)}"
+    lines = [f"{run.folder} against {name}: {overall}"]
+    lines += (
+        in_columns([["", "published", "this run", "reached if", ""], *map(row_of, judgements)]) if judgements else []
+    )
     for reason in dict.fromkeys(each.reason for each in judgements if each.reason):
         figures = [each.figure["what"] for each in judgements if each.reason == reason]
-        which = "all figures" if len(figures) == len(judgements) else "; ".join(figures)
-        lines.append(f"{UNKNOWN} ({reason}): {which}")
+        lines.append(f"{UNKNOWN} ({reason}): {'; '.join(figures)}")
     return "\n".join([*lines, f"source: {reference['source']}"])
 
 
-def condition(figure: dict) -> str:
-    """When the figure is reached."""
-    if "cannot_be_judged" in figure:
-        return "-"
+def row_of(judgement: Judgement) -> list[str]:
+    figure, found, verdict, _ = judgement
     low, high = bounds(figure)
-    return f"at least {low:.4g}" if figure["is"] == "at least" else f"{low:.4g} to {high:.4g}"
-
-
-def overall(reference: dict, judgements: list[Judgement], run: History) -> str:
-    """The verdict on the run, in words. A figure that is not reached decides; then a result that cannot be judged:
-    what has to be equal, as the start, tells nothing of the end.
-    """
-    if not judgements:
-        nothing = f"nothing is published for --model {run.config.get('model')}"
-        return f"{UNKNOWN}: {reference.get('cannot_be_judged', nothing)}"
-    number = {each: sum(one.verdict == each for one in judgements) for each in (NOT_REACHED, REACHED, UNKNOWN)}
-    counts = ", ".join(f"{count} {verdict}" for verdict, count in number.items() if count)
-    results = [each.verdict for each in judgements if each.figure.get("is") != "equal"]
-    verdict = NOT_REACHED if number[NOT_REACHED] else UNKNOWN if UNKNOWN in results else REACHED
-    return f"{verdict} (figures: {counts})"
+    range_of_figure = f"at least {low:.4g}" if high == math.inf else f"{low:.4g} to {high:.4g}"
+    condition = "-" if "cannot_be_judged" in figure else range_of_figure
+    return [figure["what"], f"{figure['value']:.4g}", "-" if found is None else f"{found:.4g}", condition, verdict]

@@ -1,125 +1,38 @@
-// The browser of stored completions: how tokens are coloured, how chunks are read, the section, a completion.
+// The stored completions: how a step is read and searched, the section, a completion with its tokens.
 
-const chosen = { run: 0, step: "", group: 0, coloring: "logprob", verdict: "", cut: "", text: "" };
-const unpacked = new Map(); // chunk name -> promise of it
 const MOST_TOKENS = 1500; // of a completion, before one asks for the rest
-const LOGPROB = (code) => -20 * (code / 254) ** 2;
-const GAP = (code) => Math.sign(code) * (code / 127) ** 2;
+const PROBABILITIES = [0.9, 0.5, 0.2, 0.05, 0.01]; // below each of them a token's colour is stronger
+const chosen = { run: "0", step: "", verdict: "", cut: "", text: "" };
+const steps = new Map(); // "run-step" -> promise of it
+let found = [], turn = 0;
 
-/** How tokens are coloured: what is known of a token, and [class, text] of the steps of the scale. */
-const COLORINGS = {
-  logprob: {
-    title: "log-prob of the sampler", limits: [0.9, 0.5, 0.2, 0.05, 0.01],
-    value: (step, t) => (step.logprob && step.logprob[t] !== 255 ? LOGPROB(step.logprob[t]) : null),
-    kind(value) {
-      const level = this.limits.filter((limit) => Math.exp(value) < limit).length;
-      return level ? `warm l${level}` : "";
-    },
-    scale() {
-      return [["", "p ≥ 0.9"], ...this.limits.map((limit, i) => [`warm l${i + 1}`, `< ${limit}`])];
-    },
-    text: (value) => `log-prob ${value.toFixed(3)}, probability ${short(Math.exp(value))}`,
-  },
-  gap: {
-    title: "rollout gap", limits: [0.001, 0.003, 0.01, 0.03, 0.1],
-    value: (step, t) => (step.gap && step.gap[t] !== -128 ? GAP(step.gap[t]) : null),
-    kind(value) {
-      const level = this.limits.filter((limit) => Math.abs(value) >= limit).length;
-      return level ? `${value > 0 ? "cool" : "warm"} l${level}` : "";
-    },
-    scale() {
-      const ends = [["warm l5", "trainer lower by 0.1"], ["warm l2", "0.003"], ["", "same"]];
-      return [...ends, ["cool l2", "0.003"], ["cool l5", "trainer higher by 0.1"]];
-    },
-    text: (value) => `probability, trainer − sampler: ${value > 0 ? "+" : ""}${short(value)}`,
-  },
-  advantage: {
-    title: "advantage",
-    value: (step, t) => (step.advantage && step.advantage[t] !== -32768
-      ? (step.advantage[t] / 32767) * step.advantage_scale : null),
-    kind(value, step) {
-      const level = Math.ceil((5 * Math.abs(value)) / step.advantage_scale - 1e-6);
-      return level ? `${value > 0 ? "cool" : "warm"} l${level}` : "";
-    },
-    scale(step) {
-      const most = short(step.advantage_scale);
-      return [["warm l5", `−${most}`], ["warm l2", ""], ["", "0"], ["cool l2", ""], ["cool l5", `+${most}`]];
-    },
-    text: (value) => `advantage ${value > 0 ? "+" : ""}${short(value)}`,
-  },
-  version: {
-    title: "weight version",
-    value: (step, t) => (step.version && step.version[t] !== -1 ? step.version[t] : null),
-    kind(value, step) {
-      const level = Math.min(5, newestVersion(step) - value);
-      return level ? `cool l${level}` : "";
-    },
-    scale(step) {
-      const newest = newestVersion(step);
-      return [["", `weights of step ${newest}`], ...[1, 2, 3, 4].map((age) => [`cool l${age}`, `${newest - age}`]),
-        ["cool l5", "older"]];
-    },
-    text: (value) => `by the weights of step ${value}`,
-  },
-};
-
-const newestVersion = (step) => (step.newest ??= step.version.reduce((most, value) => Math.max(most, value), 0));
+const newDecoder = () => new TextDecoder("utf-8", { ignoreBOM: true });
+const logprobOf = (code) => (code === 255 ? null : -20 * (code / 254) ** 2); // samples.py has made the code
+const levelOf = (logprob) => PROBABILITIES.filter((limit) => Math.exp(logprob) < limit).length;
 
 function load(name) {
-  if (!unpacked.has(name)) unpacked.set(name, unpack(name));
-  return unpacked.get(name);
+  if (!steps.has(name)) steps.set(name, unpack(`samples-${name}`).then(addTexts));
+  return steps.get(name);
 }
 
-/** A step of the run, with its tokens' bytes. */
-async function loadStep(run, number) {
-  const step = await load(`samples-${run}-${number}`);
-  if (step.starts) return step;
-  step.number = number;
-  step.starts = [0];
-  for (const length of step.lengths) step.starts.push(step.starts.at(-1) + length);
-  step.rowsOf = new Map(step.groups.map(({ group }) => [group, []]));
-  step.rows.group.forEach((group, row) => step.rowsOf.get(group).push(row));
-  if (RUNS[run].samples.has_tokens) {
-    const tokens = await load(`samples-${run}-tokens`);
-    if (!tokens.ends) {
-      let end = 0;
-      tokens.ends = tokens.lengths.map((length) => (end += length));
-    }
-    step.tokens = tokens;
-    step.places = joinPlanes(step);
+/** The step; each of its rows with its text, its first token and its first byte. */
+function addTexts(step) {
+  let first = 0, start = 0;
+  for (const row of step.rows) {
+    Object.assign(row, { first, start, text: row.completion });
+    if (!step.sizes) continue;
+    for (const size of step.sizes.subarray(first, first += row.length)) start += size;
+    row.text = newDecoder().decode(step.bytes.subarray(row.start, start));
   }
   return step;
 }
 
-/** The places of the step's tokens in the list of all, from their bytes. */
-function joinPlanes(step) {
-  const places = new Uint32Array(step.place0);
-  for (let plane = 1; plane < step.num_planes; plane++) {
-    step[`place${plane}`].forEach((byte, t) => { places[t] += byte << (8 * plane); });
-  }
-  return places;
-}
-
-/** The bytes of tokens `first` to `last` together. */
-function bytesOf({ places, tokens }, first, last) {
-  let size = 0;
-  for (let t = first; t <= last; t++) size += tokens.lengths[places[t]];
-  const bytes = new Uint8Array(size);
-  for (let t = first, at = 0; t <= last; t++) {
-    const end = tokens.ends[places[t]];
-    for (let i = end - tokens.lengths[places[t]]; i < end; i++) bytes[at++] = tokens.text[i];
-  }
-  return bytes;
-}
-
-const newDecoder = () => new TextDecoder("utf-8", { ignoreBOM: true });
-
 /** The text of a completion in pieces of whole characters: {text, at, first, last}. Most are one token. */
 function piecesOf(step, row) {
-  const pieces = [], decoder = newDecoder(), end = step.starts[row + 1];
-  let first = step.starts[row], at = 0;
+  const pieces = [], decoder = newDecoder(), end = row.first + row.length;
+  let { first, start } = row, at = 0;
   for (let t = first; t < end; t++) {
-    const text = decoder.decode(bytesOf(step, t, t), { stream: t + 1 < end });
+    const text = decoder.decode(step.bytes.subarray(start, start += step.sizes[t]), { stream: t + 1 < end });
     if (!text && t + 1 < end) continue; // the character goes on in the next token
     pieces.push({ text, at, first, last: t });
     at += text.length;
@@ -128,192 +41,167 @@ function piecesOf(step, row) {
   return pieces;
 }
 
-function textOf(step, row) {
-  step.texts ??= [];
-  const decoded = () => newDecoder().decode(bytesOf(step, step.starts[row], step.starts[row + 1] - 1));
-  return (step.texts[row] ??= step.tokens ? decoded() : step.rows.text[row]);
+function passes(row) {
+  if (chosen.verdict && (chosen.verdict === "correct") !== row.is_correct) return false;
+  if (chosen.cut && (chosen.cut === "truncated") !== row.is_truncated) return false;
+  return !chosen.text || row.text.toLowerCase().includes(chosen.text);
 }
 
-/** Does the completion pass the filters? */
-function passes(step, row) {
-  const { rows } = step;
-  if (chosen.verdict && (chosen.verdict === "correct") !== rows.is_correct[row]) return false;
-  if (chosen.cut && (chosen.cut === "truncated") !== rows.is_truncated[row]) return false;
-  return !chosen.text || textOf(step, row).toLowerCase().includes(chosen.text);
-}
-
-/** The groups with a completion that passes: [{step, group, rows that pass}]. */
+/** The groups with a completion that passes the filters: {number of the step, step, rows that pass, all rows}. */
 async function findGroups() {
-  const { steps } = RUNS[chosen.run].samples, found = [];
-  for (const number of chosen.step === "all" ? steps : [Number(chosen.step)]) {
-    const step = await loadStep(chosen.run, number);
-    for (const group of step.groups) {
-      const all = step.rowsOf.get(group.group), rows = all.filter((row) => passes(step, row));
-      if (rows.length) found.push({ step, group, rows, all });
+  const groups = new Map();
+  for (const number of chosen.step === "all" ? RUNS[chosen.run].samples.steps : [chosen.step]) {
+    const step = await load(`${chosen.run}-${number}`);
+    for (const row of step.rows) {
+      const key = `${number} ${row.group}`;
+      if (!groups.has(key)) groups.set(key, { number, step, rows: [], all: [] });
+      groups.get(key).all.push(row);
+      if (passes(row)) groups.get(key).rows.push(row);
     }
   }
-  return found;
+  return [...groups.values()].filter(({ rows }) => rows.length);
 }
 
+// The section ---------------------------------------------------------------------------------------------------------
+
 function showSamples() {
-  const section = byId("samples");
-  const stored = RUNS.flatMap((run, index) => (run.samples.steps.length ? [index] : []));
+  const stored = RUNS.flatMap(({ name, samples }, index) => (samples.steps.length ? [[String(index), name]] : []));
   if (!stored.length) {
-    section.append(make("p", { className: "note" }, "No completions are stored (a run writes them to "
+    byId("samples").append(make("p", { className: "note" }, "No completions are stored (a run writes them to "
       + "rollouts/step_N.parquet). Its samples.jsonl has a few of each step."));
     return;
   }
-  const controls = {};
-  const add = (key, label, options) => {
-    const [node, select] = choice(label, options, (value) => { chosen[key] = value; changed(key); });
-    controls[key] = select;
-    return node;
-  };
-  const filterText = make("input", { type: "search", placeholder: "any text", spellcheck: false });
-  let waiting;
-  filterText.addEventListener("input", () => {
-    clearTimeout(waiting);
-    waiting = setTimeout(() => { chosen.text = filterText.value.toLowerCase(); changed("text"); }, 200);
-  });
-  const move = (by, title, text) => {
-    const button = make("button", { type: "button", title, ariaLabel: title }, text);
+  const [runs] = choice("Run", stored, (value) => { chosen.run = value; newRun(); });
+  const [ofSteps, selectStep] = choice("Step", [], (value) => { chosen.step = value; search(); });
+  const [verdicts] = choice("Verdict", [["", "any"], ["correct", "correct"], ["incorrect", "incorrect"]],
+    (value) => { chosen.verdict = value; search(); });
+  const [cuts] = choice("Length", [["", "any"], ["truncated", "truncated"], ["whole", "not truncated"]],
+    (value) => { chosen.cut = value; search(); });
+  const text = make("input", { type: "search", placeholder: "any text", spellcheck: false });
+  text.addEventListener("input", () => { chosen.text = text.value.toLowerCase(); search(200); });
+  const [groups, selectGroup] = choice("Group", [], showGroup);
+  const buttons = [[-1, "Previous group", "‹"], [1, "Next group", "›"]].map(([by, title, sign]) => {
+    const button = make("button", { type: "button", title, ariaLabel: title }, sign);
     button.addEventListener("click", () => {
-      controls.group.selectedIndex = Math.min(Math.max(controls.group.selectedIndex + by, 0), found.length - 1);
+      selectGroup.selectedIndex = Math.min(Math.max(selectGroup.selectedIndex + by, 0), found.length - 1);
       showGroup();
     });
     return button;
-  };
-  const filters = make("div", { className: "bar", role: "group", ariaLabel: "Which samples" },
-    add("run", "Run", stored.map((index) => [index, RUNS[index].name])),
-    add("step", "Step", []),
-    add("verdict", "Verdict", [["", "any"], ["correct", "correct"], ["incorrect", "incorrect"]]),
-    add("cut", "Length", [["", "any"], ["truncated", "truncated"], ["whole", "not truncated"]]),
-    make("label", {}, make("span", {}, "Text"), filterText));
-  const browse = make("div", { className: "bar" },
-    make("div", { className: "joined" },
-      add("group", "Group", []), move(-1, "Previous group", "‹"), move(1, "Next group", "›")),
-    add("coloring", "Colour tokens by", []));
+  });
   const note = make("p", { className: "muted" }), status = make("p", { className: "muted", role: "status" });
-  const scale = make("div", { className: "scale", ariaLabel: "Colours" }), shown = make("div");
-  section.append(note, filters, browse, status, scale, shown);
-  let found = [], wanted = 0;
+  const scale = ["p ≥ 0.9", ...PROBABILITIES.map((limit) => `< ${limit}`)].map((limit, level) =>
+    make("span", {}, make("i", { className: `l${level}` }), limit));
+  const shown = make("div");
+  const filters = [runs, ofSteps, verdicts, cuts, make("label", {}, make("span", {}, "Text"), text)];
+  byId("samples").append(note, make("div", { className: "bar" }, ...filters),
+    make("div", { className: "bar" }, make("div", { className: "joined" }, groups, ...buttons), status),
+    make("div", { className: "scale" }, "Probability of a token for the sampler: ", ...scale), shown);
 
   function newRun() {
-    const { samples } = RUNS[chosen.run];
-    const last = samples.steps.at(-1), all = samples.steps.length > 1 ? [["all", "all steps"]] : [];
-    fill(controls.step, [...samples.steps.map((step) => [step, step]), ...all], last);
-    chosen.step = String(last);
-    note.textContent = leftOut(samples) + (samples.has_tokens ? ""
-      : " This run has no rollouts/tokens.parquet, so its completions are shown as text, without tokens.");
+    const { samples } = RUNS[chosen.run], all = samples.steps.length > 1 ? [["all", "all steps"]] : [];
+    chosen.step = String(samples.steps.at(-1));
+    fill(selectStep, [...samples.steps.map((step) => [step, step]), ...all], chosen.step);
+    note.textContent = leftOut(samples);
+    search();
   }
 
   /** Fills the list of groups again; keeps the group if it is still there. */
-  async function changed(key) {
-    if (key === "group" || key === "coloring") return showGroup();
-    if (key === "run") newRun();
-    const turn = ++wanted, before = found[controls.group.selectedIndex]?.group.group, results = await findGroups();
-    if (turn !== wanted) return; // the filters have changed meanwhile
-    found = results;
-    const count = found.reduce((sum, each) => sum + each.rows.length, 0);
+  async function search(delay = 0) {
+    const own = ++turn, before = found[selectGroup.selectedIndex]?.all[0].group;
+    await new Promise((resolve) => { setTimeout(resolve, delay); });
+    const groups = own === turn ? await findGroups() : [];
+    if (own !== turn) return; // the filters have changed meanwhile
+    found = groups;
+    const count = found.reduce((sum, { rows }) => sum + rows.length, 0);
     status.textContent = `${count.toLocaleString("en")} completions in ${found.length.toLocaleString("en")} groups`
       + `${chosen.verdict || chosen.cut || chosen.text ? " pass the filters" : ""}.`;
-    const at = Math.max(0, found.findIndex((each) => each.group.group === before));
-    fill(controls.group, found.map(({ step, group, all }, i) => {
-      const correct = all.filter((row) => step.rows.is_correct[row]).length;
-      const where = chosen.step === "all" ? `step ${step.number}, ` : "";
-      return [i, `${where}${group.group}: ${correct} of ${all.length} correct`];
-    }), at);
+    fill(selectGroup, found.map(({ number, all }, i) => [i, `${chosen.step === "all" ? `step ${number}, ` : ""}`
+      + `${all[0].group}: ${all.filter((row) => row.is_correct).length} of ${all.length} correct`]),
+    Math.max(0, found.findIndex(({ all }) => all[0].group === before)));
     showGroup();
   }
 
   function showGroup() {
-    const each = found[controls.group.selectedIndex];
-    if (!each) return void (scale.replaceChildren(), shown.replaceChildren());
-    const { step, group, rows, all } = each;
-    const possible = Object.keys(COLORINGS).filter((key) => step.tokens && step[key]);
-    const choices = [...possible.map((key) => [key, COLORINGS[key].title]), ["none", "nothing"]];
-    const current = [...possible, "none"].includes(chosen.coloring) ? chosen.coloring : choices[0][0];
-    fill(controls.coloring, choices, current);
-    const coloring = COLORINGS[current];
-    const colors = coloring?.scale(step) ?? [];
-    scale.replaceChildren(...colors.map(([kind, text]) => make("span", {}, make("i", { className: kind }), text)));
-    const prompt = make("details", { open: group.prompt.length < 600 }, make("summary", {}, "Prompt"),
-      make("div", { className: "text" }, group.prompt));
-    const where = [`Step ${step.number}, group ${group.group}, `, make("bdi", {}, group.row), ". Answer: "];
-    const facts = make("p", {}, ...where, make("code", {}, group.answer));
-    const passing = ` ${rows.length} of ${all.length} completions pass the filters.`;
-    if (rows.length < all.length) facts.append(make("span", { className: "muted" }, passing));
-    const cards = rows.map((row) => card(step, row, coloring));
-    shown.replaceChildren(facts, prompt, make("div", { className: "group" }, ...cards));
+    if (!found.length) return void shown.replaceChildren();
+    const { number, step, rows, all } = found[selectGroup.selectedIndex], { group, row, prompt, answer } = all[0];
+    const passing = rows.length < all.length ? ` ${rows.length} of ${all.length} completions pass the filters.` : "";
+    const text = make("div", { className: "text" }, prompt);
+    shown.replaceChildren(
+      make("p", {}, `Step ${number}, group ${group}, `, make("bdi", {}, row), ". Answer: ", make("code", {}, answer),
+        make("span", { className: "muted" }, passing)),
+      make("details", { open: prompt.length < 600 }, make("summary", {}, "Prompt"), text),
+      make("div", { className: "group" }, ...rows.map((each) => card(step, each))));
   }
 
   newRun();
-  chosen.run = stored[0];
-  changed("run");
 }
 
-function leftOut({ steps, num_steps, groups, num_groups }) {
+function leftOut({ steps: shown, num_steps, groups, num_groups, has_tokens }) {
   const parts = [];
-  if (steps.length < num_steps) parts.push(`${steps.length} of ${num_steps} steps`);
+  if (shown.length < num_steps) parts.push(`${shown.length} of ${num_steps} steps`);
   if (groups < num_groups) parts.push(`${groups} of about ${num_groups} groups of a step`);
-  return parts.length
-    ? `To keep the page small, it has ${parts.join(" and ")}, evenly spaced; the others are in rollouts/.`
-    : `All stored completions of ${num_steps === 1 ? "the step are" : `the ${num_steps} steps are`} here.`;
+  const all = `All stored completions of ${num_steps === 1 ? "the step are" : `the ${num_steps} steps are`} here.`;
+  const some = `To keep the page small, it has ${parts.join(" and ")}, evenly spaced; the others are in rollouts/.`;
+  const plain = " This run has no rollouts/tokens.parquet, so its completions are shown as text, without tokens.";
+  return (parts.length ? some : all) + (has_tokens ? "" : plain);
 }
+
+// A completion --------------------------------------------------------------------------------------------------------
 
 /** A completion with what is known of it. */
-function card(step, row, coloring) {
-  const { rows } = step, correct = rows.is_correct[row], length = step.lengths[row];
+function card(step, row) {
   const badge = (text, kind) => make("span", { className: `badge ${kind}` }, text);
-  const head = make("header", {}, badge(correct ? "✓ correct" : "✗ incorrect", correct ? "good" : "bad"),
-    make("b", {}, `reward ${short(rows.reward[row])}`), make("span", {}, `${length.toLocaleString("en")} tokens`));
-  if (rows.is_truncated[row]) head.append(badge("truncated", "warn"));
-  if (!rows.is_trained[row]) head.append(badge("not trained", "warn"));
-  if (rows.reward_status[row] !== "ok") head.append(badge(rows.reward_status[row], "warn"));
-  const facts = Object.entries(rows.parts[row]).map(([name, value]) => [name, short(value)]);
-  if (rows.read_as[row] != null) facts.push(["read as", rows.read_as[row]]);
-  const pair = ([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value));
-  const values = make("dl", {}, ...facts.map(pair));
-  const body = make("div", { className: "text tokens", tabIndex: 0, role: "group", ariaLabel: `completion ${row}` });
-  if (step.tokens) fillTokens(body, step, row, coloring, MOST_TOKENS);
-  else body.textContent = textOf(step, row);
-  return make("article", { className: "card completion" }, head, values, body);
+  const verdict = row.is_correct ? badge("✓ correct", "good") : badge("✗ incorrect", "bad");
+  const head = make("header", {}, verdict,
+    make("b", {}, `reward ${short(row.reward)}`), make("span", {}, `${row.length.toLocaleString("en")} tokens`));
+  if (row.is_truncated) head.append(badge("truncated", "warn"));
+  if (!row.is_trained) head.append(badge("not trained", "warn"));
+  if (row.reward_status !== "ok") head.append(badge(row.reward_status, "warn"));
+  const facts = Object.entries(row.reward_parts).map(([name, value]) => [name, short(value)]);
+  if (row.read_as != null) facts.push(["read as", row.read_as]);
+  const pairs = facts.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value)));
+  const body = make("div", { className: "text tokens", tabIndex: 0, role: "group", ariaLabel: "completion" });
+  if (step.sizes) fillTokens(body, step, row, MOST_TOKENS);
+  else body.textContent = row.text;
+  return make("article", { className: "card completion" }, head, make("dl", {}, ...pairs), body);
 }
 
 /** Each piece as a span in its colour; pieces that the filter's text touches are marked. */
-function fillTokens(body, step, row, coloring, most) {
-  const pieces = piecesOf(step, row), shown = pieces.slice(0, most), whole = textOf(step, row).toLowerCase();
-  const found = new Uint8Array(whole.length + 1); // 1: this character is part of what the filter looks for
+function fillTokens(body, step, row, most) {
+  const pieces = piecesOf(step, row), shown = pieces.slice(0, most), whole = row.text.toLowerCase();
+  const marked = new Uint8Array(whole.length); // 1: this character is part of what the filter looks for
   for (let at = chosen.text ? whole.indexOf(chosen.text) : -1; at >= 0; at = whole.indexOf(chosen.text, at + 1)) {
-    found.fill(1, at, at + chosen.text.length);
+    marked.fill(1, at, at + chosen.text.length);
   }
-  const spans = shown.map((piece) => {
-    const value = coloring?.value(step, piece.last), span = make("span", {}, piece.text);
-    if (value != null) span.className = coloring.kind(value, step);
-    if (found.subarray(piece.at, piece.at + piece.text.length).includes(1)) span.classList.add("found");
-    if (piece.text.includes("\n")) span.classList.add("newline");
+  const spans = shown.map(({ text, at, last }) => {
+    const logprob = logprobOf(step.logprob[last]), span = make("span", {}, text);
+    if (logprob != null) span.className = `l${levelOf(logprob)}`;
+    if (marked.subarray(at, at + text.length).includes(1)) span.classList.add("found");
+    if (text.includes("\n")) span.classList.add("newline");
     return span;
   });
   body.replaceChildren(...spans);
   if (pieces.length > most) {
     const rest = (pieces.length - most).toLocaleString("en");
     const more = make("button", { type: "button" }, `Show the other ${rest} tokens`);
-    more.addEventListener("click", () => fillTokens(body, step, row, coloring, Infinity));
+    more.addEventListener("click", () => fillTokens(body, step, row, Infinity));
     body.append(more);
   }
+  pointAtTokens(body, spans, (index) => describeToken(step, shown[index]));
+}
+
+/** Tells of the token under the pointer; the arrow keys go from token to token. */
+function pointAtTokens(body, spans, describe) {
   let at = null;
+  const leave = () => { spans[at]?.classList.remove("pointed"); at = null; hideTip(); };
   const point = (index) => {
-    spans[at]?.classList.remove("pointed");
+    leave();
     at = index;
     spans[at].classList.add("pointed");
     const box = spans[at].getBoundingClientRect();
-    showTip(describeToken(step, shown[at]), box.left - 14, box.bottom + 6);
+    showTip(describe(at), box.left - 14, box.bottom + 6);
   };
-  const leave = () => { spans[at]?.classList.remove("pointed"); at = null; hideTip(); };
-  body.onpointerover = body.onclick = (event) => {
-    const index = spans.indexOf(event.target);
-    if (index >= 0) point(index);
-  };
+  body.onpointerover = body.onclick = ({ target }) => { if (spans.includes(target)) point(spans.indexOf(target)); };
   body.onpointerleave = body.onblur = leave;
   body.onkeydown = (event) => {
     const move = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
@@ -325,12 +213,8 @@ function fillTokens(body, step, row, coloring, most) {
   };
 }
 
-function describeToken(step, piece) {
-  const lines = [make("b", {}, JSON.stringify(piece.text))];
-  for (let t = piece.first; t <= piece.last; t++) {
-    const values = Object.values(COLORINGS).map((each) => [each, each.value(step, t)]);
-    lines.push(make("div", { className: "muted" }, `token ${step.tokens.ids[step.places[t]]}`),
-      ...values.filter(([, value]) => value != null).map(([each, value]) => make("div", {}, each.text(value))));
-  }
-  return lines;
+function describeToken(step, { text, first, last }) {
+  const logprobs = [...step.logprob.subarray(first, last + 1)].map(logprobOf).filter(isNumber);
+  return [make("b", {}, JSON.stringify(text)), ...logprobs.map((logprob) =>
+    make("div", {}, `log-prob ${logprob.toFixed(3)}, probability ${short(Math.exp(logprob))}`))];
 }

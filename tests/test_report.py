@@ -1,10 +1,12 @@
-"""The curves of a run."""
+"""The pictures of a run, and the command line: what is printed, and which folders are refused."""
 
 import json
-import subprocess
 import sys
 
-from helpers import ROOT
+import pytest
+
+import report
+from made_up_runs import write_run
 from report import plot, plot_timeline, read_metrics, seconds_of_phases
 
 RECORDS = [
@@ -14,40 +16,21 @@ RECORDS = [
 ]  # fmt: skip
 
 
-def test_curves_are_drawn_also_where_values_are_missing(tmp_path):
-    lines = "".join(json.dumps(record) + "\n" for record in RECORDS)
-    (tmp_path / "metrics.jsonl").write_text(lines)
-    plot(tmp_path)
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert not (tmp_path / "curves.unfinished.png").exists()
-    drawn = (tmp_path / "curves.png").read_bytes()
-    (tmp_path / "metrics.jsonl").write_text(lines.splitlines()[0] + "\n")
-    plot(tmp_path)
-    assert (tmp_path / "curves.png").read_bytes() != drawn, "before the first step there is less to see"
-
-
-def test_the_command_draws_the_curves_of_a_run(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(RECORDS[1]) + "\n")
-    command = [sys.executable, "report.py", str(tmp_path)]
-    said = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    assert said == f"{tmp_path / 'report.html'}\n" and (tmp_path / "report.html").exists()
-    assert (tmp_path / "curves.png").stat().st_size > 10_000
-
-
-def test_the_timeline_shows_who_does_what_when(tmp_path):
+def test_curves_and_timeline_are_drawn_also_where_values_are_missing(tmp_path):
+    update = {"who": "ranks", "what": "update", "begin": 1000.0, "end": 1002.0}
+    steps = [{"step": step, "spans": [update, update | {"who": "server 0", "what": "sample 3"}]} for step in range(10)]
+    pictures = set()
     plot_timeline(tmp_path)
     assert not (tmp_path / "timeline.png").exists(), "nothing is known"
-    update = {"who": "ranks", "what": "update", "begin": 1000.0, "end": 1002.0}
-    sampling = {"who": "server 0", "what": "sample 3", "begin": 1000.0, "end": 1003.0}
-    steps = [{"step": step, "spans": [update, sampling]} for step in range(10)]
-    (tmp_path / "timeline.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
-    plot_timeline(tmp_path)
-    drawn = (tmp_path / "timeline.png").read_bytes()
-    assert drawn.startswith(b"\x89PNG")
-    sampling["end"] = 1001.0
-    (tmp_path / "timeline.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
-    plot_timeline(tmp_path)
-    assert (tmp_path / "timeline.png").read_bytes() != drawn
+    for records in (RECORDS, RECORDS[:1]):  # before the first step there is less to see
+        write_run(tmp_path, {}, records)
+        update["end"] += 1
+        (tmp_path / "timeline.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+        plot(tmp_path)
+        plot_timeline(tmp_path)
+        pictures |= {file.read_bytes() for file in tmp_path.glob("*.png")}
+    assert len(pictures) == 4 and all(picture.startswith(b"\x89PNG") for picture in pictures)
+    assert not list(tmp_path.glob("*.unfinished.png"))
 
 
 def test_the_last_line_of_a_step_counts_and_a_line_cut_off_by_a_kill_is_skipped(tmp_path):
@@ -59,3 +42,41 @@ def test_the_last_line_of_a_step_counts_and_a_line_cut_off_by_a_kill_is_skipped(
 def test_phases_are_the_times_without_the_whole_step_and_the_tail():
     metrics = {"time/sample_s": 1.0, "time/rollout_tail_s": 0.5, "time/step_s": 3.0, "perf/idle_frac": 0.1}
     assert seconds_of_phases(metrics) == {"sample": 1.0}
+
+
+def test_the_command_prints_what_it_has_found(tmp_path, monkeypatch, capsys):
+    run = str(write_run(tmp_path / "run", {"seed": 1}, RECORDS))
+    for arguments, said in {
+        (run,): f"{run}/report.html\n", (run, "--output", f"{run}/x.html"): f"{run}/x.html\n",
+        ("--compare", run, "--", run): f"A: {run} (seed 1, to step 2)",
+        (run, "--reference", "tiny_cpu"): f"{run} against tiny_cpu: cannot be judged\n",
+    }.items():  # fmt: skip
+        monkeypatch.setattr(sys, "argv", ["report.py", *arguments])
+        report.main()
+        assert capsys.readouterr().out.startswith(said)
+    assert {"report.html", "x.html", "curves.png"} <= {file.name for file in (tmp_path / "run").iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "said"),
+    [
+        ("config.json", None, "is no run folder with results: it has no config.json"),
+        ("metrics.jsonl", None, "it has no metrics.jsonl with a step"),
+        ("metrics.jsonl", '{"step": 1, "reward}', "metrics.jsonl, line 1, is damaged: Unterminated string"),
+        ("metrics.jsonl", '{"reward/mean": 1.0}', "metrics.jsonl is damaged: a line of it has no step"),
+        ("metrics.jsonl", '{"step": 9, "reward/mean": [1]}', "metrics.jsonl is damaged: reward/mean is no number"),
+        ("config.json", "[1]", "config.json is damaged"),
+        ("starts.jsonl", '"}', "starts.jsonl, line 1, is damaged"),
+    ],
+)
+def test_a_folder_that_is_no_run_or_damaged_is_named_in_a_sentence(tmp_path, monkeypatch, capsys, file, line, said):
+    run = str(write_run(tmp_path / "run", {"seed": 1}, RECORDS))
+    (tmp_path / "run" / file).unlink(missing_ok=True)
+    if line:
+        (tmp_path / "run" / file).write_text(line + "\n")
+    is_of_page = line and file != "config.json"
+    monkeypatch.setattr(sys, "argv", ["report.py", *([run] if is_of_page else ["--compare", run, "--", run])])
+    with pytest.raises(SystemExit, match="2"):
+        report.main()
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {run}") and said in error and error.count("\n") == 1

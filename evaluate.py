@@ -240,7 +240,10 @@ def main() -> None:
         check_ranges(args, FLAGS)
         check_head_dtype(args)
         check_launch(args.tensor_parallel_size, "bfloat16", args.gpu_memory_utilization)
-        samplings = samplings_of(args, args.data)
+        samplings = samplings_of(
+            args.data, "", samples=args.samples, temperature=args.temperature,
+            max_completion_tokens=args.max_completion_tokens, top_p=args.top_p,
+        )  # fmt: skip
         if args.published and len(args.published) != len(args.data):
             counts = f"{len(args.published)} numbers for {len(args.data)} sets"
             raise ValueError(f"--published has {counts}; give one for each, '-' for none.")

@@ -59,7 +59,10 @@ def load_inputs(args: Namespace) -> Inputs:
     of_servers = len(args.generation_gpus) if int(os.environ.get("RANK", "0")) < local_world_size() else 0
     check_launch(num_ranks, args.dtype, of_engine, of_servers)  # servers are on the first node
     check_places(args)
-    samplings = samplings_of(args, args.eval_data, "eval_")
+    samplings = samplings_of(
+        args.eval_data, "eval_", samples=args.eval_samples, temperature=args.eval_temperature,
+        max_completion_tokens=args.eval_max_completion_tokens, top_p=args.eval_top_p,
+    )  # fmt: skip
     longest = max(args.max_completion_tokens, *args.eval_max_completion_tokens)
     config, tokenizer, vision, load = load_model_files(args, longest)
     if args.lora_targets:
@@ -91,19 +94,19 @@ def load_model_files(
     return config, tokenizer, vision, load
 
 
-def samplings_of(args: Namespace, sources: list[str], prefix: str = "") -> list[Sampling]:
-    """How each set is sampled, by --<prefix>samples and others, which have one value for all sets or one for each.
+def samplings_of(sources: list[str], prefix: str, **flags: list[int] | list[float]) -> list[Sampling]:
+    """How each set is sampled, by flags that have one value for all sets or one for each.
 
-    Raises ValueError for another number of values, and for two sets that would be reported under the same name.
+    They are --<prefix>samples, temperature, max_completion_tokens and top_p, in this order. Raises ValueError for
+    another number of values, and for two sets that would be reported under the same name.
     """
     names, columns = [name_of_source(source) for source in sources], []
     if len(set(names)) < len(names):
         listed = ", ".join(names)
         raise ValueError(f"the held-out sets {listed} are reported under their names, which must differ; rename one.")
-    for flag in (f"{prefix}{name}" for name in ("samples", "temperature", "max_completion_tokens", "top_p")):
-        values = getattr(args, flag)
+    for name, values in flags.items():
         if len(values) not in (1, len(names)):
-            wrong = f"--{flag} has {len(values)} values for {len(names)} sets"
+            wrong = f"--{prefix}{name} has {len(values)} values for {len(names)} sets"
             raise ValueError(f"{wrong}; give one for all or one for each.")
         columns.append(values * len(names) if len(values) == 1 else values)
     samplings = []

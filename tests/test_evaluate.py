@@ -5,7 +5,6 @@ import json
 import math
 import subprocess
 import sys
-from argparse import Namespace
 from dataclasses import replace
 
 import numpy as np
@@ -210,15 +209,12 @@ def test_the_command_tells_mistakes_in_one_line(given, said, policy, monkeypatch
 
 
 def test_settings_are_one_for_all_sets_or_one_for_each():
-    given = Namespace(
-        eval_samples=[1, 32], eval_temperature=[0.6], eval_top_p=[0.95], eval_max_completion_tokens=[1, 2]
-    )
-    assert samplings_of(given, ["a", "b"], "eval_") == [Sampling(1, 0.6, 1, 0.95), Sampling(32, 0.6, 1, 0.95)]
-    with pytest.raises(ValueError, match="--eval_samples has 2 values for 3 sets"):
-        samplings_of(given, ["a", "b", "c"], "eval_")
+    given = {"samples": [1, 32], "temperature": [0.6], "max_completion_tokens": [100, 200], "top_p": [0.95]}
+    samplings = [Sampling(1, 0.6, 100, 0.95), Sampling(32, 0.6, 200, 0.95)]
     names = ["a/test.jsonl", "b/test.jsonl@train", "owner/test@test"]
-    given.eval_samples = [1]
-    assert len(samplings_of(given, names, "eval_")) == 3, "the split is a part of the name"
+    assert samplings_of(names[:2], "eval_", **given) == samplings, "the split is a part of the name"
+    with pytest.raises(ValueError, match="--eval_samples has 2 values for 3 sets"):
+        samplings_of(names, "eval_", **given)
 
 
 def run_script(name: str, *flags: object, **environment: object) -> str:

@@ -263,16 +263,15 @@ def test_a_parquet_file_that_is_none_is_refused(content, tmp_path):
 
 
 def test_data_without_rows_say_so(tmp_path):
-    nothing = datasets.Dataset.from_dict({"problem": [], "answer": []})
+    text = datasets.Value("string")
+    nothing = datasets.Dataset.from_dict({"problem": [], "answer": []}, datasets.Features(problem=text, answer=text))
     empty = tmp_path / "folder" / "train.parquet"
     empty.parent.mkdir()
     nothing.to_parquet(empty)
     write_parquet(tmp_path / "both" / "test.parquet", [{"problem": "q", "answer": "1"}])
-    nothing.to_parquet(tmp_path / "both" / "train.parquet")  # `datasets` reads all splits
-    for source in (empty, f"{empty}@train[:5]", f"{empty}#3", empty.parent, f"{tmp_path}/both@test"):
-        with pytest.raises(
-            ValueError, match=f"data '{re.escape(str(source))}' cannot be loaded: .*corresponds to no data"
-        ):
+    nothing.to_parquet(tmp_path / "both" / "train.parquet")
+    for source in (empty, f"{empty}@train[:5]", f"{empty}#3", empty.parent, tmp_path / "both"):
+        with pytest.raises(ValueError, match=re.escape(f"data '{source}' cannot be loaded: ") + ".* no data"):
             load(source)
     nothing.save_to_disk(tmp_path / "saved")
     with pytest.raises(ValueError, match="saved' cannot be loaded: it, or one of its splits, holds no rows"):

@@ -80,9 +80,7 @@ def test_the_errors_of_python_and_numpy_count_and_a_phase_inside_another_reports
     assert str(raised.value).count("ran out") == 1
 
 
-@pytest.mark.parametrize(
-    "error", [RuntimeError("shape mismatch"), ValueError("out of memory"), OSError(28, "No space")]
-)
+@pytest.mark.parametrize("error", [RuntimeError("shapes"), ValueError("out of memory"), OSError(28, "No space")])
 def test_other_errors_pass_as_they_are(error):
     with pytest.raises(type(error)) as raised, MemoryWatch(CPU, {}).phase("update"):
         raise error

@@ -12,14 +12,12 @@ from __future__ import annotations
 import argparse
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from guards.files import whole
 from reporting import reference
 from reporting.compare import compare
 from reporting.history import History, read_config, read_lines
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 STEPS_OF_TIMELINE = 6  # the last ones
 PANELS = {  # title -> the metrics that it shows; * stands for any text
@@ -109,7 +107,8 @@ def plot(run_dir: Path) -> None:
         last.stackplot(list(seconds), heights, labels=phases)
         last.legend(fontsize=8, loc="upper right", ncols=2)
     figure.suptitle(str(run_dir))
-    save(figure, run_dir / "curves.png")
+    with whole(run_dir / "curves.png") as unfinished:
+        figure.savefig(unfinished, format="png", dpi=90)
 
 
 def plot_timeline(run_dir: Path) -> None:
@@ -139,13 +138,8 @@ def plot_timeline(run_dir: Path) -> None:
     patches = [Patch(color=color, label=kind) for kind, color in colors.items()]
     figure.legend(handles=patches, loc="outside upper center", ncols=8, fontsize=8)
     axis.set_title(f"{run_dir}, steps {records[0]['step']} to {records[-1]['step']}", loc="left", fontsize=9)
-    save(figure, run_dir / "timeline.png")
-
-
-def save(figure: Figure, file: Path) -> None:
-    """Whole or not at all."""
-    figure.savefig(file.with_suffix(".unfinished.png"), dpi=90)
-    file.with_suffix(".unfinished.png").replace(file)
+    with whole(run_dir / "timeline.png") as unfinished:
+        figure.savefig(unfinished, format="png", dpi=90)
 
 
 def main() -> None:

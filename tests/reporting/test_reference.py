@@ -20,10 +20,8 @@ NO_PYTHON = {"BASH_FUNC_python%%": "() { :; }"}  # scripts/tiny_cpu.sh would mak
 GSM8K, DAPO, ZOO, TULU = (
     "qwen2.5_3b_gsm8k_lora_1gpu", "qwen3_4b_dapo_8gpu", "qwen7b_simplerl_2x8xh100", "tulu8b_rlvr_7plus1",
 )  # fmt: skip
-OF_REFERENCE = {"set_up": str, "source": str, "training": dict, "figures": list, "curves": list}
-OF_FIGURE = {"what": str, "metric": str, "value": (int, float), "source": str}
-OF_VERDICT = {"is": str, "tolerance": (int, float), "why": str}
-OF_PROTOCOL = {"problems", "samples", "temperature", "top_p", "max_completion_tokens"}
+UNKNOWN = "cannot be judged"
+BEFORE, AFTER = "GSM8K, 3B, before training", "GSM8K, 3B, after 116 steps"
 
 
 @functools.cache
@@ -33,28 +31,28 @@ def config_of(name: str) -> dict:
     return json.loads(json.dumps(vars(parse_flags(arguments))))
 
 
-def check_form(entry: dict, wanted: dict, others: set[str]) -> None:
-    assert {key for key in wanted if not isinstance(entry.get(key), wanted[key])} == set(), entry
-    assert entry.keys() <= wanted.keys() | others, entry
-    assert all(entry[key] for key in wanted if wanted[key] is str), "no text is empty"
-
-
 @pytest.mark.parametrize("name", names())
 def test_every_reference_has_the_form_that_its_reader_expects(name):
     reference = load(name)
-    check_form(reference, OF_REFERENCE, {"cannot_be_judged"})
-    assert reference["set_up"] == name and reference["training"]
+    assert reference.keys() - {"cannot_be_judged"} == {"set_up", "source", "training", "figures", "curves"}
+    assert reference["set_up"] == name and reference["training"] and reference["source"]
     assert bool(reference["figures"]) != ("cannot_be_judged" in reference), "figures, or the reason why there are none"
     for figure in reference["figures"]:
-        check_form(figure, OF_FIGURE, {"model", "steps", "evaluated_by", "protocol", "cannot_be_judged", *OF_VERDICT})
+        verdict = {"is", "tolerance", "why"} if "cannot_be_judged" not in figure else set()
+        others = {"model", "steps", "evaluated_by", "protocol", "cannot_be_judged"} | verdict
+        assert (
+            {"what", "metric", "value", "source"} | verdict
+            <= figure.keys()
+            <= {"what", "metric", "value", "source"} | others
+        )
         assert ("steps" in figure) != ("evaluated_by" in figure)
         assert (ROOT / figure.get("evaluated_by", "scripts")).exists()
         if "cannot_be_judged" not in figure:
-            check_form({key: figure.get(key) for key in OF_VERDICT}, OF_VERDICT, set())
             assert figure["is"] in ("equal", "at least") and figure["tolerance"] > 0
-            assert not figure["metric"].startswith("eval/") or figure["protocol"].keys() == OF_PROTOCOL
+            protocol = {"problems", "samples", "temperature", "top_p", "max_completion_tokens"}
+            assert not figure["metric"].startswith("eval/") or figure["protocol"].keys() == protocol
     for curve in reference["curves"]:
-        check_form(curve, {"metric": str, "label": str, "source": str, "points": list}, {"model"})
+        assert curve.keys() - {"model"} == {"metric", "label", "source", "points"}
         steps = [step for step, _ in curve["points"]]
         assert steps == sorted(set(steps)) and all(math.isfinite(value) for _, value in curve["points"])
 
@@ -91,20 +89,14 @@ def test_published_figures_stand_in_the_pages_too_and_tolerate_the_error_of_two_
 
 # Judging --------------------------------------------------------------------------------------------------------------
 
-BEFORE, AFTER = "GSM8K, 3B, before training", "GSM8K, 3B, after 116 steps"
-UNKNOWN = "cannot be judged"
 
-
-def gsm8k_run(
-    folder: Path, before: float, after: float, last: int = 116, problems: int = 1319, **flags: object
-) -> Path:
-    """A run of the set-up on 3B with its two evaluations."""
-    config = config_of(GSM8K) | {"model": "Qwen/Qwen2.5-3B-Instruct"} | flags
+def gsm8k_run(folder: Path, before: float = 0.563, after: float = 0.861, last: int = 116, **flags: object) -> Path:
+    """A run of the set-up on 3B with its two evaluations, of 1,319 problems."""
     records = [{"step": step, "reward/mean": 0.5} for step in range(last + 1)]
-    records[0]["eval/gsm8k_test/avg@1"], records[-1]["eval/gsm8k_test/avg@1"] = before, after
-    for step in (0, last):
-        write_completions(folder, step, "gsm8k_test", [1.0] * problems)
-    return write_run(folder, config, records)
+    for step, accuracy in ((0, before), (last, after)):
+        records[step]["eval/gsm8k_test/avg@1"] = accuracy
+        write_completions(folder, step, "gsm8k_test", [1.0] * flags.pop("problems", 1319))
+    return write_run(folder, config_of(GSM8K) | flags, records)
 
 
 def judged(run: Path, name: str) -> dict[str, tuple[str, str]]:
@@ -119,29 +111,30 @@ def judged(run: Path, name: str) -> dict[str, tuple[str, str]]:
         ({"after": 0.834}, ("reached", ""), ("not reached", ""), "not reached"),
         ({"before": 0.7}, ("not reached", ""), ("reached", ""), "not reached"),  # other prompts?
         ({"last": 60}, ("reached", ""), (UNKNOWN, "the run is at step 60 of 116"), UNKNOWN),
-        ({"problems": 1000}, *[(UNKNOWN, "another evaluation: problems 1000, not 1319")] * 2, UNKNOWN),
+        ({"after": 0.95}, ("reached", ""), ("reached", ""), "reached"),  # more is as good
+        ({"problems": 1000}, (UNKNOWN, "another evaluation: problems 1000, not 1319"), ("reached", ""), "reached"),
         ({"eval_temperature": [1.0]}, *[(UNKNOWN, "another evaluation: temperature 1.0, not 0.0")] * 2, UNKNOWN),
         ({"group_size": 16}, *[(UNKNOWN, "another training: --group_size 16, not 5")] * 2, None),
     ],
 )
 def test_a_run_is_judged_by_what_was_published(tmp_path, changes, before, after, overall):
-    run = gsm8k_run(tmp_path, **({"before": 0.563, "after": 0.861} | changes))
+    run = gsm8k_run(tmp_path, **changes)
     assert judged(run, GSM8K) == {BEFORE: before, AFTER: after}
     said = report.judgement(run)
     if overall is None:
         assert said == "", "nothing is said at the end of a run of one's own"
         return
     assert said.startswith(f"{run} against {GSM8K}: {overall}\n") and "\nsource: the logs" in said
-    row = rf"^{AFTER} +0\.861 +(-|0\.861|0\.834) +at least 0\.835 +{after[0]}$"
+    row = rf"^{AFTER} +0\.861 +\S+ +at least 0\.835 +{after[0]}$"
     assert re.search(row, said, re.MULTILINE) and after[1] in said
 
 
 def test_what_was_not_published_or_not_measured_cannot_be_judged(tmp_path):
-    run = gsm8k_run(tmp_path / "model", 0.563, 0.9, model="Qwen/Qwen2.5-14B-Instruct")
+    run = gsm8k_run(tmp_path / "model", model="Qwen/Qwen2.5-14B-Instruct")
     assert f"{UNKNOWN}: nothing is published for --model Qwen/Qwen2.5-14B-Instruct" in report.judgement(run)
     run = write_run(tmp_path / "qwq", config_of("qwq32b_8xh100"), [{"step": 1}])
     assert f"{UNKNOWN}: the source gives no figure" in report.judgement(run)
-    run = gsm8k_run(tmp_path / "lost", 0.563, 0.9)
+    run = gsm8k_run(tmp_path / "lost")
     (run / "eval" / "step_116" / "gsm8k_test.jsonl").unlink()
     write_run(run, config_of(GSM8K), [{"step": 0}, {"step": 116, "eval/gsm8k_test/avg@1": 0.9}])
     assert "problems not known, not 1319" in judged(run, GSM8K)[AFTER][1]
@@ -192,7 +185,7 @@ def test_what_was_published_of_another_method_is_shown_and_not_judged(tmp_path):
 
 
 def test_published_curves_are_drawn_into_the_curves_of_their_set_up(tmp_path):
-    run = gsm8k_run(tmp_path, 0.563, 0.861)
+    run = gsm8k_run(tmp_path)
     curves = published_curves(report.history(run))
     assert curves["eval/gsm8k_test/avg@1"]["points"][0] == [0, 0.563] and curves["reward/mean"]["label"] == "verl's log"
     report.plot(run)

@@ -78,21 +78,17 @@ def test_a_signal_ends_the_run_and_the_seeds_after_it(tmp_path, number):
     assert started(tmp_path) == ["1 runs/my_run_seed1 --seed 1", "saved"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        ("scripts/my_run.sh", "error: how many seeds?"),
-        ("0 scripts/my_run.sh", "error: how many seeds?"),
-        ("3", "error: which script?"),
-        ("3 scripts/none.sh", "error: scripts/none.sh is not there"),
-        ("3 scripts/my_run.sh --seed 7", "error: --seed is set here for each seed"),
-        ("3 scripts/my_run.sh --out_dir=x", "error: --out_dir=x is set here for each seed"),
-    ],
-)
-def test_mistakes_are_told_in_a_sentence(tmp_path, arguments, sentence):
+def test_mistakes_are_told_in_a_sentence(tmp_path):
     place(tmp_path, TELLS)
-    status, said = seeds(tmp_path, *arguments.split())
-    assert status == 2 and said.startswith(sentence) and not (tmp_path / "started").exists()
+    for arguments, sentence in {
+        "scripts/my_run.sh": "how many seeds?", "0 scripts/my_run.sh": "how many seeds?", "3": "which script?",
+        "3 scripts/none.sh": "scripts/none.sh is not there",
+        "3 scripts/my_run.sh --seed 7": "--seed is set here for each seed",
+        "3 scripts/my_run.sh --out_dir=x": "--out_dir=x is set here for each seed",
+    }.items():  # fmt: skip
+        status, said = seeds(tmp_path, *arguments.split())
+        assert status == 2 and said.startswith(f"error: {sentence}"), arguments
+    assert not (tmp_path / "started").exists()
 
 
 @pytest.mark.parametrize("name", SETUPS)

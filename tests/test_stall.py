@@ -186,5 +186,5 @@ def test_the_report_comes_before_the_collectives_time_out():
     assert take(Stalls, flags(timeout_minutes=1, stall_seconds=59)).seconds == 59
     wrong = flags(model="Qwen/Qwen3-4B", timeout_minutes=1, stall_seconds=60)
     check_flags(wrong, num_ranks=1)
-    with pytest.raises(ValueError, match="--stall_seconds 60: --timeout_minutes 1 would end .* use less than 60"):
+    with pytest.raises(ValueError, match=r"--stall_seconds 60.0: --timeout_minutes 1.0 would end .* use less than 60"):
         check_flags(wrong, num_ranks=2)

@@ -63,7 +63,8 @@ def test_flags_code_and_batch_are_compared(monkeypatch):
 
 def test_a_rank_with_another_reward_ends_the_run_and_is_named(policy, tmp_path):
     (tmp_path / "program.py").write_text(OTHER_REWARD)
-    done = run_ranks(2, str(tmp_path / "program.py"), training_flags(policy, tmp_path / "run", total_steps=1), 200)
+    options = training_flags(policy, tmp_path / "run", total_steps=1, eval_before_training=None)
+    done = run_ranks(2, str(tmp_path / "program.py"), options, timeout=200)
     assert done.returncode == 1
     assert "error: the ranks have diverged (step 1, sample): rank 1 has rewards " in done.stderr
     assert not (tmp_path / "run" / "metrics.jsonl").exists(), "before anything is trained on it"

@@ -206,7 +206,6 @@ def choose_groups(sampled: Rollout, num_rounds: int, draws: Draws) -> tuple[np.n
 class NoEngine:
     """In the place of an engine, with --replay: nothing is sampled, and the weights stay where they are."""
 
-    guard = None
     seconds_E = np.zeros(1)
 
     def begin(self, *_: object) -> None:

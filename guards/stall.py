@@ -55,11 +55,6 @@ def beat(doing: str) -> None:
     BOARD.count += 1
 
 
-def tick() -> None:
-    """Progress that goes without saying, of any thread."""
-    BOARD.count += 1
-
-
 def note(doing: str) -> None:
     """The same without progress: a better word for what lasts."""
     BOARD.doing = doing

@@ -88,7 +88,7 @@ def t_quantile(confidence: float, freedom: float) -> float:
 
     With T = sqrt(freedom) tan(angle), the density of the angle is proportional to cos(angle)^(freedom-1).
     """
-    angles = np.linspace(0.0, math.pi / 2, 20_001)
+    angles = np.linspace(0.0, math.pi / 2, 10_001)
     density = np.cos(angles) ** (freedom - 1)
     mass = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
     return math.sqrt(freedom) * math.tan(np.interp(confidence * mass[-1], mass, angles))

@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -38,7 +37,6 @@ from guards.start import RunError, note_reason
 from inputs.machine import own_address
 from model.sizes import MOST_ON_GPU
 
-Result = TypeVar("Result")
 TIMEOUT = 600.0  # seconds: a server that gives no answer at its start, or no token, for so long is dead
 MEETING = 60.0  # seconds that a server has to come for its weights
 LEAVE = 10.0  # seconds that the main rank has to end after a failed transfer
@@ -154,9 +152,9 @@ class Fleet:
         self.thread.start()
         self.call(self._open())
 
-    def call(self, coroutine: Coroutine[None, None, Result]) -> Result:
+    def call(self, coroutine: Coroutine[None, None, None]) -> None:
         """From another thread: runs it in the loop, and waits."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+        asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
 
     async def _open(self) -> None:
         most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # each request is a connection

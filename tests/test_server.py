@@ -28,7 +28,7 @@ from fake_server import FakeServer
 from flags import EngineSettings, Sampling, Servers, take
 from generation.start import SERVER, start_server
 from generation.wire import TOKENS, Fleet, Server
-from guards.start import RunError
+from guards.start import RunError, reason_file
 from helpers import (
     ALONE,
     ENVIRONMENT,
@@ -189,13 +189,13 @@ def test_the_thread_ends_the_process_if_the_main_one_hangs_in_a_transfer(monkeyp
     monkeypatch.setattr("generation.wire.os._exit", lambda status: status == 1 and ended.set())
     server = FakeServer()
     with engine_of(server) as engine:
-        synced(engine)
-        server.dies_in_sync = True
-        engine.fleet.servers[0].send = lambda _: ended.wait(10.0)
+        link, sent = synced(engine).fleet.servers[0], []
+        server.dies_in_sync, send = True, link.send
+        link.send = lambda tensor: sent.append(tensor) or (ended.wait(10.0) if len(sent) > 1 else send(tensor))
         with pytest.raises(RunError, match="status 500"):
-            engine.sync([("stuck", WEIGHTS["norm.weight"])])
+            synced(engine)
         assert ended.is_set()
-    assert "amid a transfer of weights" in json.loads((tmp_path / "rank_0.json").read_text())["text"]
+    assert "amid a transfer of weights" in json.loads(reason_file(tmp_path, 0).read_text())["text"]
 
 
 def test_what_a_server_does_at_the_start_of_a_run_is_left_over_and_aborted():

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import NamedTuple
 
 from guards.files import whole
 from reporting import reference
@@ -30,15 +29,6 @@ PANELS = {  # title -> the metrics that it shows; * stands for any text
     "sampler-trainer gap": "policy/rollout_gap_mean",
     "memory at the peak, GiB": "memory/*_gib",
 }
-
-
-class Span(NamedTuple):
-    """A time in which somebody did one thing."""
-
-    who: str  # "ranks", or a generation server
-    what: str  # the phase
-    begin: float  # by the clock, in seconds
-    end: float
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, float]]:

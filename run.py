@@ -107,7 +107,7 @@ class Run:
     start: float | None = None  # of the step, by the clock
     seconds: dict[str, float] = field(default_factory=dict)  # of the step, by phase
     updates: list[Metrics] = field(default_factory=list)  # of the step
-    spans: list[report.Span] = field(default_factory=list)  # of the step: what was done when, for timeline.png
+    spans: list[dict[str, str | float]] = field(default_factory=list)  # of the step: who did what when
     rollouts: Keeper = field(init=False)
     console: Console = field(init=False)
 
@@ -147,7 +147,7 @@ class Run:
 
     def note_span(self, who: str, what: str, begin: float, end: float) -> None:
         """For timeline.png: who did what when, by the clock."""
-        self.spans.append(report.Span(who, what, round(begin, 3), round(end, 3)))
+        self.spans.append({"who": who, "what": what, "begin": round(begin, 3), "end": round(end, 3)})
 
     def record(self, metrics: Metrics) -> None:
         """Keeps the metrics of an update."""
@@ -163,7 +163,7 @@ class Run:
         """Appends the step's line to metrics.jsonl, prints its summary, and starts the clock of the next step."""
         memory = self.memory.metrics()
         metrics = self.metrics() | metrics | memory
-        self._append("timeline.jsonl", {"step": step, "spans": [span._asdict() for span in self.spans]})
+        self._append("timeline.jsonl", {"step": step, "spans": self.spans})
         self.start, self.seconds, self.updates, self.spans = time.perf_counter(), {}, [], []
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON knows no nan
         self._append_to_log({"step": step, **finite})

@@ -241,8 +241,6 @@ def test_every_flag_is_documented_and_used(capsys):
     # Dead is a flag that no line reads as an attribute, and that is no parameter of a function of the algorithm.
     source = "\n".join(path.read_text() for path in PROGRAM)
     read = set(re.findall(r"\.(\w+)", source))
-    of_sets = re.search(r'in \(("samples", .*)\)', source)[1]  # `samplings_of` puts evaluate.py's or this prefix before
-    read |= {f"eval_{name}" for name in re.findall(r'"(\w+)"', of_sets)}
     chosen = {key for name in CHOICES for function in CHOICES[name].values() for key in parameters_of(function)}
     for each in FLAGS.values():
         name = each.name.removeprefix("--")

@@ -27,6 +27,9 @@ ARGS=(
     --max_prompt_tokens "$longest"
     --max_completion_tokens 8
 )
+if [ "$NUM_GPUS" -eq 0 ] && ! grep --quiet 'param_dtype bfloat16' "$script"; then
+    ARGS+=(--dtype float32) # CPUs without bfloat16 of their own emulate it: many times slower
+fi
 for step in 1 2; do
     bash "$script" "${ARGS[@]}" --stop_after "$step" "$@"
 done

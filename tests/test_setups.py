@@ -112,6 +112,11 @@ def smoke(name: str, folder: Path, *flags: str) -> str:
     return done.stdout
 
 
+def dtype_of(name: str) -> list[str]:
+    """What scripts/smoke.sh adds on a CPU."""
+    return [] if DOCUMENTED[name].get("param_dtype") == "bfloat16" else ["--dtype", "float32"]
+
+
 def forked_smoke(name: str, folder: Path, *flags: str) -> str:
     """The same without the seconds of the launcher and of its imports."""
     folder /= name
@@ -122,7 +127,7 @@ def forked_smoke(name: str, folder: Path, *flags: str) -> str:
     said = ""
     for step in ("1", "2"):
         short = ["--max_prompt_tokens", "100", "--max_completion_tokens", "8", "--stop_after", step]
-        *_, arguments = launched(name, *short, *flags, **settings)
+        *_, arguments = launched(name, *short, *dtype_of(name), *flags, **settings)
         said += torchrun(num_ranks, "train_grpo.py", *arguments).stdout
     return said
 
@@ -153,6 +158,7 @@ def test_a_documented_set_up_trains_evaluates_saves_and_resumes_with_its_values(
     assert "continues from" in said
     (run,) = (tmp_path / name).glob("run_*")
     config = json.loads((run / "config.json").read_text())
+    changes |= {"dtype": "float32"} if dtype_of(name) else {}
     assert {flag: config[flag] for flag in DOCUMENTED[name]} == DOCUMENTED[name] | changes
     metrics = metrics_of(run)
     assert [step for step in metrics if step] == [1, 2]

@@ -130,9 +130,6 @@ def test_the_run_folder_describes_itself(finished_run, policy):
         "is_truncated",
     }  # fmt: skip
     assert (finished_run / "curves.png").stat().st_size > 10_000
-    assert sorted(path.name for path in (finished_run / "profile").iterdir()) == [
-        f"step_3_{phase}_rank_{rank}.json.gz" for phase in ("sync", "update") for rank in (0, 1)
-    ]
     assert sorted(path.name for path in finished_run.glob("*step_*")) == ["step_2", "step_4"]
     assert (finished_run / "final").resolve() == (finished_run / "step_4").resolve()
 
@@ -238,7 +235,7 @@ def test_what_a_step_depends_on_survives_a_resume_with_every_option_on(policy, r
     drawn = sum(metrics["sampling/prompts"] for metrics in expected.values())
     assert sorted(path.name for path in (tmp_path / "parts").glob("step_*")) == ["step_2", "step_4"]
     progress = json.loads((tmp_path / "parts" / "step_4" / "trainer" / "progress.json").read_text())
-    assert (progress["prompts_drawn"], progress["skipped_in_a_row"], len(progress["grad_norms"])) == (drawn, 0, 24)
+    assert (progress["prompts_drawn"], progress["skipped_in_a_row"]) == (drawn, 0)
 
 
 def test_groups_without_signal_neither_crash_nor_move_the_policy_nor_make_ranks_differ(policy, tmp_path):

@@ -337,14 +337,14 @@ def _is_multiple(key: tuple[str, str], answer: tuple[str, str], is_directed: boo
 # Answer keys ----------------------------------------------------------------------------------------------------------
 
 
-def key_text(key: str) -> str:
+def key_content(key: str) -> str:
     """The answer in an answer key: the inside of its last box or <answer>, if it has one, else all of it."""
     return (read_answer(key) or "") if re.search(r"\\(?:boxed|fbox)\b|<answer>", key) else key
 
 
 def key_problem(key: str) -> str | None:
     """Why nothing could be graded against this key, in a few words; None if it can be."""
-    text = clean(key_text(key))
+    text = clean(key_content(key))
     if len(text) > MAX_FORMULA:
         return f"no \\boxed answer in a key of {len(key)} characters ({key[:60]!r}...)"
     if len(re.findall(r"[A-Za-z]{2,}", re.sub(r"\\[A-Za-z]+", " ", text))) > MAX_WORDS:

@@ -75,6 +75,10 @@ class Pool:
             self.queue.append((key, given, False))
             self._feed()
 
+    @property
+    def num_left(self) -> int:
+        return len(self.queue) + sum(len(items) for items, _ in self.at_work.values())
+
     def _feed(self) -> None:
         """Hands items to the workers: few in advance, so that those that wait can share a worker."""
         while self.queue and len(self.at_work) < 2 * self.num_workers and not self.failure:
@@ -121,8 +125,7 @@ class Pool:
                 if self.at_work and time.monotonic() - heard > 1.0:
                     heard = time.monotonic()
                     items, start = min(self.at_work.values(), key=lambda each: each[1])
-                    num_left = len(self.queue) + sum(len(each) for each, _ in self.at_work.values())
-                    on_wait(num_left, items[0][1], heard - start)
+                    on_wait(self.num_left, items[0][1], heard - start)
             outcomes, self.outcomes = self.outcomes, {}
         if self.failure:
             self.close()

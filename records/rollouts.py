@@ -18,7 +18,7 @@ import numpy as np
 
 from batch import Rollout, Row, Sampled
 from fsdp_utils import HostGroup, gather_on_main, new_host_group
-from grading.score import Grade
+from grading import Grade
 from guards.disk import GIB, tolerated
 from guards.start import RunError
 

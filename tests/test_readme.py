@@ -13,7 +13,7 @@ import pytest
 import evaluate
 from flags import FLAGS
 from grading.score import Handler
-from grading.verifiers import Case
+from grading import Case
 from helpers import ROOT
 from inputs.checks import check_flags
 from inputs.command_line import parse_flags

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from flags import Grading, Sampling
-from grading.verifiers import Case
+from grading import Case
 from reward import Grade, Grader, RewardFailed, workers_per_engine
 
 FAILING = f"{Path(__file__).parent}/grading/rewards_that_fail.py:score"

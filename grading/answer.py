@@ -7,7 +7,9 @@ from collections.abc import Iterator
 
 BOX = re.compile(r"\\(?:boxed|fbox)\s*(\{|[^\s{}$\\.,]+)")
 STATED = re.compile(r"\banswer\b[*_]*\s*(?:\bis\b|:)[*_]*[ \t]*:?\s*", re.IGNORECASE)
-SENTENCE_END = re.compile(r"(?<!\be\.g)(?<!\bi\.e)[.!?](?=[\s*\"')]|$)|[。\n]|[,;]?\s+(?:because|since)\s", re.IGNORECASE)
+SENTENCE_END = re.compile(
+    r"(?<!\be\.g)(?<!\bi\.e)[.!?](?=[\s*\"')]|$)|[。\n]|[,;]?\s+(?:because|since)\s", re.IGNORECASE
+)
 WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 MAX_STATED = 1000  # characters behind a mark without an end
 
@@ -19,7 +21,7 @@ def visible_text(completion: str) -> str | None:
     return completion.rpartition("</think>")[2]
 
 
-def read_answer(completion: str, takes_all: bool = False) -> str | None:
+def read_answer(completion: str, unmarked: str = "value") -> str | None:
     """The final answer, None if there is none.
 
     After the last `</think>` (a thought that is never closed has no answer), inside the last `<answer>...</answer>` if
@@ -29,8 +31,8 @@ def read_answer(completion: str, takes_all: bool = False) -> str | None:
     3. else what follows the last "answer is" or "answer:", up to the end of the sentence, or to "because", "since";
     4. else the whole text, but only inside `<answer>`, or if it is nothing but a value: one line of at most two words.
 
-    Nothing before the mark and nothing behind it changes it. A mark that is not closed holds nothing. `takes_all`: 4
-    holds for every text.
+    Nothing before the mark and nothing behind it changes it. A mark that is not closed holds nothing. `unmarked`: the
+    rule 4 outside `<answer>` holds for a "value", for "all" texts, or for "none".
     """
     text = visible_text(completion)
     if text is None:
@@ -44,7 +46,7 @@ def read_answer(completion: str, takes_all: bool = False) -> str | None:
     if answer is None:
         text = text.strip()
         is_value = "\n" not in text[:MAX_STATED] and len(text) <= MAX_STATED and len(WORD.findall(text)) <= 2
-        answer = text if tag or takes_all or is_value else ""
+        answer = text if tag or unmarked == "all" or (unmarked == "value" and is_value) else ""
     return answer.strip() or None
 
 
@@ -59,7 +61,9 @@ def _marked(text: str) -> str | None:
     stated = list(STATED.finditer(text))
     if stated:
         behind = text[stated[-1].end() :][:MAX_STATED]
-        end = next((each.start() for each in SENTENCE_END.finditer(behind) if not _is_open(behind[: each.start()])), None)
+        end = next(
+            (each.start() for each in SENTENCE_END.finditer(behind) if not _is_open(behind[: each.start()])), None
+        )
         return behind[:end].strip(" *_")
     return None
 

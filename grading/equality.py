@@ -192,7 +192,9 @@ def _same_quantity(key: Value, answer: Value) -> bool:
     scale = Fraction(1)
     if key_unit and answer_unit and key_unit != answer_unit:
         (key_scale, key_base), (answer_scale, answer_base) = in_base(key_unit), in_base(answer_unit)
-        if key_base != answer_base and ("u" not in (key_unit, answer_unit) or re.search(r"[/^]", key_unit + answer_unit)):
+        if key_base != answer_base and (
+            "u" not in (key_unit, answer_unit) or re.search(r"[/^]", key_unit + answer_unit)
+        ):
             return False
         scale = answer_scale / key_scale
     if key[0] == answer[0] == "number":
@@ -277,7 +279,9 @@ def _is_small(formula: Basic) -> bool:
     if formula.base.is_number:
         if formula.exp.is_infinite or (formula.base.is_zero and not formula.exp.is_positive):
             return False
-        return formula.base.is_zero is True or bool(abs((formula.exp * log(abs(formula.base), 10)).evalf()) < MAX_DIGITS)
+        return formula.base.is_zero is True or bool(
+            abs((formula.exp * log(abs(formula.base), 10)).evalf()) < MAX_DIGITS
+        )
     return not isinstance(formula.base, Add) or bool(abs(formula.exp.evalf()) <= MAX_EXPONENT)
 
 

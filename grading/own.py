@@ -76,6 +76,9 @@ class OwnReward:
     def __init__(self, reference: str) -> None:
         """Loads `file.py:function`. Raises ValueError if it cannot be called, and what the file raises."""
         path, _, self.name = reference.rpartition(":")
+        # Its neighbours come after installed packages and before our own modules (one may be called data.py).
+        last = dict.fromkeys((str(Path(path).absolute().parent), str(Path(__file__).parent.parent)))
+        sys.path[:] = [*(each for each in sys.path if each not in last), *last]
         self.function = load_function(path, self.name)
         parameters = inspect.signature(self.function).parameters
         form = next((FORMS[name] for name in FORMS if name in parameters), None)
@@ -120,7 +123,9 @@ class OwnReward:
         is_list = isinstance(result, Iterable) and not isinstance(result, (str, bytes, dict, set))
         results = list(result) if is_list else []
         if len(results) != len(cases):
-            raise WrongReturn(f"{self.name} returned {result!r:.200} for {len(cases)} completions, not a list of that many")
+            raise WrongReturn(
+                f"{self.name} returned {result!r:.200} for {len(cases)} completions, not a list of that many"
+            )
         return [self._read(0.0 if each is None else each) for each in results]  # TRL: None does not apply
 
     def _read(self, result: object) -> tuple[float, dict[str, float]]:

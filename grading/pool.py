@@ -27,6 +27,7 @@ import types
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import NamedTuple
@@ -178,7 +179,9 @@ def _load(factory: str, arguments: tuple, memory_gib: float) -> None:
     """Loads the function. A failure is told with the first item."""
     os.setsid()  # what it starts can be killed with it
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with the fork server, and that with us
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with the fork server
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # and that with the caller, when nobody holds this
+    forkserver._forkserver._forkserver_alive_fd = None
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, LOAD_SECONDS)  # its signal ends the process
     resource.setrlimit(resource.RLIMIT_DATA, (int(memory_gib * 2**30),) * 2)  # not what libraries map and do not use

@@ -248,7 +248,9 @@ LETTER = (  # with its index; no function
     r"(?:[A-Za-z]|\\(?!frac|pi|infty|sqrt|text|in|exp|log|ln|sin|cos|tan|sec|csc|cot)[a-z]{2,8}(?![A-Za-z]))"
     r"(?:_(?:\{[\w,]+\}|\w|\{?\\(?:min|max|text\{\w+\})\s*\}?))?"
 )
-DENIED = r"half|double|twice|not?|never|wrong\w*|false|trap|guess|least|most|more|less|if|approx\w*|square|root|log|inverse"
+DENIED = (
+    r"half|double|twice|not?|never|wrong\w*|false|trap|guess|least|most|more|less|if|approx\w*|square|root|log|inverse"
+)
 NAME = (  # x, x_1, f(x), f'(2), P(A), |v|, dy/dx, AB, \angle ABC, Area, \text{total cost}
     rf"(?:{LETTER}(?:\^\{{-1\}}|'+)?\s?\((?![^()]*(?:\d[A-Za-z]|\bnot\b))[^()+*/^=-]*\)|P\([^()]*[=<>|][^()]*\)|{LETTER}'*|d\w/d\w|\\frac\{{d\w\}}\{{d\w\}}"
     r"|\|\s*(?:[A-Zuvw]|\\[a-z]+|\s)+\||(?:m?\\(?:angle|triangle)\s*)?[A-Z]{1,4}"
@@ -258,7 +260,9 @@ CONSTANT = re.compile(  # a side without letters
     r"(?:[^A-Za-z\\]|\\(?:frac|sqrt|cdot|times|div|pi|binom|circ|sin|cos|tan|log|ln|pm|\W|text\{[^{}]*\})(?![A-Za-z]))+"
 )
 NAMES = re.compile(r"\(\s*[A-Za-z](?:_\{?\d\}?)?(?:\s*,\s*[A-Za-z](?:_\{?\d\}?)?)+\s*\)")
-NAMED = re.compile(rf"({NAME}(?:\s*[:/]\s*{NAME})*|\\frac\{{{NAME}\}}\{{{NAME}\}})\s*(?:=|:=|\\in(?![A-Za-z]))\s*(.+)", re.DOTALL)
+NAMED = re.compile(
+    rf"({NAME}(?:\s*[:/]\s*{NAME})*|\\frac\{{{NAME}\}}\{{{NAME}\}})\s*(?:=|:=|\\in(?![A-Za-z]))\s*(.+)", re.DOTALL
+)
 BUILDER = re.compile(rf"\s*{NAME}(?:\s*\\in\s*\\mathbb\{{R\}})?\s*(?:\\mid|:|\|)\s*(.+)")
 RELATION = re.compile(r"\\[lg]e(?![A-Za-z])|\\ne(?![A-Za-z])|(?<!\\)[<>]")
 EQUALS, APPROX = re.compile(r"(?<![<>:\\])="), re.compile(r"\\approx(?![A-Za-z])")
@@ -273,7 +277,9 @@ POINTS = re.compile(";")  # x=1, y=2; x=2, y=1
 OR = re.compile(r"(?<=[\s\d})\]])or(?=[\s\\(\d-]|\w(?:\(\w\))?\s*=)|\\cup(?![A-Za-z])")
 COLON = re.compile(":")
 # What SymPy has no value for is compared as text.
-UNCOUNTED = re.compile(r"\\(?:equiv|[pb]?mod|[lc]?dots|mid|parallel|perp|neg|land|to|rightarrow|implies|iff)(?![A-Za-z])|\.\.|\?")
+UNCOUNTED = re.compile(
+    r"\\(?:equiv|[pb]?mod|[lc]?dots|mid|parallel|perp|neg|land|to|rightarrow|implies|iff)(?![A-Za-z])|\.\.|\?"
+)
 MATRIX = re.compile(r"\\begin\{([bpBv]?matrix|array)\}(?:\{[^{}]*\})?((?:(?!\\begin).)*)\\end\{\1\}", re.DOTALL)
 OPENING, CLOSING = ("(", "[", "{", "\\{", "\\langle"), (")", "]", "}", "\\}", "\\rangle")
 BRACKET = r"\\[{}]|\\[lr]angle|\\.|[()\[\]{}]"  # or an escaped character, which is none
@@ -285,13 +291,18 @@ def parse_value(text: str) -> Value:
     value = number(text)
     if value is not None:
         return ("number", value, "")
-    if len(text) > MAX_FORMULA or max(itertools.accumulate((c in "([{") - (c in ")]}") for c in text)) > MAX_DEPTH:
+    if len(text) > MAX_FORMULA or _depth(text) > MAX_DEPTH:
         return ("words", text)
     for read in (_choice, _named, _collection, _quantity):
         found = read(text)
         if found is not None:
             return found
     return ("formula", text, "")
+
+
+def _depth(text: str) -> int:
+    """How many brackets are open at most."""
+    return max(itertools.accumulate(((c in "([{") - (c in ")]}") for c in text), initial=0))
 
 
 def _split(text: str, separator: re.Pattern[str]) -> list[str]:
@@ -383,7 +394,9 @@ def _collection(text: str) -> Value | None:
     parts = _split(text, POINTS if "," in text and "=" in text and ";" in text else OR)
     if len(parts) > 1 and all(parts):
         values = tuple(_as_point(parse_value(part)) for part in parts)
-        if has_names(values) or any(value[0] == "choice" or re.fullmatch("[A-J]", part) for value, part in zip(values, parts, strict=True)):
+        if has_names(values) or any(
+            value[0] == "choice" or re.fullmatch("[A-J]", part) for value, part in zip(values, parts, strict=True)
+        ):
             return ("words", text)  # x = 1 or y = 2; "A or B" chooses neither
         is_union = "\\cup" in text or any(value[0] == "relation" for value in values)
         return ("union" if is_union else "list", _flat(values))

@@ -31,8 +31,8 @@ class Verifier:
 
 
 def verify_exact(case: Case) -> Verdict:
-    """1.0 if the final answer equals the row's as text; else 0.0. Without a mark the whole visible text is the answer."""
-    found = read_answer(case.completion, takes_all=True)
+    """1.0 if the final answer, or without a mark the whole visible text, equals the row's as text; else 0.0."""
+    found = read_answer(case.completion, unmarked="all")
     return float(found == case.answer.strip()), found
 
 
@@ -66,9 +66,10 @@ def verify_gsm8k(case: Case) -> Verdict:
     Of an answer in words ("18 eggs left over from 20") it is the first number. Without a mark it is the last number of
     the visible text. Several answers are incorrect.
     """
-    found, key = read_answer(case.completion), _gsm8k_key(case)
+    found, key = read_answer(case.completion, unmarked="none"), _gsm8k_key(case)
     if found is None:
-        numbers = _numbers(visible_text(case.completion) or "")[-1:]
+        visible = visible_text(case.completion) or ""
+        numbers = [] if re.search(r"\\f?box|<answer>", visible) else _numbers(visible)[-1:]
     elif len(found) > MAX_FORMULA or re.search("|".join(SCALES), found) or parse_value(clean(found))[0] == "list":
         numbers = []
     else:

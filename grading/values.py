@@ -31,9 +31,9 @@ SYMBOLS = {
     "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "⁄": "/", "−": "-", "–": "-", "—": "-", "∅": r"\emptyset ",
     "ℝ": r"\mathbb{R}", "θ": r"\theta ", "√": r"\sqrt ", "€": r"\euro ", "£": r"\pounds ", "’": "'", "≈": r"\approx ",
 }  # fmt: skip
-WORDS = dict(zip("zero one two three four five six seven eight nine ten eleven twelve".split(), range(13), strict=True))
-WORDS |= {f"{word}teen": n for n, word in enumerate("thir four fif six seven eigh nine".split(), 13)}
-WORDS |= {f"{word}ty": 10 * n for n, word in enumerate("twen thir for fif six seven eigh nine".split(), 2)}
+WORDS = dict(zip(["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"], range(13), strict=True))
+WORDS |= {f"{word}teen": n for n, word in enumerate(["thir", "four", "fif", "six", "seven", "eigh", "nine"], 13)}
+WORDS |= {f"{word}ty": 10 * n for n, word in enumerate(["twen", "thir", "for", "fif", "six", "seven", "eigh", "nine"], 2)}
 SPOKEN = {
     r"\mathbb{R}": r"all real(?: number)?s?|\(-\\infty ?, ?\+?\\infty ?\)", "does not exist": "dne",
     r"\emptyset": r"(?:there (?:is|are) )?no (?:real )?(?:solutions?|roots?)|(?:the )?empty set",

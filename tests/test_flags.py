@@ -74,7 +74,7 @@ def test_what_may_change_when_a_run_continues():
         "keep_best", "timeout_minutes", "max_skipped_updates", "stop_after", "profile_steps", "micro_batch_tokens",
         "share_prompts", "shard_ranks", "gradient_checkpointing", "gpu_memory_utilization", "enforce_eager",
         "offload", "offload_reference", "communicate_once",
-        "tensor_parallel_size", "reward_workers", "reward_in_flight", "reward_retries",
+        "tensor_parallel_size", "reward_workers", "reward_in_flight",
         "max_kl", "max_ratio", "max_grad_norm_factor", "on_bad_update", "max_rollout_gap", "on_rollout_gap",
         "grace_seconds", "stall_seconds", "keep_rollouts", "quiet", "json_log", "track",
         "engine", "generation_gpus", "num_servers", "server_urls", "server_timeout",

@@ -51,7 +51,9 @@ def test_a_function_of_a_group_gets_lists_and_columns_of_the_data(signature, res
 
 
 def test_verls_key_is_the_one_of_its_data(tmp_path):
-    code = "def score(data_source, solution_str, ground_truth, extra_info):\n    return ground_truth + extra_info['x']\n"
+    code = (
+        "def score(data_source, solution_str, ground_truth, extra_info):\n    return ground_truth + extra_info['x']\n"
+    )
     columns = {"reward_model": {"ground_truth": 3}, "extra_info": {"x": 4}}
     assert own(tmp_path, code)([Case("", "no", columns)]) == [(7.0, {})]
 

@@ -151,8 +151,10 @@ class _Worker(ForkServerProcess):
             sys.modules["__main__"] = main
 
     def terminate(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
+        # Its number is another process's only if nothing of its group is left: then there is nothing to kill.
+        if super().is_alive() or not Path(f"/proc/{self.pid}").exists():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
         self.kill()
 
     def is_alive(self) -> bool:

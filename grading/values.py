@@ -31,9 +31,10 @@ SYMBOLS = {
     "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "⁄": "/", "−": "-", "–": "-", "—": "-", "∅": r"\emptyset ",
     "ℝ": r"\mathbb{R}", "θ": r"\theta ", "√": r"\sqrt ", "€": r"\euro ", "£": r"\pounds ", "’": "'", "≈": r"\approx ",
 }  # fmt: skip
-WORDS = dict(zip(["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"], range(13), strict=True))
-WORDS |= {f"{word}teen": n for n, word in enumerate(["thir", "four", "fif", "six", "seven", "eigh", "nine"], 13)}
-WORDS |= {f"{word}ty": 10 * n for n, word in enumerate(["twen", "thir", "for", "fif", "six", "seven", "eigh", "nine"], 2)}
+WORDS = {word: int(n) for word, n in re.findall(r"(\w+):(\d+)", """
+    zero:0 one:1 two:2 three:3 four:4 five:5 six:6 seven:7 eight:8 nine:9 ten:10 eleven:11 twelve:12 thirteen:13
+    fourteen:14 fifteen:15 sixteen:16 seventeen:17 eighteen:18 nineteen:19 twenty:20 thirty:30 forty:40 fifty:50
+    sixty:60 seventy:70 eighty:80 ninety:90""")}  # fmt: skip
 SPOKEN = {
     r"\mathbb{R}": r"all real(?: number)?s?|\(-\\infty ?, ?\+?\\infty ?\)", "does not exist": "dne",
     r"\emptyset": r"(?:there (?:is|are) )?no (?:real )?(?:solutions?|roots?)|(?:the )?empty set",
@@ -46,8 +47,8 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
     # Delimiters, sizes, spaces, fonts
     (r"\\(?:left|right|[bB]igg?[lr]?)x?\.?|\\!", ""),
     (r"(?<!\\)(?:\\[()\[\]](?!\d*pt)|\$)", " "),
-    (r"(?<!\\)\\[,;: ]|~|\\q?quad|\\(?:display|text)stylex?|\\(?:no)?limitsx?|\\(?:text)?color\s*\{\w+\}|\\(?:bf|rm|large|Large)x?",
-     " "),
+    (r"(?<!\\)\\[,;: ]|~|\\q?quad|\\(?:display|text)stylex?|\\(?:no)?limitsx?", " "),
+    (r"\\(?:text)?color\s*\{\w+\}|\\(?:bf|rm|large|Large)x?", " "),
     (r"\\(?:mathbf|mathit|boldsymbol|mathrm|vec)\s*\{\s*([a-zA-Z])\s*\}", r" \1 "),
     (r"^\\(?:boxed|fbox|boldsymbol)\s*\{(.*)\}$", r"\1"),
     (r"\\(?:text(?:bf|it|rm|sf|tt|normal)|math(?:rm|bf|it|sf)|emph|mbox|operatorname)\s*\{", r"\\text{"),
@@ -175,11 +176,12 @@ UNITS = {name: short for short, names in {  # every spelling of a unit
     "kg": "kilogram", "g": "gram", "mg": "milligram", "lb": "pound lbs", "oz": "ounce", "ft": "feet foot", "yd": "yard",
     "mi": "mile", "in": "inche inch", "s": "second sec", "min": "minute", "h": "hour hr hrs", "l": "liter litre",
     "ml": "milliliter millilitre", "$": "dollar usd buck", "deg": "degree", "%": "percent", "u": "unit",
-    "mi/h": "mph", "km/h": "kph kmph", "day": "", "week": "", "month": "", "year": "", "rad": "radian", "j": "joule",
-    "n": "newton", "w": "watt", "v": "volt", "hz": "hertz", "cent": "", "people": "person", "child": "children",
-    "man": "men", "woman": "women", "am": "", "pm": "", "mol": "mole", "euro": "", "个": "", "元": "", "米": "", "人": "",
-    "天": "", "秒": "", "度": "", "岁": "", "克": "", "厘米": "", "千米": "", "公里": "", "小时": "", "分钟": "", "千克": "",
+    "mi/h": "mph", "km/h": "kph kmph", "rad": "radian", "j": "joule", "n": "newton", "w": "watt", "v": "volt",
+    "hz": "hertz", "people": "person", "child": "children", "man": "men", "woman": "women", "mol": "mole",
 }.items() for name in [short, *names.split()]}  # fmt: skip
+UNITS |= {
+    name: name for name in re.findall(r"\w+", "day week month year cent am pm euro 个 元 米 人 天 度 岁 小时 分钟")
+}
 IN_BASE = {  # how many of the second unit are one of the first
     "min": (60, "s"), "h": (3600, "s"), "day": (86400, "s"), "mm": (Fraction(1, 1000), "m"), "km": (1000, "m"),
     "cm": (Fraction(1, 100), "m"), "ft": (12, "in"), "yd": (36, "in"), "mi": (63360, "in"), "kg": (1000, "g"),

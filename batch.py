@@ -26,10 +26,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from grading import Grade
 from model.packed import Packing, Segment
 
 if TYPE_CHECKING:
-    from grading.score import Grade
     from model.vision import BatchImages, PromptImages
 
 IMAGE = "<image>"  # in a prompt: the place of an image

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from batch import IMAGE, Messages, Row
 from flags import PromptFormat
-from grading.keys import alternatives, key_text
+from grading import alternatives, key_text
 from guards.progress import progress
 from inputs.records import Record, name_of_source, read_records
 from model.vision import UnreadableImage, Vision, encoded_images, find_images
@@ -79,7 +79,7 @@ def _messages(value: object, name: str, prompt_format: PromptFormat) -> Messages
 
 
 def _answer(value: object, name: str, several: str) -> str:
-    """The value as text (`grading/keys.py`)."""
+    """The value as text (`grading.key_text`)."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     try:
         return _text(key_text(value, several) if is_number or isinstance(value, (str, list, dict)) else value, name)

@@ -34,7 +34,7 @@ from data import PromptData, most_images
 from flags import FLAGS as OF_TRAINING
 from flags import GROUPS, INF, TINY, EngineSettings, Grading, Sampling, flag, take
 from fsdp_utils import gather_from_ranks, init_world, is_main_process
-from grading.score import Grade
+from grading import Grade
 from guards.files import required, tolerated, write
 from guards.start import RunError, Stopped
 from inputs.checks import check_head_dtype, check_ranges, ks_of_pass

@@ -87,13 +87,10 @@ GROUPS["reward"] = [
     flag("--reward", "exact", "math, gsm8k, gsm8k_strict, ifeval, exact, format, think_format, length; a weighted "
          "sum (math:1.0,format:0.1); @COLUMN: the one that the row's column names; my_reward.py:function"),
     flag("--reward_timeout", 5.0, "seconds after which the grading of a completion is stopped: reward 0", (TINY, 1e6)),
-    flag("--reward_memory_gib", 4.0, "memory at which a grading process is stopped: reward 0", (0.25, 1e5)),
     flag("--reward_workers", 0, "grading processes per engine; 0: the cores of the node / its engines",
          (0, 1000), free_on_resume=True),
     flag("--reward_in_flight", 1, "completions that a grading process has in work at a time, each in a thread: for "
          "functions that only wait, such as for a server", (1, 1000), free_on_resume=True),
-    flag("--reward_retries", 0, "times that a failed grading is tried again, after 1, 2, 4 ... 64 seconds",
-         (0, 100), free_on_resume=True),
     flag("--truncated", "score", "completions cut at their token limit: graded like the others (score), reward 0 "
          "(zero), or graded but left out of the loss (mask)", choices=("score", "zero", "mask")),
     flag("--overlong_cache_tokens", int, "reward `length`: it falls from 0 to -1 over this many last tokens; "
@@ -305,10 +302,8 @@ class PromptFormat:  # how a row becomes a prompt
 class Grading:  # how completions are graded
     reward: str
     reward_timeout: float
-    reward_memory_gib: float
     reward_workers: int
     reward_in_flight: int
-    reward_retries: int
     truncated: str
     overlong_cache_tokens: int | None
 

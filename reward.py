@@ -14,10 +14,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from flags import Grading, Sampling
-from grading.pool import Limits, Pool
-from grading.score import Grade, Needs, add_up, needs_math, parse_reward
-from grading.verifiers import Case
-from grading.worker import Outcome, Status
+from grading import Case, Grade
+from grading.pool import Outcome, Pool
+from grading.score import Needs, add_up, parse_reward
 from guards.progress import progress
 from guards.stall import beat, note
 from guards.start import RunError, Stopped, requested
@@ -45,18 +44,14 @@ class Grader:
         self.not_graded: dict[int, Grade] = {}
         self.groups: dict[int, dict[int, Case]] = {}  # of functions that compare: b // group size -> b -> its case
         self.is_proven = False  # something has been graded
-        self.num_done = 0  # by the last status
         self.pool: Pool | None = None
         if num_workers:
-            limits = Limits(
-                num_workers, grading.reward_timeout, grading.reward_memory_gib, grading.reward_in_flight,
-                grading.reward_retries,
-            )  # fmt: skip
             arguments = (grading.reward, grading.overlong_cache_tokens)
-            preload = "grading.preload_math" if needs_math(self.weights) else "grading.preload"
+            timeout, in_flight = grading.reward_timeout, grading.reward_in_flight
+            self.pool = Pool("grading.score:Handler", arguments, num_workers, timeout, in_flight)
+            self.pool.submit(0, ("needs", None))
             try:
-                self.pool = Pool("grading.score:Handler", arguments, limits, preload)
-                self.needs: Needs = self.pool.ask(("needs", None))
+                self.needs: Needs = self.pool.collect()[0].value
             except ValueError as error:
                 raise ValueError(f"--reward {grading.reward!r}: {error}") from None
 
@@ -95,7 +90,6 @@ class Grader:
         if self.pool is None:
             return {}
         parts: dict[int, list[Grade]] = defaultdict(list)
-        beat(f"waits for the reward workers (of process {self.pool.dispatcher.pid})")
         for key, outcome in self._collect("grade").items():
             members = [key] if key >= 0 else self._compared(-1 - key)
             values = [outcome.value] if key >= 0 else outcome.value
@@ -108,30 +102,19 @@ class Grader:
         return grades
 
     def _collect(self, what: str) -> dict[int, Outcome]:
-        """The outcomes of all that was submitted."""
-        total = len(self.pool.pending)
-        with progress(what, total=total) as bar:
+        """The outcomes of all that was submitted; says meanwhile what it waits for. Raises Stopped if a signal came."""
+        with progress(what, total=self.pool.num_left) as bar:
+            beat("waits for the reward workers")
 
-            def tell(status: Status) -> None:
-                self._tell(status)
-                bar.update(total - status.num_left - bar.n)
+            def on_wait(num_left: int, request: tuple[str, Case | list[Case] | None], seconds: float) -> None:
+                if requested():
+                    raise Stopped
+                tell = beat if bar.total - num_left > bar.n else note  # that more are done is progress
+                bar.update(bar.total - num_left - bar.n)
+                case = request[1][0] if isinstance(request[1], list) else request[1]
+                tell(f"waits for the reward workers: {num_left} items left, one for {seconds:.0f} s: {case.where}")
 
-            return self.pool.collect(tell)
-
-    def _tell(self, status: Status) -> None:
-        """What this rank waits for. That more items are done is progress. Raises Stopped if a signal has come."""
-        assert self.pool is not None
-        if requested():
-            raise Stopped
-        tell = beat if status.num_done != self.num_done else note
-        self.num_done = status.num_done
-        waits = f"waits for the reward workers: {status.num_left} items left"
-        if status.pid is None:
-            tell(f"{waits}, none in work")
-            return
-        _, cases = self.pool.item(status.key)
-        case = cases[0] if isinstance(cases, list) else cases
-        tell(f"{waits}, process {status.pid} has been working for {status.seconds:.0f} s on {case.where}")
+            return self.pool.collect(on_wait)
 
     def collect_from_ranks(self) -> list[Grade]:
         """The grades of the completions submitted on all ranks, in the order of b; the same on every rank.
@@ -165,15 +148,18 @@ class Grader:
     def bad_keys(self, cases: list[Case]) -> dict[int, str]:
         """Index -> reason, of the cases whose answer key cannot be used; their completions do not matter."""
         assert self.pool is not None, "keys are checked on the first rank of an engine"
-        todo, reasons = dict(enumerate(cases)), {}
-        for _ in range(3):  # a time-out on a busy machine must not decide which rows are trained on
-            for i, case in todo.items():
-                self.pool.submit(i, ("check", case))
-            for i, outcome in self._collect("check keys").items():
-                reasons[i] = outcome.value if outcome.status == "ok" else outcome.status
-                if outcome.status == "ok":
-                    del todo[i]
-        return {i: reasons[i] for i in range(len(cases)) if reasons[i] is not None}
+        for i, case in enumerate(cases):
+            self.pool.submit(i, ("check", case))
+        outcomes = self._collect("check keys")
+        reasons = {i: each.value if each.status == "ok" else each.status for i, each in sorted(outcomes.items())}
+        return {i: reason for i, reason in reasons.items() if reason is not None}
+
+    def _wrong_return(self, case: Case) -> str | None:
+        """Why no completion could be graded: a function of one's own that returns no reward for an empty one."""
+        kind, given = ("grade", case) if self.needs.cases else ("compare", [case])
+        self.pool.submit(0, (kind, given))
+        status = self.pool.collect()[0].status
+        return status if status.startswith("error: WrongReturn") else None
 
     def check_keys(self, data: PromptData, world: World) -> PromptData:
         """The data without the rows whose answer key cannot be used; the engines' first ranks share the work."""
@@ -181,7 +167,10 @@ class Grader:
 
         share = range(world.engine_index, len(data.rows), world.num_engines) if self.pool is not None else ()
         rows = [data.rows[i] for i in share]
-        bad = self.bad_keys([Case("", row.answer, row.columns, where=row.where) for row in rows]) if rows else {}
+        cases = [Case("", row.answer, row.columns, row.text, where=row.where) for row in rows]
+        bad = self.bad_keys(cases) if cases else {}
+        if cases and ".py:" in self.grading.reward and (wrong := self._wrong_return(cases[0])):
+            bad = dict.fromkeys(range(len(cases)), wrong)
         reasons = {share[i]: reason for i, reason in bad.items()}
         return data.exclude({i: reason for part in gather_from_ranks(reasons) for i, reason in part.items()})
 

@@ -25,8 +25,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from bench_common import ROOT, make_row, median_ratio, parser_of, print_table, shared_folder, times_row
 from flags import EngineSettings, Grading, Sampling
 from fsdp_utils import init_world, wait_for_all
-from grading.math_text import clean, number
-from grading.verifiers import Case
+from grading import Case
+from grading.values import clean, number
 from reward import Grader
 from rollout import Engine
 from warm_start import build_tokenizer

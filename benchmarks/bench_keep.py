@@ -23,7 +23,7 @@ import numpy as np
 
 from batch import Sampled
 from bench_common import make_rollout, parser_of, print_table
-from grading.score import Grade
+from grading import Grade
 from records.rollouts import Keeper, file_of
 
 GOAL = 0.1  # seconds that the loop waits, at most

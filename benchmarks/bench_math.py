@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from math_verify import parse, verify
 
 from flags import Grading
-from grading.verifiers import Case
+from grading import Case
 from reward import Grader
 
 CASES = Path(__file__).parent.parent / "tests" / "grading" / "math_cases.jsonl"

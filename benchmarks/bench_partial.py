@@ -27,7 +27,7 @@ from data import PromptData
 from flags import EngineSettings, PromptFormat, Sampling
 from fsdp_utils import close_world, gather_from_ranks, init_world, wait_for_all
 from generation.partial import PartialSampler
-from grading.score import Grade
+from grading import Grade
 from model.sizes import prompts_in_the_air
 from policy import load_policy
 from rollout import Engine

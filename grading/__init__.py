@@ -1,1 +1,100 @@
-"""Grading behind the door `reward.py`: text in, number out. No torch, numpy or transformers here."""
+"""Rewards: a completion and its row (`Case`) -> what it got (`Grade`). Read `score.py` first.
+
+`reward.py` is the trainer's side. Here, too: answer keys that are lists, which the data's reader and a verifier share.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Case:
+    """One completion to be graded, with everything that a verifier may want to know."""
+
+    completion: str  # without special tokens
+    answer: str
+    columns: dict[str, object] = field(default_factory=dict)  # the whole data row
+    prompt: str = ""  # as the model saw it, template included
+    token_ids: tuple[int, ...] = ()  # of the completion, if the reward asks for them
+    num_tokens: int | None = None  # of the completion
+    max_tokens: int | None = None  # that it could have had
+    is_truncated: bool = False  # it ended at max_tokens, not by itself
+    where: str = ""  # names the row in the log
+    overlong_cache_tokens: int | None = None  # for `length`
+
+
+@dataclass(frozen=True)
+class Grade:
+    """What a completion got. `reward` is the weighted sum of the scores, and 0.0 unless the status is "ok"."""
+
+    reward: float
+    status: str  # "ok", "truncated", "timeout" or "error: ..."
+    parts: dict[str, float] = field(default_factory=dict)  # verifier -> its score; then sub-score -> its value
+    answer: str | None = None  # what the first verifier that reads one read as the final answer
+
+    @property
+    def score(self) -> float:
+        """The score of the first verifier of the sum: it decides whether the completion is correct."""
+        return next(iter(self.parts.values()), 0.0)
+
+    @property
+    def is_correct(self) -> bool:
+        return self.score >= 1.0
+
+    @property
+    def is_failed(self) -> bool:
+        """True if the completion could not be graded: its verifier ran out of time or raised."""
+        return self.status not in ("ok", "truncated")
+
+
+def key_text(value: object, several: str = "any") -> str:
+    """The answer of a row as text: numbers and objects as JSON.
+
+    A list of texts and numbers, or a text that spells one (`["7"]`, as OlympiadBench and Skywork have), is the answer
+    in it. Of several, `several` says what a completion must give: "any" of them (they stay a JSON list, which
+    `alternatives` reads) or "all" (they are joined by commas). Raises ValueError for a list without an answer.
+    """
+    answers = _listed(value)
+    if answers is None:
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    answers = list(dict.fromkeys(answer for answer in answers if answer.strip()))
+    if not answers:
+        raise ValueError("a list without an answer")
+    if len(answers) == 1:
+        return answers[0]
+    return json.dumps(answers, ensure_ascii=False) if several == "any" else ", ".join(answers)
+
+
+def alternatives(text: str) -> list[str]:
+    """The answers of which any one will do: several for a JSON list of texts, else the text itself."""
+    return _listed(text) or [text]
+
+
+def _listed(value: object) -> list[str] | None:
+    """The texts and numbers of a list, or of a text that spells one, without null and nan; else None."""
+    if isinstance(value, str):
+        if not re.match(r"\s*\[\s*(?:[\"']|null|None|-?[\d.]+\s*\])", value):  # [1, 2] is an interval
+            return None
+        value = spelled(value)
+    if not isinstance(value, list) or any(isinstance(each, bool) for each in value):
+        return None
+    found = [each for each in value if each is not None and each == each]
+    return [str(each) for each in found] if all(isinstance(each, (str, int, float)) for each in found) else None
+
+
+def spelled(text: str) -> object:
+    """What the text spells in JSON, Python or NumPy's print, else None. A single backslash of LaTeX is kept."""
+    text = re.sub(r"(?<=['\"])\s+(?=['\"])", ", ", text)  # NumPy writes no commas
+    for read in (json.loads, ast.literal_eval):
+        for written in (text, text.replace("\\", "\\\\")):
+            try:
+                value = read(written)
+            except (ValueError, SyntaxError, RecursionError, MemoryError):
+                continue
+            if not re.search(r"[\x00-\x09\x0b-\x1f]|\n(?:eq?\b|eg\b|abla|u\b|i\b|ot\b|otin)", "".join(map(str, value))):
+                return value
+    return None

@@ -1,14 +1,27 @@
-"""Functions in a file of the user's: a reward, a loss, an advantage, a KL estimator. Here because `grading/` imports
-nothing but itself.
+"""Functions in a file of the user's, and how a reward among them is called: by the names of its parameters.
+
+    score(completion, answer, columns, ...)                              one completion: ours
+    f(completions, **columns)                                            all completions of a prompt: TRL's
+    compute_score(data_source, solution_str, ground_truth, extra_info)   one completion: verl's
+    compute_score(data_sources, solution_strs, ...)                      a group: verl's batch manager
+
+All arguments are passed by name; those that a function does not name are left out. Completions and prompts are texts.
 """
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import importlib.util
 import inspect
+import math
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable
+from operator import attrgetter
 from pathlib import Path
+
+from grading import Case
 
 
 def load_function(path: str, name: str) -> Callable:
@@ -25,3 +38,122 @@ def load_function(path: str, name: str) -> Callable:
         found = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
         raise ValueError(f"{path} has no function {name!r}; it has {', '.join(found) or 'none'}.")
     return function
+
+
+def _key_of_verl(case: Case) -> object:
+    """In verl's data the key is `reward_model.ground_truth`, of any type."""
+    nested = case.columns.get("reward_model")
+    return nested.get("ground_truth", case.answer) if isinstance(nested, dict) else case.answer
+
+
+Values = dict[str, Callable[[Case], object]]
+EXTRAS = ("prompt", "num_tokens", "max_tokens", "is_truncated")  # what a case may know beside text, answer and columns
+OURS: Values = {name: attrgetter(name) for name in ("completion", "answer", "columns", "token_ids", *EXTRAS)}
+GROUP: Values = {name: OURS[name] for name in ("columns", *EXTRAS[1:])}
+GROUP |= {"completions": OURS["completion"], "answers": OURS["answer"], "prompts": OURS["prompt"]}
+GROUP |= {"completion_ids": OURS["token_ids"]}
+VERL: Values = {
+    "solution_str": attrgetter("completion"),
+    "ground_truth": _key_of_verl,
+    "data_source": lambda case: case.columns.get("data_source", ""),
+    "extra_info": lambda case: case.columns.get("extra_info") or {},
+}
+FORMS: dict[str, tuple[Values, bool]] = {  # by the parameter that tells the form: its parameters, whether for a group
+    "completion": (OURS, False),
+    "completions": (GROUP, True),
+    "solution_str": (VERL, False),
+    "solution_strs": ({f"{name}s": value for name, value in VERL.items()}, True),
+}
+
+
+class WrongReturn(ValueError):
+    """The function returned what is no reward."""
+
+
+class OwnReward:
+    """A function of the user's and how it is called."""
+
+    def __init__(self, reference: str) -> None:
+        """Loads `file.py:function`. Raises ValueError if it cannot be called, and what the file raises."""
+        path, _, self.name = reference.rpartition(":")
+        # Its neighbours come after installed packages and before our own modules (one may be called data.py).
+        last = dict.fromkeys((str(Path(path).absolute().parent), str(Path(__file__).parent.parent)))
+        sys.path[:] = [*(each for each in sys.path if each not in last), *last]
+        self.function = load_function(path, self.name)
+        parameters = inspect.signature(self.function).parameters
+        form = next((FORMS[name] for name in FORMS if name in parameters), None)
+        if form is None:
+            raise ValueError(
+                f"{self.name} cannot be called: it takes {inspect.signature(self.function)}, but none of "
+                f"{', '.join(FORMS)}. A reward is score(completion, answer, columns), or has the parameters of TRL or "
+                "verl; see docs/rewards.md."
+            )
+        self.values, self.takes_group = form
+        kinds = {each.kind for each in parameters.values()}
+        self.takes_all_columns = self.values is GROUP and inspect.Parameter.VAR_KEYWORD in kinds
+        named = [name for name, each in parameters.items() if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
+        self.named = [name for name in named if name in self.values]
+        self.columns = [name for name in named if name not in self.values]
+        self.required = [name for name in self.columns if parameters[name].default is inspect.Parameter.empty]
+        if self.required and self.values is not GROUP:
+            raise ValueError(f"{self.name} cannot be called: nothing is known of its parameter {self.required[0]!r}.")
+        if inspect.iscoroutinefunction(self.function):
+            _event_loop()  # before threads ask for it
+        self.takes_token_ids = bool({"token_ids", "completion_ids"} & {*self.named})
+
+    def key_problem(self, case: Case) -> str | None:
+        """Why it cannot be called for this row, or None."""
+        missing = [name for name in self.required if name not in case.columns]
+        found = ", ".join(case.columns) or "none"
+        return f"{self.name} takes {missing[0]!r}, but the row's columns are {found}" if missing else None
+
+    def __call__(self, cases: list[Case]) -> list[tuple[float, dict[str, float]]]:
+        """Reward and sub-scores of each completion. Raises what the function raises, WrongReturn for no rewards."""
+        arguments = {name: [self.values[name](case) for case in cases] for name in self.named}
+        for name in cases[0].columns:
+            if name in self.columns or (self.takes_all_columns and name not in (*GROUP, "prompt", "completion")):
+                arguments[name] = [case.columns.get(name) for case in cases]
+        if not self.takes_group:
+            arguments = {name: values[0] for name, values in arguments.items()}
+        result = self.function(**arguments)
+        if inspect.isawaitable(result):
+            result = asyncio.run_coroutine_threadsafe(result, _event_loop()).result()
+        if not self.takes_group:
+            return [self._read(result)]
+        is_list = isinstance(result, Iterable) and not isinstance(result, (str, bytes, dict, set))
+        results = list(result) if is_list else []
+        if len(results) != len(cases):
+            raise WrongReturn(
+                f"{self.name} returned {result!r:.200} for {len(cases)} completions, not a list of that many"
+            )
+        return [self._read(0.0 if each is None else each) for each in results]  # TRL: None does not apply
+
+    def _read(self, result: object) -> tuple[float, dict[str, float]]:
+        """Of one completion. A sub-score that is no finite number, or whose name is no text, is left out."""
+        parts: dict[str, float] = {}
+        if isinstance(result, dict):
+            key = "reward" if "reward" in result else "score"
+            if key not in result:
+                raise WrongReturn(f"{self.name} returned {result!r:.200}: a dict needs the key 'reward' or 'score'")
+            parts = {name: _number(each) for name, each in result.items() if name != key and isinstance(name, str)}
+            result = result[key]
+        score = _number(result)
+        if not math.isfinite(score):
+            raise WrongReturn(f"{self.name} returned {result!r:.200}, not a finite number")
+        return score, {name: part for name, part in parts.items() if math.isfinite(part)}
+
+
+def _number(value: object) -> float:
+    """The value if it is a number, also a scalar of NumPy or torch; else nan."""
+    try:
+        return math.nan if isinstance(value, (str, bytes)) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return math.nan
+
+
+@functools.cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """One for the process, in a thread of its own: a semaphore or a session of the user's belongs to one loop."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop

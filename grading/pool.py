@@ -1,131 +1,246 @@
 """Calls a function in processes that can be killed: for code that may hang, allocate without end, or end its process.
 
-    limits = Limits(num_workers=4, timeout=5.0, memory_gib=4.0, in_flight=1, num_retries=0)
-    pool = Pool("grading.score:Handler", ("exact", None), limits, "grading.preload")
-    pool.submit(17, item)           # never blocks: a worker has the item while the caller goes on
+    pool = Pool("grading.score:Handler", ("exact", None), num_workers=4, timeout=5.0)
+    pool.submit(17, item)           # returns at once: a worker has the item while the caller goes on
     outcomes = pool.collect()       # {17: Outcome(value, status)}, as soon as everything that was submitted is done
 
-Nothing less than a process will do: a thread cannot be stopped, and a signal is swallowed by the first
-`except Exception` (math-verify and SymPy have many). There are four kinds of processes:
-
-    caller        The trainer. A thread of it sends what `submit` puts into a queue, so a full pipe stops nobody.
-    dispatcher    `dispatcher.py`: gives items to workers, kills those that are late, replaces those that are gone. It
-                  is a process because the caller's interpreter is busy with the engine. It is a command of its own
-                  because `multiprocessing` would run the caller's main script, which imports torch, in every worker.
-    fork server   The standard library's. It imports the module `preload` once; then it forks workers in milliseconds.
-    worker        `worker.py`: calls `function = factory(*arguments)` once and then `function(item)` item by item, or
-                  `in_flight` items at a time, each in a thread: for functions that wait for something else.
-
-When the caller ends, however it ends, so do all the others, with what items have started in the workers' groups.
+`pebble` starts the workers, kills late ones and replaces those that are gone. A worker calls `function =
+factory(*arguments)` once and then `function(item)` item by item; or `in_flight` items at a time, each in a thread, for
+functions that wait. An item that is late or ends its worker is tried once more, alone: another one of the same worker,
+or a busy machine, may have been to blame. The workers end when the caller ends, however it ends.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import importlib
 import os
-import pickle
-import subprocess
+import resource
+import signal
 import sys
+import sysconfig
 import threading
+import time
+import traceback
+import types
+from collections import deque
 from collections.abc import Callable
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from concurrent.futures import Future
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
-from queue import SimpleQueue
+from typing import NamedTuple
 
-from grading.worker import Limits, Outcome, Setup, Status
+from pebble import ProcessExpired, ProcessPool
 
-MAX_STARTS = 4  # of the dispatcher, until a `collect` is answered
+LOAD_SECONDS = 120.0  # what a worker may take to import a user's module
+MAX_POOLS = 4  # that may break: when workers end while they load
+LIBRARIES = (*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")), str(Path(__file__).parent), "<")
+
+
+class Outcome(NamedTuple):
+    """What became of an item: `value` with status "ok", or None with status "timeout" or "error: ..."."""
+
+    value: object
+    status: str
+
+
+Item = tuple[int, object, bool]  # key, what the function gets, whether it is tried for the second time
 
 
 class Pool:
-    """The caller's end. Items and values must be picklable; keys are numbers, each in use once at a time."""
+    """Items and values must be picklable; keys are numbers, each in use once at a time."""
 
-    def __init__(self, factory: str, arguments: tuple[object, ...], limits: Limits, preload: str) -> None:
-        """Starts the processes and waits until a first worker has called `factory` ("module:function").
-
-        Raises ValueError with the factory's own words if it fails.
-        """
-        self.setup = Setup(factory, arguments, limits, preload)
-        self.pending: dict[int, bytes] = {}
+    def __init__(self, factory: str, arguments: tuple, num_workers: int, timeout: float, in_flight=1, memory_gib=4.0):
+        """Starts the workers at the first item. `timeout`: seconds per item. `memory_gib`: data of each worker."""
+        self.num_workers, self.timeout, self.in_flight = num_workers, timeout, in_flight
+        self.setup = (factory, arguments, memory_gib)
+        self.queue: deque[Item] = deque()
+        self.at_work: dict[Future, tuple[list[Item], float]] = {}  # the items that share a worker, and since when
+        self.outcomes: dict[int, Outcome] = {}
+        self.failure = ""  # why there can be no workers
+        self.changed = threading.Condition(threading.RLock())
+        self.num_pools = 0
         self._start()
-        self.collect()
 
     def _start(self) -> None:
-        self.connection, theirs = Pipe()
-        path = os.pathsep.join([str(Path(__file__).parent.parent), *sys.path])
-        self.dispatcher = subprocess.Popen(
-            [sys.executable, "-P", "-c", f"from grading.dispatcher import serve; serve({theirs.fileno()})"],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-        )
-        theirs.close()
-        self.queue: SimpleQueue[object] = SimpleQueue()
-        self.sender = threading.Thread(target=_send, args=(self.queue, self.connection), daemon=True)
-        self.sender.start()
-        for message in (self.setup, *self.pending.items()):
-            self.queue.put(message)
+        context = _Context()
+        context.set_forkserver_preload([self.setup[0].partition(":")[0]])
+        self.pool = ProcessPool(self.num_workers, initializer=_load, initargs=self.setup, context=context)
+        self.num_pools += 1
+        self.failure = "" if self.num_pools <= MAX_POOLS else "the workers end while they are loading"
 
-    def submit(self, key: int, item: object) -> None:
-        """Hands an item over and returns at once. Raises PicklingError or AttributeError if it cannot be sent."""
-        assert key not in self.pending, f"key {key} is in use"
-        self.pending[key] = pickle.dumps(item, protocol=pickle.HIGHEST_PROTOCOL)  # the dispatcher never unpickles it
-        self.queue.put((key, self.pending[key]))
+    def submit(self, key: int, given: object) -> None:
+        with self.changed:
+            self.queue.append((key, given, False))
+            self._feed()
 
-    def collect(self, on_status: Callable[[Status], None] = lambda status: None) -> dict[int, Outcome]:
-        """The outcome of every item submitted since the last call; waits for those that are not done yet.
+    @property
+    def num_left(self) -> int:
+        return len(self.queue) + sum(len(items) for items, _ in self.at_work.values())
 
-        Meanwhile `on_status` hears about once a second how far they are.
-        A dispatcher that was killed (for memory, say) is replaced, and the new one does all of the work again.
-        """
-        for _ in range(MAX_STARTS):
-            self.queue.put("collect")
+    def _feed(self) -> None:
+        """Hands items to the workers: few in advance, so that those that wait can share a worker."""
+        while self.queue and len(self.at_work) < 2 * self.num_workers and not self.failure:
+            items = [self.queue.popleft()]
+            while self.queue and len(items) < self.in_flight and not (items[0][2] or self.queue[0][2]):
+                items.append(self.queue.popleft())
+            timeout = self.timeout + (len(items) > 1)  # of several, the worker minds the time
             try:
-                while isinstance(answer := self.connection.recv(), Status):
-                    on_status(answer)
-            except (EOFError, ConnectionResetError):
-                status = self.close()
+                future = self.pool.schedule(_work, [[given for _, given, _ in items], self.timeout], timeout=timeout)
+            except RuntimeError:  # the pool is broken
+                self.queue.extendleft(items)
                 self._start()
                 continue
-            if isinstance(answer, str):
-                self.close()
-                raise ValueError(answer)
-            self.pending.clear()
-            return {key: pickle.loads(outcome) for key, outcome in answer.items()}
-        self.close()
-        raise RuntimeError(f"the dispatcher of the workers ended {MAX_STARTS} times, last with exit status {status}.")
+            self.at_work[future] = items, time.monotonic()
+            future.add_done_callback(self._take)
 
-    def item(self, key: int) -> object:
-        """What was submitted and is not collected yet."""
-        return pickle.loads(self.pending[key])
+    def _take(self, future: Future) -> None:
+        """Keeps the outcomes of the items, or does these again. Called in a thread of pebble's."""
+        with self.changed:
+            (items, _), error = self.at_work.pop(future), future.exception()
+            if error is None and isinstance(future.result(), str):
+                self.failure = future.result()
+            elif error is None:
+                self.outcomes |= {key: outcome for (key, *_), outcome in zip(items, future.result(), strict=True)}
+            for key, given, is_second_try in items if error else ():
+                if is_second_try and isinstance(error, TimeoutError | ProcessExpired):
+                    ended = "error: it ended its process (exit status {})"
+                    is_late = isinstance(error, TimeoutError)
+                    self.outcomes[key] = Outcome(None, "timeout" if is_late else ended.format(error.exitcode % 256))
+                else:
+                    self.queue.append((key, given, True))
+            self._feed()
+            self.changed.notify()
 
-    def ask(self, item: object) -> object:
-        """The value of one item, while nothing else is submitted. Raises ValueError with the status of a failure."""
-        self.submit(0, item)
-        outcome = self.collect()[0]
-        if outcome.status != "ok":
-            raise ValueError(outcome.status)
-        return outcome.value
+    def collect(self, on_wait: Callable[[int, object, float], None] = lambda *_: None) -> dict[int, Outcome]:
+        """The outcome of every item submitted since the last call; raises ValueError if there can be no workers.
 
-    def close(self) -> int:
-        """Ends the dispatcher, which ends the workers; returns its exit status."""
-        self.dispatcher.terminate()
-        status = self.dispatcher.wait()
-        self.queue.put(None)
-        self.sender.join()
-        self.connection.close()
-        return status
+        `on_wait` hears once a second how many items are left, the one in work for the longest time, and its seconds.
+        """
+        heard = time.monotonic()
+        with self.changed:
+            while self.at_work and not self.failure:
+                self.changed.wait(1.0)
+                if self.at_work and time.monotonic() - heard > 1.0:
+                    heard = time.monotonic()
+                    items, start = min(self.at_work.values(), key=lambda each: each[1])
+                    on_wait(self.num_left, items[0][1], heard - start)
+            outcomes, self.outcomes = self.outcomes, {}
+        if self.failure:
+            self.close()
+            raise ValueError(self.failure)
+        return outcomes
+
+    def close(self) -> None:
+        """Ends the workers with all that they have started."""
+        self.queue.clear()
+        self.pool.stop()
+        self.pool.join()
 
 
-def _send(queue: SimpleQueue[object], connection: Connection) -> None:
-    """The life of the caller's thread: sends all that is in the queue at once, until the last of it is None."""
-    while True:
-        messages = [queue.get()]
-        while not queue.empty():
-            messages.append(queue.get())
-        if messages[-1] is None:
-            return
+class _Worker(ForkServerProcess):
+    """A worker that does not import the caller's main script, and takes along what it has started."""
+
+    def start(self) -> None:
+        main, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
         try:
-            connection.send(messages)
-        except OSError:  # the dispatcher is gone; `collect` will find out
-            return
+            super().start()
+        finally:
+            sys.modules["__main__"] = main
+
+    def terminate(self) -> None:
+        # Its number is another process's only if nothing of its group is left: then there is nothing to kill.
+        if super().is_alive() or not Path(f"/proc/{self.pid}").exists():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+        self.kill()
+
+    def is_alive(self) -> bool:
+        if not (is_alive := super().is_alive()):
+            self.terminate()
+        return is_alive
+
+    @property
+    def exitcode(self) -> int | None:
+        code = super().exitcode
+        return 256 if code == 0 else code  # pebble would take 0 for an end that was asked for
+
+
+class _Context(ForkServerContext):
+    Process = _Worker
+
+
+# In a worker ----------------------------------------------------------------------------------------------------------
+
+OWN = types.SimpleNamespace(function=None, failure="", is_worn_out=False, pid=0)  # what this worker has
+
+
+def _load(factory: str, arguments: tuple, memory_gib: float) -> None:
+    """Loads the function. A failure is told with the first item."""
+    os.setsid()  # what it starts can be killed with it
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with the fork server
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # and that with the caller, when nobody holds this
+    forkserver._forkserver._forkserver_alive_fd = None
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, LOAD_SECONDS)  # its signal ends the process
+    resource.setrlimit(resource.RLIMIT_DATA, (int(memory_gib * 2**30),) * 2)  # not what libraries map and do not use
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    OWN.pid = os.getpid()
+    module, _, name = factory.partition(":")
+    try:
+        OWN.function = getattr(importlib.import_module(module), name)(*arguments)
+    except BaseException as error:  # noqa: BLE001  of the user's module, SystemExit included
+        OWN.failure = _describe(error)
+    _clear()
+
+
+def _clear() -> None:
+    """Ends a child that the user's code has forked and let return, and an alarm that it has left behind."""
+    if os.getpid() != OWN.pid:
+        os._exit(0)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _work(items: list[object], timeout: float) -> list[Outcome] | str:
+    """The outcome of each item; or why nothing can be worked on."""
+    if OWN.is_worn_out:
+        os._exit(1)  # the items are tried again
+    if OWN.failure or len(items) == 1:
+        return OWN.failure or [_outcome(items[0])]
+    outcomes = [Outcome(None, "timeout")] * len(items)
+
+    def run(i: int) -> None:
+        outcomes[i] = _outcome(items[i])
+
+    threads = [threading.Thread(target=run, args=[i], daemon=True) for i in range(len(items))]
+    deadline = time.monotonic() + timeout
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    OWN.is_worn_out |= any(thread.is_alive() for thread in threads)
+    return list(outcomes)
+
+
+def _outcome(item: object) -> Outcome:
+    try:
+        outcome = Outcome(OWN.function(item), "ok")
+    except BaseException as error:  # noqa: BLE001  of the user's function: told, counted and named by the caller
+        OWN.is_worn_out |= isinstance(error, MemoryError)
+        outcome = Outcome(None, f"error: {_describe(error)}")
+    _clear()
+    return outcome
+
+
+def _describe(error: BaseException) -> str:
+    """The error and where in the user's files it was raised: "ValueError: no (my_reward.py, line 3)"."""
+    try:
+        own = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(LIBRARIES)]
+        place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+        text = f"{type(error).__name__}: {error}"[:500] + place
+        return text.encode(errors="backslashreplace").decode()  # half of a surrogate pair cannot be written to a file
+    except BaseException:  # noqa: BLE001  the error's own text fails
+        return type(error).__name__

@@ -1,6 +1,6 @@
-"""The worker's side of a reward: from the text of `--reward` to the grade of a completion. Read `Handler` first.
+"""From the text of `--reward` to the grade of a completion, in a worker process. Read `Handler` first.
 
-What the text may be: `docs/rewards.md`. How a function of one's own is called: `forms.py`.
+What the text may be: `docs/rewards.md`. How a function of one's own is called: `own.py`.
 """
 
 from __future__ import annotations
@@ -9,37 +9,13 @@ import importlib.metadata
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from grading.forms import OwnReward
-from grading.keys import alternatives
-from grading.verifiers import BUILT_IN, Case, Verifier
-
-
-@dataclass(frozen=True)
-class Grade:
-    """What a completion got. `reward` is the weighted sum of the scores, and 0.0 unless the status is "ok"."""
-
-    reward: float
-    status: str  # "ok", "truncated", "timeout" or "error: ..."
-    parts: dict[str, float] = field(default_factory=dict)  # verifier -> its score; then sub-score -> its value
-    answer: str | None = None  # what the first verifier that reads one read as the final answer
-
-    @property
-    def score(self) -> float:
-        """The score of the first verifier of the sum: it decides whether the completion is correct."""
-        return next(iter(self.parts.values()), 0.0)
-
-    @property
-    def is_correct(self) -> bool:
-        return self.score >= 1.0
-
-    @property
-    def is_failed(self) -> bool:
-        """True if the completion could not be graded: its verifier ran out of time or raised."""
-        return self.status not in ("ok", "truncated")
+from grading import Case, Grade, alternatives
+from grading.own import OwnReward
+from grading.verifiers import BUILT_IN, Verifier
 
 
 def parse_reward(spec: str) -> dict[str, float]:
@@ -72,19 +48,12 @@ def parse_reward(spec: str) -> dict[str, float]:
     return weights
 
 
-def needs_math(names: Iterable[str]) -> bool:
-    return any(name == "math" or name[0] == "@" for name in names)
-
-
 class Needs(NamedTuple):
     """What a reward has to be given."""
 
     cases: bool  # completions one by one
     groups: bool  # all completions of a prompt together
     token_ids: bool
-
-
-Request = tuple[str, Case | list[Case] | None]
 
 
 class Handler:
@@ -102,12 +71,12 @@ class Handler:
         self.weights = parse_reward(spec)
         self.overlong_cache_tokens = overlong_cache_tokens
         self.own = {name: OwnReward(name) for name in self.weights if ".py:" in name}
-        self.per_group = [name for name, reward in self.own.items() if reward.form.takes_group]
+        self.per_group = [name for name, reward in self.own.items() if reward.takes_group]
         self.per_completion = [name for name in self.weights if name not in self.per_group]
-        if needs_math(self.weights):
+        if any(name == "math" or name[0] == "@" for name in self.weights):
             check_math()
 
-    def __call__(self, request: Request) -> object:
+    def __call__(self, request: tuple[str, Case | list[Case] | None]) -> object:
         kind, given = request
         if kind == "grade":
             return self.grades(self.per_completion, [given])[0]
@@ -140,7 +109,7 @@ class Handler:
         return grades
 
     def problem(self, name: str, case: Case) -> str | None:
-        """Why the verifier cannot use the row: of several keys (`keys.py`), one that it can use will do."""
+        """Why the verifier cannot use the row: of several keys, one that it can use will do."""
         if name in self.own:
             return self.own[name].key_problem(case)
         try:
@@ -170,19 +139,12 @@ def add_up(grades: Sequence[Grade], names: Iterable[str]) -> Grade:
     return Grade(sum(grade.reward for grade in grades), "ok", parts, answers[0] if answers else None)
 
 
-# The self-test --------------------------------------------------------------------------------------------------------
-
 SELF_TEST = [  # key, completion, whether it is correct: what a broken dependency would get wrong
-    (r"\frac{1}{2}", r"\boxed{0.5}", True),
-    ("x^2+2x+1", r"\boxed{(x+1)^2}", True),  # SymPy's equality
-    (r"\frac{\sqrt{3}}{3}", r"\boxed{\frac{1}{\sqrt{3}}}", True),  # SymPy's equality
-    ("y=2x+1", r"\boxed{2x-y+1=0}", True),  # SymPy's solver
-    (r"\{1,2\}", r"\boxed{\{2,1\}}", True),
+    ("x^2+2x+1", r"\boxed{(x+1)^2}", True),
+    (r"\frac{\sqrt{3}}{3}", r"\boxed{\frac{1}{\sqrt{3}}}", True),
+    ("y=2x+1", r"\boxed{2x-y+1=0}", True),
     ("3x", r"\boxed{3x^2}", False),
-    (r"[0,1)", r"\boxed{(0,1)}", False),
     (r"\frac{1}{3}", r"\boxed{0.33}", False),
-    ("4", "<think>\\boxed{5}</think>The answer is <answer>4</answer>", True),
-    ("4", r"\boxed{4} or \boxed{5}", False),
 ]
 
 
@@ -190,8 +152,8 @@ def check_math() -> None:
     """Grades the self-test with `math`. Raises ValueError if a verdict is wrong: math-verify or SymPy is broken."""
     for key, completion, is_correct in SELF_TEST:
         if (BUILT_IN["math"].score(Case(completion, key))[0] == 1.0) != is_correct:
-            packages = ("math-verify", "latex2sympy2-extended", "sympy", "antlr4-python3-runtime")
-            versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
+            names = ("math-verify", "latex2sympy2-extended", "sympy", "antlr4-python3-runtime")
+            versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
             verdict = f"{completion!r} against the key {key!r} must be {'correct' if is_correct else 'incorrect'}"
             todo = f"Installed: {versions}; install the versions of the requirements file."
             raise ValueError(f"the math grader is broken: {verdict}. {todo}")

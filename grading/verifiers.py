@@ -9,33 +9,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 
-from grading.answer import read_answer, read_final_answer, visible_text
+from grading import Case, spelled
+from grading.answer import read_answer, visible_text
+from grading.equality import canonical, equal, key_content, key_problem
 from grading.ifeval import follows_instructions, read_instructions
-from grading.keys import spelled
-from grading.math_equal import canonical, equal, key_problem, key_text
-from grading.math_text import clean
-from grading.math_value import MAX_FORMULA, parse_value
+from grading.values import MAX_FORMULA, SCALES, clean, parse_value
 
 Verdict = tuple[float, str | None]  # the score and, from a verifier that reads one, the final answer
-
-
-@dataclass(frozen=True)
-class Case:
-    """One completion to be graded, with everything that a verifier may want to know."""
-
-    completion: str  # without special tokens
-    answer: str
-    columns: dict[str, object] = field(default_factory=dict)  # the whole data row
-    prompt: str = ""  # as the model saw it, template included
-    token_ids: tuple[int, ...] = ()  # of the completion, if the reward asks for them
-    num_tokens: int | None = None  # of the completion
-    max_tokens: int | None = None  # that it could have had
-    is_truncated: bool = False  # it ended at max_tokens, not by itself
-    where: str = ""  # names the row in the log
-    overlong_cache_tokens: int | None = None  # for `length`
 
 
 @dataclass(frozen=True)
@@ -48,8 +31,8 @@ class Verifier:
 
 
 def verify_exact(case: Case) -> Verdict:
-    """1.0 if the final answer equals the row's answer as text, without surrounding white space; else 0.0."""
-    found = read_final_answer(case.completion)
+    """1.0 if the final answer, or without a mark the whole visible text, equals the row's as text; else 0.0."""
+    found = read_answer(case.completion, unmarked="all")
     return float(found == case.answer.strip()), found
 
 
@@ -58,11 +41,11 @@ def _exact_key_problem(case: Case) -> str | None:
 
 
 def verify_math(case: Case) -> Verdict:
-    """1.0 if the final answer (`answer.py`) equals the row's answer mathematically (`math_equal.py`); else 0.0."""
+    """1.0 if the final answer (`answer.py`) equals the row's answer mathematically (`equality.py`); else 0.0."""
     found = read_answer(case.completion)
     if found is None:
         return 0.0, None
-    return float(equal(key_text(case.answer), found)), canonical(found)
+    return float(equal(key_content(case.answer), found)), canonical(found)
 
 
 def _math_key_problem(case: Case) -> str | None:
@@ -78,33 +61,32 @@ def _no_answer(key: str) -> str | None:
 
 
 def verify_gsm8k(case: Case) -> Verdict:
-    """1.0 if the final answer (`answer.py`) is the key's number, which may stand after "####" as in the data; else 0.0.
+    """1.0 if the final answer is the key's number, which may stand after "####" as in the data; else 0.0.
 
-    Of an answer in words ("18 eggs left over from 20") it is the number in front, else the last one. Several answers
-    are incorrect.
+    Of an answer in words ("18 eggs left over from 20") it is the first number. Without a mark it is the last number of
+    the visible text. Several answers are incorrect.
     """
-    found, key = read_answer(case.completion), _gsm8k_key(case)
-    if found is None or len(found) > MAX_FORMULA:
-        return 0.0, None
-    kind, value, *_ = parse_value(clean(found))
-    if kind == "list":
-        value = None
-    elif kind != "number":
-        in_front = re.match(
-            r"\W*\d[\d,.]*(?= *[\[(]| (?!dozen|hundred|thousand|[mb]illion|times|more|less|or)[a-z])", found
-        )
-        value = key if equal(str(key), found) else _last_number(in_front[0] if in_front else found)
+    found, key = read_answer(case.completion, unmarked="none"), _gsm8k_key(case)
+    if found is None:
+        visible = visible_text(case.completion) or ""
+        numbers = [] if re.search(r"\\f?box|<answer>", visible) else _numbers(visible)[-1:]
+    elif len(found) > MAX_FORMULA or re.search("|".join(SCALES), found) or parse_value(clean(found))[0] == "list":
+        numbers = []
+    else:
+        numbers = _numbers(found)[:1]
+    is_equal = found is not None and len(found) <= MAX_FORMULA and equal(str(key), found)
+    value = key if is_equal else numbers[0] if numbers else None
     return float(value is not None and value == key), None if value is None else str(value)
 
 
 def _gsm8k_key(case: Case) -> Fraction | None:
-    return _last_number(case.answer.rpartition("####")[2])
+    return next(iter(_numbers(case.answer.rpartition("####")[2])[-1:]), None)
 
 
-def _last_number(text: str | None) -> Fraction | None:
-    plain = (text or "").replace("\\!", "").replace("{,}", ",")
+def _numbers(text: str) -> list[Fraction]:
+    plain = text.replace("\\!", "").replace("{,}", ",")
     found = re.findall(r"(?<![\d)}])-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)", plain)
-    return Fraction(found[-1].replace(",", "")) if found else None
+    return [Fraction(each.replace(",", "")) for each in found]
 
 
 def _gsm8k_key_problem(case: Case) -> str | None:

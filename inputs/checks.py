@@ -77,9 +77,9 @@ def of_memory(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[str]:
 def of_waits(args: argparse.Namespace, flag: SimpleNamespace, num_ranks: int) -> Iterator[str]:
     if num_ranks == 1:
         return
-    minutes = args.reward_timeout * (1 + args.reward_retries) / 60
+    minutes = 2 * args.reward_timeout / 60  # what is late is tried a second time
     if minutes >= args.timeout_minutes:
-        wrong = f"{flag.reward_timeout} with {flag.reward_retries} lets a completion be graded for"
+        wrong = f"{flag.reward_timeout} lets a completion, which is tried twice, be graded for"
         yield f"{wrong} {minutes:.3g} minutes, but the other ranks wait {flag.timeout_minutes}; make that longer."
     if (args.stall_seconds or 0) >= (most := args.timeout_minutes * 60):
         ends = f"{flag.timeout_minutes} would end the run before the report"

@@ -20,7 +20,7 @@ import numpy as np
 
 from batch import Rollout, Row, Sampled
 from fsdp_utils import gather_from_ranks, is_main_process
-from grading.score import Grade
+from grading import Grade
 from guards.files import cause, checkpoints, tolerated, whole
 from guards.start import RunError
 

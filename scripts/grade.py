@@ -16,9 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from flags import FLAGS as OF_TRAINING
 from flags import GROUPS, INF, Grading, flag, take
-from grading.forms import EXTRAS
-from grading.keys import key_text
-from grading.verifiers import Case
+from grading import Case, Grade, key_text
+from grading.own import EXTRAS
 from inputs.checks import check_ranges
 from inputs.command_line import add_flags
 from inputs.records import read_json_file
@@ -101,7 +100,7 @@ def check_needs(grader: Grader, num_rows: int, group_size: int) -> None:
 def parse_flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Grades a file of completions: adds `reward` (null if the answer key cannot be used), "
-        "`reward_status` and `reward_parts` to each row, in order. "
+        "`reward_status`, `reward_parts` and `read_as` (the final answer) to each row, in order. "
         f"Fields: completion, answer; optional: {', '.join(EXTRAS)}.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -128,20 +127,19 @@ def main() -> None:
         grader.submit(i, cases[i], size)
     grades = grader.collect()
     grader.close()
+    grades |= {i: Grade(0.0, f"bad key: {reason}") for i, reason in bad_keys.items()}
     with unfinished.open("w", encoding="utf-8") as out:
         for i, row in enumerate(rows):
-            status = f"bad key: {bad_keys[i]}" if i in bad_keys else grades[i].status
-            reward, parts = (None, {}) if i in bad_keys else (grades[i].reward, grades[i].parts)
-            graded = {"reward": reward, "reward_status": status, "reward_parts": parts}
+            graded = {"reward": None if i in bad_keys else grades[i].reward, "reward_status": grades[i].status}
+            graded |= {"reward_parts": grades[i].parts, "read_as": grades[i].answer}
             out.write(json.dumps(row | graded) + "\n")
     unfinished.replace(args.output)
     rewards = [grade.reward for grade in grades.values() if grade.status == "ok"]
     failed = [f"{cases[i].where}: {grades[i].status}" for i in sorted(grades) if grades[i].status != "ok"]
-    mean = sum(rewards) / max(len(rewards), 1)
+    mean, num_failed = sum(rewards) / max(len(rewards), 1), len(failed) - len(bad_keys)
     graded = f"{len(rows)} rows: {len(rewards)} graded, mean reward {mean:.4f}"
-    print(f"{graded}; {len(failed)} failed, {len(bad_keys)} with an answer key that cannot be used")
-    for line in [*(f"{cases[i].where}: {reason}" for i, reason in bad_keys.items()), *failed][:20]:
-        print(f"  {line}")
+    print(f"{graded}; {num_failed} failed, {len(bad_keys)} with an answer key that cannot be used")
+    print("".join(f"  {line}\n" for line in failed[:20]), end="")
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ def make_row(ids: list[int] | np.ndarray, **fields: object) -> SimpleNamespace:
 
 
 def make_grade(reward: float, is_correct: bool = False, status: str = "ok", **parts: float) -> SimpleNamespace:
-    """A stand-in for `grading.score.Grade`."""
+    """A stand-in for `grading.Grade`."""
     is_failed = status not in ("ok", "truncated")
     return SimpleNamespace(
         reward=float(reward), is_correct=is_correct, is_failed=is_failed, status=status, parts=parts, answer=None

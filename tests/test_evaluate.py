@@ -15,8 +15,8 @@ from data import PromptData
 from evaluate import Evaluator, Result, figures_of, main, majority_score, pass_at_k, table
 from flags import Sampling
 from forked import run_ranks
-from grading.score import Grade, Needs
-from grading.verifiers import Case
+from grading import Case, Grade
+from grading.score import Needs
 from helpers import ENVIRONMENT, ROOT, make_rollout, torchrun
 from inputs.load import samplings_of
 from reward import Grader

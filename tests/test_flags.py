@@ -74,7 +74,7 @@ def test_what_may_change_when_a_run_continues():
         "keep_best", "timeout_minutes", "max_skipped_updates", "stop_after", "micro_batch_tokens",
         "share_prompts", "shard_ranks", "gradient_checkpointing", "gpu_memory_utilization", "enforce_eager",
         "offload", "offload_reference", "communicate_once",
-        "tensor_parallel_size", "reward_workers", "reward_in_flight", "reward_retries",
+        "tensor_parallel_size", "reward_workers", "reward_in_flight",
         "max_kl", "max_rollout_gap",
         "grace_seconds", "stall_seconds", "keep_rollouts", "quiet", "track",
         "engine", "generation_gpus", "server_urls",
@@ -101,9 +101,9 @@ def test_lists_are_lists_of_their_type():
     assert (args.eval_data, args.stop_tokens) == ([], [])
     assert (args.eval_samples, args.eval_max_completion_tokens) == ([1], [1024])
     assert (args.data_weights, args.lora_targets) == (None, None)
-    given = "--model m --train_data a b --out_dir o --eval_samples 2 30 --eval_data c d --data_weights 1 0.5"
+    given = "--model m --train_data a b --out_dir o --eval_data c d --data_weights 1 0.5"
     args = parse_flags(f"{given} --eval_samples 4 8 --lora_targets q_proj v_proj".split())
-    assert (args.train_data, args.eval_samples, args.eval_data) == (["a", "b"], [2, 30], ["c", "d"])
+    assert (args.train_data, args.eval_data) == (["a", "b"], ["c", "d"])
     assert (args.data_weights, args.eval_samples, args.lora_targets) == ([1.0, 0.5], [4, 8], ["q_proj", "v_proj"])
 
 

@@ -36,7 +36,8 @@ def test_the_command_grades_a_file_in_order(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     out = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert [{key: row[key] for key in row if not key.startswith("reward")} for row in out] == rows
+    assert [{key: row[key] for key in row if not key.startswith("re")} for row in out] == rows
+    assert [row["read_as"] for row in out] == ["1/2", "2", None, None, "7", "8"]
     assert [row["reward"] for row in out] == [1.0, 0.0, None, 0.0, 1.0, 1.0]
     assert [row["reward_status"].partition(":")[0] for row in out] == ["ok", "ok", "bad key", "timeout", "ok", "ok"]
     assert "6 rows: 4 graded, mean reward 0.7500; 1 failed, 1 with an answer key that cannot be used" in done.stdout
@@ -71,8 +72,8 @@ def test_the_command_compares_the_rows_of_a_group(tmp_path):
 
 def test_prompts_that_are_messages_are_a_column_and_empty_fields_are_missing(tmp_path):
     (tmp_path / "my_reward.py").write_text(
-        "def score(prompts, completions, max_tokens):\n"
-        "    return [len(p[-1]['content']) + m for p, m in zip(prompts, max_tokens)]\n"
+        "def score(completions, columns, max_tokens):\n"
+        "    return [len(c['prompt'][-1]['content']) + m for c, m in zip(columns, max_tokens)]\n"
     )
     row = {"completion": "4", "answer": "4", "prompt": [{"role": "user", "content": "2+2"}], "max_tokens": None}
     (tmp_path / "in.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row))
@@ -86,7 +87,9 @@ def test_prompts_that_are_messages_are_a_column_and_empty_fields_are_missing(tmp
 
 
 def test_a_reward_that_takes_token_ids_is_refused_before_anything_is_graded(tmp_path):
-    (tmp_path / "my_reward.py").write_text("def score(completion_ids):\n    return [1.0 for _ in completion_ids]\n")
+    (tmp_path / "my_reward.py").write_text(
+        "def score(completions, completion_ids):\n    return [1.0 for _ in completions]\n"
+    )
     (tmp_path / "in.jsonl").write_text('{"completion": "4", "answer": "4"}\n' * 2)
     done = command(
         "--reward", f"{tmp_path}/my_reward.py:score", "--input", tmp_path / "in.jsonl", "--output", tmp_path / "out",
@@ -167,7 +170,7 @@ def test_an_output_whose_unfinished_file_would_be_the_input_is_refused(tmp_path)
         ("--reward_timeout", "-1", "-1: must be above 0"),
         ("--reward_timeout", "0", "0: must be above 0"),
         ("--reward_workers", "-2", "-2: must be at least 0"),
-        ("--reward_memory_gib", "0.01", "0.01: must be at least 0.25"),
+        ("--reward_in_flight", "0", "0: must be at least 1"),
         ("--max_completion_tokens", "0", "0: must be at least 1"),
         ("--reward", "maths", "'maths': "),
     ],

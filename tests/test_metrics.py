@@ -10,7 +10,7 @@ import torch
 
 from batch import Batch, Update, Work, pack, training_costs
 from fsdp_utils import World
-from grading.score import Grade
+from grading import Grade
 from helpers import make_grade, make_rollout
 from metrics import merge_updates, peak_flops, rollout_metrics, stderr_of_mean, throughput
 from planner.setup import shape_of

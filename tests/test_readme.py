@@ -12,8 +12,8 @@ import pytest
 
 import evaluate
 from flags import FLAGS
+from grading import Case
 from grading.score import Handler
-from grading.verifiers import Case
 from helpers import ROOT
 from inputs.checks import check_flags
 from inputs.command_line import parse_flags

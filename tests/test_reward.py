@@ -1,16 +1,13 @@
 """The trainer's side of the reward: what a `Grader` makes of rows and completions."""
 
-import threading
-import time
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from flags import Grading, Sampling
-from grading.verifiers import Case
+from grading import Case
 from reward import Grade, Grader, RewardFailed, workers_per_engine
 
 FAILING = f"{Path(__file__).parent}/grading/rewards_that_fail.py:score"
@@ -55,7 +52,7 @@ def test_a_verifier_gets_the_prompt_as_the_model_saw_it():
 
 
 def test_what_could_not_be_graded_has_reward_0_and_says_why():
-    grader = Grader(Grading(FAILING, reward_timeout=0.5, reward_memory_gib=0.5), num_workers=1)
+    grader = Grader(Grading(FAILING, reward_timeout=0.5), num_workers=1)
     grades = grader.grade([Case(deed, "x") for deed in ("loop", "fine x", "raise")])
     grader.close()
     said = "error: ValueError: no such luck (rewards_that_fail.py, line 29)"
@@ -134,52 +131,21 @@ def test_a_reward_that_fails_on_all_of_the_first_completions_ends_the_run_with_t
     grader.close()
 
 
-class Judge(ThreadingHTTPServer):
-    """A server that takes 0.3 s for an answer, and fails its first requests."""
-
-    def __init__(self, num_failures: int) -> None:
-        self.num_failures = num_failures
-        self.num_requests = self.num_open = self.max_open = 0
-        self.lock = threading.Lock()
-        super().__init__(("127.0.0.1", 0), JudgeHandler)
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-
-
-class JudgeHandler(BaseHTTPRequestHandler):
-    def do_POST(self) -> None:
-        text = self.rfile.read(int(self.headers["Content-Length"])).decode()
-        with self.server.lock:
-            self.server.num_requests += 1
-            self.server.num_open += 1
-            self.server.max_open = max(self.server.max_open, self.server.num_open)
-            is_down = self.server.num_requests <= self.server.num_failures
-        time.sleep(0.3)
-        with self.server.lock:
-            self.server.num_open -= 1
-        self.send_response(503 if is_down else 200)
-        self.end_headers()
-        self.wfile.write(str(len(text)).encode())
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-def test_a_judge_behind_an_address_may_be_slow_and_fail_and_come_back(tmp_path):
-    judge = Judge(num_failures=40)
-    (tmp_path / "my_reward.py").write_text(
-        "import urllib.request\n"
-        "def score(completion):\n"
-        f"    address = 'http://127.0.0.1:{judge.server_port}'\n"
-        "    return float(urllib.request.urlopen(address, completion.encode(), timeout=60).read())\n"
-    )
-    settings = Grading(f"{tmp_path}/my_reward.py:score", reward_timeout=90.0, reward_in_flight=20, reward_retries=3)
-    grader = Grader(settings, num_workers=2)
-    grades = grader.grade([Case("x" * (i + 1), "") for i in range(100)])
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("def score(completion):\n    return None\n", "score returned None, not a finite number"),
+        ("def score(completions):\n    return 1.0\n", "score returned 1.0 for 1 completions"),
+        ("def score(completion):\n    return 1 / len(completion)\n", None),  # it may not like an empty completion
+    ],
+)
+def test_a_function_that_returns_no_reward_is_named_before_training(code, words, tmp_path):
+    (tmp_path / "my_reward.py").write_text(code)
+    grader = Grader(Grading(f"{tmp_path}/my_reward.py:score"), num_workers=1)
+    reasons = grader.check_keys(Data([row("4"), row("5")]), ALONE)
     grader.close()
-    judge.shutdown()
-    assert [grade.reward for grade in grades] == [i + 1.0 for i in range(100)]
-    assert judge.num_requests == 140
-    assert 20 < judge.max_open <= 40, "two workers have 20 in flight each"
+    assert list(reasons) == ([0, 1] if words else [])
+    assert all(words in reason for reason in reasons.values())
 
 
 def test_rows_whose_key_cannot_be_used_are_excluded_with_a_reason():

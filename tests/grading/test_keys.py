@@ -2,9 +2,8 @@
 
 import pytest
 
-from grading.keys import key_text
+from grading import Case, key_text
 from grading.score import Handler
-from grading.verifiers import Case
 
 ANY = '["7", "0.5"]'
 

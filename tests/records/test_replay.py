@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from batch import Sampled
-from grading.score import Grade
+from grading import Grade
 from guards.start import RunError
 from helpers import make_rollout, make_row, metrics_of, torchrun, training_flags
 from records.rollouts import Keeper, file_of, read_rounds, steps_in, weights_of

@@ -1,0 +1,355 @@
+"""Whether a mathematical answer equals the answer key, both as LaTeX or plain text: `equal`.
+
+Numbers are compared exactly, as fractions. Tuples, sets, lists, intervals and matrices are compared element by element,
+with their brackets. What is left, a single formula, goes to SymPy by way of math-verify. The first two are there
+because math-verify alone accepts too much (a set for a tuple, 5 for 2x+3=5), and because it takes milliseconds.
+
+Nothing here has a time limit: a formula that SymPy cannot finish is ended with the worker process (`pool.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from fractions import Fraction
+from functools import lru_cache
+
+import sympy
+from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
+from latex2sympy2_extended.math_normalization import NormalizationConfig, normalize_latex
+from math_verify import verify
+from sympy import Add, Basic, Derivative, Expr, Float, I, Integral, Limit, Pow, Product, Sum, factorial, log, simplify
+
+from grading.answer import read_answer
+from grading.values import MAX_FORMULA, Value, by_name, clean, fold, has_names, parse_value
+
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off
+
+MAX_WORDS = 12  # of an answer key: more are a sentence
+MAX_DIGITS = 10_000  # of a number that SymPy may be asked to write out
+MAX_EXPONENT = 200  # of a sum, which SymPy may be asked to expand
+UNFINISHED = (Sum, Product, Integral, Limit, Derivative)  # what would be worked out numerically, at length
+# SymPy raises these for formulas that it cannot treat. A comparison that meets one decides nothing; the next one does.
+UNSOLVED = (TypeError, ValueError, ArithmeticError, NotImplementedError, AttributeError, RecursionError)
+NORMALIZATION = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True)
+CONVERSION = {"normalization_config": None, "conversion_config": ConversionConfig(lowercase_symbols=False)}
+RADIANS = r"\cdot\frac{\pi}{180}"
+STAND_INS = {  # letters that the parser takes for constants, d and ^T, by letters that nobody uses
+    r"\gamma": r"\upsilon ", "I": r"\varsigma ", "E": r"\varpi ", "e_": r"\omicron _", "d": r"\vartheta ",
+    "T": r"\varrho ",
+}  # fmt: skip
+UNREADABLE = re.compile(  # or skipped by the parser without a word, such as the index of 1_2
+    r"binom\{?\d{6}|\\approx|\\f?box|\.\.|\d\s*\\text|(?:gcd|lcm)\W.*[a-z]|(?<![\w^.{])\d[\d.]*\s*_|\)\s*_|[\d)]'|[^\0-\x7fͰ-Ͽ]"
+)
+DIFFERENTIAL = re.compile(r"\\int|\\frac\s*\{\s*d.{0,3}\}\s*\{\s*d|d\w?\s*/\s*d")
+TOKEN = re.compile(r"\\(?:text|begin|end|mathbb|mathcal|mathrm)\s*\{[^{}]*\}|_\{[^{}]*\}|\\[A-Za-z]+|e_|[A-Za-z]")
+VARIABLE = r"[A-Za-z](?:_\w)?(?:\(\w\))?|\\(?!pi)[a-z]+"
+
+
+@lru_cache(maxsize=8192)
+def equal(key: str, answer: str) -> bool:
+    """True if the answer equals the key: values, brackets, order where there is one, and units matter, forms do not.
+
+    An answer may leave out the key's unit or bring one where the key has none, but not another one. The key 50\\% is
+    equalled by 50, 50\\% and 0.5. Decimals are exact: 0.333 is not 1/3. The key 3 is not equalled by "3 or 4".
+    """
+    if max(len(key), len(answer)) > 4 * MAX_FORMULA:
+        return key.strip() == answer.strip()
+    key, answer = clean(key), clean(answer)
+    if not key or not answer:
+        return False
+    if re.fullmatch("[A-J]", key) and answer.upper() == key:
+        return True  # a choice
+    values = parse_value(key), parse_value(answer)
+    if values[0][0] != "number" and re.sub(r"\s+", "", key) == re.sub(r"\s+", "", answer):
+        return True
+    return _same(*values)
+
+
+def _same(key: Value, answer: Value) -> bool:
+    kinds = key[0], answer[0]
+    if key == answer:
+        return True
+    if kinds[0] == "chain":
+        return _same(key[1][-1], answer)
+    if kinds[1] == "chain":
+        return _is_true(answer) and any(_same(key, value) for value in (answer[1][-1], *answer[2]))
+    if {*kinds} <= {"named", "equation"}:
+        is_curve = kinds == ("named", "named") and "y" in (key[1], answer[1]) and "(x)" in key[1] + answer[1]
+        if kinds == ("named", "named") and (key[1] == answer[1] or is_curve):
+            return _same(key[2], answer[2])
+        return _is_multiple(key[-2:], answer[-2:])
+    if kinds[1] == "equation":  # 3! = 6 says 6, but x^2 = 6 does not; m+n = 7 is what was asked for
+        is_sum = re.fullmatch(r"\s*[a-dm-s](?:\s*\+\s*[a-dm-s])+\s*", answer[1]) or not re.search("[A-Za-z]", answer[1])
+        return bool(is_sum) and ("+" in answer[1] or same_formula(*answer[1:])) and _same(key, parse_value(answer[2]))
+    if "named" in kinds:
+        return _same(key[2] if kinds[0] == "named" else key, answer[2] if kinds[1] == "named" else answer)
+    if "words" in kinds and "formula" in kinds:
+        return _letters(key[1]) == _letters(answer[1]) != ""
+    if "choice" in kinds:
+        return _same_choice(key, answer)
+    if {*kinds} & {"list", "set"} or kinds == ("sequence", "sequence"):
+        return _same_collection(key, answer)
+    if kinds == ("matrix", "matrix"):
+        return len(key[1]) == len(answer[1]) and all(map(_same_ordered, key[1], answer[1]))
+    if {*kinds} == {"matrix", "formula"}:  # a matrix times a number
+        return same_formula(*(value[2] if value[0] == "matrix" else value[1] for value in (key, answer)))
+    if {*kinds} & {"relation", "union"}:
+        return _same_set(key, answer)
+    if kinds == ("based", "number"):
+        return answer[2] == "" and str(answer[1]) == key[1]
+    if {*kinds} <= {"number", "formula"}:
+        return _same_quantity(key, answer)
+    return "colon" in kinds and (_same_ratio(key, answer) if kinds[0] == "colon" else _same_ratio(answer, key))
+
+
+def _is_true(chain: Value) -> bool:
+    """False for 2 + 3 = 6, and for 1/3 = 0.35 roughly: the digits shown must be the value's."""
+    *others, value = chain[1]
+    exact = read_formula(value[1]) if value[0] in ("number", "formula") else None
+    for rough in (item[1] for item in chain[2] if item[0] == "number"):
+        last_digit = next(Fraction(1, 10**n) for n in range(40) if rough * 10**n % 1 == 0 or n == 39)
+        if not isinstance(exact, Expr) or exact.free_symbols or abs(exact.evalf(60) - rough) >= last_digit:
+            return False
+    return all(_same(value, other) for other in others)
+
+
+def _same_choice(key: Value, answer: Value) -> bool:
+    """True if letters agree, or the values beside them: the key (C) 12 is met by C and by 12, the key 12 by (C) 12."""
+    if key[0] == answer[0]:
+        return key[1] == answer[1] and (key[2] is None or answer[2] is None or _same(key[2], answer[2]))
+    letter, other = (key, answer) if key[0] == "choice" else (answer, key)
+    if other[0] == "formula" and _letters(other[1]).upper() == letter[1]:
+        return True
+    return letter[2] is not None and (_same(letter[2], other) if letter is key else _same(other, letter[2]))
+
+
+def _same_collection(key: Value, answer: Value) -> bool:
+    kinds = key[0], answer[0]
+    if {*kinds} <= {"list", "set"}:
+        if kinds == ("list", "list") and has_names(key[1]) != has_names(answer[1]):
+            named = has_names(key[1]) and _same_ordered(key[1], answer[1])
+            return named or _same_ordered(by_name(key), by_name(answer))
+        return _same_unordered(key[1], answer[1], is_set=kinds != ("list", "list"))
+    if kinds == ("sequence", "sequence"):
+        return key[1] == answer[1] and _same_ordered(key[2], answer[2])
+    if kinds in (("sequence", "list"), ("list", "sequence")):
+        (_, brackets, items), named = (key, answer) if kinds[0] == "sequence" else (answer, key)
+        is_point = has_names(named[1]) or all(item[0] != "named" for item in named[1])  # not x = 2 or x = 3
+        return brackets == "()" and is_point and _same_ordered(items, by_name(named))
+    for one, other in ((key, answer), (answer, key)):
+        if one[0] == "set" and len(one[1]) == 1 and one[1][0][1] != r"\emptyset":  # {(2, 3)} is (2, 3)
+            return _same(one[1][0], other)
+    return False
+
+
+def _letters(text: str) -> str:
+    return re.sub(r"\\text|[\s(){}]", "", fold(text))
+
+
+def _same_ordered(keys: tuple[Value, ...], answers: tuple[Value, ...]) -> bool:
+    return len(keys) == len(answers) and all(map(_same, keys, answers))
+
+
+def _same_unordered(keys: tuple[Value, ...], answers: tuple[Value, ...], is_set: bool) -> bool:
+    """Each key has an answer of its own; in sets repetitions do not count. The first fit will do: it is transitive."""
+    left = list(answers)
+    for i, key in enumerate(keys):
+        if is_set and any(_same(earlier, key) for earlier in keys[:i]):
+            continue
+        fits = [j for j, answer in enumerate(left) if _same(key, answer)]
+        if not fits:
+            return False
+        drop = set(fits) if is_set else {fits[0]}
+        left = [answer for j, answer in enumerate(left) if j not in drop]
+    return not left
+
+
+def _same_ratio(key: Value, answer: Value) -> bool:
+    """3:4 is 3/4, and the time 3:40 is 3:40 pm, but not 6:80."""
+    if answer[0] == "colon":
+        return _same_ordered(key[1], answer[1]) and (not key[2] or not answer[2] or key[2] == answer[2])
+    fraction = rf"\frac{{{latex(key[1][0][1])}}}{{{latex(key[1][-1][1])}}}"
+    return not key[2] and len(key[1]) == 2 and _same(parse_value(clean(fraction)), answer)
+
+
+def _same_quantity(key: Value, answer: Value) -> bool:
+    key_unit, answer_unit = key[2], answer[2]
+    if "%" in (key_unit, answer_unit) and key[0] == answer[0] == "number":
+        if key_unit and answer_unit:
+            return key_unit == answer_unit and key[1] == answer[1]
+        return answer[1] in (key[1], key[1] / 100) if key_unit else answer[1] / 100 == key[1]
+    is_in_radians = "rad" in (key_unit, answer_unit) or re.search(r"\\(?:pi|arc)", latex(key[1]) + latex(answer[1]))
+    if "deg" in (key_unit, answer_unit) and is_in_radians:
+        return same_formula(*(latex(value[1]) + RADIANS * (value[2] == "deg") for value in (key, answer)))
+    is_other = key_unit and answer_unit and key_unit != answer_unit
+    if is_other and ("u" not in (key_unit, answer_unit) or re.search(r"[/^]", key_unit + answer_unit)):
+        return False
+    return key[1] == answer[1] if key[0] == answer[0] == "number" else same_formula(key[1], answer[1])
+
+
+def _same_set(key: Value, answer: Value) -> bool:
+    """Relations and unions as intervals; and 2x > 6 as x > 3, whose differences are multiples."""
+    if key[0] == answer[0] == "relation" and key[2] == answer[2] and len(key[1]) == len(answer[1]) == 2:
+        return _is_multiple(key[1], answer[1], is_directed=key[2] != (r"\ne",))
+    if key[0] == answer[0] == "relation" and _symbols(key) != _symbols(answer):
+        return False
+    key, answer = _as_interval(key), _as_interval(answer)
+    if key[0] == answer[0] == "union":
+        return _same_unordered(key[1], answer[1], is_set=True)
+    return key[0] == answer[0] == "sequence" and _same(key, answer)
+
+
+def _symbols(relation: Value) -> set[str]:
+    return set(re.findall(r"\\?[A-Za-z]+", " ".join(relation[1])))
+
+
+def _as_interval(value: Value) -> Value:
+    """A relation such as 0 < x <= a as the interval that it describes, a union by its parts."""
+    if value[0] == "union":
+        return ("union", tuple(_as_interval(part) for part in value[1]))
+    if value[0] != "relation":
+        return value
+    terms, signs = value[1:]
+    if len(terms) == 2 and re.fullmatch(VARIABLE, terms[0]) and terms[1] not in ("x", "y", "z"):
+        terms, signs = ("-\\infty", *terms), ("<", *signs)
+    elif len(terms) == 2 and re.fullmatch(VARIABLE, terms[1]):
+        terms, signs = (*terms, "\\infty"), (*signs, "<")
+    if len(terms) != 3 or not re.fullmatch(VARIABLE, terms[1]) or not {*signs} <= {"<", "\\le"}:
+        return value
+    brackets = ("(" if signs[0] == "<" else "[") + (")" if signs[1] == "<" else "]")
+    return ("sequence", brackets, (parse_value(terms[0]), parse_value(terms[2])))
+
+
+# A single formula in SymPy --------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=8192)
+def read_formula(text: str | Fraction) -> Basic | None:
+    """The formula in SymPy, unevaluated; None if math-verify cannot read it or it is too large to be worked out."""
+    text = latex(text)
+    if len(text) > MAX_FORMULA or UNREADABLE.search(text):
+        return None
+    text = re.sub(r"(\d+(?:\.\d+)?)\s*\^\\circ", lambda m: f"({m[1]}{RADIANS})", text)
+    text = re.sub(r"(?<![\d.,])(\d*\.\d+)(?![\d.])", lambda m: latex(Fraction(m[1])), text)
+    text = re.sub(r"([A-Za-z])('+)", lambda m: f"{m[1]}_{{{'p' * len(m[2])}}}", text)
+    kept = {"d"} if DIFFERENTIAL.search(text) else {"T"} if "matrix" in text else {}
+    text = TOKEN.sub(lambda m: m[0] if m[0] in kept else STAND_INS.get(m[0], m[0]), text)
+    formula = None
+    with contextlib.suppress(Exception):  # nothing narrower: for a syntax error the parser raises Exception itself
+        formula = latex2sympy(normalize_latex(text, NORMALIZATION), is_real=True, **CONVERSION)
+    if not isinstance(formula, Basic):
+        return formula
+    if not _is_small(formula) or formula.has(sympy.nan, sympy.zoo):
+        return None
+    return formula.xreplace({symbol: I for symbol in formula.free_symbols if symbol.name == "i"})
+
+
+def latex(value: Fraction | str) -> str:
+    """A letter and its capital are two symbols."""
+    if isinstance(value, str):
+        return value
+    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}" if value.denominator > 1 else str(value)
+
+
+def _is_small(formula: Basic) -> bool:
+    """False if a power or factorial in it has more digits than anyone would write out: SymPy would try. And for 0^0."""
+    if not isinstance(formula, Basic):
+        return True
+    if not all(_is_small(part) for part in formula.args):
+        return False
+    if isinstance(formula, factorial) and formula.args[0].is_number:
+        return bool(abs(formula.args[0].evalf()) < MAX_DIGITS / 3)
+    if not isinstance(formula, Pow) or not formula.exp.is_number:
+        return True
+    if formula.base.is_number:
+        if formula.exp.is_infinite or (formula.base.is_zero and not formula.exp.is_positive):
+            return False
+        return formula.base.is_zero is True or bool(
+            abs((formula.exp * log(abs(formula.base), 10)).evalf()) < MAX_DIGITS
+        )
+    return not isinstance(formula.base, Add) or bool(abs(formula.exp.evalf()) <= MAX_EXPONENT)
+
+
+def same_formula(key: str | Fraction, answer: str | Fraction) -> bool:
+    """60 digits decide on numbers. Formulas that differ at one point need no `simplify`, which takes milliseconds."""
+    gold, pred = read_formula(key), read_formula(answer)
+    if gold is None or pred is None:
+        return False
+    values = _values([gold, pred], 0.0)
+    agree = values and _is_close(*values)
+    if values and agree is not False and (difference := gold.doit() - pred.doit()).is_Rational:
+        return difference == 0  # exact: 60 digits do not tell 2^1009 - 1 from 2^1009
+    if values and (agree is False or (agree and not gold.free_symbols | pred.free_symbols)):
+        return agree
+    return verify(gold, pred, float_rounding=10, timeout_seconds=None)
+
+
+def _values(formulas: list[Basic], shift: float) -> list[Expr] | None:
+    """The formulas' values to 60 digits at some odd positive point; None where one has no finite value."""
+    if any(not isinstance(formula, Expr) or formula.has(*UNFINISHED) for formula in formulas):
+        return None
+    symbols = sorted(set().union(*(formula.free_symbols for formula in formulas)), key=str)
+    point = {symbol: Float(shift + 0.61803398874989 + i * 0.41421356237309, 60) for i, symbol in enumerate(symbols)}
+    try:
+        values = [formula.subs(point).evalf(60) for formula in formulas]
+        parts = [part for value in values for part in value.as_real_imag()]
+    except UNSOLVED:
+        return None  # `verify` decides
+    return values if all((part.is_Float or part.is_Rational) and part.is_finite for part in parts) else None
+
+
+def _is_close(first: Expr, second: Expr) -> bool | None:
+    """Whether two values agree, relative to their size; None if both are so small that they may be noise of a zero."""
+    size = max(abs(first).evalf(), abs(second).evalf())
+    if size == 0:
+        return True
+    return None if size < 1e-40 else bool(abs((first - second) / size).evalf() < 1e-40)
+
+
+def _is_multiple(key: tuple[str, str], answer: tuple[str, str], is_directed: bool = False) -> bool:
+    """Whether the difference of the key's sides is that of the answer's, times a number other than 0 (or positive)."""
+    sides = [read_formula(side) for side in (*key, *answer)]
+    if not all(isinstance(side, Expr) for side in sides):
+        return False
+    differences = [sides[0] - sides[1], sides[2] - sides[3]]
+    if not is_directed and all(len(difference.free_symbols) > 1 for difference in differences):  # PV/T = nR is PV = nRT
+        differences = [sympy.fraction(sympy.together(difference))[0] for difference in differences]
+    at_one_point, at_another = _values(differences, 0.0), _values(differences, 0.3)
+    if at_one_point and at_another:
+        (a, b), (c, d) = at_one_point, at_another
+        if _is_close(a * d, c * b) is False:
+            return False
+    ratio = simplify(differences[0] / differences[1])
+    return bool(ratio.is_number and ratio.is_finite and ratio.is_nonzero and (ratio.is_positive or not is_directed))
+
+
+# Answer keys ----------------------------------------------------------------------------------------------------------
+
+
+def key_content(key: str) -> str:
+    """The answer in an answer key: the inside of its last box or <answer>, if it has one, else all of it."""
+    return (read_answer(key) or "") if re.search(r"\\(?:boxed|fbox)\b|<answer>", key) else key
+
+
+def key_problem(key: str) -> str | None:
+    """Why nothing could be graded against this key, in a few words; None if it can be."""
+    text = clean(key_content(key))
+    if len(text) > MAX_FORMULA:
+        return f"no \\boxed answer in a key of {len(key)} characters ({key[:60]!r}...)"
+    if len(re.findall(r"[A-Za-z]{2,}", re.sub(r"\\[A-Za-z]+", " ", text))) > MAX_WORDS:
+        return f"a sentence, not an answer: {key[:80]!r}"
+    if not re.search(r"\w", re.sub(r"\\(?:text|[^A-Za-z])", "", text)):
+        return f"no answer in the key {key[:80]!r}"
+    value = parse_value(text)
+    is_unread = value[0] == "formula" and read_formula(value[1]) is None
+    return f"math-verify cannot read {value[1][:80]!r}" if is_unread else None
+
+
+def canonical(answer: str) -> str:
+    """One text for answers that are the same at sight (1/2, 0.5, \\frac12), for counting votes."""
+    if len(answer) > 4 * MAX_FORMULA:
+        return answer[:MAX_FORMULA]
+    value = parse_value(text := clean(answer))
+    return str(value[1]) if value[0] == "number" else re.sub(r"\s+", "", text)

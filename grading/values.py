@@ -1,0 +1,461 @@
+"""A mathematical answer, LaTeX or plain text, as a value: `parse_value(clean(text))`.
+
+A value is a tuple: its kind, and what follows that.
+    number (fraction, unit)      formula (text, unit)          words (text)          based (digits, base)
+    list, set, union (values)    sequence (brackets, values)   matrix (rows of values, text)
+    named (name, value, left side, right side): x = 5          equation (left, right)
+    chain (values said to be equal, approximations): 2+3 = 5   relation (terms, signs): 0 < x
+    choice (letter, value): (C) 12                             colon (values, half of the day): 12:30, 3:4
+Numbers are exact fractions; formulas are left to SymPy (`equality.py`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import unicodedata
+from fractions import Fraction
+from functools import lru_cache
+
+from grading.answer import closing_brace
+
+Value = tuple
+MAX_FORMULA = 1000  # characters; a longer formula is compared as text only
+MAX_DEPTH = 20  # nested brackets; the LaTeX parser's time grows steeply with them
+
+# The spelling -----------------------------------------------------------------------------------------------------
+
+SYMBOLS = {
+    "½": " 1/2", "¼": " 1/4", "¾": " 3/4", "⅓": " 1/3", "⅔": " 2/3", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ",
+    "≥": r"\ge ", "≠": r"\ne ", "°": r"^\circ ", "∪": r"\cup ", "∈": r"\in ", "±": r"\pm ", "×": r"\times ",
+    "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "⁄": "/", "−": "-", "–": "-", "—": "-", "∅": r"\emptyset ",
+    "ℝ": r"\mathbb{R}", "θ": r"\theta ", "√": r"\sqrt ", "€": r"\euro ", "£": r"\pounds ", "’": "'", "≈": r"\approx ",
+}  # fmt: skip
+WORDS = {word: int(n) for word, n in re.findall(r"(\w+):(\d+)", """
+    zero:0 one:1 two:2 three:3 four:4 five:5 six:6 seven:7 eight:8 nine:9 ten:10 eleven:11 twelve:12 thirteen:13
+    fourteen:14 fifteen:15 sixteen:16 seventeen:17 eighteen:18 nineteen:19 twenty:20 thirty:30 forty:40 fifty:50
+    sixty:60 seventy:70 eighty:80 ninety:90""")}  # fmt: skip
+SPOKEN = {
+    r"\mathbb{R}": r"all real(?: number)?s?|\(-\\infty ?, ?\+?\\infty ?\)", "does not exist": "dne",
+    r"\emptyset": r"(?:there (?:is|are) )?no (?:real )?(?:solutions?|roots?)|(?:the )?empty set",
+}  # fmt: skip
+FUNCTION = r"((?:arc)?(?:sin|cos|tan)|(?:sin|cos|tan)h|sec|csc|cot|log|ln|exp)"
+
+# Pattern and replacement, in order; "x?" stands for: not followed by a letter.
+REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for pattern, replacement in [
+    (r"(?<=\d)(?:\\[,!;: ]|\{,\}|,\s*\\[!,])\s*(?=\d{3}(?!\d))", ","),  # 1\,000 and 1{,}000
+    # Delimiters, sizes, spaces, fonts
+    (r"\\(?:left|right|[bB]igg?[lr]?)x?\.?|\\!", ""),
+    (r"(?<!\\)(?:\\[()\[\]](?!\d*pt)|\$)", " "),
+    (r"(?<!\\)\\[,;: ]|~|\\q?quad|\\(?:display|text)stylex?|\\(?:no)?limitsx?", " "),
+    (r"\\(?:text)?color\s*\{\w+\}|\\(?:bf|rm|large|Large)x?", " "),
+    (r"\\(?:mathbf|mathit|boldsymbol|mathrm|vec)\s*\{\s*([a-zA-Z])\s*\}", r" \1 "),
+    (r"^\\(?:boxed|fbox|boldsymbol)\s*\{(.*)\}$", r"\1"),
+    (r"\\(?:text(?:bf|it|rm|sf|tt|normal)|math(?:rm|bf|it|sf)|emph|mbox|operatorname)\s*\{", r"\\text{"),
+    (r"\\text\s*\{\s*(\\\$|[+-]?\d[\d.,/]*)\s*\}|^\\text\s*\{\s*(\d[^{}:]*)\}$", lambda m: f" {m[1] or m[2]} "),
+    (r"\\text\s*\{\s*,?\s*(or|或者?)\s*\}", " or "),
+    (r"\\text\s*\{\s*,?\s*(and|和),?\s*\}", " , "),
+    (r"^\\text\s*\{([^{}\\]*,[^{}\\]*)\}$", r"\1"),
+    # Synonyms
+    (r"\\[dtc]fracx?", r"\\frac"),
+    (r"\\notx?\s*=|(?<![\d)])!=|\\neqx?", r"\\ne "),
+    (r"\\leq?(?:slant)?x?|<=", r"\\le "),
+    (r"\\geq?(?:slant)?x?|>=", r"\\ge "),
+    (r"\\([lg])tx?", lambda m: "<" if m[1] == "l" else ">"),
+    (r"\^\s*\{\s*\\circ\s*\}|\\degreex?", r"^\\circ"),
+    (r"\\varnothing|\\\{\s*\\\}", r"\\emptyset"),
+    (r"\\(?:mathbb|Bbb)\s*\{?R\}?|\\Rx?", r"\\mathbb{R}"),
+    (r"\^\s*\{?\s*((?:\\prime\s*)+)\}?", lambda m: "'" * m[1].count("p")),
+    (r"\{([:,])\}|\\colonx?", lambda m: m[1] or ":"),
+    (r"^\s*(?:=|\\approxx?)", ""),
+    # What LaTeX allows to be left out, and plain text for LaTeX
+    (r"\\frac\s*(\d)(?=\s*[\d{])", r"\\frac{\1}"),
+    (r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),
+    (r"\\frac\{\s*\\text\{([^{}]*)\}\s*\}\{\s*\\text\{([^{}]*)\}\s*(\^\{?\d\}?)?\s*\}", r"\\text{\1/\2\3}"),
+    (r"\\sqrt\s+(\d+|[A-Za-z])", r"\\sqrt{\1}"),
+    (r"(?:\\sqrt|(?<![\\A-Za-z])[sS]qrt)\s*(\[\d+\])?\s*\(([^()]*)\)", r"\\sqrt\1{\2}"),
+    (r"(?<![\\A-Za-z])pix?", r"\\pi "),
+    (rf"(?:\\text\s*\{{\s*{FUNCTION}\s*\}}|(?<![\\A-Za-z]){FUNCTION}x?)(?=\s*[(\\|\d^_{{]|\s*[A-Za-z]x?)",
+     lambda m: rf"\{m[1] or m[2]} "),
+    (r"\{?\s*(\w+)\s*\\choose\s*(\w+)\s*\}?|(?<![A-Za-z\\])C\(\s*(\d+)\s*,\s*(\d+)\s*\)",
+     lambda m: rf"\binom{{{m[1] or m[3]}}}{{{m[2] or m[4]}}}"),
+    (r"(?:\\begin|\\\{\s*\\begin)\{(cases|aligned|gathered|array)\}(?:\{[lcr]+\})?((?:[^&]|&\s*=)*?)\\end\{\1\}",
+     lambda m: re.sub(r"[,;]?\s*\\\\\s*(?=.)", ", ", m[2].replace("&", ""))),
+    (r"\s+", " "),
+]]  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def clean(text: str) -> str:
+    """The answer in one spelling: ASCII and LaTeX, no delimiters, no spacing commands, no full stop."""
+    text = re.sub(r"[⁰¹²³⁴-⁹⁺⁻ⁿ]+", lambda m: f"^{{{unicodedata.normalize('NFKC', m[0]).replace('−', '-')}}}", text)
+    text = re.sub(r"[₀-₉]+", lambda m: f"_{{{unicodedata.normalize('NFKC', m[0])}}}", text)
+    text = unicodedata.normalize("NFKC", "".join(SYMBOLS.get(character, character) for character in text))
+    text = " ".join("".join(c for c in text if unicodedata.category(c) not in ("Cf", "Cc") or c.isspace()).split())
+    text = text.strip("`*" if not text.endswith("^*") else "`").strip()
+    for pattern, replacement in REWRITES:
+        text = pattern.sub(replacement, text)
+    text = text.strip().rstrip(",;:" if text.rstrip().endswith("..") else ".,;:").strip()
+    while text.startswith("{") and closing_brace(text, 1) == len(text) - 1:
+        text = text[1:-1].strip()
+    words = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text).strip().lower()
+    meaning = next((meaning for meaning, phrase in SPOKEN.items() if re.fullmatch(phrase, words)), None)
+    return meaning or str(WORDS.get(words, "")) or text
+
+
+def fold(text: str) -> str:
+    """The text with its words in lower case: Monday, EVEN. What may be a product of letters keeps its case: Rr, GMm."""
+    word = r"(?<![^\W\d_])(?=[^\W\d_]*[aeiouyAEIOUY])(?:[A-Z]?[a-z]{2,}|[A-Z]{4,}|(?i:yes|no))(?![^\W\d_])"
+    return re.sub(word, lambda match: match[0].lower(), text)
+
+
+# Numbers and units ------------------------------------------------------------------------------------------------
+
+DECIMAL = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
+FRACTION = re.compile(
+    rf"([+-]?)\s*(?:({DECIMAL})\s*/\s*({DECIMAL})|\\frac\s*\{{\s*(-?)({DECIMAL})\s*\}}\s*\{{\s*({DECIMAL})\s*\}})"
+)
+MIXED = re.compile(r"([+-]?)\s*(\d+)\s*(?:\\frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}|(?<=\s)(\d+)\s*/\s*(\d+))")
+PLAIN = re.compile(rf"([+-]?)\s*({DECIMAL})(?:\s*(?:(?:\\times|\\cdot|x)\s*10\s*\^\s*\{{?|[eE])([+-]?\d{{1,3}})\}}?)?")
+REPEATING = re.compile(r"([+-]?)(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?(\d+)\}?")
+SCALES = {"dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9}
+SCALED = re.compile(rf"(.+?)\s*(?:\\text\{{\s*)?({'|'.join(SCALES)})\s*\}}?")
+
+
+def number(text: str) -> Fraction | None:
+    """The exact value of an integer, decimal, fraction, mixed or repeating number, 3.5 million or 2x10^5; else None."""
+    text = text.strip()
+    if len(text) > 200:
+        return None
+    if re.fullmatch(r"[+-]?\d{1,3}(?: \d{3})+(?:\.\d+)?", text):
+        text = text.replace(" ", "")
+
+    def value(digits: str) -> Fraction:
+        return Fraction(digits.replace(",", "") or "0")
+
+    if match := PLAIN.fullmatch(text):
+        sign, digits, power = match.groups()
+        result = value(digits) * Fraction(10) ** int(power or 0)
+    elif match := FRACTION.fullmatch(text):
+        sign, top, bottom, inner_sign, latex_top, latex_bottom = match.groups()
+        if value(bottom or latex_bottom) == 0:
+            return None
+        result = value(top or latex_top) / value(bottom or latex_bottom) * (-1 if inner_sign else 1)
+    elif match := MIXED.fullmatch(text):
+        sign, whole, latex_top, latex_bottom, top, bottom = match.groups()
+        top, bottom = int(latex_top or top), int(latex_bottom or bottom)
+        if top >= bottom:
+            return None
+        result = int(whole) + Fraction(top, bottom)
+    elif match := REPEATING.fullmatch(text):
+        sign, whole, fixed, repeated = match.groups()
+        nines = 10 ** len(fixed) * (10 ** len(repeated) - 1)
+        result = Fraction(int(whole + fixed + repeated) - int((whole + fixed) or 0), nines)
+    elif (match := SCALED.fullmatch(text)) and (inner := number(match[1])) is not None:
+        return inner * SCALES[match[2]]
+    else:
+        return None
+    return -result if sign == "-" else result
+
+
+UNITS = {name: short for short, names in {  # every spelling of a unit
+    "cm": "centimeter centimetre", "mm": "millimeter millimetre", "km": "kilometer kilometre", "m": "meter metre",
+    "kg": "kilogram", "g": "gram", "mg": "milligram", "lb": "pound lbs", "oz": "ounce", "ft": "feet foot", "yd": "yard",
+    "mi": "mile", "in": "inche inch", "s": "second sec", "min": "minute", "h": "hour hr hrs", "l": "liter litre",
+    "ml": "milliliter millilitre", "$": "dollar usd buck", "deg": "degree", "%": "percent", "u": "unit",
+    "mi/h": "mph", "km/h": "kph kmph", "rad": "radian", "j": "joule", "n": "newton", "w": "watt", "v": "volt",
+    "hz": "hertz", "people": "person", "child": "children", "man": "men", "woman": "women", "mol": "mole",
+}.items() for name in [short, *names.split()]}  # fmt: skip
+UNITS |= {
+    name: name for name in re.findall(r"\w+", "day week month year cent am pm euro 个 元 米 人 天 度 岁 小时 分钟")
+}
+LETTERS = {"m", "g", "s", "h", "l", "j", "n", "w", "v"}  # units only behind a space or in \text
+# What says something about the value: 7 dozens, 7 tenths, 7 more
+NO_UNITS = set(re.findall(r"\w+", """
+    additional always as billions centuries couples decades does dozens fewer gross half halves hundreds is less
+    millions minus more negative no not ones or others over pairs percents plus quarters scores squares tens thirds this
+    thousands times triples twins unless versus vs was yes to and than but"""))  # fmt: skip
+SMALL_WORDS = {"square", "squared", "sq", "cubic", "cubed", "cu", "of", "per", "the"}
+UNIT_WORD = r"[A-Za-z\u4e00-\u9fff]+\.?(?:\s*\^\s*\{?-?\d\}?)?"
+QUANTITY = re.compile(
+    rf"(?P<value>.*(?:[\d}})]|\\pi|{'|'.join(SCALES)}))\s*(?P<unit>\\?%|\^\\circ\s*"
+    r"|(?:\\text\{[^{}]*\}(?:\s*\^\s*\{?-?\d\}?)?\s*(?:/|\\cdot)?\s*)+"
+    rf"|(?:(?<=\s)|(?<=[\d)}}])){UNIT_WORD}(?:(?:\s*/\s*|\s+){UNIT_WORD})*)", re.DOTALL,
+)  # fmt: skip
+CURRENCY = re.compile(r"([+-]?)\s*(\\\$|\\euro|\\pounds)\s*(.+)")
+
+
+def unit(text: str, is_apart: bool) -> str | None:
+    """One spelling per unit; None for what is no unit: "more" and "dozens" say something about the value.
+
+    A unit is made of known names, abbreviations and plurals of any noun. `is_apart`: a letter is no factor ("5 m").
+    """
+    if re.search(r"(?<![A-Za-z])[A-Z][A-Za-z]?(?![A-Za-z.])", text) and not re.search("[JNWV]|Hz|PM|AM", text):
+        return None  # 5 M is no length, 5 Mg is not 5 mg
+    text = re.sub(r"\\text\s*\{\s*\(?(?:in (?=\w))?([^{}()]*)\)?\s*\}", r" \1 ", text).replace("\\cdot", " ")
+    text = re.sub(r"\\?%", " percent ", text.replace("^\\circ", " degrees ")).lower()
+    text = re.sub(r"\b([ap])\.\s?m\b\.?", r"\1m", text).replace(".", " ")
+    if not re.fullmatch(r"[\sa-z\u4e00-\u9fff/^{}\d]*", text) or re.search(r"(?<!\^)(?<!\^\{)\d", text):
+        return None
+    power = next((p for word, p in (("sq", "^2"), ("cub", "^3")) if re.search(rf"\b{word}", text)), "")
+    names = []
+    for word in re.findall(r"[a-z\u4e00-\u9fff]+|\^\{?\d|/", text):
+        name = UNITS.get(word, UNITS.get(word.removesuffix("s")))
+        if word in NO_UNITS or word in SCALES or word in WORDS or (name is None and re.search(r"ths?$", word)):
+            return None
+        if word in SMALL_WORDS:
+            names += ["/"] if word == "per" else []
+        elif word[0] in "^/":
+            names.append(word.replace("{", ""))
+        elif name is not None and (is_apart or word not in LETTERS):
+            names += ["·"] * bool(names and names[-1].isalpha()) + [name]
+        elif len(word) > 3 and word.endswith("s") and not word.endswith("ss"):
+            names.append(word.removesuffix("s"))
+        elif names or not re.search(r"s\b", text):  # an adjective may stand before a plural: blue marbles
+            return None
+    return "".join(names) + power if names else None
+
+
+# Values -----------------------------------------------------------------------------------------------------------
+
+LETTER = (  # with its index; no function
+    r"(?:[A-Za-z]|\\(?!frac|pi|infty|sqrt|text|in|exp|log|ln|sin|cos|tan|sec|csc|cot)[a-z]{2,8}(?![A-Za-z]))"
+    r"(?:_(?:\{[\w,]+\}|\w|\{?\\(?:min|max|text\{\w+\})\s*\}?))?"
+)
+DENIED = (
+    r"half|double|twice|not?|never|wrong\w*|false|trap|guess|least|most|more|less|if|approx\w*|square|root|log|inverse"
+)
+NAME = (  # x, x_1, f(x), f'(2), P(A), |v|, dy/dx, AB, \angle ABC, Area, \text{total cost}
+    rf"(?:{LETTER}(?:\^\{{-1\}}|'+)?\s?\((?![^()]*(?:\d[A-Za-z]|\bnot\b))[^()+*/^=-]*\)|P\([^()]*[=<>|][^()]*\)|{LETTER}'*|d\w/d\w|\\frac\{{d\w\}}\{{d\w\}}"
+    r"|\|\s*(?:[A-Zuvw]|\\[a-z]+|\s)+\||(?:m?\\(?:angle|triangle)\s*)?[A-Z]{1,4}"
+    rf"|(?:\\text\{{)?\s*(?![^{{}}=]*\b(?i:{DENIED})\b)[A-Za-z]{{3,}}(?: [A-Za-z]{{2,}})*\s*\}}?)"
+)
+CONSTANT = re.compile(  # a side without letters
+    r"(?:[^A-Za-z\\]|\\(?:frac|sqrt|cdot|times|div|pi|binom|circ|sin|cos|tan|log|ln|pm|\W|text\{[^{}]*\})(?![A-Za-z]))+"
+)
+NAMES = re.compile(r"\(\s*[A-Za-z](?:_\{?\d\}?)?(?:\s*,\s*[A-Za-z](?:_\{?\d\}?)?)+\s*\)")
+NAMED = re.compile(
+    rf"({NAME}(?:\s*[:/]\s*{NAME})*|\\frac\{{{NAME}\}}\{{{NAME}\}})\s*(?:=|:=|\\in(?![A-Za-z]))\s*(.+)", re.DOTALL
+)
+BUILDER = re.compile(rf"\s*{NAME}(?:\s*\\in\s*\\mathbb\{{R\}})?\s*(?:\\mid|:|\|)\s*(.+)")
+RELATION = re.compile(r"\\[lg]e(?![A-Za-z])|\\ne(?![A-Za-z])|(?<!\\)[<>]")
+EQUALS, APPROX = re.compile(r"(?<![<>:\\])="), re.compile(r"\\approx(?![A-Za-z])")
+CHOICE = re.compile(
+    r"(?:\\text\{\s*)?(?:(?:option|choice|answer)\s+)?(\(?)\s*(?:\\text\{\s*)?(\(?)"
+    r"\s*([A-Ja-j])\s*(\)?)\s*\}?\s*(\)?)\s*(?:([.:)])?\s*(.*))?", re.IGNORECASE | re.DOTALL,
+)  # fmt: skip
+BASED = re.compile(r"\(?([0-9A-Fa-f]+)\)?_\{?(?:\\text\{)?\s*(\d+|two|three|four|five|six|seven|eight|nine)\s*\}*")
+CLOCK = re.compile(r"(?:\\text\{)?\s*(\d+(?:\s*:\s*\d+)+)\s*(?:\\text\{)?\s*(?:[ap]\.?\s?m\.?)?\s*\}*", re.IGNORECASE)
+COMMA = re.compile(r"(?<!\d),|,(?!\d{3}(?!\d))|;|,\s|(?<=[\s\d})])and(?=[\s(\\])")
+OR = re.compile(r"(?<=[\s\d})\]])or(?=[\s\\(\d-]|\w(?:\(\w\))?\s*=)|\\cup(?![A-Za-z])")
+COLON = re.compile(":")
+# What SymPy has no value for is compared as text.
+UNCOUNTED = re.compile(
+    r"\\(?:equiv|[pb]?mod|[lc]?dots|mid|parallel|perp|neg|land|to|rightarrow|implies|iff)(?![A-Za-z])|\.\.|\?"
+)
+MATRIX = re.compile(r"\\begin\{([bpBv]?matrix|array)\}(?:\{[^{}]*\})?((?:(?!\\begin).)*)\\end\{\1\}", re.DOTALL)
+OPENING, CLOSING = ("(", "[", "{", "\\{", "\\langle"), (")", "]", "}", "\\}", "\\rangle")
+BRACKET = r"\\[{}]|\\[lr]angle|\\.|[()\[\]{}]"  # or an escaped character, which is none
+
+
+@lru_cache(maxsize=8192)
+def parse_value(text: str) -> Value:
+    """The value of a cleaned answer."""
+    value = number(text)
+    if value is not None:
+        return ("number", value, "")
+    if len(text) > MAX_FORMULA or _depth(text) > MAX_DEPTH:
+        return ("words", text)
+    for read in (_choice, _named, _collection, _quantity):
+        found = read(text)
+        if found is not None:
+            return found
+    return ("formula", text, "")
+
+
+def _depth(text: str) -> int:
+    """How many brackets are open at most."""
+    return max(itertools.accumulate(((c in "([{") - (c in ")]}") for c in text), initial=0))
+
+
+def _split(text: str, separator: re.Pattern[str]) -> list[str]:
+    """The parts of the text between matches of `separator` outside all brackets; those of an interval may differ."""
+    parts, depth, start = [], 0, 0
+    for match in re.finditer(rf"(?P<cut>{separator.pattern})|{BRACKET}", text):
+        if match["cut"] is None:
+            depth += (match[0] in OPENING) - (match[0] in CLOSING)
+        elif depth == 0:
+            parts.append(text[start : match.start()])
+            start = match.end()
+    return [part.strip() for part in [*parts, text[start:]]]
+
+
+def _brackets(text: str) -> tuple[str, str, str] | None:
+    """(opening, inside, closing) if one pair of brackets encloses the whole text."""
+    match = re.fullmatch(r"(\\\{|\\langle|\(|\[)(.*)(\\\}|\\rangle|\)|\])", text, re.DOTALL)
+    steps = ((token in OPENING) - (token in CLOSING) for token in re.findall(BRACKET, match[2] if match else ""))
+    depths = list(itertools.accumulate(steps, initial=0))
+    return match.groups() if match and min(depths) == depths[-1] == 0 else None
+
+
+def _choice(text: str) -> Value | None:
+    """(C), \\text{C}, option C, C. 12. Not "(a) 5, (b) 6", which are two answers."""
+    match = CHOICE.fullmatch(text)
+    if not match:
+        return None
+    before, rest = text[: match.start(3)], (match[7] or "").strip()
+    rest = rest.removesuffix("}") if rest.count("}") > rest.count("{") else rest
+    if not (before.strip("{ ") or match[4] or match[6]):
+        return None
+    denies = r"^[,/]|\b(?:or|and|is|was|are|not|would|can|but|maybe|wrong|false)\b|\(?[A-Ja-j][.):]"
+    if rest and (re.search(denies, rest, re.IGNORECASE) or not (match[6] or match[4] or match[5])):
+        return None
+    return ("choice", match[3].upper(), parse_value(clean(rest)) if rest else None)
+
+
+def _named(text: str) -> Value | None:
+    """x = 5, f(x) = x^2, x in (0, 1); equations and relations that are no such definitions; 2 + 3 = 5 is 5."""
+    if len(_split(text, COMMA)) > 1 or len(_split(text, OR)) > 1:
+        return None
+    terms = _split(text, RELATION)
+    if len(terms) > 1:
+        return _relation(text, terms)
+    exact, *approximations = _split(text, APPROX)
+    sides = _split(exact, EQUALS)
+    if len(sides) == 2 and number(sides[0]) is not None and re.fullmatch(NAME, sides[1]):
+        sides = sides[::-1]
+    if NAMES.fullmatch(sides[0]) and len(sides) == 2:  # (x, y) = (1, 2)
+        values = parse_value(sides[1])
+        names = re.findall(r"[A-Za-z]", sides[0])
+        return values if names == sorted(names) or values[0] != "sequence" else ("words", text)
+    named = NAMED.fullmatch("=".join(sides))
+    if named and (len(sides) > 1 or "\\in" in text):
+        rest = sides[1:] or [named[2].strip()]
+        name = re.sub(r"\\text|[\s{}]", "", fold(named[1]))
+        return ("named", name, _chain(rest, approximations), sides[0], rest[-1])
+    if approximations and len(sides) == 1 and re.fullmatch(NAME, exact):  # x \approx 11
+        return parse_value(approximations[-1])
+    is_constant = CONSTANT.fullmatch(sides[0]) and CONSTANT.fullmatch(sides[-1])
+    if approximations and len(sides) == 1 or (len(sides) > 1 and is_constant):
+        return _chain(sides, approximations)  # 2 + 3 = 5
+    if len(sides) > 2:
+        return ("words", text)  # 2x = 10 = 5
+    return ("equation", sides[0], sides[-1]) if len(sides) == 2 and all(sides) else None
+
+
+def _chain(sides: list[str], approximations: list[str]) -> Value:
+    """The last side, with the other sides without letters, which have to equal it."""
+    values = [parse_value(side) for side in sides[:-1] if CONSTANT.fullmatch(side)] + [parse_value(sides[-1])]
+    if len(values) == 1 and not approximations:
+        return values[0]
+    return ("chain", tuple(values), tuple(parse_value(text) for text in approximations))
+
+
+def _relation(text: str, terms: list[str]) -> Value | None:
+    signs = RELATION.findall(text)
+    if len(_split(text, EQUALS)) > 1:
+        return None
+    if all(sign in (">", r"\ge") for sign in signs):  # everything the one way round
+        terms, signs = terms[::-1], ["<" if sign == ">" else r"\le" for sign in signs[::-1]]
+    return ("relation", tuple(terms), tuple(signs)) if all(terms) else ("words", text)
+
+
+def _collection(text: str) -> Value | None:
+    parts = _split(text, OR)
+    if len(parts) > 1 and all(parts):
+        values = tuple(parse_value(part) for part in parts)
+        if has_names(values) or any(
+            value[0] == "choice" or re.fullmatch("[A-J]", part) for value, part in zip(values, parts, strict=True)
+        ):
+            return ("words", text)  # x = 1 or y = 2; "A or B" chooses neither
+        is_union = "\\cup" in text or any(value[0] == "relation" for value in values)
+        return ("union" if is_union else "list", _flat(values))
+    parts = [re.sub(r"^and\s", "", part).strip() for part in _split(text, COMMA) if part and part != "and"]
+    if len(parts) > 1:
+        return ("list", _flat(tuple(parse_value(part) for part in parts)))
+    inner = _brackets(text)
+    matrix = MATRIX.fullmatch(inner[1].strip() if inner and inner[0] in ("(", "[") else text)
+    if matrix and matrix[1] != "vmatrix":
+        rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?", matrix[2]) if row.strip()]
+        cells = tuple(tuple(parse_value(clean(cell)) for cell in row.split("&")) for row in rows)
+        is_column = all(len(row) == 1 for row in cells)
+        return ("sequence", "()", tuple(row[0] for row in cells)) if is_column else ("matrix", cells, text)
+    if inner is None:
+        if text.count("\\pm") != 1:
+            return None
+        plus = re.sub(r"(^|[=({,])\s*\+", r"\1", text.replace("\\pm", "+"))
+        return ("list", (parse_value(plus.strip()), parse_value(text.replace("\\pm", "-"))))
+    opening, inside, closing = inner
+    builder = BUILDER.fullmatch(inside)
+    if builder and opening == "\\{":
+        return parse_value(builder[1].strip())
+    separator = re.compile("[,;](?!\\d{3}(?!\\d))|[,;]\\s" if opening == "(" else "[,;]")
+    items = [item for item in _split(inside, separator) if item]
+    if opening in ("\\{", "[", "\\langle") or len(items) > 1:
+        values = tuple(parse_value(item) for item in items)
+        brackets = "()" if opening == "\\langle" else opening + closing
+        return ("set", _flat(values)) if opening == "\\{" else ("sequence", brackets, values)
+    return parse_value(inside.strip()) if inside.strip() else None
+
+
+def has_names(values: tuple[Value, ...]) -> bool:
+    """True for x=1, y=2; false for 1, 2 and for x=1, x=2."""
+    return len({value[1] for value in values if value[0] == "named"}) == len(values)
+
+
+def by_name(value: Value) -> tuple[Value, ...]:
+    """The elements of a list: y=2, x=3 as x=3, y=2."""
+    return tuple(sorted(value[1], key=lambda item: item[1])) if has_names(value[1]) else value[1]
+
+
+def _flat(values: tuple[Value, ...]) -> tuple[Value, ...]:
+    """1, \\pm 2 -> 1, 2, -2."""
+    flat: tuple[Value, ...] = ()
+    for value in values:
+        if value[0] == "named" and value[2][0] == "list":  # x = \pm 2
+            flat += tuple(("named", value[1], item, *value[3:]) for item in value[2][1])
+        else:
+            flat += value[1] if value[0] == "list" else (value,)
+    return flat
+
+
+def _is_text(words: str, is_marked: bool) -> bool:
+    """True for yes, Monday, no solution; false for what may be a product of letters (abc, GMm), unless it is marked."""
+    if words.casefold() in ("yes", "no"):
+        return True
+    is_product = re.fullmatch(r"[A-Za-z]{3}", words) or (words.isalpha() and re.search(r"[A-Z]", fold(words)))
+    may_be_text = is_marked or (re.search(r"[^\W\d_]{3,}", words) and not is_product)
+    return bool(may_be_text and re.fullmatch(r"[^\W\d_][^\d_+*/^=<>\\(){}\[\]|]*", words))
+
+
+def _quantity(text: str) -> Value | None:
+    """Based numbers, times and ratios, words, money, and what has a unit."""
+    if based := BASED.fullmatch(text):
+        return ("based", based[1].lstrip("0").upper(), str(WORDS.get(based[2], based[2])))
+    clock = CLOCK.fullmatch(text)
+    parts = clock[1].split(":") if clock else _split(text, COLON)
+    if len(parts) > 1 and all(parts) and (clock or "\\text" not in text):
+        values = tuple(parse_value(part.strip()) for part in parts)
+        if all(value[0] in ("number", "formula") for value in values):
+            half = re.sub(r"[^apm]", "", text.lower()) if clock else ""
+            return ("colon", values, half)
+    if UNCOUNTED.search(text):
+        return ("words", re.sub(r"\s", "", text))
+    words = " ".join(re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text).split())
+    if _is_text(words, is_marked="\\text" in text):
+        plain = " ".join(re.sub(r"[^\w ]", " ", fold(words)).split())
+        return ("words", re.sub(r"^(?:an?|the) (?=\w{3})", "", plain, flags=re.IGNORECASE))
+    if currency := CURRENCY.fullmatch(text):
+        inner = parse_value(currency[1] + currency[3])
+        if inner[0] in ("number", "formula") and inner[2] == "":
+            return (*inner[:2], {"\\$": "$", "\\euro": "euro"}.get(currency[2], currency[2]))
+    quantity = QUANTITY.fullmatch(text)
+    if quantity and not ("circ" in quantity["unit"] and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", quantity["value"])):
+        inner = parse_value(quantity["value"].strip())
+        is_apart = inner[0] == "number" and text[quantity.start("unit") - 1].isspace()
+        name = unit(quantity["unit"], is_apart or "\\text" in quantity["unit"])
+        if name is not None and inner[0] in ("number", "formula") and inner[2] == "":
+            return (*inner[:2], name)
+        if name is None and "\\text" in quantity["unit"]:
+            return ("words", fold(words))  # it says something about the value that is no unit
+    return None

@@ -1,0 +1,108 @@
+"""The examples of docs/rewards.md and docs/rewards/: each works as it stands there, and is short."""
+
+import json
+import re
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from flags import Grading
+from grading import Case, verifiers
+from grading.score import Handler
+from reward import Grader
+
+DOCS = Path(__file__).parent.parent.parent / "docs"
+EXAMPLES = DOCS / "rewards"
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_an_example_has_at_most_forty_lines(path):
+    assert len(path.read_text().splitlines()) <= 40
+
+
+def test_a_verifier_for_roman_numerals_is_one_function_of_under_ten_lines(monkeypatch):
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", (DOCS / "rewards.md").read_text(), re.DOTALL)
+               if "verify_roman" in block]  # fmt: skip
+    assert len(code.splitlines()) < 10
+    exec(compile(code, "roman", "exec"), vars(verifiers))
+    monkeypatch.setitem(verifiers.BUILT_IN, "roman", verifiers.Verifier(verifiers.verify_roman))
+    handle = Handler("roman", None)
+    completions = {"\\boxed{XIV}": 1.0, "The answer is XIV.": 1.0, "\\boxed{XVI}": 0.0, "\\boxed{14}": 0.0}
+    assert {text: handle(("grade", Case(text, "14"))).reward for text in completions} == completions
+
+
+def test_the_table_of_the_rule_says_what_is_read():
+    table = (DOCS / "rewards.md").read_text().partition("| completion | read as |\n|---|---|\n")[2].partition("\n\n")[0]
+    rows = [re.fullmatch(r"\| `(.*)` \| (?:`(.*)`|nothing) \|", line).groups() for line in table.splitlines()]
+    assert len(rows) == 10
+    assert [verifiers.read_answer(completion) for completion, _ in rows] == [read_as for _, read_as in rows]
+
+
+class Judge(BaseHTTPRequestHandler):
+    """Takes 0.3 s for an answer; is silent where it is asked about "silence", and talks where about "chatter"."""
+
+    num_open = max_open = 0
+    lock = threading.Lock()
+
+    def do_POST(self) -> None:
+        question = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        with self.lock:
+            Judge.num_open += 1
+            Judge.max_open = max(Judge.max_open, Judge.num_open)
+        time.sleep(60 if "silence" in question else 0.3)
+        with self.lock:
+            Judge.num_open -= 1
+        said = "What a lovely answer!" if "chatter" in question else "8/10"
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"choices": [{"message": {"content": said}}]}).encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_judge_is_asked_several_times_at_once_and_may_be_late_or_talk_nonsense(tmp_path):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    (tmp_path / "judge.py").write_text(  # the workers' environment is that of an earlier test
+        f"import os\nos.environ |= dict(JUDGE_URL='http://127.0.0.1:{server.server_port}/v1', JUDGE_MODEL='fake')\n"
+        + (EXAMPLES / "judge.py").read_text()
+    )
+    grading = Grading(f"{tmp_path}/judge.py:score", reward_timeout=6.0, reward_in_flight=16)
+    grader = Grader(grading, num_workers=1)
+    grades = grader.grade([Case(text, "7") for text in ["7"] * 40 + ["chatter", "silence"]])
+    grader.close()
+    server.shutdown()
+    assert [grade.reward for grade in grades] == [0.8] * 40 + [0.0, 0.0]
+    said = "error: ValueError: the judge gives no grade: 'What a lovely answer!'"
+    assert grades[40].status.startswith(said) and grades[41].status == "timeout"
+    assert Judge.max_open >= 4
+
+
+@pytest.mark.parametrize(
+    ("code", "reward"),
+    [
+        ("def double(x):\n    return 2 * x", 1.0),
+        ("def double(x):\n    return x + 2", 0.0),
+        ("raise SystemExit(0)", 0.0),
+        ("while True: pass", 0.0),
+        ("double = lambda x: 2 * x\nx = bytearray(4 << 30)", 0.0),
+    ],
+)
+def test_unit_tests_are_run_on_generated_code(code, reward):
+    handle = Handler(f"{EXAMPLES}/unit_tests.py:score", None)
+    grade = handle(("grade", Case(f"So:\n```python\n{code}\n```", "assert double(2) == 4\nassert double(3) == 6")))
+    assert grade.reward == reward and grade.parts["has_code"] == 1.0
+    assert handle(("grade", Case("no code", ""))).parts["has_code"] == 0.0
+
+
+def test_a_task_of_reasoning_gym_has_its_own_verifier():
+    gym = pytest.importorskip("reasoning_gym")
+    entry = gym.create_dataset("leg_counting", size=1, seed=0)[0]
+    handle = Handler(f"{EXAMPLES}/reasoning_gym_task.py:score", None)
+    for answer, reward in ((entry["answer"], 1.0), ("no", 0.0)):
+        case = Case(f"<answer>{answer}</answer>", entry["answer"], {"entry": json.dumps(entry)})
+        assert (handle(("grade", case)).reward == 1.0) == (reward == 1.0)

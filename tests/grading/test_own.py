@@ -1,0 +1,133 @@
+"""Functions of one's own: three forms, told apart by the names of their parameters."""
+
+import math
+
+import pytest
+
+from grading import Case
+from grading.own import OwnReward
+from grading.score import Handler
+
+CASES = [Case("ab", "4", {"level": 2, "answer": "four"}, "<user>", (7, 8), 2, 9, True), Case("abc", "5", {"level": 3})]
+
+
+def own(tmp_path, code: str, name: str = "score") -> OwnReward:
+    (tmp_path / "my_reward.py").write_text(code)
+    return OwnReward(f"{tmp_path}/my_reward.py:{name}")
+
+
+@pytest.mark.parametrize(
+    ("signature", "result", "value"),
+    [
+        ("completion, answer, columns", "len(completion) + int(answer) + columns['level']", 2 + 4 + 2),
+        ("num_tokens, is_truncated, *, max_tokens, completion", "num_tokens + is_truncated + max_tokens", 2 + 1 + 9),
+        ("completion, prompt, token_ids", "len(prompt) + sum(token_ids)", 6 + 15),
+        ("data_source, solution_str, ground_truth, extra_info=None", "len(solution_str) + len(ground_truth)", 2 + 1),
+        ("solution_str, extra_info", "len(extra_info)", 0),
+    ],
+)
+def test_a_function_of_one_completion_gets_what_its_signature_names(signature, result, value, tmp_path):
+    reward = own(tmp_path, f"def score({signature}):\n    return {result}\n")
+    assert reward(CASES[:1]) == [(value, {})]
+    assert not reward.takes_group and reward.takes_token_ids == ("token_ids" in signature)
+
+
+@pytest.mark.parametrize(
+    ("signature", "result"),
+    [
+        ("completions, **kwargs", "map(len, completions)"),
+        ("completions, level", "level"),
+        ("level, completions, missing=None", "level if missing is None else None"),
+        ("completions, answer", "[2.0 + (a is None) for a in answer]"),  # a column of the data
+        ("prompts, completions, answers, columns", "[2 * (a == '4') + 3 * (a == '5') for a in answers]"),
+        ("completions, completion_ids", "[2 + (ids == ()) for ids in completion_ids]"),
+        ("completions, **columns", "columns['level']"),
+        ("data_sources, solution_strs, ground_truths, extra_infos", "[len(s) for s in solution_strs]"),
+    ],
+)
+def test_a_function_of_a_group_gets_lists_and_columns_of_the_data(signature, result, tmp_path):
+    reward = own(tmp_path, f"def score({signature}):\n    return {result}\n")
+    assert reward.takes_group and [value for value, _ in reward(CASES)] == [2.0, 3.0]
+
+
+def test_verls_key_is_the_one_of_its_data(tmp_path):
+    code = (
+        "def score(data_source, solution_str, ground_truth, extra_info):\n    return ground_truth + extra_info['x']\n"
+    )
+    columns = {"reward_model": {"ground_truth": 3}, "extra_info": {"x": 4}}
+    assert own(tmp_path, code)([Case("", "no", columns)]) == [(7.0, {})]
+
+
+def test_async_functions_are_awaited_and_share_one_event_loop(tmp_path):
+    code = (
+        "import asyncio\n"
+        "LOOPS = set()\n"
+        "async def score(completion):\n"
+        "    await asyncio.sleep(0)\n"
+        "    LOOPS.add(asyncio.get_running_loop())\n"
+        "    return len(LOOPS)\n"
+    )
+    reward = own(tmp_path, code)
+    assert [reward(CASES[:1])[0][0] for _ in range(3)] == [1.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("result", "value", "parts"),
+    [
+        ("{'reward': 1, 'brevity': 0.5, 'no': float('nan'), 'text': 'x', 3: 1}", 1.0, {"brevity": 0.5}),
+        ("{'score': True, 'acc': False}", 1.0, {"acc": 0.0}),
+        ("__import__('numpy').float32(0.5)", 0.5, {}),
+        ("__import__('decimal').Decimal('0.5')", 0.5, {}),
+    ],
+)
+def test_a_dict_gives_sub_scores_and_a_number_may_be_of_any_kind(result, value, parts, tmp_path):
+    assert own(tmp_path, f"def score(completion):\n    return {result}\n")(CASES[:1]) == [(value, parts)]
+
+
+def test_none_in_a_group_counts_as_nothing(tmp_path):
+    reward = own(tmp_path, "def score(completions):\n    return [None, 1]\n")
+    assert [value for value, _ in reward(CASES)] == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("def score(completion):\n    return '1'\n", "score returned '1', not a finite number"),
+        ("def score(completion):\n    return None\n", "score returned None, not a finite number"),
+        ("def score(completion):\n    return float('inf')\n", "score returned inf"),
+        ("def score(completion):\n    return {'acc': 1}\n", "a dict needs the key 'reward' or 'score'"),
+        ("def score(completion):\n    yield 1\n", "score returned <generator"),
+        ("def score(completions):\n    return [1]\n", "for 2 completions, not a list of that many"),
+        ("def score(completions):\n    return 1\n", "score returned 1 for 2 completions"),
+        ("def score(completions):\n    return 'ab'\n", "score returned 'ab' for 2 completions"),
+    ],
+)
+def test_a_wrong_result_says_what_was_returned(code, words, tmp_path):
+    with pytest.raises(ValueError, match=words):
+        own(tmp_path, code)(CASES)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("def score(text, answer):\n    return 1\n", r"it takes \(text, answer\), but none of completion, completions"),
+        ("def score(completion, key):\n    return 1\n", "nothing is known of its parameter 'key'"),
+        ("def other():\n    return 1\n", "no function 'score'; it has other"),
+    ],
+)
+def test_a_function_that_nobody_knows_how_to_call_is_refused_when_it_is_loaded(code, words, tmp_path):
+    with pytest.raises(ValueError, match=words):
+        own(tmp_path, code)
+
+
+def test_a_row_without_a_column_that_the_function_takes_is_named(tmp_path):
+    own(tmp_path, "def score(completions, solution):\n    return [1.0 for _ in completions]\n")
+    handle = Handler(f"{tmp_path}/my_reward.py:score", None)
+    assert handle(("check", Case("", "", {"solution": "4"}))) is None
+    assert handle(("check", CASES[0])) == "score takes 'solution', but the row's columns are level, answer"
+
+
+def test_a_reward_finds_its_neighbours_before_our_modules(tmp_path):
+    (tmp_path / "data.py").write_text("VALUE = 0.25\n")
+    reward = own(tmp_path, "from data import VALUE\ndef score(completion):\n    return VALUE\n")
+    assert math.isclose(reward(CASES[:1])[0][0], 0.25)

@@ -40,7 +40,8 @@ STAND_INS = {  # letters that the parser takes for constants, d and ^T, by lette
     "T": r"\varrho ",
 }  # fmt: skip
 UNREADABLE = re.compile(  # or skipped by the parser without a word, such as the index of 1_2
-    r"binom\{?\d{6}|\\approx|\\f?box|\.\.|\d\s*\\text|(?:gcd|lcm)\W.*[a-z]|(?<![\w^.{])\d[\d.]*\s*_|\)\s*_|[\d)]'|[^\0-\x7fͰ-Ͽ]"
+    r"binom\{?\d{6}|\\approx|\\f?box|\.\.|\d\s*\\text|(?:gcd|lcm)\W.*[a-z]"
+    r"|(?<![\w^.{])\d[\d.]*\s*_|\)\s*_|[\d)]'|[^\0-\x7fͰ-Ͽ]"
 )
 DIFFERENTIAL = re.compile(r"\\int|\\frac\s*\{\s*d.{0,3}\}\s*\{\s*d|d\w?\s*/\s*d")
 TOKEN = re.compile(r"\\(?:text|begin|end|mathbb|mathcal|mathrm)\s*\{[^{}]*\}|_\{[^{}]*\}|\\[A-Za-z]+|e_|[A-Za-z]")
@@ -234,6 +235,7 @@ def read_formula(text: str | Fraction) -> Basic | None:
     text = re.sub(r"(\d+(?:\.\d+)?)\s*\^\\circ", lambda m: f"({m[1]}{RADIANS})", text)
     text = re.sub(r"(?<![\d.,])(\d*\.\d+)(?![\d.])", lambda m: latex(Fraction(m[1])), text)
     text = re.sub(r"([A-Za-z])('+)", lambda m: f"{m[1]}_{{{'p' * len(m[2])}}}", text)
+    text = re.sub(r"\^\s*\{?\s*(?:\*|\\ast)\s*\}?", "_{s}", text)  # x^*
     kept = {"d"} if DIFFERENTIAL.search(text) else {"T"} if "matrix" in text else {}
     text = TOKEN.sub(lambda m: m[0] if m[0] in kept else STAND_INS.get(m[0], m[0]), text)
     formula = None

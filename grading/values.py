@@ -75,6 +75,7 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
     (r"\\sqrt\s+(\d+|[A-Za-z])", r"\\sqrt{\1}"),
     (r"(?:\\sqrt|(?<![\\A-Za-z])[sS]qrt)\s*(\[\d+\])?\s*\(([^()]*)\)", r"\\sqrt\1{\2}"),
     (r"(?<![\\A-Za-z])pix?", r"\\pi "),
+    (r"(?<![\d.}])(\d+)/(\d+)\s*(?=[A-Za-z])", r"\\frac{\1}{\2}"),  # 1/2x
     (rf"(?:\\text\s*\{{\s*{FUNCTION}\s*\}}|(?<![\\A-Za-z]){FUNCTION}x?)(?=\s*[(\\|\d^_{{]|\s*[A-Za-z]x?)",
      lambda m: rf"\{m[1] or m[2]} "),
     (r"\{?\s*(\w+)\s*\\choose\s*(\w+)\s*\}?|(?<![A-Za-z\\])C\(\s*(\d+)\s*,\s*(\d+)\s*\)",
@@ -226,7 +227,8 @@ DENIED = (
     r"half|double|twice|not?|never|wrong\w*|false|trap|guess|least|most|more|less|if|approx\w*|square|root|log|inverse"
 )
 NAME = (  # x, x_1, f(x), f'(2), P(A), |v|, dy/dx, AB, \angle ABC, Area, \text{total cost}
-    rf"(?:{LETTER}(?:\^\{{-1\}}|'+)?\s?\((?![^()]*(?:\d[A-Za-z]|\bnot\b))[^()+*/^=-]*\)|P\([^()]*[=<>|][^()]*\)|{LETTER}'*|d\w/d\w|\\frac\{{d\w\}}\{{d\w\}}"
+    rf"(?:{LETTER}(?:\^\{{-1\}}|'+)?\s?\((?![^()]*(?:\d[A-Za-z]|\bnot\b))[^()+*/^=-]*\)"
+    rf"|P\([^()]*[=<>|][^()]*\)|{LETTER}'*|d\w/d\w|\\frac\{{d\w\}}\{{d\w\}}"
     r"|\|\s*(?:[A-Zuvw]|\\[a-z]+|\s)+\||(?:m?\\(?:angle|triangle)\s*)?[A-Z]{1,4}"
     rf"|(?:\\text\{{)?\s*(?![^{{}}=]*\b(?i:{DENIED})\b)[A-Za-z]{{3,}}(?: [A-Za-z]{{2,}})*\s*\}}?)"
 )

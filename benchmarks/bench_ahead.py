@@ -20,8 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from bench_common import parser_of
-from fake_server import FakeServer
-from test_server import engine_of, sampler_over, synced
+from fake_server import FakeServer, engine_of, sampler_over, synced
 
 GOAL = 0.6
 TOKENS = 10  # of a completion

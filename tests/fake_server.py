@@ -1,35 +1,52 @@
 """A server that speaks as vLLM's does, without a model: for the faults of servers, and for what takes how long.
 
 It takes part in the weight transfer for real, over gloo, and labels its tokens with the version that it was given.
+Beside it an engine over such servers, or real ones, and a sampler over that.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from itertools import groupby
+from types import SimpleNamespace
 
+import numpy as np
 import torch
 from aiohttp import web
 from vllm.distributed.utils import stateless_init_torch_distributed_process_group
 
+from flags import Sampling, take
+from generation.start import ServerProcess
 from generation.weights import broadcast
+from generation.wire import Fleet, Server
+from helpers import flags, make_grade, make_row
+from policy import Policy
+from rollout_server import ServerEngine
+from sampling import Draws, Sampler
 
 TOKEN = 7
+WEIGHTS = {"layer.weight": torch.arange(6.0).reshape(2, 3), "norm.weight": torch.ones(3)}
+DESCRIPTION = {"names": list(WEIGHTS), "dtype_names": ["float32"] * 2, "shapes": [[2, 3], [3]]}
+TOKENIZER = SimpleNamespace(decode=lambda ids, **_: "text")
 
 
 class FakeServer:
-    """Each token takes `seconds`; a completion is as long as it may be. `spoil` makes a response of the answer."""
+    """Each token takes `seconds`; a completion is as long as it may be. It answers with these `changes`."""
 
     def __init__(self, seconds: float = 0.0, port: int = 0) -> None:
         self.seconds, self.port = seconds, port
-        self.version, self.tokens, self.paused, self.stuck, self.dies_in_sync = "default", 0, False, False, False
-        self.hangs_up, self.used = False, set()  # when a connection that it has answered on is used again
+        self.version, self.tokens, self.paused, self.dies_in_sync = "default", 0, False, False
+        self.used: set[tuple] = set()  # connections: it hangs up when one is used again, as vLLM's does with idle ones
         self.asked: list[str] = []  # the paths of all requests, as they came
         self.prompts: list[list[int]] = []  # of the completions that it gave
         self.received: list[torch.Tensor] = []  # of the last update
-        self.spoil = lambda answer: web.json_response(answer)
+        self.changes: dict[str, object] = {}  # of an answer or its choice; "status", "text" of the whole; or "stuck"
         self.pool = ThreadPoolExecutor(1)  # receives weights
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
@@ -82,13 +99,13 @@ class FakeServer:
 
     async def generate(self, request: web.Request, body: dict) -> web.Response:
         connection = request.transport.get_extra_info("peername")
-        if self.hangs_up and connection in self.used:
+        if connection in self.used:
             request.transport.abort()
         self.used.add(connection)
         versions: list[str] = []
         while len(versions) < body["sampling_params"]["max_tokens"]:
             await asyncio.sleep(self.seconds)
-            while self.paused or self.stuck:
+            while self.paused or "stuck" in self.changes:
                 await asyncio.sleep(0.01)
             versions.append(self.version)
             self.tokens += 1
@@ -100,4 +117,58 @@ class FakeServer:
         choice = {"index": 0, "finish_reason": "length", "token_ids": [TOKEN] * count}
         choice |= {"logprobs": {"content": content}, "weight_versions": spans}
         self.prompts.append(body["token_ids"])
-        return self.spoil({"prompt_token_ids": body["token_ids"], "choices": [choice]})
+        answer = {"prompt_token_ids": body["token_ids"], "choices": [choice | self.changes]} | self.changes
+        return web.Response(text=answer.get("text") or json.dumps(answer), status=answer.get("status", 200))
+
+
+@contextmanager
+def engine_of(
+    *servers: FakeServer | ServerProcess | Server,
+    version: int = 0,
+    timeout: float = 300.0,
+    in_flight: bool = False,
+    most: int = 64,
+    policy: Policy | None = None,
+) -> Iterator[ServerEngine]:
+    """An engine over these servers. `said` is what it told the console, `spans` who did what when."""
+    said, spans, output = [], [], os.fstat(1)
+    found = [each if isinstance(each, Server) else Server(each.url, each.url) for each in servers]
+    fleet = Fleet(found, [], "", said.append, lambda *span: spans.append(span), timeout, most)
+    weights = DESCRIPTION if policy is None else policy.describe_weights()
+    engine = ServerEngine(fleet, TOKENIZER, weights, torch.device("cpu"), version, in_flight)
+    engine.said, engine.spans, engine.policy = said, spans, policy
+    try:
+        yield engine
+    finally:
+        engine.close()
+        for each in servers:
+            if isinstance(each, FakeServer):
+                each.kill()
+    assert os.path.samestat(os.fstat(1), output), "vLLM turns off the output of the process while gloo connects"
+
+
+def synced(engine: ServerEngine) -> ServerEngine:
+    engine.sync(iter(WEIGHTS.items()) if engine.policy is None else engine.policy.full_weights())
+    return engine
+
+
+class StubGrader:
+    """Every second completion is correct, but none of a prompt whose number is odd."""
+
+    def submit_to(self, rows, sampling):
+        self.is_correct = [bool(i % 2 > row.ids[0] % 2) for row in rows for i in range(sampling.num_samples)]
+        return lambda *_: None
+
+    def collect_from_ranks(self):
+        return [make_grade(is_correct, is_correct=is_correct) for is_correct in self.is_correct]
+
+
+def sampler_over(engine, **changes) -> Sampler:
+    args = flags(prompts_per_step=4, group_size=2, engine="server", **changes)
+    data = SimpleNamespace(
+        rows=[make_row([i, i], where=f"row {i}") for i in range(400)],
+        indices_of_step=lambda step, count, *_: np.arange((step - 1) * count, step * count),
+        indices_from=lambda start, count, _: np.arange(start, start + count),
+    )
+    run = SimpleNamespace(phase=lambda _: nullcontext(), reward_failures=lambda *_: None)
+    return Sampler(engine, StubGrader(), data, take(Draws, args), take(Sampling, args, num_samples=2, top_p=1.0), run)

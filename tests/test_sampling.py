@@ -1,5 +1,6 @@
 """Dynamic sampling: which groups a step trains on, how many prompts a round asks for, and what happens at the bound."""
 
+import argparse
 import math
 from contextlib import nullcontext
 from dataclasses import replace
@@ -116,6 +117,9 @@ class StubEngine:
     def __init__(self, limit: int) -> None:
         self.limit = limit
 
+    def begin(self, *_: object) -> None:
+        pass
+
     def sample(self, rows: list[Row], sampling: Sampling, seed: tuple, description: str, on_finished) -> Rollout:
         full = make_rollout([min(b + 1, self.limit) for b in range(len(rows) * sampling.num_samples)])
         is_truncated_B = np.arange(len(full.rows)) + 1 > self.limit
@@ -127,14 +131,23 @@ class StubEngine:
 
 
 class StubGrader:
-    """Gives each completion the reward of its number."""
+    """Gives each completion the reward of its number; correct is each whose number `divisor` divides."""
+
+    def __init__(self, divisor: int = 2) -> None:
+        self.divisor = divisor
 
     def submit_to(self, rows: list[Row], sampling: Sampling) -> OnFinished:
         self.heard: list[int] = []
         return lambda b, *_: self.heard.append(b)
 
     def collect_from_ranks(self) -> list[Grade]:
-        return [make_grade(b, is_correct=b % 2 == 0) for b in self.heard]
+        return [make_grade(b, is_correct=b % self.divisor == 0) for b in self.heard]
+
+
+def sampler_over(data: PromptData, args: argparse.Namespace, divisor: int = 2) -> Sampler:
+    run = SimpleNamespace(phase=lambda _: nullcontext(), reward_failures=lambda *_: None)
+    sampling = take(Sampling, args, num_samples=2, top_p=1.0)
+    return Sampler(StubEngine(3), StubGrader(divisor), data, take(Draws, args), sampling, run)
 
 
 @pytest.mark.parametrize("dynamic_sampling", ["off", "correct"])
@@ -143,10 +156,7 @@ def test_exactly_the_truncated_completions_are_left_out_of_the_loss_by_mask(trun
     args = flags(
         prompts_per_step=3, group_size=2, truncated=truncated, dynamic_sampling=dynamic_sampling, advantage="dr_grpo"
     )
-    data, run = rows_for(3), SimpleNamespace(phase=lambda _: nullcontext(), reward_failures=lambda *_: None)
-    sampling = take(Sampling, args, num_samples=2, top_p=1.0)
-    sampler = Sampler(StubEngine(3), StubGrader(), data, take(Draws, args), sampling, run)
-    rollout, metrics = sampler.collect(step=1)
+    rollout, metrics = sampler_over(rows_for(3), args).collect(step=1)
     assert rollout.is_truncated_B.tolist() == [False] * 3 + [True] * 3
     lengths = [0 if b in left_out else min(b + 1, 3) for b in range(6)]
     assert rollout.trained_lengths_B.tolist() == lengths
@@ -165,3 +175,31 @@ def test_exactly_the_truncated_completions_are_left_out_of_the_loss_by_mask(trun
         assert int(mask.sum()) == lengths[x.index]
         assert weights[mask].tolist() == pytest.approx([1 / sum(lengths)] * lengths[x.index])
     assert [x[0] for x in rollout.advantages] == [-0.5, 0.5] * 3, "they are compared with the others all the same"
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2, 3])
+@pytest.mark.parametrize("stops", [(3,), (1, 2, 5)])
+def test_a_run_that_is_continued_uses_every_prompt_once_also_those_that_were_begun_ahead(ahead, stops):
+    """The steps draw prompts in a row, and every second group has no signal. Each stop comes amid the step after it."""
+    args = flags(prompts_per_step=4, group_size=2, dynamic_sampling="correct", engine="server", steps_ahead=ahead)
+    rows = [make_row([i]) for i in range(100)]
+    data = SimpleNamespace(rows=rows, indices_from=lambda start, count, _: range(start, start + count))
+
+    def prompts_of_steps(*lasts: int) -> list[list[int]]:
+        used, state = [], {"prompts_drawn": 0}
+        for last in lasts:
+            sampler = sampler_over(data, args, divisor=4)
+            sampler.restore(state)
+            for step in range(len(used) + 1, last + 1):
+                sampler.collect(step)
+                sampler.start(step, 8)
+                used.append([int(row.ids[0]) for row in sampler.sampled.rows[::2]])
+            state = sampler.state(last)
+            if last < 8:
+                sampler.collect(last + 1)  # and is cut off
+                assert sampler.state(last) == state
+        return used
+
+    whole = prompts_of_steps(8)
+    assert prompts_of_steps(*stops, 8) == whole
+    assert sorted(sum(whole, [])) == list(range(sum(map(len, whole)))), "no prompt twice, and none left out"

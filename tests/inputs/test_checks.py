@@ -63,6 +63,13 @@ MISTAKES = [  # ranks, flags beside the required ones, what the sentence says
     (1, "--replay r --partial_rollouts", "--partial_rollouts has no effect with --replay"),
     (1, "--replay ./o", "--replay ./o is --out_dir, too; name another folder"),
     (1, "--partial_rollouts --image_column i", "--image_column i with --partial_rollouts: .*; leave one of them out"),
+    (1, "--steps_ahead 1", "only with --engine server"),
+    (1, "--engine server --in_flight", "only with --steps_ahead above 0"),
+    (1, "--engine server --image_column image", "images are not sent to servers"),
+    (1, "--engine server --server_urls http://127.0.0.1:1 --generation_gpus 7", "names servers that run"),
+    (1, "--engine server --server_urls 127.0.0.1:1", "needed is http://HOST:PORT"),
+    (1, "--engine server --generation_gpus 5 6 7 --tensor_parallel_size 2", "no whole number of servers of 2"),
+    (1, "--engine server --generation_gpus 7 7", "each can be given once"),
 ]
 
 

@@ -10,6 +10,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -218,6 +219,13 @@ def training_flags(policy: Path, out_dir: Path, **changes: object) -> list[str]:
         if value is not None
     ]
     return [part for pair in parts for part in pair]
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds:g} s"
+        time.sleep(0.005)
 
 
 @contextlib.contextmanager

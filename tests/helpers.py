@@ -125,6 +125,13 @@ def unpacked_logprobs(model: Callable, rollout: Rollout, temperature: float) -> 
     return torch.cat(pieces)
 
 
+def one_bit(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with another last bit in its last number."""
+    changed = tensor.clone()
+    changed.view(torch.uint8).flatten()[-tensor.itemsize] ^= 1
+    return changed
+
+
 def flags(**changes: object) -> argparse.Namespace:
     """The program's flags, with these changed; what it requires is filled in. Made-up rollouts are trained on, too."""
     values = {"model": "m", "train_data": "d", "out_dir": "o", "total_steps": 10, "max_rollout_gap": 0} | changes

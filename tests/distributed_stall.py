@@ -1,6 +1,6 @@
 """A rank that makes progress for a second, and comes to a halt in phase update of step 3; rank 1 in its own way.
 
-tests/distributed_stall.py FAULT FOLDER LIMIT, with RANK and WORLD_SIZE in the environment
+tests/distributed_stall.py FAULT FOLDER RANK, of three ranks
 """
 
 import ctypes
@@ -12,8 +12,7 @@ from pathlib import Path
 
 from guards.stall import WAITS, Watch, beat, in_phase
 
-FAULT, FOLDER, LIMIT = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
-RANK = int(os.environ["RANK"])
+FAULT, FOLDER, RANK = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 
 
 def wait() -> None:
@@ -40,7 +39,7 @@ FAULTS = {
     "phases": wait_in_another_phase,
 }
 
-Watch(FOLDER, RANK, int(os.environ["WORLD_SIZE"]), LIMIT).start()
+Watch(FOLDER, RANK, 3, limit=8.0).start()
 with in_phase("update", 3):
     for _ in range(10):
         beat("runs a backward pass")

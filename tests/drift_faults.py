@@ -15,7 +15,6 @@ from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
@@ -25,7 +24,7 @@ from flags import EngineSettings, PromptFormat, Sampling
 from fsdp_utils import close_world, init_world
 from guards.drift import DriftGuard
 from guards.start import RunError
-from helpers import build, flags, train_once, whole_update
+from helpers import build, flags, one_bit, train_once, whole_update
 from model import lora as adapters
 from rollout import Engine
 
@@ -79,12 +78,6 @@ class Trial:
             return iter(named.items())
 
         return patch.object(self.policy, "full_weights", changed)
-
-
-def one_bit(weight: Tensor) -> Tensor:
-    changed = weight.clone()
-    changed.view(torch.int16).flatten()[0] ^= 1
-    return changed
 
 
 def another_kernel(trial: Trial) -> AbstractContextManager:

@@ -10,6 +10,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -124,6 +125,13 @@ def unpacked_logprobs(model: Callable, rollout: Rollout, temperature: float) -> 
     return torch.cat(pieces)
 
 
+def one_bit(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with another last bit in its last number."""
+    changed = tensor.clone()
+    changed.view(torch.uint8).flatten()[-tensor.itemsize] ^= 1
+    return changed
+
+
 def flags(**changes: object) -> argparse.Namespace:
     """The program's flags, with these changed; what it requires is filled in. Made-up rollouts are trained on, too."""
     values = {"model": "m", "train_data": "d", "out_dir": "o", "total_steps": 10, "max_rollout_gap": 0} | changes
@@ -218,6 +226,13 @@ def training_flags(policy: Path, out_dir: Path, **changes: object) -> list[str]:
         if value is not None
     ]
     return [part for pair in parts for part in pair]
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds:g} s"
+        time.sleep(0.005)
 
 
 @contextlib.contextmanager

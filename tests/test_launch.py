@@ -2,254 +2,149 @@
 
 import json
 import os
-import signal
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
+from signal import SIGHUP, SIGINT, SIGTERM, SIGUSR1
 
 import pytest
 
-import launch as launch_module
-from helpers import ROOT
+from helpers import ROOT, wait_for
+from launch import how_it_ended
+from soak import is_running
 
+LAUNCHER = [sys.executable, str(ROOT / "scripts" / "launch.py")]
 PROGRAM = """
-import os, signal, sys, time
-sys.path.insert(0, {root!r})
+import json, os, signal, sys, time
 from guards.start import arm, join_launcher, listen, note_reason, requested
-if {joins}:
-    join_launcher()
-rank = int(os.environ["RANK"])
-open(f"{folder}/pid_{{rank}}", "w").write(str(os.getpid()))
-{body}
+rank, folder = int(os.environ["RANK"]), sys.argv[-1]
+signal.alarm(120)  # whatever becomes of the test
+ready = lambda: open(f"{folder}/pid_{rank}", "w").write(str(os.getpid()))
 """
+KILLED = """os.kill(os.getpid(), signal.SIGKILL) if rank else 0
+while not os.path.exists(folder + "/pid_1") or os.path.exists("/proc/" + open(folder + "/pid_1").read()):
+    time.sleep(0.05)"""
+EXITS = "sys.exit(3) if rank else time.sleep(600)"
+IN_UPDATE, STALLED = (f"os.utime(folder + '/ranks/{name}'); " for name in ("rank_1.json", "stall.txt"))
+SAVES = "while not requested(): time.sleep(0.05)\ntime.sleep(seconds); print('saved', flush=True)"
+ARMED, BRIEFLY, SAVED = "listen(); arm(30)", "listen(); arm(1)", ["saved", "saved"]
+LATE = "SIGTERM: the run could not save within --grace_seconds 1; the same "
+EARLY, SECOND = ["SIGTERM: ended before the first step; nothing is lost"], ["ended by a second signal"]
+LOGS = """
+open(folder + "/starts", "a").write("x")
+start = len(open(folder + "/starts").read())
+for step in steps[start - 1]: print('{"step": %d, "loss": 1}' % step, file=open(folder + "/metrics.jsonl", "a"))"""
 
 
-@pytest.fixture
-def launch(tmp_path):
-    """Starts so many ranks that run this body, in which `rank` is known; join: as our programs begin."""
-    started = []
-
-    def start(
-        num_ranks: int, body: str, *options: str, joins: bool = True, arguments: tuple[str, ...] = ()
-    ) -> subprocess.Popen[str]:
-        program = tmp_path / "program.py"
-        program.write_text(PROGRAM.format(root=str(ROOT), folder=tmp_path, joins=joins, body=body))
-        launcher = [sys.executable, str(ROOT / "scripts" / "launch.py"), "--ranks", str(num_ranks), *options]
-        started.append(subprocess.Popen(
-            [*launcher, str(program), "--flag", *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, start_new_session=True,
-        ))  # fmt: skip
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+def launch(folder: Path, num_ranks: int, body: str, options: str = "") -> subprocess.Popen[str]:
+    """Starts so many ranks that run this body, which knows `rank`, `folder`, `ready`; 0: one without a launcher."""
+    (program := folder / "program.py").write_text(PROGRAM + body)
+    launcher = [*LAUNCHER, "--ranks", str(num_ranks), *options.split()] if num_ranks else [sys.executable]
+    return subprocess.Popen(
+        [*launcher, program, "--out_dir", folder], env=os.environ | {"RANK": "0", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
 
 
-def pids(folder: Path, num_ranks: int) -> list[int]:
-    """Of the ranks, when all are there."""
+def pids(folder: Path, num_ranks: int = 2) -> list[int]:
+    """Of the ranks, when all are ready."""
     files = [folder / f"pid_{rank}" for rank in range(num_ranks)]
-    deadline = time.monotonic() + 30
-    while not all(file.exists() and file.read_text() for file in files):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for(lambda: all(file.exists() and file.read_text() for file in files))
     return [int(file.read_text()) for file in files]
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_until_gone(ranks: list[int], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while any(map(is_running, ranks)):
-        assert time.monotonic() < deadline, "a rank is still there"
-        time.sleep(0.05)
-
-
-def test_ranks_know_their_place_and_their_end_is_the_launchers(launch):
+def test_ranks_know_their_place_and_their_end_is_the_launchers(tmp_path):
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    body = f"import json; print(json.dumps([[os.environ[name] for name in {names}], sys.argv[1:]]))"
-    done = launch(2, body, "--nodes", "3", "--node_rank", "1", "--master_addr", "10.0.0.1", "--master_port", "5")
+    body = f"print(json.dumps([os.environ[name] for name in {names}] + sys.argv[1:]))"
+    done = launch(tmp_path, 2, body, "--nodes 3 --node_rank 1 --master_addr 10.0.0.1 --master_port 5")
     out, _ = done.communicate(timeout=60)
+    of_all = ["6", "2", "10.0.0.1", "5", "--out_dir", str(tmp_path)]
+    assert sorted(map(json.loads, out.splitlines())) == [["2", "0", *of_all], ["3", "1", *of_all]]
     assert done.returncode == 0
-    assert sorted(map(json.loads, out.splitlines())) == [
-        [[str(2 + i), str(i), "6", "2", "10.0.0.1", "5"], ["--flag"]] for i in range(2)
-    ]
-
-
-@pytest.mark.parametrize("joins", [True, False])
-def test_no_rank_outlives_a_killed_launcher(launch, joins, tmp_path):
-    """Also one that never gets as far as to ask for it: what it is started with holds from its first instruction."""
-    launcher = launch(2, "time.sleep(600)", joins=joins)
-    ranks = pids(tmp_path, 2)
-    launcher.kill()
-    wait_until_gone(ranks, 5)
-
-
-def test_a_rank_whose_launcher_died_before_it_could_ask_ends_at_once():
-    code = "from guards.start import die_with_parent; die_with_parent(1); print('lives')"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (1, "")
-
-
-KILLED = """
-if rank == 1:
-    os.kill(os.getpid(), signal.SIGKILL)
-while not (pid := os.path.exists("FOLDER/pid_1") and open("FOLDER/pid_1").read()) or os.path.exists(f"/proc/{pid}"):
-    time.sleep(0.05)
-"""
-
-
-@pytest.mark.parametrize(
-    ("body", "last_line"),
-    [
-        ("time.sleep(2 - rank); raise ValueError(f'said by {rank}')", "rank 1 ended with ValueError: said by 1"),
-        ("sys.exit(3) if rank else time.sleep(600)", "rank 1 ended with exit status 3."),
-        ("note_reason('--clip_low 3: must be at most 1.', 'mistake'); sys.exit(1)", "--clip_low 3: must be at most 1."),
-        ("note_reason('OSError: lost', 'error') if rank else 0; time.sleep(600)", "rank 1 ended with OSError: lost"),
-        (KILLED + "raise RuntimeError('closed')", "rank 1 was ended by signal 9 (SIGKILL)"),
-        (KILLED + "note_reason('closed', 'mistake'); sys.exit(1)", "rank 1 was ended by signal 9 (SIGKILL)"),
-    ],
-)
-def test_the_last_line_is_the_reason_of_the_first_rank_that_failed_and_all_are_ended(body, last_line, launch, tmp_path):
-    """Also of one that has left its reason and does not end; a killed rank, not what others say because of it."""
-    out, _ = (done := launch(2, body.replace("FOLDER", str(tmp_path)))).communicate(timeout=60)
-    assert done.returncode == 1
-    assert out.splitlines()[-1].startswith(f"error: {last_line}") and out.count(last_line) <= 1 + ("raise" in body)
-    assert ("Traceback" in out) == ("raise" in body), "where it happened stands above"
-    wait_until_gone(pids(tmp_path, 2), 1)
-
-
-@pytest.mark.parametrize(
-    ("written", "said"),
-    [
-        ([], "rank 0 ended with"),
-        (["rank_0.json"], "rank 0 (step 7, update) ended with"),
-        (["rank_0.json", "stall.txt"], "STALL: it hangs; then rank 0 (step 7, update) ended with"),
-    ],
-)
-def test_the_reason_says_where_the_rank_was_and_which_stall_came_before(written, said, launch, tmp_path):
-    """By the files of guards/stall.py, if they are of this start."""
-    (ranks := tmp_path / "ranks").mkdir()
-    for name, text in (("rank_0.json", '{"step": 7, "phase": "update", "d'), ("stall.txt", "STALL: it hangs\n  table")):
-        (ranks / name).write_text(text)
-        os.utime(ranks / name, (0, 0))
-    body = f"[os.utime('{ranks}/' + name) for name in {written}]; sys.exit(3)"
-    out, _ = launch(1, body, arguments=("--out_dir", str(tmp_path))).communicate(timeout=60)
-    assert out == f"error: {said} exit status 3.\n"
-
-
-def test_a_kill_for_lack_of_memory_is_told_as_one():
-    assert "by someone" in launch_module.how_it_ended(-9, is_by_linux=False)
-    assert "for lack of memory" in launch_module.how_it_ended(-9, is_by_linux=True)
-
-
-SAVES = """
-listen()
-arm({grace}) if {grace} else None
-open(f"{folder}/pid_{{2 + rank}}", "w").write("1")
-while not requested():
-    time.sleep(0.05)
-time.sleep({saving})
-print("saved", flush=True)
-"""
-
-
-@pytest.mark.parametrize(
-    ("grace", "saving", "signals", "status", "said"),
-    [  # to the launcher's process group, as a terminal does
-        (30, 0, [signal.SIGINT], 0, ["saved", "saved"]),
-        (30, 0, [signal.SIGUSR1], 0, ["saved", "saved"]),
-        (30, 0, [signal.SIGHUP], 0, ["saved", "saved"]),
-        (30, 0, [signal.SIGTERM, signal.SIGTERM], 0, ["saved", "saved"]),  # too soon: the same one by another way
-        (30, 0, ["rank 1"], 0, ["saved", "saved"]),
-        (30, 1, ["rank 1", "rank 0", signal.SIGTERM], 0, ["saved", "saved"]),  # as Slurm does
-        (30, 600, [signal.SIGTERM, "wait", signal.SIGTERM], 143, ["ended by a second signal"]),
-        (1, 600, [signal.SIGTERM], 1, ["error: SIGTERM: the run could not save within --grace_seconds 1; the same "]),
-        (0, 0, ["rank 1"], 0, ["SIGTERM: ended before the first step; nothing is lost"]),
-    ],
-)
-def test_a_signal_asks_every_rank_to_save_and_to_end(grace, saving, signals, status, said, launch, tmp_path):
-    launcher = launch(2, SAVES.format(grace=grace, saving=saving, folder=tmp_path))
-    ranks = pids(tmp_path, 4)[:2]
-    for number in signals:
-        if number == "wait":
-            time.sleep(0.7)
-        elif isinstance(number, str):
-            os.kill(ranks[int(number[-1])], signal.SIGTERM)
-        else:
-            os.killpg(launcher.pid, number)
-    out, _ = launcher.communicate(timeout=30)
-    assert launcher.returncode == status
-    assert [line.partition("command")[0] for line in out.splitlines()] == said
-    wait_until_gone(ranks, 1)
-
-
-def test_a_program_that_does_not_listen_ends_with_the_signal(launch, tmp_path):
-    launcher = launch(2, "time.sleep(600)")
-    pids(tmp_path, 2)
-    launcher.terminate()
-    assert launcher.wait(30) == 143
-
-
-@pytest.mark.parametrize(
-    ("grace", "saving", "signals", "status"), [(30, 0, 1, 0), (30, 600, 2, 143), (1, 600, 1, 1), (0, 0, 1, 0)]
-)
-def test_without_a_launcher_a_rank_does_it_itself(grace, saving, signals, status, tmp_path):
-    body = SAVES.format(grace=grace, saving=saving, folder=tmp_path)
-    program = PROGRAM.format(root=str(ROOT), folder=tmp_path, joins=False, body=body)
-    with subprocess.Popen([sys.executable, "-c", program], env=os.environ | {"RANK": "0"}) as rank:
-        while not (tmp_path / "pid_2").exists():
-            time.sleep(0.02)
-        for _ in range(signals):
-            rank.terminate()
-            time.sleep(0.7)
-        assert rank.wait(10) == status
-
-
-LOGS = """
-log = sys.argv[-1] + "/metrics.jsonl"
-starts = open(sys.argv[-1] + "/starts", "a"); starts.write("x"); starts.close()
-num_starts = len(open(starts.name).read())
-for step in {steps}[num_starts - 1]:
-    print('{{"step": %d, "loss": 1}}' % step, file=open(log, "a"))
-{then}
-"""
-
-
-@pytest.mark.parametrize(
-    ("steps", "then", "status", "num_starts"),
-    [
-        ([[0, 1, 2], [3], []], "sys.exit(num_starts < 3)", 0, 3),
-        ([[0, 1], [2], [3], [4], [5]], "sys.exit(1)", 1, 4),  # --max_restarts 3
-        ([[0, 1], []], "os.kill(os.getpid(), signal.SIGKILL)", 1, 2),  # it comes back at once
-        ([[0]], "note_reason('--clip_low 3: must be at most 1.', 'mistake'); sys.exit(1)", 1, 1),
-        ([[0, 1]], "listen(); arm(1); os.kill(os.getppid(), 15); time.sleep(60)", 1, 1),  # it ends by a signal
-    ],
-)
-def test_what_had_done_a_step_is_started_again(steps, then, status, num_starts, launch, tmp_path):
-    body = LOGS.format(steps=steps, then=then)
-    launcher = launch(1, body, "--max_restarts", "3", arguments=("--out_dir", str(tmp_path)))
-    out, _ = launcher.communicate(timeout=60)
-    assert (launcher.returncode, len((tmp_path / "starts").read_text())) == (status, num_starts)
-    restarts = [line for line in out.splitlines() if line.startswith("restart ")]
-    assert len(restarts) == num_starts - 1
-    if restarts:
-        assert restarts[0] == f"restart 1 of 3, {len([x for x in steps[0] if x])} steps after the last start"
-    assert status != 1 or out.splitlines()[-1].startswith("error: ")
 
 
 def test_wrong_numbers_are_refused():
-    restarts = ["--nodes", "2", "--max_restarts", "1", "x.py"]
-    for wrong in (["--ranks", "0", "x.py"], ["--nodes", "2", "--node_rank", "2", "x.py"], [], restarts):
-        command = [sys.executable, str(ROOT / "scripts" / "launch.py"), *wrong]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        said = "--max_restarts is for one node; on several use torchrun" if wrong is restarts else "it takes a program"
+    for wrong in ("", "--ranks 0 x.py", "--nodes 2 --node_rank 2 x.py", "--nodes 2 --max_restarts 1 x.py"):
+        done = subprocess.run([*LAUNCHER, *wrong.split()], capture_output=True, text=True, check=False)
+        said = "--max_restarts is for one node" if "restarts" in wrong else "it takes a program, --ranks of 1 or more"
         assert done.returncode == 2 and f"launch.py: error: {said}" in done.stderr
+
+
+def test_no_rank_outlives_its_launcher(tmp_path):
+    """Also one that does not ask for it: what it is started with holds at once; and one that asks when it is late."""
+    launcher = launch(tmp_path, 2, "join_launcher() if rank else 0; ready(); time.sleep(600)")
+    ranks = pids(tmp_path)
+    launcher.kill()
+    wait_for(lambda: not any(map(is_running, ranks)), 5)
+    late = launch(tmp_path, 0, "os.environ['GRPO_LAUNCHER_PID'] = '1'; join_launcher(); print('lives')")
+    assert late.communicate(timeout=60)[0] == "" and late.returncode == 1
+
+
+@pytest.mark.parametrize(("body", "last_line"), [
+    ("time.sleep(2 - rank); raise ValueError(f'said by {rank}')", "rank 1 ended with ValueError: said by 1"),
+    ("note_reason('--clip_low 3: must be at most 1.', 'mistake'); sys.exit(1)", "--clip_low 3: must be at most 1."),
+    ("note_reason('OSError: lost', 'error') if rank else 0; time.sleep(600)", "rank 1 ended with OSError: lost"),
+    (KILLED + "\nraise RuntimeError('closed')", "rank 1 was ended by signal 9 (SIGKILL) by someone"),
+    (KILLED + "\nnote_reason('closed', 'mistake'); sys.exit(1)", "rank 1 was ended by signal 9 (SIGKILL)"),
+    (EXITS, "rank 1 ended with exit status 3."),  # the files of guards/stall.py are of an earlier start
+    (IN_UPDATE + EXITS, "rank 1 (step 7, update) ended with exit status 3."),
+    (IN_UPDATE + STALLED + EXITS, "STALL: it hangs; then rank 1 (step 7, update) ended with exit status 3."),
+])  # fmt: skip
+def test_the_last_line_is_the_reason_of_the_first_rank_that_failed_and_all_are_ended(body, last_line, tmp_path):
+    """With its place and the stall before. Also of a rank that does not end; a killed one, not what others say then."""
+    (tmp_path / "ranks").mkdir()
+    for name, text in (("rank_1.json", '{"step": 7, "phase": "update", "d'), ("stall.txt", "STALL: it hangs\n  table")):
+        (tmp_path / "ranks" / name).write_text(text)
+        os.utime(tmp_path / "ranks" / name, (0, 0))
+    out, _ = (done := launch(tmp_path, 2, f"join_launcher(); ready()\n{body}")).communicate(timeout=60)
+    assert done.returncode == 1 and not any(map(is_running, pids(tmp_path)))
+    assert out.splitlines()[-1].startswith(f"error: {last_line}") and out.count(last_line) <= 1 + ("raise" in body)
+    assert ("Traceback" in out) == ("raise" in body), "where it happened stands above"
+
+
+def test_a_kill_for_lack_of_memory_is_told_as_one():
+    assert "for lack of memory" in how_it_ended(-9, is_by_linux=True)
+
+
+@pytest.mark.parametrize(("num_ranks", "begin", "seconds", "signals", "status", "said"), [
+    *((2, ARMED, 0, [number], 0, SAVED) for number in (SIGINT, SIGUSR1, SIGHUP)),
+    (2, ARMED, 0, [SIGTERM, SIGTERM], 0, SAVED),  # too soon: the same one by another way
+    (2, ARMED, 0, ["rank 1"], 0, SAVED),
+    (2, ARMED, 1, ["rank 1", "rank 0", SIGTERM], 0, SAVED),  # as Slurm does
+    (2, ARMED, 600, [SIGTERM, "wait", SIGTERM], 143, SECOND),
+    (2, BRIEFLY, 600, [SIGTERM], 1, [f"error: {LATE}"]),
+    (2, "listen()", 0, ["rank 1"], 0, EARLY),
+    (2, "", 0, [SIGTERM], 143, []),
+    (0, ARMED, 0, [SIGTERM], 0, ["saved"]),  # without a launcher a rank does it itself
+    (0, ARMED, 600, [SIGTERM, "wait", SIGTERM], 143, SECOND),
+    (0, BRIEFLY, 600, [SIGTERM], 1, [LATE]),
+    (0, "listen()", 0, [SIGTERM], 0, EARLY),
+])  # fmt: skip
+def test_a_signal_asks_every_rank_to_save_and_to_end(num_ranks, begin, seconds, signals, status, said, tmp_path):
+    launcher = launch(tmp_path, num_ranks, f"seconds = {seconds}; join_launcher(); {begin or 0}; ready()\n{SAVES}")
+    ranks = pids(tmp_path, num_ranks or 1)
+    for each in signals:
+        if each in ("rank 0", "rank 1"):
+            os.kill(ranks[int(each[-1])], SIGTERM)
+        else:  # to the launcher's process group, as a terminal does
+            time.sleep(0.7) if each == "wait" else os.killpg(launcher.pid, each)
+    out, _ = launcher.communicate(timeout=30)
+    assert [line.partition("command")[0] for line in out.splitlines()] == said
+    assert launcher.returncode == status and not any(map(is_running, ranks))
+
+
+@pytest.mark.parametrize(("steps", "then", "status", "restarts"), [
+    ([[0, 1, 2], [3], []], "sys.exit(start < 3)", 0, ["1 of 3, 2 steps", "2 of 3, 1 steps"]),
+    ([[0, 1], [2], [3], [4]], "sys.exit(1)", 1, [f"{number} of 3, 1 steps" for number in (1, 2, 3)]),
+    ([[0, 1], []], "os.kill(os.getpid(), signal.SIGKILL)", 1, ["1 of 3, 1 steps"]),  # it comes back at once
+    ([[0]], "note_reason('--clip_low 3: must be at most 1.', 'mistake'); sys.exit(1)", 1, []),
+    ([[0, 1]], "listen(); arm(1); os.kill(os.getppid(), 15); time.sleep(60)", 1, []),  # it ends by a signal
+])  # fmt: skip
+def test_what_had_done_a_step_is_started_again(steps, then, status, restarts, tmp_path):
+    body = f"steps = {steps}{LOGS}\n{then}"
+    out, _ = (done := launch(tmp_path, 1, body, "--max_restarts 3")).communicate(timeout=60)
+    assert done.returncode == status and re.findall(r"restart (\d of \d, \d steps)", out) == restarts
+    assert (tmp_path / "starts").read_text() == "x" * (1 + len(restarts))
+    assert status == 0 or out.splitlines()[-1].startswith("error: ")

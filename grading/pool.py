@@ -29,6 +29,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,6 +63,7 @@ class Pool:
         self.failure = ""  # why there can be no workers
         self.changed = threading.Condition(threading.RLock())
         self.num_pools = 0
+        self.at_exit = Finalize(None, self.close, exitpriority=10)  # of a caller that ends by an exception
         self._start()
 
     def _start(self) -> None:
@@ -135,6 +137,7 @@ class Pool:
 
     def close(self) -> None:
         """Ends the workers with all that they have started."""
+        self.at_exit.cancel()
         self.queue.clear()
         self.pool.stop()
         self.pool.join()

@@ -149,7 +149,7 @@ def test_an_update_is_not_made_if_its_log_probs_are_beyond_the_bound(gap):
 
 def test_a_run_whose_sampler_has_another_temperature_ends_before_it_learns_from_it(policy, tmp_path):
     """Through the program itself: the sentence is the last thing said, and its file has the tokens of the step."""
-    done = run_ranks(2, str(ROOT / "tests/drift_run.py"), training_flags(policy, tmp_path / "run"), timeout=120)
+    done = run_ranks(2, str(ROOT / "tests/drift_run.py"), training_flags(policy, tmp_path / "run"), timeout=300)
     file = tmp_path / "run" / "rollouts" / "step_1.parquet"
     said = done.stderr.strip().splitlines()[-1]
     assert done.returncode != 0 and "error: step 1, update 1 is not made" in said and "Traceback" not in done.stderr

@@ -37,6 +37,8 @@ from pebble import ProcessExpired, ProcessPool
 
 LOAD_SECONDS = 120.0  # what a worker may take to import a user's module
 MAX_POOLS = 4  # that may break: when workers end while they load
+MAX_TRIES = 2  # of an item that is late or ends its worker
+WORN_OUT = signal.SIGUSR2  # ends a worker that an earlier item has damaged, before it begins another
 LIBRARIES = (*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")), str(Path(__file__).parent), "<")
 
 
@@ -47,7 +49,7 @@ class Outcome(NamedTuple):
     status: str
 
 
-Item = tuple[int, object, bool]  # key, what the function gets, whether it is tried for the second time
+Item = tuple[int, object, int, int]  # key, what the function gets, times that it failed, that its worker was worn out
 
 
 class Pool:
@@ -75,7 +77,7 @@ class Pool:
 
     def submit(self, key: int, given: object) -> None:
         with self.changed:
-            self.queue.append((key, given, False))
+            self.queue.append((key, given, 0, 0))
             self._feed()
 
     @property
@@ -90,7 +92,7 @@ class Pool:
                 items.append(self.queue.popleft())
             timeout = self.timeout + (len(items) > 1)  # of several, the worker minds the time
             try:
-                future = self.pool.schedule(_work, [[given for _, given, _ in items], self.timeout], timeout=timeout)
+                future = self.pool.schedule(_work, [[item[1] for item in items], self.timeout], timeout=timeout)
             except RuntimeError:  # the pool is broken
                 self.queue.extendleft(items)
                 self._start()
@@ -106,13 +108,15 @@ class Pool:
                 self.failure = future.result()
             elif error is None:
                 self.outcomes |= {key: outcome for (key, *_), outcome in zip(items, future.result(), strict=True)}
-            for key, given, is_second_try in items if error else ():
-                if is_second_try and isinstance(error, TimeoutError | ProcessExpired):
-                    ended = "error: it ended its process (exit status {})"
-                    is_late = isinstance(error, TimeoutError)
-                    self.outcomes[key] = Outcome(None, "timeout" if is_late else ended.format(error.exitcode % 256))
-                else:
-                    self.queue.append((key, given, True))
+            is_late, is_dead = isinstance(error, TimeoutError), isinstance(error, ProcessExpired)
+            is_refused = is_dead and error.exitcode == -WORN_OUT
+            for key, given, failures, refusals in items if error else ():
+                failures += (is_late or is_dead) and not (is_refused and refusals < 10)
+                if failures < MAX_TRIES:
+                    self.queue.append((key, given, failures, refusals + is_refused))
+                    continue
+                ended = f"error: it ended its process (exit status {error.exitcode % 256})" if is_dead else "timeout"
+                self.outcomes[key] = Outcome(None, ended)
             self._feed()
             self.changed.notify()
 
@@ -187,7 +191,8 @@ def _load(factory: str, arguments: tuple, memory_gib: float) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with the fork server
     os.close(forkserver._forkserver._forkserver_alive_fd)  # and that with the caller, when nobody holds this
     forkserver._forkserver._forkserver_alive_fd = None
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in (signal.SIGTERM, WORN_OUT):
+        signal.signal(number, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, LOAD_SECONDS)  # its signal ends the process
     resource.setrlimit(resource.RLIMIT_DATA, (int(memory_gib * 2**30),) * 2)  # not what libraries map and do not use
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -210,7 +215,7 @@ def _clear() -> None:
 def _work(items: list[object], timeout: float) -> list[Outcome] | str:
     """The outcome of each item; or why nothing can be worked on."""
     if OWN.is_worn_out:
-        os._exit(1)  # the items are tried again
+        os.kill(os.getpid(), WORN_OUT)  # the items go to another worker
     if OWN.failure or len(items) == 1:
         return OWN.failure or [_outcome(items[0])]
     outcomes = [Outcome(None, "timeout")] * len(items)

@@ -200,7 +200,8 @@ def algorithm(*changes):
 
 graded = grpo.Graded(torch.tensor([[1.0, 0.0]]), torch.ones(2), torch.tensor([1, 1]), torch.ones(2).bool())
 assert algorithm("--advantage", "rloo", "--rloo_scale", "3").advantage(graded).tolist() == [[3.0, -3.0]]
-assert "rloo (rloo_scale 3): r - mean" in algorithm("--advantage", "rloo", "--rloo_scale", "3").description
+scaled = algorithm("--advantage", "rloo", "--rloo_scale", "3")
+assert "--advantage rloo --rloo_scale 3.0: r - mean" in scaled.description
 try:
     algorithm("--rloo_scale", "3")
     raise AssertionError
@@ -208,7 +209,7 @@ except ValueError as error:
     assert str(error) == (
         "--rloo_scale 3.0 has no effect with --advantage grpo, only with --advantage rloo: leave it at 1.0."
     )
-assert "loss quarter: A quarter of the advantage" in algorithm("--policy_loss", "quarter").description
+assert "--policy_loss quarter: A quarter of the advantage" in algorithm("--policy_loss", "quarter").description
 assert flags.Memory().report_updates is False
 """
 

@@ -340,7 +340,7 @@ def test_a_run_whose_only_server_is_killed_ends_and_the_same_command_completes_i
     assert all(line["policy/rollout_clip_frac"] < 0.5 for line in lines), "corrected by default"
     counts = Counter(graded.read_text().split())
     assert counts.keys() == {str(number) for number in range(64)}, "each prompt of the epoch"
-    assert min(counts.values()) == 4 and sum(count > 4 for count in counts.values()) <= 8
+    assert min(counts.values()) == 4 and sum(count >= 8 for count in counts.values()) <= 8  # late ones are graded twice
 
 
 def test_two_trainers_and_a_server_that_runs_train_on_policy(folder, server, tmp_path):

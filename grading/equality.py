@@ -22,7 +22,7 @@ from math_verify import verify
 from sympy import Add, Basic, Derivative, Expr, Float, I, Integral, Limit, Pow, Product, Sum, factorial, log, simplify
 
 from grading.answer import read_answer
-from grading.values import MAX_FORMULA, Value, by_name, clean, fold, has_names, parse_value
+from grading.values import MAX_FORMULA, Value, by_name, clean, fold, has_names, in_base, parse_value
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off
 
@@ -168,11 +168,17 @@ def _same_unordered(keys: tuple[Value, ...], answers: tuple[Value, ...], is_set:
 
 
 def _same_ratio(key: Value, answer: Value) -> bool:
-    """3:4 is 3/4, and the time 3:40 is 3:40 pm, but not 6:80."""
-    if answer[0] == "colon":
-        return _same_ordered(key[1], answer[1]) and (not key[2] or not answer[2] or key[2] == answer[2])
-    fraction = rf"\frac{{{latex(key[1][0][1])}}}{{{latex(key[1][-1][1])}}}"
-    return not key[2] and len(key[1]) == 2 and _same(parse_value(clean(fraction)), answer)
+    """3:4 is 6:8 and 3/4, but the time 3:40 is not 6:80."""
+    if answer[0] != "colon":
+        return not key[2] and len(key[1]) == 2 and _same(_quotient(*key[1]), answer)
+    if key[2] and answer[2] and key[2] != answer[2]:
+        return False
+    is_time = key[2] or answer[2] or (key[3] and answer[3]) or len(key[1]) != 2 or len(answer[1]) != 2
+    return _same_ordered(key[1], answer[1]) or (not is_time and _same(_quotient(*key[1]), _quotient(*answer[1])))
+
+
+def _quotient(top: Value, bottom: Value) -> Value:
+    return parse_value(rf"\frac{{{latex(top[1])}}}{{{latex(bottom[1])}}}")
 
 
 def _same_quantity(key: Value, answer: Value) -> bool:
@@ -184,10 +190,17 @@ def _same_quantity(key: Value, answer: Value) -> bool:
     is_in_radians = "rad" in (key_unit, answer_unit) or re.search(r"\\(?:pi|arc)", latex(key[1]) + latex(answer[1]))
     if "deg" in (key_unit, answer_unit) and is_in_radians:
         return same_formula(*(latex(value[1]) + RADIANS * (value[2] == "deg") for value in (key, answer)))
-    is_other = key_unit and answer_unit and key_unit != answer_unit
-    if is_other and ("u" not in (key_unit, answer_unit) or re.search(r"[/^]", key_unit + answer_unit)):
-        return False
-    return key[1] == answer[1] if key[0] == answer[0] == "number" else same_formula(key[1], answer[1])
+    scale = Fraction(1)
+    if key_unit and answer_unit and key_unit != answer_unit:
+        (key_scale, key_base), (answer_scale, answer_base) = in_base(key_unit), in_base(answer_unit)
+        if key_base != answer_base and (
+            "u" not in (key_unit, answer_unit) or re.search(r"[/^]", key_unit + answer_unit)
+        ):
+            return False
+        scale = answer_scale / key_scale
+    if key[0] == answer[0] == "number":
+        return key[1] == answer[1] * scale
+    return same_formula(key[1], answer[1] if scale == 1 else rf"{latex(scale)}\cdot({latex(answer[1])})")
 
 
 def _same_set(key: Value, answer: Value) -> bool:

@@ -5,7 +5,7 @@ A value is a tuple: its kind, and what follows that.
     list, set, union (values)    sequence (brackets, values)   matrix (rows of values, text)
     named (name, value, left side, right side): x = 5          equation (left, right)
     chain (values said to be equal, approximations): 2+3 = 5   relation (terms, signs): 0 < x
-    choice (letter, value): (C) 12                             colon (values, half of the day): 12:30, 3:4
+    choice (letter, value): (C) 12                             colon (values, is a time): 12:30, 3:4
 Numbers are exact fractions; formulas are left to SymPy (`equality.py`).
 """
 
@@ -56,18 +56,22 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
     (r"\\text\s*\{\s*,?\s*(or|或者?)\s*\}", " or "),
     (r"\\text\s*\{\s*,?\s*(and|和),?\s*\}", " , "),
     (r"^\\text\s*\{([^{}\\]*,[^{}\\]*)\}$", r"\1"),
+    (r"^\\text\s*\{\s*(?:[Tt]he )?(?:[Ff]inal )?[Aa]nswer(?: is)?:?\s*\}\s*:?(?!\s*=)", ""),
     # Synonyms
     (r"\\[dtc]fracx?", r"\\frac"),
     (r"\\notx?\s*=|(?<![\d)])!=|\\neqx?", r"\\ne "),
     (r"\\leq?(?:slant)?x?|<=", r"\\le "),
     (r"\\geq?(?:slant)?x?|>=", r"\\ge "),
     (r"\\([lg])tx?", lambda m: "<" if m[1] == "l" else ">"),
+    (r"\\([lr])bracex?", lambda m: r"\{" if m[1] == "l" else r"\}"),
     (r"\^\s*\{\s*\\circ\s*\}|\\degreex?", r"^\\circ"),
     (r"\\varnothing|\\\{\s*\\\}", r"\\emptyset"),
     (r"\\(?:mathbb|Bbb)\s*\{?R\}?|\\Rx?", r"\\mathbb{R}"),
     (r"\^\s*\{?\s*((?:\\prime\s*)+)\}?", lambda m: "'" * m[1].count("p")),
     (r"\{([:,])\}|\\colonx?", lambda m: m[1] or ":"),
+    (r"(?<=\d)\s*(?:\\text\s*\{\s*to\s*\}|\bto\b)\s*(?=\d)", ":"),
     (r"^\s*(?:=|\\approxx?)", ""),
+    (r"\\pmod\s*(\w)", r"\\pmod{\1}"),
     # What LaTeX allows to be left out, and plain text for LaTeX
     (r"\\frac\s*(\d)(?=\s*[\d{])", r"\\frac{\1}"),
     (r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),
@@ -78,10 +82,12 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
     (r"(?<![\d.}])(\d+)/(\d+)\s*(?=[A-Za-z])", r"\\frac{\1}{\2}"),  # 1/2x
     (rf"(?:\\text\s*\{{\s*{FUNCTION}\s*\}}|(?<![\\A-Za-z]){FUNCTION}x?)(?=\s*[(\\|\d^_{{]|\s*[A-Za-z]x?)",
      lambda m: rf"\{m[1] or m[2]} "),
+    (r"\\infinity|(?<![\\A-Za-z])infinityx?", r"\\infty "),
     (r"\{?\s*(\w+)\s*\\choose\s*(\w+)\s*\}?|(?<![A-Za-z\\])C\(\s*(\d+)\s*,\s*(\d+)\s*\)",
      lambda m: rf"\binom{{{m[1] or m[3]}}}{{{m[2] or m[4]}}}"),
     (r"(?:\\begin|\\\{\s*\\begin)\{(cases|aligned|gathered|array)\}(?:\{[lcr]+\})?((?:[^&]|&\s*=)*?)\\end\{\1\}",
      lambda m: re.sub(r"[,;]?\s*\\\\\s*(?=.)", ", ", m[2].replace("&", ""))),
+    (r"^(?i:so|thus|hence|therefore|then|it is|it's|that is)\b[,:]?\s+(?=\S)", ""),
     (r"\s+", " "),
 ]]  # fmt: skip
 
@@ -101,7 +107,14 @@ def clean(text: str) -> str:
         text = text[1:-1].strip()
     words = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text).strip().lower()
     meaning = next((meaning for meaning, phrase in SPOKEN.items() if re.fullmatch(phrase, words)), None)
-    return meaning or str(WORDS.get(words, "")) or text
+    return meaning or _spoken_number(words) or text
+
+
+def _spoken_number(words: str) -> str | None:
+    """The digits of "seven" and "twenty-one"; else None."""
+    parts = [WORDS.get(word) for word in re.split(r"[\s-]", words)]
+    is_tens_and_one = len(parts) == 2 and None not in parts and parts[0] % 10 == 0 < parts[0] and 0 < parts[1] < 10
+    return str(sum(parts)) if is_tens_and_one or (len(parts) == 1 and parts[0] is not None) else None
 
 
 def fold(text: str) -> str:
@@ -170,6 +183,11 @@ UNITS = {name: short for short, names in {  # every spelling of a unit
 UNITS |= {
     name: name for name in re.findall(r"\w+", "day week month year cent am pm euro 个 元 米 人 天 度 岁 小时 分钟")
 }
+IN_BASE = {  # how many of the second unit are one of the first
+    "min": (60, "s"), "h": (3600, "s"), "day": (86400, "s"), "mm": (Fraction(1, 1000), "m"), "km": (1000, "m"),
+    "cm": (Fraction(1, 100), "m"), "ft": (12, "in"), "yd": (36, "in"), "mi": (63360, "in"), "kg": (1000, "g"),
+    "mg": (Fraction(1, 1000), "g"), "ml": (Fraction(1, 1000), "l"), "cent": (Fraction(1, 100), "$"),
+}  # fmt: skip
 LETTERS = {"m", "g", "s", "h", "l", "j", "n", "w", "v"}  # units only behind a space or in \text
 # What says something about the value: 7 dozens, 7 tenths, 7 more
 NO_UNITS = set(re.findall(r"\w+", """
@@ -217,6 +235,16 @@ def unit(text: str, is_apart: bool) -> str | None:
     return "".join(names) + power if names else None
 
 
+def in_base(name: str) -> tuple[Fraction, str]:
+    """How many of the base unit one of a unit is, and that unit: km/h is 5/18 m/s, cents are hundredths of $."""
+    factor, base = Fraction(1), ""
+    for sign, word, power in re.findall(r"(/?)([^\W\d_]+|\$)(?:\^(\d))?", name):
+        size, unit_name = IN_BASE.get(word, (1, word))
+        factor *= Fraction(size) ** (int(power or 1) * (-1 if sign else 1))
+        base += sign + unit_name + (f"^{power}" if power else "")
+    return factor, base
+
+
 # Values -----------------------------------------------------------------------------------------------------------
 
 LETTER = (  # with its index; no function
@@ -249,6 +277,7 @@ CHOICE = re.compile(
 BASED = re.compile(r"\(?([0-9A-Fa-f]+)\)?_\{?(?:\\text\{)?\s*(\d+|two|three|four|five|six|seven|eight|nine)\s*\}*")
 CLOCK = re.compile(r"(?:\\text\{)?\s*(\d+(?:\s*:\s*\d+)+)\s*(?:\\text\{)?\s*(?:[ap]\.?\s?m\.?)?\s*\}*", re.IGNORECASE)
 COMMA = re.compile(r"(?<!\d),|,(?!\d{3}(?!\d))|;|,\s|(?<=[\s\d})])and(?=[\s(\\])")
+POINTS = re.compile(";")  # x=1, y=2; x=2, y=1
 OR = re.compile(r"(?<=[\s\d})\]])or(?=[\s\\(\d-]|\w(?:\(\w\))?\s*=)|\\cup(?![A-Za-z])")
 COLON = re.compile(":")
 # What SymPy has no value for is compared as text.
@@ -293,7 +322,10 @@ def _split(text: str, separator: re.Pattern[str]) -> list[str]:
 
 
 def _brackets(text: str) -> tuple[str, str, str] | None:
-    """(opening, inside, closing) if one pair of brackets encloses the whole text."""
+    """(opening, inside, closing) if one pair of brackets encloses the whole text. ]0,1] is (0,1]."""
+    french = re.fullmatch(r"([\]\[(])([^()\[\]]*,[^()\[\]]*)([\]\[)])", text)
+    if french and (french[1] == "]" or french[3] == "["):
+        return french[1].replace("]", "("), french[2], french[3].replace("[", ")")
     match = re.fullmatch(r"(\\\{|\\langle|\(|\[)(.*)(\\\}|\\rangle|\)|\])", text, re.DOTALL)
     steps = ((token in OPENING) - (token in CLOSING) for token in re.findall(BRACKET, match[2] if match else ""))
     depths = list(itertools.accumulate(steps, initial=0))
@@ -363,9 +395,9 @@ def _relation(text: str, terms: list[str]) -> Value | None:
 
 
 def _collection(text: str) -> Value | None:
-    parts = _split(text, OR)
+    parts = _split(text, POINTS if "," in text and "=" in text and ";" in text else OR)
     if len(parts) > 1 and all(parts):
-        values = tuple(parse_value(part) for part in parts)
+        values = tuple(_as_point(parse_value(part)) for part in parts)
         if has_names(values) or any(
             value[0] == "choice" or re.fullmatch("[A-J]", part) for value, part in zip(values, parts, strict=True)
         ):
@@ -410,6 +442,12 @@ def by_name(value: Value) -> tuple[Value, ...]:
     return tuple(sorted(value[1], key=lambda item: item[1])) if has_names(value[1]) else value[1]
 
 
+def _as_point(value: Value) -> Value:
+    """x=1, y=2 as (1, 2), in the order of the names."""
+    is_point = value[0] == "list" and has_names(value[1])
+    return ("sequence", "()", tuple(item[2] for item in by_name(value))) if is_point else value
+
+
 def _flat(values: tuple[Value, ...]) -> tuple[Value, ...]:
     """1, \\pm 2 -> 1, 2, -2."""
     flat: tuple[Value, ...] = ()
@@ -440,7 +478,7 @@ def _quantity(text: str) -> Value | None:
         values = tuple(parse_value(part.strip()) for part in parts)
         if all(value[0] in ("number", "formula") for value in values):
             half = re.sub(r"[^apm]", "", text.lower()) if clock else ""
-            return ("colon", values, half)
+            return ("colon", values, half, re.match(r"\D*(?:[01]?\d|2[0-4])\s*:\s*[0-5]\d(?!\d)", text) is not None)
     if UNCOUNTED.search(text):
         return ("words", re.sub(r"\s", "", text))
     words = " ".join(re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text).split())

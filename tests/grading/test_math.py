@@ -34,7 +34,7 @@ def test_the_written_cases_are_graded_as_a_careful_reader_would(grader):
     wrong = [(case, grade) for case, grade in zip(CASES, grades, strict=True) if grade.is_correct != case["is_right"]]
     paid = [case for case, _ in wrong if not case["is_right"]]
     assert len(paid) <= 1, paid
-    assert len(wrong) <= 0.035 * len(CASES), [
+    assert len(wrong) <= 0.025 * len(CASES), [
         (case["answer"], case["completion"][-80:], grade.status) for case, grade in wrong
     ]
     failed = Counter(case["kind"] for case, grade in zip(CASES, grades, strict=True) if grade.is_failed)
@@ -140,6 +140,7 @@ def test_hostile_completions_are_wrong_and_cost_at_most_their_time(completion, k
         ("x>3", "y>3", False),
         ("(3,5)\\cup(5,\\infty)", "x>3, 5", False),
         ("x_a=5", "x_b=5", False),
+        ("1\\text{ m}", "100\\text{ cm}", True),
         ("10\\text{ mg}", "10\\text{ Mg}", False),
         ("x+1_2", "x+1", False),
         ("\\begin{pmatrix}1\\\\2\\end{pmatrix}", "\\begin{pmatrix}1&2\\end{pmatrix}", False),

@@ -52,6 +52,7 @@ MIB = 2**20
 POLICIES = {
     "fp32": "",
     "fp32, checkpointing": "--gradient_checkpointing",
+    "fp32, communicates once": "--gradient_checkpointing --communicate_once",
     "fp32, entropy": "--gradient_checkpointing --entropy_coef 0.01",
     "fp32, optimizer on host": "--gradient_checkpointing --offload optimizer",
     "fp32, all on host": "--gradient_checkpointing --offload all",

@@ -155,8 +155,9 @@ def update_peak(setup: Setup) -> Parts:
         if m.root_trained < 2 * m.table:  # tied: two gradients, and their sum
             gathered = one if is_once else root
             moments.append({"gathered": gathered, "reduction": 3 * COMPUTE * m.table + REDUCE * m.layer_parameters})
-    whole = {"gradients, whole": REDUCE * setup.trainable * is_once}
-    return {"gradients": gradients_in_passes(setup)} | largest(moments) | whole
+    if is_once:  # shards of them come only as whole ones go, in the last backward pass
+        return largest(moments) | {"gradients, whole": REDUCE * setup.trainable}
+    return {"gradients": gradients_in_passes(setup)} | largest(moments)
 
 
 def has_sums_apart(setup: Setup) -> bool:

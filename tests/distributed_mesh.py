@@ -99,7 +99,7 @@ def main(path: str, output: str) -> None:
     for number, case in enumerate(CASES):
         args, results[case] = parsed(path, case), {}
         states, models = [], []
-        for step, shard_ranks in enumerate(MESHES):
+        for step, shard_ranks in enumerate(MESHES, start=1):
             world = replace(whole, shard_ranks=shard_ranks)
             for group in world.mesh.get_all_groups():
                 assert group._get_backend(world.device).options._timeout == timedelta(minutes=2), "that of the run"
@@ -110,13 +110,13 @@ def main(path: str, output: str) -> None:
             (folder / str(number)).mkdir(exist_ok=True)
             writer = Writer(folder / str(number), [tokenizer], Saving(keep_checkpoints=0), world, print)
             writer.save(step, policy, optimizer, {"drawn": step})
-        for step, expected in enumerate(states):
-            policy, optimizer = models[step - 1]  # of another mesh
+        for step, expected in enumerate(states, start=1):
+            policy, optimizer = models[step - 2]  # of another mesh
             assert load(folder / str(number) / f"step_{step}", policy, optimizer) == {"drawn": step}
             found = state_of(policy, optimizer)
             assert found.keys() == expected.keys()
             for name, tensor in expected.items():
-                assert found[name].equal(tensor), f"{case}: {name}, saved with {MESHES[step]}"
+                assert found[name].equal(tensor), f"{case}: {name}, saved with {MESHES[step - 1]}"
     if whole.is_main:
         torch.save(results, folder / "results.pt")
     close_world()

@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -168,6 +168,9 @@ class RecordedLLM:
         if call == self.fails_at:
             raise self.error
 
+    def apply_model(self, function: Callable) -> list[list[str]]:
+        return [["float32"]]  # what the engine's start asks for: the dtypes of its logits
+
     def sleep(self, level: int) -> None:
         self.note(f"sleep({level})")
 
@@ -238,7 +241,7 @@ def test_an_engine_whose_change_has_failed_never_samples_again(call, rollout, mo
 def test_segments_of_memory_may_expand_when_the_graphs_are_captured_and_not_before(rollout, monkeypatch):
     """Custom all-reduce cannot register graphs over them (vLLM issue 42609); `init_world` switches them off."""
     order = []
-    monkeypatch.setattr(rollout, "LLM", lambda **options: order.append("captured"))
+    monkeypatch.setattr(rollout, "LLM", lambda **options: order.append("captured") or RecordedLLM())
     monkeypatch.setattr(rollout, "set_allocator", lambda is_expandable: order.append(f"expandable {is_expandable}"))
     world = World(rank=0, size=1, tp_size=1, device=torch.device("cuda", 0))
     rollout.Engine("m", None, world, EngineSettings(64, gpu_memory_utilization=0.4, enforce_eager=False))
@@ -332,11 +335,7 @@ CALLS = {
     "torch.cuda.set_device": ["torch/cuda/__init__.py:set_device"],
     "torch.cuda.device_count": ["torch/cuda/__init__.py:device_count"],
     "torch.cuda.get_device_name": ["torch/cuda/__init__.py:get_device_name"],
-    "torch.cpu._is_amx_tile_supported": ["torch/cpu/__init__.py:_is_amx_tile_supported"],
-    "torch.cpu._init_amx": ["torch/cpu/__init__.py:_init_amx"],
-    "_disable_current_modes": ["torch/utils/_python_dispatch.py:_disable_current_modes"],
     "tree_iter": ["torch/utils/_pytree.py:tree_iter"],
-    "FakeTensorMode": ["torch/_subclasses/fake_tensor.py:FakeTensorMode.__init__"],
 }
 REMOTE = {  # method of `collective_rpc` -> the runners of CUDA (V2, V1) and CPU, which take its keywords
     "reload_weights": [
@@ -344,7 +343,7 @@ REMOTE = {  # method of `collective_rpc` -> the runners of CUDA (V2, V1) and CPU
         "vllm/v1/worker/gpu_model_runner.py:GPUModelRunner.reload_weights",
     ]
 }
-ROOMS = ("", "grading", "inputs", "model", "planner")
+ROOMS = ("", "generation", "grading", "guards", "inputs", "model", "planner")
 TREES = {path: ast.parse(path.read_text()) for room in ROOMS for path in (ROOT / room).glob("*.py")}
 LIBRARIES = ("torch", "vllm", "transformers", "peft")
 
@@ -438,15 +437,9 @@ def test_names_that_the_libraries_keep_to_themselves_are_known():
         "torch._dynamo",
         "torch._dynamo.config",
         "torch._dynamo.config.disable",
-        "torch._subclasses.fake_tensor.FakeTensorMode",
-        "torch.cpu._init_amx",
         "torch.cpu._is_amx_tile_supported",
         "torch.cuda._pin_memory_utils.pin_memory",
         "torch.distributed.distributed_c10d._set_pg_timeout",
-        "torch.distributed.tensor._sharding_prop.ShardingPropagator",
-        "torch.testing._internal.distributed.fake_pg.FakeStore",
-        "torch.utils._python_dispatch.TorchDispatchMode",
-        "torch.utils._python_dispatch._disable_current_modes",
         "torch.utils._pytree.tree_iter",
         "vllm.distributed.device_communicators.cpu_communicator._CPUSHMDistributed",
     }

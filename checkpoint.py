@@ -40,10 +40,10 @@ from guards.files import (
     cause,
     checkpoints,
     checksums,
-    complaints,
     flush,
     free_space,
     tolerated,
+    verify,
     write_list,
 )
 from guards.progress import moving, progress
@@ -77,7 +77,7 @@ def latest(out_dir: Path, world: World, say: Callable[[str], None]) -> tuple[int
         if not gather_from_ranks(has_lists)[0]:  # what the main process sees counts: file systems may show it late
             say(f"warning: {folder} is of an older version, without checksums: it is not verified.")
             return step, folder
-        wrong = complaints(folder, folder / LIST, world.trainer_rank, world.num_trainers)
+        wrong = verify(folder, folder / LIST, world.trainer_rank, world.num_trainers)
         if world.is_main and not wrong:
             wrong = complaints_of_metadata(folder)
         wrong = [text for texts in gather_from_ranks(wrong) for text in texts]

@@ -28,7 +28,6 @@ from guards.start import Stopped, launch_folder, requested
 from inputs.machine import choose_interface, local_world_size, prepare_cpu, use_all_cores
 
 Item = TypeVar("Item")
-HostGroup = dist.ProcessGroup | None  # of a thread other than the main one; None: there is one rank
 
 
 @dataclass(frozen=True)
@@ -350,20 +349,19 @@ def _all_reduce(values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
     return reduced
 
 
-def gather_from_ranks(item: Item, group: HostGroup = None) -> list[Item]:
+def gather_from_ranks(item: Item, is_progress: bool = True) -> list[Item]:
     """The items of all ranks in rank order, on every rank: picklable host data (arrays, strings), not CUDA tensors.
 
-    `group`: of a thread other than the main one (`new_host_group`).
+    `is_progress`: otherwise the watch over stalls does not hear of it.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [item]
     items: list[Item | None] = [None] * dist.get_world_size()
-    if group is not None:  # of another thread, whose doings are not this rank's
-        dist.all_gather_object(items, item, group)
-        return items
-    beat(f"{WAITS} (gather)")
+    if is_progress:
+        beat(f"{WAITS} (gather)")
     dist.all_gather_object(items, item)
-    beat("computes")
+    if is_progress:
+        beat("computes")
     return items  # type: ignore[return-value]
 
 
@@ -382,11 +380,6 @@ def broadcast_from_main(item: Item | None) -> Item:
     dist.broadcast_object_list(items, src=0)
     beat("computes")
     return items[0]  # type: ignore[return-value]
-
-
-def new_host_group() -> HostGroup:
-    """A gloo group of all ranks for a thread of its own: collectives of two threads must not meet in one group."""
-    return dist.new_group(backend="gloo") if dist.is_initialized() else None
 
 
 def wait_for_all() -> None:

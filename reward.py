@@ -18,7 +18,7 @@ from grading import Case, Grade
 from grading.pool import Outcome, Pool
 from grading.score import Needs, add_up, parse_reward
 from guards.progress import progress
-from guards.stall import beat, note
+from guards.stall import beat
 from guards.start import RunError, Stopped, requested
 
 if TYPE_CHECKING:
@@ -109,10 +109,11 @@ class Grader:
             def on_wait(num_left: int, request: tuple[str, Case | list[Case] | None], seconds: float) -> None:
                 if requested():
                     raise Stopped
-                tell = beat if bar.total - num_left > bar.n else note  # that more are done is progress
+                is_progress = bar.total - num_left > bar.n
                 bar.update(bar.total - num_left - bar.n)
                 case = request[1][0] if isinstance(request[1], list) else request[1]
-                tell(f"waits for the reward workers: {num_left} items left, one for {seconds:.0f} s: {case.where}")
+                left = f"{num_left} items left, one for {seconds:.0f} s: {case.where}"
+                beat(f"waits for the reward workers: {left}", is_progress)
 
             return self.pool.collect(on_wait)
 

@@ -27,10 +27,10 @@ from transformers import PreTrainedTokenizerBase
 
 from batch import OnFinished, Rollout, Row
 from flags import EngineSettings, Sampling, Servers
-from fsdp_utils import World, broadcast_from_main, end_if_requested, gather_from_ranks, new_host_group
+from fsdp_utils import World, broadcast_from_main, end_if_requested, gather_from_ranks
 from generation.start import start_server
 from generation.wire import Completion, Fleet, Request, Server
-from guards.stall import WAITS, beat, note
+from guards.stall import WAITS, beat
 from guards.start import RunError, requested
 from model.engine_options import engine_options, stop_ids
 
@@ -48,7 +48,7 @@ class Log(Protocol):
 
 @dataclass
 class Call:
-    """Completions that are being sampled: of one call of `sample`, or begun ahead of it. On the main rank."""
+    """Completions that are being sampled, for a call of `sample`. On the main rank."""
 
     count: int
     results: queue.SimpleQueue[tuple[int, Completion]] = field(default_factory=queue.SimpleQueue)
@@ -95,7 +95,6 @@ class ServerEngine:
     in_flight: bool = False  # completions under way go on under new weights; otherwise a sync waits for them
 
     def __post_init__(self) -> None:
-        self.group = new_host_group()  # for news while the ranks wait, which are no progress
         self.begun: dict[tuple[int, ...], Call] = {}
         self.seconds_E = np.zeros(1)  # from the begin of the last call of `sample` to its last completion
         self.progress = ""
@@ -133,29 +132,23 @@ class ServerEngine:
         return replace(rollout, rows=[row for row in rows for _ in range(sampling.num_samples)])
 
     def wait(self, is_done: Callable[[], bool], what: Callable[[], str]) -> None:
-        """Returns on all ranks when `is_done` on the main one, or when a signal has come. Others hear of it by ticks.
-
-        Raises RunError, on all ranks, if the servers cannot go on.
-        """
+        """Returns on all ranks when `is_done` on the main one, or a signal has come. RunError: servers are lost."""
         is_over = False
         while not is_over:
             news = False, "", ""
             if self.fleet is not None:
                 done = is_done()
                 news = done, f"waits for the servers: {what()} ({self.fleet.describe()})", self.fleet.error
-            heard = gather_from_ranks((news, requested()), self.group)
+            heard = gather_from_ranks((news, requested()), is_progress=False)
             (done, doing, error), _ = heard[0]
             if error:
                 raise RunError(error)
-            (note if doing == self.progress else beat)(doing if self.fleet else f"{WAITS} (the main one {doing})")
+            beat(doing if self.fleet else f"{WAITS} (the main one {doing})", is_progress=doing != self.progress)
             self.progress = doing
             is_over = done or any(is_requested for _, is_requested in heard)
 
     def sync(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """All servers take new weights, one full tensor at a time, under their Hugging Face names.
-
-        All ranks gather them, the main one sends. The first call waits until all servers have started.
-        """
+        """All servers take new weights, one full tensor at a time; the first call waits until they have started."""
         if self.fleet is not None:
             self.fleet.call(self.fleet.pause())
         self.wait(self.is_settled, lambda: "before the weights change")

@@ -44,7 +44,7 @@ ARGS, ALGORITHM = start() if __name__ == "__main__" else (None, None)  # before 
 from checkpoint import Writer, latest, link_final, load
 from data import PromptData, most_images
 from evaluate import Evaluator
-from flags import (
+from flags import (  # fmt: skip
     AdamW,
     EngineSettings,
     Lora,
@@ -56,7 +56,7 @@ from flags import (
     free_on_resume,
     make_plan,
     take,
-)
+)  # fmt: skip
 from fsdp_utils import close_world, init_world, is_main_process
 from generation.partial import PartialSampler
 from grpo import Algorithm
@@ -107,7 +107,6 @@ def build_engine(args: Namespace, inputs: Inputs, policy: Policy, run: Run, save
 def build_sampler(
     args: Namespace, inputs: Inputs, data: PromptData, engine: Engine | ServerEngine, run: Run
 ) -> Sampler:
-    """Fills the steps with graded groups."""
     sampling = take(Sampling, args, num_samples=args.group_size)
     kind = PartialSampler if args.partial_rollouts else Sampler
     if args.replay:
@@ -116,7 +115,7 @@ def build_sampler(
 
 
 def finish(run: Run, step: int) -> None:
-    """What a run has beyond its checkpoints: `final`, the curves, the last lines. Safe to repeat, after a kill, say."""
+    """What a run has beyond its checkpoints: `final`, the curves, the last lines. Safe to repeat, as after a kill."""
     if run.world.is_main:
         link_final(run.out_dir, step)
     run.plot()

@@ -1,10 +1,9 @@
 """Partial rollouts: a step ends when enough groups are finished; unfinished completions go on in the next step.
 
-A step begins as many new prompts as it trains on, but does not wait for its longest completions. Between two steps the
-completions so far are here, as tokens: nothing is under way in the engine, which may sleep, take new weights or sample
-something else. Each engine has prompts of its own in the air, and stops when its share of the groups is finished. A
-completion that goes on is read again as a longer prompt, by the new weights. The last steps begin only what the run
-still needs, so that nothing is in the air at its end. docs/partial.md
+Between two steps the completions so far are here, as tokens: nothing is under way in the engine, which may sleep, take
+new weights or sample something else. Each engine has prompts of its own in the air, and stops when its share of the
+groups is finished. A completion that goes on is read again as a longer prompt, by the new weights. The last steps begin
+only what the run still needs, so that nothing is in the air at its end. docs/partial.md
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ class Completion:
     finish_reason: str | None = None  # None: it goes on
 
     def extend(self, token_ids: list[int], logprobs: list[float], version: int, reason: str | None = None) -> None:
-        """By these tokens, which weights of this version have made."""
         assert len(token_ids) == len(logprobs), "each token has its log-prob"
         self.token_ids += token_ids
         self.logprobs += logprobs
@@ -54,8 +52,7 @@ class Group:
     def is_finished(self) -> bool:
         return all(each.finish_reason is not None for each in self.completions)
 
-    def is_waited_for(self, version: int) -> bool:
-        """It is as old as may be."""
+    def is_waited_for(self, version: int) -> bool:  # it is as old as may be
         return not self.is_finished and version - self.begun >= MOST_LAG
 
 
@@ -88,10 +85,9 @@ class PartialSampler(Sampler):
         return rollout, metrics | {"rollout/kept_tokens": float(self.kept_tokens)}
 
     def sample(self, step: int, number: int, count: int) -> Rollout:
-        """`count` groups, in whatever step they were begun, handed to the grader.
+        """`count` groups, in whatever step they were begun, handed to the grader as soon as they have their places.
 
-        The leader of an engine tells the grader of a group as soon as that is finished and has its place in the
-        rollout. Raises Stopped, and cannot sample any more, if a signal came meanwhile.
+        Raises Stopped, and cannot sample any more, if a signal came meanwhile.
         """
         engine, seed = self.engine, self.seed_of(step, number)
         new = {i: self.prompt(i) for i in self.next_numbers(step, count)}
@@ -172,8 +168,9 @@ class PartialSampler(Sampler):
         engine, llm = self.engine, self.engine.llm.llm_engine
         todo = [(x, each) for x in self.groups for each in x.completions if each.finish_reason is None]
         rows, so_far = [group.row for group, _ in todo], [each.token_ids for _, each in todo]
-        first_id, told = engine.add(rows, so_far, self.sampling), None
+        first_id = engine.add(rows, so_far, self.sampling)
         beat(f"begins to sample {len(todo)} completions, {sum(map(bool, so_far))} of them from an earlier step on")
+        told = None  # how far the engine was
         while not is_enough() and llm.has_unfinished_requests() and not engine.is_abandoned():
             told = engine.tell_progress(rows, first_id, told)
             for output in (output for output in llm.step() if output.finished):

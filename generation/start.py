@@ -37,7 +37,6 @@ SERVER = "generation.start"
 OWN_SERVER = "GRPO_OWN_SERVER"  # environment of a server that this file has started
 PATIENCE = 10.0  # seconds that a server has to end
 LOOK = 0.5  # seconds between two looks at the first process
-TAIL = 1500  # characters of the log that are shown when a server is lost
 
 logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # as in rollout.py, before vLLM is imported
 
@@ -83,13 +82,9 @@ class ServerProcess:
 
     def how_it_ended(self) -> str | None:
         """None while it runs."""
-        status = self.process.poll()
-        if status is None:
+        if (status := self.process.poll()) is None:
             return None
         return f"ended by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
-
-    def last_words(self) -> str:
-        return self.log.read_text(errors="replace")[-TAIL:]
 
     def end(self) -> None:
         """Lets it put its shared memory away, then ends it."""
@@ -128,7 +123,7 @@ def start_server(
 
 
 def end_with_server() -> None:
-    """Ends all processes of a server when the first of them, which the run holds, has ended."""
+    """Ends all processes of a server when the first of them has ended."""
     first = os.getsid(0)
     with suppress(psutil.NoSuchProcess):
         while psutil.Process(first).status() != psutil.STATUS_ZOMBIE:

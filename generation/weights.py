@@ -47,9 +47,8 @@ def open_link(listener: socket.socket, num_workers: int, device: torch.device, s
     place = {"host": listener.getsockname()[0], "port": listener.getsockname()[1], "listen_socket": listener}
     place |= {"rank": 0, "world_size": 1 + num_workers}
     if device.type == "cpu":
-        group = stateless_init_torch_distributed_process_group(
-            **place, backend="gloo", timeout=timedelta(seconds=seconds)
-        )
+        timeout = timedelta(seconds=seconds)
+        group = stateless_init_torch_distributed_process_group(**place, backend="gloo", timeout=timeout)
         return lambda tensor: broadcast(group, tensor)
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
     from vllm.utils.nccl import unpinned_nccl_env
@@ -82,7 +81,7 @@ class GlooEngine(NCCLWeightTransferEngine):
         )  # fmt: skip
 
     def update_weights(self, update_info: dict[str, list]) -> None:
-        """Not the base class's, which ends by synchronizing an accelerator."""
+        # Not the base class's, which ends by synchronizing an accelerator.
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:

@@ -41,6 +41,7 @@ TIMEOUT = 600.0  # seconds: a server that gives no answer at its start, or no to
 MEETING = 60.0  # seconds that a server has to come for its weights
 LEAVE = 10.0  # seconds that the main rank has to end after a failed transfer
 LOOK = 1.0  # seconds between two looks at a server
+TAIL = 1500  # characters of the log that are shown when a server is lost
 TOKENS = re.compile(r"^vllm:(?:generation|prompt)_tokens_total\b.* (\S+)$", re.MULTILINE)
 
 
@@ -65,8 +66,6 @@ WorldSize = msgspec.defstruct("WorldSize", [("world_size", int)])
 
 @dataclass(frozen=True)
 class Completion:
-    """What came back for one request."""
-
     token_ids: np.ndarray  # int32
     logprobs: np.ndarray  # float32
     versions: np.ndarray  # int32, of the weights that made each token
@@ -74,9 +73,7 @@ class Completion:
 
 
 @dataclass
-class Request:
-    """One completion to be sampled."""
-
+class Request:  # of one completion
     row: Row
     b: int  # its index in the call
     sampling: Sampling
@@ -238,7 +235,6 @@ class Fleet:
         self._dispatch()
 
     def _note(self, server: Server, doing: str) -> None:
-        """From now on the server does this."""
         now = time.time()
         if server.doing:
             self.note_span(server.name, server.doing, server.doing_since, now)
@@ -307,19 +303,16 @@ class Fleet:
         await asyncio.gather(*(self._or_lose(each, do(each)) for each in self.servers if each.state != "lost"))
 
     def describe(self) -> str:
-        """What the servers do, and how far they are."""
         loads = ", ".join(f"{each.name} {each.state} with {len(each.under_way)} requests" for each in self.servers)
         return f"{loads}, {sum(each.tokens for each in self.servers):.0f} tokens in all"
 
     # Faults -----------------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raises RunError if the run cannot go on."""
         if self.error:
             raise RunError(self.error)
 
     async def _or_lose(self, server: Server, work: Coroutine[None, None, object]) -> None:
-        """Does the work; a fault of it loses the server."""
         try:
             await work
         except FAULTS as error:
@@ -334,7 +327,7 @@ class Fleet:
         if server.process is not None:
             reason = server.process.how_it_ended() or reason
             server.process.kill()
-            tail = f". {server.process.log} ends with:\n{server.process.last_words()}"
+            tail = f". {server.process.log} ends with:\n{server.process.log.read_text(errors='replace')[-TAIL:]}"
         requests, tasks = list(server.under_way.values()), set(server.under_way) - {asyncio.current_task()}
         server.under_way = {}
         for task in tasks:
@@ -360,7 +353,7 @@ class Fleet:
         os._exit(1)
 
     async def _watch(self, server: Server) -> None:
-        """Waits until the server answers, then sees whether it goes on with its requests. Raises one of `FAULTS`."""
+        """Waits until the server answers, then sees whether it makes progress. Raises one of `FAULTS`."""
         await asyncio.wait_for(self._find(server), self.timeout)
         while server.state != "lost":
             if server.process is not None and (how := server.process.how_it_ended()):

@@ -4,8 +4,8 @@ Two comparisons, because neither sees everything. Weights are compared bit by bi
 small step old does not show in the log-probs of a few thousand tokens. Log-probs show what no sum of weights does:
 another temperature, a kernel that computes something else. A difference ends the run.
 
-The engine's tensors are known by their names and shapes: nothing here imports vLLM. Not compared are a vision tower,
-which is frozen, and layers that vLLM lays out in other ways than `parts_of` knows; the run says which at its start.
+The engine's tensors are known by their names and shapes, without vLLM. Not compared are a vision tower, which is
+frozen, and layers that vLLM lays out in other ways than `parts_of` knows; the run says which at its start.
 """
 
 from __future__ import annotations
@@ -39,10 +39,6 @@ INTEGERS = {2: torch.int16, 4: torch.int32}  # bytes of a number -> the integer 
 COMMON_NAME = re.compile(r"(layers\.\d+\..+|embed_tokens\.weight|lm_head\..+|norm\.weight)$")
 
 
-class DriftError(RunError):
-    """The engine does not hold, or does not compute, what is trained."""
-
-
 # Before sampling: weights ---------------------------------------------------------------------------------------------
 
 
@@ -73,20 +69,19 @@ class DriftGuard:
             apply_model(self.watch_packing)
 
     def before_sample(self, cached_blocks: int) -> None:
-        """Raises DriftError if an engine has other weights than the policy, or keys and values of an earlier call."""
+        """Raises RunError if an engine has other weights than the policy, or keys and values of an earlier call."""
         with self.phase("drift"):
             names, most_blocks = self.different_tensors(), max(gather_from_ranks(cached_blocks))
-        if names or most_blocks:
-            found = f"the engine has kept {most_blocks} blocks of keys and values of old weights"
-            if names:
-                others = f" and {len(names) - 4} more" if len(names) > 4 else ""
-                found = f"the engine's weights are not the policy's: {', '.join(names[:4])}{others}"
+        found = f"the engine has kept {most_blocks} blocks of keys and values of old weights" if most_blocks else ""
+        if names:
+            others = f" and {len(names) - 4} more" if len(names) > 4 else ""
+            found = f"the engine's weights are not the policy's: {', '.join(names[:4])}{others}"
+        if found:
             way_out = "nothing was sampled with them, and the same command goes on from the last checkpoint"
-            raise DriftError(f"step {BOARD.step}: {found}; {way_out}.")
+            raise RunError(f"step {BOARD.step}: {found}; {way_out}.")
 
     @torch.no_grad()
     def different_tensors(self) -> list[str]:
-        """Names of the tensors that are not the policy's in an engine."""
         world = self.world
         tables = no_sums(world.device, 1 + world.num_engines, len(self.names))  # of the policy, and of each engine
         merged = self.add_sums_of_policy(dict(zip(self.names, tables[0], strict=True)))
@@ -124,10 +119,7 @@ class DriftGuard:
         return sums
 
     def watch_packing(self, model: nn.Module) -> Sums:
-        """CPU: vLLM multiplies by packed copies that cannot be read: their sums are made when they are.
-
-        Until the first sync there are none: the engine holds nothing of the policy.
-        """
+        """CPU: vLLM multiplies by packed copies that cannot be read. Their sums are made when they are: by a sync."""
         for name, module in model.named_modules():
             method = getattr(module, "quant_method", None)
             pack = getattr(method, "process_weights_after_loading", None)
@@ -141,7 +133,7 @@ class DriftGuard:
         pack(module)
 
     def sums_of_layer(self, name: str, module: nn.Module) -> Sums:
-        """Of this rank's parts of a layer's tensors, in the policy's dtype: kernels for CPUs keep biases in fp32."""
+        """Of this rank's parts of a layer, in the policy's dtype: kernels for CPUs keep biases in fp32."""
         sums: Sums = {}
         for part, tensor, first_row, first_column in self.parts_of(name, module):
             sums[part] = no_sums(tensor.device)
@@ -196,8 +188,7 @@ def buckets(count: int, start: int, device: torch.device) -> Tensor:
     return torch.arange(start, start + count, device=device) % BUCKETS
 
 
-def no_sums(device: torch.device, *shape: int) -> Tensor:
-    """[*shape, BUCKETS] int64."""
+def no_sums(device: torch.device, *shape: int) -> Tensor:  # [*shape, BUCKETS] int64
     return torch.zeros(*shape, BUCKETS, dtype=torch.int64, device=device)
 
 
@@ -231,19 +222,19 @@ def differing(own: Tensor, others: Tensor, merged_sizes: Tensor) -> Tensor:
 
 
 def check_gap(metrics: Metrics, step: UpdateStep) -> None:
-    """Raises DriftError if what an update is to train on was sampled by something else than the policy.
+    """Raises RunError if what an update is to train on was sampled by something else than the policy.
 
     The mean gap or the temperature is farther off than the bound, or not a number. The temperature counts by the share
     of the gap that it explains: over two hundred tokens of an uncertain policy rounding alone has looked like 0.94,
     which explained half. Faults explain three quarters and more. Where the loss is not finite, log-probs say nothing.
     """
-    names, bound = ("gap_mean", "temperature", "temperature_r2"), step.max_rollout_gap
-    gap, temperature, share = (metrics[f"policy/rollout_{name}"] for name in names)
+    bound = step.max_rollout_gap
+    gap, temperature, share = (metrics[f"policy/rollout_{x}"] for x in ("gap_mean", "temperature", "temperature_r2"))
     is_within = gap <= bound and abs(temperature - 1.0) * share <= bound
     if bound > 0 and math.isfinite(metrics["policy/loss"]) and not is_within:
         found = f"sampler and trainer give other log-probs to the same tokens: policy/rollout_gap_mean {gap:.4f}, "
         found += f"policy/rollout_temperature {temperature:.3f} (it explains {share:.0%})"
-        raise DriftError(f"step {step.step}, update {step.number} is not made: {found}; --max_rollout_gap {bound:g}.")
+        raise RunError(f"step {step.step}, update {step.number} is not made: {found}; --max_rollout_gap {bound:g}.")
 
 
 def temperature_of(slope: float, spread: float, squares: float) -> tuple[float, float]:

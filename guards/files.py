@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -41,11 +41,13 @@ def lock_file(file: Path, where: str) -> TextIO:
     """The open file, locked until it is closed or this process ends. Raises ValueError if another process keeps it.
 
     Waits up to `LOCK_SECONDS` for one that is ending: a killed rank with many GiB takes some seconds. The kernel drops
-    the lock with its process, so nothing that has ended can hold it. The file names its holder.
+    the lock with its process. The file names its holder.
     """
-    lock = file.open("a+")
-    deadline, is_told = time.monotonic() + LOCK_SECONDS, False
-    while not _is_locked(lock):
+    lock, deadline, is_told = file.open("a+"), time.monotonic() + LOCK_SECONDS, False
+    while True:
+        with suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
         lock.seek(0)
         taken = f"{where} is in use by {lock.read().strip() or 'a process that has just begun'}"
         if time.monotonic() > deadline:
@@ -59,15 +61,6 @@ def lock_file(file: Path, where: str) -> TextIO:
     lock.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.ctime()}: {' '.join(sys.argv)}")
     lock.flush()
     return lock
-
-
-def _is_locked(file: TextIO) -> bool:
-    """Locks it, if nobody else does."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 # Whole or not at all --------------------------------------------------------------------------------------------------
@@ -147,18 +140,15 @@ def append(file: Path, text: str) -> None:
             raise
 
 
-# Checksums ------------------------------------------------------------------------------------------------------------
+# Checksums: `checkpoint.latest` verifies with them --------------------------------------------------------------------
 # They find accidents: a file that is cut off, empty, missing or changed. They are no signature: whoever can change a
 # file can change their list, too.
 
 
 def checksums(folder: Path, files: Iterable[Path]) -> Checksums:
-    """Of these files of the folder, which are on the disk when it returns. Raises OSError.
-
-    Several at a time: hashing leaves the interpreter to the other threads.
-    """
+    """Of these files of the folder, which are on the disk when it returns. Raises OSError."""
     files = list(files)
-    with ThreadPoolExecutor(HASHED_AT_A_TIME) as pool:
+    with ThreadPoolExecutor(HASHED_AT_A_TIME) as pool:  # hashing leaves the interpreter to the other threads
         found = list(pool.map(lambda file: (flush(file).stat().st_size, sha256(file)), files))
     return {str(file.relative_to(folder)): each for file, each in zip(files, found, strict=True)}
 
@@ -185,11 +175,10 @@ def write_list(folder: Path, file: Path, sums: Checksums) -> None:
         flush(each)
 
 
-def complaints(folder: Path, file: Path, part: int, num_parts: int) -> list[str]:
+def verify(folder: Path, file: Path, part: int, num_parts: int) -> list[str]:
     """What is wrong with the files of the list, one text each. Other files of the folder are ignored.
 
-    Of all files only part 0, 1, ... of `num_parts`, which are about equal in bytes; of a list that cannot be read, part
-    0 says so.
+    Of all files only part 0, 1, ... of `num_parts`, about equal in bytes; part 0 tells of a list that cannot be read.
     """
     try:
         sums = json.loads(file.read_text())

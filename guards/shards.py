@@ -1,7 +1,6 @@
 """Reads the shards of a checkpoint, which somebody else may have written: nothing but plain records is unpickled.
 
-`torch.distributed.checkpoint` (`dcp`) keeps a list of its shards, which is a pickle, and in them tensors and pickled
-values.
+`torch.distributed.checkpoint` (`dcp`) keeps a list of its shards, which is a pickle, and in them pickled values.
 """
 
 from __future__ import annotations
@@ -17,10 +16,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Reads `.metadata` of `dcp`, a pickle, and makes nothing but the plain records that belong there.
-
-    An unpickler calls what a file names; one of the standard library calls anything, `os.system`, say.
-    """
+    """Makes nothing but the records that belong into `dcp`'s list. Python's own calls anything that a file names."""
 
     ALLOWED = {
         "torch": {"Size"} | {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)},
@@ -52,10 +48,9 @@ class ShardReader(dcp.FileSystemReader):
 
 
 class ShardPlanner(dcp.DefaultLoadPlanner):
-    """The same for values that are no tensors, such as Adam's betas."""
+    """The same for values that are no tensors, such as Adam's betas: `dcp` unpickles anything here."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """`dcp` unpickles anything here, so it is given a copy of what `weights_only` lets pass."""
         checked = io.BytesIO()
         torch.save(torch.load(value, weights_only=True), checked)
         checked.seek(0)

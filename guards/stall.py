@@ -1,12 +1,11 @@
-"""What each rank is doing, and for which of them the others wait when nobody makes progress.
+"""Where a stall is noticed (`Watch.report_stall`): what each rank is doing, and for which of them the others wait.
 
     with in_phase("update", step=3):
         beat("runs a backward pass")  # progress; it costs less than a microsecond, because nothing is written here
 
 A thread of every rank writes OUT_DIR/ranks/rank_N.json once a second and when a phase begins. When no rank has made
 progress for --stall_seconds, the lowest one that runs prints a table, once. That never ends a run: --timeout_minutes
-does, and the first line of the table is then the reason. Files, not torch's store: any rank may be the one that is
-stopped, also the one that keeps the store.
+does, and the first line of the table is then the reason. Files, not torch's store: any rank may be the one that stops.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -29,7 +29,7 @@ from types import FrameType
 import psutil
 
 WAITS = "waits for the other ranks"  # so begins what a rank is doing that others keep from going on
-INTERVAL, SHORTEST = 1.0, 0.1  # seconds between two writings: at most, and at least, however many phases begin
+INTERVAL, SHORTEST = 1.0, 0.1  # seconds between two writings: at most, and at least
 STALE_SECONDS = 5.0  # a file that is older is of a process that does not run
 LEAST_MOVED = 2**20  # bytes of files, between two looks, that are progress: this thread's own are less
 ROOT = Path(__file__).parent.parent
@@ -37,7 +37,7 @@ ROOT = Path(__file__).parent.parent
 
 @dataclass
 class Board:
-    """The state of this process. Its main thread writes it, the watch reads it."""
+    """What this process is doing. Its main thread writes it, the watch reads it."""
 
     step: int = 0
     phase: str = "start"
@@ -49,15 +49,10 @@ class Board:
 BOARD = Board()
 
 
-def beat(doing: str) -> None:
-    """This rank makes progress. `doing` goes on the sentence "rank 1 ...", and says for what it waits, if it does."""
+def beat(doing: str, is_progress: bool = True) -> None:
+    """What this rank does now: it goes on the sentence "rank 1 ...", and says for what it waits, if it does."""
     BOARD.doing = doing
-    BOARD.count += 1
-
-
-def note(doing: str) -> None:
-    """The same without progress: a better word for what lasts."""
-    BOARD.doing = doing
+    BOARD.count += is_progress
 
 
 @contextmanager
@@ -69,8 +64,8 @@ def in_phase(name: str, step: int) -> Iterator[None]:
     _enter("loop" if outer == "start" else outer, step)
 
 
-def _enter(name: str, step: int) -> None:
-    BOARD.phase, BOARD.step = name, step
+def _enter(phase: str, step: int) -> None:
+    BOARD.phase, BOARD.step = phase, step
     beat("computes")
     BOARD.has_changed.set()
 
@@ -81,9 +76,6 @@ def bytes_moved() -> int:
         counters = psutil.Process().io_counters()
         return counters.read_chars + counters.write_chars
     return 0
-
-
-# What ranks say of themselves, and of each other ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -112,12 +104,10 @@ def problem_of(rank: Rank, silent: float) -> str:
     if rank.has_ended:
         return "has ended"
     if rank.host != socket.gethostname():
-        gone = "has not been heard of: it or its host is stopped or unreachable"
-        return gone if silent >= STALE_SECONDS else ""
-    try:
+        return "has not been heard of: it or its host is stopped or unreachable" if silent >= STALE_SECONDS else ""
+    status = psutil.STATUS_DEAD
+    with suppress(psutil.Error):
         status = psutil.Process(rank.pid).status()
-    except psutil.Error:
-        status = psutil.STATUS_DEAD
     if status in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE):
         return "was killed"
     if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
@@ -128,11 +118,13 @@ def problem_of(rank: Rank, silent: float) -> str:
 
 def report(ranks: list[Rank], seconds: float) -> str:
     """A line with the likely cause, and a table: ranks that do the same in one line, first those that do not wait."""
-    groups: dict[str, list[int]] = defaultdict(list)
+    groups = defaultdict(list)  # what is said -> the ranks it is said of
     for rank in sorted(ranks, key=lambda rank: (not rank.problem, rank.waits, -rank.quiet_seconds)):
         where = f"on {rank.host}, in {rank.phase} of step {rank.step}, at {rank.line}"
         groups[f"{rank.problem or rank.doing} {where}"].append(rank.rank)
-    lines = [f"{who(group)} {what}" for what, group in groups.items()]
+    names = [", ".join(map(str, sorted(numbers))) for numbers in groups.values()]
+    who = [f"each of the ranks {name}" if "," in name else f"rank {name}" for name in names]
+    lines = [f"{group} {what}" for group, what in zip(who, groups, strict=True)]
     cause = f"{lines[0]}; the others wait" if len(lines) > 1 else lines[0]
     if all(rank.waits for rank in ranks):
         places = sorted({f"{rank.phase} of step {rank.step}" for rank in ranks})
@@ -141,22 +133,13 @@ def report(ranks: list[Rank], seconds: float) -> str:
     return "\n  ".join([f"STALL: no progress for {seconds:.0f} s: {cause}", *lines])
 
 
-def who(numbers: list[int]) -> str:
-    names = ", ".join(map(str, sorted(numbers)))
-    return f"each of the ranks {names}" if len(numbers) > 1 else f"rank {names}"
-
-
 def own_line(frame: FrameType | None) -> str:
     """The innermost line of our own code, for example: update.py:158 update_policy."""
-    while frame:
-        file = frame.f_code.co_filename
+    for each, number in traceback.walk_stack(frame):
+        file = each.f_code.co_filename
         if file.startswith(f"{ROOT}/") and "site-packages" not in file:
-            return f"{file.removeprefix(f'{ROOT}/')}:{frame.f_lineno} {frame.f_code.co_name}"
-        frame = frame.f_back
+            return f"{file.removeprefix(f'{ROOT}/')}:{number} {each.f_code.co_name}"
     return Rank.line
-
-
-# The thread -----------------------------------------------------------------------------------------------------------
 
 
 class Watch(threading.Thread):
@@ -199,7 +182,7 @@ class Watch(threading.Thread):
         if self.is_told and has_progress:
             self.tell("STALL: over, the run goes on", "")
         elif not self.is_told and self.own.quiet_seconds >= self.limit - 2 * STALE_SECONDS:
-            self.look()
+            self.report_stall()
 
     def write(self, has_ended: bool = False) -> None:
         """In place: over NFS a file that is replaced may be seen late. A full disk keeps its block."""
@@ -222,7 +205,7 @@ class Watch(threading.Thread):
         self.seen[number], silent = (found, since), self.clock - since
         return replace(found, quiet_seconds=found.quiet_seconds + silent, problem=problem_of(found, silent))
 
-    def look(self) -> None:
+    def report_stall(self) -> None:
         """Reports a stall, if there is one and this is the lowest rank that runs."""
         if all(self.look_at(number).problem for number in range(self.own.rank)):
             ranks = [self.look_at(number) for number in range(len(self.files))]

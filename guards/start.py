@@ -5,8 +5,8 @@
     arm(grace_seconds)   # from now on a signal asks the run to save and to end
     if requested(): ...  # asks this rank; `fsdp_utils.end_if_requested` asks all of them together
 
-scripts/launch.py passes a signal on to all ranks as SIGTERM. A rank that gets one by itself tells the launcher by
-SIGUSR2. A second signal is the launcher's to obey, and a rank's own under torchrun or by hand.
+A signal is heard in `_hear_signals`. scripts/launch.py passes it on to all ranks as SIGTERM. A rank that gets one by
+itself tells the launcher by SIGUSR2. A second signal is the launcher's to obey, under torchrun or by hand a rank's own.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ class Stopped(Exception):
 
 
 def join_launcher() -> None:
-    """Call it first in a program that is started as ranks."""
     if "RANK" in os.environ:
         die_with_parent(int(os.environ.get(LAUNCHER, "0")))
     faulthandler.enable()
@@ -58,7 +57,7 @@ def die_with_parent(parent: int = 0) -> None:
 
 
 def launch_folder() -> Path | None:
-    """The folder of scripts/launch.py, on this node: the same for all ranks that it has started."""
+    """The folder of scripts/launch.py, the same for all ranks that it has started on this node."""
     return Path(os.environ[FOLDER]) if FOLDER in os.environ else None
 
 
@@ -77,8 +76,7 @@ def note_reason(text: str, kind: str) -> bool:
 
     `kind`: "error" for what goes on the words "rank 1 ended with"; "mistake" for a whole sentence of all ranks.
     """
-    folder = launch_folder()
-    if folder is None:
+    if (folder := launch_folder()) is None:
         return False
     file = reason_file(folder, int(os.environ["RANK"]))
     with contextlib.suppress(OSError):
@@ -122,13 +120,13 @@ _request = Request()
 
 
 def listen() -> None:
-    """Hears signals from now on, in a thread: the main one may be waiting for other ranks for minutes."""
+    """Hears signals in a thread: the main one may be waiting for other ranks for minutes."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     for number in HEARD:
         signal.signal(number, lambda *_: None)  # C code then writes the number into the pipe, whatever Python does
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    threading.Thread(target=_hear, args=(reader,), name="signals", daemon=True).start()
+    threading.Thread(target=_hear_signals, args=(reader,), name="signals", daemon=True).start()
 
 
 def arm(grace_seconds: float) -> None:
@@ -137,7 +135,6 @@ def arm(grace_seconds: float) -> None:
 
 
 def requested() -> bool:
-    """Whether this rank was asked to stop."""
     return _request.first is not None
 
 
@@ -146,7 +143,7 @@ def signal_name() -> str:
     return signal.Signals(_request.first or signal.SIGTERM).name
 
 
-def _hear(reader: int) -> None:
+def _hear_signals(reader: int) -> None:
     while True:
         for number in os.read(reader, 64):
             place = _request.place_of(number) if number in HEARD else 0
@@ -163,14 +160,11 @@ def _obey(number: int) -> None:
         goes_by_status = LAUNCHER not in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"  # torchrun
         text = f"{signal_name()}: ended before the first step; nothing is lost"
         _end(128 + number if goes_by_status else 0, text)
-    timer = threading.Timer(_request.grace, _give_up)
+    text = f"{signal_name()}: the run could not save within --grace_seconds {_request.grace:g}"
+    on = "the same command continues from the last checkpoint"
+    timer = threading.Timer(_request.grace, _end, (1, f"{text}; {on}"))
     timer.daemon = True
     timer.start()
-
-
-def _give_up() -> None:
-    text = f"{signal_name()}: the run could not save within --grace_seconds {_request.grace:g}"
-    _end(1, f"{text}; the same command continues from the last checkpoint")
 
 
 def _end(status: int, text: str) -> None:

@@ -19,10 +19,6 @@ from guards.start import RunError
 NOT_FINITE, BEYOND_KL = "optim/skipped_not_finite", "optim/skipped_max_kl"  # metrics: updates of a step, by reason
 
 
-class BadUpdates(RunError):
-    """Too many updates in a row were left out."""
-
-
 @settings
 class Bounds:  # of updates
     max_kl: float
@@ -42,9 +38,7 @@ def find_fault(metrics: Metrics, bounds: Bounds) -> tuple[str, str] | None:
 
 
 @dataclass
-class UpdateGuard:
-    """Judges the updates of a run. The same on every rank."""
-
+class UpdateGuard:  # the same on every rank
     world: World
     bounds: Bounds = Bounds()
     num_skipped: int = 0  # in a row
@@ -54,7 +48,7 @@ class UpdateGuard:
         return {"skipped_in_a_row": self.num_skipped}
 
     def restore(self, state: State) -> State:
-        """Takes its part of the state; returns all of it. A checkpoint of an older version has none."""
+        """Takes its part of the state; returns all of it."""
         self.num_skipped = state.get("skipped_in_a_row", 0)
         return state
 
@@ -67,9 +61,8 @@ class UpdateGuard:
         fault = find_fault(metrics, self.bounds)
         self.num_skipped = self.num_skipped + 1 if fault else 0
         if self.num_skipped > self.bounds.max_skipped_updates:
-            said = f"step {step.step}, update {step.number} is left out: {fault[1]}"
             count = f"{self.num_skipped} in a row (--max_skipped_updates {self.bounds.max_skipped_updates})"
-            way_out = "to go on, raise that, or lower --learning_rate in a new --out_dir"
-            raise BadUpdates(f"{said}. These are {count}; {way_out}.")
+            way_out = f"These are {count}; to go on, raise that, or lower --learning_rate in a new --out_dir"
+            raise RunError(f"step {step.step}, update {step.number} is left out: {fault[1]}. {way_out}.")
         counted = {name: float(fault is not None and fault[0] == name) for name in (NOT_FINITE, BEYOND_KL)}
         return {"optim/skipped_updates": float(fault is not None)} | counted

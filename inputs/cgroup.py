@@ -1,6 +1,6 @@
 """The memory that is left to this process: of the node, and of the control groups that a container or Slurm puts it in.
 
-Linux, both versions of control groups. No torch: a launcher may ask, too.
+Linux, both versions of control groups.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import psutil
 
 CGROUPS = Path("/sys/fs/cgroup")
 PROC = Path("/proc")
-VERSIONS = [  # 2 and 1; files of a group: its limit, what it uses, its events; prefix in its statistics
-    ("memory.max", "memory.current", "memory.events", ""),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control", "total_"),
+VERSIONS = [  # 2 and 1; files of a group: its limit, what it uses; prefix in its statistics
+    ("memory.max", "memory.current", ""),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 ]
 
 
@@ -33,25 +33,13 @@ def _bounds() -> list[tuple[int, int]]:
     node = psutil.virtual_memory()
     bounds = [(node.available, node.total)]
     for group in _groups():
-        for limit, usage, _, prefix in VERSIONS:
+        for limit, usage, prefix in VERSIONS:
             with contextlib.suppress(OSError, ValueError):  # of the other version, or "max": no limit
                 total, used = int((group / limit).read_text()), int((group / usage).read_text())
-                stat = _table(group / "memory.stat")
-                cached = stat.get(f"{prefix}inactive_file", 0) + stat.get(f"{prefix}active_file", 0)  # files can go
-                bounds.append((total - used + cached, total))
+                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                files = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active"))  # they can go
+                bounds.append((total - used + files, total))
     return bounds
-
-
-def oom_kills() -> int | None:
-    """Processes that the kernel has killed for lack of memory so far: in this process's group, else on the node.
-
-    None where the kernel does not count them. A figure that grew while a process was killed names the killer.
-    """
-    for file in [*(group / version[2] for group in _groups() for version in VERSIONS), PROC / "vmstat"]:
-        with contextlib.suppress(OSError, ValueError):
-            if (count := _table(file).get("oom_kill")) is not None:
-                return count
-    return None
 
 
 def _groups() -> list[Path]:
@@ -66,8 +54,3 @@ def _groups() -> list[Path]:
                 around = [own, *own.parents][: len(own.parts) - len(top.parts)]
                 found += [folder for folder in [*around, top] if folder.is_dir()]
     return found
-
-
-def _table(file: Path) -> dict[str, int]:
-    """Name -> number of a file with lines like "oom_kill 0"."""
-    return {name: int(value) for name, value in map(str.split, file.read_text().splitlines())}

@@ -18,9 +18,9 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
-    """Raises ValueError for flags out of range, without effect, or in contradiction to each other.
+    """Raises ValueError for flags out of range, without effect, or in contradiction; see also `algorithm_of`.
 
-    `num_ranks`: by default those that were started. What has no effect on the algorithm is found by `algorithm_of`.
+    `num_ranks`: by default those that were started.
     """
     check_ranges(args, GROUPS)
     check_path(args.model)
@@ -28,10 +28,11 @@ def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
     check_batches(args, num_ranks)
     check_head_dtype(args)
     flag = SimpleNamespace(**{name.removeprefix("--"): given(each, args) for name, each in FLAGS.items()})
-    topics = of_algorithm(args, flag), of_memory(args, flag), of_servers(args, flag), of_rollouts(args, flag)
+    topics = of_algorithm(args, flag), of_memory(args, flag), of_servers(args, flag), of_replay(args, flag)
     for sentence in chain(*topics, of_waits(args, flag, num_ranks), of_evaluation(args, flag)):
         raise ValueError(sentence)  # the first one is enough
-    check_tracker(args.track)
+    if args.track != "none" and importlib.util.find_spec(args.track) is None:
+        raise ValueError(f"--track {args.track}: its package is not installed; run `pip install {args.track}`.")
 
 
 def check_head_dtype(args: argparse.Namespace) -> None:
@@ -87,7 +88,6 @@ def of_waits(args: argparse.Namespace, flag: SimpleNamespace, num_ranks: int) ->
 
 
 def of_servers(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[str]:
-    """Servers that cannot be reached safely or started, and what they cannot do."""
     if args.partial_rollouts and args.engine != "colocated":
         yield "--partial_rollouts is for --engine colocated; servers do the same by --in_flight."
     if args.partial_rollouts and args.image_column:
@@ -112,8 +112,7 @@ def of_servers(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[str]
         yield f"{flag.generation_gpus}: {len(gpus)} GPUs are no whole number of servers of {size}; give a multiple."
 
 
-def of_rollouts(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[str]:
-    """A replay that contradicts other flags."""
+def of_replay(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[str]:
     if args.replay and args.partial_rollouts:
         yield "--partial_rollouts has no effect with --replay, which samples nothing; leave it out."
     if args.replay and os.path.realpath(args.replay) == os.path.realpath(args.out_dir):
@@ -135,16 +134,10 @@ def of_evaluation(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[s
             yield f"{wrong}; make the first a multiple."
 
 
-def check_tracker(kind: str) -> None:
-    """Raises ValueError if its package is missing."""
-    if kind != "none" and importlib.util.find_spec(kind) is None:
-        raise ValueError(f"--track {kind}: its package is not installed; run `pip install {kind}`.")
-
-
 def scores_of(num_samples: int) -> list[str]:
     """What a held-out set is measured by, the larger the better: avg@k, pass@2, 4, ... k, maj@k."""
     passes = [f"pass@{k}" for k in ks_of_pass(num_samples)]
-    return [f"avg@{num_samples}", *passes] + ([f"maj@{num_samples}"] if num_samples > 1 else [])
+    return [f"avg@{num_samples}", *passes] + [f"maj@{num_samples}"] * (num_samples > 1)
 
 
 def ks_of_pass(num_samples: int) -> list[int]:

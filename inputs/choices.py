@@ -1,7 +1,6 @@
 """From flags to the `Algorithm`: which functions of `grpo.py`, or of a file of the user's, with which parameters.
 
-The parameters of a function after `*` are the flags that have an effect; what is no flag has a default. Two of them are
-named here: `kl_clamp`, which a metric needs, and `loss_constant_tokens`, whose default is another flag.
+The parameters of a function after `*` are the flags that have an effect; what is no flag has a default.
 """
 
 from __future__ import annotations
@@ -40,11 +39,7 @@ def parameters_of(function: Callable) -> dict[str, object]:
 
 
 def algorithm_of(args: argparse.Namespace) -> Algorithm:
-    """The algorithm: its functions, with the values of their parameters after `*`.
-
-    Raises ValueError for an unknown name, for a flag that has no effect, and for a function of the user's that fails on
-    a trial.
-    """
+    """Raises ValueError for an unknown name, for a flag without effect, for a function that fails on a trial."""
     functions = {name: choose(name, FLAGS[name].of(args)) for name in CHOICES}
     check_effects(args, functions)
     bound = {name: bind(name, function, args) for name, function in functions.items()}
@@ -64,10 +59,7 @@ def algorithm_of(args: argparse.Namespace) -> Algorithm:
 
 
 def choose(name: str, choice: str) -> Callable:
-    """The function of this name, or the user's own, FILE.py:FUNCTION.
-
-    Raises ValueError if there is none, or its file cannot be loaded.
-    """
+    """The function of this name, or the user's own, FILE.py:FUNCTION. Raises ValueError if it cannot be loaded."""
     if choice in CHOICES[name]:
         return CHOICES[name][choice]
     path, _, function_name = choice.rpartition(":")
@@ -116,10 +108,7 @@ def describe(args: argparse.Namespace, bound: dict[str, partial]) -> str:
 
 
 def try_out(flag: str, named: str, function: Callable, needs_gradient: bool) -> None:
-    """Raises ValueError if the function fails on a trial, 2 completions of 7 random tokens, or returns what is no use.
-
-    `flag` decides what the function takes; the errors say `named`.
-    """
+    """Raises ValueError, which says `named`, if the function fails on a trial, 2 completions of 7 random tokens."""
     logprobs, old_logprobs, rollout_logprobs, x = torch.randn(4, 7, generator=torch.Generator().manual_seed(0)) - 3.0
     logprobs.requires_grad_()
     x.requires_grad_()

@@ -39,7 +39,6 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 def add_flags(parser: argparse.ArgumentParser, groups: dict[str, list[Flag]]) -> None:
-    """Declares the flags of these groups."""
     for title, group in groups.items():
         add = parser.add_argument_group(title).add_argument
         for each in group:
@@ -54,15 +53,13 @@ def add_flags(parser: argparse.ArgumentParser, groups: dict[str, list[Flag]]) ->
 
 def parser_of(groups: dict[str, list[Flag]], description: str, usage: str | None = None) -> argparse.ArgumentParser:
     """The parser of a program with these flags. It ends the process with a sentence if they cannot be read."""
-    parser = argparse.ArgumentParser(
-        usage=usage, description=description, formatter_class=HelpFormatter, allow_abbrev=False
-    )
+    of_form = {"formatter_class": HelpFormatter, "allow_abbrev": False}
+    parser = argparse.ArgumentParser(usage=usage, description=description, **of_form)
     add_flags(parser, groups)
     return parser
 
 
 def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line of training, as attributes of the same names."""
     args = parser_of(GROUPS, DESCRIPTION, USAGE).parse_args(argv)
     args.prompts_per_update = args.prompts_per_step if args.prompts_per_update is None else args.prompts_per_update
     if args.rollout_correction is None:
@@ -78,8 +75,8 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
 def exit_with_error(error: Exception) -> NoReturn:
     """Ends the process with the error's sentence, without a traceback: for mistakes of the user.
 
-    All ranks find the same one. scripts/launch.py says it, once and last. With torchrun the first rank says it; another
-    one that is still there after some seconds has an error of its own (a file that is missing on its node only).
+    All ranks find the same one, and scripts/launch.py says it. With torchrun the first rank does; another one that is
+    still there after some seconds has an error of its own (a file that is missing on its node only).
     """
     if note_reason(str(error), "mistake"):
         sys.exit(1)

@@ -36,8 +36,6 @@ SHOWN_AFTER = 10.0  # seconds: network file systems do not show a new file at on
 
 @dataclass(frozen=True)
 class Inputs:
-    """What `load_inputs` returns."""
-
     tokenizer: PreTrainedTokenizerBase
     vision: Vision | None  # what reads images; None if the model sees none
     train_data: list[PromptData]  # of each source
@@ -95,12 +93,11 @@ def load_model_files(
 
 
 def samplings_of(sources: list[str], prefix: str, **flags: list[int] | list[float]) -> list[Sampling]:
-    """How each set is sampled, by flags that have one value for all sets or one for each.
+    """How each set is sampled, by flags that have one value for all sets or one for each; else raises ValueError.
 
-    They are --<prefix>samples, temperature, max_completion_tokens and top_p, in this order. Raises ValueError for
-    another number of values, and for two sets that would be reported under the same name.
+    They are --<prefix>samples, temperature, max_completion_tokens and top_p, in this order.
     """
-    names, columns = [name_of_source(source) for source in sources], []
+    names, samplings = [name_of_source(source) for source in sources], []
     if len(set(names)) < len(names):
         listed = ", ".join(names)
         raise ValueError(f"the held-out sets {listed} are reported under their names, which must differ; rename one.")
@@ -108,8 +105,7 @@ def samplings_of(sources: list[str], prefix: str, **flags: list[int] | list[floa
         if len(values) not in (1, len(names)):
             wrong = f"--{prefix}{name} has {len(values)} values for {len(names)} sets"
             raise ValueError(f"{wrong}; give one for all or one for each.")
-        columns.append(values * len(names) if len(values) == 1 else values)
-    samplings = []
+    columns = [values * len(names) if len(values) == 1 else values for values in flags.values()]
     for count, temperature, max_tokens, top_p in zip(*columns, strict=True):
         if temperature < 0.01 and count > 1:
             given = f"--{prefix}samples {count} at --{prefix}temperature {temperature:g}"

@@ -25,10 +25,7 @@ OLDEST_CARD = (8, 0)  # compute capability: Ampere, the first with bfloat16 and 
 
 
 def check_launch(tp_size: int, dtype: str, gpu_memory_utilization: float, others: int = 0) -> None:
-    """Raises ValueError if GPUs stay idle, are too few or cannot be used, or if ranks form no whole engines.
-
-    `others`: GPUs of this node that are for generation servers.
-    """
+    """Raises ValueError if GPUs stay idle, are too few or cannot be used. `others`: those of generation servers."""
     world_size, local_size = launched_world_size(), local_world_size()
     num_gpus = torch.cuda.device_count()
     num_installed = len(list(DRIVER.glob("gpus/*")))
@@ -110,11 +107,8 @@ def use_all_cores() -> None:
 def choose_interface(towards: str | None = None) -> None:
     """Names the interface to gloo and NCCL, unless the user has: one node, the loopback; else that towards MASTER_ADDR.
 
-    `towards`: another machine that they shall reach.
-
-    gloo by itself takes the one that the host's own name leads to: on one node it may be open to others, and on several
-    it is often the loopback, and they would wait for each other in vain. Raises ValueError if MASTER_ADDR is no
-    address.
+    gloo by itself takes the one that the host's own name leads to: on one node it may be open to others, on several it
+    is often the loopback. `towards`: another machine to reach. Raises ValueError if MASTER_ADDR is no address.
     """
     address = towards or (os.environ["MASTER_ADDR"] if launched_world_size() > local_world_size() else "127.0.0.1")
     try:
@@ -130,7 +124,7 @@ def choose_interface(towards: str | None = None) -> None:
 
 
 def own_address(target: str) -> str:
-    """The IPv4 address under which this node would talk to the target. Sends nothing."""
+    """The IPv4 address under which this node would talk to the target."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((target, 9))
         return probe.getsockname()[0]
@@ -138,16 +132,14 @@ def own_address(target: str) -> str:
 
 def interface_of(address: str) -> str | None:
     """The network interface that has this IPv4 address."""
-    known = {each.address: name for name, found in psutil.net_if_addrs().items() for each in found}
-    return known.get(address)
+    return {each.address: name for name, found in psutil.net_if_addrs().items() for each in found}.get(address)
 
 
 def prepare_cpu() -> None:
     """CPU: settings that oneDNN, and torch above it (ideep), read once. Call this before the first matrix product.
 
-    The AMX tile unit stays unused: some virtual machines announce it but trap its use, and the first product would end
-    the process with SIGILL. And few kernels are kept: packed micro-batches have new shapes in every step, and 1,024
-    kernels of up to a megabyte in each of two caches grew to a gigabyte.
+    The AMX tile unit stays unused: some virtual machines announce it, but end with SIGILL at its first use. Few kernels
+    are kept: packed micro-batches have new shapes in every step, and 1,024 kernels in two caches grew to a gigabyte.
     """
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
     if "AMX" not in os.environ["ONEDNN_MAX_CPU_ISA"]:

@@ -50,12 +50,9 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys)  # accepts NaN and Infinity, as json.dumps writes them
-
+PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ\0": "xz", b"BZh": "bzip2"}
 CONTENTS = {  # first bytes -> what a file is that has them, whatever its name says, and what to do
-    b"\x1f\x8b": "compressed; unpack it: gzip -dc < {path} > NEW_FILE",
-    b"\x28\xb5\x2f\xfd": "compressed; unpack it: zstd -dc < {path} > NEW_FILE",
-    b"\xfd7zXZ\0": "compressed; unpack it: xz -dc < {path} > NEW_FILE",
-    b"BZh": "compressed; unpack it: bzip2 -dc < {path} > NEW_FILE",
+    **{mark: f"compressed; unpack it: {program} -dc < {{path}} > NEW_FILE" for mark, program in PACKED.items()},
     b"PK\3\4": "a zip archive; unpack it: unzip {path}",
     b"PAR1": "a Parquet file; give it a name that ends in .parquet",
     b"version https://git-lfs": "a pointer of Git LFS in place of the file; fetch that: git lfs pull",

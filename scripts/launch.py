@@ -3,11 +3,9 @@
     python scripts/launch.py --ranks 8 --max_restarts 3 train_grpo.py FLAGS
     python scripts/launch.py --ranks 8 --nodes 2 --node_rank 1 --master_addr 10.0.0.1 train_grpo.py FLAGS
 
-`launch.sh` calls it. torchrun starts the same programs; what it lacks is the reason for the lines here:
-- The ranks of one node meet through a file, and nothing listens beyond the loopback (torchrun: two sockets).
-- No rank outlives this process, from its first instruction on.
-- A signal reaches every rank once, and a run that then saves and ends is no failure.
-- The last line on the screen is the reason, with the rank and the phase.
+`launch.sh` calls it. torchrun starts the same programs, but it listens beyond the loopback. Here no rank outlives this
+process, from its first instruction on. A signal reaches every rank once, and a run that then saves and ends is no
+failure. The last line on the screen is the reason, with the rank and the phase.
 """
 
 from __future__ import annotations
@@ -30,7 +28,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from guards.start import FOLDER, LAUNCHER, SECOND, Request, die_with_parent, reason_file
-from inputs.cgroup import oom_kills
 
 PATIENCE = 5.0  # seconds between the first rank that fails and the end of the others: they may have reasons, too
 LAST_BREATH = 30.0  # seconds in which a killed rank is gone, unless a driver holds it
@@ -41,8 +38,7 @@ class Launch:
     """The ranks of this node; `run` starts them, once or again."""
 
     def __init__(self, num_ranks: int, first: int, out_dir: Path) -> None:
-        self.ranks, self.out_dir = range(first, first + num_ranks), out_dir
-        self.request = Request()
+        self.ranks, self.out_dir, self.request = range(first, first + num_ranks), out_dir, Request()
         self.folder, self.processes, self.begin = Path(), [], 0.0  # of a start
         for number in PASSED_ON:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup sets it
@@ -50,7 +46,7 @@ class Launch:
         signal.signal(signal.SIGUSR2, lambda *_: self.request.place_of(signal.SIGTERM))  # a rank got a signal
 
     def hear(self, number: int, _: object) -> None:
-        """The first signal is passed on, when all ranks are started; a second one ends them at once."""
+        """The first signal is passed on by `wait`, when all ranks are started; a second one ends them at once."""
         if self.request.place_of(number) == 2:
             self.kill()
             print(SECOND, file=sys.stderr, flush=True)
@@ -60,12 +56,11 @@ class Launch:
         """(exit status, why it failed) of a start of all ranks; "": it did not fail."""
         with tempfile.TemporaryDirectory(prefix="grpo_") as folder:
             self.folder, self.processes, self.begin = Path(folder), [], time.time()
-            kills_before = oom_kills() or 0
             for local_rank, rank in enumerate(self.ranks):
-                own = {"RANK": rank, "LOCAL_RANK": local_rank, FOLDER: folder, LAUNCHER: os.getpid()}
+                own = place | {"RANK": rank, "LOCAL_RANK": local_rank, FOLDER: folder, LAUNCHER: os.getpid()}
                 self.processes.append(subprocess.Popen(
                     [sys.executable, "-u", *command],
-                    env=os.environ | {name: str(value) for name, value in (place | own).items()},
+                    env=os.environ | {name: str(value) for name, value in own.items()},
                     start_new_session=True,  # Ctrl-C in a terminal reaches this process alone, which passes it on
                     preexec_fn=partial(die_with_parent, os.getpid()),
                 ))  # fmt: skip
@@ -74,25 +69,20 @@ class Launch:
                 return 0, ""  # the ranks have saved together, or had nothing to save
             if self.request.first is not None and set(failed.values()) == {-signal.SIGTERM}:
                 return 128 + self.request.first, ""  # they do not listen
-            is_by_linux = (oom_kills() or 0) > kills_before
-            return (1, self.reason(failed, notes, is_by_linux)) if failed or notes else (0, "")
+            return (1, self.reason(failed, notes)) if failed or notes else (0, "")
 
     def wait(self) -> dict[int, int]:
         """Rank -> exit status of those that failed by themselves, in the order of their ends; when all are gone."""
         failed: dict[int, int] = {}
-        is_passed_on, deadline, running = False, math.inf, self.processes
-        while running and time.monotonic() < deadline:
+        is_passed_on, deadline, statuses = False, math.inf, {self.ranks[0]: None}
+        while None in statuses.values() and time.monotonic() < deadline:
             time.sleep(0.1)
-            running = [process for process in self.processes if process.poll() is None]
-            for rank, process in zip(self.ranks, self.processes, strict=True):
-                if process.returncode:
-                    failed.setdefault(rank, process.returncode)
-            if -signal.SIGTERM in failed.values():  # a signal to a rank that did not listen yet
-                self.request.place_of(signal.SIGTERM)
+            statuses = {rank: process.poll() for rank, process in zip(self.ranks, self.processes, strict=True)}
+            failed |= {rank: status for rank, status in statuses.items() if status and rank not in failed}
             if self.request.first is not None and not is_passed_on:
                 is_passed_on = True
-                for process in running:
-                    process.send_signal(signal.SIGTERM)
+                for process in self.processes:
+                    process.send_signal(signal.SIGTERM)  # what has ended gets none
             if failed or self.notes():
                 deadline = min(deadline, time.monotonic() + PATIENCE)
         self.kill()
@@ -100,11 +90,11 @@ class Launch:
 
     def kill(self) -> None:
         """Ends the ranks that run, and with each what it started in its process group."""
-        running = [process for process in self.processes if process.poll() is None]
-        for process in running:
+        for process in self.processes:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        for process in running:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+        for process in self.processes:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(LAST_BREATH)
 
@@ -114,14 +104,14 @@ class Launch:
         notes = [(rank, json.loads(file.read_text())) for rank, file in files.items() if file.exists()]
         return dict(sorted(notes, key=lambda note: note[1]["time"]))
 
-    def reason(self, failed: dict[int, int], notes: dict[int, dict[str, str]], is_by_linux: bool) -> str:
+    def reason(self, failed: dict[int, int], notes: dict[int, dict[str, str]]) -> str:
         """Why the first rank ended, in a sentence: by its own words, else by how it ended."""
         rank = next(iter(failed), None)
         if notes and (rank is None or rank in notes or failed[rank] > 0):  # else it was killed, and others fail of that
             rank = next(iter(notes))
             if notes[rank]["kind"] == "mistake":
                 return notes[rank]["text"]
-        how = f"ended with {notes[rank]['text']}" if rank in notes else how_it_ended(failed[rank], is_by_linux)
+        how = f"ended with {notes[rank]['text']}" if rank in notes else how_it_ended(failed[rank])
         said = re.search(r'"step": (\d+), "phase": "(\w+)"', self.left_by_watch(f"rank_{rank}.json"))
         where = f" (step {said[1]}, {said[2]})" if said else ""
         stall = self.left_by_watch("stall.txt").partition("\n")[0]
@@ -133,13 +123,13 @@ class Launch:
         return file.read_text() if file.exists() and file.stat().st_mtime >= self.begin else ""
 
 
-def how_it_ended(status: int, is_by_linux: bool) -> str:
+def how_it_ended(status: int) -> str:
     """In words, after "rank 3"."""
     if status > 0:
         return f"ended with exit status {status}."
-    by = ", probably by Linux, for lack of memory" if is_by_linux else " by someone"
-    name = f"{signal.Signals(-status).name}){by if status == -signal.SIGKILL else ''}"
-    return f"was ended by signal {-status} ({name}; the same command continues from the last checkpoint."
+    by = " by someone, or by Linux for lack of memory" if status == -signal.SIGKILL else ""
+    name = f"{-status} ({signal.Signals(-status).name}){by}"
+    return f"was ended by signal {name}; the same command continues from the last checkpoint."
 
 
 def steps_logged(out_dir: Path) -> int:
@@ -158,20 +148,20 @@ def main() -> int:
     parser.add_argument("--master_port", type=int, default=29500, help="several nodes: a free port there")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="program.py and its flags")
     args = parser.parse_args()
-    if not args.command or args.ranks < 1 or not 0 <= args.node_rank < args.nodes:
-        parser.error("it takes a program, --ranks of 1 or more, and --node_rank below --nodes.")
-    if args.max_restarts and args.nodes > 1:
-        parser.error("--max_restarts is for one node; on several use torchrun --max_restarts, or Slurm's requeue.")
+    is_possible = args.command and args.ranks > 0 and 0 <= args.node_rank < args.nodes
+    if not is_possible or (args.max_restarts and args.nodes > 1):
+        needed = "it takes a program, --ranks of 1 or more, --node_rank below --nodes, --max_restarts on one node"
+        parser.error(f"{needed}; on several use torchrun --max_restarts, or Slurm's requeue.")
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     own.add_argument("--out_dir", type=Path, default=Path("no run folder"))
     out_dir = own.parse_known_args(args.command)[0].out_dir
     with socket.socket() as probe:  # one node: nobody listens at the port, but libraries ask for it
         probe.bind(("127.0.0.1", 0))
         port = args.master_port if args.nodes > 1 else probe.getsockname()[1]
+    cores = len(os.sched_getaffinity(0))
     place = {  # what torchrun would set
         "LOCAL_WORLD_SIZE": args.ranks, "WORLD_SIZE": args.ranks * args.nodes, "MASTER_ADDR": args.master_addr,
-        "MASTER_PORT": port,
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", -(-len(os.sched_getaffinity(0)) // args.ranks)),
+        "MASTER_PORT": port, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", -(-cores // args.ranks)),
     }  # fmt: skip
     launch = Launch(args.ranks, args.node_rank * args.ranks, out_dir)
     for restart in range(1, args.max_restarts + 2):

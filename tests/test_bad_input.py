@@ -13,6 +13,8 @@ from inputs.choices import algorithm_of
 from inputs.command_line import parse_flags
 from inputs.load import load_inputs
 
+OF_IMAGE, OF_USER = (b'{"problem": "<%s>1+1", "answer": "2"}\n' % mark for mark in (b"image", b"user"))
+
 
 def check(policy: Path, out_dir: Path, **changes: object) -> None:
     """What the program does before it loads a model."""
@@ -22,60 +24,38 @@ def check(policy: Path, out_dir: Path, **changes: object) -> None:
     load_inputs(args).grader.close()
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"group_size": 1}, ["--group_size 1", "at least 2"]),
-        ({"prompts_per_update": 3}, ["--prompts_per_update 3", "1, 2, 4, 8"]),
-        ({"tensor_parallel_size": 2}, ["--tensor_parallel_size 2", "world size 1", "use one of 1"]),
-        ({"model": "tests/no_such_model"}, ["--model 'tests/no_such_model'", "no such folder"]),
-        ({"model": "./nowhere"}, ["--model './nowhere'", "no such folder"]),
-        ({"train_data": "absent.jsonl"}, ["absent.jsonl", "does not exist"]),
-        ({"eval_data": "absent.jsonl"}, ["absent.jsonl", "does not exist"]),
-        ({"max_prompt_tokens": 4}, ["all 64 prompts", "--max_prompt_tokens 4", "5 tokens"]),
-        ({"max_completion_tokens": 121, "micro_batch_tokens": 1000}, ["8", "121", "context of 128", "by 1"]),
-        ({"prompts_per_step": 128, "prompts_per_update": 128}, ["64 usable rows", "--prompts_per_step 128"]),
-        ({"data_weights": -1}, ["weights -1", "positive"]),
-        ({"eval_top_p": 1.5}, ["--eval_top_p 1.5", "at most 1"]),
-        ({"eval_temperature": 0, "eval_samples": 4}, ["--eval_samples 4", "--eval_temperature 0", "--eval_samples 1"]),
-        ({"eval_max_completion_tokens": 121}, ["a completion of 121", "context of 128", "by 1"]),
-        ({"image_column": "image"}, ["--image_column 'image'", "of the type 'qwen2'", "qwen2_5_vl"]),
-        ({"max_pixels": 4000}, ["--max_pixels 4000 has no effect without --image_column"]),
-        ({"stop_tokens": "<|im_end|>"}, ["--stop_tokens <|im_end|>", "no token of the tokenizer", "special ones are"]),
-        ({"system_prompt": "no/such.txt"}, ["--system_prompt 'no/such.txt'", "no such file"]),
-        ({"reward": "maths"}, ["--reward 'maths'", "neither built in"]),
-        ({"reward": "absent.py:score"}, ["--reward", "absent.py", "does not exist"]),
-        ({"answer_column": "solution"}, ["train.jsonl, line 1", "'solution'", "--answer_column", "'answer'"]),
-    ],
-)
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"model": "tests/no_such_model"}, ["--model 'tests/no_such_model'", "no such folder"]),
+    ({"model": "./nowhere"}, ["--model './nowhere'", "no such folder"]),
+    ({"train_data": "absent.jsonl"}, ["absent.jsonl", "does not exist"]),
+    ({"eval_data": "absent.jsonl"}, ["absent.jsonl", "does not exist"]),
+    ({"max_prompt_tokens": 4}, ["all 64 prompts", "--max_prompt_tokens 4", "5 tokens"]),
+    ({"max_completion_tokens": 121, "micro_batch_tokens": 1000}, ["8", "121", "context of 128", "by 1"]),
+    ({"prompts_per_step": 128, "prompts_per_update": 128}, ["64 usable rows", "--prompts_per_step 128"]),
+    ({"data_weights": -1}, ["weights -1", "positive"]),
+    ({"eval_temperature": 0, "eval_samples": 4}, ["--eval_samples 4", "--eval_temperature 0", "--eval_samples 1"]),
+    ({"eval_max_completion_tokens": 121}, ["a completion of 121", "context of 128", "by 1"]),
+    ({"image_column": "image"}, ["--image_column 'image'", "of the type 'qwen2'", "qwen2_5_vl"]),
+    ({"max_pixels": 4000}, ["--max_pixels 4000 has no effect without --image_column"]),
+    ({"stop_tokens": "<|im_end|>"}, ["--stop_tokens <|im_end|>", "no token of the tokenizer", "special ones are"]),
+    ({"system_prompt": "no/such.txt"}, ["--system_prompt 'no/such.txt'", "no such file"]),
+    ({"reward": "maths"}, ["--reward 'maths'", "neither built in"]),
+    ({"reward": "absent.py:score"}, ["--reward", "absent.py", "does not exist"]),
+    ({"answer_column": "solution"}, ["train.jsonl, line 1", "'solution'", "--answer_column", "'answer'"]),
+    ({"model": "tests"}, ["--model ", " is neither a folder with a model"]),
+    ({"train_data": b"\x1f\x8b\x08\x00"}, ["rows.jsonl is compressed", "gzip -dc"]),
+    ({"train_data": OF_IMAGE}, ["no row can be used", "line 1: 1 <image>", "--image_column"]),
+    ({"train_data": OF_USER}, ["line 1: ", "holds '<user>'", "--prompt_format raw"]),
+])  # fmt: skip
 def test_a_mistake_is_named_with_a_way_out(changes, words, policy, tmp_path):
+    for name, value in changes.items():
+        if isinstance(value, bytes):  # the content of a file
+            (tmp_path / "rows.jsonl").write_bytes(value)
+            changes = {name: tmp_path / "rows.jsonl"}
     with pytest.raises((ValueError, FileNotFoundError)) as error:
         check(policy, tmp_path / "run", **changes)
-    for word in words:
-        assert word in str(error.value)
+    assert [word for word in words if word not in str(error.value)] == []
     assert not (tmp_path / "run").exists(), "a refused start leaves nothing behind"
-
-
-def test_a_folder_that_is_no_model_is_refused(tmp_path, policy):
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="--model .* is neither a folder with a model"):
-        check(policy, tmp_path / "run", model=tmp_path / "empty")
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (b"\x1f\x8b\x08\x00", ["rows.jsonl is compressed", "gzip -dc"]),
-        (b'{"problem": "<image>1+1", "answer": "2"}\n', ["no row can be used", "line 1: 1 <image>", "--image_column"]),
-        (b'{"problem": "<user>1+1", "answer": "2"}\n', ["line 1: ", "holds '<user>'", "--prompt_format raw"]),
-    ],
-)
-def test_data_that_cannot_be_meant_are_named(content, words, policy, tmp_path):
-    (tmp_path / "rows.jsonl").write_bytes(content)
-    with pytest.raises(ValueError) as error:
-        check(policy, tmp_path / "run", train_data=tmp_path / "rows.jsonl")
-    for word in words:
-        assert word in str(error.value)
 
 
 def test_a_mistake_is_told_once_and_last_without_a_traceback(policy, tmp_path):

@@ -26,9 +26,9 @@ from fake_server import DESCRIPTION, TOKENIZER, WEIGHTS, FakeServer, engine_of, 
 from flags import EngineSettings, Sampling, Servers
 from generation.start import SERVER, start_server
 from generation.weights import GlooEngine, StatelessProcessGroup
-from generation.wire import Server
+from generation.wire import Fleet, Server
 from guards.start import RunError, reason_file
-from helpers import ALONE, flags, make_model, make_row, metrics_of, start, torchrun, training_flags
+from helpers import ALONE, flags, make_model, make_row, metrics_of, start, torchrun, training_flags, wait_for
 from inputs.checks import check_flags
 from inputs.load import check_places
 from model.engine_options import engine_options
@@ -38,8 +38,7 @@ from rollout_server import build_servers
 ROWS = [make_row([number, number + 1], where=f"row {number}") for number in range(8)]
 
 
-def cut(named, count, do):
-    """The tensors, with something done after so many."""
+def cut(named, count, do):  # the tensors, with something done after so many
     yield from islice(named, count)
     do()
     yield from named
@@ -117,7 +116,14 @@ def test_a_server_that_does_not_start_ends_the_run_with_the_tail_of_its_log(monk
 @pytest.mark.parametrize(("is_first", "hangs"), [(True, False), (False, False), (False, True)])
 def test_a_server_lost_amid_a_transfer_ends_the_run_although_there_is_another(is_first, hangs, monkeypatch, tmp_path):
     """Also if the main thread hangs, as over NCCL, where nothing ends a broadcast that nobody answers."""
-    ended = Future()
+    ended, check = Future(), Fleet.check
+
+    def hang_and_check(fleet):
+        if hangs and fleet.error:
+            ended.result(10.0)
+        check(fleet)
+
+    monkeypatch.setattr(Fleet, "check", hang_and_check)
     monkeypatch.setenv("GRPO_LAUNCH_FOLDER", str(tmp_path))
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr("generation.wire.LEAVE", 0.1)
@@ -129,8 +135,8 @@ def test_a_server_lost_amid_a_transfer_ends_the_run_although_there_is_another(is
         bad.dies_in_sync = True
         said = f"{bad.url} was lost amid a transfer of weights: /update_weights answers with status 500"
         with pytest.raises(RunError, match=said):
-            engine.sync(cut(iter(WEIGHTS.items()), 1, lambda: hangs and ended.result(10.0)))
-    assert not hangs or (ended.result() == 1 and said in json.loads(reason_file(tmp_path, 0).read_text())["text"])
+            engine.sync(iter(WEIGHTS.items()))
+    assert not hangs or (ended.result(0) == 1 and said in json.loads(reason_file(tmp_path, 0).read_text())["text"])
 
 
 @pytest.mark.parametrize("in_flight", [False, True])
@@ -175,9 +181,9 @@ def test_on_cpus_a_server_is_started_for_each_number(folder, count, size, num_se
     monkeypatch.setattr("rollout_server.Fleet", lambda servers, *_: servers)
     servers = Servers(tuple(range(count)), (), size, in_flight=False)
     log = SimpleNamespace(world=ALONE, out_dir=tmp_path, say=print, note_span=print)
-    engine = build_servers(str(folder), EngineSettings(1024), servers, TOKENIZER, DESCRIPTION, log, 3)
-    assert [server.name for server in engine.fleet] == [f"server {i}" for i in range(num_servers)]
-    assert [(log.name, gpus) for *_, log, gpus in started] == [(f"{i}.log", ()) for i in range(num_servers)]
+    fleet = build_servers(str(folder), EngineSettings(1024), servers, TOKENIZER, DESCRIPTION, log, 3).fleet
+    found = [(server.name, log.name, gpus) for server, (*_, log, gpus) in zip(fleet, started, strict=True)]
+    assert found == [(f"server {i}", f"{i}.log", ()) for i in range(num_servers)]
 
 
 def test_serve_py_starts_vllm_as_a_run_does_and_beyond_the_loopback_a_key_is_required(folder, monkeypatch):
@@ -251,12 +257,10 @@ def server(folder, tmp_path_factory):
 def test_no_process_of_a_server_outlives_it_also_while_it_starts(folder, tmp_path):
     """SIGKILL, so many seconds after it has begun to start others, which are still importing torch."""
     for seconds, process in [(x, start_real(folder, tmp_path / f"{x}.log").process) for x in (0.0, 4.0)]:
-        first, deadline = psutil.Process(process.pid), time.monotonic() + 60
-        while len(first.children()) < 2 and time.monotonic() < deadline:  # the first one tracks shared memory
-            time.sleep(0.05)
+        first = psutil.Process(process.pid)
+        wait_for(lambda first=first: len(first.children()) > 1)  # the first one tracks shared memory
         time.sleep(seconds)
         started = first.children(recursive=True)
-        assert len(started) >= 2
         process.kill()
         process.wait()
         _, left = psutil.wait_procs(started, timeout=5)
@@ -318,9 +322,7 @@ def test_a_run_whose_only_server_is_killed_ends_and_the_same_command_completes_i
     run = training_flags(folder, out_dir, **RUN, **changes, in_flight=True)
     with ThreadPoolExecutor(1) as pool:
         ending = pool.submit(start, 2, "train_grpo.py", *run)
-        while not (out_dir / "metrics.jsonl").exists():
-            assert not ending.done()
-            time.sleep(0.05)
+        wait_for(lambda: (out_dir / "metrics.jsonl").exists() or ending.done(), 300)
         (launcher,) = [each for each in psutil.Process().children() if str(out_dir) in each.cmdline()]
         of_run = launcher.children(recursive=True)
         (server,) = [each for each in of_run if SERVER in each.cmdline()]

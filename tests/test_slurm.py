@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from helpers import ROOT
+from helpers import ROOT, wait_for
 
 SRUN = """#!/usr/bin/env bash
 while [[ $1 == --* ]]; do shift; done
@@ -30,63 +30,45 @@ exit "${STATUS:-0}"
 
 @pytest.fixture
 def job(tmp_path):
-    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("run.sh", RUN)):
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("run.sh", RUN), (".venv/bin/python", PYTHON)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    (tmp_path / ".venv" / "bin" / "python").write_text(PYTHON)
-    (tmp_path / ".venv" / "bin" / "python").chmod(0o755)
 
     def start(*before: str, **environment: str) -> subprocess.Popen[bytes]:
         slurm = {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_ID": "123456"}
         place = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OUT": str(tmp_path / "out")}
         command = ["bash", str(ROOT / "scripts" / "slurm_example.sh"), *before, str(tmp_path / "run.sh")]
-        return subprocess.Popen(
-            [*command, "--steps_ahead", "2"], cwd=tmp_path, env=os.environ | slurm | place | environment
-        )
+        everything = os.environ | slurm | place | environment
+        return subprocess.Popen([*command, "--steps_ahead", "2"], cwd=tmp_path, env=everything)
 
     return start
 
 
-def begun(tmp_path) -> None:
-    deadline = time.monotonic() + 30
-    while not (tmp_path / "out").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+SEEDS = [str(ROOT / "scripts" / "seeds.sh"), "3"]
+# The last task of an array has the array's own number, by which Slurm would queue all of its tasks again.
+ARRAY = {"SLURM_ARRAY_JOB_ID": "123456", "SLURM_ARRAY_TASK_ID": "2"}
+
+
+@pytest.mark.parametrize(("number", "before", "environment", "status", "last"), [
+    (signal.SIGUSR1, [], {}, 0, "requeue 123456"),
+    (signal.SIGTERM, [], {}, 0, "requeue 123456"),
+    (signal.SIGUSR1, SEEDS, ARRAY, 0, "requeue 123456_2"),
+    (signal.SIGUSR1, [], {"STATUS_ON_SIGNAL": "1"}, 1, "saved"),  # it could not save: it is not begun again
+])  # fmt: skip
+def test_a_job_that_must_go_saves_and_queues_itself_again(number, before, environment, status, last, job, tmp_path):
+    process = job(*before, **environment)
+    wait_for((tmp_path / "out").exists)
     time.sleep(0.3)  # its trap
-
-
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_a_job_that_must_go_saves_and_queues_itself_again(job, tmp_path, number):
-    process = job()
-    begun(tmp_path)
     process.send_signal(number)
-    assert process.wait(30) == 0
-    assert (tmp_path / "out").read_text().splitlines() == ["2 1 node7 23456", "saved", "requeue 123456"]
+    assert process.wait(30) == status
+    assert (tmp_path / "out").read_text().splitlines() == list(dict.fromkeys(["2 1 node7 23456", "saved", last]))
+    assert (tmp_path / "out.flags").read_text() == f"--steps_ahead 2{' --seed 2' * bool(before)}\n"
 
 
-def test_a_task_of_an_array_trains_its_seed_and_queues_itself_alone(job, tmp_path):
-    """The last task of an array has the array's own number, by which Slurm would queue all of its tasks again."""
-    array = {"SLURM_ARRAY_JOB_ID": "123456", "SLURM_ARRAY_TASK_ID": "2"}
-    process = job(str(ROOT / "scripts" / "seeds.sh"), "3", **array)
-    begun(tmp_path)
-    process.send_signal(signal.SIGUSR1)
-    assert process.wait(30) == 0
-    assert (tmp_path / "out").read_text().splitlines() == ["2 1 node7 23456", "saved", "requeue 123456_2"]
-    assert (tmp_path / "out.flags").read_text() == "--steps_ahead 2 --seed 2\n"
-
-
-def test_a_run_that_could_not_save_is_not_begun_again_and_a_failure_is_one(job, tmp_path):
-    process = job(STATUS_ON_SIGNAL="1")
-    begun(tmp_path)
-    process.send_signal(signal.SIGUSR1)
-    assert process.wait(30) == 1
-    assert "requeue" not in (tmp_path / "out").read_text()
-    assert job(SECONDS_OF_RUN="0", STATUS="3").wait(30) == 3
-
-
-def test_a_complete_run_ends_the_job(job, tmp_path):
-    assert job(SECONDS_OF_RUN="0").wait(30) == 0
+@pytest.mark.parametrize("status", [0, 3])
+def test_a_run_that_has_ended_ends_the_job_with_its_status(status, job, tmp_path):
+    assert job(SECONDS_OF_RUN="0", STATUS=str(status)).wait(30) == status
     assert "requeue" not in (tmp_path / "out").read_text()
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from flags import Stalls, take
 from guards import stall
-from guards.stall import WAITS, Board, Rank, Watch, beat, in_phase, note, report
+from guards.stall import WAITS, Board, Rank, Watch, beat, in_phase, report
 from helpers import ENVIRONMENT, ROOT, flags, wait_for
 from inputs.checks import check_flags
 from rollout import Engine
@@ -64,13 +64,10 @@ def test_the_rank_that_the_others_wait_for_is_named_once(fault, halted):
     assert fault != "hold" or "distributed_stall.py" in (folder / "rank_1.txt").read_text(), "by faulthandler's thread"
 
 
-def test_of_ranks_that_all_work_the_first_that_came_to_a_halt_is_named_first():
+def test_of_ranks_that_all_work_the_first_that_came_to_a_halt_is_named_first_and_a_host_that_is_gone_is_told():
     ranks = [Rank(rank, "node", line=f"{rank == 1}.py", quiet_seconds=10 + rank % 2) for rank in range(3)]
     first = "rank 1 starts on node, in start of step 0, at True.py"
     assert f"10 s: {first}; the others wait\n  {first}\n  each of the ranks 0, 2 starts on" in report(ranks, 10)
-
-
-def test_a_host_that_is_gone_is_told_from_one_that_is_slow():
     assert stall.problem_of(Rank(1, "another"), silent=4.9) == ""
     assert stall.problem_of(Rank(1, "another"), silent=5.0).startswith("has not been heard of")
 
@@ -83,7 +80,7 @@ def board(monkeypatch) -> Board:
 
 def test_a_beat_costs_nothing_a_note_is_no_progress_phases_nest_and_that_of_an_exception_stays(board):
     assert timeit(lambda: beat("works"), number=100_000) < 1.0, "more than 10 microseconds each"
-    note("waits")
+    beat("waits", is_progress=False)
     assert (board.count, board.doing) == (100_000, "waits")
     with in_phase("sample", 3):
         with in_phase("reward", 3):
@@ -125,6 +122,5 @@ def test_an_engine_step_without_a_token_is_no_progress(board):
 
 
 def test_the_report_comes_before_the_collectives_time_out():
-    assert take(Stalls, flags()).seconds == 600
-    assert [Stalls(*given).seconds for given in ((None, 1), (59, 1))] == [48, 59]
+    assert [take(Stalls, flags()).seconds, Stalls(None, 1).seconds, Stalls(59, 1).seconds] == [600, 48, 59]
     check_flags(flags(model="Qwen/Qwen3-4B", timeout_minutes=1, stall_seconds=60), num_ranks=1)  # it waits for nobody

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from forked import run_ranks
-from guards.fingerprint import Diverged, check_same_start, check_same_step, differences, digest
+from guards.fingerprint import check_same_start, check_same_step, differences, digest
+from guards.start import RunError
 from helpers import training_flags
 
 OTHER_REWARD = """
@@ -23,9 +24,8 @@ runpy.run_path("train_grpo.py", run_name="__main__")
 
 
 def test_the_rank_that_differs_is_named():
-    assert differences([{"--seed": "1"}] * 4) == ""
-    three_of_four = [{"--seed": "1"}, {"--seed": "2"}, {"--seed": "1"}, {"--seed": "1"}]
-    assert differences(three_of_four) == "rank 1 has --seed 2 (the others: 1)"
+    one, two = {"--seed": "1"}, {"--seed": "2"}
+    assert differences([one] * 4) == "" and differences([one, two, one, one]) == "rank 1 has --seed 2 (the others: 1)"
     assert differences([{"a": "1"}, {}]) == "rank 1 has a none (the others: 1)"
     many = [{str(n): "x" for n in range(6)}, {str(n): "y" for n in range(6)}]
     assert differences(many).endswith("2 y (the others: x), and 3 more differences")
@@ -47,9 +47,8 @@ def test_flags_code_and_batch_are_compared(monkeypatch):
 
     change = {"--group_size": "4"}
     monkeypatch.setattr("guards.fingerprint.gather_from_ranks", gather)
-    with pytest.raises(
-        ValueError, match=r"^rank 1 has --group_size 4 \(the others: 8\); start all ranks with the same"
-    ):
+    said = r"^rank 1 has --group_size 4 \(the others: 8\); start all ranks with the same"
+    with pytest.raises(ValueError, match=said):
         check_same_start({"group_size": 8})
     assert {"run.py", "guards/stall.py", "torch"} < told[0].keys()
     change = {}
@@ -57,7 +56,7 @@ def test_flags_code_and_batch_are_compared(monkeypatch):
     check_same_step(prompts=[np.arange(3)])
     assert {"step", "phase", "flags", "code", "prompts"} == told[-1].keys()
     change = {"prompts": "another"}
-    with pytest.raises(Diverged, match=r"rank 1 has prompts another"):
+    with pytest.raises(RunError, match=r"rank 1 has prompts another"):
         check_same_step(prompts=[np.arange(3)])
 
 

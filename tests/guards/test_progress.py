@@ -5,6 +5,8 @@ import re
 import sys
 import time
 
+import pytest
+
 from guards import progress as module
 from guards.progress import OFF, moving
 
@@ -14,27 +16,18 @@ class Terminal(io.StringIO):
         return True
 
 
-def bar_of(monkeypatch, folder, num_bytes: int) -> str:
-    """What the terminal shows while files of 3 MB are written, of so many expected bytes."""
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
+@pytest.mark.parametrize(("num_bytes", "low", "high"), [(4_000_000, 65, 77), (2_400_000, 100, 100)])
+def test_a_bar_follows_the_bytes_and_more_than_expected_fill_it(num_bytes, low, high, tmp_path, monkeypatch):
+    """Files of 3 MB are written. The last look is a little before their end."""
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     monkeypatch.setattr(module, "LOOK_SECONDS", 0.2)
     monkeypatch.delenv(OFF, raising=False)
     monkeypatch.setenv("RANK", "0")
     with moving("write", num_bytes):
         for i in range(30):
-            (folder / f"{i}").write_bytes(b"\0" * 100_000)
+            (tmp_path / f"{i}").write_bytes(b"\0" * 100_000)
             time.sleep(0.1)
-    return terminal.getvalue()
-
-
-def test_a_bar_follows_the_bytes_and_says_how_long_it_takes(tmp_path, monkeypatch):
-    shown = bar_of(monkeypatch, tmp_path, 4_000_000)
-    assert "write:" in shown and "/4.00M [" in shown and "B/s" in shown
+    shown = terminal.getvalue()
+    assert "write:" in shown and f"/{num_bytes / 1e6:.2f}M [" in shown and "B/s" in shown
     shares = [int(share) for share in re.findall(r"(\d+)%", shown)]
-    assert shares == sorted(shares) and 65 <= shares[-1] <= 77, "3 of 4 MB, at the last look"
-
-
-def test_more_bytes_than_expected_fill_it_and_no_more(tmp_path, monkeypatch):
-    shown = bar_of(monkeypatch, tmp_path, 2_400_000)
-    assert "100%" in shown and "2.40M/2.40M" in shown
+    assert shares == sorted(shares) and low <= shares[-1] <= high

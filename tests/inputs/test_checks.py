@@ -62,6 +62,7 @@ MISTAKES = [  # ranks, flags beside the required ones, what the sentence says
     (1, "--dynamic_sampling correct --keep_last", "--keep_last has no effect with --dynamic_sampling correct"),
     (1, "--replay r --partial_rollouts", "--partial_rollouts has no effect with --replay"),
     (1, "--replay ./o", "--replay ./o is --out_dir, too; name another folder"),
+    (1, "--partial_rollouts --engine server", "--partial_rollouts is for --engine colocated"),
     (1, "--partial_rollouts --image_column i", "--image_column i with --partial_rollouts: .*; leave one of them out"),
     (1, "--steps_ahead 1", "only with --engine server"),
     (1, "--engine server --in_flight", "only with --steps_ahead above 0"),
@@ -85,20 +86,14 @@ def test_flags_that_contradict_each_other_are_named_with_a_way_out(num_ranks, gi
     assert str(error.value).endswith(".") and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
+def test_the_length_of_training_is_given_once_and_clear():
+    for given, said in (
         ({}, "0 of --total_steps.* exactly one"),
         ({"total_episodes": 100}, "--total_episodes 100 is less than one step.* at least 256"),
-        (
-            {"dynamic_sampling": "correct", "epochs": 2},
-            "--epochs 2 with --dynamic_sampling .*; give --total_steps",
-        ),
-    ],
-)
-def test_the_length_of_training_is_given_once_and_clear(changes, said):
-    with pytest.raises(ValueError, match=said):
-        check_flags(flags(total_steps=None, **changes), num_ranks=1)
+        ({"dynamic_sampling": "correct", "epochs": 2}, "--epochs 2 with --dynamic_sampling .*; give --total_steps"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            check_flags(flags(total_steps=None, **given), num_ranks=1)
 
 
 def test_the_best_checkpoint_is_chosen_by_what_is_evaluated_for_each():

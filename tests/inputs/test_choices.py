@@ -18,37 +18,32 @@ def algorithm_with(given: str) -> Algorithm:
     return algorithm_of(args)
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ("--advantage rloo --advantage_ddof 0", "--advantage_ddof 0 has no effect .*leave it at 1"),
-        ("--advantage none --advantage_eps 1e-4", "--advantage_eps 0.0001 has no effect"),
-        ("--policy_loss sapo --clip_high 0.28", "--clip_high 0.28 .*cispo"),
-        ("--policy_loss reinforce --clip_low 0.1", "--clip_low 0.1 has no effect"),
-        ("--policy_loss cispo --dual_clip 3", "--dual_clip 3.0 .*gspo"),
-        ("--sapo_tau_neg 2", "--sapo_tau_neg 2.0 .* --policy_loss sapo"),
-        ("--loss_constant_tokens 100", "--loss_constant_tokens 100 .*seq_mean_token_sum_norm: leave it out"),
-        ("--kl_coef 0.1 --kl_estimator k2 --kl_clamp 5", "--kl_clamp 5.0 .*k3"),
-        ("--rollout_correction_max 3", "--rollout_correction_max 3.0 has no effect"),
-        ("--rollout_correction token_truncate --rollout_correction_min 0.1", "--rollout_correction_min 0.1 .*mask"),
-        ("--advantage ppo", "--advantage ppo: use grpo, .* or FILE.py:FUNCTION"),
-        ("--policy_loss ppo", "--policy_loss ppo: use clip, .* or FILE.py:FUNCTION"),
-        ("--kl_coef 1 --kl_estimator k4", "--kl_estimator k4: use k1, k2, k3, k3[+] or FILE.py:FUNCTION"),
-        ("--rollout_correction token_clip", "--rollout_correction token_clip: .*token_truncate"),
-        ("--loss_aggregation mean", "--loss_aggregation mean: use token_mean, "),
-        ("--loss_aggregation my.py:mean", "--loss_aggregation my.py:mean: use token_mean, "),
-    ],
-)
+@pytest.mark.parametrize(("given", "said"), [
+    ("--advantage rloo --advantage_ddof 0", "--advantage_ddof 0 has no effect .*leave it at 1"),
+    ("--advantage none --advantage_eps 1e-4", "--advantage_eps 0.0001 has no effect"),
+    ("--policy_loss sapo --clip_high 0.28", "--clip_high 0.28 .*cispo"),
+    ("--policy_loss reinforce --clip_low 0.1", "--clip_low 0.1 has no effect"),
+    ("--policy_loss cispo --dual_clip 3", "--dual_clip 3.0 .*gspo"),
+    ("--sapo_tau_neg 2", "--sapo_tau_neg 2.0 .* --policy_loss sapo"),
+    ("--loss_constant_tokens 100", "--loss_constant_tokens 100 .*seq_mean_token_sum_norm: leave it out"),
+    ("--kl_coef 0.1 --kl_estimator k2 --kl_clamp 5", "--kl_clamp 5.0 .*k3"),
+    ("--rollout_correction_max 3", "--rollout_correction_max 3.0 has no effect"),
+    ("--rollout_correction token_truncate --rollout_correction_min 0.1", "--rollout_correction_min 0.1 .*mask"),
+    ("--advantage ppo", "--advantage ppo: use grpo, .* or FILE.py:FUNCTION"),
+    ("--policy_loss ppo", "--policy_loss ppo: use clip, .* or FILE.py:FUNCTION"),
+    ("--kl_coef 1 --kl_estimator k4", "--kl_estimator k4: use k1, k2, k3, k3[+] or FILE.py:FUNCTION"),
+    ("--rollout_correction token_clip", "--rollout_correction token_clip: .*token_truncate"),
+    ("--loss_aggregation mean", "--loss_aggregation mean: use token_mean, "),
+    ("--loss_aggregation my.py:mean", "--loss_aggregation my.py:mean: use token_mean, "),
+])  # fmt: skip
 def test_a_choice_that_is_not_there_or_a_flag_without_effect_is_refused(given, said):
     with pytest.raises(ValueError, match=said) as error:
         algorithm_with(given)
     assert str(error.value).endswith(".") and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        "",
+def test_what_goes_together_is_accepted(own):
+    for given in (
         "--advantage grpo_batch_std --advantage_ddof 0 --advantage_eps 1e-4",
         "--policy_loss gspo --clip_low 3e-4 --clip_high 4e-4 --dual_clip 3",
         "--policy_loss sapo --sapo_tau_pos 2 --entropy_coef 0.001",
@@ -57,27 +52,24 @@ def test_a_choice_that_is_not_there_or_a_flag_without_effect_is_refused(given, s
         "--advantage reinforce++ --policy_loss gspo_token --kl_coef 0.1 --kl_estimator k1 --kl_in reward",
         "--rollout_correction sequence_mask --rollout_correction_min 0.1 --rollout_correction_max 3",
         "--dynamic_sampling reward",
-    ],
-)
-def test_what_goes_together_is_accepted(given):
-    algorithm_with(given)
+        # A flag that only a function of one's own uses has an effect.
+        f"--policy_loss {own}:good --advantage rloo --clip_low 0.3",
+        f"--advantage {own}:of_completions --policy_loss reinforce --advantage_eps 1e-3",
+    ):
+        algorithm_with(given)
 
 
-def test_the_log_states_every_choice():
-    assert algorithm_of(flags()).description == (
-        "algorithm: --advantage grpo --advantage_ddof 1 --advantage_eps 1e-06: (r - mean of group) / (std of group + "
-        "eps); --policy_loss clip --clip_low 0.2 --clip_high 0.2 --dual_clip 0.0: The larger of -A x ratio and -A x "
-        "ratio clipped to [1 - clip_low, 1 + clip_high], with the ratio of the token; --loss_aggregation token_mean: "
-        "Mean over all tokens of the update, as verl and EasyR1: long completions count more; --kl_coef 0.0 --kl_in "
-        "loss --entropy_coef 0.0 --dynamic_sampling off --truncated score --num_iterations 1 --temperature 1.0"
-    )
-    said = algorithm_with(
-        "--advantage reinforce++ --policy_loss cispo --clip_low 1 --clip_high 4 --kl_coef 0.01 --kl_in reward "
-        "--loss_aggregation seq_mean_token_sum_norm --max_completion_tokens 77 --entropy_coef 0.001 "
-        "--num_iterations 2 --rollout_correction token_mask --dynamic_sampling correct --truncated mask "
-        "--advantage_ddof 0"
-    ).description
-    for words in (
+@pytest.mark.parametrize(("given", "words"), [
+    ("", [
+        "algorithm: --advantage grpo --advantage_ddof 1 --advantage_eps 1e-06: (r - mean of group) / (std of group + ",
+        "; --policy_loss clip --clip_low 0.2 --clip_high 0.2 --dual_clip 0.0: The larger of -A x ratio and -A x ratio ",
+        "; --loss_aggregation token_mean: Mean over all tokens of the update, as verl and EasyR1: long completions ",
+        "; --kl_coef 0.0 --kl_in loss --entropy_coef 0.0 --dynamic_sampling off --truncated score --num_iterations 1 "
+        "--temperature 1.0",
+    ]),
+    ("--advantage reinforce++ --policy_loss cispo --clip_low 1 --clip_high 4 --kl_coef 0.01 --kl_in reward "
+     "--loss_aggregation seq_mean_token_sum_norm --max_completion_tokens 77 --entropy_coef 0.001 --num_iterations 2 "
+     "--rollout_correction token_mask --dynamic_sampling correct --truncated mask --advantage_ddof 0", [
         "--advantage reinforce++ --advantage_ddof 0 --advantage_eps 1e-06: (return - mean over tokens of the step) / (",
         "--policy_loss cispo --clip_low 1.0 --clip_high 4.0: -A x logprob, weighted with the detached token ratio clip",
         "--loss_aggregation seq_mean_token_sum_norm --loss_constant_tokens 77: Mean over the completions of their",
@@ -85,14 +77,16 @@ def test_the_log_states_every_choice():
         "--rollout_correction token_mask --rollout_correction_min 0.5 --rollout_correction_max 2.0: The ratio of the",
         "--kl_coef 0.01 --kl_in reward --entropy_coef 0.001 --dynamic_sampling correct --truncated mask "
         "--num_iterations 2 --temperature 1.0",
-    ):
-        assert words in said
+    ]),
+])  # fmt: skip
+def test_the_log_states_every_choice_and_nothing_without_effect(given, words):
+    said = algorithm_with(given).description
+    assert [text for text in words if text not in said] == []
+    assert ("--kl_estimator" in said, "--rollout_correction" in said) == (bool(given), bool(given))
 
 
-@pytest.mark.parametrize("name", CHOICES)
-def test_each_choice_has_a_whole_first_sentence(name):
-    for function in CHOICES[name].values():
-        sentence = summary(function)
+def test_each_choice_has_a_whole_first_sentence():
+    for sentence in (summary(function) for choices in CHOICES.values() for function in choices.values()):
         assert len(sentence) > 5 and sentence.count("(") == sentence.count(")"), sentence
 
 
@@ -147,41 +141,25 @@ def tokens(number: int = 3) -> Tokens:
     return Tokens(logprobs.requires_grad_(), old, rollout, torch.tensor([1.0, -1.0, 0.5]), mask, ids)
 
 
-def test_a_loss_of_ones_own_takes_flags_and_its_defaults(own):
+def test_a_loss_of_ones_own_takes_flags_and_its_defaults_and_may_return_its_values_alone(own):
     algorithm = algorithm_with(f"--policy_loss {own}:good --clip_low 0.25")
-    t = tokens()
-    loss = as_loss(algorithm.policy_loss(t), t)
-    assert loss.per_token.tolist() == [-2 * a * x**2 - 0.25 for a, x in zip([1, -1, 0.5], [-1, -2, -3], strict=True)]
-    assert loss.ratio.tolist() == pytest.approx([20.085537] * 3)
-    assert not loss.is_low.any() and not loss.is_high.any()
     assert f"--policy_loss {own}:good --clip_low 0.25: -A x logprob^power;" in algorithm.description
+    expected = [-2 * a * x**2 - 0.25 for a, x in zip([1, -1, 0.5], [-1, -2, -3], strict=True)]
+    for chosen, values in ((algorithm, expected), (algorithm_with(f"--policy_loss {own}:tensor"), [1, -2, 1.5])):
+        loss = as_loss(chosen.policy_loss(t := tokens()), t)
+        assert loss.per_token.tolist() == values and not loss.is_low.any() and not loss.is_high.any()
+        assert loss.ratio.tolist() == pytest.approx([20.085537] * 3), "the token ratio, for the metrics"
 
 
-def test_a_loss_of_ones_own_may_return_its_values_alone(own):
-    t = tokens()
-    loss = as_loss(algorithm_with(f"--policy_loss {own}:tensor").policy_loss(t), t)
-    assert loss.per_token.tolist() == [1, -2, 1.5]
-    assert loss.ratio.tolist() == pytest.approx([20.085537] * 3), "the token ratio, for the metrics"
-
-
-def test_an_advantage_of_ones_own_is_of_completions_or_of_tokens(own):
-    graded = Graded(
-        torch.tensor([[1.0, 0.0]]), torch.tensor([1.0, 1.0, 0.0]), torch.tensor([2, 1]), torch.ones(3).bool()
-    )
+def test_an_advantage_of_ones_own_is_of_completions_or_of_tokens_and_a_kl_estimate_may_be_too(own):
+    returns, is_trained = torch.tensor([1.0, 1.0, 0.0]), torch.ones(3).bool()
+    graded = Graded(torch.tensor([[1.0, 0.0]]), returns, torch.tensor([2, 1]), is_trained)
     of_completions = algorithm_of(flags(advantage=f"{own}:of_completions", advantage_eps=0.5))
     assert of_completions.advantage(graded).tolist() == [[2.5, 0.5]]
     assert algorithm_of(flags(advantage=f"{own}:of_tokens")).advantage(graded).tolist() == [3, 3, 0]
-
-
-def test_a_kl_estimate_of_ones_own(own):
-    algorithm = algorithm_of(flags(kl_coef=0.1, kl_estimator=f"{own}:squared", kl_clamp=5))
-    assert algorithm.kl_estimator(torch.tensor([2.0])).tolist() == [20]
+    squared = algorithm_of(flags(kl_coef=0.1, kl_estimator=f"{own}:squared", kl_clamp=5)).kl_estimator
+    assert squared(torch.tensor([2.0])).tolist() == [20]
     algorithm_of(flags(kl_coef=0.1, kl_estimator=f"{own}:detached", kl_in="reward"))  # needs no gradient there
-
-
-def test_a_flag_that_only_a_function_of_ones_own_uses_has_an_effect(own):
-    algorithm_with(f"--policy_loss {own}:good --advantage rloo --clip_low 0.3")
-    algorithm_with(f"--advantage {own}:of_completions --policy_loss reinforce --advantage_eps 1e-3")
 
 
 def test_a_parameter_of_a_function_in_the_dict_need_not_be_a_flag(monkeypatch):
@@ -195,34 +173,29 @@ def test_a_parameter_of_a_function_in_the_dict_need_not_be_a_flag(monkeypatch):
     assert chosen(tokens()).tolist() == [1.0, 0.0, -1.0]
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ("--policy_loss no_such.py:f", ["no_such.py:f", "cannot be loaded", "No such file"]),
-        ("--policy_loss broken.py:f", ["broken.py:f", "ModuleNotFoundError", "no_such_module"]),
-        ("--policy_loss leaves.py:f", ["leaves.py:f", "cannot be loaded", "SystemExit: 3"]),
-        ("--policy_loss my_loss.py:f", ["my_loss.py has no function 'f'", "it has ", "good"]),
-        ("--policy_loss my_loss.py:NUMBER", ["no function 'NUMBER'"]),
-        ("--policy_loss my_loss.py", ["--policy_loss", "my_loss.py", "FILE.py:FUNCTION"]),
-        ("--policy_loss my_loss.py:no_parameter", ["no_parameter fails", "takes 0 positional arguments"]),
-        ("--policy_loss my_loss.py:not_after_the_star", ["fails", "missing 1 required", "clip_low"]),
-        ("--policy_loss my_loss.py:no_default", ["no_default: its parameter power is no flag; give it a default"]),
-        ("--policy_loss my_loss.py:good --clip_high 0.3", ["--clip_high 0.3 has no effect"]),
-        ("--policy_loss my_loss.py:wrong_shape", ["the shape []", "of the shape [7]"]),
-        ("--policy_loss my_loss.py:no_tensor", ["returned a float", "of the shape [7]"]),
-        ("--policy_loss my_loss.py:not_finite", ["not_finite returned values that are not finite"]),
-        ("--policy_loss my_loss.py:no_gradient", ["without a gradient"]),
-        ("--policy_loss my_loss.py:raises", ["fails on a trial with 7 tokens: KeyError: 'no such luck'"]),
-        ("--policy_loss my_loss.py:wrong_mask", ["is_low: returned the shape [2]", "of the shape [7]"]),
-        ("--policy_loss my_loss.py:mask_of_numbers", ["is_low: returned torch.float32", "torch.bool"]),
-        ("--advantage my_loss.py:of_groups", ["the shape [1]", "of the shape [7] or [1, 2]"]),
-        ("--kl_coef 1 --kl_estimator my_loss.py:detached", ["--kl_estimator", "without a gradient"]),
-    ],
-)
+@pytest.mark.parametrize(("given", "words"), [
+    ("--policy_loss no_such.py:f", ["no_such.py:f", "cannot be loaded", "No such file"]),
+    ("--policy_loss broken.py:f", ["broken.py:f", "ModuleNotFoundError", "no_such_module"]),
+    ("--policy_loss leaves.py:f", ["leaves.py:f", "cannot be loaded", "SystemExit: 3"]),
+    ("--policy_loss my_loss.py:f", ["my_loss.py has no function 'f'", "it has ", "good"]),
+    ("--policy_loss my_loss.py:NUMBER", ["no function 'NUMBER'"]),
+    ("--policy_loss my_loss.py", ["--policy_loss", "my_loss.py", "FILE.py:FUNCTION"]),
+    ("--policy_loss my_loss.py:no_parameter", ["no_parameter fails", "takes 0 positional arguments"]),
+    ("--policy_loss my_loss.py:not_after_the_star", ["fails", "missing 1 required", "clip_low"]),
+    ("--policy_loss my_loss.py:no_default", ["no_default: its parameter power is no flag; give it a default"]),
+    ("--policy_loss my_loss.py:good --clip_high 0.3", ["--clip_high 0.3 has no effect"]),
+    ("--policy_loss my_loss.py:wrong_shape", ["the shape []", "of the shape [7]"]),
+    ("--policy_loss my_loss.py:no_tensor", ["returned a float", "of the shape [7]"]),
+    ("--policy_loss my_loss.py:not_finite", ["not_finite returned values that are not finite"]),
+    ("--policy_loss my_loss.py:no_gradient", ["without a gradient"]),
+    ("--policy_loss my_loss.py:raises", ["fails on a trial with 7 tokens: KeyError: 'no such luck'"]),
+    ("--policy_loss my_loss.py:wrong_mask", ["is_low: returned the shape [2]", "of the shape [7]"]),
+    ("--policy_loss my_loss.py:mask_of_numbers", ["is_low: returned torch.float32", "torch.bool"]),
+    ("--advantage my_loss.py:of_groups", ["the shape [1]", "of the shape [7] or [1, 2]"]),
+    ("--kl_coef 1 --kl_estimator my_loss.py:detached", ["--kl_estimator", "without a gradient"]),
+])  # fmt: skip
 def test_a_mistake_in_a_function_of_ones_own_is_told_in_a_sentence(given, words, own, monkeypatch):
     monkeypatch.chdir(Path(own).parent)
     with pytest.raises(ValueError) as error:
         algorithm_with(given)
-    for word in words:
-        assert word in str(error.value)
-    assert "\n" not in str(error.value)
+    assert "\n" not in str(error.value) and [word for word in words if word not in str(error.value)] == []

@@ -32,7 +32,7 @@ NOISE = [  # logger of vLLM, and how those of its warnings begin that tell nothi
 NOISE_ON_CPU = [
     ("vllm.config.vllm", "Model Runner V2 requires Triton"),  # there is none for CPUs; with CUDA it belongs to torch
     ("vllm.platforms.cpu", ""),  # the same, and what models without attention need
-    ("vllm.model_executor.layers.utils", "Failed to create oneDNN linear"),  # no bfloat16: torch's own, slow one is used
+    ("vllm.model_executor.layers.utils", "Failed to create oneDNN linear"),  # no bfloat16: torch does it slowly
     ("vllm.v1.worker.cpu_worker", ""),  # advice on libraries and on binding threads, which `launch.sh` decides
 ]
 

@@ -1,13 +1,11 @@
-"""What the benchmarks share: random models and rollouts, updates, runs of `train_grpo.py`, memory, times, tables."""
+"""What the benchmarks share: random models and rollouts, updates, times, tables."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import math
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,15 +18,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 
 import numpy as np
-import psutil
 import torch
-from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-import policy as policy_module
 from batch import Rollout, Row, Update
 from flags import AdamW, Lora, Memory, make_plan, take
-from fsdp_utils import World, gather_from_ranks, is_main_process, local_shard
+from fsdp_utils import World, gather_from_ranks, is_main_process
 from guards.updates import UpdateGuard
 from inputs.choices import algorithm_of
 from inputs.command_line import parse_flags
@@ -58,37 +53,23 @@ def shared_folder(prefix: str) -> Path:
 
 
 def save_random_model(
-    folder: Path,
-    hidden: int,
-    layers: int,
-    ffn: int,
-    vocab: int = 64,
-    context: int = 4096,
-    num_rows: int = 256,
-    mean_tokens: float = 0,
+    folder: Path, hidden: int, layers: int, vocab: int = 64, num_rows: int = 256, mean_tokens: float = 0
 ) -> None:
-    """Saves a random Qwen2 in fp32, with heads of 64 and the tokenizer of the CPU job.
+    """Saves a random Qwen2 in fp32 (heads of 64, FFN of 4 x hidden), the tokenizer of the CPU job, data and a reward.
 
-    Beside it: `num_rows` sums in train.jsonl, and a reward in reward.py. The model never ends a completion: the logit
-    of the end-of-sequence token is 0, those of the others have a standard deviation of about 8. So all completions have
-    the length of their limit, in every framework. With `mean_tokens` each token is the last one with a probability of
-    1 / mean_tokens: lengths are geometric, of about that mean where the limit is far.
+    The data are `num_rows` sums in train.jsonl. The model never ends a completion: the logit of the end-of-sequence
+    token is 0, those of the others have a standard deviation of about 8. So all completions have the length of their
+    limit, in every framework. With `mean_tokens` each token is the last one with a probability of 1 / mean_tokens:
+    lengths are geometric, of about that mean where the limit is far.
     """
     torch.manual_seed(0)
     tokenizer = build_tokenizer()
+    heads = max(hidden // 64, 1)
     config = Qwen2Config(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=ffn,
-        num_hidden_layers=layers,
-        num_attention_heads=max(hidden // 64, 1),
-        num_key_value_heads=max(hidden // 64, 1),
-        max_position_embeddings=context,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+        vocab_size=vocab, hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=heads, max_position_embeddings=4096, tie_word_embeddings=False,
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
     model = Qwen2ForCausalLM(config)
     with torch.no_grad():
         model.lm_head.weight.normal_(std=8.0 / hidden**0.5)
@@ -120,21 +101,6 @@ def _end_after(model: Qwen2ForCausalLM, eos: int, mean_tokens: float) -> None:
     head[eos] = direction * (others - math.log(mean_tokens - 1)) / (hidden @ direction).mean()
 
 
-def fill_randomly(root: nn.Module, model: nn.Module, path: str, device: torch.device) -> None:
-    """Fills a policy in the place of `model.weights.fill`: matrices with small random numbers, norms with ones."""
-    root._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
-    model.tie_weights()
-    for name, parameter in model.named_parameters():
-        if ".lora_" not in name:
-            shard = local_shard(parameter.detach())
-            shard.fill_(1.0) if parameter.dim() == 1 else shard.normal_(0, 0.02)
-
-
-def use_random_weights() -> None:
-    """From now on `build_policy` needs no more than a config.json."""
-    policy_module.fill = fill_randomly
-
-
 def make_row(ids: np.ndarray) -> Row:
     """A row whose prompt has these tokens."""
     return Row(messages=[], answer="", columns={}, where="", ids=ids)
@@ -154,14 +120,13 @@ def make_rollout(lengths: list[int], vocab: int, prompt_tokens: int = 16, group_
     )
 
 
-# Updates and runs -----------------------------------------------------------------------------------------------------
+# Updates --------------------------------------------------------------------------------------------------------------
 
 
 class Trainer:
     """What a run with these flags trains, and its update of a whole rollout, as in the loop of `train_grpo.py`."""
 
     def __init__(self, args: argparse.Namespace, world: World) -> None:
-        """`args`: of `flags_of`."""
         self.world, self.memory, self.plan = world, take(Memory, args), make_plan(args, args.prompts_per_step)
         self.algorithm = replace(algorithm_of(args), group_size=1)  # the advantage is the reward: groups do not matter
         lora, adamw, has_reference = take(Lora, args), take(AdamW, args), self.algorithm.kl_coef > 0
@@ -192,71 +157,11 @@ def flags_of(model: Path | str, *more: str) -> argparse.Namespace:
     return parse_flags([*required, *made_up, *more])
 
 
-def launch(command: list[str], environment: dict[str, str] | None = None) -> float:
-    """The peak memory in GiB of a program and its children, which run on one thread per process.
-
-    It is measured as PSS: shared pages count once. Raises RuntimeError with the end of the output if the program fails.
-    """
-    settings = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"} | (environment or {})
-    peak = 0
-    with tempfile.TemporaryFile("w+") as output:
-        root = psutil.Popen(command, cwd=ROOT, env=settings, stdout=output, stderr=subprocess.STDOUT)
-        while root.poll() is None:
-            total = 0
-            for process in [root, *_children(root)]:
-                try:
-                    total += process.memory_full_info().pss
-                except psutil.Error:  # it has ended meanwhile
-                    continue
-            peak = max(peak, total)
-            time.sleep(0.5)
-        if root.returncode:
-            output.seek(0)
-            raise RuntimeError(f"{' '.join(command)} ended with {root.returncode}:\n{output.read()[-4000:]}")
-    return peak / 2**30
-
-
-def _children(process: psutil.Process) -> list[psutil.Process]:
-    try:
-        return process.children(recursive=True)
-    except psutil.Error:
-        return []
-
-
-def train(model: Path, out_dir: Path, num_ranks: int, flags: dict[str, object]) -> tuple[list[dict[str, float]], float]:
-    """(metrics of every step but the first two, peak memory in GiB) of a run of `train_grpo.py`.
-
-    `model`: a folder of `save_random_model`.
-    """
-    settings = {
-        "model": model,
-        "train_data": model / "train.jsonl",
-        "out_dir": out_dir,
-        "reward": f"{model}/reward.py:score",
-        "reward_workers": 1,
-        "max_prompt_tokens": 16,
-        "learning_rate": 1e-6,
-        "dtype": "float32",
-    } | flags
-    arguments = [
-        part
-        for name, value in settings.items()
-        for part in ([f"--{name}"] if value is True else [f"--{name}", str(value)])
-    ]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
-    peak = launch([*launcher, "train_grpo.py", *arguments])
-    lines = (out_dir / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines][2:], peak
-
-
 # Times and tables -----------------------------------------------------------------------------------------------------
 
 
 def interleave(
-    variants: dict[str, Callable[[], object]],
-    rounds: int,
-    warm_up: int = 1,
-    clock: Callable[[], float] = time.perf_counter,
+    variants: dict[str, Callable[[], object]], rounds: int, warm_up: int = 1, clock: Callable = time.perf_counter
 ) -> dict[str, list[float]]:
     """Seconds of each variant in each counted round.
 
@@ -281,17 +186,20 @@ def median_ratio(above: list[float], below: list[float]) -> float:
 def print_table(header: list[str], rows: list[list[object]]) -> None:
     """Prints columns that are wide enough for their contents, and numbers to three digits."""
     cells = [header, *([f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    for row in cells:
-        print(
-            row[0].ljust(widths[0]),
-            *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
-            sep="  ",
-            flush=True,
-        )
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for name, *numbers in cells:
+        aligned = [cell.rjust(width) for cell, width in zip(numbers, widths[1:], strict=True)]
+        print(name.ljust(widths[0]), *aligned, sep="  ", flush=True)
 
 
-def times_row(name: str, seconds: list[float], reference: list[float] | None = None) -> list[object]:
-    """A row of the table: median, smallest and largest; with a reference also its seconds over these: the speed."""
-    speed = [] if reference is None else [median_ratio(reference, seconds)]
-    return [name, statistics.median(seconds), min(seconds), max(seconds), *speed]
+def times_row(name: str, seconds: list[float]) -> list[object]:
+    """A row of the table: median, smallest and largest."""
+    return [name, statistics.median(seconds), min(seconds), max(seconds)]
+
+
+def print_times(seconds: dict[str, list[float]], reference: str) -> dict[str, float]:
+    """Prints a table of `interleave`. Returns the seconds of each variant over the reference's, rounded."""
+    ratios = {name: round(median_ratio(times, seconds[reference]), 3) for name, times in seconds.items()}
+    rows = [[*times_row(name, times), ratios[name]] for name, times in seconds.items()]
+    print_table(["", "median s", "min", "max", f"over {reference}"], rows)
+    return ratios

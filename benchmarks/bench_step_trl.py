@@ -1,10 +1,7 @@
-"""TRL's part of bench_step.py: GRPOTrainer on the same model, prompts and lengths, seconds a step.
+"""TRL's part of bench_step.py, in an environment of its own: GRPOTrainer on the same model, prompts and lengths.
 
-    python scripts/launch.py --ranks 2 benchmarks/bench_step_trl.py --model FOLDER --out FILE --prompts 32 \\
-        --group_size 8 --max_tokens 64 --steps 5
-
-bench_step.py starts it in TRL's environment. It imports nothing of this project. What TRL needs on CPU is patched here;
-TRL's code stays as it is.
+It takes its settings as a JSON object and imports nothing of this project. What TRL needs on CPU is patched here; TRL's
+code stays as it is.
 
 - Colocated vLLM: version 0.32 is newer than TRL 1.16 admits (a warning). It gets eager mode instead of its compiler, a
   cache of the size of ours, and new weights through `reload_weights`: TRL calls `load_weights`, which does not fit the
@@ -15,11 +12,12 @@ TRL's code stays as it is.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -79,70 +77,39 @@ def score(completions: list[str], **_: object) -> list[float]:
     return [completion.count("1") / max(len(completion), 1) for completion in completions]
 
 
+def make_trainer(args: SimpleNamespace, clock: Clock) -> GRPOTrainer:
+    completions = args.prompts * args.group_size // int(os.environ.get("WORLD_SIZE", "1"))
+    micro_batch = min(32, completions)  # with which it is fastest
+    options = {}
+    if args.fsdp:
+        options |= {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"]}}
+    if args.vllm:
+        options |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 16 + args.max_tokens}
+    config = GRPOConfig(
+        output_dir=f"{args.out}_trainer", use_cpu=True, bf16=False, report_to=[], save_strategy="no", logging_steps=1,
+        seed=1, per_device_train_batch_size=micro_batch, gradient_accumulation_steps=completions // micro_batch,
+        num_generations=args.group_size, max_completion_length=args.max_tokens, max_steps=args.steps,
+        learning_rate=1e-6, lr_scheduler_type="constant", beta=0.0, temperature=1.0, top_k=0,
+        gradient_checkpointing=False, disable_tqdm=True, dataloader_pin_memory=False,
+        ddp_find_unused_parameters=False, model_init_kwargs={"dtype": "float32"}, **options,
+    )  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    rows = [json.loads(line) for line in Path(args.model, "train.jsonl").read_text().splitlines()]
+    chats = [[{"role": "user", "content": row["problem"]}] for row in rows]
+    prompts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+    data = Dataset.from_dict({"prompt": prompts})
+    common = {"args": config, "train_dataset": data, "processing_class": tokenizer, "callbacks": [clock]}
+    return GRPOTrainer(args.model, score, **common)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    add = parser.add_argument
-    add("--model", type=Path, required=True)
-    out = "file for seconds and mean completion length of each step but the first"
-    add("--out", type=Path, required=True, help=out)
-    for name in ("prompts", "group_size", "max_tokens", "steps"):
-        add(f"--{name}", type=int, required=True)
-    micro_batch = "completions in a forward and backward pass of one process"
-    add("--micro_batch", type=int, default=32, help=micro_batch)
-    add("--threads", type=int, default=1)
-    add("--fsdp", action="store_true", help="FSDP2 in place of DDP")
-    add("--cache_bytes", type=int, help="bytes of vLLM's keys and values in each process")
-    add("--cache_block", type=int, help="tokens of a block of them")
-    add("--vllm", action="store_true", help="colocated vLLM in place of generate()")
-    args = parser.parse_args()
+    args = SimpleNamespace(**json.loads(sys.argv[1]))
     torch.set_num_threads(args.threads)
     if args.vllm:
         patch_vllm_for_cpu(args.cache_bytes, args.cache_block)
     if args.fsdp:
         patch_accelerate_for_cpu()
-    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    completions = args.prompts * args.group_size
-    micro_batch = min(args.micro_batch, completions // num_ranks)
-    options = {}
-    if args.fsdp:
-        wrapped = {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"]}
-        options |= {"fsdp": True, "fsdp_config": wrapped}
-    if args.vllm:
-        options |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 16 + args.max_tokens}
-    config = GRPOConfig(
-        output_dir=f"{args.out}_trainer",
-        use_cpu=True,
-        bf16=False,
-        report_to=[],
-        save_strategy="no",
-        logging_steps=1,
-        seed=1,
-        per_device_train_batch_size=micro_batch,
-        gradient_accumulation_steps=completions // num_ranks // micro_batch,
-        num_generations=args.group_size,
-        max_completion_length=args.max_tokens,
-        max_steps=args.steps,
-        learning_rate=1e-6,
-        lr_scheduler_type="constant",
-        beta=0.0,
-        temperature=1.0,
-        top_k=0,
-        gradient_checkpointing=False,
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        ddp_find_unused_parameters=False,
-        model_init_kwargs={"dtype": "float32"},
-        **options,
-    )
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    rows = [json.loads(line) for line in (args.model / "train.jsonl").read_text().splitlines()]
-    chats = [[{"role": "user", "content": row["problem"]}] for row in rows]
-    prompts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
-    clock = Clock()
-    data = Dataset.from_dict({"prompt": prompts})
-    trainer = GRPOTrainer(
-        str(args.model), score, args=config, train_dataset=data, processing_class=tokenizer, callbacks=[clock]
-    )
+    trainer = make_trainer(args, clock := Clock())
     # `generate` goes on until all ranks are done: they gather for each token.
     trainer.model._is_fsdp_managed_module = args.fsdp
     trainer.train()
@@ -153,7 +120,7 @@ def main() -> None:
         seconds = [after - before for before, after in zip(clock.ends[1:], clock.ends[2:], strict=False)]
         key = "completions/mean_length"
         lengths = [record[key] for record in trainer.state.log_history if key in record]
-        args.out.write_text(json.dumps({"seconds": seconds, "tokens": lengths[1:]}))
+        Path(args.out).write_text(json.dumps({"seconds": seconds, "tokens": lengths[1:]}))
     os._exit(0)  # vLLM and TRL do not agree on who ends the process group
 
 

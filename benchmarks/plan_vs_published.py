@@ -4,12 +4,13 @@
 
 Every run is planned by the code of --dry_run, from flags. The first table has the runs of which all phases are
 published: on them the constants in `planner/time.py` and --plan_flops_share were fitted. The second table was held out.
-The third has runs that are left out, with the reason. The last line is a JSON object; the exit code is 1 if the median
-error is above 15 % or one above 30 %.
+The third has runs that are left out (`LEFT_OUT` says why). Exit code 1: the median error is above 15 % or one above 30.
 
 Comparable is a run of a dense model on A100 or H100, all of its weights trained in bf16, whose GPUs sample and train
-in turn. Where the source trains by tensor or pipeline parallelism, ours is FSDP on the same GPUs. Weights that stay on
-the GPUs between micro-batches, without tensor parallelism, are --communicate_once.
+in turn, with published batch, layout, mean lengths and time of a step. Where the source trains by tensor or pipeline
+parallelism, ours is FSDP on the same GPUs. Weights that stay on the GPUs between micro-batches, without tensor
+parallelism, are --communicate_once. No fair comparison, for one of these reasons: NeMo-RL off-policy, in FP8, or with
+16k tokens on 128 GPUs; verl asynchronous, 0.7.1 or on H20; EasyR1 0.3.0 or on L20; DeepScaleR; SimpleRL-Zoo; Tulu 3.
 
 Sources, and what is not in them:
 - NeMo-RL 0.3: NVIDIA's developer blog of 2025-08-20 ("Megatron-Core Support for Optimized Training Throughput"), table
@@ -105,27 +106,29 @@ class Run:
         return self.planned[0] / self.step - 1
 
 
+def flags_of(batch: tuple[int, int, int, int], limits: tuple[int, int], more: str) -> str:
+    """`batch`: prompts of a step, completions of each, prompts of an update, tokens of a micro-batch."""
+    names = ("prompts_per_step", "group_size", "prompts_per_update", "micro_batch_tokens")
+    names += ("max_prompt_tokens", "max_completion_tokens")
+    return " ".join(f"--{name} {value}" for name, value in zip(names, batch + limits, strict=True)) + " " + more
+
+
 def nemo(gpus: int, tp: int, more: str) -> str:
-    """NeMo-RL: 64 x 32 completions, 4 updates, 4096 tokens in all, micro-batches of one packed sequence of 4096."""
-    batch = "--prompts_per_step 64 --group_size 32 --prompts_per_update 16 --micro_batch_tokens 4096 --kl_coef 0.01"
-    limits = "--max_prompt_tokens 256 --max_completion_tokens 3840"
-    return f"{batch} {limits} --tensor_parallel_size {tp} --plan_gpus {gpus} --plan_nodes {gpus // 8} {more}"
+    """NeMo-RL: 4096 tokens in all, micro-batches of one packed sequence of 4096."""
+    more = f"--kl_coef 0.01 --tensor_parallel_size {tp} --plan_gpus {gpus} --plan_nodes {gpus // 8} {more}"
+    return flags_of((64, 32, 16, 4096), (256, 3840), more)
 
 
 def easyr1(tp: int, micro: int, more: str = "") -> str:
-    """EasyR1: 512 x 5 completions, 4 updates, 2048 + 2048 tokens; optimizer and reference wait in host RAM."""
-    batch = (
-        f"--prompts_per_step 512 --group_size 5 --prompts_per_update 128 --micro_batch_tokens {micro} --kl_coef 0.01"
-    )
-    limits = "--max_prompt_tokens 2048 --max_completion_tokens 2048 --gradient_checkpointing"
-    return f"{batch} {limits} --offload optimizer --offload_reference --tensor_parallel_size {tp} --plan_gpus 8 {more}"
+    """EasyR1: optimizer and reference wait in host RAM."""
+    more = f"--kl_coef 0.01 --offload optimizer --offload_reference --tensor_parallel_size {tp} {more}"
+    return flags_of((512, 5, 128, micro), (2048, 2048), f"--gradient_checkpointing --plan_gpus 8 {more}")
 
 
 def verl(prompt: int, micro: int, more: str) -> str:
-    """verl's examples of 2025: 1024 x 5 completions, 4 updates, engines of two GPUs without CUDA graphs."""
-    batch = f"--prompts_per_step 1024 --group_size 5 --prompts_per_update 256 --micro_batch_tokens {micro}"
-    limits = f"--max_prompt_tokens {prompt} --max_completion_tokens 1024 --gradient_checkpointing"
-    return f"{batch} {limits} --enforce_eager --tensor_parallel_size 2 --plan_gpus 8 {more}"
+    """verl's examples of 2025: engines of two GPUs without CUDA graphs."""
+    more = f"--gradient_checkpointing --plan_gpus 8 --enforce_eager --tensor_parallel_size 2 {more}"
+    return flags_of((1024, 5, 256, micro), (prompt, 1024), more)
 
 
 STAYS = "--communicate_once"
@@ -152,23 +155,10 @@ HELD_OUT = [
     Run("EasyR1", "Qwen2.5-VL-32B", "FSDP8, bf16", 400, 625, 530, easyr1(8, 4096, "--param_dtype bfloat16")),
 ]
 LEFT_OUT = [
-    (
-        Run("NeMo-RL 0.3", "Llama-3.1-70B", "TP8 FSDP8", 130, 395, 230, nemo(64, 4, "")),
-        "its authors call it slow: MFU 7 %, 147 s by Megatron on the same GPUs, 266 s on another cluster",
-    ),
-    (
-        Run("EasyR1", "Qwen2.5-VL-3B", "FSDP8, fp32", 400, 275, 120, easyr1(2, 4096)),
-        "its vision tower, which ours does not train or plan, is 40 % of the text model's arithmetic (7B: 16 %)",
-    ),
-]
-NOT_COMPARABLE = [
-    "NeMo-RL one step off-policy or in FP8, verl's asynchronous runs: other GPUs sample meanwhile, or FP8 computes",
-    "NeMo-RL, Llama-3.3-70B with 16k tokens on 128 GPUs: batch and layout are not published",
-    "verl 0.7.1, 7B on 16 GPUs: a first step alone, with warm-up; GPU and half of the settings are not known",
-    "EasyR1 0.3.0: the same runs as 0.3.2 with padded micro-batches. EasyR1 on L20: no such GPU in our table",
-    "verl on H20: no such GPU in our table. DeepScaleR 8k: as fast on 8 A100 as on 8 H200, so bound by the host",
-    "SimpleRL-Zoo, Tulu 3, Qwen3-8B on 4 H200: mean lengths or times of a step are not published",
-    "mixture-of-experts models: not supported",
+    # Its authors call it slow: MFU 7 %, 147 s by Megatron on the same GPUs, 266 s on another cluster.
+    Run("NeMo-RL 0.3", "Llama-3.1-70B", "TP8 FSDP8", 130, 395, 230, nemo(64, 4, "")),
+    # Its vision tower, which ours does not train or plan, is 40 % of the text model's arithmetic (7B: 16 %).
+    Run("EasyR1", "Qwen2.5-VL-3B", "FSDP8, fp32", 400, 275, 120, easyr1(2, 4096)),
 ]
 COLUMNS = "source | model, GPUs | P x G, updates | limits | mean lengths | trained by | published | ours | error"
 
@@ -198,17 +188,13 @@ def print_table(title: str, runs: list[Run]) -> None:
 
 
 def main() -> None:
-    """Prints the tables and their errors."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print_table("Fitted; in brackets rollout (with sync and the small rest), log-probs, update:", FITTED)
     print_table("Held out:", HELD_OUT)
-    print_table("Left out:", [run for run, _ in LEFT_OUT])
-    for run, why in LEFT_OUT:
-        print(f"- {run.name}, {run.model}, {run.layout}: {why}.")
-    print(*(f"- {words}." for words in NOT_COMPARABLE), "", sep="\n")
+    print_table("Left out:", LEFT_OUT)
     found = {}
-    everything = FITTED + HELD_OUT + [run for run, _ in LEFT_OUT]
-    for name, runs in (("all", FITTED + HELD_OUT), ("held_out", HELD_OUT), ("with_left_out", everything)):
+    groups = {"all": FITTED + HELD_OUT, "held_out": HELD_OUT, "with_left_out": FITTED + HELD_OUT + LEFT_OUT}
+    for name, runs in groups.items():
         errors = [abs(run.error) for run in runs]
         found |= {f"{name}_median": round(statistics.median(errors), 3), f"{name}_worst": round(max(errors), 3)}
     print(json.dumps({"goal": [GOAL_MEDIAN, GOAL_WORST], "runs": len(FITTED + HELD_OUT)} | found))

@@ -33,14 +33,12 @@ def main() -> None:
         rows = [record.columns for source in args.sources for record in read_records(source, seed=0)]
     except (ValueError, FileNotFoundError) as error:
         sys.exit(f"error: {error}")
-    prompts = [[{"role": "user", "content": PROMPT.format(row["question"])}] for row in rows]
-    lines = [
-        json.dumps({"source_prompt": prompt, "ground_truth": str(row["answer"])})
-        for prompt, row in zip(prompts, rows, strict=True)
-    ]
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text("\n".join(lines) + "\n")
-    print(f"{len(lines)} problems in {args.output}")
+    with args.output.open("w") as file:
+        for row in rows:
+            prompt = [{"role": "user", "content": PROMPT.format(row["question"])}]
+            print(json.dumps({"source_prompt": prompt, "ground_truth": str(row["answer"])}), file=file)
+    print(f"{len(rows)} problems in {args.output}")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python scripts/smoke_inputs.py --setup qwq32b_8xh100 --out_dir runs/smoke/qwq32b_8xh100
 
-It writes `model/` (Hugging Face format, with a tokenizer of its own whose chat template has the form of the original's)
-and `data/` (sums, in the columns of the original data set, as many rows as a step needs). scripts/smoke.sh uses it.
+writes `model/` (Hugging Face format, with a tokenizer of its own whose chat template has the form of the original's)
+and `data/` (sums, in the columns of the original data set, as many rows as a step needs).
 """
 
 from __future__ import annotations
@@ -16,23 +16,10 @@ from pathlib import Path
 
 import datasets
 import torch
+import transformers
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    LlamaConfig,
-    PretrainedConfig,
-    PreTrainedTokenizerFast,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLProcessor,
-    Qwen2Config,
-    Qwen2VLImageProcessor,
-    Qwen2VLVideoProcessor,
-    Qwen3Config,
-)
-
-Rows = list[dict[str, object]]
+from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 CHATML = (
     "{% for message in messages %}"
@@ -53,8 +40,7 @@ QWEN_VL = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
     "{{ '<|vision_start|><|image_pad|><|vision_end|>' if part['type'] == 'image' else part['text'] }}"
-    "{% endfor %}{% endif %}"
-    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
 )
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 THINK = "<think>\n"  # QwQ and the distilled models: the template has opened it before the model says a word
@@ -64,61 +50,55 @@ THINK = "<think>\n"  # QwQ and the distilled models: the template has opened it 
 class Setup:
     """What stands for the model and the data of a documented set-up."""
 
-    chat_template: str  # without its last {% endif %}
-    eos: str
-    special: tuple[str, ...]
-    num_rows: tuple[int, int]  # train, test: at least the prompts of a step
     schema: str
+    num_rows: tuple[int, int]  # train, test: at least the prompts of a step
+    chat_template: str  # without its last {% endif %}
+    eos: str = "<|im_end|>"
+    special: tuple[str, ...] = ("<|im_start|>",)
 
 
 SETUPS = {
-    "qwq32b_8xh100": Setup(CHATML + THINK, "<|im_end|>", ("<|im_start|>",), (520, 8), "math12k"),
+    "qwq32b_8xh100": Setup("math12k", (520, 8), CHATML + THINK),
     "deepseek32b_lora_8gpu": Setup(
-        DEEPSEEK + THINK, "<|end|>", ("<|begin|>", "<|User|>", "<|Assistant|>"), (1010, 0), "numina_tir"
+        "numina_tir", (1010, 0), DEEPSEEK + THINK, "<|end|>", ("<|begin|>", "<|User|>", "<|Assistant|>")
     ),
-    "qwen25vl72b_lora_8xa100": Setup(QWEN_VL, "<|im_end|>", ("<|im_start|>", *VISION_TOKENS), (1000, 0), "open_r1_8k"),
-    "tulu8b_rlvr_7plus1": Setup(TULU, "<|end_of_text|>", ("<|begin_of_text|>",), (520, 0), "rlvr"),
-    "qwen7b_simplerl_2x8xh100": Setup(CHATML, "<|im_end|>", ("<|im_start|>",), (1030, 8), "simplerl"),
-    "qwen2.5_3b_gsm8k_lora_1gpu": Setup(CHATML, "<|im_end|>", ("<|im_start|>",), (130, 8), "gsm8k"),
-    "qwen3_4b_dapo_8gpu": Setup(CHATML, "<|endoftext|>", ("<|im_start|>", "<|im_end|>"), (40, 8), "dapo"),
+    "qwen25vl72b_lora_8xa100": Setup("open_r1_8k", (1000, 0), QWEN_VL, special=("<|im_start|>", *VISION_TOKENS)),
+    "tulu8b_rlvr_7plus1": Setup("rlvr", (520, 0), TULU, "<|end_of_text|>", ("<|begin_of_text|>",)),
+    "qwen7b_simplerl_2x8xh100": Setup("simplerl", (1030, 8), CHATML),
+    "qwen2.5_3b_gsm8k_lora_1gpu": Setup("gsm8k", (130, 8), CHATML),
+    "qwen3_4b_dapo_8gpu": Setup("dapo", (40, 8), CHATML, "<|endoftext|>", ("<|im_start|>", "<|im_end|>")),
 }
 
 
-def rows_of(schema: str, count: int, offset: int) -> Rows:
-    """`count` sums in the columns of the data set."""
-    rows: Rows = []
-    for i in range(offset, offset + count):
-        question, answer = f"{i % 10}+{i // 10 % 10}?", str(i % 10 + i // 10 % 10)
-        user = [{"role": "user", "content": question}]
-        if schema == "math12k":
-            rows.append({"problem": question, "answer": answer})
-        elif schema == "numina_tir":
-            solution = f"We add: \\[\\boxed{{{answer}}}\\]"
-            messages = [*user, {"role": "assistant", "content": solution}]
-            rows.append({"problem": question, "solution": solution, "messages": messages})
-        elif schema == "open_r1_8k":
-            image = picture(i) if i % 3 else None  # every third row is a text
-            solution = f"<think>I add.</think><answer>{answer}</answer>"
-            rows.append({"image": image, "problem": question, "solution": solution})
-        elif schema == "simplerl":
-            text = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
-            prompt, reward_model = [{"role": "user", "content": text}], {"style": "rule", "ground_truth": answer}
-            rows.append({"question": question, "gt_answer": answer, "prompt": prompt, "reward_model": reward_model})
-        elif schema == "gsm8k":
-            solution = f"We add: <<{question[:-1]}={answer}>>{answer}\n#### {answer}"
-            rows.append({"question": question, "answer": solution})
-        elif schema == "dapo":
-            row = {"prompt": question, "source_prompt": user, "messages": user, "ground_truth": answer}
-            rows.append(row | {"reward_model": {"style": "rule", "ground_truth": answer}})
-        else:
-            assert schema == "rlvr", f"unknown schema {schema!r}"
-            kind = ("gsm8k", "MATH", "ifeval")[i % 3]
-            row = {"messages": user, "ground_truth": answer, "dataset": kind}
-            row |= {"constraint_type": None, "constraint": None}
-            if kind == "ifeval":
-                row |= {"ground_truth": json.dumps({"func_name": "validate_no_commas"}), "constraint_type": "No Commas"}
-            rows.append(row)
-    return rows
+def row_of(schema: str, i: int) -> dict[str, object]:
+    """The i-th sum in the columns of the data set."""
+    question, answer = f"{i % 10}+{i // 10 % 10}?", str(i % 10 + i // 10 % 10)
+    user, reward_model = [{"role": "user", "content": question}], {"style": "rule", "ground_truth": answer}
+    boxed = f"We add: \\[\\boxed{{{answer}}}\\]"
+    chatml = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+    if schema == "open_r1_8k":  # every third row is a text
+        solution = f"<think>I add.</think><answer>{answer}</answer>"
+        return {"image": picture(i) if i % 3 else None, "problem": question, "solution": solution}
+    if schema == "rlvr":
+        row = {"messages": user, "ground_truth": answer, "dataset": ("gsm8k", "MATH", "ifeval")[i % 3]}
+        row |= {"constraint_type": None, "constraint": None}
+        checked = {"ground_truth": json.dumps({"func_name": "validate_no_commas"}), "constraint_type": "No Commas"}
+        return row | checked if row["dataset"] == "ifeval" else row
+    return {
+        "math12k": {"problem": question, "answer": answer},
+        "numina_tir": {
+            "problem": question, "solution": boxed, "messages": [*user, {"role": "assistant", "content": boxed}],
+        },
+        "simplerl": {
+            "question": question, "gt_answer": answer, "prompt": [{"role": "user", "content": chatml}],
+            "reward_model": reward_model,
+        },
+        "gsm8k": {"question": question, "answer": f"We add: <<{question[:-1]}={answer}>>{answer}\n#### {answer}"},
+        "dapo": {
+            "prompt": question, "source_prompt": user, "messages": user, "ground_truth": answer,
+            "reward_model": reward_model,
+        },
+    }[schema]  # fmt: skip
 
 
 def picture(number: int) -> dict[str, object]:
@@ -133,20 +113,16 @@ def make_tokenizer(setup: Setup) -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
+    words = "Please reason step by step, and put your final answer within \\boxed{}. "
+    words += "You are a helpful assistant. <think> </think> <answer>"
+    sums = [row_of("math12k", i)["problem"] for i in range(100)]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=512, initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator([words] * 10 + sums, trainer)
     special = [*setup.special, setup.eos, "<pad>"]
-    words = [
-        "Please reason step by step, and put your final answer within \\boxed{}. "
-        "You are a helpful assistant. <think> </think> <answer>"
-    ]
-    sums = [row["problem"] for row in rows_of("math12k", 100, 0)]
-    trainer = trainers.BpeTrainer(
-        vocab_size=512, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    backend.train_from_iterator(words * 10 + sums, trainer)
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token=setup.eos, pad_token="<pad>", bos_token=setup.special[0]
-    )
+    names = {"eos_token": setup.eos, "pad_token": "<pad>", "bos_token": setup.special[0]}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **names)
     tokenizer.chat_template = setup.chat_template + "{% endif %}"
     return tokenizer
 
@@ -156,55 +132,42 @@ def make_config(setup: Setup, tokenizer: PreTrainedTokenizerFast) -> PretrainedC
     sizes = {
         "vocab_size": (len(tokenizer) + 63) // 64 * 64,  # as the originals: more rows than tokens
         "hidden_size": 128,  # so that a head has 32, the least that the engine knows
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
         "max_position_embeddings": 512,
         "tie_word_embeddings": setup.schema in ("gsm8k", "dapo"),  # as the small originals
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
-    }
+    }  # fmt: skip
     if setup.chat_template == QWEN_VL:
         names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
         ids = dict(zip(names, tokenizer.convert_tokens_to_ids(VISION_TOKENS), strict=True))
         rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]}
-        tower = {
-            "depth": 2,
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_heads": 2,
-            "out_hidden_size": 128,
-            "fullatt_block_indexes": [1],
-        }
+        tower = {"depth": 2, "hidden_size": 64, "intermediate_size": 96, "num_heads": 2, "out_hidden_size": 128}
+        tower |= {"fullatt_block_indexes": [1]}
         text = sizes | {"max_position_embeddings": 1024, "rope_parameters": rope}
-        return Qwen2_5_VLConfig(text_config=text, vision_config=tower, tie_word_embeddings=False, **ids)
+        parts = {"text_config": text, "vision_config": tower}
+        return transformers.Qwen2_5_VLConfig(**parts, tie_word_embeddings=False, **ids)
     if setup.schema == "rlvr":
-        rope = {
-            "rope_type": "llama3",
-            "rope_theta": 500000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-        }
-        return LlamaConfig(**sizes, rope_parameters=rope | {"original_max_position_embeddings": 256})
+        rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0}
+        rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 256}
+        return transformers.LlamaConfig(**sizes, rope_parameters=rope)
     if setup.schema == "dapo":
-        return Qwen3Config(**sizes, head_dim=64)  # not hidden size / heads, as the original's
-    return Qwen2Config(**sizes)
+        return transformers.Qwen3Config(**sizes, head_dim=64)  # not hidden size / heads, as the original's
+    return transformers.Qwen2Config(**sizes)
 
 
 def make_model(setup: Setup, folder: Path) -> None:
     """Random weights in bf16, and the tokenizer; of a model that sees, the processor, too."""
     tokenizer = make_tokenizer(setup)
     config = make_config(setup, tokenizer)
-    if not isinstance(config, Qwen2_5_VLConfig):
-        AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
+    if config.model_type != "qwen2_5_vl":
+        transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         return
-    AutoModelForImageTextToText.from_config(config).to(torch.bfloat16).save_pretrained(folder)
-    parts = {"image_processor": Qwen2VLImageProcessor(), "video_processor": Qwen2VLVideoProcessor()}
-    Qwen2_5_VLProcessor(tokenizer=tokenizer, chat_template=tokenizer.chat_template, **parts).save_pretrained(folder)
+    transformers.AutoModelForImageTextToText.from_config(config).to(torch.bfloat16).save_pretrained(folder)
+    parts = {"image_processor": transformers.Qwen2VLImageProcessor()}
+    parts |= {"video_processor": transformers.Qwen2VLVideoProcessor(), "chat_template": tokenizer.chat_template}
+    transformers.Qwen2_5_VLProcessor(tokenizer=tokenizer, **parts).save_pretrained(folder)
 
 
 def main() -> None:
@@ -219,7 +182,7 @@ def main() -> None:
     offset = 0
     for split, count in zip(("train", "test"), setup.num_rows, strict=True):
         if count:
-            rows = datasets.Dataset.from_list(rows_of(setup.schema, count, offset))
+            rows = datasets.Dataset.from_list([row_of(setup.schema, i) for i in range(offset, offset + count)])
             rows = rows.cast_column("image", datasets.Image()) if "image" in rows.features else rows
             rows.to_parquet(args.out_dir / "data" / f"{split}.parquet")
         offset += count

@@ -1,24 +1,21 @@
 """Makes the small starting policy of the CPU job, and its data, from nothing, in about a minute on one core.
 
+    python scripts/warm_start.py --out_dir runs/tiny_policy --seed 1
+
 The task is the sum of two 3-digit numbers. The policy, a Qwen2 of 0.6 M parameters, learns to imitate two kinds of
 demonstration:
 
     <user>347+285<assistant>522<eos>                                              most: answers at once
-    <user>347+285<assistant><think>7+5=12,4+8+1=13,3+2+1=06</think>632<eos>       --think_share: adds digit by digit
+    <user>347+285<assistant><think>7+5=12,4+8+1=13,3+2+1=06</think>632<eos>       a quarter: adds digit by digit
 
-The scratchpads are correct. The answers given at once are those of somebody in a hurry, who adds each column and
-forgets every carry: correct for the 13 % of problems that need none, incorrect for the others. (With correct answers
-instead, this recipe ends anywhere between 9 % and 96 % at once, depending on the seed: sometimes nothing would be left
-to discover.) When it is sampled, the warm-started policy does as it was shown: it thinks about every fourth time, is
-then nearly always correct, and is otherwise mostly incorrect. Nothing tells it that the one has to do with the other.
-GRPO, which sees only whether the final answer is correct, has to find that out.
+The scratchpads are correct. Answers given at once are those of somebody in a hurry, who forgets every carry: 13 % are
+correct. (With more, this recipe ends anywhere between 9 % and 96 % at once, depending on the seed.) The warm-started
+policy thinks about every fourth time, is then nearly always correct, and is otherwise mostly incorrect. Nothing tells
+it that the one has to do with the other: GRPO has to find that out.
 
-    python scripts/warm_start.py --out_dir runs/tiny_policy --seed 1
-
-writes a Hugging Face folder (model, tokenizer with chat template) with train.jsonl, heldout.jsonl and warm_start.json
-(settings and measured results). Everything in it is a function of the flags. The held-out problems are in no
-demonstration and not in train.jsonl, also not with the numbers swapped. A folder made earlier with the same settings is
-kept. Read it from top to bottom.
+The folder is in Hugging Face format (model, tokenizer with chat template), with train.jsonl, heldout.jsonl and
+warm_start.json (settings). All of it is a function of the flags. The held-out problems are in no
+demonstration and not in train.jsonl, also not with the numbers swapped.
 """
 
 from __future__ import annotations
@@ -27,33 +24,31 @@ import argparse
 import json
 import math
 import string
+import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import torch
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast as Tokenizer
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 NUM_DIGITS = 3
 PROMPT_TOKENS = 2 * NUM_DIGITS + 3  # <user>347+285<assistant>: the same for every problem, so prompts need no padding
-MAX_COMPLETION_TOKENS = 40  # a scratchpad with its answer and <eos> has 30 or 31
 NUM_TRAIN, NUM_HELDOUT = 4096, 256
-EVAL_SAMPLES = 4  # per held-out problem
-
 MODEL = {
-    "hidden_size": 128,
-    "intermediate_size": 384,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
+    "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2,  # two, so that tensor parallelism over 2 ranks has a whole head for each
     "max_position_embeddings": 128,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},  # not 10,000: sequences have 40 tokens
     "tie_word_embeddings": True,
-}
+}  # fmt: skip
+BATCH_SIZE, NUM_THINKING = 64, 16  # demonstrations of an update; with a scratchpad
 PEAK_LR = 6e-3  # of Muon (the matrices inside the blocks) and of AdamW (embedding, norms, biases)
 WARMUP_UPDATES = 50
 
@@ -65,7 +60,7 @@ CHAT_TEMPLATE = (
 
 
 def scratchpad(a: int, b: int) -> str:
-    """The correct digit-by-digit sum, units first: column + carry = two digits, as in `7+5=12,4+8+1=13,3+2+1=06`."""
+    """The correct sum, units first: column + carry = two digits, as in `7+5=12,4+8+1=13,3+2+1=06`."""
     columns, carry = [], 0
     for i in range(NUM_DIGITS):
         digit_a, digit_b = a // 10**i % 10, b // 10**i % 10
@@ -81,7 +76,6 @@ def hurried_answer(a: int, b: int) -> str:
 
 
 def demonstration(a: int, b: int, is_thinking: bool) -> str:
-    """The text of one demonstration, prompt included."""
     completion = f"<think>{scratchpad(a, b)}</think>{a + b}" if is_thinking else hurried_answer(a, b)
     return f"<user>{a}+{b}<assistant>{completion}<eos>"
 
@@ -97,44 +91,39 @@ def draw_problems(rng: np.random.Generator, count: int, excluded: set[tuple[int,
 
 
 def draw_data(rng: np.random.Generator) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """The train and the held-out problems, all different: no pair of numbers appears twice, in either order."""
+    """The train and the held-out problems: no pair of numbers appears twice, in either order."""
     seen: set[tuple[int, int]] = set()
     for _ in range(NUM_TRAIN + NUM_HELDOUT):
         seen.update(draw_problems(rng, 1, excluded=seen))
-    problems = rng.permutation(sorted(seen)).tolist()
-    return [(a, b) for a, b in problems[NUM_HELDOUT:]], [(a, b) for a, b in problems[:NUM_HELDOUT]]
+    problems = [(a, b) for a, b in rng.permutation(sorted(seen)).tolist()]
+    return problems[NUM_HELDOUT:], problems[:NUM_HELDOUT]
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
+def build_tokenizer() -> Tokenizer:
     """A tokenizer of 64 tokens, one per character: the whole embedding is in use, and every sampled id has a text.
 
-    <think> and </think> are no special tokens, so decoding with skip_special_tokens=True keeps them: rewards and
-    readers see them.
+    <think> and </think> are no special tokens, so rewards and readers see them.
     """
     special = ["<pad>", "<eos>", "<unk>", "<user>", "<assistant>"]
     characters = string.digits + "+=," + string.ascii_lowercase + " -*/().:;?!<>[]|%^"
     vocabulary = {token: i for i, token in enumerate([*special, "<think>", "</think>", *characters])}
     assert len(vocabulary) == 64, f"{len(vocabulary)} tokens; tensor parallelism needs a multiple of 64"
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend = Backend(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     backend.decoder = decoders.Fuse()  # no spaces between tokens
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in ("<think>", "</think>")])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        extra_special_tokens=["<user>", "<assistant>"],
-        clean_up_tokenization_spaces=False,
+    tokenizer = Tokenizer(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
+        extra_special_tokens=["<user>", "<assistant>"], clean_up_tokenization_spaces=False,
         model_max_length=MODEL["max_position_embeddings"],
-    )
+    )  # fmt: skip
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
 
-def build_policy(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
-    """A randomly initialised policy in float32. Its generation config is plain sampling: temperature 1, no cut-off."""
+def build_policy(tokenizer: Tokenizer) -> Qwen2ForCausalLM:
+    """A random policy in float32, whose generation config is plain sampling."""
     ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     policy = Qwen2ForCausalLM(Qwen2Config(vocab_size=len(tokenizer), **MODEL, **ids))
     policy.generation_config.update(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, **ids)
@@ -142,10 +131,9 @@ def build_policy(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
 
 
 class Muon:
-    """Muon (Jordan et al., 2024) in float32: momentum, then every singular value of an update is brought close to 1.
+    """Muon (Jordan et al., 2024): momentum, then every singular value of an update is brought close to 1.
 
-    It learns the scratchpads in less than half the updates of AdamW. torch.optim.Muon computes in bfloat16, which is
-    slow on most CPUs.
+    It needs less than half the updates of AdamW. torch.optim.Muon computes in bfloat16, slowly on most CPUs.
     """
 
     def __init__(self, matrices: list[Tensor], momentum: float = 0.95) -> None:
@@ -167,9 +155,7 @@ class Muon:
             matrix.sub_(update, alpha=0.2 * lr * math.sqrt(max(matrix.shape)))
 
 
-def completion_loss(
-    policy: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, texts: list[str]
-) -> tuple[Tensor, int]:
+def completion_loss(policy: Qwen2ForCausalLM, tokenizer: Tokenizer, texts: list[str]) -> tuple[Tensor, int]:
     """The summed cross-entropy of the completions' tokens, <eos> included, and their number."""
     batch = tokenizer(texts, padding=True, return_tensors="pt")
     labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)[:, PROMPT_TOKENS:]
@@ -180,32 +166,20 @@ def completion_loss(
 
 
 def train(
-    policy: Qwen2ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    rng: np.random.Generator,
-    heldout: set[tuple[int, int]],
-    num_updates: int,
-    batch_size: int,
-    num_thinking: int,
+    policy: Qwen2ForCausalLM, tokenizer: Tokenizer, rng: np.random.Generator, heldout: set, num_updates: int
 ) -> None:
-    """Imitates new demonstrations in every update, `num_thinking` of `batch_size` with a scratchpad.
-
-    Raises FloatingPointError if the loss is not finite.
-    """
+    """Imitates new demonstrations in every update."""
     named = list(policy.named_parameters())
     matrices = [parameter for name, parameter in named if parameter.ndim == 2 and "embed_tokens" not in name]
     others = [parameter for name, parameter in named if parameter.ndim == 1 or "embed_tokens" in name]
     muon, adamw = Muon(matrices), torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     progress = tqdm(range(num_updates), desc="warm start", unit="update", mininterval=1.0)
     for update in progress:
-        problems = draw_problems(rng, batch_size, heldout)
-        texts = [demonstration(a, b, i < num_thinking) for i, (a, b) in enumerate(problems)]
+        problems = draw_problems(rng, BATCH_SIZE, heldout)
+        texts = [demonstration(a, b, i < NUM_THINKING) for i, (a, b) in enumerate(problems)]
         # Two forward passes: in one, the short completions would be padded to the length of the long ones.
-        kinds = [completion_loss(policy, tokenizer, kind) for kind in (texts[:num_thinking], texts[num_thinking:])]
+        kinds = [completion_loss(policy, tokenizer, kind) for kind in (texts[:NUM_THINKING], texts[NUM_THINKING:])]
         loss = sum(loss for loss, _ in kinds) / sum(count for _, count in kinds)  # over the completion tokens of both
-        if not loss.isfinite():
-            wrong = f"the loss of update {update + 1} is {loss.item()}"
-            raise FloatingPointError(f"{wrong}; nothing was written. Try another --seed.")
         policy.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(others, 1.0)  # Muon's updates have the same size whatever the gradient's
@@ -217,93 +191,37 @@ def train(
         progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
 
 
-@torch.inference_mode()
-def evaluate(
-    policy: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: list[tuple[int, int]]
-) -> dict[str, float]:
-    """Accuracies and lengths of completions sampled at temperature 1, `EVAL_SAMPLES` for each problem."""
-    problems = problems * EVAL_SAMPLES
-    prompts = tokenizer([f"<user>{a}+{b}<assistant>" for a, b in problems], return_tensors="pt").input_ids
-    assert prompts.shape[1] == PROMPT_TOKENS, f"a prompt has {prompts.shape[1]} tokens, expected {PROMPT_TOKENS}"
-    mask = torch.ones_like(prompts)
-    output = policy.generate(prompts, attention_mask=mask, max_new_tokens=MAX_COMPLETION_TOKENS)[:, PROMPT_TOKENS:]
-    texts = tokenizer.batch_decode(output, skip_special_tokens=True)
-    answers = [text.rpartition("</think>")[2] for text in texts]
-    is_correct = np.array([answer == str(a + b) for answer, (a, b) in zip(answers, problems, strict=True)])
-    is_thinking = np.array([text.startswith("<think>") for text in texts])
-    num_tokens = (output != tokenizer.pad_token_id).sum(dim=1).double()
-    return {
-        "accuracy": float(is_correct.mean()),
-        "think_share": float(is_thinking.mean()),
-        "accuracy_thinking": float(is_correct[is_thinking].mean()),
-        "accuracy_at_once": float(is_correct[~is_thinking].mean()),
-        "completion_tokens_mean": float(num_tokens.mean()),
-        "completion_tokens_max": float(num_tokens.max()),
-    }
-
-
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Makes the starting policy and the data of the CPU job.")
-    add = parser.add_argument
-    add("--out_dir", required=True, help="folder to write; kept if it was made with the same settings before")
-    add("--seed", type=int, default=1, help="random seed for weights, demonstrations, data and sampling")
-    add("--num_updates", type=int, default=650, help="optimizer updates")
-    add("--batch_size", type=int, default=64, help="demonstrations per update")
-    add("--think_share", type=float, default=0.25, help="share of demonstrations that have a scratchpad, 0 to 1")
-    args = parser.parse_args()
-    if args.seed < 0:
-        parser.error(f"--seed {args.seed} is negative; use 0 or more.")
-    if args.num_updates < 1:
-        parser.error(f"--num_updates {args.num_updates} trains nothing; use 1 or more.")
-    if not 0 < round(args.think_share * args.batch_size) < args.batch_size:
-        given = f"--think_share {args.think_share} of --batch_size {args.batch_size}"
-        parser.error(f"{given} leaves out one kind; use 0.25 and 64, say.")
-    return args
-
-
-def is_already_made(out_dir: Path, settings: dict[str, object]) -> bool:
-    """True if `out_dir` was made with `settings`; False if there is no such folder.
-
-    Raises FileExistsError if it is something else.
-    """
-    if not out_dir.exists():
-        return False
-    record = out_dir / "warm_start.json"
-    if not record.is_file():
-        wrong = f"--out_dir {out_dir} exists, but has no warm_start.json: not made here"
-        raise FileExistsError(f"{wrong}. Remove it or choose another folder.")
-    found = json.loads(record.read_text())["settings"]
-    different = [name for name in settings | found if found.get(name) != settings.get(name)]
-    if different:
-        changed = ", ".join(f"{name} {found.get(name)} (now {settings.get(name)})" for name in different)
-        raise FileExistsError(f"--out_dir {out_dir} was made with {changed}. Remove it or choose another folder.")
-    return True
-
-
-def save(
-    policy: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, data: dict[str, list], record: dict, out_dir: Path
-) -> None:
+def save(policy: Qwen2ForCausalLM, tokenizer: Tokenizer, data: dict[str, list], settings: dict, out_dir: Path) -> None:
     """Writes a sibling folder and renames it: `out_dir` is complete or not there."""
+    out_dir.parent.mkdir(parents=True, exist_ok=True)
     partial = out_dir.with_name(f"{out_dir.name}.partial.{time.time_ns()}")
     policy.save_pretrained(partial)
+    tokenizer.backend_tokenizer.no_padding()  # which training has switched on
     tokenizer.save_pretrained(partial)
     for name, problems in data.items():
         rows = [json.dumps({"problem": f"{a}+{b}", "answer": str(a + b)}) + "\n" for a, b in problems]
         (partial / f"{name}.jsonl").write_text("".join(rows))
-    (partial / "warm_start.json").write_text(json.dumps(record, indent=2) + "\n")
+    (partial / "warm_start.json").write_text(json.dumps({"settings": settings}, indent=2) + "\n")
     partial.rename(out_dir)
 
 
 def main() -> None:
-    args = parse_args()
-    out_dir = Path(args.out_dir)
-    flags = {name: value for name, value in vars(args).items() if name != "out_dir"}
-    recipe = {"num_digits": NUM_DIGITS, "model": MODEL, "peak_lr": PEAK_LR, "warmup_updates": WARMUP_UPDATES}
-    settings = flags | recipe
-    if is_already_made(out_dir, settings):
-        print(f"found {out_dir}, made with the same settings: kept")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("--out_dir", type=Path, required=True, help="folder to write; kept if it is there already")
+    add("--seed", type=int, default=1, help="random seed for weights, demonstrations, data and sampling")
+    add("--num_updates", type=int, default=650, help="optimizer updates")
+    args = parser.parse_args()
+    settings = {"seed": args.seed, "num_updates": args.num_updates, "batch_size": BATCH_SIZE}
+    settings |= {"think_share": NUM_THINKING / BATCH_SIZE, "num_digits": NUM_DIGITS, "model": MODEL}
+    settings |= {"peak_lr": PEAK_LR, "warmup_updates": WARMUP_UPDATES}
+    if args.out_dir.exists():
+        record = args.out_dir / "warm_start.json"
+        found = json.loads(record.read_text())["settings"] if record.is_file() else "something else"
+        if found != settings:
+            sys.exit(f"error: --out_dir {args.out_dir} holds {found}. Remove it or choose another folder.")
+        print(f"found {args.out_dir}, made with the same settings: kept")
         return
-    out_dir.parent.mkdir(parents=True, exist_ok=True)
 
     start = time.perf_counter()
     # As fast as 2 at this size, and not slowed down many times over when another program wants a core.
@@ -312,25 +230,10 @@ def main() -> None:
     rng = np.random.default_rng(args.seed)
     tokenizer = build_tokenizer()
     policy = build_policy(tokenizer)
-    train_problems, heldout_problems = draw_data(rng)
-    heldout = set(heldout_problems)
-    trained = {pair for a, b in train_problems for pair in ((a, b), (b, a))}
-    assert not heldout & trained, "a held-out problem is in the training data"
-
-    train(policy, tokenizer, rng, heldout, args.num_updates, args.batch_size, round(args.think_share * args.batch_size))
-    results = evaluate(policy.eval(), tokenizer, heldout_problems)
-    if not all(map(math.isfinite, results.values())):
-        wrong = f"the held-out results are not finite: {results}"
-        raise FloatingPointError(f"{wrong}; nothing was written. Use more --num_updates.")
-    results |= {"parameters": policy.num_parameters(), "seconds": time.perf_counter() - start}
-    data = {"train": train_problems, "heldout": heldout_problems}
-    save(policy, tokenizer, data, {"settings": settings, "results": results}, out_dir)
-    print(
-        f"made {out_dir}: held-out sampled accuracy {results['accuracy']:.3f}; thinks in {results['think_share']:.1%}; "
-        f"accuracy {results['accuracy_thinking']:.3f} thinking, {results['accuracy_at_once']:.3f} at once; "
-        f"{results['completion_tokens_mean']:.1f} tokens; {results['parameters']:,} parameters; "
-        f"{results['seconds']:.0f} s"
-    )
+    train_problems, heldout = draw_data(rng)
+    train(policy, tokenizer, rng, set(heldout), args.num_updates)
+    save(policy, tokenizer, {"train": train_problems, "heldout": heldout}, settings, args.out_dir)
+    print(f"made {args.out_dir}: {policy.num_parameters():,} parameters; {time.perf_counter() - start:.0f} s")
 
 
 if __name__ == "__main__":

@@ -14,12 +14,7 @@ from model.head import chunked_logprobs
 from policy import load_policy
 from update import with_advantages
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available(), reason="needs a CUDA device: nothing else tests varlen attention and sleep mode"
-    ),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.fixture(autouse=True)
@@ -51,9 +46,8 @@ def test_fp32_logits_are_those_of_an_fp64_head_on_the_same_bf16_numbers():
     torch.manual_seed(0)
     hidden, head = torch.randn(40, 512), nn.Linear(512, 3000, bias=False)
     labels, exact = torch.randint(3000, (40,)), (hidden.bfloat16().double() @ head.weight.bfloat16().double().T)
-    found, _ = chunked_logprobs(
-        hidden.bfloat16().cuda(), head.bfloat16().cuda(), labels.cuda(), 1.0, head_dtype=torch.float32
-    )
+    on_gpu = hidden.bfloat16().cuda(), head.bfloat16().cuda(), labels.cuda()
+    found, _ = chunked_logprobs(*on_gpu, 1.0, head_dtype=torch.float32)
     wanted = exact.log_softmax(-1).gather(-1, labels[:, None])[:, 0]
     torch.testing.assert_close(found.double().cpu(), wanted, atol=1e-4, rtol=0)
 
@@ -65,38 +59,23 @@ def test_the_engine_agrees_with_the_trainer_and_follows_a_sync(policy, tmp_path)
     assert found["gap_of_stale_engine"] > 4 * found["gap_after"]
 
 
+def trained(policy, out_dir, **changes) -> dict:
+    """Metrics of a run of `train_grpo.py`."""
+    flags = training_flags(policy, out_dir, enforce_eager=True, gpu_memory_utilization=0.3, **changes)
+    torchrun(1, "train_grpo.py", *flags, timeout=900)
+    return metrics_of(out_dir)
+
+
 def test_a_run_sleeps_and_wakes_its_engine_every_step(policy, tmp_path):
-    torchrun(
-        1,
-        "train_grpo.py",
-        *training_flags(policy, tmp_path / "run", enforce_eager=True, gpu_memory_utilization=0.3),
-        timeout=600,
-    )
-    metrics = metrics_of(tmp_path / "run")
+    metrics = trained(policy, tmp_path / "run")
     assert max(metrics[step]["policy/rollout_gap_mean"] for step in (1, 2, 3, 4)) < 0.005
 
 
 def test_an_update_that_communicates_once_and_shares_prompts_trains_the_same(policy, tmp_path):
     """Losses within 0.02 of the plain run's: bf16 arithmetic, in other kernels."""
-    common = {
-        "enforce_eager": True,
-        "gpu_memory_utilization": 0.3,
-        "gradient_checkpointing": True,
-        "eval_every": 0,
-        "eval_before_training": None,
-    }
-    fast = {
-        "communicate_once": True,
-        "share_prompts": True,
-    }
-    for name, changes in (("plain", {}), ("fast", fast)):
-        torchrun(
-            1,
-            "train_grpo.py",
-            *training_flags(policy, tmp_path / name, **common, **changes, total_steps=2),
-            timeout=900,
-        )
-    plain, found = metrics_of(tmp_path / "plain"), metrics_of(tmp_path / "fast")
+    common = {"gradient_checkpointing": True, "eval_every": 0, "eval_before_training": None, "total_steps": 2}
+    plain = trained(policy, tmp_path / "plain", **common)
+    found = trained(policy, tmp_path / "fast", **common, communicate_once=True, share_prompts=True)
     assert found[1]["policy/loss"] == pytest.approx(plain[1]["policy/loss"], abs=0.02)
     assert found[1]["policy/rollout_gap_mean"] < 0.005
     assert (tmp_path / "fast" / "final" / "model.safetensors").exists()
@@ -112,6 +91,5 @@ def test_offloading_trains_the_same_policy(param_dtype, policy, tmp_path):
     _, on_host, *_ = results[f"--param_dtype {param_dtype} --offload all --offload_reference"]
     for name, parameter in resident.items():
         assert streamed[name].equal(parameter), name
-        torch.testing.assert_close(
-            on_host[name], parameter, atol=1e-4, rtol=2**-7 if param_dtype == "bfloat16" else 1e-4
-        )
+        rtol = 2**-7 if param_dtype == "bfloat16" else 1e-4
+        torch.testing.assert_close(on_host[name], parameter, atol=1e-4, rtol=rtol)

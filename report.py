@@ -33,10 +33,10 @@ PANELS = {  # title -> the metrics that it shows; * stands for any text
 
 def read_metrics(run_dir: Path) -> list[dict[str, float]]:
     """The lines of metrics.jsonl by step; none without the file. Raises ValueError for what is damaged."""
-    records = read_steps(run_dir / "metrics.jsonl")
-    for name, value in [item for record in records for item in record.items()]:
+    records = read_steps(file := run_dir / "metrics.jsonl")
+    for name, value in (item for record in records for item in record.items()):
         if not isinstance(value, int | float | None):
-            raise ValueError(f"{run_dir / 'metrics.jsonl'} is damaged: {name} is no number: {str(value)[:50]!r}")
+            raise ValueError(f"{file} is damaged: {name} is no number: {str(value)[:50]!r}")
     return records
 
 
@@ -66,8 +66,8 @@ def judgement(run_dir: Path) -> str:
 
 def seconds_of_phases(metrics: dict[str, float]) -> dict[str, float]:
     """Phase -> seconds, from the `time/<phase>_s` of a step."""
-    times = {name[5:-2]: value for name, value in metrics.items() if name.startswith("time/")}
-    return {phase: seconds for phase, seconds in times.items() if phase not in ("step", "rollout_tail")}
+    others = ("time/step_s", "time/rollout_tail_s")
+    return {name[5:-2]: x for name, x in metrics.items() if name.startswith("time/") and name not in others}
 
 
 def plot(run_dir: Path) -> None:
@@ -89,10 +89,10 @@ def plot(run_dir: Path) -> None:
                 axis.plot(*zip(*curve["points"], strict=True), ".--", color=line.get_color(), label=curve["label"])
         if len(axis.lines) > 1 or ("*" in pattern and axis.lines):
             axis.legend(fontsize=8)
-    seconds = {record["step"]: seconds_of_phases(record) for record in records if "time/sample_s" in record}
-    phases = list(dict.fromkeys(phase for each in seconds.values() for phase in each))
     last.set(title="seconds per phase", xlabel="step")
+    seconds = {record["step"]: seconds_of_phases(record) for record in records if "time/sample_s" in record}
     if seconds:
+        phases = list(dict.fromkeys(phase for each in seconds.values() for phase in each))
         heights = [[each.get(phase, 0.0) for each in seconds.values()] for phase in phases]
         last.stackplot(list(seconds), heights, labels=phases)
         last.legend(fontsize=8, loc="upper right", ncols=2)
@@ -111,7 +111,7 @@ def plot_timeline(run_dir: Path) -> None:
     spans = [span for record in records for span in record["spans"]]
     if not spans:
         return
-    spans.sort(key=lambda span: (span["begin"], -span["end"]))
+    spans.sort(key=lambda span: (span["begin"], -span["end"]))  # the inner one is drawn later
     names = sorted({span["who"] for span in spans}, key=lambda who: (who != "ranks", who))
     kinds = dict.fromkeys(span["what"].split()[0] for span in spans)
     colors = {kind: colormaps["tab20"](i % 20) for i, kind in enumerate(kinds)}
@@ -125,8 +125,8 @@ def plot_timeline(run_dir: Path) -> None:
         if width > 0.03 * (end - start):
             axis.text(left, height, f" {detail}", va="center", size=8)
     axis.set(yticks=range(len(names)), yticklabels=names, xlabel="seconds", ylim=(len(names) - 0.5, -0.5))
-    patches = [Patch(color=color, label=kind) for kind, color in colors.items()]
-    figure.legend(handles=patches, loc="outside upper center", ncols=8, fontsize=8)
+    handles = [Patch(color=color, label=kind) for kind, color in colors.items()]
+    figure.legend(handles=handles, loc="outside upper center", ncols=8, fontsize=8)
     axis.set_title(f"{run_dir}, steps {records[0]['step']} to {records[-1]['step']}", loc="left", fontsize=9)
     with whole(run_dir / "timeline.png") as unfinished:
         figure.savefig(unfinished, format="png", dpi=90)
@@ -135,14 +135,12 @@ def plot_timeline(run_dir: Path) -> None:
 def main() -> None:
     """The command line. Ends with exit status 2 and a sentence for what cannot be read."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="*", type=Path, help="run folders; after --compare A... -- those of B")
+    parser.add_argument("runs", nargs="+", type=Path, help="run folders; after --compare A... -- those of B")
     parser.add_argument("--output", type=Path, metavar="FILE", help="the page (default: report.html in the first run)")
     answers = parser.add_mutually_exclusive_group()
     answers.add_argument("--compare", nargs="+", type=Path, metavar="A", help="compare these runs with those after --")
     answers.add_argument("--reference", choices=reference.names(), metavar="NAME", help="judge each run by it")
     args = parser.parse_args()
-    if not args.runs:
-        parser.error("give run folders; --compare takes them on both sides of --.")
     try:
         if args.compare:
             print(compare(*([history(run_dir) for run_dir in side] for side in (args.compare, args.runs))))

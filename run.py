@@ -128,7 +128,7 @@ class Run:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Adds the wall time of the block to `name`, without phases inside it; on CUDA, with work that it queued."""
+        """Adds the wall time of the block, less that of phases inside it; on CUDA with the work that it queued."""
         if name == "update":  # the last moment to end without it
             end_if_requested()
         start = time.perf_counter()
@@ -146,7 +146,7 @@ class Run:
         self.note_span("ranks", name, begin, time.time())
 
     def note_span(self, who: str, what: str, begin: float, end: float) -> None:
-        """For timeline.png: who did what when, by the clock."""
+        """Keeps for timeline.png who did what when, by the clock."""
         self.spans.append({"who": who, "what": what, "begin": round(begin, 3), "end": round(end, 3)})
 
     def record(self, metrics: Metrics) -> None:
@@ -154,7 +154,7 @@ class Run:
         self.updates.append(metrics)
 
     def metrics(self) -> Metrics:
-        """Of the step so far: its updates as one, `time/<phase>_s`, and `time/step_s` since the last call of `log`."""
+        """Returns those of the step so far: its updates as one, `time/<phase>_s`, `time/step_s` since the last line."""
         times = {f"time/{name}_s": seconds for name, seconds in self.seconds.items()}
         times["time/step_s"] = time.perf_counter() - self.start if self.start else 0.0
         return merge_updates(self.updates) | times
@@ -172,7 +172,7 @@ class Run:
             self.say(remark)
 
     def logged(self, step: int) -> Metrics:
-        """What metrics.jsonl holds of the step, the same on every rank; {} for nothing."""
+        """Returns the step's line of metrics.jsonl, the same on every rank; {} if there is none."""
         records = report.read_metrics(self.out_dir) if self.world.is_main else []
         found = broadcast_from_main(next((record for record in records if record["step"] == step), {}))
         return {name: math.nan if value is None else value for name, value in found.items() if name != "step"}
@@ -183,7 +183,7 @@ class Run:
     def describe_start(self, resumed_from: int) -> None:
         """Appends command, code, packages and hardware to starts.jsonl, and writes uncommitted changes to a patch.
 
-        The tracker goes on after this step.
+        The tracker starts, too: it goes on after `resumed_from`.
         """
         self.console.start(resumed_from)
         if not self.world.is_main:
@@ -205,7 +205,7 @@ class Run:
         })  # fmt: skip
 
     def _say_what_changed(self) -> None:
-        """On another number of ranks or engines than at the last start."""
+        """Tells if the last start had another number of ranks or engines."""
         starts = report.read_lines(self.out_dir / "starts.jsonl")
         ranks, size = launched_world_size(), self.world.tp_size
         if starts and (starts[-1]["world_size"], starts[-1]["tensor_parallel_size"]) != (ranks, size):
@@ -224,17 +224,14 @@ class Run:
             self._write("excluded_rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
 
     def keep(self, sampled: Sampled, trained: Rollout, updates: list[Update]) -> None:
-        """Keeps what was sampled in this step: all of it in rollouts/, a little in samples.jsonl.
-
-        `trained`: what was trained on, by these updates.
-        """
+        """Keeps the completions of a step: all in rollouts/, a few in samples.jsonl. `updates` trained on `trained`."""
         self.samples(sampled.step, trained, sampled.group_size)
         if self.recording.keep_rollouts:
             self.rollouts.keep(dataclasses.replace(sampled, logprobs=own_logprobs(trained, updates)))
 
     @contextmanager
     def kept_if_it_ends(self, sampled: Sampled, trained: Rollout, updates: list[Update]) -> Iterator[None]:
-        """Keeps what was sampled in this step if the block ends the run with a sentence, which then names the file."""
+        """Keeps the step's completions if the block ends the run with a sentence, which then names the file."""
         try:
             yield
         except RunError as error:  # on every rank alike
@@ -271,7 +268,7 @@ class Run:
             self.say(f"step {step}: {count} could not be graded; all are in reward_failures.jsonl")
 
     def finish(self) -> None:
-        """All files are complete."""
+        """Waits until all files are complete."""
         self.rollouts.wait()
         self.console.finish()
 
@@ -282,12 +279,12 @@ class Run:
                 report.plot_timeline(self.out_dir)
 
     def judge(self) -> None:
-        """Says whether a run of a documented set-up has reached what was published; of others nothing."""
+        """Says whether a run of a documented set-up has reached the published figures; nothing of other runs."""
         if self.world.is_main and (text := report.judgement(self.out_dir)):
             self.say(text)
 
     def _append_to_log(self, record: dict[str, object]) -> None:
-        """A line of metrics.jsonl, of which none may be missing. Raises DiskError on all ranks."""
+        """Appends a line to metrics.jsonl, of which none may be missing. Raises DiskError on all ranks."""
         file, refused = self.out_dir / "metrics.jsonl", ""
         try:
             with required(file):
@@ -299,7 +296,7 @@ class Run:
             raise DiskError(refused)
 
     def _append(self, name: str, record: dict[str, object]) -> None:
-        """A line of another file, if the disk takes it."""
+        """Appends a line to another file, if the disk takes it."""
         if self.world.is_main:
             with tolerated(str(self.out_dir / name)):
                 append(self.out_dir / name, json.dumps(record, ensure_ascii=False) + "\n")
@@ -310,15 +307,14 @@ class Run:
 
 
 def _own_files(command: list[str]) -> str:
-    """As a patch: the files of functions that flags name, as my_reward.py:score, if they are not in the repository."""
+    """Returns as a patch the files that flags name (my_reward.py:score) and that are not in the repository."""
     named = {str(Path(file).absolute()) for text in command for file in re.findall(r"([^\s,=]+\.py):\w", text)}
-    return "".join(
-        _git("diff", "--no-index", "--", os.devnull, file) for file in sorted(named) if not _git("ls-files", file)
-    )
+    unknown = [file for file in sorted(named) if not _git("ls-files", file)]
+    return "".join(_git("diff", "--no-index", "--", os.devnull, file) for file in unknown)
 
 
 def _git(*arguments: str) -> str:
-    """What git says of the code's folder; "" without git or a repository: an unpacked archive runs as well."""
+    """Returns what git says of the code's folder; "" without git or a repository: an unpacked archive runs, too."""
     git = shutil.which("git")
     command = [git, "-C", str(Path(__file__).parent), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout if git else ""

@@ -141,7 +141,7 @@ def predicted(setup: Setup) -> float:
     if setup.memory.offload == "all":  # chunks are in host RAM, and `host_phases` counts them as the process's own
         device = max(device, *optimizer_peak(replace(setup, memory=replace(setup.memory, offload="none"))).values())
     host = host_phases(setup)["run"]
-    return device + sum(without(host, "processes", "rounding of pinned memory").values()) / setup.num_trainers
+    return device + sum(without(host, "processes", "rounding of pinned memory").values()) / setup.hardware.gpus
 
 
 def main() -> None:

@@ -26,7 +26,6 @@ from fsdp_utils import local_shard
 from model import sizes
 
 Group = dict[str, object]  # of parameters, with their settings
-PINNED_IN_PLACE: list[int] = []  # bytes of what `pin_in_place` has pinned: torch does not count it
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], adamw: AdamW, memory: Memory) -> Optimizer:
@@ -126,7 +125,6 @@ def pin_in_place(tensor: Tensor) -> None:
     local = local_shard(tensor)
     if local.numel():
         pin_memory(local.data_ptr(), local.nbytes)
-        PINNED_IN_PLACE.append(local.nbytes)
 
 
 def join(parameter: Tensor, remainder: Tensor) -> Tensor:

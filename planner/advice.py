@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 
 from model.sizes import MOST_ON_GPU
@@ -14,14 +16,8 @@ from planner.time import Assumed, step_seconds
 MOST_CHANGES = 4  # that are tried together
 SHORT_CACHE = 1 / 8  # of the sequences: with less the engine reads its weights for a few tokens at a time
 FASTER = 0.98  # of the seconds; what gains less is as fast
+PARTS = ("memory", "run", "engine", "hardware")  # of a setup, with its flags
 Change = dict[str, object]  # flag -> its value
-PARTS = {  # of a setup, by flag
-    "gradient_checkpointing": "memory", "communicate_once": "memory", "share_prompts": "memory",
-    "micro_batch_tokens": "memory", "param_dtype": "memory", "offload": "memory", "offload_reference": "memory",
-    "shard_ranks": "memory",
-    "tensor_parallel_size": "run", "gpu_memory_utilization": "engine", "enforce_eager": "engine",
-    "nodes": "hardware", "gpus": "hardware",
-}  # fmt: skip
 
 
 def misfits(setup: Setup, free: float | None = None) -> list[str]:
@@ -45,60 +41,56 @@ def misfits(setup: Setup, free: float | None = None) -> list[str]:
     return found
 
 
-def short_cache(setup: Setup) -> str:
-    """A sentence if the cache holds less than `SHORT_CACHE` of what an engine would run at a time; "" otherwise."""
+def short_cache(setup: Setup) -> list[str]:
+    """A sentence if the cache holds less than `SHORT_CACHE` of what an engine would run at a time."""
     wanted, held = min(setup.plan.completions_per_step / setup.num_engines, MOST_ON_GPU), sequences_at_once(setup)
-    return f"the cache holds {held:.1f} of an engine's {wanted:g} sequences" if 1 <= held < SHORT_CACHE * wanted else ""
+    is_short = 1 <= held < SHORT_CACHE * wanted
+    return [f"the cache holds {held:.1f} of an engine's {wanted:g} sequences"] if is_short else []
 
 
-def value_of(setup: Setup, flag: str) -> object:
-    return getattr(getattr(setup, PARTS[flag]), flag)
+def flags_of(setup: Setup) -> Change:
+    return {flag: value for part in PARTS for flag, value in vars(getattr(setup, part)).items()}
 
 
-def words_of(before: Setup, after: Setup) -> list[str]:
-    """The flags in which they differ, as they are given."""
-    found = []
-    for flag, part in PARTS.items():
-        if (value := value_of(after, flag)) != value_of(before, flag):
-            name = f"--plan_{flag}" if part == "hardware" else f"--{flag}"
-            found.append(f"{'' if value else 'no '}{name}" if isinstance(value, bool) else f"{name} {value}")
-    return found
-
-
-def with_change(setup: Setup, change: Change) -> Setup:
-    for flag, value in change.items():
-        part = getattr(setup, PARTS[flag])
-        setup = replace(setup, **{PARTS[flag]: replace(part, **{flag: value})})
+def with_changes(setup: Setup, changes: Change) -> Setup:
+    for part in PARTS:
+        own = getattr(setup, part)
+        own = replace(own, **{flag: value for flag, value in changes.items() if flag in vars(own)})
+        setup = replace(setup, **{part: own})
     return setup
 
 
 def levers(setup: Setup) -> list[list[Change]]:
     """What could be changed on the same machines, and at last to more of them; in each list the mildest first."""
-    plan, run, memory, h = setup.plan, setup.run, setup.memory, setup.hardware
-    limits = run.max_prompt_tokens, run.max_completion_tokens
-    caps = {max(memory.micro_batch_tokens // 2**n, sum(limits)) for n in range(1, 8)}
-    now, per_node = setup.engine.gpu_memory_utilization, h.gpus // h.nodes
-    shares = sorted((n / 20 for n in range(2, 19) if abs(n / 20 - now) > 0.01), key=lambda share: abs(share - now))
-    shards = [n for n in range(setup.num_shards + 1, h.gpus + 1) if h.gpus % n == 0]
+    plan, run, h, now = setup.plan, setup.run, setup.hardware, flags_of(setup)
+    limits, per_node = (run.max_prompt_tokens, run.max_completion_tokens), h.gpus // h.nodes
     sizes = range(run.tensor_parallel_size + 1, per_node + 1)  # which divide GPUs and heads, and leave whole engines
     sizes = [n for n in sizes if math.gcd(h.gpus, setup.model.heads) % n == 0 and not setup.has_servers]
+    shares = [n / 20 for n in range(2, 19)]
     values = {
         "gradient_checkpointing": [True],
         "communicate_once": [False],
         "share_prompts": [False] if setup.sharers(*limits) > 1 else [],
-        "micro_batch_tokens": sorted(caps, reverse=True),
-        "gpu_memory_utilization": shares,
+        "micro_batch_tokens": [max(setup.memory.micro_batch_tokens // 2**n, sum(limits)) for n in range(1, 8)],
+        "gpu_memory_utilization": sorted(shares, key=lambda share: abs(share - now["gpu_memory_utilization"])),
         "enforce_eager": [True],
-        "shard_ranks": shards,
+        "shard_ranks": [n for n in range(setup.num_shards + 1, h.gpus + 1) if h.gpus % n == 0],
         "tensor_parallel_size": [n for n in sizes if plan.prompts_per_step % (h.gpus // n) == 0],
         "offload_reference": [True] if setup.has_reference_model else [],
         "param_dtype": [] if setup.has_lora else ["bfloat16"],
         "offload": ["none", "optimizer", "all"],
     }
-    found = [[{flag: x} for x in tried if x != value_of(setup, flag)] for flag, tried in values.items()]
+    found = [[{flag: value} for value in tried if value != now[flag]] for flag, tried in values.items()]
     if setup.has_servers or plan.prompts_per_step % (2 * setup.num_engines) == 0:
         found.append([{"gpus": 2 * h.gpus} | ({"nodes": 2 * h.nodes} if per_node >= 8 else {})])
-    return [changes for changes in found if changes]
+    return found
+
+
+def quickest(setups: Iterable[Setup], assumed: Assumed) -> list[Setup]:
+    """The first of the setups that fit and are as fast as the fastest of them; none if none fits."""
+    fit = [(step_seconds(each, assumed), each) for each in setups if not misfits(each)]
+    limit = min((seconds for seconds, _ in fit), default=0.0) / FASTER
+    return [each for seconds, each in fit if seconds <= limit][:1]
 
 
 def fewest(setup: Setup, assumed: Assumed) -> list[Setup]:
@@ -106,54 +98,47 @@ def fewest(setup: Setup, assumed: Assumed) -> list[Setup]:
     for count in range(1, MOST_CHANGES + 1):
         found = []
         for chosen in itertools.combinations(levers(setup), count):
-            best = None
-            for changes in itertools.product(*chosen):
-                changed = with_change(setup, {flag: x for change in changes for flag, x in change.items()})
-                if not misfits(changed):
-                    seconds = step_seconds(changed, assumed)
-                    if best is None or seconds < FASTER * best[0]:  # of settings that are equally fast, the mildest
-                        best = seconds, changed
-            found += [best] if best else []
+            tried = (functools.reduce(with_changes, changes, setup) for changes in itertools.product(*chosen))
+            found += quickest(tried, assumed)
         if found:
-            return [each for _, each in sorted(found, key=lambda best: (best[1].hardware.gpus, best[0]))][:5]
+            return sorted(found, key=lambda each: (each.hardware.gpus, step_seconds(each, assumed)))[:5]
     return []
 
 
 def fastest(setup: Setup, assumed: Assumed, start: Setup) -> Setup:
     """The fastest on the same machines that one change after the other leads to, from a setup that fits."""
     tried = [change for changes in levers(setup) for change in changes if "gpus" not in change]
-    tried += [{flag: value_of(setup, flag)} for flag in dict.fromkeys(flag for change in tried for flag in change)]
-    seconds = step_seconds(start, assumed)
+    tried += [{flag: flags_of(setup)[flag]} for change in tried for flag in change]  # and back again
     while True:
-        others = (with_change(start, change) for change in tried)
-        fit = [(step_seconds(each, assumed), each) for each in others if not misfits(each)]
-        nearest = min(fit, key=lambda each: each[0], default=(math.inf, start))
-        if nearest[0] >= FASTER * seconds:
+        others = [each for change in tried if not misfits(each := with_changes(start, change))]
+        nearest = min([start, *others], key=lambda each: step_seconds(each, assumed))
+        if step_seconds(nearest, assumed) >= FASTER * step_seconds(start, assumed):
             return start
-        seconds, start = nearest
+        start = nearest
 
 
 def advised(setup: Setup, assumed: Assumed) -> dict[str, object]:
     """What would fit after the fewest changes, and what would be the fastest (None: one of these, or as it is)."""
     fits = not misfits(setup)
     few = [] if fits else fewest(setup, assumed)
-    starts = [each for each in few if each.hardware.gpus == few[0].hardware.gpus]
-    starts = [setup] if fits and short_cache(setup) else starts
-    found = [fastest(setup, assumed, each) for each in starts]
-    best = min(found, key=lambda each: step_seconds(each, assumed), default=None)
-    told = best is not None and step_seconds(best, assumed) < FASTER * step_seconds(starts[0], assumed)
+    starts = [setup] if fits and short_cache(setup) else [each for each in few if each.hardware == few[0].hardware]
+    best = quickest([*starts, *(fastest(setup, assumed, each) for each in starts)], assumed)
     return {
         "changes_that_would_fit": [described(setup, each, assumed) for each in few],
-        "fastest_that_fits": described(setup, best, assumed) if told else None,
+        "fastest_that_fits": described(setup, best[0], assumed) if best != starts[:1] else None,
     }
 
 
 def described(setup: Setup, changed: Setup, assumed: Assumed) -> dict[str, object]:
-    warning = short_cache(changed)
+    before, words = flags_of(setup), []
+    for flag, value in flags_of(changed).items():
+        if value != before[flag]:
+            name = f"--plan_{flag}" if flag in ("gpus", "nodes") else f"--{flag}"
+            words.append(f"{'' if value else 'no '}{name}" if isinstance(value, bool) else f"{name} {value}")
     return {
-        "changes": words_of(setup, changed),
+        "changes": words,
         "gpu_needed_gib": round(max(phase.needed for phase in gpu_phases(changed).values()) / GIB, 1),
         "host_peak_gib": round(max(sum(parts.values()) for parts in host_phases(changed).values()) / GIB),
         "step_seconds": round(step_seconds(changed, assumed)),
-        "warnings": [warning] if warning else [],
+        "warnings": short_cache(changed),
     }

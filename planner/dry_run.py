@@ -1,9 +1,7 @@
-"""`train_grpo.py --dry_run`: what a run amounts to and whether it fits, before anything is rented or loaded.
+"""`train_grpo.py --dry_run`: what a run amounts to and whether it fits. It needs no GPU, no weights and no data.
 
-It needs the run's flags, the model's config (in a folder, in `models.json`, or on the hub) and the number of training
-rows; no GPU, no weights, no data. The exit code is 0 if the run fits and 3 if not. Read `dry_run` first. `setup_of`
-reads the flags, `memory.py` has the bytes, `time.py` the seconds, `advice.py` what would have to change, `report.py`
-what is printed.
+The exit code is 0 if the run fits and 3 if not. `setup_of` reads the flags, `memory.py` has the bytes, `time.py` the
+seconds, `advice.py` what would have to change, `report.py` what is printed.
 """
 
 from __future__ import annotations
@@ -104,22 +102,16 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
         num_checkpoints=most_checkpoints(take(Saving, args), min(plan.total_steps, args.stop_after or math.inf)),
     )  # fmt: skip
     engine = take(EngineSettings, args, max_model_len=sum(limits))
+    of_servers = len(args.generation_gpus) or max(1, len(args.server_urls)) * args.tensor_parallel_size
     gpu_memory, flops, memory_speed, link_speed, host_speed = GPUS[args.plan_gpu]
     hardware = Hardware(
         name=args.plan_gpu, gpus=gpus, nodes=nodes,
         gpu_bytes=gpu_memory * GIB, host_bytes=args.plan_host_memory_gib * GIB,
         flops=flops * 1e12, memory_speed=memory_speed * 1e12,
         link_speed=link_speed * 1e9, network_speed=NETWORK_SPEED, host_speed=host_speed * 1e9,
-        generation_gpus=generation_gpus_of(args),
+        generation_gpus=of_servers if args.engine == "server" else 0,
     )  # fmt: skip
     return Setup(model, take(Memory, args), lora, engine, plan, run, hardware)
-
-
-def generation_gpus_of(args: argparse.Namespace) -> int:
-    """GPUs of generation servers; those of --server_urls have --tensor_parallel_size each, and so has the only one."""
-    if args.engine == "colocated":
-        return 0
-    return len(args.generation_gpus) or (len(args.server_urls) or 1) * args.tensor_parallel_size
 
 
 def most_checkpoints(saving: Saving, last_step: float) -> int:
@@ -131,14 +123,13 @@ def most_checkpoints(saving: Saving, last_step: float) -> int:
 
 def assumed_of(args: argparse.Namespace) -> Assumed:
     """What the flags assume. Raises ValueError for a mean length above its limit."""
-
-    def mean_length(kind: str, mean: float | None, limit: int) -> float:
+    lengths = {
+        "prompt": (args.plan_prompt_tokens, args.max_prompt_tokens),
+        "completion": (args.plan_completion_tokens, args.max_completion_tokens),
+    }
+    means = {}
+    for kind, (mean, limit) in lengths.items():
         if mean is not None and mean > limit:
             raise ValueError(f"--plan_{kind}_tokens {mean:g} is the mean; use at most --max_{kind}_tokens {limit}.")
-        return limit / 2 if mean is None else mean
-
-    return Assumed(
-        flops=args.plan_flops_share,
-        prompt=mean_length("prompt", args.plan_prompt_tokens, args.max_prompt_tokens),
-        completion=mean_length("completion", args.plan_completion_tokens, args.max_completion_tokens),
-    )  # fmt: skip
+        means[kind] = limit / 2 if mean is None else mean
+    return Assumed(flops=args.plan_flops_share, **means)

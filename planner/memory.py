@@ -1,10 +1,9 @@
 """How much memory a run takes: formulas for each phase, in bytes. Pure functions of a `Setup`.
 
-Read `gpu_phases` (one GPU), `host_phases` (one node) and `checkpoint_bytes` (disk) first, then the peaks that they are
-made of. The formulas of the passes were fitted to the storages of the real model; `benchmarks/bench_memory.py` compares
-them with real updates. They assume several micro-batches per update, as full as --micro_batch_tokens allows, of
-completion tokens alone. That flag does not bound attention's copy of shared keys and values: for it, groups of the
-shortest completions are assumed.
+Read `gpu_phases` (one GPU), `host_phases` (one node) and `checkpoint_bytes` (disk) first. The formulas of the passes
+were fitted to the storages of the real model; `benchmarks/bench_memory.py` compares them with real updates. They assume
+several micro-batches per update, full of completion tokens. --micro_batch_tokens does not bound attention's copy of
+shared keys and values: for it, groups of the shortest completions are assumed.
 """
 
 from __future__ import annotations
@@ -18,13 +17,10 @@ from planner.setup import COMPUTE, GIB, Setup
 REDUCE = 4  # gradients are reduced in fp32
 FRAGMENTATION = 1.05  # what torch's allocator holds, over the live tensors
 CONTEXT = 2.5 * GIB  # per GPU: CUDA context, NCCL buffers, workspaces of the matrix products
-# The engine beside weights and cache, without and with CUDA graphs. Awake: vLLM's pull request 11743 logged 2.95 + 1.27
-# GiB. Asleep: graphs and NCCL buffers stay; vLLM's issue 47654 logged 1.4 GiB of graphs.
-ENGINE_WORKING = {True: 2.5 * GIB, False: 4.0 * GIB}
-ENGINE_ASLEEP = {True: 0.5 * GIB, False: 2.0 * GIB}
-# Bytes for each element that the optimizer works on, by the bytes of a parameter: fp32 copies and what rounds them
-# (bf16 parameters), or two moments from the host (fp32).
-CHUNK_BYTES = {2: 28, 4: 8}
+# The engine beside weights and cache, without and with CUDA graphs.
+ENGINE_WORKING = {True: 2.5 * GIB, False: 4.0 * GIB}  # vLLM's pull request 11743 logged 2.95 + 1.27 GiB
+ENGINE_ASLEEP = {True: 0.5 * GIB, False: 2.0 * GIB}  # NCCL buffers, graphs; vLLM's issue 47654 logged 1.4 GiB of these
+CHUNK_BYTES = {2: 28, 4: 8}  # bytes of a parameter -> of an element that the optimizer works on: fp32 copies or moments
 PROCESS_HOST = 6 * GIB  # host RAM of one rank without weights: libraries, CUDA's host side, pinned buffers, the rollout
 
 Parts = dict[str, float]  # bytes by what they are for
@@ -54,7 +50,7 @@ class Phase:
 def gpu_phases(setup: Setup) -> dict[str, Phase]:
     """Phase -> what a GPU holds at its peak."""
     m, memory = setup.model, setup.memory
-    static, awake = resident(setup), engine_parts(setup)
+    static, awake = without(static_parts(setup, on_host=False), "gradients"), engine_parts(setup)
     largest_tensor = m.table * (COMPUTE if setup.has_lora else setup.trained_bytes)  # the embedding, as it is loaded
     asleep = {"engine asleep": ENGINE_ASLEEP[setup.engine.enforce_eager]}
     # The largest parameter and its shard in bf16; the next one is gathered while the engine copies this one.
@@ -94,11 +90,6 @@ def static_parts(setup: Setup, on_host: bool) -> Parts:
     return {name: part * shards / setup.num_shards for name, part in parts.items() if (name in moved) == on_host}
 
 
-def resident(setup: Setup) -> Parts:
-    """Bytes on one GPU all the time, from the end of loading on."""
-    return without(static_parts(setup, on_host=False), "gradients")
-
-
 def engine_parts(setup: Setup) -> Parts:
     """Bytes on one GPU of the awake engine. It takes its whole share of the GPU: the rest of it is KV cache."""
     weights = setup.model.parameters * COMPUTE / setup.run.tensor_parallel_size
@@ -125,18 +116,19 @@ def largest(moments: list[Parts]) -> Parts:
 
 
 def update_peak(setup: Setup) -> Parts:
-    """Bytes on one GPU at most in a backward pass, beside `resident`, with the gradients of an earlier micro-batch.
+    """Bytes on one GPU at most in a backward pass, with the gradients of an earlier micro-batch.
 
     The largest of six moments: the head, with what all layers keep; the start of the forward pass; the last layer; the
-    layer before it, while the last one is reduced; where embedding and head are tied, the sum of their gradients; the
-    reduction of embedding and head.
+    layer before it, while the last one is reduced; the reduction of embedding and head; where they are tied, the sum of
+    their gradients.
     """
     m, memory, tokens = setup.model, setup.memory, setup.memory.micro_batch_tokens
     root, is_once = COMPUTE * m.root_parameters, memory.communicate_once
     layer = COMPUTE * (m.layer_parameters + (setup.trained_per_layer if setup.has_lora else 0))
     one, two = (root + (m.layers if is_once else n) * layer for n in (1, 2))  # gathered at a time
     kept_name = "checkpoints" if memory.gradient_checkpointing else "activations"
-    kept, last_norm = kept_per_layer(setup), (8 if setup.has_lora else 10) * tokens * m.hidden
+    kept = 2 * tokens * m.hidden if memory.gradient_checkpointing else saved_per_layer(setup)  # a layer's input, or all
+    last_norm = (8 if setup.has_lora else 10) * tokens * m.hidden
     head_gradient, embedded = 0 if setup.has_lora else COMPUTE * m.table, 2 * m.hidden + 4 * m.head_dim  # with angles
     of_layer = {"one layer": backward_of_layer(setup), "gathered": two}
     reduced = head_gradient + REDUCE * setup.trained_per_layer  # of the layer after this one
@@ -179,9 +171,8 @@ def head_chunk(setup: Setup) -> int:
 
 
 def head_bytes(setup: Setup) -> float:
-    """The head's peak: two fp32 numbers a logit in the forward pass. The last chunk is kept for the backward pass.
-
-    A second tensor is there where other chunks are computed again, and for the entropy's gradient.
+    """The head's peak: two fp32 numbers a logit in the forward pass. The backward pass needs a second tensor where
+    chunks are computed again, and for the entropy's gradient.
     """
     m, chunk = setup.model, head_chunk(setup)
     has_second = chunk < setup.memory.micro_batch_tokens or setup.run.trains_entropy
@@ -190,10 +181,7 @@ def head_bytes(setup: Setup) -> float:
 
 
 def backward_of_layer(setup: Setup) -> float:
-    """What a layer takes in its backward pass: the largest of MLP, attention, and weights with the norm's gradients.
-
-    Small micro-batches have the last one.
-    """
+    """What a layer takes in its backward pass: the largest of MLP, attention, and weights with the norm's gradients."""
     m, tokens, has_lora = setup.model, setup.memory.micro_batch_tokens, setup.has_lora
     h, i = m.hidden, m.intermediate
     mlp, weights = tokens * (4 * i + 2 * h), 0
@@ -227,15 +215,8 @@ def head_norms(setup: Setup) -> int:
     return setup.model.has_head_norms * (4 if setup.has_lora else 6) * (setup.model.q + setup.model.kv)
 
 
-def kept_per_layer(setup: Setup) -> float:
-    """Bytes that a layer keeps for its backward pass: its input if it is computed again, otherwise all it saved."""
-    if setup.memory.gradient_checkpointing:
-        return setup.memory.micro_batch_tokens * 2 * setup.model.hidden
-    return saved_per_layer(setup)
-
-
 def logprobs_peak(setup: Setup) -> Parts:
-    """Bytes on one GPU at most in a pass without gradients, beside `resident`: at its start, in a layer or the head."""
+    """Bytes on one GPU at most in a pass without gradients: at its start, in a layer or in the head."""
     m, tokens = setup.model, setup.memory.micro_batch_tokens
     root, layer = COMPUTE * m.root_parameters, COMPUTE * m.layer_parameters
     is_of_policy = setup.old_logprob_passes > 0 or not setup.has_reference_model
@@ -244,12 +225,11 @@ def logprobs_peak(setup: Setup) -> Parts:
     kernel = 4 * m.q + 4 * m.kv * (1 + setup.keys_per_position)
     attention = tokens * (6 * m.hidden + 4 * m.head_dim + max(kernel, 10 * m.q * m.has_head_norms))  # 10: in the norm
     logits = 8 * head_chunk(setup) * m.vocab
-    moments = [
+    return largest([
         {"gathered": 2 * (root + layer), "one layer": tokens * (2 * m.hidden + 4 * m.head_dim)},
         {"gathered": root + max(3 * layer, kept), "one layer": max(mlp, attention)},
         {"gathered": root + layer + kept, "logits": logits, "one layer": 2 * tokens * m.hidden},
-    ]
-    return largest(moments)
+    ])  # fmt: skip
 
 
 def optimizer_peak(setup: Setup) -> Parts:
@@ -267,10 +247,7 @@ def optimizer_peak(setup: Setup) -> Parts:
 
 
 def host_phases(setup: Setup) -> dict[str, Parts]:
-    """Phase -> bytes of host RAM on one node: while loading, while running, while writing a checkpoint.
-
-    Generation servers are counted as if all of them were on this node.
-    """
+    """Phase -> bytes of host RAM on one node, which is taken to hold all generation servers."""
     ranks = setup.hardware.gpus / setup.hardware.nodes  # of a node
     static = static_parts(setup, on_host=True)
     kept = {"processes": (ranks + setup.hardware.generation_gpus) * PROCESS_HOST} | static
@@ -286,9 +263,8 @@ def host_phases(setup: Setup) -> dict[str, Parts]:
 
 
 def pinned_share(setup: Setup, itemsize: int) -> float:
-    """What FSDP's shards take in page-locked memory, over their bytes: torch rounds each up to a power of two.
-
-    (CachingHostAllocator.h.) The optimizer's state is pinned in place, without rounding.
+    """What FSDP's shards take in page-locked memory, over their bytes: torch rounds each up to a power of two
+    (CachingHostAllocator.h). The optimizer's state is pinned in place, without rounding.
     """
     m = setup.model
     matrices = [(m.layers, inputs * outputs) for inputs, outputs in m.projections.values()] + [(2, m.table)]
@@ -298,10 +274,7 @@ def pinned_share(setup: Setup, itemsize: int) -> float:
 
 
 def checkpoint_bytes(setup: Setup) -> float:
-    """On disk: the policy in bf16; for a resume the trained parameters as they are kept, and the optimizer's state.
-
-    Copies of the same (--shard_ranks) are written once.
-    """
+    """On disk: the policy in bf16; for a resume the trained parameters as they are kept, and the optimizer's state."""
     adapter = setup.gradient_bytes if setup.has_lora else 0  # once more, in peft's format
     return setup.model.parameters * COMPUTE + setup.gradient_bytes + setup.state_bytes + adapter
 

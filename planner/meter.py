@@ -1,7 +1,4 @@
-"""How much memory is taken: on a GPU by torch, the engine and CUDA; in host RAM by a process and those below it.
-
-And which errors say that there is none left.
-"""
+"""How much memory is taken: on a GPU, in host RAM. And which errors say that there is none left."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ from pathlib import Path
 import psutil
 import torch
 
-from model.optimizer import PINNED_IN_PLACE
 from planner.setup import GIB
 
 # torch, its allocators and CUDA's libraries have no common class of errors; cudaError 2 is cudaErrorMemoryAllocation.
@@ -33,14 +29,11 @@ def restart(device: torch.device) -> None:
 
 
 def peak(device: torch.device) -> tuple[int, int]:
-    """(bytes taken on the GPU, bytes of them that are in use) at the peak. On the CPU twice what is resident.
-
-    torch also counts what a sleeping engine has given back, so its own figures are used for differences alone.
-    """
+    """(bytes taken on the GPU, bytes of them that are in use) at the peak. On the CPU twice what is resident."""
     if device.type == "cpu":
         return peak_resident(), peak_resident()
     free, total = torch.cuda.mem_get_info(device)
-    stats = torch.cuda.memory_stats(device)
+    stats = torch.cuda.memory_stats(device)  # they count what a sleeping engine has given back: only differences hold
     reserved, allocated = stats["reserved_bytes.all.peak"], stats["allocated_bytes.all.peak"]
     taken = total - free + reserved - stats["reserved_bytes.all.current"]
     return taken, taken - (reserved - allocated)
@@ -53,18 +46,12 @@ def peak_resident() -> int:
 
 
 def resident_of_children() -> int:
-    """Of the processes below this one: those that grade. Pages that they share count in each."""
+    """Bytes of the processes below this one, which grade. Pages that they share count in each."""
     total = 0
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it has ended meanwhile
             total += child.memory_info().rss
     return total
-
-
-def pinned_bytes() -> int:
-    """Host RAM that is page-locked for this rank: torch's blocks, and the optimizer's state."""
-    blocks = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) if torch.cuda.is_available() else 0
-    return blocks + sum(PINNED_IN_PLACE)
 
 
 def lacks_memory(error: BaseException) -> bool:

@@ -85,10 +85,7 @@ class RunShape:
     has_kl: bool
     needs_first_logprobs: bool  # old log-probs are computed for the first update, too
     trains_entropy: bool  # the entropy is part of the loss
-    dynamic_sampling: str
-    steps_ahead: int  # of generation servers
     in_flight: bool
-    partial_rollouts: bool
     num_checkpoints: int  # on the disk at a time, at most
 
 
@@ -122,22 +119,17 @@ class Setup:
     hardware: Hardware
 
     @property
-    def num_trainers(self) -> int:
-        """GPUs that train. They also sample where there are no servers."""
-        return self.hardware.gpus
-
-    @property
     def has_servers(self) -> bool:
         return self.hardware.generation_gpus > 0
 
     @property
     def num_shards(self) -> int:
         """GPUs that share a copy of the policy: parameters, gradients, optimizer and reference are divided by it."""
-        return self.memory.shard_ranks or self.num_trainers
+        return self.memory.shard_ranks or self.hardware.gpus
 
     @property
     def num_copies(self) -> int:
-        return self.num_trainers // self.num_shards
+        return self.hardware.gpus // self.num_shards
 
     @property
     def num_engines(self) -> int:

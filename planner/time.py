@@ -1,13 +1,13 @@
 """How long a step takes, and what it moves: FLOPs and bytes by formula, over the share of peak speeds that is reached.
 
-An estimate for planning, not a measurement. It leaves out loading, evaluation, checkpoints, grading, and waiting for
-the slowest rank. docs/memory.md has published runs beside it, and says how the constants were chosen.
+It leaves out loading, evaluation, checkpoints, grading, and waiting for the slowest rank. docs/memory.md has published
+runs beside it, and says how the constants were chosen.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from model.sizes import MORE_IN_THE_AIR, MOST_ON_GPU
 from planner.memory import REDUCE, cache_bytes_per_token, engine_parts
@@ -46,7 +46,7 @@ def micro_batches(setup: Setup, assumed: Assumed) -> int:
     """Micro-batches of one rank in one update. Half a sequence of room is left in each."""
     of_completion = assumed.prompt / setup.sharers(assumed.prompt, assumed.completion) + assumed.completion
     filled = max(of_completion, setup.memory.micro_batch_tokens - of_completion / 2)
-    of_rank = setup.plan.completions_per_step / setup.plan.updates_per_pass / setup.num_trainers
+    of_rank = setup.plan.completions_per_step / setup.plan.updates_per_pass / setup.hardware.gpus
     return math.ceil(of_rank * of_completion / filled)
 
 
@@ -84,22 +84,16 @@ def link_speed(setup: Setup, members: int, stride: int = 1) -> float:
 
     Across nodes the cards of all members in a node carry what the node does not have.
     """
-    h, nodes = setup.hardware, nodes_of(setup, members, stride)
+    h = setup.hardware
+    nodes = members // math.gcd(members, max(1, h.gpus // h.nodes // stride))  # or the most, where groups differ
     if nodes == 1:
         return LINK_SHARE * h.link_speed
     others = (members - 1) / members / ((nodes - 1) / nodes)  # what a GPU lacks, over what its node lacks
     return LINK_SHARE * min(h.link_speed, h.network_speed * members / nodes * others)
 
 
-def nodes_of(setup: Setup, members: int, stride: int = 1) -> int:
-    """Nodes that a group of ranks is spread over; where groups do not divide the nodes, the most."""
-    per_node = setup.hardware.gpus // setup.hardware.nodes
-    return members // math.gcd(members, max(1, per_node // stride))
-
-
 def rollout_seconds(setup: Setup, assumed: Assumed) -> float:
-    """Prompts, then tokens: the engine is full until as many completions are left as run at once; the longest of them
-    goes on alone, up to the limit.
+    """Prompts, then tokens: the engine is full until the last completions run; the longest goes on alone to the limit.
 
     A step of a token reads the weights, or takes as long as its FLOPs. What is read of the cache and what the ranks of
     an engine exchange comes on top. So more cache, which makes fewer steps, is never slower.
@@ -111,11 +105,11 @@ def rollout_seconds(setup: Setup, assumed: Assumed) -> float:
     tokens, prompts = sequences * completion, sequences / plan.group_size * prompt
     steps = tokens / running_sequences(setup, assumed)
     alone = max(run.max_completion_tokens - completion, 0)
-    if run.in_flight and run.steps_ahead > 1:  # meanwhile the servers sample the next step, and the one after it
+    if run.in_flight and plan.steps_ahead > 1:  # meanwhile the servers sample the next step, and the one after it
         alone = 0
     weights = m.parameters * COMPUTE / tp / memory
     prefill = forward_flops(m, prompt, 1) * sequences / plan.group_size / flops
-    if run.partial_rollouts:  # the step waits for groups, not for the longest of all; what goes on is read again
+    if plan.partial_rollouts:  # the step waits for groups, not for the longest of all; what goes on is read again
         alone = min(alone, completion * (longest_of_group(plan.group_size) - 1))
         again = sequences * MORE_IN_THE_AIR / 2 * (1 - completion / run.max_completion_tokens)
         prefill += forward_flops(m, prompt + completion, 1) * again / flops
@@ -128,19 +122,8 @@ def rollout_seconds(setup: Setup, assumed: Assumed) -> float:
 
 
 def longest_of_group(group_size: int) -> float:
-    """Mean length of the longest of G completions, over the mean of all, where each token may be the last one alike.
-
-    With --partial_rollouts a step lasts about as long, in tokens; `tests/test_partial.py` counts it.
-    """
+    """Mean length of the longest of G completions over the mean of all, if each token is as likely to be the last."""
     return sum(1 / i for i in range(1, group_size + 1))
-
-
-def partial_seconds(setup: Setup, assumed: Assumed) -> tuple[float, float] | None:
-    """Seconds of a step without and with --partial_rollouts; None with servers, which have other ways."""
-    if setup.has_servers:
-        return None
-    without, partial = (replace(setup, run=replace(setup.run, partial_rollouts=x)) for x in (False, True))
-    return step_seconds(without, assumed), step_seconds(partial, assumed)
 
 
 def running_sequences(setup: Setup, assumed: Assumed) -> float:
@@ -164,7 +147,7 @@ def waiting_seconds(setup: Setup, assumed: Assumed) -> dict[str, float] | None:
     seconds = phase_seconds(setup, assumed)
     rollout = seconds["rollout"]
     train = sum(seconds.values()) - rollout - seconds["sync"]
-    if setup.run.steps_ahead:
+    if setup.plan.steps_ahead:
         return {"ranks": max(rollout - train, 0.0), "servers": max(train - rollout, 0.0)}
     return {"ranks": rollout, "servers": train}
 
@@ -177,7 +160,7 @@ def phase_seconds(setup: Setup, assumed: Assumed) -> dict[str, float]:
     prompt, completion = assumed.prompt, assumed.completion
     shared = forward_flops(m, prompt, 0) * (1 - 1 / setup.sharers(prompt, completion))
     of_completion = forward_flops(m, prompt + completion, completion) - shared
-    forward = plan.completions_per_step / setup.num_trainers * of_completion / (h.flops * assumed.flops)
+    forward = plan.completions_per_step / setup.hardware.gpus * of_completion / (h.flops * assumed.flops)
     passes = micro_batches(setup, assumed) * plan.updates_per_pass * PASS
     without_gradient = run.has_kl + setup.old_logprob_passes
     backward = (1 if setup.has_lora else 2) + memory.gradient_checkpointing

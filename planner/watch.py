@@ -1,10 +1,6 @@
 """The memory that a run takes, phase by phase, beside what the dry run predicts: the loop's door to the planner.
 
-    memory = watch_memory(args, num_rows, world)   # refuses a run that cannot fit, before its weights are read
-    with memory.phase("update"):                   # `Run.phase` does this
-        ...
-    line = memory.metrics()                        # of the step, the largest over the ranks
-
+`watch_memory` refuses a run that cannot fit, before its weights are read. `Run` calls the other functions of the watch.
 On CUDA a phase's figure is all that is taken on the GPU: what torch holds, the engine awake or asleep, CUDA's own. On
 the CPU it is the resident memory of the rank.
 """
@@ -12,11 +8,7 @@ the CPU it is the resident memory of the rank.
 from __future__ import annotations
 
 import argparse
-import math
-import os
 import shutil
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,7 +17,7 @@ from pathlib import Path
 import torch
 
 from fsdp_utils import World, gather_from_ranks
-from inputs.cgroup import available_bytes, host_bytes
+from inputs.cgroup import host_bytes
 from inputs.command_line import exit_with_error
 from inputs.machine import local_world_size
 from model.sizes import cpu_cache_bytes
@@ -47,10 +39,7 @@ PHASES = {
     "checkpoint": (),
 }
 NEAR = 0.95  # of the limit: a warning
-LOW = 0.03  # of the node's or the container's memory left: Linux may soon kill a rank, which then can say nothing
-SECONDS_BETWEEN_LOOKS = 1.0  # at it; a look takes half a millisecond
-FEWER = "start fewer ranks"
-LESS = "lower --gpu_memory_utilization"
+FEWER, LESS = "start fewer ranks", "lower --gpu_memory_utilization"
 BATCH, SMALLER = "lower --micro_batch_tokens", "lower --micro_batch_tokens, add --gradient_checkpointing"
 WAYS_OUT = {  # phase -> what to change: on a GPU; on a CPU, where there is nothing to offload
     "load": (f"{LESS}, or give --offload optimizer", f"{FEWER}, or give --param_dtype bfloat16"),
@@ -62,8 +51,6 @@ WAYS_OUT = {  # phase -> what to change: on a GPU; on a CPU, where there is noth
     "checkpoint": (BATCH, FEWER),
     "host": ("use less of --offload, or fewer --reward_workers", f"{FEWER}, or fewer --reward_workers"),
 }
-
-Peaks = dict[str, tuple[int, int]]  # phase -> bytes taken at its peak, and bytes of them that tensors or engine hold
 
 
 class OutOfMemory(MemoryError):
@@ -77,15 +64,13 @@ class MemoryWatch:
         """`predicted`: phase -> bytes of a rank, and "host" -> bytes of a node; {}: not known for this model."""
         self.world = world
         self.is_cuda = world.device.type == "cuda"
-        self.host_limit, share = host_bytes(), host_bytes() / local_world_size()
-        self.limit = torch.cuda.mem_get_info(world.device)[1] if self.is_cuda else share
+        self.host_limit = host_bytes()
+        self.limit = torch.cuda.mem_get_info()[1] if self.is_cuda else self.host_limit / local_world_size()
         self.predicted = predicted
         self.current: str | None = "load"
-        self.peaks: Peaks = {}
+        self.peaks: dict[str, tuple[int, int]] = {}  # phase -> bytes taken, bytes of them that tensors or engine hold
         self.host_peak = 0
-        self.has_reported = False
-        self.warned: set[str] = set()
-        self.next_look = 0.0 if os.environ.get("LOCAL_RANK", "0") == "0" else math.inf  # by the clock
+        self.said: set[str] = set()  # phases that were warned of, and "report"
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -109,51 +94,45 @@ class MemoryWatch:
         self.current = name if name in PHASES else outer
         try:
             yield
-        except OutOfMemory:  # of a phase inside
-            raise
         except (MemoryError, RuntimeError, OSError) as error:
-            if not meter.lacks_memory(error):
+            if isinstance(error, OutOfMemory) or not meter.lacks_memory(error):  # OutOfMemory: of a phase inside
                 raise
             raise OutOfMemory(self._out_of_memory(name, error)) from error
         self._note()
-        self._warn_of_low_memory(name)
         self.current = None if outer == "load" and name != "load" else outer
 
     def _note(self) -> None:
         """Adds the peak since the last call to the phase that it belongs to."""
         self.host_peak = max(self.host_peak, meter.peak_resident())
         if self.current is not None:
-            before, now = self.peaks.get(self.current, (0, 0)), meter.peak(self.world.device)
-            self.peaks[self.current] = max(before, now)
+            self.peaks[self.current] = max(self.peaks.get(self.current, (0, 0)), meter.peak(self.world.device))
         meter.restart(self.world.device)
 
     def metrics(self) -> dict[str, float]:
         """`memory/` metrics since the last call, in GiB: the same on every rank; all ranks call it."""
-        of_ranks = gather_from_ranks((self.peaks, self.host_peak + meter.resident_of_children(), meter.pinned_bytes()))
+        of_ranks = gather_from_ranks((self.peaks, self.host_peak + meter.resident_of_children()))
         found = {}
         for name in self.peaks:
-            taken, held = max(peaks.get(name, (0, 0)) for peaks, _, _ in of_ranks)
+            taken, held = max(peaks.get(name, (0, 0)) for peaks, _ in of_ranks)
             found[f"memory/{name}_gib"] = taken / GIB
             if self.is_cuda:
                 found[f"memory/{name}_allocated_gib"] = held / GIB
         found["memory/peak_gib"] = max(found.values(), default=0.0)
-        found["memory/host_gib"] = largest_node([each for _, each, _ in of_ranks]) / GIB
-        if self.is_cuda:
-            found["memory/pinned_gib"] = largest_node([each for *_, each in of_ranks]) / GIB
+        found["memory/host_gib"] = largest_node([on_host for _, on_host in of_ranks]) / GIB
         self.peaks, self.host_peak = {}, 0
         return found
 
     def remarks(self, metrics: dict[str, float]) -> list[str]:
         """After the first update, prediction against truth; and a warning for each phase that comes near the limit."""
         said = []
-        if not self.has_reported and "memory/update_gib" in metrics:
-            self.has_reported = True
+        if "report" not in self.said and "memory/update_gib" in metrics:
+            self.said.add("report")
             said.append(self._report(metrics))
-        limits = dict.fromkeys(PHASES, self.limit) | {"host": self.host_limit}
-        for name, limit in limits.items():
+        for name in (*PHASES, "host"):
+            limit = self.host_limit if name == "host" else self.limit
             taken = metrics.get(f"memory/{name}_gib", 0) * GIB
-            if taken > NEAR * limit and name not in self.warned:
-                self.warned.add(name)
+            if taken > NEAR * limit and name not in self.said:
+                self.said.add(name)
                 near = f"{name} takes {taken / GIB:.1f} of {limit / GIB:.1f} GiB"
                 said.append(f"warning: {near}; before memory runs out: {self._ways_out(name)}.")
         return said
@@ -163,27 +142,16 @@ class MemoryWatch:
         ways = WAYS_OUT.get(name, WAYS_OUT["update" if name == "pack" else "host"])
         return ways[0 if self.is_cuda else 1]
 
-    def _warn_of_low_memory(self, name: str) -> None:
-        """Once, on the first rank of a node: what Linux kills for lack of memory gets no chance to say so."""
-        if time.monotonic() < self.next_look:
-            return
-        self.next_look = time.monotonic() + SECONDS_BETWEEN_LOOKS
-        left, total = available_bytes()
-        if left < LOW * total:
-            self.next_look = math.inf
-            where = f"after phase {name}, {left / GIB:.2f} of {total / GIB:.2f} GiB of host RAM are left"
-            way_out = self._ways_out("host")
-            print(f"warning: {where}; at 0 Linux kills a rank without a word: {way_out}.", file=sys.stderr, flush=True)
-
     def _out_of_memory(self, name: str, error: BaseException) -> str:
         """Where memory ran out, what was asked for, and which flag to change."""
         if isinstance(error, MemoryError) and error.__cause__ is not None:
             return str(error)  # the engine's own sentence, which knows more
         place = meter.place_of(error, self.is_cuda)
-        ways = [self._ways_out(name)] if place != "host" or not self.is_cuda else []
-        ways += [self._ways_out("host")] if "host" in place and self.is_cuda else []
+        of_host = "host" if self.is_cuda else name
+        causes = {"GPU": [name], "host": [of_host], "GPU or pinned host": [name, "host"]}[place]
         asked = f"{meter.asked_for(error)} in phase {name}"
-        return f"{place} memory ran out on rank {self.world.trainer_rank}, asked for {asked}; {'; or '.join(ways)}."
+        ways = "; or ".join(map(self._ways_out, causes))
+        return f"{place} memory ran out on rank {self.world.trainer_rank}, asked for {asked}; {ways}."
 
     def _report(self, metrics: dict[str, float]) -> str:
         where = "GPU" if self.is_cuda else "rank"
@@ -207,27 +175,22 @@ def largest_node(of_ranks: list[int]) -> int:
 
 def watch_memory(args: argparse.Namespace, num_rows: int, world: World) -> MemoryWatch:
     """The watch of this run. Raises ValueError if a GPU, the host or the disk cannot hold it."""
-    setup = setup_of_machine(args, num_rows, world)
-    if setup is None:
-        return MemoryWatch(world, {})
-    if world.device.type == "cuda":
-        check_fit(setup, torch.cuda.mem_get_info()[0])
-    check_disk(setup, Path(args.out_dir))
-    return MemoryWatch(world, predicted_bytes(setup, world))
-
-
-def setup_of_machine(args: argparse.Namespace, num_rows: int, world: World) -> Setup | None:
-    """The run on the hardware that is here; None for what the planner's formulas do not cover."""
-    if args.dtype == "float32":
-        return None
+    memory = MemoryWatch(world, {})
+    if args.dtype == "float32":  # the formulas do not cover it
+        return memory
     here = argparse.Namespace(**vars(args) | {"plan_gpus": None, "plan_nodes": None, "plan_rows": num_rows})
     try:
         setup = setup_of(here, load_config(args.model))
-    except ValueError:
-        return None
-    host = host_bytes()
-    gpu = torch.cuda.mem_get_info()[1] if world.device.type == "cuda" else host
-    return replace(setup, hardware=replace(setup.hardware, gpu_bytes=gpu, host_bytes=host))
+    except ValueError:  # nor this model
+        return memory
+    gpu = memory.limit if memory.is_cuda else memory.host_limit
+    hardware = replace(setup.hardware, gpu_bytes=gpu, host_bytes=memory.host_limit)
+    setup = replace(setup, hardware=hardware)
+    if memory.is_cuda:
+        check_fit(setup, torch.cuda.mem_get_info()[0])
+    check_disk(setup, Path(args.out_dir))
+    memory.predicted = predicted_bytes(setup, world)
+    return memory
 
 
 def check_fit(setup: Setup, free: float) -> None:

@@ -31,7 +31,7 @@ PROJECT = "grpo"
 
 @dataclass
 class Console:
-    """Of the main process; the others are silent."""
+    """The main process tells, the others are silent."""
 
     out_dir: Path
     is_main: bool
@@ -41,7 +41,7 @@ class Console:
     done: dict[str, object] = field(default_factory=dict)  # the last step that is done, in status.json
 
     def start(self, saved_step: int) -> None:
-        """The tracker goes on after this step."""
+        """Starts the tracker, which goes on after this step."""
         if self.is_main and self.recording.track != "none":
             self.tracker = TRACKERS[self.recording.track](self.out_dir, saved_step)
 
@@ -50,7 +50,7 @@ class Console:
             print(text, flush=True)
 
     def tell_step(self, step: int, last_step: int, metrics: dict[str, float]) -> None:
-        """With --quiet only a step with an evaluation, or with updates that were left out, has a line."""
+        """Prints the step's line; with --quiet only if the step has an evaluation or updates that were left out."""
         if not self.is_main:
             return
         if step:  # 0: before training
@@ -66,7 +66,7 @@ class Console:
             print(console_line(step, last_step, metrics, left), flush=True)
 
     def tell_phase(self, name: str, step: int) -> None:
-        """In status.json: what is done now, in which step; below it the last step that is done."""
+        """Writes status.json: what is done now, in which step; below it the last step that is done."""
         if self.is_main:
             status = {"now": name, "in_step": step, "since": _clock()} | self.done
             with tolerated(str(file := self.out_dir / "status.json")):
@@ -114,8 +114,7 @@ def _clock() -> str:
 
 
 # Trackers -------------------------------------------------------------------------------------------------------------
-# Each is installed by whoever wants it. metrics.jsonl stays the record of the run. A run that is continued adds to the
-# curves that it has.
+# Each is installed by whoever wants it. A run that is continued adds to the curves that it has.
 
 
 def tensorboard(out_dir: Path, saved_step: int) -> tuple[Log, Close]:

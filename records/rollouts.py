@@ -1,8 +1,7 @@
 """All completions of every step, kept for later: OUT_DIR/rollouts/step_N.parquet, a row for each. docs/replay.md
 
-They are written in the background. `ReplaySampler` trains on them again; the report shows them. tokens.parquet beside
-them has the bytes of each token id, without which ids are mere numbers: a run folder that was copied elsewhere has
-neither the model's tokenizer nor the network.
+`ReplaySampler` trains on them again; the report shows them. tokens.parquet beside them has the bytes of each token id:
+a run folder that was copied elsewhere has no tokenizer.
 """
 
 from __future__ import annotations
@@ -45,10 +44,9 @@ def steps_in(out_dir: Path) -> list[int]:
 
 @dataclass
 class Keeper:
-    """Writes rollouts in the background. Every rank has one: it sends its log-probs, and the main process writes.
+    """Every rank has one: all send their log-probs to the main process, which writes in the background.
 
-    The oldest go when all are larger than `max_gib`, or than a quarter of the room that the disk has for them:
-    checkpoints need it more.
+    The oldest files go when all are larger than `max_gib`, or than a quarter of the room that the disk has for them.
     """
 
     out_dir: Path
@@ -74,7 +72,7 @@ class Keeper:
         folder = self.out_dir / FOLDER
         with tolerated(str(folder)):
             folder.mkdir(exist_ok=True)
-            tokens = folder / "tokens.parquet"  # a folder that is copied elsewhere has no tokenizer
+            tokens = folder / "tokens.parquet"
             if self.tokens and not tokens.exists():
                 _write_table(pa.table({"bytes": pa.array(self.tokens, pa.binary())}), tokens)
             _write_table(table_of(sampled), file_of(self.out_dir, sampled.step))
@@ -132,9 +130,9 @@ def table_of(sampled: Sampled) -> pa.Table:
 
 
 def bytes_of_tokens(tokenizer: PreTrainedTokenizerBase) -> list[bytes] | None:
-    """Of all ids up to the last one; None of a tokenizer that is not of the library `tokenizers`.
+    """The bytes of all ids up to the last one; a token may begin or end within a character.
 
-    A token of byte-level BPE may begin or end within a character.
+    None for a tokenizer that is not of the library `tokenizers`.
     """
     if not hasattr(tokenizer, "backend_tokenizer"):
         return None

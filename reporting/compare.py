@@ -3,10 +3,10 @@
 The steps of a run depend on each other, so a run is one draw: each gives one number for each metric, its mean over the
 last tenth of its points and over all of them. Two sides are compared by
 
-- the same seeds on both: Student's interval of the differences of pairs;
-- other seeds: Welch's interval; if one side has a single run, the variance of the other stands for both;
-- a single run on each: what another seed would give is not known. The sampling error of a held-out accuracy is, if both
-  have evaluated the same problems: that of their differences (Miller 2024, arXiv 2411.00640).
+- Student's interval of the differences of pairs, if both have the same seeds;
+- Welch's interval, if the seeds differ; the variance of several runs stands for that of a single one, too;
+- the sampling error of a held-out accuracy, if each has a single run and both have evaluated the same problems: that of
+  their differences (Miller 2024, arXiv 2411.00640). What another seed would give is not known then.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def difference(a: list[History], b: list[History], name: str, steps: list[int]) 
     """Of the metric's mean over these steps."""
     means_a, means_b = ([float(np.mean([run.points(name)[step] for step in steps])) for run in side] for side in (a, b))
     if seeds := shared_seeds(a, b):
-        of_seed = dict(zip(seeds_of(b), means_b, strict=True))
+        of_seed = dict(zip((run.seed for run in b), means_b, strict=True))
         margin = margin_of_mean([of_seed[seed] - mean for seed, mean in zip(seeds, means_a, strict=True)])
     elif len(a) + len(b) > 2:
         margin = margin_of_difference(means_a, means_b)
@@ -49,13 +49,9 @@ def difference(a: list[History], b: list[History], name: str, steps: list[int]) 
     return Difference(float(np.mean(means_a)), float(np.mean(means_b)), margin)
 
 
-def seeds_of(runs: list[History]) -> list[object]:
-    return [run.config.get("seed") for run in runs]
-
-
 def shared_seeds(a: list[History], b: list[History]) -> list[object]:
     """The seeds of A, if both sides have the same ones, each once, and at least two; else []."""
-    sides = [seeds_of(a), seeds_of(b)]
+    sides = [[run.seed for run in side] for side in (a, b)]
     is_clear = all(None not in seeds and len(set(seeds)) == len(seeds) >= 2 for seeds in sides)
     return sides[0] if is_clear and set(sides[0]) == set(sides[1]) else []
 
@@ -151,10 +147,9 @@ def verdict(name: str, found: Difference) -> list[str]:
 
 def described(side: str, runs: list[History]) -> list[str]:
     """The side's runs, and what speaks against taking them for repetitions of one."""
-    seeds = seeds_of(runs)
-    each = [f"{run.folder} (seed {seed}, to step {run.last_step})" for run, seed in zip(runs, seeds, strict=True)]
+    each = [f"{run.folder} (seed {run.seed}, to step {run.last_step})" for run in runs]
     lines = [f"{side}: {', '.join(each)}"]
-    if len(set(seeds)) < len(seeds):
+    if len({run.seed for run in runs}) < len(runs):
         lines.append(f"{side} has the same seed twice: these runs are no independent repetitions.")
     if differing := [f"--{name}" for name in differing_flags(runs)]:
         lines.append(f"{side}'s runs differ in more than the seed: {', '.join(differing)}.")

@@ -18,6 +18,10 @@ class History:
     records: list[dict[str, float]]
 
     @property
+    def seed(self) -> object:
+        return self.config.get("seed")
+
+    @property
     def last_step(self) -> int:
         return int(self.records[-1]["step"]) if self.records else 0
 

@@ -54,7 +54,7 @@ def other_flags(reference: dict, config: dict[str, object]) -> list[str]:
 
 
 def is_as_wanted(found: object, wanted: object) -> bool:
-    """Texts by pattern, a list by its only member, all else exactly."""
+    """Compares texts by pattern, a list by its only member, all else exactly."""
     if isinstance(found, list):
         return len(found) == 1 and is_as_wanted(found[0], wanted)
     return fnmatch(found, wanted) if isinstance(found, str) and isinstance(wanted, str) else found == wanted
@@ -62,7 +62,8 @@ def is_as_wanted(found: object, wanted: object) -> bool:
 
 def of_model(entries: list[dict], config: dict[str, object]) -> list[dict]:
     """The figures or curves that are about the run's model."""
-    return [entry for entry in entries if is_as_wanted(config.get("model"), entry.get("model", config.get("model")))]
+    model = config.get("model")
+    return [entry for entry in entries if is_as_wanted(model, entry.get("model", model))]
 
 
 def published_curves(run: History) -> dict[str, dict]:
@@ -121,7 +122,7 @@ def evaluated(figure: dict, run: History) -> tuple[float | None, str]:
 
 
 def protocol_of(run: History, name: str, step: int) -> dict[str, object]:
-    """How training has sampled a held-out set, {} if unknown. Its flags have one value for all sets, or one each."""
+    """How training has sampled a held-out set; {} if unknown. Its flags have one value for all sets, or one each."""
     set_name = name.split("/")[1]
     sets = [name_of_source(str(source)) for source in run.config.get("eval_data", [])]
     file = run.folder / "eval" / f"step_{step}" / f"{set_name}.jsonl"
@@ -140,8 +141,9 @@ def other_protocol(figure: dict, found: dict[str, object]) -> str:
 
 
 def report(name: str, run: History) -> str:
-    """The whole answer. A figure that is not reached decides; then a result that cannot be judged. A figure that has to
-    be equal, as the accuracy before training, is no result.
+    """The whole answer: "not reached" if a figure is not, else "cannot be judged" if a result cannot.
+
+    A figure that has to be equal, as the accuracy before training, is no result.
     """
     reference = load(name)
     judgements = judge(reference, run)
@@ -151,10 +153,8 @@ def report(name: str, run: History) -> str:
     if not judgements:
         nothing = f"nothing is published for --model {run.config.get('model')}"
         overall = f"{UNKNOWN}: {reference.get('cannot_be_judged', nothing)}"
-    lines = [f"{run.folder} against {name}: {overall}"]
-    lines += (
-        in_columns([["", "published", "this run", "reached if", ""], *map(row_of, judgements)]) if judgements else []
-    )
+    lines, rows = [f"{run.folder} against {name}: {overall}"], [row_of(each) for each in judgements]
+    lines += in_columns([["", "published", "this run", "reached if", ""], *rows]) if rows else []
     for reason in dict.fromkeys(each.reason for each in judgements if each.reason):
         figures = [each.figure["what"] for each in judgements if each.reason == reason]
         lines.append(f"{UNKNOWN} ({reason}): {'; '.join(figures)}")
@@ -164,6 +164,6 @@ def report(name: str, run: History) -> str:
 def row_of(judgement: Judgement) -> list[str]:
     figure, found, verdict, _ = judgement
     low, high = bounds(figure)
-    range_of_figure = f"at least {low:.4g}" if high == math.inf else f"{low:.4g} to {high:.4g}"
-    condition = "-" if "cannot_be_judged" in figure else range_of_figure
+    condition = f"at least {low:.4g}" if high == math.inf else f"{low:.4g} to {high:.4g}"
+    condition = "-" if "cannot_be_judged" in figure else condition
     return [figure["what"], f"{figure['value']:.4g}", "-" if found is None else f"{found:.4g}", condition, verdict]

@@ -1,4 +1,4 @@
-"""Runs that never ran: their metrics, flags and stored completions are made up, in the form of real ones."""
+"""Runs that never ran: what the page reads of their metrics, flags and stored completions is made up."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ HOSTILE = "<script>window.hacked=1</script></script><img src=x onerror='window.h
 SMILE = "\N{SMILING FACE WITH OPEN MOUTH}"  # four bytes, of which each is a token
 SYLLABLES = ["ba", "ce", "di", "fo", "gu", "ha", "je", "ki", "lo", "mu", "na", "pe", "qui", "ro", "su", "ta"]
 GROUP_SIZE = 8
-
-
 BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
 CHARACTER_OF = {byte: character for character, byte in BYTE_OF.items()}
 
@@ -85,10 +83,7 @@ def metrics_of(random: np.random.Generator, steps: int, clip_high: float) -> lis
 
 
 def make_rollouts(run: Path, steps: list[int], prompts: int, tokens: int, vocabulary: dict[str, int]) -> None:
-    """rollouts/step_N.parquet of random words.
-
-    The first completion of each step is hostile, as all other text is; the second smiles.
-    """
+    """rollouts/step_N.parquet of random words. The first completion is hostile, the second smiles."""
     random = np.random.default_rng(0)
     words = np.arange(256, len(vocabulary))
     texts = [bytes(BYTE_OF[c] for c in piece) for piece in vocabulary]
@@ -109,20 +104,15 @@ def make_rollouts(run: Path, steps: list[int], prompts: int, tokens: int, vocabu
         correct = random.random(count) < 0.5
         logprobs = [-random.exponential(0.4, n).astype(np.float32) for n in lengths]
         old = [x + random.normal(0, 0.01, len(x)).astype(np.float32) for x in logprobs]
-        advantages = [np.full(n, 0.9 if right else -0.9, np.float32) for n, right in zip(lengths, correct, strict=True)]
-        versions = [np.where(np.arange(n) < n // 3, step - 2, step - 1).astype(np.int32) for n in lengths]
-        reward = correct + 0.1
         table = {
-            "step": pa.array([step] * count, pa.int32()), "b": pa.array(range(count), pa.int32()),
             "group": pa.array([b // GROUP_SIZE for b in range(count)], pa.int32()),
             "row": [f"train.jsonl:{step * prompts + b // GROUP_SIZE}" for b in range(count)],
             "prompt": [f"<|im_start|>user\nGroup {b // GROUP_SIZE} {HOSTILE}<|im_end|>\n" for b in range(count)],
             "answer": [f"{b // GROUP_SIZE} {HOSTILE}" for b in range(count)],
             "completion": [b"".join(texts[i] for i in each[:-1]).decode() for each in drawn],
-            "prompt_ids": pa.array([np.arange(30, dtype=np.int32)] * count),
             "token_ids": pa.array([x.astype(np.int32) for x in drawn], pa.large_list(pa.int32())),
-            "rollout_logprobs": pa.array(logprobs), "old_logprobs": pa.array(old), "advantages": pa.array(advantages),
-            "versions": pa.array(versions), "reward": pa.array(reward.astype(np.float32)),
+            "rollout_logprobs": pa.array(logprobs), "old_logprobs": pa.array(old),
+            "reward": pa.array((correct + 0.1).astype(np.float32)),
             "reward_parts": [json.dumps({HOSTILE: float(right), "format": 0.1}) for right in correct],
             "reward_status": [HOSTILE if b == 3 else "ok" for b in range(count)],
             "read_as": [None if b % 5 == 4 else HOSTILE for b in range(count)], "is_correct": correct.tolist(),

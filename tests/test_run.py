@@ -49,13 +49,6 @@ def open_and_close(folder, **changes: object) -> None:
     open_run_folder(folder, vars(args), free_on_resume(args)).close()
 
 
-def test_a_first_start_that_trained_nothing_may_be_corrected(tmp_path):
-    open_and_close(tmp_path / "run")
-    (tmp_path / "run" / "starts.jsonl").write_text("{}\n")
-    open_and_close(tmp_path / "run", group_size=4)
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["group_size"] == 4
-
-
 @pytest.mark.parametrize("trace", ["metrics.jsonl", "step_20"])
 @pytest.mark.parametrize(
     ("given", "change", "said"),
@@ -64,8 +57,12 @@ def test_a_first_start_that_trained_nothing_may_be_corrected(tmp_path):
         ({"lr_schedule": "cosine"}, {"total_steps": 8}, "--total_steps 10 there, 8 now"),  # the rate depends on it
     ],
 )
-def test_a_run_folder_of_another_configuration_is_left_alone(trace, given, change, said, tmp_path):
-    open_and_close(tmp_path / "run", **given)
+def test_a_run_folder_of_another_configuration_is_left_alone_unless_it_trained_nothing(
+    trace, given, change, said, tmp_path
+):
+    open_and_close(tmp_path / "run", group_size=16)
+    (tmp_path / "run" / "starts.jsonl").write_text("{}\n")
+    open_and_close(tmp_path / "run", **given)  # a first start may be corrected
     (tmp_path / "run" / trace).mkdir() if "step" in trace else (tmp_path / "run" / trace).write_text('{"step": 1}\n')
     before = (tmp_path / "run" / "config.json").read_bytes()
     with pytest.raises(ValueError, match=f"another configuration.*{said}.*another --out_dir"):
@@ -89,16 +86,14 @@ def test_a_run_continues_that_is_older_than_some_flags(tmp_path):
         open_and_close(tmp_path / "run", stop_tokens="x")
 
 
-@pytest.mark.parametrize(("name", "content"), [("thesis.tex", "precious"), ("config.json", '{"model_type": "qwen2"}')])
-def test_a_folder_of_something_else_is_refused(name, content, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / name).write_text(content)
-    with pytest.raises(ValueError, match=rf"holds {name} but no config.json of a run; choose another"):
-        open_and_close(tmp_path / "run")
-    assert (tmp_path / "run" / name).read_text() == content
-
-
-def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
+def test_a_folder_of_something_else_or_that_cannot_be_written_is_refused(tmp_path):
+    for name, content in {"thesis.tex": "precious", "config.json": '{"model_type": "qwen2"}'}.items():
+        file = tmp_path / name.partition(".")[0] / name
+        file.parent.mkdir()
+        file.write_text(content)
+        with pytest.raises(ValueError, match=rf"holds {name} but no config.json of a run; choose another"):
+            open_and_close(file.parent)
+        assert file.read_text() == content
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="cannot be written"):
         open_and_close(tmp_path / "file" / "run")
@@ -124,7 +119,7 @@ def test_two_runs_cannot_share_a_folder_and_the_holder_is_named(tmp_path, monkey
 def test_a_start_waits_for_a_run_that_is_ending_and_children_do_not_keep_the_lock(tmp_path):
     lock = open_run_folder(tmp_path / "run", {"out_dir": "run"}, set())
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], close_fds=False) as child:
-        threading.Timer(1.5, lock.close).start()
+        threading.Timer(0.5, lock.close).start()
         open_run_folder(tmp_path / "run", {"out_dir": "run"}, set()).close()
         assert child.poll() is None, "it lives and holds nothing"
         child.kill()
@@ -146,13 +141,6 @@ def test_a_start_is_described_with_its_code_and_hardware(tmp_path, monkeypatch):
     assert {"time", "command", "world_size", "tensor_parallel_size", "device", "cores", "python"} <= first.keys()
     (patch,) = tmp_path.glob("changes_*.patch")
     assert patch.read_text() == "+changed\n"
-
-
-def test_a_damaged_log_costs_its_pictures_and_no_run(tmp_path, capsys):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": "high"}\n')
-    make_run(tmp_path).plot()
-    said = capsys.readouterr().out
-    assert "curves.png could not be written: " in said and "reward/mean is no number" in said
 
 
 def test_the_file_of_a_reward_that_git_does_not_know_is_in_the_patch(tmp_path, monkeypatch):
@@ -254,6 +242,11 @@ def test_a_log_that_cannot_be_written_ends_the_run_and_what_it_can_miss_costs_a_
     said = capsys.readouterr().out.splitlines()
     told = [f"warning: {tmp_path}/{name} could not" for name in ("samples.jsonl", "status.json", "timeline.jsonl")]
     assert sorted(line.partition(" be ")[0] for line in said) == told
+    (tmp_path / "metrics.jsonl").rmdir()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": "high"}\n')
+    run.plot()
+    said = capsys.readouterr().out
+    assert "curves.png could not be written: " in said and "reward/mean is no number" in said
 
 
 def test_what_could_not_be_graded_is_named_and_kept(tmp_path, capsys):

@@ -1,5 +1,6 @@
-"""Times: what the engine's cache, lengths and GPU do to a rollout, and what is counted as work."""
+"""Times: what cache, lengths, GPUs, servers and copies of the policy do to a step, and what is counted as work."""
 
+import functools
 import itertools
 from dataclasses import replace
 
@@ -10,23 +11,22 @@ from inputs.command_line import parse_flags
 from model.engine_options import engine_options
 from model.sizes import MOST_ON_GPU
 from planner.dry_run import assumed_of, config_of, setup_of
-from planner.memory import cache_bytes_per_token, engine_parts
+from planner.memory import cache_bytes_per_token, checkpoint_bytes, engine_parts, gpu_phases, host_phases
 from planner.report import report_of, text_of
 from planner.setup import GIB, Setup
 from planner.time import (
     Assumed,
-    forward_flops,
+    link_speed,
     micro_batches,
-    partial_seconds,
     phase_seconds,
     rollout_seconds,
     running_sequences,
     step_seconds,
+    traffic,
+    waiting_seconds,
 )
 
-COMMON = (
-    "--train_data x#10000 --out_dir o --total_steps 1 --gradient_checkpointing --kl_coef 0.01 --plan_gpus 8 --model "
-)
+COMMON = "--train_data x#10000 --out_dir o --total_steps 1 --gradient_checkpointing --kl_coef 0.01 --plan_gpus 8 "
 SETUPS = {
     "short": "Qwen/Qwen2.5-7B --prompts_per_step 1024 --max_prompt_tokens 512 --max_completion_tokens 1024",
     "long": "Qwen/Qwen2.5-7B --prompts_per_step 128 --max_completion_tokens 16384 --micro_batch_tokens 18432",
@@ -34,11 +34,17 @@ SETUPS = {
     "few": "Qwen/QwQ-32B --prompts_per_step 8 --group_size 4 --tensor_parallel_size 8 --enforce_eager",
     "one_gpu": "Qwen/Qwen2.5-1.5B --prompts_per_step 64 --plan_gpus 1 --lora_rank 32 --plan_gpu RTX4090-24GB",
     "a100": "allenai/Llama-3.1-Tulu-3-8B-DPO --prompts_per_step 14 --plan_gpus 7 --plan_gpu A100-80GB",
+    "servers": "Qwen/Qwen3-4B-Base --prompts_per_step 24 --group_size 16 --max_completion_tokens 8192 "
+    "--micro_batch_tokens 10240 --plan_gpus 2",
+    "copies": "Qwen/Qwen2.5-7B --prompts_per_step 256 --plan_gpus 16 --plan_nodes 2",
 }
+SERVERS = "--engine server --generation_gpus 2 3 4 5 6 7 "
+PARAMETERS = 7_615_616_512  # of Qwen2.5-7B
 
 
+@functools.cache
 def plan(name: str, more: str = "") -> tuple[Setup, Assumed]:
-    args = parse_flags(f"{COMMON}{SETUPS[name]} {more}".split())
+    args = parse_flags(f"{COMMON} --model {SETUPS[name]} {more}".split())
     return setup_of(args, config_of(args.model)), assumed_of(args)
 
 
@@ -55,7 +61,7 @@ def never_slower(found: list[tuple[Setup, Assumed]]) -> None:
     assert seconds[-1] < 0.5 * seconds[0]
 
 
-@pytest.mark.parametrize("name", SETUPS)
+@pytest.mark.parametrize("name", list(SETUPS)[:6])
 def test_more_cache_is_never_slower(name):
     setup, assumed = plan(name)
     shares = [replace(setup.engine, gpu_memory_utilization=share / 100) for share in range(1, 101)]
@@ -78,12 +84,10 @@ def test_a_full_engine_reads_the_weights_for_each_token_of_its_longest_completio
 def test_half_the_cache_is_twice_the_rounds():
     """Where the weights are all that is read: completions as long as the limit, in rounds of what the cache holds."""
     setup, assumed = plan("few", "--plan_completion_tokens 1024 --plan_prompt_tokens 1024")
-    per_sequence = 2048 * cache_bytes_per_token(setup)
-    rest = sum(engine_parts(setup).values()) - engine_parts(setup)["KV cache"]
-    seconds = {}
+    rest, seconds = sum(engine_parts(setup).values()) - engine_parts(setup)["KV cache"], {}
     for running in (4, 8, 16):
-        gpu = replace(setup.hardware, gpu_bytes=(rest + running * per_sequence) / 0.6)
-        found = replace(setup, hardware=gpu)
+        gpu_bytes = (rest + running * 2048 * cache_bytes_per_token(setup)) / 0.6
+        found = replace(setup, hardware=replace(setup.hardware, gpu_bytes=gpu_bytes))
         assert running_sequences(found, assumed) == pytest.approx(running, rel=1e-6)
         seconds[running] = rollout_seconds(found, assumed)
     assert seconds[4] - seconds[8] == pytest.approx(2 * (seconds[8] - seconds[16]), rel=1e-3)
@@ -94,18 +98,9 @@ def test_the_engine_is_planned_with_the_sequences_that_it_is_started_with(prompt
     """Not vLLM's default, which depends on the GPU (256 on an A100, 1,024 on an H100)."""
     for gpu in ("A100-80GB", "H100-80GB"):
         short = "--max_prompt_tokens 64 --max_completion_tokens 64"
-        setup, assumed = plan("short", f"--prompts_per_step {prompts} {short} --plan_gpus 1 --plan_gpu {gpu}")
-        settings = EngineSettings(128)
-        options = engine_options("m", settings, is_cuda=True, tp_size=1, most_sequences=prompts * 8)
-        assert running_sequences(setup, assumed) == options["max_num_seqs"] == running
-
-
-def test_the_head_counts_where_it_is_computed_and_the_embedding_nowhere():
-    model = plan("short")[0].model
-    matrices = 28 * (2 * 3584 * 3584 + 2 * 3584 * 512 + 3 * 3584 * 18944)
-    attention = 2 * 28 * 3584 * 100**2
-    assert forward_flops(model, 100, 0) == 2 * matrices * 100 + attention
-    assert forward_flops(model, 100, 40) - forward_flops(model, 100, 0) == 2 * 152_064 * 3584 * 40
+        found = plan("short", f"--prompts_per_step {prompts} {short} --plan_gpus 1 --plan_gpu {gpu}")
+        options = engine_options("m", EngineSettings(128), is_cuda=True, tp_size=1, most_sequences=prompts * 8)
+        assert running_sequences(*found) == options["max_num_seqs"] == running
 
 
 def test_mean_lengths_are_half_of_the_limits_unless_they_are_given():
@@ -119,39 +114,141 @@ def test_mean_lengths_are_half_of_the_limits_unless_they_are_given():
 def test_micro_batches_hold_whole_sequences(length, expected):
     """256 completions on 8 GPUs, caps of 4096 tokens: one of 3000 alone; else half a sequence of room is left."""
     cap = "--max_prompt_tokens 1024 --max_completion_tokens 3072 --micro_batch_tokens 4096 --prompts_per_step 32"
-    setup, assumed = plan("short", f"{cap} --plan_prompt_tokens 128 --plan_completion_tokens {length - 128}")
-    assert micro_batches(setup, assumed) == expected
+    means = f"--plan_prompt_tokens 128 --plan_completion_tokens {length - 128}"
+    assert micro_batches(*plan("short", f"{cap} {means}")) == expected
 
 
-def test_smaller_micro_batches_are_slower():
+def test_smaller_micro_batches_are_slower_and_so_is_an_engine_without_nvlink():
     seconds = [phase_seconds(*plan("short", f"--micro_batch_tokens {cap}"))["update"] for cap in (16384, 8192, 4096)]
     assert seconds == sorted(seconds) and seconds[-1] > 1.05 * seconds[0]
-
-
-def test_an_engine_without_nvlink_pays_for_its_all_reduces():
-    found = (
-        plan("short", f"--tensor_parallel_size 4 --plan_gpus 4 --plan_gpu {x}") for x in ("L40S-48GB", "A100-80GB")
-    )
-    large = ((replace(x, hardware=replace(x.hardware, gpu_bytes=200 * GIB)), assumed) for x, assumed in found)
-    slow, fast = (rollout_seconds(*each) for each in large)
-    assert slow > 1.5 * fast, "though the L40S has more FLOPs"
-
-
-def test_partial_rollouts_pay_where_a_few_completions_are_long_and_cost_nothing_where_all_are_alike():
-    without, partial = partial_seconds(*plan("long", "--plan_completion_tokens 2000"))
-    assert partial < 0.8 * without
-    without, partial = partial_seconds(*plan("long", "--plan_completion_tokens 16384"))
-    assert partial == pytest.approx(without)
-    assert partial_seconds(*plan("short", "--engine server")) is None
-    setup, assumed = plan("long", "--plan_completion_tokens 2000 --partial_rollouts")
-    assert partial_seconds(setup, assumed)[1] == step_seconds(setup, assumed)
+    seconds = []
+    for gpu in ("L40S-48GB", "A100-80GB"):
+        setup, assumed = plan("short", f"--tensor_parallel_size 4 --plan_gpus 4 --plan_gpu {gpu}")
+        large = replace(setup, hardware=replace(setup.hardware, gpu_bytes=200 * GIB))
+        seconds.append(rollout_seconds(large, assumed))
+    assert seconds[0] > 1.5 * seconds[1], "though the L40S has more FLOPs"
 
 
 @pytest.mark.parametrize(
-    ("more", "expected"),
+    ("mean", "expected"),
     [("2000", "--partial_rollouts would save"), ("2000 --partial_rollouts", "without it"), ("16384", None)],
 )
-def test_the_dry_run_says_when_partial_rollouts_pay(more, expected):
-    setup, assumed = plan("long", f"--plan_completion_tokens {more}")
-    text = text_of(report_of(setup, assumed))
+def test_partial_rollouts_pay_where_a_few_completions_are_long_and_the_report_says_so(mean, expected):
+    found = [plan("long", f"--plan_completion_tokens {more}") for more in (mean[:5], f"{mean[:5]} --partial_rollouts")]
+    without, partial = (step_seconds(*each) for each in found)
+    assert partial == pytest.approx(without) if expected is None else partial < 0.8 * without
+    text = text_of(report_of(*found["--" in mean]))
     assert "--partial_rollouts" not in text if expected is None else expected in text
+
+
+# Generation servers: whose memory is whose, who waits for whom --------------------------------------------------------
+
+
+def test_ranks_hold_no_engine_and_servers_nothing_of_the_trainer():
+    setup, colocated = plan("servers", SERVERS)[0], plan("servers")[0]
+    phases, alone = gpu_phases(setup), gpu_phases(colocated)
+    assert "rollout" not in phases
+    for name in phases.keys() - {"server"}:
+        assert phases[name].engine == {} and phases[name].trainer == alone[name].trainer
+    assert phases["server"].trainer == {}
+    assert alone["rollout"].engine.items() < phases["server"].engine.items(), "and the weights that arrive"
+    assert host_phases(setup)["run"]["processes"] > host_phases(colocated)["run"]["processes"]
+    moved = [traffic(each, plan("servers")[1])["to servers"] for each in (setup, colocated)]
+    assert moved == [6 * setup.model.parameters * 2, 0], "the main rank sends to each server"
+
+
+@pytest.mark.parametrize(
+    ("more", "gpus"), [("--generation_gpus 2 3 4 5", 4), ("--server_urls http://localhost:1", 2), ("", 2)]
+)
+def test_servers_are_counted_by_gpus_by_urls_or_by_their_number(more, gpus):
+    setup, _ = plan("servers", f"--engine server --tensor_parallel_size 2 {more}")
+    assert (setup.hardware.gpus, setup.hardware.generation_gpus, setup.num_engines) == (2, gpus, gpus // 2)
+
+
+def test_a_step_ahead_takes_as_long_as_the_slower_of_the_two_and_the_sync():
+    setup, assumed = plan("servers", SERVERS + "--steps_ahead 1")
+    seconds = phase_seconds(setup, assumed)
+    train = sum(seconds.values()) - seconds["rollout"] - seconds["sync"]
+    assert step_seconds(setup, assumed) == pytest.approx(max(seconds["rollout"], train) + seconds["sync"])
+    waits = waiting_seconds(setup, assumed)
+    assert min(waits.values()) == 0 and max(waits.values()) == pytest.approx(abs(seconds["rollout"] - train))
+    on_policy = replace(setup, plan=replace(setup.plan, steps_ahead=0))
+    assert step_seconds(on_policy, assumed) == pytest.approx(sum(seconds.values()))
+    assert waiting_seconds(on_policy, assumed) == pytest.approx({"ranks": seconds["rollout"], "servers": train})
+
+
+def test_in_flight_two_steps_ahead_nobody_waits_for_the_longest_completion():
+    """One step ahead it does not help: the step after is begun when this one is complete."""
+    ways = ("--steps_ahead 1", "--steps_ahead 1 --in_flight", "--steps_ahead 2", "--steps_ahead 2 --in_flight")
+    one, one_in_flight, two, two_in_flight = (rollout_seconds(*plan("servers", SERVERS + way)) for way in ways)
+    assert one == one_in_flight == two > 1.2 * two_in_flight
+    text = text_of(report_of(*plan("servers", SERVERS + "--steps_ahead 4 --in_flight")))
+    assert "on 2 + 6 x H100-80GB" in text and "6 servers of 1 GPUs" in text
+    assert "sampling 4 steps ahead: ranks wait " in text
+
+
+# Copies of the policy (--shard_ranks): what GPUs and nodes hold, which way the collectives go ------------------------
+
+
+def copies(more: str = "", network: float = 50e9) -> tuple[Setup, Assumed]:
+    setup, assumed = plan("copies", more)
+    return replace(setup, hardware=replace(setup.hardware, network_speed=network)), assumed
+
+
+@pytest.mark.parametrize(("shard_ranks", "count"), [(8, 2), (2, 8)])
+def test_a_gpu_holds_its_share_of_one_copy_which_is_written_once(shard_ranks, count):
+    found, assumed = copies(f"--shard_ranks {shard_ranks}")
+    assert (found.hardware.gpus, found.num_copies) == (16, count)
+    parts = gpu_phases(found)["optimizer"].trainer
+    expected = {"parameters": 4, "gradients": 4, "optimizer": 8, "reference": 2}  # bytes of a parameter
+    assert {name: parts[name] * shard_ranks / PARAMETERS for name in expected} == expected
+    assert report_of(found, assumed)["completions_per_update_and_gpu"] == 2048 / 16, "each GPU trains its own"
+    assert checkpoint_bytes(found) == checkpoint_bytes(copies()[0]) == PARAMETERS * (2 + 4 + 8)
+
+
+def test_a_node_holds_as_many_copies_as_its_gpus_make_up():
+    """Two nodes of 8: one copy on both, one on each, two on each."""
+    moved = "--offload all --offload_reference "
+    found = [host_phases(copies(moved + more)[0]) for more in ("", "--shard_ranks 8", "--shard_ranks 4")]
+    for name, size in (("parameters", 4), ("gradients", 4), ("optimizer", 8), ("reference", 2)):
+        assert [phases["run"][name] / (size * PARAMETERS) for phases in found] == [0.5, 1, 2], name
+    gathered = [phases["checkpoint"]["the policy, gathered on rank 0"] / (2 * PARAMETERS) for phases in found]
+    assert gathered == [1, 1, 1]
+    assert all(phases["run"]["rounding of pinned memory"] > 0 for phases in found)
+
+
+def test_copies_exchange_the_shards_of_their_gradients():
+    """A ring: each GPU sends (n - 1) / n of an all-gather, and twice that of an all-reduce."""
+    ways = ("", "--shard_ranks 8", "--shard_ranks 8 --communicate_once")
+    whole, shared, once = (traffic(*copies(more)) for more in ways)
+    assert whole["all-reduce of copies"] == 0
+    micro_batches = whole["reduce-scatter"] / (4 * PARAMETERS * 15 / 16)
+    assert shared["reduce-scatter"] == pytest.approx(micro_batches * 4 * PARAMETERS * 7 / 8)
+    assert shared["all-reduce of copies"] == pytest.approx(2 * (4 * PARAMETERS / 8) * 1 / 2), "once in the update"
+    assert shared["sync"] == pytest.approx(2 * PARAMETERS * 7 / 8)
+    assert once["all-reduce of copies"] == shared["all-reduce of copies"]
+    assert once["reduce-scatter"] == pytest.approx(shared["reduce-scatter"] / micro_batches)
+
+
+@pytest.mark.parametrize(
+    ("members", "stride", "speed"),
+    [
+        (8, 1, 450e9),  # a node: NVLink
+        (2, 4, 450e9),  # every fourth GPU of a node
+        (2, 8, 10e9),  # one GPU in each node: its own card
+        (16, 1, 8 * 10e9 * 2 * 15 / 16),  # both nodes: 8 cards carry the half that each node lacks
+        (4, 4, 2 * 10e9 * 2 * 3 / 4),  # two GPUs in each node
+    ],
+)
+def test_a_collective_is_as_fast_as_what_it_goes_over(members, stride, speed):
+    assert link_speed(copies(network=10e9)[0], members, stride) == pytest.approx(0.7 * speed)
+
+
+def test_shards_within_a_node_are_faster_where_the_network_is_slow():
+    whole, shared = (phase_seconds(*copies(more, network=5e9)) for more in ("", "--shard_ranks 8"))
+    assert shared["update"] < 0.8 * whole["update"]
+    assert shared["logprobs"] < 0.8 * whole["logprobs"]
+    fast = phase_seconds(*copies("--shard_ranks 8"))
+    exchanged = 2 * 4 * PARAMETERS / 8 / 2  # of a ring of two
+    per_byte = 1 / (0.7 * 5e9) - 1 / (0.7 * 50e9)
+    assert shared["update"] - fast["update"] == pytest.approx(exchanged * per_byte), "the all-reduce, and nothing else"

@@ -1,19 +1,31 @@
-"""Memory is measured phase by phase, compared with the dry run's figures, and refused where it cannot suffice."""
+"""Memory is measured phase by phase, compared with the dry run's figures, refused where it cannot suffice, and a run
+without memory ends with one sentence.
+"""
 
+import json
 import mmap
+import re
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig
 
+from bench_memory import POLICIES
 from faked_memory import FakeGpu
+from flags import FLAGS
 from fsdp_utils import World
+from helpers import ROOT, run_ranks, torchrun, training_flags
 from inputs.command_line import parse_flags
 from planner import meter, watch
 from planner.dry_run import config_of, setup_of
-from planner.memory import checkpoint_bytes, disk_bytes
-from planner.watch import MemoryWatch, check_disk, check_fit, predicted_bytes
+from planner.memory import checkpoint_bytes, disk_bytes, gpu_phases
+from planner.watch import MemoryWatch, OutOfMemory, check_disk, check_fit, predicted_bytes
 
 GIB = 2**30
 MIB = 2**20
@@ -31,9 +43,15 @@ def hold(size: int) -> mmap.mmap:
 def test_each_phase_has_its_own_peak_and_one_without_a_figure_counts_to_the_phase_around_it():
     """Within 8 MiB: what Python itself takes meanwhile."""
     memory = MemoryWatch(CPU, {})
+    meter.restart(CPU.device)
+    block = hold(64 * MIB)  # before the first phase: loading
+    with memory.phase("sample"):
+        block.close()
     with memory.phase("sync"):
         pass
-    base = memory.metrics()["memory/sync_gib"]
+    found = memory.metrics()
+    base = found["memory/sync_gib"]
+    assert (found["memory/load_gib"] - base) * 1024 == pytest.approx(64, abs=8)
     with memory.phase("update"):
         hold(96 * MIB).close()
     with memory.phase("sample"), memory.phase("reward"):
@@ -41,29 +59,11 @@ def test_each_phase_has_its_own_peak_and_one_without_a_figure_counts_to_the_phas
     with memory.phase("sync"):
         pass
     found = memory.metrics()
-    over_base = {name: (value - base) * 1024 for name, value in found.items()}
-    assert over_base["memory/update_gib"] == pytest.approx(96, abs=8)
-    assert over_base["memory/sample_gib"] == pytest.approx(48, abs=8)
-    assert over_base["memory/sync_gib"] == pytest.approx(0, abs=8)
+    for name, size in {"update": 96, "sample": 48, "sync": 0}.items():
+        assert (found[f"memory/{name}_gib"] - base) * 1024 == pytest.approx(size, abs=8), name
     assert found["memory/peak_gib"] == found["memory/update_gib"]
     assert found["memory/host_gib"] >= found["memory/update_gib"], "the host's figure holds the processes below, too"
-    assert "memory/reward_gib" not in found
-    assert "memory/pinned_gib" not in found, "nothing is pinned without a GPU"
-
-
-def test_what_comes_before_the_first_phase_is_the_loading():
-    memory = MemoryWatch(CPU, {})
-    meter.restart(CPU.device)
-    block = hold(64 * MIB)
-    with memory.phase("sample"):
-        block.close()
-    with memory.phase("update"):
-        pass
-    found = memory.metrics()
-    assert (found["memory/load_gib"] - found["memory/update_gib"]) * 1024 == pytest.approx(64, abs=8)
-    with memory.phase("sample"):
-        pass
-    assert "memory/load_gib" not in memory.metrics()
+    assert not found.keys() & {"memory/load_gib", "memory/reward_gib"}
 
 
 def test_a_phase_near_the_limit_is_warned_of_once_with_the_flags_to_change():
@@ -116,20 +116,9 @@ def test_a_sync_is_not_charged_with_what_the_update_held_in_reserve(monkeypatch)
     assert memory.peaks["sync"] == ((2 + 47 + 22) * GIB, (2 + 47 + 22) * GIB)
 
 
-def test_what_others_have_taken_is_missing():
-    with pytest.raises(ValueError, match=r"GPU, .* needs \d+\.\d GiB of 20\.0"):
-        check_fit(setup(), free=20 * GIB)
-
-
-def test_nodes_are_summed_over_their_ranks(monkeypatch):
+def test_nodes_are_summed_over_their_ranks_with_the_processes_below(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert watch.largest_node([1, 2, 5, 1, 0, 0]) == 6
-
-
-def test_memory_of_processes_below_counts(monkeypatch):
-    import subprocess
-    import sys
-
     code = "import subprocess, sys; x = bytearray(64 << 20); print('made', flush=True); sys.stdin.read()"
     below = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"
     before = meter.resident_of_children()
@@ -151,32 +140,22 @@ def setup(**hardware):
     return replace(found, hardware=replace(found.hardware, **hardware))
 
 
-def test_a_run_that_fits_is_taken():
-    check_fit(setup(), free=79 * GIB)
-
-
-@pytest.mark.parametrize(
-    ("hardware", "words"),
-    [
-        ({"gpus": 1}, r"GPU, .* needs \d+\.\d GiB of 79\.0"),
-        ({"host_bytes": 1 * GIB}, r"host RAM, .* needs \d+ GiB of 1 on each node"),
-    ],
-)
-def test_a_run_that_cannot_fit_is_refused_and_the_dry_run_offered(hardware, words):
-    with pytest.raises(ValueError, match=words) as error:
-        check_fit(setup(**hardware), free=79 * GIB)
-    assert "start the same command with --dry_run" in str(error.value)
-
-
-def test_a_cache_without_room_for_one_sequence_is_refused():
-    small = setup()
-    with pytest.raises(ValueError, match="leaves the engine .* not enough for one sequence"):
-        check_fit(replace(small, engine=replace(small.engine, gpu_memory_utilization=0.2)), free=79 * GIB)
+def test_a_run_that_cannot_fit_is_refused_and_the_dry_run_offered():
+    fits = setup()
+    check_fit(fits, free=79 * GIB)
+    no_cache = replace(fits, engine=replace(fits.engine, gpu_memory_utilization=0.2))
+    for found, free, words in (
+        (fits, 20, r"GPU, .* needs \d+\.\d GiB of 20\.0"),  # others have taken the rest
+        (setup(gpus=1), 79, r"GPU, .* needs \d+\.\d GiB of 79\.0"),
+        (setup(host_bytes=1 * GIB), 79, r"host RAM, .* needs \d+ GiB of 1 on each node"),
+        (no_cache, 79, "leaves the engine .* not enough for one sequence"),
+    ):
+        with pytest.raises(ValueError, match=words) as error:
+            check_fit(found, free=free * GIB)
+        assert "start the same command with --dry_run" in str(error.value)
 
 
 def test_the_prediction_for_a_gpu_is_what_the_dry_run_says_it_needs():
-    from planner.memory import gpu_phases
-
     found = setup()
     phases = gpu_phases(found)
     predicted = predicted_bytes(found, World(0, 8, 1, torch.device("cuda")))
@@ -253,3 +232,109 @@ def test_a_model_that_the_dry_run_does_not_know_is_watched_without_a_prediction(
     memory = watch.watch_memory(parse_flags(["--model", "m", "--train_data", "x", "--out_dir", "o"]), 100, CPU)
     (report,) = memory.remarks({"memory/update_gib": 1.0})
     assert report == "memory, GiB per rank at the peak, host per node; the dry run has no figures for it: update 1.00"
+
+
+# Memory that runs out -------------------------------------------------------------------------------------------------
+
+RANK_3 = replace(CPU, rank=3, size=4)
+TORCH = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total capacity of 80.00 GiB of which 1.00 GiB is free."
+)
+CPU_TORCH = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
+CPU_TORCH += "allocate 268435456 bytes. Error code 12 (Cannot allocate memory)"
+PINNED = "Registering memory failed with cudaError: 2. Consider launching with CUDA_LAUNCH_BLOCKING=1 to debug."
+LOWER_BATCH = "lower --micro_batch_tokens, add --gradient_checkpointing, "
+
+
+def said(memory: MemoryWatch, phase: str, error: BaseException) -> str:
+    with pytest.raises(OutOfMemory) as raised, memory.phase(phase):
+        raise error
+    return str(raised.value)
+
+
+@pytest.fixture
+def on_gpu(monkeypatch) -> MemoryWatch:
+    FakeGpu(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    return MemoryWatch(replace(RANK_3, device=torch.device("cuda")), {})
+
+
+@pytest.mark.parametrize(
+    ("phase", "error", "begins", "ways"),
+    [
+        ("sample", torch.OutOfMemoryError(TORCH), "GPU memory", ["2.00 GiB", "lower --gpu_memory_utilization."]),
+        ("pack", torch.OutOfMemoryError(TORCH), "GPU memory", [LOWER_BATCH]),
+        ("logprobs", RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), "GPU memory", [
+            "a size that the error does not tell", "add --offload_reference."]),
+        ("update", torch.AcceleratorError("CUDA error: out of memory\nCUDA"), "GPU or pinned host memory", [
+            "--offload optimizer; or use less of --offload"]),
+        ("update", RuntimeError(PINNED), "host memory", [
+            "update; use less of --offload"]),
+        ("update", RuntimeError(CPU_TORCH), "host memory", ["0.25 GiB in phase update; use less of --offload"]),
+        ("reward", OSError(12, "Cannot allocate memory"), "host memory", ["fewer --reward_workers"]),
+    ],
+)  # fmt: skip
+def test_each_phase_and_each_kind_of_memory_has_its_flags(phase, error, begins, ways, on_gpu):
+    sentence = said(on_gpu, phase, error)
+    assert sentence.startswith(f"{begins} ran out on rank 3, asked for ") and f" in phase {phase}; " in sentence
+    assert all(way in sentence for way in ways), sentence
+
+
+def test_what_the_engine_says_of_its_memory_stays_the_last_sentence(on_gpu):
+    error = MemoryError("GPU memory ran out while the engine takes new weights; lower --gpu_memory_utilization.")
+    error.__cause__ = torch.OutOfMemoryError(TORCH)
+    assert said(on_gpu, "sync", error) == str(error)
+
+
+def test_on_a_cpu_no_flag_is_named_that_has_no_effect_there_and_a_phase_inside_another_reports_alone():
+    memory = MemoryWatch(RANK_3, {})
+    sentence = said(memory, "update", RuntimeError(CPU_TORCH))
+    expected = f"host memory ran out on rank 3, asked for 0.25 GiB in phase update; {LOWER_BATCH}"
+    assert sentence == f"{expected}or give --param_dtype bfloat16."
+    with pytest.raises(OutOfMemory) as raised, memory.phase("sample"), memory.phase("reward"):
+        np.zeros(2**50)
+    assert "asked for 8.00 PiB in phase reward; " in str(raised.value)
+    assert str(raised.value).count("ran out") == 1
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes"), ValueError("out of memory"), OSError(28, "No space")])
+def test_other_errors_pass_as_they_are(error):
+    with pytest.raises(type(error)) as raised, MemoryWatch(RANK_3, {}).phase("update"):
+        raise error
+    assert raised.value is error
+
+
+def test_the_ways_out_are_flags_of_the_program():
+    assert set(re.findall(r"--\w+", str(watch.WAYS_OUT))) <= set(FLAGS)
+    assert watch.WAYS_OUT.keys() == {*watch.PHASES, "host"}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "function", "phase", "way"),
+    [
+        (2, "grpo.total_loss", "update", "--gradient_checkpointing"),
+        (1, "rollout._repack_head", "load", "--param_dtype bfloat16"),  # in the first sync
+    ],
+)
+def test_a_run_whose_last_rank_gets_no_memory_ends_with_the_sentence(num_ranks, function, phase, way, policy, tmp_path):
+    """The limit is a real one, of the process's address space."""
+    flags = training_flags(policy, tmp_path / "run", eval_data=None, eval_every=None, eval_before_training=None)
+    start = time.monotonic()
+    done = run_ranks(num_ranks, str(ROOT / "tests/starved_run.py"), [function, str(num_ranks - 1), *flags], 200)
+    assert done.returncode == 1
+    assert time.monotonic() - start < 190, "nobody waits for the rank that is gone"
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: host memory ran out")]
+    assert f" ran out on rank {num_ranks - 1}, asked for 1.00 GiB in phase {phase}; " in error and way in error
+    assert "OutOfMemory" not in done.stderr, "no traceback of it"
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_update_takes_what_the_planner_says_within_10_percent_under_every_policy(num_ranks, tmp_path):
+    sizes = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+    AutoConfig.for_model("qwen2", **sizes).save_pretrained(tmp_path)
+    batch = ("--micro_batch_tokens", 256, "--length", 32)
+    done = torchrun(num_ranks, "benchmarks/bench_memory.py", "--model", tmp_path, *batch)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["ranks"] == num_ranks and found["ratios"].keys() == POLICIES.keys()
+    assert all(0.9 <= ratio <= 1.1 for ratio in found["ratios"].values()), found["ratios"]

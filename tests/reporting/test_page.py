@@ -24,9 +24,9 @@ from selenium.webdriver.support.ui import Select, WebDriverWait
 from fabricated_runs import GROUP_SIZE, HOSTILE, SMILE, make_rollouts, make_run, make_vocabulary
 from helpers import ENVIRONMENT, ROOT
 from report import read_metrics
-from reporting import page
 from reporting.page import seed_groups, write_page
 from reporting.reference import load
+from reporting.samples import pack_samples
 
 FLAGS = [
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
@@ -49,17 +49,19 @@ def three_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def big_page(three_runs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("page") / "report.html", *three_runs)
+def big_page(three_runs: list[Path]) -> Path:
+    return write(three_runs[0].parent / "report.html", *three_runs)
+
+
+def header_of(packed: str) -> dict:
+    raw = zlib.decompress(base64.b64decode(packed))
+    return json.loads(raw[4 : 4 + int.from_bytes(raw[:4], "little")])
 
 
 def headers(file: Path) -> dict[str, dict]:
     """Name -> header of each chunk that is embedded."""
-    found = {}
-    for name, packed in re.findall(r'<script type="text/plain" id="(.*?)">(.*?)</script>', file.read_text()):
-        raw = zlib.decompress(base64.b64decode(packed))
-        found[name] = json.loads(raw[4 : 4 + int.from_bytes(raw[:4], "little")])
-    return found
+    chunks = re.findall(r'<script type="text/plain" id="(.*?)">(.*?)</script>', file.read_text())
+    return {name: header_of(packed) for name, packed in chunks}
 
 
 def test_ten_thousand_completions_take_less_than_20_MB(big_page):
@@ -70,23 +72,17 @@ def test_ten_thousand_completions_take_less_than_20_MB(big_page):
     assert sum(len(found[f"samples-0-{step}"]["rows"]) for step in steps) == 10_000
 
 
-@pytest.mark.parametrize(("budget", "fewest", "groups"), [(9_000_000, 20, 25), (1_000_000, 15, 3)])
-def test_over_the_budget_whole_groups_of_steps_of_the_whole_run_are_kept(
-    three_runs, tmp_path, monkeypatch, budget, fewest, groups
-):
-    monkeypatch.setattr(page, "BYTES_OF_SAMPLES", budget)
-    file = write(tmp_path / "report.html", three_runs[0])
-    chunks = headers(file)
-    found = chunks["runs"]["runs"][0]["samples"]
-    assert (found["num_steps"], found["num_groups"], found["groups"]) == (50, 25, groups)
+@pytest.mark.parametrize(("budget", "fewest", "kept"), [(9_000_000, 20, 25), (1_000_000, 15, 3)])
+def test_over_the_budget_whole_groups_of_steps_of_the_whole_run_are_kept(three_runs, budget, fewest, kept):
+    found, chunks = pack_samples(three_runs[0], budget)
+    assert (found["num_steps"], found["num_groups"], found["groups"]) == (50, 25, kept)
     steps = found["steps"]
     assert fewest <= len(steps) < 50 and steps[-1] == 500 and steps[0] <= 50
     assert max(np.diff(steps)) <= 40, "they are spread over the run"
     for step in steps:
-        of_rows = [row["group"] for row in chunks[f"samples-0-{step}"]["rows"]]
-        assert [of_rows.count(group) for group in dict.fromkeys(of_rows)] == [GROUP_SIZE] * groups
-    packed = re.findall(r'id="samples-0-\d+">(.*?)</script>', file.read_text())
-    assert budget / 2 < sum(map(len, packed)) <= budget
+        groups = [row["group"] for row in header_of(chunks[step])["rows"]]
+        assert [groups.count(group) for group in dict.fromkeys(groups)] == [GROUP_SIZE] * kept
+    assert budget / 2 < sum(map(len, chunks.values())) <= budget
 
 
 def test_files_that_are_damaged_or_just_removed_are_left_out_and_named(tmp_path, monkeypatch, capsys):
@@ -198,38 +194,15 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     driver.quit()
 
 
-@pytest.mark.parametrize("width", [1280, 360])
-def test_samples_are_chosen_filtered_and_searched(browser, big_page, width):
-    browser.open(big_page, width)
-    assert browser.all("#samples p")[2].startswith("Step 500, group 0")
-    browser.choose("Step", "30")
-    browser.wait("document.querySelector('#samples').textContent.includes('Step 30, group 0, train.jsonl:750')")
-    assert browser.all("[role=status]") == ["200 completions in 25 groups."]
-    browser.choose("Verdict", "incorrect")
-    browser.wait_for_status("pass the filters")
-    shown = len(browser.all(".completion"))
-    assert len(browser.all(".completion .bad")) == shown < 8 and browser.all(".completion .good") == []
-    browser.choose("Verdict", "any")
-    browser.choose("Length", "truncated")
-    browser.wait_for_status("50 completions")
-    assert len(browser.all(".completion")) == browser.all(".completion .warn").count("truncated") == 2
-    browser.choose("Length", "any")
-    text = browser.find("input[type=search]")
-    text.send_keys("IS THE ANSWER")
-    browser.choose("Step", "all steps")
-    browser.wait_for_status("50 completions in 50 groups")
-    assert "".join(browser.all(".tokens .found")) in (" is the answer", "is the answer")
-    browser.find("button[title='Next group']").click()
-    assert browser.all("#samples p")[2].startswith("Step 20, group 0")
-    text.send_keys(Keys.CONTROL, "a")
-    text.send_keys("no such text")
-    browser.wait_for_status("0 completions in 0 groups")
-    assert browser.all(".completion") == []
-    browser.check()
+@pytest.fixture(scope="module", params=[1280, 360])
+def opened(request, browser, big_page) -> tuple[Browser, int]:
+    """The page of three runs on a wide, light screen and on a narrow, dark one."""
+    browser.open(big_page, request.param, dark=request.param == 360)
+    return browser, request.param
 
 
-def test_tokens_are_coloured_by_the_stored_log_probs(browser, big_page, three_runs):
-    browser.open(big_page)
+def test_tokens_are_coloured_by_the_stored_log_probs(opened, three_runs):
+    browser, _ = opened
     row = pq.read_table(three_runs[0] / "rollouts" / "step_500.parquet").slice(2, 1).to_pylist()[0]
     spans = "document.querySelectorAll('.tokens')[2].querySelectorAll('span')"
     classes = browser.run(f"return [...{spans}].map((span) => span.className)")
@@ -243,8 +216,8 @@ def test_tokens_are_coloured_by_the_stored_log_probs(browser, big_page, three_ru
     browser.check()
 
 
-def test_what_a_model_has_written_is_shown_as_text_and_never_runs(browser, big_page):
-    browser.open(big_page)
+def test_what_a_model_has_written_is_shown_as_text_and_never_runs(opened):
+    browser, _ = opened
     hostile, smiling = browser.all(".tokens")[:2]
     assert hostile.startswith(HOSTILE)
     assert smiling.startswith(f"{SMILE} is the answer\nand a new line, {SMILE}"), "a character of four tokens is whole"
@@ -259,9 +232,8 @@ def test_what_a_model_has_written_is_shown_as_text_and_never_runs(browser, big_p
     assert len(browser.driver.get_log("browser")) == 1
 
 
-@pytest.mark.parametrize("width", [1280, 360])
-def test_overview_curves_and_differences_are_shown(browser, big_page, width):
-    browser.open(big_page, width, dark=width == 360)
+def test_overview_curves_and_differences_are_shown(opened):
+    browser, width = opened
     titles = " ".join(browser.all("figure h3"))
     for word in ("Reward", "eval/math500/avg@4", "correct", "incorrect", "KL", "Entropy", "clip_frac_low", "Gradient",
                  "Rollout gap", "tokens_per_s", "MFU", "reward/part/format", "Another metric"):  # fmt: skip
@@ -290,6 +262,35 @@ def test_overview_curves_and_differences_are_shown(browser, big_page, width):
     assert re.fullmatch("uncommitted changesnonenone[0-9a-f]{10}", flags[3])
     page_color = browser.run("return getComputedStyle(document.body).backgroundColor")
     assert page_color == ("rgb(20, 23, 27)" if width == 360 else "rgb(246, 247, 249)")
+    browser.check()
+
+
+def test_samples_are_chosen_filtered_and_searched(opened):  # the last one: it changes what is shown
+    browser, _ = opened
+    assert browser.all("#samples p")[2].startswith("Step 500, group 0")
+    browser.choose("Step", "30")
+    browser.wait("document.querySelector('#samples').textContent.includes('Step 30, group 0, train.jsonl:750')")
+    assert browser.all("[role=status]") == ["200 completions in 25 groups."]
+    browser.choose("Verdict", "incorrect")
+    browser.wait_for_status("pass the filters")
+    shown = len(browser.all(".completion"))
+    assert len(browser.all(".completion .bad")) == shown < 8 and browser.all(".completion .good") == []
+    browser.choose("Verdict", "any")
+    browser.choose("Length", "truncated")
+    browser.wait_for_status("50 completions")
+    assert len(browser.all(".completion")) == browser.all(".completion .warn").count("truncated") == 2
+    browser.choose("Length", "any")
+    text = browser.find("input[type=search]")
+    text.send_keys("IS THE ANSWER")
+    browser.choose("Step", "all steps")
+    browser.wait_for_status("50 completions in 50 groups")
+    assert "".join(browser.all(".tokens .found")) in (" is the answer", "is the answer")
+    browser.find("button[title='Next group']").click()
+    assert browser.all("#samples p")[2].startswith("Step 20, group 0")
+    text.send_keys(Keys.CONTROL, "a")
+    text.send_keys("no such text")
+    browser.wait_for_status("0 completions in 0 groups")
+    assert browser.all(".completion") == []
     browser.check()
 
 

@@ -27,7 +27,7 @@ BEFORE, AFTER = "GSM8K, 3B, before training", "GSM8K, 3B, after 116 steps"
 @functools.cache
 def config_of(name: str) -> dict:
     """The flags as the script gives them, as config.json has them."""
-    *_, arguments = launched(name, NGPU=1, **NO_PYTHON)
+    *_, arguments = launched(name, NGPU=1, NUM_GPUS=0, **NO_PYTHON)
     return json.loads(json.dumps(vars(parse_flags(arguments))))
 
 
@@ -38,13 +38,9 @@ def test_every_reference_has_the_form_that_its_reader_expects(name):
     assert reference["set_up"] == name and reference["training"] and reference["source"]
     assert bool(reference["figures"]) != ("cannot_be_judged" in reference), "figures, or the reason why there are none"
     for figure in reference["figures"]:
-        verdict = {"is", "tolerance", "why"} if "cannot_be_judged" not in figure else set()
-        others = {"model", "steps", "evaluated_by", "protocol", "cannot_be_judged"} | verdict
-        assert (
-            {"what", "metric", "value", "source"} | verdict
-            <= figure.keys()
-            <= {"what", "metric", "value", "source"} | others
-        )
+        needed = {"what", "metric", "value", "source"}
+        needed |= {"is", "tolerance", "why"} if "cannot_be_judged" not in figure else set()
+        assert needed <= figure.keys() <= needed | {"model", "steps", "evaluated_by", "protocol", "cannot_be_judged"}
         assert ("steps" in figure) != ("evaluated_by" in figure)
         assert (ROOT / figure.get("evaluated_by", "scripts")).exists()
         if "cannot_be_judged" not in figure:
@@ -58,9 +54,8 @@ def test_every_reference_has_the_form_that_its_reader_expects(name):
 
 
 def test_every_documented_set_up_has_a_reference_and_the_other_way_round():
-    scripts = {
-        path.stem for path in (ROOT / "scripts").glob("*.sh") if "\nsource scripts/launch.sh" in path.read_text()
-    }
+    files = (ROOT / "scripts").glob("*.sh")
+    scripts = {path.stem for path in files if "\nsource scripts/launch.sh" in path.read_text()}
     documented = set(re.findall(r"^\| `(\w[\w.]*)\.sh` \|", (ROOT / "docs" / "setups.md").read_text(), re.MULTILINE))
     assert scripts == documented | {"tiny_cpu"} == set(names())
 

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-SETUPS = sorted(
-    path.stem for path in (ROOT / "scripts").glob("*.sh") if "\nsource scripts/launch.sh" in path.read_text()
-)
+SCRIPTS = (ROOT / "scripts").glob("*.sh")
+SETUPS = sorted(path.stem for path in SCRIPTS if "\nsource scripts/launch.sh" in path.read_text())
 TELLS = 'echo "$SEED $OUT_DIR $*" >> started\n'
 
 

@@ -9,7 +9,7 @@
     OUT_DIR/best              link to the checkpoint that --keep_best protects
 
 A checkpoint is written under a temporary name, flushed to the disk, and renamed when it is whole. `latest` verifies the
-one that it returns. A disk that refuses a checkpoint costs that checkpoint; the last one must be written.
+one that it returns. A checkpoint that the disk refuses is left out; the one of the last step must be written.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def latest(out_dir: Path, world: World, say: Callable[[str], None]) -> tuple[int
     """(step, folder) of the last checkpoint that is whole; (0, None) if none was ever written.
 
     All ranks call it: each verifies a part of the files. A damaged checkpoint is renamed to damaged_step_N, and the one
-    before is looked at. Raises DiskError, on all ranks, if all are damaged.
+    before it is verified. Raises DiskError, on all ranks, if all are damaged.
     """
     while True:
         step, folder = gather_from_ranks([(0, None), *checkpoints(out_dir)][-1])[0]
@@ -179,9 +179,8 @@ class Writer:
             self._together(lambda: self._complete(unfinished, policy, weights, state, sums))
 
     def _together(self, work: Callable[[], Result]) -> list[Result]:
-        """What `work` gives on each rank. Raises DiskError, on all ranks, if the disk refuses something on one.
-
-        Then nothing is left of the checkpoint: a disk that is full needs the room.
+        """What `work` returns on each rank. If the disk of one refuses something, removes what there is of the
+        checkpoint, because a full disk needs the room, and raises DiskError on all ranks.
         """
         result, refused = None, None
         try:
@@ -201,7 +200,7 @@ class Writer:
     def _complete(
         self, unfinished: Path, policy: Policy, weights: Weights, state: State, sums: list[Checksums]
     ) -> None:
-        """On the main process: writes the rest, renames the folder, removes old ones. `sums`: of the shards."""
+        """On the main process: writes the rest, renames the folder, removes old checkpoints. `sums`: of the shards."""
         if not self.world.is_main:
             return
         export(policy, weights, self.companions, unfinished)
@@ -216,10 +215,7 @@ class Writer:
             self._remove_old()
 
     def _remove_old(self) -> None:
-        """Beyond --keep_checkpoints, but for the one that `final` points to, and the best.
-
-        A complete run that is being prolonged always has a final policy.
-        """
+        """Removes all beyond --keep_checkpoints but the best and that of `final`, which a run that goes on has."""
         protected, keep = {(self.out_dir / "final").resolve().name}, self.saving.keep_checkpoints
         if self.saving.keep_best and (best := best_checkpoint(self.out_dir, self.saving.keep_best)):
             point(self.out_dir / "best", best)
@@ -230,7 +226,7 @@ class Writer:
 
 
 def reason(error: BaseException) -> str:
-    """Why the disk refused something; of a failure in `dcp`, that of the first rank."""
+    """Why the disk refused something; for a failure in `dcp`, the reason of the first rank."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
     # torch does not pass on what the system said.
@@ -252,7 +248,7 @@ def size_of(tensors: dict[str, object]) -> int:
 
 
 def files_of(companions: Companions) -> dict[str, bytes]:
-    """Name -> content of the files that they are saved as.
+    """Name -> content of the files of these companions.
 
     Made once: the library of the tokenizers reports a full disk as a plain `Exception`, which nobody should catch.
     """

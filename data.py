@@ -26,11 +26,11 @@ Share = tuple[str, int, float]  # name, number of rows and weight of a source in
 
 
 class UnusableRow(Exception):
-    """A value cannot be used: the row is excluded and listed. (A missing column is a ValueError for its source.)"""
+    """A value cannot be used: the row is excluded and listed. A missing column raises ValueError instead."""
 
 
 def _look_up(record: Record, column: str, flag: str) -> object:
-    """The column of this name, or else what the dotted path leads to: None if an object on the way is null."""
+    """The value of this column, or else at this dotted path; None if an object on the path is null."""
     value: object = record.columns
     for key in [column] if column in record.columns else column.split("."):
         if not isinstance(value, dict) or key not in value:
@@ -45,7 +45,7 @@ def _look_up(record: Record, column: str, flag: str) -> object:
 
 
 def _text(value: object, name: str) -> str:
-    """The value, if it is a text that is not blank."""
+    """The value. Raises UnusableRow if it is no text, blank, or has invalid characters."""
     if not isinstance(value, str):
         raise UnusableRow(f"{name} is {'null' if value is None else f'{value!r:.60}, no text'}")
     if not value.strip():
@@ -58,9 +58,8 @@ def _text(value: object, name: str) -> str:
 def _messages(value: object, name: str, prompt_format: PromptFormat) -> Messages:
     """The conversation with suffix and system prompt; the latter takes the place of the data's own."""
     if isinstance(value, list) and prompt_format.prompt_format == "text":
-        raise ValueError(
-            f"{name} (--prompt_column) holds messages, which need a chat template; the tokenizer has none."
-        )
+        needed = "which need a chat template; the tokenizer has none"
+        raise ValueError(f"{name} (--prompt_column) holds messages, {needed}.")
     messages = value if isinstance(value, list) else [{"role": "user", "content": _text(value, name)}]
     if not messages or not all(isinstance(message, dict) for message in messages):
         raise UnusableRow(f"{name} is no list of messages")
@@ -79,7 +78,7 @@ def _messages(value: object, name: str, prompt_format: PromptFormat) -> Messages
 
 
 def _answer(value: object, name: str, several: str) -> str:
-    """The value as text (`grading.key_text`)."""
+    """The value as text, see `grading.key_text`. Raises UnusableRow."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     try:
         return _text(key_text(value, several) if is_number or isinstance(value, (str, list, dict)) else value, name)
@@ -119,8 +118,8 @@ def _render(messages: Messages, prompt_format: PromptFormat, tokenizer: Tokenize
 
 @lru_cache(maxsize=8)
 def template_tokens(tokenizer: Tokenizer) -> tuple[str, ...]:
-    """The special tokens that the chat template writes around a user's message: a text that holds one has a template
-    already. Those of another model's template are ordinary text, and so is what is not special, such as `<think>`.
+    """The special tokens that the chat template writes around a user's message. A text that holds one already has a
+    template. Tokens of another model's template are ordinary text, and so are tokens like `<think>`.
     """
     message = {"role": "user", "content": "?"}
     try:
@@ -132,7 +131,7 @@ def template_tokens(tokenizer: Tokenizer) -> tuple[str, ...]:
 
 
 def check_template(prompt_format: PromptFormat, tokenizer: Tokenizer) -> PromptFormat:
-    """The format, with `text` for `chat` if the tokenizer has no chat template. ValueError for flags that need one."""
+    """The format, with `text` for `chat` without a chat template. Raises ValueError for flags that need one."""
     if prompt_format.prompt_format == "chat" and tokenizer.chat_template is None:
         prompt_format = replace(prompt_format, prompt_format="text")
     for flag in ("system_prompt", "image_column"):
@@ -143,7 +142,9 @@ def check_template(prompt_format: PromptFormat, tokenizer: Tokenizer) -> PromptF
 
 
 def make_row(record: Record, prompt_format: PromptFormat, tokenizer: Tokenizer, vision: Vision | None = None) -> Row:
-    """Raises UnusableRow for a value that is no prompt, answer or image; ValueError for a column that is not there."""
+    """The row of a record. Raises UnusableRow for a value that is no prompt, answer or image; ValueError for a column
+    that is not there.
+    """
     where, columns, folder = record
     column = prompt_format.prompt_column
     messages = _messages(_look_up(record, column, "--prompt_column"), f"column {column!r}", prompt_format)
@@ -181,7 +182,7 @@ def make_row(record: Record, prompt_format: PromptFormat, tokenizer: Tokenizer, 
 
 
 def _draws(shares: tuple[Share, ...]) -> list[int]:
-    """How many draws of an epoch fall on each source, by largest remainders. Raises ValueError for none."""
+    """The draws of each source in an epoch, by largest remainders. Raises ValueError if a source has none."""
     num_rows, total = sum(size for _, size, _ in shares), sum(weight for _, _, weight in shares)
     quotas = np.array([weight / total * num_rows for _, _, weight in shares])
     draws = np.floor(quotas).astype(int)
@@ -245,7 +246,7 @@ class PromptData:
         return PromptData(name_of_source(source), kept, len(rows) - len(kept), excluded)
 
     def exclude(self, reasons: dict[int, str]) -> PromptData:
-        """Without the rows of these indices, which join `excluded`."""
+        """The data without the rows of these indices, which join `excluded`."""
         assert not self.shares, "rows are excluded before sources are mixed by weights"
         excluded = self.excluded + [(self.rows[i].where, reason) for i, reason in sorted(reasons.items())]
         return replace(self, rows=[row for i, row in enumerate(self.rows) if i not in reasons], excluded=excluded)
@@ -269,9 +270,9 @@ class PromptData:
     def indices_of_step(self, step: int, prompts_per_step: int, seed: int, keep_last: bool = False) -> np.ndarray:
         """The P row indices of step 1, 2, ...: a function of (seed, step), so a resumed run loses and repeats no row.
 
-        An epoch is a new permutation of all rows. With weights it has as many draws; each source gives its share of
-        them out of its own endless stream of permutations, so its rows are drawn equally often. Steps are consecutive
-        slices of each epoch, and the last partial one is dropped; with `keep_last`, slices of all epochs in a row.
+        An epoch is a new permutation of all rows. With weights it has the same number of draws, and each source draws
+        its share from an endless stream of permutations of its own: equally often from each row. Steps are consecutive
+        slices of an epoch, whose last partial one is dropped; with `keep_last`, of all epochs in a row.
         """
         num_rows = len(self.rows)
         per_epoch = num_rows if keep_last else num_rows // prompts_per_step * prompts_per_step

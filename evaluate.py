@@ -4,10 +4,9 @@
     python scripts/launch.py --ranks 8 evaluate.py --model Qwen/Qwen2.5-7B ...     # eight engines share the problems
 
 Figures, each with its standard error over problems: avg@k, the mean score of k samples of a problem; pass@k, the chance
-that at least one of k is correct (unbiased: 1 - C(n-c, k) / C(n, k) for c correct ones of n, Chen et al. 2021); maj@k,
-the chance that the most frequent answer of k is correct (ties count in part); the share of truncated completions, the
-mean length in tokens, and the share that could not be graded. A completion is correct if the reward's first verifier
-gives it 1 or more.
+that at least one of k is correct (unbiased, Chen et al. 2021); maj@k, the chance that the most frequent answer of k is
+correct; the mean length in tokens; the shares that are truncated and that could not be graded. A completion is correct
+if the reward's first verifier gives it 1 or more.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ import numpy as np
 from batch import Metrics, Rollout
 from data import PromptData, most_images
 from flags import FLAGS as OF_TRAINING
-from flags import GROUPS, INF, TINY, EngineSettings, Grading, Sampling, flag, take
+from flags import GROUPS, INF, EngineSettings, Grading, Sampling, flag, take
 from fsdp_utils import gather_from_ranks, init_world, is_main_process
 from grading import Grade
 from guards.files import required, tolerated, write
@@ -48,12 +47,10 @@ if TYPE_CHECKING:  # importing vLLM takes seconds; the checks of bad input come 
 
 Figure = tuple[float, float]  # mean and standard error; nan for what one problem cannot tell
 
-# Evaluation ---------------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class Result:
-    """What came out for one set."""
+    """The figures of one set."""
 
     data: PromptData
     sampling: Sampling
@@ -82,15 +79,16 @@ class Evaluator:
 
     def is_due(self, step: int, is_last: bool = False) -> bool:
         """Whether to evaluate after this step. Step 0 is the start of training."""
-        every = self.eval_every
-        return every > 0 and (is_last or step % every == 0) if step else self.eval_before_training
+        if step == 0:
+            return self.eval_before_training
+        return self.eval_every > 0 and (is_last or step % self.eval_every == 0)
 
     def is_missing(self, step: int, is_last: bool, logged: Metrics) -> bool:
-        """Whether the evaluation after this step is due but not among its metrics: a signal has cut it short."""
+        """Whether the evaluation after this step is due, but a signal has cut it short: its metrics are not there."""
         return self.is_due(step, is_last) and not any(name.startswith("eval/") for name in logged)
 
     def run(self, engine: Engine, step: int) -> Metrics:
-        """The metrics of all sets, the same on every rank; {} if a signal came meanwhile."""
+        """The metrics of all sets, the same on every rank; {} if a signal has come."""
         metrics = {}
         try:
             for index, (data, sampling) in enumerate(zip(self.sets, self.samplings, strict=True), start=1):
@@ -109,19 +107,21 @@ def evaluate(
     rollout = engine.sample(data.rows, sampling, seed, f"evaluate {data.name}", on_finished)
     rollout = replace(rollout, grades=grader.collect_from_ranks())
     if is_main_process():
-        lines = []
-        for b, (row, grade) in enumerate(zip(rollout.rows, rollout.grades, strict=True)):
-            record = {
-                "row": row.where, "prompt": row.prompt, "answer": row.answer, "completion": rollout.texts[b],
-                "reward": grade.reward, "reward_parts": grade.parts, "reward_status": grade.status,
-                "is_correct": grade.is_correct, "read_as": grade.answer, "num_tokens": len(rollout.completions[b]),
-                "is_truncated": bool(rollout.is_truncated_B[b]),
-            }  # fmt: skip
-            lines.append(json.dumps(record, ensure_ascii=True) + "\n")
         with tolerated(str(folder)):
             folder.mkdir(parents=True, exist_ok=True)
-            write(folder / f"{data.name}.jsonl", "".join(lines))
+            write(folder / f"{data.name}.jsonl", "".join(_line(rollout, b) for b in range(len(rollout.rows))))
     return Result(data, sampling, figures_of(rollout, sampling.num_samples))
+
+
+def _line(rollout: Rollout, b: int) -> str:
+    row, grade = rollout.rows[b], rollout.grades[b]
+    record = {
+        "row": row.where, "prompt": row.prompt, "answer": row.answer, "completion": rollout.texts[b],
+        "reward": grade.reward, "reward_parts": grade.parts, "reward_status": grade.status,
+        "is_correct": grade.is_correct, "read_as": grade.answer, "num_tokens": len(rollout.completions[b]),
+        "is_truncated": bool(rollout.is_truncated_B[b]),
+    }  # fmt: skip
+    return json.dumps(record) + "\n"
 
 
 def figures_of(rollout: Rollout, num_samples: int) -> dict[str, Figure]:
@@ -135,13 +135,10 @@ def figures_of(rollout: Rollout, num_samples: int) -> dict[str, Figure]:
     votes = [majority_score(group) for group in groups]
     if num_samples > 1 and any(vote is not None for vote in votes):
         figures[f"maj@{num_samples}"] = _figure([vote or 0.0 for vote in votes])
-    for name, values_B in {
-        "frac_truncated": rollout.is_truncated_B,
-        "tokens_mean": rollout.completion_lengths_B,
-        "frac_failed": [grade.is_failed for grade in grades],
-    }.items():
-        figures[name] = _figure(np.reshape(values_B, (-1, num_samples)).mean(axis=1))
-    return figures
+    lengths_B, is_failed_B = rollout.completion_lengths_B, [grade.is_failed for grade in grades]
+    columns = {"frac_truncated": rollout.is_truncated_B, "tokens_mean": lengths_B, "frac_failed": is_failed_B}
+    means = {name: np.reshape(values_B, (-1, num_samples)).mean(axis=1) for name, values_B in columns.items()}
+    return figures | {name: _figure(values) for name, values in means.items()}
 
 
 def pass_at_k(num_correct: int, num_samples: int, k: int) -> float:
@@ -167,9 +164,10 @@ def _figure(per_problem: list[float] | np.ndarray) -> Figure:
     return float(values.mean()), float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
 
 
-# The command --------------------------------------------------------------------------------------------------------
+# The command
 
 
+OF_A_SET = ("samples", "temperature", "max_completion_tokens", "top_p")  # one value for all sets or one for each
 AS_IN_TRAINING = ("stop_tokens", "seed", "dtype", "head_dtype", "tensor_parallel_size", "enforce_eager")
 # fmt: off
 FLAGS = {
@@ -178,11 +176,9 @@ FLAGS = {
         flag("--data", str, "sets, each WHAT[@SPLIT][#ROWS]: see docs/data.md", is_list=True, is_required=True),
         flag("--out_dir", str, "new folder for the results; default: MODEL/eval/TIME, or eval/MODEL/TIME for a hub id"),
         flag("--published", [str], "published numbers to show beside ours, one text per set"),
-        flag("--samples", [1], "k: completions per problem", (1, INF)),
-        flag("--temperature", [1.0], "sampling temperature; 0 is greedy", (0, 2)),
-        flag("--top_p", [1.0], "nucleus sampling", (TINY, 1)),
         flag("--max_completion_tokens", [2048], "completions are truncated after this many tokens", (1, INF)),
         flag("--gpu_memory_utilization", 0.9, "CUDA: share of GPU memory that vLLM may take", (0.01, 1)),
+        *(OF_TRAINING[f"--eval_{name}"]._replace(name=f"--{name}") for name in ("samples", "temperature", "top_p")),
         *(OF_TRAINING[f"--{name}"] for name in AS_IN_TRAINING),
     ],
     "prompts": GROUPS["prompts"],
@@ -217,20 +213,19 @@ def table(results: list[Result], published: list[str]) -> str:
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-def write_results(folder: Path, given: dict[str, object], results: list[Result]) -> None:
-    """Writes results.json: the flags, and of each set the counts, the sampling and every figure."""
+def results_json(given: dict[str, object], results: list[Result]) -> str:
+    """The flags, and of each set the counts, the sampling and every figure."""
     sets = {}
     for result in results:
         data = result.data
         counts = {"problems": len(data.rows), "too_long": data.num_too_long, "excluded": data.excluded}
         sampling = {name.removeprefix("num_"): value for name, value in vars(result.sampling).items()}
-        figures = {  # JSON knows no nan
-            name: {"mean": mean, "stderr": None if math.isnan(stderr) else stderr}
+        figures = {
+            name: {"mean": mean, "stderr": None if math.isnan(stderr) else stderr}  # JSON knows no nan
             for name, (mean, stderr) in result.figures.items()
         }
         sets[data.name] = counts | sampling | figures
-    with required(folder / "results.json"):
-        write(folder / "results.json", json.dumps({"flags": given, "sets": sets}, indent=2) + "\n")
+    return json.dumps({"flags": given, "sets": sets}, indent=2) + "\n"
 
 
 def main() -> None:
@@ -240,10 +235,7 @@ def main() -> None:
         check_ranges(args, FLAGS)
         check_head_dtype(args)
         check_launch(args.tensor_parallel_size, "bfloat16", args.gpu_memory_utilization)
-        samplings = samplings_of(
-            args.data, "", samples=args.samples, temperature=args.temperature,
-            max_completion_tokens=args.max_completion_tokens, top_p=args.top_p,
-        )  # fmt: skip
+        samplings = samplings_of(args.data, "", **{name: getattr(args, name) for name in OF_A_SET})
         if args.published and len(args.published) != len(args.data):
             counts = f"{len(args.published)} numbers for {len(args.data)} sets"
             raise ValueError(f"--published has {counts}; give one for each, '-' for none.")
@@ -255,28 +247,28 @@ def main() -> None:
         folder = gather_from_ranks(folder)[0]  # the time in its name is the main process's
         if world.is_main:
             folder.mkdir(parents=True, exist_ok=True)
+            print(*(line for data in sets for line in data.describe()), sep="\n")
+            print(f"first prompt: {sets[0].rows[0].text!r}", flush=True)
     except (ValueError, OSError, RuntimeError) as error:
         exit_with_error(error)
-    if world.is_main:
-        print(*(line for data in sets for line in data.describe()), sep="\n")
-        print(f"first prompt: {sets[0].rows[0].text!r}", flush=True)
 
     from rollout import Engine, largest_share  # vLLM takes seconds to import: errors come first
 
     longest = args.max_prompt_tokens + max(args.max_completion_tokens)
     settings = take(EngineSettings, args, max_model_len=longest, load_format="auto")
-    pairs = list(zip(sets, samplings, strict=True))
-    sequences = largest_share([(len(data.rows), sampling.num_samples) for data, sampling in pairs], world)
+    sizes = [(len(data.rows), sampling.num_samples) for data, sampling in zip(sets, samplings, strict=True)]
+    most = largest_share(sizes, world)
     try:
-        engine = Engine(args.model, tokenizer, world, settings, vision, most_images(sets), sequences)
+        engine = Engine(args.model, tokenizer, world, settings, vision, most_images(sets), most)
     except ValueError as error:
         exit_with_error(error)
     results = []
-    for i, (data, sampling) in enumerate(pairs):
+    for i, (data, sampling) in enumerate(zip(sets, samplings, strict=True)):
         results.append(evaluate(engine, data, sampling, grader, (args.seed, i), folder))
     if world.is_main:
         print(table(results, args.published), flush=True)
-        write_results(folder, vars(args), results)
+        with required(folder / "results.json"):
+            write(folder / "results.json", results_json(vars(args), results))
         print(f"results.json and every completion with its grade: {folder}", flush=True)
     grader.close()
     engine.close()

@@ -1,8 +1,8 @@
 """The engine: vLLM inside every rank. It samples completions, takes new weights after each step, and sleeps in between.
 
-Each tensor-parallel group of ranks is one engine; the engines share the prompts of a step. Randomness is a function of
-the seed that a call is given: nothing hidden lives in the engine, so a resumed run samples what the uninterrupted one
-would have. CPU and CUDA run the same code; CUDA adds sleep mode.
+Each tensor-parallel group of ranks is one engine; the engines share the prompts of a step. What a call samples is a
+function of its seed: a resumed run samples what the uninterrupted one would have. CPU and CUDA run the same code; CUDA
+adds sleep mode.
 
     engine = Engine(path, tokenizer, world, settings)
     engine.sync(policy.full_weights())     # it starts with no weights of its own
@@ -59,25 +59,25 @@ from model.engine_options import (
     memory_errors,
     stop_ids,
 )
-from model.vision import Vision
+from model.vision import Vision, decode
 
 for _name, _beginning in NOISE + ([] if torch.cuda.is_available() else NOISE_ON_CPU):
     logging.getLogger(_name).addFilter(lambda record, noise=_beginning: not record.msg.startswith(noise))
 
-# CPU: the ranks of an engine share memory, under a name that vLLM makes alike in every run on a machine. Another run,
-# or what a killed one left behind, would get in the way: the name of the run makes it its own.
+# CPU: the ranks of an engine share memory. vLLM gives it the same name in every run on a machine, so another run, or
+# what a killed one has left, would get in the way: the run's name is added.
 _name_by_vllm = _CPUSHMDistributed.make_group_name
 _CPUSHMDistributed.make_group_name = staticmethod(lambda communicator: f"{_name_by_vllm(communicator)}-{launch_name()}")
 
 
-STEPS_BETWEEN_LOOKS = 16  # of an engine over several ranks: each look costs them a broadcast
+STEPS_BETWEEN_LOOKS = 16  # for a signal, in an engine over several ranks: each look costs them a broadcast
 
 
 class Guard(Protocol):
-    """Looks whether the engine is what the trainer trains."""
+    """Checks that the engine samples from the trainer's weights."""
 
     def before_sample(self, cached_blocks: int) -> None:
-        """Raises RunError if its weights are others, or if it has kept keys and values of an earlier call."""
+        """Raises RunError if its weights differ, or if keys and values of an earlier call are still cached."""
 
 
 class Engine:
@@ -95,12 +95,12 @@ class Engine:
         max_images: int = 0,
         most_sequences: int | None = None,
     ) -> None:
-        """`max_images`: in a prompt, at most. `most_sequences`: completions that a call asks of one engine at most."""
+        """`max_images`: of a prompt. `most_sequences`: the most completions that a call asks of one engine."""
         self.world = world
         self.tokenizer, self.stop_ids = tokenizer, stop_ids(tokenizer, settings.stop_tokens)
-        self.state = "awake"  # or "asleep", or "broken": between the two, and for ever if the change fails
+        self.state = "awake"  # or "asleep"; "broken" during a change between the two, and for ever if that fails
         self.num_engine_steps = 0
-        self.seconds_E = np.zeros(world.num_engines)  # what each engine took for its share of the last call of `sample`
+        self.seconds_E = np.zeros(world.num_engines)  # that each engine took for its share of the last `sample`
         is_cuda = world.device.type == "cuda"
         if not is_cuda:
             torch._dynamo.config.disable = True  # vLLM's log-prob kernel would be compiled for 5 to 25 s, to no gain
@@ -120,12 +120,12 @@ class Engine:
         description: str = "sample",
         on_finished: OnFinished | None = None,
     ) -> Rollout:
-        """The completions of these rows, prompt-major; the same on every rank, which must give the same rows.
+        """Returns the completions of these rows, prompt-major, on every rank. All ranks call it with the same rows.
 
-        The engines take equal consecutive shares. `seed` is any tuple of non-negative numbers (run, step, purpose): the
-        result is a function of weights, arguments and number of engines. As soon as completion b of the result is
-        finished, the leader of its engine calls `on_finished(b, text, token_ids, is_truncated)`. Raises Stopped, and
-        cannot sample any more, if a signal came meanwhile.
+        The engines take equal consecutive shares. `seed` is a tuple of non-negative numbers (run, step, purpose): the
+        result is a function of weights, arguments and number of engines. When completion b of the result is finished,
+        the leader of its engine calls `on_finished(b, text, token_ids, is_truncated)`. Raises Stopped if a signal has
+        come; the engine cannot sample any more then.
         """
         self.prepare(seed)
         rows_B = [row for row in rows for _ in range(sampling.num_samples)]
@@ -146,10 +146,10 @@ class Engine:
         return replace(Rollout.concatenate([rollout for rollout, _ in of_engines]), rows=rows_B)
 
     def prepare(self, seed: tuple[int, ...]) -> None:
-        """Before requests are made: empty caches, the guard's look, the seed."""
+        """Empties the caches, lets the guard check the engine, and sets the seed: before requests are made."""
         assert self.state == "awake", f"the engine is {self.state}: sync() wakes it, but not after a failure"
-        # Keys, values and embeddings of images under old weights, and of earlier calls: a cached prefix changes the
-        # shapes of the prefill and so the last bits.
+        # The caches hold keys, values and embeddings of images under old weights, or of earlier calls: a cached prefix
+        # changes the shapes of the prefill and so the last bits.
         is_reset = self.llm.reset_prefix_cache()
         assert is_reset, "no request is under way between two calls"
         self.llm.llm_engine.engine_core.reset_encoder_cache()
@@ -159,7 +159,7 @@ class Engine:
         seed_everything(seed, self.world.engine_index)
 
     def params(self, sampling: Sampling, max_tokens: int) -> SamplingParams:
-        """Of a request for one completion, which may have so many tokens more."""
+        """What vLLM is told with a request for one completion of at most `max_tokens` more tokens."""
         return SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -171,10 +171,7 @@ class Engine:
         )
 
     def _run(self, rows: list[Row], sampling: Sampling, description: str) -> Iterator[tuple[int, CompletionOutput]]:
-        """(index, completion) of each row, as they are finished.
-
-        One request per completion, not one with n per prompt, because vLLM tells when a request is finished.
-        """
+        """Yields (index, completion) of each row when it is finished: vLLM tells that of requests, so each has one."""
         params = self.params(sampling, sampling.max_completion_tokens)
         inputs = {id(row): _engine_input(row) for row in rows}  # decoded once for all completions of a prompt
         first_id = next(self.llm.request_counter) + 1
@@ -194,23 +191,22 @@ class Engine:
             bar.refresh()  # full, however short it took
 
     def add(self, rows: list[Row], so_far: list[list[int]], sampling: Sampling) -> int:
-        """Requests that go on where completions of these rows have ended. The number of the first; the others follow.
+        """Requests the rest of unfinished completions. Returns the number of the first request; the others follow.
 
-        Of what they return, `token_ids` are the new ones.
+        The requests return only the new token ids.
         """
         left = [sampling.max_completion_tokens - len(ids) for ids in so_far]
         params = {tokens: self.params(sampling, tokens) for tokens in set(left)}
-        inputs = [
-            TokensPrompt(prompt_token_ids=[*row.ids.tolist(), *ids]) for row, ids in zip(rows, so_far, strict=True)
-        ]
+        prompts = [[*row.ids.tolist(), *ids] for row, ids in zip(rows, so_far, strict=True)]
         first_id = next(self.llm.request_counter) + 1
+        inputs = [TokensPrompt(prompt_token_ids=ids) for ids in prompts]
         self.llm.enqueue(inputs, [params[tokens] for tokens in left], use_tqdm=False)
         return first_id
 
     def withdraw(self) -> list[tuple[int, list[int], list[float]]]:
-        """(number, token ids, log-probs) of each unfinished request, which is then forgotten.
+        """Returns (number, token ids, log-probs) of each unfinished request, and aborts it.
 
-        vLLM returns nothing of a request before its end, or, asked to, all of it at every token. It is read here.
+        They are read out of vLLM, which returns a request at its end alone, or else all of it at every token.
         """
         engine = self.llm.llm_engine
         states = dict(engine.output_processor.request_states)
@@ -224,17 +220,15 @@ class Engine:
         return found
 
     def is_abandoned(self) -> bool:
-        """Whether a signal has come: the same on all ranks of an engine, which ask each other now and then."""
+        """Whether a signal has come. The answer is the same on all ranks of an engine, which ask the first."""
         if self.world.tp_size == 1:
             return requested()
         self.num_engine_steps += 1
         is_due = self.num_engine_steps % STEPS_BETWEEN_LOOKS == 0
         return is_due and get_tp_group().broadcast_object(requested(), src=0)
 
-    def tell_progress(
-        self, rows: list[Row], first_id: int, before: tuple[int, int, int] | None
-    ) -> tuple[int, int, int]:
-        """(oldest unfinished request, its tokens, number of unfinished ones): the same again is no progress."""
+    def tell_progress(self, rows: list[Row], first_id: int, before: tuple[int, ...] | None) -> tuple[int, ...]:
+        """Returns (oldest unfinished request, its tokens, number of unfinished ones), which changes with progress."""
         states = self.llm.llm_engine.output_processor.request_states
         oldest = next(iter(states.values()))
         index, tokens = int(oldest.external_req_id) - first_id, oldest.detokenizer.num_output_tokens()
@@ -246,8 +240,8 @@ class Engine:
     def sync(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Takes new weights, one full tensor at a time, under their Hugging Face names; wakes the engine if it sleeps.
 
-        On CUDA the weights' memory is taken back before the transfer and the KV cache's after it: the gathered tensors
-        and the cache are never held together.
+        On CUDA it takes back the memory of its weights first, and that of its KV cache after the transfer: gathered
+        tensors and cache are never held together.
         """
         assert self.state != "broken", "a change of weights or of memory failed: the engine cannot be used any more"
         was_asleep, self.state = self.state == "asleep", "broken"  # until all of it has succeeded
@@ -282,7 +276,7 @@ class Engine:
 
 
 def _rollout_of(finished: list[CompletionOutput]) -> Rollout:
-    """Without the rows, which every rank has."""
+    """The completions, without their rows, which every rank has."""
     return Rollout(
         rows=[],
         completions=[np.array(done.token_ids, dtype=np.int32) for done in finished],
@@ -293,20 +287,20 @@ def _rollout_of(finished: list[CompletionOutput]) -> Rollout:
 
 
 def _engine_input(row: Row) -> TokensPrompt:
-    """What the engine reads. It repeats the token of each image by itself."""
+    """The prompt for the engine, which repeats the token of each image by itself."""
     if row.images is None:
         return TokensPrompt(prompt_token_ids=row.ids.tolist())
-    ids, images = row.images.template_ids.tolist(), row.images.decoded()
+    ids, images = row.images.template_ids.tolist(), [decode(image) for image in row.images.encoded]
     return TokensPrompt(prompt_token_ids=ids, multi_modal_data={"image": images})
 
 
 def largest_share(calls: list[tuple[int, int]], world: World) -> int:
-    """`most_sequences` of an engine, from the (prompts, samples of each) of every call."""
+    """The `most_sequences` of an engine, from the (prompts, samples of each) of every call."""
     return max(-(-prompts // world.num_engines) * num_samples for prompts, num_samples in calls)
 
 
 def _repack_head(model: nn.Module) -> None:
-    """CPU: vLLM multiplies by a repacked copy of the head, which `reload_weights` does not renew for a tied head."""
+    """CPU: renews vLLM's repacked copy of the head, which `reload_weights` leaves as it was if the head is tied."""
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)

@@ -7,6 +7,8 @@ works unchanged. Dimensions: `batch.py`.
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -75,10 +77,9 @@ def _positions(segments: tuple[Segment, ...], sequences: Tensor, offsets: Tensor
 def packed_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: object
 ) -> tuple[Tensor, None]:
-    """Causal attention within each packed sequence, as an attention function of transformers.
+    """Causal attention within each packed sequence, as transformers calls it; `options` has the packing.
 
     Shapes: query [1, heads, N, head_dim], key and value [1, kv_heads, N, head_dim] -> [1, N, heads, head_dim].
-    Options: `packing`, and what transformers passes (`scaling`, `sliding_window`, ...).
     """
     packing, sliding_window = options.get("packing"), options.get("sliding_window")
     assert isinstance(packing, Packing), "call the model through Policy, which passes the packing"
@@ -108,8 +109,7 @@ def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, packing: Packing, 
 def _attend_rectangles(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None) -> Tensor:
     """CPU: padded rectangles, exact because a causal query of a right-padded row sees no padding.
 
-    The queries of a shared prompt are there once for each of its sequences: the kernel's causal mask needs as many
-    queries as keys.
+    A shared prompt has queries for each of its sequences: the kernel's causal mask needs as many queries as keys.
     """
     sizes = [count * length for count, length in packing.rectangles]
     in_slots = (x.index_select(0, packing.positions_M).split(sizes) for x in (query, key, value))
@@ -120,20 +120,6 @@ def _attend_rectangles(query: Tensor, key: Tensor, value: Tensor, packing: Packi
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=is_grouped)
         rows.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(rows).index_select(0, packing.slots_N)
-
-
-def choose_kernel(device: torch.device) -> None:
-    """CUDA: FlashAttention 3 where the GPU can run it (H100, H200) and its module `flash_attn_interface` is installed.
-
-    Elsewhere torch's own FlashAttention 2 stays. Both know grouped queries and another number of keys than queries, are
-    causal up to the last key, and have a backward pass.
-    """
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        return
-    try:
-        activate_flash_attention_impl("FA3")
-    except (ImportError, OSError, RuntimeError):  # not there, or made for another torch, or without a backward pass
-        return
 
 
 def kernel_name(device: torch.device) -> str:
@@ -156,8 +142,14 @@ def check_alignment(device: torch.device) -> None:
 
 
 def check_device(device: torch.device, share_prompts: bool) -> None:
-    """Takes the device's best attention kernel. Raises RuntimeError if it does not do what --share_prompts needs."""
-    if device.type == "cuda":
-        choose_kernel(device)
-    if share_prompts and device.type == "cuda":
+    """CUDA: FlashAttention 3 where the GPU can run it (H100, H200) and its module `flash_attn_interface` is installed.
+
+    Elsewhere torch's own FlashAttention 2 stays. Raises RuntimeError if the kernel cannot do --share_prompts.
+    """
+    if device.type != "cuda":
+        return
+    if torch.cuda.get_device_capability(device) == (9, 0):
+        with suppress(ImportError, OSError, RuntimeError):  # missing, for another torch, or without a backward pass
+            activate_flash_attention_impl("FA3")
+    if share_prompts:
         check_alignment(device)

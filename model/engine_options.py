@@ -20,7 +20,7 @@ LACK_OF_MEMORY = re.compile(r"out of memory|gpu.memory.utilization", re.IGNORECA
 AT_START = "change --gpu_memory_utilization, or raise --tensor_parallel_size"
 BESIDE_TRAINER = "lower --gpu_memory_utilization or --micro_batch_tokens, or give --offload or --offload_reference"
 
-NOISE = [  # logger of vLLM, and how those of its warnings begin that tell nothing: they are not shown
+NOISE = [  # warnings that are not shown because they tell nothing: vLLM's logger, and how the warning begins
     ("vllm.engine.arg_utils", "The global random seed is set"),  # each call of Engine.sample sets its own
     ("vllm.config.vllm", "Enforce eager set"),  # by a flag, or on CPU
     ("vllm.config.vllm", "Inductor compilation was disabled"),  # the same
@@ -86,19 +86,15 @@ def engine_options(
 def stop_ids(tokenizer: PreTrainedTokenizerBase, stop_tokens: Sequence[str]) -> list[int]:
     """The ids of --stop_tokens. Raises ValueError for a text that is not one token."""
     vocabulary = tokenizer.get_vocab() if stop_tokens else {}
-    for token in stop_tokens:
-        if token not in vocabulary:
-            known = ", ".join(tokenizer.all_special_tokens)
-            raise ValueError(f"--stop_tokens {token}: no token of the tokenizer, whose special ones are {known}.")
+    if unknown := [token for token in stop_tokens if token not in vocabulary]:
+        known = ", ".join(tokenizer.all_special_tokens)
+        raise ValueError(f"--stop_tokens {unknown[0]}: no token of the tokenizer, whose special ones are {known}.")
     return [vocabulary[token] for token in stop_tokens]
 
 
 @contextmanager
 def memory_errors(phase: str, advice: str = BESIDE_TRAINER) -> Iterator[None]:
-    """CUDA: a lack of GPU memory within becomes a MemoryError, whose sentence names the phase and the flags to change.
-
-    Other errors are left as they are.
-    """
+    """CUDA: a lack of GPU memory within becomes a MemoryError that names the phase and the flags to change."""
     try:
         yield
     except (RuntimeError, ValueError) as error:
@@ -111,7 +107,7 @@ def memory_errors(phase: str, advice: str = BESIDE_TRAINER) -> Iterator[None]:
 
 
 def check_head(found: list[str], settings: EngineSettings) -> None:
-    """Raises ValueError if the `head_dtypes` of the engine are not --head_dtype: vLLM only warns, and takes another."""
+    """Raises ValueError if the `head_dtypes` of the engine are not --head_dtype: vLLM only warns and takes another."""
     if settings.head_dtype is not None and found != [settings.head_dtype]:
         given = f"--head_dtype {settings.head_dtype}: vLLM computes the logits of this model, on this machine, in"
         raise ValueError(f"{given} {', '.join(found) or 'no layer that knows it'}; leave the flag out.")

@@ -1,13 +1,12 @@
 """Log-probabilities of the labels from hidden states, without ever holding the full logits.
 
-The head runs in token chunks that are computed again in the backward pass: the logits of 16,384 tokens and a vocabulary
-of 152,064 would take 4.6 GiB in bf16. Peak memory is that of one chunk's logits, whatever the number of tokens T.
+The head runs in chunks of tokens that are computed again in the backward pass: the logits of 16,384 tokens and a
+vocabulary of 152,064 would take 4.6 GiB in bf16. Peak memory is one chunk's logits, whatever the number of tokens T.
 
-The logits are fp32 from `log_softmax` on. `head_dtype` (`--head_dtype`) is that of the matrix product: in bf16 a logit
-near 20 is rounded to a multiple of 0.125. Both kinds multiply bf16 numbers and add in fp32; float32 keeps the sum.
-The backward pass is the same for both: it rounds the gradient of the logits to the weight's dtype, as that of every
-other layer is, for two matrix products. That changes a number by at most 0.4 % of itself. A logit that is rounded to a
-multiple of 0.125 changes its probability by up to 6 %.
+The logits are fp32 from `log_softmax` on. `head_dtype` (`--head_dtype`) is that of the matrix product. Both kinds
+multiply bf16 numbers and add in fp32; float32 keeps the sum, bf16 rounds a logit near 20 to a multiple of 0.125, which
+changes its probability by up to 6 %. The backward pass is the same for both: it rounds the gradient of the logits to
+the weight's dtype for two matrix products, as in every other layer: by at most 0.4 % of each number.
 """
 
 from __future__ import annotations
@@ -35,30 +34,23 @@ def chunked_logprobs(
     `head_dtype`: of the logits; None: that of the weight.
     """
     assert head.bias is None, "no supported model has a head with a bias"
-    head_dtype = head_dtype or head.weight.dtype
-    return _HeadLogprobs.apply(hidden, head.weight, labels, temperature, with_entropy_gradient, head_dtype)
+    settings = temperature, with_entropy_gradient, head_dtype or head.weight.dtype
+    return _HeadLogprobs.apply(hidden, head.weight, labels, settings)
 
 
 class _HeadLogprobs(torch.autograd.Function):
-    """The function behind `chunked_logprobs`, on the head's weight [V, D].
+    """`chunked_logprobs` on the head's weight [V, D], in half the passes over the logits that autograd would take.
 
-    Autograd over recomputed chunks would take twice the passes over the logits. Here the entropy is not computed again,
-    the gradient of the logits is made in their own memory, and the last chunk is kept for the backward pass, which
-    begins with it.
+    The backward pass does not compute the entropy again and makes the gradient of the logits in their own memory. The
+    last chunk is kept for it, because it begins with that one.
     """
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        temperature: float,
-        has_entropy_gradient: bool,
-        head_dtype: torch.dtype,
+        ctx: FunctionCtx, hidden: Tensor, weight: Tensor, labels: Tensor, settings: tuple[float, bool, torch.dtype]
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(hidden, weight, labels)
-        ctx.settings = temperature, has_entropy_gradient, head_dtype
+        ctx.settings = temperature, has_entropy_gradient, head_dtype = settings
         logprobs, entropies = (hidden.new_empty(len(labels), dtype=torch.float32) for _ in range(2))
         ctx.last_chunk = None
         for rows in _chunks(len(labels), len(weight)):
@@ -96,11 +88,10 @@ class _HeadLogprobs(torch.autograd.Function):
             if grad_weight is not None:
                 grad_weight.addmm_(grad.t(), hidden[rows])
             del grad
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, None, None
 
 
 def _chunks(count: int, vocab: int) -> list[slice]:
-    """The rows that are computed at a time."""
     size = max(sizes.HEAD_CHUNK_LOGITS // vocab, 1)
     return [slice(start, start + size) for start in range(0, count, size)]
 

@@ -5,10 +5,7 @@
 peft puts A and B into the model. W is frozen, in --dtype; A and B have fp32 masters. FSDP shards both in the same
 units: only a unit's trainable parameters must agree in dtype. With its adapter off the model is the reference
 (`adapter_off`). Engine and checkpoints get W + s B A (`merged`); W itself is never written to, or each sync would round
-it.
-
-Dropout is on in the update alone. The sampler has none, so neither have the log-probs that are compared with the
-sampler's or used as old ones; docs/algorithm.md says what follows, and how others do it.
+it. Dropout is on in the update alone, because the sampler has none: see docs/algorithm.md.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ MERGED_ROWS = 1024  # rows of a matrix that are in fp32 at a time
 
 
 def target_names(model: PreTrainedModel, targets: Sequence[str] | None) -> list[str]:
-    """Full names of the decoder's linear layers whose own names are among `targets`; None: of all. The head is none.
+    """Full names of the decoder's linear layers (not the head) whose own names are among `targets`; None: of all.
 
     Raises ValueError if a target is the name of no such layer.
     """
@@ -74,7 +71,7 @@ def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
 
 
 class WithAdapter(nn.Module):
-    """The part of `Policy` that knows of LoRA. Without an adapter none of it changes anything."""
+    """The part of `Policy` that knows LoRA. Without an adapter it changes nothing."""
 
     model: PreTrainedModel
 
@@ -90,10 +87,10 @@ class WithAdapter(nn.Module):
 
     @contextmanager
     def adapter_off(self) -> Iterator[None]:
-        """While it is open, the policy is its base model, which is the reference.
+        """Within it the policy is its base model, which is the reference.
 
-        peft also freezes what it turns off. The adapter stays trainable here: FSDP decides at its first forward pass,
-        which may be this one, what there will be to reduce and in which dtype.
+        peft also freezes what it turns off. Here the adapter stays trainable: FSDP decides in its first forward pass,
+        which may be this one, which gradients it will reduce, and in which dtype.
         """
         layers = adapted_layers(self.model).values()
         for layer in layers:
@@ -108,7 +105,7 @@ class WithAdapter(nn.Module):
 
     @contextmanager
     def dropout_on(self, seed: tuple[int, ...], world: World) -> Iterator[None]:
-        """While it is open, the adapter drops inputs, drawn from the seed and the rank."""
+        """Within it the adapter drops inputs, drawn from the seed and the rank."""
         layers = adapted_layers(self.model).values()
         if self.has_dropout:
             torch.manual_seed(int(np.random.SeedSequence([*seed, world.trainer_rank]).generate_state(1)[0]))
@@ -121,10 +118,7 @@ class WithAdapter(nn.Module):
                 layer.lora_dropout.eval()
 
     def save_adapter(self, folder: Path, world: World) -> None:
-        """Writes A and B in fp32 and their configuration, for `PeftModel.from_pretrained(base model, folder)`.
-
-        All ranks call it.
-        """
+        """Writes A and B in fp32 for `PeftModel.from_pretrained(base model, folder)`. All ranks call it."""
         if not self.has_adapter:
             return
         state = {}
@@ -148,22 +142,15 @@ class WithAdapter(nn.Module):
 
 
 def own_merged_rows(layer: LoraLayer, weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[Tensor, int]]:
-    """Some rows of W + s B A in `dtype`, and the index of the first: those of this rank, made without `merged`.
-
-    All ranks call it together.
-    """
-    a, b = (part[NAME].weight for part in (layer.lora_A, layer.lora_B))
-    a = full_tensor(a, torch.float32)
+    """(some rows of this rank's W + s B A, index of the first), without `merged`. All ranks call it."""
+    a, b = full_tensor(layer.lora_A[NAME].weight, torch.float32), layer.lora_B[NAME].weight
     pairs = zip(own_rows(weight, MERGED_ROWS), own_rows(b, MERGED_ROWS), strict=True)  # the same rows of both
     for (rows, first), (b_rows, _) in pairs:
         yield (rows.float() + layer.scaling[NAME] * (b_rows.float() @ a)).to(dtype), first
 
 
 def merged(layer: LoraLayer, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """W + s B A in fp32, then in `dtype`, for the whole `weight` of a layer.
-
-    In new memory, some rows at a time: an fp32 copy of the whole matrix would be larger than the matrix.
-    """
+    """W + s B A in fp32, then in `dtype`, for the whole `weight` of a layer; fp32 copies are of some rows at a time."""
     a, b = (full_tensor(part[NAME].weight, torch.float32) for part in (layer.lora_A, layer.lora_B))
     total = torch.empty_like(weight, dtype=dtype)
     for start in range(0, len(weight), MERGED_ROWS):

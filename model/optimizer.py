@@ -1,14 +1,11 @@
 """AdamW in less memory than torch's: bf16 parameters updated as fp32 ones, and state that may live in host RAM.
 
-A bf16 parameter has 8 significant bits: an update of less than 1/512 of it is lost, and Kahan summation in a second
-bf16 number loses again what is below 1/512 of that. In those two bytes (`remainder`) we keep instead the lower half of
-the fp32 number whose rounded upper half is the parameter: together they are that number, exactly (`join`, `split`). The
-moments of a bf16 parameter are bf16, too, and rounded stochastically: to nearest, v * 0.999 is v again, and v never
-decays. The arithmetic is fp32 and torch's own fused AdamW. docs/memory.md counts the bytes.
-
-Why not a library: in 1,000 updates of 1e-6 with torch-optimi 0.3.3 (Kahan, both moments rounded to nearest), parameters
-between 1 and 2 did not move, and its v stayed at 3.6 times the correct one; torchao's stochastically rounded AdamW
-needs torch.compile. Neither streams its state from the host.
+A bf16 parameter has 8 significant bits: an update of less than 1/512 of it would be lost. So two more bytes
+(`remainder`) keep the lower half of the fp32 number whose rounded upper half is the parameter: together they are that
+number, exactly (`join`, `split`). The moments of a bf16 parameter are bf16, too, and rounded stochastically: rounded to
+nearest, v * 0.999 is v again, and v never decays. The arithmetic is torch's own fused AdamW in fp32.
+No library does this: torch-optimi 0.3.3 rounds both moments to nearest (1,000 updates of 1e-6 did not move parameters
+between 1 and 2), torchao's AdamW needs torch.compile, and neither streams its state from the host.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ Group = dict[str, object]  # of parameters, with their settings
 def make_optimizer(parameters: Iterable[nn.Parameter], adamw: AdamW, memory: Memory) -> Optimizer:
     """torch's AdamW where fp32 masters and their state are on the device; else ours, which takes less memory.
 
-    The state is there from the start: made in the first step, it would lie between activations in the GPU's memory.
+    The state is made here: made in the first step, it would lie between activations in the GPU's memory.
     """
     betas = (adamw.adam_beta1, adamw.adam_beta2)
     settings = {"lr": adamw.learning_rate, "betas": betas, "weight_decay": adamw.weight_decay}
@@ -64,7 +61,7 @@ class ChunkedAdamW(torch.optim.AdamW):
             for parameter in (x for x in group["params"] if x.grad is not None):
                 self._update(parameter, group)
         if self.is_state_on_host and torch.cuda.is_available():
-            torch.cuda.synchronize()  # what the host reads next, for a checkpoint say, has arrived
+            torch.cuda.synchronize()  # what the host reads next, for example for a checkpoint, has arrived
 
     def _update(self, parameter: nn.Parameter, group: Group) -> None:
         state, device = self.state[parameter], local_shard(parameter).device
@@ -82,8 +79,7 @@ class ChunkedAdamW(torch.optim.AdamW):
     def _update_chunk(chunk: dict[str, Tensor], step: Tensor, group: Group, generator: torch.Generator) -> None:
         parameter, moments = chunk["parameter"], ("gradient", "exp_avg", "exp_avg_sq")
         values = {name: chunk[name].to(parameter.device, torch.float32, non_blocking=True) for name in moments}
-        is_split = parameter.dtype == torch.bfloat16
-        values["parameter"] = parameter
+        values["parameter"], is_split = parameter, parameter.dtype == torch.bfloat16
         if is_split:
             values["parameter"] = join(parameter, chunk["remainder"].to(parameter.device, non_blocking=True))
         fused_adamw(
@@ -118,12 +114,9 @@ class ChunkedAdamW(torch.optim.AdamW):
 
 
 def pin_in_place(tensor: Tensor) -> None:
-    """CUDA: page-locks this rank's part of a host tensor that lives as long as the process: copies are fast then.
-
-    `Tensor.pin_memory` would round each size up to a power of two: for some shapes nearly twice the host RAM.
-    """
+    """CUDA: page-locks this rank's part of a host tensor that lives as long as the process: copies are fast then."""
     local = local_shard(tensor)
-    if local.numel():
+    if local.numel():  # `Tensor.pin_memory` would round sizes up to powers of two: nearly twice the RAM for some shapes
         pin_memory(local.data_ptr(), local.nbytes)
 
 

@@ -33,7 +33,7 @@ GPUS = {
 
 
 def prompts_in_the_air(prompts: int, num_engines: int) -> int:
-    """--partial_rollouts: prompts under way at the beginning of a step of so many; for each engine as many."""
+    """--partial_rollouts: prompts under way when a step of `prompts` begins, the same number in each engine."""
     of_engine = math.ceil(prompts / num_engines)
     return num_engines * (of_engine + math.ceil(of_engine * MORE_IN_THE_AIR))
 
@@ -45,50 +45,42 @@ def check_path(path: str) -> None:
         raise FileNotFoundError(f"--model {path!r}: no such folder, and not of the form of a hub id (owner/name).")
 
 
-# The number of experts of a layer, as configs say it.
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-# Values that scale, squash or drop something outside attention and MLP, which our packed attention and chunked head
-# leave out: with any but these the trainer would not compute what the engine samples from.
-NEUTRAL = {
-    "attn_logit_softcapping": None, "final_logit_softcapping": None, "logits_scaling": 1, "logit_scale": 1,
-    "lm_head_multiplier": 1, "dropout": 0,
-}  # fmt: skip
-
-
-OTHER_MODELS = "use Qwen3-0.6B to 32B, Qwen2.5 or Llama, say"
-
-
 def head_dim(config: PretrainedConfig) -> int:
     """The width of one attention head, by the config of a text model."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
+# What is refused: attributes of a config, values that are fine, and how another one is called. The trainer, with
+# its packed attention and chunked head, would not compute what the engine samples from.
+REFUSED = (
+    (("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), (0, 1), "{value} experts"),
+    (("attn_logit_softcapping", "final_logit_softcapping"), (), "{name} = {value}"),
+    (("logits_scaling", "logit_scale", "lm_head_multiplier"), (1,), "{name} = {value}"),
+    (("dropout",), (0,), "{name} = {value}"),
+    (("quantization_config",), (), "quantized weights"),
+)
+LAYERS = {"full_attention", "sliding_attention", "attention"}  # kinds of layers that are implemented
+
+
 def check_architecture(path: str, config: PretrainedConfig) -> None:
-    """Raises ValueError for a model that is not dense, not attention in all its layers, or quantized."""
-    is_quantized = getattr(config, "quantization_config", None) is not None
-    config = config.get_text_config()
-    parts = config, getattr(config, "ffn_config", None)  # DBRX has a config of its own for what has the experts
-    counts = [getattr(part, name, None) for part in parts for name in EXPERTS]
-    experts = [f"{count} experts" for count in counts if count not in (None, 0, 1)]
-    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ["full_attention"]
-    others = sorted(set(kinds) - {"full_attention", "sliding_attention", "attention"})
-    found = experts[:1] + [f"layers of the kind {kind}" for kind in others]
-    if getattr(config, "num_attention_heads", None) is None:
-        found = found or ["no attention heads"]
-    if is_quantized:
-        found.append("quantized weights")
+    """Raises ValueError for a model that is not dense, not attention in all its layers, quantized, or scales logits."""
+    text, found = config.get_text_config(), []
+    parts = config, text, getattr(text, "ffn_config", None)  # DBRX has a config of its own for what has the experts
+    for names, fine, called in REFUSED:
+        values = [(name, getattr(part, name, None)) for part in parts for name in names]
+        found += [called.format(name=name, value=value) for name, value in values if value not in (None, *fine)][:1]
+    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or []
+    found += [f"layers of the kind {kind}" for kind in sorted(set(kinds) - LAYERS)]
+    if getattr(text, "num_attention_heads", None) is None:
+        found.append("no attention heads")
     if found:
-        needed = "needed is a dense model with attention in all layers and weights in bf16 or fp32"
-        given = f"--model {path} ({config.model_type}) has {' and '.join(found)}"
-        raise ValueError(f"{given}; {needed}: {OTHER_MODELS}.")
-    for name, value in NEUTRAL.items():
-        if getattr(config, name, None) not in (None, value):
-            given = f"--model {path}: its {name} = {getattr(config, name)}"
-            raise ValueError(f"{given} is not implemented, only {value} is; {OTHER_MODELS}.")
+        needed = "needed is a dense model with attention in all layers, plain logits, and weights in bf16 or fp32"
+        given = f"--model {path} ({text.model_type}) has {' and '.join(found)}"
+        raise ValueError(f"{given}; {needed}: use Qwen3-0.6B to 32B, Qwen2.5 or Llama, for example.")
 
 
 def check_rope(path: str, config: PretrainedConfig, longest: int) -> None:
-    """Raises ValueError for rotary angles that depend on the longest sequence of a batch in the trainer alone."""
+    """Raises ValueError for rotary angles that depend, in the trainer alone, on the longest sequence of a batch."""
     rope = getattr(config, "rope_parameters", None) or {}
     kind, original = rope.get("rope_type"), rope.get("original_max_position_embeddings", 0)
     if (kind == "longrope" and longest > original) or (kind == "dynamic" and "alpha" not in rope):
@@ -114,9 +106,9 @@ def check_config(path: str, config: PretrainedConfig, limits: tuple[int, int], t
     if num_heads % tensor_parallel_size:
         given = f"--tensor_parallel_size {tensor_parallel_size}"
         raise ValueError(f"{given} does not divide the model's {num_heads} attention heads.")
-    window = getattr(config, "sliding_window", None)
-    has_window = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
-    if window and has_window and getattr(config, "use_sliding_window", True) and window < longest:
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+    window = "sliding_attention" in kinds and getattr(config, "sliding_window", None)
+    if window and getattr(config, "use_sliding_window", True) and window < longest:
         given = f"its sliding-window attention of {window} tokens is not supported for sequences of up to {longest}"
         keep = "keep --max_prompt_tokens + --max_completion_tokens within the window"
         raise ValueError(f"--model {path}: {given}; {keep}, or use another model.")
@@ -125,7 +117,7 @@ def check_config(path: str, config: PretrainedConfig, limits: tuple[int, int], t
 def cpu_cache_bytes(
     config: PretrainedConfig, max_model_len: int, itemsize: int, tp_size: int, most_sequences: int | None = None
 ) -> int:
-    """CPU: room for the sequences that run at once (`most_sequences`, if there are never so many), at most `CPU_CACHE`.
+    """CPU: room for the sequences that run at once, at most `most_sequences` and `CPU_CACHE`.
 
     vLLM goes round all the blocks it has: all of them would soon be resident, however few are in use.
     """

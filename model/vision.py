@@ -1,10 +1,9 @@
 """Images of a vision-language model (Qwen2.5-VL): their tokens in a prompt, their positions, their pixel values.
 
 The processor scales an image to multiples of 28 pixels, at most --max_pixels in all, and cuts it into patches of 14 x
-14. Four patches become one token: the one `<|image_pad|>` of the chat template is repeated so often. Prompts hold the
-repeated tokens, so length limits, packing and the token cap count them. Engine and trainer get the same decoded image
-and the same sizes; the engine repeats the token by itself, and `rollout.py` compares its prompt with ours. Images are
-kept encoded; pixel values are computed for the micro-batches of a step and go with them.
+14. Four patches become one token. The chat template writes one `<|image_pad|>` an image; our prompts repeat it for each
+token, so length limits, packing and the token cap count them. The engine repeats it by itself, and `rollout.py`
+compares its prompt with ours. Images are kept encoded; pixel values are computed for the micro-batches of a step.
 """
 
 from __future__ import annotations
@@ -95,9 +94,6 @@ class PromptImages:
             positions[:, end:] += max(rows, columns) - rows * columns
         return positions
 
-    def decoded(self) -> list[Image.Image]:
-        return [decode(image) for image in self.encoded]
-
     def pixels(self) -> list[Tensor]:
         """Of each image [patches, 3 x 2 x patch_size^2], float32, on the host; micro-batches share them.
 
@@ -167,17 +163,16 @@ def embed(model: PreTrainedModel, input_ids_N: Tensor, images: BatchImages) -> T
 def check_images(path: str, config: PretrainedConfig, prompt_format: PromptFormat) -> None:
     """Raises ValueError for image flags that do not suit the model, each other, or the length of prompts."""
     column, max_pixels = prompt_format.image_column, prompt_format.max_pixels
+    if column is None and max_pixels is not None:
+        raise ValueError(f"--max_pixels {max_pixels} has no effect without --image_column; leave it out, or name one.")
     if column is not None and config.model_type not in KNOWN:
         kind = f"--model {path} is of the type {config.model_type!r}; images are implemented for {', '.join(KNOWN)}"
         raise ValueError(f"--image_column {column!r}: {kind}. Use such a model, or leave the flag out.")
-    if max_pixels is None:
-        return
-    if column is None:
-        raise ValueError(f"--max_pixels {max_pixels} has no effect without --image_column; leave it out, or name one.")
-    per_token = (config.vision_config.patch_size * config.vision_config.spatial_merge_size) ** 2
-    if max_pixels < per_token:
-        raise ValueError(f"--max_pixels {max_pixels}: a token is made of {per_token} pixels; use at least as many.")
-    _check_room(prompt_format, max_pixels, per_token, f"--max_pixels {max_pixels}")
+    if max_pixels is not None:
+        per_token = (config.vision_config.patch_size * config.vision_config.spatial_merge_size) ** 2
+        if max_pixels < per_token:
+            raise ValueError(f"--max_pixels {max_pixels}: a token is made of {per_token} pixels; use at least as many.")
+        _check_room(prompt_format, max_pixels, per_token, f"--max_pixels {max_pixels}")
 
 
 def _check_room(prompt_format: PromptFormat, max_pixels: int, per_token: int, given: str) -> None:
@@ -229,9 +224,9 @@ class UnreadableImage(ValueError):
 
 
 def encoded_images(value: object, folder: Path) -> tuple[bytes, ...]:
-    """The images of null, or of one or a list of: path, bytes, {"bytes": ..., "path": ...} as in parquet files.
+    """The images of a value: null, or one or a list of: path, bytes, {"bytes": ..., "path": ...} as in parquet files.
 
-    Raises UnreadableImage, also for a file that is cut off: it would end the run when its turn comes.
+    Raises UnreadableImage, also for a file that is cut off, which would otherwise end the run when its turn comes.
     """
     images = []
     for item in value if isinstance(value, list) else [] if value is None else [value]:

@@ -4,8 +4,8 @@
     shard(...)                            # FSDP2 divides shapes, not yet bytes
     fill(root, model, path, device)       # rank 0 reads, every rank keeps its shard
 
-Only rank 0 reads the files, mapped into memory: a model costs no host RAM beyond its shards and one full parameter, and
-one copy of it is on the way. The parameters get the same bits as by `from_pretrained` (tests/model/test_weights.py).
+The files are mapped into memory: a model costs no host RAM beyond its shards, one full parameter, and a copy of that on
+the way. The parameters get the same bits as by `from_pretrained` (tests/model/test_weights.py).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def model_from_config(config: PretrainedConfig, **options: object) -> PreTrained
 
 @contextmanager
 def without_storage() -> Iterator[None]:
-    """While it is open, new parameters are on the meta device. Buffers are real: their values come from no file."""
+    """Within it new parameters are on the meta device. Buffers are real: their values come from no file."""
 
     def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta:  # on meta already: a tied one, which must stay the same object
@@ -89,10 +89,9 @@ def without_storage() -> Iterator[None]:
 
 
 def fill(root: nn.Module, model: PreTrainedModel, path: str, device: torch.device) -> None:
-    """Gives what has no storage in `root` storage on `device`, and `model` (a part of it) the weights at `path`.
+    """Makes storage on `device` for what has none in `root`, and fills its part `model` with the weights at `path`.
 
-    Parameters that have storage already stay as they are. All ranks call it together; rank 0 reads. Raises ValueError,
-    on every rank, if files are missing or do not fit the model.
+    All ranks call it together; rank 0 reads. Raises ValueError, on every rank, if files are missing or do not fit.
     """
     wanted = names_to_fill(model)
     # As `to_empty`, but not for buffers.
@@ -131,7 +130,7 @@ def names_to_fill(model: nn.Module) -> list[list[str]]:
 
 
 def the_tensor(stored: dict[str, Tensor], keys: list[str], shape: torch.Size) -> Tensor:
-    """The tensor stored under these keys: more than one if the parameter is tied and stored under each of its names."""
+    """The tensor stored under these keys: several if the parameter is tied and stored under each of its names."""
     full = stored[keys[0]]
     if full.shape != shape:
         raise ValueError(f"{keys[0]} has the shape {list(full.shape)} in the files, but {list(shape)} by config.json.")
@@ -175,10 +174,9 @@ def weight_files(path: str) -> list[Path]:
 
 
 def match_names(model: PreTrainedModel, wanted: list[list[str]], keys: Iterable[str]) -> dict[str, list[str]]:
-    """First name of each that is wanted -> the keys that hold it, renamed as transformers does while loading.
+    """First name of each wanted tensor -> the keys that hold it, renamed as transformers does while loading.
 
-    Raises ValueError, with the names, for weights that the files lack, that the model does not know, or that must be
-    converted.
+    Raises ValueError, with the names, for weights that are missing, not the model's, or must be converted.
     """
     known = dict.fromkeys((name for names in wanted for name in names), True)
     transforms = get_model_conversion_mapping(model)

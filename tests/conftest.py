@@ -57,6 +57,14 @@ def untied_qwen3_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("untied_qwen3"), tied=False, **QWEN3)
 
 
+@pytest.fixture(scope="session")
+def reward(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A --reward of our own: 1 for about a third of random completions."""
+    file = tmp_path_factory.mktemp("reward") / "thirds.py"
+    file.write_text("def score(completion, answer, columns):\n    return float(len(completion) % 3 == 0)\n")
+    return f"{file}:score"
+
+
 @pytest.fixture
 def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache of `datasets` in a folder of the test run; nothing is asked of the hub."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from pathlib import Path
 
 import datasets
@@ -13,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from data import PromptData
 from flags import PromptFormat
+from helpers import write_lines
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '[' + message['role'] + ']' + message['content'] }}{% endfor %}"
@@ -49,12 +49,6 @@ def png(red: int = 255, size: int = 4) -> bytes:
     return out.getvalue()
 
 
-def write_lines(file: Path, rows: list[dict[str, object]]) -> str:
-    """A .jsonl file."""
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(file)
-
-
 def write_parquet(file: Path, rows: list[dict[str, object]], **features: object) -> str:
     """A .parquet file; `features` are those that the values do not tell (images)."""
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -80,17 +74,14 @@ def write_numina_tir(folder: Path) -> None:
     """AI-MO/NuminaMath-TIR."""
     solution = "We add.\n\\[\\boxed{4}\\]"
     messages = [*user("What is 2+2?"), {"role": "assistant", "content": solution}]
-    write_parquet(
-        folder / "data" / "train-00000-of-00001.parquet",
-        [{"problem": "What is 2+2?", "solution": solution, "messages": messages}],
-    )
+    rows = [{"problem": "What is 2+2?", "solution": solution, "messages": messages}]
+    write_parquet(folder / "data" / "train-00000-of-00001.parquet", rows)
 
 
 def write_open_r1_8k(folder: Path) -> None:
     """lmms-lab/multimodal-open-r1-8k-verified."""
-    row = {"image": {"bytes": png(), "path": None}, "problem": "How red?"}
-    row |= {"solution": "<think>Very.</think><answer>(A)</answer>"}
-    row |= {"original_question": "How red?", "original_answer": "(A)"}
+    row = {"image": {"bytes": png(), "path": None}, "problem": "How red?", "original_question": "How red?"}
+    row |= {"solution": "<think>Very.</think><answer>(A)</answer>", "original_answer": "(A)"}
     write_parquet(folder / "data" / "train-00000-of-00001.parquet", [row], image=datasets.Image())
 
 
@@ -114,12 +105,8 @@ def write_simplerl(folder: Path) -> None:
             question = f"{split} question {i}?"
             system = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>"
             text = f"{system}\n<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
-            row = {"gt_answer": answer, "subject": "Algebra", "level": 3, "question": question}
-            row |= {"answer": answer, "target": answer}
-            row |= {"data_source": "simplelr_qwen_level3to5", "prompt": user(text), "ability": "math"}
-            row |= {"reward_model": {"style": "rule", "ground_truth": answer}}
-            row |= {"extra_info": {"split": split, "index": i, "answer": answer, "question": question}}
-            rows.append(row)
+            row = {"gt_answer": answer, "answer": answer, "target": answer, "question": question, "prompt": user(text)}
+            rows.append(row | {"reward_model": {"style": "rule", "ground_truth": answer}, "level": 3})
         write_parquet(folder / f"{split}.parquet", rows)
 
 

@@ -4,6 +4,7 @@ holds.
 torchrun --nproc_per_node 2 tests/distributed_loading.py OUTPUT_FILE FOLDER...
 """
 
+import itertools
 import sys
 
 import torch
@@ -26,10 +27,7 @@ def differences(path: str, dtype: torch.dtype, on_host: bool, world) -> list[str
     found = dict(policy.full_weights()) | dict(policy.model.named_buffers())
     expected = dict(wanted.named_parameters()) | dict(wanted.named_buffers())
     assert found.keys() == expected.keys()
-    is_same = {
-        name: found[name].dtype == expected[name].dtype and found[name].equal(expected[name]) for name in expected
-    }
-    return [name for name, same in is_same.items() if not same]
+    return [name for name, x in expected.items() if found[name].dtype != x.dtype or not found[name].equal(x)]
 
 
 def most_held_in_a_sync(path: str, world) -> float:
@@ -43,7 +41,7 @@ def most_held_in_a_sync(path: str, world) -> float:
 
 
 def is_extra_parameter_kept(path: str, world) -> bool:
-    """Whether a parameter that is in no file, an adapter say, keeps its values through sharding and filling."""
+    """Whether a parameter that is in no file, as an adapter is, keeps its values through sharding and filling."""
     policy = empty_policy(path, torch.bfloat16)
     values = torch.arange(15, dtype=torch.float32).view(5, 3)
     policy.layers[0].extra = torch.nn.Parameter(values.clone())
@@ -55,12 +53,7 @@ def is_extra_parameter_kept(path: str, world) -> bool:
 
 def main(output: str, *folders: str) -> None:
     world = init_world(tp_size=1, timeout_minutes=2)
-    cases = [
-        (folder, dtype, on_host)
-        for folder in folders
-        for dtype in (torch.float32, torch.bfloat16)
-        for on_host in (False, True)
-    ]
+    cases = itertools.product(folders, (torch.float32, torch.bfloat16), (False, True))
     results = {str(case): differences(*case, world) for case in cases}
     results["held"] = most_held_in_a_sync(folders[0], world)
     results["is extra kept"] = is_extra_parameter_kept(folders[0], world)

@@ -24,14 +24,10 @@ RANK = 3  # two ranks share the rows of A unequally
 
 def lora_flags(path: str, **changes: object) -> argparse.Namespace:
     limits = {
-        "max_grad_norm": 1e9,
-        "max_prompt_tokens": 4,
-        "max_completion_tokens": 12,
-        "kl_coef": 0.1,
-        "micro_batch_tokens": 1000,
-        "group_size": 4,
-    }
-    return flags(**(limits | {"model": path, "lora_rank": RANK, "lora_alpha": 6} | changes))
+        "max_grad_norm": 1e9, "max_prompt_tokens": 4, "max_completion_tokens": 12, "kl_coef": 0.1,
+        "micro_batch_tokens": 1000, "group_size": 4, "model": path, "lora_rank": RANK, "lora_alpha": 6,
+    }  # fmt: skip
+    return flags(**(limits | changes))
 
 
 def adapted_policy(args: argparse.Namespace, gradient_checkpointing: bool = False) -> Policy:
@@ -47,12 +43,9 @@ def adapted_policy(args: argparse.Namespace, gradient_checkpointing: bool = Fals
 
 def gradient(policy: Policy, args: argparse.Namespace, world: World, index: int = 0) -> tuple[dict, dict]:
     """(metrics, name -> gradient) of the update of this index, after a pass of the reference, as in a step."""
-    (update,) = add_logprobs(
-        [whole_update(make_rollout(group_size=4), args, policy, world)], policy, policy, algorithm_of(args)
-    )
-    assert all(isinstance(parameter, DTensor) for parameter in policy.parameters()), (
-        "a pass without gradient leaves nothing gathered"
-    )
+    updates = [whole_update(make_rollout(group_size=4), args, policy, world)]
+    (update,) = add_logprobs(updates, policy, policy, algorithm_of(args))
+    assert all(isinstance(x, DTensor) for x in policy.parameters()), "a pass without gradient leaves nothing gathered"
     trained = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
     optimizer = Recorder(trained.values(), lr=0.0)
     metrics = train_once(policy, optimizer, update, args, world, index=index)
@@ -61,9 +54,8 @@ def gradient(policy: Policy, args: argparse.Namespace, world: World, index: int 
 
 def logprobs(model: Policy, args: argparse.Namespace, world: World) -> list[torch.Tensor]:
     update = whole_update(make_rollout(), args, model, world)
-    return [
-        batch.old_logprobs_N for batch in logprobs_under(model, "old_logprobs_N", update, algorithm_of(args)).batches
-    ]
+    update = logprobs_under(model, "old_logprobs_N", update, algorithm_of(args))
+    return [batch.old_logprobs_N for batch in update.batches]
 
 
 def main(path: str, output: str) -> None:
@@ -71,12 +63,7 @@ def main(path: str, output: str) -> None:
 
     world = init_world(tp_size=1, timeout_minutes=2)
     found: dict[str, object] = {"gradients": {}, "with dropout": {}}
-    for cap, changes in (
-        (16, {}),
-        (40, {}),
-        (16, {"communicate_once": True}),
-        (40, {"share_prompts": True}),
-    ):
+    for cap, changes in ((16, {}), (40, {}), (16, {"communicate_once": True}), (40, {"share_prompts": True})):
         for checkpointing in (False, True):
             args = lora_flags(path, micro_batch_tokens=cap, **changes)
             policy = adapted_policy(args, checkpointing)
@@ -120,21 +107,17 @@ def main(path: str, output: str) -> None:
     shard(policy, policy.layers, world, torch.bfloat16)
     settings = EngineSettings(24, gpu_memory_utilization=0.3, enforce_eager=True)
     engine = Engine(path, AutoTokenizer.from_pretrained(path), world, settings)
-    found["merged"] = [(name, tensor.clone()) for name, tensor in policy.full_weights()]
+    found["merged"] = {name: tensor.clone() for name, tensor in policy.full_weights()}
     for _ in range(100):
         engine.sync(policy.full_weights())
     held = HeldInSync()
     engine.sync(held.stream(policy.full_weights()))
-    layer_bytes = sum(
-        2 * parameter.numel() for name, parameter in policy.layers[0].named_parameters() if ".lora_" not in name
-    )
+    own = (parameter for name, parameter in policy.layers[0].named_parameters() if ".lora_" not in name)
+    layer_bytes = sum(2 * parameter.numel() for parameter in own)
     found["held in a sync, in layers"] = held.most / layer_bytes
-    found["merged after"] = [(name, tensor.clone()) for name, tensor in policy.full_weights()]
-    after = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in policy.named_parameters()}
-    found["parameters"], found["parameters after"] = (
-        whole,
-        {name: parameter.detach() for name, parameter in after.items()},
-    )
+    found["merged after"] = {name: tensor.clone() for name, tensor in policy.full_weights()}
+    after = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in policy.named_parameters()}
+    found |= {"parameters": whole, "parameters after": {name: x.detach() for name, x in after.items()}}
     if world.is_main:
         torch.save(found, output)
     engine.close()

@@ -61,6 +61,7 @@ def main(path: str, tp_size: str, dtype: str, head_dtype: str, output: str) -> N
         still_running.append(engine.llm.llm_engine.has_unfinished_requests())
 
     first = engine.sample(rows, sampling, (1, 1), on_finished=on_finished)
+    completions = [completion.tolist() for completion in first.completions]
     told = list(zip(first.texts, first.completion_lengths_B.tolist(), first.is_truncated_B.tolist(), strict=True))
     found = {
         "prompts": [row.ids.tolist() for row in first.rows],
@@ -78,22 +79,18 @@ def main(path: str, tp_size: str, dtype: str, head_dtype: str, output: str) -> N
         "heard_while_others_are_sampled": any(still_running),
         "other_seed_same_completions": sample((1, 2)).texts == first.texts,
         "greedy_twice_equal": engine.sample(rows, greedy, (1,)).texts == engine.sample(rows, greedy, (2,)).texts,
-        "texts_are_the_tokens": first.texts
-        == tokenizer.batch_decode([c.tolist() for c in first.completions], skip_special_tokens=True),
-        "truncated_are_the_long_ones": all(
-            cut == (len(c) == 12 and c[-1] != tokenizer.eos_token_id)
-            for cut, c in zip(first.is_truncated_B, first.completions, strict=True)
-        ),
+        "texts_are_the_tokens": first.texts == tokenizer.batch_decode(completions, skip_special_tokens=True),
+        "truncated_are_the_long_ones": first.is_truncated_B.tolist()
+        == [len(c) == 12 and c[-1] != tokenizer.eos_token_id for c in completions],
     }
-    stop = int(first.completions[0][len(first.completions[0]) // 2])
+    stop = completions[0][len(completions[0]) // 2]
     engine.stop_ids = stop_ids(tokenizer, [tokenizer.convert_ids_to_tokens(stop)])
     stopped = sample()
     engine.stop_ids = []
     found["passes_stop_token"] = any(stop in c[:-1] for c in stopped.completions)
-    found["passed_it_before"] = any(stop in c[:-1] for c in first.completions)
-    found["stopped"] = [
-        bool(cut) for cut, c in zip(stopped.is_truncated_B, stopped.completions, strict=True) if c[-1] == stop
-    ]
+    found["passed_it_before"] = any(stop in c[:-1] for c in completions)
+    is_stopped_B = [c[-1] == stop for c in stopped.completions]
+    found["stopped"] = stopped.is_truncated_B[is_stopped_B].tolist()
     greedy_before = engine.sample(rows, greedy, (1,)).texts
     with torch.no_grad():
         for parameter in policy.parameters():

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -35,11 +36,8 @@ from warm_start import build_tokenizer
 ROOT = Path(__file__).parent.parent
 RAGGED = [12, 7, 3, 11, 5, 9, 2, 6]  # completion lengths
 ALONE = World(rank=0, size=1, tp_size=1, device=torch.device("cpu"))
-ENVIRONMENT = os.environ | {
-    "OMP_NUM_THREADS": "1",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
-    "PYTHONPATH": os.pathsep.join(sys.path),
-}
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+ENVIRONMENT |= {"PYTHONPATH": os.pathsep.join(sys.path)}
 
 
 def make_model(folder: Path, tied: bool = True, num_rows: int = 64, **sizes: object) -> Path:
@@ -51,17 +49,11 @@ def make_model(folder: Path, tied: bool = True, num_rows: int = 64, **sizes: obj
     torch.manual_seed(0)
     tokenizer = build_tokenizer()
     common = {
-        "vocab_size": 64,
-        "hidden_size": 64,
-        "intermediate_size": 192,
-        "num_hidden_layers": 2,
-        "max_position_embeddings": 128,
-        "tie_word_embeddings": tied,
+        "vocab_size": 64, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2,
+        "max_position_embeddings": 128, "tie_word_embeddings": tied,
         "initializer_range": 0.12,  # larger than usual: the distribution is far from uniform, a wrong weight shows
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
+        "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
+    }  # fmt: skip
     if not sizes:
         model = Qwen2ForCausalLM(Qwen2Config(**common, num_attention_heads=2, num_key_value_heads=2))
     else:
@@ -77,10 +69,14 @@ def make_model(folder: Path, tied: bool = True, num_rows: int = 64, **sizes: obj
     rng = np.random.default_rng(0)
     for name, count in (("train", num_rows), ("heldout", 16)):
         sums = rng.integers(0, 5, size=(count, 2)).tolist()
-        (folder / f"{name}.jsonl").write_text(
-            "".join(json.dumps({"problem": f"{a}+{b}", "answer": str(a + b)}) + "\n" for a, b in sums)
-        )
+        write_lines(folder / f"{name}.jsonl", [{"problem": f"{a}+{b}", "answer": str(a + b)} for a, b in sums])
     return folder
+
+
+def write_lines(file: Path, rows: list[dict[str, object]]) -> str:
+    """A .jsonl file."""
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
 
 
 def make_row(ids: list[int] | np.ndarray, **fields: object) -> SimpleNamespace:
@@ -91,10 +87,8 @@ def make_row(ids: list[int] | np.ndarray, **fields: object) -> SimpleNamespace:
 
 def make_grade(reward: float, is_correct: bool = False, status: str = "ok", **parts: float) -> SimpleNamespace:
     """A stand-in for `grading.Grade`."""
-    is_failed = status not in ("ok", "truncated")
-    return SimpleNamespace(
-        reward=float(reward), is_correct=is_correct, is_failed=is_failed, status=status, parts=parts, answer=None
-    )
+    fields = {"status": status, "is_failed": status not in ("ok", "truncated"), "parts": parts, "answer": None}
+    return SimpleNamespace(reward=float(reward), is_correct=is_correct, **fields)
 
 
 def make_rollout(lengths: list[int] = RAGGED, prompt_length: int = 4, seed: int = 0, group_size: int = 1) -> Rollout:
@@ -108,10 +102,7 @@ def make_rollout(lengths: list[int] = RAGGED, prompt_length: int = 4, seed: int 
         texts=[""] * len(lengths),
         is_truncated_B=np.zeros(len(lengths), dtype=bool),
         loss_weights_B=np.full(len(lengths), 1 / sum(lengths), dtype=np.float32),
-        advantages=[
-            np.full(n, advantage, dtype=np.float32)
-            for n, advantage in zip(lengths, rng.normal(size=len(lengths)), strict=True)
-        ],
+        advantages=[np.full(n, rng.normal(), dtype=np.float32) for n in lengths],
     )
 
 
@@ -135,12 +126,13 @@ def one_bit(tensor: torch.Tensor) -> torch.Tensor:
 def flags(**changes: object) -> argparse.Namespace:
     """The program's flags, with these changed; what it requires is filled in. Made-up rollouts are trained on, too."""
     values = {"model": "m", "train_data": "d", "out_dir": "o", "total_steps": 10, "max_rollout_gap": 0} | changes
-    pairs = [
-        [f"--{name}"] if value is True else [f"--{name}", str(value)]
-        for name, value in values.items()
-        if value is not None
-    ]
-    return parse_flags([part for pair in pairs for part in pair])
+    return parse_flags(command_line(values))
+
+
+def command_line(values: dict[str, object]) -> list[str]:
+    """The flags with these values: True is a switch, None is left out."""
+    given = [(f"--{name}", value) for name, value in values.items() if value is not None]
+    return [part for flag, value in given for part in ([flag] if value is True else [flag, str(value)])]
 
 
 def build(args: argparse.Namespace, world: World) -> tuple[Policy, Policy | None, torch.optim.Optimizer]:
@@ -157,18 +149,13 @@ def whole_update(rollout: Rollout, args: argparse.Namespace, policy: Policy, wor
 
 
 def train_once(
-    policy: Policy,
-    optimizer: torch.optim.Optimizer,
-    update: Update,
-    args: argparse.Namespace,
-    world: World = ALONE,
+    policy: Policy, optimizer: torch.optim.Optimizer, update: Update, args: argparse.Namespace, world: World = ALONE,
     **changes: object,
-) -> dict[str, float]:
+) -> dict[str, float]:  # fmt: skip
     """The metrics of one optimizer step, the first of its rollout and at the rate 0, unless `changes` say otherwise."""
     step = UpdateStep(index=0, rate=0.0, is_first=True, max_grad_norm=args.max_grad_norm, seed=args.seed)
-    algorithm, memory = algorithm_of(args), take(Memory, args)
-    guard = UpdateGuard(world)
-    return update_policy(policy, optimizer, update, algorithm, step._replace(**changes), memory, guard)
+    settings = algorithm_of(args), step._replace(**changes), take(Memory, args)
+    return update_policy(policy, optimizer, update, *settings, UpdateGuard(world))
 
 
 def torchrun(
@@ -194,38 +181,43 @@ def launch_command(num_ranks: int, script: str, *arguments: object) -> list[str]
 
 
 def start(num_ranks: int, script: str, *arguments: object, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    command = launch_command(num_ranks, script, *arguments)
-    return subprocess.run(
-        command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=timeout, check=False
-    )
+    return run_command(launch_command(num_ranks, script, *arguments), timeout=timeout)
+
+
+def run_command(
+    command: list[str], environment: dict[str, str] = ENVIRONMENT, timeout: float | None = None
+) -> subprocess.CompletedProcess[str]:
+    """What a command says in the repository's root."""
+    options = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True}
+    return subprocess.run(command, **options, timeout=timeout, check=False)
+
+
+def said(command: list[str], environment: dict[str, str] = ENVIRONMENT) -> str:
+    """The standard output of a command in the repository's root, which must succeed."""
+    done = run_command(command, environment)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
 
 
 def training_flags(policy: Path, out_dir: Path, **changes: object) -> list[str]:
     """A short run on the tiny policy: 8 prompts x 4 completions, 2 updates a step."""
     flags = {
-        "model": policy,
-        "train_data": policy / "train.jsonl",
-        "eval_data": policy / "heldout.jsonl",
-        "out_dir": out_dir,
-        "max_prompt_tokens": 8,
-        "max_completion_tokens": 12,
-        "prompts_per_step": 8,
-        "group_size": 4,
-        "prompts_per_update": 4,
-        "micro_batch_tokens": 128,
-        "kl_coef": 0.01,
-        "learning_rate": 1e-3,
-        "total_steps": 4,
-        "eval_every": 2,
-        "eval_before_training": True,
-        "save_every": 2,
-    } | changes
-    parts = [
-        [f"--{name}"] if value is True else [f"--{name}", str(value)]
-        for name, value in flags.items()
-        if value is not None
-    ]
-    return [part for pair in parts for part in pair]
+        "model": policy, "train_data": policy / "train.jsonl", "eval_data": policy / "heldout.jsonl",
+        "out_dir": out_dir, "max_prompt_tokens": 8, "max_completion_tokens": 12, "prompts_per_step": 8,
+        "group_size": 4, "prompts_per_update": 4, "micro_batch_tokens": 128, "kl_coef": 0.01, "learning_rate": 1e-3,
+        "total_steps": 4, "eval_every": 2, "eval_before_training": True, "save_every": 2,
+    } | changes  # fmt: skip
+    return command_line(flags)
+
+
+def copy_at(step: int, run_dir: Path, copy: Path) -> Path:
+    """A copy of a run folder in which the checkpoint of this step is the last one, as after a kill."""
+    shutil.copytree(run_dir, copy, symlinks=True)
+    (copy / "final").unlink()
+    for folder in copy.glob("step_*"):
+        if int(folder.name.removeprefix("step_")) > step:
+            shutil.rmtree(folder)
+    return copy
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
@@ -253,9 +245,7 @@ class HeldInSync:
         self.alive: dict[int, int] = {}
         self.most = 0
         gather = torch.distributed.all_gather_single
-        torch.distributed.all_gather_single = lambda whole, *rest, **options: gather(
-            self.watch(whole), *rest, **options
-        )
+        torch.distributed.all_gather_single = lambda whole, *rest, **more: gather(self.watch(whole), *rest, **more)
 
     def watch(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -271,10 +261,19 @@ class HeldInSync:
             del tensor
 
 
+def lines(file: Path) -> list[dict]:
+    """The objects of a .jsonl file."""
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
 def metrics_of(run_dir: Path) -> dict[int, dict[str, float]]:
     """Step -> its last line of metrics.jsonl."""
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return {record["step"]: record for record in records}
+    return {record["step"]: record for record in lines(run_dir / "metrics.jsonl")}
+
+
+def without_times(metrics: dict[str, float]) -> dict[str, float]:
+    """What a step computes: the same in every run with the same flags."""
+    return {name: value for name, value in metrics.items() if not name.startswith(("time/", "perf/", "memory/"))}
 
 
 def logprobs_in_vllm(folder: Path, prompt: list[int]) -> dict[int, float]:

@@ -8,6 +8,7 @@ import pickle
 import re
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -90,29 +91,23 @@ def test_the_exported_policy_is_the_trained_one_in_the_dtype_of_the_engine(name,
 
 def test_the_exported_policy_ends_where_it_was_sampled_to_end(policy, tokenizer, tmp_path):
     model, optimizer = trained(policy, seed=1)
-    folder, config = tmp_path / "base", model.model.config
-    GenerationConfig(eos_token_id=[3, 5], temperature=0.6, do_sample=True).save_pretrained(folder)
-    invalid, without_end = tmp_path / "invalid", tmp_path / "without_end"
-    for other, content in ((invalid, {"eos_token_id": 2, "temperature": 0.6}), (without_end, {"top_k": 5})):
-        other.mkdir()
-        (other / "generation_config.json").write_text(json.dumps(content))
+    config = model.model.config
+    GenerationConfig(eos_token_id=[3, 5], temperature=0.6, do_sample=True).save_pretrained(tmp_path / "base")
+    for name, content in (("invalid", {"eos_token_id": 2, "temperature": 0.6}), ("without_end", {"top_k": 5})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "generation_config.json").write_text(json.dumps(content))
     (stop,) = stop_ids(tokenizer, ["7"])
-    for path, ids, expected in (
-        (folder, [], [3, 5]),
-        (folder, [5, stop], [3, 5, stop]),
-        (policy / "absent", [stop], [config.eos_token_id, stop]),
-        (invalid, [5, stop], [2, 5, stop]),
-        (invalid, [], 2),
-        (without_end, [], config.eos_token_id),
-    ):
-        companions = [tokenizer, load_generation_config(str(path), config, ids)]
-        (tmp_path / "runs").mkdir(exist_ok=True)
-        saving = checkpoint.Writer(tmp_path / "runs", companions, Saving(keep_checkpoints=0), ALONE, print)
-        saving.save(1 + len(list((tmp_path / "runs").glob("*"))), model, optimizer, {})
-        exported = latest(tmp_path / "runs")[1]
-        found = json.loads((exported / "generation_config.json").read_text())
+    cases = (
+        ("base", [], [3, 5]), ("base", [5, stop], [3, 5, stop]), ("absent", [stop], [config.eos_token_id, stop]),
+        ("invalid", [5, stop], [2, 5, stop]), ("invalid", [], 2), ("without_end", [], config.eos_token_id),
+    )  # fmt: skip
+    for step, (name, ids, expected) in enumerate(cases, start=1):
+        companions = [tokenizer, load_generation_config(str(tmp_path / name), config, ids)]
+        saving = checkpoint.Writer(tmp_path, companions, Saving(keep_checkpoints=0), ALONE, print)
+        saving.save(step, model, optimizer, {})
+        found = json.loads((tmp_path / f"step_{step}" / "generation_config.json").read_text())
         assert found["eos_token_id"] == expected
-        assert ("temperature" in found) == (path == folder)
+        assert ("temperature" in found) == (name == "base")
 
 
 def test_only_the_newest_are_kept_and_the_one_that_final_points_to(policy, tokenizer, tmp_path):
@@ -127,14 +122,11 @@ def test_only_the_newest_are_kept_and_the_one_that_final_points_to(policy, token
     assert [step for step, _ in checkpoints(tmp_path)] == [1, 3, 4]
     assert latest(tmp_path) == (4, tmp_path / "step_4")
     assert not list(tmp_path.glob("unfinished*"))
+    for name in ("step_10", "step_x", "unfinished_step_11"):
+        (tmp_path / name).mkdir()
+    assert [step for step, _ in checkpoints(tmp_path)] == [1, 3, 4, 10], "the order of the steps, not of the names"
     checkpoint.link_final(tmp_path, 4)
     assert (tmp_path / "final").resolve() == (tmp_path / "step_4").resolve()
-
-
-def test_the_order_is_that_of_the_steps_not_of_the_names(tmp_path):
-    for name in ("step_9", "step_10", "step_x", "unfinished_step_11"):
-        (tmp_path / name).mkdir()
-    assert [step for step, _ in checkpoints(tmp_path)] == [9, 10]
 
 
 # Damage ---------------------------------------------------------------------------------------------------------------
@@ -202,21 +194,18 @@ def test_without_a_whole_checkpoint_nothing_starts_again_from_scratch(run_folder
     assert latest(folder) == (0, None)
 
 
-def test_a_folder_of_a_version_without_checksums_is_used_as_it_is_and_that_is_said(run_folder, tmp_path):
-    folder, said = tmp_path / "run", []
-    shutil.copytree(run_folder, folder, symlinks=True)
-    for file in folder.glob("step_*/trainer/checksums.json"):
-        file.unlink()
-    names = sorted(path.name for path in folder.iterdir())
-    assert latest(folder, said) == (2, folder / "step_2")
-    assert "without checksums" in said[0] and sorted(path.name for path in folder.iterdir()) == names
-
-
-def test_files_that_are_added_to_a_checkpoint_do_not_count(run_folder, tmp_path):
-    folder = shutil.copytree(run_folder, tmp_path / "run", symlinks=True)
+def test_added_files_do_not_count_and_a_folder_without_checksums_is_used_as_it_is_and_that_is_said(
+    run_folder, tmp_path
+):
+    folder, told = shutil.copytree(run_folder, tmp_path / "run", symlinks=True), []
     (folder / "step_2" / "eval").mkdir()  # of evaluate.py
     (folder / "step_2" / "eval" / "results.json").write_text("{}")
-    assert latest(folder) == (2, folder / "step_2")
+    assert latest(folder, told) == (2, folder / "step_2") and not told
+    for file in folder.glob("step_*/trainer/checksums.json"):  # as an older version leaves it
+        file.unlink()
+    names = sorted(path.name for path in folder.iterdir())
+    assert latest(folder, told) == (2, folder / "step_2")
+    assert "without checksums" in told[0] and sorted(path.name for path in folder.iterdir()) == names
 
 
 # Code in files --------------------------------------------------------------------------------------------------------
@@ -334,17 +323,13 @@ def test_the_best_by_validation_is_kept_and_linked_also_after_a_resume(policy, t
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("trouble", ["the link cannot be made", "the log is damaged"])
-def test_a_checkpoint_is_whole_even_if_the_best_cannot_be_told(
-    trouble, policy, tokenizer, tmp_path, monkeypatch, capsys
-):
-    def refuse(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
+def test_a_checkpoint_is_whole_even_if_the_best_cannot_be_told(policy, tokenizer, tmp_path, monkeypatch, capsys):
     model, optimizer = trained(policy, seed=1)
-    saving = writer(tmp_path / "run", tokenizer, keep_best="eval/set/avg@4")
-    if trouble == "the link cannot be made":
-        monkeypatch.setattr(checkpoint, "point", refuse)
-    log(tmp_path / "run", 1, {"eval/set/avg@4": "high" if trouble == "the log is damaged" else 0.5})
-    saving.save(1, model, optimizer, {}, is_required=True)
-    assert latest(tmp_path / "run")[0] == 1 and capsys.readouterr().out.count("/best could not be written") == 1
+    for trouble, score in (("the log is damaged", "high"), ("the link cannot be made", 0.5)):
+        run = tmp_path / trouble
+        saving = writer(run, tokenizer, keep_best="eval/set/avg@4")
+        log(run, 1, {"eval/set/avg@4": score})
+        if trouble == "the link cannot be made":
+            monkeypatch.setattr(checkpoint, "point", Mock(side_effect=OSError(28, "No space left on device")))
+        saving.save(1, model, optimizer, {}, is_required=True)
+        assert latest(run)[0] == 1 and capsys.readouterr().out.count("/best could not be written") == 1

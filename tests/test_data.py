@@ -1,8 +1,6 @@
 """Data: broken sources are named, unusable rows are listed, and prompt and answer stay together from file to step."""
 
-import json
 import runpy
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -33,7 +31,7 @@ from data_files import (
     write_rlvr,
     write_simplerl,
 )
-from helpers import ENVIRONMENT, ROOT
+from helpers import ROOT, said
 from model.vision import Vision
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -51,56 +49,62 @@ def assert_whole(loaded: PromptData) -> None:
 
 # The documented data sets
 
-
-def test_math12k_loads_with_the_default_flags(tmp_path):
-    write_math12k(tmp_path)
-    loaded = load(f"{tmp_path}@test")
-    assert texts(loaded) == ["[user]test 0?[assistant]", "[user]test 1?[assistant]"]
-    assert [row.answer for row in loaded.rows] == ["0", "1"]
+WITH_IMAGES = {"tokenizer": byte_tokenizer(VISION_TEMPLATE), "image_column": "image"}
+SIMPLERL = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n"
+SIMPLERL += "<|im_start|>assistant\n"
 
 
-def test_numinamath_tir_loads_with_its_solution_as_the_answer(tmp_path):
-    write_numina_tir(tmp_path)
-    loaded = load(f"{tmp_path}#1", answer_column="solution", system_prompt="Think.")
-    assert texts(loaded) == ["[system]Think.[user]What is 2+2?[assistant]"]
-    assert loaded.rows[0].answer == "We add.\n\\[\\boxed{4}\\]"
-    with pytest.raises(ValueError, match="the last message is not the user's, but of 'assistant'"):
-        load(tmp_path, prompt_column="messages", answer_column="solution")
-
-
-def test_multimodal_open_r1_loads_with_its_encoded_images(tmp_path):
-    write_open_r1_8k(tmp_path)
-    loaded = load(tmp_path, byte_tokenizer(VISION_TEMPLATE), answer_column="solution", image_column="image")
-    assert loaded.rows[0].encoded_images == (png(),)
-    assert loaded.rows[0].messages == [
-        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "How red?"}]}
-    ]
-    assert texts(loaded) == ["[user]<pic>How red?[assistant]"]
-    assert loaded.rows[0].prompt == "<image>How red?"
-
-
-def test_the_rlvr_mixture_loads_with_its_messages_and_the_columns_of_its_verifiers(tmp_path):
-    write_rlvr(tmp_path)
-    loaded = load(tmp_path, prompt_column="messages", answer_column="ground_truth")
-    assert texts(loaded) == ["[user]1+1?[assistant]", "[user]Find x.[assistant]", "[user]No commas.[assistant]"]
-    assert [row.columns["dataset"] for row in loaded.rows] == ["gsm8k", "MATH", "ifeval"]
-    assert [row.columns["constraint_type"] for row in loaded.rows] == [None, None, "No Commas"]
-    assert json.loads(loaded.rows[2].answer) == {"func_name": "validate_no_commas"}
-
-
-def test_simplerl_zoo_loads_with_its_own_template_or_with_the_models(tmp_path):
-    write_simplerl(tmp_path)
-    raw = load(tmp_path, prompt_format="raw", prompt_column="prompt", answer_column="reward_model.ground_truth")
-    assert raw.rows[0].text == raw.rows[0].columns["prompt"][0]["content"]
-    assert raw.rows[0].text.startswith("<|im_start|>system\n")
-    chat = load(tmp_path, prompt_column="question", answer_column="gt_answer", prompt_suffix="\nPut it in \\boxed{}.")
-    assert chat.rows[1].text == "[user]train question 2?\nPut it in \\boxed{}.[assistant]"
-    for loaded in (raw, chat):
-        assert [row.answer for row in loaded.rows] == ["72", "5"]
+@pytest.mark.parametrize(
+    ("write_set", "part", "changes", "prompts", "answers"),
+    [
+        (write_math12k, "@test", {}, ["[user]test 0?[assistant]", "[user]test 1?[assistant]"], ["0", "1"]),
+        (write_numina_tir, "#1", {"answer_column": "solution", "system_prompt": "Think."},
+         ["[system]Think.[user]What is 2+2?[assistant]"], ["We add.\n\\[\\boxed{4}\\]"]),
+        (write_open_r1_8k, "", WITH_IMAGES | {"answer_column": "solution"}, ["[user]<pic>How red?[assistant]"],
+         ["<think>Very.</think><answer>(A)</answer>"]),
+        (write_rlvr, "", {"prompt_column": "messages", "answer_column": "ground_truth"},
+         ["[user]1+1?[assistant]", "[user]Find x.[assistant]", "[user]No commas.[assistant]"],
+         ["2", "\\frac{1}{2}", '{"func_name": "validate_no_commas"}']),
+        (write_simplerl, "", {"prompt_format": "raw", "prompt_column": "prompt",
+                              "answer_column": "reward_model.ground_truth"},
+         [SIMPLERL.format(f"train question {i}?") for i in (0, 2)], ["72", "5"]),
+        (write_simplerl, "", {"prompt_column": "question", "answer_column": "gt_answer", "prompt_suffix": "\nBox it."},
+         [f"[user]train question {i}?\nBox it.[assistant]" for i in (0, 2)], ["72", "5"]),
+    ],
+)  # fmt: skip
+def test_a_documented_data_set_loads_with_its_columns(write_set, part, changes, prompts, answers, tmp_path):
+    write_set(tmp_path)
+    loaded = load(f"{tmp_path}{part}", **changes)
+    assert texts(loaded) == prompts
+    assert [row.answer for row in loaded.rows] == answers
+    if write_set is write_simplerl:  # one answer is blank
         assert [where for where, _ in loaded.excluded] == [f"{tmp_path}@train, row 1"]
+    if write_set is write_rlvr:  # its verifiers read the columns
+        assert [row.columns["dataset"] for row in loaded.rows] == ["gsm8k", "MATH", "ifeval"]
+        assert [row.columns["constraint_type"] for row in loaded.rows] == [None, None, "No Commas"]
+    if write_set is write_open_r1_8k:
+        (row,) = loaded.rows
+        assert row.encoded_images == (png(),) and row.prompt == "<image>How red?"
+        assert row.messages[0]["content"] == [{"type": "image"}, {"type": "text", "text": "How red?"}]
+    if write_set is write_numina_tir:
+        with pytest.raises(ValueError, match="the last message is not the user's, but of 'assistant'"):
+            load(tmp_path, prompt_column="messages", answer_column="solution")
 
 
 # Columns
+
+
+def problems(folder: Path, *values: object, **changes: object) -> PromptData:
+    return load_values(folder, "problem", list(values), **changes)
+
+
+def assert_refused(words: str, folder: Path, *values: object, **changes: object) -> None:
+    with pytest.raises(ValueError, match=words):
+        problems(folder, *values, **changes)
+
+
+def prompts(loaded: PromptData) -> list[str]:
+    return [row.prompt for row in loaded.rows]
 
 
 def test_answers_become_text_and_those_that_cannot_are_excluded_and_listed(tmp_path):
@@ -119,14 +123,10 @@ def test_prompts_that_cannot_be_used_are_excluded_and_listed(tmp_path):
     assistant = {"role": "assistant", "content": "b"}
     bad = [None, "", 5, {}, [], ["a"], [assistant], [*user("a"), assistant]]
     bad += [user(""), [{"role": "user"}], [{"content": "a"}], user("\udc00")]
-    loaded = load_values(tmp_path, "problem", ["good", *bad])
-    assert [row.prompt for row in loaded.rows] == ["good"]
-    assert len(loaded.excluded) == len(bad) == 12
+    loaded = problems(tmp_path, "good", *bad)
+    assert prompts(loaded) == ["good"] and len(loaded.excluded) == len(bad) == 12
     assert all("column 'problem'" in reason for _, reason in loaded.excluded)
-    with pytest.raises(
-        ValueError, match=r"no row can be used\. .*line 1: column 'problem' is null\. .*line 2: .*blank"
-    ):
-        load_values(tmp_path, "problem", bad)
+    assert_refused(r"no row can be used\. .*line 1: column 'problem' is null\. .*line 2: .*blank", tmp_path, *bad)
 
 
 def test_a_column_is_looked_up_literally_first_and_then_as_a_path(tmp_path):
@@ -145,53 +145,42 @@ def test_a_column_is_looked_up_literally_first_and_then_as_a_path(tmp_path):
 # Images
 
 
-def load_images(folder: Path, values: list[object], problem: str = "q", **changes: object) -> PromptData:
+def load_images(folder: Path, values: list[object], problem: object = "q", **changes: object) -> PromptData:
+    (folder / "a.png").write_bytes(png(1))
     rows = [{"problem": problem, "answer": "1", "image": value} for value in values]
-    changes = {"image_column": "image", "tokenizer": byte_tokenizer(VISION_TEMPLATE)} | changes
-    return load(write_lines(folder / "rows.jsonl", rows), **changes)
+    return load(write_lines(folder / "rows.jsonl", rows), **WITH_IMAGES | changes)
 
 
 def test_images_come_from_paths_beside_the_data_or_from_bytes(tmp_path):
-    (tmp_path / "pictures").mkdir()
-    (tmp_path / "pictures" / "a.png").write_bytes(png(1))
-    path = "pictures/a.png"
-    one = [path, {"path": path}, {"bytes": None, "path": path}, str(tmp_path / path)]
-    loaded = load_images(tmp_path, [None, [path, path], [], *one])
+    one = ["a.png", {"path": "a.png"}, {"bytes": None, "path": "a.png"}, str(tmp_path / "a.png")]
+    loaded = load_images(tmp_path, [None, ["a.png", "a.png"], [], *one])
     assert [row.encoded_images for row in loaded.rows] == [(), (png(1), png(1)), (), *[(png(1),)] * 4]
     assert texts(loaded)[1] == "[user]<pic><pic>q[assistant]" and texts(loaded)[0] == "[user]q[assistant]"
     assert loaded.rows[0].messages == user("q")
-    rows = [{"problem": "q", "answer": "1", "image": png(i)} for i in (1, 2)]
-    parquet = write_parquet(tmp_path / "bytes.parquet", rows)
-    loaded = load(parquet, byte_tokenizer(VISION_TEMPLATE), image_column="image")
-    assert [row.encoded_images for row in loaded.rows] == [(png(1),), (png(2),)]
-    rows = [{"problem": "q", "answer": "1", "image": [{"bytes": png(i), "path": None} for i in range(2)]}]
-    parquet = write_parquet(tmp_path / "lists.parquet", rows, image=datasets.List(datasets.Image()))
-    loaded = load(parquet, byte_tokenizer(VISION_TEMPLATE), image_column="image")
-    assert loaded.rows[0].encoded_images == (png(0), png(1))
+    pair, kind = [{"bytes": png(i), "path": None} for i in range(2)], {"image": datasets.List(datasets.Image())}
+    for image, features, encoded in ((png(1), {}, (png(1),)), (pair, kind, (png(0), png(1)))):
+        rows = [{"problem": "q", "answer": "1", "image": image}] * 2
+        parquet = write_parquet(tmp_path / f"{len(encoded)}.parquet", rows, **features)
+        assert [row.encoded_images for row in load(parquet, **WITH_IMAGES).rows] == [encoded] * 2
 
 
 def test_images_that_do_not_open_are_excluded_and_listed(tmp_path):
-    (tmp_path / "good.png").write_bytes(png())
     (tmp_path / "cut.png").write_bytes(png()[:50])
     (tmp_path / "damaged.png").write_bytes(png().replace(b"IDATx", b"IDATy"))
     (tmp_path / "text.png").write_text("no image")
-    bad = ["cut.png", "damaged.png", "text.png", "absent.png", "x" * 5000, "a\0b", "", ["good.png", "cut.png"]]
+    bad = ["cut.png", "damaged.png", "text.png", "absent.png", "x" * 5000, "a\0b", "", ["a.png", "cut.png"]]
     bad += [5, [None], {"bytes": None, "path": None}]
-    loaded = load_images(tmp_path, ["good.png", *bad])
+    loaded = load_images(tmp_path, ["a.png", *bad])
     assert len(loaded.rows) == 1 and len(loaded.excluded) == len(bad)
     assert all(reason.startswith("column 'image' cannot be read as an image (") for _, reason in loaded.excluded)
 
 
 def test_image_markers_are_the_places_of_the_images(tmp_path):
-    (tmp_path / "a.png").write_bytes(png())
-    values = [["a.png", "a.png"], ["a.png"], ["a.png"] * 3, None]
-    loaded = load_images(tmp_path, values, problem="<image>Is it <image>?\n")
-    assert texts(loaded) == ["[user]<pic>Is it <pic>?\n[assistant]"]
-    types = [part["type"] for part in loaded.rows[0].messages[0]["content"]]
-    assert types == ["image", "text", "image", "text"]
+    loaded = load_images(tmp_path, [["a.png"] * 2, ["a.png"], ["a.png"] * 3, None], problem="<image>Is it <image>?\n")
+    assert texts(loaded) == ["[user]<pic>Is it <pic>?\n[assistant]"] and prompts(loaded) == ["<image>Is it <image>?\n"]
+    assert [part["type"] for part in loaded.rows[0].messages[0]["content"]] == ["image", "text", "image", "text"]
     counts = [reason.partition(";")[0] for _, reason in loaded.excluded]
     assert counts == [f"2 <image> in the text, but {n} images" for n in (1, 3, "no")]
-    assert loaded.rows[0].prompt == "<image>Is it <image>?\n"
     talk = [*user("<image>What?"), {"role": "assistant", "content": "A <image> tag."}, *user("Why?")]
     loaded = load_images(tmp_path, ["a.png"], problem=talk)
     assert texts(loaded) == ["[user]<pic>What?[assistant]A <image> tag.[user]Why?[assistant]"]
@@ -200,11 +189,8 @@ def test_image_markers_are_the_places_of_the_images(tmp_path):
 @pytest.mark.parametrize("prompt_format", ["chat", "raw"])
 def test_an_image_marker_without_images_is_not_read_as_text(prompt_format, tmp_path):
     reason = "1 <image> in the text, but no images; --image_column names their column"
-    loaded = load_values(tmp_path, "problem", ["q", "What is in <image>?"], prompt_format=prompt_format)
-    assert [row.prompt for row in loaded.rows] == ["q"]
-    assert loaded.excluded == [(f"{tmp_path}/rows.jsonl, line 2", reason)]
-    with pytest.raises(ValueError, match=f"no row can be used. .*line 1: {reason}"):
-        load_values(tmp_path, "problem", ["<image>What?"] * 3, prompt_format=prompt_format)
+    loaded = problems(tmp_path, "q", "What is in <image>?", prompt_format=prompt_format)
+    assert prompts(loaded) == ["q"] and loaded.excluded == [(f"{tmp_path}/rows.jsonl, line 2", reason)]
 
 
 @pytest.mark.parametrize(
@@ -216,7 +202,6 @@ def test_an_image_marker_without_images_is_not_read_as_text(prompt_format, tmp_p
     ],
 )
 def test_a_template_without_a_place_for_images_is_refused(message, reason, tmp_path):
-    (tmp_path / "a.png").write_bytes(png())
     tokenizer = byte_tokenizer("{% for m in messages %}" + message + "{% endfor %}")
     vision = Vision(None, tokenizer.convert_tokens_to_ids("<pic>"), 14, 2, 56 * 56, 10**6, 112)
     with pytest.raises(ValueError, match=f"no row can be used.*{reason}"):
@@ -228,34 +213,27 @@ def test_a_template_without_a_place_for_images_is_refused(message, reason, tmp_p
 
 def test_prompts_are_rendered_by_the_chat_template_and_dropped_by_token_count(policy, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(policy)
-    path = write_lines(tmp_path / "rows.jsonl", [{"problem": p, "answer": "1"} for p in ("1+1", "100+100", "1+2")])
-    loaded = load(path, tokenizer, max_prompt_tokens=5)
-    assert [row.prompt for row in loaded.rows] == ["1+1", "1+2"]
-    assert loaded.num_too_long == 1 and loaded.excluded == []
+    given = "1+1", "100+100", "1+2"
+    loaded = problems(tmp_path, *given, tokenizer=tokenizer, max_prompt_tokens=5)
+    assert prompts(loaded) == ["1+1", "1+2"] and loaded.num_too_long == 1 and loaded.excluded == []
     assert texts(loaded) == ["<user>1+1<assistant>", "<user>1+2<assistant>"]
     assert tokenizer.decode(loaded.rows[1].ids.tolist()) == "<user>1+2<assistant>"
     assert len(loaded.rows[1].ids) == 5 and loaded.rows[1].ids.dtype == np.int32
-    with pytest.raises(ValueError, match="all 3 prompts are longer than --max_prompt_tokens 4; the shortest has 5"):
-        load(path, tokenizer, max_prompt_tokens=4)
-
-
-def test_the_length_limit_counts_tokens_not_characters(tmp_path):
-    loaded = load_values(tmp_path, "problem", ["ééé", "eee"], max_prompt_tokens=len("[user]eee[assistant]"))
-    assert [row.prompt for row in loaded.rows] == ["eee"]
+    words = "all 3 prompts are longer than --max_prompt_tokens 4; the shortest has 5"
+    assert_refused(words, tmp_path, *given, tokenizer=tokenizer, max_prompt_tokens=4)
+    loaded = problems(tmp_path, "ééé", "eee", max_prompt_tokens=len("[user]eee[assistant]"))
+    assert prompts(loaded) == ["eee"], "tokens count, not characters"
 
 
 def test_system_prompt_and_suffix_are_part_of_the_conversation(tmp_path):
     talk = [{"role": "system", "content": "old"}, *user("a"), {"role": "assistant", "content": "b"}, *user("c")]
-    values = ["q", talk]
-    assert texts(load_values(tmp_path, "problem", values))[1] == "[system]old[user]a[assistant]b[user]c[assistant]"
-    loaded = load_values(tmp_path, "problem", values, system_prompt="new", prompt_suffix=" Box it.")
-    assert texts(loaded) == [
-        "[system]new[user]q Box it.[assistant]",
-        "[system]new[user]a[assistant]b[user]c Box it.[assistant]",
-    ]
-    assert loaded.rows[1].messages[0] == {"role": "system", "content": "new"} and loaded.rows[1].prompt == "c Box it."
+    assert texts(problems(tmp_path, talk)) == ["[system]old[user]a[assistant]b[user]c[assistant]"]
+    loaded = problems(tmp_path, "q", talk, system_prompt="new", prompt_suffix=" Box it.")
+    new = "[system]new[user]q Box it.[assistant]", "[system]new[user]a[assistant]b[user]c Box it.[assistant]"
+    assert texts(loaded) == [*new] and prompts(loaded)[1] == "c Box it."
+    assert loaded.rows[1].messages[0] == {"role": "system", "content": "new"}
     assert loaded.rows[1].columns["problem"] == talk, "the columns stay as read"
-    assert texts(load_values(tmp_path, "problem", values, system_prompt=""))[0] == "[system][user]q[assistant]"
+    assert texts(problems(tmp_path, "q", system_prompt="")) == ["[system][user]q[assistant]"]
 
 
 WITH_TOKENS = "<bos>{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}<eos>{% endfor %}[assistant]<think>"
@@ -266,91 +244,75 @@ def test_a_prompt_that_holds_the_chat_template_is_not_put_into_it_again(tmp_path
     tokenizer.add_tokens(["<think>"])  # not a special one
     rendered = ["<bos>[user]a<eos>", "[user]a<eos>\n[assistant]", [*user("a<eos>"), *user("b")]]
     ordinary = ["a", "Reason in <think> tags.", "Is <pic> a token?", "<|im_start|>user\na", "[user]a"]
-    loaded = load_values(tmp_path, "problem", [*rendered, *ordinary], tokenizer=tokenizer)
-    assert [row.prompt for row in loaded.rows] == ordinary
+    loaded = problems(tmp_path, *rendered, *ordinary, tokenizer=tokenizer)
     advice = "which the chat template writes itself; give --prompt_format raw, or another --prompt_column"
-    assert loaded.excluded == [
-        (f"{tmp_path}/rows.jsonl, line {line}", f"column 'problem' holds {token!r}, {advice}")
-        for line, token in ((1, "<bos>"), (2, "<eos>"), (3, "<eos>"))
-    ]
-    with pytest.raises(ValueError, match=f"no row can be used. .*line 1: column 'problem' holds '<bos>', {advice}"):
-        load_values(tmp_path, "problem", rendered, tokenizer=tokenizer)
-    with pytest.raises(ValueError, match="--system_prompt holds '<eos>', which the chat template writes itself"):
-        load_values(tmp_path, "problem", ["a"], tokenizer=tokenizer, system_prompt="Be brief.<eos>")
-    raw = load_values(tmp_path, "problem", rendered[:2], tokenizer=tokenizer, prompt_format="raw")
-    assert texts(raw) == rendered[:2]
-
-
-def test_a_template_that_refuses_a_lone_question_still_renders_what_it_accepts(tmp_path):
-    template = "{% if messages[0]['role'] != 'system' %}{{ raise_exception('no system') }}{% endif %}" + WITH_TOKENS
-    talk = [{"role": "system", "content": "s"}, *user("q")]
-    loaded = load_values(tmp_path, "problem", [talk], tokenizer=byte_tokenizer(template))
-    assert texts(loaded) == ["<bos>[system]s<eos>[user]q<eos>[assistant]<think>"]
+    held = [f"column 'problem' holds {token!r}, {advice}" for token in ("<bos>", "<eos>", "<eos>")]
+    assert prompts(loaded) == ordinary
+    assert loaded.excluded == [(f"{tmp_path}/rows.jsonl, line {i}", text) for i, text in enumerate(held, start=1)]
+    assert_refused(f"no row can be used. .*line 1: {held[0]}", tmp_path, *rendered, tokenizer=tokenizer)
+    words = "--system_prompt holds '<eos>', which the chat template writes itself"
+    assert_refused(words, tmp_path, "a", tokenizer=tokenizer, system_prompt="Be brief.<eos>")
+    assert texts(problems(tmp_path, *rendered[:2], tokenizer=tokenizer, prompt_format="raw")) == rendered[:2]
 
 
 def test_raw_prompts_are_the_text_with_the_tokenizers_special_tokens(tmp_path):
     talk = [*user("a"), {"role": "assistant", "content": "b"}, *user("c")]
-    loaded = load_values(tmp_path, "problem", ["q", user("r"), talk], prompt_format="raw", prompt_suffix="!")
-    assert texts(loaded) == ["q!", "r!"]
-    assert TOKENIZER.decode(loaded.rows[0].ids.tolist()) == "<bos>q!"
+    loaded = problems(tmp_path, "q", user("r"), talk, prompt_format="raw", prompt_suffix="!")
+    assert texts(loaded) == ["q!", "r!"] and TOKENIZER.decode(loaded.rows[0].ids.tolist()) == "<bos>q!"
     assert loaded.excluded == [(f"{tmp_path}/rows.jsonl, line 3", "3 messages need --prompt_format chat")]
-    mixed = load_values(tmp_path, "problem", ["q", "<bos>q"], prompt_format="raw")
+    mixed = problems(tmp_path, "q", "<bos>q", prompt_format="raw")
     assert [TOKENIZER.decode(row.ids.tolist()) for row in mixed.rows] == ["<bos>q", "<bos>q"], "one BOS each"
 
 
-def test_without_a_chat_template_the_prompt_is_the_problem_and_messages_are_refused(tmp_path):
+def test_without_a_chat_template_the_prompt_is_the_problem_and_what_needs_one_is_refused(tmp_path):
     bare = byte_tokenizer(chat_template=None)
-    loaded = load_values(tmp_path, "problem", ["1+1"], tokenizer=bare)
+    loaded = problems(tmp_path, "1+1", tokenizer=bare)
     assert texts(loaded) == ["1+1"] and bare.decode(loaded.rows[0].ids.tolist()) == "<bos>1+1"
-    with pytest.raises(ValueError, match="'problem' .--prompt_column. holds messages, which need a chat template"):
-        load_values(tmp_path, "problem", [user("1+1")], tokenizer=bare)
+    words = "'problem' .--prompt_column. holds messages, which need a chat template"
+    assert_refused(words, tmp_path, user("1+1"), tokenizer=bare)
+    for changes in ({"prompt_format": "raw"}, {"tokenizer": bare}):
+        for flag, value in (("system_prompt", "Think."), ("image_column", "problem")):
+            assert_refused(f"--{flag} '{value}' needs --prompt_format chat", tmp_path, "q", **{flag: value}, **changes)
 
 
-@pytest.mark.parametrize(("flag", "value"), [("system_prompt", "Think."), ("image_column", "problem")])
-def test_what_needs_a_chat_template_is_refused_without(flag, value, tmp_path):
-    for changes in ({"prompt_format": "raw"}, {"tokenizer": byte_tokenizer(None)}):
-        with pytest.raises(ValueError, match=f"--{flag} '{value}' needs --prompt_format chat"):
-            load_values(tmp_path, "problem", ["q"], **{flag: value}, **changes)
-
-
-def test_a_row_that_the_template_refuses_is_excluded(tmp_path):
+def test_a_row_that_the_template_refuses_is_excluded_and_others_are_rendered(tmp_path):
     message = "{{ m['content'] if m['role'] == 'user' else raise_exception('no ' + m['role']) }}"
     template = "{% for m in messages %}" + message + "{% endfor %}"
-    talk = [{"role": "system", "content": "s"}, *user("a")]
-    loaded = load_values(tmp_path, "problem", [talk, "q"], tokenizer=byte_tokenizer(template))
+    talk = [{"role": "system", "content": "s"}, *user("q")]
+    loaded = problems(tmp_path, talk, "q", tokenizer=byte_tokenizer(template))
     assert texts(loaded) == ["q"]
     assert loaded.excluded == [(f"{tmp_path}/rows.jsonl, line 1", "the chat template refuses it (no system)")]
+    lone = "{% if messages[0]['role'] != 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    loaded = problems(tmp_path, talk, "q", tokenizer=byte_tokenizer(lone + WITH_TOKENS))
+    assert texts(loaded) == ["<bos>[system]s<eos>[user]q<eos>[assistant]<think>"] and len(loaded.excluded) == 1
 
 
 # Order
 
 
+def permutations(seed: int, size: int, count: int) -> list[list[int]]:
+    return [np.random.default_rng([seed, epoch]).permutation(size).tolist() for epoch in range(count)]
+
+
 def test_each_epoch_is_a_new_permutation_and_a_step_is_a_function_of_the_seed(tmp_path):
     loaded = numbered(tmp_path, 10)
-    steps = [loaded.indices_of_step(step, 3, seed=5) for step in range(1, 10)]
-    epochs = [np.concatenate(steps[i : i + 3]) for i in (0, 3, 6)]  # the last partial step is dropped
-    for e, epoch in enumerate(epochs):
-        assert epoch.tolist() == np.random.default_rng([5, e]).permutation(10)[:9].tolist()
-    assert loaded.indices_of_step(5, 3, seed=5).tolist() == epochs[1][3:6].tolist()
-    assert loaded.indices_of_step(5, 3, seed=6).tolist() != epochs[1][3:6].tolist()
-    assert set(np.concatenate(epochs).tolist()) == set(range(10)), "the row that one epoch drops comes in another"
+    steps = [loaded.indices_of_step(step, 3, seed=5).tolist() for step in range(1, 10)]
+    epochs = [sum(steps[i : i + 3], []) for i in (0, 3, 6)]
+    assert epochs == [epoch[:9] for epoch in permutations(5, 10, 3)], "the last partial step is dropped"
+    assert steps[4] != loaded.indices_of_step(5, 3, seed=6).tolist()
+    assert set(sum(epochs, [])) == set(range(10)), "the row that one epoch drops comes in another"
     assert_whole(loaded)
-
-
-@pytest.mark.parametrize("prompts_per_step", [1, 3, 7, 10, 23])
-def test_with_keep_last_the_steps_run_through_the_epochs_and_drop_nothing(prompts_per_step, tmp_path):
-    loaded = numbered(tmp_path, 10)
-    steps = [loaded.indices_of_step(step, prompts_per_step, seed=2, keep_last=True) for step in range(1, 21)]
-    assert {len(indices) for indices in steps} == {prompts_per_step}
-    epochs = [np.random.default_rng([2, e]).permutation(10) for e in range(2 * prompts_per_step)]
-    assert np.concatenate(steps).tolist() == np.concatenate(epochs).tolist()
+    for prompts_per_step in (1, 3, 7, 10, 23):  # with keep_last the steps run through the epochs and drop nothing
+        steps = [loaded.indices_of_step(step, prompts_per_step, 2, keep_last=True).tolist() for step in range(1, 21)]
+        assert {len(indices) for indices in steps} == {prompts_per_step}
+        assert sum(steps, []) == sum(permutations(2, 10, 2 * prompts_per_step), [])
 
 
 def test_a_mixture_without_weights_draws_every_row_of_every_source_once(tmp_path):
     parts = [numbered(tmp_path, n, name) for n, name in ((3, "a"), (5, "b"), (4, "c"))]
     mixture = PromptData.mix(parts, None)
     assert mixture.name == "a+b+c" and len(mixture.rows) == 12
-    assert mixture.indices_of_step(2, 12, seed=1).tolist() == np.random.default_rng([1, 1]).permutation(12).tolist()
+    assert mixture.indices_of_step(2, 12, seed=1).tolist() == permutations(1, 12, 2)[1]
     assert_whole(mixture)
     assert PromptData.mix(parts[:1], None) is parts[0]
 
@@ -358,23 +320,17 @@ def test_a_mixture_without_weights_draws_every_row_of_every_source_once(tmp_path
 @pytest.mark.parametrize(
     ("sizes", "weights", "draws"),
     [
-        ((6, 6), [1, 1], [6, 6]),
-        ((2, 10), [3, 1], [9, 3]),
-        ((100, 3), [0.5, 0.5], [52, 51]),
-        ((10, 10, 10), [1, 1, 5], [4, 4, 22]),
-        ((5, 5), [1e-3, 9e-3], [1, 9]),
+        ((6, 6), [1, 1], [6, 6]), ((2, 10), [3, 1], [9, 3]), ((100, 3), [0.5, 0.5], [52, 51]),
+        ((10, 10, 10), [1, 1, 5], [4, 4, 22]), ((5, 5), [1e-3, 9e-3], [1, 9]),
     ],
-)
+)  # fmt: skip
 def test_weights_are_shares_of_an_epochs_draws_and_rows_of_a_source_are_drawn_equally_often(
     sizes, weights, draws, tmp_path
 ):
-    parts = [numbered(tmp_path, size, f"part{j}") for j, size in enumerate(sizes)]
-    mixture = PromptData.mix(parts, weights)
+    mixture = PromptData.mix([numbered(tmp_path, size, f"part{j}") for j, size in enumerate(sizes)], weights)
     num_rows, ends = sum(sizes), np.cumsum(sizes)
-    assert sum(draws) == num_rows
     for seed in range(5):
-        counts = np.zeros(num_rows, dtype=int)
-        epochs = []
+        counts, epochs = np.zeros(num_rows, dtype=int), []
         for epoch in range(7):
             steps = range(epoch * num_rows + 1, (epoch + 1) * num_rows + 1)
             indices = np.concatenate([mixture.indices_of_step(step, 1, seed) for step in steps])
@@ -396,13 +352,11 @@ def test_every_pass_over_a_source_and_every_source_has_a_permutation_of_its_own(
     assert of_b[0] != of_a[0]
 
 
-@pytest.mark.parametrize(
-    "weights", [[1.0], [1, 2, 3], [1, 0], [1, -1], [1, float("nan")], [1, float("inf")], [1e-9, 1]]
-)
-def test_weights_that_make_no_sense_are_refused(weights, tmp_path):
+def test_weights_that_make_no_sense_are_refused(tmp_path):
     parts = [numbered(tmp_path, 4, name) for name in "ab"]
-    with pytest.raises(ValueError, match="weight"):
-        PromptData.mix(parts, weights)
+    for weights in ([1.0], [1, 2, 3], [1, 0], [1, -1], [1, float("nan")], [1, float("inf")], [1e-9, 1]):
+        with pytest.raises(ValueError, match="weight"):
+            PromptData.mix(parts, weights)
 
 
 def test_excluded_rows_join_the_list_and_the_others_keep_what_is_theirs(tmp_path):
@@ -484,13 +438,12 @@ def test_the_command_shows_the_data_without_the_library_of_data_sets(tmp_path):
     flags = ["show_data.py", "--model", str(tmp_path / "tokenizer"), "--image_column", "image", "--data", path, path]
     flags += ["--show", "1", "--weights", "1", "3"]
     code = f"import runpy, sys; sys.argv = {flags}; runpy.run_path('scripts/show_data.py', run_name='__main__')"
-    command = [sys.executable, "-c", code + "; sys.exit('datasets' in sys.modules)"]
-    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr or "reading .jsonl files imports `datasets`, which takes a second"
-    shown = ["data rows: 3 rows; 0 dropped", "prompt tokens: shortest 28, median 28", "weight 3, 4 of 6 draws"]
-    for text in [*shown, f"1 images of {len(png())} bytes", "[user]<pic>What is 0?[assistant]", "answer: 0"]:
-        assert text in done.stdout
-    assert "What is 1?" not in done.stdout
+    shown = said([sys.executable, "-c", f"{code}; print('imported' * ('datasets' in sys.modules))"])
+    assert "imported" not in shown, "reading .jsonl files imports `datasets`, which takes a second"
+    expected = ["data rows: 3 rows; 0 dropped", "prompt tokens: shortest 28, median 28", "weight 3, 4 of 6 draws"]
+    for text in [*expected, f"1 images of {len(png())} bytes", "[user]<pic>What is 0?[assistant]", "answer: 0"]:
+        assert text in shown
+    assert "What is 1?" not in shown
 
 
 def test_the_command_tells_a_mistake_in_one_line(policy, tmp_path, monkeypatch, capsys):

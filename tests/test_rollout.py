@@ -35,9 +35,7 @@ def test_sampler_and_trainer_agree_before_and_after_a_sync(found):
     before, after = LARGEST_GAPS[found["dtype"], found["head_dtype"]]
     assert found["gap_before"] < before
     assert found["gap_after"] < after
-    assert found["gap_of_long_prompts"] < before, (
-        "longer than a block of the cache: the completions of a prompt share its first block"
-    )
+    assert found["gap_of_long_prompts"] < before, "longer than a cache block: completions share its first block"
     assert found["mean_probability"] > 0.025, "a nearly uniform distribution (1 / 64) would agree with anything"
 
 

@@ -3,12 +3,16 @@
 import json
 import os
 import re
-import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
+from unittest.mock import patch
 
 import pytest
 
-from helpers import ROOT, metrics_of, torchrun
+import aime2025
+import smoke_inputs
+from helpers import ROOT, lines, metrics_of, run_command, said, torchrun
 
 OF_TESTS = ("OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA")  # a user's environment does not have them
 
@@ -69,47 +73,59 @@ DOCUMENTED = {  # what the sources say, see the scripts
     },
 }  # fmt: skip
 SAID = {  # the first line of the run; the data of a smoke run have other numbers of rows
-    "qwq32b_8xh100": (128, 5, 640, 4, 4, 60),
-    "deepseek32b_lora_8gpu": (8, 8, 64, 1, 125, 375),
-    "qwen25vl72b_lora_8xa100": (1, 8, 8, 1, 1000, 1000),
-    "tulu8b_rlvr_7plus1": (14, 16, 224, 1, 1, 44642),
-    "qwen7b_simplerl_2x8xh100": (128, 8, 1024, 4, 8, 100),
-    "qwen2.5_3b_gsm8k_lora_1gpu": (64, 5, 320, 1, 2, 2),
+    "qwq32b_8xh100": (128, 5, 640, 4, 4, 60), "deepseek32b_lora_8gpu": (8, 8, 64, 1, 125, 375),
+    "qwen25vl72b_lora_8xa100": (1, 8, 8, 1, 1000, 1000), "tulu8b_rlvr_7plus1": (14, 16, 224, 1, 1, 44642),
+    "qwen7b_simplerl_2x8xh100": (128, 8, 1024, 4, 8, 100), "qwen2.5_3b_gsm8k_lora_1gpu": (64, 5, 320, 1, 2, 2),
     "qwen3_4b_dapo_8gpu": (8, 16, 128, 1, 5, 150),
-}
+}  # fmt: skip
 SENTENCE = "{} prompts x {} = {} completions a step, {} updates a step, {} steps an epoch, {} steps in all"
 # Where thousands of completions would take minutes; the dry run has them all.
 SMALLER = {"prompts_per_step": 128, "prompts_per_update": 32}
 LIMITS = {  # prompt, completion; shortened in a smoke run
-    "qwq32b_8xh100": (2048, 2048),
-    "deepseek32b_lora_8gpu": (1024, 2080),
-    "qwen25vl72b_lora_8xa100": (6144, 2048),
-    "tulu8b_rlvr_7plus1": (2048, 2048),
-    "qwen7b_simplerl_2x8xh100": (1024, 8192),
-    "qwen2.5_3b_gsm8k_lora_1gpu": (512, 1024),
-    "qwen3_4b_dapo_8gpu": (2048, 8192),
-}
+    "qwq32b_8xh100": (2048, 2048), "deepseek32b_lora_8gpu": (1024, 2080), "qwen25vl72b_lora_8xa100": (6144, 2048),
+    "tulu8b_rlvr_7plus1": (2048, 2048), "qwen7b_simplerl_2x8xh100": (1024, 8192),
+    "qwen2.5_3b_gsm8k_lora_1gpu": (512, 1024), "qwen3_4b_dapo_8gpu": (2048, 8192),
+}  # fmt: skip
+PLANNED = {  # the dry run's numbers, with the data's real number of rows
+    "qwq32b_8xh100": {"steps_per_epoch": 23, "total_steps": 345, "total_updates": 1380, "completions_per_step": 2560},
+    "deepseek32b_lora_8gpu": {"steps_per_epoch": 125, "total_steps": 375, "total_updates": 375,
+                              "trainable_parameters": 67_108_864},
+    "qwen25vl72b_lora_8xa100": {"steps_per_epoch": 1000, "parameters": 73_410_777_344, "completions_per_step": 8},
+    "tulu8b_rlvr_7plus1": {"total_steps": 44_642, "completions_per_step": 224, "updates_per_step": 1},
+    "qwen7b_simplerl_2x8xh100": {"steps_per_epoch": 8, "total_steps": 100, "total_updates": 400,
+                                 "completions_per_step": 8192},
+    "qwen2.5_3b_gsm8k_lora_1gpu": {"steps_per_epoch": 116, "total_steps": 116, "completions_per_step": 320,
+                                   "parameters": 3_085_938_688, "trainable_parameters": 59_867_136},
+    "qwen3_4b_dapo_8gpu": {"total_steps": 150, "total_updates": 150, "completions_per_step": 128,
+                           "parameters": 4_022_468_096},
+}  # fmt: skip
+
+
+def environment(*without: str, **settings: object) -> dict[str, str]:
+    """The user's environment, who has set no NGPU."""
+    kept = {key: value for key, value in os.environ.items() if key not in ("NGPU", *without)}
+    return kept | {key: str(value) for key, value in settings.items()}
 
 
 def launched(name: str, *flags: str, **settings: object) -> tuple[int, int, list[str]]:
     """(nodes, ranks of a node, the program's flags) that the script gives to `launch`, without its start."""
-    environment = {key: value for key, value in os.environ.items() if key != "NGPU"}
-    environment |= {key: str(value) for key, value in settings.items()}
     printing = 'source() { :; }; launch() { printf "%s\\0" "${NNODES:-1}" "$NGPU" "$@"; }; . "$0" "$@"'
-    command = ["bash", "-c", printing, f"scripts/{name}.sh", *flags]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    num_nodes, num_ranks, script, *arguments = done.stdout.split("\0")[:-1]
+    out = said(["bash", "-c", printing, f"scripts/{name}.sh", *flags], environment(**settings))
+    num_nodes, num_ranks, script, *arguments = out.split("\0")[:-1]
     assert script == "train_grpo.py"
     return int(num_nodes), int(num_ranks), arguments
 
 
 def smoke(name: str, folder: Path, *flags: str) -> str:
     """`bash scripts/smoke.sh scripts/NAME.sh FLAGS`: what it prints."""
-    environment = {key: value for key, value in os.environ.items() if key not in OF_TESTS} | {"SMOKE_DIR": str(folder)}
     command = ["bash", "scripts/smoke.sh", f"scripts/{name}.sh", *flags]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
+    return said(command, environment(*OF_TESTS, SMOKE_DIR=folder))
+
+
+def run_main(script: ModuleType, *arguments: object) -> None:
+    """A small script in this process."""
+    with patch.object(sys, "argv", [script.__name__, *map(str, arguments)]):
+        script.main()
 
 
 def dtype_of(name: str) -> list[str]:
@@ -120,25 +136,16 @@ def dtype_of(name: str) -> list[str]:
 def forked_smoke(name: str, folder: Path, *flags: str) -> str:
     """The same without the seconds of the launcher and of its imports."""
     folder /= name
-    torchrun(1, "scripts/smoke_inputs.py", "--setup", name, "--out_dir", folder)
+    run_main(smoke_inputs, "--setup", name, "--out_dir", folder)
     data, num_ranks = folder / "data", 1 if name.endswith("_1gpu") else 2
     settings = {"NNODES": 1, "NGPU": num_ranks, "TP": 1, "MODEL": folder / "model", "DATA": data}
     settings |= {"EVAL_DATA": f"{data}@test", "OUT_DIR": folder / "run_1"}
-    said = ""
+    shown = ""
     for step in ("1", "2"):
         short = ["--max_prompt_tokens", "100", "--max_completion_tokens", "8", "--stop_after", step]
         *_, arguments = launched(name, *short, *dtype_of(name), *flags, **settings)
-        said += torchrun(num_ranks, "train_grpo.py", *arguments).stdout
-    return said
-
-
-def dry_run(name: str) -> str:
-    """`bash scripts/NAME.sh --dry_run --json`: what it prints."""
-    environment = {key: value for key, value in os.environ.items() if key != "NGPU"} | {"HF_HUB_OFFLINE": "1"}
-    command = ["bash", f"scripts/{name}.sh", "--dry_run", "--json"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    return done.stdout
+        shown += torchrun(num_ranks, "train_grpo.py", *arguments).stdout
+    return shown
 
 
 def forked_dry_run(name: str, *flags: str, **settings: str) -> str:
@@ -153,9 +160,8 @@ def test_a_documented_set_up_trains_evaluates_saves_and_resumes_with_its_values(
     changes = SMALLER if DOCUMENTED[name]["prompts_per_step"] > 128 else {}
     flags = [part for flag, number in changes.items() for part in (f"--{flag}", str(number))]
     # One goes through smoke.sh and the real launcher. It is the one whose engine needs that: see `helpers.torchrun`.
-    said = (smoke if name == "qwen25vl72b_lora_8xa100" else forked_smoke)(name, tmp_path, *flags)
-    assert SENTENCE.format(*SAID[name]) in said
-    assert "continues from" in said
+    shown = (smoke if name == "qwen25vl72b_lora_8xa100" else forked_smoke)(name, tmp_path, *flags)
+    assert SENTENCE.format(*SAID[name]) in shown and "continues from" in shown
     (run,) = (tmp_path / name).glob("run_*")
     config = json.loads((run / "config.json").read_text())
     expected = DOCUMENTED[name] | changes | ({"dtype": "float32"} if dtype_of(name) else {})
@@ -173,46 +179,13 @@ def test_a_documented_set_up_trains_evaluates_saves_and_resumes_with_its_values(
 
 @pytest.mark.parametrize("name", DOCUMENTED)
 def test_the_dry_run_of_a_set_up_fits_with_5_percent_to_spare(name):
-    # One goes through the real `launch`: that of two nodes.
-    found = json.loads((dry_run if name == "qwen7b_simplerl_2x8xh100" else forked_dry_run)(name))
-    assert found["fits"]
-    assert found["gpu_peak_gib"] <= 0.95 * found["gpu_capacity_gib"]
-    expected = {
-        "qwq32b_8xh100": {
-            "steps_per_epoch": 23,
-            "total_steps": 345,
-            "total_updates": 1380,
-            "completions_per_step": 2560,
-        },
-        "deepseek32b_lora_8gpu": {
-            "steps_per_epoch": 125,
-            "total_steps": 375,
-            "total_updates": 375,
-            "trainable_parameters": 67_108_864,
-        },
-        "qwen25vl72b_lora_8xa100": {"steps_per_epoch": 1000, "parameters": 73_410_777_344, "completions_per_step": 8},
-        "tulu8b_rlvr_7plus1": {"total_steps": 44_642, "completions_per_step": 224, "updates_per_step": 1},
-        "qwen7b_simplerl_2x8xh100": {
-            "steps_per_epoch": 8,
-            "total_steps": 100,
-            "total_updates": 400,
-            "completions_per_step": 8192,
-        },
-        "qwen2.5_3b_gsm8k_lora_1gpu": {
-            "steps_per_epoch": 116,
-            "total_steps": 116,
-            "completions_per_step": 320,
-            "parameters": 3_085_938_688,
-            "trainable_parameters": 59_867_136,
-        },
-        "qwen3_4b_dapo_8gpu": {
-            "total_steps": 150,
-            "total_updates": 150,
-            "completions_per_step": 128,
-            "parameters": 4_022_468_096,
-        },
-    }[name]
-    assert {key: found[key] for key in expected} == expected
+    if name == "qwen7b_simplerl_2x8xh100":  # two nodes: one goes through the real `launch`
+        shown = said(["bash", f"scripts/{name}.sh", "--dry_run", "--json"], environment(HF_HUB_OFFLINE=1))
+    else:
+        shown = forked_dry_run(name)
+    found = json.loads(shown)
+    assert found["fits"] and found["gpu_peak_gib"] <= 0.95 * found["gpu_capacity_gib"]
+    assert {key: found[key] for key in PLANNED[name]} == PLANNED[name]
 
 
 def test_the_models_of_the_one_gpu_set_up_fit_where_its_script_says():
@@ -220,14 +193,8 @@ def test_the_models_of_the_one_gpu_set_up_fit_where_its_script_says():
     header = (ROOT / "scripts" / f"{name}.sh").read_text().partition("set -euo")[0]
     (more,) = re.findall(r"7B fits 24 GB, .*\n.*with\n# +(--.*)\n", header)
     small, middle = "RTX4090-24GB", "L40S-48GB"
-    as_it_is = [
-        ("0.5B", small, ""),
-        ("1.5B", small, ""),
-        ("3B", small, ""),
-        ("3B", "H100-80GB", ""),
-        ("7B", middle, ""),
-    ]
-    for size, gpu, flags in [*as_it_is, ("7B", small, more)]:
+    as_it_is = [("0.5B", small), ("1.5B", small), ("3B", small), ("3B", "H100-80GB"), ("7B", middle)]
+    for size, gpu, flags in [*((*pair, "") for pair in as_it_is), ("7B", small, more)]:
         given = ["--plan_gpu", gpu, *flags.split()]
         assert json.loads(forked_dry_run(name, *given, MODEL=f"Qwen/Qwen2.5-{size}-Instruct"))["fits"], (size, gpu)
 
@@ -235,8 +202,8 @@ def test_the_models_of_the_one_gpu_set_up_fit_where_its_script_says():
 def test_aime_2025_is_written_with_the_prompt_and_the_columns_of_the_dapo_data(tmp_path):
     (tmp_path / "in.jsonl").write_text('{"question": "What is {1}+1?", "answer": 2}\n')
     written = tmp_path / "new" / "aime2025.jsonl"
-    torchrun(1, "scripts/aime2025.py", "--sources", tmp_path / "in.jsonl", "--output", written)
-    (row,) = map(json.loads, written.read_text().splitlines())
+    run_main(aime2025, "--sources", tmp_path / "in.jsonl", "--output", written)
+    (row,) = lines(written)
     (message,) = row["source_prompt"]
     assert row["ground_truth"] == "2" and message["role"] == "user"
     assert message["content"].startswith("Solve the following math problem step by step. The last line of your")
@@ -255,7 +222,6 @@ def test_every_value_of_a_script_has_its_source_or_is_called_our_choice(name):
 
 
 def test_a_flag_after_the_scripts_name_wins_also_in_a_dry_run():
-    command = ["bash", "scripts/qwq32b_8xh100.sh", "--dry_run", "--plan_gpus", "7"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = run_command(["bash", "scripts/qwq32b_8xh100.sh", "--dry_run", "--plan_gpus", "7"], dict(os.environ))
     assert done.returncode == 1
     assert "--tensor_parallel_size 8 does not divide the world size 7; use one of 1, 7." in done.stderr

@@ -20,13 +20,8 @@ from model.vision import load_processor
 from policy import add_images
 from smoke_inputs import SETUPS, make_model
 
-IMAGE_SIZES = [
-    [(56, 84)],
-    [],
-    [(90, 60), (56, 56), (56, 56)],
-    [],
-    [(120, 40)],
-]  # of the images of five prompts: (width, height)
+# (width, height) of the images of five prompts.
+IMAGE_SIZES = [[(56, 84)], [], [(90, 60), (56, 56), (56, 56)], [], [(120, 40)]]
 MAX_PIXELS = 56 * 84  # so that some are scaled down
 
 
@@ -55,15 +50,10 @@ def noise(rng: np.random.Generator, width: int, height: int) -> bytes:
 
 
 def vision_flags(folder: Path, **changes: object) -> Namespace:
-    limits = {
-        "max_prompt_tokens": 40,
-        "max_completion_tokens": 8,
-        "max_grad_norm": 1e9,
-        "kl_coef": 0.1,
-        "micro_batch_tokens": 60,
-    }
+    limits = {"max_prompt_tokens": 40, "max_completion_tokens": 8, "max_grad_norm": 1e9, "kl_coef": 0.1}
+    limits |= {"micro_batch_tokens": 60, "model": folder}
     images = {"image_column": "images", "max_pixels": MAX_PIXELS}
-    return flags(**(limits | images | {"model": folder} | changes))
+    return flags(**(limits | images | changes))
 
 
 def vision_data(args: Namespace) -> PromptData:

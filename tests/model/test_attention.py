@@ -23,16 +23,12 @@ SEVERAL_RECTANGLES = [70, 5, 100, 30, 66]  # on CPU: of lengths so different tha
 
 def random_model(folder: Path, architecture: str) -> Path:
     """A folder with a random model: grouped queries, and what is particular to its architecture (norms, biases)."""
-    sizes = {
-        "vocab_size": 64,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
     torch.manual_seed(0)
     name, _, tied = architecture.partition(", ")
-    sizes |= {"head_dim": 32, "num_key_value_heads": 2, "tie_word_embeddings": bool(tied)}
+    sizes = {
+        "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "head_dim": 32, "num_key_value_heads": 2, "tie_word_embeddings": bool(tied),
+    }  # fmt: skip
     config = AutoConfig.for_model(name, **sizes, initializer_range=0.12)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for parameter in model.parameters():
@@ -69,10 +65,8 @@ def test_packed_logprobs_and_gradients_equal_those_of_each_sequence_alone(
     torch.testing.assert_close(logprobs.double(), expected, atol=2e-6, rtol=0)
     (logprobs * weights).sum().backward()
     (expected * weights).sum().backward()
-    for (name, found), wanted in zip(packed.model.named_parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(
-            found.grad, wanted.grad, atol=1e-5, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
-        )
+    found, wanted = ({name: p.grad for name, p in x.named_parameters()} for x in (packed.model, alone))
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_rectangles_hold_sequences_of_similar_length():
@@ -93,9 +87,8 @@ def test_packing_for_cuda_gives_the_kernel_what_the_rectangles_give_the_cpu(poli
         for q, k, v in zip(*(x.split(cu.diff().tolist()) for x, cu in pairs), strict=True):
             mask = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
             q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-            out.append(
-                F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=enable_gqa)[0].transpose(0, 1)
-            )
+            attended = F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=enable_gqa)
+            out.append(attended[0].transpose(0, 1))
         return torch.cat(out)
 
     model = load_policy(str(policy), torch.float32)

@@ -23,9 +23,8 @@ def test_chunks_of_the_head_change_neither_value_nor_gradient(policy, monkeypatc
         logprobs.sum().backward(retain_graph=True)
         gradient = model.model.get_output_embeddings().weight.grad.clone()
         logprobs.sum().backward()  # the last chunk is kept for the first backward pass, not for this one
-        results.append(
-            (logprobs.detach(), entropies, gradient, model.model.get_output_embeddings().weight.grad - gradient)
-        )
+        twice = model.model.get_output_embeddings().weight.grad
+        results.append((logprobs.detach(), entropies, gradient, twice - gradient))
     for other in results:
         for found, wanted in zip(other, results[0], strict=True):
             torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)

@@ -1,17 +1,11 @@
 """The memory policies train the same policy: whole runs, stopped half way and continued under another one."""
 
-import json
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from helpers import flags, metrics_of, torchrun, training_flags
+from helpers import copy_at, flags, lines, metrics_of, torchrun, training_flags, without_times
 from inputs.checks import check_flags
-
-
-def without_times(metrics: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if not name.startswith(("time/", "perf/", "memory/"))}
 
 
 @pytest.fixture(scope="module")
@@ -26,10 +20,8 @@ def results(policy, tmp_path_factory):
 def test_offloading_changes_no_bit(param_dtype, results):
     metrics, parameters, state, _ = results[f"--param_dtype {param_dtype} --offload none"]
     assert all(update["optim/grad_norm"] > 0.05 for update in metrics)
-    for other in (
-        f"--param_dtype {param_dtype} --offload optimizer",
-        f"--param_dtype {param_dtype} --offload all --offload_reference",
-    ):
+    for other in ("optimizer", "all --offload_reference"):
+        other = f"--param_dtype {param_dtype} --offload {other}"
         assert results[other][0] == metrics, other
         for found, wanted in zip(results[other][1:3], (parameters, state), strict=True):
             assert found.keys() == wanted.keys()
@@ -49,9 +41,8 @@ def test_bf16_parameters_follow_the_fp32_ones_and_take_10_bytes(results, policy)
     assert apart.abs().mean() < 0.25 * moved.abs().mean()
     count = sum(tensor.numel() for name, tensor in bf16_state.items() if name.endswith("exp_avg"))
     bytes_of_state = [sum(tensor.nbytes for tensor in state.values()) / count for state in (fp32_state, bf16_state)]
-    assert bytes_of_state == pytest.approx(
-        [8, 6], abs=0.01
-    )  # with a parameter and its gradient, of 4 or 2 bytes: 16 and 10
+    # With a parameter and its gradient, of 4 or 2 bytes: 16 and 10.
+    assert bytes_of_state == pytest.approx([8, 6], abs=0.01)
 
 
 SMALL = "--micro_batch_tokens 20"
@@ -76,47 +67,30 @@ def test_parameters_are_gathered_and_gradients_reduced_once_an_update(results):
     assert all(on_host_parameters[name].equal(tensor) for name, tensor in found_parameters.items())
 
 
-def test_a_bf16_run_continues_bit_for_bit_also_under_another_offload(policy, tmp_path):
-    (tmp_path / "reward.py").write_text(
-        "def score(completion, answer, columns):\n    return float(len(completion) % 3 == 0)\n"
-    )
-    common = {
-        "param_dtype": "bfloat16",
-        "eval_every": 0,
-        "eval_before_training": None,
-        "reward": f"{tmp_path}/reward.py:score",
-    }
-    torchrun(2, "train_grpo.py", *training_flags(policy, tmp_path / "whole", **common, offload="optimizer"))
-    torchrun(
-        2, "train_grpo.py", *training_flags(policy, tmp_path / "parts", **common, offload="optimizer", total_steps=2)
-    )
-    torchrun(
-        2, "train_grpo.py", *training_flags(policy, tmp_path / "parts", **common, offload="all", offload_reference=True)
-    )
-    expected, found = metrics_of(tmp_path / "whole"), metrics_of(tmp_path / "parts")
+def test_a_bf16_run_continues_bit_for_bit_also_under_another_offload(policy, reward, tmp_path):
+    common = {"param_dtype": "bfloat16", "reward": reward, "eval_before_training": None, "eval_every": 0}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    torchrun(2, "train_grpo.py", *training_flags(policy, whole, **common, offload="optimizer"))
+    other = training_flags(policy, copy_at(2, whole, parts), **common, offload="all", offload_reference=True)
+    torchrun(2, "train_grpo.py", *other)
+    expected, found = metrics_of(whole), metrics_of(parts)
     for step in range(1, 5):
         assert without_times(found[step]) == without_times(expected[step]), f"step {step} differs"
         assert expected[step]["policy/rollout_gap_mean"] < 0.005
         assert expected[step]["optim/grad_norm"] > 0.01
-    starts = [
-        json.loads(line)["resumed_from"] for line in (tmp_path / "parts" / "starts.jsonl").read_text().splitlines()
-    ]
-    assert starts == [0, 2]
+    assert [start["resumed_from"] for start in lines(parts / "starts.jsonl")] == [0, 2]
     weights = "final/model.safetensors"
-    assert (tmp_path / "parts" / weights).read_bytes() == (tmp_path / "whole" / weights).read_bytes()
+    assert (parts / weights).read_bytes() == (whole / weights).read_bytes()
 
 
-def test_combinations_that_make_no_sense_are_refused():
-    for changes, message in (
-        (
-            {"param_dtype": "bfloat16", "dtype": "float32"},
-            "--dtype float32 computes more finely than --param_dtype bfloat16",
-        ),
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"param_dtype": "bfloat16", "dtype": "float32"}, "computes more finely than --param_dtype bfloat16"),
         ({"head_dtype": "bfloat16", "dtype": "float32"}, "--head_dtype bfloat16 would round what --dtype float32"),
-        (
-            {"offload_reference": True, "kl_coef": 0},
-            "--offload_reference has no effect here, only with --kl_coef above 0",
-        ),
-    ):
-        with pytest.raises(ValueError, match=message):
-            check_flags(flags(**changes), 1)
+        ({"offload_reference": True, "kl_coef": 0}, "--offload_reference has no effect here, only with --kl_coef"),
+    ],
+)
+def test_combinations_that_make_no_sense_are_refused(changes, words):
+    with pytest.raises(ValueError, match=words):
+        check_flags(flags(**changes), 1)

@@ -63,9 +63,8 @@ def test_the_second_moment_decays_as_in_fp32():
     for optimizer in (bf16, fp32):
         train(optimizer, grads)
     found, wanted = (next(iter(optimizer.state.values()))["exp_avg_sq"].float() for optimizer in (bf16, fp32))
-    assert found.mean().item() == pytest.approx(
-        wanted.mean().item(), rel=0.02
-    )  # rounded to nearest it stays 3.6 times as large
+    # Rounded to nearest it stays 3.6 times as large.
+    assert found.mean().item() == pytest.approx(wanted.mean().item(), rel=0.02)
     assert (found / wanted - 1).square().mean().sqrt() < 0.1  # the noise of each single one
 
 
@@ -127,6 +126,5 @@ def test_the_state_is_there_before_the_first_step_and_trains_as_the_one_that_tor
         lazy = torch.nn.Parameter(start)
         torchs = torch.optim.AdamW([lazy], **SETTINGS | {"weight_decay": adamw.weight_decay}, fused=True)
         assert train(torchs, gradients(3)).equal(parameter)
-        assert {name: (x.dtype, x.shape) for name, x in torchs.state[lazy].items()} == {
-            name: (x.dtype, x.shape) for name, x in state.items()
-        }
+        kinds = [{name: (x.dtype, x.shape) for name, x in s.items()} for s in (torchs.state[lazy], state)]
+        assert kinds[0] == kinds[1]

@@ -18,7 +18,7 @@ from data import PromptData
 from data_files import png, write_parquet
 from distributed_vision import WITH_IMAGES, WITHOUT, gradient, policy_of
 from flags import PromptFormat, take
-from helpers import ALONE, torchrun
+from helpers import ALONE, command_line, torchrun
 from inputs.checks import check_flags
 from inputs.load import load_inputs
 from model.vision import decode, load_processor
@@ -47,9 +47,8 @@ def reference_logprobs(
     images = [decode(image) for image in data.rows[b].encoded_images]
     size = {"longest_edge": data.rows[0].images.vision.max_pixels, "shortest_edge": 56 * 56}
     text = processor.apply_chat_template(data.rows[b].messages, add_generation_prompt=True)
-    inputs = processor(
-        text=[text], images=images or None, return_tensors="pt", **({"images_kwargs": {"size": size}} if images else {})
-    )
+    pictures = {"images": images, "images_kwargs": {"size": size}} if images else {}
+    inputs = processor(text=[text], return_tensors="pt", **pictures)
     assert inputs["input_ids"][0].tolist() == rollout.rows[b].ids.tolist()
     completion = torch.from_numpy(rollout.completions[b]).long()[None]
     ids = torch.cat([inputs["input_ids"], completion], dim=1)
@@ -57,6 +56,10 @@ def reference_logprobs(
     pixels = {name: inputs[name] for name in ("pixel_values", "image_grid_thw") if name in inputs}
     logprobs = (hugging_face(input_ids=ids, mm_token_type_ids=kinds, **pixels).logits[0] / 0.7).log_softmax(-1)
     return logprobs[:-1].gather(-1, ids[0, 1:, None])[-completion.shape[1] :, 0]
+
+
+def assert_near(found: torch.Tensor, wanted: torch.Tensor, of_largest: float, rtol: float) -> None:
+    torch.testing.assert_close(found, wanted, atol=of_largest * wanted.abs().max().item(), rtol=rtol)
 
 
 def test_packed_logprobs_and_gradients_are_those_of_the_unpacked_model(model):
@@ -79,9 +82,7 @@ def test_packed_logprobs_and_gradients_are_those_of_the_unpacked_model(model):
         if ".visual." in name:
             assert parameter.grad is None and not parameter.requires_grad
         else:
-            torch.testing.assert_close(
-                parameter.grad, gradients[name], atol=1e-4 * gradients[name].abs().max().item(), rtol=1e-3
-            )
+            assert_near(parameter.grad, gradients[name], 1e-4, rtol=1e-3)
 
 
 def test_a_shared_prompt_with_images_gives_what_its_completions_give_alone(model):
@@ -103,19 +104,16 @@ def test_a_shared_prompt_with_images_gives_what_its_completions_give_alone(model
     assert images == 2 * fewer_images > 0
     assert positions - fewer_positions == sum(len(rollout.rows[b].ids) - 1 for b in (0, 2, 4))
     for a, b in zip(alone, shared, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5 * a.abs().max().item(), rtol=1e-4)
+        assert_near(b, a, 1e-5, rtol=1e-4)
 
 
 def test_a_prompt_that_ends_with_an_image_is_not_shared(model):
     """Its last token would be in each completion's own positions, and the image's other tokens in the shared ones."""
     data = vision_data(vision_flags(model))
     rollout = vision_rollout(data).take(np.array([0, 0]))
-    images = rollout.rows[0].images
-    last = int(np.flatnonzero(images.is_image())[-1])
-    template_ids = images.template_ids
-    images = replace(
-        images, template_ids=template_ids[: int(np.flatnonzero(template_ids == images.vision.image_token)[-1]) + 1]
-    )
+    images, token = rollout.rows[0].images, rollout.rows[0].images.vision.image_token
+    last, last_of_template = (int(np.flatnonzero(x == token)[-1]) for x in (images.prompt, images.template_ids))
+    images = replace(images, template_ids=images.template_ids[: last_of_template + 1])
     assert shared_positions(rollout, 0) == len(rollout.rows[0].ids) - 1
     cut = replace(rollout, rows=[replace(row, ids=row.ids[: last + 1], images=images) for row in rollout.rows])
     assert shared_positions(cut, 0) == 0
@@ -126,18 +124,8 @@ def test_engine_and_trainer_agree_on_one_image_several_and_none(found):
     """fp32: probabilities differ by rounding; with two images of a prompt exchanged by far more."""
     assert max(found["gaps"]) < 2e-5
     assert found["gaps"][:2] == found["gaps, images swapped"][:2] and min(found["gaps, images swapped"][2:4]) > 0.01
-    assert [len(prompt) for prompt in found["prompts"]] == [
-        24,
-        24,
-        36,
-        36,
-        22,
-        22,
-        16,
-        16,
-        16,
-        16,
-    ]  # 6; 6 + 4 + 4; 4 image tokens
+    lengths = [24, 24, 36, 36, 22, 22, 16, 16, 16, 16]  # 6; 6 + 4 + 4; 4 image tokens
+    assert [len(prompt) for prompt in found["prompts"]] == lengths
     assert found["on all ranks the same"]
     assert found["hidden"] == [] and len(found["planted"]) == 1, "what an engine on CUDA would lose in its sleep"
 
@@ -151,7 +139,7 @@ def test_a_rank_without_images_completes_and_the_gradient_is_that_of_one_rank(na
     assert sharded_metrics["optim/grad_norm"] == pytest.approx(metrics["optim/grad_norm"], rel=1e-4)
     assert gradients.keys() == wanted.keys() and not any(".visual." in key for key in wanted)
     for key, value in gradients.items():
-        torch.testing.assert_close(value, wanted[key], atol=1e-4 * wanted[key].abs().max().item(), rtol=1e-3)
+        assert_near(value, wanted[key], 1e-4, rtol=1e-3)
 
 
 def test_an_exported_policy_loads_in_transformers_and_with_its_processor_in_vllm(model, found, tmp_path):
@@ -159,16 +147,11 @@ def test_an_exported_policy_loads_in_transformers_and_with_its_processor_in_vllm
     weights = dict(exported.named_parameters())
     assert weights.keys() == found["merged"].keys()
     assert all(torch.equal(weights[name], tensor) for name, tensor in found["merged"].items())
-    names = {
-        "image_column": "images",
-        "max_pixels": 56 * 84,
-        "max_prompt_tokens": 40,
-        "max_completion_tokens": 4,
-        "reward": "exact",
-    }
-    parts = [part for name, value in names.items() for part in (f"--{name}", value)]
-    command = ["--model", found["exported"], "--data", model / "train.parquet", "--out_dir", tmp_path / "out", *parts]
-    torchrun(1, "evaluate.py", *command)
+    flags = {
+        "model": found["exported"], "data": model / "train.parquet", "out_dir": tmp_path / "out", "reward": "exact",
+        "image_column": "images", "max_pixels": 56 * 84, "max_prompt_tokens": 40, "max_completion_tokens": 4,
+    }  # fmt: skip
+    torchrun(1, "evaluate.py", *command_line(flags))
     assert json.loads((tmp_path / "out" / "results.json").read_text())["sets"]["train"]["problems"] == 5
 
 
@@ -180,14 +163,10 @@ def test_a_sampled_image_token_is_a_text_and_texts_count_on_in_all_three_rows(mo
     assert int((batch.input_ids_N == token).sum()) == 7 and len(batch.images.places_I) == 6
     length = len(data.rows[0].ids) + 7
     start = data.rows[0].ids.tolist().index(token)
-    assert batch.position_ids_N[:, start : start + 6].tolist() == [
-        [start] * 6,
-        [start + i // 2 for i in range(6)],
-        [start, start + 1] * 3,
-    ]
-    assert batch.position_ids_N[:, start + 6].tolist() == [start + 3] * 3, (
-        "an image takes as many positions as its longer side"
-    )
+    columns = [[start] * 6, [start + i // 2 for i in range(6)], [start, start + 1] * 3]
+    assert batch.position_ids_N[:, start : start + 6].tolist() == columns
+    after = batch.position_ids_N[:, start + 6].tolist()
+    assert after == [start + 3] * 3, "an image takes as many positions as its longer side"
     assert batch.position_ids_N[:, length:].tolist() == [list(range(len(data.rows[1].ids) + 4))] * 3
     texts = pack_with_images(rollout, [1, 3])
     assert texts.position_ids_N.dim() == 1 and texts.images is None
@@ -236,12 +215,8 @@ def test_images_of_the_datasets_library_are_read_and_their_tokens_count(model, t
     wide, large = Image.new("RGB", (600, 2)), Image.new("RGB", (84, 56))
     problems = ["one?", "wide?", "large?", "<|image_pad|>?", "text?"]
     rows = {"problem": problems, "answer": ["1"] * 5, "image": [Image.new("RGB", (56, 56)), wide, large, None, None]}
-    datasets.Dataset.from_dict(
-        rows,
-        features=datasets.Features(
-            {"problem": datasets.Value("string"), "answer": datasets.Value("string"), "image": datasets.Image()}
-        ),
-    ).save_to_disk(tmp_path / "pil")
+    kinds = dict.fromkeys(("problem", "answer"), datasets.Value("string")) | {"image": datasets.Image()}
+    datasets.Dataset.from_dict(rows, features=datasets.Features(kinds)).save_to_disk(tmp_path / "pil")
     data = load(model, tmp_path / "pil")
     assert [row.prompt for row in data.rows] == ["<image>one?", "<image>large?", "text?"]
     assert [reason for _, reason in data.excluded] == [
@@ -251,21 +226,21 @@ def test_images_of_the_datasets_library_are_read_and_their_tokens_count(model, t
     assert [row.images and row.images.num_tokens for row in data.rows] == [[4], [6], None]
     mixed = PromptData.mix([data, data], [1.0, 1.0])
     assert [row.images for row in mixed.rows] == [row.images for row in data.rows] * 2
-    limit = len(data.rows[0].ids)
-    shorter = load(model, tmp_path / "pil", limit)
+    shorter = load(model, tmp_path / "pil", limit=len(data.rows[0].ids))
     assert [row.prompt for row in shorter.rows] == ["<image>one?", "text?"] and shorter.num_too_long == 1
 
 
 def test_an_image_is_upright_rgb_and_white_where_it_is_transparent():
-    out = io.BytesIO()
+    def encoded(image: Image.Image, **options: object) -> bytes:
+        out = io.BytesIO()
+        image.save(out, "PNG", **options)
+        return out.getvalue()
+
     image = Image.new("RGB", (8, 4))
     exif = image.getexif()
     exif[0x0112] = 6  # turned by a quarter
-    image.save(out, "PNG", exif=exif)
-    assert decode(out.getvalue()).size == (4, 8)
-    out = io.BytesIO()
-    Image.new("RGBA", (2, 2), (255, 0, 0, 0)).save(out, "PNG")
-    assert decode(out.getvalue()).getpixel((0, 0)) == (255, 255, 255)
+    assert decode(encoded(image, exif=exif)).size == (4, 8)
+    assert decode(encoded(Image.new("RGBA", (2, 2), (255, 0, 0, 0)))).getpixel((0, 0)) == (255, 255, 255)
 
 
 @pytest.mark.parametrize(
@@ -285,9 +260,8 @@ def test_an_image_is_upright_rgb_and_white_where_it_is_transparent():
 def test_a_mistake_with_images_is_told_before_anything_is_loaded(changes, words, model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_parquet(tmp_path / "cut.parquet", [{"problem": "?", "answer": "1", "images": png(size=64)[:-30]}])
-    args = vision_flags(
-        model, **({"train_data": model / "train.parquet", "prompts_per_step": 4, "reward": "exact"} | changes)
-    )
+    given = {"train_data": model / "train.parquet", "prompts_per_step": 4, "reward": "exact"} | changes
+    args = vision_flags(model, **given)
     with pytest.raises(ValueError) as error:
         check_flags(args)
         load_inputs(args)

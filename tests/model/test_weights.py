@@ -40,9 +40,8 @@ def folders(policy, untied_policy, tmp_path_factory):
 def test_shards_hold_the_bits_of_from_pretrained_and_a_sync_holds_less_than_a_layer(folders, num_ranks, tmp_path):
     torchrun(num_ranks, "tests/distributed_loading.py", tmp_path / "results.pt", *folders.values())
     for results in torch.load(tmp_path / "results.pt"):
-        most = {1: 0.5, 2: 1.0}[
-            num_ranks
-        ]  # the one in use, the one before that a loop still names, between ranks the next one, too
+        # The one in use, the one before that a loop still names, and between ranks the next one, too.
+        most = {1: 0.5, 2: 1.0}[num_ranks]
         assert 0.2 < results.pop("held") <= most
         assert results.pop("is extra kept")
         assert len(results) == 4 * len(folders)
@@ -89,10 +88,8 @@ def test_a_run_with_such_files_ends_with_the_sentence_on_the_first_rank(policy, 
     path = with_weights(policy, tmp_path / "policy", lambda weights: weights.pop("model.norm.weight"))
     done = run_ranks(2, str(ROOT / "train_grpo.py"), training_flags(Path(path), tmp_path / "run"), timeout=100)
     assert done.returncode != 0
-    assert (
-        f"error: --model {path!r}: its files do not fit its config.json: 1 weights are missing (model.norm.weight)"
-        in done.stderr
-    )
+    missing = "1 weights are missing (model.norm.weight)"
+    assert f"error: --model {path!r}: its files do not fit its config.json: {missing}" in done.stderr
     assert 'train_grpo.py", line' not in done.stderr, "no traceback"
 
 

@@ -226,7 +226,7 @@ GROUPS["evaluation and checkpoints, counted in steps"] = [
     flag("--keep_checkpoints", 3, "remove the oldest checkpoints beyond this many; 0: keep all",
          (0, INF), free_on_resume=True),
 ]
-GROUPS["records"] = [  # docs/metrics.md, docs/replay.md
+GROUPS["records"] = [  # docs/runs.md
     flag("--quiet", False, "no progress bars; a line only for steps with an evaluation", free_on_resume=True),
     flag("--track", "none", "also send the metrics of each step to wandb, tensorboard or trackio, which you install",
          choices=("none", "tensorboard", "wandb", "trackio"), free_on_resume=True),
@@ -263,7 +263,7 @@ GROUPS[DRY_RUN] = [  # all of them may change when a run continues
     flag("--plan_rows", int, "usable training rows; default: #ROWS of --train_data, lines of a .jsonl file, or a "
          "table", (1, INF)),
     flag("--plan_flops_share", 0.4, "share of peak FLOPs in a pass, the exchange between GPUs apart; fitted to "
-         "published runs, see docs/memory.md", (TINY, 1)),
+         "published runs, see benchmarks/README.md", (TINY, 1)),
     flag("--plan_prompt_tokens", float, "mean length of a prompt; default: half of --max_prompt_tokens", (1, INF)),
     flag("--plan_completion_tokens", float, "mean length of a completion; default: half of --max_completion_tokens",
          (1, INF)),

@@ -1,6 +1,6 @@
 """The metrics of a step: pure functions of what was sampled, graded and trained, and of the seconds that it took.
 
-`docs/metrics.md` explains each name. A new metric is one line in the function that knows what it needs; a metric of the
+`docs/runs.md` explains each name. A new metric is one line in the function that knows what it needs; a metric of the
 loss is one line in `grpo.total_loss`.
 """
 

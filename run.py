@@ -1,6 +1,6 @@
 """The run folder: who may write to it, what describes the run, its logs and its clock. Nothing of the algorithm.
 
-`docs/metrics.md` lists its files. `checkpoint.py` writes step_N/ and final, `evaluate.py` eval/, `report.py`
+`docs/runs.md` lists its files. `checkpoint.py` writes step_N/ and final, `evaluate.py` eval/, `report.py`
 curves.png, this file the others.
 """
 

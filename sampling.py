@@ -200,7 +200,7 @@ def choose_groups(sampled: Rollout, num_rounds: int, draws: Draws) -> tuple[np.n
     return indices_B, {name: float(count) for name, count in counts.items()}
 
 
-# Replay: docs/replay.md -----------------------------------------------------------------------------------------------
+# Replay: docs/runs.md -------------------------------------------------------------------------------------------------
 
 
 class NoEngine:

@@ -3,7 +3,7 @@
 Between two steps the completions so far are here, as tokens: nothing is under way in the engine, which may sleep, take
 new weights or sample something else. Each engine has prompts of its own in the air, and stops when its share of the
 groups is finished. A completion that goes on is read again as a longer prompt, by the new weights. The last steps begin
-only what the run still needs, so that nothing is in the air at its end. docs/partial.md
+only what the run still needs, so that nothing is in the air at its end. docs/generation.md
 """
 
 from __future__ import annotations

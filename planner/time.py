@@ -1,7 +1,7 @@
 """How long a step takes, and what it moves: FLOPs and bytes by formula, over the share of peak speeds that is reached.
 
-It leaves out loading, evaluation, checkpoints, grading, and waiting for the slowest rank. docs/memory.md has published
-runs beside it, and says how the constants were chosen.
+It leaves out loading, evaluation, checkpoints, grading, and waiting for the slowest rank. benchmarks/README.md has
+published runs beside it, and says how the constants were chosen.
 """
 
 from __future__ import annotations

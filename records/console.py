@@ -1,4 +1,4 @@
-"""What a run tells while it goes: a line a step, OUT_DIR/status.json for `watch`, and its tracker. docs/metrics.md"""
+"""What a run tells while it goes: a line a step, OUT_DIR/status.json for `watch`, and its tracker. docs/runs.md"""
 
 from __future__ import annotations
 

@@ -37,27 +37,53 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
 
 
+def flags_of(program: str) -> set[str]:
+    """The flags of a command. Launch scripts hand theirs on to train_grpo.py."""
+    if program == "evaluate.py" or program.startswith("scripts/eval_"):
+        return {each.name for group in evaluate.FLAGS.values() for each in group}
+    if program == "train_grpo.py" or program.endswith(".sh"):
+        return set(FLAGS)
+    source = (ROOT / program).read_text()
+    own = set(re.findall(r'"(--\w+)"', source))
+    return own | set(FLAGS) if "from flags import" in source else own
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_programs_and_flags_of_every_command_exist(page):
-    of_evaluate = {each.name for group in evaluate.FLAGS.values() for each in group}
     for command in commands(page):
         words = shlex.split(command.rstrip(" .").replace("...", ""))
-        programs = [word for word in words if re.fullmatch(r"[\w/.]+\.(py|sh)", word)]
-        missing = [
-            word for word in programs if not (ROOT / word).exists() and "/X.sh" not in word and "my_" not in word
-        ]
+        programs = [word for word in words if re.fullmatch(r"[\w/.]+\.(py|sh)", word) and "my_" not in word]
+        missing = [word for word in programs if not (ROOT / word).exists() and "/X.sh" not in word]
         assert programs and not missing, command
-        known = of_evaluate if "evaluate.py" in programs else set(FLAGS)
-        if "train_grpo.py" in programs or "evaluate.py" in programs:
-            program = "train_grpo.py" if "train_grpo.py" in programs else "evaluate.py"
-            given = [word for word in words[words.index(program) :] if word.startswith("--")]
-            assert set(given) <= known, command
+        program = "train_grpo.py"
+        for word in words:
+            program = word if word in programs else program
+            if word.startswith("--") and len(word) > 2 and "/X.sh" not in program:
+                assert word.partition("=")[0] in flags_of(program), command
+
+
+def anchors(page: Path) -> set[str]:
+    """The parts of a page that a link can lead to, as GitHub names them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_leads_somewhere(page):
-    for target in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text()):
-        assert (page.parent / target).exists(), f"{page.name}: {target}"
+    for target in re.findall(r"\]\((?!http)([^)]+)\)", page.read_text()):
+        file, _, part = target.partition("#")
+        assert (page.parent / file).exists(), f"{page.name}: {target}"
+        assert not part or part in anchors(page.parent / file if file else page), f"{page.name}: {target}"
+
+
+def test_the_readme_names_every_page_and_the_program_only_pages_that_exist():
+    names = {page.relative_to(ROOT).as_posix() for page in PAGES[1:]}
+    assert {name for name in names if f"]({name}" not in README} == set()
+    sources = [*ROOT.glob("*.py"), *ROOT.glob("*/*.py"), *ROOT.glob("scripts/*.sh")]
+    for path in sources:
+        if "tests" not in path.parts:
+            named = set(re.findall(r"(?<![\w/])(?:docs|benchmarks)/\w+\.md", path.read_text()))
+            assert named <= names, path
 
 
 def test_the_example_of_ones_own_model_fits_as_the_readme_says_and_its_reward_pays_the_correct_answer(
@@ -68,12 +94,15 @@ def test_the_example_of_ones_own_model_fits_as_the_readme_says_and_its_reward_pa
     (tmp_path / "my_reward.py").write_text(rewards)
     monkeypatch.chdir(tmp_path)
     (command,) = [command for command in commands(PAGES[0]) if "my_reward.py" in command]
-    args = parse_flags([*shlex.split(command)[shlex.split(command).index("train_grpo.py") + 1 :], "--dry_run"])
-    check_flags(args, 1)
-    args.plan_gpus = 1
-    assert dry_run(args) == 0
-    needed = re.search(r"needs? (\d+\.\d) of\s+(\d+\.\d) GiB", README).groups()
-    assert f"{needed[0]} of {needed[1]} GiB" in capsys.readouterr().out
+    said = r"append `([^`]+)`\.\s+With\s+`--dry_run`.* needs? (\d+\.\d) of\s+(\d+\.\d) GiB"
+    more, needed, has = re.search(said, README, re.DOTALL).groups()
+    flags = shlex.split(command)[shlex.split(command).index("train_grpo.py") + 1 :]
+    for others, fits in (("", "fits: "), (more, f"{needed} of {has} GiB")):
+        args = parse_flags([*flags, *others.split(), "--dry_run"])
+        check_flags(args, 1)
+        args.plan_gpus = 1
+        assert dry_run(args) == 0
+        assert fits in capsys.readouterr().out
     grade = Handler(args.reward, None)
     for row in map(json.loads, problems.splitlines()):
         columns = {"completion": "So it is easy. Answer: " + row["answer"], "answer": row["answer"], "columns": row}
@@ -92,8 +121,8 @@ def test_the_functions_that_the_page_on_rewards_shows_do_what_it_says(tmp_path):
     assert [grade.reward for grade in together(("compare", cases))] == [0.0, 1.0, 0.0]
 
 
-def test_the_dry_run_prints_what_the_page_on_memory_shows():
+def test_the_dry_run_prints_what_the_page_on_hardware_shows():
     command = ["bash", "scripts/qwq32b_8xh100.sh", "--dry_run"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    shown = re.search(r"^```\n(step.*?)^```$", (ROOT / "docs" / "memory.md").read_text(), re.MULTILINE | re.DOTALL)[1]
+    shown = re.search(r"^```\n(step.*?)^```$", (ROOT / "docs" / "hardware.md").read_text(), re.MULTILINE | re.DOTALL)[1]
     assert set(shown.splitlines()) <= set(done.stdout.splitlines())

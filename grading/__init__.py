@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import re
 from dataclasses import dataclass, field
@@ -89,12 +90,9 @@ def _listed(value: object) -> list[str] | None:
 def spelled(text: str) -> object:
     """What the text spells in JSON, Python or NumPy's print, else None. A single backslash of LaTeX is kept."""
     text = re.sub(r"(?<=['\"])\s+(?=['\"])", ", ", text)  # NumPy writes no commas
+    commands = r"n(?:eq?|eg|abla|u|i|ot|otin)\b|(?!n|u[0-9a-f]{4})[A-Za-z]"  # not a new line or \u00e9
+    text = re.sub(rf"(?<!\\)\\(?={commands})", r"\\\\", text)
     for read in (json.loads, ast.literal_eval):
-        for written in (text, text.replace("\\", "\\\\")):
-            try:
-                value = read(written)
-            except (ValueError, SyntaxError, RecursionError, MemoryError):
-                continue
-            if not re.search(r"[\x00-\x09\x0b-\x1f]|\n(?:eq?\b|eg\b|abla|u\b|i\b|ot\b|otin)", "".join(map(str, value))):
-                return value
+        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            return read(text)
     return None

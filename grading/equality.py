@@ -22,7 +22,7 @@ from math_verify import verify
 from sympy import Add, Basic, Derivative, Expr, Float, I, Integral, Limit, Pow, Product, Sum, factorial, log, simplify
 
 from grading.answer import read_answer
-from grading.values import MAX_FORMULA, Value, by_name, clean, fold, has_names, in_base, parse_value
+from grading.values import MAX_FORMULA, Value, clean, fold, parse_value
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off
 
@@ -45,7 +45,6 @@ UNREADABLE = re.compile(  # or skipped by the parser without a word, such as the
 )
 DIFFERENTIAL = re.compile(r"\\int|\\frac\s*\{\s*d.{0,3}\}\s*\{\s*d|d\w?\s*/\s*d")
 TOKEN = re.compile(r"\\(?:text|begin|end|mathbb|mathcal|mathrm)\s*\{[^{}]*\}|_\{[^{}]*\}|\\[A-Za-z]+|e_|[A-Za-z]")
-VARIABLE = r"[A-Za-z](?:_\w)?(?:\(\w\))?|\\(?!pi)[a-z]+"
 
 
 @lru_cache(maxsize=8192)
@@ -65,6 +64,8 @@ def equal(key: str, answer: str) -> bool:
     values = parse_value(key), parse_value(answer)
     if values[0][0] != "number" and re.sub(r"\s+", "", key) == re.sub(r"\s+", "", answer):
         return True
+    if "matrix" in key + answer and "formula" in (values[0][0], values[1][0]):  # a matrix times a number
+        return same_formula(key, answer)
     return _same(*values)
 
 
@@ -81,23 +82,19 @@ def _same(key: Value, answer: Value) -> bool:
         if kinds == ("named", "named") and (key[1] == answer[1] or is_curve):
             return _same(key[2], answer[2])
         return _is_multiple(key[-2:], answer[-2:])
-    if kinds[1] == "equation":  # 3! = 6 says 6, but x^2 = 6 does not; m+n = 7 is what was asked for
-        is_sum = re.fullmatch(r"\s*[a-dm-s](?:\s*\+\s*[a-dm-s])+\s*", answer[1]) or not re.search("[A-Za-z]", answer[1])
-        return bool(is_sum) and ("+" in answer[1] or same_formula(*answer[1:])) and _same(key, parse_value(answer[2]))
+    if kinds[1] == "equation":  # m+n = 7 is what was asked for, x^2 = 6 is not
+        is_sum = re.fullmatch(r"\s*[a-dm-s](?:\s*\+\s*[a-dm-s])+\s*", answer[1])
+        return is_sum is not None and _same(key, parse_value(answer[2]))
     if "named" in kinds:
         return _same(key[2] if kinds[0] == "named" else key, answer[2] if kinds[1] == "named" else answer)
     if "words" in kinds and "formula" in kinds:
         return _letters(key[1]) == _letters(answer[1]) != ""
     if "choice" in kinds:
         return _same_choice(key, answer)
-    if {*kinds} & {"list", "set"} or kinds == ("sequence", "sequence"):
+    if "relation" in kinds:
+        return _same_relation(key, answer)
+    if {*kinds} & {"list", "set"} or kinds in (("sequence", "sequence"), ("union", "union")):
         return _same_collection(key, answer)
-    if kinds == ("matrix", "matrix"):
-        return len(key[1]) == len(answer[1]) and all(map(_same_ordered, key[1], answer[1]))
-    if {*kinds} == {"matrix", "formula"}:  # a matrix times a number
-        return same_formula(*(value[2] if value[0] == "matrix" else value[1] for value in (key, answer)))
-    if {*kinds} & {"relation", "union"}:
-        return _same_set(key, answer)
     if kinds == ("based", "number"):
         return answer[2] == "" and str(answer[1]) == key[1]
     if {*kinds} <= {"number", "formula"}:
@@ -128,18 +125,15 @@ def _same_choice(key: Value, answer: Value) -> bool:
 
 def _same_collection(key: Value, answer: Value) -> bool:
     kinds = key[0], answer[0]
-    if {*kinds} <= {"list", "set"}:
-        if kinds == ("list", "list") and has_names(key[1]) != has_names(answer[1]):
-            named = has_names(key[1]) and _same_ordered(key[1], answer[1])
-            return named or _same_ordered(by_name(key), by_name(answer))
+    if {*kinds} <= {"list", "set"} or kinds == ("union", "union"):
         return _same_unordered(key[1], answer[1], is_set=kinds != ("list", "list"))
     if kinds == ("sequence", "sequence"):
-        return key[1] == answer[1] and _same_ordered(key[2], answer[2])
-    if kinds in (("sequence", "list"), ("list", "sequence")):
-        (_, brackets, items), named = (key, answer) if kinds[0] == "sequence" else (answer, key)
-        is_point = has_names(named[1]) or all(item[0] != "named" for item in named[1])  # not x = 2 or x = 3
-        return brackets == "()" and is_point and _same_ordered(items, by_name(named))
+        is_other = key[1] != answer[1] or (key[3] and answer[3] and key[3] != answer[3])
+        return not is_other and _same_ordered(key[2], answer[2])
     for one, other in ((key, answer), (answer, key)):
+        if one[0] == "sequence" and other[0] == "list":
+            is_point = all(item[0] != "named" for item in other[1])  # not x = 2 or x = 3
+            return one[1] == "()" and is_point and _same_ordered(one[2], other[1])
         if one[0] == "set" and len(one[1]) == 1 and one[1][0][1] != r"\emptyset":  # {(2, 3)} is (2, 3)
             return _same(one[1][0], other)
     return False
@@ -168,17 +162,11 @@ def _same_unordered(keys: tuple[Value, ...], answers: tuple[Value, ...], is_set:
 
 
 def _same_ratio(key: Value, answer: Value) -> bool:
-    """3:4 is 6:8 and 3/4, but the time 3:40 is not 6:80."""
-    if answer[0] != "colon":
-        return not key[2] and len(key[1]) == 2 and _same(_quotient(*key[1]), answer)
-    if key[2] and answer[2] and key[2] != answer[2]:
-        return False
-    is_time = key[2] or answer[2] or (key[3] and answer[3]) or len(key[1]) != 2 or len(answer[1]) != 2
-    return _same_ordered(key[1], answer[1]) or (not is_time and _same(_quotient(*key[1]), _quotient(*answer[1])))
-
-
-def _quotient(top: Value, bottom: Value) -> Value:
-    return parse_value(rf"\frac{{{latex(top[1])}}}{{{latex(bottom[1])}}}")
+    """3:4 is 3/4, and the time 3:40 is 3:40 pm."""
+    if answer[0] == "colon":
+        return _same_ordered(key[1], answer[1]) and (not key[2] or not answer[2] or key[2] == answer[2])
+    parts = [latex(value[1]) for value in key[1]]
+    return not key[2] and len(parts) == 2 and _same(parse_value(rf"\frac{{{parts[0]}}}{{{parts[1]}}}"), answer)
 
 
 def _same_quantity(key: Value, answer: Value) -> bool:
@@ -190,50 +178,20 @@ def _same_quantity(key: Value, answer: Value) -> bool:
     is_in_radians = "rad" in (key_unit, answer_unit) or re.search(r"\\(?:pi|arc)", latex(key[1]) + latex(answer[1]))
     if "deg" in (key_unit, answer_unit) and is_in_radians:
         return same_formula(*(latex(value[1]) + RADIANS * (value[2] == "deg") for value in (key, answer)))
-    scale = Fraction(1)
     if key_unit and answer_unit and key_unit != answer_unit:
-        (key_scale, key_base), (answer_scale, answer_base) = in_base(key_unit), in_base(answer_unit)
-        if key_base != answer_base and (
-            "u" not in (key_unit, answer_unit) or re.search(r"[/^]", key_unit + answer_unit)
-        ):
-            return False
-        scale = answer_scale / key_scale
-    if key[0] == answer[0] == "number":
-        return key[1] == answer[1] * scale
-    return same_formula(key[1], answer[1] if scale == 1 else rf"{latex(scale)}\cdot({latex(answer[1])})")
-
-
-def _same_set(key: Value, answer: Value) -> bool:
-    """Relations and unions as intervals; and 2x > 6 as x > 3, whose differences are multiples."""
-    if key[0] == answer[0] == "relation" and key[2] == answer[2] and len(key[1]) == len(answer[1]) == 2:
-        return _is_multiple(key[1], answer[1], is_directed=key[2] != (r"\ne",))
-    if key[0] == answer[0] == "relation" and _symbols(key) != _symbols(answer):
         return False
-    key, answer = _as_interval(key), _as_interval(answer)
-    if key[0] == answer[0] == "union":
-        return _same_unordered(key[1], answer[1], is_set=True)
-    return key[0] == answer[0] == "sequence" and _same(key, answer)
+    return key[1] == answer[1] if key[0] == answer[0] == "number" else same_formula(key[1], answer[1])
 
 
-def _symbols(relation: Value) -> set[str]:
-    return set(re.findall(r"\\?[A-Za-z]+", " ".join(relation[1])))
-
-
-def _as_interval(value: Value) -> Value:
-    """A relation such as 0 < x <= a as the interval that it describes, a union by its parts."""
-    if value[0] == "union":
-        return ("union", tuple(_as_interval(part) for part in value[1]))
-    if value[0] != "relation":
-        return value
-    terms, signs = value[1:]
-    if len(terms) == 2 and re.fullmatch(VARIABLE, terms[0]) and terms[1] not in ("x", "y", "z"):
-        terms, signs = ("-\\infty", *terms), ("<", *signs)
-    elif len(terms) == 2 and re.fullmatch(VARIABLE, terms[1]):
-        terms, signs = (*terms, "\\infty"), (*signs, "<")
-    if len(terms) != 3 or not re.fullmatch(VARIABLE, terms[1]) or not {*signs} <= {"<", "\\le"}:
-        return value
-    brackets = ("(" if signs[0] == "<" else "[") + (")" if signs[1] == "<" else "]")
-    return ("sequence", brackets, (parse_value(terms[0]), parse_value(terms[2])))
+def _same_relation(key: Value, answer: Value) -> bool:
+    """x > 3 is 2x > 6, whose differences are multiples, and the interval (3, \\infty)."""
+    if key[0] == answer[0] == "relation":
+        if key[2] == answer[2] and len(key[1]) == len(answer[1]) == 2:
+            return _is_multiple(key[1], answer[1], is_directed=key[2] != (r"\ne",))
+        if key[3] != answer[3]:
+            return False
+    one, other = (value[4] if value[0] == "relation" else value for value in (key, answer))
+    return one is not None and other is not None and _same(one, other)
 
 
 # A single formula in SymPy --------------------------------------------------------------------------------------------
@@ -262,7 +220,7 @@ def read_formula(text: str | Fraction) -> Basic | None:
 
 
 def latex(value: Fraction | str) -> str:
-    """A letter and its capital are two symbols."""
+    """The value as LaTeX."""
     if isinstance(value, str):
         return value
     return rf"\frac{{{value.numerator}}}{{{value.denominator}}}" if value.denominator > 1 else str(value)
@@ -270,21 +228,19 @@ def latex(value: Fraction | str) -> str:
 
 def _is_small(formula: Basic) -> bool:
     """False if a power or factorial in it has more digits than anyone would write out: SymPy would try. And for 0^0."""
-    if not isinstance(formula, Basic):
-        return True
-    if not all(_is_small(part) for part in formula.args):
-        return False
-    if isinstance(formula, factorial) and formula.args[0].is_number:
-        return bool(abs(formula.args[0].evalf()) < MAX_DIGITS / 3)
-    if not isinstance(formula, Pow) or not formula.exp.is_number:
-        return True
-    if formula.base.is_number:
-        if formula.exp.is_infinite or (formula.base.is_zero and not formula.exp.is_positive):
+    for part in sympy.postorder_traversal(formula):
+        if isinstance(part, factorial) and part.args[0].is_number and abs(part.args[0].evalf()) >= MAX_DIGITS / 3:
             return False
-        return formula.base.is_zero is True or bool(
-            abs((formula.exp * log(abs(formula.base), 10)).evalf()) < MAX_DIGITS
-        )
-    return not isinstance(formula.base, Add) or bool(abs(formula.exp.evalf()) <= MAX_EXPONENT)
+        if not isinstance(part, Pow) or not part.exp.is_number:
+            continue
+        if isinstance(part.base, Add) and not part.base.is_number and abs(part.exp.evalf()) > MAX_EXPONENT:
+            return False
+        if part.base.is_zero and not part.exp.is_positive:
+            return False
+        is_power = part.base.is_number and not part.base.is_zero
+        if is_power and not abs((part.exp * log(abs(part.base), 10)).evalf()) < MAX_DIGITS:
+            return False
+    return True
 
 
 def same_formula(key: str | Fraction, answer: str | Fraction) -> bool:
@@ -348,18 +304,18 @@ def key_content(key: str) -> str:
     return (read_answer(key) or "") if re.search(r"\\(?:boxed|fbox)\b|<answer>", key) else key
 
 
-def key_problem(key: str) -> str | None:
-    """Why nothing could be graded against this key, in a few words; None if it can be."""
+def check_key(key: str) -> None:
+    """Raises ValueError, in a few words, if nothing could be graded against this key."""
     text = clean(key_content(key))
     if len(text) > MAX_FORMULA:
-        return f"no \\boxed answer in a key of {len(key)} characters ({key[:60]!r}...)"
+        raise ValueError(f"no \\boxed answer in a key of {len(key)} characters ({key[:60]!r}...)")
     if len(re.findall(r"[A-Za-z]{2,}", re.sub(r"\\[A-Za-z]+", " ", text))) > MAX_WORDS:
-        return f"a sentence, not an answer: {key[:80]!r}"
+        raise ValueError(f"a sentence, not an answer: {key[:80]!r}")
     if not re.search(r"\w", re.sub(r"\\(?:text|[^A-Za-z])", "", text)):
-        return f"no answer in the key {key[:80]!r}"
+        raise ValueError(f"no answer in the key {key[:80]!r}")
     value = parse_value(text)
-    is_unread = value[0] == "formula" and read_formula(value[1]) is None
-    return f"math-verify cannot read {value[1][:80]!r}" if is_unread else None
+    if value[0] == "formula" and read_formula(value[1]) is None:
+        raise ValueError(f"math-verify cannot read {value[1][:80]!r}")
 
 
 def canonical(answer: str) -> str:

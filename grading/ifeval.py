@@ -1,25 +1,18 @@
 """IFEval: does a text follow instructions that a program can check? The benchmark's 25 kinds, as reward and evaluation.
 
-Source of the definitions: Zhou et al. 2023, "Instruction-Following Evaluation for Large Language Models" (arXiv
-2311.07911), with google-research/instruction_following_eval/instructions.py. This is its "strict" accuracy: the
-completion counts as it is, and a blank one follows nothing.
-
-Two data formats end in the same checkers:
+Source: Zhou et al. 2023 (arXiv 2311.07911), google-research/instruction_following_eval/instructions.py; its "strict"
+accuracy: the completion counts as it is, and a blank one follows nothing. Two data formats end in the same checkers:
   google/IFEval         columns `instruction_id_list` and `kwargs`
   allenai/RLVR-IFeval   (Tulu 3) the answer is a JSON text: `func_name`, and arguments named as in open-instruct
 
 Tulu's instructions are checked as the benchmark checks them: keywords are found inside words, forbidden words as whole
 words, a letter in either case, JSON in a code fence passes, capitals must also be English. Where Tulu's own sentence to
-the model says something else, CHECKS has an entry `rlvr:...` for it:
-  frequencies        "should appear N times": exactly N, of whole words (the benchmark: at least or less than)
-  quantifiers        "at least / around / at most"; around: +-10 %, sentences +-1, as open-instruct
-  paragraphs         divided by `* * *` (the benchmark: `***`)
-  options            one text, "yes/no/maybe" or "a), b), c)", of which open-instruct looks for any single character
-  repeat the prompt  the row's prompt holds the sentence that asks to repeat it, which is taken out
+the model says something else, CHECKS has an entry `rlvr:...` for it: exact frequencies of whole words; "around" (10 %
+or 1 sentence, as open-instruct); paragraphs divided by `* * *`; options as one text, "yes/no/maybe" or "a), b), c)";
+a prompt to repeat that holds the sentence that asks for it.
 
 Deviations from google-research: no nltk (see `count_sentences`, `count_capital_words`), keywords and markers are
 literal text and no regular expressions, and each check takes time linear in the completion.
-
 Read from the bottom: `follows_instructions`, `read_instructions`, the tables FUNCTIONS, CHECKS and ARGUMENTS.
 """
 
@@ -64,10 +57,6 @@ def occurrences(text: str, word: str, whole: bool = False) -> int:
 def has_any(text: str, words: list[str]) -> bool:
     """True if one of the words stands in the text as a whole word."""
     return any(occurrences(text, word, whole=True) for word in words)
-
-
-def count_letter(text: str, letter: str) -> int:
-    return text.lower().count(letter.lower())
 
 
 def count_sentences(text: str) -> int:
@@ -133,25 +122,6 @@ def has_parts(text: str, divider: str, count: int) -> bool:
     return all(parts) and len(parts) == count
 
 
-def has_two_responses(text: str) -> bool:
-    return has_parts(text, "******", 2) and len(set(split_at(text, "******"))) == 2
-
-
-def has_sections(text: str, section_spliter: str, num_sections: int) -> bool:
-    """At least so many of "Section 1", with the row's word for it."""
-    return len(re.findall(re.escape(section_spliter) + r"\s?\d+", text)) >= num_sections
-
-
-def has_placeholders(text: str, num_placeholders: int) -> bool:
-    """At least so many [brackets]; of nested ones the innermost: as many as any other way, but linear."""
-    return len(re.findall(r"\[[^\[\]\n]*\]", text)) >= num_placeholders
-
-
-def ends_with(text: str, end_phrase: str) -> bool:
-    """A closing quotation mark may follow."""
-    return text.strip().strip('"').lower().endswith(end_phrase.strip('"').lower())
-
-
 def nth_paragraph_first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
     """Exactly so many paragraphs, divided by blank lines, and the first word of one of them.
 
@@ -210,11 +180,6 @@ def count_words(text: str) -> int:
     return len(re.findall(r"\w+", text))
 
 
-def has_postscript(text: str, postscript_marker: str) -> bool:
-    pattern = POSTSCRIPTS.get(postscript_marker, re.escape(postscript_marker.lower()))
-    return re.search(pattern, text.lower()) is not None
-
-
 def starts_with(text: str, prompt: str) -> bool:
     return text.strip().lower().startswith(prompt.lower())
 
@@ -233,11 +198,6 @@ def read_text(value: object) -> str | None:
     return value.strip() or None if isinstance(value, str) else None
 
 
-def read_letter(value: object) -> str | None:
-    text = read_text(value)
-    return text if text and len(text) == 1 else None
-
-
 def read_texts(value: object) -> list[str] | None:
     texts = [read_text(item) for item in value] if isinstance(value, list | tuple) else []
     return texts if texts and None not in texts else None
@@ -248,12 +208,6 @@ def read_options(value: object) -> list[str] | None:
     if isinstance(value, str):
         value = [part for part in re.split(r"/|,|\bor\b", value) if part.strip()]
     return read_texts(value)
-
-
-def read_prompt(value: object) -> str | None:
-    """Tulu's prompt as it is to be repeated: without the sentence that asks for it."""
-    text = read_text(value)
-    return text and (text.replace(REPEAT_SENTENCE, "").strip() or text)
 
 
 def read_language(value: object) -> str | None:
@@ -273,68 +227,68 @@ RELATION: ArgumentType = ("'less than' or 'at least'", one_of("less than", "at l
 
 ARGUMENTS: dict[str, ArgumentType] = {  # the parameters of the checkers, by name
     **dict.fromkeys(("keyword", "first_word", "postscript_marker", "section_spliter"), TEXT),
-    **dict.fromkeys(("prompt_to_repeat", "end_phrase"), TEXT),
+    **dict.fromkeys(("prompt", "prompt_to_repeat", "end_phrase"), TEXT),
     **dict.fromkeys(("keywords", "forbidden_words"), TEXTS),
     **dict.fromkeys(("frequency", "let_frequency", "capital_frequency", "num_words", "num_sentences"), COUNT),
     **dict.fromkeys(("num_paragraphs", "num_placeholders", "num_bullets", "num_highlights", "num_sections"), COUNT),
     **dict.fromkeys(("relation", "let_relation", "capital_relation"), RELATION),
     "nth_paragraph": ("a whole number from 1 to 1e9", lambda value: read_count(value) or None),
-    "letter": ("a text of one character", read_letter),
+    "letter": ("a text of one character", lambda value: text if len(text := read_text(value) or "") == 1 else None),
     "language": ("a language code of langdetect, such as en, pt or zh-cn", read_language),
     "quantifier": ("'at least', 'around' or 'at most'", one_of("at least", "around", "at most")),
     "options": ("options divided by / or commas, or a list of texts", read_options),
-    "prompt": ("a text that is not blank", read_prompt),
 }
 
 # Instruction -> its definition: text and arguments -> followed or not.
+# fmt: off
 CHECKS: dict[str, Callable[..., bool]] = {
     "keywords:existence": lambda text, keywords: all(occurrences(text, word) for word in keywords),
-    "keywords:frequency": lambda text, keyword, frequency, relation: holds(
-        occurrences(text, keyword), relation, frequency
-    ),
+    "keywords:frequency": lambda text, keyword, frequency, relation:
+        holds(occurrences(text, keyword), relation, frequency),
     "keywords:forbidden_words": lambda text, forbidden_words: not has_any(text, forbidden_words),
-    "keywords:letter_frequency": lambda text, letter, let_frequency, let_relation: holds(
-        count_letter(text, letter), let_relation, let_frequency
-    ),
+    "keywords:letter_frequency": lambda text, letter, let_frequency, let_relation:
+        holds(occurrences(text, letter), let_relation, let_frequency),
     "language:response_language": is_in_language,
-    "length_constraints:number_sentences": lambda text, num_sentences, relation: holds(
-        count_sentences(text), relation, num_sentences
-    ),
+    "length_constraints:number_sentences": lambda text, num_sentences, relation:
+        holds(count_sentences(text), relation, num_sentences),
     "length_constraints:number_paragraphs": lambda text, num_paragraphs: has_parts(text, "***", num_paragraphs),
     "length_constraints:number_words": lambda text, num_words, relation: holds(count_words(text), relation, num_words),
     "length_constraints:nth_paragraph_first_word": nth_paragraph_first_word,
-    "detectable_content:number_placeholders": has_placeholders,
-    "detectable_content:postscript": has_postscript,
+    "detectable_content:number_placeholders": lambda text, num_placeholders:  # the innermost of nested ones: linear
+        len(re.findall(r"\[[^\[\]\n]*\]", text)) >= num_placeholders,
+    "detectable_content:postscript": lambda text, postscript_marker: re.search(
+        POSTSCRIPTS.get(postscript_marker, re.escape(postscript_marker.lower())), text.lower()) is not None,
     "detectable_format:number_bullet_lists": has_bullets,
     "detectable_format:constrained_response": lambda text: any(choice in text for choice in CHOICES),
     "detectable_format:number_highlighted_sections": has_highlights,
-    "detectable_format:multiple_sections": has_sections,
+    "detectable_format:multiple_sections": lambda text, section_spliter, num_sections:
+        len(re.findall(re.escape(section_spliter) + r"\s?\d+", text)) >= num_sections,
     "detectable_format:json_format": is_json,
     "detectable_format:title": has_title,
-    "combination:two_responses": has_two_responses,
+    "combination:two_responses": lambda text:
+        has_parts(text, "******", 2) and len(set(split_at(text, "******"))) == 2,
     "combination:repeat_prompt": lambda text, prompt_to_repeat: starts_with(text, prompt_to_repeat),
-    "startend:end_checker": ends_with,
+    "startend:end_checker": lambda text, end_phrase:  # a closing quotation mark may follow
+        text.strip().strip('"').lower().endswith(end_phrase.strip('"').lower()),
     "startend:quotation": lambda text: len(body := text.strip()) > 1 and body[0] == body[-1] == '"',
-    "change_case:capital_word_frequency": lambda text, capital_frequency, capital_relation: holds(
-        count_capital_words(text), capital_relation, capital_frequency
-    ),
+    "change_case:capital_word_frequency": lambda text, capital_frequency, capital_relation:
+        holds(count_capital_words(text), capital_relation, capital_frequency),
     "change_case:english_capital": lambda text: text.isupper() and is_in_language(text, "en"),
     "change_case:english_lowercase": lambda text: text.islower() and is_in_language(text, "en"),
     "punctuation:no_comma": lambda text: "," not in text,
     # What Tulu words differently
     "rlvr:keyword_frequency": lambda text, keyword, frequency: occurrences(text, keyword, whole=True) == frequency,
-    "rlvr:letter_frequency": lambda text, letter, let_frequency: count_letter(text, letter) == let_frequency,
-    "rlvr:number_sentences": lambda text, num_sentences, quantifier: holds(
-        count_sentences(text), quantifier, num_sentences, around=1
-    ),
+    "rlvr:letter_frequency": lambda text, letter, let_frequency: occurrences(text, letter) == let_frequency,
+    "rlvr:number_sentences": lambda text, num_sentences, quantifier:
+        holds(count_sentences(text), quantifier, num_sentences, around=1),
     "rlvr:number_words": lambda text, num_words, quantifier: holds(count_words(text), quantifier, num_words),
     "rlvr:number_paragraphs": lambda text, num_paragraphs: has_parts(text, "* * *", num_paragraphs),
     "rlvr:constrained_response": lambda text, options: has_any(text, options),
-    "rlvr:repeat_prompt": starts_with,
-    "rlvr:capital_word_frequency": lambda text, capital_frequency, quantifier: holds(
-        count_capital_words(text), quantifier, capital_frequency
-    ),
+    "rlvr:repeat_prompt": lambda text, prompt: starts_with(text, prompt.replace(REPEAT_SENTENCE, "").strip() or prompt),
+    "rlvr:capital_word_frequency": lambda text, capital_frequency, quantifier:
+        holds(count_capital_words(text), quantifier, capital_frequency),
 }
+# fmt: on
 PARAMETERS = {name: list(inspect.signature(check).parameters)[1:] for name, check in CHECKS.items()}
 
 # Tulu's func_name -> (instruction, Tulu's names of its arguments, in the order of the checker's parameters).

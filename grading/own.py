@@ -101,11 +101,12 @@ class OwnReward:
             _event_loop()  # before threads ask for it
         self.takes_token_ids = bool({"token_ids", "completion_ids"} & {*self.named})
 
-    def key_problem(self, case: Case) -> str | None:
-        """Why it cannot be called for this row, or None."""
+    def check_row(self, case: Case) -> None:
+        """Raises ValueError if it cannot be called for this row."""
         missing = [name for name in self.required if name not in case.columns]
-        found = ", ".join(case.columns) or "none"
-        return f"{self.name} takes {missing[0]!r}, but the row's columns are {found}" if missing else None
+        if missing:
+            found = ", ".join(case.columns) or "none"
+            raise ValueError(f"{self.name} takes {missing[0]!r}, but the row's columns are {found}")
 
     def __call__(self, cases: list[Case]) -> list[tuple[float, dict[str, float]]]:
         """Reward and sub-scores of each completion. Raises what the function raises, WrongReturn for no rewards."""

@@ -6,7 +6,7 @@
 
 `pebble` starts the workers, kills late ones and replaces those that are gone. A worker calls `function =
 factory(*arguments)` once and then `function(item)` item by item; or `in_flight` items at a time, each in a thread, for
-functions that wait. An item that is late or ends its worker is tried once more, alone: another one of the same worker,
+functions that wait. An item that is late or ends its worker is tried once more, alone: another item of the same worker,
 or a busy machine, may have been to blame. The workers end when the caller ends, however it ends.
 """
 
@@ -49,7 +49,7 @@ class Outcome(NamedTuple):
     status: str
 
 
-Item = tuple[int, object, int, int]  # key, what the function gets, times that it failed, that its worker was worn out
+Item = tuple[int, object, float]  # its key, what the function gets, how often it failed
 
 
 class Pool:
@@ -69,7 +69,8 @@ class Pool:
         self._start()
 
     def _start(self) -> None:
-        context = _Context()
+        context = ForkServerContext()
+        context.Process = _Worker
         context.set_forkserver_preload([self.setup[0].partition(":")[0]])
         self.pool = ProcessPool(self.num_workers, initializer=_load, initargs=self.setup, context=context)
         self.num_pools += 1
@@ -77,7 +78,7 @@ class Pool:
 
     def submit(self, key: int, given: object) -> None:
         with self.changed:
-            self.queue.append((key, given, 0, 0))
+            self.queue.append((key, given, 0.0))
             self._feed()
 
     @property
@@ -108,12 +109,13 @@ class Pool:
                 self.failure = future.result()
             elif error is None:
                 self.outcomes |= {key: outcome for (key, *_), outcome in zip(items, future.result(), strict=True)}
-            is_late, is_dead = isinstance(error, TimeoutError), isinstance(error, ProcessExpired)
-            is_refused = is_dead and error.exitcode == -WORN_OUT
-            for key, given, failures, refusals in items if error else ():
-                failures += (is_late or is_dead) and not (is_refused and refusals < 10)
-                if failures < MAX_TRIES:
-                    self.queue.append((key, given, failures, refusals + is_refused))
+            is_dead = isinstance(error, ProcessExpired)
+            failure = float(is_dead or isinstance(error, TimeoutError))  # else the pool is broken
+            if is_dead and error.exitcode == -WORN_OUT:
+                failure = 0.1  # an earlier item is to blame, unless this happens again and again
+            for key, given, failures in items if error else ():
+                if failures + failure < MAX_TRIES:
+                    self.queue.append((key, given, failures + failure))
                     continue
                 ended = f"error: it ended its process (exit status {error.exitcode % 256})" if is_dead else "timeout"
                 self.outcomes[key] = Outcome(None, ended)
@@ -175,17 +177,13 @@ class _Worker(ForkServerProcess):
         return 256 if code == 0 else code  # pebble would take 0 for an end that was asked for
 
 
-class _Context(ForkServerContext):
-    Process = _Worker
-
-
 # In a worker ----------------------------------------------------------------------------------------------------------
 
 OWN = types.SimpleNamespace(function=None, failure="", is_worn_out=False, pid=0)  # what this worker has
 
 
 def _load(factory: str, arguments: tuple, memory_gib: float) -> None:
-    """Loads the function. A failure is told with the first item."""
+    """Prepares the worker and loads the function. If that fails, the first item's answer says why."""
     os.setsid()  # what it starts can be killed with it
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with the fork server
@@ -216,14 +214,13 @@ def _work(items: list[object], timeout: float) -> list[Outcome] | str:
     """The outcome of each item; or why nothing can be worked on."""
     if OWN.is_worn_out:
         os.kill(os.getpid(), WORN_OUT)  # the items go to another worker
-    if OWN.failure or len(items) == 1:
-        return OWN.failure or [_outcome(items[0])]
+    if OWN.failure:
+        return OWN.failure
     outcomes = [Outcome(None, "timeout")] * len(items)
-
-    def run(i: int) -> None:
-        outcomes[i] = _outcome(items[i])
-
-    threads = [threading.Thread(target=run, args=[i], daemon=True) for i in range(len(items))]
+    if len(items) == 1:
+        _outcome(items, 0, outcomes)
+        return outcomes
+    threads = [threading.Thread(target=_outcome, args=(items, i, outcomes), daemon=True) for i in range(len(items))]
     deadline = time.monotonic() + timeout
     for thread in threads:
         thread.start()
@@ -233,14 +230,14 @@ def _work(items: list[object], timeout: float) -> list[Outcome] | str:
     return list(outcomes)
 
 
-def _outcome(item: object) -> Outcome:
+def _outcome(items: list[object], i: int, outcomes: list[Outcome]) -> None:
+    """Calls the function with the item i and writes down what came of it."""
     try:
-        outcome = Outcome(OWN.function(item), "ok")
+        outcomes[i] = Outcome(OWN.function(items[i]), "ok")
     except BaseException as error:  # noqa: BLE001  of the user's function: told, counted and named by the caller
         OWN.is_worn_out |= isinstance(error, MemoryError)
-        outcome = Outcome(None, f"error: {_describe(error)}")
+        outcomes[i] = Outcome(None, f"error: {_describe(error)}")
     _clear()
-    return outcome
 
 
 def _describe(error: BaseException) -> str:

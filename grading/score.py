@@ -5,7 +5,6 @@ What the text may be: `docs/rewards.md`. How a function of one's own is called: 
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -14,8 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from grading import Case, Grade, alternatives
+from grading.equality import equal
 from grading.own import OwnReward
-from grading.verifiers import BUILT_IN, Verifier
+from grading.verifiers import BUILT_IN, Verdict
 
 
 def parse_reward(spec: str) -> dict[str, float]:
@@ -26,25 +26,23 @@ def parse_reward(spec: str) -> dict[str, float]:
     weights: dict[str, float] = {}
     for part in spec.split(","):
         match = re.fullmatch(r"\s*(@\w[\w.]*|[^:,]+\.py:\w+|\w+)(?::([^:]+))?\s*", part)
-        if not match:
-            forms = "NAME, NAME:WEIGHT, @COLUMN, my_reward.py:function"
-            raise ValueError(f"--reward {spec!r}: {part!r} is none of {forms}.")
-        name = match[1]
-        if name[0] != "@" and ".py:" not in name and name not in BUILT_IN:
-            forms = f"neither built in ({', '.join(BUILT_IN)}) nor @COLUMN nor of the form my_reward.py:function"
-            raise ValueError(f"--reward {spec!r}: {name!r} is {forms}.")
-        try:
-            weight = float(match[2] or 1.0)
-        except ValueError:
-            weight = math.nan
-        if not math.isfinite(weight) or weight == 0.0:
-            rule = "must be a finite number other than 0"
-            raise ValueError(f"--reward {spec!r}: the weight {match[2]!r} of {name} {rule}.")
+        name = match[1] if match else ""
+        if name not in BUILT_IN and name[:1] != "@" and ".py:" not in name:
+            forms = (
+                f"({', '.join(BUILT_IN)}) nor @COLUMN nor my_reward.py:function; a weight may follow, as in math:0.5"
+            )
+            raise ValueError(f"--reward {spec!r}: {part!r} is neither built in {forms}.")
         if ".py:" in name and not Path(name.partition(":")[0]).is_file():
             raise FileNotFoundError(f"--reward {spec!r}: the file {name.partition(':')[0]!r} does not exist.")
-        weights[name] = weight
-    if len(weights) < len(spec.split(",")):
-        raise ValueError(f"--reward {spec!r} names a verifier twice; give each once, with one weight.")
+        if name in weights:
+            raise ValueError(f"--reward {spec!r} names {name} twice; give it once, with one weight.")
+        try:
+            weights[name] = float(match[2] or 1.0)
+        except ValueError:
+            weights[name] = math.nan
+        if not math.isfinite(weights[name]) or weights[name] == 0.0:
+            rule = "must be a finite number other than 0"
+            raise ValueError(f"--reward {spec!r}: the weight {match[2]!r} of {name} {rule}.")
     return weights
 
 
@@ -64,7 +62,7 @@ class Handler:
     ("check", case)      why the row cannot be used, or None; the completion does not matter
     ("needs", None)      what the reward has to be given
 
-    Raises what a file of `spec` raises, and ValueError if it has no such function or math-verify is broken.
+    Raises what a file of `spec` raises, and ValueError if it has no such function.
     """
 
     def __init__(self, spec: str, overlong_cache_tokens: int | None) -> None:
@@ -74,7 +72,7 @@ class Handler:
         self.per_group = [name for name, reward in self.own.items() if reward.takes_group]
         self.per_completion = [name for name in self.weights if name not in self.per_group]
         if any(name == "math" or name[0] == "@" for name in self.weights):
-            check_math()
+            equal("x^2+2x+1", "(x+1)^2")  # a worker's first formula takes a second, which no completion shall pay
 
     def __call__(self, request: tuple[str, Case | list[Case] | None]) -> object:
         kind, given = request
@@ -83,7 +81,7 @@ class Handler:
         if kind == "compare":
             return self.grades(self.per_group, given)
         if kind == "check":
-            return next((problem for name in self.weights if (problem := self.problem(name, given))), None)
+            return self.problem(given)
         takes_ids = any(reward.takes_token_ids for reward in self.own.values())
         return Needs(bool(self.per_completion), bool(self.per_group), takes_ids)
 
@@ -102,29 +100,41 @@ class Handler:
                 parts = {f"{name}/{part}" if several or part in self.weights else part: parts[part] for part in parts}
                 grades.append(Grade(weight * score, "ok", {name: score} | parts))
         for case in cases if name not in self.own else ():
-            verifier = self.built_in(name, case)
-            verdicts = (verifier.score(replace(case, answer=key)) for key in alternatives(case.answer))
-            score, answer = max(verdicts, key=lambda verdict: verdict[0])  # the key that fits best
+            score, answer = built_in(name, case)
             grades.append(Grade(weight * score, "ok", {name: score}, None if answer is None else answer[:500]))
         return grades
 
-    def problem(self, name: str, case: Case) -> str | None:
-        """Why the verifier cannot use the row: of several keys, one that it can use will do."""
-        if name in self.own:
-            return self.own[name].key_problem(case)
+    def problem(self, case: Case) -> str | None:
+        """Why the row cannot be used, or None."""
+        case = replace(case, completion="", num_tokens=0, max_tokens=1)
         try:
-            verifier = self.built_in(name, case)
+            for name in self.weights:
+                if name in self.own:
+                    self.own[name].check_row(case)
+                else:
+                    built_in(name, case)
         except ValueError as error:
             return str(error)
-        problems = [verifier.key_problem(replace(case, answer=key)) for key in alternatives(case.answer)]
-        return problems[0] if all(problems) else None
+        return None
 
-    def built_in(self, name: str, case: Case) -> Verifier:
-        """The built-in verifier: the one that the row's column names, for @COLUMN. Raises ValueError without one."""
-        named = str(case.columns.get(name[1:])) if name[0] == "@" else name
-        if named.lower() not in BUILT_IN:
-            raise ValueError(f"column {name[1:]!r} is {named!r}, which names no verifier ({', '.join(BUILT_IN)})")
-        return BUILT_IN[named.lower()]
+
+def built_in(name: str, case: Case) -> Verdict:
+    """What a built-in verifier says; for @COLUMN the one that the row's column names. The key that fits best counts.
+
+    Raises ValueError if the column names none, or if none of the row's keys can be used.
+    """
+    named = str(case.columns.get(name[1:])) if name[0] == "@" else name
+    if named.lower() not in BUILT_IN:
+        raise ValueError(f"column {name[1:]!r} is {named!r}, which names no verifier ({', '.join(BUILT_IN)})")
+    verdicts, problems = [], []
+    for key in alternatives(case.answer):
+        try:
+            verdicts.append(BUILT_IN[named.lower()](replace(case, answer=key)))
+        except ValueError as error:
+            problems.append(error)
+    if not verdicts:
+        raise problems[0]
+    return max(verdicts, key=lambda verdict: verdict[0])
 
 
 def add_up(grades: Sequence[Grade], names: Iterable[str]) -> Grade:
@@ -137,23 +147,3 @@ def add_up(grades: Sequence[Grade], names: Iterable[str]) -> Grade:
     parts = {name: parts[name] for name in names if name in parts} | parts
     answers = [grade.answer for grade in grades if grade.answer is not None]
     return Grade(sum(grade.reward for grade in grades), "ok", parts, answers[0] if answers else None)
-
-
-SELF_TEST = [  # key, completion, whether it is correct: what a broken dependency would get wrong
-    ("x^2+2x+1", r"\boxed{(x+1)^2}", True),
-    (r"\frac{\sqrt{3}}{3}", r"\boxed{\frac{1}{\sqrt{3}}}", True),
-    ("y=2x+1", r"\boxed{2x-y+1=0}", True),
-    ("3x", r"\boxed{3x^2}", False),
-    (r"\frac{1}{3}", r"\boxed{0.33}", False),
-]
-
-
-def check_math() -> None:
-    """Grades the self-test with `math`. Raises ValueError if a verdict is wrong: math-verify or SymPy is broken."""
-    for key, completion, is_correct in SELF_TEST:
-        if (BUILT_IN["math"].score(Case(completion, key))[0] == 1.0) != is_correct:
-            names = ("math-verify", "latex2sympy2-extended", "sympy", "antlr4-python3-runtime")
-            versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
-            verdict = f"{completion!r} against the key {key!r} must be {'correct' if is_correct else 'incorrect'}"
-            todo = f"Installed: {versions}; install the versions of the requirements file."
-            raise ValueError(f"the math grader is broken: {verdict}. {todo}")

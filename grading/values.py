@@ -2,10 +2,10 @@
 
 A value is a tuple: its kind, and what follows that.
     number (fraction, unit)      formula (text, unit)          words (text)          based (digits, base)
-    list, set, union (values)    sequence (brackets, values)   matrix (rows of values, text)
+    list, set, union (values)    sequence (brackets, values, names)
     named (name, value, left side, right side): x = 5          equation (left, right)
-    chain (values said to be equal, approximations): 2+3 = 5   relation (terms, signs): 0 < x
-    choice (letter, value): (C) 12                             colon (values, is a time): 12:30, 3:4
+    chain (values said to be equal, approximations): 2+3 = 5   relation (terms, signs, variable, interval): 0 < x
+    choice (letter, value): (C) 12                             colon (values, half of the day): 12:30, 3:4
 Numbers are exact fractions; formulas are left to SymPy (`equality.py`).
 """
 
@@ -30,6 +30,7 @@ SYMBOLS = {
     "≥": r"\ge ", "≠": r"\ne ", "°": r"^\circ ", "∪": r"\cup ", "∈": r"\in ", "±": r"\pm ", "×": r"\times ",
     "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "⁄": "/", "−": "-", "–": "-", "—": "-", "∅": r"\emptyset ",
     "ℝ": r"\mathbb{R}", "θ": r"\theta ", "√": r"\sqrt ", "€": r"\euro ", "£": r"\pounds ", "’": "'", "≈": r"\approx ",
+    "≃": r"\approx ",
 }  # fmt: skip
 WORDS = {word: int(n) for word, n in re.findall(r"(\w+):(\d+)", """
     zero:0 one:1 two:2 three:3 four:4 five:5 six:6 seven:7 eight:8 nine:9 ten:10 eleven:11 twelve:12 thirteen:13
@@ -39,50 +40,46 @@ SPOKEN = {
     r"\mathbb{R}": r"all real(?: number)?s?|\(-\\infty ?, ?\+?\\infty ?\)", "does not exist": "dne",
     r"\emptyset": r"(?:there (?:is|are) )?no (?:real )?(?:solutions?|roots?)|(?:the )?empty set",
 }  # fmt: skip
+COMMANDS = {name: meaning for meaning, names in {
+    r"\frac": "dfrac tfrac cfrac", r"\ne ": "neq", r"\le ": "leq leqslant", r"\ge ": "geq geqslant", "<": "lt",
+    ">": "gt", r"\{": "lbrace", r"\}": "rbrace", r"\approx ": "cong simeq", r"\emptyset": "varnothing", ":": "colon",
+    r"^\circ": "degree", " ": "displaystyle textstyle limits nolimits bf rm large Large",
+}.items() for name in names.split()}  # fmt: skip
 FUNCTION = r"((?:arc)?(?:sin|cos|tan)|(?:sin|cos|tan)h|sec|csc|cot|log|ln|exp)"
 
 # Pattern and replacement, in order; "x?" stands for: not followed by a letter.
 REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for pattern, replacement in [
+    (r"\\([A-Za-z]+)", lambda m: COMMANDS.get(m[1], m[0])),
     (r"(?<=\d)(?:\\[,!;: ]|\{,\}|,\s*\\[!,])\s*(?=\d{3}(?!\d))", ","),  # 1\,000 and 1{,}000
     # Delimiters, sizes, spaces, fonts
     (r"\\(?:left|right|[bB]igg?[lr]?)x?\.?|\\!", ""),
     (r"(?<!\\)(?:\\[()\[\]](?!\d*pt)|\$)", " "),
-    (r"(?<!\\)\\[,;: ]|~|\\q?quad|\\(?:display|text)stylex?|\\(?:no)?limitsx?", " "),
-    (r"\\(?:text)?color\s*\{\w+\}|\\(?:bf|rm|large|Large)x?", " "),
+    (r"(?<!\\)\\[,;: ]|~|\\q?quad|\\(?:text)?color\s*\{\w+\}", " "),
     (r"\\(?:mathbf|mathit|boldsymbol|mathrm|vec)\s*\{\s*([a-zA-Z])\s*\}", r" \1 "),
     (r"^\\(?:boxed|fbox|boldsymbol)\s*\{(.*)\}$", r"\1"),
     (r"\\(?:text(?:bf|it|rm|sf|tt|normal)|math(?:rm|bf|it|sf)|emph|mbox|operatorname)\s*\{", r"\\text{"),
     (r"\\text\s*\{\s*(\\\$|[+-]?\d[\d.,/]*)\s*\}|^\\text\s*\{\s*(\d[^{}:]*)\}$", lambda m: f" {m[1] or m[2]} "),
-    (r"\\text\s*\{\s*,?\s*(or|或者?)\s*\}", " or "),
-    (r"\\text\s*\{\s*,?\s*(and|和),?\s*\}", " , "),
+    (r"\\text\s*\{\s*,?\s*(?:(or|或者?)|and|和),?\s*\}", lambda m: " or " if m[1] else " , "),
     (r"^\\text\s*\{([^{}\\]*,[^{}\\]*)\}$", r"\1"),
-    (r"^\\text\s*\{\s*(?:[Tt]he )?(?:[Ff]inal )?[Aa]nswer(?: is)?:?\s*\}\s*:?(?!\s*=)", ""),
     # Synonyms
-    (r"\\[dtc]fracx?", r"\\frac"),
-    (r"\\notx?\s*=|(?<![\d)])!=|\\neqx?", r"\\ne "),
-    (r"\\leq?(?:slant)?x?|<=", r"\\le "),
-    (r"\\geq?(?:slant)?x?|>=", r"\\ge "),
-    (r"\\([lg])tx?", lambda m: "<" if m[1] == "l" else ">"),
-    (r"\\([lr])bracex?", lambda m: r"\{" if m[1] == "l" else r"\}"),
-    (r"\^\s*\{\s*\\circ\s*\}|\\degreex?", r"^\\circ"),
-    (r"\\varnothing|\\\{\s*\\\}", r"\\emptyset"),
+    (r"\\notx?\s*=|(?<![\d)])!=", r"\\ne "),
+    (r"([<>])=", lambda m: r"\le " if m[1] == "<" else r"\ge "),
+    (r"\^\s*\{\s*\\circ\s*\}", r"^\\circ"),
+    (r"\\\{\s*\\\}", r"\\emptyset"),
     (r"\\(?:mathbb|Bbb)\s*\{?R\}?|\\Rx?", r"\\mathbb{R}"),
     (r"\^\s*\{?\s*((?:\\prime\s*)+)\}?", lambda m: "'" * m[1].count("p")),
-    (r"\{([:,])\}|\\colonx?", lambda m: m[1] or ":"),
-    (r"(?<=\d)\s*(?:\\text\s*\{\s*to\s*\}|\bto\b)\s*(?=\d)", ":"),
+    (r"^\\mathbb\{R\}\s*\\(?:setminus|backslash)\s*\\\{([^{},]*)\\\}$", r"x \\ne \1"),
+    (r"\{([:,])\}", r"\1"),
     (r"^\s*(?:=|\\approxx?)", ""),
-    (r"\\pmod\s*(\w)", r"\\pmod{\1}"),
     # What LaTeX allows to be left out, and plain text for LaTeX
     (r"\\frac\s*(\d)(?=\s*[\d{])", r"\\frac{\1}"),
     (r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),
     (r"\\frac\{\s*\\text\{([^{}]*)\}\s*\}\{\s*\\text\{([^{}]*)\}\s*(\^\{?\d\}?)?\s*\}", r"\\text{\1/\2\3}"),
     (r"\\sqrt\s+(\d+|[A-Za-z])", r"\\sqrt{\1}"),
-    (r"(?:\\sqrt|(?<![\\A-Za-z])[sS]qrt)\s*(\[\d+\])?\s*\(([^()]*)\)", r"\\sqrt\1{\2}"),
     (r"(?<![\\A-Za-z])pix?", r"\\pi "),
     (r"(?<![\d.}])(\d+)/(\d+)\s*(?=[A-Za-z])", r"\\frac{\1}{\2}"),  # 1/2x
     (rf"(?:\\text\s*\{{\s*{FUNCTION}\s*\}}|(?<![\\A-Za-z]){FUNCTION}x?)(?=\s*[(\\|\d^_{{]|\s*[A-Za-z]x?)",
      lambda m: rf"\{m[1] or m[2]} "),
-    (r"\\infinity|(?<![\\A-Za-z])infinityx?", r"\\infty "),
     (r"\{?\s*(\w+)\s*\\choose\s*(\w+)\s*\}?|(?<![A-Za-z\\])C\(\s*(\d+)\s*,\s*(\d+)\s*\)",
      lambda m: rf"\binom{{{m[1] or m[3]}}}{{{m[2] or m[4]}}}"),
     (r"(?:\\begin|\\\{\s*\\begin)\{(cases|aligned|gathered|array)\}(?:\{[lcr]+\})?((?:[^&]|&\s*=)*?)\\end\{\1\}",
@@ -107,14 +104,7 @@ def clean(text: str) -> str:
         text = text[1:-1].strip()
     words = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text).strip().lower()
     meaning = next((meaning for meaning, phrase in SPOKEN.items() if re.fullmatch(phrase, words)), None)
-    return meaning or _spoken_number(words) or text
-
-
-def _spoken_number(words: str) -> str | None:
-    """The digits of "seven" and "twenty-one"; else None."""
-    parts = [WORDS.get(word) for word in re.split(r"[\s-]", words)]
-    is_tens_and_one = len(parts) == 2 and None not in parts and parts[0] % 10 == 0 < parts[0] and 0 < parts[1] < 10
-    return str(sum(parts)) if is_tens_and_one or (len(parts) == 1 and parts[0] is not None) else None
+    return meaning or str(WORDS.get(words, "")) or text
 
 
 def fold(text: str) -> str:
@@ -126,50 +116,38 @@ def fold(text: str) -> str:
 # Numbers and units ------------------------------------------------------------------------------------------------
 
 DECIMAL = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
-FRACTION = re.compile(
-    rf"([+-]?)\s*(?:({DECIMAL})\s*/\s*({DECIMAL})|\\frac\s*\{{\s*(-?)({DECIMAL})\s*\}}\s*\{{\s*({DECIMAL})\s*\}})"
+LATEX_FRACTION = re.compile(rf"\\frac\s*\{{\s*(-?(?:{DECIMAL}))\s*\}}\s*\{{\s*({DECIMAL})\s*\}}")
+NUMBER = re.compile(  # 1,000.5 with or without a power of ten; 3/4 and 2 3/4; 0.1\overline{6}
+    rf"(?P<sign>[+-]?)\s*(?:(?P<digits>{DECIMAL})"
+    r"(?:\s*(?:(?:\\times|\\cdot|x)\s*10\s*\^\s*\{?|[eE])(?P<power>[+-]?\d{1,3})\}?)?"
+    rf"|(?:(?P<whole>\d+)\s+)?(?P<top>-?(?:{DECIMAL}))\s*/\s*(?P<bottom>{DECIMAL})"
+    r"|(?P<fixed>\d*\.\d*)\\(?:overline|bar|dot)\s*\{?(?P<repeated>\d+)\}?)"
 )
-MIXED = re.compile(r"([+-]?)\s*(\d+)\s*(?:\\frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}|(?<=\s)(\d+)\s*/\s*(\d+))")
-PLAIN = re.compile(rf"([+-]?)\s*({DECIMAL})(?:\s*(?:(?:\\times|\\cdot|x)\s*10\s*\^\s*\{{?|[eE])([+-]?\d{{1,3}})\}}?)?")
-REPEATING = re.compile(r"([+-]?)(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?(\d+)\}?")
 SCALES = {"dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9}
 SCALED = re.compile(rf"(.+?)\s*(?:\\text\{{\s*)?({'|'.join(SCALES)})\s*\}}?")
 
 
 def number(text: str) -> Fraction | None:
     """The exact value of an integer, decimal, fraction, mixed or repeating number, 3.5 million or 2x10^5; else None."""
-    text = text.strip()
+    text = LATEX_FRACTION.sub(r" \1/\2 ", text).strip()
     if len(text) > 200:
         return None
-    if re.fullmatch(r"[+-]?\d{1,3}(?: \d{3})+(?:\.\d+)?", text):
-        text = text.replace(" ", "")
-
-    def value(digits: str) -> Fraction:
-        return Fraction(digits.replace(",", "") or "0")
-
-    if match := PLAIN.fullmatch(text):
-        sign, digits, power = match.groups()
-        result = value(digits) * Fraction(10) ** int(power or 0)
-    elif match := FRACTION.fullmatch(text):
-        sign, top, bottom, inner_sign, latex_top, latex_bottom = match.groups()
-        if value(bottom or latex_bottom) == 0:
+    match = NUMBER.fullmatch(text)
+    if not match:
+        scaled = SCALED.fullmatch(text)
+        inner = number(scaled[1]) if scaled else None
+        return None if inner is None else inner * SCALES[scaled[2]]
+    part = {name: (digits or "0").replace(",", "") for name, digits in match.groupdict().items()}
+    result = Fraction(part["digits"]) * Fraction(10) ** int(part["power"]) + int(part["whole"])
+    if match["bottom"]:
+        top, bottom = Fraction(part["top"]), Fraction(part["bottom"])
+        if bottom == 0 or (match["whole"] and not 0 <= top < bottom):
             return None
-        result = value(top or latex_top) / value(bottom or latex_bottom) * (-1 if inner_sign else 1)
-    elif match := MIXED.fullmatch(text):
-        sign, whole, latex_top, latex_bottom, top, bottom = match.groups()
-        top, bottom = int(latex_top or top), int(latex_bottom or bottom)
-        if top >= bottom:
-            return None
-        result = int(whole) + Fraction(top, bottom)
-    elif match := REPEATING.fullmatch(text):
-        sign, whole, fixed, repeated = match.groups()
-        nines = 10 ** len(fixed) * (10 ** len(repeated) - 1)
-        result = Fraction(int(whole + fixed + repeated) - int((whole + fixed) or 0), nines)
-    elif (match := SCALED.fullmatch(text)) and (inner := number(match[1])) is not None:
-        return inner * SCALES[match[2]]
-    else:
-        return None
-    return -result if sign == "-" else result
+        result += top / bottom
+    if match["repeated"]:
+        unit = Fraction(1, 10 ** len(part["fixed"].partition(".")[2]))  # of the last digit that is not repeated
+        result = Fraction(f"0{part['fixed']}0") + unit * int(part["repeated"]) / (10 ** len(part["repeated"]) - 1)
+    return -result if match["sign"] == "-" else result
 
 
 UNITS = {name: short for short, names in {  # every spelling of a unit
@@ -183,11 +161,6 @@ UNITS = {name: short for short, names in {  # every spelling of a unit
 UNITS |= {
     name: name for name in re.findall(r"\w+", "day week month year cent am pm euro 个 元 米 人 天 度 岁 小时 分钟")
 }
-IN_BASE = {  # how many of the second unit are one of the first
-    "min": (60, "s"), "h": (3600, "s"), "day": (86400, "s"), "mm": (Fraction(1, 1000), "m"), "km": (1000, "m"),
-    "cm": (Fraction(1, 100), "m"), "ft": (12, "in"), "yd": (36, "in"), "mi": (63360, "in"), "kg": (1000, "g"),
-    "mg": (Fraction(1, 1000), "g"), "ml": (Fraction(1, 1000), "l"), "cent": (Fraction(1, 100), "$"),
-}  # fmt: skip
 LETTERS = {"m", "g", "s", "h", "l", "j", "n", "w", "v"}  # units only behind a space or in \text
 # What says something about the value: 7 dozens, 7 tenths, 7 more
 NO_UNITS = set(re.findall(r"\w+", """
@@ -211,9 +184,10 @@ def unit(text: str, is_apart: bool) -> str | None:
     """
     if re.search(r"(?<![A-Za-z])[A-Z][A-Za-z]?(?![A-Za-z.])", text) and not re.search("[JNWV]|Hz|PM|AM", text):
         return None  # 5 M is no length, 5 Mg is not 5 mg
-    text = re.sub(r"\\text\s*\{\s*\(?(?:in (?=\w))?([^{}()]*)\)?\s*\}", r" \1 ", text).replace("\\cdot", " ")
-    text = re.sub(r"\\?%", " percent ", text.replace("^\\circ", " degrees ")).lower()
-    text = re.sub(r"\b([ap])\.\s?m\b\.?", r"\1m", text).replace(".", " ")
+    text = re.sub(
+        r"\\text\s*\{\s*\(?(?:in (?=\w))?([^{}()]*)\)?\s*\}", r" \1 ", text.lower().replace("^\\circ", " degrees ")
+    )
+    text = re.sub(r"\\?%", " percent ", text).replace("\\cdot", " ").replace(".", " ")
     if not re.fullmatch(r"[\sa-z\u4e00-\u9fff/^{}\d]*", text) or re.search(r"(?<!\^)(?<!\^\{)\d", text):
         return None
     power = next((p for word, p in (("sq", "^2"), ("cub", "^3")) if re.search(rf"\b{word}", text)), "")
@@ -233,16 +207,6 @@ def unit(text: str, is_apart: bool) -> str | None:
         elif names or not re.search(r"s\b", text):  # an adjective may stand before a plural: blue marbles
             return None
     return "".join(names) + power if names else None
-
-
-def in_base(name: str) -> tuple[Fraction, str]:
-    """How many of the base unit one of a unit is, and that unit: km/h is 5/18 m/s, cents are hundredths of $."""
-    factor, base = Fraction(1), ""
-    for sign, word, power in re.findall(r"(/?)([^\W\d_]+|\$)(?:\^(\d))?", name):
-        size, unit_name = IN_BASE.get(word, (1, word))
-        factor *= Fraction(size) ** (int(power or 1) * (-1 if sign else 1))
-        base += sign + unit_name + (f"^{power}" if power else "")
-    return factor, base
 
 
 # Values -----------------------------------------------------------------------------------------------------------
@@ -277,7 +241,7 @@ CHOICE = re.compile(
 BASED = re.compile(r"\(?([0-9A-Fa-f]+)\)?_\{?(?:\\text\{)?\s*(\d+|two|three|four|five|six|seven|eight|nine)\s*\}*")
 CLOCK = re.compile(r"(?:\\text\{)?\s*(\d+(?:\s*:\s*\d+)+)\s*(?:\\text\{)?\s*(?:[ap]\.?\s?m\.?)?\s*\}*", re.IGNORECASE)
 COMMA = re.compile(r"(?<!\d),|,(?!\d{3}(?!\d))|;|,\s|(?<=[\s\d})])and(?=[\s(\\])")
-POINTS = re.compile(";")  # x=1, y=2; x=2, y=1
+VARIABLE = re.compile(r"[A-Za-z](?:_\w)?(?:\(\w\))?|\\(?!pi|infty)[a-z]+")
 OR = re.compile(r"(?<=[\s\d})\]])or(?=[\s\\(\d-]|\w(?:\(\w\))?\s*=)|\\cup(?![A-Za-z])")
 COLON = re.compile(":")
 # What SymPy has no value for is compared as text.
@@ -295,18 +259,14 @@ def parse_value(text: str) -> Value:
     value = number(text)
     if value is not None:
         return ("number", value, "")
-    if len(text) > MAX_FORMULA or _depth(text) > MAX_DEPTH:
+    depths = itertools.accumulate(((c in "([{") - (c in ")]}") for c in text), initial=0)
+    if len(text) > MAX_FORMULA or max(depths) > MAX_DEPTH:
         return ("words", text)
     for read in (_choice, _named, _collection, _quantity):
         found = read(text)
         if found is not None:
             return found
     return ("formula", text, "")
-
-
-def _depth(text: str) -> int:
-    """How many brackets are open at most."""
-    return max(itertools.accumulate(((c in "([{") - (c in ")]}") for c in text), initial=0))
 
 
 def _split(text: str, separator: re.Pattern[str]) -> list[str]:
@@ -322,10 +282,7 @@ def _split(text: str, separator: re.Pattern[str]) -> list[str]:
 
 
 def _brackets(text: str) -> tuple[str, str, str] | None:
-    """(opening, inside, closing) if one pair of brackets encloses the whole text. ]0,1] is (0,1]."""
-    french = re.fullmatch(r"([\]\[(])([^()\[\]]*,[^()\[\]]*)([\]\[)])", text)
-    if french and (french[1] == "]" or french[3] == "["):
-        return french[1].replace("]", "("), french[2], french[3].replace("[", ")")
+    """(opening, inside, closing) if one pair of brackets encloses the whole text."""
     match = re.fullmatch(r"(\\\{|\\langle|\(|\[)(.*)(\\\}|\\rangle|\)|\])", text, re.DOTALL)
     steps = ((token in OPENING) - (token in CLOSING) for token in re.findall(BRACKET, match[2] if match else ""))
     depths = list(itertools.accumulate(steps, initial=0))
@@ -356,8 +313,6 @@ def _named(text: str) -> Value | None:
         return _relation(text, terms)
     exact, *approximations = _split(text, APPROX)
     sides = _split(exact, EQUALS)
-    if len(sides) == 2 and number(sides[0]) is not None and re.fullmatch(NAME, sides[1]):
-        sides = sides[::-1]
     if NAMES.fullmatch(sides[0]) and len(sides) == 2:  # (x, y) = (1, 2)
         values = parse_value(sides[1])
         names = re.findall(r"[A-Za-z]", sides[0])
@@ -386,39 +341,54 @@ def _chain(sides: list[str], approximations: list[str]) -> Value:
 
 
 def _relation(text: str, terms: list[str]) -> Value | None:
+    """0 < x <= a, and the variable and the interval that this describes, if it does."""
     signs = RELATION.findall(text)
     if len(_split(text, EQUALS)) > 1:
         return None
+    if not all(terms):
+        return ("words", text)
     if all(sign in (">", r"\ge") for sign in signs):  # everything the one way round
         terms, signs = terms[::-1], ["<" if sign == ">" else r"\le" for sign in signs[::-1]]
-    return ("relation", tuple(terms), tuple(signs)) if all(terms) else ("words", text)
+    ends, between = [*terms], [*signs]
+    if len(terms) == 2 and VARIABLE.fullmatch(terms[0]) and terms[1] not in ("x", "y", "z"):
+        ends, between = [r"-\infty", *terms], ["<", *signs]
+    elif len(terms) == 2 and VARIABLE.fullmatch(terms[1]):
+        ends, between = [*terms, r"\infty"], [*signs, "<"]
+    interval = None
+    if len(ends) == 3 and VARIABLE.fullmatch(ends[1]) and {*between} <= {"<", r"\le"}:
+        brackets = ("(" if between[0] == "<" else "[") + (")" if between[1] == "<" else "]")
+        interval = ("sequence", brackets, (parse_value(ends[0]), parse_value(ends[2])), ())
+    if signs == [r"\ne"] and VARIABLE.fullmatch(terms[0]):  # x \ne 2 is (-\infty, 2) \cup (2, \infty)
+        ends = [r"-\infty", terms[0], r"\infty"]
+        low, gap, high = (parse_value(text) for text in (r"-\infty", terms[1], r"\infty"))
+        interval = ("union", (("sequence", "()", (low, gap), ()), ("sequence", "()", (gap, high), ())))
+    return ("relation", tuple(terms), tuple(signs), ends[1], interval)
 
 
 def _collection(text: str) -> Value | None:
-    parts = _split(text, POINTS if "," in text and "=" in text and ";" in text else OR)
+    parts = _split(text, OR)
     if len(parts) > 1 and all(parts):
-        values = tuple(_as_point(parse_value(part)) for part in parts)
-        if has_names(values) or any(
-            value[0] == "choice" or re.fullmatch("[A-J]", part) for value, part in zip(values, parts, strict=True)
-        ):
+        values = tuple(parse_value(part) for part in parts)
+        is_choice = any(map(re.compile("[A-J]").fullmatch, parts)) or any(value[0] == "choice" for value in values)
+        if _point(values) or is_choice:
             return ("words", text)  # x = 1 or y = 2; "A or B" chooses neither
-        is_union = "\\cup" in text or any(value[0] == "relation" for value in values)
-        return ("union" if is_union else "list", _flat(values))
+        if "\\cup" in text or any(value[0] == "relation" for value in values):
+            return ("union", tuple(value[4] or value if value[0] == "relation" else value for value in values))
+        return ("list", _flat(values))
     parts = [re.sub(r"^and\s", "", part).strip() for part in _split(text, COMMA) if part and part != "and"]
     if len(parts) > 1:
-        return ("list", _flat(tuple(parse_value(part) for part in parts)))
+        values = _flat(tuple(parse_value(part) for part in parts))
+        return _point(values) or ("list", values)
     inner = _brackets(text)
     matrix = MATRIX.fullmatch(inner[1].strip() if inner and inner[0] in ("(", "[") else text)
     if matrix and matrix[1] != "vmatrix":
         rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?", matrix[2]) if row.strip()]
-        cells = tuple(tuple(parse_value(clean(cell)) for cell in row.split("&")) for row in rows)
-        is_column = all(len(row) == 1 for row in cells)
-        return ("sequence", "()", tuple(row[0] for row in cells)) if is_column else ("matrix", cells, text)
+        cells = [tuple(parse_value(clean(cell)) for cell in row.split("&")) for row in rows]
+        return ("sequence", "()", tuple(row[0] if len(row) == 1 else ("sequence", "row", row, ()) for row in cells), ())
     if inner is None:
         if text.count("\\pm") != 1:
             return None
-        plus = re.sub(r"(^|[=({,])\s*\+", r"\1", text.replace("\\pm", "+"))
-        return ("list", (parse_value(plus.strip()), parse_value(text.replace("\\pm", "-"))))
+        return ("list", tuple(parse_value(text.replace("\\pm", sign)) for sign in "+-"))
     opening, inside, closing = inner
     builder = BUILDER.fullmatch(inside)
     if builder and opening == "\\{":
@@ -428,24 +398,16 @@ def _collection(text: str) -> Value | None:
     if opening in ("\\{", "[", "\\langle") or len(items) > 1:
         values = tuple(parse_value(item) for item in items)
         brackets = "()" if opening == "\\langle" else opening + closing
-        return ("set", _flat(values)) if opening == "\\{" else ("sequence", brackets, values)
+        return ("set", _flat(values)) if opening == "\\{" else ("sequence", brackets, values, ())
     return parse_value(inside.strip()) if inside.strip() else None
 
 
-def has_names(values: tuple[Value, ...]) -> bool:
-    """True for x=1, y=2; false for 1, 2 and for x=1, x=2."""
-    return len({value[1] for value in values if value[0] == "named"}) == len(values)
-
-
-def by_name(value: Value) -> tuple[Value, ...]:
-    """The elements of a list: y=2, x=3 as x=3, y=2."""
-    return tuple(sorted(value[1], key=lambda item: item[1])) if has_names(value[1]) else value[1]
-
-
-def _as_point(value: Value) -> Value:
-    """x=1, y=2 as (1, 2), in the order of the names."""
-    is_point = value[0] == "list" and has_names(value[1])
-    return ("sequence", "()", tuple(item[2] for item in by_name(value))) if is_point else value
+def _point(values: tuple[Value, ...]) -> Value | None:
+    """y=2, x=1 as (1, 2), in the order of its names; None for 1, 2 and for x=1, x=2."""
+    names = sorted(value[1] for value in values if value[0] == "named")
+    if len(set(names)) < len(values):
+        return None
+    return ("sequence", "()", tuple(value[2] for value in sorted(values, key=lambda value: value[1])), tuple(names))
 
 
 def _flat(values: tuple[Value, ...]) -> tuple[Value, ...]:
@@ -477,8 +439,7 @@ def _quantity(text: str) -> Value | None:
     if len(parts) > 1 and all(parts) and (clock or "\\text" not in text):
         values = tuple(parse_value(part.strip()) for part in parts)
         if all(value[0] in ("number", "formula") for value in values):
-            half = re.sub(r"[^apm]", "", text.lower()) if clock else ""
-            return ("colon", values, half, re.match(r"\D*(?:[01]?\d|2[0-4])\s*:\s*[0-5]\d(?!\d)", text) is not None)
+            return ("colon", values, re.sub(r"[^apm]", "", text.lower()) if clock else "")
     if UNCOUNTED.search(text):
         return ("words", re.sub(r"\s", "", text))
     words = " ".join(re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text).split())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -17,7 +18,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from flags import FLAGS as OF_TRAINING
 from flags import GROUPS, INF, Grading, flag, take
 from grading import Case, Grade, key_text
-from grading.own import EXTRAS
 from inputs.checks import check_ranges
 from inputs.command_line import add_flags
 from inputs.records import read_json_file
@@ -35,56 +35,46 @@ FILES = [
 ]
 # fmt: on
 FLAGS = {"files": FILES, "reward": GROUPS["reward"]}
-KINDS = {str: "a text", bool: "true or false", int: "a whole number"}
+OPTIONAL = {"prompt": str, "num_tokens": int, "max_tokens": int, "is_truncated": bool}  # fields of a row
 
 
 def read_cases(path: str, max_tokens: int | None, several: str) -> tuple[list[dict[str, object]], list[Case]]:
-    """The rows of the file, and a case for each. Raises ValueError, naming the line if one cannot be used."""
+    """The rows of the file, and a case for each. Raises ValueError, naming the line if one cannot be used.
+
+    A prompt that is a list of messages stays a column: the text that the model saw is not known.
+    """
     rows, cases = [], []
     for where, row, _ in read_json_file(Path(path)):
         if not isinstance(row.get("completion"), str) or row.get("answer") is None:
             raise ValueError(f"{where}: needs an object with a text `completion` and an `answer`.")
+        given = {name: row[name] for name in OPTIONAL if row.get(name) is not None}
+        if isinstance(given.get("prompt"), list):
+            del given["prompt"]
+        for name, value in given.items():
+            if type(value) is not OPTIONAL[name]:
+                kind = OPTIONAL[name].__name__
+                raise ValueError(f"{where}: `{name}` is {str(value)[:80]!r}; needed is a value of the type {kind}.")
         try:
             answer = key_text(row["answer"], several)
         except ValueError as error:
             raise ValueError(f"{where}: the answer is {error}.") from None
         rows.append(row)
-        options = {"max_tokens": max_tokens} | extras(row, where)
-        cases.append(Case(row["completion"], answer, row, where=where, **options))
+        cases.append(Case(row["completion"], answer, row, where=where, **{"max_tokens": max_tokens} | given))
     if not rows:
         raise ValueError(f"--input {path!r} holds no rows.")
     return rows, cases
 
 
-def extras(row: dict[str, object], where: str) -> dict[str, object]:
-    """What the row says beside completion and answer. Raises ValueError, naming the line, for a wrong type.
-
-    A prompt that is a list of messages stays a column: the text that the model saw is not known.
-    """
-    given = {name: row[name] for name in EXTRAS if row.get(name) is not None}
-    if isinstance(given.get("prompt"), list):
-        del given["prompt"]
-    for name, value in given.items():
-        needed = {"prompt": str, "is_truncated": bool}.get(name, int)
-        if type(value) is not needed:
-            raise ValueError(f"{where}: `{name}` is {str(value)[:80]!r}; needed is {KINDS[needed]}.")
-    return given
-
-
-def check_output(output: Path, unfinished: Path, source: Path) -> None:
-    """Raises ValueError if the graded rows could not be written, or in the place of what they are read from."""
-    given = f"--output {str(output)!r}"
+def check_output(output: Path, source: Path) -> None:
+    """Raises ValueError if the graded rows could not be written, or over what they are read from."""
     try:
-        if output.exists() and not output.is_file():
-            raise ValueError(f"{given} is a folder or a device; name a file.")
-        if any(path.exists() and path.samefile(source) for path in (output, unfinished)):
-            raise ValueError(f"{given} is the input, or would be written by way of it; choose another file.")
-        is_new = not unfinished.exists()
-        unfinished.open("a").close()
-        if is_new:
-            unfinished.unlink()
+        if output.exists() and (not output.is_file() or output.samefile(source)):
+            raise ValueError(f"--output {str(output)!r} is the input, a folder or a device; name another file.")
+        with tempfile.TemporaryFile(dir=output.parent):
+            pass
     except OSError as error:
-        raise ValueError(f"{given} cannot be written ({error.strerror}); make its folder, or choose another.") from None
+        todo = "make its folder, or choose another"
+        raise ValueError(f"--output {str(output)!r} cannot be written ({error.strerror}); {todo}.") from None
 
 
 def check_needs(grader: Grader, num_rows: int, group_size: int) -> None:
@@ -97,24 +87,19 @@ def check_needs(grader: Grader, num_rows: int, group_size: int) -> None:
         raise ValueError(f"--reward {grader.grading.reward!r} takes token ids, which only a training run has.")
 
 
-def parse_flags() -> argparse.Namespace:
+def main() -> None:
     parser = argparse.ArgumentParser(
         description="Grades a file of completions: adds `reward` (null if the answer key cannot be used), "
         "`reward_status`, `reward_parts` and `read_as` (the final answer) to each row, in order. "
-        f"Fields: completion, answer; optional: {', '.join(EXTRAS)}.",
+        f"Fields: completion, answer; optional: {', '.join(OPTIONAL)}.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add_flags(parser, FLAGS)
-    return parser.parse_args()
-
-
-def main() -> None:
-    args = parse_flags()
-    unfinished = Path(f"{args.output}.unfinished")
+    args = parser.parse_args()
     try:
         check_ranges(args, FLAGS)
         rows, cases = read_cases(args.input, args.max_completion_tokens, args.list_answers)
-        check_output(Path(args.output), unfinished, Path(args.input))
+        check_output(Path(args.output), Path(args.input))
         grading = take(Grading, args)
         grader = Grader(grading, workers_per_engine(grading))
         check_needs(grader, len(rows), args.group_size)
@@ -125,15 +110,13 @@ def main() -> None:
         bad_keys |= dict.fromkeys(range(i // size * size, i // size * size + size), bad_keys[i])
     for i in sorted(set(range(len(cases))) - set(bad_keys)):
         grader.submit(i, cases[i], size)
-    grades = grader.collect()
+    grades = grader.collect() | {i: Grade(0.0, f"bad key: {reason}") for i, reason in bad_keys.items()}
     grader.close()
-    grades |= {i: Grade(0.0, f"bad key: {reason}") for i, reason in bad_keys.items()}
-    with unfinished.open("w", encoding="utf-8") as out:
+    with Path(args.output).open("w", encoding="utf-8") as out:
         for i, row in enumerate(rows):
             graded = {"reward": None if i in bad_keys else grades[i].reward, "reward_status": grades[i].status}
             graded |= {"reward_parts": grades[i].parts, "read_as": grades[i].answer}
             out.write(json.dumps(row | graded) + "\n")
-    unfinished.replace(args.output)
     rewards = [grade.reward for grade in grades.values() if grade.status == "ok"]
     failed = [f"{cases[i].where}: {grades[i].status}" for i in sorted(grades) if grades[i].status != "ok"]
     mean, num_failed = sum(rewards) / max(len(rewards), 1), len(failed) - len(bad_keys)

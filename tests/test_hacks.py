@@ -92,7 +92,7 @@ def verifier(copy: Path) -> None:
 
 '''
     insert(copy / "grading" / "verifiers.py", "BUILT_IN", function)
-    add_entry(copy / "grading" / "verifiers.py", "BUILT_IN", '"threes": Verifier(verify_threes)')
+    add_entry(copy / "grading" / "verifiers.py", "BUILT_IN", '"threes": verify_threes')
 
 
 @hack

@@ -55,7 +55,7 @@ def test_what_could_not_be_graded_has_reward_0_and_says_why():
     grader = Grader(Grading(FAILING, reward_timeout=0.5), num_workers=1)
     grades = grader.grade([Case(deed, "x") for deed in ("loop", "fine x", "raise")])
     grader.close()
-    said = "error: ValueError: no such luck (rewards_that_fail.py, line 29)"
+    said = "error: ValueError: no such luck (rewards_that_fail.py, line 28)"
     assert [grade.status for grade in grades] == ["timeout", "ok", said]
     assert [grade.reward for grade in grades] == [0.0, 1.0, 0.0]
     assert [grade.is_failed for grade in grades] == [True, False, True]

@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import signal
-import stat
 import subprocess
 import sys
 import time
@@ -29,8 +28,6 @@ def score(completion, answer, columns):
         raise ValueError("no such luck")
     if completion == "nan":
         return float("nan")
-    if completion == "text":
-        return "1"
     if completion == "exit":
         sys.exit(3)
     if completion == "hard exit":
@@ -42,11 +39,6 @@ def score(completion, answer, columns):
         time.sleep(60)  # a thread may go on for a moment
     if completion == "hold the interpreter":
         re.match("(a+)+b", "a" * 40)
-    if completion == "write to every socket":  # the connection to the dispatcher is one
-        for descriptor in range(3, 30):
-            with contextlib.suppress(OSError):
-                if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                    os.write(descriptor, b"no message")
     if completion == "close every file":
         os.closerange(3, 30)
     if completion == "half a character":
@@ -61,10 +53,6 @@ def score(completion, answer, columns):
         if os.fork() == 0:
             time.sleep(600)
         os._exit(0)
-    if completion == "return twice":  # as a child that was forked for a while and not ended
-        os.fork()
-    if completion == "raise in a child" and os.fork() == 0:
-        raise ValueError("of the child")
     if completion == "sleep":
         time.sleep(0.5)
     return float(answer in completion)

@@ -28,7 +28,7 @@ def test_a_verifier_for_roman_numerals_is_one_function_of_under_ten_lines(monkey
                if "verify_roman" in block]  # fmt: skip
     assert len(code.splitlines()) < 10
     exec(compile(code, "roman", "exec"), vars(verifiers))
-    monkeypatch.setitem(verifiers.BUILT_IN, "roman", verifiers.Verifier(verifiers.verify_roman))
+    monkeypatch.setitem(verifiers.BUILT_IN, "roman", verifiers.verify_roman)
     handle = Handler("roman", None)
     completions = {"\\boxed{XIV}": 1.0, "The answer is XIV.": 1.0, "\\boxed{XVI}": 0.0, "\\boxed{14}": 0.0}
     assert {text: handle(("grade", Case(text, "14"))).reward for text in completions} == completions

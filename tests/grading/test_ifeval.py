@@ -6,17 +6,12 @@ Tulu's rows, of the sentence that Tulu's prompt puts the instruction in.
 
 import itertools
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from grading.ifeval import CHECKS, FUNCTIONS, count_sentences, follows_instructions, read_instructions
-
-AT_LEAST, LESS = "at least", "less than"
-ENGLISH = "The weather is nice today and we are going for a long walk through the old town with our friends."
-SPANISH = "Hoy hace muy buen tiempo y vamos a dar un largo paseo por el casco antiguo con nuestros amigos."
-
-RUSSIAN = "Сегодня очень хорошая погода, и мы идем гулять по старому городу с нашими друзьями."
 
 
 def follows(instruction, kwargs, completion):
@@ -34,282 +29,26 @@ def follows_tulu(function, arguments, completion):
     return follows_instructions(completion, read_instructions(json.dumps(answer), {"dataset": "ifeval"}))[0]
 
 
-BENCHMARK = [
-    # keywords: inside words and in either case; forbidden words as whole words; a letter in either case
-    ("keywords:existence", {"keywords": ["Mona Lisa", "river"]}, "The rivers. The mona lisa.", True),
-    ("keywords:existence", {"keywords": ["mona lisa", "river"]}, "The river, Mona and Lisa.", False),
-    ("keywords:existence", {"keywords": ["C++ (new)"]}, "c++ (NEW)!", True),
-    ("keywords:existence", {"keywords": ["a.b"]}, "axb", False),
-    ("keywords:frequency", {"keyword": " rock ", "frequency": 3, "relation": AT_LEAST}, "rock ROCK rocket", True),
-    ("keywords:frequency", {"keyword": "rock", "frequency": 3, "relation": LESS}, "rock ROCK rocket", False),
-    ("keywords:frequency", {"keyword": "rock", "frequency": 4, "relation": LESS}, "rock ROCK rocket", True),
-    ("keywords:frequency", {"keyword": "rock", "frequency": 1, "relation": LESS}, "nothing", True),
-    ("keywords:forbidden_words", {"forbidden_words": ["transform", "gene"]}, "a general transformer", True),
-    ("keywords:forbidden_words", {"forbidden_words": ["transform", "GENE"]}, "the gene.", False),
-    ("keywords:forbidden_words", {"forbidden_words": ["c++"]}, "I like C++ a lot", False),
-    (
-        "keywords:letter_frequency",
-        {"letter": "T", "let_frequency": 4, "let_relation": AT_LEAST},
-        "There is the T. Two T's",
-        True,
-    ),
-    (
-        "keywords:letter_frequency",
-        {"letter": "t", "let_frequency": 4, "let_relation": LESS},
-        "There is the T. Two T's",
-        False,
-    ),
-    ("keywords:letter_frequency", {"letter": "t", "let_frequency": 1, "let_relation": LESS}, "none here", True),
-    ("keywords:letter_frequency", {"letter": "#", "let_frequency": 2, "let_relation": AT_LEAST}, "#one #two", True),
-    # language: a text in which none is found passes, as in the benchmark
-    ("language:response_language", {"language": "es"}, SPANISH, True),
-    ("language:response_language", {"language": "es"}, ENGLISH, False),
-    ("language:response_language", {"language": "es"}, "1 + 1 = 2", True),
-    # lengths
-    (
-        "length_constraints:number_sentences",
-        {"num_sentences": 4, "relation": AT_LEAST},
-        "xx,x. xx,x! xx/x. x{x}x?",
-        True,
-    ),
-    ("length_constraints:number_sentences", {"num_sentences": 4, "relation": LESS}, "xx,x. xx,x! xx/x. x{x}x?", False),
-    ("length_constraints:number_sentences", {"num_sentences": 5, "relation": LESS}, "xx,x. xx,x! xx/x. x{x}x?", True),
-    (
-        "length_constraints:number_sentences",
-        {"num_sentences": 5, "relation": AT_LEAST},
-        "xx,x. xx,x! xx/x. x{x}x?",
-        False,
-    ),
-    ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "one\n***\ntwo", True),
-    ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "***\none\n***\ntwo\n***", True),
-    ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "one\n***\n***\ntwo", False),
-    ("length_constraints:number_paragraphs", {"num_paragraphs": 0}, "one\n***\n***\ntwo", False),
-    ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "one\n\ntwo", False),
-    ("length_constraints:number_paragraphs", {"num_paragraphs": 1}, "one\n\ntwo", True),
-    ("length_constraints:number_words", {"num_words": 4, "relation": AT_LEAST}, "I don't know", True),
-    ("length_constraints:number_words", {"num_words": 4, "relation": LESS}, "I don't know", False),
-    ("length_constraints:number_words", {"num_words": 5, "relation": LESS}, "I don't know - !", True),
-    (
-        "length_constraints:nth_paragraph_first_word",
-        {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "Really"},
-        'a\n\n"rEally?!" b',
-        True,
-    ),
-    (
-        "length_constraints:nth_paragraph_first_word",
-        {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "real"},
-        "a\n\nreally b",
-        False,
-    ),
-    (
-        "length_constraints:nth_paragraph_first_word",
-        {"num_paragraphs": 3, "nth_paragraph": 2, "first_word": "b"},
-        "a\n\nb",
-        False,
-    ),
-    (
-        "length_constraints:nth_paragraph_first_word",
-        {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "b"},
-        "a\n\nb\n\n  ",
-        True,
-    ),
-    (
-        "length_constraints:nth_paragraph_first_word",
-        {"num_paragraphs": 2, "nth_paragraph": 3, "first_word": "b"},
-        "a\n\nb",
-        False,
-    ),
-    # content
-    ("detectable_content:number_placeholders", {"num_placeholders": 2}, "[name] of [address]", True),
-    ("detectable_content:number_placeholders", {"num_placeholders": 3}, "[name] of [address]", False),
-    ("detectable_content:number_placeholders", {"num_placeholders": 1}, "[two\nlines]", False),
-    ("detectable_content:number_placeholders", {"num_placeholders": 1}, "[[nested]]", True),
-    ("detectable_content:number_placeholders", {"num_placeholders": 2}, "[[nested]]", False),
-    ("detectable_content:postscript", {"postscript_marker": "P.S."}, "Hello. p. s. I forgot", True),
-    ("detectable_content:postscript", {"postscript_marker": "P.S."}, "Hello. PS: I forgot", False),
-    ("detectable_content:postscript", {"postscript_marker": "P.P.S"}, "Hello.\nP.P.S one more", True),
-    ("detectable_content:postscript", {"postscript_marker": "P.P.S"}, "Hello.\nP.S. one more", False),
-    ("detectable_content:postscript", {"postscript_marker": "PS:"}, "Hello.\nps: one more", True),
-    # format
-    ("detectable_format:number_bullet_lists", {"num_bullets": 3}, "List (*):\n* one\n  - two\n*(no space)three", True),
-    ("detectable_format:number_bullet_lists", {"num_bullets": 2}, "* one\n* two\n* three", False),
-    ("detectable_format:number_bullet_lists", {"num_bullets": 1}, "**bold**\n***\nno * bullet\n* one", True),
-    ("detectable_format:constrained_response", {}, "  Well. My answer is maybe. Ask again.", True),
-    ("detectable_format:constrained_response", {}, "my answer is maybe.", False),
-    ("detectable_format:constrained_response", {}, "My answer is no", False),
-    ("detectable_format:number_highlighted_sections", {"num_highlights": 2}, "*one* and **two**", True),
-    ("detectable_format:number_highlighted_sections", {"num_highlights": 2}, "*one* and * * and ****", False),
-    ("detectable_format:number_highlighted_sections", {"num_highlights": 1}, "*two\nlines*", False),
-    (
-        "detectable_format:multiple_sections",
-        {"section_spliter": "SECTION", "num_sections": 2},
-        "SECTION 1\na\nSECTION2 b",
-        True,
-    ),
-    (
-        "detectable_format:multiple_sections",
-        {"section_spliter": "SECTION", "num_sections": 2},
-        "SECTION 1\na\nSection 2\nb",
-        False,
-    ),
-    ("detectable_format:multiple_sections", {"section_spliter": "Day", "num_sections": 2}, "Day one\nDay 2", False),
-    ("detectable_format:multiple_sections", {"section_spliter": "Day", "num_sections": 1}, "Day 1 Day 2", True),
-    ("detectable_format:json_format", {}, '```JSON\n{"a": [1, 2]}\n```', True),
-    ("detectable_format:json_format", {}, 'Here it is: {"a": 1}', False),
-    ("detectable_format:json_format", {}, "{'a': 1}", False),
-    ("detectable_format:title", {}, "text\n <<Song of Joy>> text", True),
-    ("detectable_format:title", {}, "<< >>", False),
-    ("detectable_format:title", {}, "<<two\nlines>>", False),
-    ("detectable_format:title", {}, "<<>>", False),
-    ("detectable_format:title", {}, "<<x>>", True),
-    # combination
-    ("combination:two_responses", {}, "one\n******\ntwo", True),
-    ("combination:two_responses", {}, "one\n******\n one ", False),
-    ("combination:two_responses", {}, "one\n******\ntwo\n******\nthree", False),
-    ("combination:two_responses", {}, "******\none\n******\ntwo\n******", True),
-    ("combination:two_responses", {}, "one\n******\n******\ntwo", False),
-    ("combination:two_responses", {}, "************two", False),
-    ("combination:repeat_prompt", {"prompt_to_repeat": " Write a poem. "}, "\nwrite a POEM. Roses are red.", True),
-    ("combination:repeat_prompt", {"prompt_to_repeat": "Write a poem."}, "Sure. Write a poem. Roses are red.", False),
-    ("combination:repeat_prompt", {"prompt_to_repeat": "Write a poem."}, "Write a poem", False),
-    # start and end
-    ("startend:end_checker", {"end_phrase": "Any questions?"}, 'It is 7. any QUESTIONS?" \n', True),
-    ("startend:end_checker", {"end_phrase": "Any questions?"}, "Any questions? No.", False),
-    ("startend:end_checker", {"end_phrase": "Any questions?"}, "Any questions?!", False),
-    ("startend:quotation", {}, ' "all of it" \n', True),
-    ("startend:quotation", {}, '"half" of it', False),
-    ("startend:quotation", {}, '"', False),
-    ("startend:quotation", {}, '""', True),
-    # case
-    (
-        "change_case:capital_word_frequency",
-        {"capital_frequency": 3, "capital_relation": AT_LEAST},
-        "HERE are FUlly THREE-FOLD words, I say",
-        True,
-    ),
-    (
-        "change_case:capital_word_frequency",
-        {"capital_frequency": 3, "capital_relation": LESS},
-        "HERE are FUlly THREE-FOLD words, I say",
-        False,
-    ),
-    (
-        "change_case:capital_word_frequency",
-        {"capital_frequency": 2, "capital_relation": LESS},
-        "I'm Here. 42 - !",
-        True,
-    ),
-    ("change_case:english_capital", {}, ENGLISH.upper(), True),
-    ("change_case:english_capital", {}, ENGLISH, False),
-    ("change_case:english_capital", {}, RUSSIAN.upper(), False),
-    ("change_case:english_capital", {}, "1 + 1 = 2", False),
-    ("change_case:english_lowercase", {}, ENGLISH.lower(), True),
-    ("change_case:english_lowercase", {}, ENGLISH, False),
-    ("change_case:english_lowercase", {}, SPANISH.lower(), False),
-    ("change_case:english_lowercase", {}, "1 + 1 = 2", False),
-    ("punctuation:no_comma", {}, "One. Two; three", True),
-    ("punctuation:no_comma", {}, "One, two", False),
-    ("punctuation:no_comma", {}, "一，二", True),  # only the ASCII comma is one
-]
-
-REPEAT = (
-    "First, repeat the request without change, then give your answer (do not say anything before repeating the "
-    "request; the request you need to repeat does not include this sentence)"
-)
-TULU = [
-    ("verify_keywords", {"keyword_list": ["sun", "Moon"]}, "sunny moonlight", True),
-    ("verify_keywords", {"keyword_list": ["sun", "moon"]}, "sunny", False),
-    ("verify_keyword_frequency", {"word": "cat", "N": 2}, "Cat, cat! Category", True),
-    ("verify_keyword_frequency", {"word": "cat", "N": 2}, "cat cat cat", False),
-    ("verify_keyword_frequency", {"word": "well-known", "N": 1}, "a well-known cat", True),
-    ("validate_forbidden_words", {"forbidden_words": ["cat"]}, "category", True),
-    ("validate_forbidden_words", {"forbidden_words": ["cat"]}, "a CAT", False),
-    ("verify_letter_frequency", {"letter": "a", "N": 2}, "A cat", True),
-    ("verify_letter_frequency", {"letter": "a", "N": 2}, "A black cat", False),
-    ("validate_response_language", {"language": "en"}, ENGLISH, True),
-    ("validate_response_language", {"language": "en"}, SPANISH, False),
-    ("verify_paragraph_count", {"N": 2}, "one\n\n* * *\n\ntwo", True),
-    ("verify_paragraph_count", {"N": 2}, "one\n\n***\n\ntwo", False),
-    ("validate_word_constraint", {"N": 20, "quantifier": "at least"}, "word " * 20, True),
-    ("validate_word_constraint", {"N": 20, "quantifier": "at least"}, "word " * 19, False),
-    ("validate_word_constraint", {"N": 20, "quantifier": "at most"}, "word " * 20, True),
-    ("validate_word_constraint", {"N": 20, "quantifier": "at most"}, "word " * 21, False),
-    ("validate_word_constraint", {"N": 20, "quantifier": "around"}, "word " * 22, True),
-    ("validate_word_constraint", {"N": 20, "quantifier": "around"}, "word " * 17, False),
-    ("validate_word_constraint", {"N": 3, "quantifier": "around"}, "word " * 2, True),
-    ("verify_sentence_constraint", {"N": 2, "quantifier": "at most"}, "One. Two.", True),
-    ("verify_sentence_constraint", {"N": 2, "quantifier": "at most"}, "One. Two. Three.", False),
-    ("verify_sentence_constraint", {"N": 30, "quantifier": "around"}, "One. " * 31, True),
-    ("verify_sentence_constraint", {"N": 30, "quantifier": "around"}, "One. " * 32, False),
-    ("validate_paragraphs", {"N": 2, "i": 2, "first_word": "Then"}, "First.\n\nThen, second.", True),
-    ("validate_paragraphs", {"N": 2, "i": 1, "first_word": "Then"}, "First.\n\nThen, second.", False),
-    ("verify_postscript", {"postscript_marker": "Before I forget:"}, "Yes.\n\nBefore I forget: no.", True),
-    ("verify_postscript", {"postscript_marker": "Before I forget:"}, "Yes. I forgot: no.", False),
-    ("validate_placeholders", {"N": 2}, "[a] [b]", True),
-    ("validate_placeholders", {"N": 2}, "[a]", False),
-    ("verify_bullet_points", {"N": 2}, "**List**\n* a\n* b", True),
-    ("verify_bullet_points", {"N": 2}, "* a\n* b\n* c", False),
-    ("validate_title", {}, "<<poem of joy>>\nRoses", True),
-    ("validate_title", {}, "<<>>", False),
-    ("validate_choice", {"options": "yes/no/maybe"}, "Maybe.", True),
-    ("validate_choice", {"options": "yes/no/maybe"}, "I know nothing", False),
-    ("validate_choice", {"options": "a), b), c), d)"}, "c) seven", True),
-    ("validate_choice", {"options": "a), b), c), d)"}, "e) seven", False),
-    ("validate_choice", {"options": "I know or I don't know"}, "I don't know", True),
-    ("validate_choice", {"options": ["left", "right"]}, "copyright", False),
-    ("validate_highlighted_sections", {"N": 1}, "*a*", True),
-    ("validate_highlighted_sections", {"N": 1}, "**", False),
-    ("validate_sections", {"N": 2, "section_splitter": "Chapter:"}, "Chapter: 1\na\nChapter: 2\nb", True),
-    ("validate_sections", {"N": 2, "section_splitter": "Chapter:"}, "Chapter: 1\na", False),
-    ("validate_json_format", {}, '{"a": 1}', True),
-    ("validate_json_format", {}, "{a: 1}", False),
-    (
-        "validate_repeat_prompt",
-        {"original_prompt": f"{REPEAT} Make up a poem."},
-        "Make up a poem. Roses are red.",
-        True,
-    ),
-    (
-        "validate_repeat_prompt",
-        {"original_prompt": f"Make up a poem.\n\n {REPEAT}"},
-        "Make up a poem. Roses are red.",
-        True,
-    ),
-    ("validate_repeat_prompt", {"original_prompt": f"{REPEAT} Make up a poem."}, "Roses are red.", False),
-    ("validate_two_responses", {}, "a ****** b", True),
-    ("validate_two_responses", {}, "a ****** a", False),
-    ("validate_uppercase", {}, ENGLISH.upper(), True),
-    ("validate_uppercase", {}, ENGLISH, False),
-    ("validate_lowercase", {}, ENGLISH.lower(), True),
-    ("validate_lowercase", {}, ENGLISH, False),
-    ("validate_frequency_capital_words", {"N": 2, "quantifier": "at most"}, "A BIG dog", True),
-    ("validate_frequency_capital_words", {"N": 2, "quantifier": "at most"}, "A BIG DOG", False),
-    ("validate_end", {"end_phrase": "Oh no."}, "It fell. Oh no.", True),
-    ("validate_end", {"end_phrase": "Oh no."}, "Oh no. It fell.", False),
-    ("validate_quotation", {}, '"a"', True),
-    ("validate_quotation", {}, '"a', False),
-    ("validate_no_commas", {}, "a b", True),
-    ("validate_no_commas", {}, "a, b", False),
-]
+CASES = [json.loads(line) for line in (Path(__file__).parent / "ifeval_cases.jsonl").read_text().splitlines()]
+BENCHMARK = [case for case in CASES if "instruction" in case]
+TULU = [case for case in CASES if "func_name" in case]
 
 
-@pytest.mark.parametrize(("instruction", "kwargs", "completion", "expected"), BENCHMARK)
-def test_a_completion_is_checked_by_the_benchmarks_definition(instruction, kwargs, completion, expected):
-    assert follows(instruction, kwargs, completion) is expected
+@pytest.mark.parametrize("case", BENCHMARK, ids=lambda case: case["instruction"])
+def test_a_completion_is_checked_by_the_benchmarks_definition(case):
+    assert follows(case["instruction"], case["kwargs"], case["completion"]) is case["follows"]
 
 
-@pytest.mark.parametrize(("function", "arguments", "completion", "expected"), TULU)
-def test_a_tulu_row_is_checked_by_its_own_wording(function, arguments, completion, expected):
-    assert follows_tulu(function, arguments, completion) is expected
+@pytest.mark.parametrize("case", TULU, ids=lambda case: case["func_name"])
+def test_a_tulu_row_is_checked_by_its_own_wording(case):
+    assert follows_tulu(case["func_name"], case["arguments"], case["completion"]) is case["follows"]
 
 
 def test_all_25_kinds_of_both_formats_are_tested_both_ways():
-    for kinds, cases in [
-        ({name for name in CHECKS if not name.startswith("rlvr:")}, BENCHMARK),
-        (set(FUNCTIONS), TULU),
-    ]:
+    benchmark = {name for name in CHECKS if not name.startswith("rlvr:")}
+    for kinds, cases, name in [(benchmark, BENCHMARK, "instruction"), (set(FUNCTIONS), TULU, "func_name")]:
         assert len(kinds) == 25
-        assert {(name, expected) for name, _, _, expected in cases} == set(itertools.product(kinds, [True, False]))
+        assert {(case[name], case["follows"]) for case in cases} == set(itertools.product(kinds, [True, False]))
 
 
 @pytest.mark.parametrize(
@@ -491,10 +230,12 @@ HOSTILE |= {
 def every_instruction():
     """One instruction of each entry of CHECKS, by way of the cases above."""
     read = [
-        read_instructions("", {"instruction_id_list": [name], "kwargs": [kwargs]})[0]
-        for name, kwargs, _, _ in BENCHMARK
+        read_instructions("", {"instruction_id_list": [case["instruction"]], "kwargs": [case["kwargs"]]})[0]
+        for case in BENCHMARK
     ]
-    read += [read_instructions(json.dumps({"func_name": name} | arguments), {})[0] for name, arguments, _, _ in TULU]
+    read += [
+        read_instructions(json.dumps({"func_name": case["func_name"]} | case["arguments"]), {})[0] for case in TULU
+    ]
     assert {name for name, _ in read} == set(CHECKS)
     return list(dict(read).items())
 

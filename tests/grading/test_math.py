@@ -18,7 +18,12 @@ from grading import Case
 from grading.equality import equal
 from reward import Grader
 
-CASES = [json.loads(line) for line in (Path(__file__).parent / "math_cases.jsonl").read_text().splitlines()]
+
+def read(name: str) -> list[dict]:
+    return [json.loads(line) for line in (Path(__file__).parent / name).read_text().splitlines()]
+
+
+CASES = read("math_cases.jsonl")
 TIMEOUT = 2.0
 
 
@@ -80,74 +85,9 @@ def test_hostile_completions_are_wrong_and_cost_at_most_their_time(completion, k
     assert fine.is_correct
 
 
-@pytest.mark.parametrize(
-    ("key", "answer", "is_correct"),
-    [
-        ("2^{2023}", "2\\cdot 2^{2022}", True),
-        ("1000!", "1000\\cdot 999!", True),
-        ("2^{2023}-1", "2^{2023}", False),
-        ("\\frac{1}{2^{60}}", "\\frac{1}{2^{61}}", False),
-        ("\\frac{1}{2^{2023}}", "\\frac{1}{3^{2022}}", False),
-        ("1-2^{-100}", "1-2^{-99}", False),
-        ("(a) 5, (b) 6", "(a) 7, (b) 9", False),
-        ("(a) 5, (b) 6", "(a) 5, (b) 6", True),
-        ("A) 3x+1", "A) 3x+2", False),
-        ("12", "(C) 12", True),
-        ("C", "(C) 12", True),
-        ("C", "C. Not sure, maybe D", False),
-        ("3", "√13", False),
-        ("\\sqrt{13}", "√13", True),
-        ("24", "2⁴", False),
-        ("x^4+1", "x⁴+1", True),
-        ("100000", "10⁵", True),
-        ("3", "3 million dollars", False),
-        ("3000000", "3 million dollars", True),
-        ("2", "2 dozen eggs", False),
-        ("7", "7 or eight apples", False),
-        ("5", "5 twelfths", False),
-        ("5", "5万", False),
-        ("5", "5个", True),
-        ("5", "5 M", False),
-        ("5", "5 m", True),
-        ("90", "2\\theta=90", False),
-        ("4", "\\lambda^2=4", False),
-        ("5", "half x = 5", False),
-        ("5", "4 \\boxed{5}", False),
-        ("y=\\frac{1}{2}x+3", "y=1/2x+3", True),
-        ("f(x)=x^2", "y=x^2", True),
-        ("x=5", "y=5", False),
-        ("No", "no", True),
-        ("42", "\\boldsymbol{42}", True),
-        ("5", "5\\frac{0}{0}", False),
-        ("\\tan 20^\\circ", "\\tan 20", False),
-        ("\\frac12", "\\sin 30^\\circ", True),
-        ("p - q", "pq", False),
-        ("p - q", "-q+p", True),
-        ("(2,3)", "y=2, x=3", False),
-        ("x=2,y=3", "(x,y)=(2,3)", True),
-        ("\\{1\\pm\\sqrt{5},-2\\}", "-2, 1-\\sqrt5, 1+\\sqrt5", True),
-        ("[2,5)", "\\{x\\mid 2\\le x<5\\}", True),
-        ("10:15 am", "10:15 pm", False),
-        ("\\pi", "\\Pi", False),
-        ("(1+r)^T", "1+r", False),
-        ("I_1+I_2", "2I_1", False),
-        ("Rr", "r^2", False),
-        ("\\text{Odd}", "odd", True),
-        ("abd", "adb", True),
-        ("5", "2x=10=5", False),
-        ("5", "x_1x_2=5", False),
-        ("2", "1+0^0", False),
-        ("x>3", "y>3", False),
-        ("(3,5)\\cup(5,\\infty)", "x>3, 5", False),
-        ("x_a=5", "x_b=5", False),
-        ("1\\text{ m}", "100\\text{ cm}", True),
-        ("10\\text{ mg}", "10\\text{ Mg}", False),
-        ("x+1_2", "x+1", False),
-        ("\\begin{pmatrix}1\\\\2\\end{pmatrix}", "\\begin{pmatrix}1&2\\end{pmatrix}", False),
-    ],
-)
-def test_what_reviewers_slipped_past_the_comparison(key, answer, is_correct):
-    assert equal(key, answer) == is_correct
+@pytest.mark.parametrize("case", read("equal_cases.jsonl"), ids=lambda case: f"{case['key']} | {case['answer']}")
+def test_what_reviewers_slipped_past_the_comparison(case):
+    assert equal(case["key"], case["answer"]) == case["is_equal"]
 
 
 PIECES = st.sampled_from(

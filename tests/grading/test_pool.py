@@ -44,7 +44,7 @@ def test_a_reward_that_misbehaves_costs_one_completion_and_the_others_are_graded
         "loop": "timeout",
         "allocate": "error: MemoryError",
         "allocate and keep": "error: MemoryError",
-        "raise": "error: ValueError: no such luck (rewards_that_fail.py, line 29)",
+        "raise": "error: ValueError: no such luck (rewards_that_fail.py, line 28)",
         "nan": "error: WrongReturn: score returned nan",
         "exit": "error: SystemExit: 3",
         "hard exit": "error: it ended its process (exit status 0)",
@@ -63,7 +63,10 @@ def test_a_reward_that_misbehaves_costs_one_completion_and_the_others_are_graded
     (outcome,) = run(pool, ["leave a child"], "x")
     assert outcome.status == "ok" and is_running("left behind by a [r]eward")
     pool.close()
-    assert not is_running("left behind by a [r]eward")
+    deadline = time.monotonic() + 10  # killed, but on a busy machine not yet gone
+    while is_running("left behind by a [r]eward"):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_what_a_completion_leaves_behind_does_not_touch_the_next_one(tmp_path):

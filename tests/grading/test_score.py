@@ -10,7 +10,7 @@ import pytest
 from grading import Case, Grade, score
 from grading.pool import Pool
 from grading.score import Handler, parse_reward
-from grading.verifiers import BUILT_IN, Verifier
+from grading.verifiers import BUILT_IN
 
 EVERYTHING = f"{Path(__file__).parent}/rewards_that_fail.py:with_everything"
 ROOT = Path(__file__).parent.parent.parent
@@ -49,7 +49,7 @@ def test_a_new_verifier_is_one_function_and_one_entry(monkeypatch):
     def verify_short(case: Case) -> tuple[float, str | None]:
         return float(len(case.completion) < 3), None
 
-    monkeypatch.setitem(BUILT_IN, "short", Verifier(verify_short))
+    monkeypatch.setitem(BUILT_IN, "short", verify_short)
     cases = [Case("ab", "1", {"column": "short"}), Case("abc", "1", {"column": "short"})]
     for spec in ("short", "@column", "exact:0.5,short"):
         assert [grade.parts.get("short", grade.score) for grade in graded(spec, *cases)] == [1.0, 0.0]
@@ -111,10 +111,10 @@ def test_the_first_verifier_of_the_reward_says_whether_a_completion_is_correct(f
         ("math:x", "weight 'x' of math"),
         ("math:0", "weight '0' of math"),
         ("math:nan", "weight 'nan'"),
-        ("math,,format", "'' is none of"),
+        ("math,,format", "'' is neither built in"),
         ("math,math:2", "twice"),
         ("missing.py:score", "does not exist"),
-        ("{file}", "is none of|does not exist|neither"),
+        ("{file}", "does not exist|neither"),
     ],
 )
 def test_a_reward_text_that_is_wrong_says_why_before_anything_is_loaded(spec, words, tmp_path):
@@ -138,17 +138,6 @@ def test_a_reward_file_that_cannot_be_loaded_says_why(code, words, tmp_path):
         pool = Pool("grading.score:Handler", (f"{tmp_path}/my_reward.py:score", None), 1, 5.0)
         pool.submit(0, ("needs", None))
         pool.collect()
-
-
-def test_a_broken_dependency_is_found_at_the_start(monkeypatch):
-    monkeypatch.setattr(score, "SELF_TEST", [*score.SELF_TEST, ("4", "\\boxed{5}", True)])
-    for spec in ("math", "format:0.1,math", "@dataset"):
-        with pytest.raises(ValueError, match=r"the math grader is broken.*must be correct.*sympy \d"):
-            Handler(spec, None)
-    Handler("gsm8k", None)
-    monkeypatch.setattr(score, "SELF_TEST", [("4", "\\boxed{4}", False)])
-    with pytest.raises(ValueError, match="must be incorrect"):
-        Handler("math", None)
 
 
 def test_grading_imports_only_itself_and_no_torch():

@@ -4,14 +4,13 @@ One dimension key, used for every array and tensor of the project:
 
     P  prompts of a step                     N  packed tokens of a micro-batch
     G  completions per prompt (group_size)   S  sequences of a micro-batch
-    B  sequences of a step, B = P * G        K  those of a micro-batch's tokens that are trained
+    B  sequences of a step, B = P * G        K  trained tokens of a micro-batch
     V  vocabulary, D  hidden size
 
-A suffix names the dimensions: `rewards_B`, `logprobs_N`. Sequences are prompt-major: completion b answers prompt b //
-G. A step samples one `Rollout`; `plan_micro_batches` decides which rank trains which sequences together; `pack` makes
-the `Batch`.
+A suffix names the dimensions: `rewards_B`, `logprobs_N`. Completion b answers prompt b // G. A step samples one
+`Rollout`; `plan_micro_batches` decides which rank trains which sequences together; `pack` makes the `Batch`.
 
-With --share_prompts the completions of a prompt that are packed together share its positions: the first one is there
+With --share_prompts the completions of a prompt that are packed together share its positions: the first one is packed
 whole, the others from the prompt's last token on, because that predicts another token for each.
 """
 
@@ -104,7 +103,7 @@ class Rollout:
         return len(self.rows[b].ids) - 1
 
     def take(self, indices_B: np.ndarray) -> Rollout:
-        """The sequences of these indices, in this order, with all that is known of them."""
+        """The sequences of these indices, in this order."""
 
         def taken(x: list | np.ndarray) -> list | np.ndarray:
             return x[indices_B] if isinstance(x, np.ndarray) else [x[b] for b in indices_B]
@@ -113,7 +112,7 @@ class Rollout:
 
     @staticmethod
     def concatenate(parts: list[Rollout]) -> Rollout:
-        """One rollout of all the parts' sequences, in the order of the parts. The same is known of all parts."""
+        """The sequences of all parts, in their order. The same fields are None in all parts."""
 
         def joined(x: list[list] | list[np.ndarray]) -> list | np.ndarray:
             return np.concatenate(x) if isinstance(x[0], np.ndarray) else sum(x, [])
@@ -147,7 +146,7 @@ class Batch:
         return tuple(segment.length for segment in self.segments_S)
 
     def cost(self, parity_length: float) -> float:
-        """Of its sequences, in the unit of `training_costs`; what they share counts once."""
+        """The sum of the `training_costs` of its sequences; shared positions count once."""
         of_sequences = [x for x in self.segments_S if x.index is not None]
         stops, starts = np.array([x.stop for x in of_sequences]), np.array([x.start for x in of_sequences])
         return float((training_costs(stops, parity_length) - training_costs(starts, parity_length)).sum())
@@ -161,7 +160,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Update:
-    """What one optimizer step trains on."""
+    """The input of one optimizer step."""
 
     batches: list[Batch]  # the micro-batches of this rank, as many on every rank
     num_tokens: int  # trained tokens over all ranks, at least 1
@@ -169,14 +168,14 @@ class Update:
 
 
 class Pass(NamedTuple):
-    """What the passes over a micro-batch gave. The scalars are its part of the update's metrics."""
+    """The results of the forward and backward pass over a micro-batch."""
 
     batch: Batch
     logprobs_N: Tensor  # float32, like the next
     old_logprobs_N: Tensor
-    sums: dict[str, Tensor]  # over the tokens, weighted: those of all micro-batches add up to the metric
-    maxima: dict[str, Tensor]
-    sums_of_sequences: dict[str, Tensor]  # of shape S: what the standard errors of the metrics are made from
+    sums: dict[str, Tensor]  # name of a metric -> scalar: its part of this micro-batch; the parts add up to the metric
+    maxima: dict[str, Tensor]  # name of a metric -> scalar
+    sums_of_sequences: dict[str, Tensor]  # of shape S: for the standard errors of the metrics
 
 
 @dataclass(frozen=True)
@@ -189,13 +188,12 @@ class Sampled:
     round_B: np.ndarray  # int64, the round of dynamic sampling that a completion is of
     used_B: np.ndarray  # int64, indices of those that were trained on, in their order
     advantages: list[np.ndarray] | None = None  # of these; None: nothing was trained
-    # Index among these -> the trainer's log-probs before the update, of those that this rank has trained.
-    logprobs: dict[int, np.ndarray] = field(default_factory=dict)
+    logprobs: dict[int, np.ndarray] = field(default_factory=dict)  # `own_logprobs`, by the index in `used_B`
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a step computed on all ranks together. The trainer's tokens count a prompt once for each completion."""
+    """The work of a step on all ranks together. The trainer's tokens count a prompt once for each completion."""
 
     sampled_tokens: int  # of completions, also of those that are not trained on
     completion_tokens: int  # of the completions that are trained on
@@ -209,10 +207,9 @@ def pack(rollout: Rollout, indices: list[int], group_size: int = 1) -> Batch:
     """The sequences `indices` of the rollout, end to end. The next-token shift and the loss mask are made only here.
 
     Those whose b // `group_size` is the same share their prompt. The mask goes by position, not by token: an
-    end-of-sequence token is trained also where it is the padding token. Without sequences: a single masked position, so
-    that a rank with nothing left to train still takes part in the collectives.
+    end-of-sequence token is trained also where it is the padding token. Without sequences the batch is a single masked
+    position: a rank with nothing left to train takes part in the collectives.
     """
-    assert rollout.loss_weights_B is not None, "what a token counts depends on the whole update: set before packing"
     if not indices:
         zero = torch.zeros(1)
         index = zero.long()
@@ -241,7 +238,7 @@ def pack(rollout: Rollout, indices: list[int], group_size: int = 1) -> Batch:
 
 
 def _segments(rollout: Rollout, indices: list[int], group_size: int) -> tuple[Segment, ...]:
-    """The first sequence of each prompt whole, the others without what they share with it."""
+    """The first sequence of each prompt whole, the others without the positions that they share with it."""
     holders: dict[int, int] = {}  # b // group_size -> the segment that has the prompt
     segments = []
     for s, b in enumerate(indices):
@@ -253,18 +250,18 @@ def _segments(rollout: Rollout, indices: list[int], group_size: int) -> tuple[Se
 
 
 def shared_positions(rollout: Rollout, b: int) -> int:
-    """Positions that sequence b can share: all of the prompt but its last token; 0 if that is part of an image."""
+    """Positions that sequence b can share: the prompt without its last token; none if that is part of an image."""
     images = rollout.rows[b].images
     return 0 if images is not None and images.ends_with_image else rollout.first_position(b)
 
 
 def packed(segments: tuple[Segment, ...], of_sequence: Callable[[Segment], np.ndarray]) -> Tensor:
-    """What the sequences have at each of their positions, from `start` on, end to end."""
+    """The values of the sequences at their positions, from `start` on, end to end."""
     return torch.from_numpy(np.concatenate([of_sequence(x)[x.start :] for x in segments]))
 
 
 def to_positions(rollout: Rollout, segments: tuple[Segment, ...], per_token: list[np.ndarray]) -> Tensor:
-    """Shape N, float32: what is known per completion token of the sequences, at its position; zero at the others."""
+    """Shape N, float32: the values of the completion tokens, at their positions; zero at the others."""
     if segments[0].index is None:
         return torch.zeros(1)
     return packed(segments, lambda x: np.pad(per_token[x.index], (rollout.first_position(x.index), 0))).float()
@@ -286,7 +283,7 @@ def own_logprobs(rollout: Rollout, updates: list[Update]) -> dict[int, np.ndarra
 
 
 def training_costs(lengths: np.ndarray, parity_length: float) -> np.ndarray:
-    """What each sequence costs, in tokens' worth of matrix products: attention adds length^2 / parity_length."""
+    """The cost of each sequence, in matrix products of one token: attention adds length^2 / parity_length."""
     return lengths * (1.0 + lengths / parity_length)
 
 
@@ -300,14 +297,12 @@ def plan_micro_batches(
 ) -> list[list[list[int]]]:
     """Which rank trains which sequences together: plan[rank][micro] is a list of indices into `lengths`.
 
-    No micro-batch holds more than `max_tokens` positions, ever. Every rank gets the same number of micro-batches, about
-    the fewest that the cap allows (some may be empty), so the collectives of the ranks always match. The plan is a
-    function of its arguments: every rank computes the whole of it, nothing is communicated.
+    No micro-batch holds more than `max_tokens` positions. Every rank gets the same number of micro-batches, about the
+    fewest that the cap allows; some may be empty. Every rank computes the whole plan: nothing is communicated.
 
     `group_size` above 1: sequences of the same i // group_size that are together share their first `shared[i]`
-    positions. Whole groups save most but are hard to balance and to fit under the cap: halves, quarters, ... are tried
-    too, and the plan of the least cost wins, then of the fewest micro-batches. Parts of a group that meet in a
-    micro-batch share more than is counted on here.
+    positions. Whole groups save most but are hard to balance and to fit under the cap, so halves, quarters, ... are
+    tried too; the plan of the least cost wins, then of the fewest micro-batches.
     """
     assert len(lengths) > 0 and lengths.max() <= max_tokens, "the token cap is checked against the length limits"
     shared = np.zeros_like(lengths) if shared is None else shared
@@ -326,7 +321,7 @@ def plan_micro_batches(
 
 
 def _sum(unit: np.ndarray, values: np.ndarray, shared: np.ndarray) -> float:
-    """The sum of `values` over the unit's sequences; all but the first leave out what they share."""
+    """The sum of `values` over the unit's sequences, the shared part once."""
     return values[unit].sum() - (len(unit) - 1) * shared[unit[0]]
 
 
@@ -340,10 +335,10 @@ def _units(
 
 
 def _balance(sizes: np.ndarray, costs: np.ndarray, num_ranks: int, max_tokens: int) -> tuple[float, list[list[int]]]:
-    """(what the slowest ranks compute in all, the units of each micro-batch). Each `num_ranks` of them run at one time.
+    """(the cost of the slowest ranks, the units of each micro-batch, of which `num_ranks` run at a time).
 
-    The largest unit first, into the cheapest bin that has room: that balances the bins by cost. Those of similar cost
-    then meet in the same micro step, because ranks wait for each other there.
+    The largest unit comes first, into the cheapest bin that has room. Bins of similar cost then meet in the same micro
+    step, where ranks wait for each other.
     """
     largest_first = np.argsort(-sizes, kind="stable").tolist()
     num_large = int((2 * sizes > max_tokens).sum())  # no two of them fit together

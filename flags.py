@@ -1,9 +1,9 @@
 """Every flag, once: its default, what it means, its range, and whether it may change when a run continues.
 
-A flag has the name of its attribute, so one search finds the flag, its use, the scripts and the documentation. What the
-flags amount to leaves this file as small frozen objects (`PromptFormat`, `Memory`, ... and `Plan`): only `main` sees
-them all. The choices of the algorithm are functions in `grpo.py`: their parameters after `*` are the flags that have an
-effect. No torch here, so that a mistake is reported at once.
+A flag has the name of its attribute, so one search finds the flag, its use, the scripts and the documentation. Other
+files get small frozen objects made from flags (`PromptFormat`, `Memory`, ... and `Plan`); only `main` sees all flags.
+The choices of the algorithm are functions in `grpo.py`: their parameters after `*` are the flags that have an effect.
+No torch here, so that a mistake is reported at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Settings = TypeVar("Settings")
 
 
 class Flag(NamedTuple):
-    """One flag. `default`: a value; or a type: None where the flag is not given; or [a type]: an empty list there."""
+    """One flag. `default`: its value; or its type: then None; or [its type]: then an empty list."""
 
     name: str
     default: object
@@ -47,12 +47,11 @@ class Flag(NamedTuple):
         return None if isinstance(self.default, type) else self.default
 
     def of(self, args: argparse.Namespace) -> object:
-        """Its value among these flags."""
+        """Its value in `args`."""
         return getattr(args, self.name.removeprefix("--"))
 
 
-flag = Flag  # so that the declarations below read as what they are
-
+flag = Flag
 DRY_RUN = "dry run (starts nothing; exit code 3: does not fit)"
 GROUPS: dict[str, list[Flag]] = {}
 # A flag takes one line, or two.
@@ -117,8 +116,8 @@ GROUPS["sampling"] = [
     flag("--max_completion_tokens", 1024, "completions are truncated after this many tokens", (1, INF)),
     flag("--partial_rollouts", False, "a step ends when its prompts' worth of groups is finished, out of half as many "
          "again; unfinished completions go on in the next one, under its weights; only with --engine colocated"),
-    flag("--stop_tokens", [str], "tokens, as text, at which completions end beside those of the model's folder, say "
-         "<|im_end|> for a base model with a chat template; exported with the policy"),
+    flag("--stop_tokens", [str], "tokens, as text, at which completions end beside those of the model's folder, for "
+         "example <|im_end|> for a base model with a chat template; exported with the policy"),
     flag("--tensor_parallel_size", 1, "ranks per vLLM engine, which divide the number of ranks; or GPUs per server",
          (1, INF), free_on_resume=True),
     flag("--gpu_memory_utilization", 0.6, "CUDA: share of GPU memory that vLLM may take while it is awake",
@@ -180,8 +179,8 @@ GROUPS["LoRA"] = [
          (TINY, INF), only_with="--lora_rank"),
     flag("--lora_dropout", 0.0, "share of an adapter's inputs that is dropped, in the update only",
          (0, 0.99), only_with="--lora_rank"),
-    flag("--lora_targets", str, "names of the linear layers that get an adapter (q_proj v_proj, say); default: all "
-         "of the decoder but the head", is_list=True, only_with="--lora_rank"),
+    flag("--lora_targets", str, "names of the linear layers that get an adapter, for example q_proj v_proj; default: "
+         "all of the decoder but the head", is_list=True, only_with="--lora_rank"),
 ]
 GROUPS["optimizer (AdamW)"] = [
     flag("--learning_rate", 1e-6, "peak learning rate", (0, INF)),
@@ -196,16 +195,16 @@ GROUPS["optimizer (AdamW)"] = [
 DTYPES = ("bfloat16", "float32")
 GROUPS["precision and memory"] = [
     flag("--dtype", "bfloat16", "arithmetic of trainer and sampler; gradients are reduced in fp32", choices=DTYPES),
-    flag("--head_dtype", str, "arithmetic of the head's logits in trainer and sampler (float32 with --dtype bfloat16, "
-         "say); default: that of --dtype", choices=DTYPES),
+    flag("--head_dtype", str, "arithmetic of the head's logits in trainer and sampler, for example float32 beside "
+         "--dtype bfloat16; default: that of --dtype", choices=DTYPES),
     flag("--param_dtype", "float32", "parameters, gradients, Adam's moments: 16 bytes per parameter (float32), or 10 "
          "(bfloat16, updated as fp32 ones: model/optimizer.py)", choices=DTYPES),
     flag("--offload", "none", "what is kept in host RAM: nothing; the optimizer's state, which streams through the "
          "GPU; all: also parameters and gradients", choices=("none", "optimizer", "all"), free_on_resume=True),
     flag("--offload_reference", False, "keep the reference in host RAM; layers are fetched as they are needed",
          free_on_resume=True, only_with="--kl_coef"),
-    flag("--shard_ranks", int, "ranks that share a copy of the policy, the GPUs of a node, say; groups of so many "
-         "ranks hold the same (HSDP); default: all ranks share one", (1, INF), free_on_resume=True),
+    flag("--shard_ranks", int, "ranks that share a copy of the policy (HSDP), for example the GPUs of a node; default: "
+         "all ranks share one", (1, INF), free_on_resume=True),
     flag("--gradient_checkpointing", False, "recompute each decoder layer in the backward pass instead of keeping it",
          free_on_resume=True),
     flag("--communicate_once", False, "gather parameters and reduce gradients per update, not per micro-batch: less "
@@ -238,8 +237,8 @@ GROUPS["records"] = [  # docs/runs.md
          (1, INF), only_with="--replay"),
 ]
 GROUPS["faults"] = [  # docs/faults.md
-    flag("--keep_best", str, "also keep the checkpoint with the largest value of this metric, eval/SET/avg@K, say; "
-         "OUT_DIR/best points to it", free_on_resume=True),
+    flag("--keep_best", str, "also keep the checkpoint with the largest value of this metric, for example "
+         "eval/SET/avg@K; OUT_DIR/best points to it", free_on_resume=True),
     flag("--grace_seconds", 120.0, "after SIGTERM, SIGUSR1 or Ctrl-C: seconds in which the run saves and ends",
          (1, 1e6), free_on_resume=True),
     flag("--stall_seconds", float, "say which rank the others wait for after so long without progress; default: 600, "
@@ -272,7 +271,7 @@ GROUPS[DRY_RUN] = [  # all of them may change when a run continues
 FLAGS = {each.name: each for group in GROUPS.values() for each in group}
 
 
-# What the flags amount to ---------------------------------------------------------------------------------------------
+# What the flags become ------------------------------------------------------------------------------------------------
 
 
 @dataclass_transform(frozen_default=True)
@@ -417,7 +416,7 @@ class Plan:
     replay: str | None
 
     def describe(self) -> str:
-        """What the flags amount to, as numbers."""
+        """The numbers of the plan, for the first lines of the log."""
         return (
             f"{self.prompts_per_step} prompts x {self.group_size} = {self.completions_per_step} completions a step, "
             f"{self.updates_per_step} updates a step, {self.steps_per_epoch:g} steps an epoch, "
@@ -427,8 +426,8 @@ class Plan:
     def update(self, step: int, i: int) -> UpdateStep:
         """Where update i of step 1, 2, ... stands in the run, and its learning rate."""
         index = (step - 1) * self.updates_per_step + i
-        # Where other weights have sampled, a gap is no fault.
-        largest_gap = 0.0 if self.steps_ahead or self.partial_rollouts or self.replay else self.max_rollout_gap
+        is_older = self.steps_ahead or self.partial_rollouts or self.replay  # other weights sampled: a gap is no fault
+        largest_gap = 0.0 if is_older else self.max_rollout_gap
         return UpdateStep(index, self.rate(index), i == 0, self.max_grad_norm, self.seed, step, i + 1, largest_gap)
 
     def rate(self, update: int) -> float:
@@ -458,15 +457,12 @@ class UpdateStep(NamedTuple):
 
 
 def most_lag(args: argparse.Namespace) -> int:
-    """The most steps that the weights that sampled a token are behind those that are trained."""
+    """The largest number of steps that the weights that sample are behind the trained ones."""
     return MOST_LAG if args.partial_rollouts else args.steps_ahead
 
 
 def take(kind: type[Settings], args: argparse.Namespace, **others: object) -> Settings:
-    """The object of this kind, its fields filled from the flags of the same names, or from `others`.
-
-    A field that is no flag keeps its own default.
-    """
+    """The object of this kind: its fields are `others`, then the flags of the same names, then their own defaults."""
     names = [each.name for each in fields(kind) if each.name not in others]
     values = {name: getattr(args, name) for name in names if f"--{name}" in FLAGS or hasattr(args, name)} | others
     return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
@@ -502,10 +498,7 @@ def make_plan(args: argparse.Namespace, num_rows: int) -> Plan:
 
 
 def free_on_resume(args: argparse.Namespace) -> set[str]:
-    """Names of the flags that may differ when a run continues.
-
-    The length of the run is one of them, unless the learning rate depends on it.
-    """
+    """Names of the flags that may differ when a run continues; with the length, unless the learning rate needs it."""
     free = {each.name.removeprefix("--") for each in FLAGS.values() if each.free_on_resume or each in GROUPS[DRY_RUN]}
     is_constant = args.lr_schedule == "constant" and not args.warmup_ratio
     return free | {"total_steps", "epochs", "total_episodes"} if is_constant else free

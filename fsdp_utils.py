@@ -34,7 +34,7 @@ Item = TypeVar("Item")
 class World:
     """Where this process stands. Every rank trains; `tp_size` consecutive ranks are one engine.
 
-    Generation servers are to the ranks as one engine of all of them, with the main rank as its leader.
+    With generation servers all ranks count as one engine, whose leader is the main rank.
     """
 
     rank: int  # `rank` and `size` are for this file alone; other files say whether they mean trainers or engines
@@ -47,7 +47,7 @@ class World:
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """Over all trainers. Parameters are sharded along the last dimension and replicated along the first (HSDP)."""
+        """All trainers. Parameters are sharded along the last dimension and replicated along the first (HSDP)."""
         if self.shard_ranks in (None, self.size):
             return init_device_mesh(self.device.type, (self.size,))
         shape = self.size // self.shard_ranks, self.shard_ranks
@@ -102,7 +102,7 @@ def is_engine_leader_process(tp_size: int) -> bool:
 def init_world(tp_size: int, timeout_minutes: float, shard_ranks: int | None = None, has_engines: bool = True) -> World:
     """Joins the process group and returns this process's place: gloo on CPU, NCCL on CUDA (gloo for its CPU tensors).
 
-    A collective that waits longer than `timeout_minutes` raises instead of hanging for ever.
+    A collective that waits longer than `timeout_minutes` raises.
     """
     if "RANK" not in os.environ:  # plain `python train_grpo.py`: a world of one
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
@@ -129,12 +129,11 @@ def init_world(tp_size: int, timeout_minutes: float, shard_ranks: int | None = N
 
 
 def allocator_settings(is_expandable: bool) -> str:
-    """What torch's allocators are told: the user's PYTORCH_ALLOC_CONF, and expandable segments.
+    """The settings of torch's allocators: the user's PYTORCH_ALLOC_CONF, and expandable segments.
 
-    They keep micro-batches of many sizes from fragmenting the GPU's memory. vLLM cannot capture its CUDA graphs with
-    them where engines span GPUs, so they are off until the engine is built. The rounding of pinned memory stays on: in
-    torch 2.13 pinned_max_round_threshold_mb hands out blocks that are too small (its CachingHostAllocator.h compares no
-    sizes within a bucket).
+    Those keep micro-batches of many sizes from fragmenting the GPU's memory. vLLM cannot capture its CUDA graphs with
+    them where engines span GPUs, so they are off until the engine is built. pinned_max_round_threshold_mb is not set:
+    with it torch 2.13 hands out blocks of pinned memory that are too small.
     """
     given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     settings = dict(each.strip().split(":", 1) for each in given.split(",") if ":" in each)
@@ -144,15 +143,15 @@ def allocator_settings(is_expandable: bool) -> str:
 
 
 def set_allocator(is_expandable: bool) -> None:
-    """CUDA: see `allocator_settings`. torch forgets what is not in the string, so it is given whole."""
+    """On CUDA: passes all of `allocator_settings`, because torch forgets what is not in the string."""
     if torch.cuda.is_available():
         torch._C._accelerator_setAllocatorSettings(allocator_settings(is_expandable))
 
 
 def meeting_point(rank: int, size: int) -> dist.Store:
-    """Where the ranks find each other. On one node nothing listens for it, but under torchrun.
+    """Where the ranks find each other: on one node a file, so that no port is open; with torchrun its own store.
 
-    torchrun keeps the store when it starts ranks again, with the addresses of those that have ended.
+    That store survives a restart of the ranks, with the addresses of the ended ones: each start has a prefix.
     """
     if size == 1:
         return dist.HashStore()
@@ -182,9 +181,9 @@ def shard(
 ) -> torch.device:
     """Shards in place (FSDP2): a unit per decoder layer and one for the rest. Returns the device of the shards.
 
-    Parameters keep their dtype (fp32 masters, say); computation runs in `compute_dtype`, gradients are reduced in fp32.
-    `on_host`: shards and gradients live in host RAM (pinned on CUDA), only what is gathered is on the device.
-    `stays_gathered`: a forward pass leaves each layer gathered, for the backward pass or for `release_gathered`.
+    Parameters keep their dtype; computation runs in `compute_dtype`, gradients are reduced in fp32. `on_host`: shards
+    and gradients live in host RAM (pinned on CUDA). `stays_gathered`: a forward pass leaves each layer gathered, until
+    the backward pass or `release_gathered`.
     """
     options = {
         "mesh": world.mesh,
@@ -201,10 +200,7 @@ def shard(
 
 @torch.no_grad()
 def fill_from_main(target: Tensor, full: Tensor | None) -> None:
-    """Fills a sharded parameter, or a tensor that every rank holds whole, with `full` of rank 0 (None elsewhere).
-
-    `full` is cast to the target's dtype. It is on the device while this runs; afterwards only the shards are.
-    """
+    """Fills a sharded parameter, or a tensor that every rank holds whole, with `full` of rank 0 (None elsewhere)."""
     beat("loads weights")
     is_sharded = isinstance(target, DTensor)
     device = torch.device(target.device_mesh.device_type) if is_sharded else target.device
@@ -220,17 +216,17 @@ def fill_from_main(target: Tensor, full: Tensor | None) -> None:
 
 
 def release_gathered(root: nn.Module) -> None:
-    """Frees what FSDP keeps gathered for a backward pass that will not come: the root unit's parameters, at least."""
+    """Frees the parameters that FSDP keeps gathered for a backward pass that will not come."""
     for unit in root.modules():
         if isinstance(unit, FSDPModule):
             unit.reshard()  # not recursive
 
 
 def begin_micro_batch(root: nn.Module, communicates_once: bool, is_last: bool) -> None:
-    """What the next backward pass does at its end: reduces its gradients, and frees the gathered parameters.
+    """Makes the next backward pass reduce its gradients and free the gathered parameters at its end.
 
-    With `communicates_once` only the last micro-batch of an update does; until then whole gradients are kept and added
-    up. Copies of the policy (HSDP) always add theirs up in the last one alone.
+    With `communicates_once` only that of the last micro-batch does; until then each rank adds up whole gradients.
+    Copies of the policy (HSDP) always add theirs up in the last one alone.
     """
     if isinstance(root, FSDPModule):
         root.set_requires_gradient_sync(is_last or not communicates_once)
@@ -239,10 +235,7 @@ def begin_micro_batch(root: nn.Module, communicates_once: bool, is_last: bool) -
 
 
 def full_tensor(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """The whole of a sharded parameter, cast to `dtype` before it is gathered, on the device that computes.
-
-    All ranks call it together. Shards that live on the host go to the device first, because NCCL gathers there.
-    """
+    """The whole of a sharded parameter in this dtype, on the device that computes. All ranks call it together."""
     return begin_gather(parameter, dtype)()
 
 
@@ -260,11 +253,10 @@ def full_tensors(parameters: Iterable[tuple[Tensor, torch.dtype]]) -> Iterator[T
 
 
 def begin_gather(parameter: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
-    """Starts what `full_tensor` does; the function that is returned waits for it and gives the whole.
+    """Starts `full_tensor`; the function that is returned waits for the result and returns it.
 
-    It gathers over the mesh dimension that is sharded; along the others (replicas, as in HSDP) every rank has the same.
-    Not DTensor's own asynchronous `redistribute`: with torch 2.13 and gloo it corrupted the heap of a rank, about once
-    in 1,000 syncs.
+    Replicas (HSDP) hold the same, so it gathers over the mesh dimension that is sharded. DTensor's own asynchronous
+    `redistribute` is not used: with torch 2.13 and gloo it corrupted the heap of a rank, about once in 1,000 syncs.
     """
     beat("gathers weights")
     local = parameter.detach()
@@ -291,8 +283,9 @@ def begin_gather(parameter: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
 
 
 def own_rows(parameter: Tensor, at_most: int) -> Iterator[tuple[Tensor, int]]:
-    """(some rows of the parameter on the device that computes, index of the first): all that this rank has to answer
-    for. Every row belongs to one rank: of copies (HSDP) the first answers.
+    """(some rows of the parameter on the device that computes, index of the first): the rows that belong to this rank.
+
+    Every row belongs to one rank; of copies (HSDP) to the first.
     """
     local, device, first = local_shard(parameter).detach(), parameter.device, 0
     is_mine = not dist.is_initialized() or dist.get_rank() == 0
@@ -320,7 +313,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
     norm = torch.linalg.vector_norm(torch.stack(norms))
     if isinstance(norm, DTensor):
         mesh, norm = norm.device_mesh, norm.full_tensor()
-        if mesh.ndim > 1:  # copies that added in another order would clip, and be, ever so slightly different
+        if mesh.ndim > 1:  # copies may add in another order, would clip differently, and drift apart
             dist.broadcast(norm, src=0)
         norm = DTensor.from_local(norm, mesh, [Replicate()] * mesh.ndim, run_check=False)
     nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
@@ -372,7 +365,7 @@ def end_if_requested() -> None:
 
 
 def broadcast_from_main(item: Item | None) -> Item:
-    """The main rank's item, on every rank: picklable host data. All ranks call it; what the others give is ignored."""
+    """The main rank's item, on every rank: picklable host data. All ranks call it; the others' items are ignored."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return item  # type: ignore[return-value]
     items = [item]

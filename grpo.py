@@ -28,7 +28,7 @@ LOG_RATIO_LIMIT = 20.0  # exp(20) = 5e8: a larger ratio would only overflow (Eas
 
 @dataclass(frozen=True)
 class Graded:
-    """The graded completions of a step: what an advantage is made from."""
+    """The graded completions of a step, the input of an advantage."""
 
     rewards_PG: Tensor  # float32; with --kl_in reward, minus the KL penalties of all tokens of the completion
     returns_T: Tensor  # of the completion; with --kl_in reward, minus the KL penalties from this token on
@@ -59,10 +59,9 @@ def rloo(g: Graded) -> Tensor:
 
 
 def reinforce_pp(g: Graded, *, advantage_ddof: int, advantage_eps: float) -> Tensor:
-    """(return - mean over tokens of the step) / (std + eps).
+    """(return - mean over tokens of the step) / (std + eps): long completions count more, as in verl.
 
-    REINFORCE++ (arXiv 2501.03262; eq. 4 and 5 of its later versions) over the tokens of a step, as verl: long
-    completions count more.
+    REINFORCE++ (arXiv 2501.03262), eq. 4 and 5 of its later versions.
     """
     return whitened(g.returns_T, g.mask_T, advantage_ddof, advantage_eps)
 
@@ -96,19 +95,16 @@ def centred(rewards_PG: Tensor) -> Tensor:
 
 
 def divided(values: Tensor, scale: Tensor) -> Tensor:
-    """values / scale, and 0 where the value is 0: a group of equal rewards has the scale 0 with --advantage_eps 0."""
+    """values / scale, and 0 where the value is 0: with --advantage_eps 0 a group of equal rewards has the scale 0."""
     return torch.where(values == 0, 0.0, values / scale)
 
 
 def returns_to_go(reward: Tensor, penalties: Tensor) -> Tensor:
-    """The reward (a scalar, paid at the last token) minus the penalties of each token and the later ones. No discount.
-
-    `penalties`: coefficient x KL of each token of one completion. REINFORCE++, eq. 4 of its later versions.
-    """
+    """At each token of a completion, the reward minus the penalties (coefficient x KL) of this token and later ones."""
     return reward - penalties.flip(0).cumsum(0).flip(0)
 
 
-def whitened(values: Tensor, mask: Tensor, ddof: int = 1, eps: float = 1e-6) -> Tensor:
+def whitened(values: Tensor, mask: Tensor, ddof: int, eps: float) -> Tensor:
     """(value - mean) / (std + eps) over the positions where the mask is true; 0 elsewhere, or if all are equal."""
     chosen = values[mask].double()  # a step has millions of tokens: float32 sums would lose digits
     if len(chosen) == 0 or chosen.max() == chosen.min():
@@ -122,7 +118,7 @@ def whitened(values: Tensor, mask: Tensor, ddof: int = 1, eps: float = 1e-6) -> 
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of a micro-batch, each of shape N: what a policy loss is made from."""
+    """The tokens of a micro-batch, the input of a policy loss. Each field has the shape N."""
 
     logprobs: Tensor  # of the policy, with gradient
     old_logprobs: Tensor  # of the weights that sampled, by the trainer
@@ -133,12 +129,13 @@ class Tokens:
 
 
 class Loss(NamedTuple):
-    """What a policy loss returns. It may also return its first field alone."""
+    """The result of a policy loss, which may also return the first field alone."""
 
     per_token: Tensor
-    ratio: Tensor | None = None  # pi / pi_old, for the metrics; None: the token ratio
-    is_low: Tensor | None = None  # bool, for the metrics: clipped, the ratio is too small; None: nothing is clipped
-    is_high: Tensor | None = None  # bool, for the metrics: clipped, the ratio is too large
+    # For the metrics alone:
+    ratio: Tensor | None = None  # pi / pi_old; None: the token ratio
+    is_low: Tensor | None = None  # bool: clipped, because the ratio is too small; None: nothing is clipped
+    is_high: Tensor | None = None  # bool: clipped, because the ratio is too large
 
 
 def clip(t: Tokens, *, clip_low: float, clip_high: float, dual_clip: float) -> Loss:
@@ -164,8 +161,8 @@ def gspo_token(t: Tokens, *, clip_low: float, clip_high: float, dual_clip: float
 def cispo(t: Tokens, *, clip_low: float, clip_high: float) -> Loss:
     """-A x logprob, weighted with the detached token ratio clipped to [1 - clip_low, 1 + clip_high].
 
-    CISPO, MiniMax-M1 (arXiv 2506.13585), eq. 4 and 5: no token loses its gradient; clipped weights are marked. The
-    paper has no lower bound (clip_low 1) and tunes only clip_high; TRL's `epsilon_high` is our 1 + clip_high.
+    CISPO, MiniMax-M1 (arXiv 2506.13585), eq. 4 and 5: no token loses its gradient. The paper has no lower bound
+    (clip_low 1) and tunes clip_high alone; TRL's `epsilon_high` is our 1 + clip_high.
     """
     ratio = token_ratio(t.logprobs, t.old_logprobs)
     weight = ratio.detach().clamp(1.0 - clip_low, 1.0 + clip_high)
@@ -197,11 +194,10 @@ LOSSES: dict[str, Callable[..., Loss | Tensor]] = {  # Tokens -> Loss, or its va
 }
 
 
-def clipped(ratio: Tensor, advantages: Tensor, low: float, high: float, dual_clip: float = 0.0) -> Loss:
-    """The larger of -A x ratio and -A x ratio clipped to [1 - low, 1 + high].
+def clipped(ratio: Tensor, advantages: Tensor, low: float, high: float, dual_clip: float) -> Loss:
+    """`clip` of any ratio. The marked tokens are those without a gradient.
 
-    `dual_clip` c > 1: where A < 0, at most -A x c (arXiv 1912.09729, eq. 5); 0: not used. Marked are the tokens that
-    have no gradient because their ratio is too small (A < 0) or too large (A > 0, or beyond c).
+    `dual_clip` c > 1: where A < 0, the loss is at most -A x c (arXiv 1912.09729, eq. 5); 0: not used.
     """
     loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1.0 - low, 1.0 + high))
     is_low = (ratio < 1.0 - low) & (advantages < 0)
@@ -213,14 +209,14 @@ def clipped(ratio: Tensor, advantages: Tensor, low: float, high: float, dual_cli
 
 
 def token_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """pi / pi_old of each token, the log of it clamped to +-20. `old_logprobs` must not require grad."""
+    """pi / pi_old of each token, its log clamped to +-20. `old_logprobs` must not require grad."""
     return (logprobs - old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
     """(pi(y) / pi_old(y))^(1 / |y|) of each token's sequence, the geometric mean of its token ratios; 1 where masked.
 
-    GSPO, eq. 7, the log of it clamped to +-20 (verl: only above, at 10). The gradient flows to every token.
+    GSPO, eq. 7, its log clamped to +-20 (verl: only above, at 10).
     """
     log_ratio = sequence_sum(torch.where(mask, logprobs - old_logprobs, 0.0), sequence_ids)
     lengths = sequence_sum(mask.to(logprobs.dtype), sequence_ids).clamp(min=1.0)
@@ -256,8 +252,8 @@ def k2(x: Tensor) -> Tensor:
 def k3(x: Tensor, *, kl_clamp: float) -> Tensor:
     """exp(x) - x - 1: unbiased and never negative; as a loss its gradient is that of KL(reference || policy).
 
-    `kl_clamp` c > 0: x is clamped to +-20 and the value to +-c, as EasyR1 and verl do (`low_var_kl`, c = 10); a clamped
-    token has no gradient. 0: no clamps, as TRL.
+    `kl_clamp` c > 0: x is clamped to +-20 and the value to +-c, as in EasyR1 and verl (`low_var_kl`, c = 10). 0: no
+    clamps, as in TRL. A clamped token has no gradient.
     """
     if kl_clamp:
         x = x.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
@@ -275,9 +271,8 @@ KL: dict[str, Callable[..., Tensor]] = {"k1": k1, "k2": k2, "k3": k3, "k3+": k3_
 
 
 # Sampler-trainer mismatch ---------------------------------------------------------------------------------------------
-# Weights of the policy loss, per token: how much more likely the trainer finds the token than the sampler, both under
-# the same model weights. With --steps_ahead and --partial_rollouts the
-# trainer's are those at the beginning of the step, the sampler's may be older.
+# Weights of the policy loss, per token: how much likelier the token is to the trainer, with the model as it is at the
+# beginning of the step, than to the sampler, whose model may be older (--steps_ahead, --partial_rollouts).
 Weights = tuple[Tensor, Tensor]  # the weights, and bool: which of them are truncated or 0
 
 
@@ -327,11 +322,10 @@ def mismatch(t: Tokens, of_sequence: bool = False) -> Tensor:
 
 
 def temperature_terms(logprobs: Tensor, rollout_logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each token, x * d, x^2 and d^2, d = trainer's - sampler's log-prob: the sums give the slope of d over x.
+    """x * d, x^2 and d^2 of each token, with d = trainer's - sampler's log-prob: the sums give the slope of d over x.
 
-    x = log-prob + entropy is the derivative of the token's log-prob by the inverse temperature. At temperature T_s the
-    sampler's log-probs are the trainer's + x (T / T_s - 1), but for terms of second order. Both are clamped, so that a
-    few rare tokens do not decide.
+    x = log-prob + entropy is the derivative of the token's log-prob by the inverse temperature: at temperature T_s the
+    sampler's log-probs are the trainer's + x (T / T_s - 1), to first order. Clamps: a few rare tokens do not decide.
     """
     x = (logprobs + entropies).clamp(-3.0, 3.0)
     difference = (logprobs - rollout_logprobs).clamp(-0.5, 0.5)
@@ -348,9 +342,9 @@ def masked(ratio: Tensor, low: float, high: float) -> Weights:
 
 
 # Aggregation ----------------------------------------------------------------------------------------------------------
-# What each token of a completion counts in the loss of an update, shape B: the loss is the sum of weight x token loss.
+# Weights of the tokens of each completion, shape B. The loss of an update is the sum of weight x token loss.
 # `lengths_B` counts the trained tokens of all completions of the update, over all ranks and micro-batches, so loss and
-# gradient do not depend on packing or ranks. Length 0: the completion is left out, and does not count as a sequence.
+# gradient do not depend on packing or ranks. A completion of length 0 is left out, and does not count as a sequence.
 
 
 def token_mean(lengths_B: Tensor) -> Tensor:
@@ -367,10 +361,7 @@ def seq_mean_token_mean(lengths_B: Tensor) -> Tensor:
 
 
 def seq_mean_token_sum_norm(lengths_B: Tensor, *, loss_constant_tokens: int) -> Tensor:
-    """Mean over the completions of their token sums / a constant.
-
-    Dr. GRPO (arXiv 2503.20783): the constant is the limit of the length.
-    """
+    """Mean over the completions of their token sums / a constant, the limit of the length. Dr. GRPO (2503.20783)."""
     return (1.0 / (num_sequences(lengths_B) * loss_constant_tokens)).expand(len(lengths_B)).float()
 
 
@@ -382,7 +373,7 @@ AGGREGATIONS: dict[str, Callable[..., Tensor]] = {  # lengths_B -> weights_B
 
 
 def num_sequences(lengths_B: Tensor) -> Tensor:
-    """Completions of which a token is trained, at least 1."""
+    """The number of completions with a trained token, at least 1."""
     return (lengths_B > 0).sum().clamp(min=1)
 
 
@@ -406,34 +397,29 @@ class Algorithm:
     group_size: int
     temperature: float  # logits are divided by it, in the sampler and in the trainer
     num_iterations: int  # passes over a rollout
-    most_lag: (
-        int  # the most steps that the weights that sampled are behind those that are trained; 0: they are the same
-    )
+    most_lag: int  # the most steps that the weights that sampled are behind; 0: they are those that are trained
     description: str  # what the flags amount to, in words: the log's first line
 
     @property
     def has_penalties(self) -> bool:
-        """The KL to the reference is taken off the rewards."""
+        """Whether the KL to the reference is taken off the rewards."""
         return self.kl_coef > 0 and self.kl_in == "reward"
-
-
-Values = dict[str, Tensor]
 
 
 def total_loss(
     batch: Batch, logprobs_N: Tensor, old_logprobs_N: Tensor, entropies_N: Tensor, algorithm: Algorithm
-) -> tuple[Tensor, Values, Values]:
-    """(loss_N, what the metrics average over tokens, what they take the maximum of).
+) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """(loss_N, the values that the metrics average over tokens, those of which they take the maximum).
 
     The loss is the policy loss, weighted for the sampler's mismatch, + coefficient x KL - coefficient x entropy.
     """
-    mask_N = batch.loss_mask_N
-    t = Tokens(logprobs_N, old_logprobs_N, batch.rollout_logprobs_N, batch.advantages_N, mask_N, batch.sequence_ids_N)
+    mask_N, rollout_logprobs_N = batch.loss_mask_N, batch.rollout_logprobs_N
+    t = Tokens(logprobs_N, old_logprobs_N, rollout_logprobs_N, batch.advantages_N, mask_N, batch.sequence_ids_N)
     loss = as_loss(algorithm.policy_loss(t), t)
-    loss_N, ratio_N = loss.per_token, loss.ratio
+    loss_N = loss.per_token
     weights_N, is_outside_N = algorithm.rollout_correction(t)
-    gap_N = (old_logprobs_N.exp() - batch.rollout_logprobs_N.exp()).abs()
-    slope_N, spread_N, squares_N = temperature_terms(old_logprobs_N, batch.rollout_logprobs_N, entropies_N.detach())
+    gap_N = (old_logprobs_N.exp() - rollout_logprobs_N.exp()).abs()
+    slope_N, spread_N, squares_N = temperature_terms(old_logprobs_N, rollout_logprobs_N, entropies_N.detach())
     means = {
         "policy/entropy": entropies_N,
         "policy/clip_frac": loss.is_low | loss.is_high,
@@ -441,7 +427,7 @@ def total_loss(
         "policy/clip_frac_high": loss.is_high,
         "policy/approx_kl": k1(logprobs_N - old_logprobs_N),
         "policy/rollout_gap_mean": gap_N,
-        "policy/rollout_kl": k1(old_logprobs_N - batch.rollout_logprobs_N),
+        "policy/rollout_kl": k1(old_logprobs_N - rollout_logprobs_N),
         "slope": slope_N,
         "spread": spread_N,
         "squares": squares_N,
@@ -451,14 +437,13 @@ def total_loss(
     for lag in range(algorithm.most_lag + 1 if algorithm.most_lag else 0):
         is_lag_N = (batch.lags_N == lag).float()
         means |= {f"tokens_of_lag_{lag}": is_lag_N, f"policy/rollout_gap_lag_{lag}": gap_N * is_lag_N}
-    maxima = {"policy/ratio_max": ratio_N, "policy/ratio_min": -ratio_N, "policy/rollout_gap_max": gap_N}
+    maxima = {"policy/ratio_max": loss.ratio, "policy/ratio_min": -loss.ratio, "policy/rollout_gap_max": gap_N}
     if algorithm.is_corrected:
         loss_N = loss_N * weights_N
         means["policy/rollout_clip_frac"] = is_outside_N
     if batch.ref_logprobs_N is not None:
         x_N = batch.ref_logprobs_N - logprobs_N
-        # whatever the loss uses: rare tokens with a large k3 would be cut by its clamp
-        means["policy/kl_ref"] = k1(x_N)
+        means["policy/kl_ref"] = k1(x_N)  # whatever the loss uses: a clamp would cut rare tokens with a large k3
         if algorithm.kl_clamp:
             means["policy/kl_clamp_frac"] = k3(x_N, kl_clamp=0.0) != k3(x_N, kl_clamp=algorithm.kl_clamp)
         if algorithm.kl_in == "loss":
@@ -469,12 +454,8 @@ def total_loss(
 
 
 def as_loss(found: Loss | Tensor, t: Tokens) -> Loss:
-    """The loss with all its fields, whatever the function left out."""
+    """The loss with all its fields, also those that the function left out."""
     loss = found if isinstance(found, Loss) else Loss(found)
-    if loss.per_token.shape != t.mask.shape:
-        raise ValueError(
-            f"--policy_loss returned the shape {list(loss.per_token.shape)}; needed is {list(t.mask.shape)}."
-        )
     ratio = token_ratio(t.logprobs, t.old_logprobs) if loss.ratio is None else loss.ratio
     is_low, is_high = (torch.zeros_like(t.mask) if x is None else x for x in (loss.is_low, loss.is_high))
     return Loss(loss.per_token, ratio, is_low, is_high)
@@ -486,7 +467,7 @@ def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def check_returned(what: str, found: object, shapes: list[tuple[int, ...]]) -> None:
-    """Raises ValueError if it is no tensor of one of these shapes, or has a value that is not finite."""
+    """Raises ValueError unless it is a tensor of one of these shapes whose values are all finite."""
     if not isinstance(found, Tensor) or tuple(found.shape) not in shapes:
         got = f"the shape {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
         needed = " or ".join(str(list(shape)) for shape in shapes)

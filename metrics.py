@@ -1,4 +1,4 @@
-"""The metrics of a step: pure functions of what was sampled, graded and trained, and of the seconds that it took.
+"""The metrics of a step: functions of what was sampled, graded and trained, and of the seconds that it took.
 
 `docs/runs.md` explains each name. A new metric is one line in the function that knows what it needs; a metric of the
 loss is one line in `grpo.total_loss`.
@@ -12,16 +12,13 @@ import re
 import numpy as np
 import torch
 
-from batch import Metrics, Rollout, Work
-from fsdp_utils import World
+from batch import Batch, Metrics, Pass, Rollout, Work
+from fsdp_utils import World, max_over_trainers, sum_over_trainers
 from model.sizes import GPUS
 
 
 def rollout_metrics(rollout: Rollout, group_size: int) -> Metrics:
-    """Rewards and lengths (in tokens) of a step's graded completions, and how many could not be graded.
-
-    Where the reward is a sum of several, also the mean of each part.
-    """
+    """The metrics of a step's graded completions; where the reward is a sum, also the mean of each part."""
     rewards_PG = rollout.rewards_B.reshape(-1, group_size)
     is_correct_B, lengths_B = rollout.is_correct_B, rollout.completion_lengths_B
     is_correct_PG = is_correct_B.reshape(-1, group_size)
@@ -60,9 +57,9 @@ def stderr_of_mean(values_B: np.ndarray, group_B: np.ndarray) -> float:
 
 
 def stderr_of_ratio(sums_P: np.ndarray, counts_P: np.ndarray) -> float:
-    """Standard error of sum / count, where the groups are independent; nan of a single group that has any.
+    """Standard error of sum / count, where the groups are independent; nan if only one has a count.
 
-    What belongs to one prompt is alike, so the sums of the deviations from the mean count, one for each prompt.
+    The values of one prompt are alike, so its deviations from the mean are summed before they are squared.
     """
     num_groups, count = np.count_nonzero(counts_P), counts_P.sum()
     if num_groups < 2:
@@ -71,10 +68,29 @@ def stderr_of_ratio(sums_P: np.ndarray, counts_P: np.ndarray) -> float:
     return math.sqrt(np.square(deviations_P).sum() * num_groups / (num_groups - 1)) / float(count)
 
 
-def lag_metrics(trained: Rollout) -> Metrics:
-    """How many steps the weights that sampled the trained tokens are behind, where they can be.
+def standard_errors(passes: list[Pass], num_prompts: int, group_size: int, world: World) -> dict[str, float]:
+    """The standard errors of the metrics that are means over tokens: prompts are drawn, so their sums vary."""
+    sums_PK = torch.zeros(num_prompts, len(passes[0].sums_of_sequences), dtype=torch.float64)
+    for each in passes:
+        sums_SK = torch.stack(list(each.sums_of_sequences.values()), dim=1).double().cpu()
+        prompts_S = [(segment.index or 0) // group_size for segment in each.batch.segments_S]  # an empty one adds zeros
+        sums_PK.index_add_(0, torch.tensor(prompts_S), sums_SK)
+    sums_KP = sum_over_trainers(sums_PK.to(world.device)).T.cpu().numpy()
+    named = dict(zip(passes[0].sums_of_sequences, sums_KP, strict=True))
+    lengths_P = named.pop("tokens")
+    return {f"{name}_stderr": stderr_of_ratio(sums_P, lengths_P) for name, sums_P in named.items()}
 
-    Also the share of these tokens that older weights have made, and of completions that weights of several steps have.
+
+def idle_share(batches: list[Batch], parity_length: float, world: World) -> float:
+    """The share of the update in which ranks wait, by cost, for the costliest batch of each micro step."""
+    costs = torch.tensor([batch.cost(parity_length) for batch in batches])
+    return 1.0 - (sum_over_trainers(costs).sum() / (max_over_trainers(costs).sum() * world.num_trainers)).item()
+
+
+def lag_metrics(trained: Rollout) -> Metrics:
+    """How many steps the weights that sampled the trained tokens are behind; {} where they cannot be.
+
+    Also the share of these tokens that are older than the step, and of completions from the weights of several steps.
     """
     if trained.lags is None:
         return {}
@@ -87,9 +103,9 @@ def lag_metrics(trained: Rollout) -> Metrics:
 
 
 def merge_updates(updates: list[Metrics]) -> Metrics:
-    """The metrics of a step's updates as one: maximum of what ends in `_max`, minimum of `_min`, otherwise the mean.
+    """The metrics of a step's updates as one: the maximum of `..._max`, the minimum of `..._min`, else the mean.
 
-    The mean of standard errors is the error of what moves all updates alike, and above that of independent ones.
+    The mean of standard errors is that of updates that vary alike, and too large for independent ones.
     """
     merged = {}
     for name in updates[0] if updates else ():
@@ -113,9 +129,9 @@ def merge_updates(updates: list[Metrics]) -> Metrics:
 def throughput(work: Work, seconds_RE: list[np.ndarray], metrics: Metrics, world: World) -> Metrics:
     """The `perf/` metrics of a step and `time/rollout_tail_s`, from its times and `perf/update_idle_frac` in `metrics`.
 
-    `seconds_RE`: what each engine took in each round of sampling. The tail is the time between the first engine's last
-    completion and the last engine's. `perf/idle_frac` is the share of the step in which a GPU waits, on
-    average: in sampling for the last engine, by the clock; in the update for the costliest micro-batch, by cost.
+    `seconds_RE`: the time of each engine in each round of sampling. The tail is the time from the end of the first
+    engine to the end of the last one. `perf/idle_frac` is the share of the step in which a GPU waits, on average: in
+    sampling for the last engine, by the clock; in the update for the costliest micro-batch, by cost.
     """
     update_s, step_s = metrics["time/update_s"], metrics["time/step_s"]
     waited = sum(seconds_E.max() - seconds_E.mean() for seconds_E in seconds_RE)

@@ -1,11 +1,9 @@
-"""The policy: a Hugging Face causal LM whose forward pass is "log-probabilities of this packed batch". The door to
-`model/`.
+"""The policy, a Hugging Face causal LM that returns the log-probabilities of a packed batch. The door to `model/`.
 
 `build_policy` makes the sharded policy, its reference and its optimizer; the loop knows the model through `Policy`
-alone. Two things differ from calling the model as it comes: attention sees each packed sequence alone
-(`model/attention.py`), and the head never holds the full logits (`model/head.py`). After an update the weights go this
-way: `optimizer.step` -> `Policy.full_weights` -> `fsdp_utils.full_tensors`, one parameter at a time -> `Engine.sync` ->
-the next sampled token. Dimensions: `batch.py`.
+alone. Two things differ from the model as it comes: attention sees each packed sequence alone (`model/attention.py`),
+and the head never holds the full logits (`model/head.py`). After an update the weights go this way: `optimizer.step` ->
+`Policy.full_weights` -> `fsdp_utils.full_tensors`, one parameter at a time -> `Engine.sync`. Dimensions: `batch.py`.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from model.weights import fill, in_files, load_config, model_from_config, withou
 
 
 class Policy(adapters.WithAdapter):
-    """A causal LM that returns per-token log-probabilities of a packed batch. Also the reference: the same, frozen."""
+    """The policy, or the reference, which is the same but frozen."""
 
     head_dtype: torch.dtype | None = None  # of the logits; None: that of the head's weights
 
@@ -49,7 +47,7 @@ class Policy(adapters.WithAdapter):
         config = model.config.get_text_config()
         matrices = sum(weight.numel() for layer in self.layers for weight in layer.parameters() if weight.ndim == 2)
         matrices += model.get_output_embeddings().weight.numel()
-        # FLOPs of a forward pass: 2 a number of a matrix and token; causal attention 2 x length^2 x width a layer.
+        # FLOPs of a forward pass: 2 x numbers of the matrices x tokens; causal attention 2 x length^2 x width a layer.
         self.flops_per_token = 2 * matrices
         # At this length attention costs as much as the matrices: flops_per_token x `batch.training_costs` is the sum.
         self.parity_length = matrices / (len(self.layers) * config.num_attention_heads * head_dim(config))
@@ -72,39 +70,41 @@ class Policy(adapters.WithAdapter):
         trained_K = batch.trained_K
         hidden = output.last_hidden_state[0].index_select(0, trained_K)  # the head runs on completion positions only
         labels, head = batch.labels_N.index_select(0, trained_K), self.model.get_output_embeddings()
-        logprobs, entropies = chunked_logprobs(
-            hidden, head, labels, temperature, with_entropy_gradient, self.head_dtype
-        )
+        found = chunked_logprobs(hidden, head, labels, temperature, with_entropy_gradient, self.head_dtype)
         zeros_N = torch.zeros(len(batch.labels_N), device=device)
-        return zeros_N.index_copy(0, trained_K, logprobs), zeros_N.index_copy(0, trained_K, entropies)
+        logprobs_N, entropies_N = (zeros_N.index_copy(0, trained_K, values_K) for values_K in found)
+        return logprobs_N, entropies_N
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor in the engine's dtype) of each parameter, LoRA merged: for sync and export.
 
-        While the consumer uses one, the next one is gathered; all ranks must run through it together. Tied parameters
+        While the caller uses one, the next one is gathered; all ranks must run through it together. Tied parameters
         come once, under their first name.
         """
-        layers = {f"{name}.base_layer.weight": layer for name, layer in adapters.adapted_layers(self.model).items()}
+        layers = self.merged_layers()
         named = [(name, parameter) for name, parameter in self.model.named_parameters() if ".lora_" not in name]
         # What is merged keeps its own dtype until then: the sum alone is rounded.
         wanted = ((parameter, parameter.dtype if name in layers else self.dtype) for name, parameter in named)
         for (name, _), full in zip(named, full_tensors(wanted), strict=True):
             yield in_files(name), adapters.merged(layers[name], full, self.dtype) if name in layers else full
 
+    def merged_layers(self) -> dict[str, nn.Module]:
+        """Name of a parameter -> the layer whose adapter is merged into it."""
+        return {f"{name}.base_layer.weight": layer for name, layer in adapters.adapted_layers(self.model).items()}
+
     def describe_weights(self) -> dict[str, list]:
-        """Names, dtypes and shapes of what `full_weights` yields, as vLLM's weight transfer wants to know them."""
+        """Names, dtypes and shapes of the tensors of `full_weights`, in the form of vLLM's weight transfer."""
         named = [(in_files(name), list(x.shape)) for name, x in self.model.named_parameters() if ".lora_" not in name]
         names, shapes = map(list, zip(*named, strict=True))
         return {"names": names, "dtype_names": [str(self.dtype).removeprefix("torch.")] * len(names), "shapes": shapes}
 
     def own_rows(self) -> Iterator[tuple[str, bool, Iterator[tuple[Tensor, int]]]]:
-        """(Hugging Face name, is LoRA merged into it, pieces: some rows in the engine's dtype and the index of the
-        first) of each parameter.
+        """(Hugging Face name, whether LoRA is merged into it, pieces) of each parameter, as the engine is to hold it.
 
-        What the engine is to hold, LoRA merged, from this rank's shards alone: nothing of `full_weights` is used. All
-        ranks run through the same parameters' pieces together.
+        A piece is some rows in the engine's dtype and the index of the first. They are made from this rank's shards
+        alone, not by `full_weights`; all ranks run through the same pieces together.
         """
-        layers = {f"{name}.base_layer.weight": layer for name, layer in adapters.adapted_layers(self.model).items()}
+        layers = self.merged_layers()
         for name, parameter in self.model.named_parameters():
             if name in layers:
                 yield in_files(name), True, adapters.own_merged_rows(layers[name], parameter, self.dtype)
@@ -113,7 +113,7 @@ class Policy(adapters.WithAdapter):
                 yield in_files(name), False, ((rows.to(self.dtype), first) for rows, first in pieces)
 
     def describe(self) -> str:
-        """How many parameters the policy has and how many of them are trained: for the first lines of the log."""
+        """The numbers of parameters and of trained ones, for the first lines of the log."""
         trained = sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
         everything = sum(parameter.numel() for parameter in self.parameters())
         if self.has_adapter:
@@ -146,14 +146,14 @@ def build_policy(
 
 
 def add_packing(batch: Batch) -> Batch:
-    """The batch with its packing on the device, for all passes: made in a pass, it would be copied there in each."""
+    """The batch with its packing on the device: made in a pass, it would be copied there in each."""
     return replace(batch, packing=make_packing(batch.segments_S, batch.input_ids_N.device))
 
 
 def add_images(batch: Batch, images_of_sequences: list[PromptImages | None]) -> Batch:
-    """The batch with the images of its sequences: pixel values, their places, and positions in three rows.
+    """The batch with the images of its sequences, their places, and positions in three rows; as it is without images.
 
-    The list has one entry per sequence of the rollout. A batch without any image is returned as it is.
+    The list has one entry per sequence of the rollout.
     """
     segments = batch.segments_S
     images = [None if x.index is None else images_of_sequences[x.index] for x in segments]

@@ -1,9 +1,9 @@
 """The Sampler: draws prompts, samples and grades their completions, until a step has its P groups.
 
 Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): a group whose completions are all correct or all incorrect has
-advantage 0 and teaches nothing. It is put aside, and further prompts are sampled, in rounds, until P groups with a
-signal are there; groups beyond P are not used. After `MOST_ROUNDS` rounds the groups put aside first fill the gap.
-Prompts are then drawn from the data in a row, over all epochs; how far is kept in the checkpoint (`state`).
+advantage 0 and teaches nothing. It is put aside, and further prompts are sampled, in rounds, until P groups have a
+signal; groups beyond P are not used. After `MOST_ROUNDS` rounds the groups that were put aside first fill the gap.
+Prompts are then drawn from the data in a row, over all epochs; the checkpoint keeps how far (`state`).
 
 With --steps_ahead generation servers sample the first round of coming steps while the ranks train this one (`start`).
 """
@@ -58,32 +58,31 @@ class Sampler:
     run: Run
     num_drawn: int = 0  # prompts sampled so far, in the order of the data
     drawn_ahead: dict[int, int] = field(default_factory=dict)  # step that was begun -> num_drawn before its first round
-    # Step -> `position` at its beginning; the last one alone.
-    before: dict[int, State] = field(default_factory=dict)
-    seconds_RE: list[np.ndarray] = field(default_factory=list)  # of each round of this step, what each engine took
+    before: dict[int, State] = field(default_factory=dict)  # the last step -> `position` at its beginning
+    seconds_RE: list[np.ndarray] = field(default_factory=list)  # of each round of this step, the time of each engine
     sampled: Rollout | None = None  # all completions of this step, also those that are not trained on
     round_B: np.ndarray | None = None  # of these, the round
     used_B: np.ndarray | None = None  # and the indices of those that are trained on
 
     def state(self, step: int) -> State:
-        """What a run needs that continues after `step`, the last one or the one before: goes into the checkpoint.
+        """For the checkpoint: the position after `step`, which is the last step or the one before.
 
-        Steps that were begun are sampled again then, from the same prompts.
+        A run that continues samples steps that were begun ahead again, from the same prompts.
         """
         return self.before.get(step + 1) or self.position()
 
     def position(self) -> State:
-        """In the data, at this moment."""
-        ahead = self.drawn_ahead
-        return {"prompts_drawn": self.num_drawn} | ({"drawn_ahead": sorted(ahead.items())} if ahead else {})
+        """How far prompts are drawn from the data at this moment."""
+        ahead = sorted(self.drawn_ahead.items())
+        return {"prompts_drawn": self.num_drawn} | ({"drawn_ahead": ahead} if ahead else {})
 
     def restore(self, state: State) -> None:
         self.num_drawn, self.drawn_ahead = state["prompts_drawn"], dict(state.get("drawn_ahead", ()))
 
     def start(self, step: int, last_step: int) -> None:
-        """Servers begin to sample the first round of the steps after this one. An engine in the ranks does nothing yet.
+        """Servers begin to sample the first round of the steps after this one; an engine in the ranks does nothing.
 
-        What is begun is bounded, not what is used: no sampled token is ever thrown away.
+        The bound is on what is begun, so no sampled token is thrown away.
         """
         for ahead in range(step + 1, min(step + self.draws.steps_ahead, last_step) + 1):
             if ahead not in self.drawn_ahead:
@@ -109,44 +108,42 @@ class Sampler:
         return chosen, metrics | rollout_metrics(self.sampled, self.draws.group_size) | lag_metrics(chosen)
 
     def record(self, step: int, trained: Rollout) -> Sampled:
-        """All that the last `collect` sampled; `trained`: what it returned, with its advantages where it has them."""
+        """All that the last `collect` sampled; `trained`: what it returned, perhaps with its advantages."""
         draws = self.draws
         return Sampled(step, draws.group_size, self.sampled, self.round_B, self.used_B, trained.advantages)
 
     def sample_rounds(self, step: int) -> list[Rollout]:
-        """As many rounds as the step takes."""
         rounds: list[Rollout] = []
         while count := prompts_to_sample(rounds, self.draws):
             rounds.append(self.sample_round(step, len(rounds), count))
         return rounds
 
     def sample_round(self, step: int, number: int, count: int) -> Rollout:
-        """The completions of `count` prompts, each graded as soon as it is finished."""
+        """The graded completions of the next `count` prompts."""
         rollout = self.sample(step, number, count)
         self.seconds_RE.append(self.engine.seconds_E)
         with self.run.phase("reward"):
             grades = self.grader.collect_from_ranks()
         return self.as_training_data(replace(rollout, grades=grades), step)
 
+    def sample(self, step: int, number: int, count: int) -> Rollout:
+        """The completions of the next `count` prompts; the grader gets each as soon as it is finished."""
+        rows, seed = self.draw(step, number, count), self.seed_of(step, number)
+        return self.engine.sample(rows, self.sampling, seed, "sample", self.grader.submit_to(rows, self.sampling))
+
     def as_training_data(self, rollout: Rollout, step: int) -> Rollout:
-        """With which completions the loss leaves out, and how many steps the weights that made them are behind."""
+        """The rollout with `is_trained_B` and `lags`."""
         is_trained_B = ~rollout.is_truncated_B if self.draws.truncated == "mask" else None
         # The weights that are trained in this step were trained in all steps before it.
         lags = None if rollout.versions is None else [step - 1 - versions for versions in rollout.versions]
         return replace(rollout, is_trained_B=is_trained_B, lags=lags)
 
-    def sample(self, step: int, number: int, count: int) -> Rollout:
-        """The completions of the next `count` prompts, handed to the grader."""
-        rows = self.draw(step, number, count)
-        on_finished = self.grader.submit_to(rows, self.sampling)
-        return self.engine.sample(rows, self.sampling, self.seed_of(step, number), "sample", on_finished)
-
     def seed_of(self, step: int, number: int) -> tuple[int, ...]:
-        """Of a round of sampling, and its name."""
+        """The seed of a round of sampling, which is also its name."""
         return self.draws.seed, step, 0, number
 
     def draw(self, step: int, number: int, count: int) -> list[Row]:
-        """The next `count` prompts, of round `number` of the step; of a step that was begun, those it began with."""
+        """The next `count` prompts, for round `number` of the step; the same again for a step that was begun ahead."""
         draws, first = self.draws, self.drawn_ahead.get(step) if number == 0 else None
         if first is None:
             first = self.num_drawn
@@ -204,7 +201,7 @@ def choose_groups(sampled: Rollout, num_rounds: int, draws: Draws) -> tuple[np.n
 
 
 class NoEngine:
-    """In the place of an engine, with --replay: nothing is sampled, and the weights stay where they are."""
+    """Stands for the engine with --replay, where nothing is sampled."""
 
     seconds_E = np.zeros(1)
 
@@ -216,7 +213,7 @@ class NoEngine:
 
 @dataclass
 class ReplaySampler(Sampler):
-    """Fills steps with the groups that another run has sampled."""
+    """Fills steps with the groups that another run sampled."""
 
     folder: Path = Path()
 

@@ -41,14 +41,14 @@ from grpo import Algorithm, Graded
 from guards.drift import temperature_of
 from guards.stall import beat
 from guards.updates import UpdateGuard
-from metrics import stderr_of_ratio
+from metrics import idle_share, standard_errors
 from policy import Policy, add_images, add_packing
 
 
 def pack_updates(
     rollout: Rollout, plan: Plan, algorithm: Algorithm, memory: Memory, policy: Policy, world: World
 ) -> list[Update]:
-    """The updates of one pass over the rollout: consecutive prompts form an update, `plan_micro_batches` divides it."""
+    """The updates of one pass over the rollout, each of consecutive prompts and divided by `plan_micro_batches`."""
     indices_of_updates = np.split(np.arange(plan.completions_per_step), plan.updates_per_pass)
     trained_lengths_B, lengths_B = torch.from_numpy(rollout.trained_lengths_B), rollout.sequence_lengths_B
     weights = [algorithm.loss_aggregation(trained_lengths_B[indices]) for indices in indices_of_updates]
@@ -72,7 +72,7 @@ def add_logprobs(updates: list[Update], policy: Policy, reference: Policy | None
     """The updates with the log-probs that they need, under weights that have not changed yet.
 
     The first update makes its own old log-probs, unless it drops inputs, its batches are used again, or the KL belongs
-    to the reward. The reference may be the policy itself: its adapter is off meanwhile.
+    to the reward. With LoRA the reference is the policy, with its adapter off.
     """
     needs_all = policy.has_dropout or algorithm.num_iterations > 1 or algorithm.has_penalties
     first = 0 if needs_all else 1
@@ -100,7 +100,6 @@ def add_advantages(rollout: Rollout, updates: list[Update], algorithm: Algorithm
 
 
 def with_advantages(rollout: Rollout, batch: Batch) -> Batch:
-    """The batch with the rollout's advantages."""
     advantages_N = to_positions(rollout, batch.segments_S, rollout.advantages)
     return replace(batch, advantages_N=advantages_N.to(batch.labels_N.device))
 
@@ -143,11 +142,11 @@ def update_policy(
     memory: Memory,
     guard: UpdateGuard,
 ) -> dict[str, float]:
-    """One optimizer step on this rank's micro-batches; returns its metrics, the same on every rank.
+    """Makes one optimizer step on this rank's micro-batches; returns its metrics, the same on every rank.
 
-    The loss is summed with weights made of global counts, so neither micro-batches, packing nor the number of ranks
-    enter it; metrics are means over the trained tokens of all ranks. An update that the guard finds bad, for example
-    because its loss is not finite, leaves policy and optimizer untouched. Raises RunError where the guard ends the run.
+    The weights of the loss are made of global counts, so micro-batches, packing and ranks do not enter it; metrics are
+    means over the trained tokens of all ranks. An update that the guard finds bad, for example because its loss is not
+    finite, leaves policy and optimizer untouched. Raises RunError where the guard ends the run.
     """
     passes = add_gradients(policy, update, algorithm, step, memory, guard.world)
     grad_norm = clip_grad_norm(policy, step.max_grad_norm)
@@ -160,7 +159,7 @@ def update_policy(
         optimizer.step()
     optimizer.zero_grad()
     metrics |= standard_errors(passes, update.num_prompts, algorithm.group_size, guard.world)
-    return metrics | {"perf/update_idle_frac": idle_share(update.batches, policy, guard.world)}
+    return metrics | {"perf/update_idle_frac": idle_share(update.batches, policy.parity_length, guard.world)}
 
 
 def add_gradients(
@@ -169,7 +168,7 @@ def add_gradients(
     """The passes over this rank's micro-batches, whose gradients add up in the policy.
 
     In the first update of a step no weight has changed since sampling, so the old log-probs are the current ones and
-    every ratio is exactly 1 (with dropout they are those of a pass without it).
+    every ratio is exactly 1. With dropout they are those of a pass without it.
     """
     is_unchanged = step.is_first and not policy.has_dropout
     passes = []
@@ -193,12 +192,12 @@ def add_gradients(
             sums = {"policy/loss": loss.detach()} | sums
             passes.append(Pass(batch, logprobs_N.detach(), old_logprobs_N, sums, maxima, of_sequences))
     if memory.communicate_once:
-        release_gathered(policy)  # what stayed gathered would be used as it is after the weights have changed
+        release_gathered(policy)  # or the next pass would use these parameters, of before the optimizer step
     return passes
 
 
 def sums_of_sequences(batch: Batch, means: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The sums over the trained tokens of each sequence, of all that is a metric as it is, and how many they are."""
+    """Name of a metric -> its sum over the trained tokens of each sequence; `tokens`: their number."""
     chosen = {name: x for name, x in means.items() if name.startswith("policy/") and "_gap_lag_" not in name}
     values_NK = torch.stack([*chosen.values(), batch.loss_mask_N], dim=1).masked_fill(~batch.loss_mask_N[:, None], 0.0)
     # Not by `index_add`, which on CUDA adds in another order each time.
@@ -207,7 +206,7 @@ def sums_of_sequences(batch: Batch, means: dict[str, Tensor]) -> dict[str, Tenso
 
 
 def reduce_metrics(passes: list[Pass]) -> dict[str, float]:
-    """The metrics of the loss over all ranks: sums of sums, maxima of maxima."""
+    """The metrics of the loss, over all micro-batches and ranks."""
     sums = torch.stack([torch.stack(list(each.sums.values())) for each in passes])
     maxima = torch.stack([torch.stack(list(each.maxima.values())) for each in passes])
     totals, largest = sum_over_trainers(sums.sum(dim=0)), max_over_trainers(maxima.amax(dim=0))
@@ -225,36 +224,16 @@ def reduce_metrics(passes: list[Pass]) -> dict[str, float]:
     return metrics
 
 
-def standard_errors(passes: list[Pass], num_prompts: int, group_size: int, world: World) -> dict[str, float]:
-    """Of the metrics that are means over tokens, over all ranks: what the step's choice of prompts moves them by."""
-    sums_PK = torch.zeros(num_prompts, len(passes[0].sums_of_sequences), dtype=torch.float64)
-    for each in passes:
-        sums_SK = torch.stack(list(each.sums_of_sequences.values()), dim=1).double().cpu()
-        prompts_S = [(segment.index or 0) // group_size for segment in each.batch.segments_S]  # an empty one adds zeros
-        sums_PK.index_add_(0, torch.tensor(prompts_S), sums_SK)
-    sums_KP = sum_over_trainers(sums_PK.to(world.device)).T.cpu().numpy()
-    named = dict(zip(passes[0].sums_of_sequences, sums_KP, strict=True))
-    lengths_P = named.pop("tokens")
-    return {f"{name}_stderr": stderr_of_ratio(sums_P, lengths_P) for name, sums_P in named.items()}
-
-
-def idle_share(batches: list[Batch], policy: Policy, world: World) -> float:
-    """The share of the update in which a rank waits, by cost: all wait for the costliest batch of each micro step."""
-    costs = torch.tensor([batch.cost(policy.parity_length) for batch in batches])
-    return 1.0 - (sum_over_trainers(costs).sum() / (max_over_trainers(costs).sum() * world.num_trainers)).item()
-
-
 def work_of_step(
     sampled: Rollout, trained: Rollout, updates: list[Update], policy: Policy, num_iterations: int, share_prompts: bool
 ) -> Work:
     """The work of a step, the same on every rank; all ranks call it. `updates`: those of one pass over `trained`."""
-    lengths_B = trained.sequence_lengths_B
-    logprobs_tokens = 0
+    lengths_B, logprobs_tokens = trained.sequence_lengths_B, 0
     for lengths, update in zip(np.split(lengths_B, len(updates)), updates, strict=True):
         first = update.batches[0]
         num_passes = (first.old_logprobs_N is not None) + (first.ref_logprobs_N is not None)
         logprobs_tokens += int(lengths.sum()) * num_passes
-    packed = [batch for update in updates for batch in update.batches]
+    num_tokens, packed = int(lengths_B.sum()), [batch for update in updates for batch in update.batches]
     # At an infinite parity length, attention is free and the cost is the number of tokens.
     costs = [sum(batch.cost(parity_length) for batch in packed) for parity_length in (policy.parity_length, math.inf)]
     cost, computed_tokens = sum_over_trainers(torch.tensor(costs, dtype=torch.float64)).tolist()
@@ -262,17 +241,17 @@ def work_of_step(
         sampled_tokens=int(sampled.completion_lengths_B.sum()),
         completion_tokens=int(trained.completion_lengths_B.sum()),
         logprobs_tokens=logprobs_tokens,
-        update_tokens=int(lengths_B.sum()) * num_iterations,
+        update_tokens=num_tokens * num_iterations,
         update_flops=update_flops(policy, cost) * num_iterations,
-        shared_frac=1 - computed_tokens / int(lengths_B.sum()) if share_prompts else None,
+        shared_frac=1 - computed_tokens / num_tokens if share_prompts else None,
     )
 
 
 def update_flops(policy: Policy, cost: float) -> float:
-    """FLOPs of one pass of updates over the tokens that it computes, from the sum of their `batch.training_costs`.
+    """FLOPs of one pass of updates; `cost`: the sum of the `batch.training_costs` of the tokens that it computes.
 
     3 x (2 x numbers in the matrices x tokens + 2 x layers x width of the queries x sum of length^2): the forward pass,
     and twice that for the backward pass, of which half makes the weights' gradients and falls away with LoRA. The head
-    counts, at every token, as the field does. Recomputation, biases, norms, embedding and vision tower do not count.
+    counts at every token. Recomputation, biases, norms, embedding and vision tower do not count.
     """
     return (2 if policy.has_adapter else 3) * policy.flops_per_token * cost

@@ -6,6 +6,7 @@ torchrun --nproc_per_node 2 tests/distributed_gradient.py POLICY_FOLDER OUTPUT_F
 """
 
 import sys
+from argparse import Namespace
 from dataclasses import replace
 
 import numpy as np
@@ -54,20 +55,14 @@ def rollout_of(algorithm: str, lengths: list[int] | None = None) -> Rollout:
     return replace(rollout, is_trained_B=is_trained_B) if algorithm == "reinforce" else rollout
 
 
-def off_policy_shift(batch: Batch) -> torch.Tensor:
-    """What is added to old log-probs, so that ratios differ from 1 and about half of the tokens are clipped."""
-    return torch.where(batch.labels_N % 2 == 0, -0.3, 0.1) * torch.sign(batch.advantages_N)
-
-
-def sampler_shift(batch: Batch) -> torch.Tensor:
-    """What is added to old log-probs to make the sampler's: ratios of 0.45 and 1.42, so that corrections take part."""
-    return torch.where(batch.labels_N % 3 == 0, 0.8, -0.35)
-
-
 def off_policy(batch: Batch) -> Batch:
-    """The batch whose old log-probs, and the sampler's, are not the policy's own, which it has as old ones."""
-    old_logprobs_N = batch.old_logprobs_N + off_policy_shift(batch)
-    return replace(batch, old_logprobs_N=old_logprobs_N, rollout_logprobs_N=old_logprobs_N + sampler_shift(batch))
+    """The batch whose old log-probs, and the sampler's, are not the policy's own, which it has as old ones.
+
+    About half of the tokens are clipped; trainer / sampler is 0.45 or 1.42, so that corrections take part.
+    """
+    old_logprobs_N = batch.old_logprobs_N + torch.where(batch.labels_N % 2 == 0, -0.3, 0.1) * batch.advantages_N.sign()
+    rollout_logprobs_N = old_logprobs_N + torch.where(batch.labels_N % 3 == 0, 0.8, -0.35)
+    return replace(batch, old_logprobs_N=old_logprobs_N, rollout_logprobs_N=rollout_logprobs_N)
 
 
 def reference_of(path: str) -> Policy:
@@ -79,6 +74,12 @@ def reference_of(path: str) -> Policy:
     return reference
 
 
+def parsed(algorithm: str, *more: str) -> Namespace:
+    args = parse_flags([*COMMON.split(), *ALGORITHMS[algorithm].split(), *more])
+    check_flags(args, 1)
+    return args
+
+
 def main(path: str, output: str) -> None:
     world = init_world(tp_size=1, timeout_minutes=2)
     policy, reference = load_policy(path, torch.float32), reference_of(path)
@@ -86,17 +87,18 @@ def main(path: str, output: str) -> None:
         shard(model, model.layers, world, torch.float32)
     optimizer = Recorder(policy.parameters(), lr=0.0)
     results: dict[str, dict[str, object]] = {}
-    for algorithm, flags in ALGORITHMS.items():
+    for algorithm in ALGORITHMS:
         shuffled = rollout_of(algorithm).take(np.array([7, 4, 6, 5, 2, 0, 3, 1]))
-        cases = {f"cap {cap}, in order": (rollout_of(algorithm), f"{cap}") for cap in CAPS}
-        cases |= {f"cap {cap}, shuffled": (shuffled, f"{cap}") for cap in CAPS}
-        cases |= {f"cap {cap}, prompts shared": (rollout_of(algorithm), f"{cap} --share_prompts") for cap in CAPS}
+        cases = {}
+        for cap in CAPS:
+            cases[f"cap {cap}, in order"] = rollout_of(algorithm), f"{cap}"
+            cases[f"cap {cap}, shuffled"] = shuffled, f"{cap}"
+            cases[f"cap {cap}, prompts shared"] = rollout_of(algorithm), f"{cap} --share_prompts"
         # A micro-batch each: with two ranks the fourth one is empty.
         cases["three sequences"] = rollout_of(algorithm, [12, 11, 9]), "16 --group_size 2"
         results[algorithm] = {}
         for name, (rollout, cap) in cases.items():
-            args = parse_flags([*COMMON.split(), *flags.split(), "--micro_batch_tokens", *cap.split()])
-            check_flags(args, 1)
+            args = parsed(algorithm, "--micro_batch_tokens", *cap.split())
             update = whole_update(rollout, args, policy, world)
             update = logprobs_under(policy, "old_logprobs_N", update, algorithm_of(args))
             update = replace(update, batches=[off_policy(batch) for batch in update.batches])

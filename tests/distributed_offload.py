@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from fsdp_utils import close_world, init_world, local_shard
+from fsdp_utils import World, close_world, init_world, local_shard
 from helpers import build, make_rollout, train_once, whole_update
 from inputs.checks import check_flags
 from inputs.choices import algorithm_of
@@ -38,22 +38,17 @@ COMMON = (
 
 def is_on_host(policy: Policy) -> bool:
     """Whether FSDP keeps the shards in host RAM, by FSDP's own state: on a CPU run they are there anyway."""
-    units = [policy, *policy.layers]
-    policies = {
-        isinstance(group.offload_policy, CPUOffloadPolicy)
-        for unit in units
-        for group in unit._get_fsdp_state()._fsdp_param_groups
-    }
-    (answer,) = policies
-    assert {parameter.to_local().is_cuda for parameter in policy.parameters()} == {
-        torch.cuda.is_available() and not answer
-    }
+    groups = [group for unit in (policy, *policy.layers) for group in unit._get_fsdp_state()._fsdp_param_groups]
+    (answer,) = {isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups}
+    are_on_gpu = {parameter.to_local().is_cuda for parameter in policy.parameters()}
+    assert are_on_gpu == {torch.cuda.is_available() and not answer}
     return answer
 
 
-def train(
-    path: str, flags: str, world
-) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], dict[str, torch.Tensor], list[int]]:
+Tensors = dict[str, torch.Tensor]
+
+
+def train(path: str, flags: str, world: World) -> tuple[list[dict[str, float]], Tensors, Tensors, list[int]]:
     args = parse_flags(["--model", path, *COMMON.split(), *flags.split()])
     check_flags(args, world.num_trainers)
     policy, reference, optimizer = build(args, world)
@@ -69,10 +64,8 @@ def train(
         (update,) = add_logprobs(updates, policy, reference, algorithm_of(args))
         metrics.append(train_once(policy, optimizer, update, args, world, rate=1e-3))
     num_calls = [collective.call_count - before for collective, before in zip(COLLECTIVES, num_before, strict=True)]
-    states = optimizer.state.values()
-    state = {
-        f"{index} {name}": local_shard(tensor) for index, state in enumerate(states) for name, tensor in state.items()
-    }
+    states = enumerate(optimizer.state.values())
+    state = {f"{index} {name}": local_shard(tensor) for index, state in states for name, tensor in state.items()}
     if torch.cuda.is_available():
         big = [tensor for tensor in state.values() if tensor.dim()]
         assert {tensor.is_cuda for tensor in big} == {args.offload == "none"}

@@ -27,11 +27,11 @@ COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
 
 
 class NoWaits(TorchDispatchMode):
-    """Fails where the host would wait for a GPU. Meta stands for it, and takes its paths: packing, attention, dropout.
+    """Fails where the host would wait for a GPU, for which meta stands.
 
-    To read a value (`item`, `tolist`, `if`) or a size that depends on values (`nonzero`, a boolean index) raises on
-    meta by itself. Refused here: whatever comes from host memory that is not page-locked, because the host waits for
-    such a copy, and what fills a mask, whose backward pass selects by it.
+    Meta itself raises where a value is read (`item`, `tolist`, `if`), or a size that depends on values (`nonzero`).
+    Refused here are copies from host memory that is not page-locked, and masked_scatter, whose backward pass selects by
+    the mask.
     """
 
     def __init__(self, pinned: list[Tensor]) -> None:
@@ -47,15 +47,6 @@ class NoWaits(TorchDispatchMode):
             assert not pageable, f"{op} copies {pageable} to the device, and the host waits"
             assert op != torch.ops.aten.masked_scatter.default
         return result
-
-    def __enter__(self) -> NoWaits:
-        self.numbers = NoNumbers()
-        self.numbers.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        self.numbers.__exit__(*error)
 
 
 class NoNumbers(TorchFunctionMode):
@@ -85,10 +76,10 @@ def run_passes(policy: Policy, args: Namespace, rollout: Rollout, monkeypatch: p
 
     monkeypatch.setattr(update, "clip_grad_norm", over)
     step = UpdateStep(index=0, rate=0.0, is_first=False, max_grad_norm=1.0, seed=0)
-    with NoWaits(pixels):
+    with NoNumbers(), NoWaits(pixels):
         for field in ("old_logprobs_N", "ref_logprobs_N"):
             packed = update.logprobs_under(policy, field, packed, algorithm)
-    with NoWaits(pixels), pytest.raises(LoopIsOver):
+    with NoNumbers(), NoWaits(pixels), pytest.raises(LoopIsOver):
         update.update_policy(policy, None, packed, algorithm, step, memory, UpdateGuard(META))
     assert all(parameter.grad is not None for parameter in policy.parameters() if parameter.requires_grad)
     return len(packed.batches)

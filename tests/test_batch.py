@@ -7,11 +7,9 @@ import numpy as np
 import pytest
 
 from batch import Rollout, from_positions, pack, plan_micro_batches, to_positions, training_costs
-from helpers import make_grade, make_row
+from helpers import RAGGED, make_grade, make_row
 from helpers import make_rollout as random_rollout
 from model.packed import Segment
-
-RAGGED = [12, 7, 3, 11, 5, 9, 2, 6]
 
 
 def make_rollout(prompts: list[list[int]], completions: list[list[int]]) -> Rollout:
@@ -41,53 +39,18 @@ def test_the_label_is_the_next_token_and_only_completion_tokens_are_trained():
 
 def test_values_per_completion_token_travel_to_their_positions_and_back():
     rollout = make_rollout([[1, 2, 3], [4], [8, 8]], [[5, 9], [6, 7, 9], [1]])
-    values = [
-        np.array([10, 11], dtype=np.float32),
-        np.array([20, 21, 22], dtype=np.float32),
-        np.array([30], dtype=np.float32),
-    ]
-    batch = pack(rollout, [2, 0])
+    values = [np.array(each, dtype=np.float32) for each in ([10, 11], [20, 21, 22], [30])]
+    batch, empty = pack(rollout, [2, 0]), pack(rollout, [])
     packed = to_positions(rollout, batch.segments_S, values)
     assert packed.tolist() == [0, 30, 0, 0, 10, 11]
     assert {b: found.tolist() for b, found in from_positions(rollout, batch, packed).items()} == {2: [30], 0: [10, 11]}
-    empty = pack(rollout, [])
     assert from_positions(rollout, empty, to_positions(rollout, empty.segments_S, values)) == {}
 
 
-def test_a_batch_without_sequences_trains_nothing():
-    batch = pack(make_rollout([[1]], [[2]]), [])
-    assert {
-        name: len(value) for name, value in vars(batch).items() if name.endswith("_N") and value is not None
-    } == dict.fromkeys(
-        [
-            "input_ids_N",
-            "position_ids_N",
-            "labels_N",
-            "loss_mask_N",
-            "loss_weights_N",
-            "sequence_ids_N",
-            "rollout_logprobs_N",
-        ],
-        1,
-    )
-    assert not batch.loss_mask_N.any()
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("max_tokens", [12, 13, 20, 1000])
-def test_every_sequence_is_trained_once_and_no_micro_batch_exceeds_the_cap(num_ranks, max_tokens):
-    rng = np.random.default_rng(0)
-    for lengths in (np.array(RAGGED), rng.integers(1, 13, size=97), np.array([12]), np.full(9, 12)):
-        plan = plan_micro_batches(lengths, num_ranks, max_tokens)
-        assert len(plan) == num_ranks
-        assert len({len(micros) for micros in plan}) == 1, "ranks must run the same number of micro-batches"
-        assert sorted(i for micros in plan for micro in micros for i in micro) == list(range(len(lengths)))
-        assert max(lengths[micro].sum() for micros in plan for micro in micros) <= max_tokens
-
-
-def test_five_sequences_of_3000_under_a_cap_of_4096_make_five_micro_batches():
-    (micros,) = plan_micro_batches(np.full(5, 3000), num_ranks=1, max_tokens=4096)
-    assert [len(micro) for micro in micros] == [1, 1, 1, 1, 1]
+def test_a_batch_without_sequences_is_one_position_that_trains_nothing():
+    found = vars(pack(make_rollout([[1]], [[2]]), []))
+    assert {len(value) for name, value in found.items() if name.endswith("_N") and value is not None} == {1}
+    assert not found["loss_mask_N"].any()
 
 
 GROUPS = [[1, 2, 3]] * 3 + [[4, 5]] * 3
@@ -108,24 +71,61 @@ def test_completions_that_are_together_share_all_of_their_prompt_but_its_last_to
     assert batch.loss_weights_N[batch.loss_mask_N].tolist() == [1.25, 1.25, 0.25, 0.25, 0.5]
     assert batch.sequence_ids_N.tolist() == [0] * 3 + [1] * 4 + [2] * 3 + [3]
     assert batch.rollout_logprobs_N.tolist() == [0, -1, -2] + [0, 0, -1, -2] + [-1, -2, -3] + [-1]
-    assert {b: x.tolist() for b, x in from_positions(rollout, batch, batch.rollout_logprobs_N).items()} == {
+    returned = from_positions(rollout, batch, batch.rollout_logprobs_N)
+    assert {b: x.tolist() for b, x in returned.items()} == {
         b: rollout.rollout_logprobs[b].tolist() for b in (4, 0, 2, 1)
     }
     assert batch.cost(parity_length=10.0) == pytest.approx(3.9 + (4 + 1.6) + (5 + 2.5) + (3 + 0.9) - 2 * (2 + 0.4))
     assert pack(rollout, [4, 0, 2, 1]).lengths_S == (3, 4, 5, 3)
 
 
+def test_a_prompt_that_ends_with_an_image_is_not_shared():
+    rows = [make_row([1, 2, 3], images=SimpleNamespace(ends_with_image=True))] * 3
+    rollout = rollout_of_groups()
+    batch = pack(replace(rollout, rows=rows + rollout.rows[3:]), list(range(6)), group_size=3)
+    assert batch.segments_S[:3] == (Segment(0, 0, 4), Segment(1, 0, 3), Segment(2, 0, 5))
+    assert batch.segments_S[4:] == (Segment(4, 1, 3, 3), Segment(5, 1, 2, 3))
+
+
+def test_a_sequence_that_is_left_out_of_the_loss_is_packed_but_masked():
+    rollout = replace(random_rollout(), is_trained_B=np.arange(8) != 2)
+    batch = pack(rollout, list(range(8)))
+    assert batch.input_ids_N.equal(pack(random_rollout(), list(range(8))).input_ids_N)
+    assert int(batch.loss_mask_N.sum()) == sum(RAGGED) - 3 == rollout.trained_lengths_B.sum()
+    assert not batch.loss_mask_N.split(batch.lengths_S)[2].any()
+
+
+# Which rank trains what -----------------------------------------------------------------------------------------------
+
+Plan = list[list[list[int]]]
+
+
+def check_plan(plan: Plan, num_ranks: int, count: int) -> None:
+    assert len(plan) == num_ranks
+    assert len({len(micros) for micros in plan}) == 1, "ranks must run the same number of micro-batches"
+    assert sorted(i for micros in plan for micro in micros for i in micro) == list(range(count))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("max_tokens", [12, 13, 20, 1000])
+def test_every_sequence_is_trained_once_and_no_micro_batch_exceeds_the_cap(num_ranks, max_tokens):
+    rng = np.random.default_rng(0)
+    for lengths in (np.array(RAGGED), rng.integers(1, 13, size=97), np.array([12]), np.full(9, 12)):
+        plan = plan_micro_batches(lengths, num_ranks, max_tokens)
+        check_plan(plan, num_ranks, len(lengths))
+        assert max(lengths[micro].sum() for micros in plan for micro in micros) <= max_tokens
+    with pytest.raises(AssertionError):
+        plan_micro_batches(np.array([5, max_tokens + 1]), num_ranks, max_tokens)
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("max_tokens", [55, 70, 200, 100_000])
 @pytest.mark.parametrize("prompt_length", [1, 40])
-def test_with_shared_prompts_every_sequence_is_trained_once_and_no_micro_batch_exceeds_the_cap(
-    num_ranks, max_tokens, prompt_length
-):
+def test_the_same_holds_where_prompts_are_shared(num_ranks, max_tokens, prompt_length):
     completions = np.random.default_rng(0).integers(1, 16, size=48)
     lengths, shared = completions + prompt_length - 1, np.full(48, prompt_length - 1)
     plan = plan_micro_batches(lengths, num_ranks, max_tokens, 1000.0, 8, shared)
-    assert len({len(micros) for micros in plan}) == 1
-    assert sorted(i for micros in plan for micro in micros for i in micro) == list(range(48))
+    check_plan(plan, num_ranks, 48)
     rollout = random_rollout(completions.tolist(), prompt_length, group_size=8)
     sizes = [sum(pack(rollout, micro, group_size=8).lengths_S) for micros in plan for micro in micros]
     assert max(sizes) <= max_tokens
@@ -135,55 +135,38 @@ def test_with_shared_prompts_every_sequence_is_trained_once_and_no_micro_batch_e
         assert sum(sizes) < 0.4 * lengths.sum()
 
 
-def pack_cost(micro: list[int], lengths: np.ndarray, shared: int, group_size: int, parity_length: float) -> float:
-    """Of these sequences together, of which those of the same group share so many positions."""
-    num_prompts = len({i // group_size for i in micro})
-    return training_costs(lengths[micro], parity_length).sum() - (len(micro) - num_prompts) * training_costs(
-        shared, parity_length
-    )
+def waiting(plan: Plan, lengths: np.ndarray, parity_length: float, shared: int = 0, group_size: int = 1):
+    """(the cost of all micro-batches, that of the slowest ranks of each micro step times the ranks)."""
+
+    def cost(micro: list[int]) -> float:
+        num_sharing = len(micro) - len({i // group_size for i in micro})
+        return training_costs(lengths[micro], parity_length).sum() - num_sharing * training_costs(shared, parity_length)
+
+    costs = np.array([[cost(micro) for micro in micros] for micros in plan])
+    return costs.sum(), costs.max(axis=0).sum() * len(plan)
 
 
 @pytest.mark.parametrize(
-    "num_prompts, group_size, prompt_length, mean, longest, num_ranks, max_tokens, most",
+    "num_prompts, group_size, prompt_length, mean, longest, max_tokens, most",
     [
-        (128, 5, 300, 1500, 4096, 8, 16_384, 0.9),  # QwQ-32B: of 1,800 positions 0.8 x 300 can be shared
-        (64, 8, 1500, 300, 1024, 8, 8192, 0.28),  # an image in each prompt: 7/8 of 1,500 in 1,800
+        (128, 5, 300, 1500, 4096, 16_384, 0.9),  # QwQ-32B: of 1,800 positions 0.8 x 300 can be shared
+        (64, 8, 1500, 300, 1024, 8192, 0.28),  # an image in each prompt: 7/8 of 1,500 in 1,800
         # A group for each rank: if it were whole, they would wait for the longest: 1.09.
-        (8, 8, 300, 600, 2048, 8, 8192, 0.8),
+        (8, 8, 300, 600, 2048, 8192, 0.8),
     ],
 )
 def test_the_slowest_ranks_compute_less_where_prompts_are_shared(
-    num_prompts, group_size, prompt_length, mean, longest, num_ranks, max_tokens, most
+    num_prompts, group_size, prompt_length, mean, longest, max_tokens, most
 ):
     """By cost, as a share of that without sharing. Waiting is included; without it: 0.86, 0.26 and 0.70."""
     rng, count = np.random.default_rng(0), num_prompts * group_size
     lengths = rng.lognormal(np.log(mean) - 0.3, 0.7, count).astype(int).clip(8, longest) + prompt_length - 1
     shared, parity_length = np.full(count, prompt_length - 1), 70_000.0
-
-    def slowest(plan: list[list[list[int]]], group_size: int) -> float:
-        costs = [
-            [pack_cost(micro, lengths, shared[0], group_size, parity_length) for micro in micros] for micros in plan
-        ]
-        return sum(np.max(costs, axis=0))
-
-    plan = plan_micro_batches(lengths, num_ranks, max_tokens, parity_length, group_size, shared)
-    alone = plan_micro_batches(lengths, num_ranks, max_tokens, parity_length)
-    assert slowest(plan, group_size) <= most * slowest(alone, 1)
-    computed = sum(
-        pack_cost(micro, lengths, shared[0], group_size, parity_length) for micros in plan for micro in micros
-    )
-    assert computed >= 0.95 * slowest(plan, group_size) * num_ranks, "less than 5 % is waiting"
-
-
-def idle_share(plan: list[list[list[int]]], costs: np.ndarray) -> float:
-    """Of the ranks' time, what they spend waiting for the costliest micro-batch of each micro step."""
-    of_bins = np.array([[costs[micro].sum() for micro in micros] for micros in plan])
-    return 1 - of_bins.sum() / (of_bins.max(axis=0).sum() * len(plan))
-
-
-def test_micro_batches_of_the_same_step_are_of_similar_size_on_all_ranks():
-    lengths = np.random.default_rng(1).lognormal(5, 0.6, size=512).astype(int).clip(1, 2048)
-    assert idle_share(plan_micro_batches(lengths, num_ranks=4, max_tokens=4096), lengths) < 0.05
+    plan = plan_micro_batches(lengths, 8, max_tokens, parity_length, group_size, shared)
+    alone = plan_micro_batches(lengths, 8, max_tokens, parity_length)
+    computed, slowest = waiting(plan, lengths, parity_length, shared[0], group_size)
+    assert slowest <= most * waiting(alone, lengths, parity_length)[1]
+    assert computed >= 0.95 * slowest, "less than 5 % is waiting"
 
 
 @pytest.mark.parametrize(
@@ -196,45 +179,40 @@ def test_micro_batches_of_the_same_step_are_of_similar_size_on_all_ranks():
         (64, 1500, 0.6, 4096, 8, 8192),
     ],
 )
-def test_less_than_5_percent_of_the_update_is_waiting_by_cost(
-    num_sequences, mean, sigma, longest, num_ranks, max_tokens
-):
+def test_little_of_an_update_is_waiting_by_cost(num_sequences, mean, sigma, longest, num_ranks, max_tokens):
     rng = np.random.default_rng(0)
     lengths = rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, num_sequences).astype(int).clip(8, longest)
     parity_length = 70_000.0  # Qwen2.5-7B: 7.07e9 numbers in matrices / (28 layers x 3,584)
-    costs = training_costs(lengths, parity_length)
     plan = plan_micro_batches(lengths, num_ranks, max_tokens, parity_length)
-    assert idle_share(plan, costs) < 0.03
+    computed, slowest = waiting(plan, lengths, parity_length)
+    assert 1 - computed / slowest < 0.03
     assert max(lengths[micro].sum() for micros in plan for micro in micros) <= max_tokens
-    fewest = -(-lengths.sum() // (num_ranks * max_tokens))
-    assert len(plan[0]) <= fewest + 1
+    assert len(plan[0]) <= -(-lengths.sum() // (num_ranks * max_tokens)) + 1
+
+
+def test_micro_batches_of_the_same_step_are_of_similar_size_on_all_ranks():
+    lengths = np.random.default_rng(1).lognormal(5, 0.6, size=512).astype(int).clip(1, 2048)
+    computed, slowest = waiting(plan_micro_batches(lengths, num_ranks=4, max_tokens=4096), lengths, np.inf)
+    assert 1 - computed / slowest < 0.05
 
 
 def test_a_long_sequence_counts_for_more_than_its_tokens():
     # By tokens 1000 | 600 + 500; with attention's cost the long one alone is more than both others.
-    lengths = np.array([1000, 600, 500])
-    assert training_costs(lengths, 1000.0).tolist() == [2000, 960, 750]
+    assert training_costs(np.array([1000, 600, 500]), 1000.0).tolist() == [2000, 960, 750]
     ranks = plan_micro_batches(np.array([1000, 500, 500, 100]), 2, 2000, parity_length=100.0)
     assert ranks == [[[0]], [[1, 2, 3]]]
     assert plan_micro_batches(np.array([1000, 500, 500, 100]), 2, 2000)[0][0] == [0, 3]
 
 
-def test_a_sequence_above_the_cap_is_refused():
-    with pytest.raises(AssertionError):
-        plan_micro_batches(np.array([5, 13]), num_ranks=1, max_tokens=12)
+# Rollouts -------------------------------------------------------------------------------------------------------------
 
 
-def test_rollouts_are_concatenated_in_order():
-    first, second = make_rollout([[1], [2]], [[3], [4, 5]]), make_rollout([[6]], [[7]])
-    both = Rollout.concatenate([first, second])
+def test_rollouts_are_concatenated_in_order_and_chosen_sequences_keep_all_that_is_known_of_them():
+    both = Rollout.concatenate([make_rollout([[1], [2]], [[3], [4, 5]]), make_rollout([[6]], [[7]])])
     assert [row.ids.tolist() for row in both.rows] == [[1], [2], [6]]
-    assert both.completion_lengths_B.tolist() == [1, 2, 1]
-    assert both.sequence_lengths_B.tolist() == [1, 2, 1]
+    assert both.completion_lengths_B.tolist() == both.sequence_lengths_B.tolist() == [1, 2, 1]
     assert both.grades is None
     assert both.loss_weights_B.tolist() == [0.25, 0.5, 0.25]
-
-
-def test_chosen_sequences_keep_all_that_is_known_of_them():
     grades = [make_grade(b, is_correct=b > 4) for b in range(8)]
     rollout = replace(random_rollout(), grades=grades, is_trained_B=np.arange(8) != 2)
     taken = rollout.take(np.array([6, 2]))
@@ -244,25 +222,3 @@ def test_chosen_sequences_keep_all_that_is_known_of_them():
     assert [row is rollout.rows[b] for row, b in zip(taken.rows, (6, 2), strict=True)] == [True, True]
     for name in ("completions", "rollout_logprobs", "advantages"):
         assert [x.tolist() for x in getattr(taken, name)] == [getattr(rollout, name)[b].tolist() for b in (6, 2)], name
-    assert random_rollout().take(np.array([6, 2])).grades is None
-
-
-def test_a_prompt_that_ends_with_an_image_is_not_shared():
-    rows = [make_row([1, 2, 3], images=SimpleNamespace(ends_with_image=True))] * 3
-    rollout = rollout_of_groups()
-    rollout = replace(rollout, rows=rows + rollout.rows[3:])
-    batch = pack(rollout, list(range(6)), group_size=3)
-    assert batch.segments_S[:3] == (Segment(0, 0, 4), Segment(1, 0, 3), Segment(2, 0, 5))
-    assert batch.segments_S[4:] == (Segment(4, 1, 3, 3), Segment(5, 1, 2, 3))
-
-
-def test_a_sequence_that_is_left_out_of_the_loss_is_packed_but_masked():
-    is_trained = np.arange(8) != 2
-    rollout = replace(random_rollout(), is_trained_B=is_trained)
-    batch = pack(rollout, list(range(8)))
-    all_of_them = pack(random_rollout(), list(range(8)))
-    assert batch.input_ids_N.equal(all_of_them.input_ids_N)
-    lengths = np.array([12, 7, 3, 11, 5, 9, 2, 6])
-    assert int(batch.loss_mask_N.sum()) == lengths.sum() - 3 == rollout.trained_lengths_B.sum()
-    start = sum(batch.lengths_S[:2])
-    assert not batch.loss_mask_N[start : start + batch.lengths_S[2]].any()

@@ -49,10 +49,6 @@ ARCHITECTURES = {
 }
 
 
-def without_settings_of_vllm() -> dict[str, str]:
-    return {key: value for key, value in os.environ.items() if not key.startswith("VLLM_") and key != "RANK"}
-
-
 @pytest.fixture(scope="module")
 def resolved(tmp_path_factory) -> dict[str, dict]:
     """Kind of GPU -> what tests/faked_gpus.py found for the engine of each documented set-up."""
@@ -66,7 +62,8 @@ def resolved(tmp_path_factory) -> dict[str, dict]:
         config.save_pretrained(folder / name)
         engines[name] = {"folder": str(folder / name), "flags": flags, "ranks": num_nodes * num_ranks}
     (folder / "engines.json").write_text(json.dumps(engines))
-    environment = without_settings_of_vllm() | {"PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_OFFLINE": "1"}
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")}
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_OFFLINE": "1"}
     started = {}
     for rank, kind in enumerate(GPUS):
         command = [sys.executable, "tests/faked_gpus.py", kind, folder / "engines.json", folder / kind]
@@ -127,11 +124,9 @@ def test_the_temperatures_that_flags_take_are_those_that_the_engine_takes(name, 
 @pytest.mark.parametrize(("found", "words"), [(["bfloat16"], "in bfloat16; leave"), ([], "no layer that knows it")])
 def test_an_engine_that_has_no_logits_of_head_dtype_is_refused(found, words, rollout, monkeypatch):
     llm = SimpleNamespace(apply_model=lambda function: [found])
-    monkeypatch.setattr(rollout, "LLM", lambda **options: llm)
-    world = World(rank=0, size=1, tp_size=1, device=torch.device("cuda", 0))
     with pytest.raises(ValueError, match=f"--head_dtype float32: .*{words}"):
-        rollout.Engine("m", None, world, EngineSettings(64, head_dtype="float32"))
-    rollout.Engine("m", None, world, EngineSettings(64))
+        engine_on_cuda(rollout, llm, monkeypatch, head_dtype="float32")
+    engine_on_cuda(rollout, llm, monkeypatch)
 
 
 def test_the_options_are_plain_values(policy):
@@ -193,11 +188,11 @@ def rollout() -> ModuleType:
     return rollout
 
 
-def engine_on_cuda(rollout: ModuleType, llm: RecordedLLM, monkeypatch: pytest.MonkeyPatch) -> object:
+def engine_on_cuda(rollout: ModuleType, llm: object, monkeypatch: pytest.MonkeyPatch, **settings: object) -> object:
     """The real `Engine` around the stand-in."""
     monkeypatch.setattr(rollout, "LLM", lambda **options: llm)
     world = World(rank=0, size=1, tp_size=1, device=torch.device("cuda", 0))
-    return rollout.Engine("m", None, world, EngineSettings(64, gpu_memory_utilization=0.4, enforce_eager=False))
+    return rollout.Engine("m", None, world, EngineSettings(64, **settings))
 
 
 def change(engine: object) -> None:
@@ -221,6 +216,9 @@ def test_weights_get_their_memory_back_before_the_transfer_and_the_cache_after_i
     assert llm.weights == {"name": torch.ones(1)}
     with pytest.raises(GoesOn, match="goes on to sample"):
         engine.sample([], None, (1,))
+    monkeypatch.setattr(llm, "wake_up", lambda tags: False)
+    with pytest.raises(AssertionError, match="wait for ever"):  # vLLM only warns where a tag does not sleep
+        change(engine)
 
 
 @pytest.mark.parametrize("call", CHANGES)
@@ -246,15 +244,6 @@ def test_segments_of_memory_may_expand_when_the_graphs_are_captured_and_not_befo
     world = World(rank=0, size=1, tp_size=1, device=torch.device("cuda", 0))
     rollout.Engine("m", None, world, EngineSettings(64, gpu_memory_utilization=0.4, enforce_eager=False))
     assert order == ["captured", "expandable True"]
-
-
-def test_an_engine_that_stays_asleep_is_noticed(rollout, monkeypatch):
-    """vLLM only warns when a tag does not sleep, and requests then wait for ever."""
-    llm = RecordedLLM()
-    monkeypatch.setattr(llm, "wake_up", lambda tags: False)
-    engine = engine_on_cuda(rollout, llm, monkeypatch)
-    with pytest.raises(AssertionError, match="wait for ever"):
-        change(engine)
 
 
 @pytest.mark.parametrize(
@@ -296,53 +285,35 @@ def gpu_of(free: int, total: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 # Signatures -----------------------------------------------------------------------------------------------------------
 
-# What our code calls -> where it is defined. All that rollout.py calls of vLLM, what only CUDA runs of torch, and names
-# that the libraries keep to themselves.
-LAYERS = "vllm/model_executor/layers"
+# What our code calls -> where it is defined: what only CUDA runs. The rest is run by the tests on CPU, by the same
+# versions.
 CALLS = {
     "self.llm.sleep": ["vllm/entrypoints/llm.py:LLM.sleep"],
     "self.llm.wake_up": ["vllm/entrypoints/llm.py:LLM.wake_up"],
-    "self.llm.reset_prefix_cache": ["vllm/entrypoints/llm.py:LLM.reset_prefix_cache"],
-    "self.llm.collective_rpc": ["vllm/entrypoints/llm.py:LLM.collective_rpc"],
-    "self.llm.apply_model": ["vllm/entrypoints/llm.py:LLM.apply_model"],
-    "self.llm.enqueue": ["vllm/entrypoints/llm.py:LLM.enqueue"],
-    "llm_engine.has_unfinished_requests": ["vllm/v1/engine/llm_engine.py:LLMEngine.has_unfinished_requests"],
-    "llm_engine.step": ["vllm/v1/engine/llm_engine.py:LLMEngine.step"],
-    "engine_core.shutdown": ["vllm/v1/engine/core_client.py:InprocClient.shutdown"],
     "engine_core.reset_encoder_cache": [
         "vllm/v1/engine/core_client.py:InprocClient.reset_encoder_cache",
         "vllm/v1/worker/gpu_worker.py:Worker.reset_encoder_cache",
         "vllm/v1/worker/gpu/model_runner.py:GPUModelRunner.reset_encoder_cache",
     ],
-    "destroy_model_parallel": ["vllm/distributed/parallel_state.py:destroy_model_parallel"],
-    "destroy_distributed_environment": ["vllm/distributed/parallel_state.py:destroy_distributed_environment"],
-    "_name_by_vllm": ["vllm/distributed/device_communicators/cpu_communicator.py:_CPUSHMDistributed.make_group_name"],
-    "quant_method.process_weights_after_loading": [
-        f"{LAYERS}/vocab_parallel_embedding.py:UnquantizedEmbeddingMethod.process_weights_after_loading"
-    ],
     "varlen_attn": ["torch/nn/attention/varlen.py:varlen_attn"],
-    "dist.all_gather_single": ["torch/distributed/distributed_c10d.py:all_gather_single"],
     "pin_memory": ["torch/cuda/_pin_memory_utils.py:pin_memory"],
+    "activate_flash_attention_impl": ["torch/nn/attention/_registry.py:activate_flash_attention_impl"],
     "torch.cuda.empty_cache": ["torch/cuda/memory.py:empty_cache"],
     "torch.cuda.mem_get_info": ["torch/cuda/memory.py:mem_get_info"],
     "torch.cuda.memory_stats": ["torch/cuda/memory.py:memory_stats"],
     "torch.cuda.reset_peak_memory_stats": ["torch/cuda/memory.py:reset_peak_memory_stats"],
-    "torch.cuda.host_memory_stats": ["torch/cuda/memory.py:host_memory_stats"],
     "torch.cuda.init": ["torch/cuda/__init__.py:init"],
     "torch.cuda.get_device_capability": ["torch/cuda/__init__.py:get_device_capability"],
-    "activate_flash_attention_impl": ["torch/nn/attention/_registry.py:activate_flash_attention_impl"],
     "torch.cuda.synchronize": ["torch/cuda/__init__.py:synchronize"],
     "torch.cuda.set_device": ["torch/cuda/__init__.py:set_device"],
     "torch.cuda.device_count": ["torch/cuda/__init__.py:device_count"],
     "torch.cuda.get_device_name": ["torch/cuda/__init__.py:get_device_name"],
-    "tree_iter": ["torch/utils/_pytree.py:tree_iter"],
 }
-REMOTE = {  # method of `collective_rpc` -> the runners of CUDA (V2, V1) and CPU, which take its keywords
-    "reload_weights": [
-        "vllm/v1/worker/gpu/model_runner.py:GPUModelRunner.reload_weights",
-        "vllm/v1/worker/gpu_model_runner.py:GPUModelRunner.reload_weights",
-    ]
-}
+RELOAD = [  # the worker of CUDA and its runners (V2, V1), which take the keywords of `collective_rpc`
+    "vllm/v1/worker/gpu_worker.py:Worker.reload_weights",
+    "vllm/v1/worker/gpu/model_runner.py:GPUModelRunner.reload_weights",
+    "vllm/v1/worker/gpu_model_runner.py:GPUModelRunner.reload_weights",
+]
 ROOMS = ("", "generation", "grading", "guards", "inputs", "model", "planner")
 TREES = {path: ast.parse(path.read_text()) for room in ROOMS for path in (ROOT / room).glob("*.py")}
 LIBRARIES = ("torch", "vllm", "transformers", "peft")
@@ -359,11 +330,8 @@ CALLED = [(f".{ast.unparse(node.func)}", where, node) for where, node in nodes()
 
 def calls(name: str) -> list[tuple[str, ast.Call]]:
     """(file:line, call) of each call in the program whose function is written so; one with a dot, at its end."""
-    return [
-        (where, node)
-        for written, where, node in CALLED
-        if written == f".{name}" or ("." in name and written.endswith(f".{name}"))
-    ]
+    is_it = [written == f".{name}" or ("." in name and written.endswith(f".{name}")) for written, _, _ in CALLED]
+    return [(where, node) for (_, where, node), chosen in zip(CALLED, is_it, strict=True) if chosen]
 
 
 @functools.cache
@@ -381,17 +349,14 @@ def signature(place: str) -> inspect.Signature:
         (body,) = (node.body for node in body if isinstance(node, ast.ClassDef) and node.name == owner)
     (function,) = (node for node in body if isinstance(node, ast.FunctionDef) and node.name == last)
     is_static = any(ast.unparse(decorator) == "staticmethod" for decorator in function.decorator_list)
-    given, kinds = function.args, inspect.Parameter
-    plain = [*given.posonlyargs, *given.args]
-    has_default = [False] * (len(plain) - len(given.defaults)) + [True] * len(given.defaults)
-    found = [kinds(x.arg, kinds.POSITIONAL_OR_KEYWORD, default=None if known else kinds.empty)
-             for x, known in zip(plain, has_default, strict=True)]  # fmt: skip
-    found = found[bool(owners and not is_static) :]
-    found += [kinds(given.vararg.arg, kinds.VAR_POSITIONAL)] if given.vararg else []
-    found += [kinds(x.arg, kinds.KEYWORD_ONLY, default=kinds.empty if default is None else None)
-              for x, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)]  # fmt: skip
-    found += [kinds(given.kwarg.arg, kinds.VAR_KEYWORD)] if given.kwarg else []
-    return inspect.Signature(found)
+    given = function.args
+    for each in (*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg):
+        if each:
+            each.annotation = None
+    given.defaults = [ast.Constant(None) for _ in given.defaults]
+    given.kw_defaults = [default and ast.Constant(None) for default in given.kw_defaults]
+    found = list(inspect.signature(eval(f"lambda {ast.unparse(given)}: None")).parameters.values())
+    return inspect.Signature(found[bool(owners and not is_static) :])
 
 
 def bind(place: str, where: str, num_positional: int, keywords: list[str]) -> None:
@@ -414,10 +379,18 @@ def test_what_we_call_takes_what_we_give(name):
 
 def test_what_the_workers_are_told_to_call_takes_what_we_give():
     for where, call in calls("self.llm.collective_rpc"):
+        assert call.args[0].value == "reload_weights"
         (kwargs,) = (keyword.value for keyword in call.keywords if keyword.arg == "kwargs")
-        for place in REMOTE[call.args[0].value]:
+        for place in RELOAD:
             bind(place, where, 0, [key.value for key in kwargs.keys])
-        bind("vllm/v1/worker/gpu_worker.py:Worker.reload_weights", where, 0, [key.value for key in kwargs.keys])
+
+
+PRIVATE = {
+    "torch._C", "torch._C._accelerator_setAllocatorSettings", "torch._dynamo", "torch._dynamo.config",
+    "torch._dynamo.config.disable", "torch.cpu._is_amx_tile_supported", "torch.cuda._pin_memory_utils.pin_memory",
+    "torch.distributed.distributed_c10d._set_pg_timeout", "torch.utils._pytree.tree_iter",
+    "vllm.distributed.device_communicators.cpu_communicator._CPUSHMDistributed",
+}  # fmt: skip
 
 
 def test_names_that_the_libraries_keep_to_themselves_are_known():
@@ -430,19 +403,7 @@ def test_names_that_the_libraries_keep_to_themselves_are_known():
             found |= {alias.name for alias in node.names if alias.name.partition(".")[0] in LIBRARIES}
         elif isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch."):
             found.add(ast.unparse(node))
-    private = {name for name in found if "._" in name and "__" not in name}
-    assert private == {
-        "torch._C",
-        "torch._C._accelerator_setAllocatorSettings",
-        "torch._dynamo",
-        "torch._dynamo.config",
-        "torch._dynamo.config.disable",
-        "torch.cpu._is_amx_tile_supported",
-        "torch.cuda._pin_memory_utils.pin_memory",
-        "torch.distributed.distributed_c10d._set_pg_timeout",
-        "torch.utils._pytree.tree_iter",
-        "vllm.distributed.device_communicators.cpu_communicator._CPUSHMDistributed",
-    }
+    assert {name for name in found if "._" in name and "__" not in name} == PRIVATE
 
 
 # Sleep of level 2 -----------------------------------------------------------------------------------------------------

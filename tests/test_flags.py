@@ -9,14 +9,8 @@ from inputs.command_line import parse_flags
 
 
 def test_the_documented_qwq_batch_is_2560_completions_and_4_updates_a_step():
-    args = flags(
-        prompts_per_step=512,
-        group_size=5,
-        prompts_per_update=128,
-        epochs=15,
-        total_steps=None,
-        micro_batch_tokens=16384,
-    )
+    batch = {"prompts_per_step": 512, "group_size": 5, "prompts_per_update": 128, "micro_batch_tokens": 16384}
+    args = flags(epochs=15, total_steps=None, **batch)
     check_flags(args, num_ranks=8)
     plan = make_plan(args, num_rows=12_000)
     assert (plan.completions_per_step, plan.updates_per_step, plan.steps_per_epoch) == (2560, 4, 23)
@@ -26,36 +20,30 @@ def test_the_documented_qwq_batch_is_2560_completions_and_4_updates_a_step():
     assert (plan.updates_per_pass, plan.updates_per_step, plan.total_steps, plan.total_updates) == (4, 8, 345, 2760)
 
 
-def test_a_kept_last_step_reaches_into_the_next_epoch():
-    args = flags(prompts_per_step=1024, epochs=12, total_steps=None)
-    args.keep_last = True
+def test_the_length_of_a_run_is_given_in_epochs_or_in_episodes_rounded_down_to_whole_steps():
+    args = flags(prompts_per_step=1024, epochs=12, total_steps=None, keep_last=True)
     plan = make_plan(args, num_rows=8_532)
     assert plan.steps_per_epoch == 8532 / 1024
-    assert plan.total_steps == 100, "12 epochs are 99.98 steps"
+    assert plan.total_steps == 100, "12 epochs are 99.98 steps: the last one reaches into the next epoch"
     args.keep_last = False
     assert make_plan(args, num_rows=8_532).total_steps == 96
-
-
-def test_episodes_are_completions_rounded_down_to_whole_steps():
     args = flags(prompts_per_step=14, group_size=16, prompts_per_update=7, total_episodes=10_000_000, total_steps=None)
     assert make_plan(args, num_rows=1000).total_steps == 44_642
-
-
-def test_too_few_rows_for_one_step_are_refused():
     with pytest.raises(ValueError, match="31 usable rows, fewer than --prompts_per_step 32"):
         make_plan(flags(), num_rows=31)
 
 
-def rates(learning_rate: float, schedule: str, warmup: float, total_steps: int) -> list[float]:
-    args = flags(learning_rate=learning_rate, lr_schedule=schedule, warmup_ratio=warmup, total_steps=total_steps)
-    plan = make_plan(args, num_rows=32)
-    return [plan.rate(u) for u in range(total_steps)]
-
-
-def test_the_schedule_warms_up_to_the_peak_and_falls_without_a_wasted_update():
-    assert rates(1.0, "linear", 1 / 3, 6) == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5, 0.25])
-    assert rates(2.0, "cosine", 0.0, 4) == pytest.approx([2.0, 1.7071, 1.0, 0.2929], abs=1e-4)
-    assert set(rates(3.0, "constant", 0.0, 4)) == {3.0}
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"learning_rate": 1.0, "lr_schedule": "linear", "warmup_ratio": 1 / 3}, [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]),
+        ({"learning_rate": 2.0, "lr_schedule": "cosine"}, [2.0, 1.7071068, 1.0, 0.2928932]),
+        ({"learning_rate": 3.0, "lr_schedule": "constant"}, [3.0] * 4),
+    ],
+)
+def test_the_schedule_warms_up_to_the_peak_and_falls_without_a_wasted_update(changes, expected):
+    plan = make_plan(flags(total_steps=len(expected), **changes), num_rows=32)
+    assert [plan.rate(u) for u in range(len(expected))] == pytest.approx(expected)
 
 
 def test_an_update_knows_its_place_in_the_run():
@@ -68,19 +56,18 @@ def test_an_update_knows_its_place_in_the_run():
     assert {(each.seed, each.max_grad_norm) for each in found} == {(7, 1.0)}
 
 
+FREE = """
+    out_dir eval_every eval_before_training save_every keep_checkpoints keep_best timeout_minutes
+    max_skipped_updates stop_after micro_batch_tokens share_prompts shard_ranks gradient_checkpointing
+    gpu_memory_utilization enforce_eager offload offload_reference communicate_once tensor_parallel_size
+    reward_workers reward_in_flight max_kl max_rollout_gap grace_seconds stall_seconds keep_rollouts quiet
+    track engine generation_gpus server_urls dry_run json plan_gpus plan_nodes plan_gpu
+    plan_host_memory_gib plan_rows plan_flops_share plan_prompt_tokens plan_completion_tokens
+"""
+
+
 def test_what_may_change_when_a_run_continues():
-    free = {
-        "out_dir", "eval_every", "eval_before_training", "save_every", "keep_checkpoints",
-        "keep_best", "timeout_minutes", "max_skipped_updates", "stop_after", "micro_batch_tokens",
-        "share_prompts", "shard_ranks", "gradient_checkpointing", "gpu_memory_utilization", "enforce_eager",
-        "offload", "offload_reference", "communicate_once",
-        "tensor_parallel_size", "reward_workers", "reward_in_flight",
-        "max_kl", "max_rollout_gap",
-        "grace_seconds", "stall_seconds", "keep_rollouts", "quiet", "track",
-        "engine", "generation_gpus", "server_urls",
-        "dry_run", "json", "plan_gpus", "plan_nodes", "plan_gpu", "plan_host_memory_gib", "plan_rows",
-        "plan_flops_share", "plan_prompt_tokens", "plan_completion_tokens",
-    }  # fmt: skip
+    free = set(FREE.split())
     length = {"total_steps", "epochs", "total_episodes"}
     assert free_on_resume(flags()) == free | length
     assert free_on_resume(flags(lr_schedule="cosine")) == free_on_resume(flags(warmup_ratio=0.1)) == free

@@ -26,21 +26,21 @@ WITH_LORA = SimpleNamespace(flops_per_token=100, parity_length=10.0, has_adapter
 
 def test_rollout_metrics_count_groups_lengths_and_truncation():
     rewards, is_correct = [1, 1, 0.1, 0, 1, 0], [True, True, False, False, True, False]
-    rollout = replace(
-        make_rollout([2, 4, 6, 8, 10, 12]),
-        grades=[make_grade(*pair) for pair in zip(rewards, is_correct, strict=True)],
-        is_truncated_B=np.array([0, 0, 0, 0, 0, 1], dtype=bool),
-    )
-    metrics = rollout_metrics(rollout, group_size=2)
-    assert metrics["reward/mean"] == pytest.approx(3.1 / 6)
-    assert metrics["reward/frac_groups_all_right"] == pytest.approx(1 / 3)
-    assert metrics["reward/frac_groups_all_wrong"] == pytest.approx(1 / 3)
-    assert metrics["reward/frac_groups_with_signal"] == pytest.approx(2 / 3), "rewards decide, not correctness"
-    assert metrics["completion/tokens_mean"] == 7
-    assert metrics["completion/tokens_max"] == 12
-    assert metrics["completion/tokens_right_mean"] == pytest.approx(16 / 3)
-    assert metrics["completion/tokens_wrong_mean"] == pytest.approx(26 / 3)
-    assert metrics["completion/frac_truncated"] == pytest.approx(1 / 6)
+    grades = [make_grade(*pair) for pair in zip(rewards, is_correct, strict=True)]
+    rollout = make_rollout([2, 4, 6, 8, 10, 12])
+    metrics = rollout_metrics(replace(rollout, grades=grades, is_truncated_B=np.arange(6) == 5), group_size=2)
+    expected = {
+        "reward/mean": 3.1 / 6,
+        "reward/frac_groups_all_right": 1 / 3,
+        "reward/frac_groups_all_wrong": 1 / 3,
+        "reward/frac_groups_with_signal": 2 / 3,  # rewards decide, not correctness
+        "completion/tokens_mean": 7,
+        "completion/tokens_max": 12,
+        "completion/tokens_right_mean": 16 / 3,
+        "completion/tokens_wrong_mean": 26 / 3,
+        "completion/frac_truncated": 1 / 6,
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
     assert all(type(value) is float for value in metrics.values()), "JSON knows no numpy"
 
 
@@ -58,20 +58,19 @@ def test_the_standard_error_knows_that_completions_of_a_prompt_are_alike():
 
 
 def test_what_could_not_be_graded_is_counted_and_each_part_of_a_sum_has_its_mean():
+    def found(grades: list[Grade]) -> dict[str, float]:
+        return rollout_metrics(replace(make_rollout([1] * 4), grades=grades), group_size=2)
+
     parts = {"math": 1.0, "format": 1.0}
     grades = [Grade(0.0, "timeout"), Grade(0.0, "error: no"), Grade(0.0, "truncated"), Grade(1.5, "ok", parts)]
-    found = rollout_metrics(replace(make_rollout([1] * 4), grades=grades), group_size=2)
     expected = {"reward/timeouts": 1, "reward/errors": 1, "reward/part/math": 0.25, "reward/part/format": 0.25}
-    assert expected.items() <= found.items()
-    one_part = replace(make_rollout([1] * 4), grades=[Grade(1.0, "ok", {"math": 1.0})] * 4)
-    assert "reward/part/math" not in rollout_metrics(one_part, group_size=2), "one part is the reward itself"
-
-
-def test_the_metric_of_a_part_has_the_name_of_its_file_without_the_folder_if_that_is_enough():
+    assert expected.items() <= found(grades).items()
+    assert "reward/part/math" not in found([Grade(1.0, "ok", {"math": 1.0})] * 4), "one part is the reward itself"
+    # A part has the name of its file, without the folder if that is enough.
     parts = {"/a/x.py:f": 1.0, "/a/x.py:f/n": 2.0, "/b/x.py:f": 3.0, "/b/x.py:f/m": 4.0, "math": 5.0}
-    found = rollout_metrics(replace(make_rollout([1] * 4), grades=[Grade(1.0, "ok", parts)] * 4), group_size=2)
-    found = {name.removeprefix("reward/part/"): value for name, value in found.items() if "/part/" in name}
-    assert found == {"/a/x.py:f": 1.0, "x.py:f/n": 2.0, "/b/x.py:f": 3.0, "x.py:f/m": 4.0, "math": 5.0}
+    shown = {name: value for name, value in found([Grade(1.0, "ok", parts)] * 4).items() if "/part/" in name}
+    wanted = {"/a/x.py:f": 1.0, "x.py:f/n": 2.0, "/b/x.py:f": 3.0, "x.py:f/m": 4.0, "math": 5.0}
+    assert shown == {f"reward/part/{name}": value for name, value in wanted.items()}
 
 
 def test_a_step_of_several_updates_is_merged_by_what_the_number_means():
@@ -82,80 +81,54 @@ def test_a_step_of_several_updates_is_merged_by_what_the_number_means():
     assert merge_updates([]) == {}, "step 0 has none"
 
 
-def batch(indices: list[int], old: bool, ref: bool) -> Batch:
-    known = torch.zeros(1)
-    return replace(pack(ROLLOUT, indices), old_logprobs_N=known if old else None, ref_logprobs_N=known if ref else None)
-
-
 def test_the_work_of_a_step_counts_prompts_for_the_trainer_and_what_was_thrown_away_for_the_sampler():
-    first = Update([batch([0, 1], old=False, ref=True)], num_tokens=8, num_prompts=2)
-    second = Update([batch([2], old=True, ref=True), batch([3], old=True, ref=True)], num_tokens=12, num_prompts=2)
-    sampled = make_rollout([6, 2, 8, 4, 10], group_size=1)
-    work = work_of_step(sampled, ROLLOUT, [first, second], POLICY, 2, share_prompts=False)
-    costs = 32 + (81 + 25 + 121 + 49) / 10
+    def batch(indices: list[int], **known: torch.Tensor) -> Batch:
+        return replace(pack(ROLLOUT, indices), ref_logprobs_N=torch.zeros(1), **known)
+
+    old = {"old_logprobs_N": torch.zeros(1)}
+    updates = [Update([batch([0, 1])], 8, 2), Update([batch([2], **old), batch([3], **old)], 12, 2)]
+    sampled, costs = make_rollout([6, 2, 8, 4, 10], group_size=1), 32 + (81 + 25 + 121 + 49) / 10
+    work = work_of_step(sampled, ROLLOUT, updates, POLICY, 2, share_prompts=False)
     assert (work.sampled_tokens, work.completion_tokens, work.update_tokens) == (30, 20, 32 * 2)
     assert work.logprobs_tokens == 14 * 1 + 18 * 2
     assert work.update_flops == pytest.approx(3 * 100 * costs * 2)
     assert work.shared_frac is None
-    frozen = work_of_step(sampled, ROLLOUT, [first, second], WITH_LORA, 2, share_prompts=True)
+    frozen = work_of_step(sampled, ROLLOUT, updates, WITH_LORA, 2, share_prompts=True)
     assert frozen.update_flops == pytest.approx(2 * 100 * costs * 2)
     assert frozen.shared_frac == 0.0, "nothing was packed together, and the log says so"
-
-
-def test_positions_that_are_shared_count_as_tokens_and_not_as_flops():
-    update = Update([pack(ROLLOUT, [0, 1, 2, 3], group_size=2)], num_tokens=20, num_prompts=2)
-    work = work_of_step(ROLLOUT, ROLLOUT, [update], POLICY, 1, share_prompts=True)  # 2 x 3 of the prompts' 4 tokens
-    assert work.shared_frac == pytest.approx(6 / 32)
-    assert work.update_tokens == 32
+    # Positions that are shared count as tokens and not as FLOPs: 2 x 3 of the prompts' 4 tokens.
+    together = [Update([pack(ROLLOUT, [0, 1, 2, 3], group_size=2)], num_tokens=20, num_prompts=2)]
+    work = work_of_step(ROLLOUT, ROLLOUT, together, POLICY, 1, share_prompts=True)
+    assert (work.shared_frac, work.update_tokens) == (pytest.approx(6 / 32), 32)
     assert work.update_flops == pytest.approx(3 * 100 * (26 + (81 + 25 + 121 + 49 - 2 * 3**2) / 10))
 
 
-TIMES = {
-    "time/sample_s": 4.0,
-    "time/logprobs_s": 2.0,
-    "time/update_s": 5.0,
-    "time/step_s": 20.0,
-    "perf/update_idle_frac": 0.1,
-}
-SECONDS = [np.array([3.0, 2.0]), np.array([0.5, 1.0])]  # two rounds of two engines
-
-
-def test_rates_and_waiting_are_those_of_the_step():
-    assert throughput(Work(24, 20, 50, 64, 6e13, shared_frac=0.25), SECONDS, TIMES, WORLD) == pytest.approx(
-        {
-            "time/rollout_tail_s": 1.5,
-            "perf/idle_frac": (0.5 + 0.25 + 0.1 * 5) / 20,
-            "perf/tokens_per_s": 20 / 20,
-            "perf/sample_tokens_per_s_per_gpu": 24 / 4 / 2,
-            "perf/logprobs_tokens_per_s_per_gpu": 50 / 2 / 2,
-            "perf/update_tokens_per_s_per_gpu": 64 / 5 / 2,
-            "perf/update_tflops_per_gpu": 60 / 5 / 2,
-            "perf/shared_frac": 0.25,
-        }
-    )
-
-
-def test_what_a_step_did_not_do_has_no_rate():
-    times = {name: value for name, value in TIMES.items() if name != "time/logprobs_s"}
-    found = throughput(Work(20, 20, 0, 64, 1.0, shared_frac=None), SECONDS, times, WORLD)
-    assert not {"perf/logprobs_tokens_per_s_per_gpu", "perf/shared_frac", "perf/update_mfu"} & found.keys()
+def test_rates_and_waiting_are_those_of_the_step_and_what_it_did_not_do_has_no_rate():
+    seconds = [np.array([3.0, 2.0]), np.array([0.5, 1.0])]  # two rounds of two engines
+    times = {"time/sample_s": 4.0, "time/update_s": 5.0, "time/step_s": 20.0, "perf/update_idle_frac": 0.1}
+    always = {
+        "time/rollout_tail_s": 1.5,
+        "perf/idle_frac": (0.5 + 0.25 + 0.1 * 5) / 20,
+        "perf/tokens_per_s": 20 / 20,
+        "perf/sample_tokens_per_s_per_gpu": 24 / 4 / 2,
+        "perf/update_tokens_per_s_per_gpu": 64 / 5 / 2,
+        "perf/update_tflops_per_gpu": 60 / 5 / 2,
+    }
+    assert throughput(Work(24, 20, 0, 64, 6e13, shared_frac=None), seconds, times, WORLD) == pytest.approx(always)
+    work, times = Work(24, 20, 50, 64, 6e13, shared_frac=0.25), times | {"time/logprobs_s": 2.0}
+    sometimes = {"perf/logprobs_tokens_per_s_per_gpu": 50 / 2 / 2, "perf/shared_frac": 0.25}
+    assert throughput(work, seconds, times, WORLD) == pytest.approx(always | sometimes)
 
 
 def test_the_flops_of_an_update_are_those_of_the_planner(untied_policy):
     policy = load_policy(str(untied_policy), torch.float32)
     shape = shape_of(policy.model.config, "test")
     lengths = np.array([12, 40, 100])
-    cost = training_costs(lengths, policy.parity_length).sum()
-    assert update_flops(policy, cost) == pytest.approx(
-        3 * sum(forward_flops(shape, length, length) for length in lengths.tolist())
-    )
-    assert update_flops(WITH_LORA, 10.0) == pytest.approx(2 / 3 * update_flops(POLICY, 10.0))
+    found = update_flops(policy, training_costs(lengths, policy.parity_length).sum())
+    assert found == pytest.approx(3 * sum(forward_flops(shape, length, length) for length in lengths.tolist()))
 
 
 def test_the_peak_is_that_of_the_gpu_or_unknown():
-    assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
-    assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
-    assert peak_flops("NVIDIA GeForce RTX 4090") == 165e12
-    assert peak_flops("NVIDIA GeForce RTX 4090 D") is None
-    assert peak_flops("NVIDIA H100 PCIe") is None
-    assert peak_flops("") is None
+    known = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA GeForce RTX 4090": 165e12}
+    wanted = known | dict.fromkeys(["NVIDIA GeForce RTX 4090 D", "NVIDIA H100 PCIe", ""])
+    assert {name: peak_flops(name) for name in wanted} == wanted

@@ -21,10 +21,9 @@ from update import add_advantages, pack_updates
 RIGHT, WRONG, MIXED = [1, 1], [0, 0], [0, 1]
 
 
-def draws(prompts_per_step: int, **changes: object) -> Draws:
-    return take(
-        Draws, flags(prompts_per_step=prompts_per_step, prompts_per_update=prompts_per_step, group_size=2, **changes)
-    )
+def draws(prompts: int, dynamic_sampling: str = "correct") -> Draws:
+    changes = {"prompts_per_step": prompts, "prompts_per_update": prompts, "dynamic_sampling": dynamic_sampling}
+    return take(Draws, flags(group_size=2, **changes))
 
 
 def groups(*verdicts: list[int], first_row: int = 0, rewards: list[list[float]] | None = None) -> Rollout:
@@ -43,16 +42,14 @@ def rows_of(rollout: Rollout) -> list[int]:
 
 
 def test_without_dynamic_sampling_one_round_is_the_step():
-    assert prompts_to_sample([], draws(3)) == 3
-    sampled = groups(RIGHT, WRONG, WRONG)
-    assert prompts_to_sample([sampled], draws(3)) == 0
-    indices_B, metrics = choose_groups(sampled, 1, draws(3))
-    assert indices_B.tolist() == [0, 1, 2, 3, 4, 5]
-    assert metrics == {}
+    of_step, sampled = draws(3, "off"), groups(RIGHT, WRONG, WRONG)
+    assert (prompts_to_sample([], of_step), prompts_to_sample([sampled], of_step)) == (3, 0)
+    indices_B, metrics = choose_groups(sampled, 1, of_step)
+    assert (indices_B.tolist(), metrics) == ([0, 1, 2, 3, 4, 5], {})
 
 
 def test_groups_without_signal_are_replaced_by_later_ones():
-    of_step = draws(3, dynamic_sampling="correct")
+    of_step = draws(3)
     rounds = [groups(RIGHT, MIXED, WRONG)]
     assert prompts_to_sample(rounds, of_step) == 3, "2 missing at one good group in three: 6 expected, at most P"
     rounds.append(groups(MIXED, WRONG, MIXED, first_row=3))
@@ -62,7 +59,6 @@ def test_groups_without_signal_are_replaced_by_later_ones():
     trained = sampled.take(indices_B)
     assert rows_of(sampled) == [0, 1, 2, 3, 4, 5]
     assert rows_of(trained) == [1, 3, 5]
-    assert trained.completion_lengths_B.tolist() == [11, 12, 31, 32, 51, 52]
     assert trained.is_correct_B.tolist() == [False, True] * 3
     assert [grade.reward for grade in trained.grades] == [0, 1] * 3
     assert all(trained.rows[b] is sampled.rows[i] for b, i in enumerate([2, 3, 6, 7, 10, 11]))
@@ -70,43 +66,40 @@ def test_groups_without_signal_are_replaced_by_later_ones():
         "sampling/rounds": 2, "sampling/prompts": 6, "sampling/groups_without_signal": 3, "sampling/groups_unused": 0,
         "sampling/groups_filled": 0,
     }  # fmt: skip
-
-
-def test_a_round_asks_for_what_is_expected_to_fill_the_gap():
-    of_step = draws(8, dynamic_sampling="correct")
-    assert prompts_to_sample([groups(*[MIXED] * 6, WRONG, WRONG)], of_step) == 3, "2 missing / 0.75, rounded up"
-    assert prompts_to_sample([groups(*[WRONG] * 8)], of_step) == 8
+    assert prompts_to_sample([groups(*[MIXED] * 6, WRONG, WRONG)], draws(8)) == 3, "2 missing / 0.75, rounded up"
+    assert prompts_to_sample([groups(*[WRONG] * 8)], draws(8)) == 8
 
 
 def test_surplus_groups_are_not_used_and_counted():
     sampled = Rollout.concatenate([groups(MIXED, WRONG), groups(MIXED, MIXED, first_row=2)])
-    indices_B, metrics = choose_groups(sampled, 2, draws(2, dynamic_sampling="correct"))
+    indices_B, metrics = choose_groups(sampled, 2, draws(2))
     assert rows_of(sampled.take(indices_B)) == [0, 2]
     assert metrics["sampling/groups_unused"] == 1
 
 
 def test_at_the_bound_groups_without_signal_fill_the_step(monkeypatch):
     monkeypatch.setattr("sampling.MOST_ROUNDS", 2)
-    of_step = draws(3, dynamic_sampling="correct")
     rounds = [groups(WRONG, WRONG, MIXED), groups(RIGHT, RIGHT, WRONG, first_row=3)]
-    assert prompts_to_sample(rounds, of_step) == 0
+    assert prompts_to_sample(rounds, draws(3)) == 0
     sampled = Rollout.concatenate(rounds)
-    indices_B, metrics = choose_groups(sampled, 2, of_step)
-    trained = sampled.take(indices_B)
-    assert rows_of(trained) == [0, 1, 2], "the first ones that were put aside, in the order of sampling"
+    indices_B, metrics = choose_groups(sampled, 2, draws(3))
+    assert rows_of(sampled.take(indices_B)) == [0, 1, 2], "the first ones that were put aside, in their order"
     assert metrics["sampling/groups_filled"] == 2
 
 
 @pytest.mark.parametrize(("by", "expected"), [("correct", [False, True]), ("reward", [True, False])])
 def test_signal_is_in_the_verdicts_or_in_the_rewards(by, expected):
     shaped = groups(WRONG, MIXED, rewards=[[0.0, -0.5], [0.3, 0.3]])
-    assert has_signal_P(shaped, draws(2, dynamic_sampling=by)).tolist() == expected
+    assert has_signal_P(shaped, draws(2, by)).tolist() == expected
 
 
-def rows_for(count: int) -> PromptData:
-    """Prompts of four tokens, in the order of their rows."""
-    rows, indices = [make_row([i] * 4) for i in range(count)], np.arange(count)
-    return SimpleNamespace(rows=rows, indices_of_step=lambda *_: indices, indices_from=lambda *_: indices)
+def data_of(count: int) -> PromptData:
+    """Prompts of four tokens, which are drawn in the order of their rows."""
+    return SimpleNamespace(
+        rows=[make_row([i] * 4) for i in range(count)],
+        indices_of_step=lambda step, prompts, *_: range(prompts),
+        indices_from=lambda first, prompts, _: range(first, first + prompts),
+    )
 
 
 class StubEngine:
@@ -115,12 +108,13 @@ class StubEngine:
     seconds_E = np.ones(1)
 
     def __init__(self, limit: int) -> None:
-        self.limit = limit
+        self.limit, self.seeds = limit, []
 
-    def begin(self, *_: object) -> None:
-        pass
+    def begin(self, rows: list[Row], sampling: Sampling, seed: tuple[int, ...]) -> None:
+        self.seeds.append(seed)
 
     def sample(self, rows: list[Row], sampling: Sampling, seed: tuple, description: str, on_finished) -> Rollout:
+        self.seeds.append(seed)
         full = make_rollout([min(b + 1, self.limit) for b in range(len(rows) * sampling.num_samples)])
         is_truncated_B = np.arange(len(full.rows)) + 1 > self.limit
         of_completions = [row for row in rows for _ in range(sampling.num_samples)]
@@ -153,10 +147,9 @@ def sampler_over(data: PromptData, args: argparse.Namespace, divisor: int = 2) -
 @pytest.mark.parametrize("dynamic_sampling", ["off", "correct"])
 @pytest.mark.parametrize(("truncated", "left_out"), [("mask", {3, 4, 5}), ("score", set()), ("zero", set())])
 def test_exactly_the_truncated_completions_are_left_out_of_the_loss_by_mask(truncated, left_out, dynamic_sampling):
-    args = flags(
-        prompts_per_step=3, group_size=2, truncated=truncated, dynamic_sampling=dynamic_sampling, advantage="dr_grpo"
-    )
-    rollout, metrics = sampler_over(rows_for(3), args).collect(step=1)
+    changes = {"truncated": truncated, "dynamic_sampling": dynamic_sampling, "advantage": "dr_grpo"}
+    args = flags(prompts_per_step=3, group_size=2, **changes)
+    rollout, metrics = sampler_over(data_of(3), args).collect(step=1)
     assert rollout.is_truncated_B.tolist() == [False] * 3 + [True] * 3
     lengths = [0 if b in left_out else min(b + 1, 3) for b in range(6)]
     assert rollout.trained_lengths_B.tolist() == lengths
@@ -166,12 +159,8 @@ def test_exactly_the_truncated_completions_are_left_out_of_the_loss_by_mask(trun
     rollout, (update,) = add_advantages(rollout, [update], algorithm)
     assert update.num_tokens == sum(lengths)
     (batch,) = update.batches
-    for x, mask, weights in zip(
-        batch.segments_S,
-        batch.loss_mask_N.split(batch.lengths_S),
-        batch.loss_weights_N.split(batch.lengths_S),
-        strict=True,
-    ):
+    pieces = [values_N.split(batch.lengths_S) for values_N in (batch.loss_mask_N, batch.loss_weights_N)]
+    for x, mask, weights in zip(batch.segments_S, *pieces, strict=True):
         assert int(mask.sum()) == lengths[x.index]
         assert weights[mask].tolist() == pytest.approx([1 / sum(lengths)] * lengths[x.index])
     assert [x[0] for x in rollout.advantages] == [-0.5, 0.5] * 3, "they are compared with the others all the same"
@@ -182,13 +171,11 @@ def test_exactly_the_truncated_completions_are_left_out_of_the_loss_by_mask(trun
 def test_a_run_that_is_continued_uses_every_prompt_once_also_those_that_were_begun_ahead(ahead, stops):
     """The steps draw prompts in a row, and every second group has no signal. Each stop comes amid the step after it."""
     args = flags(prompts_per_step=4, group_size=2, dynamic_sampling="correct", engine="server", steps_ahead=ahead)
-    rows = [make_row([i]) for i in range(100)]
-    data = SimpleNamespace(rows=rows, indices_from=lambda start, count, _: range(start, start + count))
 
     def prompts_of_steps(*lasts: int) -> list[list[int]]:
         used, state = [], {"prompts_drawn": 0}
         for last in lasts:
-            sampler = sampler_over(data, args, divisor=4)
+            sampler = sampler_over(data_of(100), args, divisor=4)
             sampler.restore(state)
             for step in range(len(used) + 1, last + 1):
                 sampler.collect(step)
@@ -203,3 +190,11 @@ def test_a_run_that_is_continued_uses_every_prompt_once_also_those_that_were_beg
     whole = prompts_of_steps(8)
     assert prompts_of_steps(*stops, 8) == whole
     assert sorted(sum(whole, [])) == list(range(sum(map(len, whole)))), "no prompt twice, and none left out"
+
+
+def test_the_seed_of_a_round_is_that_of_the_run_with_its_step_and_number():
+    args = flags(prompts_per_step=4, group_size=2, dynamic_sampling="correct", engine="server", steps_ahead=1, seed=7)
+    sampler = sampler_over(data_of(100), args, divisor=4)
+    sampler.collect(3)
+    sampler.start(3, 8)
+    assert sampler.engine.seeds == [(7, 3, 0, 0), (7, 3, 0, 1), (7, 4, 0, 0)]

@@ -6,7 +6,6 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,18 +16,16 @@ import grpo
 import update
 from batch import Rollout, Update, pack, to_positions
 from flags import Lora, Memory, make_plan, take
-from fsdp_utils import World
 from grpo import Algorithm
 from guards.updates import UpdateGuard
-from helpers import flags, make_grade, make_rollout, unpacked_logprobs
+from helpers import ALONE, RAGGED, flags, make_grade, make_rollout, train_once, unpacked_logprobs
 from inputs.choices import algorithm_of
 from model.lora import add_adapter
 from model.packed import Packing
-from no_waits import NoWaits, run_passes
+from no_waits import NoNumbers, NoWaits, run_passes
 from policy import Policy, load_policy
-from update import add_advantages, compute_advantages, gather_penalties, pack_updates
+from update import add_advantages, compute_advantages, gather_penalties, pack_updates, with_advantages
 
-WORLD = World(rank=0, size=1, tp_size=1, device=torch.device("cpu"))
 REWARDS = [1.0, 0.0, 0.0, 1.0]
 PENALTIES = [np.array(p, dtype=np.float32) for p in ([0.1, 0.2], [0.3], [0.0, 0.1, 0.1], [0.2, 0.4])]
 
@@ -37,102 +34,71 @@ def graded(rewards: list[float] = REWARDS) -> Rollout:
     return replace(make_rollout([2, 1, 3, 2]), grades=[make_grade(reward) for reward in rewards], advantages=None)
 
 
-def advantages_of(args, penalties=None, rollout: Rollout | None = None) -> list[list[float]]:
-    found = compute_advantages(rollout or graded(), penalties, algorithm_of(args))
+def advantages_of(advantage: str, penalties: list[np.ndarray] | None = None, **rollout: object) -> list[list[float]]:
+    args = flags(advantage=advantage, group_size=2)
+    found = compute_advantages(replace(graded(), **rollout), penalties, algorithm_of(args))
     assert [len(x) for x in found] == [2, 1, 3, 2]
     return [x.tolist() for x in found]
 
 
-def test_a_group_advantage_is_the_same_at_every_token_of_a_completion():
-    assert advantages_of(flags(advantage="dr_grpo", group_size=2)) == [
-        [0.5, 0.5],
-        [-0.5],
-        [-0.5, -0.5, -0.5],
-        [0.5, 0.5],
-    ]
+def whitened(values: list[float]) -> list[float]:
+    mean = sum(values) / len(values)
+    std = (sum((x - mean) ** 2 for x in values) / (len(values) - 1)) ** 0.5
+    return [(x - mean) / (std + 1e-6) for x in values]
 
 
-def test_a_kl_penalty_is_taken_off_the_reward_before_groups_are_compared():
-    found = advantages_of(flags(advantage="dr_grpo", group_size=2), PENALTIES)
-    rewards = [1 - 0.3, 0 - 0.3, 0 - 0.2, 1 - 0.6]
-    means = [(rewards[0] + rewards[1]) / 2] * 2 + [(rewards[2] + rewards[3]) / 2] * 2
-    for b in range(4):
-        assert found[b] == pytest.approx([rewards[b] - means[b]] * len(PENALTIES[b]), abs=1e-6)
+def test_an_advantage_of_groups_is_the_same_at_every_token_after_a_kl_penalty_was_taken_off_the_reward():
+    assert advantages_of("dr_grpo") == [[0.5, 0.5], [-0.5], [-0.5, -0.5, -0.5], [0.5, 0.5]]
+    found = advantages_of("dr_grpo", PENALTIES)  # rewards 1 - 0.3, 0 - 0.3, 0 - 0.2 and 1 - 0.6
+    assert sum(found, []) == pytest.approx([0.5] * 2 + [-0.5] + [-0.3] * 3 + [0.3] * 2, abs=1e-6)
 
 
-@pytest.mark.parametrize("has_penalties", [False, True])
-def test_reinforce_plus_plus_standardises_returns_over_all_tokens(has_penalties):
-    found = advantages_of(flags(advantage="reinforce++", group_size=2), PENALTIES if has_penalties else None)
-    returns = []
-    for reward, penalties in zip(REWARDS, PENALTIES, strict=True):
-        for t in range(len(penalties)):
-            returns.append(reward - (sum(penalties[t:]) if has_penalties else 0))
-    mean = sum(returns) / 8
-    std = (sum((x - mean) ** 2 for x in returns) / 7) ** 0.5
-    assert sum(found, []) == pytest.approx([(x - mean) / (std + 1e-6) for x in returns], abs=1e-5)
-
-
-def test_the_baseline_variant_takes_the_group_mean_off_first():
-    rewards = [3.0, 1.0, 0.5, 0.0]
-    found = advantages_of(flags(advantage="reinforce++_baseline", group_size=2), rollout=graded(rewards))
-    centred = [1.0] * 2 + [-1.0] + [0.25] * 3 + [-0.25] * 2
-    mean = sum(centred) / 8
-    std = (sum((x - mean) ** 2 for x in centred) / 7) ** 0.5
-    assert sum(found, []) == pytest.approx([(x - mean) / (std + 1e-6) for x in centred], abs=1e-5)
+def test_reinforce_plus_plus_standardises_returns_over_all_tokens_and_its_variant_takes_the_group_mean_off_first():
+    for penalties in ([np.zeros_like(each) for each in PENALTIES], PENALTIES):
+        pairs = zip(REWARDS, penalties, strict=True)
+        returns = [reward - sum(each[t:]) for reward, each in pairs for t in range(len(each))]
+        found = advantages_of("reinforce++", penalties if penalties is PENALTIES else None)
+        assert sum(found, []) == pytest.approx(whitened(returns), abs=1e-5)
+    found = advantages_of("reinforce++_baseline", grades=graded([3.0, 1.0, 0.5, 0.0]).grades)
+    assert sum(found, []) == pytest.approx(whitened([1.0] * 2 + [-1.0] + [0.25] * 3 + [-0.25] * 2), abs=1e-5)
 
 
 def test_what_is_left_out_of_the_loss_does_not_enter_the_statistics_of_tokens():
-    rollout = replace(graded([1.0, 0.0, 100.0, 0.0]), is_trained_B=np.array([True, True, False, True]))
-    found = advantages_of(flags(advantage="reinforce++", group_size=2), rollout=rollout)
+    is_trained_B = np.array([True, True, False, True])
+    found = advantages_of("reinforce++", grades=graded([1.0, 0.0, 100.0, 0.0]).grades, is_trained_B=is_trained_B)
     assert found[2] == [0, 0, 0]
     assert sum(sum(found, [])) == pytest.approx(0, abs=1e-5)
     assert max(sum(found, [])) < 2
 
 
-@pytest.mark.parametrize(
-    "advantage", ["grpo", "grpo_batch_std", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline"]
-)
+@pytest.mark.parametrize("advantage", [name for name in grpo.ADVANTAGES if name != "none"])
 def test_equal_rewards_give_exactly_no_advantage(advantage):
-    assert set(sum(advantages_of(flags(advantage=advantage, group_size=2), rollout=graded([0.1] * 4)), [])) == {0.0}
+    assert set(sum(advantages_of(advantage, grades=graded([0.1] * 4).grades), [])) == {0.0}
 
 
-def test_penalties_are_the_coefficient_times_the_kl_of_each_completion_token():
-    rollout = replace(graded(), advantages=None)
-    batch = pack(rollout, [2, 0, 1, 3])
-    old, ref = torch.randn(len(batch.labels_N)), torch.randn(len(batch.labels_N))
-    batch = replace(batch, old_logprobs_N=old, ref_logprobs_N=ref)
-    algorithm = algorithm_of(flags(kl_coef=0.5, kl_in="reward", kl_estimator="k1"))
-    assert algorithm.has_penalties
-    found = gather_penalties(rollout, [Update([batch], 8, 2)], algorithm)
-    expected = (0.5 * (old - ref)).split(batch.lengths_S)
-    for place, b in enumerate([2, 0, 1, 3]):
-        assert found[b].tolist() == pytest.approx(expected[place][3:].tolist(), abs=1e-6)
-    assert not algorithm_of(flags(kl_coef=0.5)).has_penalties and not algorithm_of(flags()).has_penalties
-
-
-def test_every_update_has_the_weights_of_its_own_sequences():
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [  # 2 trained tokens of one sequence in the first update; 3 and 2 of two sequences in the second
+        ("token_mean", [1 / 2, 1 / 5, 1 / 5]),
+        ("seq_mean_token_mean", [1 / 2, 1 / 6, 1 / 4]),
+        ("seq_mean_token_sum_norm", [1 / 10, 1 / 20, 1 / 20]),
+    ],
+)
+def test_every_update_has_the_weights_of_its_own_sequences(kind, expected):
     rollout = replace(graded(), is_trained_B=np.array([True, False, True, True]))
-    batches = {"prompts_per_step": 2, "prompts_per_update": 1, "group_size": 2, "micro_batch_tokens": 100}
-    policy = SimpleNamespace(parity_length=math.inf)
-    weights = {}
-    for kind, constant in (("token_mean", None), ("seq_mean_token_mean", None), ("seq_mean_token_sum_norm", 10)):
-        args = flags(loss_aggregation=kind, loss_constant_tokens=constant, **batches)
-        plan, algorithm, memory = make_plan(args, num_rows=2), algorithm_of(args), take(Memory, args)
-        updates = pack_updates(rollout, plan, algorithm, memory, policy, WORLD)
-        assert [update.num_tokens for update in updates] == [2, 5]
-        first, second = (update.batches[0] for update in updates)
-        weights[kind] = [
-            float(batch.loss_weights_N[batch.sequence_ids_N == s][0]) for batch in (first, second) for s in range(2)
-        ]
-        assert {x.index for x in first.segments_S} == {0, 1} and {x.index for x in second.segments_S} == {2, 3}
-    longest_first = [1 / 2, 1 / 2, 1 / 5, 1 / 5]
-    assert weights["token_mean"] == pytest.approx(longest_first), (
-        "2 trained tokens in the first update, 5 in the second"
-    )
-    assert weights["seq_mean_token_mean"][0] == pytest.approx(1 / 2), "one trained sequence of 2 tokens"
-    assert weights["seq_mean_token_mean"][2:] == pytest.approx([1 / 6, 1 / 4]), "two sequences of 3 and 2 tokens"
-    assert weights["seq_mean_token_sum_norm"][0] == pytest.approx(1 / 10)
-    assert weights["seq_mean_token_sum_norm"][2:] == pytest.approx([1 / 20, 1 / 20])
+    policy = Namespace(parity_length=math.inf)
+    changes = {"loss_aggregation": kind, "loss_constant_tokens": 10 if kind.endswith("norm") else None}
+    args = flags(prompts_per_step=2, prompts_per_update=1, group_size=2, micro_batch_tokens=100, **changes)
+    updates = pack_updates(rollout, make_plan(args, 2), algorithm_of(args), take(Memory, args), policy, ALONE)
+    assert [update.num_tokens for update in updates] == [2, 5]
+    batches = [update.batches[0] for update in updates]
+    assert [{x.index for x in batch.segments_S} for batch in batches] == [{0, 1}, {2, 3}]
+    found = {
+        x.index: weights[0].item()
+        for batch in batches
+        for x, weights in zip(batch.segments_S, batch.loss_weights_N.split(batch.lengths_S), strict=True)
+    }
+    assert [found[b] for b in (0, 2, 3)] == pytest.approx(expected)
 
 
 class StandIn:
@@ -175,40 +141,40 @@ def test_only_the_log_probs_that_are_needed_are_computed(changes, has_reference,
     assert not reference.is_adapter_off
 
 
-def test_advantages_reach_their_positions():
-    rollout, packed = graded(), [Update([pack(graded(), [1, 0])], 3, 1)]
-    rollout, (found,) = add_advantages(rollout, packed, algorithm_of(flags(advantage="none", group_size=2)))
-    assert [x.tolist() for x in rollout.advantages] == [[1, 1], [0], [0, 0, 0], [1, 1]]
-    assert found.num_tokens == 3
-    assert found.batches[0].advantages_N.tolist() == [0, 0, 0, 0, 0, 0, 0, 1, 1]
-    assert packed[0].batches[0].advantages_N is None
-
-
-def test_an_advantage_of_ones_own_that_is_not_finite_or_of_another_shape_is_told():
-    rollout, algorithm = graded(), algorithm_of(flags(group_size=2))
-    for function, words in (
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
         (lambda g: g.rewards_PG / 0, "--advantage returned values that are not finite"),
         (lambda g: g.rewards_PG.mean(), r"the shape \[\]; needed is a tensor of the shape \[2, 2\] or \[8\]"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            compute_advantages(rollout, None, replace(algorithm, advantage=function))
+    ],
+)
+def test_an_advantage_of_ones_own_that_is_not_finite_or_of_another_shape_is_told(function, words):
+    algorithm = replace(algorithm_of(flags(group_size=2)), advantage=function)
+    with pytest.raises(ValueError, match=words):
+        compute_advantages(graded(), None, algorithm)
 
 
-def test_reinforce_plus_plus_with_baseline_takes_the_whole_penalty_off_the_reward():
+def test_advantages_reach_their_positions_and_the_whole_penalty_is_taken_off_the_reward_before_the_baseline():
     """Rewards 1, 0 and 0, 1; penalties of 0.3, 0.3 and 0.2, 0.6 in all; completions of 2, 1, 3 and 2 tokens."""
-    rollout = graded()
-    segments = pack(rollout, [0, 1, 2, 3]).segments_S
-    kl_N = to_positions(rollout, segments, [penalty / 0.5 for penalty in PENALTIES])
-    batch = replace(pack(rollout, [0, 1, 2, 3]), old_logprobs_N=kl_N - 3, ref_logprobs_N=torch.full_like(kl_N, -3.0))
+    rollout, order = graded(), [1, 0, 2, 3]
+    batch = pack(rollout, order)
+    kl_N = to_positions(rollout, batch.segments_S, [penalty / 0.5 for penalty in PENALTIES])
+    batch = replace(batch, old_logprobs_N=kl_N - 3, ref_logprobs_N=torch.full_like(kl_N, -3.0))
     # r - mean of group: 0.5, -0.5, -0.3, 0.3 with the penalty and 0.5, -0.5, -0.5, 0.5 without it. Over the 8 tokens
     # the mean is 0.025 and the std sqrt(1.195 / 7) = 0.413176; without it 0 and sqrt(2 / 7) = 0.534522.
     with_penalty = [1.149629] * 2 + [-1.270643] + [-0.786589] * 3 + [0.665575] * 2
     without = [0.935414] * 2 + [-0.935414] * 4 + [0.935414] * 2
-    for changes, expected in (({"kl_in": "reward"}, with_penalty), ({"kl_in": "loss"}, without)):
-        args = flags(advantage="reinforce++_baseline", group_size=2, kl_coef=0.5, kl_estimator="k1", **changes)
-        found, (placed,) = add_advantages(rollout, [Update([batch], 8, 2)], algorithm_of(args))
+    for kl_in, expected in (("reward", with_penalty), ("loss", without)):
+        args = flags(advantage="reinforce++_baseline", group_size=2, kl_coef=0.5, kl_estimator="k1", kl_in=kl_in)
+        algorithm, packed = algorithm_of(args), [Update([batch], 8, 2)]
+        found, (placed,) = add_advantages(rollout, packed, algorithm)
         assert np.concatenate(found.advantages).tolist() == pytest.approx(expected, abs=1e-5)
-        assert placed.batches[0].advantages_N[batch.loss_mask_N].tolist() == pytest.approx(expected, abs=1e-5)
+        assert algorithm.has_penalties == (kl_in == "reward")
+        assert placed.num_tokens == 8 and batch.advantages_N is None
+        wanted_N = np.concatenate([np.pad(found.advantages[b], (3, 0)) for b in order])  # prompts of four tokens
+        assert placed.batches[0].advantages_N.tolist() == wanted_N.tolist()
+        for penalties, wanted in zip(gather_penalties(rollout, packed, algorithm), PENALTIES, strict=True):
+            assert penalties.tolist() == pytest.approx(wanted.tolist(), abs=1e-6)
 
 
 def test_the_rollout_correction_weighs_the_policy_loss_alone():
@@ -242,13 +208,59 @@ def test_the_rollout_correction_weighs_the_policy_loss_alone():
 def train_step(policy: Policy, args: Namespace, rollout: Rollout) -> Iterator[tuple[Update, dict[str, float]]]:
     """Steps 2 to 4 of the loop: each update and its metrics. The reference is the policy itself, as it starts."""
     plan, algorithm, memory = make_plan(args, num_rows=args.prompts_per_step), algorithm_of(args), take(Memory, args)
-    updates = pack_updates(rollout, plan, algorithm, memory, policy, WORLD)
+    updates = pack_updates(rollout, plan, algorithm, memory, policy, ALONE)
     updates = update.add_logprobs(updates, policy, policy if args.kl_coef else None, algorithm)
     rollout, updates = add_advantages(rollout, updates, algorithm)
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
     for i, each in enumerate(updates * plan.num_iterations):
         step = plan.update(2, i)
-        yield each, update.update_policy(policy, optimizer, each, algorithm, step, memory, UpdateGuard(WORLD))
+        yield each, update.update_policy(policy, optimizer, each, algorithm, step, memory, UpdateGuard(ALONE))
+
+
+def test_an_empty_batch_runs_and_has_zero_gradient(policy):
+    model = load_policy(str(policy), torch.float32)
+    model(pack(make_rollout(), []), 1.0)[0].sum().backward()
+    assert all(p.grad is None or p.grad.eq(0).all() for p in model.parameters())
+
+
+def whole() -> Update:
+    rollout = make_rollout()
+    return Update([with_advantages(rollout, pack(rollout, list(range(8))))], sum(RAGGED), 2)
+
+
+def test_the_logged_learning_rate_is_the_one_that_is_used(policy):
+    args = flags()
+    model = load_policy(str(policy), torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    before = copy.deepcopy(model.state_dict())
+    metrics = train_once(model, optimizer, whole(), args, rate=0.0)
+    assert metrics["optim/lr"] == 0.0
+    assert metrics["policy/ratio_max"] == metrics["policy/ratio_min"] == 1.0
+    torch.testing.assert_close(model.state_dict(), before, atol=0, rtol=0)
+    train_once(model, optimizer, whole(), args, rate=1e-2)
+    moved = max((model.state_dict()[name] - before[name]).abs().max().item() for name in before)
+    assert 0.005 < moved < 0.02, "one AdamW step moves a parameter by about the learning rate"
+
+
+@pytest.mark.parametrize("share", [1, 2])
+@pytest.mark.parametrize("micros", [[[0, 1, 2, 3, 4, 5, 6, 7]], [[5, 0, 1], [4], [7, 2, 3, 6], []]])
+def test_standard_errors_are_made_from_the_sums_of_prompts_however_they_are_packed(policy, micros, share):
+    """Of the gap to the sampler, by its definition; two completions for each prompt, one of which is not trained."""
+    rollout = replace(make_rollout(group_size=2), is_trained_B=np.array([1, 1, 1, 0, 1, 1, 1, 1], dtype=bool))
+    model = load_policy(str(policy), torch.float32)
+    batches = [with_advantages(rollout, pack(rollout, micro, share)) for micro in micros]
+    update = Update(batches, int(rollout.trained_lengths_B.sum()), num_prompts=6)  # of these, two are of other updates
+    metrics = train_once(model, torch.optim.AdamW(model.parameters()), update, flags(group_size=2))
+    own = unpacked_logprobs(AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32), rollout, 1.0)
+    gap_T = (own.exp() - torch.from_numpy(np.concatenate(rollout.rollout_logprobs)).exp()).abs().detach().numpy()
+    gaps = np.split(gap_T, np.cumsum(rollout.completion_lengths_B)[:-1])
+    of_prompts = [np.concatenate(pair) for pair in ([gaps[0], gaps[1]], [gaps[2]], gaps[4:6], gaps[6:8])]
+    mean = np.concatenate(of_prompts).mean()
+    deviations = np.array([(gap - mean).sum() for gap in of_prompts])
+    assert metrics["policy/rollout_gap_mean"] == pytest.approx(mean, rel=1e-4)
+    expected = np.sqrt((deviations**2).sum() * 4 / 3) / update.num_tokens
+    assert metrics["policy/rollout_gap_mean_stderr"] == pytest.approx(expected, rel=1e-4)
+    assert {f"policy/{name}_stderr" for name in ("entropy", "clip_frac", "approx_kl", "rollout_kl")} <= set(metrics)
 
 
 TWO_UPDATES = {"prompts_per_step": 2, "prompts_per_update": 1, "group_size": 4}
@@ -280,9 +292,7 @@ def test_each_pass_of_the_trainer_is_at_the_temperature_of_the_sampler(changes, 
 
 def test_a_second_pass_takes_its_ratio_against_the_log_probs_from_before_the_first(policy):
     model, rollout = load_policy(str(policy), torch.float32), graded_rollout()
-    args = flags(
-        num_iterations=2, learning_rate=1e-2, clip_low=0.01, clip_high=0.01, **TWO_UPDATES
-    )  # fmt: skip
+    args = flags(num_iterations=2, learning_rate=1e-2, clip_low=0.01, clip_high=0.01, **TWO_UPDATES)
     start = copy.deepcopy(model).requires_grad_(False)
     before = copy.deepcopy(start)
     for i, (each, metrics) in enumerate(train_step(model, args, rollout)):
@@ -329,7 +339,7 @@ def test_no_term_of_the_loss_waits_for_the_device(changes):
     logprobs_N = torch.randn(11, device="meta", requires_grad=True)
     known = {name: torch.zeros(11) for name in ("advantages_N", "old_logprobs_N", "ref_logprobs_N")}
     batch = replace(pack(rollout, [0, 1]), **known).to(torch.device("meta"))
-    with NoWaits([]):
+    with NoNumbers(), NoWaits([]):
         loss_N, _, _ = grpo.total_loss(batch, logprobs_N, batch.old_logprobs_N, batch.old_logprobs_N, algorithm)
         grpo.masked_sum(loss_N, batch.loss_mask_N).backward()
 
@@ -339,7 +349,7 @@ def test_a_batch_that_is_packed_for_an_update_has_what_its_passes_need(policy):
     args = flags(model=str(policy), share_prompts=True, **TWO_UPDATES | {"prompts_per_update": 2})
     model = load_policy(str(policy), torch.float32)
     plan, algorithm, memory = make_plan(args, num_rows=2), algorithm_of(args), take(Memory, args)
-    (packed,) = pack_updates(graded_rollout(), plan, algorithm, memory, model, WORLD)
+    (packed,) = pack_updates(graded_rollout(), plan, algorithm, memory, model, ALONE)
     (batch,) = packed.batches
     assert isinstance(batch.packing, Packing)
     assert batch.trained_K.tolist() == torch.arange(len(batch.labels_N))[batch.loss_mask_N].tolist()

@@ -47,7 +47,7 @@ from guards.files import (
     write_list,
 )
 from guards.progress import moving, progress
-from guards.shards import ShardPlanner, ShardReader, complaints_of_metadata
+from guards.shards import ShardPlanner, ShardReader, verify_metadata
 from guards.stall import beat
 from policy import Policy
 from report import read_metrics
@@ -79,7 +79,7 @@ def latest(out_dir: Path, world: World, say: Callable[[str], None]) -> tuple[int
             return step, folder
         wrong = verify(folder, folder / LIST, world.trainer_rank, world.num_trainers)
         if world.is_main and not wrong:
-            wrong = complaints_of_metadata(folder)
+            wrong = verify_metadata(folder)
         wrong = [text for texts in gather_from_ranks(wrong) for text in texts]
         if not wrong:
             return step, folder
@@ -179,8 +179,9 @@ class Writer:
             self._together(lambda: self._complete(unfinished, policy, weights, state, sums))
 
     def _together(self, work: Callable[[], Result]) -> list[Result]:
-        """What `work` returns on each rank. If the disk of one refuses something, removes what there is of the
-        checkpoint, because a full disk needs the room, and raises DiskError on all ranks.
+        """What `work` returns on each rank. Raises DiskError on all ranks if the disk of one refuses something.
+
+        What there is of the checkpoint is removed before: a full disk needs the room.
         """
         result, refused = None, None
         try:
@@ -215,7 +216,7 @@ class Writer:
             self._remove_old()
 
     def _remove_old(self) -> None:
-        """Removes all beyond --keep_checkpoints but the best and that of `final`, which a run that goes on has."""
+        """Removes the oldest beyond --keep_checkpoints, but not the best one, nor the one that `final` points to."""
         protected, keep = {(self.out_dir / "final").resolve().name}, self.saving.keep_checkpoints
         if self.saving.keep_best and (best := best_checkpoint(self.out_dir, self.saving.keep_best)):
             point(self.out_dir / "best", best)

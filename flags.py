@@ -457,7 +457,7 @@ class UpdateStep(NamedTuple):
 
 
 def most_lag(args: argparse.Namespace) -> int:
-    """The largest number of steps that the weights that sample are behind the trained ones."""
+    """How many steps the weights that sample may be behind the trained ones."""
     return MOST_LAG if args.partial_rollouts else args.steps_ahead
 
 
@@ -498,7 +498,7 @@ def make_plan(args: argparse.Namespace, num_rows: int) -> Plan:
 
 
 def free_on_resume(args: argparse.Namespace) -> set[str]:
-    """Names of the flags that may differ when a run continues; with the length, unless the learning rate needs it."""
+    """Names of the flags that may differ when a run continues: also its length, unless the learning rate needs it."""
     free = {each.name.removeprefix("--") for each in FLAGS.values() if each.free_on_resume or each in GROUPS[DRY_RUN]}
     is_constant = args.lr_schedule == "constant" and not args.warmup_ratio
     return free | {"total_steps", "epochs", "total_episodes"} if is_constant else free

@@ -345,7 +345,7 @@ def _all_reduce(values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
 def gather_from_ranks(item: Item, is_progress: bool = True) -> list[Item]:
     """The items of all ranks in rank order, on every rank: picklable host data (arrays, strings), not CUDA tensors.
 
-    `is_progress`: otherwise the watch over stalls does not hear of it.
+    `is_progress=False`: the watch over stalls does not count it.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [item]

@@ -271,8 +271,8 @@ KL: dict[str, Callable[..., Tensor]] = {"k1": k1, "k2": k2, "k3": k3, "k3+": k3_
 
 
 # Sampler-trainer mismatch ---------------------------------------------------------------------------------------------
-# Weights of the policy loss, per token: how much likelier the token is to the trainer, with the model as it is at the
-# beginning of the step, than to the sampler, whose model may be older (--steps_ahead, --partial_rollouts).
+# Weights of the policy loss, per token: its probability by the trainer / by the sampler. The trainer's model is that at
+# the beginning of the step; the sampler's may be older (--steps_ahead, --partial_rollouts).
 Weights = tuple[Tensor, Tensor]  # the weights, and bool: which of them are truncated or 0
 
 
@@ -397,7 +397,7 @@ class Algorithm:
     group_size: int
     temperature: float  # logits are divided by it, in the sampler and in the trainer
     num_iterations: int  # passes over a rollout
-    most_lag: int  # the most steps that the weights that sampled are behind; 0: they are those that are trained
+    most_lag: int  # steps that the weights that sample may be behind; 0: they are the trained ones
     description: str  # what the flags amount to, in words: the log's first line
 
     @property

@@ -105,7 +105,7 @@ def lag_metrics(trained: Rollout) -> Metrics:
 def merge_updates(updates: list[Metrics]) -> Metrics:
     """The metrics of a step's updates as one: the maximum of `..._max`, the minimum of `..._min`, else the mean.
 
-    The mean of standard errors is that of updates that vary alike, and too large for independent ones.
+    The mean of standard errors is right for updates that vary alike, and too large for independent ones.
     """
     merged = {}
     for name in updates[0] if updates else ():

@@ -132,7 +132,7 @@ class ServerEngine:
         return replace(rollout, rows=[row for row in rows for _ in range(sampling.num_samples)])
 
     def wait(self, is_done: Callable[[], bool], what: Callable[[], str]) -> None:
-        """Returns on all ranks when `is_done` on the main one, or a signal has come. RunError: servers are lost."""
+        """Returns on all ranks when `is_done()` on the main one, or after a signal. RunError: servers are lost."""
         is_over = False
         while not is_over:
             news = False, "", ""

@@ -67,7 +67,7 @@ class Sampler:
     def state(self, step: int) -> State:
         """For the checkpoint: the position after `step`, which is the last step or the one before.
 
-        A run that continues samples steps that were begun ahead again, from the same prompts.
+        A run that continues samples again what was begun ahead, from the same prompts.
         """
         return self.before.get(step + 1) or self.position()
 
@@ -143,7 +143,7 @@ class Sampler:
         return self.draws.seed, step, 0, number
 
     def draw(self, step: int, number: int, count: int) -> list[Row]:
-        """The next `count` prompts, for round `number` of the step; the same again for a step that was begun ahead."""
+        """The next `count` prompts, for round `number` of the step; those that it began with, if it was begun ahead."""
         draws, first = self.draws, self.drawn_ahead.get(step) if number == 0 else None
         if first is None:
             first = self.num_drawn

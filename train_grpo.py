@@ -44,7 +44,7 @@ ARGS, ALGORITHM = start() if __name__ == "__main__" else (None, None)  # before 
 from checkpoint import Writer, latest, link_final, load
 from data import PromptData, most_images
 from evaluate import Evaluator
-from flags import (  # fmt: skip
+from flags import (
     AdamW,
     EngineSettings,
     Lora,
@@ -56,7 +56,7 @@ from flags import (  # fmt: skip
     free_on_resume,
     make_plan,
     take,
-)  # fmt: skip
+)
 from fsdp_utils import close_world, init_world, is_main_process
 from generation.partial import PartialSampler
 from grpo import Algorithm

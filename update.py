@@ -192,7 +192,7 @@ def add_gradients(
             sums = {"policy/loss": loss.detach()} | sums
             passes.append(Pass(batch, logprobs_N.detach(), old_logprobs_N, sums, maxima, of_sequences))
     if memory.communicate_once:
-        release_gathered(policy)  # or the next pass would use these parameters, of before the optimizer step
+        release_gathered(policy)  # they are from before the optimizer step
     return passes
 
 

@@ -85,7 +85,7 @@ class PartialSampler(Sampler):
         return rollout, metrics | {"rollout/kept_tokens": float(self.kept_tokens)}
 
     def sample(self, step: int, number: int, count: int) -> Rollout:
-        """`count` groups, in whatever step they were begun, handed to the grader as soon as they have their places.
+        """`count` groups, in whatever step they were begun. The grader gets a completion when its place is known.
 
         Raises Stopped, and cannot sample any more, if a signal came meanwhile.
         """

@@ -162,7 +162,7 @@ def has_title(text: str) -> bool:
 
 
 def is_in_language(text: str, language: str) -> bool:
-    """Whether langdetect says so. As in the benchmark, a text in which it finds no language (only digits, say) passes.
+    """Whether langdetect says so. As in the benchmark, a text without a language, for example only digits, passes.
 
     A text in capitals goes in as it is, though langdetect skips most of it: it takes Spanish in capitals for English.
     """

@@ -110,7 +110,7 @@ class DriftGuard:
     # The engine's side ------------------------------------------------------------------------------------------------
 
     def sums_of_engine(self, model: nn.Module) -> Sums:
-        """Of what this rank's part of the engine multiplies by."""
+        """The sums of what this rank's part of the engine multiplies by."""
         self.fused = model.packed_modules_mapping  # for example qkv_proj -> q_proj, k_proj, v_proj
         sums: Sums = {}
         for name, module in model.named_modules():
@@ -119,7 +119,7 @@ class DriftGuard:
         return sums
 
     def watch_packing(self, model: nn.Module) -> Sums:
-        """CPU: vLLM multiplies by packed copies that cannot be read. Their sums are made when they are: by a sync."""
+        """CPU: vLLM multiplies by packed copies that cannot be read. Their sums are made while a sync packs them."""
         for name, module in model.named_modules():
             method = getattr(module, "quant_method", None)
             pack = getattr(method, "process_weights_after_loading", None)
@@ -133,7 +133,7 @@ class DriftGuard:
         pack(module)
 
     def sums_of_layer(self, name: str, module: nn.Module) -> Sums:
-        """Of this rank's parts of a layer, in the policy's dtype: kernels for CPUs keep biases in fp32."""
+        """The sums of this rank's parts of a layer, in the policy's dtype: kernels for CPUs keep biases in fp32."""
         sums: Sums = {}
         for part, tensor, first_row, first_column in self.parts_of(name, module):
             sums[part] = no_sums(tensor.device)

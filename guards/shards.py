@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Makes nothing but the records that belong into `dcp`'s list. Python's own calls anything that a file names."""
+    """Makes nothing but the records that belong in `dcp`'s list. Python's own unpickler calls what the file names."""
 
     ALLOWED = {
         "torch": {"Size"} | {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)},
@@ -57,7 +57,7 @@ class ShardPlanner(dcp.DefaultLoadPlanner):
         super().load_bytes(read_item, checked)
 
 
-def complaints_of_metadata(folder: Path) -> list[str]:
+def verify_metadata(folder: Path) -> list[str]:
     """What is wrong with the list of the shards, whatever its checksum says."""
     try:
         ShardReader(folder / "trainer").read_metadata()

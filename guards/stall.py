@@ -50,7 +50,10 @@ BOARD = Board()
 
 
 def beat(doing: str, is_progress: bool = True) -> None:
-    """What this rank does now: it goes on the sentence "rank 1 ...", and says for what it waits, if it does."""
+    """Says what this rank does now, and for what it waits, as the end of a sentence that begins with "rank 1".
+
+    `is_progress=False`: it is in the same place as before.
+    """
     BOARD.doing = doing
     BOARD.count += is_progress
 
@@ -135,7 +138,7 @@ def report(ranks: list[Rank], seconds: float) -> str:
 
 def own_line(frame: FrameType | None) -> str:
     """The innermost line of our own code, for example: update.py:158 update_policy."""
-    for each, number in traceback.walk_stack(frame):
+    for each, number in traceback.walk_stack(frame) if frame else ():
         file = each.f_code.co_filename
         if file.startswith(f"{ROOT}/") and "site-packages" not in file:
             return f"{file.removeprefix(f'{ROOT}/')}:{number} {each.f_code.co_name}"

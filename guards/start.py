@@ -6,7 +6,7 @@
     if requested(): ...  # asks this rank; `fsdp_utils.end_if_requested` asks all of them together
 
 A signal is heard in `_hear_signals`. scripts/launch.py passes it on to all ranks as SIGTERM. A rank that gets one by
-itself tells the launcher by SIGUSR2. A second signal is the launcher's to obey, under torchrun or by hand a rank's own.
+itself tells the launcher by SIGUSR2. The launcher obeys a second signal; without it (torchrun, by hand) each rank does.
 """
 
 from __future__ import annotations
@@ -161,8 +161,8 @@ def _obey(number: int) -> None:
         text = f"{signal_name()}: ended before the first step; nothing is lost"
         _end(128 + number if goes_by_status else 0, text)
     text = f"{signal_name()}: the run could not save within --grace_seconds {_request.grace:g}"
-    on = "the same command continues from the last checkpoint"
-    timer = threading.Timer(_request.grace, _end, (1, f"{text}; {on}"))
+    way_out = "the same command continues from the last checkpoint"
+    timer = threading.Timer(_request.grace, _end, (1, f"{text}; {way_out}"))
     timer.daemon = True
     timer.start()
 

@@ -1,4 +1,4 @@
-"""The memory that is left to this process: of the node, and of the control groups that a container or Slurm puts it in.
+"""The memory that this process may use: of the node, or of the control groups that a container or Slurm puts it in.
 
 Linux, both versions of control groups.
 """
@@ -12,34 +12,16 @@ import psutil
 
 CGROUPS = Path("/sys/fs/cgroup")
 PROC = Path("/proc")
-VERSIONS = [  # 2 and 1; files of a group: its limit, what it uses; prefix in its statistics
-    ("memory.max", "memory.current", ""),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
-]
-
-
-def available_bytes() -> tuple[int, int]:
-    """(bytes left, bytes in all) of the node or of the group around this process that has the smallest share left."""
-    return min(_bounds(), key=lambda bound: bound[0] / bound[1])
+LIMITS = ("memory.max", "memory.limit_in_bytes")  # of versions 2 and 1
 
 
 def host_bytes() -> int:
     """RAM that this process may use: of the node, or the lowest limit of a group around it."""
-    return min(total for _, total in _bounds())
-
-
-def _bounds() -> list[tuple[int, int]]:
-    """(bytes left, bytes in all) of the node, and of each group around this process that has a limit."""
-    node = psutil.virtual_memory()
-    bounds = [(node.available, node.total)]
-    for group in _groups():
-        for limit, usage, prefix in VERSIONS:
-            with contextlib.suppress(OSError, ValueError):  # of the other version, or "max": no limit
-                total, used = int((group / limit).read_text()), int((group / usage).read_text())
-                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-                files = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active"))  # they can go
-                bounds.append((total - used + files, total))
-    return bounds
+    limits = [psutil.virtual_memory().total]
+    for file in [group / name for group in _groups() for name in LIMITS]:
+        with contextlib.suppress(OSError, ValueError):  # of the other version, or "max": no limit
+            limits.append(int(file.read_text()))
+    return min(limits)
 
 
 def _groups() -> list[Path]:

@@ -108,13 +108,14 @@ def describe(args: argparse.Namespace, bound: dict[str, partial]) -> str:
 
 
 def try_out(flag: str, named: str, function: Callable, needs_gradient: bool) -> None:
-    """Raises ValueError, which says `named`, if the function fails on a trial, 2 completions of 7 random tokens."""
+    """Raises ValueError if the function fails on a trial: 2 completions of 7 random tokens. `named`: for the error."""
     logprobs, old_logprobs, rollout_logprobs, x = torch.randn(4, 7, generator=torch.Generator().manual_seed(0)) - 3.0
     logprobs.requires_grad_()
     x.requires_grad_()
     mask, lengths_B = torch.ones(7, dtype=torch.bool), torch.tensor([4, 3])
     sequence_ids = torch.repeat_interleave(lengths_B)
-    tokens = Tokens(logprobs, old_logprobs, rollout_logprobs, sequence_ids - 0.5, mask, sequence_ids)
+    is_trained = torch.arange(7) > 0  # not all are: a function must not drop what the mask leaves out
+    tokens = Tokens(logprobs, old_logprobs, rollout_logprobs, sequence_ids - 0.5, is_trained, sequence_ids)
     graded = Graded(torch.tensor([[0.0, 1.0]]), sequence_ids.float(), lengths_B, mask)
     try:
         found = function({"--advantage": graded, "--policy_loss": tokens, "--kl_estimator": x}[flag])

@@ -314,7 +314,7 @@ RELOAD = [  # the worker of CUDA and its runners (V2, V1), which take the keywor
     "vllm/v1/worker/gpu/model_runner.py:GPUModelRunner.reload_weights",
     "vllm/v1/worker/gpu_model_runner.py:GPUModelRunner.reload_weights",
 ]
-ROOMS = ("", "generation", "grading", "guards", "inputs", "model", "planner")
+ROOMS = ("", "generation", "grading", "guards", "inputs", "model", "planner", "records", "reporting")
 TREES = {path: ast.parse(path.read_text()) for room in ROOMS for path in (ROOT / room).glob("*.py")}
 LIBRARIES = ("torch", "vllm", "transformers", "peft")
 

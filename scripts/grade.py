@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from flags import FLAGS as OF_TRAINING
 from flags import GROUPS, INF, Grading, flag, take
 from grading import Case, Grade, key_text
+from guards.files import whole
 from inputs.checks import check_ranges
 from inputs.command_line import add_flags
 from inputs.records import read_json_file
@@ -112,7 +113,7 @@ def main() -> None:
         grader.submit(i, cases[i], size)
     grades = grader.collect() | {i: Grade(0.0, f"bad key: {reason}") for i, reason in bad_keys.items()}
     grader.close()
-    with Path(args.output).open("w", encoding="utf-8") as out:
+    with whole(Path(args.output)) as unfinished, unfinished.open("w", encoding="utf-8") as out:
         for i, row in enumerate(rows):
             graded = {"reward": None if i in bad_keys else grades[i].reward, "reward_status": grades[i].status}
             graded |= {"reward_parts": grades[i].parts, "read_as": grades[i].answer}

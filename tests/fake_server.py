@@ -41,7 +41,8 @@ class FakeServer:
 
     def __init__(self, seconds: float = 0.0, port: int = 0) -> None:
         self.seconds, self.port = seconds, port
-        self.version, self.tokens, self.paused, self.dies_in_sync = "default", 0, False, False
+        self.version, self.tokens, self.paused = "default", 0, False
+        self.dies_in_sync: threading.Event | None = None  # it fails after the first tensor, and not before the event
         self.used: set[tuple] = set()  # connections: it hangs up when one is used again, as vLLM's does with idle ones
         self.asked: list[str] = []  # the paths of all requests, as they came
         self.prompts: list[list[int]] = []  # of the completions that it gave
@@ -93,6 +94,7 @@ class FakeServer:
         self.received = []
         for dtype, shape in zip(info["dtype_names"], info["shapes"], strict=True):
             if self.dies_in_sync and self.received:
+                self.dies_in_sync.wait(10.0)
                 raise RuntimeError("out of memory")
             self.received.append(torch.empty(shape, dtype=getattr(torch, dtype)))
             broadcast(self.group, self.received[-1])

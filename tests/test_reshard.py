@@ -11,7 +11,7 @@ from guards.shards import ShardPlanner, ShardReader
 from helpers import torchrun
 
 CHAIN = [  # ranks, flags of memory
-    (1, ""), (2, "--offload optimizer"), (4, "--shard_ranks 2"), (2, "--shard_ranks 1"), (1, "--offload all"),
+    (1, ""), (2, "--offload optimizer"), (4, "--shard_ranks 2"), (2, "--shard_ranks 1"), (4, ""), (1, "--offload all"),
 ]  # fmt: skip
 
 

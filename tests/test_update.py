@@ -184,22 +184,26 @@ def test_the_rollout_correction_weighs_the_policy_loss_alone():
     def at_tokens(*values: float) -> torch.Tensor:
         return torch.zeros(len(batch.labels_N)).masked_scatter(batch.loss_mask_N, torch.tensor(values))
 
-    logprobs_N, entropies_N = at_tokens(-1.0, -2.0), at_tokens(2.0, 1.0)
+    base = at_tokens(-1.0, -2.0)
+    logprobs_N, entropies_N = base.clone().requires_grad_(), at_tokens(2.0, 1.0).requires_grad_()
     batch = replace(
         batch,
         advantages_N=at_tokens(1.0, -2.0),
-        rollout_logprobs_N=logprobs_N - at_tokens(math.log(1.5), math.log(8)),
-        ref_logprobs_N=logprobs_N - at_tokens(0.2, -0.4),
+        rollout_logprobs_N=base - at_tokens(math.log(1.5), math.log(8)),
+        ref_logprobs_N=base - at_tokens(0.2, -0.4),
     )
     terms = {"kl_coef": 0.5, "kl_estimator": "k1", "entropy_coef": 0.25}
-    for correction, expected in (
-        ("none", [-1 + 0.5 * 0.2 - 0.25 * 2, 2 - 0.5 * 0.4 - 0.25 * 1]),
-        ("token_truncate", [-1 * 1.5 + 0.5 * 0.2 - 0.25 * 2, 2 * 2 - 0.5 * 0.4 - 0.25 * 1]),
+    for correction, expected, slopes in (  # by log-prob: -A x ratio x weight, and minus the slope of KL k1 = -x
+        ("none", [-1 + 0.5 * 0.2 - 0.25 * 2, 2 - 0.5 * 0.4 - 0.25 * 1], [-1 + 0.5, 2 + 0.5]),
+        ("token_truncate", [-1 * 1.5 + 0.5 * 0.2 - 0.25 * 2, 2 * 2 - 0.5 * 0.4 - 0.25 * 1], [-1.5 + 0.5, 4 + 0.5]),
     ):
         algorithm = algorithm_of(flags(rollout_correction=correction, **terms))
-        loss_N, means, _ = grpo.total_loss(batch, logprobs_N, logprobs_N, entropies_N, algorithm)
+        loss_N, means, _ = grpo.total_loss(batch, logprobs_N, base, entropies_N, algorithm)
         assert loss_N[batch.loss_mask_N].tolist() == pytest.approx(expected, abs=1e-6)
         assert means["policy/kl_ref"][batch.loss_mask_N].tolist() == pytest.approx([0.2, -0.4], abs=1e-6)
+        found = torch.autograd.grad(loss_N[batch.loss_mask_N].sum(), (logprobs_N, entropies_N))
+        assert found[0][batch.loss_mask_N].tolist() == pytest.approx(slopes, abs=1e-6)
+        assert found[1][batch.loss_mask_N].tolist() == [-0.25, -0.25]
 
 
 # On a real policy -----------------------------------------------------------------------------------------------------

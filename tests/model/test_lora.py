@@ -20,6 +20,7 @@ from fsdp_utils import World
 from helpers import (
     copy_at,
     flags,
+    lines,
     logprobs_in_vllm,
     make_rollout,
     metrics_of,
@@ -340,6 +341,7 @@ def test_a_resumed_run_is_bit_for_bit_the_undisturbed_one(finished_run, policy, 
     done = torchrun(2, "train_grpo.py", *run_flags(policy, reward, parts))
     assert "continues from" in done.stdout
     expected, found = metrics_of(finished_run), metrics_of(parts)
+    assert len(lines(parts / "metrics.jsonl")) == len(lines(finished_run / "metrics.jsonl")) + 2
     for step in range(1, 5):
         assert without_times(found[step]) == without_times(expected[step]), f"step {step} differs"
     for name in ("model.safetensors", "adapter/adapter_model.safetensors", "adapter/adapter_config.json"):

@@ -74,6 +74,7 @@ def test_a_bf16_run_continues_bit_for_bit_also_under_another_offload(policy, rew
     other = training_flags(policy, copy_at(2, whole, parts), **common, offload="all", offload_reference=True)
     torchrun(2, "train_grpo.py", *other)
     expected, found = metrics_of(whole), metrics_of(parts)
+    assert len(lines(parts / "metrics.jsonl")) == len(lines(whole / "metrics.jsonl")) + 2
     for step in range(1, 5):
         assert without_times(found[step]) == without_times(expected[step]), f"step {step} differs"
         assert expected[step]["policy/rollout_gap_mean"] < 0.005

@@ -10,6 +10,7 @@ from flags import EngineSettings
 from inputs.command_line import parse_flags
 from model.engine_options import engine_options
 from model.sizes import MOST_ON_GPU
+from planner.advice import advised
 from planner.dry_run import assumed_of, config_of, setup_of
 from planner.memory import cache_bytes_per_token, checkpoint_bytes, engine_parts, gpu_phases, host_phases
 from planner.report import report_of, text_of
@@ -204,6 +205,11 @@ def test_a_gpu_holds_its_share_of_one_copy_which_is_written_once(shard_ranks, co
     assert {name: parts[name] * shard_ranks / PARAMETERS for name in expected} == expected
     assert report_of(found, assumed)["completions_per_update_and_gpu"] == 2048 / 16, "each GPU trains its own"
     assert checkpoint_bytes(found) == checkpoint_bytes(copies()[0]) == PARAMETERS * (2 + 4 + 8)
+
+
+def test_what_does_not_fit_in_copies_is_advised_to_have_fewer():
+    advice = [each["changes"] for each in advised(*copies("--shard_ranks 2"))["changes_that_would_fit"]]
+    assert ["--shard_ranks 4"] in advice
 
 
 def test_a_node_holds_as_many_copies_as_its_gpus_make_up():

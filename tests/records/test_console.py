@@ -13,7 +13,8 @@ from helpers import ROOT, flags
 from inputs.checks import check_flags
 from records.console import TRACKERS, Console
 
-STEP = {"reward/mean": 0.5, "policy/loss": float("nan"), "time/sample_s": 1.0, "time/step_s": 2.0}
+TIMES = {"time/sample_s": 1.0, "time/rollout_tail_s": 0.5, "time/step_s": 2.0}
+STEP = {"reward/mean": 0.5, "policy/loss": float("nan")} | TIMES
 
 
 def tell(folder, capsys, *steps: dict[str, float], **flags) -> list[str]:
@@ -31,6 +32,7 @@ def test_the_status_says_what_is_done_now_above_the_last_step_and_the_time_that_
     assert json.loads((tmp_path / "status.json").read_text()).keys() == {"now", "in_step", "since"}
     lines = tell(tmp_path, capsys, STEP, STEP | {"time/step_s": 4.0})
     assert lines[0] == "begins" and lines[2].endswith("| 24 s left")
+    assert "4.0s (sample 1.0)" in lines[2], "what is a part of a phase is no phase"
     status = json.loads((tmp_path / "status.json").read_text())
     assert (status["step"], status["last_step"], status["seconds_left"], status["reward/mean"]) == (2, 10, 24, 0.5)
     assert "policy/loss" not in status, "JSON knows no nan"

@@ -67,11 +67,12 @@ def levers(setup: Setup) -> list[list[Change]]:
     sizes = range(run.tensor_parallel_size + 1, per_node + 1)  # which divide GPUs and heads, and leave whole engines
     sizes = [n for n in sizes if math.gcd(h.gpus, setup.model.heads) % n == 0 and not setup.has_servers]
     shares = [n / 20 for n in range(2, 19)]
+    halves = [setup.memory.micro_batch_tokens // 2**n for n in range(1, 8)]
     values = {
         "gradient_checkpointing": [True],
         "communicate_once": [False],
         "share_prompts": [False] if setup.sharers(*limits) > 1 else [],
-        "micro_batch_tokens": [max(setup.memory.micro_batch_tokens // 2**n, sum(limits)) for n in range(1, 8)],
+        "micro_batch_tokens": list(dict.fromkeys(max(n, sum(limits)) for n in halves)),
         "gpu_memory_utilization": sorted(shares, key=lambda share: abs(share - now["gpu_memory_utilization"])),
         "enforce_eager": [True],
         "shard_ranks": [n for n in range(setup.num_shards + 1, h.gpus + 1) if h.gpus % n == 0],
@@ -108,7 +109,7 @@ def fewest(setup: Setup, assumed: Assumed) -> list[Setup]:
 def fastest(setup: Setup, assumed: Assumed, start: Setup) -> Setup:
     """The fastest on the same machines that one change after the other leads to, from a setup that fits."""
     tried = [change for changes in levers(setup) for change in changes if "gpus" not in change]
-    tried += [{flag: flags_of(setup)[flag]} for change in tried for flag in change]  # and back again
+    tried += [{flag: flags_of(setup)[flag]} for flag in dict.fromkeys(itertools.chain(*tried))]  # and back again
     while True:
         others = [each for change in tried if not misfits(each := with_changes(start, change))]
         nearest = min([start, *others], key=lambda each: step_seconds(each, assumed))

@@ -85,7 +85,7 @@ def link_speed(setup: Setup, members: int, stride: int = 1) -> float:
     Across nodes the cards of all members in a node carry what the node does not have.
     """
     h = setup.hardware
-    nodes = members // math.gcd(members, max(1, h.gpus // h.nodes // stride))  # or the most, where groups differ
+    nodes = members // math.gcd(members, max(1, h.gpus // h.nodes // stride))  # the largest number, if groups differ
     if nodes == 1:
         return LINK_SHARE * h.link_speed
     others = (members - 1) / members / ((nodes - 1) / nodes)  # what a GPU lacks, over what its node lacks

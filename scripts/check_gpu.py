@@ -245,7 +245,7 @@ def check_run(place: Place) -> Iterator[Line]:
         yield Line(f"memory, {phase}, against the dry run", f"{found:.2f} GiB", wanted, is_ok, advice)
     last = steps[-1]
     if (mfu := last.get("perf/update_mfu")) is not None:
-        advice = "Published trainers reach 14% to 26%. docs/hardware.md says which flags help."
+        advice = "Published trainers reach 14% to 26%. docs/symptoms.md says which flags help."
         yield Line("update, MFU", f"{mfu:.1%}", "at least 15%; 45% is the goal", mfu >= 0.15, advice)
     for phase in ("update", "sample"):
         speed = last[f"perf/{phase}_tokens_per_s_per_gpu"]

@@ -90,7 +90,7 @@ def _listed(value: object) -> list[str] | None:
 def spelled(text: str) -> object:
     """What the text spells in JSON, Python or NumPy's print, else None. A single backslash of LaTeX is kept."""
     text = re.sub(r"(?<=['\"])\s+(?=['\"])", ", ", text)  # NumPy writes no commas
-    commands = r"n(?:eq?|eg|abla|u|i|ot|otin)\b|(?!n|u[0-9a-f]{4})[A-Za-z]"  # not a new line or \u00e9
+    commands = r"n(?:eq?|eg|abla|u|i|ot|otin)\b|(?!n|u[0-9a-fA-F]{4})[A-Za-z]"  # not a new line or \u00e9
     text = re.sub(rf"(?<!\\)\\(?={commands})", r"\\\\", text)
     for read in (json.loads, ast.literal_eval):
         with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):

@@ -190,8 +190,9 @@ def _same_relation(key: Value, answer: Value) -> bool:
             return _is_multiple(key[1], answer[1], is_directed=key[2] != (r"\ne",))
         if key[3] != answer[3]:
             return False
-    one, other = (value[4] if value[0] == "relation" else value for value in (key, answer))
-    return one is not None and other is not None and _same(one, other)
+    sides = [value[4] if value[0] == "relation" else value for value in (key, answer)]
+    are_sets = all(side and (side[0] == "union" or (side[0] == "sequence" and not side[3])) for side in sides)
+    return are_sets and _same(*sides)
 
 
 # A single formula in SymPy --------------------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ class Pool:
         """Hands items to the workers: few in advance, so that those that wait can share a worker."""
         while self.queue and len(self.at_work) < 2 * self.num_workers and not self.failure:
             items = [self.queue.popleft()]
-            while self.queue and len(items) < self.in_flight and not (items[0][2] or self.queue[0][2]):
+            while self.queue and len(items) < self.in_flight and max(items[0][2], self.queue[0][2]) < 1:
                 items.append(self.queue.popleft())
             timeout = self.timeout + (len(items) > 1)  # of several, the worker minds the time
             try:

@@ -62,7 +62,7 @@ class Handler:
     ("check", case)      why the row cannot be used, or None; the completion does not matter
     ("needs", None)      what the reward has to be given
 
-    Raises what a file of `spec` raises, and ValueError if it has no such function.
+    Raises what a file of `spec` raises, and ValueError if it has no such function or math-verify is broken.
     """
 
     def __init__(self, spec: str, overlong_cache_tokens: int | None) -> None:
@@ -71,8 +71,10 @@ class Handler:
         self.own = {name: OwnReward(name) for name in self.weights if ".py:" in name}
         self.per_group = [name for name, reward in self.own.items() if reward.takes_group]
         self.per_completion = [name for name in self.weights if name not in self.per_group]
-        if any(name == "math" or name[0] == "@" for name in self.weights):
-            equal("x^2+2x+1", "(x+1)^2")  # a worker's first formula takes a second, which no completion shall pay
+        uses_math = any(name == "math" or name[0] == "@" for name in self.weights)
+        # A worker's first formula takes a second, which no completion shall pay; and a broken library is silent.
+        if uses_math and (not equal("x^2+2x+1", "(x+1)^2") or equal("3x", "3x^2")):
+            raise ValueError("math-verify or SymPy is broken; install the versions of the requirements file")
 
     def __call__(self, request: tuple[str, Case | list[Case] | None]) -> object:
         kind, given = request

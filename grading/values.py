@@ -42,7 +42,7 @@ SPOKEN = {
 }  # fmt: skip
 COMMANDS = {name: meaning for meaning, names in {
     r"\frac": "dfrac tfrac cfrac", r"\ne ": "neq", r"\le ": "leq leqslant", r"\ge ": "geq geqslant", "<": "lt",
-    ">": "gt", r"\{": "lbrace", r"\}": "rbrace", r"\approx ": "cong simeq", r"\emptyset": "varnothing", ":": "colon",
+    ">": "gt", r"\{": "lbrace", r"\}": "rbrace", r"\approx ": "simeq", r"\emptyset": "varnothing", ":": "colon",
     r"^\circ": "degree", " ": "displaystyle textstyle limits nolimits bf rm large Large",
 }.items() for name in names.split()}  # fmt: skip
 FUNCTION = r"((?:arc)?(?:sin|cos|tan)|(?:sin|cos|tan)h|sec|csc|cot|log|ln|exp)"
@@ -51,6 +51,7 @@ FUNCTION = r"((?:arc)?(?:sin|cos|tan)|(?:sin|cos|tan)h|sec|csc|cot|log|ln|exp)"
 REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for pattern, replacement in [
     (r"\\([A-Za-z]+)", lambda m: COMMANDS.get(m[1], m[0])),
     (r"(?<=\d)(?:\\[,!;: ]|\{,\}|,\s*\\[!,])\s*(?=\d{3}(?!\d))", ","),  # 1\,000 and 1{,}000
+    (r"(?<![\d.,])\d{1,3}(?:[ ~]\d{3})+(?![\d/]| ?\d)", lambda m: re.sub("[ ~]", "", m[0])),  # 1 000 000
     # Delimiters, sizes, spaces, fonts
     (r"\\(?:left|right|[bB]igg?[lr]?)x?\.?|\\!", ""),
     (r"(?<!\\)(?:\\[()\[\]](?!\d*pt)|\$)", " "),
@@ -76,6 +77,8 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
     (r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),
     (r"\\frac\{\s*\\text\{([^{}]*)\}\s*\}\{\s*\\text\{([^{}]*)\}\s*(\^\{?\d\}?)?\s*\}", r"\\text{\1/\2\3}"),
     (r"\\sqrt\s+(\d+|[A-Za-z])", r"\\sqrt{\1}"),
+    (r"(?:\\sqrt|(?<![\\A-Za-z])sqrt)\s*(\[\d+\])?\s*\(([^()]*)\)", r"\\sqrt\1{\2}"),
+    (r"(?<![\\A-Za-z])infinityx?", r"\\infty "),
     (r"(?<![\\A-Za-z])pix?", r"\\pi "),
     (r"(?<![\d.}])(\d+)/(\d+)\s*(?=[A-Za-z])", r"\\frac{\1}{\2}"),  # 1/2x
     (rf"(?:\\text\s*\{{\s*{FUNCTION}\s*\}}|(?<![\\A-Za-z]){FUNCTION}x?)(?=\s*[(\\|\d^_{{]|\s*[A-Za-z]x?)",
@@ -243,7 +246,7 @@ CLOCK = re.compile(r"(?:\\text\{)?\s*(\d+(?:\s*:\s*\d+)+)\s*(?:\\text\{)?\s*(?:[
 COMMA = re.compile(r"(?<!\d),|,(?!\d{3}(?!\d))|;|,\s|(?<=[\s\d})])and(?=[\s(\\])")
 VARIABLE = re.compile(r"[A-Za-z](?:_\w)?(?:\(\w\))?|\\(?!pi|infty)[a-z]+")
 OR = re.compile(r"(?<=[\s\d})\]])or(?=[\s\\(\d-]|\w(?:\(\w\))?\s*=)|\\cup(?![A-Za-z])")
-COLON = re.compile(":")
+COLON, SEMICOLON = re.compile(":"), re.compile(";")
 # What SymPy has no value for is compared as text.
 UNCOUNTED = re.compile(
     r"\\(?:equiv|[pb]?mod|[lc]?dots|mid|parallel|perp|neg|land|to|rightarrow|implies|iff)(?![A-Za-z])|\.\.|\?"
@@ -282,7 +285,10 @@ def _split(text: str, separator: re.Pattern[str]) -> list[str]:
 
 
 def _brackets(text: str) -> tuple[str, str, str] | None:
-    """(opening, inside, closing) if one pair of brackets encloses the whole text."""
+    """(opening, inside, closing) if one pair of brackets encloses the whole text. ]0,1] is (0,1]."""
+    french = re.fullmatch(r"([\]\[(])([^()\[\]]*,[^()\[\]]*)([\]\[)])", text)
+    if french and (french[1] == "]" or french[3] == "["):
+        return french[1].replace("]", "("), french[2], french[3].replace("[", ")")
     match = re.fullmatch(r"(\\\{|\\langle|\(|\[)(.*)(\\\}|\\rangle|\)|\])", text, re.DOTALL)
     steps = ((token in OPENING) - (token in CLOSING) for token in re.findall(BRACKET, match[2] if match else ""))
     depths = list(itertools.accumulate(steps, initial=0))
@@ -313,6 +319,8 @@ def _named(text: str) -> Value | None:
         return _relation(text, terms)
     exact, *approximations = _split(text, APPROX)
     sides = _split(exact, EQUALS)
+    if len(sides) == 2 and number(sides[0]) is not None and re.fullmatch(NAME, sides[1]):  # 5 = x
+        sides = sides[::-1]
     if NAMES.fullmatch(sides[0]) and len(sides) == 2:  # (x, y) = (1, 2)
         values = parse_value(sides[1])
         names = re.findall(r"[A-Za-z]", sides[0])
@@ -366,7 +374,7 @@ def _relation(text: str, terms: list[str]) -> Value | None:
 
 
 def _collection(text: str) -> Value | None:
-    parts = _split(text, OR)
+    parts = _split(text, SEMICOLON if all(sign in text for sign in ",=;") else OR)  # x=1, y=2; x=2, y=1
     if len(parts) > 1 and all(parts):
         values = tuple(parse_value(part) for part in parts)
         is_choice = any(map(re.compile("[A-J]").fullmatch, parts)) or any(value[0] == "choice" for value in values)

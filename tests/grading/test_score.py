@@ -140,6 +140,15 @@ def test_a_reward_file_that_cannot_be_loaded_says_why(code, words, tmp_path):
         pool.collect()
 
 
+@pytest.mark.parametrize("verdict", [True, False])
+def test_a_broken_dependency_is_found_at_the_start(verdict, monkeypatch):
+    monkeypatch.setattr(score, "equal", lambda key, answer: verdict)
+    for spec in ("math", "format:0.1,math", "@dataset"):
+        with pytest.raises(ValueError, match="math-verify or SymPy is broken"):
+            Handler(spec, None)
+    Handler("gsm8k", None)
+
+
 def test_grading_imports_only_itself_and_no_torch():
     code = "import sys, grading.score, grading.pool; print(*{name.partition('.')[0] for name in sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -94,7 +94,7 @@ def test_the_example_of_ones_own_model_fits_as_the_readme_says_and_its_reward_pa
     (tmp_path / "my_reward.py").write_text(rewards)
     monkeypatch.chdir(tmp_path)
     (command,) = [command for command in commands(PAGES[0]) if "my_reward.py" in command]
-    said = r"append `([^`]+)`\.\s+With\s+`--dry_run`.* needs? (\d+\.\d) of\s+(\d+\.\d) GiB"
+    said = r"append `([^`]+)`\.\s+With\s+`--dry_run`.*\sneeds?\s+(\d+\.\d)\s+of\s+(\d+\.\d) GiB"
     more, needed, has = re.search(said, README, re.DOTALL).groups()
     flags = shlex.split(command)[shlex.split(command).index("train_grpo.py") + 1 :]
     for others, fits in (("", "fits: "), (more, f"{needed} of {has} GiB")):

@@ -56,8 +56,8 @@ def test_the_first_twelve_steps_are_those_of_the_golden_curve(job):
 
     A CPU with the same kernels makes the same policy, bit for bit, and then the same steps: integers are equal, floats
     up to their digits. Other kernels sum in another order, and in the 650 updates of the warm start that becomes
-    another policy, as another seed would make. Then the curves may be three steps apart: what three steps change at
-    most is the tolerance. After a wanted change, write `found` to the file.
+    another policy, as another seed would make. Then the curves may be two steps apart: what two steps change at most
+    is the tolerance. Kernels for SSE4.1 were at most one apart. After a wanted change, write `found` to the file.
     """
     sha256 = hashlib.sha256((job / "policy" / "model.safetensors").read_bytes()).hexdigest()
     steps = {step: without_times(metrics) for step, metrics in metrics_of(job / "run").items() if step <= 12}
@@ -68,7 +68,7 @@ def test_the_first_twelve_steps_are_those_of_the_golden_curve(job):
             assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-9), theirs["step"]
     for name in ("reward/mean", "completion/tokens_mean", "policy/entropy"):
         ours, theirs = ([line[name] for line in curve[2:]] for curve in (found, golden))
-        drift = max(abs(later - value) for value, later in zip(theirs, theirs[3:], strict=False))
+        drift = max(abs(later - value) for value, later in zip(theirs, theirs[2:], strict=False))
         assert ours == pytest.approx(theirs, abs=drift), name
 
 

@@ -159,7 +159,7 @@ class Engine:
         seed_everything(seed, self.world.engine_index)
 
     def params(self, sampling: Sampling, max_tokens: int) -> SamplingParams:
-        """What vLLM is told with a request for one completion of at most `max_tokens` more tokens."""
+        """vLLM's parameters of a request for one completion of at most `max_tokens` more tokens."""
         return SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,

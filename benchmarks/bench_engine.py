@@ -91,11 +91,11 @@ def of_sync(engine: Engine, policy: Policy) -> Variants:
 def main() -> None:
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add("what", choices=list(GOALS), help="what is measured")
+    add("what", choices=list(GOALS), help="the phase to measure")
     add("--hidden", type=int, default=256, help="hidden size; the FFN has 4 times that")
     add("--layers", type=int, default=4, help="decoder layers")
     add("--vocab", type=int, default=64, help="vocabulary")
-    add("--dtype", choices=DTYPES, default="bfloat16", help="of the engine; the policy's parameters are fp32")
+    add("--dtype", choices=DTYPES, default="bfloat16", help="dtype of the engine; the policy's parameters are fp32")
     add("--prompts", type=int, default=32, help="sample: prompts of a step, over all ranks")
     add("--group_size", type=int, default=8, help="sample: completions per prompt")
     add("--max_tokens", type=int, default=64, help="sample: completion limit in tokens")

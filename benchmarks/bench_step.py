@@ -129,7 +129,7 @@ def parse() -> argparse.Namespace:
     add("--group_size", type=int, default=8, help="completions per prompt")
     add("--max_tokens", type=int, default=64, help="tokens of a completion")
     add("--mean_tokens", type=float, default=0, help="mean of geometric lengths before the limit; 0: all reach it")
-    add("--micro_batch_tokens", type=int, default=600, help="of ours; TRL's micro-batches have 32 completions")
+    add("--micro_batch_tokens", type=int, default=600, help="tokens of our micro-batches; TRL's have 32 completions")
     add("--steps", type=int, default=6, help="steps of a run")
     add("--rounds", type=int, default=3, help="runs of each program, in turn")
     return parser.parse_args()

@@ -118,7 +118,7 @@ def main() -> None:
     add("--sequences", type=int, default=32, help="sequences of the update")
     add("--group_size", type=int, default=1, help="sequences of a prompt; above 1: ours also with --share_prompts")
     add("--prompt_tokens", type=int, default=16, help="tokens of each prompt")
-    add("--mean_length", type=float, default=600.0, help="of the lognormal lengths before they are cut, in tokens")
+    add("--mean_length", type=float, default=600.0, help="mean of the lognormal lengths before they are cut, in tokens")
     add("--max_length", type=int, default=2048, help="where they are cut, in tokens")
     add("--micro_batch_tokens", type=int, default=8192, help="token cap of our micro-batches")
     add("--padded_rows", type=int, default=8, help="sequences in a padded micro-batch")

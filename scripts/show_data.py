@@ -26,7 +26,7 @@ from model.vision import load_processor
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", nargs="+", required=True, help="sources, each WHAT[@SPLIT][#ROWS]")
-    parser.add_argument("--weights", nargs="*", type=float, help="of the sources; shows their shares of an epoch")
+    parser.add_argument("--weights", nargs="*", type=float, help="one for each source; shows their shares")
     parser.add_argument("--model", required=True, help="model with the tokenizer: folder or hub id")
     parser.add_argument("--seed", type=int, default=1, help="random seed for drawing #ROWS (default: 1)")
     parser.add_argument("--show", type=int, default=2, help="number of prompts to show of each source (default: 2)")

@@ -205,6 +205,8 @@ class Writer:
         if not self.world.is_main:
             return
         export(policy, weights, self.companions, unfinished)
+        for file in unfinished.rglob("*.safetensors"):  # which its library lets the owner alone read
+            file.chmod((unfinished / "config.json").stat().st_mode)
         (unfinished / "trainer" / "progress.json").write_text(json.dumps(state) + "\n")
         known = {name: each for part in sums for name, each in part.items()}
         files = {str(file.relative_to(unfinished)): file for file in unfinished.rglob("*") if file.is_file()}

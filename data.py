@@ -57,9 +57,6 @@ def _text(value: object, name: str) -> str:
 
 def _messages(value: object, name: str, prompt_format: PromptFormat) -> Messages:
     """The conversation with suffix and system prompt; the latter takes the place of the data's own."""
-    if isinstance(value, list) and prompt_format.prompt_format == "text":
-        needed = "which need a chat template; the tokenizer has none"
-        raise ValueError(f"{name} (--prompt_column) holds messages, {needed}.")
     messages = value if isinstance(value, list) else [{"role": "user", "content": _text(value, name)}]
     if not messages or not all(isinstance(message, dict) for message in messages):
         raise UnusableRow(f"{name} is no list of messages")
@@ -130,15 +127,15 @@ def template_tokens(tokenizer: Tokenizer) -> tuple[str, ...]:
     return tuple(token for token in special if token in written)
 
 
-def check_template(prompt_format: PromptFormat, tokenizer: Tokenizer) -> PromptFormat:
-    """The format, with `text` for `chat` without a chat template. Raises ValueError for flags that need one."""
+def check_template(prompt_format: PromptFormat, tokenizer: Tokenizer) -> None:
+    """Raises ValueError for a missing chat template, and for flags that need one."""
     if prompt_format.prompt_format == "chat" and tokenizer.chat_template is None:
-        prompt_format = replace(prompt_format, prompt_format="text")
+        base = "a base model may want --prompt_format raw, which gives it the text as it is"
+        raise ValueError(f"--prompt_format chat: the tokenizer of --model has no chat template; {base}.")
     for flag in ("system_prompt", "image_column"):
         value = getattr(prompt_format, flag)
         if value is not None and prompt_format.prompt_format != "chat":
             raise ValueError(f"--{flag} {value!r} needs --prompt_format chat and a tokenizer with a chat template.")
-    return prompt_format
 
 
 def make_row(record: Record, prompt_format: PromptFormat, tokenizer: Tokenizer, vision: Vision | None = None) -> Row:
@@ -231,7 +228,7 @@ class PromptData:
         Without `vision` images count as the template writes them: enough to look at data, not to train.
         Raises ValueError or FileNotFoundError if the source or a column is not there, or no row is left.
         """
-        prompt_format = check_template(prompt_format, tokenizer)
+        check_template(prompt_format, tokenizer)
         rows, excluded = [], []
         for record in progress(f"read {source}", items=read_records(source, seed)):
             try:
@@ -256,7 +253,8 @@ class PromptData:
         """All sources as one. Weights of any scale are shares of an epoch's draws; without, each row is drawn once."""
         if weights is not None and (len(weights) != len(parts) or not all(0 < weight < math.inf for weight in weights)):
             given = " ".join(f"{weight:g}" for weight in weights)
-            raise ValueError(f"weights {given} of {len(parts)} sources: give each source a positive one.")
+            wrong = f"--data_weights {given}: {len(weights)} for {len(parts)} of --train_data"
+            raise ValueError(f"{wrong}; give each source a positive one.")
         if len(parts) == 1:
             return parts[0]
         assert not any(part.shares for part in parts), "a weighted mixture is not mixed again"

@@ -124,7 +124,7 @@ GROUPS["sampling"] = [
          (0.01, 1), free_on_resume=True),
     flag("--enforce_eager", False, "CUDA: no CUDA graphs in vLLM (starts faster, samples slower); always so on CPU",
          free_on_resume=True),
-    flag("--seed", 1, "random seed for data order and sampling", (0, INF)),
+    flag("--seed", 1, "random seed for data order and sampling", (0, 2**63 - 1)),
 ]
 GROUPS["generation servers"] = [  # docs/generation.md
     flag("--engine", "colocated", "who samples: vLLM in the ranks, which takes turns with the trainer (colocated), or "
@@ -419,8 +419,8 @@ class Plan:
         """The numbers of the plan, for the first lines of the log."""
         return (
             f"{self.prompts_per_step} prompts x {self.group_size} = {self.completions_per_step} completions a step, "
-            f"{self.updates_per_step} updates a step, {self.steps_per_epoch:g} steps an epoch, "
-            f"{self.total_steps} steps in all"
+            f"{self.updates_per_step} update{'s' * (self.updates_per_step > 1)} a step, "
+            f"{self.steps_per_epoch:g} steps an epoch, {self.total_steps} steps in all"
         )
 
     def update(self, step: int, i: int) -> UpdateStep:

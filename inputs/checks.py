@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from itertools import chain
+from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 
@@ -14,6 +17,11 @@ from flags import FLAGS, GROUPS, INF, TINY, Flag
 from inputs.records import name_of_source
 from model.sizes import check_path
 
+# What stored rollouts hold: who is compared with whom, tokens sampled under these limits, and their rewards.
+FIXED_BY_ROLLOUTS = (
+    "prompts_per_step", "group_size", "temperature", "max_completion_tokens", "max_prompt_tokens", "stop_tokens",
+    "reward", "reward_timeout", "overlong_cache_tokens", "list_answers", "truncated", "dynamic_sampling",
+)  # fmt: skip
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -28,11 +36,15 @@ def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
     check_batches(args, num_ranks)
     check_head_dtype(args)
     flag = SimpleNamespace(**{name.removeprefix("--"): given(each, args) for name, each in FLAGS.items()})
-    topics = of_algorithm(args, flag), of_memory(args, flag), of_servers(args, flag), of_replay(args, flag)
-    for sentence in chain(*topics, of_waits(args, flag, num_ranks), of_evaluation(args, flag)):
+    topics = of_algorithm(args, flag), of_reward(args, flag), of_memory(args, flag), of_servers(args, flag)
+    for sentence in chain(*topics, of_replay(args, flag), of_waits(args, flag, num_ranks), of_evaluation(args, flag)):
         raise ValueError(sentence)  # the first one is enough
     if args.track != "none" and importlib.util.find_spec(args.track) is None:
         raise ValueError(f"--track {args.track}: its package is not installed; run `pip install {args.track}`.")
+    is_online = os.environ.get("WANDB_MODE", "online") == "online" and not os.environ.get("WANDB_API_KEY")
+    if args.track == "wandb" and is_online and not (Path.home() / ".netrc").exists():  # where `wandb login` writes it
+        way_out = "run `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline"
+        raise ValueError(f"--track wandb: no key is known; {way_out}.")
 
 
 def check_head_dtype(args: argparse.Namespace) -> None:
@@ -60,9 +72,19 @@ def of_algorithm(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[st
     if args.dynamic_sampling != "off" and args.keep_last:
         yield f"--keep_last has no effect with {flag.dynamic_sampling}, which has no last steps; leave it out."
     is_on_policy = args.prompts_per_update == args.prompts_per_step and args.num_iterations == 1
-    if args.max_kl and is_on_policy and not args.lora_dropout:
-        known = "with one update a step, which is of the policy that sampled: its KL is 0"
-        yield f"{flag.max_kl} has no effect {known}; leave it out."
+    for name in ("max_kl", "dual_clip"):
+        if getattr(args, name) and is_on_policy and not args.lora_dropout:
+            known = "with one update a step, which is of the policy that sampled: its KL is 0, its ratios are 1"
+            yield f"{getattr(flag, name)} has no effect {known}; leave it out."
+
+
+def of_reward(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[str]:
+    cache, limit = args.overlong_cache_tokens, args.max_completion_tokens
+    if cache and not re.search(r"\blength\b|@", args.reward):
+        yield f"{flag.overlong_cache_tokens} has no effect without the reward `length`; leave it out, or add that."
+    if cache and cache >= limit:
+        wrong = f"{flag.overlong_cache_tokens} reaches over the whole of {flag.max_completion_tokens}"
+        yield f"{wrong}, so that every completion is too long; use less."
 
 
 def of_memory(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[str]:
@@ -106,8 +128,9 @@ def of_servers(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[str]
     if not os.environ.get("VLLM_API_KEY") and (far := [x.netloc for x in places if x.hostname not in LOOPBACK]):
         secret = "set VLLM_API_KEY, here and there, to the same secret"
         yield f"--server_urls: {', '.join(far)} is not on this machine: others could change its weights; {secret}."
-    if len(set(urls)) < len(urls) or len(set(gpus)) < len(gpus):
-        yield "--server_urls and --generation_gpus: each can be given once."
+    for name, values in (("server_urls", urls), ("generation_gpus", gpus)):
+        if twice := [value for value in values if values.count(value) > 1]:
+            yield f"{getattr(flag, name)}: {twice[0]} is there twice; name each once."
     if len(gpus) % size:
         yield f"{flag.generation_gpus}: {len(gpus)} GPUs are no whole number of servers of {size}; give a multiple."
 
@@ -117,12 +140,24 @@ def of_replay(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[str]:
         yield "--partial_rollouts has no effect with --replay, which samples nothing; leave it out."
     if args.replay and os.path.realpath(args.replay) == os.path.realpath(args.out_dir):
         yield f"{flag.replay} is --out_dir, too; name another folder for what is trained now."
+    if args.replay:
+        file = Path(args.replay) / "config.json"
+        try:
+            then = json.loads(file.read_text())
+        except (OSError, ValueError):
+            yield f"{flag.replay}: {file} cannot be read; name the folder of a run."
+            return
+        for name in FIXED_BY_ROLLOUTS:
+            if (there := then.get(name, getattr(args, name))) != getattr(args, name):
+                yield f"{getattr(flag, name)}: the rollouts of --replay were made with {there}; give that."
 
 
 def of_evaluation(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[str]:
     for name in ("eval_every", "eval_before_training"):
         if getattr(args, name) and not args.eval_data:
             yield f"{getattr(flag, name)} needs --eval_data; name a file, or leave --{name} out."
+    if args.eval_data and not (args.eval_every or args.eval_before_training or args.replay):
+        yield f"{flag.eval_data} is never evaluated; give --eval_every or --eval_before_training, or leave it out."
     if args.keep_best is not None:
         names, ks = [name_of_source(source) for source in args.eval_data], args.eval_samples
         known = [f"eval/{name}/{figure}" for i, name in enumerate(names) for figure in scores_of(ks[i % len(ks)])]
@@ -132,6 +167,11 @@ def of_evaluation(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[s
         if not args.eval_every or not args.save_every or args.save_every % args.eval_every:
             wrong = f"{flag.keep_best} needs a value for each checkpoint, not {flag.save_every} and {flag.eval_every}"
             yield f"{wrong}; make the first a multiple."
+
+
+def own_files(texts: Iterable[str]) -> list[str]:
+    """The files that these flags name, my_reward.py:score, as they name them."""
+    return sorted({file for text in texts for file in re.findall(r"([^\s,=]+\.py):\w", text)})
 
 
 def scores_of(num_samples: int) -> list[str]:

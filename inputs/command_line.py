@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
+import re
 import sys
 import time
 from typing import NoReturn
@@ -38,6 +40,16 @@ class HelpFormatter(argparse.HelpFormatter):
         return f"{text} (default: %(default)s)" if has_default else text
 
 
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Ends the process with exit status 2 and one sentence, which names the flag that was perhaps meant."""
+        if unknown := re.match(r"unrecognized arguments: -+([^\s=]+)", message):
+            given = f"--{unknown[1].replace('-', '_')}"
+            known = difflib.get_close_matches(given, self._option_string_actions, 1)
+            message += "".join(f"; did you mean {name}?" for name in known)
+        exit_with_error(ValueError(message), status=2)
+
+
 def add_flags(parser: argparse.ArgumentParser, groups: dict[str, list[Flag]]) -> None:
     for title, group in groups.items():
         add = parser.add_argument_group(title).add_argument
@@ -54,7 +66,7 @@ def add_flags(parser: argparse.ArgumentParser, groups: dict[str, list[Flag]]) ->
 def parser_of(groups: dict[str, list[Flag]], description: str, usage: str | None = None) -> argparse.ArgumentParser:
     """The parser of a program with these flags. It ends the process with a sentence if they cannot be read."""
     of_form = {"formatter_class": HelpFormatter, "allow_abbrev": False}
-    parser = argparse.ArgumentParser(usage=usage, description=description, **of_form)
+    parser = Parser(usage=usage, description=description, **of_form)
     add_flags(parser, groups)
     return parser
 
@@ -72,14 +84,15 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def exit_with_error(error: Exception) -> NoReturn:
+def exit_with_error(error: Exception, status: int = 1) -> NoReturn:
     """Ends the process with the error's sentence, without a traceback: for mistakes of the user.
 
     All ranks find the same one, and scripts/launch.py says it. With torchrun the first rank does; another one that is
     still there after some seconds has an error of its own (a file that is missing on its node only).
     """
     if note_reason(str(error), "mistake"):
-        sys.exit(1)
+        sys.exit(status)
     if os.environ.get("RANK", "0") != "0":
         time.sleep(10)
-    sys.exit(f"error: {error}")
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(status)

@@ -9,18 +9,20 @@ import uuid
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 
+from batch import Row
 from data import PromptData
 from flags import FLAGS, Grading, PromptFormat, Sampling, Stalls, make_plan, take
 from fsdp_utils import World, gather_from_ranks, is_engine_leader_process, is_main_process, wait_for_all
-from guards.fingerprint import check_same_start
+from guards.fingerprint import check_same_start, digest
 from guards.stall import Watch
-from inputs.checks import LOOPBACK, given, ranks_per_engine
+from inputs.checks import LOOPBACK, given, own_files, ranks_per_engine
 from inputs.machine import check_launch, choose_interface, local_world_size
 from inputs.records import name_of_source, read_system_prompt
 from model.attention import check_device
@@ -43,6 +45,7 @@ class Inputs:
     eval_samplings: list[Sampling]
     grader: Grader
     generation_config: GenerationConfig  # of the exported policy
+    digests: dict[str, str]  # of the rows of each source, and of files of one's own, by name
 
     @property
     def companions(self) -> list[PreTrainedTokenizerBase | ProcessorMixin | GenerationConfig]:
@@ -73,7 +76,16 @@ def load_inputs(args: Namespace) -> Inputs:
     if is_main_process():
         weight_files(args.model)  # downloads what is not on the disk, while nobody waits in a collective
     grader = start_grader(take(Grading, args), num_ranks)
-    return Inputs(tokenizer, vision, train_data, eval_sets, samplings, grader, generation_config)
+    sources = zip([*args.train_data, *args.eval_data], [*train_data, *eval_sets], strict=True)
+    digests = {source: digest(chain.from_iterable(map(content_of, data.rows))) for source, data in sources}
+    files = own_files([args.reward, args.advantage, args.policy_loss, args.kl_estimator])
+    digests |= {file: digest([Path(file).read_bytes()]) for file in files}
+    return Inputs(tokenizer, vision, train_data, eval_sets, samplings, grader, generation_config, digests)
+
+
+def content_of(row: Row) -> tuple[bytes, ...]:
+    """What a row brings into training."""
+    return row.ids.tobytes(), row.answer.encode(), repr(row.columns).encode(), *row.encoded_images
 
 
 def load_model_files(

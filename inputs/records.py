@@ -72,6 +72,31 @@ def check_content(path: Path) -> None:
             raise ValueError(f"{path} is {what.format(path=path)}.")
 
 
+def is_one_object(content: bytes) -> bool:
+    """Whether the whole is one JSON object, on one line or on many."""
+    try:
+        return isinstance(json.loads(content), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def check_folder(path: Path, read: list[Path]) -> None:
+    """Raises ValueError if the folder holds more data than the files that `datasets` would read.
+
+    As soon as one file has a split in its name, such as `train`, it leaves out those that have none. A README with
+    `data_files` says what belongs together.
+    """
+    if (readme := path / "README.md").is_file() and "data_files:" in readme.read_text(errors="replace"):
+        return
+    files = [file for file in path.rglob("*") if file.suffix.lower() in (*READERS, ".parquet", ".arrow")]
+    known = {file.resolve() for file in read}
+    others = [file for file in sorted(files) if file.resolve() not in known and file.name not in ABOUT_DATA]
+    if others:
+        listed = ", ".join(str(file.relative_to(path)) for file in others[:3])
+        wrong = f"folder {path}: {len(read)} of its files would be read ({read[0].name}), others not ({listed})"
+        raise ValueError(f"{wrong}; name the file or the folder that you mean, or move the others away.")
+
+
 def read_json_file(path: Path) -> list[Record]:
     """The rows of a .jsonl file (an object per line, blank lines are skipped) or a .json file (an array, or as .jsonl).
 
@@ -92,17 +117,18 @@ def read_json_file(path: Path) -> list[Record]:
     content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")  # UTF-8's byte order mark, which Windows writes
     if is_json and content.lstrip().startswith(b"["):
         values = [(f"{path}, row {i}", value) for i, value in enumerate(parse(str(path), content))]
+    elif is_json and is_one_object(content):
+        raise ValueError(f"{path}: found a single JSON object; the file must be {form}. Put a lone row in [ ].")
     else:
         lines = [(f"{path}, line {i}", line) for i, line in enumerate(content.split(b"\n"), start=1) if line.strip()]
         values = [(where, parse(where, line)) for where, line in lines]
-        if is_json and len(values) == 1:
-            raise ValueError(f"{path}: found a single JSON object; the file must be {form}. Put a lone row in [ ].")
     for where, value in values:
         if not isinstance(value, dict):
             raise ValueError(f"{where}: expected a JSON object, found {type(value).__name__}; the file must be {form}.")
     return [Record(where, value, path.parent) for where, value in values]
 
 
+ABOUT_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")  # of `datasets`
 READERS: dict[str, Callable[[Path], list[Record]]] = {".jsonl": read_json_file, ".json": read_json_file}
 OTHER_FILES = ".parquet .csv .tsv .txt .md .yaml .yml .py .pkl .npy .npz .arrow .xlsx .gz .zip .zst .xz .bz2 .tar"
 FILE_ENDINGS = {*READERS, *OTHER_FILES.split()}  # what ends like this is no data set on the hub
@@ -124,9 +150,11 @@ def _open(source: str, what: str, split: str | None) -> dict[str, Dataset | list
     if path.is_file() and path.suffix.lower() in READERS:
         return {"train": [what]}
     import datasets
-    from huggingface_hub import constants, errors, get_session
+    from huggingface_hub import errors
     from pyarrow import ArrowException
     from yaml import YAMLError  # a README with broken settings
+
+    from model.weights import has_hub
 
     if os.environ.get(OFF) or not sys.stderr.isatty():
         datasets.disable_progress_bars()
@@ -139,6 +167,7 @@ def _open(source: str, what: str, split: str | None) -> dict[str, Dataset | list
         if path.is_dir():
             files = {str(key): names for key, names in datasets.load_dataset_builder(full).config.data_files.items()}
             local = [file for names in files.values() for file in map(Path, names)]
+            check_folder(path, local)
             if all(file.suffix.lower() in READERS for file in local):
                 return files
             for file in local:  # also `train.jsonl.gz`: `datasets` would unpack it, and guess its types
@@ -148,10 +177,7 @@ def _open(source: str, what: str, split: str | None) -> dict[str, Dataset | list
         elif path.is_file():
             loaded = datasets.load_dataset("parquet", data_files=glob.escape(full), split=split)
         else:
-            try:  # without network `datasets` tries for 23 s to minutes before it looks into its cache or gives up
-                get_session().head(constants.ENDPOINT, timeout=5)
-            except (errors.HTTPError, OSError):
-                datasets.config.HF_HUB_OFFLINE = True  # what the environment variable of this name sets
+            datasets.config.HF_HUB_OFFLINE = not has_hub()
             loaded = datasets.load_dataset(*HUB_ID.fullmatch(what).groups(), split=split)
     except IndexError:  # `load_from_disk`, of the first table of a split without rows
         raise ValueError(f"data {source!r} cannot be loaded: it, or one of its splits, holds no rows.") from None

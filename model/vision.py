@@ -197,9 +197,13 @@ def load_processor(
         processor = wanted.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(f"--model {path!r} has no {kind} that could be read: {error}") from None
+    tokenizer = processor.tokenizer if has_vision else processor
+    if len(tokenizer.added_tokens_decoder) == len(tokenizer):  # what transformers makes of a folder without its files
+        files = "tokenizer.json, tokenizer_config.json, chat_template.jinja"
+        raise ValueError(f"--model {path!r} has no tokenizer; copy that of the base model into it ({files}).")
     if not has_vision:
-        return processor, None
-    tokenizer, images = processor.tokenizer, processor.image_processor
+        return tokenizer, None
+    images = processor.image_processor
     tokenizer.chat_template = processor.chat_template or tokenizer.chat_template
     smallest, largest, max_pixels = images.size["shortest_edge"], images.size["longest_edge"], prompt_format.max_pixels
     patch, merge = images.patch_size, images.merge_size

@@ -15,9 +15,11 @@ import pickle
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import torch
+from huggingface_hub import constants, errors, get_session
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -36,15 +38,29 @@ NAMES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin
 MOVED_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")  # in old files; as in `from_pretrained`
 
 
+@cache
+def has_hub() -> bool:
+    """Whether the hub answers within 5 s. If not, its libraries, which would try for a minute, use their caches."""
+    try:
+        get_session().head(constants.ENDPOINT, timeout=5)
+    except (errors.HTTPError, OSError):
+        constants.HF_HUB_OFFLINE = True  # what the environment variable of this name sets
+    return not constants.HF_HUB_OFFLINE
+
+
 def load_config(path: str) -> PretrainedConfig:
     """The config of a folder or hub id. Raises ValueError or FileNotFoundError if there is none."""
     check_path(path)
+    is_cut_off = not Path(path).exists() and not has_hub()
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False)  # nor is anybody asked
     except (OSError, ValueError) as error:
         if "custom code" in str(error):
             known = "use one whose architecture transformers has"
             raise ValueError(f"--model {path!r} needs code from its own folder, which is never run; {known}.") from None
+        if is_cut_off:
+            wrong = f"--model {path!r} is no folder, the hub cannot be reached, and its cache does not hold that model"
+            raise ValueError(f"{wrong}; connect to it, or name a folder.") from None
         neither = "neither a folder with a model nor a model that the hub has"
         raise ValueError(f"--model {path!r} is {neither}: {error}") from None
 
@@ -152,6 +168,8 @@ def open_weights(path: str) -> dict[str, Tensor]:
             is_safe = file.suffix == ".safetensors"
             stored |= load_file(file) if is_safe else torch.load(file, "cpu", mmap=True, weights_only=True)
         except SafetensorError as error:
+            if file.read_bytes()[:20].startswith(b"version https://git"):
+                raise ValueError(f"{file} is a pointer of Git LFS in place of the weights; run git lfs pull.") from None
             raise ValueError(f"{file} is damaged ({error}); download or copy it again.") from None
         except (RuntimeError, pickle.UnpicklingError) as error:
             raise ValueError(f"{file} cannot be read tensor by tensor ({error}); save it as safetensors.") from None

@@ -95,8 +95,10 @@ def _check_same_flags(found: dict[str, object], config: dict[str, object], free:
 
 
 def _check_same_inputs(file: Path, inputs: dict[str, str]) -> None:
-    """What flags name may have changed, too. A run without this file is an older one."""
-    found = json.loads(file.read_text()) if file.exists() else inputs
+    """What flags name may have changed, too. Without the file, what is there now is what is meant."""
+    if not file.exists():
+        write(file, json.dumps(inputs, indent=2) + "\n")
+    found = json.loads(file.read_text())
     if changed := [name for name in inputs if found.get(name) != inputs[name]]:
         way_out = f"give another --out_dir to start afresh, or delete {file} if the change is meant"
         raise ValueError(f"{', '.join(changed)}: not the same as when this run began; {way_out}.")
@@ -332,8 +334,8 @@ def _own_files(command: list[str]) -> str:
     return "".join(_git(*diff, name, folder=folder) for folder, name, *diff in added)
 
 
-def _git(*arguments: str, folder: str | Path = Path(__file__).parent) -> str:
-    """Returns what git says of this folder; "" without git or a repository: an unpacked archive runs, too."""
+def _git(*arguments: str, folder: str = "") -> str:
+    """Returns what git says of this folder, by default the code's; "" without git or a repository: an unpacked archive runs, too."""
     git = shutil.which("git")
-    command = [git, "-C", str(folder), *arguments]
+    command = [git, "-C", folder or str(Path(__file__).parent), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout if git else ""

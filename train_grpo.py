@@ -149,8 +149,8 @@ def close(inputs: Inputs, engine: Engine | ServerEngine) -> None:
 def main(args: Namespace, algorithm: Algorithm) -> None:
     try:
         inputs, out_dir = load_inputs(args), Path(args.out_dir)
-        folder = out_dir, vars(args), free_on_resume(args), inputs.digests
-        lock = open_run_folder(*folder) if is_main_process() else None
+        config, free = vars(args), free_on_resume(args)
+        lock = open_run_folder(out_dir, config, free, inputs.digests) if is_main_process() else None
         world = init_world(ranks_per_engine(args), args.timeout_minutes, args.shard_ranks, args.engine == "colocated")
         check_world(args, world)
         train_data = PromptData.mix([inputs.grader.check_keys(x, world) for x in inputs.train_data], args.data_weights)

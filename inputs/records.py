@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from guards.progress import OFF
+from model.sizes import has_hub
 
 if TYPE_CHECKING:
     from datasets import Dataset  # imported where it is needed: that takes a second, and .jsonl files do without
@@ -153,8 +154,6 @@ def _open(source: str, what: str, split: str | None) -> dict[str, Dataset | list
     from huggingface_hub import errors
     from pyarrow import ArrowException
     from yaml import YAMLError  # a README with broken settings
-
-    from model.weights import has_hub
 
     if os.environ.get(OFF) or not sys.stderr.isatty():
         datasets.disable_progress_bars()

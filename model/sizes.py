@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,18 @@ def check_path(path: str) -> None:
     folder, is_like_hub_id = Path(path), re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path)
     if not folder.exists() and (not is_like_hub_id or (folder.parent.name and folder.parent.is_dir())):
         raise FileNotFoundError(f"--model {path!r}: no such folder, and not of the form of a hub id (owner/name).")
+
+
+@cache
+def has_hub() -> bool:
+    """Whether the hub answers within 5 s. If not, its libraries, which would try for a minute, use their caches."""
+    from huggingface_hub import constants, errors, get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=5)
+    except (errors.HTTPError, OSError):
+        constants.HF_HUB_OFFLINE = True  # what the environment variable of this name sets
+    return not constants.HF_HUB_OFFLINE
 
 
 def head_dim(config: PretrainedConfig) -> int:

@@ -15,11 +15,9 @@ import pickle
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 
 import torch
-from huggingface_hub import constants, errors, get_session
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -32,20 +30,10 @@ from transformers.utils import cached_file
 
 from fsdp_utils import fill_from_main, gather_from_ranks, is_main_process
 from guards.progress import progress
-from model.sizes import check_path
+from model.sizes import check_path, has_hub
 
 NAMES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 MOVED_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")  # in old files; as in `from_pretrained`
-
-
-@cache
-def has_hub() -> bool:
-    """Whether the hub answers within 5 s. If not, its libraries, which would try for a minute, use their caches."""
-    try:
-        get_session().head(constants.ENDPOINT, timeout=5)
-    except (errors.HTTPError, OSError):
-        constants.HF_HUB_OFFLINE = True  # what the environment variable of this name sets
-    return not constants.HF_HUB_OFFLINE
 
 
 def load_config(path: str) -> PretrainedConfig:

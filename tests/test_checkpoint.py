@@ -165,6 +165,7 @@ def test_damage_to_any_file_is_found_and_named_and_the_checkpoint_before_is_used
     files = [name for name in names if (run_folder / "step_2" / name).is_file()]
     expected = {"model.safetensors", "config.json", "tokenizer.json", "trainer/.metadata", "trainer/__0_0.distcp"}
     assert expected | {"trainer/progress.json", "trainer/checksums.json"} <= set(files)
+    assert len({(run_folder / "step_2" / name).stat().st_mode for name in files}) == 1, "who reads one reads all"
     for number, name in enumerate(files):
         folder, said = tmp_path / str(number), []
         shutil.copytree(run_folder, folder, symlinks=True)

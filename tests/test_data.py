@@ -264,15 +264,14 @@ def test_raw_prompts_are_the_text_with_the_tokenizers_special_tokens(tmp_path):
     assert [TOKENIZER.decode(row.ids.tolist()) for row in mixed.rows] == ["<bos>q", "<bos>q"], "one BOS each"
 
 
-def test_without_a_chat_template_the_prompt_is_the_problem_and_what_needs_one_is_refused(tmp_path):
+def test_a_missing_chat_template_and_flags_that_need_one_are_refused(tmp_path):
     bare = byte_tokenizer(chat_template=None)
-    loaded = problems(tmp_path, "1+1", tokenizer=bare)
+    assert_refused("has no chat template; .*--prompt_format raw", tmp_path, "1+1", tokenizer=bare)
+    loaded = problems(tmp_path, "1+1", tokenizer=bare, prompt_format="raw")
     assert texts(loaded) == ["1+1"] and bare.decode(loaded.rows[0].ids.tolist()) == "<bos>1+1"
-    words = "'problem' .--prompt_column. holds messages, which need a chat template"
-    assert_refused(words, tmp_path, user("1+1"), tokenizer=bare)
-    for changes in ({"prompt_format": "raw"}, {"tokenizer": bare}):
-        for flag, value in (("system_prompt", "Think."), ("image_column", "problem")):
-            assert_refused(f"--{flag} '{value}' needs --prompt_format chat", tmp_path, "q", **{flag: value}, **changes)
+    for flag, value in (("system_prompt", "Think."), ("image_column", "problem")):
+        words = f"--{flag} '{value}' needs --prompt_format chat"
+        assert_refused(words, tmp_path, "q", prompt_format="raw", **{flag: value})
 
 
 def test_a_row_that_the_template_refuses_is_excluded_and_others_are_rendered(tmp_path):

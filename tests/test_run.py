@@ -41,12 +41,16 @@ def one_row(name: str, *excluded: tuple[str, str]) -> PromptData:
     return PromptData(name, [row], excluded=list(excluded))
 
 
+def other_row() -> Row:
+    return replace(one_row("").rows[0], ids=np.ones(1, np.int32))
+
+
 # Whose folder it is -------------------------------------------------------------------------------------------------
 
 
 def open_and_close(folder, **changes: object) -> None:
     args = flags(**changes)
-    open_run_folder(folder, vars(args), free_on_resume(args)).close()
+    open_run_folder(folder, vars(args), free_on_resume(args), {}).close()
 
 
 @pytest.mark.parametrize("trace", ["metrics.jsonl", "step_20"])
@@ -70,6 +74,22 @@ def test_a_run_folder_of_another_configuration_is_left_alone_unless_it_trained_n
     assert (tmp_path / "run" / "config.json").read_bytes() == before
     may_change = {"save_every": 1, "micro_batch_tokens": 64} | ({} if given else {"total_steps": 20})
     open_and_close(tmp_path / "run", **given | may_change)
+
+
+def test_a_run_does_not_continue_on_other_data_or_another_reward_unless_that_is_meant(tmp_path):
+    then, now = {"math.jsonl": "1f", "my.py": "2f"}, {"math.jsonl": "1f", "my.py": "3f"}
+    folder, config = tmp_path / "run", {"out_dir": "run"}
+    for _ in range(2):  # nothing was trained on them yet
+        open_run_folder(folder, config, set(), now).close()
+        open_run_folder(folder, config, set(), then).close()
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    open_run_folder(folder, config, set(), then).close()
+    with pytest.raises(ValueError, match="^my.py: not the same .*delete .*inputs.json if"):
+        open_run_folder(folder, config, set(), now)
+    (folder / "inputs.json").unlink()
+    open_run_folder(folder, config, set(), now).close()
+    with pytest.raises(ValueError, match="math.jsonl: not the same"):
+        open_run_folder(folder, config, set(), now | {"math.jsonl": "2f"})
 
 
 def test_a_run_continues_that_is_older_than_some_flags(tmp_path):
@@ -106,21 +126,21 @@ def test_a_folder_of_something_else_or_that_cannot_be_written_is_refused(tmp_pat
 def test_two_runs_cannot_share_a_folder_and_the_holder_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(guards.files, "LOCK_SECONDS", 0.5)
     monkeypatch.setattr(sys, "argv", ["train_grpo.py", "--seed", "1"])
-    lock = open_run_folder(tmp_path / "run", {"out_dir": "run"}, set())
+    lock = open_run_folder(tmp_path / "run", {"out_dir": "run"}, set(), {})
     holder = rf"in use by process {os.getpid()} on {socket.gethostname()}, since .*: train_grpo.py --seed 1; end that"
     for _ in range(2):  # whoever is refused leaves the name as it is
         with pytest.raises(ValueError, match=holder):
-            open_run_folder(tmp_path / "run", {"out_dir": "run"}, set())
+            open_run_folder(tmp_path / "run", {"out_dir": "run"}, set(), {})
     assert capsys.readouterr().out.count("waiting up to 0.5 s for its end") == 2
     lock.close()
-    open_run_folder(tmp_path / "run", {"out_dir": "run"}, set()).close()
+    open_run_folder(tmp_path / "run", {"out_dir": "run"}, set(), {}).close()
 
 
 def test_a_start_waits_for_a_run_that_is_ending_and_children_do_not_keep_the_lock(tmp_path):
-    lock = open_run_folder(tmp_path / "run", {"out_dir": "run"}, set())
+    lock = open_run_folder(tmp_path / "run", {"out_dir": "run"}, set(), {})
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], close_fds=False) as child:
         threading.Timer(0.5, lock.close).start()
-        open_run_folder(tmp_path / "run", {"out_dir": "run"}, set()).close()
+        open_run_folder(tmp_path / "run", {"out_dir": "run"}, set(), {}).close()
         assert child.poll() is None, "it lives and holds nothing"
         child.kill()
 
@@ -151,9 +171,14 @@ def test_the_file_of_a_reward_that_git_does_not_know_is_in_the_patch(tmp_path, m
     (tmp_path / "run").mkdir()
     make_run(tmp_path / "run").describe_start(0)
     (patch,) = (tmp_path / "run").glob("changes_*.patch")
-    assert "+    return 0.5" in patch.read_text() and "mine/my_reward.py" in patch.read_text()
+    assert "+    return 0.5" in patch.read_text()
+    (tmp_path / "elsewhere").mkdir()
+    subprocess.run(["git", "apply", "--include=my_reward.py", patch], cwd=tmp_path / "elsewhere", check=True)
+    assert (tmp_path / "elsewhere" / "my_reward.py").read_text().endswith("return 0.5\n")
     assert json.loads((tmp_path / "run" / "starts.jsonl").read_text())["has_uncommitted_changes"]
-    monkeypatch.setattr(run_module, "_git", lambda *arguments: "my_reward.py\n" if arguments[0] == "ls-files" else "+")
+    monkeypatch.setattr(
+        run_module, "_git", lambda *arguments, **_: "my_reward.py\n" if arguments[0] == "ls-files" else "+"
+    )
     assert run_module._own_files(sys.argv) == "", "git knows it"
 
 
@@ -219,6 +244,8 @@ def test_rows_that_cannot_be_used_are_listed_once(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "data test: 1 rows; 0 dropped (too many tokens), 1 excluded" in said
     assert "first prompt: " in said
+    run.describe_data([one_row("train"), replace(one_row("test"), rows=[one_row("").rows[0], other_row()])])
+    assert "warning: 1 of the 2 prompts of test are training prompts, too" in capsys.readouterr().out
 
 
 def graded(grades: list[Grade]) -> Rollout:

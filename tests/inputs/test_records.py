@@ -45,6 +45,7 @@ REFUSED = [  # the end of the name, the content, and what the sentence says afte
     (".json", '{"data": [' + GOOD + "]}", ARRAY),
     (".json", '{\n"data": [\n' + GOOD + "]}", ARRAY),
     (".json", '{"data": 1}', "found a single JSON object; the file must be an array"),
+    (".json", '{\n  "data": [\n    1\n  ]\n}\n', "found a single JSON object; the file must be an array"),
     (".json", "[" + GOOD + ",", "not valid JSON"),
     (".json", "[" + GOOD + ", 3]", "row 1: expected a JSON object, found int"),
     (".json", "[]", "holds no rows"),
@@ -328,6 +329,23 @@ def test_folders_without_data_are_refused(tmp_path):
     write_parquet(tmp_path / "train2.parquet", [{"question": "q", "answer": "1"}])
     with pytest.raises(ValueError, match="cannot be loaded: .*column names don't match"):
         load(tmp_path)
+
+
+def test_a_folder_of_which_only_a_part_would_be_read_is_refused(tmp_path):
+    """`datasets` takes what has a split in its name, as soon as there is one, or the kind of which there are most."""
+    write(tmp_path, GOOD, "a.jsonl")
+    write(tmp_path, GOOD, "b.jsonl")
+    assert len(load(tmp_path).rows) == 2 * GOOD.count("\n")
+    for name, left_out in (
+        ("train.jsonl", "a.jsonl, b.jsonl"),
+        ("more/c.parquet", "more/c"),
+        ("saved/d.arrow", "saved/d"),
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(GOOD)
+        with pytest.raises(ValueError, match=rf"of its files would be read .*others not \({left_out}"):
+            load(tmp_path)
+        (tmp_path / name).unlink()
 
 
 def test_a_system_prompt_is_a_text_or_a_file(tmp_path):

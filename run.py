@@ -335,7 +335,10 @@ def _own_files(command: list[str]) -> str:
 
 
 def _git(*arguments: str, folder: str = "") -> str:
-    """Returns what git says of this folder, by default the code's; "" without git or a repository: an unpacked archive runs, too."""
+    """Returns what git says of this folder, by default the code's; "" without git or a repository.
+
+    An unpacked archive runs, too.
+    """
     git = shutil.which("git")
     command = [git, "-C", folder or str(Path(__file__).parent), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout if git else ""

@@ -10,6 +10,8 @@ The pictures are curves.png, from metrics.jsonl, and timeline.png, from timeline
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -60,7 +62,8 @@ def history(run_dir: Path) -> History:
 
 def judgement(run_dir: Path) -> str:
     """The verdict that a run of a documented set-up ends with; "" of any other run."""
-    name = reference.belongs_to(read_config(run_dir))
+    config = read_config(run_dir)
+    name = None if config.get("replay") else reference.belongs_to(config)
     return reference.report(name, history(run_dir)) if name else ""
 
 
@@ -148,6 +151,9 @@ def main() -> None:
             print("\n\n".join(reference.report(args.reference, history(run_dir)) for run_dir in args.runs))
         else:
             write_pages(args.runs, args.output or args.runs[0] / "report.html")
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError, OverflowError) as error:
         parser.exit(2, f"error: {error}\n")
 
@@ -160,10 +166,10 @@ def write_pages(runs: list[Path], file: Path) -> None:
     from reporting.page import write_page  # here, not above: training imports this file, and needs no pyarrow
 
     write_page(file, {run_dir: read_metrics(run_dir) for run_dir in runs})
-    print(file, flush=True)
     for run_dir in runs:
         plot(run_dir)
         plot_timeline(run_dir)
+    print(file)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from reporting.history import History, but_for_the_seed, in_columns, read_lines
 
 METRICS = ("reward/mean", "eval/*/avg@*", "completion/tokens_mean", "policy/kl_ref", "policy/entropy")  # *: any text
 MORE_IS_BETTER = ("reward/", "eval/")
+COPIED = ("reward/", "completion/")  # metrics that a replay does not measure
 TITLES = {  # of so many parts of the points the last one is taken
     10: "At the end: mean of the last tenth of the points that all runs have.",
     1: "Over the whole curve: mean of all points that all runs have.",
@@ -113,9 +114,14 @@ def margin_of_difference(a: list[float], b: list[float]) -> float:
 
 
 def compare(a: list[History], b: list[History]) -> str:
-    """The whole answer; each side holds at least one run."""
+    """The whole answer; each side holds at least one run. Raises ValueError if a side holds a run twice."""
+    for side in (a, b):
+        if len({run.folder.resolve() for run in side}) < len(side):
+            raise ValueError(f"{', '.join(str(run.folder) for run in side)}: one run is there twice; name each once.")
     runs = [*a, *b]
+    replays = [str(run.folder) for run in runs if run.config.get("replay")]
     names = sorted(set().union(*(run.names for run in runs)))
+    names = [name for name in names if not (replays and name.startswith(COPIED))]
     steps = {name: common_steps(runs, name) for pattern in METRICS for name in names if fnmatch(name, pattern)}
     changed = [f"--{name} {there!r} -> {here!r}" for name, (there, here) in differing_flags([a[0], b[0]]).items()]
     lines = [*described("A", a), *described("B", b)]
@@ -127,6 +133,8 @@ def compare(a: list[History], b: list[History]) -> str:
             rows.append([name, *verdict(name, difference(a, b, name, chosen))])
         lines += ["", title, *in_columns(rows)]
     lines += ["", f"In brackets: {CONFIDENCE:.0%} confidence intervals; one of twenty misses the truth."]
+    if replays:
+        lines.append(f"Rewards and lengths are left out: a replay ({', '.join(replays)}) copies those of its run.")
     if missing := [name for name in steps if not steps[name]]:
         lines.append(f"Not compared, because no step has it in every run: {', '.join(missing)}.")
     return "\n".join(lines) if steps else f"Nothing to compare: no run has one of {', '.join(METRICS)}."

@@ -145,6 +145,8 @@ def report(name: str, run: History) -> str:
 
     A figure that has to be equal, as the accuracy before training, is no result.
     """
+    if run.config.get("replay"):
+        raise ValueError(f"{run.folder} is a replay: its completions and rewards are those of another run; judge that.")
     reference = load(name)
     judgements = judge(reference, run)
     verdicts = [each.verdict for each in judgements]

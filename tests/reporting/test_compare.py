@@ -116,3 +116,15 @@ def test_a_policy_that_is_named_after_the_seed_is_no_other_flag(tmp_path):
         runs += runs_of(tmp_path, {seed: 0.5 + seed / 100}, **names, group_size=8 if seed < 3 else 4)
     text = said(runs[:2], runs[2:])
     assert "A's runs differ" not in text and "From A to B: --group_size 8 -> 4." in text
+
+
+def test_a_run_counts_once_and_a_replay_shows_only_what_it_has_measured(tmp_path):
+    run, again = (report.history(folder) for folder in runs_of(tmp_path, {1: 0.5, 2: 0.6}))
+    with pytest.raises(ValueError, match="seed1, .*seed1: one run is there twice"):
+        compare([run, run], [again])
+    replay = History(again.folder, again.config | {"replay": "runs/x"}, again.records)
+    said = compare([run], [replay])
+    assert f"a replay ({again.folder}) copies" in said and "reward/" not in said and "completion/" not in said
+    assert "policy/entropy" in said and "reward/mean" in compare([run], [again])
+    with pytest.raises(ValueError, match="is a replay: .*judge that"):
+        report.reference.report("tiny_cpu", replay)

@@ -16,6 +16,7 @@ from guards.start import join_launcher
 if __name__ == "__main__":
     join_launcher()
 
+import argparse
 import json
 import math
 import sys
@@ -174,23 +175,24 @@ FLAGS = {
     "evaluation": [
         flag("--model", str, "folder in Hugging Face format (runs/x/step_90) or hub id", is_required=True),
         flag("--data", str, "sets, each WHAT[@SPLIT][#ROWS]: see docs/data.md", is_list=True, is_required=True),
-        flag("--out_dir", str, "new folder for the results; default: MODEL/eval/TIME, or eval/MODEL/TIME for a hub id"),
+        flag("--like", str, "folder of a run: reward, columns, prompts, limits and precision are by default as there"),
+        flag("--out_dir", str, "new folder for the results; default: eval/NAME/TIME beside the model"),
         flag("--published", [str], "published numbers to show beside ours, one text per set"),
-        flag("--max_completion_tokens", [2048], "completions are truncated after this many tokens", (1, INF)),
+        flag("--max_completion_tokens", [1024], "completions are truncated after this many tokens", (1, INF)),
         flag("--gpu_memory_utilization", 0.9, "CUDA: share of GPU memory that vLLM may take", (0.01, 1)),
         *(OF_TRAINING[f"--eval_{name}"]._replace(name=f"--{name}") for name in ("samples", "temperature", "top_p")),
         *(OF_TRAINING[f"--{name}"] for name in AS_IN_TRAINING),
     ],
     "prompts": GROUPS["prompts"],
-    "reward": [each._replace(default="math") if each.name == "--reward" else each for each in GROUPS["reward"]],
+    "reward": GROUPS["reward"],
 }
 # fmt: on
 
 
 def new_folder(out_dir: str | None, model: str) -> Path:
     """Where the results go. Raises ValueError if it is there already and not empty."""
-    beside = Path(model) / "eval" if Path(model).is_dir() else Path("eval") / model.replace("/", "--")
-    folder = Path(out_dir) if out_dir else beside / time.strftime("%Y-%m-%d_%H-%M-%S")
+    place = Path(model).resolve() if Path(model).is_dir() else Path(model.replace("/", "--"))  # `best` is a link
+    folder = Path(out_dir) if out_dir else place.parent / "eval" / place.name / time.strftime("%Y-%m-%d_%H-%M-%S")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"--out_dir {str(folder)!r} is there already and not empty; choose another.")
     return folder
@@ -228,10 +230,27 @@ def results_json(given: dict[str, object], results: list[Result]) -> str:
     return json.dumps({"flags": given, "sets": sets}, indent=2) + "\n"
 
 
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
+    """The flags; with --like the defaults are those of that run. Raises ValueError if it has no config.json."""
     about = "Evaluates a model on held-out sets. Sampling flags take one value for all sets or one for each."
-    args = parser_of(FLAGS, about).parse_args()
+    parser, first = parser_of(FLAGS, about), argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--like", type=Path)
+    if run := first.parse_known_args()[0].like:
+        try:
+            config = json.loads((run / "config.json").read_text())
+        except (OSError, ValueError) as error:
+            raise ValueError(f"--like {run}: config.json cannot be read ({error}); name the folder of a run.") from None
+        shared = [each.name[2:] for each in (*GROUPS["prompts"], *GROUPS["reward"])]
+        shared += ["stop_tokens", "dtype", "head_dtype"]
+        parser.set_defaults(**{name: config[name] for name in shared if name in config})
+        of_sets = {name: config.get(f"eval_{name}") or [] for name in OF_A_SET}
+        parser.set_defaults(**{name: values for name, values in of_sets.items() if len(values) == 1})
+    return parser.parse_args()
+
+
+def main() -> None:
     try:
+        args = parse_arguments()
         check_ranges(args, FLAGS)
         check_head_dtype(args)
         check_launch(args.tensor_parallel_size, "bfloat16", args.gpu_memory_utilization)

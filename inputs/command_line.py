@@ -47,7 +47,9 @@ class Parser(argparse.ArgumentParser):
             given = f"--{unknown[1].replace('-', '_')}"
             known = difflib.get_close_matches(given, self._option_string_actions, 1)
             message += "".join(f"; did you mean {name}?" for name in known)
-        exit_with_error(ValueError(message), status=2)
+        if not note_reason(message, "mistake") and os.environ.get("RANK", "0") == "0":
+            print(f"error: {message}", file=sys.stderr)
+        sys.exit(2)
 
 
 def add_flags(parser: argparse.ArgumentParser, groups: dict[str, list[Flag]]) -> None:
@@ -84,15 +86,14 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def exit_with_error(error: Exception, status: int = 1) -> NoReturn:
+def exit_with_error(error: Exception) -> NoReturn:
     """Ends the process with the error's sentence, without a traceback: for mistakes of the user.
 
     All ranks find the same one, and scripts/launch.py says it. With torchrun the first rank does; another one that is
     still there after some seconds has an error of its own (a file that is missing on its node only).
     """
     if note_reason(str(error), "mistake"):
-        sys.exit(status)
+        sys.exit(1)
     if os.environ.get("RANK", "0") != "0":
         time.sleep(10)
-    print(f"error: {error}", file=sys.stderr)
-    sys.exit(status)
+    sys.exit(f"error: {error}")

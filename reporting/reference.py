@@ -109,11 +109,12 @@ def logged(figure: dict, run: History) -> tuple[float | None, str]:
 
 
 def evaluated(figure: dict, run: History) -> tuple[float | None, str]:
-    """The same from results.json in a checkpoint: in `best`, if there is one, else in the last that has results."""
+    """The same from evaluate.py's results.json: of `best`, if there is one, else of the last step that has results."""
     _, set_name, metric = figure["metric"].split("/")
-    steps = sorted(run.folder.glob("step_*"), key=lambda folder: int(folder.name.partition("_")[2]), reverse=True)
-    for folder in [run.folder / "best", *steps]:
-        for file in sorted(folder.glob("eval/*/results.json"), reverse=True):  # the latest first
+    places = run.folder / "eval"
+    steps = sorted(places.glob("step_*"), key=lambda folder: int(folder.name.partition("_")[2]), reverse=True)
+    for folder in [places / (run.folder / "best").resolve().name, *steps]:
+        for file in sorted(folder.glob("*/results.json"), reverse=True):  # the latest first
             result = json.loads(file.read_text())["sets"].get(set_name, {})
             if metric in result:
                 return result[metric]["mean"], other_protocol(figure, result)

@@ -5,17 +5,28 @@ import json
 import math
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from batch import Row
 from data import PromptData
-from evaluate import Evaluator, Result, figures_of, main, majority_score, pass_at_k, table
+from evaluate import (
+    Evaluator,
+    Result,
+    figures_of,
+    main,
+    majority_score,
+    new_folder,
+    parse_arguments,
+    pass_at_k,
+    table,
+)
 from flags import Sampling
 from grading import Case, Grade
 from grading.score import Needs
-from helpers import ENVIRONMENT, ROOT, lines, make_rollout, said, torchrun, write_lines
+from helpers import ENVIRONMENT, ROOT, flags, lines, make_rollout, said, torchrun, write_lines
 from inputs.load import samplings_of
 from reward import Grader
 
@@ -162,6 +173,7 @@ def test_two_ranks_evaluate_the_problems_of_several_sets_once(policy, tmp_path):
         ("--max_completion_tokens 1000", "beyond the model's context of 128"),
         ("--stop_tokens <|im_end|>", "--stop_tokens <[|]im_end[|]>: no token of the tokenizer"),
         ("--reward maths", "neither built in"),
+        ("--like ./nowhere", "--like nowhere: config.json cannot be read"),
         ("--answer_column solution", "no column 'solution'"),
         ("--model ./nowhere", "--model './nowhere'"),
         (f"--out_dir {ROOT}", "is there already and not empty"),
@@ -173,6 +185,20 @@ def test_the_command_tells_mistakes_in_one_line(given, words, policy, monkeypatc
     with pytest.raises(SystemExit, match=words) as stopped:
         main()
     assert str(stopped.value).startswith("error: ") and "\n" not in str(stopped.value)
+
+
+def test_like_a_run_is_evaluated_as_it_trains_and_the_results_are_not_in_the_checkpoint(tmp_path, monkeypatch):
+    run = vars(flags(reward="math:2,length", prompt_suffix=" Go.", max_completion_tokens=7, eval_samples=2))
+    (tmp_path / "config.json").write_text(json.dumps(run))
+    (tmp_path / "step_3").mkdir()
+    (tmp_path / "best").symlink_to("step_3")
+    command = ["evaluate.py", "--model", str(tmp_path / "best"), "--data", "d", "--like", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [*command, "--prompt_suffix", " Stop."])
+    args = parse_arguments()
+    assert (args.reward, args.max_completion_tokens, args.samples) == ("math:2,length", [7], [2])
+    assert args.prompt_suffix == " Stop." and args.dtype == run["dtype"]
+    assert new_folder(None, args.model).parent == tmp_path / "eval" / "step_3"
+    assert new_folder(None, "owner/name").parent == Path("eval/owner--name")
 
 
 def test_settings_are_one_for_all_sets_or_one_for_each():

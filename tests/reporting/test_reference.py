@@ -162,18 +162,18 @@ def test_figures_of_an_evaluation_are_read_from_the_best_checkpoint(tmp_path):
     write_run(run, config_of(ZOO), [{"step": 100, "reward/mean": 0.5}])
     advice = f"no results; make them: MODEL={run}/best bash scripts/eval_qwen7b_simplerl.sh"
     assert judged(run, ZOO)[what] == (UNKNOWN, advice)
-    results(run / "step_100" / "eval" / "2026-01-02", "math500", 0.70)
+    results(run / "eval" / "step_100" / "2026-01-02", "math500", 0.70)
     assert judged(run, ZOO)[what][0] == "not reached"
-    results(run / "step_90" / "eval" / "2026-01-01", "math500", 0.78)
+    results(run / "eval" / "step_90" / "2026-01-01", "math500", 0.78)
     (run / "best").symlink_to("step_90")
     assert judged(run, ZOO)[what] == ("reached", "")
-    results(run / "step_90" / "eval" / "2026-01-03", "math500", 0.78, top_p=1.0)
+    results(run / "eval" / "step_90" / "2026-01-03", "math500", 0.78, top_p=1.0)
     assert judged(run, ZOO)[what] == (UNKNOWN, "another evaluation: top_p 1.0, not 0.95")
 
 
 def test_what_was_published_of_another_method_is_shown_and_not_judged(tmp_path):
     write_run(tmp_path, config_of(TULU), [{"step": 223}])
-    results(tmp_path / "step_223" / "eval" / "x", "gsm8k_test", 0.9)
+    results(tmp_path / "eval" / "step_223" / "x", "gsm8k_test", 0.9)
     said = report.judgement(tmp_path)
     assert f"against {TULU}: {UNKNOWN}\n" in said and "the source trains by PPO" in said
     assert re.search(r"^GSM8K, after training +0\.876 +0\.9 +- +cannot be judged$", said, re.MULTILINE)

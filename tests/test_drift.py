@@ -13,9 +13,10 @@ from flags import UpdateStep
 from forked import run_ranks
 from fsdp_utils import World, own_rows
 from grpo import temperature_terms
-from guards.drift import DriftGuard, add_sums, check_gap, differing, no_sums, temperature_of
+from guards.drift import DriftGuard, add_sums, check_gap, differing, no_sums
 from guards.start import RunError
 from helpers import ALONE, ROOT, make_model, one_bit, torchrun, training_flags
+from metrics import temperature_of
 
 UNLIKE, BEFORE = "the engine's weights are not the policy's: ", "; nothing was sampled with them"
 FAULTS = {  # fault -> what its sentence says

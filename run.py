@@ -243,14 +243,8 @@ class Run:
     def samples(self, step: int, rollout: Rollout, group_size: int) -> None:
         """Appends the first two completions of each of the first two groups to samples.jsonl."""
         for b in [b for b in (0, 1, group_size, group_size + 1) if b < len(rollout.texts)]:
-            row, grade = rollout.rows[b], rollout.grades[b]
-            self._append("samples.jsonl", {
-                "step": step, "prompt": row.prompt, "answer": row.answer, "completion": rollout.texts[b],
-                "reward": grade.reward, "reward_parts": grade.parts, "reward_status": grade.status,
-                "read_as": grade.answer,
-                "advantage": round(float(rollout.advantages[b].mean()), 4) if rollout.advantages else None,
-                "is_truncated": bool(rollout.is_truncated_B[b]),
-            })  # fmt: skip
+            advantage = round(float(rollout.advantages[b].mean()), 4) if rollout.advantages else None
+            self._append("samples.jsonl", {"step": step, "advantage": advantage} | rollout.describe(b))
 
     def reward_failures(self, step: int, rollout: Rollout) -> None:
         """Appends what could not be graded to reward_failures.jsonl and names the first three on the console."""

@@ -102,6 +102,16 @@ class Rollout:
         """The position that predicts the first token of completion b: that of the prompt's last token."""
         return len(self.rows[b].ids) - 1
 
+    def describe(self, b: int) -> dict[str, object]:
+        """Completion b with its grade, for a line of JSON."""
+        row, grade = self.rows[b], self.grades[b]
+        return {
+            "row": row.where, "prompt": row.prompt, "answer": row.answer, "completion": self.texts[b],
+            "reward": grade.reward, "reward_parts": grade.parts, "reward_status": grade.status,
+            "is_correct": grade.is_correct, "read_as": grade.answer, "num_tokens": len(self.completions[b]),
+            "is_truncated": bool(self.is_truncated_B[b]),
+        }  # fmt: skip
+
     def take(self, indices_B: np.ndarray) -> Rollout:
         """The sequences of these indices, in this order."""
 

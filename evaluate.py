@@ -110,19 +110,9 @@ def evaluate(
     if is_main_process():
         with tolerated(str(folder)):
             folder.mkdir(parents=True, exist_ok=True)
-            write(folder / f"{data.name}.jsonl", "".join(_line(rollout, b) for b in range(len(rollout.rows))))
+            lines = [json.dumps(rollout.describe(b)) + "\n" for b in range(len(rollout.rows))]
+            write(folder / f"{data.name}.jsonl", "".join(lines))
     return Result(data, sampling, figures_of(rollout, sampling.num_samples))
-
-
-def _line(rollout: Rollout, b: int) -> str:
-    row, grade = rollout.rows[b], rollout.grades[b]
-    record = {
-        "row": row.where, "prompt": row.prompt, "answer": row.answer, "completion": rollout.texts[b],
-        "reward": grade.reward, "reward_parts": grade.parts, "reward_status": grade.status,
-        "is_correct": grade.is_correct, "read_as": grade.answer, "num_tokens": len(rollout.completions[b]),
-        "is_truncated": bool(rollout.is_truncated_B[b]),
-    }  # fmt: skip
-    return json.dumps(record) + "\n"
 
 
 def figures_of(rollout: Rollout, num_samples: int) -> dict[str, Figure]:

@@ -16,6 +16,8 @@ from batch import Batch, Metrics, Pass, Rollout, Work
 from fsdp_utils import World, max_over_trainers, sum_over_trainers
 from model.sizes import GPUS
 
+LEAST_SPREAD = 0.02  # of a token's log-prob, squared: entropies above about 0.05 have more
+
 
 def rollout_metrics(rollout: Rollout, group_size: int) -> Metrics:
     """The metrics of a step's graded completions; where the reward is a sum, also the mean of each part."""
@@ -79,6 +81,15 @@ def standard_errors(passes: list[Pass], num_prompts: int, group_size: int, world
     named = dict(zip(passes[0].sums_of_sequences, sums_KP, strict=True))
     lengths_P = named.pop("tokens")
     return {f"{name}_stderr": stderr_of_ratio(sums_P, lengths_P) for name, sums_P in named.items()}
+
+
+def temperature_of(slope: float, spread: float, squares: float) -> tuple[float, float]:
+    """(the sampler's temperature / the trainer's, share of the difference that it explains), from the means over tokens
+    of `grpo.temperature_terms`. Near 1 where the policy is almost certain of every token: a few rare ones would decide.
+    """
+    if not spread * squares > 0:  # nothing varies, or nothing differs
+        return 1.0, 0.0
+    return 1.0 / max(1.0 - slope / (spread + LEAST_SPREAD), 0.1), slope**2 / (spread * squares)
 
 
 def idle_share(batches: list[Batch], parity_length: float, world: World) -> float:

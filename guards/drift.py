@@ -15,7 +15,6 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import cache, partial
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +32,6 @@ BUCKETS = 16  # sums of a tensor
 ROWS = 1024  # of a matrix whose sums are made at a time: this bounds the memory
 MOST_ROUNDED = 4  # sums that may differ where LoRA is merged, however small the tensor
 MOST_ROUNDED_SHARE = 1e-4  # of its numbers that may be rounded in another way
-LEAST_SPREAD = 0.02  # of a token's log-prob, squared: entropies above about 0.05 have more
 INTEGERS = {2: torch.int16, 4: torch.int32}  # bytes of a number -> the integer with the same bits
 # The name that a tensor has in the policy and in the engine, whatever stands before it.
 COMMON_NAME = re.compile(r"(layers\.\d+\..+|embed_tokens\.weight|lm_head\..+|norm\.weight)$")
@@ -42,19 +40,13 @@ COMMON_NAME = re.compile(r"(layers\.\d+\..+|embed_tokens\.weight|lm_head\..+|nor
 # Before sampling: weights ---------------------------------------------------------------------------------------------
 
 
-class Policy(Protocol):  # what is asked of `policy.Policy`
-    dtype: torch.dtype
-
-    def describe_weights(self) -> dict[str, list]: ...
-    def own_rows(self) -> Iterator[tuple[str, bool, Iterator[tuple[Tensor, int]]]]: ...
-
-
 class DriftGuard:
     """Compares every engine with the policy's own shards, not with what a sync sent. Every rank finds the same."""
 
     def __init__(
-        self, apply_model: ApplyModel, policy: Policy, world: World, phase: Callable[[str], AbstractContextManager]
+        self, apply_model: ApplyModel, policy: nn.Module, world: World, phase: Callable[[str], AbstractContextManager]
     ) -> None:
+        """`policy`: a `policy.Policy`."""
         self.apply_model, self.policy, self.world, self.phase = apply_model, policy, world, phase
         weights = policy.describe_weights()
         shapes = {common_name(name): shape for name, shape in zip(weights["names"], weights["shapes"], strict=True)}
@@ -182,12 +174,6 @@ def factors(count: int, start: int, seed: int, device: torch.device) -> Tensor:
     return ((mixed >> 15) % 2**15 + 1).int()
 
 
-@cache
-def buckets(count: int, start: int, device: torch.device) -> Tensor:
-    """[count] int64: the sum that each row belongs to."""
-    return torch.arange(start, start + count, device=device) % BUCKETS
-
-
 def no_sums(device: torch.device, *shape: int) -> Tensor:  # [*shape, BUCKETS] int64
     return torch.zeros(*shape, BUCKETS, dtype=torch.int64, device=device)
 
@@ -201,7 +187,8 @@ def add_sums(sums: Tensor, rows: Tensor, first_row: int = 0, first_column: int =
     bits = (rows.flatten(1) if rows.ndim > 1 else rows[:, None]).view(INTEGERS[rows.itemsize]).int()
     columns = factors(bits.shape[1], first_column, 1, rows.device)
     of_rows = (bits * columns).sum(1) * factors(len(bits), first_row, 2, rows.device)
-    sums.index_add_(0, buckets(len(bits), first_row, rows.device), of_rows)
+    buckets = torch.arange(first_row, first_row + len(bits), device=rows.device) % BUCKETS
+    sums.index_add_(0, buckets, of_rows)
 
 
 def differing(own: Tensor, others: Tensor, merged_sizes: Tensor) -> Tensor:
@@ -235,14 +222,3 @@ def check_gap(metrics: Metrics, step: UpdateStep) -> None:
         found = f"sampler and trainer give other log-probs to the same tokens: policy/rollout_gap_mean {gap:.4f}, "
         found += f"policy/rollout_temperature {temperature:.3f} (it explains {share:.0%})"
         raise RunError(f"step {step.step}, update {step.number} is not made: {found}; --max_rollout_gap {bound:g}.")
-
-
-def temperature_of(slope: float, spread: float, squares: float) -> tuple[float, float]:
-    """(the sampler's temperature / the trainer's, share of the difference that it explains), from the sums of
-    `grpo.temperature_terms`, as means over tokens.
-
-    Near 1 where the policy is almost certain of every token: a few rare ones would decide.
-    """
-    if not spread * squares > 0:  # nothing varies, or nothing differs
-        return 1.0, 0.0
-    return 1.0 / max(1.0 - slope / (spread + LEAST_SPREAD), 0.1), slope**2 / (spread * squares)

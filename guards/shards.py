@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 
@@ -41,10 +41,7 @@ class ShardReader(dcp.FileSystemReader):
 
     def read_metadata(self, *_: object, **__: object) -> Metadata:
         with (Path(self.path) / ".metadata").open("rb") as file:
-            metadata = MetadataUnpickler(file).load()
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+            return MetadataUnpickler(file).load()
 
 
 class ShardPlanner(dcp.DefaultLoadPlanner):

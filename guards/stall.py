@@ -24,7 +24,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import FrameType
 
 import psutil
 
@@ -92,10 +91,9 @@ class Rank:
     step: int = 0
     phase: str = "start"
     doing: str = "starts"
-    line: str = "an unknown line"  # at which the main thread is: the innermost one of our own code
+    line: str = "an unknown line"  # of `own_line`
     quiet_seconds: float = 0.0  # since the last progress, but for time in which the process was stopped
-    has_ended: bool = False
-    problem: str = ""  # why it does not run: what another rank sees
+    problem: str = ""  # why it does not run: "has ended", or what another rank sees
 
     @property
     def waits(self) -> bool:
@@ -104,8 +102,6 @@ class Rank:
 
 def problem_of(rank: Rank, silent: float) -> str:
     """Why the process does not run, after "rank 1 ..."; "" if it does. `silent`: seconds since it last wrote."""
-    if rank.has_ended:
-        return "has ended"
     if rank.host != socket.gethostname():
         return "has not been heard of: it or its host is stopped or unreachable" if silent >= STALE_SECONDS else ""
     status = psutil.STATUS_DEAD
@@ -136,9 +132,9 @@ def report(ranks: list[Rank], seconds: float) -> str:
     return "\n  ".join([f"STALL: no progress for {seconds:.0f} s: {cause}", *lines])
 
 
-def own_line(frame: FrameType | None) -> str:
-    """The innermost line of our own code, for example: update.py:158 update_policy."""
-    for each, number in traceback.walk_stack(frame) if frame else ():
+def own_line() -> str:
+    """The innermost line of our own code at which the main thread is, for example: update.py:158 update_policy."""
+    for each, number in traceback.walk_stack(sys._current_frames()[threading.main_thread().ident]):
         file = each.f_code.co_filename
         if file.startswith(f"{ROOT}/") and "site-packages" not in file:
             return f"{file.removeprefix(f'{ROOT}/')}:{number} {each.f_code.co_name}"
@@ -159,7 +155,7 @@ class Watch(threading.Thread):
         self.files[rank].touch()
         self.stacks = self.files[rank].with_suffix(".txt").open("a")  # of all threads, when this one cannot run
         self.tick(0.0)
-        atexit.register(self.write, has_ended=True)
+        atexit.register(self.write, "has ended")
 
     def run(self) -> None:
         now = time.monotonic()
@@ -187,26 +183,24 @@ class Watch(threading.Thread):
         elif not self.is_told and self.own.quiet_seconds >= self.limit - 2 * STALE_SECONDS:
             self.report_stall()
 
-    def write(self, has_ended: bool = False) -> None:
+    def write(self, problem: str = "") -> None:
         """In place: over NFS a file that is replaced may be seen late. A full disk keeps its block."""
-        main = sys._current_frames().get(threading.main_thread().ident)
         self.own = replace(
             self.own, time=time.strftime("%Y-%m-%dT%H:%M:%S%z"), step=BOARD.step, phase=BOARD.phase, doing=BOARD.doing,
-            line=self.own.line if has_ended else own_line(main), has_ended=has_ended,
+            line=self.own.line if problem else own_line(), problem=problem,
         )  # fmt: skip
         with suppress(OSError), self.files[self.own.rank].open("r+") as file:
             file.write(json.dumps(asdict(self.own)))
             file.truncate()
 
     def look_at(self, number: int) -> Rank:
-        if number == self.own.rank:
-            return self.own
         found, since = self.seen[number]
         with suppress(OSError, ValueError, TypeError):  # it is not there yet, or is being written
             new = Rank(**json.loads(self.files[number].read_bytes()))
             found, since = (new, self.clock) if new != found else (found, since)
         self.seen[number], silent = (found, since), self.clock - since
-        return replace(found, quiet_seconds=found.quiet_seconds + silent, problem=problem_of(found, silent))
+        problem = found.problem or problem_of(found, silent)
+        return replace(found, quiet_seconds=found.quiet_seconds + silent, problem=problem)
 
     def report_stall(self) -> None:
         """Reports a stall, if there is one and this is the lowest rank that runs."""

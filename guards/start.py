@@ -20,6 +20,7 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -63,8 +64,7 @@ def launch_folder() -> Path | None:
 
 def launch_name() -> str:
     """Names this run among all on the machine."""
-    folder = launch_folder()
-    return folder.name if folder else os.environ["MASTER_PORT"]
+    return Path(os.environ.get(FOLDER) or os.environ["MASTER_PORT"]).name
 
 
 def reason_file(folder: Path, rank: int) -> Path:
@@ -96,13 +96,13 @@ def _note_exception(kind: type[BaseException], error: BaseException, trace: Trac
 # Signals --------------------------------------------------------------------------------------------------------------
 
 
+@dataclass
 class Request:
     """The signals to this process, and the grace of a run that has something to save."""
 
-    def __init__(self) -> None:
-        self.first: int | None = None
-        self.time = 0.0
-        self.grace: float | None = None  # seconds; None: nothing to save yet
+    first: int | None = None
+    time: float = 0.0  # of the first, by the clock
+    grace: float | None = None  # seconds; None: nothing to save yet
 
     def place_of(self, number: int) -> int:
         """1: the first signal; 2: a second one; 0: the first one by another way.

@@ -3,9 +3,8 @@
     python scripts/launch.py --ranks 8 --max_restarts 3 train_grpo.py FLAGS
     python scripts/launch.py --ranks 8 --nodes 2 --node_rank 1 --master_addr 10.0.0.1 train_grpo.py FLAGS
 
-`launch.sh` calls it. torchrun starts the same programs, but it listens beyond the loopback. Here no rank outlives this
-process, from its first instruction on. A signal reaches every rank once, and a run that then saves and ends is no
-failure. The last line on the screen is the reason, with the rank and the phase.
+torchrun starts the same programs, but it listens beyond the loopback. Here no rank outlives this process, from its
+first instruction on. A run that saves and ends after a signal is no failure. docs/faults.md
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import math
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -37,9 +35,9 @@ PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 class Launch:
     """The ranks of this node; `run` starts them, once or again."""
 
-    def __init__(self, num_ranks: int, first: int, out_dir: Path) -> None:
-        self.ranks, self.out_dir, self.request = range(first, first + num_ranks), out_dir, Request()
-        self.folder, self.processes, self.begin = Path(), [], 0.0  # of a start
+    def __init__(self, out_dir: Path) -> None:
+        self.out_dir, self.request = out_dir, Request()
+        self.processes: dict[int, subprocess.Popen] = {}  # of each rank, of the last start
         for number in PASSED_ON:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup sets it
                 signal.signal(number, self.hear)
@@ -52,20 +50,20 @@ class Launch:
             print(SECOND, file=sys.stderr, flush=True)
             os._exit(128 + number)
 
-    def run(self, command: list[str], place: dict[str, object]) -> tuple[int, str]:
+    def run(self, command: list[str], first: int, place: dict[str, object]) -> tuple[int, str]:
         """(exit status, why it failed) of a start of all ranks; "": it did not fail."""
         with tempfile.TemporaryDirectory(prefix="grpo_") as folder:
-            self.folder, self.processes, self.begin = Path(folder), [], time.time()
-            for local_rank, rank in enumerate(self.ranks):
+            self.folder, self.processes, self.begin = Path(folder), {}, time.time()
+            for local_rank in range(place["LOCAL_WORLD_SIZE"]):
+                rank = first + local_rank
                 own = place | {"RANK": rank, "LOCAL_RANK": local_rank, FOLDER: folder, LAUNCHER: os.getpid()}
-                self.processes.append(subprocess.Popen(
-                    [sys.executable, "-u", *command],
-                    env=os.environ | {name: str(value) for name, value in own.items()},
+                self.processes[rank] = subprocess.Popen(
+                    [sys.executable, "-u", *command], env=os.environ | {name: str(x) for name, x in own.items()},
                     start_new_session=True,  # Ctrl-C in a terminal reaches this process alone, which passes it on
                     preexec_fn=partial(die_with_parent, os.getpid()),
-                ))  # fmt: skip
+                )  # fmt: skip
             failed, notes = self.wait(), self.notes()
-            if self.request.first is not None and any(process.returncode == 0 for process in self.processes):
+            if self.request.first is not None and any(process.returncode == 0 for process in self.processes.values()):
                 return 0, ""  # the ranks have saved together, or had nothing to save
             if self.request.first is not None and set(failed.values()) == {-signal.SIGTERM}:
                 return 128 + self.request.first, ""  # they do not listen
@@ -74,16 +72,16 @@ class Launch:
     def wait(self) -> dict[int, int]:
         """Rank -> exit status of those that failed by themselves, in the order of their ends; when all are gone."""
         failed: dict[int, int] = {}
-        is_passed_on, deadline, statuses = False, math.inf, {self.ranks[0]: None}
+        is_passed_on, deadline, statuses = False, math.inf, dict.fromkeys(self.processes)
         while None in statuses.values() and time.monotonic() < deadline:
             time.sleep(0.1)
-            statuses = {rank: process.poll() for rank, process in zip(self.ranks, self.processes, strict=True)}
+            statuses = {rank: process.poll() for rank, process in self.processes.items()}
             failed |= {rank: status for rank, status in statuses.items() if status and rank not in failed}
             if -signal.SIGTERM in failed.values():  # a signal to a rank that did not listen yet
                 self.request.place_of(signal.SIGTERM)
             if self.request.first is not None and not is_passed_on:
                 is_passed_on = True
-                for process in self.processes:
+                for process in self.processes.values():
                     process.send_signal(signal.SIGTERM)  # what has ended gets none
             if failed or self.notes():
                 deadline = min(deadline, time.monotonic() + PATIENCE)
@@ -92,17 +90,16 @@ class Launch:
 
     def kill(self) -> None:
         """Ends the ranks that run, and with each what it started in its process group."""
-        for process in self.processes:
-            with suppress(ProcessLookupError):
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-        for process in self.processes:
+        for process in self.processes.values():
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+        for process in self.processes.values():
             with suppress(subprocess.TimeoutExpired):
                 process.wait(LAST_BREATH)
 
     def notes(self) -> dict[int, dict[str, str]]:
         """Rank -> the reason that it has left, the first one first."""
-        files = {rank: reason_file(self.folder, rank) for rank in self.ranks}
+        files = {rank: reason_file(self.folder, rank) for rank in self.processes}
         notes = [(rank, json.loads(file.read_text())) for rank, file in files.items() if file.exists()]
         return dict(sorted(notes, key=lambda note: note[1]["time"]))
 
@@ -156,19 +153,17 @@ def main() -> int:
         parser.error(f"{needed}; on several use torchrun --max_restarts, or Slurm's requeue.")
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     own.add_argument("--out_dir", type=Path, default=Path("no run folder"))
-    out_dir = own.parse_known_args(args.command)[0].out_dir
-    with socket.socket() as probe:  # one node: nobody listens at the port, but libraries ask for it
-        probe.bind(("127.0.0.1", 0))
-        port = args.master_port if args.nodes > 1 else probe.getsockname()[1]
+    out_dir = own.parse_known_args(args.command)[0].out_dir  # of the program
     cores = len(os.sched_getaffinity(0))
-    place = {  # what torchrun would set
+    place = {  # what torchrun would set; on one node nobody listens at the port
         "LOCAL_WORLD_SIZE": args.ranks, "WORLD_SIZE": args.ranks * args.nodes, "MASTER_ADDR": args.master_addr,
-        "MASTER_PORT": port, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", -(-cores // args.ranks)),
+        "MASTER_PORT": args.master_port,
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", -(-cores // args.ranks)),
     }  # fmt: skip
-    launch = Launch(args.ranks, args.node_rank * args.ranks, out_dir)
+    launch = Launch(out_dir)
     for restart in range(1, args.max_restarts + 2):
         before = steps_logged(out_dir)
-        status, said = launch.run(args.command, place)
+        status, said = launch.run(args.command, args.node_rank * args.ranks, place)
         if said:
             print(f"error: {said}", file=sys.stderr, flush=True)
         num_steps = steps_logged(out_dir) - before

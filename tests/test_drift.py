@@ -13,9 +13,10 @@ from flags import UpdateStep
 from forked import run_ranks
 from fsdp_utils import World, own_rows
 from grpo import temperature_terms
-from guards.drift import DriftGuard, add_sums, check_gap, differing, no_sums, temperature_of
+from guards.drift import DriftGuard, add_sums, check_gap, differing, no_sums
 from guards.start import RunError
 from helpers import ALONE, ROOT, make_model, one_bit, torchrun, training_flags
+from metrics import temperature_of
 
 UNLIKE, BEFORE = "the engine's weights are not the policy's: ", "; nothing was sampled with them"
 FAULTS = {  # fault -> what its sentence says
@@ -113,10 +114,10 @@ def test_roundings_of_a_merged_tensor_are_no_difference_and_a_small_step_is_one(
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(shape, generator=generator).bfloat16()
 
-    def is_different(other: Tensor, merged_size: int) -> bool:
-        sums = no_sums(whole.device, 2, 1)
-        add_sums(sums[0, 0], whole)
-        add_sums(sums[1, 0], other)
+    def is_different(other: Tensor, merged_size: int) -> bool:  # in one of two engines
+        sums = no_sums(whole.device, 3, 1)
+        for own, tensor in zip(sums[:, 0], (whole, whole, other), strict=True):
+            add_sums(own, tensor)
         return differing(sums[0], sums[1:], torch.tensor([merged_size])).item()
 
     for share, is_step in [(2**-16, False), (1e-2, True)] * 5:
@@ -125,6 +126,13 @@ def test_roundings_of_a_merged_tensor_are_no_difference_and_a_small_step_is_one(
         assert is_different(moved, whole.numel()) == is_step
     (one := whole.clone())[3, 5] *= 1.01
     assert is_different(one, 0) and not is_different(one, whole.numel()) and not is_different(whole, 0)
+
+
+def test_what_one_engine_has_kept_of_old_weights_ends_every_rank(monkeypatch):
+    monkeypatch.setattr("guards.drift.gather_from_ranks", lambda own: [own, 3])
+    guard = Some(phase=lambda name: nullcontext(), different_tensors=list)
+    with pytest.raises(RunError, match="the engine has kept 3 blocks of keys and values of old weights"):
+        DriftGuard.before_sample(guard, cached_blocks=0)
 
 
 def test_the_temperature_is_read_from_log_probs():

@@ -233,6 +233,12 @@ def test_other_processes_write_nothing(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_a_log_that_the_main_process_cannot_write_ends_every_rank(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_module, "broadcast_from_main", lambda own: own or "metrics.jsonl could not be written")
+    with pytest.raises(DiskError, match="metrics.jsonl could not be written"):
+        make_run(tmp_path, rank=1).log(1, {})
+
+
 def test_rows_that_cannot_be_used_are_listed_once(tmp_path, capsys):
     run = make_run(tmp_path)
     run.describe_data([one_row("train")])

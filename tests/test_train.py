@@ -78,8 +78,8 @@ def test_the_run_folder_describes_itself(finished_run, policy):
     samples = lines(finished_run / "samples.jsonl")
     assert {sample["step"] for sample in samples} == {1, 2, 3, 4}
     assert samples[0].keys() == {
-        "step", "prompt", "answer", "completion", "reward", "reward_parts", "reward_status", "read_as", "advantage",
-        "is_truncated",
+        "step", "advantage", "row", "prompt", "answer", "completion", "reward", "reward_parts", "reward_status",
+        "is_correct", "read_as", "num_tokens", "is_truncated",
     }  # fmt: skip
     assert (finished_run / "curves.png").stat().st_size > 10_000
     assert sorted(path.name for path in finished_run.glob("*step_*")) == ["step_2", "step_4"]

@@ -54,7 +54,7 @@ def test_flags_code_and_batch_are_compared(monkeypatch):
     change = {}
     check_same_start({"group_size": 8})
     check_same_step(prompts=[np.arange(3)])
-    assert {"step", "phase", "flags", "code", "prompts"} == told[-1].keys()
+    assert {"step", "phase", "prompts"} == told[-1].keys()
     change = {"prompts": "another"}
     with pytest.raises(RunError, match=r"rank 1 has prompts another"):
         check_same_step(prompts=[np.arange(3)])

@@ -49,6 +49,7 @@ from guards.files import (
 from guards.progress import moving, progress
 from guards.shards import ShardPlanner, ShardReader, verify_metadata
 from guards.stall import beat
+from guards.start import RunError
 from policy import Policy
 from report import read_metrics
 
@@ -152,11 +153,17 @@ class Writer:
         """
         if gather_from_ranks(step == 0 or (self.out_dir / f"step_{step}").exists())[0]:
             return
+        last = [(0, "the start"), *checkpoints(self.out_dir)][-1][1]
+        if state.get("is_broken"):
+            wrong = f"step {step} is not saved, because none of its updates was finite; {last} is the last checkpoint"
+            if is_required:
+                raise RunError(f"{wrong}. Lower --learning_rate in a new --out_dir.")
+            self.say(f"warning: {wrong}.")
+            return
         try:
             self._save(step, policy, optimizer, state)
         except DiskError as error:
             refused = f"the checkpoint of step {step} could not be written: {error}"
-            last = [(0, "the start"), *checkpoints(self.out_dir)][-1][1]
             if is_required:
                 way_on = f"make room, and start the same command again, which continues from {last}"
                 raise DiskError(f"{refused}; {way_on}.") from error

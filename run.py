@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from planner.watch import MemoryWatch
 
+IDLE_STEPS = 5
 INPUTS = "inputs.json"  # digests of what flags name: rows of data, files of one's own
 
 
@@ -121,6 +122,7 @@ class Run:
     start: float | None = None  # of the step, by the clock
     seconds: dict[str, float] = field(default_factory=dict)  # of the step, by phase
     updates: list[Metrics] = field(default_factory=list)  # of the step
+    num_idle: int = 0  # steps in a row without an advantage
     spans: list[dict[str, str | float]] = field(default_factory=list)  # of the step: who did what when
     rollouts: Keeper = field(init=False)
     console: Console = field(init=False)
@@ -182,8 +184,16 @@ class Run:
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON knows no nan
         self._append_to_log({"step": step, **finite})
         self.console.tell_step(step, self.last_step or self.total_steps, metrics)
-        for remark in self.memory.remarks(memory):
+        for remark in [*self.memory.remarks(memory), *self._remarks(metrics)]:
             self.say(remark)
+
+    def _remarks(self, metrics: Metrics) -> Iterator[str]:
+        """Says it once when nothing was there to learn for some steps."""
+        self.num_idle = self.num_idle + 1 if metrics.get("reward/frac_groups_with_signal") == 0 else 0
+        if self.num_idle == IDLE_STEPS:
+            found = "is 0" if metrics["reward/mean"] == 0 else "is the same within each group"
+            where = "docs/symptoms.md, The reward is always 0"
+            yield f"warning: for {IDLE_STEPS} steps every reward {found}, so no advantage differs from 0: see {where}"
 
     def logged(self, step: int) -> Metrics:
         """Returns the step's line of metrics.jsonl, the same on every rank; {} if there is none."""

@@ -16,10 +16,13 @@ import ctypes
 import faulthandler
 import json
 import os
+import re
 import signal
 import sys
+import tempfile
 import threading
 import time
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -88,9 +91,16 @@ def note_reason(text: str, kind: str) -> bool:
 
 
 def _note_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    sys.__excepthook__(kind, error, trace)
-    lines = str(error).strip().splitlines()
-    note_reason(f"{kind.__name__}: {lines[0]}" if lines else kind.__name__, "error")
+    """A traceback that only says that another rank has gone goes to a file of the rank."""
+    line = re.sub(r"GLHF!\W*", "", (str(error).strip().splitlines() or [""])[0])  # gloo's greeting
+    folder = launch_folder()
+    if folder and re.search("gloo|NCCL|Connection (closed|reset)", str(error)):
+        file = Path(tempfile.gettempdir()) / f"{folder.name}_rank_{os.environ['RANK']}.txt"
+        file.write_text("".join(traceback.format_exception(kind, error, trace)))
+        print(f"rank {os.environ['RANK']} has lost the others; its traceback is in {file}", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+    note_reason(f"{kind.__name__}: {line}" if line else kind.__name__, "error")
 
 
 # Signals --------------------------------------------------------------------------------------------------------------

@@ -42,10 +42,11 @@ class UpdateGuard:  # the same on every rank
     world: World
     bounds: Bounds = Bounds()
     num_skipped: int = 0  # in a row
+    is_broken: bool = False  # none of the step's updates was finite: no checkpoint of it is written
 
     def state(self) -> State:
         """What a resumed run needs: goes into the checkpoint."""
-        return {"skipped_in_a_row": self.num_skipped}
+        return {"skipped_in_a_row": self.num_skipped, "is_broken": self.is_broken}
 
     def restore(self, state: State) -> State:
         """Takes its part of the state; returns all of it."""
@@ -60,6 +61,7 @@ class UpdateGuard:  # the same on every rank
         check_gap(metrics, step)
         fault = find_fault(metrics, self.bounds)
         self.num_skipped = self.num_skipped + 1 if fault else 0
+        self.is_broken = fault is not None and fault[0] == NOT_FINITE and (step.number == 1 or self.is_broken)
         if self.num_skipped > self.bounds.max_skipped_updates:
             count = f"{self.num_skipped} in a row (--max_skipped_updates {self.bounds.max_skipped_updates})"
             way_out = f"These are {count}; to go on, raise that, or lower --learning_rate in a new --out_dir"

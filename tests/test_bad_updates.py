@@ -55,6 +55,15 @@ def test_updates_are_counted_by_reason_and_too_many_in_a_row_end_the_run_also_ac
     assert resumed.num_skipped == 0
 
 
+def test_a_step_without_a_finite_update_is_not_to_be_saved():
+    cases = (([NAN], True), ([NAN, NAN], True), ([NAN, GOOD], False), ([GOOD, NAN], False), ([FAR], False))
+    for updates, is_broken in cases:
+        guard = UpdateGuard(ALONE, Bounds(max_kl=0.1, max_skipped_updates=9))
+        for number, metrics in enumerate(updates, start=1):
+            guard.judge(metrics, at(2, number))
+        assert guard.state()["is_broken"] == is_broken
+
+
 def make_update(policy: Policy, change: float) -> Update:
     """Four micro-batches of two sequences; the old log-prob of a token of the third one is lower by so much."""
     rollout = make_rollout()

@@ -19,6 +19,7 @@ import checkpoint
 from batch import pack
 from flags import PromptFormat, Saving
 from guards.files import DiskError, checkpoints, checksums, write_list
+from guards.start import RunError
 from helpers import ALONE, flags, largest_file, make_rollout, unpacked_logprobs
 from model.engine_options import stop_ids
 from model.vision import load_processor
@@ -108,6 +109,15 @@ def test_the_exported_policy_ends_where_it_was_sampled_to_end(policy, tokenizer,
         found = json.loads((tmp_path / f"step_{step}" / "generation_config.json").read_text())
         assert found["eos_token_id"] == expected
         assert ("temperature" in found) == (name == "base")
+
+
+def test_a_policy_of_which_nothing_is_finite_is_not_saved(tokenizer, tmp_path):
+    saving = writer(tmp_path / "run", tokenizer, said := [])
+    saving.save(3, None, None, {"is_broken": True})
+    assert re.fullmatch("warning: step 3 is not saved, .* the start is the last checkpoint[.]", said[0])
+    with pytest.raises(RunError, match="none of its updates was finite.*--learning_rate"):
+        saving.save(4, None, None, {"is_broken": True}, is_required=True)
+    assert not list((tmp_path / "run").iterdir())
 
 
 def test_only_the_newest_are_kept_and_the_one_that_final_points_to(policy, tokenizer, tmp_path):

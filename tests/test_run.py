@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -252,6 +253,14 @@ def test_rows_that_cannot_be_used_are_listed_once(tmp_path, capsys):
     assert "first prompt: " in said
     run.describe_data([one_row("train"), replace(one_row("test"), rows=[one_row("").rows[0], other_row()])])
     assert "warning: 1 of the 2 prompts of test are training prompts, too" in capsys.readouterr().out
+
+
+def test_five_steps_without_an_advantage_are_told_once(tmp_path, capsys):
+    run = make_run(tmp_path)
+    for step, (share, mean) in enumerate([(0, 0), (0.5, 0.1), *[(0, 0)] * 6, (1, 0.5), *[(0, 1)] * 5], start=1):
+        run.log(step, {"reward/frac_groups_with_signal": share, "reward/mean": mean})
+        said = re.findall("warning: for 5 steps every reward (.*), so", capsys.readouterr().out)
+        assert said == {7: ["is 0"], 14: ["is the same within each group"]}.get(step, [])
 
 
 def graded(grades: list[Grade]) -> Rollout:

@@ -101,6 +101,20 @@ def _note_exception(kind: type[BaseException], error: BaseException, trace: Trac
     else:
         sys.__excepthook__(kind, error, trace)
     note_reason(f"{kind.__name__}: {line}" if line else kind.__name__, "error")
+    leave_the_others()
+
+
+def leave_the_others() -> None:
+    """Ends a rank that fails at once, if it has a process group; the others may wait in a collective.
+
+    At a usual exit vLLM's finalizer destroys the groups, and NCCL's destroy waits for those others, which wait for this
+    rank (vllm/v1/engine/core.py, torch/distributed/distributed_c10d.py).
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 # Signals --------------------------------------------------------------------------------------------------------------

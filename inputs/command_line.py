@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from flags import GROUPS, Flag, most_lag
 from guards.progress import OFF
-from guards.start import note_reason
+from guards.start import leave_the_others, note_reason
 
 USAGE = "python scripts/launch.py --ranks RANKS train_grpo.py --model MODEL --train_data FILE --out_dir FOLDER [flags]"
 DESCRIPTION = """Trains a language model with GRPO on verifiable rewards. One rank per GPU; on CPU, as many as you like.
@@ -93,6 +93,7 @@ def exit_with_error(error: Exception) -> NoReturn:
     still there after some seconds has an error of its own (a file that is missing on its node only).
     """
     if note_reason(str(error), "mistake"):
+        leave_the_others()
         sys.exit(1)
     if os.environ.get("RANK", "0") != "0":
         time.sleep(10)

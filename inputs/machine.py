@@ -101,7 +101,9 @@ def check_gpu(index: int, world_size: int, gpu_memory_utilization: float) -> Non
 def use_all_cores() -> None:
     """CUDA: the cores of the node, divided by its ranks. torchrun leaves one, and AdamW may work on the host."""
     if os.environ.get("OMP_NUM_THREADS", "1") == "1":
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size()))
+        threads = max(1, len(os.sched_getaffinity(0)) // local_world_size())
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # else vLLM sets them to 1 when it has started
+        torch.set_num_threads(threads)
 
 
 def choose_interface(towards: str | None = None) -> None:

@@ -129,6 +129,7 @@ def test_threads_of_a_rank_on_gpus_are_its_share_of_the_cores_not_torchruns_one(
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # by torchrun
     machine.use_all_cores()
+    assert os.environ["OMP_NUM_THREADS"] == "8", "which vLLM respects"
     monkeypatch.setenv("OMP_NUM_THREADS", "4")  # by the user
     machine.use_all_cores()
     assert chosen == [8]

@@ -31,6 +31,7 @@ PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets when its parent
 FOLDER, LAUNCHER = "GRPO_LAUNCH_FOLDER", "GRPO_LAUNCHER_PID"  # environment: set by scripts/launch.py
 HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SECOND = "ended by a second signal"
+NOT_FINISHED = 75  # exit status of a run that a signal has ended, saved: EX_TEMPFAIL of sysexits.h, "try again"
 
 
 class RunError(Exception):
@@ -183,7 +184,7 @@ def _obey(number: int) -> None:
     if _request.grace is None:
         goes_by_status = LAUNCHER not in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"  # torchrun
         text = f"{signal_name()}: ended before the first step; nothing is lost"
-        _end(128 + number if goes_by_status else 0, text)
+        _end(128 + number if goes_by_status else NOT_FINISHED, text)
     text = f"{signal_name()}: the run could not save within --grace_seconds {_request.grace:g}"
     way_out = "the same command continues from the last checkpoint"
     timer = threading.Timer(_request.grace, _end, (1, f"{text}; {way_out}"))
@@ -193,7 +194,7 @@ def _obey(number: int) -> None:
 
 def _end(status: int, text: str) -> None:
     """Ends the process, wherever its main thread is."""
-    is_told = status != 0 and note_reason(text, "mistake")
+    is_told = status != NOT_FINISHED and note_reason(text, "mistake")
     if not is_told and os.environ.get("RANK", "0") == "0":
         print(text, file=sys.stderr, flush=True)
     os._exit(status)

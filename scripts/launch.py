@@ -25,7 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from guards.start import FOLDER, LAUNCHER, SECOND, Request, die_with_parent, reason_file
+from guards.start import FOLDER, LAUNCHER, NOT_FINISHED, SECOND, Request, die_with_parent, reason_file
 
 PATIENCE = 5.0  # seconds between the first rank that fails and the end of the others: they may have reasons, too
 LAST_BREATH = 30.0  # seconds in which a killed rank is gone, unless a driver holds it
@@ -63,11 +63,13 @@ class Launch:
                     preexec_fn=partial(die_with_parent, os.getpid()),
                 )  # fmt: skip
             failed, notes = self.wait(), self.notes()
-            if self.request.first is not None and any(process.returncode == 0 for process in self.processes.values()):
-                return 0, ""  # the ranks have saved together, or had nothing to save
+            statuses = {0, NOT_FINISHED} & {process.returncode for process in self.processes.values()}
+            if self.request.first is not None and statuses:
+                return max(statuses), ""  # the ranks have saved together, or had nothing to save
             if self.request.first is not None and set(failed.values()) == {-signal.SIGTERM}:
                 return 128 + self.request.first, ""  # they do not listen
-            return (1, self.reason(failed, notes)) if failed or notes else (0, "")
+            status = 2 if 2 in failed.values() else 1  # a flag that does not exist, or is no number
+            return (status, self.reason(failed, notes)) if failed or notes else (0, "")
 
     def wait(self) -> dict[int, int]:
         """Rank -> exit status of those that failed by themselves, in the order of their ends; when all are gone."""
@@ -76,7 +78,8 @@ class Launch:
         while None in statuses.values() and time.monotonic() < deadline:
             time.sleep(0.1)
             statuses = {rank: process.poll() for rank, process in self.processes.items()}
-            failed |= {rank: status for rank, status in statuses.items() if status and rank not in failed}
+            ended = {rank: status for rank, status in statuses.items() if status not in (None, 0, NOT_FINISHED)}
+            failed |= {rank: status for rank, status in ended.items() if rank not in failed}
             if -signal.SIGTERM in failed.values():  # a signal to a rank that did not listen yet
                 self.request.place_of(signal.SIGTERM)
             if self.request.first is not None and not is_passed_on:

@@ -51,7 +51,7 @@ for seed in $(seq "$num_seeds"); do
     run="" folders+=("${base}_seed$seed")
     if [ -n "$is_ended" ]; then
         echo "ended by a signal in seed $seed; the same command goes on" >&2
-        exit "$status" # 0 if the run has saved: scripts/slurm_example.sh queues itself again then
+        exit "$status" # 75 if the run has saved: scripts/slurm_example.sh queues itself again then
     elif [ "$status" -ne 0 ]; then
         echo "seed $seed failed with exit status $status" >&2
         failed+=("$seed")

@@ -57,7 +57,8 @@ while [ -n "$is_interrupted" ]; do # a trap ends `wait`
     is_interrupted="" status=0
     wait "$step" || status=$?
 done
-if [ -n "$is_ended" ] && [ "$status" -eq 0 ]; then
+# 75: saved, not finished; srun has then ended launchers that were still leaving. 1: it could not save.
+if [ -n "$is_ended" ] && [ "$status" -ne 1 ]; then
     # Of an array this task alone: the job's number may be that of the whole array.
     scontrol requeue "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
 fi

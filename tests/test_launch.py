@@ -109,12 +109,12 @@ def test_the_last_line_is_the_reason_of_the_first_rank_that_failed_and_all_are_e
     (2, ARMED, 1, ["rank 1", "rank 0", SIGTERM], 0, SAVED),  # as Slurm does
     (2, ARMED, 600, [SIGTERM, "wait", SIGTERM], 143, SECOND),
     (2, BRIEFLY, 600, [SIGTERM], 1, [f"error: {LATE}"]),
-    (2, "listen()", 0, ["rank 1"], 0, EARLY),
+    (2, "listen()", 0, ["rank 1"], 75, EARLY),
     (2, "", 0, [SIGTERM], 143, []),
     (0, ARMED, 0, [SIGTERM], 0, ["saved"]),  # without a launcher a rank does it itself
     (0, ARMED, 600, [SIGTERM, "wait", SIGTERM], 143, SECOND),
     (0, BRIEFLY, 600, [SIGTERM], 1, [LATE]),
-    (0, "listen()", 0, [SIGTERM], 0, EARLY),
+    (0, "listen()", 0, [SIGTERM], 75, EARLY),
 ])  # fmt: skip
 def test_a_signal_asks_every_rank_to_save_and_to_end(num_ranks, begin, seconds, signals, status, said, tmp_path):
     launcher = launch(tmp_path, num_ranks, f"seconds = {seconds}; join_launcher(); {begin or 0}; ready()\n{SAVES}")

@@ -51,7 +51,7 @@ ARRAY = {"SLURM_ARRAY_JOB_ID": "123456", "SLURM_ARRAY_TASK_ID": "2"}
 
 
 @pytest.mark.parametrize(("number", "before", "environment", "status", "last"), [
-    (signal.SIGUSR1, [], {}, 0, "requeue 123456"),
+    (signal.SIGUSR1, [], {"STATUS_ON_SIGNAL": "75"}, 75, "requeue 123456"),
     (signal.SIGTERM, [], {}, 0, "requeue 123456"),
     (signal.SIGUSR1, SEEDS, ARRAY, 0, "requeue 123456_2"),
     (signal.SIGUSR1, [], {"STATUS_ON_SIGNAL": "1"}, 1, "saved"),  # it could not save: it is not begun again

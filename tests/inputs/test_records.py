@@ -1,7 +1,6 @@
 """Sources: files, folders and hub data sets are read as they are, or refused by name and line."""
 
 import bz2
-import csv
 import gzip
 import json
 import lzma
@@ -16,8 +15,7 @@ import pytest
 
 from data_files import GOOD, load, write, write_lines, write_math12k, write_parquet
 from helpers import ROOT
-from inputs import records
-from inputs.records import Record, name_of_source, parse_source, read_records, read_system_prompt
+from inputs.records import name_of_source, parse_source, read_records, read_system_prompt
 
 pytestmark = pytest.mark.usefixtures("cache")
 ROW = {"problem": "q", "answer": "1"}
@@ -153,20 +151,6 @@ def test_a_mistyped_path_is_not_looked_for_on_the_hub(monkeypatch):
     for source in [*paths.split(), "o/n#0", "o/n#x", "o/n@", "#5", "o/n.parquet#5"]:
         with pytest.raises(FileNotFoundError, match="does not exist .*WHAT.*owner/name"):
             load(source)
-
-
-def test_another_kind_of_file_needs_one_function_and_one_entry(tmp_path, monkeypatch):
-    def read_csv_file(path: Path) -> list[Record]:
-        with path.open(newline="") as file:
-            return [Record(f"{path}, row {i}", row, path.parent) for i, row in enumerate(csv.DictReader(file))]
-
-    monkeypatch.setitem(records.READERS, ".csv", read_csv_file)
-    path = write(tmp_path, 'problem,answer\n1+1,2\n"a,b",01\n', "train.csv")
-    for source, name in ((path, "train"), (tmp_path, tmp_path.name)):  # a file, and a folder of such files
-        loaded = load(source)
-        assert [(row.prompt, row.answer) for row in loaded.rows] == [("1+1", "2"), ("a,b", "01")]
-        assert (loaded.rows[1].where, loaded.name) == (f"{path}, row 1", name)
-    refused(f"{path}#3", "holds 2 rows; needed are at least 3")
 
 
 def test_a_hub_data_set_is_named_in_its_rows_and_gets_the_split(tmp_path, monkeypatch):

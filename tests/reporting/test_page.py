@@ -21,8 +21,8 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
-from fabricated_runs import GROUP_SIZE, HOSTILE, SMILE, make_rollouts, make_run, make_vocabulary
 from helpers import ENVIRONMENT, ROOT
+from made_up_runs import GROUP_SIZE, HOSTILE, SMILE, make_rollouts, make_run, make_vocabulary
 from report import read_metrics
 from reporting.page import seed_groups, write_page
 from reporting.reference import load

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 import report
+from helpers import ROOT
 from inputs.command_line import parse_flags
 from made_up_runs import write_completions, write_run
 from reporting.history import History, read_config
 from reporting.reference import belongs_to, judge, load, names, published_curves
 from test_setups import launched
 
-ROOT = Path(__file__).parent.parent.parent
 NO_PYTHON = {"BASH_FUNC_python%%": "() { :; }"}  # scripts/tiny_cpu.sh would make its policy
 GSM8K, DAPO, ZOO, TULU = (
     "qwen2.5_3b_gsm8k_lora_1gpu", "qwen3_4b_dapo_8gpu", "qwen7b_simplerl_2x8xh100", "tulu8b_rlvr_7plus1",
@@ -99,19 +99,16 @@ def judged(run: Path, name: str) -> dict[str, tuple[str, str]]:
     return {each.figure["what"]: (each.verdict, each.reason) for each in judge(load(name), report.history(run))}
 
 
-@pytest.mark.parametrize(
-    ("changes", "before", "after", "overall"),
-    [
-        ({}, ("reached", ""), ("reached", ""), "reached"),
-        ({"after": 0.834}, ("reached", ""), ("not reached", ""), "not reached"),
-        ({"before": 0.7}, ("not reached", ""), ("reached", ""), "not reached"),  # other prompts?
-        ({"last": 60}, ("reached", ""), (UNKNOWN, "the run is at step 60 of 116"), UNKNOWN),
-        ({"after": 0.95}, ("reached", ""), ("reached", ""), "reached"),  # more is as good
-        ({"problems": 1000}, (UNKNOWN, "another evaluation: problems 1000, not 1319"), ("reached", ""), "reached"),
-        ({"eval_temperature": [1.0]}, *[(UNKNOWN, "another evaluation: temperature 1.0, not 0.0")] * 2, UNKNOWN),
-        ({"group_size": 16}, *[(UNKNOWN, "another training: --group_size 16, not 5")] * 2, None),
-    ],
-)
+@pytest.mark.parametrize(("changes", "before", "after", "overall"), [
+    ({}, ("reached", ""), ("reached", ""), "reached"),
+    ({"after": 0.834}, ("reached", ""), ("not reached", ""), "not reached"),
+    ({"before": 0.7}, ("not reached", ""), ("reached", ""), "not reached"),  # other prompts?
+    ({"last": 60}, ("reached", ""), (UNKNOWN, "the run is at step 60 of 116"), UNKNOWN),
+    ({"after": 0.95}, ("reached", ""), ("reached", ""), "reached"),  # more is as good
+    ({"problems": 1000}, (UNKNOWN, "another evaluation: problems 1000, not 1319"), ("reached", ""), "reached"),
+    ({"eval_temperature": [1.0]}, *[(UNKNOWN, "another evaluation: temperature 1.0, not 0.0")] * 2, UNKNOWN),
+    ({"group_size": 16}, *[(UNKNOWN, "another training: --group_size 16, not 5")] * 2, None),
+])  # fmt: skip
 def test_a_run_is_judged_by_what_was_published(tmp_path, changes, before, after, overall):
     run = gsm8k_run(tmp_path, **changes)
     assert judged(run, GSM8K) == {BEFORE: before, AFTER: after}

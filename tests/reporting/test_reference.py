@@ -13,7 +13,7 @@ from helpers import ROOT
 from inputs.command_line import parse_flags
 from made_up_runs import write_completions, write_run
 from reporting.history import History, read_config
-from reporting.reference import belongs_to, judge, load, names, published_curves
+from reporting.reference import SAMPLING, belongs_to, judge, load, names, published_curves
 from test_setups import launched
 
 NO_PYTHON = {"BASH_FUNC_python%%": "() { :; }"}  # scripts/tiny_cpu.sh would make its policy
@@ -38,15 +38,14 @@ def test_every_reference_has_the_form_that_its_reader_expects(name):
     assert reference["set_up"] == name and reference["training"] and reference["source"]
     assert bool(reference["figures"]) != ("cannot_be_judged" in reference), "figures, or the reason why there are none"
     for figure in reference["figures"]:
-        needed = {"what", "metric", "value", "source"}
-        needed |= {"is", "tolerance", "why"} if "cannot_be_judged" not in figure else set()
+        is_judged = "cannot_be_judged" not in figure
+        needed = {"what", "metric", "value", "source"} | ({"is", "tolerance", "why"} if is_judged else set())
         assert needed <= figure.keys() <= needed | {"model", "steps", "evaluated_by", "protocol", "cannot_be_judged"}
         assert ("steps" in figure) != ("evaluated_by" in figure)
         assert (ROOT / figure.get("evaluated_by", "scripts")).exists()
-        if "cannot_be_judged" not in figure:
-            assert figure["is"] in ("equal", "at least") and figure["tolerance"] > 0
-            protocol = {"problems", "samples", "temperature", "top_p", "max_completion_tokens"}
-            assert not figure["metric"].startswith("eval/") or figure["protocol"].keys() == protocol
+        assert not is_judged or (figure["is"] in ("equal", "at least") and figure["tolerance"] > 0)
+        if is_judged and figure["metric"].startswith("eval/"):
+            assert figure["protocol"].keys() == {*SAMPLING, "problems"}
     for curve in reference["curves"]:
         assert curve.keys() - {"model"} == {"metric", "label", "source", "points"}
         steps = [step for step, _ in curve["points"]]

@@ -145,8 +145,8 @@ def test_a_replay_has_the_losses_of_the_run_bit_for_bit(run, first, tmp_path):
 
 def test_another_loss_on_the_same_rollouts_changes_the_losses_alone(run, tmp_path):
     flags_to, original = run
-    torchrun(2, "train_grpo.py", *flags_to(tmp_path / "b", replay=original, policy_loss="cispo"))
+    torchrun(2, "train_grpo.py", *flags_to(tmp_path / "b", replay=original, policy_loss="cispo", stop_after=2))
     before, after = metrics_of(original), metrics_of(tmp_path / "b")
-    for step in range(1, 5):
+    for step in (1, 2):
         assert before[step]["reward/mean"] == after[step]["reward/mean"]
         assert before[step]["optim/grad_norm"] != after[step]["optim/grad_norm"]

@@ -24,7 +24,8 @@ def place(folder: Path, script: str) -> None:
 
 def seeds(folder: Path, *arguments: str, **environment: str) -> tuple[int, str]:
     """(exit status, all that is said)."""
-    done = run_command(["bash", str(folder / "scripts" / "seeds.sh"), *arguments], os.environ | environment, 60)
+    without = {name: value for name, value in os.environ.items() if name != "OUT_DIR"}
+    done = run_command(["bash", str(folder / "scripts" / "seeds.sh"), *arguments], without | environment, 60)
     return done.returncode, done.stderr + done.stdout
 
 

@@ -32,16 +32,10 @@ def fake(kind: str) -> None:
 
     name, capability, multiprocessors, num_bytes = GPUS[kind]
     answers = {
-        "get_device_name": name,
-        "get_device_capability": DeviceCapability(*capability),
-        "num_compute_units": multiprocessors,
-        "get_device_total_memory": num_bytes,
-        "device_count": 8,
-        "is_fully_connected": True,
-        "is_pin_memory_available": True,
-        "is_cumem_allocator_available": True,
-        "is_sleep_mode_available": True,
-    }
+        "get_device_name": name, "get_device_capability": DeviceCapability(*capability), "device_count": 8,
+        "num_compute_units": multiprocessors, "get_device_total_memory": num_bytes, "is_fully_connected": True,
+        "is_pin_memory_available": True, "is_cumem_allocator_available": True, "is_sleep_mode_available": True,
+    }  # fmt: skip
     methods = {key: classmethod(lambda *_, value=value, **__: value) for key, value in answers.items()}
     vllm.platforms._current_platform = type("Faked", (CudaPlatformBase,), methods)()
     torch.cuda.device_count = torch.accelerator.device_count = lambda: 8
@@ -78,9 +72,8 @@ def configuration(options: dict[str, object], num_ranks: int) -> object:
 
 def described(config: object) -> dict[str, object]:
     """What a run depends on, by the name that the tests use."""
-    graphs, scheduler, model, parallel = (
-        config.compilation_config, config.scheduler_config, config.model_config, config.parallel_config,
-    )  # fmt: skip
+    graphs, scheduler = config.compilation_config, config.scheduler_config
+    model, parallel = config.model_config, config.parallel_config
     return {
         "runner": 2 if config.use_v2_model_runner else 1,
         "is_asynchronous": scheduler.async_scheduling,
@@ -106,13 +99,10 @@ def all_reduces() -> list[str]:
 
     folder, made = "vllm.distributed.device_communicators", []
     places = {
-        "pynccl": "PyNcclCommunicator",
-        "custom_all_reduce": "CustomAllreduce",
-        "symm_mem": "SymmMemCommunicator",
-        "quick_all_reduce": "QuickAllReduce",
-        "flashinfer_all_reduce": "FlashInferAllReduce",
+        "pynccl": "PyNcclCommunicator", "custom_all_reduce": "CustomAllreduce", "symm_mem": "SymmMemCommunicator",
+        "quick_all_reduce": "QuickAllReduce", "flashinfer_all_reduce": "FlashInferAllReduce",
         "flashinfer_pcie_ipc_all_reduce": "FlashInferPcieIpcAllReduce",
-    }
+    }  # fmt: skip
 
     def begin(self: object, *_: object, **__: object) -> None:
         vars(self).update(world_size=2, cpu_group=None, device=None, device_group=object(), use_all2all=False)

@@ -1,11 +1,34 @@
-"""Run folders with made-up figures."""
+"""Run folders with made-up figures and completions."""
+
+from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from helpers import write_lines
 from reporting.history import History
 
 METRICS = ("reward/mean", "completion/tokens_mean", "policy/kl_ref", "policy/entropy")
+HOSTILE = "<script>window.hacked=1</script></script><img src=x onerror='window.hacked=2'><!-- <b>bold</b> &amp; \\u003c"
+SMILE = "\N{SMILING FACE WITH OPEN MOUTH}"  # four bytes, of which each is a token
+SYLLABLES = ["ba", "ce", "di", "fo", "gu", "ha", "je", "ki", "lo", "mu", "na", "pe", "qui", "ro", "su", "ta"]
+GROUP_SIZE = 8
+OF_A_STEP = {  # metric -> its value but for the noise
+    "policy/entropy": 0.3, "policy/kl_ref": 0.05, "policy/clip_frac": 0.01, "policy/clip_frac_low": 0.004,
+    "policy/clip_frac_high": 0.006, "policy/rollout_gap_mean": 0.002, "optim/grad_norm": 0.3,
+    "reward/mean": 0.8, "reward/mean_stderr": 0.03, "reward/part/math": 0.7, "reward/part/format": 0.9,
+    "completion/tokens_mean": 400, "completion/tokens_right_mean": 350, "completion/tokens_wrong_mean": 500,
+    "time/sample_s": 20, "time/update_s": 12, "time/sync_s": 1, "time/step_s": 38, "time/rollout_tail_s": 3,
+    "perf/tokens_per_s": 9000, "perf/update_mfu": 0.41, HOSTILE: 1,
+}  # fmt: skip
+OF_AN_EVALUATION = {
+    "eval/math500/avg@4": 0.6, "eval/math500/stderr": 0.015, "eval/math500/pass@4": 0.7,
+    "eval/math500/pass@4_stderr": 0.012, "time/evaluate_s": 15,
+}  # fmt: skip
 
 
 def history(value: float, seed: int = 1, name: str = "reward/mean") -> History:
@@ -16,16 +39,76 @@ def history(value: float, seed: int = 1, name: str = "reward/mean") -> History:
 def write_run(folder: Path, config: dict, records: list[dict]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_lines(folder / "metrics.jsonl", records)
     return folder
 
 
-def write_completions(run: Path, step: int, name: str, scores: list[float], samples: int = 1) -> None:
-    """The file of an evaluation: `samples` completions of each problem, with these scores."""
-    rows = [
-        {"row": f"{name}.jsonl, line {i // samples + 1}", "answer": str(i // samples), "reward_parts": {"math": score}}
-        for i, score in enumerate(scores)
-    ]
+def write_completions(run: Path, step: int, name: str, scores: list[float]) -> None:
+    """The file of an evaluation: a completion of each problem, with these scores."""
     file = run / "eval" / f"step_{step}" / f"{name}.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(file, [
+        {"row": f"{name}.jsonl, line {i + 1}", "answer": str(i), "reward_parts": {"math": score}}
+        for i, score in enumerate(scores)
+    ])  # fmt: skip
+
+
+def make_run(folder: Path, seed: int = 1, steps: int = 500, patch: str = "", **flags: object) -> Path:
+    """A run with an evaluation before training and at every 25th step, and a patch if there are uncommitted changes."""
+    config = {"model": f"policies/warm_seed{seed}", "out_dir": str(folder), "seed": seed, "clip_high": 0.2}
+    random, records = np.random.default_rng(seed), []
+    for step in range(steps + 1):
+        levels = (OF_A_STEP if step else {}) | (OF_AN_EVALUATION if step % 25 == 0 else {})
+        records.append({"step": step} | {name: x * (1 + 0.05 * random.normal()) for name, x in levels.items()})
+        records[-1] |= {"completion/frac_truncated": 0.05} if step else {}
+        records[-1] |= {"optim/grad_norm": None} if step == 7 else {}
+    write_run(folder, config | {"group_size": GROUP_SIZE, "system_prompt": HOSTILE} | flags, records)
+    start = {"time": "20260101T120000", "world_size": 8, "device": "NVIDIA H100 80GB HBM3", "commit": "a" * 40}
+    write_lines(folder / "starts.jsonl", [start | {"packages": {"torch": "2.13.0"}}])
+    if patch:
+        (folder / f"changes_{start['time']}.patch").write_text(patch)
+    return folder
+
+
+def make_vocabulary(size: int) -> list[bytes]:
+    """All bytes, then words, as many as a real model has; the last token is hostile."""
+    words = [f" {a}{b}{c}{d}" for a in SYLLABLES for b in SYLLABLES for c in SYLLABLES for d in ["", *SYLLABLES]]
+    words += [f"{word}{number}" for word in words for number in (1, 2)]
+    pieces = [*(bytes([byte]) for byte in range(256)), *map(str.encode, words)]
+    return [*pieces[: size - 1], HOSTILE.encode()]
+
+
+def make_rollouts(run: Path, steps: list[int], prompts: int, tokens: int, vocabulary: list[bytes]) -> None:
+    """rollouts/step_N.parquet of random words. The first completion is hostile, the second smiles."""
+    random, count = np.random.default_rng(0), prompts * GROUP_SIZE
+    words, end = np.arange(256, len(vocabulary)), len(vocabulary)
+    frequencies = 1 / np.arange(2, len(words) + 2)  # Zipf's law
+    folder = run / "rollouts"
+    folder.mkdir()
+    pq.write_table(pa.table({"bytes": pa.array([*vocabulary, b"<|im_end|>"], pa.binary())}), folder / "tokens.parquet")
+    for step in steps:
+        lengths = np.clip(random.normal(tokens, tokens / 5, count), 20, None).astype(int)
+        drawn = random.choice(words, lengths.sum(), p=frequencies / frequencies.sum())
+        completions = [np.append(each, end) for each in np.split(drawn, np.cumsum(lengths)[:-1])]
+        completions[0] = np.append(end - 1, completions[0])
+        smiling = f"{SMILE} is the answer\nand a new line, {SMILE}"
+        completions[1] = np.append(list(smiling.encode()), completions[1])
+        correct = random.random(count) < 0.5
+        logprobs = [-random.exponential(0.4, len(each)).astype(np.float32) for each in completions]
+        old = [x + random.normal(0, 0.01, len(x)).astype(np.float32) for x in logprobs]
+        groups = [b // GROUP_SIZE for b in range(count)]
+        table = {
+            "group": pa.array(groups, pa.int32()),
+            "row": [f"train.jsonl:{step * prompts + group}" for group in groups],
+            "prompt": [f"<|im_start|>user\nGroup {group} {HOSTILE}<|im_end|>\n" for group in groups],
+            "answer": [f"{group} {HOSTILE}" for group in groups],
+            "completion": [b"".join(vocabulary[i] for i in each[:-1]).decode() for each in completions],
+            "token_ids": pa.array([each.astype(np.int32) for each in completions], pa.large_list(pa.int32())),
+            "rollout_logprobs": pa.array(logprobs), "old_logprobs": pa.array(old),
+            "reward": pa.array((correct + 0.1).astype(np.float32)),
+            "reward_parts": [json.dumps({HOSTILE: float(right), "format": 0.1}) for right in correct],
+            "reward_status": [HOSTILE if b == 3 else "ok" for b in range(count)],
+            "read_as": [None if b % 5 == 4 else HOSTILE for b in range(count)], "is_correct": correct.tolist(),
+            "is_truncated": [b % 4 == 2 for b in range(count)], "is_trained": [b != 3 for b in range(count)],
+        }  # fmt: skip
+        pq.write_table(pa.table(table), folder / f"step_{step}.parquet", compression="zstd", write_page_checksum=True)

@@ -4,10 +4,8 @@ Each is made in a copy of the repository, as a user would make it; then all of t
 """
 
 import json
-import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -105,11 +103,12 @@ def test_a_hack_is_at_most_15_lines_in_at_most_2_files(name):
     assert sum(len(lines.splitlines()) for _, _, lines in HACKS[name]) <= 15
 
 
-def run(copy: Path, *command: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    command, environment = [sys.executable, *map(str, command)], ENVIRONMENT | {"PYTHONPATH": str(copy)} | environment
-    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=300, check=False)
+def run(copy: Path, *arguments: str) -> str:
+    """What Python says, in the copy."""
+    options = {"cwd": copy, "env": ENVIRONMENT | {"PYTHONPATH": str(copy)}, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, *arguments], **options, timeout=300, check=False)
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    return done
+    return done.stdout
 
 
 CHECKS = """
@@ -131,12 +130,12 @@ except ValueError as error:
     assert "--rloo_scale 3.0 has no effect with --advantage grpo, only with --advantage rloo" in str(error)
 assert "--policy_loss quarter: A quarter of the advantage" in algorithm("--policy_loss", "quarter").description
 assert flags.Memory().report_updates is False
+parse_flags(["--help"])  # which ends the program
 """
 
 
 def test_new_choices_and_flags_need_no_further_place(copy):
-    run(copy, "-c", CHECKS)
-    said = run(copy, "train_grpo.py", "--help").stdout
+    said = run(copy, "-c", CHECKS)
     assert re.search(r"quarter = A\s+quarter\s+of\s+the\s+advantage", said)
     assert "--rloo_scale float" in said and "--report_updates" in said
 
@@ -145,22 +144,15 @@ def test_all_hacks_together_train_a_step(copy, policy, tmp_path):
     (tmp_path / "sums.lines").write_text("3+4|7\n1+2|3\n" * 4)
     choices = {"policy_loss": "quarter", "advantage": "one", "kl_estimator": "seven", "kl_coef": 0.1}
     choices |= {"reward": "threes,my_reward.py:score:2.0", "report_updates": True}
-    lengths = dict.fromkeys(["eval_data", "eval_every", "eval_before_training", "save_every"]) | {"total_steps": 1}
-    lengths |= {"train_data": tmp_path / "sums.lines"}
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        rank = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
-    rank |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    done = run(copy, "train_grpo.py", *training_flags(policy, tmp_path / "run", **choices, **lengths), **rank)
+    changes = choices | dict.fromkeys(["eval_data", "eval_every", "eval_before_training", "save_every"])
+    changes |= {"total_steps": 1, "train_data": tmp_path / "sums.lines"}
+    said = run(copy, "train_grpo.py", *training_flags(policy, tmp_path / "run", **changes))
     found = metrics_of(tmp_path / "run")[1]
-    assert found["reward/part/threes"] == 3.0
     assert found["reward/part/my_reward.py:score"] == 0.25, "every second answer is 7"
-    assert found["reward/part/brevity"] == 3.0
-    assert found["reward/mean"] == 3.5
+    assert (found["reward/part/threes"], found["reward/part/brevity"], found["reward/mean"]) == (3.0, 3.0, 3.5)
     assert found["policy/kl_ref"] == pytest.approx(0, abs=1e-6), "what is shown does not depend on the estimator"
     assert found["policy/loss"] == pytest.approx(0.25 * 1 + 0.1 * 7), "advantage, loss and KL are the new ones"
     assert 0 < found["completion/tokens_min"] <= found["completion/tokens_mean"]
-    assert done.stdout.count("an update of ") == 2
-    assert "loss quarter: A quarter" in done.stdout
+    assert said.count("an update of ") == 2
+    assert "loss quarter: A quarter" in said
     assert json.loads((tmp_path / "run" / "config.json").read_text())["report_updates"] is True
-    assert os.environ.get("RANK") is None

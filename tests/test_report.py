@@ -1,12 +1,12 @@
 """The pictures of a run, and the command line: what is printed, and which folders are refused."""
 
-import json
 import sys
 from pathlib import Path
 
 import pytest
 
 import report
+from helpers import write_lines
 from made_up_runs import write_run
 from report import plot, plot_timeline
 
@@ -26,7 +26,7 @@ def test_curves_and_timeline_are_drawn_also_where_values_are_missing(tmp_path):
     for records in (RECORDS, RECORDS[:1]):  # before the first step there is less to see
         write_run(tmp_path, {}, records)
         update["end"] += 1
-        (tmp_path / "timeline.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+        write_lines(tmp_path / "timeline.jsonl", steps)
         plot(tmp_path)
         plot_timeline(tmp_path)
         pictures |= {file.read_bytes() for file in tmp_path.glob("*.png")}
@@ -48,18 +48,15 @@ def test_the_command_prints_what_it_has_found(tmp_path, monkeypatch, capsys):
     assert drawn == [Path(run)] * 2
 
 
-@pytest.mark.parametrize(
-    ("file", "line", "said"),
-    [
-        ("config.json", None, "is no run folder with results: it has no config.json"),
-        ("metrics.jsonl", None, "it has no metrics.jsonl with a step"),
-        ("metrics.jsonl", '{"step": 1, "reward}', "metrics.jsonl, line 1, is damaged: Unterminated string"),
-        ("metrics.jsonl", '{"reward/mean": 1.0}', "metrics.jsonl is damaged: a line of it has no step"),
-        ("metrics.jsonl", '{"step": 9, "reward/mean": [1]}', "metrics.jsonl is damaged: reward/mean is no number"),
-        ("config.json", "[1]", "config.json is damaged"),
-        ("starts.jsonl", '"}', "starts.jsonl, line 1, is damaged"),
-    ],
-)
+@pytest.mark.parametrize(("file", "line", "said"), [
+    ("config.json", None, "is no run folder with results: it has no config.json"),
+    ("metrics.jsonl", None, "it has no metrics.jsonl with a step"),
+    ("metrics.jsonl", '{"step": 1, "reward}', "metrics.jsonl, line 1, is damaged: Unterminated string"),
+    ("metrics.jsonl", '{"reward/mean": 1.0}', "metrics.jsonl is damaged: a line of it has no step"),
+    ("metrics.jsonl", '{"step": 9, "reward/mean": [1]}', "metrics.jsonl is damaged: reward/mean is no number"),
+    ("config.json", "[1]", "config.json is damaged"),
+    ("starts.jsonl", '"}', "starts.jsonl, line 1, is damaged"),
+])  # fmt: skip
 def test_a_folder_that_is_no_run_or_damaged_is_named_in_a_sentence(tmp_path, monkeypatch, capsys, file, line, said):
     run = str(write_run(tmp_path / "run", {"seed": 1}, RECORDS))
     (tmp_path / "run" / file).unlink(missing_ok=True)

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
+from typing import TextIO
 
 import numpy as np
 import pytest
@@ -21,7 +23,7 @@ from data import PromptData
 from flags import Recording, free_on_resume
 from fsdp_utils import World
 from guards.files import DiskError
-from helpers import flags, make_rollout
+from helpers import flags, lines, make_rollout
 from planner.watch import MemoryWatch
 from records.console import console_line, duration
 from report import read_metrics
@@ -49,32 +51,32 @@ def other_row() -> Row:
 # Whose folder it is -------------------------------------------------------------------------------------------------
 
 
-def open_and_close(folder, **changes: object) -> None:
+def opened(folder: Path, **changes: object) -> TextIO:
+    """The lock of the folder, as a run with these flags takes it."""
     args = flags(**changes)
-    open_run_folder(folder, vars(args), free_on_resume(args), {}).close()
+    return open_run_folder(folder, vars(args), free_on_resume(args), {})
+
+
+def refused(folder: Path, words: str, **changes: object) -> None:
+    with pytest.raises(ValueError, match=words):
+        opened(folder, **changes)
 
 
 @pytest.mark.parametrize("trace", ["metrics.jsonl", "step_20"])
-@pytest.mark.parametrize(
-    ("given", "change", "said"),
-    [
-        ({}, {"group_size": 4}, "--group_size 8 there, 4 now"),
-        ({"lr_schedule": "cosine"}, {"total_steps": 8}, "--total_steps 10 there, 8 now"),  # the rate depends on it
-    ],
-)
-def test_a_run_folder_of_another_configuration_is_left_alone_unless_it_trained_nothing(
-    trace, given, change, said, tmp_path
-):
-    open_and_close(tmp_path / "run", group_size=16)
-    (tmp_path / "run" / "starts.jsonl").write_text("{}\n")
-    open_and_close(tmp_path / "run", **given)  # a first start may be corrected
-    (tmp_path / "run" / trace).mkdir() if "step" in trace else (tmp_path / "run" / trace).write_text('{"step": 1}\n')
-    before = (tmp_path / "run" / "config.json").read_bytes()
-    with pytest.raises(ValueError, match=f"another configuration.*{said}.*another --out_dir"):
-        open_and_close(tmp_path / "run", **given | change)
-    assert (tmp_path / "run" / "config.json").read_bytes() == before
+@pytest.mark.parametrize(("given", "change", "said"), [
+    ({}, {"group_size": 4}, "--group_size 8 there, 4 now"),
+    ({"lr_schedule": "cosine"}, {"total_steps": 8}, "--total_steps 10 there, 8 now"),  # the rate depends on it
+])  # fmt: skip
+def test_the_folder_of_other_flags_is_left_alone_unless_it_trained_nothing(trace, given, change, said, tmp_path):
+    opened(tmp_path, group_size=16).close()
+    (tmp_path / "starts.jsonl").write_text("{}\n")
+    opened(tmp_path, **given).close()  # a first start may be corrected
+    (tmp_path / trace).mkdir()
+    before = (tmp_path / "config.json").read_bytes()
+    refused(tmp_path, f"another configuration.*{said}.*another --out_dir", **given | change)
+    assert (tmp_path / "config.json").read_bytes() == before
     may_change = {"save_every": 1, "micro_batch_tokens": 64} | ({} if given else {"total_steps": 20})
-    open_and_close(tmp_path / "run", **given | may_change)
+    opened(tmp_path, **given | may_change).close()
 
 
 def test_a_run_does_not_continue_on_other_data_or_another_reward_unless_that_is_meant(tmp_path):
@@ -95,16 +97,15 @@ def test_a_run_does_not_continue_on_other_data_or_another_reward_unless_that_is_
 
 def test_a_run_continues_that_is_older_than_some_flags(tmp_path):
     """As if it had their defaults. Flags that are gone are not compared."""
-    open_and_close(tmp_path / "run")
-    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
-    file = tmp_path / "run" / "config.json"
-    config = json.loads(file.read_text()) | {"plan_length_share": 0.5, "on_bad_update": "rollback"}
+    opened(tmp_path).close()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    config = json.loads((tmp_path / "config.json").read_text())
     for name in ("stop_tokens", "head_dtype", "shard_ranks", "plan_prompt_tokens"):
         del config[name]
-    file.write_text(json.dumps(config))
-    open_and_close(tmp_path / "run")
-    with pytest.raises(ValueError, match=r"--stop_tokens \[\] there, \['x'\] now"):
-        open_and_close(tmp_path / "run", stop_tokens="x")
+    config |= {"plan_length_share": 0.5, "on_bad_update": "rollback"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    opened(tmp_path).close()
+    refused(tmp_path, r"--stop_tokens \[\] there, \['x'\] now", stop_tokens="x")
 
 
 def test_a_folder_of_something_else_or_that_cannot_be_written_is_refused(tmp_path):
@@ -112,36 +113,31 @@ def test_a_folder_of_something_else_or_that_cannot_be_written_is_refused(tmp_pat
         file = tmp_path / name.partition(".")[0] / name
         file.parent.mkdir()
         file.write_text(content)
-        with pytest.raises(ValueError, match=rf"holds {name} but no config.json of a run; choose another"):
-            open_and_close(file.parent)
+        refused(file.parent, rf"holds {name} but no config.json of a run; choose another")
         assert file.read_text() == content
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="cannot be written"):
-        open_and_close(tmp_path / "file" / "run")
+    refused(file / "run", "cannot be written")
     if os.getuid() != 0:  # root writes everywhere
         (tmp_path / "locked").mkdir(mode=0o500)
-        with pytest.raises(ValueError, match="cannot be written"):
-            open_and_close(tmp_path / "locked" / "run")
+        refused(tmp_path / "locked" / "run", "cannot be written")
 
 
 def test_two_runs_cannot_share_a_folder_and_the_holder_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(guards.files, "LOCK_SECONDS", 0.5)
     monkeypatch.setattr(sys, "argv", ["train_grpo.py", "--seed", "1"])
-    lock = open_run_folder(tmp_path / "run", {"out_dir": "run"}, set(), {})
-    holder = rf"in use by process {os.getpid()} on {socket.gethostname()}, since .*: train_grpo.py --seed 1; end that"
+    lock = opened(tmp_path)
     for _ in range(2):  # whoever is refused leaves the name as it is
-        with pytest.raises(ValueError, match=holder):
-            open_run_folder(tmp_path / "run", {"out_dir": "run"}, set(), {})
+        of_lock = rf"in use by process {os.getpid()} on {socket.gethostname()}, since .*"
+        refused(tmp_path, f"{of_lock}: train_grpo.py --seed 1; end that")
     assert capsys.readouterr().out.count("waiting up to 0.5 s for its end") == 2
     lock.close()
-    open_run_folder(tmp_path / "run", {"out_dir": "run"}, set(), {}).close()
+    opened(tmp_path).close()
 
 
 def test_a_start_waits_for_a_run_that_is_ending_and_children_do_not_keep_the_lock(tmp_path):
-    lock = open_run_folder(tmp_path / "run", {"out_dir": "run"}, set(), {})
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], close_fds=False) as child:
+    lock = opened(tmp_path)
+    with subprocess.Popen(["sleep", "60"], close_fds=False) as child:
         threading.Timer(0.5, lock.close).start()
-        open_run_folder(tmp_path / "run", {"out_dir": "run"}, set(), {}).close()
+        opened(tmp_path).close()
         assert child.poll() is None, "it lives and holds nothing"
         child.kill()
 
@@ -155,7 +151,7 @@ def test_a_start_is_described_with_its_code_and_hardware(tmp_path, monkeypatch):
     run.describe_start(resumed_from=4)
     monkeypatch.setattr(run_module, "_git", lambda *arguments: "")
     run.describe_start(resumed_from=8)
-    first, second = [json.loads(line) for line in (tmp_path / "starts.jsonl").read_text().splitlines()]
+    first, second = lines(tmp_path / "starts.jsonl")
     assert (first["resumed_from"], first["commit"], first["has_uncommitted_changes"]) == (4, "abc", True)
     assert (second["resumed_from"], second["commit"], second["has_uncommitted_changes"]) == (8, None, False)
     assert first["packages"]["torch"] and first["packages"]["numpy"] == np.__version__
@@ -169,17 +165,11 @@ def test_the_file_of_a_reward_that_git_does_not_know_is_in_the_patch(tmp_path, m
     (tmp_path / "mine" / "my_reward.py").write_text("def score(completion):\n    return 0.5\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["train_grpo.py", "--reward", "math:0.9,mine/my_reward.py:score:0.1"])
-    (tmp_path / "run").mkdir()
-    make_run(tmp_path / "run").describe_start(0)
-    (patch,) = (tmp_path / "run").glob("changes_*.patch")
-    assert "+    return 0.5" in patch.read_text()
-    (tmp_path / "elsewhere").mkdir()
-    subprocess.run(["git", "apply", "--include=my_reward.py", patch], cwd=tmp_path / "elsewhere", check=True)
-    assert (tmp_path / "elsewhere" / "my_reward.py").read_text().endswith("return 0.5\n")
-    assert json.loads((tmp_path / "run" / "starts.jsonl").read_text())["has_uncommitted_changes"]
-    monkeypatch.setattr(
-        run_module, "_git", lambda *arguments, **_: "my_reward.py\n" if arguments[0] == "ls-files" else "+"
-    )
+    make_run(tmp_path).describe_start(0)
+    (patch,) = tmp_path.glob("changes_*.patch")
+    assert "+    return 0.5" in patch.read_text() and "mine/my_reward.py" in patch.read_text()
+    assert lines(tmp_path / "starts.jsonl")[0]["has_uncommitted_changes"]
+    monkeypatch.setattr(run_module, "_git", lambda *arguments: "my_reward.py\n" if arguments[0] == "ls-files" else "+")
     assert run_module._own_files(sys.argv) == "", "git knows it"
 
 
@@ -213,12 +203,9 @@ def test_the_log_is_only_appended_to_and_the_last_line_of_a_step_counts(tmp_path
     for step, reward in ((1, 0.2), (2, math.nan)):
         run.log(step, {"reward/mean": reward})
     text = (tmp_path / "metrics.jsonl").read_text()
-    assert text.startswith(before + "\n")
-    records = read_metrics(tmp_path)
-    assert [record["step"] for record in records] == [1, 2]
-    assert records[0]["reward/mean"] == 0.2
-    assert records[1]["reward/mean"] is None, "nan is no JSON"
-    assert len(text.splitlines()) == 4
+    assert text.startswith(before + "\n") and len(text.splitlines()) == 4
+    found = [(record["step"], record["reward/mean"]) for record in read_metrics(tmp_path)]
+    assert found == [(1, 0.2), (2, None)], "nan is no JSON"
 
 
 def test_other_processes_write_nothing(tmp_path, capsys):
@@ -246,8 +233,8 @@ def test_rows_that_cannot_be_used_are_listed_once(tmp_path, capsys):
     assert not (tmp_path / "excluded_rows.jsonl").exists()
     for _ in range(2):  # the second start of a run
         run.describe_data([one_row(name, ("line 1", "no answer")) for name in ("train", "test")])
-    records = [json.loads(line) for line in (tmp_path / "excluded_rows.jsonl").read_text().splitlines()]
-    assert records == [{"set": name, "row": "line 1", "reason": "no answer"} for name in ("train", "test")]
+    excluded = [{"set": name, "row": "line 1", "reason": "no answer"} for name in ("train", "test")]
+    assert lines(tmp_path / "excluded_rows.jsonl") == excluded
     said = capsys.readouterr().out
     assert "data test: 1 rows; 0 dropped (too many tokens), 1 excluded" in said
     assert "first prompt: " in said
@@ -296,26 +283,25 @@ def test_what_could_not_be_graded_is_named_and_kept(tmp_path, capsys):
     make_run(tmp_path).reward_failures(3, graded([Grade(0.0, status) for status in statuses]))
     said = capsys.readouterr().out
     assert "step 3: reward timeout, of train.jsonl, line 7: 'a'" in said and "'c'" not in said
-    records = [json.loads(line) for line in (tmp_path / "reward_failures.jsonl").read_text().splitlines()]
-    assert records == [
+    assert lines(tmp_path / "reward_failures.jsonl") == [
         {"step": 3, "row": "train.jsonl, line 7", "status": status, "answer": "4", "completion": text}
         for status, text in (("timeout", "a"), ("error: no", "b"))
     ]
     make_run(tmp_path).reward_failures(4, graded([Grade(0.0, "timeout")] * 6))  # the console names three
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 4 and said[-1].startswith("step 4: 6 of 6 completions could not be graded; all are in")
-    assert len((tmp_path / "reward_failures.jsonl").read_text().splitlines()) == 2 + 6
+    assert len(lines(tmp_path / "reward_failures.jsonl")) == 2 + 6
 
 
 def test_two_completions_of_two_groups_are_kept_as_samples(tmp_path):
     grades = [Grade(float(b), "ok", {"math": 1.0}, str(b)) for b in range(9)]
     make_run(tmp_path).samples(5, graded(grades), group_size=3)
-    records = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    records = lines(tmp_path / "samples.jsonl")
     assert [record["completion"] for record in records] == ["a", "b", "d", "e"]
     assert [(record["reward"], record["read_as"]) for record in records] == [(0, "0"), (1, "1"), (3, "3"), (4, "4")]
     assert records[0]["step"] == 5 and records[0]["reward_status"] == "ok" and records[0]["is_truncated"] is False
     make_run(tmp_path).samples(6, graded(grades[:3]), group_size=3)
-    assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 6, "a step of one group has one to show"
+    assert len(lines(tmp_path / "samples.jsonl")) == 6, "a step of one group has one to show"
 
 
 def test_the_console_line_shows_what_was_measured():
@@ -361,8 +347,6 @@ def test_the_clock_of_a_run_starts_with_its_first_phase_not_with_the_loading_of_
         pass
     monkeypatch.setattr(run_module.time, "perf_counter", lambda: 139.0)
     (line,) = read_metrics(tmp_path)
-    assert {name: value for name, value in line.items() if not name.startswith("memory/")} == {
-        "step": 0, "time/evaluate_s": 1.0, "time/step_s": 3.0,
-    }  # fmt: skip
-    assert line["memory/evaluate_gib"] > 0
+    assert (line["step"], line["time/evaluate_s"], line["time/step_s"]) == (0, 1.0, 3.0)
+    assert "time/sample_s" not in line and line["memory/evaluate_gib"] > 0
     assert run.metrics() == {"time/sample_s": 16.0, "time/step_s": 139.0 - 107.0}

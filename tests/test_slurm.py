@@ -78,6 +78,6 @@ def test_the_last_nodes_sample_on_a_server_for_each_gpu_with_a_secret_of_the_job
     assert (tmp_path / "out").read_text().splitlines() == ["1 1 node7 23456"]
     urls = "http://node8:23457 http://node8:23458"
     assert (tmp_path / "out.flags").read_text() == f"--steps_ahead 2 --engine server --server_urls {urls}\n"
-    common = "64 scripts/serve.py --host 0.0.0.0 --port {} --model m --max_model_len 64"
-    servers = sorted((tmp_path / "out.servers").read_text().splitlines())
-    assert servers == [f"0 {common.format(23457)}", f"1 {common.format(23458)}"]
+    assert sorted((tmp_path / "out.servers").read_text().splitlines()) == [
+        f"{gpu} 64 scripts/serve.py --host 0.0.0.0 --port {23457 + gpu} --model m --max_model_len 64" for gpu in (0, 1)
+    ]

@@ -2,14 +2,13 @@
 
 import json
 import sqlite3
-import subprocess
 import sys
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from flags import Recording
-from helpers import ROOT, flags
+from helpers import ENVIRONMENT, flags, said
 from inputs.checks import check_flags
 from records.console import TRACKERS, Console
 
@@ -26,20 +25,23 @@ def tell(folder, capsys, *steps: dict[str, float], **flags) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
+def status_in(folder) -> dict:
+    return json.loads((folder / "status.json").read_text())
+
+
 def test_the_status_says_what_is_done_now_above_the_last_step_and_the_time_that_is_left(tmp_path, capsys):
     console = Console(tmp_path, True, Recording())
     console.tell_phase("sample", 1)
-    assert json.loads((tmp_path / "status.json").read_text()).keys() == {"now", "in_step", "since"}
+    assert status_in(tmp_path).keys() == {"now", "in_step", "since"}
     lines = tell(tmp_path, capsys, STEP, STEP | {"time/step_s": 4.0})
     assert lines[0] == "begins" and lines[2].endswith("| 24 s left")
     assert "4.0s (sample 1.0)" in lines[2], "what is a part of a phase is no phase"
-    status = json.loads((tmp_path / "status.json").read_text())
-    assert (status["step"], status["last_step"], status["seconds_left"], status["reward/mean"]) == (2, 10, 24, 0.5)
-    assert "policy/loss" not in status, "JSON knows no nan"
+    expected = {"step": 2, "last_step": 10, "seconds_left": 24, "reward/mean": 0.5}
+    assert expected.items() <= status_in(tmp_path).items()
+    assert "policy/loss" not in status_in(tmp_path), "JSON knows no nan"
     console.tell_step(1, 10, STEP)
     console.tell_phase("update", 2)
-    status = json.loads((tmp_path / "status.json").read_text())
-    assert (status["now"], status["in_step"], status["step"]) == ("update", 2, 1)
+    assert {"now": "update", "in_step": 2, "step": 1}.items() <= status_in(tmp_path).items()
 
 
 def test_quiet_shows_the_steps_with_an_evaluation_and_what_could_not_be_graded(tmp_path, capsys):
@@ -47,7 +49,7 @@ def test_quiet_shows_the_steps_with_an_evaluation_and_what_could_not_be_graded(t
     begins, line = tell(tmp_path, capsys, STEP, STEP | failed, quiet=True)
     assert begins == "begins" and line.startswith("step  2/10 |")
     assert "| eval/heldout/frac_failed 0.347, see eval/step_2" in line and "other" not in line
-    assert json.loads((tmp_path / "status.json").read_text())["step"] == 2
+    assert status_in(tmp_path)["step"] == 2
 
 
 def test_a_tracker_that_fails_costs_its_curves_and_no_step(tmp_path, capsys):
@@ -60,9 +62,9 @@ def test_a_tracker_that_fails_costs_its_curves_and_no_step(tmp_path, capsys):
     for step in (1, 2):
         console.tell_step(step, 10, STEP)
     console.finish()
-    said = capsys.readouterr().out
-    assert said.count("warning: --track wandb has failed and is left out from now on: no network") == 1
-    assert "step  2/10" in said
+    shown = capsys.readouterr().out
+    assert shown.count("warning: --track wandb has failed and is left out from now on: no network") == 1
+    assert "step  2/10" in shown
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch):
@@ -88,14 +90,12 @@ for start in TRACKERS.values():
 """
 
 
-def test_each_tracker_shows_one_curve_of_a_run_that_was_continued(tmp_path, monkeypatch):
+def test_each_tracker_shows_one_curve_of_a_run_that_was_continued(tmp_path):
     """Steps 1 to 5, and, after a kill, 4 to 6 again: their values are larger by 3. wandb gets both under one id."""
     (tmp_path / "config.json").write_text(json.dumps({"seed": 1}))
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    for saved, last in ((0, 5), (3, 6)):
-        command = [sys.executable, "-c", LOG, str(tmp_path), str(saved), str(last)]
-        subprocess.run(command, cwd=ROOT, check=True, timeout=180, capture_output=True)
+    offline = ENVIRONMENT | {"WANDB_MODE": "offline", "TRACKIO_DIR": str(tmp_path / "trackio")}
+    for saved, last in (("0", "5"), ("3", "6")):
+        said([sys.executable, "-c", LOG, str(tmp_path), saved, last], offline)
     expected = {1: 0.1, 2: 0.2, 3: 0.3, 4: 3.4, 5: 3.5, 6: 3.6}
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert {x.step: pytest.approx(x.value) for x in events.Scalars("reward/mean")} == expected

@@ -26,13 +26,12 @@ def sampled(step: int = 3, **changes) -> Sampled:
         grades=GRADES, texts=["a", "<b>", "\u2713", ""],
         is_truncated_B=np.array([False, True, False, False]),
     )  # fmt: skip
-    known = {
-        "step": step, "group_size": 2, "rollout": rollout, "round_B": np.array([0, 0, 1, 1]),
-        "used_B": np.array([2, 3]),
-        "advantages": [np.full(1, 0.5, np.float32), np.full(4, -0.5, np.float32)],
-        "logprobs": {1: np.arange(4, dtype=np.float32)},
-    }  # fmt: skip
-    return Sampled(**known | changes)
+    advantages = [np.full(1, 0.5, np.float32), np.full(4, -0.5, np.float32)]
+    found = Sampled(
+        step, 2, rollout, round_B=np.array([0, 0, 1, 1]), used_B=np.array([2, 3]), advantages=advantages,
+        logprobs={1: np.arange(4, dtype=np.float32)},
+    )  # fmt: skip
+    return replace(found, **changes)
 
 
 def kept(folder, *steps: Sampled, max_gib: float = 1.0) -> None:
@@ -100,17 +99,15 @@ def test_other_data_is_refused(tmp_path):
         read_rounds(tmp_path, 3, other)
 
 
-@pytest.mark.parametrize(
-    ("first", "last", "said"),
-    [(1, 9, "step 4 are missing; it has steps 1 to 3"), (3, 3, "no checkpoint of step 2; .*with: 1, 2")],
-)
-def test_steps_and_weights_that_are_not_there_are_named(first, last, said, tmp_path):
+def test_steps_and_weights_that_are_not_there_are_named(tmp_path):
     with pytest.raises(RunError, match="there are no rollouts"):
         weights_of(tmp_path, 1, 1)
     kept(tmp_path, *map(sampled, (1, 2, 3)))
     (tmp_path / "step_1").mkdir()
-    with pytest.raises(RunError, match=said):
-        weights_of(tmp_path, first, last)
+    with pytest.raises(RunError, match="step 4 are missing; it has steps 1 to 3"):
+        weights_of(tmp_path, 1, 9)
+    with pytest.raises(RunError, match="no checkpoint of step 2; .*with: 1, 2"):
+        weights_of(tmp_path, 3, 3)
     assert weights_of(tmp_path, 2, 3) == (1, tmp_path / "step_1")
     assert weights_of(tmp_path, 1, 3) == (0, None)
 
@@ -122,10 +119,8 @@ def test_steps_and_weights_that_are_not_there_are_named(first, last, said, tmp_p
 def run(policy, tmp_path_factory):
     """The flags of a run with dynamic sampling, two updates a step, masked truncated completions, and its folder."""
     folder = tmp_path_factory.mktemp("run")
-    changes = {
-        "dynamic_sampling": "reward", "truncated": "mask", "num_iterations": 2,
-        "reward": "exact:1,length:0.2", "overlong_cache_tokens": 6,
-    }  # fmt: skip
+    changes = {"dynamic_sampling": "reward", "truncated": "mask", "num_iterations": 2}
+    changes |= {"reward": "exact:1,length:0.2", "overlong_cache_tokens": 6}
 
     def flags_to(out_dir, **more):
         return training_flags(policy, out_dir, **changes | more)
@@ -134,30 +129,24 @@ def run(policy, tmp_path_factory):
     return flags_to, folder / "a"
 
 
-def trained(metrics: dict[int, dict[str, float]], first: int = 1) -> dict[int, dict[str, float]]:
-    """What a step's training says of itself."""
-    kinds = ("policy/", "optim/", "reward/", "completion/", "sampling/")
-    return {
-        step: {name: value for name, value in line.items() if name.startswith(kinds)}
-        for step, line in metrics.items()
-        if step >= first
-    }
-
-
 @pytest.mark.parametrize("first", [1, 3])
 def test_a_replay_has_the_losses_of_the_run_bit_for_bit(run, first, tmp_path):
     flags_to, original = run
     torchrun(2, "train_grpo.py", *flags_to(tmp_path / "b", replay=original, from_step=first))
-    expected, found = trained(metrics_of(original), first), trained(metrics_of(tmp_path / "b"))
-    assert found == expected and sorted(found) == list(range(first, 5))
+    expected, found = metrics_of(original), metrics_of(tmp_path / "b")
+    assert sorted(found) == list(range(first, 5))
+    kinds = ("policy/", "optim/", "reward/", "completion/", "sampling/")  # what a step's training says of itself
+    for step, line in found.items():
+        names = {name for name in line.keys() | expected[step].keys() if name.startswith(kinds)}
+        assert len(names) > 20 and [name for name in names if line[name] != expected[step][name]] == []
     weights = "step_4/model.safetensors"
     assert (tmp_path / "b" / weights).read_bytes() == (original / weights).read_bytes()
 
 
 def test_another_loss_on_the_same_rollouts_changes_the_losses_alone(run, tmp_path):
     flags_to, original = run
-    torchrun(2, "train_grpo.py", *flags_to(tmp_path / "b", replay=original, policy_loss="cispo"))
+    torchrun(2, "train_grpo.py", *flags_to(tmp_path / "b", replay=original, policy_loss="cispo", stop_after=2))
     before, after = metrics_of(original), metrics_of(tmp_path / "b")
-    for step in range(1, 5):
+    for step in (1, 2):
         assert before[step]["reward/mean"] == after[step]["reward/mean"]
         assert before[step]["optim/grad_norm"] != after[step]["optim/grad_norm"]

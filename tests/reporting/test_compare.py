@@ -12,12 +12,10 @@ from reporting.compare import common_steps, compare, difference, margin_of_diffe
 from reporting.history import History
 
 
-@pytest.mark.parametrize(
-    ("confidence", "freedom", "t"),
-    [(0.95, 1, 12.7062), (0.95, 2, 4.30265), (0.95, 4, 2.77645), (0.99, 5, 4.03214), (0.95, 1318, 1.96177)],
-)
-def test_quantiles_are_those_of_the_tables(confidence, freedom, t):
-    assert t_quantile(confidence, freedom) == pytest.approx(t, rel=1e-5)
+def test_quantiles_are_those_of_the_tables():
+    for freedom, t in ((1, 12.7062), (2, 4.30265), (4, 2.77645), (1318, 1.96177)):
+        assert t_quantile(0.95, freedom) == pytest.approx(t, rel=1e-5)
+    assert t_quantile(0.99, 5) == pytest.approx(4.03214, rel=1e-5)
 
 
 def test_welchs_interval_is_that_of_a_worked_example_and_one_run_takes_the_variance_of_the_others():

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import zlib
 from collections.abc import Iterator
@@ -21,8 +20,8 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
-from fabricated_runs import GROUP_SIZE, HOSTILE, SMILE, make_rollouts, make_run, make_vocabulary
-from helpers import ENVIRONMENT, ROOT
+from helpers import said
+from made_up_runs import GROUP_SIZE, HOSTILE, SMILE, make_rollouts, make_run, make_vocabulary
 from report import read_metrics
 from reporting.page import seed_groups, write_page
 from reporting.reference import load
@@ -101,8 +100,8 @@ def test_files_that_are_damaged_or_just_removed_are_left_out_and_named(tmp_path,
     files[1].unlink()  # after it was listed
     found = headers(write(tmp_path / "page.html", run))["runs"]["runs"][0]["samples"]
     assert found["steps"] == [4] and not found["has_tokens"]
-    said = capsys.readouterr().out.splitlines()
-    names = [re.match(r"warning: .*/(\S+)\.parquet cannot be read and is left out: \S", line)[1] for line in said]
+    warnings = capsys.readouterr().out.splitlines()
+    names = [re.match(r"warning: .*/(\S+)\.parquet cannot be read and is left out: \S", line)[1] for line in warnings]
     assert sorted(names) == ["step_1", "step_2", "step_3", "step_5", "step_6", "tokens"]
 
 
@@ -112,12 +111,14 @@ def test_runs_that_differ_by_their_seed_alone_are_one_group():
         return {"config": config, "code": {"commit": commit}}
 
     assert seed_groups([run(1), run(2), run(11)]) == [[0, 1, 2]]
-    assert seed_groups([run(1), run(2, kl_coef=0.2)]) == [[0], [1]]
-    assert seed_groups([run(1), run(2, commit="b")]) == [[0], [1]], "other code"
-    assert seed_groups([run(3, model="Qwen3-4B"), run(4, model="Qwen4-4B")]) == [[0], [1]], "3 and 4 are no seeds here"
-    assert seed_groups([run(1, model="runs/policy_seed11"), run(2, model="runs/policy_seed21")]) == [[0], [1]]
-    unknown = {"config": {}, "code": {}}
-    assert seed_groups([unknown, unknown]) == [[0], [1]], "nothing is known of them"
+    for pair in (
+        (run(1), run(2, kl_coef=0.2)),
+        (run(1), run(2, commit="b")),
+        (run(3, model="Qwen3-4B"), run(4, model="Qwen4-4B")),  # 3 and 4 are no seeds here
+        (run(1, model="runs/policy_seed11"), run(2, model="runs/policy_seed21")),
+        ({"config": {}, "code": {}}, {"config": {}, "code": {}}),  # nothing is known of them
+    ):
+        assert seed_groups(pair) == [[0], [1]]
 
 
 def test_odd_but_whole_files_make_a_page(tmp_path):
@@ -131,9 +132,8 @@ def test_odd_but_whole_files_make_a_page(tmp_path):
 
 
 def test_training_does_not_pay_for_the_page():
-    names = "sys.modules.keys() & {'pyarrow', 'matplotlib', 'reporting.page'}"
-    command = [sys.executable, "-c", f"import sys, report; sys.exit(str({names}) if {names} else 0)"]
-    assert subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, check=False).returncode == 0
+    program = "import sys, report; print(sys.modules.keys() & {'pyarrow', 'matplotlib', 'reporting.page'})"
+    assert said([sys.executable, "-c", program]) == "set()\n"
 
 
 # In a browser ---------------------------------------------------------------------------------------------------------
@@ -211,8 +211,8 @@ def test_tokens_are_coloured_by_the_stored_log_probs(opened, three_runs):
         shown = [name for name, x in zip(classes, row["rollout_logprobs"], strict=True) if low < np.exp(x) < high]
         assert set(shown) == {level}, level
     browser.find(".tokens", 2).send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
-    said = browser.find("#tip").text
-    assert float(re.search(r"log-prob (\S+),", said)[1]) == pytest.approx(row["rollout_logprobs"][1], abs=0.02)
+    shown = browser.find("#tip").text
+    assert float(re.search(r"log-prob (\S+),", shown)[1]) == pytest.approx(row["rollout_logprobs"][1], abs=0.02)
     browser.check()
 
 

@@ -4,12 +4,12 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent.parent
+from helpers import ROOT, run_command, wait_for
+
 SCRIPTS = (ROOT / "scripts").glob("*.sh")
 SETUPS = sorted(path.stem for path in SCRIPTS if "\nsource scripts/launch.sh" in path.read_text())
 TELLS = 'echo "$SEED $OUT_DIR $*" >> started\n'
@@ -24,9 +24,8 @@ def place(folder: Path, script: str) -> None:
 
 def seeds(folder: Path, *arguments: str, **environment: str) -> tuple[int, str]:
     """(exit status, all that is said)."""
-    without = {name: value for name, value in os.environ.items() if name not in ("OUT_DIR", "SEED")}
-    command = ["bash", str(folder / "scripts" / "seeds.sh"), *arguments]
-    done = subprocess.run(command, env=without | environment, capture_output=True, text=True, check=False, timeout=60)
+    without = {name: value for name, value in os.environ.items() if name != "OUT_DIR"}
+    done = run_command(["bash", str(folder / "scripts" / "seeds.sh"), *arguments], without | environment, 60)
     return done.returncode, done.stderr + done.stdout
 
 
@@ -68,9 +67,7 @@ def test_a_signal_ends_the_run_and_the_seeds_after_it(tmp_path, number):
     place(tmp_path, "trap 'echo saved >> started; exit 0' TERM\n" + TELLS + "while true; do sleep 0.1; done\n")
     command = ["bash", str(tmp_path / "scripts" / "seeds.sh"), "3", "scripts/my_run.sh"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 30
-    while not (tmp_path / "started").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_for((tmp_path / "started").exists)
     process.send_signal(number)
     _, said = process.communicate(timeout=30)
     assert process.returncode == 0 and "the same command goes on" in said

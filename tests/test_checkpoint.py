@@ -25,7 +25,7 @@ from model.vision import load_processor
 from model.weights import load_config, load_generation_config
 from planner.dry_run import setup_of
 from planner.memory import checkpoint_bytes
-from policy import load_policy
+from policies import load_policy
 
 
 @pytest.fixture(scope="module")

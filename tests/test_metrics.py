@@ -15,7 +15,7 @@ from helpers import make_grade, make_rollout
 from metrics import merge_updates, peak_flops, rollout_metrics, stderr_of_mean, throughput
 from planner.setup import shape_of
 from planner.time import forward_flops
-from policy import load_policy
+from policies import load_policy
 from update import update_flops, work_of_step
 
 WORLD = World(rank=0, size=2, tp_size=1, device=torch.device("cpu"))

@@ -23,7 +23,8 @@ from inputs.choices import algorithm_of
 from model.lora import add_adapter
 from model.packed import Packing
 from no_waits import NoNumbers, NoWaits, run_passes
-from policy import Policy, load_policy
+from policies import load_policy
+from policy import Policy
 from update import add_advantages, compute_advantages, gather_penalties, pack_updates, with_advantages
 
 REWARDS = [1.0, 0.0, 0.0, 1.0]

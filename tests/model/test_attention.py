@@ -16,7 +16,7 @@ from batch import pack
 from helpers import RAGGED, make_rollout, unpacked_logprobs
 from model import attention
 from model.attention import check_device
-from policy import load_policy
+from policies import load_policy
 
 SEVERAL_RECTANGLES = [70, 5, 100, 30, 66]  # on CPU: of lengths so different that they do not all share one
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
 import checkpoint
 from batch import pack
-from distributed_lora import RANK, adapted_policy, lora_flags
+from distributed_lora import RANK, lora_flags
 from flags import Lora, take
 from fsdp_utils import World
 from helpers import (
@@ -31,7 +31,9 @@ from helpers import (
 )
 from inputs.checks import check_flags
 from model.lora import add_adapter, check_targets, target_names
-from policy import Policy, load_policy
+from policies import load_policy, policy_of
+from policy import Policy
+from ranks import on_ranks
 
 TOLERANCE = {"atol": 2e-6, "rtol": 1e-4}  # as in test_fsdp.py: fp32, a gradient of norm 2
 TINY = Qwen2Config(vocab_size=64, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=2)
@@ -77,7 +79,7 @@ def test_the_targets_are_all_linear_layers_of_the_decoder_or_those_that_are_name
 
 
 def test_adapters_are_fp32_and_alone_trained_beside_weights_in_bf16(policy):
-    model = adapted_policy(lora_flags(str(policy)))
+    model = policy_of(lora_flags(policy), torch.bfloat16)
     assert {(".lora_" in name, x.requires_grad, x.dtype) for name, x in model.named_parameters()} == {
         (True, True, torch.float32), (False, False, torch.bfloat16)
     }  # fmt: skip
@@ -102,20 +104,17 @@ def test_rank_8_on_all_linear_layers_of_a_32b_model_is_67_million_parameters():
 
 
 @pytest.fixture(scope="module")
-def results(policy, tmp_path_factory) -> dict[int, dict]:
-    folder = tmp_path_factory.mktemp("lora")
-    for num_ranks in (1, 2):
-        torchrun(num_ranks, "tests/distributed_lora.py", policy, folder / f"{num_ranks}.pt")
-    return {num_ranks: torch.load(folder / f"{num_ranks}.pt") for num_ranks in (1, 2)}
+def results(policy) -> dict[int, dict]:
+    return {num_ranks: on_ranks(num_ranks, "distributed_lora", policy) for num_ranks in (1, 2)}
 
 
 def plain_gradients(policy: Path) -> tuple[float, dict[str, Tensor]]:
     """(loss, name -> gradient) by the formula, without FSDP, packing or peft's forward pass."""
-    args, rollout = lora_flags(str(policy)), make_rollout(group_size=4)
+    args, rollout = lora_flags(policy), make_rollout(group_size=4)
     model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.bfloat16).float()
     with torch.no_grad():
         ref = unpacked_logprobs(model, rollout, 1.0)
-    named = adapted_policy(args).model.named_parameters()
+    named = policy_of(args, torch.bfloat16).model.named_parameters()
     adapter = {name: parameter.detach().clone() for name, parameter in named if ".lora_" in name}
     for tensor in adapter.values():
         tensor.requires_grad_(True)
@@ -184,7 +183,7 @@ def test_with_dropout_the_ratio_is_taken_against_the_policy_without(results):
 
 
 def test_each_rank_draws_masks_of_its_own(policy):
-    model = adapted_policy(lora_flags(str(policy), lora_dropout=0.5))
+    model = policy_of(lora_flags(policy, lora_dropout=0.5), torch.bfloat16)
     batch = pack(make_rollout(), [0])
 
     def with_dropout(seed: tuple[int, ...], rank: int) -> Tensor:
@@ -236,7 +235,7 @@ def test_the_engine_gets_the_sum_rounded_once_under_the_names_of_the_base_model(
 
 def test_a_merge_in_fp32_leaves_the_weights_as_they_were(policy):
     """Where nothing has to be gathered or cast, what is sent could be the parameter's own memory."""
-    model = adapted_policy(lora_flags(str(policy))).float()
+    model = policy_of(lora_flags(policy), torch.bfloat16).float()
     model.dtype = torch.float32
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     first, second = ([tensor.clone() for _, tensor in model.full_weights()] for _ in range(2))
@@ -247,7 +246,7 @@ def test_a_merge_in_fp32_leaves_the_weights_as_they_were(policy):
 def test_the_first_adapter_is_a_function_of_the_seed(policy):
     def first_adapter(seed: int) -> Tensor:
         torch.rand(seed)  # whatever was drawn before
-        model = load_policy(str(policy), torch.bfloat16)
+        model = load_policy(policy, torch.bfloat16)
         add_adapter(model.model, Lora(lora_rank=RANK), seed, str(policy))
         return torch.cat([parameter.flatten() for parameter in model.parameters() if parameter.requires_grad])
 
@@ -278,8 +277,7 @@ def trained(finished_run) -> Policy:
     """The policy of the last step as a resume has it, in fp32 arithmetic."""
     config = json.loads((finished_run / "config.json").read_text())
     args = flags(**{name: config[name] for name in ("model", "lora_rank", "lora_alpha", "lora_dropout")})
-    policy = load_policy(args.model, torch.bfloat16)
-    add_adapter(policy.model, take(Lora, args), args.seed, args.model)
+    policy = policy_of(args, torch.bfloat16)
     optimizer = torch.optim.AdamW([parameter for parameter in policy.parameters() if parameter.requires_grad])
     assert checkpoint.load(finished_run / "step_4", policy, optimizer)["prompts_drawn"] == 32
     return policy.float()

@@ -6,14 +6,12 @@ from transformers import AutoModelForCausalLM
 
 from helpers import copy_at, flags, lines, metrics_of, torchrun, training_flags, without_times
 from inputs.checks import check_flags
+from ranks import on_ranks
 
 
 @pytest.fixture(scope="module")
-def results(policy, tmp_path_factory):
-    """Flags -> (metrics of three updates, parameters, optimizer state of rank 0, (reduce-scatters, all-gathers))."""
-    file = tmp_path_factory.mktemp("policies") / "results.pt"
-    torchrun(2, "tests/distributed_offload.py", policy, file)
-    return torch.load(file)
+def results(policy):
+    return on_ranks(2, "distributed_offload", policy)
 
 
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])

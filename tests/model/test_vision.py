@@ -16,14 +16,15 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor,
 from batch import Rollout, shared_positions
 from data import PromptData
 from data_files import png, write_parquet
-from distributed_vision import WITH_IMAGES, WITHOUT, gradient, policy_of
+from distributed_vision import WITH_IMAGES, WITHOUT, gradient
 from flags import PromptFormat, take
 from helpers import ALONE, command_line, torchrun
 from inputs.checks import check_flags
 from inputs.load import load_inputs
 from model.vision import decode, load_processor
 from no_waits import run_passes
-from policy import load_policy
+from policies import load_policy, policy_of
+from ranks import on_ranks
 from vision_models import make_vision_model, pack_with_images, vision_data, vision_flags, vision_rollout
 
 
@@ -34,10 +35,8 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(model, tmp_path_factory) -> dict:
-    """What two ranks with two engines found; see distributed_vision.py."""
-    folder = tmp_path_factory.mktemp("found")
-    torchrun(2, "tests/distributed_vision.py", model, folder)
-    return torch.load(folder / "found.pt", weights_only=False) | {"exported": folder / "exported"}
+    exported = tmp_path_factory.mktemp("found") / "exported"
+    return on_ranks(2, "distributed_vision", model, exported) | {"exported": exported}
 
 
 def reference_logprobs(

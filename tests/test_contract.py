@@ -244,15 +244,12 @@ def test_segments_of_memory_may_expand_when_the_graphs_are_captured_and_not_befo
     assert order == ["captured", "expandable True"]
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "words"),
-    [
-        ("sleep(2)", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), "goes to sleep"),
-        ("wake_up(weights)", RuntimeError("CUDA Error: out of memory at cumem.cpp:1"), "memory of its weights"),
-        ("reload_weights", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), "new weights"),
-        ("wake_up(kv_cache)", RuntimeError("CUDA Error: out of memory at cumem.cpp:1"), "memory of its cache"),
-    ],
-)
+@pytest.mark.parametrize(("call", "error", "words"), [
+    ("sleep(2)", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), "goes to sleep"),
+    ("wake_up(weights)", RuntimeError("CUDA Error: out of memory at cumem.cpp:1"), "memory of its weights"),
+    ("reload_weights", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), "new weights"),
+    ("wake_up(kv_cache)", RuntimeError("CUDA Error: out of memory at cumem.cpp:1"), "memory of its cache"),
+])  # fmt: skip
 def test_a_lack_of_memory_is_said_in_one_sentence_with_the_flags_to_change(call, error, words, rollout, monkeypatch):
     gpu_of(3, 80, monkeypatch)
     engine = engine_on_cuda(rollout, RecordedLLM(call, error), monkeypatch)

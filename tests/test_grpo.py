@@ -365,19 +365,16 @@ def test_the_weighted_sum_of_token_losses_equals_the_papers_aggregation(constant
 ONE_OF_FIVE, TWO_GROUPS = [[1.0, 0.0, 0.0, 0.0, 0.0]], [[1.0, 1.0], [0.5, 3.0]]
 
 
-@pytest.mark.parametrize(
-    ("rewards", "kind", "ddof", "expected"),
-    [
-        (ONE_OF_FIVE, "grpo", 1, [[1.78885, -0.44721, -0.44721, -0.44721, -0.44721]]),
-        (ONE_OF_FIVE, "grpo", 0, [[2.0, -0.5, -0.5, -0.5, -0.5]]),
-        (ONE_OF_FIVE, "grpo_batch_std", 1, [[1.78885, -0.44721, -0.44721, -0.44721, -0.44721]]),
-        (ONE_OF_FIVE, "rloo", 1, [[1.0, -0.25, -0.25, -0.25, -0.25]]),
-        (ONE_OF_FIVE, "dr_grpo", 1, [[0.8, -0.2, -0.2, -0.2, -0.2]]),
-        (TWO_GROUPS, "none", 1, TWO_GROUPS),
-        # Of all rewards: mean 6, squares 36 + 16 + 16 + 36 = 104, std 5.09902.
-        ([[0.0, 2.0], [10.0, 12.0]], "grpo_batch_std", 0, [[-0.196116, 0.196116]] * 2),
-    ],
-)
+@pytest.mark.parametrize(("rewards", "kind", "ddof", "expected"), [
+    (ONE_OF_FIVE, "grpo", 1, [[1.78885, -0.44721, -0.44721, -0.44721, -0.44721]]),
+    (ONE_OF_FIVE, "grpo", 0, [[2.0, -0.5, -0.5, -0.5, -0.5]]),
+    (ONE_OF_FIVE, "grpo_batch_std", 1, [[1.78885, -0.44721, -0.44721, -0.44721, -0.44721]]),
+    (ONE_OF_FIVE, "rloo", 1, [[1.0, -0.25, -0.25, -0.25, -0.25]]),
+    (ONE_OF_FIVE, "dr_grpo", 1, [[0.8, -0.2, -0.2, -0.2, -0.2]]),
+    (TWO_GROUPS, "none", 1, TWO_GROUPS),
+    # Of all rewards: mean 6, squares 36 + 16 + 16 + 36 = 104, std 5.09902.
+    ([[0.0, 2.0], [10.0, 12.0]], "grpo_batch_std", 0, [[-0.196116, 0.196116]] * 2),
+])  # fmt: skip
 def test_advantages_have_the_published_values(rewards, kind, ddof, expected):
     assert_near(advantages(torch.tensor(rewards), kind, ddof), expected, tolerance=1e-5)
 
@@ -514,15 +511,12 @@ def test_a_ratio_at_a_bound_and_an_advantage_of_0_are_not_clipped_and_a_bad_toke
 # KL -------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kind", "clamp", "expected"),
-    [
-        ("k1", 10.0, [-1.0, 1.0, -0.5, -3.0, 0.0]),
-        ("k2", 10.0, [0.5, 0.5, 0.125, 4.5, 0.0]),
-        ("k3", 10.0, [0.71828, 0.36788, 0.14872, 10.0, 0.0]),  # the default
-        ("k3", 0.0, [0.71828, 0.36788, 0.14872, 16.08554, 0.0]),
-    ],
-)
+@pytest.mark.parametrize(("kind", "clamp", "expected"), [
+    ("k1", 10.0, [-1.0, 1.0, -0.5, -3.0, 0.0]),
+    ("k2", 10.0, [0.5, 0.5, 0.125, 4.5, 0.0]),
+    ("k3", 10.0, [0.71828, 0.36788, 0.14872, 10.0, 0.0]),  # the default
+    ("k3", 0.0, [0.71828, 0.36788, 0.14872, 16.08554, 0.0]),
+])  # fmt: skip
 def test_kl_estimates_have_the_published_values(kind, clamp, expected):
     x = torch.tensor([1.0, -1.0, 0.5, 3.0, 0.0])  # ref_logprob - logprob
     assert_near(kl(x, kind, clamp), expected, tolerance=1e-5)
@@ -563,16 +557,13 @@ def test_over_all_draws_k1_and_k3_are_the_divergence_and_gradients_those_of_one_
 # Sampler-trainer mismatch ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kind", "weights", "is_outside"),
-    [
-        ("none", [4.0, 0.25, 3.0, 0.1, 1.5], [False, False, False, False, False]),
-        ("token_truncate", [2.0, 0.25, 2.0, 0.1, 1.5], [True, False, True, False, False]),
-        ("sequence_truncate", [1.0, 1.0, 2.0, 0.1, 1.5], [False, False, True, False, False]),
-        ("token_mask", [0.0, 0.0, 0.0, 0.0, 1.5], [True, True, True, True, False]),
-        ("sequence_mask", [1.0, 1.0, 0.0, 0.0, 1.5], [False, False, True, True, False]),
-    ],
-)
+@pytest.mark.parametrize(("kind", "weights", "is_outside"), [
+    ("none", [4.0, 0.25, 3.0, 0.1, 1.5], [False, False, False, False, False]),
+    ("token_truncate", [2.0, 0.25, 2.0, 0.1, 1.5], [True, False, True, False, False]),
+    ("sequence_truncate", [1.0, 1.0, 2.0, 0.1, 1.5], [False, False, True, False, False]),
+    ("token_mask", [0.0, 0.0, 0.0, 0.0, 1.5], [True, True, True, True, False]),
+    ("sequence_mask", [1.0, 1.0, 0.0, 0.0, 1.5], [False, False, True, True, False]),
+])  # fmt: skip
 def test_the_weight_of_a_token_is_its_ratio_or_the_product_over_its_sequence_within_bounds(kind, weights, is_outside):
     old, zeros = torch.tensor([4.0, 0.25, 3.0, 0.1, 1.5]).log().requires_grad_(), torch.zeros(5)
     packing = torch.ones(5).bool(), torch.tensor([0, 0, 1, 2, 3])

@@ -162,17 +162,13 @@ def flash_attention_3(request, monkeypatch) -> Iterator[None]:
     library._destroy()
 
 
-@pytest.mark.parametrize(
-    ("flash_attention_3", "expected"),
-    [
-        (((9, 0), ("forward", "backward")), "FlashAttention 3"),
-        (((9, 0), ("forward",)), "FlashAttention 2"),  # as in the engine's build: nothing could be trained
-        (((9, 0), ()), "FlashAttention 2"),
-        (((8, 0), ("forward", "backward")), "FlashAttention 2"),
-        (((10, 0), ("forward", "backward")), "FlashAttention 2"),
-    ],
-    indirect=["flash_attention_3"],
-)
+@pytest.mark.parametrize(("flash_attention_3", "expected"), [
+    (((9, 0), ("forward", "backward")), "FlashAttention 3"),
+    (((9, 0), ("forward",)), "FlashAttention 2"),  # as in the engine's build: nothing could be trained
+    (((9, 0), ()), "FlashAttention 2"),
+    (((8, 0), ("forward", "backward")), "FlashAttention 2"),
+    (((10, 0), ("forward", "backward")), "FlashAttention 2"),
+], indirect=["flash_attention_3"])  # fmt: skip
 def test_flash_attention_3_runs_where_card_and_module_have_it(flash_attention_3, expected, monkeypatch):
     assert attention.kernel_name(CUDA) == "varlen_attn, FlashAttention 2"
     checked = []

@@ -43,21 +43,18 @@ NO_EFFECT = "has no effect here, only with --lora_rank above 0"
 KNOWN = "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"lora_alpha": 16}, ["--lora_alpha 16.0", NO_EFFECT, "leave it at 32.0"]),
-        ({"lora_dropout": 0.05}, ["--lora_dropout 0.05", NO_EFFECT]),
-        ({"lora_targets": "q_proj"}, ["--lora_targets q_proj", NO_EFFECT, "leave it out"]),
-        ({"lora_rank": 8, "lora_targets": "query"}, ["--lora_targets query:", KNOWN]),
-        ({"lora_rank": 8, "lora_targets": "lm_head"}, ["--lora_targets lm_head:", KNOWN]),
-        ({"lora_rank": -1}, ["--lora_rank -1", "at least 0"]),
-        ({"lora_rank": 8, "lora_alpha": 0}, ["--lora_alpha 0", "above 0"]),
-        ({"lora_rank": 8, "lora_dropout": 1}, ["--lora_dropout 1", "at least 0 and at most 0.99"]),
-        ({}, []),
-        ({"lora_rank": 8, "lora_targets": "q_proj"}, []),
-    ],
-)
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"lora_alpha": 16}, ["--lora_alpha 16.0", NO_EFFECT, "leave it at 32.0"]),
+    ({"lora_dropout": 0.05}, ["--lora_dropout 0.05", NO_EFFECT]),
+    ({"lora_targets": "q_proj"}, ["--lora_targets q_proj", NO_EFFECT, "leave it out"]),
+    ({"lora_rank": 8, "lora_targets": "query"}, ["--lora_targets query:", KNOWN]),
+    ({"lora_rank": 8, "lora_targets": "lm_head"}, ["--lora_targets lm_head:", KNOWN]),
+    ({"lora_rank": -1}, ["--lora_rank -1", "at least 0"]),
+    ({"lora_rank": 8, "lora_alpha": 0}, ["--lora_alpha 0", "above 0"]),
+    ({"lora_rank": 8, "lora_dropout": 1}, ["--lora_dropout 1", "at least 0 and at most 0.99"]),
+    ({}, []),
+    ({"lora_rank": 8, "lora_targets": "q_proj"}, []),
+])  # fmt: skip
 def test_flags_that_make_no_sense_are_refused_with_a_way_out(changes, words):
     args = flags(**changes)
     with pytest.raises(ValueError) if words else nullcontext() as error:

@@ -82,14 +82,11 @@ def test_a_bf16_run_continues_bit_for_bit_also_under_another_offload(policy, rew
     assert (parts / weights).read_bytes() == (whole / weights).read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"param_dtype": "bfloat16", "dtype": "float32"}, "computes more finely than --param_dtype bfloat16"),
-        ({"head_dtype": "bfloat16", "dtype": "float32"}, "--head_dtype bfloat16 would round what --dtype float32"),
-        ({"offload_reference": True, "kl_coef": 0}, "--offload_reference has no effect here, only with --kl_coef"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"param_dtype": "bfloat16", "dtype": "float32"}, "computes more finely than --param_dtype bfloat16"),
+    ({"head_dtype": "bfloat16", "dtype": "float32"}, "--head_dtype bfloat16 would round what --dtype float32"),
+    ({"offload_reference": True, "kl_coef": 0}, "--offload_reference has no effect here, only with --kl_coef"),
+])  # fmt: skip
 def test_combinations_that_make_no_sense_are_refused(changes, words):
     with pytest.raises(ValueError, match=words):
         check_flags(flags(**changes), 1)

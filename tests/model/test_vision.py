@@ -242,20 +242,17 @@ def test_an_image_is_upright_rgb_and_white_where_it_is_transparent():
     assert decode(encoded(Image.new("RGBA", (2, 2), (255, 0, 0, 0)))).getpixel((0, 0)) == (255, 255, 255)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"max_pixels": 3000}, ["--max_pixels 3000", "at least 3136"]),
-        ({"max_pixels": 40 * 28 * 28},
-         ["--max_prompt_tokens 40 cannot hold", "--max_pixels 31360 = 40 tokens", "raise the one"]),
-        ({"max_pixels": None},
-         ["--max_prompt_tokens 40 cannot hold", "1003520 pixels, the processor's own limit, = 1280 tokens"]),
-        ({"image_column": None}, ["--max_pixels 4704 has no effect without --image_column"]),
-        ({"max_completion_tokens": 1000, "micro_batch_tokens": 2000},
-         ["--max_prompt_tokens 40", "context of 1024", "by 16"]),
-        ({"train_data": "cut.parquet"}, ["no row can be used", "column 'images' cannot be read as an image"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"max_pixels": 3000}, ["--max_pixels 3000", "at least 3136"]),
+    ({"max_pixels": 40 * 28 * 28},
+     ["--max_prompt_tokens 40 cannot hold", "--max_pixels 31360 = 40 tokens", "raise the one"]),
+    ({"max_pixels": None},
+     ["--max_prompt_tokens 40 cannot hold", "1003520 pixels, the processor's own limit, = 1280 tokens"]),
+    ({"image_column": None}, ["--max_pixels 4704 has no effect without --image_column"]),
+    ({"max_completion_tokens": 1000, "micro_batch_tokens": 2000},
+     ["--max_prompt_tokens 40", "context of 1024", "by 16"]),
+    ({"train_data": "cut.parquet"}, ["no row can be used", "column 'images' cannot be read as an image"]),
+])  # fmt: skip
 def test_a_mistake_with_images_is_told_before_anything_is_loaded(changes, words, model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_parquet(tmp_path / "cut.parquet", [{"problem": "?", "answer": "1", "images": png(size=64)[:-30]}])

@@ -51,7 +51,7 @@ def logprobs(model: Policy, args: argparse.Namespace, world: World) -> list[torc
 def main(world: World, path: str) -> dict[str, object]:
     from rollout import Engine  # here, not above: the tests use the functions of this file without vLLM
 
-    found: dict[str, object] = {"gradients": {}, "with dropout": {}}
+    found: dict[str, object] = {"gradients": {}, "bf16": {}, "reference": {}, "with dropout": {}}
     for cap, changes in ((16, {}), (40, {}), (16, {"communicate_once": True}), (40, {"share_prompts": True})):
         for checkpointing in (False, True):
             args = lora_flags(path, micro_batch_tokens=cap, gradient_checkpointing=checkpointing or None, **changes)
@@ -59,7 +59,6 @@ def main(world: World, path: str) -> dict[str, object]:
             found["gradients"][f"cap {cap}, {changes}, checkpointing {checkpointing}"] = gradient(policy, args, world)
             assert all(isinstance(parameter, DTensor) for parameter in policy.parameters()), "nothing stays gathered"
 
-    found["bf16"] = {}
     for first_pass in ("of the policy", "of the reference"):
         args = lora_flags(path)
         policy = sharded(args, world, torch.bfloat16)
@@ -73,9 +72,7 @@ def main(world: World, path: str) -> dict[str, object]:
         shard(base, base.layers, world, dtype)
         with policy.adapter_off():
             reference = logprobs(policy, args, world)
-        wanted, adapted = logprobs(base, args, world), logprobs(policy, args, world)
-        found[f"reference is the base model, {dtype}"] = all(a.equal(b) for a, b in zip(reference, wanted, strict=True))
-        found[f"reference is the policy, {dtype}"] = any(a.equal(b) for a, b in zip(reference, adapted, strict=True))
+        found["reference"][dtype] = reference, logprobs(base, args, world), logprobs(policy, args, world)
 
     for name, checkpointing, index in (("plain", None, 2), ("checkpointed", True, 2), ("other update", None, 3)):
         args = lora_flags(path, lora_dropout=0.4, gradient_checkpointing=checkpointing)

@@ -172,6 +172,7 @@ def test_the_slowest_ranks_compute_less_where_prompts_are_shared(
     (2048, 1200, 0.9, 9216, 16, 9216),  # SimpleRL's, the smallest cap that holds a sequence
     (512, 8000, 0.8, 32_768, 8, 32_768),  # long reasoning
     (64, 1500, 0.6, 4096, 8, 8192),
+    (512, 178, 0.6, 2048, 4, 4096),  # so short that the cost is that of the tokens
 ])  # fmt: skip
 def test_little_of_an_update_is_waiting_by_cost(num_sequences, mean, sigma, longest, num_ranks, max_tokens):
     rng = np.random.default_rng(0)
@@ -182,12 +183,6 @@ def test_little_of_an_update_is_waiting_by_cost(num_sequences, mean, sigma, long
     assert 1 - computed / slowest < 0.03
     assert max(lengths[micro].sum() for micros in plan for micro in micros) <= max_tokens
     assert len(plan[0]) <= -(-lengths.sum() // (num_ranks * max_tokens)) + 1
-
-
-def test_micro_batches_of_the_same_step_are_of_similar_size_on_all_ranks():
-    lengths = np.random.default_rng(1).lognormal(5, 0.6, size=512).astype(int).clip(1, 2048)
-    computed, slowest = waiting(plan_micro_batches(lengths, num_ranks=4, max_tokens=4096), lengths, np.inf)
-    assert 1 - computed / slowest < 0.05
 
 
 def test_a_long_sequence_counts_for_more_than_its_tokens():

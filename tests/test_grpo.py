@@ -536,43 +536,15 @@ def test_the_clamp_of_k3_is_on_x_at_20_and_on_the_value_and_far_from_the_referen
         assert x.grad.equal(x.detach()), "the gradient of k2, which no clamp cuts"
 
 
-@each_seed
-@pytest.mark.parametrize("kind", grpo.KL)
-def test_over_all_draws_k1_and_k3_are_the_divergence_and_gradients_those_of_one_of_both_divergences(kind, seed):
-    """Of a policy and a reference over 5 outcomes: KL(policy || reference); for k3 its reverse; for k1 none."""
-    generator = torch.Generator().manual_seed(seed)
-    logits_V, reference_V = (torch.randn(5, generator=generator, dtype=torch.float64) for _ in range(2))
-    policy, reference = logits_V.softmax(0).tolist(), reference_V.softmax(0).tolist()
-    estimate_V = kl(reference_V.log_softmax(0) - logits_V.requires_grad_().log_softmax(0), kind, 0.0)
-    expectation = (torch.tensor(policy, dtype=torch.float64) * estimate_V).sum()  # the sampling is not differentiated
-    expectation.backward()
-    divergence = sum(p * math.log(p / q) for p, q in zip(policy, reference, strict=True))
-    if kind != "k2":
-        assert expectation.item() == pytest.approx(divergence, abs=1e-12)
-    gradient = [p * (math.log(p / q) - divergence) for p, q in zip(policy, reference, strict=True)]
-    reverse = [p - q for p, q in zip(policy, reference, strict=True)]
-    assert_near(logits_V.grad, {"k1": [0.0] * 5, "k3": reverse}.get(kind, gradient), tolerance=1e-12)
-
-
 # Sampler-trainer mismatch ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "weights", "is_outside"), [
-    ("none", [4.0, 0.25, 3.0, 0.1, 1.5], [False, False, False, False, False]),
-    ("token_truncate", [2.0, 0.25, 2.0, 0.1, 1.5], [True, False, True, False, False]),
-    ("sequence_truncate", [1.0, 1.0, 2.0, 0.1, 1.5], [False, False, True, False, False]),
-    ("token_mask", [0.0, 0.0, 0.0, 0.0, 1.5], [True, True, True, True, False]),
-    ("sequence_mask", [1.0, 1.0, 0.0, 0.0, 1.5], [False, False, True, True, False]),
-])  # fmt: skip
-def test_the_weight_of_a_token_is_its_ratio_or_the_product_over_its_sequence_within_bounds(kind, weights, is_outside):
-    old, zeros = torch.tensor([4.0, 0.25, 3.0, 0.1, 1.5]).log().requires_grad_(), torch.zeros(5)
+@pytest.mark.parametrize("kind", CORRECTIONS)
+def test_a_ratio_at_a_bound_is_within_it_and_a_weight_has_no_gradient(kind):
+    old = torch.zeros(5, requires_grad=True)
     packing = torch.ones(5).bool(), torch.tensor([0, 0, 1, 2, 3])
-    found, found_outside = correction(old, zeros, *packing, kind, 0.5, 2.0)
-    assert_near(found, weights, tolerance=1e-5)
-    assert found_outside.tolist() == is_outside
-    assert not found.requires_grad
-    at_bounds, is_outside = correction(zeros, zeros, *packing, kind, 1.0, 1.0)
-    assert at_bounds.tolist() == [1.0] * 5 and not is_outside.any()
+    weights, is_outside = correction(old, torch.zeros(5), *packing, kind, 1.0, 1.0)
+    assert weights.tolist() == [1.0] * 5 and not is_outside.any() and not weights.requires_grad
 
 
 @pytest.mark.parametrize("kind", CORRECTIONS)
@@ -587,15 +559,10 @@ def test_a_token_that_is_not_trained_does_not_change_the_weights_of_its_sequence
 # Aggregation and sums -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kind", "of_three", "of_one"),
-    [("token_mean", 1 / 4, 1 / 4), ("seq_mean_token_mean", 1 / 6, 1 / 2), ("seq_mean_token_sum_norm", 1 / 20, 1 / 20)],
-)
-def test_a_left_out_completion_does_not_count_as_a_sequence(kind, of_three, of_one):
-    weights_B = aggregation(torch.tensor([3, 0, 1]), kind, constant=10.0)
-    assert weights_B.shape == (3,)
-    assert_near(weights_B[[0, 2]], [of_three, of_one], tolerance=1e-7)
-    assert aggregation(torch.tensor([0, 0, 0]), kind).isfinite().all(), "an update without trained tokens"
+@pytest.mark.parametrize("kind", AGGREGATIONS)
+def test_an_update_without_trained_tokens_has_a_finite_weight_for_each_sequence(kind):
+    weights_B = aggregation(torch.tensor([0, 0, 0]), kind)
+    assert weights_B.shape == (3,) and weights_B.isfinite().all()
 
 
 @pytest.mark.parametrize("poison", [0.0, math.inf, -math.inf, math.nan])

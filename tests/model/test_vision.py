@@ -11,17 +11,16 @@ import pytest
 import torch
 from PIL import Image
 from torch import nn
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, ProcessorMixin
+from transformers import AutoModelForImageTextToText, AutoProcessor, ProcessorMixin
 
 from batch import Rollout, shared_positions
 from data import PromptData
 from data_files import png, write_parquet
 from distributed_vision import WITH_IMAGES, WITHOUT, gradient
-from flags import PromptFormat, take
 from helpers import ALONE, command_line, torchrun
 from inputs.checks import check_flags
 from inputs.load import load_inputs
-from model.vision import decode, load_processor
+from model.vision import decode
 from no_waits import run_passes
 from policies import load_policy, policy_of
 from ranks import on_ranks
@@ -197,19 +196,13 @@ def test_pixel_values_are_shared_while_they_are_needed_and_stay_on_the_host(mode
 # Data and mistakes ----------------------------------------------------------------------------------------------------
 
 
-def load(model: Path, source: object, limit: int = 40) -> PromptData:
-    prompt_format = take(PromptFormat, vision_flags(model, image_column="image", max_prompt_tokens=limit))
-    tokenizer, vision = load_processor(str(model), AutoConfig.from_pretrained(model), prompt_format)
-    return PromptData.load(str(source), prompt_format, tokenizer, 0, vision)
-
-
 def test_images_of_the_datasets_library_are_read_and_their_tokens_count(model, tmp_path):
     wide, large = Image.new("RGB", (600, 2)), Image.new("RGB", (84, 56))
     problems = ["one?", "wide?", "large?", "<|image_pad|>?", "text?"]
     rows = {"problem": problems, "answer": ["1"] * 5, "image": [Image.new("RGB", (56, 56)), wide, large, None, None]}
     kinds = dict.fromkeys(("problem", "answer"), datasets.Value("string")) | {"image": datasets.Image()}
     datasets.Dataset.from_dict(rows, features=datasets.Features(kinds)).save_to_disk(tmp_path / "pil")
-    data = load(model, tmp_path / "pil")
+    data = vision_data(vision_flags(model, image_column="image"), tmp_path / "pil")
     assert [row.prompt for row in data.rows] == ["<image>one?", "<image>large?", "text?"]
     assert [reason for _, reason in data.excluded] == [
         "absolute aspect ratio must be smaller than 200, got 300.0",
@@ -218,7 +211,8 @@ def test_images_of_the_datasets_library_are_read_and_their_tokens_count(model, t
     assert [row.images and row.images.num_tokens for row in data.rows] == [[4], [6], None]
     mixed = PromptData.mix([data, data], [1.0, 1.0])
     assert [row.images for row in mixed.rows] == [row.images for row in data.rows] * 2
-    shorter = load(model, tmp_path / "pil", limit=len(data.rows[0].ids))
+    limits = {"max_prompt_tokens": len(data.rows[0].ids)}
+    shorter = vision_data(vision_flags(model, image_column="image", **limits), tmp_path / "pil")
     assert [row.prompt for row in shorter.rows] == ["<image>one?", "text?"] and shorter.num_too_long == 1
 
 

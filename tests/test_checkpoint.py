@@ -148,6 +148,12 @@ def run_folder(pair, tokenizer, tmp_path_factory):
     return folder
 
 
+@pytest.fixture
+def folder(run_folder, tmp_path):
+    """A copy of it, to be damaged."""
+    return shutil.copytree(run_folder, tmp_path / "run", symlinks=True)
+
+
 def cut(file: Path, at: float = 0.5) -> None:
     os.truncate(file, int(file.stat().st_size * at))
 
@@ -176,8 +182,7 @@ def test_damage_to_any_file_is_found_and_named_and_the_checkpoint_before_is_used
         assert {path.name for path in folder.glob("[!m]*")} == {"damaged_step_2", "step_1"}, "no link to it is left"
 
 
-def test_without_a_whole_checkpoint_nothing_starts_again_from_scratch(run_folder, tmp_path):
-    folder = shutil.copytree(run_folder, tmp_path / "run", symlinks=True)
+def test_without_a_whole_checkpoint_nothing_starts_again_from_scratch(run_folder, folder):
     for step in (1, 2):
         cut(folder / f"step_{step}" / "model.safetensors")
     for _ in range(2):  # also at the next start
@@ -193,10 +198,8 @@ def test_without_a_whole_checkpoint_nothing_starts_again_from_scratch(run_folder
     assert latest(folder) == (0, None)
 
 
-def test_added_files_do_not_count_and_a_folder_without_checksums_is_used_as_it_is_and_that_is_said(
-    run_folder, tmp_path
-):
-    folder, told = shutil.copytree(run_folder, tmp_path / "run", symlinks=True), []
+def test_added_files_do_not_count_and_a_folder_without_checksums_is_used_as_it_is_and_that_is_said(folder):
+    told = []
     (folder / "step_2" / "eval").mkdir()  # of evaluate.py
     (folder / "step_2" / "eval" / "results.json").write_text("{}")
     assert latest(folder, told) == (2, folder / "step_2") and not told
@@ -220,9 +223,8 @@ class Evil:
         return os.system, (f"touch {self.mark}",)
 
 
-def test_a_list_of_shards_with_code_in_it_is_damage_even_if_the_checksums_agree(run_folder, tmp_path):
-    folder, said = shutil.copytree(run_folder, tmp_path / "run", symlinks=True), []
-    mark, checkpoint_2 = tmp_path / "executed", folder / "step_2"
+def test_a_list_of_shards_with_code_in_it_is_damage_even_if_the_checksums_agree(folder, tmp_path):
+    said, mark, checkpoint_2 = [], tmp_path / "executed", folder / "step_2"
     metadata = dcp.FileSystemReader(checkpoint_2 / "trainer").read_metadata()
     metadata.planner_data = Evil(mark)
     (checkpoint_2 / "trainer" / ".metadata").write_bytes(pickle.dumps(metadata))

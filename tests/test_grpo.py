@@ -144,12 +144,6 @@ def naive_advantages(case: Case, _: Floats, __: Floats, kind: str, ddof: int, ep
     return result
 
 
-def naive_returns_to_go(case: Case, *_: Floats, reward: float) -> Floats:
-    """REINFORCE++ eq. 4: r(x, y) - beta * (sum of KL(i) from i = t to T)."""
-    penalties = case.advantages_N.tolist()
-    return [reward - math.fsum(penalties[t:]) for t in range(len(penalties))]
-
-
 def naive_whitened(case: Case, *_: Floats, ddof: int, eps: float) -> Floats:
     """REINFORCE++, later eq. 5: (A - mean) / std over the batch, here over trained tokens, eps beside the std."""
     pairs = list(zip(case.advantages_N.tolist(), case.mask_N.tolist(), strict=True))
@@ -177,11 +171,6 @@ def naive_gspo_token_ratios(case: Case, logprobs: Floats, frozen: Floats) -> Flo
     ratios, mask = naive_sequence_ratios(case, frozen, frozen), case.mask_N.tolist()
     moved = [ratio * math.exp(a) / math.exp(b) for ratio, a, b in zip(ratios, logprobs, frozen, strict=True)]
     return [new if is_trained else 1.0 for new, is_trained in zip(moved, mask, strict=True)]
-
-
-def naive_sequence_sum(case: Case, logprobs: Floats, _: Floats) -> Floats:
-    ids = case.sequence_ids_N.tolist()
-    return [sum(value for value, other in zip(logprobs, ids, strict=True) if other == own) for own in ids]
 
 
 def clip(value: float, low: float, high: float) -> float:
@@ -253,10 +242,6 @@ def naive_correction(case: Case, *_: Floats, kind: str, low: float, high: float)
     return [weights, [float(a != b) for a, b in zip(weights, of_tokens, strict=True)]]
 
 
-def naive_masked_sum(case: Case, logprobs: Floats, _: Floats) -> float:
-    return math.fsum(value for value, is_trained in zip(logprobs, case.mask_N.tolist(), strict=True) if is_trained)
-
-
 def naive_aggregate(case: Case, *_: Floats, kind: str, constant: float) -> float:
     """The loss of an update from the losses of the trained tokens of each sequence, which are the advantages here.
 
@@ -279,8 +264,6 @@ DIFFERENTIABLE = [  # by the log-probs
     (lambda c, x: grpo.token_ratio(x, c.old_logprobs_N), naive_token_ratios, {}),
     (lambda c, x: grpo.sequence_ratio(x, c.old_logprobs_N, *c.packing), naive_sequence_ratios, {}),
     (lambda c, x: grpo.gspo_token_ratio(x, c.old_logprobs_N, *c.packing), naive_gspo_token_ratios, {}),
-    (lambda c, x: grpo.sequence_sum(x, c.sequence_ids_N), naive_sequence_sum, {}),
-    (lambda c, x: masked_sum(x, c.mask_N), naive_masked_sum, {}),
     *[
         (lambda c, x, **values: loss_of(c, x, **values).per_token, naive_losses, each)
         for each in (
@@ -300,10 +283,6 @@ EQUATIONS = [
         for kind in ADVANTAGES for values in STD
     ],
     *[(lambda c, _, ddof, eps: whitened(c.advantages_N, c.mask_N, ddof, eps), naive_whitened, each) for each in STD],
-    (
-        lambda c, _, reward: grpo.returns_to_go(torch.tensor(reward, dtype=c.advantages_N.dtype), c.advantages_N),
-        naive_returns_to_go, {"reward": 0.75},
-    ),
     *[
         (
             lambda c, _, **values: stacked(correction(c.old_logprobs_N, c.rollout_logprobs_N, *c.packing, **values)),
@@ -426,6 +405,11 @@ def test_unless_flags_say_otherwise_the_choices_are_grpos_with_the_papers_number
 
 
 # Ratios ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_return_is_the_reward_minus_the_penalties_from_its_token_on():
+    """REINFORCE++ eq. 4: r(x, y) - beta * (sum of KL(i) from i = t to T)."""
+    assert_near(grpo.returns_to_go(torch.tensor(0.75), torch.tensor([0.1, 0.2, 0.4])), [0.05, 0.15, 0.35], 1e-6)
 
 
 def test_a_sequence_sum_does_not_need_the_tokens_of_a_sequence_side_by_side():

@@ -198,10 +198,3 @@ def shard_and_fill(
     """The policy, sharded and with the weights at `path`; for the two switches see `fsdp_utils.shard`."""
     fill(policy, policy.model, path, shard(policy, policy.layers, world, policy.dtype, on_host, stays_gathered))
     return policy
-
-
-def load_policy(path: str, dtype: torch.dtype, gradient_checkpointing: bool = False) -> Policy:
-    """The policy with its weights, whole and on the CPU: for a single process."""
-    policy = empty_policy(path, dtype, gradient_checkpointing)
-    fill(policy, policy.model, path, torch.device("cpu"))
-    return policy

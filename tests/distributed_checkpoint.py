@@ -10,6 +10,7 @@ import contextlib
 import errno
 import sys
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -21,21 +22,10 @@ from flags import Saving
 from fsdp_utils import World, close_world, gather_from_ranks, init_world
 from guards.files import DiskError
 from helpers import build, largest_file, make_rollout, train_once, whole_update
-from inputs.checks import check_flags
-from inputs.command_line import parse_flags
+from ranks import parsed
 
 CASES = ("--param_dtype float32", "--param_dtype bfloat16", "--lora_rank 3")
-COMMON = (
-    "--train_data d --out_dir o --total_steps 1 --max_prompt_tokens 4 --max_completion_tokens 12 "
-    "--micro_batch_tokens 40 --prompts_per_step 4"
-)
 STATE = {"prompts_drawn": 12}
-
-
-def parsed(path: str, flags: str, world: World):
-    args = parse_flags(["--model", path, *COMMON.split(), *flags.split()])
-    check_flags(args, world.num_trainers)
-    return args
 
 
 def writer(path: str, folder: Path, world: World, said: list[str]) -> checkpoint.Writer:
@@ -45,10 +35,10 @@ def writer(path: str, folder: Path, world: World, said: list[str]) -> checkpoint
 
 
 def reshard(path: str, folder: Path, step: int, flags: str) -> None:
-    shard_ranks = parse_flags(["--model", path, *COMMON.split(), *flags.split()]).shard_ranks
-    world = init_world(tp_size=1, timeout_minutes=2, shard_ranks=shard_ranks)
+    whole = init_world(tp_size=1, timeout_minutes=2)
     for number, case in enumerate(CASES):
-        runs, args = folder / str(number), parsed(path, f"{case} {flags}", world)
+        runs, args = folder / str(number), parsed(f"--model {path} --prompts_per_step 4 {case} {flags}", whole.size)
+        world = replace(whole, shard_ranks=args.shard_ranks)
         policy, _, optimizer = build(args, world)
         if step == 1:
             for i in range(2):
@@ -70,7 +60,7 @@ def refusing(way: str) -> AbstractContextManager:
 def full_disk(path: str, folder: Path) -> None:
     """Only the second rank cannot write: both give up the checkpoint, or end if it is required."""
     world, said = init_world(tp_size=1, timeout_minutes=2), []
-    args = parsed(path, CASES[0], world)
+    args = parsed(f"--model {path} --prompts_per_step 4 {CASES[0]}", world.num_trainers)
     policy, _, optimizer = build(args, world)
     train_once(policy, optimizer, whole_update(make_rollout(), args, policy, world), args, world, rate=1e-3)
     for way, why in (("shards", "a file could not be written to its end"), ("checksums", "Input/output error")):

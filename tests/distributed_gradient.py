@@ -1,28 +1,24 @@
-"""Run under torchrun: one update's loss and gradient on the real FSDP model, for several algorithms, caps and orders.
+"""On ranks: one update's loss and gradient on the real FSDP model, for several algorithms, caps and orders."""
 
-Writes them to the file given.
-
-torchrun --nproc_per_node 2 tests/distributed_gradient.py POLICY_FOLDER OUTPUT_FILE
-"""
-
-import sys
 from argparse import Namespace
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from batch import Batch, Rollout
-from fsdp_utils import close_world, init_world, shard
+from batch import Batch, Rollout, Update
+from fsdp_utils import World, shard
 from helpers import RAGGED, make_rollout, train_once, whole_update
-from inputs.checks import check_flags
 from inputs.choices import algorithm_of
-from inputs.command_line import parse_flags
-from policy import Policy, load_policy
+from policies import load_policy
+from policy import Policy
+from ranks import parsed
 from update import logprobs_under
 
-ALGORITHMS = {
+COMMON = "--max_grad_norm 1e9 --group_size 4"
+ALGORITHMS = {  # name -> flags
     "clip": "--kl_coef 0.1 --clip_high 0.3",
     "gspo": "--policy_loss gspo --clip_low 0.02 --clip_high 0.02 --loss_aggregation seq_mean_token_mean "
     "--rollout_correction sequence_truncate --rollout_correction_max 1.5",
@@ -34,10 +30,6 @@ ALGORITHMS = {
 }
 CAPS = (16, 23, 40, 1000)
 LEFT_OUT = [1, 4]  # sequences that "reinforce" leaves out of the loss
-COMMON = (
-    "--model m --train_data d --out_dir o --total_steps 1 --max_grad_norm 1e9 "
-    "--max_prompt_tokens 4 --max_completion_tokens 12 --group_size 4"
-)
 
 
 class Recorder(torch.optim.SGD):
@@ -47,6 +39,16 @@ class Recorder(torch.optim.SGD):
         self.gradients = [
             p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in self.param_groups[0]["params"]
         ]
+
+
+def recorded(
+    policy: Policy, update: Update, args: Namespace, world: World, **changes: object
+) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """(metrics, name -> gradient) of an update, which changes no weight."""
+    trained = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    optimizer = Recorder(trained.values(), lr=0.0)
+    metrics = train_once(policy, optimizer, update, args, world, **changes)
+    return metrics, dict(zip(trained, optimizer.gradients, strict=True))
 
 
 def rollout_of(algorithm: str, lengths: list[int] | None = None) -> Rollout:
@@ -65,29 +67,22 @@ def off_policy(batch: Batch) -> Batch:
     return replace(batch, old_logprobs_N=old_logprobs_N, rollout_logprobs_N=rollout_logprobs_N)
 
 
-def reference_of(path: str) -> Policy:
+def reference_of(path: Path | str) -> Policy:
     """The policy with noise on its weights: otherwise the KL term has no gradient."""
-    reference = load_policy(path, torch.float32).requires_grad_(False)
+    reference = load_policy(path).requires_grad_(False)
     torch.manual_seed(1)
     for parameter in reference.parameters():
         parameter.add_(torch.randn_like(parameter) * 0.02)
     return reference
 
 
-def parsed(algorithm: str, *more: str) -> Namespace:
-    args = parse_flags([*COMMON.split(), *ALGORITHMS[algorithm].split(), *more])
-    check_flags(args, 1)
-    return args
-
-
-def main(path: str, output: str) -> None:
-    world = init_world(tp_size=1, timeout_minutes=2)
-    policy, reference = load_policy(path, torch.float32), reference_of(path)
+def main(world: World, path: str) -> dict[str, dict[str, tuple]]:
+    """Algorithm -> case -> (metrics, gradients)."""
+    policy, reference = load_policy(path), reference_of(path)
     for model in (policy, reference):
         shard(model, model.layers, world, torch.float32)
-    optimizer = Recorder(policy.parameters(), lr=0.0)
-    results: dict[str, dict[str, object]] = {}
-    for algorithm in ALGORITHMS:
+    results = {}
+    for algorithm, flags in ALGORITHMS.items():
         shuffled = rollout_of(algorithm).take(np.array([7, 4, 6, 5, 2, 0, 3, 1]))
         cases = {}
         for cap in CAPS:
@@ -98,18 +93,11 @@ def main(path: str, output: str) -> None:
         cases["three sequences"] = rollout_of(algorithm, [12, 11, 9]), "16 --group_size 2"
         results[algorithm] = {}
         for name, (rollout, cap) in cases.items():
-            args = parsed(algorithm, "--micro_batch_tokens", *cap.split())
+            args = parsed(f"{COMMON} {flags} --micro_batch_tokens {cap}")
             update = whole_update(rollout, args, policy, world)
             update = logprobs_under(policy, "old_logprobs_N", update, algorithm_of(args))
             update = replace(update, batches=[off_policy(batch) for batch in update.batches])
             if args.kl_coef:
                 update = logprobs_under(reference, "ref_logprobs_N", update, algorithm_of(args))
-            metrics = train_once(policy, optimizer, update, args, world, is_first=False)
-            results[algorithm][name] = (metrics, optimizer.gradients)
-    if world.is_main:
-        torch.save(results, output)
-    close_world()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+            results[algorithm][name] = recorded(policy, update, args, world, is_first=False)
+    return results

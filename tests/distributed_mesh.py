@@ -1,11 +1,5 @@
-"""Run under torchrun with four ranks: the same updates where all share a copy of the policy, and with --shard_ranks.
+"""On four ranks: the same updates where all share a copy of the policy, and with --shard_ranks."""
 
-Writes {flags: {shard_ranks: (metrics of the updates, gradients, weights as the engine gets them)}} to the file.
-
-torchrun --nproc_per_node 4 tests/distributed_mesh.py POLICY_FOLDER OUTPUT_FILE
-"""
-
-import sys
 from argparse import Namespace
 from dataclasses import replace
 from datetime import timedelta
@@ -14,37 +8,26 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-from fsdp_utils import World, close_world, fill_from_main, full_tensors, init_world, local_shard, shard
+from fsdp_utils import World, fill_from_main, full_tensors, local_shard, shard
 from helpers import build, make_rollout, train_once, whole_update
-from inputs.checks import check_flags
 from inputs.choices import algorithm_of
-from inputs.command_line import parse_flags
 from policy import Policy
+from ranks import parsed
 from update import add_logprobs
 
 MESHES = (None, 2, 1)  # --shard_ranks
 CASES = (
-    "--kl_coef 0.1 --micro_batch_tokens 20 --communicate_once",
+    "--dtype float32 --kl_coef 0.1 --micro_batch_tokens 20 --communicate_once",
     "--param_dtype bfloat16 --offload optimizer",
-    "--kl_coef 0.1 --lora_rank 3 --offload all",
+    "--dtype float32 --kl_coef 0.1 --lora_rank 3 --offload all",
 )
-COMMON = (
-    "--train_data d --out_dir o --total_steps 1 --max_prompt_tokens 4 --max_completion_tokens 12 "
-    "--micro_batch_tokens 40 --group_size 2 --dtype float32 --max_grad_norm 0.05"
-)
-
-
-def parsed(path: str, case: str) -> Namespace:
-    common = COMMON.replace("--dtype float32", "") if "bfloat16" in case else COMMON
-    return parse_flags(["--model", path, *common.split(), *case.split(), "--prompts_per_step", "4"])
-
+COMMON = "--prompts_per_step 4 --group_size 2 --max_grad_norm 0.05"
 
 Tensors = dict[str, torch.Tensor]
 
 
 def train(args: Namespace, world: World) -> tuple[list[dict[str, float]], Tensors, Tensors]:
     """Two updates: their metrics, the gradients of the last one, and the weights."""
-    check_flags(args, world.num_trainers)
     policy, reference, optimizer = build(args, world)
     shape = (4,) if world.shard_ranks is None else (4 // world.shard_ranks, world.shard_ranks)
     placements = (Shard(0),) if world.shard_ranks is None else (Replicate(), Shard(0))
@@ -76,19 +59,14 @@ def check_unequal_parts(world: World) -> None:
         assert all(full.equal(values.to(dtype)) for full, values in zip(found, wanted, strict=True))
 
 
-def main(path: str, output: str) -> None:
-    whole, results = init_world(tp_size=1, timeout_minutes=2), {case: {} for case in CASES}
+def main(whole: World, path: str) -> dict[str, dict[int | None, tuple]]:
+    """Flags -> --shard_ranks -> (metrics of the updates, gradients, weights as the engine gets them)."""
+    results = {case: {} for case in CASES}
     for shard_ranks in MESHES:
         world = replace(whole, shard_ranks=shard_ranks)
         check_unequal_parts(world)
         for group in world.mesh.get_all_groups():
             assert group._get_backend(world.device).options._timeout == timedelta(minutes=2), "that of the run"
         for case in CASES:
-            results[case][shard_ranks] = train(parsed(path, case), world)
-    if whole.is_main:
-        torch.save(results, output)
-    close_world()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+            results[case][shard_ranks] = train(parsed(f"--model {path} {COMMON} {case}", 4), world)
+    return results

@@ -1,25 +1,17 @@
-"""Run under torchrun: three updates under every memory policy, from the program's own flags.
+"""On ranks: three updates under every memory policy, from the program's own flags."""
 
-Writes {flags: (metrics of the updates, parameters, optimizer state of rank 0, numbers of reduce-scatters and
-all-gathers)}.
-
-torchrun --nproc_per_node 2 tests/distributed_offload.py POLICY_FOLDER OUTPUT_FILE
-"""
-
-import sys
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from fsdp_utils import World, close_world, init_world, local_shard
+from fsdp_utils import World, local_shard
 from helpers import build, make_rollout, train_once, whole_update
-from inputs.checks import check_flags
 from inputs.choices import algorithm_of
-from inputs.command_line import parse_flags
 from model.optimizer import ChunkedAdamW
 from policy import Policy
+from ranks import parsed
 from update import add_logprobs
 
 POLICIES = [
@@ -30,10 +22,6 @@ POLICIES = [
 SMALL = "--micro_batch_tokens 20"  # several micro-batches an update
 ONCE = f"{SMALL} --communicate_once"
 POLICIES += [SMALL, ONCE, f"{ONCE} --gradient_checkpointing --offload all"]
-COMMON = (
-    "--train_data d --out_dir o --total_steps 1 --max_prompt_tokens 4 --max_completion_tokens 12 "
-    "--micro_batch_tokens 40 --group_size 2 --kl_coef 0.1"
-)
 
 
 def is_on_host(policy: Policy) -> bool:
@@ -49,8 +37,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def train(path: str, flags: str, world: World) -> tuple[list[dict[str, float]], Tensors, Tensors, list[int]]:
-    args = parse_flags(["--model", path, *COMMON.split(), *flags.split()])
-    check_flags(args, world.num_trainers)
+    args = parsed(f"--model {path} --group_size 2 --kl_coef 0.1 {flags}", world.num_trainers)
     policy, reference, optimizer = build(args, world)
     assert isinstance(optimizer, ChunkedAdamW) is (args.offload != "none" or args.param_dtype == "bfloat16")
     if isinstance(optimizer, ChunkedAdamW):
@@ -90,13 +77,6 @@ COLLECTIVES = Counted(dist.reduce_scatter_single), Counted(dist.all_gather_singl
 dist.reduce_scatter_single, dist.all_gather_single = COLLECTIVES  # what FSDP calls
 
 
-def main(path: str, output: str) -> None:
-    world = init_world(tp_size=1, timeout_minutes=2)
-    results = {flags: train(path, flags, world) for flags in POLICIES}
-    if world.is_main:
-        torch.save(results, output)
-    close_world()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def main(world: World, path: str) -> dict[str, tuple]:
+    """Flags -> (metrics of the updates, parameters, optimizer state, numbers of reduce-scatters and all-gathers)."""
+    return {flags: train(path, flags, world) for flags in POLICIES}

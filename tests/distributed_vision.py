@@ -1,10 +1,5 @@
-"""Run under torchrun: images on the real FSDP model and the real engine. Writes what it finds, and the exported model,
-to the folder given.
+"""On ranks: images on the real FSDP model and the real engine."""
 
-torchrun --nproc_per_node 2 tests/distributed_vision.py MODEL_FOLDER OUTPUT_FOLDER
-"""
-
-import sys
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -14,30 +9,17 @@ import torch
 
 from batch import Rollout, Update
 from checkpoint import export, files_of, gather_weights
-from distributed_gradient import Recorder
-from flags import EngineSettings, Lora, Sampling, take
-from fsdp_utils import World, close_world, gather_from_ranks, init_world, shard
-from helpers import train_once
+from distributed_gradient import recorded
+from flags import EngineSettings, Sampling
+from fsdp_utils import World, gather_from_ranks, shard
 from hidden_tensors import findings
 from inputs.choices import algorithm_of
-from model.lora import add_adapter
-from policy import Policy, load_policy
+from policies import policy_of
+from policy import Policy
 from update import add_logprobs, with_advantages
 from vision_models import pack_with_images, vision_data, vision_flags, vision_rollout
 
 WITH_IMAGES, WITHOUT = [[0], [2, 4]], [[1], [3]]  # micro-batches of two ranks: the second has no image at all
-
-
-def policy_of(args: Namespace) -> Policy:
-    """All weights trained, or LoRA with an adapter that is no longer the zero it starts as. In fp32, not sharded."""
-    policy = load_policy(args.model, torch.float32, args.gradient_checkpointing)
-    if args.lora_rank:
-        add_adapter(policy.model, take(Lora, args), args.seed, args.model)
-        torch.manual_seed(2)
-        for name, parameter in policy.named_parameters():
-            if ".lora_B." in name:
-                parameter.data.normal_(std=0.2)
-    return policy
 
 
 def gradient(policy: Policy, args: Namespace, world: World, micros: list[list[int]]) -> tuple[dict, dict]:
@@ -47,10 +29,7 @@ def gradient(policy: Policy, args: Namespace, world: World, micros: list[list[in
         [with_advantages(rollout, pack_with_images(rollout, indices)) for indices in micros], 29, len(rollout.rows)
     )
     (update,) = add_logprobs([update], policy, policy, algorithm_of(args))
-    trained = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
-    optimizer = Recorder(trained.values(), lr=0.0)
-    metrics = train_once(policy, optimizer, update, args, world)
-    return metrics, dict(zip(trained, optimizer.gradients, strict=True))
+    return recorded(policy, update, args, world)
 
 
 def gaps(policy: Policy, rollout: Rollout) -> list[float]:
@@ -64,10 +43,10 @@ def gaps(policy: Policy, rollout: Rollout) -> list[float]:
     return found
 
 
-def main(path: str, output: str) -> None:
+def main(world: World, path: str, exported: str) -> dict[str, object]:
+    """Also exports the policy with LoRA."""
     from rollout import Engine  # here, not above: the tests use the functions of this file without vLLM
 
-    world = init_world(tp_size=1, timeout_minutes=2)
     found: dict[str, object] = {"gradients": {}}
     for name, changes in (("all weights", {}), ("LoRA", {"lora_rank": 4, "gradient_checkpointing": True})):
         args = vision_flags(path, **changes)
@@ -94,14 +73,8 @@ def main(path: str, output: str) -> None:
     found["on all ranks the same"] = len(set(map(tuple, gather_from_ranks(rollout.texts)))) == 1
     weights = gather_weights(policy, world)
     if world.is_main:
-        export(policy, weights, files_of([vision.processor]), Path(output) / "exported")
+        export(policy, weights, files_of([vision.processor]), Path(exported))
     found["merged"] = {name: tensor.clone() for name, tensor in policy.full_weights()}
     found |= findings(engine)
-    if world.is_main:
-        torch.save(found, Path(output) / "found.pt")
     engine.close()
-    close_world()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    return found

@@ -1,17 +1,10 @@
-"""Run under torchrun: faults between sampler and trainer, injected one after the other into a real engine. Writes as
-JSON the sentence that would have ended the run, of each fault and of the clean steps in between (null: none).
-
-torchrun --nproc_per_node 2 tests/drift_faults.py POLICY_FOLDER TP_SIZE LORA_RANK OUTPUT_FILE
-"""
+"""On ranks: faults between sampler and trainer, injected one after the other into a real engine."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
@@ -21,7 +14,7 @@ from transformers import AutoTokenizer
 import rollout as rollout_module
 from data import PromptData
 from flags import EngineSettings, PromptFormat, Sampling
-from fsdp_utils import close_world, init_world
+from fsdp_utils import World
 from guards.drift import DriftGuard
 from guards.start import RunError
 from helpers import build, flags, one_bit, train_once, whole_update
@@ -38,8 +31,8 @@ UP, K, V, Q, NEXT_Q, OUT, NORM = (f"model.layers.{place}.weight" for place in (
 class Trial:
     """A run of steps by hand: sample, update, sync."""
 
-    def __init__(self, path: str, tp_size: int, lora_rank: int) -> None:
-        self.world, self.number, self.gap = init_world(tp_size, timeout_minutes=2), 0, 0.0
+    def __init__(self, world: World, path: str, lora_rank: int) -> None:
+        self.world, self.number, self.gap = world, 0, 0.0
         sizes = {"group_size": 4, "prompts_per_step": 8, "prompts_per_update": 8}
         self.args = flags(model=path, lora_rank=lora_rank, learning_rate=RATE, head_dtype="float32", **sizes)
         self.policy, _, self.optimizer = build(self.args, self.world)
@@ -113,8 +106,9 @@ def faults_of(trial: Trial) -> dict[str, Callable[[], AbstractContextManager]]:
     } | (of_lora if trial.policy.has_adapter else of_head)
 
 
-def main(path: str, tp_size: str, lora_rank: str, output: str) -> None:
-    trial = Trial(path, int(tp_size), int(lora_rank))
+def main(world: World, path: str, lora_rank: str) -> dict[str, object]:
+    """The sentence that would have ended the run, of each fault and of the clean steps in between (None: none)."""
+    trial = Trial(world, path, int(lora_rank))
     engine = trial.engine
     found: dict[str, object] = {"engine without a sync": trial.step(), "gaps": {}}
     engine.sync(trial.policy.full_weights())
@@ -129,11 +123,5 @@ def main(path: str, tp_size: str, lora_rank: str, output: str) -> None:
         engine.llm.reset_prefix_cache()
         engine.sync(trial.policy.full_weights())
         clean.append(trial.step())
-    if trial.world.is_main:
-        Path(output).write_text(json.dumps(found | {"clean": clean}))
     engine.close()
-    close_world()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    return found | {"clean": clean}

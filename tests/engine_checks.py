@@ -1,14 +1,7 @@
-"""Run under torchrun: what the engine samples, checked against the trainer's own log-probs. Writes findings as JSON to
-the file given.
+"""On ranks: what the engine samples, checked against the trainer's own log-probs."""
 
-torchrun --nproc_per_node 2 tests/engine_checks.py POLICY_FOLDER TP_SIZE DTYPE HEAD_DTYPE OUTPUT_FILE
-"""
-
-import json
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,10 +10,11 @@ from transformers import AutoTokenizer
 from batch import Rollout, pack
 from data import PromptData
 from flags import EngineSettings, PromptFormat, Sampling
-from fsdp_utils import close_world, gather_from_ranks, init_world, shard
+from fsdp_utils import World, gather_from_ranks, shard
 from hidden_tensors import findings
 from model.engine_options import stop_ids
-from policy import Policy, load_policy
+from policies import load_policy
+from policy import Policy
 from rollout import Engine
 
 TEMPERATURE = 0.7  # not 1, so that a temperature that only one side applies would show
@@ -36,10 +30,9 @@ def gap(policy: Policy, rollout: Rollout) -> float:
     return (logprobs[mask].exp() - batch.rollout_logprobs_N[mask].exp()).abs().mean().item()
 
 
-def main(path: str, tp_size: str, dtype: str, head_dtype: str, output: str) -> None:
-    world = init_world(int(tp_size), timeout_minutes=2)
+def main(world: World, path: str, dtype: str, head_dtype: str) -> dict[str, object]:
     tokenizer = AutoTokenizer.from_pretrained(path)
-    policy = load_policy(path, torch.float32)
+    policy = load_policy(path)
     policy.dtype, policy.head_dtype = getattr(torch, dtype), getattr(torch, head_dtype)
     shard(policy, policy.layers, world, policy.dtype)
     most_sequences = 32 if world.num_engines == 2 else None  # of the 64 that are sampled below
@@ -101,11 +94,5 @@ def main(path: str, tp_size: str, dtype: str, head_dtype: str, output: str) -> N
     found["gap_after"] = gap(policy, sample((1, 3)))
     found["sync_changes_greedy_output"] = engine.sample(rows, greedy, (1,)).texts != greedy_before
     found |= findings(engine)
-    if world.is_main:
-        Path(output).write_text(json.dumps(found))
     engine.close()
-    close_world()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    return found

@@ -2,20 +2,17 @@
 
 On CUDA all that is allocated while vLLM loads a model lies in the memory that this sleep drops. A sync brings the
 parameters back and vLLM itself the buffers (`gpu_worker.Worker.sleep`); whatever else there is holds garbage then.
-
-    python tests/hidden_tensors.py MODEL_FOLDER OUTPUT_FILE      # the findings for this model, as JSON
 """
 
 from __future__ import annotations
 
 import functools
-import json
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from torch import nn
+
+from fsdp_utils import World
 
 NOT_LOST = {
     "_parameters", "_buffers", "_modules",  # of every nn.Module
@@ -74,20 +71,15 @@ def findings(engine: object) -> dict[str, list[str]]:
     return {"hidden": hidden, "planted": [name for name in with_planted if name not in hidden]}
 
 
-def main(folder: str, output: str) -> None:
+def main(world: World, folder: str) -> dict[str, list[str]]:
+    """The findings for this model."""
     from transformers import AutoTokenizer
 
     from flags import EngineSettings
-    from fsdp_utils import close_world, init_world
     from rollout import Engine
 
-    world = init_world(tp_size=1, timeout_minutes=2)
     settings = EngineSettings(64, gpu_memory_utilization=0.3, enforce_eager=True)
     engine = Engine(folder, AutoTokenizer.from_pretrained(folder), world, settings)
-    Path(output).write_text(json.dumps(findings(engine)))
+    found = findings(engine)
     engine.close()
-    close_world()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    return found

@@ -14,7 +14,8 @@ from guards.start import RunError
 from guards.updates import BEYOND_KL, NOT_FINITE, Bounds, UpdateGuard, find_fault
 from helpers import ALONE, flags, make_rollout
 from inputs.choices import algorithm_of
-from policy import Policy, load_policy
+from policies import load_policy
+from policy import Policy
 from update import update_policy, with_advantages
 
 GOOD = {

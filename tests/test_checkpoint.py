@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -26,7 +27,7 @@ from model.vision import load_processor
 from model.weights import load_config, load_generation_config
 from planner.dry_run import setup_of
 from planner.memory import checkpoint_bytes
-from policy import load_policy
+from policies import load_policy
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +35,9 @@ def tokenizer(policy):  # of all tiny policies
     return AutoTokenizer.from_pretrained(policy)
 
 
-def trained(policy, seed: int):
+def trained(path, seed: int = 1):
     """A policy and its optimizer after a step on random gradients."""
-    model = load_policy(str(policy), torch.float32)
+    model = load_policy(path)
     model.dtype = torch.bfloat16  # of the engine
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.manual_seed(seed)
@@ -44,6 +45,12 @@ def trained(policy, seed: int):
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     return model, optimizer
+
+
+@pytest.fixture(scope="module")
+def pair(policy):
+    """Such a policy and its optimizer, which no test changes."""
+    return trained(policy)
 
 
 def writer(out_dir, tokenizer, said: list[str] | None = None, **saving: object) -> checkpoint.Writer:
@@ -61,8 +68,8 @@ def latest(out_dir, said: list[str] | None = None):
     return checkpoint.latest(out_dir, ALONE, print if said is None else said.append)
 
 
-def test_what_was_saved_comes_back_to_the_bit_with_the_state_of_the_loop(policy, tokenizer, tmp_path):
-    model, optimizer = trained(policy, seed=1)
+def test_what_was_saved_comes_back_to_the_bit_with_the_state_of_the_loop(policy, pair, tokenizer, tmp_path):
+    model, optimizer = pair
     writer(tmp_path, tokenizer).save(7, model, optimizer, {"prompts_drawn": 56})
     assert json.loads((tmp_path / "step_7" / "trainer" / "progress.json").read_text()) == {"prompts_drawn": 56}
     other, other_optimizer = trained(policy, seed=2)
@@ -75,7 +82,7 @@ def test_what_was_saved_comes_back_to_the_bit_with_the_state_of_the_loop(policy,
 
 @pytest.mark.parametrize("name", ["policy", "qwen3_policy", "untied_qwen3_policy"])
 def test_the_exported_policy_is_the_trained_one_in_the_dtype_of_the_engine(name, request, tokenizer, tmp_path):
-    model, optimizer = trained(request.getfixturevalue(name), seed=1)
+    model, optimizer = trained(request.getfixturevalue(name))
     writer(tmp_path, tokenizer).save(1, model, optimizer, {})
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "step_1")
     assert exported.dtype == torch.bfloat16
@@ -83,16 +90,15 @@ def test_the_exported_policy_is_the_trained_one_in_the_dtype_of_the_engine(name,
     for (name, found), expected in zip(exported.named_parameters(), model.model.parameters(), strict=True):
         assert found.equal(expected.to(torch.bfloat16)), name
     assert not (tmp_path / "step_1" / "adapter").exists(), "without LoRA there is none"
-    rollout, again = make_rollout(), load_policy(str(tmp_path / "step_1"), torch.float32)
+    rollout, again = make_rollout(), load_policy(tmp_path / "step_1")
     batch = pack(rollout, list(range(8)))
     with torch.no_grad():
         found, expected = again(batch, 1.0)[0][batch.loss_mask_N], unpacked_logprobs(exported.float(), rollout, 1.0)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
-def test_the_exported_policy_ends_where_it_was_sampled_to_end(policy, tokenizer, tmp_path):
-    model, optimizer = trained(policy, seed=1)
-    config = model.model.config
+def test_the_exported_policy_ends_where_it_was_sampled_to_end(pair, tokenizer, tmp_path):
+    config = pair[0].model.config
     GenerationConfig(eos_token_id=[3, 5], temperature=0.6, do_sample=True).save_pretrained(tmp_path / "base")
     for name, content in (("invalid", {"eos_token_id": 2, "temperature": 0.6}), ("without_end", {"top_k": 5})):
         (tmp_path / name).mkdir()
@@ -104,8 +110,7 @@ def test_the_exported_policy_ends_where_it_was_sampled_to_end(policy, tokenizer,
     )  # fmt: skip
     for step, (name, ids, expected) in enumerate(cases, start=1):
         companions = [tokenizer, load_generation_config(str(tmp_path / name), config, ids)]
-        saving = checkpoint.Writer(tmp_path, companions, Saving(keep_checkpoints=0), ALONE, print)
-        saving.save(step, model, optimizer, {})
+        checkpoint.Writer(tmp_path, companions, Saving(keep_checkpoints=0), ALONE, print).save(step, *pair, {})
         found = json.loads((tmp_path / f"step_{step}" / "generation_config.json").read_text())
         assert found["eos_token_id"] == expected
         assert ("temperature" in found) == (name == "base")
@@ -120,13 +125,12 @@ def test_a_policy_of_which_nothing_is_finite_is_not_saved(tokenizer, tmp_path):
     assert not list((tmp_path / "run").iterdir())
 
 
-def test_only_the_newest_are_kept_and_the_one_that_final_points_to(policy, tokenizer, tmp_path):
-    model, optimizer = trained(policy, seed=1)
+def test_only_the_newest_are_kept_and_the_one_that_final_points_to(pair, tokenizer, tmp_path):
     (tmp_path / "unfinished_step_1").mkdir()  # of a killed run
     assert latest(tmp_path) == (0, None)
     saving = writer(tmp_path, tokenizer, keep_checkpoints=2)
     for step in (1, 2, 3, 4):
-        saving.save(step, model, optimizer, {})
+        saving.save(step, *pair, {})
         if step == 1:
             checkpoint.link_final(tmp_path, 1)
     assert [step for step, _ in checkpoints(tmp_path)] == [1, 3, 4]
@@ -143,24 +147,25 @@ def test_only_the_newest_are_kept_and_the_one_that_final_points_to(policy, token
 
 
 @pytest.fixture(scope="module")
-def run_folder(policy, tokenizer, tmp_path_factory):
+def run_folder(pair, tokenizer, tmp_path_factory):
     """Two checkpoints, of which `final` and `best` point to the second."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    model, optimizer = trained(policy, seed=1)
     saving = writer(folder, tokenizer, keep_best="eval/set/avg@1")
     for step in (1, 2):
         log(folder, step, {"eval/set/avg@1": float(step)})
-        saving.save(step, model, optimizer, {"prompts_drawn": step})
+        saving.save(step, *pair, {"prompts_drawn": step})
     checkpoint.link_final(folder, 2)
     return folder
 
 
-def cut(file: Path) -> None:
-    os.truncate(file, file.stat().st_size // 2)
+@pytest.fixture
+def folder(run_folder, tmp_path):
+    """A copy of it, to be damaged."""
+    return shutil.copytree(run_folder, tmp_path / "run", symlinks=True)
 
 
-def empty(file: Path) -> None:
-    os.truncate(file, 0)
+def cut(file: Path, at: float = 0.5) -> None:
+    os.truncate(file, int(file.stat().st_size * at))
 
 
 def flip(file: Path) -> None:
@@ -169,7 +174,7 @@ def flip(file: Path) -> None:
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize("damage", [cut, empty, flip, Path.unlink])
+@pytest.mark.parametrize("damage", [cut, partial(cut, at=0), flip, Path.unlink])
 def test_damage_to_any_file_is_found_and_named_and_the_checkpoint_before_is_used(damage, run_folder, tmp_path):
     names = [str(path.relative_to(run_folder / "step_2")) for path in (run_folder / "step_2").rglob("*")]
     files = [name for name in names if (run_folder / "step_2" / name).is_file()]
@@ -188,8 +193,7 @@ def test_damage_to_any_file_is_found_and_named_and_the_checkpoint_before_is_used
         assert {path.name for path in folder.glob("[!m]*")} == {"damaged_step_2", "step_1"}, "no link to it is left"
 
 
-def test_without_a_whole_checkpoint_nothing_starts_again_from_scratch(run_folder, tmp_path):
-    folder = shutil.copytree(run_folder, tmp_path / "run", symlinks=True)
+def test_without_a_whole_checkpoint_nothing_starts_again_from_scratch(run_folder, folder):
     for step in (1, 2):
         cut(folder / f"step_{step}" / "model.safetensors")
     for _ in range(2):  # also at the next start
@@ -197,7 +201,7 @@ def test_without_a_whole_checkpoint_nothing_starts_again_from_scratch(run_folder
             latest(folder)
     shutil.copytree(run_folder / "step_2", folder / "step_2")
     assert latest(folder) == (2, folder / "step_2")
-    empty(folder / "step_2" / "config.json")
+    cut(folder / "step_2" / "config.json")
     with pytest.raises(DiskError, match="damaged_step_2, damaged_step_2_2"):
         latest(folder)
     for path in folder.glob("damaged_*"):
@@ -205,10 +209,8 @@ def test_without_a_whole_checkpoint_nothing_starts_again_from_scratch(run_folder
     assert latest(folder) == (0, None)
 
 
-def test_added_files_do_not_count_and_a_folder_without_checksums_is_used_as_it_is_and_that_is_said(
-    run_folder, tmp_path
-):
-    folder, told = shutil.copytree(run_folder, tmp_path / "run", symlinks=True), []
+def test_added_files_do_not_count_and_a_folder_without_checksums_is_used_as_it_is_and_that_is_said(folder):
+    told = []
     (folder / "step_2" / "eval").mkdir()  # of evaluate.py
     (folder / "step_2" / "eval" / "results.json").write_text("{}")
     assert latest(folder, told) == (2, folder / "step_2") and not told
@@ -232,9 +234,8 @@ class Evil:
         return os.system, (f"touch {self.mark}",)
 
 
-def test_a_list_of_shards_with_code_in_it_is_damage_even_if_the_checksums_agree(run_folder, tmp_path):
-    folder, said = shutil.copytree(run_folder, tmp_path / "run", symlinks=True), []
-    mark, checkpoint_2 = tmp_path / "executed", folder / "step_2"
+def test_a_list_of_shards_with_code_in_it_is_damage_even_if_the_checksums_agree(folder, tmp_path):
+    said, mark, checkpoint_2 = [], tmp_path / "executed", folder / "step_2"
     metadata = dcp.FileSystemReader(checkpoint_2 / "trainer").read_metadata()
     metadata.planner_data = Evil(mark)
     (checkpoint_2 / "trainer" / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -248,14 +249,13 @@ def test_a_list_of_shards_with_code_in_it_is_damage_even_if_the_checksums_agree(
 
 
 def test_a_value_with_code_in_it_is_refused(policy, tmp_path):
-    model, optimizer = trained(policy, seed=1)
+    model, optimizer = trained(policy)
     mark = tmp_path / "executed"
     optimizer.param_groups[0]["betas"] = Evil(mark)
     parameters, state = checkpoint.get_state_dict(model, optimizer)
     dcp.save({"model": parameters, "optimizer": state}, checkpoint_id=tmp_path / "step_1" / "trainer")
-    model, optimizer = trained(policy, seed=1)
     with pytest.raises(DiskError, match="step_1 cannot be loaded: Weights only load failed"):
-        checkpoint.load(tmp_path / "step_1", model, optimizer)
+        checkpoint.load(tmp_path / "step_1", *trained(policy))
     assert not mark.exists()
 
 
@@ -280,26 +280,25 @@ def test_a_folder_with_code_of_its_own_is_refused_whatever_a_terminal_answers(po
 
 @pytest.mark.parametrize(("fails_in", "limit"), [("the shards", 1_000_000), ("the policy", 100_000)])
 def test_a_full_disk_costs_a_checkpoint_but_not_the_one_that_must_be_there(
-    fails_in, limit, policy, tokenizer, tmp_path, monkeypatch
+    fails_in, limit, pair, tokenizer, tmp_path, monkeypatch
 ):
-    model, optimizer = trained(policy, seed=1)
     folder = tmp_path / "run"
     saving = writer(folder, tokenizer, said := [], keep_checkpoints=1, save_every=10)
-    saving.save(10, model, optimizer, {})
+    saving.save(10, *pair, {})
     if fails_in == "the policy":  # safetensors of 0.2 MB; the shards, of 1.5 MB, come first
         monkeypatch.setattr(checkpoint.dcp, "save", lambda *_, **__: None)
     with largest_file(limit):
-        saving.save(20, model, optimizer, {})
+        saving.save(20, *pair, {})
         assert [path.name for path in folder.iterdir()] == ["step_10"], "nothing half-written is left"
         refused = "the checkpoint of step {} could not be written: .* \\(.*GiB are free in .*\\); "
         assert re.fullmatch(refused.format(20) + f"the run goes on, and {folder}/step_10 .*", said[0][9:]), said
         with pytest.raises(DiskError, match=refused.format(24) + f"make room, and .* from {folder}/step_10."):
-            saving.save(24, model, optimizer, {}, is_required=True)
+            saving.save(24, *pair, {}, is_required=True)
     assert [step for step in range(11, 35) if saving.is_due(step, is_last=step == 34)] == [20, 30, 34], "at its turn"
     monkeypatch.undo()
-    saving.save(30, model, optimizer, {})
-    saving.save(30, model, optimizer, {}, is_required=True)  # a signal came right after it
-    saving.save(0, model, optimizer, {}, is_required=True)  # or before the first step
+    saving.save(30, *pair, {})
+    saving.save(30, *pair, {}, is_required=True)  # a signal came right after it
+    saving.save(0, *pair, {}, is_required=True)  # or before the first step
     assert [path.name for path in folder.iterdir()] == ["step_30"] and len(said) == 1
 
 
@@ -308,7 +307,7 @@ def test_a_checkpoint_takes_the_space_that_the_dry_run_says(policy, tokenizer, t
     config = load_config(str(policy))
     config.hidden_size, config.intermediate_size = 256, 768
     Qwen2ForCausalLM(config).save_pretrained(tmp_path / "model")
-    writer(tmp_path / "run", tokenizer).save(1, *trained(tmp_path / "model", seed=1), {})
+    writer(tmp_path / "run", tokenizer).save(1, *trained(tmp_path / "model"), {})
     args = flags(model=tmp_path / "model", train_data="x#100", max_prompt_tokens=8, max_completion_tokens=12)
     files = [path for path in (tmp_path / "run" / "step_1").rglob("*") if path.is_file()]
     expected = checkpoint_bytes(setup_of(args, load_config(args.model)))
@@ -318,14 +317,13 @@ def test_a_checkpoint_takes_the_space_that_the_dry_run_says(policy, tokenizer, t
 # The best -------------------------------------------------------------------------------------------------------------
 
 
-def test_the_best_by_validation_is_kept_and_linked_also_after_a_resume(policy, tokenizer, tmp_path):
-    model, optimizer = trained(policy, seed=1)
+def test_the_best_by_validation_is_kept_and_linked_also_after_a_resume(pair, tokenizer, tmp_path):
     metric, accuracies = "eval/set/avg@4", {1: 0.5, 2: 0.8, 3: 0.8, 4: 0.6, 5: None, 6: 0.9, 7: 0.1}
     kept = {}
     for step, accuracy in accuracies.items():
         saving = writer(tmp_path / "run", tokenizer, keep_checkpoints=1, keep_best=metric)  # a start for each step
         log(tmp_path / "run", step, {metric: accuracy})
-        saving.save(step, model, optimizer, {})
+        saving.save(step, *pair, {})
         best = (tmp_path / "run" / "best").resolve().name
         kept[step] = [number for number, _ in checkpoints(tmp_path / "run")], best
     assert kept == {
@@ -334,13 +332,12 @@ def test_the_best_by_validation_is_kept_and_linked_also_after_a_resume(policy, t
     }  # fmt: skip
 
 
-def test_a_checkpoint_is_whole_even_if_the_best_cannot_be_told(policy, tokenizer, tmp_path, monkeypatch, capsys):
-    model, optimizer = trained(policy, seed=1)
+def test_a_checkpoint_is_whole_even_if_the_best_cannot_be_told(pair, tokenizer, tmp_path, monkeypatch, capsys):
     for trouble, score in (("the log is damaged", "high"), ("the link cannot be made", 0.5)):
         run = tmp_path / trouble
         saving = writer(run, tokenizer, keep_best="eval/set/avg@4")
         log(run, 1, {"eval/set/avg@4": score})
         if trouble == "the link cannot be made":
             monkeypatch.setattr(checkpoint, "point", Mock(side_effect=OSError(28, "No space left on device")))
-        saving.save(1, model, optimizer, {}, is_required=True)
+        saving.save(1, *pair, {}, is_required=True)
         assert latest(run)[0] == 1 and capsys.readouterr().out.count("/best could not be written") == 1

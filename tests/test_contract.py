@@ -4,16 +4,14 @@ a sleeping engine loses nothing that it does not get again.
 """
 
 import ast
-import functools
 import inspect
 import json
 import os
+import pkgutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from importlib.util import find_spec
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
@@ -246,15 +244,12 @@ def test_segments_of_memory_may_expand_when_the_graphs_are_captured_and_not_befo
     assert order == ["captured", "expandable True"]
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "words"),
-    [
-        ("sleep(2)", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), "goes to sleep"),
-        ("wake_up(weights)", RuntimeError("CUDA Error: out of memory at cumem.cpp:1"), "memory of its weights"),
-        ("reload_weights", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), "new weights"),
-        ("wake_up(kv_cache)", RuntimeError("CUDA Error: out of memory at cumem.cpp:1"), "memory of its cache"),
-    ],
-)
+@pytest.mark.parametrize(("call", "error", "words"), [
+    ("sleep(2)", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), "goes to sleep"),
+    ("wake_up(weights)", RuntimeError("CUDA Error: out of memory at cumem.cpp:1"), "memory of its weights"),
+    ("reload_weights", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), "new weights"),
+    ("wake_up(kv_cache)", RuntimeError("CUDA Error: out of memory at cumem.cpp:1"), "memory of its cache"),
+])  # fmt: skip
 def test_a_lack_of_memory_is_said_in_one_sentence_with_the_flags_to_change(call, error, words, rollout, monkeypatch):
     gpu_of(3, 80, monkeypatch)
     engine = engine_on_cuda(rollout, RecordedLLM(call, error), monkeypatch)
@@ -285,34 +280,24 @@ def gpu_of(free: int, total: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 # Signatures -----------------------------------------------------------------------------------------------------------
 
-# What our code calls -> where it is defined: what only CUDA runs. The rest is run by the tests on CPU, by the same
-# versions.
+# What only CUDA runs: what our code calls -> where it is defined. The rest is run by the tests on CPU, by the same
+# versions. Calls of torch.cuda need no place: their names are it.
 CALLS = {
-    "self.llm.sleep": ["vllm/entrypoints/llm.py:LLM.sleep"],
-    "self.llm.wake_up": ["vllm/entrypoints/llm.py:LLM.wake_up"],
+    "self.llm.sleep": ["vllm.entrypoints.llm:LLM.sleep"],
+    "self.llm.wake_up": ["vllm.entrypoints.llm:LLM.wake_up"],
     "engine_core.reset_encoder_cache": [
-        "vllm/v1/engine/core_client.py:InprocClient.reset_encoder_cache",
-        "vllm/v1/worker/gpu_worker.py:Worker.reset_encoder_cache",
-        "vllm/v1/worker/gpu/model_runner.py:GPUModelRunner.reset_encoder_cache",
+        "vllm.v1.engine.core_client:InprocClient.reset_encoder_cache",
+        "vllm.v1.worker.gpu_worker:Worker.reset_encoder_cache",
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.reset_encoder_cache",
     ],
-    "varlen_attn": ["torch/nn/attention/varlen.py:varlen_attn"],
-    "pin_memory": ["torch/cuda/_pin_memory_utils.py:pin_memory"],
-    "activate_flash_attention_impl": ["torch/nn/attention/_registry.py:activate_flash_attention_impl"],
-    "torch.cuda.empty_cache": ["torch/cuda/memory.py:empty_cache"],
-    "torch.cuda.mem_get_info": ["torch/cuda/memory.py:mem_get_info"],
-    "torch.cuda.memory_stats": ["torch/cuda/memory.py:memory_stats"],
-    "torch.cuda.reset_peak_memory_stats": ["torch/cuda/memory.py:reset_peak_memory_stats"],
-    "torch.cuda.init": ["torch/cuda/__init__.py:init"],
-    "torch.cuda.get_device_capability": ["torch/cuda/__init__.py:get_device_capability"],
-    "torch.cuda.synchronize": ["torch/cuda/__init__.py:synchronize"],
-    "torch.cuda.set_device": ["torch/cuda/__init__.py:set_device"],
-    "torch.cuda.device_count": ["torch/cuda/__init__.py:device_count"],
-    "torch.cuda.get_device_name": ["torch/cuda/__init__.py:get_device_name"],
+    "varlen_attn": ["torch.nn.attention.varlen:varlen_attn"],
+    "pin_memory": ["torch.cuda._pin_memory_utils:pin_memory"],
+    "activate_flash_attention_impl": ["torch.nn.attention:activate_flash_attention_impl"],
 }
 RELOAD = [  # the worker of CUDA and its runners (V2, V1), which take the keywords of `collective_rpc`
-    "vllm/v1/worker/gpu_worker.py:Worker.reload_weights",
-    "vllm/v1/worker/gpu/model_runner.py:GPUModelRunner.reload_weights",
-    "vllm/v1/worker/gpu_model_runner.py:GPUModelRunner.reload_weights",
+    "vllm.v1.worker.gpu_worker:Worker.reload_weights",
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.reload_weights",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.reload_weights",
 ]
 ROOMS = ("", "generation", "grading", "guards", "inputs", "model", "planner", "records", "reporting")
 TREES = {path: ast.parse(path.read_text()) for room in ROOMS for path in (ROOT / room).glob("*.py")}
@@ -330,59 +315,41 @@ CALLED = [(f".{ast.unparse(node.func)}", where, node) for where, node in nodes()
 
 def calls(name: str) -> list[tuple[str, ast.Call]]:
     """(file:line, call) of each call in the program whose function is written so; one with a dot, at its end."""
-    is_it = [written == f".{name}" or ("." in name and written.endswith(f".{name}")) for written, _, _ in CALLED]
-    return [(where, node) for (_, where, node), chosen in zip(CALLED, is_it, strict=True) if chosen]
+    ends = f".{name}" if "." in name else None
+    return [(where, node) for called, where, node in CALLED if called == f".{name}" or (ends and called.endswith(ends))]
 
 
-@functools.cache
-def definitions(file: str) -> list[ast.stmt]:
-    library, _, rest = file.partition("/")
-    return ast.parse((Path(find_spec(library).origin).parent / rest).read_text()).body
-
-
-def signature(place: str) -> inspect.Signature:
-    """Of `file:function` or `file:Class.method` (then without self), read from the source: nothing is imported."""
-    file, _, name = place.partition(":")
-    body = definitions(file)
-    *owners, last = name.split(".")
-    for owner in owners:
-        (body,) = (node.body for node in body if isinstance(node, ast.ClassDef) and node.name == owner)
-    (function,) = (node for node in body if isinstance(node, ast.FunctionDef) and node.name == last)
-    is_static = any(ast.unparse(decorator) == "staticmethod" for decorator in function.decorator_list)
-    given = function.args
-    for each in (*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg):
-        if each:
-            each.annotation = None
-    given.defaults = [ast.Constant(None) for _ in given.defaults]
-    given.kw_defaults = [default and ast.Constant(None) for default in given.kw_defaults]
-    found = list(inspect.signature(eval(f"lambda {ast.unparse(given)}: None")).parameters.values())
-    return inspect.Signature(found[bool(owners and not is_static) :])
-
-
-def bind(place: str, where: str, num_positional: int, keywords: list[str]) -> None:
+def assert_takes(place: str, where: str, num_positional: int, keywords: list[str]) -> None:
+    """The function, or the method of a class (`module:Class.method`), takes so many arguments and these keywords."""
+    num_positional += "." in place.partition(":")[2]  # self
     try:
-        signature(place).bind(*[None] * num_positional, **dict.fromkeys(keywords))
-    except (TypeError, ValueError) as error:  # ValueError: there is no such function any more
+        inspect.signature(pkgutil.resolve_name(place)).bind(*[None] * num_positional, **dict.fromkeys(keywords))
+    except (TypeError, AttributeError, ImportError) as error:  # the last two: there is no such function any more
         pytest.fail(f"{where} does not fit {place}: {error}")
 
 
-@pytest.mark.parametrize("name", CALLS)
+CUDA_CALLS = sorted({called.removeprefix(".") for called, *_ in CALLED if called.startswith(".torch.cuda.")})
+
+
+@pytest.mark.parametrize("name", [*CALLS, *CUDA_CALLS])
+@pytest.mark.usefixtures("rollout")  # which imports vLLM as the program does
 def test_what_we_call_takes_what_we_give(name):
     found = calls(name)
     assert found, "no line calls it: take it out of the list"
     for where, call in found:
         # Of `*ends` the number is not in the source: two everywhere (varlen_attn's lengths of queries and keys).
         num_positional = sum(2 if isinstance(each, ast.Starred) else 1 for each in call.args)
-        for place in CALLS[name]:
-            bind(place, where, num_positional, [keyword.arg for keyword in call.keywords])
+        for place in CALLS.get(name, [name]):
+            assert_takes(place, where, num_positional, [keyword.arg for keyword in call.keywords])
 
 
+@pytest.mark.usefixtures("rollout")
 def test_what_the_workers_are_told_to_call_takes_what_we_give():
-    for where, call in calls("self.llm.collective_rpc"):
-        assert call.args[0].value == "reload_weights"
-        (kwargs,) = (keyword.value for keyword in call.keywords if keyword.arg == "kwargs")
-        for place in RELOAD:
-            bind(place, where, 0, [key.value for key in kwargs.keys])
+    ((where, call),) = calls("self.llm.collective_rpc")
+    assert call.args[0].value == "reload_weights"
+    (kwargs,) = (keyword.value for keyword in call.keywords if keyword.arg == "kwargs")
+    for place in RELOAD:
+        assert_takes(place, where, 0, [key.value for key in kwargs.keys])
 
 
 PRIVATE = {
@@ -412,8 +379,8 @@ def test_names_that_the_libraries_keep_to_themselves_are_known():
 def test_an_engine_of_llama_loses_nothing_in_its_sleep(tmp_path):
     """Qwen2: tests/test_rollout.py; Qwen2.5-VL: tests/model/test_vision.py, which start such an engine anyway."""
     make_model(SETUPS["tulu8b_rlvr_7plus1"], tmp_path / "model")
-    done = torchrun(1, "tests/hidden_tensors.py", tmp_path / "model", tmp_path / "found.json")
+    done = torchrun(1, "tests/ranks.py", "hidden_tensors", 1, tmp_path / "found.pt", tmp_path / "model")
     assert "WARNING" not in done.stdout, "vLLM's warnings are shown: silence those that tell nothing (NOISE)"
-    found = json.loads((tmp_path / "found.json").read_text())
+    found = torch.load(tmp_path / "found.pt")
     assert found["hidden"] == []
     assert len(found["planted"]) == 1 and found["planted"][0].endswith(".planted"), "the scan finds what there is"

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+import data_files
 from data import PromptData, order_of_epoch
 from data_files import (
     TOKENIZER,
@@ -24,12 +25,7 @@ from data_files import (
     texts,
     user,
     write_lines,
-    write_math12k,
-    write_numina_tir,
-    write_open_r1_8k,
     write_parquet,
-    write_rlvr,
-    write_simplerl,
 )
 from helpers import ROOT, said
 from model.vision import Vision
@@ -54,39 +50,36 @@ SIMPLERL = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_sta
 SIMPLERL += "<|im_start|>assistant\n"
 
 
-@pytest.mark.parametrize(
-    ("write_set", "part", "changes", "prompts", "answers"),
-    [
-        (write_math12k, "@test", {}, ["[user]test 0?[assistant]", "[user]test 1?[assistant]"], ["0", "1"]),
-        (write_numina_tir, "#1", {"answer_column": "solution", "system_prompt": "Think."},
-         ["[system]Think.[user]What is 2+2?[assistant]"], ["We add.\n\\[\\boxed{4}\\]"]),
-        (write_open_r1_8k, "", WITH_IMAGES | {"answer_column": "solution"}, ["[user]<pic>How red?[assistant]"],
-         ["<think>Very.</think><answer>(A)</answer>"]),
-        (write_rlvr, "", {"prompt_column": "messages", "answer_column": "ground_truth"},
-         ["[user]1+1?[assistant]", "[user]Find x.[assistant]", "[user]No commas.[assistant]"],
-         ["2", "\\frac{1}{2}", '{"func_name": "validate_no_commas"}']),
-        (write_simplerl, "", {"prompt_format": "raw", "prompt_column": "prompt",
-                              "answer_column": "reward_model.ground_truth"},
-         [SIMPLERL.format(f"train question {i}?") for i in (0, 2)], ["72", "5"]),
-        (write_simplerl, "", {"prompt_column": "question", "answer_column": "gt_answer", "prompt_suffix": "\nBox it."},
-         [f"[user]train question {i}?\nBox it.[assistant]" for i in (0, 2)], ["72", "5"]),
-    ],
-)  # fmt: skip
-def test_a_documented_data_set_loads_with_its_columns(write_set, part, changes, prompts, answers, tmp_path):
-    write_set(tmp_path)
+@pytest.mark.parametrize(("data_set", "part", "changes", "prompts", "answers"), [
+    ("math12k", "@test", {}, ["[user]test 0?[assistant]", "[user]test 1?[assistant]"], ["0", "1"]),
+    ("numina_tir", "#1", {"answer_column": "solution", "system_prompt": "Think."},
+     ["[system]Think.[user]What is 2+2?[assistant]"], ["We add.\n\\[\\boxed{4}\\]"]),
+    ("open_r1_8k", "", WITH_IMAGES | {"answer_column": "solution"}, ["[user]<pic>How red?[assistant]"],
+     ["<think>Very.</think><answer>(A)</answer>"]),
+    ("rlvr", "", {"prompt_column": "messages", "answer_column": "ground_truth"},
+     ["[user]1+1?[assistant]", "[user]Find x.[assistant]", "[user]No commas.[assistant]"],
+     ["2", "\\frac{1}{2}", '{"func_name": "validate_no_commas"}']),
+    ("simplerl", "", {"prompt_format": "raw", "prompt_column": "prompt",
+                          "answer_column": "reward_model.ground_truth"},
+     [SIMPLERL.format(f"train question {i}?") for i in (0, 2)], ["72", "5"]),
+    ("simplerl", "", {"prompt_column": "question", "answer_column": "gt_answer", "prompt_suffix": "\nBox it."},
+     [f"[user]train question {i}?\nBox it.[assistant]" for i in (0, 2)], ["72", "5"]),
+])  # fmt: skip
+def test_a_documented_data_set_loads_with_its_columns(data_set, part, changes, prompts, answers, tmp_path):
+    getattr(data_files, f"write_{data_set}")(tmp_path)
     loaded = load(f"{tmp_path}{part}", **changes)
     assert texts(loaded) == prompts
     assert [row.answer for row in loaded.rows] == answers
-    if write_set is write_simplerl:  # one answer is blank
+    if data_set == "simplerl":  # one answer is blank
         assert [where for where, _ in loaded.excluded] == [f"{tmp_path}@train, row 1"]
-    if write_set is write_rlvr:  # its verifiers read the columns
+    if data_set == "rlvr":  # its verifiers read the columns
         assert [row.columns["dataset"] for row in loaded.rows] == ["gsm8k", "MATH", "ifeval"]
         assert [row.columns["constraint_type"] for row in loaded.rows] == [None, None, "No Commas"]
-    if write_set is write_open_r1_8k:
+    if data_set == "open_r1_8k":
         (row,) = loaded.rows
         assert row.encoded_images == (png(),) and row.prompt == "<image>How red?"
         assert row.messages[0]["content"] == [{"type": "image"}, {"type": "text", "text": "How red?"}]
-    if write_set is write_numina_tir:
+    if data_set == "numina_tir":
         with pytest.raises(ValueError, match="the last message is not the user's, but of 'assistant'"):
             load(tmp_path, prompt_column="messages", answer_column="solution")
 
@@ -193,14 +186,11 @@ def test_an_image_marker_without_images_is_not_read_as_text(prompt_format, tmp_p
     assert prompts(loaded) == ["q"] and loaded.excluded == [(f"{tmp_path}/rows.jsonl, line 2", reason)]
 
 
-@pytest.mark.parametrize(
-    ("message", "reason"),
-    [
-        ("{{ '[u]' + m['content'] }}", "the chat template refuses it"),  # TypeError
-        ("[u]{{ m['content'] }}", "0 image tokens for 1 images"),  # prints the Python list
-        ("{% for p in m['content'] %}{{ p['text'] }}{% endfor %}", "0 image tokens for 1 images"),  # leaves images out
-    ],
-)
+@pytest.mark.parametrize(("message", "reason"), [
+    ("{{ '[u]' + m['content'] }}", "the chat template refuses it"),  # TypeError
+    ("[u]{{ m['content'] }}", "0 image tokens for 1 images"),  # prints the Python list
+    ("{% for p in m['content'] %}{{ p['text'] }}{% endfor %}", "0 image tokens for 1 images"),  # leaves images out
+])  # fmt: skip
 def test_a_template_without_a_place_for_images_is_refused(message, reason, tmp_path):
     tokenizer = byte_tokenizer("{% for m in messages %}" + message + "{% endfor %}")
     vision = Vision(None, tokenizer.convert_tokens_to_ids("<pic>"), 14, 2, 56 * 56, 10**6, 112)
@@ -316,13 +306,10 @@ def test_a_mixture_without_weights_draws_every_row_of_every_source_once(tmp_path
     assert PromptData.mix(parts[:1], None) is parts[0]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "weights", "draws"),
-    [
-        ((6, 6), [1, 1], [6, 6]), ((2, 10), [3, 1], [9, 3]), ((100, 3), [0.5, 0.5], [52, 51]),
-        ((10, 10, 10), [1, 1, 5], [4, 4, 22]), ((5, 5), [1e-3, 9e-3], [1, 9]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("sizes", "weights", "draws"), [
+    ((6, 6), [1, 1], [6, 6]), ((2, 10), [3, 1], [9, 3]), ((100, 3), [0.5, 0.5], [52, 51]),
+    ((10, 10, 10), [1, 1, 5], [4, 4, 22]), ((5, 5), [1e-3, 9e-3], [1, 9]),
+])  # fmt: skip
 def test_weights_are_shares_of_an_epochs_draws_and_rows_of_a_source_are_drawn_equally_often(
     sizes, weights, draws, tmp_path
 ):

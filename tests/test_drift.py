@@ -1,6 +1,5 @@
 """Sampler and trainer cannot drift apart unnoticed: faults injected into a real engine, and the sums that find them."""
 
-import json
 from contextlib import nullcontext
 from types import SimpleNamespace as Some
 
@@ -15,8 +14,9 @@ from fsdp_utils import World, own_rows
 from grpo import temperature_terms
 from guards.drift import DriftGuard, add_sums, check_gap, differing, no_sums
 from guards.start import RunError
-from helpers import ALONE, ROOT, make_model, one_bit, torchrun, training_flags
+from helpers import ALONE, ROOT, make_model, one_bit, training_flags
 from metrics import temperature_of
+from ranks import on_ranks
 
 UNLIKE, BEFORE = "the engine's weights are not the policy's: ", "; nothing was sampled with them"
 FAULTS = {  # fault -> what its sentence says
@@ -39,8 +39,7 @@ CLEAN = [(0.0035, 1.053, 0.14), (0.0069, 0.939, 0.51), (0.0126, 1.088, 0.3)]
 def test_a_fault_is_found_within_a_step_and_named_and_clean_steps_raise_no_alarm(lora_rank, tp_size, policy, tmp_path):
     if tp_size == 2:  # both ranks hold the same keys
         policy = make_model(tmp_path / "policy", num_attention_heads=4, num_key_value_heads=1, head_dim=32)
-    torchrun(tp_size, "tests/drift_faults.py", policy, tp_size, lora_rank, tmp_path / "found", is_forked=tp_size == 1)
-    found = json.loads((tmp_path / "found").read_text())
+    found = on_ranks(tp_size, "drift_faults", policy, lora_rank, tp_size=tp_size)
     clean, gaps = found.pop("clean"), found.pop("gaps")
     assert len(clean) >= 12 and not any(clean)
     assert found.keys() == FAULTS.keys() - {"head not repacked" if lora_rank else "adapter not merged"}

@@ -5,30 +5,26 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 import grpo
 from batch import pack
-from distributed_gradient import ALGORITHMS, LEFT_OUT, off_policy, parsed, reference_of, rollout_of
+from distributed_gradient import ALGORITHMS, COMMON, LEFT_OUT, off_policy, reference_of, rollout_of
 from distributed_mesh import CASES
-from helpers import torchrun
 from inputs.choices import algorithm_of
-from policy import load_policy
+from policies import load_policy
+from ranks import on_ranks, parsed
 from update import with_advantages
 
 TOLERANCE = {"atol": 2e-6, "rtol": 1e-4}
 
 
 @pytest.fixture(scope="module")
-def results(policy, tmp_path_factory):
+def results(policy):
     """World size -> {algorithm: {case: (metrics, gradients)}}."""
-    folder = tmp_path_factory.mktemp("gradients")
-    for num_ranks in (1, 2):
-        torchrun(num_ranks, "tests/distributed_gradient.py", policy, folder / f"{num_ranks}.pt")
-    return {num_ranks: torch.load(folder / f"{num_ranks}.pt") for num_ranks in (1, 2)}
+    return {num_ranks: on_ranks(num_ranks, "distributed_gradient", policy) for num_ranks in (1, 2)}
 
 
-def whole_cases(results: dict, algorithm: str) -> list[tuple[dict[str, float], list[Tensor]]]:
+def whole_cases(results: dict, algorithm: str) -> list[tuple[dict, dict]]:
     found = [of_world[algorithm] for of_world in results.values()]
     return [result for cases in found for case, result in cases.items() if case != "three sequences"]
 
@@ -36,13 +32,13 @@ def whole_cases(results: dict, algorithm: str) -> list[tuple[dict[str, float], l
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_loss_and_gradient_are_those_of_one_process_and_one_batch(algorithm, results, policy):
     """The weights of the sequences are written out here; the equations are those of `grpo.py`, see test_grpo.py."""
-    model, rollout = load_policy(str(policy), torch.float32), rollout_of("any")
-    settings = algorithm_of(parsed(algorithm))
+    model, rollout = load_policy(policy), rollout_of("any")
+    settings = algorithm_of(parsed(f"{COMMON} {ALGORITHMS[algorithm]}"))
     batch = with_advantages(rollout, pack(rollout, list(range(8))))
     logprobs_N, entropies_N = model(batch, 1.0, True)
     batch = off_policy(replace(batch, old_logprobs_N=logprobs_N.detach()))
     if settings.kl_coef:
-        batch = replace(batch, ref_logprobs_N=reference_of(str(policy))(batch, 1.0)[0])
+        batch = replace(batch, ref_logprobs_N=reference_of(policy)(batch, 1.0)[0])
     loss_N, _, _ = grpo.total_loss(batch, logprobs_N, batch.old_logprobs_N, entropies_N, settings)
     losses = [values[4 - 1 :] for values in loss_N.split(batch.lengths_S)]
     losses = [losses[b] for b in range(8) if algorithm != "reinforce" or b not in LEFT_OUT]
@@ -51,12 +47,12 @@ def test_loss_and_gradient_are_those_of_one_process_and_one_batch(algorithm, res
     else:
         loss = sum(each.sum() / 12 if algorithm == "cispo" else each.mean() for each in losses) / len(losses)
     loss.backward()
-    gradients = [p.grad for p in model.parameters()]
-    assert math.sqrt(sum(g.square().sum() for g in gradients)) > 0.05, "a gradient this small would hide a difference"
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    norm = math.sqrt(sum(gradient.square().sum() for gradient in gradients.values()))
+    assert norm > 0.05, "a gradient this small would hide a difference"
     for metrics, found in whole_cases(results, algorithm):
         assert metrics["policy/loss"] == pytest.approx(loss.item(), abs=1e-6)
-        for a, b in zip(found, gradients, strict=True):
-            torch.testing.assert_close(a, b, **TOLERANCE)
+        torch.testing.assert_close(found, gradients, **TOLERANCE)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -89,22 +85,18 @@ def test_a_rank_with_nothing_left_to_train_changes_nothing(algorithm, results):
     positions = 1 - (15 + 14 + 12) / (2 * (15 + 12))  # attention is little of the cost
     assert idle == pytest.approx([0, positions], abs=0.02)
     assert together == pytest.approx(alone, abs=1e-5)
-    for a, b in zip(gradients, alone_gradients, strict=True):
-        torch.testing.assert_close(a, b, **TOLERANCE)
+    torch.testing.assert_close(gradients, alone_gradients, **TOLERANCE)
 
 
 @pytest.fixture(scope="module")
-def meshes(policy, tmp_path_factory):
-    """Flags -> {--shard_ranks: (metrics, gradients, weights)} of the same updates on four ranks."""
-    output = tmp_path_factory.mktemp("meshes") / "results.pt"
-    torchrun(4, "tests/distributed_mesh.py", policy, output)
-    return torch.load(output)
+def meshes(policy):
+    return on_ranks(4, "distributed_mesh", policy)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_copies_of_the_policy_train_as_one(case, meshes):
     """Two replicas of two shards, and four replicas, against one dimension."""
-    tolerance = {"atol": 1e-2, "rtol": 1e-2} if "bfloat16" in case else {"atol": 2e-6, "rtol": 1e-4}
+    tolerance = {"atol": 1e-2, "rtol": 1e-2} if "bfloat16" in case else TOLERANCE
     one, gradients, weights = meshes[case][None]
     assert all(metrics["optim/grad_norm"] > 0.1 for metrics in one), "far above --max_grad_norm: clipping took part"
     for shard_ranks in (2, 1):
@@ -112,7 +104,4 @@ def test_copies_of_the_policy_train_as_one(case, meshes):
         for a, b in zip(metrics, one, strict=True):
             assert a == pytest.approx(b, abs=tolerance["atol"], rel=tolerance["rtol"])
         assert math.sqrt(sum(x.float().square().sum() for x in gradients.values())) == pytest.approx(0.05, rel=0.01)
-        for name, expected in gradients.items():
-            torch.testing.assert_close(found_gradients[name], expected, **tolerance)
-        for name, expected in weights.items():
-            torch.testing.assert_close(found_weights[name], expected, **tolerance)
+        torch.testing.assert_close((found_gradients, found_weights), (gradients, weights), **tolerance)

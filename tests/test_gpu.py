@@ -11,7 +11,8 @@ from batch import pack
 from helpers import RAGGED, make_rollout, metrics_of, torchrun, training_flags
 from model.attention import check_alignment
 from model.head import chunked_logprobs
-from policy import load_policy
+from policies import load_policy
+from ranks import on_ranks
 from update import with_advantages
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -82,10 +83,9 @@ def test_an_update_that_communicates_once_and_shares_prompts_trains_the_same(pol
 
 
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
-def test_offloading_trains_the_same_policy(param_dtype, policy, tmp_path):
+def test_offloading_trains_the_same_policy(param_dtype, policy):
     """State that streams through the GPU changes no bit; updates on the host, by another kernel: within 1e-4."""
-    torchrun(1, "tests/distributed_offload.py", policy, tmp_path / "results.pt")
-    results = torch.load(tmp_path / "results.pt")
+    results = on_ranks(1, "distributed_offload", policy)
     _, resident, *_ = results[f"--param_dtype {param_dtype} --offload none"]
     _, streamed, *_ = results[f"--param_dtype {param_dtype} --offload optimizer"]
     _, on_host, *_ = results[f"--param_dtype {param_dtype} --offload all --offload_reference"]

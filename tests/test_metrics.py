@@ -15,7 +15,7 @@ from helpers import make_grade, make_rollout
 from metrics import merge_updates, peak_flops, rollout_metrics, stderr_of_mean, throughput
 from planner.setup import shape_of
 from planner.time import forward_flops
-from policy import load_policy
+from policies import load_policy
 from update import update_flops, work_of_step
 
 WORLD = World(rank=0, size=2, tp_size=1, device=torch.device("cpu"))
@@ -121,7 +121,7 @@ def test_rates_and_waiting_are_those_of_the_step_and_what_it_did_not_do_has_no_r
 
 
 def test_the_flops_of_an_update_are_those_of_the_planner(untied_policy):
-    policy = load_policy(str(untied_policy), torch.float32)
+    policy = load_policy(untied_policy)
     shape = shape_of(policy.model.config, "test")
     lengths = np.array([12, 40, 100])
     found = update_flops(policy, training_costs(lengths, policy.parity_length).sum())

@@ -1,11 +1,9 @@
 """The real vLLM engine samples from the policy, before and after a sync, alone and tensor-parallel."""
 
-import json
-
 import pytest
 import torch
 
-from helpers import torchrun
+from ranks import on_ranks
 
 CASES = {  # policy, ranks, ranks of an engine, --dtype, --head_dtype
     "tied": ("policy", 1, 1, "bfloat16", "bfloat16"),
@@ -23,12 +21,10 @@ LARGEST_GAPS = {
 
 
 @pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
-def found(request, tmp_path_factory):
+def found(request):
     """What tests/engine_checks.py found: tied weights in one engine, an own head in two, one engine over two ranks."""
     folder, num_ranks, tp_size, *dtypes = request.param
-    path, output = request.getfixturevalue(folder), tmp_path_factory.mktemp("engine") / "found.json"
-    torchrun(num_ranks, "tests/engine_checks.py", path, tp_size, *dtypes, output, is_forked=tp_size == 1)
-    return json.loads(output.read_text())
+    return on_ranks(num_ranks, "engine_checks", request.getfixturevalue(folder), *dtypes, tp_size=tp_size)
 
 
 def test_sampler_and_trainer_agree_before_and_after_a_sync(found):

@@ -38,7 +38,7 @@ def groups(*verdicts: list[int], first_row: int = 0, rewards: list[list[float]] 
 def rows_of(rollout: Rollout) -> list[int]:
     """The number of each group's row."""
     assert [x % 10 for x in rollout.completion_lengths_B] == [1, 2] * (len(rollout.rows) // 2)
-    return [int(length) // 10 for length in rollout.completion_lengths_B[::2]]
+    return (rollout.completion_lengths_B[::2] // 10).tolist()
 
 
 def test_without_dynamic_sampling_one_round_is_the_step():
@@ -57,11 +57,7 @@ def test_groups_without_signal_are_replaced_by_later_ones():
     sampled = Rollout.concatenate(rounds)
     indices_B, metrics = choose_groups(sampled, len(rounds), of_step)
     trained = sampled.take(indices_B)
-    assert rows_of(sampled) == [0, 1, 2, 3, 4, 5]
-    assert rows_of(trained) == [1, 3, 5]
-    assert trained.is_correct_B.tolist() == [False, True] * 3
-    assert [grade.reward for grade in trained.grades] == [0, 1] * 3
-    assert all(trained.rows[b] is sampled.rows[i] for b, i in enumerate([2, 3, 6, 7, 10, 11]))
+    assert rows_of(trained) == [1, 3, 5] and trained.is_correct_B.tolist() == [False, True] * 3
     assert metrics == {
         "sampling/rounds": 2, "sampling/prompts": 6, "sampling/groups_without_signal": 3, "sampling/groups_unused": 0,
         "sampling/groups_filled": 0,

@@ -33,7 +33,7 @@ from helpers import ALONE, flags, make_model, make_row, metrics_of, start, torch
 from inputs.checks import check_flags
 from inputs.load import check_places
 from model.engine_options import engine_options
-from policy import load_policy
+from policies import load_policy
 from rollout_server import build_servers
 
 ROWS = [make_row([number, number + 1], where=f"row {number}") for number in range(8)]

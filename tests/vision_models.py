@@ -56,11 +56,11 @@ def vision_flags(folder: Path, **changes: object) -> Namespace:
     return flags(**(limits | images | changes))
 
 
-def vision_data(args: Namespace) -> PromptData:
-    """The five prompts of `make_vision_model`."""
-    prompt_format = take(PromptFormat, args)
+def vision_data(args: Namespace, source: Path | None = None) -> PromptData:
+    """The five prompts of `make_vision_model`, or those of the source."""
+    prompt_format, path = take(PromptFormat, args), str(source or Path(args.model) / "train.parquet")
     tokenizer, vision = load_processor(args.model, AutoConfig.from_pretrained(args.model), prompt_format)
-    return PromptData.load(str(Path(args.model) / "train.parquet"), prompt_format, tokenizer, 0, vision)
+    return PromptData.load(path, prompt_format, tokenizer, 0, vision)
 
 
 def pack_with_images(rollout: Rollout, indices: list[int], group_size: int = 1) -> Batch:

@@ -16,7 +16,7 @@ from batch import pack
 from helpers import RAGGED, make_rollout, unpacked_logprobs
 from model import attention
 from model.attention import check_device
-from policy import load_policy
+from policies import load_policy
 
 SEVERAL_RECTANGLES = [70, 5, 100, 30, 66]  # on CPU: of lengths so different that they do not all share one
 
@@ -91,8 +91,7 @@ def test_packing_for_cuda_gives_the_kernel_what_the_rectangles_give_the_cpu(poli
             out.append(attended[0].transpose(0, 1))
         return torch.cat(out)
 
-    model = load_policy(str(policy), torch.float32)
-    rollout = make_rollout(SEVERAL_RECTANGLES, 40, group_size=2)
+    model, rollout = load_policy(policy), make_rollout(SEVERAL_RECTANGLES, 40, group_size=2)
     for group_size in (1, 2):
         batch, found = pack(rollout, [3, 0, 4, 2, 1], group_size), []
         for kernel in (False, True):
@@ -101,9 +100,7 @@ def test_packing_for_cuda_gives_the_kernel_what_the_rectangles_give_the_cpu(poli
                     patch.setattr(attention, "varlen_attn", varlen_attn)
                     patch.setattr(attention, "padded_packing", attention.varlen_packing)
                 logprobs = model(batch, 1.0)[0]
-            model.zero_grad()
-            logprobs.square().sum().backward()
-            found.append([logprobs.detach(), *(p.grad.clone() for p in model.parameters())])
+            found.append([logprobs.detach(), *torch.autograd.grad(logprobs.square().sum(), [*model.parameters()])])
         for a, b in zip(*found, strict=True):
             torch.testing.assert_close(a, b, atol=1e-5 * a.abs().max().item(), rtol=1e-4)
 
@@ -133,7 +130,7 @@ def test_the_backward_pass_adds_up_the_gradients_of_shared_keys_without_sorting(
 
 
 def test_a_sliding_window_shorter_than_a_sequence_is_refused(policy):
-    model = load_policy(str(policy), torch.float32)
+    model = load_policy(policy)
     for layer in model.layers:
         layer.self_attn.sliding_window = 8
     with pytest.raises(ValueError, match="sliding-window attention of 8 tokens"):
@@ -162,17 +159,13 @@ def flash_attention_3(request, monkeypatch) -> Iterator[None]:
     library._destroy()
 
 
-@pytest.mark.parametrize(
-    ("flash_attention_3", "expected"),
-    [
-        (((9, 0), ("forward", "backward")), "FlashAttention 3"),
-        (((9, 0), ("forward",)), "FlashAttention 2"),  # as in the engine's build: nothing could be trained
-        (((9, 0), ()), "FlashAttention 2"),
-        (((8, 0), ("forward", "backward")), "FlashAttention 2"),
-        (((10, 0), ("forward", "backward")), "FlashAttention 2"),
-    ],
-    indirect=["flash_attention_3"],
-)
+@pytest.mark.parametrize(("flash_attention_3", "expected"), [
+    (((9, 0), ("forward", "backward")), "FlashAttention 3"),
+    (((9, 0), ("forward",)), "FlashAttention 2"),  # as in the engine's build: nothing could be trained
+    (((9, 0), ()), "FlashAttention 2"),
+    (((8, 0), ("forward", "backward")), "FlashAttention 2"),
+    (((10, 0), ("forward", "backward")), "FlashAttention 2"),
+], indirect=["flash_attention_3"])  # fmt: skip
 def test_flash_attention_3_runs_where_card_and_module_have_it(flash_attention_3, expected, monkeypatch):
     assert attention.kernel_name(CUDA) == "varlen_attn, FlashAttention 2"
     checked = []

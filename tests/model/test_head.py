@@ -10,7 +10,7 @@ from batch import pack
 from helpers import ALONE, RAGGED, build, flags, make_rollout
 from model import sizes
 from model.head import chunked_logprobs
-from policy import load_policy
+from policies import load_policy
 
 
 def test_chunks_of_the_head_change_neither_value_nor_gradient(policy, monkeypatch):
@@ -18,22 +18,18 @@ def test_chunks_of_the_head_change_neither_value_nor_gradient(policy, monkeypatc
     results = []
     for chunk in (1024, 5, 1):
         monkeypatch.setattr(sizes, "HEAD_CHUNK_LOGITS", chunk * 64)
-        model = load_policy(str(policy), torch.float32)
+        model = load_policy(policy)
+        weight = model.model.get_output_embeddings().weight
         logprobs, entropies = model(batch, 1.0)
-        logprobs.sum().backward(retain_graph=True)
-        gradient = model.model.get_output_embeddings().weight.grad.clone()
-        logprobs.sum().backward()  # the last chunk is kept for the first backward pass, not for this one
-        twice = model.model.get_output_embeddings().weight.grad
-        results.append((logprobs.detach(), entropies, gradient, twice - gradient))
-    for other in results:
-        for found, wanted in zip(other, results[0], strict=True):
-            torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(other[3], other[2], atol=1e-5, rtol=1e-5)
+        (gradient,) = torch.autograd.grad(logprobs.sum(), weight, retain_graph=True)
+        (again,) = torch.autograd.grad(logprobs.sum(), weight)  # for which the last chunk is not kept
+        torch.testing.assert_close(again, gradient, atol=1e-5, rtol=1e-5)
+        results.append((logprobs.detach(), entropies, gradient))
+    torch.testing.assert_close(results[1:], results[:1] * 2, atol=1e-5, rtol=1e-5)
 
 
 def test_entropy_is_that_of_the_tempered_distribution(policy):
-    rollout = make_rollout([3])
-    model = load_policy(str(policy), torch.float32)
+    model, rollout = load_policy(policy), make_rollout([3])
     batch = pack(rollout, [0])
     tokens = torch.tensor([*rollout.rows[0].ids, *rollout.completions[0]])[None]
     plain = AutoModelForCausalLM.from_pretrained(str(policy), dtype=torch.float32)
@@ -43,18 +39,15 @@ def test_entropy_is_that_of_the_tempered_distribution(policy):
     assert not entropies.requires_grad, "as a metric it costs no memory for a backward pass"
     model(batch, 0.5, True)[1].sum().backward()
     expected.sum().backward()
-    gradients = dict(plain.named_parameters())
-    for name, parameter in model.model.named_parameters():
-        torch.testing.assert_close(parameter.grad, gradients[name].grad, atol=1e-5, rtol=1e-4)
-    assert max(p.grad.abs().max() for p in gradients.values()) > 0.01
+    found, wanted = ({name: p.grad for name, p in x.named_parameters()} for x in (model.model, plain))
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+    assert max(gradient.abs().max() for gradient in wanted.values()) > 0.01
 
 
 def test_prompt_positions_get_no_logprob_and_give_no_gradient_to_the_head(policy):
-    model = load_policy(str(policy), torch.float32)
-    batch = pack(make_rollout([2, 2]), [0, 1])
+    model, batch = load_policy(policy), pack(make_rollout([2, 2]), [0, 1])
     logprobs, entropies = model(batch, 1.0)
-    assert logprobs[~batch.loss_mask_N].eq(0).all()
-    assert entropies[~batch.loss_mask_N].eq(0).all()
+    assert not logprobs[~batch.loss_mask_N].any() and not entropies[~batch.loss_mask_N].any()
     logprobs[~batch.loss_mask_N].sum().backward()
     assert all(p.grad is None or p.grad.eq(0).all() for p in model.parameters())
 
@@ -65,7 +58,7 @@ def test_prompt_positions_get_no_logprob_and_give_no_gradient_to_the_head(policy
 def test_fp32_logits_of_bf16_numbers_are_exact_where_bf16_rounds_them(qwen3_policy, monkeypatch):
     """Against an fp64 head on the same bf16 hidden states. In bf16, logits near 13 are rounded to steps of 0.06."""
     monkeypatch.setattr(model.head, "COPIED_ROWS", 20)  # of 64
-    policy, batch, hidden = load_policy(str(qwen3_policy), torch.bfloat16), pack(make_rollout(), list(range(8))), []
+    policy, batch, hidden = load_policy(qwen3_policy, torch.bfloat16), pack(make_rollout(), list(range(8))), []
     policy.model.get_decoder().register_forward_hook(lambda module, args, out: hidden.append(out.last_hidden_state[0]))
     mask, errors = batch.loss_mask_N, []
     for head_dtype in (None, torch.bfloat16, torch.float32):

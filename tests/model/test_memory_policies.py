@@ -4,16 +4,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from distributed_offload import ONCE, SMALL
 from helpers import copy_at, flags, lines, metrics_of, torchrun, training_flags, without_times
 from inputs.checks import check_flags
+from ranks import on_ranks
 
 
 @pytest.fixture(scope="module")
-def results(policy, tmp_path_factory):
-    """Flags -> (metrics of three updates, parameters, optimizer state of rank 0, (reduce-scatters, all-gathers))."""
-    file = tmp_path_factory.mktemp("policies") / "results.pt"
-    torchrun(2, "tests/distributed_offload.py", policy, file)
-    return torch.load(file)
+def results(policy):
+    return on_ranks(2, "distributed_offload", policy)
 
 
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
@@ -23,9 +22,7 @@ def test_offloading_changes_no_bit(param_dtype, results):
     for other in ("optimizer", "all --offload_reference"):
         other = f"--param_dtype {param_dtype} --offload {other}"
         assert results[other][0] == metrics, other
-        for found, wanted in zip(results[other][1:3], (parameters, state), strict=True):
-            assert found.keys() == wanted.keys()
-            assert all(found[name].equal(tensor) for name, tensor in wanted.items()), other
+        torch.testing.assert_close(results[other][1:3], (parameters, state), atol=0, rtol=0)
 
 
 def test_bf16_parameters_follow_the_fp32_ones_and_take_10_bytes(results, policy):
@@ -45,13 +42,9 @@ def test_bf16_parameters_follow_the_fp32_ones_and_take_10_bytes(results, policy)
     assert bytes_of_state == pytest.approx([8, 6], abs=0.01)
 
 
-SMALL = "--micro_batch_tokens 20"
-
-
 def test_parameters_are_gathered_and_gradients_reduced_once_an_update(results):
     metrics, parameters, _, (num_reductions, num_gathers) = results[SMALL]
-    once = f"{SMALL} --communicate_once"
-    found, found_parameters, _, (reductions, gathers) = results[once]
+    found, found_parameters, _, (reductions, gathers) = results[ONCE]
     assert reductions == 3 * 3, "three updates, two layers and the rest"
     assert num_reductions > reductions and num_reductions % reductions == 0, "otherwise once for each micro-batch"
     num_micros = num_reductions // 3
@@ -62,9 +55,9 @@ def test_parameters_are_gathered_and_gradients_reduced_once_an_update(results):
         assert one == pytest.approx(other, abs=2e-4, rel=0.01)  # bf16 arithmetic, summed in another order
     for name, tensor in parameters.items():
         assert (found_parameters[name] - tensor).abs().mean() < 1e-4, "of three updates of 1e-3"
-    on_host, on_host_parameters, *_ = results[f"{once} --gradient_checkpointing --offload all"]
+    on_host, on_host_parameters, *_ = results[f"{ONCE} --gradient_checkpointing --offload all"]
     assert on_host == found
-    assert all(on_host_parameters[name].equal(tensor) for name, tensor in found_parameters.items())
+    torch.testing.assert_close(on_host_parameters, found_parameters, atol=0, rtol=0)
 
 
 def test_a_bf16_run_continues_bit_for_bit_also_under_another_offload(policy, reward, tmp_path):
@@ -84,14 +77,11 @@ def test_a_bf16_run_continues_bit_for_bit_also_under_another_offload(policy, rew
     assert (parts / weights).read_bytes() == (whole / weights).read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"param_dtype": "bfloat16", "dtype": "float32"}, "computes more finely than --param_dtype bfloat16"),
-        ({"head_dtype": "bfloat16", "dtype": "float32"}, "--head_dtype bfloat16 would round what --dtype float32"),
-        ({"offload_reference": True, "kl_coef": 0}, "--offload_reference has no effect here, only with --kl_coef"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"param_dtype": "bfloat16", "dtype": "float32"}, "computes more finely than --param_dtype bfloat16"),
+    ({"head_dtype": "bfloat16", "dtype": "float32"}, "--head_dtype bfloat16 would round what --dtype float32"),
+    ({"offload_reference": True, "kl_coef": 0}, "--offload_reference has no effect here, only with --kl_coef"),
+])  # fmt: skip
 def test_combinations_that_make_no_sense_are_refused(changes, words):
     with pytest.raises(ValueError, match=words):
         check_flags(flags(**changes), 1)

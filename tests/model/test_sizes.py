@@ -59,28 +59,16 @@ def test_dense_models_with_attention_in_all_layers_pass():
         check(AutoConfig.for_model(name))
 
 
-OTHERS = {  # architecture -> what the sentence says that it has
+OTHERS = {  # architecture, one for each place in which a config tells it -> what the sentence says that it has
     "qwen3_moe": "(qwen3_moe) has 128 experts; needed is a dense model",
-    "qwen2_moe": "60 experts",
-    "mixtral": "8 experts",
     "dbrx": "4 experts",
-    "gpt_oss": "128 experts",
     "deepseek_v2": "64 experts",
-    "deepseek_v3": "256 experts",
-    "glm4_moe": "128 experts",
     "ernie4_5_moe": "64 experts",
     "qwen3_vl_moe": "(qwen3_vl_moe_text) has 60 experts",
     "llama4": "16 experts and layers of the kind chunked_attention",
     "qwen3_next": "512 experts and layers of the kind linear_attention",
     "qwen3_5": "(qwen3_5_text) has layers of the kind linear_attention; needed is a dense model with attention in all",
-    "qwen3_5_moe": "256 experts and layers of the kind linear_attention",
-    "olmo_hybrid": "layers of the kind linear_attention",
-    "mamba2": "layers of the kind linear_attention",
-    "jamba": "16 experts and layers of the kind linear_attention",
-    "bamba": "layers of the kind linear_attention",
     "zamba2": "layers of the kind hybrid and layers of the kind linear_attention",
-    "falcon_h1": "layers of the kind hybrid",
-    "nemotron_h": "layers of the kind linear_attention",
     "recurrent_gemma": "layers of the kind recurrent",
     "rwkv": "no attention heads",
 }

@@ -1,11 +1,11 @@
 """A mathematical answer, LaTeX or plain text, as a value: `parse_value(clean(text))`.
 
 A value is a tuple: its kind, and what follows that.
-    number (fraction, unit)      formula (text, unit)          words (text)          based (digits, base)
-    list, set, union (values)    sequence (brackets, values, names)
-    named (name, value, left side, right side): x = 5          equation (left, right)
-    chain (values said to be equal, approximations): 2+3 = 5   relation (terms, signs, variable, interval): 0 < x
-    choice (letter, value): (C) 12                             colon (values, half of the day): 12:30, 3:4
+    number (fraction, unit)                    formula (text, unit)               words (text)
+    list, set, union (values)                  choice (letter, value): (C) 12
+    named (name, value, "=", left, right): x = 5    equation (sign, left, right): 2x < y
+    chain (values said to be equal): 2+3 = 5
+    sequence (brackets, values, names): a point, an interval (0 < x, too), a matrix, a row of one, 12:30, 3:4
 Numbers are exact fractions; formulas are left to SymPy (`equality.py`).
 """
 
@@ -236,7 +236,7 @@ NAMED = re.compile(
 )
 BUILDER = re.compile(rf"\s*{NAME}(?:\s*\\in\s*\\mathbb\{{R\}})?\s*(?:\\mid|:|\|)\s*(.+)")
 RELATION = re.compile(r"\\[lg]e(?![A-Za-z])|\\ne(?![A-Za-z])|(?<!\\)[<>]")
-EQUALS, APPROX = re.compile(r"(?<![<>:\\])="), re.compile(r"\\approx(?![A-Za-z])")
+EQUALS = re.compile(r"(?<![<>:\\])=")
 CHOICE = re.compile(
     r"(?:\\text\{\s*)?(?:(?:option|choice|answer)\s+)?(\(?)\s*(?:\\text\{\s*)?(\(?)"
     r"\s*([A-Ja-j])\s*(\)?)\s*\}?\s*(\)?)\s*(?:([.:)])?\s*(.*))?", re.IGNORECASE | re.DOTALL,
@@ -249,9 +249,9 @@ OR = re.compile(r"(?<=[\s\d})\]])or(?=[\s\\(\d-]|\w(?:\(\w\))?\s*=)|\\cup(?![A-Z
 COLON, SEMICOLON = re.compile(":"), re.compile(";")
 # What SymPy has no value for is compared as text.
 UNCOUNTED = re.compile(
-    r"\\(?:equiv|[pb]?mod|[lc]?dots|mid|parallel|perp|neg|land|to|rightarrow|implies|iff)(?![A-Za-z])|\.\.|\?"
+    r"\\(?:equiv|approx|[pb]?mod|[lc]?dots|mid|parallel|perp|neg|land|to|rightarrow|implies|iff)(?![A-Za-z])|\.\.|\?"
 )
-MATRIX = re.compile(r"\\begin\{([bpBv]?matrix|array)\}(?:\{[^{}]*\})?((?:(?!\\begin).)*)\\end\{\1\}", re.DOTALL)
+MATRIX = re.compile(r"\\begin\{([bpB]?matrix|array)\}(?:\{[^{}]*\})?((?:(?!\\begin).)*)\\end\{\1\}", re.DOTALL)
 OPENING, CLOSING = ("(", "[", "{", "\\{", "\\langle"), (")", "]", "}", "\\}", "\\rangle")
 BRACKET = r"\\[{}]|\\[lr]angle|\\.|[()\[\]{}]"  # or an escaped character, which is none
 
@@ -314,13 +314,9 @@ def _named(text: str) -> Value | None:
     """x = 5, f(x) = x^2, x in (0, 1); equations and relations that are no such definitions; 2 + 3 = 5 is 5."""
     if len(_split(text, COMMA)) > 1 or len(_split(text, OR)) > 1:
         return None
-    terms = _split(text, RELATION)
+    terms, sides = _split(text, RELATION), _split(text, EQUALS)
     if len(terms) > 1:
-        return _relation(text, terms)
-    exact, *approximations = _split(text, APPROX)
-    sides = _split(exact, EQUALS)
-    if len(sides) == 2 and number(sides[0]) is not None and re.fullmatch(NAME, sides[1]):  # 5 = x
-        sides = sides[::-1]
+        return _relation(terms, RELATION.findall(text)) if len(sides) == 1 and all(terms) else ("words", text)
     if NAMES.fullmatch(sides[0]) and len(sides) == 2:  # (x, y) = (1, 2)
         values = parse_value(sides[1])
         names = re.findall(r"[A-Za-z]", sides[0])
@@ -328,75 +324,57 @@ def _named(text: str) -> Value | None:
     named = NAMED.fullmatch("=".join(sides))
     if named and (len(sides) > 1 or "\\in" in text):
         rest = sides[1:] or [named[2].strip()]
-        name = re.sub(r"\\text|[\s{}]", "", fold(named[1]))
-        return ("named", name, _chain(rest, approximations), sides[0], rest[-1])
-    if approximations and len(sides) == 1 and re.fullmatch(NAME, exact):  # x \approx 11
-        return parse_value(approximations[-1])
-    is_constant = CONSTANT.fullmatch(sides[0]) and CONSTANT.fullmatch(sides[-1])
-    if approximations and len(sides) == 1 or (len(sides) > 1 and is_constant):
-        return _chain(sides, approximations)  # 2 + 3 = 5
+        return ("named", re.sub(r"\\text|[\s{}]", "", fold(named[1])), _chain(rest), "=", sides[0], rest[-1])
+    if len(sides) > 1 and CONSTANT.fullmatch(sides[0]) and CONSTANT.fullmatch(sides[-1]):
+        return _chain(sides)  # 2 + 3 = 5
     if len(sides) > 2:
         return ("words", text)  # 2x = 10 = 5
-    return ("equation", sides[0], sides[-1]) if len(sides) == 2 and all(sides) else None
+    return ("equation", "=", *sides) if len(sides) == 2 and all(sides) else None
 
 
-def _chain(sides: list[str], approximations: list[str]) -> Value:
+def _chain(sides: list[str]) -> Value:
     """The last side, with the other sides without letters, which have to equal it."""
     values = [parse_value(side) for side in sides[:-1] if CONSTANT.fullmatch(side)] + [parse_value(sides[-1])]
-    if len(values) == 1 and not approximations:
-        return values[0]
-    return ("chain", tuple(values), tuple(parse_value(text) for text in approximations))
+    return ("chain", tuple(values)) if len(values) > 1 else values[0]
 
 
-def _relation(text: str, terms: list[str]) -> Value | None:
-    """0 < x <= a, and the variable and the interval that this describes, if it does."""
-    signs = RELATION.findall(text)
-    if len(_split(text, EQUALS)) > 1:
-        return None
-    if not all(terms):
-        return ("words", text)
+def _relation(terms: list[str], signs: list[str]) -> Value:
+    """0 < x <= a as the interval that it describes, with the name of its variable; another relation as it is."""
     if all(sign in (">", r"\ge") for sign in signs):  # everything the one way round
         terms, signs = terms[::-1], ["<" if sign == ">" else r"\le" for sign in signs[::-1]]
-    ends, between = [*terms], [*signs]
     if len(terms) == 2 and VARIABLE.fullmatch(terms[0]) and terms[1] not in ("x", "y", "z"):
-        ends, between = [r"-\infty", *terms], ["<", *signs]
+        if signs == [r"\ne"]:  # x \ne 2 is (-\infty, 2) \cup (2, \infty)
+            return ("union", (_relation(terms, ["<"]), _relation(terms[::-1], ["<"])))
+        terms, signs = [r"-\infty", *terms], ["<", *signs]
     elif len(terms) == 2 and VARIABLE.fullmatch(terms[1]):
-        ends, between = [*terms, r"\infty"], [*signs, "<"]
-    interval = None
-    if len(ends) == 3 and VARIABLE.fullmatch(ends[1]) and {*between} <= {"<", r"\le"}:
-        brackets = ("(" if between[0] == "<" else "[") + (")" if between[1] == "<" else "]")
-        interval = ("sequence", brackets, (parse_value(ends[0]), parse_value(ends[2])), ())
-    if signs == [r"\ne"] and VARIABLE.fullmatch(terms[0]):  # x \ne 2 is (-\infty, 2) \cup (2, \infty)
-        ends = [r"-\infty", terms[0], r"\infty"]
-        low, gap, high = (parse_value(text) for text in (r"-\infty", terms[1], r"\infty"))
-        interval = ("union", (("sequence", "()", (low, gap), ()), ("sequence", "()", (gap, high), ())))
-    return ("relation", tuple(terms), tuple(signs), ends[1], interval)
+        terms, signs = [*terms, r"\infty"], [*signs, "<"]
+    if len(terms) == 3 and VARIABLE.fullmatch(terms[1]) and {*signs} <= {"<", r"\le"}:
+        brackets = ("(" if signs[0] == "<" else "[") + (")" if signs[1] == "<" else "]")
+        return ("sequence", brackets, (parse_value(terms[0]), parse_value(terms[2])), (terms[1],))
+    return ("equation", signs[0], *terms) if len(terms) == 2 else ("words", repr((terms, signs)))
 
 
 def _collection(text: str) -> Value | None:
     parts = _split(text, SEMICOLON if all(sign in text for sign in ",=;") else OR)  # x=1, y=2; x=2, y=1
     if len(parts) > 1 and all(parts):
         values = tuple(parse_value(part) for part in parts)
-        is_choice = any(map(re.compile("[A-J]").fullmatch, parts)) or any(value[0] == "choice" for value in values)
+        is_choice = any(re.fullmatch("[A-J]", part) for part in parts) or any(value[0] == "choice" for value in values)
         if _point(values) or is_choice:
             return ("words", text)  # x = 1 or y = 2; "A or B" chooses neither
-        if "\\cup" in text or any(value[0] == "relation" for value in values):
-            return ("union", tuple(value[4] or value if value[0] == "relation" else value for value in values))
-        return ("list", _flat(values))
+        are_intervals = any(value[0] == "sequence" and len(value[3]) == 1 for value in values)  # x < 1 or x > 2
+        return ("union", values) if "\\cup" in text or are_intervals else ("list", _flat(values))
     parts = [re.sub(r"^and\s", "", part).strip() for part in _split(text, COMMA) if part and part != "and"]
     if len(parts) > 1:
         values = _flat(tuple(parse_value(part) for part in parts))
         return _point(values) or ("list", values)
     inner = _brackets(text)
-    matrix = MATRIX.fullmatch(inner[1].strip() if inner and inner[0] in ("(", "[") else text)
-    if matrix and matrix[1] != "vmatrix":
-        rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?", matrix[2]) if row.strip()]
-        cells = [tuple(parse_value(clean(cell)) for cell in row.split("&")) for row in rows]
-        return ("sequence", "()", tuple(row[0] if len(row) == 1 else ("sequence", "row", row, ()) for row in cells), ())
+    if matrix := MATRIX.fullmatch(inner[1].strip() if inner and inner[0] in ("(", "[") else text):
+        rows = [row.split("&") for row in re.split(r"\\\\(?:\[[^\]]*\])?", matrix[2]) if row.strip()]
+        rows = [tuple(parse_value(clean(cell)) for cell in row) for row in rows]
+        return ("sequence", "()", tuple(row[0] if len(row) == 1 else ("sequence", "row", row, ()) for row in rows), ())
     if inner is None:
-        if text.count("\\pm") != 1:
-            return None
-        return ("list", tuple(parse_value(text.replace("\\pm", sign)) for sign in "+-"))
+        is_double = text.count("\\pm") == 1
+        return ("list", tuple(parse_value(text.replace("\\pm", sign)) for sign in "+-")) if is_double else None
     opening, inside, closing = inner
     builder = BUILDER.fullmatch(inside)
     if builder and opening == "\\{":
@@ -420,13 +398,7 @@ def _point(values: tuple[Value, ...]) -> Value | None:
 
 def _flat(values: tuple[Value, ...]) -> tuple[Value, ...]:
     """1, \\pm 2 -> 1, 2, -2."""
-    flat: tuple[Value, ...] = ()
-    for value in values:
-        if value[0] == "named" and value[2][0] == "list":  # x = \pm 2
-            flat += tuple(("named", value[1], item, *value[3:]) for item in value[2][1])
-        else:
-            flat += value[1] if value[0] == "list" else (value,)
-    return flat
+    return tuple(item for value in values for item in (value[1] if value[0] == "list" else (value,)))
 
 
 def _is_text(words: str, is_marked: bool) -> bool:
@@ -441,13 +413,14 @@ def _is_text(words: str, is_marked: bool) -> bool:
 def _quantity(text: str) -> Value | None:
     """Based numbers, times and ratios, words, money, and what has a unit."""
     if based := BASED.fullmatch(text):
-        return ("based", based[1].lstrip("0").upper(), str(WORDS.get(based[2], based[2])))
+        return ("words", f"{based[1].lstrip('0').upper()}_{WORDS.get(based[2], based[2])}")
     clock = CLOCK.fullmatch(text)
     parts = clock[1].split(":") if clock else _split(text, COLON)
     if len(parts) > 1 and all(parts) and (clock or "\\text" not in text):
         values = tuple(parse_value(part.strip()) for part in parts)
         if all(value[0] in ("number", "formula") for value in values):
-            return ("colon", values, re.sub(r"[^apm]", "", text.lower()) if clock else "")
+            half = re.sub(r"[^apm]", "", text.lower()) if clock else ""
+            return ("sequence", ":", values, (half,) if half else ())
     if UNCOUNTED.search(text):
         return ("words", re.sub(r"\s", "", text))
     words = " ".join(re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text).split())

@@ -19,7 +19,22 @@ import sympy
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
 from latex2sympy2_extended.math_normalization import NormalizationConfig, normalize_latex
 from math_verify import verify
-from sympy import Add, Basic, Derivative, Expr, Float, I, Integral, Limit, Pow, Product, Sum, factorial, log, simplify
+from sympy import (
+    Basic,
+    Derivative,
+    Expr,
+    Float,
+    I,
+    Integral,
+    Limit,
+    Pow,
+    Product,
+    Sum,
+    Symbol,
+    factorial,
+    log,
+    simplify,
+)
 
 from grading.answer import read_answer
 from grading.values import MAX_FORMULA, Value, clean, fold, parse_value
@@ -31,7 +46,7 @@ MAX_DIGITS = 10_000  # of a number that SymPy may be asked to write out
 MAX_EXPONENT = 200  # of a sum, which SymPy may be asked to expand
 UNFINISHED = (Sum, Product, Integral, Limit, Derivative)  # what would be worked out numerically, at length
 # SymPy raises these for formulas that it cannot treat. A comparison that meets one decides nothing; the next one does.
-UNSOLVED = (TypeError, ValueError, ArithmeticError, NotImplementedError, AttributeError, RecursionError)
+UNSOLVED = (TypeError, ValueError, ArithmeticError, NotImplementedError, RecursionError)
 NORMALIZATION = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True)
 CONVERSION = {"normalization_config": None, "conversion_config": ConversionConfig(lowercase_symbols=False)}
 RADIANS = r"\cdot\frac{\pi}{180}"
@@ -193,12 +208,12 @@ def _is_small(formula: Basic) -> bool:
             return False
         if not isinstance(part, Pow) or not part.exp.is_number:
             continue
-        if isinstance(part.base, Add) and not part.base.is_number and abs(part.exp.evalf()) > MAX_EXPONENT:
-            return False
-        if part.base.is_zero and not part.exp.is_positive:
-            return False
-        is_power = part.base.is_number and not part.base.is_zero
-        if is_power and not abs((part.exp * log(abs(part.base), 10)).evalf()) < MAX_DIGITS:
+        if part.base.is_zero:
+            return bool(part.exp.is_positive)
+        digits = (
+            log(abs(part.base), 10) if part.base.is_number else MAX_DIGITS / MAX_EXPONENT if part.base.is_Add else 0
+        )
+        if not abs((part.exp * digits).evalf()) <= MAX_DIGITS:
             return False
     return True
 
@@ -208,35 +223,30 @@ def same_formula(key: str | Fraction, answer: str | Fraction) -> bool:
     gold, pred = read_formula(key), read_formula(answer)
     if gold is None or pred is None:
         return False
-    values = _values([gold, pred], 0.0)
-    agree = values and _is_close(*values)
-    if values and agree is not False and (difference := gold.doit() - pred.doit()).is_Rational:
-        return difference == 0  # exact: 60 digits do not tell 2^1009 - 1 from 2^1009
-    if values and (agree is False or (agree and not gold.free_symbols | pred.free_symbols)):
-        return agree
+    symbols = sorted(gold.free_symbols | pred.free_symbols, key=str)
+    point = {symbol: Float(0.61803398874989 + i * 0.41421356237309, 60) for i, symbol in enumerate(symbols)}
+    first, second = _value(gold, point), _value(pred, point)
+    if first is not None and second is not None:
+        size = max(abs(first), abs(second))
+        if abs(first - second) > 1e-40 * size > 1e-80:  # a smaller one may be the noise of a zero
+            return False
+        if not symbols and (difference := gold.doit() - pred.doit()).is_Rational:
+            return difference == 0  # exact: 60 digits do not tell 2^1009 - 1 from 2^1009
+        if not symbols and size > 1e-40:
+            return True
     return verify(gold, pred, float_rounding=10, timeout_seconds=None)
 
 
-def _values(formulas: list[Basic], shift: float) -> list[Expr] | None:
-    """The formulas' values to 60 digits at some odd positive point; None where one has no finite value."""
-    if any(not isinstance(formula, Expr) or formula.has(*UNFINISHED) for formula in formulas):
+def _value(formula: Basic, point: dict[Symbol, Float]) -> Expr | None:
+    """Its value to 60 digits at some odd positive point; None if it has none that is finite."""
+    if not isinstance(formula, Expr) or formula.has(*UNFINISHED):
         return None
-    symbols = sorted(set().union(*(formula.free_symbols for formula in formulas)), key=str)
-    point = {symbol: Float(shift + 0.61803398874989 + i * 0.41421356237309, 60) for i, symbol in enumerate(symbols)}
     try:
-        values = [formula.subs(point).evalf(60) for formula in formulas]
-        parts = [part for value in values for part in value.as_real_imag()]
+        value = formula.subs(point).evalf(60)
+        parts = value.as_real_imag()
     except UNSOLVED:
         return None  # `verify` decides
-    return values if all((part.is_Float or part.is_Rational) and part.is_finite for part in parts) else None
-
-
-def _is_close(first: Expr, second: Expr) -> bool | None:
-    """Whether two values agree, relative to their size; None if both are so small that they may be noise of a zero."""
-    size = max(abs(first).evalf(), abs(second).evalf())
-    if size == 0:
-        return True
-    return None if size < 1e-40 else bool(abs((first - second) / size).evalf() < 1e-40)
+    return value if all((part.is_Float or part.is_Rational) and part.is_finite for part in parts) else None
 
 
 def _is_multiple(key: tuple[str, str, str], answer: tuple[str, str, str]) -> bool:
@@ -247,11 +257,6 @@ def _is_multiple(key: tuple[str, str, str], answer: tuple[str, str, str]) -> boo
     differences = [sides[0] - sides[1], sides[2] - sides[3]]
     if not is_directed and all(len(difference.free_symbols) > 1 for difference in differences):  # PV/T = nR is PV = nRT
         differences = [sympy.fraction(sympy.together(difference))[0] for difference in differences]
-    at_one_point, at_another = _values(differences, 0.0), _values(differences, 0.3)
-    if at_one_point and at_another:
-        (a, b), (c, d) = at_one_point, at_another
-        if _is_close(a * d, c * b) is False:
-            return False
     ratio = simplify(differences[0] / differences[1])
     return bool(ratio.is_number and ratio.is_finite and ratio.is_nonzero and (ratio.is_positive or not is_directed))
 

@@ -45,7 +45,8 @@ COMMANDS = {name: meaning for meaning, names in {
     ">": "gt", r"\{": "lbrace", r"\}": "rbrace", r"\approx ": "simeq", r"\emptyset": "varnothing", ":": "colon",
     r"^\circ": "degree", " ": "displaystyle textstyle limits nolimits bf rm large Large",
 }.items() for name in names.split()}  # fmt: skip
-FUNCTION = r"((?:arc)?(?:sin|cos|tan)|(?:sin|cos|tan)h|sec|csc|cot|log|ln|exp)"
+
+CURRENCIES = {r"\$": "dollar", r"\euro": "euro", r"\pounds": "sterling"}
 
 # Pattern and replacement, in order; "x?" stands for: not followed by a letter.
 REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for pattern, replacement in [
@@ -59,9 +60,8 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
     (r"\\(?:mathbf|mathit|boldsymbol|mathrm|vec)\s*\{\s*([a-zA-Z])\s*\}", r" \1 "),
     (r"^\\(?:boxed|fbox|boldsymbol)\s*\{(.*)\}$", r"\1"),
     (r"\\(?:text(?:bf|it|rm|sf|tt|normal)|math(?:rm|bf|it|sf)|emph|mbox|operatorname)\s*\{", r"\\text{"),
-    (r"\\text\s*\{\s*(\\\$|[+-]?\d[\d.,/]*)\s*\}|^\\text\s*\{\s*(\d[^{}:]*)\}$", lambda m: f" {m[1] or m[2]} "),
+    (r"\\text\s*\{\s*(\\\$|[+-]?\d[\d.,/]*)\s*\}|^\\text\s*\{\s*(\d[^{}]*)\}$", lambda m: f" {m[1] or m[2]} "),
     (r"\\text\s*\{\s*,?\s*(?:(or|或者?)|and|和),?\s*\}", lambda m: " or " if m[1] else " , "),
-    (r"^\\text\s*\{([^{}\\]*,[^{}\\]*)\}$", r"\1"),
     # Synonyms
     (r"\\notx?\s*=|(?<![\d)])!=", r"\\ne "),
     (r"([<>])=", lambda m: r"\le " if m[1] == "<" else r"\ge "),
@@ -73,21 +73,17 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
     (r"\{([:,])\}", r"\1"),
     (r"^\s*(?:=|\\approxx?)", ""),
     # What LaTeX allows to be left out, and plain text for LaTeX
-    (r"\\frac\s*(\d)(?=\s*[\d{])", r"\\frac{\1}"),
-    (r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),
-    (r"\\frac\{\s*\\text\{([^{}]*)\}\s*\}\{\s*\\text\{([^{}]*)\}\s*(\^\{?\d\}?)?\s*\}", r"\\text{\1/\2\3}"),
+    (r"\\frac\s*(?:\{([^{}]*)\}|(\d))\s*(\d)", lambda m: rf"\frac{{{m[1] or m[2]}}}{{{m[3]}}}"),
     (r"\\sqrt\s+(\d+|[A-Za-z])", r"\\sqrt{\1}"),
     (r"(?:\\sqrt|(?<![\\A-Za-z])sqrt)\s*(\[\d+\])?\s*\(([^()]*)\)", r"\\sqrt\1{\2}"),
-    (r"(?<![\\A-Za-z])infinityx?", r"\\infty "),
-    (r"(?<![\\A-Za-z])pix?", r"\\pi "),
+    (r"(?<![\\A-Za-z])(?:pi|(infinity))x?", lambda m: r"\infty " if m[1] else r"\pi "),
     (r"(?<![\d.}])(\d+)/(\d+)\s*(?=[A-Za-z])", r"\\frac{\1}{\2}"),  # 1/2x
-    (rf"(?:\\text\s*\{{\s*{FUNCTION}\s*\}}|(?<![\\A-Za-z]){FUNCTION}x?)(?=\s*[(\\|\d^_{{]|\s*[A-Za-z]x?)",
-     lambda m: rf"\{m[1] or m[2]} "),
     (r"\{?\s*(\w+)\s*\\choose\s*(\w+)\s*\}?|(?<![A-Za-z\\])C\(\s*(\d+)\s*,\s*(\d+)\s*\)",
      lambda m: rf"\binom{{{m[1] or m[3]}}}{{{m[2] or m[4]}}}"),
-    (r"(?:\\begin|\\\{\s*\\begin)\{(cases|aligned|gathered|array)\}(?:\{[lcr]+\})?((?:[^&]|&\s*=)*?)\\end\{\1\}",
-     lambda m: re.sub(r"[,;]?\s*\\\\\s*(?=.)", ", ", m[2].replace("&", ""))),
     (r"^(?i:so|thus|hence|therefore|then|it is|it's|that is)\b[,:]?\s+(?=\S)", ""),
+    (r"^\s*([+-]?)\s*(\\\$|\\euro|\\pounds)\s*((?:(?!\\\$).)*\S)\s*$",
+     lambda m: rf"{m[1]}{m[3]} \text{{{CURRENCIES[m[2]]}}}"),
+    (r"\b([ap])\.\s?m\b\.?", r"\1m"),
     (r"\s+", " "),
 ]]  # fmt: skip
 
@@ -95,6 +91,8 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
 @lru_cache(maxsize=4096)
 def clean(text: str) -> str:
     """The answer in one spelling: ASCII and LaTeX, no delimiters, no spacing commands, no full stop."""
+    if len(text) > 4 * MAX_FORMULA:
+        return text
     text = re.sub(r"[⁰¹²³⁴-⁹⁺⁻ⁿ]+", lambda m: f"^{{{unicodedata.normalize('NFKC', m[0]).replace('−', '-')}}}", text)
     text = re.sub(r"[₀-₉]+", lambda m: f"_{{{unicodedata.normalize('NFKC', m[0])}}}", text)
     text = unicodedata.normalize("NFKC", "".join(SYMBOLS.get(character, character) for character in text))
@@ -133,8 +131,6 @@ SCALED = re.compile(rf"(.+?)\s*(?:\\text\{{\s*)?({'|'.join(SCALES)})\s*\}}?")
 def number(text: str) -> Fraction | None:
     """The exact value of an integer, decimal, fraction, mixed or repeating number, 3.5 million or 2x10^5; else None."""
     text = LATEX_FRACTION.sub(r" \1/\2 ", text).strip()
-    if len(text) > 200:
-        return None
     match = NUMBER.fullmatch(text)
     if not match:
         scaled = SCALED.fullmatch(text)
@@ -162,22 +158,20 @@ UNITS = {name: short for short, names in {  # every spelling of a unit
     "hz": "hertz", "people": "person", "child": "children", "man": "men", "woman": "women", "mol": "mole",
 }.items() for name in [short, *names.split()]}  # fmt: skip
 UNITS |= {
-    name: name for name in re.findall(r"\w+", "day week month year cent am pm euro 个 元 米 人 天 度 岁 小时 分钟")
+    name: name
+    for name in re.findall(r"\w+", "day week month year cent am pm euro sterling 个 元 米 人 天 度 岁 小时 分钟")
 }
-LETTERS = {"m", "g", "s", "h", "l", "j", "n", "w", "v"}  # units only behind a space or in \text
 # What says something about the value: 7 dozens, 7 tenths, 7 more
 NO_UNITS = set(re.findall(r"\w+", """
     additional always as billions centuries couples decades does dozens fewer gross half halves hundreds is less
     millions minus more negative no not ones or others over pairs percents plus quarters scores squares tens thirds this
     thousands times triples twins unless versus vs was yes to and than but"""))  # fmt: skip
-SMALL_WORDS = {"square", "squared", "sq", "cubic", "cubed", "cu", "of", "per", "the"}
 UNIT_WORD = r"[A-Za-z\u4e00-\u9fff]+\.?(?:\s*\^\s*\{?-?\d\}?)?"
 QUANTITY = re.compile(
     rf"(?P<value>.*(?:[\d}})]|\\pi|{'|'.join(SCALES)}))\s*(?P<unit>\\?%|\^\\circ\s*"
     r"|(?:\\text\{[^{}]*\}(?:\s*\^\s*\{?-?\d\}?)?\s*(?:/|\\cdot)?\s*)+"
     rf"|(?:(?<=\s)|(?<=[\d)}}])){UNIT_WORD}(?:(?:\s*/\s*|\s+){UNIT_WORD})*)", re.DOTALL,
 )  # fmt: skip
-CURRENCY = re.compile(r"([+-]?)\s*(\\\$|\\euro|\\pounds)\s*(.+)")
 
 
 def unit(text: str, is_apart: bool) -> str | None:
@@ -190,20 +184,19 @@ def unit(text: str, is_apart: bool) -> str | None:
     text = re.sub(
         r"\\text\s*\{\s*\(?(?:in (?=\w))?([^{}()]*)\)?\s*\}", r" \1 ", text.lower().replace("^\\circ", " degrees ")
     )
-    text = re.sub(r"\\?%", " percent ", text).replace("\\cdot", " ").replace(".", " ")
+    text = re.sub(r"\\?%", " percent ", text).replace("\\cdot", " ").replace(".", "")
     if not re.fullmatch(r"[\sa-z\u4e00-\u9fff/^{}\d]*", text) or re.search(r"(?<!\^)(?<!\^\{)\d", text):
         return None
-    power = next((p for word, p in (("sq", "^2"), ("cub", "^3")) if re.search(rf"\b{word}", text)), "")
+    power = "^2" if re.search(r"\bsq", text) else "^3" if re.search(r"\bcu", text) else ""
+    text = re.sub(r"\b(?:(per)|square|squared|sq|cubic|cubed|cu|of|the)\b", lambda m: "/" if m[1] else " ", text)
     names = []
     for word in re.findall(r"[a-z\u4e00-\u9fff]+|\^\{?\d|/", text):
         name = UNITS.get(word, UNITS.get(word.removesuffix("s")))
         if word in NO_UNITS or word in SCALES or word in WORDS or (name is None and re.search(r"ths?$", word)):
             return None
-        if word in SMALL_WORDS:
-            names += ["/"] if word == "per" else []
-        elif word[0] in "^/":
+        if word[0] in "^/":
             names.append(word.replace("{", ""))
-        elif name is not None and (is_apart or word not in LETTERS):
+        elif name is not None and (is_apart or len(word.encode()) > 1):
             names += ["·"] * bool(names and names[-1].isalpha()) + [name]
         elif len(word) > 3 and word.endswith("s") and not word.endswith("ss"):
             names.append(word.removesuffix("s"))
@@ -237,12 +230,9 @@ NAMED = re.compile(
 BUILDER = re.compile(rf"\s*{NAME}(?:\s*\\in\s*\\mathbb\{{R\}})?\s*(?:\\mid|:|\|)\s*(.+)")
 RELATION = re.compile(r"\\[lg]e(?![A-Za-z])|\\ne(?![A-Za-z])|(?<!\\)[<>]")
 EQUALS = re.compile(r"(?<![<>:\\])=")
-CHOICE = re.compile(
-    r"(?:\\text\{\s*)?(?:(?:option|choice|answer)\s+)?(\(?)\s*(?:\\text\{\s*)?(\(?)"
-    r"\s*([A-Ja-j])\s*(\)?)\s*\}?\s*(\)?)\s*(?:([.:)])?\s*(.*))?", re.IGNORECASE | re.DOTALL,
-)  # fmt: skip
+CHOICE = re.compile(r"((?:option |choice |answer )?\s*\(?)\s*([A-J])(?![A-Z])\s*([).:]*)\s*(.*)", re.I | re.DOTALL)
+DENIALS = re.compile(r"^[,/]|\b(?:or|and|is|was|are|not|would|can|but|maybe|wrong|false)\b|\(?[A-J][.):]", re.I)
 BASED = re.compile(r"\(?([0-9A-Fa-f]+)\)?_\{?(?:\\text\{)?\s*(\d+|two|three|four|five|six|seven|eight|nine)\s*\}*")
-CLOCK = re.compile(r"(?:\\text\{)?\s*(\d+(?:\s*:\s*\d+)+)\s*(?:\\text\{)?\s*(?:[ap]\.?\s?m\.?)?\s*\}*", re.IGNORECASE)
 COMMA = re.compile(r"(?<!\d),|,(?!\d{3}(?!\d))|;|,\s|(?<=[\s\d})])and(?=[\s(\\])")
 VARIABLE = re.compile(r"[A-Za-z](?:_\w)?(?:\(\w\))?|\\(?!pi|infty)[a-z]+")
 OR = re.compile(r"(?<=[\s\d})\]])or(?=[\s\\(\d-]|\w(?:\(\w\))?\s*=)|\\cup(?![A-Za-z])")
@@ -259,12 +249,11 @@ BRACKET = r"\\[{}]|\\[lr]angle|\\.|[()\[\]{}]"  # or an escaped character, which
 @lru_cache(maxsize=8192)
 def parse_value(text: str) -> Value:
     """The value of a cleaned answer."""
-    value = number(text)
-    if value is not None:
-        return ("number", value, "")
-    depths = itertools.accumulate(((c in "([{") - (c in ")]}") for c in text), initial=0)
-    if len(text) > MAX_FORMULA or max(depths) > MAX_DEPTH:
+    depths = itertools.accumulate((c in "([{") - (c in ")]}") for c in text)
+    if len(text) > MAX_FORMULA or max(depths, default=0) > MAX_DEPTH:
         return ("words", text)
+    if (value := number(text)) is not None:
+        return ("number", value, "")
     for read in (_choice, _named, _collection, _quantity):
         found = read(text)
         if found is not None:
@@ -285,10 +274,7 @@ def _split(text: str, separator: re.Pattern[str]) -> list[str]:
 
 
 def _brackets(text: str) -> tuple[str, str, str] | None:
-    """(opening, inside, closing) if one pair of brackets encloses the whole text. ]0,1] is (0,1]."""
-    french = re.fullmatch(r"([\]\[(])([^()\[\]]*,[^()\[\]]*)([\]\[)])", text)
-    if french and (french[1] == "]" or french[3] == "["):
-        return french[1].replace("]", "("), french[2], french[3].replace("[", ")")
+    """(opening, inside, closing) if one pair of brackets encloses the whole text."""
     match = re.fullmatch(r"(\\\{|\\langle|\(|\[)(.*)(\\\}|\\rangle|\)|\])", text, re.DOTALL)
     steps = ((token in OPENING) - (token in CLOSING) for token in re.findall(BRACKET, match[2] if match else ""))
     depths = list(itertools.accumulate(steps, initial=0))
@@ -297,17 +283,13 @@ def _brackets(text: str) -> tuple[str, str, str] | None:
 
 def _choice(text: str) -> Value | None:
     """(C), \\text{C}, option C, C. 12. Not "(a) 5, (b) 6", which are two answers."""
-    match = CHOICE.fullmatch(text)
-    if not match:
+    match = CHOICE.fullmatch(re.sub(r"^(?:\\text\s*\{\s*)+([^{}]*)\}", r"\1", text))
+    is_text = text.startswith("\\text")
+    if not match or not (match[1] or match[3] or is_text) or DENIALS.search(match[4]):
         return None
-    before, rest = text[: match.start(3)], (match[7] or "").strip()
-    rest = rest.removesuffix("}") if rest.count("}") > rest.count("{") else rest
-    if not (before.strip("{ ") or match[4] or match[6]):
+    if match[4] and not (match[3] or is_text):
         return None
-    denies = r"^[,/]|\b(?:or|and|is|was|are|not|would|can|but|maybe|wrong|false)\b|\(?[A-Ja-j][.):]"
-    if rest and (re.search(denies, rest, re.IGNORECASE) or not (match[6] or match[4] or match[5])):
-        return None
-    return ("choice", match[3].upper(), parse_value(clean(rest)) if rest else None)
+    return ("choice", match[2].upper(), parse_value(clean(match[4])) if match[4] else None)
 
 
 def _named(text: str) -> Value | None:
@@ -414,23 +396,16 @@ def _quantity(text: str) -> Value | None:
     """Based numbers, times and ratios, words, money, and what has a unit."""
     if based := BASED.fullmatch(text):
         return ("words", f"{based[1].lstrip('0').upper()}_{WORDS.get(based[2], based[2])}")
-    clock = CLOCK.fullmatch(text)
-    parts = clock[1].split(":") if clock else _split(text, COLON)
-    if len(parts) > 1 and all(parts) and (clock or "\\text" not in text):
-        values = tuple(parse_value(part.strip()) for part in parts)
+    if len(parts := _split(text, COLON)) > 1 and all(parts):
+        values = tuple(parse_value(part) for part in parts)
         if all(value[0] in ("number", "formula") for value in values):
-            half = re.sub(r"[^apm]", "", text.lower()) if clock else ""
-            return ("sequence", ":", values, (half,) if half else ())
+            return ("sequence", ":", values, ())
     if UNCOUNTED.search(text):
         return ("words", re.sub(r"\s", "", text))
     words = " ".join(re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text).split())
     if _is_text(words, is_marked="\\text" in text):
         plain = " ".join(re.sub(r"[^\w ]", " ", fold(words)).split())
         return ("words", re.sub(r"^(?:an?|the) (?=\w{3})", "", plain, flags=re.IGNORECASE))
-    if currency := CURRENCY.fullmatch(text):
-        inner = parse_value(currency[1] + currency[3])
-        if inner[0] in ("number", "formula") and inner[2] == "":
-            return (*inner[:2], {"\\$": "$", "\\euro": "euro"}.get(currency[2], currency[2]))
     quantity = QUANTITY.fullmatch(text)
     if quantity and not ("circ" in quantity["unit"] and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", quantity["value"])):
         inner = parse_value(quantity["value"].strip())

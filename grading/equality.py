@@ -148,9 +148,7 @@ def _same_unordered(keys: tuple[Value, ...], answers: tuple[Value, ...]) -> bool
 
 def _same_quantity(key: Value, answer: Value) -> bool:
     key_unit, answer_unit = key[2], answer[2]
-    if "%" in (key_unit, answer_unit) and key[0] == answer[0] == "number":
-        if key_unit and answer_unit:
-            return key_unit == answer_unit and key[1] == answer[1]
+    if {key_unit, answer_unit} == {"%", ""} and key[0] == answer[0] == "number":
         return answer[1] in (key[1], key[1] / 100) if key_unit else answer[1] / 100 == key[1]
     if key_unit and answer_unit and key_unit != answer_unit:
         return False
@@ -167,7 +165,7 @@ def read_formula(text: str | Fraction) -> Basic | None:
     if len(text) > MAX_FORMULA or UNREADABLE.search(text):
         return None
     text = re.sub(r"(\d+(?:\.\d+)?)\s*\^\\circ", lambda m: f"({m[1]}{RADIANS})", text)
-    text = re.sub(r"(?<![\d.,])(\d*\.\d+)(?![\d.])", lambda m: "\\frac{{{}}}{{{}}}".format(*Fraction(m[1]).as_integer_ratio()), text)
+    text = re.sub(r"(?<![\d.,])(\d*\.\d+)(?![\d.])", lambda m: f"{{{Fraction(m[1])}}}", text)
     text = re.sub(r"([A-Za-z])('+)", lambda m: f"{m[1]}_{{{'p' * len(m[2])}}}", text)
     text = re.sub(r"\^\s*\{?\s*(?:\*|\\ast)\s*\}?", "_{s}", text)  # x^*
     kept = {"d"} if DIFFERENTIAL.search(text) else {"T"} if "matrix" in text else {}
@@ -233,10 +231,7 @@ def _is_multiple(key: tuple[str, str, str], answer: tuple[str, str, str]) -> boo
     sides, is_directed = [read_formula(side) for side in (*key[1:], *answer[1:])], key[0] in ("<", r"\le")
     if key[0] != answer[0] or not all(isinstance(side, Expr) for side in sides):
         return False
-    differences = [sides[0] - sides[1], sides[2] - sides[3]]
-    if not is_directed and all(len(difference.free_symbols) > 1 for difference in differences):  # PV/T = nR is PV = nRT
-        differences = [sympy.fraction(sympy.together(difference))[0] for difference in differences]
-    ratio = simplify(differences[0] / differences[1])
+    ratio = simplify((sides[0] - sides[1]) / (sides[2] - sides[3]))
     return bool(ratio.is_number and ratio.is_finite and ratio.is_nonzero and (ratio.is_positive or not is_directed))
 
 

@@ -32,10 +32,9 @@ SYMBOLS = {
     "ℝ": r"\mathbb{R}", "θ": r"\theta ", "√": r"\sqrt ", "€": r"\euro ", "£": r"\pounds ", "’": "'", "≈": r"\approx ",
     "≃": r"\approx ",
 }  # fmt: skip
-WORDS = {word: int(n) for word, n in re.findall(r"(\w+):(\d+)", """
-    zero:0 one:1 two:2 three:3 four:4 five:5 six:6 seven:7 eight:8 nine:9 ten:10 eleven:11 twelve:12 thirteen:13
-    fourteen:14 fifteen:15 sixteen:16 seventeen:17 eighteen:18 nineteen:19 twenty:20 thirty:30 forty:40 fifty:50
-    sixty:60 seventy:70 eighty:80 ninety:90""")}  # fmt: skip
+WORDS = {word: n for n, word in enumerate((
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen twenty").split())}  # fmt: skip
 SPOKEN = {
     r"\mathbb{R}": r"all real(?: number)?s?|\(-\\infty ?, ?\+?\\infty ?\)", "does not exist": "dne",
     r"\emptyset": r"(?:there (?:is|are) )?no (?:real )?(?:solutions?|roots?)|(?:the )?empty set",
@@ -156,11 +155,8 @@ UNITS = {name: short for short, names in {  # every spelling of a unit
     "ml": "milliliter millilitre", "$": "dollar usd buck", "deg": "degree", "%": "percent", "u": "unit",
     "mi/h": "mph", "km/h": "kph kmph", "rad": "radian", "j": "joule", "n": "newton", "w": "watt", "v": "volt",
     "hz": "hertz", "people": "person", "child": "children", "man": "men", "woman": "women", "mol": "mole",
+    **dict.fromkeys("day week month year cent am pm euro sterling 个 元 米 人 天 度 岁 小时 分钟".split(), ""),
 }.items() for name in [short, *names.split()]}  # fmt: skip
-UNITS |= {
-    name: name
-    for name in re.findall(r"\w+", "day week month year cent am pm euro sterling 个 元 米 人 天 度 岁 小时 分钟")
-}
 # What says something about the value: 7 dozens, 7 tenths, 7 more
 NO_UNITS = set(re.findall(r"\w+", """
     additional always as billions centuries couples decades does dozens fewer gross half halves hundreds is less
@@ -181,10 +177,8 @@ def unit(text: str, is_apart: bool) -> str | None:
     """
     if re.search(r"(?<![A-Za-z])[A-Z][A-Za-z]?(?![A-Za-z.])", text) and not re.search("[JNWV]|Hz|PM|AM", text):
         return None  # 5 M is no length, 5 Mg is not 5 mg
-    text = re.sub(
-        r"\\text\s*\{\s*\(?(?:in (?=\w))?([^{}()]*)\)?\s*\}", r" \1 ", text.lower().replace("^\\circ", " degrees ")
-    )
-    text = re.sub(r"\\?%", " percent ", text).replace("\\cdot", " ").replace(".", "")
+    text = re.sub(r"\\text\s*\{\s*\(?(?:in (?=\w))?([^{}()]*)\)?\s*\}", r" \1 ", text.lower())
+    text = re.sub(r"\\?%", " percent ", text.replace("^\\circ", " deg ")).replace("\\cdot", " ").replace(".", "")
     if not re.fullmatch(r"[\sa-z\u4e00-\u9fff/^{}\d]*", text) or re.search(r"(?<!\^)(?<!\^\{)\d", text):
         return None
     power = "^2" if re.search(r"\bsq", text) else "^3" if re.search(r"\bcu", text) else ""

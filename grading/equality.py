@@ -33,7 +33,6 @@ from sympy import (
     Symbol,
     factorial,
     log,
-    simplify,
 )
 
 from grading.answer import read_answer
@@ -91,7 +90,7 @@ def _same(key: Value, answer: Value) -> bool:
         is_curve = kinds == ("named", "named") and "y" in (key[1], answer[1]) and "(x)" in key[1] + answer[1]
         if kinds == ("named", "named") and (key[1] == answer[1] or is_curve):
             return _same(key[2], answer[2])
-        return _is_multiple(key[-3:], answer[-3:])
+        return same_formula(key[-1], answer[-1])
     if "named" in kinds:
         return _same(key[2] if kinds[0] == "named" else key, answer[2] if kinds[1] == "named" else answer)
     if "words" in kinds and "formula" in kinds:
@@ -183,14 +182,11 @@ def read_formula(text: str | Fraction) -> Basic | None:
 def _is_small(formula: Basic) -> bool:
     """False if a power or factorial in it has more digits than anyone would write out: SymPy would try. And for 0^0."""
     for part in sympy.postorder_traversal(formula):
-        if isinstance(part, factorial) and part.args[0].is_number and abs(part.args[0].evalf()) >= MAX_DIGITS / 3:
-            return False
-        if not isinstance(part, Pow) or not part.exp.is_number:
-            continue
-        if part.base.is_zero:
-            return bool(part.exp.is_positive)
-        digits = log(abs(part.base), 10) if part.base.is_number else part.base.is_Add * MAX_DIGITS / MAX_EXPONENT
-        if not abs((part.exp * digits).evalf()) <= MAX_DIGITS:
+        digits = 3 * part.args[0] if isinstance(part, factorial) else sympy.S.Zero
+        if isinstance(part, Pow):  # a sum would be expanded
+            base = part.base
+            digits = part.exp * (log(abs(base), 10) if base.is_number else base.is_Add * MAX_DIGITS / MAX_EXPONENT)
+        if digits.is_number and not abs(digits.evalf()) <= MAX_DIGITS:
             return False
     return True
 
@@ -224,15 +220,6 @@ def _value(formula: Basic, point: dict[Symbol, Float]) -> Expr | None:
     except UNSOLVED:
         return None  # `verify` decides
     return value if all((part.is_Float or part.is_Rational) and part.is_finite for part in parts) else None
-
-
-def _is_multiple(key: tuple[str, str, str], answer: tuple[str, str, str]) -> bool:
-    """For two (sign, left, right): whether left - right is the other's, times a number other than 0 (<: positive)."""
-    sides, is_directed = [read_formula(side) for side in (*key[1:], *answer[1:])], key[0] in ("<", r"\le")
-    if key[0] != answer[0] or not all(isinstance(side, Expr) for side in sides):
-        return False
-    ratio = simplify((sides[0] - sides[1]) / (sides[2] - sides[3]))
-    return bool(ratio.is_number and ratio.is_finite and ratio.is_nonzero and (ratio.is_positive or not is_directed))
 
 
 # Answer keys ----------------------------------------------------------------------------------------------------------

@@ -3,8 +3,7 @@
 A value is a tuple: its kind, and what follows that.
     number (fraction, unit)                    formula (text, unit)               words (text)
     list, set, union (values)                  choice (letter, value): (C) 12
-    named (name, value, "=", left, right): x = 5    equation (sign, left, right): 2x < y
-    chain (values said to be equal): 2+3 = 5
+    named (name, value, text): x = 5           equation (text): 2x < y            chain (equal values): 2+3 = 5
     sequence (brackets, values, names): a point, an interval (0 < x, too), a matrix, a row of one, 12:30, 3:4
 Numbers are exact fractions; formulas are left to SymPy (`equality.py`).
 """
@@ -32,9 +31,9 @@ SYMBOLS = {
     "ℝ": r"\mathbb{R}", "θ": r"\theta ", "√": r"\sqrt ", "€": r"\euro ", "£": r"\pounds ", "’": "'", "≈": r"\approx ",
     "≃": r"\approx ",
 }  # fmt: skip
-WORDS = {word: n for n, word in enumerate((
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
-    "eighteen nineteen twenty").split())}  # fmt: skip
+WORDS = {word: n for n, word in enumerate(re.findall(r"\w+", """
+    zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen
+    eighteen nineteen twenty"""))}  # fmt: skip
 SPOKEN = {
     r"\mathbb{R}": r"all real(?: number)?s?|\(-\\infty ?, ?\+?\\infty ?\)", "does not exist": "dne",
     r"\emptyset": r"(?:there (?:is|are) )?no (?:real )?(?:solutions?|roots?)|(?:the )?empty set",
@@ -155,7 +154,7 @@ UNITS = {name: short for short, names in {  # every spelling of a unit
     "ml": "milliliter millilitre", "$": "dollar usd buck", "deg": "degree", "%": "percent", "u": "unit",
     "mi/h": "mph", "km/h": "kph kmph", "rad": "radian", "j": "joule", "n": "newton", "w": "watt", "v": "volt",
     "hz": "hertz", "people": "person", "child": "children", "man": "men", "woman": "women", "mol": "mole",
-    **dict.fromkeys("day week month year cent am pm euro sterling 个 元 米 人 天 度 岁 小时 分钟".split(), ""),
+    **dict.fromkeys(re.findall(r"\w+", "day week month year cent am pm euro sterling 个 元 米 人 天 度 岁 小时"), ""),
 }.items() for name in [short, *names.split()]}  # fmt: skip
 # What says something about the value: 7 dozens, 7 tenths, 7 more
 NO_UNITS = set(re.findall(r"\w+", """
@@ -300,12 +299,12 @@ def _named(text: str) -> Value | None:
     named = NAMED.fullmatch("=".join(sides))
     if named and (len(sides) > 1 or "\\in" in text):
         rest = sides[1:] or [named[2].strip()]
-        return ("named", re.sub(r"\\text|[\s{}]", "", fold(named[1])), _chain(rest), "=", sides[0], rest[-1])
+        return ("named", re.sub(r"\\text|[\s{}]", "", fold(named[1])), _chain(rest), f"{sides[0]} = {rest[-1]}")
     if len(sides) > 1 and CONSTANT.fullmatch(sides[0]) and CONSTANT.fullmatch(sides[-1]):
         return _chain(sides)  # 2 + 3 = 5
     if len(sides) > 2:
         return ("words", text)  # 2x = 10 = 5
-    return ("equation", "=", *sides) if len(sides) == 2 and all(sides) else None
+    return ("equation", text) if len(sides) == 2 and all(sides) else None
 
 
 def _chain(sides: list[str]) -> Value:
@@ -327,7 +326,8 @@ def _relation(terms: list[str], signs: list[str]) -> Value:
     if len(terms) == 3 and VARIABLE.fullmatch(terms[1]) and {*signs} <= {"<", r"\le"}:
         brackets = ("(" if signs[0] == "<" else "[") + (")" if signs[1] == "<" else "]")
         return ("sequence", brackets, (parse_value(terms[0]), parse_value(terms[2])), (terms[1],))
-    return ("equation", signs[0], *terms) if len(terms) == 2 else ("words", repr((terms, signs)))
+    text = "".join(part for pair in zip(terms, [*signs, ""], strict=True) for part in pair)
+    return ("equation", text) if len(terms) == 2 else ("words", text)
 
 
 def _collection(text: str) -> Value | None:

@@ -19,21 +19,7 @@ import sympy
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
 from latex2sympy2_extended.math_normalization import NormalizationConfig, normalize_latex
 from math_verify import verify
-from sympy import (
-    Basic,
-    Derivative,
-    Expr,
-    Float,
-    I,
-    Integral,
-    Limit,
-    Pow,
-    Product,
-    Sum,
-    Symbol,
-    factorial,
-    log,
-)
+from sympy import Basic, Derivative, Expr, Float, I, Integral, Limit, Pow, Product, Sum, Symbol, factorial, log
 
 from grading.answer import read_answer
 from grading.values import MAX_FORMULA, Value, clean, fold, parse_value

@@ -234,7 +234,6 @@ COLON, SEMICOLON = re.compile(":"), re.compile(";")
 UNCOUNTED = re.compile(
     r"\\(?:equiv|approx|[pb]?mod|[lc]?dots|mid|parallel|perp|neg|land|to|rightarrow|implies|iff)(?![A-Za-z])|\.\.|\?"
 )
-MATRIX = re.compile(r"\\begin\{([bpB]?matrix|array)\}(?:\{[^{}]*\})?((?:(?!\\begin).)*)\\end\{\1\}", re.DOTALL)
 OPENING, CLOSING = ("(", "[", "{", "\\{", "\\langle"), (")", "]", "}", "\\}", "\\rangle")
 BRACKET = r"\\[{}]|\\[lr]angle|\\.|[()\[\]{}]"  # or an escaped character, which is none
 
@@ -334,9 +333,8 @@ def _collection(text: str) -> Value | None:
     parts = _split(text, SEMICOLON if all(sign in text for sign in ",=;") else OR)  # x=1, y=2; x=2, y=1
     if len(parts) > 1 and all(parts):
         values = tuple(parse_value(part) for part in parts)
-        is_choice = any(re.fullmatch("[A-J]", part) for part in parts) or any(value[0] == "choice" for value in values)
-        if _point(values) or is_choice:
-            return ("words", text)  # x = 1 or y = 2; "A or B" chooses neither
+        if _point(values):
+            return ("words", text)  # x = 1 or y = 2
         are_intervals = any(value[0] == "sequence" and len(value[3]) == 1 for value in values)  # x < 1 or x > 2
         return ("union", values) if "\\cup" in text or are_intervals else ("list", _flat(values))
     parts = [re.sub(r"^and\s", "", part).strip() for part in _split(text, COMMA) if part and part != "and"]
@@ -344,10 +342,8 @@ def _collection(text: str) -> Value | None:
         values = _flat(tuple(parse_value(part) for part in parts))
         return _point(values) or ("list", values)
     inner = _brackets(text)
-    if matrix := MATRIX.fullmatch(inner[1].strip() if inner and inner[0] in ("(", "[") else text):
-        rows = [row.split("&") for row in re.split(r"\\\\(?:\[[^\]]*\])?", matrix[2]) if row.strip()]
-        rows = [tuple(parse_value(clean(cell)) for cell in row) for row in rows]
-        return ("sequence", "()", tuple(row[0] if len(row) == 1 else ("sequence", "row", row, ()) for row in rows), ())
+    if "matrix" in text:
+        return None
     if inner is None:
         is_double = text.count("\\pm") == 1
         return ("list", tuple(parse_value(text.replace("\\pm", sign)) for sign in "+-")) if is_double else None
@@ -355,8 +351,7 @@ def _collection(text: str) -> Value | None:
     builder = BUILDER.fullmatch(inside)
     if builder and opening == "\\{":
         return parse_value(builder[1].strip())
-    separator = re.compile("[,;](?!\\d{3}(?!\\d))|[,;]\\s" if opening == "(" else "[,;]")
-    items = [item for item in _split(inside, separator) if item]
+    items = [item for item in _split(inside, COMMA) if item]
     if opening in ("\\{", "[", "\\langle") or len(items) > 1:
         values = tuple(parse_value(item) for item in items)
         brackets = "()" if opening == "\\langle" else opening + closing
@@ -407,6 +402,4 @@ def _quantity(text: str) -> Value | None:
         name = unit(quantity["unit"], is_apart or "\\text" in quantity["unit"])
         if name is not None and inner[0] in ("number", "formula") and inner[2] == "":
             return (*inner[:2], name)
-        if name is None and "\\text" in quantity["unit"]:
-            return ("words", fold(words))  # it says something about the value that is no unit
     return None

@@ -73,7 +73,7 @@ def check_output(output: Path, source: Path) -> None:
         with tempfile.TemporaryFile(dir=output.parent):
             pass
     except OSError as error:
-        raise ValueError(f"--output {str(output)!r} cannot be written ({error.strerror}).") from None
+        raise ValueError(f"--output {str(output)!r} cannot be written ({error.strerror}); make its folder.") from None
 
 
 def check_needs(grader: Grader, num_rows: int, group_size: int) -> None:
@@ -105,8 +105,8 @@ def main() -> None:
     except (ValueError, OSError, RuntimeError) as error:
         sys.exit(f"error: {error}")
     size, bad_keys = args.group_size, grader.bad_keys(cases)
-    for i in list(bad_keys) if size > 1 else ():  # a group has one key
-        bad_keys |= dict.fromkeys(range(i // size * size, i // size * size + size), bad_keys[i])
+    for i, reason in list(bad_keys.items()):  # a group has one key
+        bad_keys |= dict.fromkeys(range(i // size * size, i // size * size + size), reason)
     for i in sorted(set(range(len(cases))) - set(bad_keys)):
         grader.submit(i, cases[i], size)
     grades = grader.collect() | {i: Grade(0.0, f"bad key: {reason}") for i, reason in bad_keys.items()}

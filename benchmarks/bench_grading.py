@@ -36,8 +36,7 @@ def judge(tree: str, cases: list[dict]) -> None:
     """Prints the CPU seconds and the verdicts of the code in this folder; without a folder, of math-verify alone."""
     if tree:
         sys.path.insert(0, tree)
-        from grading import Case
-        from grading.score import Handler
+        from grading.score import Case, Handler
 
         handler = Handler("math", None)
         is_right = [lambda case=case: handler(("grade", Case(case["completion"], case["answer"]))) for case in cases]

@@ -172,7 +172,7 @@ def _is_small(formula: Basic) -> bool:
         if isinstance(part, Pow):  # a sum would be expanded
             base = part.base
             digits = part.exp * (log(abs(base), 10) if base.is_number else base.is_Add * MAX_DIGITS / MAX_EXPONENT)
-        if digits.is_number and not abs(digits.evalf()) <= MAX_DIGITS:
+        if digits.is_number and not (digits.is_finite and abs(digits.evalf()) <= MAX_DIGITS):
             return False
     return True
 

@@ -73,7 +73,10 @@ def main() -> None:
                 pairs = [(is_right, case["is_right"]) for is_right, case in zip(verdicts, cases, strict=True)]
                 positives, negatives = pairs.count((True, False)), pairs.count((False, True))
                 agrees = len(pairs) - positives - negatives
-                print(f"{name:20}{agrees:6} as the author says, {positives} false positives, {negatives} negatives")
+                print(
+                    f"{name:20}{agrees:6} as the author says, {positives} false positives, {negatives} negatives",
+                    flush=True,
+                )
     ratios = {f"over {name}": statistics.median(a / b for a, b in zip(seconds["ours"], times, strict=True))
               for name, times in seconds.items() if name != "ours"}  # fmt: skip
     medians = {name: round(statistics.median(times), 2) for name, times in seconds.items()}

@@ -1,8 +1,8 @@
 """Whether a mathematical answer equals the answer key, both as LaTeX or plain text: `equal`.
 
-Numbers are compared exactly, as fractions. Tuples, sets, lists, intervals and matrices are compared element by element,
-with their brackets. What is left, a single formula, goes to SymPy by way of math-verify. The first two are there
-because math-verify alone accepts too much (a set for a tuple, 5 for 2x+3=5), and because it takes milliseconds.
+Numbers are compared exactly, as fractions. Tuples, sets, lists and intervals are compared element by element, with
+their brackets. What is left, a formula, an equation or a matrix, goes to SymPy by way of math-verify. The first two are
+there because math-verify alone accepts too much (a set for a tuple), and because it takes milliseconds.
 
 Nothing here has a time limit: a formula that SymPy cannot finish is ended with the worker process (`pool.py`).
 """
@@ -58,7 +58,7 @@ def equal(key: str, answer: str) -> bool:
     if not key or not answer:
         return False
     values = parse_value(key), parse_value(answer)
-    if "matrix" in key + answer and "formula" in (values[0][0], values[1][0]):  # a matrix times a number
+    if "matrix" in key + answer and "formula" in (values[0][0], values[1][0]):
         return same_formula(key, answer)
     return _same(*values)
 

@@ -4,7 +4,7 @@ A value is a tuple: its kind, and what follows that.
     number (fraction, unit)                    formula (text, unit)               words (text)
     list, set, union (values)                  choice (letter, value): (C) 12
     named (name, value, text): x = 5           equation (text): 2x < y            chain (equal values): 2+3 = 5
-    sequence (brackets, values, names): a point, an interval (0 < x, too), a matrix, a row of one, 12:30, 3:4
+    sequence (brackets, values, names): a point, an interval (0 < x, too), 12:30, 3:4
 Numbers are exact fractions; formulas are left to SymPy (`equality.py`).
 """
 

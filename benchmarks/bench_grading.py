@@ -1,133 +1,88 @@
-"""What grading costs a step: sampling with every completion graded as it finishes, against the same sampling without.
+"""The mathematical verifier: mistakes on written cases, and CPU time, ours, math-verify alone and another version's.
 
-    OMP_NUM_THREADS=1 python scripts/launch.py --ranks 2 benchmarks/bench_grading.py
+    python benchmarks/bench_grading.py                               # tests/grading/math_cases.jsonl
+    python benchmarks/bench_grading.py --cases mine.jsonl            # rows with kind, answer, completion, is_right
+    git worktree add ../former cdc7f01
+    python benchmarks/bench_grading.py --former ../former            # the ratio of times, of this tree over that one
 
-The sampler keeps all cores busy. Meanwhile real mathematical completions (`tests/grading/math_cases.jsonl` without the
-hostile ones) are graded in place of those that it samples. The two variants run in turn for several rounds; the ratio
-is taken round by round, and the median is reported. Prints a table and, last, one JSON line.
+All grade case by case in processes of their own, ours and the former one's as a worker does, math-verify with its own
+time-outs; the rounds run in turn. Hostile cases are left out: they wait for time-outs. Prints a table and a JSON line.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import shutil
+import logging
+import re
+import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-import numpy as np
-import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
-
-from bench_common import ROOT, make_row, median_ratio, parser_of, print_table, shared_folder, times_row
-from flags import EngineSettings, Grading, Sampling
-from fsdp_utils import init_world, wait_for_all
-from grading import Case
-from grading.values import clean, number
-from reward import Grader
-from rollout import Engine
-from warm_start import build_tokenizer
-
-GOAL = 1.05
-CASES = ROOT / "tests" / "grading" / "math_cases.jsonl"
+ROOT = Path(__file__).parent.parent
 
 
-def save_random_model(folder: Path, hidden: int, max_tokens: int) -> None:
-    """A Qwen2 of 8 layers and the 64 tokens of the CPU job: large enough to keep all cores busy."""
-    tokenizer = build_tokenizer()
-    config = Qwen2Config(
-        vocab_size=64,
-        hidden_size=hidden,
-        intermediate_size=4 * hidden,
-        num_hidden_layers=8,
-        num_attention_heads=hidden // 64,
-        num_key_value_heads=hidden // 64,
-        max_position_embeddings=16 + max_tokens,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+def is_equal_to_math_verify(key: str, completion: str) -> bool:
+    """What a user of the library would write; it reads a bare LaTeX key only inside a box or dollar signs."""
+    from math_verify import parse, verify
+
+    is_marked = "\\boxed" in key or re.search(r"(?<!\\)\$", key)
+    return bool(verify(parse(key if is_marked else f"\\boxed{{{key}}}"), parse(completion)))
 
 
-def draw_cases(count: int, share_of_numbers: float) -> list[Case]:
-    """`count` written completions with their keys, drawn at random."""
-    rows = [json.loads(line) for line in CASES.read_text().splitlines()]
-    cases = [Case(row["completion"], row["answer"]) for row in rows if "hostile" not in row["kind"]]
-    kinds = (
-        [case for case in cases if number(clean(case.answer)) is not None],
-        [case for case in cases if number(clean(case.answer)) is None],
-    )
-    rng = np.random.default_rng(0)
-    return [kinds[rng.random() >= share_of_numbers][rng.integers(10**9) % 600] for _ in range(count)]
+def judge(tree: str, cases: list[dict]) -> None:
+    """Prints the CPU seconds and the verdicts of the code in this folder; without a folder, of math-verify alone."""
+    if tree:
+        sys.path.insert(0, tree)
+        from grading.score import Case, Handler
+
+        handler = Handler("math", None)
+        is_right = [lambda case=case: handler(("grade", Case(case["completion"], case["answer"]))) for case in cases]
+    else:
+        is_right = [lambda case=case: is_equal_to_math_verify(case["answer"], case["completion"]) for case in cases]
+        is_equal_to_math_verify("1", "\\boxed{1}")
+    start = time.process_time()
+    verdicts = [grade() for grade in is_right]
+    seconds = time.process_time() - start
+    print(json.dumps([seconds, [bool(each.is_correct if tree else each) for each in verdicts]]))
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
-    add("--hidden", type=int, default=512, help="hidden size of the random model, of 8 layers; larger: longer sampling")
-    add("--prompts", type=int, default=512, help="prompts of a step, over all ranks")
-    add("--group_size", type=int, default=5, help="completions per prompt")
-    limit = "completion limit in tokens; a random model stops after 64 on average"
-    add("--max_tokens", type=int, default=128, help=limit)
-    # Of 34 rows of MATH-500 that were looked at, 32 have a plain number as their answer.
-    numbers = "share of answer keys that are plain numbers; the rest are formulas"
-    add("--numbers", type=float, default=0.8, help=numbers)
-    add("--rounds", type=int, default=3, help="counted pairs of runs, after one that is not")
+    add("--cases", type=Path, default=ROOT / "tests/grading/math_cases.jsonl", help="a .jsonl file of cases")
+    add("--former", help="the folder of another version, such as a git worktree")
+    add("--rounds", type=int, default=3, help="times that each grades all cases")
+    add("--judge", help=argparse.SUPPRESS)  # the process of one of them
     args = parser.parse_args()
-
-    world = init_world(tp_size=1, timeout_minutes=10)
-    folder = shared_folder("bench_grading_")
-    if world.is_main:
-        save_random_model(folder, args.hidden, args.max_tokens)
-    wait_for_all()
-    rows = [make_row(np.random.default_rng(i).integers(1, 64, 16).astype(np.int32)) for i in range(args.prompts)]
-    cases = draw_cases(args.prompts * args.group_size, args.numbers)
-    engine = Engine(str(folder), build_tokenizer(), world, EngineSettings(16 + args.max_tokens, load_format="auto"))
-    sampling = Sampling(args.group_size, 1.0, args.max_tokens)
-
-    def step(round_index: int, is_graded: bool) -> float:
-        # A new grader each time, so that no cache of an earlier round helps.
-        grader = Grader(Grading("math"), num_workers=1) if is_graded else None
-        wait_for_all()
-        start = time.perf_counter()
-
-        def on_finished(b: int, text: str, token_ids: Sequence[int], is_truncated: bool) -> None:
-            if grader is not None:
-                grader.submit(b, cases[b])
-
-        rollout = engine.sample(rows, sampling, (1, round_index), on_finished=on_finished)
-        if grader is not None:
-            grades = grader.collect_from_ranks()
-            failed = [grade for grade in grades if grade.is_failed]
-            assert len(grades) == len(rollout.texts) and not failed, failed
-        wait_for_all()
-        seconds = time.perf_counter() - start
-        if grader is not None:
-            grader.close()
-        return seconds
-
-    plain, graded = [], []
-    for round_index in range(-1, args.rounds):
-        pair = step(round_index + 1, False), step(round_index + 1, True)
-        if round_index >= 0:
-            plain.append(pair[0])
-            graded.append(pair[1])
-    grader = Grader(Grading("math"), num_workers=1)
-    start = time.perf_counter()
-    grader.grade(cases)
-    alone = time.perf_counter() - start
-    grader.close()
-    if world.is_main:
-        shutil.rmtree(folder)
-        rows = [times_row("sampling", plain), times_row("sampling and grading", graded)]
-        print_table(["", "median s", "min", "max"], [*rows, ["grading alone, one process", alone, "", ""]])
-        summary = {"ratio": round(median_ratio(graded, plain), 3), "goal": GOAL, "graded": len(cases)}
-        print(json.dumps(summary | {"rounds": args.rounds, "ranks": world.num_trainers, "device": world.device.type}))
-    engine.close()
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+    cases = [json.loads(line) for line in args.cases.read_text().splitlines()]
+    cases = [case for case in cases if "hostile" not in case.get("kind", "")]
+    if args.judge is not None:
+        return judge(args.judge, cases)
+    trees = {"ours": str(ROOT), "math-verify alone": ""} | ({"former": args.former} if args.former else {})
+    seconds: dict[str, list[float]] = {name: [] for name in trees}
+    for _ in range(args.rounds):
+        for name, tree in trees.items():
+            command = [sys.executable, __file__, "--cases", str(args.cases), "--judge", tree]
+            used, verdicts = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+            seconds[name].append(used)
+            if len(seconds[name]) == 1:
+                pairs = [(is_right, case["is_right"]) for is_right, case in zip(verdicts, cases, strict=True)]
+                positives, negatives = pairs.count((True, False)), pairs.count((False, True))
+                agrees = len(pairs) - positives - negatives
+                print(
+                    f"{name:20}{agrees:6} as the author says, {positives} false positives, {negatives} negatives",
+                    flush=True,
+                )
+    ratios = {f"over {name}": statistics.median(a / b for a, b in zip(seconds["ours"], times, strict=True))
+              for name, times in seconds.items() if name != "ours"}  # fmt: skip
+    medians = {name: round(statistics.median(times), 2) for name, times in seconds.items()}
+    ratios = {name: round(ratio, 3) for name, ratio in ratios.items()}
+    print(json.dumps({"cases": len(cases), "cpu_seconds": medians, "rounds": args.rounds} | ratios))
+    return None
 
 
 if __name__ == "__main__":

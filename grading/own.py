@@ -47,9 +47,10 @@ def _key_of_verl(case: Case) -> object:
 
 
 Values = dict[str, Callable[[Case], object]]
-EXTRAS = ("prompt", "num_tokens", "max_tokens", "is_truncated")  # what a case may know beside text, answer and columns
+# What a case may know beside text, answer and columns
+EXTRAS = {"prompt": str, "num_tokens": int, "max_tokens": int, "is_truncated": bool}
 OURS: Values = {name: attrgetter(name) for name in ("completion", "answer", "columns", "token_ids", *EXTRAS)}
-GROUP: Values = {name: OURS[name] for name in ("columns", *EXTRAS[1:])}
+GROUP: Values = {name: OURS[name] for name in ("columns", *EXTRAS) if name != "prompt"}
 GROUP |= {"completions": OURS["completion"], "answers": OURS["answer"], "prompts": OURS["prompt"]}
 GROUP |= {"completion_ids": OURS["token_ids"]}
 VERL: Values = {

@@ -26,7 +26,7 @@ import traceback
 import types
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from multiprocessing.util import Finalize
@@ -37,7 +37,6 @@ from pebble import ProcessExpired, ProcessPool
 
 LOAD_SECONDS = 120.0  # what a worker may take to import a user's module
 MAX_POOLS = 4  # that may break: when workers end while they load
-MAX_TRIES = 2  # of an item that is late or ends its worker
 WORN_OUT = signal.SIGUSR2  # ends a worker that an earlier item has damaged, before it begins another
 LIBRARIES = (*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")), str(Path(__file__).parent), "<")
 
@@ -49,7 +48,7 @@ class Outcome(NamedTuple):
     status: str
 
 
-Item = tuple[int, object, float]  # its key, what the function gets, how often it failed
+Item = tuple[int, object, bool]  # its key, what the function gets, whether it has failed once
 
 
 class Pool:
@@ -65,8 +64,8 @@ class Pool:
         self.failure = ""  # why there can be no workers
         self.changed = threading.Condition(threading.RLock())
         self.num_pools = 0
-        self.at_exit = Finalize(None, self.close, exitpriority=10)  # of a caller that ends by an exception
         self._start()
+        Finalize(None, self.close, exitpriority=10)  # at the exit of a caller that ends by an exception
 
     def _start(self) -> None:
         context = ForkServerContext()
@@ -78,7 +77,7 @@ class Pool:
 
     def submit(self, key: int, given: object) -> None:
         with self.changed:
-            self.queue.append((key, given, 0.0))
+            self.queue.append((key, given, False))
             self._feed()
 
     @property
@@ -89,7 +88,7 @@ class Pool:
         """Hands items to the workers: few in advance, so that those that wait can share a worker."""
         while self.queue and len(self.at_work) < 2 * self.num_workers and not self.failure:
             items = [self.queue.popleft()]
-            while self.queue and len(items) < self.in_flight and max(items[0][2], self.queue[0][2]) < 1:
+            while self.queue and len(items) < self.in_flight and not (items[0][2] or self.queue[0][2]):
                 items.append(self.queue.popleft())
             timeout = self.timeout + (len(items) > 1)  # of several, the worker minds the time
             try:
@@ -105,20 +104,19 @@ class Pool:
         """Keeps the outcomes of the items, or does these again. Called in a thread of pebble's."""
         with self.changed:
             (items, _), error = self.at_work.pop(future), future.exception()
-            if error is None and isinstance(future.result(), str):
-                self.failure = future.result()
-            elif error is None:
+            if error is None:
                 self.outcomes |= {key: outcome for (key, *_), outcome in zip(items, future.result(), strict=True)}
+            elif isinstance(error, ValueError):
+                self.failure = str(error)
             is_dead = isinstance(error, ProcessExpired)
-            failure = float(is_dead or isinstance(error, TimeoutError))  # else the pool is broken
-            if is_dead and error.exitcode == -WORN_OUT:
-                failure = 0.1  # an earlier item is to blame, unless this happens again and again
-            for key, given, failures in items if error else ():
-                if failures + failure < MAX_TRIES:
-                    self.queue.append((key, given, failures + failure))
-                    continue
-                ended = f"error: it ended its process (exit status {error.exitcode % 256})" if is_dead else "timeout"
-                self.outcomes[key] = Outcome(None, ended)
+            # Else the pool is broken, or an earlier item has worn the worker out.
+            is_to_blame = isinstance(error, TimeoutError) or (is_dead and error.exitcode != -WORN_OUT)
+            status = f"error: it ended its process (exit status {error.exitcode % 256})" if is_dead else "timeout"
+            for key, given, has_failed in items if error else ():
+                if is_to_blame and has_failed:
+                    self.outcomes[key] = Outcome(None, status)
+                else:
+                    self.queue.append((key, given, has_failed or is_to_blame))
             self._feed()
             self.changed.notify()
 
@@ -127,14 +125,10 @@ class Pool:
 
         `on_wait` hears once a second how many items are left, the one in work for the longest time, and its seconds.
         """
-        heard = time.monotonic()
         with self.changed:
-            while self.at_work and not self.failure:
-                self.changed.wait(1.0)
-                if self.at_work and time.monotonic() - heard > 1.0:
-                    heard = time.monotonic()
-                    items, start = min(self.at_work.values(), key=lambda each: each[1])
-                    on_wait(self.num_left, items[0][1], heard - start)
+            while not self.changed.wait_for(lambda: self.failure or not self.at_work, 1.0):
+                items, start = next(iter(self.at_work.values()))
+                on_wait(self.num_left, items[0][1], time.monotonic() - start)
             outcomes, self.outcomes = self.outcomes, {}
         if self.failure:
             self.close()
@@ -143,7 +137,6 @@ class Pool:
 
     def close(self) -> None:
         """Ends the workers with all that they have started."""
-        self.at_exit.cancel()
         self.queue.clear()
         self.pool.stop()
         self.pool.join()
@@ -160,11 +153,9 @@ class _Worker(ForkServerProcess):
             sys.modules["__main__"] = main
 
     def terminate(self) -> None:
-        # Its number is another process's only if nothing of its group is left: then there is nothing to kill.
-        if super().is_alive() or not Path(f"/proc/{self.pid}").exists():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
-        self.kill()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.kill()  # before it leads a group
 
     def is_alive(self) -> bool:
         if not (is_alive := super().is_alive()):
@@ -179,7 +170,7 @@ class _Worker(ForkServerProcess):
 
 # In a worker ----------------------------------------------------------------------------------------------------------
 
-OWN = types.SimpleNamespace(function=None, failure="", is_worn_out=False, pid=0)  # what this worker has
+OWN = types.SimpleNamespace(loaded=Outcome(None, ""), is_worn_out=False, pid=0)  # what this worker has
 
 
 def _load(factory: str, arguments: tuple, memory_gib: float) -> None:
@@ -189,63 +180,47 @@ def _load(factory: str, arguments: tuple, memory_gib: float) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with the fork server
     os.close(forkserver._forkserver._forkserver_alive_fd)  # and that with the caller, when nobody holds this
     forkserver._forkserver._forkserver_alive_fd = None
-    for number in (signal.SIGTERM, WORN_OUT):
-        signal.signal(number, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, LOAD_SECONDS)  # its signal ends the process
     resource.setrlimit(resource.RLIMIT_DATA, (int(memory_gib * 2**30),) * 2)  # not what libraries map and do not use
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     OWN.pid = os.getpid()
     module, _, name = factory.partition(":")
-    try:
-        OWN.function = getattr(importlib.import_module(module), name)(*arguments)
-    except BaseException as error:  # noqa: BLE001  of the user's module, SystemExit included
-        OWN.failure = _describe(error)
-    _clear()
+    OWN.loaded = _outcome(lambda _: getattr(importlib.import_module(module), name)(*arguments), None)
 
 
-def _clear() -> None:
-    """Ends a child that the user's code has forked and let return, and an alarm that it has left behind."""
-    if os.getpid() != OWN.pid:
-        os._exit(0)
-    signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-def _work(items: list[object], timeout: float) -> list[Outcome] | str:
-    """The outcome of each item; or why nothing can be worked on."""
+def _work(items: list[object], timeout: float) -> list[Outcome]:
+    """The outcome of each item. Raises ValueError if the function could not be loaded."""
     if OWN.is_worn_out:
         os.kill(os.getpid(), WORN_OUT)  # the items go to another worker
-    if OWN.failure:
-        return OWN.failure
-    outcomes = [Outcome(None, "timeout")] * len(items)
+    if OWN.loaded.status != "ok":
+        raise ValueError(OWN.loaded.status.removeprefix("error: "))
     if len(items) == 1:
-        _outcome(items, 0, outcomes)
-        return outcomes
-    threads = [threading.Thread(target=_outcome, args=(items, i, outcomes), daemon=True) for i in range(len(items))]
-    deadline = time.monotonic() + timeout
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    OWN.is_worn_out |= any(thread.is_alive() for thread in threads)
-    return list(outcomes)
+        return [_outcome(OWN.loaded.value, items[0])]
+    threads = ThreadPoolExecutor(len(items))
+    futures = [threads.submit(_outcome, OWN.loaded.value, item) for item in items]
+    OWN.is_worn_out |= bool(wait(futures, timeout).not_done)
+    return [future.result() if future.done() else Outcome(None, "timeout") for future in futures]
 
 
-def _outcome(items: list[object], i: int, outcomes: list[Outcome]) -> None:
-    """Calls the function with the item i and writes down what came of it."""
+def _outcome(function: Callable[[object], object], item: object) -> Outcome:
+    """What comes of a call of the user's code."""
     try:
-        outcomes[i] = Outcome(OWN.function(items[i]), "ok")
-    except BaseException as error:  # noqa: BLE001  of the user's function: told, counted and named by the caller
+        outcome = Outcome(function(item), "ok")
+    except BaseException as error:  # noqa: BLE001  of the user's code: told, counted and named by the caller
         OWN.is_worn_out |= isinstance(error, MemoryError)
-        outcomes[i] = Outcome(None, f"error: {_describe(error)}")
-    _clear()
+        outcome = Outcome(None, f"error: {_describe(error)}")
+    if os.getpid() != OWN.pid:
+        os._exit(0)  # a child that the user's code has forked and let return
+    signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that it has left behind
+    return outcome
 
 
 def _describe(error: BaseException) -> str:
     """The error and where in the user's files it was raised: "ValueError: no (my_reward.py, line 3)"."""
-    try:
-        own = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(LIBRARIES)]
-        place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
-        text = f"{type(error).__name__}: {error}"[:500] + place
-        return text.encode(errors="backslashreplace").decode()  # half of a surrogate pair cannot be written to a file
-    except BaseException:  # noqa: BLE001  the error's own text fails
-        return type(error).__name__
+    own = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(LIBRARIES)]
+    place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+    text = type(error).__name__
+    with contextlib.suppress(BaseException):  # its own text may fail
+        text += f": {error}"[:500]
+    text += place
+    return text.encode(errors="backslashreplace").decode()  # half of a surrogate pair cannot be written to a file

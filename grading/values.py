@@ -1,11 +1,10 @@
 """A mathematical answer, LaTeX or plain text, as a value: `parse_value(clean(text))`.
 
 A value is a tuple: its kind, and what follows that.
-    number (fraction, unit)      formula (text, unit)          words (text)          based (digits, base)
-    list, set, union (values)    sequence (brackets, values, names)
-    named (name, value, left side, right side): x = 5          equation (left, right)
-    chain (values said to be equal, approximations): 2+3 = 5   relation (terms, signs, variable, interval): 0 < x
-    choice (letter, value): (C) 12                             colon (values, half of the day): 12:30, 3:4
+    number (fraction, unit)                    formula (text, unit)               words (text)
+    list, set, union (values)                  choice (letter, value): (C) 12
+    named (name, value, text): x = 5           equation (text): 2x < y            chain (equal values): 2+3 = 5
+    sequence (brackets, values, names): a point, an interval (0 < x, too), 12:30, 3:4
 Numbers are exact fractions; formulas are left to SymPy (`equality.py`).
 """
 
@@ -32,10 +31,9 @@ SYMBOLS = {
     "ℝ": r"\mathbb{R}", "θ": r"\theta ", "√": r"\sqrt ", "€": r"\euro ", "£": r"\pounds ", "’": "'", "≈": r"\approx ",
     "≃": r"\approx ",
 }  # fmt: skip
-WORDS = {word: int(n) for word, n in re.findall(r"(\w+):(\d+)", """
-    zero:0 one:1 two:2 three:3 four:4 five:5 six:6 seven:7 eight:8 nine:9 ten:10 eleven:11 twelve:12 thirteen:13
-    fourteen:14 fifteen:15 sixteen:16 seventeen:17 eighteen:18 nineteen:19 twenty:20 thirty:30 forty:40 fifty:50
-    sixty:60 seventy:70 eighty:80 ninety:90""")}  # fmt: skip
+WORDS = {word: n for n, word in enumerate(re.findall(r"\w+", """
+    zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen
+    eighteen nineteen twenty"""))}  # fmt: skip
 SPOKEN = {
     r"\mathbb{R}": r"all real(?: number)?s?|\(-\\infty ?, ?\+?\\infty ?\)", "does not exist": "dne",
     r"\emptyset": r"(?:there (?:is|are) )?no (?:real )?(?:solutions?|roots?)|(?:the )?empty set",
@@ -45,7 +43,8 @@ COMMANDS = {name: meaning for meaning, names in {
     ">": "gt", r"\{": "lbrace", r"\}": "rbrace", r"\approx ": "simeq", r"\emptyset": "varnothing", ":": "colon",
     r"^\circ": "degree", " ": "displaystyle textstyle limits nolimits bf rm large Large",
 }.items() for name in names.split()}  # fmt: skip
-FUNCTION = r"((?:arc)?(?:sin|cos|tan)|(?:sin|cos|tan)h|sec|csc|cot|log|ln|exp)"
+
+CURRENCIES = {r"\$": "dollar", r"\euro": "euro", r"\pounds": "sterling"}
 
 # Pattern and replacement, in order; "x?" stands for: not followed by a letter.
 REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for pattern, replacement in [
@@ -59,9 +58,8 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
     (r"\\(?:mathbf|mathit|boldsymbol|mathrm|vec)\s*\{\s*([a-zA-Z])\s*\}", r" \1 "),
     (r"^\\(?:boxed|fbox|boldsymbol)\s*\{(.*)\}$", r"\1"),
     (r"\\(?:text(?:bf|it|rm|sf|tt|normal)|math(?:rm|bf|it|sf)|emph|mbox|operatorname)\s*\{", r"\\text{"),
-    (r"\\text\s*\{\s*(\\\$|[+-]?\d[\d.,/]*)\s*\}|^\\text\s*\{\s*(\d[^{}:]*)\}$", lambda m: f" {m[1] or m[2]} "),
+    (r"\\text\s*\{\s*(\\\$|[+-]?\d[\d.,/]*)\s*\}|^\\text\s*\{\s*(\d[^{}]*)\}$", lambda m: f" {m[1] or m[2]} "),
     (r"\\text\s*\{\s*,?\s*(?:(or|或者?)|and|和),?\s*\}", lambda m: " or " if m[1] else " , "),
-    (r"^\\text\s*\{([^{}\\]*,[^{}\\]*)\}$", r"\1"),
     # Synonyms
     (r"\\notx?\s*=|(?<![\d)])!=", r"\\ne "),
     (r"([<>])=", lambda m: r"\le " if m[1] == "<" else r"\ge "),
@@ -73,21 +71,17 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
     (r"\{([:,])\}", r"\1"),
     (r"^\s*(?:=|\\approxx?)", ""),
     # What LaTeX allows to be left out, and plain text for LaTeX
-    (r"\\frac\s*(\d)(?=\s*[\d{])", r"\\frac{\1}"),
-    (r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),
-    (r"\\frac\{\s*\\text\{([^{}]*)\}\s*\}\{\s*\\text\{([^{}]*)\}\s*(\^\{?\d\}?)?\s*\}", r"\\text{\1/\2\3}"),
+    (r"\\frac\s*(?:\{([^{}]*)\}|(\d))\s*(\d)", lambda m: rf"\frac{{{m[1] or m[2]}}}{{{m[3]}}}"),
     (r"\\sqrt\s+(\d+|[A-Za-z])", r"\\sqrt{\1}"),
     (r"(?:\\sqrt|(?<![\\A-Za-z])sqrt)\s*(\[\d+\])?\s*\(([^()]*)\)", r"\\sqrt\1{\2}"),
-    (r"(?<![\\A-Za-z])infinityx?", r"\\infty "),
-    (r"(?<![\\A-Za-z])pix?", r"\\pi "),
+    (r"(?<![\\A-Za-z])(?:pi|(infinity))x?", lambda m: r"\infty " if m[1] else r"\pi "),
     (r"(?<![\d.}])(\d+)/(\d+)\s*(?=[A-Za-z])", r"\\frac{\1}{\2}"),  # 1/2x
-    (rf"(?:\\text\s*\{{\s*{FUNCTION}\s*\}}|(?<![\\A-Za-z]){FUNCTION}x?)(?=\s*[(\\|\d^_{{]|\s*[A-Za-z]x?)",
-     lambda m: rf"\{m[1] or m[2]} "),
     (r"\{?\s*(\w+)\s*\\choose\s*(\w+)\s*\}?|(?<![A-Za-z\\])C\(\s*(\d+)\s*,\s*(\d+)\s*\)",
      lambda m: rf"\binom{{{m[1] or m[3]}}}{{{m[2] or m[4]}}}"),
-    (r"(?:\\begin|\\\{\s*\\begin)\{(cases|aligned|gathered|array)\}(?:\{[lcr]+\})?((?:[^&]|&\s*=)*?)\\end\{\1\}",
-     lambda m: re.sub(r"[,;]?\s*\\\\\s*(?=.)", ", ", m[2].replace("&", ""))),
     (r"^(?i:so|thus|hence|therefore|then|it is|it's|that is)\b[,:]?\s+(?=\S)", ""),
+    (r"^\s*([+-]?)\s*(\\\$|\\euro|\\pounds)\s*((?:(?!\\\$).)*\S)\s*$",
+     lambda m: rf"{m[1]}{m[3]} \text{{{CURRENCIES[m[2]]}}}"),
+    (r"\b([ap])\.\s?m\b\.?", r"\1m"),
     (r"\s+", " "),
 ]]  # fmt: skip
 
@@ -95,6 +89,8 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
 @lru_cache(maxsize=4096)
 def clean(text: str) -> str:
     """The answer in one spelling: ASCII and LaTeX, no delimiters, no spacing commands, no full stop."""
+    if len(text) > 4 * MAX_FORMULA:
+        return text
     text = re.sub(r"[⁰¹²³⁴-⁹⁺⁻ⁿ]+", lambda m: f"^{{{unicodedata.normalize('NFKC', m[0]).replace('−', '-')}}}", text)
     text = re.sub(r"[₀-₉]+", lambda m: f"_{{{unicodedata.normalize('NFKC', m[0])}}}", text)
     text = unicodedata.normalize("NFKC", "".join(SYMBOLS.get(character, character) for character in text))
@@ -133,8 +129,6 @@ SCALED = re.compile(rf"(.+?)\s*(?:\\text\{{\s*)?({'|'.join(SCALES)})\s*\}}?")
 def number(text: str) -> Fraction | None:
     """The exact value of an integer, decimal, fraction, mixed or repeating number, 3.5 million or 2x10^5; else None."""
     text = LATEX_FRACTION.sub(r" \1/\2 ", text).strip()
-    if len(text) > 200:
-        return None
     match = NUMBER.fullmatch(text)
     if not match:
         scaled = SCALED.fullmatch(text)
@@ -160,24 +154,19 @@ UNITS = {name: short for short, names in {  # every spelling of a unit
     "ml": "milliliter millilitre", "$": "dollar usd buck", "deg": "degree", "%": "percent", "u": "unit",
     "mi/h": "mph", "km/h": "kph kmph", "rad": "radian", "j": "joule", "n": "newton", "w": "watt", "v": "volt",
     "hz": "hertz", "people": "person", "child": "children", "man": "men", "woman": "women", "mol": "mole",
+    **dict.fromkeys(re.findall(r"\w+", "day week month year cent am pm euro sterling 个 元 米 人 天 度 岁 小时"), ""),
 }.items() for name in [short, *names.split()]}  # fmt: skip
-UNITS |= {
-    name: name for name in re.findall(r"\w+", "day week month year cent am pm euro 个 元 米 人 天 度 岁 小时 分钟")
-}
-LETTERS = {"m", "g", "s", "h", "l", "j", "n", "w", "v"}  # units only behind a space or in \text
 # What says something about the value: 7 dozens, 7 tenths, 7 more
 NO_UNITS = set(re.findall(r"\w+", """
     additional always as billions centuries couples decades does dozens fewer gross half halves hundreds is less
     millions minus more negative no not ones or others over pairs percents plus quarters scores squares tens thirds this
     thousands times triples twins unless versus vs was yes to and than but"""))  # fmt: skip
-SMALL_WORDS = {"square", "squared", "sq", "cubic", "cubed", "cu", "of", "per", "the"}
 UNIT_WORD = r"[A-Za-z\u4e00-\u9fff]+\.?(?:\s*\^\s*\{?-?\d\}?)?"
 QUANTITY = re.compile(
     rf"(?P<value>.*(?:[\d}})]|\\pi|{'|'.join(SCALES)}))\s*(?P<unit>\\?%|\^\\circ\s*"
     r"|(?:\\text\{[^{}]*\}(?:\s*\^\s*\{?-?\d\}?)?\s*(?:/|\\cdot)?\s*)+"
     rf"|(?:(?<=\s)|(?<=[\d)}}])){UNIT_WORD}(?:(?:\s*/\s*|\s+){UNIT_WORD})*)", re.DOTALL,
 )  # fmt: skip
-CURRENCY = re.compile(r"([+-]?)\s*(\\\$|\\euro|\\pounds)\s*(.+)")
 
 
 def unit(text: str, is_apart: bool) -> str | None:
@@ -187,23 +176,20 @@ def unit(text: str, is_apart: bool) -> str | None:
     """
     if re.search(r"(?<![A-Za-z])[A-Z][A-Za-z]?(?![A-Za-z.])", text) and not re.search("[JNWV]|Hz|PM|AM", text):
         return None  # 5 M is no length, 5 Mg is not 5 mg
-    text = re.sub(
-        r"\\text\s*\{\s*\(?(?:in (?=\w))?([^{}()]*)\)?\s*\}", r" \1 ", text.lower().replace("^\\circ", " degrees ")
-    )
-    text = re.sub(r"\\?%", " percent ", text).replace("\\cdot", " ").replace(".", " ")
+    text = re.sub(r"\\text\s*\{\s*\(?(?:in (?=\w))?([^{}()]*)\)?\s*\}", r" \1 ", text.lower())
+    text = re.sub(r"\\?%", " percent ", text.replace("^\\circ", " deg ")).replace("\\cdot", " ").replace(".", "")
     if not re.fullmatch(r"[\sa-z\u4e00-\u9fff/^{}\d]*", text) or re.search(r"(?<!\^)(?<!\^\{)\d", text):
         return None
-    power = next((p for word, p in (("sq", "^2"), ("cub", "^3")) if re.search(rf"\b{word}", text)), "")
+    power = "^2" if re.search(r"\bsq", text) else "^3" if re.search(r"\bcu", text) else ""
+    text = re.sub(r"\b(?:(per)|square|squared|sq|cubic|cubed|cu|of|the)\b", lambda m: "/" if m[1] else " ", text)
     names = []
     for word in re.findall(r"[a-z\u4e00-\u9fff]+|\^\{?\d|/", text):
         name = UNITS.get(word, UNITS.get(word.removesuffix("s")))
         if word in NO_UNITS or word in SCALES or word in WORDS or (name is None and re.search(r"ths?$", word)):
             return None
-        if word in SMALL_WORDS:
-            names += ["/"] if word == "per" else []
-        elif word[0] in "^/":
+        if word[0] in "^/":
             names.append(word.replace("{", ""))
-        elif name is not None and (is_apart or word not in LETTERS):
+        elif name is not None and (is_apart or len(word.encode()) > 1):
             names += ["·"] * bool(names and names[-1].isalpha()) + [name]
         elif len(word) > 3 and word.endswith("s") and not word.endswith("ss"):
             names.append(word.removesuffix("s"))
@@ -236,22 +222,18 @@ NAMED = re.compile(
 )
 BUILDER = re.compile(rf"\s*{NAME}(?:\s*\\in\s*\\mathbb\{{R\}})?\s*(?:\\mid|:|\|)\s*(.+)")
 RELATION = re.compile(r"\\[lg]e(?![A-Za-z])|\\ne(?![A-Za-z])|(?<!\\)[<>]")
-EQUALS, APPROX = re.compile(r"(?<![<>:\\])="), re.compile(r"\\approx(?![A-Za-z])")
-CHOICE = re.compile(
-    r"(?:\\text\{\s*)?(?:(?:option|choice|answer)\s+)?(\(?)\s*(?:\\text\{\s*)?(\(?)"
-    r"\s*([A-Ja-j])\s*(\)?)\s*\}?\s*(\)?)\s*(?:([.:)])?\s*(.*))?", re.IGNORECASE | re.DOTALL,
-)  # fmt: skip
+EQUALS = re.compile(r"(?<![<>:\\])=")
+CHOICE = re.compile(r"((?:option |choice |answer )?\s*\(?)\s*([A-J])(?![A-Z])\s*([).:]*)\s*(.*)", re.I | re.DOTALL)
+DENIALS = re.compile(r"^[,/]|\b(?:or|and|is|was|are|not|would|can|but|maybe|wrong|false)\b|\(?[A-J][.):]", re.I)
 BASED = re.compile(r"\(?([0-9A-Fa-f]+)\)?_\{?(?:\\text\{)?\s*(\d+|two|three|four|five|six|seven|eight|nine)\s*\}*")
-CLOCK = re.compile(r"(?:\\text\{)?\s*(\d+(?:\s*:\s*\d+)+)\s*(?:\\text\{)?\s*(?:[ap]\.?\s?m\.?)?\s*\}*", re.IGNORECASE)
 COMMA = re.compile(r"(?<!\d),|,(?!\d{3}(?!\d))|;|,\s|(?<=[\s\d})])and(?=[\s(\\])")
 VARIABLE = re.compile(r"[A-Za-z](?:_\w)?(?:\(\w\))?|\\(?!pi|infty)[a-z]+")
 OR = re.compile(r"(?<=[\s\d})\]])or(?=[\s\\(\d-]|\w(?:\(\w\))?\s*=)|\\cup(?![A-Za-z])")
 COLON, SEMICOLON = re.compile(":"), re.compile(";")
 # What SymPy has no value for is compared as text.
 UNCOUNTED = re.compile(
-    r"\\(?:equiv|[pb]?mod|[lc]?dots|mid|parallel|perp|neg|land|to|rightarrow|implies|iff)(?![A-Za-z])|\.\.|\?"
+    r"\\(?:equiv|approx|[pb]?mod|[lc]?dots|mid|parallel|perp|neg|land|to|rightarrow|implies|iff)(?![A-Za-z])|\.\.|\?"
 )
-MATRIX = re.compile(r"\\begin\{([bpBv]?matrix|array)\}(?:\{[^{}]*\})?((?:(?!\\begin).)*)\\end\{\1\}", re.DOTALL)
 OPENING, CLOSING = ("(", "[", "{", "\\{", "\\langle"), (")", "]", "}", "\\}", "\\rangle")
 BRACKET = r"\\[{}]|\\[lr]angle|\\.|[()\[\]{}]"  # or an escaped character, which is none
 
@@ -259,12 +241,11 @@ BRACKET = r"\\[{}]|\\[lr]angle|\\.|[()\[\]{}]"  # or an escaped character, which
 @lru_cache(maxsize=8192)
 def parse_value(text: str) -> Value:
     """The value of a cleaned answer."""
-    value = number(text)
-    if value is not None:
-        return ("number", value, "")
-    depths = itertools.accumulate(((c in "([{") - (c in ")]}") for c in text), initial=0)
-    if len(text) > MAX_FORMULA or max(depths) > MAX_DEPTH:
+    depths = itertools.accumulate((c in "([{") - (c in ")]}") for c in text)
+    if len(text) > MAX_FORMULA or max(depths, default=0) > MAX_DEPTH:
         return ("words", text)
+    if (value := number(text)) is not None:
+        return ("number", value, "")
     for read in (_choice, _named, _collection, _quantity):
         found = read(text)
         if found is not None:
@@ -285,10 +266,7 @@ def _split(text: str, separator: re.Pattern[str]) -> list[str]:
 
 
 def _brackets(text: str) -> tuple[str, str, str] | None:
-    """(opening, inside, closing) if one pair of brackets encloses the whole text. ]0,1] is (0,1]."""
-    french = re.fullmatch(r"([\]\[(])([^()\[\]]*,[^()\[\]]*)([\]\[)])", text)
-    if french and (french[1] == "]" or french[3] == "["):
-        return french[1].replace("]", "("), french[2], french[3].replace("[", ")")
+    """(opening, inside, closing) if one pair of brackets encloses the whole text."""
     match = re.fullmatch(r"(\\\{|\\langle|\(|\[)(.*)(\\\}|\\rangle|\)|\])", text, re.DOTALL)
     steps = ((token in OPENING) - (token in CLOSING) for token in re.findall(BRACKET, match[2] if match else ""))
     depths = list(itertools.accumulate(steps, initial=0))
@@ -297,30 +275,22 @@ def _brackets(text: str) -> tuple[str, str, str] | None:
 
 def _choice(text: str) -> Value | None:
     """(C), \\text{C}, option C, C. 12. Not "(a) 5, (b) 6", which are two answers."""
-    match = CHOICE.fullmatch(text)
-    if not match:
+    match = CHOICE.fullmatch(re.sub(r"^(?:\\text\s*\{\s*)+([^{}]*)\}", r"\1", text))
+    is_text = text.startswith("\\text")
+    if not match or not (match[1] or match[3] or is_text) or DENIALS.search(match[4]):
         return None
-    before, rest = text[: match.start(3)], (match[7] or "").strip()
-    rest = rest.removesuffix("}") if rest.count("}") > rest.count("{") else rest
-    if not (before.strip("{ ") or match[4] or match[6]):
+    if match[4] and not (match[3] or is_text):
         return None
-    denies = r"^[,/]|\b(?:or|and|is|was|are|not|would|can|but|maybe|wrong|false)\b|\(?[A-Ja-j][.):]"
-    if rest and (re.search(denies, rest, re.IGNORECASE) or not (match[6] or match[4] or match[5])):
-        return None
-    return ("choice", match[3].upper(), parse_value(clean(rest)) if rest else None)
+    return ("choice", match[2].upper(), parse_value(clean(match[4])) if match[4] else None)
 
 
 def _named(text: str) -> Value | None:
     """x = 5, f(x) = x^2, x in (0, 1); equations and relations that are no such definitions; 2 + 3 = 5 is 5."""
     if len(_split(text, COMMA)) > 1 or len(_split(text, OR)) > 1:
         return None
-    terms = _split(text, RELATION)
+    terms, sides = _split(text, RELATION), _split(text, EQUALS)
     if len(terms) > 1:
-        return _relation(text, terms)
-    exact, *approximations = _split(text, APPROX)
-    sides = _split(exact, EQUALS)
-    if len(sides) == 2 and number(sides[0]) is not None and re.fullmatch(NAME, sides[1]):  # 5 = x
-        sides = sides[::-1]
+        return _relation(terms, RELATION.findall(text)) if len(sides) == 1 and all(terms) else ("words", text)
     if NAMES.fullmatch(sides[0]) and len(sides) == 2:  # (x, y) = (1, 2)
         values = parse_value(sides[1])
         names = re.findall(r"[A-Za-z]", sides[0])
@@ -328,81 +298,60 @@ def _named(text: str) -> Value | None:
     named = NAMED.fullmatch("=".join(sides))
     if named and (len(sides) > 1 or "\\in" in text):
         rest = sides[1:] or [named[2].strip()]
-        name = re.sub(r"\\text|[\s{}]", "", fold(named[1]))
-        return ("named", name, _chain(rest, approximations), sides[0], rest[-1])
-    if approximations and len(sides) == 1 and re.fullmatch(NAME, exact):  # x \approx 11
-        return parse_value(approximations[-1])
-    is_constant = CONSTANT.fullmatch(sides[0]) and CONSTANT.fullmatch(sides[-1])
-    if approximations and len(sides) == 1 or (len(sides) > 1 and is_constant):
-        return _chain(sides, approximations)  # 2 + 3 = 5
+        return ("named", re.sub(r"\\text|[\s{}]", "", fold(named[1])), _chain(rest), f"{sides[0]} = {rest[-1]}")
+    if len(sides) > 1 and CONSTANT.fullmatch(sides[0]) and CONSTANT.fullmatch(sides[-1]):
+        return _chain(sides)  # 2 + 3 = 5
     if len(sides) > 2:
         return ("words", text)  # 2x = 10 = 5
-    return ("equation", sides[0], sides[-1]) if len(sides) == 2 and all(sides) else None
+    return ("equation", text) if len(sides) == 2 and all(sides) else None
 
 
-def _chain(sides: list[str], approximations: list[str]) -> Value:
+def _chain(sides: list[str]) -> Value:
     """The last side, with the other sides without letters, which have to equal it."""
     values = [parse_value(side) for side in sides[:-1] if CONSTANT.fullmatch(side)] + [parse_value(sides[-1])]
-    if len(values) == 1 and not approximations:
-        return values[0]
-    return ("chain", tuple(values), tuple(parse_value(text) for text in approximations))
+    return ("chain", tuple(values)) if len(values) > 1 else values[0]
 
 
-def _relation(text: str, terms: list[str]) -> Value | None:
-    """0 < x <= a, and the variable and the interval that this describes, if it does."""
-    signs = RELATION.findall(text)
-    if len(_split(text, EQUALS)) > 1:
-        return None
-    if not all(terms):
-        return ("words", text)
+def _relation(terms: list[str], signs: list[str]) -> Value:
+    """0 < x <= a as the interval that it describes, with the name of its variable; another relation as it is."""
     if all(sign in (">", r"\ge") for sign in signs):  # everything the one way round
         terms, signs = terms[::-1], ["<" if sign == ">" else r"\le" for sign in signs[::-1]]
-    ends, between = [*terms], [*signs]
     if len(terms) == 2 and VARIABLE.fullmatch(terms[0]) and terms[1] not in ("x", "y", "z"):
-        ends, between = [r"-\infty", *terms], ["<", *signs]
+        if signs == [r"\ne"]:  # x \ne 2 is (-\infty, 2) \cup (2, \infty)
+            return ("union", (_relation(terms, ["<"]), _relation(terms[::-1], ["<"])))
+        terms, signs = [r"-\infty", *terms], ["<", *signs]
     elif len(terms) == 2 and VARIABLE.fullmatch(terms[1]):
-        ends, between = [*terms, r"\infty"], [*signs, "<"]
-    interval = None
-    if len(ends) == 3 and VARIABLE.fullmatch(ends[1]) and {*between} <= {"<", r"\le"}:
-        brackets = ("(" if between[0] == "<" else "[") + (")" if between[1] == "<" else "]")
-        interval = ("sequence", brackets, (parse_value(ends[0]), parse_value(ends[2])), ())
-    if signs == [r"\ne"] and VARIABLE.fullmatch(terms[0]):  # x \ne 2 is (-\infty, 2) \cup (2, \infty)
-        ends = [r"-\infty", terms[0], r"\infty"]
-        low, gap, high = (parse_value(text) for text in (r"-\infty", terms[1], r"\infty"))
-        interval = ("union", (("sequence", "()", (low, gap), ()), ("sequence", "()", (gap, high), ())))
-    return ("relation", tuple(terms), tuple(signs), ends[1], interval)
+        terms, signs = [*terms, r"\infty"], [*signs, "<"]
+    if len(terms) == 3 and VARIABLE.fullmatch(terms[1]) and {*signs} <= {"<", r"\le"}:
+        brackets = ("(" if signs[0] == "<" else "[") + (")" if signs[1] == "<" else "]")
+        return ("sequence", brackets, (parse_value(terms[0]), parse_value(terms[2])), (terms[1],))
+    text = "".join(part for pair in zip(terms, [*signs, ""], strict=True) for part in pair)
+    return ("equation", text) if len(terms) == 2 else ("words", text)
 
 
 def _collection(text: str) -> Value | None:
     parts = _split(text, SEMICOLON if all(sign in text for sign in ",=;") else OR)  # x=1, y=2; x=2, y=1
     if len(parts) > 1 and all(parts):
         values = tuple(parse_value(part) for part in parts)
-        is_choice = any(map(re.compile("[A-J]").fullmatch, parts)) or any(value[0] == "choice" for value in values)
-        if _point(values) or is_choice:
-            return ("words", text)  # x = 1 or y = 2; "A or B" chooses neither
-        if "\\cup" in text or any(value[0] == "relation" for value in values):
-            return ("union", tuple(value[4] or value if value[0] == "relation" else value for value in values))
-        return ("list", _flat(values))
+        if _point(values):
+            return ("words", text)  # x = 1 or y = 2
+        are_intervals = any(value[0] == "sequence" and len(value[3]) == 1 for value in values)  # x < 1 or x > 2
+        return ("union", values) if "\\cup" in text or are_intervals else ("list", _flat(values))
     parts = [re.sub(r"^and\s", "", part).strip() for part in _split(text, COMMA) if part and part != "and"]
     if len(parts) > 1:
         values = _flat(tuple(parse_value(part) for part in parts))
         return _point(values) or ("list", values)
     inner = _brackets(text)
-    matrix = MATRIX.fullmatch(inner[1].strip() if inner and inner[0] in ("(", "[") else text)
-    if matrix and matrix[1] != "vmatrix":
-        rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?", matrix[2]) if row.strip()]
-        cells = [tuple(parse_value(clean(cell)) for cell in row.split("&")) for row in rows]
-        return ("sequence", "()", tuple(row[0] if len(row) == 1 else ("sequence", "row", row, ()) for row in cells), ())
+    if "matrix" in text:
+        return None
     if inner is None:
-        if text.count("\\pm") != 1:
-            return None
-        return ("list", tuple(parse_value(text.replace("\\pm", sign)) for sign in "+-"))
+        is_double = text.count("\\pm") == 1
+        return ("list", tuple(parse_value(text.replace("\\pm", sign)) for sign in "+-")) if is_double else None
     opening, inside, closing = inner
     builder = BUILDER.fullmatch(inside)
     if builder and opening == "\\{":
         return parse_value(builder[1].strip())
-    separator = re.compile("[,;](?!\\d{3}(?!\\d))|[,;]\\s" if opening == "(" else "[,;]")
-    items = [item for item in _split(inside, separator) if item]
+    items = [item for item in _split(inside, COMMA) if item]
     if opening in ("\\{", "[", "\\langle") or len(items) > 1:
         values = tuple(parse_value(item) for item in items)
         brackets = "()" if opening == "\\langle" else opening + closing
@@ -420,13 +369,7 @@ def _point(values: tuple[Value, ...]) -> Value | None:
 
 def _flat(values: tuple[Value, ...]) -> tuple[Value, ...]:
     """1, \\pm 2 -> 1, 2, -2."""
-    flat: tuple[Value, ...] = ()
-    for value in values:
-        if value[0] == "named" and value[2][0] == "list":  # x = \pm 2
-            flat += tuple(("named", value[1], item, *value[3:]) for item in value[2][1])
-        else:
-            flat += value[1] if value[0] == "list" else (value,)
-    return flat
+    return tuple(item for value in values for item in (value[1] if value[0] == "list" else (value,)))
 
 
 def _is_text(words: str, is_marked: bool) -> bool:
@@ -441,23 +384,17 @@ def _is_text(words: str, is_marked: bool) -> bool:
 def _quantity(text: str) -> Value | None:
     """Based numbers, times and ratios, words, money, and what has a unit."""
     if based := BASED.fullmatch(text):
-        return ("based", based[1].lstrip("0").upper(), str(WORDS.get(based[2], based[2])))
-    clock = CLOCK.fullmatch(text)
-    parts = clock[1].split(":") if clock else _split(text, COLON)
-    if len(parts) > 1 and all(parts) and (clock or "\\text" not in text):
-        values = tuple(parse_value(part.strip()) for part in parts)
+        return ("words", f"{based[1].lstrip('0').upper()}_{WORDS.get(based[2], based[2])}")
+    if len(parts := _split(text, COLON)) > 1 and all(parts):
+        values = tuple(parse_value(part) for part in parts)
         if all(value[0] in ("number", "formula") for value in values):
-            return ("colon", values, re.sub(r"[^apm]", "", text.lower()) if clock else "")
+            return ("sequence", ":", values, ())
     if UNCOUNTED.search(text):
         return ("words", re.sub(r"\s", "", text))
     words = " ".join(re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text).split())
     if _is_text(words, is_marked="\\text" in text):
         plain = " ".join(re.sub(r"[^\w ]", " ", fold(words)).split())
         return ("words", re.sub(r"^(?:an?|the) (?=\w{3})", "", plain, flags=re.IGNORECASE))
-    if currency := CURRENCY.fullmatch(text):
-        inner = parse_value(currency[1] + currency[3])
-        if inner[0] in ("number", "formula") and inner[2] == "":
-            return (*inner[:2], {"\\$": "$", "\\euro": "euro"}.get(currency[2], currency[2]))
     quantity = QUANTITY.fullmatch(text)
     if quantity and not ("circ" in quantity["unit"] and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", quantity["value"])):
         inner = parse_value(quantity["value"].strip())
@@ -465,6 +402,4 @@ def _quantity(text: str) -> Value | None:
         name = unit(quantity["unit"], is_apart or "\\text" in quantity["unit"])
         if name is not None and inner[0] in ("number", "formula") and inner[2] == "":
             return (*inner[:2], name)
-        if name is None and "\\text" in quantity["unit"]:
-            return ("words", fold(words))  # it says something about the value that is no unit
     return None

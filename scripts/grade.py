@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from flags import FLAGS as OF_TRAINING
 from flags import GROUPS, INF, Grading, flag, take
 from grading import Case, Grade, key_text
+from grading.own import EXTRAS
 from guards.files import whole
 from inputs.checks import check_ranges
 from inputs.command_line import add_flags
@@ -36,7 +37,6 @@ FILES = [
 ]
 # fmt: on
 FLAGS = {"files": FILES, "reward": GROUPS["reward"]}
-OPTIONAL = {"prompt": str, "num_tokens": int, "max_tokens": int, "is_truncated": bool}  # fields of a row
 
 
 def read_cases(path: str, max_tokens: int | None, several: str) -> tuple[list[dict[str, object]], list[Case]]:
@@ -48,13 +48,12 @@ def read_cases(path: str, max_tokens: int | None, several: str) -> tuple[list[di
     for where, row, _ in read_json_file(Path(path)):
         if not isinstance(row.get("completion"), str) or row.get("answer") is None:
             raise ValueError(f"{where}: needs an object with a text `completion` and an `answer`.")
-        given = {name: row[name] for name in OPTIONAL if row.get(name) is not None}
+        given = {name: row[name] for name in EXTRAS if row.get(name) is not None}
         if isinstance(given.get("prompt"), list):
             del given["prompt"]
         for name, value in given.items():
-            if type(value) is not OPTIONAL[name]:
-                kind = OPTIONAL[name].__name__
-                raise ValueError(f"{where}: `{name}` is {str(value)[:80]!r}; needed is a value of the type {kind}.")
+            if type(value) is not EXTRAS[name]:
+                raise ValueError(f"{where}: `{name}` is {str(value)[:80]!r}, not of the type {EXTRAS[name].__name__}.")
         try:
             answer = key_text(row["answer"], several)
         except ValueError as error:
@@ -74,8 +73,7 @@ def check_output(output: Path, source: Path) -> None:
         with tempfile.TemporaryFile(dir=output.parent):
             pass
     except OSError as error:
-        todo = "make its folder, or choose another"
-        raise ValueError(f"--output {str(output)!r} cannot be written ({error.strerror}); {todo}.") from None
+        raise ValueError(f"--output {str(output)!r} cannot be written ({error.strerror}); make its folder.") from None
 
 
 def check_needs(grader: Grader, num_rows: int, group_size: int) -> None:
@@ -92,7 +90,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description="Grades a file of completions: adds `reward` (null if the answer key cannot be used), "
         "`reward_status`, `reward_parts` and `read_as` (the final answer) to each row, in order. "
-        f"Fields: completion, answer; optional: {', '.join(OPTIONAL)}.",
+        f"Fields: completion, answer; optional: {', '.join(EXTRAS)}.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add_flags(parser, FLAGS)
@@ -107,22 +105,22 @@ def main() -> None:
     except (ValueError, OSError, RuntimeError) as error:
         sys.exit(f"error: {error}")
     size, bad_keys = args.group_size, grader.bad_keys(cases)
-    for i in list(bad_keys) if size > 1 else ():  # a group has one key
-        bad_keys |= dict.fromkeys(range(i // size * size, i // size * size + size), bad_keys[i])
+    for i, reason in list(bad_keys.items()):  # a group has one key
+        bad_keys |= dict.fromkeys(range(i // size * size, i // size * size + size), reason)
     for i in sorted(set(range(len(cases))) - set(bad_keys)):
         grader.submit(i, cases[i], size)
     grades = grader.collect() | {i: Grade(0.0, f"bad key: {reason}") for i, reason in bad_keys.items()}
     grader.close()
     with whole(Path(args.output)) as unfinished, unfinished.open("w", encoding="utf-8") as out:
         for i, row in enumerate(rows):
-            graded = {"reward": None if i in bad_keys else grades[i].reward, "reward_status": grades[i].status}
-            graded |= {"reward_parts": grades[i].parts, "read_as": grades[i].answer}
-            out.write(json.dumps(row | graded) + "\n")
+            reward, grade = None if i in bad_keys else grades[i].reward, grades[i]
+            graded = {"reward": reward, "reward_status": grade.status, "reward_parts": grade.parts}
+            out.write(json.dumps(row | graded | {"read_as": grade.answer}) + "\n")
     rewards = [grade.reward for grade in grades.values() if grade.status == "ok"]
     failed = [f"{cases[i].where}: {grades[i].status}" for i in sorted(grades) if grades[i].status != "ok"]
-    mean, num_failed = sum(rewards) / max(len(rewards), 1), len(failed) - len(bad_keys)
-    graded = f"{len(rows)} rows: {len(rewards)} graded, mean reward {mean:.4f}"
-    print(f"{graded}; {num_failed} failed, {len(bad_keys)} with an answer key that cannot be used")
+    graded = f"{len(rewards)} graded, mean reward {sum(rewards) / max(len(rewards), 1):.4f}"
+    bad = f"{len(failed) - len(bad_keys)} failed, {len(bad_keys)} with an answer key that cannot be used"
+    print(f"{len(rows)} rows: {graded}; {bad}")
     print("".join(f"  {line}\n" for line in failed[:20]), end="")
 
 

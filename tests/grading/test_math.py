@@ -39,7 +39,7 @@ def test_the_written_cases_are_graded_as_a_careful_reader_would(grader):
     wrong = [(case, grade) for case, grade in zip(CASES, grades, strict=True) if grade.is_correct != case["is_right"]]
     paid = [case for case, _ in wrong if not case["is_right"]]
     assert len(paid) <= 1, paid
-    assert len(wrong) <= 0.025 * len(CASES), [
+    assert len(wrong) <= 0.033 * len(CASES), [
         (case["answer"], case["completion"][-80:], grade.status) for case, grade in wrong
     ]
     failed = Counter(case["kind"] for case, grade in zip(CASES, grades, strict=True) if grade.is_failed)

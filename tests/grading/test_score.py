@@ -155,3 +155,8 @@ def test_grading_imports_only_itself_and_no_torch():
     files = {path.stem for path in ROOT.glob("*.py")}
     assert not {"torch", "numpy", "transformers", *files} & set(done.stdout.split())
     assert {"grading", "sympy", "math_verify"} <= set(done.stdout.split())
+
+
+def test_a_fault_of_a_verifier_is_no_key_that_cannot_be_used(monkeypatch):
+    monkeypatch.setitem(BUILT_IN, "exact", lambda case: {"x": (1.0, None)}[case.answer])
+    pytest.raises(KeyError, graded, "exact", Case("x", '["a", "x"]'))

@@ -36,6 +36,7 @@ OF_OTHER_ENGINES = ("distributed_executor_backend", "enable_sleep_mode", "disabl
 SERVER = "generation.start"
 OWN_SERVER = "GRPO_OWN_SERVER"  # environment of a server that this file has started
 PATIENCE = 10.0  # seconds that a server has to end
+GRACE = 3  # seconds, of these, for requests that are under way: one may wait for weights of a run that hangs
 LOOK = 0.5  # seconds between two looks at the first process
 
 logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # as in rollout.py, before vLLM is imported
@@ -135,6 +136,7 @@ if __name__ == "__mp_main__" and OWN_SERVER in os.environ:  # in a process that 
     threading.Thread(target=end_with_server, daemon=True).start()
 
 if __name__ == "__main__":
-    from vllm.entrypoints.launchers.api_server.entry import main
+    from vllm.entrypoints.launchers.api_server import entry
 
-    main()
+    entry.run_server = partial(entry.run_server, timeout_graceful_shutdown=GRACE)  # uvicorn's; it would wait for ever
+    entry.main()

@@ -221,5 +221,5 @@ def build_servers(
         }  # fmt: skip
         stops, claim = stop_ids(tokenizer, settings.stop_tokens), claim_of(log.out_dir)
         fleet = Fleet(found, stops, key, log.say, log.note_span, TIMEOUT, MOST_ON_GPU, claim, needed)
-    set_allocator(is_expandable=True)  # as beside an engine: here no CUDA graphs of vLLM forbid it
+    set_allocator(is_expandable=True)  # as beside an engine in the ranks
     return ServerEngine(fleet, tokenizer, weights, device, version, servers.in_flight)

@@ -37,8 +37,7 @@ from model.engine_options import head_dtypes
 # would leave it off; what others print meanwhile is lost.
 vllm.distributed.utils.suppress_stdout = contextlib.nullcontext
 PATIENCE = timedelta(minutes=10)  # of a worker that waits for a tensor of a trainer that may have gone
-LEASE = 20.0  # seconds after its last word in which a run, perhaps killed, still has its servers
-AFTER_A_KILL = f"After a kill a server is free in {LEASE:g} s, and for the same run at once."
+LEASE = 20.0  # seconds without a word from its run after which a server is free: that run was killed
 
 
 # The trainer's side ---------------------------------------------------------------------------------------------------
@@ -48,7 +47,7 @@ AFTER_A_KILL = f"After a kill a server is free in {LEASE:g} s, and for the same 
 class Link:
     """A process group of the main rank and the workers of a server."""
 
-    send: Callable[[Tensor], None]  # a tensor, to all of them
+    send: Callable[[Tensor], None]  # sends a tensor to all of them
     close: Callable[[], None] = lambda: None
 
 
@@ -128,7 +127,7 @@ WeightTransferEngineFactory.register_engine("gloo", GlooEngine)
 
 
 class Extension:
-    """Of vLLM's workers: with it they import this file."""
+    """Of vLLM's workers, which import this file for it."""
 
     def own_head_dtypes(self) -> list[str]:
         return head_dtypes(self.get_model())
@@ -137,18 +136,19 @@ class Extension:
 def describe_model(config: PretrainedConfig) -> str:
     """In the same words for the run and for a server, whose paths of the model may differ."""
     text = config.get_text_config()
-    sizes = f"{text.num_hidden_layers} layers, hidden size {text.hidden_size}, {text.vocab_size} tokens"
+    sizes = f"{text.num_hidden_layers} layers, hidden size {text.hidden_size}, vocabulary of {text.vocab_size}"
     return f"{', '.join(config.architectures or ())} of {sizes}"
 
 
 async def describe_server(request: Request) -> dict[str, object]:
     """What must fit a run, by the flags of scripts/serve.py, and the number of workers."""
-    state = request.app.state
-    config, (heads, *_) = state.vllm_config.model_config, await state.engine_client.collective_rpc("own_head_dtypes")
+    engine = request.app.state.engine_client
+    (heads, *_), config = await engine.collective_rpc("own_head_dtypes"), engine.vllm_config.model_config
+    dtype = str(config.dtype).removeprefix("torch.")
     return {
-        "world_size": state.vllm_config.parallel_config.world_size_across_dp,
+        "world_size": engine.vllm_config.parallel_config.world_size_across_dp,
         "--model": describe_model(config.hf_config), "--max_model_len": config.max_model_len,
-        "--dtype": str(config.dtype).removeprefix("torch."), "--head_dtype": ", ".join(heads),
+        "--dtype": dtype, "--head_dtype": ", ".join(heads) or dtype,
     }  # fmt: skip
 
 
@@ -159,14 +159,15 @@ class Owner:
     heard = 0.0  # when that was repeated last
 
     def hear(self, claim: dict[str, str], do: str, now: float) -> str:
-        """A run will "take" the server, "keep" or "free" it. Returns why it may not, or nothing.
+        """Why the run of this claim may not "take" the server, "keep" or "free" it; nothing if it may.
 
-        A new start of the same run takes the place of the one before, which may not keep the server then.
+        A new start of the same run takes the server from the one before, which may not keep it then.
         """
         is_same = do == "take" and all(claim.get(name) == self.claim.get(name) for name in ("run", "out_dir"))
         if self.claim and claim != self.claim and not is_same and now - self.heard < LEASE:
             holder = "{out_dir} on {host} (process {pid})".format_map(self.claim)
-            return f"belongs to the run {holder}; end that, or use other --server_urls. {AFTER_A_KILL}"
+            way_out = f"end that run, or give other --server_urls; {LEASE:g} s after a kill the server is free"
+            return f"belongs to the run {holder}; {way_out}."
         self.claim, self.heard = {} if do == "free" else claim, now
         return ""
 
@@ -177,7 +178,7 @@ OWNER = Owner()
 async def check_key(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
     """vLLM asks for VLLM_API_KEY where text is sampled, but not where weights are changed: this asks everywhere.
 
-    And it answers at /owner, where a run says each second that the server is its own.
+    Its own route is /owner, where a run says each second that the server is its own.
     """
     key, given = os.environ.get("VLLM_API_KEY", ""), request.headers.get("authorization", "")
     if key and not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):

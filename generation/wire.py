@@ -33,7 +33,7 @@ from batch import Row
 from flags import Sampling
 from generation.start import ServerProcess
 from generation.weights import Link, open_link
-from guards.start import RunError, note_reason, requested
+from guards.start import RunError, note_reason, requested, signal_name
 from inputs.machine import own_address
 from model.sizes import MOST_ON_GPU
 
@@ -51,7 +51,7 @@ class ServerFault(Exception):
 
 
 class Unusable(ServerFault):
-    """A server of another run, or one that does not fit this run. The text goes on the server's name."""
+    """A server of another run, or one that does not fit this run. The text goes on after the server's name."""
 
 
 UNREACHABLE = (aiohttp.ClientError, OSError)
@@ -376,7 +376,8 @@ class Fleet:
         """After a signal ends the run if a transfer stands still: the main thread is in it, and cannot hear."""
         while not (requested() and self.is_sending and time.monotonic() - self.moved > LEAVE):
             await asyncio.sleep(LOOK)
-        self.error = f"a signal came amid a transfer of weights that stood still ({self.describe()})"
+        fault = f"{signal_name()}: ended in a transfer of weights that stood still ({self.describe()})"
+        self.error = self.error or f"{fault}; the same command goes on from the last checkpoint"
         self._leave()
 
     async def _own(self, server: Server, do: str, timeout: float | None = TIMEOUT) -> dict[str, object]:
@@ -412,10 +413,10 @@ class Fleet:
             await asyncio.sleep(LOOK if server.state == "starts" else 0.0)
 
     def _check_fit(self, found: dict[str, object]) -> None:
-        """Raises Unusable if the server does not have what the run needs; it may take longer prompts, too."""
-        least = self.needed.get("--max_model_len")
-        if least and found.get("--max_model_len", 0) >= least:
-            found = found | {"--max_model_len": least}
-        pairs = [(name, found.get(name), needed) for name, needed in self.needed.items()]
-        if wrong := "; ".join(f"{name} {has}, needed is {needed}" for name, has, needed in pairs if has != needed):
-            raise Unusable(f"does not fit this run: it has {wrong}.")
+        """Raises Unusable if the server does not have what the run needs. A larger --max_model_len will do."""
+        wrong = [
+            f"{name} {found.get(name)}, needed is {needed}" for name, needed in self.needed.items()
+            if found.get(name) != needed and not (name == "--max_model_len" and found[name] > needed)
+        ]  # fmt: skip
+        if wrong:
+            raise Unusable(f"does not fit this run: it has {'; '.join(wrong)}.")

@@ -386,37 +386,34 @@ class Fleet:
         return msgspec.json.decode(content, type=dict)
 
     async def _watch(self, server: Server) -> None:
-        """Waits until the server answers, then sees whether it makes progress. Raises one of `FAULTS`."""
-        await asyncio.wait_for(self._find(server), self.timeout)
+        """Takes the server when it answers, keeps it, and sees whether it makes progress. Raises one of `FAULTS`."""
+        server.since = time.monotonic()
         while server.state != "lost":
             if server.process is not None and (how := server.process.how_it_ended()):
                 raise ServerFault(how)
-            await self._own(server, "keep")
-            if self.is_sending or not server.under_way:
-                server.since = time.monotonic()
+            if server.state == "starts":
+                with suppress(*UNREACHABLE):
+                    await self._take(server)
+                    server.since = time.monotonic()
             else:
-                content = await self.ask(server, "metrics", method="GET")
-                before, server.tokens = server.tokens, sum(map(float, TOKENS.findall(content.decode())))
-                server.since = server.since if server.tokens == before else time.monotonic()
+                await self._own(server, "keep")
+                if self.is_sending or not server.under_way:
+                    server.since = time.monotonic()
+                else:
+                    content = await self.ask(server, "metrics", method="GET")
+                    before, server.tokens = server.tokens, sum(map(float, TOKENS.findall(content.decode())))
+                    server.since = server.since if server.tokens == before else time.monotonic()
             if time.monotonic() - server.since > self.timeout:
-                raise ServerFault(f"no token for {self.timeout:g} s")
+                raise ServerFault(f"no {'answer' if server.state == 'starts' else 'token'} for {self.timeout:g} s")
             await asyncio.sleep(LOOK)
 
-    async def _find(self, server: Server) -> None:
-        while server.state == "starts":
-            if server.process is not None and (how := server.process.how_it_ended()):
-                raise ServerFault(how)
-            with suppress(*UNREACHABLE):
-                found = await self._own(server, "take", timeout=5.0)
-                self._check_fit(found)
-                server.num_workers, server.state = found["world_size"], "waits"
-            await asyncio.sleep(LOOK if server.state == "starts" else 0.0)
-
-    def _check_fit(self, found: dict[str, object]) -> None:
+    async def _take(self, server: Server) -> None:
         """Raises Unusable if the server does not have what the run needs. A larger --max_model_len will do."""
+        found = await self._own(server, "take", timeout=5.0)
         wrong = [
             f"{name} {found.get(name)}, needed is {needed}" for name, needed in self.needed.items()
             if found.get(name) != needed and not (name == "--max_model_len" and found[name] > needed)
         ]  # fmt: skip
         if wrong:
             raise Unusable(f"does not fit this run: it has {'; '.join(wrong)}.")
+        server.num_workers, server.state = found["world_size"], "waits"

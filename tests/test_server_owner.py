@@ -3,7 +3,6 @@
 import asyncio
 import os
 import socket
-import subprocess
 import sys
 import threading
 import time

@@ -1,8 +1,9 @@
 """Generation servers as child processes of the main rank: vLLM's own server, on the loopback alone.
 
-`python -m generation.start FLAGS` is that server, with one thing more: all its processes end with the first of them.
-vLLM starts the others by multiprocessing's spawn, which imports this file in them before all else. They would stay, and
-keep their GPU, when the first one is killed, also while they are still importing torch.
+`python -m generation.start FLAGS` is that server, with two things more. After SIGTERM it gives requests `GRACE` seconds
+to end. And all its processes end with the first of them: vLLM starts the others by multiprocessing's spawn, which
+imports this file in them before all else. They would stay, and keep their GPU, when the first one is killed, also while
+they are still importing torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 """Weights on their way from the trainer to a generation server: a process group of the main rank and its workers.
+Also whose server it is: no other run may send weights to it.
 
 vLLM's own weight transfer. On CUDA it is its backend `nccl`; for CPUs this file adds the same over gloo. Servers load
 it with `--worker-extension-cls generation.weights.Extension --middleware generation.weights.check_key`.

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import queue
 import secrets
+import socket
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -27,12 +28,15 @@ from transformers import PreTrainedTokenizerBase
 
 from batch import OnFinished, Rollout, Row
 from flags import EngineSettings, Sampling, Servers
-from fsdp_utils import World, broadcast_from_main, end_if_requested, gather_from_ranks
+from fsdp_utils import World, broadcast_from_main, end_if_requested, gather_from_ranks, set_allocator
 from generation.start import start_server
-from generation.wire import Completion, Fleet, Request, Server
+from generation.weights import describe_model
+from generation.wire import TIMEOUT, Completion, Fleet, Request, Server
 from guards.stall import WAITS, beat
 from guards.start import RunError, requested
 from model.engine_options import engine_options, stop_ids
+from model.sizes import MOST_ON_GPU
+from model.weights import load_config
 
 TICK = 0.5  # seconds after which the ranks that wait hear from the main rank
 
@@ -181,6 +185,15 @@ class ServerEngine:
             self.fleet.close()
 
 
+def claim_of(out_dir: Path) -> dict[str, str]:
+    """Names a run, by a number that it keeps in its folder, and this start of it: servers belong to one run."""
+    file = out_dir / ".run_id"
+    if not file.exists():
+        file.write_text(secrets.token_hex())
+    start = {"out_dir": str(out_dir.resolve()), "host": socket.gethostname(), "pid": str(os.getpid())}
+    return {"run": file.read_text()} | start
+
+
 def build_servers(
     model: str,
     settings: EngineSettings,
@@ -202,5 +215,11 @@ def build_servers(
             file = log.out_dir / "servers" / f"{i}.log"
             process = start_server(options, "nccl" if is_cuda else "gloo", key, file, gpus)
             found.append(Server(f"server {i}", process.url, process))
-        fleet = Fleet(found, stop_ids(tokenizer, settings.stop_tokens), key, log.say, log.note_span)
+        needed = {
+            "--model": describe_model(load_config(model)), "--max_model_len": settings.max_model_len,
+            "--dtype": settings.dtype, "--head_dtype": settings.head_dtype or settings.dtype,
+        }  # fmt: skip
+        stops, claim = stop_ids(tokenizer, settings.stop_tokens), claim_of(log.out_dir)
+        fleet = Fleet(found, stops, key, log.say, log.note_span, TIMEOUT, MOST_ON_GPU, claim, needed)
+    set_allocator(is_expandable=True)  # as beside an engine in the ranks
     return ServerEngine(fleet, tokenizer, weights, device, version, servers.in_flight)

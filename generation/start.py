@@ -1,8 +1,9 @@
 """Generation servers as child processes of the main rank: vLLM's own server, on the loopback alone.
 
-`python -m generation.start FLAGS` is that server, with one thing more: all its processes end with the first of them.
-vLLM starts the others by multiprocessing's spawn, which imports this file in them before all else. They would stay, and
-keep their GPU, when the first one is killed, also while they are still importing torch.
+`python -m generation.start FLAGS` is that server, with two things more. After SIGTERM it gives requests `GRACE` seconds
+to end. And all its processes end with the first of them: vLLM starts the others by multiprocessing's spawn, which
+imports this file in them before all else. They would stay, and keep their GPU, when the first one is killed, also while
+they are still importing torch.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ OF_RANKS = (  # what the environment says of a rank, and must not say to a serve
 )  # fmt: skip
 OF_OTHER_ENGINES = ("distributed_executor_backend", "enable_sleep_mode", "disable_log_stats", "seed")
 SERVER = "generation.start"
-OWN_SERVER = "GRPO_OWN_SERVER"  # environment of a server that this file has started
+FIRST = "GRPO_SERVER_PID"  # environment: the first process of a server
 PATIENCE = 10.0  # seconds that a server has to end
+GRACE = 3  # seconds, of these, for requests that are under way: one may wait for weights of a run that hangs
 LOOK = 0.5  # seconds between two looks at the first process
 
 logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # as in rollout.py, before vLLM is imported
@@ -107,7 +109,7 @@ def start_server(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    own = {OWN_SERVER: "1", "VLLM_API_KEY": key}
+    own = {"VLLM_API_KEY": key}
     if gpus:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         own["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[gpu] if visible else str(gpu) for gpu in gpus)
@@ -123,18 +125,20 @@ def start_server(
 
 
 def end_with_server() -> None:
-    """Ends all processes of a server when the first of them has ended."""
-    first = os.getsid(0)
+    """Ends this process when the first one of its server has ended; its main thread may wait for weights."""
     with suppress(psutil.NoSuchProcess):
-        while psutil.Process(first).status() != psutil.STATUS_ZOMBIE:
+        first = psutil.Process(int(os.environ[FIRST]))
+        while first.status() != psutil.STATUS_ZOMBIE:
             time.sleep(LOOK)
-    os.killpg(first, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-if __name__ == "__mp_main__" and OWN_SERVER in os.environ:  # in a process that vLLM has started
+if __name__ == "__mp_main__":  # in a process that vLLM has started
     threading.Thread(target=end_with_server, daemon=True).start()
 
 if __name__ == "__main__":
-    from vllm.entrypoints.launchers.api_server.entry import main
+    os.environ[FIRST] = str(os.getpid())
+    from vllm.entrypoints.launchers.api_server import entry
 
-    main()
+    entry.run_server = partial(entry.run_server, timeout_graceful_shutdown=GRACE)  # uvicorn's; it would wait for ever
+    entry.main()

@@ -32,14 +32,15 @@ from torch import Tensor
 from batch import Row
 from flags import Sampling
 from generation.start import ServerProcess
-from generation.weights import Send, open_link
-from guards.start import RunError, note_reason
+from generation.weights import Link, open_link
+from guards.start import RunError, note_reason, requested, signal_name
 from inputs.machine import own_address
 from model.sizes import MOST_ON_GPU
 
 TIMEOUT = 600.0  # seconds: a server that gives no answer at its start, or no token, for so long is dead
 MEETING = 60.0  # seconds that a server has to come for its weights
-LEAVE = 10.0  # seconds that the main rank has to end after a failed transfer
+LEAVE = 10.0  # seconds that the main rank has to end after a failed transfer, or one that stands still at a signal
+GOODBYE = 3.0  # seconds that a server has for each request at the end of a run
 LOOK = 1.0  # seconds between two looks at a server
 TAIL = 1500  # characters of the log that are shown when a server is lost
 TOKENS = re.compile(r"^vllm:(?:generation|prompt)_tokens_total\b.* (\S+)$", re.MULTILINE)
@@ -47,6 +48,10 @@ TOKENS = re.compile(r"^vllm:(?:generation|prompt)_tokens_total\b.* (\S+)$", re.M
 
 class ServerFault(Exception):
     """A server has said or done something else than it was asked to."""
+
+
+class Unusable(ServerFault):
+    """A server of another run, or one that does not fit this run. The text goes on after the server's name."""
 
 
 UNREACHABLE = (aiohttp.ClientError, OSError)
@@ -61,7 +66,6 @@ Choice = msgspec.defstruct(
     [("token_ids", list[int]), ("logprobs", Logprobs), ("weight_versions", list[Versions]), ("finish_reason", str)],
 )
 Answer = msgspec.defstruct("Answer", [("prompt_token_ids", list[int]), ("choices", list[Choice])])
-WorldSize = msgspec.defstruct("WorldSize", [("world_size", int)])
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,7 @@ class Server:
     under_way: dict[asyncio.Task[None], Request] = field(default_factory=dict)
     row: Row | None = None  # of the last one
     num_workers: int = 1
-    send: Send | None = None  # sends a tensor to its workers; None: they have not met the main rank
+    link: Link | None = None  # to its workers; None: they have not met the main rank
     update: asyncio.Task[None] | None = None  # waits for its answer to the weights that are being sent
     version: int = -1  # of its weights
     tokens: float = 0.0  # by its own count
@@ -138,9 +142,12 @@ class Fleet:
     note_span: Callable[[str, str, float, float], None]  # hears which server did what when
     timeout: float = TIMEOUT
     most: int = MOST_ON_GPU  # requests that a server gets at a time
+    claim: dict[str, str] = field(default_factory=dict)  # names this run and this start of it
+    needed: dict[str, object] = field(default_factory=dict)  # flag of scripts/serve.py -> its value for this run
     pending: deque[Request] = field(default_factory=deque)
     is_open: bool = False  # requests are given to servers
     is_sending: bool = False  # weights
+    moved: float = 0.0  # when the last tensor was sent
     error: str = ""  # why the run cannot go on
 
     def __post_init__(self) -> None:
@@ -162,6 +169,7 @@ class Fleet:
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         self.session = aiohttp.ClientSession(headers=headers, connector=connector)
         self.watchers = [asyncio.create_task(self._or_lose(each, self._watch(each))) for each in self.servers]
+        self.watchers.append(asyncio.create_task(self._watch_signals()))
 
     def close(self) -> None:
         """From another thread: ends the requests under way, the servers that the run has started, and the thread."""
@@ -175,10 +183,20 @@ class Fleet:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*map(self._part, self.servers))
         await self.session.close()
-        for server in self.servers:
-            server.send = None  # a server that stays up hears that the run has gone
-        await asyncio.gather(*(asyncio.to_thread(each.process.end) for each in self.servers if each.process))
+
+    async def _part(self, server: Server) -> None:
+        if server.process is not None:
+            await asyncio.to_thread(server.process.end)
+        elif server.state in ("waits", "ready"):  # it is this run's, and stays up for another
+            with suppress(*FAULTS):
+                await self.ask(server, "shutdown_weight_transfer_engine", {}, timeout=GOODBYE)
+            with suppress(*FAULTS):
+                await self._own(server, "free", GOODBYE)
+        if server.link is not None:
+            await asyncio.to_thread(server.link.close)
+        server.link = None
 
     async def ask(
         self, server: Server, path: str, body: object = None, method: str = "POST", timeout: float | None = TIMEOUT
@@ -187,6 +205,8 @@ class Fleet:
         limit = aiohttp.ClientTimeout(total=timeout and min(timeout, self.timeout), sock_connect=10)
         async with self.session.request(method, f"{server.url}/{path}", json=body, timeout=limit) as response:
             content = await response.read()
+        if response.status == 409:
+            raise Unusable(content.decode(errors="replace"))
         if response.status != 200:
             said = " ".join(content[:200].decode(errors="replace").split())
             raise ServerFault(f"/{path.partition('?')[0]} answers with status {response.status}: {said}")
@@ -247,7 +267,7 @@ class Fleet:
 
         async def prepare(server: Server) -> None:
             self._note(server, "updates")
-            if server.send is not None:  # unfinished completions stay; their keys and values are computed anew
+            if server.link is not None:  # unfinished completions stay; their keys and values are computed anew
                 await self.ask(server, "pause?mode=keep&clear_cache=true")
             else:  # what it does, and holds, is left over from a run that has ended, perhaps amid an update
                 await self.ask(server, "pause?mode=abort&clear_cache=true")
@@ -259,7 +279,7 @@ class Fleet:
             update = self.ask(server, "update_weights", {"update_info": weights}, timeout=None)
             server.update = asyncio.create_task(self._or_lose(server, update))
 
-        self.is_sending = True
+        self.is_sending, self.moved = True, time.monotonic()
         await self._with_all(prepare)
 
     async def _meet(self, server: Server, device: torch.device) -> None:
@@ -268,21 +288,21 @@ class Fleet:
         listener = socket.create_server((host, 0))
         info = {"master_address": host, "master_port": listener.getsockname()[1], "rank_offset": 1}
         info["world_size"] = 1 + server.num_workers
-        answer = asyncio.create_task(self.ask(server, "init_weight_transfer_engine", {"init_info": info}))
-        seconds = min(self.timeout, MEETING)
+        answer = self.ask(server, "init_weight_transfer_engine", {"init_info": info})
+        link = asyncio.to_thread(open_link, listener, server.num_workers, device, min(self.timeout, MEETING))
         try:
-            server.send = await asyncio.to_thread(open_link, listener, server.num_workers, device, seconds)
+            server.link, _ = await asyncio.gather(link, answer)  # the first that fails: the other may wait for ever
         except RuntimeError as error:
             raise ServerFault(f"it did not come to take weights: {error}") from None
-        await answer
 
     def send(self, tensor: Tensor) -> None:
         """From another thread: the next tensor goes to all servers. Raises RunError if one is lost."""
         for server in [each for each in self.servers if each.state != "lost"]:
             try:
-                server.send(tensor)
+                server.link.send(tensor)
             except RuntimeError as error:  # of torch: the connection is broken
                 self.call(self._lose(server, error))
+        self.moved = time.monotonic()
         self.check()
 
     async def finish(self, version: int) -> None:
@@ -336,8 +356,8 @@ class Fleet:
         if is_starting or self.is_sending or all(each.state == "lost" for each in self.servers):
             when = "amid a transfer of weights" if self.is_sending else "and no other is left"
             lost = "did not start" if is_starting else f"was lost {when}"
-            on = "the same command goes on from the last checkpoint"
-            self.error = self.error or f"{server.name} {lost}: {reason}; {on}{tail}"
+            fault = f"{lost}: {reason}; the same command goes on from the last checkpoint{tail}"
+            self.error = self.error or f"{server.name} {reason if isinstance(error, Unusable) else fault}"
             if self.is_sending:
                 self.loop.call_later(LEAVE, self._leave)
         else:
@@ -352,29 +372,48 @@ class Fleet:
             print(f"error: {self.error}", file=sys.stderr, flush=True)
         os._exit(1)
 
+    async def _watch_signals(self) -> None:
+        """After a signal ends the run if a transfer stands still: the main thread is in it, and cannot hear."""
+        while not (requested() and self.is_sending and time.monotonic() - self.moved > LEAVE):
+            await asyncio.sleep(LOOK)
+        fault = f"{signal_name()}: ended in a transfer of weights that stood still ({self.describe()})"
+        self.error = self.error or f"{fault}; the same command goes on from the last checkpoint"
+        self._leave()
+
+    async def _own(self, server: Server, do: str, timeout: float | None = TIMEOUT) -> dict[str, object]:
+        """Tells the server that this run will "take", "keep" or "free" it. Raises one of `FAULTS`."""
+        content = await self.ask(server, "owner", {"claim": self.claim, "do": do}, timeout=timeout)
+        return msgspec.json.decode(content, type=dict)
+
     async def _watch(self, server: Server) -> None:
-        """Waits until the server answers, then sees whether it makes progress. Raises one of `FAULTS`."""
-        await asyncio.wait_for(self._find(server), self.timeout)
+        """Takes the server when it answers, keeps it, and sees whether it makes progress. Raises one of `FAULTS`."""
+        server.since = time.monotonic()
         while server.state != "lost":
             if server.process is not None and (how := server.process.how_it_ended()):
                 raise ServerFault(how)
-            if self.is_sending or not server.under_way:
-                server.since = time.monotonic()
+            if server.state == "starts":
+                with suppress(*UNREACHABLE):
+                    await self._take(server)
+                    server.since = time.monotonic()
             else:
-                content = await self.ask(server, "metrics", method="GET")
-                before, server.tokens = server.tokens, sum(map(float, TOKENS.findall(content.decode())))
-                server.since = server.since if server.tokens == before else time.monotonic()
+                await self._own(server, "keep")
+                if self.is_sending or not server.under_way:
+                    server.since = time.monotonic()
+                else:
+                    content = await self.ask(server, "metrics", method="GET")
+                    before, server.tokens = server.tokens, sum(map(float, TOKENS.findall(content.decode())))
+                    server.since = server.since if server.tokens == before else time.monotonic()
             if time.monotonic() - server.since > self.timeout:
-                raise ServerFault(f"no token for {self.timeout:g} s")
+                raise ServerFault(f"no {'answer' if server.state == 'starts' else 'token'} for {self.timeout:g} s")
             await asyncio.sleep(LOOK)
 
-    async def _find(self, server: Server) -> None:
-        while server.state == "starts":
-            if server.process is not None and (how := server.process.how_it_ended()):
-                raise ServerFault(how)
-            with suppress(*UNREACHABLE):
-                await self.ask(server, "health", method="GET", timeout=5.0)
-                content = await self.ask(server, "get_world_size", method="GET", timeout=5.0)
-                server.num_workers = msgspec.json.decode(content, type=WorldSize).world_size
-                server.state = "waits"
-            await asyncio.sleep(LOOK if server.state == "starts" else 0.0)
+    async def _take(self, server: Server) -> None:
+        """Raises Unusable if the server does not have what the run needs. A larger --max_model_len will do."""
+        found = await self._own(server, "take", timeout=5.0)
+        wrong = [
+            f"{name} {found.get(name)}, needed is {needed}" for name, needed in self.needed.items()
+            if found.get(name) != needed and not (name == "--max_model_len" and found[name] > needed)
+        ]  # fmt: skip
+        if wrong:
+            raise Unusable(f"does not fit this run: it has {'; '.join(wrong)}.")
+        server.num_workers, server.state = found["world_size"], "waits"

@@ -1,9 +1,9 @@
-"""Starts a generation server for runs with `--engine server --server_urls`: stock vLLM, with what the run asks of it.
+"""Starts a generation server for a run with `--engine server --server_urls`: stock vLLM, with what the run needs.
 
     VLLM_API_KEY=... python scripts/serve.py --model Qwen/Qwen3-4B-Base --max_model_len 10240 --host 0.0.0.0 --port 8000
 
-On the GPUs that it sees, --tensor_parallel_size of them, or on the CPU. It holds random weights until the run sends its
-own. docs/generation.md
+It takes --tensor_parallel_size of the GPUs that it sees, or the CPU. It holds random weights until the run sends its
+own. It serves one run at a time, and ends within 10 s of SIGTERM or Ctrl-C. docs/generation.md
 """
 
 from __future__ import annotations
@@ -17,23 +17,22 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
-from flags import FLAGS, EngineSettings
+from flags import DTYPES, FLAGS, EngineSettings
 from generation.start import server_command, server_environment
 from inputs.checks import LOOPBACK
-from inputs.command_line import exit_with_error
+from inputs.command_line import exit_with_error, parser_of
 from model.engine_options import engine_options
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = parser_of({}, __doc__.partition("\n\n")[0])
     add = parser.add_argument
-    add("--model", required=True, help="that of the run: its architecture and tokenizer, no weights are read")
+    add("--model", required=True, help="the run's --model; its weights are not read")
     add("--max_model_len", type=int, required=True, help="the run's --max_prompt_tokens + its longest completion")
-    for name in ("--dtype", "--head_dtype", "--tensor_parallel_size", "--enforce_eager"):
-        kind = {"action": "store_true"} if FLAGS[name].type is bool else {"type": FLAGS[name].type}
-        add(name, default=FLAGS[name].value, help=f"that of the run: {FLAGS[name].help}", **kind)
+    add("--dtype", default=FLAGS["--dtype"].value, choices=DTYPES, help="the run's --dtype")
+    add("--head_dtype", choices=DTYPES, help="the run's --head_dtype; leave it out if the run does")
+    add("--tensor_parallel_size", type=int, default=1, help="GPUs that share the model")
+    add("--enforce_eager", action="store_true", help="no CUDA graphs: the server starts faster and samples slower")
     add("--gpu_memory_utilization", type=float, default=0.9, help="share of a GPU's memory that the server takes")
     add("--host", default="127.0.0.1", help="address to listen on; beyond the loopback only with VLLM_API_KEY")
     add("--port", type=int, default=8000, help="port to listen on")

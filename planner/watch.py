@@ -51,8 +51,6 @@ WAYS_OUT = {  # phase -> what to change: on a GPU; on a CPU, where there is noth
     "checkpoint": (BATCH, FEWER),
     "host": ("use less of --offload, or fewer --reward_workers", f"{FEWER}, or fewer --reward_workers"),
 }
-
-
 # torch, its allocators and CUDA's libraries have no common class of errors; cudaError 2 is cudaErrorMemoryAllocation.
 SAID = re.compile(
     r"out of memory|can(?:no|')t allocate memory|unable to allocate|bad_alloc|CUBLAS_STATUS_ALLOC_FAILED"
@@ -158,9 +156,8 @@ class MemoryWatch:
         place = place_of(error, self.is_cuda)
         of_host = "host" if self.is_cuda else name
         causes = {"GPU": [name], "host": [of_host], "GPU or pinned host": [name, "host"]}[place]
-        asked = f"{asked_for(error)} in phase {name}"
-        ways = "; or ".join(map(self._ways_out, causes))
-        return f"{place} memory ran out on rank {self.world.trainer_rank}, asked for {asked}; {ways}."
+        ways = f"in phase {name}; {'; or '.join(map(self._ways_out, causes))}."
+        return f"{place} memory ran out on rank {self.world.trainer_rank}, asked for {asked_for(error)} {ways}"
 
     def _report(self, metrics: dict[str, float]) -> str:
         where = "GPU" if self.is_cuda else "rank"
@@ -197,8 +194,7 @@ def peak(device: torch.device) -> tuple[int, int]:
 
 def peak_resident() -> int:
     """Bytes of this process."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+    return 1024 * int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1])
 
 
 def resident_of_children() -> int:

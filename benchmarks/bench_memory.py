@@ -37,7 +37,7 @@ from batch import Rollout
 from bench_common import Trainer, flags_of, make_rollout, parser_of, print_table
 from fsdp_utils import World, close_world, gather_from_ranks, init_world, local_shard
 from planner.dry_run import config_of, setup_of
-from planner.memory import gpu_phases, host_phases, optimizer_peak, without
+from planner.memory import ENGINE, gpu_phases, host_phases, optimizer_peak, without
 from planner.setup import Setup
 
 GOAL = 1.1  # the larger of predicted and measured over the other
@@ -137,7 +137,8 @@ def measured(args: argparse.Namespace, rollout: Rollout, world: World) -> int:
 def predicted(setup: Setup) -> float:
     """Bytes of one rank at the peak of the same phases, on the GPU and the host together."""
     phases = gpu_phases(setup)
-    device = max(sum(phases[name].trainer.values()) for name in ("logprobs", "update", "optimizer") if name in phases)
+    names = ("logprobs", "update", "optimizer")
+    device = max(sum(without(phases[name], *ENGINE).values()) for name in names if name in phases)
     if setup.memory.offload == "all":  # chunks are in host RAM, and `host_phases` counts them as the process's own
         device = max(device, *optimizer_peak(replace(setup, memory=replace(setup.memory, offload="none"))).values())
     host = host_phases(setup)["run"]

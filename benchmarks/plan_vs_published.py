@@ -41,7 +41,7 @@ from transformers import AutoConfig
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from inputs.command_line import parse_flags
-from planner.dry_run import assumed_of, setup_of
+from planner.dry_run import setup_of
 from planner.time import phase_seconds
 
 GOAL_MEDIAN, GOAL_WORST = 0.15, 0.30
@@ -97,7 +97,7 @@ class Run:
         setup = setup_of(args, AutoConfig.for_model(**MODELS[self.model]))
         # All of them compute old log-probs for the first update of a step, too; ours takes those of the update itself.
         setup = replace(setup, run=replace(setup.run, needs_first_logprobs=True))
-        seconds = phase_seconds(setup, assumed_of(args))
+        seconds = phase_seconds(setup)
         rest = sum(seconds.values()) - seconds["logprobs"] - seconds["update"]
         return sum(seconds.values()), (rest, seconds["logprobs"], seconds["update"])
 

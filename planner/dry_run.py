@@ -24,14 +24,13 @@ from model.vision import check_images
 from model.weights import load_config
 from planner.report import report_of, text_of
 from planner.setup import GIB, Hardware, RunShape, Setup, shape_of
-from planner.time import Assumed
 
 TABLE = Path(__file__).parent / "models.json"
 NETWORK_SPEED = 50e9  # bytes per second between nodes, one way, for each GPU: a card of 400 Gbit/s each
 ROWS = {  # of data sets that are not on the disk
     "hiyouga/math12k@train": 12_000,
     "hiyouga/math12k@test": 500,
-    "allenai/RLVR-GSM-MATH-IF-Mixed-Constraints": 29_946,
+    "allenai/RLVR-GSM-MATH-IF-Mixed-Constraints@train": 29_946,
     "simplelr_qwen_level3to5": 8_532,
     "openai/gsm8k/main@train": 7_473,
     "openai/gsm8k/main@test": 1_319,
@@ -41,7 +40,7 @@ ROWS = {  # of data sets that are not on the disk
 
 def dry_run(args: argparse.Namespace) -> int:
     """Prints the report and returns the exit code. Raises ValueError for a run that could not start on any machine."""
-    report = report_of(setup_of(args, config_of(args.model)), assumed_of(args))
+    report = report_of(setup_of(args, config_of(args.model)))
     if is_main_process():
         print(json.dumps(report, indent=2) if args.json else text_of(report))
     return 0 if report["fits"] else 3
@@ -66,8 +65,7 @@ def rows_of(train_data: list[str]) -> int | None:
         if count is None and Path(what).is_file() and what.endswith(".jsonl"):
             count = sum(1 for line in Path(what).read_bytes().splitlines() if line.strip())
         elif count is None:
-            names = (f"{what}@{split}" if split else what, f"{what}@train", Path(what).stem)
-            count = next((ROWS[name] for name in names if name in ROWS), None)
+            count = ROWS.get(f"{what}@{split or 'train'}", ROWS.get(Path(what).stem))
         if count is None:
             return None
         total += count
@@ -98,6 +96,7 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
     needs_first = args.num_iterations > 1 or (has_kl and args.kl_in == "reward") or lora.lora_dropout > 0
     run = take(
         RunShape, args, num_rows=num_rows, has_kl=has_kl,
+        mean_prompt_tokens=mean_tokens(args, "prompt"), mean_completion_tokens=mean_tokens(args, "completion"),
         needs_first_logprobs=needs_first, trains_entropy=args.entropy_coef != 0,
         num_checkpoints=most_checkpoints(take(Saving, args), min(plan.total_steps, args.stop_after or math.inf)),
     )  # fmt: skip
@@ -107,11 +106,19 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
     hardware = Hardware(
         name=args.plan_gpu, gpus=gpus, nodes=nodes,
         gpu_bytes=gpu_memory * GIB, host_bytes=args.plan_host_memory_gib * GIB,
-        flops=flops * 1e12, memory_speed=memory_speed * 1e12,
+        flops=flops * 1e12, flops_share=args.plan_flops_share, memory_speed=memory_speed * 1e12,
         link_speed=link_speed * 1e9, network_speed=NETWORK_SPEED, host_speed=host_speed * 1e9,
         generation_gpus=of_servers if args.engine == "server" else 0,
     )  # fmt: skip
     return Setup(model, take(Memory, args), lora, engine, plan, run, hardware)
+
+
+def mean_tokens(args: argparse.Namespace, kind: str) -> float:
+    """The mean length that the flags assume, by default half of the limit. Raises ValueError for one above it."""
+    mean, limit = getattr(args, f"plan_{kind}_tokens"), getattr(args, f"max_{kind}_tokens")
+    if mean is not None and mean > limit:
+        raise ValueError(f"--plan_{kind}_tokens {mean:g} is the mean; use at most --max_{kind}_tokens {limit}.")
+    return limit / 2 if mean is None else mean
 
 
 def most_checkpoints(saving: Saving, last_step: float) -> int:
@@ -119,17 +126,3 @@ def most_checkpoints(saving: Saving, last_step: float) -> int:
     num_saves = math.ceil(last_step / (saving.save_every or last_step))
     most = saving.keep_checkpoints + 1 + (saving.keep_best is not None)
     return min(num_saves, most) if saving.keep_checkpoints else num_saves
-
-
-def assumed_of(args: argparse.Namespace) -> Assumed:
-    """What the flags assume. Raises ValueError for a mean length above its limit."""
-    lengths = {
-        "prompt": (args.plan_prompt_tokens, args.max_prompt_tokens),
-        "completion": (args.plan_completion_tokens, args.max_completion_tokens),
-    }
-    means = {}
-    for kind, (mean, limit) in lengths.items():
-        if mean is not None and mean > limit:
-            raise ValueError(f"--plan_{kind}_tokens {mean:g} is the mean; use at most --max_{kind}_tokens {limit}.")
-        means[kind] = limit / 2 if mean is None else mean
-    return Assumed(flops=args.plan_flops_share, **means)

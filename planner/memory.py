@@ -9,9 +9,8 @@ shared keys and values: for it, groups of the shortest completions are assumed.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
-from model.sizes import HEAD_CHUNK_LOGITS, OPTIMIZER_CHUNK
+from model.sizes import HEAD_CHUNK_LOGITS, MOST_ON_GPU, OPTIMIZER_CHUNK
 from planner.setup import COMPUTE, GIB, Setup
 
 REDUCE = 4  # gradients are reduced in fp32
@@ -21,33 +20,19 @@ CONTEXT = 2.5 * GIB  # per GPU: CUDA context, NCCL buffers, workspaces of the ma
 ENGINE_WORKING = {True: 2.5 * GIB, False: 4.0 * GIB}  # vLLM's pull request 11743 logged 2.95 + 1.27 GiB
 ENGINE_ASLEEP = {True: 0.5 * GIB, False: 2.0 * GIB}  # NCCL buffers, graphs; vLLM's issue 47654 logged 1.4 GiB of these
 CHUNK_BYTES = {2: 28, 4: 8}  # bytes of a parameter -> of an element that the optimizer works on: fp32 copies or moments
+SHORT_CACHE = 1 / 8  # of the sequences: with less the engine reads its weights for a few tokens at a time
 PROCESS_HOST = 6 * GIB  # host RAM of one rank without weights: libraries, CUDA's host side, pinned buffers, the rollout
 
 Parts = dict[str, float]  # bytes by what they are for
+ENGINE = ("engine weights", "engine working", "KV cache", "engine asleep", "weights arriving")  # its parts
 
 
-@dataclass(frozen=True)
-class Phase:
-    """What one GPU holds. The engine has a budget of its own, which the trainer's allocator does not fragment."""
-
-    trainer: Parts
-    engine: Parts
-
-    @property
-    def parts(self) -> Parts:
-        return {name: part for name, part in (self.trainer | self.engine).items() if part}
-
-    @property
-    def live(self) -> float:
-        return sum(self.trainer.values()) + sum(self.engine.values())
-
-    @property
-    def needed(self) -> float:
-        """Live bytes, and what comes on top of them unseen."""
-        return FRAGMENTATION * sum(self.trainer.values()) + sum(self.engine.values()) + CONTEXT
+def needed(parts: Parts) -> float:
+    """Bytes that a GPU must have for these tensors: the engine's share is not fragmented by the trainer's allocator."""
+    return FRAGMENTATION * sum(without(parts, *ENGINE).values()) + sum(parts.get(name, 0) for name in ENGINE) + CONTEXT
 
 
-def gpu_phases(setup: Setup) -> dict[str, Phase]:
+def gpu_phases(setup: Setup) -> dict[str, Parts]:
     """Phase -> what a GPU holds at its peak."""
     m, memory = setup.model, setup.memory
     static, awake = without(static_parts(setup, on_host=False), "gradients"), engine_parts(setup)
@@ -58,24 +43,28 @@ def gpu_phases(setup: Setup) -> dict[str, Phase]:
     comes_from_host = memory.offload == "all" or (setup.has_reference_model and memory.offload_reference)
     shards = {"shards from host": m.layer_parameters * COMPUTE / setup.num_shards * 2 * comes_from_host}
     phases = {
-        "load": Phase(largest([static, without(static, "optimizer") | {"one tensor": largest_tensor}]), {}),
-        "rollout": Phase(static, awake),
-        "logprobs": Phase(static | logprobs_peak(setup) | shards, asleep),
-        "update": Phase(static | update_peak(setup), asleep),
-        "optimizer": Phase(static_parts(setup, on_host=False) | optimizer_peak(setup), asleep),
-        "sync": Phase(static | gathered, without(awake, "KV cache")),
+        "load": largest([static, without(static, "optimizer") | {"one tensor": largest_tensor}]),
+        "rollout": static | awake,
+        "logprobs": static | logprobs_peak(setup) | shards | asleep,
+        "update": static | update_peak(setup) | asleep,
+        "optimizer": static_parts(setup, on_host=False) | optimizer_peak(setup) | asleep,
+        "sync": static | gathered | without(awake, "KV cache"),
     }
     if setup.has_servers:
-        phases = {name: Phase(phase.trainer, {}) for name, phase in phases.items() if name != "rollout"}
+        phases = {name: without(parts, *ENGINE) for name, parts in phases.items() if name != "rollout"}
         arriving = m.table * COMPUTE + m.layer_parameters * COMPUTE / setup.run.tensor_parallel_size
-        phases["server"] = Phase({}, awake | {"weights arriving": arriving})  # a tensor, and the layer that it is in
+        phases["server"] = awake | {"weights arriving": arriving}  # a tensor, and the layer that it is in
     if not setup.run.has_kl and not setup.old_logprob_passes:
         del phases["logprobs"]
-    return phases
+    return {name: nonzero(parts) for name, parts in phases.items()}
 
 
 def without(parts: Parts, *names: str) -> Parts:
     return {name: part for name, part in parts.items() if name not in names}
+
+
+def nonzero(parts: Parts) -> Parts:
+    return {name: part for name, part in parts.items() if part}
 
 
 def static_parts(setup: Setup, on_host: bool) -> Parts:
@@ -106,6 +95,34 @@ def cache_bytes_per_token(setup: Setup) -> float:
 def sequences_at_once(setup: Setup) -> float:
     """Sequences of the full model length that fit into one engine's cache. Below 1 vLLM does not start."""
     return engine_parts(setup)["KV cache"] / (setup.engine.max_model_len * cache_bytes_per_token(setup))
+
+
+def short_cache(setup: Setup) -> list[str]:
+    """A warning if the cache holds less than `SHORT_CACHE` of what an engine would run at a time."""
+    wanted, held = min(setup.plan.completions_per_step / setup.num_engines, MOST_ON_GPU), sequences_at_once(setup)
+    is_short = 1 <= held < SHORT_CACHE * wanted
+    return [f"the cache holds {held:.1f} of an engine's {wanted:g} sequences"] if is_short else []
+
+
+def misfits(setup: Setup, free: float | None = None) -> list[str]:
+    """What does not fit, one sentence each; empty if all does.
+
+    `free`: bytes of the GPU that nobody has taken; then tensors alone count, without what is kept in reserve.
+    """
+    h, found, reserve = setup.hardware, [], () if free is None else ("processes",)
+    for name, parts in gpu_phases(setup).items():
+        size, has = (needed(parts), h.gpu_bytes) if free is None else (sum(parts.values()), free)
+        if size > has and (free is None or name != "server"):  # a server's GPU is another one
+            too_many = (size - has) / GIB
+            found.append(f"GPU, {name}: needs {size / GIB:.1f} GiB of {has / GIB:.1f}, {too_many:.1f} too many")
+    if sequences_at_once(setup) < 1:
+        share, cache = setup.engine.gpu_memory_utilization, engine_parts(setup)["KV cache"] / GIB
+        left = f"--gpu_memory_utilization {share:g} leaves the engine {cache:.1f} GiB for its cache"
+        found.append(f"GPU, rollout: {left}, not enough for one sequence of {setup.engine.max_model_len} tokens")
+    for name, parts in host_phases(setup).items():
+        if (size := sum(without(parts, *reserve).values())) > h.host_bytes:
+            found.append(f"host RAM, {name}: needs {size / GIB:.0f} GiB of {h.host_bytes / GIB:.0f} on each node")
+    return found
 
 
 # The passes ----------------------------------------------------------------------------------------------------------
@@ -259,7 +276,7 @@ def host_phases(setup: Setup) -> dict[str, Parts]:
     read = {"weights, read": setup.model.table * stored}
     written = {"the policy, gathered on rank 0": setup.model.parameters * COMPUTE}
     phases = {"load": without(kept, "gradients") | read, "run": kept, "checkpoint": kept | written}
-    return {name: {part: size for part, size in parts.items() if size} for name, parts in phases.items()}
+    return {name: nonzero(parts) for name, parts in phases.items()}
 
 
 def pinned_share(setup: Setup, itemsize: int) -> float:

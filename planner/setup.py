@@ -81,6 +81,8 @@ class RunShape:
     num_rows: int | None  # usable training rows; None: not known
     max_prompt_tokens: int
     max_completion_tokens: int
+    mean_prompt_tokens: float  # assumed, as --plan_prompt_tokens and --plan_completion_tokens say
+    mean_completion_tokens: float
     tensor_parallel_size: int
     has_kl: bool
     needs_first_logprobs: bool  # old log-probs are computed for the first update, too
@@ -99,6 +101,7 @@ class Hardware:
     gpu_bytes: float  # that a process can take
     host_bytes: float  # of a node
     flops: float  # dense bf16
+    flops_share: float  # of these that passes over whole sequences reach
     memory_speed: float
     link_speed: float  # to the other GPUs of the node, in one direction
     network_speed: float  # to other nodes
@@ -187,9 +190,11 @@ class Setup:
         """Of one copy's optimizer: two moments; with bf16 parameters also the remainders (`model/optimizer.py`)."""
         return self.trainable * {4: 8, 2: 6}[self.trained_bytes]
 
-    def sharers(self, prompt: float, completion: float) -> int:
-        """Completions that share their prompt in a micro-batch, where they have these lengths."""
-        of_prompt = min(self.plan.group_size, int((self.memory.micro_batch_tokens - prompt) // completion))
+    @property
+    def sharers(self) -> int:
+        """Completions of mean length that share their prompt in a micro-batch."""
+        room = self.memory.micro_batch_tokens - self.run.mean_prompt_tokens
+        of_prompt = min(self.plan.group_size, int(room // self.run.mean_completion_tokens))
         return max(1, of_prompt) if self.memory.share_prompts else 1
 
     @property

@@ -7,7 +7,6 @@ published runs beside it, and says how the constants were chosen.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from model.sizes import MORE_IN_THE_AIR, MOST_ON_GPU
 from planner.memory import REDUCE, cache_bytes_per_token, engine_parts
@@ -24,15 +23,6 @@ MEMORY_SHARE = 0.6  # of the GPU memory's, in decoding and in the optimizer
 LINK_SHARE = 0.7  # of links, network and bus
 
 
-@dataclass(frozen=True)
-class Assumed:
-    """What the flags assume: the share of peak FLOPs in passes over whole sequences, mean lengths in tokens."""
-
-    flops: float
-    prompt: float
-    completion: float
-
-
 def forward_flops(model: ModelShape, length: float, of_head: float) -> float:
     """FLOPs of a forward pass over a sequence of this length, of which so many positions go through the head.
 
@@ -42,18 +32,18 @@ def forward_flops(model: ModelShape, length: float, of_head: float) -> float:
     return 2 * (model.layers * (of_layer * length + model.q * length**2) + model.table * of_head)
 
 
-def micro_batches(setup: Setup, assumed: Assumed) -> int:
+def micro_batches(setup: Setup) -> int:
     """Micro-batches of one rank in one update. Half a sequence of room is left in each."""
-    of_completion = assumed.prompt / setup.sharers(assumed.prompt, assumed.completion) + assumed.completion
+    of_completion = setup.run.mean_prompt_tokens / setup.sharers + setup.run.mean_completion_tokens
     filled = max(of_completion, setup.memory.micro_batch_tokens - of_completion / 2)
     of_rank = setup.plan.completions_per_step / setup.plan.updates_per_pass / setup.hardware.gpus
     return math.ceil(of_rank * of_completion / filled)
 
 
-def traffic(setup: Setup, assumed: Assumed) -> dict[str, float]:
+def traffic(setup: Setup) -> dict[str, float]:
     """Bytes that one GPU moves in a step, by what for."""
     plan, run, memory, n = setup.plan, setup.run, setup.memory, setup.num_shards
-    per_iteration = micro_batches(setup, assumed) * plan.updates_per_pass
+    per_iteration = micro_batches(setup) * plan.updates_per_pass
     trained = per_iteration * plan.num_iterations
     in_updates, in_pass, reductions = 2 * trained, per_iteration, trained
     if memory.communicate_once:
@@ -92,18 +82,18 @@ def link_speed(setup: Setup, members: int, stride: int = 1) -> float:
     return LINK_SHARE * min(h.link_speed, h.network_speed * members / nodes * others)
 
 
-def rollout_seconds(setup: Setup, assumed: Assumed) -> float:
+def rollout_seconds(setup: Setup) -> float:
     """Prompts, then tokens: the engine is full until the last completions run; the longest goes on alone to the limit.
 
     A step of a token reads the weights, or takes as long as its FLOPs. What is read of the cache and what the ranks of
     an engine exchange comes on top. So more cache, which makes fewer steps, is never slower.
     """
     plan, run, h, m, tp = setup.plan, setup.run, setup.hardware, setup.model, setup.run.tensor_parallel_size
-    prompt, completion = assumed.prompt, assumed.completion
-    flops, memory = h.flops * assumed.flops * tp, h.memory_speed * MEMORY_SHARE
+    prompt, completion = run.mean_prompt_tokens, run.mean_completion_tokens
+    flops, memory = h.flops * h.flops_share * tp, h.memory_speed * MEMORY_SHARE
     sequences = plan.completions_per_step / setup.num_engines
     tokens, prompts = sequences * completion, sequences / plan.group_size * prompt
-    steps = tokens / running_sequences(setup, assumed)
+    steps = tokens / running_sequences(setup)
     alone = max(run.max_completion_tokens - completion, 0)
     if run.in_flight and plan.steps_ahead > 1:  # meanwhile the servers sample the next step, and the one after it
         alone = 0
@@ -126,42 +116,35 @@ def longest_of_group(group_size: int) -> float:
     return sum(1 / i for i in range(1, group_size + 1))
 
 
-def running_sequences(setup: Setup, assumed: Assumed) -> float:
+def running_sequences(setup: Setup) -> float:
     """Completions that an engine works on at a time: all of its step's, or as many as the cache or vLLM takes."""
     sequences = setup.plan.completions_per_step / setup.num_engines
-    in_cache = engine_parts(setup)["KV cache"] / cache_bytes_per_token(setup) / (assumed.prompt + assumed.completion)
+    length = setup.run.mean_prompt_tokens + setup.run.mean_completion_tokens
+    in_cache = engine_parts(setup)["KV cache"] / cache_bytes_per_token(setup) / length
     return max(1.0, min(sequences, MOST_ON_GPU, in_cache))
 
 
-def step_seconds(setup: Setup, assumed: Assumed) -> float:
-    """The phases one after the other; with --steps_ahead the rollout of a coming step beside the training of this."""
-    seconds = phase_seconds(setup, assumed)
-    waits = waiting_seconds(setup, assumed)
-    return sum(seconds.values()) if waits is None else seconds["rollout"] + waits["servers"] + seconds["sync"]
+def step_seconds(setup: Setup) -> float:
+    """The phases one after the other; with --steps_ahead the servers sample a coming step while the ranks train."""
+    return sum(phase_seconds(setup).values()) - (min(beside(setup)) if setup.plan.steps_ahead else 0)
 
 
-def waiting_seconds(setup: Setup, assumed: Assumed) -> dict[str, float] | None:
-    """What "ranks" and "servers" wait for each other in a step, beside the sync; None: there are no servers."""
-    if not setup.has_servers:
-        return None
-    seconds = phase_seconds(setup, assumed)
-    rollout = seconds["rollout"]
-    train = sum(seconds.values()) - rollout - seconds["sync"]
-    if setup.plan.steps_ahead:
-        return {"ranks": max(rollout - train, 0.0), "servers": max(train - rollout, 0.0)}
-    return {"ranks": rollout, "servers": train}
+def beside(setup: Setup) -> tuple[float, float]:
+    """Seconds of a step in which servers sample, and in which ranks train."""
+    seconds = phase_seconds(setup)
+    return seconds["rollout"], sum(seconds.values()) - seconds["rollout"] - seconds["sync"]
 
 
-def phase_seconds(setup: Setup, assumed: Assumed) -> dict[str, float]:
+def phase_seconds(setup: Setup) -> dict[str, float]:
     """Phase -> seconds. `step_seconds` says what a step makes of them."""
     plan, run, h, m, memory = setup.plan, setup.run, setup.hardware, setup.model, setup.memory
-    moved, n = traffic(setup, assumed), setup.num_shards
+    moved, n = traffic(setup), setup.num_shards
     link = link_speed(setup, n)
-    prompt, completion = assumed.prompt, assumed.completion
-    shared = forward_flops(m, prompt, 0) * (1 - 1 / setup.sharers(prompt, completion))
+    prompt, completion = run.mean_prompt_tokens, run.mean_completion_tokens
+    shared = forward_flops(m, prompt, 0) * (1 - 1 / setup.sharers)
     of_completion = forward_flops(m, prompt + completion, completion) - shared
-    forward = plan.completions_per_step / setup.hardware.gpus * of_completion / (h.flops * assumed.flops)
-    passes = micro_batches(setup, assumed) * plan.updates_per_pass * PASS
+    forward = plan.completions_per_step / setup.hardware.gpus * of_completion / (h.flops * h.flops_share)
+    passes = micro_batches(setup) * plan.updates_per_pass * PASS
     without_gradient = run.has_kl + setup.old_logprob_passes
     backward = (1 if setup.has_lora else 2) + memory.gradient_checkpointing
     exchange = (moved["all-gather, update"] + moved["reduce-scatter"]) / link
@@ -173,7 +156,7 @@ def phase_seconds(setup: Setup, assumed: Assumed) -> dict[str, float]:
         speed = h.link_speed if h.nodes == 1 else h.network_speed
         sync = PAUSE + moved["sync"] / link + moved["to servers"] / (LINK_SHARE * speed)
     return {
-        "rollout": rollout_seconds(setup, assumed),
+        "rollout": rollout_seconds(setup),
         "logprobs": (forward + passes) * without_gradient + moved["all-gather, log-probs"] / link,
         "update": (forward + passes) * (1 + backward) * plan.num_iterations + exchange,
         "host transfers": moved["to and from host"] / (h.host_speed * LINK_SHARE),

@@ -8,12 +8,14 @@ the CPU it is the resident memory of the rank.
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import torch
 
 from fsdp_utils import World, gather_from_ranks
@@ -22,10 +24,8 @@ from inputs.command_line import exit_with_error
 from inputs.machine import local_world_size
 from model.sizes import cpu_cache_bytes
 from model.weights import load_config
-from planner import meter
-from planner.advice import misfits
 from planner.dry_run import setup_of
-from planner.memory import checkpoint_bytes, disk_bytes, gpu_phases, host_phases, without
+from planner.memory import ENGINE, checkpoint_bytes, disk_bytes, gpu_phases, host_phases, misfits, needed, without
 from planner.setup import COMPUTE, GIB, Setup
 
 # Phase of the loop -> phases of the planner. What comes before the first phase is "load": also the engine's start.
@@ -51,6 +51,13 @@ WAYS_OUT = {  # phase -> what to change: on a GPU; on a CPU, where there is noth
     "checkpoint": (BATCH, FEWER),
     "host": ("use less of --offload, or fewer --reward_workers", f"{FEWER}, or fewer --reward_workers"),
 }
+# torch, its allocators and CUDA's libraries have no common class of errors; cudaError 2 is cudaErrorMemoryAllocation.
+SAID = re.compile(
+    r"out of memory|can(?:no|')t allocate memory|unable to allocate|bad_alloc|CUBLAS_STATUS_ALLOC_FAILED"
+    r"|Registering memory failed with cudaError: 2\b",
+    re.IGNORECASE,
+)
+ASKED = re.compile(r"allocate (\d+ bytes|[\d.]+ [KMGTP]?i?B)\b")
 
 
 class OutOfMemory(MemoryError):
@@ -95,7 +102,7 @@ class MemoryWatch:
         try:
             yield
         except (MemoryError, RuntimeError, OSError) as error:
-            if isinstance(error, OutOfMemory) or not meter.lacks_memory(error):  # OutOfMemory: of a phase inside
+            if isinstance(error, OutOfMemory) or not lacks_memory(error):  # OutOfMemory: of a phase inside
                 raise
             raise OutOfMemory(self._out_of_memory(name, error)) from error
         self._note()
@@ -103,14 +110,14 @@ class MemoryWatch:
 
     def _note(self) -> None:
         """Adds the peak since the last call to the phase that it belongs to."""
-        self.host_peak = max(self.host_peak, meter.peak_resident())
+        self.host_peak = max(self.host_peak, peak_resident())
         if self.current is not None:
-            self.peaks[self.current] = max(self.peaks.get(self.current, (0, 0)), meter.peak(self.world.device))
-        meter.restart(self.world.device)
+            self.peaks[self.current] = max(self.peaks.get(self.current, (0, 0)), peak(self.world.device))
+        restart(self.world.device)
 
     def metrics(self) -> dict[str, float]:
         """`memory/` metrics since the last call, in GiB: the same on every rank; all ranks call it."""
-        of_ranks = gather_from_ranks((self.peaks, self.host_peak + meter.resident_of_children()))
+        of_ranks = gather_from_ranks((self.peaks, self.host_peak + resident_of_children()))
         found = {}
         for name in self.peaks:
             taken, held = max(peaks.get(name, (0, 0)) for peaks, _ in of_ranks)
@@ -146,12 +153,11 @@ class MemoryWatch:
         """Where memory ran out, what was asked for, and which flag to change."""
         if isinstance(error, MemoryError) and error.__cause__ is not None:
             return str(error)  # the engine's own sentence, which knows more
-        place = meter.place_of(error, self.is_cuda)
+        place = place_of(error, self.is_cuda)
         of_host = "host" if self.is_cuda else name
         causes = {"GPU": [name], "host": [of_host], "GPU or pinned host": [name, "host"]}[place]
-        asked = f"{meter.asked_for(error)} in phase {name}"
-        ways = "; or ".join(map(self._ways_out, causes))
-        return f"{place} memory ran out on rank {self.world.trainer_rank}, asked for {asked}; {ways}."
+        ways = f"in phase {name}; {'; or '.join(map(self._ways_out, causes))}."
+        return f"{place} memory ran out on rank {self.world.trainer_rank}, asked for {asked_for(error)} {ways}"
 
     def _report(self, metrics: dict[str, float]) -> str:
         where = "GPU" if self.is_cuda else "rank"
@@ -164,10 +170,68 @@ class MemoryWatch:
         return f"memory, GiB per {where} at the peak, host per node; {known}: {', '.join(pairs)}"
 
 
+# How much is taken, and what is said when there is none left -------------------------------------------------------
+
+
+def restart(device: torch.device) -> None:
+    """Peaks are counted from here on."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with suppress(OSError):  # where the kernel does not allow it, the peak is that since the start
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak(device: torch.device) -> tuple[int, int]:
+    """(bytes taken on the GPU, bytes of them that are in use) at the peak. On the CPU twice what is resident."""
+    if device.type == "cpu":
+        return peak_resident(), peak_resident()
+    free, total = torch.cuda.mem_get_info(device)
+    stats = torch.cuda.memory_stats(device)  # they count what a sleeping engine has given back: only differences hold
+    reserved, allocated = stats["reserved_bytes.all.peak"], stats["allocated_bytes.all.peak"]
+    taken = total - free + reserved - stats["reserved_bytes.all.current"]
+    return taken, taken - (reserved - allocated)
+
+
+def peak_resident() -> int:
+    """Bytes of this process."""
+    return 1024 * int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1])
+
+
+def resident_of_children() -> int:
+    """Bytes of the processes below this one, which grade. Pages that they share count in each."""
+    total = 0
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it has ended meanwhile
+            total += child.memory_info().rss
+    return total
+
+
 def largest_node(of_ranks: list[int]) -> int:
     """The sum over the ranks of a node, of the node with the largest."""
     size = local_world_size()
     return max(sum(of_ranks[i : i + size]) for i in range(0, len(of_ranks), size))
+
+
+def lacks_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or SAID.search(str(error)) is not None
+
+
+def place_of(error: BaseException, is_cuda: bool) -> str:
+    """Which memory ran out: "GPU", "host", or "GPU or pinned host" where CUDA does not tell."""
+    text = str(error)
+    if not is_cuda or "Registering memory" in text:
+        return "host"
+    if isinstance(error, torch.OutOfMemoryError) or "GPU memory" in text or "CUBLAS" in text:
+        return "GPU"
+    return "GPU or pinned host" if "CUDA" in text else "host"
+
+
+def asked_for(error: BaseException) -> str:
+    """The size that could not be had, for example "2.00 GiB"."""
+    if (found := ASKED.search(str(error))) is None:
+        return "a size that the error does not tell"
+    size, _, unit = found[1].partition(" ")
+    return f"{int(size) / GIB:.2f} GiB" if unit == "bytes" else found[1]
 
 
 # What the dry run says of this machine -------------------------------------------------------------------------------
@@ -219,15 +283,15 @@ def predicted_bytes(setup: Setup, world: World) -> dict[str, float]:
     """Phase of the loop -> bytes of a rank, and "host" -> bytes of a node. On a CPU without what is kept in reserve."""
     phases, on_host = gpu_phases(setup), host_phases(setup)
     if world.device.type == "cuda":
-        sizes = {name: phase.needed for name, phase in phases.items()}
+        sizes = {name: needed(parts) for name, parts in phases.items()}
         host = max(sum(parts.values()) for parts in on_host.values())
     else:  # what libraries take is there already; nothing is pinned; the engine never sleeps
         tp, ranks = setup.run.tensor_parallel_size, setup.hardware.gpus // setup.hardware.nodes
         cache = cpu_cache_bytes(load_config(setup.model.name), setup.engine.max_model_len, COMPUTE, tp)
         engine = 0 if setup.has_servers else setup.model.parameters * COMPUTE / tp + cache
         there = sum(without(on_host["run"], "processes", "rounding of pinned memory").values()) / ranks
-        there += meter.peak_resident() + engine
-        sizes = {name: sum(phase.trainer.values()) + there for name, phase in phases.items()}
+        there += peak_resident() + engine
+        sizes = {name: sum(without(parts, *ENGINE).values()) + there for name, parts in phases.items()}
         host = max(sizes.values()) * ranks
     found = {name: [sizes[each] for each in known if each in sizes] for name, known in PHASES.items()}
     return {name: max(values) for name, values in found.items() if values} | {"host": host}

@@ -43,6 +43,7 @@ QWEN_VL = (
     "{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
 )
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+DEEPSEEK_TOKENS = ("<|begin|>", "<|User|>", "<|Assistant|>")
 THINK = "<think>\n"  # QwQ and the distilled models: the template has opened it before the model says a word
 
 
@@ -59,9 +60,7 @@ class Setup:
 
 SETUPS = {
     "qwq32b_8xh100": Setup("math12k", (520, 8), CHATML + THINK),
-    "deepseek32b_lora_8gpu": Setup(
-        "numina_tir", (1010, 0), DEEPSEEK + THINK, "<|end|>", ("<|begin|>", "<|User|>", "<|Assistant|>")
-    ),
+    "deepseek32b_lora_8gpu": Setup("numina_tir", (1010, 0), DEEPSEEK + THINK, "<|end|>", DEEPSEEK_TOKENS),
     "qwen25vl72b_lora_8xa100": Setup("open_r1_8k", (1000, 0), QWEN_VL, special=("<|im_start|>", *VISION_TOKENS)),
     "tulu8b_rlvr_7plus1": Setup("rlvr", (520, 0), TULU, "<|end_of_text|>", ("<|begin_of_text|>",)),
     "qwen7b_simplerl_2x8xh100": Setup("simplerl", (1030, 8), CHATML),
@@ -76,15 +75,16 @@ def row_of(schema: str, i: int) -> dict[str, object]:
     user, reward_model = [{"role": "user", "content": question}], {"style": "rule", "ground_truth": answer}
     boxed = f"We add: \\[\\boxed{{{answer}}}\\]"
     chatml = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
-    if schema == "open_r1_8k":  # every third row is a text
-        solution = f"<think>I add.</think><answer>{answer}</answer>"
-        return {"image": picture(i) if i % 3 else None, "problem": question, "solution": solution}
-    if schema == "rlvr":
-        row = {"messages": user, "ground_truth": answer, "dataset": ("gsm8k", "MATH", "ifeval")[i % 3]}
-        row |= {"constraint_type": None, "constraint": None}
-        checked = {"ground_truth": json.dumps({"func_name": "validate_no_commas"}), "constraint_type": "No Commas"}
-        return row | checked if row["dataset"] == "ifeval" else row
+    of_third = {"ground_truth": json.dumps({"func_name": "validate_no_commas"}), "constraint_type": "No Commas"}
     return {
+        "open_r1_8k": {
+            "image": picture(i) if i % 3 else None, "problem": question,  # every third row is a text
+            "solution": f"<think>I add.</think><answer>{answer}</answer>",
+        },
+        "rlvr": {
+            "messages": user, "ground_truth": answer, "dataset": ("gsm8k", "MATH", "ifeval")[i % 3],
+            "constraint_type": None, "constraint": None, **(of_third if i % 3 == 2 else {}),
+        },
         "math12k": {"problem": question, "answer": answer},
         "numina_tir": {
             "problem": question, "solution": boxed, "messages": [*user, {"role": "assistant", "content": boxed}],
@@ -122,9 +122,7 @@ def make_tokenizer(setup: Setup) -> PreTrainedTokenizerFast:
     special = [*setup.special, setup.eos, "<pad>"]
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     names = {"eos_token": setup.eos, "pad_token": "<pad>", "bos_token": setup.special[0]}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **names)
-    tokenizer.chat_template = setup.chat_template + "{% endif %}"
-    return tokenizer
+    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=setup.chat_template + "{% endif %}", **names)
 
 
 def make_config(setup: Setup, tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:
@@ -144,9 +142,8 @@ def make_config(setup: Setup, tokenizer: PreTrainedTokenizerFast) -> PretrainedC
         rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]}
         tower = {"depth": 2, "hidden_size": 64, "intermediate_size": 96, "num_heads": 2, "out_hidden_size": 128}
         tower |= {"fullatt_block_indexes": [1]}
-        text = sizes | {"max_position_embeddings": 1024, "rope_parameters": rope}
-        parts = {"text_config": text, "vision_config": tower}
-        return transformers.Qwen2_5_VLConfig(**parts, tie_word_embeddings=False, **ids)
+        ids |= {"text_config": sizes | {"max_position_embeddings": 1024, "rope_parameters": rope}}
+        return transformers.Qwen2_5_VLConfig(vision_config=tower, tie_word_embeddings=False, **ids)
     if setup.schema == "rlvr":
         rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0}
         rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 256}
@@ -159,15 +156,13 @@ def make_config(setup: Setup, tokenizer: PreTrainedTokenizerFast) -> PretrainedC
 def make_model(setup: Setup, folder: Path) -> None:
     """Random weights in bf16, and the tokenizer; of a model that sees, the processor, too."""
     tokenizer = make_tokenizer(setup)
-    config = make_config(setup, tokenizer)
-    if config.model_type != "qwen2_5_vl":
-        transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        return
-    transformers.AutoModelForImageTextToText.from_config(config).to(torch.bfloat16).save_pretrained(folder)
-    parts = {"image_processor": transformers.Qwen2VLImageProcessor()}
-    parts |= {"video_processor": transformers.Qwen2VLVideoProcessor(), "chat_template": tokenizer.chat_template}
-    transformers.Qwen2_5_VLProcessor(tokenizer=tokenizer, **parts).save_pretrained(folder)
+    config, kind, processor = make_config(setup, tokenizer), transformers.AutoModelForCausalLM, tokenizer
+    if config.model_type == "qwen2_5_vl":
+        kind, parts = transformers.AutoModelForImageTextToText, {"chat_template": tokenizer.chat_template}
+        images, videos = transformers.Qwen2VLImageProcessor(), transformers.Qwen2VLVideoProcessor()
+        processor = transformers.Qwen2_5_VLProcessor(images, tokenizer, videos, **parts)
+    kind.from_config(config).to(torch.bfloat16).save_pretrained(folder)
+    processor.save_pretrained(folder)
 
 
 def main() -> None:
@@ -179,13 +174,12 @@ def main() -> None:
     torch.manual_seed(0)
     make_model(setup, args.out_dir / "model")
     (args.out_dir / "data").mkdir(exist_ok=True)
-    offset = 0
-    for split, count in zip(("train", "test"), setup.num_rows, strict=True):
-        if count:
-            rows = datasets.Dataset.from_list([row_of(setup.schema, i) for i in range(offset, offset + count)])
+    of_train, of_test = setup.num_rows
+    for split, numbers in {"train": range(of_train), "test": range(of_train, of_train + of_test)}.items():
+        if numbers:
+            rows = datasets.Dataset.from_list([row_of(setup.schema, i) for i in numbers])
             rows = rows.cast_column("image", datasets.Image()) if "image" in rows.features else rows
             rows.to_parquet(args.out_dir / "data" / f"{split}.parquet")
-        offset += count
 
 
 if __name__ == "__main__":

@@ -59,24 +59,15 @@ CHAT_TEMPLATE = (
 )
 
 
-def scratchpad(a: int, b: int) -> str:
-    """The correct sum, units first: column + carry = two digits, as in `7+5=12,4+8+1=13,3+2+1=06`."""
-    columns, carry = [], 0
-    for i in range(NUM_DIGITS):
-        digit_a, digit_b = a // 10**i % 10, b // 10**i % 10
-        total = digit_a + digit_b + carry
-        columns.append(f"{digit_a}+{digit_b}" + (f"+{carry}" if i else "") + f"={total:02d}")
-        carry = total // 10
-    return ",".join(columns)
-
-
-def hurried_answer(a: int, b: int) -> str:
-    """Each column added, every carry forgotten: 347+285 -> 522."""
-    return "".join(str((int(digit_a) + int(digit_b)) % 10) for digit_a, digit_b in zip(str(a), str(b), strict=True))
-
-
 def demonstration(a: int, b: int, is_thinking: bool) -> str:
-    completion = f"<think>{scratchpad(a, b)}</think>{a + b}" if is_thinking else hurried_answer(a, b)
+    """The scratchpad has the units first: column + carry = two digits. In a hurry every carry is forgotten."""
+    scratchpad, hurried, carry = [], "", 0
+    for i in range(NUM_DIGITS):
+        x, y = a // 10**i % 10, b // 10**i % 10
+        total = x + y + carry
+        scratchpad.append(f"{x}+{y}" + (f"+{carry}" if i else "") + f"={total:02d}")
+        hurried, carry = f"{(x + y) % 10}{hurried}", total // 10
+    completion = f"<think>{','.join(scratchpad)}</think>{a + b}" if is_thinking else hurried
     return f"<user>{a}+{b}<assistant>{completion}<eos>"
 
 
@@ -90,13 +81,13 @@ def draw_problems(rng: np.random.Generator, count: int, excluded: set[tuple[int,
     return problems
 
 
-def draw_data(rng: np.random.Generator) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+def draw_data(rng: np.random.Generator) -> dict[str, list[tuple[int, int]]]:
     """The train and the held-out problems: no pair of numbers appears twice, in either order."""
     seen: set[tuple[int, int]] = set()
     for _ in range(NUM_TRAIN + NUM_HELDOUT):
         seen.update(draw_problems(rng, 1, excluded=seen))
     problems = [(a, b) for a, b in rng.permutation(sorted(seen)).tolist()]
-    return problems[NUM_HELDOUT:], problems[:NUM_HELDOUT]
+    return {"train": problems[NUM_HELDOUT:], "heldout": problems[:NUM_HELDOUT]}
 
 
 def build_tokenizer() -> Tokenizer:
@@ -113,13 +104,11 @@ def build_tokenizer() -> Tokenizer:
     backend.decoder = decoders.Fuse()  # no spaces between tokens
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in ("<think>", "</think>")])
-    tokenizer = Tokenizer(
-        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
+    return Tokenizer(
+        tokenizer_object=backend, chat_template=CHAT_TEMPLATE, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
         extra_special_tokens=["<user>", "<assistant>"], clean_up_tokenization_spaces=False,
         model_max_length=MODEL["max_position_embeddings"],
     )  # fmt: skip
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
 
 
 def build_policy(tokenizer: Tokenizer) -> Qwen2ForCausalLM:
@@ -165,16 +154,12 @@ def completion_loss(policy: Qwen2ForCausalLM, tokenizer: Tokenizer, texts: list[
     return loss, int((labels != -100).sum())
 
 
-def train(
-    policy: Qwen2ForCausalLM, tokenizer: Tokenizer, rng: np.random.Generator, heldout: set, num_updates: int
-) -> None:
+def train(policy: Qwen2ForCausalLM, tokenizer: Tokenizer, rng: np.random.Generator, heldout: set, updates: int) -> None:
     """Imitates new demonstrations in every update."""
-    named = list(policy.named_parameters())
-    matrices = [parameter for name, parameter in named if parameter.ndim == 2 and "embed_tokens" not in name]
-    others = [parameter for name, parameter in named if parameter.ndim == 1 or "embed_tokens" in name]
+    matrices = [each for name, each in policy.named_parameters() if each.ndim == 2 and "embed_tokens" not in name]
+    others = [each for name, each in policy.named_parameters() if each.ndim == 1 or "embed_tokens" in name]
     muon, adamw = Muon(matrices), torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    progress = tqdm(range(num_updates), desc="warm start", unit="update", mininterval=1.0)
-    for update in progress:
+    for update in (progress := tqdm(range(updates), desc="warm start", unit="update", mininterval=1.0)):
         problems = draw_problems(rng, BATCH_SIZE, heldout)
         texts = [demonstration(a, b, i < NUM_THINKING) for i, (a, b) in enumerate(problems)]
         # Two forward passes: in one, the short completions would be padded to the length of the long ones.
@@ -183,10 +168,10 @@ def train(
         policy.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(others, 1.0)  # Muon's updates have the same size whatever the gradient's
-        decay = 0.5 * (1 + math.cos(math.pi * update / num_updates))  # to zero: the last slips go
-        scale = min(1.0, (update + 1) / WARMUP_UPDATES) * decay
-        muon.step(PEAK_LR * scale)
-        adamw.param_groups[0]["lr"] = PEAK_LR * scale
+        decay = 0.5 * (1 + math.cos(math.pi * update / updates))  # to zero: the last slips go
+        lr = PEAK_LR * (min(1.0, (update + 1) / WARMUP_UPDATES) * decay)
+        muon.step(lr)
+        adamw.param_groups[0]["lr"] = lr
         adamw.step()
         progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
 
@@ -223,17 +208,15 @@ def main() -> None:
         print(f"found {args.out_dir}, made with the same settings: kept")
         return
 
-    start = time.perf_counter()
     # As fast as 2 at this size, and not slowed down many times over when another program wants a core.
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)
     tokenizer = build_tokenizer()
-    policy = build_policy(tokenizer)
-    train_problems, heldout = draw_data(rng)
-    train(policy, tokenizer, rng, set(heldout), args.num_updates)
-    save(policy, tokenizer, {"train": train_problems, "heldout": heldout}, settings, args.out_dir)
-    print(f"made {args.out_dir}: {policy.num_parameters():,} parameters; {time.perf_counter() - start:.0f} s")
+    policy, data = build_policy(tokenizer), draw_data(rng)
+    train(policy, tokenizer, rng, set(data["heldout"]), args.num_updates)
+    save(policy, tokenizer, data, settings, args.out_dir)
+    print(f"made {args.out_dir}: {policy.num_parameters():,} parameters")
 
 
 if __name__ == "__main__":

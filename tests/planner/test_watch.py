@@ -22,9 +22,9 @@ from flags import FLAGS
 from fsdp_utils import World
 from helpers import ROOT, run_ranks, torchrun, training_flags
 from inputs.command_line import parse_flags
-from planner import meter, watch
+from planner import watch
 from planner.dry_run import config_of, setup_of
-from planner.memory import checkpoint_bytes, disk_bytes, gpu_phases
+from planner.memory import checkpoint_bytes, disk_bytes, gpu_phases, needed
 from planner.watch import MemoryWatch, OutOfMemory, check_disk, check_fit, predicted_bytes
 
 GIB = 2**30
@@ -43,7 +43,7 @@ def hold(size: int) -> mmap.mmap:
 def test_each_phase_has_its_own_peak_and_one_without_a_figure_counts_to_the_phase_around_it():
     """Within 8 MiB: what Python itself takes meanwhile."""
     memory = MemoryWatch(CPU, {})
-    meter.restart(CPU.device)
+    watch.restart(CPU.device)
     block = hold(64 * MIB)  # before the first phase: loading
     with memory.phase("sample"):
         block.close()
@@ -92,10 +92,10 @@ def test_on_a_gpu_a_phase_counts_all_that_is_taken_and_nothing_that_the_sleeping
     gpu = FakeGpu(monkeypatch)
     device = torch.device("cuda")
     gpu.engine, gpu.reserved, gpu.reserved_peak, gpu.allocated_peak = 40 * GIB, 10 * GIB, 10 * GIB, 9 * GIB
-    assert meter.peak(device) == (52 * GIB, 51 * GIB)  # awake
+    assert watch.peak(device) == (52 * GIB, 51 * GIB)  # awake
     gpu.asleep = 39 * GIB  # one GiB stays: graphs
     gpu.reserved, gpu.reserved_peak, gpu.allocated_peak = 12 * GIB, 60 * GIB, 55 * GIB
-    assert meter.peak(device) == ((2 + 1 + 60) * GIB, (2 + 1 + 55) * GIB)
+    assert watch.peak(device) == ((2 + 1 + 60) * GIB, (2 + 1 + 55) * GIB)
 
 
 def test_a_sync_is_not_charged_with_what_the_update_held_in_reserve(monkeypatch):
@@ -121,10 +121,10 @@ def test_nodes_are_summed_over_their_ranks_with_the_processes_below(monkeypatch)
     assert watch.largest_node([1, 2, 5, 1, 0, 0]) == 6
     code = "import subprocess, sys; x = bytearray(64 << 20); print('made', flush=True); sys.stdin.read()"
     below = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"
-    before = meter.resident_of_children()
+    before = watch.resident_of_children()
     with subprocess.Popen([sys.executable, "-c", below], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         child.stdout.readline()
-        grown = meter.resident_of_children() - before
+        grown = watch.resident_of_children() - before
         child.stdin.close()
     assert grown > 64 * MIB
 
@@ -159,8 +159,8 @@ def test_the_prediction_for_a_gpu_is_what_the_dry_run_says_it_needs():
     found = setup()
     phases = gpu_phases(found)
     predicted = predicted_bytes(found, World(0, 8, 1, torch.device("cuda")))
-    assert predicted["sample"] == predicted["load"] == predicted["sync"] == phases["rollout"].needed
-    assert predicted["update"] == max(phases["update"].needed, phases["optimizer"].needed)
+    assert predicted["sample"] == predicted["load"] == predicted["sync"] == needed(phases["rollout"])
+    assert predicted["update"] == max(needed(phases["update"]), needed(phases["optimizer"]))
     assert "checkpoint" not in predicted
 
 
@@ -169,7 +169,7 @@ def test_on_a_cpu_the_prediction_leaves_the_reserve_out_and_a_rank_holds_what_is
     config.save_pretrained(tmp_path)
     flags = f"--model {tmp_path} --train_data x#100 --out_dir o --total_steps 1 --plan_gpus 2 --prompts_per_step 8"
     plain, moved = (setup_of(parse_flags(f"{flags} {more}".split()), config) for more in ("", "--offload all"))
-    monkeypatch.setattr(meter, "peak_resident", lambda: GIB)
+    monkeypatch.setattr(watch, "peak_resident", lambda: GIB)
     world = replace(CPU, size=2)
     found, offloaded = predicted_bytes(plain, world), predicted_bytes(moved, world)
     assert found["host"] == 2 * max(size for name, size in found.items() if name != "host")

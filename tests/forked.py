@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing import forkserver, resource_tracker, util
+from multiprocessing import forkserver, util
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -41,7 +41,22 @@ INSTEAD = {
 }  # fmt: skip
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["train_grpo", "evaluate", "rollout", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.qwen2"]
+    [
+        "train_grpo",
+        "evaluate",
+        "rollout",
+        "report",
+        "matplotlib.figure",
+        "vllm.v1.worker.cpu_worker",
+        "vllm.v1.core.sched.scheduler",
+        "vllm.v1.attention.backends.cpu_attn",
+        "vllm.model_executor.models.qwen2",
+        "vllm.distributed.elastic_ep.elastic_execute",
+        "vllm.model_executor.layers.quantization.online.base",
+        "vllm.utils.cpu_triton_utils",
+        "transformers.models.qwen2.modeling_qwen2",
+        "torch.distributed.checkpoint._fsspec_filesystem",
+    ]  # fmt: skip
 )  # nothing that is imported starts threads or draws random numbers
 
 
@@ -50,15 +65,9 @@ def run_program(command: list[str]) -> None:
     sys.argv[:] = command
     sys.path.insert(0, str(Path(command[0]).resolve().parent))
     sys.stdout = sys.__stdout__ = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), write_through=True)
-    forkserver._forkserver.__init__()  # its reward workers are its own, and end with it
-    resource_tracker._resource_tracker.__init__()
     import torch
 
-    import report
-
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    if PICTURES not in os.environ:
-        report.plot = report.plot_timeline = lambda _: None
     status: object = 1
     try:
         runpy.run_path(command[0], run_name="__main__")
@@ -115,8 +124,14 @@ class ForkedRank:
             time.sleep(0.01)
 
 
-def run_fork(command: list[str], environment: dict[str, str], outputs: list[str]) -> None:
+def run_fork(command: list[str], environment: dict[str, str], outputs: list[str], has_own_workers: bool) -> None:
     """In the new process."""
+    import report
+
+    if PICTURES not in environment:
+        report.plot = report.plot_timeline = lambda _: None
+    if not has_own_workers:  # the warm process is the fork server, too
+        forkserver._forkserver.ensure_running = lambda: None
     os.setsid()
     os.chdir(ROOT)
     for number, file in enumerate(outputs, start=1):
@@ -134,10 +149,17 @@ def run_fork(command: list[str], environment: dict[str, str], outputs: list[str]
 
 
 class Forked:
-    """`python command`, with what the tests use of `subprocess.Popen`. The outputs may be one file."""
+    """`python command`, with what the tests use of `subprocess.Popen`.
 
-    def __init__(self, command: list[object], stdout: Path, stderr: Path, environment: dict[str, str] = ENVIRONMENT):
-        given = list(map(str, command)), environment, [str(stdout), str(stderr)]
+    The outputs may be one file. The reward workers of a run that is killed must be `has_own_workers`, to end with it.
+    """
+
+    def __init__(
+        self, command: list[object], stdout: Path, stderr: Path, environment: dict[str, str] = ENVIRONMENT,
+        has_own_workers: bool = False,
+    ) -> None:  # fmt: skip
+        outputs = [str(stdout), str(stderr)]
+        given = list(map(str, command)), environment, outputs, has_own_workers
         self.process = CONTEXT.Process(target=run_fork, args=given)
         self.process.start()
         self.pid = self.process.pid

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -29,6 +30,7 @@ from guards.updates import UpdateGuard
 from inputs.choices import algorithm_of
 from inputs.command_line import parse_flags
 from policy import Policy, build_policy
+from soak import is_running
 from update import pack_updates, update_policy, with_advantages
 from warm_start import build_tokenizer
 
@@ -209,6 +211,14 @@ def copy_at(step: int, run_dir: Path, copy: Path) -> Path:
         if int(folder.name.removeprefix("step_")) > step:
             shutil.rmtree(folder)
     return copy
+
+
+def left_after(processes: list[psutil.Process], seconds: float = 10.0) -> list[psutil.Process]:
+    """Those that are not ended in this time. Zombies are: what is reaped when is not ours."""
+    deadline = time.monotonic() + seconds
+    while (left := [each for each in processes if is_running(each.pid)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:

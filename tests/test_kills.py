@@ -37,7 +37,7 @@ def forks(flags):
 
     def start(out_dir: Path, flags: list[str], output: Path) -> Forked:
         command = ["scripts/launch.py", "--ranks", 2, "train_grpo.py", *flags, "--out_dir", out_dir]
-        return Forked(command, output, output)
+        return Forked(command, output, output, has_own_workers=True)
 
     with patch.object(soak, "start", start):
         yield
@@ -118,7 +118,8 @@ def test_a_run_is_started_again_after_a_kill_and_after_a_stall(launcher, signals
             command = [sys.executable, *launcher, *program]
             run = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=file, stderr=file)
     else:
-        run = Forked(["scripts/launch.py", "--ranks", 2, "--max_restarts", 2, *program], said_in, said_in)
+        command = ["scripts/launch.py", "--ranks", 2, "--max_restarts", 2, *program]
+        run = Forked(command, said_in, said_in, has_own_workers=True)
     for steps, number in signals:
         wait_for(lambda least=steps: len(soak.last_lines(tmp_path / "run")) >= least, 200)
         wait_for(lambda: soak.phase_of(tmp_path / "run", 1, run) == "update")

@@ -8,7 +8,7 @@ import threading
 import time
 import urllib.request
 from collections import Counter
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
@@ -25,11 +25,12 @@ import serve
 from batch import pack
 from fake_server import DESCRIPTION, TOKENIZER, WEIGHTS, FakeServer, engine_of, sampler_over, synced
 from flags import EngineSettings, Sampling, Servers
+from forked import Forked
 from generation.start import SERVER, start_server
 from generation.weights import GlooEngine, StatelessProcessGroup
 from generation.wire import Server
 from guards.start import RunError, reason_file
-from helpers import ALONE, flags, make_model, make_row, metrics_of, start, torchrun, training_flags, wait_for
+from helpers import ALONE, flags, left_after, make_model, make_row, metrics_of, torchrun, training_flags, wait_for
 from inputs.checks import check_flags
 from inputs.load import check_places
 from model.engine_options import engine_options
@@ -263,8 +264,7 @@ def test_no_process_of_a_server_outlives_it_also_while_it_starts(folder, tmp_pat
         started = first.children(recursive=True)
         process.kill()
         process.wait()
-        _, left = psutil.wait_procs(started, timeout=5)
-        assert not [each for each in left if each.status() != psutil.STATUS_ZOMBIE]
+        assert not left_after(started, 5)
 
 
 def logprobs_under(policy, rollout):
@@ -320,21 +320,21 @@ def test_a_run_whose_only_server_is_killed_ends_and_the_same_command_completes_i
     out_dir, graded = tmp_path / "run", folder / "reward.py.graded"
     changes = {"reward": f"{folder}/reward.py:score", "total_steps": 8, "save_every": 1, "steps_ahead": 1}
     run = training_flags(folder, out_dir, **RUN, **changes, in_flight=True)
-    with ThreadPoolExecutor(1) as pool:
-        ending = pool.submit(start, 2, "train_grpo.py", *run)
-        wait_for(lambda: (out_dir / "metrics.jsonl").exists() or ending.done(), 300)
-        (launcher,) = [each for each in psutil.Process().children() if str(out_dir) in each.cmdline()]
-        of_run = launcher.children(recursive=True)
-        (server,) = [each for each in of_run if SERVER in each.cmdline()]
-        port = server.cmdline()[server.cmdline().index("--port") + 1]
-        with pytest.raises(urllib.error.HTTPError, match="401"):  # nobody else may change the weights
-            urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{port}/pause", method="POST"))
-        server.kill()
-    last = [line for line in ending.result().stderr.splitlines() if line.startswith("error: ")][-1]
+    said_in = tmp_path / "said"
+    command = ["scripts/launch.py", "--ranks", 2, "train_grpo.py", *run]
+    launcher = Forked(command, said_in, said_in, has_own_workers=True)
+    wait_for(lambda: (out_dir / "metrics.jsonl").exists() or launcher.poll() is not None, 300)
+    of_run = psutil.Process(launcher.pid).children(recursive=True)
+    (server,) = [each for each in of_run if SERVER in each.cmdline()]
+    port = server.cmdline()[server.cmdline().index("--port") + 1]
+    with pytest.raises(urllib.error.HTTPError, match="401"):  # nobody else may change the weights
+        urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{port}/pause", method="POST"))
+    server.kill()
+    assert launcher.wait(300) == 1
+    last = [line for line in said_in.read_text().splitlines() if line.startswith("error: ")][-1]
     assert all(part in last for part in ("server 0 was lost", "ended by SIGKILL", "goes on", "0.log"))
-    orphans = [each for each in of_run if each.is_running() and each.status() != "zombie"]
-    assert ending.result().returncode == 1 and not orphans
-    torchrun(2, "train_grpo.py", *run, is_forked=False)
+    assert not left_after(of_run)  # what ranks have started sees their end and ends by itself
+    torchrun(2, "train_grpo.py", *run)
     lines = list(metrics_of(out_dir).values())
     assert [lines[0]["rollout/lag_max"], max(line["rollout/lag_max"] for line in lines), len(lines)] == [0, 1, 8]
     assert max(line["policy/rollout_gap_lag_0"] or 0 for line in lines) < 1e-6

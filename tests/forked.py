@@ -18,11 +18,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import forkserver, util
 from pathlib import Path
 from types import SimpleNamespace
+
+import torch
+
+import report
 
 ROOT = Path(__file__).parent.parent
 PICTURES = "GRPO_TEST_PICTURES"  # environment: draw them
@@ -65,8 +68,6 @@ def run_program(command: list[str]) -> None:
     sys.argv[:] = command
     sys.path.insert(0, str(Path(command[0]).resolve().parent))
     sys.stdout = sys.__stdout__ = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), write_through=True)
-    import torch
-
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     status: object = 1
     try:
@@ -84,50 +85,27 @@ def run_program(command: list[str]) -> None:
     ctypes.PyDLL(None).exit(status if isinstance(status, int) else 1)  # C++ code puts shared memory away
 
 
-class ForkedRank:
-    """What scripts/launch.py uses of `subprocess.Popen`."""
+class ForkedRank(subprocess.Popen):
+    """As scripts/launch.py starts it: in a session of its own."""
 
-    returncode: int | None = None
-
-    def __init__(
-        self, command: list[str], env: dict[str, str], start_new_session: bool, preexec_fn: Callable[[], None]
-    ) -> None:
-        assert start_new_session
-        others = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)  # the launcher's handlers are not a rank's
-        self.pid = os.fork()
+    def _execute_child(self, command, _, preexec_fn, close_fds, pass_fds, cwd, environment, *others) -> None:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)  # the launcher's handlers are not a rank's
+        self.pid, self._child_created = os.fork(), True
         if self.pid == 0:
             for number in HANDLED:
                 signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.pthread_sigmask(signal.SIG_SETMASK, others)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if self.pid == 0:
             os.setsid()
             preexec_fn()
             os.environ.clear()
-            os.environ.update(env)
+            os.environ.update(environment)
             run_program(command[2:])  # without `python -u`
-
-    def poll(self) -> int | None:
-        if self.returncode is None and (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
-            self.returncode = os.waitstatus_to_exitcode(ended[1])
-        return self.returncode
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def wait(self, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
-        while self.poll() is None:
-            if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired("a rank", timeout)
-            time.sleep(0.01)
 
 
 def run_fork(command: list[str], environment: dict[str, str], outputs: list[str], has_own_workers: bool) -> None:
     """In the new process."""
-    import report
-
     if PICTURES not in environment:
         report.plot = report.plot_timeline = lambda _: None
     if not has_own_workers:  # the warm process is the fork server, too
@@ -148,50 +126,53 @@ def run_fork(command: list[str], environment: dict[str, str], outputs: list[str]
     sys.exit(launch.main())
 
 
-class Forked:
-    """`python command`, with what the tests use of `subprocess.Popen`.
-
-    The outputs may be one file. The reward workers of a run that is killed must be `has_own_workers`, to end with it.
-    """
-
-    def __init__(
-        self, command: list[object], stdout: Path, stderr: Path, environment: dict[str, str] = ENVIRONMENT,
-        has_own_workers: bool = False,
-    ) -> None:  # fmt: skip
-        outputs = [str(stdout), str(stderr)]
-        given = list(map(str, command)), environment, outputs, has_own_workers
-        self.process = CONTEXT.Process(target=run_fork, args=given)
-        self.process.start()
-        self.pid = self.process.pid
+class Forked(CONTEXT.Process):
+    """With what the tests use of `subprocess.Popen`."""
 
     @property
     def returncode(self) -> int | None:
-        return self.process.exitcode
+        return self.exitcode
 
     def poll(self) -> int | None:
-        return self.returncode
+        return self.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        self.process.join(timeout)
-        if self.returncode is None:
+        self.join(timeout)
+        if self.exitcode is None:
             raise subprocess.TimeoutExpired("a fork", timeout)
-        return self.returncode
+        return self.exitcode
+
+
+def begin(
+    command: list[object], stdout: Path, stderr: Path, environment: dict[str, str] = ENVIRONMENT,
+    has_own_workers: bool = False,
+) -> Forked | subprocess.Popen[bytes]:  # fmt: skip
+    """`python command`. The outputs may be one file. A run that is killed has workers of its own, which end with it."""
+    command = list(map(str, command))
+    if torch.cuda.is_available():  # forks cannot share a GPU
+        with stdout.open("a") as out, stderr.open("a") as error:
+            return subprocess.Popen([sys.executable, *command], cwd=ROOT, env=environment, stdout=out, stderr=error)
+    fork = Forked(target=run_fork, args=(command, environment, [str(stdout), str(stderr)], has_own_workers))
+    fork.start()
+    return fork
+
+
+def launched(*arguments: object) -> list[object]:
+    return ["scripts/launch.py", "--ranks", *arguments]
 
 
 def run_ranks(
     num_ranks: int, script: str, arguments: list[object], timeout: float, environment: dict[str, str] = ENVIRONMENT
 ) -> subprocess.CompletedProcess[str]:
     """What scripts/launch.py and its ranks print, and its exit status. Raises TimeoutExpired, when all are ended."""
-    command = ["scripts/launch.py", "--ranks", num_ranks, script, *arguments]
     with tempfile.TemporaryDirectory() as folder:
         outputs = Path(folder) / "stdout", Path(folder) / "stderr"
-        fork = Forked(command, *outputs, environment)
+        run = begin(launched(num_ranks, script, *arguments), *outputs, environment)
         try:
-            fork.wait(timeout)
-        except subprocess.TimeoutExpired:
-            fork.process.kill()
-            raise
-        return subprocess.CompletedProcess(command, fork.returncode, *(file.read_text() for file in outputs))
+            status = run.wait(timeout)
+        finally:
+            run.kill()
+        return subprocess.CompletedProcess([script, *arguments], status, *(file.read_text() for file in outputs))
 
 
 def run_script(command: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -207,7 +188,7 @@ def run_script(command: list[str], environment: dict[str, str]) -> subprocess.Co
                 _, *program = (asked.parent / "command").read_text().split("\0")[:-1]
                 entries = (asked.parent / "environment").read_text().split("\0")[:-1]
                 own = dict(each.split("=", 1) for each in entries if not each.startswith("BASH_FUNC"))
-                status = Forked(program, *outputs, own).wait()
+                status = begin(program, *outputs, own).wait()
                 (asked.parent / "unfinished").write_text(str(status))
                 (asked.parent / "unfinished").rename(asked.parent / "status")
             time.sleep(0.02)

@@ -24,7 +24,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCau
 
 from batch import Rollout, Update
 from flags import AdamW, Lora, Memory, UpdateStep, make_plan, take
-from forked import ENVIRONMENT, ROOT, run_ranks
+from forked import ENVIRONMENT, ROOT, launched, run_ranks
 from fsdp_utils import World
 from guards.updates import UpdateGuard
 from inputs.choices import algorithm_of
@@ -157,24 +157,17 @@ def train_once(
 
 
 def torchrun(
-    num_ranks: int, script: str, *arguments: object, timeout: float = 300, is_forked: bool = True, **environment: str
+    num_ranks: int, script: str, *arguments: object, timeout: float = 300, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """`torchrun --nproc_per_node num_ranks script arguments`, by our launcher; fails the test if it fails.
-
-    `is_forked`: see `forked.py`; not on GPUs, which a fork of a process that has them cannot use.
-    """
-    if is_forked and not torch.cuda.is_available():
-        done = run_ranks(num_ranks, script, list(arguments), timeout, ENVIRONMENT | environment)
-    else:
-        done = start(num_ranks, script, *arguments, timeout=timeout)
+    """`torchrun --nproc_per_node num_ranks script arguments`, by our launcher; fails the test if it fails."""
+    done = run_ranks(num_ranks, script, list(arguments), timeout, ENVIRONMENT | environment)
     assert done.returncode == 0, f"{script} failed:\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
     return done
 
 
 def start(num_ranks: int, script: str, *arguments: object, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    """The same with the real launcher; it may fail."""
-    command = [sys.executable, "scripts/launch.py", "--ranks", str(num_ranks), script, *map(str, arguments)]
-    return run_command(command, timeout=timeout)
+    """The same not as forks; it may fail."""
+    return run_command([sys.executable, *map(str, launched(num_ranks, script, *arguments))], timeout=timeout)
 
 
 def run_command(

@@ -38,7 +38,7 @@ CLEAN = [(0.0035, 1.053, 0.14), (0.0069, 0.939, 0.51), (0.0126, 1.088, 0.3)]
 def test_a_fault_is_found_within_a_step_and_named_and_clean_steps_raise_no_alarm(lora_rank, tp_size, policy, tmp_path):
     if tp_size == 2:  # both ranks hold the same keys
         policy = make_model(tmp_path / "policy", num_attention_heads=4, num_key_value_heads=1, head_dim=32)
-    torchrun(tp_size, "tests/drift_faults.py", policy, tp_size, lora_rank, tmp_path / "found", is_forked=tp_size == 1)
+    torchrun(tp_size, "tests/drift_faults.py", policy, tp_size, lora_rank, tmp_path / "found")
     found = json.loads((tmp_path / "found").read_text())
     clean, gaps = found.pop("clean"), found.pop("gaps")
     assert len(clean) >= 12 and not any(clean)

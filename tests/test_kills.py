@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 import soak
-from forked import ENVIRONMENT, ROOT, Forked
+from forked import ENVIRONMENT, ROOT, Forked, begin, launched
 from helpers import wait_for
 
 REAL_START = soak.start
@@ -33,11 +33,10 @@ def flags(policy, tmp_path_factory) -> list[str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def forks(flags):
-    """In place of the real launcher; the undisturbed run, which the others must end like, has the real one."""
+    """Not the real launcher, which the undisturbed run has: the others must end like it."""
 
     def start(out_dir: Path, flags: list[str], output: Path) -> Forked:
-        command = ["scripts/launch.py", "--ranks", 2, "train_grpo.py", *flags, "--out_dir", out_dir]
-        return Forked(command, output, output, has_own_workers=True)
+        return begin(launched(2, "train_grpo.py", *flags, "--out_dir", out_dir), output, output, has_own_workers=True)
 
     with patch.object(soak, "start", start):
         yield
@@ -118,8 +117,7 @@ def test_a_run_is_started_again_after_a_kill_and_after_a_stall(launcher, signals
             command = [sys.executable, *launcher, *program]
             run = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=file, stderr=file)
     else:
-        command = ["scripts/launch.py", "--ranks", 2, "--max_restarts", 2, *program]
-        run = Forked(command, said_in, said_in, has_own_workers=True)
+        run = begin(launched(2, "--max_restarts", 2, *program), said_in, said_in, has_own_workers=True)
     for steps, number in signals:
         wait_for(lambda least=steps: len(soak.last_lines(tmp_path / "run")) >= least, 200)
         wait_for(lambda: soak.phase_of(tmp_path / "run", 1, run) == "update")

@@ -27,7 +27,7 @@ def found(request, tmp_path_factory):
     """What tests/engine_checks.py found: tied weights in one engine, an own head in two, one engine over two ranks."""
     folder, num_ranks, tp_size, *dtypes = request.param
     path, output = request.getfixturevalue(folder), tmp_path_factory.mktemp("engine") / "found.json"
-    torchrun(num_ranks, "tests/engine_checks.py", path, tp_size, *dtypes, output, is_forked=tp_size == 1)
+    torchrun(num_ranks, "tests/engine_checks.py", path, tp_size, *dtypes, output)
     return json.loads(output.read_text())
 
 

@@ -25,7 +25,7 @@ import serve
 from batch import pack
 from fake_server import DESCRIPTION, TOKENIZER, WEIGHTS, FakeServer, engine_of, sampler_over, synced
 from flags import EngineSettings, Sampling, Servers
-from forked import Forked
+from forked import begin, launched
 from generation.start import SERVER, start_server
 from generation.weights import GlooEngine, StatelessProcessGroup
 from generation.wire import Server
@@ -259,7 +259,7 @@ def test_no_process_of_a_server_outlives_it_also_while_it_starts(folder, tmp_pat
     """SIGKILL, so many seconds after it has begun to start others, which are still importing torch."""
     for seconds, process in [(x, start_real(folder, tmp_path / f"{x}.log").process) for x in (0.0, 4.0)]:
         first = psutil.Process(process.pid)
-        wait_for(lambda first=first: len(first.children()) > 1)  # the first one tracks shared memory
+        wait_for(lambda first=first: len(first.children()) > 1, 300)  # the first one tracks shared memory
         time.sleep(seconds)
         started = first.children(recursive=True)
         process.kill()
@@ -321,8 +321,7 @@ def test_a_run_whose_only_server_is_killed_ends_and_the_same_command_completes_i
     changes = {"reward": f"{folder}/reward.py:score", "total_steps": 8, "save_every": 1, "steps_ahead": 1}
     run = training_flags(folder, out_dir, **RUN, **changes, in_flight=True)
     said_in = tmp_path / "said"
-    command = ["scripts/launch.py", "--ranks", 2, "train_grpo.py", *run]
-    launcher = Forked(command, said_in, said_in, has_own_workers=True)
+    launcher = begin(launched(2, "train_grpo.py", *run), said_in, said_in, has_own_workers=True)
     wait_for(lambda: (out_dir / "metrics.jsonl").exists() or launcher.poll() is not None, 300)
     of_run = psutil.Process(launcher.pid).children(recursive=True)
     (server,) = [each for each in of_run if SERVER in each.cmdline()]

@@ -3,7 +3,7 @@
 Half of the suite's time was the import of libraries, rank by rank. scripts/launch.py runs in a fork of that process,
 and its ranks are forks of the launcher, with the arguments, environment, session and exit that they would have. A fork
 draws no pictures of a run, which took longer than most trainings, unless it is asked to. One run of each kind, and what
-is about the start as such, goes through the real launcher (`helpers.start`).
+is about the start as such, goes through the real launcher.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ ROOT = Path(__file__).parent.parent
 PICTURES = "GRPO_TEST_PICTURES"  # environment: draw them
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 ENVIRONMENT |= {"PYTHONPATH": os.pathsep.join(sys.path)}
-HANDLED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # by a launcher
 ASKS = """() {
     local place; place=$(mktemp -d "$ASKED/XXXXXX")
     printf '%s\\0' "$@" > "$place/command"; env -0 > "$place/environment"; touch "$place/is_asked"
@@ -89,14 +88,11 @@ class ForkedRank(subprocess.Popen):
     """As scripts/launch.py starts it: in a session of its own."""
 
     def _execute_child(self, command, _, preexec_fn, close_fds, pass_fds, cwd, environment, *others) -> None:
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)  # the launcher's handlers are not a rank's
         self.pid, self._child_created = os.fork(), True
         if self.pid == 0:
-            for number in HANDLED:
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):  # heard by a launcher
                 signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if self.pid == 0:
             os.setsid()
             preexec_fn()
             os.environ.clear()
@@ -129,12 +125,10 @@ def run_fork(command: list[str], environment: dict[str, str], outputs: list[str]
 class Forked(CONTEXT.Process):
     """With what the tests use of `subprocess.Popen`."""
 
-    @property
-    def returncode(self) -> int | None:
-        return self.exitcode
-
     def poll(self) -> int | None:
         return self.exitcode
+
+    returncode = property(poll)
 
     def wait(self, timeout: float | None = None) -> int:
         self.join(timeout)
@@ -144,11 +138,10 @@ class Forked(CONTEXT.Process):
 
 
 def begin(
-    command: list[object], stdout: Path, stderr: Path, environment: dict[str, str] = ENVIRONMENT,
+    command: list[str], stdout: Path, stderr: Path, environment: dict[str, str] = ENVIRONMENT,
     has_own_workers: bool = False,
 ) -> Forked | subprocess.Popen[bytes]:  # fmt: skip
     """`python command`. The outputs may be one file. A run that is killed has workers of its own, which end with it."""
-    command = list(map(str, command))
     if torch.cuda.is_available():  # forks cannot share a GPU
         with stdout.open("a") as out, stderr.open("a") as error:
             return subprocess.Popen([sys.executable, *command], cwd=ROOT, env=environment, stdout=out, stderr=error)
@@ -157,8 +150,8 @@ def begin(
     return fork
 
 
-def launched(*arguments: object) -> list[object]:
-    return ["scripts/launch.py", "--ranks", *arguments]
+def launched(*arguments: object) -> list[str]:
+    return list(map(str, ["scripts/launch.py", "--ranks", *arguments]))
 
 
 def run_ranks(

@@ -8,7 +8,6 @@ import json
 import resource
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 import weakref
@@ -18,19 +17,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import psutil
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from batch import Rollout, Update
 from flags import AdamW, Lora, Memory, UpdateStep, make_plan, take
-from forked import ENVIRONMENT, ROOT, launched, run_ranks
+from forked import ENVIRONMENT, ROOT, run_ranks
 from fsdp_utils import World
 from guards.updates import UpdateGuard
 from inputs.choices import algorithm_of
 from inputs.command_line import parse_flags
 from policy import Policy, build_policy
-from soak import is_running
 from update import pack_updates, update_policy, with_advantages
 from warm_start import build_tokenizer
 
@@ -165,11 +162,6 @@ def torchrun(
     return done
 
 
-def start(num_ranks: int, script: str, *arguments: object, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    """The same not as forks; it may fail."""
-    return run_command([sys.executable, *map(str, launched(num_ranks, script, *arguments))], timeout=timeout)
-
-
 def run_command(
     command: list[str], environment: dict[str, str] = ENVIRONMENT, timeout: float | None = None
 ) -> subprocess.CompletedProcess[str]:
@@ -204,14 +196,6 @@ def copy_at(step: int, run_dir: Path, copy: Path) -> Path:
         if int(folder.name.removeprefix("step_")) > step:
             shutil.rmtree(folder)
     return copy
-
-
-def left_after(processes: list[psutil.Process], seconds: float = 10.0) -> list[psutil.Process]:
-    """Those that are not ended in this time. Zombies are: what is reaped when is not ours."""
-    deadline = time.monotonic() + seconds
-    while (left := [each for each in processes if is_running(each.pid)]) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return left
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:

@@ -30,12 +30,13 @@ from generation.start import SERVER, start_server
 from generation.weights import GlooEngine, StatelessProcessGroup
 from generation.wire import Server
 from guards.start import RunError, reason_file
-from helpers import ALONE, flags, left_after, make_model, make_row, metrics_of, torchrun, training_flags, wait_for
+from helpers import ALONE, flags, make_model, make_row, metrics_of, torchrun, training_flags, wait_for
 from inputs.checks import check_flags
 from inputs.load import check_places
 from model.engine_options import engine_options
 from policy import load_policy
 from rollout_server import build_servers
+from soak import is_running
 
 ROWS = [make_row([number, number + 1], where=f"row {number}") for number in range(8)]
 
@@ -264,7 +265,7 @@ def test_no_process_of_a_server_outlives_it_also_while_it_starts(folder, tmp_pat
         started = first.children(recursive=True)
         process.kill()
         process.wait()
-        assert not left_after(started, 5)
+        wait_for(lambda started=started: not any(is_running(each.pid) for each in started), 5)
 
 
 def logprobs_under(policy, rollout):
@@ -332,7 +333,9 @@ def test_a_run_whose_only_server_is_killed_ends_and_the_same_command_completes_i
     assert launcher.wait(300) == 1
     last = [line for line in said_in.read_text().splitlines() if line.startswith("error: ")][-1]
     assert all(part in last for part in ("server 0 was lost", "ended by SIGKILL", "goes on", "0.log"))
-    assert not left_after(of_run)  # what ranks have started sees their end and ends by itself
+    wait_for(
+        lambda: not any(is_running(each.pid) for each in of_run), 10
+    )  # what ranks start ends after them
     torchrun(2, "train_grpo.py", *run)
     lines = list(metrics_of(out_dir).values())
     assert [lines[0]["rollout/lag_max"], max(line["rollout/lag_max"] for line in lines), len(lines)] == [0, 1, 8]

@@ -20,7 +20,7 @@ for ignored in (signal.SIGINT, signal.SIGHUP):  # by a suite in the background, 
         signal.signal(ignored, lambda *_: None)  # which children do not inherit
 
 LONGEST = [
-    "test_train", "test_main_job", "test_kills", "test_setups", "test_server", "test_lora", "test_rollout",
+    "test_main_job", "test_setups", "test_kills", "test_server", "test_train", "test_lora", "test_rollout",
     "test_partial", "test_evaluate", "test_check_gpu", "test_replay", "test_page",
 ]  # fmt: skip
 

@@ -1,73 +1,188 @@
-"""Ranks that start in a second instead of fifteen: forks of a process that has imported torch, vLLM and the program and
-done nothing else.
+"""Programs that start in a second instead of fifteen: forks of a process that has imported torch, vLLM and our files.
 
-Half of the suite's time was the import of libraries, rank by rank. A rank started here runs the script as `torchrun`
-would start it, with its own arguments, environment and process group; what is not there is the launcher. Runs in which
-the launcher, or a start as such, is looked at go through the real one (`helpers.start`).
+Half of the suite's time was the import of libraries, rank by rank. scripts/launch.py runs in a fork of that process,
+and its ranks are forks of the launcher, with the arguments, environment, session and exit that they would have. A fork
+draws no pictures of a run, which took longer than most trainings, unless it is asked to. One run of each kind, and what
+is about the start as such, goes through the real launcher.
 """
 
 from __future__ import annotations
 
+import ctypes
+import io
 import multiprocessing
 import os
 import runpy
-import socket
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from multiprocessing.connection import wait
+from contextlib import suppress
+from multiprocessing import forkserver, util
 from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+import report
 
 ROOT = Path(__file__).parent.parent
+PICTURES = "GRPO_TEST_PICTURES"  # environment: draw them
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+ENVIRONMENT |= {"PYTHONPATH": os.pathsep.join(sys.path)}
+ASKS = """() {
+    local place; place=$(mktemp -d "$ASKED/XXXXXX")
+    printf '%s\\0' "$@" > "$place/command"; env -0 > "$place/environment"; touch "$place/is_asked"
+    until [ -e "$place/status" ]; do sleep 0.05; done
+    return "$(cat "$place/status")"
+}"""  # in place of a bash script's `python`
+INSTEAD = {
+    "BASH_FUNC_ask%%": ASKS, "BASH_FUNC_python%%": '() { ask python "$@"; }',
+    "BASH_FUNC_exec%%": '() { "$@"; exit; }',
+}  # fmt: skip
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["train_grpo", "rollout"]
+    [
+        "train_grpo",
+        "evaluate",
+        "rollout",
+        "report",
+        "matplotlib.figure",
+        "vllm.v1.worker.cpu_worker",
+        "vllm.v1.core.sched.scheduler",
+        "vllm.v1.attention.backends.cpu_attn",
+        "vllm.model_executor.models.qwen2",
+        "vllm.distributed.elastic_ep.elastic_execute",
+        "vllm.model_executor.layers.quantization.online.base",
+        "vllm.utils.cpu_triton_utils",
+        "transformers.models.qwen2.modeling_qwen2",
+        "torch.distributed.checkpoint._fsspec_filesystem",
+    ]  # fmt: skip
 )  # nothing that is imported starts threads or draws random numbers
 
 
-def run_rank(script: str, arguments: list[str], environment: dict[str, str], outputs: list[str]) -> None:
+def run_program(command: list[str]) -> None:
+    """Ends this process as `python -u`, which is left out, would end with this script and its arguments."""
+    sys.argv[:] = command
+    sys.path.insert(0, str(Path(command[0]).resolve().parent))
+    sys.stdout = sys.__stdout__ = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), write_through=True)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    status: object = 1
+    try:
+        runpy.run_path(command[0], run_name="__main__")
+        status = 0
+    except SystemExit as ending:
+        status = ending.code or 0
+    except BaseException:  # noqa: BLE001  it is the hook's to tell
+        sys.excepthook(*sys.exc_info())
+    if isinstance(status, str):
+        print(status, file=sys.stderr)
+    with suppress(BaseException):
+        util._exit_function()
+    sys.stderr.flush()
+    ctypes.PyDLL(None).exit(status if isinstance(status, int) else 1)  # C++ code puts shared memory away
+
+
+class ForkedRank(subprocess.Popen):
+    """As scripts/launch.py starts it: in a session of its own."""
+
+    def _execute_child(self, command, _, preexec_fn, close_fds, pass_fds, cwd, environment, *others) -> None:
+        self.pid, self._child_created = os.fork(), True
+        if self.pid == 0:
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):  # heard by a launcher
+                signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            os.setsid()
+            preexec_fn()
+            os.environ.clear()
+            os.environ.update(environment)
+            run_program(command[2:])  # without `python -u`
+
+
+def run_fork(command: list[str], environment: dict[str, str], outputs: list[str], has_own_workers: bool) -> None:
     """In the new process."""
-    os.environ.update(environment)
+    if PICTURES not in environment:
+        report.plot = report.plot_timeline = lambda _: None
+    if not has_own_workers:  # the warm process is the fork server, too
+        forkserver._forkserver.ensure_running = lambda: None
+    os.setsid()
     os.chdir(ROOT)
     for number, file in enumerate(outputs, start=1):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
-    sys.argv = [script, *arguments]
-    sys.path.insert(0, str(Path(script).parent))
-    runpy.run_path(script, run_name="__main__")
+        os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT), number)
+    of_imports = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
+    os.environ.clear()
+    os.environ.update(of_imports | environment)
+    if command[0] != "scripts/launch.py":
+        run_program(command)
+    sys.argv[:] = command
+    import launch
+
+    launch.subprocess = SimpleNamespace(Popen=ForkedRank, TimeoutExpired=subprocess.TimeoutExpired)
+    sys.exit(launch.main())
 
 
-def run_ranks(num_ranks: int, script: str, arguments: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
-    """What all ranks printed, and 1 for the exit code if one of them failed, when the others are stopped."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    place = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(num_ranks),
-        "LOCAL_WORLD_SIZE": str(num_ranks),
-    }
+class Forked(CONTEXT.Process):
+    """With what the tests use of `subprocess.Popen`."""
+
+    def poll(self) -> int | None:
+        return self.exitcode
+
+    returncode = property(poll)
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.join(timeout)
+        if self.exitcode is None:
+            raise subprocess.TimeoutExpired("a fork", timeout)
+        return self.exitcode
+
+
+def begin(
+    command: list[str], stdout: Path, stderr: Path, environment: dict[str, str] = ENVIRONMENT,
+    has_own_workers: bool = False,
+) -> Forked | subprocess.Popen[bytes]:  # fmt: skip
+    """`python command`. The outputs may be one file. A run that is killed has workers of its own, which end with it."""
+    if torch.cuda.is_available():  # forks cannot share a GPU
+        with stdout.open("a") as out, stderr.open("a") as error:
+            return subprocess.Popen([sys.executable, *command], cwd=ROOT, env=environment, stdout=out, stderr=error)
+    fork = Forked(target=run_fork, args=(command, environment, [str(stdout), str(stderr)], has_own_workers))
+    fork.start()
+    return fork
+
+
+def launched(*arguments: object) -> list[str]:
+    return list(map(str, ["scripts/launch.py", "--ranks", *arguments]))
+
+
+def run_ranks(
+    num_ranks: int, script: str, arguments: list[object], timeout: float, environment: dict[str, str] = ENVIRONMENT
+) -> subprocess.CompletedProcess[str]:
+    """What scripts/launch.py and its ranks print, and its exit status. Raises TimeoutExpired, when all are ended."""
     with tempfile.TemporaryDirectory() as folder:
-        outputs = [Path(folder) / "stdout", Path(folder) / "stderr"]
-        for file in outputs:
-            file.touch()
-        ranks = []
-        for rank in range(num_ranks):
-            environment = place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            ranks.append(
-                CONTEXT.Process(target=run_rank, args=(script, arguments, environment, list(map(str, outputs))))
-            )
-            ranks[-1].start()
-        deadline, running = time.monotonic() + timeout, list(ranks)
-        while running and not any(rank.exitcode for rank in ranks) and time.monotonic() < deadline:
-            wait([rank.sentinel for rank in running], timeout=1)
-            running = [rank for rank in ranks if rank.exitcode is None]
-        for rank in running:
-            rank.terminate()
-            rank.join(10)
-            rank.kill()
-        is_failed = any(rank.exitcode != 0 for rank in ranks)
-        return subprocess.CompletedProcess(
-            [script, *arguments], int(is_failed), *(file.read_text() for file in outputs)
-        )
+        outputs = Path(folder) / "stdout", Path(folder) / "stderr"
+        run = begin(launched(num_ranks, script, *arguments), *outputs, environment)
+        try:
+            status = run.wait(timeout)
+        finally:
+            run.kill()
+        return subprocess.CompletedProcess([script, *arguments], status, *(file.read_text() for file in outputs))
+
+
+def run_script(command: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """What a bash script in the repository's root prints, and its exit status; each `python` in it is a fork."""
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = Path(folder) / "stdout", Path(folder) / "stderr"
+        with outputs[0].open("a") as stdout, outputs[1].open("a") as stderr:
+            given = environment | INSTEAD | {"ASKED": folder}
+            script = subprocess.Popen(command, cwd=ROOT, env=given, stdout=stdout, stderr=stderr)
+        while script.poll() is None:
+            for asked in Path(folder).glob("*/is_asked"):
+                asked.unlink()
+                _, *program = (asked.parent / "command").read_text().split("\0")[:-1]
+                entries = (asked.parent / "environment").read_text().split("\0")[:-1]
+                own = dict(each.split("=", 1) for each in entries if not each.startswith("BASH_FUNC"))
+                status = begin(program, *outputs, own).wait()
+                (asked.parent / "unfinished").write_text(str(status))
+                (asked.parent / "unfinished").rename(asked.parent / "status")
+            time.sleep(0.02)
+        return subprocess.CompletedProcess(command, script.returncode, *(file.read_text() for file in outputs))

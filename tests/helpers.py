@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import resource
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 import weakref
@@ -24,7 +22,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCau
 
 from batch import Rollout, Update
 from flags import AdamW, Lora, Memory, UpdateStep, make_plan, take
-from forked import run_ranks
+from forked import ENVIRONMENT, ROOT, run_ranks
 from fsdp_utils import World
 from guards.updates import UpdateGuard
 from inputs.choices import algorithm_of
@@ -33,11 +31,8 @@ from policy import Policy, build_policy
 from update import pack_updates, update_policy, with_advantages
 from warm_start import build_tokenizer
 
-ROOT = Path(__file__).parent.parent
 RAGGED = [12, 7, 3, 11, 5, 9, 2, 6]  # completion lengths
 ALONE = World(rank=0, size=1, tp_size=1, device=torch.device("cpu"))
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-ENVIRONMENT |= {"PYTHONPATH": os.pathsep.join(sys.path)}
 
 
 def make_model(folder: Path, tied: bool = True, num_rows: int = 64, **sizes: object) -> Path:
@@ -159,29 +154,12 @@ def train_once(
 
 
 def torchrun(
-    num_ranks: int, script: str, *arguments: object, timeout: float = 300, is_forked: bool = True
+    num_ranks: int, script: str, *arguments: object, timeout: float = 300, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """`torchrun --nproc_per_node num_ranks script arguments` in the repository's root; fails the test if it fails.
-
-    `is_forked`: without the launcher, and with the libraries imported already; see `forked.py`. Not for an engine over
-    several ranks: its shared memory has one name for all runs and is removed by an ordinary exit alone, which a fork of
-    multiprocessing does not make.
-    """
-    if is_forked and not torch.cuda.is_available():
-        done = run_ranks(num_ranks, str(ROOT / script), list(map(str, arguments)), timeout)
-    else:
-        done = start(num_ranks, script, *arguments, timeout=timeout)
+    """`torchrun --nproc_per_node num_ranks script arguments`, by our launcher; fails the test if it fails."""
+    done = run_ranks(num_ranks, script, list(arguments), timeout, ENVIRONMENT | environment)
     assert done.returncode == 0, f"{script} failed:\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
     return done
-
-
-def launch_command(num_ranks: int, script: str, *arguments: object) -> list[str]:
-    launcher = [sys.executable, str(ROOT / "scripts" / "launch.py"), "--ranks", str(num_ranks)]
-    return [*launcher, str(ROOT / script), *map(str, arguments)]
-
-
-def start(num_ranks: int, script: str, *arguments: object, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    return run_command(launch_command(num_ranks, script, *arguments), timeout=timeout)
 
 
 def run_command(

@@ -35,7 +35,7 @@ def on_ranks(num_ranks: int, file: str, *arguments: object, tp_size: int = 1) ->
     """What the first rank's `main` returns."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "found.pt"
-        torchrun(num_ranks, "tests/ranks.py", file, tp_size, output, *arguments, is_forked=tp_size == 1)
+        torchrun(num_ranks, "tests/ranks.py", file, tp_size, output, *arguments)
         return torch.load(output, weights_only=False)
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from helpers import start, training_flags
+from forked import run_ranks
+from helpers import training_flags
 from inputs.checks import check_flags
 from inputs.choices import algorithm_of
 from inputs.command_line import parse_flags
@@ -64,7 +65,7 @@ def test_a_mistake_is_told_once_and_last_without_a_traceback(policy, tmp_path):
     with broken.open("a") as file:
         file.write(json.dumps({"problem": "1+1"})[:-4])
     started = time.monotonic()
-    done = start(2, "train_grpo.py", *training_flags(policy, tmp_path / "run", train_data=broken))
+    done = run_ranks(2, "train_grpo.py", training_flags(policy, tmp_path / "run", train_data=broken), timeout=300)
     assert done.returncode != 0
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
     assert "broken.jsonl, line 65: not valid JSON" in done.stderr

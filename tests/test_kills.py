@@ -8,13 +8,16 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 from signal import SIGINT, SIGKILL, SIGSTOP, SIGTERM, SIGUSR1
+from unittest.mock import patch
 
 import psutil
 import pytest
 
 import soak
-from helpers import ENVIRONMENT, ROOT, wait_for
+from forked import ENVIRONMENT, ROOT, Forked, begin, launched
+from helpers import wait_for
 
+REAL_START = soak.start
 SAID = [
     r"error: rank 1 \(step \d, update\) was ended by signal 9 \(SIGKILL\) by someone", "restart 1 of 2, . steps after",
     r"error: STALL: .* rank 1 is stopped, by SIGSTOP.* in update of .*; then rank 0 \(step \d, update\) .*[Tt]imed out",
@@ -23,16 +26,27 @@ SAID = [
 
 @pytest.fixture(scope="module")
 def flags(policy, tmp_path_factory) -> list[str]:
-    """Of a run on two ranks, half a second a step."""
+    """Of a run on two ranks, half a second a step; bf16, which some CPUs emulate, is for others to test."""
     (reward := tmp_path_factory.mktemp("reward") / "slow_reward.py").write_text(soak.REWARD)
-    return [*soak.flags_of(policy, steps=10), "--reward", f"{reward}:score"]  # the last one counts
+    return [*soak.flags_of(policy, steps=10), "--dtype", "float32", "--reward", f"{reward}:score"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forks(flags):
+    """Not the real launcher, which the undisturbed run has: the others must end like it."""
+
+    def start(out_dir: Path, flags: list[str], output: Path) -> Forked:
+        return begin(launched(2, "train_grpo.py", *flags, "--out_dir", out_dir), output, output, has_own_workers=True)
+
+    with patch.object(soak, "start", start):
+        yield
 
 
 @pytest.fixture(scope="module")
 def undisturbed(flags, tmp_path_factory) -> tuple[Path, set[str]]:
     """Its folder, and the addresses on which it listened."""
     out_dir, addresses = tmp_path_factory.mktemp("undisturbed") / "run", set()
-    launcher = soak.start(out_dir, flags, out_dir.with_suffix(".log"))
+    launcher = REAL_START(out_dir, flags, out_dir.with_suffix(".log"))
     run = psutil.Process(launcher.pid)
     while launcher.poll() is None:
         with suppress(psutil.Error, subprocess.TimeoutExpired):  # a rank has just ended; 0.1 s are over
@@ -68,7 +82,7 @@ def test_on_one_node_nothing_listens_beyond_the_loopback(undisturbed):
 def test_a_run_that_is_killed_in_eight_phases_ends_like_the_undisturbed_one(flags, undisturbed, tmp_path):
     """Targets and signals are drawn. A phase may be over when the signal comes: they last some milliseconds."""
     rng, phases = random.Random(19), ["start", "sample", "checkpoint", "reward", "update", "evaluate", "sync"]
-    moments = [lambda: rng.uniform(0, 3), *(lambda phase=phase: phase for phase in phases)]  # first it imports torch
+    moments = [lambda: rng.uniform(0, 0.5), *(lambda phase=phase: phase for phase in phases)]
     kills, differences = soak.disturb(tmp_path, flags, undisturbed[0], rng, moments)
     assert (len(kills), kills[0].where, differences) == (8, "start-up", [])
 
@@ -91,20 +105,24 @@ def test_an_engine_over_two_ranks_gives_its_requests_up_when_one_of_them_gets_a_
 
 
 @pytest.mark.parametrize(("launcher", "signals", "said"), [
-    (["scripts/launch.py", "--ranks", "2", "--max_restarts", "2"], [(2, SIGKILL), (5, SIGSTOP)], SAID),
+    ([], [(2, SIGKILL), (5, SIGSTOP)], SAID),
     (["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max_restarts=1"], [(4, SIGKILL)], []),
 ])  # fmt: skip
 def test_a_run_is_started_again_after_a_kill_and_after_a_stall(launcher, signals, said, flags, undisturbed, tmp_path):
     """Rank 1 is killed in its update, and in a later one stopped, until the collectives of the others time out."""
     flags = [*flags, "--timeout_minutes", "0.5", "--stall_seconds", "5", "--reward_timeout", "5"]
-    command = [sys.executable, *launcher, "train_grpo.py", *flags, "--out_dir", tmp_path / "run"]
-    with (tmp_path / "said").open("w") as file:
-        run = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=file, stderr=file)
+    program, said_in = ["train_grpo.py", *flags, "--out_dir", tmp_path / "run"], tmp_path / "said"
+    if launcher:
+        with said_in.open("w") as file:
+            command = [sys.executable, *launcher, *program]
+            run = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=file, stderr=file)
+    else:
+        run = begin(launched(2, "--max_restarts", 2, *program), said_in, said_in, has_own_workers=True)
     for steps, number in signals:
         wait_for(lambda least=steps: len(soak.last_lines(tmp_path / "run")) >= least, 200)
         wait_for(lambda: soak.phase_of(tmp_path / "run", 1, run) == "update")
         os.kill(soak.ranks_of(run)[1], number)
     assert run.wait(300) == 0
-    assert "continues from" in (text := (tmp_path / "said").read_text())
+    assert "continues from" in (text := said_in.read_text())
     assert not said or re.fullmatch(".*\n".join(said), "\n".join(re.findall("^(?:error|restart).*", text, re.M)))
     assert soak.differences(tmp_path / "run", undisturbed[0]) == []

@@ -25,6 +25,7 @@ ready = lambda: open(f"{folder}/pid_{rank}", "w").write(str(os.getpid()))
 KILLED = """os.kill(os.getpid(), signal.SIGKILL) if rank else 0
 while not os.path.exists(folder + "/pid_1") or os.path.exists("/proc/" + open(folder + "/pid_1").read()):
     time.sleep(0.05)"""
+AFTER = "while not rank and not os.path.exists(os.environ['GRPO_LAUNCH_FOLDER'] + '/reason_1.json'): time.sleep(0.05)"
 EXITS = "sys.exit(3) if rank else time.sleep(600)"
 IN_UPDATE, STALLED = (f"os.utime(folder + '/ranks/{name}'); " for name in ("rank_1.json", "stall.txt"))
 SAVES = "while not requested(): time.sleep(0.05)\ntime.sleep(seconds); print('saved', flush=True)"
@@ -81,7 +82,7 @@ def test_no_rank_outlives_its_launcher(tmp_path):
 
 
 @pytest.mark.parametrize(("body", "last_line"), [
-    ("time.sleep(2 - rank); raise ValueError(f'said by {rank}')", "rank 1 ended with ValueError: said by 1"),
+    (AFTER + "\nraise ValueError(f'said by {rank}')", "rank 1 ended with ValueError: said by 1"),
     ("note_reason('--clip_low 3: must be at most 1.', 'mistake'); sys.exit(1)", "--clip_low 3: must be at most 1."),
     ("note_reason('OSError: lost', 'error') if rank else 0; time.sleep(600)", "rank 1 ended with OSError: lost"),
     (KILLED + "\nraise RuntimeError('closed')", "rank 1 was ended by signal 9 (SIGKILL) by someone, or by Linux"),

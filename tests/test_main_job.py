@@ -4,40 +4,33 @@ import hashlib
 import os
 import re
 import socket
-import subprocess
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
-import torch
 
-from helpers import ROOT, lines, metrics_of, said, torchrun, without_times
+from forked import run_script
+from helpers import ROOT, lines, metrics_of, run_command, without_times
 
 PAGE = (ROOT / "docs" / "algorithm.md").read_text()
 OF_TESTS = ("OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA")  # a user's environment does not have them
 RECIPES = re.findall(r"^\| (.+?) (?:\(.*\) )?\| `(--[^`]+)` \|$", PAGE, flags=re.MULTILINE)
 
 
-def start_script(run_dir: Path, policy: Path, *flags: str, **settings: object) -> subprocess.Popen[str]:
-    """`bash scripts/tiny_cpu.sh FLAGS`, with every path in a folder of the test's own."""
+def run_job(run_it: Callable, run_dir: Path, policy: Path, *flags: str, **settings: object) -> CompletedProcess[str]:
+    """`bash scripts/tiny_cpu.sh FLAGS`, for real or forked, with every path in a folder of the test's own."""
     environment = {key: value for key, value in os.environ.items() if key not in OF_TESTS}
     environment |= {"OUT_DIR": str(run_dir), "POLICY": str(policy)} | {k: str(v) for k, v in settings.items()}
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(["bash", "scripts/tiny_cpu.sh", *flags], cwd=ROOT, env=environment, **options)
-
-
-def run_script(run_dir: Path, policy: Path, *flags: str, **settings: object) -> str:
-    """What it prints."""
-    script = start_script(run_dir, policy, *flags, **settings)
-    stdout, stderr = script.communicate()
-    assert script.returncode == 0, stdout[-3000:] + stderr[-3000:]
-    return stdout
+    return run_it(["bash", "scripts/tiny_cpu.sh", *flags], environment)
 
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     folder = tmp_path_factory.mktemp("main_job")
-    run_script(folder / "run", folder / "policy", OMP_NUM_THREADS=1)  # as two cores have: sums depend on it
+    done = run_job(run_command, folder / "run", folder / "policy", OMP_NUM_THREADS=1)  # as two cores have: sums depend
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return folder
 
 
@@ -88,20 +81,9 @@ def test_the_page_has_the_recipes():
     ]  # fmt: skip
 
 
-def flags_of_script(run_dir: Path, policy: Path) -> list[str]:
-    """What the script gives to the program, before the user's own flags."""
-    parts = "/^[A-Z_]*=\\$/p; /^ARGS=(/,/^)/p"  # its settings and its array
-    command = f"""eval "$(sed -n '{parts}' scripts/tiny_cpu.sh)"; printf '%s\\n' "${{ARGS[@]}}" """
-    settings = {"OUT_DIR": str(run_dir), "POLICY": str(policy), "NUM_GPUS": str(torch.cuda.device_count())}
-    return said(["bash", "-c", command], os.environ | settings).split()
-
-
 @pytest.fixture(scope="module")
 def recipe_runs(job, tmp_path_factory):
-    """Name -> (what the run printed, its folder): each recipe of the page on one rank, two of them at a time.
-
-    The first goes through the script itself, the others have its flags and start faster.
-    """
+    """Name -> (what the run printed, its folder): each recipe of the page on one rank, two of them at a time."""
     folder = tmp_path_factory.mktemp("recipes")
 
     def run(recipe: tuple[str, str]) -> tuple[str, tuple[str, Path]]:
@@ -111,11 +93,10 @@ def recipe_runs(job, tmp_path_factory):
         if "--overlong_cache_tokens" in flags:  # 4,096 tokens are more than this job's completions have
             limits += ["--reward", "exact,length", "--overlong_cache_tokens", "16"]
         run_dir = folder / name.replace(" ", "_")
-        given = [*flags.split(), *limits]
-        if name == RECIPES[0][0]:
-            return name, (run_script(run_dir, job / "policy", *given, NGPU=1, OMP_NUM_THREADS=1), run_dir)
-        of_script = flags_of_script(run_dir, job / "policy")
-        return name, (torchrun(1, "train_grpo.py", *of_script, *given).stdout, run_dir)
+        settings = {"NGPU": 1, "OMP_NUM_THREADS": 1}
+        done = run_job(run_script, run_dir, job / "policy", *flags.split(), *limits, **settings)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return name, (done.stdout, run_dir)
 
     with ThreadPoolExecutor(max_workers=2) as pool:
         return dict(pool.map(run, RECIPES))
@@ -143,18 +124,21 @@ def test_two_nodes_train_together(job, tmp_path):
         port = probe.getsockname()[1]
     where = {"NNODES": 2, "NGPU": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     flags = ("--total_steps", "2", "--eval_samples", "1")
-    nodes = [start_script(tmp_path / "run", job / "policy", *flags, **where, NODE_RANK=rank) for rank in (1, 0)]
-    outputs = [node.communicate(timeout=300) for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], outputs
-    assert "2 ranks on cpu, 2 engines of 1" in outputs[1][0]
-    assert "step" not in outputs[0][0], "only the first node's first rank speaks"
+    with ThreadPoolExecutor(2) as pool:
+        started = [
+            pool.submit(run_job, run_script, tmp_path / "run", job / "policy", *flags, **where, NODE_RANK=rank)
+            for rank in (1, 0)
+        ]
+    outputs = [node.result() for node in started]
+    assert [node.returncode for node in outputs] == [0, 0], outputs
+    assert "2 ranks on cpu, 2 engines of 1" in outputs[1].stdout
+    assert "step" not in outputs[0].stdout, "only the first node's first rank speaks"
     metrics = metrics_of(tmp_path / "run")
     assert list(metrics) == [0, 1, 2]
     assert max(metrics[step]["policy/rollout_gap_mean"] for step in (1, 2)) < 0.005
 
 
 def test_a_node_that_is_not_told_its_place_says_what_is_missing(job, tmp_path):
-    script = start_script(tmp_path / "run", job / "policy", NNODES=2)
-    _, stderr = script.communicate(timeout=60)
-    assert script.returncode != 0
-    assert "NNODES=2 needs NODE_RANK" in stderr
+    done = run_job(run_script, tmp_path / "run", job / "policy", NNODES=2)
+    assert done.returncode != 0
+    assert "NNODES=2 needs NODE_RANK" in done.stderr

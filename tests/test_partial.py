@@ -244,7 +244,7 @@ def test_older_tokens_are_corrected_for_and_their_gap_is_no_fault():
 @pytest.mark.parametrize("size", [1, 2], ids=["two engines", "one engine over two ranks"])
 def test_an_epoch_with_vllm(policy, size):
     """tests/partial_run.py says what."""
-    torchrun(2, "tests/partial_run.py", policy, size, is_forked=size == 1)
+    torchrun(2, "tests/partial_run.py", policy, size)
 
 
 def test_a_run_with_partial_rollouts_trains_evaluates_and_keeps_what_is_in_the_air(policy, tmp_path):

@@ -8,7 +8,7 @@ import threading
 import time
 import urllib.request
 from collections import Counter
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
@@ -25,16 +25,18 @@ import serve
 from batch import pack
 from fake_server import DESCRIPTION, TOKENIZER, WEIGHTS, FakeServer, engine_of, sampler_over, synced
 from flags import EngineSettings, Sampling, Servers
+from forked import begin, launched
 from generation.start import SERVER, start_server
 from generation.weights import GlooEngine, StatelessProcessGroup
 from generation.wire import Server
 from guards.start import RunError, reason_file
-from helpers import ALONE, flags, make_model, make_row, metrics_of, start, torchrun, training_flags, wait_for
+from helpers import ALONE, flags, make_model, make_row, metrics_of, torchrun, training_flags, wait_for
 from inputs.checks import check_flags
 from inputs.load import check_places
 from model.engine_options import engine_options
 from policies import load_policy
 from rollout_server import build_servers
+from soak import is_running
 
 ROWS = [make_row([number, number + 1], where=f"row {number}") for number in range(8)]
 
@@ -258,13 +260,12 @@ def test_no_process_of_a_server_outlives_it_also_while_it_starts(folder, tmp_pat
     """SIGKILL, so many seconds after it has begun to start others, which are still importing torch."""
     for seconds, process in [(x, start_real(folder, tmp_path / f"{x}.log").process) for x in (0.0, 4.0)]:
         first = psutil.Process(process.pid)
-        wait_for(lambda first=first: len(first.children()) > 1)  # the first one tracks shared memory
+        wait_for(lambda first=first: len(first.children()) > 1, 300)  # the first one tracks shared memory
         time.sleep(seconds)
         started = first.children(recursive=True)
         process.kill()
         process.wait()
-        _, left = psutil.wait_procs(started, timeout=5)
-        assert not [each for each in left if each.status() != psutil.STATUS_ZOMBIE]
+        wait_for(lambda started=started: not any(is_running(each.pid) for each in started), 5)
 
 
 def logprobs_under(policy, rollout):
@@ -320,21 +321,20 @@ def test_a_run_whose_only_server_is_killed_ends_and_the_same_command_completes_i
     out_dir, graded = tmp_path / "run", folder / "reward.py.graded"
     changes = {"reward": f"{folder}/reward.py:score", "total_steps": 8, "save_every": 1, "steps_ahead": 1}
     run = training_flags(folder, out_dir, **RUN, **changes, in_flight=True)
-    with ThreadPoolExecutor(1) as pool:
-        ending = pool.submit(start, 2, "train_grpo.py", *run)
-        wait_for(lambda: (out_dir / "metrics.jsonl").exists() or ending.done(), 300)
-        (launcher,) = [each for each in psutil.Process().children() if str(out_dir) in each.cmdline()]
-        of_run = launcher.children(recursive=True)
-        (server,) = [each for each in of_run if SERVER in each.cmdline()]
-        port = server.cmdline()[server.cmdline().index("--port") + 1]
-        with pytest.raises(urllib.error.HTTPError, match="401"):  # nobody else may change the weights
-            urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{port}/pause", method="POST"))
-        server.kill()
-    last = [line for line in ending.result().stderr.splitlines() if line.startswith("error: ")][-1]
+    said_in = tmp_path / "said"
+    launcher = begin(launched(2, "train_grpo.py", *run), said_in, said_in, has_own_workers=True)
+    wait_for(lambda: (out_dir / "metrics.jsonl").exists() or launcher.poll() is not None, 300)
+    of_run = psutil.Process(launcher.pid).children(recursive=True)
+    (server,) = [each for each in of_run if SERVER in each.cmdline()]
+    port = server.cmdline()[server.cmdline().index("--port") + 1]
+    with pytest.raises(urllib.error.HTTPError, match="401"):  # nobody else may change the weights
+        urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{port}/pause", method="POST"))
+    server.kill()
+    assert launcher.wait(300) == 1
+    last = [line for line in said_in.read_text().splitlines() if line.startswith("error: ")][-1]
     assert all(part in last for part in ("server 0 was lost", "ended by SIGKILL", "goes on", "0.log"))
-    orphans = [each for each in of_run if each.is_running() and each.status() != "zombie"]
-    assert ending.result().returncode == 1 and not orphans
-    torchrun(2, "train_grpo.py", *run, is_forked=False)
+    wait_for(lambda: not any(is_running(each.pid) for each in of_run), 10)  # what ranks start ends after them
+    torchrun(2, "train_grpo.py", *run)
     lines = list(metrics_of(out_dir).values())
     assert [lines[0]["rollout/lag_max"], max(line["rollout/lag_max"] for line in lines), len(lines)] == [0, 1, 8]
     assert max(line["policy/rollout_gap_lag_0"] or 0 for line in lines) < 1e-6

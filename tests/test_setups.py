@@ -4,15 +4,15 @@ import json
 import os
 import re
 import sys
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 from unittest.mock import patch
 
 import pytest
 
 import aime2025
-import smoke_inputs
-from helpers import ROOT, lines, metrics_of, run_command, said, torchrun
+from forked import run_script
+from helpers import ROOT, lines, metrics_of, run_command
 
 OF_TESTS = ("OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA")  # a user's environment does not have them
 
@@ -101,31 +101,18 @@ PLANNED = {  # the dry run's numbers, with the data's real number of rows
 }  # fmt: skip
 
 
-def environment(*without: str, **settings: object) -> dict[str, str]:
-    """The user's environment, who has set no NGPU."""
-    kept = {key: value for key, value in os.environ.items() if key not in ("NGPU", *without)}
-    return kept | {key: str(value) for key, value in settings.items()}
-
-
-def launched(name: str, *flags: str, **settings: object) -> tuple[int, int, list[str]]:
-    """(nodes, ranks of a node, the program's flags) that the script gives to `launch`, without its start."""
-    printing = 'source() { :; }; launch() { printf "%s\\0" "${NNODES:-1}" "$NGPU" "$@"; }; . "$0" "$@"'
-    out = said(["bash", "-c", printing, f"scripts/{name}.sh", *flags], environment(**settings))
-    num_nodes, num_ranks, script, *arguments = out.split("\0")[:-1]
-    assert script == "train_grpo.py"
-    return int(num_nodes), int(num_ranks), arguments
-
-
-def smoke(name: str, folder: Path, *flags: str) -> str:
-    """`bash scripts/smoke.sh scripts/NAME.sh FLAGS`: what it prints."""
-    command = ["bash", "scripts/smoke.sh", f"scripts/{name}.sh", *flags]
-    return said(command, environment(*OF_TESTS, SMOKE_DIR=folder))
-
-
 def run_main(script: ModuleType, *arguments: object) -> None:
     """A small script in this process."""
     with patch.object(sys, "argv", [script.__name__, *map(str, arguments)]):
         script.main()
+
+
+def run(run_it: Callable, *command: str, **settings: object) -> str:
+    """What `bash COMMAND` prints in the environment of a user, who has set no NGPU; `run_it`: for real, or forked."""
+    kept = {key: value for key, value in os.environ.items() if key not in (*OF_TESTS, "NGPU")}
+    done = run_it(["bash", *command], kept | {key: str(value) for key, value in settings.items()})
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
 
 
 def dtype_of(name: str) -> list[str]:
@@ -133,57 +120,32 @@ def dtype_of(name: str) -> list[str]:
     return [] if DOCUMENTED[name].get("param_dtype") == "bfloat16" else ["--dtype", "float32"]
 
 
-def forked_smoke(name: str, folder: Path, *flags: str) -> str:
-    """The same without the seconds of the launcher and of its imports."""
-    folder /= name
-    run_main(smoke_inputs, "--setup", name, "--out_dir", folder)
-    data, num_ranks = folder / "data", 1 if name.endswith("_1gpu") else 2
-    settings = {"NNODES": 1, "NGPU": num_ranks, "TP": 1, "MODEL": folder / "model", "DATA": data}
-    settings |= {"EVAL_DATA": f"{data}@test", "OUT_DIR": folder / "run_1"}
-    shown = ""
-    for step in ("1", "2"):
-        short = ["--max_prompt_tokens", "100", "--max_completion_tokens", "8", "--stop_after", step]
-        *_, arguments = launched(name, *short, *dtype_of(name), *flags, **settings)
-        shown += torchrun(num_ranks, "train_grpo.py", *arguments).stdout
-    return shown
-
-
-def forked_dry_run(name: str, *flags: str, **settings: str) -> str:
-    """The same without the seconds of its imports."""
-    num_nodes, num_ranks, arguments = launched(name, "--dry_run", "--json", *flags, **settings)
-    gpus = ["--plan_gpus", num_nodes * num_ranks, "--plan_nodes", num_nodes]
-    return torchrun(1, "train_grpo.py", *gpus, *arguments).stdout
-
-
 @pytest.mark.parametrize("name", DOCUMENTED)
 def test_a_documented_set_up_trains_evaluates_saves_and_resumes_with_its_values(name, tmp_path):
     changes = SMALLER if DOCUMENTED[name]["prompts_per_step"] > 128 else {}
     flags = [part for flag, number in changes.items() for part in (f"--{flag}", str(number))]
-    # One goes through smoke.sh and the real launcher. It is the one whose engine needs that: see `helpers.torchrun`.
-    shown = (smoke if name == "qwen25vl72b_lora_8xa100" else forked_smoke)(name, tmp_path, *flags)
+    run_it = run_command if name == "qwen2.5_3b_gsm8k_lora_1gpu" else run_script  # one of them for real
+    shown = run(run_it, "scripts/smoke.sh", f"scripts/{name}.sh", *flags, SMOKE_DIR=tmp_path)
     assert SENTENCE.format(*SAID[name]) in shown and "continues from" in shown
-    (run,) = (tmp_path / name).glob("run_*")
-    config = json.loads((run / "config.json").read_text())
+    (run_dir,) = (tmp_path / name).glob("run_*")
+    config = json.loads((run_dir / "config.json").read_text())
     expected = DOCUMENTED[name] | changes | ({"dtype": "float32"} if dtype_of(name) else {})
     assert {flag: config[flag] for flag in expected} == expected
-    metrics = metrics_of(run)
+    metrics = metrics_of(run_dir)
     assert [step for step in metrics if step] == [1, 2]
     for step in (1, 2):
         assert metrics[step]["optim/skipped_updates"] == 0
         assert metrics[step]["policy/rollout_gap_mean"] < 0.005
         assert 0 < metrics[step]["optim/lr"] <= DOCUMENTED[name]["learning_rate"]
         assert any(key.startswith("eval/") for key in metrics[step]), "evaluated after each of the two starts"
-    assert (run / "step_1").exists() and (run / "final").resolve().name == "step_2"
-    assert (run / "final" / "model.safetensors").exists()
+    assert (run_dir / "step_1").exists() and (run_dir / "final").resolve().name == "step_2"
+    assert (run_dir / "final" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)
 def test_the_dry_run_of_a_set_up_fits_with_5_percent_to_spare(name):
-    if name == "qwen7b_simplerl_2x8xh100":  # two nodes: one goes through the real `launch`
-        shown = said(["bash", f"scripts/{name}.sh", "--dry_run", "--json"], environment(HF_HUB_OFFLINE=1))
-    else:
-        shown = forked_dry_run(name)
-    found = json.loads(shown)
+    run_it = run_command if name == "qwen7b_simplerl_2x8xh100" else run_script  # one of them for real
+    found = json.loads(run(run_it, f"scripts/{name}.sh", "--dry_run", "--json", HF_HUB_OFFLINE=1))
     assert found["fits"] and found["gpu_peak_gib"] <= 0.95 * found["gpu_capacity_gib"]
     assert {key: found[key] for key in PLANNED[name]} == PLANNED[name]
 
@@ -195,8 +157,8 @@ def test_the_models_of_the_one_gpu_set_up_fit_where_its_script_says():
     small, middle = "RTX4090-24GB", "L40S-48GB"
     as_it_is = [("0.5B", small), ("1.5B", small), ("3B", small), ("3B", "H100-80GB"), ("7B", middle)]
     for size, gpu, flags in [*((*pair, "") for pair in as_it_is), ("7B", small, more)]:
-        given = ["--plan_gpu", gpu, *flags.split()]
-        assert json.loads(forked_dry_run(name, *given, MODEL=f"Qwen/Qwen2.5-{size}-Instruct"))["fits"], (size, gpu)
+        given = [f"scripts/{name}.sh", "--dry_run", "--json", "--plan_gpu", gpu, *flags.split()]
+        assert json.loads(run(run_script, *given, MODEL=f"Qwen/Qwen2.5-{size}-Instruct"))["fits"], (size, gpu)
 
 
 def test_aime_2025_is_written_with_the_prompt_and_the_columns_of_the_dapo_data(tmp_path):
@@ -222,6 +184,6 @@ def test_every_value_of_a_script_has_its_source_or_is_called_our_choice(name):
 
 
 def test_a_flag_after_the_scripts_name_wins_also_in_a_dry_run():
-    done = run_command(["bash", "scripts/qwq32b_8xh100.sh", "--dry_run", "--plan_gpus", "7"], dict(os.environ))
+    done = run_script(["bash", "scripts/qwq32b_8xh100.sh", "--dry_run", "--plan_gpus", "7"], dict(os.environ))
     assert done.returncode == 1
     assert "--tensor_parallel_size 8 does not divide the world size 7; use one of 1, 7." in done.stderr

@@ -13,18 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from forked import run_ranks
-from helpers import (
-    ENVIRONMENT,
-    ROOT,
-    lines,
-    logprobs_in_vllm,
-    metrics_of,
-    torchrun,
-    training_flags,
-    without_times,
-    write_lines,
-)
+from forked import ENVIRONMENT, PICTURES, ROOT, run_ranks
+from helpers import lines, logprobs_in_vllm, metrics_of, torchrun, training_flags, without_times, write_lines
 
 METRICS_OF_A_STEP = {
     "reward": "mean std frac_groups_all_right frac_groups_all_wrong frac_groups_with_signal",
@@ -43,7 +33,7 @@ NO_EVAL = {"eval_every": 0, "eval_before_training": None}
 def finished_run(policy, reward, tmp_path_factory) -> Path:
     """A run of four steps that nobody disturbed."""
     out_dir = tmp_path_factory.mktemp("runs") / "undisturbed"
-    torchrun(2, "train_grpo.py", *training_flags(policy, out_dir, reward=reward))
+    torchrun(2, "train_grpo.py", *training_flags(policy, out_dir, reward=reward), **{PICTURES: "1"})
     return out_dir
 
 
@@ -204,7 +194,7 @@ def left_by_a_killed_run():
 def test_one_engine_over_both_ranks_trains_and_old_checkpoints_are_removed(policy, tmp_path, left_by_a_killed_run):
     changes = {"tensor_parallel_size": 2, "save_every": 1, "keep_checkpoints": 2, "total_steps": 3}
     flags = training_flags(policy, tmp_path / "run", **changes, prompts_per_update=8)
-    done = torchrun(2, "train_grpo.py", *flags, is_forked=False)
+    done = torchrun(2, "train_grpo.py", *flags)
     assert "1 engines of 2" in done.stdout
     metrics = metrics_of(tmp_path / "run")
     assert max(metrics[step]["policy/rollout_gap_mean"] for step in (1, 2, 3)) < 0.005
@@ -232,7 +222,7 @@ def test_a_complete_run_says_so_and_may_be_prolonged_on_another_number_of_ranks(
 def test_a_run_that_diverges_skips_updates_and_stops_with_the_step_number(policy, tmp_path):
     # The first update makes every weight larger than bf16 can hold: what is computed from them is nan.
     flags = training_flags(policy, tmp_path / "run", learning_rate=3.4e38, max_skipped_updates=2, **NO_EVAL)
-    done = run_ranks(2, str(ROOT / "train_grpo.py"), flags, timeout=300)
+    done = run_ranks(2, "train_grpo.py", flags, timeout=300)
     assert done.returncode != 0
     assert "error: step 2, update 2 is left out: the loss is nan. These are 3 in a row" in done.stderr
     assert f"{tmp_path}/run/rollouts/step_2.parquet holds the step's tokens" in done.stderr

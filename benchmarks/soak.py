@@ -130,7 +130,7 @@ def run_until_killed(out_dir: Path, flags: list[str], rng: random.Random, moment
         if time.monotonic() > end + ORPHAN_SECONDS:
             raise RuntimeError(f"{kill}: a rank has outlived its launcher by {ORPHAN_SECONDS:g} s")
         time.sleep(0.05)
-    if (number, target) == (signal.SIGTERM, "launcher") and kill.status not in (0, 143, -signal.SIGTERM):
+    if (number, target) == (signal.SIGTERM, "launcher") and kill.status not in (0, 75, 143, -signal.SIGTERM):
         raise RuntimeError(f"{kill}: {output.read_text()[-3000:]}")
     return kill
 

@@ -96,7 +96,8 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
     needs_first = args.num_iterations > 1 or (has_kl and args.kl_in == "reward") or lora.lora_dropout > 0
     run = take(
         RunShape, args, num_rows=num_rows, has_kl=has_kl,
-        mean_prompt_tokens=mean_tokens(args, "prompt"), mean_completion_tokens=mean_tokens(args, "completion"),
+        mean_prompt_tokens=mean_tokens("prompt", args.plan_prompt_tokens, args.max_prompt_tokens),
+        mean_completion_tokens=mean_tokens("completion", args.plan_completion_tokens, args.max_completion_tokens),
         needs_first_logprobs=needs_first, trains_entropy=args.entropy_coef != 0,
         num_checkpoints=most_checkpoints(take(Saving, args), min(plan.total_steps, args.stop_after or math.inf)),
     )  # fmt: skip
@@ -113,9 +114,8 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
     return Setup(model, take(Memory, args), lora, engine, plan, run, hardware)
 
 
-def mean_tokens(args: argparse.Namespace, kind: str) -> float:
+def mean_tokens(kind: str, mean: float | None, limit: int) -> float:
     """The mean length that the flags assume, by default half of the limit. Raises ValueError for one above it."""
-    mean, limit = getattr(args, f"plan_{kind}_tokens"), getattr(args, f"max_{kind}_tokens")
     if mean is not None and mean > limit:
         raise ValueError(f"--plan_{kind}_tokens {mean:g} is the mean; use at most --max_{kind}_tokens {limit}.")
     return limit / 2 if mean is None else mean

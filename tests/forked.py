@@ -109,7 +109,7 @@ def run_fork(command: list[str], environment: dict[str, str], outputs: list[str]
     os.setsid()
     os.chdir(ROOT)
     for number, file in enumerate(outputs, start=1):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT), number)
+        os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644), number)
     of_imports = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
     os.environ.clear()
     os.environ.update(of_imports | environment)

@@ -42,24 +42,13 @@ INSTEAD = {
     "BASH_FUNC_exec%%": '() { "$@"; exit; }',
 }  # fmt: skip
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    [
-        "train_grpo",
-        "evaluate",
-        "rollout",
-        "report",
-        "matplotlib.figure",
-        "vllm.v1.worker.cpu_worker",
-        "vllm.v1.core.sched.scheduler",
-        "vllm.v1.attention.backends.cpu_attn",
-        "vllm.model_executor.models.qwen2",
-        "vllm.distributed.elastic_ep.elastic_execute",
-        "vllm.model_executor.layers.quantization.online.base",
-        "vllm.utils.cpu_triton_utils",
-        "transformers.models.qwen2.modeling_qwen2",
-        "torch.distributed.checkpoint._fsspec_filesystem",
-    ]  # fmt: skip
-)  # nothing that is imported starts threads or draws random numbers
+CONTEXT.set_forkserver_preload([  # nothing that is imported starts threads or draws random numbers
+    "train_grpo", "evaluate", "rollout", "report", "matplotlib.figure", "vllm.v1.worker.cpu_worker",
+    "vllm.v1.core.sched.scheduler", "vllm.v1.attention.backends.cpu_attn", "vllm.model_executor.models.qwen2",
+    "vllm.utils.cpu_triton_utils", "vllm.distributed.elastic_ep.elastic_execute",
+    "vllm.model_executor.layers.quantization.online.base", "transformers.models.qwen2.modeling_qwen2",
+    "torch.distributed.checkpoint._fsspec_filesystem",
+])  # fmt: skip
 
 
 def run_program(command: list[str]) -> None:

@@ -347,6 +347,6 @@ def test_a_run_whose_only_server_is_killed_ends_and_the_same_command_completes_i
 
 def test_two_trainers_and_a_server_that_runs_train_on_policy(folder, server, tmp_path):
     changes = {"reward": f"{folder}/reward.py:score", "server_urls": server.url, "total_steps": 3}
-    torchrun(2, "train_grpo.py", *training_flags(folder, tmp_path / "run", **RUN, **changes))
+    torchrun(2, "train_grpo.py", *training_flags(folder, tmp_path / "run", **RUN, **changes), timeout=900)
     lines = metrics_of(tmp_path / "run").values()
     assert len(lines) == 3 and all(x["rollout/lag_max"] == 0 and x["policy/rollout_gap_mean"] < 0.1 for x in lines)

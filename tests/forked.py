@@ -42,24 +42,13 @@ INSTEAD = {
     "BASH_FUNC_exec%%": '() { "$@"; exit; }',
 }  # fmt: skip
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    [
-        "train_grpo",
-        "evaluate",
-        "rollout",
-        "report",
-        "matplotlib.figure",
-        "vllm.v1.worker.cpu_worker",
-        "vllm.v1.core.sched.scheduler",
-        "vllm.v1.attention.backends.cpu_attn",
-        "vllm.model_executor.models.qwen2",
-        "vllm.distributed.elastic_ep.elastic_execute",
-        "vllm.model_executor.layers.quantization.online.base",
-        "vllm.utils.cpu_triton_utils",
-        "transformers.models.qwen2.modeling_qwen2",
-        "torch.distributed.checkpoint._fsspec_filesystem",
-    ]  # fmt: skip
-)  # nothing that is imported starts threads or draws random numbers
+CONTEXT.set_forkserver_preload([  # nothing that is imported starts threads or draws random numbers
+    "train_grpo", "evaluate", "rollout", "report", "matplotlib.figure", "vllm.v1.worker.cpu_worker",
+    "vllm.v1.core.sched.scheduler", "vllm.v1.attention.backends.cpu_attn", "vllm.model_executor.models.qwen2",
+    "vllm.utils.cpu_triton_utils", "vllm.distributed.elastic_ep.elastic_execute",
+    "vllm.model_executor.layers.quantization.online.base", "transformers.models.qwen2.modeling_qwen2",
+    "torch.distributed.checkpoint._fsspec_filesystem",
+])  # fmt: skip
 
 
 def run_program(command: list[str]) -> None:
@@ -109,7 +98,7 @@ def run_fork(command: list[str], environment: dict[str, str], outputs: list[str]
     os.setsid()
     os.chdir(ROOT)
     for number, file in enumerate(outputs, start=1):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT), number)
+        os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644), number)
     of_imports = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
     os.environ.clear()
     os.environ.update(of_imports | environment)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from forked import run_ranks
-from helpers import training_flags
+from helpers import torchrun, training_flags
 from inputs.checks import check_flags
 from inputs.choices import algorithm_of
 from inputs.command_line import parse_flags
@@ -64,6 +64,7 @@ def test_a_mistake_is_told_once_and_last_without_a_traceback(policy, tmp_path):
     shutil.copy(policy / "train.jsonl", broken)
     with broken.open("a") as file:
         file.write(json.dumps({"problem": "1+1"})[:-4])
+    torchrun(1, "scripts/show_data.py", "--help")  # the first fork waits for the imports
     started = time.monotonic()
     done = run_ranks(2, "train_grpo.py", training_flags(policy, tmp_path / "run", train_data=broken), timeout=300)
     assert done.returncode != 0

@@ -28,12 +28,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_iter
 from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 from batch import State
 from flags import Saving
-from fsdp_utils import World, gather_from_ranks, local_shard, wait_for_all
+from fsdp_utils import World, gather_from_ranks, wait_for_all
 from guards.files import (
     Checksums,
     DiskError,
@@ -46,7 +45,7 @@ from guards.files import (
     verify,
     write_list,
 )
-from guards.progress import moving, progress
+from guards.progress import progress
 from guards.shards import ShardPlanner, ShardReader, verify_metadata
 from guards.stall import beat
 from guards.start import RunError
@@ -179,11 +178,10 @@ class Writer:
         self._remove_unfinished()  # what a kill left
         self._together(lambda: unfinished.mkdir() if self.world.is_main else None)
         self._together(lambda: policy.save_adapter(unfinished / "adapter", self.world))
-        with moving("write the checkpoint", 2 * (size_of(shards) + size_of(weights))):  # and read for the checksums
-            self._together(lambda: dcp.save(shards, checkpoint_id=unfinished / "trainer"))
-            own = (unfinished / "trainer").glob(f"__{self.world.trainer_rank}_*")  # as `dcp` names them
-            sums = self._together(lambda: checksums(unfinished, own))
-            self._together(lambda: self._complete(unfinished, policy, weights, state, sums))
+        self._together(lambda: dcp.save(shards, checkpoint_id=unfinished / "trainer"))
+        own = (unfinished / "trainer").glob(f"__{self.world.trainer_rank}_*")  # as `dcp` names them
+        sums = self._together(lambda: checksums(unfinished, own))
+        self._together(lambda: self._complete(unfinished, policy, weights, state, sums))
 
     def _together(self, work: Callable[[], Result]) -> list[Result]:
         """What `work` returns on each rank. Raises DiskError on all ranks if the disk of one refuses something.
@@ -252,11 +250,6 @@ def gather_weights(policy: Policy, world: World) -> Weights:
     return weights
 
 
-def size_of(tensors: dict[str, object]) -> int:
-    """Bytes of this rank's shards, in a dict of any depth."""
-    return sum(local_shard(each).nbytes for each in tree_iter(tensors) if isinstance(each, Tensor))
-
-
 def files_of(companions: Companions) -> dict[str, bytes]:
     """Name -> content of the files of these companions.
 
@@ -294,8 +287,7 @@ def load(folder: Path, policy: Policy, optimizer: Optimizer) -> State:
     parameters, optimizer_state = get_state_dict(policy, optimizer)
     shards = {"model": without_frozen(policy, parameters), "optimizer": optimizer_state}
     try:
-        with moving("load the checkpoint", size_of(shards)):
-            dcp.load(shards, storage_reader=ShardReader(folder / "trainer"), planner=ShardPlanner())
+        dcp.load(shards, storage_reader=ShardReader(folder / "trainer"), planner=ShardPlanner())
     except CheckpointException as error:
         first = next(iter(error.failures.values()))[0]
         raise DiskError(f"{folder} cannot be loaded: {cause(first)}") from error

@@ -19,7 +19,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-from guards.progress import moving
 from guards.start import RunError
 
 LOCK_SECONDS = 60.0  # that a start waits for the end of another run
@@ -185,8 +184,7 @@ def verify(folder: Path, file: Path, part: int, num_parts: int) -> list[str]:
     except (OSError, ValueError, TypeError, LookupError, AssertionError) as error:
         return [f"{file.relative_to(folder)} cannot be read: {cause(error)}"][part:]
     own = {name: tuple(sums[name]) for name in largest_first[part::num_parts]}
-    with moving("verify the checkpoint", sum(size for size, _ in own.values())):
-        return [text for name, expected in own.items() if (text := complaint(folder, name, expected))]
+    return [text for name, expected in own.items() if (text := complaint(folder, name, expected))]
 
 
 def complaint(folder: Path, name: str, expected: tuple[int, str]) -> str | None:

@@ -112,6 +112,7 @@ def test_the_last_line_is_the_reason_of_the_first_rank_that_failed_and_all_are_e
     (2, BRIEFLY, 600, [SIGTERM], 1, [f"error: {LATE}"]),
     (2, "listen()", 0, ["rank 1"], 75, EARLY),
     (2, "", 0, [SIGTERM], 143, []),
+    (2, "", 0, ["rank 1"], 143, []),  # to a rank that does not listen yet
     (0, ARMED, 0, [SIGTERM], 0, ["saved"]),  # without a launcher a rank does it itself
     (0, ARMED, 600, [SIGTERM, "wait", SIGTERM], 143, SECOND),
     (0, BRIEFLY, 600, [SIGTERM], 1, [LATE]),

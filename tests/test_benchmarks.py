@@ -1,13 +1,14 @@
 """Each benchmark runs at its smallest size and ends with one JSON line that has its goal. Times are not looked at."""
 
 import json
+import sys
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from bench_common import save_random_model
-from helpers import torchrun
+from helpers import ENVIRONMENT, said, torchrun
 
 TINY = "--hidden 64 --layers 1 --rounds 1"
 STEP = "--prompts 2 --group_size 2 --max_tokens 4"
@@ -30,8 +31,9 @@ def test_a_ratio_is_measured_beside_its_goal(script, arguments, num_ranks, goal)
 
 
 def test_bench_step():
-    """On two ranks, without TRL."""
-    found = run("bench_step.py", f"{TINY} {STEP} --steps 3")
+    """On two ranks, without TRL. It starts runs of its own, so it is no rank of a launcher."""
+    command = [sys.executable, "benchmarks/bench_step.py", *f"{TINY} {STEP} --steps 3".split()]
+    found = json.loads(said(command, ENVIRONMENT).strip().splitlines()[-1])
     assert found["goal"]["trl_best"] == 2.0 and found["rounds"] == 1
     assert found["seconds"] > 0
 

@@ -195,7 +195,7 @@ def same_formula(key: str | Fraction, answer: str | Fraction) -> bool:
             return True
     if isinstance(gold, Eq) and isinstance(pred, Eq):  # they agree if one is a multiple of the other
         gold, pred = (sympy.fraction(sympy.together(each.lhs - each.rhs))[0] for each in (gold, pred))
-        here, there = _value(gold / pred, point), _value(gold / pred, {each: x + 1 for each, x in point.items()})
+        here, there = _value(gold / pred, point), _value(gold / pred, {each: x * x + 1 for each, x in point.items()})
         return None not in (here, there) and here != 0 and bool(abs(here - there) < 1e-40 * abs(here))
     return verify(gold, pred, float_rounding=10, timeout_seconds=None)
 

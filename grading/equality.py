@@ -19,7 +19,7 @@ import sympy
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
 from latex2sympy2_extended.math_normalization import NormalizationConfig, normalize_latex
 from math_verify import verify
-from sympy import Basic, Derivative, Expr, Float, I, Integral, Limit, Pow, Product, Sum, Symbol, factorial, log
+from sympy import Basic, Derivative, Eq, Expr, Float, I, Integral, Limit, Pow, Product, Sum, Symbol, factorial, log
 
 from grading.answer import read_answer
 from grading.values import MAX_FORMULA, Value, clean, fold, parse_value
@@ -193,6 +193,10 @@ def same_formula(key: str | Fraction, answer: str | Fraction) -> bool:
             return difference == 0  # exact: 60 digits do not tell 2^1009 - 1 from 2^1009
         if not symbols and size > 1e-40:
             return True
+    if isinstance(gold, Eq) and isinstance(pred, Eq):  # they agree if one is a multiple of the other
+        gold, pred = (sympy.fraction(sympy.together(each.lhs - each.rhs))[0] for each in (gold, pred))
+        here, there = _value(gold / pred, point), _value(gold / pred, {each: x * x + 1 for each, x in point.items()})
+        return None not in (here, there) and here != 0 and bool(abs(here - there) < 1e-40 * abs(here))
     return verify(gold, pred, float_rounding=10, timeout_seconds=None)
 
 

@@ -402,4 +402,6 @@ def _quantity(text: str) -> Value | None:
         name = unit(quantity["unit"], is_apart or "\\text" in quantity["unit"])
         if name is not None and inner[0] in ("number", "formula") and inner[2] == "":
             return (*inner[:2], name)
+        if name is None and "\\text" in quantity["unit"]:
+            return ("words", fold(words))  # it says something about the value that is no unit
     return None

@@ -61,7 +61,7 @@ class OwnedServer(FakeServer):
 def run_of(claim, *servers, needed=None, policy=None):
     """The engine of a run on servers that are up. `said` is what it told the console."""
     said, found = [], [each if isinstance(each, Server) else Server(each.url, each.url) for each in servers]
-    fleet = Fleet(found, [], "", said.append, lambda *_: None, 300.0, 64, claim, needed or {})
+    fleet = Fleet(found, [], "", said.append, lambda *_: None, 600.0, 64, claim, needed or {})
     weights = DESCRIPTION if policy is None else policy.describe_weights()
     engine = ServerEngine(fleet, TOKENIZER, weights, torch.device("cpu"), 0)
     engine.said, engine.policy = said, policy

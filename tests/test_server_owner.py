@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 
 import psutil
@@ -261,4 +261,5 @@ def test_a_real_server_has_one_run_tells_what_it_is_and_ends_on_sigterm_amid_a_t
             _, left = psutil.wait_procs(processes, timeout=10.0)
             assert not left
     finally:
-        process.kill()
+        with suppress(psutil.NoSuchProcess):
+            process.kill()

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 
 import psutil
@@ -61,7 +61,7 @@ class OwnedServer(FakeServer):
 def run_of(claim, *servers, needed=None, policy=None):
     """The engine of a run on servers that are up. `said` is what it told the console."""
     said, found = [], [each if isinstance(each, Server) else Server(each.url, each.url) for each in servers]
-    fleet = Fleet(found, [], "", said.append, lambda *_: None, 300.0, 64, claim, needed or {})
+    fleet = Fleet(found, [], "", said.append, lambda *_: None, 600.0, 64, claim, needed or {})
     weights = DESCRIPTION if policy is None else policy.describe_weights()
     engine = ServerEngine(fleet, TOKENIZER, weights, torch.device("cpu"), 0)
     engine.said, engine.policy = said, policy
@@ -261,4 +261,5 @@ def test_a_real_server_has_one_run_tells_what_it_is_and_ends_on_sigterm_amid_a_t
             _, left = psutil.wait_procs(processes, timeout=10.0)
             assert not left
     finally:
-        process.kill()
+        with suppress(psutil.NoSuchProcess):
+            process.kill()

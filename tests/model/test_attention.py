@@ -60,6 +60,8 @@ def test_packed_logprobs_and_gradients_equal_those_of_each_sequence_alone(
     num_shared = (prompt_length - 1) * (len(lengths) - -(-len(lengths) // group_size))
     assert len(batch.labels_N) == rollout.sequence_lengths_B.sum() - num_shared
     weights = torch.randn(sum(lengths))
+    passes = []
+    packed.layers[0].self_attn.register_forward_hook(lambda *_: passes.append(1))
     logprobs = packed(batch, temperature)[0][batch.loss_mask_N]
     expected = unpacked_logprobs(alone, rollout, temperature)
     torch.testing.assert_close(logprobs.double(), expected, atol=2e-6, rtol=0)
@@ -67,6 +69,7 @@ def test_packed_logprobs_and_gradients_equal_those_of_each_sequence_alone(
     (expected * weights).sum().backward()
     found, wanted = ({name: p.grad for name, p in x.named_parameters()} for x in (packed.model, alone))
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    assert len(passes) == 1 + gradient_checkpointing, "with checkpoints a layer is computed again in the backward pass"
 
 
 def test_rectangles_hold_sequences_of_similar_length():

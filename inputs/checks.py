@@ -72,10 +72,9 @@ def of_algorithm(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[st
     if args.dynamic_sampling != "off" and args.keep_last:
         yield f"--keep_last has no effect with {flag.dynamic_sampling}, which has no last steps; leave it out."
     is_on_policy = args.prompts_per_update == args.prompts_per_step and args.num_iterations == 1
-    for name in ("max_kl", "dual_clip"):
-        if getattr(args, name) and is_on_policy and not args.lora_dropout:
-            known = "with one update a step, which is of the policy that sampled: its KL is 0, its ratios are 1"
-            yield f"{getattr(flag, name)} has no effect {known}; leave it out."
+    if args.max_kl and is_on_policy and not args.lora_dropout:
+        known = "with one update a step, which is of the policy that sampled: its KL is 0"
+        yield f"{flag.max_kl} has no effect {known}; leave it out."
 
 
 def of_reward(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[str]:

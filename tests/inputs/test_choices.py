@@ -66,7 +66,7 @@ def own(tmp_path: Path) -> str:
     ("--advantage none --advantage_eps 1e-4", "--advantage_eps 0.0001 has no effect"),
     ("--policy_loss sapo --clip_high 0.28", "--clip_high 0.28 .*cispo"),
     ("--policy_loss reinforce --clip_low 0.1", "--clip_low 0.1 has no effect"),
-    ("--policy_loss cispo --dual_clip 3 --num_iterations 2", "--dual_clip 3.0 .*gspo"),
+    ("--policy_loss cispo --dual_clip 3", "--dual_clip 3.0 .*gspo"),
     ("--sapo_tau_neg 2", "--sapo_tau_neg 2.0 .* --policy_loss sapo"),
     ("--loss_constant_tokens 100", "--loss_constant_tokens 100 .*seq_mean_token_sum_norm: leave it out"),
     ("--kl_coef 0.1 --kl_estimator k2 --kl_clamp 5", "--kl_clamp 5.0 .*k3"),
@@ -110,7 +110,7 @@ def test_a_choice_that_is_not_there_without_effect_or_a_function_that_fails_is_t
 def test_what_goes_together_is_accepted(own):
     for given in (
         "--advantage grpo_batch_std --advantage_ddof 0 --advantage_eps 1e-4",
-        "--policy_loss gspo --clip_low 3e-4 --clip_high 4e-4 --dual_clip 3 --num_iterations 2",
+        "--policy_loss gspo --clip_low 3e-4 --clip_high 4e-4 --dual_clip 3",
         "--policy_loss sapo --sapo_tau_pos 2 --entropy_coef 0.001",
         "--loss_aggregation seq_mean_token_sum_norm --loss_constant_tokens 100",
         "--kl_coef 0.1 --kl_estimator k3+ --kl_clamp 0",

@@ -195,7 +195,7 @@ def test_one_engine_over_both_ranks_trains_and_old_checkpoints_are_removed(polic
     changes = {"tensor_parallel_size": 2, "save_every": 1, "keep_checkpoints": 2, "total_steps": 3}
     flags = training_flags(policy, tmp_path / "run", **changes, prompts_per_update=8)
     done = torchrun(2, "train_grpo.py", *flags)
-    assert "1 engines of 2" in done.stdout
+    assert "1 engine of 2" in done.stdout
     metrics = metrics_of(tmp_path / "run")
     assert max(metrics[step]["policy/rollout_gap_mean"] for step in (1, 2, 3)) < 0.005
     assert {metrics[step]["policy/ratio_max"] for step in (1, 2, 3)} == {1.0}, "exactly, with one update a step"

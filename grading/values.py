@@ -290,7 +290,9 @@ def _named(text: str) -> Value | None:
         return None
     terms, sides = _split(text, RELATION), _split(text, EQUALS)
     if len(terms) > 1:
-        return _relation(terms, RELATION.findall(text)) if len(sides) == 1 and all(terms) else ("words", text)
+        signs = RELATION.findall(text)  # also those in brackets, which part no terms
+        is_whole = len(sides) == 1 and all(terms) and len(signs) == len(terms) - 1
+        return _relation(terms, signs) if is_whole else ("words", text)
     if NAMES.fullmatch(sides[0]) and len(sides) == 2:  # (x, y) = (1, 2)
         values = parse_value(sides[1])
         names = re.findall(r"[A-Za-z]", sides[0])

@@ -74,7 +74,13 @@ def test_a_run_sleeps_and_wakes_its_engine_every_step(policy, tmp_path):
 
 def test_an_update_that_communicates_once_and_shares_prompts_trains_the_same(policy, tmp_path):
     """Losses within 0.02 of the plain run's: bf16 arithmetic, in other kernels."""
-    common = {"gradient_checkpointing": True, "eval_every": 0, "eval_before_training": None, "total_steps": 2}
+    common = {
+        "gradient_checkpointing": True,
+        "eval_data": None,
+        "eval_every": 0,
+        "eval_before_training": None,
+        "total_steps": 2,
+    }
     plain = trained(policy, tmp_path / "plain", **common)
     found = trained(policy, tmp_path / "fast", **common, communicate_once=True, share_prompts=True)
     assert found[1]["policy/loss"] == pytest.approx(plain[1]["policy/loss"], abs=0.02)

@@ -26,7 +26,7 @@ METRICS_OF_A_STEP = {
     "update_tokens_per_s_per_gpu update_tflops_per_gpu",
     "time": "rollout_tail_s sample_s reward_s sleep_s pack_s advantage_s logprobs_s update_s sync_s log_s step_s",
 }
-NO_EVAL = {"eval_every": 0, "eval_before_training": None}
+NO_EVAL = {"eval_data": None, "eval_every": 0, "eval_before_training": None}
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def score(completion, answer, columns):
 def test_a_reward_that_fails_on_some_completions_costs_those_and_is_told(policy, tmp_path):
     (tmp_path / "my_reward.py").write_text(FAILING_REWARD)
     # A busy machine may leave a process waiting for some tenths of a second.
-    changes = {"reward": f"{tmp_path}/my_reward.py:score", "reward_timeout": 1.0, "eval_data": None, "total_steps": 2}
+    changes = {"reward": f"{tmp_path}/my_reward.py:score", "reward_timeout": 1.0, "total_steps": 2}
     done = torchrun(2, "train_grpo.py", *training_flags(policy, tmp_path / "run", **changes, **NO_EVAL))
     failures = lines(tmp_path / "run" / "reward_failures.jsonl")
     for step, metrics in metrics_of(tmp_path / "run").items():

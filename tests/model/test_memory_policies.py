@@ -61,7 +61,13 @@ def test_parameters_are_gathered_and_gradients_reduced_once_an_update(results):
 
 
 def test_a_bf16_run_continues_bit_for_bit_also_under_another_offload(policy, reward, tmp_path):
-    common = {"param_dtype": "bfloat16", "reward": reward, "eval_before_training": None, "eval_every": 0}
+    common = {
+        "param_dtype": "bfloat16",
+        "reward": reward,
+        "eval_data": None,
+        "eval_before_training": None,
+        "eval_every": 0,
+    }
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     torchrun(2, "train_grpo.py", *training_flags(policy, whole, **common, offload="optimizer"))
     other = training_flags(policy, copy_at(2, whole, parts), **common, offload="all", offload_reference=True)

@@ -167,9 +167,12 @@ def test_the_file_of_a_reward_that_git_does_not_know_is_in_the_patch(tmp_path, m
     monkeypatch.setattr(sys, "argv", ["train_grpo.py", "--reward", "math:0.9,mine/my_reward.py:score:0.1"])
     make_run(tmp_path).describe_start(0)
     (patch,) = tmp_path.glob("changes_*.patch")
-    assert "+    return 0.5" in patch.read_text() and "mine/my_reward.py" in patch.read_text()
+    assert "+    return 0.5" in patch.read_text()
+    (tmp_path / "elsewhere").mkdir()
+    subprocess.run(["git", "apply", "--include=my_reward.py", patch], cwd=tmp_path / "elsewhere", check=True)
+    assert (tmp_path / "elsewhere" / "my_reward.py").read_text().endswith("return 0.5\n")
     assert lines(tmp_path / "starts.jsonl")[0]["has_uncommitted_changes"]
-    monkeypatch.setattr(run_module, "_git", lambda *arguments: "my_reward.py\n" if arguments[0] == "ls-files" else "+")
+    monkeypatch.setattr(run_module, "_git", lambda what, *_, **__: "my_reward.py\n" if what == "ls-files" else "+")
     assert run_module._own_files(sys.argv) == "", "git knows it"
 
 

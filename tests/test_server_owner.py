@@ -24,7 +24,7 @@ from generation.weights import LEASE, Link, Owner
 from generation.wire import Fleet, Server
 from guards.start import RunError
 from helpers import ALONE, ENVIRONMENT, ROOT, make_model, make_row, wait_for
-from policy import load_policy
+from policies import load_policy
 from rollout_server import ServerEngine, build_servers, claim_of
 from sampling import NoEngine
 

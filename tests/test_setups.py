@@ -115,6 +115,15 @@ def run(run_it: Callable, *command: str, **settings: object) -> str:
     return done.stdout
 
 
+def launched(name: str, *flags: str, **settings: object) -> tuple[int, int, list[str]]:
+    """(nodes, ranks of a node, the program's flags) that the script gives to `launch`, without its start."""
+    printing = 'source() { :; }; launch() { printf "%s\\0" "${NNODES:-1}" "$NGPU" "$@"; }; . "$0" "$@"'
+    out = run(run_command, "-c", printing, f"scripts/{name}.sh", *flags, **settings)
+    num_nodes, num_ranks, script, *arguments = out.split("\0")[:-1]
+    assert script == "train_grpo.py"
+    return int(num_nodes), int(num_ranks), arguments
+
+
 def dtype_of(name: str) -> list[str]:
     """What scripts/smoke.sh adds on a CPU."""
     return [] if DOCUMENTED[name].get("param_dtype") == "bfloat16" else ["--dtype", "float32"]

@@ -355,7 +355,7 @@ def test_what_the_workers_are_told_to_call_takes_what_we_give():
 PRIVATE = {
     "torch._C", "torch._C._accelerator_setAllocatorSettings", "torch._dynamo", "torch._dynamo.config",
     "torch._dynamo.config.disable", "torch.cpu._is_amx_tile_supported", "torch.cuda._pin_memory_utils.pin_memory",
-    "torch.distributed.distributed_c10d._set_pg_timeout", "torch.utils._pytree.tree_iter",
+    "torch.distributed.distributed_c10d._set_pg_timeout",
     "vllm.distributed.device_communicators.cpu_communicator._CPUSHMDistributed",
 }  # fmt: skip
 

@@ -183,6 +183,7 @@ def _load(factory: str, arguments: tuple, memory_gib: float) -> None:
     signal.setitimer(signal.ITIMER_REAL, LOAD_SECONDS)  # its signal ends the process
     resource.setrlimit(resource.RLIMIT_DATA, (int(memory_gib * 2**30),) * 2)  # not what libraries map and do not use
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(WORN_OUT, signal.SIG_IGN)  # by a user's code it would have the item tried for ever
     OWN.pid = os.getpid()
     module, _, name = factory.partition(":")
     OWN.loaded = _outcome(lambda _: getattr(importlib.import_module(module), name)(*arguments), None)
@@ -191,6 +192,7 @@ def _load(factory: str, arguments: tuple, memory_gib: float) -> None:
 def _work(items: list[object], timeout: float) -> list[Outcome]:
     """The outcome of each item. Raises ValueError if the function could not be loaded."""
     if OWN.is_worn_out:
+        signal.signal(WORN_OUT, signal.SIG_DFL)
         os.kill(os.getpid(), WORN_OUT)  # the items go to another worker
     if OWN.loaded.status != "ok":
         raise ValueError(OWN.loaded.status.removeprefix("error: "))

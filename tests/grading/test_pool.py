@@ -80,12 +80,14 @@ def test_what_a_completion_leaves_behind_does_not_touch_the_next_one(tmp_path):
         "        signal.setitimer(signal.ITIMER_REAL, 0.2)\n"
         "    if completion == 'fork':\n"
         "        os.fork()\n"
+        "    if completion == 'worn out':\n"
+        "        os.kill(os.getpid(), signal.SIGUSR2)\n"
         "    if completion == 'slow':\n"
         "        time.sleep(0.5)\n"
         "    return len(completion)\n"
     )
     pool = start(f"{tmp_path}/my_reward.py:score")
-    texts = ["alarm", "slow", "fork", "x", "fork", "yy"]
+    texts = ["alarm", "slow", "fork", "x", "worn out", "fork", "yy"]
     assert [outcome.value.reward for outcome in run(pool, texts)] == list(map(len, texts))
     pool.close()
 

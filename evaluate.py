@@ -37,7 +37,7 @@ from fsdp_utils import gather_from_ranks, init_world, is_main_process
 from grading import Grade
 from guards.files import required, tolerated, write
 from guards.start import RunError, Stopped
-from inputs.checks import check_head_dtype, check_ranges, ks_of_pass
+from inputs.checks import check_head_dtype, check_ranges, default_dtype, ks_of_pass
 from inputs.command_line import exit_with_error, parser_of
 from inputs.load import load_model_files, samplings_of, start_grader
 from inputs.machine import check_launch
@@ -235,7 +235,9 @@ def parse_arguments() -> argparse.Namespace:
         parser.set_defaults(**{name: config[name] for name in shared if name in config})
         of_sets = {name: config.get(f"eval_{name}") or [] for name in OF_A_SET}
         parser.set_defaults(**{name: values for name, values in of_sets.items() if len(values) == 1})
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.dtype = args.dtype or default_dtype()
+    return args
 
 
 def main() -> None:

@@ -194,7 +194,8 @@ GROUPS["optimizer (AdamW)"] = [
 ]
 DTYPES = ("bfloat16", "float32")
 GROUPS["precision and memory"] = [
-    flag("--dtype", "bfloat16", "arithmetic of trainer and sampler; gradients are reduced in fp32", choices=DTYPES),
+    flag("--dtype", str, "arithmetic of trainer and sampler; default: bfloat16 on GPUs, float32 on CPUs, of which many "
+         "only emulate bfloat16", choices=DTYPES),
     flag("--head_dtype", str, "arithmetic of the head's logits in trainer and sampler, for example float32 beside "
          "--dtype bfloat16; default: that of --dtype", choices=DTYPES),
     flag("--param_dtype", "float32", "parameters, gradients, Adam's moments: 16 bytes per parameter (float32), or 10 "
@@ -276,9 +277,9 @@ FLAGS = {each.name: each for group in GROUPS.values() for each in group}
 
 @dataclass_transform(frozen_default=True)
 def settings(kind: type[Settings]) -> type[Settings]:
-    """A frozen dataclass. A field with the name of a flag has the flag's default."""
+    """A frozen dataclass. A field with the name of a flag has the flag's default, if none is given."""
     for name in kind.__annotations__:
-        if f"--{name}" in FLAGS:
+        if f"--{name}" in FLAGS and name not in vars(kind):
             value = FLAGS[f"--{name}"].value
             setattr(kind, name, tuple(value) if isinstance(value, list) else value)
     return dataclass(frozen=True)(kind)
@@ -317,7 +318,7 @@ class Lora:  # which adapters are trained; rank 0: none, but all weights
 
 @settings
 class Memory:  # precision, and what is kept where
-    dtype: str
+    dtype: str = "bfloat16"  # of a GPU
     head_dtype: str | None  # of the logits; None: `dtype`
     param_dtype: str
     offload: str
@@ -352,7 +353,7 @@ class Stalls:  # when ranks that make no progress are reported
 @settings
 class EngineSettings:  # the engine; `max_model_len` is in tokens, prompt and completion together
     max_model_len: int
-    dtype: str
+    dtype: str = "bfloat16"  # of a GPU
     head_dtype: str | None
     gpu_memory_utilization: float
     enforce_eager: bool

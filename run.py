@@ -183,7 +183,7 @@ class Run:
         self.start, self.seconds, self.updates, self.spans = time.perf_counter(), {}, [], []
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON knows no nan
         self._append_to_log({"step": step, **finite})
-        self.console.tell_step(step, self.last_step or self.total_steps, metrics)
+        self.console.tell_step(step, self.total_steps, metrics)
         for remark in [*self.memory.remarks(memory), *self._remarks(metrics)]:
             self.say(remark)
 
@@ -233,10 +233,10 @@ class Run:
         starts = report.read_lines(self.out_dir / "starts.jsonl")
         ranks, size = launched_world_size(), self.world.tp_size
         if starts and (starts[-1]["world_size"], starts[-1]["tensor_parallel_size"]) != (ranks, size):
-            before = f"{starts[-1]['world_size']} ranks and engines of {starts[-1]['tensor_parallel_size']}"
+            before = f"{starts[-1]['world_size']} with --tensor_parallel_size {starts[-1]['tensor_parallel_size']}"
             same = "weights, optimizer state and data position are the same to the bit"
             other = "which engine samples what differs, and with it the completions"
-            self.say(f"now {ranks} ranks and engines of {size}, before {before}: {same}; {other}")
+            self.say(f"ranks: now {ranks} with --tensor_parallel_size {size}, before {before}: {same}; {other}")
 
     def describe_data(self, datasets: list[PromptData]) -> None:
         """Says what the sets hold, shows the first prompt as the model sees it, and writes excluded_rows.jsonl."""

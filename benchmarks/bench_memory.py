@@ -47,6 +47,8 @@ POLICIES = {
     "fp32, checkpointing": "--gradient_checkpointing",
     "fp32, communicates once": "--gradient_checkpointing --communicate_once",
     "fp32, entropy": "--gradient_checkpointing --entropy_coef 0.01",
+    "fp32 arithmetic": "--dtype float32",
+    "fp32 arithmetic, checkpointing": "--dtype float32 --gradient_checkpointing",
     "fp32, optimizer on host": "--gradient_checkpointing --offload optimizer",
     "fp32, all on host": "--gradient_checkpointing --offload all",
     "bf16": "--param_dtype bfloat16",

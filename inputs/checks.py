@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -45,6 +46,13 @@ def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
     if args.track == "wandb" and is_online and not (Path.home() / ".netrc").exists():  # where `wandb login` writes it
         way_out = "run `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline"
         raise ValueError(f"--track wandb: no key is known; {way_out}.")
+
+
+def default_dtype(needs_bfloat16: bool = False) -> str:
+    """bfloat16 on GPUs, else float32, if it may be. The launch scripts count the GPUs; else there is nvidia-smi."""
+    has_gpus = shutil.which("nvidia-smi") and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+    num_gpus = int(os.environ.get("NUM_GPUS") or bool(has_gpus))
+    return "bfloat16" if num_gpus or needs_bfloat16 else "float32"
 
 
 def check_head_dtype(args: argparse.Namespace) -> None:

@@ -13,6 +13,7 @@ from typing import NoReturn
 from flags import GROUPS, Flag, most_lag
 from guards.progress import OFF
 from guards.start import leave_the_others, note_reason
+from inputs.checks import default_dtype
 
 USAGE = "python scripts/launch.py --ranks RANKS train_grpo.py --model MODEL --train_data FILE --out_dir FOLDER [flags]"
 DESCRIPTION = """Trains a language model with GRPO on verifiable rewards. One rank per GPU; on CPU, as many as you like.
@@ -75,6 +76,7 @@ def parser_of(groups: dict[str, list[Flag]], description: str, usage: str | None
 
 def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser_of(GROUPS, DESCRIPTION, USAGE).parse_args(argv)
+    args.dtype = args.dtype or default_dtype(bool(args.dry_run or args.plan_gpus) or args.param_dtype == "bfloat16")
     args.prompts_per_update = args.prompts_per_step if args.prompts_per_update is None else args.prompts_per_update
     if args.rollout_correction is None:
         args.rollout_correction = "token_truncate" if most_lag(args) else "none"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 
 from model.sizes import HEAD_CHUNK_LOGITS, MOST_ON_GPU, OPTIMIZER_CHUNK
-from planner.setup import COMPUTE, GIB, Setup
+from planner.setup import GIB, Setup
 
 REDUCE = 4  # gradients are reduced in fp32
 FRAGMENTATION = 1.05  # what torch's allocator holds, over the live tensors
@@ -36,12 +36,13 @@ def gpu_phases(setup: Setup) -> dict[str, Parts]:
     """Phase -> what a GPU holds at its peak."""
     m, memory = setup.model, setup.memory
     static, awake = without(static_parts(setup, on_host=False), "gradients"), engine_parts(setup)
-    largest_tensor = m.table * (COMPUTE if setup.has_lora else setup.trained_bytes)  # the embedding, as it is loaded
+    itemsize = setup.compute_bytes if setup.has_lora else setup.trained_bytes
+    largest_tensor = m.table * itemsize  # the embedding, as it is loaded
     asleep = {"engine asleep": ENGINE_ASLEEP[setup.engine.enforce_eager]}
-    # The largest parameter and its shard in bf16; the next one is gathered while the engine copies this one.
-    gathered = {"gathered": m.table * COMPUTE * (1 + 1 / setup.num_shards) + m.intermediate * m.hidden * COMPUTE}
+    # The largest parameter and its shard in --dtype; the next one is gathered while the engine copies this one.
+    gathered = {"gathered": setup.compute_bytes * (m.table * (1 + 1 / setup.num_shards) + m.intermediate * m.hidden)}
     comes_from_host = memory.offload == "all" or (setup.has_reference_model and memory.offload_reference)
-    shards = {"shards from host": m.layer_parameters * COMPUTE / setup.num_shards * 2 * comes_from_host}
+    shards = {"shards from host": m.layer_parameters * setup.compute_bytes / setup.num_shards * 2 * comes_from_host}
     phases = {
         "load": largest([static, without(static, "optimizer") | {"one tensor": largest_tensor}]),
         "rollout": static | awake,
@@ -52,7 +53,7 @@ def gpu_phases(setup: Setup) -> dict[str, Parts]:
     }
     if setup.has_servers:
         phases = {name: without(parts, *ENGINE) for name, parts in phases.items() if name != "rollout"}
-        arriving = m.table * COMPUTE + m.layer_parameters * COMPUTE / setup.run.tensor_parallel_size
+        arriving = setup.compute_bytes * (m.table + m.layer_parameters / setup.run.tensor_parallel_size)
         phases["server"] = awake | {"weights arriving": arriving}  # a tensor, and the layer that it is in
     if not setup.run.has_kl and not setup.old_logprob_passes:
         del phases["logprobs"]
@@ -72,7 +73,7 @@ def static_parts(setup: Setup, on_host: bool) -> Parts:
     parts = {"parameters": setup.stored_bytes, "gradients": setup.gradient_bytes, "optimizer": setup.state_bytes}
     moved = {"none": set(), "optimizer": {"optimizer"}, "all": set(parts)}[setup.memory.offload]
     if setup.has_reference_model:
-        parts["reference"] = setup.model.parameters * COMPUTE
+        parts["reference"] = setup.model.parameters * setup.compute_bytes
     if setup.memory.offload_reference:
         moved.add("reference")
     shards = setup.hardware.gpus / setup.hardware.nodes if on_host else 1  # on the node, or on the GPU
@@ -81,7 +82,7 @@ def static_parts(setup: Setup, on_host: bool) -> Parts:
 
 def engine_parts(setup: Setup) -> Parts:
     """Bytes on one GPU of the awake engine. It takes its whole share of the GPU: the rest of it is KV cache."""
-    weights = setup.model.parameters * COMPUTE / setup.run.tensor_parallel_size
+    weights = setup.model.parameters * setup.compute_bytes / setup.run.tensor_parallel_size
     working = ENGINE_WORKING[setup.engine.enforce_eager]
     budget = setup.engine.gpu_memory_utilization * setup.hardware.gpu_bytes
     return {"engine weights": weights, "engine working": working, "KV cache": budget - weights - working}
@@ -89,7 +90,7 @@ def engine_parts(setup: Setup) -> Parts:
 
 def cache_bytes_per_token(setup: Setup) -> float:
     """Keys and values of a token on one GPU of its engine, which divides them by heads."""
-    return setup.model.kv_bytes_per_token / min(setup.run.tensor_parallel_size, setup.model.kv_heads)
+    return setup.model.kv_per_token * setup.compute_bytes / min(setup.run.tensor_parallel_size, setup.model.kv_heads)
 
 
 def sequences_at_once(setup: Setup) -> float:
@@ -139,14 +140,14 @@ def update_peak(setup: Setup) -> Parts:
     layer before it, while the last one is reduced; the reduction of embedding and head; where they are tied, the sum of
     their gradients.
     """
-    m, memory, tokens = setup.model, setup.memory, setup.memory.micro_batch_tokens
-    root, is_once = COMPUTE * m.root_parameters, memory.communicate_once
-    layer = COMPUTE * (m.layer_parameters + (setup.trained_per_layer if setup.has_lora else 0))
+    m, memory, tokens, compute = setup.model, setup.memory, setup.counted_tokens, setup.compute_bytes
+    root, is_once = compute * m.root_parameters, memory.communicate_once
+    layer = compute * (m.layer_parameters + (setup.trained_per_layer if setup.has_lora else 0))
     one, two = (root + (m.layers if is_once else n) * layer for n in (1, 2))  # gathered at a time
     kept_name = "checkpoints" if memory.gradient_checkpointing else "activations"
     kept = 2 * tokens * m.hidden if memory.gradient_checkpointing else saved_per_layer(setup)  # a layer's input, or all
     last_norm = (8 if setup.has_lora else 10) * tokens * m.hidden
-    head_gradient, embedded = 0 if setup.has_lora else COMPUTE * m.table, 2 * m.hidden + 4 * m.head_dim  # with angles
+    head_gradient, embedded = 0 if setup.has_lora else compute * m.table, 2 * m.hidden + 4 * m.head_dim  # with angles
     of_layer = {"one layer": backward_of_layer(setup), "gathered": two}
     reduced = head_gradient + REDUCE * setup.trained_per_layer  # of the layer after this one
     moments = [
@@ -157,13 +158,13 @@ def update_peak(setup: Setup) -> Parts:
     if m.layers > 1:
         moments.append({kept_name: (m.layers - 1) * kept} | of_layer | {"reduction": reduced})
     if not setup.has_lora:
-        cast = COMPUTE * (setup.trained_bytes == 2 and not has_sums_apart(setup))  # to be added to the shard
+        cast = compute * (setup.trained_bytes == 2 and not has_sums_apart(setup))  # to be added to the shard
         shard = (REDUCE + cast) * m.root_trained / setup.num_shards
-        last = max((m.root_trained - m.hidden) * COMPUTE, shard + COMPUTE * m.table * (setup.num_shards > 1))
+        last = max((m.root_trained - m.hidden) * compute, shard + compute * m.table * (setup.num_shards > 1))
         moments.append({"gathered": is_once * one, "reduction": REDUCE * m.root_trained + last})
         if m.root_trained < 2 * m.table:  # tied: two gradients, and their sum
             gathered = one if is_once else root
-            moments.append({"gathered": gathered, "reduction": 3 * COMPUTE * m.table + REDUCE * m.layer_parameters})
+            moments.append({"gathered": gathered, "reduction": 3 * compute * m.table + REDUCE * m.layer_parameters})
     if is_once:  # shards of them come only as whole ones go, in the last backward pass
         return largest(moments) | {"gradients, whole": REDUCE * setup.trainable}
     return {"gradients": gradients_in_passes(setup)} | largest(moments)
@@ -193,18 +194,18 @@ def head_bytes(setup: Setup) -> float:
     """
     m, chunk = setup.model, head_chunk(setup)
     has_second = chunk < setup.memory.micro_batch_tokens or setup.run.trains_entropy
-    gradient = 0 if setup.has_lora else COMPUTE * m.table
+    gradient = 0 if setup.has_lora else setup.compute_bytes * m.table
     return max(8 * chunk * m.vocab, gradient + (8 if has_second else 6) * chunk * m.vocab)
 
 
 def backward_of_layer(setup: Setup) -> float:
     """What a layer takes in its backward pass: the largest of MLP, attention, and weights with the norm's gradients."""
-    m, tokens, has_lora = setup.model, setup.memory.micro_batch_tokens, setup.has_lora
-    h, i = m.hidden, m.intermediate
+    m, tokens, has_lora = setup.model, setup.counted_tokens, setup.has_lora
+    h, i, compute = m.hidden, m.intermediate, setup.compute_bytes
     mlp, weights = tokens * (4 * i + 2 * h), 0
     if not has_lora:
-        mlp += 2 * i * h
-        weights = max(2 * m.layer_parameters, 6 * i * h + 30 * tokens * h)
+        mlp += compute * i * h
+        weights = max(compute * m.layer_parameters, 3 * compute * i * h + 30 * tokens * h)
     # Copies of keys and values, and their gradients; with grouped queries first a gradient for each query head.
     copies = setup.keys_per_position * (8 * m.kv + (4 * m.q if m.kv < m.q else 0))
     attention = tokens * (copies + 12 * m.q + 4 * m.head_dim + (9 if has_lora else 11) * h + head_norms(setup))
@@ -216,7 +217,7 @@ def backward_of_layer(setup: Setup) -> float:
 
 def saved_per_layer(setup: Setup) -> float:
     """Bytes that the backward pass of a layer needs from its forward pass, without recomputation."""
-    m, lora, tokens = setup.model, setup.lora, setup.memory.micro_batch_tokens
+    m, lora, tokens = setup.model, setup.lora, setup.counted_tokens
     norms = 12 if setup.has_lora else 16  # a frozen norm does not need its normalized input
     keys = 4 * m.kv * setup.keys_per_position
     saved = tokens * (8 * m.intermediate + norms * m.hidden + 4 * m.q + keys + 4 * m.heads + head_norms(setup))
@@ -234,8 +235,8 @@ def head_norms(setup: Setup) -> int:
 
 def logprobs_peak(setup: Setup) -> Parts:
     """Bytes on one GPU at most in a pass without gradients: at its start, in a layer or in the head."""
-    m, tokens = setup.model, setup.memory.micro_batch_tokens
-    root, layer = COMPUTE * m.root_parameters, COMPUTE * m.layer_parameters
+    m, tokens = setup.model, setup.counted_tokens
+    root, layer = setup.compute_bytes * m.root_parameters, setup.compute_bytes * m.layer_parameters
     is_of_policy = setup.old_logprob_passes > 0 or not setup.has_reference_model
     kept = m.layers * layer * (setup.memory.communicate_once and is_of_policy)  # and FSDP's buffer of the last layer
     mlp = tokens * ((8 if setup.has_lora else 6) * m.intermediate + 8 * m.hidden)
@@ -268,13 +269,13 @@ def host_phases(setup: Setup) -> dict[str, Parts]:
     ranks = setup.hardware.gpus / setup.hardware.nodes  # of a node
     static = static_parts(setup, on_host=True)
     kept = {"processes": (ranks + setup.hardware.generation_gpus) * PROCESS_HOST} | static
-    stored = COMPUTE if setup.has_lora else setup.trained_bytes
-    rounding = {"parameters": stored, "gradients": setup.trained_bytes, "reference": COMPUTE}
+    stored = setup.compute_bytes if setup.has_lora else setup.trained_bytes
+    rounding = {"parameters": stored, "gradients": setup.trained_bytes, "reference": setup.compute_bytes}
     kept["rounding of pinned memory"] = sum(
         static.get(name, 0) * (pinned_share(setup, itemsize) - 1) for name, itemsize in rounding.items()
     )
     read = {"weights, read": setup.model.table * stored}
-    written = {"the policy, gathered on rank 0": setup.model.parameters * COMPUTE}
+    written = {"the policy, gathered on rank 0": setup.model.parameters * setup.compute_bytes}
     phases = {"load": without(kept, "gradients") | read, "run": kept, "checkpoint": kept | written}
     return {name: nonzero(parts) for name, parts in phases.items()}
 
@@ -291,9 +292,9 @@ def pinned_share(setup: Setup, itemsize: int) -> float:
 
 
 def checkpoint_bytes(setup: Setup) -> float:
-    """On disk: the policy in bf16; for a resume the trained parameters as they are kept, and the optimizer's state."""
+    """On disk: the policy in --dtype; for a resume the trained parameters as kept, and the optimizer's state."""
     adapter = setup.gradient_bytes if setup.has_lora else 0  # once more, in peft's format
-    return setup.model.parameters * COMPUTE + setup.gradient_bytes + setup.state_bytes + adapter
+    return setup.model.parameters * setup.compute_bytes + setup.gradient_bytes + setup.state_bytes + adapter
 
 
 def disk_bytes(setup: Setup) -> float:

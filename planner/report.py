@@ -73,7 +73,7 @@ def report_of(setup: Setup) -> dict[str, object]:
         "sequences_at_once_per_engine": round(max(memory.sequences_at_once(setup), 0), 1),
         "parameters": setup.model.parameters,
         "trainable_parameters": setup.trainable,
-        "kv_bytes_per_token": setup.model.kv_bytes_per_token,
+        "kv_bytes_per_token": setup.model.kv_per_token * setup.compute_bytes,
         "gpu_peak_gib": gib(live[peak]),
         "gpu_needed_gib": gib(needed[peak]),
         "gpu_peak_phase": peak,

@@ -17,7 +17,6 @@ from model.vision import tower_of
 from model.weights import model_from_config
 
 GIB = 1024**3
-COMPUTE = 2  # bytes of a bf16 number: the trainer's arithmetic, the engine, its cache
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class ModelShape:
     table: int  # parameters of the embedding, and as many of the head
     root_trained: int  # parameters outside the layers that are trained without LoRA
     parameters: int
-    kv_bytes_per_token: int
+    kv_per_token: int  # numbers in the cache of keys and values
 
 
 def shape_of(config: PretrainedConfig, name: str) -> ModelShape:
@@ -66,7 +65,7 @@ def shape_of(config: PretrainedConfig, name: str) -> ModelShape:
         projections={key: (each.in_features, each.out_features) for key, each in linear.items()},
         layer_parameters=num_parameters(layers[0]), root_parameters=root, tower_parameters=of_tower,
         q=heads * width, kv=kv_heads * width, table=text.vocab_size * text.hidden_size, root_trained=root - of_tower,
-        parameters=num_parameters(model), kv_bytes_per_token=2 * text.num_hidden_layers * kv_heads * width * COMPUTE,
+        parameters=num_parameters(model), kv_per_token=2 * text.num_hidden_layers * kv_heads * width,
     )  # fmt: skip
 
 
@@ -126,6 +125,18 @@ class Setup:
         return self.hardware.generation_gpus > 0
 
     @property
+    def compute_bytes(self) -> int:
+        """Of a number in the trainer's arithmetic, in the engine and in its cache."""
+        return 4 if self.engine.dtype == "float32" else 2
+
+    @property
+    def counted_tokens(self) -> int:
+        """Of a micro-batch. In float32 each counts for two: the formulas of activations are those of bf16, in which
+        only norms and logits are fp32, so this is an upper bound.
+        """
+        return self.memory.micro_batch_tokens * self.compute_bytes // 2
+
+    @property
     def num_shards(self) -> int:
         """GPUs that share a copy of the policy: parameters, gradients, optimizer and reference are divided by it."""
         return self.memory.shard_ranks or self.hardware.gpus
@@ -180,9 +191,9 @@ class Setup:
 
     @property
     def stored_bytes(self) -> int:
-        """Of one copy's parameters as the trainer keeps them. With LoRA the frozen ones are bf16."""
+        """Of one copy's parameters as the trainer keeps them. With LoRA the frozen ones are as in the passes."""
         if self.has_lora:
-            return self.model.parameters * COMPUTE + self.gradient_bytes
+            return self.model.parameters * self.compute_bytes + self.gradient_bytes
         return self.model.parameters * self.trained_bytes
 
     @property

@@ -10,7 +10,7 @@ import math
 
 from model.sizes import MORE_IN_THE_AIR, MOST_ON_GPU
 from planner.memory import REDUCE, cache_bytes_per_token, engine_parts
-from planner.setup import COMPUTE, ModelShape, Setup
+from planner.setup import ModelShape, Setup
 
 # Seconds that no formula of bytes or FLOPs explains.
 TOKEN_STEP = {True: 0.015, False: 0.005}  # each running completion gets a token; without and with CUDA graphs
@@ -50,7 +50,7 @@ def traffic(setup: Setup) -> dict[str, float]:
         in_updates, in_pass, reductions = plan.updates_per_step, plan.updates_per_pass, plan.updates_per_step
     of_reference = run.has_kl * (per_iteration if setup.has_reference_model else in_pass)
     without_gradient = of_reference + setup.old_logprob_passes * in_pass
-    weights, others = setup.model.parameters * COMPUTE, (n - 1) / n
+    weights, others = setup.model.parameters * setup.compute_bytes, (n - 1) / n
     from_host = 0.0
     if memory.offload == "all":  # and gradients to the host
         from_host += in_updates * setup.stored_bytes / n + trained * setup.gradient_bytes / n
@@ -97,7 +97,7 @@ def rollout_seconds(setup: Setup) -> float:
     alone = max(run.max_completion_tokens - completion, 0)
     if run.in_flight and plan.steps_ahead > 1:  # meanwhile the servers sample the next step, and the one after it
         alone = 0
-    weights = m.parameters * COMPUTE / tp / memory
+    weights = m.parameters * setup.compute_bytes / tp / memory
     prefill = forward_flops(m, prompt, 1) * sequences / plan.group_size / flops
     if plan.partial_rollouts:  # the step waits for groups, not for the longest of all; what goes on is read again
         alone = min(alone, completion * (longest_of_group(plan.group_size) - 1))
@@ -105,7 +105,7 @@ def rollout_seconds(setup: Setup) -> float:
         prefill += forward_flops(m, prompt + completion, 1) * again / flops
     decode = max(steps * weights, tokens * forward_flops(m, 1, 1) / flops) + alone * weights
     cache = tokens * (prompt + completion / 2) * cache_bytes_per_token(setup) / memory
-    exchanged = 4 * m.layers * m.hidden * COMPUTE * (tp - 1) / tp * (tokens + prompts)
+    exchanged = 4 * m.layers * m.hidden * setup.compute_bytes * (tp - 1) / tp * (tokens + prompts)
     links = exchanged / link_speed(setup, tp)
     step = TOKEN_STEP[setup.engine.enforce_eager] + 2 * m.layers * ALL_REDUCE * (tp > 1)
     return prefill + decode + cache + links + (steps + alone) * step

@@ -26,7 +26,7 @@ from model.sizes import cpu_cache_bytes
 from model.weights import load_config
 from planner.dry_run import setup_of
 from planner.memory import ENGINE, checkpoint_bytes, disk_bytes, gpu_phases, host_phases, misfits, needed, without
-from planner.setup import COMPUTE, GIB, Setup
+from planner.setup import GIB, Setup
 
 # Phase of the loop -> phases of the planner. What comes before the first phase is "load": also the engine's start.
 PHASES = {
@@ -240,12 +240,10 @@ def asked_for(error: BaseException) -> str:
 def watch_memory(args: argparse.Namespace, num_rows: int, world: World) -> MemoryWatch:
     """The watch of this run. Raises ValueError if a GPU, the host or the disk cannot hold it."""
     memory = MemoryWatch(world, {})
-    if args.dtype == "float32":  # the formulas do not cover it
-        return memory
     here = argparse.Namespace(**vars(args) | {"plan_gpus": None, "plan_nodes": None, "plan_rows": num_rows})
     try:
         setup = setup_of(here, load_config(args.model))
-    except ValueError:  # nor this model
+    except ValueError:  # the formulas do not cover the model
         return memory
     gpu = memory.limit if memory.is_cuda else memory.host_limit
     hardware = replace(setup.hardware, gpu_bytes=gpu, host_bytes=memory.host_limit)
@@ -287,8 +285,9 @@ def predicted_bytes(setup: Setup, world: World) -> dict[str, float]:
         host = max(sum(parts.values()) for parts in on_host.values())
     else:  # what libraries take is there already; nothing is pinned; the engine never sleeps
         tp, ranks = setup.run.tensor_parallel_size, setup.hardware.gpus // setup.hardware.nodes
-        cache = cpu_cache_bytes(load_config(setup.model.name), setup.engine.max_model_len, COMPUTE, tp)
-        engine = 0 if setup.has_servers else setup.model.parameters * COMPUTE / tp + cache
+        itemsize = setup.compute_bytes
+        cache = cpu_cache_bytes(load_config(setup.model.name), setup.engine.max_model_len, itemsize, tp)
+        engine = 0 if setup.has_servers else setup.model.parameters * itemsize / tp + cache
         there = sum(without(on_host["run"], "processes", "rounding of pinned memory").values()) / ranks
         there += peak_resident() + engine
         sizes = {name: sum(without(parts, *ENGINE).values()) + there for name, parts in phases.items()}

@@ -45,6 +45,7 @@ ARGS=(
     --save_every 25                 # not in the source: our choice
     --gradient_checkpointing        # not in the source: our choice
     --micro_batch_tokens 8192       # not in the source: our choice
+    --dtype bfloat16                # source: bf16
     --tensor_parallel_size "$TP"
     --gpu_memory_utilization 0.5    # not in the source: our choice
 )

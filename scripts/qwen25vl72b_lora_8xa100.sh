@@ -47,6 +47,7 @@ ARGS=(
     --offload all                   # source: ZeRO-3 with offload of model and optimizer
     --gradient_checkpointing        # source: one of the remedies for the stall at the start
     --micro_batch_tokens 8192       # source: batch 1 per device: one sequence of model length 8192
+    --dtype bfloat16                # source: bf16
     --tensor_parallel_size "$TP"
     --gpu_memory_utilization 0.5    # source: memory share 0.5
     --plan_gpu A100-80GB            # source: 8 x A100 80 GB; for --dry_run

@@ -47,7 +47,8 @@ ARGS=(
     --adam_beta1 0.9              # source: betas 0.9, 0.98
     --adam_beta2 0.98             # source: the same
     --max_grad_norm 1.0           # source: its default
-    --head_dtype float32          # source: logits in fp32, all else in bf16
+    --dtype bfloat16              # source: bf16
+    --head_dtype float32          # source: logits in fp32
     --stop_tokens '<|im_end|>'    # source: ends at the template's end of turn, too, not only at the base model's own
     --temperature 1.0             # source: temperature 1.0, top-p 1.0
     --eval_temperature 0          # source: greedy, one answer

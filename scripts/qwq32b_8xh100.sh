@@ -56,6 +56,7 @@ ARGS=(
     --offload_reference            # source: reference with CPU offload
     --gradient_checkpointing       # source: on
     --micro_batch_tokens 16384     # source: micro batch of 4 sequences x 4096 tokens
+    --dtype bfloat16               # source: bf16
     --tensor_parallel_size "$TP"
     --gpu_memory_utilization 0.4   # not in the source: our choice
 )

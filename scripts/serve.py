@@ -17,9 +17,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
-from flags import DTYPES, FLAGS, EngineSettings
+from flags import DTYPES, EngineSettings
 from generation.start import server_command, server_environment
-from inputs.checks import LOOPBACK
+from inputs.checks import LOOPBACK, default_dtype
 from inputs.command_line import exit_with_error, parser_of
 from model.engine_options import engine_options
 
@@ -29,7 +29,7 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--model", required=True, help="the run's --model; its weights are not read")
     add("--max_model_len", type=int, required=True, help="the run's --max_prompt_tokens + its longest completion")
-    add("--dtype", default=FLAGS["--dtype"].value, choices=DTYPES, help="the run's --dtype")
+    add("--dtype", default=default_dtype(), choices=DTYPES, help="the run's --dtype")
     add("--head_dtype", choices=DTYPES, help="the run's --head_dtype; leave it out if the run does")
     add("--tensor_parallel_size", type=int, default=1, help="GPUs that share the model")
     add("--enforce_eager", action="store_true", help="no CUDA graphs: the server starts faster and samples slower")

@@ -11,7 +11,7 @@ TP=${TP:-1}     # ranks per vLLM engine
 SEED=${SEED:-1} # of the warm start and of the training
 OUT_DIR=${OUT_DIR:-runs/tiny_cpu}
 POLICY=${POLICY:-runs/tiny_policy_seed$SEED} # the warm-started policy and its data; made if missing, then kept
-DTYPE=$([ "$NUM_GPUS" -gt 0 ] && echo bfloat16 || echo float32) # many CPUs only emulate bfloat16
+GAP=$([ "$NUM_GPUS" -gt 0 ] && echo 0.05 || echo 1e-4) # bfloat16 rounds; in float32 the gap is 3e-8
 
 # What: one flag per line. All are our own choice: nothing is being reproduced.
 ARGS=(
@@ -19,7 +19,6 @@ ARGS=(
     --train_data "$POLICY/train.jsonl"
     --eval_data "$POLICY/heldout.jsonl"
     --out_dir "$OUT_DIR"
-    --dtype "$DTYPE"
     --reward exact             # the final answer alone; the scratchpad is neither asked for nor paid
     --max_prompt_tokens 16     # <user>347+285<assistant> has 9
     --max_completion_tokens 48 # a scratchpad with its answer has 31
@@ -37,6 +36,7 @@ ARGS=(
     --eval_before_training
     --eval_samples 4           # 256 held-out problems x 4
     --save_every 10
+    --max_rollout_gap "$GAP"
     --seed "$SEED"
 )
 

@@ -90,8 +90,33 @@ def test_lists_are_lists_of_their_type():
     assert (args.eval_samples, args.lora_targets) == ([4, 8], ["q_proj", "v_proj"])
 
 
+@pytest.mark.parametrize(
+    ("settings", "given", "expected"),
+    [
+        ({}, "", "float32"),
+        ({"NUM_GPUS": "0"}, "", "float32"),
+        ({"NUM_GPUS": "8"}, "", "bfloat16"),  # counted by scripts/setup.sh
+        ({"PATH": "{gpus}"}, "", "bfloat16"),
+        ({"PATH": "{gpus}", "NUM_GPUS": "0"}, "", "float32"),  # DEVICE=cpu
+        ({"PATH": "{gpus}", "CUDA_VISIBLE_DEVICES": ""}, "", "float32"),
+        ({}, "--param_dtype bfloat16", "bfloat16"),
+        ({}, "--dry_run", "bfloat16"),  # plans for GPUs
+        ({}, "--dry_run --dtype float32", "float32"),
+        ({"NUM_GPUS": "8"}, "--dtype float32", "float32"),
+    ],
+)
+def test_the_arithmetic_is_bfloat16_on_gpus_and_float32_on_cpus(settings, given, expected, tmp_path, monkeypatch):
+    (tmp_path / "nvidia-smi").touch(mode=0o755)
+    for name in ("NUM_GPUS", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value.format(gpus=tmp_path))
+    assert parse_flags(f"--model m --train_data a --out_dir o {given}".split()).dtype == expected
+
+
 def test_the_frozen_objects_have_the_defaults_of_the_flags_and_take_their_values():
-    assert Memory() == take(Memory, flags()) and AdamW() == take(AdamW, flags()) and Lora() == take(Lora, flags())
+    assert Memory() == take(Memory, flags(dtype="bfloat16"))
+    assert AdamW() == take(AdamW, flags()) and Lora() == take(Lora, flags())
     assert take(AdamW, flags(learning_rate=0.5, adam_beta2=0.95)) == AdamW(learning_rate=0.5, adam_beta2=0.95)
     assert take(Lora, flags(lora_targets="q_proj")).lora_targets == ("q_proj",)
     assert take(Sampling, flags(temperature=0.7), num_samples=5, top_p=0.9) == Sampling(5, 0.7, 1024, 0.9)

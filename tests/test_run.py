@@ -185,7 +185,7 @@ def test_another_number_of_ranks_or_engines_is_told_with_what_it_changes(tmp_pat
         assert ("now" in said) is (ranks == 1), "not a first step, and not the same number"
         with (tmp_path / "starts.jsonl").open("a") as file:
             file.write('{"world_size')  # a line that a kill cut off
-    assert "now 1 ranks and engines of 1, before 4 ranks and engines of 1: weights, optimizer state and" in said
+    assert "ranks: now 1 with --tensor_parallel_size 1, before 4 with --tensor_parallel_size 1: weights" in said
     assert "which engine samples what differs" in said
 
 

@@ -61,7 +61,7 @@ def report(values: dict, **others: object) -> dict:
 def test_the_shapes_have_as_many_parameters_as_the_real_models():
     """Tied heads count once: the files of Qwen3-0.6B and 1.7B hold them twice."""
     qwq = setup(QWQ)
-    assert qwq.model.kv_bytes_per_token == 262_144 and setup(QWQ, lora_rank=8).trainable == 67_108_864
+    assert qwq.model.kv_per_token * qwq.compute_bytes == 262_144 and setup(QWQ, lora_rank=8).trainable == 67_108_864
     assert checkpoint_bytes(qwq) == 32_763_876_352 * (2 + 4 + 8)
     assert qwq.plan.completions_per_step / qwq.plan.updates_per_pass / qwq.hardware.gpus == 80
     shapes = {name: shape_of(config_of(name), name) for name in json.loads(TABLE.read_text())}
@@ -205,7 +205,7 @@ def test_beside_the_fewest_changes_stands_the_fastest_and_a_short_cache_is_warne
 def test_a_command_is_planned_for_the_ranks_that_it_starts(monkeypatch):
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    started = QWQ | {"plan_gpus": None, "tensor_parallel_size": 1}
+    started = QWQ | {"plan_gpus": None, "tensor_parallel_size": 1, "dry_run": True}
     assert setup(started).hardware.gpus == 1, "python train_grpo.py"
     monkeypatch.setenv("WORLD_SIZE", "16")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")

@@ -209,7 +209,7 @@ def test_a_run_on_a_gpu_asks_for_the_memory_of_that_gpu(total, is_refused, tmp_p
 )
 def test_a_run_whose_checkpoints_do_not_fit_on_the_disk_does_not_start(flags, num, tmp_path, monkeypatch):
     common = "--model Qwen/Qwen2.5-7B --train_data x#1000 --out_dir o --total_steps 100 --prompts_per_step 8 "
-    args = parse_flags([*common.split(), *flags.split()])
+    args = parse_flags([*common.split(), *flags.split(), "--plan_gpus", "1"])
     found = setup_of(args, config_of(args.model))
     assert disk_bytes(found) == num * checkpoint_bytes(found)
     for name in ("step_10", "unfinished_step_20", "damaged_step_30"):  # the last is never removed

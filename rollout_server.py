@@ -213,7 +213,7 @@ def build_servers(
         for i in range(0 if found else max(1, len(servers.generation_gpus) // size)):
             gpus = servers.generation_gpus[i * size : (i + 1) * size] if is_cuda else ()
             file = log.out_dir / "servers" / f"{i}.log"
-            process = start_server(options, "nccl" if is_cuda else "gloo", key, file, gpus)
+            process = start_server(options, "nccl_with_deadline" if is_cuda else "gloo", key, file, gpus)
             found.append(Server(f"server {i}", process.url, process))
         needed = {
             "--model": describe_model(load_config(model)), "--max_model_len": settings.max_model_len,

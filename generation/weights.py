@@ -1,8 +1,8 @@
 """Weights on their way from the trainer to a generation server: a process group of the main rank and its workers.
 Also whose server it is: no other run may send weights to it.
 
-vLLM's own weight transfer. On CUDA it is its backend `nccl`; for CPUs this file adds the same over gloo. Servers load
-it with `--worker-extension-cls generation.weights.Extension --middleware generation.weights.check_key`.
+vLLM's own weight transfer, of which this file has two backends: NCCL with a deadline, and gloo for CPUs. Servers load
+them with `--worker-extension-cls generation.weights.Extension --middleware generation.weights.check_key`.
 """
 
 from __future__ import annotations
@@ -85,7 +85,37 @@ def broadcast(group: ProcessGroup, tensor: Tensor) -> None:
 # The server's side ----------------------------------------------------------------------------------------------------
 
 
-class GlooEngine(NCCLWeightTransferEngine):
+class NcclEngine(NCCLWeightTransferEngine):
+    """vLLM's own would wait for ever for a trainer that has gone, and looks through the whole model for each tensor."""
+
+    def receive(self, tensor: Tensor) -> None:
+        """Fills it with what the trainer sends. Raises RuntimeError after `PATIENCE`; the next run connects anew."""
+        self.model_update_group.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
+        arrived = torch.cuda.Event()
+        arrived.record()
+        deadline = time.monotonic() + PATIENCE.total_seconds()
+        while not arrived.query():
+            if time.monotonic() > deadline:
+                self.shutdown()  # aborts the kernel that waits
+                raise RuntimeError(f"no weights came for {PATIENCE}: the trainer has gone, or hangs")
+            time.sleep(0.0001)
+
+    def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
+        def arriving() -> Iterator[tuple[str, Tensor]]:
+            rows = zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
+            for name, dtype, shape in rows:
+                tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
+                self.receive(tensor)
+                yield name, tensor
+
+        try:
+            self.model.load_weights(arriving())
+        except RuntimeError:  # the trainer has gone: only after an end, also of a part, can the next update begin
+            super().finish_weight_update()
+            raise
+
+
+class GlooEngine(NcclEngine):
     """The same for a worker on CPU."""
 
     group: ProcessGroup | None = None
@@ -100,19 +130,8 @@ class GlooEngine(NCCLWeightTransferEngine):
         # Not the base class's, which ends by synchronizing an accelerator.
         self.receive_weights(self.parse_update_info(update_info))
 
-    def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
-        def arriving() -> Iterator[tuple[str, Tensor]]:
-            rows = zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
-            for name, dtype, shape in rows:
-                tensor = torch.empty(shape, dtype=getattr(torch, dtype))
-                broadcast(self.group, tensor)
-                yield name, tensor
-
-        try:
-            self.model.load_weights(arriving())
-        except RuntimeError:  # the trainer has gone: only after an end, also of a part, can the next update begin
-            super().finish_weight_update()
-            raise
+    def receive(self, tensor: Tensor) -> None:
+        broadcast(self.group, tensor)
 
     def finish_weight_update(self) -> None:
         super().finish_weight_update()
@@ -125,6 +144,7 @@ class GlooEngine(NCCLWeightTransferEngine):
 
 
 WeightTransferEngineFactory.register_engine("gloo", GlooEngine)
+WeightTransferEngineFactory.register_engine("nccl_with_deadline", NcclEngine)
 
 
 class Extension:

@@ -53,7 +53,7 @@ def main() -> None:
         options = engine_options(args.model, settings, is_cuda, args.tensor_parallel_size)
     except (ValueError, OSError) as error:
         exit_with_error(error)
-    backend = "nccl" if is_cuda else "gloo"
+    backend = "nccl_with_deadline" if is_cuda else "gloo"
     command = server_command(options, backend, args.port, args.host)
     os.execve(command[0], command, server_environment(backend))
 

@@ -11,6 +11,7 @@ from collections import Counter
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from itertools import islice
 from types import SimpleNamespace
 
@@ -27,7 +28,7 @@ from fake_server import DESCRIPTION, TOKENIZER, WEIGHTS, FakeServer, engine_of, 
 from flags import EngineSettings, Sampling, Servers
 from forked import begin, launched
 from generation.start import SERVER, start_server
-from generation.weights import GlooEngine, StatelessProcessGroup
+from generation.weights import GlooEngine, NcclEngine, NCCLWeightTransferEngine, StatelessProcessGroup
 from generation.wire import Server
 from guards.start import RunError, reason_file
 from helpers import ALONE, flags, make_model, make_row, metrics_of, torchrun, training_flags, wait_for
@@ -216,6 +217,51 @@ def test_vllms_nccl_backend_takes_what_is_sent_to_it():
     inspect.signature(PyNcclCommunicator).bind("group", "device")
     inspect.signature(PyNcclCommunicator.broadcast).bind("self", "tensor", src=0, stream=None)
     inspect.signature(StatelessProcessGroup.create).bind(**place)
+
+
+class FakeTransfer:
+    """A communicator and its events: of this many tensors the trainer sends the values 1, 2, ..."""
+
+    def __init__(self, num_sent: int) -> None:
+        self.num_sent, self.num_asked, self.is_destroyed = num_sent, 0, False
+
+    def broadcast(self, tensor: torch.Tensor, src: int, stream: object) -> None:
+        self.num_asked += 1
+        tensor.fill_(self.num_asked if self.num_asked <= self.num_sent else 0)
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        return self.num_asked <= self.num_sent
+
+    def destroy(self) -> None:
+        self.is_destroyed = True
+
+
+@pytest.mark.parametrize("num_sent", [3, 1])
+def test_a_server_on_gpus_loads_all_tensors_in_one_call_and_does_not_wait_for_ever(num_sent, monkeypatch):
+    """Fake events: what NCCL does on a GPU when its peer has gone is proven by reading (ncclCommAbort) alone."""
+    transfer, loaded, calls = FakeTransfer(num_sent), {}, []
+    engine = object.__new__(NcclEngine)
+    engine.model_update_group, engine.device = transfer, torch.device("cpu")
+    engine.model = SimpleNamespace(load_weights=lambda weights: calls.append(1) or loaded.update(weights))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: transfer)
+    monkeypatch.setattr("generation.weights.PATIENCE", timedelta(seconds=0.2))
+    ended = []
+    monkeypatch.setattr(NCCLWeightTransferEngine, "finish_weight_update", lambda engine: ended.append(engine))
+    info = NcclEngine.update_info_cls(names=["a", "b", "c"], dtype_names=["float32"] * 3, shapes=[[2], [1, 3], []])
+    if num_sent == 3:
+        engine.receive_weights(info)
+        assert {name: (tensor.shape, tensor.max().item()) for name, tensor in loaded.items()} == {
+            "a": ((2,), 1), "b": ((1, 3), 2), "c": ((), 3),
+        }  # fmt: skip
+        assert len(calls) == 1 and not transfer.is_destroyed and not ended
+    else:
+        with pytest.raises(RuntimeError, match="no weights came for 0:00:00.2"):
+            engine.receive_weights(info)
+        assert transfer.num_asked == 2 and transfer.is_destroyed and engine.model_update_group is None
+        assert ended == [engine], "else the next update cannot begin"
 
 
 # Real servers ---------------------------------------------------------------------------------------------------------

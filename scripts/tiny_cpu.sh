@@ -30,7 +30,8 @@ ARGS=(
     --temperature 1.0
     --tensor_parallel_size "$TP"
     --kl_coef 0.001            # small: there to be watched
-    --learning_rate 2e-4       # 200 times what a 7B model wants: this one is 10,000 times smaller
+    --learning_rate 3e-4       # 300 times what a 7B model wants: this one is 10,000 times smaller
+    --lr_schedule linear
     --warmup_ratio 0.05
     --eval_every 5
     --eval_before_training

@@ -1,35 +1,37 @@
-"""The main command, as a user would type it: the policy learns to think (three minutes). Every recipe on that job."""
+"""The main command, as a user would type it: the policy learns to think (two minutes). Every recipe on that job."""
 
-import hashlib
 import os
 import re
 import socket
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
+from safetensors.torch import load_file
 
 from forked import run_script
 from helpers import ROOT, lines, metrics_of, run_command, without_times
 
 PAGE = (ROOT / "docs" / "algorithm.md").read_text()
+POLICY = ROOT / "scripts" / "tiny_policy"
 OF_TESTS = ("OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA")  # a user's environment does not have them
 RECIPES = re.findall(r"^\| (.+?) (?:\(.*\) )?\| `(--[^`]+)` \|$", PAGE, flags=re.MULTILINE)
 
 
-def run_job(run_it: Callable, run_dir: Path, policy: Path, *flags: str, **settings: object) -> CompletedProcess[str]:
-    """`bash scripts/tiny_cpu.sh FLAGS`, for real or forked, with every path in a folder of the test's own."""
+def run_job(run_it: Callable, run_dir: Path, *flags: str, **settings: object) -> CompletedProcess[str]:
+    """`bash scripts/tiny_cpu.sh FLAGS`, for real or forked, in a folder of the test's own."""
     environment = {key: value for key, value in os.environ.items() if key not in OF_TESTS}
-    environment |= {"OUT_DIR": str(run_dir), "POLICY": str(policy)} | {k: str(v) for k, v in settings.items()}
+    environment |= {"OUT_DIR": str(run_dir)} | {k: str(v) for k, v in settings.items()}
     return run_it(["bash", "scripts/tiny_cpu.sh", *flags], environment)
 
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     folder = tmp_path_factory.mktemp("main_job")
-    done = run_job(run_command, folder / "run", folder / "policy", OMP_NUM_THREADS=1)  # as two cores have: sums depend
+    done = run_job(run_command, folder / "run", OMP_NUM_THREADS=1)  # as two cores have: sums depend
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return folder
 
@@ -41,36 +43,39 @@ def test_the_policy_learns_to_think_on_the_main_job_and_sampler_and_trainer_agre
     assert after["eval/heldout/tokens_mean"] > 2 * before["eval/heldout/tokens_mean"]
     last = lines(job / "run" / "samples.jsonl")[-4:]
     assert all(sample["completion"].startswith("<think>") for sample in last)
-    assert max(metrics[step]["policy/rollout_gap_mean"] for step in metrics if step) < 0.005
+    assert max(metrics[step]["policy/rollout_gap_mean"] for step in metrics if step) < 1e-4
 
 
 def test_the_first_twelve_steps_are_those_of_the_golden_curve(job):
-    """In fp32. The file has the SHA-256 of the warm-started policy, then a line a step with floats of 9 digits.
+    """In fp32. The file has a line a step with floats of 9 digits; after a wanted change, write `found` to it.
 
-    A CPU with the same kernels makes the same policy, bit for bit, and then the same steps: integers are equal, floats
-    up to their digits. Other kernels sum in another order, and in the 650 updates of the warm start that becomes
-    another policy, as another seed would make. Then the curves may be two steps apart: what two steps change at most
-    is the tolerance. Kernels for SSE4.1 were at most one apart. After a wanted change, write `found` to the file.
+    Other kernels than those of the file (AVX2) sum in another order. That is seen in no figure of the first step, and
+    draws other tokens later. Then the curves may be two steps apart: what two steps change at most is the tolerance.
     """
-    sha256 = hashlib.sha256((job / "policy" / "model.safetensors").read_bytes()).hexdigest()
-    steps = {step: without_times(metrics) for step, metrics in metrics_of(job / "run").items() if step <= 12}
-    found, golden = [{"policy_sha256": sha256}, *steps.values()], lines(ROOT / "tests" / "golden_curve.jsonl")
+    found = [without_times(metrics) for step, metrics in metrics_of(job / "run").items() if step <= 12]
+    golden = lines(ROOT / "tests" / "golden_curve.jsonl")
     assert [line.keys() for line in found] == [line.keys() for line in golden]
-    if found[0] == golden[0]:
-        for ours, theirs in zip(found[1:], golden[1:], strict=True):
-            assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-9), theirs["step"]
+    assert found[1] == pytest.approx(golden[1], rel=1e-3, abs=1e-5)
     for name in ("reward/mean", "completion/tokens_mean", "policy/entropy"):
-        ours, theirs = ([line[name] for line in curve[2:]] for curve in (found, golden))
+        ours, theirs = ([line[name] for line in curve[1:]] for curve in (found, golden))
         drift = max(abs(later - value) for value, later in zip(theirs, theirs[2:], strict=False))
         assert ours == pytest.approx(theirs, abs=drift), name
 
 
-def test_the_held_out_problems_are_never_trained_on(job):
-    train, heldout = (
-        [row["problem"].split("+") for row in lines(job / "policy" / f"{name}.jsonl")] for name in ("train", "heldout")
+def test_the_policy_in_the_repository_is_that_of_its_program_with_held_out_problems_that_are_never_trained_on(tmp_path):
+    """Two updates of 650, which take minutes: the weights are others, and all else is the same."""
+    done = run_command(
+        [sys.executable, "scripts/warm_start.py", "--out_dir", f"{tmp_path}/policy", "--num_updates", "2"]
     )
-    assert len(train) == 4096
-    assert len(heldout) == 256
+    assert done.returncode == 0, done.stderr
+    for file in POLICY.iterdir():
+        made = tmp_path / "policy" / file.name
+        if file.name not in ("model.safetensors", "warm_start.json"):
+            assert made.read_bytes() == file.read_bytes(), file.name
+    weights, others = (load_file(folder / "model.safetensors") for folder in (POLICY, tmp_path / "policy"))
+    assert {name: each.shape for name, each in weights.items()} == {name: each.shape for name, each in others.items()}
+    train, heldout = ([row["problem"].split("+") for row in lines(POLICY / f"{n}.jsonl")] for n in ("train", "heldout"))
+    assert len(train) == 4096 and len(heldout) == 256
     assert not {frozenset(numbers) for numbers in train} & {frozenset(numbers) for numbers in heldout}
 
 
@@ -89,12 +94,12 @@ def recipe_runs(job, tmp_path_factory):
     def run(recipe: tuple[str, str]) -> tuple[str, tuple[str, Path]]:
         name, flags = recipe
         limits = ["--total_steps", "2", "--eval_samples", "1", "--prompts_per_step", "16", "--prompts_per_update", "8"]
-        limits += ["--eval_data", f"{job}/policy/heldout.jsonl#16"]
+        limits += ["--eval_data", f"{POLICY}/heldout.jsonl#16"]
         if "--overlong_cache_tokens" in flags:  # 4,096 tokens are more than this job's completions have
             limits += ["--reward", "exact,length", "--overlong_cache_tokens", "16"]
         run_dir = folder / name.replace(" ", "_")
         settings = {"NGPU": 1, "OMP_NUM_THREADS": 1}
-        done = run_job(run_script, run_dir, job / "policy", *flags.split(), *limits, **settings)
+        done = run_job(run_script, run_dir, *flags.split(), *limits, **settings)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         return name, (done.stdout, run_dir)
 
@@ -126,8 +131,7 @@ def test_two_nodes_train_together(job, tmp_path):
     flags = ("--total_steps", "2", "--eval_samples", "1")
     with ThreadPoolExecutor(2) as pool:
         started = [
-            pool.submit(run_job, run_script, tmp_path / "run", job / "policy", *flags, **where, NODE_RANK=rank)
-            for rank in (1, 0)
+            pool.submit(run_job, run_script, tmp_path / "run", *flags, **where, NODE_RANK=rank) for rank in (1, 0)
         ]
     outputs = [node.result() for node in started]
     assert [node.returncode for node in outputs] == [0, 0], outputs
@@ -139,6 +143,6 @@ def test_two_nodes_train_together(job, tmp_path):
 
 
 def test_a_node_that_is_not_told_its_place_says_what_is_missing(job, tmp_path):
-    done = run_job(run_script, tmp_path / "run", job / "policy", NNODES=2)
+    done = run_job(run_script, tmp_path / "run", NNODES=2)
     assert done.returncode != 0
     assert "NNODES=2 needs NODE_RANK" in done.stderr

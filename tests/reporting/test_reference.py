@@ -16,7 +16,6 @@ from reporting.history import History, read_config
 from reporting.reference import SAMPLING, belongs_to, judge, load, names, published_curves
 from test_setups import launched
 
-NO_PYTHON = {"BASH_FUNC_python%%": "() { :; }"}  # scripts/tiny_cpu.sh would make its policy
 GSM8K, DAPO, ZOO, TULU = (
     "qwen2.5_3b_gsm8k_lora_1gpu", "qwen3_4b_dapo_8gpu", "qwen7b_simplerl_2x8xh100", "tulu8b_rlvr_7plus1",
 )  # fmt: skip
@@ -27,7 +26,7 @@ BEFORE, AFTER = "GSM8K, 3B, before training", "GSM8K, 3B, after 116 steps"
 @functools.cache
 def config_of(name: str) -> dict:
     """The flags as the script gives them, as config.json has them."""
-    *_, arguments = launched(name, NGPU=1, NUM_GPUS=0, **NO_PYTHON)
+    *_, arguments = launched(name, NGPU=1, NUM_GPUS=0)
     return json.loads(json.dumps(vars(parse_flags(arguments))))
 
 

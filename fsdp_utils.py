@@ -7,6 +7,7 @@ process"). FSDP2 (`fully_shard`) does the sharding. Read `World` first, then `sh
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -110,6 +111,9 @@ def init_world(tp_size: int, timeout_minutes: float, shard_ranks: int | None = N
     if torch.cuda.is_available():
         device, backend = torch.device("cuda", int(os.environ["LOCAL_RANK"])), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
+        # What each rank did last, before a collective times out: for torch's `torchfrtrace`.
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+        os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{tempfile.gettempdir()}/nccl_trace_rank_")
         set_allocator(is_expandable=False)
         use_all_cores()
     else:

@@ -85,6 +85,7 @@ def described(config: object) -> dict[str, object]:
         "sleeps": model.enable_sleep_mode and model.enable_cumem_allocator and model.sleep_mode_backend == "cumem",
         "logprobs": model.logprobs_mode,
         "head_dtype": str(model.head_dtype),
+        "tries_flashinfer": config.kernel_config.enable_flashinfer_autotune,
         "fuses_all_reduce": graphs.pass_config.fuse_allreduce_rms,
         "has_custom_all_reduce": not parallel.disable_custom_all_reduce,
         "executor": parallel.distributed_executor_backend,

@@ -89,6 +89,7 @@ def test_vllm_makes_of_our_options_what_the_engine_relies_on(name, kind, resolve
         "sleeps": True,
         "logprobs": "processed_logprobs",
         "head_dtype": "torch.float32" if name in FP32_LOGITS else "torch.bfloat16",
+        "tries_flashinfer": False,
         "fuses_all_reduce": False,
         "has_custom_all_reduce": True,
         "executor": "external_launcher",
@@ -135,7 +136,9 @@ def test_the_options_are_plain_values(policy):
     assert engine_options(str(policy), settings, True, 2)["max_num_seqs"] == MOST_ON_GPU == 512
     fp32_logits = engine_options(str(policy), replace(settings, head_dtype="float32"), True, 2, most_sequences=8)
     assert fp32_logits == cuda | {"hf_overrides": {"head_dtype": "float32"}}
-    assert cuda.keys() - cpu.keys() == {"gpu_memory_utilization", "max_num_seqs", "compilation_config"}
+    assert cuda.keys() - cpu.keys() == {
+        "gpu_memory_utilization", "max_num_seqs", "compilation_config", "kernel_config",
+    }  # fmt: skip
     assert cpu.keys() - cuda.keys() == {"kv_cache_memory_bytes", "block_size"} and cpu["block_size"] == CPU_BLOCK
     assert (cuda["enforce_eager"], cuda["enable_sleep_mode"]) == (False, True)
     assert (cpu["enforce_eager"], cpu["enable_sleep_mode"]) == (True, False)

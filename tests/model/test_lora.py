@@ -256,7 +256,7 @@ def test_an_adapter_of_qwen3_is_that_of_peft(qwen3_policy, tmp_path):
 
 
 def run_flags(policy: Path, reward: str, out_dir: Path, **changes: object) -> list[str]:
-    lora = {"lora_rank": RANK, "lora_dropout": 0.05, "prompts_per_update": 8, "reward": reward}
+    lora = {"lora_rank": RANK, "lora_dropout": 0.05, "prompts_per_update": 8, "reward": reward, "dtype": "bfloat16"}
     without = {"eval_data": None, "eval_every": 0, "eval_before_training": None}
     return training_flags(policy, out_dir, **(lora | without | changes))
 

@@ -69,7 +69,7 @@ ARGS=(
     --keep_checkpoints 0          # source: keeps all
     --gradient_checkpointing      # source: on
     --micro_batch_tokens 8192     # not in the source: our choice
-    --dtype bfloat16              # as in the other sources: bf16
+    --dtype bfloat16              # not in the source: our choice
     --tensor_parallel_size "$TP"
     --gpu_memory_utilization 0.5  # not in the source: our choice
     --plan_gpu RTX4090-24GB       # not in the source: our choice; this and the next two are for the dry run alone

@@ -51,7 +51,7 @@ ARGS=(
     --save_every 5                 # source: saves every 5 steps
     --keep_checkpoints 3           # not in the source: our choice; one takes 99 GiB
     --keep_best "eval/$(basename "$DATA")_test/avg@1" # source: chosen by validation, on 500 rows that are not published
-    --dtype bfloat16               # as in the other sources: bf16
+    --dtype bfloat16               # not in the source: our choice
     --tensor_parallel_size "$TP"
     --gpu_memory_utilization 0.75  # source: memory share 0.75
     --micro_batch_tokens 18432     # not in the source: our choice, two sequences of full length

@@ -48,7 +48,7 @@ ARGS=(
     --save_every 20                  # not in the source: our choice
     --keep_checkpoints 3             # not in the source: our choice
     --keep_best "eval/$(basename "$DATA")_train[:500]/avg@1" # source: the best intermediate one by validation
-    --dtype bfloat16                 # as in the other sources: bf16
+    --dtype bfloat16                 # not in the source: our choice
     --tensor_parallel_size "$TP"
     --micro_batch_tokens 16384       # not in the source: our choice
     --gpu_memory_utilization 0.9     # not in the source: our choice

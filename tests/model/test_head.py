@@ -105,6 +105,6 @@ def test_on_a_gpu_one_product_makes_fp32_logits_without_a_copy_of_the_weight():
 @pytest.mark.parametrize("given", [None, "float32"])
 def test_policy_and_reference_have_the_head_dtype_of_the_flags(given, qwen3_policy, monkeypatch):
     monkeypatch.setattr("policy.shard_and_fill", lambda policy, *rest: policy)
-    policy, reference, _ = build(flags(model=qwen3_policy, kl_coef=0.1, head_dtype=given), ALONE)
+    policy, reference, _ = build(flags(model=qwen3_policy, kl_coef=0.1, dtype="bfloat16", head_dtype=given), ALONE)
     assert policy is not reference
     assert {policy.head_dtype, reference.head_dtype} == {torch.float32 if given else torch.bfloat16}

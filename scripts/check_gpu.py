@@ -271,10 +271,10 @@ def gap_lines(place: Place, what: str, steps: list[dict[str, float]]) -> Iterato
     first, *later = (record["policy/rollout_gap_mean"] for record in steps)
     advice = "The engine samples from other weights than the trainer trains, or one of them computes wrongly."
     most = LARGEST_GAP[place.is_cuda]
-    yield Line(f"{what}: gap to the trainer at first", f"{first:.5f}", f"below {most:g}", first < most, advice)
+    yield Line(f"{what}: gap to the trainer at first", f"{first:.2g}", f"below {most:.2g}", first < most, advice)
     worst, limit = max(later), max(2 * first, 1e-4)
     name = f"{what}: gap after sleep, wake and sync"
-    yield Line(name, f"{worst:.5f}", f"at most {limit:.5f}", worst <= limit, advice)
+    yield Line(name, f"{worst:.2g}", f"at most {limit:.2g}", worst <= limit, advice)
     norm = steps[0]["optim/grad_norm"]
     yield Line(f"{what}: gradient", f"norm {norm:.4f}", "finite, above 0", math.isfinite(norm) and norm > 0, advice)
 

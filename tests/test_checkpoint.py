@@ -308,7 +308,9 @@ def test_a_checkpoint_takes_the_space_that_the_dry_run_says(policy, tokenizer, t
     config.hidden_size, config.intermediate_size = 256, 768
     Qwen2ForCausalLM(config).save_pretrained(tmp_path / "model")
     writer(tmp_path / "run", tokenizer).save(1, *trained(tmp_path / "model"), {})
-    args = flags(model=tmp_path / "model", train_data="x#100", max_prompt_tokens=8, max_completion_tokens=12)
+    args = flags(
+        model=tmp_path / "model", train_data="x#100", max_prompt_tokens=8, max_completion_tokens=12, dtype="bfloat16"
+    )
     files = [path for path in (tmp_path / "run" / "step_1").rglob("*") if path.is_file()]
     expected = checkpoint_bytes(setup_of(args, load_config(args.model)))
     assert sum(path.stat().st_size for path in files) == pytest.approx(expected, rel=0.02)

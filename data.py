@@ -292,6 +292,11 @@ class PromptData:
         lines += [f"  excluded: {where}: {reason}" for where, reason in self.excluded[:5]]
         if count := sum(len(alternatives(row.answer)) > 1 for row in self.rows):
             lines.append(f"  {count} rows have several answers, of which any is correct (--list_answers any)")
+        answers: dict[str, set[str]] = {}
+        for row in self.rows:
+            answers.setdefault(row.text, set()).add("" if row.images else row.answer)
+        if count := sum(len(several) > 1 for several in answers.values()):
+            lines.append(f"  warning: {count} prompts occur with different answers, of which each row takes its own")
         for count, (name, size, weight) in zip(_draws(self.shares), self.shares, strict=True):
             draws = f"{count} of {len(self.rows)} draws an epoch, {count / size:.2f} for each of {size} rows"
             lines.append(f"  {name}: weight {weight:g}, {draws}")

@@ -235,6 +235,10 @@ def parse_arguments() -> argparse.Namespace:
         parser.set_defaults(**{name: config[name] for name in shared if name in config})
         of_sets = {name: config.get(f"eval_{name}") or [] for name in OF_A_SET}
         parser.set_defaults(**{name: values for name, values in of_sets.items() if len(values) == 1})
+        for name, values in of_sets.items():
+            if len(values) > 1 and not any(each.partition("=")[0] == f"--{name}" for each in sys.argv):
+                has = f"--eval_{name} {' '.join(map(str, values))}, a value for each of its sets"
+                raise ValueError(f"--like {run}: that run has {has}; give --{name}.")
     args = parser.parse_args()
     args.dtype = args.dtype or default_dtype()
     return args

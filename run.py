@@ -29,7 +29,7 @@ from data import PromptData
 from flags import FLAGS, Recording
 from fsdp_utils import World, broadcast_from_main, end_if_requested
 from guards.files import DiskError, append, checkpoints, lock_file, required, tolerated, write
-from guards.fingerprint import versions
+from guards.fingerprint import INPUTS, versions
 from guards.stall import BOARD, in_phase
 from guards.start import RunError
 from inputs.checks import launched_world_size, own_files
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from planner.watch import MemoryWatch
 
 IDLE_STEPS = 5
-INPUTS = "inputs.json"  # digests of what flags name: rows of data, files of one's own
 
 
 def open_run_folder(out_dir: Path, config: dict[str, object], free: set[str], inputs: dict[str, str]) -> TextIO:
@@ -99,7 +98,7 @@ def _check_same_inputs(file: Path, inputs: dict[str, str]) -> None:
     if not file.exists():
         write(file, json.dumps(inputs, indent=2) + "\n")
     found = json.loads(file.read_text())
-    if changed := [name for name in inputs if found.get(name) != inputs[name]]:
+    if changed := [name for name in inputs if found.get(name, inputs[name]) != inputs[name]]:
         way_out = f"give another --out_dir to start afresh, or delete {file} if the change is meant"
         raise ValueError(f"{', '.join(changed)}: not the same as when this run began; {way_out}.")
 

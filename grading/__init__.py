@@ -61,7 +61,7 @@ def key_text(value: object, several: str = "any") -> str:
     """
     answers = _listed(value)
     if answers is None:
-        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        return value if isinstance(value, str) else json.dumps(_whole(value), ensure_ascii=False)
     answers = list(dict.fromkeys(answer for answer in answers if answer.strip()))
     if not answers:
         raise ValueError("a list without an answer")
@@ -84,7 +84,12 @@ def _listed(value: object) -> list[str] | None:
     if not isinstance(value, list) or any(isinstance(each, bool) for each in value):
         return None
     found = [each for each in value if each is not None and each == each]
-    return [str(each) for each in found] if all(isinstance(each, (str, int, float)) for each in found) else None
+    return [str(_whole(each)) for each in found] if all(isinstance(each, (str, int, float)) for each in found) else None
+
+
+def _whole(value: object) -> object:
+    """12 for 12.0: a column of whole numbers with a gap is one of floats, in pandas."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def spelled(text: str) -> object:

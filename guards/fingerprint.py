@@ -60,6 +60,9 @@ def differences(of_ranks: list[dict[str, str]]) -> str:
     return "; ".join(said)
 
 
+INPUTS = "inputs.json"  # in the run folder: digests of what flags name (weights, rows of data, files of one's own)
+
+
 def digest(pieces: Iterable[np.ndarray | bytes]) -> str:
     """Of all bytes, and of where a piece ends."""
     whole = hashlib.sha1(usedforsecurity=False)  # the fastest that hashlib has

@@ -33,6 +33,9 @@ def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
     """
     check_ranges(args, GROUPS)
     check_path(args.model)
+    for name in ("--plan_gpus", "--plan_nodes", "--plan_gpu", "--json") if num_ranks is None else ():
+        if not args.dry_run and FLAGS[name].of(args) != FLAGS[name].value:
+            raise ValueError(f"{name} has no effect without --dry_run; leave it out.")
     num_ranks = launched_world_size() if num_ranks is None else num_ranks
     check_batches(args, num_ranks)
     check_head_dtype(args)
@@ -160,6 +163,8 @@ def of_replay(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[str]:
 
 
 def of_evaluation(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[str]:
+    if args.prompt_column == args.answer_column:
+        yield f"{flag.prompt_column} and {flag.answer_column}: the prompt would be the answer; name two columns."
     for name in ("eval_every", "eval_before_training"):
         if getattr(args, name) and not args.eval_data:
             yield f"{getattr(flag, name)} needs --eval_data; name a file, or leave --{name} out."

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import time
 import uuid
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -20,7 +21,7 @@ from batch import Row
 from data import PromptData
 from flags import FLAGS, Grading, PromptFormat, Sampling, Stalls, make_plan, take
 from fsdp_utils import World, gather_from_ranks, is_engine_leader_process, is_main_process, wait_for_all
-from guards.fingerprint import check_same_start, digest
+from guards.fingerprint import INPUTS, check_same_start, digest
 from guards.stall import Watch
 from inputs.checks import LOOPBACK, given, own_files, ranks_per_engine
 from inputs.machine import check_launch, choose_interface, local_world_size
@@ -45,7 +46,7 @@ class Inputs:
     eval_samplings: list[Sampling]
     grader: Grader
     generation_config: GenerationConfig  # of the exported policy
-    digests: dict[str, str]  # of the rows of each source, and of files of one's own, by name
+    digests: dict[str, str]  # of weights (main process), of the rows of each source, of files of one's own; by name
 
     @property
     def companions(self) -> list[PreTrainedTokenizerBase | ProcessorMixin | GenerationConfig]:
@@ -73,14 +74,34 @@ def load_inputs(args: Namespace) -> Inputs:
     make_plan(args, len(PromptData.mix(train_data, args.data_weights).rows))  # raises for too few rows, wrong weights
     # The seed 0 draws #ROWS: held-out sets are the same problems whatever the seed of the run.
     eval_sets = load(args.eval_data, 0)
-    if is_main_process():
-        weight_files(args.model)  # downloads what is not on the disk, while nobody waits in a collective
+    digests = {}
+    if is_main_process():  # downloads weights that are not on the disk, while nobody waits in a collective
+        digests["--model"] = digest(chain.from_iterable(map(samples_of, weight_files(args.model))))
+        check_replayed(args, digests["--model"])
     grader = start_grader(take(Grading, args), num_ranks)
     sources = zip([*args.train_data, *args.eval_data], [*train_data, *eval_sets], strict=True)
-    digests = {source: digest(chain.from_iterable(map(content_of, data.rows))) for source, data in sources}
+    digests |= {source: digest(chain.from_iterable(map(content_of, data.rows))) for source, data in sources}
     files = own_files([args.reward, args.advantage, args.policy_loss, args.kl_estimator])
     digests |= {file: digest([Path(file).read_bytes()]) for file in files}
     return Inputs(tokenizer, vision, train_data, eval_sets, samplings, grader, generation_config, digests)
+
+
+def samples_of(file: Path) -> Iterator[bytes]:
+    """64 pieces of 64 KiB, from all over the file: training changes every tensor, and large models are not read."""
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        for i in range(64):
+            opened.seek(size * i // 64)
+            yield opened.read(2**16)
+
+
+def check_replayed(args: Namespace, weights: str) -> None:
+    """Raises ValueError if the run that --replay names began with other weights than --model."""
+    file = Path(args.replay or "") / INPUTS
+    began = json.loads(file.read_text()).get("--model", weights) if args.replay and file.exists() else weights
+    if began != weights:
+        other = f"that run began with other weights than --model {args.model}"
+        raise ValueError(f"--replay {args.replay}: {other}; give its model.")
 
 
 def content_of(row: Row) -> tuple[bytes, ...]:

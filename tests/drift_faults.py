@@ -34,9 +34,7 @@ class Trial:
     def __init__(self, world: World, path: str, lora_rank: int) -> None:
         self.world, self.number, self.gap = world, 0, 0.0
         sizes = {"group_size": 4, "prompts_per_step": 8, "prompts_per_update": 8, "dtype": "bfloat16"}
-        self.args = flags(
-            model=path, lora_rank=lora_rank, learning_rate=RATE, head_dtype="float32", **sizes
-        )
+        self.args = flags(model=path, lora_rank=lora_rank, learning_rate=RATE, head_dtype="float32", **sizes)
         self.policy, _, self.optimizer = build(self.args, self.world)
         tokenizer = AutoTokenizer.from_pretrained(path)
         settings = EngineSettings(64, "bfloat16", "float32", gpu_memory_utilization=0.3, enforce_eager=True)

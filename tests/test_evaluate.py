@@ -181,6 +181,13 @@ def test_like_a_run_is_evaluated_as_it_trains_and_the_results_are_not_in_the_che
     args = parse_arguments()
     assert (args.reward, args.max_completion_tokens, args.samples) == ("math:2,length", [7], [2])
     assert args.prompt_suffix == " Stop." and args.dtype == run["dtype"]
+    (tmp_path / "config.json").write_text(json.dumps(run | {"eval_temperature": [0.5, 0.2]}))
+    with pytest.raises(
+        ValueError, match="--eval_temperature 0.5 0.2, a value for each of its sets; give --temperature"
+    ):
+        parse_arguments()
+    monkeypatch.setattr(sys, "argv", [*command, "--temperature", "0.5"])
+    assert parse_arguments().temperature == [0.5]
     assert new_folder(None, args.model).parent == tmp_path / "eval" / "step_3"
     assert new_folder(None, "owner/name").parent == Path("eval/owner--name")
 

@@ -23,7 +23,9 @@ from data import PromptData
 from flags import Recording, free_on_resume
 from fsdp_utils import World
 from guards.files import DiskError
+from guards.fingerprint import digest
 from helpers import flags, lines, make_rollout
+from inputs.load import check_replayed, samples_of
 from planner.watch import MemoryWatch
 from records.console import console_line, duration
 from report import read_metrics
@@ -353,3 +355,18 @@ def test_the_clock_of_a_run_starts_with_its_first_phase_not_with_the_loading_of_
     assert (line["step"], line["time/evaluate_s"], line["time/step_s"]) == (0, 1.0, 3.0)
     assert "time/sample_s" not in line and line["memory/evaluate_gib"] > 0
     assert run.metrics() == {"time/sample_s": 16.0, "time/step_s": 139.0 - 107.0}
+
+
+def test_weights_that_changed_anywhere_are_noticed_and_a_replay_wants_those_of_its_run(tmp_path):
+    file, content = tmp_path / "model.safetensors", bytearray(os.urandom(300_000))
+    file.write_bytes(content)
+    before = digest(samples_of(file))
+    assert digest(samples_of(file)) == before
+    content[200_000] ^= 1
+    file.write_bytes(content)
+    assert digest(samples_of(file)) != before
+    (tmp_path / "inputs.json").write_text(json.dumps({"--model": before}))
+    check_replayed(flags(replay=tmp_path), before)
+    check_replayed(flags(), "others")
+    with pytest.raises(ValueError, match="began with other weights than --model"):
+        check_replayed(flags(replay=tmp_path), digest(samples_of(file)))

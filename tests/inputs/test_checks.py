@@ -77,6 +77,9 @@ MISTAKES = [  # ranks, flags beside the required ones, what the sentence says
     (1, "--overlong_cache_tokens 5", "has no effect without the reward `length`"),
     (1, "--reward math,length --overlong_cache_tokens 16 --max_completion_tokens 16", "so that every completion"),
     (1, "--eval_data x.jsonl", "--eval_data x.jsonl is never evaluated"),
+    (1, "--prompt_column answer", "the prompt would be the answer; name two columns"),
+    (None, "--plan_gpus 4", "--plan_gpus has no effect without --dry_run"),
+    (None, "--json", "--json has no effect without --dry_run"),
     (1, "--replay nowhere", "nowhere/config.json cannot be read"),
 ]
 

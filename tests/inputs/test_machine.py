@@ -140,7 +140,7 @@ def test_a_rank_on_a_gpu_starts_with_its_allocator_threads_and_device(gpus, monk
 def test_the_main_process_alone_fetches_the_weights_before_the_ranks_meet(policy, monkeypatch, tmp_path):
     """Else the others would wait for a download in a collective, and its time-out would end the run."""
     fetched = []
-    monkeypatch.setattr(load, "weight_files", fetched.append)
+    monkeypatch.setattr(load, "weight_files", lambda path: fetched.append(path) or [])
     files = {"model": policy, "train_data": policy / "train.jsonl", "out_dir": tmp_path}
     for rank in ("1", "0"):
         monkeypatch.setenv("RANK", rank)

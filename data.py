@@ -296,7 +296,7 @@ class PromptData:
         for row in self.rows:
             answers.setdefault(row.text, set()).add("" if row.images else row.answer)
         if count := sum(len(several) > 1 for several in answers.values()):
-            lines.append(f"  warning: {count} prompts occur with different answers, of which each row takes its own")
+            lines.append(f"  warning: prompts that occur with different answers: {count}; each row has its own")
         for count, (name, size, weight) in zip(_draws(self.shares), self.shares, strict=True):
             draws = f"{count} of {len(self.rows)} draws an epoch, {count / size:.2f} for each of {size} rows"
             lines.append(f"  {name}: weight {weight:g}, {draws}")

@@ -194,8 +194,8 @@ GROUPS["optimizer (AdamW)"] = [
 ]
 DTYPES = ("bfloat16", "float32")
 GROUPS["precision and memory"] = [
-    flag("--dtype", str, "arithmetic of trainer and sampler; default: bfloat16 on GPUs, float32 on CPUs, of which many "
-         "only emulate bfloat16", choices=DTYPES),
+    flag("--dtype", str, "arithmetic of trainer and sampler; default: bfloat16 on GPUs and with --param_dtype "
+         "bfloat16, else float32, because many CPUs only emulate bfloat16", choices=DTYPES),
     flag("--head_dtype", str, "arithmetic of the head's logits in trainer and sampler, for example float32 beside "
          "--dtype bfloat16; default: that of --dtype", choices=DTYPES),
     flag("--param_dtype", "float32", "parameters, gradients, Adam's moments: 16 bytes per parameter (float32), or 10 "

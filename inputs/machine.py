@@ -40,7 +40,7 @@ def check_launch(tp_size: int, dtype: str, gpu_memory_utilization: float, others
         needed = "one rank needs one GPU, and not a MIG slice"
         raise ValueError(f"{started} on this node, but only {num_gpus} GPUs are visible; {needed}.")
     if num_gpus and dtype == "float32":
-        raise ValueError("--dtype float32: packed attention on CUDA computes in bfloat16; leave --dtype out.")
+        raise ValueError("--dtype float32: packed attention on CUDA computes in bfloat16; give --dtype bfloat16.")
     check_divides("--tensor_parallel_size", tp_size, "the world size", world_size)
     if num_gpus:
         check_driver(num_gpus)

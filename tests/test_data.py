@@ -418,7 +418,7 @@ def test_the_description_counts_and_names(tmp_path):
 
 def test_a_prompt_with_different_answers_is_told(tmp_path):
     rows = [{"problem": "q", "answer": "1"}, {"problem": "q", "answer": "2"}, {"problem": "r", "answer": "1"}] * 2
-    assert "1 prompts occur with different answers" in "".join(load_rows(tmp_path, rows).describe())
+    assert "prompts that occur with different answers: 1;" in "".join(load_rows(tmp_path, rows).describe())
     assert "different" not in "".join(load_rows(tmp_path, rows[1:3] * 2).describe())
 
 

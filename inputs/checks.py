@@ -33,7 +33,7 @@ def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
     """
     check_ranges(args, GROUPS)
     check_path(args.model)
-    for name in ("--plan_gpus", "--plan_nodes", "--plan_gpu", "--json") if num_ranks is None else ():
+    for name in ("--plan_gpus", "--plan_nodes", "--json") if num_ranks is None else ():
         if not args.dry_run and FLAGS[name].of(args) != FLAGS[name].value:
             raise ValueError(f"{name} has no effect without --dry_run; leave it out.")
     num_ranks = launched_world_size() if num_ranks is None else num_ranks

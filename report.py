@@ -138,12 +138,16 @@ def plot_timeline(run_dir: Path) -> None:
 def main() -> None:
     """The command line. Ends with exit status 2 and a sentence for what cannot be read."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, help="run folders; after --compare A... -- those of B")
+    parser.add_argument("runs", nargs="*", type=Path, help="run folders; after --compare A... -- those of B")
     parser.add_argument("--output", type=Path, metavar="FILE", help="the page (default: report.html in the first run)")
     answers = parser.add_mutually_exclusive_group()
     answers.add_argument("--compare", nargs="+", type=Path, metavar="A", help="compare these runs with those after --")
     answers.add_argument("--reference", choices=reference.names(), metavar="NAME", help="judge each run by it")
     args = parser.parse_args()
+    if not args.runs:
+        parser.error(
+            "--compare A... -- B...: name runs on both sides" if args.compare else "name one or more run folders"
+        )
     try:
         if args.compare:
             print(compare(*([history(run_dir) for run_dir in side] for side in (args.compare, args.runs))))

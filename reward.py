@@ -155,24 +155,26 @@ class Grader:
         reasons = {i: each.value if each.status == "ok" else each.status for i, each in sorted(outcomes.items())}
         return {i: reason for i, reason in reasons.items() if reason is not None}
 
-    def _wrong_return(self, case: Case) -> str | None:
-        """Why no completion could be graded: a function of one's own that returns no reward for an empty one."""
-        kind, given = ("grade", case) if self.needs.cases else ("compare", [case])
-        self.pool.submit(0, (kind, given))
+    def _wrong_return(self, case: Case) -> str:
+        """What a function of one's own returns for an empty completion, if that is no reward; else ""."""
+        self.pool.submit(0, ("grade", case) if self.needs.cases else ("compare", [case]))
         status = self.pool.collect()[0].status
-        return status if status.startswith("error: WrongReturn") else None
+        return status.partition("WrongReturn: ")[2]
 
     def check_keys(self, data: PromptData, world: World) -> PromptData:
-        """The data without the rows whose answer key cannot be used; the engines' first ranks share the work."""
+        """The data without the rows whose answer key cannot be used; the engines' first ranks share the work.
+
+        Raises ValueError, on all ranks, for a function of one's own that returns no reward.
+        """
         from fsdp_utils import gather_from_ranks
 
         share = range(world.engine_index, len(data.rows), world.num_engines) if self.pool is not None else ()
         rows = [data.rows[i] for i in share]
         cases = [Case("", row.answer, row.columns, row.text, where=row.where) for row in rows]
-        bad = self.bad_keys(cases) if cases else {}
-        if cases and ".py:" in self.grading.reward and (wrong := self._wrong_return(cases[0])):
-            bad = dict.fromkeys(range(len(cases)), wrong)
-        reasons = {share[i]: reason for i, reason in bad.items()}
+        wrong = self._wrong_return(cases[0]) if cases and ".py:" in self.grading.reward else ""
+        if wrong := next(filter(None, gather_from_ranks(wrong)), ""):
+            raise ValueError(f"--reward {self.grading.reward}: {wrong}. What it may return: docs/rewards.md.")
+        reasons = {share[i]: reason for i, reason in (self.bad_keys(cases) if cases else {}).items()}
         return data.exclude({i: reason for part in gather_from_ranks(reasons) for i, reason in part.items()})
 
     def close(self) -> None:

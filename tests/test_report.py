@@ -68,3 +68,11 @@ def test_a_folder_that_is_no_run_or_damaged_is_named_in_a_sentence(tmp_path, mon
         report.main()
     error = capsys.readouterr().err
     assert error.startswith(f"error: {run}") and said in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(("given", "said"), [((), "name one or more"), (("--compare", "a", "b"), "on both sides")])
+def test_a_missing_side_is_told(monkeypatch, capsys, given, said):
+    monkeypatch.setattr(sys, "argv", ["report.py", *given])
+    with pytest.raises(SystemExit, match="2"):
+        report.main()
+    assert said in capsys.readouterr().err

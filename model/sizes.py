@@ -42,6 +42,8 @@ def prompts_in_the_air(prompts: int, num_engines: int) -> int:
 def check_path(path: str) -> None:
     """Raises FileNotFoundError if a model is neither in a folder nor can be on the hub. Asks nobody."""
     folder, is_like_hub_id = Path(path), re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path)
+    if folder.is_dir() and not (folder / "config.json").exists():
+        raise FileNotFoundError(f"--model {path!r} is no folder with a model: it has no config.json.")
     if not folder.exists() and (not is_like_hub_id or (folder.parent.name and folder.parent.is_dir())):
         raise FileNotFoundError(f"--model {path!r}: no such folder, and not of the form of a hub id (owner/name).")
 

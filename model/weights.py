@@ -176,7 +176,8 @@ def weight_files(path: str) -> list[Path]:
             return [file]
         parts = set(json.loads(file.read_text())["weight_map"].values())
         return [Path(cached_file(path, part)) for part in sorted(parts)]
-    raise OSError(f"none of {', '.join(NAMES)} was found: {missing}")
+    why = "" if Path(path).is_dir() else f": {missing}"
+    raise OSError(f"{path} has no weights: none of {', '.join(NAMES)} was found{why}")
 
 
 def match_names(model: PreTrainedModel, wanted: list[list[str]], keys: Iterable[str]) -> dict[str, list[str]]:

@@ -43,7 +43,7 @@ def check(policy: Path, out_dir: Path, **changes: object) -> None:
     ({"reward": "maths"}, ["--reward 'maths'", "neither built in"]),
     ({"reward": "absent.py:score"}, ["--reward", "absent.py", "does not exist"]),
     ({"answer_column": "solution"}, ["train.jsonl, line 1", "'solution'", "--answer_column", "'answer'"]),
-    ({"model": "tests"}, ["--model ", " is neither a folder with a model"]),
+    ({"model": "tests"}, ["--model ", " is no folder with a model: it has no config.json"]),
     ({"train_data": b"\x1f\x8b\x08\x00"}, ["rows.jsonl is compressed", "gzip -dc"]),
     ({"train_data": OF_IMAGE}, ["no row can be used", "line 1: 1 <image>", "--image_column"]),
     ({"train_data": OF_USER}, ["line 1: ", "holds '<user>'", "--prompt_format raw"]),

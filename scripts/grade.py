@@ -2,7 +2,8 @@
 
     python scripts/grade.py --reward math --input completions.jsonl --output graded.jsonl
 
-What `--reward` takes, functions of your own included: `docs/rewards.md`.
+Each row has `completion` and `answer`, and may have the fields of `EXTRAS`. To each it adds, in order, `reward` (null if
+the answer key cannot be used), `reward_status`, `reward_parts`, and `read_as`, the final answer. docs/rewards.md
 """
 
 from __future__ import annotations
@@ -87,12 +88,8 @@ def check_needs(grader: Grader, num_rows: int, group_size: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Grades a file of completions: adds `reward` (null if the answer key cannot be used), "
-        "`reward_status`, `reward_parts` and `read_as` (the final answer) to each row, in order. "
-        f"Fields: completion, answer; optional: {', '.join(EXTRAS)}.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    what = __doc__.replace("`EXTRAS`", ", ".join(EXTRAS))
+    parser = argparse.ArgumentParser(description=what, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add_flags(parser, FLAGS)
     args = parser.parse_args()
     try:

@@ -2,8 +2,8 @@
 
     python scripts/grade.py --reward math --input completions.jsonl --output graded.jsonl
 
-Each row has `completion` and `answer`, and may have the fields of `EXTRAS`. To each it adds, in order, `reward` (null if
-the answer key cannot be used), `reward_status`, `reward_parts`, and `read_as`, the final answer. docs/rewards.md
+Each row has `completion` and `answer`, and may have the fields of `EXTRAS`. To each it adds `reward` (null if the answer
+key cannot be used), `reward_status`, `reward_parts`, and `read_as`, the final answer. docs/rewards.md
 """
 
 from __future__ import annotations

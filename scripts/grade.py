@@ -2,7 +2,7 @@
 
     python scripts/grade.py --reward math --input completions.jsonl --output graded.jsonl
 
-Each row has `completion` and `answer`, and may have the fields of `EXTRAS`. To each it adds `reward` (null if the answer
+A row has `completion` and `answer`, and may have the fields of `EXTRAS`. To each it adds `reward` (null if the answer
 key cannot be used), `reward_status`, `reward_parts`, and `read_as`, the final answer. docs/rewards.md
 """
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from batch import Metrics, State
 from flags import UpdateStep, settings
-from fsdp_utils import World
 from guards.drift import check_gap
 from guards.start import RunError
 
@@ -39,7 +38,6 @@ def find_fault(metrics: Metrics, bounds: Bounds) -> tuple[str, str] | None:
 
 @dataclass
 class UpdateGuard:  # the same on every rank
-    world: World
     bounds: Bounds = Bounds()
     num_skipped: int = 0  # in a row
     is_broken: bool = False  # none of the step's updates was finite: no checkpoint of it is written

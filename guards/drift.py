@@ -41,12 +41,11 @@ COMMON_NAME = re.compile(r"(layers\.\d+\..+|embed_tokens\.weight|lm_head\..+|nor
 
 
 class DriftGuard:
-    """Compares every engine with the policy's own shards, not with what a sync sent. Every rank finds the same."""
+    """Compares every engine with the shards of a `policy.Policy`, not with what a sync sent; on every rank the same."""
 
     def __init__(
         self, apply_model: ApplyModel, policy: nn.Module, world: World, phase: Callable[[str], AbstractContextManager]
     ) -> None:
-        """`policy`: a `policy.Policy`."""
         self.apply_model, self.policy, self.world, self.phase = apply_model, policy, world, phase
         weights = policy.describe_weights()
         shapes = {common_name(name): shape for name, shape in zip(weights["names"], weights["shapes"], strict=True)}

@@ -126,8 +126,7 @@ def of_servers(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[str]
     if any(x.scheme not in ("http", "https") or not x.hostname or x.path.strip("/") for x in places):
         yield f"{flag.server_urls}: needed is http://HOST:PORT for each."
     if not os.environ.get("VLLM_API_KEY") and (far := [x.netloc for x in places if x.hostname not in LOOPBACK]):
-        where = f"--server_urls: {', '.join(far)} is not on this machine"
-        yield f"{where}: others could change its weights; set VLLM_API_KEY, here and there, to one secret."
+        yield f"--server_urls: others could change the weights of {', '.join(far)}; set VLLM_API_KEY, here and there."
     for name, values in (("server_urls", urls), ("generation_gpus", gpus)):
         if twice := [value for value in values if values.count(value) > 1]:
             yield f"{getattr(flag, name)}: {twice[0]} is there twice; name each once."
@@ -241,8 +240,8 @@ def check_batches(args: argparse.Namespace, num_ranks: int) -> None:
     longest = args.max_prompt_tokens + args.max_completion_tokens
     if args.micro_batch_tokens < longest:
         needed = f"--max_prompt_tokens {args.max_prompt_tokens} + --max_completion_tokens {args.max_completion_tokens}"
-        size = f"--micro_batch_tokens {args.micro_batch_tokens}"
-        raise ValueError(f"{size} cannot hold one sequence of {needed}; use at least {longest}.")
+        wrong = f"--micro_batch_tokens {args.micro_batch_tokens} cannot hold one sequence of {needed}"
+        raise ValueError(f"{wrong}; use at least {longest}.")
     num_lengths = sum(x is not None for x in (args.total_steps, args.epochs, args.total_episodes))
     if num_lengths != 1:
         raise ValueError(f"{num_lengths} of --total_steps, --epochs, --total_episodes were given; give exactly one.")

@@ -128,8 +128,7 @@ def samplings_of(args: Namespace, prefix: str) -> list[Sampling]:
     for name in OF_A_SET:
         values = getattr(args, f"{prefix}{name}")
         if len(values) not in (1, len(names)):
-            wrong = f"--{prefix}{name} has {len(values)} values for {len(names)} sets"
-            raise ValueError(f"{wrong}; give one for all or one for each.")
+            raise ValueError(f"--{prefix}{name} has {len(values)} values for {len(names)} sets; give one, or one each.")
         columns.append(values * len(names) if len(values) == 1 else values)
     for count, temperature, max_tokens, top_p in zip(*columns, strict=True):
         if temperature < 0.01 and count > 1:

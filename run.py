@@ -168,7 +168,7 @@ class Run:
         return merge_updates(self.updates) | times
 
     def log(self, step: int, metrics: Metrics, work: Work | None = None, seconds_RE: Sequence[np.ndarray] = ()) -> None:
-        """Appends the step's line to metrics.jsonl, prints it, starts the next clock. `work`: of a step that is trained."""
+        """Appends the line of a step to metrics.jsonl, prints it, starts the next clock. `work`: of a trained step."""
         memory, own = self.memory.metrics(), self.metrics()
         metrics = own | metrics | (throughput(work, seconds_RE, own, self.world) if work else {}) | memory
         self._append("timeline.jsonl", {"step": step, "spans": self.spans})

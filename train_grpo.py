@@ -177,7 +177,7 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
     run.say(policy.describe())
     sampler = build_sampler(args, inputs, train_data, engine, run)
     writer = Writer(out_dir, inputs.companions, take(Saving, args), world, run.say)
-    guard = UpdateGuard(take(Bounds, args))
+    guard = UpdateGuard(world, take(Bounds, args))
     with watch.phase("load"):
         if saved:
             sampler.restore(guard.restore(load(saved, policy, optimizer)))

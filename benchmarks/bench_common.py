@@ -145,7 +145,7 @@ class Trainer:
     def train(self, update: Update) -> None:
         """One optimizer step."""
         step = self.plan.update(step=1, i=0)
-        guard = UpdateGuard()
+        guard = UpdateGuard(self.world)
         metrics = update_policy(self.policy, self.optimizer, update, self.algorithm, step, self.memory, guard)
         assert not metrics["optim/skipped_updates"], "nothing was updated"
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from batch import Metrics, State
 from flags import UpdateStep, settings
+from fsdp_utils import World
 from guards.drift import check_gap
 from guards.start import RunError
 
@@ -38,6 +39,7 @@ def find_fault(metrics: Metrics, bounds: Bounds) -> tuple[str, str] | None:
 
 @dataclass
 class UpdateGuard:  # the same on every rank
+    world: World
     bounds: Bounds = Bounds()
     num_skipped: int = 0  # in a row
     is_broken: bool = False  # none of the step's updates was finite: no checkpoint of it is written

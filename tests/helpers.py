@@ -150,7 +150,7 @@ def train_once(
     """The metrics of one optimizer step, the first of its rollout and at the rate 0, unless `changes` say otherwise."""
     step = UpdateStep(index=0, rate=0.0, is_first=True, max_grad_norm=args.max_grad_norm, seed=args.seed)
     settings = algorithm_of(args), step._replace(**changes), take(Memory, args)
-    return update_policy(policy, optimizer, update, *settings, UpdateGuard())
+    return update_policy(policy, optimizer, update, *settings, UpdateGuard(world))
 
 
 def torchrun(

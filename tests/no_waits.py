@@ -80,6 +80,6 @@ def run_passes(policy: Policy, args: Namespace, rollout: Rollout, monkeypatch: p
         for field in ("old_logprobs_N", "ref_logprobs_N"):
             packed = update.logprobs_under(policy, field, packed, algorithm)
     with NoNumbers(), NoWaits(pixels), pytest.raises(LoopIsOver):
-        update.update_policy(policy, None, packed, algorithm, step, memory, UpdateGuard())
+        update.update_policy(policy, None, packed, algorithm, step, memory, UpdateGuard(META))
     assert all(parameter.grad is not None for parameter in policy.parameters() if parameter.requires_grad)
     return len(packed.batches)

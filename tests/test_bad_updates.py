@@ -12,7 +12,7 @@ from batch import Update, pack
 from flags import Memory, UpdateStep, take
 from guards.start import RunError
 from guards.updates import BEYOND_KL, NOT_FINITE, Bounds, UpdateGuard, find_fault
-from helpers import flags, make_rollout
+from helpers import ALONE, flags, make_rollout
 from inputs.choices import algorithm_of
 from policies import load_policy
 from policy import Policy
@@ -44,10 +44,10 @@ def test_what_is_wrong_with_an_update_is_said_with_its_bound(changes, max_kl, ex
 
 
 def test_updates_are_counted_by_reason_and_too_many_in_a_row_end_the_run_also_across_a_resume():
-    guard = UpdateGuard(Bounds(max_kl=0.1, max_skipped_updates=2))
+    guard = UpdateGuard(ALONE, Bounds(max_kl=0.1, max_skipped_updates=2))
     found = [list(guard.judge(metrics, at(2)).values()) for metrics in (NAN, FAR, GOOD, NAN, NAN)]
     assert found == [[1, 1, 0], [1, 0, 1], [0, 0, 0], [1, 1, 0], [1, 1, 0]]
-    resumed, state = UpdateGuard(guard.bounds), json.loads(json.dumps(guard.state() | {"prompts_drawn": 3}))
+    resumed, state = UpdateGuard(ALONE, guard.bounds), json.loads(json.dumps(guard.state() | {"prompts_drawn": 3}))
     assert resumed.restore(state) == state
     said = r"step 3, update 2 is left out: the KL .* These are 3 in a row \(--max_skipped_updates 2\)"
     with pytest.raises(RunError, match=said):
@@ -59,7 +59,7 @@ def test_updates_are_counted_by_reason_and_too_many_in_a_row_end_the_run_also_ac
 def test_a_step_without_a_finite_update_is_not_to_be_saved():
     cases = (([NAN], True), ([NAN, NAN], True), ([NAN, GOOD], False), ([GOOD, NAN], False), ([FAR], False))
     for updates, is_broken in cases:
-        guard = UpdateGuard(Bounds(max_kl=0.1, max_skipped_updates=9))
+        guard = UpdateGuard(ALONE, Bounds(max_kl=0.1, max_skipped_updates=9))
         for number, metrics in enumerate(updates, start=1):
             guard.judge(metrics, at(2, number))
         assert guard.state()["is_broken"] == is_broken
@@ -81,7 +81,7 @@ def make_update(policy: Policy, change: float) -> Update:
 def test_a_bad_update_changes_no_bit_and_the_next_one_is_made(max_kl, change, policy):
     model = load_policy(str(policy), torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    guard, algorithm, memory = UpdateGuard(Bounds(max_kl=max_kl)), algorithm_of(flags()), take(Memory, flags())
+    guard, algorithm, memory = UpdateGuard(ALONE, Bounds(max_kl=max_kl)), algorithm_of(flags()), take(Memory, flags())
 
     def train(change: float, step: int) -> float:
         update = make_update(model, change)

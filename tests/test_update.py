@@ -204,7 +204,7 @@ def train_step(policy: Policy, args: Namespace, rollout: Rollout) -> Iterator[tu
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
     for i, each in enumerate(updates * plan.num_iterations):
         step = plan.update(2, i)
-        yield each, update.update_policy(policy, optimizer, each, algorithm, step, memory, UpdateGuard())
+        yield each, update.update_policy(policy, optimizer, each, algorithm, step, memory, UpdateGuard(ALONE))
 
 
 def test_an_empty_batch_runs_and_has_zero_gradient(policy):

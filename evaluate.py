@@ -222,11 +222,10 @@ def results_json(given: dict[str, object], results: list[Result]) -> str:
 def parse_arguments() -> argparse.Namespace:
     """The flags; with --like the defaults are those of that run. Raises ValueError if it has no config.json."""
     about = "Evaluates a model on held-out sets. Sampling flags take one value for all sets or one for each."
-    parser, first = parser_of(FLAGS, about), argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--like", type=Path)
-    if run := first.parse_known_args()[0].like:
+    parser = parser_of(FLAGS, about)
+    if run := parser.parse_args().like:
         try:
-            config = json.loads((run / "config.json").read_text())
+            config = json.loads((Path(run) / "config.json").read_text())
         except (OSError, ValueError) as error:
             raise ValueError(f"--like {run}: config.json cannot be read ({error}); name the folder of a run.") from None
         shared = [each.name[2:] for each in (*GROUPS["prompts"], *GROUPS["reward"])]

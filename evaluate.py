@@ -248,7 +248,7 @@ def main() -> None:
         check_ranges(args, FLAGS)
         check_head_dtype(args)
         check_launch(args.tensor_parallel_size, "bfloat16", args.gpu_memory_utilization)
-        samplings = samplings_of(args, "")
+        samplings = samplings_of(args.data, "", [getattr(args, name) for name in OF_A_SET])
         if args.published and len(args.published) != len(args.data):
             counts = f"{len(args.published)} numbers for {len(args.data)} sets"
             raise ValueError(f"--published has {counts}; give one for each, '-' for none.")

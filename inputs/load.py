@@ -9,7 +9,7 @@ import socket
 import time
 import uuid
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -57,7 +57,8 @@ def load_inputs(args: Namespace) -> Inputs:
     of_servers = len(args.generation_gpus) if int(os.environ.get("RANK", "0")) < local_world_size() else 0
     check_launch(num_ranks, args.dtype, of_engine, of_servers)  # servers are on the first node
     check_places(args)
-    samplings = samplings_of(args, "eval_")
+    of_sets = args.eval_samples, args.eval_temperature, args.eval_max_completion_tokens, args.eval_top_p
+    samplings = samplings_of(args.eval_data, "eval_", of_sets)
     longest = max(args.max_completion_tokens, *args.eval_max_completion_tokens)
     config, tokenizer, vision, load = load_model_files(args, longest)
     if args.lora_targets:
@@ -120,13 +121,12 @@ def load_model_files(
     return config, tokenizer, vision, load
 
 
-def samplings_of(args: Namespace, prefix: str) -> list[Sampling]:
-    """How each set of --<prefix>data is sampled, by the flags --<prefix>samples, ... Raises ValueError."""
-    names, columns, samplings = [name_of_source(source) for source in getattr(args, f"{prefix}data")], [], []
+def samplings_of(sources: list[str], prefix: str, flags: Sequence[list[int] | list[float]]) -> list[Sampling]:
+    """How each set is sampled, by the values of the flags --<prefix>samples, ... of `OF_A_SET`. Raises ValueError."""
+    names, columns, samplings = [name_of_source(source) for source in sources], [], []
     if len(set(names)) < len(names):
         raise ValueError(f"held-out sets are reported under their names, which must differ: {names}; rename one.")
-    for name in OF_A_SET:
-        values = getattr(args, f"{prefix}{name}")
+    for name, values in zip(OF_A_SET, flags, strict=True):
         if len(values) not in (1, len(names)):
             raise ValueError(f"--{prefix}{name} has {len(values)} values for {len(names)} sets; give one, or one each.")
         columns.append(values * len(names) if len(values) == 1 else values)

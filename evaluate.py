@@ -39,7 +39,7 @@ from guards.files import required, tolerated, write
 from guards.start import RunError, Stopped
 from inputs.checks import check_head_dtype, check_ranges, default_dtype, ks_of_pass
 from inputs.command_line import exit_with_error, parser_of
-from inputs.load import load_model_files, samplings_of, start_grader
+from inputs.load import OF_A_SET, load_model_files, samplings_of, start_grader
 from inputs.machine import check_launch
 from reward import Grader
 
@@ -158,7 +158,6 @@ def _figure(per_problem: list[float] | np.ndarray) -> Figure:
 # The command
 
 
-OF_A_SET = ("samples", "temperature", "max_completion_tokens", "top_p")  # one value for all sets or one for each
 AS_IN_TRAINING = ("stop_tokens", "seed", "dtype", "head_dtype", "tensor_parallel_size", "enforce_eager")
 # fmt: off
 FLAGS = {
@@ -223,11 +222,10 @@ def results_json(given: dict[str, object], results: list[Result]) -> str:
 def parse_arguments() -> argparse.Namespace:
     """The flags; with --like the defaults are those of that run. Raises ValueError if it has no config.json."""
     about = "Evaluates a model on held-out sets. Sampling flags take one value for all sets or one for each."
-    parser, first = parser_of(FLAGS, about), argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--like", type=Path)
-    if run := first.parse_known_args()[0].like:
+    parser = parser_of(FLAGS, about)
+    if run := parser.parse_args().like:
         try:
-            config = json.loads((run / "config.json").read_text())
+            config = json.loads((Path(run) / "config.json").read_text())
         except (OSError, ValueError) as error:
             raise ValueError(f"--like {run}: config.json cannot be read ({error}); name the folder of a run.") from None
         shared = [each.name[2:] for each in (*GROUPS["prompts"], *GROUPS["reward"])]
@@ -250,7 +248,7 @@ def main() -> None:
         check_ranges(args, FLAGS)
         check_head_dtype(args)
         check_launch(args.tensor_parallel_size, "bfloat16", args.gpu_memory_utilization)
-        samplings = samplings_of(args.data, "", **{name: getattr(args, name) for name in OF_A_SET})
+        samplings = samplings_of(args.data, "", [getattr(args, name) for name in OF_A_SET])
         if args.published and len(args.published) != len(args.data):
             counts = f"{len(args.published)} numbers for {len(args.data)} sets"
             raise ValueError(f"--published has {counts}; give one for each, '-' for none.")

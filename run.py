@@ -15,16 +15,17 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+import numpy as np
 import torch
 
 import report
-from batch import Metrics, Rollout, Sampled, Update, own_logprobs
+from batch import Metrics, Rollout, Sampled, Update, Work, own_logprobs
 from data import PromptData
 from flags import FLAGS, Recording
 from fsdp_utils import World, broadcast_from_main, end_if_requested
@@ -32,8 +33,7 @@ from guards.files import DiskError, append, checkpoints, lock_file, required, to
 from guards.fingerprint import INPUTS, versions
 from guards.stall import BOARD, in_phase
 from guards.start import RunError
-from inputs.checks import launched_world_size, own_files
-from metrics import merge_updates
+from metrics import merge_updates, throughput
 from records.console import Console
 from records.rollouts import Keeper, bytes_of_tokens, file_of
 
@@ -59,8 +59,10 @@ def open_run_folder(out_dir: Path, config: dict[str, object], free: set[str], in
         lock = lock_file(out_dir / ".lock", where)
     except OSError as error:
         raise ValueError(f"{where} cannot be written ({error.strerror}); choose another folder.") from None
-    file = out_dir / "config.json"
-    found = _config_in(file)
+    file, found = out_dir / "config.json", {}
+    with suppress(OSError, ValueError, TypeError):  # no file, or one that no run wrote: a model has a config.json, too
+        content = json.loads(file.read_text())
+        found = content if "out_dir" in content else {}
     if found and ((out_dir / "metrics.jsonl").exists() or checkpoints(out_dir)):
         _check_same_flags(found, config, free, where)
         _check_same_inputs(out_dir / INPUTS, inputs)
@@ -73,15 +75,6 @@ def open_run_folder(out_dir: Path, config: dict[str, object], free: set[str], in
     write(file, json.dumps(config, indent=2) + "\n")
     write(out_dir / INPUTS, json.dumps(inputs, indent=2) + "\n")
     return lock
-
-
-def _config_in(file: Path) -> dict[str, object]:
-    """The flags of the run; {} for no file, or for one that no run wrote: a model has a config.json, too."""
-    try:
-        found = json.loads(file.read_text())
-        return found if "out_dir" in found else {}
-    except (OSError, ValueError, TypeError):
-        return {}
 
 
 def _check_same_flags(found: dict[str, object], config: dict[str, object], free: set[str], where: str) -> None:
@@ -174,15 +167,15 @@ class Run:
         times["time/step_s"] = time.perf_counter() - self.start if self.start else 0.0
         return merge_updates(self.updates) | times
 
-    def log(self, step: int, metrics: Metrics) -> None:
-        """Appends the step's line to metrics.jsonl, prints its summary, and starts the clock of the next step."""
-        memory = self.memory.metrics()
-        metrics = self.metrics() | metrics | memory
+    def log(self, step: int, metrics: Metrics, work: Work | None = None, seconds_RE: Sequence[np.ndarray] = ()) -> None:
+        """Appends the line of a step to metrics.jsonl, prints it, starts the next clock. `work`: of a trained step."""
+        memory, own = self.memory.metrics(), self.metrics()
+        metrics = own | metrics | (throughput(work, seconds_RE, own, self.world) if work else {}) | memory
         self._append("timeline.jsonl", {"step": step, "spans": self.spans})
         self.start, self.seconds, self.updates, self.spans = time.perf_counter(), {}, [], []
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON knows no nan
         self._append_to_log({"step": step, **finite})
-        self.console.tell_step(step, self.total_steps, metrics)
+        self.console.tell_step(step, self.total_steps, metrics, report.seconds_of_phases(metrics))
         for remark in [*self.memory.remarks(memory), *self._remarks(metrics)]:
             self.say(remark)
 
@@ -203,15 +196,15 @@ class Run:
     def say(self, text: str) -> None:
         self.console.say(text)
 
-    def describe_start(self, resumed_from: int) -> None:
+    def describe_start(self, resumed_from: int, inputs: Iterable[str] = ()) -> None:
         """Appends command, code, packages and hardware to starts.jsonl, and writes uncommitted changes to a patch.
 
-        The tracker starts, too: it goes on after `resumed_from`.
+        `inputs`: what flags name, with files of one's own. The tracker starts, too, and goes on after `resumed_from`.
         """
         self.console.start(resumed_from)
         if not self.world.is_main:
             return
-        commit, changes = _git("rev-parse", "HEAD").strip(), _git("diff", "HEAD") + _own_files(sys.argv)
+        commit, changes = _git("rev-parse", "HEAD").strip(), _git("diff", "HEAD") + _own_files(inputs)
         stamp = time.strftime("%Y%m%dT%H%M%S")
         if changes:
             self._write(f"changes_{stamp}.patch", changes)
@@ -220,7 +213,7 @@ class Run:
         is_gpu, device = self.world.device.type == "cuda", platform.processor() or platform.machine()
         self._append("starts.jsonl", {
             "time": stamp, "resumed_from": resumed_from, "command": [sys.executable, *sys.argv],
-            "world_size": launched_world_size(), "tensor_parallel_size": self.world.tp_size,
+            "world_size": self.world.num_trainers, "tensor_parallel_size": self.world.tp_size,
             "device": torch.cuda.get_device_name(self.world.device) if is_gpu else device, "cores": os.cpu_count(),
             "commit": commit or None, "has_uncommitted_changes": bool(changes), "python": platform.python_version(),
             "packages": versions(),
@@ -230,7 +223,7 @@ class Run:
     def _say_what_changed(self) -> None:
         """Tells if the last start had another number of ranks or engines."""
         starts = report.read_lines(self.out_dir / "starts.jsonl")
-        ranks, size = launched_world_size(), self.world.tp_size
+        ranks, size = self.world.num_trainers, self.world.tp_size
         if starts and (starts[-1]["world_size"], starts[-1]["tensor_parallel_size"]) != (ranks, size):
             before = f"{starts[-1]['world_size']} with --tensor_parallel_size {starts[-1]['tensor_parallel_size']}"
             same = "weights, optimizer state and data position are the same to the bit"
@@ -328,9 +321,9 @@ class Run:
             write(self.out_dir / name, text)
 
 
-def _own_files(command: list[str]) -> str:
-    """Returns as a patch the files that flags name (my_reward.py:score) and that are not in the repository."""
-    unknown = [file for file in map(os.path.abspath, own_files(command)) if not _git("ls-files", file)]
+def _own_files(inputs: Iterable[str]) -> str:
+    """Returns as a patch the files of one's own among the inputs that are not in the repository."""
+    unknown = [file for file in map(os.path.abspath, inputs) if file.endswith(".py") and not _git("ls-files", file)]
     # Named from their own folder: `git apply` takes no absolute paths.
     added = ((*os.path.split(file), "diff", "--no-index", "--", os.devnull) for file in unknown)
     return "".join(_git(*diff, name, folder=folder) for folder, name, *diff in added)

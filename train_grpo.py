@@ -63,7 +63,6 @@ from grpo import Algorithm
 from guards.drift import DriftGuard
 from guards.updates import Bounds, UpdateGuard
 from inputs.load import Inputs, check_world, load_inputs
-from metrics import throughput
 from model.sizes import prompts_in_the_air
 from planner.watch import watch_memory
 from policy import Policy, build_policy
@@ -183,7 +182,7 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
         if saved:
             sampler.restore(guard.restore(load(saved, policy, optimizer)))
             run.say(f"continues from {saved}")
-        run.describe_start(saved_step)
+        run.describe_start(saved_step, inputs.digests)
         engine.sync(policy.full_weights())  # also a resumed run samples from the policy that it trains
     if must_evaluate:
         with run.phase("evaluate"):
@@ -228,7 +227,7 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
             with run.phase("log"):
                 run.keep(sampler.record(step, rollout), rollout, updates)
             work = work_of_step(sampler.sampled, rollout, updates, policy, plan.num_iterations, memory.share_prompts)
-            run.log(step, metrics | throughput(work, sampler.seconds_RE, run.metrics(), world))
+            run.log(step, metrics, work, sampler.seconds_RE)
 
             # 8. Checkpoint: whole or not at all. Its time is counted in the next step's line.
             if writer.is_due(step, run.is_last):

@@ -41,12 +41,11 @@ COMMON_NAME = re.compile(r"(layers\.\d+\..+|embed_tokens\.weight|lm_head\..+|nor
 
 
 class DriftGuard:
-    """Compares every engine with the policy's own shards, not with what a sync sent. Every rank finds the same."""
+    """Compares every engine with the shards of a `policy.Policy`, not with what a sync sent; on every rank the same."""
 
     def __init__(
         self, apply_model: ApplyModel, policy: nn.Module, world: World, phase: Callable[[str], AbstractContextManager]
     ) -> None:
-        """`policy`: a `policy.Policy`."""
         self.apply_model, self.policy, self.world, self.phase = apply_model, policy, world, phase
         weights = policy.describe_weights()
         shapes = {common_name(name): shape for name, shape in zip(weights["names"], weights["shapes"], strict=True)}
@@ -69,8 +68,7 @@ class DriftGuard:
             others = f" and {len(names) - 4} more" if len(names) > 4 else ""
             found = f"the engine's weights are not the policy's: {', '.join(names[:4])}{others}"
         if found:
-            way_out = "nothing was sampled with them, and the same command goes on from the last checkpoint"
-            raise RunError(f"step {BOARD.step}: {found}; {way_out}.")
+            raise RunError(f"step {BOARD.step}: {found}; nothing was sampled with them, and the same command goes on.")
 
     @torch.no_grad()
     def different_tensors(self) -> list[str]:

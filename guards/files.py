@@ -138,8 +138,7 @@ def append(file: Path, text: str) -> None:
 
 
 # Checksums: `checkpoint.latest` verifies with them --------------------------------------------------------------------
-# They find accidents: a file that is cut off, empty, missing or changed. They are no signature: whoever can change a
-# file can change their list, too.
+# They find accidents: a file that is cut off, empty, missing or changed. They are no signature.
 
 
 def checksums(folder: Path, files: Iterable[Path]) -> Checksums:
@@ -183,18 +182,15 @@ def verify(folder: Path, file: Path, part: int, num_parts: int) -> list[str]:
         assert largest_first
     except (OSError, ValueError, TypeError, LookupError, AssertionError) as error:
         return [f"{file.relative_to(folder)} cannot be read: {cause(error)}"][part:]
-    own = {name: tuple(sums[name]) for name in largest_first[part::num_parts]}
-    return [text for name, expected in own.items() if (text := complaint(folder, name, expected))]
-
-
-def complaint(folder: Path, name: str, expected: tuple[int, str]) -> str | None:
-    """What is wrong with this file, or None."""
-    try:
-        size = (folder / name).stat().st_size
-        if size != expected[0]:
-            return f"{name} has {size:,} instead of {expected[0]:,} bytes"
-        if sha256(folder / name) != expected[1]:
-            return f"{name} has the right size but other contents"
-    except OSError as error:
-        return f"{name} cannot be read: {cause(error)}"
-    return None
+    wrong = []
+    for name in largest_first[part::num_parts]:
+        size, digest = sums[name]
+        try:
+            found = (folder / name).stat().st_size
+            if found != size:
+                wrong.append(f"{name} has {found:,} instead of {size:,} bytes")
+            elif sha256(folder / name) != digest:
+                wrong.append(f"{name} has the right size but other contents")
+        except OSError as error:
+            wrong.append(f"{name} cannot be read: {cause(error)}")
+    return wrong

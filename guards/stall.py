@@ -1,8 +1,5 @@
 """Where a stall is noticed (`Watch.report_stall`): what each rank is doing, and for which of them the others wait.
 
-    with in_phase("update", step=3):
-        beat("runs a backward pass")  # progress; it costs less than a microsecond, because nothing is written here
-
 A thread of every rank writes OUT_DIR/ranks/rank_N.json once a second and when a phase begins. When no rank has made
 progress for --stall_seconds, the lowest one that runs prints a table, once. That never ends a run: --timeout_minutes
 does, and the first line of the table is then the reason. Files, not torch's store: any rank may be the one that stops.
@@ -30,7 +27,7 @@ import psutil
 WAITS = "waits for the other ranks"  # so begins what a rank is doing that others keep from going on
 INTERVAL, SHORTEST = 1.0, 0.1  # seconds between two writings: at most, and at least
 STALE_SECONDS = 5.0  # a file that is older is of a process that does not run
-LEAST_MOVED = 2**20  # bytes of files, between two looks, that are progress: this thread's own are less
+LEAST_MOVED = 2**20  # bytes of files, between two looks, that are progress, as of a checkpoint: this thread's are less
 ROOT = Path(__file__).parent.parent
 
 
@@ -51,7 +48,7 @@ BOARD = Board()
 def beat(doing: str, is_progress: bool = True) -> None:
     """Says what this rank does now, and for what it waits, as the end of a sentence that begins with "rank 1".
 
-    `is_progress=False`: it is in the same place as before.
+    `is_progress=False`: it is in the same place as before. It costs less than a microsecond: nothing is written here.
     """
     BOARD.doing = doing
     BOARD.count += is_progress
@@ -70,14 +67,6 @@ def _enter(phase: str, step: int) -> None:
     BOARD.phase, BOARD.step = phase, step
     beat("computes")
     BOARD.has_changed.set()
-
-
-def bytes_moved() -> int:
-    """Read from and written to files by this process so far: a checkpoint of many gigabytes is progress, too."""
-    with suppress(psutil.Error, AttributeError):  # not Linux, or not allowed
-        counters = psutil.Process().io_counters()
-        return counters.read_chars + counters.write_chars
-    return 0
 
 
 @dataclass(frozen=True)
@@ -169,7 +158,10 @@ class Watch(threading.Thread):
     def tick(self, elapsed: float) -> None:
         """Writes, and looks at the others if it is time to. `elapsed`: seconds in which this process ran."""
         self.clock += elapsed
-        moved = bytes_moved()
+        moved = self.moved  # bytes read from and written to files so far
+        with suppress(psutil.Error, AttributeError):  # not Linux, or not allowed
+            counters = psutil.Process().io_counters()
+            moved = counters.read_chars + counters.write_chars
         has_progress = self.count != BOARD.count or moved - self.moved >= LEAST_MOVED
         self.count, self.moved = BOARD.count, moved
         if has_progress:
@@ -179,7 +171,7 @@ class Watch(threading.Thread):
         self.own = replace(self.own, quiet_seconds=0.0 if has_progress else self.own.quiet_seconds + elapsed)
         self.write()
         if self.is_told and has_progress:
-            self.tell("STALL: over, the run goes on", "")
+            self.tell("STALL: over, the run goes on")
         elif not self.is_told and self.own.quiet_seconds >= self.limit - 2 * STALE_SECONDS:
             self.report_stall()
 
@@ -194,13 +186,13 @@ class Watch(threading.Thread):
             file.truncate()
 
     def look_at(self, number: int) -> Rank:
-        found, since = self.seen[number]
         with suppress(OSError, ValueError, TypeError):  # it is not there yet, or is being written
             new = Rank(**json.loads(self.files[number].read_bytes()))
-            found, since = (new, self.clock) if new != found else (found, since)
-        self.seen[number], silent = (found, since), self.clock - since
-        problem = found.problem or problem_of(found, silent)
-        return replace(found, quiet_seconds=found.quiet_seconds + silent, problem=problem)
+            if new != self.seen[number][0]:
+                self.seen[number] = new, self.clock
+        found, since = self.seen[number]
+        problem = found.problem or problem_of(found, self.clock - since)
+        return replace(found, quiet_seconds=found.quiet_seconds + self.clock - since, problem=problem)
 
     def report_stall(self) -> None:
         """Reports a stall, if there is one and this is the lowest rank that runs."""
@@ -208,11 +200,11 @@ class Watch(threading.Thread):
             ranks = [self.look_at(number) for number in range(len(self.files))]
             seconds = min(rank.quiet_seconds for rank in ranks if rank.problem not in ("has ended", "was killed"))
             if seconds >= self.limit:
-                self.tell(text := report(ranks, seconds), text)
+                self.tell(report(ranks, seconds))
 
-    def tell(self, text: str, reason: str) -> None:
-        """Prints the text; leaves the reason to scripts/launch.py."""
+    def tell(self, text: str) -> None:
+        """Prints the text; leaves that of a stall to scripts/launch.py as a reason."""
         self.is_told = not self.is_told
         print(text, flush=True)
         with suppress(OSError):
-            self.files[0].with_name("stall.txt").write_text(reason)
+            self.files[0].with_name("stall.txt").write_text(text if self.is_told else "")

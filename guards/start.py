@@ -1,10 +1,5 @@
 """How a rank starts and ends: it ends with its launcher, hears signals, and leaves its reason. Standard library only.
 
-    join_launcher()      # first of all: a rank must not outlive its launcher while it imports torch
-    listen()             # hears signals; until `arm` there is nothing to save, and one ends the process at once
-    arm(grace_seconds)   # from now on a signal asks the run to save and to end
-    if requested(): ...  # asks this rank; `fsdp_utils.end_if_requested` asks all of them together
-
 A signal is heard in `_hear_signals`. scripts/launch.py passes it on to all ranks as SIGTERM. A rank that gets one by
 itself tells the launcher by SIGUSR2. The launcher obeys a second signal; without it (torchrun, by hand) each rank does.
 """
@@ -46,6 +41,7 @@ class Stopped(Exception):
 
 
 def join_launcher() -> None:
+    """First of all: a rank must not outlive its launcher while it imports torch."""
     if "RANK" in os.environ:
         die_with_parent(int(os.environ.get(LAUNCHER, "0")))
     faulthandler.enable()
@@ -55,8 +51,7 @@ def join_launcher() -> None:
 def die_with_parent(parent: int = 0) -> None:
     """Linux kills this process when the one that started it dies, however that dies. `parent`: its pid, if known."""
     parent = parent or os.getppid()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)  # it has died before the call
 
@@ -94,8 +89,7 @@ def note_reason(text: str, kind: str) -> bool:
 def _note_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """A traceback that only says that another rank has gone goes to a file of the rank."""
     line = re.sub(r"GLHF!\W*", "", (str(error).strip().splitlines() or [""])[0])  # gloo's greeting
-    folder = launch_folder()
-    if folder and re.search("gloo|NCCL|Connection (closed|reset)", str(error)):
+    if (folder := launch_folder()) and re.search("gloo|NCCL|Connection (closed|reset)", str(error)):
         file = Path(tempfile.gettempdir()) / f"{folder.name}_rank_{os.environ['RANK']}.txt"
         file.write_text("".join(traceback.format_exception(kind, error, trace)))
         print(f"rank {os.environ['RANK']} has lost the others; its traceback is in {file}", file=sys.stderr)
@@ -145,7 +139,7 @@ _request = Request()
 
 
 def listen() -> None:
-    """Hears signals in a thread: the main one may be waiting for other ranks for minutes."""
+    """Hears signals in a thread: the main one may be waiting for other ranks for minutes. Until `arm` one ends it."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     for number in HEARD:
@@ -159,7 +153,7 @@ def arm(grace_seconds: float) -> None:
     _request.grace = grace_seconds
 
 
-def requested() -> bool:
+def requested() -> bool:  # of this rank; `fsdp_utils.end_if_requested` asks all of them together
     return _request.first is not None
 
 
@@ -186,8 +180,7 @@ def _obey(number: int) -> None:
         text = f"{signal_name()}: ended before the first step; nothing is lost"
         _end(128 + number if goes_by_status else NOT_FINISHED, text)
     text = f"{signal_name()}: the run could not save within --grace_seconds {_request.grace:g}"
-    way_out = "the same command continues from the last checkpoint"
-    timer = threading.Timer(_request.grace, _end, (1, f"{text}; {way_out}"))
+    timer = threading.Timer(_request.grace, _end, (1, f"{text}; the same command goes on"))
     timer.daemon = True
     timer.start()
 

@@ -28,10 +28,9 @@ class Bounds:  # of updates
 def find_fault(metrics: Metrics, bounds: Bounds) -> tuple[str, str] | None:
     """(the metric that counts it, what is wrong) of an update with these metrics; None: nothing."""
     loss, norm, kl = (metrics[name] for name in ("policy/loss", "optim/grad_norm", "policy/approx_kl"))
-    if not math.isfinite(loss):
-        return NOT_FINITE, f"the loss is {loss}"
-    if not math.isfinite(norm):
-        return NOT_FINITE, f"the loss is finite, but the gradient norm is {norm}"
+    for what, value in (("loss", loss), ("gradient norm", norm)):
+        if not math.isfinite(value):
+            return NOT_FINITE, f"the {what} is {value}"
     if bounds.max_kl and not kl <= bounds.max_kl:  # also of nan
         return BEYOND_KL, f"the KL to the policy that sampled is {kl:.3g}; --max_kl {bounds.max_kl:g}"
     return None

@@ -8,8 +8,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
-from itertools import chain
+from collections.abc import Iterator
+from itertools import chain, cycle
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import urlsplit
@@ -40,15 +40,14 @@ def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
     check_batches(args, num_ranks)
     check_head_dtype(args)
     flag = SimpleNamespace(**{name.removeprefix("--"): given(each, args) for name, each in FLAGS.items()})
-    topics = of_algorithm(args, flag), of_reward(args, flag), of_memory(args, flag), of_servers(args, flag)
-    for sentence in chain(*topics, of_replay(args, flag), of_waits(args, flag, num_ranks), of_evaluation(args, flag)):
+    topics = (topic(args, flag) for topic in (of_algorithm, of_memory, of_servers, of_replay, of_evaluation))
+    for sentence in chain(*topics, of_waits(args, flag, num_ranks)):
         raise ValueError(sentence)  # the first one is enough
     if args.track != "none" and importlib.util.find_spec(args.track) is None:
         raise ValueError(f"--track {args.track}: its package is not installed; run `pip install {args.track}`.")
     is_online = os.environ.get("WANDB_MODE", "online") == "online" and not os.environ.get("WANDB_API_KEY")
     if args.track == "wandb" and is_online and not (Path.home() / ".netrc").exists():  # where `wandb login` writes it
-        way_out = "run `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline"
-        raise ValueError(f"--track wandb: no key is known; {way_out}.")
+        raise ValueError("--track wandb: no key is known; run `wandb login`, set WANDB_API_KEY or WANDB_MODE=offline.")
 
 
 def default_dtype(needs_bfloat16: bool = False) -> str:
@@ -75,26 +74,19 @@ def of_algorithm(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[st
     if args.kl_in == "reward" and args.kl_estimator == "k3+":
         yield "--kl_estimator k3+: only its gradient differs from k3, and --kl_in reward has none; use k3."
     if args.kl_in == "reward" and args.advantage == "reinforce++" and args.policy_loss == "gspo":
-        differs = "--advantage reinforce++ with --kl_in reward differs from token to token"
-        yield f"--policy_loss gspo weighs whole sequences, but {differs}; use gspo_token."
+        yield "--policy_loss gspo needs one advantage a sequence, not reinforce++ with --kl_in reward; use gspo_token."
     if args.dynamic_sampling != "off" and args.epochs is not None:
-        known = "the steps of an epoch are known only afterwards"
-        yield f"{flag.epochs} with {flag.dynamic_sampling}: {known}; give --total_steps."
+        yield f"{flag.epochs} with {flag.dynamic_sampling} is no fixed number of steps; give --total_steps."
     if args.dynamic_sampling != "off" and args.keep_last:
         yield f"--keep_last has no effect with {flag.dynamic_sampling}, which has no last steps; leave it out."
     is_on_policy = args.prompts_per_update == args.prompts_per_step and args.num_iterations == 1
     if args.max_kl and is_on_policy and not args.lora_dropout:
-        known = "with one update a step, which is of the policy that sampled: its KL is 0"
-        yield f"{flag.max_kl} has no effect {known}; leave it out."
-
-
-def of_reward(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[str]:
+        yield f"{flag.max_kl} has no effect with one update a step, whose KL is 0; leave it out."
     cache, limit = args.overlong_cache_tokens, args.max_completion_tokens
     if cache and not re.search(r"\blength\b|@", args.reward):
         yield f"{flag.overlong_cache_tokens} has no effect without the reward `length`; leave it out, or add that."
     if cache and cache >= limit:
-        wrong = f"{flag.overlong_cache_tokens} reaches over the whole of {flag.max_completion_tokens}"
-        yield f"{wrong}, so that every completion is too long; use less."
+        yield f"{flag.overlong_cache_tokens} makes all completions of {flag.max_completion_tokens} too long; use less."
 
 
 def of_memory(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[str]:
@@ -112,19 +104,17 @@ def of_waits(args: argparse.Namespace, flag: SimpleNamespace, num_ranks: int) ->
         return
     minutes = 2 * args.reward_timeout / 60  # what is late is tried a second time
     if minutes >= args.timeout_minutes:
-        wrong = f"{flag.reward_timeout} lets a completion, which is tried twice, be graded for"
-        yield f"{wrong} {minutes:.3g} minutes, but the other ranks wait {flag.timeout_minutes}; make that longer."
+        takes = f"{flag.reward_timeout}: a completion, which is tried twice, may be graded for {minutes:.3g} minutes"
+        yield f"{takes}, but the other ranks wait {flag.timeout_minutes}; make that longer."
     if (args.stall_seconds or 0) >= (most := args.timeout_minutes * 60):
-        ends = f"{flag.timeout_minutes} would end the run before the report"
-        yield f"{flag.stall_seconds}: {ends}; use less than {most:g}."
+        yield f"{flag.stall_seconds}: {flag.timeout_minutes} would end the run first; use less than {most:g}."
 
 
 def of_servers(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[str]:
     if args.partial_rollouts and args.engine != "colocated":
         yield "--partial_rollouts is for --engine colocated; servers do the same by --in_flight."
     if args.partial_rollouts and args.image_column:
-        wrong = f"{flag.image_column} with --partial_rollouts"
-        yield f"{wrong}: a completion that goes on is read without its images; leave one of them out."
+        yield f"{flag.image_column} with --partial_rollouts: completions go on without images; leave one of them out."
     if args.engine == "colocated":
         return
     if args.image_column:
@@ -136,8 +126,7 @@ def of_servers(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[str]
     if any(x.scheme not in ("http", "https") or not x.hostname or x.path.strip("/") for x in places):
         yield f"{flag.server_urls}: needed is http://HOST:PORT for each."
     if not os.environ.get("VLLM_API_KEY") and (far := [x.netloc for x in places if x.hostname not in LOOPBACK]):
-        secret = "set VLLM_API_KEY, here and there, to the same secret"
-        yield f"--server_urls: {', '.join(far)} is not on this machine: others could change its weights; {secret}."
+        yield f"--server_urls: others could change the weights of {', '.join(far)}; set VLLM_API_KEY, here and there."
     for name, values in (("server_urls", urls), ("generation_gpus", gpus)):
         if twice := [value for value in values if values.count(value) > 1]:
             yield f"{getattr(flag, name)}: {twice[0]} is there twice; name each once."
@@ -171,25 +160,16 @@ def of_evaluation(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[s
     if args.eval_data and not (args.eval_every or args.eval_before_training or args.replay):
         yield f"{flag.eval_data} is never evaluated; give --eval_every or --eval_before_training, or leave it out."
     if args.keep_best is not None:
-        names, ks = [name_of_source(source) for source in args.eval_data], args.eval_samples
-        known = [f"eval/{name}/{figure}" for i, name in enumerate(names) for figure in scores_of(ks[i % len(ks)])]
+        known = []
+        for source, k in zip(args.eval_data, cycle(args.eval_samples), strict=False):
+            figures = [f"avg@{k}", *(f"pass@{i}" for i in ks_of_pass(k)), *[f"maj@{k}"] * (k > 1)]
+            known += [f"eval/{name_of_source(source)}/{figure}" for figure in figures]
         if args.keep_best not in known:
             advice = f"use one of {', '.join(known)}" if known else "name held-out problems with --eval_data"
             yield f"{flag.keep_best} is not evaluated; {advice}."
         if not args.eval_every or not args.save_every or args.save_every % args.eval_every:
             wrong = f"{flag.keep_best} needs a value for each checkpoint, not {flag.save_every} and {flag.eval_every}"
             yield f"{wrong}; make the first a multiple."
-
-
-def own_files(texts: Iterable[str]) -> list[str]:
-    """The files that these flags name, my_reward.py:score, as they name them."""
-    return sorted({file for text in texts for file in re.findall(r"([^\s,=]+\.py):\w", text)})
-
-
-def scores_of(num_samples: int) -> list[str]:
-    """What a held-out set is measured by, the larger the better: avg@k, pass@2, 4, ... k, maj@k."""
-    passes = [f"pass@{k}" for k in ks_of_pass(num_samples)]
-    return [f"avg@{num_samples}", *passes] + [f"maj@{num_samples}"] * (num_samples > 1)
 
 
 def ks_of_pass(num_samples: int) -> list[int]:
@@ -242,8 +222,7 @@ def check_divides(flag: str, part: int, what: str, whole: int) -> None:
 
 def ranks_per_engine(args: argparse.Namespace, num_ranks: int | None = None) -> int:
     """Ranks that see the same completions and grade them once: servers are to all ranks as one engine."""
-    num_ranks = launched_world_size() if num_ranks is None else num_ranks
-    return args.tensor_parallel_size if args.engine == "colocated" else num_ranks
+    return args.tensor_parallel_size if args.engine == "colocated" else num_ranks or launched_world_size()
 
 
 def check_batches(args: argparse.Namespace, num_ranks: int) -> None:
@@ -268,5 +247,4 @@ def check_batches(args: argparse.Namespace, num_ranks: int) -> None:
         raise ValueError(f"{num_lengths} of --total_steps, --epochs, --total_episodes were given; give exactly one.")
     completions = prompts * args.group_size
     if args.total_episodes is not None and args.total_episodes < completions:
-        wrong = f"--total_episodes {args.total_episodes} is less than one step"
-        raise ValueError(f"{wrong}, --prompts_per_step x --group_size; use at least {completions}.")
+        raise ValueError(f"--total_episodes {args.total_episodes} is less than one step; use at least {completions}.")

@@ -68,8 +68,7 @@ def add_flags(parser: argparse.ArgumentParser, groups: dict[str, list[Flag]]) ->
 
 def parser_of(groups: dict[str, list[Flag]], description: str, usage: str | None = None) -> argparse.ArgumentParser:
     """The parser of a program with these flags. It ends the process with a sentence if they cannot be read."""
-    of_form = {"formatter_class": HelpFormatter, "allow_abbrev": False}
-    parser = Parser(usage=usage, description=description, **of_form)
+    parser = Parser(usage=usage, description=description, formatter_class=HelpFormatter, allow_abbrev=False)
     add_flags(parser, groups)
     return parser
 

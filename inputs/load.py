@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import time
 import uuid
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -17,13 +18,12 @@ from urllib.parse import urlsplit
 import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 
-from batch import Row
 from data import PromptData
 from flags import FLAGS, Grading, PromptFormat, Sampling, Stalls, make_plan, take
 from fsdp_utils import World, gather_from_ranks, is_engine_leader_process, is_main_process, wait_for_all
 from guards.fingerprint import INPUTS, check_same_start, digest
 from guards.stall import Watch
-from inputs.checks import LOOPBACK, given, own_files, ranks_per_engine
+from inputs.checks import LOOPBACK, given, ranks_per_engine
 from inputs.machine import check_launch, choose_interface, local_world_size
 from inputs.records import name_of_source, read_system_prompt
 from model.attention import check_device
@@ -34,6 +34,7 @@ from model.vision import Vision, load_processor
 from model.weights import load_config, load_generation_config, weight_files
 from reward import Grader, workers_per_engine
 
+OF_A_SET = ("samples", "temperature", "max_completion_tokens", "top_p")  # one value for all sets or one for each
 SHOWN_AFTER = 10.0  # seconds: network file systems do not show a new file at once
 
 
@@ -45,13 +46,8 @@ class Inputs:
     eval_sets: list[PromptData]
     eval_samplings: list[Sampling]
     grader: Grader
-    generation_config: GenerationConfig  # of the exported policy
+    companions: list[PreTrainedTokenizerBase | ProcessorMixin | GenerationConfig]  # of the exported policy
     digests: dict[str, str]  # of weights (main process), of the rows of each source, of files of one's own; by name
-
-    @property
-    def companions(self) -> list[PreTrainedTokenizerBase | ProcessorMixin | GenerationConfig]:
-        """What belongs to the model in its folder."""
-        return [self.vision.processor if self.vision else self.tokenizer, self.generation_config]
 
 
 def load_inputs(args: Namespace) -> Inputs:
@@ -61,15 +57,14 @@ def load_inputs(args: Namespace) -> Inputs:
     of_servers = len(args.generation_gpus) if int(os.environ.get("RANK", "0")) < local_world_size() else 0
     check_launch(num_ranks, args.dtype, of_engine, of_servers)  # servers are on the first node
     check_places(args)
-    samplings = samplings_of(
-        args.eval_data, "eval_", samples=args.eval_samples, temperature=args.eval_temperature,
-        max_completion_tokens=args.eval_max_completion_tokens, top_p=args.eval_top_p,
-    )  # fmt: skip
+    of_sets = args.eval_samples, args.eval_temperature, args.eval_max_completion_tokens, args.eval_top_p
+    samplings = samplings_of(args.eval_data, "eval_", of_sets)
     longest = max(args.max_completion_tokens, *args.eval_max_completion_tokens)
     config, tokenizer, vision, load = load_model_files(args, longest)
     if args.lora_targets:
         check_targets(config, args.lora_targets)
-    generation_config = load_generation_config(args.model, config, stop_ids(tokenizer, args.stop_tokens))
+    generation = load_generation_config(args.model, config, stop_ids(tokenizer, args.stop_tokens))
+    companions = [vision.processor if vision else tokenizer, generation]
     train_data = load(args.train_data, args.seed)
     make_plan(args, len(PromptData.mix(train_data, args.data_weights).rows))  # raises for too few rows, wrong weights
     # The seed 0 draws #ROWS: held-out sets are the same problems whatever the seed of the run.
@@ -80,10 +75,11 @@ def load_inputs(args: Namespace) -> Inputs:
         check_replayed(args, digests["--model"])
     grader = start_grader(take(Grading, args), num_ranks)
     sources = zip([*args.train_data, *args.eval_data], [*train_data, *eval_sets], strict=True)
-    digests |= {source: digest(chain.from_iterable(map(content_of, data.rows))) for source, data in sources}
-    files = own_files([args.reward, args.advantage, args.policy_loss, args.kl_estimator])
-    digests |= {file: digest([Path(file).read_bytes()]) for file in files}
-    return Inputs(tokenizer, vision, train_data, eval_sets, samplings, grader, generation_config, digests)
+    digests |= {source: digest(contents_of(data)) for source, data in sources}
+    named = " ".join([args.reward, args.advantage, args.policy_loss, args.kl_estimator])
+    files = re.findall(r"([^\s,=]+\.py):\w", named)  # my_reward.py:score
+    digests |= {file: digest([Path(file).read_bytes()]) for file in sorted(files)}
+    return Inputs(tokenizer, vision, train_data, eval_sets, samplings, grader, companions, digests)
 
 
 def samples_of(file: Path) -> Iterator[bytes]:
@@ -100,13 +96,13 @@ def check_replayed(args: Namespace, weights: str) -> None:
     file = Path(args.replay or "") / INPUTS
     began = json.loads(file.read_text()).get("--model", weights) if args.replay and file.exists() else weights
     if began != weights:
-        other = f"that run began with other weights than --model {args.model}"
-        raise ValueError(f"--replay {args.replay}: {other}; give its model.")
+        raise ValueError(f"--replay {args.replay} began with other weights than --model {args.model}; give its model.")
 
 
-def content_of(row: Row) -> tuple[bytes, ...]:
-    """What a row brings into training."""
-    return row.ids.tobytes(), row.answer.encode(), repr(row.columns).encode(), *row.encoded_images
+def contents_of(data: PromptData) -> Iterator[bytes]:
+    """What the rows bring into training."""
+    for row in data.rows:
+        yield from (row.ids.tobytes(), row.answer.encode(), repr(row.columns).encode(), *row.encoded_images)
 
 
 def load_model_files(
@@ -125,24 +121,19 @@ def load_model_files(
     return config, tokenizer, vision, load
 
 
-def samplings_of(sources: list[str], prefix: str, **flags: list[int] | list[float]) -> list[Sampling]:
-    """How each set is sampled, by flags that have one value for all sets or one for each; else raises ValueError.
-
-    They are --<prefix>samples, temperature, max_completion_tokens and top_p, in this order.
-    """
-    names, samplings = [name_of_source(source) for source in sources], []
+def samplings_of(sources: list[str], prefix: str, flags: Sequence[list[int] | list[float]]) -> list[Sampling]:
+    """How each set is sampled, by the values of the flags --<prefix>samples, ... of `OF_A_SET`. Raises ValueError."""
+    names, columns, samplings = [name_of_source(source) for source in sources], [], []
     if len(set(names)) < len(names):
-        listed = ", ".join(names)
-        raise ValueError(f"the held-out sets {listed} are reported under their names, which must differ; rename one.")
-    for name, values in flags.items():
+        raise ValueError(f"held-out sets are reported under their names, which must differ: {names}; rename one.")
+    for name, values in zip(OF_A_SET, flags, strict=True):
         if len(values) not in (1, len(names)):
-            wrong = f"--{prefix}{name} has {len(values)} values for {len(names)} sets"
-            raise ValueError(f"{wrong}; give one for all or one for each.")
-    columns = [values * len(names) if len(values) == 1 else values for values in flags.values()]
+            raise ValueError(f"--{prefix}{name} has {len(values)} values for {len(names)} sets; give one, or one each.")
+        columns.append(values * len(names) if len(values) == 1 else values)
     for count, temperature, max_tokens, top_p in zip(*columns, strict=True):
         if temperature < 0.01 and count > 1:
-            given = f"--{prefix}samples {count} at --{prefix}temperature {temperature:g}"
-            raise ValueError(f"{given} are {count} times the same; use --{prefix}samples 1.")
+            same = f"--{prefix}samples {count} at --{prefix}temperature {temperature:g} are the same"
+            raise ValueError(f"{same}; use --{prefix}samples 1.")
         samplings.append(Sampling(count, temperature, max_tokens, top_p))
     return samplings
 

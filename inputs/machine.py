@@ -1,4 +1,4 @@
-"""Whether the launch fits the machine, and what a machine announces but cannot do.
+"""Whether the launch fits the machine, what memory it leaves to the run, and what it announces but cannot do.
 
 Each check ends the run in one sentence before any weight is read. docs/hardware.md explains those of GPUs.
 """
@@ -11,6 +11,7 @@ import shutil
 import socket
 import sys
 import sysconfig
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -20,6 +21,8 @@ from inputs.checks import check_divides, launched_world_size
 
 GIB = 2**30
 DRIVER = Path("/proc/driver/nvidia")  # what it says of itself
+PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+LIMITS = ("memory.max", "memory.limit_in_bytes")  # of control groups, of versions 2 and 1
 OLDEST_DRIVER = {12: 525, 13: 580}  # by the major version of CUDA that torch was made for
 OLDEST_CARD = (8, 0)  # compute capability: Ampere, the first with bfloat16 and FlashAttention 2
 
@@ -37,8 +40,7 @@ def check_launch(tp_size: int, dtype: str, gpu_memory_utilization: float, others
         raise ValueError(f"{num_gpus} GPUs are visible but the world size is {world_size}: {start}, or {hide}.")
     if 0 < num_gpus < local_size + others:
         started = f"{local_size} processes were started" + f" and {others} GPUs are for servers" * bool(others)
-        needed = "one rank needs one GPU, and not a MIG slice"
-        raise ValueError(f"{started} on this node, but only {num_gpus} GPUs are visible; {needed}.")
+        raise ValueError(f"{started} on this node, but only {num_gpus} GPUs are visible; a MIG slice is none.")
     if num_gpus and dtype == "float32":
         raise ValueError("--dtype float32: packed attention on CUDA computes in bfloat16; give --dtype bfloat16.")
     check_divides("--tensor_parallel_size", tp_size, "the world size", world_size)
@@ -67,8 +69,8 @@ def check_driver(num_gpus: int) -> None:
         wrong = f"the driver has {num_gpus} GPUs, but torch cannot use them ({reason})"
         raise ValueError(f"{wrong}: {built}. Update the driver; {cpu}.") from None
     if (usable := torch.cuda.device_count()) < num_gpus:
-        slices = "of MIG slices CUDA uses one, of failed GPUs none"
-        raise ValueError(f"the driver has {num_gpus} GPUs, but CUDA can use {usable} ({slices}); start {usable} ranks.")
+        wrong = f"the driver has {num_gpus} GPUs, but CUDA can use {usable}"
+        raise ValueError(f"{wrong} (of MIG slices CUDA uses one, of failed GPUs none); start {usable} ranks.")
 
 
 def check_compiler() -> None:
@@ -84,18 +86,40 @@ def check_compiler() -> None:
 
 def check_gpu(index: int, world_size: int, gpu_memory_utilization: float) -> None:
     """Raises ValueError if this rank's GPU is too old, a slice that NCCL cannot connect, or taken by others."""
-    name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
-    if capability < OLDEST_CARD:
-        has = "compute capability " + ".".join(map(str, capability))
-        raise ValueError(f"GPU {index} ({name}) has {has}; bfloat16 and FlashAttention need 8.0 (Ampere) or newer.")
+    name, (major, minor) = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+    if (major, minor) < OLDEST_CARD:
+        wrong = f"GPU {index} ({name}) has compute capability {major}.{minor}"
+        raise ValueError(f"{wrong}; bfloat16 and FlashAttention need 8.0 (Ampere) or newer.")
     if " MIG " in name and world_size > 1:
-        slices = f"GPU {index} ({name}) is a MIG slice, which NCCL does not connect to others"
-        raise ValueError(f"{slices}; start one rank (NGPU=1), or switch MIG off.")
+        wrong = "is a MIG slice, which NCCL does not connect to others"
+        raise ValueError(f"GPU {index} ({name}) {wrong}; start one rank (NGPU=1), or switch MIG off.")
     free, total = torch.cuda.mem_get_info(index)
     if free < gpu_memory_utilization * total:
         taken = f"{(total - free) / GIB:.1f} of {total / GIB:.1f} GiB are taken by other processes, see nvidia-smi"
         share = f"--gpu_memory_utilization {gpu_memory_utilization:g} wants {gpu_memory_utilization * total / GIB:.1f}"
         raise ValueError(f"GPU {index} ({name}): {taken}; {share}. End them, choose other GPUs, or lower it.")
+
+
+def host_bytes() -> int:
+    """RAM that this process may use: of the node, or the lowest limit of a control group around it."""
+    limits = [psutil.virtual_memory().total]
+    for file in [group / name for group in _groups() for name in LIMITS]:
+        with suppress(OSError, ValueError):  # of the other version, out of sight, or "max": no limit
+            limits.append(int(file.read_text()))
+    return min(limits)
+
+
+def _groups() -> list[Path]:
+    """The folders of this process's control group and of those around it: of a container, of a job of Slurm."""
+    found = []
+    with suppress(OSError):  # not Linux
+        for line in (PROC / "self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers in ("", "memory"):
+                top = CGROUPS / controllers
+                own = top / path.lstrip("/")
+                found += [own, *own.parents][: len(own.parts) - len(top.parts) + 1]
+    return found
 
 
 def use_all_cores() -> None:

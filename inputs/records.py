@@ -13,6 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -73,14 +74,6 @@ def check_content(path: Path) -> None:
             raise ValueError(f"{path} is {what.format(path=path)}.")
 
 
-def is_one_object(content: bytes) -> bool:
-    """Whether the whole is one JSON object, on one line or on many."""
-    try:
-        return isinstance(json.loads(content), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
 def check_folder(path: Path, read: list[Path]) -> None:
     """Raises ValueError if the folder holds more data than the files that `datasets` would read.
 
@@ -118,9 +111,12 @@ def read_json_file(path: Path) -> list[Record]:
     content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")  # UTF-8's byte order mark, which Windows writes
     if is_json and content.lstrip().startswith(b"["):
         values = [(f"{path}, row {i}", value) for i, value in enumerate(parse(str(path), content))]
-    elif is_json and is_one_object(content):
-        raise ValueError(f"{path}: found a single JSON object; the file must be {form}. Put a lone row in [ ].")
     else:
+        is_single = False
+        with suppress(ValueError, RecursionError):  # as it should be: lines are no JSON together
+            is_single = is_json and isinstance(json.loads(content), dict)
+        if is_single:
+            raise ValueError(f"{path}: found a single JSON object; the file must be {form}. Put a lone row in [ ].")
         lines = [(f"{path}, line {i}", line) for i, line in enumerate(content.split(b"\n"), start=1) if line.strip()]
         values = [(where, parse(where, line)) for where, line in lines]
     for where, value in values:
@@ -224,10 +220,8 @@ def read_system_prompt(text: str | None) -> str | None:
         return text
     try:
         return Path(text).read_text(encoding="utf-8-sig").rstrip("\r\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--system_prompt {text!r}: the file cannot be read as UTF-8 text ({error}).") from None
-    except OSError:
-        if re.search(r"\.(txt|md)$|^\S*/\S*$", text):
-            hint = "If this is the text itself, put a space at its end"
-            raise ValueError(f"--system_prompt {text!r}: no such file, or it cannot be read. {hint}.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        if isinstance(error, UnicodeDecodeError) or re.search(r"\.(txt|md)$|^\S*/\S*$", text):
+            wrong = f"--system_prompt {text!r}: no such file, or it cannot be read as UTF-8 text"
+            raise ValueError(f"{wrong}. If this is the text itself, put a space at its end.") from None
     return text

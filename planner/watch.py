@@ -19,9 +19,8 @@ import psutil
 import torch
 
 from fsdp_utils import World, gather_from_ranks
-from inputs.cgroup import host_bytes
 from inputs.command_line import exit_with_error
-from inputs.machine import local_world_size
+from inputs.machine import host_bytes, local_world_size
 from model.sizes import cpu_cache_bytes
 from model.weights import load_config
 from planner.dry_run import setup_of

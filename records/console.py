@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import report
+from batch import Metrics
 from flags import Recording
 from guards.files import tolerated, write
 
@@ -24,7 +24,7 @@ ON_CONSOLE = {  # metric -> how the console shows it
     "memory/peak_gib": "mem {:.1f} GiB",
 }  # fmt: skip
 STEPS_OF_FORECAST = 20  # the last ones: answers get longer, so that early steps say little
-Log = Callable[[int, dict[str, float]], None]  # (step, metrics)
+Log = Callable[[int, Metrics], None]  # (step, metrics)
 Close = Callable[[], None]
 PROJECT = "grpo"
 
@@ -49,7 +49,7 @@ class Console:
         if self.is_main:
             print(text, flush=True)
 
-    def tell_step(self, step: int, last_step: int, metrics: dict[str, float]) -> None:
+    def tell_step(self, step: int, last_step: int, metrics: Metrics, phases: dict[str, float]) -> None:
         """Prints the step's line; with --quiet only if the step has an evaluation or updates that were left out."""
         if not self.is_main:
             return
@@ -63,7 +63,7 @@ class Console:
             self._track(step, finite)
         is_told = any(name.startswith("eval/") for name in metrics) or metrics.get("optim/skipped_updates")
         if is_told or not self.recording.quiet:
-            print(console_line(step, last_step, metrics, left), flush=True)
+            print(console_line(step, last_step, metrics, phases, left), flush=True)
 
     def tell_phase(self, name: str, step: int) -> None:
         """Writes status.json: what is done now, in which step; below it the last step that is done."""
@@ -72,7 +72,7 @@ class Console:
             with tolerated(str(file := self.out_dir / "status.json")):
                 write(file, json.dumps(status, indent=1) + "\n")
 
-    def _track(self, step: int, metrics: dict[str, float]) -> None:
+    def _track(self, step: int, metrics: Metrics) -> None:
         try:
             self.tracker[0](step, metrics)
         except Exception as error:  # noqa: BLE001  of the tracker's program, which may raise anything
@@ -84,16 +84,15 @@ class Console:
             self.tracker[1]()
 
 
-def console_line(step: int, last_step: int, metrics: dict[str, float], seconds_left: float) -> str:
-    """The step in one readable line; what it did not measure is left out."""
+def console_line(step: int, last_step: int, metrics: Metrics, phases: dict[str, float], seconds_left: float) -> str:
+    """The step in one readable line, with the seconds of its phases; what it did not measure is left out."""
     parts = [f"step {step:>{len(str(last_step))}}/{last_step}"]
     parts += [form.format(metrics[name]) for name, form in ON_CONSOLE.items() if name in metrics]
     if metrics.get("optim/skipped_updates"):
         reasons = {"not finite": "optim/skipped_not_finite", "beyond --max_kl": "optim/skipped_max_kl"}
         counts = ", ".join(f"{metrics[name]:.0f} {reason}" for reason, name in reasons.items() if metrics.get(name))
         parts.append(f"SKIPPED UPDATES {metrics['optim/skipped_updates']:.0f} ({counts})")
-    phases = report.seconds_of_phases(metrics).items()
-    times = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phases if seconds >= 0.05)
+    times = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phases.items() if seconds >= 0.05)
     parts.append(f"{metrics['time/step_s']:.1f}s ({times})")
     parts += [f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/") and "/avg@" in name]
     failed = {name: share for name, share in metrics.items() if name.endswith("/frac_failed") and share}
@@ -123,7 +122,7 @@ def tensorboard(out_dir: Path, saved_step: int) -> tuple[Log, Close]:
 
     writer = SummaryWriter(str(out_dir / "tensorboard"), purge_step=saved_step + 1)
 
-    def log(step: int, metrics: dict[str, float]) -> None:
+    def log(step: int, metrics: Metrics) -> None:
         for name, value in metrics.items():
             writer.add_scalar(name, value, step)
         writer.flush()

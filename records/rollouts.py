@@ -97,11 +97,10 @@ def table_of(sampled: Sampled) -> pa.Table:
 
     rollout, count = sampled.rollout, len(sampled.rollout.rows)
     integers, floats = pa.large_list(pa.int32()), pa.large_list(pa.float32())
-    place = {int(b): i for i, b in enumerate(sampled.used_B)}
-    advantages, logprobs = [], []
-    for b in range(count):
-        advantages.append(sampled.advantages[place[b]] if sampled.advantages and b in place else None)
-        logprobs.append(sampled.logprobs.get(place[b]) if b in place else None)
+    advantages, logprobs = [None] * count, [None] * count
+    for i, b in enumerate(sampled.used_B):
+        advantages[b] = sampled.advantages[i] if sampled.advantages else None
+        logprobs[b] = sampled.logprobs.get(i)
     is_trained_B = np.ones(count, dtype=bool) if rollout.is_trained_B is None else rollout.is_trained_B
     rows, grades = rollout.rows, rollout.grades
     return pa.table({
@@ -175,7 +174,8 @@ def read_rounds(out_dir: Path, step: int, rows: dict[str, Row]) -> list[Rollout]
         raise RunError(f"{wrong}; begin later with --from_step, or end earlier.") from None
     graded = table.select(["reward", "reward_status", "reward_parts", "read_as"]).to_pylist()
     places = table["row"].to_pylist()
-    arrays = {name: _arrays(table[name]) for name in ("prompt_ids", "token_ids", "rollout_logprobs", "versions")}
+    of_tokens = ("prompt_ids", "token_ids", "rollout_logprobs", "versions")
+    arrays = {name: list(table[name].to_numpy()) for name in of_tokens}
     for where, ids in zip(places, arrays["prompt_ids"], strict=True):
         if where not in rows or not np.array_equal(rows[where].ids, ids):
             raise RunError(f"{file}: {where} is another prompt in --train_data, or not in it; give that run's data.")
@@ -190,11 +190,6 @@ def read_rounds(out_dir: Path, step: int, rows: dict[str, Row]) -> list[Rollout]
     )
     round_B = table["round"].to_numpy()
     return [whole.take(np.flatnonzero(round_B == number)) for number in range(round_B.max() + 1)]
-
-
-def _arrays(column: pa.ChunkedArray) -> list[np.ndarray | None]:
-    """The lists of a column."""
-    return [each.values.to_numpy(zero_copy_only=False) if each.is_valid else None for each in column]
 
 
 def weights_of(folder: Path, first: int, last: int) -> tuple[int, Path | None]:

@@ -25,11 +25,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from guards.start import FOLDER, LAUNCHER, NOT_FINISHED, SECOND, Request, die_with_parent, reason_file
+from guards.start import FOLDER, HEARD, LAUNCHER, NOT_FINISHED, SECOND, Request, die_with_parent, reason_file
 
 PATIENCE = 5.0  # seconds between the first rank that fails and the end of the others: they may have reasons, too
 LAST_BREATH = 30.0  # seconds in which a killed rank is gone, unless a driver holds it
-PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Launch:
@@ -38,7 +37,7 @@ class Launch:
     def __init__(self, out_dir: Path) -> None:
         self.out_dir, self.request = out_dir, Request()
         self.processes: dict[int, subprocess.Popen] = {}  # of each rank, of the last start
-        for number in PASSED_ON:
+        for number in (*HEARD, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup sets it
                 signal.signal(number, self.hear)
         signal.signal(signal.SIGUSR2, lambda *_: self.request.place_of(signal.SIGTERM))  # a rank got a signal
@@ -78,8 +77,7 @@ class Launch:
         while None in statuses.values() and time.monotonic() < deadline:
             time.sleep(0.1)
             statuses = {rank: process.poll() for rank, process in self.processes.items()}
-            ended = {rank: status for rank, status in statuses.items() if status not in (None, 0, NOT_FINISHED)}
-            failed |= {rank: status for rank, status in ended.items() if rank not in failed}
+            failed |= {rank: status for rank, status in statuses.items() if status not in (None, 0, NOT_FINISHED)}
             if -signal.SIGTERM in failed.values():  # a signal to a rank that did not listen yet
                 self.request.place_of(signal.SIGTERM)
             if self.request.first is not None and not is_passed_on:
@@ -113,7 +111,11 @@ class Launch:
             rank = next(iter(notes))
             if notes[rank]["kind"] == "mistake":
                 return notes[rank]["text"]
-        how = f"ended with {notes[rank]['text']}" if rank in notes else how_it_ended(failed[rank])
+        status = failed.get(rank, 0)
+        how = f"ended with {notes[rank]['text']}" if rank in notes else f"ended with exit status {status}."
+        if rank not in notes and status < 0:
+            by = " by someone, or by Linux for lack of memory" if status == -signal.SIGKILL else ""
+            how = f"was ended by signal {-status} ({signal.Signals(-status).name}){by}; the same command goes on."
         said = re.search(r'"step": (\d+), "phase": "(\w+)"', self.left_by_watch(f"rank_{rank}.json"))
         where = f" (step {said[1]}, {said[2]})" if said else ""
         stall = self.left_by_watch("stall.txt").partition("\n")[0]
@@ -123,15 +125,6 @@ class Launch:
         """A file of guards/stall.py; "" if there is none of this start."""
         file = self.out_dir / "ranks" / name
         return file.read_text() if file.exists() and file.stat().st_mtime >= self.begin else ""
-
-
-def how_it_ended(status: int) -> str:
-    """In words, after "rank 3"."""
-    if status > 0:
-        return f"ended with exit status {status}."
-    by = " by someone, or by Linux for lack of memory" if status == -signal.SIGKILL else ""
-    name = f"{-status} ({signal.Signals(-status).name}){by}"
-    return f"was ended by signal {name}; the same command continues from the last checkpoint."
 
 
 def steps_logged(out_dir: Path) -> int:
@@ -157,11 +150,10 @@ def main() -> int:
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     own.add_argument("--out_dir", type=Path, default=Path("no run folder"))
     out_dir = own.parse_known_args(args.command)[0].out_dir  # of the program
-    cores = len(os.sched_getaffinity(0))
     place = {  # what torchrun would set; on one node nobody listens at the port
         "LOCAL_WORLD_SIZE": args.ranks, "WORLD_SIZE": args.ranks * args.nodes, "MASTER_ADDR": args.master_addr,
         "MASTER_PORT": args.master_port,
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", -(-cores // args.ranks)),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", -(-len(os.sched_getaffinity(0)) // args.ranks)),
     }  # fmt: skip
     launch = Launch(out_dir)
     for restart in range(1, args.max_restarts + 2):

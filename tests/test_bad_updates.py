@@ -33,7 +33,7 @@ def at(step: int, number: int = 1) -> UpdateStep:
     ({}, 0.1, None),
     ({"policy/loss": math.nan}, 0.0, (NOT_FINITE, "the loss is nan")),
     ({"policy/loss": -math.inf}, 0.0, (NOT_FINITE, "the loss is -inf")),
-    ({"optim/grad_norm": math.inf}, 0.0, (NOT_FINITE, "the loss is finite, but the gradient norm is inf")),
+    ({"optim/grad_norm": math.inf}, 0.0, (NOT_FINITE, "the gradient norm is inf")),
     ({"policy/approx_kl": 0.11}, 0.1, (BEYOND_KL, "the KL to the policy that sampled is 0.11; --max_kl 0.1")),
     ({"policy/approx_kl": math.nan}, 0.1, (BEYOND_KL, "the KL to the policy that sampled is nan; --max_kl 0.1")),
     ({"policy/approx_kl": 0.1}, 0.1, None),

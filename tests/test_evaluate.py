@@ -193,12 +193,12 @@ def test_like_a_run_is_evaluated_as_it_trains_and_the_results_are_not_in_the_che
 
 
 def test_settings_are_one_for_all_sets_or_one_for_each():
-    given = {"samples": [1, 32], "temperature": [0.6], "max_completion_tokens": [100, 200], "top_p": [0.95]}
+    given = [1, 32], [0.6], [100, 200], [0.95]
     samplings = [Sampling(1, 0.6, 100, 0.95), Sampling(32, 0.6, 200, 0.95)]
     names = ["a/test.jsonl", "b/test.jsonl@train", "owner/test@test"]
-    assert samplings_of(names[:2], "eval_", **given) == samplings, "the split is a part of the name"
+    assert samplings_of(names[:2], "eval_", given) == samplings, "the split is a part of the name"
     with pytest.raises(ValueError, match="--eval_samples has 2 values for 3 sets"):
-        samplings_of(names, "eval_", **given)
+        samplings_of(names, "eval_", given)
 
 
 def run_script(name: str, *flags: object, **environment: object) -> str:

@@ -28,7 +28,7 @@ from helpers import flags, lines, make_rollout
 from inputs.load import check_replayed, samples_of
 from planner.watch import MemoryWatch
 from records.console import console_line, duration
-from report import read_metrics
+from report import read_metrics, seconds_of_phases
 from reward import Grade
 from run import Run, open_run_folder
 from warm_start import build_tokenizer
@@ -36,8 +36,8 @@ from warm_start import build_tokenizer
 UPDATE = {"policy/loss": 1.0, "optim/lr": 0.1, "optim/skipped_updates": 0.0}
 
 
-def make_run(folder, rank: int = 0) -> Run:
-    world = World(rank=rank, size=4, tp_size=1, device=torch.device("cpu"))
+def make_run(folder, rank: int = 0, size: int = 4) -> Run:
+    world = World(rank=rank, size=size, tp_size=1, device=torch.device("cpu"))
     return Run(folder, None, world, MemoryWatch(world, {}), 10, Recording(), build_tokenizer())
 
 
@@ -166,8 +166,8 @@ def test_the_file_of_a_reward_that_git_does_not_know_is_in_the_patch(tmp_path, m
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "my_reward.py").write_text("def score(completion):\n    return 0.5\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["train_grpo.py", "--reward", "math:0.9,mine/my_reward.py:score:0.1"])
-    make_run(tmp_path).describe_start(0)
+    inputs = {"--model": "0a1b", "owner/name@train": "2c3d", "mine/my_reward.py": "4e5f"}
+    make_run(tmp_path).describe_start(0, inputs)
     (patch,) = tmp_path.glob("changes_*.patch")
     assert "+    return 0.5" in patch.read_text()
     (tmp_path / "elsewhere").mkdir()
@@ -175,14 +175,12 @@ def test_the_file_of_a_reward_that_git_does_not_know_is_in_the_patch(tmp_path, m
     assert (tmp_path / "elsewhere" / "my_reward.py").read_text().endswith("return 0.5\n")
     assert lines(tmp_path / "starts.jsonl")[0]["has_uncommitted_changes"]
     monkeypatch.setattr(run_module, "_git", lambda what, *_, **__: "my_reward.py\n" if what == "ls-files" else "+")
-    assert run_module._own_files(sys.argv) == "", "git knows it"
+    assert run_module._own_files(inputs) == "", "git knows it"
 
 
-def test_another_number_of_ranks_or_engines_is_told_with_what_it_changes(tmp_path, monkeypatch, capsys):
+def test_another_number_of_ranks_or_engines_is_told_with_what_it_changes(tmp_path, capsys):
     for ranks, resumed_from in ((2, 0), (4, 0), (4, 10), (1, 10)):
-        monkeypatch.setenv("WORLD_SIZE", str(ranks))
-        run = make_run(tmp_path)
-        run.describe_start(resumed_from)
+        make_run(tmp_path, size=ranks).describe_start(resumed_from)
         said = capsys.readouterr().out
         assert ("now" in said) is (ranks == 1), "not a first step, and not the same number"
         with (tmp_path / "starts.jsonl").open("a") as file:
@@ -310,14 +308,17 @@ def test_two_completions_of_two_groups_are_kept_as_samples(tmp_path):
 
 
 def test_the_console_line_shows_what_was_measured():
+    def shown(seconds_left: float) -> str:
+        return console_line(3, 10, metrics, seconds_of_phases(metrics), seconds_left)
+
     metrics = {"reward/mean": 0.5, "time/sample_s": 1.26, "time/step_s": 2.0, "eval/heldout/avg@4": 0.75}
     line = "step  3/10 | reward 0.500 | 2.0s (sample 1.3) | eval/heldout/avg@4 0.750"
-    assert console_line(3, 10, metrics, 0.0) == line
-    assert console_line(3, 10, metrics, 14.2) == f"{line} | 14 s left"
+    assert shown(0.0) == line
+    assert shown(14.2) == f"{line} | 14 s left"
     metrics |= {"optim/skipped_updates": 2.0, "optim/skipped_max_kl": 2.0, "optim/skipped_not_finite": 0.0}
     metrics |= {"time/sync_s": 0.01, "time/rollout_tail_s": 1.0, "perf/update_mfu": 0.4}
-    assert "SKIPPED UPDATES 2 (2 beyond --max_kl) | 2.0s (sample 1.3)" in console_line(3, 10, metrics, 0.0)
-    assert "MFU 40%" in console_line(3, 10, metrics, 0.0)
+    assert "SKIPPED UPDATES 2 (2 beyond --max_kl) | 2.0s (sample 1.3)" in shown(0.0)
+    assert "MFU 40%" in shown(0.0)
     assert [duration(x) for x in (59, 100, 7501)] == ["59 s", "2 min", "2 h 5 min"]
 
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from inputs import cgroup
+from inputs import machine
 
 GIB = 2**30
 JOB, TOP = "cgroup/slurm/job_7", "cgroup/memory/memory"
@@ -29,14 +29,14 @@ def version_1(own: str) -> dict[str, str]:
     (UNLIMITED, 100 * GIB),
 ])  # fmt: skip
 def test_the_lowest_limit_of_node_and_groups_counts(files, expected, tmp_path, monkeypatch):
-    monkeypatch.setattr(cgroup, "PROC", tmp_path / "proc")
-    monkeypatch.setattr(cgroup, "CGROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(cgroup.psutil, "virtual_memory", lambda: SimpleNamespace(total=100 * GIB))
+    monkeypatch.setattr(machine, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(machine, "CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: SimpleNamespace(total=100 * GIB))
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")
-    assert cgroup.host_bytes() == expected
+    assert machine.host_bytes() == expected
 
 
 def test_this_machine_is_read():
-    assert 2**28 < cgroup.host_bytes() <= 2**62
+    assert 2**28 < machine.host_bytes() <= 2**62

@@ -75,7 +75,7 @@ MISTAKES = [  # ranks, flags beside the required ones, what the sentence says
     (1, "--engine server --generation_gpus 5 6 7 --tensor_parallel_size 2", "no whole number of servers of 2"),
     (1, "--engine server --generation_gpus 7 7", "--generation_gpus 7 7: 7 is there twice"),
     (1, "--overlong_cache_tokens 5", "has no effect without the reward `length`"),
-    (1, "--reward math,length --overlong_cache_tokens 16 --max_completion_tokens 16", "so that every completion"),
+    (1, "--reward math,length --overlong_cache_tokens 16 --max_completion_tokens 16", "all completions of .* too long"),
     (1, "--eval_data x.jsonl", "--eval_data x.jsonl is never evaluated"),
     (1, "--prompt_column answer", "the prompt would be the answer; name two columns"),
     (None, "--plan_gpus 4", "--plan_gpus has no effect without --dry_run"),

@@ -11,6 +11,7 @@ from flags import Recording
 from helpers import ENVIRONMENT, flags, said
 from inputs.checks import check_flags
 from records.console import TRACKERS, Console
+from report import seconds_of_phases
 
 TIMES = {"time/sample_s": 1.0, "time/rollout_tail_s": 0.5, "time/step_s": 2.0}
 STEP = {"reward/mean": 0.5, "policy/loss": float("nan")} | TIMES
@@ -21,7 +22,7 @@ def tell(folder, capsys, *steps: dict[str, float], **flags) -> list[str]:
     console = Console(folder, True, Recording(**flags))
     console.say("begins")
     for number, metrics in enumerate(steps, start=1):
-        console.tell_step(number, 10, metrics)
+        console.tell_step(number, 10, metrics, seconds_of_phases(metrics))
     return capsys.readouterr().out.splitlines()
 
 
@@ -39,7 +40,7 @@ def test_the_status_says_what_is_done_now_above_the_last_step_and_the_time_that_
     expected = {"step": 2, "last_step": 10, "seconds_left": 24, "reward/mean": 0.5}
     assert expected.items() <= status_in(tmp_path).items()
     assert "policy/loss" not in status_in(tmp_path), "JSON knows no nan"
-    console.tell_step(1, 10, STEP)
+    console.tell_step(1, 10, STEP, seconds_of_phases(STEP))
     console.tell_phase("update", 2)
     assert {"now": "update", "in_step": 2, "step": 1}.items() <= status_in(tmp_path).items()
 
@@ -60,7 +61,7 @@ def test_a_tracker_that_fails_costs_its_curves_and_no_step(tmp_path, capsys):
 
     console.tracker = fail, lambda: None
     for step in (1, 2):
-        console.tell_step(step, 10, STEP)
+        console.tell_step(step, 10, STEP, seconds_of_phases(STEP))
     console.finish()
     shown = capsys.readouterr().out
     assert shown.count("warning: --track wandb has failed and is left out from now on: no network") == 1

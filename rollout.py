@@ -18,7 +18,7 @@ import os
 import random
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Protocol
 
@@ -38,7 +38,7 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
-from vllm import LLM, CompletionOutput, SamplingParams, TokensPrompt
+from vllm import LLM, CompletionOutput, RequestOutput, SamplingParams, TokensPrompt
 from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel, get_tp_group
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
@@ -176,19 +176,24 @@ class Engine:
         inputs = {id(row): _engine_input(row) for row in rows}  # decoded once for all completions of a prompt
         first_id = next(self.llm.request_counter) + 1
         self.llm.enqueue([inputs[id(row)] for row in rows], params, use_tqdm=False)
-        told = None
         with progress(description, total=len(rows), shown_after=0.0) as bar:
-            while self.llm.llm_engine.has_unfinished_requests() and not self.is_abandoned():
-                told = self.tell_progress(rows, first_id, told)
-                for output in (output for output in self.llm.llm_engine.step() if output.finished):
-                    index = int(output.request_id) - first_id
-                    if output.prompt_token_ids != rows[index].ids.tolist():
-                        raise RuntimeError(f"the engine reads prompt {index} with other image tokens than the trainer.")
-                    (done,) = output.outputs
-                    done.text = self.tokenizer.decode(done.token_ids, skip_special_tokens=True)
-                    yield index, done
-                    bar.update()
+            for index, output in self.finished(rows, first_id):
+                if output.prompt_token_ids != rows[index].ids.tolist():
+                    raise RuntimeError(f"the engine reads prompt {index} with other image tokens than the trainer.")
+                (done,) = output.outputs
+                done.text = self.tokenizer.decode(done.token_ids, skip_special_tokens=True)
+                yield index, done
+                bar.update()
             bar.refresh()  # full, however short it took
+
+    def finished(
+        self, rows: list[Row], first_id: int, is_enough: Callable[[], bool] = lambda: False
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """Yields (index of the row, output) of each finished request, until it is enough or a signal has come."""
+        engine, told = self.llm.llm_engine, None
+        while not is_enough() and engine.has_unfinished_requests() and not self.is_abandoned():
+            told = self.tell_progress(rows, first_id, told)
+            yield from ((int(x.request_id) - first_id, x) for x in engine.step() if x.finished)
 
     def add(self, rows: list[Row], so_far: list[list[int]], sampling: Sampling) -> int:
         """Requests the rest of unfinished completions. Returns the number of the first request; the others follow.

@@ -1,30 +1,25 @@
 """Generation servers as child processes of the main rank: vLLM's own server, on the loopback alone.
 
 `python -m generation.start FLAGS` is that server, with two things more. After SIGTERM it gives requests `GRACE` seconds
-to end. And all its processes end with the first of them: vLLM starts the others by multiprocessing's spawn, which
-imports this file in them before all else. They would stay, and keep their GPU, when the first one is killed, also while
-they are still importing torch.
+to end. And each of its processes ends with the one that has started it: vLLM does so by multiprocessing's spawn, which
+imports this file in the new one before all else. They would stay, and keep their GPU, when the first one is killed,
+also while they are still importing torch.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import secrets
 import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-
-import psutil
 
 from guards.start import die_with_parent
 
@@ -35,12 +30,9 @@ OF_RANKS = (  # what the environment says of a rank, and must not say to a serve
 )  # fmt: skip
 OF_OTHER_ENGINES = ("distributed_executor_backend", "enable_sleep_mode", "disable_log_stats", "seed")
 SERVER = "generation.start"
-FIRST = "GRPO_SERVER_PID"  # environment: the first process of a server
+PARENT = "GRPO_SERVER_PARENT"  # environment: the process of a server that starts others
 PATIENCE = 10.0  # seconds that a server has to end
 GRACE = 3  # seconds, of these, for requests that are under way: one may wait for weights of a run that hangs
-LOOK = 0.5  # seconds between two looks at the first process
-
-logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # as in rollout.py, before vLLM is imported
 
 
 def server_command(options: dict[str, object], backend: str, port: int, host: str = "127.0.0.1") -> list[str]:
@@ -89,16 +81,11 @@ class ServerProcess:
         return f"ended by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
 
     def end(self) -> None:
-        """Lets it put its shared memory away, then ends it."""
+        """Lets it put its shared memory away, then ends it, and with it what it has started."""
         self.process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(PATIENCE)
-        self.kill()
-
-    def kill(self) -> None:
-        """Ends it and what it has started; it has nothing to save."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
         self.process.wait()
 
 
@@ -118,26 +105,18 @@ def start_server(
         process = subprocess.Popen(
             server_command(options, backend, port), env=server_environment(backend) | own, cwd=ROOT,
             stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-            start_new_session=True,  # with what it starts it is one group, and a terminal's Ctrl-C is not for it
+            start_new_session=True,  # a terminal's Ctrl-C is not for it
             preexec_fn=partial(die_with_parent, os.getpid()),
         )  # fmt: skip
     return ServerProcess(f"http://127.0.0.1:{port}", log, process)
 
 
-def end_with_server() -> None:
-    """Ends this process when the first one of its server has ended; its main thread may wait for weights."""
-    with suppress(psutil.NoSuchProcess):
-        first = psutil.Process(int(os.environ[FIRST]))
-        while first.status() != psutil.STATUS_ZOMBIE:
-            time.sleep(LOOK)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 if __name__ == "__mp_main__":  # in a process that vLLM has started
-    threading.Thread(target=end_with_server, daemon=True).start()
+    die_with_parent(int(os.environ[PARENT]))
+if __name__ in ("__main__", "__mp_main__"):
+    os.environ[PARENT] = str(os.getpid())
 
 if __name__ == "__main__":
-    os.environ[FIRST] = str(os.getpid())
     from vllm.entrypoints.launchers.api_server import entry
 
     entry.run_server = partial(entry.run_server, timeout_graceful_shutdown=GRACE)  # uvicorn's; it would wait for ever

@@ -7,23 +7,21 @@ them with `--worker-extension-cls generation.weights.Extension --middleware gene
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import os
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
-import vllm.distributed.utils
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from torch import Tensor
-from torch.distributed import BroadcastOptions, ProcessGroup
+from torch.distributed import ProcessGroupGloo
 from transformers import PretrainedConfig
-from vllm.distributed.utils import StatelessProcessGroup, stateless_init_torch_distributed_process_group
+from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+from vllm.distributed.utils import StatelessProcessGroup, create_tcp_store
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferEngine,
@@ -31,25 +29,34 @@ from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferUpdateInfo,
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.utils.nccl import unpinned_nccl_env
+from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 from model.engine_options import head_dtypes
 
-# vLLM turns off the output of the whole process while gloo connects. Two threads that do so at once, for two servers,
-# would leave it off; what others print meanwhile is lost.
-vllm.distributed.utils.suppress_stdout = contextlib.nullcontext
 PATIENCE = timedelta(minutes=10)  # of a worker that waits for a tensor of a trainer that may have gone
+TOKENS = "vllm:generation_tokens_total", "vllm:prompt_tokens_total"  # of vLLM's metrics: they tell progress
 LEASE = 20.0  # seconds without a word from its run after which a server is free: that run was killed
 
 
-# The trainer's side ---------------------------------------------------------------------------------------------------
+# The trainer's side, and what both sides need -------------------------------------------------------------------------
 
 
-@dataclass
-class Link:
-    """A process group of the main rank and the workers of a server."""
+class Gloo:
+    """On CPUs what vLLM's PyNcclCommunicator is on GPUs."""
 
-    send: Callable[[Tensor], None]  # sends a tensor to all of them
-    close: Callable[[], None] = lambda: None
+    def __init__(self, rank: int, world_size: int, timeout: timedelta, **place: object) -> None:
+        store = create_tcp_store(**place, world_size=world_size, is_master=rank == 0, timeout=timeout)
+        self.group = ProcessGroupGloo(store, rank, world_size, timeout)
+
+    def broadcast(self, tensor: Tensor, src: int, stream: None = None) -> None:
+        self.group.broadcast(tensor, src).wait()
+
+    def destroy(self) -> None:
+        self.group = None
+
+
+Link = Gloo | PyNcclCommunicator
 
 
 def open_link(listener: socket.socket, num_workers: int, device: torch.device, seconds: float) -> Link:
@@ -57,29 +64,13 @@ def open_link(listener: socket.socket, num_workers: int, device: torch.device, s
 
     It raises RuntimeError where the server has gone, on CPU within `seconds`.
     """
-    place = {"host": listener.getsockname()[0], "port": listener.getsockname()[1], "listen_socket": listener}
-    place |= {"rank": 0, "world_size": 1 + num_workers}
+    host, port = listener.getsockname()
+    place = {"host": host, "port": port, "listen_socket": listener, "rank": 0, "world_size": 1 + num_workers}
     if device.type == "cpu":
-        timeout = timedelta(seconds=seconds)
-        group = stateless_init_torch_distributed_process_group(**place, backend="gloo", timeout=timeout)
-        return Link(lambda tensor: broadcast(group, tensor))
-    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
-    from vllm.utils.nccl import unpinned_nccl_env
-
+        return Gloo(**place, timeout=timedelta(seconds=seconds))
     meeting = StatelessProcessGroup.create(**place, store_timeout=int(seconds))
     with unpinned_nccl_env():  # as the workers do
-        communicator = PyNcclCommunicator(meeting, device)
-
-    def send(tensor: Tensor) -> None:  # in the current stream: that of the gather before it and of the free after it
-        communicator.broadcast(tensor.contiguous(), src=0, stream=torch.cuda.current_stream())
-
-    return Link(send, communicator.destroy)
-
-
-def broadcast(group: ProcessGroup, tensor: Tensor) -> None:
-    options = BroadcastOptions()
-    options.rootRank, options.rootTensor = 0, 0
-    group.broadcast([tensor.contiguous()], options).wait()
+        return PyNcclCommunicator(meeting, device)
 
 
 # The server's side ----------------------------------------------------------------------------------------------------
@@ -118,20 +109,17 @@ class NcclEngine(NCCLWeightTransferEngine):
 class GlooEngine(NcclEngine):
     """The same for a worker on CPU."""
 
-    group: ProcessGroup | None = None
-
     def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
-        self.group = stateless_init_torch_distributed_process_group(
-            init_info.master_address, init_info.master_port, init_info.rank_offset + self.parallel_config.rank,
-            init_info.world_size, backend="gloo", timeout=PATIENCE,
-        )  # fmt: skip
+        rank = init_info.rank_offset + self.parallel_config.rank
+        place = {"host": init_info.master_address, "port": init_info.master_port}
+        self.model_update_group = Gloo(rank, init_info.world_size, PATIENCE, **place)
 
     def update_weights(self, update_info: dict[str, list]) -> None:
         # Not the base class's, which ends by synchronizing an accelerator.
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive(self, tensor: Tensor) -> None:
-        broadcast(self.group, tensor)
+        self.model_update_group.broadcast(tensor, src=0)
 
     def finish_weight_update(self) -> None:
         super().finish_weight_update()
@@ -139,38 +127,29 @@ class GlooEngine(NcclEngine):
             if isinstance(module, ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)
 
-    def shutdown(self) -> None:
-        self.group = None
-
 
 WeightTransferEngineFactory.register_engine("gloo", GlooEngine)
 WeightTransferEngineFactory.register_engine("nccl_with_deadline", NcclEngine)
 
 
+def fit_of(config: PretrainedConfig, max_model_len: int, dtype: str, head_dtype: str | None) -> dict[str, object]:
+    """What a server must have of what its run needs, by the flags of scripts/serve.py.
+
+    The model is told in words, because its path may be another.
+    """
+    text = config.get_text_config()
+    sizes = f"{text.num_hidden_layers} layers, hidden size {text.hidden_size}, vocabulary of {text.vocab_size}"
+    model = f"{', '.join(config.architectures or ())} of {sizes}"
+    return {"--model": model, "--max_model_len": max_model_len, "--dtype": dtype, "--head_dtype": head_dtype or dtype}
+
+
 class Extension:
     """Of vLLM's workers, which import this file for it."""
 
-    def own_head_dtypes(self) -> list[str]:
-        return head_dtypes(self.get_model())
-
-
-def describe_model(config: PretrainedConfig) -> str:
-    """In the same words for the run and for a server, whose paths of the model may differ."""
-    text = config.get_text_config()
-    sizes = f"{text.num_hidden_layers} layers, hidden size {text.hidden_size}, vocabulary of {text.vocab_size}"
-    return f"{', '.join(config.architectures or ())} of {sizes}"
-
-
-async def describe_server(request: Request) -> dict[str, object]:
-    """What must fit a run, by the flags of scripts/serve.py, and the number of workers."""
-    engine = request.app.state.engine_client
-    (heads, *_), config = await engine.collective_rpc("own_head_dtypes"), engine.vllm_config.model_config
-    dtype = str(config.dtype).removeprefix("torch.")
-    return {
-        "world_size": engine.vllm_config.parallel_config.world_size_across_dp,
-        "--model": describe_model(config.hf_config), "--max_model_len": config.max_model_len,
-        "--dtype": dtype, "--head_dtype": ", ".join(heads) or dtype,
-    }  # fmt: skip
+    def own_fit(self) -> dict[str, object]:
+        config, heads = self.vllm_config.model_config, head_dtypes(self.get_model())
+        dtype = str(config.dtype).removeprefix("torch.")
+        return fit_of(config.hf_config, config.max_model_len, dtype, ", ".join(heads))
 
 
 class Owner:
@@ -184,11 +163,14 @@ class Owner:
 
         A new start of the same run takes the server from the one before, which may not keep it then.
         """
-        is_same = do == "take" and all(claim.get(name) == self.claim.get(name) for name in ("run", "out_dir"))
-        if self.claim and claim != self.claim and not is_same and now - self.heard < LEASE:
-            holder = "{out_dir} on {host} (process {pid})".format_map(self.claim)
-            way_out = f"end that run, or give other --server_urls; {LEASE:g} s after a kill the server is free"
-            return f"belongs to the run {holder}; {way_out}."
+        if self.claim and claim != self.claim and now - self.heard < LEASE:
+            differs = {name for name in self.claim if claim.get(name) != self.claim[name]}
+            if differs == {"url"}:
+                return f"it is {self.claim['url']} by another name; give each server once."
+            if do != "take" or differs & {"run", "out_dir"}:
+                holder = "{out_dir} on {host} (process {pid})".format_map(self.claim)
+                way_out = f"end that run, or give other --server_urls; {LEASE:g} s after a kill the server is free"
+                return f"it belongs to the run {holder}; {way_out}."
         self.claim, self.heard = {} if do == "free" else claim, now
         return ""
 
@@ -199,14 +181,19 @@ OWNER = Owner()
 async def check_key(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
     """vLLM asks for VLLM_API_KEY where text is sampled, but not where weights are changed: this asks everywhere.
 
-    Its own route is /owner, where a run says each second that the server is its own.
+    Its own route is /owner, where a run says each second that the server is its own, and hears how far it is.
     """
     key, given = os.environ.get("VLLM_API_KEY", ""), request.headers.get("authorization", "")
     if key and not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
         return JSONResponse({"error": "this server wants its VLLM_API_KEY"}, 401)
     if request.url.path != "/owner":
         return await call_next(request)
-    asked = await request.json()
+    asked, engine = await request.json(), request.app.state.engine_client
     if refusal := OWNER.hear(asked["claim"], asked["do"], time.monotonic()):
         return PlainTextResponse(refusal, 409)
-    return JSONResponse(await describe_server(request) if asked["do"] == "take" else {})
+    samples = [sample for metric in get_prometheus_registry().collect() for sample in metric.samples]
+    answer = {"tokens": sum(sample.value for sample in samples if sample.name in TOKENS)}
+    if asked["do"] == "take":
+        answer["num_workers"] = engine.vllm_config.parallel_config.world_size_across_dp
+        (answer["fit"], *_) = await engine.collective_rpc("own_fit")
+    return JSONResponse(answer)

@@ -13,17 +13,17 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from itertools import groupby
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 from aiohttp import web
-from vllm.distributed.utils import stateless_init_torch_distributed_process_group
 
 from flags import Sampling, take
 from generation.start import ServerProcess
-from generation.weights import broadcast
+from generation.weights import Gloo
 from generation.wire import Fleet, Server
 from helpers import flags, make_grade, make_row
 from policy import Policy
@@ -33,6 +33,7 @@ from sampling import Draws, Sampler
 TOKEN = 7
 WEIGHTS = {"layer.weight": torch.arange(6.0).reshape(2, 3), "norm.weight": torch.ones(3)}
 DESCRIPTION = {"names": list(WEIGHTS), "dtype_names": ["float32"] * 2, "shapes": [[2, 3], [3]]}
+CLAIM = {"run": "a", "out_dir": "/runs/a", "host": "node-a", "pid": "7"}
 TOKENIZER = SimpleNamespace(decode=lambda ids, **_: "text")
 
 
@@ -75,8 +76,6 @@ class FakeServer:
         self.asked.append(request.path_qs.removeprefix("/"))
         if path == "inference/v1/generate":
             return await self.generate(request, body)
-        if path == "metrics":
-            return web.Response(text=f'vllm:generation_tokens_total{{engine="0"}} {self.tokens}\n')
         if path in ("pause", "resume"):
             self.paused = path == "pause"
         elif path == "finish_weight_update":
@@ -84,11 +83,11 @@ class FakeServer:
         elif path in ("init_weight_transfer_engine", "update_weights"):
             do = self.meet if path.startswith("init") else self.receive
             await self.loop.run_in_executor(self.pool, do, next(iter(body.values())))
-        return web.json_response({"world_size": 1})
+        return web.json_response({"tokens": self.tokens, "num_workers": 1})
 
     def meet(self, info: dict) -> None:
-        place = info["master_address"], info["master_port"], info["rank_offset"], info["world_size"]
-        self.group = stateless_init_torch_distributed_process_group(*place, "gloo")
+        place = {"host": info["master_address"], "port": info["master_port"]}
+        self.group = Gloo(info["rank_offset"], info["world_size"], timedelta(seconds=60), **place)
 
     def receive(self, info: dict) -> None:
         self.received = []
@@ -97,7 +96,7 @@ class FakeServer:
                 self.dies_in_sync.wait(10.0)
                 raise RuntimeError("out of memory")
             self.received.append(torch.empty(shape, dtype=getattr(torch, dtype)))
-            broadcast(self.group, self.received[-1])
+            self.group.broadcast(self.received[-1], src=0)
 
     async def generate(self, request: web.Request, body: dict) -> web.Response:
         connection = request.transport.get_extra_info("peername")
@@ -132,10 +131,10 @@ def engine_of(
     most: int = 64,
     policy: Policy | None = None,
 ) -> Iterator[ServerEngine]:
-    """An engine over these servers. `said` is what it told the console, `spans` who did what when."""
+    """An engine over these servers. `said` is what it told the console, `spans` when servers sampled."""
     said, spans, output = [], [], os.fstat(1)
     found = [each if isinstance(each, Server) else Server(each.url, each.url) for each in servers]
-    fleet = Fleet(found, [], "", said.append, lambda *span: spans.append(span), timeout, most)
+    fleet = Fleet(found, [], "", said.append, lambda *span: spans.append(span), CLAIM, {}, timeout, most)
     weights = DESCRIPTION if policy is None else policy.describe_weights()
     engine = ServerEngine(fleet, TOKENIZER, weights, torch.device("cpu"), version, in_flight)
     engine.said, engine.spans, engine.policy = said, spans, policy

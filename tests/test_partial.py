@@ -14,6 +14,7 @@ from generation.partial import PartialSampler, shares_of
 from helpers import ALONE, flags, make_grade, make_row, metrics_of, torchrun, training_flags
 from model.sizes import MOST_LAG, prompts_in_the_air
 from planner.time import longest_of_group
+from rollout import Engine
 from sampling import Draws
 
 GROUP = 2
@@ -26,6 +27,7 @@ class CountingEngine:
     """
 
     guard, seconds_E, world = None, np.zeros(1), ALONE
+    finished = Engine.finished
     tokenizer = SimpleNamespace(decode=lambda ids, **_: "")
 
     def __init__(self, lengths) -> None:
@@ -151,7 +153,7 @@ def test_every_prompt_is_used_once_and_whole_no_token_is_lost_and_each_knows_its
         assert found[0][1]["rollout/kept_tokens"] > 0 == found[-1][1]["rollout/kept_tokens"]
     tokens = sum(int(rollout.completion_lengths_B.sum()) for rollout, _ in found)
     assert sampler.engine.num_tokens == tokens, "none was sampled twice, or for nothing"
-    assert not sampler.held and not sampler.groups and sampler.kept_tokens == 0
+    assert not sampler.groups and sampler.kept_tokens == 0
 
 
 @pytest.mark.parametrize("num_long", [1, 3])
@@ -218,7 +220,7 @@ def test_a_run_that_is_continued_for_fewer_steps_begins_no_more_than_they_need()
     sampler.restore({"prompts_drawn": 20, "in_the_air": list(range(8, 20))})
     sampler.run.last_step = 2
     (found,) = run_steps(sampler, 2, 2)
-    assert not sampler.held
+    assert not sampler.groups
     assert sampler.state(2) == {"prompts_drawn": 20, "in_the_air": [16, 17, 18, 19]}
 
 

@@ -87,18 +87,18 @@ NONSENSE = {  # what is said -> what an answer is changed by
     "0 tokens": {"token_ids": []},
     "6 tokens": {"token_ids": [7] * 6},
     "log-probs are not those": {"token_ids": [7, 8, 7, 7, 7]},
-    "above 0": {"logprobs": {"content": [{"token_id": 7, "logprob": 0.5, "rank": 1}] * 5}},
+    "< 0.001": {"logprobs": {"content": [{"token_id": 7, "logprob": 0.5, "rank": 1}] * 5}},
     "does not say which weights": {"weight_versions": [{"version": "0", "start": 0, "end": 4}]},
     "weights were not sent": {"weight_versions": [{"version": "default", "start": 0, "end": 5}]},
     "abort": {"finish_reason": "abort"},
-    "no token for 1.5 s": {"stuck": True},
+    "no token for 5 s": {"stuck": True},
 }
 
 
 @pytest.mark.parametrize("said", NONSENSE)
 def test_a_server_that_answers_nonsense_is_named_and_its_prompts_are_sampled_elsewhere(said):
     good, bad = FakeServer(0.002), FakeServer()
-    with engine_of(good, bad, timeout=1.5) as engine:
+    with engine_of(good, bad, timeout=5.0) as engine:
         synced(engine)
         bad.changes = NONSENSE[said]
         rollout = engine.sample(ROWS, Sampling(2, 1.0, 5), (1, 1))
@@ -111,8 +111,8 @@ def test_a_server_that_does_not_start_ends_the_run_with_the_tail_of_its_log(monk
     monkeypatch.setattr("generation.start.server_command", lambda *_: ["bash", "-c", "echo no memory left; exit 3"])
     process = start_server({}, "gloo", "", tmp_path / "0.log")
     for server, said in (
-        (Server("server 0", process.url, process), "server 0 did not start: ended with exit status 3.*no memory left"),
-        (Server("http://x", "http://127.0.0.1:9"), "http://x did not start: no answer"),
+        (Server("server 0", process.url, process), "server 0 cannot be used: ended with exit status 3.*no memory left"),
+        (Server("http://x", "http://127.0.0.1:9"), "http://x cannot be used: no answer"),
     ):
         with engine_of(server, timeout=1.0) as engine, pytest.raises(RunError, match=f"(?s){said}"):
             synced(engine)
@@ -145,8 +145,11 @@ def test_a_server_lost_amid_a_transfer_ends_the_run_although_there_is_another(is
 
 @pytest.mark.parametrize("in_flight", [False, True])
 @pytest.mark.parametrize("ahead", [0, 1, 2])
-def test_lags_are_bounded_by_the_steps_ahead_and_in_flight_alone_a_completion_has_two_versions(ahead, in_flight):
-    """And the timeline says what the server did when."""
+def test_lags_are_bounded_by_the_steps_ahead_and_in_flight_alone_a_completion_has_two_versions(
+    ahead, in_flight, monkeypatch
+):
+    """And the timeline says when the server has sampled."""
+    monkeypatch.setattr("generation.wire.LOOK", 0.01)
     with engine_of(FakeServer(0.01), in_flight=in_flight) as engine:
         sampler, lags, is_mixed = sampler_over(engine, steps_ahead=ahead, max_completion_tokens=6), [], []
         synced(engine)
@@ -164,7 +167,7 @@ def test_lags_are_bounded_by_the_steps_ahead_and_in_flight_alone_a_completion_ha
     assert max(lags) == ahead and any(is_mixed) == (in_flight and ahead > 0)
     moments = [moment for _, _, *both in engine.spans for moment in both]
     assert moments == sorted(moments)
-    assert list(dict.fromkeys(what for _, what, *_ in engine.spans))[:3] == ["updates", "samples 0", "samples 1"]
+    assert list(dict.fromkeys(what for _, what, *_ in engine.spans))[:2] == ["samples 0", "samples 1"]
 
 
 def test_on_gpus_servers_need_some_that_the_ranks_leave_free_and_on_cpus_their_number_counts(monkeypatch):
@@ -300,7 +303,7 @@ def server(folder, tmp_path_factory):
     """A server that the tests share: one after the other finds it with the weights of the one before."""
     process = start_real(folder, tmp_path_factory.mktemp("server") / "0.log")
     yield process
-    process.kill()
+    process.end()
 
 
 def test_no_process_of_a_server_outlives_it_also_while_it_starts(folder, tmp_path):

@@ -20,7 +20,7 @@ import serve
 from fake_server import DESCRIPTION, TOKENIZER, WEIGHTS, FakeServer, synced
 from flags import EngineSettings, Sampling, Servers
 from generation.start import server_environment
-from generation.weights import LEASE, Link, Owner
+from generation.weights import LEASE, Owner
 from generation.wire import Fleet, Server
 from guards.start import RunError
 from helpers import ALONE, ENVIRONMENT, ROOT, make_model, make_row, wait_for
@@ -28,7 +28,7 @@ from policies import load_policy
 from rollout_server import ServerEngine, build_servers, claim_of
 from sampling import NoEngine
 
-A, B = ({"run": name, "out_dir": f"/runs/{name}", "host": f"node-{name}", "pid": "7"} for name in "ab")
+A, B = ({"run": name, "out_dir": f"/runs/{name}", "host": f"node-{name}", "pid": "7", "url": "x"} for name in "ab")
 A_AGAIN = A | {"host": "node-c", "pid": "9"}  # a new start of the run a, on another machine
 HAS = {
     "--model": "Qwen2ForCausalLM of 2 layers",
@@ -51,7 +51,7 @@ class OwnedServer(FakeServer):
             body = await request.json()
             if refusal := self.owner.hear(body["claim"], body["do"], time.monotonic()):
                 return web.Response(text=refusal, status=409)
-            return web.json_response(HAS | {"world_size": 1})
+            return web.json_response({"tokens": self.tokens, "num_workers": 1, "fit": HAS})
         if request.path == f"/{self.hangs}":
             await asyncio.to_thread(self.event.wait, 20.0)
         return await super().answer(request)
@@ -61,7 +61,7 @@ class OwnedServer(FakeServer):
 def run_of(claim, *servers, needed=None, policy=None):
     """The engine of a run on servers that are up. `said` is what it told the console."""
     said, found = [], [each if isinstance(each, Server) else Server(each.url, each.url) for each in servers]
-    fleet = Fleet(found, [], "", said.append, lambda *_: None, 600.0, 64, claim, needed or {})
+    fleet = Fleet(found, [], "", said.append, lambda *_: None, claim, needed or {})
     weights = DESCRIPTION if policy is None else policy.describe_weights()
     engine = ServerEngine(fleet, TOKENIZER, weights, torch.device("cpu"), 0)
     engine.said, engine.policy = said, policy
@@ -99,7 +99,8 @@ def test_a_second_run_is_refused_by_the_name_of_the_first_which_goes_on(server):
         with run_of(B, server) as second, pytest.raises(RunError) as error:
             synced(second)
         assert [path for path in server.asked if path != "owner"] == before, "nothing else is asked by the second"
-        assert str(error.value).startswith(f"{server.url} belongs to the run /runs/a on node-a (process 7); ")
+        said = f"{server.url} cannot be used: it belongs to the run /runs/a on node-a (process 7); "
+        assert str(error.value).startswith(said)
         assert len(str(error.value).splitlines()) == 1 and "checkpoint" not in str(error.value)
         synced(first).sample([make_row([1])], Sampling(2, 1.0, 5), (1, 1))
         assert first.said == []
@@ -116,8 +117,20 @@ def test_a_start_of_the_same_run_takes_the_server_and_the_one_before_notices(ser
             synced(new)
             wait_for(lambda: old.fleet.error, 10)
             synced(new)
-        assert old.fleet.error.startswith(f"{server.url} belongs to the run /runs/a on node-c (process 9)")
+        said = f"{server.url} was lost and no other is left: it belongs to the run /runs/a on node-c (process 9)"
+        assert old.fleet.error.startswith(said)
         assert not new.fleet.error
+
+
+def test_one_server_under_two_names_is_refused_in_one_sentence(server):
+    name = server.url.replace("127.0.0.1", "localhost")
+    with run_of(A, server, Server(name, name)) as engine, pytest.raises(RunError) as error:
+        synced(engine)
+    ways = [(name, server.url), (server.url, name)]  # both are taken at the same time
+    assert str(error.value) in [
+        f"{one} cannot be used: it is {other} by another name; give each server once." for one, other in ways
+    ]
+    assert set(server.asked) <= {"owner", "shutdown_weight_transfer_engine"}, "no weights are sent"
 
 
 @pytest.mark.parametrize(
@@ -125,7 +138,7 @@ def test_a_start_of_the_same_run_takes_the_server_and_the_one_before_notices(ser
     [("--max_model_len", 65), ("--dtype", "bfloat16"), ("--head_dtype", "bfloat16"), ("--model", "Qwen3ForCausalLM")],
 )
 def test_a_server_that_does_not_fit_is_refused_before_its_weights_change(name, needed, server):
-    said = f"^{server.url} does not fit this run: it has {name} {HAS[name]}, needed is {needed}.$"
+    said = f"^{server.url} cannot be used: it does not fit this run: it has {name} {HAS[name]}, needed is {needed}.$"
     with run_of(A, server, needed=HAS | {name: needed}) as engine, pytest.raises(RunError, match=said):
         synced(engine)
     assert set(server.asked) == {"owner"}
@@ -167,7 +180,8 @@ def test_after_a_signal_a_transfer_that_stands_still_ends_the_run(hangs, server,
             assert not ended.done(), "without a signal it may take its time"
             is_requested.set()
             assert ended.result(5.0) == 1
-            assert "SIGTERM: ended in a transfer of weights that stood still" in capsys.readouterr().err
+            said = "was lost amid a transfer of weights: the transfer stands still, and SIGTERM asks the run to end"
+            assert said in capsys.readouterr().err
             server.event.set()
 
 
@@ -190,10 +204,10 @@ def test_at_the_end_both_sides_close_the_transfer_of_a_server_that_stays_up(serv
     with run_of(A, server) as engine:
         synced(engine)
         (seen,) = engine.fleet.servers
-        seen.link = Link(seen.link.send, lambda: closed.append(list(server.asked)))
+        seen.link = SimpleNamespace(destroy=lambda: closed.append(list(server.asked)))
         asked = len(server.asked)
     assert [path for path in server.asked[asked:] if path != "owner"] == ["shutdown_weight_transfer_engine"]
-    assert len(closed) == 1 and "shutdown_weight_transfer_engine" in closed[0][asked:] and seen.link is None
+    assert len(closed) == 1 and "shutdown_weight_transfer_engine" in closed[0][asked:]
     assert callable(PyNcclCommunicator.destroy), "what closes the main rank's side on CUDA"
 
 
@@ -254,7 +268,7 @@ def test_a_real_server_has_one_run_tells_what_it_is_and_ends_on_sigterm_amid_a_t
             synced(engine)
         with run_of(B | {"pid": "8"}, Server(url, url), needed=has, policy=policy) as engine:
             engine.sync(policy.full_weights())
-            engine.fleet.call(engine.fleet.prepare(engine.weights, engine.device))
+            engine.fleet.call(engine.fleet.prepare(engine.weights, engine.device, engine.version))
             engine.fleet.send(next(policy.full_weights())[1])
             processes = [process, *process.children(recursive=True)]
             process.terminate()

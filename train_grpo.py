@@ -233,7 +233,8 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
             if writer.is_due(step, run.is_last):
                 with run.phase("checkpoint"):
                     writer.save(step, policy, optimizer, sampler.state(step) | guard.state(), run.is_last)
-                    run.plot()
+                    if not run.is_last:  # else `finish` does
+                        run.plot()
         finish(run, max(saved_step, last_step))
         run.say(f"done: {out_dir}/final holds the policy, {out_dir}/curves.png the curves")
     except Stopped:

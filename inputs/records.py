@@ -190,8 +190,8 @@ def read_records(source: str, seed: int) -> list[Record]:
     kinds = f"a file ({', '.join(READERS)}, .parquet), a folder of them, or a data set on the hub (owner/name)"
     is_on_hub = HUB_ID.fullmatch(what) and ending not in FILE_ENDINGS and not ("/" in what and path.parent.is_dir())
     if not path.exists() and not is_on_hub:
-        absent = f"{what} does not exist (looked in {Path.cwd()})"
-        raise FileNotFoundError(f"{given}: {absent}; needed is WHAT[@SPLIT][#ROWS], where WHAT is {kinds}.")
+        absent = f"{what} does not exist (looked in {Path.cwd()}); needed is WHAT[@SPLIT][#ROWS], ROWS 1 or more"
+        raise FileNotFoundError(f"{given}: {absent}, where WHAT is {kinds}.")
     if path.is_file() and ending not in (*READERS, ".xlsx", ".npz"):  # the last two: zip archives that stay packed
         check_content(path)
     if path.is_file() and ending not in READERS and ending != ".parquet":

@@ -73,8 +73,8 @@ def rloo(g: Graded) -> Tensor:
 def maxrl(g: Graded) -> Tensor:
     """(r - mean of group) / mean of group, and 0 where that is 0: hard prompts count more.
 
-    MaxRL (arXiv 2602.02710), algorithm 1; its code (tajwarfahim/maxrl) adds 1e-6 to the mean. Raises ValueError for a
-    negative reward: the paper's are 0 or 1, and a mean below 0 would turn the sign around.
+    MaxRL (arXiv 2602.02710), whose code (tajwarfahim/maxrl, `compute_maxrl_outcome_advantage`) adds 1e-6 to the mean.
+    Raises ValueError for a negative reward: the paper's are 0 or 1, and a mean below 0 would turn signs around.
     """
     if (lowest := g.rewards_PG.min().item()) < 0:
         raise ValueError(f"--advantage maxrl: a reward is {lowest:g}; it needs rewards that are not negative.")
@@ -209,8 +209,9 @@ def sapo(t: Tokens, *, sapo_tau_pos: float, sapo_tau_neg: float) -> Loss:
 def dppo(t: Tokens, *, clip_low: float, clip_high: float) -> Loss:
     """-A x logprob x the detached ratio, at most 20; no gradient where the token's probability has moved too far.
 
-    DPPO-Binary-TV (arXiv 2602.04879): up by more than clip_high where A > 0, or down by more than clip_low where A < 0;
-    0.15 in verl's script. verl: `dppo_tv`. The paper measures from the sampler's log-probs: --old_logprobs rollout.
+    DPPO-Binary-TV (arXiv 2602.04879): up by more than clip_high where A > 0, or down by more than clip_low where A < 0.
+    verl has it from the authors: `dppo_tv`, 0.15 in its script. The paper measures from the sampler: --old_logprobs
+    rollout.
     """
     moved = t.logprobs.detach().exp() - t.old_logprobs.exp()
     return within_region(t, moved.abs(), clip_low, clip_high)

@@ -56,7 +56,7 @@ def make_case(seed: int, dtype: torch.dtype = torch.float64) -> Case:
     mask_N[sequence_ids_N == UNTRAINED] = False  # ... but for one
     old_logprobs_N = noise(0.5) - 3.0
     return Case(
-        logprobs_N=old_logprobs_N + noise(0.8),  # a third of the ratios is within 0.7 and 1.4
+        logprobs_N=(old_logprobs_N + noise(0.8)).clamp(max=-0.01),  # a third of the ratios is within 0.7 and 1.4
         old_logprobs_N=old_logprobs_N,
         ref_logprobs_N=old_logprobs_N + noise(0.8),
         rollout_logprobs_N=old_logprobs_N + noise(0.8),
@@ -102,13 +102,8 @@ def loss_of(
     bounds: tuple[float, float] = (0.2, 0.3),
 ) -> Loss:  # fmt: skip
     t = Tokens(logprobs_N, case.old_logprobs_N, case.rollout_logprobs_N, case.advantages_N, *case.packing)
-    values = {
-        "clip_low": bounds[0],
-        "clip_high": bounds[1],
-        "dual_clip": dual,
-        "sapo_tau_pos": tau[0],
-        "sapo_tau_neg": tau[1],
-    }
+    values = {"clip_low": bounds[0], "clip_high": bounds[1], "dual_clip": dual}
+    values |= {"sapo_tau_pos": tau[0], "sapo_tau_neg": tau[1]}
     return grpo.as_loss(call(grpo.LOSSES, kind, t, **values), t)
 
 

@@ -43,6 +43,10 @@ def no_gradient(t): return t.advantages
 def detached(x): return x.detach() ** 2
 def raises(t): raise KeyError("no such luck")
 def wrong_mask(t): return Loss(t.logprobs, None, t.mask[:2])
+def metric_of_one(t): return Loss(t.logprobs, metrics={"x": t.advantages.mean()})
+def no_reference(t): return t.logprobs - t.ref_logprobs
+def no_such_field(t): return t.logprob
+def three_of_group(g): return (g.rewards_PG * g.parts["exact"])[:, :3]
 def mask_of_numbers(t): return Loss(t.logprobs, None, t.advantages)
 def of_completions(g, *, advantage_eps): return g.rewards_PG * 2 + advantage_eps
 def of_tokens(g): return g.returns_T * 3
@@ -81,7 +85,11 @@ def own(tmp_path: Path) -> str:
     ("--policy_loss no_such.py:f", "no_such.py:f cannot be loaded.*No such file"),
     ("--policy_loss broken.py:f", "broken.py:f cannot be loaded: ModuleNotFoundError.*no_such_module"),
     ("--policy_loss leaves.py:f", "leaves.py:f cannot be loaded: SystemExit: 3"),
-    ("--policy_loss my_loss.py:f", "my_loss.py has no function 'f'.*it has .*good"),
+    ("--policy_loss my_loss.py:f", "my_loss.py has no function 'f'; it has good, no_default, .*, squared.$"),
+    ("--policy_loss my_loss.py:metric_of_one", r"metric x: returned the shape \[\].* of the shape \[7\]"),
+    ("--policy_loss my_loss.py:no_reference", "fails on a trial .*TypeError: .*NoneType"),
+    ("--policy_loss my_loss.py:no_such_field", "Tokens has no 'logprob'; it has logprobs, .*, ref_logprobs"),
+    ("--advantage my_loss.py:three_of_group --group_size 5", r"the shape \[1, 3\].* of the shape \[10\] or \[1, 5\]"),
     ("--policy_loss my_loss.py:NUMBER", "no function 'NUMBER'"),
     ("--policy_loss my_loss.py", "--policy_loss my_loss.py: .*FILE.py:FUNCTION"),
     ("--policy_loss my_loss.py:no_parameter", "no_parameter fails.*takes 0 positional arguments"),
@@ -119,6 +127,7 @@ def test_what_goes_together_is_accepted(own):
         "--dynamic_sampling reward",
         # A flag that only a function of one's own uses has an effect.
         f"--policy_loss {own}:good --advantage rloo --clip_low 0.3",
+        f"--policy_loss {own}:no_reference --kl_coef 0.1",
         f"--advantage {own}:of_completions --policy_loss reinforce --advantage_eps 1e-3",
     ):
         algorithm_with(given)

@@ -130,19 +130,20 @@ def compute_advantages(rollout: Rollout, penalties: list[np.ndarray] | None, alg
         rewards_B = rewards_B - torch.tensor([penalty.sum() for penalty in penalties])
     mask_T = torch.repeat_interleave(torch.from_numpy(rollout.trained_lengths_B) > 0, lengths_B)
     rewards_PG = rewards_B.view(-1, algorithm.group_size)
-    found = algorithm.advantage(Graded(rewards_PG, returns_T, lengths_B, mask_T, *of_grades(rollout, rewards_PG.shape)))
+    graded = Graded(rewards_PG, returns_T, lengths_B, mask_T, **of_grades(rollout, rewards_PG.shape))
+    found = algorithm.advantage(graded)
     grpo.check_returned("--advantage", found, [tuple(rewards_PG.shape), tuple(returns_T.shape)])
     of_tokens = torch.repeat_interleave(found.flatten(), lengths_B) if found.shape == rewards_PG.shape else found
     return [piece.numpy() for piece in of_tokens.split(lengths_B.tolist())]
 
 
-def of_grades(rollout: Rollout, shape: torch.Size) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """The last fields of `Graded`: parts of the reward (a missing one is 0), is_correct_PG, is_truncated_PG."""
+def of_grades(rollout: Rollout, shape: torch.Size) -> dict[str, Tensor | dict[str, Tensor]]:
+    """The last fields of `Graded`, by name. Where a completion has no such part of the reward, it is 0."""
     names = dict.fromkeys(name for grade in rollout.grades for name in grade.parts)
     parts = {name: np.array([grade.parts.get(name, 0.0) for grade in rollout.grades], np.float32) for name in names}
-    arrays = [*parts.values(), rollout.is_correct_B, rollout.is_truncated_B]
-    *values, is_correct_PG, is_truncated_PG = (torch.from_numpy(x).view(shape) for x in arrays)
-    return dict(zip(parts, values, strict=True)), is_correct_PG, is_truncated_PG
+    flags = {"is_correct_PG": rollout.is_correct_B, "is_truncated_PG": rollout.is_truncated_B}
+    parts, flags = ({name: torch.from_numpy(x).view(shape) for name, x in each.items()} for each in (parts, flags))
+    return {"parts": parts} | flags
 
 
 def update_policy(

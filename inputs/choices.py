@@ -118,8 +118,10 @@ def try_out(flag: str, args: argparse.Namespace, function: Callable, needs_gradi
     x.requires_grad_()
     sequence_ids = torch.repeat_interleave(torch.tensor([4, 3]))
     is_trained = torch.arange(7) > 0  # not all are: a function must not drop what the mask leaves out
-    others = rollout_logprobs.exp(), old_logprobs if args.kl_coef else None
-    tokens = Tokens(logprobs, old_logprobs, rollout_logprobs, sequence_ids - 0.5, is_trained, sequence_ids, *others)
+    tokens = Tokens(
+        logprobs, old_logprobs, rollout_logprobs, sequence_ids - 0.5, is_trained, sequence_ids,
+        entropies=rollout_logprobs.exp(), ref_logprobs=old_logprobs if args.kl_coef else None,
+    )  # fmt: skip
     rewards_PG, lengths_B = torch.arange(size)[None] % 2.0, torch.full((size,), 2)
     returns_T, mask_T = torch.repeat_interleave(rewards_PG[0], lengths_B), torch.ones(2 * size).bool()
     parts = defaultdict(lambda: rewards_PG, dict.fromkeys(parse_reward(args.reward), rewards_PG))

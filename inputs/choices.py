@@ -104,8 +104,9 @@ def describe(args: argparse.Namespace, bound: dict[str, partial]) -> str:
         if not unused.get(name):
             values = [f"--{key} {value}" for key, value in function.keywords.items()]
             parts.append(f"{' '.join([given(FLAGS[name], args), *values])}: {summary(function.func)}")
-    others = ["kl_coef", "kl_in", "entropy_coef", "dynamic_sampling", "truncated", "num_iterations", "temperature"]
-    return "algorithm: " + "; ".join([*parts, " ".join(given(FLAGS[f"--{name}"], args) for name in others)])
+    others = ["old_logprobs", "kl_coef", "kl_in", "entropy_coef", "dynamic_sampling", "truncated", "num_iterations"]
+    written = " ".join(given(FLAGS[f"--{name}"], args) for name in [*others, "temperature"])
+    return "algorithm: " + "; ".join([*parts, written])
 
 
 def try_out(flag: str, args: argparse.Namespace, function: Callable, needs_gradient: bool) -> None:

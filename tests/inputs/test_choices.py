@@ -137,8 +137,8 @@ def test_what_goes_together_is_accepted(own):
     ("", [
         "--advantage grpo --advantage_ddof 1 --advantage_eps 1e-06", "--loss_aggregation token_mean",
         "--policy_loss clip --clip_low 0.2 --clip_high 0.2 --dual_clip 0.0",
-        "--kl_coef 0.0 --kl_in loss --entropy_coef 0.0 --dynamic_sampling off --truncated score --num_iterations 1 "
-        "--temperature 1.0",
+        "--old_logprobs trainer --kl_coef 0.0 --kl_in loss --entropy_coef 0.0 --dynamic_sampling off --truncated score "
+        "--num_iterations 1 --temperature 1.0",
     ]),
     ("--advantage reinforce++ --policy_loss cispo --clip_low 1 --clip_high 4 --kl_coef 0.01 --kl_in reward "
      "--loss_aggregation seq_mean_token_sum_norm --max_completion_tokens 77 --entropy_coef 0.001 --num_iterations 2 "
@@ -147,8 +147,8 @@ def test_what_goes_together_is_accepted(own):
         "--policy_loss cispo --clip_low 1.0 --clip_high 4.0",
         "--loss_aggregation seq_mean_token_sum_norm --loss_constant_tokens 77",
         "--rollout_correction token_mask --rollout_correction_min 0.5 --rollout_correction_max 2.0",
-        "--kl_coef 0.01 --kl_in reward --entropy_coef 0.001 --dynamic_sampling correct --truncated mask "
-        "--num_iterations 2 --temperature 1.0",
+        "--old_logprobs trainer --kl_coef 0.01 --kl_in reward --entropy_coef 0.001 --dynamic_sampling correct "
+        "--truncated mask --num_iterations 2 --temperature 1.0",
     ]),
 ])  # fmt: skip
 def test_the_log_states_every_choice_in_words_and_nothing_without_effect(given, stated):

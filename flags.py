@@ -418,6 +418,7 @@ class Plan:
     seed: int
     max_rollout_gap: float
     old_logprobs: str
+    lora_dropout: float
     steps_ahead: int
     partial_rollouts: bool
     replay: str | None
@@ -434,7 +435,8 @@ class Plan:
         """Where update i of step 1, 2, ... stands in the run, and its learning rate."""
         index = (step - 1) * self.updates_per_step + i
         is_older = self.steps_ahead or self.partial_rollouts or self.replay  # other weights sampled: a gap is no fault
-        is_unknown = i > 0 and self.old_logprobs == "rollout"  # the gap before the first update: there was no pass
+        # Without a pass of the trainer before the first update, later ones only see how far the policy has moved.
+        is_unknown = self.old_logprobs == "rollout" and (i > 0 or self.lora_dropout > 0)
         largest_gap = 0.0 if is_older or is_unknown else self.max_rollout_gap
         return UpdateStep(index, self.rate(index), i == 0, self.max_grad_norm, self.seed, step, i + 1, largest_gap)
 

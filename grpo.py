@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ DPPO_RATIO_LIMIT = 20.0  # verl: `clip_ratio_c`, of which its `dppo_tv` says tha
 class Listed:
     """A record that answers a wrong name with those that it has."""
 
-    def __getattr__(self, name: str) -> Tensor:
+    def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(f"{type(self).__name__} has no {name!r}; it has {', '.join(vars(self))}")
 
 
@@ -218,7 +218,7 @@ def dppo(t: Tokens, *, clip_low: float, clip_high: float) -> Loss:
 
 
 def dppo_kl(t: Tokens, *, clip_low: float, clip_high: float) -> Loss:
-    """`dppo` that measures how far by KL(old || new) of "this token or another one". DPPO-Binary-KL (2602.04879).
+    """`dppo` with KL(old || new) of "this token or another one" as the measure of how far. DPPO-Binary-KL (2602.04879).
 
     verl: `dppo_kl`, with 0.05 in its script, and with the same 1e-8 against the logarithm of 0.
     """

@@ -141,9 +141,12 @@ def of_grades(rollout: Rollout, shape: torch.Size) -> dict[str, Tensor | dict[st
     """The last fields of `Graded`, by name. Where a completion has no such part of the reward, it is 0."""
     names = dict.fromkeys(name for grade in rollout.grades for name in grade.parts)
     parts = {name: np.array([grade.parts.get(name, 0.0) for grade in rollout.grades], np.float32) for name in names}
-    flags = {"is_correct_PG": rollout.is_correct_B, "is_truncated_PG": rollout.is_truncated_B}
-    parts, flags = ({name: torch.from_numpy(x).view(shape) for name, x in each.items()} for each in (parts, flags))
-    return {"parts": parts} | flags
+    is_correct_PG, is_truncated_PG = map(torch.from_numpy, (rollout.is_correct_B, rollout.is_truncated_B))
+    return {
+        "parts": {name: torch.from_numpy(x).view(shape) for name, x in parts.items()},
+        "is_correct_PG": is_correct_PG.view(shape),
+        "is_truncated_PG": is_truncated_PG.view(shape),
+    }
 
 
 def update_policy(

@@ -111,8 +111,6 @@ def describe(args: argparse.Namespace, bound: dict[str, partial]) -> str:
 
 def try_out(flag: str, args: argparse.Namespace, function: Callable, needs_gradient: bool) -> None:
     """Raises ValueError if the function fails on a trial: a loss with 7 random tokens, an advantage with a group."""
-    from grading.score import parse_reward  # takes seconds
-
     named, size = given(FLAGS[flag], args), args.group_size
     logprobs, old_logprobs, rollout_logprobs, x = torch.randn(4, 7, generator=torch.Generator().manual_seed(0)) - 3.0
     logprobs.requires_grad_()
@@ -125,7 +123,11 @@ def try_out(flag: str, args: argparse.Namespace, function: Callable, needs_gradi
     )  # fmt: skip
     rewards_PG, lengths_B = torch.arange(size)[None] % 2.0, torch.full((size,), 2)
     returns_T, mask_T = torch.repeat_interleave(rewards_PG[0], lengths_B), torch.ones(2 * size).bool()
-    parts = defaultdict(lambda: rewards_PG, dict.fromkeys(parse_reward(args.reward), rewards_PG))
+    parts = defaultdict(lambda: rewards_PG)  # also of sub-scores, whose names are not known yet
+    if flag == "--advantage":
+        from grading.score import parse_reward  # takes seconds
+
+        parts |= dict.fromkeys(parse_reward(args.reward), rewards_PG)
     graded = Graded(rewards_PG, returns_T, lengths_B, mask_T, parts, rewards_PG > 0, rewards_PG > 0)
     try:
         found = function({"--advantage": graded, "--policy_loss": tokens, "--kl_estimator": x}[flag])

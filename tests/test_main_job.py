@@ -118,7 +118,8 @@ def test_each_recipe_of_the_page_trains_on_the_main_job(name, recipe_runs):
     for step in (1, 2):
         assert metrics[step]["optim/skipped_updates"] == 0
         assert metrics[step]["optim/grad_norm"] > 0
-        assert metrics[step]["policy/rollout_gap_mean"] < 0.005
+        # With --old_logprobs rollout it is that of the policy as it is: the step's first update has moved it.
+        assert metrics[step]["policy/rollout_gap_mean"] < (0.02 if name.startswith("DPPO") else 0.005)
         assert metrics[step]["policy/rollout_ess"] > 0.99, "sampler and trainer agree here: weights are close to 1"
     if name == "DAPO":
         others = sum(metrics[1][f"sampling/groups_{kind}"] for kind in ("without_signal", "unused"))

@@ -219,6 +219,8 @@ def test_an_update_after_the_first_has_no_bound_on_a_gap_that_it_cannot_know():
     for whose, expected in (("trainer", [0.05, 0.05]), ("rollout", [0.05, 0.0])):
         plan = make_plan(flags(old_logprobs=whose, max_rollout_gap=0.05, **TWO_UPDATES), num_rows=2)
         assert [plan.update(1, i).max_rollout_gap for i in range(2)] == expected
+    plan = make_plan(flags(old_logprobs="rollout", lora_rank=8, lora_dropout=0.1, max_rollout_gap=0.05), num_rows=32)
+    assert plan.update(1, 0).max_rollout_gap == 0, "dropout moves it, too"
 
 
 OWN = """

@@ -149,14 +149,19 @@ GROUPS["advantage"] = [
 ]
 GROUPS["policy loss"] = [
     flag("--policy_loss", "clip", "loss of a token:"),
-    flag("--clip_low", 0.2, "the ratio pi / pi_old is clipped below 1 - this (cispo: 1 is no lower bound)", (0, 1)),
-    flag("--clip_high", 0.2, "the ratio pi / pi_old is clipped above 1 + this", (0, INF)),
+    flag("--clip_low", 0.2, "the ratio pi / pi_old is clipped below 1 - this (cispo: 1 is no lower bound); dppo: "
+         "largest divergence downwards", (0, 1)),
+    flag("--clip_high", 0.2, "the ratio pi / pi_old is clipped above 1 + this; dppo: largest divergence upwards",
+         (0, INF)),
     flag("--dual_clip", 0.0, "where A < 0, the loss is at most -A x this (EasyR1, verl: 3); 0: no bound", (0, INF)),
     flag("--sapo_tau_pos", 1.0, "steepness of SAPO's gate where A > 0", (TINY, INF)),
     flag("--sapo_tau_neg", 1.05, "steepness of SAPO's gate where A <= 0", (TINY, INF)),
     flag("--loss_aggregation", "token_mean", "how the losses of the tokens add up:"),
     flag("--loss_constant_tokens", int, "constant of seq_mean_token_sum_norm; default: --max_completion_tokens",
          (1, INF)),
+    flag("--old_logprobs", "trainer", "whose log-probs are pi_old: computed by the trainer, or those of the sampler "
+         "(rollout), which need no pass and take the mismatch of the two into the ratio (DPPO)",
+         choices=("trainer", "rollout")),
     flag("--entropy_coef", 0.0, "weight of the entropy of the token distribution, subtracted from the loss", (0, INF)),
 ]
 GROUPS["KL to the reference"] = [
@@ -412,6 +417,8 @@ class Plan:
     max_grad_norm: float
     seed: int
     max_rollout_gap: float
+    old_logprobs: str
+    lora_dropout: float
     steps_ahead: int
     partial_rollouts: bool
     replay: str | None
@@ -428,7 +435,9 @@ class Plan:
         """Where update i of step 1, 2, ... stands in the run, and its learning rate."""
         index = (step - 1) * self.updates_per_step + i
         is_older = self.steps_ahead or self.partial_rollouts or self.replay  # other weights sampled: a gap is no fault
-        largest_gap = 0.0 if is_older else self.max_rollout_gap
+        # Without a pass of the trainer before the first update, later ones only see how far the policy has moved.
+        is_unknown = self.old_logprobs == "rollout" and (i > 0 or self.lora_dropout > 0)
+        largest_gap = 0.0 if is_older or is_unknown else self.max_rollout_gap
         return UpdateStep(index, self.rate(index), i == 0, self.max_grad_norm, self.seed, step, i + 1, largest_gap)
 
     def rate(self, update: int) -> float:

@@ -12,8 +12,8 @@ tokens of a step, one completion after the other.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,19 +21,31 @@ from torch import Tensor
 from batch import Batch
 
 LOG_RATIO_LIMIT = 20.0  # exp(20) = 5e8: a larger ratio would only overflow (EasyR1 and verl clamp token ratios alike)
+DPPO_RATIO_LIMIT = 20.0  # verl: `clip_ratio_c`, of which its `dppo_tv` says that it should be large
+
+
+class Listed:
+    """A record that answers a wrong name with those that it has."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"{type(self).__name__} has no {name!r}; it has {', '.join(vars(self))}")
 
 
 # Advantages ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Graded:
+class Graded(Listed):
     """The graded completions of a step, the input of an advantage."""
 
     rewards_PG: Tensor  # float32; with --kl_in reward, minus the KL penalties of all tokens of the completion
     returns_T: Tensor  # of the completion; with --kl_in reward, minus the KL penalties from this token on
     lengths_B: Tensor  # completion tokens
     mask_T: Tensor  # bool: the completion is trained
+    # Of the grades, as they were given:
+    parts: dict[str, Tensor] = field(default_factory=dict)  # verifier or sub-score -> [P, G], without its weight
+    is_correct_PG: Tensor | None = None  # bool: full marks from the first verifier of the reward
+    is_truncated_PG: Tensor | None = None  # bool: stopped by the length limit
 
 
 def grpo(g: Graded, *, advantage_ddof: int, advantage_eps: float) -> Tensor:
@@ -56,6 +68,17 @@ def rloo(g: Graded) -> Tensor:
     """r - mean of the group's other rewards. RLOO (arXiv 2402.14740), section 2.3."""
     group_size = g.rewards_PG.shape[1]
     return centred(g.rewards_PG) * group_size / (group_size - 1)
+
+
+def maxrl(g: Graded) -> Tensor:
+    """(r - mean of group) / mean of group, and 0 where that is 0: hard prompts count more.
+
+    MaxRL (arXiv 2602.02710), whose code (tajwarfahim/maxrl, `compute_maxrl_outcome_advantage`) adds 1e-6 to the mean.
+    Raises ValueError for a negative reward: the paper's are 0 or 1, and a mean below 0 would turn signs around.
+    """
+    if (lowest := g.rewards_PG.min().item()) < 0:
+        raise ValueError(f"--advantage maxrl: a reward is {lowest:g}; it needs rewards that are not negative.")
+    return divided(centred(g.rewards_PG), g.rewards_PG.mean(dim=1, keepdim=True))
 
 
 def reinforce_pp(g: Graded, *, advantage_ddof: int, advantage_eps: float) -> Tensor:
@@ -82,6 +105,7 @@ ADVANTAGES: dict[str, Callable[..., Tensor]] = {  # Graded -> [P, G], the same f
     "grpo_batch_std": grpo_batch_std,
     "dr_grpo": dr_grpo,
     "rloo": rloo,
+    "maxrl": maxrl,
     "reinforce++": reinforce_pp,
     "reinforce++_baseline": reinforce_pp_baseline,
     "none": reward_itself,
@@ -117,15 +141,17 @@ def whitened(values: Tensor, mask: Tensor, ddof: int, eps: float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Tokens:
+class Tokens(Listed):
     """The tokens of a micro-batch, the input of a policy loss. Each field has the shape N."""
 
     logprobs: Tensor  # of the policy, with gradient
-    old_logprobs: Tensor  # of the weights that sampled, by the trainer
+    old_logprobs: Tensor  # of the weights that sampled, by the trainer (or, with --old_logprobs rollout, the sampler)
     rollout_logprobs: Tensor  # of the same weights, by the sampler
     advantages: Tensor
     mask: Tensor  # bool: a completion token that is trained
     sequence_ids: Tensor  # int64, the sequence that the token belongs to
+    entropies: Tensor | None = None  # of the policy's distribution of the token, in nats, without gradient
+    ref_logprobs: Tensor | None = None  # of the reference; None without --kl_coef
 
 
 class Loss(NamedTuple):
@@ -136,6 +162,7 @@ class Loss(NamedTuple):
     ratio: Tensor | None = None  # pi / pi_old; None: the token ratio
     is_low: Tensor | None = None  # bool: clipped, because the ratio is too small; None: nothing is clipped
     is_high: Tensor | None = None  # bool: clipped, because the ratio is too large
+    metrics: dict[str, Tensor] | None = None  # name -> a value per token: the mean is logged as loss/<name>
 
 
 def clip(t: Tokens, *, clip_low: float, clip_high: float, dual_clip: float) -> Loss:
@@ -179,6 +206,28 @@ def sapo(t: Tokens, *, sapo_tau_pos: float, sapo_tau_neg: float) -> Loss:
     return Loss(-t.advantages * torch.sigmoid(tau * (ratio - 1.0)) * 4.0 / tau, ratio)
 
 
+def dppo(t: Tokens, *, clip_low: float, clip_high: float) -> Loss:
+    """-A x logprob x the detached ratio, at most 20; no gradient where the token's probability has moved too far.
+
+    DPPO-Binary-TV (arXiv 2602.04879): up by more than clip_high where A > 0, or down by more than clip_low where A < 0.
+    verl has it from the authors: `dppo_tv`, 0.15 in its script. The paper measures from the sampler: --old_logprobs
+    rollout.
+    """
+    moved = t.logprobs.detach().exp() - t.old_logprobs.exp()
+    return within_region(t, moved.abs(), clip_low, clip_high)
+
+
+def dppo_kl(t: Tokens, *, clip_low: float, clip_high: float) -> Loss:
+    """`dppo` with KL(old || new) of "this token or another one" as the measure of how far. DPPO-Binary-KL (2602.04879).
+
+    verl: `dppo_kl`, with 0.05 in its script, and with the same 1e-8 against the logarithm of 0.
+    """
+    p, old_p = t.logprobs.detach().exp(), t.old_logprobs.exp()
+    others = (1.0 - old_p) * ((1.0 - old_p + 1e-8) / (1.0 - p + 1e-8)).log()
+    divergence = old_p * (t.old_logprobs - t.logprobs.detach()) + others
+    return within_region(t, divergence, clip_low, clip_high)
+
+
 def reinforce(t: Tokens) -> Loss:
     """-A x logprob, without a ratio: later updates of a step are off-policy and not corrected. Williams (1992)."""
     return Loss(-t.advantages * t.logprobs)
@@ -190,6 +239,8 @@ LOSSES: dict[str, Callable[..., Loss | Tensor]] = {  # Tokens -> Loss, or its va
     "gspo_token": gspo_token,
     "cispo": cispo,
     "sapo": sapo,
+    "dppo": dppo,
+    "dppo_kl": dppo_kl,
     "reinforce": reinforce,
 }
 
@@ -206,6 +257,15 @@ def clipped(ratio: Tensor, advantages: Tensor, low: float, high: float, dual_cli
         is_beyond = (ratio > dual_clip) & (advantages < 0)
         loss, is_high = torch.where(is_beyond, -advantages * dual_clip, loss), is_high | is_beyond
     return Loss(loss, ratio, is_low, is_high)
+
+
+def within_region(t: Tokens, divergence: Tensor, low: float, high: float) -> Loss:
+    """-A x logprob x the detached ratio, at most 20; 0 where A moves a token on that is already outside the region."""
+    ratio = token_ratio(t.logprobs, t.old_logprobs)
+    is_low = (divergence > low) & (ratio < 1.0) & (t.advantages < 0)
+    is_high = (divergence > high) & (ratio > 1.0) & (t.advantages > 0)
+    loss = -ratio.detach().clamp(max=DPPO_RATIO_LIMIT) * t.advantages * t.logprobs
+    return Loss(torch.where(is_low | is_high, 0.0, loss), ratio, is_low, is_high)
 
 
 def token_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
@@ -389,6 +449,7 @@ class Algorithm:
     kl_estimator: Callable[[Tensor], Tensor]
     rollout_correction: Callable[[Tokens], Weights]
     loss_aggregation: Callable[[Tensor], Tensor]
+    old_logprobs: str  # of whom: "trainer" or "rollout", the sampler
     is_corrected: bool  # the rollout correction's weights enter the loss
     kl_coef: float
     kl_in: str  # "loss" or "reward"
@@ -414,10 +475,15 @@ def total_loss(
     The loss is the policy loss, weighted for the sampler's mismatch, + coefficient x KL - coefficient x entropy.
     """
     mask_N, rollout_logprobs_N = batch.loss_mask_N, batch.rollout_logprobs_N
-    t = Tokens(logprobs_N, old_logprobs_N, rollout_logprobs_N, batch.advantages_N, mask_N, batch.sequence_ids_N)
+    t = Tokens(
+        logprobs_N, old_logprobs_N, rollout_logprobs_N, batch.advantages_N, mask_N, batch.sequence_ids_N,
+        entropies_N.detach(), batch.ref_logprobs_N,
+    )  # fmt: skip
     loss = as_loss(algorithm.policy_loss(t), t)
     loss_N = loss.per_token
     weights_N, is_outside_N = algorithm.rollout_correction(t)
+    if algorithm.old_logprobs == "rollout":  # what compares the two engines needs the trainer's
+        old_logprobs_N = logprobs_N.detach()
     gap_N = (old_logprobs_N.exp() - rollout_logprobs_N.exp()).abs()
     slope_N, spread_N, squares_N = temperature_terms(old_logprobs_N, rollout_logprobs_N, entropies_N.detach())
     means = {
@@ -425,7 +491,7 @@ def total_loss(
         "policy/clip_frac": loss.is_low | loss.is_high,
         "policy/clip_frac_low": loss.is_low,
         "policy/clip_frac_high": loss.is_high,
-        "policy/approx_kl": k1(logprobs_N - old_logprobs_N),
+        "policy/approx_kl": k1(logprobs_N - t.old_logprobs),
         "policy/rollout_gap_mean": gap_N,
         "policy/rollout_kl": k1(old_logprobs_N - rollout_logprobs_N),
         "slope": slope_N,
@@ -433,7 +499,7 @@ def total_loss(
         "squares": squares_N,
         "weight": weights_N,
         "weight_squared": weights_N.square(),
-    }
+    } | {f"loss/{name}": x for name, x in loss.metrics.items()}
     for lag in range(algorithm.most_lag + 1 if algorithm.most_lag else 0):
         is_lag_N = (batch.lags_N == lag).float()
         means |= {f"tokens_of_lag_{lag}": is_lag_N, f"policy/rollout_gap_lag_{lag}": gap_N * is_lag_N}
@@ -458,7 +524,7 @@ def as_loss(found: Loss | Tensor, t: Tokens) -> Loss:
     loss = found if isinstance(found, Loss) else Loss(found)
     ratio = token_ratio(t.logprobs, t.old_logprobs) if loss.ratio is None else loss.ratio
     is_low, is_high = (torch.zeros_like(t.mask) if x is None else x for x in (loss.is_low, loss.is_high))
-    return Loss(loss.per_token, ratio, is_low, is_high)
+    return Loss(loss.per_token, ratio, is_low, is_high, loss.metrics or {})
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:

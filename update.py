@@ -71,10 +71,14 @@ def add_logprobs(updates: list[Update], policy: Policy, reference: Policy | None
     """The updates with the log-probs that they need, under weights that have not changed yet.
 
     The first update makes its own old log-probs, unless it drops inputs, its batches are used again, or the KL belongs
-    to the reward. With LoRA the reference is the policy, with its adapter off.
+    to the reward. With LoRA the reference is the policy, with its adapter off. The sampler's own need no pass.
     """
     needs_all = policy.has_dropout or algorithm.num_iterations > 1 or algorithm.has_penalties
     first = 0 if needs_all else 1
+    if algorithm.old_logprobs == "rollout":
+        batches_U = [[replace(x, old_logprobs_N=x.rollout_logprobs_N) for x in each.batches] for each in updates]
+        updates = [replace(each, batches=batches) for each, batches in zip(updates, batches_U, strict=True)]
+        first = len(updates)
     updates = updates[:first] + [logprobs_under(policy, "old_logprobs_N", each, algorithm) for each in updates[first:]]
     if reference is not None:
         with reference.adapter_off():
@@ -126,10 +130,23 @@ def compute_advantages(rollout: Rollout, penalties: list[np.ndarray] | None, alg
         rewards_B = rewards_B - torch.tensor([penalty.sum() for penalty in penalties])
     mask_T = torch.repeat_interleave(torch.from_numpy(rollout.trained_lengths_B) > 0, lengths_B)
     rewards_PG = rewards_B.view(-1, algorithm.group_size)
-    found = algorithm.advantage(Graded(rewards_PG, returns_T, lengths_B, mask_T))
+    graded = Graded(rewards_PG, returns_T, lengths_B, mask_T, **of_grades(rollout, rewards_PG.shape))
+    found = algorithm.advantage(graded)
     grpo.check_returned("--advantage", found, [tuple(rewards_PG.shape), tuple(returns_T.shape)])
     of_tokens = torch.repeat_interleave(found.flatten(), lengths_B) if found.shape == rewards_PG.shape else found
     return [piece.numpy() for piece in of_tokens.split(lengths_B.tolist())]
+
+
+def of_grades(rollout: Rollout, shape: torch.Size) -> dict[str, Tensor | dict[str, Tensor]]:
+    """The last fields of `Graded`, by name. Where a completion has no such part of the reward, it is 0."""
+    names = dict.fromkeys(name for grade in rollout.grades for name in grade.parts)
+    parts = {name: np.array([grade.parts.get(name, 0.0) for grade in rollout.grades], np.float32) for name in names}
+    is_correct_PG, is_truncated_PG = map(torch.from_numpy, (rollout.is_correct_B, rollout.is_truncated_B))
+    return {
+        "parts": {name: torch.from_numpy(x).view(shape) for name, x in parts.items()},
+        "is_correct_PG": is_correct_PG.view(shape),
+        "is_truncated_PG": is_truncated_PG.view(shape),
+    }
 
 
 def update_policy(
@@ -169,7 +186,7 @@ def add_gradients(
     In the first update of a step no weight has changed since sampling, so the old log-probs are the current ones and
     every ratio is exactly 1. With dropout they are those of a pass without it.
     """
-    is_unchanged = step.is_first and not policy.has_dropout
+    is_unchanged = step.is_first and not policy.has_dropout and algorithm.old_logprobs == "trainer"
     passes = []
     with policy.dropout_on((step.seed, step.index), world):
         for i, batch in enumerate(update.batches):
@@ -197,7 +214,7 @@ def add_gradients(
 
 def sums_of_sequences(batch: Batch, means: dict[str, Tensor]) -> dict[str, Tensor]:
     """Name of a metric -> its sum over the trained tokens of each sequence; `tokens`: their number."""
-    chosen = {name: x for name, x in means.items() if name.startswith("policy/") and "_gap_lag_" not in name}
+    chosen = {name: x for name, x in means.items() if name.startswith(("policy/", "loss/")) and "_gap_lag_" not in name}
     values_NK = torch.stack([*chosen.values(), batch.loss_mask_N], dim=1).masked_fill(~batch.loss_mask_N[:, None], 0.0)
     # Not by `index_add`, which on CUDA adds in another order each time.
     sums_KS = torch.stack([values.sum(dim=0) for values in values_NK.split(batch.lengths_S)], dim=1)

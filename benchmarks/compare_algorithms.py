@@ -23,6 +23,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import os
 import sys
 import textwrap
 from collections import defaultdict
@@ -89,6 +90,8 @@ AGGREGATIONS = {  # flags -> settings of TRL and of verl, which a row may overri
     SEQ: ({"loss_type": "grpo"}, {"loss_agg_mode": "seq-mean-token-mean"}),
     SUM: ({"loss_type": "dr_grpo"}, {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": CONSTANT}),
 }
+FILES = os.path.relpath(Path(__file__).parent.parent / "docs" / "losses")
+VESPO = {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
 MICROS, TRL_GSPO, LOW_VAR = {"micros": 4}, {"importance_sampling_level": "sequence"}, {"kl_loss_type": "low_var_kl"}
 TIS, TRL_TIS, VERL_TIS = corrected("token_truncate")
 ROWS = [
@@ -118,6 +121,17 @@ ROWS = [
     Row("--policy_loss cispo", None, {"mode": "cispo"}, "with a lower bound"),
     Row(f"--policy_loss sapo --sapo_tau_neg 1.3 {SEQ}", {"loss_type": "sapo", "sapo_temperature_pos": 1.0,
         "sapo_temperature_neg": 1.3}, {"mode": "sapo", "tau_neg": 1.3}),
+    Row("--policy_loss dppo --clip_low 0.02 --clip_high 0.03", None,
+        {"mode": "dppo_tv", "clip_ratio_low": 0.02, "clip_ratio_high": 0.03, "clip_ratio_c": 20.0}),
+    Row("--policy_loss dppo_kl --clip_low 2e-3 --clip_high 5e-3", None,
+        {"mode": "dppo_kl", "clip_ratio_low": 2e-3, "clip_ratio_high": 5e-3, "clip_ratio_c": 20.0}),
+    Row("--policy_loss dppo", None, {"mode": "dppo_tv", "clip_ratio_c": 20.0}, kind="wide"),
+    Row(f"--policy_loss {FILES}/vespo.py:vespo", {"loss_type": "vespo", **VESPO}, None),
+    Row(f"--policy_loss {FILES}/gmpo.py:gmpo --clip_low 0.4 --clip_high 0.4 {SEQ}", None,
+        {"mode": "geo_mean", "clip_ratio_low": 0.4, "clip_ratio_high": 0.4}),
+    Row(f"--policy_loss {FILES}/off_policy_mask.py:masked_clip {SEQ}", {"off_policy_mask_threshold": 0.5}, None),
+    Row(f"--policy_loss {FILES}/high_entropy.py:high_entropy", {"top_entropy_quantile": 0.2}, None),
+    Row(f"--advantage {FILES}/opo.py:opo", None, {"name": "opo"}),
     Row("--policy_loss reinforce", None, {"mode": "gpg"}),
     Row("", {}, {}),
     Row("", MICROS, MICROS),
@@ -197,6 +211,7 @@ def make_case(seed: int, kind: str) -> Case:
     logprobs, ref, sampled = (old + noise(20.0 if kind == "wide" else scale) for scale in (1.0, 0.7, 0.2))
     sampled = sampled.float()
     logprobs = logprobs + noise(0.4, width=1)  # so that ratios of sequences differ, too
+    logprobs = logprobs if kind == "wide" else logprobs.clamp(max=-0.01)  # of probabilities
     advantages = noise(1.0, longest if kind == "per token" else 1).expand(B, longest)
     rewards_B = torch.rand(B, generator=generator, dtype=torch.float64)
     mask_BT = (torch.arange(longest) < lengths_B[:, None]) & is_trained_B[:, None]
@@ -207,7 +222,7 @@ def make_case(seed: int, kind: str) -> Case:
         rollout_logprobs=[row[:n].numpy() for row, n in zip(sampled, lengths_B.tolist(), strict=True)],
         texts=[""] * B,
         is_truncated_B=~is_trained_B.numpy(),
-        grades=[SimpleNamespace(reward=reward) for reward in rewards_B.numpy()],
+        grades=[SimpleNamespace(reward=reward, is_correct=False, parts={}) for reward in rewards_B.numpy()],
         is_trained_B=is_trained_B.numpy(),
         advantages=[row[:n].numpy() for row, n in zip(advantages, lengths_B.tolist(), strict=True)],
     )
@@ -300,7 +315,7 @@ def trl_loss(
     correction: tuple[str, float | None, float] | None = None, **settings: object,
 ) -> Tensor:  # fmt: skip
     """The sum of the micro-batches' losses."""
-    reduce = {"gather": lambda x: x, "reduce": lambda x, reduction: x}
+    reduce = {"gather": lambda x: x, "reduce": lambda x, reduction: x, "pad_across_processes": lambda x, **_: x}
     trainer = SimpleNamespace(
         top_entropy_quantile=1.0, off_policy_mask_threshold=None, importance_sampling_level="token", beta=0.0,
         use_bias_correction_kl=False, loss_type="dapo", epsilon_low=0.2, epsilon_high=0.2, delta=None,
@@ -309,7 +324,9 @@ def trl_loss(
         model=SimpleNamespace(training=True), current_gradient_accumulation_steps=micros, steps_per_generation=micros,
         max_completion_length=CONSTANT, _entropy_bonus_enabled="entropy_coef" in settings, use_adaptive_entropy=False,
         aux_loss_enabled=False, _metrics=defaultdict(lambda: defaultdict(list)),
+        get_gamma_weights=GRPOTrainer.get_gamma_weights, get_off_policy_mask=GRPOTrainer.get_off_policy_mask,
     )  # fmt: skip
+    trainer.get_high_entropy_mask = partial(GRPOTrainer.get_high_entropy_mask, trainer)
     vars(trainer).update(settings)
     trainer.args = trainer
     total = torch.zeros((), dtype=torch.float64)
@@ -321,6 +338,7 @@ def trl_loss(
             "prompt_ids": mask[:, :1], "prompt_mask": mask[:, :1], "completion_ids": mask, "completion_mask": mask,
             "advantages": micro.advantages_BT, "old_per_token_logps": micro.old_logprobs_BT,
             "ref_per_token_logps": micro.ref_logprobs_BT, "num_items_in_batch": case.mask_BT.sum(),
+            "sampling_per_token_logps": micro.rollout_logprobs_BT,
         }  # fmt: skip
         if correction:
             inputs["importance_sampling_ratio"] = trl_weights(micro, *correction)

@@ -35,7 +35,8 @@ def load_function(path: str, name: str) -> Callable:
     spec.loader.exec_module(module)
     function = getattr(module, name, None)
     if not callable(function):
-        found = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+        functions = [each for each in vars(module).values() if getattr(each, "__module__", "") == spec.name]
+        found = [each.__name__ for each in functions if inspect.isfunction(each) and not each.__name__.startswith("_")]
         raise ValueError(f"{path} has no function {name!r}; it has {', '.join(found) or 'none'}.")
     return function
 

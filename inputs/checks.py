@@ -71,6 +71,11 @@ def of_algorithm(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[st
         yield f"{flag.dual_clip}: must be above 1, or 0 for none."
     if args.rollout_correction.endswith("mask") and args.rollout_correction_min >= args.rollout_correction_max:
         yield f"{flag.rollout_correction_min} must be below {flag.rollout_correction_max}."
+    if args.old_logprobs == "rollout" and args.rollout_correction != "none":
+        twice = "the ratio is already that of trainer and sampler"
+        yield f"{flag.old_logprobs} with {flag.rollout_correction}: {twice}; use --rollout_correction none."
+    if args.advantage == "maxrl" and (args.kl_in == "reward" or re.search(r"\blength\b|:-", args.reward)):
+        yield "--advantage maxrl needs rewards that are not negative; leave out `length`, negative weights and --kl_in."
     if args.kl_in == "reward" and args.kl_estimator == "k3+":
         yield "--kl_estimator k3+: only its gradient differs from k3, and --kl_in reward has none; use k3."
     if args.kl_in == "reward" and args.advantage == "reinforce++" and args.policy_loss == "gspo":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 
@@ -46,7 +47,7 @@ def algorithm_of(args: argparse.Namespace) -> Algorithm:
     for name in OWN:
         if functions[name] not in CHOICES[name].values():
             needs_gradient = name == "--policy_loss" or (name == "--kl_estimator" and args.kl_in == "loss")
-            try_out(name, given(FLAGS[name], args), bound[name], needs_gradient)
+            try_out(name, args, bound[name], needs_gradient)
     return take(
         Algorithm,
         args,
@@ -103,26 +104,39 @@ def describe(args: argparse.Namespace, bound: dict[str, partial]) -> str:
         if not unused.get(name):
             values = [f"--{key} {value}" for key, value in function.keywords.items()]
             parts.append(f"{' '.join([given(FLAGS[name], args), *values])}: {summary(function.func)}")
-    others = ["kl_coef", "kl_in", "entropy_coef", "dynamic_sampling", "truncated", "num_iterations", "temperature"]
-    return "algorithm: " + "; ".join([*parts, " ".join(given(FLAGS[f"--{name}"], args) for name in others)])
+    others = ["old_logprobs", "kl_coef", "kl_in", "entropy_coef", "dynamic_sampling", "truncated", "num_iterations"]
+    written = " ".join(given(FLAGS[f"--{name}"], args) for name in [*others, "temperature"])
+    return "algorithm: " + "; ".join([*parts, written])
 
 
-def try_out(flag: str, named: str, function: Callable, needs_gradient: bool) -> None:
-    """Raises ValueError if the function fails on a trial: 2 completions of 7 random tokens. `named`: for the error."""
+def try_out(flag: str, args: argparse.Namespace, function: Callable, needs_gradient: bool) -> None:
+    """Raises ValueError if the function fails on a trial: a loss with 7 random tokens, an advantage with a group."""
+    named, size = given(FLAGS[flag], args), args.group_size
     logprobs, old_logprobs, rollout_logprobs, x = torch.randn(4, 7, generator=torch.Generator().manual_seed(0)) - 3.0
     logprobs.requires_grad_()
     x.requires_grad_()
-    mask, lengths_B = torch.ones(7, dtype=torch.bool), torch.tensor([4, 3])
-    sequence_ids = torch.repeat_interleave(lengths_B)
+    sequence_ids = torch.repeat_interleave(torch.tensor([4, 3]))
     is_trained = torch.arange(7) > 0  # not all are: a function must not drop what the mask leaves out
-    tokens = Tokens(logprobs, old_logprobs, rollout_logprobs, sequence_ids - 0.5, is_trained, sequence_ids)
-    graded = Graded(torch.tensor([[0.0, 1.0]]), sequence_ids.float(), lengths_B, mask)
+    tokens = Tokens(
+        logprobs, old_logprobs, rollout_logprobs, sequence_ids - 0.5, is_trained, sequence_ids,
+        entropies=rollout_logprobs.exp(), ref_logprobs=old_logprobs if args.kl_coef else None,
+    )  # fmt: skip
+    rewards_PG, lengths_B = torch.arange(size)[None] % 2.0, torch.full((size,), 2)
+    returns_T, mask_T = torch.repeat_interleave(rewards_PG[0], lengths_B), torch.ones(2 * size).bool()
+    parts = defaultdict(lambda: rewards_PG)  # also of sub-scores, whose names are not known yet
+    if flag == "--advantage":
+        from grading.score import parse_reward  # takes seconds
+
+        parts |= dict.fromkeys(parse_reward(args.reward), rewards_PG)
+    graded = Graded(rewards_PG, returns_T, lengths_B, mask_T, parts, rewards_PG > 0, rewards_PG > 0)
     try:
         found = function({"--advantage": graded, "--policy_loss": tokens, "--kl_estimator": x}[flag])
     except Exception as error:  # noqa: BLE001  the user's code may raise anything
-        raise ValueError(f"{named} fails on a trial with 7 tokens: {type(error).__name__}: {error}") from None
-    values, *others = found if isinstance(found, Loss) else [found]
-    check_returned(named, values, [(7,), (1, 2)] if flag == "--advantage" else [(7,)])
+        raise ValueError(f"{named} fails on a trial with random values: {type(error).__name__}: {error}") from None
+    values, *others, metrics = found if isinstance(found, Loss) else [found, None]
+    check_returned(named, values, [(2 * size,), (1, size)] if flag == "--advantage" else [(7,)])
+    for name, metric in (metrics or {}).items():
+        check_returned(f"{named}, metric {name}:", metric, [(7,)])
     for name, other in zip(Loss._fields[1:], others, strict=False):
         if other is not None:
             check_returned(f"{named}, {name}:", other, [(7,)])

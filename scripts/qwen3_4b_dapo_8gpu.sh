@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# DAPO on Qwen3-4B-Base, all weights. Source: torchtitan's RL experiment, examples/dapo_math (configuration
+# torchtitan's dapo_math on Qwen3-4B-Base, all weights: of DAPO the clip, the token mean and the dynamic sampling, with
+# advantages r - mean and without the length reward. Source: its examples/dapo_math (configuration
 # rl_dapo_qwen3_4b_math_8k and README). Hardware: 1 node x 8 GPUs of 80 GB. Time: not in the source. Expected, read off
 # the source's pictures: reward 0.05 at the start, 0.2 at step 40, 0.38 on average over steps 120 to 150 (single steps
 # 0.18 to 0.55); completions of 800 tokens at the start and 3,000 at the end. It has no result on AIME.

@@ -24,8 +24,8 @@ from inputs.choices import algorithm_of, parameters_of
 Floats = list[float]
 LENGTHS = [12, 7, 3, 11, 5, 9, 2, 6]
 UNTRAINED = 4  # the sequence of which no token is trained
-ADVANTAGES = ["grpo", "grpo_batch_std", "dr_grpo", "rloo"]
-LOSSES = ["clip", "gspo", "gspo_token", "cispo", "sapo", "reinforce"]
+ADVANTAGES = ["grpo", "grpo_batch_std", "dr_grpo", "rloo", "maxrl"]
+LOSSES = ["clip", "gspo", "gspo_token", "cispo", "sapo", "dppo", "dppo_kl", "reinforce"]
 CORRECTIONS = ["none", "token_truncate", "sequence_truncate", "token_mask", "sequence_mask"]
 AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"]
 
@@ -56,7 +56,7 @@ def make_case(seed: int, dtype: torch.dtype = torch.float64) -> Case:
     mask_N[sequence_ids_N == UNTRAINED] = False  # ... but for one
     old_logprobs_N = noise(0.5) - 3.0
     return Case(
-        logprobs_N=old_logprobs_N + noise(0.8),  # a third of the ratios is within 0.7 and 1.4
+        logprobs_N=(old_logprobs_N + noise(0.8)).clamp(max=-0.01),  # a third of the ratios is within 0.7 and 1.4
         old_logprobs_N=old_logprobs_N,
         ref_logprobs_N=old_logprobs_N + noise(0.8),
         rollout_logprobs_N=old_logprobs_N + noise(0.8),
@@ -98,10 +98,12 @@ def advantages(rewards_PG: Tensor, kind: str, ddof: int, eps: float = 1e-6) -> T
 
 
 def loss_of(
-    case: Case, logprobs_N: Tensor, kind: str, dual: float = 0.0, tau: tuple[float, float] = (1.0, 1.25)
-) -> Loss:
+    case: Case, logprobs_N: Tensor, kind: str, dual: float = 0.0, tau: tuple[float, float] = (1.0, 1.25),
+    bounds: tuple[float, float] = (0.2, 0.3),
+) -> Loss:  # fmt: skip
     t = Tokens(logprobs_N, case.old_logprobs_N, case.rollout_logprobs_N, case.advantages_N, *case.packing)
-    values = {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": dual, "sapo_tau_pos": tau[0], "sapo_tau_neg": tau[1]}
+    values = {"clip_low": bounds[0], "clip_high": bounds[1], "dual_clip": dual}
+    values |= {"sapo_tau_pos": tau[0], "sapo_tau_neg": tau[1]}
     return grpo.as_loss(call(grpo.LOSSES, kind, t, **values), t)
 
 
@@ -130,11 +132,15 @@ def naive_std(values: list[float], ddof: int) -> float:
 
 
 def naive_advantages(case: Case, _: Floats, __: Floats, kind: str, ddof: int, eps: float) -> list[Floats]:
-    """GRPO: DeepSeekMath 4.1.2. Batch std: Lite PPO. Dr. GRPO: 3.2, no division. RLOO: 2.3, the other k - 1 rewards."""
+    """GRPO: DeepSeekMath 4.1.2. Batch std: Lite PPO. Dr. GRPO: 3.2, no division. RLOO: 2.3, the other k - 1 rewards.
+
+    MaxRL: divided by the mean.
+    """
     groups, result = case.rewards_PG.tolist(), []
     every_reward = [reward for group in groups for reward in group]
     for group in groups:
         scales = {"grpo": naive_std(group, ddof) + eps, "grpo_batch_std": naive_std(every_reward, ddof) + eps}
+        scales["maxrl"] = sum(group) / len(group)
         advantages = []
         for i, reward in enumerate(group):
             others = [other for j, other in enumerate(group) if j != i]
@@ -177,13 +183,22 @@ def clip(value: float, low: float, high: float) -> float:
     return low if value < low else high if value > high else value
 
 
+def naive_divergence(p: float, old_p: float, kind: str) -> float:
+    """DPPO's binary total variation and KL(old || new) of a token's probability."""
+    if kind == "dppo":
+        return abs(p - old_p)
+    return old_p * math.log(old_p / p) + (1.0 - old_p) * math.log((1.0 - old_p) / (1.0 - p))
+
+
 def naive_losses(
-    case: Case, logprobs: Floats, frozen: Floats, kind: str, dual: float = 0.0, tau: tuple[float, float] = (1.0, 1.25)
-) -> Floats:
+    case: Case, logprobs: Floats, frozen: Floats, kind: str, dual: float = 0.0, tau: tuple[float, float] = (1.0, 1.25),
+    bounds: tuple[float, float] = (0.2, 0.3),
+) -> Floats:  # fmt: skip
     """Minus PPO eq. 7, min(r A, clip(r) A), with DAPO's two bounds; where A < 0 at least c A, dual-clip PPO eq. 5.
 
     Minus CISPO eq. 4, sg[clipped r] A log pi, with the clipped r of eq. 5. Minus SAPO eq. 5, f(r) A, with the gate f(r)
-    = sigmoid(tau (r - 1)) 4 / tau. REINFORCE (Williams, 1992): -A log pi.
+    = sigmoid(tau (r - 1)) 4 / tau. REINFORCE (Williams, 1992): -A log pi. DPPO: -M sg[min(r, 20)] A log pi, with M = 0
+    where A moves pi on, away from pi_old, and the divergence is above its bound.
     """
     ratios_of = {"gspo": naive_sequence_ratios, "gspo_token": naive_gspo_token_ratios}.get(kind, naive_token_ratios)
     ratios, frozen_ratios = ratios_of(case, logprobs, frozen), naive_token_ratios(case, frozen, frozen)
@@ -192,6 +207,11 @@ def naive_losses(
         if kind == "sapo":
             gate = tau[0] if advantage > 0 else tau[1]
             losses.append(-4.0 / gate / (1.0 + math.exp(-gate * (ratio - 1.0))) * advantage)
+        elif kind.startswith("dppo"):
+            old_p = math.exp(case.old_logprobs_N[t].item())
+            divergence, is_up = naive_divergence(math.exp(frozen[t]), old_p, kind), frozen_ratios[t] > 1.0
+            is_masked = divergence > bounds[is_up] and is_up == (advantage > 0)
+            losses.append(0.0 if is_masked else -min(frozen_ratios[t], 20.0) * advantage * logprobs[t])
         elif kind == "cispo":
             losses.append(-clip(frozen_ratios[t], 0.8, 1.3) * advantage * logprobs[t])
         elif kind == "reinforce":
@@ -269,6 +289,7 @@ DIFFERENTIABLE = [  # by the log-probs
         for each in (
             *[{"kind": kind} for kind in LOSSES], {"kind": "clip", "dual": 1.7},
             {"kind": "sapo", "tau": (0.5, 2.0)},  # binary fractions: a tau is rounded to float32
+            {"kind": "dppo", "bounds": (0.01, 0.03)}, {"kind": "dppo_kl", "bounds": (0.002, 0.01)},
         )
     ],
     *[
@@ -350,6 +371,7 @@ ONE_OF_FIVE, TWO_GROUPS = [[1.0, 0.0, 0.0, 0.0, 0.0]], [[1.0, 1.0], [0.5, 3.0]]
     (ONE_OF_FIVE, "grpo_batch_std", 1, [[1.78885, -0.44721, -0.44721, -0.44721, -0.44721]]),
     (ONE_OF_FIVE, "rloo", 1, [[1.0, -0.25, -0.25, -0.25, -0.25]]),
     (ONE_OF_FIVE, "dr_grpo", 1, [[0.8, -0.2, -0.2, -0.2, -0.2]]),
+    (ONE_OF_FIVE, "maxrl", 1, [[4.0, -1.0, -1.0, -1.0, -1.0]]),
     (TWO_GROUPS, "none", 1, TWO_GROUPS),
     # Of all rewards: mean 6, squares 36 + 16 + 16 + 36 = 104, std 5.09902.
     ([[0.0, 2.0], [10.0, 12.0]], "grpo_batch_std", 0, [[-0.196116, 0.196116]] * 2),
@@ -468,7 +490,7 @@ def test_on_policy_the_ratio_is_exactly_1_and_the_gradient_minus_advantage_times
 def test_the_tokens_marked_as_clipped_have_no_gradient_and_for_cispo_a_clipped_weight(dual_clip, seed):
     case = make_case(seed)
     ratio_N = grpo.token_ratio(case.logprobs_N, case.old_logprobs_N).requires_grad_()
-    loss_N, _, is_low_N, is_high_N = grpo.clipped(ratio_N, case.advantages_N, 0.2, 0.3, dual_clip)
+    loss_N, _, is_low_N, is_high_N, _ = grpo.clipped(ratio_N, case.advantages_N, 0.2, 0.3, dual_clip)
     loss_N.sum().backward()
     has_no_gradient_N = ratio_N.grad == 0
     assert (is_low_N | is_high_N).equal(has_no_gradient_N)
@@ -482,7 +504,7 @@ def test_the_tokens_marked_as_clipped_have_no_gradient_and_for_cispo_a_clipped_w
 def test_a_ratio_at_a_bound_and_an_advantage_of_0_are_not_clipped_and_a_bad_token_is_bounded_by_the_dual_clip_alone():
     ratio = torch.tensor([0.75, 1.25, 2.0, 0.1, 1.0, 10.0], requires_grad=True)
     advantages = torch.tensor([-1.0, 1.0, -1.0, 0.0, 0.0, 0.0])
-    loss, _, is_low, is_high = grpo.clipped(ratio, advantages, 0.25, 0.25, 2.0)
+    loss, _, is_low, is_high, _ = grpo.clipped(ratio, advantages, 0.25, 0.25, 2.0)
     loss.sum().backward()
     assert not (is_low | is_high).any()
     assert ratio.grad.tolist() == (-advantages).tolist()
@@ -490,6 +512,30 @@ def test_a_ratio_at_a_bound_and_an_advantage_of_0_are_not_clipped_and_a_bad_toke
     for dual_clip, expected in ((0.0, 10.0), (3.0, 3.0)):
         loss = grpo.clipped(torch.tensor([10.0]), torch.tensor([-1.0]), 0.2, 0.3, dual_clip)
         assert loss.per_token.item() == expected
+
+
+@pytest.mark.parametrize("kind", ["dppo", "dppo_kl"])
+def test_dppo_leaves_out_tokens_by_how_far_their_probability_has_moved_not_by_their_ratio(kind):
+    """(old probability, new one, A, weight of -A logprob): the ratio, at most 20; 0: left out."""
+    tokens = [
+        (0.5, 0.8, 1.0, 0.0), (0.8, 0.5, -1.0, 0.0),  # moved on and far
+        (0.5, 0.8, -1.0, 1.6), (0.8, 0.5, 1.0, 0.625),  # far, but A brings it back
+        (0.001, 0.01, 1.0, 10.0), (1e-4, 0.01, 1.0, 20.0),  # rare tokens
+        (0.01, 0.001, -1.0, 0.1), (0.5, 0.5, 1.0, 1.0), (0.5, 1.0, 0.0, 2.0),
+    ]  # fmt: skip
+    old, new, advantages_N, weights = torch.tensor(tokens, dtype=torch.float64).T
+    logprobs_N, mask_N = new.log().requires_grad_(), torch.ones(len(tokens)).bool()
+    t = Tokens(logprobs_N, old.log(), old.log(), advantages_N, mask_N, mask_N.long())
+    loss = call(grpo.LOSSES, kind, t, clip_low=0.15, clip_high=0.15)
+    assert_near(loss.per_token, -weights * advantages_N * logprobs_N.detach(), 1e-9)
+    assert loss.is_high.tolist() == [True] + [False] * 8 and loss.is_low.tolist() == [False, True] + [False] * 7
+    loss.per_token.sum().backward()
+    assert_near(logprobs_N.grad, -weights * advantages_N, 1e-9)
+
+
+def test_maxrl_refuses_a_negative_reward():
+    with pytest.raises(ValueError, match="--advantage maxrl: a reward is -0.5; it needs"):
+        advantages(torch.tensor([[1.0, -0.5]]), "maxrl", 1)
 
 
 # KL -------------------------------------------------------------------------------------------------------------------

@@ -15,10 +15,15 @@ from safetensors.torch import load_file
 from forked import run_script
 from helpers import ROOT, lines, metrics_of, run_command, without_times
 
-PAGE = (ROOT / "docs" / "algorithm.md").read_text()
+PAGE = (ROOT / "docs" / "papers.md").read_text()
 POLICY = ROOT / "scripts" / "tiny_policy"
 OF_TESTS = ("OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA")  # a user's environment does not have them
-RECIPES = re.findall(r"^\| (.+?) (?:\(.*\) )?\| `(--[^`]+)` \|$", PAGE, flags=re.MULTILINE)
+NAMES = [  # of papers.md; test_papers.py makes an update with every row
+    "GRPO", "Dr. GRPO", "DAPO", "Lite PPO", "RLOO", "REINFORCE++", "GSPO", "CISPO", "SAPO", "DPPO, binary TV",
+    "truncated importance sampling", "IcePop",
+]  # fmt: skip
+ROWS = re.findall(r"^\| (.+?) (?:\(\[.*?\) )?\| `(--[^`]+)` \|", PAGE, flags=re.MULTILINE)
+RECIPES = [(name, flags) for name, flags in ROWS if name in NAMES]
 
 
 def run_job(run_it: Callable, run_dir: Path, *flags: str, **settings: object) -> CompletedProcess[str]:
@@ -80,10 +85,7 @@ def test_the_policy_in_the_repository_is_that_of_its_program_with_held_out_probl
 
 
 def test_the_page_has_the_recipes():
-    assert [name for name, _ in RECIPES] == [
-        "GRPO", "Dr. GRPO", "DAPO", "GSPO", "CISPO", "SAPO", "RLOO", "REINFORCE++", "Lite PPO",
-        "truncated importance sampling", "IcePop",
-    ]  # fmt: skip
+    assert [name for name, _ in RECIPES] == NAMES
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +118,8 @@ def test_each_recipe_of_the_page_trains_on_the_main_job(name, recipe_runs):
     for step in (1, 2):
         assert metrics[step]["optim/skipped_updates"] == 0
         assert metrics[step]["optim/grad_norm"] > 0
-        assert metrics[step]["policy/rollout_gap_mean"] < 0.005
+        # With --old_logprobs rollout it is that of the policy as it is: the step's first update has moved it.
+        assert metrics[step]["policy/rollout_gap_mean"] < (0.02 if name.startswith("DPPO") else 0.005)
         assert metrics[step]["policy/rollout_ess"] > 0.99, "sampler and trainer agree here: weights are close to 1"
     if name == "DAPO":
         others = sum(metrics[1][f"sampling/groups_{kind}"] for kind in ("without_signal", "unused"))

@@ -195,6 +195,75 @@ def test_the_rollout_correction_weighs_the_policy_loss_alone():
 # On a real policy -----------------------------------------------------------------------------------------------------
 
 
+def test_with_the_samplers_log_probs_as_old_ones_no_pass_is_made_and_the_ratio_is_to_them(policy):
+    """While the gap between the engines is still measured with the trainer's."""
+    rollout, model = graded_rollout(), load_policy(policy)
+    args = flags(old_logprobs="rollout", policy_loss="dppo", advantage="dr_grpo", learning_rate=0, **TWO_UPDATES)
+    for each, metrics in train_step(model, args, rollout):
+        (batch,) = each.batches
+        chosen = batch.loss_mask_N
+        assert batch.old_logprobs_N is batch.rollout_logprobs_N
+        own_N, sampler_N = model(batch, 1.0)[0][chosen].detach(), batch.rollout_logprobs_N[chosen]
+        ratio_N = (own_N - sampler_N).exp()
+        assert metrics["policy/ratio_max"] == pytest.approx(ratio_N.max().item(), rel=1e-5)
+        assert metrics["policy/approx_kl"] == pytest.approx((sampler_N - own_N).mean().item(), rel=1e-4)
+        gap = (own_N.exp() - sampler_N.exp()).abs()
+        assert metrics["policy/rollout_gap_mean"] == pytest.approx(gap.mean().item(), rel=1e-4)
+        moved, a_N = own_N.exp() - sampler_N.exp(), batch.advantages_N[chosen]
+        is_left_out = (moved.abs() > 0.2) & (moved * a_N > 0)
+        expected = torch.where(is_left_out, 0.0, -ratio_N.clamp(max=20) * a_N * own_N).mean().item()
+        assert metrics["policy/loss"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_an_update_after_the_first_has_no_bound_on_a_gap_that_it_cannot_know():
+    for whose, expected in (("trainer", [0.05, 0.05]), ("rollout", [0.05, 0.0])):
+        plan = make_plan(flags(old_logprobs=whose, max_rollout_gap=0.05, **TWO_UPDATES), num_rows=2)
+        assert [plan.update(1, i).max_rollout_gap for i in range(2)] == expected
+    plan = make_plan(flags(old_logprobs="rollout", lora_rank=8, lora_dropout=0.1, max_rollout_gap=0.05), num_rows=32)
+    assert plan.update(1, 0).max_rollout_gap == 0, "dropout moves it, too"
+
+
+OWN = """
+from grpo import Loss
+def loss(t, *, power=1):
+    seen.append(t)
+    return Loss(-t.advantages * t.logprobs, metrics={"twice": 2 * t.entropies, "is_up": t.logprobs > t.ref_logprobs})
+def advantage(g):
+    seen.append(g)
+    return g.parts["short"] + g.is_correct_PG - 0.5 * g.is_truncated_PG
+seen = []
+"""
+
+
+def test_functions_of_ones_own_see_entropies_reference_parts_of_the_reward_and_return_metrics(policy, tmp_path):
+    (tmp_path / "own_of_update.py").write_text(OWN)
+    parts = [{"math": b % 2} | ({"short": b / 8} if b else {}) for b in range(8)]
+    grades = [make_grade(b, is_correct=b % 2 > 0, **parts[b]) for b in range(8)]
+    rollout = replace(graded_rollout(), grades=grades, is_truncated_B=np.arange(8) > 5)
+    own = f"{tmp_path}/own_of_update.py"
+    choices = {"policy_loss": f"{own}:loss", "advantage": f"{own}:advantage", "kl_coef": 0.1, "learning_rate": 0}
+    model = load_policy(policy)
+    for each, metrics in train_step(model, flags(**choices, **TWO_UPDATES), rollout):
+        (batch,) = each.batches
+        chosen, entropies_N = batch.loss_mask_N, model(batch, 1.0)[1]
+        assert metrics["loss/twice"] == pytest.approx(2 * metrics["policy/entropy"], rel=1e-5)
+        assert metrics["loss/twice"] == pytest.approx(2 * entropies_N[chosen].mean().item(), rel=1e-5)
+        assert metrics["loss/is_up"] == 0 and {"loss/twice_stderr", "loss/is_up_stderr"} <= set(metrics)
+        for x, advantages_N in zip(batch.segments_S, batch.advantages_N.split(batch.lengths_S), strict=True):
+            expected = x.index / 8 + x.index % 2 - 0.5 * (x.index > 5)
+            assert advantages_N[-1].item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("record", "listed"), [
+    (grpo.Tokens(*[torch.zeros(3)] * 6), "advantages, mask, sequence_ids, entropies, ref_logprobs$"),
+    (grpo.Graded(*[torch.zeros(3)] * 4), "rewards_PG, returns_T, .*, parts, is_correct_PG, is_truncated_PG$"),
+], ids=["Tokens", "Graded"])  # fmt: skip
+def test_a_wrong_name_is_answered_with_those_that_there_are(record, listed):
+    with pytest.raises(AttributeError, match=f"^{type(record).__name__} has no 'entropy'; it has .*{listed}"):
+        _ = record.entropy
+    assert vars(copy.deepcopy(record)).keys() == vars(record).keys()
+
+
 def train_step(policy: Policy, args: Namespace, rollout: Rollout) -> Iterator[tuple[Update, dict[str, float]]]:
     """Steps 2 to 4 of the loop: each update and its metrics. The reference is the policy itself, as it starts."""
     plan, algorithm, memory = make_plan(args, num_rows=args.prompts_per_step), algorithm_of(args), take(Memory, args)

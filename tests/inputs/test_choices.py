@@ -43,6 +43,10 @@ def no_gradient(t): return t.advantages
 def detached(x): return x.detach() ** 2
 def raises(t): raise KeyError("no such luck")
 def wrong_mask(t): return Loss(t.logprobs, None, t.mask[:2])
+def metric_of_one(t): return Loss(t.logprobs, metrics={"x": t.advantages.mean()})
+def no_reference(t): return t.logprobs - t.ref_logprobs
+def no_such_field(t): return t.logprob
+def three_of_group(g): return (g.rewards_PG * g.parts["exact"])[:, :3]
 def mask_of_numbers(t): return Loss(t.logprobs, None, t.advantages)
 def of_completions(g, *, advantage_eps): return g.rewards_PG * 2 + advantage_eps
 def of_tokens(g): return g.returns_T * 3
@@ -81,7 +85,11 @@ def own(tmp_path: Path) -> str:
     ("--policy_loss no_such.py:f", "no_such.py:f cannot be loaded.*No such file"),
     ("--policy_loss broken.py:f", "broken.py:f cannot be loaded: ModuleNotFoundError.*no_such_module"),
     ("--policy_loss leaves.py:f", "leaves.py:f cannot be loaded: SystemExit: 3"),
-    ("--policy_loss my_loss.py:f", "my_loss.py has no function 'f'.*it has .*good"),
+    ("--policy_loss my_loss.py:f", "my_loss.py has no function 'f'; it has good, no_default, .*, squared.$"),
+    ("--policy_loss my_loss.py:metric_of_one", r"metric x: returned the shape \[\].* of the shape \[7\]"),
+    ("--policy_loss my_loss.py:no_reference", "fails on a trial .*TypeError: .*NoneType"),
+    ("--policy_loss my_loss.py:no_such_field", "Tokens has no 'logprob'; it has logprobs, .*, ref_logprobs"),
+    ("--advantage my_loss.py:three_of_group --group_size 5", r"the shape \[1, 3\].* of the shape \[10\] or \[1, 5\]"),
     ("--policy_loss my_loss.py:NUMBER", "no function 'NUMBER'"),
     ("--policy_loss my_loss.py", "--policy_loss my_loss.py: .*FILE.py:FUNCTION"),
     ("--policy_loss my_loss.py:no_parameter", "no_parameter fails.*takes 0 positional arguments"),
@@ -92,10 +100,10 @@ def own(tmp_path: Path) -> str:
     ("--policy_loss my_loss.py:no_tensor", r"returned a float.* of the shape \[7\]"),
     ("--policy_loss my_loss.py:not_finite", "not_finite returned values that are not finite"),
     ("--policy_loss my_loss.py:no_gradient", "without a gradient"),
-    ("--policy_loss my_loss.py:raises", "fails on a trial with 7 tokens: KeyError: 'no such luck'"),
+    ("--policy_loss my_loss.py:raises", "fails on a trial with random values: KeyError: 'no such luck'"),
     ("--policy_loss my_loss.py:wrong_mask", r"is_low: returned the shape \[2\].* of the shape \[7\]"),
     ("--policy_loss my_loss.py:mask_of_numbers", "is_low: returned torch.float32.*torch.bool"),
-    ("--advantage my_loss.py:of_groups", r"the shape \[1\].* of the shape \[7\] or \[1, 2\]"),
+    ("--advantage my_loss.py:of_groups", r"the shape \[1\].* of the shape \[16\] or \[1, 8\]"),
     ("--kl_coef 1 --kl_estimator my_loss.py:detached", "--kl_estimator.*without a gradient"),
 ])  # fmt: skip
 def test_a_choice_that_is_not_there_without_effect_or_a_function_that_fails_is_told(given, said, own, monkeypatch):
@@ -119,6 +127,7 @@ def test_what_goes_together_is_accepted(own):
         "--dynamic_sampling reward",
         # A flag that only a function of one's own uses has an effect.
         f"--policy_loss {own}:good --advantage rloo --clip_low 0.3",
+        f"--policy_loss {own}:no_reference --kl_coef 0.1",
         f"--advantage {own}:of_completions --policy_loss reinforce --advantage_eps 1e-3",
     ):
         algorithm_with(given)
@@ -128,8 +137,8 @@ def test_what_goes_together_is_accepted(own):
     ("", [
         "--advantage grpo --advantage_ddof 1 --advantage_eps 1e-06", "--loss_aggregation token_mean",
         "--policy_loss clip --clip_low 0.2 --clip_high 0.2 --dual_clip 0.0",
-        "--kl_coef 0.0 --kl_in loss --entropy_coef 0.0 --dynamic_sampling off --truncated score --num_iterations 1 "
-        "--temperature 1.0",
+        "--old_logprobs trainer --kl_coef 0.0 --kl_in loss --entropy_coef 0.0 --dynamic_sampling off --truncated score "
+        "--num_iterations 1 --temperature 1.0",
     ]),
     ("--advantage reinforce++ --policy_loss cispo --clip_low 1 --clip_high 4 --kl_coef 0.01 --kl_in reward "
      "--loss_aggregation seq_mean_token_sum_norm --max_completion_tokens 77 --entropy_coef 0.001 --num_iterations 2 "
@@ -138,8 +147,8 @@ def test_what_goes_together_is_accepted(own):
         "--policy_loss cispo --clip_low 1.0 --clip_high 4.0",
         "--loss_aggregation seq_mean_token_sum_norm --loss_constant_tokens 77",
         "--rollout_correction token_mask --rollout_correction_min 0.5 --rollout_correction_max 2.0",
-        "--kl_coef 0.01 --kl_in reward --entropy_coef 0.001 --dynamic_sampling correct --truncated mask "
-        "--num_iterations 2 --temperature 1.0",
+        "--old_logprobs trainer --kl_coef 0.01 --kl_in reward --entropy_coef 0.001 --dynamic_sampling correct "
+        "--truncated mask --num_iterations 2 --temperature 1.0",
     ]),
 ])  # fmt: skip
 def test_the_log_states_every_choice_in_words_and_nothing_without_effect(given, stated):

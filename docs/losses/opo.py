@@ -1,0 +1,10 @@
+"""OPO: the baseline weighs rewards by the lengths of their completions: --advantage docs/losses/opo.py:opo
+
+Sources: arXiv 2505.23585 and verl's "opo". It is exactly on-policy: --prompts_per_update is --prompts_per_step.
+"""
+
+
+def opo(g):
+    """r - sum of length x r / sum of lengths, over the group."""
+    lengths_PG = g.lengths_B.view_as(g.rewards_PG)
+    return g.rewards_PG - (lengths_PG * g.rewards_PG).sum(dim=1, keepdim=True) / lengths_PG.sum(dim=1, keepdim=True)

@@ -1,0 +1,25 @@
+"""Pass@k as the reward of a group, without sampling subsets: --advantage docs/losses/pass_at_k.py:pass_at_k
+
+Sources: arXiv 2508.10751 and its code (RUCAIBox/Passk_Training, README and code/passk_adv.py), without its 1e-6 beside
+the std. verl's "grpo_passk" is another method (2503.19595): the best completion alone gets its lead over the second.
+"""
+
+from math import comb
+
+import torch
+
+
+def pass_at_k(g, *, k=4):
+    """(value of a subset with this completion - mean over all subsets of k) / std of these, by counting."""
+    size = g.rewards_PG.shape[1]
+    if k > size:
+        raise ValueError(f"pass@{k} needs --group_size of at least {k}, not {size}.")
+    rows = []
+    for is_correct in g.is_correct_PG.tolist():
+        wrong = size - sum(is_correct)
+        mean = 1.0 - comb(wrong, k) / comb(size, k)
+        std = (mean * (1.0 - mean)) ** 0.5
+        fails = comb(wrong - 1, k - 1) / comb(size - 1, k - 1) if wrong else 0.0  # of the subsets with one wrong one
+        of_wrong, of_right = (1.0 - fails - mean, 1.0 - mean) if std else (0.0, 0.0)
+        rows.append([(of_right if right else of_wrong) / (std or 1.0) for right in is_correct])
+    return torch.tensor(rows)

@@ -1,0 +1,178 @@
+"""The files of docs/losses/: each is short, and gives the values of its paper's formula, computed here in floats."""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations
+from statistics import fmean, pstdev, stdev
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo import Graded, Loss, Tokens, as_loss
+from helpers import ROOT, flags
+from inputs.choices import algorithm_of
+
+FOLDER = ROOT / "docs" / "losses"
+LENGTHS = [5, 3, 4, 2]  # of sequences; the last token of the first is not trained
+CLIP = {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 2.0}
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.name)
+def test_a_file_has_at_most_forty_lines(path):
+    assert len(path.read_text().splitlines()) <= 40
+
+
+class Case(SimpleNamespace):
+    """Random tokens of four sequences: log-probs (new, old, sampler), entropies, `a`: the advantage of the sequence."""
+
+    @property
+    def trained(self) -> list[list[int]]:
+        ends = torch.tensor(LENGTHS).cumsum(0).tolist()
+        return [[t for t in range(end - n, end) if t != 4] for end, n in zip(ends, LENGTHS, strict=True)]
+
+
+def make_case(advantages: list[float] = (1.5, -0.5, 0.7, -2.0), scale: float = 0.5) -> Case:
+    generator = torch.Generator().manual_seed(0)
+    old = torch.randn(14, generator=generator, dtype=torch.float64) * 0.5 - 3.0
+    new, sampler = (old + scale * torch.randn(14, generator=generator, dtype=torch.float64) for _ in range(2))
+    entropies = torch.rand(14, generator=generator, dtype=torch.float64)
+    a = torch.repeat_interleave(torch.tensor(advantages, dtype=torch.float64), torch.tensor(LENGTHS))
+    return Case(old=old, new=new, sampler=sampler, entropies=entropies, a=a)
+
+
+def loss_of(case: Case, given: str, own: dict[str, float] = {}, **changes: object) -> tuple[Loss, Tensor]:  # noqa: B006
+    """(the loss, the gradient of the sum over trained tokens by log-prob), of docs/losses/FILE.py:FUNCTION.
+
+    `own`: the function's parameters that are no flags.
+    """
+    function = algorithm_of(flags(policy_loss=FOLDER / given, **changes)).policy_loss
+    logprobs, mask = case.new.clone().requires_grad_(), torch.arange(14) != 4
+    ids = torch.repeat_interleave(torch.tensor(LENGTHS))
+    t = Tokens(logprobs, case.old, case.sampler, case.a, mask, ids, case.entropies)
+    loss = as_loss(function(t, **own), t)
+    (gradient,) = torch.autograd.grad(torch.where(mask, loss.per_token, 0.0).sum(), logprobs)
+    return loss, gradient
+
+
+def naive_clip(case: Case, t: int) -> float:
+    """PPO's loss of a token, with DAPO's bounds and the dual clip."""
+    ratio, a = math.exp(case.new[t] - case.old[t]), case.a[t].item()
+    loss = max(-a * ratio, -a * min(max(ratio, 1 - CLIP["clip_low"]), 1 + CLIP["clip_high"]))
+    return min(loss, -a * CLIP["dual_clip"]) if a < 0 else loss
+
+
+def assert_trained(found: Tensor, expected: dict[int, float]) -> None:
+    """Equal at the trained tokens."""
+    assert {t: found[t].item() for t in expected} == pytest.approx(expected, abs=1e-9, rel=1e-9)
+    assert len(expected) == 13
+
+
+def test_vespo_weighs_a_token_by_a_gamma_kernel_of_its_sequences_ratio():
+    case, expected = make_case(), {}
+    loss, gradient = loss_of(case, "vespo.py:vespo")
+    for own in case.trained:
+        w = math.exp(sum((case.new[t] - case.old[t]).item() for t in own))
+        k, decay = (2.0, 3.0) if case.a[own[0]] > 0 else (3.0, 2.0)
+        expected |= {t: -case.a[t].item() * w**k * math.exp(decay * (1.0 - w)) for t in own}
+    assert_trained(gradient, expected)
+    assert_trained(loss.per_token, {t: slope * case.new[t].item() for t, slope in expected.items()})
+
+
+def test_gmpo_is_the_geometric_mean_of_token_ratios_that_are_clipped_before():
+    case, expected, slopes = make_case(), {}, {}
+    loss, gradient = loss_of(case, "gmpo.py:gmpo", clip_low=0.4, clip_high=0.4)
+    for own in case.trained:
+        sign = math.copysign(1.0, case.a[own[0]])
+        logs = [sign * (case.new[t] - case.old[t]).item() for t in own]
+        of_tokens = [min(x, min(max(x, -0.4), 0.4)) for x in logs]  # in the paper: min(w^sgn, clip(w^sgn))^sgn
+        value = -case.a[own[0]].item() * math.exp(sign * fmean(of_tokens))
+        expected |= dict.fromkeys(own, value)  # at each token: the mean over tokens is it, and so is the gradient
+        slopes |= {t: value if x == y else 0.0 for t, x, y in zip(own, logs, of_tokens, strict=True)}
+    assert_trained(loss.per_token, expected)
+    assert_trained(gradient, slopes)
+    clipped = {t for t in slopes if (loss.is_low | loss.is_high)[t]}
+    assert clipped == {t for t, slope in slopes.items() if slope == 0.0} != set()
+
+
+def test_off_policy_sequences_of_negative_advantage_are_left_out_and_counted():
+    case = make_case(advantages=[1.0, -1.0, -1.0, -1.0])
+    case.sampler = case.new + torch.repeat_interleave(torch.tensor([2.0, 0.4, 0.6, -2.0]), torch.tensor(LENGTHS))
+    loss, _ = loss_of(case, "off_policy_mask.py:masked_clip", **CLIP)
+    left_out = set(case.trained[2])  # the mean of log(sampler / new) is above 0.5 and A < 0
+    assert_trained(loss.per_token, {t: 0.0 if t in left_out else naive_clip(case, t) for t in sum(case.trained, [])})
+    assert set(loss.metrics["off_policy_frac"].nonzero()[:, 0].tolist()) == left_out
+
+
+def test_of_the_80_20_rule_the_fifth_of_tokens_with_the_highest_entropy_is_trained():
+    case = make_case()
+    case.entropies[4] = 9.0  # not trained: does not count
+    loss, _ = loss_of(case, "high_entropy.py:high_entropy", **CLIP)
+    tokens = sum(case.trained, [])
+    chosen = sorted(tokens, key=lambda t: case.entropies[t])[-3:]  # 13 tokens: rank 0.8 x 12 = 9.6 and above
+    assert_trained(loss.per_token, {t: naive_clip(case, t) if t in chosen else 0.0 for t in tokens})
+
+
+def test_clip_cov_leaves_out_a_share_of_the_tokens_whose_covariance_lies_in_the_window():
+    case = make_case(scale=0.05)
+    loss, _ = loss_of(case, "clip_cov.py:clip_cov", {"ratio": 0.16, "low": 0.1, "high": 1.0}, **CLIP)
+    tokens = sum(case.trained, [])
+    a, x = ([v[t].item() for t in tokens] for v in (case.a, case.new))
+    covariances = [(i - fmean(a)) * (j - fmean(x)) for i, j in zip(a, x, strict=True)]
+    window = {t for t, c in zip(tokens, covariances, strict=True) if 0.1 < c < 1.0}
+    left_out = {t for t in tokens if loss.per_token[t] == 0}
+    assert len(left_out) == 2 < len(window) and left_out < window, "0.16 x 13 tokens"
+    assert_trained(loss.per_token, {t: 0.0 if t in left_out else naive_clip(case, t) for t in tokens})
+    alone, _ = loss_of(case, "clip_cov.py:clip_cov", **CLIP)
+    assert (alone.per_token[tokens] == 0).sum() == 0, "no covariance is above 1"
+
+
+# Advantages -----------------------------------------------------------------------------------------------------------
+
+
+def advantages(given: str, rewards: list[list[float]], **changes: object) -> list[list[float]]:
+    """Of groups of completions, with 1, 2, 3, ... tokens; `parts` among the changes are those of the reward."""
+    parts = {name: torch.tensor(x, dtype=torch.float64) for name, x in changes.pop("parts", {}).items()}
+    rewards_PG = torch.tensor(rewards, dtype=torch.float64)
+    lengths_B = torch.arange(rewards_PG.numel()) + 1
+    returns_T = torch.repeat_interleave(rewards_PG.flatten(), lengths_B)
+    graded = Graded(rewards_PG, returns_T, lengths_B, returns_T >= 0, parts, rewards_PG == 1, rewards_PG < 0)
+    function = algorithm_of(flags(advantage=FOLDER / given, group_size=rewards_PG.shape[1], **changes)).advantage
+    return function(graded).tolist()
+
+
+def assert_near(found: list[list[float]], expected: list[list[float]]) -> None:
+    assert sum(found, []) == pytest.approx(sum(expected, []), abs=1e-6)
+
+
+def test_gdpo_compares_each_part_of_the_reward_within_its_group_by_itself():
+    right, form = [[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0]], [[10.0, 20.0, 10.0, 30.0], [0.0, 5.0, 5.0, 5.0]]
+    sums = []
+    for groups in zip(right, form, strict=True):
+        scaled = [[(x - fmean(part)) / (stdev(part) + 1e-6) for x in part] for part in groups]
+        sums += [sum(each) for each in zip(*scaled, strict=True)]
+    expected = [(x - fmean(sums)) / (stdev(sums) + 1e-6) for x in sums]
+    found = advantages("gdpo.py:gdpo", right, parts={"math": right, "format": form})
+    assert_near(found, [expected[:4], expected[4:]])
+
+
+def test_pass_at_k_is_the_mean_advantage_of_the_subsets_with_a_completion():
+    rewards, expected = [[1.0, 0.0, 0.0, 0.0, 1.0, 0.0], [0.0] * 6, [1.0] * 6, [1.0] + [0.0] * 5], []
+    for group in rewards:
+        values = {subset: max(group[i] for i in subset) for subset in combinations(range(6), 4)}
+        mean, std = fmean(values.values()), pstdev(values.values())
+        of_each = [fmean(value for subset, value in values.items() if i in subset) for i in range(6)]
+        expected.append([(value - mean) / std if std else 0.0 for value in of_each])
+    assert_near(advantages("pass_at_k.py:pass_at_k", rewards), expected)
+    with pytest.raises(ValueError, match="pass@4 needs --group_size of at least 4, not 2"):
+        advantages("pass_at_k.py:pass_at_k", [[0.0, 1.0]])
+
+
+def test_opo_takes_off_the_mean_that_is_weighted_by_length():
+    rewards = [[1.0, 0.0, 0.5], [0.0, 0.0, 3.0]]
+    means = [(1 * 1.0 + 2 * 0.0 + 3 * 0.5) / 6, (6 * 3.0) / 15]
+    assert_near(
+        advantages("opo.py:opo", rewards), [[r - m for r in row] for row, m in zip(rewards, means, strict=True)]
+    )

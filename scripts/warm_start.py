@@ -111,10 +111,10 @@ def build_tokenizer() -> Tokenizer:
     )  # fmt: skip
 
 
-def build_policy(tokenizer: Tokenizer, model: dict[str, object] = MODEL) -> Qwen2ForCausalLM:
+def build_policy(tokenizer: Tokenizer) -> Qwen2ForCausalLM:
     """A random policy in float32, whose generation config is plain sampling."""
     ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    policy = Qwen2ForCausalLM(Qwen2Config(vocab_size=len(tokenizer), **model, **ids))
+    policy = Qwen2ForCausalLM(Qwen2Config(vocab_size=len(tokenizer), **MODEL, **ids))
     policy.generation_config.update(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, **ids)
     return policy
 
@@ -154,18 +154,16 @@ def completion_loss(policy: Qwen2ForCausalLM, tokenizer: Tokenizer, texts: list[
     return loss, int((labels != -100).sum())
 
 
-def train(
-    policy: Qwen2ForCausalLM, tokenizer: Tokenizer, rng: np.random.Generator, heldout: set, updates: int, thinking: int
-) -> None:
-    """Imitates new demonstrations in every update, of which `thinking` have a scratchpad."""
+def train(policy: Qwen2ForCausalLM, tokenizer: Tokenizer, rng: np.random.Generator, heldout: set, updates: int) -> None:
+    """Imitates new demonstrations in every update."""
     matrices = [each for name, each in policy.named_parameters() if each.ndim == 2 and "embed_tokens" not in name]
     others = [each for name, each in policy.named_parameters() if each.ndim == 1 or "embed_tokens" in name]
     muon, adamw = Muon(matrices), torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     for update in (progress := tqdm(range(updates), desc="warm start", unit="update", mininterval=1.0)):
         problems = draw_problems(rng, BATCH_SIZE, heldout)
-        texts = [demonstration(a, b, i < thinking) for i, (a, b) in enumerate(problems)]
+        texts = [demonstration(a, b, i < NUM_THINKING) for i, (a, b) in enumerate(problems)]
         # Two forward passes: in one, the short completions would be padded to the length of the long ones.
-        kinds = [completion_loss(policy, tokenizer, kind) for kind in (texts[:thinking], texts[thinking:]) if kind]
+        kinds = [completion_loss(policy, tokenizer, kind) for kind in (texts[:NUM_THINKING], texts[NUM_THINKING:])]
         loss = sum(loss for loss, _ in kinds) / sum(count for _, count in kinds)  # over the completion tokens of both
         policy.zero_grad()
         loss.backward()
@@ -198,17 +196,9 @@ def main() -> None:
     add("--out_dir", type=Path, required=True, help="folder to write; kept if it is there already")
     add("--seed", type=int, default=1, help="random seed for weights, demonstrations, data and sampling")
     add("--num_updates", type=int, default=650, help="optimizer updates")
-    add(
-        "--num_thinking",
-        type=int,
-        default=NUM_THINKING,
-        help="of the 64 demonstrations of an update, with a scratchpad",
-    )
-    add("--num_layers", type=int, default=MODEL["num_hidden_layers"], help="decoder layers of the policy")
     args = parser.parse_args()
-    model = MODEL | {"num_hidden_layers": args.num_layers}
     settings = {"seed": args.seed, "num_updates": args.num_updates, "batch_size": BATCH_SIZE}
-    settings |= {"think_share": args.num_thinking / BATCH_SIZE, "num_digits": NUM_DIGITS, "model": model}
+    settings |= {"think_share": NUM_THINKING / BATCH_SIZE, "num_digits": NUM_DIGITS, "model": MODEL}
     settings |= {"peak_lr": PEAK_LR, "warmup_updates": WARMUP_UPDATES}
     if args.out_dir.exists():
         record = args.out_dir / "warm_start.json"
@@ -223,8 +213,8 @@ def main() -> None:
     torch.manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)
     tokenizer = build_tokenizer()
-    policy, data = build_policy(tokenizer, model), draw_data(rng)
-    train(policy, tokenizer, rng, set(data["heldout"]), args.num_updates, args.num_thinking)
+    policy, data = build_policy(tokenizer), draw_data(rng)
+    train(policy, tokenizer, rng, set(data["heldout"]), args.num_updates)
     save(policy, tokenizer, data, settings, args.out_dir)
     print(f"made {args.out_dir}: {policy.num_parameters():,} parameters")
 

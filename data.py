@@ -17,12 +17,13 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from batch import IMAGE, Messages, Row
-from flags import Hint, PromptFormat
+from flags import PromptFormat
 from grading import alternatives, key_text
 from guards.progress import progress
 from inputs.records import Record, name_of_source, read_records
 from model.vision import UnreadableImage, Vision, encoded_images, find_images
 
+HINT = "\n\nHere is a reference solution:\n{}\n\nAfter understanding it, solve the problem in your own words."
 Share = tuple[str, int, float]  # name, number of rows and weight of a source in a mixture
 
 
@@ -166,13 +167,12 @@ def check_vocabulary(tokenizer: Tokenizer, other: Tokenizer, path: str) -> None:
 
 
 def hinted_ids(
-    record: Record, prompt_format: PromptFormat, tokenizer: Tokenizer, hint: Hint | None
+    record: Record, prompt_format: PromptFormat, tokenizer: Tokenizer, column: str | None
 ) -> np.ndarray | None:
-    """The tokens of the prompt with its hint between problem and suffix; None without --hint_column."""
-    if hint is None or hint.hint_column is None:
+    """The tokens of the prompt with the hint of this column between problem and suffix; None without a column."""
+    if column is None:
         return None
-    value = _look_up(record, hint.hint_column, "--hint_column")
-    text = hint.hint_format.replace("{hint}", _text(value, f"column {hint.hint_column!r}"))
+    text = HINT.format(_text(_look_up(record, column, "--hint_column"), f"column {column!r}"))
     return make_row(record, replace(prompt_format, prompt_suffix=text + prompt_format.prompt_suffix), tokenizer).ids
 
 
@@ -189,9 +189,10 @@ def make_row(record: Record, prompt_format: PromptFormat, tokenizer: Tokenizer, 
         if held[0] in (prompt_format.system_prompt or ""):
             raise ValueError(f"--system_prompt holds {written}; give the text without it.")
         raise UnusableRow(f"column {column!r} holds {written}; give --prompt_format raw, or another --prompt_column")
-    column = prompt_format.answer_column
-    value = _look_up(record, column, "--answer_column")
-    answer = _answer(value, f"column {column!r}", prompt_format.list_answers)
+    answer = ""
+    if column := prompt_format.answer_column:
+        value = _look_up(record, column, "--answer_column")
+        answer = _answer(value, f"column {column!r}", prompt_format.list_answers)
     encoded: tuple[bytes, ...] = ()
     if column := prompt_format.image_column:
         try:
@@ -260,7 +261,7 @@ class PromptData:
     @staticmethod
     def load(
         source: str, prompt_format: PromptFormat, tokenizer: Tokenizer, seed: int, vision: Vision | None = None,
-        hint: Hint | None = None,
+        hint_column: str | None = None,
     ) -> PromptData:  # fmt: skip
         """The usable rows whose prompt has at most `max_prompt_tokens` tokens, those of images and hint included.
 
@@ -272,7 +273,7 @@ class PromptData:
         for record in progress(f"read {source}", items=read_records(source, seed)):
             try:
                 row = make_row(record, prompt_format, tokenizer, vision)
-                rows.append(replace(row, hinted_ids=hinted_ids(record, prompt_format, tokenizer, hint)))
+                rows.append(replace(row, hinted_ids=hinted_ids(record, prompt_format, tokenizer, hint_column)))
             except UnusableRow as reason:
                 excluded.append((record.where, str(reason)))
         limit = prompt_format.max_prompt_tokens

@@ -176,9 +176,6 @@ GROUPS["KL to the reference"] = [  # docs/algorithm.md, A teacher
     flag("--kl_beta", 0.5, "beta of jsd: towards 0 it behaves as forward, towards 1 as reverse", (0.001, 0.999)),
     flag("--hint_column", str, "column of a hint, for example a worked solution, that is in the reference's prompt and "
          "not in the policy's", only_with="--kl_coef"),
-    flag("--hint_format", "\n\nHere is a reference solution:\n{hint}\n\nAfter understanding it, solve the problem in "
-         "your own words.", "text of the hint after the last user message; {hint}: the column's text",
-         only_with="--hint_column"),
 ]
 GROUPS["sampler-trainer mismatch"] = [
     flag("--rollout_correction", str, "weight of a token's loss, from the ratio trainer / sampler of its log-prob; "
@@ -301,7 +298,7 @@ def settings(kind: type[Settings]) -> type[Settings]:
 @settings
 class PromptFormat:  # how a row becomes a prompt
     prompt_column: str
-    answer_column: str
+    answer_column: str | None  # None: answers are not read
     list_answers: str
     image_column: str | None
     prompt_format: str
@@ -310,12 +307,6 @@ class PromptFormat:  # how a row becomes a prompt
     template_args: tuple[str, ...]
     max_prompt_tokens: int
     max_pixels: int | None
-
-
-@settings
-class Hint:  # what the reference's prompt has beside the policy's
-    hint_column: str | None
-    hint_format: str
 
 
 @settings

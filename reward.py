@@ -91,7 +91,8 @@ class Grader:
     def collect(self) -> dict[int, Grade]:
         """The grade of each completion submitted here since the last call, by its b; waits for those not done yet."""
         if self.pool is None:
-            return {}
+            grades, self.not_graded = self.not_graded, {}
+            return grades
         parts: dict[int, list[Grade]] = defaultdict(list)
         for key, outcome in self._collect("grade").items():
             members = [key] if key >= 0 else self._compared(-1 - key)

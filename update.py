@@ -86,18 +86,16 @@ def add_logprobs(updates: list[Update], policy: Policy, reference: Policy | None
     needs_all = policy.has_dropout or algorithm.num_iterations > 1 or algorithm.has_penalties
     first = 0 if needs_all else 1
     updates = updates[:first] + [logprobs_under(policy, "old_logprobs_N", each, algorithm) for each in updates[first:]]
+    return [add_reference(each, reference, algorithm) for each in updates] if reference is not None else updates
+
+
+def add_reference(update: Update, reference: Policy, algorithm: Algorithm) -> Update:
+    """The update with the reference's log-probs; over the vocabulary with what runs the reference on each batch."""
     if algorithm.kl_over == "vocabulary":
-        updates = [with_teacher(reference, update, algorithm) for update in updates]
-    elif reference is not None:
-        with reference.as_reference():
-            updates = [logprobs_under(reference, "ref_logprobs_N", update, algorithm) for update in updates]
-    return updates
-
-
-def with_teacher(reference: Policy, update: Update, algorithm: Algorithm) -> Update:
-    """The update with what runs the reference on each of its batches."""
-    runs = [partial(run_teacher, reference, batch, algorithm) for batch in update.batches]
-    return replace(update, batches=[replace(x, teacher=run) for x, run in zip(update.batches, runs, strict=True)])
+        batches = [replace(x, teacher=partial(run_teacher, reference, x, algorithm)) for x in update.batches]
+        return replace(update, batches=batches)
+    with reference.as_reference():
+        return logprobs_under(reference, "ref_logprobs_N", update, algorithm)
 
 
 def run_teacher(reference: Policy, batch: Batch, algorithm: Algorithm) -> Teacher:

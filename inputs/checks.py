@@ -87,9 +87,7 @@ def of_algorithm(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[st
         yield f"--group_size 1 has nothing to compare with for {flag.advantage}; use 2 or more, or --advantage zero."
     if args.hint_column and args.image_column:
         yield f"{flag.hint_column} with {flag.image_column}: hints are for prompts of text; leave one of them out."
-    if args.hint_column and "{hint}" not in args.hint_format:
-        yield "--hint_format has no {hint}, the place of the column's text; write it in."
-    if args.hint_column in (args.prompt_column,):
+    if args.hint_column == args.prompt_column:
         yield f"{flag.hint_column} is --prompt_column, too; name the column of what the policy is not told."
     if args.kl_in == "reward" and args.advantage == "reinforce++" and args.policy_loss == "gspo":
         differs = "--advantage reinforce++ with --kl_in reward differs from token to token"

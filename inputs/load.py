@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 
 from batch import Row
 from data import PromptData, check_vocabulary
-from flags import FLAGS, Grading, Hint, PromptFormat, Sampling, Stalls, make_plan, take
+from flags import FLAGS, Grading, PromptFormat, Sampling, Stalls, make_plan, take
 from fsdp_utils import World, gather_from_ranks, is_engine_leader_process, is_main_process, wait_for_all
 from guards.fingerprint import INPUTS, check_same_start, digest
 from guards.stall import Watch
@@ -72,7 +72,7 @@ def load_inputs(args: Namespace) -> Inputs:
     generation_config = load_generation_config(args.model, config, stop_ids(tokenizer, args.stop_tokens))
     if args.reference:
         check_reference(args, tokenizer, longest)
-    train_data = load(args.train_data, args.seed, take(Hint, args))
+    train_data = load(args.train_data, args.seed, args.hint_column)
     make_plan(args, len(PromptData.mix(train_data, args.data_weights).rows))  # raises for too few rows, wrong weights
     # The seed 0 draws #ROWS: held-out sets are the same problems whatever the seed of the run.
     eval_sets = load(args.eval_data, 0)
@@ -119,11 +119,13 @@ def load_model_files(
     """Config, tokenizer, what reads images, and what loads sources with them, drawn by a seed."""
     config = load_config(args.model)
     check_config(args.model, config, (args.max_prompt_tokens, max_completion_tokens), args.tensor_parallel_size)
-    prompt_format = take(PromptFormat, args, system_prompt=read_system_prompt(args.system_prompt))
+    answers = None if args.reward == "none" else args.answer_column
+    system_prompt = read_system_prompt(args.system_prompt)
+    prompt_format = take(PromptFormat, args, system_prompt=system_prompt, answer_column=answers)
     tokenizer, vision = load_processor(args.model, config, prompt_format)
     stop_ids(tokenizer, args.stop_tokens)  # raises for a token that it does not have
 
-    def load(sources: list[str], seed: int, hint: Hint | None = None) -> list[PromptData]:
+    def load(sources: list[str], seed: int, hint: str | None = None) -> list[PromptData]:
         return [PromptData.load(source, prompt_format, tokenizer, seed, vision, hint) for source in sources]
 
     return config, tokenizer, vision, load

@@ -76,7 +76,7 @@ def write_lines(file: Path, rows: list[dict[str, object]]) -> str:
 
 def make_row(ids: list[int] | np.ndarray, **fields: object) -> SimpleNamespace:
     """A stand-in for `data.Row` with this prompt."""
-    known = {"text": "", "answer": "", "columns": {}, "where": "", "images": None}
+    known = {"text": "", "answer": "", "columns": {}, "where": "", "images": None, "hinted_ids": None}
     return SimpleNamespace(ids=np.array(ids, dtype=np.int32), **known | fields)
 
 

@@ -173,7 +173,7 @@ def test_a_prompt_with_a_hint_has_it_before_the_suffix_and_counts_for_the_limit(
     (row,) = loaded.rows
     assert row.text == "<user>1+2 =<assistant>"
     told = inputs.tokenizer.decode(row.hinted_ids.tolist())
-    assert re.fullmatch(r"<user>1\+2.*areferencesolution:so.*yourownwords. =<assistant>", told), "no blanks in it"
+    assert re.fullmatch(r"<user>1\+2.*areferencesolution:so.*yourownwords. ?=<assistant>", told)
 
 
 def test_without_a_reward_nothing_is_graded_and_no_answer_is_needed(policy, tmp_path):

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from batch import Rollout, Row
+from batch import Rollout
 from data import check_vocabulary
 from data_files import byte_tokenizer
+from distributed_teacher import CASES, with_hints
 from flags import Grading, Sampling, take
 from grading import NOT_GRADED
 from helpers import (
@@ -33,6 +34,7 @@ from inputs.command_line import parse_flags
 from inputs.load import load_inputs
 from metrics import rollout_metrics
 from policies import load_policy, policy_of
+from ranks import on_ranks
 from reward import Grader
 from update import add_reference, run_teacher
 
@@ -42,14 +44,6 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of another architecture and width than the fixture `policy`; the vocabulary is the same."""
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     return make_model(tmp_path_factory.mktemp("teacher"), tied=False, **sizes)
-
-
-def with_hints(rollout: Rollout) -> Rollout:
-    """Two completions to a prompt; hints of different lengths."""
-    rng = np.random.default_rng(3)
-    rows = [Row([], "", {}, "", ids=row.ids) for row in rollout.rows[::2]]
-    rows = [replace(row, hinted_ids=np.append(row.ids, rng.integers(0, 64, 2 + i))) for i, row in enumerate(rows)]
-    return replace(rollout, rows=[rows[b // 2] for b in range(len(rollout.rows))])
 
 
 def plain_logits(path: Path, rollout: Rollout, temperature: float) -> Tensor:
@@ -133,6 +127,23 @@ def test_without_an_advantage_the_policy_learns_from_the_reference_alone(changes
     assert ("distill/agreement" in metrics) == is_over and ("distill/kl" in metrics) == (is_over or path is not None)
     if is_over:
         assert metrics["policy/loss"] == pytest.approx(0.5 * metrics["distill/kl"], rel=1e-4)
+
+
+def test_neither_packing_nor_ranks_nor_offload_change_what_is_learnt_from_a_reference(policy, teacher):
+    """One and two ranks; fp32. With LoRA the reference is the adapter off, between two passes of the policy."""
+    results = [on_ranks(num_ranks, "distributed_teacher", policy, teacher) for num_ranks in (1, 2)]
+    whole = ["whole", "small, on the host", "shared, communicates once"]
+    lora = ["LoRA", "LoRA, small", "LoRA, small, communicates once"]
+    for names in (["sampled, with hints"], whole, lora):
+        cases = [found[name] for found in results for name in names]
+        assert cases[0][0]["optim/grad_norm"] > 0.01
+        for metrics, gradients in cases[1:]:
+            without = [
+                {k: v for k, v in each.items() if k != "perf/update_idle_frac"} for each in (metrics, cases[0][0])
+            ]
+            assert without[0] == pytest.approx(without[1], abs=1e-5)
+            torch.testing.assert_close(gradients, cases[0][1], atol=2e-6, rtol=1e-4)
+    assert {name for names in (["sampled, with hints"], whole, lora) for name in names} == CASES.keys()
 
 
 @pytest.mark.parametrize(("changes", "is_own"), [

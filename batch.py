@@ -29,6 +29,7 @@ from grading import Grade
 from model.packed import Packing, Segment
 
 if TYPE_CHECKING:
+    from model.distill import Teacher
     from model.vision import BatchImages, PromptImages
 
 IMAGE = "<image>"  # in a prompt: the place of an image
@@ -50,6 +51,7 @@ class Row:
     text: str = ""  # the rendered prompt, which the model continues
     ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # its tokens, image tokens repeated
     images: PromptImages | None = None  # None: the prompt has no image, or the model sees none
+    hinted_ids: np.ndarray | None = None  # tokens of the prompt with its hint, for the reference; None: it has none
 
     @property
     def prompt(self) -> str:
@@ -97,6 +99,12 @@ class Rollout:
     def sequence_lengths_B(self) -> np.ndarray:
         """Trained positions per sequence: prompt + completion - 1, because the last token predicts nothing."""
         return np.array([len(row.ids) + len(c) - 1 for row, c in zip(self.rows, self.completions, strict=True)])
+
+    def hinted(self) -> Rollout | None:
+        """The rollout as the reference reads it: the same completions to prompts with hints; None if there are none."""
+        if not self.rows or self.rows[0].hinted_ids is None:
+            return None
+        return replace(self, rows=[replace(row, ids=row.hinted_ids) for row in self.rows])
 
     def first_position(self, b: int) -> int:
         """The position that predicts the first token of completion b: that of the prompt's last token."""
@@ -150,6 +158,10 @@ class Batch:
     advantages_N: Tensor | None = None  # float32, zero where the label is no completion token; None: not known yet
     old_logprobs_N: Tensor | None = None  # float32, under the weights that sampled; None: not needed
     ref_logprobs_N: Tensor | None = None  # float32, under the reference; None: no KL term
+    hinted: Batch | None = None  # the same sequences as the reference reads them; None: as they are here
+    teacher: Callable[[], Teacher] | None = None  # runs the reference, for a KL over the vocabulary
+    kl_N: Tensor | None = None  # float32, that KL of each position; None: of sampled tokens, or not known yet
+    agrees_N: Tensor | None = None  # float32, 1 where policy and reference find the same token the likeliest
 
     @property
     def lengths_S(self) -> tuple[int, ...]:
@@ -165,7 +177,8 @@ class Batch:
         """The batch on the device, but for pixel values: those of a whole step would be gigabytes."""
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
         moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
-        return replace(self, **moved, images=self.images and self.images.to(device))
+        others = {"images": self.images and self.images.to(device), "hinted": self.hinted and self.hinted.to(device)}
+        return replace(self, **moved, **others)
 
 
 @dataclass(frozen=True)
@@ -210,6 +223,7 @@ class Work:
     logprobs_tokens: int  # that got old log-probs, plus those that got reference ones, before the updates
     update_tokens: int  # of all passes over the rollout
     update_flops: float  # of all passes
+    teacher_s: float | None  # seconds of the reference's passes; None: there is none
     shared_frac: float | None  # --share_prompts: share of the tokens that was not computed, because a prompt is shared
 
 

@@ -6,6 +6,7 @@ rows a step draws. `python scripts/show_data.py` shows data before training.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from guards.progress import progress
 from inputs.records import Record, name_of_source, read_records
 from model.vision import UnreadableImage, Vision, encoded_images, find_images
 
+HINT = "\n\nHere is a reference solution:\n{}\n\nAfter understanding it, solve the problem in your own words."
 Share = tuple[str, int, float]  # name, number of rows and weight of a source in a mixture
 
 
@@ -105,12 +107,28 @@ def _render(messages: Messages, prompt_format: PromptFormat, tokenizer: Tokenize
     """The text that the model continues."""
     if prompt_format.prompt_format == "chat":
         try:
-            return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            variables = template_variables(prompt_format, tokenizer)
+            return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)
         except (TemplateError, TypeError) as error:
             raise UnusableRow(f"the chat template refuses it ({error})") from None
     if len(messages) > 1:
         raise UnusableRow(f"{len(messages)} messages need --prompt_format chat")
     return messages[0]["content"]
+
+
+def template_variables(prompt_format: PromptFormat, tokenizer: Tokenizer) -> dict[str, object]:
+    """The values of --template_args, read as JSON where they are. Raises ValueError for what the template ignores."""
+    variables: dict[str, object] = {}
+    for given in prompt_format.template_args:
+        name, is_there, value = given.partition("=")
+        if not is_there or not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+            needed = "give NAME=VALUE, with a variable that the chat template of --model has"
+            raise ValueError(f"--template_args {given}: {needed}.")
+        try:
+            variables[name] = json.loads(value)
+        except ValueError:
+            variables[name] = value
+    return variables
 
 
 @lru_cache(maxsize=8)
@@ -132,10 +150,30 @@ def check_template(prompt_format: PromptFormat, tokenizer: Tokenizer) -> None:
     if prompt_format.prompt_format == "chat" and tokenizer.chat_template is None:
         base = "a base model may want --prompt_format raw, which gives it the text as it is"
         raise ValueError(f"--prompt_format chat: the tokenizer of --model has no chat template; {base}.")
-    for flag in ("system_prompt", "image_column"):
+    template_variables(prompt_format, tokenizer)
+    for flag in ("system_prompt", "image_column", "template_args"):
         value = getattr(prompt_format, flag)
-        if value is not None and prompt_format.prompt_format != "chat":
+        if value not in (None, ()) and prompt_format.prompt_format != "chat":
             raise ValueError(f"--{flag} {value!r} needs --prompt_format chat and a tokenizer with a chat template.")
+
+
+def check_vocabulary(tokenizer: Tokenizer, other: Tokenizer, path: str) -> None:
+    """Raises ValueError unless both have the same token at every id. `path`: of the other, given by --reference."""
+    own, others = ({i: token for token, i in each.get_vocab().items()} for each in (tokenizer, other))
+    for i in sorted(own | others):
+        if own.get(i) != others.get(i):
+            tokens = f"token {i} is {others.get(i)!r} there and {own.get(i)!r} in --model"
+            raise ValueError(f"--reference {path}: {tokens}; use a model with the same vocabulary.")
+
+
+def hinted_ids(
+    record: Record, prompt_format: PromptFormat, tokenizer: Tokenizer, column: str | None
+) -> np.ndarray | None:
+    """The tokens of the prompt with the hint of this column between problem and suffix; None without a column."""
+    if column is None:
+        return None
+    text = HINT.format(_text(_look_up(record, column, "--hint_column"), f"column {column!r}"))
+    return make_row(record, replace(prompt_format, prompt_suffix=text + prompt_format.prompt_suffix), tokenizer).ids
 
 
 def make_row(record: Record, prompt_format: PromptFormat, tokenizer: Tokenizer, vision: Vision | None = None) -> Row:
@@ -151,9 +189,10 @@ def make_row(record: Record, prompt_format: PromptFormat, tokenizer: Tokenizer, 
         if held[0] in (prompt_format.system_prompt or ""):
             raise ValueError(f"--system_prompt holds {written}; give the text without it.")
         raise UnusableRow(f"column {column!r} holds {written}; give --prompt_format raw, or another --prompt_column")
-    column = prompt_format.answer_column
-    value = _look_up(record, column, "--answer_column")
-    answer = _answer(value, f"column {column!r}", prompt_format.list_answers)
+    answer = ""
+    if column := prompt_format.answer_column:
+        value = _look_up(record, column, "--answer_column")
+        answer = _answer(value, f"column {column!r}", prompt_format.list_answers)
     encoded: tuple[bytes, ...] = ()
     if column := prompt_format.image_column:
         try:
@@ -221,9 +260,10 @@ class PromptData:
 
     @staticmethod
     def load(
-        source: str, prompt_format: PromptFormat, tokenizer: Tokenizer, seed: int, vision: Vision | None = None
-    ) -> PromptData:
-        """The usable rows whose prompt has at most `max_prompt_tokens` tokens, those of images included.
+        source: str, prompt_format: PromptFormat, tokenizer: Tokenizer, seed: int, vision: Vision | None = None,
+        hint_column: str | None = None,
+    ) -> PromptData:  # fmt: skip
+        """The usable rows whose prompt has at most `max_prompt_tokens` tokens, those of images and hint included.
 
         Without `vision` images count as the template writes them: enough to look at data, not to train.
         Raises ValueError or FileNotFoundError if the source or a column is not there, or no row is left.
@@ -232,13 +272,15 @@ class PromptData:
         rows, excluded = [], []
         for record in progress(f"read {source}", items=read_records(source, seed)):
             try:
-                rows.append(make_row(record, prompt_format, tokenizer, vision))
+                row = make_row(record, prompt_format, tokenizer, vision)
+                rows.append(replace(row, hinted_ids=hinted_ids(record, prompt_format, tokenizer, hint_column)))
             except UnusableRow as reason:
                 excluded.append((record.where, str(reason)))
         limit = prompt_format.max_prompt_tokens
-        kept = [row for row in rows if len(row.ids) <= limit]
+        lengths = [max(len(row.ids), 0 if row.hinted_ids is None else len(row.hinted_ids)) for row in rows]
+        kept = [row for row, length in zip(rows, lengths, strict=True) if length <= limit]
         if rows and not kept:
-            shortest = f"--max_prompt_tokens {limit}; the shortest has {min(len(row.ids) for row in rows)} tokens"
+            shortest = f"--max_prompt_tokens {limit}; the shortest has {min(lengths)} tokens"
             raise ValueError(f"data {source!r}: all {len(rows)} prompts are longer than {shortest}.")
         return PromptData(name_of_source(source), kept, len(rows) - len(kept), excluded)
 

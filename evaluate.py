@@ -247,6 +247,8 @@ def main() -> None:
         args = parse_arguments()
         check_ranges(args, FLAGS)
         check_head_dtype(args)
+        if args.reward == "none":
+            raise ValueError("--reward none grades nothing; give the reward of the sets.")
         check_launch(args.tensor_parallel_size, "bfloat16", args.gpu_memory_utilization)
         samplings = samplings_of(args.data, "", [getattr(args, name) for name in OF_A_SET])
         if args.published and len(args.published) != len(args.data):

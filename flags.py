@@ -78,13 +78,15 @@ GROUPS["prompts"] = [
          (1, INF)),
     flag("--prompt_format", "chat", "chat: by the model's chat template; raw: the text as it is",
          choices=("chat", "raw")),
+    flag("--template_args", [str], "variables of the chat template, NAME=VALUE each: enable_thinking=false"),
     flag("--system_prompt", str, "text, or a file with it; replaces the data's own system message"),
     flag("--prompt_suffix", "", "appended to the last user message as it is: begin it with a space or a line break"),
     flag("--max_prompt_tokens", 1024, "longer prompts, template included, are dropped and counted", (1, INF)),
 ]
 GROUPS["reward"] = [
     flag("--reward", "exact", "math, gsm8k, gsm8k_strict, ifeval, exact, format, think_format, length; a weighted "
-         "sum (math:1.0,format:0.1); @COLUMN: the one that the row's column names; my_reward.py:function"),
+         "sum (math:1.0,format:0.1); @COLUMN: the one that the row's column names; my_reward.py:function; none: "
+         "nothing is graded"),
     flag("--reward_timeout", 5.0, "seconds after which the grading of a completion is stopped: reward 0", (TINY, 1e6)),
     flag("--reward_workers", 0, "grading processes per engine; 0: the cores of the node / its engines",
          (0, 1000), free_on_resume=True),
@@ -97,7 +99,7 @@ GROUPS["reward"] = [
 ]
 GROUPS["batch, counted in prompts"] = [
     flag("--prompts_per_step", 32, "P: prompts sampled each step, over all ranks; a multiple of the engines", (1, INF)),
-    flag("--group_size", 8, "G: completions per prompt, compared with each other", (2, INF)),
+    flag("--group_size", 8, "G: completions per prompt, compared with each other", (1, INF)),
     flag("--prompts_per_update", int, "prompts per optimizer step, over all ranks; divides P; default: P", (1, INF)),
     flag("--num_iterations", 1, "passes over each rollout; all but the first are off-policy", (1, INF)),
     flag("--micro_batch_tokens", 8192, "maximum tokens that one rank packs into a forward and backward pass",
@@ -164,13 +166,21 @@ GROUPS["policy loss"] = [
          choices=("trainer", "rollout")),
     flag("--entropy_coef", 0.0, "weight of the entropy of the token distribution, subtracted from the loss", (0, INF)),
 ]
-GROUPS["KL to the reference"] = [
+GROUPS["KL to the reference"] = [  # docs/algorithm.md, A teacher
+    flag("--reference", str, "the reference, or teacher: folder or hub id, of any size, with the vocabulary of "
+         "--model; default: --model", only_with="--kl_coef"),
     flag("--kl_coef", 0.0, "weight of KL(policy || reference); 0: no reference is loaded", (0, INF)),
     flag("--kl_estimator", "k3", "estimate of the KL of a token:", only_with="--kl_coef"),
     flag("--kl_clamp", 10.0, "clamp of the k3 estimate, and +-20 of its log-ratio (EasyR1, verl: 10); 0: none (TRL)",
          (0, INF), only_with="--kl_coef"),
     flag("--kl_in", "loss", "a term of the loss, or subtracted from the reward before the advantage is computed",
          choices=("loss", "reward"), only_with="--kl_coef"),
+    flag("--kl_over", "sampled", "KL of the sampled tokens, estimated, or over the whole vocabulary at each of them",
+         choices=("sampled", "vocabulary"), only_with="--kl_coef"),
+    flag("--kl_direction", "reverse", "divergence over the vocabulary:", only_with="--kl_over"),
+    flag("--kl_beta", 0.5, "beta of jsd: towards 0 it behaves as forward, towards 1 as reverse", (0.001, 0.999)),
+    flag("--hint_column", str, "column of a hint, for example a worked solution, that is in the reference's prompt and "
+         "not in the policy's", only_with="--kl_coef"),
 ]
 GROUPS["sampler-trainer mismatch"] = [
     flag("--rollout_correction", str, "weight of a token's loss, from the ratio trainer / sampler of its log-prob; "
@@ -188,7 +198,7 @@ GROUPS["LoRA"] = [
          "all of the decoder but the head", is_list=True, only_with="--lora_rank"),
 ]
 GROUPS["optimizer (AdamW)"] = [
-    flag("--learning_rate", 1e-6, "peak learning rate", (0, INF)),
+    flag("--learning_rate", float, "peak learning rate; default: 1e-6, and ten times that with --lora_rank", (0, INF)),
     flag("--lr_schedule", "constant", "learning rate after the warm-up; cosine and linear fall to 0",
          choices=("constant", "cosine", "linear")),
     flag("--warmup_ratio", 0.0, "share of all updates in which the rate rises linearly to its peak", (0, 1)),
@@ -293,12 +303,13 @@ def settings(kind: type[Settings]) -> type[Settings]:
 @settings
 class PromptFormat:  # how a row becomes a prompt
     prompt_column: str
-    answer_column: str
+    answer_column: str | None  # None: answers are not read
     list_answers: str
     image_column: str | None
     prompt_format: str
     system_prompt: str | None
     prompt_suffix: str
+    template_args: tuple[str, ...]
     max_prompt_tokens: int
     max_pixels: int | None
 

@@ -100,6 +100,11 @@ def reward_itself(g: Graded) -> Tensor:
     return g.rewards_PG
 
 
+def zero(g: Graded) -> Tensor:
+    """Nothing is learnt from rewards, all from the reference: distillation, by --kl_coef."""
+    return torch.zeros_like(g.rewards_PG)
+
+
 ADVANTAGES: dict[str, Callable[..., Tensor]] = {  # Graded -> [P, G], the same for all tokens of a completion, or [T]
     "grpo": grpo,
     "grpo_batch_std": grpo_batch_std,
@@ -109,6 +114,7 @@ ADVANTAGES: dict[str, Callable[..., Tensor]] = {  # Graded -> [P, G], the same f
     "reinforce++": reinforce_pp,
     "reinforce++_baseline": reinforce_pp_baseline,
     "none": reward_itself,
+    "zero": zero,
 }
 
 
@@ -330,6 +336,44 @@ def k3_plus(x: Tensor, *, kl_clamp: float) -> Tensor:
 KL: dict[str, Callable[..., Tensor]] = {"k1": k1, "k2": k2, "k3": k3, "k3+": k3_plus}  # x -> estimate of the KL
 
 
+# Divergence over the vocabulary ---------------------------------------------------------------------------------------
+# Of log-probs [T, V] of policy (p) and reference (q): (its value at each token [T], slopes [T, V]). A slope is p x the
+# derivative by p, up to a multiple of p; by the logits it is slope - p x the sum of the token's slopes. Beside the
+# arguments at most two tensors [T, V] are held.
+
+
+def reverse(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    """KL(policy || reference): the policy leaves out what the reference finds unlikely."""
+    slopes = (log_p - log_q).mul_(log_p.exp())
+    return slopes.sum(dim=-1), slopes
+
+
+def forward(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    """KL(reference || policy): the policy covers all that the reference finds likely."""
+    q = log_q.exp()
+    return (log_q - log_p).mul_(q).sum(dim=-1), q.neg_()
+
+
+def jsd(log_p: Tensor, log_q: Tensor, *, kl_beta: float) -> tuple[Tensor, Tensor]:
+    """beta KL(reference || m) + (1 - beta) KL(policy || m), with m = beta reference + (1 - beta) policy.
+
+    Generalized Jensen-Shannon divergence, GKD (arXiv 2306.13649), eq. 2; TRL's `beta` is the same.
+    """
+
+    def above_mixture(log_x: Tensor) -> Tensor:
+        """x log(x / m), for x = p or q."""
+        m = log_p.exp().mul_(1.0 - kl_beta).add_(log_q.exp(), alpha=kl_beta)
+        log_m = m.clamp_(min=torch.finfo(m.dtype).tiny).log_()  # where m is 0, x is
+        return log_m.neg_().add_(log_x).mul_(log_x.exp())
+
+    values = above_mixture(log_q).sum(dim=-1)
+    slopes = above_mixture(log_p).mul_(1.0 - kl_beta)
+    return kl_beta * values + slopes.sum(dim=-1), slopes
+
+
+DIVERGENCES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"reverse": reverse, "forward": forward, "jsd": jsd}
+
+
 # Sampler-trainer mismatch ---------------------------------------------------------------------------------------------
 # Weights of the policy loss, per token: its probability by the trainer / by the sampler. The trainer's model is that at
 # the beginning of the step; the sampler's may be older (--steps_ahead, --partial_rollouts).
@@ -447,12 +491,15 @@ class Algorithm:
     advantage: Callable[[Graded], Tensor]
     policy_loss: Callable[[Tokens], Loss | Tensor]
     kl_estimator: Callable[[Tensor], Tensor]
+    kl_direction: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     rollout_correction: Callable[[Tokens], Weights]
     loss_aggregation: Callable[[Tensor], Tensor]
     old_logprobs: str  # of whom: "trainer" or "rollout", the sampler
     is_corrected: bool  # the rollout correction's weights enter the loss
     kl_coef: float
     kl_in: str  # "loss" or "reward"
+    kl_over: str  # "sampled": tokens, by the estimator; "vocabulary": the whole of it, in this direction
+    has_teacher: bool  # the reference is another model, is told a hint, or is followed over the vocabulary
     kl_clamp: float  # of the estimate of the KL; 0: it is not clamped
     entropy_coef: float
     group_size: int
@@ -512,8 +559,13 @@ def total_loss(
         means["policy/kl_ref"] = k1(x_N)  # whatever the loss uses: a clamp would cut rare tokens with a large k3
         if algorithm.kl_clamp:
             means["policy/kl_clamp_frac"] = k3(x_N, kl_clamp=0.0) != k3(x_N, kl_clamp=algorithm.kl_clamp)
+        if algorithm.has_teacher:
+            means["distill/kl"] = means["policy/kl_ref"] if batch.kl_N is None else batch.kl_N
+        if batch.kl_N is not None:
+            means["distill/agreement"] = batch.agrees_N
         if algorithm.kl_in == "loss":
-            loss_N = loss_N + algorithm.kl_coef * algorithm.kl_estimator(x_N)
+            kl_N = algorithm.kl_estimator(x_N) if batch.kl_N is None else batch.kl_N
+            loss_N = loss_N + algorithm.kl_coef * kl_N
     if algorithm.entropy_coef:
         loss_N = loss_N - algorithm.entropy_coef * entropies_N
     return loss_N, means, maxima

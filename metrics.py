@@ -14,27 +14,32 @@ import torch
 
 from batch import Batch, Metrics, Pass, Rollout, Work
 from fsdp_utils import World, max_over_trainers, sum_over_trainers
+from grading import NOT_GRADED
 from model.sizes import GPUS
 
 LEAST_SPREAD = 0.02  # of a token's log-prob, squared: entropies above about 0.05 have more
 
 
 def rollout_metrics(rollout: Rollout, group_size: int) -> Metrics:
-    """The metrics of a step's graded completions; where the reward is a sum, also the mean of each part."""
+    """The metrics of a step's completions, of which most need grades; of a sum also the mean of each part."""
     rewards_PG = rollout.rewards_B.reshape(-1, group_size)
     is_correct_B, lengths_B = rollout.is_correct_B, rollout.completion_lengths_B
     is_correct_PG = is_correct_B.reshape(-1, group_size)
     group_B = np.arange(len(lengths_B)) // group_size
-    metrics = {
+    of_lengths = {
+        "completion/tokens_mean": lengths_B.mean(),
+        "completion/tokens_max": lengths_B.max(),
+        "completion/frac_truncated": rollout.is_truncated_B.mean(),
+    }
+    if all(grade.status == NOT_GRADED for grade in rollout.grades):
+        return {name: float(value) for name, value in of_lengths.items()}
+    metrics = of_lengths | {
         "reward/mean": rewards_PG.mean(),
         "reward/mean_stderr": stderr_of_mean(rollout.rewards_B, group_B),
         "reward/std": rewards_PG.std(),
         "reward/frac_groups_all_right": is_correct_PG.all(axis=1).mean(),
         "reward/frac_groups_all_wrong": (~is_correct_PG).all(axis=1).mean(),
         "reward/frac_groups_with_signal": (rewards_PG.max(axis=1) > rewards_PG.min(axis=1)).mean(),
-        "completion/tokens_mean": lengths_B.mean(),
-        "completion/tokens_max": lengths_B.max(),
-        "completion/frac_truncated": rollout.is_truncated_B.mean(),
     }
     of = {"completion/tokens_right_mean": is_correct_B, "completion/tokens_wrong_mean": ~is_correct_B}
     for name, chosen_B in of.items():
@@ -160,8 +165,8 @@ def throughput(work: Work, seconds_RE: list[np.ndarray], metrics: Metrics, world
     if not world.has_engines:  # the ranks have nothing to do until the servers' completions are there
         del found["time/rollout_tail_s"], found["perf/sample_tokens_per_s_per_gpu"]
         found["perf/idle_frac"] = (metrics["time/sample_s"] + metrics["perf/update_idle_frac"] * update_s) / step_s
-    if work.shared_frac is not None:
-        found["perf/shared_frac"] = work.shared_frac
+    of_some = {"perf/shared_frac": work.shared_frac, "perf/teacher_s": work.teacher_s}
+    found |= {name: value for name, value in of_some.items() if value is not None}
     if work.logprobs_tokens:
         tokens_per_s = work.logprobs_tokens / metrics["time/logprobs_s"]
         found["perf/logprobs_tokens_per_s_per_gpu"] = tokens_per_s / world.num_trainers

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -27,11 +29,14 @@ from guards.progress import OFF
 from guards.stall import beat
 from model import lora as adapters
 from model.attention import make_packing
+from model.distill import Teacher, distilled_logprobs
 from model.head import chunked_logprobs
 from model.optimizer import make_optimizer
 from model.sizes import head_dim
 from model.vision import BatchImages, PromptImages, embed, tower_of
 from model.weights import fill, in_files, load_config, model_from_config, without_storage
+
+Mark = float | torch.cuda.Event  # a moment in time
 
 
 class Policy(adapters.WithAdapter):
@@ -43,6 +48,7 @@ class Policy(adapters.WithAdapter):
         """`dtype`: of the arithmetic, the engine and the exported weights. The parameters may have another."""
         super().__init__()
         self.model = model
+        self.spans: list[tuple[Mark, Mark]] = []  # in which the reference ran, which has the same list
         self.dtype = dtype
         config = model.config.get_text_config()
         matrices = sum(weight.numel() for layer in self.layers for weight in layer.parameters() if weight.ndim == 2)
@@ -57,8 +63,19 @@ class Policy(adapters.WithAdapter):
         """The decoder layers, the units of sharding."""
         return list(self.model.get_decoder().layers)
 
-    def forward(self, batch: Batch, temperature: float, with_entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
-        """(logprobs_N, entropies_N), float32: of the labels where the loss mask is true, constant zeros elsewhere."""
+    def forward(
+        self,
+        batch: Batch,
+        temperature: float,
+        with_entropy_gradient: bool = False,
+        teacher: Teacher | None = None,
+        as_teacher: bool = False,
+    ) -> tuple[Tensor, ...]:
+        """(logprobs_N, entropies_N), float32: of the labels where the loss mask is true, constant zeros elsewhere.
+
+        With a `teacher` also (ref_logprobs_N, kl_N, agrees_N), see `Batch`. `as_teacher`: (hidden_KD, weight_VD) of a
+        `Teacher` instead.
+        """
         beat("runs a forward pass")
         tokens, device = {"input_ids": batch.input_ids_N[None]}, batch.input_ids_N.device
         output = self.model.get_decoder()(
@@ -70,10 +87,29 @@ class Policy(adapters.WithAdapter):
         trained_K = batch.trained_K
         hidden = output.last_hidden_state[0].index_select(0, trained_K)  # the head runs on completion positions only
         labels, head = batch.labels_N.index_select(0, trained_K), self.model.get_output_embeddings()
-        found = chunked_logprobs(hidden, head, labels, temperature, with_entropy_gradient, self.head_dtype)
+        if as_teacher:
+            return hidden, head.weight.detach().clone()  # FSDP will free the weight
+        if teacher is None:
+            found = chunked_logprobs(hidden, head, labels, temperature, with_entropy_gradient, self.head_dtype)
+        else:
+            settings = temperature, with_entropy_gradient, self.head_dtype
+            found = distilled_logprobs(hidden, head, labels, teacher, settings)
         zeros_N = torch.zeros(len(batch.labels_N), device=device)
-        logprobs_N, entropies_N = (zeros_N.index_copy(0, trained_K, values_K) for values_K in found)
-        return logprobs_N, entropies_N
+        return tuple(zeros_N.index_copy(0, trained_K, values_K) for values_K in found)
+
+    @contextmanager
+    def as_reference(self) -> Iterator[None]:
+        """Within it the model is the reference, without an adapter; the time is counted."""
+        start = _mark()
+        with torch.no_grad(), self.adapter_off():
+            yield
+        self.spans.append((start, _mark()))
+
+    def seconds_of_reference(self) -> float | None:
+        """Since the last call, of the reference's passes; None: there were none. The device must have done its work."""
+        seconds = [b - a if isinstance(a, float) else a.elapsed_time(b) / 1000 for a, b in self.spans]
+        self.spans.clear()
+        return sum(seconds) if seconds else None
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor in the engine's dtype) of each parameter, LoRA merged: for sync and export.
@@ -122,12 +158,22 @@ class Policy(adapters.WithAdapter):
         return f"trainable: all {trained:,} parameters{frozen}"
 
 
+def _mark() -> Mark:
+    """This moment; on CUDA of the device, for which nobody waits."""
+    if not torch.cuda.is_available():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
 def build_policy(
-    path: str, memory: Memory, lora: Lora, adamw: AdamW, has_reference: bool, seed: int, world: World
+    path: str, memory: Memory, lora: Lora, adamw: AdamW, reference_path: str | None, seed: int, world: World
 ) -> tuple[Policy, Policy | None, Optimizer]:
     """The sharded policy, the sharded frozen reference (None without a KL term), and the policy's optimizer.
 
-    With LoRA the reference is the policy itself, with its adapter off. `seed`: of the adapter's first values.
+    With LoRA a reference of the policy's own path is the policy itself, with its adapter off. `seed`: of the adapter's
+    first values.
     """
     dtype = getattr(torch, memory.dtype)
     param_dtype = dtype if lora.lora_rank else getattr(torch, memory.param_dtype)  # a frozen base has no masters
@@ -136,18 +182,19 @@ def build_policy(
     if lora.lora_rank:
         adapters.add_adapter(policy.model, lora, seed, path)
     shard_and_fill(policy, path, world, memory.offload == "all", memory.communicate_once)
-    reference = policy if has_reference else None
-    if has_reference and not lora.lora_rank:
-        reference = empty_policy(path, dtype).requires_grad_(False)
-        reference.head_dtype = policy.head_dtype
-        shard_and_fill(reference, path, world, memory.offload_reference)
+    reference = policy if reference_path else None
+    if reference_path and (reference_path != path or not lora.lora_rank):
+        reference = empty_policy(reference_path, dtype).requires_grad_(False)
+        reference.head_dtype, reference.spans = policy.head_dtype, policy.spans
+        shard_and_fill(reference, reference_path, world, memory.offload_reference)
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     return policy, reference, make_optimizer(trained, adamw, memory)  # last: weights are loaded before its state
 
 
 def add_packing(batch: Batch) -> Batch:
     """The batch with its packing on the device: made in a pass, it would be copied there in each."""
-    return replace(batch, packing=make_packing(batch.segments_S, batch.input_ids_N.device))
+    hinted = batch.hinted and add_packing(batch.hinted)
+    return replace(batch, packing=make_packing(batch.segments_S, batch.input_ids_N.device), hinted=hinted)
 
 
 def add_images(batch: Batch, images_of_sequences: list[PromptImages | None]) -> Batch:

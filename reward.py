@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from flags import Grading, Sampling
-from grading import Case, Grade
+from grading import NOT_GRADED, Case, Grade
 from grading.pool import Outcome, Pool
 from grading.score import Needs, add_up, parse_reward
 from guards.progress import progress
@@ -45,20 +45,23 @@ class Grader:
         self.groups: dict[int, dict[int, Case]] = {}  # of functions that compare: b // group size -> b -> its case
         self.is_proven = False  # something has been graded
         self.pool: Pool | None = None
-        if num_workers:
+        self.needs = Needs(cases=False, groups=False, token_ids=False)
+        if num_workers and self.weights:
             arguments = (grading.reward, grading.overlong_cache_tokens)
             timeout, in_flight = grading.reward_timeout, grading.reward_in_flight
             self.pool = Pool("grading.score:Handler", arguments, num_workers, timeout, in_flight)
             self.pool.submit(0, ("needs", None))
             try:
-                self.needs: Needs = self.pool.collect()[0].value
+                self.needs = self.pool.collect()[0].value
             except ValueError as error:
                 raise ValueError(f"--reward {grading.reward!r}: {error}") from None
 
     def submit(self, b: int, case: Case, group_size: int = 1) -> None:
         """Hands completion b to the workers and returns at once. Groups are b = 0 ... group_size - 1, and so on."""
-        assert self.pool is not None, "completions are submitted on the first rank of their engine"
-        if case.is_truncated and self.grading.truncated == "zero":
+        assert self.pool or not self.weights, "completions are submitted on the first rank of their engine"
+        if not self.weights:
+            self.not_graded[b] = Grade(0.0, NOT_GRADED)
+        elif case.is_truncated and self.grading.truncated == "zero":
             self.not_graded[b] = Grade(0.0, "truncated")
         elif self.needs.cases:
             self.pool.submit(b, ("grade", case))
@@ -88,7 +91,8 @@ class Grader:
     def collect(self) -> dict[int, Grade]:
         """The grade of each completion submitted here since the last call, by its b; waits for those not done yet."""
         if self.pool is None:
-            return {}
+            grades, self.not_graded = self.not_graded, {}
+            return grades
         parts: dict[int, list[Grade]] = defaultdict(list)
         for key, outcome in self._collect("grade").items():
             members = [key] if key >= 0 else self._compared(-1 - key)

@@ -170,9 +170,10 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
     if saved_step >= last_step and not must_evaluate:
         end_complete(run, saved_step, last_step)
         return
-    lora, adamw, has_reference = take(Lora, args), take(AdamW, args), algorithm.kl_coef > 0
+    lora, adamw = take(Lora, args), take(AdamW, args)
+    teacher = args.reference or args.model if algorithm.kl_coef > 0 else None
     with watch.loading():
-        policy, reference, optimizer = build_policy(args.model, memory, lora, adamw, has_reference, args.seed, world)
+        policy, reference, optimizer = build_policy(args.model, memory, lora, adamw, teacher, args.seed, world)
         engine = build_engine(args, inputs, policy, run, saved_step)
     run.say(policy.describe())
     sampler = build_sampler(args, inputs, train_data, engine, run)

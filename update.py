@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -41,7 +42,10 @@ from grpo import Algorithm, Graded
 from guards.stall import beat
 from guards.updates import UpdateGuard
 from metrics import idle_share, standard_errors, temperature_of
+from model.distill import Teacher
 from policy import Policy, add_images, add_packing
+
+DISTILLED = ("ref_logprobs_N", "kl_N", "agrees_N")  # fields of a batch that the policy's pass with a teacher returns
 
 
 def pack_updates(
@@ -49,19 +53,24 @@ def pack_updates(
 ) -> list[Update]:
     """The updates of one pass over the rollout, each of consecutive prompts and divided by `plan_micro_batches`."""
     indices_of_updates = np.split(np.arange(plan.completions_per_step), plan.updates_per_pass)
-    trained_lengths_B, lengths_B = torch.from_numpy(rollout.trained_lengths_B), rollout.sequence_lengths_B
+    trained_lengths_B, hinted = torch.from_numpy(rollout.trained_lengths_B), rollout.hinted()
+    longest = hinted or rollout  # the reference's batches must fit under the cap, too
     weights = [algorithm.loss_aggregation(trained_lengths_B[indices]) for indices in indices_of_updates]
     rollout = replace(rollout, loss_weights_B=torch.cat(weights).numpy())
     group_size = plan.group_size if memory.share_prompts else 1
-    shared_B = np.array([shared_positions(rollout, b) for b in range(len(rollout.rows))])
+    shared_B = np.array([shared_positions(longest, b) for b in range(len(rollout.rows))])
     images_B = [row.images for row in rollout.rows]
-    updates = []
+    lengths_B, updates = longest.sequence_lengths_B, []
     for indices in indices_of_updates:
         micros_of_ranks = plan_micro_batches(
             lengths_B[indices], world.num_trainers, memory.micro_batch_tokens, policy.parity_length, group_size,
             shared_B[indices],
         )  # fmt: skip
-        own = [pack(rollout, indices[micro].tolist(), group_size) for micro in micros_of_ranks[world.trainer_rank]]
+        micros = [indices[micro].tolist() for micro in micros_of_ranks[world.trainer_rank]]
+        own = [pack(rollout, micro, group_size) for micro in micros]
+        if hinted:
+            of_reference = [pack(hinted, micro, group_size) for micro in micros]
+            own = [replace(batch, hinted=other) for batch, other in zip(own, of_reference, strict=True)]
         batches = [add_packing(add_images(batch, images_B).to(world.device)) for batch in own]
         updates.append(Update(batches, max(int(trained_lengths_B[indices].sum()), 1), plan.prompts_per_step))
     return updates
@@ -71,7 +80,8 @@ def add_logprobs(updates: list[Update], policy: Policy, reference: Policy | None
     """The updates with the log-probs that they need, under weights that have not changed yet.
 
     The first update makes its own old log-probs, unless it drops inputs, its batches are used again, or the KL belongs
-    to the reward. With LoRA the reference is the policy, with its adapter off. The sampler's own need no pass.
+    to the reward; the sampler's own need no pass. With LoRA the reference is the policy, with its adapter off. A
+    reference that is followed over the vocabulary runs beside the update: the distributions of a step would not fit.
     """
     needs_all = policy.has_dropout or algorithm.num_iterations > 1 or algorithm.has_penalties
     first = 0 if needs_all else 1
@@ -80,16 +90,38 @@ def add_logprobs(updates: list[Update], policy: Policy, reference: Policy | None
         updates = [replace(each, batches=batches) for each, batches in zip(updates, batches_U, strict=True)]
         first = len(updates)
     updates = updates[:first] + [logprobs_under(policy, "old_logprobs_N", each, algorithm) for each in updates[first:]]
-    if reference is not None:
-        with reference.adapter_off():
-            updates = [logprobs_under(reference, "ref_logprobs_N", update, algorithm) for update in updates]
-    return updates
+    return [add_reference(each, reference, algorithm) for each in updates] if reference is not None else updates
+
+
+def add_reference(update: Update, reference: Policy, algorithm: Algorithm) -> Update:
+    """The update with the reference's log-probs; over the vocabulary with what runs the reference on each batch."""
+    if algorithm.kl_over == "vocabulary":
+        batches = [replace(x, teacher=partial(run_teacher, reference, x, algorithm)) for x in update.batches]
+        return replace(update, batches=batches)
+    with reference.as_reference():
+        return logprobs_under(reference, "ref_logprobs_N", update, algorithm)
+
+
+def run_teacher(reference: Policy, batch: Batch, algorithm: Algorithm) -> Teacher:
+    """The distributions of the reference at the trained tokens of the batch."""
+    with reference.as_reference():
+        hidden_KD, weight_VD = reference(batch.hinted or batch, algorithm.temperature, as_teacher=True)
+    if not reference.has_adapter:  # with LoRA the policy computes with these weights next
+        release_gathered(reference)
+    return Teacher(hidden_KD, weight_VD, algorithm.kl_direction)
 
 
 @torch.no_grad()
 def logprobs_under(model: Policy, field: str, update: Update, algorithm: Algorithm) -> Update:
     """The update with `field` (old_logprobs_N or ref_logprobs_N) set to the model's log-probs of its tokens."""
-    batches = [replace(batch, **{field: model(batch, algorithm.temperature)[0]}) for batch in update.batches]
+    batches = []
+    for batch in update.batches:
+        hinted = batch.hinted if field == "ref_logprobs_N" else None
+        logprobs_N = model(hinted or batch, algorithm.temperature)[0]
+        if hinted is not None:  # the same tokens in the same order, at other positions
+            logprobs_K = logprobs_N.index_select(0, hinted.trained_K)
+            logprobs_N = torch.zeros_like(batch.rollout_logprobs_N).index_copy(0, batch.trained_K, logprobs_K)
+        batches.append(replace(batch, **{field: logprobs_N}))
     release_gathered(model)
     return replace(update, batches=batches)
 
@@ -192,11 +224,13 @@ def add_gradients(
         for i, batch in enumerate(update.batches):
             is_last = i == len(update.batches) - 1
             begin_micro_batch(policy, memory.communicate_once, is_last)
-            logprobs_N, entropies_N = policy(batch, algorithm.temperature, algorithm.entropy_coef != 0)
+            settings = algorithm.temperature, algorithm.entropy_coef != 0
+            logprobs_N, entropies_N, *distilled = policy(batch, *settings, batch.teacher and batch.teacher())
             old_logprobs_N = logprobs_N.detach() if is_unchanged else batch.old_logprobs_N
             if batch.old_logprobs_N is None:  # they are kept with the rollout
                 update.batches[i] = replace(batch, old_logprobs_N=old_logprobs_N)
-            loss_N, means, maxima = grpo.total_loss(batch, logprobs_N, old_logprobs_N, entropies_N, algorithm)
+            seen = replace(batch, **dict(zip(DISTILLED, distilled, strict=False)))  # without a teacher as it is
+            loss_N, means, maxima = grpo.total_loss(seen, logprobs_N, old_logprobs_N, entropies_N, algorithm)
             mask_N = batch.loss_mask_N
             loss = grpo.masked_sum(loss_N * batch.loss_weights_N, mask_N)
             beat("runs a backward pass")
@@ -259,6 +293,7 @@ def work_of_step(
         logprobs_tokens=logprobs_tokens,
         update_tokens=num_tokens * num_iterations,
         update_flops=update_flops(policy, cost) * num_iterations,
+        teacher_s=policy.seconds_of_reference(),
         shared_frac=1 - computed_tokens / num_tokens if share_prompts else None,
     )
 

@@ -129,9 +129,10 @@ class Trainer:
     def __init__(self, args: argparse.Namespace, world: World) -> None:
         self.world, self.memory, self.plan = world, take(Memory, args), make_plan(args, args.prompts_per_step)
         self.algorithm = replace(algorithm_of(args), group_size=1)  # the advantage is the reward: groups do not matter
-        lora, adamw, has_reference = take(Lora, args), take(AdamW, args), self.algorithm.kl_coef > 0
+        lora, adamw = take(Lora, args), take(AdamW, args)
+        reference = (args.reference or args.model) if self.algorithm.kl_coef > 0 else None
         self.policy, self.reference, self.optimizer = build_policy(
-            args.model, self.memory, lora, adamw, has_reference, args.seed, world
+            args.model, self.memory, lora, adamw, reference, args.seed, world
         )
 
     def prepare(self, rollout: Rollout) -> Update:

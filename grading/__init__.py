@@ -11,6 +11,8 @@ import json
 import re
 from dataclasses import dataclass, field
 
+NOT_GRADED = "not graded"  # the status of a grade
+
 
 @dataclass(frozen=True)
 class Case:
@@ -33,7 +35,7 @@ class Grade:
     """What a completion got. `reward` is the weighted sum of the scores, and 0.0 unless the status is "ok"."""
 
     reward: float
-    status: str  # "ok", "truncated", "timeout" or "error: ..."
+    status: str  # "ok", "truncated", "timeout", "error: ..." or, with --reward none, NOT_GRADED
     parts: dict[str, float] = field(default_factory=dict)  # verifier -> its score; then sub-score -> its value
     answer: str | None = None  # what the first verifier that reads one read as the final answer
 
@@ -49,7 +51,7 @@ class Grade:
     @property
     def is_failed(self) -> bool:
         """True if the completion could not be graded: its verifier ran out of time or raised."""
-        return self.status not in ("ok", "truncated")
+        return self.status not in ("ok", "truncated", NOT_GRADED)
 
 
 def key_text(value: object, several: str = "any") -> str:

@@ -19,12 +19,12 @@ from grading.verifiers import BUILT_IN, Verdict
 
 
 def parse_reward(spec: str) -> dict[str, float]:
-    """The weight of each verifier: a built-in one, "@column" or "file.py:function". Nothing is loaded.
+    """The weight of each verifier: a built-in one, "@column" or "file.py:function". "none": {}. Nothing is loaded.
 
     Raises ValueError or FileNotFoundError for a wrong text.
     """
     weights: dict[str, float] = {}
-    for part in spec.split(","):
+    for part in spec.split(",") if spec != "none" else ():
         match = re.fullmatch(r"\s*(@\w[\w.]*|[^:,]+\.py:\w+|\w+)(?::([^:]+))?\s*", part)
         name = match[1] if match else ""
         if name not in BUILT_IN and name[:1] != "@" and ".py:" not in name:

@@ -78,6 +78,21 @@ def of_algorithm(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[st
         yield "--advantage maxrl needs rewards that are not negative; leave out `length`, negative weights and --kl_in."
     if args.kl_in == "reward" and args.kl_estimator == "k3+":
         yield "--kl_estimator k3+: only its gradient differs from k3, and --kl_in reward has none; use k3."
+    if args.kl_over == "vocabulary" and args.kl_in == "reward":
+        yield "--kl_in reward takes the KL of sampled tokens; with --kl_over vocabulary leave it at loss."
+    for name in ("kl_estimator", "kl_clamp") if args.kl_over == "vocabulary" else ():
+        if getattr(args, name) != FLAGS[f"--{name}"].value:
+            yield f"{getattr(flag, name)} has no effect with --kl_over vocabulary, which is exact; leave it out."
+    if args.advantage == "zero" and (not args.kl_coef or args.kl_in == "reward"):
+        yield "--advantage zero trains on nothing but the KL in the loss: give --kl_coef, and --kl_in loss."
+    if args.kl_over == "sampled" and args.advantage == "zero" and args.kl_estimator == "k1":
+        yield "--kl_estimator k1 as a loss has a gradient of mean zero, so --advantage zero learns nothing; use k2."
+    if args.group_size == 1 and not (args.advantage in ("zero", "none", "reinforce++") or ".py:" in args.advantage):
+        yield f"--group_size 1 has nothing to compare with for {flag.advantage}; use 2 or more, or --advantage zero."
+    if args.hint_column and args.image_column:
+        yield f"{flag.hint_column} with {flag.image_column}: hints are for prompts of text; leave one of them out."
+    if args.hint_column == args.prompt_column:
+        yield f"{flag.hint_column} is --prompt_column, too; name the column of what the policy is not told."
     if args.kl_in == "reward" and args.advantage == "reinforce++" and args.policy_loss == "gspo":
         yield "--policy_loss gspo needs one advantage a sequence, not reinforce++ with --kl_in reward; use gspo_token."
     if args.dynamic_sampling != "off" and args.epochs is not None:
@@ -87,6 +102,13 @@ def of_algorithm(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[st
     is_on_policy = args.prompts_per_update == args.prompts_per_step and args.num_iterations == 1
     if args.max_kl and is_on_policy and not args.lora_dropout:
         yield f"{flag.max_kl} has no effect with one update a step, whose KL is 0; leave it out."
+    if args.reward == "none" and args.advantage != "zero":
+        yield f"--reward none grades nothing for {flag.advantage} to compare; give --advantage zero, or a reward."
+    if args.reward == "none" and args.dynamic_sampling != "off":
+        yield f"{flag.dynamic_sampling} chooses by rewards; leave it out with --reward none."
+    if args.reward == "none" and (args.eval_data or args.truncated == "zero"):
+        graded = flag.eval_data if args.eval_data else flag.truncated
+        yield f"{graded} needs a reward; leave it out, or give one, which --advantage zero only logs."
     cache, limit = args.overlong_cache_tokens, args.max_completion_tokens
     if cache and not re.search(r"\blength\b|@", args.reward):
         yield f"{flag.overlong_cache_tokens} has no effect without the reward `length`; leave it out, or add that."
@@ -100,7 +122,7 @@ def of_memory(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[str]:
     no_effect = f"has no effect with {flag.lora_rank}; leave it out"
     if args.lora_rank and args.param_dtype != "float32":
         yield f"{flag.param_dtype} {no_effect}: adapters are kept in float32, the rest in --dtype."
-    if args.lora_rank and args.offload_reference:
+    if args.lora_rank and args.offload_reference and args.reference in (None, args.model):
         yield f"--offload_reference {no_effect}: the reference is the policy with its adapter off."
 
 
@@ -199,9 +221,9 @@ def check_ranges(args: argparse.Namespace, groups: dict[str, list[Flag]]) -> Non
                 raise ValueError(f"{each.name} {number:g}: must be {bounds}.")
         if each.only_with and value != each.value:
             other = FLAGS[each.only_with].of(args)
-            if other in (0, None, "off", "none", "colocated"):
+            if other in (0, None, "off", "none", "colocated", "sampled"):
                 needed = f"{each.only_with} above 0" if other == 0 else each.only_with
-                needed += " server" if other == "colocated" else ""
+                needed += {"colocated": " server", "sampled": " vocabulary"}.get(other, "")
                 wrong = f"{given(each, args)} has no effect here, only with {needed}"
                 raise ValueError(f"{wrong}: {leave(each)}, or change the other.")
 

@@ -15,7 +15,19 @@ import torch
 
 from flags import FLAGS, most_lag, take
 from grading.own import load_function
-from grpo import ADVANTAGES, AGGREGATIONS, CORRECTIONS, KL, LOSSES, Algorithm, Graded, Loss, Tokens, check_returned
+from grpo import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    CORRECTIONS,
+    DIVERGENCES,
+    KL,
+    LOSSES,
+    Algorithm,
+    Graded,
+    Loss,
+    Tokens,
+    check_returned,
+)
 from inputs.checks import given, leave
 
 CHOICES: dict[str, dict[str, Callable]] = {
@@ -23,6 +35,7 @@ CHOICES: dict[str, dict[str, Callable]] = {
     "--policy_loss": LOSSES,
     "--loss_aggregation": AGGREGATIONS,
     "--kl_estimator": KL,
+    "--kl_direction": DIVERGENCES,
     "--rollout_correction": CORRECTIONS,
 }
 OWN = ("--advantage", "--policy_loss", "--kl_estimator")  # may also name a function of the user's, FILE.py:FUNCTION
@@ -54,7 +67,8 @@ def algorithm_of(args: argparse.Namespace) -> Algorithm:
         **{name.removeprefix("--"): function for name, function in bound.items()},
         is_corrected=args.rollout_correction != "none",
         most_lag=most_lag(args),
-        kl_clamp=bound["--kl_estimator"].keywords.get("kl_clamp", 0.0),
+        has_teacher=bool(args.reference or args.hint_column or args.kl_over == "vocabulary"),
+        kl_clamp=bound["--kl_estimator"].keywords.get("kl_clamp", 0.0) if args.kl_over == "sampled" else 0.0,
         description=describe(args, bound),
     )
 
@@ -99,7 +113,9 @@ def bind(name: str, function: Callable, args: argparse.Namespace) -> partial:
 
 def describe(args: argparse.Namespace, bound: dict[str, partial]) -> str:
     """What the flags amount to, for the first lines of the log: the functions in words, the rest as it was written."""
-    parts, unused = [], {"--kl_estimator": not args.kl_coef, "--rollout_correction": args.rollout_correction == "none"}
+    parts, is_sampled = [], args.kl_over == "sampled"
+    unused = {"--kl_estimator": not args.kl_coef or not is_sampled, "--kl_direction": not args.kl_coef or is_sampled}
+    unused["--rollout_correction"] = args.rollout_correction == "none"
     for name, function in bound.items():
         if not unused.get(name):
             values = [f"--{key} {value}" for key, value in function.keywords.items()]

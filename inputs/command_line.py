@@ -77,6 +77,8 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser_of(GROUPS, DESCRIPTION, USAGE).parse_args(argv)
     args.dtype = args.dtype or default_dtype(bool(args.dry_run or args.plan_gpus) or args.param_dtype == "bfloat16")
     args.prompts_per_update = args.prompts_per_step if args.prompts_per_update is None else args.prompts_per_update
+    if args.learning_rate is None:
+        args.learning_rate = 1e-5 if args.lora_rank else 1e-6  # "LoRA Without Regret"
     if args.rollout_correction is None:
         args.rollout_correction = "token_truncate" if most_lag(args) else "none"
     if args.quiet:

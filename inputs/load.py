@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 
-from data import PromptData
+from data import PromptData, check_vocabulary
 from flags import FLAGS, Grading, PromptFormat, Sampling, Stalls, make_plan, take
 from fsdp_utils import World, gather_from_ranks, is_engine_leader_process, is_main_process, wait_for_all
 from guards.fingerprint import INPUTS, check_same_start, digest
@@ -64,14 +64,18 @@ def load_inputs(args: Namespace) -> Inputs:
     if args.lora_targets:
         check_targets(config, args.lora_targets)
     generation = load_generation_config(args.model, config, stop_ids(tokenizer, args.stop_tokens))
+    if args.reference:
+        check_reference(args, tokenizer, longest)
     companions = [vision.processor if vision else tokenizer, generation]
-    train_data = load(args.train_data, args.seed)
+    train_data = load(args.train_data, args.seed, args.hint_column)
     make_plan(args, len(PromptData.mix(train_data, args.data_weights).rows))  # raises for too few rows, wrong weights
     # The seed 0 draws #ROWS: held-out sets are the same problems whatever the seed of the run.
     eval_sets = load(args.eval_data, 0)
     digests = {}
     if is_main_process():  # downloads weights that are not on the disk, while nobody waits in a collective
-        digests["--model"] = digest(chain.from_iterable(map(samples_of, weight_files(args.model))))
+        named = {"--model": args.model} | ({"--reference": args.reference} if args.reference else {})
+        for flag, path in named.items():
+            digests[flag] = digest(chain.from_iterable(map(samples_of, weight_files(path))))
         check_replayed(args, digests["--model"])
     grader = start_grader(take(Grading, args), num_ranks)
     sources = zip([*args.train_data, *args.eval_data], [*train_data, *eval_sets], strict=True)
@@ -107,18 +111,34 @@ def contents_of(data: PromptData) -> Iterator[bytes]:
 
 def load_model_files(
     args: Namespace, max_completion_tokens: int
-) -> tuple[PretrainedConfig, PreTrainedTokenizerBase, Vision | None, Callable[[list[str], int], list[PromptData]]]:
+) -> tuple[PretrainedConfig, PreTrainedTokenizerBase, Vision | None, Callable[..., list[PromptData]]]:
     """Config, tokenizer, what reads images, and what loads sources with them, drawn by a seed."""
     config = load_config(args.model)
     check_config(args.model, config, (args.max_prompt_tokens, max_completion_tokens), args.tensor_parallel_size)
-    prompt_format = take(PromptFormat, args, system_prompt=read_system_prompt(args.system_prompt))
+    answers = None if args.reward == "none" else args.answer_column
+    system_prompt = read_system_prompt(args.system_prompt)
+    prompt_format = take(PromptFormat, args, system_prompt=system_prompt, answer_column=answers)
     tokenizer, vision = load_processor(args.model, config, prompt_format)
     stop_ids(tokenizer, args.stop_tokens)  # raises for a token that it does not have
 
-    def load(sources: list[str], seed: int) -> list[PromptData]:
-        return [PromptData.load(source, prompt_format, tokenizer, seed, vision) for source in sources]
+    def load(sources: list[str], seed: int, hint: str | None = None) -> list[PromptData]:
+        return [PromptData.load(source, prompt_format, tokenizer, seed, vision, hint) for source in sources]
 
     return config, tokenizer, vision, load
+
+
+def check_reference(args: Namespace, tokenizer: PreTrainedTokenizerBase, longest: int) -> None:
+    """Raises ValueError for a --reference that cannot score what the policy samples, before any weight is read."""
+    path = args.reference
+    try:
+        config = load_config(path)
+        check_config(path, config, (args.max_prompt_tokens, longest), tensor_parallel_size=1)
+        other, _ = load_processor(path, None, take(PromptFormat, args))
+    except (ValueError, OSError) as error:  # these know the policy alone
+        raise ValueError(str(error).replace("--model", "--reference")) from None
+    if args.image_column and getattr(config, "vision_config", None) is None:
+        raise ValueError(f"--reference {path} sees no images, but --model does; use one of the same kind.")
+    check_vocabulary(tokenizer, other, path)
 
 
 def samplings_of(sources: list[str], prefix: str, flags: Sequence[list[int] | list[float]]) -> list[Sampling]:

@@ -53,9 +53,9 @@ class _HeadLogprobs(torch.autograd.Function):
         ctx.settings = temperature, has_entropy_gradient, head_dtype = settings
         logprobs, entropies = (hidden.new_empty(len(labels), dtype=torch.float32) for _ in range(2))
         ctx.last_chunk = None
-        for rows in _chunks(len(labels), len(weight)):
+        for rows in chunks(len(labels), len(weight)):
             ctx.last_chunk = None  # before the next one is made
-            ctx.last_chunk = all_logprobs = _chunk_logprobs(hidden[rows], weight, temperature, head_dtype)
+            ctx.last_chunk = all_logprobs = chunk_logprobs(hidden[rows], weight, temperature, head_dtype)
             logprobs[rows] = all_logprobs.gather(-1, labels[rows, None])[:, 0]
             entropies[rows] = -all_logprobs.exp().mul_(all_logprobs).sum(dim=-1)
             del all_logprobs
@@ -69,11 +69,11 @@ class _HeadLogprobs(torch.autograd.Function):
         temperature, has_entropy_gradient, head_dtype = ctx.settings
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        for rows in reversed(_chunks(len(labels), len(weight))):
+        for rows in reversed(chunks(len(labels), len(weight))):
             # Becomes the gradient of the logits: g (1[v = label] - p_v), and h p_v (-log p_v - entropy).
             grad, ctx.last_chunk = ctx.last_chunk, None
             if grad is None:
-                grad = _chunk_logprobs(hidden[rows], weight, temperature, head_dtype)
+                grad = chunk_logprobs(hidden[rows], weight, temperature, head_dtype)
             if has_entropy_gradient:
                 probs = grad.exp()
                 entropy = -torch.einsum("tv,tv->t", probs, grad)[:, None]  # a product would be a third such tensor
@@ -91,12 +91,12 @@ class _HeadLogprobs(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None
 
 
-def _chunks(count: int, vocab: int) -> list[slice]:
+def chunks(count: int, vocab: int) -> list[slice]:
     size = max(sizes.HEAD_CHUNK_LOGITS // vocab, 1)
     return [slice(start, start + size) for start in range(0, count, size)]
 
 
-def _chunk_logprobs(hidden: Tensor, weight: Tensor, temperature: float, head_dtype: torch.dtype) -> Tensor:
+def chunk_logprobs(hidden: Tensor, weight: Tensor, temperature: float, head_dtype: torch.dtype) -> Tensor:
     """Log-probabilities of all tokens [T, V], float32."""
     logits = F.linear(hidden, weight).float() if head_dtype == weight.dtype else _fp32_logits(hidden, weight)
     if temperature != 1:

@@ -95,7 +95,7 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
     has_kl = args.kl_coef != 0
     needs_first = args.num_iterations > 1 or (has_kl and args.kl_in == "reward") or lora.lora_dropout > 0
     run = take(
-        RunShape, args, num_rows=num_rows, has_kl=has_kl,
+        RunShape, args, num_rows=num_rows, has_kl=has_kl, over_vocabulary=args.kl_over == "vocabulary",
         mean_prompt_tokens=mean_tokens("prompt", args.plan_prompt_tokens, args.max_prompt_tokens),
         mean_completion_tokens=mean_tokens("completion", args.plan_completion_tokens, args.max_completion_tokens),
         needs_first_logprobs=needs_first, trains_entropy=args.entropy_coef != 0,
@@ -111,7 +111,9 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
         link_speed=link_speed * 1e9, network_speed=NETWORK_SPEED, host_speed=host_speed * 1e9,
         generation_gpus=of_servers if args.engine == "server" else 0,
     )  # fmt: skip
-    return Setup(model, take(Memory, args), lora, engine, plan, run, hardware)
+    other = args.reference if args.reference != args.model else None
+    teacher = shape_of(config_of(other), other) if other and has_kl else None
+    return Setup(model, take(Memory, args), lora, engine, plan, run, hardware, teacher)
 
 
 def mean_tokens(kind: str, mean: float | None, limit: int) -> float:

@@ -42,11 +42,12 @@ def gpu_phases(setup: Setup) -> dict[str, Parts]:
     # The largest parameter and its shard in --dtype; the next one is gathered while the engine copies this one.
     gathered = {"gathered": setup.compute_bytes * (m.table * (1 + 1 / setup.num_shards) + m.intermediate * m.hidden)}
     comes_from_host = memory.offload == "all" or (setup.has_reference_model and memory.offload_reference)
-    shards = {"shards from host": m.layer_parameters * setup.compute_bytes / setup.num_shards * 2 * comes_from_host}
+    layer = (setup.of_reference.model if memory.offload != "all" else m).layer_parameters
+    shards = {"shards from host": layer * setup.compute_bytes / setup.num_shards * 2 * comes_from_host}
     phases = {
         "load": largest([static, without(static, "optimizer") | {"one tensor": largest_tensor}]),
         "rollout": static | awake,
-        "logprobs": static | logprobs_peak(setup) | shards | asleep,
+        "logprobs": static | largest([logprobs_peak(setup), logprobs_peak(setup.of_reference)]) | shards | asleep,
         "update": static | update_peak(setup) | asleep,
         "optimizer": static_parts(setup, on_host=False) | optimizer_peak(setup) | asleep,
         "sync": static | gathered | without(awake, "KV cache"),
@@ -55,7 +56,7 @@ def gpu_phases(setup: Setup) -> dict[str, Parts]:
         phases = {name: without(parts, *ENGINE) for name, parts in phases.items() if name != "rollout"}
         arriving = setup.compute_bytes * (m.table + m.layer_parameters / setup.run.tensor_parallel_size)
         phases["server"] = awake | {"weights arriving": arriving}  # a tensor, and the layer that it is in
-    if not setup.run.has_kl and not setup.old_logprob_passes:
+    if (not setup.run.has_kl or setup.run.over_vocabulary) and not setup.old_logprob_passes:
         del phases["logprobs"]
     return {name: nonzero(parts) for name, parts in phases.items()}
 
@@ -73,7 +74,7 @@ def static_parts(setup: Setup, on_host: bool) -> Parts:
     parts = {"parameters": setup.stored_bytes, "gradients": setup.gradient_bytes, "optimizer": setup.state_bytes}
     moved = {"none": set(), "optimizer": {"optimizer"}, "all": set(parts)}[setup.memory.offload]
     if setup.has_reference_model:
-        parts["reference"] = setup.model.parameters * setup.compute_bytes
+        parts["reference"] = setup.of_reference.model.parameters * setup.compute_bytes
     if setup.memory.offload_reference:
         moved.add("reference")
     shards = setup.hardware.gpus / setup.hardware.nodes if on_host else 1  # on the node, or on the GPU
@@ -151,10 +152,12 @@ def update_peak(setup: Setup) -> Parts:
     of_layer = {"one layer": backward_of_layer(setup), "gathered": two}
     reduced = head_gradient + REDUCE * setup.trained_per_layer  # of the layer after this one
     moments = [
-        {kept_name: m.layers * kept + last_norm, "gathered": one, "logits": head_bytes(setup)},
+        {kept_name: m.layers * kept + last_norm, "gathered": one, "logits": head_bytes(setup)} | followed(setup),
         {"one layer": tokens * embedded, "gathered": max(2 * (root + layer), one)},
         {kept_name: m.layers * kept} | of_layer | {"reduction": head_gradient},
     ]
+    if setup.run.over_vocabulary:  # the pass of the reference, before that of the policy
+        moments.append(logprobs_peak(setup.of_reference))
     if m.layers > 1:
         moments.append({kept_name: (m.layers - 1) * kept} | of_layer | {"reduction": reduced})
     if not setup.has_lora:
@@ -168,6 +171,13 @@ def update_peak(setup: Setup) -> Parts:
     if is_once:  # shards of them come only as whole ones go, in the last backward pass
         return largest(moments) | {"gradients, whole": REDUCE * setup.trainable}
     return {"gradients": gradients_in_passes(setup)} | largest(moments)
+
+
+def followed(setup: Setup) -> Parts:
+    """What the head keeps of a reference that is followed over the vocabulary: its last hidden states, its head."""
+    teacher = setup.of_reference.model
+    numbers = (setup.memory.micro_batch_tokens + teacher.vocab) * teacher.hidden
+    return {"teacher": numbers * setup.compute_bytes} if setup.run.over_vocabulary else {}
 
 
 def has_sums_apart(setup: Setup) -> bool:
@@ -190,9 +200,11 @@ def head_chunk(setup: Setup) -> int:
 
 def head_bytes(setup: Setup) -> float:
     """The head's peak: two fp32 numbers a logit in the forward pass. The backward pass needs a second tensor where
-    chunks are computed again, and for the entropy's gradient.
+    chunks are computed again, and for the entropy's gradient. Over the vocabulary there are four: two of each model.
     """
     m, chunk = setup.model, head_chunk(setup)
+    if setup.run.over_vocabulary:
+        return (0 if setup.has_lora else setup.compute_bytes * m.table) + 16 * chunk * m.vocab
     has_second = chunk < setup.memory.micro_batch_tokens or setup.run.trains_entropy
     gradient = 0 if setup.has_lora else setup.compute_bytes * m.table
     return max(8 * chunk * m.vocab, gradient + (8 if has_second else 6) * chunk * m.vocab)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -84,6 +84,7 @@ class RunShape:
     mean_completion_tokens: float
     tensor_parallel_size: int
     has_kl: bool
+    over_vocabulary: bool  # that KL: the reference runs beside the update
     needs_first_logprobs: bool  # old log-probs are computed for the first update, too
     trains_entropy: bool  # the entropy is part of the loss
     in_flight: bool
@@ -119,6 +120,7 @@ class Setup:
     plan: Plan
     run: RunShape
     hardware: Hardware
+    teacher: ModelShape | None = None  # the reference of --reference; None: it is that of the policy
 
     @property
     def has_servers(self) -> bool:
@@ -176,8 +178,13 @@ class Setup:
 
     @property
     def has_reference_model(self) -> bool:
-        """With LoRA the reference is the policy without its adapter."""
-        return self.run.has_kl and not self.has_lora
+        """With LoRA the reference is the policy without its adapter, but for one of --reference."""
+        return self.run.has_kl and (not self.has_lora or self.teacher is not None)
+
+    @property
+    def of_reference(self) -> Setup:
+        """The same with the reference in the place of the policy: for its passes."""
+        return replace(self, model=self.teacher or self.model)
 
     @property
     def trained_bytes(self) -> int:

@@ -49,17 +49,18 @@ def traffic(setup: Setup) -> dict[str, float]:
     if memory.communicate_once:
         in_updates, in_pass, reductions = plan.updates_per_step, plan.updates_per_pass, plan.updates_per_step
     of_reference = run.has_kl * (per_iteration if setup.has_reference_model else in_pass)
-    without_gradient = of_reference + setup.old_logprob_passes * in_pass
     weights, others = setup.model.parameters * setup.compute_bytes, (n - 1) / n
+    of_teacher = setup.of_reference.model.parameters * setup.compute_bytes
+    without_gradient = of_reference * of_teacher + setup.old_logprob_passes * in_pass * weights
     from_host = 0.0
     if memory.offload == "all":  # and gradients to the host
         from_host += in_updates * setup.stored_bytes / n + trained * setup.gradient_bytes / n
     if memory.offload == "optimizer":
         from_host += plan.updates_per_step * 2 * setup.state_bytes / n
     if setup.has_reference_model and memory.offload_reference:
-        from_host += per_iteration * weights / n
+        from_host += per_iteration * of_teacher / n
     return {
-        "all-gather, log-probs": without_gradient * weights * others,
+        "all-gather, log-probs": without_gradient * others,
         "all-gather, update": in_updates * weights * others,
         "reduce-scatter": reductions * setup.trainable * REDUCE * others,
         "all-reduce of copies": 2 * plan.updates_per_step * setup.trainable * REDUCE / n * (1 - 1 / setup.num_copies),
@@ -141,11 +142,15 @@ def phase_seconds(setup: Setup) -> dict[str, float]:
     moved, n = traffic(setup), setup.num_shards
     link = link_speed(setup, n)
     prompt, completion = run.mean_prompt_tokens, run.mean_completion_tokens
-    shared = forward_flops(m, prompt, 0) * (1 - 1 / setup.sharers)
-    of_completion = forward_flops(m, prompt + completion, completion) - shared
-    forward = plan.completions_per_step / setup.hardware.gpus * of_completion / (h.flops * h.flops_share)
+
+    def pass_seconds(model: ModelShape) -> float:
+        of_completion = forward_flops(model, prompt + completion, completion)
+        of_completion -= forward_flops(model, prompt, 0) * (1 - 1 / setup.sharers)
+        return plan.completions_per_step / setup.hardware.gpus * of_completion / (h.flops * h.flops_share)
+
+    forward, of_reference = pass_seconds(m), pass_seconds(setup.of_reference.model)
     passes = micro_batches(setup) * plan.updates_per_pass * PASS
-    without_gradient = run.has_kl + setup.old_logprob_passes
+    logprobs = run.has_kl * (of_reference + passes) + setup.old_logprob_passes * (forward + passes)
     backward = (1 if setup.has_lora else 2) + memory.gradient_checkpointing
     exchange = (moved["all-gather, update"] + moved["reduce-scatter"]) / link
     exchange += moved["all-reduce of copies"] / link_speed(setup, setup.num_copies, stride=n)
@@ -157,7 +162,7 @@ def phase_seconds(setup: Setup) -> dict[str, float]:
         sync = PAUSE + moved["sync"] / link + moved["to servers"] / (LINK_SHARE * speed)
     return {
         "rollout": rollout_seconds(setup),
-        "logprobs": (forward + passes) * without_gradient + moved["all-gather, log-probs"] / link,
+        "logprobs": logprobs + moved["all-gather, log-probs"] / link,
         "update": (forward + passes) * (1 + backward) * plan.num_iterations + exchange,
         "host transfers": moved["to and from host"] / (h.host_speed * LINK_SHARE),
         "optimizer": optimizer * slower / (h.memory_speed * MEMORY_SHARE),

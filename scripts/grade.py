@@ -79,6 +79,8 @@ def check_output(output: Path, source: Path) -> None:
 
 def check_needs(grader: Grader, num_rows: int, group_size: int) -> None:
     """Raises ValueError for rows that are no whole groups, and for a reward that needs what the file does not have."""
+    if not grader.weights:
+        raise ValueError("--reward none grades nothing; name a verifier.")
     if num_rows % group_size:
         raise ValueError(f"--group_size {group_size}: does not divide the {num_rows} rows of --input.")
     if grader.needs.groups and group_size == 1:

@@ -2,8 +2,9 @@
 
     python scripts/smoke_inputs.py --setup qwq32b_8xh100 --out_dir runs/smoke/qwq32b_8xh100
 
-writes `model/` (Hugging Face format, with a tokenizer of its own whose chat template has the form of the original's)
-and `data/` (sums, in the columns of the original data set, as many rows as a step needs).
+writes `model/` (Hugging Face format, with a tokenizer of its own whose chat template has the form of the original's),
+`teacher/` where the set-up has one, and `data/` (sums, in the columns of the original data set, as many rows as a step
+needs).
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class Setup:
     chat_template: str  # without its last {% endif %}
     eos: str = "<|im_end|>"
     special: tuple[str, ...] = ("<|im_start|>",)
+    has_teacher: bool = False
 
 
 SETUPS = {
@@ -65,6 +67,7 @@ SETUPS = {
     "tulu8b_rlvr_7plus1": Setup("rlvr", (520, 0), TULU, "<|end_of_text|>", ("<|begin_of_text|>",)),
     "qwen7b_simplerl_2x8xh100": Setup("simplerl", (1030, 8), CHATML),
     "qwen2.5_3b_gsm8k_lora_1gpu": Setup("gsm8k", (130, 8), CHATML),
+    "distill_1gpu": Setup("gsm8k", (384, 8), CHATML, has_teacher=True),
     "qwen3_4b_dapo_8gpu": Setup("dapo", (40, 8), CHATML, "<|endoftext|>", ("<|im_start|>", "<|im_end|>")),
 }
 
@@ -153,10 +156,13 @@ def make_config(setup: Setup, tokenizer: PreTrainedTokenizerFast) -> PretrainedC
     return transformers.Qwen2Config(**sizes)
 
 
-def make_model(setup: Setup, folder: Path) -> None:
-    """Random weights in bf16, and the tokenizer; of a model that sees, the processor, too."""
+def make_model(setup: Setup, folder: Path, **sizes: int) -> None:
+    """Random weights in bf16, and the tokenizer; of a model that sees, the processor, too. `sizes` differ from those
+    of `make_config`.
+    """
     tokenizer = make_tokenizer(setup)
     config, kind, processor = make_config(setup, tokenizer), transformers.AutoModelForCausalLM, tokenizer
+    config.update(sizes)
     if config.model_type == "qwen2_5_vl":
         kind, parts = transformers.AutoModelForImageTextToText, {"chat_template": tokenizer.chat_template}
         images, videos = transformers.Qwen2VLImageProcessor(), transformers.Qwen2VLVideoProcessor()
@@ -173,6 +179,8 @@ def main() -> None:
     setup = SETUPS[args.setup]
     torch.manual_seed(0)
     make_model(setup, args.out_dir / "model")
+    if setup.has_teacher:
+        make_model(setup, args.out_dir / "teacher", hidden_size=192, num_attention_heads=6)
     (args.out_dir / "data").mkdir(exist_ok=True)
     of_train, of_test = setup.num_rows
     for split, numbers in {"train": range(of_train), "test": range(of_train, of_train + of_test)}.items():

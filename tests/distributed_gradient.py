@@ -15,7 +15,7 @@ from inputs.choices import algorithm_of
 from policies import load_policy
 from policy import Policy
 from ranks import parsed
-from update import logprobs_under
+from update import add_reference, logprobs_under
 
 COMMON = "--max_grad_norm 1e9 --group_size 4"
 ALGORITHMS = {  # name -> flags
@@ -27,6 +27,7 @@ ALGORITHMS = {  # name -> flags
     "--rollout_correction token_mask",
     "sapo": "--policy_loss sapo --loss_aggregation seq_mean_token_mean --kl_coef 0.1 --kl_estimator k3+",
     "reinforce": "--policy_loss reinforce --loss_aggregation seq_mean_token_mean",
+    "distill": "--kl_coef 0.5 --kl_over vocabulary --kl_direction jsd --kl_beta 0.3 --entropy_coef 0.1",
 }
 CAPS = (16, 23, 40, 1000)
 LEFT_OUT = [1, 4]  # sequences that "reinforce" leaves out of the loss
@@ -98,6 +99,6 @@ def main(world: World, path: str) -> dict[str, dict[str, tuple]]:
             update = logprobs_under(policy, "old_logprobs_N", update, algorithm_of(args))
             update = replace(update, batches=[off_policy(batch) for batch in update.batches])
             if args.kl_coef:
-                update = logprobs_under(reference, "ref_logprobs_N", update, algorithm_of(args))
+                update = add_reference(update, reference, algorithm_of(args))
             results[algorithm][name] = recorded(policy, update, args, world, is_first=False)
     return results

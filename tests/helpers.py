@@ -76,7 +76,7 @@ def write_lines(file: Path, rows: list[dict[str, object]]) -> str:
 
 def make_row(ids: list[int] | np.ndarray, **fields: object) -> SimpleNamespace:
     """A stand-in for `data.Row` with this prompt."""
-    known = {"text": "", "answer": "", "columns": {}, "where": "", "images": None}
+    known = {"text": "", "answer": "", "columns": {}, "where": "", "images": None, "hinted_ids": None}
     return SimpleNamespace(ids=np.array(ids, dtype=np.int32), **known | fields)
 
 
@@ -133,7 +133,8 @@ def command_line(values: dict[str, object]) -> list[str]:
 def build(args: argparse.Namespace, world: World) -> tuple[Policy, Policy | None, torch.optim.Optimizer]:
     """What a run with these flags trains."""
     objects = (take(Memory, args), take(Lora, args), take(AdamW, args))
-    return build_policy(args.model, *objects, args.kl_coef != 0, args.seed, world)
+    reference = (args.reference or args.model) if args.kl_coef else None
+    return build_policy(args.model, *objects, reference, args.seed, world)
 
 
 def whole_update(rollout: Rollout, args: argparse.Namespace, policy: Policy, world: World) -> Update:

@@ -13,7 +13,7 @@ from distributed_mesh import CASES
 from inputs.choices import algorithm_of
 from policies import load_policy
 from ranks import on_ranks, parsed
-from update import with_advantages
+from update import DISTILLED, run_teacher, with_advantages
 
 TOLERANCE = {"atol": 2e-6, "rtol": 1e-4}
 
@@ -35,14 +35,17 @@ def test_loss_and_gradient_are_those_of_one_process_and_one_batch(algorithm, res
     model, rollout = load_policy(policy), rollout_of("any")
     settings = algorithm_of(parsed(f"{COMMON} {ALGORITHMS[algorithm]}"))
     batch = with_advantages(rollout, pack(rollout, list(range(8))))
-    logprobs_N, entropies_N = model(batch, 1.0, True)
+    teacher = run_teacher(reference_of(policy), batch, settings) if algorithm == "distill" else None
+    logprobs_N, entropies_N, *distilled = model(batch, 1.0, True, teacher)
     batch = off_policy(replace(batch, old_logprobs_N=logprobs_N.detach()))
-    if settings.kl_coef:
+    if distilled:
+        batch = replace(batch, **dict(zip(DISTILLED, distilled, strict=True)))
+    elif settings.kl_coef:
         batch = replace(batch, ref_logprobs_N=reference_of(policy)(batch, 1.0)[0])
     loss_N, _, _ = grpo.total_loss(batch, logprobs_N, batch.old_logprobs_N, entropies_N, settings)
     losses = [values[4 - 1 :] for values in loss_N.split(batch.lengths_S)]
     losses = [losses[b] for b in range(8) if algorithm != "reinforce" or b not in LEFT_OUT]
-    if algorithm in ("clip", "gspo_token"):
+    if algorithm in ("clip", "gspo_token", "distill"):
         loss = torch.cat(losses).mean()
     else:
         loss = sum(each.sum() / 12 if algorithm == "cispo" else each.mean() for each in losses) / len(losses)
@@ -68,7 +71,9 @@ def test_neither_cap_nor_order_nor_world_size_changes_any_metric(algorithm, resu
     assert first["policy/ratio_max"] > 1.01 and first["policy/ratio_min"] < 0.99
     assert abs(first["policy/approx_kl"]) > 0.001  # of tokens that no policy sampled: it may be negative
     assert 0 < first["policy/rollout_ess"] < 0.9
-    assert ("policy/kl_ref" in first) == (algorithm in ("clip", "sapo"))
+    assert ("policy/kl_ref" in first) == (algorithm in ("clip", "sapo", "distill"))
+    assert ("distill/kl" in first) == (algorithm == "distill")
+    assert algorithm != "distill" or (first["distill/kl"] > 1e-4 and 0.1 < first["distill/agreement"] < 1)
     assert ("policy/rollout_clip_frac" in first) == (algorithm in ("gspo", "cispo"))
     if algorithm in ("sapo", "reinforce"):
         assert first["policy/clip_frac"] == 0

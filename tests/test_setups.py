@@ -61,6 +61,14 @@ DOCUMENTED = {  # what the sources say, see the scripts
         "prompt_column": "question", "answer_column": "answer", "eval_temperature": [0.0], "eval_samples": [1],
         "eval_every": 5, "eval_before_training": True, "save_every": 20, "gradient_checkpointing": True,
     },
+    "distill_1gpu": {
+        "prompts_per_step": 1, "group_size": 1, "prompts_per_update": 1, "total_steps": 1000, "advantage": "zero",
+        "kl_coef": 1.0, "kl_over": "vocabulary", "kl_direction": "reverse", "kl_in": "loss", "temperature": 0.9,
+        "loss_aggregation": "token_mean", "learning_rate": 1e-5, "lr_schedule": "linear", "warmup_ratio": 0.0,
+        "weight_decay": 0.0, "adam_beta1": 0.9, "adam_beta2": 0.999, "max_grad_norm": 1.0, "lora_rank": 8,
+        "lora_alpha": 16.0, "lora_dropout": 0.0, "lora_targets": ["q_proj", "v_proj"], "eval_temperature": [0.0],
+        "eval_samples": [1], "eval_before_training": True, "prompt_column": "question", "answer_column": "answer",
+    },
     "qwen3_4b_dapo_8gpu": {
         "prompts_per_step": 8, "group_size": 16, "prompts_per_update": 8, "dynamic_sampling": "reward",
         "total_steps": 150, "advantage": "dr_grpo", "policy_loss": "clip", "clip_low": 0.2, "clip_high": 0.28,
@@ -76,7 +84,7 @@ SAID = {  # the first line of the run; the data of a smoke run have other number
     "qwq32b_8xh100": (128, 5, 640, 4, 4, 60), "deepseek32b_lora_8gpu": (8, 8, 64, 1, 125, 375),
     "qwen25vl72b_lora_8xa100": (1, 8, 8, 1, 1000, 1000), "tulu8b_rlvr_7plus1": (14, 16, 224, 1, 1, 44642),
     "qwen7b_simplerl_2x8xh100": (128, 8, 1024, 4, 8, 100), "qwen2.5_3b_gsm8k_lora_1gpu": (64, 5, 320, 1, 2, 2),
-    "qwen3_4b_dapo_8gpu": (8, 16, 128, 1, 5, 150),
+    "qwen3_4b_dapo_8gpu": (8, 16, 128, 1, 5, 150), "distill_1gpu": (1, 1, 1, 1, 384, 1000),
 }  # fmt: skip
 SENTENCE = "{} prompts x {} = {} completions a step, {} updates? a step, {} steps an epoch, {} steps in all"
 # Where thousands of completions would take minutes; the dry run has them all.
@@ -84,7 +92,7 @@ SMALLER = {"prompts_per_step": 128, "prompts_per_update": 32}
 LIMITS = {  # prompt, completion; shortened in a smoke run
     "qwq32b_8xh100": (2048, 2048), "deepseek32b_lora_8gpu": (1024, 2080), "qwen25vl72b_lora_8xa100": (6144, 2048),
     "tulu8b_rlvr_7plus1": (2048, 2048), "qwen7b_simplerl_2x8xh100": (1024, 8192),
-    "qwen2.5_3b_gsm8k_lora_1gpu": (512, 1024), "qwen3_4b_dapo_8gpu": (2048, 8192),
+    "qwen2.5_3b_gsm8k_lora_1gpu": (512, 1024), "qwen3_4b_dapo_8gpu": (2048, 8192), "distill_1gpu": (512, 256),
 }  # fmt: skip
 PLANNED = {  # the dry run's numbers, with the data's real number of rows
     "qwq32b_8xh100": {"steps_per_epoch": 23, "total_steps": 345, "total_updates": 1380, "completions_per_step": 2560},
@@ -96,6 +104,8 @@ PLANNED = {  # the dry run's numbers, with the data's real number of rows
                                  "completions_per_step": 8192},
     "qwen2.5_3b_gsm8k_lora_1gpu": {"steps_per_epoch": 116, "total_steps": 116, "completions_per_step": 320,
                                    "parameters": 3_085_938_688, "trainable_parameters": 59_867_136},
+    "distill_1gpu": {"total_steps": 1000, "completions_per_step": 1, "parameters": 1_543_714_304,
+                     "trainable_parameters": 1_089_536},
     "qwen3_4b_dapo_8gpu": {"total_steps": 150, "total_updates": 150, "completions_per_step": 128,
                            "parameters": 4_022_468_096},
 }  # fmt: skip

@@ -100,7 +100,7 @@ class StandIn:
     has_dropout, is_adapter_off = False, False
 
     @contextmanager
-    def adapter_off(self) -> Iterator[None]:
+    def as_reference(self) -> Iterator[None]:
         self.is_adapter_off = True
         yield
         self.is_adapter_off = False

@@ -9,9 +9,27 @@ from inputs.checks import check_flags
 from inputs.command_line import parse_flags
 
 NO_STEPS = "(without --total_steps)"
+VOCABULARY, NO_REWARD = "--kl_coef 1 --kl_over vocabulary", "--advantage zero --kl_coef 1 --reward none"
 BEST = "--keep_best eval/d/avg@1 --eval_data x/d.jsonl"
 MISTAKES = [  # ranks, flags beside the required ones, what the sentence says
-    (1, "--group_size 1", "--group_size 1: must be at least 2"),
+    (1, "--group_size 0", "--group_size 0: must be at least 1"),
+    (1, "--group_size 1", "--group_size 1 has nothing to compare with for --advantage grpo; use 2 or more"),
+    (1, "--reference r", "--reference r has no effect here, only with --kl_coef above 0"),
+    (1, "--hint_column h", "--hint_column h has no effect here, only with --kl_coef above 0"),
+    (1, "--kl_over vocabulary", "--kl_over vocabulary has no effect here, only with --kl_coef above 0"),
+    (1, "--kl_coef 1 --kl_direction forward", "--kl_direction forward .* only with --kl_over vocabulary: leave it at"),
+    (1, f"{VOCABULARY} --kl_in reward", "--kl_in reward takes the KL of sampled tokens; with --kl_over vocabulary"),
+    (1, f"{VOCABULARY} --kl_estimator k2", "--kl_estimator k2 has no effect with --kl_over vocabulary, which is exact"),
+    (1, f"{VOCABULARY} --kl_clamp 0", "--kl_clamp 0.0 has no effect with --kl_over vocabulary"),
+    (1, "--advantage zero", "--advantage zero trains on nothing but the KL in the loss: give --kl_coef"),
+    (1, "--advantage zero --kl_coef 1 --kl_in reward", "--advantage zero trains on nothing but the KL in the loss"),
+    (1, "--advantage zero --kl_coef 1 --kl_estimator k1", "gradient of mean zero, .* learns nothing; use k2"),
+    (1, "--reward none", "--reward none grades nothing for --advantage grpo to compare; give --advantage zero"),
+    (1, f"{NO_REWARD} --dynamic_sampling reward", "--dynamic_sampling reward chooses by rewards"),
+    (1, f"{NO_REWARD} --eval_data d --eval_every 1", "--eval_data d needs a reward; leave it out, or give one"),
+    (1, f"{NO_REWARD} --truncated zero", "--truncated zero needs a reward; leave it out"),
+    (1, "--kl_coef 1 --hint_column h --image_column i", "--hint_column h with --image_column i: .* leave one of them"),
+    (1, "--kl_coef 1 --hint_column problem", "--hint_column problem is --prompt_column, too; name the column"),
     (8, "--prompts_per_step 100 --prompts_per_update 100", "--prompts_per_step 100 .* 8 engines .*; use 96 or 104"),
     (2, "--prompts_per_step 3 --prompts_per_update 3", "--prompts_per_step 3 .* 2 engines .*; use 2 or 4"),
     (4, "--prompts_per_step 3 --prompts_per_update 3", "--prompts_per_step 3 .* 4 engines .*; use 4"),

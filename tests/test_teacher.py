@@ -1,0 +1,205 @@
+"""A reference that is another model, reads another prompt, or is followed over the whole vocabulary."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from batch import Rollout
+from data import check_vocabulary
+from data_files import byte_tokenizer
+from distributed_teacher import CASES, with_hints
+from flags import Grading, Sampling, take
+from grading import NOT_GRADED
+from helpers import (
+    ALONE,
+    RAGGED,
+    build,
+    flags,
+    make_model,
+    make_rollout,
+    train_once,
+    training_flags,
+    unpacked_logprobs,
+    whole_update,
+    write_lines,
+)
+from inputs.choices import algorithm_of
+from inputs.command_line import parse_flags
+from inputs.load import load_inputs
+from metrics import rollout_metrics
+from policies import load_policy, policy_of
+from ranks import on_ranks
+from reward import Grader
+from update import add_reference, run_teacher
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of another architecture and width than the fixture `policy`; the vocabulary is the same."""
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    return make_model(tmp_path_factory.mktemp("teacher"), tied=False, **sizes)
+
+
+def plain_logits(path: Path, rollout: Rollout, temperature: float) -> Tensor:
+    """Log-probabilities of all tokens at each completion token, by the definition in float64."""
+    model, pieces = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64), []
+    for row, completion in zip(rollout.rows, rollout.completions, strict=True):
+        logits = model(torch.tensor([*row.ids, *completion])[None]).logits[0] / temperature
+        pieces.append(logits.log_softmax(dim=-1)[len(row.ids) - 1 : -1])
+    return torch.cat(pieces)
+
+
+def in_order(values: list[tuple[object, Tensor]], num_sequences: int) -> Tensor:
+    """Values at the positions of batches -> those of the completion tokens, sequence after sequence."""
+    found = {}
+    for batch, values_N in values:
+        starts = np.cumsum([0, *batch.lengths_S])
+        for x, start in zip(batch.segments_S, starts, strict=False):
+            own = slice(start, start + x.length)
+            found[x.index] = values_N[own][batch.loss_mask_N[own]]
+    return torch.cat([found[b] for b in range(num_sequences)])
+
+
+FORMS = {"whole": {}, "small": {"micro_batch_tokens": 24}, "shared": {"share_prompts": True}}
+
+
+@pytest.mark.parametrize("has_hints", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_log_probs_of_the_reference_are_those_of_its_own_model_after_its_own_prompt(form, has_hints, policy, teacher):
+    rollout = make_rollout(group_size=2)
+    rollout = with_hints(rollout) if has_hints else rollout
+    args = flags(group_size=2, temperature=0.8, kl_coef=1, prompts_per_step=4, **FORMS[form])
+    update = whole_update(rollout, args, load_policy(policy), ALONE)
+    assert all((batch.hinted is not None) == has_hints for batch in update.batches)
+    longest = [max(len((b.hinted or b).labels_N), len(b.labels_N)) for b in update.batches]
+    assert max(longest) <= args.micro_batch_tokens and len(longest) > (form == "small")
+    update = add_reference(update, load_policy(teacher), algorithm_of(args))
+    found = in_order([(batch, batch.ref_logprobs_N) for batch in update.batches], len(RAGGED))
+    plain = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32)
+    torch.testing.assert_close(found, unpacked_logprobs(plain, rollout.hinted() or rollout, 0.8), atol=1e-4, rtol=1e-5)
+    if has_hints:
+        assert (found - unpacked_logprobs(plain, rollout, 0.8)).abs().max() > 0.1, "the hint is read"
+
+
+@pytest.mark.parametrize("direction", ["reverse", "forward"])
+@pytest.mark.parametrize("form", FORMS)
+def test_the_kl_over_the_vocabulary_is_that_of_full_logits_also_after_another_prompt(form, direction, policy, teacher):
+    rollout = with_hints(make_rollout(group_size=2))
+    changes = {"kl_over": "vocabulary", "kl_direction": direction, "prompts_per_step": 4} | FORMS[form]
+    args = flags(group_size=2, temperature=0.8, kl_coef=1, **changes)
+    model, reference, algorithm = load_policy(policy), load_policy(teacher), algorithm_of(args)
+    update, found = whole_update(rollout, args, model, ALONE), []
+    for batch in update.batches:
+        found.append((batch, model(batch, 0.8, False, run_teacher(reference, batch, algorithm))))
+    log_p, log_q = plain_logits(policy, rollout, 0.8), plain_logits(teacher, rollout.hinted(), 0.8)
+    a, b = (log_p, log_q) if direction == "reverse" else (log_q, log_p)
+    wanted = [None, None, None, (a.exp() * (a - b)).sum(-1), (log_p.argmax(-1) == log_q.argmax(-1)).double()]
+    labels = torch.from_numpy(np.concatenate(rollout.completions)).long()
+    of_labels = [x.gather(1, labels[:, None])[:, 0] for x in (log_p, log_q)]
+    wanted[:3] = of_labels[0], -(log_p.exp() * log_p).sum(-1), of_labels[1]
+    for i, expected in enumerate(wanted):
+        ours = in_order([(batch, values[i].detach()) for batch, values in found], len(RAGGED))
+        torch.testing.assert_close(ours.double(), expected, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"kl_over": "vocabulary", "kl_direction": "forward"}, {"kl_estimator": "k2"}, {"lora_rank": 4},
+    {"lora_rank": 4, "kl_over": "vocabulary", "communicate_once": True}, {"lora_rank": 4, "kl_over": "vocabulary"},
+])  # fmt: skip
+def test_without_an_advantage_the_policy_learns_from_the_reference_alone(changes, policy, teacher):
+    """Rewards differ, so any other advantage would have a gradient. Without --reference LoRA's is the adapter off."""
+    path = None if "lora_rank" in changes else teacher
+    args = flags(model=policy, reference=path, advantage="zero", kl_coef=0.5, group_size=2, **changes)
+    model = policy_of(args)
+    reference = model if path is None else load_policy(path)
+    rollout = replace(make_rollout(group_size=2), advantages=[np.zeros(n, np.float32) for n in RAGGED])
+    update = add_reference(whole_update(rollout, args, model, ALONE), reference, algorithm_of(args))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    metrics = train_once(model, torch.optim.SGD(trained), update, args)
+    assert metrics["optim/grad_norm"] > 0.01
+    is_over = "kl_over" in changes
+    assert ("distill/agreement" in metrics) == is_over and ("distill/kl" in metrics) == (is_over or path is not None)
+    if is_over:
+        assert metrics["policy/loss"] == pytest.approx(0.5 * metrics["distill/kl"], rel=1e-4)
+
+
+def test_neither_packing_nor_ranks_nor_offload_change_what_is_learnt_from_a_reference(policy, teacher):
+    """One and two ranks; fp32. With LoRA the reference is the adapter off, between two passes of the policy."""
+    results = [on_ranks(num_ranks, "distributed_teacher", policy, teacher) for num_ranks in (1, 2)]
+    whole = ["whole", "small, on the host", "shared, communicates once"]
+    lora = ["LoRA", "LoRA, small", "LoRA, small, communicates once"]
+    for names in (["sampled, with hints"], whole, lora):
+        cases = [found[name] for found in results for name in names]
+        assert cases[0][0]["optim/grad_norm"] > 0.01
+        for metrics, gradients in cases[1:]:
+            without = [
+                {k: v for k, v in each.items() if k != "perf/update_idle_frac"} for each in (metrics, cases[0][0])
+            ]
+            assert without[0] == pytest.approx(without[1], abs=1e-5)
+            torch.testing.assert_close(gradients, cases[0][1], atol=2e-6, rtol=1e-4)
+    assert {name for names in (["sampled, with hints"], whole, lora) for name in names} == CASES.keys()
+
+
+@pytest.mark.parametrize(("changes", "is_own"), [
+    ({}, True), ({"lora_rank": 4}, False), ({"lora_rank": 4, "reference": "teacher"}, True),
+])  # fmt: skip
+def test_a_reference_of_another_path_is_its_own_model_also_with_lora(changes, is_own, policy, teacher, monkeypatch):
+    monkeypatch.setattr("policy.shard_and_fill", lambda policy, *rest: policy)
+    changes = changes | ({"reference": teacher} if "reference" in changes else {})
+    found, reference, _ = build(flags(model=policy, kl_coef=1, **changes), ALONE)
+    assert (reference is not found) == is_own
+    assert ("Qwen3" in type(reference.model).__name__) == ("reference" in changes)
+    assert not is_own or not any(parameter.requires_grad for parameter in reference.parameters())
+
+
+def test_another_vocabulary_is_told_by_its_first_different_token(policy, tmp_path):
+    tokenizer = load_inputs(parse_flags(training_flags(policy, tmp_path / "run"))).tokenizer
+    check_vocabulary(tokenizer, tokenizer, "same")
+    words = "--reference bytes: token 0 is .* there and '<pad>' in --model; use a model with the same vocabulary"
+    with pytest.raises(ValueError, match=words):
+        check_vocabulary(tokenizer, byte_tokenizer(), "bytes")
+
+
+def test_a_reference_that_is_no_model_is_named_as_the_reference(policy, tmp_path):
+    args = parse_flags(training_flags(policy, tmp_path / "run", reference="./nowhere"))
+    with pytest.raises((ValueError, OSError), match="--reference './nowhere': no such folder"):
+        load_inputs(args)
+
+
+def test_a_prompt_with_a_hint_has_it_before_the_suffix_and_counts_for_the_limit(policy, tmp_path):
+    rows = [{"problem": "1+2", "answer": "3", "why": "so"}, {"problem": "1+3", "answer": "4", "why": "so" * 60}]
+    data = write_lines(tmp_path / "d.jsonl", [*rows, {"problem": "1+4", "answer": "5", "why": None}])
+    changes = {"train_data": data, "eval_data": None, "eval_every": 0, "eval_before_training": None, "kl_coef": 1}
+    changes |= {"hint_column": "why", "prompt_suffix": " =", "prompts_per_step": 1, "prompts_per_update": 1}
+    args = parse_flags(training_flags(policy, tmp_path / "run", **changes | {"max_prompt_tokens": 116}))
+    inputs = load_inputs(args)
+    (loaded,) = inputs.train_data
+    assert loaded.num_too_long == 1 and loaded.excluded == [(f"{data}, line 3", "column 'why' is null")]
+    (row,) = loaded.rows
+    assert row.text == "<user>1+2 =<assistant>"
+    told = inputs.tokenizer.decode(row.hinted_ids.tolist())
+    assert re.fullmatch(r"<user>1\+2.*areferencesolution:so.*yourownwords. ?=<assistant>", told)
+
+
+def test_without_a_reward_nothing_is_graded_and_no_answer_is_needed(policy, tmp_path):
+    data = write_lines(tmp_path / "d.jsonl", [{"problem": f"1+{i}"} for i in range(9)])
+    changes = {"train_data": data, "eval_data": None, "eval_every": 0, "eval_before_training": None}
+    args = parse_flags(training_flags(policy, tmp_path / "run", reward="none", advantage="zero", **changes))
+    inputs = load_inputs(args)
+    assert [row.answer for row in inputs.train_data[0].rows] == [""] * 9
+    grader = Grader(take(Grading, args), num_workers=2)
+    on_finished = grader.submit_to(inputs.train_data[0].rows[:1], Sampling(2, 1.0, 8))
+    for b in (1, 0):
+        on_finished(b, "3", [7], False)
+    grades = grader.collect_from_ranks()
+    assert [grade.status for grade in grades] == [NOT_GRADED] * 2 and grader.pool is None
+    rollout = replace(make_rollout([3, 5]), grades=grades)
+    assert rollout_metrics(rollout, 2).keys() == {
+        "completion/tokens_mean", "completion/tokens_max", "completion/frac_truncated",
+    }  # fmt: skip

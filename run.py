@@ -287,8 +287,9 @@ class Run:
         self.rollouts.wait()
         self.console.finish()
 
-    def plot(self) -> None:
-        if self.world.is_main:
+    def plot(self, is_over: bool = False) -> None:
+        """Draws the pictures; after the last step only when the run is over."""
+        if self.world.is_main and (is_over or not self.is_last):
             with tolerated(str(self.out_dir / "curves.png"), ValueError):  # of a damaged log
                 report.plot(self.out_dir)
                 report.plot_timeline(self.out_dir)

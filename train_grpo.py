@@ -117,7 +117,7 @@ def finish(run: Run, step: int) -> None:
     """What a run has beyond its checkpoints: `final`, the curves, the last lines. Safe to repeat, as after a kill."""
     if run.world.is_main:
         link_final(run.out_dir, step)
-    run.plot()
+    run.plot(is_over=True)
     run.finish()
     run.judge()
 
@@ -234,8 +234,7 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
             if writer.is_due(step, run.is_last):
                 with run.phase("checkpoint"):
                     writer.save(step, policy, optimizer, sampler.state(step) | guard.state(), run.is_last)
-                    if not run.is_last:  # else `finish` does
-                        run.plot()
+                    run.plot()
         finish(run, max(saved_step, last_step))
         run.say(f"done: {out_dir}/final holds the policy, {out_dir}/curves.png the curves")
     except Stopped:

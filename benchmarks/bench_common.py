@@ -116,7 +116,7 @@ def make_rollout(lengths: list[int], vocab: int, prompt_tokens: int = 16, group_
         rollout_logprobs=[np.full(n, -np.log(vocab), dtype=np.float32) for n in lengths],
         texts=[""] * len(lengths),
         is_truncated_B=np.zeros(len(lengths), dtype=bool),
-        grades=[SimpleNamespace(reward=rng.normal()) for _ in lengths],
+        grades=[SimpleNamespace(reward=rng.normal(), is_correct=False, parts={}) for _ in lengths],
     )
 
 

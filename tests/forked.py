@@ -33,6 +33,7 @@ import report
 
 ROOT = Path(__file__).parent.parent
 PICTURES = "GRPO_TEST_PICTURES"  # environment: draw them
+WARM = "GRPO_TEST_WARM"  # environment: the address of the warm process
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 ENVIRONMENT |= {"PYTHONPATH": os.pathsep.join(sys.path)}
 ASKS = """() {
@@ -47,6 +48,10 @@ INSTEAD = {
 }  # fmt: skip
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.warm"])
+if WARM in os.environ:  # conftest.py has started it
+    forkserver._forkserver._forkserver_address = os.environ[WARM]
+    forkserver._forkserver._forkserver_alive_fd = os.pipe()[1]
+    forkserver._forkserver.ensure_running = lambda: None
 
 
 def run_program(command: list[str]) -> None:

@@ -331,10 +331,10 @@ def test_a_run_whose_last_rank_gets_no_memory_ends_with_the_sentence(num_ranks, 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_an_update_takes_what_the_planner_says_within_10_percent_under_every_policy(num_ranks, tmp_path):
-    sizes = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2}
+    sizes = {"vocab_size": 1024, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 3}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
     AutoConfig.for_model("qwen2", **sizes).save_pretrained(tmp_path)
-    batch = ("--micro_batch_tokens", 128, "--length", 32)
+    batch = ("--micro_batch_tokens", 256, "--length", 32)
     done = torchrun(num_ranks, "benchmarks/bench_memory.py", "--model", tmp_path, *batch)
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["ranks"] == num_ranks and found["ratios"].keys() == POLICIES.keys()

@@ -1,9 +1,13 @@
-"""Fixtures: the tiny policies are made once per test run."""
+"""Fixtures: the tiny policies are made once per process, the warm process of forked.py once for all.
+
+The process that hands the files to others, with `-n`, imports no torch.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -11,23 +15,38 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-from helpers import make_model
-from inputs.machine import prepare_cpu
-
-prepare_cpu()
 for ignored in (signal.SIGINT, signal.SIGHUP):  # by a suite in the background, or under nohup, and by all its children
     if signal.getsignal(ignored) is signal.SIG_IGN:
         signal.signal(ignored, lambda *_: None)  # which children do not inherit
 
 LONGEST = [
-    "test_main_job", "test_setups", "test_kills", "test_server", "test_train", "test_lora", "test_rollout",
-    "test_partial", "test_evaluate", "test_check_gpu", "test_replay", "test_page",
+    "test_setups", "test_kills", "test_main_job", "test_server", "test_drift", "test_train", "test_benchmarks",
+    "test_lora", "test_watch", "test_fsdp", "test_rollout", "test_partial", "test_server_owner", "test_math",
+    "test_check_gpu", "test_evaluate", "test_reshard", "test_hacks", "test_contract", "test_replay", "test_stall",
+    "test_page",
 ]  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first: with three files at a time, none of them is left over at the end."""
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ:
+        forkserver.set_forkserver_preload(["tests.warm"])
+        forkserver.ensure_running()
+        os.environ["GRPO_TEST_WARM"] = forkserver._forkserver._forkserver_address
+    else:
+        from inputs.machine import prepare_cpu
+
+        prepare_cpu()
+
+
+def make_model(folder: Path, **sizes: object) -> Path:
+    import helpers
+
+    return helpers.make_model(folder, **sizes)
 
 
 QWEN3 = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}

@@ -90,7 +90,7 @@ def main(world: World, path: str) -> dict[str, object]:
     settings = EngineSettings(24, gpu_memory_utilization=0.3, enforce_eager=True)
     engine = Engine(path, AutoTokenizer.from_pretrained(path), world, settings)
     found["merged"] = {name: tensor.clone() for name, tensor in policy.full_weights()}
-    for _ in range(100):
+    for _ in range(10):
         engine.sync(policy.full_weights())
     held = HeldInSync()
     engine.sync(held.stream(policy.full_weights()))

@@ -17,18 +17,23 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from contextlib import suppress
 from multiprocessing import forkserver, util
 from pathlib import Path
 from types import SimpleNamespace
+from typing import BinaryIO
 
+import psutil
 import torch
 
+import generation.start
 import report
 
 ROOT = Path(__file__).parent.parent
 PICTURES = "GRPO_TEST_PICTURES"  # environment: draw them
+WARM = "GRPO_TEST_WARM"  # environment: the address of the warm process
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 ENVIRONMENT |= {"PYTHONPATH": os.pathsep.join(sys.path)}
 ASKS = """() {
@@ -42,13 +47,11 @@ INSTEAD = {
     "BASH_FUNC_exec%%": '() { "$@"; exit; }',
 }  # fmt: skip
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload([  # nothing that is imported starts threads or draws random numbers
-    "train_grpo", "evaluate", "rollout", "report", "matplotlib.figure", "vllm.v1.worker.cpu_worker",
-    "vllm.v1.core.sched.scheduler", "vllm.v1.attention.backends.cpu_attn", "vllm.model_executor.models.qwen2",
-    "vllm.utils.cpu_triton_utils", "vllm.distributed.elastic_ep.elastic_execute",
-    "vllm.model_executor.layers.quantization.online.base", "transformers.models.qwen2.modeling_qwen2",
-    "torch.distributed.checkpoint._fsspec_filesystem",
-])  # fmt: skip
+CONTEXT.set_forkserver_preload(["tests.warm"])
+if WARM in os.environ:  # conftest.py has started it
+    forkserver._forkserver._forkserver_address = os.environ[WARM]
+    forkserver._forkserver._forkserver_alive_fd = os.pipe()[1]
+    forkserver._forkserver.ensure_running = lambda: None
 
 
 def run_program(command: list[str]) -> None:
@@ -83,7 +86,8 @@ class ForkedRank(subprocess.Popen):
                 signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             os.setsid()
-            preexec_fn()
+            if preexec_fn:
+                preexec_fn()
             os.environ.clear()
             os.environ.update(environment)
             run_program(command[2:])  # without `python -u`
@@ -95,6 +99,7 @@ def run_fork(command: list[str], environment: dict[str, str], outputs: list[str]
         report.plot = report.plot_timeline = lambda _: None
     if not has_own_workers:  # the warm process is the fork server, too
         forkserver._forkserver.ensure_running = lambda: None
+        generation.start.subprocess = SERVERS
     os.setsid()
     os.chdir(ROOT)
     for number, file in enumerate(outputs, start=1):
@@ -102,6 +107,12 @@ def run_fork(command: list[str], environment: dict[str, str], outputs: list[str]
     of_imports = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
     os.environ.clear()
     os.environ.update(of_imports | environment)
+    if command[0] == "torchrun":
+        from torch.distributed import run
+        from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+        subprocess_handler.Popen = ForkedRank
+        sys.exit(run.main(command[1:]))
     if command[0] != "scripts/launch.py":
         run_program(command)
     sys.argv[:] = command
@@ -109,6 +120,27 @@ def run_fork(command: list[str], environment: dict[str, str], outputs: list[str]
 
     launch.subprocess = SimpleNamespace(Popen=ForkedRank, TimeoutExpired=subprocess.TimeoutExpired)
     sys.exit(launch.main())
+
+
+def run_server(flags: list[str], environment: dict[str, str], log: str, owner: int) -> None:
+    """In the new process: a generation server. Its processes are forks, too, and end with that of the owner."""
+
+    def end_with_owner() -> None:
+        psutil.Process(owner).wait()
+        os.killpg(0, signal.SIGKILL)
+
+    os.setsid()
+    os.chdir(ROOT)
+    for number in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), number)
+    os.environ.clear()
+    os.environ.update(environment)
+    threading.Thread(target=end_with_owner, daemon=True).start()
+    context_of = multiprocessing.get_context
+    multiprocessing.get_context = lambda _: context_of("fork")
+    torch._dynamo.config.disable = True  # the environment says so, but torch has been imported
+    sys.argv[1:] = flags
+    runpy.run_module("generation.start", run_name="__main__")
 
 
 class Forked(CONTEXT.Process):
@@ -124,6 +156,16 @@ class Forked(CONTEXT.Process):
         if self.exitcode is None:
             raise subprocess.TimeoutExpired("a fork", timeout)
         return self.exitcode
+
+
+def fork_server(command: list[str], env: dict[str, str], stdout: BinaryIO, **_: object) -> Forked:
+    """In place of `subprocess.Popen` in generation/start.py."""
+    fork = Forked(target=run_server, args=(command[3:], env, stdout.name, os.getpid()))
+    fork.start()
+    return fork
+
+
+SERVERS = SimpleNamespace(Popen=fork_server, DEVNULL=None, TimeoutExpired=subprocess.TimeoutExpired)
 
 
 def begin(

@@ -7,8 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import bench_step
 from bench_common import save_random_model
-from helpers import ENVIRONMENT, said, torchrun
+from helpers import torchrun
 
 TINY = "--hidden 64 --layers 1 --rounds 1"
 STEP = "--prompts 2 --group_size 2 --max_tokens 4"
@@ -30,10 +31,11 @@ def test_a_ratio_is_measured_beside_its_goal(script, arguments, num_ranks, goal)
     assert found["ratio"] > 0 and found.get("ours, prompts shared", 1) > 0
 
 
-def test_bench_step():
-    """On two ranks, without TRL. It starts runs of its own, so it is no rank of a launcher."""
-    command = [sys.executable, "benchmarks/bench_step.py", *f"{TINY} {STEP} --steps 3".split()]
-    found = json.loads(said(command, ENVIRONMENT).strip().splitlines()[-1])
+def test_bench_step(monkeypatch, capsys):
+    """On two ranks of a real torchrun, without TRL."""
+    monkeypatch.setattr(sys, "argv", f"bench_step.py {TINY} {STEP} --steps 3".split())
+    bench_step.main()
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["goal"]["trl_best"] == 2.0 and found["rounds"] == 1
     assert found["seconds"] > 0
 

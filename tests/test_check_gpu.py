@@ -2,24 +2,32 @@
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
 import check_gpu
 from check_gpu import Line, Place, gap_lines
-from helpers import ENVIRONMENT, ROOT
+from forked import ROOT, Forked, begin
 
 
-def test_on_a_cpu_it_runs_what_a_cpu_can_and_says_so(tmp_path):
+def test_on_a_cpu_it_runs_what_a_cpu_can_and_says_so(tmp_path, monkeypatch, capsys):
     """Kernels, a run, kill and resume; two ranks are left out here, because other tests start those."""
-    command = [sys.executable, "scripts/check_gpu.py", "--ranks", "1", "--out_dir", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "GPU: none: what follows is what a CPU can check" in done.stdout
-    assert "LOOK" not in done.stdout and "nothing to look at" in done.stdout
+
+    def fork(command: list[object], stdout: TextIO, **_: object) -> Forked:
+        log = Path(stdout.name)
+        return begin([str(part) for part in command[1:]], log, log, has_own_workers=True)
+
+    monkeypatch.setattr(check_gpu, "Popen", fork)
+    monkeypatch.setattr(sys, "argv", ["check_gpu.py", "--ranks", "1", "--out_dir", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        check_gpu.main()
+    shown = capsys.readouterr().out
+    assert ended.value.code == 0, shown
+    assert "GPU: none: what follows is what a CPU can check" in shown
+    assert "LOOK" not in shown and "nothing to look at" in shown
     report = (tmp_path / "gpu_check.md").read_text()
     assert re.findall(r"^## (.*)$", report, re.MULTILINE) == ["machine", "kernels", "run", "kill and resume"]
     assert "ok    its weights against the run that was not killed: the same bits" in report
@@ -29,7 +37,7 @@ def test_on_a_cpu_it_runs_what_a_cpu_can_and_says_so(tmp_path):
     assert 0 < float(figures["one engine: gap after sleep, wake and sync"]) < 1e-4
     assert float(figures["memory, update, against the dry run"]) > 0.2
     assert float(figures["sample, speed"].replace(",", "")) > 0
-    assert re.search(r"For a report:\n1 x .*; torch .*\n(.*\n)*ok    sample, speed: ", done.stdout)
+    assert re.search(r"For a report:\n1 x .*; torch .*\n(.*\n)*ok    sample, speed: ", shown)
 
 
 def steps(*gaps: float) -> list[dict[str, float]]:

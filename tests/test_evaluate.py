@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,9 +25,10 @@ from evaluate import (
     table,
 )
 from flags import Sampling
+from forked import run_script
 from grading import Case, Grade
 from grading.score import Needs
-from helpers import ENVIRONMENT, ROOT, flags, lines, make_rollout, said, torchrun, write_lines
+from helpers import ENVIRONMENT, ROOT, flags, lines, make_rollout, run_command, torchrun, write_lines
 from inputs.load import samplings_of
 from reward import Grader
 
@@ -201,18 +203,20 @@ def test_settings_are_one_for_all_sets_or_one_for_each():
         samplings_of(names, "eval_", given)
 
 
-def run_script(name: str, *flags: object, **environment: object) -> str:
-    """A script of scripts/ on one rank, with short limits, and without the bf16 that many CPUs only emulate."""
-    short = ["--max_prompt_tokens", 100, "--max_completion_tokens", 12, "--dtype", "float32", *flags]
+def run(run_it: Callable, name: str, *flags: object, **environment: object) -> str:
+    """What a script says, for real or forked, on one rank, with short limits."""
+    short = ["--max_prompt_tokens", 100, "--max_completion_tokens", 12, *flags]
     settings = {"NGPU": "1"} | {key: str(value) for key, value in environment.items()}
-    return said(["bash", f"scripts/{name}", *map(str, short)], ENVIRONMENT | settings)
+    done = run_it(["bash", f"scripts/{name}", *map(str, short)], ENVIRONMENT | settings)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
 
 
 def test_the_script_of_six_sets_runs_as_it_is_and_its_results_are_those_of_the_completions(policy, tmp_path):
     for name in ("math500", "gsm8k", "minerva", "olympiadbench", "aime24", "amc23"):
         (tmp_path / f"{name}.jsonl").write_text((policy / "heldout.jsonl").read_text())
     out = tmp_path / "out"
-    shown = run_script("eval_qwen7b_simplerl.sh", "--out_dir", out, MODEL=policy, DATA=tmp_path)
+    shown = run(run_script, "eval_qwen7b_simplerl.sh", "--out_dir", out, MODEL=policy, DATA=tmp_path)
     cells = {row[0]: row for row in map(str.split, shown.splitlines()) if row}
     assert [cells[name][-1] for name in ("math500", "aime24", "amc23")] == ["78.2", "15.6", "62.5"]
     assert cells["aime24"][2] == "32" and "published" in shown and "±" in shown
@@ -233,6 +237,6 @@ def test_the_script_of_three_verifiers_runs_as_it_is(policy, tmp_path):
         "ifeval": {"prompt": "no", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{"num_words": None}]},
     }
     files = {name.upper(): write_lines(tmp_path / f"{name}.jsonl", [row]) for name, row in rows.items()}
-    shown = run_script("eval_tulu8b_rlvr.sh", MODEL=policy, **files)
+    shown = run(run_command, "eval_tulu8b_rlvr.sh", MODEL=policy, **files)
     for name, published in (("gsm8k", "87.6"), ("math", "43.7"), ("ifeval", "82.4")):
         assert any(line.startswith(name) and line.endswith(published) for line in shown.splitlines()), shown

@@ -3,27 +3,37 @@
 import json
 import subprocess
 import sys
+from contextlib import chdir
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
+import grade
 from helpers import ROOT
 
 ROW = {"completion": "4", "answer": "4"}
 
 
-def command(folder: Path, rows: list[dict] | str, reward: str, *more: object) -> subprocess.CompletedProcess[str]:
-    """Grades the rows, or the text of a file, with the flags; in `folder`, where my_reward.py may stand."""
+def flags_of(folder: Path, rows: list[dict] | str, reward: str, *more: object) -> list[str]:
+    """To grade the rows, or the text of a file, in `folder`."""
     text = rows if isinstance(rows, str) else "\n".join(map(json.dumps, rows))
     (folder / "in.jsonl").write_text(text)
-    flags = ["--reward", reward, "--input", "in.jsonl", "--output", "out.jsonl", *more]
-    return subprocess.run(
-        [sys.executable, str(ROOT / "scripts/grade.py"), *map(str, flags)],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return ["--reward", reward, "--input", "in.jsonl", "--output", "out.jsonl", *map(str, more)]
+
+
+def command(folder: Path, *given: object) -> subprocess.CompletedProcess[str]:
+    """Grades what `flags_of` is given; in `folder`, where my_reward.py may stand."""
+    program = [sys.executable, str(ROOT / "scripts/grade.py"), *flags_of(folder, *given)]
+    return subprocess.run(program, cwd=folder, capture_output=True, text=True, check=False)
+
+
+def refused(folder: Path, *given: object) -> str:
+    """The sentence with which the command refuses that, in this process."""
+    program = ["grade.py", *flags_of(folder, *given)]
+    with chdir(folder), patch.object(sys, "argv", program), pytest.raises(SystemExit) as ended:
+        grade.main()
+    return str(ended.value)
 
 
 def graded(folder: Path) -> list[dict]:
@@ -103,8 +113,8 @@ def test_a_reward_that_takes_token_ids_is_refused_before_anything_is_graded(tmp_
 )
 def test_the_command_names_the_line_it_cannot_read_and_writes_nothing(content, words, tmp_path):
     (tmp_path / "out.jsonl").write_text("precious")
-    done = command(tmp_path, content, "math")
-    assert done.returncode == 1 and all(word in done.stderr for word in words) and "Traceback" not in done.stderr
+    sentence = refused(tmp_path, content, "math")
+    assert sentence.startswith("error: ") and all(word in sentence for word in words)
     assert (tmp_path / "out.jsonl").read_text() == "precious"
 
 
@@ -128,7 +138,7 @@ def test_the_command_names_the_line_it_cannot_read_and_writes_nothing(content, w
 def test_a_wrong_flag_is_refused_before_anything_is_graded(flag, value, words, tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "my_reward.py").write_text("open('graded', 'w').close()\ndef score(completion): return 1.0\n")
-    done = command(tmp_path, [ROW], "my_reward.py:score", flag, value)
-    assert done.returncode == 1 and done.stderr.startswith(f"error: {flag} ") and words in done.stderr, done.stderr
-    assert done.stderr.count("\n") == 1 and json.loads((tmp_path / "in.jsonl").read_text()) == ROW
+    sentence = refused(tmp_path, [ROW], "my_reward.py:score", flag, value)
+    assert sentence.startswith(f"error: {flag} ") and words in sentence, sentence
+    assert "\n" not in sentence and json.loads((tmp_path / "in.jsonl").read_text()) == ROW
     assert {path.name for path in tmp_path.iterdir()} == {"folder", "in.jsonl", "my_reward.py"}

@@ -4,7 +4,6 @@ import os
 import random
 import re
 import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 from signal import SIGINT, SIGKILL, SIGSTOP, SIGTERM, SIGUSR1
@@ -14,10 +13,9 @@ import psutil
 import pytest
 
 import soak
-from forked import ENVIRONMENT, ROOT, Forked, begin, launched
+from forked import Forked, begin, launched
 from helpers import wait_for
 
-REAL_START = soak.start
 SAID = [
     r"error: rank 1 \(step \d, update\) was ended by signal 9 \(SIGKILL\) by someone", "restart 1 of 2, . steps after",
     r"error: STALL: .* rank 1 is stopped, by SIGSTOP.* in update of .*; then rank 0 \(step \d, update\) .*[Tt]imed out",
@@ -33,7 +31,7 @@ def flags(policy, tmp_path_factory) -> list[str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def forks(flags):
-    """Not the real launcher, which the undisturbed run has: the others must end like it."""
+    """Not the real launcher, which the run of test_main_job.py has."""
 
     def start(out_dir: Path, flags: list[str], output: Path) -> Forked:
         return begin(launched(2, "train_grpo.py", *flags, "--out_dir", out_dir), output, output, has_own_workers=True)
@@ -46,7 +44,7 @@ def forks(flags):
 def undisturbed(flags, tmp_path_factory) -> tuple[Path, set[str]]:
     """Its folder, and the addresses on which it listened."""
     out_dir, addresses = tmp_path_factory.mktemp("undisturbed") / "run", set()
-    launcher = REAL_START(out_dir, flags, out_dir.with_suffix(".log"))
+    launcher = soak.start(out_dir, flags, out_dir.with_suffix(".log"))
     run = psutil.Process(launcher.pid)
     while launcher.poll() is None:
         with suppress(psutil.Error, subprocess.TimeoutExpired):  # a rank has just ended; 0.1 s are over
@@ -105,19 +103,14 @@ def test_an_engine_over_two_ranks_gives_its_requests_up_when_one_of_them_gets_a_
 
 
 @pytest.mark.parametrize(("launcher", "signals", "said"), [
-    ([], [(2, SIGKILL), (5, SIGSTOP)], SAID),
-    (["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max_restarts=1"], [(4, SIGKILL)], []),
+    (launched(2, "--max_restarts", 2), [(2, SIGKILL), (5, SIGSTOP)], SAID),
+    (["torchrun", "--standalone", "--nproc_per_node=2", "--max_restarts=1"], [(4, SIGKILL)], []),
 ])  # fmt: skip
 def test_a_run_is_started_again_after_a_kill_and_after_a_stall(launcher, signals, said, flags, undisturbed, tmp_path):
     """Rank 1 is killed in its update, and in a later one stopped, until the collectives of the others time out."""
     flags = [*flags, "--timeout_minutes", "0.5", "--stall_seconds", "5", "--reward_timeout", "5"]
-    program, said_in = ["train_grpo.py", *flags, "--out_dir", tmp_path / "run"], tmp_path / "said"
-    if launcher:
-        with said_in.open("w") as file:
-            command = [sys.executable, *launcher, *program]
-            run = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=file, stderr=file)
-    else:
-        run = begin(launched(2, "--max_restarts", 2, *program), said_in, said_in, has_own_workers=True)
+    program, said_in = ["train_grpo.py", *flags, "--out_dir", f"{tmp_path}/run"], tmp_path / "said"
+    run = begin([*launcher, *program], said_in, said_in, has_own_workers=True)
     for steps, number in signals:
         wait_for(lambda least=steps: len(soak.last_lines(tmp_path / "run")) >= least, 200)
         wait_for(lambda: soak.phase_of(tmp_path / "run", 1, run) == "update")

@@ -18,6 +18,8 @@ from helpers import ROOT, lines, metrics_of, run_command, without_times
 PAGE = (ROOT / "docs" / "papers.md").read_text()
 POLICY = ROOT / "scripts" / "tiny_policy"
 OF_TESTS = ("OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA")  # a user's environment does not have them
+SHORT = ["--total_steps", "2", "--prompts_per_step", "8", "--prompts_per_update", "4", "--eval_samples", "1"]
+SHORT += ["--train_data", f"{POLICY}/train.jsonl#64", "--eval_data", f"{POLICY}/heldout.jsonl#4"]
 NAMES = [  # of papers.md; test_papers.py makes an update with every row
     "GRPO", "Dr. GRPO", "DAPO", "Lite PPO", "RLOO", "REINFORCE++", "GSPO", "CISPO", "SAPO", "DPPO, binary TV",
     "truncated importance sampling", "IcePop",
@@ -89,14 +91,13 @@ def test_the_page_has_the_recipes():
 
 
 @pytest.fixture(scope="module")
-def recipe_runs(job, tmp_path_factory):
+def recipe_runs(tmp_path_factory):
     """Name -> (what the run printed, its folder): each recipe of the page on one rank, two of them at a time."""
     folder = tmp_path_factory.mktemp("recipes")
 
     def run(recipe: tuple[str, str]) -> tuple[str, tuple[str, Path]]:
         name, flags = recipe
-        limits = ["--total_steps", "2", "--eval_samples", "1", "--prompts_per_step", "16", "--prompts_per_update", "8"]
-        limits += ["--eval_data", f"{POLICY}/heldout.jsonl#16"]
+        limits = list(SHORT)
         if "--overlong_cache_tokens" in flags:  # 4,096 tokens are more than this job's completions have
             limits += ["--reward", "exact,length", "--overlong_cache_tokens", "16"]
         run_dir = folder / name.replace(" ", "_")
@@ -123,18 +124,17 @@ def test_each_recipe_of_the_page_trains_on_the_main_job(name, recipe_runs):
         assert metrics[step]["policy/rollout_ess"] > 0.99, "sampler and trainer agree here: weights are close to 1"
     if name == "DAPO":
         others = sum(metrics[1][f"sampling/groups_{kind}"] for kind in ("without_signal", "unused"))
-        assert metrics[1]["sampling/prompts"] == 16 + others
+        assert metrics[1]["sampling/prompts"] == 8 + others
 
 
-def test_two_nodes_train_together(job, tmp_path):
+def test_two_nodes_train_together(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     where = {"NNODES": 2, "NGPU": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    flags = ("--total_steps", "2", "--eval_samples", "1")
     with ThreadPoolExecutor(2) as pool:
         started = [
-            pool.submit(run_job, run_script, tmp_path / "run", *flags, **where, NODE_RANK=rank) for rank in (1, 0)
+            pool.submit(run_job, run_script, tmp_path / "run", *SHORT, **where, NODE_RANK=rank) for rank in (1, 0)
         ]
     outputs = [node.result() for node in started]
     assert [node.returncode for node in outputs] == [0, 0], outputs
@@ -145,7 +145,7 @@ def test_two_nodes_train_together(job, tmp_path):
     assert max(metrics[step]["policy/rollout_gap_mean"] for step in (1, 2)) < 0.005
 
 
-def test_a_node_that_is_not_told_its_place_says_what_is_missing(job, tmp_path):
+def test_a_node_that_is_not_told_its_place_says_what_is_missing(tmp_path):
     done = run_job(run_script, tmp_path / "run", NNODES=2)
     assert done.returncode != 0
     assert "NNODES=2 needs NODE_RANK" in done.stderr

@@ -3,15 +3,16 @@ says.
 """
 
 import json
+import os
 import re
 import shlex
-import subprocess
 from pathlib import Path
 
 import pytest
 
 import evaluate
 from flags import FLAGS
+from forked import run_script
 from grading import Case
 from grading.score import Handler
 from helpers import ROOT
@@ -122,7 +123,6 @@ def test_the_functions_that_the_page_on_rewards_shows_do_what_it_says(tmp_path):
 
 
 def test_the_dry_run_prints_what_the_page_on_hardware_shows():
-    command = ["bash", "scripts/qwq32b_8xh100.sh", "--dry_run"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    done = run_script(["bash", "scripts/qwq32b_8xh100.sh", "--dry_run"], dict(os.environ))
     shown = re.search(r"^```\n(step.*?)^```$", (ROOT / "docs" / "hardware.md").read_text(), re.MULTILINE | re.DOTALL)[1]
     assert set(shown.splitlines()) <= set(done.stdout.splitlines())

@@ -14,6 +14,7 @@ from dataclasses import replace
 from datetime import timedelta
 from itertools import islice
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import psutil
@@ -26,7 +27,7 @@ import serve
 from batch import pack
 from fake_server import DESCRIPTION, TOKENIZER, WEIGHTS, FakeServer, engine_of, sampler_over, synced
 from flags import EngineSettings, Sampling, Servers
-from forked import begin, launched
+from forked import SERVERS, begin, launched
 from generation.start import SERVER, start_server
 from generation.weights import GlooEngine, NcclEngine, NCCLWeightTransferEngine, StatelessProcessGroup
 from generation.wire import Server
@@ -37,7 +38,7 @@ from inputs.load import check_places
 from model.engine_options import engine_options
 from policies import load_policy
 from rollout_server import build_servers
-from soak import is_running
+from soak import is_running, ranks_of
 
 ROWS = [make_row([number, number + 1], where=f"row {number}") for number in range(8)]
 
@@ -301,18 +302,18 @@ def start_real(folder, log):
 @pytest.fixture(scope="module")
 def server(folder, tmp_path_factory):
     """A server that the tests share: one after the other finds it with the weights of the one before."""
-    process = start_real(folder, tmp_path_factory.mktemp("server") / "0.log")
-    yield process
-    process.end()
+    with patch("generation.start.subprocess", SERVERS):
+        process = start_real(folder, tmp_path_factory.mktemp("server") / "0.log")
+        yield process
+        process.end()
 
 
 def test_no_process_of_a_server_outlives_it_also_while_it_starts(folder, tmp_path):
     """SIGKILL, so many seconds after it has begun to start others, which are still importing torch."""
     for seconds, process in [(x, start_real(folder, tmp_path / f"{x}.log").process) for x in (0.0, 4.0)]:
-        first = psutil.Process(process.pid)
-        wait_for(lambda first=first: len(first.children()) > 1, 300)  # the first one tracks shared memory
+        wait_for(lambda server=process: len(ranks_of(server)) > 1, 300)  # the first child tracks shared memory
         time.sleep(seconds)
-        started = first.children(recursive=True)
+        started = psutil.Process(process.pid).children(recursive=True)
         process.kill()
         process.wait()
         wait_for(lambda started=started: not any(is_running(each.pid) for each in started), 5)

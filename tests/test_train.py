@@ -1,19 +1,17 @@
 """The whole program under torchrun on two processes: FSDP2, vLLM, the run folder, stops and resumes."""
 
-import contextlib
 import json
 import os
 import pty
-import subprocess
-import sys
 import termios
 from pathlib import Path
+from select import select
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from forked import ENVIRONMENT, PICTURES, ROOT, run_ranks
+from forked import PICTURES, begin, run_ranks
 from helpers import lines, logprobs_in_vllm, metrics_of, torchrun, training_flags, without_times, write_lines
 
 METRICS_OF_A_STEP = {
@@ -231,16 +229,13 @@ def test_a_run_that_diverges_skips_updates_and_stops_with_the_step_number(policy
 
 def test_a_single_process_needs_no_launcher_and_shows_its_progress_on_a_terminal(policy, tmp_path):
     flags = training_flags(policy, tmp_path / "run", total_steps=1, eval_before_training=None, kl_coef=0)
-    command = [sys.executable, "train_grpo.py", *flags]
     terminal, stderr = pty.openpty()  # on a terminal, there is a progress bar of each rollout
     termios.tcsetwinsize(stderr, (24, 120))
-    process = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=stderr)
+    process, shown = begin(["train_grpo.py", *flags], tmp_path / "stdout", Path(os.ttyname(stderr))), b""
+    while (is_ready := select([terminal], [], [], 0.1)[0]) or process.poll() is None:
+        shown += os.read(terminal, 4096) if is_ready else b""
     os.close(stderr)
-    shown = b""
-    with contextlib.suppress(OSError):  # EIO: the other end is closed
-        while piece := os.read(terminal, 4096):
-            shown += piece
     os.close(terminal)
-    assert process.wait(timeout=60) == 0, shown.decode()[-3000:]
+    assert process.returncode == 0, shown.decode()[-3000:]
     assert b"sample: 100%" in shown
     assert "policy/kl_ref" not in metrics_of(tmp_path / "run")[1], "without a KL term there is no reference"

@@ -204,26 +204,26 @@ def test_a_bad_tulu_answer_is_refused_with_what_is_wrong(answer, words):
         read_instructions(answer, {"messages": [], "dataset": "ifeval"})
 
 
-MEGABYTE = 2**20
+SIZE = 2**18
 HOSTILE = {
-    repr(unit): unit * (MEGABYTE // len(unit))
+    repr(unit): unit * (SIZE // len(unit))
     for unit in ["(", "[", "[]", "{", "*", "* ", "***", "<", "<<", ">>", "<<a", "\x00", "\n", "\n*"]
 }
 HOSTILE |= {
-    repr(unit): "x" + unit * (MEGABYTE // len(unit)) + "x"
+    repr(unit): "x" + unit * (SIZE // len(unit)) + "x"
     for unit in [" ", "\n", "\t\n", "\u2028", "a", "A", "a.", "1", "1.", ".", '"', "'"]
 }
 HOSTILE |= {
     "surrogates": "\ud800\udfff a" * 1000,
     "emoji": "👩‍👩‍👧 🏳️‍🌈" * 1000,
     "combining": "e\u0301\u0300" * 1000,
-    "marks": "P. P. S " * 100_000,
+    "marks": "P. P. S " * 30_000,
 }
 HOSTILE |= {
     "deep json": "[" * 50_000 + "]" * 50_000,
     "long number": "9" * 10_000,
     "addresses": "a@" * 100_000,
-    "links": "http://a " * 100_000,
+    "links": "http://a " * 30_000,
 }
 
 
@@ -242,9 +242,9 @@ def every_instruction():
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_no_completion_makes_a_check_raise_or_answer_anything_but_yes_or_no(name):
-    """A megabyte each, of what a regular expression with a nested or unanchored repeat would read millions of times.
+    """A quarter of a megabyte each, which a regular expression with a nested or unanchored repeat reads too often.
 
-    A check that takes more than linear time makes this test run for hours instead of seconds.
+    A check that takes more than linear time makes this test run for many minutes instead of half a second.
     """
     followed = follows_instructions(HOSTILE[name], every_instruction())
     assert len(followed) == len(CHECKS)

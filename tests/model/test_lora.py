@@ -186,7 +186,7 @@ def test_each_rank_draws_masks_of_its_own(policy):
     assert found[0].equal(found[1]) and not found[0].equal(found[2])
 
 
-def test_a_hundred_syncs_leave_the_weights_and_what_is_sent_bit_for_bit_as_they_were(results, policy):
+def test_ten_syncs_leave_the_weights_and_what_is_sent_bit_for_bit_as_they_were(results, policy):
     for found in results.values():
         for what in ("parameters", "merged"):
             torch.testing.assert_close(found[f"{what} after"], found[what], atol=0, rtol=0)

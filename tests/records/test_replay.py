@@ -121,6 +121,7 @@ def run(policy, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     changes = {"dynamic_sampling": "reward", "truncated": "mask", "num_iterations": 2}
     changes |= {"reward": "exact:1,length:0.2", "overlong_cache_tokens": 6}
+    changes |= dict.fromkeys(["eval_data", "eval_every", "eval_before_training"])
 
     def flags_to(out_dir, **more):
         return training_flags(policy, out_dir, **changes | more)

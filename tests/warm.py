@@ -1,0 +1,32 @@
+"""What the warm process of forked.py does before its first fork: imports, and what libraries do once in a process.
+
+Nothing here starts threads or draws random numbers.
+"""
+
+import gc
+import sys
+from importlib import import_module
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+sys.path += [str(TESTS), str(TESTS.parent / "scripts")]
+for name in (
+    "train_grpo", "evaluate", "rollout", "report", "matplotlib.figure", "vllm.v1.worker.cpu_worker",
+    "vllm.v1.core.sched.scheduler", "vllm.v1.attention.backends.cpu_attn", "vllm.model_executor.models.qwen2",
+    "vllm.utils.cpu_triton_utils", "vllm.distributed.elastic_ep.elastic_execute",
+    "vllm.model_executor.layers.quantization.online.base", "vllm.entrypoints.launchers.cli_args",
+    "transformers.models.qwen2.modeling_qwen2", "torch.distributed.checkpoint._fsspec_filesystem",
+    "vllm.entrypoints.launchers.api_server.entry", "vllm.v1.engine.async_llm", "vllm.v1.executor.multiproc_executor",
+    "rollout_server", "generation.weights", "torch.distributed.run", "grading.equality", "datasets",
+    "forked", "helpers", "launch",
+):  # fmt: skip
+    import_module(name)
+
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from vllm.platforms.cpu import CpuPlatform
+
+get_checkpoint_conversion_mapping("qwen2")
+CpuPlatform.register_triton_kernel_overrides()  # it searches all modules, for half a second
+CpuPlatform.register_triton_kernel_overrides = lambda *_: None
+gc.collect()
+gc.freeze()  # a collection in a fork would copy all pages

@@ -6,7 +6,6 @@ rows a step draws. `python scripts/show_data.py` shows data before training.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from dataclasses import dataclass, field, replace
@@ -117,17 +116,14 @@ def _render(messages: Messages, prompt_format: PromptFormat, tokenizer: Tokenize
 
 
 def template_variables(prompt_format: PromptFormat, tokenizer: Tokenizer) -> dict[str, object]:
-    """The values of --template_args, read as JSON where they are. Raises ValueError for what the template ignores."""
+    """The values of --template_args: true, false or a text. Raises ValueError for what the template ignores."""
     variables: dict[str, object] = {}
     for given in prompt_format.template_args:
         name, is_there, value = given.partition("=")
         if not is_there or not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
             needed = "give NAME=VALUE, with a variable that the chat template of --model has"
             raise ValueError(f"--template_args {given}: {needed}.")
-        try:
-            variables[name] = json.loads(value)
-        except ValueError:
-            variables[name] = value
+        variables[name] = {"true": True, "false": False}.get(value, value)
     return variables
 
 
@@ -166,14 +162,12 @@ def check_vocabulary(tokenizer: Tokenizer, other: Tokenizer, path: str) -> None:
             raise ValueError(f"--reference {path}: {tokens}; use a model with the same vocabulary.")
 
 
-def hinted_ids(
-    record: Record, prompt_format: PromptFormat, tokenizer: Tokenizer, column: str | None
-) -> np.ndarray | None:
+def hinted_ids(record: Record, form: PromptFormat, tokenizer: Tokenizer, column: str | None) -> np.ndarray | None:
     """The tokens of the prompt with the hint of this column between problem and suffix; None without a column."""
     if column is None:
         return None
     text = HINT.format(_text(_look_up(record, column, "--hint_column"), f"column {column!r}"))
-    return make_row(record, replace(prompt_format, prompt_suffix=text + prompt_format.prompt_suffix), tokenizer).ids
+    return make_row(record, replace(form, prompt_suffix=text + form.prompt_suffix), tokenizer).ids
 
 
 def make_row(record: Record, prompt_format: PromptFormat, tokenizer: Tokenizer, vision: Vision | None = None) -> Row:

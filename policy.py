@@ -64,17 +64,12 @@ class Policy(adapters.WithAdapter):
         return list(self.model.get_decoder().layers)
 
     def forward(
-        self,
-        batch: Batch,
-        temperature: float,
-        with_entropy_gradient: bool = False,
-        teacher: Teacher | None = None,
-        as_teacher: bool = False,
+        self, batch: Batch, temperature: float | None, trains_entropy: bool = False, teacher: Teacher | None = None
     ) -> tuple[Tensor, ...]:
         """(logprobs_N, entropies_N), float32: of the labels where the loss mask is true, constant zeros elsewhere.
 
-        With a `teacher` also (ref_logprobs_N, kl_N, agrees_N), see `Batch`. `as_teacher`: (hidden_KD, weight_VD) of a
-        `Teacher` instead.
+        With a `teacher` also (ref_logprobs_N, kl_N, agrees_N): see `Batch`. Without a temperature the policy is the
+        teacher, and returns its (hidden_KD, weight_VD).
         """
         beat("runs a forward pass")
         tokens, device = {"input_ids": batch.input_ids_N[None]}, batch.input_ids_N.device
@@ -87,12 +82,12 @@ class Policy(adapters.WithAdapter):
         trained_K = batch.trained_K
         hidden = output.last_hidden_state[0].index_select(0, trained_K)  # the head runs on completion positions only
         labels, head = batch.labels_N.index_select(0, trained_K), self.model.get_output_embeddings()
-        if as_teacher:
+        if temperature is None:
             return hidden, head.weight.detach().clone()  # FSDP will free the weight
         if teacher is None:
-            found = chunked_logprobs(hidden, head, labels, temperature, with_entropy_gradient, self.head_dtype)
+            found = chunked_logprobs(hidden, head, labels, temperature, trains_entropy, self.head_dtype)
         else:
-            settings = temperature, with_entropy_gradient, self.head_dtype
+            settings = temperature, trains_entropy, self.head_dtype
             found = distilled_logprobs(hidden, head, labels, teacher, settings)
         zeros_N = torch.zeros(len(batch.labels_N), device=device)
         return tuple(zeros_N.index_copy(0, trained_K, values_K) for values_K in found)

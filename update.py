@@ -105,7 +105,7 @@ def add_reference(update: Update, reference: Policy, algorithm: Algorithm) -> Up
 def run_teacher(reference: Policy, batch: Batch, algorithm: Algorithm) -> Teacher:
     """The distributions of the reference at the trained tokens of the batch."""
     with reference.as_reference():
-        hidden_KD, weight_VD = reference(batch.hinted or batch, algorithm.temperature, as_teacher=True)
+        hidden_KD, weight_VD = reference(batch.hinted or batch, temperature=None)
     if not reference.has_adapter:  # with LoRA the policy computes with these weights next
         release_gathered(reference)
     return Teacher(hidden_KD, weight_VD, algorithm.kl_direction)

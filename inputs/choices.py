@@ -13,21 +13,10 @@ from functools import partial
 
 import torch
 
+import grpo
 from flags import FLAGS, most_lag, take
 from grading.own import load_function
-from grpo import (
-    ADVANTAGES,
-    AGGREGATIONS,
-    CORRECTIONS,
-    DIVERGENCES,
-    KL,
-    LOSSES,
-    Algorithm,
-    Graded,
-    Loss,
-    Tokens,
-    check_returned,
-)
+from grpo import ADVANTAGES, AGGREGATIONS, CORRECTIONS, KL, LOSSES, Algorithm, Graded, Loss, Tokens, check_returned
 from inputs.checks import given, leave
 
 CHOICES: dict[str, dict[str, Callable]] = {
@@ -35,7 +24,7 @@ CHOICES: dict[str, dict[str, Callable]] = {
     "--policy_loss": LOSSES,
     "--loss_aggregation": AGGREGATIONS,
     "--kl_estimator": KL,
-    "--kl_direction": DIVERGENCES,
+    "--kl_direction": grpo.DIVERGENCES,
     "--rollout_correction": CORRECTIONS,
 }
 OWN = ("--advantage", "--policy_loss", "--kl_estimator")  # may also name a function of the user's, FILE.py:FUNCTION

@@ -27,23 +27,18 @@ class Teacher(NamedTuple):
 
 
 def distilled_logprobs(
-    hidden: Tensor,
-    head: nn.Linear,
-    labels: Tensor,
-    teacher: Teacher,
-    settings: tuple[float, bool, torch.dtype | None],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    hidden: Tensor, head: nn.Linear, labels: Tensor, teacher: Teacher, settings: tuple[float, bool, torch.dtype | None]
+) -> tuple[Tensor, ...]:
     """Float32, one per row of `hidden` [T, D]: what `head.chunked_logprobs` returns, then the reference's log-probs of
     the labels, the divergence, and 1 where both models find the same token the likeliest, else 0.
 
     `settings`: temperature, of both; whether the entropy has a gradient; dtype of the logits. The vocabularies may be
     padded to different sizes: rows that only one has are left out, as if their probability was 0.
     """
-    rows = min(len(head.weight), len(teacher.weight_VD))
-    temperature, has_entropy_gradient, head_dtype = settings
-    settings = temperature, has_entropy_gradient, head_dtype or head.weight.dtype, teacher.divergence
-    of_teacher = teacher.hidden_KD, teacher.weight_VD[:rows]
-    return _Distilled.apply(hidden, head.weight[:rows], labels, *of_teacher, settings)
+    ref_hidden, ref_weight, divergence = teacher
+    rows, (*others, head_dtype) = min(len(head.weight), len(ref_weight)), settings
+    settings = *others, head_dtype or head.weight.dtype, divergence
+    return _Distilled.apply(hidden, head.weight[:rows], labels, ref_hidden, ref_weight[:rows], settings)
 
 
 class _Distilled(torch.autograd.Function):

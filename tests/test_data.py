@@ -445,3 +445,18 @@ def test_the_command_tells_a_mistake_in_one_line(policy, tmp_path, monkeypatch, 
     with pytest.raises(SystemExit, match=r"^error: .*no column 'image'") as stopped:
         runpy.run_path(str(ROOT / "scripts/show_data.py"), run_name="__main__")
     assert "\n" not in str(stopped.value) and capsys.readouterr().out == ""
+
+
+def test_variables_reach_the_chat_template_and_others_are_refused(tmp_path):
+    template = TOKENIZER.chat_template + "{% if enable_thinking is defined and not enable_thinking %}none{% endif %}"
+    tokenizer = byte_tokenizer(template + "{{ style | default('') }}")
+    found = [
+        load(write_lines(tmp_path / "d.jsonl", [{"problem": "q", "answer": "1"}]), tokenizer, template_args=args)
+        for args in ((), ("enable_thinking=true",), ("enable_thinking=false", "style=a=b"))
+    ]
+    assert sum(map(texts, found), []) == ["[user]q[assistant]", "[user]q[assistant]", "[user]q[assistant]nonea=b"]
+    for given in ("enable_thoughts=false", "enable_thinking"):
+        with pytest.raises(ValueError, match=f"--template_args {given}: give NAME=VALUE, with a variable that"):
+            load_values(tmp_path, "problem", ["q"], tokenizer=tokenizer, template_args=(given,))
+    with pytest.raises(ValueError, match="--template_args .* needs --prompt_format chat"):
+        load_values(tmp_path, "problem", ["q"], tokenizer=tokenizer, template_args=("style=x",), prompt_format="raw")

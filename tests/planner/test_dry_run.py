@@ -272,3 +272,23 @@ def test_the_text_tells_the_verdict(capsys):
     fits, _, does_not = capsys.readouterr().out.partition("\ndry run:")
     assert "\nfits: rollout needs" in fits and "does not fit:\nGPU, rollout: needs" in does_not
     assert "--offload optimizer" in does_not.partition("would fit")[2]
+
+
+def test_a_teacher_of_another_size_has_its_own_bytes_and_its_own_time():
+    """1.5B on one GPU: alone, with a teacher of 3B, with its adapter; in bf16 3,085,938,688 parameters are 5.75 GiB."""
+    small = COMMON | {
+        "model": "Qwen/Qwen2.5-1.5B-Instruct", "train_data": "d", "total_steps": 10, "prompts_per_step": 8,
+        "plan_gpus": 1, "micro_batch_tokens": 4096, "kl_coef": 1,
+    }  # fmt: skip
+    larger = {"reference": "Qwen/Qwen2.5-3B-Instruct"}
+    own, other, lora, over = (
+        report(small, **changes)
+        for changes in ({}, larger, larger | {"lora_rank": 8}, larger | {"lora_rank": 8, "kl_over": "vocabulary"})
+    )
+    assert [each["gpu_gib"]["rollout"]["reference"] for each in (own, other, lora)] == [2.88, 5.75, 5.75]
+    assert other["seconds"]["logprobs"] > 1.3 * own["seconds"]["logprobs"]
+    assert "reference" not in report(small, lora_rank=8)["gpu_gib"]["rollout"]
+    assert "logprobs" in lora["gpu_gib"] and "logprobs" not in over["gpu_gib"], "it runs beside the update"
+    table = 151_936 * 2_048 * 2 + 4_096 * 2_048 * 2  # its head and its last hidden states
+    assert over["gpu_gib"]["update"]["teacher"] == pytest.approx(table / GIB, abs=0.01)
+    assert over["gpu_gib"]["update"]["logits"] == pytest.approx(2 * lora["gpu_gib"]["update"]["logits"], rel=0.01)

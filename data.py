@@ -64,8 +64,10 @@ def _messages(value: object, name: str, prompt_format: PromptFormat) -> Messages
     # Without the nulls that parquet files add; a new dictionary each, because the row's columns stay as read.
     messages = [{key: part for key, part in message.items() if part is not None} for message in messages]
     for message in messages:
-        _text(message.get("role"), f"{name}: a role")
-        _text(message.get("content"), f"{name}: the content of a message")
+        if not {"role", "content"} <= message.keys():
+            raise UnusableRow(f"{name}: a message has {', '.join(message) or 'nothing'}; needed are role and content")
+        _text(message["role"], f"{name}: a role")
+        _text(message["content"], f"{name}: the content of a message")
     if messages[-1]["role"] != "user":
         raise UnusableRow(f"{name}: the last message is not the user's, but of {messages[-1]['role']!r}")
     messages[-1]["content"] += prompt_format.prompt_suffix

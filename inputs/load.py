@@ -145,15 +145,16 @@ def samplings_of(sources: list[str], prefix: str, flags: Sequence[list[int] | li
     """How each set is sampled, by the values of the flags --<prefix>samples, ... of `OF_A_SET`. Raises ValueError."""
     names, columns, samplings = [name_of_source(source) for source in sources], [], []
     if len(set(names)) < len(names):
-        raise ValueError(f"held-out sets are reported under their names, which must differ: {names}; rename one.")
+        raise ValueError(f"the sets {', '.join(names)} are reported under their names, which must differ; rename one.")
     for name, values in zip(OF_A_SET, flags, strict=True):
         if len(values) not in (1, len(names)):
-            raise ValueError(f"--{prefix}{name} has {len(values)} values for {len(names)} sets; give one, or one each.")
+            wrong = f"--{prefix}{name} has {len(values)} values for {len(names)} sets"
+            raise ValueError(f"{wrong}; give one for all or one for each.")
         columns.append(values * len(names) if len(values) == 1 else values)
     for count, temperature, max_tokens, top_p in zip(*columns, strict=True):
         if temperature < 0.01 and count > 1:
-            same = f"--{prefix}samples {count} at --{prefix}temperature {temperature:g} are the same"
-            raise ValueError(f"{same}; use --{prefix}samples 1.")
+            wrong = f"--{prefix}samples {count} at --{prefix}temperature {temperature:g} are {count} times the same"
+            raise ValueError(f"{wrong}; use --{prefix}samples 1.")
         samplings.append(Sampling(count, temperature, max_tokens, top_p))
     return samplings
 

@@ -162,7 +162,7 @@ def test_two_ranks_evaluate_the_problems_of_several_sets_once(policy, tmp_path):
     ("--published 1 2", "--published has 2 numbers for 1 sets"),
     ("--max_completion_tokens 1000", "beyond the model's context of 128"),
     ("--reward maths", "neither built in"),
-    ("--like ./nowhere", "--like nowhere: config.json cannot be read"),
+    ("--like ./nowhere", "--like ./nowhere: config.json cannot be read"),
     (f"--out_dir {ROOT}", "is there already and not empty"),
 ])  # fmt: skip
 def test_the_command_tells_mistakes_in_one_line(given, words, policy, monkeypatch):

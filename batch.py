@@ -223,8 +223,8 @@ class Work:
     logprobs_tokens: int  # that got old log-probs, plus those that got reference ones, before the updates
     update_tokens: int  # of all passes over the rollout
     update_flops: float  # of all passes
-    teacher_s: float | None  # seconds of the reference's passes; None: there is none
     shared_frac: float | None  # --share_prompts: share of the tokens that was not computed, because a prompt is shared
+    teacher_s: float | None = None  # seconds of the reference's passes; None: there are none
 
 
 def pack(rollout: Rollout, indices: list[int], group_size: int = 1) -> Batch:

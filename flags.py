@@ -348,7 +348,7 @@ class Memory:  # precision, and what is kept where
 
 @settings
 class AdamW:  # the optimizer
-    learning_rate: float = 1e-6  # without LoRA
+    learning_rate: float = 1e-6  # of all weights
     weight_decay: float
     adam_beta1: float
     adam_beta2: float

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from guards.start import NOT_FINISHED, RunError, Stopped, arm, join_launcher, listen, signal_name
+from guards.start import NOT_FINISHED, RunError, Stopped, arm, join_launcher, leave, listen, signal_name
 from inputs.checks import check_flags, ranks_per_engine
 from inputs.command_line import exit_with_error, parse_flags
 
@@ -243,7 +243,7 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
         run.finish()
         run.say(f"ended by {signal_name()} after step {done}, which is saved; the same command goes on")
         close(inputs, engine)
-        sys.exit(NOT_FINISHED)
+        leave(NOT_FINISHED)  # on GPUs the engine may sleep: its exit could change the status
     close(inputs, engine)
 
 

@@ -53,10 +53,11 @@ def pack_updates(
 ) -> list[Update]:
     """The updates of one pass over the rollout, each of consecutive prompts and divided by `plan_micro_batches`."""
     indices_of_updates = np.split(np.arange(plan.completions_per_step), plan.updates_per_pass)
-    trained_lengths_B, hinted = torch.from_numpy(rollout.trained_lengths_B), rollout.hinted()
-    longest = hinted or rollout  # the reference's batches must fit under the cap, too
+    trained_lengths_B = torch.from_numpy(rollout.trained_lengths_B)
     weights = [algorithm.loss_aggregation(trained_lengths_B[indices]) for indices in indices_of_updates]
     rollout = replace(rollout, loss_weights_B=torch.cat(weights).numpy())
+    hinted = rollout.hinted()
+    longest = hinted or rollout  # the reference's batches must fit under the cap, too
     group_size = plan.group_size if memory.share_prompts else 1
     shared_B = np.array([shared_positions(longest, b) for b in range(len(rollout.rows))])
     images_B = [row.images for row in rollout.rows]

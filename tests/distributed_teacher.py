@@ -31,7 +31,7 @@ def with_hints(rollout: Rollout) -> Rollout:
     rng = np.random.default_rng(3)
     rows = [Row([], "", {}, "", ids=row.ids) for row in rollout.rows[::2]]
     rows = [replace(row, hinted_ids=np.append(row.ids, rng.integers(0, 64, 2 + i))) for i, row in enumerate(rows)]
-    return replace(rollout, rows=[rows[b // 2] for b in range(len(rollout.rows))])
+    return replace(rollout, rows=[rows[b // 2] for b in range(len(rollout.rows))], loss_weights_B=None)
 
 
 def main(world: World, path: str, teacher: str) -> dict[str, tuple]:

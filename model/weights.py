@@ -110,7 +110,7 @@ def fill(root: nn.Module, model: PreTrainedModel, path: str, device: torch.devic
             sources = match_names(model, wanted, stored)
             weights = {name: the_tensor(stored, keys, targets[name].shape) for name, keys in sources.items()}
         except (ValueError, OSError) as error:
-            problem = f"--model {path!r}: {error}"
+            problem = f"the model {path!r}: {error}"
     problem, names = gather_from_ranks((problem, list(weights)))[0]
     if problem is not None:
         raise ValueError(problem)

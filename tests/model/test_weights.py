@@ -100,5 +100,5 @@ def test_a_run_with_such_files_ends_with_the_sentence_on_the_first_rank(policy, 
     done = run_ranks(2, str(ROOT / "train_grpo.py"), training_flags(Path(path), tmp_path / "run"), timeout=100)
     assert done.returncode != 0
     missing = "1 weights are missing (model.norm.weight)"
-    assert f"error: --model {path!r}: its files do not fit its config.json: {missing}" in done.stderr
+    assert f"error: the model {path!r}: its files do not fit its config.json: {missing}" in done.stderr
     assert 'train_grpo.py", line' not in done.stderr, "no traceback"

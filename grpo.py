@@ -499,7 +499,7 @@ class Algorithm:
     kl_coef: float
     kl_in: str  # "loss" or "reward"
     kl_over: str  # "sampled": tokens, by the estimator; "vocabulary": the whole of it, in this direction
-    has_teacher: bool  # the reference is another model, is told a hint, or is followed over the vocabulary
+    has_teacher: bool  # the reference is of --reference, reads --hint_column, or is followed over the vocabulary
     kl_clamp: float  # of the estimate of the KL; 0: it is not clamped
     entropy_coef: float
     group_size: int

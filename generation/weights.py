@@ -135,7 +135,7 @@ WeightTransferEngineFactory.register_engine("nccl_with_deadline", NcclEngine)
 def fit_of(config: PretrainedConfig, max_model_len: int, dtype: str, head_dtype: str | None) -> dict[str, object]:
     """What a server must have of what its run needs, by the flags of scripts/serve.py.
 
-    The model is told in words, because its path may be another.
+    It compares the model by architecture and sizes: on another machine its path may differ.
     """
     text = config.get_text_config()
     sizes = f"{text.num_hidden_layers} layers, hidden size {text.hidden_size}, vocabulary of {text.vocab_size}"

@@ -74,9 +74,11 @@ class ServerProcess:
     log: Path
     process: subprocess.Popen[bytes]
 
-    def how_it_ended(self) -> str | None:
-        """None while it runs."""
-        if (status := self.process.poll()) is None:
+    def how_it_ended(self, patience: float = 0.0) -> str | None:
+        """None if it still runs after so many seconds."""
+        try:
+            status = self.process.wait(patience)
+        except subprocess.TimeoutExpired:
             return None
         return f"ended by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
 

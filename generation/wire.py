@@ -38,6 +38,7 @@ TIMEOUT = 600.0  # seconds: a server that gives no answer at its start, or no to
 MEETING = 60.0  # seconds that a server has to come for its weights
 LEAVE = 10.0  # seconds that the main rank has to end after a failed transfer, or one that stands still at a signal
 ANSWER = 5.0  # seconds that a server has to answer what is quickly said
+ENDING = 1.0  # seconds from a dying server's last words, which are those of its sockets, to its exit status
 LOOK = 1.0  # seconds between two looks at a server
 TAIL = 1500  # characters of the log that are shown when a server is lost
 
@@ -296,7 +297,7 @@ class Fleet:
         server.state = "lost"
         reason, tail = str(error) or f"no answer ({type(error).__name__})", ""
         if server.process is not None:
-            reason = server.process.how_it_ended() or reason
+            reason = server.process.how_it_ended(ENDING) or reason
             server.process.process.kill()
             tail = f". {server.process.log} ends with:\n{server.process.log.read_text(errors='replace')[-TAIL:]}"
         requests, tasks = list(server.under_way.values()), set(server.under_way) - {asyncio.current_task()}

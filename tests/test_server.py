@@ -383,7 +383,7 @@ def test_a_run_whose_only_server_is_killed_ends_and_the_same_command_completes_i
     server.kill()
     assert launcher.wait(300) == 1
     last = [line for line in said_in.read_text().splitlines() if line.startswith("error: ")][-1]
-    assert all(part in last for part in ("server 0 was lost", "ended by SIGKILL", "goes on", "0.log"))
+    assert all(part in last for part in ("server 0 was lost", "ended by SIGKILL", "goes on", "0.log")), last
     wait_for(lambda: not any(is_running(each.pid) for each in of_run), 10)  # what ranks start ends after them
     torchrun(2, "train_grpo.py", *run, timeout=900)  # a server starts in minutes where others want the cores, too
     lines = list(metrics_of(out_dir).values())

@@ -110,7 +110,7 @@ def _place_images(messages: Messages, num_images: int) -> Messages:
 def render(messages: Messages, prompt_format: PromptFormat, tokenizer: Tokenizer, continues: bool = True) -> str:
     """The text of the messages, which the model continues if it is its turn. Raises UnusableRow."""
     if prompt_format.prompt_format == "chat":
-        variables = template_variables(prompt_format, tokenizer) | {"tools": tool_schemas(prompt_format.tools or ())}
+        variables = template_variables(prompt_format, tokenizer) | {"tools": tool_schemas(prompt_format.tools)}
         try:
             return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=continues, **variables)
         except (TemplateError, TypeError) as error:
@@ -121,12 +121,14 @@ def render(messages: Messages, prompt_format: PromptFormat, tokenizer: Tokenizer
 
 
 @lru_cache(maxsize=8)
-def tool_schemas(tools: tuple[str, ...]) -> list[dict[str, object]] | None:
+def tool_schemas(tools: str | None) -> list[dict[str, object]] | None:
     """What the chat template is told of the functions: their signatures and docstrings. Raises ValueError."""
     try:
-        return [get_json_schema(load_function(*tool.rpartition(":")[::2])) for tool in tools] or None
+        return (
+            [get_json_schema(load_function(*each.rpartition(":")[::2])) for each in tools.split(",")] if tools else None
+        )
     except (DocstringParsingException, TypeHintParsingException, OSError) as error:
-        raise ValueError(f"--tools {' '.join(tools)}: {error}") from None
+        raise ValueError(f"--tools {tools}: {error}") from None
 
 
 def template_variables(prompt_format: PromptFormat, tokenizer: Tokenizer) -> dict[str, object]:
@@ -168,7 +170,7 @@ def check_template(prompt_format: PromptFormat, tokenizer: Tokenizer) -> None:
     question = [{"role": "user", "content": "?"}]
     without = replace(prompt_format, tools=None)
     if prompt_format.tools and render(question, prompt_format, tokenizer) == render(question, without, tokenizer):
-        raise ValueError(f"--tools {' '.join(prompt_format.tools)}: the chat template of --model shows no tools.")
+        raise ValueError(f"--tools {prompt_format.tools}: the chat template of --model shows no tools.")
 
 
 def check_vocabulary(tokenizer: Tokenizer, other: Tokenizer, path: str) -> None:

@@ -99,8 +99,8 @@ GROUPS["reward"] = [
 ]
 GROUPS["turns"] = [  # docs/turns.md
     flag("--environment", str, "my_environment.py:Class: what replies to a completion, so that an episode has turns"),
-    flag("--tools", str, "my_tools.py:function each: tools that the model may call; their results are the replies",
-         is_list=True),
+    flag("--tools", str, "my_tools.py:function,my_tools.py:other: tools that the model may call; what they return is "
+         "the reply"),
     flag("--max_turns", 4, "turns of the policy in an episode", (1, 1000)),
     flag("--max_turn_tokens", int, "a turn is cut after this many tokens; default: the limit of the completion, which "
          "counts all turns and replies", (1, INF)),
@@ -318,7 +318,7 @@ class PromptFormat:  # how a row becomes a prompt
     system_prompt: str | None
     prompt_suffix: str
     template_args: tuple[str, ...]
-    tools: tuple[str, ...] | None
+    tools: str | None
     max_prompt_tokens: int
     max_pixels: int | None
 
@@ -336,7 +336,7 @@ class Grading:  # how completions are graded
 @settings
 class Turning:  # who replies to completions, and how often
     environment: str | None
-    tools: tuple[str, ...] | None
+    tools: str | None
     max_turns: int
     max_turn_tokens: int | None
 

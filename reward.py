@@ -82,7 +82,9 @@ class Grader:
     def submit_to(self, rows: Sequence[Row] | Mapping[int, Row], sampling: Sampling) -> OnFinished:
         """What `Engine.sample` calls with each finished completion b of the rows, of which each has `num_samples`."""
 
-        def on_finished(b: int, text: str, token_ids: Sequence[int], is_truncated: bool, grade: Grade | None) -> None:
+        def on_finished(
+            b: int, text: str, token_ids: Sequence[int], is_truncated: bool, grade: Grade | None = None
+        ) -> None:
             row, count = rows[b // sampling.num_samples], len(token_ids)
             ids = tuple(token_ids) if self.needs.token_ids else ()
             limit = sampling.max_completion_tokens

@@ -20,7 +20,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # in this process: its weights and its seed are ours
 # The first rank's warnings are enough: what vLLM falls back to is the same on all.
@@ -71,6 +71,7 @@ _name_by_vllm = _CPUSHMDistributed.make_group_name
 _CPUSHMDistributed.make_group_name = staticmethod(lambda communicator: f"{_name_by_vllm(communicator)}-{launch_name()}")
 
 
+Value = TypeVar("Value")
 STEPS_BETWEEN_LOOKS = 16  # for a signal, in an engine over several ranks: each look costs them a broadcast
 
 
@@ -238,7 +239,7 @@ class Engine:
         is_due = self.world.tp_size == 1 or self.num_looks % STEPS_BETWEEN_LOOKS == 0
         return is_due and self.from_leader(requested())
 
-    def from_leader(self, value: Any) -> Any:
+    def from_leader(self, value: Value) -> Value:
         """What the first rank of the engine has; all of its ranks call this together."""
         return value if self.world.tp_size == 1 else get_tp_group().broadcast_object(value, src=0)
 

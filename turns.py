@@ -138,16 +138,17 @@ class Turns:
         """Raises ValueError or FileNotFoundError for what cannot be used."""
         self.turning, self.tokenizer = turning, tokenizer
         self.template = Template(prompt_format, tokenizer)
-        handled = turning.environment, turning.tools
-        limits = num_workers, grading.reward_timeout, grading.reward_in_flight
-        self.environments = Environments(handled, *limits) if num_workers else None
+        self.environments = None
+        if num_workers:
+            handled, timeout = (turning.environment, turning.tools), grading.reward_timeout
+            self.environments = Environments(handled, num_workers, timeout, grading.reward_in_flight)
         self.numbers = itertools.count(1)
         self.replied: dict[int, Outcome] = {}  # that are there, by the number of the episode
         self.is_late = False
 
     def describe(self) -> str:
         """A line for the log."""
-        who = self.turning.environment or f"the tools {', '.join(self.turning.tools)}"
+        who = self.turning.environment or f"the tools {self.turning.tools}"
         kept = "; the chat template drops earlier thoughts, here they stay" if self.template.drops_thoughts else ""
         return f"turns: at most {self.turning.max_turns}, with {who}{kept}"
 

@@ -41,7 +41,7 @@ class Reply(NamedTuple):
 class Environments:
     """The trainer's side: the workers. All turns of an episode go to one of them, so each is a pool."""
 
-    def __init__(self, handled: tuple[str | None, tuple[str, ...]], num_workers: int, timeout: float, in_flight: int):
+    def __init__(self, handled: tuple[str | None, str | None], num_workers: int, timeout: float, in_flight: int):
         """`handled`: the arguments of `Handler`. Raises ValueError or FileNotFoundError if it cannot be used."""
         self.changed = threading.Condition(threading.RLock())
         one = {"num_workers": 1, "timeout": timeout, "in_flight": in_flight, "changed": self.changed}
@@ -50,7 +50,7 @@ class Environments:
         try:
             self.has_reward: bool = self.pools[0].collect()[0].value
         except ValueError as error:
-            named = f"--environment {handled[0]}" if handled[0] else f"--tools {' '.join(handled[1])}"
+            named = f"--environment {handled[0]}" if handled[0] else f"--tools {handled[1]}"
             raise ValueError(f"{named}: {error}") from None
 
     def submit(self, turn: Turn) -> None:
@@ -70,8 +70,8 @@ class Environments:
 class Handler:
     """In a worker. Answers a `Turn` with a `Reply`, and None with whether the class has a reward()."""
 
-    def __init__(self, environment: str | None, tools: tuple[str, ...]) -> None:
-        """`environment`: file.py:Class; None: `tools`, file.py:function each. Raises ValueError for what is neither."""
+    def __init__(self, environment: str | None, tools: str | None) -> None:
+        """`environment`: file.py:Class; None: `tools`. Raises ValueError for what is neither."""
         if environment is None:
             self.kind, self.name = Toolbox.of(tools), "tools"
         else:

@@ -24,9 +24,9 @@ class Toolbox:
         self.functions, self.read = functions, read
 
     @staticmethod
-    def of(tools: tuple[str, ...]) -> Callable[[dict[str, object]], Toolbox]:
-        """`tools`: file.py:function each. A function `read_calls` in the first file reads another format of calls."""
-        functions = {name: function for function, name in map(load_own, tools)}
+    def of(tools: str) -> Callable[[dict[str, object]], Toolbox]:
+        """`tools`: file.py:function,file.py:other. A function `read_calls` in the first file reads another format."""
+        functions = {name: function for function, name in map(load_own, tools.split(","))}
         first = next(iter(functions.values()))
         return partial(Toolbox, functions, first.__globals__.get("read_calls", read_calls))
 

@@ -125,10 +125,10 @@ def of_turns(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[str]:
             yield f"{getattr(flag, name)} has no effect without --environment or --tools; leave it out."
     if args.environment and args.tools:
         yield f"{flag.environment} with {flag.tools}: an environment calls its tools itself; leave one of them out."
-    for reference in [args.environment or "", *(args.tools or ())]:
-        if reference and not re.fullmatch(r".+\.py:\w+", reference):
+    for reference in ",".join(filter(None, [args.environment, args.tools])).split(",") if has_turns else ():
+        if not re.fullmatch(r".+\.py:\w+", reference):
             yield f"{reference!r} in --environment or --tools: needed is FILE.py:NAME."
-        if reference and not Path(reference.rpartition(":")[0]).is_file():
+        if not Path(reference.rpartition(":")[0]).is_file():
             yield f"{reference!r} in --environment or --tools: there is no such file; check the path."
     if has_turns and args.prompt_format != "chat":
         yield f"{flag.prompt_format}: turns are written by a chat template; use --prompt_format chat."

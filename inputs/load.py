@@ -82,7 +82,7 @@ def load_inputs(args: Namespace) -> Inputs:
     grader, turns = start_grader(args, tokenizer, num_ranks)
     sources = zip([*args.train_data, *args.eval_data], [*train_data, *eval_sets], strict=True)
     digests |= {source: digest(contents_of(data)) for source, data in sources}
-    of_turns = [args.environment or "", *(args.tools or ())]
+    of_turns = filter(None, [args.environment, args.tools])
     named = " ".join([args.reward, args.advantage, args.policy_loss, args.kl_estimator, *of_turns])
     files = re.findall(r"([^\s,=]+\.py):\w", named)  # my_reward.py:score
     digests |= {file: digest([Path(file).read_bytes()]) for file in sorted(files)}

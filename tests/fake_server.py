@@ -35,6 +35,7 @@ WEIGHTS = {"layer.weight": torch.arange(6.0).reshape(2, 3), "norm.weight": torch
 DESCRIPTION = {"names": list(WEIGHTS), "dtype_names": ["float32"] * 2, "shapes": [[2, 3], [3]]}
 CLAIM = {"run": "a", "out_dir": "/runs/a", "host": "node-a", "pid": "7"}
 TOKENIZER = SimpleNamespace(decode=lambda ids, **_: "text")
+INPUTS = SimpleNamespace(tokenizer=TOKENIZER, turns=None)
 
 
 class FakeServer:

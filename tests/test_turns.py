@@ -53,9 +53,9 @@ QWEN = (
 )
 
 
-def turns_of(environment: str | None, tools: list[str] | None = None, num_workers: int = 2, **changes: object) -> Turns:
+def turns_of(environment: str | None, tools: str | None = None, num_workers: int = 2, **changes: object) -> Turns:
     given = {"max_turns": 3} | changes
-    turning = Turning(environment and f"{FILE}:{environment}", tools and tuple(tools), given.pop("max_turns"),
+    turning = Turning(environment and f"{FILE}:{environment}", tools, given.pop("max_turns"),
                       given.pop("max_turn_tokens", None))  # fmt: skip
     tokenizer = build_tokenizer()
     if tools:
@@ -260,7 +260,7 @@ class Says(StubEngine):
 
 def test_a_tool_is_called_in_a_format_of_ones_own_and_its_result_is_the_next_turn():
     engine = Says("add(2,3) add(1,1) sub(1,1)", "so 5 and 2")
-    (episode,) = played(turns_of(None, [f"{FILE}:add"]), [make_row([3, 20, 4])], engine=engine)
+    (episode,) = played(turns_of(None, f"{FILE}:add"), [make_row([3, 20, 4])], engine=engine)
     assert episode.turns == ["add(2,3) add(1,1) sub(1,1)", "so 5 and 2"] and episode.grade is None
     assert episode.said.count("<tool>") == 3
     assert "<tool>5</tool>" in episode.said and "<tool>2</tool>" in episode.said
@@ -291,7 +291,7 @@ def test_calls_in_the_format_of_hermes_are_run_and_malformed_ones_are_answered_w
 
 
 def test_the_chat_template_is_told_of_tools_and_one_that_shows_none_is_refused():
-    tokenizer, tools = build_tokenizer(), (f"{FILE}:add",)
+    tokenizer, tools = build_tokenizer(), f"{FILE}:add"
     with pytest.raises(ValueError, match="--tools .*: the chat template of --model shows no tools"):
         check_template(PromptFormat(tools=tools), tokenizer)
     tokenizer.chat_template = QWEN
@@ -299,7 +299,7 @@ def test_the_chat_template_is_told_of_tools_and_one_that_shows_none_is_refused()
     prompt = render([{"role": "user", "content": "1+2"}], PromptFormat(tools=tools), tokenizer)
     assert prompt.startswith("<|tools|>add[user]1+2")
     with pytest.raises(ValueError, match="--tools .*Cannot generate JSON schema for NoReply"):
-        tool_schemas((f"{FILE}:NoReply",))
+        tool_schemas(f"{FILE}:NoReply")
 
 
 # Training on them -----------------------------------------------------------------------------------------------------

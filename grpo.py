@@ -85,10 +85,10 @@ def maxrl(g: Graded) -> Tensor:
 
 
 def mt_grpo(g: Graded, *, advantage_ddof: int, advantage_eps: float) -> Tensor:
-    """The `grpo` of each turn's rewards among the group, summed over a token's turn and later ones. MT-GRPO (arXiv
-    2505.11821v1, section 4.2), there with two turns.
+    """The `grpo` of each turn's rewards among the group, summed over a token's turn and later ones.
 
-    Raises ValueError if the rewards are not by turn.
+    MT-GRPO (arXiv 2505.11821v1) and its code (SiliangZeng/Multi-Turn-RL-Agent), where the first of two turns has a
+    reward of its own, and the outcome is that of the last. Raises ValueError if the rewards are not by turn.
     """
     if g.turn_rewards_PGK is None:
         raise ValueError("--advantage mt_grpo needs an --environment whose reward() returns a list, a number a turn.")

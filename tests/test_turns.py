@@ -5,6 +5,7 @@ import json
 import time
 import zlib
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ from episodes import DEEDS
 from fake_server import FakeServer, engine_of, synced
 from flags import Grading, PromptFormat, Sampling, Turning
 from generation.completion import Completion
+from grading.episode import Handler, Turn
+from grading.own import load_function
 from grading.tools import Toolbox, read_calls
 from helpers import (
     ALONE,
@@ -302,6 +305,28 @@ def test_the_chat_template_is_told_of_tools_and_one_that_shows_none_is_refused()
         tool_schemas(f"{FILE}:NoReply")
 
 
+def test_the_tools_of_the_docs_work_things_out_within_limits():
+    calculator = load_function("docs/environments/calculator.py", "calculator")
+    assert (calculator("(3 + 4) * 2"), calculator("1,000 / -8")) == (14, -125)
+    with pytest.raises(ValueError, match="only numbers"):
+        calculator("().__class__")
+    python = load_function("docs/environments/python_tool.py", "python")
+    assert python("print(6 * 7)") == "42\n"
+    assert "MemoryError" in python("x = bytearray(2 << 30)")
+    assert "File too large" in python("open('/tmp/x', 'w').write('x' * 9999)")
+    assert "not finished after 3 s" in python("import time; time.sleep(9)")
+
+
+def test_an_environment_of_another_library_is_ours_by_an_adapter():
+    handler = Handler("docs/environments/gym_adapter.py:Adapter", None)
+    reply = handler(Turn(1, {"answer": ""}, ("right",), is_last=False))
+    assert reply.messages == [{"role": "user", "content": "you are at 1"}]
+    reply = handler(Turn(1, {"answer": ""}, ("right", "right"), is_last=False))
+    assert (reply.messages, reply.grade.reward) == ([], 1.0)
+    assert reply.grade.parts == {"Adapter": 1.0, "turn_1": 0.0, "turn_2": 1.0}
+    assert len(Path("docs/environments/gym_adapter.py").read_text().partition("class Adapter")[2].splitlines()) <= 25
+
+
 # Training on them -----------------------------------------------------------------------------------------------------
 
 
@@ -381,12 +406,13 @@ SHORT = {"max_completion_tokens": 100, "max_turn_tokens": 6, "micro_batch_tokens
     (5, 1, {"share_prompts": True, "lora_rank": 4, "learning_rate": 1e-2}),
 ])  # fmt: skip
 def test_sampler_and_trainer_agree_in_float32_however_many_turns(turns, num_ranks, changes, policy, tmp_path):
-    given = SHORT | {"environment": f"{FILE}:Counts", "max_turns": turns, "dtype": "float32"} | changes
+    game = "docs/environments/guess_number.py:GuessNumber" if turns == 2 else f"{FILE}:Counts"
+    given = SHORT | {"environment": game, "max_turns": turns, "dtype": "float32"} | changes
     torchrun(num_ranks, "train_grpo.py", *training_flags(policy, tmp_path, **given))
     metrics = metrics_of(tmp_path)
     assert [metrics[step]["completion/turns_mean"] for step in (1, 2)] == [turns, turns]
     assert all(metrics[step]["policy/rollout_gap_max"] < 1e-5 for step in (1, 2))
-    assert metrics[1]["optim/grad_norm"] > 0
+    assert metrics[1]["optim/grad_norm"] > 0 or turns == 2, "nobody may win the game"
 
 
 def test_an_environment_that_ends_at_once_changes_no_bit(policy, reward, tmp_path):

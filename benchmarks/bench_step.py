@@ -10,11 +10,12 @@ r"""A whole step of ours against TRL's GRPOTrainer: same model, prompts and leng
     python benchmarks/bench_step.py --trl_env trl_env                     # all of one length
     python benchmarks/bench_step.py                                       # ours alone
 
-Ours is `train_grpo.py` on two ranks (FSDP2, vLLM, and `FLAGS`), with the seconds of its metrics.jsonl. Each is started
-as its documentation says: ours by scripts/launch.py, TRL's processes by torchrun. TRL generates with transformers (one process of two threads, two DDP processes, two FSDP2 ranks) or with its colocated vLLM (two DDP
-processes, two FSDP2 ranks; `bench_step_trl.py` says what has to be patched for CPU). Everything is fp32, with one
-optimizer update a step, KL 0, no gradient checkpointing, no evaluation and no checkpoint. Each process has one thread,
-except for the first variant. No completion ends early, or, with --mean_tokens, lengths are geometric
+Ours is `train_grpo.py` on two ranks (FSDP2, vLLM, and `FLAGS`), with the seconds of its metrics.jsonl. TRL generates
+with transformers (one process of two threads, two DDP processes, two FSDP2 ranks) or with its colocated vLLM (two DDP
+processes, two FSDP2 ranks; `bench_step_trl.py` says what has to be patched for CPU). Each is started as its
+documentation says: ours by scripts/launch.py, TRL's processes by torchrun. Everything is fp32, with one optimizer
+update a step, KL 0, no gradient checkpointing, no evaluation and no checkpoint. Each process has one thread, except for
+the first variant. No completion ends early, or, with --mean_tokens, lengths are geometric
 (`bench_common.save_random_model`). The reward costs nothing.
 
 The programs run in turn, --rounds times; the first two steps of each run are not counted. The median step of each round

@@ -184,7 +184,8 @@ class Run:
         has_signal = metrics.get("reward/frac_groups_with_signal") != 0
         self.num_idle = 0 if has_signal and metrics.get("optim/grad_norm") != 0 else self.num_idle + 1
         if self.num_idle == IDLE_STEPS and has_signal:
-            yield f"warning: for {IDLE_STEPS} steps nothing was learnt: rewards differ, but optim/grad_norm is 0"
+            found = "optim/grad_norm is 0, although rewards differ: see docs/symptoms.md, The reward does not rise"
+            yield f"warning: for {IDLE_STEPS} steps {found}"
         elif self.num_idle == IDLE_STEPS:
             found = "is 0" if metrics["reward/mean"] == 0 else "is the same within each group"
             where = "docs/symptoms.md, The reward is always 0"

@@ -85,6 +85,7 @@ MISTAKES = [  # ranks, flags beside the required ones, what the sentence says
     (1, "--kl_coef 0.1 --kl_estimator k3+ --kl_in reward", "--kl_estimator k3[+]: .*use k3"),
     (1, "--rollout_correction token_mask --rollout_correction_min 2.5", "_min 2.5 must be below .*_max 2"),
     (1, "--advantage reinforce++ --policy_loss gspo --kl_coef 1 --kl_in reward", "gspo .*; use gspo_token"),
+    (1, "--dynamic_sampling reward --group_size 1 --advantage none", "--group_size 1 with --dynamic_sampling reward"),
     (1, "--dynamic_sampling correct --keep_last", "--keep_last has no effect with --dynamic_sampling correct"),
     (1, "--replay r --partial_rollouts", "--partial_rollouts has no effect with --replay"),
     (1, "--replay ./o", "--replay ./o is --out_dir, too; name another folder"),

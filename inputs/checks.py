@@ -111,6 +111,8 @@ def of_algorithm(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[st
     if args.reward == "none" and (args.eval_data or args.truncated == "zero"):
         graded = flag.eval_data if args.eval_data else flag.truncated
         yield f"{graded} needs a reward; leave it out, or give one, which --advantage zero only logs."
+    if args.advantage == "zero" and args.reference in (None, args.model) and not args.hint_column:
+        yield "--advantage zero follows the reference, which is --model itself: give --reference, or --hint_column."
     cache, limit = args.overlong_cache_tokens, args.max_completion_tokens
     if cache and not re.search(r"\blength\b|@", args.reward):
         yield f"{flag.overlong_cache_tokens} has no effect without the reward `length`; leave it out, or add that."

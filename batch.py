@@ -36,7 +36,8 @@ IMAGE = "<image>"  # in a prompt: the place of an image
 Messages = list[dict[str, object]]
 Metrics = dict[str, float]
 State = dict[str, int | list[int] | list[float] | list[tuple[int, int]]]  # of the loop, by name: in the checkpoint
-OnFinished = Callable[[int, str, Sequence[int], bool], None]  # (index b of the completion, text, token ids, truncated)
+# (index b of the completion, text, sampled token ids, truncated, grade if the environment has given one)
+OnFinished = Callable[[int, str, Sequence[int], bool, Grade | None], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +70,7 @@ class Rollout:
     rollout_logprobs: list[np.ndarray]  # float32, one per completion token, by the engine at its temperature
     texts: list[str]  # the completions as text, without special tokens
     is_truncated_B: np.ndarray  # bool: stopped by the length limit, not by the model
+    is_sampled: list[np.ndarray] | None = None  # bool, per completion token: not said by an environment; None: all are
     versions: list[np.ndarray] | None = None  # int32, per completion token: the steps that its weights were trained
     lags: list[np.ndarray] | None = None  # int32, the same: steps between those weights and the ones that are trained
     grades: list[Grade] | None = None  # None: not graded yet
@@ -88,7 +90,8 @@ class Rollout:
 
     @property
     def completion_lengths_B(self) -> np.ndarray:
-        return np.array([len(completion) for completion in self.completions])
+        """Sampled tokens of each completion."""
+        return np.array([len(tokens) for tokens in self.of_sampled(self.completions)])
 
     @property
     def trained_lengths_B(self) -> np.ndarray:
@@ -99,6 +102,18 @@ class Rollout:
     def sequence_lengths_B(self) -> np.ndarray:
         """Trained positions per sequence: prompt + completion - 1, because the last token predicts nothing."""
         return np.array([len(row.ids) + len(c) - 1 for row, c in zip(self.rows, self.completions, strict=True)])
+
+    def of_sampled(self, per_token: list[np.ndarray]) -> list[np.ndarray]:
+        """The values of the sampled tokens of each completion, without those that an environment said."""
+        if self.is_sampled is None:
+            return per_token
+        return [values[is_sampled] for values, is_sampled in zip(per_token, self.is_sampled, strict=True)]
+
+    @property
+    def turns(self) -> list[np.ndarray]:
+        """int64, per completion token: 0 in the first turn of the policy and in the reply to it, then 1, ..."""
+        is_sampled = self.is_sampled or [np.ones(len(completion), dtype=bool) for completion in self.completions]
+        return [np.cumsum(np.diff(each.astype(np.int8), prepend=0) == 1) - 1 for each in is_sampled]
 
     def hinted(self) -> Rollout | None:
         """The rollout as the reference reads it: the same completions to prompts with hints; None if there are none."""
@@ -146,7 +161,7 @@ class Batch:
     input_ids_N: Tensor  # int64
     position_ids_N: Tensor  # int64, the place in the sequence; with images [3, N]: time, row, column
     labels_N: Tensor  # int64, the next token of the same sequence
-    loss_mask_N: Tensor  # bool, true where the label is a completion token that is trained
+    loss_mask_N: Tensor  # bool, true where the label is a sampled token that is trained
     trained_K: Tensor  # int64, the positions where the mask is true: to index by a mask, the host waits for the device
     loss_weights_N: Tensor  # float32, what the position counts in the loss of the update
     sequence_ids_N: Tensor  # int64, 0 to S - 1
@@ -244,7 +259,10 @@ def pack(rollout: Rollout, indices: list[int], group_size: int = 1) -> Batch:
     is_trained_B = rollout.trained_lengths_B > 0
 
     def mask(x: Segment) -> np.ndarray:  # the one mask
-        return (np.arange(x.stop) >= rollout.first_position(x.index)) & is_trained_B[x.index]
+        of_completion = np.arange(x.stop) >= rollout.first_position(x.index)
+        if rollout.is_sampled is not None:
+            of_completion[rollout.first_position(x.index) :] = rollout.is_sampled[x.index]
+        return of_completion & is_trained_B[x.index]
 
     loss_mask_N = packed(segments, mask)
     return Batch(

@@ -14,10 +14,13 @@ from functools import lru_cache
 import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.utils import get_json_schema
+from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
 from batch import IMAGE, Messages, Row
 from flags import PromptFormat
 from grading import alternatives, key_text
+from grading.own import load_function
 from guards.progress import progress
 from inputs.records import Record, name_of_source, read_records
 from model.vision import UnreadableImage, Vision, encoded_images, find_images
@@ -104,17 +107,28 @@ def _place_images(messages: Messages, num_images: int) -> Messages:
     return placed
 
 
-def _render(messages: Messages, prompt_format: PromptFormat, tokenizer: Tokenizer) -> str:
-    """The text that the model continues."""
+def render(messages: Messages, prompt_format: PromptFormat, tokenizer: Tokenizer, continues: bool = True) -> str:
+    """The text of the messages, which the model continues if it is its turn. Raises UnusableRow."""
     if prompt_format.prompt_format == "chat":
+        variables = template_variables(prompt_format, tokenizer) | {"tools": tool_schemas(prompt_format.tools)}
         try:
-            variables = template_variables(prompt_format, tokenizer)
-            return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)
+            return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=continues, **variables)
         except (TemplateError, TypeError) as error:
             raise UnusableRow(f"the chat template refuses it ({error})") from None
     if len(messages) > 1:
         raise UnusableRow(f"{len(messages)} messages need --prompt_format chat")
     return messages[0]["content"]
+
+
+@lru_cache(maxsize=8)
+def tool_schemas(tools: str | None) -> list[dict[str, object]] | None:
+    """What the chat template is told of the functions: their signatures and docstrings. Raises ValueError."""
+    try:
+        return (
+            [get_json_schema(load_function(*each.rpartition(":")[::2])) for each in tools.split(",")] if tools else None
+        )
+    except (DocstringParsingException, TypeHintParsingException, OSError) as error:
+        raise ValueError(f"--tools {tools}: {error}") from None
 
 
 def template_variables(prompt_format: PromptFormat, tokenizer: Tokenizer) -> dict[str, object]:
@@ -149,10 +163,14 @@ def check_template(prompt_format: PromptFormat, tokenizer: Tokenizer) -> None:
         base = "a base model may want --prompt_format raw, which gives it the text as it is"
         raise ValueError(f"--prompt_format chat: the tokenizer of --model has no chat template; {base}.")
     template_variables(prompt_format, tokenizer)
-    for flag in ("system_prompt", "image_column", "template_args"):
+    for flag in ("system_prompt", "image_column", "template_args", "tools"):
         value = getattr(prompt_format, flag)
         if value not in (None, ()) and prompt_format.prompt_format != "chat":
             raise ValueError(f"--{flag} {value!r} needs --prompt_format chat and a tokenizer with a chat template.")
+    question = [{"role": "user", "content": "?"}]
+    without = replace(prompt_format, tools=None)
+    if prompt_format.tools and render(question, prompt_format, tokenizer) == render(question, without, tokenizer):
+        raise ValueError(f"--tools {prompt_format.tools}: the chat template of --model shows no tools.")
 
 
 def check_vocabulary(tokenizer: Tokenizer, other: Tokenizer, path: str) -> None:
@@ -197,7 +215,7 @@ def make_row(record: Record, prompt_format: PromptFormat, tokenizer: Tokenizer, 
             raise UnusableRow(f"column {column!r} cannot be read as an image ({str(error)[:200]})") from None
         columns = {name: value for name, value in columns.items() if name != column}  # each reward call would carry it
     messages = _place_images(messages, len(encoded))
-    text = _render(messages, prompt_format, tokenizer)
+    text = render(messages, prompt_format, tokenizer)
     # A chat template writes its own special tokens; a bare prompt gets the tokenizer's, unless it begins with the BOS.
     has_special_tokens = prompt_format.prompt_format == "chat" or text.startswith(tokenizer.bos_token or "\0")
     ids = np.array(tokenizer(text, add_special_tokens=not has_special_tokens)["input_ids"], dtype=np.int32)

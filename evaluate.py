@@ -24,6 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,7 @@ import numpy as np
 from batch import Metrics, Rollout
 from data import PromptData, most_images
 from flags import FLAGS as OF_TRAINING
-from flags import GROUPS, INF, EngineSettings, Grading, Sampling, flag, take
+from flags import GROUPS, INF, EngineSettings, Sampling, flag, take
 from fsdp_utils import gather_from_ranks, init_world, is_main_process
 from grading import Grade
 from guards.files import required, tolerated, write
@@ -174,6 +175,7 @@ FLAGS = {
     ],
     "prompts": GROUPS["prompts"],
     "reward": GROUPS["reward"],
+    "turns": GROUPS["turns"],
 }
 # fmt: on
 
@@ -228,7 +230,7 @@ def parse_arguments() -> argparse.Namespace:
             config = json.loads((Path(run) / "config.json").read_text())
         except (OSError, ValueError) as error:
             raise ValueError(f"--like {run}: config.json cannot be read ({error}); name the folder of a run.") from None
-        shared = [each.name[2:] for each in (*GROUPS["prompts"], *GROUPS["reward"])]
+        shared = [each.name[2:] for each in (*GROUPS["prompts"], *GROUPS["reward"], *GROUPS["turns"])]
         shared += ["stop_tokens", "dtype", "head_dtype"]
         parser.set_defaults(**{name: config[name] for name in shared if name in config})
         of_sets = {name: config.get(f"eval_{name}") or [] for name in OF_A_SET}
@@ -247,7 +249,7 @@ def main() -> None:
         args = parse_arguments()
         check_ranges(args, FLAGS)
         check_head_dtype(args)
-        if args.reward == "none":
+        if args.reward == "none" and not args.environment:
             raise ValueError("--reward none grades nothing; give the reward of the sets.")
         check_launch(args.tensor_parallel_size, "bfloat16", args.gpu_memory_utilization)
         samplings = samplings_of(args.data, "", [getattr(args, name) for name in OF_A_SET])
@@ -256,7 +258,7 @@ def main() -> None:
             raise ValueError(f"--published has {counts}; give one for each, '-' for none.")
         folder = new_folder(args.out_dir, args.model)
         _, tokenizer, vision, load = load_model_files(args, max(args.max_completion_tokens))
-        sets, grader = load(args.data, 0), start_grader(take(Grading, args), args.tensor_parallel_size)
+        sets, (grader, turns) = load(args.data, 0), start_grader(args, tokenizer, args.tensor_parallel_size)
         world = init_world(args.tensor_parallel_size, timeout_minutes=600)
         sets = [grader.check_keys(data, world) for data in sets]
         folder = gather_from_ranks(folder)[0]  # the time in its name is the main process's
@@ -277,6 +279,8 @@ def main() -> None:
         engine = Engine(args.model, tokenizer, world, settings, vision, most_images(sets), most)
     except ValueError as error:
         exit_with_error(error)
+    if turns:
+        engine.play = partial(turns.play, engine)
     results = []
     for i, (data, sampling) in enumerate(zip(sets, samplings, strict=True)):
         results.append(evaluate(engine, data, sampling, grader, (args.seed, i), folder))

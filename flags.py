@@ -97,6 +97,14 @@ GROUPS["reward"] = [
     flag("--overlong_cache_tokens", int, "reward `length`: it falls from 0 to -1 over this many last tokens; "
          "default: 1/5 of the limit", (1, INF)),
 ]
+GROUPS["turns"] = [  # docs/turns.md
+    flag("--environment", str, "my_environment.py:Class: what replies to a completion, so that an episode has turns"),
+    flag("--tools", str, "my_tools.py:function,my_tools.py:other: tools that the model may call; what they return is "
+         "the reply"),
+    flag("--max_turns", 4, "turns of the policy in an episode", (1, 1000)),
+    flag("--max_turn_tokens", int, "a turn is cut after this many tokens; default: the limit of the completion, which "
+         "counts all turns and replies", (1, INF)),
+]
 GROUPS["batch, counted in prompts"] = [
     flag("--prompts_per_step", 32, "P: prompts sampled each step, over all ranks; a multiple of the engines", (1, INF)),
     flag("--group_size", 8, "G: completions per prompt, compared with each other", (1, INF)),
@@ -310,6 +318,7 @@ class PromptFormat:  # how a row becomes a prompt
     system_prompt: str | None
     prompt_suffix: str
     template_args: tuple[str, ...]
+    tools: str | None
     max_prompt_tokens: int
     max_pixels: int | None
 
@@ -322,6 +331,14 @@ class Grading:  # how completions are graded
     reward_in_flight: int
     truncated: str
     overlong_cache_tokens: int | None
+
+
+@settings
+class Turning:  # who replies to completions, and how often
+    environment: str | None
+    tools: str | None
+    max_turns: int
+    max_turn_tokens: int | None
 
 
 @settings

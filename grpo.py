@@ -39,13 +39,16 @@ class Graded(Listed):
     """The graded completions of a step, the input of an advantage."""
 
     rewards_PG: Tensor  # float32; with --kl_in reward, minus the KL penalties of all tokens of the completion
-    returns_T: Tensor  # of the completion; with --kl_in reward, minus the KL penalties from this token on
-    lengths_B: Tensor  # completion tokens
-    mask_T: Tensor  # bool: the completion is trained
+    returns_T: Tensor  # of the token's turn and later ones; with --kl_in reward, minus the KL penalties of these tokens
+    lengths_B: Tensor  # completion tokens, those of an environment included
+    mask_T: Tensor  # bool: the token is trained
     # Of the grades, as they were given:
     parts: dict[str, Tensor] = field(default_factory=dict)  # verifier or sub-score -> [P, G], without its weight
     is_correct_PG: Tensor | None = None  # bool: full marks from the first verifier of the reward
     is_truncated_PG: Tensor | None = None  # bool: stopped by the length limit
+    # Of environments that reward each of K turns (docs/turns.md):
+    turn_rewards_PGK: Tensor | None = None  # float32; nan where an episode has fewer turns
+    turns_T: Tensor | None = None  # int64: the turn of each token, 0, 1, ...
 
 
 def grpo(g: Graded, *, advantage_ddof: int, advantage_eps: float) -> Tensor:
@@ -81,6 +84,24 @@ def maxrl(g: Graded) -> Tensor:
     return divided(centred(g.rewards_PG), g.rewards_PG.mean(dim=1, keepdim=True))
 
 
+def mt_grpo(g: Graded, *, advantage_ddof: int, advantage_eps: float) -> Tensor:
+    """The `grpo` of each turn's rewards among the group, summed over a token's turn and later ones.
+
+    MT-GRPO (arXiv 2505.11821v1) and its code (SiliangZeng/Multi-Turn-RL-Agent), where the first of two turns has a
+    reward of its own, and the outcome is that of the last. Raises ValueError if the rewards are not by turn.
+    """
+    if g.turn_rewards_PGK is None:
+        raise ValueError("--advantage mt_grpo needs an --environment whose reward() returns a list, a number a turn.")
+    rewards_PKG = g.turn_rewards_PGK.transpose(1, 2)
+    is_there, counts = ~rewards_PKG.isnan(), (~rewards_PKG.isnan()).sum(dim=2, keepdim=True)
+    mean = rewards_PKG.nansum(dim=2, keepdim=True) / counts
+    deviations = torch.where(is_there, rewards_PKG - mean, 0.0)
+    std = (deviations.square().sum(dim=2, keepdim=True) / (counts - advantage_ddof).clamp(min=1)).sqrt()
+    of_turns = divided(deviations, std + advantage_eps).transpose(1, 2).flatten(0, 1)
+    sequences_T = torch.repeat_interleave(g.lengths_B)
+    return to_go(of_turns)[sequences_T, g.turns_T]
+
+
 def reinforce_pp(g: Graded, *, advantage_ddof: int, advantage_eps: float) -> Tensor:
     """(return - mean over tokens of the step) / (std + eps): long completions count more, as in verl.
 
@@ -111,6 +132,7 @@ ADVANTAGES: dict[str, Callable[..., Tensor]] = {  # Graded -> [P, G], the same f
     "dr_grpo": dr_grpo,
     "rloo": rloo,
     "maxrl": maxrl,
+    "mt_grpo": mt_grpo,
     "reinforce++": reinforce_pp,
     "reinforce++_baseline": reinforce_pp_baseline,
     "none": reward_itself,
@@ -131,7 +153,12 @@ def divided(values: Tensor, scale: Tensor) -> Tensor:
 
 def returns_to_go(reward: Tensor, penalties: Tensor) -> Tensor:
     """At each token of a completion, the reward minus the penalties (coefficient x KL) of this token and later ones."""
-    return reward - penalties.flip(0).cumsum(0).flip(0)
+    return reward - to_go(penalties)
+
+
+def to_go(values: Tensor) -> Tensor:
+    """Along the last dimension, the sum of this value and later ones."""
+    return values.flip(-1).cumsum(-1).flip(-1)
 
 
 def whitened(values: Tensor, mask: Tensor, ddof: int, eps: float) -> Tensor:

@@ -31,6 +31,8 @@ def rollout_metrics(rollout: Rollout, group_size: int) -> Metrics:
         "completion/tokens_max": lengths_B.max(),
         "completion/frac_truncated": rollout.is_truncated_B.mean(),
     }
+    if rollout.is_sampled is not None:
+        of_lengths["completion/turns_mean"] = np.mean([each.max() + 1 for each in rollout.turns])
     if all(grade.status == NOT_GRADED for grade in rollout.grades):
         return {name: float(value) for name, value in of_lengths.items()}
     metrics = of_lengths | {
@@ -111,9 +113,10 @@ def lag_metrics(trained: Rollout) -> Metrics:
     """
     if trained.lags is None:
         return {}
-    lags = [lags for lags, length in zip(trained.lags, trained.trained_lengths_B, strict=True) if length]
+    lags_B = trained.of_sampled(trained.lags)
+    lags = [lags for lags, length in zip(lags_B, trained.trained_lengths_B, strict=True) if length]
     together = np.concatenate([*lags, np.zeros(0 if lags else 1)])
-    is_mixed = [len(set(each.tolist())) > 1 for each in trained.lags]
+    is_mixed = [len(set(each.tolist())) > 1 for each in lags_B]
     found = {"rollout/lag_mean": together.mean(), "rollout/lag_max": together.max()}
     found["rollout/frac_old_tokens"] = (together > 0).mean()
     return {name: float(value) for name, value in found.items()} | {"rollout/frac_mixed": float(np.mean(is_mixed))}

@@ -56,13 +56,16 @@ class Grader:
             except ValueError as error:
                 raise ValueError(f"--reward {grading.reward!r}: {error}") from None
 
-    def submit(self, b: int, case: Case, group_size: int = 1) -> None:
-        """Hands completion b to the workers and returns at once. Groups are b = 0 ... group_size - 1, and so on."""
+    def submit(self, b: int, case: Case, group_size: int = 1, grade: Grade | None = None) -> None:
+        """Hands completion b to the workers and returns at once. Groups are b = 0 ... group_size - 1, and so on.
+
+        `grade`: what an environment has given it already.
+        """
         assert self.pool or not self.weights, "completions are submitted on the first rank of their engine"
-        if not self.weights:
-            self.not_graded[b] = Grade(0.0, NOT_GRADED)
-        elif case.is_truncated and self.grading.truncated == "zero":
+        if case.is_truncated and self.grading.truncated == "zero":
             self.not_graded[b] = Grade(0.0, "truncated")
+        elif grade or not self.weights:
+            self.not_graded[b] = grade or Grade(0.0, NOT_GRADED)
         elif self.needs.cases:
             self.pool.submit(b, ("grade", case))
         if self.needs.groups:
@@ -79,12 +82,14 @@ class Grader:
     def submit_to(self, rows: Sequence[Row] | Mapping[int, Row], sampling: Sampling) -> OnFinished:
         """What `Engine.sample` calls with each finished completion b of the rows, of which each has `num_samples`."""
 
-        def on_finished(b: int, text: str, token_ids: Sequence[int], is_truncated: bool) -> None:
+        def on_finished(
+            b: int, text: str, token_ids: Sequence[int], is_truncated: bool, grade: Grade | None = None
+        ) -> None:
             row, count = rows[b // sampling.num_samples], len(token_ids)
             ids = tuple(token_ids) if self.needs.token_ids else ()
             limit = sampling.max_completion_tokens
             case = Case(text, row.answer, row.columns, row.text, ids, count, limit, is_truncated, row.where)
-            self.submit(b, case, sampling.num_samples)
+            self.submit(b, case, sampling.num_samples, grade)
 
         return on_finished
 

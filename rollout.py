@@ -20,7 +20,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # in this process: its weights and its seed are ours
 # The first rank's warnings are enough: what vLLM falls back to is the same on all.
@@ -38,7 +38,7 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
-from vllm import LLM, CompletionOutput, RequestOutput, SamplingParams, TokensPrompt
+from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel, get_tp_group
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
@@ -46,6 +46,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from batch import OnFinished, Rollout, Row
 from flags import EngineSettings, Sampling
 from fsdp_utils import World, end_if_requested, gather_from_ranks, set_allocator
+from generation.completion import Completion, rollout_of
 from guards.progress import progress
 from guards.stall import beat
 from guards.start import launch_name, requested
@@ -70,6 +71,7 @@ _name_by_vllm = _CPUSHMDistributed.make_group_name
 _CPUSHMDistributed.make_group_name = staticmethod(lambda communicator: f"{_name_by_vllm(communicator)}-{launch_name()}")
 
 
+Value = TypeVar("Value")
 STEPS_BETWEEN_LOOKS = 16  # for a signal, in an engine over several ranks: each look costs them a broadcast
 
 
@@ -99,7 +101,11 @@ class Engine:
         self.world = world
         self.tokenizer, self.stop_ids = tokenizer, stop_ids(tokenizer, settings.stop_tokens)
         self.state = "awake"  # or "asleep"; "broken" during a change between the two, and for ever if that fails
-        self.num_engine_steps = 0
+        self.num_looks = 0
+        self.under_way: dict[int, tuple[Row, list[int]]] = {}  # number of a request -> its row, and the tokens after it
+        self.told: tuple[int, ...] = ()  # the progress that was told last
+        # What yields (index of the row, finished completion) of each of the rows; `turns.Turns` takes its place.
+        self.play: Callable[[list[Row], Sampling, str], Iterator[tuple[int, Completion]]] = self._run
         self.seconds_E = np.zeros(world.num_engines)  # that each engine took for its share of the last `sample`
         is_cuda = world.device.type == "cuda"
         if not is_cuda:
@@ -124,26 +130,25 @@ class Engine:
 
         The engines take equal consecutive shares. `seed` is a tuple of non-negative numbers (run, step, purpose): the
         result is a function of weights, arguments and number of engines. When completion b of the result is finished,
-        the leader of its engine calls `on_finished(b, text, token_ids, is_truncated)`. Raises Stopped if a signal has
-        come; the engine cannot sample any more then.
+        the leader of its engine calls `on_finished`. Raises Stopped if a signal has come; the engine cannot sample any
+        more then.
         """
         self.prepare(seed)
         rows_B = [row for row in rows for _ in range(sampling.num_samples)]
         indices_PG = np.arange(len(rows_B)).reshape(-1, sampling.num_samples)
         own = np.array_split(indices_PG, self.world.num_engines)[self.world.engine_index].flatten().tolist()
         is_leader = self.world.is_engine_leader
-        finished: dict[int, CompletionOutput] = {}
+        finished: dict[int, Completion] = {}
         beat(f"begins to sample {len(own)} completions")
         start = time.perf_counter()
-        for i, done in self._run([rows_B[b] for b in own], sampling, description):
+        for i, done in self.play([rows_B[b] for b in own], sampling, description):
             finished[own[i]] = done
-            if on_finished is not None and is_leader:
-                on_finished(own[i], done.text, done.token_ids, done.finish_reason == "length")
+            done.tell(own[i], self.tokenizer, on_finished if is_leader else None)
         end_if_requested()
-        result = _rollout_of([finished[b] for b in own]), time.perf_counter() - start
+        result = rollout_of([finished[b] for b in own]), time.perf_counter() - start
         of_engines = [each for each in gather_from_ranks(result if is_leader else None) if each is not None]
         self.seconds_E = np.array([seconds for _, seconds in of_engines])
-        return replace(Rollout.concatenate([rollout for rollout, _ in of_engines]), rows=rows_B)
+        return replace(Rollout.concatenate([rollout for rollout, _ in of_engines]), rows=rows_B, versions=None)
 
     def prepare(self, seed: tuple[int, ...]) -> None:
         """Empties the caches, lets the guard check the engine, and sets the seed: before requests are made."""
@@ -170,43 +175,46 @@ class Engine:
             detokenize=False,  # decoded when it is finished, in one go
         )
 
-    def _run(self, rows: list[Row], sampling: Sampling, description: str) -> Iterator[tuple[int, CompletionOutput]]:
+    def _run(self, rows: list[Row], sampling: Sampling, description: str) -> Iterator[tuple[int, Completion]]:
         """Yields (index, completion) of each row when it is finished: vLLM tells that of requests, so each has one."""
-        params = self.params(sampling, sampling.max_completion_tokens)
-        inputs = {id(row): _engine_input(row) for row in rows}  # decoded once for all completions of a prompt
-        first_id = next(self.llm.request_counter) + 1
-        self.llm.enqueue([inputs[id(row)] for row in rows], params, use_tqdm=False)
+        first = self.add(rows, [[] for _ in rows], [sampling.max_completion_tokens] * len(rows), sampling)
         with progress(description, total=len(rows), shown_after=0.0) as bar:
-            for index, output in self.finished(rows, first_id):
-                if output.prompt_token_ids != rows[index].ids.tolist():
-                    raise RuntimeError(f"the engine reads prompt {index} with other image tokens than the trainer.")
-                (done,) = output.outputs
-                done.text = self.tokenizer.decode(done.token_ids, skip_special_tokens=True)
-                yield index, done
-                bar.update()
+            while self.is_busy():
+                for number, done in self.step():
+                    yield number - first, done
+                    bar.update()
             bar.refresh()  # full, however short it took
 
-    def finished(
-        self, rows: list[Row], first_id: int, is_enough: Callable[[], bool] = lambda: False
-    ) -> Iterator[tuple[int, RequestOutput]]:
-        """Yields (index of the row, output) of each finished request, until it is enough or a signal has come."""
-        engine, told = self.llm.llm_engine, None
-        while not is_enough() and engine.has_unfinished_requests() and not self.is_abandoned():
-            told = self.tell_progress(rows, first_id, told)
-            yield from ((int(x.request_id) - first_id, x) for x in engine.step() if x.finished)
+    def add(self, rows: list[Row], so_far: list[list[int]], limits: list[int], sampling: Sampling) -> int:
+        """Requests what goes on after a row's prompt and the tokens so far, of at most so many tokens.
 
-    def add(self, rows: list[Row], so_far: list[list[int]], sampling: Sampling) -> int:
-        """Requests the rest of unfinished completions. Returns the number of the first request; the others follow.
-
-        The requests return only the new token ids.
+        Returns the number of the first request; the others follow.
         """
-        left = [sampling.max_completion_tokens - len(ids) for ids in so_far]
-        params = {tokens: self.params(sampling, tokens) for tokens in set(left)}
-        prompts = [[*row.ids.tolist(), *ids] for row, ids in zip(rows, so_far, strict=True)]
-        first_id = next(self.llm.request_counter) + 1
-        inputs = [TokensPrompt(prompt_token_ids=ids) for ids in prompts]
-        self.llm.enqueue(inputs, [params[tokens] for tokens in left], use_tqdm=False)
-        return first_id
+        params = {limit: self.params(sampling, limit) for limit in set(limits)}
+        images = {key: _images(row) for key, row in {id(row): row for row in rows}.items()}  # decoded once a prompt
+        inputs = [_engine_input(row, ids, images[id(row)]) for row, ids in zip(rows, so_far, strict=True)]
+        first = next(self.llm.request_counter) + 1
+        self.under_way |= {first + i: given for i, given in enumerate(zip(rows, so_far, strict=True))}
+        self.llm.enqueue(inputs, [params[limit] for limit in limits], use_tqdm=False)
+        return first
+
+    def is_busy(self) -> bool:
+        """Whether requests are unfinished, and no signal has come."""
+        return self.llm.llm_engine.has_unfinished_requests() and not self.is_abandoned()
+
+    def step(self) -> list[tuple[int, Completion]]:
+        """One step of the engine. Returns (number, what was sampled) of each request that it has finished."""
+        self.tell_progress()
+        finished = []
+        for output in self.llm.llm_engine.step():
+            if output.finished:
+                number, (done,) = int(output.request_id), output.outputs
+                row, ids = self.under_way.pop(number)
+                if output.prompt_token_ids != [*row.ids.tolist(), *ids]:
+                    raise RuntimeError(f"the engine reads {row.where} with other image tokens than the trainer.")
+                logprobs = list(done.logprobs.logprobs)
+                finished.append((number, Completion(list(done.token_ids), logprobs, [], done.finish_reason)))
+        return finished
 
     def withdraw(self) -> list[tuple[int, list[int], list[float]]]:
         """Returns (number, token ids, log-probs) of each unfinished request, and aborts it.
@@ -220,27 +228,30 @@ class Engine:
             for x in states.values()
         ]
         engine.abort_request(list(states), internal=True)
+        self.under_way.clear()
         while engine.engine_core.engine_core.batch_queue:  # what is already computed, on GPUs, ahead of its outputs
             engine.step()
         return found
 
     def is_abandoned(self) -> bool:
         """Whether a signal has come. The answer is the same on all ranks of an engine, which ask the first."""
-        if self.world.tp_size == 1:
-            return requested()
-        self.num_engine_steps += 1
-        is_due = self.num_engine_steps % STEPS_BETWEEN_LOOKS == 0
-        return is_due and get_tp_group().broadcast_object(requested(), src=0)
+        self.num_looks += 1
+        is_due = self.world.tp_size == 1 or self.num_looks % STEPS_BETWEEN_LOOKS == 0
+        return is_due and self.from_leader(requested())
 
-    def tell_progress(self, rows: list[Row], first_id: int, before: tuple[int, ...] | None) -> tuple[int, ...]:
-        """Returns (oldest unfinished request, its tokens, number of unfinished ones), which changes with progress."""
+    def from_leader(self, value: Value) -> Value:
+        """What the first rank of the engine has; all of its ranks call this together."""
+        return value if self.world.tp_size == 1 else get_tp_group().broadcast_object(value, src=0)
+
+    def tell_progress(self) -> None:
+        """Beats if there is progress: in the oldest unfinished request, or in the number of unfinished ones."""
         states = self.llm.llm_engine.output_processor.request_states
         oldest = next(iter(states.values()))
-        index, tokens = int(oldest.external_req_id) - first_id, oldest.detokenizer.num_output_tokens()
-        now = index, tokens, len(states)
-        if now != before:
-            beat(f"samples: {len(states)} requests unfinished, the oldest ({rows[index].where}) has {tokens} tokens")
-        return now
+        number, tokens = int(oldest.external_req_id), oldest.detokenizer.num_output_tokens()
+        if (now := (number, tokens, len(states))) != self.told:
+            where = self.under_way[number][0].where
+            beat(f"samples: {len(states)} requests unfinished, the oldest ({where}) has {tokens} tokens")
+        self.told = now
 
     def sync(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Takes new weights, one full tensor at a time, under their Hugging Face names; wakes the engine if it sleeps.
@@ -280,23 +291,16 @@ class Engine:
         destroy_distributed_environment()
 
 
-def _rollout_of(finished: list[CompletionOutput]) -> Rollout:
-    """The completions, without their rows, which every rank has."""
-    return Rollout(
-        rows=[],
-        completions=[np.array(done.token_ids, dtype=np.int32) for done in finished],
-        rollout_logprobs=[np.array(done.logprobs.logprobs, dtype=np.float32) for done in finished],
-        texts=[done.text for done in finished],
-        is_truncated_B=np.array([done.finish_reason == "length" for done in finished], dtype=bool),
-    )
+def _images(row: Row) -> dict[str, object]:
+    """What the engine is given of a row beside tokens."""
+    images = row.images and [decode(image) for image in row.images.encoded]
+    return {"multi_modal_data": {"image": images}} if images else {}
 
 
-def _engine_input(row: Row) -> TokensPrompt:
-    """The prompt for the engine, which repeats the token of each image by itself."""
-    if row.images is None:
-        return TokensPrompt(prompt_token_ids=row.ids.tolist())
-    ids, images = row.images.template_ids.tolist(), [decode(image) for image in row.images.encoded]
-    return TokensPrompt(prompt_token_ids=ids, multi_modal_data={"image": images})
+def _engine_input(row: Row, ids: list[int], images: dict[str, object]) -> TokensPrompt:
+    """The prompt and these tokens for the engine, which repeats the token of each image by itself."""
+    prompt = row.ids if row.images is None else row.images.template_ids
+    return TokensPrompt(prompt_token_ids=[*prompt.tolist(), *ids], **images)
 
 
 def largest_share(calls: list[tuple[int, int]], world: World) -> int:

@@ -31,13 +31,20 @@ from fsdp_utils import World, broadcast_from_main, end_if_requested, gather_from
 from generation.completion import rollout_of
 from generation.start import start_server
 from generation.weights import fit_of
-from generation.wire import Fleet, Request, Server
+from generation.wire import Fleet, Request, Server, Turns
 from guards.stall import WAITS, beat
 from guards.start import RunError, requested
 from model.engine_options import engine_options, stop_ids
 from model.weights import load_config
 
 TICK = 0.1  # seconds between two looks of ranks that wait for servers
+
+
+class Inputs(Protocol):
+    """What is needed of an `inputs.load.Inputs`."""
+
+    tokenizer: PreTrainedTokenizerBase
+    turns: Turns | None
 
 
 class Log(Protocol):
@@ -148,7 +155,7 @@ def build_servers(
     model: str,
     settings: EngineSettings,
     servers: Servers,
-    tokenizer: PreTrainedTokenizerBase,
+    inputs: Inputs,
     weights: dict[str, list],
     log: Log,
     version: int,
@@ -167,7 +174,7 @@ def build_servers(
             found.append(Server(f"server {i}", process.url, process))
         log.say(f"waits for {', '.join(each.name for each in found)}")
         needed = fit_of(load_config(model), settings.max_model_len, settings.dtype, settings.head_dtype)
-        stops = stop_ids(tokenizer, settings.stop_tokens)
-        fleet = Fleet(found, stops, key, log.say, log.note_span, claim_of(log.out_dir), needed)
+        stops, turns = stop_ids(inputs.tokenizer, settings.stop_tokens), {"turns": inputs.turns}
+        fleet = Fleet(found, stops, key, log.say, log.note_span, claim_of(log.out_dir), needed, **turns)
     set_allocator(is_expandable=True)  # as beside an engine in the ranks
-    return ServerEngine(fleet, tokenizer, weights, device, version, servers.in_flight)
+    return ServerEngine(fleet, inputs.tokenizer, weights, device, version, servers.in_flight)

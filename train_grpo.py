@@ -80,13 +80,15 @@ def build_engine(args: Namespace, inputs: Inputs, policy: Policy, run: Run, save
     """The engine, with random weights until the first `sync`, which brings those of `saved_step`."""
     if args.replay:
         return NoEngine()
+    if inputs.turns:
+        run.say(inputs.turns.describe())
     limits = args.max_prompt_tokens, max(args.max_completion_tokens, *args.eval_max_completion_tokens)
     settings = take(EngineSettings, args, max_model_len=sum(limits))
     if args.engine == "server":
         from rollout_server import build_servers
 
         servers, weights = take(Servers, args), policy.describe_weights()
-        return build_servers(args.model, settings, servers, inputs.tokenizer, weights, run, saved_step)
+        return build_servers(args.model, settings, servers, inputs, weights, run, saved_step)
     from rollout import Engine, largest_share  # vLLM takes seconds to import: mistakes are reported before
 
     max_images = most_images([*inputs.train_data, *inputs.eval_sets])
@@ -97,6 +99,8 @@ def build_engine(args: Namespace, inputs: Inputs, policy: Policy, run: Run, save
     sequences = largest_share(calls, run.world)
     engine = Engine(args.model, inputs.tokenizer, run.world, settings, inputs.vision, max_images, sequences)
     engine.guard = DriftGuard(engine.llm.apply_model, policy, run.world, run.phase)
+    if inputs.turns:
+        engine.play = partial(inputs.turns.play, engine)
     if names := engine.guard.not_compared:
         run.say(f"the engine's {', '.join(names[:3])} and {len(names)} tensors in all cannot be compared bit by bit")
     engine.sleep()  # until the first sync: what that gathers and the engine's cache are never held together
@@ -141,6 +145,8 @@ def starting_point(args: Namespace, run: Run, last_step: int) -> tuple[int, Path
 
 def close(inputs: Inputs, engine: Engine | ServerEngine) -> None:
     inputs.grader.close()
+    if inputs.turns:
+        inputs.turns.close()
     engine.close()
     close_world()
 

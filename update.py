@@ -155,15 +155,20 @@ def gather_penalties(rollout: Rollout, updates: list[Update], algorithm: Algorit
 
 def compute_advantages(rollout: Rollout, penalties: list[np.ndarray] | None, algorithm: Algorithm) -> list[np.ndarray]:
     """The advantage of each token of each completion. Raises ValueError if --advantage returns something else."""
-    rewards_B, lengths_B = torch.from_numpy(rollout.rewards_B), torch.from_numpy(rollout.completion_lengths_B)
-    returns_T = torch.repeat_interleave(rewards_B, lengths_B)
+    rewards_B, lengths_B = torch.from_numpy(rollout.rewards_B), torch.tensor(list(map(len, rollout.completions)))
+    returns_T, of_turns = torch.repeat_interleave(rewards_B, lengths_B), by_turn(rollout, algorithm.group_size)
+    if of_turns:
+        to_go = grpo.to_go(of_turns["turn_rewards_PGK"].nan_to_num()).flatten(0, 1)
+        returns_T = to_go[torch.repeat_interleave(lengths_B), of_turns["turns_T"]]
     if penalties is not None:
-        pairs = zip(rewards_B, map(torch.from_numpy, penalties), strict=True)
-        returns_T = torch.cat([grpo.returns_to_go(reward, penalty) for reward, penalty in pairs])
+        pairs = zip(returns_T.split(lengths_B.tolist()), map(torch.from_numpy, penalties), strict=True)
+        returns_T = torch.cat([grpo.returns_to_go(rewards, penalty) for rewards, penalty in pairs])
         rewards_B = rewards_B - torch.tensor([penalty.sum() for penalty in penalties])
     mask_T = torch.repeat_interleave(torch.from_numpy(rollout.trained_lengths_B) > 0, lengths_B)
+    if rollout.is_sampled is not None:
+        mask_T &= torch.from_numpy(np.concatenate(rollout.is_sampled))
     rewards_PG = rewards_B.view(-1, algorithm.group_size)
-    graded = Graded(rewards_PG, returns_T, lengths_B, mask_T, **of_grades(rollout, rewards_PG.shape))
+    graded = Graded(rewards_PG, returns_T, lengths_B, mask_T, **of_grades(rollout, rewards_PG.shape), **of_turns)
     found = algorithm.advantage(graded)
     grpo.check_returned("--advantage", found, [tuple(rewards_PG.shape), tuple(returns_T.shape)])
     of_tokens = torch.repeat_interleave(found.flatten(), lengths_B) if found.shape == rewards_PG.shape else found
@@ -180,6 +185,20 @@ def of_grades(rollout: Rollout, shape: torch.Size) -> dict[str, Tensor | dict[st
         "is_correct_PG": is_correct_PG.view(shape),
         "is_truncated_PG": is_truncated_PG.view(shape),
     }
+
+
+def by_turn(rollout: Rollout, group_size: int) -> dict[str, Tensor]:
+    """The fields of `Graded` that are of turns, by name; {} where rewards are not by turn."""
+    parts, turns = [grade.parts for grade in rollout.grades], rollout.turns
+    if not any("turn_1" in each for each in parts):
+        return {}
+    most = max(int(each.max()) + 1 for each in turns)
+    rewards_BK = torch.full((len(parts), most), torch.nan)
+    for b, (each, of_tokens) in enumerate(zip(parts, turns, strict=True)):
+        for k in range(int(of_tokens.max()) + 1):
+            rewards_BK[b, k] = each.get(f"turn_{k + 1}", 0.0)
+    turns_T = torch.from_numpy(np.concatenate(turns))
+    return {"turn_rewards_PGK": rewards_BK.view(-1, group_size, most), "turns_T": turns_T}
 
 
 def update_policy(

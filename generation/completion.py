@@ -1,4 +1,4 @@
-"""A completion of servers and of partial rollouts: other weights may have made each of its tokens."""
+"""A completion while it grows. With servers and partial rollouts other weights may have made each of its tokens."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from batch import OnFinished, Rollout
+from grading import Grade
 
 
 @dataclass
@@ -19,6 +20,8 @@ class Completion:
     versions: list[int] = field(default_factory=list)  # the steps that those were trained
     finish_reason: str | None = None  # None: it goes on
     text: str = ""  # of a finished one
+    is_sampled: list[bool] | None = None  # per token, false where an environment said it; None: all are
+    grade: Grade | None = None  # that the environment has given
 
     def extend(self, token_ids: list[int], logprobs: list[float], version: int, reason: str | None = None) -> None:
         """By tokens that the weights of this version have made."""
@@ -32,11 +35,12 @@ class Completion:
         """Reads the text of the finished completion; the grader hears of it as number b of its call."""
         self.text = tokenizer.decode(self.token_ids, skip_special_tokens=True)
         if on_finished is not None:
-            on_finished(b, self.text, self.token_ids, self.finish_reason == "length")
+            on_finished(b, self.text, self.token_ids, self.finish_reason == "length", self.grade)
 
 
 def rollout_of(completions: list[Completion]) -> Rollout:
     """Finished ones, without their rows, which every rank has."""
+    has_turns = any(each.is_sampled is not None for each in completions)
     return Rollout(
         rows=[],
         completions=[np.array(each.token_ids, dtype=np.int32) for each in completions],
@@ -44,4 +48,5 @@ def rollout_of(completions: list[Completion]) -> Rollout:
         texts=[each.text for each in completions],
         is_truncated_B=np.array([each.finish_reason == "length" for each in completions], dtype=bool),
         versions=[np.array(each.versions, dtype=np.int32) for each in completions],
+        is_sampled=[np.array(each.is_sampled, dtype=bool) for each in completions] if has_turns else None,
     )

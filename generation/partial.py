@@ -136,15 +136,17 @@ class PartialSampler(Sampler):
             return
         todo = [(x, each) for x in groups for each in x.completions if each.finish_reason is None]
         rows, so_far = [group.row for group, _ in todo], [each.token_ids for _, each in todo]
-        first_id = self.engine.add(rows, so_far, self.sampling)
+        left = [self.sampling.max_completion_tokens - len(ids) for ids in so_far]
+        first = self.engine.add(rows, so_far, left, self.sampling)
         beat(f"begins to sample {len(todo)} completions, {sum(map(bool, so_far))} of them from an earlier step on")
-        for index, output in self.engine.finished(rows, first_id, is_enough):
-            (group, completion), (done,) = todo[index], output.outputs
-            completion.extend(list(done.token_ids), list(done.logprobs.logprobs), version, done.finish_reason)
-            if group.is_finished:
-                yield group
-        for request_id, token_ids, logprobs in self.engine.withdraw():
-            todo[request_id - first_id][1].extend(token_ids, logprobs, version)
+        while not is_enough() and self.engine.is_busy():
+            for number, done in self.engine.step():
+                group, completion = todo[number - first]
+                completion.extend(done.token_ids, done.logprobs, version, done.finish_reason)
+                if group.is_finished:
+                    yield group
+        for number, token_ids, logprobs in self.engine.withdraw():
+            todo[number - first][1].extend(token_ids, logprobs, version)
 
     def from_engines(self, chosen: list[Group], seconds: float) -> Rollout:
         """The groups of all engines as one rollout; their prompts are not in the air any more."""

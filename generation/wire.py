@@ -17,7 +17,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Protocol
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -30,6 +30,8 @@ from flags import Sampling
 from generation.completion import Completion
 from generation.start import ServerProcess
 from generation.weights import Link, open_link
+from grading.episode import Environments
+from grading.pool import Outcome
 from guards.start import RunError, note_reason, requested, signal_name
 from inputs.machine import own_address
 from model.sizes import MOST_ON_GPU
@@ -69,6 +71,7 @@ class Request:
     row: Row
     sampling: Sampling
     completion: Completion | None = None  # None: it is not finished
+    episode: Completion | None = None  # its turns so far; None: there are no turns
 
 
 @dataclass(eq=False)
@@ -86,14 +89,24 @@ class Server:
     tokens: float = 0.0  # by its own count
 
 
-def read_completion(content: bytes, prompt: list[int], sampling: Sampling) -> Completion:
+class Turns(Protocol):
+    """What is needed of a `turns.Turns`."""
+
+    environments: Environments
+    begin: Callable[[Row], Completion]
+    room: Callable[[Completion, Sampling], int]
+    end_turn: Callable[[Completion, Completion, Sampling], None]
+    end_reply: Callable[[Completion, Outcome, Sampling], str]
+
+
+def read_completion(content: bytes, prompt: list[int], most_tokens: int) -> Completion:
     """Raises ServerFault or msgspec's errors if it is not what was asked for."""
     answer = msgspec.json.decode(content, type=Answer)
     (choice,) = answer.choices
     ids, logprobs, spans = choice.token_ids, choice.logprobs.content, choice.weight_versions
     mistakes = {
         "it answers another prompt": answer.prompt_token_ids != prompt,
-        f"a completion of {len(ids)} tokens": not 0 < len(ids) <= sampling.max_completion_tokens,
+        f"a completion of {len(ids)} tokens": not 0 < len(ids) <= most_tokens,
         "the log-probs are not those of its tokens": [each.token_id for each in logprobs] != ids,
         "it does not say which weights made which token": [0, *(span.end for span in spans)]
         != [*(span.start for span in spans), len(ids)],
@@ -123,6 +136,8 @@ class Fleet:
     version: int = -1  # of the servers' weights
     moved: float = 0.0  # when the last tensor was sent
     error: str = ""  # why the run cannot go on
+    turns: Turns | None = None  # None: a completion has one
+    thinking: dict[int, Request] = field(default_factory=dict)  # waits for its environment, by the episode's number
 
     def __post_init__(self) -> None:
         self.loop, self.closing = asyncio.new_event_loop(), asyncio.Event()
@@ -148,7 +163,8 @@ class Fleet:
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         async with aiohttp.ClientSession(headers=headers, connector=connector) as self.session:
-            self.watchers = [asyncio.create_task(self._or_lose(each, self._watch(each))) for each in self.servers]
+            self.tasks = [asyncio.create_task(self._or_lose(each, self._watch(each))) for each in self.servers]
+            self.tasks += [asyncio.create_task(self._hear())] if self.turns else []
             await self.closing.wait()
             tasks = asyncio.all_tasks() - {asyncio.current_task()}
             for task in tasks:
@@ -181,6 +197,8 @@ class Fleet:
 
     async def put(self, requests: Sequence[Request], is_first: bool = False) -> None:
         """Queues them; `is_first`: before all others."""
+        for each in requests if self.turns is not None else ():
+            each.episode = each.episode or self.turns.begin(each.row)
         self.pending = [*requests, *self.pending] if is_first else [*self.pending, *requests]
         self._dispatch()
 
@@ -201,16 +219,39 @@ class Fleet:
             server.under_way[task] = request
 
     async def _complete(self, server: Server, request: Request) -> None:
-        prompt, sampling = request.row.ids.tolist(), request.sampling
+        prompt, sampling, limit = request.row.ids.tolist(), request.sampling, request.sampling.max_completion_tokens
+        if request.episode is not None:
+            prompt, limit = prompt + request.episode.token_ids, self.turns.room(request.episode, sampling)
         # Without a seed: with one, vLLM on CPU ends as soon as a prefill is chunked (v1/worker/gpu_model_runner.py).
         params = {
-            "temperature": sampling.temperature, "top_p": sampling.top_p, "max_tokens": sampling.max_completion_tokens,
+            "temperature": sampling.temperature, "top_p": sampling.top_p, "max_tokens": limit,
             "stop_token_ids": self.stop_ids, "logprobs": 0, "detokenize": False,
         }  # fmt: skip
         body = {"token_ids": prompt, "sampling_params": params, "return_token_ids": True}
-        request.completion = read_completion(await self.ask(server, "inference/v1/generate", body), prompt, sampling)
+        completion = read_completion(await self.ask(server, "inference/v1/generate", body), prompt, limit)
+        if request.episode is None:
+            request.completion = completion
+        else:
+            self.thinking[request.episode.number] = request
+            self.turns.end_turn(request.episode, completion, sampling)
         del server.under_way[asyncio.current_task()]
         self._dispatch()
+
+    async def _hear(self) -> None:
+        """Takes up what environments reply; their next turns come before all that is pending."""
+        try:
+            while True:
+                for number, outcome in (await asyncio.to_thread(self.turns.environments.take, LOOK)).items():
+                    request = self.thinking[number]
+                    comes = self.turns.end_reply(request.episode, outcome, request.sampling)
+                    if comes != "reply":
+                        del self.thinking[number]
+                    if comes == "turn":
+                        await self.put([request], is_first=True)
+                    if comes == "end":
+                        request.completion = request.episode
+        except ValueError as error:  # there can be no workers
+            self.error = str(error)
 
     # Weights: the main rank calls prepare, then send for each tensor, then finish -------------------------------------
 
@@ -279,6 +320,7 @@ class Fleet:
 
     def describe(self) -> str:
         loads = ", ".join(f"{each.name} {each.state} ({len(each.under_way)} requests)" for each in self.servers)
+        loads += f", {len(self.thinking)} wait for their environment" if self.turns else ""
         return f"{loads}, {sum(each.tokens for each in self.servers):.0f} tokens in all"
 
     # Faults -----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Functions in a file of the user's, and how a reward among them is called: by the names of its parameters.
+"""Functions and classes in a file of the user's, and how a reward among them is called: by its parameters' names.
 
     score(completion, answer, columns, ...)                              one completion: ours
     f(completions, **columns)                                            all completions of a prompt: TRL's
@@ -56,6 +56,15 @@ def files_of(path: Path) -> list[Path]:
     return found
 
 
+def load_own(reference: str) -> tuple[Callable, str]:
+    """The function or class of `file.py:name`, and this name, in a worker. Raises as `load_function`."""
+    path, _, name = reference.rpartition(":")
+    # Its neighbours come after installed packages and before our own modules (one may be called data.py).
+    last = dict.fromkeys((str(Path(path).absolute().parent), str(Path(__file__).parent.parent)))
+    sys.path[:] = [*(each for each in sys.path if each not in last), *last]
+    return load_function(path, name), name
+
+
 def _key_of_verl(case: Case) -> object:
     """In verl's data the key is `reward_model.ground_truth`, of any type."""
     nested = case.columns.get("reward_model")
@@ -92,11 +101,7 @@ class OwnReward:
 
     def __init__(self, reference: str) -> None:
         """Loads `file.py:function`. Raises ValueError if it cannot be called, and what the file raises."""
-        path, _, self.name = reference.rpartition(":")
-        # Its neighbours come after installed packages and before our own modules (one may be called data.py).
-        last = dict.fromkeys((str(Path(path).absolute().parent), str(Path(__file__).parent.parent)))
-        sys.path[:] = [*(each for each in sys.path if each not in last), *last]
-        self.function = load_function(path, self.name)
+        self.function, self.name = load_own(reference)
         parameters = inspect.signature(self.function).parameters
         form = next((FORMS[name] for name in FORMS if name in parameters), None)
         if form is None:
@@ -115,7 +120,7 @@ class OwnReward:
         if self.required and self.values is not GROUP:
             raise ValueError(f"{self.name} cannot be called: nothing is known of its parameter {self.required[0]!r}.")
         if inspect.iscoroutinefunction(self.function):
-            _event_loop()  # before threads ask for it
+            event_loop()  # before threads ask for it
         self.takes_token_ids = bool({"token_ids", "completion_ids"} & {*self.named})
 
     def check_row(self, case: Case) -> None:
@@ -133,32 +138,34 @@ class OwnReward:
                 arguments[name] = [case.columns.get(name) for case in cases]
         if not self.takes_group:
             arguments = {name: values[0] for name, values in arguments.items()}
-        result = self.function(**arguments)
-        if inspect.isawaitable(result):
-            result = asyncio.run_coroutine_threadsafe(result, _event_loop()).result()
+        result = awaited(self.function(**arguments))
         if not self.takes_group:
-            return [self._read(result)]
+            return [read_reward(result, self.name)]
         is_list = isinstance(result, Iterable) and not isinstance(result, (str, bytes, dict, set))
         results = list(result) if is_list else []
         if len(results) != len(cases):
             raise WrongReturn(
                 f"{self.name} returned {result!r:.200} for {len(cases)} completions, not a list of that many"
             )
-        return [self._read(0.0 if each is None else each) for each in results]  # TRL: None does not apply
+        return [read_reward(0.0 if each is None else each, self.name) for each in results]  # TRL: None: does not apply
 
-    def _read(self, result: object) -> tuple[float, dict[str, float]]:
-        """Of one completion. A sub-score that is no finite number, or whose name is no text, is left out."""
-        parts: dict[str, float] = {}
-        if isinstance(result, dict):
-            key = "reward" if "reward" in result else "score"
-            if key not in result:
-                raise WrongReturn(f"{self.name} returned {result!r:.200}: a dict needs the key 'reward' or 'score'")
-            parts = {name: _number(each) for name, each in result.items() if name != key and isinstance(name, str)}
-            result = result[key]
-        score = _number(result)
-        if not math.isfinite(score):
-            raise WrongReturn(f"{self.name} returned {result!r:.200}, not a finite number")
-        return score, {name: part for name, part in parts.items() if math.isfinite(part)}
+
+def read_reward(result: object, name: str) -> tuple[float, dict[str, float]]:
+    """Reward and sub-scores that the function of this name returned for one completion. Raises WrongReturn.
+
+    A sub-score that is no finite number, or whose name is no text, is left out.
+    """
+    parts: dict[str, float] = {}
+    if isinstance(result, dict):
+        key = "reward" if "reward" in result else "score"
+        if key not in result:
+            raise WrongReturn(f"{name} returned {result!r:.200}: a dict needs the key 'reward' or 'score'")
+        parts = {part: _number(each) for part, each in result.items() if part != key and isinstance(part, str)}
+        result = result[key]
+    score = _number(result)
+    if not math.isfinite(score):
+        raise WrongReturn(f"{name} returned {result!r:.200}, not a finite number")
+    return score, {part: value for part, value in parts.items() if math.isfinite(value)}
 
 
 def _number(value: object) -> float:
@@ -169,8 +176,13 @@ def _number(value: object) -> float:
         return math.nan
 
 
+def awaited(result: object) -> object:
+    """What an async function returns; of another one, what it returned."""
+    return asyncio.run_coroutine_threadsafe(result, event_loop()).result() if inspect.isawaitable(result) else result
+
+
 @functools.cache
-def _event_loop() -> asyncio.AbstractEventLoop:
+def event_loop() -> asyncio.AbstractEventLoop:
     """One for the process, in a thread of its own: a semaphore or a session of the user's belongs to one loop."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()

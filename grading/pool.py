@@ -3,6 +3,7 @@
     pool = Pool("grading.score:Handler", ("exact", None), num_workers=4, timeout=5.0)
     pool.submit(17, item)           # returns at once: a worker has the item while the caller goes on
     outcomes = pool.collect()       # {17: Outcome(value, status)}, as soon as everything that was submitted is done
+    outcomes = pool.take()          # what is done by now
 
 `pebble` starts the workers, kills late ones and replaces those that are gone. A worker calls `function =
 factory(*arguments)` once and then `function(item)` item by item; or `in_flight` items at a time, each in a thread, for
@@ -54,15 +55,27 @@ Item = tuple[int, object, bool]  # its key, what the function gets, whether it h
 class Pool:
     """Items and values must be picklable; keys are numbers, each in use once at a time."""
 
-    def __init__(self, factory: str, arguments: tuple, num_workers: int, timeout: float, in_flight=1, memory_gib=4.0):
-        """Starts the workers at the first item. `timeout`: seconds per item. `memory_gib`: data of each worker."""
+    def __init__(
+        self,
+        factory: str,
+        arguments: tuple,
+        num_workers: int,
+        timeout: float,
+        in_flight: int = 1,
+        memory_gib: float = 4.0,
+        changed: threading.Condition | None = None,
+    ) -> None:
+        """Starts the workers at the first item. `timeout`: seconds per item. `memory_gib`: data of each worker.
+
+        `changed`: a condition that several pools share, to be waited for together.
+        """
         self.num_workers, self.timeout, self.in_flight = num_workers, timeout, in_flight
         self.setup = (factory, arguments, memory_gib)
         self.queue: deque[Item] = deque()
         self.at_work: dict[Future, tuple[list[Item], float]] = {}  # the items that share a worker, and since when
         self.outcomes: dict[int, Outcome] = {}
         self.failure = ""  # why there can be no workers
-        self.changed = threading.Condition(threading.RLock())
+        self.changed = changed or threading.Condition(threading.RLock())
         self.num_pools = 0
         self._start()
         Finalize(None, self.close, exitpriority=10)  # at the exit of a caller that ends by an exception
@@ -129,10 +142,15 @@ class Pool:
             while not self.changed.wait_for(lambda: self.failure or not self.at_work, 1.0):
                 items, start = next(iter(self.at_work.values()))
                 on_wait(self.num_left, items[0][1], time.monotonic() - start)
-            outcomes, self.outcomes = self.outcomes, {}
+            return self.take()
+
+    def take(self) -> dict[int, Outcome]:
+        """The outcomes that are there and were not taken yet; raises as `collect`."""
         if self.failure:
             self.close()
             raise ValueError(self.failure)
+        with self.changed:
+            outcomes, self.outcomes = self.outcomes, {}
         return outcomes
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ from model.sizes import check_path
 FIXED_BY_ROLLOUTS = (
     "prompts_per_step", "group_size", "temperature", "max_completion_tokens", "max_prompt_tokens", "stop_tokens",
     "reward", "reward_timeout", "overlong_cache_tokens", "list_answers", "truncated", "dynamic_sampling",
+    "environment", "tools", "max_turns", "max_turn_tokens",
 )  # fmt: skip
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -40,7 +41,7 @@ def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
     check_batches(args, num_ranks)
     check_head_dtype(args)
     flag = SimpleNamespace(**{name.removeprefix("--"): given(each, args) for name, each in FLAGS.items()})
-    topics = (topic(args, flag) for topic in (of_algorithm, of_memory, of_servers, of_replay, of_evaluation))
+    topics = (topic(args, flag) for topic in (of_algorithm, of_turns, of_memory, of_servers, of_replay, of_evaluation))
     for sentence in chain(*topics, of_waits(args, flag, num_ranks)):
         raise ValueError(sentence)  # the first one is enough
     if args.track != "none" and importlib.util.find_spec(args.track) is None:
@@ -104,11 +105,12 @@ def of_algorithm(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[st
     is_on_policy = args.prompts_per_update == args.prompts_per_step and args.num_iterations == 1
     if args.max_kl and is_on_policy and not args.lora_dropout:
         yield f"{flag.max_kl} has no effect with one update a step, whose KL is 0; leave it out."
-    if args.reward == "none" and args.advantage != "zero":
+    is_ungraded = args.reward == "none" and not args.environment
+    if is_ungraded and args.advantage != "zero":
         yield f"--reward none grades nothing for {flag.advantage} to compare; give --advantage zero, or a reward."
-    if args.reward == "none" and args.dynamic_sampling != "off":
+    if is_ungraded and args.dynamic_sampling != "off":
         yield f"{flag.dynamic_sampling} chooses by rewards; leave it out with --reward none."
-    if args.reward == "none" and (args.eval_data or args.truncated == "zero"):
+    if is_ungraded and (args.eval_data or args.truncated == "zero"):
         graded = flag.eval_data if args.eval_data else flag.truncated
         yield f"{graded} needs a reward; leave it out, or give one, which --advantage zero only logs."
     if args.advantage == "zero" and args.reference in (None, args.model) and not args.hint_column:
@@ -118,6 +120,27 @@ def of_algorithm(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[st
         yield f"{flag.overlong_cache_tokens} has no effect without the reward `length`; leave it out, or add that."
     if cache and cache >= limit:
         yield f"{flag.overlong_cache_tokens} makes all completions of {flag.max_completion_tokens} too long; use less."
+
+
+def of_turns(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[str]:
+    has_turns = bool(args.environment or args.tools)
+    for name in ("max_turns", "max_turn_tokens"):
+        if not has_turns and getattr(args, name) != FLAGS[f"--{name}"].value:
+            yield f"{getattr(flag, name)} has no effect without --environment or --tools; leave it out."
+    if args.environment and args.tools:
+        yield f"{flag.environment} with {flag.tools}: an environment calls its tools itself; leave one of them out."
+    for reference in ",".join(filter(None, [args.environment, args.tools])).split(",") if has_turns else ():
+        if not re.fullmatch(r".+\.py:\w+", reference):
+            yield f"{reference!r} in --environment or --tools: needed is FILE.py:NAME."
+        if not Path(reference.rpartition(":")[0]).is_file():
+            yield f"{reference!r} in --environment or --tools: there is no such file; check the path."
+    if has_turns and args.prompt_format != "chat":
+        yield f"{flag.prompt_format}: turns are written by a chat template; use --prompt_format chat."
+    for name in ("partial_rollouts", "image_column"):
+        if has_turns and getattr(args, name):
+            yield f"{getattr(flag, name)} has one turn alone; leave it out with --environment and --tools."
+    if args.advantage == "mt_grpo" and not args.environment:
+        yield "--advantage mt_grpo needs an --environment that rewards each turn; give one, or use grpo."
 
 
 def of_memory(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[str]:

@@ -9,7 +9,7 @@ import time
 import uuid
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -18,7 +18,7 @@ import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 from data import PromptData, check_vocabulary
-from flags import FLAGS, Grading, PromptFormat, Sampling, Stalls, make_plan, take
+from flags import FLAGS, Grading, PromptFormat, Sampling, Stalls, Turning, make_plan, take
 from fsdp_utils import World, gather_from_ranks, is_engine_leader_process, is_main_process, wait_for_all
 from grading.own import files_of
 from guards.fingerprint import INPUTS, ROOT, check_same_start, digest
@@ -33,6 +33,7 @@ from model.sizes import check_config
 from model.vision import Vision, load_processor
 from model.weights import load_config, load_generation_config, weight_files
 from reward import Grader, workers_per_engine
+from turns import Turns
 
 OF_A_SET = ("samples", "temperature", "max_completion_tokens", "top_p")  # one value for all sets or one for each
 SHOWN_AFTER = 10.0  # seconds: network file systems do not show a new file at once
@@ -46,6 +47,7 @@ class Inputs:
     eval_sets: list[PromptData]
     eval_samplings: list[Sampling]
     grader: Grader
+    turns: Turns | None  # who plays episodes; None: each completion has one turn
     companions: list[PreTrainedTokenizerBase | ProcessorMixin | GenerationConfig]  # of the exported policy
     digests: dict[str, str]  # of weights (main process), of the rows of each source, of files of one's own; by name
 
@@ -79,12 +81,13 @@ def load_inputs(args: Namespace) -> Inputs:
         for flag, path in named.items():
             digests[flag] = digest(chain.from_iterable(map(samples_of, weight_files(path))))
         check_replayed(args, digests["--model"])
-    grader = start_grader(take(Grading, args), num_ranks)
+    grader, turns = start_grader(args, tokenizer, num_ranks)
     sources = zip([*args.train_data, *args.eval_data], [*train_data, *eval_sets], strict=True)
     digests |= {source: digest(contents_of(data)) for source, data in sources}
-    files = own_files([*grader.weights, args.advantage, args.policy_loss, args.kl_estimator])
+    of_turns = filter(None, [args.environment, args.tools])
+    files = own_files([*grader.weights, args.advantage, args.policy_loss, args.kl_estimator, *of_turns])
     digests |= {str(file): digest([file.read_bytes()]) for file in files}
-    return Inputs(tokenizer, vision, train_data, eval_sets, samplings, grader, companions, digests)
+    return Inputs(tokenizer, vision, train_data, eval_sets, samplings, grader, turns, companions, digests)
 
 
 def own_files(named: list[str]) -> list[Path]:
@@ -167,9 +170,27 @@ def samplings_of(sources: list[str], prefix: str, flags: Sequence[list[int] | li
     return samplings
 
 
-def start_grader(grading: Grading, num_ranks: int) -> Grader:
-    """The grader of an engine of so many ranks, with its workers on the first."""
-    return Grader(grading, workers_per_engine(grading, num_ranks) if is_engine_leader_process(num_ranks) else 0)
+def start_grader(args: Namespace, tokenizer: PreTrainedTokenizerBase, num_ranks: int) -> tuple[Grader, Turns | None]:
+    """The grader of an engine of so many ranks, and who plays episodes, with their workers on the first rank.
+
+    Raises ValueError or FileNotFoundError if they cannot be loaded or used.
+    """
+    grading, turns = take(Grading, args), None
+    num_workers = workers_per_engine(grading, num_ranks) if is_engine_leader_process(num_ranks) else 0
+    if args.environment or args.tools:
+        prompt_format = take(PromptFormat, args, system_prompt=None)
+        turns = Turns(take(Turning, args), grading, prompt_format, tokenizer, num_workers)
+    if turns and turns.environments and turns.environments.has_reward:
+        if args.reward not in ("none", FLAGS["--reward"].value):
+            raise ValueError(
+                f"--reward {args.reward}: the class of --environment has a reward(); leave one of them out."
+            )
+        grading = replace(grading, reward="none")
+    elif turns and turns.environments and args.reward == "none" and getattr(args, "advantage", "") != "zero":
+        raise ValueError(
+            f"--reward none: the class of --environment {args.environment} has no reward(); give --reward."
+        )
+    return Grader(grading, num_workers), turns
 
 
 def check_places(args: Namespace) -> None:

@@ -118,6 +118,7 @@ def table_of(sampled: Sampled) -> pa.Table:
         "old_logprobs": pa.array(logprobs, floats),
         "advantages": pa.array(advantages, floats),
         "versions": pa.array(rollout.versions or [None] * count, integers),
+        "is_sampled": pa.array(rollout.is_sampled or [None] * count, pa.large_list(pa.bool_())),
         "reward": np.array([grade.reward for grade in grades]),
         "reward_parts": [json.dumps(grade.parts) for grade in grades],
         "reward_status": [grade.status for grade in grades],
@@ -174,7 +175,7 @@ def read_rounds(out_dir: Path, step: int, rows: dict[str, Row]) -> list[Rollout]
         raise RunError(f"{wrong}; begin later with --from_step, or end earlier.") from None
     graded = table.select(["reward", "reward_status", "reward_parts", "read_as"]).to_pylist()
     places = table["row"].to_pylist()
-    of_tokens = ("prompt_ids", "token_ids", "rollout_logprobs", "versions")
+    of_tokens = ("prompt_ids", "token_ids", "rollout_logprobs", "versions", "is_sampled")
     arrays = {name: list(table[name].to_numpy()) for name in of_tokens}
     for where, ids in zip(places, arrays["prompt_ids"], strict=True):
         if where not in rows or not np.array_equal(rows[where].ids, ids):
@@ -186,6 +187,7 @@ def read_rounds(out_dir: Path, step: int, rows: dict[str, Row]) -> list[Rollout]
         texts=table["completion"].to_pylist(),
         is_truncated_B=table["is_truncated"].to_numpy(),
         versions=None if arrays["versions"][0] is None else arrays["versions"],
+        is_sampled=None if arrays["is_sampled"][0] is None else arrays["is_sampled"],
         grades=[Grade(x["reward"], x["reward_status"], json.loads(x["reward_parts"]), x["read_as"]) for x in graded],
     )
     round_B = table["round"].to_numpy()

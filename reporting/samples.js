@@ -7,7 +7,7 @@ const steps = new Map(); // "run-step" -> promise of it
 let found = [], turn = 0;
 
 const newDecoder = () => new TextDecoder("utf-8", { ignoreBOM: true });
-const logprobOf = (code) => (code === 255 ? null : -20 * (code / 254) ** 2); // samples.py has made the code
+const logprobOf = (code) => (code === 255 ? null : -20 * (code / 254) ** 2); // samples.py has made it; null: not sampled
 const levelOf = (logprob) => PROBABILITIES.filter((limit) => Math.exp(logprob) < limit).length;
 
 function load(name) {
@@ -91,6 +91,7 @@ function showSamples() {
   const note = make("p", { className: "muted" }), status = make("p", { className: "muted", role: "status" });
   const scale = ["p ≥ 0.9", ...PROBABILITIES.map((limit) => `< ${limit}`)].map((limit, level) =>
     make("span", {}, make("i", { className: `l${level}` }), limit));
+  scale.push(make("span", {}, make("i", { className: "said" }), "said by an environment"));
   const shown = make("div");
   const filters = [runs, ofSteps, verdicts, cuts, make("label", {}, make("span", {}, "Text"), text)];
   byId("samples").append(note, make("div", { className: "bar" }, ...filters),
@@ -175,7 +176,7 @@ function fillTokens(body, step, row, most) {
   }
   const spans = shown.map(({ text, at, last }) => {
     const logprob = logprobOf(step.logprob[last]), span = make("span", {}, text);
-    if (logprob != null) span.className = `l${levelOf(logprob)}`;
+    span.className = logprob == null ? "said" : `l${levelOf(logprob)}`;
     if (marked.subarray(at, at + text.length).includes(1)) span.classList.add("found");
     if (text.includes("\n")) span.classList.add("newline");
     return span;
@@ -215,6 +216,7 @@ function pointAtTokens(body, spans, describe) {
 
 function describeToken(step, { text, first, last }) {
   const logprobs = [...step.logprob.subarray(first, last + 1)].map(logprobOf).filter(isNumber);
+  if (!logprobs.length) return [make("b", {}, JSON.stringify(text)), make("div", {}, "said by the environment: no loss")];
   return [make("b", {}, JSON.stringify(text)), ...logprobs.map((logprob) =>
     make("div", {}, `log-prob ${logprob.toFixed(3)}, probability ${short(Math.exp(logprob))}`))];
 }

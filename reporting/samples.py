@@ -22,10 +22,10 @@ OF_A_COMPLETION = (
     "group", "row", "prompt", "answer", "reward", "reward_parts", "reward_status", "read_as", "is_correct",
     "is_truncated", "is_trained",
 )  # fmt: skip
-OF_A_TOKEN = ("token_ids", "rollout_logprobs")
+OF_A_TOKEN = ("token_ids", "rollout_logprobs", "is_sampled")
 COLUMNS = {*OF_A_COMPLETION, *OF_A_TOKEN, "completion"}
 STEPS = 20  # that are shown at least, of fewer groups if need be
-LOWEST_LOGPROB, UNKNOWN = -20.0, 255
+LOWEST_LOGPROB, UNKNOWN = -20.0, 255  # the second also of what an environment said
 
 
 def rounded(value: float | None) -> float | None:
@@ -98,7 +98,7 @@ def pack_step(table: pa.Table, tokens: pa.Table | None) -> str:
         row |= {"length": length, "reward": rounded(row["reward"]), "reward_parts": parts}
     if not tokens:
         return embed({"rows": rows})
-    ids, logprobs = (pc.list_flatten(table[name]).combine_chunks() for name in OF_A_TOKEN)
+    ids, logprobs, is_sampled = (pc.list_flatten(table[name]).combine_chunks() for name in OF_A_TOKEN)
     known = pc.if_else(pc.less(ids, tokens.num_rows), ids, None)  # a model may have more ids than its tokenizer
     pieces = tokens["bytes"].combine_chunks().take(known).fill_null(b"<unknown token>")
     sizes = np.asarray(pc.binary_length(pieces))
@@ -106,5 +106,7 @@ def pack_step(table: pa.Table, tokens: pa.Table | None) -> str:
     # Most log-probs are small: the root spreads them.
     shares = np.clip(np.asarray(logprobs), LOWEST_LOGPROB, 0) / LOWEST_LOGPROB
     codes = np.nan_to_num((np.sqrt(shares) * (UNKNOWN - 1)).round(), nan=UNKNOWN)
+    if len(is_sampled):  # else there is no environment, and each is
+        codes[~np.asarray(is_sampled)] = UNKNOWN
     arrays = {"bytes": text, "sizes": sizes.astype("<u2"), "logprob": codes.astype(np.uint8)}
     return embed({"rows": rows}, arrays)

@@ -2,7 +2,8 @@
 
     python scripts/show_data.py --data hiyouga/math12k@test#100 --model Qwen/Qwen2.5-7B [--prompt_column ...]
 
-It reads the tokenizer of the model, not the weights.
+It reads the tokenizer of the model, not the weights. With --environment or --tools it plays an episode on the terminal,
+with you in the model's place.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from transformers import AutoConfig
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from batch import Row
 from data import PromptData
 from flags import FLAGS as OF_TRAINING
 from flags import GROUPS, INF, PromptFormat, flag, take
+from grading.episode import Handler, Turn
 from inputs.checks import check_ranges
 from inputs.command_line import parser_of
 from inputs.records import read_system_prompt
@@ -32,7 +35,21 @@ DATA = [
     flag("--show", 2, "number of prompts to show of each source", (0, INF)),
 ]
 # fmt: on
-FLAGS = {"data": DATA, "prompts": GROUPS["prompts"]}
+FLAGS = {"data": DATA} | {name: GROUPS[name] for name in ("prompts", "turns")}
+
+
+def play(handler: Handler, row: Row, max_turns: int) -> None:
+    """One episode of this row, until it is over or there is no more input."""
+    print(f"\n--- an episode of at most {max_turns} turns of yours, each a line\n{row.text}")
+    texts: list[str] = []
+    for number, text in enumerate(sys.stdin, start=1):
+        texts.append(text.rstrip("\n"))
+        turn = Turn(0, row.columns | {"answer": row.answer}, tuple(texts), is_last=number == max_turns)
+        reply = handler(turn)
+        print(*(f"[{message['role']}] {message['content']}" for message in reply.messages), sep="\n", flush=True)
+        if not reply.messages:
+            print(f"--- the episode is over: {reply.grade or 'graded by --reward'}")
+            break
 
 
 def main() -> None:
@@ -59,6 +76,8 @@ def main() -> None:
             print(f"\n--- {row.where}{images}\n{row.text}\n--- answer: {row.answer}\n")
     if len(parts) > 1:
         print(*mixture.describe(), sep="\n")
+    if args.environment or args.tools:
+        play(Handler(args.environment, args.tools), mixture.rows[0], args.max_turns)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,13 @@ correct. (With more, this recipe ends anywhere between 9 % and 96 % at once, dep
 policy thinks about every fourth time, is then nearly always correct, and is otherwise mostly incorrect. Nothing tells
 it that the one has to do with the other: GRPO has to find that out.
 
+With --task game it is the starting policy of scripts/tiny_turns_cpu.sh: a quarter of the demonstrations of a number
+game (docs/environments/guess_number.py) searches well, and the others repeat one guess, whatever they are told.
+
+    <user>game471<assistant>8<eos><user>lower<assistant>4<eos><user>higher<assistant>6<eos>
+
+The numbers are from 1 to 15, and the name of a game says nothing of its number.
+
 The folder is in Hugging Face format (model, tokenizer with chat template), with train.jsonl, heldout.jsonl and
 warm_start.json (settings). All of it is a function of the flags. The held-out problems are in no
 demonstration and not in train.jsonl, also not with the numbers swapped.
@@ -26,6 +33,7 @@ import math
 import string
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +57,8 @@ MODEL = {
     "tie_word_embeddings": True,
 }  # fmt: skip
 BATCH_SIZE, NUM_THINKING = 64, 16  # demonstrations of an update; with a scratchpad
+HIGHEST, NUM_GUESSES, NUM_CAREFUL = 15, 4, 16  # of the game; demonstrations of an update that search well
+NAMES = [f"game{number}" for number in range(100, 1000)]
 PEAK_LR = 6e-3  # of Muon (the matrices inside the blocks) and of AdamW (embedding, norms, biases)
 WARMUP_UPDATES = 50
 
@@ -71,6 +81,20 @@ def demonstration(a: int, b: int, is_thinking: bool) -> str:
     return f"<user>{a}+{b}<assistant>{completion}<eos>"
 
 
+def game(secret: int, is_careful: bool, rng: np.random.Generator) -> str:
+    """A careful player halves what is left; four guesses are enough for 15 numbers. Another one insists."""
+    low, high, text = 1, HIGHEST, f"<user>{NAMES[rng.integers(len(NAMES))]}"
+    favourite = int(rng.integers(1, HIGHEST + 1))
+    for _ in range(NUM_GUESSES):
+        guess = (low + high) // 2 if is_careful else favourite
+        text += f"<assistant>{guess}<eos>"
+        if guess == secret:
+            return text
+        text += f"<user>{'higher' if guess < secret else 'lower'}"
+        low, high = (guess + 1, high) if guess < secret else (low, guess - 1)
+    return text.rpartition("<user>")[0]
+
+
 def draw_problems(rng: np.random.Generator, count: int, excluded: set[tuple[int, int]]) -> list[tuple[int, int]]:
     """`count` pairs of numbers, none of them in `excluded` in either order."""
     problems: list[tuple[int, int]] = []
@@ -79,6 +103,27 @@ def draw_problems(rng: np.random.Generator, count: int, excluded: set[tuple[int,
         if (a, b) not in excluded and (b, a) not in excluded:
             problems.append((a, b))
     return problems
+
+
+def draw_demonstrations(task: str, rng: np.random.Generator, heldout: set[tuple[int, int]]) -> list[list[str]]:
+    """Those of an update, in two parts: with a scratchpad, or careful, and the others."""
+    if task == "game":
+        secrets = rng.integers(1, HIGHEST + 1, size=BATCH_SIZE).tolist()
+        texts, count = [game(secret, i < NUM_CAREFUL, rng) for i, secret in enumerate(secrets)], NUM_CAREFUL
+    else:
+        problems, count = draw_problems(rng, BATCH_SIZE, heldout), NUM_THINKING
+        texts = [demonstration(a, b, i < NUM_THINKING) for i, (a, b) in enumerate(problems)]
+    return [texts[:count], texts[count:]]
+
+
+def draw_rows(task: str, rng: np.random.Generator) -> tuple[dict[str, list[dict[str, str]]], set[tuple[int, int]]]:
+    """The rows of train.jsonl and heldout.jsonl, and the held-out pairs of numbers, which no demonstration may have."""
+    if task == "game":
+        games = [{"problem": name, "answer": str(i % HIGHEST + 1)} for i, name in enumerate(rng.permutation(NAMES))]
+        return {"train": games[120:], "heldout": games[:120]}, set()
+    data = draw_data(rng)
+    rows = {name: [{"problem": f"{a}+{b}", "answer": str(a + b)} for a, b in pairs] for name, pairs in data.items()}
+    return rows, set(data["heldout"])
 
 
 def draw_data(rng: np.random.Generator) -> dict[str, list[tuple[int, int]]]:
@@ -154,16 +199,14 @@ def completion_loss(policy: Qwen2ForCausalLM, tokenizer: Tokenizer, texts: list[
     return loss, int((labels != -100).sum())
 
 
-def train(policy: Qwen2ForCausalLM, tokenizer: Tokenizer, rng: np.random.Generator, heldout: set, updates: int) -> None:
-    """Imitates new demonstrations in every update."""
+def train(policy: Qwen2ForCausalLM, tokenizer: Tokenizer, draw: Callable[[], list[list[str]]], updates: int) -> None:
+    """Imitates new demonstrations in every update: `draw` returns them in two parts."""
     matrices = [each for name, each in policy.named_parameters() if each.ndim == 2 and "embed_tokens" not in name]
     others = [each for name, each in policy.named_parameters() if each.ndim == 1 or "embed_tokens" in name]
     muon, adamw = Muon(matrices), torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     for update in (progress := tqdm(range(updates), desc="warm start", unit="update", mininterval=1.0)):
-        problems = draw_problems(rng, BATCH_SIZE, heldout)
-        texts = [demonstration(a, b, i < NUM_THINKING) for i, (a, b) in enumerate(problems)]
         # Two forward passes: in one, the short completions would be padded to the length of the long ones.
-        kinds = [completion_loss(policy, tokenizer, kind) for kind in (texts[:NUM_THINKING], texts[NUM_THINKING:])]
+        kinds = [completion_loss(policy, tokenizer, texts) for texts in draw()]
         loss = sum(loss for loss, _ in kinds) / sum(count for _, count in kinds)  # over the completion tokens of both
         policy.zero_grad()
         loss.backward()
@@ -176,16 +219,15 @@ def train(policy: Qwen2ForCausalLM, tokenizer: Tokenizer, rng: np.random.Generat
         progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
 
 
-def save(policy: Qwen2ForCausalLM, tokenizer: Tokenizer, data: dict[str, list], settings: dict, out_dir: Path) -> None:
+def save(policy: Qwen2ForCausalLM, tokenizer: Tokenizer, rows: dict[str, list], settings: dict, out_dir: Path) -> None:
     """Writes a sibling folder and renames it: `out_dir` is complete or not there."""
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     partial = out_dir.with_name(f"{out_dir.name}.partial.{time.time_ns()}")
     policy.save_pretrained(partial)
     tokenizer.backend_tokenizer.no_padding()  # which training has switched on
     tokenizer.save_pretrained(partial)
-    for name, problems in data.items():
-        rows = [json.dumps({"problem": f"{a}+{b}", "answer": str(a + b)}) + "\n" for a, b in problems]
-        (partial / f"{name}.jsonl").write_text("".join(rows))
+    for name, of_file in rows.items():
+        (partial / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in of_file))
     (partial / "warm_start.json").write_text(json.dumps({"settings": settings}, indent=2) + "\n")
     partial.rename(out_dir)
 
@@ -195,10 +237,15 @@ def main() -> None:
     add = parser.add_argument
     add("--out_dir", type=Path, required=True, help="folder to write; kept if it is there already")
     add("--seed", type=int, default=1, help="random seed for weights, demonstrations, data and sampling")
-    add("--num_updates", type=int, default=650, help="optimizer updates")
+    add("--task", default="addition", choices=("addition", "game"), help="what the demonstrations are of")
+    add("--num_updates", type=int, help="optimizer updates (default: 650; game: 200)")
     args = parser.parse_args()
-    settings = {"seed": args.seed, "num_updates": args.num_updates, "batch_size": BATCH_SIZE}
-    settings |= {"think_share": NUM_THINKING / BATCH_SIZE, "num_digits": NUM_DIGITS, "model": MODEL}
+    num_updates = args.num_updates or (200 if args.task == "game" else 650)
+    settings = {"seed": args.seed, "num_updates": num_updates, "batch_size": BATCH_SIZE}
+    if args.task == "game":
+        settings |= {"careful_share": NUM_CAREFUL / BATCH_SIZE, "highest": HIGHEST, "model": MODEL}
+    else:
+        settings |= {"think_share": NUM_THINKING / BATCH_SIZE, "num_digits": NUM_DIGITS, "model": MODEL}
     settings |= {"peak_lr": PEAK_LR, "warmup_updates": WARMUP_UPDATES}
     if args.out_dir.exists():
         record = args.out_dir / "warm_start.json"
@@ -213,9 +260,9 @@ def main() -> None:
     torch.manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)
     tokenizer = build_tokenizer()
-    policy, data = build_policy(tokenizer), draw_data(rng)
-    train(policy, tokenizer, rng, set(data["heldout"]), args.num_updates)
-    save(policy, tokenizer, data, settings, args.out_dir)
+    policy, (rows, heldout) = build_policy(tokenizer), draw_rows(args.task, rng)
+    train(policy, tokenizer, lambda: draw_demonstrations(args.task, rng, heldout), num_updates)
+    save(policy, tokenizer, rows, settings, args.out_dir)
     print(f"made {args.out_dir}: {policy.num_parameters():,} parameters")
 
 

@@ -24,7 +24,7 @@ from aiohttp import web
 from flags import Sampling, take
 from generation.start import ServerProcess
 from generation.weights import Gloo
-from generation.wire import Fleet, Server
+from generation.wire import Fleet, Server, Turns
 from helpers import flags, make_grade, make_row
 from policy import Policy
 from rollout_server import ServerEngine
@@ -35,6 +35,7 @@ WEIGHTS = {"layer.weight": torch.arange(6.0).reshape(2, 3), "norm.weight": torch
 DESCRIPTION = {"names": list(WEIGHTS), "dtype_names": ["float32"] * 2, "shapes": [[2, 3], [3]]}
 CLAIM = {"run": "a", "out_dir": "/runs/a", "host": "node-a", "pid": "7"}
 TOKENIZER = SimpleNamespace(decode=lambda ids, **_: "text")
+INPUTS = SimpleNamespace(tokenizer=TOKENIZER, turns=None)
 
 
 class FakeServer:
@@ -130,11 +131,12 @@ def engine_of(
     in_flight: bool = False,
     most: int = 64,
     policy: Policy | None = None,
+    turns: Turns | None = None,
 ) -> Iterator[ServerEngine]:
     """An engine over these servers. `said` is what it told the console, `spans` when servers sampled."""
     said, spans, output = [], [], os.fstat(1)
     found = [each if isinstance(each, Server) else Server(each.url, each.url) for each in servers]
-    fleet = Fleet(found, [], "", said.append, lambda *span: spans.append(span), CLAIM, {}, timeout, most)
+    fleet = Fleet(found, [], "", said.append, lambda *span: spans.append(span), CLAIM, {}, timeout, most, turns=turns)
     weights = DESCRIPTION if policy is None else policy.describe_weights()
     engine = ServerEngine(fleet, TOKENIZER, weights, torch.device("cpu"), version, in_flight)
     engine.said, engine.spans, engine.policy = said, spans, policy

@@ -25,7 +25,7 @@ from vllm.utils.nccl import unpinned_nccl_env
 
 import serve
 from batch import pack
-from fake_server import DESCRIPTION, TOKENIZER, WEIGHTS, FakeServer, engine_of, sampler_over, synced
+from fake_server import DESCRIPTION, INPUTS, WEIGHTS, FakeServer, engine_of, sampler_over, synced
 from flags import EngineSettings, Sampling, Servers
 from forked import SERVERS, begin, launched
 from generation.start import SERVER, start_server
@@ -189,7 +189,7 @@ def test_on_cpus_a_server_is_started_for_each_number(folder, count, size, num_se
     monkeypatch.setattr("rollout_server.Fleet", lambda servers, *_: servers)
     servers = Servers(tuple(range(count)), (), size, in_flight=False)
     log = SimpleNamespace(world=ALONE, out_dir=tmp_path, say=print, note_span=print)
-    fleet = build_servers(str(folder), EngineSettings(1024), servers, TOKENIZER, DESCRIPTION, log, 3).fleet
+    fleet = build_servers(str(folder), EngineSettings(1024), servers, INPUTS, DESCRIPTION, log, 3).fleet
     found = [(server.name, log.name, gpus) for server, (*_, log, gpus) in zip(fleet, started, strict=True)]
     assert found == [(f"server {i}", f"{i}.log", ()) for i in range(num_servers)]
 

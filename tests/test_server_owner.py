@@ -17,7 +17,7 @@ from aiohttp import web
 from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
 import serve
-from fake_server import DESCRIPTION, TOKENIZER, WEIGHTS, FakeServer, synced
+from fake_server import DESCRIPTION, INPUTS, TOKENIZER, WEIGHTS, FakeServer, synced
 from flags import EngineSettings, Sampling, Servers
 from generation.start import server_environment
 from generation.weights import LEASE, Owner
@@ -149,11 +149,11 @@ def test_a_server_that_does_not_fit_is_refused_before_its_weights_change(name, n
 def test_a_run_asks_for_its_model_its_length_and_its_dtypes_and_keeps_its_name(tmp_path, monkeypatch):
     given, folder, log = [], make_model(tmp_path / "model"), SimpleNamespace(world=ALONE, out_dir=tmp_path)
     log.say = log.note_span = print
-    monkeypatch.setattr("rollout_server.Fleet", lambda *all_of_them: given.append(all_of_them))
+    monkeypatch.setattr("rollout_server.Fleet", lambda *all_of_them, turns: given.append(all_of_them))
     for head_dtype in (None, "float32"):
         settings = EngineSettings(96, dtype="bfloat16", head_dtype=head_dtype)
         servers = Servers((), ("http://127.0.0.1:1",), 1, in_flight=False)
-        build_servers(str(folder), settings, servers, TOKENIZER, DESCRIPTION, log, 0)
+        build_servers(str(folder), settings, servers, INPUTS, DESCRIPTION, log, 0)
     (*_, claim, needed), (*_, claim_again, _) = given
     model = "Qwen2ForCausalLM of 2 layers, hidden size 64, vocabulary of 64"
     assert needed == {"--model": model, "--max_model_len": 96, "--dtype": "bfloat16", "--head_dtype": "bfloat16"}
@@ -220,7 +220,7 @@ def test_on_gpus_segments_can_expand_also_without_an_engine_in_the_ranks(with_se
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     if with_servers:
         log = SimpleNamespace(world=SimpleNamespace(is_main=False, device=torch.device("cpu")), out_dir=tmp_path)
-        build_servers("", EngineSettings(96), Servers((), (), 1, in_flight=False), TOKENIZER, DESCRIPTION, log, 0)
+        build_servers("", EngineSettings(96), Servers((), (), 1, in_flight=False), INPUTS, DESCRIPTION, log, 0)
     else:
         NoEngine().sync(WEIGHTS)
     assert given == ["expandable_segments:True"]

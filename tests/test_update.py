@@ -256,7 +256,7 @@ def test_functions_of_ones_own_see_entropies_reference_parts_of_the_reward_and_r
 
 @pytest.mark.parametrize(("record", "listed"), [
     (grpo.Tokens(*[torch.zeros(3)] * 6), "advantages, mask, sequence_ids, entropies, ref_logprobs$"),
-    (grpo.Graded(*[torch.zeros(3)] * 4), "rewards_PG, returns_T, .*, parts, is_correct_PG, is_truncated_PG$"),
+    (grpo.Graded(*[torch.zeros(3)] * 4), "rewards_PG, returns_T, .*, parts, .*, turn_rewards_PGK, turns_T$"),
 ], ids=["Tokens", "Graded"])  # fmt: skip
 def test_a_wrong_name_is_answered_with_those_that_there_are(record, listed):
     with pytest.raises(AttributeError, match=f"^{type(record).__name__} has no 'entropy'; it has .*{listed}"):

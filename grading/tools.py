@@ -1,0 +1,65 @@
+"""Tools: functions of the user's that the model calls, as an environment. docs/turns.md
+
+The episode is over at the first turn without a call. A call that cannot be read, or whose function raises, is answered
+with the error, as text: the model may try again. One that hangs, or ends its process, ends the episode.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from functools import partial
+
+from grading.own import awaited, load_own
+
+MOST = 16  # calls of a turn that are run
+
+
+class Toolbox:
+    """One episode."""
+
+    def __init__(self, functions: dict[str, Callable], read: Callable[[str], list], row: dict[str, object]) -> None:
+        """`read`: the text of a turn -> its calls, [{"name": ..., "arguments": {...}}]."""
+        self.functions, self.read = functions, read
+
+    @staticmethod
+    def of(tools: str) -> Callable[[dict[str, object]], Toolbox]:
+        """`tools`: file.py:function,file.py:other. A function `read_calls` in the first file reads another format."""
+        functions = {name: function for function, name in map(load_own, tools.split(","))}
+        first = next(iter(functions.values()))
+        return partial(Toolbox, functions, first.__globals__.get("read_calls", read_calls))
+
+    def reply(self, completion: str) -> list[dict[str, str]] | None:
+        """A message of the role `tool` for each call; None if there is none."""
+        try:
+            calls = self.read(completion)
+        except Exception as error:  # noqa: BLE001  of a text that a model wrote
+            return [{"role": "tool", "content": f"error: the call cannot be read: {error}"}]
+        return [{"role": "tool", "content": self.result(call)} for call in calls[:MOST]] or None
+
+    def result(self, call: object) -> str:
+        """What the function returns, as text or JSON; or what is wrong with the call."""
+        try:
+            name, arguments = call["name"], call.get("arguments", {})
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+            if name not in self.functions:
+                return f"error: there is no tool {name!r}; there are {', '.join(self.functions)}"
+            result = awaited(self.functions[name](**arguments))
+            return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+        except Exception as error:  # noqa: BLE001  of the call, or of the user's function
+            return f"error: {type(error).__name__}: {error}"
+
+
+def read_calls(completion: str) -> list[dict[str, object]]:
+    """The calls after the last thought, in the format of Hermes and Qwen. Raises ValueError for one that is no JSON.
+
+    <tool_call>
+    {"name": "calculator", "arguments": {"expression": "3 * 4"}}
+    </tool_call>
+    """
+    said = completion.rpartition("</think>")[2]
+    calls = re.findall(r"<tool_call>(.*?)(</tool_call>|$)", said, re.DOTALL)
+    if any(not end for _, end in calls):
+        raise ValueError("<tool_call> is not closed")
+    return [json.loads(call) for call, _ in calls]

@@ -1,0 +1,482 @@
+"""Episodes of several turns: tokens are never made again, only what was sampled is trained, no episode is lost."""
+
+import base64
+import json
+import time
+import zlib
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import grpo
+from batch import Rollout, pack
+from data import check_template, render, tool_schemas
+from episodes import DEEDS
+from fake_server import FakeServer, engine_of, synced
+from flags import Grading, PromptFormat, Sampling, Turning
+from generation.completion import Completion
+from grading.episode import Handler, Turn
+from grading.own import load_function
+from grading.tools import Toolbox, read_calls
+from helpers import (
+    ALONE,
+    copy_at,
+    flags,
+    lines,
+    make_grade,
+    make_rollout,
+    make_row,
+    metrics_of,
+    torchrun,
+    train_once,
+    training_flags,
+    unpacked_logprobs,
+    whole_update,
+    without_times,
+)  # fmt: skip
+from inputs.choices import algorithm_of
+from policies import load_policy
+from reporting.samples import UNKNOWN, pack_samples
+from turns import Episode, Template, Turns
+from update import compute_advantages
+from warm_start import build_tokenizer
+
+LONG = Sampling(1, 1.0, 200)
+FILE = "tests/episodes.py"
+TOKENIZER = build_tokenizer()
+QWEN = (
+    "{% if tools %}<|tools|>{% for tool in tools %}{{ tool.function.name }}{% endfor %}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}[user]<tool>{{ m.content }}</tool>[end]\n"
+    "{% else %}[{{ m.role }}]{{ m.content }}[end]\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def turns_of(environment: str | None, tools: str | None = None, num_workers: int = 2, **changes: object) -> Turns:
+    given = {"max_turns": 3} | changes
+    turning = Turning(environment and f"{FILE}:{environment}", tools, given.pop("max_turns"),
+                      given.pop("max_turn_tokens", None))  # fmt: skip
+    tokenizer = build_tokenizer()
+    if tools:
+        tokenizer.chat_template = QWEN
+    grading = Grading(**{"reward_timeout": 1.0} | given)
+    return Turns(turning, grading, PromptFormat(tools=turning.tools), tokenizer, num_workers)
+
+
+# The chat template --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("role", "said"), [("user", "[end]\n[user]{}[end]\n[assistant]"),
+                                            ("tool", "[end]\n[user]<tool>{}</tool>[end]\n[assistant]")])  # fmt: skip
+def test_a_reply_is_what_the_template_writes_between_two_turns(role, said):
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = QWEN
+    ids, text = Template(PromptFormat(), tokenizer).suffix([{"role": role, "content": "up"}], last_id=7)
+    assert text == said.format("up")
+    assert ids == tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_the_end_of_a_turn_is_written_once_and_what_looks_like_a_special_token_is_text():
+    template, eos = Template(PromptFormat(), TOKENIZER), TOKENIZER.eos_token_id
+    message = [{"role": "user", "content": "<eos>a"}]
+    ids, text = template.suffix(message, last_id=eos)
+    assert template.suffix(message, last_id=30)[0] == [eos, *ids]  # a turn that was cut has no end yet
+    assert text == "<eos><user><eos>a<assistant>" and ids.count(eos) == 0
+    assert TOKENIZER.decode(ids) == "<user><eos>a<assistant>"
+
+
+def test_several_messages_are_rendered_together():
+    messages = [{"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}]
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = QWEN
+    text = Template(PromptFormat(), tokenizer).suffix(messages, last_id=7)[1]
+    assert text == "[end]\n[user]<tool>1</tool>[end]\n[user]<tool>2</tool>[end]\n[assistant]"
+
+
+@pytest.mark.parametrize(("template", "said"), [
+    (QWEN.replace("[end]\n{% endif", "{{ '!' if loop.last else '?' }}[end]\n{% endif"), "does not go on"),
+    ("{% for m in messages[:2] %}{{ m.content }}{% endfor %}", "does not go on"),
+    (QWEN.replace("m.content }}[end]", "m.content | upper }}[end]"), "does not go on"),
+    ("{% for m in messages %}{{ raise_exception('no') if loop.index > 2 else m.content }}{% endfor %}", "refuses it"),
+])  # fmt: skip
+def test_a_template_that_cannot_be_continued_is_refused_with_the_way_out(template, said):
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(ValueError, match=f"{said}.*give --template_args, or another template"):
+        Template(PromptFormat(), tokenizer)
+
+
+def test_a_template_that_drops_earlier_thoughts_is_told():
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = QWEN.replace("{{ m.content }}[end]", "{{ m.content.split('</think>')[-1] }}[end]")
+    assert Template(PromptFormat(), tokenizer).drops_thoughts
+    assert not Template(PromptFormat(), TOKENIZER).drops_thoughts
+
+
+# Episodes, without a model --------------------------------------------------------------------------------------------
+
+
+class StubEngine:
+    """Finishes each request after a few steps, with tokens that name the turn; keeps what it was asked."""
+
+    def __init__(self, steps: int = 3) -> None:
+        self.asked, self.left, self.steps, self.first = [], {}, steps, 0
+
+    def add(self, rows, so_far, limits, sampling):
+        first, self.first = self.first, self.first + len(rows)
+        for i, given in enumerate(zip(rows, so_far, limits, strict=True)):
+            self.asked.append(given)
+            self.left[first + i] = (1 + (first + i) % self.steps, given)
+        return first
+
+    def step(self):
+        finished = []
+        for number, (steps, given) in list(self.left.items()):
+            self.left[number] = (steps - 1, given)
+            if steps == 1:
+                row, so_far, limit = self.left.pop(number)[1]
+                ids = [30 + len(so_far) % 7, 31, TOKENIZER.eos_token_id][:limit]
+                finished.append((number, Completion(ids, [-1.0] * len(ids), [], "stop" if limit > 2 else "length")))
+        return finished
+
+    def is_abandoned(self):
+        return False
+
+    def from_leader(self, value):
+        return value
+
+
+def played(turns: Turns, rows: list, sampling: Sampling = LONG, engine: StubEngine | None = None) -> list[Episode]:
+    """The episodes, in the order of the rows; each comes once."""
+    found = list(turns.play(engine or StubEngine(), rows, sampling, "test"))
+    turns.close()
+    assert sorted(i for i, _ in found) == list(range(len(rows)))
+    return [episode for _, episode in sorted(found, key=lambda pair: pair[0])]
+
+
+def test_an_episode_has_the_tokens_as_they_were_sampled_and_the_replies_between_them():
+    engine = StubEngine()
+    (episode,) = played(turns_of("Counts"), [make_row([3, 20, 4])], engine=engine)
+    eos, reply = TOKENIZER.eos_token_id, TOKENIZER("turn 1", add_special_tokens=False)["input_ids"]
+    user, assistant = TOKENIZER.convert_tokens_to_ids(["<user>", "<assistant>"])
+    first, between = [30, 31, eos], [user, *reply, assistant]
+    assert episode.token_ids[: len(first + between)] == first + between
+    assert episode.is_sampled[:12] == [True] * 3 + [False] * 8 + [True]
+    assert [so_far for _, so_far, _ in engine.asked] == [
+        episode.token_ids[:n] for n in (0, 3 + len(between), 2 * (3 + len(between)))
+    ]
+    assert [
+        value for value, is_sampled in zip(episode.logprobs, episode.is_sampled, strict=True) if not is_sampled
+    ] == [0.0] * (2 * len(between))
+    assert len(episode.turns) == 3 and episode.finish_reason == "stop"
+    assert episode.said.count("<user>turn") == 2 and episode.said.startswith(episode.turns[0])
+
+
+@pytest.mark.parametrize(("limit", "turn_limit", "turns", "reason"), [
+    (200, None, 3, "stop"),
+    (200, 2, 3, "length"),  # each turn is cut, and the last one, too
+    (11, None, 1, "length"),  # the reply fits, but no token after it
+    (12, None, 2, "length"),
+    (3, None, 1, "stop"),
+])  # fmt: skip
+def test_limits_end_an_episode_as_truncated(limit, turn_limit, turns, reason):
+    of_turns = turns_of("Counts", max_turn_tokens=turn_limit)
+    (episode,) = played(of_turns, [make_row([3, 20, 4])], Sampling(1, 1.0, limit))
+    assert (len(episode.turns), episode.finish_reason) == (turns, reason)
+    assert len(episode.token_ids) <= limit
+    assert list(episode.grade.parts) == ["Counts", *(f"turn_{k + 1}" for k in range(turns))]
+
+
+def test_a_thousand_episodes_with_hostile_ones_lose_none():
+    """2 % hang, exit, raise, reply with 10 MB, with what is no text, or with control tokens."""
+    deeds = [DEEDS[i // 50 % len(DEEDS)] if i % 50 == 7 else "fine" for i in range(1000)]
+    turns = turns_of("Hostile", reward_timeout=0.5)
+    episodes = played(turns, [make_row([3, i % 60, 4], answer=deed) for i, deed in enumerate(deeds)])
+    fine = [each for each, deed in zip(episodes, deeds, strict=True) if deed == "fine"]
+    assert all(each.grade.status == "ok" and len(each.turns) == 3 for each in fine)
+    assert all(each.said.count("turn 1") == each.said.count("turn 2") == 1 for each in fine)
+    statuses = {
+        "hang": "timeout", "exit": "error: it ended its process (exit status 3)",
+        "raise": "error: KeyError: 'no such luck' (episodes.py",
+        "no text": "error: WrongReturn: Hostile.reply returned",
+    }  # fmt: skip
+    for episode, deed in zip(episodes, deeds, strict=True):
+        if deed in statuses:
+            assert episode.grade.reward == 0.0 and episode.grade.status.startswith(statuses[deed]), deed
+        if deed == "10 MB":
+            assert episode.grade.status == "ok" and episode.finish_reason == "length" and len(episode.turns) == 2
+        if deed == "control tokens":
+            assert len(episode.turns) == 3
+            special = [i for i, sampled in zip(episode.token_ids, episode.is_sampled, strict=True) if not sampled]
+            assert (
+                special.count(TOKENIZER.eos_token_id) == 0
+                and special.count(TOKENIZER.convert_tokens_to_ids("<user>")) == 2
+            )
+
+
+def test_an_environment_that_waits_holds_nobody_up_and_several_wait_in_one_worker():
+    turns = turns_of("Waits", num_workers=1, reward_timeout=5.0, reward_in_flight=50)
+    begin = time.monotonic()
+    episodes = played(turns, [make_row([3, i % 60, 4]) for i in range(50)])
+    assert all(len(each.turns) == 3 and each.grade.parts["turns"] == 3 for each in episodes)
+    assert time.monotonic() - begin < 50 * 3 * 0.3 / 3, "45 s one after the other"
+
+
+def test_replies_enter_the_engine_at_the_same_step_whatever_they_take():
+    asked = []
+    for seconds in (0.0, 0.1):
+        turns, engine = turns_of("Counts"), StubEngine()
+        take_from = turns.environments.take
+        if seconds:
+            turns.environments.take = lambda wait, take_from=take_from: time.sleep(0.05) or take_from(wait)
+        played(turns, [make_row([3, i, 4]) for i in range(20)], engine=engine)
+        asked.append([(row.ids.tolist(), so_far) for row, so_far, _ in engine.asked])
+    assert asked[0] == asked[1]
+
+
+@pytest.mark.parametrize(("environment", "said"), [
+    ("NoReply", "NoReply has no method reply"), ("Nobody", "no function 'Nobody'"),
+])  # fmt: skip
+def test_a_class_that_is_no_environment_is_refused_at_the_start(environment, said):
+    with pytest.raises(ValueError, match=f"--environment {FILE}:{environment}: .*{said}"):
+        turns_of(environment)
+
+
+# Tools ----------------------------------------------------------------------------------------------------------------
+
+
+class Says(StubEngine):
+    """Samples these texts, one a turn."""
+
+    def __init__(self, *texts: str) -> None:
+        super().__init__(1)
+        self.texts = iter(texts)
+
+    def step(self):
+        ids = [TOKENIZER(next(self.texts))["input_ids"] for _ in self.left]
+        return [(n, Completion(x, [-1.0] * len(x), [], "stop")) for (n, _), x in zip(super().step(), ids, strict=True)]
+
+
+def test_a_tool_is_called_in_a_format_of_ones_own_and_its_result_is_the_next_turn():
+    engine = Says("add(2,3) add(1,1) sub(1,1)", "so 5 and 2")
+    (episode,) = played(turns_of(None, f"{FILE}:add"), [make_row([3, 20, 4])], engine=engine)
+    assert episode.turns == ["add(2,3) add(1,1) sub(1,1)", "so 5 and 2"] and episode.grade is None
+    assert episode.said.count("<tool>") == 3
+    assert "<tool>5</tool>" in episode.said and "<tool>2</tool>" in episode.said
+    assert "there is no tool 'sub'; there are add" in episode.said
+
+
+def called(completion: str, functions: dict) -> list[str] | None:
+    replies = Toolbox(functions, read_calls, {}).reply(completion)
+    return replies and [each["content"] for each in replies]
+
+
+def test_calls_in_the_format_of_hermes_are_run_and_malformed_ones_are_answered_with_what_is_wrong():
+    functions = {"add": lambda a, b: a + b, "fail": lambda: 1 / 0, "join": lambda words: {"text": " ".join(words)}}
+    call = '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>'
+    assert called(call % ("add", '{"a": 1, "b": 2}') + call % ("join", '{"words": ["a", "b"]}'), functions) == [
+        "3", '{"text": "a b"}',
+    ]  # fmt: skip
+    assert called(call % ("add", '"{\\"a\\": 1, \\"b\\": 2}"'), functions) == ["3"]  # arguments as a text
+    assert called("no call", functions) is None
+    assert called(f"<think>{call % ('add', '{}')}</think> none", functions) is None, "a thought calls nothing"
+    for wrong, said in {
+        "<tool_call>{": "is not closed", "<tool_call>{]</tool_call>": "Expecting",
+        call % ("fail", "{}"): "ZeroDivisionError",
+        call % ("add", '{"a": 1}'): "missing 1 required", "<tool_call>[1]</tool_call>": "TypeError",
+    }.items():  # fmt: skip
+        (reply,) = called(wrong, functions)
+        assert reply.startswith("error: ") and said in reply
+
+
+def test_the_chat_template_is_told_of_tools_and_one_that_shows_none_is_refused():
+    tokenizer, tools = build_tokenizer(), f"{FILE}:add"
+    with pytest.raises(ValueError, match="--tools .*: the chat template of --model shows no tools"):
+        check_template(PromptFormat(tools=tools), tokenizer)
+    tokenizer.chat_template = QWEN
+    check_template(PromptFormat(tools=tools), tokenizer)
+    prompt = render([{"role": "user", "content": "1+2"}], PromptFormat(tools=tools), tokenizer)
+    assert prompt.startswith("<|tools|>add[user]1+2")
+    with pytest.raises(ValueError, match="--tools .*Cannot generate JSON schema for NoReply"):
+        tool_schemas(f"{FILE}:NoReply")
+
+
+def test_the_tools_of_the_docs_work_things_out_within_limits():
+    calculator = load_function("docs/environments/calculator.py", "calculator")
+    assert (calculator("(3 + 4) * 2"), calculator("1,000 / -8")) == (14, -125)
+    with pytest.raises(ValueError, match="only numbers"):
+        calculator("().__class__")
+    python = load_function("docs/environments/python_tool.py", "python")
+    assert python("print(6 * 7)") == "42\n"
+    assert "MemoryError" in python("x = bytearray(2 << 30)")
+    assert "File too large" in python("open('/tmp/x', 'w').write('x' * 9999)")
+    assert "not finished after 3 s" in python("import time; time.sleep(9)")
+
+
+def test_an_environment_of_another_library_is_ours_by_an_adapter():
+    handler = Handler("docs/environments/gym_adapter.py:Adapter", None)
+    reply = handler(Turn(1, {"answer": ""}, ("right",), is_last=False))
+    assert reply.messages == [{"role": "user", "content": "you are at 1"}]
+    reply = handler(Turn(1, {"answer": ""}, ("right", "right"), is_last=False))
+    assert (reply.messages, reply.grade.reward) == ([], 1.0)
+    assert reply.grade.parts == {"Adapter": 1.0, "turn_1": 0.0, "turn_2": 1.0}
+    assert len(Path("docs/environments/gym_adapter.py").read_text().partition("class Adapter")[2].splitlines()) <= 25
+
+
+# Training on them -----------------------------------------------------------------------------------------------------
+
+
+def three_turns(lengths: list[int], seed: int = 0) -> Rollout:
+    """Completions of random tokens of which the middle ones of each third were not sampled."""
+    rollout = make_rollout(lengths, seed=seed, group_size=2)
+    is_sampled = [np.arange(n) % (n // 3) < n // 6 + 1 for n in lengths]
+    logprobs = [x * mask for x, mask in zip(rollout.rollout_logprobs, is_sampled, strict=True)]
+    weights = np.full(len(lengths), 1 / sum(map(sum, is_sampled)), dtype=np.float32)
+    return replace(rollout, is_sampled=is_sampled, rollout_logprobs=logprobs, loss_weights_B=weights)
+
+
+@pytest.mark.parametrize("share_prompts", [None, True])
+def test_loss_and_gradient_of_three_turns_are_those_of_a_plain_implementation_in_float64(policy, share_prompts):
+    """The first update of a step, whose ratios are 1; tolerance 1e-6."""
+    rollout = three_turns([12, 18, 15, 12])
+    args = flags(model=policy, prompts_per_step=2, group_size=2, micro_batch_tokens=64, max_prompt_tokens=4,
+                 max_completion_tokens=20, share_prompts=share_prompts)  # fmt: skip
+    ours = load_policy(policy)
+    optimizer = torch.optim.SGD(ours.parameters(), lr=1.0)
+    found = train_once(ours, optimizer, whole_update(rollout, args, ours, ALONE), args, rate=1.0, max_grad_norm=1e9)
+    plain = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float64)
+    logprobs_T = unpacked_logprobs(plain, rollout, 1.0)
+    mask_T = torch.from_numpy(np.concatenate(rollout.is_sampled))
+    advantages_T = torch.from_numpy(np.concatenate(rollout.advantages)).double()
+    loss = (-advantages_T * (logprobs_T - logprobs_T.detach()).exp())[mask_T].mean()
+    loss.backward()
+    assert found["policy/loss"] == pytest.approx(loss.item(), abs=1e-6)
+    before = load_policy(policy)
+    names = dict(plain.named_parameters())
+    for (name, now), old in zip(ours.model.named_parameters(), before.parameters(), strict=True):
+        assert (old - now - names[name].grad).abs().max() < 1e-6, name
+
+
+def test_lengths_count_what_was_sampled_and_turns_are_counted():
+    rollout = three_turns([12, 18])
+    assert rollout.completion_lengths_B.tolist() == [9, 12]
+    assert [each.max() + 1 for each in rollout.turns] == [3, 3]
+    batch = pack(rollout, [0, 1])
+    assert int(batch.loss_mask_N.sum()) == 21
+    sampled = np.concatenate(rollout.of_sampled(rollout.completions))
+    assert batch.labels_N[batch.loss_mask_N].tolist() == sampled.tolist()
+
+
+def test_rewards_of_turns_become_returns_to_go_and_mt_grpo_compares_each_turn():
+    """A group of two episodes: of two turns and of one."""
+    rollout = Rollout(
+        rows=[make_row([1, 2])] * 2, completions=[np.arange(5), np.arange(2)],
+        rollout_logprobs=[np.zeros(5), np.zeros(2)], texts=["", ""], is_truncated_B=np.zeros(2, bool),
+        is_sampled=[np.array([1, 1, 0, 0, 1], bool), np.array([1, 1], bool)],
+        grades=[make_grade(3.0, turn_1=1.0, turn_2=2.0), make_grade(0.5, turn_1=0.5)],
+    )  # fmt: skip
+    of_return, of_turns = (
+        compute_advantages(rollout, None, algorithm_of(flags(advantage=name, group_size=2, **more)))
+        for name, more in (("reinforce++", {}), ("mt_grpo", {"environment": f"{FILE}:Counts", "advantage_eps": 0}))
+    )
+    returns = np.array([3.0, 3.0, 2.0, 0.5, 0.5])  # of the sampled tokens
+    wanted = (returns - returns.mean()) / (returns.std(ddof=1) + 1e-6)
+    assert np.concatenate(rollout.of_sampled(of_return)) == pytest.approx(wanted, abs=1e-6)
+    one = 0.5**0.5  # (1 - 0.75) / std of 1 and 0.5; the second turn has nothing to be compared with
+    assert np.concatenate(rollout.of_sampled(of_turns)) == pytest.approx([one, one, 0.0, -one, -one], abs=1e-6)
+    with pytest.raises(ValueError, match="mt_grpo needs an --environment whose reward"):
+        grpo.mt_grpo(grpo.Graded(*[torch.zeros(2)] * 4), advantage_ddof=1, advantage_eps=0.0)
+
+
+# Whole runs -----------------------------------------------------------------------------------------------------------
+
+SHORT = {"max_completion_tokens": 100, "max_turn_tokens": 6, "micro_batch_tokens": 512, "total_steps": 2,
+         "reward_workers": 2, "eval_every": 0, "eval_data": None, "eval_before_training": None, "kl_coef": 0,
+         "max_rollout_gap": 1e-5}  # fmt: skip
+
+
+@pytest.mark.parametrize(("turns", "num_ranks", "changes"), [
+    (1, 1, {}),
+    (2, 2, {"share_prompts": True}),
+    (5, 2, {"share_prompts": True, "tensor_parallel_size": 2}),
+    (5, 1, {"share_prompts": True, "lora_rank": 4, "learning_rate": 1e-2}),
+])  # fmt: skip
+def test_sampler_and_trainer_agree_in_float32_however_many_turns(turns, num_ranks, changes, policy, tmp_path):
+    game = "docs/environments/guess_number.py:GuessNumber" if turns == 2 else f"{FILE}:Counts"
+    given = SHORT | {"environment": game, "max_turns": turns, "dtype": "float32"} | changes
+    torchrun(num_ranks, "train_grpo.py", *training_flags(policy, tmp_path, **given))
+    metrics = metrics_of(tmp_path)
+    assert [metrics[step]["completion/turns_mean"] for step in (1, 2)] == [turns, turns]
+    assert all(metrics[step]["policy/rollout_gap_max"] < 1e-5 for step in (1, 2))
+    assert metrics[1]["optim/grad_norm"] > 0 or turns == 2, "nobody may win the game"
+
+
+def test_an_environment_that_ends_at_once_changes_no_bit(policy, reward, tmp_path):
+    found = []
+    for name, changes in (("without", {}), ("with", {"environment": f"{FILE}:Once"})):
+        torchrun(1, "train_grpo.py", *training_flags(policy, tmp_path / name, reward=reward, total_steps=2, **changes))
+        found.append({step: without_times(line) for step, line in metrics_of(tmp_path / name).items()})
+    assert all(line.pop("completion/turns_mean", 1.0) == 1.0 for line in found[1].values())
+    assert found[0] == found[1]
+
+
+@pytest.fixture(scope="module")
+def game(policy, tmp_path_factory):
+    """A run with evaluation on two ranks."""
+    out_dir = tmp_path_factory.mktemp("game") / "run"
+    given = {"environment": f"{FILE}:Counts", "max_turns": 3, "advantage": "mt_grpo"}
+    evaluated = {"total_steps": 4, "eval_every": 2, "eval_data": policy / "heldout.jsonl"}
+    run = training_flags(policy, out_dir, **SHORT | given | evaluated)
+    torchrun(2, "train_grpo.py", *run)
+    return run, out_dir
+
+
+def test_a_run_that_goes_on_from_a_checkpoint_is_the_undisturbed_one_bit_for_bit(game, tmp_path):
+    run, out_dir = game
+    copy = copy_at(2, out_dir, tmp_path / "copy")
+    torchrun(2, "train_grpo.py", *[str(copy) if each == str(out_dir) else each for each in run])
+    expected, found = metrics_of(out_dir), metrics_of(copy)
+    assert all(without_times(found[step]) == without_times(expected[step]) for step in (3, 4))
+
+
+def test_evaluation_plays_the_same_episodes_and_what_is_kept_shows_the_turns(game):
+    _, out_dir = game
+    rows = lines(out_dir / "eval" / "step_4" / "heldout.jsonl")
+    assert all(row["completion"].count("<user>turn") == 2 and "turn_3" in row["reward_parts"] for row in rows)
+    assert metrics_of(out_dir)[4]["eval/heldout/avg@1"] == pytest.approx(np.mean([row["reward"] for row in rows]))
+    raw = zlib.decompress(base64.b64decode(pack_samples(out_dir, 10**6)[1][4]))  # of the report's page
+    length = int.from_bytes(raw[:4], "little")
+    (_, _, num_bytes), (_, _, sizes), (_, _, codes) = json.loads(raw[4 : 4 + length])["arrays"]
+    text, codes = raw[4 + length :][:num_bytes].decode(), np.frombuffer(raw[-codes:], np.uint8)
+    ends = np.cumsum(np.frombuffer(raw[4 + length + num_bytes :][:sizes], "<u2"))
+    said = "".join(text[end - 1] for end, code in zip(ends, codes, strict=True) if code == UNKNOWN)
+    assert said.count("turn1") == said.count("turn2") == 32, "a letter each; the tokenizer of the tests has no space"
+
+
+def test_a_replay_trains_on_the_same_turns(game, tmp_path):
+    run, out_dir = game
+    again = [str(tmp_path / "again") if each == str(out_dir) else each for each in run]
+    torchrun(2, "train_grpo.py", *again, "--replay", out_dir, "--stop_after", 2)
+    names = ("policy/loss", "policy/entropy", "optim/grad_norm", "completion/tokens_mean", "reward/mean")
+    expected, found = metrics_of(out_dir), metrics_of(tmp_path / "again")
+    assert [[found[s][n] for n in names] for s in (1, 2)] == [[expected[s][n] for n in names] for s in (1, 2)]
+
+
+def test_servers_play_turns_while_environments_think():
+    turns = turns_of("Counts", max_turn_tokens=4)
+    server, heard = FakeServer(0.001), []
+    rows = [make_row([3, 20 + i, 4], where=f"row {i}") for i in range(4)]
+    with engine_of(server, turns=turns) as engine:
+        synced(engine)
+        rollout = engine.sample(rows, Sampling(2, 1.0, 100), (1, 1), on_finished=lambda *given: heard.append(given))
+    turns.close()
+    assert [each.max() + 1 for each in rollout.turns] == [3] * 8
+    assert rollout.completion_lengths_B.tolist() == [12] * 8 and rollout.is_truncated_B.all(), "the last turn was cut"
+    assert sorted(b for b, *_ in heard) == list(range(8)) and all(grade.parts["Counts"] >= 0 for *_, grade in heard)
+    assert len(server.prompts) == 24
+    whole = [[*row.ids.tolist(), *ids] for row, ids in zip(rollout.rows, rollout.completions, strict=True)]
+    assert all(any(all_of[: len(prompt)] == prompt for all_of in whole) for prompt in server.prompts)

@@ -1,0 +1,261 @@
+"""Episodes of more than one turn: the policy answers, an environment or a tool replies, the policy goes on.
+
+    turns = Turns(settings, grading, prompt_format, tokenizer, num_workers)
+    engine.play = partial(turns.play, engine)   # then `engine.sample` returns whole episodes; of servers: fleet.turns
+
+Tokens are never made again. What was sampled stays as it was; a reply is rendered by the chat template, once, and its
+tokens are appended. A completion is all of it: only its sampled tokens have log-probs and a loss (`is_sampled`), and
+attention sees both. Environments run in workers (`grading/episode.py`), a worker for all turns of an episode.
+docs/turns.md
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Literal
+
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from batch import OnFinished, Row
+from data import UnusableRow, render
+from flags import Grading, PromptFormat, Sampling, Turning
+from generation.completion import Completion
+from grading import Grade
+from grading.episode import Environments, Messages, Reply, Turn
+from grading.pool import Outcome
+from guards.progress import progress
+from guards.stall import beat
+from guards.start import requested
+
+if TYPE_CHECKING:
+    from rollout import Engine
+
+DELAY = 4  # engine steps from the end of a turn to the next one: replies come meanwhile, and the others sample on
+PATIENCE = 1.0  # seconds that an engine then waits for a reply; see `Turns.replies`
+LOOK = 0.2  # seconds between two looks for a signal
+LONGEST = 64  # characters of a token, at most: a longer reply is too long without being read as tokens
+Next = Literal["turn", "reply", "end"]  # of the policy; another one of the environment; of the episode
+
+
+@dataclass(eq=False)
+class Episode(Completion):
+    """A completion of several turns."""
+
+    row: Row | None = None
+    number: int = 0  # among all of the process
+    is_sampled: list[bool] = field(default_factory=list)
+    turns: list[str] = field(default_factory=list)  # the texts of the policy
+    said: str = ""  # by both so far, with the template's tokens around replies
+
+    def add_turn(self, turn: Completion, text: str) -> None:
+        """Of the policy."""
+        self._add(turn.token_ids, turn.logprobs, turn.versions, text)
+        self.is_sampled += [True] * len(turn.token_ids)
+        self.turns.append(text)
+        self.finish_reason = turn.finish_reason
+
+    def add_reply(self, token_ids: list[int], text: str) -> None:
+        """Of the environment; its tokens count as of the weights of the turn before."""
+        self._add(token_ids, [0.0] * len(token_ids), self.versions[-1:] * len(token_ids), text)
+        self.is_sampled += [False] * len(token_ids)
+
+    def _add(self, token_ids: list[int], logprobs: list[float], versions: list[int], text: str) -> None:
+        self.token_ids += token_ids
+        self.logprobs += logprobs
+        self.versions += versions
+        self.said += text
+
+    def tell(self, b: int, tokenizer: Tokenizer, on_finished: OnFinished | None) -> None:
+        """The grader gets the text of the last turn, and all that was sampled."""
+        self.text = self.said
+        sampled = list(itertools.compress(self.token_ids, self.is_sampled))
+        if on_finished is not None:
+            on_finished(b, self.turns[-1], sampled, self.finish_reason == "length", self.grade)
+
+
+class Template:
+    """How the chat template writes what comes between two turns of the policy, found out by a conversation of marks."""
+
+    def __init__(self, prompt_format: PromptFormat, tokenizer: Tokenizer) -> None:
+        """Raises ValueError, with the reason, if the template cannot be continued."""
+        self.prompt_format, self.tokenizer = prompt_format, tokenizer
+        self.pieces = cache(self._pieces)
+        self.pieces(("tool" if prompt_format.tools else "user",))
+        if not set(self.plain(" ".join(tokenizer.all_special_tokens))).isdisjoint(tokenizer.all_special_ids):
+            raise ValueError("a reply could hold special tokens: the tokenizer of --model cannot write them as text.")
+
+    def _render(self, *messages: tuple[str, str], continues: bool = True) -> str:
+        conversation = [{"role": role, "content": content} for role, content in (("user", "Mark-Q"), *messages)]
+        try:
+            return render(conversation, self.prompt_format, self.tokenizer, continues)
+        except UnusableRow as error:
+            raise ValueError(f"--environment, --tools: {error}; give --template_args, or another template.") from None
+
+    def _pieces(self, roles: tuple[str, ...]) -> list[str]:
+        """The texts before, between and after the contents of messages of these roles, from the policy's text on."""
+        marks = [f"Mark-{i}" for i in range(len(roles))]
+        answer = ("assistant", "Mark-A")
+        end = self._render(answer, continues=False).partition("Mark-A")[2]
+        _, _, rest = self._render(answer, *zip(roles, marks, strict=True)).partition("Mark-A")
+        pieces = re.split("|".join(marks), rest)
+        if not rest.startswith(end) or re.findall(r"Mark-\w+", rest) != marks or not all(pieces[:: len(roles)]):
+            wrong = f"the chat template does not go on from an answer to a message of the role {roles[0]!r}"
+            raise ValueError(f"--environment, --tools: {wrong}; give --template_args, or another template.")
+        return pieces
+
+    @property
+    def drops_thoughts(self) -> bool:
+        """Whether it would leave the thoughts of earlier turns out; here they stay."""
+        return "Mark-T" not in self._render(("assistant", "<think>\nMark-T\n</think>\n\nMark-A"), ("user", "Mark-0"))
+
+    def plain(self, text: str) -> list[int]:
+        """The tokens of a content; what looks like a special token is text."""
+        return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+
+    def suffix(self, messages: Messages, last_id: int) -> tuple[list[int], str]:
+        """The tokens, and the text, that go on after the token `last_id` of the policy to its next turn."""
+        pieces = self.pieces(tuple(each["role"] for each in messages))
+        tokens = [self.tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in pieces]
+        is_there = tokens[0][:1] == [last_id]  # the policy has ended its turn as the template does
+        ids, text = tokens[0][is_there:], pieces[0]
+        for message, after, piece in zip(messages, tokens[1:], pieces[1:], strict=True):
+            ids, text = ids + self.plain(message["content"]) + after, text + message["content"] + piece
+        return ids, text
+
+
+class Turns:
+    """Plays episodes. Every rank has one; that of the first rank of an engine has the workers."""
+
+    def __init__(
+        self, turning: Turning, grading: Grading, prompt_format: PromptFormat, tokenizer: Tokenizer, num_workers: int
+    ) -> None:
+        """Raises ValueError or FileNotFoundError for what cannot be used."""
+        self.turning, self.tokenizer = turning, tokenizer
+        self.template = Template(prompt_format, tokenizer)
+        self.environments = None
+        if num_workers:
+            handled, timeout = (turning.environment, turning.tools), grading.reward_timeout
+            self.environments = Environments(handled, num_workers, timeout, grading.reward_in_flight)
+        self.numbers = itertools.count(1)
+        self.replied: dict[int, Outcome] = {}  # that are there, by the number of the episode
+        self.is_late = False
+
+    def describe(self) -> str:
+        """A line for the log."""
+        who = self.turning.environment or f"the tools {self.turning.tools}"
+        kept = "; the chat template drops earlier thoughts, here they stay" if self.template.drops_thoughts else ""
+        return f"turns: at most {self.turning.max_turns}, with {who}{kept}"
+
+    def close(self) -> None:
+        if self.environments is not None:
+            self.environments.close()
+
+    def begin(self, row: Row) -> Episode:
+        return Episode(row=row, number=next(self.numbers))
+
+    def room(self, episode: Episode, sampling: Sampling) -> int:
+        """Tokens that its next turn may have."""
+        left = sampling.max_completion_tokens - len(episode.token_ids)
+        return min(left, self.turning.max_turn_tokens or left)
+
+    def end_turn(self, episode: Episode, turn: Completion, sampling: Sampling) -> None:
+        """Takes up the turn, and asks the environment for its reply."""
+        episode.add_turn(turn, self.tokenizer.decode(turn.token_ids, skip_special_tokens=True))
+        is_last = len(episode.turns) == self.turning.max_turns or self.room(episode, sampling) < 1
+        self._ask(episode, is_last)
+
+    def _ask(self, episode: Episode, is_last: bool) -> None:
+        columns = episode.row.columns | {"answer": episode.row.answer}
+        if self.environments is not None:
+            self.environments.submit(Turn(episode.number, columns, tuple(episode.turns), is_last))
+
+    def end_reply(self, episode: Episode, outcome: Outcome, sampling: Sampling) -> Next:
+        """Takes up the reply, and says what comes next."""
+        if outcome.status != "ok":
+            episode.grade = Grade(0.0, outcome.status)
+            return "end"
+        reply: Reply = outcome.value
+        if not reply.messages:
+            episode.grade = reply.grade
+            return "end"
+        room = self.room(episode, sampling)
+        is_short = sum(len(each["content"]) for each in reply.messages) <= LONGEST * room
+        ids, text = self.template.suffix(reply.messages, episode.token_ids[-1]) if is_short else ([], "")
+        if not is_short or len(episode.token_ids) + len(ids) >= sampling.max_completion_tokens:
+            episode.finish_reason = "length"  # there is no room for another turn
+            self._ask(episode, is_last=True)
+            return "reply"
+        episode.add_reply(ids, text)
+        return "turn"
+
+    # In an engine of the ranks ----------------------------------------------------------------------------------------
+
+    def play(
+        self, engine: Engine, rows: list[Row], sampling: Sampling, description: str
+    ) -> Iterator[tuple[int, Episode]]:
+        """Yields (index, episode) of each row when it is over.
+
+        What is sampled is a function of the seed and of the replies: these enter the engine `DELAY` steps after the
+        turn, not when they come.
+        """
+        episodes = {each.number: (i, each) for i, each in enumerate(map(self.begin, rows))}
+        ready, asked, due = [each for _, each in episodes.values()], {}, {}
+        self.replied, self.is_late, step = {}, False, 0
+        with progress(description, total=len(rows), shown_after=0.0) as bar:
+            while (ready or asked or due) and not engine.is_abandoned():
+                if ready:
+                    limits = [self.room(each, sampling) for each in ready]
+                    so_far = [list(each.token_ids) for each in ready]
+                    first = engine.add([each.row for each in ready], so_far, limits, sampling)
+                    asked |= {first + i: each for i, each in enumerate(ready)}
+                    ready = []
+                if asked:
+                    step += 1
+                    for request, turn in engine.step():
+                        episode = asked.pop(request)
+                        self.end_turn(episode, turn, sampling)
+                        due[episode.number] = step + DELAY
+                for number, outcome in self.replies(engine, due, step if asked else math.inf):
+                    i, episode = episodes[number]
+                    comes = self.end_reply(episode, outcome, sampling)
+                    if comes != "reply":
+                        del due[number]
+                    if comes == "turn":
+                        ready.append(episode)
+                    if comes == "end":
+                        yield i, episode
+                        bar.update()
+            bar.refresh()
+
+    def replies(self, engine: Engine, due: dict[int, int], step: float) -> list[tuple[int, Outcome]]:
+        """The replies, by episode, that are due at this step of the engine; the same on all of its ranks.
+
+        They are waited for, but after one that takes longer than `PATIENCE` the call is not repeatable any more: from
+        then on replies are taken as they come.
+        """
+        wanted = [number for number, at in due.items() if at <= step]
+        if not wanted and not (due and self.is_late):
+            return []
+        found = self._wait(wanted, is_idle=step == math.inf) if self.environments is not None else None
+        found, self.is_late = engine.from_leader((found, self.is_late))
+        return found
+
+    def _wait(self, wanted: list[int], is_idle: bool) -> list[tuple[int, Outcome]]:
+        begin, seconds = time.monotonic(), 0.0
+        while not requested():
+            self.replied |= self.environments.take(seconds)
+            if not self.is_late and self.replied.keys() >= set(wanted):
+                return [(number, self.replied.pop(number)) for number in wanted]
+            if self.is_late and (self.replied or not is_idle):
+                found, self.replied = sorted(self.replied.items()), {}
+                return found
+            self.is_late |= time.monotonic() - begin > PATIENCE
+            seconds = LOOK
+            beat("waits for the environment", is_progress=False)
+        return []

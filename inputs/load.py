@@ -84,7 +84,7 @@ def load_inputs(args: Namespace) -> Inputs:
     grader, turns = start_grader(args, tokenizer, num_ranks)
     sources = zip([*args.train_data, *args.eval_data], [*train_data, *eval_sets], strict=True)
     digests |= {source: digest(contents_of(data)) for source, data in sources}
-    of_turns = filter(None, [args.environment, args.tools])
+    of_turns = [args.environment or "", *(args.tools or "").split(",")]
     files = own_files([*grader.weights, args.advantage, args.policy_loss, args.kl_estimator, *of_turns])
     digests |= {str(file): digest([file.read_bytes()]) for file in files}
     return Inputs(tokenizer, vision, train_data, eval_sets, samplings, grader, turns, companions, digests)

@@ -64,6 +64,7 @@ def main() -> None:
         tokenizer, vision = load_processor(args.model, config, prompt_format)
         parts = [PromptData.load(source, prompt_format, tokenizer, args.seed, vision) for source in args.data]
         mixture = PromptData.mix(parts, args.weights)
+        handler = Handler(args.environment, args.tools) if args.environment or args.tools else None
     except (ValueError, OSError) as error:
         sys.exit("error: " + " ".join(str(error).split()))
     for data in parts:
@@ -76,8 +77,8 @@ def main() -> None:
             print(f"\n--- {row.where}{images}\n{row.text}\n--- answer: {row.answer}\n")
     if len(parts) > 1:
         print(*mixture.describe(), sep="\n")
-    if args.environment or args.tools:
-        play(Handler(args.environment, args.tools), mixture.rows[0], args.max_turns)
+    if handler is not None:
+        play(handler, mixture.rows[0], args.max_turns)
 
 
 if __name__ == "__main__":

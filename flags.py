@@ -456,7 +456,7 @@ class Plan:
         return (
             f"{self.prompts_per_step} prompts x {self.group_size} = {self.completions_per_step} completions a step, "
             f"{self.updates_per_step} update{'s' * (self.updates_per_step > 1)} a step, "
-            f"{self.steps_per_epoch:g} steps an epoch, {self.total_steps} steps in all"
+            f"{self.steps_per_epoch:g} steps an epoch, {self.total_steps} step{'s' * (self.total_steps > 1)} in all"
         )
 
     def update(self, step: int, i: int) -> UpdateStep:

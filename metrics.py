@@ -41,8 +41,9 @@ def rollout_metrics(rollout: Rollout, group_size: int) -> Metrics:
         "reward/std": rewards_PG.std(),
         "reward/frac_groups_all_right": is_correct_PG.all(axis=1).mean(),
         "reward/frac_groups_all_wrong": (~is_correct_PG).all(axis=1).mean(),
-        "reward/frac_groups_with_signal": (rewards_PG.max(axis=1) > rewards_PG.min(axis=1)).mean(),
     }
+    if group_size > 1:
+        metrics["reward/frac_groups_with_signal"] = (rewards_PG.max(axis=1) > rewards_PG.min(axis=1)).mean()
     of = {"completion/tokens_right_mean": is_correct_B, "completion/tokens_wrong_mean": ~is_correct_B}
     for name, chosen_B in of.items():
         if chosen_B.any():

@@ -172,6 +172,7 @@ def build_servers(
             file = log.out_dir / "servers" / f"{i}.log"
             process = start_server(options, "nccl_with_deadline" if is_cuda else "gloo", key, file, gpus)
             found.append(Server(f"server {i}", process.url, process))
+        log.say(f"waits for {', '.join(each.name for each in found)}")
         needed = fit_of(load_config(model), settings.max_model_len, settings.dtype, settings.head_dtype)
         stops, turns = stop_ids(inputs.tokenizer, settings.stop_tokens), {"turns": inputs.turns}
         fleet = Fleet(found, stops, key, log.say, log.note_span, claim_of(log.out_dir), needed, **turns)

@@ -181,8 +181,12 @@ class Run:
 
     def _remarks(self, metrics: Metrics) -> Iterator[str]:
         """Says it once when nothing was there to learn for some steps."""
-        self.num_idle = self.num_idle + 1 if metrics.get("reward/frac_groups_with_signal") == 0 else 0
-        if self.num_idle == IDLE_STEPS:
+        has_signal = metrics.get("reward/frac_groups_with_signal") != 0
+        self.num_idle = 0 if has_signal and metrics.get("optim/grad_norm") != 0 else self.num_idle + 1
+        if self.num_idle == IDLE_STEPS and has_signal:
+            found = "optim/grad_norm is 0, although rewards differ: see docs/symptoms.md, The reward does not rise"
+            yield f"warning: for {IDLE_STEPS} steps {found}"
+        elif self.num_idle == IDLE_STEPS:
             found = "is 0" if metrics["reward/mean"] == 0 else "is the same within each group"
             where = "docs/symptoms.md, The reward is always 0"
             yield f"warning: for {IDLE_STEPS} steps every reward {found}, so no advantage differs from 0: see {where}"

@@ -10,6 +10,7 @@ All arguments are passed by name; those that a function does not name are left o
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import functools
 import importlib.util
@@ -39,6 +40,20 @@ def load_function(path: str, name: str) -> Callable:
         found = [each.__name__ for each in functions if inspect.isfunction(each) and not each.__name__.startswith("_")]
         raise ValueError(f"{path} has no function {name!r}; it has {', '.join(found) or 'none'}.")
     return function
+
+
+def files_of(path: Path) -> list[Path]:
+    """The file, and those in its folder that it imports, directly or not."""
+    found = [path]
+    for file in found:  # it grows
+        for node in ast.walk(ast.parse(file.read_bytes())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            if module := getattr(node, "module", None):  # what is taken out of it may be a module, too
+                names = [module, *(f"{module}.{name}" for name in names)]
+            for place in (path.parent / name.replace(".", "/") for name in names):
+                files = [place.with_suffix(".py"), place / "__init__.py"]
+                found += [each for each in files if each.is_file() and each not in found]
+    return found
 
 
 def load_own(reference: str) -> tuple[Callable, str]:

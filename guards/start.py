@@ -12,6 +12,7 @@ import faulthandler
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import tempfile
@@ -44,6 +45,9 @@ def join_launcher() -> None:
     """First of all: a rank must not outlive its launcher while it imports torch."""
     if "RANK" in os.environ:
         die_with_parent(int(os.environ.get(LAUNCHER, "0")))
+    sys.warnoptions.append("ignore:resource_tracker")  # of a rank that leaves at once: its semaphores are put away
+    if not shutil.which("nvidia-smi"):  # vLLM's remarks on memory binding; torch reads it when it is imported
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     faulthandler.enable()
     sys.excepthook = _note_exception
 

@@ -64,6 +64,8 @@ class UpdateGuard:  # the same on every rank
         if self.num_skipped > self.bounds.max_skipped_updates:
             count = f"{self.num_skipped} in a row (--max_skipped_updates {self.bounds.max_skipped_updates})"
             way_out = f"These are {count}; to go on, raise that, or lower --learning_rate in a new --out_dir"
+            if fault[0] == NOT_FINITE and step.index < self.num_skipped:  # no weight has changed yet
+                way_out = f"These are the first {count}: --model, --reference or a loss of your own is not finite"
             raise RunError(f"step {step.step}, update {step.number} is left out: {fault[1]}. {way_out}.")
         counted = {name: float(fault is not None and fault[0] == name) for name in (NOT_FINITE, BEYOND_KL)}
         return {"optim/skipped_updates": float(fault is not None)} | counted

@@ -90,6 +90,8 @@ def of_algorithm(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[st
         yield "--kl_estimator k1 as a loss has a gradient of mean zero, so --advantage zero learns nothing; use k2."
     if args.group_size == 1 and not (args.advantage in ("zero", "none", "reinforce++") or ".py:" in args.advantage):
         yield f"--group_size 1 has nothing to compare with for {flag.advantage}; use 2 or more, or --advantage zero."
+    if args.group_size == 1 and args.dynamic_sampling != "off":
+        yield f"--group_size 1 with {flag.dynamic_sampling}: a group of one never has a signal; leave that out."
     if args.hint_column and args.image_column:
         yield f"{flag.hint_column} with {flag.image_column}: hints are for prompts of text; leave one of them out."
     if args.hint_column == args.prompt_column:
@@ -111,6 +113,8 @@ def of_algorithm(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[st
     if is_ungraded and (args.eval_data or args.truncated == "zero"):
         graded = flag.eval_data if args.eval_data else flag.truncated
         yield f"{graded} needs a reward; leave it out, or give one, which --advantage zero only logs."
+    if args.advantage == "zero" and args.reference in (None, args.model) and not args.hint_column:
+        yield "--advantage zero follows the reference, which is --model itself: give --reference, or --hint_column."
     cache, limit = args.overlong_cache_tokens, args.max_completion_tokens
     if cache and not re.search(r"\blength\b|@", args.reward):
         yield f"{flag.overlong_cache_tokens} has no effect without the reward `length`; leave it out, or add that."

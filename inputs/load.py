@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import socket
 import time
 import uuid
@@ -21,7 +20,8 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 from data import PromptData, check_vocabulary
 from flags import FLAGS, Grading, PromptFormat, Sampling, Stalls, Turning, make_plan, take
 from fsdp_utils import World, gather_from_ranks, is_engine_leader_process, is_main_process, wait_for_all
-from guards.fingerprint import INPUTS, check_same_start, digest
+from grading.own import files_of
+from guards.fingerprint import INPUTS, ROOT, check_same_start, digest
 from guards.stall import Watch
 from inputs.checks import LOOPBACK, given, ranks_per_engine
 from inputs.machine import check_launch, choose_interface, local_world_size
@@ -70,7 +70,9 @@ def load_inputs(args: Namespace) -> Inputs:
         check_reference(args, tokenizer, longest)
     companions = [vision.processor if vision else tokenizer, generation]
     train_data = load(args.train_data, args.seed, args.hint_column)
-    make_plan(args, len(PromptData.mix(train_data, args.data_weights).rows))  # raises for too few rows, wrong weights
+    plan = make_plan(args, len(PromptData.mix(train_data, args.data_weights).rows))  # raises, too
+    if (args.stop_after or 0) > plan.total_steps:
+        raise ValueError(f"--stop_after {args.stop_after}: the last step is {plan.total_steps}; leave it out.")
     # The seed 0 draws #ROWS: held-out sets are the same problems whatever the seed of the run.
     eval_sets = load(args.eval_data, 0)
     digests = {}
@@ -82,11 +84,17 @@ def load_inputs(args: Namespace) -> Inputs:
     grader, turns = start_grader(args, tokenizer, num_ranks)
     sources = zip([*args.train_data, *args.eval_data], [*train_data, *eval_sets], strict=True)
     digests |= {source: digest(contents_of(data)) for source, data in sources}
-    of_turns = filter(None, [args.environment, args.tools])
-    named = " ".join([args.reward, args.advantage, args.policy_loss, args.kl_estimator, *of_turns])
-    files = re.findall(r"([^\s,=]+\.py):\w", named)  # my_reward.py:score
-    digests |= {file: digest([Path(file).read_bytes()]) for file in sorted(files)}
+    of_turns = [args.environment or "", *(args.tools or "").split(",")]
+    files = own_files([*grader.weights, args.advantage, args.policy_loss, args.kl_estimator, *of_turns])
+    digests |= {str(file): digest([file.read_bytes()]) for file in files}
     return Inputs(tokenizer, vision, train_data, eval_sets, samplings, grader, turns, companions, digests)
+
+
+def own_files(named: list[str]) -> list[Path]:
+    """The files of these functions (my_reward.py:score), and what they import from their folders, but for ours."""
+    files = [file for each in named if ".py:" in each for file in files_of(Path(each.rpartition(":")[0]))]
+    ours = {file.resolve() for file in files_of(ROOT / "train_grpo.py")} if files else ()
+    return [file for file in files if file.resolve() not in ours]
 
 
 def samples_of(file: Path) -> Iterator[bytes]:

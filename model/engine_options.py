@@ -60,6 +60,7 @@ def engine_options(
         "logprobs_mode": "processed_logprobs",  # after the temperature: what the tokens were really drawn from
         "seed": settings.seed,  # external_launcher wants the same one on every rank; Engine.sample sets its own
         "disable_log_stats": True,
+        "use_tqdm_on_load": False,
     }
     if settings.head_dtype is not None:
         options["hf_overrides"] = {"head_dtype": settings.head_dtype}

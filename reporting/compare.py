@@ -123,7 +123,7 @@ def compare(a: list[History], b: list[History]) -> str:
     names = sorted(set().union(*(run.names for run in runs)))
     names = [name for name in names if not (replays and name.startswith(COPIED))]
     steps = {name: common_steps(runs, name) for pattern in METRICS for name in names if fnmatch(name, pattern)}
-    changed = [f"--{name} {there!r} -> {here!r}" for name, (there, here) in differing_flags([a[0], b[0]]).items()]
+    changed = [f"{name} {there!r} -> {here!r}" for name, (there, here) in differing([a[0], b[0]]).items()]
     lines = [*described("A", a), *described("B", b)]
     lines += [f"From A to B: {', '.join(changed) or 'the same flags'}.", method(a, b)]
     for parts, title in TITLES.items():
@@ -159,15 +159,20 @@ def described(side: str, runs: list[History]) -> list[str]:
     lines = [f"{side}: {', '.join(each)}"]
     if len({run.seed for run in runs}) < len(runs):
         lines.append(f"{side} has the same seed twice: these runs are no independent repetitions.")
-    if differing := [f"--{name}" for name in differing_flags(runs)]:
-        lines.append(f"{side}'s runs differ in more than the seed: {', '.join(differing)}.")
+    if found := differing(runs):
+        lines.append(f"{side}'s runs differ in more than the seed: {', '.join(found)}.")
     return lines
 
 
-def differing_flags(runs: list[History]) -> dict[str, list[object]]:
-    """Flag -> its value in each of the runs, where they differ in more than the seed."""
-    flags = [but_for_the_seed(run.config) for run in runs]
+def differing(runs: list[History]) -> dict[str, list[object]]:
+    """Flag -> its value in each of the runs, where they differ in more than the seed; file -> digest of its contents.
+
+    The contents of a file that not all of them name are no difference beside that of the flag.
+    """
+    flags = [{f"--{name}": value for name, value in but_for_the_seed(run.config).items()} for run in runs]
     values = {name: [each.get(name) for each in flags] for name in sorted(set().union(*flags))}
+    contents = {name: [run.contents.get(name) for run in runs] for name in runs[0].contents}
+    values |= {name: found for name, found in contents.items() if None not in found}
     return {name: found for name, found in values.items() if any(value != found[0] for value in found)}
 
 

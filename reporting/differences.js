@@ -1,4 +1,4 @@
-// The flags and the code in which the runs differ.
+// The flags, the code and the contents of files in which the runs differ.
 
 function showDifferences() {
   const facts = RUNS.map(({ config: { out_dir, ...flags }, code }) => new Map([
@@ -10,7 +10,7 @@ function showDifferences() {
   const cells = (name) => facts.map((each) => (each.has(name) ? make("code", {}, each.get(name)) : null));
   const rows = (chosen) => table(chosen.map((name) => [make("code", {}, name), ...cells(name)]));
   if (!names.length) return byId("differences").append(make("p", { className: "note" }, "There is no config.json."));
-  if (RUNS.length > 1) byId("differences").append(differing.length ? rows(differing) : "Flags and code are the same.");
-  byId("differences").append(make("details", {}, make("summary", {}, "All flags, and the code"), rows(names)),
+  if (RUNS.length > 1) byId("differences").append(differing.length ? rows(differing) : "Flags, code, data and weights are the same.");
+  byId("differences").append(make("details", {}, make("summary", {}, "All flags, code, data and weights"), rows(names)),
     make("p", { className: "muted" }, "Uncommitted changes are shown as a hash of their patch, changes_*.patch."));
 }

@@ -29,6 +29,16 @@ class History:
     def names(self) -> set[str]:
         return {name for record in self.records for name in record}
 
+    @property
+    def contents(self) -> dict[str, object]:
+        """Digests of what the flags name: weights, rows with their prompts, own files. Without what a seed draws."""
+        file = self.folder / "inputs.json"
+        found = parse(file.read_text(), str(file)) if file.exists() else {}
+        paths = {name: str(self.config.get(name[2:]) if name.startswith("--") else name) for name in found}
+        same = {name: but_for_the_seed(self.config | {"path": path})["path"] for name, path in paths.items()}
+        drawn = [name for name, path in paths.items() if same[name] != path or re.search(r"#\d+$", path)]
+        return {f"contents of {path}": found[name] for name, path in paths.items() if name not in drawn}
+
     def points(self, name: str) -> dict[int, float]:
         """Step -> value of a metric, where it is a finite number."""
         found = {int(record["step"]): record.get(name) for record in self.records}

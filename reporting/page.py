@@ -47,15 +47,15 @@ def describe(folder: Path, records: list[dict[str, float]]) -> dict:
         changes = hashlib.sha256(patch.read_bytes()).hexdigest()[:10] if patch.exists() else "none"
         code = {"commit": start.get("commit"), "uncommitted changes": changes, **start.get("packages", {})}
     names = dict.fromkeys(name for record in records for name in record if name != "step")
-    flags = read_config(folder)
+    run = History(folder, flags := read_config(folder), records)
     return {
         "folder": str(folder),
         "config": flags,
-        "code": code,
+        "code": code | run.contents,
         "hardware": f"{start['world_size']} × {start['device']}" if "device" in start else None,
         "steps": [record["step"] for record in records],
         "metrics": {name: [rounded(record.get(name)) for record in records] for name in names},
-        "published": published_curves(History(folder, flags, records)),
+        "published": published_curves(run),
     }
 
 

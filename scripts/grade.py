@@ -8,7 +8,6 @@ key cannot be used), `reward_status`, `reward_parts`, and `read_as`, the final a
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from grading import Case, Grade, key_text
 from grading.own import EXTRAS
 from guards.files import whole
 from inputs.checks import check_ranges
-from inputs.command_line import add_flags
+from inputs.command_line import parser_of
 from inputs.records import read_json_file
 from reward import Grader, workers_per_engine
 
@@ -90,10 +89,7 @@ def check_needs(grader: Grader, num_rows: int, group_size: int) -> None:
 
 
 def main() -> None:
-    what = __doc__.replace("`EXTRAS`", ", ".join(EXTRAS))
-    parser = argparse.ArgumentParser(description=what, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    add_flags(parser, FLAGS)
-    args = parser.parse_args()
+    args = parser_of(FLAGS, __doc__.replace("`EXTRAS`", ", ".join(EXTRAS))).parse_args()
     try:
         check_ranges(args, FLAGS)
         rows, cases = read_cases(args.input, args.max_completion_tokens, args.list_answers)
@@ -115,8 +111,8 @@ def main() -> None:
             reward, grade = None if i in bad_keys else grades[i].reward, grades[i]
             graded = {"reward": reward, "reward_status": grade.status, "reward_parts": grade.parts}
             out.write(json.dumps(row | graded | {"read_as": grade.answer}) + "\n")
-    rewards = [grade.reward for grade in grades.values() if grade.status == "ok"]
-    failed = [f"{cases[i].where}: {grades[i].status}" for i in sorted(grades) if grades[i].status != "ok"]
+    rewards = [grade.reward for grade in grades.values() if not grade.is_failed]
+    failed = [f"{cases[i].where}: {grades[i].status}" for i in sorted(grades) if grades[i].is_failed]
     graded = f"{len(rewards)} graded, mean reward {sum(rewards) / max(len(rewards), 1):.4f}"
     bad = f"{len(failed) - len(bad_keys)} failed, {len(bad_keys)} with an answer key that cannot be used"
     print(f"{len(rows)} rows: {graded}; {bad}")

@@ -9,9 +9,6 @@ source scripts/setup.sh
 NGPU=${NGPU:-$([ "$NUM_GPUS" -gt 0 ] && echo "$NUM_GPUS" || echo 2)}
 NNODES=${NNODES:-1}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((($(nproc) + NGPU - 1) / NGPU))}
-if [ "$NUM_GPUS" -eq 0 ]; then
-    export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR} # vLLM's remarks on memory binding
-fi
 
 launch() {
     local nodes=() flag

@@ -8,7 +8,6 @@ with you in the model's place.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -19,11 +18,24 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from batch import Row
 from data import PromptData
-from flags import GROUPS, PromptFormat, take
+from flags import FLAGS as OF_TRAINING
+from flags import GROUPS, INF, PromptFormat, flag, take
 from grading.episode import Handler, Turn
-from inputs.command_line import add_flags
+from inputs.checks import check_ranges
+from inputs.command_line import parser_of
 from inputs.records import read_system_prompt
 from model.vision import load_processor
+
+# fmt: off
+DATA = [
+    flag("--data", str, "sources, each WHAT[@SPLIT][#ROWS]", is_list=True, is_required=True),
+    flag("--weights", float, "one for each source; shows their shares", is_list=True),
+    flag("--model", str, "model with the tokenizer: folder or hub id", is_required=True),
+    OF_TRAINING["--seed"],
+    flag("--show", 2, "number of prompts to show of each source", (0, INF)),
+]
+# fmt: on
+FLAGS = {"data": DATA} | {name: GROUPS[name] for name in ("prompts", "turns")}
 
 
 def play(handler: Handler, row: Row, max_turns: int) -> None:
@@ -41,23 +53,18 @@ def play(handler: Handler, row: Row, max_turns: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", nargs="+", required=True, help="sources, each WHAT[@SPLIT][#ROWS]")
-    parser.add_argument("--weights", nargs="*", type=float, help="one for each source; shows their shares")
-    parser.add_argument("--model", required=True, help="model with the tokenizer: folder or hub id")
-    parser.add_argument("--seed", type=int, default=1, help="random seed for drawing #ROWS (default: 1)")
-    parser.add_argument("--show", type=int, default=2, help="number of prompts to show of each source (default: 2)")
-    add_flags(parser, {name: GROUPS[name] for name in ("prompts", "turns")})
-    args = parser.parse_args()
+    args = parser_of(FLAGS, __doc__).parse_args()
     try:
         config = AutoConfig.from_pretrained(args.model, trust_remote_code=False)
     except (OSError, ValueError):
         config = None  # a folder with a tokenizer alone is enough to look at texts
     try:
+        check_ranges(args, FLAGS)
         prompt_format = take(PromptFormat, args, system_prompt=read_system_prompt(args.system_prompt))
         tokenizer, vision = load_processor(args.model, config, prompt_format)
         parts = [PromptData.load(source, prompt_format, tokenizer, args.seed, vision) for source in args.data]
         mixture = PromptData.mix(parts, args.weights)
+        handler = Handler(args.environment, args.tools) if args.environment or args.tools else None
     except (ValueError, OSError) as error:
         sys.exit("error: " + " ".join(str(error).split()))
     for data in parts:
@@ -70,8 +77,8 @@ def main() -> None:
             print(f"\n--- {row.where}{images}\n{row.text}\n--- answer: {row.answer}\n")
     if len(parts) > 1:
         print(*mixture.describe(), sep="\n")
-    if args.environment or args.tools:
-        play(Handler(args.environment, args.tools), mixture.rows[0], args.max_turns)
+    if handler is not None:
+        play(handler, mixture.rows[0], args.max_turns)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ if [ "$SERVER_NODES" -gt 0 ]; then
     serve='for gpu in $(seq 0 $((${SLURM_GPUS_PER_NODE:-8} - 1))); do
         CUDA_VISIBLE_DEVICES=$gpu .venv/bin/python scripts/serve.py --host 0.0.0.0 --port $((MASTER_PORT + 1 + gpu)) "$@" &
     done; wait'
-    read -ra serve_flags <<< "${SERVE:?which? say, --model MODEL --max_model_len 4096}"
+    read -ra serve_flags <<< "${SERVE:?which? For example --model MODEL --max_model_len 4096}"
     "${on_each[@]}" --nodes="$SERVER_NODES" --relative="$NNODES" bash -c "$serve" serve "${serve_flags[@]}" &
     servers=$!
     trap 'kill "$servers" || true' EXIT

@@ -34,6 +34,7 @@ def check(policy: Path, out_dir: Path, **changes: object) -> None:
     ({"max_completion_tokens": 121, "micro_batch_tokens": 1000}, ["8", "121", "context of 128", "by 1"]),
     ({"prompts_per_step": 128, "prompts_per_update": 128}, ["64 usable rows", "--prompts_per_step 128"]),
     ({"data_weights": -1}, ["weights -1", "positive"]),
+    ({"stop_after": 5}, ["--stop_after 5", "the last step is 4"]),
     ({"eval_temperature": 0, "eval_samples": 4}, ["--eval_samples 4", "--eval_temperature 0", "--eval_samples 1"]),
     ({"eval_max_completion_tokens": 121}, ["a completion of 121", "context of 128", "by 1"]),
     ({"image_column": "image"}, ["--image_column 'image'", "of the type 'qwen2'", "qwen2_5_vl"]),

@@ -26,7 +26,7 @@ NAN, FAR = GOOD | {"policy/loss": math.nan}, GOOD | {"policy/approx_kl": 1.0}
 
 
 def at(step: int, number: int = 1) -> UpdateStep:
-    return UpdateStep(0, 1e-3, number == 1, 1.0, 1, step, number)
+    return UpdateStep(2 * step + number - 3, 1e-3, number == 1, 1.0, 1, step, number)
 
 
 @pytest.mark.parametrize(("changes", "max_kl", "expected"), [
@@ -54,6 +54,14 @@ def test_updates_are_counted_by_reason_and_too_many_in_a_row_end_the_run_also_ac
         resumed.judge(FAR, at(3, 2))
     resumed.restore({"prompts_drawn": 3, "grad_norms": [1.0]})  # of older versions
     assert resumed.num_skipped == 0
+
+
+def test_what_is_not_finite_from_the_first_update_on_does_not_blame_the_learning_rate():
+    for first, blamed in ((1, "--model, --reference or a loss of your own is not finite"), (2, "--learning_rate")):
+        guard = UpdateGuard(ALONE, Bounds(max_skipped_updates=1))
+        guard.judge(NAN, at(first))
+        with pytest.raises(RunError, match=blamed):
+            guard.judge(NAN, at(first, 2))
 
 
 def test_a_step_without_a_finite_update_is_not_to_be_saved():

@@ -61,6 +61,11 @@ def test_the_command_grades_a_file_in_order(tmp_path):
     assert "line 4: timeout" in done.stdout
 
 
+def test_what_counts_as_0_in_training_counts_as_0_here_and_is_no_failure(tmp_path):
+    rows = [ROW, ROW | {"is_truncated": True}]
+    assert "2 graded, mean reward 0.5000; 0 failed" in command(tmp_path, rows, "exact", "--truncated", "zero").stdout
+
+
 def test_the_command_compares_the_rows_of_a_group(tmp_path):
     (tmp_path / "my_reward.py").write_text(
         "def score(completions):\n    return [{'reward': len(c), 'share': 1 / len(completions)} for c in completions]\n"

@@ -42,6 +42,8 @@ def test_rollout_metrics_count_groups_lengths_and_truncation():
     }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
     assert all(type(value) is float for value in metrics.values()), "JSON knows no numpy"
+    alone = rollout_metrics(replace(rollout, grades=grades), group_size=1)
+    assert alone["reward/frac_groups_all_right"] == 0.5 and "reward/frac_groups_with_signal" not in alone
 
 
 def test_the_standard_error_knows_that_completions_of_a_prompt_are_alike():

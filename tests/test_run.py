@@ -253,6 +253,13 @@ def test_five_steps_without_an_advantage_are_told_once(tmp_path, capsys):
         assert said == {7: ["is 0"], 14: ["is the same within each group"]}.get(step, [])
 
 
+def test_five_steps_without_a_gradient_are_told_and_lone_completions_are_no_groups_without_signal(tmp_path, capsys):
+    run = make_run(tmp_path)
+    for step, norm in enumerate([0.1, *[0] * 5], start=1):  # with --group_size 1 no group has a signal
+        run.log(step, {"reward/mean": 0.0, "optim/grad_norm": norm})
+        assert ("for 5 steps optim/grad_norm is 0" in capsys.readouterr().out) == (step == 6)
+
+
 def graded(grades: list[Grade]) -> Rollout:
     """Completions "a", "b", ... with these grades; two of each row."""
     numbers = range(len(grades))

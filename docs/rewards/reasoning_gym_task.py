@@ -1,7 +1,7 @@
 """A task of reasoning_gym, with its own verifier: --reward docs/rewards/reasoning_gym_task.py:score
 
 pip install reasoning_gym
-python docs/rewards/reasoning_gym_task.py leg_counting 1000 > legs.jsonl      # the data, for --data
+python docs/rewards/reasoning_gym_task.py leg_counting 1000 > legs.jsonl      # for --train_data
 """
 
 import json
@@ -9,11 +9,11 @@ import sys
 
 import reasoning_gym
 
-from grading.answer import read_answer
-
 
 def score(completion, columns):
     """The task's own score, from 0 to 1, of the final answer."""
+    from grading.answer import read_answer  # here: where the data is made, the repository is not on the path
+
     entry = columns["entry"]
     entry = json.loads(entry) if isinstance(entry, str) else entry
     verifier = reasoning_gym.get_score_answer_fn(entry["metadata"]["source_dataset"])

@@ -1,7 +1,10 @@
 """The examples of docs/rewards.md and docs/rewards/: each works as it stands there, and is short."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -97,6 +100,15 @@ def test_unit_tests_are_run_on_generated_code(code, reward):
     grade = handle(("grade", Case(f"So:\n```python\n{code}\n```", "assert double(2) == 4\nassert double(3) == 6")))
     assert grade.reward == reward and grade.parts["has_code"] == 1.0
     assert handle(("grade", Case("no code", ""))).parts["has_code"] == 0.0
+
+
+def test_the_example_of_reasoning_gym_makes_data_as_its_docstring_says(tmp_path):
+    code = "create_dataset = lambda task, size, seed: [dict(question=task, answer=str(i)) for i in range(size)]"
+    (tmp_path / "reasoning_gym.py").write_text(code)
+    command = [sys.executable, "docs/rewards/reasoning_gym_task.py", "leg_counting", "2"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=DOCS.parent, env=environment, capture_output=True, text=True, check=True)
+    assert [json.loads(line)["answer"] for line in done.stdout.splitlines()] == ["0", "1"]
 
 
 def test_a_task_of_reasoning_gym_has_its_own_verifier():

@@ -2,12 +2,15 @@
 
 import math
 import sys
+from pathlib import Path
 
 import pytest
 
 from grading import Case
-from grading.own import OwnReward
+from grading.own import OwnReward, files_of
 from grading.score import Handler
+from helpers import ROOT
+from inputs.load import own_files
 
 CASES = [Case("ab", "4", {"level": 2, "answer": "four"}, "<user>", (7, 8), 2, 9, True), Case("abc", "5", {"level": 3})]
 
@@ -57,6 +60,21 @@ def test_verls_key_is_the_one_of_its_data(tmp_path):
     )
     columns = {"reward_model": {"ground_truth": 3}, "extra_info": {"x": 4}}
     assert own(tmp_path, code)([Case("", "no", columns)]) == [(7.0, {})]
+
+
+def test_what_a_file_imports_from_its_folder_belongs_to_it_but_not_the_program(tmp_path, monkeypatch):
+    folder = tmp_path / "with space"
+    (folder / "parts").mkdir(parents=True)
+    texts = {
+        "my.py": "import json, near\nfrom parts import inner\nfrom grpo import clip\n", "near.py": "import my, no",
+        "parts/__init__.py": "", "parts/inner.py": "def f():\n    import late\n", "late.py": "", "other.py": "",
+    }  # fmt: skip
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    assert {str(file.relative_to(folder)) for file in files_of(folder / "my.py")} == texts.keys() - {"other.py"}
+    (folder / "grpo.py").symlink_to(ROOT / "grpo.py")  # as if it stood in the repository
+    named = own_files(["math", f"{folder}/my.py:score", "clip"])
+    assert {file.name for file in named} == {Path(name).name for name in texts.keys() - {"other.py"}}
 
 
 def test_async_functions_are_awaited_and_share_one_event_loop(tmp_path):

@@ -1,5 +1,6 @@
 """Whether the difference of two sides is noise: the intervals hold what they promise, and the words fit them."""
 
+import json
 import math
 import re
 from pathlib import Path
@@ -10,6 +11,7 @@ import report
 from made_up_runs import METRICS, history, write_completions, write_run
 from reporting.compare import common_steps, compare, difference, margin_of_difference, t_quantile
 from reporting.history import History
+from reporting.page import describe, seed_groups
 
 
 def test_quantiles_are_those_of_the_tables():
@@ -35,6 +37,21 @@ def test_the_same_seeds_are_compared_in_pairs():
     assert found.margin == pytest.approx(4.30265 * 0.001 / math.sqrt(3), rel=1e-3)
     others = [history(run.records[0]["reward/mean"], seed) for run, seed in zip(b, (4, 5, 6), strict=True)]
     assert difference(a, others, "reward/mean", [1]).margin > 0.8
+
+
+def test_other_contents_under_the_same_names_are_a_difference_but_not_what_a_seed_draws(tmp_path):
+    """A run's inputs.json: its data, its reward and its weights; `policy_seed1` and `#10` are of the seed."""
+    runs = {}
+    for name, seed, digest in (("a", 1, "1f"), ("b", 2, "1f"), ("c", 3, "2f")):
+        (run,) = runs_of(tmp_path / name, {seed: 0.5}, model=f"policy_seed{seed}", reward="my.py:f")
+        inputs = {"--model": f"w{seed}", "my.py": digest, "rows.jsonl": "1f", "more.jsonl#10": f"d{seed}"}
+        (run / "inputs.json").write_text(json.dumps(inputs))
+        runs[name] = run
+    assert "From A to B: the same flags." in said([runs["a"]], [runs["b"]])
+    assert "From A to B: contents of my.py '1f' -> '2f'." in said([runs["a"]], [runs["c"]])
+    assert "B's runs differ in more than the seed: contents of my.py." in said([runs["a"]], [runs["b"], runs["c"]])
+    pages = [describe(run, []) for run in runs.values()]
+    assert seed_groups(pages) == [[0, 1], [2]]
 
 
 def test_steps_count_that_every_run_has_with_a_number():

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from fsdp_utils import World
 
 
+KEYS_AT_ONCE = 64  # of a request to a worker: one each costs more than the check
+
+
 class RewardFailed(RunError):
     """Nothing at all could be graded: a mistake of the user's, to be told in a sentence."""
 
@@ -158,11 +161,16 @@ class Grader:
     def bad_keys(self, cases: list[Case]) -> dict[int, str]:
         """Index -> reason, of the cases whose answer key cannot be used; their completions do not matter."""
         assert self.pool is not None, "keys are checked on the first rank of an engine"
-        for i, case in enumerate(cases):
-            self.pool.submit(i, ("check", case))
-        outcomes = self._collect("check keys")
-        reasons = {i: each.value if each.status == "ok" else each.status for i, each in sorted(outcomes.items())}
-        return {i: reason for i, reason in reasons.items() if reason is not None}
+        reasons: dict[int, str | None] = {}
+        for size in (KEYS_AT_ONCE, 1):  # the keys of a request that fails are checked again, one by one
+            left = [i for i in range(len(cases)) if i not in reasons]
+            parts = [left[start : start + size] for start in range(0, len(left), size)]
+            for number, part in enumerate(parts):
+                self.pool.submit(number, ("check", [cases[i] for i in part]))
+            for number, outcome in self._collect("check keys").items():
+                if outcome.status == "ok" or size == 1:
+                    reasons |= zip(parts[number], outcome.value or [outcome.status], strict=True)
+        return {i: reason for i, reason in sorted(reasons.items()) if reason is not None}
 
     def _wrong_return(self, case: Case) -> str:
         """What a function of one's own returns for an empty completion, if that is no reward; else ""."""

@@ -289,6 +289,7 @@ class Engine:
         self.llm.llm_engine.engine_core.shutdown()
         destroy_model_parallel()
         destroy_distributed_environment()
+        gc.freeze()  # vLLM has just collected garbage; Python does so again at its end, for more than a second
 
 
 def _images(row: Row) -> dict[str, object]:

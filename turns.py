@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 DELAY = 4  # engine steps from the end of a turn to the next one: replies come meanwhile, and the others sample on
 PATIENCE = 1.0  # seconds that an engine then waits for a reply; see `Turns.replies`
 LOOK = 0.2  # seconds between two looks for a signal
-LONGEST = 64  # characters of a token, at most: a longer reply is too long without being read as tokens
+LONGEST = 64  # characters of a token, at most: a reply of more than so many for each token of room is too long anyway
 Next = Literal["turn", "reply", "end"]  # of the policy; another one of the environment; of the episode
 
 
@@ -53,22 +53,12 @@ class Episode(Completion):
     turns: list[str] = field(default_factory=list)  # the texts of the policy
     said: str = ""  # by both so far, with the template's tokens around replies
 
-    def add_turn(self, turn: Completion, text: str) -> None:
-        """Of the policy."""
-        self._add(turn.token_ids, turn.logprobs, turn.versions, text)
-        self.is_sampled += [True] * len(turn.token_ids)
-        self.turns.append(text)
-        self.finish_reason = turn.finish_reason
-
-    def add_reply(self, token_ids: list[int], text: str) -> None:
-        """Of the environment; its tokens count as of the weights of the turn before."""
-        self._add(token_ids, [0.0] * len(token_ids), self.versions[-1:] * len(token_ids), text)
-        self.is_sampled += [False] * len(token_ids)
-
-    def _add(self, token_ids: list[int], logprobs: list[float], versions: list[int], text: str) -> None:
-        self.token_ids += token_ids
-        self.logprobs += logprobs
-        self.versions += versions
+    def add(self, part: Completion, text: str, is_sampled: bool) -> None:
+        """A turn of the policy, or what comes before its next one."""
+        self.token_ids += part.token_ids
+        self.logprobs += part.logprobs
+        self.versions += part.versions
+        self.is_sampled += [is_sampled] * len(part.token_ids)
         self.said += text
 
     def tell(self, b: int, tokenizer: Tokenizer, on_finished: OnFinished | None) -> None:
@@ -118,14 +108,18 @@ class Template:
         """The tokens of a content; what looks like a special token is text."""
         return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
 
-    def suffix(self, messages: Messages, last_id: int) -> tuple[list[int], str]:
-        """The tokens, and the text, that go on after the token `last_id` of the policy to its next turn."""
+    def suffix(self, messages: Messages, last_id: int, most: int) -> tuple[list[int], str]:
+        """The tokens, and the text, that go on after the token `last_id` of the policy to its next turn.
+
+        Of each content at most so many characters. Raises ValueError for a role that the template refuses.
+        """
         pieces = self.pieces(tuple(each["role"] for each in messages))
         tokens = [self.tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in pieces]
         is_there = tokens[0][:1] == [last_id]  # the policy has ended its turn as the template does
         ids, text = tokens[0][is_there:], pieces[0]
         for message, after, piece in zip(messages, tokens[1:], pieces[1:], strict=True):
-            ids, text = ids + self.plain(message["content"]) + after, text + message["content"] + piece
+            content = message["content"][:most]
+            ids, text = ids + self.plain(content) + after, text + content + piece
         return ids, text
 
 
@@ -143,14 +137,11 @@ class Turns:
             handled, timeout = (turning.environment, turning.tools), grading.reward_timeout
             self.environments = Environments(handled, num_workers, timeout, grading.reward_in_flight)
         self.numbers = itertools.count(1)
-        self.replied: dict[int, Outcome] = {}  # that are there, by the number of the episode
-        self.is_late = False
 
     def describe(self) -> str:
         """A line for the log."""
-        who = self.turning.environment or f"the tools {self.turning.tools}"
         kept = "; the chat template drops earlier thoughts, here they stay" if self.template.drops_thoughts else ""
-        return f"turns: at most {self.turning.max_turns}, with {who}{kept}"
+        return f"turns: at most {self.turning.max_turns}, with {self.turning.environment or self.turning.tools}{kept}"
 
     def close(self) -> None:
         if self.environments is not None:
@@ -166,7 +157,10 @@ class Turns:
 
     def end_turn(self, episode: Episode, turn: Completion, sampling: Sampling) -> None:
         """Takes up the turn, and asks the environment for its reply."""
-        episode.add_turn(turn, self.tokenizer.decode(turn.token_ids, skip_special_tokens=True))
+        text = self.tokenizer.decode(turn.token_ids, skip_special_tokens=True)
+        episode.add(turn, text, is_sampled=True)
+        episode.turns.append(text)
+        episode.finish_reason = turn.finish_reason
         is_last = len(episode.turns) == self.turning.max_turns or self.room(episode, sampling) < 1
         self._ask(episode, is_last)
 
@@ -177,21 +171,22 @@ class Turns:
 
     def end_reply(self, episode: Episode, outcome: Outcome, sampling: Sampling) -> Next:
         """Takes up the reply, and says what comes next."""
-        if outcome.status != "ok":
-            episode.grade = Grade(0.0, outcome.status)
+        reply: Reply | None = outcome.value
+        if reply is None or not reply.messages:
+            episode.grade = reply.grade if reply else Grade(0.0, outcome.status)
             return "end"
-        reply: Reply = outcome.value
-        if not reply.messages:
-            episode.grade = reply.grade
+        left = sampling.max_completion_tokens - len(episode.token_ids)
+        try:
+            ids, text = self.template.suffix(reply.messages, episode.token_ids[-1], most=LONGEST * left)
+        except ValueError as error:
+            episode.grade = Grade(0.0, f"error: {error}")
             return "end"
-        room = self.room(episode, sampling)
-        is_short = sum(len(each["content"]) for each in reply.messages) <= LONGEST * room
-        ids, text = self.template.suffix(reply.messages, episode.token_ids[-1]) if is_short else ([], "")
-        if not is_short or len(episode.token_ids) + len(ids) >= sampling.max_completion_tokens:
+        if len(ids) >= left:
             episode.finish_reason = "length"  # there is no room for another turn
             self._ask(episode, is_last=True)
             return "reply"
-        episode.add_reply(ids, text)
+        # The tokens count as of the weights of the turn before.
+        episode.add(Completion(ids, [0.0] * len(ids), episode.versions[-1:] * len(ids)), text, is_sampled=False)
         return "turn"
 
     # In an engine of the ranks ----------------------------------------------------------------------------------------
@@ -206,7 +201,7 @@ class Turns:
         """
         episodes = {each.number: (i, each) for i, each in enumerate(map(self.begin, rows))}
         ready, asked, due = [each for _, each in episodes.values()], {}, {}
-        self.replied, self.is_late, step = {}, False, 0
+        self.replied, self.is_late, step = {}, False, 0  # number of an episode -> its reply, not yet taken up
         with progress(description, total=len(rows), shown_after=0.0) as bar:
             while (ready or asked or due) and not engine.is_abandoned():
                 if ready:
@@ -236,8 +231,7 @@ class Turns:
     def replies(self, engine: Engine, due: dict[int, int], step: float) -> list[tuple[int, Outcome]]:
         """The replies, by episode, that are due at this step of the engine; the same on all of its ranks.
 
-        They are waited for, but after one that takes longer than `PATIENCE` the call is not repeatable any more: from
-        then on replies are taken as they come.
+        They are waited for; after one that takes longer than `PATIENCE` replies are taken as they come.
         """
         wanted = [number for number, at in due.items() if at <= step]
         if not wanted and not (due and self.is_late):
@@ -255,7 +249,9 @@ class Turns:
             if self.is_late and (self.replied or not is_idle):
                 found, self.replied = sorted(self.replied.items()), {}
                 return found
-            self.is_late |= time.monotonic() - begin > PATIENCE
+            if not self.is_late and time.monotonic() - begin > PATIENCE:
+                self.is_late = True
+                print("the environment takes long: what is sampled now depends on the clock", flush=True)
             seconds = LOOK
             beat("waits for the environment", is_progress=False)
         return []

@@ -12,9 +12,10 @@ r"""A whole step of ours against TRL's GRPOTrainer: same model, prompts and leng
 
 Ours is `train_grpo.py` on two ranks (FSDP2, vLLM, and `FLAGS`), with the seconds of its metrics.jsonl. TRL generates
 with transformers (one process of two threads, two DDP processes, two FSDP2 ranks) or with its colocated vLLM (two DDP
-processes, two FSDP2 ranks; `bench_step_trl.py` says what has to be patched for CPU). Everything is fp32, with one
-optimizer update a step, KL 0, no gradient checkpointing, no evaluation and no checkpoint. Each process has one thread,
-except for the first variant. No completion ends early, or, with --mean_tokens, lengths are geometric
+processes, two FSDP2 ranks; `bench_step_trl.py` says what has to be patched for CPU). Each is started as its
+documentation says: ours by scripts/launch.py, TRL's processes by torchrun. Everything is fp32, with one optimizer
+update a step, KL 0, no gradient checkpointing, no evaluation and no checkpoint. Each process has one thread, except for
+the first variant. No completion ends early, or, with --mean_tokens, lengths are geometric
 (`bench_common.save_random_model`). The reward costs nothing.
 
 The programs run in turn, --rounds times; the first two steps of each run are not counted. The median step of each round
@@ -98,7 +99,7 @@ def run_ours(model: Path, out_dir: Path, args: argparse.Namespace) -> Found:
         "micro_batch_tokens": args.micro_batch_tokens,
     }  # fmt: skip
     words = [part for name, value in flags.items() for part in (f"--{name}", str(value))]
-    peak = peak_of([sys.executable, *torchrun(2), "train_grpo.py", *words, *FLAGS.split()])
+    peak = peak_of([sys.executable, "scripts/launch.py", "--ranks", "2", "train_grpo.py", *words, *FLAGS.split()])
     steps = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()][2:]
     seconds = statistics.median(step["time/step_s"] for step in steps)
     return seconds, peak, statistics.mean(step["completion/tokens_mean"] for step in steps)

@@ -59,7 +59,7 @@ class Handler:
 
     ("grade", case)      a grade: the sum of the verifiers that look at one completion
     ("compare", cases)   a grade for each completion of a group: the sum of the functions that look at all of them
-    ("check", case)      why the row cannot be used, or None; the completion does not matter
+    ("check", cases)     why each row cannot be used, or None; the completions do not matter
     ("needs", None)      what the reward has to be given
 
     Raises what a file of `spec` raises, and ValueError if it has no such function or math-verify is broken.
@@ -83,7 +83,7 @@ class Handler:
         if kind == "compare":
             return self.grades(self.per_group, given)
         if kind == "check":
-            return self.problem(given)
+            return [self.problem(case) for case in given]
         takes_ids = any(reward.takes_token_ids for reward in self.own.values())
         return Needs(bool(self.per_completion), bool(self.per_group), takes_ids)
 

@@ -32,8 +32,8 @@ ARGS=(
     --group_size 8
     --prompts_per_update 16    # 2 updates a step
     --micro_batch_tokens 4096
-    --total_steps 15
-    --learning_rate 4e-4
+    --total_steps 20
+    --learning_rate 2e-4
     --lr_schedule linear
     --warmup_ratio 0.05
     --eval_every 5

@@ -29,6 +29,13 @@ class Counts:
         return self.lengths
 
 
+class Odd(Counts):
+    """Replies with a role that no template knows."""
+
+    def reply(self, completion):
+        return {"role": "nobody", "content": "?"}
+
+
 class Waits(Counts):
     """An async one, which takes a while; a number as reward."""
 

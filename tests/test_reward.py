@@ -163,6 +163,16 @@ def test_rows_whose_key_cannot_be_used_are_excluded_with_a_reason():
         assert words in reasons[i]
 
 
+def test_a_key_that_hangs_excludes_no_other_row(tmp_path):
+    code = "import time\nfrom grading.verifiers import BUILT_IN\n"
+    code += "BUILT_IN['exact'] = lambda case: (0.0, time.sleep(60 * (case.answer == 'hang')))\n"
+    (tmp_path / "my_reward.py").write_text(code + "def score(completion):\n    return 0.0\n")
+    grader = Grader(Grading(f"exact,{tmp_path}/my_reward.py:score", reward_timeout=0.5), num_workers=2)
+    rows = [row("hang" if i == 70 else str(i)) for i in range(150)]
+    assert grader.check_keys(Data(rows), ALONE) == {70: "timeout"}
+    grader.close()
+
+
 def test_engines_share_the_keys_between_them():
     grader = Grader(Grading("gsm8k"), num_workers=1)
     rows = [row("none") for _ in range(5)]

@@ -186,7 +186,7 @@ def test_on_gpus_servers_need_some_that_the_ranks_leave_free_and_on_cpus_their_n
 def test_on_cpus_a_server_is_started_for_each_number(folder, count, size, num_servers, monkeypatch, tmp_path):
     started = []
     monkeypatch.setattr("rollout_server.start_server", lambda *given: started.append(given) or SimpleNamespace(url=""))
-    monkeypatch.setattr("rollout_server.Fleet", lambda servers, *_: servers)
+    monkeypatch.setattr("rollout_server.Fleet", lambda servers, *_, **__: servers)
     servers = Servers(tuple(range(count)), (), size, in_flight=False)
     log = SimpleNamespace(world=ALONE, out_dir=tmp_path, say=print, note_span=print)
     fleet = build_servers(str(folder), EngineSettings(1024), servers, INPUTS, DESCRIPTION, log, 3).fleet

@@ -75,7 +75,7 @@ def turns_of(environment: str | None, tools: str | None = None, num_workers: int
 def test_a_reply_is_what_the_template_writes_between_two_turns(role, said):
     tokenizer = build_tokenizer()
     tokenizer.chat_template = QWEN
-    ids, text = Template(PromptFormat(), tokenizer).suffix([{"role": role, "content": "up"}], last_id=7)
+    ids, text = Template(PromptFormat(), tokenizer).suffix([{"role": role, "content": "up"}], 7, 99)
     assert text == said.format("up")
     assert ids == tokenizer(text, add_special_tokens=False)["input_ids"]
 
@@ -83,8 +83,8 @@ def test_a_reply_is_what_the_template_writes_between_two_turns(role, said):
 def test_the_end_of_a_turn_is_written_once_and_what_looks_like_a_special_token_is_text():
     template, eos = Template(PromptFormat(), TOKENIZER), TOKENIZER.eos_token_id
     message = [{"role": "user", "content": "<eos>a"}]
-    ids, text = template.suffix(message, last_id=eos)
-    assert template.suffix(message, last_id=30)[0] == [eos, *ids]  # a turn that was cut has no end yet
+    ids, text = template.suffix(message, eos, 99)
+    assert template.suffix(message, 30, 99)[0] == [eos, *ids]  # a turn that was cut has no end yet
     assert text == "<eos><user><eos>a<assistant>" and ids.count(eos) == 0
     assert TOKENIZER.decode(ids) == "<user><eos>a<assistant>"
 
@@ -93,7 +93,7 @@ def test_several_messages_are_rendered_together():
     messages = [{"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}]
     tokenizer = build_tokenizer()
     tokenizer.chat_template = QWEN
-    text = Template(PromptFormat(), tokenizer).suffix(messages, last_id=7)[1]
+    text = Template(PromptFormat(), tokenizer).suffix(messages, 7, 99)[1]
     assert text == "[end]\n[user]<tool>1</tool>[end]\n[user]<tool>2</tool>[end]\n[assistant]"
 
 
@@ -236,6 +236,17 @@ def test_replies_enter_the_engine_at_the_same_step_whatever_they_take():
         played(turns, [make_row([3, i, 4]) for i in range(20)], engine=engine)
         asked.append([(row.ids.tolist(), so_far) for row, so_far, _ in engine.asked])
     assert asked[0] == asked[1]
+
+
+def test_a_message_that_the_template_refuses_ends_its_episode_with_the_reason():
+    turns = turns_of("Odd")
+    turns.template.tokenizer.chat_template = QWEN.replace(
+        "{% if m.role == 'tool' %}",
+        "{% if m.role == 'nobody' %}{{ raise_exception('who?') }}{% elif m.role == 'tool' %}",
+    )
+    (episode,) = played(turns, [make_row([3, 20, 4])])
+    assert (episode.grade.reward, len(episode.turns)) == (0.0, 1)
+    assert episode.grade.is_failed and "the chat template refuses it (who?)" in episode.grade.status
 
 
 @pytest.mark.parametrize(("environment", "said"), [

@@ -142,8 +142,8 @@ def test_a_function_that_nobody_knows_how_to_call_is_refused_when_it_is_loaded(c
 def test_a_row_without_a_column_that_the_function_takes_is_named(tmp_path):
     own(tmp_path, "def score(completions, solution):\n    return [1.0 for _ in completions]\n")
     handle = Handler(f"{tmp_path}/my_reward.py:score", None)
-    assert handle(("check", Case("", "", {"solution": "4"}))) is None
-    assert handle(("check", CASES[0])) == "score takes 'solution', but the row's columns are level, answer"
+    problems = handle(("check", [Case("", "", {"solution": "4"}), CASES[0]]))
+    assert problems == [None, "score takes 'solution', but the row's columns are level, answer"]
 
 
 def test_a_reward_finds_its_neighbours_before_our_modules(tmp_path, monkeypatch):

@@ -41,7 +41,7 @@ def test_the_verifier_of_a_row_is_the_one_that_its_column_names():
     completions = ["2+2 is 4", "\\boxed{x^2+2x+1}", "a, b", "4"]
     cases = [Case(*each) for each in zip(completions, keys, rows, strict=True)]
     assert [grade.reward for grade in graded("@dataset", *cases[:3])] == [1.0, 1.0, 0.0]
-    problems = [Handler("@dataset", None)(("check", case)) for case in cases]
+    problems = Handler("@dataset", None)(("check", cases))
     assert problems[:3] == [None] * 3 and "'poems', which names no verifier" in problems[3]
 
 

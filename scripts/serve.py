@@ -8,7 +8,6 @@ own. It serves one run at a time, and ends within 10 s of SIGTERM or Ctrl-C. doc
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from pathlib import Path
@@ -17,30 +16,30 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
-from flags import DTYPES, EngineSettings
+from flags import DTYPES, INF, EngineSettings, flag
 from generation.start import server_command, server_environment
-from inputs.checks import LOOPBACK, default_dtype
+from inputs.checks import LOOPBACK, check_ranges, default_dtype
 from inputs.command_line import exit_with_error, parser_of
 from model.engine_options import engine_options
 
-
-def parse_arguments() -> argparse.Namespace:
-    parser = parser_of({}, __doc__.partition("\n\n")[0])
-    add = parser.add_argument
-    add("--model", required=True, help="the run's --model; its weights are not read")
-    add("--max_model_len", type=int, required=True, help="the run's --max_prompt_tokens + its longest completion")
-    add("--dtype", default=default_dtype(), choices=DTYPES, help="the run's --dtype")
-    add("--head_dtype", choices=DTYPES, help="the run's --head_dtype; leave it out if the run does")
-    add("--tensor_parallel_size", type=int, default=1, help="GPUs that share the model")
-    add("--enforce_eager", action="store_true", help="no CUDA graphs: the server starts faster and samples slower")
-    add("--gpu_memory_utilization", type=float, default=0.9, help="share of a GPU's memory that the server takes")
-    add("--host", default="127.0.0.1", help="address to listen on; beyond the loopback only with VLLM_API_KEY")
-    add("--port", type=int, default=8000, help="port to listen on")
-    return parser.parse_args()
+# fmt: off
+FLAGS = {"server": [
+    flag("--model", str, "the run's --model; its weights are not read", is_required=True),
+    flag("--max_model_len", int, "the run's --max_prompt_tokens + its longest completion", (1, INF), is_required=True),
+    flag("--dtype", str, "the run's --dtype, which has the same default", choices=DTYPES),
+    flag("--head_dtype", str, "the run's --head_dtype; leave it out if the run does", choices=DTYPES),
+    flag("--tensor_parallel_size", 1, "GPUs that share the model", (1, INF)),
+    flag("--enforce_eager", False, "no CUDA graphs: the server starts faster and samples slower"),
+    flag("--gpu_memory_utilization", 0.9, "share of a GPU's memory that the server takes", (0.01, 1)),
+    flag("--host", "127.0.0.1", "address to listen on; beyond the loopback only with VLLM_API_KEY"),
+    flag("--port", 8000, "port to listen on", (1, 65535)),
+]}
+# fmt: on
 
 
 def main() -> None:
-    args = parse_arguments()
+    args = parser_of(FLAGS, __doc__.partition("\n\n")[0]).parse_args()
+    args.dtype = args.dtype or default_dtype()
     if args.host not in LOOPBACK and not os.environ.get("VLLM_API_KEY"):
         wrong = f"--host {args.host}: others could change the weights of this server"
         exit_with_error(ValueError(f"{wrong}; set VLLM_API_KEY to a secret, here and for the run."))
@@ -50,6 +49,7 @@ def main() -> None:
     )  # fmt: skip
     is_cuda = torch.cuda.is_available()
     try:
+        check_ranges(args, FLAGS)
         options = engine_options(args.model, settings, is_cuda, args.tensor_parallel_size)
     except (ValueError, OSError) as error:
         exit_with_error(error)

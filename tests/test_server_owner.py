@@ -237,10 +237,17 @@ def test_a_server_spawns_its_workers_and_has_no_allocator_settings_of_the_ranks(
 def test_the_help_of_serve_py_has_words_of_its_own(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["serve.py", "--help"])
     with pytest.raises(SystemExit, match="0"):
-        serve.parse_arguments()
+        serve.main()
     text = " ".join(capsys.readouterr().out.split())
     assert "the run's --dtype" in text and "no CUDA graphs: the server starts faster" in text
     assert not [words for words in ("that of the run", "always so on CPU", "ranks per", "None") if words in text]
+
+
+def test_serve_py_refuses_what_vllm_would_not_start_with(monkeypatch):
+    for wrong in ("--port 99999", "--max_model_len 0", "--gpu_memory_utilization 7"):
+        monkeypatch.setattr("sys.argv", ["serve.py", "--model", "m", "--max_model_len", "64", *wrong.split()])
+        with pytest.raises(SystemExit, match=f"error: {wrong}: must be at least"):
+            serve.main()
 
 
 def test_a_real_server_has_one_run_tells_what_it_is_and_ends_on_sigterm_amid_a_transfer(tmp_path, monkeypatch):

@@ -53,6 +53,9 @@ def test_what_was_kept_comes_back_to_the_bit(tmp_path):
             assert a.dtype == b.dtype and np.array_equal(a, b)
     assert found.texts == expected.texts and found.grades == expected.grades and found.versions is None
     assert found.is_truncated_B.tolist() == expected.is_truncated_B.tolist()
+    older = pyarrow.parquet.read_table(file := file_of(tmp_path, 3)).drop_columns(["is_sampled"])
+    pyarrow.parquet.write_table(older, file)  # of a run from before there were turns
+    assert read_rounds(tmp_path, 3, {row.where: row for row in ROWS})[0].is_sampled is None
 
 
 def test_the_file_says_what_was_trained_on_and_how(tmp_path):

@@ -287,7 +287,8 @@ GROUPS[DRY_RUN] = [  # all of them may change when a run continues
          "table", (1, INF)),
     flag("--plan_flops_share", 0.4, "share of peak FLOPs in a pass, the exchange between GPUs apart; fitted to "
          "published runs, see benchmarks/README.md", (TINY, 1)),
-    flag("--plan_prompt_tokens", float, "mean length of a prompt; default: half of --max_prompt_tokens", (1, INF)),
+    flag("--plan_prompt_tokens", float, "mean length of a prompt, hint included; default: half of "
+         "--max_prompt_tokens", (1, INF)),
     flag("--plan_completion_tokens", float, "mean length of a completion; default: half of --max_completion_tokens",
          (1, INF)),
 ]

@@ -46,12 +46,12 @@ class ModelShape:
 
 
 def shape_of(config: PretrainedConfig, name: str) -> ModelShape:
-    """The shape of the model, built without storage. Raises ValueError for one that the formulas do not cover."""
+    """The shape of the model `name`, without storage. Raises ValueError for one that the formulas do not cover."""
     text = config.get_text_config()
     known = ("llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl_text")
     if text.model_type not in known or (text is not config and config.model_type != "qwen2_5_vl"):
         others = f"not {config.model_type!r}, which it can neither plan nor rule out"
-        raise ValueError(f"--model {name}: the dry run knows the architectures {', '.join(known)}, {others}.")
+        raise ValueError(f"{name}: the dry run knows the architectures {', '.join(known)}, {others}.")
     with torch.device("meta"):
         model = model_from_config(config)
     layers, tower = model.get_decoder().layers, tower_of(model)
@@ -174,7 +174,14 @@ class Setup:
     @property
     def old_logprob_passes(self) -> float:
         """Passes of the policy over a rollout for old log-probs, which the first update may make by itself."""
+        if self.plan.old_logprobs == "rollout":
+            return 0
         return 1 if self.run.needs_first_logprobs else 1 - 1 / self.plan.updates_per_pass
+
+    @property
+    def reference_passes(self) -> int:
+        """Passes of the reference over a rollout; over the vocabulary it runs beside each pass of updates."""
+        return self.run.has_kl * (self.plan.num_iterations if self.run.over_vocabulary else 1)
 
     @property
     def has_reference_model(self) -> bool:

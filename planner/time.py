@@ -42,25 +42,25 @@ def micro_batches(setup: Setup) -> int:
 
 def traffic(setup: Setup) -> dict[str, float]:
     """Bytes that one GPU moves in a step, by what for."""
-    plan, run, memory, n = setup.plan, setup.run, setup.memory, setup.num_shards
+    plan, memory, n = setup.plan, setup.memory, setup.num_shards
     per_iteration = micro_batches(setup) * plan.updates_per_pass
     trained = per_iteration * plan.num_iterations
     in_updates, in_pass, reductions = 2 * trained, per_iteration, trained
     if memory.communicate_once:
         in_updates, in_pass, reductions = plan.updates_per_step, plan.updates_per_pass, plan.updates_per_step
-    of_reference = run.has_kl * (per_iteration if setup.has_reference_model else in_pass)
+    of_reference = setup.reference_passes * (per_iteration if setup.has_reference_model else in_pass)
     weights, others = setup.model.parameters * setup.compute_bytes, (n - 1) / n
     of_teacher = setup.of_reference.model.parameters * setup.compute_bytes
-    without_gradient = of_reference * of_teacher + setup.old_logprob_passes * in_pass * weights
     from_host = 0.0
     if memory.offload == "all":  # and gradients to the host
         from_host += in_updates * setup.stored_bytes / n + trained * setup.gradient_bytes / n
     if memory.offload == "optimizer":
         from_host += plan.updates_per_step * 2 * setup.state_bytes / n
     if setup.has_reference_model and memory.offload_reference:
-        from_host += per_iteration * of_teacher / n
+        from_host += of_reference * of_teacher / n
     return {
-        "all-gather, log-probs": without_gradient * others,
+        "all-gather, log-probs": setup.old_logprob_passes * in_pass * weights * others,
+        "all-gather, reference": of_reference * of_teacher * others,
         "all-gather, update": in_updates * weights * others,
         "reduce-scatter": reductions * setup.trainable * REDUCE * others,
         "all-reduce of copies": 2 * plan.updates_per_step * setup.trainable * REDUCE / n * (1 - 1 / setup.num_copies),
@@ -150,7 +150,8 @@ def phase_seconds(setup: Setup) -> dict[str, float]:
 
     forward, of_reference = pass_seconds(m), pass_seconds(setup.of_reference.model)
     passes = micro_batches(setup) * plan.updates_per_pass * PASS
-    logprobs = run.has_kl * (of_reference + passes) + setup.old_logprob_passes * (forward + passes)
+    reference = setup.reference_passes * (of_reference + passes) + moved["all-gather, reference"] / link
+    logprobs = setup.old_logprob_passes * (forward + passes) + moved["all-gather, log-probs"] / link
     backward = (1 if setup.has_lora else 2) + memory.gradient_checkpointing
     exchange = (moved["all-gather, update"] + moved["reduce-scatter"]) / link
     exchange += moved["all-reduce of copies"] / link_speed(setup, setup.num_copies, stride=n)
@@ -160,11 +161,13 @@ def phase_seconds(setup: Setup) -> dict[str, float]:
     if setup.has_servers:
         speed = h.link_speed if h.nodes == 1 else h.network_speed
         sync = PAUSE + moved["sync"] / link + moved["to servers"] / (LINK_SHARE * speed)
-    return {
+    seconds = {
         "rollout": rollout_seconds(setup),
-        "logprobs": logprobs + moved["all-gather, log-probs"] / link,
+        "logprobs": logprobs,
         "update": (forward + passes) * (1 + backward) * plan.num_iterations + exchange,
         "host transfers": moved["to and from host"] / (h.host_speed * LINK_SHARE),
         "optimizer": optimizer * slower / (h.memory_speed * MEMORY_SHARE),
         "sync": sync,
     }
+    seconds["update" if run.over_vocabulary else "logprobs"] += reference
+    return seconds

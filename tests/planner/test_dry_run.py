@@ -236,7 +236,7 @@ def test_rows_come_from_the_flag_the_source_the_disk_or_the_table(tmp_path):
         ({"plan_flops_share": 0}, "--plan_flops_share 0: must be above 0 and at most 1"),
         ({"plan_completion_tokens": 2049}, "2049 is the mean; use at most --max_completion_tokens 2048"),
         ({"plan_gpus": 12, "plan_nodes": 5}, "--plan_gpus 12 is not divisible by --plan_nodes 5"),
-        ({"max_completion_tokens": 60_000, "micro_batch_tokens": 70_000}, "beyond the model's context of 40960 tokens"),
+        ({"max_completion_tokens": 60_000, "micro_batch_tokens": 70_000}, "the context of --model .*, 40960 tokens"),
     ],
 )
 def test_what_could_not_run_anywhere_is_an_error_with_a_way_out(changes, words):
@@ -281,14 +281,19 @@ def test_a_teacher_of_another_size_has_its_own_bytes_and_its_own_time():
         "plan_gpus": 1, "micro_batch_tokens": 4096, "kl_coef": 1,
     }  # fmt: skip
     larger = {"reference": "Qwen/Qwen2.5-3B-Instruct"}
-    own, other, lora, over = (
+    vocabulary = larger | {"lora_rank": 8, "kl_over": "vocabulary"}
+    own, other, lora, over, twice = (
         report(small, **changes)
-        for changes in ({}, larger, larger | {"lora_rank": 8}, larger | {"lora_rank": 8, "kl_over": "vocabulary"})
+        for changes in ({}, larger, larger | {"lora_rank": 8}, vocabulary, vocabulary | {"num_iterations": 2})
     )
     assert [each["gpu_gib"]["rollout"]["reference"] for each in (own, other, lora)] == [2.88, 5.75, 5.75]
     assert other["seconds"]["logprobs"] > 1.3 * own["seconds"]["logprobs"]
     assert "reference" not in report(small, lora_rank=8)["gpu_gib"]["rollout"]
     assert "logprobs" in lora["gpu_gib"] and "logprobs" not in over["gpu_gib"], "it runs beside the update"
+    moved = lora["seconds"]["logprobs"]  # all of it is the reference's
+    assert over["seconds"]["logprobs"] == 0 < moved
+    assert over["seconds"]["update"] == pytest.approx(lora["seconds"]["update"] + moved, abs=0.11)
+    assert twice["seconds"]["update"] == pytest.approx(2 * over["seconds"]["update"], abs=0.11)
     table = 151_936 * 2_048 * 2 + 4_096 * 2_048 * 2  # its head and its last hidden states
     assert over["gpu_gib"]["update"]["teacher"] == pytest.approx(table / GIB, abs=0.01)
     assert over["gpu_gib"]["update"]["logits"] == pytest.approx(2 * lora["gpu_gib"]["update"]["logits"], rel=0.01)

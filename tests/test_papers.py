@@ -5,11 +5,12 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from batch import Rollout
+from batch import Rollout, Row
 from helpers import RAGGED, ROOT, make_grade, make_rollout, unpacked_logprobs
 from inputs.checks import check_flags
 from inputs.choices import algorithm_of
@@ -41,7 +42,7 @@ def sampled(policy: Path) -> Rollout:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[1])
-def test_the_flags_of_a_row_go_together_and_train(row, policy, sampled, monkeypatch):
+def test_the_flags_of_a_row_go_together_and_train(row, policy, qwen3_policy, sampled, monkeypatch):
     """Two updates, so that the second one is off-policy."""
     monkeypatch.chdir(ROOT)
     required = f"--model {policy} --train_data d --out_dir o --total_steps 10 --micro_batch_tokens 100000"
@@ -50,7 +51,11 @@ def test_the_flags_of_a_row_go_together_and_train(row, policy, sampled, monkeypa
     check_flags(args, num_ranks=1)
     assert "algorithm: --advantage" in algorithm_of(args).description
     tiny, model = parse_flags(f"{given} {TINY}".split()), load_policy(policy)
-    updates = [metrics for _, metrics in train_step(model, tiny, sampled)]
+    reference = load_policy(qwen3_policy) if tiny.reference else None
+    if tiny.hint_column:
+        told = [Row([], "", {}, "", ids=row.ids, hinted_ids=np.append(row.ids, [5, 9])) for row in sampled.rows]
+        sampled = replace(sampled, rows=told)
+    updates = [metrics for _, metrics in train_step(model, tiny, sampled, reference)]
     assert len(updates) == 2
     for metrics in updates:
         assert metrics["optim/skipped_updates"] == 0 and math.isfinite(metrics["policy/loss"])

@@ -29,7 +29,7 @@ from grading import Grade
 from model.packed import Packing, Segment
 
 if TYPE_CHECKING:
-    from model.distill import Teacher
+    from model.head import Teacher
     from model.vision import BatchImages, PromptImages
 
 IMAGE = "<image>"  # in a prompt: the place of an image
@@ -203,6 +203,7 @@ class Update:
     batches: list[Batch]  # the micro-batches of this rank, as many on every rank
     num_tokens: int  # trained tokens over all ranks, at least 1
     num_prompts: int  # of the whole step: the batches name sequences by their place in it
+    num_passes: int = 0  # made before it, for old log-probs and for those of the reference
 
 
 class Pass(NamedTuple):

@@ -187,7 +187,10 @@ def hinted_ids(record: Record, form: PromptFormat, tokenizer: Tokenizer, column:
     if column is None:
         return None
     text = HINT.format(_text(_look_up(record, column, "--hint_column"), f"column {column!r}"))
-    return make_row(record, replace(form, prompt_suffix=text + form.prompt_suffix), tokenizer).ids
+    try:
+        return make_row(record, replace(form, prompt_suffix=text + form.prompt_suffix), tokenizer).ids
+    except UnusableRow as reason:
+        raise UnusableRow(f"with the hint of column {column!r}: {reason}") from None
 
 
 def make_row(record: Record, prompt_format: PromptFormat, tokenizer: Tokenizer, vision: Vision | None = None) -> Row:

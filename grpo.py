@@ -522,6 +522,7 @@ class Algorithm:
     rollout_correction: Callable[[Tokens], Weights]
     loss_aggregation: Callable[[Tensor], Tensor]
     old_logprobs: str  # of whom: "trainer" or "rollout", the sampler
+    loss_metrics: tuple[str, ...]  # of a policy loss of the user's, by name
     is_corrected: bool  # the rollout correction's weights enter the loss
     kl_coef: float
     kl_in: str  # "loss" or "reward"
@@ -554,6 +555,9 @@ def total_loss(
         entropies_N.detach(), batch.ref_logprobs_N,
     )  # fmt: skip
     loss = as_loss(algorithm.policy_loss(t), t)
+    if set(loss.metrics) != set(algorithm.loss_metrics):  # ranks add them up together
+        returned, known = (", ".join(names) or "none" for names in (loss.metrics, algorithm.loss_metrics))
+        raise ValueError(f"--policy_loss returned the metrics {returned}, on its trial {known}; return all each time.")
     loss_N = loss.per_token
     weights_N, is_outside_N = algorithm.rollout_correction(t)
     if algorithm.old_logprobs == "rollout":  # what compares the two engines needs the trainer's
@@ -573,7 +577,7 @@ def total_loss(
         "squares": squares_N,
         "weight": weights_N,
         "weight_squared": weights_N.square(),
-    } | {f"loss/{name}": x for name, x in loss.metrics.items()}
+    } | {f"loss/{name}": loss.metrics[name] for name in algorithm.loss_metrics}
     for lag in range(algorithm.most_lag + 1 if algorithm.most_lag else 0):
         is_lag_N = (batch.lags_N == lag).float()
         means |= {f"tokens_of_lag_{lag}": is_lag_N, f"policy/rollout_gap_lag_{lag}": gap_N * is_lag_N}

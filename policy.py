@@ -29,8 +29,7 @@ from guards.progress import OFF
 from guards.stall import beat
 from model import lora as adapters
 from model.attention import make_packing
-from model.distill import Teacher, distilled_logprobs
-from model.head import chunked_logprobs
+from model.head import Teacher, chunked_logprobs
 from model.optimizer import make_optimizer
 from model.sizes import head_dim
 from model.vision import BatchImages, PromptImages, embed, tower_of
@@ -84,11 +83,7 @@ class Policy(adapters.WithAdapter):
         labels, head = batch.labels_N.index_select(0, trained_K), self.model.get_output_embeddings()
         if temperature is None:
             return hidden, head.weight.detach().clone()  # FSDP will free the weight
-        if teacher is None:
-            found = chunked_logprobs(hidden, head, labels, temperature, trains_entropy, self.head_dtype)
-        else:
-            settings = temperature, trains_entropy, self.head_dtype
-            found = distilled_logprobs(hidden, head, labels, teacher, settings)
+        found = chunked_logprobs(hidden, head, labels, temperature, trains_entropy, self.head_dtype, teacher)
         zeros_N = torch.zeros(len(batch.labels_N), device=device)
         return tuple(zeros_N.index_copy(0, trained_K, values_K) for values_K in found)
 

@@ -66,9 +66,9 @@ class Grader:
         """
         assert self.pool or not self.weights, "completions are submitted on the first rank of their engine"
         if case.is_truncated and self.grading.truncated == "zero":
-            self.not_graded[b] = Grade(0.0, "truncated")
+            self.not_graded[b] = self.nothing("truncated")
         elif grade or not self.weights:
-            self.not_graded[b] = grade or Grade(0.0, NOT_GRADED)
+            self.not_graded[b] = grade or self.nothing(NOT_GRADED)
         elif self.needs.cases:
             self.pool.submit(b, ("grade", case))
         if self.needs.groups:
@@ -77,6 +77,10 @@ class Grader:
             group[b] = case
             if len(group) == group_size and (members := self._compared(number)):
                 self.pool.submit(-1 - number, ("compare", [group[i] for i in members]))
+
+    def nothing(self, status: str) -> Grade:
+        """The grade without a mark; an advantage of the user's finds each verifier in it."""
+        return Grade(0.0, status, dict.fromkeys(self.weights, 0.0))
 
     def _compared(self, number: int) -> list[int]:
         """The completions of a group that are graded, in their order."""
@@ -106,7 +110,7 @@ class Grader:
             members = [key] if key >= 0 else self._compared(-1 - key)
             values = [outcome.value] if key >= 0 else outcome.value
             if outcome.status != "ok":
-                values = [Grade(0.0, outcome.status)] * len(members)
+                values = [self.nothing(outcome.status)] * len(members)
             for b, grade in zip(members, values, strict=True):
                 parts[b].append(grade)
         grades = self.not_graded | {b: add_up(each, self.weights) for b, each in parts.items()}

@@ -40,9 +40,10 @@ from fsdp_utils import (
 )
 from grpo import Algorithm, Graded
 from guards.stall import beat
+from guards.start import RunError
 from guards.updates import UpdateGuard
 from metrics import idle_share, standard_errors, temperature_of
-from model.distill import Teacher
+from model.head import Teacher
 from policy import Policy, add_images, add_packing
 
 DISTILLED = ("ref_logprobs_N", "kl_N", "agrees_N")  # fields of a batch that the policy's pass with a teacher returns
@@ -68,11 +69,9 @@ def pack_updates(
             shared_B[indices],
         )  # fmt: skip
         micros = [indices[micro].tolist() for micro in micros_of_ranks[world.trainer_rank]]
-        own = [pack(rollout, micro, group_size) for micro in micros]
-        if hinted:
-            of_reference = [pack(hinted, micro, group_size) for micro in micros]
-            own = [replace(batch, hinted=other) for batch, other in zip(own, of_reference, strict=True)]
-        batches = [add_packing(add_images(batch, images_B).to(world.device)) for batch in own]
+        pairs = [(pack(rollout, micro, group_size), hinted and pack(hinted, micro, group_size)) for micro in micros]
+        own = [add_images(replace(batch, hinted=of_reference), images_B) for batch, of_reference in pairs]
+        batches = [add_packing(batch.to(world.device)) for batch in own]
         updates.append(Update(batches, max(int(trained_lengths_B[indices].sum()), 1), plan.prompts_per_step))
     return updates
 
@@ -124,7 +123,7 @@ def logprobs_under(model: Policy, field: str, update: Update, algorithm: Algorit
             logprobs_N = torch.zeros_like(batch.rollout_logprobs_N).index_copy(0, batch.trained_K, logprobs_K)
         batches.append(replace(batch, **{field: logprobs_N}))
     release_gathered(model)
-    return replace(update, batches=batches)
+    return replace(update, batches=batches, num_passes=update.num_passes + 1)
 
 
 def add_advantages(rollout: Rollout, updates: list[Update], algorithm: Algorithm) -> tuple[Rollout, list[Update]]:
@@ -154,7 +153,7 @@ def gather_penalties(rollout: Rollout, updates: list[Update], algorithm: Algorit
 
 
 def compute_advantages(rollout: Rollout, penalties: list[np.ndarray] | None, algorithm: Algorithm) -> list[np.ndarray]:
-    """The advantage of each token of each completion. Raises ValueError if --advantage returns something else."""
+    """The advantage of each token of each completion. Raises RunError where --advantage has none for these rewards."""
     rewards_B, lengths_B = torch.from_numpy(rollout.rewards_B), torch.tensor(list(map(len, rollout.completions)))
     returns_T, of_turns = torch.repeat_interleave(rewards_B, lengths_B), by_turn(rollout, algorithm.group_size)
     if of_turns:
@@ -169,8 +168,11 @@ def compute_advantages(rollout: Rollout, penalties: list[np.ndarray] | None, alg
         mask_T &= torch.from_numpy(np.concatenate(rollout.is_sampled))
     rewards_PG = rewards_B.view(-1, algorithm.group_size)
     graded = Graded(rewards_PG, returns_T, lengths_B, mask_T, **of_grades(rollout, rewards_PG.shape), **of_turns)
-    found = algorithm.advantage(graded)
-    grpo.check_returned("--advantage", found, [tuple(rewards_PG.shape), tuple(returns_T.shape)])
+    try:
+        found = algorithm.advantage(graded)
+        grpo.check_returned("--advantage", found, [tuple(rewards_PG.shape), tuple(returns_T.shape)])
+    except ValueError as error:
+        raise RunError(str(error)) from error
     of_tokens = torch.repeat_interleave(found.flatten(), lengths_B) if found.shape == rewards_PG.shape else found
     return [piece.numpy() for piece in of_tokens.split(lengths_B.tolist())]
 
@@ -178,13 +180,9 @@ def compute_advantages(rollout: Rollout, penalties: list[np.ndarray] | None, alg
 def of_grades(rollout: Rollout, shape: torch.Size) -> dict[str, Tensor | dict[str, Tensor]]:
     """The last fields of `Graded`, by name. Where a completion has no such part of the reward, it is 0."""
     names = dict.fromkeys(name for grade in rollout.grades for name in grade.parts)
-    parts = {name: np.array([grade.parts.get(name, 0.0) for grade in rollout.grades], np.float32) for name in names}
-    is_correct_PG, is_truncated_PG = map(torch.from_numpy, (rollout.is_correct_B, rollout.is_truncated_B))
-    return {
-        "parts": {name: torch.from_numpy(x).view(shape) for name, x in parts.items()},
-        "is_correct_PG": is_correct_PG.view(shape),
-        "is_truncated_PG": is_truncated_PG.view(shape),
-    }
+    parts = {x: torch.tensor([float(grade.parts.get(x, 0)) for grade in rollout.grades]).view(shape) for x in names}
+    others = {"is_correct_PG": rollout.is_correct_B, "is_truncated_PG": rollout.is_truncated_B}
+    return {"parts": parts} | {name: torch.from_numpy(x).view(shape) for name, x in others.items()}
 
 
 def by_turn(rollout: Rollout, group_size: int) -> dict[str, Tensor]:
@@ -298,19 +296,15 @@ def work_of_step(
     sampled: Rollout, trained: Rollout, updates: list[Update], policy: Policy, num_iterations: int, share_prompts: bool
 ) -> Work:
     """The work of a step, the same on every rank; all ranks call it. `updates`: those of one pass over `trained`."""
-    lengths_B, logprobs_tokens = trained.sequence_lengths_B, 0
-    for lengths, update in zip(np.split(lengths_B, len(updates)), updates, strict=True):
-        first = update.batches[0]
-        num_passes = (first.old_logprobs_N is not None) + (first.ref_logprobs_N is not None)
-        logprobs_tokens += int(lengths.sum()) * num_passes
-    num_tokens, packed = int(lengths_B.sum()), [batch for update in updates for batch in update.batches]
+    lengths_U = [int(lengths.sum()) for lengths in np.split(trained.sequence_lengths_B, len(updates))]
+    num_tokens, packed = sum(lengths_U), [batch for update in updates for batch in update.batches]
     # At an infinite parity length, attention is free and the cost is the number of tokens.
     costs = [sum(batch.cost(parity_length) for batch in packed) for parity_length in (policy.parity_length, math.inf)]
     cost, computed_tokens = sum_over_trainers(torch.tensor(costs, dtype=torch.float64)).tolist()
     return Work(
         sampled_tokens=int(sampled.completion_lengths_B.sum()),
         completion_tokens=int(trained.completion_lengths_B.sum()),
-        logprobs_tokens=logprobs_tokens,
+        logprobs_tokens=sum(length * update.num_passes for length, update in zip(lengths_U, updates, strict=True)),
         update_tokens=num_tokens * num_iterations,
         update_flops=update_flops(policy, cost) * num_iterations,
         teacher_s=policy.seconds_of_reference(),

@@ -108,11 +108,9 @@ def of_algorithm(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[st
     is_ungraded = args.reward == "none" and not args.environment
     if is_ungraded and args.advantage != "zero":
         yield f"--reward none grades nothing for {flag.advantage} to compare; give --advantage zero, or a reward."
-    if is_ungraded and args.dynamic_sampling != "off":
-        yield f"{flag.dynamic_sampling} chooses by rewards; leave it out with --reward none."
-    if is_ungraded and (args.eval_data or args.truncated == "zero"):
-        graded = flag.eval_data if args.eval_data else flag.truncated
-        yield f"{graded} needs a reward; leave it out, or give one, which --advantage zero only logs."
+    needs = {"dynamic_sampling": args.dynamic_sampling != "off", "truncated": args.truncated == "zero"}
+    for name in [x for x, is_so in (needs | {"eval_data": args.eval_data}).items() if is_so and is_ungraded]:
+        yield f"{getattr(flag, name)} needs a reward; leave it out, or give one, which --advantage zero only logs."
     if args.advantage == "zero" and args.reference in (None, args.model) and not args.hint_column:
         yield "--advantage zero follows the reference, which is --model itself: give --reference, or --hint_column."
     cache, limit = args.overlong_cache_tokens, args.max_completion_tokens

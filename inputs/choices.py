@@ -46,14 +46,16 @@ def algorithm_of(args: argparse.Namespace) -> Algorithm:
     functions = {name: choose(name, FLAGS[name].of(args)) for name in CHOICES}
     check_effects(args, functions)
     bound = {name: bind(name, function, args) for name, function in functions.items()}
+    metrics: tuple[str, ...] = ()
     for name in OWN:
         if functions[name] not in CHOICES[name].values():
             needs_gradient = name == "--policy_loss" or (name == "--kl_estimator" and args.kl_in == "loss")
-            try_out(name, args, bound[name], needs_gradient)
+            metrics += try_out(name, args, bound[name], needs_gradient)
     return take(
         Algorithm,
         args,
         **{name.removeprefix("--"): function for name, function in bound.items()},
+        loss_metrics=metrics,
         is_corrected=args.rollout_correction != "none",
         most_lag=most_lag(args),
         has_teacher=bool(args.reference or args.hint_column or args.kl_over == "vocabulary"),
@@ -114,8 +116,11 @@ def describe(args: argparse.Namespace, bound: dict[str, partial]) -> str:
     return "algorithm: " + "; ".join([*parts, written])
 
 
-def try_out(flag: str, args: argparse.Namespace, function: Callable, needs_gradient: bool) -> None:
-    """Raises ValueError if the function fails on a trial: a loss with 7 random tokens, an advantage with a group."""
+def try_out(flag: str, args: argparse.Namespace, function: Callable, needs_gradient: bool) -> tuple[str, ...]:
+    """The names of its own metrics, on a trial: a loss with 7 random tokens, an advantage with a group.
+
+    Raises ValueError if the function fails.
+    """
     named, size = given(FLAGS[flag], args), args.group_size
     logprobs, old_logprobs, rollout_logprobs, x = torch.randn(4, 7, generator=torch.Generator().manual_seed(0)) - 3.0
     logprobs.requires_grad_()
@@ -128,11 +133,13 @@ def try_out(flag: str, args: argparse.Namespace, function: Callable, needs_gradi
     )  # fmt: skip
     rewards_PG, lengths_B = torch.arange(size)[None] % 2.0, torch.full((size,), 2)
     returns_T, mask_T = torch.repeat_interleave(rewards_PG[0], lengths_B), torch.ones(2 * size).bool()
-    parts = defaultdict(lambda: rewards_PG)  # also of sub-scores, whose names are not known yet
+    parts = {}
     if flag == "--advantage":
         from grading.score import parse_reward  # takes seconds
 
-        parts |= dict.fromkeys(parse_reward(args.reward), rewards_PG)
+        parts = dict.fromkeys(parse_reward(args.reward), rewards_PG)
+        if ".py:" in args.reward or args.environment:  # with sub-scores, whose names are not known yet
+            parts = defaultdict(lambda: rewards_PG, parts)
     graded = Graded(rewards_PG, returns_T, lengths_B, mask_T, parts, rewards_PG > 0, rewards_PG > 0)
     try:
         found = function({"--advantage": graded, "--policy_loss": tokens, "--kl_estimator": x}[flag])
@@ -149,3 +156,4 @@ def try_out(flag: str, args: argparse.Namespace, function: Callable, needs_gradi
                 raise ValueError(f"{named}, {name}: returned {other.dtype}; needed is torch.bool.")
     if needs_gradient and not values.requires_grad:
         raise ValueError(f"{named} returned values without a gradient; compute them from the log-probs it is named.")
+    return tuple(metrics or ())

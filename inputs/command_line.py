@@ -80,7 +80,7 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     if args.learning_rate is None:
         args.learning_rate = 1e-5 if args.lora_rank else 1e-6  # "LoRA Without Regret"
     if args.rollout_correction is None:
-        args.rollout_correction = "token_truncate" if most_lag(args) else "none"
+        args.rollout_correction = "token_truncate" if most_lag(args) and args.old_logprobs == "trainer" else "none"
     if args.quiet:
         os.environ[OFF] = "1"
     if args.replay:  # the command is that of a run, with one flag more

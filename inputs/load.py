@@ -67,7 +67,7 @@ def load_inputs(args: Namespace) -> Inputs:
         check_targets(config, args.lora_targets)
     generation = load_generation_config(args.model, config, stop_ids(tokenizer, args.stop_tokens))
     if args.reference:
-        check_reference(args, tokenizer, longest)
+        check_reference(args, config, tokenizer, longest)
     companions = [vision.processor if vision else tokenizer, generation]
     train_data = load(args.train_data, args.seed, args.hint_column)
     plan = make_plan(args, len(PromptData.mix(train_data, args.data_weights).rows))  # raises, too
@@ -138,18 +138,23 @@ def load_model_files(
     return config, tokenizer, vision, load
 
 
-def check_reference(args: Namespace, tokenizer: PreTrainedTokenizerBase, longest: int) -> None:
+def check_reference(
+    args: Namespace, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, longest: int
+) -> None:
     """Raises ValueError for a --reference that cannot score what the policy samples, before any weight is read."""
     path = args.reference
     try:
-        config = load_config(path)
-        check_config(path, config, (args.max_prompt_tokens, longest), tensor_parallel_size=1)
+        theirs = load_config(path)
+        check_config(path, theirs, (args.max_prompt_tokens, longest), tensor_parallel_size=1)
         other, _ = load_processor(path, None, take(PromptFormat, args))
     except (ValueError, OSError) as error:  # these know the policy alone
         raise ValueError(str(error).replace("--model", "--reference")) from None
-    if args.image_column and getattr(config, "vision_config", None) is None:
+    if args.image_column and getattr(theirs, "vision_config", None) is None:
         raise ValueError(f"--reference {path} sees no images, but --model does; use one of the same kind.")
     check_vocabulary(tokenizer, other, path)
+    own_rows, rows = (each.get_text_config().vocab_size for each in (config, theirs))
+    if rows < own_rows:  # the policy samples from all of its own, padding included
+        raise ValueError(f"--reference {path} knows {rows} token ids, --model {own_rows}; use one that knows as many.")
 
 
 def samplings_of(sources: list[str], prefix: str, flags: Sequence[list[int] | list[float]]) -> list[Sampling]:

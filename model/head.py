@@ -7,9 +7,14 @@ The logits are fp32 from `log_softmax` on. `head_dtype` (`--head_dtype`) is that
 multiply bf16 numbers and add in fp32; float32 keeps the sum, bf16 rounds a logit near 20 to a multiple of 0.125, which
 changes its probability by up to 6 %. The backward pass is the same for both: it rounds the gradient of the logits to
 the weight's dtype for two matrix products, as in every other layer: by at most 0.4 % of each number.
+
+With a `Teacher`, a reference that is followed over the whole vocabulary, there is a chunk of its logits, too.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +26,14 @@ from model import sizes
 COPIED_ROWS = 4096  # CPU, fp32 logits of bf16 numbers: rows of the weight that are in fp32 at a time
 
 
+class Teacher(NamedTuple):
+    """The distribution of the reference at the same tokens, before its head."""
+
+    hidden_TD: Tensor  # its own width D
+    weight_VD: Tensor  # of its head; what it has beyond the policy's rows is left out, as if its probability was 0
+    divergence: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # of `grpo.DIVERGENCES`
+
+
 def chunked_logprobs(
     hidden: Tensor,
     head: nn.Linear,
@@ -28,67 +41,83 @@ def chunked_logprobs(
     temperature: float,
     with_entropy_gradient: bool = False,
     head_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
+    teacher: Teacher | None = None,
+) -> tuple[Tensor, ...]:
     """(log-probabilities of the labels, entropies in nats), float32, one per row of `hidden` [T, D].
 
-    `head_dtype`: of the logits; None: that of the weight.
+    With a teacher also its log-probabilities of the labels, at the same temperature; the divergence; and 1 where both
+    models find the same token the likeliest, else 0. `head_dtype`: of the logits; None: that of the weight.
     """
     assert head.bias is None, "no supported model has a head with a bias"
-    settings = temperature, with_entropy_gradient, head_dtype or head.weight.dtype
-    return _HeadLogprobs.apply(hidden, head.weight, labels, settings)
+    settings = temperature, with_entropy_gradient, head_dtype or head.weight.dtype, teacher and teacher.divergence
+    of_teacher = (teacher.hidden_TD, teacher.weight_VD[: len(head.weight)]) if teacher else ()
+    return _HeadLogprobs.apply(hidden, head.weight, labels, settings, *of_teacher)
 
 
 class _HeadLogprobs(torch.autograd.Function):
     """`chunked_logprobs` on the head's weight [V, D], in half the passes over the logits that autograd would take.
 
-    The backward pass does not compute the entropy again and makes the gradient of the logits in their own memory. The
+    The backward pass does not compute the entropy again and makes the gradient of the logits in memory that it has. The
     last chunk is kept for it, because it begins with that one.
     """
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, hidden: Tensor, weight: Tensor, labels: Tensor, settings: tuple[float, bool, torch.dtype]
-    ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(hidden, weight, labels)
-        ctx.settings = temperature, has_entropy_gradient, head_dtype = settings
-        logprobs, entropies = (hidden.new_empty(len(labels), dtype=torch.float32) for _ in range(2))
+        ctx: FunctionCtx, hidden: Tensor, weight: Tensor, labels: Tensor, settings: tuple, *of_teacher: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(hidden, weight, labels, *of_teacher)
+        ctx.settings = temperature, has_entropy_gradient, head_dtype, divergence = settings
+        found = [hidden.new_empty(len(labels), dtype=torch.float32) for _ in range(5 if of_teacher else 2)]
         ctx.last_chunk = None
         for rows in chunks(len(labels), len(weight)):
             ctx.last_chunk = None  # before the next one is made
-            ctx.last_chunk = all_logprobs = chunk_logprobs(hidden[rows], weight, temperature, head_dtype)
-            logprobs[rows] = all_logprobs.gather(-1, labels[rows, None])[:, 0]
-            entropies[rows] = -all_logprobs.exp().mul_(all_logprobs).sum(dim=-1)
-            del all_logprobs
-        if not has_entropy_gradient:  # mostly it is only a metric
-            ctx.mark_non_differentiable(entropies)
-        return logprobs, entropies
+            ctx.last_chunk = log_p = chunk_logprobs(hidden[rows], weight, temperature, head_dtype)
+            values = [log_p.gather(-1, labels[rows, None])[:, 0], -log_p.exp().mul_(log_p).sum(dim=-1)]
+            if of_teacher:
+                log_q = chunk_logprobs(of_teacher[0][rows], of_teacher[1], temperature, head_dtype)
+                agrees = log_p.argmax(dim=-1) == log_q.argmax(dim=-1)
+                values += [log_q.gather(-1, labels[rows, None])[:, 0], divergence(log_p, log_q)[0], agrees]
+                del log_q
+            for each, of_chunk in zip(found, values, strict=True):
+                each[rows] = of_chunk
+            del log_p
+        # The entropy is mostly only a metric.
+        ctx.mark_non_differentiable(*found[2:3], *found[4:], *([] if has_entropy_gradient else [found[1]]))
+        return tuple(found)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad_logprobs: Tensor, grad_entropies: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, labels = ctx.saved_tensors
-        temperature, has_entropy_gradient, head_dtype = ctx.settings
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, labels, *of_teacher = ctx.saved_tensors
+        temperature, has_entropy_gradient, head_dtype, divergence = ctx.settings
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for rows in reversed(chunks(len(labels), len(weight))):
-            # Becomes the gradient of the logits: g (1[v = label] - p_v), and h p_v (-log p_v - entropy).
-            grad, ctx.last_chunk = ctx.last_chunk, None
-            if grad is None:
-                grad = chunk_logprobs(hidden[rows], weight, temperature, head_dtype)
-            if has_entropy_gradient:
-                probs = grad.exp()
-                entropy = -torch.einsum("tv,tv->t", probs, grad)[:, None]  # a product would be a third such tensor
-                grad = probs.mul_(grad.add_(entropy).mul_(-grad_entropies[rows, None]).sub_(grad_logprobs[rows, None]))
-                del probs  # or its memory would still be held when the next chunk is computed
+            log_p, ctx.last_chunk, slopes = ctx.last_chunk, None, None  # slopes: see `grpo.DIVERGENCES`
+            if log_p is None:
+                log_p = chunk_logprobs(hidden[rows], weight, temperature, head_dtype)
+            if of_teacher:
+                log_q = chunk_logprobs(of_teacher[0][rows], of_teacher[1], temperature, head_dtype)
+                slopes = divergence(log_p, log_q)[1].mul_(gradients[3][rows, None])
+                del log_q
+            p = log_p.exp() if has_entropy_gradient else log_p.exp_()
+            if has_entropy_gradient:  # its slopes are -p log p
+                of_entropy = log_p.mul_(p).mul_(-gradients[1][rows, None])
+                slopes = of_entropy if slopes is None else slopes.add_(of_entropy)
+                del of_entropy
+            of_label = gradients[0][rows, None]
+            if slopes is None:
+                grad = p.mul_(-of_label)
             else:
-                grad.exp_().mul_(-grad_logprobs[rows, None])
-            grad.scatter_add_(-1, labels[rows, None], grad_logprobs[rows, None])
+                grad = slopes.sub_(p.mul_(slopes.sum(dim=-1, keepdim=True).add_(of_label)))
+            del log_p, p, slopes  # or their memory would still be held when the next chunk is computed
+            grad.scatter_add_(-1, labels[rows, None], of_label)
             grad = grad.div_(temperature).to(weight.dtype) if temperature != 1 else grad.to(weight.dtype)
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[rows])
             if grad_weight is not None:
                 grad_weight.addmm_(grad.t(), hidden[rows])
             del grad
-        return grad_hidden, grad_weight, None, None
+        return grad_hidden, grad_weight, *[None] * (2 + len(of_teacher))
 
 
 def chunks(count: int, vocab: int) -> list[slice]:

@@ -114,7 +114,7 @@ def check_config(path: str, config: PretrainedConfig, limits: tuple[int, int], t
     longest, context = sum(limits), getattr(config, "max_position_embeddings", None)
     if context is not None and longest > context:
         given = f"--max_prompt_tokens {limits[0]} + a completion of {limits[1]} tokens = {longest}"
-        beyond = f"beyond the model's context of {context} tokens"
+        beyond = f"beyond the context of --model {path}, {context} tokens"
         raise ValueError(f"{given} is {beyond}; lower them by {longest - context}.")
     check_rope(path, config, longest)
     num_heads = config.num_attention_heads

@@ -23,6 +23,9 @@ CASES = {  # name -> flags
     "LoRA, small, communicates once": {
         "kl_over": "vocabulary", "lora_rank": 3, "micro_batch_tokens": 24, "communicate_once": True,
     },
+    "LoRA, shared, recomputed": {
+        "kl_over": "vocabulary", "lora_rank": 3, "share_prompts": True, "gradient_checkpointing": True,
+    },
 }  # fmt: skip
 
 

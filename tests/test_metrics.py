@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from batch import Batch, Update, Work, pack, training_costs
+from batch import Update, Work, pack, training_costs
 from fsdp_utils import World
 from grading import Grade
 from helpers import make_grade, make_rollout
@@ -84,11 +84,7 @@ def test_a_step_of_several_updates_is_merged_by_what_the_number_means():
 
 
 def test_the_work_of_a_step_counts_prompts_for_the_trainer_and_what_was_thrown_away_for_the_sampler():
-    def batch(indices: list[int], **known: torch.Tensor) -> Batch:
-        return replace(pack(ROLLOUT, indices), ref_logprobs_N=torch.zeros(1), **known)
-
-    old = {"old_logprobs_N": torch.zeros(1)}
-    updates = [Update([batch([0, 1])], 8, 2), Update([batch([2], **old), batch([3], **old)], 12, 2)]
+    updates = [Update([pack(ROLLOUT, [0, 1])], 8, 2, 1), Update([pack(ROLLOUT, [2]), pack(ROLLOUT, [3])], 12, 2, 2)]
     sampled, costs = make_rollout([6, 2, 8, 4, 10], group_size=1), 32 + (81 + 25 + 121 + 49) / 10
     work = work_of_step(sampled, ROLLOUT, updates, POLICY, 2, share_prompts=False)
     assert (work.sampled_tokens, work.completion_tokens, work.update_tokens) == (30, 20, 32 * 2)

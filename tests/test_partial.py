@@ -227,6 +227,7 @@ def test_older_tokens_are_corrected_for_and_their_gap_is_no_fault():
     assert (args.rollout_correction, flags().rollout_correction) == ("token_truncate", "none")
     assert flags(engine="server", steps_ahead=1).rollout_correction == "token_truncate"
     assert flags(engine="server", steps_ahead=1, rollout_correction="none").rollout_correction == "none"
+    assert flags(engine="server", steps_ahead=1, old_logprobs="rollout").rollout_correction == "none"
     assert make_plan(args, 100).update(1, 0).max_rollout_gap == 0
     assert make_plan(flags(max_rollout_gap=0.05), 100).update(1, 0).max_rollout_gap == 0.05
 

@@ -68,7 +68,7 @@ def test_truncated_completions_are_graded_or_get_zero_as_the_flag_says(truncated
     cut, whole = grader.grade([Case("\\boxed{4}", "4", is_truncated=is_truncated) for is_truncated in (True, False)])
     grader.close()
     assert whole.reward == 1.0 and not cut.is_failed
-    assert cut == (Grade(0.0, "truncated") if truncated == "zero" else whole)
+    assert cut == (Grade(0.0, "truncated", {"exact": 0.0}) if truncated == "zero" else whole)
 
 
 def compare(tmp_path: Path, more: str = "", **grading: object) -> Grader:

@@ -1,6 +1,8 @@
 """A reference that is another model, reads another prompt, or is followed over the whole vocabulary."""
 
+import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -133,7 +135,7 @@ def test_neither_packing_nor_ranks_nor_offload_change_what_is_learnt_from_a_refe
     """One and two ranks; fp32. With LoRA the reference is the adapter off, between two passes of the policy."""
     results = [on_ranks(num_ranks, "distributed_teacher", policy, teacher) for num_ranks in (1, 2)]
     whole = ["whole", "small, on the host", "shared, communicates once"]
-    lora = ["LoRA", "LoRA, small", "LoRA, small, communicates once"]
+    lora = ["LoRA", "LoRA, small", "LoRA, small, communicates once", "LoRA, shared, recomputed"]
     for names in (["sampled, with hints"], whole, lora):
         cases = [found[name] for found in results for name in names]
         assert cases[0][0]["optim/grad_norm"] > 0.01
@@ -172,15 +174,35 @@ def test_a_reference_that_is_no_model_is_named_as_the_reference(policy, tmp_path
         load_inputs(args)
 
 
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"vocab_size": 60}, "--reference .* knows 60 token ids, --model 64; use one that knows as many"),
+    ({"max_position_embeddings": 19}, "= 20 is beyond the context of --reference .*, 19 tokens"),
+])  # fmt: skip
+def test_a_reference_that_cannot_score_all_that_the_policy_samples_is_refused(changes, words, policy, tmp_path):
+    """Before any weight is read. A vocabulary that is padded to more rows is no fault."""
+    folder = shutil.copytree(policy, tmp_path / "teacher")
+    config = json.loads((folder / "config.json").read_text())
+    args = parse_flags(training_flags(policy, tmp_path / "run", reference=folder))
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 70}))
+    load_inputs(args)
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ValueError, match=words):
+        load_inputs(args)
+
+
 def test_a_prompt_with_a_hint_has_it_before_the_suffix_and_counts_for_the_limit(policy, tmp_path):
     rows = [{"problem": "1+2", "answer": "3", "why": "so"}, {"problem": "1+3", "answer": "4", "why": "so" * 60}]
-    data = write_lines(tmp_path / "d.jsonl", [*rows, {"problem": "1+4", "answer": "5", "why": None}])
+    unusable = [{"problem": "1+4", "answer": "5", "why": why} for why in (None, "<user>so")]
+    data = write_lines(tmp_path / "d.jsonl", [*rows, *unusable])
     changes = {"train_data": data, "eval_data": None, "eval_every": 0, "eval_before_training": None, "kl_coef": 1}
     changes |= {"hint_column": "why", "prompt_suffix": " =", "prompts_per_step": 1, "prompts_per_update": 1}
     args = parse_flags(training_flags(policy, tmp_path / "run", **changes | {"max_prompt_tokens": 116}))
     inputs = load_inputs(args)
     (loaded,) = inputs.train_data
-    assert loaded.num_too_long == 1 and loaded.excluded == [(f"{data}, line 3", "column 'why' is null")]
+    assert loaded.num_too_long == 1
+    assert [where for where, _ in loaded.excluded] == [f"{data}, line {i}" for i in (3, 4)]
+    reasons = [reason for _, reason in loaded.excluded]
+    assert reasons[0] == "column 'why' is null" and reasons[1].startswith("with the hint of column 'why': column 'prob")
     (row,) = loaded.rows
     assert row.text == "<user>1+2 =<assistant>"
     told = inputs.tokenizer.decode(row.hinted_ids.tolist())

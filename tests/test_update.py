@@ -17,6 +17,7 @@ import update
 from batch import Rollout, Update, pack, to_positions
 from flags import Memory, make_plan, take
 from grpo import Algorithm
+from guards.start import RunError
 from guards.updates import UpdateGuard
 from helpers import ALONE, RAGGED, flags, make_grade, make_rollout, train_once, unpacked_logprobs
 from inputs.choices import algorithm_of
@@ -24,7 +25,14 @@ from model.packed import Packing
 from no_waits import NoNumbers, NoWaits, run_passes
 from policies import load_policy, policy_of
 from policy import Policy
-from update import add_advantages, compute_advantages, gather_penalties, pack_updates, with_advantages
+from update import (
+    add_advantages,
+    compute_advantages,
+    gather_penalties,
+    pack_updates,
+    with_advantages,
+    work_of_step,
+)
 
 REWARDS = [1.0, 0.0, 0.0, 1.0]
 PENALTIES = [np.array(p, dtype=np.float32) for p in ([0.1, 0.2], [0.3], [0.0, 0.1, 0.1], [0.2, 0.4])]
@@ -136,8 +144,13 @@ def test_only_the_log_probs_that_are_needed_are_computed(changes, expected, monk
 ])  # fmt: skip
 def test_an_advantage_of_ones_own_that_is_not_finite_or_of_another_shape_is_told(function, words):
     algorithm = replace(algorithm_of(flags(group_size=2)), advantage=function)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(RunError, match=words):
         compute_advantages(graded(), None, algorithm)
+
+
+def test_rewards_that_an_advantage_refuses_end_the_run_with_its_sentence():
+    with pytest.raises(RunError, match="--advantage maxrl: a reward is -1; it needs rewards that are not negative"):
+        compute_advantages(graded([1.0, 0.0, -1.0, 1.0]), None, algorithm_of(flags(group_size=2, advantage="maxrl")))
 
 
 def test_advantages_reach_their_positions_and_the_whole_penalty_is_taken_off_the_reward_before_the_baseline():
@@ -215,6 +228,20 @@ def test_with_the_samplers_log_probs_as_old_ones_no_pass_is_made_and_the_ratio_i
         assert metrics["policy/loss"] == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.parametrize(("changes", "expected"), [
+    ({}, [0, 1]), ({"kl_coef": 0.1}, [1, 2]), ({"kl_coef": 0.1, "kl_over": "vocabulary"}, [0, 1]),
+    ({"kl_coef": 0.1, "num_iterations": 2}, [2, 2]), ({"old_logprobs": "rollout"}, [0, 0]),
+])  # fmt: skip
+def test_passes_before_an_update_are_counted_and_what_it_computes_itself_is_none(changes, expected, policy):
+    args, rollout = flags(learning_rate=0, **TWO_UPDATES, **changes), graded_rollout()
+    updates = [each for each, _ in train_step(load_policy(policy), args, rollout)]
+    assert [each.num_passes for each in updates] == expected * args.num_iterations
+    model, count = load_policy(policy), args.num_iterations
+    work = work_of_step(rollout, rollout, updates[:2], model, count, share_prompts=False)
+    halves = np.split(rollout.sequence_lengths_B, 2)
+    assert work.logprobs_tokens == sum(n * half.sum() for n, half in zip(expected, halves, strict=True))
+
+
 def test_an_update_after_the_first_has_no_bound_on_a_gap_that_it_cannot_know():
     for whose, expected in (("trainer", [0.05, 0.05]), ("rollout", [0.05, 0.0])):
         plan = make_plan(flags(old_logprobs=whose, max_rollout_gap=0.05, **TWO_UPDATES), num_rows=2)
@@ -242,6 +269,7 @@ def test_functions_of_ones_own_see_entropies_reference_parts_of_the_reward_and_r
     rollout = replace(graded_rollout(), grades=grades, is_truncated_B=np.arange(8) > 5)
     own = f"{tmp_path}/own_of_update.py"
     choices = {"policy_loss": f"{own}:loss", "advantage": f"{own}:advantage", "kl_coef": 0.1, "learning_rate": 0}
+    choices["reward"] = f"{own}:with_sub_scores"
     model = load_policy(policy)
     for each, metrics in train_step(model, flags(**choices, **TWO_UPDATES), rollout):
         (batch,) = each.batches
@@ -254,6 +282,22 @@ def test_functions_of_ones_own_see_entropies_reference_parts_of_the_reward_and_r
             assert advantages_N[-1].item() == pytest.approx(expected)
 
 
+SOMETIMES = """
+from grpo import Loss
+def loss(t):
+    is_up = t.logprobs > t.old_logprobs
+    return Loss(-t.advantages * t.logprobs, metrics={"b": is_up} | ({"a": is_up} if is_up.any() else {}))
+"""
+
+
+def test_metrics_that_a_loss_returns_only_sometimes_are_told(policy, tmp_path):
+    """On another rank they would be added to other ones, or waited for."""
+    (tmp_path / "sometimes.py").write_text(SOMETIMES)
+    with pytest.raises(ValueError, match="returned the metrics b, on its trial b, a; return all each time"):
+        args = flags(policy_loss=f"{tmp_path}/sometimes.py:loss", **TWO_UPDATES)
+        list(train_step(load_policy(policy), args, graded_rollout()))
+
+
 @pytest.mark.parametrize(("record", "listed"), [
     (grpo.Tokens(*[torch.zeros(3)] * 6), "advantages, mask, sequence_ids, entropies, ref_logprobs$"),
     (grpo.Graded(*[torch.zeros(3)] * 4), "rewards_PG, returns_T, .*, parts, .*, turn_rewards_PGK, turns_T$"),
@@ -264,11 +308,13 @@ def test_a_wrong_name_is_answered_with_those_that_there_are(record, listed):
     assert vars(copy.deepcopy(record)).keys() == vars(record).keys()
 
 
-def train_step(policy: Policy, args: Namespace, rollout: Rollout) -> Iterator[tuple[Update, dict[str, float]]]:
-    """Steps 2 to 4 of the loop: each update and its metrics. The reference is the policy itself, as it starts."""
+def train_step(
+    policy: Policy, args: Namespace, rollout: Rollout, reference: Policy | None = None
+) -> Iterator[tuple[Update, dict[str, float]]]:
+    """Steps 2 to 4 of the loop: each update and its metrics. Without a reference it is the policy itself."""
     plan, algorithm, memory = make_plan(args, num_rows=args.prompts_per_step), algorithm_of(args), take(Memory, args)
     updates = pack_updates(rollout, plan, algorithm, memory, policy, ALONE)
-    updates = update.add_logprobs(updates, policy, policy if args.kl_coef else None, algorithm)
+    updates = update.add_logprobs(updates, policy, (reference or policy) if args.kl_coef else None, algorithm)
     rollout, updates = add_advantages(rollout, updates, algorithm)
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
     for i, each in enumerate(updates * plan.num_iterations):

@@ -90,6 +90,7 @@ def own(tmp_path: Path) -> str:
     ("--policy_loss my_loss.py:no_reference", "fails on a trial .*TypeError: .*NoneType"),
     ("--policy_loss my_loss.py:no_such_field", "Tokens has no 'logprob'; it has logprobs, .*, ref_logprobs"),
     ("--advantage my_loss.py:three_of_group --group_size 5", r"the shape \[1, 3\].* of the shape \[10\] or \[1, 5\]"),
+    ("--advantage my_loss.py:three_of_group --reward math", "fails on a trial .*KeyError: 'exact'"),
     ("--policy_loss my_loss.py:NUMBER", "no function 'NUMBER'"),
     ("--policy_loss my_loss.py", "--policy_loss my_loss.py: .*FILE.py:FUNCTION"),
     ("--policy_loss my_loss.py:no_parameter", "no_parameter fails.*takes 0 positional arguments"),

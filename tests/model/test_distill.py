@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from grpo import DIVERGENCES
 from model import sizes
-from model.distill import Teacher, distilled_logprobs
-from model.head import chunked_logprobs
+from model.head import Teacher, chunked_logprobs
 
 V, REF_V, T = 64, 70, 20  # the reference's vocabulary is padded to more rows
 
@@ -41,8 +40,8 @@ def test_value_and_gradient_are_those_of_full_logits_in_float64(name, has_entrop
     head, ref_weight, labels = nn.Linear(16, V, bias=False), torch.randn(REF_V, 24) * 0.2, torch.randint(V, (T,))
     nn.init.normal_(head.weight, std=0.25)
     ours, plain = EXPECTED[name]
-    settings = 0.7, has_entropy_gradient, None
-    found = distilled_logprobs(hidden, head, labels, Teacher(ref_hidden, ref_weight, ours), settings)
+    teacher = Teacher(ref_hidden, ref_weight, ours)
+    found = chunked_logprobs(hidden, head, labels, 0.7, has_entropy_gradient, teacher=teacher)
     exact = [x.detach().double().requires_grad_() for x in (hidden, head.weight)]
     log_p = (exact[0] @ exact[1].T / 0.7).log_softmax(dim=-1)
     log_q = (ref_hidden.double() @ ref_weight[:V].double().T / 0.7).log_softmax(dim=-1)
@@ -71,7 +70,7 @@ def test_a_token_that_one_model_rules_out_has_a_finite_value_and_gradient(name):
 def test_without_a_trained_token_there_is_nothing_to_follow():
     head, teacher = nn.Linear(4, V, bias=False), Teacher(torch.zeros(0, 8), torch.zeros(V, 8), DIVERGENCES["reverse"])
     hidden = torch.zeros(0, 4, requires_grad=True)
-    found = distilled_logprobs(hidden, head, torch.zeros(0, dtype=torch.long), teacher, (1.0, False, None))
+    found = chunked_logprobs(hidden, head, torch.zeros(0, dtype=torch.long), 1.0, teacher=teacher)
     found[3].sum().backward()
     assert [len(x) for x in found] == [0] * 5 and not head.weight.grad.any()
 
@@ -102,7 +101,7 @@ def test_at_a_vocabulary_of_150_000_at_most_one_chunk_of_each_model_is_held_besi
     teacher, held = Teacher(torch.randn(16, 8), weight, EXPECTED[name][0]), []
     runs = (
         lambda: chunked_logprobs(hidden, head, labels, 1.0)[0],
-        lambda: distilled_logprobs(hidden, head, labels, teacher, (1.0, False, None))[3],
+        lambda: chunked_logprobs(hidden, head, labels, 1.0, teacher=teacher)[3],
     )
     for run in runs:
         counted = Held()

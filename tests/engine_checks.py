@@ -49,7 +49,7 @@ def main(world: World, path: str, dtype: str, head_dtype: str) -> dict[str, obje
     heard: dict[int, tuple[str, int, bool]] = {}
     still_running = []
 
-    def on_finished(b: int, text: str, token_ids: Sequence[int], is_truncated: bool) -> None:
+    def on_finished(b: int, text: str, token_ids: Sequence[int], is_truncated: bool, grade: None) -> None:
         heard[b] = (text, len(token_ids), is_truncated)
         still_running.append(engine.llm.llm_engine.has_unfinished_requests())
 

@@ -10,11 +10,11 @@ import pytest
 from data import PromptData
 from flags import Sampling, make_plan, take
 from fsdp_utils import gather_from_ranks
+from generation.completion import Completion
 from generation.partial import PartialSampler, shares_of
 from helpers import ALONE, flags, make_grade, make_row, metrics_of, torchrun, training_flags
 from model.sizes import MOST_LAG, prompts_in_the_air
 from planner.time import longest_of_group
-from rollout import Engine
 from sampling import Draws
 
 GROUP = 2
@@ -27,7 +27,6 @@ class CountingEngine:
     """
 
     guard, seconds_E, world = None, np.zeros(1), ALONE
-    finished = Engine.finished
     tokenizer = SimpleNamespace(decode=lambda ids, **_: "")
 
     def __init__(self, lengths) -> None:
@@ -35,19 +34,18 @@ class CountingEngine:
         self.version = self.num_steps = self.num_tokens = self.next_id = 0
         self.running: dict[int, list[int]] = {}  # request -> [the length it will have, tokens so far, and now]
         self.begun: dict[str, int] = {}
-        self.llm = SimpleNamespace(llm_engine=self)
 
     def prepare(self, seed) -> None:
         assert not self.running, "nothing is under way between two calls"
 
-    def add(self, rows, so_far, sampling) -> int:
+    def add(self, rows, so_far, limits, sampling) -> int:
         first = self.next_id
-        for row, ids in zip(rows, so_far, strict=True):
+        for row, ids, limit in zip(rows, so_far, limits, strict=True):
             g = self.begun.get(row.where, 0)
             if not ids:
                 self.begun[row.where] = (g + 1) % GROUP
             length = ids[0] if ids else min(self.lengths[int(row.where)][g], sampling.max_completion_tokens)
-            assert len(ids) < length
+            assert len(ids) < length <= len(ids) + limit
             self.running[self.next_id] = [length, len(ids), 0]
             self.next_id += 1
         return first
@@ -58,25 +56,18 @@ class CountingEngine:
         for request in self.running.values():
             request[2] += 1
         ended = [i for i, (length, before, now) in self.running.items() if before + now == length]
-        return [SimpleNamespace(finished=True, request_id=i, outputs=[self.output(i)]) for i in ended]
+        return [(i, self.output(i)) for i in ended]
 
-    def output(self, request_id):
+    def output(self, request_id) -> Completion:
         length, _, now = self.running.pop(request_id)
-        logprobs = SimpleNamespace(logprobs=[-1.0 - self.version] * now)
-        return SimpleNamespace(token_ids=[length] * now, logprobs=logprobs, finish_reason="stop")
+        return Completion([length] * now, [-1.0 - self.version] * now, [], "stop")
 
     def withdraw(self):
         found = [(i, self.output(i)) for i in list(self.running)]
-        return [(i, each.token_ids, each.logprobs.logprobs) for i, each in found]
+        return [(i, each.token_ids, each.logprobs) for i, each in found]
 
-    def has_unfinished_requests(self) -> bool:
+    def is_busy(self) -> bool:
         return bool(self.running)
-
-    def is_abandoned(self) -> bool:
-        return False
-
-    def tell_progress(self, *_) -> None:
-        pass
 
 
 class Ear:
@@ -86,7 +77,7 @@ class Ear:
         self.heard: dict[int, SimpleNamespace] = {}
 
     def submit_to(self, rows, sampling):
-        def on_finished(b, text, token_ids, is_truncated):
+        def on_finished(b, text, token_ids, is_truncated, grade):
             assert b not in self.heard
             self.heard[b] = make_grade(len(token_ids), is_correct=len(token_ids) % 2 == 0)
             self.heard[b].where = rows[b // sampling.num_samples].where

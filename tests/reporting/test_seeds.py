@@ -93,7 +93,7 @@ def test_every_launch_script_takes_seed_and_folder(tmp_path, name):
     shutil.copy(ROOT / "scripts" / f"{name}.sh", tmp_path / "scripts")
     told = 'launch() { echo "$@" | tr "\\n" " " >> started; echo >> started; }\n'
     (tmp_path / "scripts" / "launch.sh").write_text("NUM_GPUS=0\n" + told)
-    assert seeds(tmp_path, "2", f"scripts/{name}.sh")[0] == 0
+    assert seeds(tmp_path, "2", f"scripts/{name}.sh", POLICY=".")[0] == 0, "with a policy that is there"
     for seed, run in enumerate(map(str.split, started(tmp_path)), start=1):
         last = dict(zip(run, run[1:], strict=False))
         assert last["--out_dir"] == f"runs/{name}_seed{seed}" and last["--seed"] == str(seed)

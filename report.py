@@ -165,8 +165,8 @@ def main() -> None:
 def write_pages(runs: list[Path], file: Path) -> None:
     """The page that compares the runs, and the pictures of each. Raises ValueError or OSError."""
     for run_dir in runs:
-        if not (run_dir / "metrics.jsonl").exists() and not (run_dir / "config.json").exists():
-            raise ValueError(f"{run_dir} is no run: it holds neither metrics.jsonl nor config.json.")
+        if not (run_dir / "metrics.jsonl").exists() and "out_dir" not in read_config(run_dir):  # a model has one, too
+            raise ValueError(f"{run_dir} is no run: it holds neither metrics.jsonl nor config.json of a run.")
     from reporting.page import write_page  # here, not above: training imports this file, and needs no pyarrow
 
     write_page(file, {run_dir: read_metrics(run_dir) for run_dir in runs})

@@ -129,7 +129,7 @@ def finish(run: Run, step: int) -> None:
 def end_complete(run: Run, saved_step: int, last_step: int) -> None:
     """When there is nothing left to train."""
     finish(run, saved_step)
-    longer = "--stop_after" if last_step < run.total_steps else "--total_steps"
+    longer = "--stop_after" if last_step < run.total_steps else "--total_steps (of a constant learning rate alone)"
     complete = f"{run.out_dir} is complete: it has a checkpoint of step {saved_step}"
     run.say(f"{complete}. To go on, raise {longer} or change --out_dir.")
     close_world()

@@ -76,3 +76,11 @@ def test_a_missing_side_is_told(monkeypatch, capsys, given, said):
     with pytest.raises(SystemExit, match="2"):
         report.main()
     assert said in capsys.readouterr().err
+
+
+def test_a_folder_of_a_model_gets_no_page(tmp_path, monkeypatch, capsys):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    monkeypatch.setattr(sys, "argv", ["report.py", str(tmp_path)])
+    with pytest.raises(SystemExit, match="2"):
+        report.main()
+    assert "is no run" in capsys.readouterr().err and not (tmp_path / "report.html").exists()

@@ -128,10 +128,11 @@ class Rollout:
     def describe(self, b: int) -> dict[str, object]:
         """Completion b with its grade, for a line of JSON."""
         row, grade = self.rows[b], self.grades[b]
+        num_tokens = len(self.completions[b]) if self.is_sampled is None else int(self.is_sampled[b].sum())
         return {
             "row": row.where, "prompt": row.prompt, "answer": row.answer, "completion": self.texts[b],
             "reward": grade.reward, "reward_parts": grade.parts, "reward_status": grade.status,
-            "is_correct": grade.is_correct, "read_as": grade.answer, "num_tokens": len(self.completions[b]),
+            "is_correct": grade.is_correct, "read_as": grade.answer, "num_tokens": num_tokens,
             "is_truncated": bool(self.is_truncated_B[b]),
         }  # fmt: skip
 

@@ -145,9 +145,9 @@ def starting_point(args: Namespace, run: Run, last_step: int) -> tuple[int, Path
 
 def close(inputs: Inputs, engine: Engine | ServerEngine) -> None:
     inputs.grader.close()
-    if inputs.turns:
-        inputs.turns.close()
     engine.close()
+    if inputs.turns:  # after the servers, whose episodes go on
+        inputs.turns.close()
     close_world()
 
 

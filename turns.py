@@ -27,7 +27,7 @@ from data import UnusableRow, render
 from flags import Grading, PromptFormat, Sampling, Turning
 from generation.completion import Completion
 from grading import Grade
-from grading.episode import Environments, Messages, Reply, Turn
+from grading.episode import Environments, Messages, Reply, Turn, columns_for
 from grading.pool import Outcome
 from guards.progress import progress
 from guards.stall import beat
@@ -75,51 +75,53 @@ class Template:
     def __init__(self, prompt_format: PromptFormat, tokenizer: Tokenizer) -> None:
         """Raises ValueError, with the reason, if the template cannot be continued."""
         self.prompt_format, self.tokenizer = prompt_format, tokenizer
-        self.pieces = cache(self._pieces)
-        self.pieces(("tool" if prompt_format.tools else "user",))
+        self.pieces, self.role = cache(self._pieces), "tool" if prompt_format.tools else "user"
+        try:
+            self.pieces((self.role,))
+        except UnusableRow as error:
+            raise ValueError(f"--environment, --tools: {error}; give --template_args, or another template.") from None
         if not set(self.plain(" ".join(tokenizer.all_special_tokens))).isdisjoint(tokenizer.all_special_ids):
             raise ValueError("a reply could hold special tokens: the tokenizer of --model cannot write them as text.")
 
-    def _render(self, *messages: tuple[str, str], continues: bool = True) -> str:
-        conversation = [{"role": role, "content": content} for role, content in (("user", "Mark-Q"), *messages)]
-        try:
-            return render(conversation, self.prompt_format, self.tokenizer, continues)
-        except UnusableRow as error:
-            raise ValueError(f"--environment, --tools: {error}; give --template_args, or another template.") from None
+    def _after(self, *messages: tuple[str, str], answer: str = "Mark-A", continues: bool = True) -> str:
+        """What is written after the first Mark-A: the rest of the answer, then messages, each (role, content)."""
+        pairs = (("user", "Mark-Q"), ("assistant", answer), *messages)
+        conversation = [{"role": role, "content": content} for role, content in pairs]
+        return render(conversation, self.prompt_format, self.tokenizer, continues).partition("Mark-A")[2]
 
     def _pieces(self, roles: tuple[str, ...]) -> list[str]:
         """The texts before, between and after the contents of messages of these roles, from the policy's text on."""
         marks = [f"Mark-{i}" for i in range(len(roles))]
-        answer = ("assistant", "Mark-A")
-        end = self._render(answer, continues=False).partition("Mark-A")[2]
-        _, _, rest = self._render(answer, *zip(roles, marks, strict=True)).partition("Mark-A")
+        end, rest = self._after(continues=False), self._after(*zip(roles, marks, strict=True))
         pieces = re.split("|".join(marks), rest)
         if not rest.startswith(end) or re.findall(r"Mark-\w+", rest) != marks or not all(pieces[:: len(roles)]):
-            wrong = f"the chat template does not go on from an answer to a message of the role {roles[0]!r}"
-            raise ValueError(f"--environment, --tools: {wrong}; give --template_args, or another template.")
+            raise UnusableRow(f"the chat template does not go on from an answer to a message of the role {roles[0]!r}")
         return pieces
 
     @property
     def drops_thoughts(self) -> bool:
         """Whether it would leave the thoughts of earlier turns out; here they stay."""
-        return "Mark-T" not in self._render(("assistant", "<think>\nMark-T\n</think>\n\nMark-A"), ("user", "Mark-0"))
+        return not self._after((self.role, "Mark-0"), answer="<think>\nMark-A\n</think>\n\nMark-B")
 
     def plain(self, text: str) -> list[int]:
         """The tokens of a content; what looks like a special token is text."""
         return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
 
-    def suffix(self, messages: Messages, last_id: int, most: int) -> tuple[list[int], str]:
-        """The tokens, and the text, that go on after the token `last_id` of the policy to its next turn.
+    def suffix(self, messages: Messages, last_id: int | None) -> tuple[list[int], str]:
+        """The tokens, and the text, that go on after a turn of the policy to its next one.
 
-        Of each content at most so many characters. Raises ValueError for a role that the template refuses.
+        `last_id`: the token that has ended the turn; None: it was cut. Raises UnusableRow where the template refuses.
         """
         pieces = self.pieces(tuple(each["role"] for each in messages))
-        tokens = [self.tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in pieces]
-        is_there = tokens[0][:1] == [last_id]  # the policy has ended its turn as the template does
-        ids, text = tokens[0][is_there:], pieces[0]
-        for message, after, piece in zip(messages, tokens[1:], pieces[1:], strict=True):
-            content = message["content"][:most]
-            ids, text = ids + self.plain(content) + after, text + content + piece
+        ids, *others = (self.tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in pieces)
+        if last_id in ids[:2]:  # the turn has ended as in the template, which may write a space before that
+            ids = ids[ids.index(last_id) + 1 :]
+        text = pieces[0]
+        for message, tokens, piece in zip(messages, others, pieces[1:], strict=True):
+            before, after = self.pieces((message["role"],))
+            alone = self._after((message["role"], message["content"]))
+            content = alone[len(before) : len(alone) - len(after)]  # some strip it, or write it as JSON
+            ids, text = ids + self.plain(content) + tokens, text + content + piece
         return ids, text
 
 
@@ -155,19 +157,18 @@ class Turns:
         left = sampling.max_completion_tokens - len(episode.token_ids)
         return min(left, self.turning.max_turn_tokens or left)
 
-    def end_turn(self, episode: Episode, turn: Completion, sampling: Sampling) -> None:
+    def end_turn(self, episode: Episode, turn: Completion) -> None:
         """Takes up the turn, and asks the environment for its reply."""
         text = self.tokenizer.decode(turn.token_ids, skip_special_tokens=True)
         episode.add(turn, text, is_sampled=True)
         episode.turns.append(text)
         episode.finish_reason = turn.finish_reason
-        is_last = len(episode.turns) == self.turning.max_turns or self.room(episode, sampling) < 1
-        self._ask(episode, is_last)
+        self._ask(episode, is_last=len(episode.turns) == self.turning.max_turns)
 
     def _ask(self, episode: Episode, is_last: bool) -> None:
-        columns = episode.row.columns | {"answer": episode.row.answer}
         if self.environments is not None:
-            self.environments.submit(Turn(episode.number, columns, tuple(episode.turns), is_last))
+            row = columns_for(episode.row.columns, episode.row.answer)
+            self.environments.submit(Turn(episode.number, row, tuple(episode.turns), is_last))
 
     def end_reply(self, episode: Episode, outcome: Outcome, sampling: Sampling) -> Next:
         """Takes up the reply, and says what comes next."""
@@ -175,13 +176,15 @@ class Turns:
         if reply is None or not reply.messages:
             episode.grade = reply.grade if reply else Grade(0.0, outcome.status)
             return "end"
-        left = sampling.max_completion_tokens - len(episode.token_ids)
+        left, ids, text = sampling.max_completion_tokens - len(episode.token_ids), [], ""
         try:
-            ids, text = self.template.suffix(reply.messages, episode.token_ids[-1], most=LONGEST * left)
-        except ValueError as error:
+            if sum(len(each["content"]) for each in reply.messages) <= LONGEST * left:
+                last_id = episode.token_ids[-1] if episode.finish_reason == "stop" else None
+                ids, text = self.template.suffix(reply.messages, last_id)
+        except UnusableRow as error:
             episode.grade = Grade(0.0, f"error: {error}")
             return "end"
-        if len(ids) >= left:
+        if not 0 < len(ids) < left:
             episode.finish_reason = "length"  # there is no room for another turn
             self._ask(episode, is_last=True)
             return "reply"
@@ -214,7 +217,7 @@ class Turns:
                     step += 1
                     for request, turn in engine.step():
                         episode = asked.pop(request)
-                        self.end_turn(episode, turn, sampling)
+                        self.end_turn(episode, turn)
                         due[episode.number] = step + DELAY
                 for number, outcome in self.replies(engine, due, step if asked else math.inf):
                     i, episode = episodes[number]
@@ -244,11 +247,9 @@ class Turns:
         begin, seconds = time.monotonic(), 0.0
         while not requested():
             self.replied |= self.environments.take(seconds)
-            if not self.is_late and self.replied.keys() >= set(wanted):
-                return [(number, self.replied.pop(number)) for number in wanted]
-            if self.is_late and (self.replied or not is_idle):
-                found, self.replied = sorted(self.replied.items()), {}
-                return found
+            taken = sorted(self.replied) if self.is_late else wanted
+            if self.replied.keys() >= set(taken) and (taken or not is_idle):
+                return [(number, self.replied.pop(number)) for number in taken]
             if not self.is_late and time.monotonic() - begin > PATIENCE:
                 self.is_late = True
                 print("the environment takes long: what is sampled now depends on the clock", flush=True)

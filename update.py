@@ -187,9 +187,9 @@ def of_grades(rollout: Rollout, shape: torch.Size) -> dict[str, Tensor | dict[st
 
 def by_turn(rollout: Rollout, group_size: int) -> dict[str, Tensor]:
     """The fields of `Graded` that are of turns, by name; {} where rewards are not by turn."""
-    parts, turns = [grade.parts for grade in rollout.grades], rollout.turns
-    if not any("turn_1" in each for each in parts):
+    if rollout.is_sampled is None or any(x.status == "ok" and "turn_1" not in x.parts for x in rollout.grades):
         return {}
+    parts, turns = [grade.parts for grade in rollout.grades], rollout.turns
     most = max(int(each.max()) + 1 for each in turns)
     rewards_BK = torch.full((len(parts), most), torch.nan)
     for b, (each, of_tokens) in enumerate(zip(parts, turns, strict=True)):

@@ -95,7 +95,7 @@ class Turns(Protocol):
     environments: Environments
     begin: Callable[[Row], Completion]
     room: Callable[[Completion, Sampling], int]
-    end_turn: Callable[[Completion, Completion, Sampling], None]
+    end_turn: Callable[[Completion, Completion], None]
     end_reply: Callable[[Completion, Outcome, Sampling], str]
 
 
@@ -233,7 +233,7 @@ class Fleet:
             request.completion = completion
         else:
             self.thinking[request.episode.number] = request
-            self.turns.end_turn(request.episode, completion, sampling)
+            self.turns.end_turn(request.episode, completion)
         del server.under_way[asyncio.current_task()]
         self._dispatch()
 

@@ -31,6 +31,11 @@ class Turn(NamedTuple):
     is_last: bool  # there is no room for another turn
 
 
+def columns_for(columns: dict[str, object], answer: str) -> dict[str, object]:
+    """The row of a `Turn`: the answer that was read is "answer". With --reward none, none was read."""
+    return columns | {"answer": answer} if answer else columns
+
+
 class Reply(NamedTuple):
     """The answer to it."""
 
@@ -46,9 +51,10 @@ class Environments:
         self.changed = threading.Condition(threading.RLock())
         one = {"num_workers": 1, "timeout": timeout, "in_flight": in_flight, "changed": self.changed}
         self.pools = [Pool("grading.episode:Handler", handled, **one) for _ in range(num_workers)]
-        self.pools[0].submit(0, None)
+        for pool in self.pools:  # all load now: no episode shall wait for that
+            pool.submit(0, None)
         try:
-            self.has_reward: bool = self.pools[0].collect()[0].value
+            self.has_reward: bool = [pool.collect()[0].value for pool in self.pools][0]
         except ValueError as error:
             named = f"--environment {handled[0]}" if handled[0] else f"--tools {handled[1]}"
             raise ValueError(f"{named}: {error}") from None
@@ -100,9 +106,8 @@ class Handler:
         messages = [{"role": "user", "content": reply}] if isinstance(reply, str) else reply
         messages = [messages] if isinstance(messages, dict) else messages
         try:
-            read = [{"role": each["role"], "content": each["content"]} for each in messages]
-            for each in read:
-                each["role"].encode() + each["content"].encode()  # a text that can be written
+            # Texts that can be written; of a class of the user's, whose file the trainer does not load, the mere text.
+            read = [{name: each[name].encode().decode() for name in ("role", "content")} for each in messages]
         except (TypeError, KeyError, AttributeError, UnicodeEncodeError):
             read = []
         if not read:

@@ -36,7 +36,8 @@ class Toolbox:
             calls = self.read(completion)
         except Exception as error:  # noqa: BLE001  of a text that a model wrote
             return [{"role": "tool", "content": f"error: the call cannot be read: {error}"}]
-        return [{"role": "tool", "content": self.result(call)} for call in calls[:MOST]] or None
+        results = [self.result(call).encode(errors="replace").decode() for call in calls[:MOST]]  # no half a surrogate
+        return [{"role": "tool", "content": result} for result in results] or None
 
     def result(self, call: object) -> str:
         """What the function returns, as text or JSON; or what is wrong with the call."""

@@ -20,7 +20,7 @@ from batch import Row
 from data import PromptData
 from flags import FLAGS as OF_TRAINING
 from flags import GROUPS, INF, PromptFormat, flag, take
-from grading.episode import Handler, Turn
+from grading.episode import Handler, Turn, columns_for
 from inputs.checks import check_ranges
 from inputs.command_line import parser_of
 from inputs.records import read_system_prompt
@@ -44,7 +44,7 @@ def play(handler: Handler, row: Row, max_turns: int) -> None:
     texts: list[str] = []
     for number, text in enumerate(sys.stdin, start=1):
         texts.append(text.rstrip("\n"))
-        turn = Turn(0, row.columns | {"answer": row.answer}, tuple(texts), is_last=number == max_turns)
+        turn = Turn(0, columns_for(row.columns, row.answer), tuple(texts), is_last=number == max_turns)
         reply = handler(turn)
         print(*(f"[{message['role']}] {message['content']}" for message in reply.messages), sep="\n", flush=True)
         if not reply.messages:

@@ -49,6 +49,22 @@ class Waits(Counts):
         return {"reward": sum(self.lengths), "turns": self.turns}
 
 
+class Own(str):
+    """A text of a class that only the worker knows."""
+
+
+class Texts(Counts):
+    """Replies with the kind of text that its row names."""
+
+    def __init__(self, row):
+        super().__init__(row)
+        self.kind = row["answer"]
+
+    def reply(self, completion):
+        super().reply(completion)
+        return Own("hello") if self.kind == "own class" else "half \ud800"
+
+
 DEEDS = ("hang", "exit", "raise", "10 MB", "no text", "control tokens")
 
 

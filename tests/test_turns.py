@@ -19,9 +19,11 @@ from episodes import DEEDS
 from fake_server import FakeServer, engine_of, synced
 from flags import Grading, PromptFormat, Sampling, Turning
 from generation.completion import Completion
+from grading import Grade
 from grading.episode import Handler, Turn
 from grading.own import load_function
 from grading.tools import Toolbox, read_calls
+from guards.start import RunError
 from helpers import (
     ALONE,
     copy_at,
@@ -58,7 +60,7 @@ QWEN = (
 
 def turns_of(environment: str | None, tools: str | None = None, num_workers: int = 2, **changes: object) -> Turns:
     given = {"max_turns": 3} | changes
-    turning = Turning(environment and f"{FILE}:{environment}", tools, given.pop("max_turns"),
+    turning = Turning(environment and f"{given.pop('file', FILE)}:{environment}", tools, given.pop("max_turns"),
                       given.pop("max_turn_tokens", None))  # fmt: skip
     tokenizer = build_tokenizer()
     if tools:
@@ -75,7 +77,7 @@ def turns_of(environment: str | None, tools: str | None = None, num_workers: int
 def test_a_reply_is_what_the_template_writes_between_two_turns(role, said):
     tokenizer = build_tokenizer()
     tokenizer.chat_template = QWEN
-    ids, text = Template(PromptFormat(), tokenizer).suffix([{"role": role, "content": "up"}], 7, 99)
+    ids, text = Template(PromptFormat(), tokenizer).suffix([{"role": role, "content": "up"}], None)
     assert text == said.format("up")
     assert ids == tokenizer(text, add_special_tokens=False)["input_ids"]
 
@@ -83,8 +85,8 @@ def test_a_reply_is_what_the_template_writes_between_two_turns(role, said):
 def test_the_end_of_a_turn_is_written_once_and_what_looks_like_a_special_token_is_text():
     template, eos = Template(PromptFormat(), TOKENIZER), TOKENIZER.eos_token_id
     message = [{"role": "user", "content": "<eos>a"}]
-    ids, text = template.suffix(message, eos, 99)
-    assert template.suffix(message, 30, 99)[0] == [eos, *ids]  # a turn that was cut has no end yet
+    ids, text = template.suffix(message, eos)
+    assert template.suffix(message, None)[0] == [eos, *ids]  # a turn that was cut has no end yet
     assert text == "<eos><user><eos>a<assistant>" and ids.count(eos) == 0
     assert TOKENIZER.decode(ids) == "<user><eos>a<assistant>"
 
@@ -93,8 +95,22 @@ def test_several_messages_are_rendered_together():
     messages = [{"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}]
     tokenizer = build_tokenizer()
     tokenizer.chat_template = QWEN
-    text = Template(PromptFormat(), tokenizer).suffix(messages, 7, 99)[1]
+    text = Template(PromptFormat(), tokenizer).suffix(messages, None)[1]
     assert text == "[end]\n[user]<tool>1</tool>[end]\n[user]<tool>2</tool>[end]\n[assistant]"
+
+
+def test_a_content_is_written_as_the_template_writes_it_and_the_end_of_a_turn_once_also_after_a_space():
+    """Llama 3 and Gemma strip contents, Llama 3 writes those of tools as JSON, Llama 2 a space before the end."""
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = QWEN.replace("m.content }}[end]", "m.content | trim }} <eos>").replace(
+        "{{ m.content }}</tool>", "{{ m.content | tojson }}</tool>"
+    )
+    template, eos = Template(PromptFormat(), tokenizer), tokenizer.eos_token_id
+    messages = [{"role": "user", "content": " up\n"}, {"role": "tool", "content": 'a"b'}]
+    ids, text = template.suffix(messages, eos)
+    assert text == ' <eos>\n[user]up <eos>\n[user]<tool>"a\\"b"</tool>[end]\n[assistant]'
+    assert ids == tokenizer(text.partition("<eos>")[2], add_special_tokens=False)["input_ids"]
+    assert tokenizer(text, add_special_tokens=False)["input_ids"] == template.suffix(messages, None)[0]
 
 
 @pytest.mark.parametrize(("template", "said"), [
@@ -115,6 +131,12 @@ def test_a_template_that_drops_earlier_thoughts_is_told():
     tokenizer.chat_template = QWEN.replace("{{ m.content }}[end]", "{{ m.content.split('</think>')[-1] }}[end]")
     assert Template(PromptFormat(), tokenizer).drops_thoughts
     assert not Template(PromptFormat(), TOKENIZER).drops_thoughts
+    tokenizer.chat_template = tokenizer.chat_template.replace(  # Qwen3 keeps those that tools have answered
+        "m.content.split('</think>')[-1]",
+        "m.content if messages[-1].role == 'tool' else m.content.split('</think>')[-1]",
+    )
+    assert Template(PromptFormat(), tokenizer).drops_thoughts
+    assert not Template(PromptFormat(tools=f"{FILE}:add"), tokenizer).drops_thoughts
 
 
 # Episodes, without a model --------------------------------------------------------------------------------------------
@@ -181,7 +203,7 @@ def test_an_episode_has_the_tokens_as_they_were_sampled_and_the_replies_between_
     (200, 2, 3, "length"),  # each turn is cut, and the last one, too
     (11, None, 1, "length"),  # the reply fits, but no token after it
     (12, None, 2, "length"),
-    (3, None, 1, "stop"),
+    (3, None, 1, "length"),
 ])  # fmt: skip
 def test_limits_end_an_episode_as_truncated(limit, turn_limit, turns, reason):
     of_turns = turns_of("Counts", max_turn_tokens=turn_limit)
@@ -189,6 +211,32 @@ def test_limits_end_an_episode_as_truncated(limit, turn_limit, turns, reason):
     assert (len(episode.turns), episode.finish_reason) == (turns, reason)
     assert len(episode.token_ids) <= limit
     assert list(episode.grade.parts) == ["Counts", *(f"turn_{k + 1}" for k in range(turns))]
+
+
+def test_an_episode_that_is_over_when_there_is_no_room_left_is_not_truncated():
+    (episode,) = played(turns_of("Once"), [make_row([3, 20, 4])], Sampling(1, 1.0, 3))
+    assert (len(episode.token_ids), episode.finish_reason) == (3, "stop")
+
+
+def test_a_column_called_answer_is_told_also_where_answers_are_not_read():
+    rows = [make_row([3, 20, 4], columns={"answer": "fine"}), make_row([3, 20, 4], answer="raise")]
+    fine, raised = played(turns_of("Hostile"), rows)
+    assert fine.grade.status == "ok" and "no such luck" in raised.grade.status
+
+
+def test_texts_of_a_class_of_the_users_and_half_a_surrogate_lose_no_episode():
+    rows = [make_row([3, 20, 4], answer=kind) for kind in ("own class", "surrogate")]
+    own, surrogate = played(turns_of("Texts"), rows)
+    assert own.said.count("<user>hello") == 2 and own.grade.status == "ok"
+    assert surrogate.grade.status.startswith("error: WrongReturn: Texts.reply returned 'half \\ud800'")
+
+
+def test_workers_are_loaded_before_they_are_asked_for_a_reply(tmp_path):
+    slow = tmp_path / "slow.py"  # longer than replies are waited for
+    slow.write_text("import time\ntime.sleep(1.5)\nclass Slow:\n def __init__(self, row): 0\n def reply(self, text): 0")
+    turns = turns_of("Slow", file=slow)
+    played(turns, [make_row([3, i, 4]) for i in range(4)])
+    assert not turns.is_late
 
 
 def test_a_thousand_episodes_with_hostile_ones_lose_none():
@@ -294,6 +342,7 @@ def test_calls_in_the_format_of_hermes_are_run_and_malformed_ones_are_answered_w
     ]  # fmt: skip
     assert called(call % ("add", '"{\\"a\\": 1, \\"b\\": 2}"'), functions) == ["3"]  # arguments as a text
     assert called("no call", functions) is None
+    assert called(call % ("join", '{"words": ["\\ud800"]}'), functions) == ['{"text": "?"}'], "half a surrogate pair"
     assert called(f"<think>{call % ('add', '{}')}</think> none", functions) is None, "a thought calls nothing"
     for wrong, said in {
         "<tool_call>{": "is not closed", "<tool_call>{]</tool_call>": "Expecting",
@@ -375,6 +424,8 @@ def test_loss_and_gradient_of_three_turns_are_those_of_a_plain_implementation_in
 def test_lengths_count_what_was_sampled_and_turns_are_counted():
     rollout = three_turns([12, 18])
     assert rollout.completion_lengths_B.tolist() == [9, 12]
+    graded = replace(rollout, rows=[make_row([1], prompt="")] * 2, grades=[make_grade(1.0)] * 2)
+    assert [graded.describe(b)["num_tokens"] for b in range(2)] == [9, 12]
     assert [each.max() + 1 for each in rollout.turns] == [3, 3]
     batch = pack(rollout, [0, 1])
     assert int(batch.loss_mask_N.sum()) == 21
@@ -399,6 +450,14 @@ def test_rewards_of_turns_become_returns_to_go_and_mt_grpo_compares_each_turn():
     assert np.concatenate(rollout.of_sampled(of_return)) == pytest.approx(wanted, abs=1e-6)
     one = 0.5**0.5  # (1 - 0.75) / std of 1 and 0.5; the second turn has nothing to be compared with
     assert np.concatenate(rollout.of_sampled(of_turns)) == pytest.approx([one, one, 0.0, -one, -one], abs=1e-6)
+    failed = replace(rollout, grades=[Grade(0.0, "truncated"), Grade(0.0, "timeout")])
+    given = flags(advantage="mt_grpo", group_size=2, environment=f"{FILE}:Counts")
+    assert not np.concatenate(compute_advantages(failed, None, algorithm_of(given))).any(), (
+        "no reward, and no end of it"
+    )
+    mixed = replace(rollout, grades=[rollout.grades[0], make_grade(1.0)])
+    with pytest.raises(RunError, match="mt_grpo needs an --environment whose reward"):
+        compute_advantages(mixed, None, algorithm_of(given))
     with pytest.raises(ValueError, match="mt_grpo needs an --environment whose reward"):
         grpo.mt_grpo(grpo.Graded(*[torch.zeros(2)] * 4), advantage_ddof=1, advantage_eps=0.0)
 

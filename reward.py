@@ -151,7 +151,8 @@ class Grader:
         tried = [grade for grade in grades if grade.status != "truncated"]
         if not self.is_proven and tried and all(grade.is_failed for grade in tried):
             failed = f"not one of the first {len(tried)} completions could be graded"
-            raise RewardFailed(f"--reward {self.grading.reward!r}: {failed}; the first: {tried[0].status}")
+            named = f"--reward {self.grading.reward!r}" if self.weights else "--environment"
+            raise RewardFailed(f"{named}: {failed}; the first: {tried[0].status}")
         self.is_proven |= bool(tried)
         return grades
 

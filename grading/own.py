@@ -160,7 +160,8 @@ def read_reward(result: object, name: str) -> tuple[float, dict[str, float]]:
         key = "reward" if "reward" in result else "score"
         if key not in result:
             raise WrongReturn(f"{name} returned {result!r:.200}: a dict needs the key 'reward' or 'score'")
-        parts = {part: _number(each) for part, each in result.items() if part != key and isinstance(part, str)}
+        named = {name: each for name, each in result.items() if name != key and isinstance(name, str)}
+        parts = {str.__str__(name): _number(each) for name, each in named.items()}  # not of a class of the user's
         result = result[key]
     score = _number(result)
     if not math.isfinite(score):

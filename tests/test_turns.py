@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM
 import grpo
 from batch import Rollout, pack
 from data import check_template, render, tool_schemas
-from episodes import DEEDS
+from episodes import DEEDS, Own
 from fake_server import FakeServer, engine_of, synced
 from flags import Grading, PromptFormat, Sampling, Turning
 from generation.completion import Completion
 from grading import Grade
 from grading.episode import Handler, Turn
-from grading.own import load_function
+from grading.own import load_function, read_reward
 from grading.tools import Toolbox, read_calls
 from guards.start import RunError
 from helpers import (
@@ -43,6 +43,7 @@ from helpers import (
 from inputs.choices import algorithm_of
 from policies import load_policy
 from reporting.samples import UNKNOWN, pack_samples
+from reward import Grader, RewardFailed
 from turns import Episode, Template, Turns
 from update import compute_advantages
 from warm_start import build_tokenizer
@@ -303,6 +304,19 @@ def test_a_message_that_the_template_refuses_ends_its_episode_with_the_reason():
 def test_a_class_that_is_no_environment_is_refused_at_the_start(environment, said):
     with pytest.raises(ValueError, match=f"--environment {FILE}:{environment}: .*{said}"):
         turns_of(environment)
+
+
+def test_an_environment_that_fails_in_all_of_the_first_episodes_is_named():
+    grader = Grader(Grading("none"), num_workers=1)
+    on_finished = grader.submit_to([make_row([3])], Sampling(1, 1.0, 8))
+    on_finished(0, "", [7], False, Grade(0.0, "error: KeyError: 'x' (my_env.py, line 3)"))
+    with pytest.raises(RewardFailed, match="--environment: not one of the first 1 .* KeyError: 'x' .my_env.py"):
+        grader.collect_from_ranks()
+
+
+def test_a_sub_score_may_be_named_by_a_class_of_the_users():
+    (name,) = read_reward({"reward": 1.0, Own("x"): 0.5}, "f")[1]
+    assert type(name) is str, "the trainer cannot load that class"
 
 
 # Tools ----------------------------------------------------------------------------------------------------------------

@@ -564,3 +564,17 @@ def test_servers_play_turns_while_environments_think():
     assert len(server.prompts) == 24
     whole = [[*row.ids.tolist(), *ids] for row, ids in zip(rollout.rows, rollout.completions, strict=True)]
     assert all(any(all_of[: len(prompt)] == prompt for all_of in whole) for prompt in server.prompts)
+
+
+def test_episodes_of_a_server_that_is_lost_amid_their_turns_go_on_elsewhere():
+    turns, rows = turns_of("Counts", max_turn_tokens=4), [make_row([3, 20 + i, 4], where=f"row {i}") for i in range(4)]
+    servers = quick, slow = FakeServer(0.01), FakeServer(0.05)
+    with engine_of(*servers, turns=turns) as engine:
+        synced(engine).begin(rows, Sampling(2, 1.0, 100), (1, 1))
+        while len(slow.prompts) < 6:  # the first turns are over, others are under way
+            time.sleep(0.01)
+        slow.kill()
+        rollout = engine.sample(rows, Sampling(2, 1.0, 100), (1, 1))
+    turns.close()
+    assert [each.max() + 1 for each in rollout.turns] == [3] * 8 and rollout.completion_lengths_B.tolist() == [12] * 8
+    assert len(quick.prompts) > 12 > len(slow.prompts), "turns that were answered"

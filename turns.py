@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -40,7 +40,6 @@ DELAY = 4  # engine steps from the end of a turn to the next one: replies come m
 PATIENCE = 1.0  # seconds that an engine then waits for a reply; see `Turns.replies`
 LOOK = 0.2  # seconds between two looks for a signal
 LONGEST = 64  # characters of a token, at most: a reply of more than so many for each token of room is too long anyway
-Next = Literal["turn", "reply", "end"]  # of the policy; another one of the environment; of the episode
 
 
 @dataclass(eq=False)
@@ -170,8 +169,8 @@ class Turns:
             row = columns_for(episode.row.columns, episode.row.answer)
             self.environments.submit(Turn(episode.number, row, tuple(episode.turns), is_last))
 
-    def end_reply(self, episode: Episode, outcome: Outcome, sampling: Sampling) -> Next:
-        """Takes up the reply, and says what comes next."""
+    def end_reply(self, episode: Episode, outcome: Outcome, sampling: Sampling) -> str:
+        """Takes up the reply. Returns what comes: a "turn" of the policy, another "reply", or the "end"."""
         reply: Reply | None = outcome.value
         if reply is None or not reply.messages:
             episode.grade = reply.grade if reply else Grade(0.0, outcome.status)

@@ -114,9 +114,9 @@ def test_an_engine_step_without_a_token_is_no_progress(board):
     tokens = iter([5, 5, 6])
     state = Some(external_req_id="12", detokenizer=Some(num_output_tokens=lambda: next(tokens)))
     engine = Some(llm=Some(llm_engine=Some(output_processor=Some(request_states={"12-x": state}))))
-    rows, told, counts = [Some(where=f"line {n}") for n in range(4)], None, []
+    engine.under_way, engine.told, counts = {12: (Some(where="line 2"), [])}, (), []
     for _ in range(3):
-        told = Engine.tell_progress(engine, rows, 10, told)
+        Engine.tell_progress(engine)
         counts.append(board.count)
     assert counts == [1, 1, 2] and "1 requests unfinished, the oldest (line 2) has 6 tokens" in board.doing
 

@@ -236,7 +236,7 @@ def test_an_image_is_upright_rgb_and_white_where_it_is_transparent():
      ["--max_prompt_tokens 40 cannot hold", "1003520 pixels, the processor's own limit, = 1280 tokens"]),
     ({"image_column": None}, ["--max_pixels 4704 has no effect without --image_column"]),
     ({"max_completion_tokens": 1000, "micro_batch_tokens": 2000},
-     ["--max_prompt_tokens 40", "context of 1024", "by 16"]),
+     ["--max_prompt_tokens 40", "beyond the context", "1024 tokens", "by 16"]),
     ({"train_data": "cut.parquet"}, ["no row can be used", "column 'images' cannot be read as an image"]),
 ])  # fmt: skip
 def test_a_mistake_with_images_is_told_before_anything_is_loaded(changes, words, model, tmp_path, monkeypatch):

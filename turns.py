@@ -137,7 +137,7 @@ class Turns:
         if num_workers:
             handled, timeout = (turning.environment, turning.tools), grading.reward_timeout
             self.environments = Environments(handled, num_workers, timeout, grading.reward_in_flight)
-        self.numbers = itertools.count(1)
+        self.numbers, self.is_told = itertools.count(1), False
 
     def describe(self) -> str:
         """A line for the log."""
@@ -251,7 +251,9 @@ class Turns:
                 return [(number, self.replied.pop(number)) for number in taken]
             if not self.is_late and time.monotonic() - begin > PATIENCE:
                 self.is_late = True
-                print("the environment takes long: what is sampled now depends on the clock", flush=True)
+                if not self.is_told:
+                    print("the environment takes long: what is sampled now depends on the clock", flush=True)
+                self.is_told = True
             seconds = LOOK
             beat("waits for the environment", is_progress=False)
         return []

@@ -31,7 +31,7 @@ def check(policy: Path, out_dir: Path, **changes: object) -> None:
     ({"train_data": "absent.jsonl"}, ["absent.jsonl", "does not exist"]),
     ({"eval_data": "absent.jsonl"}, ["absent.jsonl", "does not exist"]),
     ({"max_prompt_tokens": 4}, ["all 64 prompts", "--max_prompt_tokens 4", "5 tokens"]),
-    ({"max_completion_tokens": 121, "micro_batch_tokens": 1000}, ["8", "121", "beyond the context", "128 tokens", "by 1"]),
+    ({"max_completion_tokens": 121, "micro_batch_tokens": 999}, ["8", "121", "beyond the context", "128", "by 1"]),
     ({"prompts_per_step": 128, "prompts_per_update": 128}, ["64 usable rows", "--prompts_per_step 128"]),
     ({"data_weights": -1}, ["weights -1", "positive"]),
     ({"stop_after": 5}, ["--stop_after 5", "the last step is 4"]),

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM

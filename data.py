@@ -122,7 +122,7 @@ def render(messages: Messages, prompt_format: PromptFormat, tokenizer: Tokenizer
 
 @lru_cache(maxsize=8)
 def tool_schemas(tools: str | None) -> list[dict[str, object]] | None:
-    """What the chat template is told of the functions: their signatures and docstrings. Raises ValueError."""
+    """The schemas of the functions for the chat template, from their type hints and docstrings. Raises ValueError."""
     try:
         return (
             [get_json_schema(load_function(*each.rpartition(":")[::2])) for each in tools.split(",")] if tools else None

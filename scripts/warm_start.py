@@ -237,7 +237,7 @@ def main() -> None:
     add = parser.add_argument
     add("--out_dir", type=Path, required=True, help="folder to write; kept if it is there already")
     add("--seed", type=int, default=1, help="random seed for weights, demonstrations, data and sampling")
-    add("--task", default="addition", choices=("addition", "game"), help="what the demonstrations are of")
+    add("--task", default="addition", choices=("addition", "game"), help="sums, or a number game")
     add("--num_updates", type=int, help="optimizer updates (default: 650; game: 200)")
     args = parser.parse_args()
     num_updates = args.num_updates or (200 if args.task == "game" else 650)

@@ -11,6 +11,7 @@ import atexit
 import faulthandler
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -28,6 +29,8 @@ WAITS = "waits for the other ranks"  # so begins what a rank is doing that other
 INTERVAL, SHORTEST = 1.0, 0.1  # seconds between two writings: at most, and at least
 STALE_SECONDS = 5.0  # a file that is older is of a process that does not run
 LEAST_MOVED = 2**20  # bytes of files, between two looks, that are progress, as of a checkpoint: this thread's are less
+TELL_STACKS = signal.SIGRTMIN  # faulthandler's timer would do, but it crashes a process whose Python runs meanwhile
+HELD = "is in a call that lets no other Python thread run"
 ROOT = Path(__file__).parent.parent
 
 
@@ -100,8 +103,7 @@ def problem_of(rank: Rank, silent: float) -> str:
         return "was killed"
     if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
         return f"is stopped, by SIGSTOP or a debugger (`kill -CONT {rank.pid}` lets it go on)"
-    held = f"is in a call that lets no other Python thread run (all its stacks: ranks/rank_{rank.rank}.txt)"
-    return held if silent >= STALE_SECONDS else ""
+    return f"{HELD} (all its stacks: ranks/rank_{rank.rank}.txt)" if silent >= STALE_SECONDS else ""
 
 
 def report(ranks: list[Rank], seconds: float) -> str:
@@ -142,7 +144,7 @@ class Watch(threading.Thread):
         self.clock = 0.0  # seconds; it stands still while this process is stopped
         self.count, self.moved, self.is_told = -1, 0, False
         self.files[rank].touch()
-        self.stacks = self.files[rank].with_suffix(".txt").open("a")  # of all threads, when this one cannot run
+        faulthandler.register(TELL_STACKS, self.files[rank].with_suffix(".txt").open("w"))
         self.tick(0.0)
         atexit.register(self.write, "has ended")
 
@@ -164,10 +166,6 @@ class Watch(threading.Thread):
             moved = counters.read_chars + counters.write_chars
         has_progress = self.count != BOARD.count or moved - self.moved >= LEAST_MOVED
         self.count, self.moved = BOARD.count, moved
-        if has_progress:
-            with suppress(OSError):
-                self.stacks.truncate(0)
-            faulthandler.dump_traceback_later(max(self.limit / 2, STALE_SECONDS), file=self.stacks)
         self.own = replace(self.own, quiet_seconds=0.0 if has_progress else self.own.quiet_seconds + elapsed)
         self.write()
         if self.is_told and has_progress:
@@ -200,6 +198,10 @@ class Watch(threading.Thread):
             ranks = [self.look_at(number) for number in range(len(self.files))]
             seconds = min(rank.quiet_seconds for rank in ranks if rank.problem not in ("has ended", "was killed"))
             if seconds >= self.limit:
+                for held in (rank for rank in ranks if rank.problem.startswith(HELD)):
+                    with suppress(psutil.Error, OSError):
+                        if psutil.Process(held.pid).ppid() == os.getppid():  # no other process that has its number now
+                            os.kill(held.pid, TELL_STACKS)
                 self.tell(report(ranks, seconds))
 
     def tell(self, text: str) -> None:

@@ -34,7 +34,7 @@ FAULTS = {
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "exception": lambda: sys.exit(1),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "hold": lambda: ctypes.PyDLL(None).sleep(600),
+    "hold": lambda: ctypes.PyDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1),
     "all wait": wait,
     "phases": wait_in_another_phase,
 }

@@ -61,7 +61,8 @@ def test_the_rank_that_the_others_wait_for_is_named_once(fault, halted):
     assert f" s: {cause}" in told.partition("\n")[0]
     assert f"{'0, 1, 2' if fault == 'all wait' else '0, 2'} waits for the other ranks (gather)" in told
     assert told.count("STALL: no progress for ") == 1 and (folder / "stall.txt").read_text() == told.strip()
-    assert fault != "hold" or "distributed_stall.py" in (folder / "rank_1.txt").read_text(), "by faulthandler's thread"
+    stacks = (folder / "rank_1.txt").read_text()  # never of a process whose Python runs: that may crash it
+    assert "distributed_stall.py" in stacks if fault == "hold" else stacks == ""
 
 
 def test_of_ranks_that_all_work_the_first_that_came_to_a_halt_is_named_first_and_a_host_that_is_gone_is_told():

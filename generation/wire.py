@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -252,6 +253,8 @@ class Fleet:
                         request.completion = request.episode
         except ValueError as error:  # there can be no workers
             self.error = str(error)
+        except Exception as error:
+            self._fail(error)
 
     # Weights: the main rank calls prepare, then send for each tensor, then finish -------------------------------------
 
@@ -330,6 +333,13 @@ class Fleet:
             await work
         except FAULTS as error:
             await self._lose(server, error)
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """Ends the run by a mistake of this code, which is no fault of a server."""
+        traceback.print_exception(error)
+        self.error = self.error or f"sampling failed: {error!r}"
 
     async def _lose(self, server: Server, error: Exception) -> None:
         """The server is lost. The others get its requests, before all that is pending; or the run ends."""

@@ -578,3 +578,15 @@ def test_episodes_of_a_server_that_is_lost_amid_their_turns_go_on_elsewhere():
     turns.close()
     assert [each.max() + 1 for each in rollout.turns] == [3] * 8 and rollout.completion_lengths_B.tolist() == [12] * 8
     assert len(quick.prompts) > 12 > len(slow.prompts), "turns that were answered"
+
+
+@pytest.mark.parametrize("name", ["end_turn", "end_reply"])
+def test_an_exception_amid_turns_ends_the_run_at_once_with_its_sentence(name, monkeypatch, capsys):
+    turns = turns_of("Counts", max_turn_tokens=4)
+    monkeypatch.setattr(turns, name, lambda *_: {}["no such token"])
+    with engine_of(FakeServer(), turns=turns) as engine:
+        synced(engine)
+        with pytest.raises(RunError, match="sampling failed: KeyError.'no such token'"):
+            engine.sample([make_row([3, 20, 4])], Sampling(2, 1.0, 100), (1, 1))
+    turns.close()
+    assert "Traceback" in capsys.readouterr().err

@@ -39,9 +39,9 @@ def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
             raise ValueError(f"{name} has no effect without --dry_run; leave it out.")
     num_ranks = launched_world_size() if num_ranks is None else num_ranks
     check_batches(args, num_ranks)
-    check_head_dtype(args)
-    flag = SimpleNamespace(**{name.removeprefix("--"): given(each, args) for name, each in FLAGS.items()})
-    topics = (topic(args, flag) for topic in (of_algorithm, of_turns, of_memory, of_servers, of_replay, of_evaluation))
+    check_engine_flags(args)
+    flag = all_given(args)
+    topics = (topic(args, flag) for topic in (of_algorithm, of_memory, of_servers, of_replay, of_evaluation))
     for sentence in chain(*topics, of_waits(args, flag, num_ranks)):
         raise ValueError(sentence)  # the first one is enough
     if args.track != "none" and importlib.util.find_spec(args.track) is None:
@@ -58,10 +58,12 @@ def default_dtype(needs_bfloat16: bool = False) -> str:
     return "bfloat16" if num_gpus or needs_bfloat16 else "float32"
 
 
-def check_head_dtype(args: argparse.Namespace) -> None:
-    """Raises ValueError for logits that are coarser than all the rest."""
+def check_engine_flags(args: argparse.Namespace) -> None:
+    """Raises ValueError for contradictions among the flags that evaluate.py has too."""
     if args.head_dtype == "bfloat16" and args.dtype == "float32":
         raise ValueError("--head_dtype bfloat16 would round what --dtype float32 computes; leave it out.")
+    for sentence in of_turns(args, all_given(args)):
+        raise ValueError(sentence)
 
 
 # Contradictions, by topic. `flag.NAME` is the flag as it was written.
@@ -135,9 +137,9 @@ def of_turns(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[str]:
     if has_turns and args.prompt_format != "chat":
         yield f"{flag.prompt_format}: turns are written by a chat template; use --prompt_format chat."
     for name in ("partial_rollouts", "image_column"):
-        if has_turns and getattr(args, name):
+        if has_turns and getattr(args, name, None):
             yield f"{getattr(flag, name)} has one turn alone; leave it out with --environment and --tools."
-    if args.advantage == "mt_grpo" and not args.environment:
+    if getattr(args, "advantage", "") == "mt_grpo" and not args.environment:
         yield "--advantage mt_grpo needs an --environment that rewards each turn; give one, or use grpo."
 
 
@@ -258,6 +260,12 @@ def given(each: Flag, args: argparse.Namespace) -> str:
     value = each.of(args)
     values = value if isinstance(value, list) else [] if value is True else [value]
     return " ".join([each.name, *map(str, values)])
+
+
+def all_given(args: argparse.Namespace) -> SimpleNamespace:
+    """All flags that there are, as they were written."""
+    names = [name for name in FLAGS if hasattr(args, name.removeprefix("--"))]
+    return SimpleNamespace(**{name.removeprefix("--"): given(FLAGS[name], args) for name in names})
 
 
 def leave(each: Flag) -> str:

@@ -136,8 +136,9 @@ def template_variables(prompt_format: PromptFormat, tokenizer: Tokenizer) -> dic
     variables: dict[str, object] = {}
     for given in prompt_format.template_args:
         name, is_there, value = given.partition("=")
-        if not is_there or not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
-            needed = "give NAME=VALUE, with a variable that the chat template of --model has"
+        is_set_here = name in ("messages", "tools", "add_generation_prompt", "tokenize")
+        if not is_there or is_set_here or not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+            needed = "give NAME=VALUE, with a variable that the chat template of --model has and that is not set here"
             raise ValueError(f"--template_args {given}: {needed}.")
         variables[name] = {"true": True, "false": False}.get(value, value)
     return variables

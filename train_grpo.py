@@ -242,7 +242,7 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
                     writer.save(step, policy, optimizer, sampler.state(step) | guard.state(), run.is_last)
                     run.plot()
         finish(run, max(saved_step, last_step))
-        run.say(f"done: {out_dir}/final holds the policy, {out_dir}/curves.png the curves")
+        run.say(f"done, step {last_step}/{plan.total_steps}: {out_dir}/final holds the policy; curves.png is beside it")
     except Stopped:
         done = run.num_done
         writer.save(done, policy, optimizer, sampler.state(done) | guard.state(), is_required=True)

@@ -164,8 +164,8 @@ class Fleet:
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         async with aiohttp.ClientSession(headers=headers, connector=connector) as self.session:
-            self.tasks = [asyncio.create_task(self._or_lose(each, self._watch(each))) for each in self.servers]
-            self.tasks += [asyncio.create_task(self._hear())] if self.turns else []
+            self.tasks = [self._start(self._or_lose(each, self._watch(each))) for each in self.servers]
+            self.tasks += [self._start(self._hear())] if self.turns else []
             await self.closing.wait()
             tasks = asyncio.all_tasks() - {asyncio.current_task()}
             for task in tasks:
@@ -216,7 +216,7 @@ class Fleet:
                 return
             request = self.pending.pop(0)
             server = min(free, key=lambda each: len(each.under_way))
-            task = self.loop.create_task(self._or_lose(server, self._complete(server, request)))
+            task = self._start(self._or_lose(server, self._complete(server, request)))
             server.under_way[task] = request
 
     async def _complete(self, server: Server, request: Request) -> None:
@@ -253,8 +253,6 @@ class Fleet:
                         request.completion = request.episode
         except ValueError as error:  # there can be no workers
             self.error = str(error)
-        except Exception as error:
-            self._fail(error)
 
     # Weights: the main rank calls prepare, then send for each tensor, then finish -------------------------------------
 
@@ -328,18 +326,23 @@ class Fleet:
 
     # Faults -----------------------------------------------------------------------------------------------------------
 
+    def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        """The task of some work that nobody waits for: an exception of it, which is no server's fault, ends the run."""
+
+        def note(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (error := task.exception()):
+                traceback.print_exception(error)
+                self.error = self.error or f"sampling failed: {error!r}"
+
+        task = self.loop.create_task(work)
+        task.add_done_callback(note)
+        return task
+
     async def _or_lose(self, server: Server, work: Coroutine[None, None, object]) -> None:
         try:
             await work
         except FAULTS as error:
             await self._lose(server, error)
-        except Exception as error:
-            self._fail(error)
-
-    def _fail(self, error: Exception) -> None:
-        """Ends the run by a mistake of this code, which is no fault of a server."""
-        traceback.print_exception(error)
-        self.error = self.error or f"sampling failed: {error!r}"
 
     async def _lose(self, server: Server, error: Exception) -> None:
         """The server is lost. The others get its requests, before all that is pending; or the run ends."""

@@ -5,7 +5,8 @@
 #     bash scripts/smoke.sh scripts/qwq32b_8xh100.sh [FLAGS]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-script=${1:?which one? bash scripts/smoke.sh scripts/qwq32b_8xh100.sh}
+[ -f "${1:-}" ] || { echo "error: which script? bash scripts/smoke.sh scripts/qwq32b_8xh100.sh" >&2 && exit 2; }
+script=$1
 shift
 name=$(basename "$script" .sh)
 folder=${SMOKE_DIR:-runs/smoke}/$name

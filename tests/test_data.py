@@ -455,7 +455,7 @@ def test_variables_reach_the_chat_template_and_others_are_refused(tmp_path):
         for args in ((), ("enable_thinking=true",), ("enable_thinking=false", "style=a=b"))
     ]
     assert sum(map(texts, found), []) == ["[user]q[assistant]", "[user]q[assistant]", "[user]q[assistant]nonea=b"]
-    for given in ("enable_thoughts=false", "enable_thinking"):
+    for given in ("enable_thoughts=false", "enable_thinking", "add_generation_prompt=false"):
         with pytest.raises(ValueError, match=f"--template_args {given}: give NAME=VALUE, with a variable that"):
             load_values(tmp_path, "problem", ["q"], tokenizer=tokenizer, template_args=(given,))
     with pytest.raises(ValueError, match="--template_args .* needs --prompt_format chat"):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-from fsdp_utils import World, fill_from_main, full_tensors, local_shard, shard
+from fsdp_utils import World, fill_from_main, full_tensors, local_shard, own_rows, shard, sum_over_trainers
 from helpers import build, make_rollout, train_once, whole_update
 from inputs.choices import algorithm_of
 from policy import Policy
@@ -48,7 +48,7 @@ def gradients_of(policy: Policy) -> Tensors:
 
 
 def check_unequal_parts(world: World) -> None:
-    """Seven rows over the shards: what is filled comes back whole, in fp32 and in bf16."""
+    """Seven rows over the shards: what is filled comes back whole, in fp32 and bf16; each row belongs to one rank."""
     torch.manual_seed(0)
     wanted, linear = [torch.randn(7, 3), torch.randn(7)], nn.Linear(3, 7)
     shard(linear, [], world, torch.float32)
@@ -57,6 +57,10 @@ def check_unequal_parts(world: World) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         found = full_tensors((parameter, dtype) for parameter in linear.parameters())
         assert all(full.equal(values.to(dtype)) for full, values in zip(found, wanted, strict=True))
+    total = torch.zeros(7, 3)
+    for rows, first in own_rows(linear.weight, at_most=2):
+        total[first : first + len(rows)] += rows
+    assert sum_over_trainers(total).equal(wanted[0])
 
 
 def main(whole: World, path: str) -> dict[str, dict[int | None, tuple]]:

@@ -66,6 +66,7 @@ def open_run_folder(out_dir: Path, config: dict[str, object], free: set[str], in
     if found and ((out_dir / "metrics.jsonl").exists() or checkpoints(out_dir)):
         _check_same_flags(found, config, free, where)
         _check_same_inputs(out_dir / INPUTS, inputs)
+        write(file, json.dumps(config, indent=2) + "\n")  # with what may change
         return lock
     if (out_dir / "trainer").is_dir():
         raise ValueError(f"{where} is a checkpoint; to continue its run, name its folder: {out_dir.absolute().parent}.")

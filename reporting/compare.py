@@ -20,6 +20,7 @@ import numpy as np
 from reporting.history import History, but_for_the_seed, in_columns, read_lines
 
 METRICS = ("reward/mean", "eval/*/avg@*", "completion/tokens_mean", "policy/kl_ref", "policy/entropy")  # *: any text
+MEASURES = ("reward", "list_answers", "eval_temperature", "eval_top_p", "eval_max_completion_tokens")  # flags
 MORE_IS_BETTER = ("reward/", "eval/")
 COPIED = ("reward/", "completion/")  # metrics that a replay does not measure
 TITLES = {  # of so many parts of the points the last one is taken
@@ -58,8 +59,12 @@ def shared_seeds(a: list[History], b: list[History]) -> list[object]:
 
 
 def common_steps(runs: list[History], name: str) -> list[int]:
-    """The steps where every run has a number: runs may differ in length and in the period of evaluation."""
-    return sorted(set.intersection(*(set(run.points(name)) for run in runs)))
+    """The steps where every run has a number: runs may differ in length and in the period of evaluation.
+
+    None if that before training is the only one: it says nothing of the runs.
+    """
+    steps = sorted(set.intersection(*(set(run.points(name)) for run in runs)))
+    return steps if steps != [0] else []
 
 
 def margin_of_problems(a: History, b: History, name: str, steps: list[int]) -> float:
@@ -123,9 +128,12 @@ def compare(a: list[History], b: list[History]) -> str:
     names = sorted(set().union(*(run.names for run in runs)))
     names = [name for name in names if not (replays and name.startswith(COPIED))]
     steps = {name: common_steps(runs, name) for pattern in METRICS for name in names if fnmatch(name, pattern)}
-    changed = [f"{name} {there!r} -> {here!r}" for name, (there, here) in differing([a[0], b[0]]).items()]
+    differences = differing([a[0], b[0]])
+    changed = [f"{name} {there!r} -> {here!r}" for name, (there, here) in differences.items()]
     lines = [*described("A", a), *described("B", b)]
     lines += [f"From A to B: {', '.join(changed) or 'the same flags'}.", method(a, b)]
+    if unlike := [name for name in differences if name.removeprefix("--") in MEASURES]:
+        lines.append(f"Careful: the rewards of A and B are not measured alike: {', '.join(unlike)}.")
     for parts, title in TITLES.items():
         rows = [["", "A", "B", "B - A, and what holds"]]
         for name in filter(steps.get, steps):
@@ -136,7 +144,7 @@ def compare(a: list[History], b: list[History]) -> str:
     if replays:
         lines.append(f"Rewards and lengths are left out: a replay ({', '.join(replays)}) copies those of its run.")
     if missing := [name for name in steps if not steps[name]]:
-        lines.append(f"Not compared, because no step has it in every run: {', '.join(missing)}.")
+        lines.append(f"Not compared, because no step of training has it in every run: {', '.join(missing)}.")
     return "\n".join(lines) if steps else f"Nothing to compare: no run has one of {', '.join(METRICS)}."
 
 
@@ -148,6 +156,8 @@ def verdict(name: str, found: Difference) -> list[str]:
     if math.isnan(margin):
         return [*means, f"{value:+.{digits}f}: its error is not known"]
     words = ("better", "worse") if name.startswith(MORE_IS_BETTER) else ("higher", "lower")
+    if value == margin == 0:
+        return [*means, "the same"]
     unseen = f"no difference can be seen; one of {margin:.{digits}f} or more would show"
     holds = unseen if abs(value) <= margin else f"B is {words[value < 0]}"
     return [*means, f"{value:+.{digits}f} ({value - margin:+.{digits}f} to {value + margin:+.{digits}f}): {holds}"]

@@ -79,6 +79,7 @@ def test_the_folder_of_other_flags_is_left_alone_unless_it_trained_nothing(trace
     assert (tmp_path / "config.json").read_bytes() == before
     may_change = {"save_every": 1, "micro_batch_tokens": 64} | ({} if given else {"total_steps": 20})
     opened(tmp_path, **given | may_change).close()
+    assert json.loads((tmp_path / "config.json").read_text())["save_every"] == 1, "of the last start"
 
 
 def test_a_run_does_not_continue_on_other_data_or_another_reward_unless_that_is_meant(tmp_path):

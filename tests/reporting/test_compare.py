@@ -59,6 +59,8 @@ def test_steps_count_that_every_run_has_with_a_number():
     values = {2: 1.0, 3: None, 5: 1.0, 6: math.nan, 9: 1.0}
     b = History(Path("b"), {}, [{"step": step, "policy/kl_ref": value} for step, value in values.items()])
     assert common_steps([a, b], "policy/kl_ref") == [2, 5]
+    before = [History(Path("c"), {}, [{"step": step, "eval/x/avg@1": 0.5} for step in (0, last)]) for last in (3, 4)]
+    assert common_steps(before, "eval/x/avg@1") == [], "both before training: they have the same weights"
 
 
 def runs_of(folder: Path, rewards: dict[int, float], num_steps: int = 40, **config: object) -> list[Path]:
@@ -93,6 +95,7 @@ def test_it_is_said_that_b_is_better_or_worse_or_that_no_difference_can_be_seen(
     # s = 0.01 on both sides, freedom 4: 2.776 x 0.01 x sqrt(2 / 3) = 0.0227.
     assert "+0.010 (-0.013 to +0.033): no difference can be seen; one of 0.023 or more would show" in text
     assert "Welch's intervals" in text
+    assert re.search(r"^reward/mean +0\.500 +0\.500 +the same$", said(a, a), re.MULTILINE)
     text = said(a, runs_of(tmp_path / "d", {7: 0.1}))
     assert "One side has one run" in text and "B is worse" in text and "B is lower" in text
 
@@ -118,7 +121,10 @@ def test_what_speaks_against_a_comparison_is_said(tmp_path):
     file.write_text(file.read_text().replace("policy/kl_ref", "policy/other"))
     text = said(a, b)
     assert "A has the same seed twice" in text and "A's runs differ in more than the seed: --group_size." in text
-    assert "Not compared, because no step has it in every run: policy/kl_ref." in text
+    assert "Not compared, because no step of training has it in every run: policy/kl_ref." in text
+    assert "Careful" not in text and "Careful: the rewards of A and B are not measured alike: --reward." in said(
+        runs_of(tmp_path / "d", {1: 0.5}, reward="exact"), runs_of(tmp_path / "e", {1: 0.5}, reward="math")
+    )
     assert "(seed 2, to step 60)" in text and "(seed 1, to step 20)" in text
     empty = History(tmp_path, {}, [{"step": 1}])
     assert "Nothing to compare" in compare([empty], [empty])

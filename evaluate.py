@@ -38,7 +38,7 @@ from fsdp_utils import gather_from_ranks, init_world, is_main_process
 from grading import Grade
 from guards.files import required, tolerated, write
 from guards.start import RunError, Stopped
-from inputs.checks import check_engine_flags, check_ranges, default_dtype, ks_of_pass
+from inputs.checks import check_common_flags, check_ranges, default_dtype, ks_of_pass
 from inputs.command_line import exit_with_error, parser_of
 from inputs.load import OF_A_SET, load_model_files, samplings_of, start_grader
 from inputs.machine import check_launch
@@ -248,7 +248,7 @@ def main() -> None:
     try:
         args = parse_arguments()
         check_ranges(args, FLAGS)
-        check_engine_flags(args)
+        check_common_flags(args)
         if args.reward == "none" and not args.environment:
             raise ValueError("--reward none grades nothing; give the reward of the sets.")
         check_launch(args.tensor_parallel_size, "bfloat16", args.gpu_memory_utilization)

@@ -106,6 +106,13 @@ def problem_of(rank: Rank, silent: float) -> str:
     return f"{HELD} (all its stacks: ranks/rank_{rank.rank}.txt)" if silent >= STALE_SECONDS else ""
 
 
+def ask_for_stacks(pid: int) -> None:
+    """The process writes those of all its threads; it must be a rank of this host, in which no Python runs."""
+    with suppress(psutil.Error, OSError):
+        if psutil.Process(pid).ppid() == os.getppid():  # of the same launcher: no stranger has got its number
+            os.kill(pid, TELL_STACKS)
+
+
 def report(ranks: list[Rank], seconds: float) -> str:
     """A line with the likely cause, and a table: ranks that do the same in one line, first those that do not wait."""
     groups = defaultdict(list)  # what is said -> the ranks it is said of
@@ -198,10 +205,9 @@ class Watch(threading.Thread):
             ranks = [self.look_at(number) for number in range(len(self.files))]
             seconds = min(rank.quiet_seconds for rank in ranks if rank.problem not in ("has ended", "was killed"))
             if seconds >= self.limit:
-                for held in (rank for rank in ranks if rank.problem.startswith(HELD)):
-                    with suppress(psutil.Error, OSError):
-                        if psutil.Process(held.pid).ppid() == os.getppid():  # no other process that has its number now
-                            os.kill(held.pid, TELL_STACKS)
+                for rank in ranks:
+                    if rank.problem.startswith(HELD):
+                        ask_for_stacks(rank.pid)
                 self.tell(report(ranks, seconds))
 
     def tell(self, text: str) -> None:

@@ -39,7 +39,7 @@ def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
             raise ValueError(f"{name} has no effect without --dry_run; leave it out.")
     num_ranks = launched_world_size() if num_ranks is None else num_ranks
     check_batches(args, num_ranks)
-    check_engine_flags(args)
+    check_common_flags(args)
     flag = all_given(args)
     topics = (topic(args, flag) for topic in (of_algorithm, of_memory, of_servers, of_replay, of_evaluation))
     for sentence in chain(*topics, of_waits(args, flag, num_ranks)):
@@ -58,7 +58,7 @@ def default_dtype(needs_bfloat16: bool = False) -> str:
     return "bfloat16" if num_gpus or needs_bfloat16 else "float32"
 
 
-def check_engine_flags(args: argparse.Namespace) -> None:
+def check_common_flags(args: argparse.Namespace) -> None:
     """Raises ValueError for contradictions among the flags that evaluate.py has too."""
     if args.head_dtype == "bfloat16" and args.dtype == "float32":
         raise ValueError("--head_dtype bfloat16 would round what --dtype float32 computes; leave it out.")

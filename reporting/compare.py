@@ -20,7 +20,7 @@ import numpy as np
 from reporting.history import History, but_for_the_seed, in_columns, read_lines
 
 METRICS = ("reward/mean", "eval/*/avg@*", "completion/tokens_mean", "policy/kl_ref", "policy/entropy")  # *: any text
-MEASURES = ("reward", "list_answers", "eval_temperature", "eval_top_p", "eval_max_completion_tokens")  # flags
+MEASURED_BY = ("reward", "list_answers", "eval_temperature", "eval_top_p", "eval_max_completion_tokens")
 MORE_IS_BETTER = ("reward/", "eval/")
 COPIED = ("reward/", "completion/")  # metrics that a replay does not measure
 TITLES = {  # of so many parts of the points the last one is taken
@@ -132,7 +132,7 @@ def compare(a: list[History], b: list[History]) -> str:
     changed = [f"{name} {there!r} -> {here!r}" for name, (there, here) in differences.items()]
     lines = [*described("A", a), *described("B", b)]
     lines += [f"From A to B: {', '.join(changed) or 'the same flags'}.", method(a, b)]
-    if unlike := [name for name in differences if name.removeprefix("--") in MEASURES]:
+    if unlike := [name for name in differences if name.removeprefix("--") in MEASURED_BY]:
         lines.append(f"Careful: the rewards of A and B are not measured alike: {', '.join(unlike)}.")
     for parts, title in TITLES.items():
         rows = [["", "A", "B", "B - A, and what holds"]]

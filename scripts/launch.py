@@ -106,11 +106,10 @@ class Launch:
 
     def reason(self, failed: dict[int, int], notes: dict[int, dict[str, str]]) -> str:
         """Why the first rank ended, in a sentence: by its own words, else by how it ended."""
-        rank = next(iter(failed), None)
-        if notes and (rank is None or rank in notes or failed[rank] > 0):  # else it was killed, and others fail of that
-            rank = next(iter(notes))
-            if notes[rank]["kind"] == "mistake":
-                return notes[rank]["text"]
+        killed = [rank for rank, status in failed.items() if status < 0 and rank not in notes]
+        rank = next(iter([*killed, *notes, *failed]), None)  # the others fail of one that was killed, maybe seen earlier
+        if rank in notes and notes[rank]["kind"] == "mistake":
+            return notes[rank]["text"]
         status = failed.get(rank, 0)
         how = f"ended with {notes[rank]['text']}" if rank in notes else f"ended with exit status {status}."
         if rank not in notes and status < 0:

@@ -25,6 +25,8 @@ ready = lambda: open(f"{folder}/pid_{rank}", "w").write(str(os.getpid()))
 KILLED = """os.kill(os.getpid(), signal.SIGKILL) if rank else 0
 while not os.path.exists(folder + "/pid_1") or os.path.exists("/proc/" + open(folder + "/pid_1").read()):
     time.sleep(0.05)"""
+SLOWLY_KILLED = """if rank: time.sleep(1); os.kill(os.getpid(), signal.SIGKILL)
+note_reason('closed by peer', 'error'); sys.exit(1)"""  # its sockets are closed long before it is gone
 AFTER = "while not rank and not os.path.exists(os.environ['GRPO_LAUNCH_FOLDER'] + '/reason_1.json'): time.sleep(0.05)"
 EXITS = "sys.exit(3) if rank else time.sleep(600)"
 IN_UPDATE, STALLED = (f"os.utime(folder + '/ranks/{name}'); " for name in ("rank_1.json", "stall.txt"))
@@ -87,6 +89,7 @@ def test_no_rank_outlives_its_launcher(tmp_path):
     ("note_reason('OSError: lost', 'error') if rank else 0; time.sleep(600)", "rank 1 ended with OSError: lost"),
     (KILLED + "\nraise RuntimeError('closed')", "rank 1 was ended by signal 9 (SIGKILL) by someone, or by Linux"),
     (KILLED + "\nnote_reason('closed', 'mistake'); sys.exit(1)", "rank 1 was ended by signal 9 (SIGKILL)"),
+    (SLOWLY_KILLED, "rank 1 was ended by signal 9 (SIGKILL) by someone, or by Linux"),
     (EXITS, "rank 1 ended with exit status 3."),  # the files of guards/stall.py are of an earlier start
     (IN_UPDATE + EXITS, "rank 1 (step 7, update) ended with exit status 3."),
     (IN_UPDATE + STALLED + EXITS, "STALL: it hangs; then rank 1 (step 7, update) ended with exit status 3."),

@@ -19,7 +19,6 @@ import numpy as np
 
 from batch import Metrics, Rollout, Row, Sampled, State
 from flags import Sampling
-from fsdp_utils import set_allocator
 from guards.fingerprint import check_same_step
 from metrics import lag_metrics, rollout_metrics
 from records.rollouts import read_rounds
@@ -205,9 +204,6 @@ class NoEngine:
     """Stands for the engine with --replay, where nothing is sampled."""
 
     seconds_E = np.zeros(1)
-
-    def __init__(self) -> None:
-        set_allocator(is_expandable=True)  # as beside an engine
 
     def begin(self, *_: object) -> None:
         pass

@@ -57,13 +57,12 @@ from flags import (
     make_plan,
     take,
 )
-from fsdp_utils import close_world, init_world, is_main_process
-from generation.partial import PartialSampler
+from fsdp_utils import close_world, init_world, is_main_process, set_allocator
+from generation.partial import PartialSampler, prompts_in_the_air
 from grpo import Algorithm
 from guards.drift import DriftGuard
 from guards.updates import Bounds, UpdateGuard
 from inputs.load import Inputs, check_world, load_inputs
-from model.sizes import prompts_in_the_air
 from planner.watch import watch_memory
 from policy import Policy, build_policy
 from records.rollouts import weights_of
@@ -79,6 +78,7 @@ if TYPE_CHECKING:
 def build_engine(args: Namespace, inputs: Inputs, policy: Policy, run: Run, saved_step: int) -> Engine | ServerEngine:
     """The engine, with random weights until the first `sync`, which brings those of `saved_step`."""
     if args.replay:
+        set_allocator(is_expandable=True)  # as beside an engine
         return NoEngine()
     if inputs.turns:
         run.say(inputs.turns.describe())

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from rollout import Engine
 
 DELAY = 4  # engine steps from the end of a turn to the next one: replies come meanwhile, and the others sample on
-PATIENCE = 1.0  # seconds that an engine then waits for a reply; see `Turns.replies`
+PATIENCE = 3.0  # seconds that an engine then waits for a reply, on a busy machine, too; see `Turns.replies`
 LOOK = 0.2  # seconds between two looks for a signal
 LONGEST = 64  # characters of a token, at most: a reply of more than so many for each token of room is too long anyway
 

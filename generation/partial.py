@@ -9,6 +9,7 @@ only what the run still needs, so that nothing is in the air at its end. docs/ge
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -20,8 +21,14 @@ from fsdp_utils import end_if_requested, gather_from_ranks
 from generation.completion import Completion, rollout_of
 from guards.progress import progress
 from guards.stall import beat
-from model.sizes import MOST_LAG, prompts_in_the_air
+from model.sizes import MORE_IN_THE_AIR, MOST_LAG
 from sampling import Sampler
+
+
+def prompts_in_the_air(prompts: int, num_engines: int) -> int:
+    """--partial_rollouts: prompts under way when a step of `prompts` begins, the same number in each engine."""
+    of_engine = math.ceil(prompts / num_engines)
+    return num_engines * (of_engine + math.ceil(of_engine * MORE_IN_THE_AIR))
 
 
 @dataclass(eq=False)

@@ -33,12 +33,6 @@ GPUS = {
 }
 
 
-def prompts_in_the_air(prompts: int, num_engines: int) -> int:
-    """--partial_rollouts: prompts under way when a step of `prompts` begins, the same number in each engine."""
-    of_engine = math.ceil(prompts / num_engines)
-    return num_engines * (of_engine + math.ceil(of_engine * MORE_IN_THE_AIR))
-
-
 def check_path(path: str) -> None:
     """Raises FileNotFoundError if a model is neither in a folder nor can be on the hub. Asks nobody."""
     folder, is_like_hub_id = Path(path), re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path)

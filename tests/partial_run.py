@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from data import PromptData
 from flags import EngineSettings, PromptFormat, Sampling, take
 from fsdp_utils import close_world, init_world
-from generation.partial import PartialSampler
+from generation.partial import PartialSampler, prompts_in_the_air
 from helpers import flags, unpacked_logprobs
-from model.sizes import MOST_LAG, prompts_in_the_air
+from model.sizes import MOST_LAG
 from rollout import Engine
 from sampling import Draws
 from test_partial import Ear

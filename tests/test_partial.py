@@ -11,9 +11,9 @@ from data import PromptData
 from flags import Sampling, make_plan, take
 from fsdp_utils import gather_from_ranks
 from generation.completion import Completion
-from generation.partial import PartialSampler, shares_of
+from generation.partial import PartialSampler, prompts_in_the_air, shares_of
 from helpers import ALONE, flags, make_grade, make_row, metrics_of, torchrun, training_flags
-from model.sizes import MOST_LAG, prompts_in_the_air
+from model.sizes import MOST_LAG
 from planner.time import longest_of_group
 from sampling import Draws
 

@@ -234,7 +234,7 @@ def test_texts_of_a_class_of_the_users_and_half_a_surrogate_lose_no_episode():
 
 def test_workers_are_loaded_before_they_are_asked_for_a_reply(tmp_path):
     slow = tmp_path / "slow.py"  # longer than replies are waited for
-    slow.write_text("import time\ntime.sleep(1.5)\nclass Slow:\n def __init__(self, row): 0\n def reply(self, text): 0")
+    slow.write_text("import time\ntime.sleep(3.5)\nclass Slow:\n def __init__(self, row): 0\n def reply(self, text): 0")
     turns = turns_of("Slow", file=slow)
     played(turns, [make_row([3, i, 4]) for i in range(4)])
     assert not turns.is_late

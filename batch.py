@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grading import Grade
+from grading import NOT_GRADED, Grade
 from model.packed import Packing, Segment
 
 if TYPE_CHECKING:
@@ -82,6 +82,11 @@ class Rollout:
     def rewards_B(self) -> np.ndarray:
         """float32."""
         return np.array([grade.reward for grade in self.grades], dtype=np.float32)
+
+    @property
+    def has_rewards(self) -> bool:
+        """False with --reward none."""
+        return any(grade.status != NOT_GRADED for grade in self.grades)
 
     @property
     def is_correct_B(self) -> np.ndarray:

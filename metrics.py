@@ -14,7 +14,6 @@ import torch
 
 from batch import Batch, Metrics, Pass, Rollout, Work
 from fsdp_utils import World, max_over_trainers, sum_over_trainers
-from grading import NOT_GRADED
 from model.sizes import GPUS
 
 LEAST_SPREAD = 0.02  # of a token's log-prob, squared: entropies above about 0.05 have more
@@ -33,7 +32,7 @@ def rollout_metrics(rollout: Rollout, group_size: int) -> Metrics:
     }
     if rollout.is_sampled is not None:
         of_lengths["completion/turns_mean"] = np.mean([each.max() + 1 for each in rollout.turns])
-    if all(grade.status == NOT_GRADED for grade in rollout.grades):
+    if not rollout.has_rewards:
         return {name: float(value) for name, value in of_lengths.items()}
     metrics = of_lengths | {
         "reward/mean": rewards_PG.mean(),

@@ -11,7 +11,6 @@ import pkgutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
@@ -23,8 +22,7 @@ from flags import FLAGS, EngineSettings
 from fsdp_utils import World
 from helpers import ROOT, torchrun
 from inputs.command_line import parse_flags
-from model.engine_options import engine_options, memory_errors
-from model.sizes import CPU_BLOCK, MOST_ON_GPU
+from model.engine_options import memory_errors
 from planner.dry_run import config_of
 from smoke_inputs import SETUPS, make_model
 from test_setups import launched
@@ -126,22 +124,6 @@ def test_an_engine_that_has_no_logits_of_head_dtype_is_refused(found, words, rol
     with pytest.raises(ValueError, match=f"--head_dtype float32: .*{words}"):
         engine_on_cuda(rollout, llm, monkeypatch, head_dtype="float32")
     engine_on_cuda(rollout, llm, monkeypatch)
-
-
-def test_the_options_are_plain_values(policy):
-    settings = EngineSettings(64, gpu_memory_utilization=0.4, enforce_eager=False)
-    cuda, cpu = (engine_options(str(policy), settings, is_cuda, 2, most_sequences=8) for is_cuda in (True, False))
-    assert json.loads(json.dumps([cuda, cpu])) == [cuda, cpu]
-    assert cuda["max_num_seqs"] == 8
-    assert engine_options(str(policy), settings, True, 2)["max_num_seqs"] == MOST_ON_GPU == 512
-    fp32_logits = engine_options(str(policy), replace(settings, head_dtype="float32"), True, 2, most_sequences=8)
-    assert fp32_logits == cuda | {"hf_overrides": {"head_dtype": "float32"}}
-    assert cuda.keys() - cpu.keys() == {
-        "gpu_memory_utilization", "max_num_seqs", "compilation_config", "kernel_config",
-    }  # fmt: skip
-    assert cpu.keys() - cuda.keys() == {"kv_cache_memory_bytes", "block_size"} and cpu["block_size"] == CPU_BLOCK
-    assert (cuda["enforce_eager"], cuda["enable_sleep_mode"]) == (False, True)
-    assert (cpu["enforce_eager"], cpu["enable_sleep_mode"]) == (True, False)
 
 
 # Sleep, wake-up and new weights ---------------------------------------------------------------------------------------
@@ -304,7 +286,6 @@ RELOAD = [  # the worker of CUDA and its runners (V2, V1), which take the keywor
 ]
 ROOMS = ("", "generation", "grading", "guards", "inputs", "model", "planner", "records", "reporting")
 TREES = {path: ast.parse(path.read_text()) for room in ROOMS for path in (ROOT / room).glob("*.py")}
-LIBRARIES = ("torch", "vllm", "transformers", "peft")
 
 
 def nodes() -> Iterator[tuple[str, ast.AST]]:
@@ -353,27 +334,6 @@ def test_what_the_workers_are_told_to_call_takes_what_we_give():
     (kwargs,) = (keyword.value for keyword in call.keywords if keyword.arg == "kwargs")
     for place in RELOAD:
         assert_takes(place, where, 0, [key.value for key in kwargs.keys])
-
-
-PRIVATE = {
-    "torch._C", "torch._C._accelerator_setAllocatorSettings", "torch._dynamo", "torch._dynamo.config",
-    "torch._dynamo.config.disable", "torch.cpu._is_amx_tile_supported", "torch.cuda._pin_memory_utils.pin_memory",
-    "torch.distributed.distributed_c10d._set_pg_timeout",
-    "vllm.distributed.device_communicators.cpu_communicator._CPUSHMDistributed",
-}  # fmt: skip
-
-
-def test_names_that_the_libraries_keep_to_themselves_are_known():
-    """A new one belongs here, and into `CALLS` unless a test on CPU runs it."""
-    found = set()
-    for _, node in nodes():
-        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in LIBRARIES:
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names if alias.name.partition(".")[0] in LIBRARIES}
-        elif isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch."):
-            found.add(ast.unparse(node))
-    assert {name for name in found if "._" in name and "__" not in name} == PRIVATE
 
 
 # Sleep of level 2 -----------------------------------------------------------------------------------------------------

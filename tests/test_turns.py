@@ -92,14 +92,6 @@ def test_the_end_of_a_turn_is_written_once_and_what_looks_like_a_special_token_i
     assert TOKENIZER.decode(ids) == "<user><eos>a<assistant>"
 
 
-def test_several_messages_are_rendered_together():
-    messages = [{"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}]
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = QWEN
-    text = Template(PromptFormat(), tokenizer).suffix(messages, None)[1]
-    assert text == "[end]\n[user]<tool>1</tool>[end]\n[user]<tool>2</tool>[end]\n[assistant]"
-
-
 def test_a_content_is_written_as_the_template_writes_it_and_the_end_of_a_turn_once_also_after_a_space():
     """Llama 3 and Gemma strip contents, Llama 3 writes those of tools as JSON, Llama 2 a space before the end."""
     tokenizer = build_tokenizer()

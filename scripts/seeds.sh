@@ -61,4 +61,4 @@ if [ ${#failed[@]} -gt 0 ]; then
     echo "error: of $num_seeds seeds these failed: ${failed[*]}. The same command tries them again" >&2
     exit 1
 fi
-echo "all $num_seeds seeds are done: ${folders[*]}"
+echo "seeds 1 to $num_seeds are done: ${folders[*]}"

@@ -66,7 +66,7 @@ def turns_of(environment: str | None, tools: str | None = None, num_workers: int
     tokenizer = build_tokenizer()
     if tools:
         tokenizer.chat_template = QWEN
-    grading = Grading(**{"reward_timeout": 1.0} | given)
+    grading = Grading(**{"reward_timeout": 3.0} | given)
     return Turns(turning, grading, PromptFormat(tools=turning.tools), tokenizer, num_workers)
 
 
@@ -235,7 +235,7 @@ def test_workers_are_loaded_before_they_are_asked_for_a_reply(tmp_path):
 def test_a_thousand_episodes_with_hostile_ones_lose_none():
     """2 % hang, exit, raise, reply with 10 MB, with what is no text, or with control tokens."""
     deeds = [DEEDS[i // 50 % len(DEEDS)] if i % 50 == 7 else "fine" for i in range(1000)]
-    turns = turns_of("Hostile", reward_timeout=0.5)
+    turns = turns_of("Hostile", reward_timeout=1.0)
     episodes = played(turns, [make_row([3, i % 60, 4], answer=deed) for i, deed in enumerate(deeds)])
     fine = [each for each, deed in zip(episodes, deeds, strict=True) if deed == "fine"]
     assert all(each.grade.status == "ok" and len(each.turns) == 3 for each in fine)

@@ -36,7 +36,7 @@ def started(folder: Path) -> list[str]:
 def test_each_seed_runs_in_its_own_folder_with_the_users_flags(tmp_path):
     place(tmp_path, TELLS)
     status, said = seeds(tmp_path, "3", "scripts/my_run.sh", "--group_size", "4 x")
-    assert status == 0 and "all 3 seeds are done: runs/my_run_seed1 runs/my_run_seed2 runs/my_run_seed3" in said
+    assert status == 0 and "seeds 1 to 3 are done: runs/my_run_seed1 runs/my_run_seed2 runs/my_run_seed3" in said
     assert started(tmp_path) == [f"{seed} runs/my_run_seed{seed} --group_size 4 x --seed {seed}" for seed in (1, 2, 3)]
     seeds(tmp_path, "1", "scripts/my_run.sh", OUT_DIR="runs/other")
     assert started(tmp_path)[-1] == "1 runs/other_seed1 --seed 1"

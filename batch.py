@@ -211,6 +211,10 @@ class Update:
     num_prompts: int  # of the whole step: the batches name sequences by their place in it
     num_passes: int = 0  # made before it, for old log-probs and for those of the reference
 
+    def map(self, change: Callable[[Batch], Batch]) -> Update:
+        """The update with each of its batches changed."""
+        return replace(self, batches=[change(batch) for batch in self.batches])
+
 
 class Pass(NamedTuple):
     """The results of the forward and backward pass over a micro-batch."""

@@ -549,10 +549,9 @@ def total_loss(
 
     The loss is the policy loss, weighted for the sampler's mismatch, + coefficient x KL - coefficient x entropy.
     """
-    mask_N, rollout_logprobs_N = batch.loss_mask_N, batch.rollout_logprobs_N
     t = Tokens(
-        logprobs_N, old_logprobs_N, rollout_logprobs_N, batch.advantages_N, mask_N, batch.sequence_ids_N,
-        entropies_N.detach(), batch.ref_logprobs_N,
+        logprobs_N, old_logprobs_N, batch.rollout_logprobs_N, batch.advantages_N, batch.loss_mask_N,
+        batch.sequence_ids_N, entropies_N.detach(), batch.ref_logprobs_N,
     )  # fmt: skip
     loss = as_loss(algorithm.policy_loss(t), t)
     if set(loss.metrics) != set(algorithm.loss_metrics):  # ranks add them up together
@@ -560,18 +559,36 @@ def total_loss(
         raise ValueError(f"--policy_loss returned the metrics {returned}, on its trial {known}; return all each time.")
     loss_N = loss.per_token
     weights_N, is_outside_N = algorithm.rollout_correction(t)
-    if algorithm.old_logprobs == "rollout":  # what compares the two engines needs the trainer's
-        old_logprobs_N = logprobs_N.detach()
-    gap_N = (old_logprobs_N.exp() - rollout_logprobs_N.exp()).abs()
-    slope_N, spread_N, squares_N = temperature_terms(old_logprobs_N, rollout_logprobs_N, entropies_N.detach())
+    means, maxima = measured(batch, t, loss, weights_N, algorithm)
+    if algorithm.is_corrected:
+        loss_N = loss_N * weights_N
+        means["policy/rollout_clip_frac"] = is_outside_N
+    if batch.ref_logprobs_N is not None:
+        x_N = batch.ref_logprobs_N - logprobs_N
+        means |= measured_kl(batch, x_N, algorithm)
+        if algorithm.kl_in == "loss":
+            loss_N = loss_N + algorithm.kl_coef * (algorithm.kl_estimator(x_N) if batch.kl_N is None else batch.kl_N)
+    if algorithm.entropy_coef:
+        loss_N = loss_N - algorithm.entropy_coef * entropies_N
+    return loss_N, means, maxima
+
+
+def measured(
+    batch: Batch, t: Tokens, loss: Loss, weights_N: Tensor, algorithm: Algorithm
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(the values that the metrics average over tokens, those of which they take the maximum), but for the KL's."""
+    # What compares the two engines needs the trainer's log-probs.
+    old_N = t.logprobs.detach() if algorithm.old_logprobs == "rollout" else t.old_logprobs
+    gap_N = (old_N.exp() - t.rollout_logprobs.exp()).abs()
+    slope_N, spread_N, squares_N = temperature_terms(old_N, t.rollout_logprobs, t.entropies)
     means = {
-        "policy/entropy": entropies_N,
+        "policy/entropy": t.entropies,
         "policy/clip_frac": loss.is_low | loss.is_high,
         "policy/clip_frac_low": loss.is_low,
         "policy/clip_frac_high": loss.is_high,
-        "policy/approx_kl": k1(logprobs_N - t.old_logprobs),
+        "policy/approx_kl": k1(t.logprobs - t.old_logprobs),
         "policy/rollout_gap_mean": gap_N,
-        "policy/rollout_kl": k1(old_logprobs_N - rollout_logprobs_N),
+        "policy/rollout_kl": k1(old_N - t.rollout_logprobs),
         "slope": slope_N,
         "spread": spread_N,
         "squares": squares_N,
@@ -581,25 +598,19 @@ def total_loss(
     for lag in range(algorithm.most_lag + 1 if algorithm.most_lag else 0):
         is_lag_N = (batch.lags_N == lag).float()
         means |= {f"tokens_of_lag_{lag}": is_lag_N, f"policy/rollout_gap_lag_{lag}": gap_N * is_lag_N}
-    maxima = {"policy/ratio_max": loss.ratio, "policy/ratio_min": -loss.ratio, "policy/rollout_gap_max": gap_N}
-    if algorithm.is_corrected:
-        loss_N = loss_N * weights_N
-        means["policy/rollout_clip_frac"] = is_outside_N
-    if batch.ref_logprobs_N is not None:
-        x_N = batch.ref_logprobs_N - logprobs_N
-        means["policy/kl_ref"] = k1(x_N)  # whatever the loss uses: a clamp would cut rare tokens with a large k3
-        if algorithm.kl_clamp:
-            means["policy/kl_clamp_frac"] = k3(x_N, kl_clamp=0.0) != k3(x_N, kl_clamp=algorithm.kl_clamp)
-        if algorithm.has_teacher:
-            means["distill/kl"] = means["policy/kl_ref"] if batch.kl_N is None else batch.kl_N
-        if batch.kl_N is not None:
-            means["distill/agreement"] = batch.agrees_N
-        if algorithm.kl_in == "loss":
-            kl_N = algorithm.kl_estimator(x_N) if batch.kl_N is None else batch.kl_N
-            loss_N = loss_N + algorithm.kl_coef * kl_N
-    if algorithm.entropy_coef:
-        loss_N = loss_N - algorithm.entropy_coef * entropies_N
-    return loss_N, means, maxima
+    return means, {"policy/ratio_max": loss.ratio, "policy/ratio_min": -loss.ratio, "policy/rollout_gap_max": gap_N}
+
+
+def measured_kl(batch: Batch, x_N: Tensor, algorithm: Algorithm) -> dict[str, Tensor]:
+    """The values that the metrics of the KL average over tokens; `x_N`: reference log-prob - log-prob."""
+    means = {"policy/kl_ref": k1(x_N)}  # whatever the loss uses: a clamp would cut rare tokens with a large k3
+    if algorithm.kl_clamp:
+        means["policy/kl_clamp_frac"] = k3(x_N, kl_clamp=0.0) != k3(x_N, kl_clamp=algorithm.kl_clamp)
+    if algorithm.has_teacher:
+        means["distill/kl"] = means["policy/kl_ref"] if batch.kl_N is None else batch.kl_N
+    if batch.kl_N is not None:
+        means["distill/agreement"] = batch.agrees_N
+    return means
 
 
 def as_loss(found: Loss | Tensor, t: Tokens) -> Loss:

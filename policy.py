@@ -101,14 +101,17 @@ class Policy(adapters.WithAdapter):
         self.spans.clear()
         return sum(seconds) if seconds else None
 
+    def named_weights(self) -> list[tuple[str, nn.Parameter]]:
+        """(name in the model, parameter) of all but adapters."""
+        return [(name, parameter) for name, parameter in self.model.named_parameters() if ".lora_" not in name]
+
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor in the engine's dtype) of each parameter, LoRA merged: for sync and export.
 
         While the caller uses one, the next one is gathered; all ranks must run through it together. Tied parameters
         come once, under their first name.
         """
-        layers = self.merged_layers()
-        named = [(name, parameter) for name, parameter in self.model.named_parameters() if ".lora_" not in name]
+        layers, named = self.merged_layers(), self.named_weights()
         # What is merged keeps its own dtype until then: the sum alone is rounded.
         wanted = ((parameter, parameter.dtype if name in layers else self.dtype) for name, parameter in named)
         for (name, _), full in zip(named, full_tensors(wanted), strict=True):
@@ -120,9 +123,9 @@ class Policy(adapters.WithAdapter):
 
     def describe_weights(self) -> dict[str, list]:
         """Names, dtypes and shapes of the tensors of `full_weights`, in the form of vLLM's weight transfer."""
-        named = [(in_files(name), list(x.shape)) for name, x in self.model.named_parameters() if ".lora_" not in name]
-        names, shapes = map(list, zip(*named, strict=True))
-        return {"names": names, "dtype_names": [str(self.dtype).removeprefix("torch.")] * len(names), "shapes": shapes}
+        names, shapes = zip(*((in_files(name), list(x.shape)) for name, x in self.named_weights()), strict=True)
+        dtype_names = [str(self.dtype).removeprefix("torch.")] * len(names)
+        return {"names": list(names), "dtype_names": dtype_names, "shapes": list(shapes)}
 
     def own_rows(self) -> Iterator[tuple[str, bool, Iterator[tuple[Tensor, int]]]]:
         """(Hugging Face name, whether LoRA is merged into it, pieces) of each parameter, as the engine is to hold it.
@@ -131,10 +134,10 @@ class Policy(adapters.WithAdapter):
         alone, not by `full_weights`; all ranks run through the same pieces together.
         """
         layers = self.merged_layers()
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.named_weights():
             if name in layers:
                 yield in_files(name), True, adapters.own_merged_rows(layers[name], parameter, self.dtype)
-            elif ".lora_" not in name:
+            else:
                 pieces = own_rows(parameter, adapters.MERGED_ROWS)
                 yield in_files(name), False, ((rows.to(self.dtype), first) for rows, first in pieces)
 

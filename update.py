@@ -86,8 +86,7 @@ def add_logprobs(updates: list[Update], policy: Policy, reference: Policy | None
     needs_all = policy.has_dropout or algorithm.num_iterations > 1 or algorithm.has_penalties
     first = 0 if needs_all else 1
     if algorithm.old_logprobs == "rollout":
-        batches_U = [[replace(x, old_logprobs_N=x.rollout_logprobs_N) for x in each.batches] for each in updates]
-        updates = [replace(each, batches=batches) for each, batches in zip(updates, batches_U, strict=True)]
+        updates = [each.map(lambda x: replace(x, old_logprobs_N=x.rollout_logprobs_N)) for each in updates]
         first = len(updates)
     updates = updates[:first] + [logprobs_under(policy, "old_logprobs_N", each, algorithm) for each in updates[first:]]
     return [add_reference(each, reference, algorithm) for each in updates] if reference is not None else updates
@@ -96,8 +95,7 @@ def add_logprobs(updates: list[Update], policy: Policy, reference: Policy | None
 def add_reference(update: Update, reference: Policy, algorithm: Algorithm) -> Update:
     """The update with the reference's log-probs; over the vocabulary with what runs the reference on each batch."""
     if algorithm.kl_over == "vocabulary":
-        batches = [replace(x, teacher=partial(run_teacher, reference, x, algorithm)) for x in update.batches]
-        return replace(update, batches=batches)
+        return update.map(lambda x: replace(x, teacher=partial(run_teacher, reference, x, algorithm)))
     with reference.as_reference():
         return logprobs_under(reference, "ref_logprobs_N", update, algorithm)
 
@@ -114,24 +112,25 @@ def run_teacher(reference: Policy, batch: Batch, algorithm: Algorithm) -> Teache
 @torch.no_grad()
 def logprobs_under(model: Policy, field: str, update: Update, algorithm: Algorithm) -> Update:
     """The update with `field` (old_logprobs_N or ref_logprobs_N) set to the model's log-probs of its tokens."""
-    batches = []
-    for batch in update.batches:
+
+    def scored(batch: Batch) -> Batch:
         hinted = batch.hinted if field == "ref_logprobs_N" else None
         logprobs_N = model(hinted or batch, algorithm.temperature)[0]
         if hinted is not None:  # the same tokens in the same order, at other positions
             logprobs_K = logprobs_N.index_select(0, hinted.trained_K)
             logprobs_N = torch.zeros_like(batch.rollout_logprobs_N).index_copy(0, batch.trained_K, logprobs_K)
-        batches.append(replace(batch, **{field: logprobs_N}))
+        return replace(batch, **{field: logprobs_N})
+
+    update = replace(update.map(scored), num_passes=update.num_passes + 1)
     release_gathered(model)
-    return replace(update, batches=batches, num_passes=update.num_passes + 1)
+    return update
 
 
 def add_advantages(rollout: Rollout, updates: list[Update], algorithm: Algorithm) -> tuple[Rollout, list[Update]]:
     """The rollout with its advantages, and the updates with them at each of their positions."""
     penalties = gather_penalties(rollout, updates, algorithm) if algorithm.has_penalties else None
     rollout = replace(rollout, advantages=compute_advantages(rollout, penalties, algorithm))
-    updates = [replace(each, batches=[with_advantages(rollout, batch) for batch in each.batches]) for each in updates]
-    return rollout, updates
+    return rollout, [each.map(partial(with_advantages, rollout)) for each in updates]
 
 
 def with_advantages(rollout: Rollout, batch: Batch) -> Batch:

@@ -10,8 +10,6 @@ The pictures are curves.png, from metrics.jsonl, and timeline.png, from timeline
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -145,9 +143,7 @@ def main() -> None:
     answers.add_argument("--reference", choices=reference.names(), metavar="NAME", help="judge each run by it")
     args = parser.parse_args()
     if not args.runs:
-        parser.error(
-            "--compare A... -- B...: name runs on both sides" if args.compare else "name one or more run folders"
-        )
+        parser.error("name one or more run folders; with --compare A... -- B... on both sides")
     try:
         if args.compare:
             print(compare(*([history(run_dir) for run_dir in side] for side in (args.compare, args.runs))))
@@ -155,9 +151,6 @@ def main() -> None:
             print("\n\n".join(reference.report(args.reference, history(run_dir)) for run_dir in args.runs))
         else:
             write_pages(args.runs, args.output or args.runs[0] / "report.html")
-        sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError, OverflowError) as error:
         parser.exit(2, f"error: {error}\n")
 

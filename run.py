@@ -184,13 +184,11 @@ class Run:
         """Says it once when nothing was there to learn for some steps."""
         has_signal = metrics.get("reward/frac_groups_with_signal") != 0
         self.num_idle = 0 if has_signal and metrics.get("optim/grad_norm") != 0 else self.num_idle + 1
-        if self.num_idle == IDLE_STEPS and has_signal:
+        if self.num_idle == IDLE_STEPS:
             found = "optim/grad_norm is 0, although rewards differ: see docs/symptoms.md, The reward does not rise"
+            if not has_signal:
+                found = "all rewards of a group are the same: see docs/symptoms.md, The reward is always 0"
             yield f"warning: for {IDLE_STEPS} steps {found}"
-        elif self.num_idle == IDLE_STEPS:
-            found = "is 0" if metrics["reward/mean"] == 0 else "is the same within each group"
-            where = "docs/symptoms.md, The reward is always 0"
-            yield f"warning: for {IDLE_STEPS} steps every reward {found}, so no advantage differs from 0: see {where}"
 
     def logged(self, step: int) -> Metrics:
         """Returns the step's line of metrics.jsonl, the same on every rank; {} if there is none."""
@@ -213,8 +211,6 @@ class Run:
         stamp = time.strftime("%Y%m%dT%H%M%S")
         if changes:
             self._write(f"changes_{stamp}.patch", changes)
-        if resumed_from:
-            self._say_what_changed()
         is_gpu, device = self.world.device.type == "cuda", platform.processor() or platform.machine()
         self._append("starts.jsonl", {
             "time": stamp, "resumed_from": resumed_from, "command": [sys.executable, *sys.argv],
@@ -224,16 +220,6 @@ class Run:
             "packages": versions(),
             "predicted_gib": {phase: round(size / 2**30, 2) for phase, size in self.memory.predicted.items()},
         })  # fmt: skip
-
-    def _say_what_changed(self) -> None:
-        """Tells if the last start had another number of ranks or engines."""
-        starts = report.read_lines(self.out_dir / "starts.jsonl")
-        ranks, size = self.world.num_trainers, self.world.tp_size
-        if starts and (starts[-1]["world_size"], starts[-1]["tensor_parallel_size"]) != (ranks, size):
-            before = f"{starts[-1]['world_size']} with --tensor_parallel_size {starts[-1]['tensor_parallel_size']}"
-            same = "weights, optimizer state and data position are the same to the bit"
-            other = "which engine samples what differs, and with it the completions"
-            self.say(f"ranks: now {ranks} with --tensor_parallel_size {size}, before {before}: {same}; {other}")
 
     def describe_data(self, datasets: list[PromptData]) -> None:
         """Says what the sets hold, shows the first prompt as the model sees it, and writes excluded_rows.jsonl."""

@@ -105,6 +105,7 @@ def make_rollouts(run: Path, steps: list[int], prompts: int, tokens: int, vocabu
             "completion": [b"".join(vocabulary[i] for i in each[:-1]).decode() for each in completions],
             "token_ids": pa.array([each.astype(np.int32) for each in completions], pa.large_list(pa.int32())),
             "rollout_logprobs": pa.array(logprobs), "old_logprobs": pa.array(old),
+            "is_sampled": pa.nulls(count, pa.large_list(pa.bool_())),
             "reward": pa.array((correct + 0.1).astype(np.float32)),
             "reward_parts": [json.dumps({HOSTILE: float(right), "format": 0.1}) for right in correct],
             "reward_status": [HOSTILE if b == 3 else "ok" for b in range(count)],

@@ -44,7 +44,3 @@ def test_a_token_that_is_no_byte_level_text_is_taken_as_it_is():
     tokenizer.decoder = decoders.ByteLevel()
     known = bytes_of_tokens(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
     assert known == [b"a", "\u2192".encode(), b" b"]
-
-
-def test_of_a_tokenizer_of_another_library_nothing_is_known():
-    assert bytes_of_tokens(object()) is None

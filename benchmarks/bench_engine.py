@@ -1,13 +1,10 @@
-"""What our engine costs: `Engine.sample` against bare `LLM.generate`, a sync against memcpy, four turns against one.
+"""What our engine costs: `Engine.sample` against bare `LLM.generate`, a sync against memcpy.
 
     OMP_NUM_THREADS=1 python scripts/launch.py --ranks 2 benchmarks/bench_engine.py sample
-    OMP_NUM_THREADS=1 python scripts/launch.py --ranks 2 benchmarks/bench_engine.py turns --max_tokens 256
     OMP_NUM_THREADS=1 python scripts/launch.py --ranks 2 benchmarks/bench_engine.py sync \\
         --hidden 1024 --layers 8 --vocab 8192
 
 `sample`: both use the same engine, prompts, sampling parameters and seeds. The ratio is bare seconds over ours.
-`turns`: as many tokens in four turns, with a short reply after each, instead of in one; no completion ends by itself.
-The ratio is the seconds of one turn over those of four.
 `sync`: `engine.sync(policy.full_weights())` as after every step. fp32 shards of FSDP2 are cast and gathered, and vLLM's
 `reload_weights` loads them. Memcpy copies as many bytes as the engine's weights have, tensor by tensor. The row "gather
 and cast alone" is the same iterator with nobody at its end. The ratio is memcpy's seconds over ours.
@@ -23,8 +20,6 @@ import shutil
 import sys
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -35,14 +30,12 @@ from transformers import AutoTokenizer
 
 from bench_common import Trainer, flags_of, interleave, parser_of, print_times, save_random_model, shared_folder
 from data import PromptData
-from flags import DTYPES, EngineSettings, Grading, PromptFormat, Sampling, Turning
+from flags import DTYPES, EngineSettings, PromptFormat, Sampling
 from fsdp_utils import World, close_world, init_world, wait_for_all
 from policy import Policy
 from rollout import Engine, SamplingParams, TokensPrompt, seed_everything
-from turns import Turns
 
-GOALS = {"sample": 0.97, "turns": 1 / 1.35, "sync": 0.5}
-NUM_TURNS, REPLY_TOKENS = 4, 8  # a reply has fewer
+GOALS = {"sample": 0.97, "sync": 0.5}
 PROMPT_TOKENS = 64  # at most
 Variants = dict[str, Callable[[], object]]
 
@@ -71,33 +64,6 @@ def of_sampling(engine: Engine, data: PromptData, sampling: Sampling, world: Wor
     return {
         "LLM.generate": seeded(lambda _: engine.llm.generate(prompts, params, use_tqdm=False)),
         "Engine.sample": seeded(lambda seed: engine.sample(data.rows, sampling, seed)),
-    }
-
-
-def of_turns(engine: Engine, data: PromptData, sampling: Sampling, folder: Path) -> Variants:
-    """One turn, and four that together are as long."""
-    file, one, params = folder / "go_on.py", engine.play, engine.params
-    file.write_text("class GoOn:\n    def __init__(self, row): pass\n    def reply(self, completion): return '+'\n")
-    turning = Turning(f"{file}:GoOn", None, NUM_TURNS, sampling.max_completion_tokens // NUM_TURNS)
-    turns = Turns(turning, Grading(), PromptFormat(), engine.tokenizer, num_workers=1)
-    longer = replace(sampling, max_completion_tokens=sampling.max_completion_tokens + NUM_TURNS * REPLY_TOKENS)
-
-    def endless(*given: object) -> SamplingParams:
-        found = params(*given)
-        found.ignore_eos = True
-        return found
-
-    engine.params, seeds = endless, itertools.count()
-
-    def sample(play: Callable, settings: Sampling) -> None:
-        engine.play = play
-        rollout = engine.sample(data.rows, settings, (1, next(seeds)))
-        assert set(rollout.completion_lengths_B.tolist()) == {sampling.max_completion_tokens}
-        wait_for_all()
-
-    return {
-        "one turn": partial(sample, one, sampling),
-        f"{NUM_TURNS} turns": partial(sample, partial(turns.play, engine), longer),
     }
 
 
@@ -143,17 +109,11 @@ def main() -> None:
     wait_for_all()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     policy = Trainer(flags_of(folder, "--dtype", args.dtype), world).policy
-    longest = PROMPT_TOKENS + args.max_tokens + NUM_TURNS * REPLY_TOKENS
-    engine = Engine(str(folder), tokenizer, world, EngineSettings(longest, args.dtype))
+    engine = Engine(str(folder), tokenizer, world, EngineSettings(PROMPT_TOKENS + args.max_tokens, args.dtype))
     engine.sync(policy.full_weights())
     data = PromptData.load(f"{folder}/train.jsonl", PromptFormat(max_prompt_tokens=PROMPT_TOKENS), tokenizer, 0)
     sampling = Sampling(args.group_size, 1.0, args.max_tokens)
-    if args.what == "sample":
-        variants = of_sampling(engine, data, sampling, world)
-    elif args.what == "turns":
-        variants = of_turns(engine, data, sampling, folder)
-    else:
-        variants = of_sync(engine, policy)
+    variants = of_sampling(engine, data, sampling, world) if args.what == "sample" else of_sync(engine, policy)
     seconds = interleave(variants, args.rounds, warm_up=2)
     if world.is_main:
         shutil.rmtree(folder)

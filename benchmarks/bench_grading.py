@@ -1,12 +1,10 @@
-"""The mathematical verifier: mistakes on written cases, and CPU time, ours, math-verify alone and another version's.
+"""The mathematical verifier: mistakes on written cases, and CPU time, ours and math-verify alone.
 
     python benchmarks/bench_grading.py                               # tests/grading/math_cases.jsonl
     python benchmarks/bench_grading.py --cases mine.jsonl            # rows with kind, answer, completion, is_right
-    git worktree add ../former cdc7f01
-    python benchmarks/bench_grading.py --former ../former            # the ratio of times, of this tree over that one
 
-All grade case by case in processes of their own, ours and the former one's as a worker does, math-verify with its own
-time-outs; the rounds run in turn. Hostile cases are left out: they wait for time-outs. Prints a table and a JSON line.
+Both grade case by case in processes of their own, ours as a worker does, math-verify with its own time-outs; the rounds
+run in turn. Hostile cases are left out: they wait for time-outs. Prints a table and a JSON line.
 """
 
 from __future__ import annotations
@@ -32,10 +30,10 @@ def is_equal_to_math_verify(key: str, completion: str) -> bool:
     return bool(verify(parse(key if is_marked else f"\\boxed{{{key}}}"), parse(completion)))
 
 
-def judge(tree: str, cases: list[dict]) -> None:
-    """Prints the CPU seconds and the verdicts of the code in this folder; without a folder, of math-verify alone."""
-    if tree:
-        sys.path.insert(0, tree)
+def judge(name: str, cases: list[dict]) -> None:
+    """Prints the CPU seconds and the verdicts of our code, or of math-verify alone."""
+    if name == "ours":
+        sys.path.insert(0, str(ROOT))
         from grading.score import Case, Handler
 
         handler = Handler("math", None)
@@ -46,14 +44,13 @@ def judge(tree: str, cases: list[dict]) -> None:
     start = time.process_time()
     verdicts = [grade() for grade in is_right]
     seconds = time.process_time() - start
-    print(json.dumps([seconds, [bool(each.is_correct if tree else each) for each in verdicts]]))
+    print(json.dumps([seconds, [bool(each.is_correct if name == "ours" else each) for each in verdicts]]))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--cases", type=Path, default=ROOT / "tests/grading/math_cases.jsonl", help="a .jsonl file of cases")
-    add("--former", help="the folder of another version, such as a git worktree")
     add("--rounds", type=int, default=3, help="times that each grades all cases")
     add("--judge", help=argparse.SUPPRESS)  # the process of one of them
     args = parser.parse_args()
@@ -61,28 +58,22 @@ def main() -> None:
     cases = [json.loads(line) for line in args.cases.read_text().splitlines()]
     cases = [case for case in cases if "hostile" not in case.get("kind", "")]
     if args.judge is not None:
-        return judge(args.judge, cases)
-    trees = {"ours": str(ROOT), "math-verify alone": ""} | ({"former": args.former} if args.former else {})
-    seconds: dict[str, list[float]] = {name: [] for name in trees}
-    for _ in range(args.rounds):
-        for name, tree in trees.items():
-            command = [sys.executable, __file__, "--cases", str(args.cases), "--judge", tree]
+        judge(args.judge, cases)
+        return
+    seconds: dict[str, list[float]] = {"ours": [], "math-verify alone": []}
+    for round_index in range(args.rounds):
+        for name, times in seconds.items():
+            command = [sys.executable, __file__, "--cases", str(args.cases), "--judge", name]
             used, verdicts = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-            seconds[name].append(used)
-            if len(seconds[name]) == 1:
+            times.append(used)
+            if round_index == 0:
                 pairs = [(is_right, case["is_right"]) for is_right, case in zip(verdicts, cases, strict=True)]
                 positives, negatives = pairs.count((True, False)), pairs.count((False, True))
                 agrees = len(pairs) - positives - negatives
-                print(
-                    f"{name:20}{agrees:6} as the author says, {positives} false positives, {negatives} negatives",
-                    flush=True,
-                )
-    ratios = {f"over {name}": statistics.median(a / b for a, b in zip(seconds["ours"], times, strict=True))
-              for name, times in seconds.items() if name != "ours"}  # fmt: skip
+                counts = f"{agrees:6} as the author says, {positives} false positives, {negatives} negatives"
+                print(f"{name:20}{counts}", flush=True)
     medians = {name: round(statistics.median(times), 2) for name, times in seconds.items()}
-    ratios = {name: round(ratio, 3) for name, ratio in ratios.items()}
-    print(json.dumps({"cases": len(cases), "cpu_seconds": medians, "rounds": args.rounds} | ratios))
-    return None
+    print(json.dumps({"cases": len(cases), "cpu_seconds": medians, "rounds": args.rounds}))
 
 
 if __name__ == "__main__":

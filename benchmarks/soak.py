@@ -1,17 +1,12 @@
 """Whether a run that is killed again and again ends as the one that nobody disturbs: weights and log, bit for bit.
 
     python benchmarks/soak.py --kills 100
-    python benchmarks/soak.py --kills 10 --servers
 
 A short training of a random model on two ranks is started again after every kill until it is complete, and then another
 one is begun, until all kills are used. Each kill comes at a random moment, from the first instant on; its target (a
 rank, the launcher, all of them at once) and its signal (TERM, KILL) are drawn, too. Checked after each: everything has
 ended within 60 s, no rank outlives its launcher by 5 s, SIGTERM to the launcher is exit status 0 (143 while Python
 starts), and at the end the exported policy and the last line of each step equal the undisturbed run's.
-
-With --servers two generation servers sample ahead, and SIGKILL hits one of them, a rank or the launcher. A run that
-goes on with the other server is hit again. It samples anew after each start, so what is checked at the end is that
-every prompt of the epoch was trained once, with all its completions, by weights as old as is allowed.
 
 Prints what was hit and, last, one JSON line.
 """
@@ -33,21 +28,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
-from pyarrow import parquet
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-from generation.start import SERVER
-
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 END_SECONDS = 60.0
 ORPHAN_SECONDS = 5.0
 TARGETS = ("rank 0", "rank 1", "launcher", "all")
 PROMPTS, GROUP = 8, 4  # of a step
-SERVERS = ["--engine", "server", "--generation_gpus", "0", "1"]
-WORKS_AHEAD = {1: ["--steps_ahead", "1"], 2: ["--steps_ahead", "2", "--in_flight"]}
 REWARD = """
 import time
 def score(completion, answer, columns):
@@ -193,71 +179,11 @@ def flags_of(model: Path, steps: int) -> list[str]:
     return [part for name, value in flags.items() for part in (f"--{name}", str(value))]
 
 
-# With servers ---------------------------------------------------------------------------------------------------------
-
-
-def kill_with_servers(out_dir: Path, flags: list[str], rng: random.Random, most: int, longest: float) -> list[Kill]:
-    """Brings a run to its end; what was killed meanwhile, at most so many times.
-
-    Raises RuntimeError if the run ends by itself, or if something outlives it.
-    """
-    kills: list[Kill] = []
-    while True:
-        launcher, begun = start(out_dir, flags, out_dir.with_suffix(".log")), len(kills)
-        seen: list[psutil.Process] = []
-        while launcher.poll() is None:
-            moment = time.monotonic() + rng.uniform(0, longest)
-            while launcher.poll() is None and (time.monotonic() < moment or len(kills) >= most):
-                time.sleep(0.01)
-            if launcher.poll() is None:
-                children = psutil.Process(launcher.pid).children(recursive=True)
-                servers = [each.pid for each in children if SERVER in each.cmdline()]
-                seen += children
-                pids = {"launcher": [launcher.pid], "rank": ranks_of(launcher), "server": servers}
-                if pids[name := rng.choice(list(pids))]:
-                    kills.append(Kill(name, "SIGKILL", phase_of(out_dir, 0, launcher)))
-                    os.kill(rng.choice(pids[name]), signal.SIGKILL)
-        if left := [each for each in psutil.wait_procs(seen, timeout=3 * ORPHAN_SECONDS)[1] if is_running(each.pid)]:
-            raise RuntimeError(f"{left} have outlived their run")
-        if launcher.returncode == 0:
-            return kills
-        if len(kills) == begun:
-            raise RuntimeError(f"the run failed by itself: {out_dir.with_suffix('.log').read_text()[-3000:]}")
-
-
-def wrong_use_of_prompts(out_dir: Path, steps: int, ahead: int) -> list[str]:
-    """What is wrong with the completions of a complete run. A kill may have cost a step its file."""
-    lines = last_lines(out_dir)
-    lags = {step: lines[step]["rollout/lag_max"] for step in range(1, steps + 1)}
-    found = [f"step {step} is {lag} behind" for step, lag in lags.items() if lag > ahead]
-    files = list((out_dir / "rollouts").glob("step_*.parquet"))
-    counts = Counter(row for file in files for row in parquet.read_table(file, columns=["row"])["row"].to_pylist())
-    found += [f"{row} was trained {count} times" for row, count in counts.items() if count != GROUP]
-    return found + [f"{len(counts)} prompts in {len(files)} steps"] * (len(counts) != PROMPTS * len(files))
-
-
-def disturb_servers(
-    folder: Path, flags: list[str], rng: random.Random, most: int, steps: int, longest: float
-) -> tuple[list[Kill], list[str]]:
-    """What was killed over as many runs as it takes, and what was wrong."""
-    kills, wrong = [], []
-    for number in itertools.count():
-        out_dir, ahead = folder / f"run_{number}", 1 + number % 2
-        kills += kill_with_servers(out_dir, [*flags, *WORKS_AHEAD[ahead]], rng, most - len(kills), longest)
-        found = wrong_use_of_prompts(out_dir, steps, ahead)
-        print(f"run {number}, {ahead} ahead: {len(kills)} kills so far, {found or 'nothing wrong'}", flush=True)
-        wrong += [f"run {number}: {each}" for each in found]
-        if len(kills) >= most:
-            break
-    return kills, wrong
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=20, help="length of each run")
-    parser.add_argument("--servers", action="store_true", help="runs with generation servers")
     args = parser.parse_args()
     from bench_common import save_random_model  # torch
 
@@ -266,14 +192,11 @@ def main() -> None:
         folder, model = Path(temporary), Path(temporary) / "model"
         save_random_model(model, hidden=64, layers=2, mean_tokens=8, num_rows=args.steps * PROMPTS)
         (model / "slow_reward.py").write_text(REWARD)
-        flags = [*flags_of(model, args.steps), *(SERVERS if args.servers else [])]
-        longest = run_to_the_end(folder / "undisturbed", [*flags, *(WORKS_AHEAD[1] if args.servers else [])])
+        flags = flags_of(model, args.steps)
+        longest = run_to_the_end(folder / "undisturbed", flags)
         print(f"undisturbed: {longest:.0f} s", flush=True)
-        if args.servers:
-            kills, wrong = disturb_servers(folder, flags, rng, args.kills, args.steps, longest)
-        else:
-            moments = [lambda: rng.uniform(0, longest)] * args.kills
-            kills, wrong = disturb(folder, flags, folder / "undisturbed", rng, moments)
+        moments = [lambda: rng.uniform(0, longest)] * args.kills
+        kills, wrong = disturb(folder, flags, folder / "undisturbed", rng, moments)
     for what in ("target", "signal", "where"):
         for value, count in Counter(getattr(kill, what) for kill in kills).most_common():
             print(f"{what:6} {value:12} {count:4} times")

@@ -123,7 +123,6 @@ def test_only_a_later_signal_is_a_second_one(monkeypatch):
     (2, BRIEFLY, 600, [SIGTERM], 1, [f"error: {LATE}"]),
     (2, "listen()", 0, ["rank 1"], 75, EARLY),
     (2, "", 0, [SIGTERM], 143, []),
-    (2, "", 0, ["rank 1"], 143, []),  # to a rank that does not listen yet
     (0, ARMED, 0, [SIGTERM], 0, ["saved"]),  # without a launcher a rank does it itself
     (0, ARMED, 600, [SIGTERM, "wait", SIGTERM], 143, SECOND),
     (0, BRIEFLY, 600, [SIGTERM], 1, [LATE]),

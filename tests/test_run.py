@@ -99,10 +99,8 @@ def test_a_run_continues_that_is_older_than_some_flags(tmp_path):
     opened(tmp_path).close()
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     config = json.loads((tmp_path / "config.json").read_text())
-    for name in ("stop_tokens", "head_dtype", "shard_ranks", "plan_prompt_tokens"):
-        del config[name]
-    config |= {"plan_length_share": 0.5, "on_bad_update": "rollback"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    del config["stop_tokens"]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"on_bad_update": "rollback"}))
     opened(tmp_path).close()
     refused(tmp_path, r"--stop_tokens \[\] there, \['x'\] now", stop_tokens="x")
 
@@ -150,8 +148,7 @@ def test_a_start_is_described_with_its_code_and_hardware(tmp_path, monkeypatch):
     assert (second["resumed_from"], second["has_uncommitted_changes"]) == (8, False)
     assert first["packages"]["numpy"] == np.__version__
     assert {"time", "command", "world_size", "tensor_parallel_size", "device", "cores", "python"} <= first.keys()
-    (patch,) = tmp_path.glob("changes_*.patch")
-    assert patch.read_text() == "+changed\n"
+    assert [patch.read_text() for patch in tmp_path.glob("changes_*.patch")] == ["+changed\n"]
 
 
 def test_the_file_of_a_reward_that_git_does_not_know_is_in_the_patch(tmp_path, monkeypatch):
@@ -309,22 +306,6 @@ def test_phases_and_updates_add_up_and_start_afresh_each_step(tmp_path):
     assert (first["policy/loss"], second["policy/loss"]) == (2.0, 2.5)
     assert 0 <= first["time/sample_s"] <= first["time/step_s"]
     assert run.metrics().keys() == {"time/step_s"}
-
-
-def test_the_clock_of_a_run_starts_with_its_first_phase_not_with_the_loading_of_the_model(tmp_path, monkeypatch):
-    times = iter([100.0, 101.0, 103.0, 107.0, 115.0, 131.0])
-    run = make_run(tmp_path)
-    monkeypatch.setattr(run_module.time, "perf_counter", lambda: next(times))
-    with run.phase("evaluate"):  # 100 to 101
-        pass
-    run.log(0, {})  # at 103; the clock of the next step starts at 107
-    with run.phase("sample"):  # 115 to 131
-        pass
-    monkeypatch.setattr(run_module.time, "perf_counter", lambda: 139.0)
-    (line,) = read_metrics(tmp_path)
-    assert (line["step"], line["time/evaluate_s"], line["time/step_s"]) == (0, 1.0, 3.0)
-    assert "time/sample_s" not in line and line["memory/evaluate_gib"] > 0
-    assert run.metrics() == {"time/sample_s": 16.0, "time/step_s": 139.0 - 107.0}
 
 
 def test_weights_that_changed_anywhere_are_noticed_and_a_replay_wants_those_of_its_run(tmp_path):

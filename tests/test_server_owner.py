@@ -89,14 +89,16 @@ def test_a_server_that_does_not_fit_is_refused_before_its_weights_change(changes
         synced(engine)
 
 
-def test_a_run_asks_for_its_model_its_length_and_its_dtypes_and_keeps_its_name(tmp_path, monkeypatch):
-    given, folder, log = [], make_model(tmp_path / "model"), SimpleNamespace(world=ALONE, out_dir=tmp_path)
-    log.say = log.note_span = print
+def test_a_run_starts_its_servers_asks_for_model_length_and_dtypes_and_keeps_its_name(tmp_path, monkeypatch):
+    given, started, log = [], [], SimpleNamespace(world=ALONE, out_dir=tmp_path, say=print, note_span=print)
+    folder = make_model(tmp_path / "model")
     monkeypatch.setattr("rollout_server.Fleet", lambda *all_of_them, turns: given.append(all_of_them))
-    for head_dtype in (None, "float32"):
-        settings = EngineSettings(96, dtype="bfloat16", head_dtype=head_dtype)
-        servers = Servers((), ("http://127.0.0.1:1",), 1, in_flight=False)
+    monkeypatch.setattr("rollout_server.start_server", lambda *them: started.append(them) or SimpleNamespace(url=""))
+    for head_dtype, gpus, size in ((None, (), 1), ("float32", (4, 5, 6, 7), 2)):  # on CPUs their number counts
+        settings, servers = EngineSettings(96, "bfloat16", head_dtype), Servers(gpus, (), size, in_flight=False)
         build_servers(str(folder), settings, servers, INPUTS, DESCRIPTION, log, 0)
+    assert [[server.name for server in servers] for servers, *_ in given] == [["server 0"], ["server 0", "server 1"]]
+    assert [log.name for *_, log, _ in started] == ["0.log", "0.log", "1.log"]
     (*_, claim, needed), (*_, claim_again, _) = given
     model = "Qwen2ForCausalLM of 2 layers, hidden size 64, vocabulary of 64"
     assert needed == {"--model": model, "--max_model_len": 96, "--dtype": "bfloat16", "--head_dtype": "bfloat16"}

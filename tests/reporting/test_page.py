@@ -24,7 +24,6 @@ from helpers import said
 from made_up_runs import GROUP_SIZE, HOSTILE, SMILE, make_rollouts, make_run, make_vocabulary
 from report import read_metrics
 from reporting.page import seed_groups, write_page
-from reporting.reference import load
 from reporting.samples import pack_samples
 
 FLAGS = [
@@ -266,14 +265,6 @@ def test_samples_are_chosen_filtered_and_searched(opened):  # the last one: it c
     browser.wait_for("0 completions in 0 groups")
     assert browser.all(".completion") == []
     browser.check()
-
-
-def test_what_was_published_of_the_set_up_is_drawn_dashed(browser, tmp_path):
-    training = load("qwen3_4b_dapo_8gpu")["training"]
-    for name, flags in (("dapo", training), ("other", training | {"group_size": 2})):
-        browser.open(write(tmp_path / f"{name}.html", make_run(tmp_path / name, steps=20, **flags)))
-        dashed = browser.run("return charts[0].plot.series.filter((each) => each.dash?.length).length")
-        assert dashed == (name == "dapo") == ("torchtitan's" in browser.run("return charts[0].box.ariaLabel"))
 
 
 def test_what_is_missing_is_said(browser, tmp_path):

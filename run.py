@@ -116,7 +116,6 @@ class Run:
     seconds: dict[str, float] = field(default_factory=dict)  # of the step, by phase
     updates: list[Metrics] = field(default_factory=list)  # of the step
     num_idle: int = 0  # steps in a row without an advantage
-    spans: list[dict[str, str | float]] = field(default_factory=list)  # of the step: who did what when
     rollouts: Keeper = field(init=False)
     console: Console = field(init=False)
 
@@ -142,7 +141,7 @@ class Run:
             end_if_requested()
         start = time.perf_counter()
         self.start = self.start or start  # the clock of a run starts with its first phase
-        before, begin = sum(self.seconds.values()), time.time()
+        before = sum(self.seconds.values())
         self.console.tell_phase(name, self.step)
         with in_phase(name, self.step), self.memory.phase(name), torch.profiler.record_function(name):
             yield
@@ -152,11 +151,6 @@ class Run:
             self.console.tell_phase(BOARD.phase, self.step)
         inside = sum(self.seconds.values()) - before
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start - inside
-        self.note_span("ranks", name, begin, time.time())
-
-    def note_span(self, who: str, what: str, begin: float, end: float) -> None:
-        """Keeps for timeline.png who did what when, by the clock."""
-        self.spans.append({"who": who, "what": what, "begin": round(begin, 3), "end": round(end, 3)})
 
     def record(self, metrics: Metrics) -> None:
         """Keeps the metrics of an update."""
@@ -172,8 +166,7 @@ class Run:
         """Appends the line of a step to metrics.jsonl, prints it, starts the next clock. `work`: of a trained step."""
         memory, own = self.memory.metrics(), self.metrics()
         metrics = own | metrics | (throughput(work, seconds_RE, own, self.world) if work else {}) | memory
-        self._append("timeline.jsonl", {"step": step, "spans": self.spans})
-        self.start, self.seconds, self.updates, self.spans = time.perf_counter(), {}, [], []
+        self.start, self.seconds, self.updates = time.perf_counter(), {}, []
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON knows no nan
         self._append_to_log({"step": step, **finite})
         self.console.tell_step(step, self.total_steps, metrics, report.seconds_of_phases(metrics))
@@ -279,11 +272,10 @@ class Run:
         self.console.finish()
 
     def plot(self, is_over: bool = False) -> None:
-        """Draws the pictures; after the last step only when the run is over."""
+        """Draws curves.png; after the last step only when the run is over."""
         if self.world.is_main and (is_over or not self.is_last):
             with tolerated(str(self.out_dir / "curves.png"), ValueError):  # of a damaged log
                 report.plot(self.out_dir)
-                report.plot_timeline(self.out_dir)
 
     def judge(self) -> None:
         """Says whether a run of a documented set-up has reached the published figures; nothing of other runs."""

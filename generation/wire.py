@@ -127,7 +127,6 @@ class Fleet:
     stop_ids: list[int]
     key: str
     say: Callable[[str], None]
-    note_span: Callable[[str, str, float, float], None]  # hears when a server has sampled, for the timeline
     claim: dict[str, str]  # names this run and this start of it
     needed: dict[str, object]  # flag of scripts/serve.py -> its value for this run
     timeout: float = TIMEOUT
@@ -395,18 +394,15 @@ class Fleet:
 
     async def _watch(self, server: Server) -> None:
         """Takes the server when it answers, keeps it, and sees whether it makes progress. Raises one of `FAULTS`."""
-        since, begin = time.monotonic(), time.time()
+        since = time.monotonic()
         while server.state != "lost":
             if server.process is not None and (how := server.process.how_it_ended()):
                 raise ServerFault(how)
             is_up, tokens = server.state == "ready", server.tokens
             with suppress(*((TimeoutError,) if is_up else UNREACHABLE)):
                 await self._own(server, "keep" if is_up else "take")
-                if is_new := is_up and server.tokens != tokens:
-                    self.note_span(server.name, f"samples {self.version}", begin, time.time())
-                if is_new or self.phase == "sending" or not server.under_way:
+                if server.tokens != tokens or self.phase == "sending" or not server.under_way:
                     since = time.monotonic()
-                begin = time.time()
             if time.monotonic() - since > self.timeout:
                 raise ServerFault(f"no {'token' if is_up else 'answer'} for {self.timeout:g} s")
             await asyncio.sleep(LOOK)

@@ -147,14 +147,13 @@ def engine_of(
     claim: dict[str, str] = A,
     needed: dict[str, object] | None = None,
 ) -> Iterator[ServerEngine]:
-    """An engine over these servers. `said` is what it told the console, `spans` when servers sampled."""
-    said, spans, output = [], [], os.fstat(1)
+    """An engine over these servers. `said` is what it told the console."""
+    said, output = [], os.fstat(1)
     found = [each if isinstance(each, Server) else Server(each.url, each.url) for each in servers]
-    given = said.append, lambda *span: spans.append(span), claim, needed or {}, timeout, most
-    fleet = Fleet(found, [], "", *given, turns=turns)
+    fleet = Fleet(found, [], "", said.append, claim, needed or {}, timeout, most, turns=turns)
     weights = DESCRIPTION if policy is None else policy.describe_weights()
     engine = ServerEngine(fleet, TOKENIZER, weights, torch.device("cpu"), version, in_flight)
-    engine.said, engine.spans, engine.policy = said, spans, policy
+    engine.said, engine.policy = said, policy
     try:
         yield engine
     finally:

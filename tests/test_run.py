@@ -233,7 +233,7 @@ def graded(grades: list[Grade]) -> Rollout:
 
 def test_a_log_that_cannot_be_written_ends_the_run_and_what_it_can_miss_costs_a_warning(tmp_path, capsys):
     run = make_run(tmp_path)
-    for name in ("metrics.jsonl", "timeline.jsonl", "samples.jsonl", "status.json"):
+    for name in ("metrics.jsonl", "samples.jsonl", "status.json"):
         (tmp_path / name).mkdir()  # a file that nobody can write
     for _ in range(2):
         with pytest.raises(DiskError, match="metrics.jsonl could not be written: Is a directory .*; make room, and"):
@@ -242,7 +242,7 @@ def test_a_log_that_cannot_be_written_ends_the_run_and_what_it_can_miss_costs_a_
         with run.phase("sample"):
             pass
     said = capsys.readouterr().out.splitlines()
-    told = [f"warning: {tmp_path}/{name} could not" for name in ("samples.jsonl", "status.json", "timeline.jsonl")]
+    told = [f"warning: {tmp_path}/{name} could not" for name in ("samples.jsonl", "status.json")]
     assert sorted(line.partition(" be ")[0] for line in said) == told
     (tmp_path / "metrics.jsonl").rmdir()
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": "high"}\n')

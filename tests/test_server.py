@@ -144,11 +144,7 @@ def test_a_server_lost_amid_a_transfer_ends_the_run_although_there_is_another(is
 
 @pytest.mark.parametrize("in_flight", [False, True])
 @pytest.mark.parametrize("ahead", [0, 1, 2])
-def test_lags_are_bounded_by_the_steps_ahead_and_in_flight_alone_a_completion_has_two_versions(
-    ahead, in_flight, monkeypatch
-):
-    """And the timeline says when the server has sampled."""
-    monkeypatch.setattr("generation.wire.LOOK", 0.01)
+def test_lags_are_bounded_by_the_steps_ahead_and_in_flight_alone_a_completion_has_two_versions(ahead, in_flight):
     server = FakeServer(0.05)
     with engine_of(server, in_flight=in_flight) as engine:
         sampler, lags, is_mixed = sampler_over(engine, steps_ahead=ahead, max_completion_tokens=6), [], []
@@ -167,9 +163,6 @@ def test_lags_are_bounded_by_the_steps_ahead_and_in_flight_alone_a_completion_ha
             synced(engine)
         assert not engine.begun and not engine.fleet.pending, "nothing was begun that is not trained"
     assert max(lags) == ahead and any(is_mixed) == (in_flight and ahead > 0)
-    moments = [moment for _, _, *both in engine.spans for moment in both]
-    assert moments == sorted(moments)
-    assert list(dict.fromkeys(what for _, what, *_ in engine.spans))[:2] == ["samples 0", "samples 1"]
 
 
 def test_on_gpus_servers_need_some_that_the_ranks_leave_free_and_on_cpus_their_number_counts(monkeypatch):

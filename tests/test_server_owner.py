@@ -90,7 +90,7 @@ def test_a_server_that_does_not_fit_is_refused_before_its_weights_change(changes
 
 
 def test_a_run_starts_its_servers_asks_for_model_length_and_dtypes_and_keeps_its_name(tmp_path, monkeypatch):
-    given, started, log = [], [], SimpleNamespace(world=ALONE, out_dir=tmp_path, say=print, note_span=print)
+    given, started, log = [], [], SimpleNamespace(world=ALONE, out_dir=tmp_path, say=print)
     folder = make_model(tmp_path / "model")
     monkeypatch.setattr("rollout_server.Fleet", lambda *all_of_them, turns: given.append(all_of_them))
     monkeypatch.setattr("rollout_server.start_server", lambda *them: started.append(them) or SimpleNamespace(url=""))

@@ -11,9 +11,7 @@ from batch import Rollout, Sampled
 from grading import Grade
 from helpers import make_row, write_lines
 from records.rollouts import Keeper
-from reporting.history import History
 
-METRICS = ("reward/mean", "completion/tokens_mean", "policy/kl_ref", "policy/entropy")
 HOSTILE = "<script>window.hacked=1</script></script><img src=x onerror='window.hacked=2'><!-- <b>bold</b> &amp; \\u003c"
 SMILE = "\N{SMILING FACE WITH OPEN MOUTH}"  # four bytes, of which each is a token
 SYLLABLES = ["ba", "ce", "di", "fo", "gu", "ha", "je", "ki", "lo", "mu", "na", "pe", "qui", "ro", "su", "ta"]
@@ -30,11 +28,6 @@ OF_AN_EVALUATION = {
     "eval/math500/avg@4": 0.6, "eval/math500/stderr": 0.015, "eval/math500/pass@4": 0.7,
     "eval/math500/pass@4_stderr": 0.012, "time/evaluate_s": 15,
 }  # fmt: skip
-
-
-def history(value: float, seed: int = 1, name: str = "reward/mean") -> History:
-    """A run of one step."""
-    return History(Path(f"seed{seed}"), {"seed": seed}, [{"step": 1, name: value}])
 
 
 def write_run(folder: Path, config: dict, records: list[dict]) -> Path:

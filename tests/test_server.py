@@ -299,10 +299,11 @@ def test_recorded_logprobs_are_the_trainers_under_the_weights_that_made_each_tok
         with engine_of(server, policy=new) as engine, pytest.raises(SystemExit):
             engine.sync(cut(new.full_weights(), sent, sys.exit))
     with engine_of(server, policy=old, version=4, in_flight=True) as engine:
-        for step in range(1, 7):  # once, but on a busy machine the new weights may come too early or too late
+        # Once, but on another machine the new weights may come too early or too late.
+        for step, seconds in enumerate((0.1, 0.3, 0.6, 1.2, 2.4, 4.8), start=1):
             engine.policy = old
             synced(engine).begin(ROWS, sampling, (1, step))
-            time.sleep(0.3 * step)
+            time.sleep(seconds)
             engine.policy = new
             rollout = synced(engine).sample(ROWS, sampling, (1, step))
             is_mixed = [versions[0] < versions[-1] for versions in rollout.versions]

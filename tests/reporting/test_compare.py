@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 import report
-from made_up_runs import METRICS, history, write_completions, write_run
-from reporting.compare import common_steps, compare, difference, margin_of_difference, t_quantile
+from made_up_runs import write_completions, write_run
+from reporting.compare import common_steps, compare, margin_of_difference, t_quantile
 from reporting.history import History
 from reporting.page import describe, seed_groups
+
+METRICS = ("reward/mean", "completion/tokens_mean", "policy/kl_ref", "policy/entropy")
 
 
 def test_quantiles_are_those_of_the_tables():
@@ -28,23 +30,9 @@ def test_welchs_interval_is_that_of_a_worked_example_and_one_run_takes_the_varia
         assert margin_of_difference(*sides) == pytest.approx(4.30265 * 2 * math.sqrt(4 / 3), rel=1e-4)
 
 
-def test_the_same_seeds_are_compared_in_pairs():
-    a = [history(value, seed) for seed, value in ((1, 0.1), (2, 0.5), (3, 0.9))]
-    b = [history(value, seed) for seed, value in ((3, 0.92), (1, 0.121), (2, 0.519))]  # in another order
-    found = difference(a, b, "reward/mean", [1])
-    assert found.b - found.a == pytest.approx(0.02)
-    assert found.margin == pytest.approx(4.30265 * 0.001 / math.sqrt(3), rel=1e-3)
-    others = [history(run.records[0]["reward/mean"], seed) for run, seed in zip(b, (4, 5, 6), strict=True)]
-    assert difference(a, others, "reward/mean", [1]).margin > 0.8
-
-
-def test_steps_count_that_every_run_has_with_a_number():
-    a = History(Path("a"), {}, [{"step": step, "policy/kl_ref": float(step)} for step in range(1, 7)])
-    values = {2: 1.0, 3: None, 5: 1.0, 6: math.nan, 9: 1.0}
-    b = History(Path("b"), {}, [{"step": step, "policy/kl_ref": value} for step, value in values.items()])
-    assert common_steps([a, b], "policy/kl_ref") == [2, 5]
-    before = [History(Path("c"), {}, [{"step": step, "eval/x/avg@1": 0.5} for step in (0, last)]) for last in (3, 4)]
-    assert common_steps(before, "eval/x/avg@1") == [], "both before training: they have the same weights"
+def test_the_evaluation_before_training_alone_says_nothing():
+    runs = [History(Path("c"), {}, [{"step": step, "eval/x/avg@1": 0.5} for step in (0, last)]) for last in (3, 4)]
+    assert common_steps(runs, "eval/x/avg@1") == [], "both have the same weights then"
 
 
 def runs_of(folder: Path, rewards: dict[int, float], num_steps: int = 40, **config: object) -> list[Path]:

@@ -164,8 +164,10 @@ class Owner:
         A new start of the same run takes the server from the one before, which may not keep it then.
         """
         if self.claim and claim != self.claim and now - self.heard < LEASE:
-            is_same_run = all(claim.get(name) == self.claim[name] for name in ("run", "out_dir"))
-            if do != "take" or not is_same_run:
+            differs = {name for name in self.claim if claim.get(name) != self.claim[name]}
+            if differs == {"url"}:
+                return f"it is {self.claim['url']} by another name; give each server once."
+            if do != "take" or differs & {"run", "out_dir"}:
                 holder = "{out_dir} on {host} (process {pid})".format_map(self.claim)
                 way_out = f"end that run, or give other --server_urls; {LEASE:g} s after a kill the server is free"
                 return f"it belongs to the run {holder}; {way_out}."

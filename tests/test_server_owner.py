@@ -44,6 +44,8 @@ def test_a_server_belongs_to_one_run_until_that_frees_it_or_falls_silent():
     for claim, do in ((B, "take"), (B, "keep"), (B, "free"), ({}, "take"), (A_AGAIN, "keep")):
         refusal = owner.hear(claim, do, 1.0 + LEASE - 0.1)
         assert "belongs to the run /runs/a on node-a (process 7); end that run, or give other --server_urls" in refusal
+    assert owner.hear(A | {"url": "x"}, "take", 2.0) == "", "the same run, started again"
+    assert owner.hear(A | {"url": "y"}, "take", 2.0) == "it is x by another name; give each server once."
     assert owner.hear(A_AGAIN, "take", 2.0) == "", "the same run, started again"
     assert "process 9" in owner.hear(A, "keep", 3.0), "its start before cannot keep the server"
     assert "node-c" in owner.hear(A | {"out_dir": "/copy"}, "take", 3.0), "a copy of a run's folder is another run"

@@ -73,10 +73,6 @@ def latest(out_dir: Path, world: World, say: Callable[[str], None]) -> tuple[int
         step, folder = gather_from_ranks([(0, None), *checkpoints(out_dir)][-1])[0]
         if folder is None:
             break
-        has_lists = any((path / LIST).exists() for _, path in checkpoints(out_dir))
-        if not gather_from_ranks(has_lists)[0]:  # what the main process sees counts: file systems may show it late
-            say(f"warning: {folder} is of an older version, without checksums: it is not verified.")
-            return step, folder
         wrong = verify(folder, folder / LIST, world.trainer_rank, world.num_trainers)
         if world.is_main and not wrong:
             wrong = verify_metadata(folder)

@@ -233,12 +233,7 @@ def parse_arguments() -> argparse.Namespace:
         shared = [each.name[2:] for each in (*GROUPS["prompts"], *GROUPS["reward"], *GROUPS["turns"])]
         shared += ["stop_tokens", "dtype", "head_dtype"]
         parser.set_defaults(**{name: config[name] for name in shared if name in config})
-        of_sets = {name: config.get(f"eval_{name}") or [] for name in OF_A_SET}
-        parser.set_defaults(**{name: values for name, values in of_sets.items() if len(values) == 1})
-        for name, values in of_sets.items():
-            if len(values) > 1 and not any(each.partition("=")[0] == f"--{name}" for each in sys.argv):
-                has = f"--eval_{name} {' '.join(map(str, values))}, a value for each of its sets"
-                raise ValueError(f"--like {run}: that run has {has}; give --{name}.")
+        parser.set_defaults(**{name: config[f"eval_{name}"] for name in OF_A_SET if config.get(f"eval_{name}")})
     args = parser.parse_args()
     args.dtype = args.dtype or default_dtype()
     return args

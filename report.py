@@ -1,17 +1,15 @@
 """What came out of runs, also while they go on.
 
-    python report.py runs/a runs/b                       a page that compares them, and the pictures of each
+    python report.py runs/a runs/b                       a page that compares them, and curves.png of each
     python report.py --compare a1 a2 a3 -- b1 b2 b3      is the difference noise? reporting/compare.py
     python report.py runs/x --reference NAME             reached, not reached, or why it cannot be judged
 
-The pictures are curves.png, from metrics.jsonl, and timeline.png, from timeline.jsonl. NAME is a file in references/.
+NAME is a file in references/.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -20,7 +18,6 @@ from reporting import reference
 from reporting.compare import compare
 from reporting.history import History, read_config, read_lines
 
-STEPS_OF_TIMELINE = 6  # the last ones
 PANELS = {  # title -> the metrics that it shows; * stands for any text
     "reward": "reward/mean",
     "held-out accuracy": "eval/*/avg@*",
@@ -34,20 +31,15 @@ PANELS = {  # title -> the metrics that it shows; * stands for any text
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, float]]:
-    """The lines of metrics.jsonl by step; none without the file. Raises ValueError for what is damaged."""
-    records = read_steps(file := run_dir / "metrics.jsonl")
-    for name, value in (item for record in records for item in record.items()):
-        if not isinstance(value, int | float | None):
-            raise ValueError(f"{file} is damaged: {name} is no number: {str(value)[:50]!r}")
-    return records
-
-
-def read_steps(file: Path) -> list[dict]:
-    """The lines of a file by step. The last line of a step counts."""
-    lines = read_lines(file)
-    if any(type(record.get("step")) is not int for record in lines):
-        raise ValueError(f"{file} is damaged: a line of it has no step")
-    by_step = {record["step"]: record for record in lines}
+    """The lines of metrics.jsonl by step, of a step the last one; none without the file. ValueError: it is damaged."""
+    by_step = {}
+    for record in read_lines(file := run_dir / "metrics.jsonl"):
+        if type(step := record.get("step")) is not int:
+            raise ValueError(f"{file} is damaged: a line of it has no step")
+        for name, value in record.items():
+            if not isinstance(value, int | float | None):
+                raise ValueError(f"{file} is damaged: {name} is no number: {str(value)[:50]!r}")
+        by_step[step] = record
     return [by_step[step] for step in sorted(by_step)]
 
 
@@ -104,37 +96,6 @@ def plot(run_dir: Path) -> None:
         figure.savefig(unfinished, format="png", dpi=90)
 
 
-def plot_timeline(run_dir: Path) -> None:
-    """Draws `run_dir`/timeline.png: who does what when, in the last steps. A phase inside another one covers it."""
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    records = read_steps(run_dir / "timeline.jsonl")[-STEPS_OF_TIMELINE:]
-    spans = [span for record in records for span in record["spans"]]
-    if not spans:
-        return
-    spans.sort(key=lambda span: (span["begin"], -span["end"]))  # the inner one is drawn later
-    names = sorted({span["who"] for span in spans}, key=lambda who: (who != "ranks", who))
-    kinds = dict.fromkeys(span["what"].split()[0] for span in spans)
-    colors = {kind: colormaps["tab20"](i % 20) for i, kind in enumerate(kinds)}
-    start, end = spans[0]["begin"], max(span["end"] for span in spans)
-    figure = Figure(figsize=(14, 1.5 + 0.6 * len(names)), layout="constrained")
-    axis = figure.subplots()
-    for span in spans:
-        kind, _, detail = span["what"].partition(" ")
-        left, width, height = span["begin"] - start, span["end"] - span["begin"], names.index(span["who"])
-        axis.broken_barh([(left, width)], (height - 0.4, 0.8), color=colors[kind])
-        if width > 0.03 * (end - start):
-            axis.text(left, height, f" {detail}", va="center", size=8)
-    axis.set(yticks=range(len(names)), yticklabels=names, xlabel="seconds", ylim=(len(names) - 0.5, -0.5))
-    handles = [Patch(color=color, label=kind) for kind, color in colors.items()]
-    figure.legend(handles=handles, loc="outside upper center", ncols=8, fontsize=8)
-    axis.set_title(f"{run_dir}, steps {records[0]['step']} to {records[-1]['step']}", loc="left", fontsize=9)
-    with whole(run_dir / "timeline.png") as unfinished:
-        figure.savefig(unfinished, format="png", dpi=90)
-
-
 def main() -> None:
     """The command line. Ends with exit status 2 and a sentence for what cannot be read."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -145,9 +106,7 @@ def main() -> None:
     answers.add_argument("--reference", choices=reference.names(), metavar="NAME", help="judge each run by it")
     args = parser.parse_args()
     if not args.runs:
-        parser.error(
-            "--compare A... -- B...: name runs on both sides" if args.compare else "name one or more run folders"
-        )
+        parser.error("name one or more run folders; with --compare A... -- B... on both sides")
     try:
         if args.compare:
             print(compare(*([history(run_dir) for run_dir in side] for side in (args.compare, args.runs))))
@@ -155,15 +114,12 @@ def main() -> None:
             print("\n\n".join(reference.report(args.reference, history(run_dir)) for run_dir in args.runs))
         else:
             write_pages(args.runs, args.output or args.runs[0] / "report.html")
-        sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError, OverflowError) as error:
         parser.exit(2, f"error: {error}\n")
 
 
 def write_pages(runs: list[Path], file: Path) -> None:
-    """The page that compares the runs, and the pictures of each. Raises ValueError or OSError."""
+    """The page that compares the runs, and the curves of each. Raises ValueError or OSError."""
     for run_dir in runs:
         if not (run_dir / "metrics.jsonl").exists() and "out_dir" not in read_config(run_dir):  # a model has one, too
             raise ValueError(f"{run_dir} is no run: it holds neither metrics.jsonl nor config.json of a run.")
@@ -172,7 +128,6 @@ def write_pages(runs: list[Path], file: Path) -> None:
     write_page(file, {run_dir: read_metrics(run_dir) for run_dir in runs})
     for run_dir in runs:
         plot(run_dir)
-        plot_timeline(run_dir)
     print(file)
 
 

@@ -53,7 +53,6 @@ class Log(Protocol):
     out_dir: Path
     world: World
     say: Callable[[str], None]
-    note_span: Callable[[str, str, float, float], None]
 
 
 @dataclass
@@ -175,6 +174,6 @@ def build_servers(
         log.say(f"waits for {', '.join(each.name for each in found)}")
         needed = fit_of(load_config(model), settings.max_model_len, settings.dtype, settings.head_dtype)
         stops, turns = stop_ids(inputs.tokenizer, settings.stop_tokens), {"turns": inputs.turns}
-        fleet = Fleet(found, stops, key, log.say, log.note_span, claim_of(log.out_dir), needed, **turns)
+        fleet = Fleet(found, stops, key, log.say, claim_of(log.out_dir), needed, **turns)
     set_allocator(is_expandable=True)  # as beside an engine in the ranks
     return ServerEngine(fleet, inputs.tokenizer, weights, device, version, servers.in_flight)

@@ -116,7 +116,6 @@ class Run:
     seconds: dict[str, float] = field(default_factory=dict)  # of the step, by phase
     updates: list[Metrics] = field(default_factory=list)  # of the step
     num_idle: int = 0  # steps in a row without an advantage
-    spans: list[dict[str, str | float]] = field(default_factory=list)  # of the step: who did what when
     rollouts: Keeper = field(init=False)
     console: Console = field(init=False)
 
@@ -142,7 +141,7 @@ class Run:
             end_if_requested()
         start = time.perf_counter()
         self.start = self.start or start  # the clock of a run starts with its first phase
-        before, begin = sum(self.seconds.values()), time.time()
+        before = sum(self.seconds.values())
         self.console.tell_phase(name, self.step)
         with in_phase(name, self.step), self.memory.phase(name), torch.profiler.record_function(name):
             yield
@@ -152,11 +151,6 @@ class Run:
             self.console.tell_phase(BOARD.phase, self.step)
         inside = sum(self.seconds.values()) - before
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start - inside
-        self.note_span("ranks", name, begin, time.time())
-
-    def note_span(self, who: str, what: str, begin: float, end: float) -> None:
-        """Keeps for timeline.png who did what when, by the clock."""
-        self.spans.append({"who": who, "what": what, "begin": round(begin, 3), "end": round(end, 3)})
 
     def record(self, metrics: Metrics) -> None:
         """Keeps the metrics of an update."""
@@ -172,8 +166,7 @@ class Run:
         """Appends the line of a step to metrics.jsonl, prints it, starts the next clock. `work`: of a trained step."""
         memory, own = self.memory.metrics(), self.metrics()
         metrics = own | metrics | (throughput(work, seconds_RE, own, self.world) if work else {}) | memory
-        self._append("timeline.jsonl", {"step": step, "spans": self.spans})
-        self.start, self.seconds, self.updates, self.spans = time.perf_counter(), {}, [], []
+        self.start, self.seconds, self.updates = time.perf_counter(), {}, []
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON knows no nan
         self._append_to_log({"step": step, **finite})
         self.console.tell_step(step, self.total_steps, metrics, report.seconds_of_phases(metrics))
@@ -184,13 +177,11 @@ class Run:
         """Says it once when nothing was there to learn for some steps."""
         has_signal = metrics.get("reward/frac_groups_with_signal") != 0
         self.num_idle = 0 if has_signal and metrics.get("optim/grad_norm") != 0 else self.num_idle + 1
-        if self.num_idle == IDLE_STEPS and has_signal:
+        if self.num_idle == IDLE_STEPS:
             found = "optim/grad_norm is 0, although rewards differ: see docs/symptoms.md, The reward does not rise"
+            if not has_signal:
+                found = "all rewards of a group are the same: see docs/symptoms.md, The reward is always 0"
             yield f"warning: for {IDLE_STEPS} steps {found}"
-        elif self.num_idle == IDLE_STEPS:
-            found = "is 0" if metrics["reward/mean"] == 0 else "is the same within each group"
-            where = "docs/symptoms.md, The reward is always 0"
-            yield f"warning: for {IDLE_STEPS} steps every reward {found}, so no advantage differs from 0: see {where}"
 
     def logged(self, step: int) -> Metrics:
         """Returns the step's line of metrics.jsonl, the same on every rank; {} if there is none."""
@@ -213,8 +204,6 @@ class Run:
         stamp = time.strftime("%Y%m%dT%H%M%S")
         if changes:
             self._write(f"changes_{stamp}.patch", changes)
-        if resumed_from:
-            self._say_what_changed()
         is_gpu, device = self.world.device.type == "cuda", platform.processor() or platform.machine()
         self._append("starts.jsonl", {
             "time": stamp, "resumed_from": resumed_from, "command": [sys.executable, *sys.argv],
@@ -224,16 +213,6 @@ class Run:
             "packages": versions(),
             "predicted_gib": {phase: round(size / 2**30, 2) for phase, size in self.memory.predicted.items()},
         })  # fmt: skip
-
-    def _say_what_changed(self) -> None:
-        """Tells if the last start had another number of ranks or engines."""
-        starts = report.read_lines(self.out_dir / "starts.jsonl")
-        ranks, size = self.world.num_trainers, self.world.tp_size
-        if starts and (starts[-1]["world_size"], starts[-1]["tensor_parallel_size"]) != (ranks, size):
-            before = f"{starts[-1]['world_size']} with --tensor_parallel_size {starts[-1]['tensor_parallel_size']}"
-            same = "weights, optimizer state and data position are the same to the bit"
-            other = "which engine samples what differs, and with it the completions"
-            self.say(f"ranks: now {ranks} with --tensor_parallel_size {size}, before {before}: {same}; {other}")
 
     def describe_data(self, datasets: list[PromptData]) -> None:
         """Says what the sets hold, shows the first prompt as the model sees it, and writes excluded_rows.jsonl."""
@@ -293,11 +272,10 @@ class Run:
         self.console.finish()
 
     def plot(self, is_over: bool = False) -> None:
-        """Draws the pictures; after the last step only when the run is over."""
+        """Draws curves.png; after the last step only when the run is over."""
         if self.world.is_main and (is_over or not self.is_last):
             with tolerated(str(self.out_dir / "curves.png"), ValueError):  # of a damaged log
                 report.plot(self.out_dir)
-                report.plot_timeline(self.out_dir)
 
     def judge(self) -> None:
         """Says whether a run of a documented set-up has reached the published figures; nothing of other runs."""

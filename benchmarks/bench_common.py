@@ -101,15 +101,11 @@ def _end_after(model: Qwen2ForCausalLM, eos: int, mean_tokens: float) -> None:
     head[eos] = direction * (others - math.log(mean_tokens - 1)) / (hidden @ direction).mean()
 
 
-def make_row(ids: np.ndarray) -> Row:
-    """A row whose prompt has these tokens."""
-    return Row(messages=[], answer="", columns={}, where="", ids=ids)
-
-
 def make_rollout(lengths: list[int], vocab: int, prompt_tokens: int = 16, group_size: int = 1) -> Rollout:
     """Random prompts and, `group_size` to each, completions of these lengths, with grades and sampled log-probs."""
     rng = np.random.default_rng(0)
-    rows = [make_row(rng.integers(0, vocab, prompt_tokens).astype(np.int32)) for _ in lengths]
+    prompts = rng.integers(0, vocab, (len(lengths), prompt_tokens)).astype(np.int32)
+    rows = [Row(messages=[], answer="", columns={}, where="", ids=ids) for ids in prompts]
     return Rollout(
         rows=[rows[b // group_size] for b in range(len(lengths))],
         completions=[rng.integers(0, vocab, n).astype(np.int32) for n in lengths],
@@ -193,14 +189,9 @@ def print_table(header: list[str], rows: list[list[object]]) -> None:
         print(name.ljust(widths[0]), *aligned, sep="  ", flush=True)
 
 
-def times_row(name: str, seconds: list[float]) -> list[object]:
-    """A row of the table: median, smallest and largest."""
-    return [name, statistics.median(seconds), min(seconds), max(seconds)]
-
-
 def print_times(seconds: dict[str, list[float]], reference: str) -> dict[str, float]:
     """Prints a table of `interleave`. Returns the seconds of each variant over the reference's, rounded."""
     ratios = {name: round(median_ratio(times, seconds[reference]), 3) for name, times in seconds.items()}
-    rows = [[*times_row(name, times), ratios[name]] for name, times in seconds.items()]
+    rows = [[name, statistics.median(x), min(x), max(x), ratios[name]] for name, x in seconds.items()]
     print_table(["", "median s", "min", "max", f"over {reference}"], rows)
     return ratios

@@ -33,13 +33,13 @@ from generation.start import ServerProcess
 from generation.weights import Link, open_link
 from grading.episode import Environments
 from grading.pool import Outcome
-from guards.start import RunError, note_reason, requested, signal_name
+from guards.start import RunError, note_reason
 from inputs.machine import own_address
 from model.sizes import MOST_ON_GPU
 
 TIMEOUT = 600.0  # seconds: a server that gives no answer at its start, or no token, for so long is dead
 MEETING = 60.0  # seconds that a server has to come for its weights
-LEAVE = 10.0  # seconds that the main rank has to end after a failed transfer, or one that stands still at a signal
+LEAVE = 10.0  # seconds that the main rank has to end after a failed transfer
 ANSWER = 5.0  # seconds that a server has to answer what is quickly said
 ENDING = 1.0  # seconds from a dying server's last words, which are those of its sockets, to its exit status
 LOOK = 1.0  # seconds between two looks at a server
@@ -127,7 +127,6 @@ class Fleet:
     stop_ids: list[int]
     key: str
     say: Callable[[str], None]
-    note_span: Callable[[str, str, float, float], None]  # hears when a server has sampled, for the timeline
     claim: dict[str, str]  # names this run and this start of it
     needed: dict[str, object]  # flag of scripts/serve.py -> its value for this run
     timeout: float = TIMEOUT
@@ -135,7 +134,6 @@ class Fleet:
     pending: list[Request] = field(default_factory=list)
     phase: str = "closed"  # "open": requests are given to servers; "sending": weights
     version: int = -1  # of the servers' weights
-    moved: float = 0.0  # when the last tensor was sent
     error: str = ""  # why the run cannot go on
     turns: Turns | None = None  # None: a completion has one
     thinking: dict[int, Request] = field(default_factory=dict)  # waits for its environment, by the episode's number
@@ -261,7 +259,7 @@ class Fleet:
 
         Those that have them all sample on, and say of what follows that this version made it.
         """
-        self.phase, self.version, self.moved = "sending", version, time.monotonic()
+        self.phase, self.version = "sending", version
         await self._with_all(lambda server: self._prepare(server, weights, device))
 
     async def _prepare(self, server: Server, weights: dict[str, list], device: torch.device) -> None:
@@ -302,7 +300,6 @@ class Fleet:
                 server.link.broadcast(tensor.contiguous(), src=0, stream=stream)
             except RuntimeError as error:  # of torch: the connection is broken
                 self.call(self._lose(server, error))
-        self.moved = time.monotonic()
         if self.error:
             raise RunError(self.error)
 
@@ -366,7 +363,7 @@ class Fleet:
             way_out = "the same command goes on from the last checkpoint"
             self.error = f"{server.name} was lost {when}: {reason}; {way_out}{tail}"
             if self.phase == "sending":
-                self.loop.call_later(0.0 if requested() else LEAVE, self._leave)
+                self.loop.call_later(LEAVE, self._leave)
         else:
             moved = f"; {len(requests)} unfinished completions are sampled elsewhere" if requests else ""
             self.say(f"{server.name} is lost for the rest of this run: {reason}{moved}")
@@ -397,20 +394,15 @@ class Fleet:
 
     async def _watch(self, server: Server) -> None:
         """Takes the server when it answers, keeps it, and sees whether it makes progress. Raises one of `FAULTS`."""
-        since, begin = time.monotonic(), time.time()
+        since = time.monotonic()
         while server.state != "lost":
             if server.process is not None and (how := server.process.how_it_ended()):
                 raise ServerFault(how)
             is_up, tokens = server.state == "ready", server.tokens
             with suppress(*((TimeoutError,) if is_up else UNREACHABLE)):
                 await self._own(server, "keep" if is_up else "take")
-                if is_new := is_up and server.tokens != tokens:
-                    self.note_span(server.name, f"samples {self.version}", begin, time.time())
-                if is_new or self.phase == "sending" or not server.under_way:
+                if server.tokens != tokens or self.phase == "sending" or not server.under_way:
                     since = time.monotonic()
-                begin = time.time()
             if time.monotonic() - since > self.timeout:
                 raise ServerFault(f"no {'token' if is_up else 'answer'} for {self.timeout:g} s")
-            if self.phase == "sending" and requested() and time.monotonic() - self.moved > LEAVE:
-                raise ServerFault(f"the transfer stands still, and {signal_name()} asks the run to end")
             await asyncio.sleep(LOOK)

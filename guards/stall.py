@@ -8,10 +8,8 @@ does, and the first line of the table is then the reason. Files, not torch's sto
 from __future__ import annotations
 
 import atexit
-import faulthandler
 import json
 import os
-import signal
 import socket
 import sys
 import threading
@@ -29,8 +27,6 @@ WAITS = "waits for the other ranks"  # so begins what a rank is doing that other
 INTERVAL, SHORTEST = 1.0, 0.1  # seconds between two writings: at most, and at least
 STALE_SECONDS = 5.0  # a file that is older is of a process that does not run
 LEAST_MOVED = 2**20  # bytes of files, between two looks, that are progress, as of a checkpoint: this thread's are less
-TELL_STACKS = signal.SIGRTMIN  # faulthandler's timer would do, but it crashes a process whose Python runs meanwhile
-HELD = "is in a call that lets no other Python thread run"
 ROOT = Path(__file__).parent.parent
 
 
@@ -103,14 +99,7 @@ def problem_of(rank: Rank, silent: float) -> str:
         return "was killed"
     if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
         return f"is stopped, by SIGSTOP or a debugger (`kill -CONT {rank.pid}` lets it go on)"
-    return f"{HELD} (all its stacks: ranks/rank_{rank.rank}.txt)" if silent >= STALE_SECONDS else ""
-
-
-def ask_for_stacks(pid: int) -> None:
-    """The process writes those of all its threads; it must be a rank of this host, in which no Python runs."""
-    with suppress(psutil.Error, OSError):
-        if psutil.Process(pid).ppid() == os.getppid():  # of the same launcher: no stranger has got its number
-            os.kill(pid, TELL_STACKS)
+    return f"is in a call that lets no other Python thread run (pid {rank.pid})" if silent >= STALE_SECONDS else ""
 
 
 def report(ranks: list[Rank], seconds: float) -> str:
@@ -151,7 +140,6 @@ class Watch(threading.Thread):
         self.clock = 0.0  # seconds; it stands still while this process is stopped
         self.count, self.moved, self.is_told = -1, 0, False
         self.files[rank].touch()
-        faulthandler.register(TELL_STACKS, self.files[rank].with_suffix(".txt").open("w"))
         self.tick(0.0)
         atexit.register(self.write, "has ended")
 
@@ -161,11 +149,12 @@ class Watch(threading.Thread):
             BOARD.has_changed.wait(INTERVAL)
             BOARD.has_changed.clear()
             before, now = now, time.monotonic()
-            self.tick(min(now - before, 2 * INTERVAL))
+            self.tick(now - before)
             time.sleep(SHORTEST)
 
     def tick(self, elapsed: float) -> None:
-        """Writes, and looks at the others if it is time to. `elapsed`: seconds in which this process ran."""
+        """Writes, and looks at the others if it is time to. `elapsed`: seconds since the last time."""
+        elapsed = min(elapsed, 2 * INTERVAL)  # in the others this process was stopped
         self.clock += elapsed
         moved = self.moved  # bytes read from and written to files so far
         with suppress(psutil.Error, AttributeError):  # not Linux, or not allowed
@@ -205,9 +194,6 @@ class Watch(threading.Thread):
             ranks = [self.look_at(number) for number in range(len(self.files))]
             seconds = min(rank.quiet_seconds for rank in ranks if rank.problem not in ("has ended", "was killed"))
             if seconds >= self.limit:
-                for rank in ranks:
-                    if rank.problem.startswith(HELD):
-                        ask_for_stacks(rank.pid)
                 self.tell(report(ranks, seconds))
 
     def tell(self, text: str) -> None:

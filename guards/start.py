@@ -176,18 +176,16 @@ def _hear_signals(reader: int) -> None:
         for number in os.read(reader, 64):
             place = _request.place_of(number) if number in HEARD else 0
             if place == 1:
-                _obey(number)
+                _obey()
             elif place == 2 and LAUNCHER not in os.environ:
                 _end(128 + number, SECOND)
 
 
-def _obey(number: int) -> None:
+def _obey() -> None:
     if LAUNCHER in os.environ:
         os.kill(int(os.environ[LAUNCHER]), signal.SIGUSR2)
     if _request.grace is None:
-        goes_by_status = LAUNCHER not in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"  # torchrun
-        text = f"{signal_name()}: ended before the first step; nothing is lost"
-        _end(128 + number if goes_by_status else NOT_FINISHED, text)
+        _end(NOT_FINISHED, f"{signal_name()}: ended before the first step; nothing is lost")
     text = f"{signal_name()}: the run could not save within --grace_seconds {_request.grace:g}"
     timer = threading.Timer(_request.grace, _end, (1, f"{text}; the same command goes on"))
     timer.daemon = True

@@ -176,7 +176,7 @@ def read_rounds(out_dir: Path, step: int, rows: dict[str, Row]) -> list[Rollout]
     graded = table.select(["reward", "reward_status", "reward_parts", "read_as"]).to_pylist()
     places = table["row"].to_pylist()
     of_tokens = ("prompt_ids", "token_ids", "rollout_logprobs", "versions", "is_sampled")
-    arrays = {name: list(table[name].to_numpy()) for name in of_tokens if name in table.column_names}
+    arrays = {name: list(table[name].to_numpy()) for name in of_tokens}
     for where, ids in zip(places, arrays["prompt_ids"], strict=True):
         if where not in rows or not np.array_equal(rows[where].ids, ids):
             raise RunError(f"{file}: {where} is another prompt in --train_data, or not in it; give that run's data.")
@@ -187,7 +187,7 @@ def read_rounds(out_dir: Path, step: int, rows: dict[str, Row]) -> list[Rollout]
         texts=table["completion"].to_pylist(),
         is_truncated_B=table["is_truncated"].to_numpy(),
         versions=None if arrays["versions"][0] is None else arrays["versions"],
-        is_sampled=None if arrays.get("is_sampled", [None])[0] is None else arrays["is_sampled"],  # older: without
+        is_sampled=None if arrays["is_sampled"][0] is None else arrays["is_sampled"],
         grades=[Grade(x["reward"], x["reward_status"], json.loads(x["reward_parts"]), x["read_as"]) for x in graded],
     )
     round_B = table["round"].to_numpy()

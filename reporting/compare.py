@@ -156,8 +156,6 @@ def verdict(name: str, found: Difference) -> list[str]:
     if math.isnan(margin):
         return [*means, f"{value:+.{digits}f}: its error is not known"]
     words = ("better", "worse") if name.startswith(MORE_IS_BETTER) else ("higher", "lower")
-    if value == margin == 0:
-        return [*means, "the same"]
     unseen = f"no difference can be seen; one of {margin:.{digits}f} or more would show"
     holds = unseen if abs(value) <= margin else f"B is {words[value < 0]}"
     return [*means, f"{value:+.{digits}f} ({value - margin:+.{digits}f} to {value + margin:+.{digits}f}): {holds}"]

@@ -98,12 +98,8 @@ def logged(figure: dict, run: History) -> tuple[float | None, str]:
     if run.last_step < last:
         return None, f"the run is at step {run.last_step} of {last}"
     for name in sorted(name for name in run.names if fnmatch(name, figure["metric"])):
-        values = [value for step, value in run.points(name).items() if first <= step <= last]
-        lacking = last - first + 1 - len(values)
-        problem = other_protocol(figure, protocol_of(run, name, last)) if name.startswith("eval/") else ""
-        if lacking > len(values) / 9 and values:  # a tenth
-            problem = f"{lacking} of the steps {first} to {last} lack it"
-        if values:
+        if values := [value for step, value in run.points(name).items() if first <= step <= last]:
+            problem = other_protocol(figure, protocol_of(run, name, last)) if name.startswith("eval/") else ""
             return float(np.mean(values)), problem
     return None, f"metrics.jsonl has no {figure['metric']} at step {last}"
 

@@ -73,8 +73,6 @@ def read(file: Path, columns: set[str]) -> pa.Table | None:
     """These columns; None, and a warning, if it cannot be read. `pq.read_table` would import formats of no use here."""
     try:
         table = pq.ParquetFile(file, page_checksum_verification=True).read(sorted(columns)).combine_chunks()
-        if "is_sampled" not in table.column_names and "is_sampled" in columns:  # of a run that is older than turns
-            table = table.append_column("is_sampled", pa.nulls(len(table), pa.large_list(pa.bool_())))
         return table.select(sorted(columns))
     except (OSError, ValueError, LookupError, pa.ArrowException) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]

@@ -78,8 +78,6 @@ class Launch:
             time.sleep(0.1)
             statuses = {rank: process.poll() for rank, process in self.processes.items()}
             failed |= {rank: status for rank, status in statuses.items() if status not in (None, 0, NOT_FINISHED)}
-            if -signal.SIGTERM in failed.values():  # a signal to a rank that did not listen yet
-                self.request.place_of(signal.SIGTERM)
             if self.request.first is not None and not is_passed_on:
                 is_passed_on = True
                 for process in self.processes.values():

@@ -24,19 +24,12 @@ def hang() -> None:
     time.sleep(600)
 
 
-def wait_in_another_phase() -> None:
-    with in_phase("sync", 3):
-        wait()
-
-
 FAULTS = {
     "hang": hang,
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "exception": lambda: sys.exit(1),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "hold": lambda: ctypes.PyDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1),
-    "all wait": wait,
-    "phases": wait_in_another_phase,
 }
 
 Watch(FOLDER, RANK, 3, limit=8.0).start()

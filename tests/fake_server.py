@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -23,7 +24,7 @@ from aiohttp import web
 
 from flags import Sampling, take
 from generation.start import ServerProcess
-from generation.weights import Gloo
+from generation.weights import Gloo, Owner
 from generation.wire import Fleet, Server, Turns
 from helpers import flags, make_grade, make_row
 from policy import Policy
@@ -33,16 +34,25 @@ from sampling import Draws, Sampler
 TOKEN = 7
 WEIGHTS = {"layer.weight": torch.arange(6.0).reshape(2, 3), "norm.weight": torch.ones(3)}
 DESCRIPTION = {"names": list(WEIGHTS), "dtype_names": ["float32"] * 2, "shapes": [[2, 3], [3]]}
-CLAIM = {"run": "a", "out_dir": "/runs/a", "host": "node-a", "pid": "7"}
+A, B = ({"run": name, "out_dir": f"/runs/{name}", "host": f"node-{name}", "pid": "7"} for name in "ab")  # two runs
+HAS = {
+    "--model": "Qwen2ForCausalLM of 2 layers",
+    "--max_model_len": 64,
+    "--dtype": "float32",
+    "--head_dtype": "float32",
+}
 TOKENIZER = SimpleNamespace(decode=lambda ids, **_: "text")
 INPUTS = SimpleNamespace(tokenizer=TOKENIZER, turns=None)
 
 
 class FakeServer:
-    """Each token takes `seconds`; a completion is as long as it may be. It answers with these `changes`."""
+    """Each token takes `seconds`; a completion is as long as it may be. It answers with these `changes`.
+
+    It has an owner as a real one, and the description HAS.
+    """
 
     def __init__(self, seconds: float = 0.0, port: int = 0) -> None:
-        self.seconds, self.port = seconds, port
+        self.seconds, self.port, self.owner = seconds, port, Owner()
         self.version, self.tokens, self.paused = "default", 0, False
         self.dies_in_sync: threading.Event | None = None  # it fails after the first tensor, and not before the event
         self.used: set[tuple] = set()  # connections: it hangs up when one is used again, as vLLM's does with idle ones
@@ -75,6 +85,8 @@ class FakeServer:
     async def answer(self, request: web.Request) -> web.Response:
         path, body = request.path.removeprefix("/"), await request.json() if request.can_read_body else {}
         self.asked.append(request.path_qs.removeprefix("/"))
+        if path == "owner" and (refusal := self.owner.hear(body["claim"], body["do"], time.monotonic())):
+            return web.Response(text=refusal, status=409)
         if path == "inference/v1/generate":
             return await self.generate(request, body)
         if path in ("pause", "resume"):
@@ -84,7 +96,7 @@ class FakeServer:
         elif path in ("init_weight_transfer_engine", "update_weights"):
             do = self.meet if path.startswith("init") else self.receive
             await self.loop.run_in_executor(self.pool, do, next(iter(body.values())))
-        return web.json_response({"tokens": self.tokens, "num_workers": 1})
+        return web.json_response({"tokens": self.tokens, "num_workers": 1, "fit": HAS})
 
     def meet(self, info: dict) -> None:
         place = {"host": info["master_address"], "port": info["master_port"]}
@@ -132,14 +144,16 @@ def engine_of(
     most: int = 64,
     policy: Policy | None = None,
     turns: Turns | None = None,
+    claim: dict[str, str] = A,
+    needed: dict[str, object] | None = None,
 ) -> Iterator[ServerEngine]:
-    """An engine over these servers. `said` is what it told the console, `spans` when servers sampled."""
-    said, spans, output = [], [], os.fstat(1)
+    """An engine over these servers. `said` is what it told the console."""
+    said, output = [], os.fstat(1)
     found = [each if isinstance(each, Server) else Server(each.url, each.url) for each in servers]
-    fleet = Fleet(found, [], "", said.append, lambda *span: spans.append(span), CLAIM, {}, timeout, most, turns=turns)
+    fleet = Fleet(found, [], "", said.append, claim, needed or {}, timeout, most, turns=turns)
     weights = DESCRIPTION if policy is None else policy.describe_weights()
     engine = ServerEngine(fleet, TOKENIZER, weights, torch.device("cpu"), version, in_flight)
-    engine.said, engine.spans, engine.policy = said, spans, policy
+    engine.said, engine.policy = said, policy
     try:
         yield engine
     finally:

@@ -96,7 +96,7 @@ class ForkedRank(subprocess.Popen):
 def run_fork(command: list[str], environment: dict[str, str], outputs: list[str], has_own_workers: bool) -> None:
     """In the new process."""
     if PICTURES not in environment:
-        report.plot = report.plot_timeline = lambda _: None
+        report.plot = lambda _: None
     if not has_own_workers:  # the warm process is the fork server, too
         forkserver._forkserver.ensure_running = lambda: None
         generation.start.subprocess = SERVERS

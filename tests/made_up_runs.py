@@ -6,13 +6,12 @@ import json
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
-from helpers import write_lines
-from reporting.history import History
+from batch import Rollout, Sampled
+from grading import Grade
+from helpers import make_row, write_lines
+from records.rollouts import Keeper
 
-METRICS = ("reward/mean", "completion/tokens_mean", "policy/kl_ref", "policy/entropy")
 HOSTILE = "<script>window.hacked=1</script></script><img src=x onerror='window.hacked=2'><!-- <b>bold</b> &amp; \\u003c"
 SMILE = "\N{SMILING FACE WITH OPEN MOUTH}"  # four bytes, of which each is a token
 SYLLABLES = ["ba", "ce", "di", "fo", "gu", "ha", "je", "ki", "lo", "mu", "na", "pe", "qui", "ro", "su", "ta"]
@@ -29,11 +28,6 @@ OF_AN_EVALUATION = {
     "eval/math500/avg@4": 0.6, "eval/math500/stderr": 0.015, "eval/math500/pass@4": 0.7,
     "eval/math500/pass@4_stderr": 0.012, "time/evaluate_s": 15,
 }  # fmt: skip
-
-
-def history(value: float, seed: int = 1, name: str = "reward/mean") -> History:
-    """A run of one step."""
-    return History(Path(f"seed{seed}"), {"seed": seed}, [{"step": 1, name: value}])
 
 
 def write_run(folder: Path, config: dict, records: list[dict]) -> Path:
@@ -79,13 +73,11 @@ def make_vocabulary(size: int) -> list[bytes]:
 
 
 def make_rollouts(run: Path, steps: list[int], prompts: int, tokens: int, vocabulary: list[bytes]) -> None:
-    """rollouts/step_N.parquet of random words. The first completion is hostile, the second smiles."""
+    """The rollouts of these steps, of random words. The first completion is hostile, the second smiles."""
     random, count = np.random.default_rng(0), prompts * GROUP_SIZE
     words, end = np.arange(256, len(vocabulary)), len(vocabulary)
     frequencies = 1 / np.arange(2, len(words) + 2)  # Zipf's law
-    folder = run / "rollouts"
-    folder.mkdir()
-    pq.write_table(pa.table({"bytes": pa.array([*vocabulary, b"<|im_end|>"], pa.binary())}), folder / "tokens.parquet")
+    keeper = Keeper(run, 100.0, [*vocabulary, b"<|im_end|>"])
     for step in steps:
         lengths = np.clip(random.normal(tokens, tokens / 5, count), 20, None).astype(int)
         drawn = random.choice(words, lengths.sum(), p=frequencies / frequencies.sum())
@@ -93,22 +85,24 @@ def make_rollouts(run: Path, steps: list[int], prompts: int, tokens: int, vocabu
         completions[0] = np.append(end - 1, completions[0])
         smiling = f"{SMILE} is the answer\nand a new line, {SMILE}"
         completions[1] = np.append(list(smiling.encode()), completions[1])
-        correct = random.random(count) < 0.5
-        logprobs = [-random.exponential(0.4, len(each)).astype(np.float32) for each in completions]
-        old = [x + random.normal(0, 0.01, len(x)).astype(np.float32) for x in logprobs]
-        groups = [b // GROUP_SIZE for b in range(count)]
-        table = {
-            "group": pa.array(groups, pa.int32()),
-            "row": [f"train.jsonl:{step * prompts + group}" for group in groups],
-            "prompt": [f"<|im_start|>user\nGroup {group} {HOSTILE}<|im_end|>\n" for group in groups],
-            "answer": [f"{group} {HOSTILE}" for group in groups],
-            "completion": [b"".join(vocabulary[i] for i in each[:-1]).decode() for each in completions],
-            "token_ids": pa.array([each.astype(np.int32) for each in completions], pa.large_list(pa.int32())),
-            "rollout_logprobs": pa.array(logprobs), "old_logprobs": pa.array(old),
-            "reward": pa.array((correct + 0.1).astype(np.float32)),
-            "reward_parts": [json.dumps({HOSTILE: float(right), "format": 0.1}) for right in correct],
-            "reward_status": [HOSTILE if b == 3 else "ok" for b in range(count)],
-            "read_as": [None if b % 5 == 4 else HOSTILE for b in range(count)], "is_correct": correct.tolist(),
-            "is_truncated": [b % 4 == 2 for b in range(count)], "is_trained": [b != 3 for b in range(count)],
-        }  # fmt: skip
-        pq.write_table(pa.table(table), folder / f"step_{step}.parquet", compression="zstd", write_page_checksum=True)
+        rows = [
+            make_row(
+                [1], text=f"<|im_start|>user\nGroup {group} {HOSTILE}<|im_end|>\n", answer=f"{group} {HOSTILE}",
+                where=f"train.jsonl:{step * prompts + group}",
+            )
+            for group in range(prompts)
+        ]  # fmt: skip
+        grades = [
+            Grade(0.1 + right, HOSTILE if b == 3 else "ok", {HOSTILE: right, "format": 0.1}, HOSTILE if b % 5 else None)
+            for b, right in enumerate((random.random(count) < 0.5).astype(float).tolist())
+        ]
+        rollout = Rollout(
+            rows=[rows[b // GROUP_SIZE] for b in range(count)],
+            completions=completions,
+            rollout_logprobs=[-random.exponential(0.4, len(each)).astype(np.float32) for each in completions],
+            texts=[b"".join(vocabulary[i] for i in each[:-1]).decode() for each in completions],
+            is_truncated_B=np.arange(count) % 4 == 2,
+            grades=grades,
+        )
+        keeper.keep(Sampled(step, GROUP_SIZE, rollout, np.zeros(count), np.arange(count), None, {}))
+    keeper.wait()

@@ -31,12 +31,9 @@ def at(step: int, number: int = 1) -> UpdateStep:
 
 @pytest.mark.parametrize(("changes", "max_kl", "expected"), [
     ({}, 0.1, None),
-    ({"policy/loss": math.nan}, 0.0, (NOT_FINITE, "the loss is nan")),
     ({"policy/loss": -math.inf}, 0.0, (NOT_FINITE, "the loss is -inf")),
     ({"optim/grad_norm": math.inf}, 0.0, (NOT_FINITE, "the gradient norm is inf")),
-    ({"policy/approx_kl": 0.11}, 0.1, (BEYOND_KL, "the KL to the policy that sampled is 0.11; --max_kl 0.1")),
     ({"policy/approx_kl": math.nan}, 0.1, (BEYOND_KL, "the KL to the policy that sampled is nan; --max_kl 0.1")),
-    ({"policy/approx_kl": 0.1}, 0.1, None),
     ({"policy/approx_kl": 1e9, "optim/grad_norm": 1e9}, 0.0, None),
 ])  # fmt: skip
 def test_what_is_wrong_with_an_update_is_said_with_its_bound(changes, max_kl, expected):
@@ -52,8 +49,6 @@ def test_updates_are_counted_by_reason_and_too_many_in_a_row_end_the_run_also_ac
     said = r"step 3, update 2 is left out: the KL .* These are 3 in a row \(--max_skipped_updates 2\)"
     with pytest.raises(RunError, match=said):
         resumed.judge(FAR, at(3, 2))
-    resumed.restore({"prompts_drawn": 3, "grad_norms": [1.0]})  # of older versions
-    assert resumed.num_skipped == 0
 
 
 def test_what_is_not_finite_from_the_first_update_on_does_not_blame_the_learning_rate():

@@ -14,19 +14,17 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import checkpoint
 from batch import pack
 from flags import PromptFormat, Saving
 from guards.files import DiskError, checkpoints, checksums, write_list
 from guards.start import RunError
-from helpers import ALONE, flags, largest_file, make_rollout, unpacked_logprobs
+from helpers import ALONE, largest_file, make_rollout, unpacked_logprobs
 from model.engine_options import stop_ids
 from model.vision import load_processor
 from model.weights import load_config, load_generation_config
-from planner.dry_run import setup_of
-from planner.memory import checkpoint_bytes
 from policies import load_policy
 
 
@@ -71,7 +69,6 @@ def latest(out_dir, said: list[str] | None = None):
 def test_what_was_saved_comes_back_to_the_bit_with_the_state_of_the_loop(policy, pair, tokenizer, tmp_path):
     model, optimizer = pair
     writer(tmp_path, tokenizer).save(7, model, optimizer, {"prompts_drawn": 56})
-    assert json.loads((tmp_path / "step_7" / "trainer" / "progress.json").read_text()) == {"prompts_drawn": 56}
     other, other_optimizer = trained(policy, seed=2)
     assert checkpoint.load(tmp_path / "step_7", other, other_optimizer) == {"prompts_drawn": 56}
     for (name, expected), found in zip(model.named_parameters(), other.parameters(), strict=True):
@@ -100,20 +97,17 @@ def test_the_exported_policy_is_the_trained_one_in_the_dtype_of_the_engine(name,
 def test_the_exported_policy_ends_where_it_was_sampled_to_end(pair, tokenizer, tmp_path):
     config = pair[0].model.config
     GenerationConfig(eos_token_id=[3, 5], temperature=0.6, do_sample=True).save_pretrained(tmp_path / "base")
-    for name, content in (("invalid", {"eos_token_id": 2, "temperature": 0.6}), ("without_end", {"top_k": 5})):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "generation_config.json").write_text(json.dumps(content))
+    (tmp_path / "invalid").mkdir()
+    (tmp_path / "invalid" / "generation_config.json").write_text('{"eos_token_id": 2, "temperature": 0.6}')
     (stop,) = stop_ids(tokenizer, ["7"])
-    cases = (
+    for step, (name, ids, expected) in enumerate((
         ("base", [], [3, 5]), ("base", [5, stop], [3, 5, stop]), ("absent", [stop], [config.eos_token_id, stop]),
-        ("invalid", [5, stop], [2, 5, stop]), ("invalid", [], 2), ("without_end", [], config.eos_token_id),
-    )  # fmt: skip
-    for step, (name, ids, expected) in enumerate(cases, start=1):
+        ("invalid", [5, stop], [2, 5, stop]),
+    ), start=1):  # fmt: skip
         companions = [tokenizer, load_generation_config(str(tmp_path / name), config, ids)]
         checkpoint.Writer(tmp_path, companions, Saving(keep_checkpoints=0), ALONE, print).save(step, *pair, {})
         found = json.loads((tmp_path / f"step_{step}" / "generation_config.json").read_text())
-        assert found["eos_token_id"] == expected
-        assert ("temperature" in found) == (name == "base")
+        assert found["eos_token_id"] == expected and ("temperature" in found) == (name == "base")
 
 
 def test_a_policy_of_which_nothing_is_finite_is_not_saved(tokenizer, tmp_path):
@@ -129,18 +123,15 @@ def test_only_the_newest_are_kept_and_the_one_that_final_points_to(pair, tokeniz
     (tmp_path / "unfinished_step_1").mkdir()  # of a killed run
     assert latest(tmp_path) == (0, None)
     saving = writer(tmp_path, tokenizer, keep_checkpoints=2)
-    for step in (1, 2, 3, 4):
+    for step in (1, 2, 9, 10):
         saving.save(step, *pair, {})
         if step == 1:
             checkpoint.link_final(tmp_path, 1)
-    assert [step for step, _ in checkpoints(tmp_path)] == [1, 3, 4]
-    assert latest(tmp_path) == (4, tmp_path / "step_4")
-    assert not list(tmp_path.glob("unfinished*"))
-    for name in ("step_10", "step_x", "unfinished_step_11"):
-        (tmp_path / name).mkdir()
-    assert [step for step, _ in checkpoints(tmp_path)] == [1, 3, 4, 10], "the order of the steps, not of the names"
-    checkpoint.link_final(tmp_path, 4)
-    assert (tmp_path / "final").resolve() == (tmp_path / "step_4").resolve()
+    (tmp_path / "step_x").mkdir()
+    assert [step for step, _ in checkpoints(tmp_path)] == [1, 9, 10], "the order of the steps, not of the names"
+    assert latest(tmp_path) == (10, tmp_path / "step_10") and not list(tmp_path.glob("unfinished*"))
+    checkpoint.link_final(tmp_path, 10)
+    assert (tmp_path / "final").resolve() == (tmp_path / "step_10").resolve()
 
 
 # Damage ---------------------------------------------------------------------------------------------------------------
@@ -184,7 +175,6 @@ def test_damage_to_any_file_is_found_and_named_and_the_checkpoint_before_is_used
     for number, name in enumerate(files):
         folder, said = tmp_path / str(number), []
         shutil.copytree(run_folder, folder, symlinks=True)
-        assert latest(folder) == (2, folder / "step_2")
         damage(folder / "step_2" / name)
         assert latest(folder, said) == (1, folder / "step_1"), name
         (line,) = said
@@ -207,18 +197,6 @@ def test_without_a_whole_checkpoint_nothing_starts_again_from_scratch(run_folder
     for path in folder.glob("damaged_*"):
         shutil.rmtree(path)
     assert latest(folder) == (0, None)
-
-
-def test_added_files_do_not_count_and_a_folder_without_checksums_is_used_as_it_is_and_that_is_said(folder):
-    told = []
-    (folder / "step_2" / "eval").mkdir()  # of evaluate.py
-    (folder / "step_2" / "eval" / "results.json").write_text("{}")
-    assert latest(folder, told) == (2, folder / "step_2") and not told
-    for file in folder.glob("step_*/trainer/checksums.json"):  # as an older version leaves it
-        file.unlink()
-    names = sorted(path.name for path in folder.iterdir())
-    assert latest(folder, told) == (2, folder / "step_2")
-    assert "without checksums" in told[0] and sorted(path.name for path in folder.iterdir()) == names
 
 
 # Code in files --------------------------------------------------------------------------------------------------------
@@ -244,8 +222,6 @@ def test_a_list_of_shards_with_code_in_it_is_damage_even_if_the_checksums_agree(
     assert latest(folder, said)[0] == 1
     assert "trainer/.metadata: it names posix.system, which is no part of a checkpoint" in said[0]
     assert not mark.exists()
-    dcp.FileSystemReader(folder / "damaged_step_2" / "trainer").read_metadata()
-    assert mark.exists(), "the reader of torch would have run it"
 
 
 def test_a_value_with_code_in_it_is_refused(policy, tmp_path):
@@ -296,24 +272,9 @@ def test_a_full_disk_costs_a_checkpoint_but_not_the_one_that_must_be_there(
             saving.save(24, *pair, {}, is_required=True)
     assert [step for step in range(11, 35) if saving.is_due(step, is_last=step == 34)] == [20, 30, 34], "at its turn"
     monkeypatch.undo()
-    saving.save(30, *pair, {})
-    saving.save(30, *pair, {}, is_required=True)  # a signal came right after it
-    saving.save(0, *pair, {}, is_required=True)  # or before the first step
+    for step in (30, 30, 0):  # a signal came right after it, or before the first step
+        saving.save(step, *pair, {}, is_required=True)
     assert [path.name for path in folder.iterdir()] == ["step_30"] and len(said) == 1
-
-
-def test_a_checkpoint_takes_the_space_that_the_dry_run_says(policy, tokenizer, tmp_path):
-    """Within 2 % at 1.7 million parameters: each tensor brings a kilobyte of names, offsets and padding."""
-    config = load_config(str(policy))
-    config.hidden_size, config.intermediate_size = 256, 768
-    Qwen2ForCausalLM(config).save_pretrained(tmp_path / "model")
-    writer(tmp_path / "run", tokenizer).save(1, *trained(tmp_path / "model"), {})
-    args = flags(
-        model=tmp_path / "model", train_data="x#100", max_prompt_tokens=8, max_completion_tokens=12, dtype="bfloat16"
-    )
-    files = [path for path in (tmp_path / "run" / "step_1").rglob("*") if path.is_file()]
-    expected = checkpoint_bytes(setup_of(args, load_config(args.model)))
-    assert sum(path.stat().st_size for path in files) == pytest.approx(expected, rel=0.02)
 
 
 # The best -------------------------------------------------------------------------------------------------------------

@@ -60,8 +60,6 @@ CHANGES = {f"a bit of {name}": lambda named, name=name: {name: one_bit(named[nam
     "gate and up swapped": lambda named: {GATE: named[UP], UP: named[GATE]},
     "columns moved": lambda named: {OUT: named[OUT].roll(1, 1)},
     "rows moved": lambda named: {UP: named[UP].roll(1, 0)},
-    "scaled": lambda named: {OUT: named[OUT] * 1.01},
-    "sign": lambda named: {K: -named[K]},
 }
 
 
@@ -119,19 +117,12 @@ def test_roundings_of_a_merged_tensor_are_no_difference_and_a_small_step_is_one(
             add_sums(own, tensor)
         return differing(sums[0], sums[1:], torch.tensor([merged_size])).item()
 
-    for share, is_step in [(2**-16, False), (1e-2, True)] * 5:
+    for share, is_step in [(2**-16, False), (1e-2, True)] * 3:
         steps = (torch.rand(shape, generator=generator) < share) * torch.randn(shape, generator=generator).sign()
         moved = (whole.view(torch.int16) + steps.to(torch.int16)).view(torch.bfloat16)
         assert is_different(moved, whole.numel()) == is_step
     (one := whole.clone())[3, 5] *= 1.01
     assert is_different(one, 0) and not is_different(one, whole.numel()) and not is_different(whole, 0)
-
-
-def test_what_one_engine_has_kept_of_old_weights_ends_every_rank(monkeypatch):
-    monkeypatch.setattr("guards.drift.gather_from_ranks", lambda own: [own, 3])
-    guard = Some(phase=lambda name: nullcontext(), different_tensors=list)
-    with pytest.raises(RunError, match="the engine has kept 3 blocks of keys and values of old weights"):
-        DriftGuard.before_sample(guard, cached_blocks=0)
 
 
 def test_the_temperature_is_read_from_log_probs():

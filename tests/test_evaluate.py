@@ -26,11 +26,8 @@ from evaluate import (
 )
 from flags import Sampling
 from forked import run_script
-from grading import Case, Grade
-from grading.score import Needs
+from grading import Grade
 from helpers import ENVIRONMENT, ROOT, flags, lines, make_rollout, run_command, torchrun, write_lines
-from inputs.load import samplings_of
-from reward import Grader
 
 
 def grade(score: float, answer: str | None = None, status: str = "ok") -> Grade:
@@ -87,49 +84,9 @@ def test_the_table_has_the_published_numbers_beside_ours():
     assert row == "math500 500 1 78.2 ± 1.8 - - 0.0 ± 0.0 512.4 ± 3.1 78.2"
 
 
-class EngineOfAnswers:
-    """An engine whose completions are all "1", handed to the grader as they come; it notes each seed."""
-
-    def __init__(self) -> None:
-        self.seeds: list[tuple[int, ...]] = []
-
-    def sample(self, rows, sampling, seed, description, on_finished):
-        self.seeds.append(seed)
-        answered = [row for row in rows for _ in range(sampling.num_samples)]
-        for b in range(len(answered)):
-            on_finished(b, "1", [7], False)
-        return replace(make_rollout([1] * len(answered)), rows=answered, texts=["1"] * len(answered))
-
-
-class ExactGrader(Grader):
-    """Grades in this process."""
-
-    def __init__(self) -> None:
-        self.cases: dict[int, Case] = {}
-        self.needs, self.is_proven = Needs(cases=True, groups=False, token_ids=False), False
-
-    def submit(self, b: int, case: Case, group_size: int = 1, own: Grade | None = None) -> None:
-        self.cases[b] = case
-
-    def collect(self) -> dict[int, Grade]:
-        found, self.cases = self.cases, {}
-        return {b: grade(float(case.completion == case.answer), case.completion) for b, case in found.items()}
-
-
 def held_out(name: str, *answers: str) -> PromptData:
     message = {"role": "user", "content": "?"}
     return PromptData(name, [Row([message], answer, {}, f"{name}, line {i}") for i, answer in enumerate(answers)])
-
-
-def test_the_evaluator_samples_each_set_in_its_own_way_and_keeps_every_completion(tmp_path):
-    engine, sets = EngineOfAnswers(), [held_out("math", "1", "2"), held_out("sums", "1")]
-    samplings = [Sampling(1, 0.0, 8), Sampling(2, 1.0, 8)]
-    evaluator = Evaluator(sets, samplings, ExactGrader(), tmp_path / "eval", 2, False, seed=7)
-    metrics = evaluator.run(engine, 20)
-    assert metrics["eval/math/avg@1"] == 0.5 and metrics["eval/sums/avg@2"] == 1.0
-    assert engine.seeds == [(7, 20, 1), (7, 20, 2)], "of the run, the step and the set"
-    kept = {name: lines(tmp_path / "eval" / "step_20" / f"{name}.jsonl") for name in ("math", "sums")}
-    assert [row["is_correct"] for row in kept["math"]] == [True, False] and len(kept["sums"]) == 2
 
 
 def test_evaluation_is_due_every_so_many_steps_after_the_last_and_before_the_first_if_asked(tmp_path):
@@ -185,24 +142,8 @@ def test_like_a_run_is_evaluated_as_it_trains_and_the_results_are_not_in_the_che
     args = parse_arguments()
     assert (args.reward, args.max_completion_tokens, args.samples) == ("math:2,length", [7], [2])
     assert args.prompt_suffix == " Stop." and args.dtype == run["dtype"]
-    (tmp_path / "config.json").write_text(json.dumps(run | {"eval_temperature": [0.5, 0.2]}))
-    with pytest.raises(
-        ValueError, match="--eval_temperature 0.5 0.2, a value for each of its sets; give --temperature"
-    ):
-        parse_arguments()
-    monkeypatch.setattr(sys, "argv", [*command, "--temperature", "0.5"])
-    assert parse_arguments().temperature == [0.5]
     assert new_folder(None, args.model).parent == tmp_path / "eval" / "step_3"
     assert new_folder(None, "owner/name").parent == Path("eval/owner--name")
-
-
-def test_settings_are_one_for_all_sets_or_one_for_each():
-    given = [1, 32], [0.6], [100, 200], [0.95]
-    samplings = [Sampling(1, 0.6, 100, 0.95), Sampling(32, 0.6, 200, 0.95)]
-    names = ["a/test.jsonl", "b/test.jsonl@train", "owner/test@test"]
-    assert samplings_of(names[:2], "eval_", given) == samplings, "the split is a part of the name"
-    with pytest.raises(ValueError, match="--eval_samples has 2 values for 3 sets"):
-        samplings_of(names, "eval_", given)
 
 
 def run(run_it: Callable, name: str, *flags: object, **environment: object) -> str:

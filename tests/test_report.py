@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 import report
-from helpers import write_lines
 from made_up_runs import write_run
-from report import plot, plot_timeline
+from report import plot
+from reporting.reference import load
 
 RECORDS = [
     {"step": 0, "eval/heldout/avg@4": 0.3, "time/evaluate_s": 1.0, "time/step_s": 1.0},
@@ -17,70 +17,56 @@ RECORDS = [
 ]  # fmt: skip
 
 
-def test_curves_and_timeline_are_drawn_also_where_values_are_missing(tmp_path):
-    update = {"who": "ranks", "what": "update", "begin": 1000.0, "end": 1002.0}
-    steps = [{"step": step, "spans": [update, update | {"who": "server 0", "what": "sample 3"}]} for step in range(10)]
-    pictures = set()
-    plot_timeline(tmp_path)
-    assert not (tmp_path / "timeline.png").exists(), "nothing is known"
-    for records in (RECORDS, RECORDS[:1]):  # before the first step there is less to see
-        write_run(tmp_path, {}, records)
-        update["end"] += 1
-        write_lines(tmp_path / "timeline.jsonl", steps)
-        plot(tmp_path)
-        plot_timeline(tmp_path)
-        pictures |= {file.read_bytes() for file in tmp_path.glob("*.png")}
-    assert len(pictures) == 4 and all(picture.startswith(b"\x89PNG") for picture in pictures)
+def test_curves_are_drawn_also_where_values_are_missing(tmp_path):
+    published, pictures = load("tiny_cpu")["training"], set()  # whose curves are drawn, too
+    for config, records in (({}, RECORDS[:1]), ({}, RECORDS), (published, RECORDS)):  # before the first step, after it
+        plot(write_run(tmp_path, config, records))
+        pictures.add((tmp_path / "curves.png").read_bytes())
+    assert len(pictures) == 3 and all(picture.startswith(b"\x89PNG") for picture in pictures)
+
+
+def run_report(monkeypatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["report.py", *arguments])
+    report.main()
 
 
 def test_the_command_prints_what_it_has_found(tmp_path, monkeypatch, capsys):
     run, drawn = str(write_run(tmp_path / "run", {"seed": 1}, RECORDS)), []
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "reward/part/a\u2028b": 0.5}\n{"step": 3, "rew')  # a kill has cut it off
+    monkeypatch.setattr(report, "plot", drawn.append)
     for arguments, said in {
         (run,): f"{run}/report.html\n", (run, "--output", f"{run}/x.html"): f"{run}/x.html\n",
         ("--compare", run, "--", run): f"A: {run} (seed 1, to step 2)",
         (run, "--reference", "tiny_cpu"): f"{run} against tiny_cpu: cannot be judged\n",
     }.items():  # fmt: skip
-        monkeypatch.setattr(sys, "argv", ["report.py", *arguments])
-        monkeypatch.setattr(report, "plot", drawn.append)
-        report.main()
+        run_report(monkeypatch, *arguments)
         assert capsys.readouterr().out.startswith(said)
     assert {"report.html", "x.html"} <= {file.name for file in (tmp_path / "run").iterdir()}
     assert drawn == [Path(run)] * 2
 
 
 @pytest.mark.parametrize(("file", "line", "said"), [
-    ("config.json", None, "is no run folder with results: it has no config.json"),
     ("metrics.jsonl", None, "it has no metrics.jsonl with a step"),
     ("metrics.jsonl", '{"step": 1, "reward}', "metrics.jsonl, line 1, is damaged: Unterminated string"),
     ("metrics.jsonl", '{"reward/mean": 1.0}', "metrics.jsonl is damaged: a line of it has no step"),
     ("metrics.jsonl", '{"step": 9, "reward/mean": [1]}', "metrics.jsonl is damaged: reward/mean is no number"),
     ("config.json", "[1]", "config.json is damaged"),
-    ("starts.jsonl", '"}', "starts.jsonl, line 1, is damaged"),
 ])  # fmt: skip
 def test_a_folder_that_is_no_run_or_damaged_is_named_in_a_sentence(tmp_path, monkeypatch, capsys, file, line, said):
     run = str(write_run(tmp_path / "run", {"seed": 1}, RECORDS))
-    (tmp_path / "run" / file).unlink(missing_ok=True)
+    (tmp_path / "run" / file).unlink()
     if line:
         (tmp_path / "run" / file).write_text(line + "\n")
-    is_of_page = line and file != "config.json"
-    monkeypatch.setattr(sys, "argv", ["report.py", *([run] if is_of_page else ["--compare", run, "--", run])])
     with pytest.raises(SystemExit, match="2"):
-        report.main()
+        run_report(monkeypatch, "--compare", run, "--", run)
     error = capsys.readouterr().err
     assert error.startswith(f"error: {run}") and said in error and error.count("\n") == 1
 
 
-@pytest.mark.parametrize(("given", "said"), [((), "name one or more"), (("--compare", "a", "b"), "on both sides")])
-def test_a_missing_side_is_told(monkeypatch, capsys, given, said):
-    monkeypatch.setattr(sys, "argv", ["report.py", *given])
-    with pytest.raises(SystemExit, match="2"):
-        report.main()
-    assert said in capsys.readouterr().err
-
-
-def test_a_folder_of_a_model_gets_no_page(tmp_path, monkeypatch, capsys):
+def test_a_folder_of_a_model_and_a_missing_side_are_refused(tmp_path, monkeypatch, capsys):
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
-    monkeypatch.setattr(sys, "argv", ["report.py", str(tmp_path)])
-    with pytest.raises(SystemExit, match="2"):
-        report.main()
-    assert "is no run" in capsys.readouterr().err and not (tmp_path / "report.html").exists()
+    for arguments, said in (([str(tmp_path)], "is no run"), (["--compare", "a", "b"], "on both sides")):
+        with pytest.raises(SystemExit, match="2"):
+            run_report(monkeypatch, *arguments)
+        assert said in capsys.readouterr().err and not (tmp_path / "report.html").exists()

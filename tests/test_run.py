@@ -4,7 +4,6 @@ import json
 import math
 import os
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -85,17 +84,14 @@ def test_the_folder_of_other_flags_is_left_alone_unless_it_trained_nothing(trace
 def test_a_run_does_not_continue_on_other_data_or_another_reward_unless_that_is_meant(tmp_path):
     then, now = {"math.jsonl": "1f", "my.py": "2f"}, {"math.jsonl": "1f", "my.py": "3f"}
     folder, config = tmp_path / "run", {"out_dir": "run"}
-    for _ in range(2):  # nothing was trained on them yet
-        open_run_folder(folder, config, set(), now).close()
-        open_run_folder(folder, config, set(), then).close()
+    open_run_folder(folder, config, set(), now).close()  # nothing was trained on them yet
+    open_run_folder(folder, config, set(), then).close()
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
     open_run_folder(folder, config, set(), then).close()
     with pytest.raises(ValueError, match="^my.py: not the same .*delete .*inputs.json if"):
         open_run_folder(folder, config, set(), now)
     (folder / "inputs.json").unlink()
     open_run_folder(folder, config, set(), now).close()
-    with pytest.raises(ValueError, match="math.jsonl: not the same"):
-        open_run_folder(folder, config, set(), now | {"math.jsonl": "2f"})
 
 
 def test_a_run_continues_that_is_older_than_some_flags(tmp_path):
@@ -103,10 +99,8 @@ def test_a_run_continues_that_is_older_than_some_flags(tmp_path):
     opened(tmp_path).close()
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     config = json.loads((tmp_path / "config.json").read_text())
-    for name in ("stop_tokens", "head_dtype", "shard_ranks", "plan_prompt_tokens"):
-        del config[name]
-    config |= {"plan_length_share": 0.5, "on_bad_update": "rollback"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    del config["stop_tokens"]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"on_bad_update": "rollback"}))
     opened(tmp_path).close()
     refused(tmp_path, r"--stop_tokens \[\] there, \['x'\] now", stop_tokens="x")
 
@@ -119,9 +113,6 @@ def test_a_folder_of_something_else_or_that_cannot_be_written_is_refused(tmp_pat
         refused(file.parent, rf"holds {name} but no config.json of a run; choose another")
         assert file.read_text() == content
     refused(file / "run", "cannot be written")
-    if os.getuid() != 0:  # root writes everywhere
-        (tmp_path / "locked").mkdir(mode=0o500)
-        refused(tmp_path / "locked" / "run", "cannot be written")
 
 
 def test_two_runs_cannot_share_a_folder_and_the_holder_is_named(tmp_path, monkeypatch, capsys):
@@ -129,8 +120,7 @@ def test_two_runs_cannot_share_a_folder_and_the_holder_is_named(tmp_path, monkey
     monkeypatch.setattr(sys, "argv", ["train_grpo.py", "--seed", "1"])
     lock = opened(tmp_path)
     for _ in range(2):  # whoever is refused leaves the name as it is
-        of_lock = rf"in use by process {os.getpid()} on {socket.gethostname()}, since .*"
-        refused(tmp_path, f"{of_lock}: train_grpo.py --seed 1; end that")
+        refused(tmp_path, f"in use by process {os.getpid()} on .*, since .*: train_grpo.py --seed 1; end that")
     assert capsys.readouterr().out.count("waiting up to 0.5 s for its end") == 2
     lock.close()
     opened(tmp_path).close()
@@ -149,18 +139,16 @@ def test_a_start_waits_for_a_run_that_is_ending_and_children_do_not_keep_the_loc
 
 
 def test_a_start_is_described_with_its_code_and_hardware(tmp_path, monkeypatch):
-    run = make_run(tmp_path)
-    monkeypatch.setattr(run_module, "_git", lambda *arguments: "abc\n" if arguments[0] == "rev-parse" else "+changed\n")
-    run.describe_start(resumed_from=4)
-    monkeypatch.setattr(run_module, "_git", lambda *arguments: "")
-    run.describe_start(resumed_from=8)
+    run, patches = make_run(tmp_path), ["+changed\n", ""]
+    monkeypatch.setattr(run_module, "_git", lambda what, *_: "abc\n" if what == "rev-parse" else patches.pop(0))
+    for resumed_from in (4, 8):
+        run.describe_start(resumed_from)
     first, second = lines(tmp_path / "starts.jsonl")
     assert (first["resumed_from"], first["commit"], first["has_uncommitted_changes"]) == (4, "abc", True)
-    assert (second["resumed_from"], second["commit"], second["has_uncommitted_changes"]) == (8, None, False)
-    assert first["packages"]["torch"] and first["packages"]["numpy"] == np.__version__
+    assert (second["resumed_from"], second["has_uncommitted_changes"]) == (8, False)
+    assert first["packages"]["numpy"] == np.__version__
     assert {"time", "command", "world_size", "tensor_parallel_size", "device", "cores", "python"} <= first.keys()
-    (patch,) = tmp_path.glob("changes_*.patch")
-    assert patch.read_text() == "+changed\n"
+    assert [patch.read_text() for patch in tmp_path.glob("changes_*.patch")] == ["+changed\n"]
 
 
 def test_the_file_of_a_reward_that_git_does_not_know_is_in_the_patch(tmp_path, monkeypatch):
@@ -170,32 +158,17 @@ def test_the_file_of_a_reward_that_git_does_not_know_is_in_the_patch(tmp_path, m
     inputs = {"--model": "0a1b", "owner/name@train": "2c3d", "mine/my_reward.py": "4e5f"}
     make_run(tmp_path).describe_start(0, inputs)
     (patch,) = tmp_path.glob("changes_*.patch")
-    assert "+    return 0.5" in patch.read_text()
     (tmp_path / "elsewhere").mkdir()
     subprocess.run(["git", "apply", "--include=my_reward.py", patch], cwd=tmp_path / "elsewhere", check=True)
     assert (tmp_path / "elsewhere" / "my_reward.py").read_text().endswith("return 0.5\n")
-    assert lines(tmp_path / "starts.jsonl")[0]["has_uncommitted_changes"]
     monkeypatch.setattr(run_module, "_git", lambda what, *_, **__: "my_reward.py\n" if what == "ls-files" else "+")
     assert run_module._own_files(inputs) == "", "git knows it"
-
-
-def test_another_number_of_ranks_or_engines_is_told_with_what_it_changes(tmp_path, capsys):
-    for ranks, resumed_from in ((2, 0), (4, 0), (4, 10), (1, 10)):
-        make_run(tmp_path, size=ranks).describe_start(resumed_from)
-        said = capsys.readouterr().out
-        assert ("now" in said) is (ranks == 1), "not a first step, and not the same number"
-        with (tmp_path / "starts.jsonl").open("a") as file:
-            file.write('{"world_size')  # a line that a kill cut off
-    assert "ranks: now 1 with --tensor_parallel_size 1, before 4 with --tensor_parallel_size 1: weights" in said
-    assert "which engine samples what differs" in said
 
 
 def test_without_git_or_a_repository_there_is_no_commit_and_no_error(tmp_path, monkeypatch):
     monkeypatch.setattr(run_module, "__file__", str(tmp_path / "run.py"))
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert run_module._git("rev-parse", "HEAD") == ""
-    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
-    assert run_module._git("rev-parse", "--is-inside-work-tree") == "true\n"
     monkeypatch.setenv("PATH", "")
     assert run_module._git("rev-parse", "HEAD") == ""
 
@@ -212,29 +185,8 @@ def test_the_log_is_only_appended_to_and_the_last_line_of_a_step_counts(tmp_path
     assert found == [(1, 0.2), (2, None)], "nan is no JSON"
 
 
-def test_other_processes_write_nothing(tmp_path, capsys):
-    run = make_run(tmp_path, rank=1)
-    run.log(1, {"reward/mean": 1.0})
-    run.say("hello")
-    run.describe_start(resumed_from=0)
-    run.describe_data([one_row("train", ("line 1", "no answer"))])
-    run.reward_failures(1, graded([Grade(0.0, "timeout")] * 4))
-    run.samples(1, graded([Grade(1.0, "ok")] * 4), group_size=2)
-    run.plot()
-    assert not list(tmp_path.iterdir())
-    assert capsys.readouterr().out == ""
-
-
-def test_a_log_that_the_main_process_cannot_write_ends_every_rank(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_module, "broadcast_from_main", lambda own: own or "metrics.jsonl could not be written")
-    with pytest.raises(DiskError, match="metrics.jsonl could not be written"):
-        make_run(tmp_path, rank=1).log(1, {})
-
-
 def test_rows_that_cannot_be_used_are_listed_once(tmp_path, capsys):
     run = make_run(tmp_path)
-    run.describe_data([one_row("train")])
-    assert not (tmp_path / "excluded_rows.jsonl").exists()
     for _ in range(2):  # the second start of a run
         run.describe_data([one_row(name, ("line 1", "no answer")) for name in ("train", "test")])
     excluded = [{"set": name, "row": "line 1", "reason": "no answer"} for name in ("train", "test")]
@@ -246,19 +198,14 @@ def test_rows_that_cannot_be_used_are_listed_once(tmp_path, capsys):
     assert "warning: 1 of the 2 prompts of test are training prompts, too" in capsys.readouterr().out
 
 
-def test_five_steps_without_an_advantage_are_told_once(tmp_path, capsys):
+def test_five_steps_without_an_advantage_or_a_gradient_are_told_once(tmp_path, capsys):
     run = make_run(tmp_path)
-    for step, (share, mean) in enumerate([(0, 0), (0.5, 0.1), *[(0, 0)] * 6, (1, 0.5), *[(0, 1)] * 5], start=1):
-        run.log(step, {"reward/frac_groups_with_signal": share, "reward/mean": mean})
-        said = re.findall("warning: for 5 steps every reward (.*), so", capsys.readouterr().out)
-        assert said == {7: ["is 0"], 14: ["is the same within each group"]}.get(step, [])
-
-
-def test_five_steps_without_a_gradient_are_told_and_lone_completions_are_no_groups_without_signal(tmp_path, capsys):
-    run = make_run(tmp_path)
-    for step, norm in enumerate([0.1, *[0] * 5], start=1):  # with --group_size 1 no group has a signal
-        run.log(step, {"reward/mean": 0.0, "optim/grad_norm": norm})
-        assert ("for 5 steps optim/grad_norm is 0" in capsys.readouterr().out) == (step == 6)
+    nothing, signal, lone = (0, None), (0.5, 0.1), (None, 0)  # the last: with --group_size 1 no group has a signal
+    for step, (share, norm) in enumerate([nothing, signal, *[nothing] * 6, signal, *[lone] * 6], start=1):
+        metrics = {"reward/frac_groups_with_signal": share, "optim/grad_norm": norm}
+        run.log(step, {name: value for name, value in metrics.items() if value is not None})
+        said = re.findall("warning: for 5 steps (all rewards|optim/grad_norm is 0)", capsys.readouterr().out)
+        assert said == {7: ["all rewards"], 14: ["optim/grad_norm is 0"]}.get(step, [])
 
 
 def graded(grades: list[Grade]) -> Rollout:
@@ -271,7 +218,7 @@ def graded(grades: list[Grade]) -> Rollout:
 
 def test_a_log_that_cannot_be_written_ends_the_run_and_what_it_can_miss_costs_a_warning(tmp_path, capsys):
     run = make_run(tmp_path)
-    for name in ("metrics.jsonl", "timeline.jsonl", "samples.jsonl", "status.json"):
+    for name in ("metrics.jsonl", "samples.jsonl", "status.json"):
         (tmp_path / name).mkdir()  # a file that nobody can write
     for _ in range(2):
         with pytest.raises(DiskError, match="metrics.jsonl could not be written: Is a directory .*; make room, and"):
@@ -280,7 +227,7 @@ def test_a_log_that_cannot_be_written_ends_the_run_and_what_it_can_miss_costs_a_
         with run.phase("sample"):
             pass
     said = capsys.readouterr().out.splitlines()
-    told = [f"warning: {tmp_path}/{name} could not" for name in ("samples.jsonl", "status.json", "timeline.jsonl")]
+    told = [f"warning: {tmp_path}/{name} could not" for name in ("samples.jsonl", "status.json")]
     assert sorted(line.partition(" be ")[0] for line in said) == told
     (tmp_path / "metrics.jsonl").rmdir()
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": "high"}\n')
@@ -289,19 +236,21 @@ def test_a_log_that_cannot_be_written_ends_the_run_and_what_it_can_miss_costs_a_
     assert "curves.png could not be written: " in said and "reward/mean is no number" in said
 
 
-def test_what_could_not_be_graded_is_named_and_kept(tmp_path, capsys):
-    statuses = ["timeout", "error: no", "truncated", "ok"]
+def test_a_log_that_the_main_process_cannot_write_ends_every_rank(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_module, "broadcast_from_main", lambda own: own or "metrics.jsonl could not be written")
+    with pytest.raises(DiskError, match="metrics.jsonl could not be written"):
+        make_run(tmp_path, rank=1).log(1, {})
+
+
+def test_what_could_not_be_graded_is_kept_and_the_first_three_are_named(tmp_path, capsys):
+    statuses = ["timeout", "error: no", "truncated", "ok", *["timeout"] * 2]
     make_run(tmp_path).reward_failures(3, graded([Grade(0.0, status) for status in statuses]))
-    said = capsys.readouterr().out
-    assert "step 3: reward timeout, of train.jsonl, line 7: 'a'" in said and "'c'" not in said
-    assert lines(tmp_path / "reward_failures.jsonl") == [
-        {"step": 3, "row": "train.jsonl, line 7", "status": status, "answer": "4", "completion": text}
-        for status, text in (("timeout", "a"), ("error: no", "b"))
-    ]
-    make_run(tmp_path).reward_failures(4, graded([Grade(0.0, "timeout")] * 6))  # the console names three
     said = capsys.readouterr().out.splitlines()
-    assert len(said) == 4 and said[-1].startswith("step 4: 6 of 6 completions could not be graded; all are in")
-    assert len(lines(tmp_path / "reward_failures.jsonl")) == 2 + 6
+    assert said[0] == "step 3: reward timeout, of train.jsonl, line 7: 'a'" and "error: no" in said[1]
+    assert len(said) == 4 and said[-1].startswith("step 3: 4 of 6 completions could not be graded; all are in")
+    found = lines(tmp_path / "reward_failures.jsonl")
+    expected = {"step": 3, "row": "train.jsonl, line 7", "status": "timeout", "answer": "4", "completion": "a"}
+    assert found[0] == expected and [each["completion"] for each in found] == ["a", "b", "e", "f"]
 
 
 def test_two_completions_of_two_groups_are_kept_as_samples(tmp_path):
@@ -310,23 +259,17 @@ def test_two_completions_of_two_groups_are_kept_as_samples(tmp_path):
     records = lines(tmp_path / "samples.jsonl")
     assert [record["completion"] for record in records] == ["a", "b", "d", "e"]
     assert [(record["reward"], record["read_as"]) for record in records] == [(0, "0"), (1, "1"), (3, "3"), (4, "4")]
-    assert records[0]["step"] == 5 and records[0]["reward_status"] == "ok" and records[0]["is_truncated"] is False
-    make_run(tmp_path).samples(6, graded(grades[:3]), group_size=3)
-    assert len(lines(tmp_path / "samples.jsonl")) == 6, "a step of one group has one to show"
+    assert (records[0]["step"], records[0]["reward_status"], records[0]["is_truncated"]) == (5, "ok", False)
 
 
 def test_the_console_line_shows_what_was_measured():
-    def shown(seconds_left: float) -> str:
-        return console_line(3, 10, metrics, seconds_of_phases(metrics), seconds_left)
-
     metrics = {"reward/mean": 0.5, "time/sample_s": 1.26, "time/step_s": 2.0, "eval/heldout/avg@4": 0.75}
-    line = "step  3/10 | reward 0.500 | 2.0s (sample 1.3) | eval/heldout/avg@4 0.750"
-    assert shown(0.0) == line
-    assert shown(14.2) == f"{line} | 14 s left"
     metrics |= {"optim/skipped_updates": 2.0, "optim/skipped_max_kl": 2.0, "optim/skipped_not_finite": 0.0}
     metrics |= {"time/sync_s": 0.01, "time/rollout_tail_s": 1.0, "perf/update_mfu": 0.4}
-    assert "SKIPPED UPDATES 2 (2 beyond --max_kl) | 2.0s (sample 1.3)" in shown(0.0)
-    assert "MFU 40%" in shown(0.0)
+    assert console_line(3, 10, metrics, seconds_of_phases(metrics), 14.2) == (
+        "step  3/10 | reward 0.500 | MFU 40% | SKIPPED UPDATES 2 (2 beyond --max_kl) | 2.0s (sample 1.3)"
+        " | eval/heldout/avg@4 0.750 | 14 s left"
+    )
     assert [duration(x) for x in (59, 100, 7501)] == ["59 s", "2 min", "2 h 5 min"]
 
 
@@ -350,32 +293,14 @@ def test_phases_and_updates_add_up_and_start_afresh_each_step(tmp_path):
     assert run.metrics().keys() == {"time/step_s"}
 
 
-def test_the_clock_of_a_run_starts_with_its_first_phase_not_with_the_loading_of_the_model(tmp_path, monkeypatch):
-    times = iter([100.0, 101.0, 103.0, 107.0, 115.0, 131.0])
-    run = make_run(tmp_path)
-    monkeypatch.setattr(run_module.time, "perf_counter", lambda: next(times))
-    with run.phase("evaluate"):  # 100 to 101
-        pass
-    run.log(0, {})  # at 103; the clock of the next step starts at 107
-    with run.phase("sample"):  # 115 to 131
-        pass
-    monkeypatch.setattr(run_module.time, "perf_counter", lambda: 139.0)
-    (line,) = read_metrics(tmp_path)
-    assert (line["step"], line["time/evaluate_s"], line["time/step_s"]) == (0, 1.0, 3.0)
-    assert "time/sample_s" not in line and line["memory/evaluate_gib"] > 0
-    assert run.metrics() == {"time/sample_s": 16.0, "time/step_s": 139.0 - 107.0}
-
-
 def test_weights_that_changed_anywhere_are_noticed_and_a_replay_wants_those_of_its_run(tmp_path):
     file, content = tmp_path / "model.safetensors", bytearray(os.urandom(300_000))
     file.write_bytes(content)
     before = digest(samples_of(file))
-    assert digest(samples_of(file)) == before
+    (tmp_path / "inputs.json").write_text(json.dumps({"--model": before}))
+    check_replayed(flags(replay=tmp_path), digest(samples_of(file)))
     content[200_000] ^= 1
     file.write_bytes(content)
-    assert digest(samples_of(file)) != before
-    (tmp_path / "inputs.json").write_text(json.dumps({"--model": before}))
-    check_replayed(flags(replay=tmp_path), before)
-    check_replayed(flags(), "others")
+    check_replayed(flags(), digest(samples_of(file)))
     with pytest.raises(ValueError, match="began with other weights than --model"):
         check_replayed(flags(replay=tmp_path), digest(samples_of(file)))

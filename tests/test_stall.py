@@ -1,11 +1,9 @@
 """What a rank says of itself, and what is said of ranks that come to a halt."""
 
 import json
-import signal
 import subprocess
 import sys
-import time
-from timeit import timeit
+from dataclasses import replace
 from types import SimpleNamespace as Some
 
 import pytest
@@ -22,9 +20,7 @@ FAULTS = {  # of rank 1 of 3 -> what is said of it
     "stop": "rank 1 is stopped, by SIGSTOP or a debugger (`kill -CONT PID` lets it go on) on HOST, in update of step 3",
     "exception": "rank 1 has ended on HOST, in update of step 3",
     "kill": "rank 1 was killed on HOST, in update of step 3",
-    "hold": "rank 1 is in a call that lets no other Python thread run (all its stacks: ranks/rank_1.txt) on HOST, in",
-    "all wait": "all ranks wait for each other: look at the network between them",
-    "phases": "all ranks wait for each other: they are in sync of step 3 and update of step 3",
+    "hold": "rank 1 is in a call that lets no other Python thread run (pid PID) on HOST, in update of step 3",
 }
 
 
@@ -41,34 +37,25 @@ def halted(tmp_path_factory):
         rank.wait()
 
 
-def test_time_in_which_all_ranks_are_stopped_together_is_no_stall(halted):
-    folder, ranks = halted["hang"]
-    wait_for(lambda: any(WAITS in file.read_text() for file in folder.glob("rank_2.json")))
-    for number, seconds in ((signal.SIGSTOP, 12), (signal.SIGCONT, 2)):
-        for rank in ranks:
-            rank.send_signal(number)
-        time.sleep(seconds)
-    assert (folder / "said").read_text() == ""
-
-
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_rank_that_the_others_wait_for_is_named_once(fault, halted):
+def test_the_rank_that_the_others_wait_for_is_named(fault, halted):
     folder, ranks = halted[fault]
-    wait_for((folder / "said").read_text)
-    time.sleep(2)
+    wait_for(lambda: (folder / "stall.txt").exists() and (folder / "stall.txt").read_text())
     told = (folder / "said").read_text()
     cause = FAULTS[fault].replace("HOST", stall.socket.gethostname()).replace("PID", str(ranks[1].pid))
     assert f" s: {cause}" in told.partition("\n")[0]
-    assert f"{'0, 1, 2' if fault == 'all wait' else '0, 2'} waits for the other ranks (gather)" in told
-    assert told.count("STALL: no progress for ") == 1 and (folder / "stall.txt").read_text() == told.strip()
-    stacks = (folder / "rank_1.txt").read_text()  # never of a process whose Python runs: that may crash it
-    assert "distributed_stall.py" in stacks if fault == "hold" else stacks == ""
+    assert "each of the ranks 0, 2 waits for the other ranks (gather)" in told
+    assert (folder / "stall.txt").read_text() == told.strip()
 
 
-def test_of_ranks_that_all_work_the_first_that_came_to_a_halt_is_named_first_and_a_host_that_is_gone_is_told():
+def test_the_table_names_the_first_that_came_to_a_halt_or_says_that_all_wait_and_a_host_that_is_gone_is_told():
     ranks = [Rank(rank, "node", line=f"{rank == 1}.py", quiet_seconds=10 + rank % 2) for rank in range(3)]
     first = "rank 1 starts on node, in start of step 0, at True.py"
     assert f"10 s: {first}; the others wait\n  {first}\n  each of the ranks 0, 2 starts on" in report(ranks, 10)
+    waiting = [Rank(rank, step=3, phase="update", doing=f"{WAITS} (gather)") for rank in range(2)]
+    assert "all ranks wait for each other: look at the network between them\n" in report(waiting, 10)
+    found = report([waiting[0], replace(waiting[1], phase="sync")], 10)
+    assert "all ranks wait for each other: they are in sync of step 3 and update of step 3\n" in found
     assert stall.problem_of(Rank(1, "another"), silent=4.9) == ""
     assert stall.problem_of(Rank(1, "another"), silent=5.0).startswith("has not been heard of")
 
@@ -79,10 +66,10 @@ def board(monkeypatch) -> Board:
     return stall.BOARD
 
 
-def test_a_beat_costs_nothing_a_note_is_no_progress_phases_nest_and_that_of_an_exception_stays(board):
-    assert timeit(lambda: beat("works"), number=100_000) < 1.0, "more than 10 microseconds each"
+def test_a_note_is_no_progress_phases_nest_and_that_of_an_exception_stays(board):
+    beat("works")
     beat("waits", is_progress=False)
-    assert (board.count, board.doing) == (100_000, "waits")
+    assert (board.count, board.doing) == (1, "waits")
     with in_phase("sample", 3):
         with in_phase("reward", 3):
             assert (board.phase, board.step) == ("reward", 3)
@@ -93,22 +80,25 @@ def test_a_beat_costs_nothing_a_note_is_no_progress_phases_nest_and_that_of_an_e
     assert (board.phase, board.step) == ("update", 4)
 
 
-def test_a_stall_is_told_once_and_its_end_too_and_a_large_file_is_progress(board, tmp_path, capsys):
-    watch = Watch(tmp_path, 0, 1, limit=10.0)
+def test_a_stall_is_told_once_and_its_end_too_and_neither_a_large_file_nor_a_pause_of_all_ranks_is_one(
+    board, tmp_path, capsys
+):
+    watch = Watch(tmp_path, 0, 1, limit=5.0)
 
-    def tick(seconds: float) -> tuple[float, str]:  # seconds without progress, what is said
+    def tick(seconds: float = 2.0) -> tuple[float, str]:  # seconds without progress, what is said
         watch.tick(seconds)
         return json.loads((tmp_path / "rank_0.json").read_text())["quiet_seconds"], capsys.readouterr().out
 
-    assert tick(6.0) == (6.0, "")
+    assert [tick(), tick()] == [(2.0, ""), (4.0, "")]
     (tmp_path / "shard").write_bytes(bytes(2**21))
-    assert tick(6.0) == (0.0, "")
+    assert tick() == (0.0, "")
     (tmp_path / "shard").read_bytes()
-    assert [tick(6.0), tick(6.0)] == [(0.0, ""), (6.0, "")]
-    assert "s: rank 0 starts on " in (told := tick(6.0)[1])
-    assert tick(60.0)[1] == "" and (tmp_path / "stall.txt").read_text() == told.strip()
+    assert [tick(), tick(600.0)] == [(0.0, ""), (2.0, "")], "it was stopped for 598 s"
+    assert tick() == (4.0, "")
+    assert "s: rank 0 starts on " in (told := tick()[1])
+    assert tick()[1] == "" and (tmp_path / "stall.txt").read_text() == told.strip()
     beat("computes")
-    assert tick(1.0) == (0.0, "STALL: over, the run goes on\n") and (tmp_path / "stall.txt").read_text() == ""
+    assert tick() == (0.0, "STALL: over, the run goes on\n") and (tmp_path / "stall.txt").read_text() == ""
 
 
 def test_an_engine_step_without_a_token_is_no_progress(board):

@@ -1,4 +1,4 @@
-"""The bytes of tokens, from three kinds of tokenizers."""
+"""The bytes of tokens, from two kinds of tokenizers."""
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -9,7 +9,7 @@ from records.rollouts import bytes_of_tokens
 SMILE = "\N{SMILING FACE WITH OPEN MOUTH}"  # four bytes, of which each is a token
 
 
-@pytest.mark.parametrize("kind", ["byte-level", "byte fallback", "characters"])
+@pytest.mark.parametrize("kind", ["byte-level", "byte fallback"])
 def test_the_bytes_of_the_tokens_are_those_of_the_text(kind):
     text = f"The sum is 12, caf\u00e9 {SMILE}\n\tdone \u4e2d\u6587"
     if kind == "byte-level":
@@ -18,15 +18,11 @@ def test_the_bytes_of_the_tokens_are_those_of_the_text(kind):
         alphabet = pre_tokenizers.ByteLevel.alphabet()
         trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
         tokenizer.train_from_iterator([text], trainer)
-    elif kind == "byte fallback":
+    else:
         words = [(f"<0x{byte:02X}>", -9.0) for byte in range(256)] + [("\u2581", -2.0), ("\u2581sum", -1.0)]
         tokenizer = Tokenizer(models.Unigram([("<unk>", 0.0), *words, *((c, -3.0) for c in "Thesumi12,")], 0, True))
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
         tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback()])
-    else:
-        tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(dict.fromkeys(text))}, unk_token="T"))
-        tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-        tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(["<\uff5cend\uff5c>"])
     ids = tokenizer.encode(f"{text}<\uff5cend\uff5c>").ids
     known = bytes_of_tokens(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
@@ -34,17 +30,8 @@ def test_the_bytes_of_the_tokens_are_those_of_the_text(kind):
     assert len(known) == tokenizer.get_vocab_size()
 
 
-def test_ids_between_those_of_the_tokenizer_are_named():
-    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 2}, unk_token="a"))
-    assert bytes_of_tokens(PreTrainedTokenizerFast(tokenizer_object=tokenizer)) == [b"a", b"<token 1>", b"b"]
-
-
-def test_a_token_that_is_no_byte_level_text_is_taken_as_it_is():
-    tokenizer = Tokenizer(models.BPE({"a": 0, "\u2192": 1, "\u0120b": 2}, []))
+def test_ids_between_those_of_the_tokenizer_are_named_and_what_is_no_byte_level_text_is_taken_as_it_is():
+    tokenizer = Tokenizer(models.BPE({"a": 0, "\u2192": 1, "\u0120b": 3}, []))
     tokenizer.decoder = decoders.ByteLevel()
     known = bytes_of_tokens(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
-    assert known == [b"a", "\u2192".encode(), b" b"]
-
-
-def test_of_a_tokenizer_of_another_library_nothing_is_known():
-    assert bytes_of_tokens(object()) is None
+    assert known == [b"a", "\u2192".encode(), b"<token 2>", b" b"]

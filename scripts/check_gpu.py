@@ -199,8 +199,7 @@ def check_run(place: Place) -> Iterator[Line]:
         found = max(record.get(f"memory/{phase}_gib", 0.0) for record in steps)
         if not found or phase == "host":  # of which a guess for each process is the most
             continue
-        wanted = f"at most {predicted:.2f}" if place.is_cuda else f"{predicted:.2f}, not to be held to on a CPU"
-        is_ok = found <= predicted or not place.is_cuda
+        wanted, is_ok = f"at most {predicted:.2f}", found <= predicted
         advice = f"The dry run is wrong by {found / predicted - 1:+.0%}: please report it."
         yield Line(f"memory, {phase}, against the dry run", f"{found:.2f} GiB", wanted, is_ok, advice)
     last = steps[-1]

@@ -35,7 +35,6 @@ def test_on_a_cpu_it_runs_what_a_cpu_can_and_says_so(tmp_path, monkeypatch, caps
     assert 0 < float(figures["attention, forwards"]) < 0.05
     assert 0.999 < float(figures["attention, gradients"]) <= 1
     assert 0 < float(figures["one engine: gap after sleep, wake and sync"]) < 1e-4
-    assert float(figures["memory, update, against the dry run"]) > 0.2
     assert float(figures["sample, speed"].replace(",", "")) > 0
 
 

@@ -82,16 +82,6 @@ def test_the_first_update_is_followed_by_prediction_against_truth():
     assert memory.remarks({"memory/update_gib": 2.9}) == []
 
 
-def test_on_a_gpu_a_phase_counts_all_that_is_taken_and_nothing_that_the_sleeping_engine_gave_back(monkeypatch):
-    gpu = FakeGpu(monkeypatch)
-    device = torch.device("cuda")
-    gpu.engine, gpu.reserved, gpu.reserved_peak, gpu.allocated_peak = 40 * GIB, 10 * GIB, 10 * GIB, 9 * GIB
-    assert watch.peak(device) == (52 * GIB, 51 * GIB)  # awake
-    gpu.asleep = 39 * GIB  # one GiB stays: graphs
-    gpu.reserved, gpu.reserved_peak, gpu.allocated_peak = 12 * GIB, 60 * GIB, 55 * GIB
-    assert watch.peak(device) == ((2 + 1 + 60) * GIB, (2 + 1 + 55) * GIB)
-
-
 def test_a_sync_is_not_charged_with_what_the_update_held_in_reserve(monkeypatch):
     """The engine wakes up into memory that torch has just given back."""
     gpu = FakeGpu(monkeypatch)
@@ -146,12 +136,9 @@ def test_a_run_that_cannot_fit_is_refused_and_the_dry_run_offered():
 
 
 def test_the_prediction_for_a_gpu_is_what_the_dry_run_says_it_needs():
-    found = setup()
-    phases = gpu_phases(found)
-    predicted = predicted_bytes(found)
+    predicted, phases = predicted_bytes(setup()), gpu_phases(setup())
     assert predicted["sample"] == predicted["load"] == predicted["sync"] == needed(phases["rollout"])
     assert predicted["update"] == max(needed(phases["update"]), needed(phases["optimizer"]))
-    assert "checkpoint" not in predicted
 
 
 def test_a_run_on_a_gpu_asks_for_the_memory_of_that_gpu(tmp_path, monkeypatch):

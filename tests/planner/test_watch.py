@@ -18,7 +18,6 @@ import torch
 from transformers import AutoConfig
 
 from bench_memory import POLICIES
-from faked_memory import FakeGpu
 from flags import FLAGS
 from fsdp_utils import World
 from helpers import ROOT, run_ranks, torchrun, training_flags
@@ -82,22 +81,18 @@ def test_the_first_update_is_followed_by_prediction_against_truth():
     assert memory.remarks({"memory/update_gib": 2.9}) == []
 
 
-def test_a_sync_is_not_charged_with_what_the_update_held_in_reserve(monkeypatch):
-    """The engine wakes up into memory that torch has just given back."""
-    gpu = FakeGpu(monkeypatch)
-    monkeypatch.setattr(
-        torch.cuda, "reset_peak_memory_stats", lambda device: vars(gpu).update(reserved_peak=gpu.reserved)
-    )
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: vars(gpu).update(reserved=20 * GIB))
-    gpu.engine, gpu.asleep = 47 * GIB, 45 * GIB
-    memory = MemoryWatch(replace(CPU, device=torch.device("cuda")), {})
-    with memory.phase("update"):
-        gpu.reserved = gpu.reserved_peak = gpu.allocated_peak = 60 * GIB
-    with memory.phase("sync"):
-        gpu.asleep = 0
-        gpu.reserved_peak = gpu.allocated_peak = 22 * GIB
-    assert memory.peaks["update"] == (64 * GIB, 64 * GIB)
-    assert memory.peaks["sync"] == ((2 + 47 + 22) * GIB, (2 + 47 + 22) * GIB)
+def fake_gpu(monkeypatch: pytest.MonkeyPatch, taken: int = 0, **stats: int) -> None:
+    """What torch says of a GPU of 80 GiB that is not there. Its own figures hold what a sleeping engine gave back."""
+    names = {"peak": "reserved_bytes.all.peak", "now": "reserved_bytes.all.current", "used": "allocated_bytes.all.peak"}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: ((80 - taken) * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: {x: stats.get(key, 0) * GIB for key, x in names.items()})
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+
+
+def test_on_a_gpu_a_phase_counts_all_that_is_taken_and_nothing_that_the_sleeping_engine_gave_back(monkeypatch):
+    """CUDA has 2 GiB; of an engine of 40, 1 stays; the trainer holds 12 now, 60 at the peak, of which it used 55."""
+    fake_gpu(monkeypatch, taken=2 + 1 + 12, peak=40 + 60, now=40 + 12, used=40 + 55)
+    assert watch.peak(torch.device("cuda")) == ((2 + 1 + 60) * GIB, (2 + 1 + 55) * GIB)
 
 
 def test_nodes_are_summed_over_their_ranks_with_the_processes_below(monkeypatch):
@@ -210,8 +205,7 @@ def said(memory: MemoryWatch, phase: str, error: BaseException) -> str:
 
 @pytest.fixture
 def on_gpu(monkeypatch) -> MemoryWatch:
-    FakeGpu(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    fake_gpu(monkeypatch)
     return MemoryWatch(replace(RANK_3, device=torch.device("cuda")), {})
 
 

@@ -143,7 +143,7 @@ class MemoryWatch:
 
     def _ways_out(self, name: str) -> str:
         """The flags to change for a phase of the loop, or for the "host"."""
-        ways = WAYS_OUT.get(name, WAYS_OUT["update" if name == "pack" else "host"])
+        ways = WAYS_OUT.get({"pack": "update", "sleep": "sync"}.get(name, name), WAYS_OUT["host"])
         return ways[0 if self.is_cuda else 1]
 
     def _out_of_memory(self, name: str, error: BaseException) -> str:
@@ -219,7 +219,7 @@ def place_of(error: BaseException, is_cuda: bool) -> str:
     text = str(error)
     if not is_cuda or "Registering memory" in text:
         return "host"
-    if isinstance(error, torch.OutOfMemoryError) or "GPU memory" in text or "CUBLAS" in text:
+    if isinstance(error, torch.OutOfMemoryError) or any(x in text for x in ("GPU memory", "CUBLAS", "cumem")):
         return "GPU"
     return "GPU or pinned host" if "CUDA" in text else "host"
 

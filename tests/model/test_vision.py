@@ -221,10 +221,7 @@ def test_an_image_is_upright_rgb_and_white_where_it_is_transparent():
 
 @pytest.mark.parametrize(("changes", "words"), [
     ({"max_pixels": 3000}, ["--max_pixels 3000", "at least 3136"]),
-    ({"max_pixels": 40 * 28 * 28},
-     ["--max_prompt_tokens 40 cannot hold", "--max_pixels 31360 = 40 tokens", "raise the one"]),
-    ({"max_pixels": None},
-     ["--max_prompt_tokens 40 cannot hold", "1003520 pixels, the processor's own limit, = 1280 tokens"]),
+    ({"max_pixels": 40 * 28 * 28}, ["--max_pixels 31360", "--max_prompt_tokens 40", "it has 40"]),
     ({"max_completion_tokens": 1000, "micro_batch_tokens": 2000},
      ["--max_prompt_tokens 40", "beyond the context", "1024 tokens", "by 16"]),
     ({"train_data": "cut.parquet"}, ["no row can be used", "column 'images' cannot be read as an image"]),

@@ -213,6 +213,7 @@ def on_gpu(monkeypatch) -> MemoryWatch:
     ("phase", "error", "begins", "way"),
     [
         ("sample", torch.OutOfMemoryError(TORCH), "GPU memory", "lower --gpu_memory_utilization"),
+        ("sleep", RuntimeError("CUDA Error: out of memory at cumem.cpp:1"), "GPU memory", "--gpu_memory_utilization"),
         ("pack", torch.OutOfMemoryError(TORCH), "GPU memory", LOWER_BATCH),
         ("logprobs", RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"), "GPU memory", "--offload_reference"),
         ("update", torch.AcceleratorError("CUDA error: out of memory\nCUDA"), "GPU or pinned host memory",

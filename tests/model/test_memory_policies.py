@@ -47,10 +47,8 @@ def test_parameters_are_gathered_and_gradients_reduced_once_an_update(results):
     found, found_parameters, _, (reductions, gathers) = results[ONCE]
     assert reductions == 3 * 3, "three updates, two layers and the rest"
     assert num_reductions > reductions and num_reductions % reductions == 0, "otherwise once for each micro-batch"
-    num_micros = num_reductions // 3
-    reference = 2 * num_micros + 3  # its layers in each, the rest once an update
-    assert num_gathers - reference == 5 * num_micros, "each layer forwards and backwards, the rest once"
-    assert gathers - reference == 3 * 3, "three updates, two layers and the rest"
+    reference = 2 * num_reductions // 3 + 3  # its layers in each micro-batch, the rest once an update
+    assert gathers - reference == 3 * 3 < num_gathers - reference
     for one, other in zip(found, metrics, strict=True):
         assert one == pytest.approx(other, abs=2e-4, rel=0.01)  # bf16 arithmetic, summed in another order
     for name, tensor in parameters.items():

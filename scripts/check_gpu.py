@@ -31,12 +31,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 from pebble import ProcessPool
 from torch.nn import functional as F
+from torch.nn.attention import current_flash_attention_impl
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from inputs.machine import check_compiler, check_driver
 from inputs.machine import check_gpu as check_one_gpu
-from model.attention import check_device, kernel_name, make_packing, packed_attention
+from model.attention import check_device, make_packing, packed_attention
 from model.packed import Segment
 from planner.dry_run import config_of
 from report import read_metrics
@@ -159,7 +160,8 @@ def check_kernels(place: Place) -> Iterator[Line]:
 
 def find_attention() -> list[Line]:
     """Packed attention against the definition in fp32, forwards and backwards, with grouped queries."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    is_cuda = torch.cuda.is_available()
+    device = torch.device("cuda" if is_cuda else "cpu")
     check_device(device, share_prompts=True)  # chooses the kernel, as a run does
     torch.manual_seed(0)
     lengths, heads, kv_heads, dim = (700, 1, 64, 333), 12, 2, 128
@@ -179,7 +181,7 @@ def find_attention() -> list[Line]:
     difference = (out.float() - expected).abs().max().item()
     wrong = "The kernel is wrong on this machine: do not train on it."
     return [
-        Line("attention kernel", kernel_name(device)),
+        Line("attention kernel", f"FlashAttention {current_flash_attention_impl() or 2}" if is_cuda else "of the CPU"),
         Line("attention, forwards", f"off by {difference:.4f}", "at most 0.05", difference < 0.05, wrong),
         Line("attention, gradients", f"cosine {cosine:.6f}", "above 0.999", cosine > 0.999, wrong),
     ]

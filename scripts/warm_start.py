@@ -55,8 +55,8 @@ MODEL = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},  # not 10,000: sequences have 40 tokens
     "tie_word_embeddings": True,
 }  # fmt: skip
-BATCH_SIZE, NUM_THINKING = 64, 16  # demonstrations of an update; with a scratchpad
-HIGHEST, NUM_GUESSES, NUM_CAREFUL = 15, 4, 16  # of the game; demonstrations of an update that search well
+BATCH_SIZE, NUM_GOOD = 64, 16  # demonstrations of an update; with a scratchpad, or of a careful player
+HIGHEST, NUM_GUESSES = 15, 4  # of the game
 NAMES = [f"game{number}" for number in range(100, 1000)]
 PEAK_LR = 6e-3  # of Muon (the matrices inside the blocks) and of AdamW (embedding, norms, biases)
 WARMUP_UPDATES = 50
@@ -108,11 +108,11 @@ def draw_demonstrations(task: str, rng: np.random.Generator, heldout: set[tuple[
     """Those of an update, in two parts: with a scratchpad, or careful, and the others."""
     if task == "game":
         secrets = rng.integers(1, HIGHEST + 1, size=BATCH_SIZE).tolist()
-        texts, count = [game(secret, i < NUM_CAREFUL, rng) for i, secret in enumerate(secrets)], NUM_CAREFUL
+        texts = [game(secret, i < NUM_GOOD, rng) for i, secret in enumerate(secrets)]
     else:
-        problems, count = draw_problems(rng, BATCH_SIZE, heldout), NUM_THINKING
-        texts = [demonstration(a, b, i < NUM_THINKING) for i, (a, b) in enumerate(problems)]
-    return [texts[:count], texts[count:]]
+        problems = draw_problems(rng, BATCH_SIZE, heldout)
+        texts = [demonstration(a, b, i < NUM_GOOD) for i, (a, b) in enumerate(problems)]
+    return [texts[:NUM_GOOD], texts[NUM_GOOD:]]
 
 
 def draw_rows(task: str, rng: np.random.Generator) -> tuple[dict[str, list[dict[str, str]]], set[tuple[int, int]]]:

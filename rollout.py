@@ -51,7 +51,6 @@ from guards.progress import progress
 from guards.stall import beat
 from guards.start import launch_name, requested
 from model.engine_options import (
-    AT_START,
     NOISE,
     NOISE_ON_CPU,
     check_head,
@@ -113,7 +112,7 @@ class Engine:
         options = engine_options(model_path, settings, is_cuda, world.tp_size, vision, max_images, most_sequences)
         gc.freeze()  # vLLM collects garbage at each stage of its start: a second in all, with what is imported in it
         beat("starts the engine")
-        with memory_errors("starts", AT_START):
+        with memory_errors():
             self.llm = LLM(**options)
         check_head(*self.llm.apply_model(head_dtypes), settings)
         set_allocator(is_expandable=True)
@@ -263,15 +262,12 @@ class Engine:
         was_asleep, self.state = self.state == "asleep", "broken"  # until all of it has succeeded
         if was_asleep:
             torch.cuda.empty_cache()  # what torch holds in reserve is what vLLM needs back
-            with memory_errors("takes back the memory of its weights"):
-                self.llm.wake_up(tags=["weights"])
-        with memory_errors("takes new weights"):
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_parameters)})
+            self.llm.wake_up(tags=["weights"])
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_parameters)})
         if self.world.device.type == "cpu":
             self.llm.apply_model(_repack_head)
         if was_asleep:
-            with memory_errors("takes back the memory of its cache"):
-                is_awake = self.llm.wake_up(tags=["kv_cache"])
+            is_awake = self.llm.wake_up(tags=["kv_cache"])
             assert is_awake, "weights and cache are all that sleeps: otherwise requests would wait for ever"
         self.state = "awake"
 
@@ -280,8 +276,7 @@ class Engine:
         if self.world.device.type == "cuda" and self.state != "asleep":
             assert self.state == "awake", "a change of weights or of memory failed: the engine cannot be used any more"
             self.state = "broken"
-            with memory_errors("goes to sleep"):
-                self.llm.sleep(level=2)
+            self.llm.sleep(level=2)
             self.state = "asleep"
 
     def close(self) -> None:

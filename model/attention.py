@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
+from torch.nn.attention import activate_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
@@ -120,13 +120,6 @@ def _attend_rectangles(query: Tensor, key: Tensor, value: Tensor, packing: Packi
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=is_grouped)
         rows.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(rows).index_select(0, packing.slots_N)
-
-
-def kernel_name(device: torch.device) -> str:
-    """The attention that runs on the device."""
-    if device.type != "cuda":
-        return "scaled_dot_product_attention on rectangles"
-    return f"varlen_attn, {'FlashAttention 3' if current_flash_attention_impl() == 'FA3' else 'FlashAttention 2'}"
 
 
 def check_alignment(device: torch.device) -> None:

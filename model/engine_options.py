@@ -17,8 +17,6 @@ from model.weights import load_config
 
 # torch and vLLM's allocator say the one, vLLM's checks of its share of the GPU the other.
 LACK_OF_MEMORY = re.compile(r"out of memory|gpu.memory.utilization", re.IGNORECASE)
-AT_START = "change --gpu_memory_utilization, or raise --tensor_parallel_size"
-BESIDE_TRAINER = "lower --gpu_memory_utilization or --micro_batch_tokens, or give --offload or --offload_reference"
 
 NOISE = [  # warnings that are not shown because they tell nothing: vLLM's logger, and how the warning begins
     ("vllm.engine.arg_utils", "The global random seed is set"),  # each call of Engine.sample sets its own
@@ -97,16 +95,17 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase, stop_tokens: Sequence[str]) -> 
 
 
 @contextmanager
-def memory_errors(phase: str, advice: str = BESIDE_TRAINER) -> Iterator[None]:
-    """CUDA: a lack of GPU memory within becomes a MemoryError that names the phase and the flags to change."""
+def memory_errors() -> Iterator[None]:
+    """CUDA: a lack of GPU memory at the engine's start becomes a MemoryError that names the flags to change."""
     try:
         yield
     except (RuntimeError, ValueError) as error:
         if not torch.cuda.is_available() or not LACK_OF_MEMORY.search(str(error)):
             raise
         free, total = (count / 2**30 for count in torch.cuda.mem_get_info())
-        where = f"while the engine {phase}, {free:.1f} of {total:.1f} GiB of the GPU are free"
+        where = f"while the engine starts, {free:.1f} of {total:.1f} GiB of the GPU are free"
         cause = re.split(r"\.?\s*\n|\.\s|\.$", str(error))[0]  # its first sentence
+        advice = "change --gpu_memory_utilization, or raise --tensor_parallel_size"
         raise MemoryError(f"GPU memory ran out {where} ({cause}); {advice}.") from error
 
 

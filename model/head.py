@@ -23,8 +23,6 @@ from torch.nn import functional as F
 
 from model import sizes
 
-COPIED_ROWS = 4096  # CPU, fp32 logits of bf16 numbers: rows of the weight that are in fp32 at a time
-
 
 class Teacher(NamedTuple):
     """The distribution of the reference at the same tokens, before its head."""
@@ -134,13 +132,7 @@ def chunk_logprobs(hidden: Tensor, weight: Tensor, temperature: float, head_dtyp
 
 
 def _fp32_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Logits [T, V], float32, of bf16 numbers; without a copy of the weight in fp32."""
-    if weight.device.type != "cpu":
-        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    # No CPU kernel keeps its fp32 sums: some rows of the weight at a time are copied.
-    hidden = hidden.float()
-    logits = hidden.new_empty(len(hidden), len(weight))
-    for start in range(0, len(weight), COPIED_ROWS):
-        rows = slice(start, start + COPIED_ROWS)
-        logits[:, rows] = F.linear(hidden, weight[rows].float())
-    return logits
+    """Logits [T, V], float32, of bf16 numbers. No CPU kernel keeps its fp32 sums: there the weight is copied."""
+    if weight.device.type == "cpu":
+        return F.linear(hidden.float(), weight.float())
+    return torch.mm(hidden, weight.t(), out_dtype=torch.float32)

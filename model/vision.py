@@ -170,16 +170,10 @@ def check_images(path: str, config: PretrainedConfig, prompt_format: PromptForma
         raise ValueError(f"--image_column {column!r}: {kind}. Use such a model, or leave the flag out.")
     if max_pixels is not None:
         per_token = (config.vision_config.patch_size * config.vision_config.spatial_merge_size) ** 2
-        if max_pixels < per_token:
-            raise ValueError(f"--max_pixels {max_pixels}: a token is made of {per_token} pixels; use at least as many.")
-        _check_room(prompt_format, max_pixels, per_token, f"--max_pixels {max_pixels}")
-
-
-def _check_room(prompt_format: PromptFormat, max_pixels: int, per_token: int, given: str) -> None:
-    tokens, limit = max_pixels // per_token, prompt_format.max_prompt_tokens
-    if tokens >= limit:
-        short = f"--max_prompt_tokens {limit} cannot hold an image of {given} = {tokens} tokens and a prompt"
-        raise ValueError(f"{short}; raise the one, or use --max_pixels {(limit - 1) * per_token // 2} or so.")
+        tokens, limit = max_pixels // per_token, prompt_format.max_prompt_tokens
+        if not 0 < tokens < limit:
+            room = f"an image must have at least one token of {per_token} pixels, and fewer than"
+            raise ValueError(f"--max_pixels {max_pixels}: {room} --max_prompt_tokens {limit}; here it has {tokens}.")
 
 
 def load_processor(
@@ -209,8 +203,6 @@ def load_processor(
     patch, merge = images.patch_size, images.merge_size
     if max_pixels is not None and max_pixels < smallest:
         raise ValueError(f"--max_pixels {max_pixels}: the processor of {path} scales images to at least {smallest}.")
-    if prompt_format.image_column is not None and max_pixels is None:
-        _check_room(prompt_format, largest, (patch * merge) ** 2, f"{largest} pixels, the processor's own limit,")
     window, largest = config.vision_config.window_size, max_pixels or largest
     return tokenizer, Vision(processor, processor.image_token_id, patch, merge, smallest, largest, window)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from planner import memory, time
-from planner.advice import FASTER, advised
+from planner.advice import advised
 from planner.setup import GIB, Setup
 
 TEXT = """\
@@ -95,20 +93,18 @@ def report_of(setup: Setup) -> dict[str, object]:
         "fits": not found,
         "misfits": found,
         "warnings": memory.short_cache(setup),
-    } | advised(setup)
+        "changes_that_would_fit": advised(setup) if found else [],
+    }
 
 
 def remarks(setup: Setup) -> list[str]:
-    """How long ranks and servers wait for each other; whether a step would be shorter with --partial_rollouts."""
-    plan = setup.plan
-    if setup.has_servers:
-        sampling, training = time.beside(setup)
-        together = min(sampling, training) if plan.steps_ahead else 0.0
-        ahead = f"sampling {plan.steps_ahead} steps ahead" if plan.steps_ahead else "one after the other"
-        return [f"{ahead}: ranks wait {sampling - together:.1f} s, servers {training - together:.1f} s"]
-    partial = time.step_seconds(replace(setup, plan=replace(plan, partial_rollouts=True)))
-    is_faster = not setup.model.tower_parameters and partial < FASTER * time.step_seconds(setup)  # not with images
-    return [f"with --partial_rollouts {partial:.0f} s"] if is_faster else []
+    """How long ranks and servers wait for each other."""
+    if not setup.has_servers:
+        return []
+    sampling, training = time.beside(setup)
+    together = min(sampling, training) if setup.plan.steps_ahead else 0.0
+    ahead = f"sampling {setup.plan.steps_ahead} steps ahead" if setup.plan.steps_ahead else "one after the other"
+    return [f"{ahead}: ranks wait {sampling - together:.1f} s, servers {training - together:.1f} s"]
 
 
 def text_of(report: dict) -> str:
@@ -137,7 +133,7 @@ def table_of(columns: dict[str, dict[str, float]]) -> str:
 
 
 def verdict_of(report: dict) -> str:
-    """Whether the run fits; if not, what would; and what would be faster."""
+    """Whether the run fits; if not, what would."""
     if report["fits"]:
         spare = 1 - report["gpu_needed_gib"] / report["gpu_capacity_gib"]
         gpu = f"{report['gpu_needed_gib']:.1f} of {report['gpu_capacity_gib']:.1f} GiB, {spare:.0%} to spare"
@@ -146,10 +142,7 @@ def verdict_of(report: dict) -> str:
     else:
         few = [line_of(each) for each in report["changes_that_would_fit"]] or ["  none of up to four changes"]
         lines = ["does not fit:", *report["misfits"], "would fit, with the fewest changes:", *few]
-    lines += [f"warning: {warning}" for warning in report["warnings"]]
-    if fast := report["fastest_that_fits"]:
-        lines += ["the fastest that fits the same machines:", line_of(fast)]
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"warning: {warning}" for warning in report["warnings"])])
 
 
 def line_of(each: dict) -> str:

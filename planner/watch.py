@@ -21,10 +21,9 @@ import torch
 from fsdp_utils import World, gather_from_ranks
 from inputs.command_line import exit_with_error
 from inputs.machine import host_bytes, local_world_size
-from model.sizes import cpu_cache_bytes
 from model.weights import load_config
 from planner.dry_run import setup_of
-from planner.memory import ENGINE, checkpoint_bytes, disk_bytes, gpu_phases, host_phases, misfits, needed, without
+from planner.memory import checkpoint_bytes, disk_bytes, gpu_phases, host_phases, misfits, needed
 from planner.setup import GIB, Setup
 
 # Phase of the loop -> phases of the planner. What comes before the first phase is "load": also the engine's start.
@@ -56,7 +55,6 @@ SAID = re.compile(
     r"|Registering memory failed with cudaError: 2\b",
     re.IGNORECASE,
 )
-ASKED = re.compile(r"allocate (\d+ bytes|[\d.]+ [KMGTP]?i?B)\b")
 
 
 class OutOfMemory(MemoryError):
@@ -67,7 +65,7 @@ class MemoryWatch:
     """Peaks of the phases of this rank's step, and what they are compared with."""
 
     def __init__(self, world: World, predicted: dict[str, float]) -> None:
-        """`predicted`: phase -> bytes of a rank, and "host" -> bytes of a node; {}: not known for this model."""
+        """`predicted`: phase -> bytes of a rank, and "host" -> bytes of a node; {}: not known, or on a CPU."""
         self.world = world
         self.is_cuda = world.device.type == "cuda"
         self.host_limit = host_bytes()
@@ -145,18 +143,19 @@ class MemoryWatch:
 
     def _ways_out(self, name: str) -> str:
         """The flags to change for a phase of the loop, or for the "host"."""
-        ways = WAYS_OUT.get(name, WAYS_OUT["update" if name == "pack" else "host"])
+        ways = WAYS_OUT.get({"pack": "update", "sleep": "sync"}.get(name, name), WAYS_OUT["host"])
         return ways[0 if self.is_cuda else 1]
 
     def _out_of_memory(self, name: str, error: BaseException) -> str:
-        """Where memory ran out, what was asked for, and which flag to change."""
+        """Where memory ran out, which flag to change, and what the error says, for example of the size."""
         if isinstance(error, MemoryError) and error.__cause__ is not None:
             return str(error)  # the engine's own sentence, which knows more
         place = place_of(error, self.is_cuda)
         of_host = "host" if self.is_cuda else name
         causes = {"GPU": [name], "host": [of_host], "GPU or pinned host": [name, "host"]}[place]
-        ways = f"in phase {name}; {'; or '.join(map(self._ways_out, causes))}."
-        return f"{place} memory ran out on rank {self.world.trainer_rank}, asked for {asked_for(error)} {ways}"
+        where = f"{place} memory ran out on rank {self.world.trainer_rank} in phase {name}"
+        said = str(error).partition("\n")[0]
+        return f"{where}; {'; or '.join(map(self._ways_out, causes))} ({said})."
 
     def _report(self, metrics: dict[str, float]) -> str:
         where = "GPU" if self.is_cuda else "rank"
@@ -165,8 +164,8 @@ class MemoryWatch:
             if (found := metrics.get(f"memory/{name}_gib")) is not None:
                 expected = self.predicted.get(name)
                 pairs.append(f"{name} {found:.2f}" + (f" ({expected / GIB:.2f})" if expected else ""))
-        known = "in brackets what the dry run predicts" if self.predicted else "the dry run has no figures for it"
-        return f"memory, GiB per {where} at the peak, host per node; {known}: {', '.join(pairs)}"
+        known = "; in brackets what the dry run predicts" if self.predicted else ""
+        return f"memory, GiB per {where} at the peak, host per node{known}: {', '.join(pairs)}"
 
 
 # How much is taken, and what is said when there is none left -------------------------------------------------------
@@ -220,17 +219,9 @@ def place_of(error: BaseException, is_cuda: bool) -> str:
     text = str(error)
     if not is_cuda or "Registering memory" in text:
         return "host"
-    if isinstance(error, torch.OutOfMemoryError) or "GPU memory" in text or "CUBLAS" in text:
+    if isinstance(error, torch.OutOfMemoryError) or any(x in text for x in ("GPU memory", "CUBLAS", "cumem")):
         return "GPU"
     return "GPU or pinned host" if "CUDA" in text else "host"
-
-
-def asked_for(error: BaseException) -> str:
-    """The size that could not be had, for example "2.00 GiB"."""
-    if (found := ASKED.search(str(error))) is None:
-        return "a size that the error does not tell"
-    size, _, unit = found[1].partition(" ")
-    return f"{int(size) / GIB:.2f} GiB" if unit == "bytes" else found[1]
 
 
 # What the dry run says of this machine -------------------------------------------------------------------------------
@@ -244,13 +235,12 @@ def watch_memory(args: argparse.Namespace, num_rows: int, world: World) -> Memor
         setup = setup_of(here, load_config(args.model))
     except ValueError:  # the formulas do not cover the model
         return memory
-    gpu = memory.limit if memory.is_cuda else memory.host_limit
-    hardware = replace(setup.hardware, gpu_bytes=gpu, host_bytes=memory.host_limit)
-    setup = replace(setup, hardware=hardware)
-    if memory.is_cuda:
-        check_fit(setup, torch.cuda.mem_get_info()[0])
     check_disk(setup, Path(args.out_dir))
-    memory.predicted = predicted_bytes(setup, world)
+    if memory.is_cuda:
+        hardware = replace(setup.hardware, gpu_bytes=memory.limit, host_bytes=memory.host_limit)
+        setup = replace(setup, hardware=hardware)
+        check_fit(setup, torch.cuda.mem_get_info()[0])
+        memory.predicted = predicted_bytes(setup)
     return memory
 
 
@@ -276,20 +266,9 @@ def check_disk(setup: Setup, out_dir: Path) -> None:
         raise ValueError(f"the run does not fit on the disk: {count}, and {has}; {advice}.")
 
 
-def predicted_bytes(setup: Setup, world: World) -> dict[str, float]:
-    """Phase of the loop -> bytes of a rank, and "host" -> bytes of a node. On a CPU without what is kept in reserve."""
-    phases, on_host = gpu_phases(setup), host_phases(setup)
-    if world.device.type == "cuda":
-        sizes = {name: needed(parts) for name, parts in phases.items()}
-        host = max(sum(parts.values()) for parts in on_host.values())
-    else:  # what libraries take is there already; nothing is pinned; the engine never sleeps
-        tp, ranks = setup.run.tensor_parallel_size, setup.hardware.gpus // setup.hardware.nodes
-        itemsize = setup.compute_bytes
-        cache = cpu_cache_bytes(load_config(setup.model.name), setup.engine.max_model_len, itemsize, tp)
-        engine = 0 if setup.has_servers else setup.model.parameters * itemsize / tp + cache
-        there = sum(without(on_host["run"], "processes", "rounding of pinned memory").values()) / ranks
-        there += peak_resident() + engine
-        sizes = {name: sum(without(parts, *ENGINE).values()) + there for name, parts in phases.items()}
-        host = max(sizes.values()) * ranks
+def predicted_bytes(setup: Setup) -> dict[str, float]:
+    """Phase of the loop -> bytes of a GPU, and "host" -> bytes of a node."""
+    sizes = {name: needed(parts) for name, parts in gpu_phases(setup).items()}
+    host = max(sum(parts.values()) for parts in host_phases(setup).values())
     found = {name: [sizes[each] for each in known if each in sizes] for name, known in PHASES.items()}
     return {name: max(values) for name, values in found.items() if values} | {"host": host}

@@ -20,9 +20,9 @@ game (docs/environments/guess_number.py) searches well, and the others repeat on
 
 The numbers are from 1 to 15, and the name of a game says nothing of its number.
 
-The folder is in Hugging Face format (model, tokenizer with chat template), with train.jsonl, heldout.jsonl and
-warm_start.json (settings). All of it is a function of the flags. The held-out problems are in no
-demonstration and not in train.jsonl, also not with the numbers swapped.
+The folder is in Hugging Face format (model, tokenizer with chat template), with train.jsonl and heldout.jsonl. All of
+it is a function of the flags. The held-out problems are in no demonstration and not in train.jsonl, also not with the
+numbers swapped.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ import argparse
 import json
 import math
 import string
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -56,8 +55,8 @@ MODEL = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},  # not 10,000: sequences have 40 tokens
     "tie_word_embeddings": True,
 }  # fmt: skip
-BATCH_SIZE, NUM_THINKING = 64, 16  # demonstrations of an update; with a scratchpad
-HIGHEST, NUM_GUESSES, NUM_CAREFUL = 15, 4, 16  # of the game; demonstrations of an update that search well
+BATCH_SIZE, NUM_GOOD = 64, 16  # demonstrations of an update; with a scratchpad, or of a careful player
+HIGHEST, NUM_GUESSES = 15, 4  # of the game
 NAMES = [f"game{number}" for number in range(100, 1000)]
 PEAK_LR = 6e-3  # of Muon (the matrices inside the blocks) and of AdamW (embedding, norms, biases)
 WARMUP_UPDATES = 50
@@ -109,11 +108,11 @@ def draw_demonstrations(task: str, rng: np.random.Generator, heldout: set[tuple[
     """Those of an update, in two parts: with a scratchpad, or careful, and the others."""
     if task == "game":
         secrets = rng.integers(1, HIGHEST + 1, size=BATCH_SIZE).tolist()
-        texts, count = [game(secret, i < NUM_CAREFUL, rng) for i, secret in enumerate(secrets)], NUM_CAREFUL
+        texts = [game(secret, i < NUM_GOOD, rng) for i, secret in enumerate(secrets)]
     else:
-        problems, count = draw_problems(rng, BATCH_SIZE, heldout), NUM_THINKING
-        texts = [demonstration(a, b, i < NUM_THINKING) for i, (a, b) in enumerate(problems)]
-    return [texts[:count], texts[count:]]
+        problems = draw_problems(rng, BATCH_SIZE, heldout)
+        texts = [demonstration(a, b, i < NUM_GOOD) for i, (a, b) in enumerate(problems)]
+    return [texts[:NUM_GOOD], texts[NUM_GOOD:]]
 
 
 def draw_rows(task: str, rng: np.random.Generator) -> tuple[dict[str, list[dict[str, str]]], set[tuple[int, int]]]:
@@ -121,18 +120,12 @@ def draw_rows(task: str, rng: np.random.Generator) -> tuple[dict[str, list[dict[
     if task == "game":
         games = [{"problem": name, "answer": str(i % HIGHEST + 1)} for i, name in enumerate(rng.permutation(NAMES))]
         return {"train": games[120:], "heldout": games[:120]}, set()
-    data = draw_data(rng)
-    rows = {name: [{"problem": f"{a}+{b}", "answer": str(a + b)} for a, b in pairs] for name, pairs in data.items()}
-    return rows, set(data["heldout"])
-
-
-def draw_data(rng: np.random.Generator) -> dict[str, list[tuple[int, int]]]:
-    """The train and the held-out problems: no pair of numbers appears twice, in either order."""
-    seen: set[tuple[int, int]] = set()
+    seen: set[tuple[int, int]] = set()  # no pair of numbers appears twice, in either order
     for _ in range(NUM_TRAIN + NUM_HELDOUT):
         seen.update(draw_problems(rng, 1, excluded=seen))
-    problems = [(a, b) for a, b in rng.permutation(sorted(seen)).tolist()]
-    return {"train": problems[NUM_HELDOUT:], "heldout": problems[:NUM_HELDOUT]}
+    pairs = [(a, b) for a, b in rng.permutation(sorted(seen)).tolist()]
+    rows = [{"problem": f"{a}+{b}", "answer": str(a + b)} for a, b in pairs]
+    return {"train": rows[NUM_HELDOUT:], "heldout": rows[:NUM_HELDOUT]}, set(pairs[:NUM_HELDOUT])
 
 
 def build_tokenizer() -> Tokenizer:
@@ -219,7 +212,7 @@ def train(policy: Qwen2ForCausalLM, tokenizer: Tokenizer, draw: Callable[[], lis
         progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
 
 
-def save(policy: Qwen2ForCausalLM, tokenizer: Tokenizer, rows: dict[str, list], settings: dict, out_dir: Path) -> None:
+def save(policy: Qwen2ForCausalLM, tokenizer: Tokenizer, rows: dict[str, list], out_dir: Path) -> None:
     """Writes a sibling folder and renames it: `out_dir` is complete or not there."""
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     partial = out_dir.with_name(f"{out_dir.name}.partial.{time.time_ns()}")
@@ -228,41 +221,28 @@ def save(policy: Qwen2ForCausalLM, tokenizer: Tokenizer, rows: dict[str, list], 
     tokenizer.save_pretrained(partial)
     for name, of_file in rows.items():
         (partial / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in of_file))
-    (partial / "warm_start.json").write_text(json.dumps({"settings": settings}, indent=2) + "\n")
     partial.rename(out_dir)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
-    add("--out_dir", type=Path, required=True, help="folder to write; kept if it is there already")
+    add("--out_dir", type=Path, required=True, help="folder to write, which must not exist")
     add("--seed", type=int, default=1, help="random seed for weights, demonstrations, data and sampling")
     add("--task", default="addition", choices=("addition", "game"), help="sums, or a number game")
     add("--num_updates", type=int, help="optimizer updates (default: 650; game: 200)")
     args = parser.parse_args()
-    num_updates = args.num_updates or (200 if args.task == "game" else 650)
-    settings = {"seed": args.seed, "num_updates": num_updates, "batch_size": BATCH_SIZE}
-    if args.task == "game":
-        settings |= {"careful_share": NUM_CAREFUL / BATCH_SIZE, "highest": HIGHEST, "model": MODEL}
-    else:
-        settings |= {"think_share": NUM_THINKING / BATCH_SIZE, "num_digits": NUM_DIGITS, "model": MODEL}
-    settings |= {"peak_lr": PEAK_LR, "warmup_updates": WARMUP_UPDATES}
     if args.out_dir.exists():
-        record = args.out_dir / "warm_start.json"
-        found = json.loads(record.read_text())["settings"] if record.is_file() else "something else"
-        if found != settings:
-            sys.exit(f"error: --out_dir {args.out_dir} holds {found}. Remove it or choose another folder.")
-        print(f"found {args.out_dir}, made with the same settings: kept")
-        return
-
+        parser.error(f"--out_dir {args.out_dir} exists already. Remove it or choose another folder.")
     # As fast as 2 at this size, and not slowed down many times over when another program wants a core.
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)
     tokenizer = build_tokenizer()
     policy, (rows, heldout) = build_policy(tokenizer), draw_rows(args.task, rng)
+    num_updates = args.num_updates or (200 if args.task == "game" else 650)
     train(policy, tokenizer, lambda: draw_demonstrations(args.task, rng, heldout), num_updates)
-    save(policy, tokenizer, rows, settings, args.out_dir)
+    save(policy, tokenizer, rows, args.out_dir)
     print(f"made {args.out_dir}: {policy.num_parameters():,} parameters")
 
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from fsdp_utils import World, gather_from_ranks, shard
+from fsdp_utils import World, gather_from_ranks
 from helpers import HeldInSync
-from model.weights import fill
 from policy import Policy, empty_policy, shard_and_fill
 
 
@@ -37,17 +36,6 @@ def most_held_in_a_sync(path: str, world: World) -> float:
     for _ in held.stream(policy.full_weights()):
         pass
     return held.most / sum(2 * parameter.numel() for parameter in policy.layers[0].parameters())
-
-
-def is_extra_parameter_kept(path: str, world: World) -> bool:
-    """Whether a parameter that is in no file, as an adapter is, keeps its values through sharding and filling."""
-    policy = empty_policy(path, torch.bfloat16)
-    values = torch.arange(15, dtype=torch.float32).view(5, 3)
-    policy.layers[0].extra = torch.nn.Parameter(values.clone())
-    fill(policy, policy.model, path, shard(policy, policy.layers, world, torch.bfloat16))
-    policy.dtype = torch.float32
-    full = dict(policy.full_weights())
-    return full["model.layers.0.extra"].equal(values) and len(full) > 20
 
 
 def anonymous_bytes() -> int:
@@ -83,5 +71,4 @@ def main(world: World, large: str, *folders: str) -> list[dict[str, object]]:
     cases = itertools.product(folders, (torch.float32, torch.bfloat16), (False, True))
     results = {str(case): differences(*case, world) for case in cases}
     results["held"] = most_held_in_a_sync(folders[0], world)
-    results["is extra kept"] = is_extra_parameter_kept(folders[0], world)
     return gather_from_ranks(results | {"grown": num_bytes})

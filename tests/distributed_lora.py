@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from distributed_gradient import recorded
 from flags import EngineSettings
 from fsdp_utils import World, shard
-from helpers import HeldInSync, flags, make_rollout, whole_update
+from helpers import flags, make_rollout, whole_update
 from inputs.choices import algorithm_of
 from policies import load_policy, policy_of
 from policy import Policy
@@ -92,11 +92,6 @@ def main(world: World, path: str) -> dict[str, object]:
     found["merged"] = {name: tensor.clone() for name, tensor in policy.full_weights()}
     for _ in range(10):
         engine.sync(policy.full_weights())
-    held = HeldInSync()
-    engine.sync(held.stream(policy.full_weights()))
-    own = (parameter for name, parameter in policy.layers[0].named_parameters() if ".lora_" not in name)
-    layer_bytes = sum(2 * parameter.numel() for parameter in own)
-    found["held in a sync, in layers"] = held.most / layer_bytes
     found["merged after"] = {name: tensor.clone() for name, tensor in policy.full_weights()}
     after = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in policy.named_parameters()}
     found |= {"parameters": whole, "parameters after": {name: x.detach() for name, x in after.items()}}

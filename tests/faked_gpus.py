@@ -9,7 +9,6 @@ answers about the GPU are made up; vLLM itself decides all the rest. No engine i
 import json
 import os
 import sys
-from contextlib import ExitStack
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
@@ -94,34 +93,10 @@ def described(config: object) -> dict[str, object]:
     }
 
 
-def all_reduces() -> list[str]:
-    """The classes for all-reduce that vLLM sets up for a tensor-parallel group of two GPUs."""
-    from vllm.distributed.device_communicators import cuda_communicator
-
-    folder, made = "vllm.distributed.device_communicators", []
-    places = {
-        "pynccl": "PyNcclCommunicator", "custom_all_reduce": "CustomAllreduce", "symm_mem": "SymmMemCommunicator",
-        "quick_all_reduce": "QuickAllReduce", "flashinfer_all_reduce": "FlashInferAllReduce",
-        "flashinfer_pcie_ipc_all_reduce": "FlashInferPcieIpcAllReduce",
-    }  # fmt: skip
-
-    def begin(self: object, *_: object, **__: object) -> None:
-        vars(self).update(world_size=2, cpu_group=None, device=None, device_group=object(), use_all2all=False)
-
-    with ExitStack() as patches:
-        for module, name in places.items():
-            make = lambda *_, name=name, **__: made.append(name) or SimpleNamespace(disabled=False)  # noqa: E731
-            patches.enter_context(mock.patch(f"{folder}.{module}.{name}", make))
-        patches.enter_context(mock.patch.object(cuda_communicator.DeviceCommunicatorBase, "__init__", begin))
-        communicator = cuda_communicator.CudaCommunicator
-        patches.enter_context(mock.patch.object(communicator, "_log_all_reduce_backend_selection"))
-        communicator(cpu_group=None, unique_name="tp:0")
-    return sorted(made)
-
-
 def main(kind: str, engines: str, output: str) -> None:
     fake(kind)
     import torch
+    import vllm.envs
 
     from flags import EngineSettings, take
     from fsdp_utils import World
@@ -129,7 +104,8 @@ def main(kind: str, engines: str, output: str) -> None:
     from model.engine_options import engine_options
     from rollout import largest_share
 
-    found = {"all-reduces": all_reduces(), "log level": os.environ["VLLM_LOGGING_LEVEL"]}
+    found = {"log level": os.environ["VLLM_LOGGING_LEVEL"]}
+    found["adds with FlashInfer"] = vllm.envs.VLLM_ALLREDUCE_USE_FLASHINFER
     for name, engine in json.loads(Path(engines).read_text()).items():
         args = parse_flags(engine["flags"])
         world = World(0, engine["ranks"], args.tensor_parallel_size, torch.device("cuda"))

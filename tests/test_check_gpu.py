@@ -29,15 +29,13 @@ def test_on_a_cpu_it_runs_what_a_cpu_can_and_says_so(tmp_path, monkeypatch, caps
     assert "GPU: none: what follows is what a CPU can check" in shown
     assert "LOOK" not in shown and "nothing to look at" in shown
     report = (tmp_path / "gpu_check.md").read_text()
-    assert re.findall(r"^## (.*)$", report, re.MULTILINE) == ["machine", "kernels", "run", "kill and resume"]
-    assert "ok    its weights against the run that was not killed: the same bits" in report
+    titles = re.findall(r"^## (.*)$", report, re.MULTILINE)
+    assert titles == ["machine", "kernels", "run", "kill and resume"] and report in shown
     figures = dict(re.findall(r"ok    (.*?): (?:off by |cosine |norm )?(\d[\d.,e-]*)", report))
     assert 0 < float(figures["attention, forwards"]) < 0.05
     assert 0.999 < float(figures["attention, gradients"]) <= 1
     assert 0 < float(figures["one engine: gap after sleep, wake and sync"]) < 1e-4
-    assert float(figures["memory, update, against the dry run"]) > 0.2
     assert float(figures["sample, speed"].replace(",", "")) > 0
-    assert re.search(r"For a report:\n1 x .*; torch .*\n(.*\n)*ok    sample, speed: ", shown)
 
 
 def steps(*gaps: float) -> list[dict[str, float]]:
@@ -71,15 +69,6 @@ def test_memory_that_the_dry_run_did_not_foresee_stands_out_on_a_gpu(tmp_path, m
     assert "wrong by +10%: please report it" in line.advice
 
 
-def test_the_cause_of_a_failure_is_the_first_error_that_was_printed():
-    printed = "NCCL INFO x\n[rank1]: Traceback (most recent ...):\n[rank1]: ValueError: too few\nRuntimeError: b\n=="
-    assert check_gpu.cause(printed) == "ValueError: too few"
-    said = "error: --group_size 1: must be at least 2."
-    assert check_gpu.cause(f"x\n{said}\n") == said
-    assert check_gpu.cause("Killed\n") == "Killed"
-    assert check_gpu.cause("") == "it printed nothing"
-
-
 def test_a_folder_of_something_else_is_not_removed(tmp_path, monkeypatch, capsys):
     (tmp_path / "thesis.tex").write_text("precious")
     monkeypatch.setattr(sys, "argv", ["check_gpu.py", "--out_dir", str(tmp_path)])
@@ -90,19 +79,8 @@ def test_a_folder_of_something_else_is_not_removed(tmp_path, monkeypatch, capsys
 
 
 def test_the_gpus_of_the_user_are_the_ones_that_are_used(tmp_path, monkeypatch):
-    place = Place(tmp_path, None, 2, is_cuda=True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
-    assert place.visible(2) == {"CUDA_VISIBLE_DEVICES": "4,5"}
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert place.visible(2) == {"CUDA_VISIBLE_DEVICES": "0,1"}
-
-
-def test_other_versions_than_the_pinned_ones_stand_out(monkeypatch):
-    version = check_gpu.metadata.version
-    monkeypatch.setattr(check_gpu.metadata, "version", lambda name: "0.0.1" if name == "torch" else version(name))
-    (line,) = check_gpu.check_packages(is_cuda=False)
-    assert not line.is_ok
-    assert re.search(r"another version: torch==\S+\. Remove \.venv and run bash scripts/setup.sh", line.advice)
+    assert Place(tmp_path, None, 2, is_cuda=True).visible(2) == {"CUDA_VISIBLE_DEVICES": "4,5"}
 
 
 def test_a_check_that_fails_does_not_keep_the_others_from_running_and_is_in_the_report(tmp_path, monkeypatch, capsys):
@@ -111,16 +89,10 @@ def test_a_check_that_fails_does_not_keep_the_others_from_running_and_is_in_the_
         yield
 
     monkeypatch.setattr(check_gpu, "check_machine", broken)
+    monkeypatch.setattr(check_gpu, "check_kernels", lambda place: iter([Line("slow", "1", "2", False, "do this")]))
     for name in ("check_run", "check_resume"):
         monkeypatch.setattr(check_gpu, name, lambda place: iter([Line("fine", "1")]))
-    monkeypatch.setattr(check_gpu, "check_kernels", lambda place: iter([Line("slow", "1", "2", False, "do this")]))
-    monkeypatch.setattr(sys, "argv", ["check_gpu.py", "--ranks", "1", "--out_dir", str(tmp_path / "out")])
-    with pytest.raises(SystemExit) as end:
-        check_gpu.main()
-    assert end.value.code == 1
-    printed = capsys.readouterr().out
-    assert "LOOK  machine: RuntimeError: no such kernel" in printed
-    assert "LOOK  slow: 1 (expected: 2)\n      do this" in printed
-    assert "2 to look at" in printed
-    report = Path(tmp_path / "out" / "gpu_check.md").read_text()
+    assert check_gpu.write_report(Place(tmp_path, None, 1, is_cuda=False)) == 2
+    report = (tmp_path / "gpu_check.md").read_text()
+    assert report == capsys.readouterr().out and "LOOK  machine: RuntimeError: no such kernel" in report
     assert "LOOK  slow: 1 (expected: 2)\n      do this" in report and "ok    fine: 1\n" in report

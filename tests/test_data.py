@@ -427,12 +427,12 @@ def test_the_command_shows_the_data_without_the_library_of_data_sets(tmp_path):
     (tmp_path / "a.png").write_bytes(png())
     rows = [{"problem": f"What is {i}?", "answer": i, "image": "a.png"} for i in range(3)]
     path = write_lines(tmp_path / "rows.jsonl", rows)
-    flags = ["show_data.py", "--model", str(tmp_path / "tokenizer"), "--image_column", "image", "--data", path, path]
-    flags += ["--show", "1", "--weights", "1", "3"]
+    flags = ["show_data.py", "--model", str(tmp_path / "tokenizer"), "--image_column", "image", "--data", path]
+    flags += ["--show", "1"]
     code = f"import runpy, sys; sys.argv = {flags}; runpy.run_path('scripts/show_data.py', run_name='__main__')"
     shown = said([sys.executable, "-c", f"{code}; print('imported' * ('datasets' in sys.modules))"])
     assert "imported" not in shown, "reading .jsonl files imports `datasets`, which takes a second"
-    expected = ["data rows: 3 rows; 0 dropped", "prompt tokens: shortest 28, median 28", "weight 3, 4 of 6 draws"]
+    expected = ["data rows: 3 rows; 0 dropped", "prompt tokens: shortest 28, median 28"]
     for text in [*expected, f"1 images of {len(png())} bytes", "[user]<pic>What is 0?[assistant]", "answer: 0"]:
         assert text in shown
     assert "What is 1?" not in shown

@@ -67,14 +67,9 @@ def test_neither_cap_nor_order_nor_world_size_changes_any_metric(algorithm, resu
     for metrics in everything[1:]:
         assert metrics == pytest.approx(everything[0], abs=1e-5)
     first = everything[0]
-    assert first["policy/entropy"] > 0.5
     assert first["policy/ratio_max"] > 1.01 and first["policy/ratio_min"] < 0.99
-    assert abs(first["policy/approx_kl"]) > 0.001  # of tokens that no policy sampled: it may be negative
     assert 0 < first["policy/rollout_ess"] < 0.9
-    assert ("policy/kl_ref" in first) == (algorithm in ("clip", "sapo", "distill"))
-    assert ("distill/kl" in first) == (algorithm == "distill")
     assert algorithm != "distill" or (first["distill/kl"] > 1e-4 and 0.1 < first["distill/agreement"] < 1)
-    assert ("policy/rollout_clip_frac" in first) == (algorithm in ("gspo", "cispo"))
     if algorithm in ("sapo", "reinforce"):
         assert first["policy/clip_frac"] == 0
     else:

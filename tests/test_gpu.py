@@ -67,25 +67,13 @@ def trained(policy, out_dir, **changes) -> dict:
     return metrics_of(out_dir)
 
 
-def test_a_run_sleeps_and_wakes_its_engine_every_step(policy, tmp_path):
-    metrics = trained(policy, tmp_path / "run")
-    assert max(metrics[step]["policy/rollout_gap_mean"] for step in (1, 2, 3, 4)) < 0.005
-
-
 def test_an_update_that_communicates_once_and_shares_prompts_trains_the_same(policy, tmp_path):
-    """Losses within 0.02 of the plain run's: bf16 arithmetic, in other kernels."""
-    common = {
-        "gradient_checkpointing": True,
-        "eval_data": None,
-        "eval_every": 0,
-        "eval_before_training": None,
-        "total_steps": 2,
-    }
-    plain = trained(policy, tmp_path / "plain", **common)
-    found = trained(policy, tmp_path / "fast", **common, communicate_once=True, share_prompts=True)
+    """Losses within 0.02 of the plain run's: bf16 arithmetic, in other kernels. The engine sleeps and wakes twice."""
+    common = {"gradient_checkpointing": True, "eval_data": None, "eval_every": 0, "eval_before_training": None}
+    plain = trained(policy, tmp_path / "plain", **common, total_steps=3)
+    found = trained(policy, tmp_path / "fast", **common, total_steps=3, communicate_once=True, share_prompts=True)
     assert found[1]["policy/loss"] == pytest.approx(plain[1]["policy/loss"], abs=0.02)
-    assert found[1]["policy/rollout_gap_mean"] < 0.005
-    assert (tmp_path / "fast" / "final" / "model.safetensors").exists()
+    assert max(metrics["policy/rollout_gap_mean"] for run in (plain, found) for metrics in run.values()) < 0.005
 
 
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])

@@ -1,15 +1,11 @@
 """The packed forward pass against the Hugging Face model run on each sequence alone. float32, tolerance 1e-5."""
 
-import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from unittest import mock
 
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.nn.attention import current_flash_attention_impl, restore_flash_attention_impl
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from batch import pack
@@ -108,77 +104,22 @@ def test_packing_for_cuda_gives_the_kernel_what_the_rectangles_give_the_cpu(poli
             torch.testing.assert_close(a, b, atol=1e-5 * a.abs().max().item(), rtol=1e-4)
 
 
-class Operations(TorchDispatchMode):
-    """The names of the operations that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[str] = set()
-
-    def __torch_dispatch__(self, op: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
-        self.seen.add(op.overloadpacket.__name__)
-        return op(*args, **(kwargs or {}))
-
-
-def test_the_backward_pass_adds_up_the_gradients_of_shared_keys_without_sorting():
-    """On CUDA `index_put` sorts its indices, `index_add` does not. By the kernel's own shapes, on the meta device."""
-    segments, meta = pack(make_rollout([3, 2], group_size=2), [0, 1], 2).segments_S, torch.device("meta")
-    length = sum(x.length for x in segments)
-    query, key, value = (torch.randn(length, 2, 16, device=meta, requires_grad=True) for _ in range(3))
-    packing = attention.make_packing(segments, meta)
-    with Operations() as operations:
-        attention._attend_varlen(query, key, value, packing, None).sum().backward()
-    assert packing.positions_M is not None and "_varlen_attn_backward" in operations.seen
-    assert {name.strip("_") for name in operations.seen if "index" in name} == {"index_select", "index_add"}
-
-
-def test_a_sliding_window_shorter_than_a_sequence_is_refused(policy):
-    model = load_policy(policy)
-    for layer in model.layers:
-        layer.self_attn.sliding_window = 8
-    with pytest.raises(ValueError, match="sliding-window attention of 8 tokens"):
-        model(pack(make_rollout(), [0]), 1.0)
-
-
 # The kernel on CUDA ---------------------------------------------------------------------------------------------------
 
-CUDA = torch.device("cuda")
-OPERATIONS = {"forward": "fwd() -> ()", "backward": "bwd() -> ()"}
 
-
-@pytest.fixture
-def flash_attention_3(request, monkeypatch) -> Iterator[None]:
-    """A card of this capability, and a module with these operations in the place of FlashAttention 3's (none: none)."""
-    capability, operations = request.param
-    library = torch.library.Library("flash_attn_3", "FRAGMENT")
-    for operation in operations:
-        library.define(OPERATIONS[operation])
-    if operations:
-        monkeypatch.setitem(sys.modules, "flash_attn_interface", ModuleType("flash_attn_interface"))
+@pytest.mark.parametrize(("capability", "error", "is_asked_for"), [
+    ((9, 0), None, True),
+    ((9, 0), ImportError("flash_attn_interface"), True),  # it is not installed
+    ((10, 0), None, False),
+])  # fmt: skip
+def test_flash_attention_3_is_asked_for_on_hopper_before_the_kernel_is_checked(
+    capability, error, is_asked_for, monkeypatch
+):
+    activate, checked = mock.Mock(side_effect=error), []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    yield
-    if current_flash_attention_impl() is not None:
-        restore_flash_attention_impl()
-    library._destroy()
-
-
-@pytest.mark.parametrize(("flash_attention_3", "expected"), [
-    (((9, 0), ("forward", "backward")), "FlashAttention 3"),
-    (((9, 0), ("forward",)), "FlashAttention 2"),  # as in the engine's build: nothing could be trained
-    (((9, 0), ()), "FlashAttention 2"),
-    (((8, 0), ("forward", "backward")), "FlashAttention 2"),
-    (((10, 0), ("forward", "backward")), "FlashAttention 2"),
-], indirect=["flash_attention_3"])  # fmt: skip
-def test_flash_attention_3_runs_where_card_and_module_have_it(flash_attention_3, expected, monkeypatch):
-    assert attention.kernel_name(CUDA) == "varlen_attn, FlashAttention 2"
-    checked = []
-    monkeypatch.setattr("model.attention.check_alignment", lambda device: checked.append(attention.kernel_name(device)))
-    check_device(CUDA, share_prompts=True)
-    assert checked == [f"varlen_attn, {expected}"], "the kernel that will run is checked"
-    check_device(CUDA, share_prompts=False)
-    assert attention.kernel_name(CUDA) == f"varlen_attn, {expected}" and len(checked) == 1
-
-
-def test_on_a_cpu_the_attention_is_torchs_own_and_nothing_is_checked():
-    check_device(torch.device("cpu"), share_prompts=True)
-    assert attention.kernel_name(torch.device("cpu")) == "scaled_dot_product_attention on rectangles"
+    monkeypatch.setattr(attention, "activate_flash_attention_impl", activate)
+    monkeypatch.setattr(attention, "check_alignment", lambda device: checked.append(activate.called))
+    check_device(torch.device("cuda"), share_prompts=False)
+    assert checked == []
+    check_device(torch.device("cuda"), share_prompts=True)
+    assert checked == [is_asked_for]

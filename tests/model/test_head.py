@@ -55,9 +55,8 @@ def test_prompt_positions_get_no_logprob_and_give_no_gradient_to_the_head(policy
 # Logits in fp32 beside bf16 weights -----------------------------------------------------------------------------------
 
 
-def test_fp32_logits_of_bf16_numbers_are_exact_where_bf16_rounds_them(qwen3_policy, monkeypatch):
+def test_fp32_logits_of_bf16_numbers_are_exact_where_bf16_rounds_them(qwen3_policy):
     """Against an fp64 head on the same bf16 hidden states. In bf16, logits near 13 are rounded to steps of 0.06."""
-    monkeypatch.setattr(model.head, "COPIED_ROWS", 20)  # of 64
     policy, batch, hidden = load_policy(qwen3_policy, torch.bfloat16), pack(make_rollout(), list(range(8))), []
     policy.model.get_decoder().register_forward_hook(lambda module, args, out: hidden.append(out.last_hidden_state[0]))
     mask, errors = batch.loss_mask_N, []

@@ -1,11 +1,11 @@
-"""The memory policies train the same policy: whole runs, stopped half way and continued under another one."""
+"""The memory policies train the same policy. How one continues another: test_reshard.py."""
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from distributed_offload import ONCE, SMALL
-from helpers import copy_at, flags, lines, metrics_of, torchrun, training_flags, without_times
+from helpers import flags
 from inputs.checks import check_flags
 from ranks import on_ranks
 
@@ -47,10 +47,8 @@ def test_parameters_are_gathered_and_gradients_reduced_once_an_update(results):
     found, found_parameters, _, (reductions, gathers) = results[ONCE]
     assert reductions == 3 * 3, "three updates, two layers and the rest"
     assert num_reductions > reductions and num_reductions % reductions == 0, "otherwise once for each micro-batch"
-    num_micros = num_reductions // 3
-    reference = 2 * num_micros + 3  # its layers in each, the rest once an update
-    assert num_gathers - reference == 5 * num_micros, "each layer forwards and backwards, the rest once"
-    assert gathers - reference == 3 * 3, "three updates, two layers and the rest"
+    reference = 2 * num_reductions // 3 + 3  # its layers in each micro-batch, the rest once an update
+    assert gathers - reference == 3 * 3 < num_gathers - reference
     for one, other in zip(found, metrics, strict=True):
         assert one == pytest.approx(other, abs=2e-4, rel=0.01)  # bf16 arithmetic, summed in another order
     for name, tensor in parameters.items():
@@ -58,29 +56,6 @@ def test_parameters_are_gathered_and_gradients_reduced_once_an_update(results):
     on_host, on_host_parameters, *_ = results[f"{ONCE} --gradient_checkpointing --offload all"]
     assert on_host == found
     torch.testing.assert_close(on_host_parameters, found_parameters, atol=0, rtol=0)
-
-
-def test_a_bf16_run_continues_bit_for_bit_also_under_another_offload(policy, reward, tmp_path):
-    common = {
-        "param_dtype": "bfloat16",
-        "reward": reward,
-        "eval_data": None,
-        "eval_before_training": None,
-        "eval_every": 0,
-    }
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    torchrun(2, "train_grpo.py", *training_flags(policy, whole, **common, offload="optimizer"))
-    other = training_flags(policy, copy_at(2, whole, parts), **common, offload="all", offload_reference=True)
-    torchrun(2, "train_grpo.py", *other)
-    expected, found = metrics_of(whole), metrics_of(parts)
-    assert len(lines(parts / "metrics.jsonl")) == len(lines(whole / "metrics.jsonl")) + 2
-    for step in range(1, 5):
-        assert without_times(found[step]) == without_times(expected[step]), f"step {step} differs"
-        assert expected[step]["policy/rollout_gap_mean"] < 0.005
-        assert expected[step]["optim/grad_norm"] > 0.01
-    assert [start["resumed_from"] for start in lines(parts / "starts.jsonl")] == [0, 2]
-    weights = "final/model.safetensors"
-    assert (parts / weights).read_bytes() == (whole / weights).read_bytes()
 
 
 @pytest.mark.parametrize(("changes", "words"), [

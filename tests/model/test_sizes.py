@@ -1,6 +1,5 @@
 """Models that cannot be trained under these flags are refused before a weight is read."""
 
-import json
 import sys
 
 import pytest
@@ -19,7 +18,7 @@ import evaluate
 from helpers import flags
 from inputs.load import load_inputs
 from model.sizes import check_config
-from planner.dry_run import TABLE, config_of, dry_run
+from planner.dry_run import dry_run
 
 
 def check(config: PretrainedConfig, tensor_parallel_size: int = 1) -> None:
@@ -32,7 +31,6 @@ NOT_COMPUTED = {  # words of the sentence -> config
     "sliding-window attention of 2047 tokens": MistralConfig(sliding_window=2047),
     "has attn_logit_softcapping = 50.0": Gemma2Config(sliding_window=8192),
     "has dropout = 0.1": OPTConfig(),
-    "has quantized weights; needed is": Qwen2Config(quantization_config={"quant_method": "fp8"}),
     "has quantized weights; needed ": Qwen2_5_VLConfig(quantization_config={"quant_method": "fp8"}),
 }
 
@@ -47,29 +45,18 @@ def test_models_at_the_limits_pass():
     check(Qwen2Config(max_position_embeddings=2048))
     check(MistralConfig(sliding_window=2048))
     check(Qwen2Config(sliding_window=16, use_sliding_window=False))
-    check(Qwen2Config(num_attention_heads=14), tensor_parallel_size=2)
+    for name in ("llama", "qwen3", "qwen2_5_vl", "olmo2", "glm4", "smollm3", "phi3", "gemma3_text"):
+        check(AutoConfig.for_model(name))
     with pytest.raises(ValueError, match="--tensor_parallel_size 4 does not divide the model's 14 attention heads"):
         check(Qwen2Config(num_attention_heads=14), tensor_parallel_size=4)
-
-
-def test_dense_models_with_attention_in_all_layers_pass():
-    for model in json.loads(TABLE.read_text()):
-        check(config_of(model))
-    for name in ("llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl", "olmo2", "glm4", "smollm3", "phi3", "gemma3_text"):
-        check(AutoConfig.for_model(name))
 
 
 OTHERS = {  # architecture, one for each place in which a config tells it -> what the sentence says that it has
     "qwen3_moe": "(qwen3_moe) has 128 experts; needed is a dense model",
     "dbrx": "4 experts",
-    "deepseek_v2": "64 experts",
-    "ernie4_5_moe": "64 experts",
     "qwen3_vl_moe": "(qwen3_vl_moe_text) has 60 experts",
     "llama4": "16 experts and layers of the kind chunked_attention",
-    "qwen3_next": "512 experts and layers of the kind linear_attention",
     "qwen3_5": "(qwen3_5_text) has layers of the kind linear_attention; needed is a dense model with attention in all",
-    "zamba2": "layers of the kind hybrid and layers of the kind linear_attention",
-    "recurrent_gemma": "layers of the kind recurrent",
     "rwkv": "no attention heads",
 }
 

@@ -57,7 +57,6 @@ def test_shards_hold_the_bits_of_from_pretrained_and_neither_loading_nor_a_sync_
         # The one in use, the one before that a loop still names, and between ranks the next one, too.
         most = {1: 0.5, 2: 1.0}[num_ranks]
         assert 0.2 < results.pop("held") <= most
-        assert results.pop("is extra kept")
         assert len(results) == 4 * len(folders)
         assert not any(results.values()), results
 

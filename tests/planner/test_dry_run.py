@@ -2,21 +2,18 @@
 
 import io
 import json
-import os
 import re
-import subprocess
 import sys
-import time
 from contextlib import redirect_stdout
 
 import pytest
 from transformers import AutoConfig
 
-from helpers import ENVIRONMENT, ROOT, flags
+from helpers import ENVIRONMENT, flags, run_command
 from planner import memory
 from planner.advice import advised
 from planner.dry_run import TABLE, config_of, dry_run, rows_of, setup_of
-from planner.memory import checkpoint_bytes, gpu_phases, host_phases, misfits, needed, pinned_share, without
+from planner.memory import checkpoint_bytes, gpu_phases, misfits, needed, pinned_share
 from planner.setup import GIB, Setup, shape_of
 from planner.time import forward_flops, traffic
 
@@ -27,10 +24,6 @@ COMMON = {
 QWQ = COMMON | {
     "model": "Qwen/QwQ-32B", "train_data": "hiyouga/math12k@train", "epochs": 15, "prompts_per_step": 512,
     "group_size": 5, "prompts_per_update": 128, "micro_batch_tokens": 16384, "tensor_parallel_size": 2,
-}  # fmt: skip
-DEEPSEEK = COMMON | {
-    "model": "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B", "train_data": "AI-MO/NuminaMath-TIR#1000", "epochs": 3,
-    "prompts_per_step": 8, "group_size": 8, "max_completion_tokens": 2080,
 }  # fmt: skip
 VISION = COMMON | {
     "model": "Qwen/Qwen2.5-VL-72B-Instruct", "train_data": "lmms-lab/multimodal-open-r1-8k-verified#1000", "epochs": 1,
@@ -43,7 +36,6 @@ SIMPLERL = COMMON | {
     "max_completion_tokens": 8192, "micro_batch_tokens": 9216, "tensor_parallel_size": 2, "plan_gpus": 16,
     "plan_nodes": 2,
 }  # fmt: skip
-LORA = {"lora_rank": 8, "lora_dropout": 0.05}
 
 
 def setup(values: dict, **others: object) -> Setup:
@@ -60,10 +52,6 @@ def report(values: dict, **others: object) -> dict:
 
 def test_the_shapes_have_as_many_parameters_as_the_real_models():
     """Tied heads count once: the files of Qwen3-0.6B and 1.7B hold them twice."""
-    qwq = setup(QWQ)
-    assert qwq.model.kv_per_token * qwq.compute_bytes == 262_144 and setup(QWQ, lora_rank=8).trainable == 67_108_864
-    assert checkpoint_bytes(qwq) == 32_763_876_352 * (2 + 4 + 8)
-    assert qwq.plan.completions_per_step / qwq.plan.updates_per_pass / qwq.hardware.gpus == 80
     shapes = {name: shape_of(config_of(name), name) for name in json.loads(TABLE.read_text())}
     plain = re.compile("-Base|-(Instruct|Thinking)(-2507)?$")  # of the same sizes, but for Qwen2.5-VL
     sizes = {name if "VL" in name else plain.sub("", name): shape.parameters for name, shape in shapes.items()}
@@ -85,9 +73,10 @@ def test_the_shapes_have_as_many_parameters_as_the_real_models():
         "Qwen/Qwen3-32B": 32_762_123_264,
     }
     assert shapes["Qwen/Qwen3-4B"].projections["q_proj"] == (2560, 4096), "32 heads of 128 are wider than the model"
-    assert shapes["Qwen/QwQ-32B"].projections["k_proj"] == (5120, 1024), "inputs, outputs"
     assert shapes["Qwen/Qwen2.5-1.5B"].root_parameters == 151_936 * 1536 + 1536, "tied embedding, last norm"
     assert shapes["Qwen/Qwen2.5-VL-72B-Instruct"].tower_parameters == 704_573_696
+    assert setup(QWQ, lora_rank=8).trainable == 67_108_864
+    assert checkpoint_bytes(setup(QWQ)) == 32_763_876_352 * (2 + 4 + 8)
 
 
 def test_the_flops_of_qwen_7b_are_those_of_the_published_counter_but_for_the_embedding():
@@ -110,60 +99,32 @@ def test_the_rounding_of_pinned_memory_is_that_of_torch(model, pinned):
     assert pinned_share(setup({"model": model}, plan_gpus=8), itemsize=2) == pytest.approx(pinned, rel=0.02)
 
 
-def test_setups_1_and_2_as_documented_fit_neither_the_gpus_nor_offloaded_the_host():
-    found = misfits(setup(DEEPSEEK | {"tensor_parallel_size": 1, "gpu_memory_utilization": 0.9}, **LORA))
-    assert len(found) == 1 and found[0].startswith("GPU, rollout")
+def test_qwq_as_its_source_runs_it_fits_neither_the_gpus_nor_offloaded_the_host():
     on_gpu = " ".join(misfits(setup(QWQ)))
     assert "GPU, rollout" in on_gpu and "GPU, update" in on_gpu and "host" not in on_gpu
     offloads = {"offload": "all", "offload_reference": True}
     offloaded = misfits(setup(QWQ | offloads, plan_host_memory_gib=512e9 / GIB))
     assert offloaded and all(words.startswith("host RAM") for words in offloaded)
     assert not misfits(setup(QWQ | offloads)), "with the 1 TB that the document asks for"
-    asleep = setup(QWQ).num_engines * 2 * 32_763_876_352  # as documented, each engine keeps its weights in host RAM
-    tensors = (without(parts, "rounding of pinned memory") for parts in host_phases(setup(QWQ | offloads)).values())
-    assert max(sum(parts.values()) for parts in tensors) + asleep <= 1000 * GIB
 
 
-def test_setup_3_syncing_the_whole_model_does_not_fit_and_a_short_model_length_is_refused():
-    vision = setup(VISION, **LORA)
+def test_full_logits_the_whole_model_in_a_sync_and_too_small_a_share_of_the_gpu_do_not_fit(monkeypatch):
+    vision = setup(VISION, lora_rank=8)
     sync = gpu_phases(vision)["sync"]
-    whole = sync | {"gathered": 2 * vision.model.parameters}
-    assert needed(sync) <= vision.hardware.gpu_bytes < needed(whole)
-    with pytest.raises(ValueError, match="--max_pixels 100: a token is made of 784 pixels"):
-        setup(VISION, max_pixels=100)
-    with pytest.raises(ValueError, match="768 cannot hold an image of --max_pixels 602112 = 768 tokens"):
-        setup(VISION | {"max_prompt_tokens": 768, "max_completion_tokens": 1280}, **LORA)
-
-
-def test_full_logits_a_copy_on_every_rank_and_too_small_a_share_of_the_gpu_do_not_fit(monkeypatch):
+    assert needed(sync) <= vision.hardware.gpu_bytes < needed(sync | {"gathered": 2 * vision.model.parameters})
+    small = misfits(setup(SIMPLERL | {"gpu_memory_utilization": 0.14}))
+    assert len(small) == 1 and "not enough for one sequence of 9216 tokens" in small[0]
     as_we_run_it = {"tensor_parallel_size": 4, "gpu_memory_utilization": 0.5, "param_dtype": "bfloat16"}
     qwq = setup(QWQ | as_we_run_it, offload_reference=True)
     assert misfits(qwq) == []
     monkeypatch.setattr(memory, "HEAD_CHUNK_LOGITS", 16384 * 152_064)  # all logits of a micro-batch at a time
     assert "GPU, update" in misfits(qwq)[0]
-    small = misfits(setup(SIMPLERL | {"gpu_memory_utilization": 0.14}))
-    assert len(small) == 1 and "not enough for one sequence of 9216 tokens" in small[0]
-    load = host_phases(setup(QWQ))["load"]
-    assert load["weights, read"] == 152_064 * 5120 * 4, "one matrix at a time"
-    assert sum(load.values()) + 8 * qwq.model.parameters * 4 > qwq.hardware.host_bytes
 
 
-def test_communicating_once_takes_the_layers_and_whole_gradients_for_less_traffic():
-    plain, once = setup(QWQ, param_dtype="bfloat16"), setup(QWQ, param_dtype="bfloat16", communicate_once=True)
-    assert traffic(once)["reduce-scatter"] < traffic(plain)["reduce-scatter"]
-    layers = 62 * 487_613_696 * 2  # all of them in bf16, where two are held otherwise
-    more = sum(gpu_phases(once)["update"].values()) - sum(gpu_phases(plain)["update"].values())
-    assert more == pytest.approx(4 * 32_763_876_352 + layers, rel=0.1)
-    assert traffic(once)["all-gather, update"] < 0.5 * traffic(plain)["all-gather, update"]
-
-
-def test_offloaded_gradients_are_on_the_host_once_and_a_pass_takes_the_same_beside_them():
-    plain, moved = setup(QWQ), setup(QWQ, offload="all")
-    passes = [memory.update_peak(each) for each in (plain, moved)]
-    assert passes[0] | {"gradients": 0} == passes[1] | {"gradients": 0}
-    gradients = 4 * plain.model.parameters
-    assert (passes[0]["gradients"], passes[1]["gradients"]) == (gradients / 8, 0)
-    assert host_phases(moved)["run"]["gradients"] == gradients and "gradients" not in host_phases(plain)["run"]
+def test_communicating_once_moves_less():
+    plain, once = (traffic(setup(QWQ, communicate_once=flag)) for flag in (None, True))
+    assert once["reduce-scatter"] < plain["reduce-scatter"]
+    assert once["all-gather, update"] < 0.5 * plain["all-gather, update"]
 
 
 def taken(values: dict, changes: list[str]) -> Setup:
@@ -177,7 +138,7 @@ def taken(values: dict, changes: list[str]) -> Setup:
 
 def test_the_advice_is_minimal_and_fits_when_it_is_taken():
     tight = QWQ | {"plan_host_memory_gib": 300.0, "gpu_memory_utilization": 0.5, "gradient_checkpointing": None}
-    few = advised(setup(tight))["changes_that_would_fit"]
+    few = advised(setup(tight))
     assert few and misfits(setup(tight))
     assert {len(each["changes"]) - ("--plan_nodes 2" in each["changes"]) for each in few} == {2}
     for each in few:
@@ -187,19 +148,14 @@ def test_the_advice_is_minimal_and_fits_when_it_is_taken():
         assert peak == pytest.approx(each["gpu_needed_gib"], abs=0.05)
 
 
-def test_beside_the_fewest_changes_stands_the_fastest_and_a_short_cache_is_warned_of():
+def test_a_short_cache_is_warned_of():
     """10 billion parameters on 4 A100 of 40 GB: the fewest changes leave a cache of a few sequences."""
     sizes = {"vocab_size": 152_064, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 40}
     sizes |= {"num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": False}
-    config = AutoConfig.for_model("qwen2", **sizes)
-    lengths = {"plan_prompt_tokens": 512.0, "plan_completion_tokens": 512.0}
-    args = flags(train_data="x#1000", prompts_per_step=16, plan_gpus=4, plan_gpu="A100-40GB", **lengths)
-    advice = advised(setup_of(args, config))
-    first, fast = advice["changes_that_would_fit"][0], advice["fastest_that_fits"]
+    args = flags(train_data="x#1000", prompts_per_step=16, plan_gpus=4, plan_gpu="A100-40GB")
+    first = advised(setup_of(args, AutoConfig.for_model("qwen2", **sizes)))[0]
     assert first["changes"] == ["--offload optimizer", "--gradient_checkpointing"]
     assert first["warnings"] == ["the cache holds 3.2 of an engine's 32 sequences"]
-    assert "--tensor_parallel_size 4" in fast["changes"] and fast["warnings"] == []
-    assert fast["step_seconds"] < 0.5 * first["step_seconds"]
 
 
 def test_a_command_is_planned_for_the_ranks_that_it_starts(monkeypatch):
@@ -218,12 +174,9 @@ def test_rows_come_from_the_flag_the_source_the_disk_or_the_table(tmp_path):
     file.write_text('{"a": 1}\n\n{"a": 2}\n')
     assert rows_of([str(file)]) == 2
     assert rows_of(["hiyouga/math12k"]) == 12_000
-    assert rows_of(["hiyouga/math12k@test"]) == 500
     assert rows_of(["owner/name#70", "hiyouga/math12k@test"]) == 570
     assert rows_of(["owner/name"]) is None
     assert report(QWQ | {"train_data": "owner/name"}, plan_rows=520)["steps_per_epoch"] == 1
-    with pytest.raises(ValueError, match="give --plan_rows"):
-        dry_run(flags(**(QWQ | {"train_data": "owner/name"})))
     assert report(SIMPLERL | {"train_data": "owner/name"})["steps_per_epoch"] is None
 
 
@@ -231,12 +184,10 @@ def test_rows_come_from_the_flag_the_source_the_disk_or_the_table(tmp_path):
     ("changes", "words"),
     [
         ({"tensor_parallel_size": 3}, "3 does not divide the world size 8; use one of 1, 2, 4, 8"),
-        ({"prompts_per_step": 511, "prompts_per_update": 511}, "is not divisible by 4 engines .*; use 508 or 512"),
-        ({"prompts_per_update": 100}, "does not divide --prompts_per_step 512; use one of 1, 2, 4, 8"),
-        ({"plan_flops_share": 0}, "--plan_flops_share 0: must be above 0 and at most 1"),
         ({"plan_completion_tokens": 2049}, "2049 is the mean; use at most --max_completion_tokens 2048"),
         ({"plan_gpus": 12, "plan_nodes": 5}, "--plan_gpus 12 is not divisible by --plan_nodes 5"),
         ({"max_completion_tokens": 60_000, "micro_batch_tokens": 70_000}, "the context of --model .*, 40960 tokens"),
+        ({"train_data": "owner/name"}, "give --plan_rows"),
     ],
 )
 def test_what_could_not_run_anywhere_is_an_error_with_a_way_out(changes, words):
@@ -247,23 +198,12 @@ def test_what_could_not_run_anywhere_is_an_error_with_a_way_out(changes, words):
 def test_the_command_needs_no_network_no_gpu_and_no_data_and_its_exit_code_is_the_verdict(tmp_path):
     flags = "--epochs 1 --prompts_per_step 8 --max_prompt_tokens 6144 --max_completion_tokens 2048 --kl_coef 0 "
     flags += "--gradient_checkpointing --dry_run --json --plan_gpus 8"
-    given = ["--model", VISION["model"], "--train_data", VISION["train_data"], "--out_dir", tmp_path / "run"]
-    command = [sys.executable, ROOT / "train_grpo.py", *given, *flags.split()]
+    given = ["--model", VISION["model"], "--train_data", VISION["train_data"], "--out_dir", f"{tmp_path}/run"]
     environment = ENVIRONMENT | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
-    start = time.monotonic()
-    process = subprocess.Popen(list(map(str, command)), env=environment, stdout=subprocess.PIPE, text=True)
-    printed = process.stdout.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    assert os.waitstatus_to_exitcode(status) == 3
-    assert time.monotonic() - start < 60 and usage.ru_maxrss < 4 * 1024**2, "seconds; KiB"
-    answer = json.loads(printed)
+    done = run_command([sys.executable, "train_grpo.py", *given, *flags.split()], environment, timeout=60)
+    assert done.returncode == 3
+    answer = json.loads(done.stdout)
     assert not answer["fits"] and answer["changes_that_would_fit"] and answer["gpu_peak_phase"] in answer["gpu_gib"]
-    keys = (
-        "prompts_per_step group_size completions_per_step updates_per_step steps_per_epoch total_steps total_updates "
-        "total_completions parameters trainable_parameters kv_bytes_per_token gpu_peak_gib gpu_peak_phase "
-        "gpu_capacity_gib host_peak_gib checkpoint_gib step_seconds total_hours fits changes_that_would_fit"
-    )
-    assert set(keys.split()) <= answer.keys()
     assert not (tmp_path / "run").exists()
 
 
@@ -282,18 +222,13 @@ def test_a_teacher_of_another_size_has_its_own_bytes_and_its_own_time():
     }  # fmt: skip
     larger = {"reference": "Qwen/Qwen2.5-3B-Instruct"}
     vocabulary = larger | {"lora_rank": 8, "kl_over": "vocabulary"}
-    own, other, lora, over, twice = (
-        report(small, **changes)
-        for changes in ({}, larger, larger | {"lora_rank": 8}, vocabulary, vocabulary | {"num_iterations": 2})
+    own, other, lora, over = (
+        report(small, **changes) for changes in ({}, larger, larger | {"lora_rank": 8}, vocabulary)
     )
     assert [each["gpu_gib"]["rollout"]["reference"] for each in (own, other, lora)] == [2.88, 5.75, 5.75]
     assert other["seconds"]["logprobs"] > 1.3 * own["seconds"]["logprobs"]
-    assert "reference" not in report(small, lora_rank=8)["gpu_gib"]["rollout"]
     assert "logprobs" in lora["gpu_gib"] and "logprobs" not in over["gpu_gib"], "it runs beside the update"
     moved = lora["seconds"]["logprobs"]  # all of it is the reference's
-    assert over["seconds"]["logprobs"] == 0 < moved
     assert over["seconds"]["update"] == pytest.approx(lora["seconds"]["update"] + moved, abs=0.11)
-    assert twice["seconds"]["update"] == pytest.approx(2 * over["seconds"]["update"], abs=0.11)
     table = 151_936 * 2_048 * 2 + 4_096 * 2_048 * 2  # its head and its last hidden states
     assert over["gpu_gib"]["update"]["teacher"] == pytest.approx(table / GIB, abs=0.01)
-    assert over["gpu_gib"]["update"]["logits"] == pytest.approx(2 * lora["gpu_gib"]["update"]["logits"], rel=0.01)

@@ -10,19 +10,10 @@ from flags import EngineSettings
 from inputs.command_line import parse_flags
 from model.engine_options import engine_options
 from model.sizes import MOST_ON_GPU
-from planner.advice import advised
 from planner.dry_run import config_of, setup_of
-from planner.memory import (
-    ENGINE,
-    cache_bytes_per_token,
-    checkpoint_bytes,
-    engine_parts,
-    gpu_phases,
-    host_phases,
-    without,
-)
+from planner.memory import ENGINE, cache_bytes_per_token, checkpoint_bytes, gpu_phases, host_phases, without
 from planner.report import report_of, text_of
-from planner.setup import GIB, Setup
+from planner.setup import Setup
 from planner.time import (
     link_speed,
     micro_batches,
@@ -37,10 +28,8 @@ COMMON = "--train_data x#10000 --out_dir o --total_steps 1 --gradient_checkpoint
 SETUPS = {
     "short": "Qwen/Qwen2.5-7B --prompts_per_step 1024 --max_prompt_tokens 512 --max_completion_tokens 1024",
     "long": "Qwen/Qwen2.5-7B --prompts_per_step 128 --max_completion_tokens 16384 --micro_batch_tokens 18432",
-    "large": "Qwen/QwQ-32B --prompts_per_step 512 --group_size 5 --tensor_parallel_size 4",
     "few": "Qwen/QwQ-32B --prompts_per_step 8 --group_size 4 --tensor_parallel_size 8 --enforce_eager",
     "one_gpu": "Qwen/Qwen2.5-1.5B --prompts_per_step 64 --plan_gpus 1 --lora_rank 32 --plan_gpu RTX4090-24GB",
-    "a100": "allenai/Llama-3.1-Tulu-3-8B-DPO --prompts_per_step 14 --plan_gpus 7 --plan_gpu A100-80GB",
     "servers": "Qwen/Qwen3-4B-Base --prompts_per_step 24 --group_size 16 --max_completion_tokens 8192 "
     "--micro_batch_tokens 10240 --plan_gpus 2",
     "copies": "Qwen/Qwen2.5-7B --prompts_per_step 256 --plan_gpus 16 --plan_nodes 2",
@@ -55,49 +44,24 @@ def plan(name: str, more: str = "") -> Setup:
     return setup_of(args, config_of(args.model))
 
 
-def never_slower(found: list[Setup]) -> None:
-    """Of setups with more and more cache: no rollout takes longer than the one before, and the last is faster than the
-    first if it runs more sequences at a time.
-    """
-    caches = [engine_parts(setup)["KV cache"] for setup in found]
-    assert caches == sorted(caches) and caches[0] < 0 < caches[-1], "from none at all"
-    seconds = list(map(rollout_seconds, found))
-    assert all(more <= less for less, more in itertools.pairwise(seconds)), seconds
-    running = list(map(running_sequences, found))
-    assert running[0] == 1 < running[-1]
-    assert seconds[-1] < 0.5 * seconds[0]
-
-
-@pytest.mark.parametrize("name", list(SETUPS)[:6])
+@pytest.mark.parametrize("name", list(SETUPS)[:4])
 def test_more_cache_is_never_slower(name):
+    """From none at all; and much faster, where more sequences run at a time."""
     setup = plan(name)
-    shares = [replace(setup.engine, gpu_memory_utilization=share / 100) for share in range(1, 101)]
-    never_slower([replace(setup, engine=engine) for engine in shares])
-    gpus = [replace(setup.hardware, gpu_bytes=1.05**n * GIB) for n in range(16, 128)]
-    never_slower([replace(setup, hardware=gpu) for gpu in gpus])
+    found = [replace(setup, engine=replace(setup.engine, gpu_memory_utilization=x / 100)) for x in range(1, 101)]
+    seconds, running = list(map(rollout_seconds, found)), list(map(running_sequences, found))
+    assert all(more <= less for less, more in itertools.pairwise(seconds)), seconds
+    assert running[0] == 1 < running[-1] and seconds[-1] < 0.5 * seconds[0]
 
 
-@pytest.mark.parametrize("mean", [256, 1024])
-def test_a_full_engine_reads_the_weights_for_each_token_of_its_longest_completion(mean):
+def test_a_full_engine_reads_the_weights_for_each_token_of_its_longest_completion():
     """32 completions of 8 GPUs that all fit: as many steps as the longest completion has tokens; no step is skipped."""
-    setup = plan("few", f"--plan_completion_tokens {mean} --plan_prompt_tokens 1024")
+    setup = plan("few", "--plan_completion_tokens 256 --plan_prompt_tokens 1024")
     assert running_sequences(setup) == 32
     weights = 1024 * 2 * setup.model.parameters / 8 / (0.6 * 3.35e12)
-    cache = 32 * mean * (1024 + mean / 2) * cache_bytes_per_token(setup) / (0.6 * 3.35e12)
+    cache = 32 * 256 * (1024 + 256 / 2) * cache_bytes_per_token(setup) / (0.6 * 3.35e12)
     host = 1024 * (0.015 + 2 * 64 * 15e-6)
     assert rollout_seconds(setup) == pytest.approx(weights + cache + host, rel=0.03), "and prompts, links"
-
-
-def test_half_the_cache_is_twice_the_rounds():
-    """Where the weights are all that is read: completions as long as the limit, in rounds of what the cache holds."""
-    setup = plan("few", "--plan_completion_tokens 1024 --plan_prompt_tokens 1024")
-    rest, seconds = sum(engine_parts(setup).values()) - engine_parts(setup)["KV cache"], {}
-    for running in (4, 8, 16):
-        gpu_bytes = (rest + running * 2048 * cache_bytes_per_token(setup)) / 0.6
-        found = replace(setup, hardware=replace(setup.hardware, gpu_bytes=gpu_bytes))
-        assert running_sequences(found) == pytest.approx(running, rel=1e-6)
-        seconds[running] = rollout_seconds(found)
-    assert seconds[4] - seconds[8] == pytest.approx(2 * (seconds[8] - seconds[16]), rel=1e-3)
 
 
 @pytest.mark.parametrize(("prompts", "running"), [(8, 64), (1024, MOST_ON_GPU)])
@@ -125,24 +89,11 @@ def test_micro_batches_hold_whole_sequences(length, expected):
     assert micro_batches(plan("short", f"{cap} {means}")) == expected
 
 
-def test_smaller_micro_batches_are_slower_and_so_is_an_engine_without_nvlink():
-    seconds = [phase_seconds(plan("short", f"--micro_batch_tokens {cap}"))["update"] for cap in (16384, 8192, 4096)]
-    assert seconds == sorted(seconds) and seconds[-1] > 1.05 * seconds[0]
-    seconds = []
-    for gpu in ("L40S-48GB", "A100-80GB"):
-        setup = plan("short", f"--tensor_parallel_size 4 --plan_gpus 4 --plan_gpu {gpu}")
-        large = replace(setup, hardware=replace(setup.hardware, gpu_bytes=200 * GIB))
-        seconds.append(rollout_seconds(large))
-    assert seconds[0] > 1.5 * seconds[1], "though the L40S has more FLOPs"
-
-
 @pytest.mark.parametrize(("mean", "is_faster"), [(2000, True), (16384, False)])
-def test_partial_rollouts_pay_where_a_few_completions_are_long_and_the_report_says_so(mean, is_faster):
+def test_partial_rollouts_pay_where_a_few_completions_are_long(mean, is_faster):
     ways = [plan("long", f"--plan_completion_tokens {mean} {more}") for more in ("", "--partial_rollouts")]
     without, partial = map(step_seconds, ways)
     assert partial < 0.8 * without if is_faster else partial == pytest.approx(without)
-    assert report_of(ways[0])["remarks"] == [f"with --partial_rollouts {partial:.0f} s"] * is_faster
-    assert report_of(ways[1])["remarks"] == []
 
 
 # Generation servers: whose memory is whose, who waits for whom --------------------------------------------------------
@@ -175,13 +126,10 @@ def test_a_step_ahead_takes_as_long_as_the_slower_of_the_two_and_the_sync():
     train = sum(seconds.values()) - seconds["rollout"] - seconds["sync"]
     assert step_seconds(setup) == pytest.approx(max(seconds["rollout"], train) + seconds["sync"])
     waits = [max(more - less, 0) for more, less in itertools.permutations((seconds["rollout"], train))]
-    assert report_of(setup)["remarks"] == [
-        "sampling 1 steps ahead: ranks wait {:.1f} s, servers {:.1f} s".format(*waits)
-    ]
+    said = "sampling 1 steps ahead: ranks wait {:.1f} s, servers {:.1f} s".format(*waits)
+    assert report_of(setup)["remarks"] == [said]
     on_policy = replace(setup, plan=replace(setup.plan, steps_ahead=0))
     assert step_seconds(on_policy) == pytest.approx(sum(seconds.values()))
-    waits = f"ranks wait {seconds['rollout']:.1f} s, servers {train:.1f} s"
-    assert report_of(on_policy)["remarks"] == [f"one after the other: {waits}"]
 
 
 def test_in_flight_two_steps_ahead_nobody_waits_for_the_longest_completion():
@@ -213,33 +161,22 @@ def test_a_gpu_holds_its_share_of_one_copy_which_is_written_once(shard_ranks, co
     assert checkpoint_bytes(found) == checkpoint_bytes(copies()) == PARAMETERS * (2 + 4 + 8)
 
 
-def test_what_does_not_fit_in_copies_is_advised_to_have_fewer():
-    advice = [each["changes"] for each in advised(copies("--shard_ranks 2"))["changes_that_would_fit"]]
-    assert ["--shard_ranks 4"] in advice
-
-
 def test_a_node_holds_as_many_copies_as_its_gpus_make_up():
     """Two nodes of 8: one copy on both, one on each, two on each."""
     moved = "--offload all --offload_reference "
     found = [host_phases(copies(moved + more)) for more in ("", "--shard_ranks 8", "--shard_ranks 4")]
     for name, size in (("parameters", 4), ("gradients", 4), ("optimizer", 8), ("reference", 2)):
         assert [phases["run"][name] / (size * PARAMETERS) for phases in found] == [0.5, 1, 2], name
-    gathered = [phases["checkpoint"]["the policy, gathered on rank 0"] / (2 * PARAMETERS) for phases in found]
-    assert gathered == [1, 1, 1]
-    assert all(phases["run"]["rounding of pinned memory"] > 0 for phases in found)
 
 
 def test_copies_exchange_the_shards_of_their_gradients():
     """A ring: each GPU sends (n - 1) / n of an all-gather, and twice that of an all-reduce."""
-    ways = ("", "--shard_ranks 8", "--shard_ranks 8 --communicate_once")
-    whole, shared, once = (traffic(copies(more)) for more in ways)
+    whole, shared = (traffic(copies(more)) for more in ("", "--shard_ranks 8"))
     assert whole["all-reduce of copies"] == 0
     micro_batches = whole["reduce-scatter"] / (4 * PARAMETERS * 15 / 16)
     assert shared["reduce-scatter"] == pytest.approx(micro_batches * 4 * PARAMETERS * 7 / 8)
     assert shared["all-reduce of copies"] == pytest.approx(2 * (4 * PARAMETERS / 8) * 1 / 2), "once in the update"
     assert shared["sync"] == pytest.approx(2 * PARAMETERS * 7 / 8)
-    assert once["all-reduce of copies"] == shared["all-reduce of copies"]
-    assert once["reduce-scatter"] == pytest.approx(shared["reduce-scatter"] / micro_batches)
 
 
 @pytest.mark.parametrize(
@@ -254,13 +191,3 @@ def test_copies_exchange_the_shards_of_their_gradients():
 )
 def test_a_collective_is_as_fast_as_what_it_goes_over(members, stride, speed):
     assert link_speed(copies(network=10e9), members, stride) == pytest.approx(0.7 * speed)
-
-
-def test_shards_within_a_node_are_faster_where_the_network_is_slow():
-    whole, shared = (phase_seconds(copies(more, network=5e9)) for more in ("", "--shard_ranks 8"))
-    assert shared["update"] < 0.8 * whole["update"]
-    assert shared["logprobs"] < 0.8 * whole["logprobs"]
-    fast = phase_seconds(copies("--shard_ranks 8"))
-    exchanged = 2 * 4 * PARAMETERS / 8 / 2  # of a ring of two
-    per_byte = 1 / (0.7 * 5e9) - 1 / (0.7 * 50e9)
-    assert shared["update"] - fast["update"] == pytest.approx(exchanged * per_byte), "the all-reduce, and nothing else"

@@ -10,6 +10,8 @@ NAME is a file in references/.
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -114,6 +116,9 @@ def main() -> None:
             print("\n\n".join(reference.report(args.reference, history(run_dir)) for run_dir in args.runs))
         else:
             write_pages(args.runs, args.output or args.runs[0] / "report.html")
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError, OverflowError) as error:
         parser.exit(2, f"error: {error}\n")
 

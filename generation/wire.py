@@ -33,13 +33,13 @@ from generation.start import ServerProcess
 from generation.weights import Link, open_link
 from grading.episode import Environments
 from grading.pool import Outcome
-from guards.start import RunError, note_reason
+from guards.start import RunError, note_reason, requested, signal_name
 from inputs.machine import own_address
 from model.sizes import MOST_ON_GPU
 
 TIMEOUT = 600.0  # seconds: a server that gives no answer at its start, or no token, for so long is dead
 MEETING = 60.0  # seconds that a server has to come for its weights
-LEAVE = 10.0  # seconds that the main rank has to end after a failed transfer
+LEAVE = 10.0  # seconds that the main rank has to end after a failed transfer, or one that stands still at a signal
 ANSWER = 5.0  # seconds that a server has to answer what is quickly said
 ENDING = 1.0  # seconds from a dying server's last words, which are those of its sockets, to its exit status
 LOOK = 1.0  # seconds between two looks at a server
@@ -134,6 +134,7 @@ class Fleet:
     pending: list[Request] = field(default_factory=list)
     phase: str = "closed"  # "open": requests are given to servers; "sending": weights
     version: int = -1  # of the servers' weights
+    moved: float = 0.0  # when the last tensor was sent
     error: str = ""  # why the run cannot go on
     turns: Turns | None = None  # None: a completion has one
     thinking: dict[int, Request] = field(default_factory=dict)  # waits for its environment, by the episode's number
@@ -259,7 +260,7 @@ class Fleet:
 
         Those that have them all sample on, and say of what follows that this version made it.
         """
-        self.phase, self.version = "sending", version
+        self.phase, self.version, self.moved = "sending", version, time.monotonic()
         await self._with_all(lambda server: self._prepare(server, weights, device))
 
     async def _prepare(self, server: Server, weights: dict[str, list], device: torch.device) -> None:
@@ -300,6 +301,7 @@ class Fleet:
                 server.link.broadcast(tensor.contiguous(), src=0, stream=stream)
             except RuntimeError as error:  # of torch: the connection is broken
                 self.call(self._lose(server, error))
+        self.moved = time.monotonic()
         if self.error:
             raise RunError(self.error)
 
@@ -363,7 +365,7 @@ class Fleet:
             way_out = "the same command goes on from the last checkpoint"
             self.error = f"{server.name} was lost {when}: {reason}; {way_out}{tail}"
             if self.phase == "sending":
-                self.loop.call_later(LEAVE, self._leave)
+                self.loop.call_later(0.0 if requested() else LEAVE, self._leave)
         else:
             moved = f"; {len(requests)} unfinished completions are sampled elsewhere" if requests else ""
             self.say(f"{server.name} is lost for the rest of this run: {reason}{moved}")
@@ -405,4 +407,6 @@ class Fleet:
                     since = time.monotonic()
             if time.monotonic() - since > self.timeout:
                 raise ServerFault(f"no {'token' if is_up else 'answer'} for {self.timeout:g} s")
+            if self.phase == "sending" and requested() and time.monotonic() - self.moved > LEAVE:
+                raise ServerFault(f"the transfer stands still, and {signal_name()} asks the run to end")
             await asyncio.sleep(LOOK)

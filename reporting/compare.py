@@ -155,6 +155,8 @@ def verdict(name: str, found: Difference) -> list[str]:
     means = [f"{mean:.{digits}f}" for mean in (found.a, found.b)]
     if math.isnan(margin):
         return [*means, f"{value:+.{digits}f}: its error is not known"]
+    if value == margin == 0:
+        return [*means, "the same"]
     words = ("better", "worse") if name.startswith(MORE_IS_BETTER) else ("higher", "lower")
     unseen = f"no difference can be seen; one of {margin:.{digits}f} or more would show"
     holds = unseen if abs(value) <= margin else f"B is {words[value < 0]}"

@@ -59,6 +59,8 @@ class FakeServer:
         self.asked: list[str] = []  # the paths of all requests, as they came
         self.prompts: list[list[int]] = []  # of the completions that it gave
         self.received: list[torch.Tensor] = []  # of the last update
+        self.hangs: str | None = None  # a path: requests of it wait for the event
+        self.event = threading.Event()
         self.changes: dict[str, object] = {}  # of an answer or its choice; "status", "text" of the whole; or "stuck"
         self.pool = ThreadPoolExecutor(1)  # receives weights
         self.loop = asyncio.new_event_loop()
@@ -87,6 +89,8 @@ class FakeServer:
         self.asked.append(request.path_qs.removeprefix("/"))
         if path == "owner" and (refusal := self.owner.hear(body["claim"], body["do"], time.monotonic())):
             return web.Response(text=refusal, status=409)
+        if path == self.hangs:
+            await asyncio.to_thread(self.event.wait, 60.0)
         if path == "inference/v1/generate":
             return await self.generate(request, body)
         if path in ("pause", "resume"):

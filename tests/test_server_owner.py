@@ -4,7 +4,8 @@ import os
 import socket
 import sys
 import threading
-from concurrent.futures import Future
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from types import SimpleNamespace
 
@@ -110,6 +111,29 @@ def test_a_run_starts_its_servers_asks_for_model_length_and_dtypes_and_keeps_its
     assert claim["out_dir"] == str(tmp_path) and claim["pid"] == str(os.getpid())
 
 
+@pytest.mark.parametrize("hangs", ["pause", "init_weight_transfer_engine"])
+def test_after_a_signal_a_transfer_that_stands_still_ends_the_run(hangs, server, monkeypatch, capsys):
+    ended, is_requested = Future(), threading.Event()
+    monkeypatch.setattr("generation.wire.LEAVE", 0.3)
+    monkeypatch.setattr("generation.wire.LOOK", 0.05)
+    monkeypatch.setattr("generation.wire.os._exit", ended.set_result)
+    monkeypatch.setattr("generation.wire.requested", is_requested.is_set)
+    with run_of(A, server) as engine:
+        if hangs != "init_weight_transfer_engine":
+            synced(engine)
+        server.hangs = hangs
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(synced, engine)
+            wait_for(lambda: hangs in {path.partition("?")[0] for path in server.asked[-3:]})
+            time.sleep(1.0)
+            assert not ended.done(), "without a signal it may take its time"
+            is_requested.set()
+            assert ended.result(30.0) == 1
+            said = "was lost amid a transfer of weights: the transfer stands still, and SIGTERM asks the run to end"
+            assert said in capsys.readouterr().err
+            server.event.set()
+
+
 def test_a_server_that_fails_while_it_connects_is_noticed_although_the_connection_hangs(server, monkeypatch):
     """As over NCCL, where nothing ends a main rank that waits for the others."""
     hangs, ended = threading.Event(), Future()
@@ -134,6 +158,17 @@ def test_at_the_end_both_sides_close_the_transfer_of_a_server_that_stays_up(serv
     assert [path for path in server.asked[asked:] if path != "owner"] == ["shutdown_weight_transfer_engine"]
     assert len(closed) == 1 and "shutdown_weight_transfer_engine" in closed[0][asked:]
     assert callable(PyNcclCommunicator.destroy), "what closes the main rank's side on CUDA"
+
+
+def test_on_gpus_segments_can_expand_also_beside_servers(tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch._C._accelerator_setAllocatorSettings", given.append)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    log = SimpleNamespace(world=SimpleNamespace(is_main=False, device=torch.device("cpu")), out_dir=tmp_path)
+    build_servers("", EngineSettings(96), Servers((), (), 1, in_flight=False), INPUTS, DESCRIPTION, log, 0)
+    assert given == ["expandable_segments:True"]
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

@@ -1,4 +1,4 @@
-"""What would make a setup fit: the fewest changes, each tried out."""
+"""What would make a setup fit, or be faster: the fewest changes, and beside them the fastest. Each is tried out."""
 
 from __future__ import annotations
 
@@ -61,15 +61,38 @@ def quickest(setups: Iterable[Setup]) -> list[Setup]:
     return [each for seconds, each in fit if seconds <= limit][:1]
 
 
-def advised(setup: Setup) -> list[dict[str, object]]:
-    """What would fit after the fewest changes: on the same machines first, then by speed."""
+def fewest(setup: Setup) -> list[Setup]:
+    """The setups that fit after the fewest changes: on the same machines first, then by speed."""
     for count in range(1, MOST_CHANGES + 1):
         chosen = itertools.combinations(levers(setup), count)
         tried = ((with_changes(setup, ChainMap(*each)) for each in itertools.product(*flags)) for flags in chosen)
         if found := list(itertools.chain.from_iterable(map(quickest, tried))):
-            found = sorted(found, key=lambda each: (each.hardware.gpus, step_seconds(each)))
-            return [described(setup, each) for each in found[:5]]
+            return sorted(found, key=lambda each: (each.hardware.gpus, step_seconds(each)))[:5]
     return []
+
+
+def fastest(setup: Setup, start: Setup) -> Setup:
+    """The fastest on the same machines that one change after the other leads to, from a setup that fits."""
+    changes = [change for change in itertools.chain(*levers(setup)) if "gpus" not in change]
+    changes += [{flag: flags_of(setup)[flag]} for flag in ChainMap(*changes)]  # and back again
+    while True:
+        fit = [each for change in changes if not misfits(each := with_changes(start, change))]
+        best = min(fit, key=step_seconds, default=start)
+        if step_seconds(best) >= FASTER * step_seconds(start):
+            return start
+        start = best
+
+
+def advised(setup: Setup) -> dict[str, object]:
+    """What would fit after the fewest changes, and what would be the fastest (None: one of these, or as it is)."""
+    fits = not misfits(setup)
+    few = [] if fits else fewest(setup)
+    starts = [setup] if fits and short_cache(setup) else [each for each in few if each.hardware == few[0].hardware]
+    best = quickest([*starts, *(fastest(setup, each) for each in starts)])
+    return {
+        "changes_that_would_fit": [described(setup, each) for each in few],
+        "fastest_that_fits": described(setup, best[0]) if best != starts[:1] else None,
+    }
 
 
 def described(setup: Setup, changed: Setup) -> dict[str, object]:

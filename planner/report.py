@@ -93,8 +93,7 @@ def report_of(setup: Setup) -> dict[str, object]:
         "fits": not found,
         "misfits": found,
         "warnings": memory.short_cache(setup),
-        "changes_that_would_fit": advised(setup) if found else [],
-    }
+    } | advised(setup)
 
 
 def remarks(setup: Setup) -> list[str]:
@@ -133,7 +132,7 @@ def table_of(columns: dict[str, dict[str, float]]) -> str:
 
 
 def verdict_of(report: dict) -> str:
-    """Whether the run fits; if not, what would."""
+    """Whether the run fits; if not, what would; and what would be faster."""
     if report["fits"]:
         spare = 1 - report["gpu_needed_gib"] / report["gpu_capacity_gib"]
         gpu = f"{report['gpu_needed_gib']:.1f} of {report['gpu_capacity_gib']:.1f} GiB, {spare:.0%} to spare"
@@ -142,7 +141,10 @@ def verdict_of(report: dict) -> str:
     else:
         few = [line_of(each) for each in report["changes_that_would_fit"]] or ["  none of up to four changes"]
         lines = ["does not fit:", *report["misfits"], "would fit, with the fewest changes:", *few]
-    return "\n".join([*lines, *(f"warning: {warning}" for warning in report["warnings"])])
+    lines += [f"warning: {warning}" for warning in report["warnings"]]
+    if fast := report["fastest_that_fits"]:
+        lines += ["the fastest that fits the same machines:", line_of(fast)]
+    return "\n".join(lines)
 
 
 def line_of(each: dict) -> str:

@@ -21,9 +21,10 @@ import torch
 from fsdp_utils import World, gather_from_ranks
 from inputs.command_line import exit_with_error
 from inputs.machine import host_bytes, local_world_size
+from model.sizes import cpu_cache_bytes
 from model.weights import load_config
 from planner.dry_run import setup_of
-from planner.memory import checkpoint_bytes, disk_bytes, gpu_phases, host_phases, misfits, needed
+from planner.memory import ENGINE, checkpoint_bytes, disk_bytes, gpu_phases, host_phases, misfits, needed, without
 from planner.setup import GIB, Setup
 
 # Phase of the loop -> phases of the planner. What comes before the first phase is "load": also the engine's start.
@@ -65,7 +66,7 @@ class MemoryWatch:
     """Peaks of the phases of this rank's step, and what they are compared with."""
 
     def __init__(self, world: World, predicted: dict[str, float]) -> None:
-        """`predicted`: phase -> bytes of a rank, and "host" -> bytes of a node; {}: not known, or on a CPU."""
+        """`predicted`: phase -> bytes of a rank, and "host" -> bytes of a node; {}: not known for this model."""
         self.world = world
         self.is_cuda = world.device.type == "cuda"
         self.host_limit = host_bytes()
@@ -164,8 +165,8 @@ class MemoryWatch:
             if (found := metrics.get(f"memory/{name}_gib")) is not None:
                 expected = self.predicted.get(name)
                 pairs.append(f"{name} {found:.2f}" + (f" ({expected / GIB:.2f})" if expected else ""))
-        known = "; in brackets what the dry run predicts" if self.predicted else ""
-        return f"memory, GiB per {where} at the peak, host per node{known}: {', '.join(pairs)}"
+        known = "in brackets what the dry run predicts" if self.predicted else "the dry run has no figures for it"
+        return f"memory, GiB per {where} at the peak, host per node; {known}: {', '.join(pairs)}"
 
 
 # How much is taken, and what is said when there is none left -------------------------------------------------------
@@ -235,12 +236,13 @@ def watch_memory(args: argparse.Namespace, num_rows: int, world: World) -> Memor
         setup = setup_of(here, load_config(args.model))
     except ValueError:  # the formulas do not cover the model
         return memory
-    check_disk(setup, Path(args.out_dir))
+    gpu = memory.limit if memory.is_cuda else memory.host_limit
+    hardware = replace(setup.hardware, gpu_bytes=gpu, host_bytes=memory.host_limit)
+    setup = replace(setup, hardware=hardware)
     if memory.is_cuda:
-        hardware = replace(setup.hardware, gpu_bytes=memory.limit, host_bytes=memory.host_limit)
-        setup = replace(setup, hardware=hardware)
         check_fit(setup, torch.cuda.mem_get_info()[0])
-        memory.predicted = predicted_bytes(setup)
+    check_disk(setup, Path(args.out_dir))
+    memory.predicted = predicted_bytes(setup, world)
     return memory
 
 
@@ -266,9 +268,20 @@ def check_disk(setup: Setup, out_dir: Path) -> None:
         raise ValueError(f"the run does not fit on the disk: {count}, and {has}; {advice}.")
 
 
-def predicted_bytes(setup: Setup) -> dict[str, float]:
-    """Phase of the loop -> bytes of a GPU, and "host" -> bytes of a node."""
-    sizes = {name: needed(parts) for name, parts in gpu_phases(setup).items()}
-    host = max(sum(parts.values()) for parts in host_phases(setup).values())
+def predicted_bytes(setup: Setup, world: World) -> dict[str, float]:
+    """Phase of the loop -> bytes of a rank, and "host" -> bytes of a node. On a CPU without what is kept in reserve."""
+    phases, on_host = gpu_phases(setup), host_phases(setup)
+    if world.device.type == "cuda":
+        sizes = {name: needed(parts) for name, parts in phases.items()}
+        host = max(sum(parts.values()) for parts in on_host.values())
+    else:  # what libraries take is there already; nothing is pinned; the engine never sleeps
+        tp, ranks = setup.run.tensor_parallel_size, setup.hardware.gpus // setup.hardware.nodes
+        itemsize = setup.compute_bytes
+        cache = cpu_cache_bytes(load_config(setup.model.name), setup.engine.max_model_len, itemsize, tp)
+        engine = 0 if setup.has_servers else setup.model.parameters * itemsize / tp + cache
+        there = sum(without(on_host["run"], "processes", "rounding of pinned memory").values()) / ranks
+        there += peak_resident() + engine
+        sizes = {name: sum(without(parts, *ENGINE).values()) + there for name, parts in phases.items()}
+        host = max(sizes.values()) * ranks
     found = {name: [sizes[each] for each in known if each in sizes] for name, known in PHASES.items()}
     return {name: max(values) for name, values in found.items() if values} | {"host": host}

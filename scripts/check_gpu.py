@@ -9,6 +9,7 @@ first failure.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import itertools
 import json
@@ -28,6 +29,7 @@ from subprocess import Popen
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import psutil
 import torch
 from pebble import ProcessPool
 from torch.nn import functional as F
@@ -35,6 +37,7 @@ from torch.nn.attention import current_flash_attention_impl
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
+from generation.start import SERVER
 from inputs.machine import check_compiler, check_driver
 from inputs.machine import check_gpu as check_one_gpu
 from model.attention import check_device, make_packing, packed_attention
@@ -85,8 +88,10 @@ class Place:
     num_ranks: int
     is_cuda: bool
 
-    def train(self, name: str, ranks: int, *flags: str, is_killed: bool = False) -> Path:
-        """The folder of a run, which ends well or is killed after its first checkpoint."""
+    def train(
+        self, name: str, ranks: int, *flags: str, gpus: int = 0, disturb: Callable[[Popen, Path], None] | None = None
+    ) -> Path:
+        """The folder of a run. It must end well, unless it is disturbed. `gpus`: more than ranks, for a server."""
         out_dir, log = self.folder / name, self.folder / f"{name}.log"
         model = self.folder / "model"
         command = [
@@ -96,15 +101,17 @@ class Place:
         ]  # fmt: skip
         deadline = time.monotonic() + PATIENCE
         with log.open("a") as out:
-            process = Popen(command, cwd=ROOT, stdout=out, stderr=out, env=os.environ | self.visible(ranks))
+            process = Popen(command, cwd=ROOT, stdout=out, stderr=out, env=os.environ | self.visible(gpus or ranks))
             while process.poll() is None:
                 time.sleep(0.1)
-                if time.monotonic() > deadline or (is_killed and any(out_dir.glob("step_*"))):
+                if disturb:
+                    disturb(process, out_dir)
+                if time.monotonic() > deadline:
                     process.kill()  # the launcher: the ranks end with it
         if out_dir.exists():  # not of a run that was refused
             with (out_dir / ".lock").open("a") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)  # now they have
-        if process.returncode and not is_killed:
+        if process.returncode and not disturb:
             said = log.read_text().strip().rpartition("\n")[2]  # the launcher says last why a run ended
             raise RuntimeError(f"{name} ended with code {process.returncode}: {said}")
         return out_dir
@@ -201,7 +208,8 @@ def check_run(place: Place) -> Iterator[Line]:
         found = max(record.get(f"memory/{phase}_gib", 0.0) for record in steps)
         if not found or phase == "host":  # of which a guess for each process is the most
             continue
-        wanted, is_ok = f"at most {predicted:.2f}", found <= predicted
+        wanted = f"at most {predicted:.2f}" if place.is_cuda else f"{predicted:.2f}, not to be held to on a CPU"
+        is_ok = found <= predicted or not place.is_cuda
         advice = f"The dry run is wrong by {found / predicted - 1:+.0%}: please report it."
         yield Line(f"memory, {phase}, against the dry run", f"{found:.2f} GiB", wanted, is_ok, advice)
     last = steps[-1]
@@ -226,9 +234,14 @@ def gap_lines(place: Place, what: str, steps: list[dict[str, float]]) -> Iterato
     yield Line(f"{what}: gradient", f"norm {norm:.4f}", "finite, above 0", math.isfinite(norm) and norm > 0, advice)
 
 
+def kill_when_saved(process: Popen, out_dir: Path) -> None:
+    if any(out_dir.glob("step_*")):
+        process.kill()
+
+
 def check_resume(place: Place) -> Iterator[Line]:
     """A run that is killed after its first step goes on."""
-    out_dir = place.train("killed", 1, "--save_every", "1", is_killed=True)
+    out_dir = place.train("killed", 1, "--save_every", "1", disturb=kill_when_saved)
     before = [record["step"] for record in read_metrics(out_dir)]
     place.train("killed", 1, "--save_every", "1")
     steps = read_metrics(out_dir)
@@ -246,6 +259,47 @@ def check_engines(place: Place) -> Iterator[Line]:
     for what, flags in cases.items():
         out_dir = place.train(re.sub(r"\W+", "_", what), 2, *flags, "--total_steps", "2")
         yield from gap_lines(place, f"two ranks: {what}", read_metrics(out_dir))
+
+
+FAILS = """
+import os, pathlib, torch
+
+def alone(g):
+    if torch.distributed.is_initialized() and os.environ["RANK"] == "1":
+        pathlib.Path(__file__).with_name("failed").touch()
+        raise torch.OutOfMemoryError("made by scripts/check_gpu.py")
+    return g.rewards_PG
+"""
+
+
+def kill_server(process: Popen, out_dir: Path) -> None:
+    """While weights are on their way to it."""
+    with contextlib.suppress(OSError, ValueError, psutil.Error):
+        status = json.loads((out_dir / "status.json").read_text())
+        if status["now"] == "sync" and status["in_step"] > 1 and not (out_dir / "killed").exists():
+            for child in psutil.Process(process.pid).children(recursive=True):
+                if SERVER in child.cmdline():
+                    (out_dir / "killed").touch()
+                    child.kill()
+
+
+def check_ends(place: Place) -> Iterator[Line]:
+    """A rank that fails alone ends the run: others wait for it in a collective. So does a server amid a sync."""
+    file = place.folder / "model" / "fails.py"
+    file.write_text(FAILS)
+    place.train("fails", 2, "--advantage", f"{file}:alone", disturb=lambda *_: None)
+    yield end_line("a rank that fails alone", file.with_name("failed"), most=10)
+    flags = ("--engine", "server", "--generation_gpus", "1", "--total_steps", "1000")
+    out_dir = place.train("server", 1, *flags, gpus=2, disturb=kill_server)
+    yield end_line("a server that is killed in a sync", out_dir / "killed", most=30)
+
+
+def end_line(what: str, mark: Path, most: float) -> Line:
+    """How long after the mark was written the run ended, which is now."""
+    if not mark.exists():
+        raise RuntimeError(f"{what}: the run ended before; its log tells why")
+    seconds = time.time() - mark.stat().st_mtime
+    return Line(f"{what}: the run ends", f"after {seconds:.1f} s", f"at most {most:g}", seconds <= most)
 
 
 # The report -----------------------------------------------------------------------------------------------------------
@@ -283,20 +337,23 @@ def lines_of(title: str, check: Callable[[Place], Iterator[Line]], place: Place)
 
 
 def write_report(place: Place) -> int:
-    """Prints all lines and writes them into gpu_check.md. Returns how many are not ok."""
+    """Prints all lines and writes them into gpu_check.md; last a block for a report. Returns how many are not ok."""
     checks = {"machine": check_machine, "kernels": check_kernels, "run": check_run, "kill and resume": check_resume}
     if place.num_ranks > 1:
-        checks["two ranks"] = check_engines
-    failed = 0
+        checks |= {"two ranks": check_engines, "faults": check_ends}
+    lines: list[Line] = []
     with (place.folder / "gpu_check.md").open("w") as report:
         for title, check in checks.items():
             for line in itertools.chain([f"\n## {title}\n"], lines_of(title, check, place)):
                 print(line, flush=True)
                 print(line, file=report, flush=True)
-                failed += isinstance(line, Line) and not line.is_ok
+                lines += [line] if isinstance(line, Line) else []
             for checkpoint in place.folder.glob("*/step_*"):
                 shutil.rmtree(checkpoint)
-    return failed
+    told = ("GPU", "torch", "memory,", "update,", "sample,")
+    print(f"\nFor a report, {time.strftime('%Y-%m-%d')}, {place.num_ranks} ranks:")
+    print(*(line for line in lines if line.what.startswith(told) or not line.is_ok), sep="\n")
+    return sum(not line.is_ok for line in lines)
 
 
 def main() -> None:

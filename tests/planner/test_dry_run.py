@@ -138,7 +138,7 @@ def taken(values: dict, changes: list[str]) -> Setup:
 
 def test_the_advice_is_minimal_and_fits_when_it_is_taken():
     tight = QWQ | {"plan_host_memory_gib": 300.0, "gpu_memory_utilization": 0.5, "gradient_checkpointing": None}
-    few = advised(setup(tight))
+    few = advised(setup(tight))["changes_that_would_fit"]
     assert few and misfits(setup(tight))
     assert {len(each["changes"]) - ("--plan_nodes 2" in each["changes"]) for each in few} == {2}
     for each in few:
@@ -148,14 +148,19 @@ def test_the_advice_is_minimal_and_fits_when_it_is_taken():
         assert peak == pytest.approx(each["gpu_needed_gib"], abs=0.05)
 
 
-def test_a_short_cache_is_warned_of():
+def test_beside_the_fewest_changes_stands_the_fastest_and_a_short_cache_is_warned_of():
     """10 billion parameters on 4 A100 of 40 GB: the fewest changes leave a cache of a few sequences."""
     sizes = {"vocab_size": 152_064, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 40}
     sizes |= {"num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": False}
-    args = flags(train_data="x#1000", prompts_per_step=16, plan_gpus=4, plan_gpu="A100-40GB")
-    first = advised(setup_of(args, AutoConfig.for_model("qwen2", **sizes)))[0]
+    config = AutoConfig.for_model("qwen2", **sizes)
+    lengths = {"plan_prompt_tokens": 512.0, "plan_completion_tokens": 512.0}
+    args = flags(train_data="x#1000", prompts_per_step=16, plan_gpus=4, plan_gpu="A100-40GB", **lengths)
+    advice = advised(setup_of(args, config))
+    first, fast = advice["changes_that_would_fit"][0], advice["fastest_that_fits"]
     assert first["changes"] == ["--offload optimizer", "--gradient_checkpointing"]
     assert first["warnings"] == ["the cache holds 3.2 of an engine's 32 sequences"]
+    assert "--tensor_parallel_size 4" in fast["changes"] and fast["warnings"] == []
+    assert fast["step_seconds"] < 0.5 * first["step_seconds"]
 
 
 def test_a_command_is_planned_for_the_ranks_that_it_starts(monkeypatch):

@@ -131,9 +131,23 @@ def test_a_run_that_cannot_fit_is_refused_and_the_dry_run_offered():
 
 
 def test_the_prediction_for_a_gpu_is_what_the_dry_run_says_it_needs():
-    predicted, phases = predicted_bytes(setup()), gpu_phases(setup())
+    predicted, phases = predicted_bytes(setup(), replace(CPU, device=torch.device("cuda"))), gpu_phases(setup())
     assert predicted["sample"] == predicted["load"] == predicted["sync"] == needed(phases["rollout"])
     assert predicted["update"] == max(needed(phases["update"]), needed(phases["optimizer"]))
+
+
+def test_on_a_cpu_the_prediction_leaves_the_reserve_out_and_a_rank_holds_what_is_offloaded(monkeypatch, tmp_path):
+    config = config_of("Qwen/Qwen2.5-1.5B")
+    config.save_pretrained(tmp_path)
+    flags = f"--model {tmp_path} --train_data x#100 --out_dir o --total_steps 1 --plan_gpus 2 --prompts_per_step 8"
+    plain, moved = (setup_of(parse_flags(f"{flags} {more}".split()), config) for more in ("", "--offload all"))
+    monkeypatch.setattr(watch, "peak_resident", lambda: GIB)
+    world = replace(CPU, size=2)
+    found, offloaded = predicted_bytes(plain, world), predicted_bytes(moved, world)
+    assert found["host"] == 2 * max(size for name, size in found.items() if name != "host")
+    assert found["sample"] < GIB + 12 * plain.model.parameters / 2 + 2 * plain.model.parameters + 1.01 * GIB
+    kept = 12 * plain.model.parameters / 2
+    assert found["sample"] - kept == pytest.approx(offloaded["sample"] - kept - 4 * plain.model.parameters / 2)
 
 
 def test_a_run_on_a_gpu_asks_for_the_memory_of_that_gpu(tmp_path, monkeypatch):
@@ -182,7 +196,7 @@ def test_a_model_that_the_dry_run_does_not_know_is_watched_without_a_prediction(
     monkeypatch.setattr(watch, "load_config", lambda path: None)
     memory = watch.watch_memory(parse_flags(["--model", "m", "--train_data", "x", "--out_dir", "o"]), 100, CPU)
     (report,) = memory.remarks({"memory/update_gib": 1.0})
-    assert report == "memory, GiB per rank at the peak, host per node: update 1.00"
+    assert report.endswith("the dry run has no figures for it: update 1.00")
 
 
 # Memory that runs out -------------------------------------------------------------------------------------------------

@@ -56,7 +56,3 @@ def score(completion, answer, columns):
     if completion == "sleep":
         time.sleep(0.5)
     return float(answer in completion)
-
-
-def with_everything(completion, answer, columns, prompt, num_tokens, is_truncated):
-    return len(prompt) + 10 * num_tokens + 100 * is_truncated + 1000 * columns["level"]

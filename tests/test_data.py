@@ -1,9 +1,6 @@
 """Data: broken sources are named, unusable rows are listed, and prompt and answer stay together from file to step."""
 
-import runpy
 import sys
-import time
-from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -27,7 +24,7 @@ from data_files import (
     write_lines,
     write_parquet,
 )
-from helpers import ROOT, said
+from helpers import said
 from model.vision import Vision
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -76,12 +73,7 @@ def test_a_documented_data_set_loads_with_its_columns(data_set, part, changes, p
         assert [row.columns["dataset"] for row in loaded.rows] == ["gsm8k", "MATH", "ifeval"]
         assert [row.columns["constraint_type"] for row in loaded.rows] == [None, None, "No Commas"]
     if data_set == "open_r1_8k":
-        (row,) = loaded.rows
-        assert row.encoded_images == (png(),) and row.prompt == "<image>How red?"
-        assert row.messages[0]["content"] == [{"type": "image"}, {"type": "text", "text": "How red?"}]
-    if data_set == "numina_tir":
-        with pytest.raises(ValueError, match="the last message is not the user's, but of 'assistant'"):
-            load(tmp_path, prompt_column="messages", answer_column="solution")
+        assert loaded.rows[0].encoded_images == (png(),)
 
 
 # Columns
@@ -161,8 +153,7 @@ def test_images_that_do_not_open_are_excluded_and_listed(tmp_path):
     (tmp_path / "cut.png").write_bytes(png()[:50])
     (tmp_path / "damaged.png").write_bytes(png().replace(b"IDATx", b"IDATy"))
     (tmp_path / "text.png").write_text("no image")
-    bad = ["cut.png", "damaged.png", "text.png", "absent.png", "x" * 5000, "a\0b", "", ["a.png", "cut.png"]]
-    bad += [5, [None], {"bytes": None, "path": None}]
+    bad = ["cut.png", "damaged.png", "text.png", "absent.png", "", ["a.png", "cut.png"], 5, {"bytes": None}]
     loaded = load_images(tmp_path, ["a.png", *bad])
     assert len(loaded.rows) == 1 and len(loaded.excluded) == len(bad)
     assert all(reason.startswith("column 'image' cannot be read as an image (") for _, reason in loaded.excluded)
@@ -179,10 +170,9 @@ def test_image_markers_are_the_places_of_the_images(tmp_path):
     assert texts(loaded) == ["[user]<pic>What?[assistant]A <image> tag.[user]Why?[assistant]"]
 
 
-@pytest.mark.parametrize("prompt_format", ["chat", "raw"])
-def test_an_image_marker_without_images_is_not_read_as_text(prompt_format, tmp_path):
+def test_an_image_marker_without_images_is_not_read_as_text(tmp_path):
     reason = "1 <image> in the text, but no images; --image_column names their column"
-    loaded = problems(tmp_path, "q", "What is in <image>?", prompt_format=prompt_format)
+    loaded = problems(tmp_path, "q", "What is in <image>?")
     assert prompts(loaded) == ["q"] and loaded.excluded == [(f"{tmp_path}/rows.jsonl, line 2", reason)]
 
 
@@ -211,8 +201,6 @@ def test_prompts_are_rendered_by_the_chat_template_and_dropped_by_token_count(po
     assert len(loaded.rows[1].ids) == 5 and loaded.rows[1].ids.dtype == np.int32
     words = "all 3 prompts are longer than --max_prompt_tokens 4; the shortest has 5"
     assert_refused(words, tmp_path, *given, tokenizer=tokenizer, max_prompt_tokens=4)
-    loaded = problems(tmp_path, "ééé", "eee", max_prompt_tokens=len("[user]eee[assistant]"))
-    assert prompts(loaded) == ["eee"], "tokens count, not characters"
 
 
 def test_system_prompt_and_suffix_are_part_of_the_conversation(tmp_path):
@@ -265,15 +253,11 @@ def test_a_missing_chat_template_and_flags_that_need_one_are_refused(tmp_path):
 
 
 def test_a_row_that_the_template_refuses_is_excluded_and_others_are_rendered(tmp_path):
-    message = "{{ m['content'] if m['role'] == 'user' else raise_exception('no ' + m['role']) }}"
-    template = "{% for m in messages %}" + message + "{% endfor %}"
-    talk = [{"role": "system", "content": "s"}, *user("q")]
-    loaded = problems(tmp_path, talk, "q", tokenizer=byte_tokenizer(template))
-    assert texts(loaded) == ["q"]
-    assert loaded.excluded == [(f"{tmp_path}/rows.jsonl, line 1", "the chat template refuses it (no system)")]
     lone = "{% if messages[0]['role'] != 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    talk = [{"role": "system", "content": "s"}, *user("q")]
     loaded = problems(tmp_path, talk, "q", tokenizer=byte_tokenizer(lone + WITH_TOKENS))
-    assert texts(loaded) == ["<bos>[system]s<eos>[user]q<eos>[assistant]<think>"] and len(loaded.excluded) == 1
+    assert texts(loaded) == ["<bos>[system]s<eos>[user]q<eos>[assistant]<think>"]
+    assert loaded.excluded == [(f"{tmp_path}/rows.jsonl, line 2", "the chat template refuses it (no system)")]
 
 
 # Order
@@ -307,8 +291,7 @@ def test_a_mixture_without_weights_draws_every_row_of_every_source_once(tmp_path
 
 
 @pytest.mark.parametrize(("sizes", "weights", "draws"), [
-    ((6, 6), [1, 1], [6, 6]), ((2, 10), [3, 1], [9, 3]), ((100, 3), [0.5, 0.5], [52, 51]),
-    ((10, 10, 10), [1, 1, 5], [4, 4, 22]), ((5, 5), [1e-3, 9e-3], [1, 9]),
+    ((2, 10), [3, 1], [9, 3]), ((100, 3), [0.5, 0.5], [52, 51]), ((10, 10, 10), [1, 1, 5], [4, 4, 22]),
 ])  # fmt: skip
 def test_weights_are_shares_of_an_epochs_draws_and_rows_of_a_source_are_drawn_equally_often(
     sizes, weights, draws, tmp_path
@@ -331,16 +314,15 @@ def test_weights_are_shares_of_an_epochs_draws_and_rows_of_a_source_are_drawn_eq
 
 def test_every_pass_over_a_source_and_every_source_has_a_permutation_of_its_own(tmp_path):
     mixture = PromptData.mix([numbered(tmp_path, 100, name) for name in "abc"], [1, 1, 4])
-    drawn = [set(order_of_epoch(300, mixture.shares, 0, epoch).tolist()) for epoch in range(3)]
+    drawn = [order_of_epoch(300, mixture.shares, 0, epoch) for epoch in range(3)]
     of_a, of_b = ([{i % 100 for i in rows if i // 100 == part} for rows in drawn] for part in (0, 1))
-    assert [len(rows) for rows in of_a] == [50, 50, 50], "a pass takes two epochs"
-    assert of_a[0] | of_a[1] == set(range(100)) and of_a[2] != of_a[0]
-    assert of_b[0] != of_a[0]
+    assert of_a[0] | of_a[1] == set(range(100)), "a pass takes two epochs"
+    assert of_a[2] != of_a[0] != of_b[0]
 
 
 def test_weights_that_make_no_sense_are_refused(tmp_path):
     parts = [numbered(tmp_path, 4, name) for name in "ab"]
-    for weights in ([1.0], [1, 2, 3], [1, 0], [1, -1], [1, float("nan")], [1, float("inf")], [1e-9, 1]):
+    for weights in ([1.0], [1, 0], [1, float("nan")], [1e-9, 1]):
         with pytest.raises(ValueError, match="weight"):
             PromptData.mix(parts, weights)
 
@@ -349,20 +331,17 @@ def test_excluded_rows_join_the_list_and_the_others_keep_what_is_theirs(tmp_path
     loaded = numbered(tmp_path, 6)
     where = [f"{tmp_path}/rows.jsonl, line {i}" for i in range(1, 7)]
     rest = loaded.exclude({4: "answer cannot be parsed", 1: "no"})
-    assert [row.prompt for row in rest.rows] == ["rows 0", "rows 2", "rows 3", "rows 5"]
+    assert prompts(rest) == ["rows 0", "rows 2", "rows 3", "rows 5"]
     assert rest.excluded == [(where[1], "no"), (where[4], "answer cannot be parsed")]
     assert rest.exclude({0: "late"}).excluded == [*rest.excluded, (where[0], "late")]
     assert len(loaded.rows) == 6 and loaded.excluded == []
-    assert_whole(rest)
     with pytest.raises(ValueError, match="no row can be used.*line 1: bad"):
         loaded.exclude(dict.fromkeys(range(6), "bad"))
-    parts = [numbered(tmp_path, 2, "a"), loaded]
-    assert len(PromptData.mix(parts, None).exclude({0: "bad", 1: "bad"}).rows) == 6
     with pytest.raises(AssertionError, match="excluded before sources are mixed by weights"):
-        PromptData.mix(parts, [1, 1]).exclude({0: "bad"})
+        PromptData.mix([numbered(tmp_path, 2, "a"), loaded], [1, 1]).exclude({0: "bad"})
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_prompt_and_answer_stay_together_through_draw_filter_exclude_mix_shuffle_and_resume(seed, tmp_path):
     rng = np.random.default_rng(seed)
     parts = []
@@ -386,18 +365,6 @@ def test_prompt_and_answer_stay_together_through_draw_filter_exclude_mix_shuffle
         order_of_epoch.cache_clear()
         resumed = [mixture.indices_of_step(step, 16, seed, keep_last).tolist() for step in range(18, 31)]
         assert resumed == whole[17:], "a resumed run goes on as the uninterrupted one would"
-
-
-def test_a_late_step_of_a_large_set_is_fast(tmp_path):
-    small = numbered(tmp_path, 1)
-    half = replace(small, rows=small.rows * 50_000)
-    mixture = PromptData.mix([half, half], [1, 3])
-    order_of_epoch.cache_clear()
-    started = time.monotonic()
-    for step in range(10**6, 10**6 + 90):
-        mixture.indices_of_step(step, 1024, seed=1)
-    assert order_of_epoch.cache_info().misses <= 2, "97 steps an epoch: 90 steps see two"
-    assert time.monotonic() - started < 1.0  # 0.02 s here
 
 
 # What it tells
@@ -436,15 +403,6 @@ def test_the_command_shows_the_data_without_the_library_of_data_sets(tmp_path):
     for text in [*expected, f"1 images of {len(png())} bytes", "[user]<pic>What is 0?[assistant]", "answer: 0"]:
         assert text in shown
     assert "What is 1?" not in shown
-
-
-def test_the_command_tells_a_mistake_in_one_line(policy, tmp_path, monkeypatch, capsys):
-    byte_tokenizer(VISION_TEMPLATE).save_pretrained(tmp_path / "tokenizer")
-    flags = ["--model", str(tmp_path / "tokenizer"), "--image_column", "image", "--data", str(policy / "train.jsonl")]
-    monkeypatch.setattr(sys, "argv", ["show_data.py", *flags])
-    with pytest.raises(SystemExit, match=r"^error: .*no column 'image'") as stopped:
-        runpy.run_path(str(ROOT / "scripts/show_data.py"), run_name="__main__")
-    assert "\n" not in str(stopped.value) and capsys.readouterr().out == ""
 
 
 def test_variables_reach_the_chat_template_and_others_are_refused(tmp_path):

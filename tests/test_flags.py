@@ -4,20 +4,7 @@ import pytest
 
 from flags import FLAGS, GROUPS, AdamW, Lora, Memory, Sampling, free_on_resume, make_plan, take
 from helpers import flags
-from inputs.checks import check_flags
 from inputs.command_line import parse_flags
-
-
-def test_the_documented_qwq_batch_is_2560_completions_and_4_updates_a_step():
-    batch = {"prompts_per_step": 512, "group_size": 5, "prompts_per_update": 128, "micro_batch_tokens": 16384}
-    args = flags(epochs=15, total_steps=None, **batch)
-    check_flags(args, num_ranks=8)
-    plan = make_plan(args, num_rows=12_000)
-    assert (plan.completions_per_step, plan.updates_per_step, plan.steps_per_epoch) == (2560, 4, 23)
-    assert (plan.total_steps, plan.total_updates) == (345, 1380)
-    args.num_iterations = 2
-    plan = make_plan(args, num_rows=12_000)
-    assert (plan.updates_per_pass, plan.updates_per_step, plan.total_steps, plan.total_updates) == (4, 8, 345, 2760)
 
 
 def test_the_length_of_a_run_is_given_in_epochs_or_in_episodes_rounded_down_to_whole_steps():
@@ -46,6 +33,7 @@ def test_the_schedule_warms_up_to_the_peak_and_falls_without_a_wasted_update(cha
 def test_an_update_knows_its_place_in_the_run():
     args = flags(prompts_per_update=8, num_iterations=2, total_steps=2, lr_schedule="linear", learning_rate=1, seed=7)
     plan = make_plan(args, num_rows=64)
+    assert (plan.updates_per_pass, plan.updates_per_step, plan.total_updates) == (4, 8, 16)
     found = [plan.update(step, i) for step in (1, 2) for i in range(plan.updates_per_step)]
     assert [each.index for each in found] == list(range(16))
     assert [each.rate for each in found] == pytest.approx([1 - i / 16 for i in range(16)])
@@ -94,14 +82,12 @@ def test_lists_are_lists_of_their_type():
     ("settings", "given", "expected"),
     [
         ({}, "", "float32"),
-        ({"NUM_GPUS": "0"}, "", "float32"),
         ({"NUM_GPUS": "8"}, "", "bfloat16"),  # counted by scripts/setup.sh
         ({"PATH": "{gpus}"}, "", "bfloat16"),
         ({"PATH": "{gpus}", "NUM_GPUS": "0"}, "", "float32"),  # DEVICE=cpu
         ({"PATH": "{gpus}", "CUDA_VISIBLE_DEVICES": ""}, "", "float32"),
         ({}, "--param_dtype bfloat16", "bfloat16"),
         ({}, "--dry_run", "bfloat16"),  # plans for GPUs
-        ({}, "--dry_run --dtype float32", "float32"),
         ({"NUM_GPUS": "8"}, "--dtype float32", "float32"),
     ],
 )

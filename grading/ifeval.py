@@ -34,7 +34,6 @@ DETECT_CHARACTERS = 20_000  # langdetect reads 10,000 after it has taken the lin
 NEVER_LAST = re.compile(  # a sentence does not end here: "J. Smith", "Mr. Smith"
     r"[^\W\d_]|mrs?|ms|dr|prof|st|gen|lt|capt|sgt|rev|vs|fig|al|cf|approx|e\.g|i\.e"
 )
-LAST_BEFORE_CAPITAL = re.compile(r"etc|inc|ltd|corp?|co|jr|sr|(?:[a-z]{1,2}\.)+[a-z]")  # "etc.", "p.m.", "Ph.D."
 LIST_NUMBER = re.compile(r"\W{0,2}\d{1,3}\.\W{0,2}")
 REPEAT_SENTENCE = (
     "First, repeat the request without change, then give your answer (do not say anything before repeating the "
@@ -63,9 +62,8 @@ def count_sentences(text: str) -> int:
     """The number of sentences.
 
     One ends at . ! ? or an ellipsis, with closing quotes, brackets or asterisks, before white space; what is left at
-    the end of the text counts, too. A new line alone ends none. This follows nltk's Punkt, which the benchmark uses,
-    with a few rules instead of a trained model. It differs: the number of a list item ("1.") and a run of marks without
-    letter or digit are no sentences here; abbreviations are a short list; an initial or a title never ends a sentence.
+    the end of the text counts, too. A new line alone ends none. nltk's Punkt, which the benchmark uses, is a trained
+    model instead. Here the number of a list item ("1."), an initial, a title and "e.g." end no sentence.
     """
     count, is_started = 0, False
     for word, following in itertools.pairwise([*text.split(), ""]):
@@ -83,10 +81,8 @@ def ends_sentence(word: str, following: str) -> bool:
     next_letter = following.lstrip("\"'([{*_`“‘«")[:1]
     if core.endswith(("...", "…")):
         return not next_letter.islower()
-    bare = core[:-1].lower()
-    if not core.endswith(".") or NEVER_LAST.fullmatch(bare):
-        return core.endswith(("!", "?"))
-    return next_letter.isupper() if LAST_BEFORE_CAPITAL.fullmatch(bare) else True
+    is_abbreviation = core.endswith(".") and NEVER_LAST.fullmatch(core[:-1].lower())
+    return core.endswith((".", "!", "?")) and not is_abbreviation
 
 
 def count_capital_words(text: str) -> int:

@@ -123,10 +123,10 @@ def render(messages: Messages, prompt_format: PromptFormat, tokenizer: Tokenizer
 @lru_cache(maxsize=8)
 def tool_schemas(tools: str | None) -> list[dict[str, object]] | None:
     """The schemas of the functions for the chat template, from their type hints and docstrings. Raises ValueError."""
+    if not tools:
+        return None
     try:
-        return (
-            [get_json_schema(load_function(*each.rpartition(":")[::2])) for each in tools.split(",")] if tools else None
-        )
+        return [get_json_schema(load_function(*each.rpartition(":")[::2])) for each in tools.split(",")]
     except (DocstringParsingException, TypeHintParsingException, OSError) as error:
         raise ValueError(f"--tools {tools}: {error}") from None
 
@@ -352,11 +352,6 @@ class PromptData:
         lines += [f"  excluded: {where}: {reason}" for where, reason in self.excluded[:5]]
         if count := sum(len(alternatives(row.answer)) > 1 for row in self.rows):
             lines.append(f"  {count} rows have several answers, of which any is correct (--list_answers any)")
-        answers: dict[str, set[str]] = {}
-        for row in self.rows:
-            answers.setdefault(row.text, set()).add("" if row.images else row.answer)
-        if count := sum(len(several) > 1 for several in answers.values()):
-            lines.append(f"  warning: prompts that occur with different answers: {count}; each row has its own")
         for count, (name, size, weight) in zip(_draws(self.shares), self.shares, strict=True):
             draws = f"{count} of {len(self.rows)} draws an epoch, {count / size:.2f} for each of {size} rows"
             lines.append(f"  {name}: weight {weight:g}, {draws}")

@@ -383,12 +383,6 @@ def test_the_description_counts_and_names(tmp_path):
     ]
 
 
-def test_a_prompt_with_different_answers_is_told(tmp_path):
-    rows = [{"problem": "q", "answer": "1"}, {"problem": "q", "answer": "2"}, {"problem": "r", "answer": "1"}] * 2
-    assert "prompts that occur with different answers: 1;" in "".join(load_rows(tmp_path, rows).describe())
-    assert "different" not in "".join(load_rows(tmp_path, rows[1:3] * 2).describe())
-
-
 def test_the_command_shows_the_data_without_the_library_of_data_sets(tmp_path):
     byte_tokenizer(VISION_TEMPLATE).save_pretrained(tmp_path / "tokenizer")
     (tmp_path / "a.png").write_bytes(png())

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-import data_files
 from data import PromptData, order_of_epoch
 from data_files import (
     TOKENIZER,
@@ -40,40 +39,7 @@ def assert_whole(loaded: PromptData) -> None:
         assert row.text == TOKENIZER.decode(row.ids.tolist()) == f"[user]{row.prompt}[assistant]"
 
 
-# The documented data sets
-
 WITH_IMAGES = {"tokenizer": byte_tokenizer(VISION_TEMPLATE), "image_column": "image"}
-SIMPLERL = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n"
-SIMPLERL += "<|im_start|>assistant\n"
-
-
-@pytest.mark.parametrize(("data_set", "part", "changes", "prompts", "answers"), [
-    ("math12k", "@test", {}, ["[user]test 0?[assistant]", "[user]test 1?[assistant]"], ["0", "1"]),
-    ("numina_tir", "#1", {"answer_column": "solution", "system_prompt": "Think."},
-     ["[system]Think.[user]What is 2+2?[assistant]"], ["We add.\n\\[\\boxed{4}\\]"]),
-    ("open_r1_8k", "", WITH_IMAGES | {"answer_column": "solution"}, ["[user]<pic>How red?[assistant]"],
-     ["<think>Very.</think><answer>(A)</answer>"]),
-    ("rlvr", "", {"prompt_column": "messages", "answer_column": "ground_truth"},
-     ["[user]1+1?[assistant]", "[user]Find x.[assistant]", "[user]No commas.[assistant]"],
-     ["2", "\\frac{1}{2}", '{"func_name": "validate_no_commas"}']),
-    ("simplerl", "", {"prompt_format": "raw", "prompt_column": "prompt",
-                          "answer_column": "reward_model.ground_truth"},
-     [SIMPLERL.format(f"train question {i}?") for i in (0, 2)], ["72", "5"]),
-    ("simplerl", "", {"prompt_column": "question", "answer_column": "gt_answer", "prompt_suffix": "\nBox it."},
-     [f"[user]train question {i}?\nBox it.[assistant]" for i in (0, 2)], ["72", "5"]),
-])  # fmt: skip
-def test_a_documented_data_set_loads_with_its_columns(data_set, part, changes, prompts, answers, tmp_path):
-    getattr(data_files, f"write_{data_set}")(tmp_path)
-    loaded = load(f"{tmp_path}{part}", **changes)
-    assert texts(loaded) == prompts
-    assert [row.answer for row in loaded.rows] == answers
-    if data_set == "simplerl":  # one answer is blank
-        assert [where for where, _ in loaded.excluded] == [f"{tmp_path}@train, row 1"]
-    if data_set == "rlvr":  # its verifiers read the columns
-        assert [row.columns["dataset"] for row in loaded.rows] == ["gsm8k", "MATH", "ifeval"]
-        assert [row.columns["constraint_type"] for row in loaded.rows] == [None, None, "No Commas"]
-    if data_set == "open_r1_8k":
-        assert loaded.rows[0].encoded_images == (png(),)
 
 
 # Columns
@@ -179,7 +145,6 @@ def test_an_image_marker_without_images_is_not_read_as_text(tmp_path):
 @pytest.mark.parametrize(("message", "reason"), [
     ("{{ '[u]' + m['content'] }}", "the chat template refuses it"),  # TypeError
     ("[u]{{ m['content'] }}", "0 image tokens for 1 images"),  # prints the Python list
-    ("{% for p in m['content'] %}{{ p['text'] }}{% endfor %}", "0 image tokens for 1 images"),  # leaves images out
 ])  # fmt: skip
 def test_a_template_without_a_place_for_images_is_refused(message, reason, tmp_path):
     tokenizer = byte_tokenizer("{% for m in messages %}" + message + "{% endfor %}")

@@ -185,16 +185,13 @@ def start_grader(args: Namespace, tokenizer: PreTrainedTokenizerBase, num_ranks:
     if args.environment or args.tools:
         prompt_format = take(PromptFormat, args, system_prompt=None)
         turns = Turns(take(Turning, args), grading, prompt_format, tokenizer, num_workers)
+    kind = f"--reward {args.reward}: the class of --environment"
     if turns and turns.environments and turns.environments.has_reward:
         if args.reward not in ("none", FLAGS["--reward"].value):
-            raise ValueError(
-                f"--reward {args.reward}: the class of --environment has a reward(); leave one of them out."
-            )
+            raise ValueError(f"{kind} has a reward(); leave one of them out.")
         grading = replace(grading, reward="none")
     elif turns and turns.environments and args.reward == "none" and getattr(args, "advantage", "") != "zero":
-        raise ValueError(
-            f"--reward none: the class of --environment {args.environment} has no reward(); give --reward."
-        )
+        raise ValueError(f"{kind} has no reward(); give --reward.")
     return Grader(grading, num_workers), turns
 
 

@@ -78,19 +78,16 @@ def test_lists_are_lists_of_their_type():
     assert (args.eval_samples, args.lora_targets) == ([4, 8], ["q_proj", "v_proj"])
 
 
-@pytest.mark.parametrize(
-    ("settings", "given", "expected"),
-    [
-        ({}, "", "float32"),
-        ({"NUM_GPUS": "8"}, "", "bfloat16"),  # counted by scripts/setup.sh
-        ({"PATH": "{gpus}"}, "", "bfloat16"),
-        ({"PATH": "{gpus}", "NUM_GPUS": "0"}, "", "float32"),  # DEVICE=cpu
-        ({"PATH": "{gpus}", "CUDA_VISIBLE_DEVICES": ""}, "", "float32"),
-        ({}, "--param_dtype bfloat16", "bfloat16"),
-        ({}, "--dry_run", "bfloat16"),  # plans for GPUs
-        ({"NUM_GPUS": "8"}, "--dtype float32", "float32"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "given", "expected"), [
+    ({}, "", "float32"),
+    ({"NUM_GPUS": "8"}, "", "bfloat16"),  # counted by scripts/setup.sh
+    ({"PATH": "{gpus}"}, "", "bfloat16"),
+    ({"PATH": "{gpus}", "NUM_GPUS": "0"}, "", "float32"),  # DEVICE=cpu
+    ({"PATH": "{gpus}", "CUDA_VISIBLE_DEVICES": ""}, "", "float32"),
+    ({}, "--param_dtype bfloat16", "bfloat16"),
+    ({}, "--dry_run", "bfloat16"),  # plans for GPUs
+    ({"NUM_GPUS": "8"}, "--dtype float32", "float32"),
+])  # fmt: skip
 def test_the_arithmetic_is_bfloat16_on_gpus_and_float32_on_cpus(settings, given, expected, tmp_path, monkeypatch):
     (tmp_path / "nvidia-smi").touch(mode=0o755)
     for name in ("NUM_GPUS", "CUDA_VISIBLE_DEVICES"):

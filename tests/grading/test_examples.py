@@ -85,16 +85,13 @@ def test_a_judge_is_asked_several_times_at_once_and_may_be_late_or_talk_nonsense
     assert Judge.max_open >= 4
 
 
-@pytest.mark.parametrize(
-    ("code", "reward"),
-    [
-        ("def double(x):\n    return 2 * x", 1.0),
-        ("def double(x):\n    return x + 2", 0.0),
-        ("raise SystemExit(0)", 0.0),
-        ("while True: pass", 0.0),
-        ("double = lambda x: 2 * x\nx = bytearray(4 << 30)", 0.0),
-    ],
-)
+@pytest.mark.parametrize(("code", "reward"), [
+    ("def double(x):\n    return 2 * x", 1.0),
+    ("def double(x):\n    return x + 2", 0.0),
+    ("raise SystemExit(0)", 0.0),
+    ("while True: pass", 0.0),
+    ("double = lambda x: 2 * x\nx = bytearray(4 << 30)", 0.0),
+])  # fmt: skip
 def test_unit_tests_are_run_on_generated_code(code, reward):
     handle = Handler(f"{EXAMPLES}/unit_tests.py:score", None)
     grade = handle(("grade", Case(f"So:\n```python\n{code}\n```", "assert double(2) == 4\nassert double(3) == 6")))

@@ -50,22 +50,19 @@ def test_all_25_kinds_of_both_formats_are_tested_both_ways():
         assert {(case[name], case["follows"]) for case in cases} == set(itertools.product(kinds, [True, False]))
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("One sentence without an end", 1),
-        ('He said "Stop!" Then he left.', 2),
-        ("A heading\n\nand a line\nwithout full stops", 1),
-        ("Mr. J. Smith paid 3.50 dollars, e.g. for tea. He left.", 2),
-        ("Wait... what? Yes... Really.", 3),
-        ("1. Buy milk.\n2. Go home.", 2),
-        ("It was 1999. Then 42.", 2),
-        ("**Bold end.** (Another one.) 🙂 ---", 2),
-        ("lower case. follows here.", 2),
-        ("42.", 1),
-        ("...", 0),
-    ],
-)
+@pytest.mark.parametrize(("text", "expected"), [
+    ("One sentence without an end", 1),
+    ('He said "Stop!" Then he left.', 2),
+    ("A heading\n\nand a line\nwithout full stops", 1),
+    ("Mr. J. Smith paid 3.50 dollars, e.g. for tea. He left.", 2),
+    ("Wait... what? Yes... Really.", 3),
+    ("1. Buy milk.\n2. Go home.", 2),
+    ("It was 1999. Then 42.", 2),
+    ("**Bold end.** (Another one.) 🙂 ---", 2),
+    ("lower case. follows here.", 2),
+    ("42.", 1),
+    ("...", 0),
+])  # fmt: skip
 def test_sentences_are_counted_by_the_documented_rules(text, expected):
     assert count_sentences(text) == expected
 

@@ -69,31 +69,25 @@ def test_the_first_verifier_of_the_reward_says_whether_a_completion_is_correct(f
         assert grade.is_correct == (first == 1)
 
 
-@pytest.mark.parametrize(
-    ("spec", "words"),
-    [
-        ("exakt", "neither built in .math, gsm8k"),
-        ("math:x", "weight 'x' of math"),
-        ("math:0", "weight '0' of math"),
-        ("math,,format", "'' is neither built in"),
-        ("math,math:2", "twice"),
-        ("missing.py:score", "does not exist"),
-    ],
-)
+@pytest.mark.parametrize(("spec", "words"), [
+    ("exakt", "neither built in .math, gsm8k"),
+    ("math:x", "weight 'x' of math"),
+    ("math:0", "weight '0' of math"),
+    ("math,,format", "'' is neither built in"),
+    ("math,math:2", "twice"),
+    ("missing.py:score", "does not exist"),
+])  # fmt: skip
 def test_a_reward_text_that_is_wrong_says_why_before_anything_is_loaded(spec, words):
     with pytest.raises((ValueError, FileNotFoundError), match=words):
         parse_reward(spec)
 
 
-@pytest.mark.parametrize(
-    ("code", "words"),
-    [
-        ("import no_such_module\n", "No module named 'no_such_module'"),
-        ("raise SystemExit(2)\n", "SystemExit: 2"),
-        ("def score(:\n", "SyntaxError"),
-        ("import os\nos._exit(5)\n", "the workers end while they are loading"),
-    ],
-)
+@pytest.mark.parametrize(("code", "words"), [
+    ("import no_such_module\n", "No module named 'no_such_module'"),
+    ("raise SystemExit(2)\n", "SystemExit: 2"),
+    ("def score(:\n", "SyntaxError"),
+    ("import os\nos._exit(5)\n", "the workers end while they are loading"),
+])  # fmt: skip
 def test_a_reward_file_that_cannot_be_loaded_says_why(code, words, tmp_path):
     (tmp_path / "my_reward.py").write_text(code)
     with pytest.raises(ValueError, match=words):

@@ -148,14 +148,3 @@ def test_an_advantage_of_ones_own_is_of_completions_or_of_tokens_and_a_kl_estima
     squared = algorithm_of(flags(kl_coef=0.1, kl_estimator=f"{own}:squared", kl_clamp=5)).kl_estimator
     assert squared(torch.tensor([2.0])).tolist() == [20]
     algorithm_of(flags(kl_coef=0.1, kl_estimator=f"{own}:detached", kl_in="reward"))  # needs no gradient there
-
-
-def test_a_parameter_of_a_function_in_the_dict_need_not_be_a_flag(monkeypatch):
-    def shifted(t: Tokens, *, shift: float = 2.0) -> torch.Tensor:
-        """The log-prob, shifted."""
-        return t.logprobs + shift
-
-    monkeypatch.setitem(CHOICES["--policy_loss"], "shifted", shifted)
-    assert algorithm_of(flags(clip_low=0.3)).policy_loss.keywords["clip_low"] == 0.3, "the other choices are as before"
-    chosen = algorithm_of(flags(policy_loss="shifted")).policy_loss
-    assert chosen(tokens()).tolist() == [1.0, 0.0, -1.0]

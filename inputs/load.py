@@ -70,7 +70,7 @@ def load_inputs(args: Namespace) -> Inputs:
         check_reference(args, config, tokenizer, longest)
     companions = [vision.processor if vision else tokenizer, generation]
     train_data = load(args.train_data, args.seed, args.hint_column)
-    plan = make_plan(args, len(PromptData.mix(train_data, args.data_weights).rows))  # raises, too
+    plan = make_plan(args, len(PromptData.mix(train_data).rows))  # raises, too
     if (args.stop_after or 0) > plan.total_steps:
         raise ValueError(f"--stop_after {args.stop_after}: the last step is {plan.total_steps}; leave it out.")
     # The seed 0 draws #ROWS: held-out sets are the same problems whatever the seed of the run.

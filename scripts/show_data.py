@@ -29,7 +29,6 @@ from model.vision import load_processor
 # fmt: off
 DATA = [
     flag("--data", str, "sources, each WHAT[@SPLIT][#ROWS]", is_list=True, is_required=True),
-    flag("--weights", float, "one for each source; shows their shares", is_list=True),
     flag("--model", str, "model with the tokenizer: folder or hub id", is_required=True),
     OF_TRAINING["--seed"],
     flag("--show", 2, "number of prompts to show of each source", (0, INF)),
@@ -63,7 +62,6 @@ def main() -> None:
         prompt_format = take(PromptFormat, args, system_prompt=read_system_prompt(args.system_prompt))
         tokenizer, vision = load_processor(args.model, config, prompt_format)
         parts = [PromptData.load(source, prompt_format, tokenizer, args.seed, vision) for source in args.data]
-        mixture = PromptData.mix(parts, args.weights)
         handler = Handler(args.environment, args.tools) if args.environment or args.tools else None
     except (ValueError, OSError) as error:
         sys.exit("error: " + " ".join(str(error).split()))
@@ -75,10 +73,8 @@ def main() -> None:
             sizes = ", ".join(str(len(image)) for image in row.encoded_images)
             images = f"\n  {len(row.encoded_images)} images of {sizes} bytes" if sizes else ""
             print(f"\n--- {row.where}{images}\n{row.text}\n--- answer: {row.answer}\n")
-    if len(parts) > 1:
-        print(*mixture.describe(), sep="\n")
     if handler is not None:
-        play(handler, mixture.rows[0], args.max_turns)
+        play(handler, parts[0].rows[0], args.max_turns)
 
 
 if __name__ == "__main__":

@@ -246,50 +246,13 @@ def test_each_epoch_is_a_new_permutation_and_a_step_is_a_function_of_the_seed(tm
         assert sum(steps, []) == sum(permutations(2, 10, 2 * prompts_per_step), [])
 
 
-def test_a_mixture_without_weights_draws_every_row_of_every_source_once(tmp_path):
+def test_a_mixture_draws_every_row_of_every_source_once(tmp_path):
     parts = [numbered(tmp_path, n, name) for n, name in ((3, "a"), (5, "b"), (4, "c"))]
-    mixture = PromptData.mix(parts, None)
+    mixture = PromptData.mix(parts)
     assert mixture.name == "a+b+c" and len(mixture.rows) == 12
     assert mixture.indices_of_step(2, 12, seed=1).tolist() == permutations(1, 12, 2)[1]
     assert_whole(mixture)
-    assert PromptData.mix(parts[:1], None) is parts[0]
-
-
-@pytest.mark.parametrize(("sizes", "weights", "draws"), [
-    ((2, 10), [3, 1], [9, 3]), ((100, 3), [0.5, 0.5], [52, 51]), ((10, 10, 10), [1, 1, 5], [4, 4, 22]),
-])  # fmt: skip
-def test_weights_are_shares_of_an_epochs_draws_and_rows_of_a_source_are_drawn_equally_often(
-    sizes, weights, draws, tmp_path
-):
-    mixture = PromptData.mix([numbered(tmp_path, size, f"part{j}") for j, size in enumerate(sizes)], weights)
-    num_rows, ends = sum(sizes), np.cumsum(sizes)
-    for seed in range(5):
-        counts, epochs = np.zeros(num_rows, dtype=int), []
-        for epoch in range(7):
-            steps = range(epoch * num_rows + 1, (epoch + 1) * num_rows + 1)
-            indices = np.concatenate([mixture.indices_of_step(step, 1, seed) for step in steps])
-            np.add.at(counts, indices, 1)
-            for size, end, count in zip(sizes, ends, draws, strict=True):
-                assert ((indices >= end - size) & (indices < end)).sum() == count
-                assert np.ptp(counts[end - size : end]) <= 1
-            epochs.append(indices.tolist())
-        assert epochs[0] != epochs[1], "a new order each epoch"
-        assert np.mean(np.diff(np.array(epochs[0]) >= sizes[0])) > 0.01, "the sources are shuffled together"
-
-
-def test_every_pass_over_a_source_and_every_source_has_a_permutation_of_its_own(tmp_path):
-    mixture = PromptData.mix([numbered(tmp_path, 100, name) for name in "abc"], [1, 1, 4])
-    drawn = [order_of_epoch(300, mixture.shares, 0, epoch) for epoch in range(3)]
-    of_a, of_b = ([{i % 100 for i in rows if i // 100 == part} for rows in drawn] for part in (0, 1))
-    assert of_a[0] | of_a[1] == set(range(100)), "a pass takes two epochs"
-    assert of_a[2] != of_a[0] != of_b[0]
-
-
-def test_weights_that_make_no_sense_are_refused(tmp_path):
-    parts = [numbered(tmp_path, 4, name) for name in "ab"]
-    for weights in ([1.0], [1, 0], [1, float("nan")], [1e-9, 1]):
-        with pytest.raises(ValueError, match="weight"):
-            PromptData.mix(parts, weights)
+    assert PromptData.mix(parts[:1]) is parts[0]
 
 
 def test_excluded_rows_join_the_list_and_the_others_keep_what_is_theirs(tmp_path):
@@ -302,8 +265,6 @@ def test_excluded_rows_join_the_list_and_the_others_keep_what_is_theirs(tmp_path
     assert len(loaded.rows) == 6 and loaded.excluded == []
     with pytest.raises(ValueError, match="no row can be used.*line 1: bad"):
         loaded.exclude(dict.fromkeys(range(6), "bad"))
-    with pytest.raises(AssertionError, match="excluded before sources are mixed by weights"):
-        PromptData.mix([numbered(tmp_path, 2, "a"), loaded], [1, 1]).exclude({0: "bad"})
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -319,11 +280,9 @@ def test_prompt_and_answer_stay_together_through_draw_filter_exclude_mix_shuffle
         assert len(part.rows) + part.num_too_long + len(part.excluded) == 60
         assert not {row.where for row in part.rows} & {where for where, _ in part.excluded}
         parts.append(part)
-    weights = rng.uniform(0.5, 2, 3).tolist() if seed % 2 else None
-    mixture = PromptData.mix(parts, weights)
-    mixture = mixture if weights else mixture.exclude({3: "bad", 50: "bad"})
+    mixture = PromptData.mix(parts).exclude({3: "bad", 50: "bad"})
     assert mixture.num_too_long == sum(part.num_too_long for part in parts)
-    assert len(mixture.excluded) == (21 if weights else 23)
+    assert len(mixture.excluded) == 23
     assert_whole(mixture)
     for keep_last in (False, True):
         whole = [mixture.indices_of_step(step, 16, seed, keep_last).tolist() for step in range(1, 31)]
@@ -341,11 +300,6 @@ def test_the_description_counts_and_names(tmp_path):
     lines = loaded.describe()
     assert lines[0] == "data rows: 2 rows; 1 dropped (too many tokens), 7 excluded"
     assert lines[1:] == [f"  excluded: {tmp_path}/rows.jsonl, line {i}: column 'answer' is null" for i in range(3, 8)]
-    mixture = PromptData.mix([loaded, numbered(tmp_path, 6, "b")], [1, 1])
-    assert mixture.describe()[-2:] == [
-        "  rows: weight 1, 4 of 8 draws an epoch, 2.00 for each of 2 rows",
-        "  b: weight 1, 4 of 8 draws an epoch, 0.67 for each of 6 rows",
-    ]
 
 
 def test_the_command_shows_the_data_without_the_library_of_data_sets(tmp_path):
@@ -354,11 +308,11 @@ def test_the_command_shows_the_data_without_the_library_of_data_sets(tmp_path):
     rows = [{"problem": f"What is {i}?", "answer": i, "image": "a.png"} for i in range(3)]
     path = write_lines(tmp_path / "rows.jsonl", rows)
     flags = ["show_data.py", "--model", str(tmp_path / "tokenizer"), "--image_column", "image", "--data", path, path]
-    flags += ["--show", "1", "--weights", "1", "3"]
+    flags += ["--show", "1"]
     code = f"import runpy, sys; sys.argv = {flags}; runpy.run_path('scripts/show_data.py', run_name='__main__')"
     shown = said([sys.executable, "-c", f"{code}; print('imported' * ('datasets' in sys.modules))"])
     assert "imported" not in shown, "reading .jsonl files imports `datasets`, which takes a second"
-    expected = ["data rows: 3 rows; 0 dropped", "prompt tokens: shortest 28, median 28", "weight 3, 4 of 6 draws"]
+    expected = ["data rows: 3 rows; 0 dropped", "prompt tokens: shortest 28, median 28"]
     for text in [*expected, f"1 images of {len(png())} bytes", "[user]<pic>What is 0?[assistant]", "answer: 0"]:
         assert text in shown
     assert "What is 1?" not in shown

@@ -69,12 +69,12 @@ def test_each_flag_is_declared_once_and_its_default_is_within_its_range():
 
 
 def test_lists_are_lists_of_their_type():
-    absent = {"eval_data": [], "stop_tokens": [], "eval_samples": [1], "data_weights": None, "lora_targets": None}
+    absent = {"eval_data": [], "stop_tokens": [], "eval_samples": [1], "lora_targets": None}
     assert absent.items() <= vars(flags()).items()
     assert flags().eval_max_completion_tokens == [1024]
-    given = "--model m --train_data a b --out_dir o --eval_data c d --data_weights 1 0.5"
+    given = "--model m --train_data a b --out_dir o --eval_data c d --eval_temperature 1 0.5"
     args = parse_flags(f"{given} --eval_samples 4 8 --lora_targets q_proj v_proj".split())
-    assert (args.train_data, args.eval_data, args.data_weights) == (["a", "b"], ["c", "d"], [1.0, 0.5])
+    assert (args.train_data, args.eval_data, args.eval_temperature) == (["a", "b"], ["c", "d"], [1.0, 0.5])
     assert (args.eval_samples, args.lora_targets) == ([4, 8], ["q_proj", "v_proj"])
 
 

@@ -5,7 +5,6 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from types import ModuleType
 from unittest.mock import patch
 
 import pytest
@@ -91,12 +90,6 @@ PLANNED = {  # the dry run's numbers, with the data's real number of rows
 }  # fmt: skip
 
 
-def run_main(script: ModuleType, *arguments: object) -> None:
-    """A small script in this process."""
-    with patch.object(sys, "argv", [script.__name__, *map(str, arguments)]):
-        script.main()
-
-
 def run(run_it: Callable, *command: str, **settings: object) -> str:
     """What `bash COMMAND` prints in the environment of a user, who has set no NGPU; `run_it`: for real, or forked."""
     kept = {key: value for key, value in os.environ.items() if key not in (*OF_TESTS, "NGPU")}
@@ -163,7 +156,8 @@ def test_the_models_of_the_one_gpu_set_up_fit_where_its_script_says():
 def test_aime_2025_is_written_with_the_prompt_and_the_columns_of_the_dapo_data(tmp_path):
     (tmp_path / "in.jsonl").write_text('{"question": "What is {1}+1?", "answer": 2}\n')
     written = tmp_path / "new" / "aime2025.jsonl"
-    run_main(aime2025, "--sources", tmp_path / "in.jsonl", "--output", written)
+    with patch.object(sys, "argv", ["aime2025.py", "--sources", str(tmp_path / "in.jsonl"), "--output", str(written)]):
+        aime2025.main()
     (row,) = lines(written)
     (message,) = row["source_prompt"]
     assert row["ground_truth"] == "2" and message["role"] == "user"
@@ -180,9 +174,3 @@ def test_every_value_of_a_script_has_its_source_or_is_called_our_choice(name):
         assert where or re.search(r" # (source: |not in the source)", line), line
     lengths = tuple(int(re.search(rf"--max_{kind}_tokens (\d+)", block).group(1)) for kind in ("prompt", "completion"))
     assert lengths == LIMITS[name]
-
-
-def test_a_flag_after_the_scripts_name_wins_also_in_a_dry_run():
-    done = run_script(["bash", "scripts/qwq32b_8xh100.sh", "--dry_run", "--plan_gpus", "7"], dict(os.environ))
-    assert done.returncode == 1
-    assert "--tensor_parallel_size 8 does not divide the world size 7; use one of 1, 7." in done.stderr

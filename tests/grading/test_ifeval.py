@@ -108,7 +108,7 @@ LETTERS = {"let_frequency": 1, "let_relation": "at least"}
     ("keywords:existence", [1], r"has the arguments \[1\], which are not a dict"),
     ("keywords:existence", "{", "kwargs '{' is not a JSON text"),
     ("punctuation:no_comma", {"num_words": 3}, r"takes the arguments \[\], but the row gives \['num_words'\]"),
-    (WORDS, counted(3, "at most"), "relation = 'at most', which must be 'less than' or"),
+    (WORDS, counted(3, "exactly"), "relation = 'exactly', which must be one of .'less than', 'at least'"),
     (WORDS, counted(2.5), "num_words = 2.5, which must be a whole number"),
     (WORDS, counted(-1), "whole number"),
     (WORDS, counted(True), "whole number"),
@@ -139,7 +139,7 @@ COMMA = ["punctuation:no_comma"]
     ('{"func_name": ["a"]}', {}, r"func_name \['a'\] is not in"),
     ('{"func_name": "verify_bullet_points", "N": "2"}', {}, "has N = '2', which must be a whole number"),
     ('{"func_name": "validate_title", "N": 2}', {}, r"takes the arguments \[\], but the row gives \['N'\]"),
-    ('{"func_name": "validate_word_constraint", "N": 2, "quantifier": "less than"}', {}, "'around' or 'at most'"),
+    ('{"func_name": "validate_word_constraint", "N": 2, "quantifier": "more"}', {}, "quantifier = 'more', which must"),
     ('{"func_name": "validate_choice", "options": " / "}', {}, "which must be options"),
 ])  # fmt: skip
 def test_a_row_that_cannot_be_read_is_refused_with_what_is_wrong(answer, columns, words):

@@ -33,12 +33,10 @@ def wrong_shape(t): return t.logprobs.sum()
 def not_finite(t): return t.logprobs / 0
 def no_gradient(t): return t.advantages
 def detached(x): return x.detach() ** 2
-def wrong_mask(t): return Loss(t.logprobs, None, t.mask[:2])
 def metric_of_one(t): return Loss(t.logprobs, metrics={"x": t.advantages.mean()})
 def no_reference(t): return t.logprobs - t.ref_logprobs
 def no_such_field(t): return t.logprob
 def three_of_group(g): return (g.rewards_PG * g.parts["exact"])[:, :3]
-def mask_of_numbers(t): return Loss(t.logprobs, None, t.advantages)
 def of_completions(g, *, advantage_eps): return g.rewards_PG * 2 + advantage_eps
 def of_tokens(g): return g.returns_T * 3
 def squared(x, *, kl_clamp): return x**2 * kl_clamp
@@ -73,8 +71,6 @@ def own(tmp_path: Path) -> str:
     ("--policy_loss my_loss.py:wrong_shape", r"the shape \[\].* of the shape \[7\]"),
     ("--policy_loss my_loss.py:not_finite", "not_finite returned values that are not finite"),
     ("--policy_loss my_loss.py:no_gradient", "without a gradient"),
-    ("--policy_loss my_loss.py:wrong_mask", r"is_low: returned the shape \[2\].* of the shape \[7\]"),
-    ("--policy_loss my_loss.py:mask_of_numbers", "is_low: returned torch.float32.*torch.bool"),
     ("--kl_coef 1 --kl_estimator my_loss.py:detached", "--kl_estimator.*without a gradient"),
 ])  # fmt: skip
 def test_a_choice_that_is_not_there_without_effect_or_a_function_that_fails_is_told(given, said, own, monkeypatch):

@@ -198,8 +198,6 @@ def of_replay(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[str]:
 
 
 def of_evaluation(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[str]:
-    if args.prompt_column == args.answer_column:
-        yield f"{flag.prompt_column} and {flag.answer_column}: the prompt would be the answer; name two columns."
     for name in ("eval_every", "eval_before_training"):
         if getattr(args, name) and not args.eval_data:
             yield f"{getattr(flag, name)} needs --eval_data; name a file, or leave --{name} out."

@@ -70,7 +70,6 @@ MISTAKES = [  # ranks, flags beside the required ones, what the sentence says
     (1, "--engine server --generation_gpus 7 7", "--generation_gpus 7 7: one is there twice"),
     (1, "--overlong_cache_tokens 5", "has no effect without the reward `length`"),
     (1, "--eval_data x.jsonl", "--eval_data x.jsonl is never evaluated"),
-    (1, "--prompt_column answer", "the prompt would be the answer; name two columns"),
     (None, "--plan_gpus 4", "--plan_gpus has no effect without --dry_run"),
     (1, "--replay nowhere", "nowhere/config.json cannot be read"),
 ]

@@ -19,7 +19,7 @@ import sympy
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
 from latex2sympy2_extended.math_normalization import NormalizationConfig, normalize_latex
 from math_verify import verify
-from sympy import Basic, Derivative, Expr, Float, I, Integral, Limit, Pow, Product, Sum, Symbol, factorial, log
+from sympy import Basic, Derivative, Eq, Expr, Float, I, Integral, Limit, Pow, Product, Sum, Symbol, factorial, log
 
 from grading.answer import read_answer
 from grading.values import MAX_FORMULA, Value, clean, fold, parse_value
@@ -105,6 +105,10 @@ def _same_collection(key: Value, answer: Value) -> bool:
     if kinds == ("sequence", "sequence"):
         is_other = key[1] != answer[1] or (key[3] and answer[3] and key[3] != answer[3])
         return not is_other and _same_ordered(key[2], answer[2])
+    if {*kinds} == {"sequence", "list"}:
+        one, other = (key, answer) if kinds[0] == "sequence" else (answer, key)
+        is_point = one[1] == "()" and len(one[3]) != 1 and all(item[0] != "named" for item in other[1])
+        return is_point and _same_ordered(one[2], other[1])
     return False
 
 
@@ -189,6 +193,10 @@ def same_formula(key: str | Fraction, answer: str | Fraction) -> bool:
             return difference == 0  # exact: 60 digits do not tell 2^1009 - 1 from 2^1009
         if not symbols and size > 1e-40:
             return True
+    if isinstance(gold, Eq) and isinstance(pred, Eq):  # they agree if one is a multiple of the other
+        gold, pred = (sympy.fraction(sympy.together(each.lhs - each.rhs))[0] for each in (gold, pred))
+        here, there = _value(gold / pred, point), _value(gold / pred, {each: x * x + 1 for each, x in point.items()})
+        return None not in (here, there) and here != 0 and bool(abs(here - there) < 1e-40 * abs(here))
     return verify(gold, pred, float_rounding=10, timeout_seconds=None)
 
 

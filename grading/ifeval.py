@@ -34,6 +34,7 @@ DETECT_CHARACTERS = 20_000  # langdetect reads 10,000 after it has taken the lin
 NEVER_LAST = re.compile(  # a sentence does not end here: "J. Smith", "Mr. Smith"
     r"[^\W\d_]|mrs?|ms|dr|prof|st|gen|lt|capt|sgt|rev|vs|fig|al|cf|approx|e\.g|i\.e"
 )
+LAST_BEFORE_CAPITAL = re.compile(r"etc|inc|ltd|corp?|co|jr|sr|(?:[a-z]{1,2}\.)+[a-z]")  # "etc.", "p.m.", "Ph.D."
 LIST_NUMBER = re.compile(r"\W{0,2}\d{1,3}\.\W{0,2}")
 RELATIONS = ("less than", "at least", "at most", "around")  # the first two in the benchmark, the last three in Tulu
 REPEAT_SENTENCE = (
@@ -82,8 +83,10 @@ def ends_sentence(word: str, following: str) -> bool:
     next_letter = following.lstrip("\"'([{*_`“‘«")[:1]
     if core.endswith(("...", "…")):
         return not next_letter.islower()
-    is_abbreviation = core.endswith(".") and NEVER_LAST.fullmatch(core[:-1].lower())
-    return core.endswith((".", "!", "?")) and not is_abbreviation
+    bare = core[:-1].lower()
+    if not core.endswith(".") or NEVER_LAST.fullmatch(bare):
+        return core.endswith(("!", "?"))
+    return next_letter.isupper() if LAST_BEFORE_CAPITAL.fullmatch(bare) else True
 
 
 def count_capital_words(text: str) -> int:

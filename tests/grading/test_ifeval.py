@@ -55,6 +55,7 @@ def test_all_25_kinds_of_both_formats_are_tested_both_ways():
     ('He said "Stop!" Then he left.', 2),
     ("A heading\n\nand a line\nwithout full stops", 1),
     ("Mr. J. Smith paid 3.50 dollars, e.g. for tea. He left.", 2),
+    ("It rained, etc. Then we left at 5 p.m. sharp.", 2),
     ("Wait... what? Yes... Really.", 3),
     ("1. Buy milk.\n2. Go home.", 2),
     ("It was 1999. Then 42.", 2),

@@ -64,8 +64,9 @@ def count_sentences(text: str) -> int:
     """The number of sentences.
 
     One ends at . ! ? or an ellipsis, with closing quotes, brackets or asterisks, before white space; what is left at
-    the end of the text counts, too. A new line alone ends none. nltk's Punkt, which the benchmark uses, is a trained
-    model instead. Here the number of a list item ("1."), an initial, a title and "e.g." end no sentence.
+    the end of the text counts, too. A new line alone ends none. This follows nltk's Punkt, which the benchmark uses,
+    with a few rules instead of a trained model. It differs: the number of a list item ("1.") and a run of marks without
+    letter or digit are no sentences here; abbreviations are a short list; an initial or a title never ends a sentence.
     """
     count, is_started = 0, False
     for word, following in itertools.pairwise([*text.split(), ""]):

@@ -26,7 +26,6 @@ from inputs.records import Record, name_of_source, read_records
 from model.vision import UnreadableImage, Vision, encoded_images, find_images
 
 HINT = "\n\nHere is a reference solution:\n{}\n\nAfter understanding it, solve the problem in your own words."
-Share = tuple[str, int, float]  # name, number of rows and weight of a source in a mixture
 
 
 class UnusableRow(Exception):
@@ -123,10 +122,10 @@ def render(messages: Messages, prompt_format: PromptFormat, tokenizer: Tokenizer
 @lru_cache(maxsize=8)
 def tool_schemas(tools: str | None) -> list[dict[str, object]] | None:
     """The schemas of the functions for the chat template, from their type hints and docstrings. Raises ValueError."""
+    if not tools:
+        return None
     try:
-        return (
-            [get_json_schema(load_function(*each.rpartition(":")[::2])) for each in tools.split(",")] if tools else None
-        )
+        return [get_json_schema(load_function(*each.rpartition(":")[::2])) for each in tools.split(",")]
     except (DocstringParsingException, TypeHintParsingException, OSError) as error:
         raise ValueError(f"--tools {tools}: {error}") from None
 
@@ -235,30 +234,10 @@ def make_row(record: Record, prompt_format: PromptFormat, tokenizer: Tokenizer, 
 # Order: which rows a step draws ---------------------------------------------------------------------------------------
 
 
-def _draws(shares: tuple[Share, ...]) -> list[int]:
-    """The draws of each source in an epoch, by largest remainders. Raises ValueError if a source has none."""
-    num_rows, total = sum(size for _, size, _ in shares), sum(weight for _, _, weight in shares)
-    quotas = np.array([weight / total * num_rows for _, _, weight in shares])
-    draws = np.floor(quotas).astype(int)
-    draws[np.argsort(draws - quotas, kind="stable")[: num_rows - draws.sum()]] += 1
-    for (name, size, weight), count in zip(shares, draws, strict=True):
-        if not count:
-            given = f"weight {weight:g} of {name}, {size} rows, is 0 of an epoch's {num_rows} draws"
-            raise ValueError(f"{given}; raise it or leave {name} out.")
-    return draws.tolist()
-
-
 @lru_cache(maxsize=8)
-def order_of_epoch(num_rows: int, shares: tuple[Share, ...], seed: int, epoch: int) -> np.ndarray:
+def order_of_epoch(num_rows: int, seed: int, epoch: int) -> np.ndarray:
     """The row indices that epoch 0, 1, ... draws, in order."""
-    chosen, start = [] if shares else [np.arange(num_rows)], 0
-    for part, (count, (_, size, _)) in enumerate(zip(_draws(shares), shares, strict=True)):
-        first = epoch * count  # position in the source's endless stream of permutations
-        passes = range(first // size, (first + count - 1) // size + 1)
-        stream = np.concatenate([np.random.default_rng([seed, part, i, 2]).permutation(size) for i in passes])
-        chosen.append(start + stream[first % size :][:count])
-        start += size
-    return np.random.default_rng([seed, epoch]).permutation(np.concatenate(chosen))
+    return np.random.default_rng([seed, epoch]).permutation(num_rows)
 
 
 @dataclass(frozen=True)
@@ -269,7 +248,6 @@ class PromptData:
     rows: list[Row]
     num_too_long: int = 0
     excluded: list[tuple[str, str]] = field(default_factory=list)  # (where, reason) of rows that cannot be used
-    shares: tuple[Share, ...] = ()  # of the mixed sources, if they have weights
 
     def __post_init__(self) -> None:
         if not self.rows:
@@ -304,33 +282,24 @@ class PromptData:
 
     def exclude(self, reasons: dict[int, str]) -> PromptData:
         """The data without the rows of these indices, which join `excluded`."""
-        assert not self.shares, "rows are excluded before sources are mixed by weights"
         excluded = self.excluded + [(self.rows[i].where, reason) for i, reason in sorted(reasons.items())]
         return replace(self, rows=[row for i, row in enumerate(self.rows) if i not in reasons], excluded=excluded)
 
     @staticmethod
-    def mix(parts: list[PromptData], weights: list[float] | None) -> PromptData:
-        """All sources as one. Weights of any scale are shares of an epoch's draws; without, each row is drawn once."""
-        if weights is not None and (len(weights) != len(parts) or not all(0 < weight < math.inf for weight in weights)):
-            given = " ".join(f"{weight:g}" for weight in weights)
-            wrong = f"--data_weights {given}: {len(weights)} for {len(parts)} of --train_data"
-            raise ValueError(f"{wrong}; give each source a positive one.")
+    def mix(parts: list[PromptData]) -> PromptData:
+        """All sources as one; an epoch draws each row of each once."""
         if len(parts) == 1:
             return parts[0]
-        assert not any(part.shares for part in parts), "a weighted mixture is not mixed again"
-        shares = tuple((part.name, len(part.rows), weight) for part, weight in zip(parts, weights or [], strict=False))
-        _draws(shares)  # raises for a weight that is too small
         rows = [row for part in parts for row in part.rows]
         excluded = [each for part in parts for each in part.excluded]
         name, num_too_long = "+".join(part.name for part in parts), sum(part.num_too_long for part in parts)
-        return PromptData(name, rows, num_too_long, excluded, shares)
+        return PromptData(name, rows, num_too_long, excluded)
 
     def indices_of_step(self, step: int, prompts_per_step: int, seed: int, keep_last: bool = False) -> np.ndarray:
         """The P row indices of step 1, 2, ...: a function of (seed, step), so a resumed run loses and repeats no row.
 
-        An epoch is a new permutation of all rows. With weights it has the same number of draws, and each source draws
-        its share from an endless stream of permutations of its own: equally often from each row. Steps are consecutive
-        slices of an epoch, whose last partial one is dropped; with `keep_last`, of all epochs in a row.
+        An epoch is a new permutation of all rows. Steps are consecutive slices of an epoch, whose last partial one is
+        dropped; with `keep_last`, of all epochs in a row.
         """
         num_rows = len(self.rows)
         per_epoch = num_rows if keep_last else num_rows // prompts_per_step * prompts_per_step
@@ -343,23 +312,15 @@ class PromptData:
         num_rows = len(self.rows)
         epoch, start = divmod(first, num_rows)
         epochs = range(epoch, epoch + math.ceil((start + count) / num_rows))
-        return np.concatenate([order_of_epoch(num_rows, self.shares, seed, e) for e in epochs])[start : start + count]
+        return np.concatenate([order_of_epoch(num_rows, seed, e) for e in epochs])[start : start + count]
 
     def describe(self) -> list[str]:
-        """Lines for the console: rows used, dropped, excluded (five of them by name), shares of a weighted mixture."""
+        """Lines for the console: rows used, dropped, excluded (five of them by name)."""
         dropped = f"{self.num_too_long} dropped (too many tokens), {len(self.excluded)} excluded"
         lines = [f"data {self.name}: {len(self.rows)} rows; {dropped}"]
         lines += [f"  excluded: {where}: {reason}" for where, reason in self.excluded[:5]]
         if count := sum(len(alternatives(row.answer)) > 1 for row in self.rows):
             lines.append(f"  {count} rows have several answers, of which any is correct (--list_answers any)")
-        answers: dict[str, set[str]] = {}
-        for row in self.rows:
-            answers.setdefault(row.text, set()).add("" if row.images else row.answer)
-        if count := sum(len(several) > 1 for several in answers.values()):
-            lines.append(f"  warning: prompts that occur with different answers: {count}; each row has its own")
-        for count, (name, size, weight) in zip(_draws(self.shares), self.shares, strict=True):
-            draws = f"{count} of {len(self.rows)} draws an epoch, {count / size:.2f} for each of {size} rows"
-            lines.append(f"  {name}: weight {weight:g}, {draws}")
         return lines
 
 

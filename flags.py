@@ -61,8 +61,6 @@ GROUPS["model and data"] = [
          is_required=True),
     flag("--train_data", str, "training problems: one or more sources WHAT[@SPLIT][#ROWS], see docs/data.md",
          is_list=True, is_required=True),
-    flag("--data_weights", float, "shares of the sources in an epoch; default: each row of each source once",
-         is_list=True),
     flag("--keep_last", False, "fill an epoch's last partial step from the next epoch instead of dropping it"),
     flag("--eval_data", [str], "held-out problems: sources, each reported under its own name"),
     flag("--out_dir", str, "run folder; made if missing, continued if it holds a run of the same flags",

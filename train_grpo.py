@@ -158,7 +158,7 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
         lock = open_run_folder(out_dir, config, free, inputs.digests) if is_main_process() else None
         world = init_world(ranks_per_engine(args), args.timeout_minutes, args.shard_ranks, args.engine == "colocated")
         check_world(args, world)
-        train_data = PromptData.mix([inputs.grader.check_keys(x, world) for x in inputs.train_data], args.data_weights)
+        train_data = PromptData.mix([inputs.grader.check_keys(data, world) for data in inputs.train_data])
         eval_sets = [inputs.grader.check_keys(data, world) for data in inputs.eval_sets]
         plan, memory = make_plan(args, len(train_data.rows)), take(Memory, args)
         watch = watch_memory(args, len(train_data.rows), world)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 BOX = re.compile(r"\\(?:boxed|fbox)\s*(\{|[^\s{}$\\.,]+)")
+BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # or an escaped character, which is none
 STATED = re.compile(r"\banswer\b[*_]*\s*(?:\bis\b|:)[*_]*[ \t]*:?\s*", re.IGNORECASE)
 SENTENCE_END = re.compile(
     r"(?<!\be\.g)(?<!\bi\.e)[.!?](?=[\s*\"')]|$)|[。\n]|[,;]?\s+(?:because|since)\s", re.IGNORECASE
@@ -61,9 +62,8 @@ def _marked(text: str) -> str | None:
     stated = list(STATED.finditer(text))
     if stated:
         behind = text[stated[-1].end() :][:MAX_STATED]
-        end = next(
-            (each.start() for each in SENTENCE_END.finditer(behind) if not _is_open(behind[: each.start()])), None
-        )
+        ends = (each.start() for each in SENTENCE_END.finditer(behind))
+        end = next((at for at in ends if not _is_open(behind[:at])), None)
         return behind[:end].strip(" *_")
     return None
 
@@ -81,16 +81,10 @@ def boxes_of(text: str) -> Iterator[str]:
         if match[1] != "{":
             yield match[1]
             continue
-        end = closing_brace(text, at)
-        yield "" if end is None else text[at:end]
-        at = len(text) if end is None else end + 1
-
-
-def closing_brace(text: str, start: int) -> int | None:
-    """The position of the brace that closes the one opened before `start`; escaped braces do not count."""
-    depth = 1
-    for match in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):
-        depth += {"{": 1, "}": -1}.get(match[0], 0)
-        if depth == 0:
-            return match.start()
-    return None
+        depth, start = 1, at
+        for brace in BRACE.finditer(text, start):
+            depth += {"{": 1, "}": -1}.get(brace[0], 0)
+            if depth == 0:
+                break
+        at = brace.end() if depth == 0 else len(text)
+        yield text[start : at - 1] if depth == 0 else ""

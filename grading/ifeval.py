@@ -36,6 +36,7 @@ NEVER_LAST = re.compile(  # a sentence does not end here: "J. Smith", "Mr. Smith
 )
 LAST_BEFORE_CAPITAL = re.compile(r"etc|inc|ltd|corp?|co|jr|sr|(?:[a-z]{1,2}\.)+[a-z]")  # "etc.", "p.m.", "Ph.D."
 LIST_NUMBER = re.compile(r"\W{0,2}\d{1,3}\.\W{0,2}")
+RELATIONS = ("less than", "at least", "at most", "around")  # the first two in the benchmark, the last three in Tulu
 REPEAT_SENTENCE = (
     "First, repeat the request without change, then give your answer (do not say anything before repeating the "
     "request; the request you need to repeat does not include this sentence)"
@@ -216,14 +217,10 @@ def read_language(value: object) -> str | None:
     return value if value in [path.name for path in Path(PROFILES_DIRECTORY).iterdir()] else None
 
 
-def one_of(*choices: str) -> Callable[[object], object]:
-    return lambda value: value if value in choices else None
-
-
 COUNT: ArgumentType = ("a whole number from 0 to 1e9", read_count)
 TEXT: ArgumentType = ("a text that is not blank", read_text)
 TEXTS: ArgumentType = ("a list of texts, at least one and none blank", read_texts)
-RELATION: ArgumentType = ("'less than' or 'at least'", one_of("less than", "at least"))
+RELATION: ArgumentType = (f"one of {RELATIONS}", lambda value: value if value in RELATIONS else None)
 
 ARGUMENTS: dict[str, ArgumentType] = {  # the parameters of the checkers, by name
     **dict.fromkeys(("keyword", "first_word", "postscript_marker", "section_spliter"), TEXT),
@@ -235,7 +232,6 @@ ARGUMENTS: dict[str, ArgumentType] = {  # the parameters of the checkers, by nam
     "nth_paragraph": ("a whole number from 1 to 1e9", lambda value: read_count(value) or None),
     "letter": ("a text of one character", lambda value: text if len(text := read_text(value) or "") == 1 else None),
     "language": ("a language code of langdetect, such as en, pt or zh-cn", read_language),
-    "quantifier": ("'at least', 'around' or 'at most'", one_of("at least", "around", "at most")),
     "options": ("options divided by / or commas, or a list of texts", read_options),
 }
 
@@ -279,14 +275,11 @@ CHECKS: dict[str, Callable[..., bool]] = {
     # What Tulu words differently
     "rlvr:keyword_frequency": lambda text, keyword, frequency: occurrences(text, keyword, whole=True) == frequency,
     "rlvr:letter_frequency": lambda text, letter, let_frequency: occurrences(text, letter) == let_frequency,
-    "rlvr:number_sentences": lambda text, num_sentences, quantifier:
-        holds(count_sentences(text), quantifier, num_sentences, around=1),
-    "rlvr:number_words": lambda text, num_words, quantifier: holds(count_words(text), quantifier, num_words),
+    "rlvr:number_sentences": lambda text, num_sentences, relation:
+        holds(count_sentences(text), relation, num_sentences, around=1),
     "rlvr:number_paragraphs": lambda text, num_paragraphs: has_parts(text, "* * *", num_paragraphs),
     "rlvr:constrained_response": lambda text, options: has_any(text, options),
     "rlvr:repeat_prompt": lambda text, prompt: starts_with(text, prompt.replace(REPEAT_SENTENCE, "").strip() or prompt),
-    "rlvr:capital_word_frequency": lambda text, capital_frequency, quantifier:
-        holds(count_capital_words(text), quantifier, capital_frequency),
 }
 # fmt: on
 PARAMETERS = {name: list(inspect.signature(check).parameters)[1:] for name, check in CHECKS.items()}
@@ -299,7 +292,7 @@ FUNCTIONS: dict[str, tuple[str, list[str]]] = {
     "verify_letter_frequency": ("rlvr:letter_frequency", ["letter", "N"]),
     "validate_response_language": ("language:response_language", ["language"]),
     "verify_paragraph_count": ("rlvr:number_paragraphs", ["N"]),
-    "validate_word_constraint": ("rlvr:number_words", ["N", "quantifier"]),
+    "validate_word_constraint": ("length_constraints:number_words", ["N", "quantifier"]),
     "verify_sentence_constraint": ("rlvr:number_sentences", ["N", "quantifier"]),
     "validate_paragraphs": ("length_constraints:nth_paragraph_first_word", ["N", "i", "first_word"]),
     "verify_postscript": ("detectable_content:postscript", ["postscript_marker"]),
@@ -314,7 +307,7 @@ FUNCTIONS: dict[str, tuple[str, list[str]]] = {
     "validate_two_responses": ("combination:two_responses", []),
     "validate_uppercase": ("change_case:english_capital", []),
     "validate_lowercase": ("change_case:english_lowercase", []),
-    "validate_frequency_capital_words": ("rlvr:capital_word_frequency", ["N", "quantifier"]),
+    "validate_frequency_capital_words": ("change_case:capital_word_frequency", ["N", "quantifier"]),
     "validate_end": ("startend:end_checker", ["end_phrase"]),
     "validate_quotation": ("startend:quotation", []),
     "validate_no_commas": ("punctuation:no_comma", []),

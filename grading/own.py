@@ -105,11 +105,9 @@ class OwnReward:
         parameters = inspect.signature(self.function).parameters
         form = next((FORMS[name] for name in FORMS if name in parameters), None)
         if form is None:
-            raise ValueError(
-                f"{self.name} cannot be called: it takes {inspect.signature(self.function)}, but none of "
-                f"{', '.join(FORMS)}. A reward is score(completion, answer, columns), or has the parameters of TRL or "
-                "verl; see docs/rewards.md."
-            )
+            wrong = f"{self.name} cannot be called: it takes {inspect.signature(self.function)}, but none of"
+            known = "A reward is score(completion, answer, columns), or has the parameters of TRL or verl"
+            raise ValueError(f"{wrong} {', '.join(FORMS)}. {known}; see docs/rewards.md.")
         self.values, self.takes_group = form
         kinds = {each.kind for each in parameters.values()}
         self.takes_all_columns = self.values is GROUP and inspect.Parameter.VAR_KEYWORD in kinds
@@ -144,9 +142,8 @@ class OwnReward:
         is_list = isinstance(result, Iterable) and not isinstance(result, (str, bytes, dict, set))
         results = list(result) if is_list else []
         if len(results) != len(cases):
-            raise WrongReturn(
-                f"{self.name} returned {result!r:.200} for {len(cases)} completions, not a list of that many"
-            )
+            wrong = f"{self.name} returned {result!r:.200} for {len(cases)} completions"
+            raise WrongReturn(f"{wrong}, not a list of that many")
         return [read_reward(0.0 if each is None else each, self.name) for each in results]  # TRL: None: does not apply
 
 

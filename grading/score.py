@@ -5,6 +5,7 @@ What the text may be: `docs/rewards.md`. How a function of one's own is called: 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -28,21 +29,18 @@ def parse_reward(spec: str) -> dict[str, float]:
         match = re.fullmatch(r"\s*(@\w[\w.]*|[^:,]+\.py:\w+|\w+)(?::([^:]+))?\s*", part)
         name = match[1] if match else ""
         if name not in BUILT_IN and name[:1] != "@" and ".py:" not in name:
-            forms = (
-                f"({', '.join(BUILT_IN)}) nor @COLUMN nor my_reward.py:function; a weight may follow, as in math:0.5"
-            )
-            raise ValueError(f"--reward {spec!r}: {part!r} is neither built in {forms}.")
+            wrong = f"--reward {spec!r}: {part!r} is neither built in ({', '.join(BUILT_IN)})"
+            raise ValueError(f"{wrong} nor @COLUMN nor my_reward.py:function; a weight may follow, as in math:0.5.")
         if ".py:" in name and not Path(name.partition(":")[0]).is_file():
             raise FileNotFoundError(f"--reward {spec!r}: the file {name.partition(':')[0]!r} does not exist.")
         if name in weights:
             raise ValueError(f"--reward {spec!r} names {name} twice; give it once, with one weight.")
-        try:
+        weights[name] = 0.0
+        with contextlib.suppress(ValueError):
             weights[name] = float(match[2] or 1.0)
-        except ValueError:
-            weights[name] = math.nan
         if not math.isfinite(weights[name]) or weights[name] == 0.0:
-            rule = "must be a finite number other than 0"
-            raise ValueError(f"--reward {spec!r}: the weight {match[2]!r} of {name} {rule}.")
+            wrong = f"--reward {spec!r}: the weight {match[2]!r} of {name}"
+            raise ValueError(f"{wrong} must be a finite number other than 0.")
     return weights
 
 

@@ -16,8 +16,6 @@ import unicodedata
 from fractions import Fraction
 from functools import lru_cache
 
-from grading.answer import closing_brace
-
 Value = tuple
 MAX_FORMULA = 1000  # characters; a longer formula is compared as text only
 MAX_DEPTH = 20  # nested brackets; the LaTeX parser's time grows steeply with them
@@ -82,6 +80,7 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
     (r"^\s*([+-]?)\s*(\\\$|\\euro|\\pounds)\s*((?:(?!\\\$).)*\S)\s*$",
      lambda m: rf"{m[1]}{m[3]} \text{{{CURRENCIES[m[2]]}}}"),
     (r"\b([ap])\.\s?m\b\.?", r"\1m"),
+    (r"^\s*\{([^{}]*)\}\s*$", r"\1"),
     (r"\s+", " "),
 ]]  # fmt: skip
 
@@ -99,8 +98,6 @@ def clean(text: str) -> str:
     for pattern, replacement in REWRITES:
         text = pattern.sub(replacement, text)
     text = text.strip().rstrip(",;:" if text.rstrip().endswith("..") else ".,;:").strip()
-    while text.startswith("{") and closing_brace(text, 1) == len(text) - 1:
-        text = text[1:-1].strip()
     words = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text).strip().lower()
     meaning = next((meaning for meaning, phrase in SPOKEN.items() if re.fullmatch(phrase, words)), None)
     return meaning or str(WORDS.get(words, "")) or text
@@ -335,8 +332,6 @@ def _collection(text: str) -> Value | None:
     parts = _split(text, SEMICOLON if all(sign in text for sign in ",=;") else OR)  # x=1, y=2; x=2, y=1
     if len(parts) > 1 and all(parts):
         values = tuple(parse_value(part) for part in parts)
-        if _point(values):
-            return ("words", text)  # x = 1 or y = 2
         are_intervals = any(value[0] == "sequence" and len(value[3]) == 1 for value in values)  # x < 1 or x > 2
         return ("union", values) if "\\cup" in text or are_intervals else ("list", _flat(values))
     parts = [re.sub(r"^and\s", "", part).strip() for part in _split(text, COMMA) if part and part != "and"]

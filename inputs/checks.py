@@ -96,8 +96,6 @@ def of_algorithm(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[st
         yield f"--group_size 1 with {flag.dynamic_sampling}: a group of one never has a signal; leave that out."
     if args.hint_column and args.image_column:
         yield f"{flag.hint_column} with {flag.image_column}: hints are for prompts of text; leave one of them out."
-    if args.hint_column == args.prompt_column:
-        yield f"{flag.hint_column} is --prompt_column, too; name the column of what the policy is not told."
     if args.kl_in == "reward" and args.advantage == "reinforce++" and args.policy_loss == "gspo":
         yield "--policy_loss gspo needs one advantage a sequence, not reinforce++ with --kl_in reward; use gspo_token."
     if args.dynamic_sampling != "off" and args.epochs is not None:
@@ -115,11 +113,8 @@ def of_algorithm(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[st
         yield f"{getattr(flag, name)} needs a reward; leave it out, or give one, which --advantage zero only logs."
     if args.advantage == "zero" and args.reference in (None, args.model) and not args.hint_column:
         yield "--advantage zero follows the reference, which is --model itself: give --reference, or --hint_column."
-    cache, limit = args.overlong_cache_tokens, args.max_completion_tokens
-    if cache and not re.search(r"\blength\b|@", args.reward):
+    if args.overlong_cache_tokens and not re.search(r"\blength\b|@", args.reward):
         yield f"{flag.overlong_cache_tokens} has no effect without the reward `length`; leave it out, or add that."
-    if cache and cache >= limit:
-        yield f"{flag.overlong_cache_tokens} makes all completions of {flag.max_completion_tokens} too long; use less."
 
 
 def of_turns(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[str]:
@@ -132,8 +127,6 @@ def of_turns(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[str]:
     for reference in ",".join(filter(None, [args.environment, args.tools])).split(",") if has_turns else ():
         if not re.fullmatch(r".+\.py:\w+", reference):
             yield f"{reference!r} in --environment or --tools: needed is FILE.py:NAME."
-        if not Path(reference.rpartition(":")[0]).is_file():
-            yield f"{reference!r} in --environment or --tools: there is no such file; check the path."
     if has_turns and args.prompt_format != "chat":
         yield f"{flag.prompt_format}: turns are written by a chat template; use --prompt_format chat."
     for name in ("partial_rollouts", "image_column"):
@@ -181,9 +174,8 @@ def of_servers(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[str]
         yield f"{flag.server_urls}: needed is http://HOST:PORT for each."
     if not os.environ.get("VLLM_API_KEY") and (far := [x.netloc for x in places if x.hostname not in LOOPBACK]):
         yield f"--server_urls: others could change the weights of {', '.join(far)}; set VLLM_API_KEY, here and there."
-    for name, values in (("server_urls", urls), ("generation_gpus", gpus)):
-        if twice := [value for value in values if values.count(value) > 1]:
-            yield f"{getattr(flag, name)}: {twice[0]} is there twice; name each once."
+    if len({*urls, *gpus}) < len([*urls, *gpus]):
+        yield f"{flag.server_urls if urls else flag.generation_gpus}: one is there twice; name each once."
     if len(gpus) % size:
         yield f"{flag.generation_gpus}: {len(gpus)} GPUs are no whole number of servers of {size}; give a multiple."
 
@@ -206,8 +198,6 @@ def of_replay(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[str]:
 
 
 def of_evaluation(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[str]:
-    if args.prompt_column == args.answer_column:
-        yield f"{flag.prompt_column} and {flag.answer_column}: the prompt would be the answer; name two columns."
     for name in ("eval_every", "eval_before_training"):
         if getattr(args, name) and not args.eval_data:
             yield f"{getattr(flag, name)} needs --eval_data; name a file, or leave --{name} out."

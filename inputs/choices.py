@@ -145,15 +145,10 @@ def try_out(flag: str, args: argparse.Namespace, function: Callable, needs_gradi
         found = function({"--advantage": graded, "--policy_loss": tokens, "--kl_estimator": x}[flag])
     except Exception as error:  # noqa: BLE001  the user's code may raise anything
         raise ValueError(f"{named} fails on a trial with random values: {type(error).__name__}: {error}") from None
-    values, *others, metrics = found if isinstance(found, Loss) else [found, None]
+    values, metrics = (found.per_token, found.metrics) if isinstance(found, Loss) else (found, None)
     check_returned(named, values, [(2 * size,), (1, size)] if flag == "--advantage" else [(7,)])
     for name, metric in (metrics or {}).items():
         check_returned(f"{named}, metric {name}:", metric, [(7,)])
-    for name, other in zip(Loss._fields[1:], others, strict=False):
-        if other is not None:
-            check_returned(f"{named}, {name}:", other, [(7,)])
-            if name != "ratio" and other.dtype != torch.bool:
-                raise ValueError(f"{named}, {name}: returned {other.dtype}; needed is torch.bool.")
     if needs_gradient and not values.requires_grad:
         raise ValueError(f"{named} returned values without a gradient; compute them from the log-probs it is named.")
     return tuple(metrics or ())

@@ -70,7 +70,7 @@ def load_inputs(args: Namespace) -> Inputs:
         check_reference(args, config, tokenizer, longest)
     companions = [vision.processor if vision else tokenizer, generation]
     train_data = load(args.train_data, args.seed, args.hint_column)
-    plan = make_plan(args, len(PromptData.mix(train_data, args.data_weights).rows))  # raises, too
+    plan = make_plan(args, len(PromptData.mix(train_data).rows))  # raises, too
     if (args.stop_after or 0) > plan.total_steps:
         raise ValueError(f"--stop_after {args.stop_after}: the last step is {plan.total_steps}; leave it out.")
     # The seed 0 draws #ROWS: held-out sets are the same problems whatever the seed of the run.
@@ -185,16 +185,13 @@ def start_grader(args: Namespace, tokenizer: PreTrainedTokenizerBase, num_ranks:
     if args.environment or args.tools:
         prompt_format = take(PromptFormat, args, system_prompt=None)
         turns = Turns(take(Turning, args), grading, prompt_format, tokenizer, num_workers)
+    kind = f"--reward {args.reward}: the class of --environment"
     if turns and turns.environments and turns.environments.has_reward:
         if args.reward not in ("none", FLAGS["--reward"].value):
-            raise ValueError(
-                f"--reward {args.reward}: the class of --environment has a reward(); leave one of them out."
-            )
+            raise ValueError(f"{kind} has a reward(); leave one of them out.")
         grading = replace(grading, reward="none")
     elif turns and turns.environments and args.reward == "none" and getattr(args, "advantage", "") != "zero":
-        raise ValueError(
-            f"--reward none: the class of --environment {args.environment} has no reward(); give --reward."
-        )
+        raise ValueError(f"{kind} has no reward(); give --reward.")
     return Grader(grading, num_workers), turns
 
 

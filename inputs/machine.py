@@ -23,7 +23,6 @@ GIB = 2**30
 DRIVER = Path("/proc/driver/nvidia")  # what it says of itself
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 LIMITS = ("memory.max", "memory.limit_in_bytes")  # of control groups, of versions 2 and 1
-OLDEST_DRIVER = {12: 525, 13: 580}  # by the major version of CUDA that torch was made for
 OLDEST_CARD = (8, 0)  # compute capability: Ampere, the first with bfloat16 and FlashAttention 2
 
 
@@ -63,8 +62,7 @@ def check_driver(num_gpus: int) -> None:
         file = DRIVER / "version"
         found = re.search(r" (\d+\.[\d.]+) ", file.read_text()) if file.exists() else None
         reason = f"{str(error).splitlines()[0]}; driver {found[1] if found else 'unknown'}"
-        needed = OLDEST_DRIVER.get(int((torch.version.cuda or "13").partition(".")[0]), 580)
-        built = f"torch {torch.__version__} was made for CUDA {torch.version.cuda} and needs driver {needed} or newer"
+        built = f"torch {torch.__version__} was made for CUDA {torch.version.cuda}"
         cpu = "for a run on the CPU use DEVICE=cpu bash scripts/setup.sh and set CUDA_VISIBLE_DEVICES= (empty)"
         wrong = f"the driver has {num_gpus} GPUs, but torch cannot use them ({reason})"
         raise ValueError(f"{wrong}: {built}. Update the driver; {cpu}.") from None

@@ -13,7 +13,6 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -44,14 +43,6 @@ class Record(NamedTuple):
     folder: Path  # where the relative paths of images start
 
 
-def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """The JSON object. JSON leaves open which of two equal keys counts; training data must not depend on a guess."""
-    if len(dict(pairs)) < len(pairs):
-        raise ValueError(f"a key appears twice among {', '.join(repr(key) for key, _ in pairs)[:200]}")
-    return dict(pairs)
-
-
-DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys)  # accepts NaN and Infinity, as json.dumps writes them
 PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ\0": "xz", b"BZh": "bzip2"}
 CONTENTS = {  # first bytes -> what a file is that has them, whatever its name says, and what to do
     **{mark: f"compressed; unpack it: {program} -dc < {{path}} > NEW_FILE" for mark, program in PACKED.items()},
@@ -102,7 +93,7 @@ def read_json_file(path: Path) -> list[Record]:
 
     def parse(where: str, text: bytes) -> object:
         try:
-            return DECODER.decode(text.decode())
+            return json.loads(text.decode())
         except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, too deeply nested
             hint = f"UTF-16? iconv -f UTF-16 -t UTF-8 {path} > NEW_FILE" if b"\0" in text else "cut off?"
             raise ValueError(f"{where}: not valid JSON ({error}); {hint} The file must be {form}, in UTF-8.") from None
@@ -112,11 +103,6 @@ def read_json_file(path: Path) -> list[Record]:
     if is_json and content.lstrip().startswith(b"["):
         values = [(f"{path}, row {i}", value) for i, value in enumerate(parse(str(path), content))]
     else:
-        is_single = False
-        with suppress(ValueError, RecursionError):  # as it should be: lines are no JSON together
-            is_single = is_json and isinstance(json.loads(content), dict)
-        if is_single:
-            raise ValueError(f"{path}: found a single JSON object; the file must be {form}. Put a lone row in [ ].")
         lines = [(f"{path}, line {i}", line) for i, line in enumerate(content.split(b"\n"), start=1) if line.strip()]
         values = [(where, parse(where, line)) for where, line in lines]
     for where, value in values:
@@ -155,6 +141,7 @@ def _open(source: str, what: str, split: str | None) -> dict[str, Dataset | list
         datasets.disable_progress_bars()
     full = str(path.resolve())  # because names such as json and parquet are readers of `datasets`
     mistakes = (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError, ArrowException, YAMLError)
+    mistakes += (errors.HTTPError, IndexError)  # the last of a saved split without rows
     try:
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():  # of save_to_disk
             loaded = datasets.load_from_disk(full)
@@ -174,9 +161,7 @@ def _open(source: str, what: str, split: str | None) -> dict[str, Dataset | list
         else:
             datasets.config.HF_HUB_OFFLINE = not has_hub()
             loaded = datasets.load_dataset(*HUB_ID.fullmatch(what).groups(), split=split)
-    except IndexError:  # `load_from_disk`, of the first table of a split without rows
-        raise ValueError(f"data {source!r} cannot be loaded: it, or one of its splits, holds no rows.") from None
-    except (*mistakes, errors.HTTPError) as error:
+    except mistakes as error:
         advice = f" (or: hf download --repo-type dataset {what} --local-dir FOLDER, and name that folder)"
         reason = " ".join(str(error.__cause__ or error).split())[:500] + ("" if path.exists() else advice)
         raise ValueError(f"data {source!r} cannot be loaded: {reason}") from None

@@ -70,46 +70,6 @@ def write_math12k(folder: Path) -> None:
         write_parquet(folder / "data" / f"{split}-00000-of-00001.parquet", rows)
 
 
-def write_numina_tir(folder: Path) -> None:
-    """AI-MO/NuminaMath-TIR."""
-    solution = "We add.\n\\[\\boxed{4}\\]"
-    messages = [*user("What is 2+2?"), {"role": "assistant", "content": solution}]
-    rows = [{"problem": "What is 2+2?", "solution": solution, "messages": messages}]
-    write_parquet(folder / "data" / "train-00000-of-00001.parquet", rows)
-
-
-def write_open_r1_8k(folder: Path) -> None:
-    """lmms-lab/multimodal-open-r1-8k-verified."""
-    row = {"image": {"bytes": png(), "path": None}, "problem": "How red?", "original_question": "How red?"}
-    row |= {"solution": "<think>Very.</think><answer>(A)</answer>", "original_answer": "(A)"}
-    write_parquet(folder / "data" / "train-00000-of-00001.parquet", [row], image=datasets.Image())
-
-
-def write_rlvr(folder: Path) -> None:
-    """allenai/RLVR-GSM-MATH-IF-Mixed-Constraints."""
-    empty = {"constraint_type": None, "constraint": None}
-    rows = [
-        {"messages": user("1+1?"), "ground_truth": "2", "dataset": "gsm8k"} | empty,
-        {"messages": user("Find x."), "ground_truth": "\\frac{1}{2}", "dataset": "MATH"} | empty,
-        {"messages": user("No commas."), "ground_truth": '{"func_name": "validate_no_commas"}', "dataset": "ifeval"}
-        | {"constraint_type": "No Commas", "constraint": "Do not use commas."},
-    ]
-    write_parquet(folder / "data" / "train-00000-of-00001.parquet", rows)
-
-
-def write_simplerl(folder: Path) -> None:
-    """simplelr_qwen_level3to5 of hkust-nlp/SimpleRL-Zoo-Data: texts with a chat template in them; no answer in one."""
-    for split, answers in (("train", ["72", "", "5"]), ("test", ["3"])):
-        rows = []
-        for i, answer in enumerate(answers):
-            question = f"{split} question {i}?"
-            system = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>"
-            text = f"{system}\n<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
-            row = {"gt_answer": answer, "answer": answer, "target": answer, "question": question, "prompt": user(text)}
-            rows.append(row | {"reward_model": {"style": "rule", "ground_truth": answer}, "level": 3})
-        write_parquet(folder / f"{split}.parquet", rows)
-
-
 GOOD = '{"problem": "1+1", "answer": "2"}\n'
 TOKENIZER = byte_tokenizer()
 

@@ -14,7 +14,7 @@ from inputs.choices import algorithm_of
 from inputs.command_line import parse_flags
 from inputs.load import load_inputs
 
-OF_IMAGE, OF_USER = (b'{"problem": "<%s>1+1", "answer": "2"}\n' % mark for mark in (b"image", b"user"))
+OF_IMAGE = b'{"problem": "<image>1+1", "answer": "2"}\n'
 
 
 def check(policy: Path, out_dir: Path, **changes: object) -> None:
@@ -26,34 +26,23 @@ def check(policy: Path, out_dir: Path, **changes: object) -> None:
 
 
 @pytest.mark.parametrize(("changes", "words"), [
-    ({"model": "tests/no_such_model"}, ["--model 'tests/no_such_model'", "no such folder"]),
     ({"model": "./nowhere"}, ["--model './nowhere'", "no such folder"]),
     ({"train_data": "absent.jsonl"}, ["absent.jsonl", "does not exist"]),
-    ({"eval_data": "absent.jsonl"}, ["absent.jsonl", "does not exist"]),
     ({"max_prompt_tokens": 4}, ["all 64 prompts", "--max_prompt_tokens 4", "5 tokens"]),
     ({"max_completion_tokens": 121, "micro_batch_tokens": 999}, ["8", "121", "beyond the context", "128", "by 1"]),
     ({"prompts_per_step": 128, "prompts_per_update": 128}, ["64 usable rows", "--prompts_per_step 128"]),
-    ({"data_weights": -1}, ["weights -1", "positive"]),
     ({"stop_after": 5}, ["--stop_after 5", "the last step is 4"]),
     ({"eval_temperature": 0, "eval_samples": 4}, ["--eval_samples 4", "--eval_temperature 0", "--eval_samples 1"]),
-    ({"eval_max_completion_tokens": 121}, ["a completion of 121", "beyond the context", "128 tokens", "by 1"]),
     ({"image_column": "image"}, ["--image_column 'image'", "of the type 'qwen2'", "qwen2_5_vl"]),
     ({"max_pixels": 4000}, ["--max_pixels 4000 has no effect without --image_column"]),
     ({"stop_tokens": "<|im_end|>"}, ["--stop_tokens <|im_end|>", "no token of the tokenizer", "special ones are"]),
-    ({"system_prompt": "no/such.txt"}, ["--system_prompt 'no/such.txt'", "no such file"]),
-    ({"reward": "maths"}, ["--reward 'maths'", "neither built in"]),
     ({"reward": "absent.py:score"}, ["--reward", "absent.py", "does not exist"]),
-    ({"answer_column": "solution"}, ["train.jsonl, line 1", "'solution'", "--answer_column", "'answer'"]),
-    ({"model": "tests"}, ["--model ", " is no folder with a model: it has no config.json"]),
-    ({"train_data": b"\x1f\x8b\x08\x00"}, ["rows.jsonl is compressed", "gzip -dc"]),
-    ({"train_data": OF_IMAGE}, ["no row can be used", "line 1: 1 <image>", "--image_column"]),
-    ({"train_data": OF_USER}, ["line 1: ", "holds '<user>'", "--prompt_format raw"]),
+    ({"model": "."}, ["--model ", " is no folder with a model: it has no config.json"]),
+    ({"train_data": "rows.jsonl"}, ["no row can be used", "line 1: 1 <image>", "--image_column"]),
 ])  # fmt: skip
-def test_a_mistake_is_named_with_a_way_out(changes, words, policy, tmp_path):
-    for name, value in changes.items():
-        if isinstance(value, bytes):  # the content of a file
-            (tmp_path / "rows.jsonl").write_bytes(value)
-            changes = {name: tmp_path / "rows.jsonl"}
+def test_a_mistake_is_named_with_a_way_out(changes, words, policy, tmp_path, monkeypatch):
+    (tmp_path / "rows.jsonl").write_bytes(OF_IMAGE)
+    monkeypatch.chdir(tmp_path)
     with pytest.raises((ValueError, FileNotFoundError)) as error:
         check(policy, tmp_path / "run", **changes)
     assert [word for word in words if word not in str(error.value)] == []

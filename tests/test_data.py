@@ -1,9 +1,6 @@
 """Data: broken sources are named, unusable rows are listed, and prompt and answer stay together from file to step."""
 
-import runpy
 import sys
-import time
-from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -11,7 +8,6 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-import data_files
 from data import PromptData, order_of_epoch
 from data_files import (
     TOKENIZER,
@@ -27,7 +23,7 @@ from data_files import (
     write_lines,
     write_parquet,
 )
-from helpers import ROOT, said
+from helpers import said
 from model.vision import Vision
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -43,45 +39,7 @@ def assert_whole(loaded: PromptData) -> None:
         assert row.text == TOKENIZER.decode(row.ids.tolist()) == f"[user]{row.prompt}[assistant]"
 
 
-# The documented data sets
-
 WITH_IMAGES = {"tokenizer": byte_tokenizer(VISION_TEMPLATE), "image_column": "image"}
-SIMPLERL = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n"
-SIMPLERL += "<|im_start|>assistant\n"
-
-
-@pytest.mark.parametrize(("data_set", "part", "changes", "prompts", "answers"), [
-    ("math12k", "@test", {}, ["[user]test 0?[assistant]", "[user]test 1?[assistant]"], ["0", "1"]),
-    ("numina_tir", "#1", {"answer_column": "solution", "system_prompt": "Think."},
-     ["[system]Think.[user]What is 2+2?[assistant]"], ["We add.\n\\[\\boxed{4}\\]"]),
-    ("open_r1_8k", "", WITH_IMAGES | {"answer_column": "solution"}, ["[user]<pic>How red?[assistant]"],
-     ["<think>Very.</think><answer>(A)</answer>"]),
-    ("rlvr", "", {"prompt_column": "messages", "answer_column": "ground_truth"},
-     ["[user]1+1?[assistant]", "[user]Find x.[assistant]", "[user]No commas.[assistant]"],
-     ["2", "\\frac{1}{2}", '{"func_name": "validate_no_commas"}']),
-    ("simplerl", "", {"prompt_format": "raw", "prompt_column": "prompt",
-                          "answer_column": "reward_model.ground_truth"},
-     [SIMPLERL.format(f"train question {i}?") for i in (0, 2)], ["72", "5"]),
-    ("simplerl", "", {"prompt_column": "question", "answer_column": "gt_answer", "prompt_suffix": "\nBox it."},
-     [f"[user]train question {i}?\nBox it.[assistant]" for i in (0, 2)], ["72", "5"]),
-])  # fmt: skip
-def test_a_documented_data_set_loads_with_its_columns(data_set, part, changes, prompts, answers, tmp_path):
-    getattr(data_files, f"write_{data_set}")(tmp_path)
-    loaded = load(f"{tmp_path}{part}", **changes)
-    assert texts(loaded) == prompts
-    assert [row.answer for row in loaded.rows] == answers
-    if data_set == "simplerl":  # one answer is blank
-        assert [where for where, _ in loaded.excluded] == [f"{tmp_path}@train, row 1"]
-    if data_set == "rlvr":  # its verifiers read the columns
-        assert [row.columns["dataset"] for row in loaded.rows] == ["gsm8k", "MATH", "ifeval"]
-        assert [row.columns["constraint_type"] for row in loaded.rows] == [None, None, "No Commas"]
-    if data_set == "open_r1_8k":
-        (row,) = loaded.rows
-        assert row.encoded_images == (png(),) and row.prompt == "<image>How red?"
-        assert row.messages[0]["content"] == [{"type": "image"}, {"type": "text", "text": "How red?"}]
-    if data_set == "numina_tir":
-        with pytest.raises(ValueError, match="the last message is not the user's, but of 'assistant'"):
-            load(tmp_path, prompt_column="messages", answer_column="solution")
 
 
 # Columns
@@ -161,8 +119,7 @@ def test_images_that_do_not_open_are_excluded_and_listed(tmp_path):
     (tmp_path / "cut.png").write_bytes(png()[:50])
     (tmp_path / "damaged.png").write_bytes(png().replace(b"IDATx", b"IDATy"))
     (tmp_path / "text.png").write_text("no image")
-    bad = ["cut.png", "damaged.png", "text.png", "absent.png", "x" * 5000, "a\0b", "", ["a.png", "cut.png"]]
-    bad += [5, [None], {"bytes": None, "path": None}]
+    bad = ["cut.png", "damaged.png", "text.png", "absent.png", "", ["a.png", "cut.png"], 5, {"bytes": None}]
     loaded = load_images(tmp_path, ["a.png", *bad])
     assert len(loaded.rows) == 1 and len(loaded.excluded) == len(bad)
     assert all(reason.startswith("column 'image' cannot be read as an image (") for _, reason in loaded.excluded)
@@ -179,17 +136,15 @@ def test_image_markers_are_the_places_of_the_images(tmp_path):
     assert texts(loaded) == ["[user]<pic>What?[assistant]A <image> tag.[user]Why?[assistant]"]
 
 
-@pytest.mark.parametrize("prompt_format", ["chat", "raw"])
-def test_an_image_marker_without_images_is_not_read_as_text(prompt_format, tmp_path):
+def test_an_image_marker_without_images_is_not_read_as_text(tmp_path):
     reason = "1 <image> in the text, but no images; --image_column names their column"
-    loaded = problems(tmp_path, "q", "What is in <image>?", prompt_format=prompt_format)
+    loaded = problems(tmp_path, "q", "What is in <image>?")
     assert prompts(loaded) == ["q"] and loaded.excluded == [(f"{tmp_path}/rows.jsonl, line 2", reason)]
 
 
 @pytest.mark.parametrize(("message", "reason"), [
     ("{{ '[u]' + m['content'] }}", "the chat template refuses it"),  # TypeError
     ("[u]{{ m['content'] }}", "0 image tokens for 1 images"),  # prints the Python list
-    ("{% for p in m['content'] %}{{ p['text'] }}{% endfor %}", "0 image tokens for 1 images"),  # leaves images out
 ])  # fmt: skip
 def test_a_template_without_a_place_for_images_is_refused(message, reason, tmp_path):
     tokenizer = byte_tokenizer("{% for m in messages %}" + message + "{% endfor %}")
@@ -211,8 +166,6 @@ def test_prompts_are_rendered_by_the_chat_template_and_dropped_by_token_count(po
     assert len(loaded.rows[1].ids) == 5 and loaded.rows[1].ids.dtype == np.int32
     words = "all 3 prompts are longer than --max_prompt_tokens 4; the shortest has 5"
     assert_refused(words, tmp_path, *given, tokenizer=tokenizer, max_prompt_tokens=4)
-    loaded = problems(tmp_path, "ééé", "eee", max_prompt_tokens=len("[user]eee[assistant]"))
-    assert prompts(loaded) == ["eee"], "tokens count, not characters"
 
 
 def test_system_prompt_and_suffix_are_part_of_the_conversation(tmp_path):
@@ -265,15 +218,11 @@ def test_a_missing_chat_template_and_flags_that_need_one_are_refused(tmp_path):
 
 
 def test_a_row_that_the_template_refuses_is_excluded_and_others_are_rendered(tmp_path):
-    message = "{{ m['content'] if m['role'] == 'user' else raise_exception('no ' + m['role']) }}"
-    template = "{% for m in messages %}" + message + "{% endfor %}"
-    talk = [{"role": "system", "content": "s"}, *user("q")]
-    loaded = problems(tmp_path, talk, "q", tokenizer=byte_tokenizer(template))
-    assert texts(loaded) == ["q"]
-    assert loaded.excluded == [(f"{tmp_path}/rows.jsonl, line 1", "the chat template refuses it (no system)")]
     lone = "{% if messages[0]['role'] != 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    talk = [{"role": "system", "content": "s"}, *user("q")]
     loaded = problems(tmp_path, talk, "q", tokenizer=byte_tokenizer(lone + WITH_TOKENS))
-    assert texts(loaded) == ["<bos>[system]s<eos>[user]q<eos>[assistant]<think>"] and len(loaded.excluded) == 1
+    assert texts(loaded) == ["<bos>[system]s<eos>[user]q<eos>[assistant]<think>"]
+    assert loaded.excluded == [(f"{tmp_path}/rows.jsonl, line 2", "the chat template refuses it (no system)")]
 
 
 # Order
@@ -297,72 +246,28 @@ def test_each_epoch_is_a_new_permutation_and_a_step_is_a_function_of_the_seed(tm
         assert sum(steps, []) == sum(permutations(2, 10, 2 * prompts_per_step), [])
 
 
-def test_a_mixture_without_weights_draws_every_row_of_every_source_once(tmp_path):
+def test_a_mixture_draws_every_row_of_every_source_once(tmp_path):
     parts = [numbered(tmp_path, n, name) for n, name in ((3, "a"), (5, "b"), (4, "c"))]
-    mixture = PromptData.mix(parts, None)
+    mixture = PromptData.mix(parts)
     assert mixture.name == "a+b+c" and len(mixture.rows) == 12
     assert mixture.indices_of_step(2, 12, seed=1).tolist() == permutations(1, 12, 2)[1]
     assert_whole(mixture)
-    assert PromptData.mix(parts[:1], None) is parts[0]
-
-
-@pytest.mark.parametrize(("sizes", "weights", "draws"), [
-    ((6, 6), [1, 1], [6, 6]), ((2, 10), [3, 1], [9, 3]), ((100, 3), [0.5, 0.5], [52, 51]),
-    ((10, 10, 10), [1, 1, 5], [4, 4, 22]), ((5, 5), [1e-3, 9e-3], [1, 9]),
-])  # fmt: skip
-def test_weights_are_shares_of_an_epochs_draws_and_rows_of_a_source_are_drawn_equally_often(
-    sizes, weights, draws, tmp_path
-):
-    mixture = PromptData.mix([numbered(tmp_path, size, f"part{j}") for j, size in enumerate(sizes)], weights)
-    num_rows, ends = sum(sizes), np.cumsum(sizes)
-    for seed in range(5):
-        counts, epochs = np.zeros(num_rows, dtype=int), []
-        for epoch in range(7):
-            steps = range(epoch * num_rows + 1, (epoch + 1) * num_rows + 1)
-            indices = np.concatenate([mixture.indices_of_step(step, 1, seed) for step in steps])
-            np.add.at(counts, indices, 1)
-            for size, end, count in zip(sizes, ends, draws, strict=True):
-                assert ((indices >= end - size) & (indices < end)).sum() == count
-                assert np.ptp(counts[end - size : end]) <= 1
-            epochs.append(indices.tolist())
-        assert epochs[0] != epochs[1], "a new order each epoch"
-        assert np.mean(np.diff(np.array(epochs[0]) >= sizes[0])) > 0.01, "the sources are shuffled together"
-
-
-def test_every_pass_over_a_source_and_every_source_has_a_permutation_of_its_own(tmp_path):
-    mixture = PromptData.mix([numbered(tmp_path, 100, name) for name in "abc"], [1, 1, 4])
-    drawn = [set(order_of_epoch(300, mixture.shares, 0, epoch).tolist()) for epoch in range(3)]
-    of_a, of_b = ([{i % 100 for i in rows if i // 100 == part} for rows in drawn] for part in (0, 1))
-    assert [len(rows) for rows in of_a] == [50, 50, 50], "a pass takes two epochs"
-    assert of_a[0] | of_a[1] == set(range(100)) and of_a[2] != of_a[0]
-    assert of_b[0] != of_a[0]
-
-
-def test_weights_that_make_no_sense_are_refused(tmp_path):
-    parts = [numbered(tmp_path, 4, name) for name in "ab"]
-    for weights in ([1.0], [1, 2, 3], [1, 0], [1, -1], [1, float("nan")], [1, float("inf")], [1e-9, 1]):
-        with pytest.raises(ValueError, match="weight"):
-            PromptData.mix(parts, weights)
+    assert PromptData.mix(parts[:1]) is parts[0]
 
 
 def test_excluded_rows_join_the_list_and_the_others_keep_what_is_theirs(tmp_path):
     loaded = numbered(tmp_path, 6)
     where = [f"{tmp_path}/rows.jsonl, line {i}" for i in range(1, 7)]
     rest = loaded.exclude({4: "answer cannot be parsed", 1: "no"})
-    assert [row.prompt for row in rest.rows] == ["rows 0", "rows 2", "rows 3", "rows 5"]
+    assert prompts(rest) == ["rows 0", "rows 2", "rows 3", "rows 5"]
     assert rest.excluded == [(where[1], "no"), (where[4], "answer cannot be parsed")]
     assert rest.exclude({0: "late"}).excluded == [*rest.excluded, (where[0], "late")]
     assert len(loaded.rows) == 6 and loaded.excluded == []
-    assert_whole(rest)
     with pytest.raises(ValueError, match="no row can be used.*line 1: bad"):
         loaded.exclude(dict.fromkeys(range(6), "bad"))
-    parts = [numbered(tmp_path, 2, "a"), loaded]
-    assert len(PromptData.mix(parts, None).exclude({0: "bad", 1: "bad"}).rows) == 6
-    with pytest.raises(AssertionError, match="excluded before sources are mixed by weights"):
-        PromptData.mix(parts, [1, 1]).exclude({0: "bad"})
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_prompt_and_answer_stay_together_through_draw_filter_exclude_mix_shuffle_and_resume(seed, tmp_path):
     rng = np.random.default_rng(seed)
     parts = []
@@ -375,29 +280,15 @@ def test_prompt_and_answer_stay_together_through_draw_filter_exclude_mix_shuffle
         assert len(part.rows) + part.num_too_long + len(part.excluded) == 60
         assert not {row.where for row in part.rows} & {where for where, _ in part.excluded}
         parts.append(part)
-    weights = rng.uniform(0.5, 2, 3).tolist() if seed % 2 else None
-    mixture = PromptData.mix(parts, weights)
-    mixture = mixture if weights else mixture.exclude({3: "bad", 50: "bad"})
+    mixture = PromptData.mix(parts).exclude({3: "bad", 50: "bad"})
     assert mixture.num_too_long == sum(part.num_too_long for part in parts)
-    assert len(mixture.excluded) == (21 if weights else 23)
+    assert len(mixture.excluded) == 23
     assert_whole(mixture)
     for keep_last in (False, True):
         whole = [mixture.indices_of_step(step, 16, seed, keep_last).tolist() for step in range(1, 31)]
         order_of_epoch.cache_clear()
         resumed = [mixture.indices_of_step(step, 16, seed, keep_last).tolist() for step in range(18, 31)]
         assert resumed == whole[17:], "a resumed run goes on as the uninterrupted one would"
-
-
-def test_a_late_step_of_a_large_set_is_fast(tmp_path):
-    small = numbered(tmp_path, 1)
-    half = replace(small, rows=small.rows * 50_000)
-    mixture = PromptData.mix([half, half], [1, 3])
-    order_of_epoch.cache_clear()
-    started = time.monotonic()
-    for step in range(10**6, 10**6 + 90):
-        mixture.indices_of_step(step, 1024, seed=1)
-    assert order_of_epoch.cache_info().misses <= 2, "97 steps an epoch: 90 steps see two"
-    assert time.monotonic() - started < 1.0  # 0.02 s here
 
 
 # What it tells
@@ -409,17 +300,6 @@ def test_the_description_counts_and_names(tmp_path):
     lines = loaded.describe()
     assert lines[0] == "data rows: 2 rows; 1 dropped (too many tokens), 7 excluded"
     assert lines[1:] == [f"  excluded: {tmp_path}/rows.jsonl, line {i}: column 'answer' is null" for i in range(3, 8)]
-    mixture = PromptData.mix([loaded, numbered(tmp_path, 6, "b")], [1, 1])
-    assert mixture.describe()[-2:] == [
-        "  rows: weight 1, 4 of 8 draws an epoch, 2.00 for each of 2 rows",
-        "  b: weight 1, 4 of 8 draws an epoch, 0.67 for each of 6 rows",
-    ]
-
-
-def test_a_prompt_with_different_answers_is_told(tmp_path):
-    rows = [{"problem": "q", "answer": "1"}, {"problem": "q", "answer": "2"}, {"problem": "r", "answer": "1"}] * 2
-    assert "prompts that occur with different answers: 1;" in "".join(load_rows(tmp_path, rows).describe())
-    assert "different" not in "".join(load_rows(tmp_path, rows[1:3] * 2).describe())
 
 
 def test_the_command_shows_the_data_without_the_library_of_data_sets(tmp_path):
@@ -436,15 +316,6 @@ def test_the_command_shows_the_data_without_the_library_of_data_sets(tmp_path):
     for text in [*expected, f"1 images of {len(png())} bytes", "[user]<pic>What is 0?[assistant]", "answer: 0"]:
         assert text in shown
     assert "What is 1?" not in shown
-
-
-def test_the_command_tells_a_mistake_in_one_line(policy, tmp_path, monkeypatch, capsys):
-    byte_tokenizer(VISION_TEMPLATE).save_pretrained(tmp_path / "tokenizer")
-    flags = ["--model", str(tmp_path / "tokenizer"), "--image_column", "image", "--data", str(policy / "train.jsonl")]
-    monkeypatch.setattr(sys, "argv", ["show_data.py", *flags])
-    with pytest.raises(SystemExit, match=r"^error: .*no column 'image'") as stopped:
-        runpy.run_path(str(ROOT / "scripts/show_data.py"), run_name="__main__")
-    assert "\n" not in str(stopped.value) and capsys.readouterr().out == ""
 
 
 def test_variables_reach_the_chat_template_and_others_are_refused(tmp_path):

@@ -61,61 +61,47 @@ def test_the_command_grades_a_file_in_order(tmp_path):
     assert "line 4: timeout" in done.stdout
 
 
-def test_what_counts_as_0_in_training_counts_as_0_here_and_is_no_failure(tmp_path):
-    rows = [ROW, ROW | {"is_truncated": True}]
-    assert "2 graded, mean reward 0.5000; 0 failed" in command(tmp_path, rows, "exact", "--truncated", "zero").stdout
-
-
-def test_the_command_compares_the_rows_of_a_group(tmp_path):
-    (tmp_path / "my_reward.py").write_text(
-        "def score(completions):\n    return [{'reward': len(c), 'share': 1 / len(completions)} for c in completions]\n"
-    )
-    rows = [{"completion": "x" * i, "answer": "4"} for i in range(4)]
-    done = command(tmp_path, rows, "my_reward.py:score", "--group_size", 2)
-    assert done.returncode == 0, done.stderr
-    assert [(row["reward"], row["reward_parts"]["share"]) for row in graded(tmp_path)] == [(i, 0.5) for i in range(4)]
-    for size, words in {1: "give --group_size", 3: "does not divide the 4 rows"}.items():
-        done = command(tmp_path, rows, "my_reward.py:score", "--group_size", size)
-        assert done.returncode == 1 and words in done.stderr and "Traceback" not in done.stderr
+def test_the_command_compares_the_rows_of_a_group_and_truncated_ones_count_as_0(tmp_path):
+    code = "def score(completions):\n    return [{'reward': len(c), 'of': len(completions)} for c in completions]\n"
+    (tmp_path / "my_reward.py").write_text(code)
+    rows = [{"completion": "x" * i, "answer": "4", "is_truncated": i == 3} for i in range(4)]
+    done = command(tmp_path, rows, "my_reward.py:score", "--group_size", 2, "--truncated", "zero")
+    assert "4 graded, mean reward 0.7500; 0 failed" in done.stdout, done.stderr
+    found = [(row["reward"], row["reward_parts"].get("of")) for row in graded(tmp_path)]
+    assert found == [(0, 2), (1, 2), (2, 1), (0, None)]
 
 
 def test_prompts_that_are_messages_are_a_column_and_empty_fields_are_missing(tmp_path):
-    (tmp_path / "my_reward.py").write_text(
-        "def score(completions, columns, max_tokens):\n"
-        "    return [len(c['prompt'][-1]['content']) + m for c, m in zip(columns, max_tokens)]\n"
+    code = (
+        "def score(completion, columns, max_tokens):\n    return len(columns['prompt'][-1]['content']) + max_tokens\n"
     )
-    row = ROW | {"prompt": [{"role": "user", "content": "2+2"}], "max_tokens": None}
-    flags = ("--group_size", 2, "--max_completion_tokens", 8)
-    done = command(tmp_path, [row, row], "format,my_reward.py:score", *flags)
-    assert done.returncode == 0, done.stderr
-    assert [(each["reward"], each["reward_status"]) for each in graded(tmp_path)] == [(3 + 8, "ok")] * 2
-
-
-def test_a_reward_that_takes_token_ids_is_refused_before_anything_is_graded(tmp_path):
-    code = "def score(completions, completion_ids):\n    return [1.0 for _ in completions]\n"
     (tmp_path / "my_reward.py").write_text(code)
-    done = command(tmp_path, [ROW, ROW], "my_reward.py:score", "--group_size", 2)
-    assert done.returncode == 1 and "takes token ids, which only a training run has" in done.stderr
+    row = ROW | {"prompt": [{"role": "user", "content": "2+2"}], "max_tokens": None}
+    done = command(tmp_path, [row], "format,my_reward.py:score", "--max_completion_tokens", 8)
+    assert done.returncode == 0, done.stderr
+    assert [(each["reward"], each["reward_status"]) for each in graded(tmp_path)] == [(3 + 8, "ok")]
+
+
+@pytest.mark.parametrize(("parameters", "size", "words"), [
+    ("completions", 1, "give --group_size"),
+    ("completions", 3, "does not divide the 2 rows"),
+    ("completions, completion_ids", 2, "takes token ids, which only a training run has"),
+])  # fmt: skip
+def test_a_reward_that_the_file_cannot_serve_is_refused_before_anything_is_graded(parameters, size, words, tmp_path):
+    (tmp_path / "my_reward.py").write_text(f"def score({parameters}):\n    return [1.0 for _ in completions]\n")
+    assert words in refused(tmp_path, [ROW, ROW], "my_reward.py:score", "--group_size", size)
     assert not (tmp_path / "out.jsonl").exists()
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ('{"completion": "1", "answer": "1", "prompt": 7}', ["line 1: `prompt` is '7'", "str"]),
-        ('{"completion": "1", "answer": "1", "num_tokens": "7"}', ["`num_tokens` is '7'", "int"]),
-        ('{"completion": "1", "answer": "1", "max_tokens": true}', ["`max_tokens` is 'True'", "int"]),
-        ('{"completion": "1", "answer": "1", "is_truncated": 1}', ["`is_truncated` is '1'", "bool"]),
-        ('{"completion": "1", "answer": "1"}\n{"completion": "1", "ans', ["line 2: not valid JSON"]),
-        ('{"completion": 1, "answer": "1"}', ["line 1: needs an object with a text `completion`"]),
-        ('["1"]', ["line 1: expected a JSON object"]),
-        ('{"completion": "1", "completion": "2", "answer": "1"}', ["line 1: not valid JSON (a key appears twice"]),
-        ('{"completion": "1", "answer": []}', ["line 1: the answer is a list without an answer"]),
-        ("\n", ["holds no rows"]),
-        ("version https://git-lfs.github.com/spec/v1", ["in.jsonl is a pointer of Git LFS"]),
-        ('{"completion": "1"}', ["line 1: needs an object with a text `completion` and an `answer`"]),
-    ],
-)
+@pytest.mark.parametrize(("content", "words"), [
+    ('{"completion": "1", "answer": "1", "prompt": 7}', ["line 1: `prompt` is '7'", "str"]),
+    ('{"completion": "1", "answer": "1", "max_tokens": true}', ["`max_tokens` is 'True'", "int"]),
+    ('{"completion": "1", "answer": "1"}\n{"completion": "1", "ans', ["line 2: not valid JSON"]),
+    ('{"completion": 1, "answer": "1"}', ["line 1: needs an object with a text `completion`"]),
+    ('{"completion": "1"}', ["line 1: needs an object with a text `completion` and an `answer`"]),
+    ('{"completion": "1", "answer": []}', ["line 1: the answer is a list without an answer"]),
+    ("\n", ["holds no rows"]),
+])  # fmt: skip
 def test_the_command_names_the_line_it_cannot_read_and_writes_nothing(content, words, tmp_path):
     (tmp_path / "out.jsonl").write_text("precious")
     sentence = refused(tmp_path, content, "math")
@@ -123,27 +109,16 @@ def test_the_command_names_the_line_it_cannot_read_and_writes_nothing(content, w
     assert (tmp_path / "out.jsonl").read_text() == "precious"
 
 
-@pytest.mark.parametrize(
-    ("flag", "value", "words"),
-    [
-        ("--output", "absent/out.jsonl", "cannot be written (No such file or directory); make its folder"),
-        ("--output", "folder", "is the input, a folder or a device"),
-        ("--output", "in.jsonl", "is the input, a folder or a device"),
-        ("--output", "in.jsonl/out.jsonl", "cannot be written (Not a directory)"),
-        ("--output", "/dev/null", "is the input, a folder or a device"),
-        ("--output", "x" * 256, "cannot be written (File name too long)"),
-        ("--reward_timeout", "-1", "-1: must be above 0"),
-        ("--reward_timeout", "0", "0: must be above 0"),
-        ("--reward_workers", "-2", "-2: must be at least 0"),
-        ("--reward_in_flight", "0", "0: must be at least 1"),
-        ("--max_completion_tokens", "0", "0: must be at least 1"),
-        ("--reward", "maths", "'maths': "),
-    ],
-)
+@pytest.mark.parametrize(("flag", "value", "words"), [
+    ("--output", "absent/out.jsonl", "cannot be written (No such file or directory); make its folder"),
+    ("--output", "folder", "is the input, a folder or a device"),
+    ("--output", "in.jsonl", "is the input, a folder or a device"),
+    ("--reward_timeout", "0", "0: must be above 0"),
+    ("--max_completion_tokens", "0", "0: must be at least 1"),
+    ("--reward", "maths", "'maths': "),
+])  # fmt: skip
 def test_a_wrong_flag_is_refused_before_anything_is_graded(flag, value, words, tmp_path):
     (tmp_path / "folder").mkdir()
-    (tmp_path / "my_reward.py").write_text("open('graded', 'w').close()\ndef score(completion): return 1.0\n")
-    sentence = refused(tmp_path, [ROW], "my_reward.py:score", flag, value)
-    assert sentence.startswith(f"error: {flag} ") and words in sentence, sentence
-    assert "\n" not in sentence and json.loads((tmp_path / "in.jsonl").read_text()) == ROW
-    assert {path.name for path in tmp_path.iterdir()} == {"folder", "in.jsonl", "my_reward.py"}
+    sentence = refused(tmp_path, [ROW], "exact", flag, value)
+    assert sentence.startswith(f"error: {flag} ") and words in sentence and "\n" not in sentence
+    assert {path.name for path in tmp_path.iterdir()} == {"folder", "in.jsonl"}

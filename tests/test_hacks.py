@@ -15,20 +15,8 @@ import pytest
 from helpers import ENVIRONMENT, ROOT, metrics_of, training_flags
 
 QUARTER = '''def quarter(t: Tokens) -> Loss:
-    """A quarter of the advantage, whatever the log-probs."""
-    return Loss(0.25 * t.advantages + 0.0 * t.logprobs)
-
-
-'''
-ONE = '''def one(g: Graded) -> Tensor:
-    """One for every completion."""
-    return torch.ones_like(g.rewards_PG)
-
-
-'''
-SEVEN = '''def seven(x: Tensor) -> Tensor:
-    """Seven at every token."""
-    return 0.0 * x + 7.0
+    """A quarter for every token."""
+    return Loss(0.25 + 0.0 * t.logprobs)
 
 
 '''
@@ -50,13 +38,9 @@ READER = '''def read_lines(path: Path) -> list[Record]:
 '''
 LEAST = '        "completion/tokens_min": lengths_B.min(),\n'
 SCALE = '    flag("--rloo_scale", 1.0, "advantages of rloo are multiplied by this", (0, INF)),\n'
-REPORT = '    flag("--report_updates", False, "print the length of each update", free_on_resume=True),\n'
-TOLD = '    if memory.report_updates:\n        print(f"an update of {update.num_tokens} tokens")\n'
 
 HACKS = {  # what is put before which place of which file
     "policy loss": [("grpo.py", "LOSSES: ", QUARTER), ("grpo.py", '    "clip": clip,\n', '    "quarter": quarter,\n')],
-    "advantage": [("grpo.py", "ADVANTAGES: ", ONE), ("grpo.py", '    "grpo": grpo,\n', '    "one": one,\n')],
-    "KL": [("grpo.py", "KL: dict", SEVEN), ("grpo.py", '"k1": k1, ', '"seven": seven, ')],
     "reward": [("my_reward.py", "", REWARD)],
     "verifier": [
         ("grading/verifiers.py", "BUILT_IN = {", THREES),
@@ -71,11 +55,6 @@ HACKS = {  # what is put before which place of which file
         ("flags.py", '    flag("--advantage_ddof"', SCALE),
         ("grpo.py", ') -> Tensor:\n    """r - mean of the group\'s other', ", *, rloo_scale: float"),
         ("grpo.py", "centred(g.rewards_PG) * group_size", "rloo_scale * "),
-    ],
-    "flag of memory": [
-        ("flags.py", '    flag("--timeout_minutes"', REPORT),
-        ("flags.py", "    share_prompts: bool", "    report_updates: bool\n"),
-        ("update.py", "    if memory.communicate_once:\n        release_gathered", TOLD),
     ],
 }  # fmt: skip
 
@@ -112,7 +91,7 @@ def run(copy: Path, *arguments: str) -> str:
 
 
 CHECKS = """
-import torch, flags, grpo
+import torch, grpo
 from inputs.choices import algorithm_of
 from inputs.command_line import parse_flags
 
@@ -128,31 +107,28 @@ try:
     raise AssertionError
 except ValueError as error:
     assert "--rloo_scale 3.0 has no effect with --advantage grpo, only with --advantage rloo" in str(error)
-assert "--policy_loss quarter: A quarter of the advantage" in algorithm("--policy_loss", "quarter").description
-assert flags.Memory().report_updates is False
+assert "--policy_loss quarter: A quarter for every token" in algorithm("--policy_loss", "quarter").description
 parse_flags(["--help"])  # which ends the program
 """
 
 
 def test_new_choices_and_flags_need_no_further_place(copy):
     said = run(copy, "-c", CHECKS)
-    assert re.search(r"quarter = A\s+quarter\s+of\s+the\s+advantage", said)
-    assert "--rloo_scale float" in said and "--report_updates" in said
+    assert re.search(r"quarter = A\s+quarter\s+for\s+every\s+token", said)
+    assert "--rloo_scale float" in said
 
 
 def test_all_hacks_together_train_a_step(copy, policy, tmp_path):
     (tmp_path / "sums.lines").write_text("3+4|7\n1+2|3\n" * 4)
-    choices = {"policy_loss": "quarter", "advantage": "one", "kl_estimator": "seven", "kl_coef": 0.1}
-    choices |= {"reward": "threes,my_reward.py:score:2.0", "report_updates": True}
+    choices = {"policy_loss": "quarter", "advantage": "rloo", "rloo_scale": 2.0, "kl_coef": 0}
+    choices |= {"reward": "threes,my_reward.py:score:2.0"}
     changes = choices | dict.fromkeys(["eval_data", "eval_every", "eval_before_training", "save_every"])
     changes |= {"total_steps": 1, "train_data": tmp_path / "sums.lines"}
     said = run(copy, "train_grpo.py", *training_flags(policy, tmp_path / "run", **changes))
     found = metrics_of(tmp_path / "run")[1]
     assert found["reward/part/my_reward.py:score"] == 0.25, "every second answer is 7"
     assert (found["reward/part/threes"], found["reward/part/brevity"], found["reward/mean"]) == (3.0, 3.0, 3.5)
-    assert found["policy/kl_ref"] == pytest.approx(0, abs=1e-6), "what is shown does not depend on the estimator"
-    assert found["policy/loss"] == pytest.approx(0.25 * 1 + 0.1 * 7), "advantage, loss and KL are the new ones"
+    assert found["policy/loss"] == pytest.approx(0.25)
     assert 0 < found["completion/tokens_min"] <= found["completion/tokens_mean"]
-    assert said.count("an update of ") == 2
     assert "loss quarter: A quarter" in said
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["report_updates"] is True
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["rloo_scale"] == 2.0

@@ -27,15 +27,13 @@ README = PAGES[0].read_text()
 def commands(page: Path) -> list[str]:
     """The lines that start a program, in fenced or indented blocks, with their continuation lines."""
     text = re.sub(r" \\\n\s*", " ", page.read_text())
-    found = re.findall(
-        r"^(?:    )*((?:[A-Z_]+=\S+ )*(?:bash|python|torchrun|sbatch) .*?)(?:\s+#.*)?$", text, flags=re.MULTILINE
-    )
-    return [line for line in found if "/" in line or ".py" in line]
+    started = r"^(?:    )*((?:[A-Z_]+=\S+ )*(?:bash|python|torchrun|sbatch) .*?)(?:\s+#.*)?$"
+    return [line for line in re.findall(started, text, re.MULTILINE) if "/" in line or ".py" in line]
 
 
-def blocks(language: str) -> list[str]:
-    """The README's fenced blocks of this language."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+def blocks(language: str, page: str = README) -> list[str]:
+    """The fenced blocks of this language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
 
 
 def flags_of(program: str) -> set[str]:
@@ -49,7 +47,7 @@ def flags_of(program: str) -> set[str]:
     return own | set(FLAGS) if "from flags import" in source else own
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_programs_and_flags_of_every_command_exist(page):
     for command in commands(page):
         words = shlex.split(command.rstrip(" .").replace("...", ""))
@@ -69,7 +67,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_link_leads_somewhere(page):
     for target in re.findall(r"\]\((?!http)([^)]+)\)", page.read_text()):
         file, _, part = target.partition("#")
@@ -87,9 +85,7 @@ def test_the_readme_names_every_page_and_the_program_only_pages_that_exist():
             assert named <= names, path
 
 
-def test_the_example_of_ones_own_model_fits_as_the_readme_says_and_its_reward_pays_the_correct_answer(
-    tmp_path, monkeypatch, capsys
-):
+def test_the_example_of_ones_own_fits_as_the_readme_says_and_pays_the_correct_answer(tmp_path, monkeypatch, capsys):
     problems, rewards = blocks("json")[0], blocks("python")[0]
     (tmp_path / "problems.jsonl").write_text(problems)
     (tmp_path / "my_reward.py").write_text(rewards)
@@ -106,14 +102,12 @@ def test_the_example_of_ones_own_model_fits_as_the_readme_says_and_its_reward_pa
         assert fits in capsys.readouterr().out
     grade = Handler(args.reward, None)
     for row in map(json.loads, problems.splitlines()):
-        columns = {"completion": "So it is easy. Answer: " + row["answer"], "answer": row["answer"], "columns": row}
-        assert grade(("grade", Case(**columns))).is_correct
-        assert not grade(("grade", Case(**columns | {"completion": "I do not know. Answer: 5"}))).is_correct
+        assert grade(("grade", Case("So it is easy. Answer: " + row["answer"], row["answer"]))).is_correct
+        assert not grade(("grade", Case("I do not know. Answer: 5", row["answer"]))).is_correct
 
 
 def test_the_functions_that_the_page_on_rewards_shows_do_what_it_says(tmp_path):
-    page = (ROOT / "docs" / "rewards.md").read_text()
-    for i, code in enumerate(re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)):
+    for i, code in enumerate(blocks("python", (ROOT / "docs" / "rewards.md").read_text())):
         (tmp_path / f"my_reward_{i}.py").write_text(code)
     cases = [Case(text, "4") for text in ("4 of them", "sorry, 4", "5")]
     alone = Handler(f"{tmp_path}/my_reward_0.py:score", None)
@@ -124,5 +118,5 @@ def test_the_functions_that_the_page_on_rewards_shows_do_what_it_says(tmp_path):
 
 def test_the_dry_run_prints_what_the_page_on_hardware_shows():
     done = run_script(["bash", "scripts/qwq32b_8xh100.sh", "--dry_run"], dict(os.environ))
-    shown = re.search(r"^```\n(step.*?)^```$", (ROOT / "docs" / "hardware.md").read_text(), re.MULTILINE | re.DOTALL)[1]
+    (shown,) = [block for block in blocks("", (ROOT / "docs" / "hardware.md").read_text()) if block.startswith("step")]
     assert set(shown.splitlines()) <= set(done.stdout.splitlines())

@@ -1,7 +1,6 @@
 """The trainer's side of the reward: what a `Grader` makes of rows and completions."""
 
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,51 +14,28 @@ FAILING = f"{Path(__file__).parent}/grading/rewards_that_fail.py:score"
 ALONE = SimpleNamespace(engine_index=0, num_engines=1)
 
 
-class Data:
-    """What `check_keys` needs of `PromptData`."""
-
-    def __init__(self, rows: list[SimpleNamespace]) -> None:
-        self.rows = rows
-
-    def exclude(self, reasons: dict[int, str]) -> dict[int, str]:
-        return reasons
+def bad_rows(grader: Grader, rows: list[SimpleNamespace], world: SimpleNamespace = ALONE) -> dict[int, str]:
+    """The reasons of `check_keys`, by which it excludes rows; ends the grader."""
+    try:
+        return grader.check_keys(SimpleNamespace(rows=rows, exclude=lambda reasons: reasons), world)
+    finally:
+        grader.close()
 
 
 def row(answer: str, **columns: object) -> SimpleNamespace:
     return SimpleNamespace(answer=answer, columns=columns, where=f"the row of {answer}", text=f"{answer}? <think>")
 
 
-def test_finished_completions_are_graded_against_their_rows():
-    grader = Grader(Grading("exact,length", overlong_cache_tokens=4), num_workers=1)
+def test_finished_completions_are_graded_against_their_rows_with_the_prompt_as_the_model_saw_it():
+    grader = Grader(Grading("exact,length,format", overlong_cache_tokens=4), num_workers=1)
     on_finished = grader.submit_to([row("4"), row("5")], Sampling(2, 1.0, max_completion_tokens=8))
     for b in (3, 0, 2, 1):
-        on_finished(b, f"<think>hm</think>{4 + b % 2}", [7] * (5 + b % 2), False)
+        on_finished(b, f"hm</think><answer>{4 + b % 2}</answer>", [7] * (5 + b % 2), False)
     grades = grader.collect_from_ranks()
     grader.close()
-    assert [grade.parts for grade in grades] == [
-        {"exact": 1.0, "length": -0.25},
-        {"exact": 0.0, "length": -0.5},
-        {"exact": 0.0, "length": -0.25},
-        {"exact": 1.0, "length": -0.5},
-    ]
+    scores = [[1.0, -0.25], [0.0, -0.5], [0.0, -0.25], [1.0, -0.5]]
+    assert [list(grade.parts.values()) for grade in grades] == [[*each, 1.0] for each in scores]
     assert [grade.is_correct for grade in grades] == [True, False, False, True]
-
-
-def test_a_verifier_gets_the_prompt_as_the_model_saw_it():
-    grader = Grader(Grading("format"), num_workers=1)
-    grader.submit_to([row("4")], Sampling(1, 1.0, 8))(0, "hm</think><answer>4</answer>", [7] * 5, False)
-    assert grader.collect()[0].reward == 1.0, "the prompt has opened the thinking"
-    grader.close()
-
-
-def test_what_could_not_be_graded_has_reward_0_and_says_why():
-    grader = Grader(Grading(FAILING, reward_timeout=0.5), num_workers=1)
-    grades = grader.grade([Case(deed, "x") for deed in ("loop", "fine x", "raise")])
-    grader.close()
-    said = "error: ValueError: no such luck (rewards_that_fail.py, line 28)"
-    assert [grade.status for grade in grades] == ["timeout", "ok", said]
-    assert [grade.reward for grade in grades] == [0.0, 1.0, 0.0]
-    assert [grade.is_failed for grade in grades] == [True, False, True]
 
 
 @pytest.mark.parametrize("truncated", ["score", "mask", "zero"])
@@ -71,14 +47,16 @@ def test_truncated_completions_are_graded_or_get_zero_as_the_flag_says(truncated
     assert cut == (Grade(0.0, "truncated", {"exact": 0.0}) if truncated == "zero" else whole)
 
 
-def compare(tmp_path: Path, more: str = "", **grading: object) -> Grader:
+SHARES = """def score(completions, num_tokens):
+    total = sum(map(len, completions))
+    return [{'reward': len(c) / total, 'tokens': n} for c, n in zip(completions, num_tokens)]
+"""
+
+
+def compare(tmp_path: Path, more: str) -> Grader:
     """A grader that gives each completion its share of the group's characters."""
-    (tmp_path / "my_reward.py").write_text(
-        "def score(completions, num_tokens):\n"
-        "    total = sum(map(len, completions))\n"
-        "    return [{'reward': len(c) / total, 'tokens': n} for c, n in zip(completions, num_tokens)]\n"
-    )
-    return Grader(Grading(f"{tmp_path}/my_reward.py:score{more}", **grading), num_workers=2)
+    (tmp_path / "my_reward.py").write_text(SHARES)
+    return Grader(Grading(f"{tmp_path}/my_reward.py:score{more}"), num_workers=2)
 
 
 def test_a_group_is_compared_when_its_last_completion_is_there(tmp_path):
@@ -93,15 +71,6 @@ def test_a_group_is_compared_when_its_last_completion_is_there(tmp_path):
         assert [grade.answer for grade in grades] == ["4", "four", "555", "5"]
         assert not any(grade.is_correct for grade in grades), "the first verifier of the sum says so: the shares"
     grader.close()
-
-
-def test_a_group_has_only_the_completions_that_are_graded(tmp_path):
-    grader = compare(tmp_path, truncated="zero")
-    cases = [Case("a", "", is_truncated=True), Case("bb", ""), Case("cc", "")] + [Case("d", "", is_truncated=True)] * 3
-    grades = grader.grade([replace(case, num_tokens=1) for case in cases], group_size=3)
-    grader.close()
-    assert [grade.reward for grade in grades] == [0.0, 0.5, 0.5, 0.0, 0.0, 0.0]
-    assert [grade.status for grade in grades] == ["truncated", "ok", "ok"] + ["truncated"] * 3
 
 
 def test_a_failed_comparison_costs_its_group(tmp_path):
@@ -132,35 +101,27 @@ def test_a_reward_that_fails_on_all_of_the_first_completions_ends_the_run_with_t
     grader.close()
 
 
-@pytest.mark.parametrize(
-    ("code", "words"),
-    [
-        ("def score(completion):\n    return None\n", "score returned None, not a finite number"),
-        ("def score(completions):\n    return 1.0\n", "score returned 1.0 for 1 completions"),
-        ("def score(completion):\n    return 1 / len(completion)\n", None),  # it may not like an empty completion
-    ],
-)
+@pytest.mark.parametrize(("code", "words"), [
+    ("def score(completion):\n    return None\n", "score returned None, not a finite number"),
+    ("def score(completions):\n    return 1.0\n", "score returned 1.0 for 1 completions"),
+    ("def score(completion):\n    return 1 / len(completion)\n", None),  # it may not like an empty completion
+])  # fmt: skip
 def test_a_function_that_returns_no_reward_is_named_before_training(code, words, tmp_path):
     (tmp_path / "my_reward.py").write_text(code)
     grader = Grader(Grading(f"{tmp_path}/my_reward.py:score"), num_workers=1)
     with pytest.raises(ValueError, match=f"--reward .*: {words}.*docs/rewards.md") if words else nullcontext():
-        assert grader.check_keys(Data([row("4"), row("5")]), ALONE) == {}
-    grader.close()
+        assert bad_rows(grader, [row("4"), row("5")]) == {}
 
 
-def test_rows_whose_key_cannot_be_used_are_excluded_with_a_reason():
-    grader = Grader(Grading("@kind"), num_workers=2)
-    rows = [
-        row("#### 4", kind="gsm8k"),
-        row("many", kind="gsm8k"),
-        row("4", kind="poems"),
-        row("\\frac{1}{", kind="MATH"),
-    ]
-    reasons = grader.check_keys(Data(rows), ALONE)
-    grader.close()
+def test_rows_whose_key_cannot_be_used_are_excluded_with_a_reason_and_engines_share_them():
+    rows = [("#### 4", "gsm8k"), ("many", "gsm8k"), ("4", "poems"), ("\\frac{1}{", "MATH")]
+    rows = [row(answer, kind=kind) for answer, kind in rows]
+    reasons = bad_rows(Grader(Grading("@kind"), num_workers=2), rows)
     assert list(reasons) == [1, 2, 3]
     for i, words in {1: "no number", 2: "'poems', which names no verifier", 3: "cannot read"}.items():
         assert words in reasons[i]
+    second = SimpleNamespace(engine_index=1, num_engines=2)
+    assert list(bad_rows(Grader(Grading("@kind"), num_workers=1), rows, second)) == [1, 3]
 
 
 def test_a_key_that_hangs_excludes_no_other_row(tmp_path):
@@ -168,23 +129,13 @@ def test_a_key_that_hangs_excludes_no_other_row(tmp_path):
     code += "BUILT_IN['exact'] = lambda case: (0.0, time.sleep(60 * (case.answer == 'hang')))\n"
     (tmp_path / "my_reward.py").write_text(code + "def score(completion):\n    return 0.0\n")
     grader = Grader(Grading(f"exact,{tmp_path}/my_reward.py:score", reward_timeout=0.5), num_workers=2)
-    rows = [row("hang" if i == 70 else str(i)) for i in range(150)]
-    assert grader.check_keys(Data(rows), ALONE) == {70: "timeout"}
-    grader.close()
-
-
-def test_engines_share_the_keys_between_them():
-    grader = Grader(Grading("gsm8k"), num_workers=1)
-    rows = [row("none") for _ in range(5)]
-    assert list(grader.check_keys(Data(rows), SimpleNamespace(engine_index=1, num_engines=2))) == [1, 3]
-    grader.close()
+    assert bad_rows(grader, [row("hang" if i == 70 else str(i)) for i in range(150)]) == {70: "timeout"}
 
 
 def test_a_rank_without_workers_has_a_grader_that_starts_nothing():
     grader = Grader(Grading("math"), num_workers=0)
     assert grader.pool is None and grader.collect() == {} and grader.collect_from_ranks() == []
-    assert grader.check_keys(Data([row("")]), ALONE) == {}
-    grader.close()
+    assert bad_rows(grader, [row("")]) == {}
     with pytest.raises(ValueError, match="neither built in"):
         Grader(Grading("maths"), num_workers=0)
 

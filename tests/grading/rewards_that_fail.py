@@ -18,10 +18,6 @@ def score(completion, answer, columns):
             with contextlib.suppress(BaseException):  # as math-verify and many others do: no signal gets through
                 time.sleep(0.001)
     if completion == "allocate":
-        held = []
-        while True:
-            held.append(bytearray(1 << 24))
-    if completion == "allocate and keep":
         while True:
             KEPT.append(bytearray(1 << 24))
     if completion == "raise":
@@ -44,11 +40,7 @@ def score(completion, answer, columns):
     if completion == "half a character":
         raise ValueError("\udc80")
     if completion == "leave a child":
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", "left behind by a reward"])
-        return float(child.pid)
-    if completion == "leave a child and exit":
-        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", "left behind by a reward"])
-        os._exit(0)
+        return float(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid)
     if completion == "fork a child and exit":  # which holds all that the worker has open
         if os.fork() == 0:
             time.sleep(600)
@@ -56,7 +48,3 @@ def score(completion, answer, columns):
     if completion == "sleep":
         time.sleep(0.5)
     return float(answer in completion)
-
-
-def with_everything(completion, answer, columns, prompt, num_tokens, is_truncated):
-    return len(prompt) + 10 * num_tokens + 100 * is_truncated + 1000 * columns["level"]

@@ -11,8 +11,8 @@ import pytest
 
 from grading import Case
 from grading.pool import Outcome, Pool
+from helpers import ROOT, wait_for
 
-ROOT = Path(__file__).parent.parent.parent
 FAILING = f"{Path(__file__).parent}/rewards_that_fail.py:score"
 
 
@@ -27,10 +27,6 @@ def run(pool: Pool, texts: list[str], answer: str = "") -> list[Outcome]:
     return [outcomes[i] for i in range(len(texts))]
 
 
-def is_running(words: str) -> bool:
-    return subprocess.run(["pgrep", "-f", words], check=False, capture_output=True).returncode == 0
-
-
 def is_alive(pid: str) -> bool:
     """False for one that is gone, and for one that waits for its exit status to be read."""
     try:
@@ -43,8 +39,7 @@ def test_a_reward_that_misbehaves_costs_one_completion_and_the_others_are_graded
     deeds = {
         "loop": "timeout",
         "allocate": "error: MemoryError",
-        "allocate and keep": "error: MemoryError",
-        "raise": "error: ValueError: no such luck (rewards_that_fail.py, line 28)",
+        "raise": "error: ValueError: no such luck (rewards_that_fail.py, line 24)",
         "nan": "error: WrongReturn: score returned nan",
         "exit": "error: SystemExit: 3",
         "hard exit": "error: it ended its process (exit status 0)",
@@ -52,7 +47,6 @@ def test_a_reward_that_misbehaves_costs_one_completion_and_the_others_are_graded
         "stop": "timeout",
         "close every file": "error: it ended its process",
         "half a character": "error: ValueError: \\udc80",
-        "leave a child and exit": "error: it ended its process",
         "fork a child and exit": "error: it ended its process",
     }
     pool = start(num_workers=2, timeout=1.0, memory_gib=0.25)
@@ -61,29 +55,21 @@ def test_a_reward_that_misbehaves_costs_one_completion_and_the_others_are_graded
         assert outcome.status.startswith(wanted) and outcome.value is None
     assert all(outcome.status == "ok" and outcome.value.reward == 1.0 for outcome in outcomes[1::2])
     (outcome,) = run(pool, ["leave a child"], "x")
-    assert outcome.status == "ok" and is_running("left behind by a [r]eward")
+    child = str(int(outcome.value.reward))
+    assert is_alive(child)
     pool.close()
-    deadline = time.monotonic() + 10  # killed, but on a busy machine not yet gone
-    while is_running("left behind by a [r]eward"):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for(lambda: not is_alive(child), 10)  # killed, but on a busy machine not yet gone
 
 
 def test_what_a_completion_leaves_behind_does_not_touch_the_next_one(tmp_path):
     (tmp_path / "my_reward.py").write_text(
         "import os, signal, time\n"
-        "def ring(*_):\n"
-        "    raise TimeoutError('late')\n"
+        "def ring(*_): raise TimeoutError('late')\n"
         "def score(completion):\n"
-        "    if completion == 'alarm':\n"
-        "        signal.signal(signal.SIGALRM, ring)\n"
-        "        signal.setitimer(signal.ITIMER_REAL, 0.2)\n"
-        "    if completion == 'fork':\n"
-        "        os.fork()\n"
-        "    if completion == 'worn out':\n"
-        "        os.kill(os.getpid(), signal.SIGUSR2)\n"
-        "    if completion == 'slow':\n"
-        "        time.sleep(0.5)\n"
+        "    if completion == 'alarm': signal.signal(signal.SIGALRM, ring), signal.setitimer(signal.ITIMER_REAL, 0.2)\n"
+        "    if completion == 'fork': os.fork()\n"
+        "    if completion == 'worn out': os.kill(os.getpid(), signal.SIGUSR2)\n"
+        "    if completion == 'slow': time.sleep(0.5)\n"
         "    return len(completion)\n"
     )
     pool = start(f"{tmp_path}/my_reward.py:score")
@@ -93,7 +79,7 @@ def test_what_a_completion_leaves_behind_does_not_touch_the_next_one(tmp_path):
 
 
 @pytest.mark.parametrize("in_flight", [1, 4])
-def test_five_thousand_gradings_with_one_in_fifty_killing_lose_none(in_flight, tmp_path):
+def test_a_thousand_gradings_with_one_in_fifty_killing_lose_none(in_flight, tmp_path):
     (tmp_path / "my_reward.py").write_text(
         "import os, signal, time\n"
         "def score(completion):\n"
@@ -104,20 +90,12 @@ def test_five_thousand_gradings_with_one_in_fifty_killing_lose_none(in_flight, t
         "    return len(completion)\n"
     )
     wanted = {"1": "error: it ended", "2": "timeout", "3": "error: MemoryError", "4": "error: it ended"}
-    count = 5000 if in_flight == 1 else 1000
-    texts = ["1341341342"[i // 50 % 10] if i % 50 == 25 else f"text {i}" for i in range(count)]
+    texts = ["1341341342"[i // 50 % 10] if i % 50 == 25 else f"text {i}" for i in range(1000)]
     # On a busy machine a worker that has ended is seen a second later.
     pool = start(f"{tmp_path}/my_reward.py:score", num_workers=4, timeout=3.0, in_flight=in_flight)
     for text, outcome in zip(texts, run(pool, texts), strict=True):
         assert outcome.status.startswith(wanted.get(text, "ok")), (text, outcome)
         assert text in wanted or outcome.value.reward == len(text)
-    pool.close()
-
-
-def test_a_module_that_forks_answers_once(tmp_path):
-    (tmp_path / "my_reward.py").write_text("import os\nos.fork()\ndef score(completion):\n    return len(completion)\n")
-    pool = start(f"{tmp_path}/my_reward.py:score")
-    assert [outcome.value.reward for outcome in run(pool, ["a", "bb", "ccc"])] == [1.0, 2.0, 3.0]
     pool.close()
 
 
@@ -193,7 +171,5 @@ def test_workers_import_neither_the_main_script_nor_torch_and_end_when_the_calle
     assert done.returncode == -9
     out = (tmp_path / "out").read_text()
     assert out.count("the main script is run") == 1 and "reward=0.0, status='ok'" in out, out
-    deadline = time.monotonic() + 10
-    while any(map(is_alive, (tmp_path / "pids").read_text().split())):  # the worker and the fork server
-        assert time.monotonic() < deadline, "some outlive their caller"
-        time.sleep(0.05)
+    pids = (tmp_path / "pids").read_text().split()  # the worker and the fork server
+    wait_for(lambda: not any(map(is_alive, pids)), 10)

@@ -1,8 +1,6 @@
 """From the text of `--reward` to a grade: its terms, functions of one's own, and what a worker answers."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,9 +9,6 @@ from grading import Case, Grade, score
 from grading.pool import Pool
 from grading.score import Handler, parse_reward
 from grading.verifiers import BUILT_IN
-
-EVERYTHING = f"{Path(__file__).parent}/rewards_that_fail.py:with_everything"
-ROOT = Path(__file__).parent.parent.parent
 
 
 def graded(spec: str, *cases: Case) -> list[Grade]:
@@ -29,12 +24,6 @@ def test_a_weighted_sum_adds_up_and_names_its_parts():
     assert grade.status == "ok" and grade.is_correct and grade.answer == "1/2"
 
 
-def test_the_overlong_punishment_falls_over_the_tokens_that_the_flag_says():
-    case = Case("", "", num_tokens=95, max_tokens=100)
-    assert Handler("length", 10)(("grade", case)).reward == -0.5
-    assert Handler("length", None)(("grade", case)).reward == -0.75
-
-
 def test_the_verifier_of_a_row_is_the_one_that_its_column_names():
     rows = [{"dataset": "gsm8k"}, {"dataset": "MATH"}, {"dataset": "ifeval"}, {"dataset": "poems"}]
     keys = ["#### 4", "(x+1)^2", json.dumps({"func_name": "validate_no_commas"}), "4"]
@@ -43,30 +32,6 @@ def test_the_verifier_of_a_row_is_the_one_that_its_column_names():
     assert [grade.reward for grade in graded("@dataset", *cases[:3])] == [1.0, 1.0, 0.0]
     problems = Handler("@dataset", None)(("check", cases))
     assert problems[:3] == [None] * 3 and "'poems', which names no verifier" in problems[3]
-
-
-def test_a_new_verifier_is_one_function_and_one_entry(monkeypatch):
-    def verify_short(case: Case) -> tuple[float, str | None]:
-        return float(len(case.completion) < 3), None
-
-    monkeypatch.setitem(BUILT_IN, "short", verify_short)
-    cases = [Case("ab", "1", {"column": "short"}), Case("abc", "1", {"column": "short"})]
-    for spec in ("short", "@column", "exact:0.5,short"):
-        assert [grade.parts.get("short", grade.score) for grade in graded(spec, *cases)] == [1.0, 0.0]
-
-
-def test_a_reward_of_ones_own_gets_the_row_and_what_it_asks_for_by_name(tmp_path):
-    file = tmp_path / "my_reward.py"
-    file.write_text(
-        "import neighbour\n"
-        "def score(completion, answer, columns):\n"
-        "    return float(answer in completion) + columns['bonus'] + neighbour.ZERO\n"
-    )
-    (tmp_path / "neighbour.py").write_text("ZERO = 0.0\n")
-    (grade,) = graded(f"{file}:score:2", Case("it is 5", "5", {"bonus": 0.5}))
-    assert grade.reward == 3.0 and grade.score == 1.5
-    case = Case("", "", {"level": 2}, prompt="abc", num_tokens=7, is_truncated=True)
-    assert graded(EVERYTHING, case)[0].reward == 2173.0
 
 
 def two_functions(tmp_path: Path) -> tuple[str, str]:
@@ -104,34 +69,25 @@ def test_the_first_verifier_of_the_reward_says_whether_a_completion_is_correct(f
         assert grade.is_correct == (first == 1)
 
 
-@pytest.mark.parametrize(
-    ("spec", "words"),
-    [
-        ("exakt", "neither built in .math, gsm8k"),
-        ("math:x", "weight 'x' of math"),
-        ("math:0", "weight '0' of math"),
-        ("math:nan", "weight 'nan'"),
-        ("math,,format", "'' is neither built in"),
-        ("math,math:2", "twice"),
-        ("missing.py:score", "does not exist"),
-        ("{file}", "does not exist|neither"),
-    ],
-)
-def test_a_reward_text_that_is_wrong_says_why_before_anything_is_loaded(spec, words, tmp_path):
+@pytest.mark.parametrize(("spec", "words"), [
+    ("exakt", "neither built in .math, gsm8k"),
+    ("math:x", "weight 'x' of math"),
+    ("math:0", "weight '0' of math"),
+    ("math,,format", "'' is neither built in"),
+    ("math,math:2", "twice"),
+    ("missing.py:score", "does not exist"),
+])  # fmt: skip
+def test_a_reward_text_that_is_wrong_says_why_before_anything_is_loaded(spec, words):
     with pytest.raises((ValueError, FileNotFoundError), match=words):
-        parse_reward(spec.format(file=tmp_path / "my_reward.py"))
+        parse_reward(spec)
 
 
-@pytest.mark.parametrize(
-    ("code", "words"),
-    [
-        ("def other(a, b, c):\n    return 1.0\n", "no function 'score'; it has other"),
-        ("import no_such_module\n", "No module named 'no_such_module'"),
-        ("raise SystemExit(2)\n", "SystemExit: 2"),
-        ("def score(:\n", "SyntaxError"),
-        ("import os\nos._exit(5)\n", "the workers end while they are loading"),
-    ],
-)
+@pytest.mark.parametrize(("code", "words"), [
+    ("import no_such_module\n", "No module named 'no_such_module'"),
+    ("raise SystemExit(2)\n", "SystemExit: 2"),
+    ("def score(:\n", "SyntaxError"),
+    ("import os\nos._exit(5)\n", "the workers end while they are loading"),
+])  # fmt: skip
 def test_a_reward_file_that_cannot_be_loaded_says_why(code, words, tmp_path):
     (tmp_path / "my_reward.py").write_text(code)
     with pytest.raises(ValueError, match=words):
@@ -147,14 +103,6 @@ def test_a_broken_dependency_is_found_at_the_start(verdict, monkeypatch):
         with pytest.raises(ValueError, match="math-verify or SymPy is broken"):
             Handler(spec, None)
     Handler("gsm8k", None)
-
-
-def test_grading_imports_only_itself_and_no_torch():
-    code = "import sys, grading.score, grading.pool; print(*{name.partition('.')[0] for name in sys.modules})"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    files = {path.stem for path in ROOT.glob("*.py")}
-    assert not {"torch", "numpy", "transformers", *files} & set(done.stdout.split())
-    assert {"grading", "sympy", "math_verify"} <= set(done.stdout.split())
 
 
 def test_a_fault_of_a_verifier_is_no_key_that_cannot_be_used(monkeypatch):

@@ -15,8 +15,6 @@ def scored(verifier: str, completion: str, answer: str = "", **more: object) -> 
 
 CASES = [json.loads(line) for line in (Path(__file__).parent / "verifier_cases.jsonl").read_text().splitlines()]
 
-# Verifiers ------------------------------------------------------------------------------------------------------------
-
 
 def test_exact_compares_the_whole_final_answer():
     assert scored("exact", "<think>1+1=2</think>2", " 2 ") == 1.0
@@ -39,10 +37,7 @@ def test_the_soft_overlong_punishment_is_dapos():
         scored("length", "")
 
 
-def test_ifeval_reads_both_formats_and_leaves_the_thinking_aside():
+def test_ifeval_leaves_the_thinking_aside():
     columns = {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
     assert scored("ifeval", "<think>a, b</think>no commas here", columns=columns) == 1.0
     assert scored("ifeval", "some, commas", columns=columns) == 0.0
-    key = json.dumps({"func_name": "validate_lowercase", "N": None})
-    assert scored("ifeval", "all of this is lower case", key) == 1.0
-    assert scored("ifeval", "All of this is lower case", key) == 0.0

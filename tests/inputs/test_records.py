@@ -4,10 +4,8 @@ import bz2
 import gzip
 import json
 import lzma
-import os
 import re
 import time
-from pathlib import Path
 
 import datasets
 import huggingface_hub
@@ -35,31 +33,18 @@ LINES, ARRAY = "The file must be one JSON object per line", "an array of objects
 REFUSED = [  # the end of the name, the content, and what the sentence says after the name
     (".jsonl", GOOD + '{"problem": "1+1", "ans', "line 2: not valid JSON.*cut off"),
     (".jsonl", BYTES + b'{"problem": "\xff", "answer": "2"}\n', "line 2: not valid JSON.*utf-8.*in UTF-8"),
-    (".jsonl", BYTES + b'{"problem": "\xed\xa0\xbd", "answer": "2"}\n', "line 2: not valid JSON"),
     (".jsonl", GOOD + "\n" + '{"problem": "a\0b", "answer": "2"}\n', r"line 3: not valid JSON.*UTF-16\?"),
-    (".jsonl", BYTES + b"\0" * 4096, "line 2: not valid JSON"),
     (".jsonl", GOOD.encode("utf-16"), "line 1: .*UTF-16.*iconv"),
-    (".jsonl", GOOD.encode("utf-16-le"), "line 1: .*UTF-16.*iconv"),
     (".jsonl", GOOD + '\n["1+1", "2"]\n', "line 3: expected a JSON object, found list"),
-    (".jsonl", GOOD + '"text"\n', "line 2: expected a JSON object, found str"),
     (".jsonl", GOOD + "[" * 100_000 + "\n", "line 2: not valid JSON"),
-    (".jsonl", GOOD + '{"problem": "1+1", "answer": "2", "answer": "3"}\n', "line 2: .*appears twice.*'answer'"),
     (".jsonl", GOOD + '{"problem": "1+1"}\n', "line 2: .*'answer' .--answer_column.*this row has 'problem'[.]"),
-    (".jsonl", GOOD + "{}\n", "line 2: .*'problem' .--prompt_column.*none"),
     (".jsonl", "[\n" + GOOD + "]", f"line 1: not valid JSON.*{LINES}"),
     (".jsonl", "", "holds no rows"),
-    (".jsonl", "\n \r\n", "holds no rows"),
-    (".json", '{"data": [' + GOOD + "]}", ARRAY),
-    (".json", '{\n"data": [\n' + GOOD + "]}", ARRAY),
-    (".json", '{"data": 1}', "found a single JSON object; the file must be an array"),
-    (".json", '{\n  "data": [\n    1\n  ]\n}\n', "found a single JSON object; the file must be an array"),
+    (".json", '{\n"data": [\n' + GOOD + "]}", f"line 1: not valid JSON.*{ARRAY}"),
     (".json", "[" + GOOD + ",", "not valid JSON"),
     (".json", "[" + GOOD + ", 3]", "row 1: expected a JSON object, found int"),
-    (".json", "[]", "holds no rows"),
-    (".json", "", "holds no rows"),
     (".csv", "problem,answer\n", r"not read; needed is a file .\.jsonl, \.json, \.parquet"),
     (".xlsx", b"PK\x03\x04", "a file of this kind is not read"),  # a zip archive, but nobody would unpack it
-    *((end, gzip.compress(BYTES, mtime=0), "is compressed; unpack it: gzip") for end in ("", ".txt", ".gz")),
     *((".parquet", content, "cannot be loaded") for content in (b"", b"PAR1 no parquet", BYTES)),
 ]  # fmt: skip
 
@@ -73,14 +58,10 @@ def test_a_file_that_cannot_be_used_is_refused_by_line(end, content, said, tmp_p
     (".jsonl", BOM + BYTES, {"line 1": "1+1"}),
     (".jsonl", GOOD.replace("\n", "\r\n") * 2, {"line 1": "1+1", "line 2": "1+1"}),
     (".jsonl", GOOD + "\n\n" + GOOD.rstrip("\n"), {"line 1": "1+1", "line 4": "1+1"}),
-    (".jsonl", '{"id": 7, "problem": "a", "answer": "1"}\n' * 2, {"line 1": "a", "line 2": "a"}),
     (".jsonl", '{"problem": "a", "answer": "1", "level": NaN, "score": -Infinity}\n', {"line 1": "a"}),
     (".jsonl", '{"problem": "a\\u0000\\u2028b", "answer": "1"}\n', {"line 1": "a\0\u2028b"}),
-    (".jsonl", '{"problem": "a", "answer": "1", "id": 1}\n{"problem": "b", "answer": "1", "id": "x"}\n',
-     {"line 1": "a", "line 2": "b"}),
     (".json", "[" + GOOD + ",\n" + GOOD.replace("1+1", "2+2") + "]", {"row 0": "1+1", "row 1": "2+2"}),
     (".json", BOM + b" [" + BYTES + b"]", {"row 0": "1+1"}),
-    (".json", GOOD + GOOD, {"line 1": "1+1", "line 2": "1+1"}),
 ])  # fmt: skip
 def test_what_is_unusual_but_clear_is_loaded(end, content, rows, tmp_path):
     path = write(tmp_path, content, f"rows{end}")
@@ -100,24 +81,19 @@ def test_rows_keep_all_their_columns_numbers_are_answers_and_a_line_may_have_10_
 def test_a_file_that_cannot_be_read_is_a_value_error(tmp_path):
     (tmp_path / "rows.jsonl").symlink_to("/proc/self/mem")  # opens, but does not read, not even for root
     refused(tmp_path / "rows.jsonl", "rows.jsonl cannot be read: Input/output error")
-    if os.getuid() != 0:  # root reads everything
-        file = Path(write(tmp_path, GOOD, "locked.jsonl"))
-        file.chmod(0)
-        refused(file, "locked.jsonl cannot be read: Permission denied")
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet", "rows.jsonl.gz"])
-@pytest.mark.parametrize(("content", "words"), [
-    (gzip.compress(BYTES, mtime=0), "is compressed; unpack it: gzip -dc"),
-    (b"\x28\xb5\x2f\xfd\x04\x00", "is compressed; unpack it: zstd -dc"),
-    (lzma.compress(BYTES), "is compressed; unpack it: xz -dc"),
-    (bz2.compress(BYTES), "is compressed; unpack it: bzip2 -dc"),
-    (b"PK\x03\x04\x14\x00", "is a zip archive"),
-    (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 12\n", "is a pointer of Git LFS.*git lfs pull"),
-    (BOM + b"\n <!DOCTYPE html>\n<html>", "is a page of HTML or XML"),
-    (b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>", "is a page of HTML or XML"),
+@pytest.mark.parametrize(("name", "content", "words"), [
+    ("rows.jsonl", gzip.compress(BYTES, mtime=0), "is compressed; unpack it: gzip -dc"),
+    ("rows.json", b"\x28\xb5\x2f\xfd\x04\x00", "is compressed; unpack it: zstd -dc"),
+    ("rows.parquet", lzma.compress(BYTES), "is compressed; unpack it: xz -dc"),
+    ("rows.jsonl.gz", bz2.compress(BYTES), "is compressed; unpack it: bzip2 -dc"),
+    ("rows.jsonl.gz", b"PK\x03\x04\x14\x00", "is a zip archive"),
+    ("rows.parquet", b"version https://git-lfs.github.com/spec/v1\n", "is a pointer of Git LFS.*lfs pull"),
+    ("rows.jsonl", BOM + b"\n <!DOCTYPE html>\n<html>", "is a page of HTML or XML"),
+    ("rows.jsonl", b"PAR1", r"is a Parquet file; give it a name that ends in \.parquet"),
 ])  # fmt: skip
-def test_a_file_that_is_not_what_its_name_says_is_told_by_its_content(content, words, name, tmp_path):
+def test_a_file_that_is_not_what_its_name_says_is_told_by_its_content(name, content, words, tmp_path):
     path = write(tmp_path, content, name)
     for source in (path, tmp_path):
         refused(source, f"{name} {words}")
@@ -130,26 +106,19 @@ def test_a_file_that_is_not_what_its_name_says_is_told_by_its_content(content, w
     ("x/math500.jsonl", ("x/math500.jsonl", None, None), "math500"),
     ("x/math.v2.parquet@train#5", ("x/math.v2.parquet", "train", 5), "math.v2_train"),
     ("hiyouga/math12k@test#100", ("hiyouga/math12k", "test", 100), "math12k_test"),
-    ("hiyouga/math12k#1000", ("hiyouga/math12k", None, 1000), "math12k"),
     ("o/n@train[:10%]", ("o/n", "train[:10%]", None), "n_train[:10%]"),
     ("runs/a@b/rows.jsonl", ("runs/a@b/rows.jsonl", None, None), "rows"),
     ("folder/", ("folder/", None, None), "folder"),
 ])  # fmt: skip
-def test_a_source_is_what_split_and_number_of_rows(source, parts, name):
+def test_a_source_is_what_split_and_number_of_rows_unless_it_exists_as_a_path(source, parts, name, tmp_path):
     assert (parse_source(source), name_of_source(source)) == (parts, name)
-
-
-def test_what_exists_as_a_path_is_taken_literally(tmp_path):
-    path = write(tmp_path, GOOD * 3, "a@test#2")
-    assert parse_source(path) == (path, None, None)
-    assert len(read_records(f"{write(tmp_path, GOOD * 3, 'b@c.jsonl')}#2", seed=0)) == 2
+    assert parse_source(path := write(tmp_path, GOOD, "a@test#2")) == (path, None, None)
 
 
 def test_a_mistyped_path_is_not_looked_for_on_the_hub(monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(datasets, "load_dataset", lambda *arguments, **options: pytest.fail("looked for on the hub"))
-    paths = "absent.jsonl dta/math.jsonl dta/math.json@test a/b/c/d /abs/name ./here ~/x absent.csv tests/absent"
-    for source in [*paths.split(), "o/n#0", "o/n#x", "o/n@", "#5", "o/n.parquet#5"]:
+    for source in ("absent.jsonl", "dta/math.json@test", "a/b/c/d", "./here", "~/x", "tests/absent", "o/n#0", "#5"):
         with pytest.raises(FileNotFoundError, match="does not exist .*WHAT.*owner/name"):
             load(source)
 
@@ -197,8 +166,7 @@ def test_rows_are_drawn_at_random_before_the_length_filter(tmp_path):
     assert drawn(path, 3) == drawn(parquet, 3) == answers and set(drawn(path, 4)) != set(answers)
     wheres = [where for where, _, _ in read_records(f"{parquet}#20", seed=3)]
     assert wheres == [f"{parquet}@train, row {answer}" for answer in answers]
-    for source in (path, parquet):
-        refused(f"{source}#41", "holds 40 rows; .*41")
+    refused(f"{path}#41", "holds 40 rows; .*41")
 
 
 # Parquet files and folders, by the datasets library -------------------------------------------------------------------
@@ -214,23 +182,6 @@ def test_parquet_files_have_splits_by_slicing_and_nested_columns_and_are_read_an
     refused(file, r"row 0: no column 'answer' .*'problem', 'reward_model', 'reward_model\.style'")
 
 
-def test_data_without_rows_say_so(tmp_path):
-    nothing = datasets.Dataset.from_list([ROW]).select([])
-    write_parquet(tmp_path / "both" / "test.parquet", [ROW])
-    (tmp_path / "folder").mkdir()
-    for folder in ("both", "folder"):
-        nothing.to_parquet(empty := tmp_path / folder / "train.parquet")
-    for source in (empty, f"{empty}@train[:5]", f"{empty}#3", empty.parent, tmp_path / "both"):
-        refused(source, re.escape(f"data '{source}' cannot be loaded: ") + ".* no data")
-    nothing.save_to_disk(tmp_path / "saved")
-    refused(tmp_path / "saved", "saved' cannot be loaded: it, or one of its splits, holds no rows")
-
-
-def test_parquet_under_the_name_of_json_is_told(tmp_path):
-    path = write_parquet(tmp_path / "rows.jsonl", [ROW])
-    refused(path, r"rows\.jsonl is a Parquet file; give it a name that ends in \.parquet")
-
-
 def test_a_source_has_the_splits_of_its_files(tmp_path):
     write_math12k(tmp_path / "both")
     for file in ("one/test", "two/test", "two/validation"):
@@ -241,7 +192,6 @@ def test_a_source_has_the_splits_of_its_files(tmp_path):
     write(tmp_path, GOOD)
     for source, prompts, first in (
         ("both", ["train 0?", "train 1?", "train 2?"], "both@train, row 0"),
-        ("both@test[:1]", ["test 0?"], "both@test[:1], row 0"),
         ("one", ["q"], "one@test, row 0"),
         ("single", ["q0", "q1", "q2"], "single@train, row 0"),
         ("splits@test", ["q2"], "splits@test, row 0"),
@@ -252,18 +202,14 @@ def test_a_source_has_the_splits_of_its_files(tmp_path):
     assert len(load(f"{tmp_path}/single@train#2").rows) == 2
     for source, said in (
         ("both@validation", "validation.*train.*test"),
-        ("one/test.parquet@test", "test.*train"),
         ("two", "no split 'train'.*validation, test"),
-        ("single@test", "no split .*train"),
         ("splits@train[:1]", "no split .*train, test"),
         ("rows.jsonl@test", "no split 'test'.*@SPLIT.*but train; choose"),
-        ("rows.jsonl@train[:1]", "no split 'train.*@SPLIT.*but train; choose"),
     ):
         refused(tmp_path / source, said)
 
 
-def test_json_files_are_read_without_guessing_types_which_the_library_does(tmp_path):
-    """If the last lines fail, the library has changed, and the docstring of `read_json_file` with it."""
+def test_json_files_of_a_folder_are_read_without_guessing_types(tmp_path):
     answers = ["2024-01-01", 1, 2.5]
     rows = [ROW | {"answer": answer, "x": {"y": 1} if answer == 1 else {}} for answer in answers]
     write_lines(tmp_path / "train.jsonl", rows)
@@ -274,28 +220,16 @@ def test_json_files_are_read_without_guessing_types_which_the_library_does(tmp_p
     refused(f"{tmp_path}@dev", "no split 'dev'.*train, test")
     (tmp_path / "test.jsonl").write_text(GOOD + "{")
     refused(f"{tmp_path}@test", r"test\.jsonl, line 2")
-    for name, alike in (("dates", ["2024-01-01", "2024-01-02"]), ("numbers", [1, 2.5])):
-        path = write_lines(tmp_path / f"{name}.jsonl", [{"answer": answer} for answer in alike])
-        guessed = datasets.load_dataset("json", data_files=path, split="train")["answer"][0]
-        assert str(guessed) != str(alike[0])
 
 
-def test_a_column_of_mixed_types_that_the_library_has_saved_is_decoded(tmp_path):
-    path = write_lines(tmp_path / "a.jsonl", [ROW | {"answer": 1}, ROW | {"answer": "x"}])
-    datasets.load_dataset("json", data_files=path, split="train").save_to_disk(tmp_path / "saved")
-    assert [row.answer for row in load(tmp_path / "saved").rows] == ["1", "x"]
-
-
-def test_folders_without_data_are_refused(tmp_path):
+def test_folders_and_files_without_data_are_refused(tmp_path):
     refused(tmp_path, "any data files")
-    (tmp_path / "weights.bin").write_bytes(b"\0")
-    refused(tmp_path, "data files")
-    write_parquet(tmp_path / "train.parquet", [ROW])
-    (tmp_path / "README.md").write_text("---\nconfigs: [\n---\n")
-    refused(tmp_path, "cannot be loaded: while parsing")
-    (tmp_path / "README.md").unlink()
-    write_parquet(tmp_path / "train2.parquet", [{"question": "q", "answer": "1"}])
-    refused(tmp_path, "cannot be loaded: .*column names don't match")
+    nothing = datasets.Dataset.from_list([ROW]).select([])
+    nothing.to_parquet(empty := tmp_path / "train.parquet")
+    for source in (empty, f"{empty}#3", tmp_path):
+        refused(source, re.escape(f"data '{source}' cannot be loaded: ") + ".* no data")
+    nothing.save_to_disk(tmp_path / "saved")
+    refused(tmp_path / "saved", "saved' cannot be loaded: ")
 
 
 def test_a_folder_of_which_only_a_part_would_be_read_is_refused(tmp_path):
@@ -303,11 +237,7 @@ def test_a_folder_of_which_only_a_part_would_be_read_is_refused(tmp_path):
     write(tmp_path, GOOD, "a.jsonl")
     write(tmp_path, GOOD, "b.jsonl")
     assert len(load(tmp_path).rows) == 2 * GOOD.count("\n")
-    for name, left_out in (
-        ("train.jsonl", "a.jsonl, b.jsonl"),
-        ("more/c.parquet", "more/c"),
-        ("saved/d.arrow", "saved/d"),
-    ):
+    for name, left_out in (("train.jsonl", "a.jsonl, b.jsonl"), ("more/c.parquet", "more/c")):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(GOOD)
         with pytest.raises(ValueError, match=rf"of its files would be read .*others not \({left_out}"):
@@ -319,7 +249,7 @@ def test_a_system_prompt_is_a_text_or_a_file(tmp_path):
     for text in (None, "Think.", "", "Answer in <think> </think> tags. " * 50, "Be brief. " * 50):
         assert read_system_prompt(text) == text
     assert read_system_prompt(write(tmp_path, "Think é.\nTwice.\n", "prompt.txt")) == "Think é.\nTwice."
-    for absent in ("prompt.txt", "absent/prompt", "notes.md"):
+    for absent in ("prompt.txt", "absent/prompt"):
         with pytest.raises(ValueError, match=rf"--system_prompt '{absent}': no such file"):
             read_system_prompt(absent)
     with pytest.raises(ValueError, match="cannot be read as UTF-8"):

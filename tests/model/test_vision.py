@@ -200,7 +200,7 @@ def test_images_of_the_datasets_library_are_read_and_their_tokens_count(model, t
         "the prompt has 1 image tokens for 0 images: its text must not hold one",
     ]
     assert [row.images and row.images.num_tokens for row in data.rows] == [[4], [6], None]
-    mixed = PromptData.mix([data, data], [1.0, 1.0])
+    mixed = PromptData.mix([data, data])
     assert [row.images for row in mixed.rows] == [row.images for row in data.rows] * 2
     limits = {"max_prompt_tokens": len(data.rows[0].ids)}
     shorter = vision_data(vision_flags(model, image_column="image", **limits), tmp_path / "pil")

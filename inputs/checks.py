@@ -115,6 +115,8 @@ def of_algorithm(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[st
         yield "--advantage zero follows the reference, which is --model itself: give --reference, or --hint_column."
     if args.overlong_cache_tokens and not re.search(r"\blength\b|@", args.reward):
         yield f"{flag.overlong_cache_tokens} has no effect without the reward `length`; leave it out, or add that."
+    if args.overlong_cache_tokens and args.overlong_cache_tokens >= args.max_completion_tokens:
+        yield f"{flag.overlong_cache_tokens} makes all completions of {flag.max_completion_tokens} too long; use less."
 
 
 def of_turns(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[str]:

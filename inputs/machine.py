@@ -62,7 +62,7 @@ def check_driver(num_gpus: int) -> None:
         file = DRIVER / "version"
         found = re.search(r" (\d+\.[\d.]+) ", file.read_text()) if file.exists() else None
         reason = f"{str(error).splitlines()[0]}; driver {found[1] if found else 'unknown'}"
-        built = f"torch {torch.__version__} was made for CUDA {torch.version.cuda}"
+        built = f"torch {torch.__version__} was made for CUDA {torch.version.cuda} (13 needs driver 580 or newer)"
         cpu = "for a run on the CPU use DEVICE=cpu bash scripts/setup.sh and set CUDA_VISIBLE_DEVICES= (empty)"
         wrong = f"the driver has {num_gpus} GPUs, but torch cannot use them ({reason})"
         raise ValueError(f"{wrong}: {built}. Update the driver; {cpu}.") from None

@@ -79,7 +79,7 @@ def test_what_a_completion_leaves_behind_does_not_touch_the_next_one(tmp_path):
 
 
 @pytest.mark.parametrize("in_flight", [1, 4])
-def test_a_thousand_gradings_with_one_in_fifty_killing_lose_none(in_flight, tmp_path):
+def test_five_thousand_gradings_with_one_in_fifty_killing_lose_none(in_flight, tmp_path):
     (tmp_path / "my_reward.py").write_text(
         "import os, signal, time\n"
         "def score(completion):\n"
@@ -90,7 +90,8 @@ def test_a_thousand_gradings_with_one_in_fifty_killing_lose_none(in_flight, tmp_
         "    return len(completion)\n"
     )
     wanted = {"1": "error: it ended", "2": "timeout", "3": "error: MemoryError", "4": "error: it ended"}
-    texts = ["1341341342"[i // 50 % 10] if i % 50 == 25 else f"text {i}" for i in range(1000)]
+    count = 5000 if in_flight == 1 else 1000
+    texts = ["1341341342"[i // 50 % 10] if i % 50 == 25 else f"text {i}" for i in range(count)]
     # On a busy machine a worker that has ended is seen a second later.
     pool = start(f"{tmp_path}/my_reward.py:score", num_workers=4, timeout=3.0, in_flight=in_flight)
     for text, outcome in zip(texts, run(pool, texts), strict=True):

@@ -28,7 +28,6 @@ from update import (
     gather_penalties,
     pack_updates,
     with_advantages,
-    work_of_step,
 )
 
 REWARDS = [1.0, 0.0, 0.0, 1.0]
@@ -99,19 +98,15 @@ def test_every_update_has_the_weights_of_its_own_sequences(kind, expected):
     assert [found[b] for b in (0, 2, 3)] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("function", "words"), [
+@pytest.mark.parametrize(("advantage", "words"), [
     (lambda g: g.rewards_PG / 0, "--advantage .*not finite"),
     (lambda g: g.rewards_PG.mean(), r"the shape \[\]; needed .*\[2, 2\] or \[8\]"),
+    (algorithm_of(flags(advantage="maxrl")).advantage, "--advantage maxrl: a reward is -1; it needs rewards"),
 ])  # fmt: skip
-def test_an_advantage_of_ones_own_that_is_not_finite_or_of_another_shape_is_told(function, words):
-    algorithm = replace(algorithm_of(flags(group_size=2)), advantage=function)
+def test_what_an_advantage_refuses_or_returns_wrongly_ends_the_run_with_its_sentence(advantage, words):
+    algorithm = replace(algorithm_of(flags(group_size=2)), advantage=advantage)
     with pytest.raises(RunError, match=words):
-        compute_advantages(graded(), None, algorithm)
-
-
-def test_rewards_that_an_advantage_refuses_end_the_run_with_its_sentence():
-    with pytest.raises(RunError, match="--advantage maxrl: a reward is -1; it needs rewards that are not negative"):
-        compute_advantages(graded([1.0, 0.0, -1.0, 1.0]), None, algorithm_of(flags(group_size=2, advantage="maxrl")))
+        compute_advantages(graded([1.0, 0.0, -1.0, 1.0]), None, algorithm)
 
 
 def test_advantages_reach_their_positions_and_the_whole_penalty_is_taken_off_the_reward_before_the_baseline():
@@ -183,10 +178,6 @@ def test_with_the_samplers_log_probs_as_old_ones_no_pass_is_made_and_the_ratio_i
         assert metrics["policy/approx_kl"] == pytest.approx((sampler_N - own_N).mean().item(), rel=1e-4)
         gap = (own_N.exp() - sampler_N.exp()).abs()
         assert metrics["policy/rollout_gap_mean"] == pytest.approx(gap.mean().item(), rel=1e-4)
-        moved, a_N = own_N.exp() - sampler_N.exp(), batch.advantages_N[chosen]
-        is_left_out = (moved.abs() > 0.2) & (moved * a_N > 0)
-        expected = torch.where(is_left_out, 0.0, -ratio_N.clamp(max=20) * a_N * own_N).mean().item()
-        assert metrics["policy/loss"] == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize(("changes", "expected"), [
@@ -198,10 +189,6 @@ def test_passes_before_an_update_are_counted_and_what_it_computes_itself_is_none
     args, rollout = flags(learning_rate=0, **TWO_UPDATES, **changes), graded_rollout()
     updates = [each for each, _ in train_step(load_policy(policy), args, rollout)]
     assert [each.num_passes for each in updates] == expected * args.num_iterations
-    model, count = load_policy(policy), args.num_iterations
-    work = work_of_step(rollout, rollout, updates[:2], model, count, share_prompts=False)
-    halves = np.split(rollout.sequence_lengths_B, 2)
-    assert work.logprobs_tokens == sum(n * half.sum() for n, half in zip(expected, halves, strict=True))
 
 
 def test_an_update_after_the_first_has_no_bound_on_a_gap_that_it_cannot_know():
@@ -261,13 +248,12 @@ def test_metrics_that_a_loss_returns_only_sometimes_are_told(policy, tmp_path):
 
 
 @pytest.mark.parametrize(("record", "listed"), [
-    (grpo.Tokens(*[torch.zeros(3)] * 6), "advantages, mask, sequence_ids, entropies, ref_logprobs$"),
-    (grpo.Graded(*[torch.zeros(3)] * 4), "rewards_PG, returns_T, .*, parts, .*, turn_rewards_PGK, turns_T$"),
-], ids=["Tokens", "Graded"])  # fmt: skip
+    (grpo.Tokens(*[torch.zeros(3)] * 6), "Tokens has no 'entropy'; it has .*sequence_ids, entropies, ref_logprobs$"),
+    (grpo.Graded(*[torch.zeros(3)] * 4), "Graded has no 'entropy'; it has rewards_PG, .*, parts, .*, turns_T$"),
+])  # fmt: skip
 def test_a_wrong_name_is_answered_with_those_that_there_are(record, listed):
-    with pytest.raises(AttributeError, match=f"^{type(record).__name__} has no 'entropy'; it has .*{listed}"):
+    with pytest.raises(AttributeError, match=listed):
         _ = record.entropy
-    assert vars(copy.deepcopy(record)).keys() == vars(record).keys()
 
 
 def train_step(
@@ -282,12 +268,6 @@ def train_step(
     for i, each in enumerate(updates * plan.num_iterations):
         step = plan.update(2, i)
         yield each, update.update_policy(policy, optimizer, each, algorithm, step, memory, UpdateGuard(ALONE))
-
-
-def test_an_empty_batch_runs_and_has_zero_gradient(policy):
-    model = load_policy(policy)
-    model(pack(make_rollout(), []), 1.0)[0].sum().backward()
-    assert all(p.grad is None or p.grad.eq(0).all() for p in model.parameters())
 
 
 def test_the_logged_learning_rate_is_the_one_that_is_used(policy):

@@ -29,13 +29,6 @@ class Counts:
         return self.lengths
 
 
-class Odd(Counts):
-    """Replies with a role that no template knows."""
-
-    def reply(self, completion):
-        return {"role": "nobody", "content": "?"}
-
-
 class Waits(Counts):
     """An async one, which takes a while; a number as reward."""
 
@@ -53,19 +46,7 @@ class Own(str):
     """A text of a class that only the worker knows."""
 
 
-class Texts(Counts):
-    """Replies with the kind of text that its row names."""
-
-    def __init__(self, row):
-        super().__init__(row)
-        self.kind = row["answer"]
-
-    def reply(self, completion):
-        super().reply(completion)
-        return Own("hello") if self.kind == "own class" else "half \ud800"
-
-
-DEEDS = ("hang", "exit", "raise", "10 MB", "no text", "control tokens")
+DEEDS = ("hang", "exit", "raise", "10 MB", "no text", "surrogate", "control tokens", "own class", "odd role")
 
 
 class Hostile(Counts):
@@ -88,9 +69,18 @@ class Hostile(Counts):
                 return "x" * 10_000_000
             if self.deed == "no text":
                 return sys
+            if self.deed == "surrogate":
+                return "half \ud800"
             if self.deed == "control tokens":
                 return "<eos><user>"
+            if self.deed == "own class":
+                return Own("hello")
+            if self.deed == "odd role":
+                return {"role": "nobody", "content": "?"}
         return reply
+
+    def reward(self):
+        return {"reward": 1.0, Own("x"): 0.5}
 
 
 def add(a: int, b: int) -> int:

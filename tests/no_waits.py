@@ -8,7 +8,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -22,7 +21,6 @@ from inputs.choices import algorithm_of
 from policy import Policy
 
 META = World(rank=0, size=1, tp_size=1, device=torch.device("meta"))
-FROM_NUMBERS = {torch.tensor, torch.as_tensor, Tensor.new_tensor}  # a copy that no dispatcher sees on meta
 COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
 
 
@@ -49,17 +47,6 @@ class NoWaits(TorchDispatchMode):
         return result
 
 
-class NoNumbers(TorchFunctionMode):
-    """Refuses tensors on the device that are made of Python's numbers: those are copied there, too."""
-
-    def __torch_function__(
-        self, function: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None
-    ) -> object:
-        result = function(*args, **(kwargs or {}))
-        assert function not in FROM_NUMBERS or not result.is_meta, f"{function} copies numbers, and the host waits"
-        return result
-
-
 class LoopIsOver(Exception):
     """Raised after the last micro-batch of an update."""
 
@@ -76,10 +63,10 @@ def run_passes(policy: Policy, args: Namespace, rollout: Rollout, monkeypatch: p
 
     monkeypatch.setattr(update, "clip_grad_norm", over)
     step = UpdateStep(index=0, rate=0.0, is_first=False, max_grad_norm=1.0, seed=0)
-    with NoNumbers(), NoWaits(pixels):
+    with NoWaits(pixels):
         for field in ("old_logprobs_N", "ref_logprobs_N"):
             packed = update.logprobs_under(policy, field, packed, algorithm)
-    with NoNumbers(), NoWaits(pixels), pytest.raises(LoopIsOver):
+    with NoWaits(pixels), pytest.raises(LoopIsOver):
         update.update_policy(policy, None, packed, algorithm, step, memory, UpdateGuard(META))
     assert all(parameter.grad is not None for parameter in policy.parameters() if parameter.requires_grad)
     return len(packed.batches)

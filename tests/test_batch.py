@@ -1,7 +1,6 @@
 """Packing: every sequence once, never a micro-batch above the cap, the shift and the mask in the right place."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -72,14 +71,6 @@ def test_completions_that_are_together_share_all_of_their_prompt_but_its_last_to
     }
     assert batch.cost(parity_length=10.0) == pytest.approx(3.9 + (4 + 1.6) + (5 + 2.5) + (3 + 0.9) - 2 * (2 + 0.4))
     assert pack(rollout, [4, 0, 2, 1]).lengths_S == (3, 4, 5, 3)
-
-
-def test_a_prompt_that_ends_with_an_image_is_not_shared():
-    rows = [make_row([1, 2, 3], images=SimpleNamespace(ends_with_image=True))] * 3
-    rollout = rollout_of_groups()
-    batch = pack(replace(rollout, rows=rows + rollout.rows[3:]), list(range(6)), group_size=3)
-    assert batch.segments_S[:3] == (Segment(0, 0, 4), Segment(1, 0, 3), Segment(2, 0, 5))
-    assert batch.segments_S[4:] == (Segment(4, 1, 3, 3), Segment(5, 1, 2, 3))
 
 
 def test_a_sequence_that_is_left_out_of_the_loss_is_packed_but_masked():

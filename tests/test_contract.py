@@ -40,7 +40,6 @@ FP32_LOGITS = ("qwen7b_simplerl_2x8xh100", "qwen25vl72b_lora_8xa100")  # are giv
 ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "llama": "LlamaForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
 }
 

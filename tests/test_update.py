@@ -348,6 +348,6 @@ def test_a_second_pass_takes_its_ratio_against_the_log_probs_from_before_the_fir
     {"share_prompts": True, "entropy_coef": 0.01, "policy_loss": "gspo"},
     {"lora_rank": 4, "lora_dropout": 0.5, "share_prompts": True, "policy_loss": "dppo_kl"},
 ])  # fmt: skip
-def test_the_passes_never_wait_for_the_device(changes, policy, monkeypatch):
+def test_the_passes_never_wait_for_the_device(changes, policy):
     args = flags(model=policy, group_size=4, micro_batch_tokens=40, kl_coef=0.1, **changes)
-    assert run_passes(policy_of(args), args, make_rollout(group_size=4), monkeypatch) > 1
+    assert run_passes(policy_of(args), args, make_rollout(group_size=4)) > 1

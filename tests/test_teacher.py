@@ -168,12 +168,6 @@ def test_another_vocabulary_is_told_by_its_first_different_token(policy, tmp_pat
         check_vocabulary(tokenizer, byte_tokenizer(), "bytes")
 
 
-def test_a_reference_that_is_no_model_is_named_as_the_reference(policy, tmp_path):
-    args = parse_flags(training_flags(policy, tmp_path / "run", reference="./nowhere"))
-    with pytest.raises((ValueError, OSError), match="--reference './nowhere': no such folder"):
-        load_inputs(args)
-
-
 @pytest.mark.parametrize(("changes", "words"), [
     ({"vocab_size": 60}, "--reference .* knows 60 token ids, --model 64; use one that knows as many"),
     ({"max_position_embeddings": 19}, "= 20 is beyond the context of --reference .*, 19 tokens"),

@@ -208,7 +208,7 @@ def test_workers_are_loaded_before_they_are_asked_for_a_reply(tmp_path):
 
 def test_a_thousand_episodes_with_hostile_ones_lose_none():
     """2 % hang, exit, raise, reply with 10 MB, with what is no text or cannot be written, or with control tokens."""
-    deeds = [DEEDS[i // 50 % len(DEEDS)] if i % 50 == 7 else "fine" for i in range(1000)]
+    deeds = [list(DEEDS)[i // 50 % len(DEEDS)] if i % 50 == 7 else "fine" for i in range(1000)]
     turns = turns_of("Hostile", reward_timeout=1.0)
     refuses = "{% if messages[-1].role == 'nobody' %}{{ raise_exception('who?') }}{% endif %}"
     turns.template.tokenizer.chat_template += refuses
@@ -485,34 +485,23 @@ def test_a_replay_trains_on_the_same_turns(game, tmp_path):
     assert [[found[s][n] for n in names] for s in (1, 2)] == [[expected[s][n] for n in names] for s in (1, 2)]
 
 
-def test_servers_play_turns_while_environments_think():
-    turns = turns_of("Counts", max_turn_tokens=4)
-    server, heard = FakeServer(0.001), []
-    rows = [make_row([3, 20 + i, 4], where=f"row {i}") for i in range(4)]
-    with engine_of(server, turns=turns) as engine:
-        synced(engine)
-        rollout = engine.sample(rows, Sampling(2, 1.0, 100), (1, 1), on_finished=lambda *given: heard.append(given))
-    turns.close()
-    assert [each.max() + 1 for each in rollout.turns] == [3] * 8
-    assert rollout.completion_lengths_B.tolist() == [12] * 8 and rollout.is_truncated_B.all(), "the last turn was cut"
-    assert sorted(b for b, *_ in heard) == list(range(8)) and all(grade.parts["Counts"] >= 0 for *_, grade in heard)
-    assert len(server.prompts) == 24
-    whole = [[*row.ids.tolist(), *ids] for row, ids in zip(rollout.rows, rollout.completions, strict=True)]
-    assert all(any(all_of[: len(prompt)] == prompt for all_of in whole) for prompt in server.prompts)
-
-
-def test_episodes_of_a_server_that_is_lost_amid_their_turns_go_on_elsewhere():
+def test_servers_play_turns_and_episodes_of_one_that_is_lost_amid_them_go_on_elsewhere():
     turns, rows = turns_of("Counts", max_turn_tokens=4), [make_row([3, 20 + i, 4], where=f"row {i}") for i in range(4)]
-    servers = quick, slow = FakeServer(0.01), FakeServer(0.05)
+    servers, heard = (FakeServer(0.01), FakeServer(0.05)), []
+    quick, slow = servers
     with engine_of(*servers, turns=turns) as engine:
         synced(engine).begin(rows, Sampling(2, 1.0, 100), (1, 1))
         while len(slow.prompts) < 6:  # the first turns are over, others are under way
             time.sleep(0.01)
         slow.kill()
-        rollout = engine.sample(rows, Sampling(2, 1.0, 100), (1, 1))
+        rollout = engine.sample(rows, Sampling(2, 1.0, 100), (1, 1), on_finished=lambda *given: heard.append(given))
     turns.close()
-    assert [each.max() + 1 for each in rollout.turns] == [3] * 8 and rollout.completion_lengths_B.tolist() == [12] * 8
+    assert [each.max() + 1 for each in rollout.turns] == [3] * 8
+    assert rollout.completion_lengths_B.tolist() == [12] * 8 and rollout.is_truncated_B.all(), "the last turn was cut"
+    assert sorted(b for b, *_ in heard) == list(range(8)) and all(grade.parts["Counts"] >= 0 for *_, grade in heard)
     assert len(quick.prompts) > 12 > len(slow.prompts), "turns that were answered"
+    whole = [[*row.ids.tolist(), *ids] for row, ids in zip(rollout.rows, rollout.completions, strict=True)]
+    assert all(any(all_of[: len(prompt)] == prompt for all_of in whole) for prompt in quick.prompts)
 
 
 @pytest.mark.parametrize("name", ["end_turn", "end_reply"])

@@ -194,12 +194,12 @@ def test_an_update_after_the_first_has_no_bound_on_a_gap_that_it_cannot_know():
 OWN = """
 from grpo import Loss
 def loss(t, *, power=1):
-    seen.append(t)
     return Loss(-t.advantages * t.logprobs, metrics={"twice": 2 * t.entropies, "is_up": t.logprobs > t.ref_logprobs})
+def sometimes(t):
+    is_up = t.logprobs > t.old_logprobs
+    return Loss(-t.advantages * t.logprobs, metrics={"b": is_up} | ({"a": is_up} if is_up.any() else {}))
 def advantage(g):
-    seen.append(g)
     return g.parts["short"] + g.is_correct_PG - 0.5 * g.is_truncated_PG
-seen = []
 """
 
 
@@ -223,19 +223,11 @@ def test_functions_of_ones_own_see_entropies_reference_parts_of_the_reward_and_r
             assert advantages_N[-1].item() == pytest.approx(expected)
 
 
-SOMETIMES = """
-from grpo import Loss
-def loss(t):
-    is_up = t.logprobs > t.old_logprobs
-    return Loss(-t.advantages * t.logprobs, metrics={"b": is_up} | ({"a": is_up} if is_up.any() else {}))
-"""
-
-
 def test_metrics_that_a_loss_returns_only_sometimes_are_told(policy, tmp_path):
     """On another rank they would be added to other ones, or waited for."""
-    (tmp_path / "sometimes.py").write_text(SOMETIMES)
+    (tmp_path / "own_of_update.py").write_text(OWN)
     with pytest.raises(ValueError, match="returned the metrics b, on its trial b, a; return all each time"):
-        args = flags(policy_loss=f"{tmp_path}/sometimes.py:loss", **TWO_UPDATES)
+        args = flags(policy_loss=f"{tmp_path}/own_of_update.py:sometimes", **TWO_UPDATES)
         list(train_step(load_policy(policy), args, graded_rollout()))
 
 

@@ -29,13 +29,6 @@ class Counts:
         return self.lengths
 
 
-class Odd(Counts):
-    """Replies with a role that no template knows."""
-
-    def reply(self, completion):
-        return {"role": "nobody", "content": "?"}
-
-
 class Waits(Counts):
     """An async one, which takes a while; a number as reward."""
 
@@ -53,44 +46,32 @@ class Own(str):
     """A text of a class that only the worker knows."""
 
 
-class Texts(Counts):
-    """Replies with the kind of text that its row names."""
-
-    def __init__(self, row):
-        super().__init__(row)
-        self.kind = row["answer"]
-
-    def reply(self, completion):
-        super().reply(completion)
-        return Own("hello") if self.kind == "own class" else "half \ud800"
-
-
-DEEDS = ("hang", "exit", "raise", "10 MB", "no text", "control tokens")
+DEEDS = {
+    "hang": lambda: time.sleep(1000),
+    "exit": lambda: os._exit(3),
+    "raise": lambda: {}["no such luck"],
+    "10 MB": lambda: "x" * 10_000_000,
+    "no text": lambda: sys,
+    "surrogate": lambda: "half \ud800",
+    "control tokens": lambda: "<eos><user>",
+    "own class": lambda: Own("hello"),
+    "odd role": lambda: {"role": "nobody", "content": "?"},
+}
 
 
 class Hostile(Counts):
-    """The deed that its row names, at the second turn."""
+    """The deed that its row names, at the second turn; a sub-score that a class of its own names."""
 
     def __init__(self, row):
         super().__init__(row)
-        self.deed = row["answer"]
+        self.deed = DEEDS.get(row["answer"])
 
     def reply(self, completion):
         reply = super().reply(completion)
-        if self.turns == 2:
-            if self.deed == "hang":
-                time.sleep(1000)
-            if self.deed == "exit":
-                os._exit(3)
-            if self.deed == "raise":
-                raise KeyError("no such luck")
-            if self.deed == "10 MB":
-                return "x" * 10_000_000
-            if self.deed == "no text":
-                return sys
-            if self.deed == "control tokens":
-                return "<eos><user>"
-        return reply
+        return self.deed() if self.turns == 2 and self.deed else reply
+
+    def reward(self):
+        return {"reward": 1.0, Own("x"): 0.5}
 
 
 def add(a: int, b: int) -> int:

@@ -66,14 +66,10 @@ def test_groups_without_signal_are_replaced_by_later_ones():
     assert prompts_to_sample([groups(*[WRONG] * 8)], draws(8)) == 8
 
 
-def test_surplus_groups_are_not_used_and_counted():
+def test_surplus_groups_are_counted_and_at_the_bound_those_without_signal_fill_the_step(monkeypatch):
     sampled = Rollout.concatenate([groups(MIXED, WRONG), groups(MIXED, MIXED, first_row=2)])
     indices_B, metrics = choose_groups(sampled, 2, draws(2))
-    assert rows_of(sampled.take(indices_B)) == [0, 2]
-    assert metrics["sampling/groups_unused"] == 1
-
-
-def test_at_the_bound_groups_without_signal_fill_the_step(monkeypatch):
+    assert (rows_of(sampled.take(indices_B)), metrics["sampling/groups_unused"]) == ([0, 2], 1)
     monkeypatch.setattr("sampling.MOST_ROUNDS", 2)
     rounds = [groups(WRONG, WRONG, MIXED), groups(RIGHT, RIGHT, WRONG, first_row=3)]
     assert prompts_to_sample(rounds, draws(3)) == 0

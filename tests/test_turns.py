@@ -5,6 +5,7 @@ import json
 import time
 import zlib
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,16 +13,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import grpo
 from batch import Rollout, pack
 from data import check_template, render, tool_schemas
-from episodes import DEEDS, Own
+from episodes import DEEDS
 from fake_server import FakeServer, engine_of, synced
 from flags import Grading, PromptFormat, Sampling, Turning
 from generation.completion import Completion
 from grading import Grade
 from grading.episode import Handler, Turn
-from grading.own import load_function, read_reward
+from grading.own import load_function
 from grading.tools import Toolbox, read_calls
 from guards.start import RunError
 from helpers import (
@@ -43,7 +43,6 @@ from helpers import (
 from inputs.choices import algorithm_of
 from policies import load_policy
 from reporting.samples import UNKNOWN, pack_samples
-from reward import Grader, RewardFailed
 from turns import Episode, Template, Turns
 from update import compute_advantages
 from warm_start import build_tokenizer
@@ -73,37 +72,34 @@ def turns_of(environment: str | None, tools: str | None = None, num_workers: int
 # The chat template --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("role", "said"), [("user", "[end]\n[user]{}[end]\n[assistant]"),
-                                            ("tool", "[end]\n[user]<tool>{}</tool>[end]\n[assistant]")])  # fmt: skip
-def test_a_reply_is_what_the_template_writes_between_two_turns(role, said):
+STRIPS = QWEN.replace("m.content }}[end]", "m.content | trim }} <eos>").replace(
+    "{{ m.content }}</tool>", "{{ m.content | tojson }}</tool>"
+)
+
+
+@pytest.mark.parametrize(("template", "messages", "said"), [
+    (QWEN, [("user", "up")], "[end]\n[user]up[end]\n[assistant]"),
+    (QWEN, [("tool", "up")], "[end]\n[user]<tool>up</tool>[end]\n[assistant]"),
+    # Llama 3 and Gemma strip contents, Llama 3 writes those of tools as JSON, Llama 2 a space before the end.
+    (
+        STRIPS, [("user", " up\n"), ("tool", 'a"b')],
+        ' <eos>\n[user]up <eos>\n[user]<tool>"a\\"b"</tool>[end]\n[assistant]',
+    ),
+])  # fmt: skip
+def test_a_reply_is_what_the_template_writes_between_two_turns_and_the_end_of_a_turn_once(template, messages, said):
     tokenizer = build_tokenizer()
-    tokenizer.chat_template = QWEN
-    ids, text = Template(PromptFormat(), tokenizer).suffix([{"role": role, "content": "up"}], None)
-    assert text == said.format("up")
-    assert ids == tokenizer(text, add_special_tokens=False)["input_ids"]
+    tokenizer.chat_template = template
+    messages = [{"role": role, "content": content} for role, content in messages]
+    for last_id, rest in ((None, said), (tokenizer.eos_token_id, said.partition("<eos>")[2] or said)):
+        ids, text = Template(PromptFormat(), tokenizer).suffix(messages, last_id)
+        assert (text, ids) == (said, tokenizer(rest, add_special_tokens=False)["input_ids"])
 
 
-def test_the_end_of_a_turn_is_written_once_and_what_looks_like_a_special_token_is_text():
+def test_what_looks_like_a_special_token_in_a_reply_is_text():
     template, eos = Template(PromptFormat(), TOKENIZER), TOKENIZER.eos_token_id
-    message = [{"role": "user", "content": "<eos>a"}]
-    ids, text = template.suffix(message, eos)
-    assert template.suffix(message, None)[0] == [eos, *ids]  # a turn that was cut has no end yet
+    ids, text = template.suffix([{"role": "user", "content": "<eos>a"}], eos)
     assert text == "<eos><user><eos>a<assistant>" and ids.count(eos) == 0
     assert TOKENIZER.decode(ids) == "<user><eos>a<assistant>"
-
-
-def test_a_content_is_written_as_the_template_writes_it_and_the_end_of_a_turn_once_also_after_a_space():
-    """Llama 3 and Gemma strip contents, Llama 3 writes those of tools as JSON, Llama 2 a space before the end."""
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = QWEN.replace("m.content }}[end]", "m.content | trim }} <eos>").replace(
-        "{{ m.content }}</tool>", "{{ m.content | tojson }}</tool>"
-    )
-    template, eos = Template(PromptFormat(), tokenizer), tokenizer.eos_token_id
-    messages = [{"role": "user", "content": " up\n"}, {"role": "tool", "content": 'a"b'}]
-    ids, text = template.suffix(messages, eos)
-    assert text == ' <eos>\n[user]up <eos>\n[user]<tool>"a\\"b"</tool>[end]\n[assistant]'
-    assert ids == tokenizer(text.partition("<eos>")[2], add_special_tokens=False)["input_ids"]
-    assert tokenizer(text, add_special_tokens=False)["input_ids"] == template.suffix(messages, None)[0]
 
 
 @pytest.mark.parametrize(("template", "said"), [
@@ -124,12 +120,6 @@ def test_a_template_that_drops_earlier_thoughts_is_told():
     tokenizer.chat_template = QWEN.replace("{{ m.content }}[end]", "{{ m.content.split('</think>')[-1] }}[end]")
     assert Template(PromptFormat(), tokenizer).drops_thoughts
     assert not Template(PromptFormat(), TOKENIZER).drops_thoughts
-    tokenizer.chat_template = tokenizer.chat_template.replace(  # Qwen3 keeps those that tools have answered
-        "m.content.split('</think>')[-1]",
-        "m.content if messages[-1].role == 'tool' else m.content.split('</think>')[-1]",
-    )
-    assert Template(PromptFormat(), tokenizer).drops_thoughts
-    assert not Template(PromptFormat(tools=f"{FILE}:add"), tokenizer).drops_thoughts
 
 
 # Episodes, without a model --------------------------------------------------------------------------------------------
@@ -191,37 +181,21 @@ def test_an_episode_has_the_tokens_as_they_were_sampled_and_the_replies_between_
     assert episode.said.count("<user>turn") == 2 and episode.said.startswith(episode.turns[0])
 
 
-@pytest.mark.parametrize(("limit", "turn_limit", "turns", "reason"), [
-    (200, None, 3, "stop"),
-    (200, 2, 3, "length"),  # each turn is cut, and the last one, too
-    (11, None, 1, "length"),  # the reply fits, but no token after it
-    (12, None, 2, "length"),
-    (3, None, 1, "length"),
+@pytest.mark.parametrize(("environment", "limit", "turn_limit", "turns", "reason"), [
+    ("Counts", 200, None, 3, "stop"),
+    ("Counts", 200, 2, 3, "length"),  # each turn is cut, and the last one, too
+    ("Counts", 11, None, 1, "length"),  # the reply fits, but no token after it
+    ("Counts", 12, None, 2, "length"),
+    ("Counts", 3, None, 1, "length"),
+    ("Once", 3, None, 1, "stop"),  # it is over when there is no room left
 ])  # fmt: skip
-def test_limits_end_an_episode_as_truncated(limit, turn_limit, turns, reason):
-    of_turns = turns_of("Counts", max_turn_tokens=turn_limit)
+def test_limits_end_an_episode_as_truncated(environment, limit, turn_limit, turns, reason):
+    of_turns = turns_of(environment, max_turn_tokens=turn_limit)
     (episode,) = played(of_turns, [make_row([3, 20, 4])], Sampling(1, 1.0, limit))
     assert (len(episode.turns), episode.finish_reason) == (turns, reason)
     assert len(episode.token_ids) <= limit
-    assert list(episode.grade.parts) == ["Counts", *(f"turn_{k + 1}" for k in range(turns))]
-
-
-def test_an_episode_that_is_over_when_there_is_no_room_left_is_not_truncated():
-    (episode,) = played(turns_of("Once"), [make_row([3, 20, 4])], Sampling(1, 1.0, 3))
-    assert (len(episode.token_ids), episode.finish_reason) == (3, "stop")
-
-
-def test_a_column_called_answer_is_told_also_where_answers_are_not_read():
-    rows = [make_row([3, 20, 4], columns={"answer": "fine"}), make_row([3, 20, 4], answer="raise")]
-    fine, raised = played(turns_of("Hostile"), rows)
-    assert fine.grade.status == "ok" and "no such luck" in raised.grade.status
-
-
-def test_texts_of_a_class_of_the_users_and_half_a_surrogate_lose_no_episode():
-    rows = [make_row([3, 20, 4], answer=kind) for kind in ("own class", "surrogate")]
-    own, surrogate = played(turns_of("Texts"), rows)
-    assert own.said.count("<user>hello") == 2 and own.grade.status == "ok"
-    assert surrogate.grade.status.startswith("error: WrongReturn: Texts.reply returned 'half \\ud800'")
+    rewarded = ["Counts", *(f"turn_{k + 1}" for k in range(turns))]
+    assert episode.grade is None if environment == "Once" else list(episode.grade.parts) == rewarded
 
 
 def test_workers_are_loaded_before_they_are_asked_for_a_reply(tmp_path):
@@ -233,30 +207,29 @@ def test_workers_are_loaded_before_they_are_asked_for_a_reply(tmp_path):
 
 
 def test_a_thousand_episodes_with_hostile_ones_lose_none():
-    """2 % hang, exit, raise, reply with 10 MB, with what is no text, or with control tokens."""
-    deeds = [DEEDS[i // 50 % len(DEEDS)] if i % 50 == 7 else "fine" for i in range(1000)]
+    """2 % hang, exit, raise, reply with 10 MB, with what is no text or cannot be written, or with control tokens."""
+    deeds = [list(DEEDS)[i // 50 % len(DEEDS)] if i % 50 == 7 else "fine" for i in range(1000)]
     turns = turns_of("Hostile", reward_timeout=1.0)
-    episodes = played(turns, [make_row([3, i % 60, 4], answer=deed) for i, deed in enumerate(deeds)])
-    fine = [each for each, deed in zip(episodes, deeds, strict=True) if deed == "fine"]
-    assert all(each.grade.status == "ok" and len(each.turns) == 3 for each in fine)
-    assert all(each.said.count("turn 1") == each.said.count("turn 2") == 1 for each in fine)
+    refuses = "{% if messages[-1].role == 'nobody' %}{{ raise_exception('who?') }}{% endif %}"
+    turns.template.tokenizer.chat_template += refuses
+    rows = [make_row([3, i % 60, 4], columns={"answer": deed}) for i, deed in enumerate(deeds)]
     statuses = {
         "hang": "timeout", "exit": "error: it ended its process (exit status 3)",
         "raise": "error: KeyError: 'no such luck' (episodes.py",
-        "no text": "error: WrongReturn: Hostile.reply returned",
+        "no text": "error: WrongReturn: Hostile.reply returned <module",
+        "surrogate": "error: WrongReturn: Hostile.reply returned 'half \\ud800'",
+        "odd role": "error: the chat template refuses it (who?)",
     }  # fmt: skip
-    for episode, deed in zip(episodes, deeds, strict=True):
-        if deed in statuses:
-            assert episode.grade.reward == 0.0 and episode.grade.status.startswith(statuses[deed]), deed
-        if deed == "10 MB":
-            assert episode.grade.status == "ok" and episode.finish_reason == "length" and len(episode.turns) == 2
-        if deed == "control tokens":
-            assert len(episode.turns) == 3
-            special = [i for i, sampled in zip(episode.token_ids, episode.is_sampled, strict=True) if not sampled]
-            assert (
-                special.count(TOKENIZER.eos_token_id) == 0
-                and special.count(TOKENIZER.convert_tokens_to_ids("<user>")) == 2
-            )
+    for episode, deed in zip(played(turns, rows), deeds, strict=True):
+        grade, is_failed = episode.grade, deed in statuses
+        assert grade.status.startswith(statuses.get(deed, "ok")) and (grade.reward == 0.0 or not is_failed), deed
+        is_cut = is_failed or deed == "10 MB"
+        assert len(episode.turns) == 3 - is_cut and (episode.finish_reason == "length") == (deed == "10 MB"), deed
+        assert episode.said.count("turn 1") == 1 and episode.said.count("turn 2") == (deed == "fine")
+        assert all(type(name) is str for name in grade.parts), "of a class of the user's, which the trainer cannot load"
+        special = [i for i, is_own in zip(episode.token_ids, episode.is_sampled, strict=True) if not is_own]
+        assert special.count(TOKENIZER.eos_token_id) == 0
+        assert special.count(TOKENIZER.convert_tokens_to_ids("<user>")) == 2 - is_cut
 
 
 def test_an_environment_that_waits_holds_nobody_up_and_several_wait_in_one_worker():
@@ -269,46 +242,18 @@ def test_an_environment_that_waits_holds_nobody_up_and_several_wait_in_one_worke
 
 def test_replies_enter_the_engine_at_the_same_step_whatever_they_take():
     asked = []
-    for seconds in (0.0, 0.1):
+    for seconds in (0.0, 0.05):
         turns, engine = turns_of("Counts"), StubEngine()
-        take_from = turns.environments.take
-        if seconds:
-            turns.environments.take = lambda wait, take_from=take_from: time.sleep(0.05) or take_from(wait)
+        take, delay = turns.environments.take, partial(time.sleep, seconds)
+        turns.environments.take = lambda wait, take=take, delay=delay: delay() or take(wait)
         played(turns, [make_row([3, i, 4]) for i in range(20)], engine=engine)
         asked.append([(row.ids.tolist(), so_far) for row, so_far, _ in engine.asked])
     assert asked[0] == asked[1]
 
 
-def test_a_message_that_the_template_refuses_ends_its_episode_with_the_reason():
-    turns = turns_of("Odd")
-    turns.template.tokenizer.chat_template = QWEN.replace(
-        "{% if m.role == 'tool' %}",
-        "{% if m.role == 'nobody' %}{{ raise_exception('who?') }}{% elif m.role == 'tool' %}",
-    )
-    (episode,) = played(turns, [make_row([3, 20, 4])])
-    assert (episode.grade.reward, len(episode.turns)) == (0.0, 1)
-    assert episode.grade.is_failed and "the chat template refuses it (who?)" in episode.grade.status
-
-
-@pytest.mark.parametrize(("environment", "said"), [
-    ("NoReply", "NoReply has no method reply"), ("Nobody", "no function 'Nobody'"),
-])  # fmt: skip
-def test_a_class_that_is_no_environment_is_refused_at_the_start(environment, said):
-    with pytest.raises(ValueError, match=f"--environment {FILE}:{environment}: .*{said}"):
-        turns_of(environment)
-
-
-def test_an_environment_that_fails_in_all_of_the_first_episodes_is_named():
-    grader = Grader(Grading("none"), num_workers=1)
-    on_finished = grader.submit_to([make_row([3])], Sampling(1, 1.0, 8))
-    on_finished(0, "", [7], False, Grade(0.0, "error: KeyError: 'x' (my_env.py, line 3)"))
-    with pytest.raises(RewardFailed, match="--environment: not one of the first 1 .* KeyError: 'x' .my_env.py"):
-        grader.collect_from_ranks()
-
-
-def test_a_sub_score_may_be_named_by_a_class_of_the_users():
-    (name,) = read_reward({"reward": 1.0, Own("x"): 0.5}, "f")[1]
-    assert type(name) is str, "the trainer cannot load that class"
+def test_a_class_that_is_no_environment_is_refused_at_the_start():
+    with pytest.raises(ValueError, match=f"--environment {FILE}:NoReply: .*NoReply has no method reply"):
+        turns_of("NoReply")
 
 
 # Tools ----------------------------------------------------------------------------------------------------------------
@@ -464,8 +409,6 @@ def test_rewards_of_turns_become_returns_to_go_and_mt_grpo_compares_each_turn():
     mixed = replace(rollout, grades=[rollout.grades[0], make_grade(1.0)])
     with pytest.raises(RunError, match="mt_grpo needs an --environment whose reward"):
         compute_advantages(mixed, None, algorithm_of(given))
-    with pytest.raises(ValueError, match="mt_grpo needs an --environment whose reward"):
-        grpo.mt_grpo(grpo.Graded(*[torch.zeros(2)] * 4), advantage_ddof=1, advantage_eps=0.0)
 
 
 # Whole runs -----------------------------------------------------------------------------------------------------------
@@ -542,34 +485,23 @@ def test_a_replay_trains_on_the_same_turns(game, tmp_path):
     assert [[found[s][n] for n in names] for s in (1, 2)] == [[expected[s][n] for n in names] for s in (1, 2)]
 
 
-def test_servers_play_turns_while_environments_think():
-    turns = turns_of("Counts", max_turn_tokens=4)
-    server, heard = FakeServer(0.001), []
-    rows = [make_row([3, 20 + i, 4], where=f"row {i}") for i in range(4)]
-    with engine_of(server, turns=turns) as engine:
-        synced(engine)
-        rollout = engine.sample(rows, Sampling(2, 1.0, 100), (1, 1), on_finished=lambda *given: heard.append(given))
-    turns.close()
-    assert [each.max() + 1 for each in rollout.turns] == [3] * 8
-    assert rollout.completion_lengths_B.tolist() == [12] * 8 and rollout.is_truncated_B.all(), "the last turn was cut"
-    assert sorted(b for b, *_ in heard) == list(range(8)) and all(grade.parts["Counts"] >= 0 for *_, grade in heard)
-    assert len(server.prompts) == 24
-    whole = [[*row.ids.tolist(), *ids] for row, ids in zip(rollout.rows, rollout.completions, strict=True)]
-    assert all(any(all_of[: len(prompt)] == prompt for all_of in whole) for prompt in server.prompts)
-
-
-def test_episodes_of_a_server_that_is_lost_amid_their_turns_go_on_elsewhere():
+def test_servers_play_turns_and_episodes_of_one_that_is_lost_amid_them_go_on_elsewhere():
     turns, rows = turns_of("Counts", max_turn_tokens=4), [make_row([3, 20 + i, 4], where=f"row {i}") for i in range(4)]
-    servers = quick, slow = FakeServer(0.01), FakeServer(0.05)
+    servers, heard = (FakeServer(0.01), FakeServer(0.05)), []
+    quick, slow = servers
     with engine_of(*servers, turns=turns) as engine:
         synced(engine).begin(rows, Sampling(2, 1.0, 100), (1, 1))
         while len(slow.prompts) < 6:  # the first turns are over, others are under way
             time.sleep(0.01)
         slow.kill()
-        rollout = engine.sample(rows, Sampling(2, 1.0, 100), (1, 1))
+        rollout = engine.sample(rows, Sampling(2, 1.0, 100), (1, 1), on_finished=lambda *given: heard.append(given))
     turns.close()
-    assert [each.max() + 1 for each in rollout.turns] == [3] * 8 and rollout.completion_lengths_B.tolist() == [12] * 8
+    assert [each.max() + 1 for each in rollout.turns] == [3] * 8
+    assert rollout.completion_lengths_B.tolist() == [12] * 8 and rollout.is_truncated_B.all(), "the last turn was cut"
+    assert sorted(b for b, *_ in heard) == list(range(8)) and all(grade.parts["Counts"] >= 0 for *_, grade in heard)
     assert len(quick.prompts) > 12 > len(slow.prompts), "turns that were answered"
+    whole = [[*row.ids.tolist(), *ids] for row, ids in zip(rollout.rows, rollout.completions, strict=True)]
+    assert all(any(all_of[: len(prompt)] == prompt for all_of in whole) for prompt in quick.prompts)
 
 
 @pytest.mark.parametrize("name", ["end_turn", "end_reply"])

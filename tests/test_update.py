@@ -19,7 +19,7 @@ from guards.start import RunError
 from guards.updates import UpdateGuard
 from helpers import ALONE, RAGGED, flags, make_grade, make_rollout, train_once, unpacked_logprobs
 from inputs.choices import algorithm_of
-from no_waits import NoNumbers, NoWaits, run_passes
+from no_waits import run_passes
 from policies import load_policy, policy_of
 from policy import Policy
 from update import (
@@ -28,7 +28,6 @@ from update import (
     gather_penalties,
     pack_updates,
     with_advantages,
-    work_of_step,
 )
 
 REWARDS = [1.0, 0.0, 0.0, 1.0]
@@ -50,20 +49,12 @@ def whitened(values: list[float]) -> list[float]:
     return ((np.array(values) - np.mean(values)) / (np.std(values, ddof=1) + 1e-6)).tolist()
 
 
-def test_an_advantage_of_groups_is_the_same_at_every_token_after_a_kl_penalty_was_taken_off_the_reward():
-    assert advantages_of("dr_grpo") == [[0.5, 0.5], [-0.5], [-0.5, -0.5, -0.5], [0.5, 0.5]]
-    found = advantages_of("dr_grpo", PENALTIES)  # rewards 1 - 0.3, 0 - 0.3, 0 - 0.2 and 1 - 0.6
-    assert sum(found, []) == pytest.approx([0.5] * 2 + [-0.5] + [-0.3] * 3 + [0.3] * 2, abs=1e-6)
-
-
-def test_reinforce_plus_plus_standardises_returns_over_all_tokens_and_its_variant_takes_the_group_mean_off_first():
+def test_reinforce_plus_plus_standardises_returns_over_all_tokens():
     found = advantages_of("reinforce++")
     assert sum(found, []) == pytest.approx(whitened([1.0] * 2 + [0.0] + [0.0] * 3 + [1.0] * 2), abs=1e-5)
     found = advantages_of("reinforce++", PENALTIES)
     returns = [1 - 0.3, 1 - 0.2, 0 - 0.3, 0 - 0.2, 0 - 0.2, 0 - 0.1, 1 - 0.6, 1 - 0.4]
     assert sum(found, []) == pytest.approx(whitened(returns), abs=1e-5)
-    found = advantages_of("reinforce++_baseline", grades=graded([3.0, 1.0, 0.5, 0.0]).grades)
-    assert sum(found, []) == pytest.approx(whitened([1.0] * 2 + [-1.0] + [0.25] * 3 + [-0.25] * 2), abs=1e-5)
 
 
 def test_what_is_left_out_of_the_loss_does_not_enter_the_statistics_of_tokens():
@@ -99,19 +90,15 @@ def test_every_update_has_the_weights_of_its_own_sequences(kind, expected):
     assert [found[b] for b in (0, 2, 3)] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("function", "words"), [
+@pytest.mark.parametrize(("advantage", "words"), [
     (lambda g: g.rewards_PG / 0, "--advantage .*not finite"),
     (lambda g: g.rewards_PG.mean(), r"the shape \[\]; needed .*\[2, 2\] or \[8\]"),
+    (algorithm_of(flags(advantage="maxrl")).advantage, "--advantage maxrl: a reward is -1; it needs rewards"),
 ])  # fmt: skip
-def test_an_advantage_of_ones_own_that_is_not_finite_or_of_another_shape_is_told(function, words):
-    algorithm = replace(algorithm_of(flags(group_size=2)), advantage=function)
+def test_what_an_advantage_refuses_or_returns_wrongly_ends_the_run_with_its_sentence(advantage, words):
+    algorithm = replace(algorithm_of(flags(group_size=2)), advantage=advantage)
     with pytest.raises(RunError, match=words):
-        compute_advantages(graded(), None, algorithm)
-
-
-def test_rewards_that_an_advantage_refuses_end_the_run_with_its_sentence():
-    with pytest.raises(RunError, match="--advantage maxrl: a reward is -1; it needs rewards that are not negative"):
-        compute_advantages(graded([1.0, 0.0, -1.0, 1.0]), None, algorithm_of(flags(group_size=2, advantage="maxrl")))
+        compute_advantages(graded([1.0, 0.0, -1.0, 1.0]), None, algorithm)
 
 
 def test_advantages_reach_their_positions_and_the_whole_penalty_is_taken_off_the_reward_before_the_baseline():
@@ -183,10 +170,6 @@ def test_with_the_samplers_log_probs_as_old_ones_no_pass_is_made_and_the_ratio_i
         assert metrics["policy/approx_kl"] == pytest.approx((sampler_N - own_N).mean().item(), rel=1e-4)
         gap = (own_N.exp() - sampler_N.exp()).abs()
         assert metrics["policy/rollout_gap_mean"] == pytest.approx(gap.mean().item(), rel=1e-4)
-        moved, a_N = own_N.exp() - sampler_N.exp(), batch.advantages_N[chosen]
-        is_left_out = (moved.abs() > 0.2) & (moved * a_N > 0)
-        expected = torch.where(is_left_out, 0.0, -ratio_N.clamp(max=20) * a_N * own_N).mean().item()
-        assert metrics["policy/loss"] == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize(("changes", "expected"), [
@@ -198,10 +181,6 @@ def test_passes_before_an_update_are_counted_and_what_it_computes_itself_is_none
     args, rollout = flags(learning_rate=0, **TWO_UPDATES, **changes), graded_rollout()
     updates = [each for each, _ in train_step(load_policy(policy), args, rollout)]
     assert [each.num_passes for each in updates] == expected * args.num_iterations
-    model, count = load_policy(policy), args.num_iterations
-    work = work_of_step(rollout, rollout, updates[:2], model, count, share_prompts=False)
-    halves = np.split(rollout.sequence_lengths_B, 2)
-    assert work.logprobs_tokens == sum(n * half.sum() for n, half in zip(expected, halves, strict=True))
 
 
 def test_an_update_after_the_first_has_no_bound_on_a_gap_that_it_cannot_know():
@@ -215,12 +194,12 @@ def test_an_update_after_the_first_has_no_bound_on_a_gap_that_it_cannot_know():
 OWN = """
 from grpo import Loss
 def loss(t, *, power=1):
-    seen.append(t)
     return Loss(-t.advantages * t.logprobs, metrics={"twice": 2 * t.entropies, "is_up": t.logprobs > t.ref_logprobs})
+def sometimes(t):
+    is_up = t.logprobs > t.old_logprobs
+    return Loss(-t.advantages * t.logprobs, metrics={"b": is_up} | ({"a": is_up} if is_up.any() else {}))
 def advantage(g):
-    seen.append(g)
     return g.parts["short"] + g.is_correct_PG - 0.5 * g.is_truncated_PG
-seen = []
 """
 
 
@@ -244,30 +223,21 @@ def test_functions_of_ones_own_see_entropies_reference_parts_of_the_reward_and_r
             assert advantages_N[-1].item() == pytest.approx(expected)
 
 
-SOMETIMES = """
-from grpo import Loss
-def loss(t):
-    is_up = t.logprobs > t.old_logprobs
-    return Loss(-t.advantages * t.logprobs, metrics={"b": is_up} | ({"a": is_up} if is_up.any() else {}))
-"""
-
-
 def test_metrics_that_a_loss_returns_only_sometimes_are_told(policy, tmp_path):
     """On another rank they would be added to other ones, or waited for."""
-    (tmp_path / "sometimes.py").write_text(SOMETIMES)
+    (tmp_path / "own_of_update.py").write_text(OWN)
     with pytest.raises(ValueError, match="returned the metrics b, on its trial b, a; return all each time"):
-        args = flags(policy_loss=f"{tmp_path}/sometimes.py:loss", **TWO_UPDATES)
+        args = flags(policy_loss=f"{tmp_path}/own_of_update.py:sometimes", **TWO_UPDATES)
         list(train_step(load_policy(policy), args, graded_rollout()))
 
 
 @pytest.mark.parametrize(("record", "listed"), [
-    (grpo.Tokens(*[torch.zeros(3)] * 6), "advantages, mask, sequence_ids, entropies, ref_logprobs$"),
-    (grpo.Graded(*[torch.zeros(3)] * 4), "rewards_PG, returns_T, .*, parts, .*, turn_rewards_PGK, turns_T$"),
-], ids=["Tokens", "Graded"])  # fmt: skip
+    (grpo.Tokens(*[torch.zeros(3)] * 6), "Tokens has no 'entropy'; it has .*sequence_ids, entropies, ref_logprobs$"),
+    (grpo.Graded(*[torch.zeros(3)] * 4), "Graded has no 'entropy'; it has rewards_PG, .*, parts, .*, turns_T$"),
+])  # fmt: skip
 def test_a_wrong_name_is_answered_with_those_that_there_are(record, listed):
-    with pytest.raises(AttributeError, match=f"^{type(record).__name__} has no 'entropy'; it has .*{listed}"):
+    with pytest.raises(AttributeError, match=listed):
         _ = record.entropy
-    assert vars(copy.deepcopy(record)).keys() == vars(record).keys()
 
 
 def train_step(
@@ -282,12 +252,6 @@ def train_step(
     for i, each in enumerate(updates * plan.num_iterations):
         step = plan.update(2, i)
         yield each, update.update_policy(policy, optimizer, each, algorithm, step, memory, UpdateGuard(ALONE))
-
-
-def test_an_empty_batch_runs_and_has_zero_gradient(policy):
-    model = load_policy(policy)
-    model(pack(make_rollout(), []), 1.0)[0].sum().backward()
-    assert all(p.grad is None or p.grad.eq(0).all() for p in model.parameters())
 
 
 def test_the_logged_learning_rate_is_the_one_that_is_used(policy):
@@ -372,24 +336,10 @@ def test_a_second_pass_takes_its_ratio_against_the_log_probs_from_before_the_fir
 
 
 @pytest.mark.parametrize("changes", [
-    {"gradient_checkpointing": True},
-    {"share_prompts": True, "entropy_coef": 0.01},
-    {"lora_rank": 4, "lora_dropout": 0.5, "share_prompts": True},
+    {"gradient_checkpointing": True, "rollout_correction": "sequence_truncate"},
+    {"share_prompts": True, "entropy_coef": 0.01, "policy_loss": "gspo"},
+    {"lora_rank": 4, "lora_dropout": 0.5, "share_prompts": True, "policy_loss": "dppo_kl"},
 ])  # fmt: skip
-def test_the_passes_never_wait_for_the_device(changes, policy, monkeypatch):
+def test_the_passes_never_wait_for_the_device(changes, policy):
     args = flags(model=policy, group_size=4, micro_batch_tokens=40, kl_coef=0.1, **changes)
-    assert run_passes(policy_of(args), args, make_rollout(group_size=4), monkeypatch) > 1
-
-
-CHOICES = {"policy_loss": grpo.LOSSES, "rollout_correction": grpo.CORRECTIONS, "kl_estimator": grpo.KL}
-
-
-@pytest.mark.parametrize(("flag", "name"), [(flag, name) for flag, names in CHOICES.items() for name in names])
-def test_no_term_of_the_loss_waits_for_the_device(flag, name):
-    algorithm = algorithm_of(flags(kl_coef=0.1, **{flag: name}))
-    logprobs_N = torch.randn(11, device="meta", requires_grad=True)
-    known = {name: torch.zeros(11) for name in ("advantages_N", "old_logprobs_N", "ref_logprobs_N")}
-    batch = replace(pack(make_rollout([3, 2]), [0, 1]), **known).to(torch.device("meta"))
-    with NoNumbers(), NoWaits([]):
-        loss_N, _, _ = grpo.total_loss(batch, logprobs_N, batch.old_logprobs_N, batch.old_logprobs_N, algorithm)
-        grpo.masked_sum(loss_N, batch.loss_mask_N).backward()
+    assert run_passes(policy_of(args), args, make_rollout(group_size=4)) > 1

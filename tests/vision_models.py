@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from batch import Batch, Rollout, pack
 from data import PromptData
 from data_files import write_parquet
 from flags import PromptFormat, take
-from helpers import flags
+from helpers import flags, make_rollout
 from model.vision import load_processor
 from policy import add_images
 from smoke_inputs import SETUPS, make_model
@@ -69,15 +70,6 @@ def pack_with_images(rollout: Rollout, indices: list[int], group_size: int = 1) 
 
 def vision_rollout(data: PromptData, seed: int = 0) -> Rollout:
     """A random completion of each prompt, with random advantages. The first holds a sampled image token."""
-    rng = np.random.default_rng(seed)
-    completions = [rng.integers(0, 300, n).astype(np.int32) for n in (8, 5, 7, 3, 6)]
-    completions[0][3] = data.rows[0].images.vision.image_token
-    return Rollout(
-        rows=data.rows,
-        completions=completions,
-        rollout_logprobs=[rng.normal(-3, 1, len(c)).astype(np.float32) for c in completions],
-        texts=[""] * 5,
-        is_truncated_B=np.zeros(5, dtype=bool),
-        loss_weights_B=np.full(5, 1 / 29, dtype=np.float32),
-        advantages=[np.full(len(c), a, dtype=np.float32) for c, a in zip(completions, rng.normal(size=5), strict=True)],
-    )
+    rollout = replace(make_rollout([8, 5, 7, 3, 6], seed=seed), rows=data.rows)
+    rollout.completions[0][3] = data.rows[0].images.vision.image_token
+    return rollout

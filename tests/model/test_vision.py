@@ -166,10 +166,10 @@ def test_a_sampled_image_token_is_a_text_and_texts_count_on_in_all_three_rows(mo
 
 
 @pytest.mark.parametrize("changes", [{"lora_rank": 4, "share_prompts": True, "group_size": 2}, {}])
-def test_the_passes_with_images_never_wait_for_the_device(changes, model, monkeypatch):
+def test_the_passes_with_images_never_wait_for_the_device(changes, model):
     args = vision_flags(model, micro_batch_tokens=80, **changes)
     rollout = vision_rollout(vision_data(args)).take(np.array([0, 0, 2, 2, 4, 4, 1, 1]))
-    assert run_passes(policy_of(args), args, rollout, monkeypatch) > 1
+    assert run_passes(policy_of(args), args, rollout) > 1
 
 
 def test_pixel_values_are_shared_while_they_are_needed_and_stay_on_the_host(model):

@@ -7,7 +7,6 @@ import json
 import math
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +22,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from batch import Rollout, Row, Update
 from flags import AdamW, Lora, Memory, make_plan, take
-from fsdp_utils import World, gather_from_ranks, is_main_process
+from fsdp_utils import World
 from guards.updates import UpdateGuard
 from inputs.choices import algorithm_of
 from inputs.command_line import parse_flags
@@ -42,11 +41,6 @@ def parser_of(docstring: str) -> argparse.ArgumentParser:
     """A parser of flags whose help begins with the first paragraph of the docstring and shows all defaults."""
     description = " ".join(docstring.partition("\n\n")[0].split())
     return argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-
-
-def shared_folder(prefix: str) -> Path:
-    """A new folder, the same on every rank. The main process removes it at the end."""
-    return Path(gather_from_ranks(tempfile.mkdtemp(prefix=prefix) if is_main_process() else "")[0])
 
 
 # Random models and rollouts -------------------------------------------------------------------------------------------

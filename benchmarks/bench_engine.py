@@ -21,8 +21,9 @@ import itertools
 import json
 import shutil
 import sys
+import tempfile
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,10 +34,10 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
-from bench_common import Trainer, flags_of, interleave, parser_of, print_times, save_random_model, shared_folder
+from bench_common import Trainer, flags_of, interleave, parser_of, print_times, save_random_model
 from data import PromptData
 from flags import DTYPES, EngineSettings, Grading, PromptFormat, Sampling, Turning
-from fsdp_utils import World, close_world, init_world, wait_for_all
+from fsdp_utils import World, close_world, gather_from_ranks, init_world, wait_for_all
 from policy import Policy
 from rollout import Engine, SamplingParams, TokensPrompt, seed_everything
 from turns import Turns
@@ -56,22 +57,18 @@ def of_sampling(engine: Engine, data: PromptData, sampling: Sampling, world: Wor
         flat_logprobs=True, detokenize=False,
     )  # fmt: skip
 
-    def seeded(run: Callable[[tuple[int, int]], object]) -> Callable[[], None]:
-        seeds = itertools.count()
+    def seeded(seeds: Iterator[int], run: Callable[[tuple[int, int]], object]) -> None:
+        seed = (1, next(seeds))
+        seed_everything(seed, world.engine_index)
+        engine.llm.reset_prefix_cache()
+        run(seed)
+        wait_for_all()
 
-        def once() -> None:
-            seed = (1, next(seeds))
-            seed_everything(seed, world.engine_index)
-            engine.llm.reset_prefix_cache()
-            run(seed)
-            wait_for_all()
-
-        return once
-
-    return {
-        "LLM.generate": seeded(lambda _: engine.llm.generate(prompts, params, use_tqdm=False)),
-        "Engine.sample": seeded(lambda seed: engine.sample(data.rows, sampling, seed)),
+    variants = {
+        "LLM.generate": lambda _: engine.llm.generate(prompts, params, use_tqdm=False),
+        "Engine.sample": lambda seed: engine.sample(data.rows, sampling, seed),
     }
+    return {name: partial(seeded, itertools.count(), run) for name, run in variants.items()}
 
 
 def of_turns(engine: Engine, data: PromptData, sampling: Sampling, folder: Path) -> Variants:
@@ -137,7 +134,7 @@ def main() -> None:
     args = parser.parse_args()
 
     world = init_world(tp_size=1, timeout_minutes=10)
-    folder = shared_folder("bench_engine_")
+    folder = Path(gather_from_ranks(tempfile.mkdtemp(prefix="bench_engine_") if world.is_main else "")[0])
     if world.is_main:
         save_random_model(folder, args.hidden, args.layers, args.vocab, num_rows=args.prompts)
     wait_for_all()

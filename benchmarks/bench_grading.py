@@ -34,19 +34,20 @@ def is_equal_to_math_verify(key: str, completion: str) -> bool:
 
 def judge(tree: str, cases: list[dict]) -> None:
     """Prints the CPU seconds and the verdicts of the code in this folder; without a folder, of math-verify alone."""
+    is_right = is_equal_to_math_verify
     if tree:
         sys.path.insert(0, tree)
         from grading.score import Case, Handler
 
         handler = Handler("math", None)
-        is_right = [lambda case=case: handler(("grade", Case(case["completion"], case["answer"]))) for case in cases]
-    else:
-        is_right = [lambda case=case: is_equal_to_math_verify(case["answer"], case["completion"]) for case in cases]
-        is_equal_to_math_verify("1", "\\boxed{1}")
+
+        def is_right(key: str, completion: str) -> bool:
+            return handler(("grade", Case(completion, key))).is_correct
+
+    is_right("1", "\\boxed{1}")  # imports what it needs
     start = time.process_time()
-    verdicts = [grade() for grade in is_right]
-    seconds = time.process_time() - start
-    print(json.dumps([seconds, [bool(each.is_correct if tree else each) for each in verdicts]]))
+    verdicts = [is_right(case["answer"], case["completion"]) for case in cases]
+    print(json.dumps([time.process_time() - start, verdicts]))
 
 
 def main() -> None:
@@ -61,7 +62,8 @@ def main() -> None:
     cases = [json.loads(line) for line in args.cases.read_text().splitlines()]
     cases = [case for case in cases if "hostile" not in case.get("kind", "")]
     if args.judge is not None:
-        return judge(args.judge, cases)
+        judge(args.judge, cases)
+        return
     trees = {"ours": str(ROOT), "math-verify alone": ""} | ({"former": args.former} if args.former else {})
     seconds: dict[str, list[float]] = {name: [] for name in trees}
     for _ in range(args.rounds):
@@ -72,17 +74,13 @@ def main() -> None:
             if len(seconds[name]) == 1:
                 pairs = [(is_right, case["is_right"]) for is_right, case in zip(verdicts, cases, strict=True)]
                 positives, negatives = pairs.count((True, False)), pairs.count((False, True))
-                agrees = len(pairs) - positives - negatives
-                print(
-                    f"{name:20}{agrees:6} as the author says, {positives} false positives, {negatives} negatives",
-                    flush=True,
-                )
-    ratios = {f"over {name}": statistics.median(a / b for a, b in zip(seconds["ours"], times, strict=True))
-              for name, times in seconds.items() if name != "ours"}  # fmt: skip
-    medians = {name: round(statistics.median(times), 2) for name, times in seconds.items()}
-    ratios = {name: round(ratio, 3) for name, ratio in ratios.items()}
-    print(json.dumps({"cases": len(cases), "cpu_seconds": medians, "rounds": args.rounds} | ratios))
-    return None
+                agrees = f"{len(pairs) - positives - negatives:6} as the author says"
+                print(f"{name:20}{agrees}, {positives} false positives, {negatives} negatives", flush=True)
+    found = {"cpu_seconds": {name: round(statistics.median(times), 2) for name, times in seconds.items()}}
+    for name, times in list(seconds.items())[1:]:
+        ratio = statistics.median(a / b for a, b in zip(seconds["ours"], times, strict=True))
+        found[f"over {name}"] = round(ratio, 3)
+    print(json.dumps({"cases": len(cases), "rounds": args.rounds} | found))
 
 
 if __name__ == "__main__":

@@ -84,23 +84,6 @@ class Tracker(TorchDispatchMode):
         self.sizes: dict[int, int] = {}  # of the storages that are alive
         self.live = self.peak = 0
 
-    def __enter__(self) -> Tracker:
-        resize_ = torch.UntypedStorage.resize_
-
-        def counted(storage: torch.UntypedStorage, size: int) -> object:  # FSDP frees what it gathered in this way
-            result = resize_(storage, size)
-            if storage._cdata in self.sizes:
-                self.resize(storage._cdata, size)
-            return result
-
-        self.patch = mock.patch.object(torch.UntypedStorage, "resize_", counted)
-        self.patch.start()
-        return super().__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        self.patch.stop()
-
     def __torch_dispatch__(self, op: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
         result = op(*args, **(kwargs or {}))
         for tensor in tree_iter(result):
@@ -125,7 +108,15 @@ class Tracker(TorchDispatchMode):
 
 def measured(args: argparse.Namespace, rollout: Rollout, world: World) -> int:
     """Bytes at the peak of an update with these flags on this rank, after a short one."""
-    with Tracker() as tracker:
+    tracker, resize_ = Tracker(), torch.UntypedStorage.resize_
+
+    def counted(storage: torch.UntypedStorage, size: int) -> object:  # FSDP frees what it gathered in this way
+        result = resize_(storage, size)
+        if storage._cdata in tracker.sizes:
+            tracker.resize(storage._cdata, size)
+        return result
+
+    with mock.patch.object(torch.UntypedStorage, "resize_", counted), tracker:
         trainer = Trainer(args, world)
         for part in (rollout.take(np.arange(world.num_trainers)), rollout):
             gc.collect()

@@ -6,7 +6,7 @@
 Ours is `pack_updates`, `add_advantages` and `update_policy` as in training: packed, chunked head, FSDP2 on one rank,
 all metrics. Bare is forward, backward and fused AdamW of the same Hugging Face model with its own attention: one
 sequence at a time without any padding, logits of the completion only, and the simplest policy-gradient loss, with no
-metric and no clipping. Padded is the same with --padded_rows sequences at a time, with an attention mask, padded to the
+metric and no clipping. Padded is the same with 8 sequences at a time, with an attention mask, padded to the
 longest of the step (as TRL pads) or of the micro-batch. Lengths are lognormal.
 
 All start from the same fp32 weights and run in turn in one process of one thread. Their CPU seconds are compared, which
@@ -38,6 +38,7 @@ from bench_common import Trainer, flags_of, interleave, make_rollout, parser_of,
 from fsdp_utils import close_world, init_world
 
 GOALS = {"bare": 0.90, "padded": 2.0}
+PADDED_ROWS = 8  # sequences in a padded micro-batch
 
 
 def lognormal_lengths(count: int, mean: float, longest: int, sigma: float = 0.7) -> list[int]:
@@ -45,11 +46,6 @@ def lognormal_lengths(count: int, mean: float, longest: int, sigma: float = 0.7)
     distribution = NormalDist(np.log(mean) - sigma**2 / 2, sigma)
     lengths = [min(round(np.exp(distribution.inv_cdf((i + 0.5) / count))), longest) for i in range(count)]
     return np.random.default_rng(0).permutation(lengths).tolist()
-
-
-def ours(rollout: Rollout, trainer: Trainer) -> Callable[[], None]:
-    """A function that does our update of the rollout, once per call."""
-    return lambda: trainer.train(trainer.prepare(rollout))
 
 
 def bare(model: Path, rollout: Rollout, rows: int = 1, longest: int = 0) -> Callable[[], None]:
@@ -94,15 +90,18 @@ def measure_times(args: argparse.Namespace, lengths: list[int]) -> dict[str, lis
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder)
         save_random_model(model, args.hidden, args.layers, args.vocab)
-        flags = f"--dtype float32 --micro_batch_tokens {args.micro_batch_tokens}".split()
-        variants = {"ours": ours(rollout, Trainer(flags_of(model, *flags), world))}
+
+        def ours(*more: str) -> Callable[[], None]:
+            trainer = Trainer(flags_of(model, "--dtype", "float32", "--micro_batch_tokens", "8192", *more), world)
+            return lambda: trainer.train(trainer.prepare(rollout))
+
+        variants = {"ours": ours()}
         if args.group_size > 1:
-            sharing = ["--share_prompts", "--group_size", str(args.group_size)]
-            variants["ours, prompts shared"] = ours(rollout, Trainer(flags_of(model, *flags, *sharing), world))
+            variants["ours, prompts shared"] = ours("--share_prompts", "--group_size", str(args.group_size))
         variants |= {
             "bare": bare(model, rollout),
-            "padded to longest of step": bare(model, rollout, args.padded_rows, max(lengths)),
-            "padded to longest of micro": bare(model, rollout, args.padded_rows),
+            "padded to longest of step": bare(model, rollout, PADDED_ROWS, max(lengths)),
+            "padded to longest of micro": bare(model, rollout, PADDED_ROWS),
         }
         seconds = interleave(variants, args.rounds, clock=time.process_time)
     close_world()
@@ -119,12 +118,9 @@ def main() -> None:
     add("--group_size", type=int, default=1, help="sequences of a prompt; above 1: ours also with --share_prompts")
     add("--prompt_tokens", type=int, default=16, help="tokens of each prompt")
     add("--mean_length", type=float, default=600.0, help="mean of the lognormal lengths before they are cut, in tokens")
-    add("--max_length", type=int, default=2048, help="where they are cut, in tokens")
-    add("--micro_batch_tokens", type=int, default=8192, help="token cap of our micro-batches")
-    add("--padded_rows", type=int, default=8, help="sequences in a padded micro-batch")
     add("--rounds", type=int, default=5, help="counted rounds, after one that is not")
     args = parser.parse_args()
-    lengths = lognormal_lengths(args.sequences, args.mean_length, args.max_length)
+    lengths = lognormal_lengths(args.sequences, args.mean_length, longest=2048)
     seconds = measure_times(args, lengths)
     print(f"{len(lengths)} sequences, {sum(lengths)} completion tokens, the longest {max(lengths)}; CPU seconds")
     found = print_times(seconds, "ours")

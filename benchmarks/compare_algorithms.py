@@ -185,11 +185,10 @@ class Case:
     entropies_BT: Tensor
     advantages_BT: Tensor
 
-    def micro_batches(self, number: int) -> list[tuple[slice, Case]]:
-        """The padded tensors in `number` equal parts, and which rows they are. The rollout stays whole."""
-        parts = [slice(i * B // number, (i + 1) * B // number) for i in range(number)]
-        tensors = {name: value for name, value in vars(self).items() if name != "rollout"}
-        return [(rows, replace(self, **{name: x[rows] for name, x in tensors.items()})) for rows in parts]
+    def micro_batches(self, number: int) -> list[Case]:
+        """The padded tensors in `number` equal parts. The rollout stays whole."""
+        parts = {name: x.chunk(number) for name, x in vars(self).items() if name != "rollout"}
+        return [replace(self, **{name: each[i] for name, each in parts.items()}) for i in range(number)]
 
     def unpadded(self, values_BT: Tensor) -> list[Tensor]:
         return [row[:length] for row, length in zip(values_BT, self.lengths_B.tolist(), strict=True)]
@@ -248,7 +247,7 @@ def our_advantages(case: Case, flags: str) -> Tensor:
     return torch.stack([pad(torch.tensor(piece), (0, longest - len(piece))) for piece in pieces]) * case.mask_BT
 
 
-def our_loss(case: Case, logprobs_BT: Tensor, entropies_BT: Tensor, flags: str) -> Tensor:
+def our_loss(case: Case, flags: str) -> Tensor:
     algorithm = parse(flags)
     weights_B = algorithm.loss_aggregation(torch.from_numpy(case.rollout.trained_lengths_B))
     rollout = replace(case.rollout, loss_weights_B=weights_B.numpy())
@@ -262,8 +261,8 @@ def our_loss(case: Case, logprobs_BT: Tensor, entropies_BT: Tensor, flags: str) 
 
     if algorithm.kl_coef:
         batch = replace(batch, ref_logprobs_N=packed(case.ref_logprobs_BT))
-    logprobs_N, old_logprobs_N = packed(logprobs_BT), packed(case.old_logprobs_BT)
-    loss_N, *_ = grpo.total_loss(batch, logprobs_N, old_logprobs_N, packed(entropies_BT), algorithm)
+    logprobs_N, old_logprobs_N = packed(case.logprobs_BT), packed(case.old_logprobs_BT)
+    loss_N, *_ = grpo.total_loss(batch, logprobs_N, old_logprobs_N, packed(case.entropies_BT), algorithm)
     return grpo.masked_sum(loss_N * batch.loss_weights_N, batch.loss_mask_N)
 
 
@@ -311,9 +310,8 @@ def trl_weights(case: Case, mode: str, low: float | None, high: float) -> Tensor
 
 
 def trl_loss(
-    case: Case, logprobs_BT: Tensor, entropies_BT: Tensor, micros: int = 1,
-    correction: tuple[str, float | None, float] | None = None, **settings: object,
-) -> Tensor:  # fmt: skip
+    case: Case, micros: int = 1, correction: tuple[str, float | None, float] | None = None, **settings: object
+) -> Tensor:
     """The sum of the micro-batches' losses."""
     reduce = {"gather": lambda x: x, "reduce": lambda x, reduction: x, "pad_across_processes": lambda x, **_: x}
     trainer = SimpleNamespace(
@@ -330,8 +328,8 @@ def trl_loss(
     vars(trainer).update(settings)
     trainer.args = trainer
     total = torch.zeros((), dtype=torch.float64)
-    for rows, micro in case.micro_batches(micros):
-        outputs = (logprobs_BT[rows], entropies_BT[rows], None)
+    for micro in case.micro_batches(micros):
+        outputs = (micro.logprobs_BT, micro.entropies_BT, None)
         trainer._get_per_token_logps_and_entropies = lambda *_, outputs=outputs, **__: outputs
         mask = micro.mask_BT.long()
         inputs = {
@@ -360,34 +358,34 @@ def verl_advantages(case: Case, name: str, kl: str | None = None, **settings: ob
 
 
 def verl_loss(
-    case: Case, logprobs_BT: Tensor, entropies_BT: Tensor, micros: int = 1, mode: str = "vanilla",
-    correction: tuple[str, float | str] | None = None, global_batch_size: int | None = B, **settings: object,
+    case: Case, micros: int = 1, mode: str = "vanilla", correction: tuple[str, float | str] | None = None,
+    global_batch_size: int | None = B, **settings: object,
 ) -> Tensor:  # fmt: skip
     """Sum of `ppo_loss` over micro-batches, with the counts of the update that verl's trainer and engine give it."""
     config = ActorConfig(**{
         "strategy": "fsdp", "rollout_n": G, "use_dynamic_bsz": True, "policy_loss": PolicyLossConfig(loss_mode=mode),
         "clip_ratio_c": 1e9, "use_kl_loss": "kl_loss_type" in settings, "kl_loss_coef": 0.5, **settings,
     })  # fmt: skip
-    padded = {
-        "responses": case.mask_BT, "response_mask": case.mask_BT.long(), "old_log_probs": case.old_logprobs_BT,
-        "advantages": case.advantages_BT, "ref_log_prob": case.ref_logprobs_BT,
-    }  # fmt: skip
-    if correction:
-        given = (case.old_logprobs_BT - case.rollout_logprobs_BT, case.mask_BT.long(), *correction)
-        padded["rollout_is_weights"], _ = compute_rollout_correction_weights(*given)
+    counts = {"batch_num_tokens": int(case.mask_BT.sum()), "global_batch_size": global_batch_size}
     total = torch.zeros((), dtype=torch.float64)
-    for rows, micro in case.micro_batches(micros):
-        size = len(micro.lengths_B)
-        fields = {name: micro.unpadded(x[rows]) for name, x in padded.items()}
-        fields["prompts"] = list(torch.zeros(size, PROMPT_TOKENS))
-        fields = {name: torch.nested.as_nested_tensor(pieces, layout=torch.jagged) for name, pieces in fields.items()}
-        data = TensorDict(fields, batch_size=[size])
-        counts = {"batch_num_tokens": int(case.mask_BT.sum()), "global_batch_size": global_batch_size}
+    for micro in case.micro_batches(micros):
+        mask, size = micro.mask_BT.long(), len(micro.lengths_B)
+        fields = {
+            "responses": mask, "response_mask": mask, "old_log_probs": micro.old_logprobs_BT,
+            "advantages": micro.advantages_BT, "ref_log_prob": micro.ref_logprobs_BT,
+        }  # fmt: skip
+        if correction:
+            given = (micro.old_logprobs_BT - micro.rollout_logprobs_BT, mask, *correction)
+            fields["rollout_is_weights"], _ = compute_rollout_correction_weights(*given)
+        pieces = {name: micro.unpadded(x) for name, x in fields.items()}
+        pieces["prompts"] = list(torch.zeros(size, PROMPT_TOKENS))
+        nested = {name: torch.nested.as_nested_tensor(each, layout=torch.jagged) for name, each in pieces.items()}
+        data = TensorDict(nested, batch_size=[size])
         tensordict_utils.assign_non_tensor(data, dp_size=1, **counts)
         # What the model gives: sequences end to end, prompts included; position n predicts token n + 1.
         outputs = {
-            name: torch.cat([pad(x, (PROMPT_TOKENS - 1, 1)) for x in micro.unpadded(values_BT[rows])])
-            for name, values_BT in (("log_probs", logprobs_BT), ("entropy", entropies_BT))
+            name: torch.cat([pad(x, (PROMPT_TOKENS - 1, 1)) for x in micro.unpadded(values_BT)])
+            for name, values_BT in (("log_probs", micro.logprobs_BT), ("entropy", micro.entropies_BT))
         }
         total = total + ppo_loss(config, outputs, data)[0]
     return total
@@ -398,10 +396,10 @@ def verl_loss(
 ADVANTAGES, LOSSES = (our_advantages, trl_advantages, verl_advantages), (our_loss, trl_loss, verl_loss)
 
 
-def with_gradients(case: Case, loss: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
+def with_gradients(case: Case, loss: Callable[..., Tensor], **settings: object) -> list[Tensor]:
     """[the loss, its gradients by log-prob and by entropy]."""
-    leaves = [case.logprobs_BT.clone().requires_grad_(), case.entropies_BT.clone().requires_grad_()]
-    value = loss(*leaves)
+    leaves = [x.clone().requires_grad_() for x in (case.logprobs_BT, case.entropies_BT)]
+    value = loss(replace(case, logprobs_BT=leaves[0], entropies_BT=leaves[1]), **settings)
     return [value.detach(), *torch.autograd.grad(value, leaves, materialize_grads=True)]
 
 
@@ -425,8 +423,7 @@ def compare(row: Row, case: Case) -> dict[str, float]:
     found = {}
     for (name, given), function in zip(settings.items(), ADVANTAGES if is_advantage else LOSSES, strict=True):
         if given is not None:
-            run = partial(function, case, **given)
-            found[name] = [run()] if is_advantage else with_gradients(case, run)
+            found[name] = [function(case, **given)] if is_advantage else with_gradients(case, function, **given)
     ours = found.pop("ours")
     return {name: difference(ours, theirs) for name, theirs in found.items()}
 

@@ -89,21 +89,23 @@ class Run:
     phases: tuple[float, float, float] | None = None  # rollout with sync and sleep, log-probs, update; None: not known
 
     @cached_property
-    def planned(self) -> tuple[float, tuple[float, float, float]]:
-        """Seconds of a step by our dry run, and of its phases."""
+    def args(self) -> argparse.Namespace:
         lengths = f"--plan_prompt_tokens {self.prompt} --plan_completion_tokens {self.completion}"
         required = f"--model owner/{self.model} --train_data x#100000 --out_dir x --total_steps 1"
-        args = parse_flags(f"{required} {lengths} {self.flags}".split())
-        setup = setup_of(args, AutoConfig.for_model(**MODELS[self.model]))
+        return parse_flags(f"{required} {lengths} {self.flags}".split())
+
+    @cached_property
+    def planned(self) -> tuple[float, float, float]:
+        """Seconds of the phases by our dry run."""
+        setup = setup_of(self.args, AutoConfig.for_model(**MODELS[self.model]))
         # All of them compute old log-probs for the first update of a step, too; ours takes those of the update itself.
-        setup = replace(setup, run=replace(setup.run, needs_first_logprobs=True))
-        seconds = phase_seconds(setup)
-        rest = sum(seconds.values()) - seconds["logprobs"] - seconds["update"]
-        return sum(seconds.values()), (rest, seconds["logprobs"], seconds["update"])
+        seconds = phase_seconds(replace(setup, run=replace(setup.run, needs_first_logprobs=True)))
+        logprobs, update = seconds.pop("logprobs"), seconds.pop("update")
+        return sum(seconds.values()), logprobs, update
 
     @property
     def error(self) -> float:
-        return self.planned[0] / self.step - 1
+        return sum(self.planned) / self.step - 1
 
 
 def flags_of(batch: tuple[int, int, int, int], limits: tuple[int, int], more: str) -> str:
@@ -160,30 +162,24 @@ LEFT_OUT = [
     # Its vision tower, which ours does not train or plan, is 40 % of the text model's arithmetic (7B: 16 %).
     Run("EasyR1", "Qwen2.5-VL-3B", "FSDP8, fp32", 400, 275, 120, easyr1(2, 4096)),
 ]
-COLUMNS = "source | model, GPUs | P x G, updates | limits | mean lengths | trained by | published | ours | error"
+COLUMNS = ("source", "model, GPUs", "mean lengths", "trained by", "published", "ours", "error")
 
 
 def row_of(run: Run) -> list[str]:
-    args = parse_flags(f"--model x --train_data x --out_dir x {run.flags}".split())
-    batch = f"{args.prompts_per_step} x {args.group_size}, {args.prompts_per_step // args.prompts_per_update}"
-    limits = f"{args.max_prompt_tokens} + {args.max_completion_tokens}"
-    lengths = f"{run.prompt:g} + {run.completion:g}"
-    layout = f"{run.layout}, micro-batches of {args.micro_batch_tokens}"
-    layout += ", recomputed" if args.gradient_checkpointing else ""
-    published, ours = f"{run.step:g} s", f"{run.planned[0]:.0f} s"
+    layout = f"{run.layout}, micro-batches of {run.args.micro_batch_tokens}"
+    layout += ", recomputed" if run.args.gradient_checkpointing else ""
+    published, ours = f"{run.step:g} s", f"{sum(run.planned):.0f} s"
     if run.phases:
-        published, ours = (
-            f"{seconds} ({' + '.join(f'{x:.0f}' for x in phases)})"
-            for seconds, phases in ((published, run.phases), (ours, run.planned[1]))
-        )
-    gpus = f"{run.model}, {args.plan_gpus} {args.plan_gpu.partition('-')[0]}"
-    return [run.name, gpus, batch, limits, lengths, layout, published, ours, f"{run.error:+.0%}"]
+        published += f" ({' + '.join(f'{x:.0f}' for x in run.phases)})"
+        ours += f" ({' + '.join(f'{x:.0f}' for x in run.planned)})"
+    gpus = f"{run.model}, {run.args.plan_gpus} {run.args.plan_gpu.partition('-')[0]}"
+    return [run.name, gpus, f"{run.prompt:g} + {run.completion:g}", layout, published, ours, f"{run.error:+.0%}"]
 
 
 def print_table(title: str, runs: list[Run]) -> None:
-    print(f"{title}\n\n| {COLUMNS} |\n{'|---' * len(COLUMNS.split('|'))}|")
-    for run in runs:
-        print(f"| {' | '.join(row_of(run))} |")
+    print(f"{title}\n")
+    for row in (COLUMNS, ["---"] * len(COLUMNS), *map(row_of, runs)):
+        print(f"| {' | '.join(row)} |")
     print()
 
 

@@ -9,9 +9,9 @@ rank, the launcher, all of them at once) and its signal (TERM, KILL) are drawn, 
 ended within 60 s, no rank outlives its launcher by 5 s, SIGTERM to the launcher is exit status 0 (143 while Python
 starts), and at the end the exported policy and the last line of each step equal the undisturbed run's.
 
-With --servers two generation servers sample ahead, and SIGKILL hits one of them, a rank or the launcher. A run that
-goes on with the other server is hit again. It samples anew after each start, so what is checked at the end is that
-every prompt of the epoch was trained once, with all its completions, by weights as old as is allowed.
+With --servers two generation servers sample ahead, and a server is a target, too. A run that goes on with the other
+server is hit again. It samples anew after each start, so what is checked at the end is that every prompt of the epoch
+was trained once, with all its completions, by weights as old as is allowed.
 
 Prints what was hit and, last, one JSON line.
 """
@@ -29,7 +29,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,8 +48,7 @@ END_SECONDS = 60.0
 ORPHAN_SECONDS = 5.0
 TARGETS = ("rank 0", "rank 1", "launcher", "all")
 PROMPTS, GROUP = 8, 4  # of a step
-SERVERS = ["--engine", "server", "--generation_gpus", "0", "1"]
-WORKS_AHEAD = {1: ["--steps_ahead", "1"], 2: ["--steps_ahead", "2", "--in_flight"]}
+SERVERS = ["--engine", "server", "--generation_gpus", "0", "1", "--steps_ahead", "2", "--in_flight"]
 REWARD = """
 import time
 def score(completion, answer, columns):
@@ -62,7 +63,6 @@ class Kill(NamedTuple):
     target: str
     signal: str
     where: str  # the phase that the target was in, if the run folder tells
-    status: int = 0  # of the launcher
 
 
 def start(out_dir: Path, flags: list[str], output: Path) -> subprocess.Popen[bytes]:
@@ -98,60 +98,73 @@ def phase_of(out_dir: Path, rank: int, launcher: subprocess.Popen[bytes]) -> str
     return heartbeat["phase"] if heartbeat["pid"] in ranks_of(launcher) else "start-up"
 
 
-def run_until_killed(out_dir: Path, flags: list[str], rng: random.Random, moment: float | str) -> Kill | None:
-    """One start, killed so many seconds after it, or in a phase; None if the run was complete before.
+def hit(
+    launcher: subprocess.Popen[bytes], out_dir: Path, rng: random.Random, moment: float | str, targets: Sequence[str]
+) -> tuple[Kill, list[psutil.Process]] | None:
+    """Kills a target so many seconds from now, or in a phase; and what the launcher had started by then.
 
-    Raises RuntimeError if something is left, hangs or ends with the wrong status.
+    None if the run has ended before.
     """
-    target, number = rng.choice(TARGETS), rng.choice([signal.SIGTERM, signal.SIGKILL])
-    index = int(target.removeprefix("rank ")) if target.startswith("rank") else 0
-    output = out_dir.with_suffix(".log")
-    launcher, begin = start(out_dir, flags, output), time.monotonic()
-
-    def is_time() -> bool:
-        if isinstance(moment, str):
-            return phase_of(out_dir, index, launcher) == moment
-        return time.monotonic() >= begin + moment
-
-    while not is_time() and launcher.poll() is None:
+    target, number, begin = rng.choice(targets), rng.choice([signal.SIGTERM, signal.SIGKILL]), time.monotonic()
+    rank = int(target.removeprefix("rank ")) if target.startswith("rank") else 0
+    victims: list[int] = []
+    while not victims:
         time.sleep(0.005)
-    ranks, where = ranks_of(launcher), phase_of(out_dir, index, launcher)
-    if launcher.poll() is not None:
-        if launcher.returncode:
-            raise RuntimeError(f"the run failed by itself: {output.read_text()[-3000:]}")
-        return None
-    victims = {"launcher": [launcher.pid], "all": [launcher.pid, *ranks]}.get(target, ranks[index : index + 1])
-    for pid in victims:
-        if is_running(pid):
-            os.kill(pid, number)
-    kill = Kill(target, number.name, where, launcher.wait(timeout=END_SECONDS))
-    end = time.monotonic()
-    while any(map(is_running, ranks)):
-        if time.monotonic() > end + ORPHAN_SECONDS:
-            raise RuntimeError(f"{kill}: a rank has outlived its launcher by {ORPHAN_SECONDS:g} s")
-        time.sleep(0.05)
-    if (number, target) == (signal.SIGTERM, "launcher") and kill.status not in (0, 75, 143, -signal.SIGTERM):
-        raise RuntimeError(f"{kill}: {output.read_text()[-3000:]}")
-    return kill
+        if launcher.poll() is not None:
+            return None
+        now, seconds = phase_of(out_dir, rank, launcher), time.monotonic() - begin
+        is_time = now == moment if isinstance(moment, str) else seconds >= moment
+        with suppress(psutil.Error):  # one of them has just ended
+            if is_time:
+                started = psutil.Process(launcher.pid).children(recursive=True)
+                servers = [each.pid for each in started if SERVER in each.cmdline()]
+                ranks = ranks_of(launcher)
+                pids = {"launcher": [launcher.pid], "all": [launcher.pid, *ranks], "server": servers[-1:]}
+                victims = pids.get(target, ranks[rank : rank + 1])
+    for pid in filter(is_running, victims):
+        os.kill(pid, number)
+    return Kill(target, number.name, now), started
+
+
+def bring_to_its_end(
+    out_dir: Path, kills: list[Kill], flags: list[str], rng: random.Random,
+    moments: list[Callable[[], float | str]], targets: Sequence[str] = TARGETS,
+) -> None:  # fmt: skip
+    """Starts a run until it is complete, with a kill at each of the moments that are left, which it adds to `kills`.
+
+    Raises RuntimeError if the run fails by itself, hangs, ends with the wrong status, or if something outlives it.
+    """
+    output, patience = out_dir.with_suffix(".log"), ORPHAN_SECONDS * (3 if "server" in targets else 1)
+    while True:
+        launcher, kill, seen = start(out_dir, flags, output), None, []
+        while len(kills) < len(moments) and (found := hit(launcher, out_dir, rng, moments[len(kills)](), targets)):
+            kill, seen = found[0], seen + found[1]
+            kills.append(kill)
+            if kill.target != "server":  # a run goes on with the other server
+                break
+        status = launcher.wait(END_SECONDS if kill and kill.target != "server" else None)
+        if left := [each for each in psutil.wait_procs(seen, patience)[1] if is_running(each.pid)]:
+            raise RuntimeError(f"{kill}: {left} have outlived their launcher by {patience:g} s")
+        is_stopped = kill is not None and (kill.target, kill.signal) == ("launcher", "SIGTERM")
+        if (kill is None and status) or (is_stopped and status not in (0, 75, 143, -signal.SIGTERM)):
+            raise RuntimeError(f"{kill or 'the run failed by itself'}: {output.read_text()[-3000:]}")
+        if kill is None:
+            return
 
 
 def disturb(
-    folder: Path, flags: list[str], undisturbed: Path, rng: random.Random, moments: list[Callable[[], float | str]]
+    folder: Path, most: int, run: Callable[[Path, list[Kill]], None], check: Callable[[Path], list[str]]
 ) -> tuple[list[Kill], list[str]]:
-    """A kill at each moment, over as many runs as they take, each of which is brought to its end; and what differs."""
-    kills: list[Kill] = []
-    found = []
+    """So many kills, over as many runs as they take, and what was wrong. `run`: `bring_to_its_end` of these kills."""
+    kills, wrong = [], []
     for number in itertools.count():
-        out_dir = folder / f"run_{number}"
-        while len(kills) < len(moments) and (kill := run_until_killed(out_dir, flags, rng, moments[len(kills)]())):
-            kills.append(kill)
-        run_to_the_end(out_dir, flags)  # at once, if it is complete
-        wrong = differences(out_dir, undisturbed)
-        print(f"run {number}: {len(kills)} kills so far, {', '.join(wrong) or 'equal'}", flush=True)
-        found += [f"run {number}: {each}" for each in wrong]
-        if len(kills) == len(moments):
+        run(out_dir := folder / f"run_{number}", kills)
+        found = check(out_dir)
+        print(f"run {number}: {len(kills)} kills so far, {', '.join(found) or 'nothing wrong'}", flush=True)
+        wrong += [f"run {number}: {each}" for each in found]
+        if len(kills) >= most:
             break
-    return kills, found
+    return kills, wrong
 
 
 def run_to_the_end(out_dir: Path, flags: list[str]) -> float:
@@ -193,63 +206,15 @@ def flags_of(model: Path, steps: int) -> list[str]:
     return [part for name, value in flags.items() for part in (f"--{name}", str(value))]
 
 
-# With servers ---------------------------------------------------------------------------------------------------------
-
-
-def kill_with_servers(out_dir: Path, flags: list[str], rng: random.Random, most: int, longest: float) -> list[Kill]:
-    """Brings a run to its end; what was killed meanwhile, at most so many times.
-
-    Raises RuntimeError if the run ends by itself, or if something outlives it.
-    """
-    kills: list[Kill] = []
-    while True:
-        launcher, begun = start(out_dir, flags, out_dir.with_suffix(".log")), len(kills)
-        seen: list[psutil.Process] = []
-        while launcher.poll() is None:
-            moment = time.monotonic() + rng.uniform(0, longest)
-            while launcher.poll() is None and (time.monotonic() < moment or len(kills) >= most):
-                time.sleep(0.01)
-            if launcher.poll() is None:
-                children = psutil.Process(launcher.pid).children(recursive=True)
-                servers = [each.pid for each in children if SERVER in each.cmdline()]
-                seen += children
-                pids = {"launcher": [launcher.pid], "rank": ranks_of(launcher), "server": servers}
-                if pids[name := rng.choice(list(pids))]:
-                    kills.append(Kill(name, "SIGKILL", phase_of(out_dir, 0, launcher)))
-                    os.kill(rng.choice(pids[name]), signal.SIGKILL)
-        if left := [each for each in psutil.wait_procs(seen, timeout=3 * ORPHAN_SECONDS)[1] if is_running(each.pid)]:
-            raise RuntimeError(f"{left} have outlived their run")
-        if launcher.returncode == 0:
-            return kills
-        if len(kills) == begun:
-            raise RuntimeError(f"the run failed by itself: {out_dir.with_suffix('.log').read_text()[-3000:]}")
-
-
-def wrong_use_of_prompts(out_dir: Path, steps: int, ahead: int) -> list[str]:
-    """What is wrong with the completions of a complete run. A kill may have cost a step its file."""
-    lines = last_lines(out_dir)
-    lags = {step: lines[step]["rollout/lag_max"] for step in range(1, steps + 1)}
-    found = [f"step {step} is {lag} behind" for step, lag in lags.items() if lag > ahead]
+def wrong_use_of_prompts(out_dir: Path) -> list[str]:
+    """What is wrong with the completions of a complete run on servers. A kill may have cost a step its file."""
+    lines, config = last_lines(out_dir), json.loads((out_dir / "config.json").read_text())
+    lags = {step: lines[step]["rollout/lag_max"] for step in range(1, config["total_steps"] + 1)}
+    found = [f"step {step} is {lag} behind" for step, lag in lags.items() if lag > config["steps_ahead"]]
     files = list((out_dir / "rollouts").glob("step_*.parquet"))
     counts = Counter(row for file in files for row in parquet.read_table(file, columns=["row"])["row"].to_pylist())
     found += [f"{row} was trained {count} times" for row, count in counts.items() if count != GROUP]
     return found + [f"{len(counts)} prompts in {len(files)} steps"] * (len(counts) != PROMPTS * len(files))
-
-
-def disturb_servers(
-    folder: Path, flags: list[str], rng: random.Random, most: int, steps: int, longest: float
-) -> tuple[list[Kill], list[str]]:
-    """What was killed over as many runs as it takes, and what was wrong."""
-    kills, wrong = [], []
-    for number in itertools.count():
-        out_dir, ahead = folder / f"run_{number}", 1 + number % 2
-        kills += kill_with_servers(out_dir, [*flags, *WORKS_AHEAD[ahead]], rng, most - len(kills), longest)
-        found = wrong_use_of_prompts(out_dir, steps, ahead)
-        print(f"run {number}, {ahead} ahead: {len(kills)} kills so far, {found or 'nothing wrong'}", flush=True)
-        wrong += [f"run {number}: {each}" for each in found]
-        if len(kills) >= most:
-            break
-    return kills, wrong
 
 
 def main() -> None:
@@ -267,13 +232,13 @@ def main() -> None:
         save_random_model(model, hidden=64, layers=2, mean_tokens=8, num_rows=args.steps * PROMPTS)
         (model / "slow_reward.py").write_text(REWARD)
         flags = [*flags_of(model, args.steps), *(SERVERS if args.servers else [])]
-        longest = run_to_the_end(folder / "undisturbed", [*flags, *(WORKS_AHEAD[1] if args.servers else [])])
+        longest = run_to_the_end(folder / "undisturbed", flags)
         print(f"undisturbed: {longest:.0f} s", flush=True)
-        if args.servers:
-            kills, wrong = disturb_servers(folder, flags, rng, args.kills, args.steps, longest)
-        else:
-            moments = [lambda: rng.uniform(0, longest)] * args.kills
-            kills, wrong = disturb(folder, flags, folder / "undisturbed", rng, moments)
+        moments = [lambda: rng.uniform(0, longest)] * args.kills
+        targets = ("rank 0", "rank 1", "launcher", "server", "server") if args.servers else TARGETS
+        run = partial(bring_to_its_end, flags=flags, rng=rng, moments=moments, targets=targets)
+        check = wrong_use_of_prompts if args.servers else partial(differences, undisturbed=folder / "undisturbed")
+        kills, wrong = disturb(folder, args.kills, run, check)
     for what in ("target", "signal", "where"):
         for value, count in Counter(getattr(kill, what) for kill in kills).most_common():
             print(f"{what:6} {value:12} {count:4} times")

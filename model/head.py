@@ -125,14 +125,12 @@ def chunks(count: int, vocab: int) -> list[slice]:
 
 def chunk_logprobs(hidden: Tensor, weight: Tensor, temperature: float, head_dtype: torch.dtype) -> Tensor:
     """Log-probabilities of all tokens [T, V], float32."""
-    logits = F.linear(hidden, weight).float() if head_dtype == weight.dtype else _fp32_logits(hidden, weight)
+    if head_dtype == weight.dtype:
+        logits = F.linear(hidden, weight).float()
+    elif weight.device.type == "cpu":  # no kernel there keeps its fp32 sums of bf16 numbers: the weight is copied
+        logits = F.linear(hidden.float(), weight.float())
+    else:
+        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     if temperature != 1:
         logits /= temperature  # the one division by the temperature
     return logits.log_softmax(dim=-1)
-
-
-def _fp32_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Logits [T, V], float32, of bf16 numbers. No CPU kernel keeps its fp32 sums: there the weight is copied."""
-    if weight.device.type == "cpu":
-        return F.linear(hidden.float(), weight.float())
-    return torch.mm(hidden, weight.t(), out_dtype=torch.float32)

@@ -136,12 +136,6 @@ class BatchImages:
         moved.orders = {name: order.to(device, non_blocking=True) for name, order in self.orders.items()}
         return moved
 
-    def embedded(self, tower: nn.Module) -> Tensor:
-        """Shape [image tokens, D]: what the tower makes of the pixels."""
-        device = self.places_I.device
-        pixels = torch.cat([each.to(device, tower.dtype, non_blocking=True) for each in self.pixels])
-        return tower(pixels, grid_thw=self.grids, **self.lengths, **self.orders).pooler_output
-
 
 def tower_of(model: PreTrainedModel) -> nn.Module | None:
     """The vision tower of Qwen2.5-VL; None of a model without vision."""
@@ -154,9 +148,10 @@ def embed(model: PreTrainedModel, input_ids_N: Tensor, images: BatchImages) -> T
     The tower is frozen, and its parameters are gathered with the rest of the root unit before this runs: a rank without
     images has no collective to miss.
     """
-    embedded_ND = model.get_input_embeddings()(input_ids_N)
+    embedded_ND, tower = model.get_input_embeddings()(input_ids_N), tower_of(model)
+    pixels = torch.cat([each.to(images.places_I.device, tower.dtype, non_blocking=True) for each in images.pixels])
     with torch.no_grad():
-        embedded = images.embedded(tower_of(model))
+        embedded = tower(pixels, grid_thw=images.grids, **images.lengths, **images.orders).pooler_output
     return embedded_ND.index_copy(0, images.places_I, embedded.to(embedded_ND.dtype))
 
 

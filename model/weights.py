@@ -11,7 +11,6 @@ the way. The parameters get the same bits as by `from_pretrained` (tests/model/t
 from __future__ import annotations
 
 import json
-import pickle
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -32,7 +31,7 @@ from fsdp_utils import fill_from_main, gather_from_ranks, is_main_process
 from guards.progress import progress
 from model.sizes import check_path, has_hub
 
-NAMES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+NAMES = ("model.safetensors", "model.safetensors.index.json")
 MOVED_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")  # in old files; as in `from_pretrained`
 
 
@@ -148,24 +147,21 @@ def the_tensor(stored: dict[str, Tensor], keys: list[str], shape: torch.Size) ->
 def open_weights(path: str) -> dict[str, Tensor]:
     """All tensors at `path` (folder or hub id) by their keys. The files are mapped: they are read where they are used.
 
-    Raises OSError if there are none, ValueError if they cannot be read tensor by tensor.
+    Raises OSError if there are none, ValueError if they cannot be read.
     """
     stored: dict[str, Tensor] = {}
     for file in weight_files(path):
         try:
-            is_safe = file.suffix == ".safetensors"
-            stored |= load_file(file) if is_safe else torch.load(file, "cpu", mmap=True, weights_only=True)
+            stored |= load_file(file)
         except SafetensorError as error:
             if file.read_bytes()[:20].startswith(b"version https://git"):
                 raise ValueError(f"{file} is a pointer of Git LFS in place of the weights; run git lfs pull.") from None
             raise ValueError(f"{file} is damaged ({error}); download or copy it again.") from None
-        except (RuntimeError, pickle.UnpicklingError) as error:
-            raise ValueError(f"{file} cannot be read tensor by tensor ({error}); save it as safetensors.") from None
     return stored
 
 
 def weight_files(path: str) -> list[Path]:
-    """The weights' files of a folder or hub id, downloaded if need be; safetensors go before pytorch_model.bin."""
+    """The weights' files of a folder or hub id, downloaded if need be."""
     for name in NAMES:
         try:
             file = Path(cached_file(path, name))
@@ -177,7 +173,7 @@ def weight_files(path: str) -> list[Path]:
         parts = set(json.loads(file.read_text())["weight_map"].values())
         return [Path(cached_file(path, part)) for part in sorted(parts)]
     why = "" if Path(path).is_dir() else f": {missing}"
-    raise OSError(f"{path} has no weights: none of {', '.join(NAMES)} was found{why}")
+    raise OSError(f"{path} has no weights in safetensors: none of {', '.join(NAMES)} was found{why}")
 
 
 def match_names(model: PreTrainedModel, wanted: list[list[str]], keys: Iterable[str]) -> dict[str, list[str]]:

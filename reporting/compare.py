@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from fnmatch import fnmatch
-from typing import NamedTuple
 
 import numpy as np
 
@@ -30,16 +29,11 @@ TITLES = {  # of so many parts of the points the last one is taken
 CONFIDENCE = 0.95
 
 
-class Difference(NamedTuple):
-    """The means of both sides, and half the width of the interval of B - A; nan if no error is known."""
+def difference(a: list[History], b: list[History], name: str, steps: list[int]) -> tuple[float, float, float]:
+    """The metric's means over these steps on both sides, and half the width of the interval of B - A.
 
-    a: float
-    b: float
-    margin: float
-
-
-def difference(a: list[History], b: list[History], name: str, steps: list[int]) -> Difference:
-    """Of the metric's mean over these steps."""
+    The last is nan if no error is known.
+    """
     means_a, means_b = ([float(np.mean([run.points(name)[step] for step in steps])) for run in side] for side in (a, b))
     if seeds := shared_seeds(a, b):
         of_seed = dict(zip((run.seed for run in b), means_b, strict=True))
@@ -48,7 +42,7 @@ def difference(a: list[History], b: list[History], name: str, steps: list[int]) 
         margin = margin_of_difference(means_a, means_b)
     else:
         margin = margin_of_problems(a[0], b[0], name, steps) if name.startswith("eval/") else math.nan
-    return Difference(float(np.mean(means_a)), float(np.mean(means_b)), margin)
+    return float(np.mean(means_a)), float(np.mean(means_b)), margin
 
 
 def shared_seeds(a: list[History], b: list[History]) -> list[object]:
@@ -138,7 +132,7 @@ def compare(a: list[History], b: list[History]) -> str:
         rows = [["", "A", "B", "B - A, and what holds"]]
         for name in filter(steps.get, steps):
             chosen = steps[name][-math.ceil(len(steps[name]) / parts) :]
-            rows.append([name, *verdict(name, difference(a, b, name, chosen))])
+            rows.append([name, *verdict(name, *difference(a, b, name, chosen))])
         lines += ["", title, *in_columns(rows)]
     lines += ["", f"In brackets: {CONFIDENCE:.0%} confidence intervals; one of twenty misses the truth."]
     if replays:
@@ -148,11 +142,11 @@ def compare(a: list[History], b: list[History]) -> str:
     return "\n".join(lines) if steps else f"Nothing to compare: no run has one of {', '.join(METRICS)}."
 
 
-def verdict(name: str, found: Difference) -> list[str]:
+def verdict(name: str, a: float, b: float, margin: float) -> list[str]:
     """Both means, and what holds."""
-    value, margin, size = found.b - found.a, found.margin, max(abs(found.a), abs(found.b))
+    value, size = b - a, max(abs(a), abs(b))
     digits = 5 if size < 0.1 else 3 if size < 10 else 2
-    means = [f"{mean:.{digits}f}" for mean in (found.a, found.b)]
+    means = [f"{mean:.{digits}f}" for mean in (a, b)]
     if math.isnan(margin):
         return [*means, f"{value:+.{digits}f}: its error is not known"]
     if value == margin == 0:

@@ -20,7 +20,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from multiprocessing import get_context
@@ -161,11 +161,7 @@ def find_gpus() -> list[Line]:
     return found
 
 
-def check_kernels(place: Place) -> Iterator[Line]:
-    yield from apart(find_attention)
-
-
-def find_attention() -> list[Line]:
+def check_kernels() -> list[Line]:
     """Packed attention against the definition in fp32, forwards and backwards, with grouped queries."""
     is_cuda = torch.cuda.is_available()
     device = torch.device("cuda" if is_cuda else "cpu")
@@ -234,13 +230,13 @@ def gap_lines(place: Place, what: str, steps: list[dict[str, float]]) -> Iterato
     yield Line(f"{what}: gradient", f"norm {norm:.4f}", "finite, above 0", math.isfinite(norm) and norm > 0, advice)
 
 
-def kill_when_saved(process: Popen, out_dir: Path) -> None:
-    if any(out_dir.glob("step_*")):
-        process.kill()
-
-
 def check_resume(place: Place) -> Iterator[Line]:
     """A run that is killed after its first step goes on."""
+
+    def kill_when_saved(process: Popen, out_dir: Path) -> None:
+        if any(out_dir.glob("step_*")):
+            process.kill()
+
     out_dir = place.train("killed", 1, "--save_every", "1", disturb=kill_when_saved)
     before = [record["step"] for record in read_metrics(out_dir)]
     place.train("killed", 1, "--save_every", "1")
@@ -328,7 +324,7 @@ def make_model(place: Place) -> None:
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def lines_of(title: str, check: Callable[[Place], Iterator[Line]], place: Place) -> Iterator[Line]:
+def lines_of(title: str, check: Callable[[Place], Iterable[Line]], place: Place) -> Iterator[Line]:
     """The lines of a check; one that fails ends itself, not the others."""
     try:
         yield from check(place)
@@ -338,7 +334,8 @@ def lines_of(title: str, check: Callable[[Place], Iterator[Line]], place: Place)
 
 def write_report(place: Place) -> int:
     """Prints all lines and writes them into gpu_check.md; last a block for a report. Returns how many are not ok."""
-    checks = {"machine": check_machine, "kernels": check_kernels, "run": check_run, "kill and resume": check_resume}
+    checks = {"machine": check_machine, "kernels": lambda _: apart(check_kernels)}
+    checks |= {"run": check_run, "kill and resume": check_resume}
     if place.num_ranks > 1:
         checks |= {"two ranks": check_engines, "faults": check_ends}
     lines: list[Line] = []

@@ -9,8 +9,8 @@ key cannot be used), `reward_status`, `reward_parts`, and `read_as`, the final a
 from __future__ import annotations
 
 import json
+import os
 import sys
-import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -67,13 +67,10 @@ def read_cases(path: str, max_tokens: int | None, several: str) -> tuple[list[di
 
 def check_output(output: Path, source: Path) -> None:
     """Raises ValueError if the graded rows could not be written, or over what they are read from."""
-    try:
-        if output.exists() and (not output.is_file() or output.samefile(source)):
-            raise ValueError(f"--output {str(output)!r} is the input, a folder or a device; name another file.")
-        with tempfile.TemporaryFile(dir=output.parent):
-            pass
-    except OSError as error:
-        raise ValueError(f"--output {str(output)!r} cannot be written ({error.strerror}); make its folder.") from None
+    if output.exists() and (not output.is_file() or output.samefile(source)):
+        raise ValueError(f"--output {str(output)!r} is the input, a folder or a device; name another file.")
+    if not os.access(output.parent, os.W_OK):
+        raise ValueError(f"--output {str(output)!r} cannot be written; make its folder, or name another.")
 
 
 def check_needs(grader: Grader, num_rows: int, group_size: int) -> None:

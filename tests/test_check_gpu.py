@@ -90,9 +90,9 @@ def test_a_check_that_fails_does_not_keep_the_others_from_running_and_is_in_the_
         yield
 
     monkeypatch.setattr(check_gpu, "check_machine", broken)
-    monkeypatch.setattr(check_gpu, "check_kernels", lambda place: iter([Line("slow", "1", "2", False, "do this")]))
-    for name in ("check_run", "check_resume"):
-        monkeypatch.setattr(check_gpu, name, lambda place: iter([Line("fine", "1")]))
+    monkeypatch.setattr(check_gpu, "check_run", lambda place: iter([Line("slow", "1", "2", False, "do this")]))
+    monkeypatch.setattr(check_gpu, "apart", lambda find: [])
+    monkeypatch.setattr(check_gpu, "check_resume", lambda place: iter([Line("fine", "1")]))
     assert check_gpu.write_report(Place(tmp_path, None, 1, is_cuda=False)) == 2
     report = (tmp_path / "gpu_check.md").read_text()
     assert report in (shown := capsys.readouterr().out) and "LOOK  slow" in shown.partition("For a report")[2]

@@ -110,7 +110,7 @@ def test_the_command_names_the_line_it_cannot_read_and_writes_nothing(content, w
 
 
 @pytest.mark.parametrize(("flag", "value", "words"), [
-    ("--output", "absent/out.jsonl", "cannot be written (No such file or directory); make its folder"),
+    ("--output", "absent/out.jsonl", "cannot be written; make its folder"),
     ("--output", "folder", "is the input, a folder or a device"),
     ("--output", "in.jsonl", "is the input, a folder or a device"),
     ("--reward_timeout", "0", "0: must be above 0"),

@@ -5,6 +5,7 @@ import random
 import re
 import subprocess
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from signal import SIGINT, SIGKILL, SIGSTOP, SIGTERM, SIGUSR1
 from unittest.mock import patch
@@ -81,8 +82,9 @@ def test_a_run_that_is_killed_in_eight_phases_ends_like_the_undisturbed_one(flag
     """Targets and signals are drawn. A phase may be over when the signal comes: they last some milliseconds."""
     rng, phases = random.Random(19), ["start", "sample", "checkpoint", "reward", "update", "evaluate", "sync"]
     moments = [lambda: rng.uniform(0, 0.5), *(lambda phase=phase: phase for phase in phases)]
-    kills, differences = soak.disturb(tmp_path, flags, undisturbed[0], rng, moments)
-    assert (len(kills), differences) == (8, [])
+    run = partial(soak.bring_to_its_end, flags=flags, rng=rng, moments=moments)
+    kills, wrong = soak.disturb(tmp_path, 8, run, partial(soak.differences, undisturbed=undisturbed[0]))
+    assert (len(kills), wrong) == (8, [])
 
 
 def test_a_signal_in_any_phase_saves_the_run_and_it_continues_bit_for_bit(flags, undisturbed, tmp_path):

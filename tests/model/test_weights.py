@@ -20,16 +20,13 @@ def folders(policy, untied_policy, tmp_path_factory):
     """The tiny policies in every form in which weights are stored."""
     root = tmp_path_factory.mktemp("forms")
     folders = {"tied": policy, "untied": untied_policy}
-    for name in ("several_files", "pytorch_bin", "bfloat16", "bare_names"):
+    for name in ("several_files", "bfloat16", "bare_names"):
         folders[name] = root / name
     model = AutoModelForCausalLM.from_pretrained(untied_policy, dtype=torch.float32)
     model.save_pretrained(folders["several_files"], max_shard_size="200KB")
     assert len(list(folders["several_files"].glob("*.safetensors"))) == 3
-    for name in ("pytorch_bin", "bare_names"):
-        shutil.copytree(policy, folders[name])
+    shutil.copytree(policy, folders["bare_names"])
     weights = load_file(policy / "model.safetensors")
-    (folders["pytorch_bin"] / "model.safetensors").unlink()
-    torch.save(weights, folders["pytorch_bin"] / "pytorch_model.bin")
     bare = {name.removeprefix("model."): weight for name, weight in weights.items()}
     bare["layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(16)  # as in files of old versions: computed, not loaded
     save_file(bare, folders["bare_names"] / "model.safetensors", metadata={"format": "pt"})
@@ -88,9 +85,6 @@ def test_files_that_do_not_fit_the_model_are_refused_by_name(policy, untied_poli
         load_policy(folder)
     weights.unlink()
     with pytest.raises(ValueError, match="none of model.safetensors, .* was found"):
-        load_policy(folder)
-    (folder / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(ValueError, match="cannot be read tensor by tensor"):
         load_policy(folder)
 
 

@@ -78,7 +78,7 @@ FAILING_REWARD = """
 import os, time
 
 def score(completion, answer, columns):
-    kind = sum(map(ord, completion)) % 4
+    kind = sum(map(ord, completion)) % 8
     if kind == 0: os._exit(1)
     if kind == 1: time.sleep(60)
     if kind == 2: raise KeyError('no such thing')
@@ -88,13 +88,13 @@ def score(completion, answer, columns):
 
 def test_a_reward_that_fails_on_some_completions_costs_those_and_is_told(policy, tmp_path):
     (tmp_path / "my_reward.py").write_text(FAILING_REWARD)
-    # A busy machine may leave a process waiting for some tenths of a second.
-    changes = {"reward": f"{tmp_path}/my_reward.py:score", "reward_timeout": 1.0, "total_steps": 2}
+    # A busy machine may leave a process waiting for a second.
+    changes = {"reward": f"{tmp_path}/my_reward.py:score", "reward_timeout": 2.0, "total_steps": 2}
     done = torchrun(2, "train_grpo.py", *training_flags(policy, tmp_path / "run", **changes, **NO_EVAL))
     failures = lines(tmp_path / "run" / "reward_failures.jsonl")
     for step, metrics in metrics_of(tmp_path / "run").items():
         texts = [failure["completion"] for failure in failures if failure["step"] == step]
-        assert metrics["reward/timeouts"] == sum(sum(map(ord, text)) % 4 == 1 for text in texts)
+        assert metrics["reward/timeouts"] == sum(sum(map(ord, text)) % 8 == 1 for text in texts)
         assert metrics["reward/timeouts"] + metrics["reward/errors"] == len(texts)
         assert metrics["reward/mean"] == pytest.approx(0.5 * (32 - len(texts)) / 32)
     assert {failure["status"].partition(" ")[0] for failure in failures} == {"timeout", "error:"}

@@ -33,7 +33,7 @@ SLOWLY_KILLED = f"""if rank:
 note_reason('closed by peer', 'error'); sys.exit(1)"""
 EXITS = "sys.exit(3) if rank else time.sleep(600)"
 IN_UPDATE, STALLED = (f"os.utime(folder + '/ranks/{name}'); " for name in ("rank_1.json", "stall.txt"))
-SAVES = "while not requested(): time.sleep(0.05)\ntime.sleep(seconds); print('saved', flush=True)"
+SAVES = "while not requested(): time.sleep(0.05)\ntime.sleep(seconds); os.write(1, b'saved\\n')"
 ARMED, BRIEFLY, SAVED = "listen(); arm(30)", "listen(); arm(1)", ["saved", "saved"]
 LATE = "SIGTERM: the run could not save within --grace_seconds 1; the same "
 EARLY, SECOND = ["SIGTERM: ended before the first step; nothing is lost"], ["ended by a second signal"]

@@ -6,8 +6,9 @@
 A short training of a random model on two ranks is started again after every kill until it is complete, and then another
 one is begun, until all kills are used. Each kill comes at a random moment, from the first instant on; its target (a
 rank, the launcher, all of them at once) and its signal (TERM, KILL) are drawn, too. Checked after each: everything has
-ended within 60 s, no rank outlives its launcher by 5 s, SIGTERM to the launcher is exit status 0 (143 while Python
-starts), and at the end the exported policy and the last line of each step equal the undisturbed run's.
+ended within 60 s, no rank outlives its launcher by 5 s, SIGTERM to the launcher is exit status 75 (0 if the run was
+complete, 143 while Python starts), and at the end the exported policy and the last line of each step equal the
+undisturbed run's.
 
 With --servers two generation servers sample ahead, and a server is a target, too. A run that goes on with the other
 server is hit again. It samples anew after each start, so what is checked at the end is that every prompt of the epoch

@@ -14,6 +14,7 @@ import pytest
 import torch
 from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
+import train_grpo
 from fake_server import DESCRIPTION, HAS, INPUTS, A, B, FakeServer, engine_of, synced
 from flags import EngineSettings, Sampling, Servers
 from generation.start import server_environment
@@ -160,14 +161,18 @@ def test_at_the_end_both_sides_close_the_transfer_of_a_server_that_stays_up(serv
     assert callable(PyNcclCommunicator.destroy), "what closes the main rank's side on CUDA"
 
 
-def test_on_gpus_segments_can_expand_also_beside_servers(tmp_path, monkeypatch):
+@pytest.mark.parametrize("replays", [False, True])
+def test_on_gpus_segments_can_expand_also_without_an_engine_in_the_ranks(replays, tmp_path, monkeypatch):
     given = []
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch._C._accelerator_setAllocatorSettings", given.append)
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     log = SimpleNamespace(world=SimpleNamespace(is_main=False, device=torch.device("cpu")), out_dir=tmp_path)
-    build_servers("", EngineSettings(96), Servers((), (), 1, in_flight=False), INPUTS, DESCRIPTION, log, 0)
+    if replays:
+        train_grpo.build_engine(SimpleNamespace(replay="runs/x"), INPUTS, None, log, 0)
+    else:
+        build_servers("", EngineSettings(96), Servers((), (), 1, in_flight=False), INPUTS, DESCRIPTION, log, 0)
     assert given == ["expandable_segments:True"]
 
 

@@ -54,12 +54,6 @@ class Row:
     images: PromptImages | None = None  # None: the prompt has no image, or the model sees none
     hinted_ids: np.ndarray | None = None  # tokens of the prompt with its hint, for the reference; None: it has none
 
-    @property
-    def prompt(self) -> str:
-        """The user's last text, for logs; images show as `<image>`."""
-        content = self.messages[-1]["content"]
-        return content if isinstance(content, str) else "".join(part.get("text", IMAGE) for part in content)
-
 
 @dataclass(frozen=True)
 class Rollout:

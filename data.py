@@ -146,18 +146,16 @@ def template_variables(prompt_format: PromptFormat, tokenizer: Tokenizer) -> dic
 @lru_cache(maxsize=8)
 def template_tokens(tokenizer: Tokenizer) -> tuple[str, ...]:
     """The special tokens that the chat template writes around messages. A text that holds one already has a template.
-
-    Tokens of another model's template are ordinary text, and so are tags: a thought that it opens, `<x>` with `</x>`.
+    Tokens of another model's template are ordinary text, and so are tokens like `<think>`.
     """
     question, answer = ({"role": role, "content": "?"} for role in ("user", "assistant"))
     try:
         written = tokenizer.apply_chat_template([question, answer, question], tokenize=False)
     except (TemplateError, TypeError, ValueError):  # it wants other messages than these; or there is none
         return ()
+    written = re.sub(r"<(\w+)>\s*</\1>", "", written)  # an empty thought
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    named = {getattr(tokenizer, name) for name in Tokenizer.SPECIAL_TOKENS_ATTRIBUTES}  # <s> and </s> are no tags
-    tags = {tag for token in special for tag in (token, f"</{token[1:]}") if f"</{token[1:]}" in special}
-    return tuple(token for token in special if token in written and token not in tags - named)
+    return tuple(token for token in special if token in written)
 
 
 def check_template(prompt_format: PromptFormat, tokenizer: Tokenizer) -> None:

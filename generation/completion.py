@@ -13,24 +13,22 @@ from batch import OnFinished, Rollout
 from data import template_tokens
 from grading import Grade
 
-TELLING = re.compile(r"^</|think|thought|reason|answer|tool|call|python", re.IGNORECASE)  # names of tags
+TAG = re.compile(r"^</|think|thought|reason|answer|tool|call|python", re.IGNORECASE)  # in the names of such tokens
 
 
 @lru_cache(maxsize=8)
-def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[dict[int, str], frozenset[int]]:
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[dict[int, str], set[int]]:
     """(those that texts show, such as tags; those that they do not: begin, end, padding, what is around messages)."""
-    names = PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES
-    hidden = {*template_tokens(tokenizer), *(getattr(tokenizer, name) for name in names)}
+    named = {getattr(tokenizer, name) for name in PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES}
     special = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    shown = {i: token for i, token in special.items() if token not in hidden}
-    return shown, frozenset(special.keys() - shown.keys())
+    shown = {i: token for i, token in special.items() if token not in {*named, *template_tokens(tokenizer)}}
+    return shown, special.keys() - shown.keys()
 
 
 def describe_tags(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """A line for the log, if there are special tokens that a reward may look for."""
-    tags = [token for token in special_tokens(tokenizer)[0].values() if TELLING.search(token)]
-    more = f" and {len(tags) - 8} others" if len(tags) > 8 else ""
-    return [f"special tokens that the reward sees: {', '.join(tags[:8])}{more}"] if tags else []
+    tags = ", ".join(token for token in special_tokens(tokenizer)[0].values() if TAG.search(token))
+    return [f"special tokens that the reward sees: {tags}"] if tags else []
 
 
 @dataclass

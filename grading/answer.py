@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 BOX = re.compile(r"\\(?:boxed|fbox)\s*(\{|[^\s{}$\\.,]+)")
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # or an escaped character, which is none
 STATED = re.compile(
-    r"(?:\banswer\b[*_]*\s*(?:\bis\b|[:：])|答案[*_]*(?:就|即|应该?)?(?:[是为為](?!否|何|什么|多少)|[选選:：】])"
-    r"|(?:故|所以|因此)[选選](?![项項取用])[择擇]?)[*_]*[ \t]*[:：]?\s*",
-    re.IGNORECASE,
+    r"(?i)(?:\banswer\b[*_]*\s*(?:\bis\b|[:：])|答案[*_]*(?:就|即|应该?)?(?:[是为為](?!否|何|什么|多少)|[选選:：】])"
+    r"|(?:故|所以|因此)[选選](?![项項取用])[择擇]?)[*_]*[ \t]*[:：]?\s*"
 )
 HEADING = re.compile(  # a line with #, with a capital F, or with these words alone; it may be underlined
-    r"^(?:[ \t>*_]*(?:#[^\n]*|(?:the )?)|[^\n]*(?<![A-Za-z])(?=(?-i:F)))(?:final answer|(?:最终)?答案)[ \t:：*_]*$"
-    r"(?:\n[-=]{3,}[ \t]*$)?",
-    re.IGNORECASE | re.MULTILINE,
+    r"(?im)^(?:[ \t>*_]*(?:#[^\n]*|(?:the )?)|[^\n]*(?<![A-Za-z])(?=(?-i:F)))(?:final answer|(?:最终)?答案)"
+    r"[ \t:：*_]*$(?:\n[-=]{3,}[ \t]*$)?"
 )
 SENTENCE_END = re.compile(
-    r"(?<!\be\.g)(?<!\bi\.e)[.!?．](?=[\s*\"')]|$)|[。！？\n]|[,;]?\s+(?:because|since)\s|[，,]?\s*因为", re.IGNORECASE
+    r"(?i)(?<!\be\.g)(?<!\bi\.e)[.!?．](?=[\s*\"')]|$)|[。！？\n]|[,;]?\s+(?:because|since)\s|[，,]?\s*因为"
 )
 MARKUP = re.compile(  # a formula, where * and _ are signs; `code`; **emphasis**, which is no product and no index
     r"\$(?:(?!\*\*)[^$\n])*\$|\\\((?:(?!\\\().)*?\\\)|\\\[(?:(?!\\\[).)*?\\\]"
@@ -31,23 +28,24 @@ MAX_STATED = 1000  # characters behind a mark without an end
 
 
 def opens_thought(prompt: str) -> bool:
-    """Whether the prompt ends with `<think>`, or with one line of words behind one that begins the line or the turn."""
+    """Whether it ends with `<think>`, or with one line of words behind a `<think>` that begins a line or a turn."""
     before, tag, words = prompt.rpartition("<think>")
-    words, before = words.strip(), before.rstrip(" ").lower()
-    is_thought = before.endswith(("\n", ">", "]", "assistant:")) and not re.search(r"[\n<]|\]$|\b[A-Z]\w*:$", words)
-    return bool(tag) and (not words or is_thought)
+    begins = before.rstrip(" ").lower().endswith(("\n", ">", "]", "assistant:"))
+    is_thought = begins and not re.search(r"[\n<]|\]$|\b[A-Z]\w*:$", words.strip())
+    return bool(tag) and (is_thought or not words.strip())
 
 
 def visible_text(completion: str, prompt: str = "") -> str | None:
     """What stands after the last `</think>`, if there is one; None if the completion ended while it was thinking."""
-    thoughts, end, said = completion.rpartition("</think>")
-    is_open = "<think>" in said or (not end and opens_thought(prompt))
-    return None if is_open else said
+    _, end, said = completion.rpartition("</think>")
+    return None if "<think>" in said or (not end and opens_thought(prompt)) else said
 
 
 def plain(text: str) -> str:
-    """The text without the marks of emphasis and code."""
-    return MARKUP.sub(lambda match: match["code"] or (plain(match["text"]) if match["text"] else match[0]), text)
+    """The text without the marks of emphasis and code, and without what a cut has left of them; x^* stays."""
+    text = MARKUP.sub(lambda match: match["code"] or (plain(match["text"]) if match["text"] else match[0]), text)
+    end = len(text.rstrip(" *_"))
+    return re.sub(r"^[ *_]+(?!\{)", "", text[: end + (text[end - 1 : end] == "^")])
 
 
 def read_answer(completion: str, prompt: str = "", unmarked: str = "value") -> str | None:
@@ -73,14 +71,14 @@ def read_answer(completion: str, prompt: str = "", unmarked: str = "value") -> s
         text, end, _ = tagged.partition("</answer>")
         if not end:
             return None
-    if boxes := list(boxes_of(text)):
-        return boxes[-1].strip() or None
+    if (box := last_box(text)) is not None:
+        return box.strip() or None
     text = (text if unmarked == "all" else plain(text)).strip()
     answer = _marked(text)
     if answer is None:
         is_value = "\n" not in text[:MAX_STATED] and len(text) <= MAX_STATED and len(WORD.findall(text)) <= 2
         answer = text if tag or unmarked == "all" or (unmarked == "value" and is_value) else ""
-    return answer.strip() or None
+    return (answer if unmarked == "all" else plain(answer)).strip() or None
 
 
 def _marked(text: str) -> str | None:
@@ -94,28 +92,26 @@ def _marked(text: str) -> str | None:
         behind = text[stated[-1].end() :][:MAX_STATED]
         ends = (each.start() for each in SENTENCE_END.finditer(behind))
         end = next((at for at in ends if not _is_open(behind[:at])), None)
-        return re.sub(r"^[ *_]+|(?<!\^)[ *_]+$", "", behind[:end])
+        return behind[:end]
     return None
 
 
 def _is_open(text: str) -> bool:
     """Whether a formula is begun and not ended."""
-    is_in_dollars = text.count("$") % 2 == 1 or text.count("$$") % 2 == 1
-    return is_in_dollars or text.count("\\[") > text.count("\\]") or text.count("\\(") > text.count("\\)")
+    is_open = text.count("$") % 2 == 1 or text.count("$$") % 2 == 1
+    return is_open or text.count("\\[") > text.count("\\]") or text.count("\\(") > text.count("\\)")
 
 
-def boxes_of(text: str) -> Iterator[str]:
-    """What every outermost \\boxed{...} and \\fbox{...} holds; `\\boxed 5` without braces holds the next word."""
-    at = 0
+def last_box(text: str) -> str | None:
+    """What the last outermost \\boxed{...} or \\fbox{...} holds; `\\boxed 5` without braces holds the next word."""
+    at, held = 0, None
     while match := BOX.search(text, at):
-        at = match.end()
-        if match[1] != "{":
-            yield match[1]
-            continue
-        depth, start = 1, at
-        for brace in BRACE.finditer(text, start):
-            depth += {"{": 1, "}": -1}.get(brace[0], 0)
-            if depth == 0:
-                break
-        at = brace.end() if depth == 0 else len(text)
-        yield text[start : at - 1] if depth == 0 else ""
+        at, held, depth = match.end(), match[1], 1
+        if held == "{":
+            at, held = len(text), ""  # of one that is not closed
+            for brace in BRACE.finditer(text, match.end()):
+                depth += {"{": 1, "}": -1}.get(brace[0], 0)
+                if depth == 0:
+                    at, held = brace.end(), text[match.end() : brace.start()]
+                    break
+    return held

@@ -22,10 +22,7 @@ Verdict = tuple[float, str | None]  # the score and, from a verifier that reads 
 
 
 def verify_exact(case: Case) -> Verdict:
-    """1.0 if the final answer, or without a mark the whole visible text, equals the row's as text; else 0.0.
-
-    It may be emphasized: **Rome** is Rome.
-    """
+    """1.0 if the final answer, or without a mark the whole visible text, is the row's, emphasized or not; else 0.0."""
     if not case.answer.strip():
         raise ValueError("the answer is blank")
     found = read_answer(case.completion, case.prompt, unmarked="all")
@@ -79,8 +76,8 @@ def _gsm8k_key(answer: str) -> Fraction:
 
 
 def _numbers(text: str) -> list[Fraction]:
-    plain = text.replace("\\!", "").replace("{,}", ",")
-    found = re.findall(r"(?<![\d)}])-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)", plain)
+    text = text.replace("\\!", "").replace("{,}", ",")
+    found = re.findall(r"(?<![\d)}])-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)", text)
     return [Fraction(each.replace(",", "")) for each in found]
 
 

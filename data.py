@@ -145,14 +145,15 @@ def template_variables(prompt_format: PromptFormat, tokenizer: Tokenizer) -> dic
 
 @lru_cache(maxsize=8)
 def template_tokens(tokenizer: Tokenizer) -> tuple[str, ...]:
-    """The special tokens that the chat template writes around a user's message. A text that holds one already has a
-    template. Tokens of another model's template are ordinary text, and so are tokens like `<think>`.
+    """The special tokens that the chat template writes around messages. A text that holds one already has a template.
+    Tokens of another model's template are ordinary text, and so are tokens like `<think>`.
     """
-    message = {"role": "user", "content": "?"}
+    question, answer = ({"role": role, "content": "?"} for role in ("user", "assistant"))
     try:
-        written = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
-    except (TemplateError, TypeError):  # it wants other messages than this one
+        written = tokenizer.apply_chat_template([question, answer, question], tokenize=False)
+    except (TemplateError, TypeError, ValueError):  # it wants other messages than these; or there is none
         return ()
+    written = re.sub(r"<(\w+)>\s*</\1>", "", written)  # an empty thought
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     return tuple(token for token in special if token in written)
 

@@ -35,6 +35,7 @@ from data import PromptData, most_images
 from flags import FLAGS as OF_TRAINING
 from flags import GROUPS, INF, EngineSettings, Sampling, flag, take
 from fsdp_utils import gather_from_ranks, init_world, is_main_process
+from generation.completion import describe_tags
 from grading import Grade
 from guards.files import required, tolerated, write
 from guards.start import RunError, Stopped
@@ -259,7 +260,7 @@ def main() -> None:
         folder = gather_from_ranks(folder)[0]  # the time in its name is the main process's
         if world.is_main:
             folder.mkdir(parents=True, exist_ok=True)
-            print(*(line for data in sets for line in data.describe()), sep="\n")
+            print(*(line for data in sets for line in data.describe()), *describe_tags(tokenizer), sep="\n")
             print(f"first prompt: {sets[0].rows[0].text!r}", flush=True)
     except (ValueError, OSError, RuntimeError) as error:
         exit_with_error(error)

@@ -29,6 +29,7 @@ from batch import Metrics, Rollout, Sampled, Update, Work, own_logprobs
 from data import PromptData
 from flags import FLAGS, Recording
 from fsdp_utils import World, broadcast_from_main, end_if_requested
+from generation.completion import describe_tags
 from guards.files import DiskError, append, checkpoints, lock_file, required, tolerated, write
 from guards.fingerprint import INPUTS, versions
 from guards.stall import BOARD, in_phase
@@ -223,7 +224,7 @@ class Run:
         for data in held_out:
             if count := sum((row.ids.tobytes(), row.encoded_images) in trained for row in data.rows):
                 self.say(f"warning: {count} of the {len(data.rows)} prompts of {data.name} are training prompts, too")
-        self.say(f"first prompt: {train.rows[0].text!r}")
+        self.say("\n".join([*describe_tags(self.tokenizer), f"first prompt: {train.rows[0].text!r}"]))
         rows = [{"set": data.name, "row": row, "reason": why} for data in datasets for row, why in data.excluded]
         if self.world.is_main and rows:
             self._write("excluded_rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))

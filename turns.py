@@ -158,7 +158,7 @@ class Turns:
 
     def end_turn(self, episode: Episode, turn: Completion) -> None:
         """Takes up the turn, and asks the environment for its reply."""
-        text = self.tokenizer.decode(turn.token_ids, skip_special_tokens=True)
+        text = turn.read(self.tokenizer)
         episode.add(turn, text, is_sampled=True)
         episode.turns.append(text)
         episode.finish_reason = turn.finish_reason

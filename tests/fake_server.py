@@ -30,6 +30,7 @@ from helpers import flags, make_grade, make_row
 from policy import Policy
 from rollout_server import ServerEngine
 from sampling import Draws, Sampler
+from warm_start import build_tokenizer
 
 TOKEN = 7
 WEIGHTS = {"layer.weight": torch.arange(6.0).reshape(2, 3), "norm.weight": torch.ones(3)}
@@ -41,7 +42,7 @@ HAS = {
     "--dtype": "float32",
     "--head_dtype": "float32",
 }
-TOKENIZER = SimpleNamespace(decode=lambda ids, **_: "text")
+TOKENIZER = build_tokenizer()
 INPUTS = SimpleNamespace(tokenizer=TOKENIZER, turns=None)
 
 

@@ -18,6 +18,7 @@ from data_files import (
     load_values,
     numbered,
     png,
+    prompt_of,
     texts,
     user,
     write_lines,
@@ -32,11 +33,11 @@ pytestmark = pytest.mark.usefixtures("cache")
 def assert_whole(loaded: PromptData) -> None:
     """Each row of `numbered` data has its own answer, columns, text, tokens and line."""
     for row in loaded.rows:
-        name, number = row.prompt.split()
+        name, number = prompt_of(row).split()
         assert row.answer == row.columns["answer"] == f"{number} of {name}"
-        assert row.columns["problem"] == row.prompt
+        assert row.columns["problem"] == prompt_of(row)
         assert row.where.endswith(f"{name}.jsonl, line {int(number) + 1}")
-        assert row.text == TOKENIZER.decode(row.ids.tolist()) == f"[user]{row.prompt}[assistant]"
+        assert row.text == TOKENIZER.decode(row.ids.tolist()) == f"[user]{prompt_of(row)}[assistant]"
 
 
 WITH_IMAGES = {"tokenizer": byte_tokenizer(VISION_TEMPLATE), "image_column": "image"}
@@ -55,7 +56,7 @@ def assert_refused(words: str, folder: Path, *values: object, **changes: object)
 
 
 def prompts(loaded: PromptData) -> list[str]:
-    return [row.prompt for row in loaded.rows]
+    return [prompt_of(row) for row in loaded.rows]
 
 
 def test_answers_become_text_and_those_that_cannot_are_excluded_and_listed(tmp_path):

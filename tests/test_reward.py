@@ -22,13 +22,14 @@ def bad_rows(grader: Grader, rows: list[SimpleNamespace], world: SimpleNamespace
         grader.close()
 
 
-def row(answer: str, **columns: object) -> SimpleNamespace:
-    return SimpleNamespace(answer=answer, columns=columns, where=f"the row of {answer}", text=f"{answer}? <think>")
+def row(answer: str, opened: str = "", **columns: object) -> SimpleNamespace:
+    return SimpleNamespace(answer=answer, columns=columns, where=f"the row of {answer}", text=f"{answer}? {opened}")
 
 
 def test_finished_completions_are_graded_against_their_rows_with_the_prompt_as_the_model_saw_it():
     grader = Grader(Grading("exact,length,format", overlong_cache_tokens=4), num_workers=1)
-    on_finished = grader.submit_to([row("4"), row("5")], Sampling(2, 1.0, max_completion_tokens=8))
+    rows = [row(answer, "<think>") for answer in "45"]
+    on_finished = grader.submit_to(rows, Sampling(2, 1.0, max_completion_tokens=8))
     for b in (3, 0, 2, 1):
         on_finished(b, f"hm</think><answer>{4 + b % 2}</answer>", [7] * (5 + b % 2), False)
     grades = grader.collect_from_ranks()

@@ -11,7 +11,7 @@ import datasets
 import huggingface_hub
 import pytest
 
-from data_files import GOOD, load, write, write_lines, write_math12k, write_parquet
+from data_files import GOOD, load, prompt_of, write, write_lines, write_math12k, write_parquet
 from helpers import ROOT
 from inputs.records import name_of_source, parse_source, read_records, read_system_prompt
 
@@ -65,14 +65,14 @@ def test_a_file_that_cannot_be_used_is_refused_by_line(end, content, said, tmp_p
 ])  # fmt: skip
 def test_what_is_unusual_but_clear_is_loaded(end, content, rows, tmp_path):
     path = write(tmp_path, content, f"rows{end}")
-    assert {row.where.removeprefix(f"{path}, "): row.prompt for row in load(path).rows} == rows
+    assert {row.where.removeprefix(f"{path}, "): prompt_of(row) for row in load(path).rows} == rows
 
 
 def test_rows_keep_all_their_columns_numbers_are_answers_and_a_line_may_have_10_mb(tmp_path):
     long = {"problem": "2+2", "answer": 4, "notes": "x" * 10_000_000}
     rows = [{"problem": "é", "answer": 4, "level": 3}, long | {"problem": "1+1 " * 50_000}, long]
     loaded = load(write(tmp_path, GOOD + "\n" + "".join(f"{json.dumps(row)}\n" for row in rows)), max_prompt_tokens=100)
-    assert [(row.prompt, row.answer) for row in loaded.rows] == [("1+1", "2"), ("é", "4"), ("2+2", "4")]
+    assert [(prompt_of(row), row.answer) for row in loaded.rows] == [("1+1", "2"), ("é", "4"), ("2+2", "4")]
     assert [row.columns for row in loaded.rows[1:]] == [rows[0], long]
     assert loaded.rows[1].where == f"{tmp_path}/rows.jsonl, line 3"
     assert (loaded.name, loaded.num_too_long, loaded.excluded) == ("rows", 1, [])
@@ -135,7 +135,7 @@ def test_a_hub_data_set_is_named_in_its_rows_and_gets_the_split(tmp_path, monkey
     places = [row.where for row in load("hiyouga/math12k@test").rows]
     assert places == ["hiyouga/math12k@test, row 0", "hiyouga/math12k@test, row 1"]
     assert load("hiyouga/math12k").rows[2].where == "hiyouga/math12k@train, row 2"
-    assert [row.prompt for row in load("hiyouga/math12k@train[1:]").rows] == ["train 1?", "train 2?"]
+    assert [prompt_of(row) for row in load("hiyouga/math12k@train[1:]").rows] == ["train 1?", "train 2?"]
     assert load("openai/math12k/main@test").name == "math12k_test"
     assert asked[0] == ("hiyouga/math12k", None) and asked[-1] == ("openai/math12k", "main")
 
@@ -198,7 +198,7 @@ def test_a_source_has_the_splits_of_its_files(tmp_path):
         ("rows.jsonl@train", ["1+1"], "rows.jsonl, line 1"),
     ):
         loaded = load(tmp_path / source)
-        assert ([row.prompt for row in loaded.rows], loaded.rows[0].where) == (prompts, f"{tmp_path}/{first}")
+        assert ([prompt_of(row) for row in loaded.rows], loaded.rows[0].where) == (prompts, f"{tmp_path}/{first}")
     assert len(load(f"{tmp_path}/single@train#2").rows) == 2
     for source, said in (
         ("both@validation", "validation.*train.*test"),

@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, ProcessorMi
 
 from batch import Rollout, shared_positions
 from data import PromptData
-from data_files import png, write_parquet
+from data_files import png, prompt_of, write_parquet
 from distributed_vision import WITH_IMAGES, WITHOUT, gradient
 from helpers import ALONE, command_line, torchrun
 from inputs.checks import check_flags
@@ -194,7 +194,7 @@ def test_images_of_the_datasets_library_are_read_and_their_tokens_count(model, t
     kinds = dict.fromkeys(("problem", "answer"), datasets.Value("string")) | {"image": datasets.Image()}
     datasets.Dataset.from_dict(rows, features=datasets.Features(kinds)).save_to_disk(tmp_path / "pil")
     data = vision_data(vision_flags(model, image_column="image"), tmp_path / "pil")
-    assert [row.prompt for row in data.rows] == ["<image>one?", "<image>large?", "text?"]
+    assert [prompt_of(row) for row in data.rows] == ["<image>one?", "<image>large?", "text?"]
     assert [reason for _, reason in data.excluded] == [
         "absolute aspect ratio must be smaller than 200, got 300.0",
         "the prompt has 1 image tokens for 0 images: its text must not hold one",
@@ -204,7 +204,7 @@ def test_images_of_the_datasets_library_are_read_and_their_tokens_count(model, t
     assert [row.images for row in mixed.rows] == [row.images for row in data.rows] * 2
     limits = {"max_prompt_tokens": len(data.rows[0].ids)}
     shorter = vision_data(vision_flags(model, image_column="image", **limits), tmp_path / "pil")
-    assert [row.prompt for row in shorter.rows] == ["<image>one?", "text?"] and shorter.num_too_long == 1
+    assert [prompt_of(row) for row in shorter.rows] == ["<image>one?", "text?"] and shorter.num_too_long == 1
 
 
 def test_an_image_is_upright_rgb_and_white_where_it_is_transparent():

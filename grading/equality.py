@@ -62,7 +62,7 @@ def equal(key: str, answer: str) -> bool:
     if not key or not answer:
         return False
     values = parse_value(key), parse_value(answer)
-    if "matrix" in key + answer and "formula" in (values[0][0], values[1][0]):
+    if "matrix}" in key + answer and "formula" in (values[0][0], values[1][0]):
         return same_formula(key, answer)
     return _same(*values)
 
@@ -135,11 +135,8 @@ def _same_unordered(keys: tuple[Value, ...], answers: tuple[Value, ...]) -> bool
 
 
 def _same_quantity(key: Value, answer: Value) -> bool:
-    # What is glued to a number is a unit where the other side has one: 0.64N.
-    if answer[2] and key[0] == "formula" and not key[2]:
-        key = quantity(key[1], is_apart=True) or key
-    if key[2] and answer[0] == "formula" and not answer[2]:
-        answer = quantity(answer[1], is_apart=True) or answer
+    if bool(key[2]) != bool(answer[2]):  # what is glued to a number is a unit where the other side has one: 0.64N
+        key, answer = (each if each[2] else quantity(str(each[1]), is_apart=True) or each for each in (key, answer))
     key_unit, answer_unit = key[2], answer[2]
     if {key_unit, answer_unit} == {"%", ""} and key[0] == answer[0] == "number":
         return answer[1] in (key[1], key[1] / 100) if key_unit else answer[1] / 100 == key[1]

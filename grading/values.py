@@ -39,7 +39,7 @@ SPOKEN = {
 COMMANDS = {name: meaning for meaning, names in {
     r"\frac": "dfrac tfrac cfrac", r"\ne ": "neq", r"\le ": "leq leqslant", r"\ge ": "geq geqslant", "<": "lt",
     ">": "gt", r"\{": "lbrace", r"\}": "rbrace", r"\approx ": "simeq", r"\emptyset": "varnothing", ":": "colon",
-    r"^\circ": "degree", " ": "displaystyle textstyle limits nolimits bf rm large Large",
+    r"^\circ": "degree", r"\mathbb{R}": "R", " ": "displaystyle textstyle limits nolimits bf rm large Large",
 }.items() for name in names.split()}  # fmt: skip
 
 BRACED = r"\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"  # with up to two more pairs of braces in it
@@ -66,7 +66,6 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
     (r"([<>])=", lambda m: r"\le " if m[1] == "<" else r"\ge "),
     (r"\^\s*\{\s*\\circ\s*\}", r"^\\circ"),
     (r"\\\{\s*\\\}", r"\\emptyset"),
-    (r"\\(?:mathbb|Bbb)\s*\{?R\}?|\\Rx?", r"\\mathbb{R}"),
     (r"\^\s*\{?\s*((?:\\prime\s*)+)\}?", lambda m: "'" * m[1].count("p")),
     (r"^\\mathbb\{R\}\s*\\(?:setminus|backslash)\s*\\\{([^{},]*)\\\}$", r"x \\ne \1"),
     (r"\{([:,])\}", r"\1"),
@@ -84,8 +83,6 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
      lambda m: rf"{m[1]}{m[3]} \text{{{CURRENCIES[m[2]]}}}"),
     (r"\b([ap])\.\s?m\b\.?", r"\1m"),
     (r"\s\(([^()]*(?:[<>]|\\(?:in|[lgn]e)x?)[^()]*)\)\s*$", r", \1"),  # y = 2x (x > 0)
-    (r"^\s*\{([^{}]*)\}\s*$", r"\1"),
-    (r"\s+", " "),
 ]]  # fmt: skip
 
 
@@ -124,7 +121,7 @@ NUMBER = re.compile(  # 1,000.5 with or without a power of ten; 3/4 and 2 3/4; 0
     r"|(?P<fixed>\d*\.\d*)\\(?:overline|bar|dot)\s*\{?(?P<repeated>\d+)\}?)"
 )
 SCALES = {"dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9}
-SCALED = re.compile(rf"(.+?)\s*(?:\\text\{{\s*)?({'|'.join(SCALES)})\s*\}}?")
+SCALED = re.compile(rf"(.+?)\s*(?:\\text\{{\s*|\()?({'|'.join(SCALES)})\s*[)}}]?")
 
 
 def number(text: str) -> Fraction | None:
@@ -225,16 +222,14 @@ CONSTANT = re.compile(  # a side without letters
     r"(?:[^A-Za-z\\]|\\(?:frac|sqrt|cdot|times|div|pi|binom|circ|sin|cos|tan|log|ln|pm|\W|text\{[^{}]*\})(?![A-Za-z]))+"
 )
 NAMES = re.compile(r"\(\s*[A-Za-z](?:_\{?\d\}?)?(?:\s*,\s*[A-Za-z](?:_\{?\d\}?)?)+\s*\)")
-NAMED = re.compile(
-    rf"({NAME}(?:\s*:\s*{NAME})*)\s*(?:=|:=|\\in(?![A-Za-z]))\s*(.+)", re.DOTALL
-)
+NAMED = re.compile(rf"({NAME}(?:\s*:\s*{NAME})*)\s*(?:=|\\in(?![A-Za-z]))\s*(.+)", re.DOTALL)
 BUILDER = re.compile(rf"\s*{NAME}(?:\s*\\in\s*\\mathbb\{{R\}})?\s*(?:\\mid|:|\|)\s*(.+)")
 RELATION = re.compile(r"\\[lg]e(?![A-Za-z])|\\ne(?![A-Za-z])|(?<!\\)[<>]")
 EQUALS = re.compile(r"(?<![<>:\\])=")
 CHOICE = re.compile(r"(?:option |choice |answer )?\s*\(?\s*([A-J])(?![A-Z])\s*([).:、]*)(.*)", re.I | re.DOTALL)
 DENIALS = re.compile(  # behind a letter and its mark: an operator; another option; a word that takes it back
-    r"^[-+*/^_=(<>']|^\s*(?:[,/&]|(?i:or|and|but|或|和)\s|\(?[A-J]\)?$)|(?<!\w)\([A-Ja-j]\)|(?<![\w(])[A-Ja-j]\)"
-    r"|(?<![\w.(])[A-J](?:[.、]|:(?![A-J]\b))|\b(?i:maybe|perhaps|not|but) \(?[A-J]\b|^ [A-Z]\. [A-Z]"
+    r"^[-+*/^_=(<>']|^\s*(?:[,/&]|(?i:or|and|but|或|和)\s|\(?[A-J][).]*$)|(?<!\w)\([A-Ja-j]\)|(?<![\w(])[A-Ja-j]\)"
+    r"|(?<![\w.(])[A-J](?:[.、](?=.*\w)|:(?![A-J]\b))|\b(?i:maybe|perhaps|not|but) \(?[A-J]\b|^ [A-Z]\. [A-Z]"
     r"|^\s*(?i:is|was|can|would)\b.*\b(?i:wrong|false|incorrect|excluded|not (?:correct|right|true|the))\b"
 )
 FOREIGN = re.compile(r"[^\W\d_\x00-\x7fͰ-Ͽ]")  # a letter that is neither Latin nor Greek, or has an accent
@@ -292,7 +287,7 @@ def _choice(text: str) -> Value | None:
     if not match or re.fullmatch("[A-Za-z]", text):
         return None
     letter, mark, rest = match[1].upper(), match[2], match[3].strip()
-    if rest and (not mark or DENIALS.search(re.sub(r"\([^()]{2,}\)", "", match[3]))):
+    if rest and (not mark or DENIALS.search(re.sub(r"\([^()]{2,}\)", "()", match[3]))):
         return None
     is_curve = mark == ":" and "=" in rest  # C: y = 2x, too, may be a choice; but the key C: y = 2x is not met by C
     return ("choice", letter + ":" * is_curve, parse_value(clean(rest)) if rest else None)
@@ -356,8 +351,6 @@ def _collection(text: str) -> Value | None:
         values = _flat(tuple(parse_value(part) for part in parts))
         return _point(values) or ("list", values)
     inner = _brackets(text)
-    if "matrix" in text:
-        return None
     if inner is None:
         is_double = text.count("\\pm") == 1
         return ("list", tuple(parse_value(text.replace("\\pm", sign)) for sign in "+-")) if is_double else None

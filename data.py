@@ -81,7 +81,7 @@ def _messages(value: object, name: str, prompt_format: PromptFormat) -> Messages
 
 def _answer(value: object, name: str, several: str) -> str:
     """The value as text, see `grading.key_text`. Raises UnusableRow."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = type(value) is int or (isinstance(value, float) and math.isfinite(value))  # True is no number
     try:
         return _text(key_text(value, several) if is_number or isinstance(value, (str, list, dict)) else value, name)
     except (TypeError, ValueError) as error:  # bytes or dates in it; an empty list

@@ -23,6 +23,7 @@ from model.sizes import has_hub
 
 if TYPE_CHECKING:
     from datasets import Dataset  # imported where it is needed: that takes a second, and .jsonl files do without
+    from pyarrow import DataType, Schema
 
 
 def parse_source(source: str) -> tuple[str, str | None, int | None]:
@@ -195,8 +196,20 @@ def read_records(source: str, seed: int) -> list[Record]:
         indices = np.random.default_rng([seed, 0, 0, 1]).permutation(indices)[:count]
     if isinstance(rows, list):
         return [rows[i] for i in indices]
-    folder, drawn = path if path.is_dir() else path.parent, rows.select(indices).to_list()  # images stay encoded
-    return [Record(f"{what}@{split}, row {i}", columns, folder) for i, columns in zip(indices, drawn, strict=True)]
+    folder, drawn = path if path.is_dir() else path.parent, rows.select(indices)
+    values = [exact_floats(columns, drawn.data.schema) for columns in drawn.to_list()]  # images stay encoded
+    return [Record(f"{what}@{split}, row {i}", columns, folder) for i, columns in zip(indices, values, strict=True)]
+
+
+def exact_floats(value: object, kind: DataType | Schema) -> object:
+    """The value with floats of 16 and 32 bits as the shortest decimal of their own type: 0.1, not 0.10000000149."""
+    if isinstance(value, float) and str(kind) in ("halffloat", "float"):  # pyarrow's names of these two
+        return float(str(kind.to_pandas_dtype()(value)))
+    if isinstance(value, dict) and hasattr(kind, "field"):
+        return {name: exact_floats(part, kind.field(name).type) for name, part in value.items()}
+    if isinstance(value, list) and hasattr(kind, "value_type"):
+        return [exact_floats(part, kind.value_type) for part in value]
+    return value
 
 
 def read_system_prompt(text: str | None) -> str | None:

@@ -162,7 +162,7 @@ class Writer:
             if is_required:
                 way_on = f"make room, and start the same command again, which continues from {last}"
                 raise DiskError(f"{refused}; {way_on}.") from error
-            self.say(f"warning: {refused}; the run goes on, and {last} is its last checkpoint.")
+            self.say(f"warning: {refused}; the run continues, and {last} is its last checkpoint.")
 
     def _save(self, step: int, policy: Policy, optimizer: Optimizer, state: State) -> None:
         """Raises DiskError on all ranks."""

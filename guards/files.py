@@ -101,7 +101,7 @@ def tolerated(what: str, *more: type[Exception]) -> Iterator[None]:
         yield
     except (OSError, *more) as error:
         if what not in WARNED:
-            print(f"warning: {what} could not be written: {cause(error)}; the run goes on without.", flush=True)
+            print(f"warning: {what} could not be written: {cause(error)}; the run continues without.", flush=True)
         WARNED.add(what)
 
 

@@ -98,7 +98,7 @@ def problem_of(rank: Rank, silent: float) -> str:
     if status in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE):
         return "was killed"
     if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
-        return f"is stopped, by SIGSTOP or a debugger (`kill -CONT {rank.pid}` lets it go on)"
+        return f"is stopped, by SIGSTOP or a debugger (`kill -CONT {rank.pid}` lets it continue)"
     return f"is in a call that lets no other Python thread run (pid {rank.pid})" if silent >= STALE_SECONDS else ""
 
 
@@ -165,7 +165,7 @@ class Watch(threading.Thread):
         self.own = replace(self.own, quiet_seconds=0.0 if has_progress else self.own.quiet_seconds + elapsed)
         self.write()
         if self.is_told and has_progress:
-            self.tell("STALL: over, the run goes on")
+            self.tell("STALL: over, the run continues")
         elif not self.is_told and self.own.quiet_seconds >= self.limit - 2 * STALE_SECONDS:
             self.report_stall()
 

@@ -187,7 +187,7 @@ def _obey() -> None:
     if _request.grace is None:
         _end(NOT_FINISHED, f"{signal_name()}: ended before the first step; nothing is lost")
     text = f"{signal_name()}: the run could not save within --grace_seconds {_request.grace:g}"
-    timer = threading.Timer(_request.grace, _end, (1, f"{text}; the same command goes on"))
+    timer = threading.Timer(_request.grace, _end, (1, f"{text}; the same command continues"))
     timer.daemon = True
     timer.start()
 

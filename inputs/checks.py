@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from flags import FLAGS, GROUPS, INF, TINY, Flag
 from inputs.records import name_of_source
-from model.sizes import check_path
+from model.sizes import check_path, gpu_figures
 
 # What stored rollouts hold: who is compared with whom, tokens sampled under these limits, and their rewards.
 FIXED_BY_ROLLOUTS = (
@@ -34,6 +34,7 @@ def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
     """
     check_ranges(args, GROUPS)
     check_path(args.model)
+    gpu_figures(args.plan_gpu)  # raises for one that is not known
     for name in ("--plan_gpus", "--plan_nodes", "--json") if num_ranks is None else ():
         if not args.dry_run and FLAGS[name].of(args) != FLAGS[name].value:
             raise ValueError(f"{name} has no effect without --dry_run; leave it out.")

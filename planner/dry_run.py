@@ -7,6 +7,7 @@ seconds, `advice.py` what would have to change, `report.py` what is printed.
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import math
 from pathlib import Path
@@ -19,7 +20,7 @@ from inputs.checks import check_flags, launched_world_size
 from inputs.choices import algorithm_of
 from inputs.machine import local_world_size
 from inputs.records import parse_source
-from model.sizes import GPUS, check_config
+from model.sizes import check_config, gpu_figures
 from model.vision import check_images
 from model.weights import load_config
 from planner.report import report_of, text_of
@@ -48,13 +49,16 @@ def dry_run(args: argparse.Namespace) -> int:
 
 def config_of(model: str) -> PretrainedConfig:
     """The config in a folder, in `models.json`, or else on the hub. Raises ValueError."""
-    table = json.loads(TABLE.read_text())
+    table = json.loads(TABLE.read_text("utf-8"))
     if model in table and not Path(model).exists():
-        return AutoConfig.for_model(**table[model])
+        own = table[model]
+        return AutoConfig.for_model(**table.get(own.pop("as", None), {}) | own)
     try:
         return load_config(model)
     except (ValueError, OSError) as error:
-        raise ValueError(f"{str(error).splitlines()[0]} Without network these are known: {', '.join(table)}.") from None
+        near = ", ".join(difflib.get_close_matches(model, table, n=5, cutoff=0))
+        known = f"planner/{TABLE.name} knows {len(table)} models without network, such as {near}"
+        raise ValueError(f"{str(error).splitlines()[0]} {known}.") from None
 
 
 def rows_of(train_data: list[str]) -> int | None:
@@ -103,7 +107,7 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
     )  # fmt: skip
     engine = take(EngineSettings, args, max_model_len=sum(limits))
     of_servers = len(args.generation_gpus) or max(1, len(args.server_urls)) * args.tensor_parallel_size
-    gpu_memory, flops, memory_speed, link_speed, host_speed = GPUS[args.plan_gpu]
+    gpu_memory, flops, memory_speed, link_speed, host_speed = gpu_figures(args.plan_gpu)
     hardware = Hardware(
         name=args.plan_gpu, gpus=gpus, nodes=nodes,
         gpu_bytes=gpu_memory * GIB, host_bytes=args.plan_host_memory_gib * GIB,

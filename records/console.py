@@ -41,7 +41,7 @@ class Console:
     done: dict[str, object] = field(default_factory=dict)  # the last step that is done, in status.json
 
     def start(self, saved_step: int) -> None:
-        """Starts the tracker, which goes on after this step."""
+        """Starts the tracker, which continues after this step."""
         if self.is_main and self.recording.track != "none":
             self.tracker = TRACKERS[self.recording.track](self.out_dir, saved_step)
 

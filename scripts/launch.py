@@ -112,7 +112,7 @@ class Launch:
         how = f"ended with {notes[rank]['text']}" if rank in notes else f"ended with exit status {status}."
         if rank not in notes and status < 0:
             by = " by someone, or by Linux for lack of memory" if status == -signal.SIGKILL else ""
-            how = f"was ended by signal {-status} ({signal.Signals(-status).name}){by}; the same command goes on."
+            how = f"was ended by signal {-status} ({signal.Signals(-status).name}){by}; the same command continues."
         said = re.search(r'"step": (\d+), "phase": "(\w+)"', self.left_by_watch(f"rank_{rank}.json"))
         where = f" (step {said[1]}, {said[2]})" if said else ""
         stall = self.left_by_watch("stall.txt").partition("\n")[0]

@@ -279,8 +279,8 @@ GROUPS[DRY_RUN] = [  # all of them may change when a run continues
     flag("--plan_gpus", int, "GPUs of the ranks, over all nodes; those of generation servers come on top; default: the "
          "ranks that the same command starts without --dry_run", (1, INF)),
     flag("--plan_nodes", int, "nodes that the GPUs of the ranks are on; default: those of the launcher", (1, INF)),
-    flag("--plan_gpu", "H100-80GB", f"card: {', '.join(GPUS)}; or the memory, dense bf16 speed and bandwidth of another "
-         "one, such as 24GiB:71TFLOPs:0.94TBs"),
+    flag("--plan_gpu", "H100-80GB", f"card: {', '.join(GPUS)}; or memory that a process can take, dense bf16 "
+         "speed and bandwidth of another one, such as 23.5GiB:71TFLOPs:0.94TBs"),
     flag("--plan_host_memory_gib", 1000.0, "RAM of a node", (TINY, INF)),
     flag("--plan_rows", int, "usable training rows; default: #ROWS of --train_data, lines of a .jsonl file, or a "
          "table", (1, INF)),

@@ -49,7 +49,7 @@ def gpu_figures(name: str) -> tuple[float, ...]:
     plain = re.sub(r"[\s_-]", "", name).upper()
     found = [each for each in GPUS if plain in (each.replace("-", ""), each.partition("-")[0])]
     if len(found) != 1:
-        other = "memory, dense bf16 speed and bandwidth of another one, such as 24GiB:71TFLOPs:0.94TBs"
+        other = "memory, dense bf16 speed and bandwidth of another one, such as 23.5GiB:71TFLOPs:0.94TBs"
         raise ValueError(f"--plan_gpu {name}: use {', '.join(found or GPUS)}, or {other}.")
     return GPUS[found[0]]
 

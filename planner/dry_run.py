@@ -20,6 +20,7 @@ from inputs.checks import check_flags, launched_world_size
 from inputs.choices import algorithm_of
 from inputs.machine import local_world_size
 from inputs.records import parse_source
+from model.lora import check_lora
 from model.sizes import check_config, gpu_figures
 from model.vision import check_images
 from model.weights import load_config
@@ -56,8 +57,7 @@ def config_of(model: str) -> PretrainedConfig:
     try:
         return load_config(model)
     except (ValueError, OSError) as error:
-        near = ", ".join(difflib.get_close_matches(model, table, n=5, cutoff=0))
-        known = f"planner/{TABLE.name} knows {len(table)} models without network, such as {near}"
+        known = f"{len(table)} are known without network, such as {', '.join(difflib.get_close_matches(model, table, 5, 0))}"
         raise ValueError(f"{str(error).splitlines()[0]} {known}.") from None
 
 
@@ -87,9 +87,8 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
     check_config(args.model, config, limits, args.tensor_parallel_size)
     check_images(args.model, config, take(PromptFormat, args))
     model, lora = shape_of(config, args.model), take(Lora, args)
-    if unknown := set(lora.lora_targets or ()) - set(model.projections):
-        known = ", ".join(model.projections)
-        raise ValueError(f"--lora_targets {' '.join(sorted(unknown))}: the dry run knows {known}.")
+    if lora.lora_rank:
+        check_lora(config, lora)
     algorithm_of(args)  # raises for choices that do not exist, or flags without effect
     num_rows = args.plan_rows or rows_of(args.train_data)
     if num_rows is None and args.epochs is not None:

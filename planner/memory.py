@@ -115,17 +115,16 @@ def misfits(setup: Setup, free: float | None = None) -> list[str]:
     for name, parts in gpu_phases(setup).items():
         size, has = (needed(parts), h.gpu_bytes) if free is None else (sum(parts.values()), free)
         if size > has and (free is None or name != "server"):  # a server's GPU is another one
-            needs = f"needs {size / GIB:.1f} GiB, {(size - has) / GIB:.1f} GiB more than there are"
-            found.append(f"GPU, {name}: {needs} ({has / GIB:.1f} GiB)")
+            too_many = (size - has) / GIB
+            found.append(f"GPU, {name}: needs {size / GIB:.1f} of {has / GIB:.1f} GiB: {too_many:.1f} GiB too many")
     if sequences_at_once(setup) < 1:
-        share, parts = setup.engine.gpu_memory_utilization, engine_parts(setup)
-        left = f"--gpu_memory_utilization {share:g} gives the engine {share * h.gpu_bytes / GIB:.1f} GiB"
-        others = f"its weights and working memory take {sum(without(parts, 'KV cache').values()) / GIB:.1f}"
-        lacks = f"not enough for one sequence of {setup.engine.max_model_len} tokens"
-        found.append(f"GPU, rollout: {left}; {others}, which leaves {parts['KV cache'] / GIB:.1f} for its cache, {lacks}")
+        share, others = setup.engine.gpu_memory_utilization, sum(without(engine_parts(setup), "KV cache").values())
+        given = f"--gpu_memory_utilization {share:g} is {share * h.gpu_bytes / GIB:.1f} GiB, of which the engine"
+        left = f"needs {others / GIB:.1f} without its cache: not enough for one sequence of"
+        found.append(f"GPU, rollout: {given} {left} {setup.engine.max_model_len} tokens")
     for name, parts in host_phases(setup).items():
         if (size := sum(without(parts, *reserve).values())) > h.host_bytes:
-            found.append(f"host RAM, {name}: needs {size / GIB:.0f} GiB of {h.host_bytes / GIB:.0f} on each node")
+            found.append(f"host RAM, {name}: needs {size / GIB:.0f} of {h.host_bytes / GIB:.0f} GiB on each node")
     return found
 
 

@@ -33,7 +33,7 @@ TIME = """\
 time        {step_seconds:.0f} s per step: {times}
             with {mean_prompt_tokens:g} + {mean_completion_tokens:g} tokens at {flops_share:.0%} of peak FLOPs
             {remarks}{total_hours:,.1f} hours, {total_gpu_hours:,} GPU hours"""
-NO_TIME = "time        of a run that does not fit none is estimated"
+NO_TIME = "time        none is estimated, because the run does not fit"
 OF_PLAN = ("prompts_per_step", "group_size", "completions_per_step", "updates_per_step", "total_steps", "total_updates")
 
 
@@ -103,10 +103,10 @@ def remarks(setup: Setup) -> list[str]:
     """How long ranks and servers wait for each other."""
     if not setup.has_servers:
         return []
-    sampling, training = time.beside(setup)
-    together = min(sampling, training) if setup.plan.steps_ahead else 0.0
-    ahead = f"sampling {counted(setup.plan.steps_ahead, 'step')} ahead"
-    return [f"{ahead if setup.plan.steps_ahead else 'one after the other'}: ranks wait {sampling - together:.1f} s, servers {training - together:.1f} s"]
+    (sampling, training), steps = time.beside(setup), setup.plan.steps_ahead
+    together = min(sampling, training) if steps else 0.0
+    ahead = f"sampling {counted(steps, 'step')} ahead" if steps else "one after the other"
+    return [f"{ahead}: ranks wait {sampling - together:.1f} s, servers {training - together:.1f} s"]
 
 
 def text_of(report: dict) -> str:

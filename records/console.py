@@ -134,7 +134,7 @@ def wandb(out_dir: Path, saved_step: int) -> tuple[Log, Close]:
     """Project WANDB_PROJECT; WANDB_MODE=offline: all in OUT_DIR/wandb. A step that comes again keeps its values."""
     import wandb
 
-    config, project = json.loads((out_dir / "config.json").read_text()), os.environ.get("WANDB_PROJECT", PROJECT)
+    config, project = json.loads((out_dir / "config.json").read_text("utf-8")), os.environ.get("WANDB_PROJECT", PROJECT)
     name = hashlib.sha256(str(out_dir.resolve()).encode()).hexdigest()[:16]  # the same folder is the same run
     run = wandb.init(project=project, name=out_dir.name, id=name, resume="allow", dir=str(out_dir), config=config)
     return lambda step, metrics: run.log(metrics, step=step), run.finish
@@ -144,7 +144,8 @@ def trackio(out_dir: Path, saved_step: int) -> tuple[Log, Close]:
     """Project TRACKIO_PROJECT, on this machine unless the environment names a Space."""
     import trackio
 
-    config, project = json.loads((out_dir / "config.json").read_text()), os.environ.get("TRACKIO_PROJECT", PROJECT)
+    config = json.loads((out_dir / "config.json").read_text("utf-8"))
+    project = os.environ.get("TRACKIO_PROJECT", PROJECT)
     trackio.init(project=project, name=out_dir.name, config=config, resume="allow")
     return lambda step, metrics: trackio.log(metrics, step=step), trackio.finish
 

@@ -17,7 +17,7 @@ from rollout import Engine
 
 FAULTS = {  # of rank 1 of 3 -> what is said of it
     "hang": "rank 1 runs a backward pass on HOST, in update of step 3, at tests/distributed_stall.py:24 hang; the",
-    "stop": "rank 1 is stopped, by SIGSTOP or a debugger (`kill -CONT PID` lets it continue) on HOST, in update of step 3",
+    "stop": "rank 1 is stopped, by SIGSTOP or a debugger (`kill -CONT PID` resumes it) on HOST, in update of step 3",
     "exception": "rank 1 has ended on HOST, in update of step 3",
     "kill": "rank 1 was killed on HOST, in update of step 3",
     "hold": "rank 1 is in a call that lets no other Python thread run (pid PID) on HOST, in update of step 3",

@@ -453,11 +453,11 @@ class Plan:
 
     def describe(self) -> str:
         """The numbers of the plan, for the first lines of the log."""
-        prompts = counted(self.prompts_per_step, "prompt")
-        completions = counted(self.completions_per_step, "completion")
         return (
-            f"{prompts} x {self.group_size} = {completions} a step, {counted(self.updates_per_step, 'update')} a step, "
-            f"{counted(self.steps_per_epoch, 'step')} an epoch, {counted(self.total_steps, 'step')} in all"
+            f"{counted(self.prompts_per_step, 'prompt')} x {self.group_size} = "
+            f"{counted(self.completions_per_step, 'completion')} a step, "
+            f"{counted(self.updates_per_step, 'update')} a step, {counted(self.steps_per_epoch, 'step')} an epoch, "
+            f"{counted(self.total_steps, 'step')} in all"
         )
 
     def update(self, step: int, i: int) -> UpdateStep:

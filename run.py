@@ -322,6 +322,5 @@ def _git(*arguments: str, folder: str = "") -> str:
     """
     git = shutil.which("git")
     command = [git, "-C", folder or str(Path(__file__).parent), *arguments]
-    return (
-        subprocess.run(command, capture_output=True, encoding="utf-8", errors="backslashreplace").stdout if git else ""
-    )
+    said = subprocess.run(command, capture_output=True, check=False).stdout if git else b""
+    return said.decode("utf-8", "backslashreplace")

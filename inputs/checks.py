@@ -235,10 +235,9 @@ def check_ranges(args: argparse.Namespace, groups: dict[str, list[Flag]]) -> Non
         value = each.of(args)
         low, high = each.within or (-INF, INF)
         for number in value if isinstance(value, list) else [value]:
-            is_finite = number is None or number < INF
-            if each.within and number is not None and not (low <= number <= high and is_finite):  # also true for nan
+            if each.within and number is not None and not (low <= number <= high and number < INF):  # also true for nan
                 bounds = "above 0" if low == TINY else f"at least {low:g}"
-                bounds += ("" if is_finite else " and finite") if high == INF else f" and at most {high:.7g}"
+                bounds += " and finite" * (number == INF) if high == INF else f" and at most {high:.7g}"
                 raise ValueError(f"{each.name} {number:g}: must be {bounds}.")
         if each.only_with and value != each.value:
             other = FLAGS[each.only_with].of(args)

@@ -45,14 +45,9 @@ def target_names(model: PreTrainedModel, targets: Sequence[str] | None) -> list[
 
 
 def check_lora(config: PretrainedConfig, lora: Lora) -> None:
-    """Raises ValueError for --lora_targets that a model of this config does not have, or a --lora_rank above its own.
-
-    One side of each matrix is the hidden size, which bounds its rank.
-    """
-    if lora.lora_rank > (most := config.get_text_config().hidden_size):
-        raise ValueError(
-            f"--lora_rank {lora.lora_rank}: no matrix of this model's layers has more than {most}; use less."
-        )
+    """Raises ValueError for --lora_targets that a model of this config does not have, or too large a --lora_rank."""
+    if lora.lora_rank > (most := config.get_text_config().hidden_size):  # one side of each matrix
+        raise ValueError(f"--lora_rank {lora.lora_rank}: no matrix of this model has a rank above {most}; use less.")
     with torch.device("meta"):  # names and shapes alone
         target_names(model_from_config(config), lora.lora_targets)
 

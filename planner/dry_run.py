@@ -29,15 +29,7 @@ from planner.setup import GIB, Hardware, RunShape, Setup, shape_of
 
 TABLE = Path(__file__).parent / "models.json"
 NETWORK_SPEED = 50e9  # bytes per second between nodes, one way, for each GPU: a card of 400 Gbit/s each
-ROWS = {  # of data sets that are not on the disk
-    "hiyouga/math12k@train": 12_000,
-    "hiyouga/math12k@test": 500,
-    "allenai/RLVR-GSM-MATH-IF-Mixed-Constraints@train": 29_946,
-    "simplelr_qwen_level3to5": 8_532,
-    "openai/gsm8k/main@train": 7_473,
-    "openai/gsm8k/main@test": 1_319,
-    "hamishivi/DAPO-Math-17k-Processed_filtered@train": 12_643,
-}
+ROWS = json.loads(TABLE.with_name("data_sets.json").read_text("utf-8"))  # of data sets that are not on the disk
 
 
 def dry_run(args: argparse.Namespace) -> int:
@@ -57,8 +49,8 @@ def config_of(model: str) -> PretrainedConfig:
     try:
         return load_config(model)
     except (ValueError, OSError) as error:
-        known = f"{len(table)} are known without network, such as {', '.join(difflib.get_close_matches(model, table, 5, 0))}"
-        raise ValueError(f"{str(error).splitlines()[0]} {known}.") from None
+        near = ", ".join(difflib.get_close_matches(model, table, n=5, cutoff=0))
+        raise ValueError(f"{str(error).splitlines()[0]} Known without network are, for example, {near}.") from None
 
 
 def rows_of(train_data: list[str]) -> int | None:

@@ -116,7 +116,7 @@ def misfits(setup: Setup, free: float | None = None) -> list[str]:
         size, has = (needed(parts), h.gpu_bytes) if free is None else (sum(parts.values()), free)
         if size > has and (free is None or name != "server"):  # a server's GPU is another one
             too_many = (size - has) / GIB
-            found.append(f"GPU, {name}: needs {size / GIB:.1f} of {has / GIB:.1f} GiB: {too_many:.1f} GiB too many")
+            found.append(f"GPU, {name}: needs {size / GIB:.1f} GiB of {has / GIB:.1f}, {too_many:.1f} GiB too many")
     if sequences_at_once(setup) < 1:
         share, others = setup.engine.gpu_memory_utilization, sum(without(engine_parts(setup), "KV cache").values())
         given = f"--gpu_memory_utilization {share:g} is {share * h.gpu_bytes / GIB:.1f} GiB, of which the engine"
@@ -124,7 +124,7 @@ def misfits(setup: Setup, free: float | None = None) -> list[str]:
         found.append(f"GPU, rollout: {given} {left} {setup.engine.max_model_len} tokens")
     for name, parts in host_phases(setup).items():
         if (size := sum(without(parts, *reserve).values())) > h.host_bytes:
-            found.append(f"host RAM, {name}: needs {size / GIB:.0f} of {h.host_bytes / GIB:.0f} GiB on each node")
+            found.append(f"host RAM, {name}: needs {size / GIB:.0f} GiB of {h.host_bytes / GIB:.0f} on each node")
     return found
 
 

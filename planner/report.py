@@ -89,7 +89,7 @@ def report_of(setup: Setup) -> dict[str, object]:
         "gpu_gib": {x: in_gib(parts | {"live": live[x], "needed": needed[x]}) for x, parts in phases.items()},
         "host_gib": {name: in_gib(parts | {"needed": total(parts)}) for name, parts in on_host.items()},
         "seconds": {} if found else {name: round(value, 1) for name, value in time.phase_seconds(setup).items()},
-        "remarks": [] if found else remarks(setup),
+        "remarks": [] if found or not setup.has_servers else remarks(setup),
         "mean_prompt_tokens": run.mean_prompt_tokens,
         "mean_completion_tokens": run.mean_completion_tokens,
         "flops_share": h.flops_share,
@@ -101,8 +101,6 @@ def report_of(setup: Setup) -> dict[str, object]:
 
 def remarks(setup: Setup) -> list[str]:
     """How long ranks and servers wait for each other."""
-    if not setup.has_servers:
-        return []
     (sampling, training), steps = time.beside(setup), setup.plan.steps_ahead
     together = min(sampling, training) if steps else 0.0
     ahead = f"sampling {counted(steps, 'step')} ahead" if steps else "one after the other"

@@ -158,18 +158,15 @@ def verdict(name: str, a: float, b: float, margin: float, side: str) -> list[str
 
 
 def cost(a: list[History], b: list[History]) -> list[str]:
-    """What the steps that all runs have took on each side, as a mean over its runs; nothing where it is not known."""
+    """What the steps that all runs have took, as a mean over the runs of a side; nothing where that is not known."""
     steps = common_steps([*a, *b], "time/step_s")
-    took = [
-        [(run.completions(step), run.points("time/step_s")[step]) for step in steps for run in side] for side in (a, b)
-    ]
-    sums = [np.sum(each, axis=0) / len(side) for each, side in zip(took, (a, b), strict=True)]
-    if not np.all(sums) or not steps:
+    sums = [np.mean([run.cost(steps) for run in side], axis=0) for side in (a, b)]
+    if not np.all(sums):
         return []
-    more, longer = sums[1] / sums[0]
-    cost_a, cost_b = (f"{count:,.0f} completions in {seconds:,.0f} s" for count, seconds in sums)
-    words = f"B sampled {more:.2g} x as many and took {longer:.2g} x as long"
-    return [f"Cost of the {len(steps)} steps that all runs have: A {cost_a}, B {cost_b}; {words}."]
+    (count_a, seconds_a), (count_b, seconds_b) = sums
+    took = f"A {count_a:,.0f} completions in {seconds_a:,.0f} s, B {count_b:,.0f} in {seconds_b:,.0f} s"
+    words = f"B sampled {count_b / count_a:.2g} x as many and took {seconds_b / seconds_a:.2g} x as long"
+    return [f"Cost of the {len(steps)} steps that all runs have: {took}; {words}."]
 
 
 def described(side: str, runs: list[History]) -> list[str]:

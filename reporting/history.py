@@ -39,10 +39,12 @@ class History:
         drawn = [name for name, path in paths.items() if same[name] != path or re.search(r"#\d+$", path)]
         return {f"contents of {path}": found[name] for name, path in paths.items() if name not in drawn}
 
-    def completions(self, step: int) -> float:
-        """Completions that the step has sampled: more than its own with dynamic sampling, none in a replay."""
-        own = 0 if self.config.get("replay") or not step else self.config.get("prompts_per_step", 0)
-        return self.points("sampling/prompts").get(step, own) * self.config.get("group_size", 0)
+    def cost(self, steps: list[int]) -> tuple[float, float]:
+        """Completions that these steps have sampled, with dynamic sampling more than they trained on; their seconds."""
+        own = 0 if self.config.get("replay") else self.config.get("prompts_per_step", 0)
+        sampled, seconds = self.points("sampling/prompts"), self.points("time/step_s")
+        prompts = sum(sampled.get(step, own) for step in steps if step)
+        return prompts * self.config.get("group_size", 0), sum(seconds[step] for step in steps)
 
     def points(self, name: str) -> dict[int, float]:
         """Step -> value of a metric, where it is a finite number."""

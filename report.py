@@ -71,6 +71,11 @@ def seconds_of_phases(metrics: dict[str, float]) -> dict[str, float]:
     return {name[5:-2]: x for name, x in metrics.items() if name.startswith("time/") and name not in others}
 
 
+def drawable(text: str) -> str:
+    """The text, in which what the locale could not decode is escaped."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def plot(run_dir: Path) -> None:
     """Draws `run_dir`/curves.png: the nine curves to look at first; dashed: what was published of this set-up."""
     from matplotlib import font_manager, rcParams  # here, not above: half a second that most processes never need
@@ -87,7 +92,7 @@ def plot(run_dir: Path) -> None:
         axis.grid(alpha=0.3)
         for name in sorted({name for record in records for name in record if fnmatch(name, pattern)}):
             points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
-            marker, label = "o" if name.startswith("eval/") else None, name.partition("/")[2]
+            marker, label = "o" if name.startswith("eval/") else None, drawable(name.partition("/")[2])
             (line,) = axis.plot([x for x, _ in points], [y for _, y in points], marker=marker, label=label)
             if curve := published.get(name):
                 axis.plot(*zip(*curve["points"], strict=True), ".--", color=line.get_color(), label=curve["label"])
@@ -100,7 +105,7 @@ def plot(run_dir: Path) -> None:
         heights = [[each.get(phase, 0.0) for each in seconds.values()] for phase in phases]
         last.stackplot(list(seconds), heights, labels=phases)
         last.legend(fontsize=8, loc="upper right", ncols=2)
-    figure.suptitle(str(run_dir).encode("utf-8", "surrogateescape").decode("utf-8", "replace"))
+    figure.suptitle(drawable(str(run_dir)))
     with whole(run_dir / "curves.png") as unfinished, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from")  # without such a font they are boxes
         figure.savefig(unfinished, format="png", dpi=90)

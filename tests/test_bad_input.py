@@ -75,7 +75,7 @@ def helper(): pass
     (["--environment", "env.py:Raises"], "in training with reward 0: KeyError: 'secret' (env.py, line 3)"),
     (["--environment", "env.py:FortyTwo"], "in training with reward 0: WrongReturn: FortyTwo.reply returned 42, not a"),
     (["--environment", "env.py:Ends"], "in training with reward 0: SystemExit: 3 (env.py, line 9)"),
-    (["--tools", "env.py:Missing"], "--tools env.py:Missing: ValueError: env.py has no function or class 'Missing'"),
+    (["--tools", "env.py:Missing"], "env.py has no function or class 'Missing'; it has Raises"),
     (["--max_turns", "3"], "--max_turns 3 has no effect without --environment or --tools; leave it out."),
 ])  # fmt: skip
 def test_an_environment_on_the_terminal_fails_in_the_words_of_training(given, words, tmp_path, monkeypatch):

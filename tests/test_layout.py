@@ -47,7 +47,8 @@ def has_encoding(call: ast.Call) -> bool:
     is_named = "encoding" in {each.arg for each in call.keywords} or "utf-8" in values
     is_text = name == "open" and ast.unparse(call.func) not in ("Image.open", "os.open")
     is_text &= not any("b" in each for each in values if isinstance(each, str))
-    return is_named or not (is_text or name in ("read_text", "write_text")) or "/proc" in ast.unparse(call)
+    is_text |= ast.unparse(call.func).endswith((".read_text", ".write_text"))
+    return is_named or not is_text or "/proc" in ast.unparse(call)
 
 
 def test_every_text_file_is_opened_with_its_encoding():

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 import report
-from helpers import ENVIRONMENT, said
+from helpers import ENVIRONMENT
+from helpers import said as output_of
 from made_up_runs import write_run
 from report import plot
 from reporting.reference import load
@@ -41,7 +42,7 @@ def test_a_locale_of_few_characters_costs_no_traceback(tmp_path):
     run = str(write_run(tmp_path / "运行", {"seed": 1, "out_dir": "运行", "reward": "得分.py:f"}, records))
     few = ENVIRONMENT | {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
     for arguments in ([run], ["--compare", run, "--", run], [run, "--reference", "tiny_cpu"]):
-        shown = said([sys.executable, "report.py", *arguments], few)
+        shown = output_of([sys.executable, "report.py", *arguments], few)
         assert "\\udc" in shown, "what ASCII lacks is escaped"
     assert (tmp_path / "运行" / "report.html").exists()
 

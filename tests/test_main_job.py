@@ -82,7 +82,7 @@ def test_the_policy_in_the_repository_is_that_of_its_program_with_held_out_probl
 
 @pytest.mark.parametrize("name", ["dapo", "dppo_tv"])
 def test_a_recipe_of_the_page_trains_on_the_main_job(name, tmp_path):
-    """One that samples groups anew, one with the sampler's log-probs; test_papers.py makes an update with every method."""
+    """One that samples groups anew, one with the sampler's log-probs; test_papers.py updates with every method."""
     flags = json.loads((ROOT / "docs" / "papers.json").read_text())[name]["flags"]
     # 4,096 tokens are more than this job's completions have.
     limits = ["--reward", "exact,length", "--overlong_cache_tokens", "16"] if name == "dapo" else []

@@ -15,7 +15,6 @@ import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import get_json_schema
-from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
 from batch import IMAGE, Messages, Row
 from flags import PromptFormat
@@ -126,8 +125,8 @@ def tool_schemas(tools: str | None) -> list[dict[str, object]] | None:
         return None
     try:
         return [get_json_schema(load_function(*each.rpartition(":")[::2])) for each in tools.split(",")]
-    except (DocstringParsingException, TypeHintParsingException, OSError) as error:
-        raise ValueError(f"--tools {tools}: {error}") from None
+    except (Exception, SystemExit) as error:  # noqa: BLE001  the user's code may raise anything
+        raise ValueError(f"--tools {tools}: {type(error).__name__}: {error}") from None
 
 
 def template_variables(prompt_format: PromptFormat, tokenizer: Tokenizer) -> dict[str, object]:

@@ -228,7 +228,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = parser_of(FLAGS, about)
     if run := parser.parse_args().like:
         try:
-            config = json.loads((Path(run) / "config.json").read_text())
+            config = json.loads((Path(run) / "config.json").read_text("utf-8"))
         except (OSError, ValueError) as error:
             raise ValueError(f"--like {run}: config.json cannot be read ({error}); name the folder of a run.") from None
         shared = [each.name[2:] for each in (*GROUPS["prompts"], *GROUPS["reward"], *GROUPS["turns"])]

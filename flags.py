@@ -279,7 +279,8 @@ GROUPS[DRY_RUN] = [  # all of them may change when a run continues
     flag("--plan_gpus", int, "GPUs of the ranks, over all nodes; those of generation servers come on top; default: the "
          "ranks that the same command starts without --dry_run", (1, INF)),
     flag("--plan_nodes", int, "nodes that the GPUs of the ranks are on; default: those of the launcher", (1, INF)),
-    flag("--plan_gpu", "H100-80GB", "kind of GPU", choices=tuple(GPUS)),
+    flag("--plan_gpu", "H100-80GB", f"card: {', '.join(GPUS)}; or memory that a process can take, dense bf16 "
+         "speed and bandwidth of another one, such as 23.5GiB:71TFLOPs:0.94TBs"),
     flag("--plan_host_memory_gib", 1000.0, "RAM of a node", (TINY, INF)),
     flag("--plan_rows", int, "usable training rows; default: #ROWS of --train_data, lines of a .jsonl file, or a "
          "table", (1, INF)),
@@ -453,9 +454,10 @@ class Plan:
     def describe(self) -> str:
         """The numbers of the plan, for the first lines of the log."""
         return (
-            f"{self.prompts_per_step} prompts x {self.group_size} = {self.completions_per_step} completions a step, "
-            f"{self.updates_per_step} update{'s' * (self.updates_per_step > 1)} a step, "
-            f"{self.steps_per_epoch:g} steps an epoch, {self.total_steps} step{'s' * (self.total_steps > 1)} in all"
+            f"{counted(self.prompts_per_step, 'prompt')} x {self.group_size} = "
+            f"{counted(self.completions_per_step, 'completion')} a step, "
+            f"{counted(self.updates_per_step, 'update')} a step, {counted(self.steps_per_epoch, 'step')} an epoch, "
+            f"{counted(self.total_steps, 'step')} in all"
         )
 
     def update(self, step: int, i: int) -> UpdateStep:
@@ -491,6 +493,12 @@ class UpdateStep(NamedTuple):
     step: int = 1
     number: int = 1  # in its step
     max_rollout_gap: float = 0.0  # beyond it the run ends before the update; 0: no bound
+
+
+def counted(number: float, noun: str) -> str:
+    """For example: 1 step, 2.5 steps, 3 micro-batches."""
+    plural = "es" if noun.endswith("batch") else "s"
+    return f"{round(number, 2):.15g} {noun}{plural * (number != 1)}"
 
 
 def most_lag(args: argparse.Namespace) -> int:

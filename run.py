@@ -62,16 +62,18 @@ def open_run_folder(out_dir: Path, config: dict[str, object], free: set[str], in
         raise ValueError(f"{where} cannot be written ({error.strerror}); choose another folder.") from None
     file, found = out_dir / "config.json", {}
     with suppress(OSError, ValueError, TypeError):  # no file, or one that no run wrote: a model has a config.json, too
-        content = json.loads(file.read_text())
+        content = json.loads(file.read_text("utf-8"))
         found = content if "out_dir" in content else {}
     if found and ((out_dir / "metrics.jsonl").exists() or checkpoints(out_dir)):
         _check_same_flags(found, config, free, where)
         _check_same_inputs(out_dir / INPUTS, inputs)
         write(file, json.dumps(config, indent=2) + "\n")  # with what may change
         return lock
+    others = sorted(path.name for path in out_dir.iterdir() if not path.name.startswith("."))
+    if others and not found:
+        (out_dir / ".lock").unlink(missing_ok=True)
     if (out_dir / "trainer").is_dir():
         raise ValueError(f"{where} is a checkpoint; to continue its run, name its folder: {out_dir.absolute().parent}.")
-    others = sorted(path.name for path in out_dir.iterdir() if not path.name.startswith("."))
     if others and not found:
         raise ValueError(f"{where} holds {', '.join(others[:5])} but no config.json of a run; choose another folder.")
     write(file, json.dumps(config, indent=2) + "\n")
@@ -92,7 +94,7 @@ def _check_same_inputs(file: Path, inputs: dict[str, str]) -> None:
     """What flags name may have changed, too. Without the file, what is there now is what is meant."""
     if not file.exists():
         write(file, json.dumps(inputs, indent=2) + "\n")
-    found = json.loads(file.read_text())
+    found = json.loads(file.read_text("utf-8"))
     if changed := [name for name in inputs if found.get(name, inputs[name]) != inputs[name]]:
         way_out = f"give another --out_dir to start afresh, or delete {file} if the change is meant"
         raise ValueError(f"{', '.join(changed)}: not the same as when this run began; {way_out}.")
@@ -321,4 +323,5 @@ def _git(*arguments: str, folder: str = "") -> str:
     """
     git = shutil.which("git")
     command = [git, "-C", folder or str(Path(__file__).parent), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout if git else ""
+    said = subprocess.run(command, capture_output=True, check=False).stdout if git else b""
+    return said.decode("utf-8", "backslashreplace")

@@ -131,12 +131,12 @@ def end_complete(run: Run, saved_step: int, last_step: int) -> None:
     finish(run, saved_step)
     longer = "--stop_after" if last_step < run.total_steps else "--total_steps (of a constant learning rate alone)"
     complete = f"{run.out_dir} is complete: it has a checkpoint of step {saved_step}"
-    run.say(f"{complete}. To go on, raise {longer} or change --out_dir.")
+    run.say(f"{complete}. To continue it, raise {longer} or change --out_dir.")
     close_world()
 
 
 def starting_point(args: Namespace, run: Run, last_step: int) -> tuple[int, Path | None]:
-    """The step that the run goes on from, and its checkpoint; (0, None): it begins with --model."""
+    """The step that the run continues from, and its checkpoint; (0, None): it begins with --model."""
     step, folder = latest(run.out_dir, run.world, run.say)
     if args.replay and folder is None:
         return weights_of(Path(args.replay), args.from_step, last_step)
@@ -247,7 +247,7 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
         done = run.num_done
         writer.save(done, policy, optimizer, sampler.state(done) | guard.state(), is_required=True)
         run.finish()
-        run.say(f"ended by {signal_name()} after step {done}, which is saved; the same command goes on")
+        run.say(f"ended by {signal_name()} after step {done}, which is saved; the same command continues")
         close(inputs, engine)
         leave(NOT_FINISHED)  # on GPUs the engine may sleep: its exit could change the status
     close(inputs, engine)

@@ -353,7 +353,7 @@ class Fleet:
         if server.process is not None:
             reason = server.process.how_it_ended(ENDING) or reason
             server.process.process.kill()
-            tail = f". {server.process.log} ends with:\n{server.process.log.read_text(errors='replace')[-TAIL:]}"
+            tail = f". {server.process.log} ends with:\n{server.process.log.read_text('utf-8', 'replace')[-TAIL:]}"
         requests, tasks = list(server.under_way.values()), set(server.under_way) - {asyncio.current_task()}
         server.under_way = {}
         for task in tasks:

@@ -36,9 +36,10 @@ def load_function(path: str, name: str) -> Callable:
     spec.loader.exec_module(module)
     function = getattr(module, name, None)
     if not callable(function):
-        functions = [each for each in vars(module).values() if getattr(each, "__module__", "") == spec.name]
-        found = [each.__name__ for each in functions if inspect.isfunction(each) and not each.__name__.startswith("_")]
-        raise ValueError(f"{path} has no function {name!r}; it has {', '.join(found) or 'none'}.")
+        own = [each for each in vars(module).values() if getattr(each, "__module__", "") == spec.name]
+        found = [each.__name__ for each in own if inspect.isfunction(each) or inspect.isclass(each)]
+        public = ", ".join(each for each in found if not each.startswith("_"))
+        raise ValueError(f"{path} has no function or class {name!r}; it has {public or 'none'}.")
     return function
 
 

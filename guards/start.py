@@ -60,6 +60,12 @@ def die_with_parent(parent: int = 0) -> None:
         os._exit(1)  # it has died before the call
 
 
+def print_any_text() -> None:
+    """From now on this process, and those that it starts, print what the locale's encoding lacks as escapes."""
+    os.environ.setdefault("PYTHONIOENCODING", ":backslashreplace")
+    sys.__stdout__.reconfigure(errors="backslashreplace")
+
+
 def launch_folder() -> Path | None:
     """The folder of scripts/launch.py, the same for all ranks that it has started on this node."""
     return Path(os.environ[FOLDER]) if FOLDER in os.environ else None
@@ -85,7 +91,7 @@ def note_reason(text: str, kind: str) -> bool:
     with contextlib.suppress(OSError):
         if not file.exists():
             unfinished = file.with_suffix(".unfinished")
-            unfinished.write_text(json.dumps({"time": time.time(), "text": text, "kind": kind}))
+            unfinished.write_text(json.dumps({"time": time.time(), "text": text, "kind": kind}), "utf-8")
             unfinished.replace(file)
     return file.exists()
 
@@ -95,7 +101,7 @@ def _note_exception(kind: type[BaseException], error: BaseException, trace: Trac
     line = re.sub(r"GLHF!\W*", "", (str(error).strip().splitlines() or [""])[0])  # gloo's greeting
     if (folder := launch_folder()) and re.search("gloo|NCCL|Connection (closed|reset)", str(error)):
         file = Path(tempfile.gettempdir()) / f"{folder.name}_rank_{os.environ['RANK']}.txt"
-        file.write_text("".join(traceback.format_exception(kind, error, trace)))
+        file.write_text("".join(traceback.format_exception(kind, error, trace)), "utf-8", "replace")
         print(f"rank {os.environ['RANK']} has lost the others; its traceback is in {file}", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, trace)
@@ -187,7 +193,7 @@ def _obey() -> None:
     if _request.grace is None:
         _end(NOT_FINISHED, f"{signal_name()}: ended before the first step; nothing is lost")
     text = f"{signal_name()}: the run could not save within --grace_seconds {_request.grace:g}"
-    timer = threading.Timer(_request.grace, _end, (1, f"{text}; the same command goes on"))
+    timer = threading.Timer(_request.grace, _end, (1, f"{text}; the same command continues"))
     timer.daemon = True
     timer.start()
 

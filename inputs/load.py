@@ -18,7 +18,7 @@ import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 from data import PromptData, check_vocabulary
-from flags import FLAGS, Grading, PromptFormat, Sampling, Stalls, Turning, make_plan, take
+from flags import FLAGS, Grading, Lora, PromptFormat, Sampling, Stalls, Turning, make_plan, take
 from fsdp_utils import World, gather_from_ranks, is_engine_leader_process, is_main_process, wait_for_all
 from grading.own import files_of
 from guards.fingerprint import INPUTS, ROOT, check_same_start, digest
@@ -28,7 +28,7 @@ from inputs.machine import check_launch, choose_interface, local_world_size
 from inputs.records import name_of_source, read_system_prompt
 from model.attention import check_device
 from model.engine_options import stop_ids
-from model.lora import check_targets
+from model.lora import check_lora
 from model.sizes import check_config
 from model.vision import Vision, load_processor
 from model.weights import load_config, load_generation_config, weight_files
@@ -63,8 +63,8 @@ def load_inputs(args: Namespace) -> Inputs:
     samplings = samplings_of(args.eval_data, "eval_", of_sets)
     longest = max(args.max_completion_tokens, *args.eval_max_completion_tokens)
     config, tokenizer, vision, load = load_model_files(args, longest)
-    if args.lora_targets:
-        check_targets(config, args.lora_targets)
+    if args.lora_rank:
+        check_lora(config, take(Lora, args))
     generation = load_generation_config(args.model, config, stop_ids(tokenizer, args.stop_tokens))
     if args.reference:
         check_reference(args, config, tokenizer, longest)
@@ -109,7 +109,7 @@ def samples_of(file: Path) -> Iterator[bytes]:
 def check_replayed(args: Namespace, weights: str) -> None:
     """Raises ValueError if the run that --replay names began with other weights than --model."""
     file = Path(args.replay or "") / INPUTS
-    began = json.loads(file.read_text()).get("--model", weights) if args.replay and file.exists() else weights
+    began = json.loads(file.read_text("utf-8")).get("--model", weights) if args.replay and file.exists() else weights
     if began != weights:
         raise ValueError(f"--replay {args.replay} began with other weights than --model {args.model}; give its model.")
 

@@ -72,7 +72,7 @@ def check_folder(path: Path, read: list[Path]) -> None:
     As soon as one file has a split in its name, such as `train`, it leaves out those that have none. A README with
     `data_files` says what belongs together.
     """
-    if (readme := path / "README.md").is_file() and "data_files:" in readme.read_text(errors="replace"):
+    if (readme := path / "README.md").is_file() and "data_files:" in readme.read_text("utf-8", "replace"):
         return
     files = [file for file in path.rglob("*") if file.suffix.lower() in (*READERS, ".parquet", ".arrow")]
     known = {file.resolve() for file in read}

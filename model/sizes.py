@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from functools import cache
@@ -22,15 +23,24 @@ CPU_BLOCK = 32  # tokens of a cache block on CPU, the fewest that vLLM takes: 12
 CPU_CACHE = 2**30  # bytes of that cache in a rank, at most; the environment's VLLM_CPU_KVCACHE_SPACE (GiB) replaces it
 
 # Name -> memory that a process can take (GiB), dense bf16 TFLOP/s, memory TB/s, and GB/s in one direction to the other
-# GPUs of the node and to host RAM. From the data sheets.
-GPUS = {
-    "H100-80GB": (79.0, 989, 3.35, 450, 55),
-    "H200-141GB": (139.5, 989, 4.8, 450, 55),
-    "A100-80GB": (79.0, 312, 2.04, 300, 25),
-    "A100-40GB": (39.3, 312, 1.56, 300, 25),
-    "L40S-48GB": (44.3, 362, 0.86, 25, 25),
-    "RTX4090-24GB": (23.5, 165, 1.008, 25, 25),
-}
+# GPUs of the node and to host RAM. All of them have bf16 and FlashAttention 2: Ampere or newer.
+CARDS = json.loads(Path(__file__).with_name("cards.json").read_text("utf-8"))  # with the source of each
+GPUS = {name: tuple(card.values())[:5] for name, card in CARDS.items()}
+NUMBER = r"(\d*\.?\d+)"
+OWN_GPU = re.compile(f"{NUMBER}GiB:{NUMBER}TFLOPs:{NUMBER}TB/?s", re.IGNORECASE)
+
+
+def gpu_figures(name: str) -> tuple[float, ...]:
+    """The figures of a card in `GPUS`, which its first part may name alone, or of one's own. Raises ValueError."""
+    own = OWN_GPU.fullmatch(name)
+    if own and all(figures := tuple(map(float, own.groups()))):
+        return *figures, *GPUS["RTX4090-24GB"][3:]  # PCIe
+    plain = re.sub(r"[\s_-]", "", name).upper()
+    found = [each for each in GPUS if plain in (each.replace("-", ""), each.partition("-")[0])]
+    if len(found) != 1:
+        other = "memory, dense bf16 speed and bandwidth of another one, such as 23.5GiB:71TFLOPs:0.94TBs"
+        raise ValueError(f"--plan_gpu {name}: use {', '.join(found or GPUS)}, or {other}.")
+    return GPUS[found[0]]
 
 
 def check_path(path: str) -> None:

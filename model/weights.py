@@ -170,7 +170,7 @@ def weight_files(path: str) -> list[Path]:
             continue
         if file.suffix != ".json":
             return [file]
-        parts = set(json.loads(file.read_text())["weight_map"].values())
+        parts = set(json.loads(file.read_text("utf-8"))["weight_map"].values())
         return [Path(cached_file(path, part)) for part in sorted(parts)]
     why = "" if Path(path).is_dir() else f": {missing}"
     raise OSError(f"{path} has no weights in safetensors: none of {', '.join(NAMES)} was found{why}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import math
 import os
@@ -11,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from batch import Metrics
@@ -41,7 +43,7 @@ class Console:
     done: dict[str, object] = field(default_factory=dict)  # the last step that is done, in status.json
 
     def start(self, saved_step: int) -> None:
-        """Starts the tracker, which goes on after this step."""
+        """Starts the tracker, which continues after this step."""
         if self.is_main and self.recording.track != "none":
             self.tracker = TRACKERS[self.recording.track](self.out_dir, saved_step)
 
@@ -130,23 +132,20 @@ def tensorboard(out_dir: Path, saved_step: int) -> tuple[Log, Close]:
     return log, writer.close
 
 
-def wandb(out_dir: Path, saved_step: int) -> tuple[Log, Close]:
-    """Project WANDB_PROJECT; WANDB_MODE=offline: all in OUT_DIR/wandb. A step that comes again keeps its values."""
-    import wandb
+def curves(package: str, out_dir: Path, saved_step: int) -> tuple[Log, Close]:
+    """wandb or trackio, project WANDB_PROJECT or TRACKIO_PROJECT. A step that comes again keeps its values in wandb.
 
-    config, project = json.loads((out_dir / "config.json").read_text()), os.environ.get("WANDB_PROJECT", PROJECT)
-    name = hashlib.sha256(str(out_dir.resolve()).encode()).hexdigest()[:16]  # the same folder is the same run
-    run = wandb.init(project=project, name=out_dir.name, id=name, resume="allow", dir=str(out_dir), config=config)
-    return lambda step, metrics: run.log(metrics, step=step), run.finish
-
-
-def trackio(out_dir: Path, saved_step: int) -> tuple[Log, Close]:
-    """Project TRACKIO_PROJECT, on this machine unless the environment names a Space."""
-    import trackio
-
-    config, project = json.loads((out_dir / "config.json").read_text()), os.environ.get("TRACKIO_PROJECT", PROJECT)
-    trackio.init(project=project, name=out_dir.name, config=config, resume="allow")
-    return lambda step, metrics: trackio.log(metrics, step=step), trackio.finish
+    With WANDB_MODE=offline all is in OUT_DIR/wandb; trackio stays on this machine unless the environment names a Space.
+    """
+    tracker = importlib.import_module(package)
+    config, project = (
+        (out_dir / "config.json").read_text("utf-8"),
+        os.environ.get(f"{package.upper()}_PROJECT", PROJECT),
+    )
+    run = hashlib.sha256(os.fsencode(out_dir.resolve())).hexdigest()[:16]  # the same folder is the same run
+    own = {"id": run, "dir": str(out_dir)} if package == "wandb" else {}
+    tracker.init(project=project, name=out_dir.name, config=json.loads(config), resume="allow", **own)
+    return lambda step, metrics: tracker.log(metrics, step=step), tracker.finish
 
 
-TRACKERS = {"tensorboard": tensorboard, "wandb": wandb, "trackio": trackio}
+TRACKERS = {"tensorboard": tensorboard, "wandb": partial(curves, "wandb"), "trackio": partial(curves, "trackio")}

@@ -125,14 +125,14 @@ def compare(a: list[History], b: list[History]) -> str:
     differences = differing([a[0], b[0]])
     changed = [f"{name} {there!r} -> {here!r}" for name, (there, here) in differences.items()]
     lines = [*described("A", a), *described("B", b)]
-    lines += [f"From A to B: {', '.join(changed) or 'the same flags'}.", method(a, b)]
+    lines += [f"From A to B: {', '.join(changed) or 'the same flags'}.", *cost(a, b), method(a, b)]
     if unlike := [name for name in differences if name.removeprefix("--") in MEASURED_BY]:
         lines.append(f"Careful: the rewards of A and B are not measured alike: {', '.join(unlike)}.")
     for parts, title in TITLES.items():
         rows = [["", "A", "B", "B - A, and what holds"]]
         for name in filter(steps.get, steps):
             chosen = steps[name][-math.ceil(len(steps[name]) / parts) :]
-            rows.append([name, *verdict(name, *difference(a, b, name, chosen))])
+            rows.append([name, *verdict(name, *difference(a, b, name, chosen), "B" if len(runs) > 2 else "run B")])
         lines += ["", title, *in_columns(rows)]
     lines += ["", f"In brackets: {CONFIDENCE:.0%} confidence intervals; one of twenty misses the truth."]
     if replays:
@@ -142,8 +142,8 @@ def compare(a: list[History], b: list[History]) -> str:
     return "\n".join(lines) if steps else f"Nothing to compare: no run has one of {', '.join(METRICS)}."
 
 
-def verdict(name: str, a: float, b: float, margin: float) -> list[str]:
-    """Both means, and what holds."""
+def verdict(name: str, a: float, b: float, margin: float, side: str) -> list[str]:
+    """Both means, and what holds. `side`: how B is called."""
     value, size = b - a, max(abs(a), abs(b))
     digits = 5 if size < 0.1 else 3 if size < 10 else 2
     means = [f"{mean:.{digits}f}" for mean in (a, b)]
@@ -153,8 +153,20 @@ def verdict(name: str, a: float, b: float, margin: float) -> list[str]:
         return [*means, "the same"]
     words = ("better", "worse") if name.startswith(MORE_IS_BETTER) else ("higher", "lower")
     unseen = f"no difference can be seen; one of {margin:.{digits}f} or more would show"
-    holds = unseen if abs(value) <= margin else f"B is {words[value < 0]}"
+    holds = unseen if abs(value) <= margin else f"{side} is {words[value < 0]}"
     return [*means, f"{value:+.{digits}f} ({value - margin:+.{digits}f} to {value + margin:+.{digits}f}): {holds}"]
+
+
+def cost(a: list[History], b: list[History]) -> list[str]:
+    """What the steps that all runs have took, as a mean over the runs of a side; nothing where that is not known."""
+    steps = common_steps([*a, *b], "time/step_s")
+    sums = [np.mean([run.cost(steps) for run in side], axis=0) for side in (a, b)]
+    if not np.all(sums):
+        return []
+    (count_a, seconds_a), (count_b, seconds_b) = sums
+    took = f"A {count_a:,.0f} completions in {seconds_a:,.0f} s, B {count_b:,.0f} in {seconds_b:,.0f} s"
+    words = f"B sampled {count_b / count_a:.2g} x as many and took {seconds_b / seconds_a:.2g} x as long"
+    return [f"Cost of the {len(steps)} steps that all runs have: {took}; {words}."]
 
 
 def described(side: str, runs: list[History]) -> list[str]:
@@ -185,7 +197,8 @@ def method(a: list[History], b: list[History]) -> str:
     if shared_seeds(a, b):
         return "Both sides have the same seeds: intervals are of the differences of pairs."
     if len(a) + len(b) == 2:
-        return "One seed each: intervals hold the error of the evaluation; what another seed gives is not known."
+        known = "intervals hold the error of the evaluation; what another seed gives is not known"
+        return f"One seed each: a verdict on two runs, not on what they differ by; {known}."
     if min(len(a), len(b)) == 1:
         return "One side has one run: its variance is taken to be that of the other side."
     return "The seeds differ, or do not make pairs: Welch's intervals."

@@ -14,7 +14,7 @@
 #     SERVER_NODES=1 SERVE="--model Qwen/Qwen3-4B-Base --max_model_len 10240 --head_dtype float32" \
 #         sbatch --nodes=3 scripts/slurm_example.sh scripts/qwen3_4b_dapo_8gpu.sh --steps_ahead 2 --in_flight
 # 300 seconds before the time limit, or when the job is pre-empted, the run saves and ends (--grace_seconds), and the job
-# queues itself again and goes on: until the run is complete, or fails.
+# queues itself again and continues, until the run is complete, or fails.
 # Submit it in the repository's root, on a file system that all nodes share, after `DEVICE=cuda bash scripts/setup.sh`
 # (where you log in, there may be no GPU). Not tried on a cluster yet.
 set -euo pipefail

@@ -1,14 +1,18 @@
 """Mistakes of the user end the program before any model is loaded, and say what was given and what to do."""
 
+import io
 import json
+import os
 import shutil
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
+import show_data
 from forked import run_ranks
-from helpers import torchrun, training_flags
+from helpers import ROOT, run_command, torchrun, training_flags
 from inputs.checks import check_flags
 from inputs.choices import algorithm_of
 from inputs.command_line import parse_flags
@@ -47,6 +51,50 @@ def test_a_mistake_is_named_with_a_way_out(changes, words, policy, tmp_path, mon
         check(policy, tmp_path / "run", **changes)
     assert [word for word in words if word not in str(error.value)] == []
     assert not (tmp_path / "run").exists(), "a refused start leaves nothing behind"
+
+
+ENVIRONMENTS = """
+class Raises:
+    def __init__(self, row): raise KeyError("secret")
+    def reply(self, completion): return None
+class FortyTwo:
+    def __init__(self, row): pass
+    def reply(self, completion): return 42
+class Ends(FortyTwo):
+    def reply(self, completion): raise SystemExit(3)
+class NoReply: pass
+def helper(): pass
+"""
+
+
+@pytest.mark.parametrize(("given", "words"), [
+    (["--environment", "env.py"], "'env.py' in --environment or --tools: needed is FILE.py:NAME."),
+    (["--environment", "env.py:Missing"],
+     "env.py has no function or class 'Missing'; it has Raises, FortyTwo, Ends, NoReply, helper."),
+    (["--environment", "env.py:NoReply"], "NoReply has no method reply(self, completion); see docs/turns.md"),
+    (["--environment", "env.py:Raises"], "in training with reward 0: KeyError: 'secret' (env.py, line 3)"),
+    (["--environment", "env.py:FortyTwo"], "in training with reward 0: WrongReturn: FortyTwo.reply returned 42, not a"),
+    (["--environment", "env.py:Ends"], "in training with reward 0: SystemExit: 3 (env.py, line 9)"),
+    (["--tools", "env.py:Missing"], "env.py has no function or class 'Missing'; it has Raises"),
+    (["--max_turns", "3"], "--max_turns 3 has no effect without --environment or --tools; leave it out."),
+])  # fmt: skip
+def test_an_environment_on_the_terminal_fails_in_the_words_of_training(given, words, tmp_path, monkeypatch):
+    (tmp_path / "env.py").write_text(ENVIRONMENTS)
+    (tmp_path / "rows.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n')
+    monkeypatch.chdir(tmp_path)
+    known = ["--data", "rows.jsonl", "--model", str(ROOT / "scripts" / "tiny_policy")]
+    monkeypatch.setattr("sys.argv", ["show_data.py", *known, *given])
+    monkeypatch.setattr("sys.stdin", io.StringIO("2\n"))
+    with pytest.raises(SystemExit) as ending:
+        show_data.main()
+    assert ending.value.code.startswith("error: ") and words in ending.value.code, ending.value.code
+
+
+def test_without_docstrings_a_sentence_says_why_nothing_starts():
+    done = run_command([sys.executable, "-OO", "train_grpo.py", "--help"], dict(os.environ), timeout=60)
+    assert done.returncode == 1 and done.stderr == (
+        "error: python -OO takes away the docstrings that transformers reads; leave -OO and PYTHONOPTIMIZE out.\n"
+    )
 
 
 def test_a_mistake_is_told_once_and_last_without_a_traceback(policy, tmp_path):

@@ -112,6 +112,7 @@ def test_a_folder_of_something_else_or_that_cannot_be_written_is_refused(tmp_pat
         file.write_text(content)
         refused(file.parent, rf"holds {name} but no config.json of a run; choose another")
         assert file.read_text() == content
+        assert [path.name for path in file.parent.iterdir()] == [name], "not even a .lock is left"
     refused(file / "run", "cannot be written")
 
 

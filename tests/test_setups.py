@@ -66,7 +66,7 @@ SAID = {  # the first line of the run; the data of a smoke run have other number
     "qwen7b_simplerl_2x8xh100": (16, 8, 128, 4, 64, 100), "qwen2.5_3b_gsm8k_lora_1gpu": (16, 5, 80, 1, 8, 8),
     "qwen3_4b_dapo_8gpu": (8, 16, 128, 1, 5, 150), "distill_1gpu": (1, 1, 1, 1, 384, 1000),
 }  # fmt: skip
-SENTENCE = "{} prompts x {} = {} completions a step, {} updates? a step, {} steps an epoch, {} steps in all"
+SENTENCE = "{} prompts? x {} = {} completions? a step, {} updates? a step, {} steps? an epoch, {} steps? in all"
 MOST = 16  # prompts a step of a smoke run; the dry run has them all
 LIMITS = {  # prompt, completion; shortened in a smoke run
     "qwq32b_8xh100": (2048, 2048), "deepseek32b_lora_8gpu": (1024, 2080), "qwen25vl72b_lora_8xa100": (6144, 2048),

@@ -17,7 +17,7 @@ from rollout import Engine
 
 FAULTS = {  # of rank 1 of 3 -> what is said of it
     "hang": "rank 1 runs a backward pass on HOST, in update of step 3, at tests/distributed_stall.py:24 hang; the",
-    "stop": "rank 1 is stopped, by SIGSTOP or a debugger (`kill -CONT PID` lets it go on) on HOST, in update of step 3",
+    "stop": "rank 1 is stopped, by SIGSTOP or a debugger (`kill -CONT PID` resumes it) on HOST, in update of step 3",
     "exception": "rank 1 has ended on HOST, in update of step 3",
     "kill": "rank 1 was killed on HOST, in update of step 3",
     "hold": "rank 1 is in a call that lets no other Python thread run (pid PID) on HOST, in update of step 3",
@@ -98,7 +98,7 @@ def test_a_stall_is_told_once_and_its_end_too_and_neither_a_large_file_nor_a_pau
     assert "s: rank 0 starts on " in (told := tick()[1])
     assert tick()[1] == "" and (tmp_path / "stall.txt").read_text() == told.strip()
     beat("computes")
-    assert tick() == (0.0, "STALL: over, the run goes on\n") and (tmp_path / "stall.txt").read_text() == ""
+    assert tick() == (0.0, "STALL: over, the run continues\n") and (tmp_path / "stall.txt").read_text() == ""
 
 
 def test_an_engine_step_without_a_token_is_no_progress(board):

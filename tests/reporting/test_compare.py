@@ -35,13 +35,20 @@ def test_the_evaluation_before_training_alone_says_nothing():
     assert common_steps(runs, "eval/x/avg@1") == [], "both have the same weights then"
 
 
-def runs_of(folder: Path, rewards: dict[int, float], num_steps: int = 40, **config: object) -> list[Path]:
+def runs_of(
+    folder: Path,
+    rewards: dict[int, float],
+    num_steps: int = 40,
+    more: dict[str, object] | None = None,
+    **config: object,
+) -> list[Path]:
     """Folders of runs, seed -> reward; a curve rises to its reward at half the way."""
     paths = []
     for seed, reward in rewards.items():
         records = [
             {"step": step, "eval/test/avg@1": None if step == 20 else reward, "eval/test/stderr": 0.01}
             | {name: reward * min(1, step / num_steps * 2) for name in METRICS}
+            | (more or {})
             for step in range(1, num_steps + 1)
         ]
         paths.append(write_run(folder / f"seed{seed}", {"seed": seed, "out_dir": f"seed{seed}"} | config, records))
@@ -78,10 +85,35 @@ def test_of_one_seed_each_only_the_error_of_the_evaluation_is_known(tmp_path):
         write_completions(run, 10, "test", [1.0] * correct + [0.0] * (100 - correct))
     text = said([a], [b]).split("Over the whole curve")[0]
     # 10 of 100 problems differ, all in B's favour: s = 0.3015, margin 1.984 x 0.03015 = 0.060.
-    assert "+0.100 (+0.040 to +0.160): B is better" in text and text.count(unknown) == 4
-    assert "One seed each" in text
+    assert "+0.100 (+0.040 to +0.160): run B is better" in text and text.count(unknown) == 4
+    assert "One seed each: a verdict on two runs, not on what they differ by; intervals hold" in text
     write_completions(b, 10, "test", [0.0, *[1.0] * 60, *[0.0] * 40])  # 101 problems: other ones
     assert said([a], [b]).split("Over the whole curve")[0].count(unknown) == 5
+
+
+@pytest.mark.parametrize(("of_b", "records", "words"), [
+    ({}, {}, "A 320 completions in 80 s, B 320 in 80 s; B sampled 1 x as many and took 1 x as long"),
+    ({"group_size": 6}, {"time/step_s": 2.6}, "B 480 in 104 s; B sampled 1.5 x as many and took 1.3 x as long"),
+    ({}, {"sampling/prompts": 4}, "B 640 in 80 s; B sampled 2 x as many and took 1 x as long"),  # dynamic sampling
+    ({"replay": "runs/x"}, {}, None),  # it samples nothing
+    ({}, {"time/step_s": None}, None),  # an older run
+])  # fmt: skip
+def test_it_is_said_what_both_sides_cost(tmp_path, of_b, records, words):
+    """Seeds 1 and 2, of 40 steps of 2 prompts x 4 completions and 2 s each, against the seed 3."""
+    common = {"prompts_per_step": 2, "group_size": 4, "stop_after": None}
+    timed = {"time/step_s": 2.0}
+    a = runs_of(tmp_path / "a", {1: 0.5, 2: 0.6}, more=timed, **common)
+    text = said(a, runs_of(tmp_path / "b", {3: 0.5}, more=timed | records, **common | of_b))
+    assert ("Cost of" in text) == bool(words) and (not words or f"{words}." in text), text
+
+
+def test_how_far_a_run_has_come_is_no_difference(tmp_path):
+    (a,), (b,) = (
+        runs_of(tmp_path / "a", {1: 0.5}, stop_after=None),
+        runs_of(tmp_path / "b", {2: 0.5}, 10, stop_after=10),
+    )
+    assert "From A to B: the same flags." in said([a], [b])
+    assert seed_groups([describe(run, []) for run in (a, b)]) == [[0, 1]]
 
 
 def test_what_speaks_against_a_comparison_is_said(tmp_path):

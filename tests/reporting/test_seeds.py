@@ -65,7 +65,7 @@ def test_a_signal_ends_the_run_and_the_seeds_after_it(tmp_path):
     wait_for((tmp_path / "started").exists)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
-    assert process.returncode == 0 and "the same command goes on" in said
+    assert process.returncode == 0 and "the same command continues" in said
     assert started(tmp_path) == ["1 runs/my_run_seed1 --seed 1", "saved"]
 
 

@@ -20,11 +20,10 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from flags import Lora
 from fsdp_utils import World, full_tensor, own_rows
-from model.weights import model_from_config
 
 NAME = "default"  # of the one adapter, for peft
 MERGED_ROWS = 1024  # rows of a matrix that are in fp32 at a time
@@ -41,12 +40,6 @@ def target_names(model: PreTrainedModel, targets: Sequence[str] | None) -> list[
         known = ", ".join(sorted(set(own_names.values())))
         raise ValueError(f"--lora_targets {' '.join(unknown)}: the linear layers of this model's decoder are {known}.")
     return [name for name, own in own_names.items() if targets is None or own in targets]
-
-
-def check_targets(config: PretrainedConfig, targets: Sequence[str] | None) -> None:
-    """Raises ValueError for --lora_targets that a model of this config does not have."""
-    with torch.device("meta"):  # names and shapes alone
-        target_names(model_from_config(config), targets)
 
 
 def add_adapter(model: PreTrainedModel, lora: Lora, seed: int, path: str) -> None:

@@ -75,6 +75,20 @@ def model_from_config(config: PretrainedConfig, **options: object) -> PreTrained
     return auto.from_config(config, **options)
 
 
+def model_of_shapes(path: str, config: PretrainedConfig) -> PreTrainedModel:
+    """The model as names and shapes alone. Raises ValueError if the policy does not know what its parts are."""
+    with torch.device("meta"):
+        model = model_from_config(config)
+    found = {
+        "attention outside the interface of transformers": not model._supports_attention_backend,
+        "layers in another place than most": not hasattr(model.get_decoder(), "layers"),
+        "a head with a bias": getattr(model.get_output_embeddings(), "bias", None) is not None,
+    }
+    for what in [what for what, is_so in found.items() if is_so]:
+        raise ValueError(f"--model {path} ({config.model_type}) has {what}; use one of the families in docs/data.md.")
+    return model
+
+
 @contextmanager
 def without_storage() -> Iterator[None]:
     """Within it new parameters are on the meta device. Buffers are real: their values come from no file."""

@@ -85,7 +85,8 @@ def model_of_shapes(path: str, config: PretrainedConfig) -> PreTrainedModel:
         "a head with a bias": getattr(model.get_output_embeddings(), "bias", None) is not None,
     }
     for what in [what for what, is_so in found.items() if is_so]:
-        raise ValueError(f"--model {path} ({config.model_type}) has {what}; use one of the families in docs/data.md.")
+        known = "use a family that docs/data.md lists, Phi-3, Qwen3 or Llama for example"
+        raise ValueError(f"--model {path} ({config.model_type}) has {what}; {known}.")
     return model
 
 

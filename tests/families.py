@@ -68,7 +68,7 @@ class Trial:
         self.policy, _, self.optimizer = build(self.args, world)
 
     def run(self) -> dict[str, object]:
-        """What was found: the rollout, the trainer's log-probs of it before and after an update, gaps to the engine's."""
+        """A rollout, the trainer's log-probs of it before and after an update, and the gaps to the engine's."""
         policy, tokenizer = self.policy, AutoTokenizer.from_pretrained(self.folder)
         settings = EngineSettings(64, "float32", "float32", gpu_memory_utilization=0.3, enforce_eager=True)
         engine = Engine(str(self.folder), tokenizer, self.world, settings, most_sequences=16)

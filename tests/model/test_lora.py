@@ -28,7 +28,8 @@ from helpers import (
     without_times,
 )
 from inputs.checks import check_flags
-from model.lora import check_targets, target_names
+from model.lora import target_names
+from model.weights import model_of_shapes
 from policies import policy_of
 from policy import Policy
 from ranks import on_ranks
@@ -47,7 +48,7 @@ def test_flags_that_make_no_sense_are_refused_with_a_way_out(changes, words):
     args = flags(**changes)
     with pytest.raises(ValueError) if words else nullcontext() as error:
         check_flags(args, 1)
-        check_targets(TINY, args.lora_targets)
+        target_names(model_of_shapes("m", TINY), args.lora_targets)
     for word in words:
         assert word in str(error.value)
 

@@ -93,30 +93,29 @@ def check_architecture(path: str, config: PretrainedConfig) -> None:
     found += [f"layers of the kind {kind}" for kind in sorted(set(kinds) - LAYERS)]
     if getattr(text, "num_attention_heads", None) is None:
         found.append("no attention heads")
-    if text.model_type in NOT_ALIKE:
-        found.append("parts that trainer and engine do not compute alike")
+    found += ["parts that trainer and engine do not compute alike"] * (text.model_type in NOT_ALIKE)
     if found:
         needed = "needed is a dense model with attention in all layers, plain logits, and weights in bf16 or fp32"
         given = f"--model {path} ({text.model_type}) has {' and '.join(found)}"
         raise ValueError(f"{given}; {needed}: use Qwen3-0.6B to 32B, Qwen2.5 or Llama, for example.")
 
 
-def context_of(config: PretrainedConfig) -> float:
-    """The most tokens of a sequence, as vLLM computes it, but for yarn: there as many as its table of angles has.
+def check_context(path: str, config: PretrainedConfig, limits: tuple[int, int]) -> None:
+    """Raises ValueError for sequences beyond the context, or for rotary angles that depend, in the trainer alone, on
+    the longest sequence of a batch.
 
-    It takes yarn's `max_position_embeddings` for the length after scaling. In Qwen's model cards it is the one before.
+    The context is the one that vLLM computes, but for yarn: there it is as long as vLLM's table of angles. vLLM takes
+    yarn's `max_position_embeddings` for the length after scaling. In Qwen's model cards it is the one before.
     """
-    length = getattr(config, "model_max_length", None) or getattr(config, "max_position_embeddings", None) or math.inf
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "yarn":
-        length = rope["original_max_position_embeddings"]
-    return length * rope.get("factor", 1) if rope.get("rope_type") in ("linear", "yarn") else length
-
-
-def check_rope(path: str, config: PretrainedConfig, longest: int) -> None:
-    """Raises ValueError for rotary angles that depend, in the trainer alone, on the longest sequence of a batch."""
-    rope = getattr(config, "rope_parameters", None) or {}
+    longest, rope = sum(limits), getattr(config, "rope_parameters", None) or {}
     kind, original = rope.get("rope_type"), rope.get("original_max_position_embeddings", 0)
+    context = getattr(config, "model_max_length", None) or getattr(config, "max_position_embeddings", None) or math.inf
+    if kind in ("linear", "yarn"):
+        context = (original if kind == "yarn" else context) * (rope.get("factor") or 1)
+    if longest > context:
+        given = f"--max_prompt_tokens {limits[0]} + a completion of {limits[1]} tokens = {longest}"
+        beyond = f"beyond the context of --model {path}, {context:g} tokens"
+        raise ValueError(f"{given} is {beyond}; lower them by {longest - context:g}.")
     if (kind == "longrope" and longest > original) or (kind == "dynamic" and "alpha" not in rope):
         given = f"--model {path}: its rotary angles ({kind}) change with the longest sequence of a batch"
         keep = f"keep prompt and completion within {original} tokens, or use" if kind == "longrope" else "use"
@@ -131,9 +130,10 @@ def check_parallel(config: PretrainedConfig, size: int) -> None:
     divided = [heads, inner, rows, *(getattr(tower, name, 0) for name in ("num_heads", "intermediate_size"))]
     fine = [n for n in range(1, heads + 1) if max(kv, n) % min(kv, n) == 0 and not any(x % n for x in divided)]
     if size not in fine:
-        needed = f"must divide {heads} attention heads, {kv} heads of keys and values (or be a multiple of them)"
-        others = f"{inner} units of an MLP and {rows} rows of logits; use one of {', '.join(map(str, fine))}"
-        raise ValueError(f"--tensor_parallel_size {size} {needed}, {others}.")
+        parts = f"{heads} attention heads, {kv} heads of keys and values, {inner} units of an MLP and {rows} logits"
+        raise ValueError(
+            f"--tensor_parallel_size {size} cannot divide {parts}; use one of {', '.join(map(str, fine))}."
+        )
 
 
 def check_config(path: str, config: PretrainedConfig, limits: tuple[int, int], tensor_parallel_size: int) -> None:
@@ -144,12 +144,8 @@ def check_config(path: str, config: PretrainedConfig, limits: tuple[int, int], t
     check_architecture(path, config)
     check_parallel(config, tensor_parallel_size)
     config = config.get_text_config()
-    longest, context = sum(limits), context_of(config)
-    if longest > context:
-        given = f"--max_prompt_tokens {limits[0]} + a completion of {limits[1]} tokens = {longest}"
-        beyond = f"beyond the context of --model {path}, {context:g} tokens"
-        raise ValueError(f"{given} is {beyond}; lower them by {longest - context:g}.")
-    check_rope(path, config, longest)
+    check_context(path, config, limits)
+    longest = sum(limits)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
     window = "sliding_attention" in kinds and getattr(config, "sliding_window", None)
     if window and getattr(config, "use_sliding_window", True) and window < longest:

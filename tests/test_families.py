@@ -89,11 +89,11 @@ def test_trainer_sampler_and_plain_transformers_agree_before_and_after_an_update
 
 REFUSED = {  # type of a model -> what the sentence says that it has
     "phi": "a head with a bias; use a family that docs/data.md lists, Phi-3",
-    "gpt2": "layers in another place than most",
-    "gpt_bigcode": "layers in another place than most",
-    "gptj": "attention outside the interface of transformers",
-    "falcon": "attention outside the interface of transformers",
-    "stablelm": "attention outside the interface of transformers",
+    "gpt2": "layers or attention outside the interface of transformers",
+    "gpt_bigcode": "layers or attention outside the interface of transformers",
+    "gptj": "layers or attention outside the interface of transformers",
+    "falcon": "layers or attention outside the interface of transformers",
+    "stablelm": "layers or attention outside the interface of transformers",
     "nemotron": "parts that trainer and engine do not compute alike; needed is",
     "apertus": "parts that trainer and engine do not compute alike",
     "granite_swa": "parts that trainer and engine do not compute alike",

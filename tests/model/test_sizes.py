@@ -74,7 +74,7 @@ def test_an_engine_has_as_many_ranks_as_vllm_can_divide_the_model_among(sizes, f
         if size in fitting:
             check(config, size)
             continue
-        needed = f"--tensor_parallel_size {size} must divide {sizes[0]} attention heads, {sizes[1]} heads of keys and"
+        needed = f"--tensor_parallel_size {size} cannot divide {sizes[0]} attention heads, {sizes[1]} heads of keys and"
         with pytest.raises(ValueError, match=f"{needed}.*; use one of {', '.join(map(str, fitting))}[.]$"):
             check(config, size)
 
@@ -84,7 +84,7 @@ def test_the_heads_of_a_vision_tower_are_divided_too():
     text = {"num_attention_heads": 16, "num_key_value_heads": 2, "intermediate_size": 11008}
     config = Qwen2_5_VLConfig(vision_config=tower, text_config=text)
     check(config, 4)
-    with pytest.raises(ValueError, match="--tensor_parallel_size 8 must .*; use one of 1, 2, 4[.]"):
+    with pytest.raises(ValueError, match="--tensor_parallel_size 8 cannot divide .*; use one of 1, 2, 4[.]"):
         check(config, 8)
 
 

@@ -54,6 +54,7 @@ class Policy(adapters.WithAdapter):
         matrices += model.get_output_embeddings().weight.numel()
         # FLOPs of a forward pass: 2 x numbers of the matrices x tokens; causal attention 2 x length^2 x width a layer.
         self.flops_per_token = 2 * matrices
+        self.logits_divisor = config.logits_scaling if config.model_type == "granite" else 1.0
         # At this length attention costs as much as the matrices: flops_per_token x `batch.training_costs` is the sum.
         self.parity_length = matrices / (len(self.layers) * config.num_attention_heads * head_dim(config))
 
@@ -82,7 +83,8 @@ class Policy(adapters.WithAdapter):
         hidden = output.last_hidden_state[0].index_select(0, trained_K)  # the head runs on completion positions only
         labels, head = batch.labels_N.index_select(0, trained_K), self.model.get_output_embeddings()
         if temperature is None:
-            return hidden, head.weight.detach().clone()  # FSDP will free the weight
+            return hidden / self.logits_divisor, head.weight.detach().clone()  # FSDP will free the weight
+        temperature *= self.logits_divisor
         found = chunked_logprobs(hidden, head, labels, temperature, trains_entropy, self.head_dtype, teacher)
         zeros_N = torch.zeros(len(batch.labels_N), device=device)
         return tuple(zeros_N.index_copy(0, trained_K, values_K) for values_K in found)
@@ -223,6 +225,8 @@ def empty_policy(
     with without_storage():
         model = model_from_config(load_config(path), dtype=param_dtype, attn_implementation=attention)
     model.eval()  # as from_pretrained leaves it
+    # For some families vLLM runs transformers' decoder: it changes that class, in this process, to compile its calls.
+    model.get_decoder().do_not_compile = True
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         for layer in model.get_decoder().layers:

@@ -58,7 +58,8 @@ def server_environment(backend: str) -> dict[str, str]:
         "VLLM_SERVER_DEV_MODE": "1",  # the routes that change weights
         "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # see above
-        "VLLM_ALLREDUCE_USE_FLASHINFER": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0",  # as in rollout.py
+        # As in rollout.py.
+        "VLLM_ALLREDUCE_USE_FLASHINFER": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
     }  # fmt: skip
     if backend == "gloo":

@@ -31,7 +31,7 @@ from model.engine_options import stop_ids
 from model.lora import check_lora
 from model.sizes import check_config
 from model.vision import Vision, load_processor
-from model.weights import load_config, load_generation_config, weight_files
+from model.weights import load_config, load_generation_config, model_of_shapes, weight_files
 from reward import Grader, workers_per_engine
 from turns import Turns
 
@@ -64,7 +64,7 @@ def load_inputs(args: Namespace) -> Inputs:
     longest = max(args.max_completion_tokens, *args.eval_max_completion_tokens)
     config, tokenizer, vision, load = load_model_files(args, longest)
     if args.lora_rank:
-        check_lora(config, take(Lora, args))
+        check_lora(model_of_shapes(args.model, config), take(Lora, args))
     generation = load_generation_config(args.model, config, stop_ids(tokenizer, args.stop_tokens))
     if args.reference:
         check_reference(args, config, tokenizer, longest)
@@ -126,6 +126,7 @@ def load_model_files(
     """Config, tokenizer, what reads images, and what loads sources with them, drawn by a seed."""
     config = load_config(args.model)
     check_config(args.model, config, (args.max_prompt_tokens, max_completion_tokens), args.tensor_parallel_size)
+    model_of_shapes(args.model, config)
     answers = None if args.reward == "none" else args.answer_column
     system_prompt = read_system_prompt(args.system_prompt)
     prompt_format = take(PromptFormat, args, system_prompt=system_prompt, answer_column=answers)
@@ -146,6 +147,7 @@ def check_reference(
     try:
         theirs = load_config(path)
         check_config(path, theirs, (args.max_prompt_tokens, longest), tensor_parallel_size=1)
+        model_of_shapes(path, theirs)
         other, _ = load_processor(path, None, take(PromptFormat, args))
     except (ValueError, OSError) as error:  # these know the policy alone
         raise ValueError(str(error).replace("--model", "--reference")) from None

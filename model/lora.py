@@ -20,11 +20,10 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from flags import Lora
 from fsdp_utils import World, full_tensor, own_rows
-from model.weights import model_from_config
 
 NAME = "default"  # of the one adapter, for peft
 MERGED_ROWS = 1024  # rows of a matrix that are in fp32 at a time
@@ -44,12 +43,12 @@ def target_names(model: PreTrainedModel, targets: Sequence[str] | None) -> list[
     return [name for name, own in own_names.items() if targets is None or own in targets]
 
 
-def check_lora(config: PretrainedConfig, lora: Lora) -> None:
-    """Raises ValueError for --lora_targets that a model of this config does not have, or too large a --lora_rank."""
-    if lora.lora_rank > (most := config.get_text_config().hidden_size):  # one side of each matrix
+def check_lora(model: PreTrainedModel, lora: Lora) -> None:
+    """Raises ValueError for --lora_targets that the model does not have, or too large a --lora_rank."""
+    most = model.config.get_text_config().hidden_size  # one side of each matrix
+    if lora.lora_rank > most:
         raise ValueError(f"--lora_rank {lora.lora_rank}: no matrix of this model has a rank above {most}; use less.")
-    with torch.device("meta"):  # names and shapes alone
-        target_names(model_from_config(config), lora.lora_targets)
+    target_names(model, lora.lora_targets)
 
 
 def add_adapter(model: PreTrainedModel, lora: Lora, seed: int, path: str) -> None:

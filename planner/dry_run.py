@@ -23,7 +23,7 @@ from inputs.records import parse_source
 from model.lora import check_lora
 from model.sizes import check_config, gpu_figures
 from model.vision import check_images
-from model.weights import load_config
+from model.weights import load_config, model_of_shapes
 from planner.report import report_of, text_of
 from planner.setup import GIB, Hardware, RunShape, Setup, shape_of
 
@@ -80,7 +80,7 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
     check_images(args.model, config, take(PromptFormat, args))
     model, lora = shape_of(config, args.model), take(Lora, args)
     if lora.lora_rank:
-        check_lora(config, lora)
+        check_lora(model_of_shapes(args.model, config), lora)
     algorithm_of(args)  # raises for choices that do not exist, or flags without effect
     num_rows = args.plan_rows or rows_of(args.train_data)
     if num_rows is None and args.epochs is not None:

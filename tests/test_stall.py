@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace as Some
 
@@ -115,3 +116,15 @@ def test_an_engine_step_without_a_token_is_no_progress(board):
 def test_the_report_comes_before_the_collectives_time_out():
     assert [take(Stalls, flags()).seconds, Stalls(None, 1).seconds, Stalls(59, 1).seconds] == [600, 48, 59]
     check_flags(flags(model="Qwen/Qwen3-4B", timeout_minutes=1, stall_seconds=60), num_ranks=1)  # it waits for nobody
+
+
+def test_the_file_of_a_rank_that_fails_has_its_last_phase(board, tmp_path, monkeypatch):
+    """However short that was: the launcher names it."""
+    told = []
+    monkeypatch.setattr(sys, "excepthook", lambda *error: told.append(error))
+    Watch(tmp_path / "ranks", 0, 1, 60.0)
+    with suppress(ValueError), in_phase("sample", 3), in_phase("update", 3):
+        raise ValueError("wrong")
+    sys.excepthook(ValueError, ValueError("wrong"), None)
+    found = json.loads((tmp_path / "ranks" / "rank_0.json").read_text())
+    assert (board.phase, found["phase"], found["problem"], len(told)) == ("update", "update", "has ended", 1)

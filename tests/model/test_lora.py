@@ -30,6 +30,7 @@ from helpers import (
 )
 from inputs.checks import check_flags
 from model.lora import check_lora, target_names
+from model.weights import model_of_shapes
 from policies import policy_of
 from policy import Policy
 from ranks import on_ranks
@@ -52,7 +53,7 @@ def test_flags_that_make_no_sense_are_refused_with_a_way_out(changes, words):
     args = flags(**changes)
     with pytest.raises(ValueError) if words else nullcontext() as error:
         check_flags(args, 1)
-        check_lora(TINY, take(Lora, args))
+        check_lora(model_of_shapes("m", TINY), take(Lora, args))
     for word in words:
         assert word in str(error.value)
 

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -49,7 +50,8 @@ def open_run_folder(out_dir: Path, config: dict[str, object], free: set[str], in
     """The lock of the run folder, which the caller keeps open while the run lasts. A missing folder is made.
 
     A run continues under the flags that it has, except for those in `free`, and with `inputs` (name -> digest) that it
-    has. A folder in which no step was trained takes any flags: its first start may have failed for lack of memory.
+    has, under whatever path. A folder in which no step was trained takes any flags: its first start may have failed for
+    lack of memory.
     Raises ValueError if the folder cannot be written, is in use by another process, or holds something else; then
     nothing in it is changed.
     """
@@ -64,9 +66,9 @@ def open_run_folder(out_dir: Path, config: dict[str, object], free: set[str], in
         content = json.loads(file.read_text())
         found = content if "out_dir" in content else {}
     if found and ((out_dir / "metrics.jsonl").exists() or checkpoints(out_dir)):
-        _check_same_flags(found, config, free, where)
-        _check_same_inputs(out_dir / INPUTS, inputs)
+        _check_same_run(found, config, free, inputs, out_dir)
         write(file, json.dumps(config, indent=2) + "\n")  # with what may change
+        write(out_dir / INPUTS, json.dumps(inputs, indent=2) + "\n")
         return lock
     if (out_dir / "trainer").is_dir():
         raise ValueError(f"{where} is a checkpoint; to continue its run, name its folder: {out_dir.absolute().parent}.")
@@ -78,23 +80,41 @@ def open_run_folder(out_dir: Path, config: dict[str, object], free: set[str], in
     return lock
 
 
-def _check_same_flags(found: dict[str, object], config: dict[str, object], free: set[str], where: str) -> None:
-    """A flag that is newer than the run had its default then. One that is gone is not compared."""
-    pairs = [(name, found.get(name, FLAGS[f"--{name}"].value), config[name]) for name in sorted(set(config) - free)]
-    different = "; ".join(f"--{name} {there!r} there, {now!r} now" for name, there, now in pairs if there != now)
+def _check_same_run(
+    found: dict[str, object], config: dict[str, object], free: set[str], inputs: dict[str, str], out_dir: Path
+) -> None:
+    """Raises ValueError for another flag than in `found`, or if what flags name has changed.
+
+    A flag that is newer than the run had its default then. One that is gone is not compared. Without the file of
+    digests, what is there now is what is meant.
+    """
+    file = out_dir / INPUTS
+    before = json.loads(file.read_text()) if file.exists() else inputs
+    found = {name: found.get(name, value.value if (value := FLAGS.get(f"--{name}")) else None) for name in config}
+    then, now = _held(found, before), _held(config, inputs)
+    different = [name for name in sorted(set(config) - free) if then[name] != now[name] and found[name] != config[name]]
     if different:
+        listed = "; ".join(f"--{name} {found[name]!r} there, {config[name]!r} now" for name in different)
         way_out = "give the same flags to continue it, or another --out_dir to start afresh"
-        raise ValueError(f"{where} holds a run of another configuration ({different}); {way_out}.")
-
-
-def _check_same_inputs(file: Path, inputs: dict[str, str]) -> None:
-    """What flags name may have changed, too. Without the file, what is there now is what is meant."""
-    if not file.exists():
-        write(file, json.dumps(inputs, indent=2) + "\n")
-    found = json.loads(file.read_text())
-    if changed := [name for name in inputs if found.get(name, inputs[name]) != inputs[name]]:
+        raise ValueError(f"--out_dir {str(out_dir)!r} holds a run of another configuration ({listed}); {way_out}.")
+    moved = {digest: digest for digest in before.values()}
+    kept = {name: before.get(name, moved.get(x, "") if name.endswith(".py") else x) for name, x in inputs.items()}
+    if changed := [name for name in inputs if kept[name] != inputs[name]]:
         way_out = f"give another --out_dir to start afresh, or delete {file} if the change is meant"
         raise ValueError(f"{', '.join(changed)}: not the same as when this run began; {way_out}.")
+
+
+def _held(config: dict[str, object], inputs: dict[str, str]) -> dict[str, object]:
+    """The flags, with the digest of what it holds in the place of a path, and the weight of each reward."""
+    held = dict(config)
+    for name, value in config.items():
+        if isinstance(value, list):
+            held[name] = [inputs.get(str(each), each) for each in value]
+        if isinstance(value, str):
+            value = inputs.get(f"--{name}", value)
+            held[name] = re.sub(r"[^:,]+\.py(?=:)", lambda own: inputs.get(str(Path(own[0].strip())), own[0]), value)
+    held["reward"] = re.sub(r"\s|:\+?1(\.0*)?(?=\s*(,|$))", "", str(held.get("reward")))  # the weight 1 is the default
+    return held
 
 
 @dataclass
@@ -217,7 +237,7 @@ class Run:
     def describe_data(self, datasets: list[PromptData]) -> None:
         """Says what the sets hold, shows the first prompt as the model sees it, and writes excluded_rows.jsonl."""
         for data in datasets:
-            self.say("\n".join(data.describe()))
+            self.say("\n".join(data.describe("excluded_rows.jsonl")))
         train, *held_out = datasets
         trained = {(row.ids.tobytes(), row.encoded_images) for row in train.rows}
         for data in held_out:

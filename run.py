@@ -113,7 +113,9 @@ def _held(config: dict[str, object], inputs: dict[str, str]) -> dict[str, object
         if isinstance(value, str):
             value = inputs.get(f"--{name}", value)
             held[name] = re.sub(r"[^:,]+\.py(?=:)", lambda own: inputs.get(str(Path(own[0].strip())), own[0]), value)
-    held["reward"] = re.sub(r"\s|:\+?1(\.0*)?(?=\s*(,|$))", "", str(held.get("reward")))  # the weight 1 is the default
+    held["reward"] = re.sub(
+        r"\s|:\s*\+?1(\.0*)?(?=\s*(,|$))", "", str(held.get("reward"))
+    )  # the weight 1 is the default
     return held
 
 

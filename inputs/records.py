@@ -154,7 +154,7 @@ def _open(source: str, what: str, split: str | None) -> dict[str, Dataset | list
             return loaded if isinstance(loaded, dict) else {"train": loaded}
         if path.is_dir():
             if not any(TABLES & {suffix.lower() for suffix in file.suffixes} for file in path.rglob("*")):
-                raise ValueError(f"the folder holds no data files ({', '.join(sorted(TABLES))})")
+                raise ValueError(f"the folder does not contain any data files ({', '.join(sorted(TABLES))})")
             files = {str(key): names for key, names in datasets.load_dataset_builder(full).config.data_files.items()}
             local = [file for names in files.values() for file in map(Path, names)]
             check_folder(path, local)

@@ -279,10 +279,8 @@ def make_row(record: Record, prompt_format: PromptFormat, tokenizer: Tokenizer, 
 
 
 @lru_cache(maxsize=8)
-def order_of_epoch(num_rows: int, seed: int, epoch: int, is_shuffled: bool = True) -> np.ndarray:
+def order_of_epoch(num_rows: int, seed: int, epoch: int) -> np.ndarray:
     """The row indices that epoch 0, 1, ... draws, in order."""
-    if not is_shuffled:
-        return np.arange(num_rows)
     return np.random.default_rng([seed, epoch]).permutation(num_rows)
 
 
@@ -359,7 +357,7 @@ class PromptData:
         num_rows = len(self.rows)
         epoch, start = divmod(first, num_rows)
         epochs = range(epoch, epoch + math.ceil((start + count) / num_rows))
-        orders = [order_of_epoch(num_rows, seed, e, self.is_shuffled) for e in epochs]
+        orders = [order_of_epoch(num_rows, seed, e) if self.is_shuffled else np.arange(num_rows) for e in epochs]
         return np.concatenate(orders)[start : start + count]
 
     def describe(self, all_in: str = "") -> list[str]:

@@ -31,7 +31,7 @@ from data import PromptData
 from flags import FLAGS, Recording
 from fsdp_utils import World, broadcast_from_main, end_if_requested
 from guards.files import DiskError, append, checkpoints, lock_file, required, tolerated, write
-from guards.fingerprint import INPUTS, versions
+from guards.fingerprint import INPUTS, digests_of, versions
 from guards.stall import BOARD, in_phase
 from guards.start import RunError
 from metrics import merge_updates, throughput
@@ -83,29 +83,29 @@ def open_run_folder(out_dir: Path, config: dict[str, object], free: set[str], in
 def _check_same_run(
     found: dict[str, object], config: dict[str, object], free: set[str], inputs: dict[str, str], out_dir: Path
 ) -> None:
-    """Raises ValueError for another flag than in `found`, or if what flags name has changed.
+    """Raises ValueError for another flag than in `found`, or if what flags name has changed since.
 
-    A flag that is newer than the run had its default then. One that is gone is not compared. Without the file of
-    digests, what is there now is what is meant.
+    A flag that is newer than the run had its default then. One that is gone is not compared. Without inputs.json, what
+    is there now is what is meant.
     """
-    file = out_dir / INPUTS
-    before = json.loads(file.read_text()) if file.exists() else inputs
-    found = {name: found.get(name, value.value if (value := FLAGS.get(f"--{name}")) else None) for name in config}
+    before = digests_of(out_dir) or inputs
+    found = {name: found.get(name, FLAGS[f"--{name}"].value if f"--{name}" in FLAGS else None) for name in config}
     then, now = _held(found, before), _held(config, inputs)
     different = [name for name in sorted(set(config) - free) if then[name] != now[name] and found[name] != config[name]]
     if different:
         listed = "; ".join(f"--{name} {found[name]!r} there, {config[name]!r} now" for name in different)
         way_out = "give the same flags to continue it, or another --out_dir to start afresh"
         raise ValueError(f"--out_dir {str(out_dir)!r} holds a run of another configuration ({listed}); {way_out}.")
-    moved = {digest: digest for digest in before.values()}
-    kept = {name: before.get(name, moved.get(x, "") if name.endswith(".py") else x) for name, x in inputs.items()}
-    if changed := [name for name in inputs if kept[name] != inputs[name]]:
-        way_out = f"give another --out_dir to start afresh, or delete {file} if the change is meant"
+    changed = [name for name, digest in before.items() if inputs.get(name, digest) != digest]
+    # Files of one's own under another path, with what they import.
+    changed += [name for name in before.keys() - inputs if name.endswith(".py") and before[name] not in inputs.values()]
+    if changed:
+        way_out = f"give another --out_dir to start afresh, or delete {out_dir / INPUTS} if the change is meant"
         raise ValueError(f"{', '.join(changed)}: not the same as when this run began; {way_out}.")
 
 
 def _held(config: dict[str, object], inputs: dict[str, str]) -> dict[str, object]:
-    """The flags, with the digest of what it holds in the place of a path, and the weight of each reward."""
+    """The flags, with the digest of what it holds in the place of a path, and without the weight 1 of a reward."""
     held = dict(config)
     for name, value in config.items():
         if isinstance(value, list):
@@ -113,9 +113,8 @@ def _held(config: dict[str, object], inputs: dict[str, str]) -> dict[str, object
         if isinstance(value, str):
             value = inputs.get(f"--{name}", value)
             held[name] = re.sub(r"[^:,]+\.py(?=:)", lambda own: inputs.get(str(Path(own[0].strip())), own[0]), value)
-    held["reward"] = re.sub(
-        r"\s|:\s*\+?1(\.0*)?(?=\s*(,|$))", "", str(held.get("reward"))
-    )  # the weight 1 is the default
+        if name == "reward":
+            held[name] = re.sub(r"\s|:\s*\+?1(\.0*)?(?=\s*(,|$))", "", held[name])
     return held
 
 

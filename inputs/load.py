@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
 import uuid
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from itertools import chain
@@ -19,13 +17,12 @@ from urllib.parse import urlsplit
 import numpy as np
 import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
-from transformers.utils import cached_file
 
 from data import PromptData, check_vocabulary, describe_template
 from flags import FLAGS, Grading, PromptFormat, Sampling, Stalls, Turning, make_plan, take
 from fsdp_utils import World, gather_from_ranks, is_engine_leader_process, is_main_process, wait_for_all
 from grading.own import files_of
-from guards.fingerprint import INPUTS, ROOT, check_same_start, digest
+from guards.fingerprint import ROOT, check_same_start, digest, digests_of
 from guards.stall import Watch
 from inputs.checks import LOOPBACK, given, ranks_per_engine
 from inputs.machine import check_launch, choose_interface, local_world_size
@@ -85,9 +82,10 @@ def load_inputs(args: Namespace) -> Inputs:
     if is_main_process():  # downloads weights that are not on the disk, while nobody waits in a collective
         named = {"--model": args.model} | ({"--reference": args.reference} if args.reference else {})
         for flag, path in named.items():
-            digests[flag] = digest(chain.from_iterable(map(samples_of, weight_files(path))))
-            config_file = Path(cached_file(path, "config.json"))
-            digests[f"config of {flag}"] = digest([config_file.read_bytes(), str(generation.eos_token_id).encode()])
+            files = weight_files(path)
+            digests[flag] = digest(chain.from_iterable(map(samples_of, files)))
+            settings = (files[0].parent / "config.json").read_bytes(), str(generation.eos_token_id).encode()
+            digests[f"config of {flag}"] = digest(settings)
         check_replayed(args, digests["--model"])
     if "strftime_now" in str(tokenizer.chat_template):
         digests[TODAY] = today
@@ -120,17 +118,13 @@ def samples_of(file: Path) -> Iterator[bytes]:
 
 def first_day(*folders: str | Path | None) -> str:
     """What the run in one of these folders has taken for today since its first start; else today: 2026-01-31."""
-    for folder in filter(None, folders):
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            return json.loads((Path(folder) / INPUTS).read_text())[TODAY]
-    return date.today().isoformat()
+    kept = [digests_of(folder).get(TODAY) for folder in folders if folder]
+    return next(filter(None, kept), date.today().isoformat())
 
 
 def check_replayed(args: Namespace, weights: str) -> None:
     """Raises ValueError if the run that --replay names began with other weights than --model."""
-    file = Path(args.replay or "") / INPUTS
-    began = json.loads(file.read_text()).get("--model", weights) if args.replay and file.exists() else weights
-    if began != weights:
+    if args.replay and digests_of(args.replay).get("--model", weights) != weights:
         raise ValueError(f"--replay {args.replay} began with other weights than --model {args.model}; give its model.")
 
 
@@ -153,34 +147,28 @@ def load_model_files(
     system_prompt = read_system_prompt(args.system_prompt)
     prompt_format = take(PromptFormat, args, system_prompt=system_prompt, answer_column=answers, today=today)
     tokenizer, vision = load_processor(args.model, config, prompt_format)
-    stops = stop_ids(tokenizer, args.stop_tokens)  # raises for a token that it does not have
-    of_template = [i for token, i in tokenizer.get_added_vocab().items() if token in str(tokenizer.chat_template)]
-    check_ids(args.model, config, tokenizer, {"--stop_tokens": stops, "the chat template": of_template})
+    num_rows, added = config.get_text_config().vocab_size, tokenizer.get_added_vocab()
+
+    def check(where: str, ids: Sequence[int]) -> None:
+        """Raises ValueError for a token id beyond the rows of the embedding."""
+        if (largest := int(np.max(ids, initial=0))) >= num_rows:
+            token = f"token {largest} ({tokenizer.convert_ids_to_tokens(largest)!r}), which {where} has"
+            advice = f"resize it to the tokenizer's {len(tokenizer)} tokens, or take the tokenizer that belongs to it"
+            raise ValueError(f"--model {args.model}: its embedding has {num_rows} rows, none for {token}; {advice}.")
+
+    check("--stop_tokens", stop_ids(tokenizer, args.stop_tokens))  # raises for a token that it does not have
+    check("the chat template", [added[token] for token in added if token in str(tokenizer.chat_template)])
     for line in describe_template(prompt_format, tokenizer) if is_main_process() else ():
         print(line, flush=True)
 
     def load(sources: list[str], seed: int, hint: str | None = None, is_shuffled: bool = True) -> list[PromptData]:
         options = seed, vision, hint, is_shuffled
         parts = [PromptData.load(source, prompt_format, tokenizer, *options) for source in sources]
-        rows = [row for part in parts for row in part.rows]
-        check_ids(args.model, config, tokenizer, {row.where: row.ids for row in rows})
-        if hint:
-            check_ids(args.model, config, tokenizer, {row.where: row.hinted_ids for row in rows})
+        for row in chain.from_iterable(part.rows for part in parts):
+            check(row.where, row.ids if row.hinted_ids is None else row.hinted_ids)  # the latter are the ids and more
         return parts
 
     return config, tokenizer, vision, load
-
-
-def check_ids(
-    path: str, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, used: Mapping[str, Sequence[int]]
-) -> None:
-    """Raises ValueError for a token id beyond the rows of the embedding. `used`: by whom -> ids."""
-    num_rows = config.get_text_config().vocab_size
-    for where, ids in used.items():
-        if (largest := int(np.max(ids, initial=0))) >= num_rows:
-            token = f"token {largest} ({tokenizer.convert_ids_to_tokens(largest)!r}), which {where} has"
-            advice = f"resize it to the tokenizer's {len(tokenizer)} tokens, or take the tokenizer that belongs to it"
-            raise ValueError(f"--model {path}: its embedding has {num_rows} rows, none for {token}; {advice}.")
 
 
 def check_reference(

@@ -159,7 +159,7 @@ def test_a_run_continues_under_other_paths_and_not_with_another_config(policy, t
         before = Path(file).read_text()
         Path(file).write_text(before.replace("0.5", "0.6").replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
         assert Path(file).read_text() != before
-        with pytest.raises(ValueError, match="(there/helping.py|config of --model): not the same"):
+        with pytest.raises(ValueError, match="(helping.py|config of --model): not the same"):
             start(Path("copy"), reward="exact,there/my_reward.py:score")
         Path(file).write_text(before)
     start(Path("copy"), reward="exact,there/my_reward.py:score")

@@ -96,7 +96,7 @@ def test_a_run_does_not_continue_on_other_data_or_another_reward_unless_that_is_
 
 THEN = {
     "model": "m", "reference": None, "train_data": ["a.jsonl", "b.jsonl#5"], "eval_data": [],
-    "reward": "exact,my.py:f:.5", "policy_loss": "my.py:loss", "tools": None, "system_prompt": "p.txt", "stop_tokens": ["x"],
+    "reward": "exact,my.py:f:.5", "policy_loss": "my.py:loss", "tools": None, "system_prompt": "p.txt",
 }  # fmt: skip
 HELD = {"--model": "1", "--system_prompt": "2", "a.jsonl": "3", "b.jsonl#5": "4", "my.py": "5", "helper.py": "6"}
 
@@ -124,7 +124,7 @@ OTHER = [  # and is refused, with the words of the sentence
     ({"reward": "my.py:f:.5,exact"}, HELD, "--reward"),  # the first one says what is correct
     ({"reward": "exact,x/my.py:f:.5"}, moved({"my.py": "x/my.py"}) | {"x/my.py": "9"}, "--reward"),
     ({"reward": "exact,x/my.py:f:.5", "policy_loss": "x/my.py:loss"},
-     moved({"my.py": "x/my.py", "helper.py": "x/helper.py"}) | {"x/helper.py": "9"}, "^x/helper.py: not the same"),
+     moved({"my.py": "x/my.py", "helper.py": "x/helper.py"}) | {"x/helper.py": "9"}, "^helper.py: not the same"),
     ({"system_prompt": "q.txt"}, HELD | {"--system_prompt": "9"}, "--system_prompt"),
     ({}, HELD | {"--model": "9"}, "^--model: not the same"),
     ({}, HELD | {"a.jsonl": "9"}, "^a.jsonl: not the same"),

@@ -51,8 +51,8 @@ class Parser(argparse.ArgumentParser):
         for name, value in vars(args).items():
             for text in value if isinstance(value, list) else [value]:
                 if f"--{name}" not in FREE_TEXTS and re.search(r"^\s*$|^~$|(^|,)~([a-z_][\w.-]*)?/", str(text)):
-                    why = "a variable may not be set, and after = the shell leaves ~ as it is: write $HOME"
-                    self.error(f"--{name} {text!r}: {why}, or leave the flag out.")
+                    tilde = "the shell leaves a ~ after = and in quotes as it is; write $HOME."
+                    self.error(f"--{name} {text!r}: {tilde if '~' in text else 'give a value; is a variable not set?'}")
         return args
 
     def error(self, message: str) -> NoReturn:

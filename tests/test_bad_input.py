@@ -17,7 +17,7 @@ from helpers import torchrun, training_flags, write_lines
 from inputs.checks import check_flags
 from inputs.choices import algorithm_of
 from inputs.command_line import parse_flags
-from inputs.load import Inputs, load_inputs
+from inputs.load import Inputs, first_day, load_inputs
 from run import open_run_folder
 
 OF_IMAGE = b'{"problem": "<image>1+1", "answer": "2"}\n'
@@ -101,7 +101,8 @@ def test_an_empty_text_and_a_home_that_the_shell_did_not_fill_in_are_refused(giv
     with pytest.raises(SystemExit):
         parse_flags(["--model", "m", "--train_data", "d", "--out_dir", "o", given])
     name, _, value = given.partition("=")
-    assert f"error: {name} {value!r}: a variable may not be set, " in capsys.readouterr().err
+    why = "the shell leaves a ~ after = and in quotes" if "~" in value else "give a value; is a variable not set?"
+    assert f"error: {name} {value!r}: {why}" in capsys.readouterr().err
 
 
 def test_texts_that_are_no_paths_may_be_empty_or_have_a_tilde():
@@ -137,7 +138,11 @@ def test_a_template_with_the_date_keeps_that_of_the_first_start(policy, tmp_path
         assert "template: its date is that of the first start, 2026-01-31" in capsys.readouterr().out
     replayed = inputs_of(model, tmp_path / "replayed", next_day, monkeypatch, replay=tmp_path / "run")
     assert replayed.train_data[0].rows[0].text.startswith("31<user>")
-    assert inputs_of(model, tmp_path / "new", next_day, monkeypatch).train_data[0].rows[0].text.startswith("01<user>")
+    new = inputs_of(model, tmp_path / "new", next_day, monkeypatch, shuffle="off")
+    assert new.train_data[0].rows[0].text.startswith("01<user>")
+    assert [data[0].is_shuffled for data in (replayed.train_data, new.train_data)] == [True, False]
+    assert first_day(None, Path(tmp_path / "run" / "step_4").resolve().parent) == "2026-01-31", "as evaluate.py asks"
+    assert first_day(None, tmp_path) == "2026-02-01"
     (model / "chat_template.jinja").write_text(CLOCK + "!" + plain)
     with pytest.raises(ValueError, match="train.jsonl, .*: not the same as when this run began"):
         inputs_of(model, tmp_path / "run", next_day, monkeypatch)

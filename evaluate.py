@@ -41,7 +41,7 @@ from guards.files import required, tolerated, write
 from guards.start import RunError, Stopped
 from inputs.checks import check_common_flags, check_ranges, default_dtype, ks_of_pass
 from inputs.command_line import exit_with_error, parser_of
-from inputs.load import OF_A_SET, load_model_files, samplings_of, start_grader
+from inputs.load import OF_A_SET, first_day, load_model_files, samplings_of, start_grader
 from inputs.machine import check_launch
 from reward import Grader
 
@@ -253,14 +253,17 @@ def main() -> None:
             counts = f"{len(args.published)} numbers for {len(args.data)} sets"
             raise ValueError(f"--published has {counts}; give one for each, '-' for none.")
         folder = new_folder(args.out_dir, args.model)
-        _, tokenizer, vision, load = load_model_files(args, max(args.max_completion_tokens))
-        sets, (grader, turns) = load(args.data, 0), start_grader(args, tokenizer, args.tensor_parallel_size)
+        today = first_day(args.like, Path(args.model).resolve().parent)
+        _, tokenizer, vision, load = load_model_files(args, max(args.max_completion_tokens), today)
+        sets, (grader, turns) = load(args.data, 0), start_grader(args, tokenizer, args.tensor_parallel_size, today)
         world = init_world(args.tensor_parallel_size, timeout_minutes=600)
         sets = [grader.check_keys(data, world) for data in sets]
         folder = gather_from_ranks(folder)[0]  # the time in its name is the main process's
         if world.is_main:
             folder.mkdir(parents=True, exist_ok=True)
-            print(*(line for data in sets for line in data.describe()), *describe_tags(tokenizer), sep="\n")
+            print(
+                *(line for data in sets for line in data.describe("results.json")), *describe_tags(tokenizer), sep="\n"
+            )
             print(f"first prompt: {sets[0].rows[0].text!r}", flush=True)
     except (ValueError, OSError, RuntimeError) as error:
         exit_with_error(error)

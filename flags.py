@@ -61,6 +61,8 @@ GROUPS["model and data"] = [
          is_required=True),
     flag("--train_data", str, "training problems: one or more sources WHAT[@SPLIT][#ROWS], see docs/data.md",
          is_list=True, is_required=True),
+    flag("--shuffle", "on", "an epoch is a new permutation of the rows (on), or keeps the order of the files (off)",
+         choices=("on", "off")),
     flag("--keep_last", False, "fill an epoch's last partial step from the next epoch instead of dropping it"),
     flag("--eval_data", [str], "held-out problems: sources, each reported under its own name"),
     flag("--out_dir", str, "run folder; made if missing, continued if it holds a run of the same flags",
@@ -85,7 +87,8 @@ GROUPS["reward"] = [
     flag("--reward", "exact", "math, gsm8k, gsm8k_strict, ifeval, exact, format, think_format, length; a weighted "
          "sum (math:1.0,format:0.1); @COLUMN: the one that the row's column names; my_reward.py:function; none: "
          "nothing is graded"),
-    flag("--reward_timeout", 5.0, "seconds after which the grading of a completion is stopped: reward 0", (TINY, 1e6)),
+    flag("--reward_timeout", 5.0, "seconds after which the grading of a completion is stopped: reward 0", (TINY, 1e6),
+         free_on_resume=True),
     flag("--reward_workers", 0, "grading processes per engine; 0: the cores of the node / its engines",
          (0, 1000), free_on_resume=True),
     flag("--reward_in_flight", 1, "completions that a grading process has in work at a time, each in a thread: for "
@@ -321,6 +324,7 @@ class PromptFormat:  # how a row becomes a prompt
     tools: str | None
     max_prompt_tokens: int
     max_pixels: int | None
+    today: str = ""  # what the chat template takes for today, 2026-01-31; "": it is told by the clock
 
 
 @settings

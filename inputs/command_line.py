@@ -44,7 +44,20 @@ class HelpFormatter(argparse.HelpFormatter):
         return f"{text} (default: %(default)s)" if has_default else text
 
 
+FREE_TEXTS = ("--system_prompt", "--prompt_suffix", "--stop_tokens")
+
+
 class Parser(argparse.ArgumentParser):
+    def parse_args(self, *given: list[str] | None) -> argparse.Namespace:
+        """The flags. A text that is empty, or with a ~ that the shell has left as it is, ends the process."""
+        args = super().parse_args(*given)
+        for name, value in vars(args).items():
+            for text in value if isinstance(value, list) else [value]:
+                if f"--{name}" not in FREE_TEXTS and re.search(r"^\s*$|^~$|(^|,)~([a-z_][\w.-]*)?/", str(text)):
+                    tilde = "the shell leaves a ~ after = and in quotes as it is; write $HOME."
+                    self.error(f"--{name} {text!r}: {tilde if '~' in text else 'give a value; is a variable not set?'}")
+        return args
+
     def error(self, message: str) -> NoReturn:
         """Ends the process with exit status 2 and one sentence, which names the flag that was perhaps meant."""
         if unknown := re.match(r"unrecognized arguments: -+([^\s=]+)", message):

@@ -17,7 +17,7 @@ from transformers import AutoConfig
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from batch import Row
-from data import PromptData
+from data import PromptData, describe_template
 from flags import FLAGS as OF_TRAINING
 from flags import GROUPS, INF, Grading, PromptFormat, Turning, flag, take
 from grading.episode import Turn, columns_for
@@ -77,7 +77,7 @@ def main() -> None:
     except (ValueError, OSError) as error:
         sys.exit("error: " + " ".join(str(error).split()))
     for data in parts:
-        print(*data.describe(), sep="\n")
+        print(*describe_template(prompt_format, tokenizer), *data.describe(), sep="\n")
         lengths = np.percentile([len(row.ids) for row in data.rows], [0, 50, 90, 99, 100], method="nearest")
         print("  prompt tokens: shortest {}, median {}, 90 % {}, 99 % {}, longest {}".format(*lengths))
         for row in data.rows[: args.show]:

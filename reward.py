@@ -59,6 +59,12 @@ class Grader:
             except ValueError as error:
                 raise ValueError(f"--reward {grading.reward!r}: {error}") from None
 
+    def check_groups(self, flag: str, *sizes: int) -> None:
+        """Raises ValueError if a reward that compares completions of a prompt would compare one with itself."""
+        if self.needs.groups and 1 in sizes:
+            compares = f"--reward {self.grading.reward!r} takes all completions of a prompt to compare them"
+            raise ValueError(f"{flag} 1: {compares}, and one alone compares with itself; use {flag} 2 or more.")
+
     def submit(self, b: int, case: Case, group_size: int = 1, grade: Grade | None = None) -> None:
         """Hands completion b to the workers and returns at once. Groups are b = 0 ... group_size - 1, and so on.
 

@@ -258,7 +258,7 @@ class Run:
         failed = [b for b, grade in enumerate(rollout.grades) if grade.is_failed]
         for i, b in enumerate(failed):
             row, status, text = rollout.rows[b], rollout.grades[b].status, rollout.texts[b]
-            record = {"step": step, "row": row.where, "status": status, "answer": row.answer, "completion": text}
+            record = {"step": step, "row": row.where, "reward_status": status, "answer": row.answer, "completion": text}
             self._append("reward_failures.jsonl", record)
             if i < 3:
                 self.say(f"step {step}: reward {status}, of {row.where}: {text[-100:]!r}")

@@ -82,6 +82,8 @@ def load_inputs(args: Namespace) -> Inputs:
             digests[flag] = digest(chain.from_iterable(map(samples_of, weight_files(path))))
         check_replayed(args, digests["--model"])
     grader, turns = start_grader(args, tokenizer, num_ranks)
+    grader.check_groups("--group_size", args.group_size)
+    grader.check_groups("--eval_samples", *(sampling.num_samples for sampling in samplings))
     sources = zip([*args.train_data, *args.eval_data], [*train_data, *eval_sets], strict=True)
     digests |= {source: digest(contents_of(data)) for source, data in sources}
     of_turns = [args.environment or "", *(args.tools or "").split(",")]

@@ -97,7 +97,7 @@ def test_a_reward_that_fails_on_some_completions_costs_those_and_is_told(policy,
         assert metrics["reward/timeouts"] == sum(sum(map(ord, text)) % 8 == 1 for text in texts)
         assert metrics["reward/timeouts"] + metrics["reward/errors"] == len(texts)
         assert metrics["reward/mean"] == pytest.approx(0.5 * (32 - len(texts)) / 32)
-    assert {failure["status"].partition(" ")[0] for failure in failures} == {"timeout", "error:"}
+    assert {failure["reward_status"].partition(" ")[0] for failure in failures} == {"timeout", "error:"}
     assert all(failure["row"].startswith(str(policy / "train.jsonl")) for failure in failures)
     for text in ("reward timeout, of", "KeyError", "all are in reward_failures.jsonl"):
         assert text in done.stdout

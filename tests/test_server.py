@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -25,7 +26,7 @@ from vllm.utils.nccl import unpinned_nccl_env
 
 import serve
 from batch import pack
-from fake_server import DESCRIPTION, WEIGHTS, FakeServer, engine_of, sampler_over, synced
+from fake_server import DESCRIPTION, KEY, WEIGHTS, FakeServer, engine_of, sampler_over, synced
 from flags import EngineSettings, Sampling
 from forked import SERVERS, begin, launched
 from generation.start import SERVER, start_server
@@ -176,22 +177,43 @@ def test_on_gpus_servers_need_some_that_the_ranks_leave_free_and_on_cpus_their_n
                 check_places(args)
 
 
-def test_serve_py_starts_vllm_as_a_run_does_and_beyond_the_loopback_a_key_is_required(folder, monkeypatch):
-    started, args = [], flags(engine="server", server_urls="http://10.0.0.2:8000")
+def test_serve_py_starts_vllm_as_a_run_does_and_without_a_key_it_makes_one(folder, monkeypatch, capsys):
+    started = []
     monkeypatch.setattr(os, "execve", lambda program, command, environment: started.append((command, environment)))
-    monkeypatch.setattr("sys.argv", f"serve.py --model {folder} --max_model_len 64 --port 8123 --host 0.0.0.0".split())
+    keys = []
+    for host, url in {"127.0.0.1": "127.0.0.1", "0.0.0.0": socket.gethostname(), "::1": "[::1]"}.items():
+        flags_of_it = f"serve.py --model {folder} --max_model_len 64 --port 8123 --host {host}"
+        for given in ("secret", ""):
+            monkeypatch.setattr("sys.argv", flags_of_it.split())
+            monkeypatch.setenv("VLLM_API_KEY", given)
+            serve.main()
+            (command, environment), shown = started.pop(), capsys.readouterr().out
+            keys.append(environment["VLLM_API_KEY"])
+            assert {"8123", host, "processed_logprobs"} <= set(command)
+            assert {"generation.weights.Extension", "generation.weights.check_key"} <= set(command)
+            assert environment["VLLM_SERVER_DEV_MODE"] == "1" and keys[-1] not in command, "ps shows commands to all"
+            line = f"VLLM_API_KEY={keys[-1]} python scripts/launch.py ... --server_urls http://{url}:8123".split(" ... ")
+            assert not given or (keys[-1], shown) == ("secret", "")
+            assert given or (len(keys[-1]) == 64 and all(part in shown for part in line))
+    assert len(set(keys)) == 1 + 3, "each is made anew"
+
+
+def test_a_run_needs_the_key_of_the_servers_that_it_names(monkeypatch):
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    with pytest.raises(SystemExit, match="--host 0.0.0.0: .*set VLLM_API_KEY"):
-        serve.main()
-    with pytest.raises(ValueError, match="set VLLM_API_KEY"):
-        check_flags(args, num_ranks=1)
-    monkeypatch.setenv("VLLM_API_KEY", "secret")
-    check_flags(args, num_ranks=1)
-    serve.main()
-    ((command, environment),) = started
-    assert {"8123", "0.0.0.0", "processed_logprobs"} <= set(command)
-    assert {"generation.weights.Extension", "generation.weights.check_key"} <= set(command)
-    assert (environment["VLLM_SERVER_DEV_MODE"], environment["VLLM_API_KEY"]) == ("1", "secret")
+    for url in ("http://10.0.0.2:8000", "http://127.0.0.1:8000"):
+        args = flags(engine="server", server_urls=url)
+        with pytest.raises(ValueError, match="--server_urls: set VLLM_API_KEY to the key of the servers"):
+            check_flags(args, num_ranks=1)
+        with patch.dict(os.environ, VLLM_API_KEY="secret"):
+            check_flags(args, num_ranks=1)
+
+
+def test_a_wrong_key_is_told_by_its_name():
+    server = FakeServer()
+    server.key = "another"
+    said = f"{server.url} cannot be used: it has another key; set VLLM_API_KEY to the one that scripts/serve.py printed"
+    with engine_of(server) as engine, pytest.raises(RunError, match=said):
+        synced(engine)
 
 
 def test_vllms_nccl_backend_takes_what_is_sent_to_it():
@@ -246,7 +268,7 @@ def folder(tmp_path_factory):
 
 def start_real(folder, log):
     settings = EngineSettings(1024, dtype="float32", gpu_memory_utilization=0.5)
-    return start_server(engine_options(str(folder), settings, False, 1, most_sequences=64), "gloo", "", log)
+    return start_server(engine_options(str(folder), settings, False, 1, most_sequences=64), "gloo", KEY, log)
 
 
 @pytest.fixture(scope="module")
@@ -348,6 +370,6 @@ def test_a_run_whose_only_server_is_killed_ends_and_the_same_command_completes_i
 
 def test_two_trainers_and_a_server_that_runs_train_on_policy(folder, server, tmp_path):
     changes = {"reward": f"{folder}/reward.py:score", "server_urls": server.url, "total_steps": 3}
-    torchrun(2, "train_grpo.py", *training_flags(folder, tmp_path / "run", **RUN, **changes), timeout=900)
+    torchrun(2, "train_grpo.py", *training_flags(folder, tmp_path / "run", **RUN, **changes), timeout=900, VLLM_API_KEY=KEY)
     lines = metrics_of(tmp_path / "run").values()
     assert len(lines) == 3 and all(x["rollout/lag_max"] == 0 and x["policy/rollout_gap_mean"] < 0.1 for x in lines)

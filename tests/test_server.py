@@ -192,7 +192,7 @@ def test_serve_py_starts_vllm_as_a_run_does_and_without_a_key_it_makes_one(folde
             assert {"8123", host, "processed_logprobs"} <= set(command)
             assert {"generation.weights.Extension", "generation.weights.check_key"} <= set(command)
             assert environment["VLLM_SERVER_DEV_MODE"] == "1" and keys[-1] not in command, "ps shows commands to all"
-            line = f"VLLM_API_KEY={keys[-1]} python scripts/launch.py ... --server_urls http://{url}:8123".split(" ... ")
+            line = (f"VLLM_API_KEY={keys[-1]} python scripts/launch.py", f"--server_urls http://{url}:8123\n")
             assert not given or (keys[-1], shown) == ("secret", "")
             assert given or (len(keys[-1]) == 64 and all(part in shown for part in line))
     assert len(set(keys)) == 1 + 3, "each is made anew"
@@ -211,7 +211,7 @@ def test_a_run_needs_the_key_of_the_servers_that_it_names(monkeypatch):
 def test_a_wrong_key_is_told_by_its_name():
     server = FakeServer()
     server.key = "another"
-    said = f"{server.url} cannot be used: it has another key; set VLLM_API_KEY to the one that scripts/serve.py printed"
+    said = f"{server.url} cannot be used: it has another key; set VLLM_API_KEY to that which scripts/serve.py printed"
     with engine_of(server) as engine, pytest.raises(RunError, match=said):
         synced(engine)
 
@@ -370,6 +370,7 @@ def test_a_run_whose_only_server_is_killed_ends_and_the_same_command_completes_i
 
 def test_two_trainers_and_a_server_that_runs_train_on_policy(folder, server, tmp_path):
     changes = {"reward": f"{folder}/reward.py:score", "server_urls": server.url, "total_steps": 3}
-    torchrun(2, "train_grpo.py", *training_flags(folder, tmp_path / "run", **RUN, **changes), timeout=900, VLLM_API_KEY=KEY)
+    run = training_flags(folder, tmp_path / "run", **RUN, **changes)
+    torchrun(2, "train_grpo.py", *run, timeout=900, VLLM_API_KEY=KEY)
     lines = metrics_of(tmp_path / "run").values()
     assert len(lines) == 3 and all(x["rollout/lag_max"] == 0 and x["policy/rollout_gap_mean"] < 0.1 for x in lines)

@@ -188,7 +188,7 @@ class Fleet:
         async with self.session.post(f"{server.url}/{path}", json=body, timeout=limit) as response:
             content = await response.read()
         if response.status == 401:
-            raise ServerFault("it has another key; set VLLM_API_KEY to that which scripts/serve.py printed, or was given")
+            raise ServerFault("it has another key; set VLLM_API_KEY to the one that scripts/serve.py got or printed")
         if response.status != 200:
             said = " ".join(content[:500].decode(errors="replace").split())
             route = f"/{path.partition('?')[0]} answers with status {response.status}: "

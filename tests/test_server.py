@@ -211,7 +211,7 @@ def test_a_run_needs_the_key_of_the_servers_that_it_names(monkeypatch):
 def test_a_wrong_key_is_told_by_its_name():
     server = FakeServer()
     server.key = "another"
-    said = f"{server.url} cannot be used: it has another key; set VLLM_API_KEY to that which scripts/serve.py printed"
+    said = f"{server.url} cannot be used: it has another key; set VLLM_API_KEY to the one that scripts"
     with engine_of(server) as engine, pytest.raises(RunError, match=said):
         synced(engine)
 

@@ -266,10 +266,17 @@ class Run:
             count = f"{len(failed)} of {len(rollout.grades)} completions"
             self.say(f"step {step}: {count} could not be graded; all are in reward_failures.jsonl")
 
-    def finish(self) -> None:
-        """Waits until all files are complete."""
+    @contextmanager
+    def loading(self, saved_step: int) -> Iterator[None]:
+        """The block loads the model: from here on the run can fail."""
+        self.console.begin(saved_step)
+        with self.memory.loading():
+            yield
+
+    def finish(self, how: str) -> None:
+        """Waits until all files are complete; `how` the run has ended, for status.json."""
         self.rollouts.wait()
-        self.console.finish()
+        self.console.finish(how)
 
     def plot(self, is_over: bool = False) -> None:
         """Draws curves.png; after the last step only when the run is over."""

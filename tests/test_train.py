@@ -128,6 +128,8 @@ def test_what_a_step_depends_on_survives_a_resume_with_every_option_on(policy, r
     for stop_after in (2, None):  # with a schedule: it is that of the whole length
         flags = training_flags(policy, tmp_path / "parts", **options, stop_after=stop_after)
         torchrun(2, "train_grpo.py", *flags)
+        how = json.loads((tmp_path / "parts" / "status.json").read_text())["now"]
+        assert how == (f"stopped after step {stop_after}" if stop_after else "done")
     expected, found = metrics_of(tmp_path / "whole"), metrics_of(tmp_path / "parts")
     for step in range(1, 5):
         assert without_times(found[step]) == without_times(expected[step]), f"step {step} differs"

@@ -127,9 +127,14 @@ class OwnReward:
             raise ValueError(f"{wrong} {', '.join(FORMS)}. {known}; see docs/rewards.md.")
         self.values, self.takes_group = form
         kinds = {each.kind for each in parameters.values()}
-        self.takes_all_columns = self.values is GROUP and inspect.Parameter.VAR_KEYWORD in kinds
+        if inspect.Parameter.POSITIONAL_ONLY in kinds:
+            raise ValueError(
+                f"{self.name} cannot be called by the names of its parameters; leave the / among them out."
+            )
+        self.takes_all_columns = self.values in (OURS, GROUP) and inspect.Parameter.VAR_KEYWORD in kinds
         named = [name for name, each in parameters.items() if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
-        self.named = [name for name in named if name in self.values]
+        rest = OURS.keys() - {"token_ids"} if self.takes_all_columns and not self.takes_group else ()
+        self.named = [name for name in self.values if name in (*named, *rest)]
         self.columns = [name for name in named if name not in self.values]
         self.required = [name for name in self.columns if parameters[name].default is inspect.Parameter.empty]
         if self.required and self.values is not GROUP:
@@ -149,7 +154,7 @@ class OwnReward:
         """Reward and sub-scores of each completion. Raises what the function raises, WrongReturn for no rewards."""
         arguments = {name: [self.values[name](case) for case in cases] for name in self.named}
         for name in cases[0].columns:
-            if name in self.columns or (self.takes_all_columns and name not in (*GROUP, "prompt", "completion")):
+            if name in self.columns or (self.takes_all_columns and name not in (*self.values, "prompt", "completion")):
                 arguments[name] = [case.columns.get(name) for case in cases]
         if not self.takes_group:
             arguments = {name: values[0] for name, values in arguments.items()}

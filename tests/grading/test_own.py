@@ -22,6 +22,7 @@ def own(tmp_path, code: str, name: str = "score") -> OwnReward:
 
 @pytest.mark.parametrize(("signature", "result", "value"), [
     ("completion, answer, columns", "len(completion) + int(answer) + columns['level']", 2 + 4 + 2),
+    ("completion, **kw", "int(kw['answer']) + kw['level'] + kw['columns']['level'] + kw['num_tokens']", 4 + 2 + 2 + 2),
     ("num_tokens, is_truncated, *, max_tokens, completion", "num_tokens + is_truncated + max_tokens", 2 + 1 + 9),
     ("completion, prompt, token_ids", "len(prompt) + sum(token_ids)", 6 + 15),
     ("data_source, solution_str, ground_truth, extra_info=None", "len(solution_str) + len(ground_truth)", 2 + 1),
@@ -134,6 +135,7 @@ def test_a_wrong_result_says_what_was_returned(parameter, result, words, tmp_pat
 @pytest.mark.parametrize(("code", "words"), [
     ("def score(text, answer):\n    return 1\n", r"it takes \(text, answer\), but none of completion, completions"),
     ("def score(completion, key):\n    return 1\n", "nothing is known of its parameter 'key'"),
+    ("def score(completion, /):\n    return 1\n", "score cannot be called by the names of its parameters; leave the /"),
     ("def other():\n    return 1\n", "no function 'score'; it has other"),
 ])  # fmt: skip
 def test_a_function_that_nobody_knows_how_to_call_is_refused_when_it_is_loaded(code, words, tmp_path):

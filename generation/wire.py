@@ -370,7 +370,7 @@ class Fleet:
             task.cancel()
         if is_starting:
             await self._free()
-            self.error = f"{server.name} cannot be used: {reason}{tail}"
+            self.error = self.error or f"{server.name} cannot be used: {reason}{tail}"
         elif self.phase == "sending" or all(each.state == "lost" for each in self.servers):
             when = "amid a transfer of weights" if self.phase == "sending" else "and no other is left"
             way_out = "the same command goes on from the last checkpoint"
@@ -387,7 +387,7 @@ class Fleet:
     async def _free(self) -> None:
         """Lets go of servers that somebody else has started: the run ends, and another may have them at once."""
         taken = [each for each in self.servers if each.state == "ready" and each.process is None]
-        for each in taken:
+        for each in self.servers:
             each.state = "lost"  # or its watch would take it again
         await asyncio.gather(*(self._own(each, "free") for each in taken), return_exceptions=True)
 
@@ -411,7 +411,8 @@ class Fleet:
                 if found.fit.get(name) != needed and not (name == "--max_model_len" and found.fit[name] > needed)
             ]  # fmt: skip
             if wrong:
-                await self._own(server, "free")
+                with suppress(*FAULTS):
+                    await self._own(server, "free")
                 raise ServerFault(f"it does not fit this run: it has {'; '.join(wrong)}.")
             server.state, server.num_workers = "ready", found.num_workers
 

@@ -1,5 +1,6 @@
 """Generation servers: what is sampled, by which weights, how far ahead, and what becomes of it when a server fails."""
 
+import asyncio
 import inspect
 import json
 import os
@@ -17,6 +18,7 @@ from itertools import islice
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import aiohttp
 import numpy as np
 import psutil
 import pytest
@@ -31,7 +33,7 @@ from flags import EngineSettings, Sampling
 from forked import SERVERS, begin, launched
 from generation.start import SERVER, start_server
 from generation.weights import GlooEngine, NcclEngine, StatelessProcessGroup
-from generation.wire import Server
+from generation.wire import Server, reason_of
 from guards.start import RunError, reason_file
 from helpers import flags, make_model, make_row, metrics_of, torchrun, training_flags, wait_for
 from inputs.checks import check_flags
@@ -70,7 +72,7 @@ def test_servers_share_the_prompts_by_their_load_and_take_over_those_of_servers_
         assert sum(server.url in line for server in others for line in engine.said) == len(engine.said) == 2
         quick.kill()
         slow.kill()
-        with pytest.raises(RunError, match="was lost and no other is left: .*the same command goes on"):
+        with pytest.raises(RunError, match="was lost and no other is left: .*; start it again, then the same command"):
             engine.sample(ROWS, sampling, (1, 2))
     for server in (quick, slow):
         assert server.version == "1"
@@ -104,6 +106,22 @@ def test_a_server_that_answers_nonsense_is_named_and_its_prompts_are_sampled_els
     assert sorted(good.prompts) == sorted(row.ids.tolist() for row in rollout.rows), "each once, all by the good one"
     (line,) = engine.said
     assert bad.url in line and said in line and "sampled elsewhere" in line
+
+
+@pytest.mark.parametrize(("url", "said"), [
+    ("http://127.0.0.1:9", "it cannot be reached (Connection refused)"),
+    ("http://localhost:9", "it cannot be reached ("),
+    ("http://absent.invalid:9", "it cannot be reached ("),
+])  # fmt: skip
+def test_a_server_that_cannot_be_reached_is_told_without_the_librarys_settings(url, said):
+    async def ask() -> str:
+        async with aiohttp.ClientSession() as session:
+            with pytest.raises(aiohttp.ClientError) as error:
+                await session.post(url)
+        return reason_of(error.value)
+
+    reason = asyncio.run(ask())
+    assert reason.startswith(said) and not any(word in reason for word in ("ssl", "[", "Connect call", "Errno"))
 
 
 def test_a_server_that_does_not_start_ends_the_run_with_the_tail_of_its_log(monkeypatch, tmp_path):

@@ -87,11 +87,24 @@ def test_a_start_of_the_same_run_takes_the_server_and_the_one_before_notices(ser
 def test_a_server_that_does_not_fit_is_refused_before_its_weights_change(changes, server):
     ((name, needed),) = changes.items()
     said = f"^{server.url} cannot be used: it does not fit this run: it has {name} {HAS[name]}, needed is {needed}.$"
-    with run_of(A, server, needed=HAS | changes) as engine, pytest.raises(RunError, match=said):
-        synced(engine)
+    with run_of(A, server, needed=HAS | changes) as engine:
+        with pytest.raises(RunError, match=said):
+            synced(engine)
+        assert server.owner.claim == {}, "another run may have it at once"
     assert set(server.asked) == {"owner"}
     with run_of(A, server, needed=HAS | {"--max_model_len": 32}) as engine:
         synced(engine)
+
+
+def test_a_run_that_one_server_refuses_lets_go_of_the_others_at_once(server, monkeypatch):
+    monkeypatch.setattr("generation.wire.LOOK", 0.05)
+    other = FakeServer()
+    other.owner.hear(B, "take", time.monotonic())
+    with engine_of(server, other) as engine:
+        with pytest.raises(RunError, match=f"{other.url} cannot be used: it belongs to the run /runs/b"):
+            synced(engine)
+        time.sleep(0.3)  # looks at a server come several times meanwhile
+        assert server.owner.claim == {} and other.owner.claim["run"] == "b"
 
 
 def test_a_run_starts_its_servers_asks_for_model_length_and_dtypes_and_keeps_its_name(tmp_path, monkeypatch):

@@ -1,10 +1,13 @@
 """The documented set-ups: each script runs as it is on a tiny model of its architecture, with the documented values."""
 
+import itertools
 import json
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -174,3 +177,39 @@ def test_every_value_of_a_script_has_its_source_or_is_called_our_choice(name):
         assert where or re.search(r" # (source: |not in the source)", line), line
     lengths = tuple(int(re.search(rf"--max_{kind}_tokens (\d+)", block).group(1)) for kind in ("prompt", "completion"))
     assert lengths == LIMITS[name]
+
+
+EVALUATIONS = sorted(path.stem for path in (ROOT / "scripts").glob("eval_*.sh"))
+TELLS = '() { printf "%s\\0" "$@"; printf "\\n"; }'
+
+
+@pytest.mark.parametrize("name", [*DOCUMENTED, *EVALUATIONS, "tiny_cpu", "tiny_turns_cpu", "tiny_distill_cpu", "smoke"])
+def test_a_script_leaves_the_user_where_he_stands_and_finds_its_own_files(name, tmp_path):
+    """From another folder: what he types is his, and the programs and files that the script names are in the repository."""
+    (tmp_path / "runs" / "tiny_cpu").mkdir(parents=True)
+    (tmp_path / "runs" / "tiny_cpu" / "final").symlink_to(ROOT / "scripts" / "tiny_policy")
+    kept = {
+        key: value for key, value in os.environ.items() if key not in (*OF_TESTS, "NGPU", "OUT_DIR", "MODEL", "DATA")
+    }
+    instead = {
+        "BASH_FUNC_python%%": TELLS,
+        "BASH_FUNC_exec%%": '() { "$@"; exit; }',
+        "DEVICE": "cpu",
+        "CDPATH": str(ROOT),
+    }
+    given = ["--reward", "my_reward.py:score", *([] if name in EVALUATIONS else ["--out_dir", "runs/x"])]
+    script = [ROOT / "scripts" / f"{name}.sh", *([ROOT / "scripts" / "tiny_cpu.sh"] if name == "smoke" else [])]
+    done = subprocess.run(
+        ["bash", *script, *given], cwd=tmp_path, env=kept | instead, capture_output=True, text=True, check=False
+    )
+    commands = [line.split("\0")[:-1] for line in done.stdout.splitlines() if "\0" in line]
+    assert commands and (done.returncode == 0 or name == "smoke"), done.stderr
+    for command in commands:
+        programs = [
+            part for part in command if part.endswith((".py", ".txt")) or ".py:G" in part or "tiny_policy" in part
+        ]
+        assert programs and all(Path(part.partition(":")[0]).is_absolute() for part in programs)
+        assert all(Path(part.partition(":")[0]).exists() for part in programs)
+        folders = [there for flag, there in itertools.pairwise(command) if flag == "--out_dir"]
+        assert all(there.startswith("runs/") for there in folders), "in the folder where he stands"
+    assert commands[-1][-len(given) :] == given or name == "smoke"

@@ -14,7 +14,7 @@ import pytest
 
 import aime2025
 from forked import run_script
-from helpers import ROOT, lines, metrics_of, run_command
+from helpers import ENVIRONMENT, ROOT, lines, metrics_of, run_command
 
 OF_TESTS = ("OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA")  # a user's environment does not have them
 
@@ -180,36 +180,38 @@ def test_every_value_of_a_script_has_its_source_or_is_called_our_choice(name):
 
 
 EVALUATIONS = sorted(path.stem for path in (ROOT / "scripts").glob("eval_*.sh"))
-TELLS = '() { printf "%s\\0" "$@"; printf "\\n"; }'
+OF_JOBS = ("tiny_cpu", "tiny_turns_cpu", "tiny_distill_cpu", "smoke")
+TELLS = '() { printf "%s\\0" "$@"; printf "\\1"; }'  # in place of python
 
 
-@pytest.mark.parametrize("name", [*DOCUMENTED, *EVALUATIONS, "tiny_cpu", "tiny_turns_cpu", "tiny_distill_cpu", "smoke"])
+@pytest.mark.parametrize("name", [*DOCUMENTED, *EVALUATIONS, *OF_JOBS])
 def test_a_script_leaves_the_user_where_he_stands_and_finds_its_own_files(name, tmp_path):
-    """From another folder: what he types is his, and the programs and files that the script names are in the repository."""
+    """From another folder: what he types is his; programs and files that the script names are in the repository."""
     (tmp_path / "runs" / "tiny_cpu").mkdir(parents=True)
     (tmp_path / "runs" / "tiny_cpu" / "final").symlink_to(ROOT / "scripts" / "tiny_policy")
-    kept = {
-        key: value for key, value in os.environ.items() if key not in (*OF_TESTS, "NGPU", "OUT_DIR", "MODEL", "DATA")
-    }
-    instead = {
-        "BASH_FUNC_python%%": TELLS,
-        "BASH_FUNC_exec%%": '() { "$@"; exit; }',
-        "DEVICE": "cpu",
-        "CDPATH": str(ROOT),
-    }
+    environment = {name: os.environ[name] for name in ("PATH", "HOME")} | {"DEVICE": "cpu", "NNODES": "1"}
+    environment |= {"CDPATH": str(ROOT), "BASH_FUNC_python%%": TELLS, "BASH_FUNC_exec%%": '() { "$@"; exit; }'}
     given = ["--reward", "my_reward.py:score", *([] if name in EVALUATIONS else ["--out_dir", "runs/x"])]
-    script = [ROOT / "scripts" / f"{name}.sh", *([ROOT / "scripts" / "tiny_cpu.sh"] if name == "smoke" else [])]
-    done = subprocess.run(
-        ["bash", *script, *given], cwd=tmp_path, env=kept | instead, capture_output=True, text=True, check=False
-    )
-    commands = [line.split("\0")[:-1] for line in done.stdout.splitlines() if "\0" in line]
-    assert commands and (done.returncode == 0 or name == "smoke"), done.stderr
+    script = [ROOT / "scripts" / f"{each}.sh" for each in ([name, "tiny_cpu"] if name == "smoke" else [name])]
+    options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "check": False}
+    done = subprocess.run(["bash", *script, *given], **options)
+    assert done.returncode == 0 or name == "smoke", done.stderr
+    commands = [command.split("\0")[:-1] for command in done.stdout.split("\1")[:-1]]
     for command in commands:
-        programs = [
-            part for part in command if part.endswith((".py", ".txt")) or ".py:G" in part or "tiny_policy" in part
-        ]
-        assert programs and all(Path(part.partition(":")[0]).is_absolute() for part in programs)
-        assert all(Path(part.partition(":")[0]).exists() for part in programs)
-        folders = [there for flag, there in itertools.pairwise(command) if flag == "--out_dir"]
-        assert all(there.startswith("runs/") for there in folders), "in the folder where he stands"
-    assert commands[-1][-len(given) :] == given or name == "smoke"
+        paths = [part.partition(".py:")[0] for part in command if part.startswith("/") and part not in given]
+        assert paths and all(Path(path).exists() or Path(f"{path}.py").exists() for path in paths)
+        assert not [part for part in command if part.startswith(("scripts/", "docs/")) or part == "train_grpo.py"]
+        out_dirs = [there for flag, there in itertools.pairwise(command) if flag == "--out_dir"]
+        assert all(there.startswith("runs/") for there in out_dirs), "also by default"
+    assert name == "smoke" or commands[-1][-len(given) :] == given
+
+
+def test_from_another_folder_a_run_reads_and_writes_where_the_user_stands(tmp_path):
+    """A module of his has the name of one of ours. It ends by what his reward returns, before a model is loaded."""
+    (tmp_path / "my_reward.py").write_text("from data import PAID\ndef score(completion):\n    return PAID\n")
+    (tmp_path / "data.py").write_text("PAID = {'acc': 0.25}\n")
+    command = ["bash", str(ROOT / "scripts" / "tiny_cpu.sh"), "--reward", "my_reward.py:score", "--out_dir", "runs/x"]
+    options = {"cwd": tmp_path, "env": ENVIRONMENT | {"NGPU": "1"}, "capture_output": True, "text": True}
+    done = subprocess.run(command, check=False, **options)
+    assert done.returncode == 1 and "my_reward.py:score: score returned {'acc': 0.25}" in done.stderr, done.stderr
+    assert (tmp_path / "runs" / "x" / "config.json").exists()

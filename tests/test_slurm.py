@@ -80,7 +80,7 @@ def test_the_last_nodes_sample_on_a_server_for_each_gpu_with_a_secret_of_the_job
     assert (tmp_path / "out").read_text().splitlines() == ["1 1 node7 23456"]
     urls = "http://node8:23457 http://node8:23458"
     assert (tmp_path / "out.flags").read_text() == f"--steps_ahead 2 --engine server --server_urls {urls}\n"
+    program = tmp_path / "scripts" / ".." / "scripts" / "serve.py"
     assert sorted((tmp_path / "out.servers").read_text().splitlines()) == [
-        f"{gpu} 64 {tmp_path}/scripts/../scripts/serve.py --host 0.0.0.0 --port {23457 + gpu} --model m --max_model_len 64"
-        for gpu in (0, 1)
+        f"{gpu} 64 {program} --host 0.0.0.0 --port {23457 + gpu} --model m --max_model_len 64" for gpu in (0, 1)
     ]

@@ -256,6 +256,7 @@ def main() -> None:
         today = first_day(args.like, Path(args.model).resolve().parent)
         _, tokenizer, vision, load = load_model_files(args, max(args.max_completion_tokens), today)
         sets, (grader, turns) = load(args.data, 0), start_grader(args, tokenizer, args.tensor_parallel_size, today)
+        grader.check_groups("--samples", *(sampling.num_samples for sampling in samplings))
         world = init_world(args.tensor_parallel_size, timeout_minutes=600)
         sets = [grader.check_keys(data, world) for data in sets]
         folder = gather_from_ranks(folder)[0]  # the time in its name is the main process's

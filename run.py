@@ -282,7 +282,7 @@ class Run:
         failed = [b for b, grade in enumerate(rollout.grades) if grade.is_failed]
         for i, b in enumerate(failed):
             row, status, text = rollout.rows[b], rollout.grades[b].status, rollout.texts[b]
-            record = {"step": step, "row": row.where, "status": status, "answer": row.answer, "completion": text}
+            record = {"step": step, "row": row.where, "reward_status": status, "answer": row.answer, "completion": text}
             self._append("reward_failures.jsonl", record)
             if i < 3:
                 self.say(f"step {step}: reward {status}, of {row.where}: {text[-100:]!r}")
@@ -290,10 +290,17 @@ class Run:
             count = f"{len(failed)} of {len(rollout.grades)} completions"
             self.say(f"step {step}: {count} could not be graded; all are in reward_failures.jsonl")
 
-    def finish(self) -> None:
-        """Waits until all files are complete."""
+    @contextmanager
+    def loading(self, saved_step: int) -> Iterator[None]:
+        """The block loads the model: from here on the run can fail."""
+        self.console.begin(saved_step)
+        with self.memory.loading():
+            yield
+
+    def finish(self, how: str) -> None:
+        """Waits until all files are complete; `how` the run has ended, for status.json."""
         self.rollouts.wait()
-        self.console.finish()
+        self.console.finish(how)
 
     def plot(self, is_over: bool = False) -> None:
         """Draws curves.png; after the last step only when the run is over."""

@@ -122,7 +122,7 @@ def finish(run: Run, step: int) -> None:
     if run.world.is_main:
         link_final(run.out_dir, step)
     run.plot(is_over=True)
-    run.finish()
+    run.finish("done" if step == run.total_steps else f"stopped after step {step}")
     run.judge()
 
 
@@ -178,7 +178,7 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
         return
     lora, adamw = take(Lora, args), take(AdamW, args)
     teacher = args.reference or args.model if algorithm.kl_coef > 0 else None
-    with watch.loading():
+    with run.loading(saved_step):
         policy, reference, optimizer = build_policy(args.model, memory, lora, adamw, teacher, args.seed, world)
         engine = build_engine(args, inputs, policy, run, saved_step)
     run.say(policy.describe())
@@ -246,7 +246,7 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
     except Stopped:
         done = run.num_done
         writer.save(done, policy, optimizer, sampler.state(done) | guard.state(), is_required=True)
-        run.finish()
+        run.finish(f"stopped after step {done}")
         run.say(f"ended by {signal_name()} after step {done}, which is saved; the same command continues")
         close(inputs, engine)
         leave(NOT_FINISHED)  # on GPUs the engine may sleep: its exit could change the status

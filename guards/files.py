@@ -138,6 +138,17 @@ def append(file: Path, text: str) -> None:
             raise
 
 
+def end_status(out_dir: Path, how: str, processes: Iterable[int] = ()) -> None:
+    """Says in status.json how the run has ended. `processes`: only if one of these has written the file."""
+    file, status = out_dir / "status.json", {}
+    with suppress(OSError, ValueError):
+        status = json.loads(file.read_text())
+    if not processes or status.get("pid") in processes:
+        status |= {"now": how, "since": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+        with tolerated(str(file)):
+            write(file, json.dumps(status, indent=1) + "\n")
+
+
 # Checksums: `checkpoint.latest` verifies with them --------------------------------------------------------------------
 # They find accidents: a file that is cut off, empty, missing or changed. They are no signature.
 

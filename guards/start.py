@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +28,7 @@ PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets when its parent
 FOLDER, LAUNCHER = "GRPO_LAUNCH_FOLDER", "GRPO_LAUNCHER_PID"  # environment: set by scripts/launch.py
 HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SECOND = "ended by a second signal"
+ON_END: list[Callable[[str], None]] = []  # hear how this process ends: of the main one alone, when it has a run
 NOT_FINISHED = 75  # exit status of a run that a signal has ended, saved: EX_TEMPFAIL of sysexits.h, "try again"
 
 
@@ -80,11 +82,18 @@ def reason_file(folder: Path, rank: int) -> Path:
     return folder / f"reason_{rank}.json"
 
 
+def tell_end(how: str) -> None:
+    """Tells it once: the first reason counts."""
+    while ON_END:
+        ON_END.pop()(how)
+
+
 def note_reason(text: str, kind: str) -> bool:
     """Leaves the reason why this rank ends to the launcher; False if there is none. The first reason counts.
 
     `kind`: "error" for what goes on the words "rank 1 ended with"; "mistake" for a whole sentence of all ranks.
     """
+    tell_end(f"failed: {text}")
     if (folder := launch_folder()) is None:
         return False
     file = reason_file(folder, int(os.environ["RANK"]))
@@ -200,6 +209,8 @@ def _obey() -> None:
 
 def _end(status: int, text: str) -> None:
     """Ends the process, wherever its main thread is."""
+    if status == NOT_FINISHED:
+        tell_end("stopped")
     is_told = status != NOT_FINISHED and note_reason(text, "mistake")
     if not is_told and os.environ.get("RANK", "0") == "0":
         print(text, file=sys.stderr, flush=True)

@@ -175,8 +175,8 @@ def of_servers(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[str]
     places = [urlsplit(url) for url in urls]
     if any(x.scheme not in ("http", "https") or not x.hostname or x.path.strip("/") for x in places):
         yield f"{flag.server_urls}: needed is http://HOST:PORT for each."
-    if not os.environ.get("VLLM_API_KEY") and (far := [x.netloc for x in places if x.hostname not in LOOPBACK]):
-        yield f"--server_urls: others could change the weights of {', '.join(far)}; set VLLM_API_KEY, here and there."
+    if urls and not args.dry_run and not os.environ.get("VLLM_API_KEY"):
+        yield "--server_urls: set VLLM_API_KEY to the key of the servers, which scripts/serve.py prints or was given."
     if len({*urls, *gpus}) < len([*urls, *gpus]):
         yield f"{flag.server_urls if urls else flag.generation_gpus}: one is there twice; name each once."
     if len(gpus) % size:

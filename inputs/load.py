@@ -92,6 +92,8 @@ def load_inputs(args: Namespace) -> Inputs:
     if (text := read_system_prompt(args.system_prompt)) != args.system_prompt:  # that of a file
         digests["--system_prompt"] = digest([text.encode()])
     grader, turns = start_grader(args, tokenizer, num_ranks, today)
+    grader.check_groups("--group_size", args.group_size)
+    grader.check_groups("--eval_samples", *(sampling.num_samples for sampling in samplings))
     sources = zip([*args.train_data, *args.eval_data], [*train_data, *eval_sets], strict=True)
     digests |= {source: digest(contents_of(data)) for source, data in sources}
     of_turns = [args.environment or "", *(args.tools or "").split(",")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,10 +47,31 @@ def gpu_figures(name: str) -> tuple[float, ...]:
 def check_path(path: str) -> None:
     """Raises FileNotFoundError if a model is neither in a folder nor can be on the hub. Asks nobody."""
     folder, is_like_hub_id = Path(path), re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path)
+    if folder.is_dir() and is_run(folder):
+        raise FileNotFoundError(f"--model {path!r} is the folder of a run, not of a model; {policy_of(folder)}.")
     if folder.is_dir() and not (folder / "config.json").exists():
-        raise FileNotFoundError(f"--model {path!r} is no folder with a model: it has no config.json.")
+        raise FileNotFoundError(f"--model {path!r} is no folder with a model: it has no config.json{near(folder)}.")
     if not folder.exists() and (not is_like_hub_id or (folder.parent.name and folder.parent.is_dir())):
-        raise FileNotFoundError(f"--model {path!r}: no such folder, and not of the form of a hub id (owner/name).")
+        wrong = f"no such folder ({folder.absolute()}), and not of the form of a hub id (owner/name)"
+        raise FileNotFoundError(f"--model {path!r}: {wrong}{near(folder)}.")
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a run has written its config.json; that of a model has no --out_dir."""
+    with suppress(OSError, ValueError):
+        return "out_dir" in json.loads((folder / "config.json").read_text())
+    return False
+
+
+def near(folder: Path) -> str:
+    """The policy of the run in whose folder this is, to go on a sentence."""
+    return "".join(f"; {policy_of(each)}" for each in folder.parents if is_run(each))
+
+
+def policy_of(run: Path) -> str:
+    saved = [run / "final", *sorted(run.glob("step_*"), key=lambda each: each.stat().st_mtime, reverse=True)]
+    there = [str(each) for each in saved if (each / "config.json").exists()]
+    return f"its policy is {there[0]}" if there else f"the run {run} has saved no policy yet"
 
 
 @cache

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from batch import Metrics
 from flags import Recording
-from guards.files import tolerated, write
+from guards.files import end_status, tolerated, write
+from guards.start import ON_END
 
 ON_CONSOLE = {  # metric -> how the console shows it
     "reward/mean": "reward {:.3f}", "completion/tokens_mean": "tokens {:.1f}", "policy/entropy": "entropy {:.3f}",
@@ -41,6 +42,7 @@ class Console:
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_OF_FORECAST))  # of the last steps
     tracker: tuple[Log, Close] | None = None
     done: dict[str, object] = field(default_factory=dict)  # the last step that is done, in status.json
+    step: int = 0  # that was told last
 
     def start(self, saved_step: int) -> None:
         """Starts the tracker, which continues after this step."""
@@ -70,7 +72,8 @@ class Console:
     def tell_phase(self, name: str, step: int) -> None:
         """Writes status.json: what is done now, in which step; below it the last step that is done."""
         if self.is_main:
-            status = {"now": name, "in_step": step, "since": _clock()} | self.done
+            self.step = step
+            status = {"now": name, "in_step": step, "since": _clock(), "pid": os.getpid()} | self.done
             with tolerated(str(file := self.out_dir / "status.json")):
                 write(file, json.dumps(status, indent=1) + "\n")
 
@@ -81,9 +84,21 @@ class Console:
             self.tracker = None
             self.say(f"warning: --track {self.recording.track} has failed and is left out from now on: {error}")
 
-    def finish(self) -> None:
+    def begin(self, saved_step: int) -> None:
+        """From now on status.json is this start's, also when it ends by a fault or a signal."""
+        self.tell_phase("load", saved_step)
+        if self.is_main:
+            ON_END.append(self._end)
+
+    def _end(self, how: str) -> None:
+        end_status(self.out_dir, f"stopped after step {self.step}" if how == "stopped" else how)
+
+    def finish(self, how: str) -> None:
+        ON_END.clear()
         if self.tracker is not None:
             self.tracker[1]()
+        if self.is_main:
+            end_status(self.out_dir, how)
 
 
 def console_line(step: int, last_step: int, metrics: Metrics, phases: dict[str, float], seconds_left: float) -> str:

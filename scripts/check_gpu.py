@@ -357,7 +357,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", help="shape: a name of planner/models.json or a folder; default: 1.5B, CPU: tiny")
     parser.add_argument("--ranks", type=int, help="GPUs (CPU: processes) to use; default: all GPUs; 2 processes")
-    parser.add_argument("--out_dir", type=Path, default=ROOT / "runs" / "check_gpu", help="folder, made anew")
+    parser.add_argument("--out_dir", type=Path, default=Path("runs/check_gpu"), help="folder, made anew")
     args = parser.parse_args()
     count = torch.cuda.device_count()
     model = args.model or ("Qwen/Qwen2.5-1.5B" if count else None)

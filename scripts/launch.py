@@ -25,6 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from guards.files import end_status
 from guards.start import (
     FOLDER,
     HEARD,
@@ -56,6 +57,7 @@ class Launch:
         """The first signal is passed on by `wait`, when all ranks are started; a second one ends them at once."""
         if self.request.place_of(number) == 2:
             self.kill()
+            self.tell_failure(SECOND)
             print(SECOND, file=sys.stderr, flush=True)
             os._exit(128 + number)
 
@@ -105,6 +107,11 @@ class Launch:
         for process in self.processes.values():
             with suppress(subprocess.TimeoutExpired):
                 process.wait(LAST_BREATH)
+
+    def tell_failure(self, reason: str) -> None:
+        """In status.json, if the run of these ranks has come to write it: the main one may be killed, or wait."""
+        if processes := [process.pid for process in self.processes.values()]:
+            end_status(self.out_dir, f"failed: {reason}", processes)
 
     def notes(self) -> dict[int, dict[str, str]]:
         """Rank -> the reason that it has left, the first one first."""
@@ -169,6 +176,7 @@ def main() -> int:
         status, said = launch.run(args.command, args.node_rank * args.ranks, place)
         if said:
             print(f"error: {said}", file=sys.stderr, flush=True)
+            launch.tell_failure(said)
         num_steps = steps_logged(out_dir) - before
         if not said or not num_steps or launch.request.first is not None or restart > args.max_restarts:
             break

@@ -6,11 +6,10 @@
 # fails does not stop the others. As a Slurm array, each task runs the seed of its number:
 #     sbatch --array=1-3 scripts/slurm_example.sh scripts/seeds.sh 3 scripts/qwen7b_simplerl_2x8xh100.sh FLAGS
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
 usage="bash scripts/seeds.sh 3 scripts/tiny_cpu.sh FLAGS"
 [[ ${1:-} =~ ^[1-9][0-9]*$ ]] || { echo "error: how many seeds? $usage" >&2 && exit 2; }
 [ -n "${2:-}" ] || { echo "error: which script? $usage" >&2 && exit 2; }
-[ -f "$2" ] || { echo "error: $2 is not there; $usage" >&2 && exit 2; }
+[ -f "$2" ] || { echo "error: $2 is not there (in $PWD); $usage" >&2 && exit 2; }
 num_seeds=$1 script=$2
 shift 2
 for flag in "$@"; do

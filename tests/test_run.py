@@ -304,7 +304,7 @@ def test_what_could_not_be_graded_is_kept_and_the_first_three_are_named(tmp_path
     assert said[0] == "step 3: reward timeout, of train.jsonl, line 7: 'a'" and "error: no" in said[1]
     assert len(said) == 4 and said[-1].startswith("step 3: 4 of 6 completions could not be graded; all are in")
     found = lines(tmp_path / "reward_failures.jsonl")
-    expected = {"step": 3, "row": "train.jsonl, line 7", "status": "timeout", "answer": "4", "completion": "a"}
+    expected = {"step": 3, "row": "train.jsonl, line 7", "reward_status": "timeout", "answer": "4", "completion": "a"}
     assert found[0] == expected and [each["completion"] for each in found] == ["a", "b", "e", "f"]
 
 

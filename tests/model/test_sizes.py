@@ -1,6 +1,8 @@
 """Models that cannot be trained under these flags are refused before a weight is read."""
 
+import json
 import math
+import os
 import sys
 from contextlib import nullcontext
 
@@ -20,13 +22,37 @@ from transformers import (
 import evaluate
 from helpers import flags
 from inputs.load import load_inputs
-from model.sizes import check_config
+from model.sizes import check_config, check_path
 from planner.dry_run import dry_run
 
 
 def check(config: PretrainedConfig, tensor_parallel_size: int = 1) -> None:
     """1,024 tokens of prompt and 1,024 of completion."""
     check_config("m", config, (1024, 1024), tensor_parallel_size)
+
+
+@pytest.mark.parametrize(("given", "saved", "words"), [
+    ("mine", ["step_9", "final"], "--model 'mine' is the folder of a run, not of a model; its policy is mine/final."),
+    ("mine/", ["step_9", "step_10"], "its policy is mine/step_10."),
+    ("mine", [], "the run mine has saved no policy yet."),
+    ("mine/step_9/trainer", ["step_9"], "has no config.json; its policy is mine/step_9."),
+    ("mine/checkpoints/step_9", ["step_9"], "; its policy is mine/step_9."),
+    ("mine/step_8", ["step_9", "final"], "; its policy is mine/final."),
+    ("mine/final", ["step_9"], "; its policy is mine/step_9."),
+    ("./absent", [], "no such folder (FOLDER/absent), and not of the form of a hub id (owner/name)."),
+    ("mine/step_9", ["step_9"], None),
+    ("Qwen/Qwen2.5-7B", [], None),
+])  # fmt: skip
+def test_the_folder_of_a_run_is_no_model_and_the_one_in_it_is_named(given, saved, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, content in {"": {"out_dir": "x"}, **dict.fromkeys(saved, {"model_type": "qwen2"})}.items():
+        (folder := tmp_path / "mine" / name).mkdir()
+        (folder / "config.json").write_text(json.dumps(content))
+        (folder / "trainer").mkdir()
+        os.utime(folder, (len(name), len(name)))  # step_10 is newer than step_9
+    with pytest.raises(FileNotFoundError) if words else nullcontext() as error:
+        check_path(given)
+    assert not words or words.replace("FOLDER", str(tmp_path)) in str(error.value)
 
 
 NOT_COMPUTED = {  # words of the sentence -> config

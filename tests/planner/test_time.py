@@ -113,7 +113,7 @@ def test_ranks_hold_no_engine_and_servers_nothing_of_the_trainer():
 
 
 @pytest.mark.parametrize(
-    ("more", "gpus"), [("--generation_gpus 2 3 4 5", 4), ("--server_urls http://localhost:1", 2), ("", 2)]
+    ("more", "gpus"), [("--generation_gpus 2 3 4 5", 4), ("--dry_run --server_urls http://localhost:1", 2), ("", 2)]
 )
 def test_servers_are_counted_by_gpus_by_urls_or_by_their_number(more, gpus):
     setup = plan("servers", f"--engine server --tensor_parallel_size 2 {more}")

@@ -132,6 +132,28 @@ def test_what_speaks_against_a_comparison_is_said(tmp_path):
     assert f"a replay ({replay}) copies" in text and "reward/" not in text and "policy/entropy" in text
 
 
+@pytest.mark.parametrize(("flags_of_a", "flags_of_b", "why_reward", "why_eval"), [
+    ({"reward": "exact"}, {"reward": "exact:2,length"}, "--reward", ""),  # the first verifier is the same
+    ({"reward": "my.py:f:2,math"}, {"reward": "my.py:f"}, "--reward", ""),
+    ({"reward": "exact,length"}, {"reward": "length,exact"}, "--reward", "--reward"),
+    ({"reward": "my.py:f"}, {"reward": "my.py:g"}, "--reward", "--reward"),
+    ({"temperature": 1.0}, {"temperature": 0.6}, "--temperature", ""),
+    ({"eval_temperature": [1.0]}, {"eval_temperature": [0.0]}, "", "--eval_temperature"),
+    ({"train_data": ["a.jsonl"]}, {"train_data": ["b.jsonl"]}, "--train_data", ""),
+    ({"truncated": "zero"}, {"truncated": "score"}, "--truncated", ""),
+    ({"environment": "a.py:A"}, {"environment": "a.py:B"}, "--environment", "--environment"),
+    ({"learning_rate": 1.0}, {"learning_rate": 2.0}, "", ""),
+])  # fmt: skip
+def test_what_is_not_measured_alike_has_no_verdict(flags_of_a, flags_of_b, why_reward, why_eval, tmp_path):
+    a = runs_of(tmp_path / "a", {1: 0.50, 2: 0.51, 3: 0.49}, **flags_of_a)
+    text = said(a, runs_of(tmp_path / "b", {1: 0.60, 2: 0.612, 3: 0.59}, **flags_of_b))
+    for name, why in {"reward/mean": why_reward, "eval/test/avg@1": why_eval}.items():
+        holds = rf"not measured alike: {why}" if why else r"\+0\.101 .*: B is better"
+        assert re.search(rf"^{name} +0\.500 +0\.601 +{holds}$", text, re.MULTILINE), text
+    assert ("Careful" in text) == bool(why_reward or why_eval)
+    assert re.search(r"^policy/entropy .*: B is higher$", text, re.MULTILINE), "it says what it says of both"
+
+
 def test_other_contents_under_the_same_names_are_a_difference_but_not_what_a_seed_draws(tmp_path):
     """A run's inputs.json: its data, its reward and its weights; `policy_seed1` and `#10` are of the seed."""
     runs = {}
@@ -141,5 +163,7 @@ def test_other_contents_under_the_same_names_are_a_difference_but_not_what_a_see
         (run / "inputs.json").write_text(json.dumps(inputs))
         runs[name] = run
     assert "From A to B: the same flags." in said([runs["a"]], [runs["b"]])
-    assert "From A to B: contents of my.py '1f' -> '2f'." in said([runs["a"]], [runs["c"]])
+    text = said([runs["a"]], [runs["c"]])
+    assert "From A to B: contents of my.py '1f' -> '2f'." in text
+    assert text.count("not measured alike: contents of my.py") == 1 + 2 * 2, "once, and for both metrics of each table"
     assert seed_groups([describe(run, []) for run in runs.values()]) == [[0, 1], [2]]

@@ -99,9 +99,9 @@ def _note_exception(kind: type[BaseException], error: BaseException, trace: Trac
     text = re.sub(r"GLHF!\W*", "", str(error).strip())  # gloo's greeting
     first, _, rest = text.partition("\n")
     last = rest.partition("Last error:")[2].strip().partition("\n")[0]  # NCCL's reason; its first line has none
-    note_reason(": ".join(filter(None, [kind.__name__, first, last])), "error")
     sys.stderr = sys.__stderr__  # torch, once it has a process group, puts a buffer there and shows it afterwards
     try:
+        note_reason(": ".join(filter(None, [kind.__name__, first, last])), "error")
         if (folder := launch_folder()) and GONE.search(text):
             file = Path(tempfile.gettempdir()) / f"{folder.name}_rank_{os.environ['RANK']}.txt"
             file.write_text("".join(traceback.format_exception(kind, error, trace)))

@@ -8,9 +8,12 @@ import inspect
 import json
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
@@ -27,7 +30,7 @@ from flags import EngineSettings
 from fsdp_utils import World, begin_gather, fill_from_main
 from helpers import ROOT, torchrun
 from inputs.command_line import parse_flags
-from model.engine_options import memory_errors
+from model.engine_options import NOISE, NOISE_ON_CPU, memory_errors
 from planner.dry_run import config_of
 from smoke_inputs import SETUPS, make_model
 from test_setups import launched
@@ -283,6 +286,18 @@ def test_what_we_call_takes_what_we_give():
             except (TypeError, AttributeError, ImportError) as error:  # the last two: it is gone
                 pytest.fail(f"{where} does not fit {place}: {error}")
     assert not missing, "no line calls it: take it out of the list"
+
+
+# Names ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("rollout")
+def test_what_we_name_in_vllm_is_there():
+    """Warnings that are not shown, and the option that scripts/check_gpu.sh tries."""
+    for module, beginning in NOISE + NOISE_ON_CPU:
+        source = Path(find_spec(module).origin).read_text()
+        assert beginning in re.sub(r'"\s+f?"', "", source), f"{module}: {beginning}"  # of several literals
+    assert pkgutil.resolve_name("vllm.engine.arg_utils:EngineArgs").sleep_mode_offload_cudagraph is False
 
 
 # Copies ---------------------------------------------------------------------------------------------------------------

@@ -203,6 +203,11 @@ def shard(
     return torch.device("cpu") if on_host else world.device
 
 
+def moved(tensor: Tensor, device: torch.device | str, dtype: torch.dtype) -> Tensor:
+    """The tensor on the device that computes, converted there: in one step torch converts on the host, on one core."""
+    return tensor.to(device, non_blocking=True).to(dtype)
+
+
 @torch.no_grad()
 def fill_from_main(target: Tensor, full: Tensor | None) -> None:
     """Fills a sharded parameter, or a tensor that every rank holds whole, with `full` of rank 0 (None elsewhere)."""
@@ -211,7 +216,7 @@ def fill_from_main(target: Tensor, full: Tensor | None) -> None:
     device = torch.device(target.device_mesh.device_type) if is_sharded else target.device
     if full is None:
         full = torch.empty(target.shape, dtype=target.dtype, device=device)
-    full = full.to(device, target.dtype)
+    full = moved(full, device, target.dtype)
     if is_sharded:
         target.to_local().copy_(distribute_tensor(full, target.device_mesh, target.placements).to_local())
         return
@@ -270,10 +275,10 @@ def begin_gather(parameter: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
     mesh, num_rows = local.device_mesh, len(local)
     sharded = [dim for dim, place in enumerate(local.placements) if not place.is_replicate() and mesh.size(dim) > 1]
     if not sharded:
-        return partial(local.to_local().to, mesh.device_type, dtype)
+        return partial(moved, local.to_local(), mesh.device_type, dtype)
     (dim,) = sharded
     assert local.placements[dim].is_shard(0), "FSDP2 shards the rows, over one dimension of the mesh"
-    own = local.to_local().to(mesh.device_type, dtype)
+    own = moved(local.to_local(), mesh.device_type, dtype)
     rows = -(-num_rows // mesh.size(dim))  # of each rank; the last ones may have fewer
     if len(own) < rows:
         own = torch.cat([own, own.new_zeros(rows - len(own), *own.shape[1:])])

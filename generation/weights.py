@@ -34,7 +34,7 @@ from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 from model.engine_options import head_dtypes
 
-PATIENCE = timedelta(minutes=10)  # of a worker that waits for a tensor of a trainer that may have gone
+PATIENCE = timedelta(minutes=2)  # of a worker that waits for a tensor of a trainer that may have gone
 TOKENS = "vllm:generation_tokens_total", "vllm:prompt_tokens_total"  # of vLLM's metrics: they tell progress
 LEASE = 20.0  # seconds without a word from its run after which a server is free: that run was killed
 

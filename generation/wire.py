@@ -8,10 +8,8 @@ transfer of weights: the reason is `Fleet.error`.
 from __future__ import annotations
 
 import asyncio
-import os
 import resource
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -33,7 +31,7 @@ from generation.start import ServerProcess
 from generation.weights import Link, open_link
 from grading.episode import Environments
 from grading.pool import Outcome
-from guards.start import RunError, note_reason, requested, signal_name
+from guards.start import RunError, end_at_once, requested, signal_name
 from inputs.machine import own_address
 from model.sizes import MOST_ON_GPU
 
@@ -393,9 +391,7 @@ class Fleet:
 
     def _leave(self) -> None:
         """Ends the process: its main thread may wait in a broadcast that nobody answers, over NCCL for ever."""
-        if not note_reason(self.error, "mistake"):
-            print(f"error: {self.error}", file=sys.stderr, flush=True)
-        os._exit(1)
+        end_at_once(1, self.error)
 
     async def _own(self, server: Server, do: str) -> None:
         """Tells the server that this run will "take", "keep" or "free" it. Raises one of `FAULTS`.

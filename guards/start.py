@@ -29,6 +29,10 @@ FOLDER, LAUNCHER = "GRPO_LAUNCH_FOLDER", "GRPO_LAUNCHER_PID"  # environment: set
 HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SECOND = "ended by a second signal"
 ON_END: list[Callable[[str], None]] = []  # hear how this process ends: of the main one alone, when it has a run
+# How gloo, NCCL and torch's store say that another rank has gone; their other errors are of the rank itself.
+GONE = re.compile(
+    r"Connection (was likely )?(closed|reset)|remote process|(gloo|NCCL).*([Tt]imed? ?out|Broken pipe)", re.DOTALL
+)
 NOT_FINISHED = 75  # exit status of a run that a signal has ended, saved: EX_TEMPFAIL of sysexits.h, "try again"
 
 
@@ -107,15 +111,20 @@ def note_reason(text: str, kind: str) -> bool:
 
 def _note_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """A traceback that only says that another rank has gone goes to a file of the rank."""
-    line = re.sub(r"GLHF!\W*", "", (str(error).strip().splitlines() or [""])[0])  # gloo's greeting
-    if (folder := launch_folder()) and re.search("gloo|NCCL|Connection (closed|reset)", str(error)):
-        file = Path(tempfile.gettempdir()) / f"{folder.name}_rank_{os.environ['RANK']}.txt"
-        file.write_text("".join(traceback.format_exception(kind, error, trace)), "utf-8", "replace")
-        print(f"rank {os.environ['RANK']} has lost the others; its traceback is in {file}", file=sys.stderr)
-    else:
-        sys.__excepthook__(kind, error, trace)
-    note_reason(f"{kind.__name__}: {line}" if line else kind.__name__, "error")
-    leave_the_others()
+    text = re.sub(r"GLHF!\W*", "", str(error).strip())  # gloo's greeting
+    first, _, rest = text.partition("\n")
+    last = rest.partition("Last error:")[2].strip().partition("\n")[0]  # NCCL's reason; its first line has none
+    sys.stderr = sys.__stderr__  # torch, once it has a process group, puts a buffer there and shows it afterwards
+    try:
+        note_reason(": ".join(filter(None, [kind.__name__, first, last])), "error")
+        if (folder := launch_folder()) and GONE.search(text):
+            file = Path(tempfile.gettempdir()) / f"{folder.name}_rank_{os.environ['RANK']}.txt"
+            file.write_text("".join(traceback.format_exception(kind, error, trace)), "utf-8", "replace")
+            print(f"rank {os.environ['RANK']} has lost the others; its traceback is in {file}", file=sys.stderr)
+        else:
+            sys.__excepthook__(kind, error, trace)
+    finally:  # also where the disk is full, or nobody reads what is said
+        leave_the_others()
 
 
 def leave_the_others() -> None:
@@ -131,8 +140,9 @@ def leave_the_others() -> None:
 
 def leave(status: int) -> None:
     """Ends the process at once, without what libraries do at an exit."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # whoever read it has gone
+            stream.flush()
     os._exit(status)
 
 
@@ -193,25 +203,26 @@ def _hear_signals(reader: int) -> None:
             if place == 1:
                 _obey()
             elif place == 2 and LAUNCHER not in os.environ:
-                _end(128 + number, SECOND)
+                end_at_once(128 + number, SECOND)
 
 
 def _obey() -> None:
     if LAUNCHER in os.environ:
         os.kill(int(os.environ[LAUNCHER]), signal.SIGUSR2)
     if _request.grace is None:
-        _end(NOT_FINISHED, f"{signal_name()}: ended before the first step; nothing is lost")
+        end_at_once(NOT_FINISHED, f"{signal_name()}: ended before the first step; nothing is lost")
     text = f"{signal_name()}: the run could not save within --grace_seconds {_request.grace:g}"
-    timer = threading.Timer(_request.grace, _end, (1, f"{text}; the same command continues"))
+    timer = threading.Timer(_request.grace, end_at_once, (1, f"{text}; the same command continues"))
     timer.daemon = True
     timer.start()
 
 
-def _end(status: int, text: str) -> None:
+def end_at_once(status: int, text: str) -> None:
     """Ends the process, wherever its main thread is."""
     if status == NOT_FINISHED:
         tell_end("stopped")
     is_told = status != NOT_FINISHED and note_reason(text, "mistake")
     if not is_told and os.environ.get("RANK", "0") == "0":
-        print(text, file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError, ValueError):  # as in `leave`
+            print(text, file=sys.stderr, flush=True)
     os._exit(status)

@@ -113,9 +113,9 @@ def exit_with_error(error: Exception) -> NoReturn:
     All ranks find the same one, and scripts/launch.py says it. With torchrun the first rank does; another one that is
     still there after some seconds has an error of its own (a file that is missing on its node only).
     """
-    if note_reason(str(error), "mistake"):
-        leave_the_others()
-        sys.exit(1)
-    if os.environ.get("RANK", "0") != "0":
-        time.sleep(10)
-    sys.exit(f"error: {error}")
+    if not note_reason(str(error), "mistake"):
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(10)
+        print(f"error: {error}", file=sys.stderr)
+    leave_the_others()
+    sys.exit(1)

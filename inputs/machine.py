@@ -29,10 +29,7 @@ OLDEST_CARD = (8, 0)  # compute capability: Ampere, the first with bfloat16 and 
 def check_launch(tp_size: int, dtype: str, gpu_memory_utilization: float, others: int = 0) -> None:
     """Raises ValueError if GPUs stay idle, are too few or cannot be used. `others`: those of generation servers."""
     world_size, local_size = launched_world_size(), local_world_size()
-    num_gpus = torch.cuda.device_count()
-    num_installed = len(list(DRIVER.glob("gpus/*")))
-    if torch.version.cuda and num_installed and not num_gpus and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
-        check_driver(num_installed)
+    num_gpus = visible_gpus()
     if num_gpus > local_size + others:
         start = f"start it with its script or scripts/launch.py --ranks {num_gpus} {Path(sys.argv[0]).name} ..."
         hide = f"hide the others with CUDA_VISIBLE_DEVICES={','.join(map(str, range(local_size)))}"
@@ -47,6 +44,27 @@ def check_launch(tp_size: int, dtype: str, gpu_memory_utilization: float, others
         check_driver(num_gpus)
         check_compiler()
         check_gpu(int(os.environ.get("LOCAL_RANK", "0")), world_size, gpu_memory_utilization)
+
+
+def check_server(tp_size: int, gpu_memory_utilization: float) -> bool:
+    """Whether a server runs on GPUs. Raises ValueError if these are too few or cannot be used."""
+    num_gpus = visible_gpus()
+    if num_gpus:
+        check_driver(num_gpus)
+        check_compiler()
+        if tp_size > num_gpus:
+            raise ValueError(f"--tensor_parallel_size {tp_size}: only {num_gpus} GPUs are visible.")
+        for index in range(tp_size):
+            check_gpu(index, tp_size, gpu_memory_utilization)
+    return num_gpus > 0
+
+
+def visible_gpus() -> int:
+    """The GPUs that the driver shows to this process. Raises ValueError if it has some, but answers nobody."""
+    num_gpus, num_installed = torch.cuda.device_count(), len(list(DRIVER.glob("gpus/*")))
+    if torch.version.cuda and num_installed and not num_gpus and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+        check_driver(num_installed)
+    return num_gpus
 
 
 def local_world_size() -> int:

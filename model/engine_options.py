@@ -24,6 +24,7 @@ NOISE = [  # warnings that are not shown because they tell nothing: vLLM's logge
     ("vllm.config.vllm", "Inductor compilation was disabled"),  # the same
     # At each sync, of modules without weights and of a tied head. What is really missing, reload.inplace tells.
     ("vllm.model_executor.model_loader.reload.layerwise", "%s: Failed to load weights"),
+    ("vllm.model_executor.model_loader.reload.layerwise", "Allocating %.1f MB"),  # padded tables: planner/memory.py
     ("vllm.model_executor.models.utils", "Attempted to load weight"),  # of another dtype than --dtype, which is meant
     ("vllm.config.model", "%s %s"),  # beyond its own limit: see rollout.py
     ("vllm.utils.flashinfer", "FlashInfer"),  # that its kernels are missing: none of them runs, see rollout.py

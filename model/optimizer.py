@@ -10,7 +10,8 @@ between 1 and 2), torchao's AdamW needs torch.compile, and neither streams its s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import cycle
 
 import torch
 from torch import Tensor, nn
@@ -44,12 +45,15 @@ def make_optimizer(parameters: Iterable[nn.Parameter], adamw: AdamW, memory: Mem
 class ChunkedAdamW(torch.optim.AdamW):
     """`torch.optim.AdamW` for bf16 and fp32 parameters, for fp32 ones bit for bit the same.
 
-    `is_state_on_host`: the state lives in host RAM (pinned for CUDA) and passes through the device in chunks.
+    `is_state_on_host`: the state lives in host RAM (pinned for CUDA) and passes through the device in chunks. Two
+    streams take turns with them, so that the state of one comes while that of the one before goes back.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], is_state_on_host: bool, **settings: object) -> None:
         super().__init__(params, fused=True, **settings)
         self.is_state_on_host = is_state_on_host
+        is_streamed = is_state_on_host and torch.cuda.is_available()
+        self.streams = [torch.cuda.Stream(), torch.cuda.Stream()] if is_streamed else [None]  # None: the current one
         for parameter in (each for group in self.param_groups for each in group["params"]):
             self.state[parameter] = self._first_state(parameter)
 
@@ -57,23 +61,28 @@ class ChunkedAdamW(torch.optim.AdamW):
     def step(self, closure: Callable[[], float] | None = None) -> None:
         """One update of every parameter that has a gradient."""
         assert closure is None, "the gradients are there already"
+        streams, turns = list(filter(None, self.streams)), cycle(self.streams)
+        for stream in streams:
+            stream.wait_stream(torch.cuda.current_stream())  # for the gradients
         for group in self.param_groups:
             for parameter in (x for x in group["params"] if x.grad is not None):
-                self._update(parameter, group)
-        if self.is_state_on_host and torch.cuda.is_available():
-            torch.cuda.synchronize()  # what the host reads next, for example for a checkpoint, has arrived
+                self._update(parameter, group, turns)
+        if streams:  # gradients may be freed, and what the host reads next, for example for a checkpoint, has arrived
+            torch.cuda.synchronize()
 
-    def _update(self, parameter: nn.Parameter, group: Group) -> None:
+    def _update(self, parameter: nn.Parameter, group: Group, turns: Iterator[torch.cuda.Stream | None]) -> None:
         state, device = self.state[parameter], local_shard(parameter).device
         state["step"] += 1
         generator = torch.Generator(device).manual_seed(int(state["step"]))  # a resumed run rounds as it would have
         tensors = {"parameter": parameter, "gradient": parameter.grad} | state
         del tensors["step"]
-        chunks = [local_shard(tensor).view(-1).split(sizes.OPTIMIZER_CHUNK) for tensor in tensors.values()]
+        size = sizes.OPTIMIZER_CHUNK // len(self.streams)  # of the chunks that are there at a time, together
+        chunks = [local_shard(tensor).view(-1).split(size) for tensor in tensors.values()]
         for pieces in zip(*chunks, strict=True):
-            # `fused_adamw` counts it up. Filled on the device, because the host would wait for a copy.
-            step = torch.full((), float(state["step"]) - 1, device=device)
-            self._update_chunk(dict(zip(tensors, pieces, strict=True)), step, group, generator)
+            with torch.cuda.stream(next(turns)):
+                # `fused_adamw` counts it up. Filled on the device, because the host would wait for a copy.
+                step = torch.full((), float(state["step"]) - 1, device=device)
+                self._update_chunk(dict(zip(tensors, pieces, strict=True)), step, group, generator)
 
     @staticmethod
     def _update_chunk(chunk: dict[str, Tensor], step: Tensor, group: Group, generator: torch.Generator) -> None:

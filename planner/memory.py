@@ -41,6 +41,8 @@ def gpu_phases(setup: Setup) -> dict[str, Parts]:
     asleep = {"engine asleep": ENGINE_ASLEEP[setup.engine.enforce_eager]}
     # The largest parameter and its shard in --dtype; the next one is gathered while the engine copies this one.
     gathered = {"gathered": setup.compute_bytes * (m.table * (1 + 1 / setup.num_shards) + m.intermediate * m.hidden)}
+    # vLLM pads a table whose rows are no multiple of 64, and keeps it to the end of a sync: the head comes beside it.
+    kept = setup.compute_bytes * m.table * (m.vocab % 64 > 0 and m.root_trained >= 2 * m.table)
     comes_from_host = memory.offload == "all" or (setup.has_reference_model and memory.offload_reference)
     layer = (setup.of_reference.model if memory.offload != "all" else m).layer_parameters
     shards = {"shards from host": layer * setup.compute_bytes / setup.num_shards * 2 * comes_from_host}
@@ -50,12 +52,12 @@ def gpu_phases(setup: Setup) -> dict[str, Parts]:
         "logprobs": static | largest([logprobs_peak(setup), logprobs_peak(setup.of_reference)]) | shards | asleep,
         "update": static | update_peak(setup) | asleep,
         "optimizer": static_parts(setup, on_host=False) | optimizer_peak(setup) | asleep,
-        "sync": static | gathered | without(awake, "KV cache"),
+        "sync": static | gathered | without(awake, "KV cache") | {"weights arriving": kept},
     }
     if setup.has_servers:
         phases = {name: without(parts, *ENGINE) for name, parts in phases.items() if name != "rollout"}
         arriving = setup.compute_bytes * (m.table + m.layer_parameters / setup.run.tensor_parallel_size)
-        phases["server"] = awake | {"weights arriving": arriving}  # a tensor, and the layer that it is in
+        phases["server"] = awake | {"weights arriving": arriving + kept}  # a tensor, and the layer that it is in
     if (not setup.run.has_kl or setup.run.over_vocabulary) and not setup.old_logprob_passes:
         del phases["logprobs"]
     return {name: nonzero(parts) for name, parts in phases.items()}

@@ -22,10 +22,12 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from multiprocessing import get_context
 from pathlib import Path
 from subprocess import Popen
+from typing import TypeVar
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -34,15 +36,21 @@ import torch
 from pebble import ProcessPool
 from torch.nn import functional as F
 from torch.nn.attention import current_flash_attention_impl
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
+from data import PromptData
+from flags import EngineSettings, PromptFormat, Sampling
+from fsdp_utils import init_world
 from generation.start import SERVER
 from inputs.machine import check_compiler, check_driver
 from inputs.machine import check_gpu as check_one_gpu
 from model.attention import check_device, make_packing, packed_attention
+from model.engine_options import engine_options
 from model.packed import Segment
+from model.weights import open_weights
 from planner.dry_run import config_of
+from planner.memory import CONTEXT, ENGINE_ASLEEP
 from report import read_metrics
 from smoke_inputs import SETUPS, make_config, make_tokenizer
 
@@ -123,7 +131,10 @@ class Place:
         return {"CUDA_VISIBLE_DEVICES": ",".join(ids[:ranks])} if self.is_cuda else {}
 
 
-def apart(find: Callable[[], list[Line]]) -> list[Line]:
+Found = TypeVar("Found")
+
+
+def apart(find: Callable[[], Found]) -> Found:
     """What the function finds in a process of its own."""
     with ProcessPool(max_workers=1, context=get_context("spawn")) as pool:
         return pool.schedule(find, timeout=PATIENCE).result()
@@ -257,6 +268,43 @@ def check_engines(place: Place) -> Iterator[Line]:
         yield from gap_lines(place, f"two ranks: {what}", read_metrics(out_dir))
 
 
+def check_sleep(place: Place) -> Iterator[Line]:
+    """What an engine keeps in its sleep; less if its CUDA graphs went to host RAM, which no run does yet."""
+    held, woken, _ = apart(partial(put_to_sleep, place.folder / "model", is_offloaded=False))
+    most = (ENGINE_ASLEEP[False] + CONTEXT) / GIB
+    yield Line("engine asleep", f"{held:.2f} GiB", f"at most {most:.1f}", held <= most, "The dry run plans for less.")
+    less, slower, is_same = apart(partial(put_to_sleep, place.folder / "model", is_offloaded=True))
+    figure = f"{less:.2f} GiB, which frees {held - less:.2f}; a sync takes {slower:.1f} s, not {woken:.1f}"
+    advice = "The engine samples something else after it slept: leave sleep_mode_offload_cudagraph alone."
+    yield Line("engine asleep, graphs in host RAM", figure, "the same completions", is_same, advice)
+
+
+def put_to_sleep(folder: Path, is_offloaded: bool) -> tuple[float, float, bool]:
+    """(GiB of the GPU while the engine sleeps, seconds until it has its weights again, whether it samples as before).
+
+    `is_offloaded`: its CUDA graphs go to host RAM (sleep_mode_offload_cudagraph). Where an engine spans GPUs, vLLM then
+    registers no graphs with NCCL and its own all-reduce, which may make sampling slower.
+    """
+    world = init_world(tp_size=1, timeout_minutes=5)
+    import rollout
+
+    offload = {"sleep_mode_offload_cudagraph": is_offloaded}
+    rollout.engine_options = lambda *given: engine_options(*given) | offload
+    tokenizer, weights = AutoTokenizer.from_pretrained(folder), open_weights(str(folder))
+    rows = PromptData.load(f"{folder}/train.jsonl", PromptFormat(max_prompt_tokens=128), tokenizer, seed=0).rows
+    settings = EngineSettings(max_model_len=256, dtype="bfloat16", gpu_memory_utilization=0.4)
+    engine = rollout.Engine(str(folder), tokenizer, world, settings)
+    engine.sync(weights.items())
+    before = engine.sample(rows, Sampling(1, temperature=0.0, max_completion_tokens=32), seed=(0,))
+    engine.sleep()
+    free, total = torch.cuda.mem_get_info()
+    begin = time.perf_counter()
+    engine.sync(weights.items())
+    seconds = time.perf_counter() - begin
+    after = engine.sample(rows, Sampling(1, temperature=0.0, max_completion_tokens=32), seed=(0,))
+    return (total - free) / GIB, seconds, before.texts == after.texts
+
+
 FAILS = """
 import os, pathlib, torch
 
@@ -301,6 +349,19 @@ def end_line(what: str, mark: Path, most: float) -> Line:
 # The report -----------------------------------------------------------------------------------------------------------
 
 
+def smallest_gpu() -> float:
+    """GiB of the smallest visible GPU; 0 if CUDA cannot tell, which the report then says."""
+    with contextlib.suppress(RuntimeError, AssertionError):
+        every = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        return min(each.total_memory for each in every) / GIB
+    return 0.0
+
+
+def shape_for(gib: float) -> str:
+    """The model whose full training fits such a GPU with room to spare, without offloading."""
+    return "Qwen/Qwen2.5-1.5B" if gib >= 60 else "Qwen/Qwen2.5-0.5B-Instruct"
+
+
 def make_model(place: Place) -> None:
     """Random weights whose distribution over tokens is far from uniform, a tokenizer, data, and a reward."""
     folder = place.folder / "model"
@@ -335,7 +396,8 @@ def lines_of(title: str, check: Callable[[Place], Iterable[Line]], place: Place)
 def write_report(place: Place) -> int:
     """Prints all lines and writes them into gpu_check.md; last a block for a report. Returns how many are not ok."""
     checks = {"machine": check_machine, "kernels": lambda _: apart(check_kernels)}
-    checks |= {"run": check_run, "kill and resume": check_resume}
+    checks |= {"run": check_run} | ({"sleep": check_sleep} if place.is_cuda else {})
+    checks["kill and resume"] = check_resume
     if place.num_ranks > 1:
         checks |= {"two ranks": check_engines, "faults": check_ends}
     lines: list[Line] = []
@@ -355,12 +417,12 @@ def write_report(place: Place) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", help="shape: a name of planner/models.json or a folder; default: 1.5B, CPU: tiny")
+    parser.add_argument("--model", help="shape: a name of planner/models.json or a folder; default: by the GPUs")
     parser.add_argument("--ranks", type=int, help="GPUs (CPU: processes) to use; default: all GPUs; 2 processes")
     parser.add_argument("--out_dir", type=Path, default=Path("runs/check_gpu"), help="folder, made anew")
     args = parser.parse_args()
     count = torch.cuda.device_count()
-    model = args.model or ("Qwen/Qwen2.5-1.5B" if count else None)
+    model = args.model or (shape_for(apart(smallest_gpu)) if count else None)
     place = Place(args.out_dir.resolve(), model, args.ranks or count or 2, count > 0)
     if place.folder.exists() and any(place.folder.iterdir()) and not (place.folder / "gpu_check.md").exists():
         parser.error(f"--out_dir {place.folder} holds something else; choose a new folder.")

@@ -17,14 +17,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import torch
-
 from flags import DTYPES, INF, EngineSettings, flag
 from generation.start import server_command, server_environment
 from inputs.checks import LOOPBACK, check_ranges, default_dtype
 from inputs.command_line import exit_with_error, parser_of
-from inputs.machine import choose_interface
-from model.engine_options import engine_options
+from model.sizes import check_path
 
 # fmt: off
 FLAGS = {"server": [
@@ -48,9 +45,14 @@ def main() -> None:
         max_model_len=args.max_model_len, dtype=args.dtype, head_dtype=args.head_dtype,
         gpu_memory_utilization=args.gpu_memory_utilization, enforce_eager=args.enforce_eager,
     )  # fmt: skip
-    is_cuda = torch.cuda.is_available()
     try:
         check_ranges(args, FLAGS)
+        check_path(args.model)
+        # torch takes seconds to import: mistakes are reported before
+        from inputs.machine import check_server, choose_interface
+        from model.engine_options import engine_options
+
+        is_cuda = check_server(args.tensor_parallel_size, args.gpu_memory_utilization)
         options = engine_options(args.model, settings, is_cuda, args.tensor_parallel_size)
     except (ValueError, OSError) as error:
         exit_with_error(error)

@@ -3,14 +3,21 @@
 import json
 import re
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TextIO
 
 import pytest
+import torch
 
 import check_gpu
 from check_gpu import Line, Place, gap_lines
 from forked import ROOT, Forked, begin
+from inputs.command_line import parse_flags
+from planner.dry_run import config_of, setup_of
+from planner.memory import misfits
 
 
 def test_on_a_cpu_it_runs_what_a_cpu_can_and_says_so(tmp_path, monkeypatch, capsys):
@@ -68,6 +75,54 @@ def test_memory_that_the_dry_run_did_not_foresee_stands_out_on_a_gpu(tmp_path, m
     (line,) = [line for line in lines if not line.is_ok]
     assert line.what == "memory, update, against the dry run"
     assert "wrong by +10%: please report it" in line.advice
+
+
+@pytest.mark.parametrize(
+    ("gib", "shape"),
+    [
+        ([79.1, 79.1], "1.5B"),
+        ([60.0], "1.5B"),
+        ([79.1, 44.3], "0.5B"),
+        ([39.4], "0.5B"),
+        ([23.5], "0.5B"),
+        ([], "0.5B"),
+    ],
+)
+def test_the_shape_fits_the_smallest_gpu(gib, shape, tmp_path, monkeypatch):
+    """No GPU here: CUDA answers nothing, as with an old driver. The plan of the run, whose table is not tied, fits."""
+
+    def properties(index: int) -> SimpleNamespace:
+        if not gib:
+            raise RuntimeError("The NVIDIA driver on your system is too old")
+        return SimpleNamespace(total_memory=gib[index] * check_gpu.GIB)
+
+    seen = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gib) or 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(check_gpu, "apart", lambda find: find())
+    monkeypatch.setattr(check_gpu, "write_report", lambda place: seen.append(place) or 0)
+    monkeypatch.setattr(sys, "argv", ["check_gpu.py", "--out_dir", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        check_gpu.main()
+    assert f"Qwen2.5-{shape}" in seen[0].model
+    config = config_of(seen[0].model)
+    config.tie_word_embeddings = False
+    command = f"--model {seen[0].model} --train_data d --out_dir o --dry_run --plan_rows 64 --plan_gpus 1"
+    args = parse_flags([*command.split(), *check_gpu.COMMON.split(), *check_gpu.SIZE[True].split()])
+    setup = setup_of(args, config)
+    smallest = min(gib, default=23.5) * check_gpu.GIB
+    assert not misfits(replace(setup, hardware=replace(setup.hardware, gpu_bytes=smallest)))
+
+
+@pytest.mark.parametrize(("held", "is_same", "wrong"), [(2.5, True, 0), (5.0, True, 1), (2.5, False, 1)])
+def test_what_an_engine_keeps_in_its_sleep_is_told_with_and_without_its_graphs(held, is_same, wrong, monkeypatch):
+    def found(find: partial) -> tuple[float, float, bool]:
+        return (held - 1.75, 2.0, is_same) if find.keywords["is_offloaded"] else (held, 1.0, True)
+
+    monkeypatch.setattr(check_gpu, "apart", found)
+    lines = list(check_gpu.check_sleep(Place(ROOT, None, 1, is_cuda=True)))
+    assert "which frees 1.75; a sync takes 2.0 s, not 1.0" in lines[1].figure
+    assert sum(not line.is_ok for line in lines) == wrong
 
 
 def test_a_folder_of_something_else_is_not_removed(tmp_path, monkeypatch, capsys):

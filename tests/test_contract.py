@@ -8,21 +8,29 @@ import inspect
 import json
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from faked_gpus import GPUS
 from flags import EngineSettings
-from fsdp_utils import World
+from fsdp_utils import World, begin_gather, fill_from_main
 from helpers import ROOT, torchrun
 from inputs.command_line import parse_flags
-from model.engine_options import memory_errors
+from model.engine_options import NOISE, NOISE_ON_CPU, memory_errors
 from planner.dry_run import config_of
 from smoke_inputs import SETUPS, make_model
 from test_setups import launched
@@ -278,6 +286,55 @@ def test_what_we_call_takes_what_we_give():
             except (TypeError, AttributeError, ImportError) as error:  # the last two: it is gone
                 pytest.fail(f"{where} does not fit {place}: {error}")
     assert not missing, "no line calls it: take it out of the list"
+
+
+# Names ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("rollout")
+def test_what_we_name_in_vllm_is_there():
+    """Warnings that are not shown, and the option that scripts/check_gpu.sh tries."""
+    for module, beginning in NOISE + NOISE_ON_CPU:
+        source = Path(find_spec(module).origin).read_text()
+        assert beginning in re.sub(r'"\s+f?"', "", source), f"{module}: {beginning}"  # of several literals
+    assert pkgutil.resolve_name("vllm.engine.arg_utils:EngineArgs").sleep_mode_offload_cudagraph is False
+
+
+# Copies ---------------------------------------------------------------------------------------------------------------
+
+
+class Copies(TorchDispatchMode):
+    """Notes each copy to another device: (dtype before, dtype after, whether the host waits for it)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and out.device != args[0].device:
+            self.found.append((args[0].dtype, out.dtype, not kwargs.get("non_blocking")))
+        return out
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_weights_cross_the_bus_in_the_dtype_that_they_have_and_are_converted_behind_it(num_ranks):
+    """In one blocking step torch converts on the host: slowly, and to twice the bytes. "meta" stands for the GPU."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    mesh = init_device_mesh("cpu", (num_ranks,))
+    on_host, on_gpu = (
+        DTensor.from_local(torch.ones(4, 3, device=device), mesh, [Shard(0)], run_check=False)
+        for device in ("cpu", "meta")
+    )
+    mesh._device_type = "meta"
+    try:
+        with Copies() as copies:
+            assert begin_gather(on_host, torch.bfloat16)().dtype == torch.bfloat16  # a sync with --offload all
+            for target in (on_gpu, torch.empty(4 * num_ranks, 3, device="meta")):
+                fill_from_main(target, torch.ones(4 * num_ranks, 3, dtype=torch.bfloat16))  # as in the file
+    finally:
+        dist.destroy_process_group()
+    assert copies.found == [(torch.float32, torch.float32, False)] + 2 * [(torch.bfloat16, torch.bfloat16, False)]
 
 
 # Sleep of level 2 -----------------------------------------------------------------------------------------------------

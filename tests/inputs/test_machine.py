@@ -4,14 +4,18 @@ GPUs are faked by what torch says of them.
 """
 
 import os
+import re
 import socket
-from contextlib import nullcontext
+import sys
+from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
+from io import StringIO
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import fsdp_utils
+import serve
 from fsdp_utils import allocator_settings
 from helpers import flags, run_command, torchrun
 from inputs import load, machine
@@ -71,6 +75,47 @@ def test_a_launch_that_does_not_fit_the_gpus_is_refused_in_a_sentence(seen, num_
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(min(num_ranks, 8)))
     with pytest.raises(ValueError, match=f"^.*{said}.*$") if said else nullcontext():  # of one line
         check(**asked)
+
+
+SERVERS = [  # what torch says, GPUs of a server, what the sentence says; None: it is started as on GPUs
+    ({}, 8, None),
+    ({"free": 40 * GIB}, 1, r"GPU 0 .* are taken by other .*utilization 0.9 wants 71.1"),
+    ({"count": 2}, 4, "--tensor_parallel_size 4: only 2 GPUs are visible"),
+    ({"init": too_old}, 1, r"driver has 8 GPUs, but torch cannot use them \(The NVIDIA .*12040.*Update the driver"),
+    ({"name": V100, "capability": (7, 0)}, 2, r"GPU 0 \(Tesla .*\) has compute capability 7.0; bfloat16"),
+    ({"name": SLICE}, 2, "is a MIG slice, which NCCL does not connect to others"),
+    ({"count": 0}, 1, "no GPU: as on a CPU"),
+]
+
+
+@pytest.mark.parametrize(("seen", "tp_size", "said"), SERVERS)
+def test_a_server_that_does_not_fit_the_gpus_is_refused_as_a_run_is(seen, tp_size, said, gpus, policy, monkeypatch):
+    """With an old driver, for one, its GPU build would be started with a CPU's options."""
+    gpus(**{"free": 79 * GIB} | seen)
+    flags_of_it = f"serve.py --model {policy} --max_model_len 64 --tensor_parallel_size {tp_size} --dtype bfloat16"
+    monkeypatch.setattr("sys.argv", flags_of_it.split())
+    monkeypatch.setattr(os, "execve", lambda program, command, environment: print(*command))
+    monkeypatch.delenv("RANK", raising=False)
+    with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as errors, suppress(SystemExit):
+        serve.main()
+    if seen == {"count": 0}:
+        assert '{"backend": "gloo"}' in out.getvalue()
+    elif said is None:
+        assert '{"backend": "nccl_with_deadline"}' in out.getvalue()
+    else:
+        assert re.fullmatch(f"error: .*{said}.*\n", errors.getvalue()) and not out.getvalue()
+
+
+def test_flags_of_a_server_are_looked_at_before_torch_is_imported():
+    """That takes seconds, on a busy machine a minute."""
+    program = "import runpy, sys; sys.modules['torch'] = None; runpy.run_path('scripts/serve.py', run_name='__main__')"
+    for wrong, said in (
+        ("--model m", "the following arguments are required: --max_model_len"),
+        ("--model m --max_model_len 0", "--max_model_len 0: must be at least 1"),
+        ("--model /nowhere --max_model_len 8", "--model '/nowhere': no such folder"),
+    ):
+        done = run_command([sys.executable, "-c", program, *wrong.split()])
+        assert done.returncode and done.stderr.startswith(f"error: {said}")
 
 
 def test_gpus_of_a_driver_that_answers_nobody_are_no_run_on_the_cpu(gpus, monkeypatch, tmp_path):

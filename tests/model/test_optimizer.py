@@ -1,6 +1,9 @@
 """The optimizer for bf16 parameters and for state on the host, against torch's AdamW in fp32."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -85,6 +88,47 @@ def test_fp32_parameters_get_the_bits_of_torchs_adamw(is_state_on_host, monkeypa
     monkeypatch.setattr(sizes, "OPTIMIZER_CHUNK", 256)
     assert train(chunked(start, is_state_on_host), grads).equal(wanted)
     assert not wanted.equal(start)
+
+
+class FakedStreams:
+    """Stands for the streams of torch.cuda; `order` is what is queued, and on which stream."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.order, self.now, self.count = [], "main", 0
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "Stream", self.make)
+        monkeypatch.setattr(torch.cuda, "stream", self.use)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.now)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: self.order.append("all have come"))
+
+    def make(self) -> SimpleNamespace:
+        name, self.count = f"side {self.count}", self.count + 1
+        return SimpleNamespace(name=name, wait_stream=lambda other: self.order.append(f"{name} waits for {other}"))
+
+    @contextmanager
+    def use(self, stream: SimpleNamespace) -> Iterator[None]:
+        self.now = stream.name
+        yield
+        self.now = "main"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu_the_state_of_one_chunk_comes_while_that_of_another_goes_back(dtype, monkeypatch):
+    """Two streams in turn, after the gradients and before the host goes on; same bits as on one with such chunks."""
+    start, grads = torch.randn(1000, generator=torch.Generator().manual_seed(2)).to(dtype), gradients(2)
+    monkeypatch.setattr(sizes, "OPTIMIZER_CHUNK", 300)
+    wanted = train(chunked(start, is_state_on_host=True), grads)
+    monkeypatch.setattr(sizes, "OPTIMIZER_CHUNK", 600)  # halves of it are there at a time
+    faked, update = FakedStreams(monkeypatch), ChunkedAdamW._update_chunk
+
+    def noted(chunk: dict[str, torch.Tensor], *rest: object) -> None:
+        faked.order.append(f"{faked.now}: {len(chunk['gradient'])}")
+        update(chunk, *rest)
+
+    monkeypatch.setattr(ChunkedAdamW, "_update_chunk", staticmethod(noted))
+    assert train(chunked(start, is_state_on_host=True), grads).equal(wanted)
+    waits = ["side 0 waits for main", "side 1 waits for main"]
+    assert faked.order == 2 * [*waits, "side 0: 300", "side 1: 300", "side 0: 300", "side 1: 100", "all have come"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -8,6 +8,7 @@ transfer of weights: the reason is `Fleet.error`.
 from __future__ import annotations
 
 import asyncio
+import os
 import resource
 import socket
 import threading

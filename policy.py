@@ -17,6 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+import torch._dynamo
 import transformers
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -182,8 +183,21 @@ def build_policy(
         reference = empty_policy(reference_path, dtype).requires_grad_(False)
         reference.head_dtype, reference.spans = policy.head_dtype, policy.spans
         shard_and_fill(reference, reference_path, world, memory.offload_reference)
+    for model in {policy, reference} - {None} if memory.compile else ():
+        compile_layers(model)
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     return policy, reference, make_optimizer(trained, adamw, memory)  # last: weights are loaded before its state
+
+
+def compile_layers(policy: Policy) -> None:
+    """Puts the decoder layers under torch.compile, in place. One compilation serves all of them and all lengths.
+
+    It is their `forward` alone: FSDP's hooks and the recomputation stay around it, and no parameter gets another name.
+    """
+    for layer in policy.layers:
+        # A graph for each state: gradients, adapter on or off, kind of layer; inductor tells a few ranges of lengths.
+        compiled = torch.compile(layer.forward, dynamic=True, recompile_limit=64)
+        layer.forward = torch._dynamo.config.patch(disable=False)(compiled)  # rollout.py disables it on CPUs, for vLLM
 
 
 def add_packing(batch: Batch) -> Batch:

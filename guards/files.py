@@ -142,7 +142,7 @@ def end_status(out_dir: Path, how: str, processes: Iterable[int] = ()) -> None:
     """Says in status.json how the run has ended. `processes`: only if one of these has written the file."""
     file, status = out_dir / "status.json", {}
     with suppress(OSError, ValueError):
-        status = json.loads(file.read_text())
+        status = json.loads(file.read_text("utf-8"))
     if not processes or status.get("pid") in processes:
         status |= {"now": how, "since": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
         with tolerated(str(file)):

@@ -59,7 +59,7 @@ def check_path(path: str) -> None:
 def is_run(folder: Path) -> bool:
     """Whether a run has written its config.json; that of a model has no --out_dir."""
     with suppress(OSError, ValueError):
-        return "out_dir" in json.loads((folder / "config.json").read_text())
+        return "out_dir" in json.loads((folder / "config.json").read_text("utf-8"))
     return False
 
 

@@ -187,14 +187,14 @@ def same_formula(key: str | Fraction, answer: str | Fraction) -> bool:
     gold, pred = read_formula(key), read_formula(answer)
     if gold is None or pred is None:
         return False
-    symbols = sorted(gold.free_symbols | pred.free_symbols, key=str)
+    points = _points(sorted(gold.free_symbols | pred.free_symbols, key=str))
     if isinstance(gold, Eq) and isinstance(pred, Eq):  # they agree if one is a multiple of the other
         gold, pred = (sympy.fraction(sympy.together(each.lhs - each.rhs))[0] for each in (gold, pred))
-        ratios = [_value(gold / pred, point) for point in _points(symbols)]
-        first, *others = [ratio for ratio in ratios if ratio is not None] or [sympy.S.Zero]
+        first, *others = [ratio for point in points[::3] if (ratio := _value(gold / pred, point)) is not None] or [0]
         return bool(others and first != 0 and all(abs(ratio - first) < 1e-40 * abs(first) for ratio in others))
     num_same = 0
-    for point in _points(symbols):
+    are_rational = all(isinstance(each, Expr) and each.is_rational_function() for each in (gold, pred))
+    for point in points[:2] if are_rational else points:
         first, second = _value(gold, point), _value(pred, point)
         if first is None or second is None:
             continue
@@ -204,16 +204,16 @@ def same_formula(key: str | Fraction, answer: str | Fraction) -> bool:
         if not num_same and (difference := gold.doit() - pred.doit()).is_Rational:
             return difference == 0  # exact: 60 digits do not tell 2^1009 - 1 from 2^1009
         num_same += bool(size > 1e-40)
-    if num_same > min(len(symbols), 1):
+    if num_same > 1 or (num_same and not points[0]):
         return True
     return verify(gold, pred, float_rounding=10, timeout_seconds=None)
 
 
-def _points(symbols: list[Symbol]) -> Iterator[dict[Symbol, Float]]:
+def _points(symbols: list[Symbol]) -> list[dict[Symbol, Float]]:
     """Odd points near and far, of all signs: sqrt((x - 50)^2) is 50 - x up to 50."""
-    for scale, signs in itertools.product((1, 10, 1000) if symbols else (1,), ("++", "--", "+-", "-+")):
-        numbers = (f"{signs[i % 2]}{scale * (0.61803398874989 + i * 0.41421356237309)}" for i in range(len(symbols)))
-        yield {symbol: Float(number, 60) for symbol, number in zip(symbols, numbers, strict=True)}
+    sizes = [Float(f"{0.61803398874989 + i * 0.41421356237309}", 60) for i in range(len(symbols))]
+    sides = itertools.product((1, -1), (1, -1)[: len(symbols)], (1, 30, 400, 2000)) if symbols else [(1, 1, 1)]
+    return [{each: (sizes[i] * c + i) * a * b**i for i, each in enumerate(symbols)} for a, b, c in sides]
 
 
 def _value(formula: Basic, point: dict[Symbol, Float]) -> Expr | None:

@@ -5,6 +5,7 @@ the other 1,192 the verdict depends on prose: on an answer without a mark, on a 
 """
 
 import json
+import re
 import time
 from collections import Counter
 from pathlib import Path
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from flags import Grading
 from grading import Case
 from grading.equality import equal
+from helpers import ROOT
 from reward import Grader
 
 
@@ -65,6 +67,18 @@ def test_hostile_answers_are_wrong_and_cost_at_most_their_time(answer, key, grad
 @pytest.mark.parametrize("case", read("equal_cases.jsonl"), ids=lambda case: f"{case['key']} | {case['answer']}")
 def test_what_reviewers_slipped_past_the_comparison(case):
     assert equal(case["key"], case["answer"]) == case["is_equal"]
+
+
+ROWS = re.findall(r"^\| `(.+)` \| `(.+)` \| (yes|no)\b", (ROOT / "docs/rewards.md").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize(("key", "answer", "verdict"), ROWS)
+def test_the_table_of_the_page_says_what_equals_a_key(key, answer, verdict):
+    assert equal(key, answer) == (verdict == "yes")
+
+
+def test_the_table_of_the_page_is_read():
+    assert len(ROWS) > 25
 
 
 PIECES = st.sampled_from(

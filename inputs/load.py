@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
+from transformers.utils import cached_file
 
 from data import PromptData, check_vocabulary, describe_template
 from flags import FLAGS, Grading, Lora, PromptFormat, Sampling, Stalls, Turning, make_plan, take
@@ -82,9 +83,8 @@ def load_inputs(args: Namespace) -> Inputs:
     if is_main_process():  # downloads weights that are not on the disk, while nobody waits in a collective
         named = {"--model": args.model} | ({"--reference": args.reference} if args.reference else {})
         for flag, path in named.items():
-            files = weight_files(path)
-            digests[flag] = digest(chain.from_iterable(map(samples_of, files)))
-            settings = (files[0].parent / "config.json").read_bytes(), str(generation.eos_token_id).encode()
+            digests[flag] = digest(chain.from_iterable(map(samples_of, weight_files(path))))
+            settings = Path(cached_file(path, "config.json")).read_bytes(), str(generation.eos_token_id).encode()
             digests[f"config of {flag}"] = digest(settings)
         check_replayed(args, digests["--model"])
     if "strftime_now" in str(tokenizer.chat_template):

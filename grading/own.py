@@ -40,7 +40,7 @@ def load_module(path: str) -> ModuleType:
     if spec and spec.origin and Path(spec.origin).resolve() == file:
         module = importlib.import_module(name)
     else:  # it may be called math.py
-        spec = importlib.util.spec_from_file_location(f"own_{name}", path)
+        spec = importlib.util.spec_from_file_location(f"own_{name}", Path(path).absolute())
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module  # as an import would: dataclasses and pickle look there
         spec.loader.exec_module(module)

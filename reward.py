@@ -196,9 +196,8 @@ class Grader:
                 trial = replace(case, completion=text, token_ids=ids, num_tokens=num_tokens, max_tokens=num_tokens + 1)
                 self.pool.submit(b, (kind, trial if kind == "grade" else [trial] * 2))
             statuses = [outcome.status for _, outcome in sorted(self.pool.collect().items())]
-            for status in statuses:
-                if wrong := status.partition("WrongReturn: ")[2]:
-                    return f"{wrong}. What it may return: docs/rewards.md"
+            if wrong := next(filter(None, (status.partition("WrongReturn: ")[2] for status in statuses)), ""):
+                return f"{wrong}. What it may return: docs/rewards.md"
             if "ok" not in statuses:
                 called = "Completions and prompts are texts, not messages; a text that it cannot read should get 0.0"
                 return f"it fails for each text of a trial with {case.where}: {statuses[0]}. {called}: docs/rewards.md"

@@ -293,7 +293,7 @@ class Run:
     @contextmanager
     def loading(self, saved_step: int) -> Iterator[None]:
         """The block loads the model: from here on the run can fail."""
-        self.console.begin(saved_step)
+        self.console.tell_phase("load", saved_step)
         with self.memory.loading():
             yield
 

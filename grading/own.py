@@ -25,32 +25,26 @@ from types import ModuleType
 
 from grading import Case
 
-LOADED: dict[Path, ModuleType] = {}  # files of the user's
 
-
-def load_module(path: str) -> ModuleType:
+@functools.cache
+def load_module(file: Path) -> ModuleType:
     """The file as a module, one for all flags and files that name or import it. Raises what the file raises."""
-    file, name = Path(path).resolve(), Path(path).stem
-    if file in LOADED:
-        return LOADED[file]
-    folder = str(Path(path).absolute().parent)
-    if folder not in sys.path:
-        sys.path.append(folder)  # it can import its neighbours; at the end, because ours keep their names
-    spec = importlib.util.find_spec(name) if name.isidentifier() else None
+    spec = importlib.util.find_spec(file.stem) if file.stem.isidentifier() else None
     if spec and spec.origin and Path(spec.origin).resolve() == file:
-        module = importlib.import_module(name)
-    else:  # it may be called math.py
-        spec = importlib.util.spec_from_file_location(f"own_{name}", path)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # as an import would: dataclasses and pickle look there
-        spec.loader.exec_module(module)
-    LOADED[file] = module
+        return importlib.import_module(file.stem)
+    spec = importlib.util.spec_from_file_location(f"own_{file.stem}", file)  # it may be called math.py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # as an import would: dataclasses and pickle look there
+    spec.loader.exec_module(module)
     return module
 
 
 def load_function(path: str, name: str) -> Callable:
     """The function of this name in the file. Raises ValueError if there is none, and what the file itself raises."""
-    module = load_module(path)
+    folder = str(Path(path).absolute().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)  # it can import its neighbours; at the end, because ours keep their names
+    module = load_module(Path(path).resolve())
     function = getattr(module, name, None)
     if not callable(function):
         own = [each for each in vars(module).values() if getattr(each, "__module__", "") == module.__name__]

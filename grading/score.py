@@ -31,8 +31,8 @@ def parse_reward(spec: str) -> dict[str, float]:
         if name not in BUILT_IN and name[:1] != "@" and ".py:" not in name:
             wrong = f"--reward {spec!r}: {part!r} is neither built in ({', '.join(BUILT_IN)})"
             raise ValueError(f"{wrong} nor @COLUMN nor my_reward.py:function; a weight may follow, as in math:0.5.")
-        if ".py:" in name and not Path(name.partition(":")[0]).is_file():
-            raise FileNotFoundError(f"--reward {spec!r}: the file {name.partition(':')[0]!r} does not exist.")
+        if ".py:" in name and not (file := Path(name.partition(":")[0])).is_file():
+            raise FileNotFoundError(f"--reward {spec!r}: the file {str(file.absolute())!r} does not exist.")
         if name in weights:
             raise ValueError(f"--reward {spec!r} names {name} twice; give it once, with one weight.")
         weights[name] = 0.0

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,30 +46,27 @@ def check_path(path: str) -> None:
     """Raises FileNotFoundError if a model is neither in a folder nor can be on the hub. Asks nobody."""
     folder, is_like_hub_id = Path(path), re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path)
     if folder.is_dir() and is_run(folder):
-        raise FileNotFoundError(f"--model {path!r} is the folder of a run, not of a model; {policy_of(folder)}.")
+        raise FileNotFoundError(f"--model {path!r} is the folder of a run, not of a model{policy_near(folder)}.")
     if folder.is_dir() and not (folder / "config.json").exists():
-        raise FileNotFoundError(f"--model {path!r} is no folder with a model: it has no config.json{near(folder)}.")
+        wrong = f"--model {path!r} is no folder with a model: it has no config.json"
+        raise FileNotFoundError(f"{wrong}{policy_near(folder)}.")
     if not folder.exists() and (not is_like_hub_id or (folder.parent.name and folder.parent.is_dir())):
         wrong = f"no such folder ({folder.absolute()}), and not of the form of a hub id (owner/name)"
-        raise FileNotFoundError(f"--model {path!r}: {wrong}{near(folder)}.")
+        raise FileNotFoundError(f"--model {path!r}: {wrong}{policy_near(folder)}.")
 
 
 def is_run(folder: Path) -> bool:
     """Whether a run has written its config.json; that of a model has no --out_dir."""
-    with suppress(OSError, ValueError):
-        return "out_dir" in json.loads((folder / "config.json").read_text("utf-8"))
-    return False
+    file = folder / "config.json"
+    return file.exists() and '"out_dir":' in file.read_text("utf-8", errors="replace")
 
 
-def near(folder: Path) -> str:
-    """The policy of the run in whose folder this is, to go on a sentence."""
-    return "".join(f"; {policy_of(each)}" for each in folder.parents if is_run(each))
-
-
-def policy_of(run: Path) -> str:
-    saved = [run / "final", *sorted(run.glob("step_*"), key=lambda each: each.stat().st_mtime, reverse=True)]
-    there = [str(each) for each in saved if (each / "config.json").exists()]
-    return f"its policy is {there[0]}" if there else f"the run {run} has saved no policy yet"
+def policy_near(folder: Path) -> str:
+    """Where the policy is, if this is in the folder of a run; to go on a sentence."""
+    for run in filter(is_run, (folder, *folder.parents)):
+        saved = [run / "final", *sorted(run.glob("step_*"), key=lambda each: -each.stat().st_mtime)]
+        return next((f"; its policy is {each}" for each in saved if each.exists()), "; it has saved no policy yet")
+    return ""
 
 
 @cache

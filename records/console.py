@@ -42,7 +42,6 @@ class Console:
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_OF_FORECAST))  # of the last steps
     tracker: tuple[Log, Close] | None = None
     done: dict[str, object] = field(default_factory=dict)  # the last step that is done, in status.json
-    step: int = 0  # that was told last
 
     def start(self, saved_step: int) -> None:
         """Starts the tracker, which continues after this step."""
@@ -72,7 +71,8 @@ class Console:
     def tell_phase(self, name: str, step: int) -> None:
         """Writes status.json: what is done now, in which step; below it the last step that is done."""
         if self.is_main:
-            self.step = step
+            stopped = f"stopped after step {step}"
+            ON_END[:] = [lambda how: end_status(self.out_dir, stopped if how == "stopped" else how)]
             status = {"now": name, "in_step": step, "since": _clock(), "pid": os.getpid()} | self.done
             with tolerated(str(file := self.out_dir / "status.json")):
                 write(file, json.dumps(status, indent=1) + "\n")
@@ -83,15 +83,6 @@ class Console:
         except Exception as error:  # noqa: BLE001  of the tracker's program, which may raise anything
             self.tracker = None
             self.say(f"warning: --track {self.recording.track} has failed and is left out from now on: {error}")
-
-    def begin(self, saved_step: int) -> None:
-        """From now on status.json is this start's, also when it ends by a fault or a signal."""
-        self.tell_phase("load", saved_step)
-        if self.is_main:
-            ON_END.append(self._end)
-
-    def _end(self, how: str) -> None:
-        end_status(self.out_dir, f"stopped after step {self.step}" if how == "stopped" else how)
 
     def finish(self, how: str) -> None:
         ON_END.clear()

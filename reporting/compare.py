@@ -155,11 +155,10 @@ def not_alike(kind: str, runs: list[History], differences: dict[str, list[object
 
     A held-out accuracy is the score of the first verifier of --reward, without its weight.
     """
-    names = [str(run.config.get(flag[2:])) for run in runs for flag in MEASURED_BY[kind]]
-    of_files = [name for name in differences if any(name.removeprefix("contents of ") in text for text in names)]
-    found = [name for name in differences if name in MEASURED_BY[kind] or name in of_files]
-    first = [re.match(r"[^,:]*((?<=\.py):\w+)?", each or "")[0] for each in differences.get("--reward", [])]
-    return [name for name in found if name != "--reward" or kind != "eval/" or first[0] != first[-1]]
+    named = str([run.config.get(flag[2:]) for run in runs for flag in MEASURED_BY[kind]])
+    found = [name for name in differences if name in MEASURED_BY[kind] or name.removeprefix("contents of ") in named]
+    first = {re.match(r"[^,:]*((?<=\.py):\w+)?", each or "")[0] for each in differences.get("--reward", [])}
+    return [name for name in found if name != "--reward" or kind != "eval/" or len(first) > 1]
 
 
 def verdict(name: str, a: float, b: float, margin: float, side: str) -> list[str]:

@@ -56,16 +56,20 @@ def with_new_token(policy: Path, folder: Path, template: str = "") -> Path:
     ({"image_column": "image"}, ["--image_column 'image'", "of the type 'qwen2'", "qwen2_5_vl"]),
     ({"max_pixels": 4000}, ["--max_pixels 4000 has no effect without --image_column"]),
     ({"stop_tokens": "<|im_end|>"}, ["--stop_tokens <|im_end|>", "no token of the tokenizer", "special ones are"]),
-    ({"reward": "absent.py:score"}, ["--reward", "absent.py", "does not exist"]),
+    ({"reward": "absent.py:score"}, ["--reward", "FOLDER/absent.py", "does not exist"]),
+    ({"policy_loss": "absent.py:f"}, ["--policy_loss", "FOLDER/absent.py"]),
+    ({"reward": "exact,pairs.py:score"}, ["--eval_samples 1: --reward", "with itself", "--eval_samples 2 or more"]),
+    ({"reward": "pairs.py:score", "group_size": 1, "advantage": "none"}, ["--group_size 1: --reward"]),
     ({"model": "."}, ["--model ", " is no folder with a model: it has no config.json"]),
     ({"train_data": "rows.jsonl"}, ["no row can be used", "line 1: 1 <image>", "--image_column"]),
 ])  # fmt: skip
 def test_a_mistake_is_named_with_a_way_out(changes, words, policy, tmp_path, monkeypatch):
     (tmp_path / "rows.jsonl").write_bytes(OF_IMAGE)
+    (tmp_path / "pairs.py").write_text("def score(completions):\n    return [0.0 for _ in completions]\n")
     monkeypatch.chdir(tmp_path)
     with pytest.raises((ValueError, FileNotFoundError)) as error:
         check(policy, tmp_path / "run", **changes)
-    assert [word for word in words if word not in str(error.value)] == []
+    assert [word for word in words if word.replace("FOLDER", str(tmp_path)) not in str(error.value)] == []
     assert not (tmp_path / "run").exists(), "a refused start leaves nothing behind"
 
 

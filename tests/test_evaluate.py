@@ -123,9 +123,17 @@ def test_two_ranks_evaluate_the_problems_of_several_sets_once(policy, tmp_path):
     ("--max_completion_tokens 1000", "beyond the context of --model .*, 128 tokens"),
     ("--reward maths", "neither built in"),
     ("--like ./nowhere", "--like ./nowhere: config.json cannot be read"),
+    ("--reward exact,pairs.py:score", "--samples 1: --reward 'exact,pairs.py:score' takes all completions of a prompt"),
+    ("--reward pairs.py:score --samples 2 --max_prompt_tokens 4", "all 16 prompts are longer than"),
+    ("--model run", "--model 'run' is the folder of a run, not of a model; its policy is run/final"),
     (f"--out_dir {ROOT}", "is there already and not empty"),
 ])  # fmt: skip
-def test_the_command_tells_mistakes_in_one_line(given, words, policy, monkeypatch):
+def test_the_command_tells_mistakes_in_one_line(given, words, policy, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pairs.py").write_text("def score(completions):\n    return [0.0 for _ in completions]\n")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text('{"out_dir": "run"}')
+    (tmp_path / "run" / "final").symlink_to(policy)
     flags = f"--model {policy} --data {policy}/heldout.jsonl --max_prompt_tokens 8 --max_completion_tokens 12 {given}"
     monkeypatch.setattr(sys, "argv", ["evaluate.py", *flags.split()])
     with pytest.raises(SystemExit, match=words) as stopped:

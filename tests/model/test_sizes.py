@@ -34,7 +34,7 @@ def check(config: PretrainedConfig, tensor_parallel_size: int = 1) -> None:
 @pytest.mark.parametrize(("given", "saved", "words"), [
     ("mine", ["step_9", "final"], "--model 'mine' is the folder of a run, not of a model; its policy is mine/final."),
     ("mine/", ["step_9", "step_10"], "its policy is mine/step_10."),
-    ("mine", [], "the run mine has saved no policy yet."),
+    ("mine", [], "not of a model; it has saved no policy yet."),
     ("mine/step_9/trainer", ["step_9"], "has no config.json; its policy is mine/step_9."),
     ("mine/checkpoints/step_9", ["step_9"], "; its policy is mine/step_9."),
     ("mine/step_8", ["step_9", "final"], "; its policy is mine/final."),

@@ -286,7 +286,8 @@ def test_what_does_not_fit_has_no_times_and_an_engine_without_room_says_what_it_
 
 
 @pytest.mark.parametrize(("changes", "words"), [
-    ({"group_size": 2}, ["8 prompts x 2 = 16 completions", "8 engines of 1 GPU, 2 ", "in 1 micro-batch of"]),
+    ({"group_size": 2, "micro_batch_tokens": 8192},
+     ["8 prompts x 2 = 16 completions", "8 engines of 1 GPU, 2 ", "in 1 micro-batch of"]),
     ({"plan_gpus": 2, "tensor_parallel_size": 2, "prompts_per_step": 1, "group_size": 2},
      ["1 prompt x 2 = 2 completions", "1 engine of 2 GPUs, 2 ", "2 steps, 2 updates"]),
     ({"plan_rows": 8, "total_steps": 1}, ["1 step per epoch of 8 rows; 1 step, 1 update, "]),

@@ -21,7 +21,7 @@ case $DEVICE in
 esac
 
 # The mark is written last and holds what was installed: a stopped or outdated installation is done again.
-wanted="$DEVICE $(cat requirements.txt requirements-cpu.txt scripts/torchvision_on_cpu.py | sha256sum)"
+wanted="$DEVICE $(cat requirements{,-cpu,-cuda}.txt scripts/torchvision_on_cpu.py | sha256sum)"
 if [ "$(cat .venv/installed 2> /dev/null)" != "$wanted" ]; then
     PYTHON=${PYTHON:-$(command -v python3.11 || command -v python3.12 || command -v python3 || echo python3)}
     "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||

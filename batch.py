@@ -54,12 +54,6 @@ class Row:
     images: PromptImages | None = None  # None: the prompt has no image, or the model sees none
     hinted_ids: np.ndarray | None = None  # tokens of the prompt with its hint, for the reference; None: it has none
 
-    @property
-    def prompt(self) -> str:
-        """The user's last text, for logs; images show as `<image>`."""
-        content = self.messages[-1]["content"]
-        return content if isinstance(content, str) else "".join(part.get("text", IMAGE) for part in content)
-
 
 @dataclass(frozen=True)
 class Rollout:
@@ -68,7 +62,7 @@ class Rollout:
     rows: list[Row]  # the problem that each completion answers: one object shared by the G completions of a prompt
     completions: list[np.ndarray]  # int32 token ids as sampled, the end-of-sequence token included where there is one
     rollout_logprobs: list[np.ndarray]  # float32, one per completion token, by the engine at its temperature
-    texts: list[str]  # the completions as text, without special tokens
+    texts: list[str]  # the completions as text, without what begins, ends and parts messages
     is_truncated_B: np.ndarray  # bool: stopped by the length limit, not by the model
     is_sampled: list[np.ndarray] | None = None  # bool, per completion token: not said by an environment; None: all are
     versions: list[np.ndarray] | None = None  # int32, per completion token: the steps that its weights were trained
@@ -135,7 +129,7 @@ class Rollout:
         row, grade = self.rows[b], self.grades[b]
         num_tokens = len(self.completions[b]) if self.is_sampled is None else int(self.is_sampled[b].sum())
         return {
-            "row": row.where, "prompt": row.prompt, "answer": row.answer, "completion": self.texts[b],
+            "row": row.where, "prompt": row.text, "answer": row.answer, "completion": self.texts[b],
             "reward": grade.reward, "reward_parts": grade.parts, "reward_status": grade.status,
             "is_correct": grade.is_correct, "read_as": grade.answer, "num_tokens": num_tokens,
             "is_truncated": bool(self.is_truncated_B[b]),

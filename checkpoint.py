@@ -162,7 +162,7 @@ class Writer:
             if is_required:
                 way_on = f"make room, and start the same command again, which continues from {last}"
                 raise DiskError(f"{refused}; {way_on}.") from error
-            self.say(f"warning: {refused}; the run goes on, and {last} is its last checkpoint.")
+            self.say(f"warning: {refused}; the run continues, and {last} is its last checkpoint.")
 
     def _save(self, step: int, policy: Policy, optimizer: Optimizer, state: State) -> None:
         """Raises DiskError on all ranks."""
@@ -208,7 +208,7 @@ class Writer:
         export(policy, weights, self.companions, unfinished)
         for file in unfinished.rglob("*.safetensors"):  # which its library lets the owner alone read
             file.chmod((unfinished / "config.json").stat().st_mode)
-        (unfinished / "trainer" / "progress.json").write_text(json.dumps(state) + "\n")
+        (unfinished / "trainer" / "progress.json").write_text(json.dumps(state) + "\n", "utf-8")
         known = {name: each for part in sums for name, each in part.items()}
         files = {str(file.relative_to(unfinished)): file for file in unfinished.rglob("*") if file.is_file()}
         rest = [files[name] for name in sorted(files.keys() - known.keys())]
@@ -289,7 +289,7 @@ def load(folder: Path, policy: Policy, optimizer: Optimizer) -> State:
         raise DiskError(f"{folder} cannot be loaded: {cause(first)}") from error
     everything = parameters | shards["model"]
     set_state_dict(policy, optimizer, model_state_dict=everything, optim_state_dict=shards["optimizer"])
-    return json.loads((folder / "trainer" / "progress.json").read_text())
+    return json.loads((folder / "trainer" / "progress.json").read_text("utf-8"))
 
 
 def without_frozen(policy: Policy, parameters: dict[str, Tensor]) -> dict[str, Tensor]:

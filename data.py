@@ -6,16 +6,19 @@ rows a step draws. `python scripts/show_data.py` shows data before training.
 
 from __future__ import annotations
 
+import ast
+import json
 import math
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from functools import lru_cache
 
 import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import get_json_schema
-from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
 from batch import IMAGE, Messages, Row
 from flags import PromptFormat
@@ -58,8 +61,23 @@ def _text(value: object, name: str) -> str:
     return value
 
 
+def _spelled_messages(value: object, name: str) -> object:
+    """The messages that a text spells as JSON or Python; any other value as it is.
+
+    Raises UnusableRow for what seems to spell messages, but otherwise, as NumPy prints them.
+    """
+    form = r"\s*(array\()?[\s\[]*\{.*['\"]role['\"]\s*:.*[\]})]\s*"
+    if not isinstance(value, str) or not re.fullmatch(form, value, re.DOTALL):
+        return value
+    for read in (json.loads, ast.literal_eval):
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            return read(value.strip())
+    raise UnusableRow(f"{name} spells messages, but neither as JSON nor as Python: {value!r:.60}")
+
+
 def _messages(value: object, name: str, prompt_format: PromptFormat) -> Messages:
     """The conversation with suffix and system prompt; the latter takes the place of the data's own."""
+    value = _spelled_messages(value, name)
     messages = value if isinstance(value, list) else [{"role": "user", "content": _text(value, name)}]
     if not messages or not all(isinstance(message, dict) for message in messages):
         raise UnusableRow(f"{name} is no list of messages")
@@ -81,7 +99,7 @@ def _messages(value: object, name: str, prompt_format: PromptFormat) -> Messages
 
 def _answer(value: object, name: str, several: str) -> str:
     """The value as text, see `grading.key_text`. Raises UnusableRow."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = type(value) is int or (isinstance(value, float) and math.isfinite(value))  # True is no number
     try:
         return _text(key_text(value, several) if is_number or isinstance(value, (str, list, dict)) else value, name)
     except (TypeError, ValueError) as error:  # bytes or dates in it; an empty list
@@ -110,6 +128,8 @@ def render(messages: Messages, prompt_format: PromptFormat, tokenizer: Tokenizer
     """The text of the messages, which the model continues if it is its turn. Raises UnusableRow."""
     if prompt_format.prompt_format == "chat":
         variables = template_variables(prompt_format, tokenizer) | {"tools": tool_schemas(prompt_format.tools)}
+        if prompt_format.today:
+            variables["strftime_now"] = datetime.fromisoformat(prompt_format.today).strftime
         try:
             return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=continues, **variables)
         except (TemplateError, TypeError) as error:
@@ -126,33 +146,57 @@ def tool_schemas(tools: str | None) -> list[dict[str, object]] | None:
         return None
     try:
         return [get_json_schema(load_function(*each.rpartition(":")[::2])) for each in tools.split(",")]
-    except (DocstringParsingException, TypeHintParsingException, OSError) as error:
-        raise ValueError(f"--tools {tools}: {error}") from None
+    except (Exception, SystemExit) as error:  # noqa: BLE001  the user's code may raise anything
+        raise ValueError(f"--tools {tools}: {type(error).__name__}: {error}") from None
+
+
+WORDS = {"yes": "true", "on": "true", "no": "false", "off": "false", "none": "null"}  # of YAML, Python -> of JSON
+
+
+def template_value(text: str) -> object:
+    """The boolean, null or number that the text spells in Python, JSON or YAML; else the text."""
+    with suppress(ValueError):
+        value = json.loads(WORDS.get(text.lower(), text.lower()))
+        return value if isinstance(value, int | float | None) else text
+    return text
 
 
 def template_variables(prompt_format: PromptFormat, tokenizer: Tokenizer) -> dict[str, object]:
-    """The values of --template_args: true, false or a text. Raises ValueError for what the template ignores."""
+    """The values of --template_args. Raises ValueError for what the template ignores."""
     variables: dict[str, object] = {}
     for given in prompt_format.template_args:
         name, is_there, value = given.partition("=")
-        is_set_here = name in ("messages", "tools", "add_generation_prompt", "tokenize")
+        is_set_here = name in ("messages", "tools", "add_generation_prompt", "tokenize", "strftime_now")
         if not is_there or is_set_here or not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
             needed = "give NAME=VALUE, with a variable that the chat template of --model has and that is not set here"
             raise ValueError(f"--template_args {given}: {needed}.")
-        variables[name] = {"true": True, "false": False}.get(value, value)
+        value = template_value(value)
+        asks_boolean = rf"\b{re.escape(name)}\s+is\s+(not\s+)?(true|false)\b"  # which no number is
+        is_boolean = value in (0, 1) and re.search(asks_boolean, str(tokenizer.chat_template))
+        variables[name] = bool(value) if is_boolean else value
     return variables
+
+
+def describe_template(prompt_format: PromptFormat, tokenizer: Tokenizer) -> list[str]:
+    """Lines for the log: what the chat template is told, beside the messages."""
+    variables = template_variables(prompt_format, tokenizer).items()
+    lines = [f"template: {name} = {value!r} ({type(value).__name__})" for name, value in variables]
+    if prompt_format.today and prompt_format.prompt_format == "chat" and "strftime_now" in str(tokenizer.chat_template):
+        lines.append(f"template: its date is that of the first start, {prompt_format.today}")
+    return lines
 
 
 @lru_cache(maxsize=8)
 def template_tokens(tokenizer: Tokenizer) -> tuple[str, ...]:
-    """The special tokens that the chat template writes around a user's message. A text that holds one already has a
-    template. Tokens of another model's template are ordinary text, and so are tokens like `<think>`.
+    """The special tokens that the chat template writes around messages. A text that holds one already has a template.
+    Tokens of another model's template are ordinary text, and so are tokens like `<think>`.
     """
-    message = {"role": "user", "content": "?"}
+    question, answer = ({"role": role, "content": "?"} for role in ("user", "assistant"))
     try:
-        written = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
-    except (TemplateError, TypeError):  # it wants other messages than this one
+        written = tokenizer.apply_chat_template([question, answer, question], tokenize=False)
+    except (TemplateError, TypeError, ValueError):  # it wants other messages than these; or there is none
         return ()
+    written = re.sub(r"<(\w+)>\s*</\1>", "", written)  # an empty thought
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     return tuple(token for token in special if token in written)
 
@@ -248,6 +292,7 @@ class PromptData:
     rows: list[Row]
     num_too_long: int = 0
     excluded: list[tuple[str, str]] = field(default_factory=list)  # (where, reason) of rows that cannot be used
+    is_shuffled: bool = True  # in each epoch anew; else the order of the rows is that of all epochs
 
     def __post_init__(self) -> None:
         if not self.rows:
@@ -257,7 +302,7 @@ class PromptData:
     @staticmethod
     def load(
         source: str, prompt_format: PromptFormat, tokenizer: Tokenizer, seed: int, vision: Vision | None = None,
-        hint_column: str | None = None,
+        hint_column: str | None = None, is_shuffled: bool = True,
     ) -> PromptData:  # fmt: skip
         """The usable rows whose prompt has at most `max_prompt_tokens` tokens, those of images and hint included.
 
@@ -266,7 +311,7 @@ class PromptData:
         """
         check_template(prompt_format, tokenizer)
         rows, excluded = [], []
-        for record in progress(f"read {source}", items=read_records(source, seed)):
+        for record in progress(f"read {source}", items=read_records(source, seed, is_shuffled)):
             try:
                 row = make_row(record, prompt_format, tokenizer, vision)
                 rows.append(replace(row, hinted_ids=hinted_ids(record, prompt_format, tokenizer, hint_column)))
@@ -278,7 +323,7 @@ class PromptData:
         if rows and not kept:
             shortest = f"--max_prompt_tokens {limit}; the shortest has {min(lengths)} tokens"
             raise ValueError(f"data {source!r}: all {len(rows)} prompts are longer than {shortest}.")
-        return PromptData(name_of_source(source), kept, len(rows) - len(kept), excluded)
+        return PromptData(name_of_source(source), kept, len(rows) - len(kept), excluded, is_shuffled)
 
     def exclude(self, reasons: dict[int, str]) -> PromptData:
         """The data without the rows of these indices, which join `excluded`."""
@@ -287,19 +332,19 @@ class PromptData:
 
     @staticmethod
     def mix(parts: list[PromptData]) -> PromptData:
-        """All sources as one; an epoch draws each row of each once."""
+        """All sources as one, in the order in which they are given; an epoch draws each row of each once."""
         if len(parts) == 1:
             return parts[0]
         rows = [row for part in parts for row in part.rows]
         excluded = [each for part in parts for each in part.excluded]
         name, num_too_long = "+".join(part.name for part in parts), sum(part.num_too_long for part in parts)
-        return PromptData(name, rows, num_too_long, excluded)
+        return PromptData(name, rows, num_too_long, excluded, parts[0].is_shuffled)
 
     def indices_of_step(self, step: int, prompts_per_step: int, seed: int, keep_last: bool = False) -> np.ndarray:
         """The P row indices of step 1, 2, ...: a function of (seed, step), so a resumed run loses and repeats no row.
 
-        An epoch is a new permutation of all rows. Steps are consecutive slices of an epoch, whose last partial one is
-        dropped; with `keep_last`, of all epochs in a row.
+        An epoch is a new permutation of all rows, or keeps their order. Steps are consecutive slices of an epoch, whose
+        last partial one is dropped; with `keep_last`, of all epochs in a row.
         """
         num_rows = len(self.rows)
         per_epoch = num_rows if keep_last else num_rows // prompts_per_step * prompts_per_step
@@ -312,13 +357,19 @@ class PromptData:
         num_rows = len(self.rows)
         epoch, start = divmod(first, num_rows)
         epochs = range(epoch, epoch + math.ceil((start + count) / num_rows))
-        return np.concatenate([order_of_epoch(num_rows, seed, e) for e in epochs])[start : start + count]
+        orders = [order_of_epoch(num_rows, seed, e) if self.is_shuffled else np.arange(num_rows) for e in epochs]
+        return np.concatenate(orders)[start : start + count]
 
-    def describe(self) -> list[str]:
-        """Lines for the console: rows used, dropped, excluded (five of them by name)."""
+    def describe(self, all_in: str = "") -> list[str]:
+        """Lines for the console: rows used, dropped, excluded. `all_in`: the file that lists all of the latter; without
+        one they are all listed here, else five of them.
+        """
         dropped = f"{self.num_too_long} dropped (too many tokens), {len(self.excluded)} excluded"
         lines = [f"data {self.name}: {len(self.rows)} rows; {dropped}"]
-        lines += [f"  excluded: {where}: {reason}" for where, reason in self.excluded[:5]]
+        listed = self.excluded[:5] if all_in else self.excluded
+        lines += [f"  excluded: {where}: {reason}" for where, reason in listed]
+        if count := len(self.excluded) - len(listed):
+            lines.append(f"  excluded: {count} more; all are in {all_in}")
         if count := sum(len(alternatives(row.answer)) > 1 for row in self.rows):
             lines.append(f"  {count} rows have several answers, of which any is correct (--list_answers any)")
         return lines

@@ -35,12 +35,13 @@ from data import PromptData, most_images
 from flags import FLAGS as OF_TRAINING
 from flags import GROUPS, INF, EngineSettings, Sampling, flag, take
 from fsdp_utils import gather_from_ranks, init_world, is_main_process
+from generation.completion import describe_tags
 from grading import Grade
 from guards.files import required, tolerated, write
 from guards.start import RunError, Stopped
 from inputs.checks import check_common_flags, check_ranges, default_dtype, ks_of_pass
 from inputs.command_line import exit_with_error, parser_of
-from inputs.load import OF_A_SET, load_model_files, samplings_of, start_grader
+from inputs.load import OF_A_SET, first_day, load_model_files, samplings_of, start_grader
 from inputs.machine import check_launch
 from reward import Grader
 
@@ -227,7 +228,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = parser_of(FLAGS, about)
     if run := parser.parse_args().like:
         try:
-            config = json.loads((Path(run) / "config.json").read_text())
+            config = json.loads((Path(run) / "config.json").read_text("utf-8"))
         except (OSError, ValueError) as error:
             raise ValueError(f"--like {run}: config.json cannot be read ({error}); name the folder of a run.") from None
         shared = [each.name[2:] for each in (*GROUPS["prompts"], *GROUPS["reward"], *GROUPS["turns"])]
@@ -252,14 +253,18 @@ def main() -> None:
             counts = f"{len(args.published)} numbers for {len(args.data)} sets"
             raise ValueError(f"--published has {counts}; give one for each, '-' for none.")
         folder = new_folder(args.out_dir, args.model)
-        _, tokenizer, vision, load = load_model_files(args, max(args.max_completion_tokens))
-        sets, (grader, turns) = load(args.data, 0), start_grader(args, tokenizer, args.tensor_parallel_size)
+        today = first_day(args.like, Path(args.model).resolve().parent)
+        _, tokenizer, vision, load = load_model_files(args, max(args.max_completion_tokens), today)
+        sets, (grader, turns) = load(args.data, 0), start_grader(args, tokenizer, args.tensor_parallel_size, today)
+        grader.check_groups("--samples", *(sampling.num_samples for sampling in samplings))
         world = init_world(args.tensor_parallel_size, timeout_minutes=600)
         sets = [grader.check_keys(data, world) for data in sets]
         folder = gather_from_ranks(folder)[0]  # the time in its name is the main process's
         if world.is_main:
             folder.mkdir(parents=True, exist_ok=True)
-            print(*(line for data in sets for line in data.describe()), sep="\n")
+            print(
+                *(line for data in sets for line in data.describe("results.json")), *describe_tags(tokenizer), sep="\n"
+            )
             print(f"first prompt: {sets[0].rows[0].text!r}", flush=True)
     except (ValueError, OSError, RuntimeError) as error:
         exit_with_error(error)

@@ -61,6 +61,8 @@ GROUPS["model and data"] = [
          is_required=True),
     flag("--train_data", str, "training problems: one or more sources WHAT[@SPLIT][#ROWS], see docs/data.md",
          is_list=True, is_required=True),
+    flag("--shuffle", "on", "an epoch is a new permutation of the rows (on), or keeps the order of the files (off)",
+         choices=("on", "off")),
     flag("--keep_last", False, "fill an epoch's last partial step from the next epoch instead of dropping it"),
     flag("--eval_data", [str], "held-out problems: sources, each reported under its own name"),
     flag("--out_dir", str, "run folder; made if missing, continued if it holds a run of the same flags",
@@ -85,7 +87,8 @@ GROUPS["reward"] = [
     flag("--reward", "exact", "math, gsm8k, gsm8k_strict, ifeval, exact, format, think_format, length; a weighted "
          "sum (math:1.0,format:0.1); @COLUMN: the one that the row's column names; my_reward.py:function; none: "
          "nothing is graded"),
-    flag("--reward_timeout", 5.0, "seconds after which the grading of a completion is stopped: reward 0", (TINY, 1e6)),
+    flag("--reward_timeout", 5.0, "seconds after which the grading of a completion is stopped: reward 0", (TINY, 1e6),
+         free_on_resume=True),
     flag("--reward_workers", 0, "grading processes per engine; 0: the cores of the node / its engines",
          (0, 1000), free_on_resume=True),
     flag("--reward_in_flight", 1, "completions that a grading process has in work at a time, each in a thread: for "
@@ -229,6 +232,8 @@ GROUPS["precision and memory"] = [
          "all ranks share one", (1, INF), free_on_resume=True),
     flag("--gradient_checkpointing", False, "recompute each decoder layer in the backward pass instead of keeping it",
          free_on_resume=True),
+    flag("--compile", False, "make kernels of one piece for what lies between a layer's matrix products (torch.compile): "
+         "in the first passes, which take a minute longer", free_on_resume=True),
     flag("--communicate_once", False, "gather parameters and reduce gradients per update, not per micro-batch: less "
          "traffic, for the policy in --dtype and 4 bytes per trained parameter on every GPU", free_on_resume=True),
     flag("--timeout_minutes", 30.0, "a rank that waits longer than this for the others ends the run",
@@ -279,7 +284,8 @@ GROUPS[DRY_RUN] = [  # all of them may change when a run continues
     flag("--plan_gpus", int, "GPUs of the ranks, over all nodes; those of generation servers come on top; default: the "
          "ranks that the same command starts without --dry_run", (1, INF)),
     flag("--plan_nodes", int, "nodes that the GPUs of the ranks are on; default: those of the launcher", (1, INF)),
-    flag("--plan_gpu", "H100-80GB", "kind of GPU", choices=tuple(GPUS)),
+    flag("--plan_gpu", "H100-80GB", f"card: {', '.join(GPUS)}; or memory that a process can take, dense bf16 "
+         "speed and bandwidth of another one, such as 23.5GiB:71TFLOPs:0.94TBs"),
     flag("--plan_host_memory_gib", 1000.0, "RAM of a node", (TINY, INF)),
     flag("--plan_rows", int, "usable training rows; default: #ROWS of --train_data, lines of a .jsonl file, or a "
          "table", (1, INF)),
@@ -320,6 +326,7 @@ class PromptFormat:  # how a row becomes a prompt
     tools: str | None
     max_prompt_tokens: int
     max_pixels: int | None
+    today: str = ""  # what the chat template takes for today, 2026-01-31; "": it is told by the clock
 
 
 @settings
@@ -357,6 +364,7 @@ class Memory:  # precision, and what is kept where
     offload_reference: bool
     shard_ranks: int | None
     gradient_checkpointing: bool
+    compile: bool
     communicate_once: bool
     micro_batch_tokens: int
     share_prompts: bool
@@ -453,9 +461,10 @@ class Plan:
     def describe(self) -> str:
         """The numbers of the plan, for the first lines of the log."""
         return (
-            f"{self.prompts_per_step} prompts x {self.group_size} = {self.completions_per_step} completions a step, "
-            f"{self.updates_per_step} update{'s' * (self.updates_per_step > 1)} a step, "
-            f"{self.steps_per_epoch:g} steps an epoch, {self.total_steps} step{'s' * (self.total_steps > 1)} in all"
+            f"{counted(self.prompts_per_step, 'prompt')} x {self.group_size} = "
+            f"{counted(self.completions_per_step, 'completion')} a step, "
+            f"{counted(self.updates_per_step, 'update')} a step, {counted(self.steps_per_epoch, 'step')} an epoch, "
+            f"{counted(self.total_steps, 'step')} in all"
         )
 
     def update(self, step: int, i: int) -> UpdateStep:
@@ -491,6 +500,12 @@ class UpdateStep(NamedTuple):
     step: int = 1
     number: int = 1  # in its step
     max_rollout_gap: float = 0.0  # beyond it the run ends before the update; 0: no bound
+
+
+def counted(number: float, noun: str) -> str:
+    """For example: 1 step, 2.5 steps, 3 micro-batches."""
+    plural = "es" if noun.endswith("batch") else "s"
+    return f"{round(number, 2):.15g} {noun}{plural * (number != 1)}"
 
 
 def most_lag(args: argparse.Namespace) -> int:

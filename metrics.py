@@ -180,8 +180,9 @@ def throughput(work: Work, seconds_RE: list[np.ndarray], metrics: Metrics, world
 
 def peak_flops(device_name: str) -> float | None:
     """Dense bf16 FLOP/s of a GPU by the name that CUDA gives it; None if not in `GPUS` (its H100 is the SXM)."""
-    is_variant = any(variant in device_name for variant in ("PCIe", "NVL", "4090 D", "Laptop"))
+    is_variant = any(variant in device_name for variant in ("PCIe", "NVL", "4090 D", "Ti", "Laptop"))
+    words = re.split(r"[ -]", device_name.replace("RTX ", "RTX"))
     for name, (_, tera_flops, *_) in GPUS.items():
-        if name.partition("-")[0] in device_name.replace(" ", "") and not is_variant:
+        if name.partition("-")[0] in words and not is_variant:
             return tera_flops * 1e12
     return None

@@ -17,6 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+import torch._dynamo
 import transformers
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -54,6 +55,7 @@ class Policy(adapters.WithAdapter):
         matrices += model.get_output_embeddings().weight.numel()
         # FLOPs of a forward pass: 2 x numbers of the matrices x tokens; causal attention 2 x length^2 x width a layer.
         self.flops_per_token = 2 * matrices
+        self.logits_divisor = config.logits_scaling if config.model_type == "granite" else 1.0
         # At this length attention costs as much as the matrices: flops_per_token x `batch.training_costs` is the sum.
         self.parity_length = matrices / (len(self.layers) * config.num_attention_heads * head_dim(config))
 
@@ -82,7 +84,8 @@ class Policy(adapters.WithAdapter):
         hidden = output.last_hidden_state[0].index_select(0, trained_K)  # the head runs on completion positions only
         labels, head = batch.labels_N.index_select(0, trained_K), self.model.get_output_embeddings()
         if temperature is None:
-            return hidden, head.weight.detach().clone()  # FSDP will free the weight
+            return hidden / self.logits_divisor, head.weight.detach().clone()  # FSDP will free the weight
+        temperature *= self.logits_divisor
         found = chunked_logprobs(hidden, head, labels, temperature, trains_entropy, self.head_dtype, teacher)
         zeros_N = torch.zeros(len(batch.labels_N), device=device)
         return tuple(zeros_N.index_copy(0, trained_K, values_K) for values_K in found)
@@ -180,8 +183,21 @@ def build_policy(
         reference = empty_policy(reference_path, dtype).requires_grad_(False)
         reference.head_dtype, reference.spans = policy.head_dtype, policy.spans
         shard_and_fill(reference, reference_path, world, memory.offload_reference)
+    for model in {policy, reference} - {None} if memory.compile else ():
+        compile_layers(model)
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     return policy, reference, make_optimizer(trained, adamw, memory)  # last: weights are loaded before its state
+
+
+def compile_layers(policy: Policy) -> None:
+    """Puts the decoder layers under torch.compile, in place. One compilation serves all of them and all lengths.
+
+    It is their `forward` alone: FSDP's hooks and the recomputation stay around it, and no parameter gets another name.
+    """
+    for layer in policy.layers:
+        # A graph for each state: gradients, adapter on or off, kind of layer; inductor tells a few ranges of lengths.
+        compiled = torch.compile(layer.forward, dynamic=True, recompile_limit=64)
+        layer.forward = torch._dynamo.config.patch(disable=False)(compiled)  # rollout.py disables it on CPUs, for vLLM
 
 
 def add_packing(batch: Batch) -> Batch:
@@ -223,6 +239,8 @@ def empty_policy(
     with without_storage():
         model = model_from_config(load_config(path), dtype=param_dtype, attn_implementation=attention)
     model.eval()  # as from_pretrained leaves it
+    # For some families vLLM runs transformers' decoder: it changes that class, in this process, to compile its calls.
+    model.get_decoder().do_not_compile = True
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         for layer in model.get_decoder().layers:

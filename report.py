@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
+import warnings
 from fnmatch import fnmatch
 from pathlib import Path
 
 from guards.files import whole
+from guards.start import print_any_text
 from reporting import reference
 from reporting.compare import compare
 from reporting.history import History, read_config, read_lines
@@ -30,6 +33,7 @@ PANELS = {  # title -> the metrics that it shows; * stands for any text
     "sampler-trainer gap": "policy/rollout_gap_mean",
     "memory at the peak, GiB": "memory/*_gib",
 }
+OTHER_SCRIPTS = re.compile("Sans CJK|Han Sans|WenQuanYi|YaHei|SimHei|PingFang|Fallback|Unifont")  # names of fonts
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, float]]:
@@ -67,10 +71,18 @@ def seconds_of_phases(metrics: dict[str, float]) -> dict[str, float]:
     return {name[5:-2]: x for name, x in metrics.items() if name.startswith("time/") and name not in others}
 
 
+def drawable(text: str) -> str:
+    """The text, in which what the locale could not decode is escaped."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def plot(run_dir: Path) -> None:
     """Draws `run_dir`/curves.png: the nine curves to look at first; dashed: what was published of this set-up."""
-    from matplotlib.figure import Figure  # here, not above: half a second that most processes never need
+    from matplotlib import font_manager, rcParams  # here, not above: half a second that most processes never need
+    from matplotlib.figure import Figure
 
+    others = sorted(name for name in font_manager.get_font_names() if OTHER_SCRIPTS.search(name))
+    rcParams.update({"text.parse_math": False, "font.family": ["DejaVu Sans", *others[:1]]})  # names as they are
     records = read_metrics(run_dir)
     published = reference.published_curves(History(run_dir, read_config(run_dir), records))
     figure = Figure(figsize=(14, 10), layout="constrained")
@@ -80,7 +92,7 @@ def plot(run_dir: Path) -> None:
         axis.grid(alpha=0.3)
         for name in sorted({name for record in records for name in record if fnmatch(name, pattern)}):
             points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
-            marker, label = "o" if name.startswith("eval/") else None, name.partition("/")[2]
+            marker, label = "o" if name.startswith("eval/") else None, drawable(name.partition("/")[2])
             (line,) = axis.plot([x for x, _ in points], [y for _, y in points], marker=marker, label=label)
             if curve := published.get(name):
                 axis.plot(*zip(*curve["points"], strict=True), ".--", color=line.get_color(), label=curve["label"])
@@ -93,13 +105,15 @@ def plot(run_dir: Path) -> None:
         heights = [[each.get(phase, 0.0) for each in seconds.values()] for phase in phases]
         last.stackplot(list(seconds), heights, labels=phases)
         last.legend(fontsize=8, loc="upper right", ncols=2)
-    figure.suptitle(str(run_dir))
-    with whole(run_dir / "curves.png") as unfinished:
+    figure.suptitle(drawable(str(run_dir)))
+    with whole(run_dir / "curves.png") as unfinished, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from")  # without such a font they are boxes
         figure.savefig(unfinished, format="png", dpi=90)
 
 
 def main() -> None:
     """The command line. Ends with exit status 2 and a sentence for what cannot be read."""
+    print_any_text()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="*", type=Path, help="run folders; after --compare A... -- those of B")
     parser.add_argument("--output", type=Path, metavar="FILE", help="the page (default: report.html in the first run)")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from flags import Grading, Sampling
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from fsdp_utils import World
 
 
+# For a trial of one's own functions: all marks of an answer at once, the answer alone, and nothing
+TRIAL = ("<think>\nSo.\n</think>\n<answer>\\boxed{KEY}\nAnswer: KEY\n#### KEY</answer>", "KEY", "")
 KEYS_AT_ONCE = 64  # of a request to a worker: one each costs more than the check
 
 
@@ -58,6 +61,12 @@ class Grader:
                 self.needs = self.pool.collect()[0].value
             except ValueError as error:
                 raise ValueError(f"--reward {grading.reward!r}: {error}") from None
+
+    def check_groups(self, flag: str, *sizes: int) -> None:
+        """Raises ValueError if a reward that compares completions of a prompt would compare one with itself."""
+        if self.needs.groups and 1 in sizes:
+            compares = f"--reward {self.grading.reward!r} takes all completions of a prompt to compare them"
+            raise ValueError(f"{flag} 1: {compares}, and one alone compares with itself; use {flag} 2 or more.")
 
     def submit(self, b: int, case: Case, group_size: int = 1, grade: Grade | None = None) -> None:
         """Hands completion b to the workers and returns at once. Groups are b = 0 ... group_size - 1, and so on.
@@ -177,26 +186,40 @@ class Grader:
                     reasons |= zip(parts[number], outcome.value or [outcome.status], strict=True)
         return {i: reason for i, reason in sorted(reasons.items()) if reason is not None}
 
-    def _wrong_return(self, case: Case) -> str:
-        """What a function of one's own returns for an empty completion, if that is no reward; else ""."""
-        self.pool.submit(0, ("grade", case) if self.needs.cases else ("compare", [case]))
-        status = self.pool.collect()[0].status
-        return status.partition("WrongReturn: ")[2]
+    def _trial(self, case: Case) -> str:
+        """What is wrong with functions of one's own: they return no reward for some text, or fail for each; else ""."""
+        texts = [text.replace("KEY", case.answer) for text in TRIAL]
+        for kind in ["grade"] * self.needs.cases + ["compare"] * self.needs.groups:
+            for b, text in enumerate(texts):
+                num_tokens = len(text.split()) + 1
+                ids = tuple(range(num_tokens))
+                trial = replace(case, completion=text, token_ids=ids, num_tokens=num_tokens, max_tokens=num_tokens + 1)
+                self.pool.submit(b, (kind, trial if kind == "grade" else [trial] * 2))
+            statuses = [outcome.status for _, outcome in sorted(self.pool.collect().items())]
+            for status in statuses:
+                if wrong := status.partition("WrongReturn: ")[2]:
+                    return f"{wrong}. What it may return: docs/rewards.md"
+            if "ok" not in statuses:
+                called = "Completions and prompts are texts, not messages; a text that it cannot read should get 0.0"
+                return f"it fails for each text of a trial with {case.where}: {statuses[0]}. {called}: docs/rewards.md"
+        return ""
 
     def check_keys(self, data: PromptData, world: World) -> PromptData:
         """The data without the rows whose answer key cannot be used; the engines' first ranks share the work.
 
-        Raises ValueError, on all ranks, for a function of one's own that returns no reward.
+        Raises ValueError, on all ranks, for a function of one's own that returns no reward, or fails in a trial.
         """
         from fsdp_utils import gather_from_ranks
 
         share = range(world.engine_index, len(data.rows), world.num_engines) if self.pool is not None else ()
         rows = [data.rows[i] for i in share]
         cases = [Case("", row.answer, row.columns, row.text, where=row.where) for row in rows]
-        wrong = self._wrong_return(cases[0]) if cases and ".py:" in self.grading.reward else ""
+        bad = self.bad_keys(cases) if cases else {}
+        good = next((case for i, case in enumerate(cases) if i not in bad), None)
+        wrong = self._trial(good) if good and ".py:" in self.grading.reward else ""
         if wrong := next(filter(None, gather_from_ranks(wrong)), ""):
-            raise ValueError(f"--reward {self.grading.reward}: {wrong}. What it may return: docs/rewards.md.")
-        reasons = {share[i]: reason for i, reason in (self.bad_keys(cases) if cases else {}).items()}
+            raise ValueError(f"--reward {self.grading.reward}: {wrong}.")
+        reasons = {share[i]: reason for i, reason in bad.items()}
         return data.exclude({i: reason for part in gather_from_ranks(reasons) for i, reason in part.items()})
 
     def close(self) -> None:

@@ -29,6 +29,7 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 # CUDA: FlashInfer compiles at its first call, with a toolkit that pip does not bring. docs/hardware.md
 os.environ.setdefault("VLLM_ALLREDUCE_USE_FLASHINFER", "0")
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")  # `sizes.check_config` has checked the length
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # binding would put the ranks on the same cores
 warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
 logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # on CPU there is none, as it should be

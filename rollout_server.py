@@ -145,9 +145,9 @@ def claim_of(out_dir: Path) -> dict[str, str]:
     """Names a run, by a number that it keeps in its folder, and this start of it: servers belong to one run."""
     file = out_dir / ".run_id"
     if not file.exists():
-        file.write_text(secrets.token_hex())
+        file.write_text(secrets.token_hex(), "utf-8")
     start = {"out_dir": str(out_dir.resolve()), "host": socket.gethostname(), "pid": str(os.getpid())}
-    return {"run": file.read_text()} | start
+    return {"run": file.read_text("utf-8")} | start
 
 
 def build_servers(

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -29,8 +30,9 @@ from batch import Metrics, Rollout, Sampled, Update, Work, own_logprobs
 from data import PromptData
 from flags import FLAGS, Recording
 from fsdp_utils import World, broadcast_from_main, end_if_requested
+from generation.completion import describe_tags
 from guards.files import DiskError, append, checkpoints, lock_file, required, tolerated, write
-from guards.fingerprint import INPUTS, versions
+from guards.fingerprint import INPUTS, digests_of, versions
 from guards.stall import BOARD, in_phase
 from guards.start import RunError
 from metrics import merge_updates, throughput
@@ -49,7 +51,8 @@ def open_run_folder(out_dir: Path, config: dict[str, object], free: set[str], in
     """The lock of the run folder, which the caller keeps open while the run lasts. A missing folder is made.
 
     A run continues under the flags that it has, except for those in `free`, and with `inputs` (name -> digest) that it
-    has. A folder in which no step was trained takes any flags: its first start may have failed for lack of memory.
+    has, under whatever path. A folder in which no step was trained takes any flags: its first start may have failed for
+    lack of memory.
     Raises ValueError if the folder cannot be written, is in use by another process, or holds something else; then
     nothing in it is changed.
     """
@@ -61,16 +64,18 @@ def open_run_folder(out_dir: Path, config: dict[str, object], free: set[str], in
         raise ValueError(f"{where} cannot be written ({error.strerror}); choose another folder.") from None
     file, found = out_dir / "config.json", {}
     with suppress(OSError, ValueError, TypeError):  # no file, or one that no run wrote: a model has a config.json, too
-        content = json.loads(file.read_text())
+        content = json.loads(file.read_text("utf-8"))
         found = content if "out_dir" in content else {}
     if found and ((out_dir / "metrics.jsonl").exists() or checkpoints(out_dir)):
-        _check_same_flags(found, config, free, where)
-        _check_same_inputs(out_dir / INPUTS, inputs)
+        _check_same_run(found, config, free, inputs, out_dir)
         write(file, json.dumps(config, indent=2) + "\n")  # with what may change
+        write(out_dir / INPUTS, json.dumps(inputs, indent=2) + "\n")
         return lock
+    others = sorted(path.name for path in out_dir.iterdir() if not path.name.startswith("."))
+    if others and not found:
+        (out_dir / ".lock").unlink(missing_ok=True)
     if (out_dir / "trainer").is_dir():
         raise ValueError(f"{where} is a checkpoint; to continue its run, name its folder: {out_dir.absolute().parent}.")
-    others = sorted(path.name for path in out_dir.iterdir() if not path.name.startswith("."))
     if others and not found:
         raise ValueError(f"{where} holds {', '.join(others[:5])} but no config.json of a run; choose another folder.")
     write(file, json.dumps(config, indent=2) + "\n")
@@ -78,23 +83,42 @@ def open_run_folder(out_dir: Path, config: dict[str, object], free: set[str], in
     return lock
 
 
-def _check_same_flags(found: dict[str, object], config: dict[str, object], free: set[str], where: str) -> None:
-    """A flag that is newer than the run had its default then. One that is gone is not compared."""
-    pairs = [(name, found.get(name, FLAGS[f"--{name}"].value), config[name]) for name in sorted(set(config) - free)]
-    different = "; ".join(f"--{name} {there!r} there, {now!r} now" for name, there, now in pairs if there != now)
+def _check_same_run(
+    found: dict[str, object], config: dict[str, object], free: set[str], inputs: dict[str, str], out_dir: Path
+) -> None:
+    """Raises ValueError for another flag than in `found`, or if what flags name has changed since.
+
+    A flag that is newer than the run had its default then. One that is gone is not compared. Without inputs.json, what
+    is there now is what is meant.
+    """
+    before = digests_of(out_dir) or inputs
+    found = {name: found.get(name, FLAGS[f"--{name}"].value if f"--{name}" in FLAGS else None) for name in config}
+    then, now = _held(found, before), _held(config, inputs)
+    different = [name for name in sorted(set(config) - free) if then[name] != now[name] and found[name] != config[name]]
     if different:
+        listed = "; ".join(f"--{name} {found[name]!r} there, {config[name]!r} now" for name in different)
         way_out = "give the same flags to continue it, or another --out_dir to start afresh"
-        raise ValueError(f"{where} holds a run of another configuration ({different}); {way_out}.")
-
-
-def _check_same_inputs(file: Path, inputs: dict[str, str]) -> None:
-    """What flags name may have changed, too. Without the file, what is there now is what is meant."""
-    if not file.exists():
-        write(file, json.dumps(inputs, indent=2) + "\n")
-    found = json.loads(file.read_text())
-    if changed := [name for name in inputs if found.get(name, inputs[name]) != inputs[name]]:
-        way_out = f"give another --out_dir to start afresh, or delete {file} if the change is meant"
+        raise ValueError(f"--out_dir {str(out_dir)!r} holds a run of another configuration ({listed}); {way_out}.")
+    changed = [name for name, digest in before.items() if inputs.get(name, digest) != digest]
+    # Files of one's own under another path, with what they import.
+    changed += [name for name in before.keys() - inputs if name.endswith(".py") and before[name] not in inputs.values()]
+    if changed:
+        way_out = f"give another --out_dir to start afresh, or delete {out_dir / INPUTS} if the change is meant"
         raise ValueError(f"{', '.join(changed)}: not the same as when this run began; {way_out}.")
+
+
+def _held(config: dict[str, object], inputs: dict[str, str]) -> dict[str, object]:
+    """The flags, with the digest of what it holds in the place of a path, and without the weight 1 of a reward."""
+    held = dict(config)
+    for name, value in config.items():
+        if isinstance(value, list):
+            held[name] = [inputs.get(str(each), each) for each in value]
+        if isinstance(value, str):
+            value = inputs.get(f"--{name}", value)
+            held[name] = re.sub(r"[^:,]+\.py(?=:)", lambda own: inputs.get(str(Path(own[0].strip())), own[0]), value)
+        if name == "reward":
+            held[name] = re.sub(r"\s|:\s*\+?1(\.0*)?(?=\s*(,|$))", "", held[name])
+    return held
 
 
 @dataclass
@@ -217,13 +241,13 @@ class Run:
     def describe_data(self, datasets: list[PromptData]) -> None:
         """Says what the sets hold, shows the first prompt as the model sees it, and writes excluded_rows.jsonl."""
         for data in datasets:
-            self.say("\n".join(data.describe()))
+            self.say("\n".join(data.describe("excluded_rows.jsonl")))
         train, *held_out = datasets
         trained = {(row.ids.tobytes(), row.encoded_images) for row in train.rows}
         for data in held_out:
             if count := sum((row.ids.tobytes(), row.encoded_images) in trained for row in data.rows):
                 self.say(f"warning: {count} of the {len(data.rows)} prompts of {data.name} are training prompts, too")
-        self.say(f"first prompt: {train.rows[0].text!r}")
+        self.say("\n".join([*describe_tags(self.tokenizer), f"first prompt: {train.rows[0].text!r}"]))
         rows = [{"set": data.name, "row": row, "reason": why} for data in datasets for row, why in data.excluded]
         if self.world.is_main and rows:
             self._write("excluded_rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
@@ -258,7 +282,7 @@ class Run:
         failed = [b for b, grade in enumerate(rollout.grades) if grade.is_failed]
         for i, b in enumerate(failed):
             row, status, text = rollout.rows[b], rollout.grades[b].status, rollout.texts[b]
-            record = {"step": step, "row": row.where, "status": status, "answer": row.answer, "completion": text}
+            record = {"step": step, "row": row.where, "reward_status": status, "answer": row.answer, "completion": text}
             self._append("reward_failures.jsonl", record)
             if i < 3:
                 self.say(f"step {step}: reward {status}, of {row.where}: {text[-100:]!r}")
@@ -266,10 +290,17 @@ class Run:
             count = f"{len(failed)} of {len(rollout.grades)} completions"
             self.say(f"step {step}: {count} could not be graded; all are in reward_failures.jsonl")
 
-    def finish(self) -> None:
-        """Waits until all files are complete."""
+    @contextmanager
+    def loading(self, saved_step: int) -> Iterator[None]:
+        """The block loads the model: from here on the run can fail."""
+        self.console.begin(saved_step)
+        with self.memory.loading():
+            yield
+
+    def finish(self, how: str) -> None:
+        """Waits until all files are complete; `how` the run has ended, for status.json."""
         self.rollouts.wait()
-        self.console.finish()
+        self.console.finish(how)
 
     def plot(self, is_over: bool = False) -> None:
         """Draws curves.png; after the last step only when the run is over."""
@@ -320,4 +351,5 @@ def _git(*arguments: str, folder: str = "") -> str:
     """
     git = shutil.which("git")
     command = [git, "-C", folder or str(Path(__file__).parent), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout if git else ""
+    said = subprocess.run(command, capture_output=True, check=False).stdout if git else b""
+    return said.decode("utf-8", "backslashreplace")

@@ -122,7 +122,7 @@ def finish(run: Run, step: int) -> None:
     if run.world.is_main:
         link_final(run.out_dir, step)
     run.plot(is_over=True)
-    run.finish()
+    run.finish("done" if step == run.total_steps else f"stopped after step {step}")
     run.judge()
 
 
@@ -131,12 +131,12 @@ def end_complete(run: Run, saved_step: int, last_step: int) -> None:
     finish(run, saved_step)
     longer = "--stop_after" if last_step < run.total_steps else "--total_steps (of a constant learning rate alone)"
     complete = f"{run.out_dir} is complete: it has a checkpoint of step {saved_step}"
-    run.say(f"{complete}. To go on, raise {longer} or change --out_dir.")
+    run.say(f"{complete}. To continue it, raise {longer} or change --out_dir.")
     close_world()
 
 
 def starting_point(args: Namespace, run: Run, last_step: int) -> tuple[int, Path | None]:
-    """The step that the run goes on from, and its checkpoint; (0, None): it begins with --model."""
+    """The step that the run continues from, and its checkpoint; (0, None): it begins with --model."""
     step, folder = latest(run.out_dir, run.world, run.say)
     if args.replay and folder is None:
         return weights_of(Path(args.replay), args.from_step, last_step)
@@ -178,7 +178,7 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
         return
     lora, adamw = take(Lora, args), take(AdamW, args)
     teacher = args.reference or args.model if algorithm.kl_coef > 0 else None
-    with watch.loading():
+    with run.loading(saved_step):
         policy, reference, optimizer = build_policy(args.model, memory, lora, adamw, teacher, args.seed, world)
         engine = build_engine(args, inputs, policy, run, saved_step)
     run.say(policy.describe())
@@ -246,8 +246,8 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
     except Stopped:
         done = run.num_done
         writer.save(done, policy, optimizer, sampler.state(done) | guard.state(), is_required=True)
-        run.finish()
-        run.say(f"ended by {signal_name()} after step {done}, which is saved; the same command goes on")
+        run.finish(f"stopped after step {done}")
+        run.say(f"ended by {signal_name()} after step {done}, which is saved; the same command continues")
         close(inputs, engine)
         leave(NOT_FINISHED)  # on GPUs the engine may sleep: its exit could change the status
     close(inputs, engine)

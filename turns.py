@@ -1,4 +1,4 @@
-"""Episodes of more than one turn: the policy answers, an environment or a tool replies, the policy goes on.
+"""Episodes of more than one turn: the policy answers, an environment or a tool replies, the policy answers again.
 
     turns = Turns(settings, grading, prompt_format, tokenizer, num_workers)
     engine.play = partial(turns.play, engine)   # then `engine.sample` returns whole episodes; of servers: fleet.turns
@@ -94,7 +94,7 @@ class Template:
         end, rest = self._after(continues=False), self._after(*zip(roles, marks, strict=True))
         pieces = re.split("|".join(marks), rest)
         if not rest.startswith(end) or re.findall(r"Mark-\w+", rest) != marks or not all(pieces[:: len(roles)]):
-            raise UnusableRow(f"the chat template does not go on from an answer to a message of the role {roles[0]!r}")
+            raise UnusableRow(f"the chat template cannot continue an answer with a message of the role {roles[0]!r}")
         return pieces
 
     @property
@@ -158,7 +158,7 @@ class Turns:
 
     def end_turn(self, episode: Episode, turn: Completion) -> None:
         """Takes up the turn, and asks the environment for its reply."""
-        text = self.tokenizer.decode(turn.token_ids, skip_special_tokens=True)
+        text = turn.read(self.tokenizer)
         episode.add(turn, text, is_sampled=True)
         episode.turns.append(text)
         episode.finish_reason = turn.finish_reason

@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/bench_update.py
     OMP_NUM_THREADS=1 python benchmarks/bench_update.py --group_size 8 --prompt_tokens 512     # also --share_prompts
+    OMP_NUM_THREADS=1 python benchmarks/bench_update.py --compile                              # also ours with --compile
 
 Ours is `pack_updates`, `add_advantages` and `update_policy` as in training: packed, chunked head, FSDP2 on one rank,
 all metrics. Bare is forward, backward and fused AdamW of the same Hugging Face model with its own attention: one
@@ -11,7 +12,8 @@ longest of the step (as TRL pads) or of the micro-batch. Lengths are lognormal.
 
 All start from the same fp32 weights and run in turn in one process of one thread. Their CPU seconds are compared, which
 other programs disturb less than wall time. The goals: bare seconds / ours at least 0.90, padded / ours at least 2.0.
-Prints a table and, last, one JSON line.
+Prints a table and, last, one JSON line. With --compile it has the graphs and breaks of a layer, and how often one was
+compiled again for 20 micro-batches of different lengths. The goal: at most once.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
 import torch
+from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from torch.optim import AdamW
 from transformers import AutoModelForCausalLM
@@ -83,21 +86,36 @@ def bare(model: Path, rollout: Rollout, rows: int = 1, longest: int = 0) -> Call
     return run
 
 
-def measure_times(args: argparse.Namespace, lengths: list[int]) -> dict[str, list[float]]:
-    """CPU seconds of each variant in each counted round."""
+def count_compilations(trainer: Trainer, vocab: int, lengths: list[int]) -> dict[str, int]:
+    """What torch.compile makes of micro-batches of one sequence each: graphs and breaks of the first, graphs after it."""
+    before, seen = (counters["stats"]["unique_graphs"], counters["graph_break"].total()), []
+    for length in lengths:
+        trainer.train(trainer.prepare(make_rollout([length], vocab)))
+        seen.append((counters["stats"]["unique_graphs"] - before[0], counters["graph_break"].total() - before[1]))
+    return {"graphs": seen[0][0], "breaks": seen[0][1], "recompilations": seen[-1][0] - seen[0][0]}
+
+
+def measure_times(args: argparse.Namespace, lengths: list[int]) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """CPU seconds of each variant in each counted round; with --compile what `count_compilations` finds."""
     rollout = make_rollout(lengths, args.vocab, args.prompt_tokens, args.group_size)
-    world = init_world(tp_size=1, timeout_minutes=5)
+    world, counts = init_world(tp_size=1, timeout_minutes=5), {}
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder)
         save_random_model(model, args.hidden, args.layers, args.vocab)
 
+        def trainer_of(*more: str) -> Trainer:
+            return Trainer(flags_of(model, "--dtype", "float32", "--micro_batch_tokens", "8192", *more), world)
+
         def ours(*more: str) -> Callable[[], None]:
-            trainer = Trainer(flags_of(model, "--dtype", "float32", "--micro_batch_tokens", "8192", *more), world)
+            trainer = trainer_of(*more)
             return lambda: trainer.train(trainer.prepare(rollout))
 
         variants = {"ours": ours()}
         if args.group_size > 1:
             variants["ours, prompts shared"] = ours("--share_prompts", "--group_size", str(args.group_size))
+        if args.compile:
+            counts = count_compilations(trainer_of("--compile"), args.vocab, lognormal_lengths(20, 600.0, 2048))
+            variants["ours, compiled"] = ours("--compile")
         variants |= {
             "bare": bare(model, rollout),
             "padded to longest of step": bare(model, rollout, PADDED_ROWS, max(lengths)),
@@ -105,7 +123,7 @@ def measure_times(args: argparse.Namespace, lengths: list[int]) -> dict[str, lis
         }
         seconds = interleave(variants, args.rounds, clock=time.process_time)
     close_world()
-    return seconds
+    return seconds, counts
 
 
 def main() -> None:
@@ -119,13 +137,14 @@ def main() -> None:
     add("--prompt_tokens", type=int, default=16, help="tokens of each prompt")
     add("--mean_length", type=float, default=600.0, help="mean of the lognormal lengths before they are cut, in tokens")
     add("--rounds", type=int, default=5, help="counted rounds, after one that is not")
+    add("--compile", action="store_true", help="ours with --compile, too")
     args = parser.parse_args()
     lengths = lognormal_lengths(args.sequences, args.mean_length, longest=2048)
-    seconds = measure_times(args, lengths)
+    seconds, counts = measure_times(args, lengths)
     print(f"{len(lengths)} sequences, {sum(lengths)} completion tokens, the longest {max(lengths)}; CPU seconds")
     found = print_times(seconds, "ours")
     summary = {"ratio": found.pop("bare"), "goal": GOALS["bare"], "padded_goal": GOALS["padded"]}
-    print(json.dumps(summary | {name: ratio for name, ratio in found.items() if name != "ours"}))
+    print(json.dumps(summary | counts | {name: ratio for name, ratio in found.items() if name != "ours"}))
 
 
 if __name__ == "__main__":

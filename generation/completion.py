@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from batch import OnFinished, Rollout
+from data import template_tokens
 from grading import Grade
+
+TAG = re.compile(r"^</|think|thought|reason|answer|tool|call|python", re.IGNORECASE)  # in the names of such tokens
+
+
+@lru_cache(maxsize=8)
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[dict[int, str], set[int]]:
+    """(those that texts show, such as tags; those that they do not: begin, end, padding, what is around messages)."""
+    named = {getattr(tokenizer, name) for name in PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES}
+    special = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    shown = {i: token for i, token in special.items() if token not in {*named, *template_tokens(tokenizer)}}
+    return shown, special.keys() - shown.keys()
+
+
+def describe_tags(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """A line for the log, if there are special tokens that a reward may look for."""
+    tags = ", ".join(token for token in special_tokens(tokenizer)[0].values() if TAG.search(token))
+    return [f"special tokens that the reward sees: {tags}"] if tags else []
 
 
 @dataclass
@@ -31,9 +51,15 @@ class Completion:
         self.versions += [version] * len(token_ids)
         self.finish_reason = reason
 
+    def read(self, tokenizer: PreTrainedTokenizerBase) -> str:
+        """The text for rewards and readers. What ended it is left out, unless it closes a tag."""
+        shown, hidden = special_tokens(tokenizer)
+        is_ended = self.finish_reason == "stop" and not shown.get(self.token_ids[-1], "</").startswith("</")
+        return tokenizer.decode([i for i in self.token_ids[: -1 if is_ended else None] if i not in hidden])
+
     def tell(self, b: int, tokenizer: PreTrainedTokenizerBase, on_finished: OnFinished | None) -> None:
         """Reads the text of the finished completion; the grader hears of it as number b of its call."""
-        self.text = tokenizer.decode(self.token_ids, skip_special_tokens=True)
+        self.text = self.read(tokenizer)
         if on_finished is not None:
             on_finished(b, self.text, self.token_ids, self.finish_reason == "length", self.grade)
 

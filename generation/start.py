@@ -58,7 +58,9 @@ def server_environment(backend: str) -> dict[str, str]:
         "VLLM_SERVER_DEV_MODE": "1",  # the routes that change weights
         "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # see above
-        "VLLM_ALLREDUCE_USE_FLASHINFER": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0",  # as in rollout.py
+        # As in rollout.py.
+        "VLLM_ALLREDUCE_USE_FLASHINFER": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+        "PYTHONSAFEPATH": "1",  # where the user stands there may be a data.py
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
     }  # fmt: skip
     if backend == "gloo":
@@ -105,7 +107,7 @@ def start_server(
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
         process = subprocess.Popen(
-            server_command(options, backend, port), env=server_environment(backend) | own, cwd=ROOT,
+            server_command(options, backend, port), env=server_environment(backend) | own,
             stdin=subprocess.DEVNULL, stdout=output, stderr=output,
             start_new_session=True,  # a terminal's Ctrl-C is not for it
             preexec_fn=partial(die_with_parent, os.getpid()),

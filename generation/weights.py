@@ -181,10 +181,11 @@ OWNER = Owner()
 async def check_key(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
     """vLLM asks for VLLM_API_KEY where text is sampled, but not where weights are changed: this asks everywhere.
 
+    A server without a key answers nobody.
     Its own route is /owner, where a run says each second that the server is its own, and hears how far it is.
     """
     key, given = os.environ.get("VLLM_API_KEY", ""), request.headers.get("authorization", "")
-    if key and not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
+    if not key or not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
         return JSONResponse({"error": "this server wants its VLLM_API_KEY"}, 401)
     if request.url.path != "/owner":
         return await call_next(request)

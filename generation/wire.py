@@ -8,6 +8,7 @@ transfer of weights: the reason is `Fleet.error`.
 from __future__ import annotations
 
 import asyncio
+import os
 import resource
 import socket
 import threading
@@ -98,6 +99,14 @@ class Turns(Protocol):
     end_reply: Callable[[Completion, Outcome, Sampling], str]
 
 
+def reason_of(error: Exception) -> str:
+    """Why a server is lost, in words; aiohttp's name its own settings."""
+    if isinstance(error, aiohttp.ClientConnectorError):
+        number, said = error.os_error.errno or 0, error.os_error.strerror
+        return f"it cannot be reached ({os.strerror(number) if number > 0 else said or 'nobody listens there'})"
+    return str(error) or f"no answer ({type(error).__name__})"
+
+
 def read_completion(content: bytes, prompt: list[int], most_tokens: int) -> Completion:
     """Raises ServerFault or msgspec's errors if it is not what was asked for."""
     answer = msgspec.json.decode(content, type=Answer)
@@ -185,6 +194,8 @@ class Fleet:
         limit = aiohttp.ClientTimeout(total=timeout, sock_connect=10)
         async with self.session.post(f"{server.url}/{path}", json=body, timeout=limit) as response:
             content = await response.read()
+        if response.status == 401:
+            raise ServerFault("it has another key; set VLLM_API_KEY to the one that scripts/serve.py got or printed")
         if response.status != 200:
             said = " ".join(content[:500].decode(errors="replace").split())
             route = f"/{path.partition('?')[0]} answers with status {response.status}: "
@@ -347,20 +358,23 @@ class Fleet:
             return
         is_starting = server.state == "starts"
         server.state = "lost"
-        reason, tail = str(error) or f"no answer ({type(error).__name__})", ""
+        reason, tail = reason_of(error), ""
         if server.process is not None:
             reason = server.process.how_it_ended(ENDING) or reason
             server.process.process.kill()
-            tail = f". {server.process.log} ends with:\n{server.process.log.read_text(errors='replace')[-TAIL:]}"
+            tail = f". {server.process.log} ends with:\n{server.process.log.read_text('utf-8', 'replace')[-TAIL:]}"
         requests, tasks = list(server.under_way.values()), set(server.under_way) - {asyncio.current_task()}
         server.under_way = {}
         for task in tasks:
             task.cancel()
         if is_starting:
-            self.error = f"{server.name} cannot be used: {reason}{tail}"
+            await self._free()
+            self.error = self.error or f"{server.name} cannot be used: {reason}{tail}"
         elif self.phase == "sending" or all(each.state == "lost" for each in self.servers):
             when = "amid a transfer of weights" if self.phase == "sending" else "and no other is left"
-            way_out = "the same command goes on from the last checkpoint"
+            way_out = "the same command continues from the last checkpoint"
+            if server.process is None:
+                way_out = f"start it again, then {way_out}"
             self.error = f"{server.name} was lost {when}: {reason}; {way_out}{tail}"
             if self.phase == "sending":
                 self.loop.call_later(0.0 if requested() else LEAVE, self._leave)
@@ -368,6 +382,13 @@ class Fleet:
             moved = f"; {len(requests)} unfinished completions are sampled elsewhere" if requests else ""
             self.say(f"{server.name} is lost for the rest of this run: {reason}{moved}")
             await self.put(requests, is_first=True)
+
+    async def _free(self) -> None:
+        """Lets go of servers that somebody else has started: the run ends, and another may have them at once."""
+        taken = [each for each in self.servers if each.state == "ready" and each.process is None]
+        for each in self.servers:
+            each.state = "lost"  # or its watch would take it again
+        await asyncio.gather(*(self._own(each, "free") for each in taken), return_exceptions=True)
 
     def _leave(self) -> None:
         """Ends the process: its main thread may wait in a broadcast that nobody answers, over NCCL for ever."""
@@ -387,6 +408,8 @@ class Fleet:
                 if found.fit.get(name) != needed and not (name == "--max_model_len" and found.fit[name] > needed)
             ]  # fmt: skip
             if wrong:
+                with suppress(*FAULTS):
+                    await self._own(server, "free")
                 raise ServerFault(f"it does not fit this run: it has {'; '.join(wrong)}.")
             server.state, server.num_workers = "ready", found.num_workers
 

@@ -3,39 +3,67 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 BOX = re.compile(r"\\(?:boxed|fbox)\s*(\{|[^\s{}$\\.,]+)")
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # or an escaped character, which is none
-STATED = re.compile(r"\banswer\b[*_]*\s*(?:\bis\b|:)[*_]*[ \t]*:?\s*", re.IGNORECASE)
+STATED = re.compile(
+    r"(?i)(?:\banswer\b[*_]*\s*(?:\bis\b|[:：])|答案[*_]*(?:就|即|应该?)?(?:[是为為](?!否|何|什么|多少)|[选選:：】])"
+    r"|(?:故|所以|因此)[选選](?![项項取用])[择擇]?)[*_]*[ \t]*[:：]?\s*"
+)
+HEADING = re.compile(  # a line with #, with a capital F, or with these words alone; it may be underlined
+    r"(?im)^(?:[ \t>*_]*(?:#[^\n]*|(?:the )?)|[^\n]*(?<![A-Za-z])(?=(?-i:F)))(?:final answer|(?:最终)?答案)"
+    r"[ \t:：*_]*$(?:\n[-=]{3,}[ \t]*$)?"
+)
 SENTENCE_END = re.compile(
-    r"(?<!\be\.g)(?<!\bi\.e)[.!?](?=[\s*\"')]|$)|[。\n]|[,;]?\s+(?:because|since)\s", re.IGNORECASE
+    r"(?i)(?<!\be\.g)(?<!\bi\.e)[.!?．](?=[\s*\"')]|$)|[。！？\n]|[,;]?\s+(?:because|since)\s|[，,]?\s*因为"
+)
+MARKUP = re.compile(  # a formula, where * and _ are signs; `code`; **emphasis**, which is no product and no index
+    r"\$(?:(?!\*\*)[^$\n])*\$|\\\((?:(?!\\\().)*?\\\)|\\\[(?:(?!\\\[).)*?\\\]"
+    r"|(?<!`)(?P<tick>`{1,3})(?!`)(?P<code>[^`\n]+)(?P=tick)(?!`)"
+    r"|(?<![0-9A-Za-z\\^{})\]!|*_])(?P<mark>(?P<sign>[*_])(?P=sign){0,2})(?!(?P=sign)|[\s{])"
+    r"(?P<text>(?:(?!(?P=mark)).)+)(?<!\s)(?P=mark)(?!(?P=sign)|[0-9{\\]|(?<!\*\*)[A-Za-z])"
 )
 WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 MAX_STATED = 1000  # characters behind a mark without an end
 
 
-def visible_text(completion: str) -> str | None:
+def opens_thought(prompt: str) -> bool:
+    """Whether it ends with `<think>`, or with one line of words behind a `<think>` that begins a line or a turn."""
+    before, tag, words = prompt.rpartition("<think>")
+    begins = before.rstrip(" ").lower().endswith(("\n", ">", "]", "assistant:"))
+    is_thought = begins and not re.search(r"[\n<]|\]$|\b[A-Z]\w*:$", words.strip())
+    return bool(tag) and (is_thought or not words.strip())
+
+
+def visible_text(completion: str, prompt: str = "") -> str | None:
     """What stands after the last `</think>`, if there is one; None if the completion ended while it was thinking."""
-    if completion.rfind("<think>") > completion.rfind("</think>"):
-        return None
-    return completion.rpartition("</think>")[2]
+    _, end, said = completion.rpartition("</think>")
+    return None if "<think>" in said or (not end and opens_thought(prompt)) else said
 
 
-def read_answer(completion: str, unmarked: str = "value") -> str | None:
-    """The final answer, None if there is none.
+def plain(text: str) -> str:
+    """The text without the marks of emphasis and code, and without what a cut has left of them; x^* stays."""
+    text = MARKUP.sub(lambda match: match["code"] or (plain(match["text"]) if match["text"] else match[0]), text)
+    end = len(text.rstrip(" *_"))
+    return re.sub(r"^[ *_]+(?!\{)", "", text[: end + (text[end - 1 : end] == "^")])
 
-    After the last `</think>` (a thought that is never closed has no answer), inside the last `<answer>...</answer>` if
-    there is one, it is:
+
+def read_answer(completion: str, prompt: str = "", unmarked: str = "value") -> str | None:
+    """The final answer, None if there is none. `prompt`: as the model saw it.
+
+    After the last `</think>` (a thought that is never closed has no answer, also if the prompt has opened it), inside
+    the last `<answer>...</answer>` if there is one, it is:
     1. the content of the last `\\boxed{}` or `\\fbox{}`;
     2. else what follows the last "####" on its line;
-    3. else what follows the last "answer is" or "answer:", up to the end of the sentence, or to "because", "since";
+    3. else what follows the last "answer is" or "answer:" (答案是, 答案：, 故选) or heading that ends with "Final
+       Answer", up to the end of the sentence, or to "because", "since"; above such a heading 2 and 3 read nothing;
     4. else the whole text, but only inside `<answer>`, or if it is nothing but a value: one line of at most two words.
 
-    Nothing before the mark and nothing behind it changes it. A mark that is not closed holds nothing. `unmarked`: the
-    rule 4 outside `<answer>` holds for a "value", for "all" texts, or for "none".
+    Nothing before the mark and nothing behind it changes it. A mark that is not closed holds nothing. Emphasis is left
+    out, but for 1. `unmarked`: the rule 4 outside `<answer>` holds for a "value", for "none", or for "all" texts, which
+    keep their emphasis.
     """
-    text = visible_text(completion)
+    text = visible_text(completion, prompt)
     if text is None:
         return None
     _, tag, tagged = text.rpartition("<answer>")
@@ -43,48 +71,47 @@ def read_answer(completion: str, unmarked: str = "value") -> str | None:
         text, end, _ = tagged.partition("</answer>")
         if not end:
             return None
+    if (box := last_box(text)) is not None:
+        return box.strip() or None
+    text = (text if unmarked == "all" else plain(text)).strip()
     answer = _marked(text)
     if answer is None:
-        text = text.strip()
         is_value = "\n" not in text[:MAX_STATED] and len(text) <= MAX_STATED and len(WORD.findall(text)) <= 2
         answer = text if tag or unmarked == "all" or (unmarked == "value" and is_value) else ""
-    return answer.strip() or None
+    return (answer if unmarked == "all" else plain(answer)).strip() or None
 
 
 def _marked(text: str) -> str | None:
-    """What the last mark of the text holds, nothing if it is not closed; None without a mark."""
-    boxes = list(boxes_of(text))
-    if boxes:
-        return boxes[-1]
+    """What the last mark of a text without boxes holds; None without a mark."""
+    if headings := list(HEADING.finditer(text)):
+        text = f"answer: {text[headings[-1].end() :]}"
     _, mark, behind = text.rpartition("####")
     if mark:
         return behind[:MAX_STATED].strip().partition("\n")[0]
-    stated = list(STATED.finditer(text))
-    if stated:
+    if stated := list(STATED.finditer(text)):
         behind = text[stated[-1].end() :][:MAX_STATED]
         ends = (each.start() for each in SENTENCE_END.finditer(behind))
         end = next((at for at in ends if not _is_open(behind[:at])), None)
-        return behind[:end].strip(" *_")
+        return behind[:end]
     return None
 
 
 def _is_open(text: str) -> bool:
     """Whether a formula is begun and not ended."""
-    return text.count("$") % 2 == 1 or text.count("\\[") > text.count("\\]") or text.count("\\(") > text.count("\\)")
+    is_open = text.count("$") % 2 == 1 or text.count("$$") % 2 == 1
+    return is_open or text.count("\\[") > text.count("\\]") or text.count("\\(") > text.count("\\)")
 
 
-def boxes_of(text: str) -> Iterator[str]:
-    """What every outermost \\boxed{...} and \\fbox{...} holds; `\\boxed 5` without braces holds the next word."""
-    at = 0
+def last_box(text: str) -> str | None:
+    """What the last outermost \\boxed{...} or \\fbox{...} holds; `\\boxed 5` without braces holds the next word."""
+    at, held = 0, None
     while match := BOX.search(text, at):
-        at = match.end()
-        if match[1] != "{":
-            yield match[1]
-            continue
-        depth, start = 1, at
-        for brace in BRACE.finditer(text, start):
-            depth += {"{": 1, "}": -1}.get(brace[0], 0)
-            if depth == 0:
-                break
-        at = brace.end() if depth == 0 else len(text)
-        yield text[start : at - 1] if depth == 0 else ""
+        at, held, depth = match.end(), match[1], 1
+        if held == "{":
+            at, held = len(text), ""  # of one that is not closed
+            for brace in BRACE.finditer(text, match.end()):
+                depth += {"{": 1, "}": -1}.get(brace[0], 0)
+                if depth == 0:
+                    at, held = brace.end(), text[match.end() : brace.start()]
+                    break
+    return held

@@ -10,8 +10,10 @@ Nothing here has a time limit: a formula that SymPy cannot finish is ended with 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import re
+from collections.abc import Iterator
 from fractions import Fraction
 from functools import lru_cache
 
@@ -22,7 +24,7 @@ from math_verify import verify
 from sympy import Basic, Derivative, Eq, Expr, Float, I, Integral, Limit, Pow, Product, Sum, Symbol, factorial, log
 
 from grading.answer import read_answer
-from grading.values import MAX_FORMULA, Value, clean, fold, parse_value
+from grading.values import MAX_FORMULA, Value, clean, fold, parse_value, quantity
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off
 
@@ -54,11 +56,13 @@ def equal(key: str, answer: str) -> bool:
     An answer may leave out the key's unit or bring one where the key has none, but not another one. The key 50\\% is
     equalled by 50, 50\\% and 0.5. Decimals are exact: 0.333 is not 1/3. The key 3 is not equalled by "3 or 4".
     """
+    if key.strip() == answer.strip():
+        return key.strip() != ""
     key, answer = clean(key), clean(answer)
     if not key or not answer:
         return False
     values = parse_value(key), parse_value(answer)
-    if "matrix" in key + answer and "formula" in (values[0][0], values[1][0]):
+    if "matrix}" in key + answer and "formula" in (values[0][0], values[1][0]):
         return same_formula(key, answer)
     return _same(*values)
 
@@ -90,12 +94,11 @@ def _same(key: Value, answer: Value) -> bool:
 
 def _same_choice(key: Value, answer: Value) -> bool:
     """True if letters agree, or the values beside them: the key (C) 12 is met by C and by 12, the key 12 by (C) 12."""
-    if key[0] == answer[0]:
-        return key[1] == answer[1] and (key[2] is None or answer[2] is None or _same(key[2], answer[2]))
-    letter, other = (key, answer) if key[0] == "choice" else (answer, key)
-    if other[0] == "formula" and _letters(other[1]).upper() == letter[1]:
-        return True
-    return letter[2] is not None and (_same(letter[2], other) if letter is key else _same(other, letter[2]))
+    letters = [_letters(value[1]).upper() if value[0] == "formula" else value[1] for value in (key, answer)]
+    values = [value[2] if value[0] == "choice" else value for value in (key, answer)]
+    if letters[1] in (letters[0], f"{letters[0]}:"):
+        return "formula" in (key[0], answer[0]) or None in values or _same(*values)
+    return key[0] != answer[0] and None not in values and _same(*values)
 
 
 def _same_collection(key: Value, answer: Value) -> bool:
@@ -132,6 +135,8 @@ def _same_unordered(keys: tuple[Value, ...], answers: tuple[Value, ...]) -> bool
 
 
 def _same_quantity(key: Value, answer: Value) -> bool:
+    if bool(key[2]) != bool(answer[2]):  # what is glued to a number is a unit where the other side has one: 0.64N
+        key, answer = (each if each[2] else quantity(str(each[1]), is_apart=True) or each for each in (key, answer))
     key_unit, answer_unit = key[2], answer[2]
     if {key_unit, answer_unit} == {"%", ""} and key[0] == answer[0] == "number":
         return answer[1] in (key[1], key[1] / 100) if key_unit else answer[1] / 100 == key[1]
@@ -178,33 +183,48 @@ def _is_small(formula: Basic) -> bool:
 
 
 def same_formula(key: str | Fraction, answer: str | Fraction) -> bool:
-    """60 digits decide on numbers. Formulas that differ at one point need no `simplify`, which takes milliseconds."""
+    """Whether both agree where both are real, to 60 digits; what has no value, such as a matrix, SymPy compares."""
     gold, pred = read_formula(key), read_formula(answer)
     if gold is None or pred is None:
         return False
     symbols = sorted(gold.free_symbols | pred.free_symbols, key=str)
-    point = {symbol: Float(0.61803398874989 + i * 0.41421356237309, 60) for i, symbol in enumerate(symbols)}
-    first, second = _value(gold, point), _value(pred, point)
-    if first is not None and second is not None:
+    if isinstance(gold, Eq) and isinstance(pred, Eq):  # they agree if one is a multiple of the other
+        gold, pred = (sympy.fraction(sympy.together(each.lhs - each.rhs))[0] for each in (gold, pred))
+        ratios = [_value(gold / pred, point) for point in _points(symbols)]
+        first, *others = [ratio for ratio in ratios if ratio is not None] or [sympy.S.Zero]
+        return bool(others and first != 0 and all(abs(ratio - first) < 1e-40 * abs(first) for ratio in others))
+    num_same = 0
+    for point in _points(symbols):
+        first, second = _value(gold, point), _value(pred, point)
+        if first is None or second is None:
+            continue
         size = max(abs(first), abs(second))
         if abs(first - second) > 1e-40 * size > 1e-80:  # a smaller one may be the noise of a zero
             return False
-        if (difference := gold.doit() - pred.doit()).is_Rational:
+        if not num_same and (difference := gold.doit() - pred.doit()).is_Rational:
             return difference == 0  # exact: 60 digits do not tell 2^1009 - 1 from 2^1009
-        if not symbols and size > 1e-40:
-            return True
-    if isinstance(gold, Eq) and isinstance(pred, Eq):  # they agree if one is a multiple of the other
-        gold, pred = (sympy.fraction(sympy.together(each.lhs - each.rhs))[0] for each in (gold, pred))
-        here, there = _value(gold / pred, point), _value(gold / pred, {each: x * x + 1 for each, x in point.items()})
-        return None not in (here, there) and here != 0 and bool(abs(here - there) < 1e-40 * abs(here))
+        num_same += bool(size > 1e-40)
+    if num_same > min(len(symbols), 1):
+        return True
     return verify(gold, pred, float_rounding=10, timeout_seconds=None)
 
 
+def _points(symbols: list[Symbol]) -> Iterator[dict[Symbol, Float]]:
+    """Odd points near and far, of all signs: sqrt((x - 50)^2) is 50 - x up to 50."""
+    for scale, signs in itertools.product((1, 10, 1000) if symbols else (1,), ("++", "--", "+-", "-+")):
+        numbers = (f"{signs[i % 2]}{scale * (0.61803398874989 + i * 0.41421356237309)}" for i in range(len(symbols)))
+        yield {symbol: Float(number, 60) for symbol, number in zip(symbols, numbers, strict=True)}
+
+
 def _value(formula: Basic, point: dict[Symbol, Float]) -> Expr | None:
-    """Its value to 60 digits at some odd positive point; None if it has none that is finite."""
+    """Its value to 60 digits at this point; None if it has none that is finite, or a root or logarithm is not real."""
     if not isinstance(formula, Expr) or formula.has(*UNFINISHED):
         return None
     try:
+        if point and not formula.has(I):
+            parts = [part for part in formula.atoms(Pow, sympy.Function) if part.args[0].free_symbols]
+            if any(part.subs(point).is_real is False for part in parts):
+                return None
         value = formula.subs(point).evalf(60)
         parts = value.as_real_imag()
     except UNSOLVED:
@@ -229,9 +249,18 @@ def check_key(key: str) -> None:
         raise ValueError(f"a sentence, not an answer: {key[:80]!r}")
     if not re.search(r"\w", re.sub(r"\\(?:text|[^A-Za-z])", "", text)):
         raise ValueError(f"no answer in the key {key[:80]!r}")
-    value = parse_value(text)
-    if value[0] == "formula" and read_formula(value[1]) is None:
-        raise ValueError(f"math-verify cannot read {value[1][:80]!r}")
+    for formula in _formulas(parse_value(text)):
+        if read_formula(formula) is None:
+            raise ValueError(f"math-verify cannot read {formula[:80]!r}")
+
+
+def _formulas(value: Value) -> Iterator[str]:
+    """The formulas and equations in a value, not those beside the letter of a choice."""
+    if value[:1] in (("formula",), ("equation",)):
+        yield value[1]
+    elif value[:1] != ("choice",):
+        for part in value:
+            yield from _formulas(part) if isinstance(part, tuple) else ()
 
 
 def canonical(answer: str) -> str:

@@ -21,24 +21,42 @@ import threading
 from collections.abc import Callable, Iterable
 from operator import attrgetter
 from pathlib import Path
+from types import ModuleType
 
 from grading import Case
+
+LOADED: dict[Path, ModuleType] = {}  # files of the user's
+
+
+def load_module(path: str) -> ModuleType:
+    """The file as a module, one for all flags and files that name or import it. Raises what the file raises."""
+    file, name = Path(path).resolve(), Path(path).stem
+    if file in LOADED:
+        return LOADED[file]
+    folder = str(Path(path).absolute().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)  # it can import its neighbours; at the end, because ours keep their names
+    spec = importlib.util.find_spec(name) if name.isidentifier() else None
+    if spec and spec.origin and Path(spec.origin).resolve() == file:
+        module = importlib.import_module(name)
+    else:  # it may be called math.py
+        spec = importlib.util.spec_from_file_location(f"own_{name}", path)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # as an import would: dataclasses and pickle look there
+        spec.loader.exec_module(module)
+    LOADED[file] = module
+    return module
 
 
 def load_function(path: str, name: str) -> Callable:
     """The function of this name in the file. Raises ValueError if there is none, and what the file itself raises."""
-    spec = importlib.util.spec_from_file_location(f"own_{Path(path).stem}", path)  # a file may be called math.py
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # as an import would: dataclasses and pickle look there
-    folder = str(Path(path).absolute().parent)
-    if folder not in sys.path:
-        sys.path.append(folder)  # it can import its neighbours; at the end, because ours keep their names
-    spec.loader.exec_module(module)
+    module = load_module(path)
     function = getattr(module, name, None)
     if not callable(function):
-        functions = [each for each in vars(module).values() if getattr(each, "__module__", "") == spec.name]
-        found = [each.__name__ for each in functions if inspect.isfunction(each) and not each.__name__.startswith("_")]
-        raise ValueError(f"{path} has no function {name!r}; it has {', '.join(found) or 'none'}.")
+        own = [each for each in vars(module).values() if getattr(each, "__module__", "") == module.__name__]
+        found = [each.__name__ for each in own if inspect.isfunction(each) or inspect.isclass(each)]
+        public = ", ".join(each for each in found if not each.startswith("_"))
+        raise ValueError(f"{path} has no function or class {name!r}; it has {public or 'none'}.")
     return function
 
 
@@ -110,9 +128,14 @@ class OwnReward:
             raise ValueError(f"{wrong} {', '.join(FORMS)}. {known}; see docs/rewards.md.")
         self.values, self.takes_group = form
         kinds = {each.kind for each in parameters.values()}
-        self.takes_all_columns = self.values is GROUP and inspect.Parameter.VAR_KEYWORD in kinds
+        if inspect.Parameter.POSITIONAL_ONLY in kinds:
+            raise ValueError(
+                f"{self.name} cannot be called by the names of its parameters; leave the / among them out."
+            )
+        self.takes_all_columns = self.values in (OURS, GROUP) and inspect.Parameter.VAR_KEYWORD in kinds
         named = [name for name, each in parameters.items() if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
-        self.named = [name for name in named if name in self.values]
+        rest = OURS.keys() - {"token_ids"} if self.takes_all_columns and not self.takes_group else ()
+        self.named = [name for name in self.values if name in (*named, *rest)]
         self.columns = [name for name in named if name not in self.values]
         self.required = [name for name in self.columns if parameters[name].default is inspect.Parameter.empty]
         if self.required and self.values is not GROUP:
@@ -132,7 +155,7 @@ class OwnReward:
         """Reward and sub-scores of each completion. Raises what the function raises, WrongReturn for no rewards."""
         arguments = {name: [self.values[name](case) for case in cases] for name in self.named}
         for name in cases[0].columns:
-            if name in self.columns or (self.takes_all_columns and name not in (*GROUP, "prompt", "completion")):
+            if name in self.columns or (self.takes_all_columns and name not in (*self.values, "prompt", "completion")):
                 arguments[name] = [case.columns.get(name) for case in cases]
         if not self.takes_group:
             arguments = {name: values[0] for name, values in arguments.items()}

@@ -39,9 +39,10 @@ SPOKEN = {
 COMMANDS = {name: meaning for meaning, names in {
     r"\frac": "dfrac tfrac cfrac", r"\ne ": "neq", r"\le ": "leq leqslant", r"\ge ": "geq geqslant", "<": "lt",
     ">": "gt", r"\{": "lbrace", r"\}": "rbrace", r"\approx ": "simeq", r"\emptyset": "varnothing", ":": "colon",
-    r"^\circ": "degree", " ": "displaystyle textstyle limits nolimits bf rm large Large",
+    r"^\circ": "degree", r"\mathbb{R}": "R", " ": "displaystyle textstyle limits nolimits bf rm large Large",
 }.items() for name in names.split()}  # fmt: skip
 
+BRACED = r"\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"  # with up to two more pairs of braces in it
 CURRENCIES = {r"\$": "dollar", r"\euro": "euro", r"\pounds": "sterling"}
 
 # Pattern and replacement, in order; "x?" stands for: not followed by a letter.
@@ -53,17 +54,18 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
     (r"\\(?:left|right|[bB]igg?[lr]?)x?\.?|\\!", ""),
     (r"(?<!\\)(?:\\[()\[\]](?!\d*pt)|\$)", " "),
     (r"(?<!\\)\\[,;: ]|~|\\q?quad|\\(?:text)?color\s*\{\w+\}", " "),
-    (r"\\(?:mathbf|mathit|boldsymbol|mathrm|vec)\s*\{\s*([a-zA-Z])\s*\}", r" \1 "),
-    (r"^\\(?:boxed|fbox|boldsymbol)\s*\{(.*)\}$", r"\1"),
-    (r"\\(?:text(?:bf|it|rm|sf|tt|normal)|math(?:rm|bf|it|sf)|emph|mbox|operatorname)\s*\{", r"\\text{"),
+    (rf"\\(?:mathbf|mathit|boldsymbol|bm|pmb)\s*{BRACED}|\\(?:mathrm|vec)\s*\{{\s*([a-zA-Z])\s*\}}",
+     lambda m: f" {m[1] or m[2]} "),
+    (r"^\\(?:boxed|fbox)\s*\{(.*)\}$", r"\1"),
+    (r"\\(?:text(?:bf|it|rm|sf|tt|normal)|math(?:rm|sf)|emph|mbox|operatorname)\s*\{", r"\\text{"),
     (r"\\text\s*\{\s*(\\\$|[+-]?\d[\d.,/]*)\s*\}|^\\text\s*\{\s*(\d[^{}]*)\}$", lambda m: f" {m[1] or m[2]} "),
-    (r"\\text\s*\{\s*,?\s*(?:(or|或者?)|and|和),?\s*\}", lambda m: " or " if m[1] else " , "),
+    (r"\\text\s*\{\s*,?\s*(?:(or|或者?)|and|和),?\s*\}|(?<=[\dA-Za-z})\]])\s*(?:(或者?)|[和与])\s*(?=[\dA-Za-z\\({-])",
+     lambda m: " or " if m[1] or m[2] else " , "),
     # Synonyms
     (r"\\notx?\s*=|(?<![\d)])!=", r"\\ne "),
     (r"([<>])=", lambda m: r"\le " if m[1] == "<" else r"\ge "),
     (r"\^\s*\{\s*\\circ\s*\}", r"^\\circ"),
     (r"\\\{\s*\\\}", r"\\emptyset"),
-    (r"\\(?:mathbb|Bbb)\s*\{?R\}?|\\Rx?", r"\\mathbb{R}"),
     (r"\^\s*\{?\s*((?:\\prime\s*)+)\}?", lambda m: "'" * m[1].count("p")),
     (r"^\\mathbb\{R\}\s*\\(?:setminus|backslash)\s*\\\{([^{},]*)\\\}$", r"x \\ne \1"),
     (r"\{([:,])\}", r"\1"),
@@ -80,8 +82,7 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
     (r"^\s*([+-]?)\s*(\\\$|\\euro|\\pounds)\s*((?:(?!\\\$).)*\S)\s*$",
      lambda m: rf"{m[1]}{m[3]} \text{{{CURRENCIES[m[2]]}}}"),
     (r"\b([ap])\.\s?m\b\.?", r"\1m"),
-    (r"^\s*\{([^{}]*)\}\s*$", r"\1"),
-    (r"\s+", " "),
+    (r"\s\(([^()]*(?:[<>]|\\(?:in|[lgn]e)x?)[^()]*)\)\s*$", r", \1"),  # y = 2x (x > 0)
 ]]  # fmt: skip
 
 
@@ -97,7 +98,7 @@ def clean(text: str) -> str:
     text = text.strip("`*" if not text.endswith("^*") else "`").strip()
     for pattern, replacement in REWRITES:
         text = pattern.sub(replacement, text)
-    text = text.strip().rstrip(",;:" if text.rstrip().endswith("..") else ".,;:").strip()
+    text = text.strip().rstrip(",;:" if text.rstrip().endswith("..") else ".,;:。").strip()
     words = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text).strip().lower()
     meaning = next((meaning for meaning, phrase in SPOKEN.items() if re.fullmatch(phrase, words)), None)
     return meaning or str(WORDS.get(words, "")) or text
@@ -120,7 +121,7 @@ NUMBER = re.compile(  # 1,000.5 with or without a power of ten; 3/4 and 2 3/4; 0
     r"|(?P<fixed>\d*\.\d*)\\(?:overline|bar|dot)\s*\{?(?P<repeated>\d+)\}?)"
 )
 SCALES = {"dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9}
-SCALED = re.compile(rf"(.+?)\s*(?:\\text\{{\s*)?({'|'.join(SCALES)})\s*\}}?")
+SCALED = re.compile(rf"(.+?)\s*(?:\\text\{{\s*|\()?({'|'.join(SCALES)})\s*[)}}]?")
 
 
 def number(text: str) -> Fraction | None:
@@ -145,24 +146,27 @@ def number(text: str) -> Fraction | None:
 
 
 UNITS = {name: short for short, names in {  # every spelling of a unit
-    "cm": "centimeter centimetre", "mm": "millimeter millimetre", "km": "kilometer kilometre", "m": "meter metre",
-    "kg": "kilogram", "g": "gram", "mg": "milligram", "lb": "pound lbs", "oz": "ounce", "ft": "feet foot", "yd": "yard",
-    "mi": "mile", "in": "inche inch", "s": "second sec", "min": "minute", "h": "hour hr hrs", "l": "liter litre",
-    "ml": "milliliter millilitre", "$": "dollar usd buck", "deg": "degree", "%": "percent", "u": "unit",
-    "mi/h": "mph", "km/h": "kph kmph", "rad": "radian", "j": "joule", "n": "newton", "w": "watt", "v": "volt",
-    "hz": "hertz", "people": "person", "child": "children", "man": "men", "woman": "women", "mol": "mole",
-    **dict.fromkeys(re.findall(r"\w+", "day week month year cent am pm euro sterling 个 元 米 人 天 度 岁 小时"), ""),
+    "cm": "centimeter centimetre 厘米", "mm": "millimeter millimetre 毫米", "km": "kilometer kilometre 千米 公里",
+    "m": "meter metre 米", "kg": "kilogram 千克 公斤", "g": "gram 克", "mg": "milligram 毫克", "lb": "pound lbs",
+    "oz": "ounce", "ft": "feet foot", "yd": "yard", "mi": "mile", "in": "inche inch", "s": "second sec 秒",
+    "min": "minute 分钟", "h": "hour hr hrs 小时 时", "l": "liter litre 升", "ml": "milliliter millilitre 毫升",
+    "$": "dollar usd buck 美元", "deg": "degree 度", "%": "percent", "u": "unit", "mi/h": "mph", "km/h": "kph kmph",
+    "rad": "radian", "j": "joule", "n": "newton", "w": "watt", "v": "volt", "hz": "hertz", "people": "person 人",
+    "child": "children", "man": "men", "woman": "women", "mol": "mole", "day": "天 日", "week": "周", "year": "年",
+    **dict.fromkeys(re.findall(r"\w+", "month cent am pm euro sterling 元 岁 月 个月 分 吨 分米 公顷"), ""),
 }.items() for name in [short, *names.split()]}  # fmt: skip
+COUNTED = r"[个只本块支张辆名位条棵件次种组页台间根颗盒箱袋朵套双](?![半十百千万亿])[\u4e00-\u9fff]*"  # 3个苹果
 # What says something about the value: 7 dozens, 7 tenths, 7 more
-NO_UNITS = set(re.findall(r"\w+", """
+NO_UNITS = {*SCALES, *WORDS, *re.findall(r"\w+", """
+    about above approximately base below factorial guess log maybe mod sin squared trillion wrong
     additional always as billions centuries couples decades does dozens fewer gross half halves hundreds is less
     millions minus more negative no not ones or others over pairs percents plus quarters scores squares tens thirds this
-    thousands times triples twins unless versus vs was yes to and than but"""))  # fmt: skip
+    thousands times triples twins unless versus vs was yes to and than but""")}  # fmt: skip
 UNIT_WORD = r"[A-Za-z\u4e00-\u9fff]+\.?(?:\s*\^\s*\{?-?\d\}?)?"
 QUANTITY = re.compile(
     rf"(?P<value>.*(?:[\d}})]|\\pi|{'|'.join(SCALES)}))\s*(?P<unit>\\?%|\^\\circ\s*"
     r"|(?:\\text\{[^{}]*\}(?:\s*\^\s*\{?-?\d\}?)?\s*(?:/|\\cdot)?\s*)+"
-    rf"|(?:(?<=\s)|(?<=[\d)}}])){UNIT_WORD}(?:(?:\s*/\s*|\s+){UNIT_WORD})*)", re.DOTALL,
+    rf"|\([^()]+\)|(?:(?<=\s)|(?<=[\d)}}])){UNIT_WORD}(?:(?:\s*/\s*|\s+){UNIT_WORD})*)", re.DOTALL,
 )  # fmt: skip
 
 
@@ -171,24 +175,25 @@ def unit(text: str, is_apart: bool) -> str | None:
 
     A unit is made of known names, abbreviations and plurals of any noun. `is_apart`: a letter is no factor ("5 m").
     """
-    if re.search(r"(?<![A-Za-z])[A-Z][A-Za-z]?(?![A-Za-z.])", text) and not re.search("[JNWV]|Hz|PM|AM", text):
-        return None  # 5 M is no length, 5 Mg is not 5 mg
+    if re.search(r"(?<![A-Za-z])(?!(?:[JLNVW]|Hz|[AP]M)\b)(?:[A-Z][A-Za-z]?|[jnvw])(?![A-Za-z.])", text):
+        return None  # 5 M is no length, 5 Mg is not 5 mg, 5 n is a product
     text = re.sub(r"\\text\s*\{\s*\(?(?:in (?=\w))?([^{}()]*)\)?\s*\}", r" \1 ", text.lower())
     text = re.sub(r"\\?%", " percent ", text.replace("^\\circ", " deg ")).replace("\\cdot", " ").replace(".", "")
     if not re.fullmatch(r"[\sa-z\u4e00-\u9fff/^{}\d]*", text) or re.search(r"(?<!\^)(?<!\^\{)\d", text):
         return None
-    power = "^2" if re.search(r"\bsq", text) else "^3" if re.search(r"\bcu", text) else ""
-    text = re.sub(r"\b(?:(per)|square|squared|sq|cubic|cubed|cu|of|the)\b", lambda m: "/" if m[1] else " ", text)
+    power = "^2" if re.search(r"\bsq|平方", text) else "^3" if re.search(r"\bcu|立方", text) else ""
+    text = re.sub(r"\bper\b|每", "/", text)
+    text = re.sub(r"\b(?:square|squared|sq|cubic|cubed|cu|of|the|old)\b|平方|立方", " ", text)
     names = []
     for word in re.findall(r"[a-z\u4e00-\u9fff]+|\^\{?\d|/", text):
         name = UNITS.get(word, UNITS.get(word.removesuffix("s")))
-        if word in NO_UNITS or word in SCALES or word in WORDS or (name is None and re.search(r"ths?$", word)):
+        if word in NO_UNITS or (name is None and re.search(r"ths?$", word)):
             return None
         if word[0] in "^/":
             names.append(word.replace("{", ""))
         elif name is not None and (is_apart or len(word.encode()) > 1):
             names += ["·"] * bool(names and names[-1].isalpha()) + [name]
-        elif len(word) > 3 and word.endswith("s") and not word.endswith("ss"):
+        elif re.fullmatch(rf"\w\w+[^\Ws]s|{COUNTED}", word):
             names.append(word.removesuffix("s"))
         elif names or not re.search(r"s\b", text):  # an adjective may stand before a plural: blue marbles
             return None
@@ -197,33 +202,39 @@ def unit(text: str, is_apart: bool) -> str | None:
 
 # Values -----------------------------------------------------------------------------------------------------------
 
-LETTER = (  # with its index; no function
-    r"(?:[A-Za-z]|\\(?!frac|pi|infty|sqrt|text|in|exp|log|ln|sin|cos|tan|sec|csc|cot)[a-z]{2,8}(?![A-Za-z]))"
-    r"(?:_(?:\{[\w,]+\}|\w|\{?\\(?:min|max|text\{\w+\})\s*\}?))?"
-)
 DENIED = (
     r"half|double|twice|not?|never|wrong\w*|false|trap|guess|least|most|more|less|if|approx\w*|square|root|log|inverse"
+    r"|minus|plus|times|reciprocal"
 )
-NAME = (  # x, x_1, f(x), f'(2), P(A), |v|, dy/dx, AB, \angle ABC, Area, \text{total cost}
+LETTER = (  # with its index; no function
+    r"(?:[A-Za-z]|\\(?i:alpha|beta|gamma|delta|(?:var)?epsilon|zeta|eta|(?:var)?theta|iota|kappa|lambda|mu|nu|xi|rho"
+    r"|sigma|tau|upsilon|(?:var)?phi|chi|psi|omega|ell)(?![A-Za-z]))"
+    rf"(?:_(?:\{{[\w,]+\}}|\w|\{{?\\(?:min|max|triangle|text\{{(?!{DENIED})\w+\}})\s*[A-Z]*\}}?))?"
+)
+NAME = (  # x, x_1, f(x), f'(2), P(A), |v|, dy/dx, AB, \angle ABC, Area, \text{total cost}; no expression
     rf"(?:{LETTER}(?:\^\{{-1\}}|'+)?\s?\((?![^()]*(?:\d[A-Za-z]|\bnot\b))[^()+*/^=-]*\)"
-    rf"|P\([^()]*[=<>|][^()]*\)|{LETTER}'*|d\w/d\w|\\frac\{{d\w\}}\{{d\w\}}"
-    r"|\|\s*(?:[A-Zuvw]|\\[a-z]+|\s)+\||(?:m?\\(?:angle|triangle)\s*)?[A-Z]{1,4}"
-    rf"|(?:\\text\{{)?\s*(?![^{{}}=]*\b(?i:{DENIED})\b)[A-Za-z]{{3,}}(?: [A-Za-z]{{2,}})*\s*\}}?)"
+    rf"|P\([^()]*[=<>|][^()]*\)|{LETTER}|d\w/d\w|\\frac\{{d\w\}}\{{d\w\}}"
+    r"|\|[A-Zuvw\s]+\||(?:m?\\(?:angle|triangle)\s*)?[A-Z]{1,4}"
+    rf"|(?!(?:\\text\{{)?[^{{}}=]*\b(?i:{DENIED})\b)(?:\\text\{{\s*[A-Za-z]{{3,}}|[A-Z][a-z]{{2,}}|[a-z]{{4,}})"
+    r"(?: [A-Za-z]{2,}){,2}\s*\}?)"
 )
 CONSTANT = re.compile(  # a side without letters
     r"(?:[^A-Za-z\\]|\\(?:frac|sqrt|cdot|times|div|pi|binom|circ|sin|cos|tan|log|ln|pm|\W|text\{[^{}]*\})(?![A-Za-z]))+"
 )
 NAMES = re.compile(r"\(\s*[A-Za-z](?:_\{?\d\}?)?(?:\s*,\s*[A-Za-z](?:_\{?\d\}?)?)+\s*\)")
-NAMED = re.compile(
-    rf"({NAME}(?:\s*[:/]\s*{NAME})*|\\frac\{{{NAME}\}}\{{{NAME}\}})\s*(?:=|:=|\\in(?![A-Za-z]))\s*(.+)", re.DOTALL
-)
+NAMED = re.compile(rf"({NAME}(?:\s*:\s*{NAME})*)\s*(?:=|\\in(?![A-Za-z]))\s*(.+)", re.DOTALL)
 BUILDER = re.compile(rf"\s*{NAME}(?:\s*\\in\s*\\mathbb\{{R\}})?\s*(?:\\mid|:|\|)\s*(.+)")
 RELATION = re.compile(r"\\[lg]e(?![A-Za-z])|\\ne(?![A-Za-z])|(?<!\\)[<>]")
 EQUALS = re.compile(r"(?<![<>:\\])=")
-CHOICE = re.compile(r"((?:option |choice |answer )?\s*\(?)\s*([A-J])(?![A-Z])\s*([).:]*)\s*(.*)", re.I | re.DOTALL)
-DENIALS = re.compile(r"^[,/]|\b(?:or|and|is|was|are|not|would|can|but|maybe|wrong|false)\b|\(?[A-J][.):]", re.I)
+CHOICE = re.compile(r"(?:option |choice |answer )?\s*\(?\s*([A-J])(?![A-Z])\s*([).:、]*)(.*)", re.I | re.DOTALL)
+DENIALS = re.compile(  # behind a letter and its mark: an operator; another option; a word that takes it back
+    r"^[-+*/^_=(<>']|^\s*(?:[,/&]|(?i:or|and|but|或|和)\s|\(?[A-J][).]*$)|(?<!\w)\([A-Ja-j]\)|(?<![\w(])[A-Ja-j]\)"
+    r"|(?<![\w.(])[A-J](?:[.、](?=.*\w)|:(?![A-J]\b))|\b(?i:maybe|perhaps|not|but) \(?[A-J]\b|^ [A-Z]\. [A-Z]"
+    r"|^\s*(?i:is|was|can|would)\b.*\b(?i:wrong|false|incorrect|excluded|not (?:correct|right|true|the))\b"
+)
+FOREIGN = re.compile(r"[^\W\d_\x00-\x7fͰ-Ͽ]")  # a letter that is neither Latin nor Greek, or has an accent
 BASED = re.compile(r"\(?([0-9A-Fa-f]+)\)?_\{?(?:\\text\{)?\s*(\d+|two|three|four|five|six|seven|eight|nine)\s*\}*")
-COMMA = re.compile(r"(?<!\d),|,(?!\d{3}(?!\d))|;|,\s|(?<=[\s\d})])and(?=[\s(\\])")
+COMMA = re.compile(r"、|(?<!\d),|,(?!\d{3}(?!\d))|;|,\s|(?<=[\s\d})])and(?=[\s(\\])")
 VARIABLE = re.compile(r"[A-Za-z](?:_\w)?(?:\(\w\))?|\\(?!pi|infty)[a-z]+")
 OR = re.compile(r"(?<=[\s\d})\]])or(?=[\s\\(\d-]|\w(?:\(\w\))?\s*=)|\\cup(?![A-Za-z])")
 COLON, SEMICOLON = re.compile(":"), re.compile(";")
@@ -243,7 +254,7 @@ def parse_value(text: str) -> Value:
         return ("words", text)
     if (value := number(text)) is not None:
         return ("number", value, "")
-    for read in (_choice, _named, _collection, _quantity):
+    for read in (_choice, _named, _collection, quantity):
         found = read(text)
         if found is not None:
             return found
@@ -271,14 +282,15 @@ def _brackets(text: str) -> tuple[str, str, str] | None:
 
 
 def _choice(text: str) -> Value | None:
-    """(C), \\text{C}, option C, C. 12. Not "(a) 5, (b) 6", which are two answers."""
-    match = CHOICE.fullmatch(re.sub(r"^(?:\\text\s*\{\s*)+([^{}]*)\}", r"\1", text))
-    is_text = text.startswith("\\text")
-    if not match or not (match[1] or match[3] or is_text) or DENIALS.search(match[4]):
+    """(C), \\text{C}, option C, C. 12. Text behind a letter and its mark is the option's. Not "(a) 5, (b) 6"."""
+    match = CHOICE.fullmatch(re.sub(r"^(?:\\text\s*\{\s*)+([^{}]*)\}", r"\1 ", text))
+    if not match or re.fullmatch("[A-Za-z]", text):
         return None
-    if match[4] and not (match[3] or is_text):
+    letter, mark, rest = match[1].upper(), match[2], match[3].strip()
+    if rest and (not mark or DENIALS.search(re.sub(r"\([^()]{2,}\)", "()", match[3]))):
         return None
-    return ("choice", match[2].upper(), parse_value(clean(match[4])) if match[4] else None)
+    is_curve = mark == ":" and "=" in rest  # C: y = 2x, too, may be a choice; but the key C: y = 2x is not met by C
+    return ("choice", letter + ":" * is_curve, parse_value(clean(rest)) if rest else None)
 
 
 def _named(text: str) -> Value | None:
@@ -339,8 +351,6 @@ def _collection(text: str) -> Value | None:
         values = _flat(tuple(parse_value(part) for part in parts))
         return _point(values) or ("list", values)
     inner = _brackets(text)
-    if "matrix" in text:
-        return None
     if inner is None:
         is_double = text.count("\\pm") == 1
         return ("list", tuple(parse_value(text.replace("\\pm", sign)) for sign in "+-")) if is_double else None
@@ -374,12 +384,12 @@ def _is_text(words: str, is_marked: bool) -> bool:
     if words.casefold() in ("yes", "no"):
         return True
     is_product = re.fullmatch(r"[A-Za-z]{3}", words) or (words.isalpha() and re.search(r"[A-Z]", fold(words)))
-    may_be_text = is_marked or (re.search(r"[^\W\d_]{3,}", words) and not is_product)
+    may_be_text = is_marked or FOREIGN.search(words) or (re.search(r"[^\W\d_]{3,}", words) and not is_product)
     return bool(may_be_text and re.fullmatch(r"[^\W\d_][^\d_+*/^=<>\\(){}\[\]|]*", words))
 
 
-def _quantity(text: str) -> Value | None:
-    """Based numbers, times and ratios, words, money, and what has a unit."""
+def quantity(text: str, is_apart: bool = False) -> Value | None:
+    """Based numbers, times and ratios, words, money, and what has a unit. `is_apart`: also of one letter (0.64N)."""
     if based := BASED.fullmatch(text):
         return ("words", f"{based[1].lstrip('0').upper()}_{WORDS.get(based[2], based[2])}")
     if len(parts := _split(text, COLON)) > 1 and all(parts):
@@ -390,15 +400,18 @@ def _quantity(text: str) -> Value | None:
         return ("words", re.sub(r"\s", "", text))
     words = " ".join(re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text).split())
     if _is_text(words, is_marked="\\text" in text):
-        plain = " ".join(re.sub(r"[^\w ]", " ", fold(words)).split())
-        return ("words", re.sub(r"^(?:an?|the) (?=\w{3})", "", plain, flags=re.IGNORECASE))
-    quantity = QUANTITY.fullmatch(text)
-    if quantity and not ("circ" in quantity["unit"] and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", quantity["value"])):
-        inner = parse_value(quantity["value"].strip())
-        is_apart = inner[0] == "number" and text[quantity.start("unit") - 1].isspace()
-        name = unit(quantity["unit"], is_apart or "\\text" in quantity["unit"])
+        folded = words.casefold() if FOREIGN.search(words) else fold(words)
+        plain = "".join(c if c.isalnum() or unicodedata.category(c)[0] == "M" else " " for c in folded)
+        return ("words", re.sub(r"^(?:an?|the) (?=\w{3})", "", " ".join(plain.split()), flags=re.IGNORECASE))
+    match = QUANTITY.fullmatch(text)
+    if match and not ("circ" in match["unit"] and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", match["value"])):
+        inner, written = parse_value(match["value"].strip()), match["unit"].strip("()")
+        is_apart = is_apart or "\\text" in written or (inner[0] == "number" and text[match.start("unit") - 1].isspace())
+        name = unit(written, is_apart)
+        is_noun = _is_text(written, is_marked=False) and not NO_UNITS & {*written.lower().split()}
+        if name is None and match["unit"][0] == "(" and inner[0] == "number" and is_noun:
+            name = fold(written)  # 14 (pieces of candy)
         if name is not None and inner[0] in ("number", "formula") and inner[2] == "":
             return (*inner[:2], name)
-        if name is None and "\\text" in quantity["unit"]:
-            return ("words", fold(words))  # it says something about the value that is no unit
-    return None
+    is_text = FOREIGN.search(text) or (match and "\\text" in match["unit"])  # it says something about the value
+    return ("words", fold(words)) if is_text else None

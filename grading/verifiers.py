@@ -11,7 +11,7 @@ import re
 from fractions import Fraction
 
 from grading import Case, spelled
-from grading.answer import read_answer, visible_text
+from grading.answer import opens_thought, plain, read_answer, visible_text
 from grading.equality import canonical, check_key, equal, key_content
 from grading.ifeval import follows_instructions, read_instructions
 from grading.values import MAX_FORMULA, SCALES, clean, parse_value
@@ -22,16 +22,16 @@ Verdict = tuple[float, str | None]  # the score and, from a verifier that reads 
 
 
 def verify_exact(case: Case) -> Verdict:
-    """1.0 if the final answer, or without a mark the whole visible text, equals the row's as text; else 0.0."""
+    """1.0 if the final answer, or without a mark the whole visible text, is the row's, emphasized or not; else 0.0."""
     if not case.answer.strip():
         raise ValueError("the answer is blank")
-    found = read_answer(case.completion, unmarked="all")
-    return float(found == case.answer.strip()), found
+    found = read_answer(case.completion, case.prompt, unmarked="all")
+    return float(found is not None and case.answer.strip() in (found, plain(found))), found
 
 
 def verify_math(case: Case) -> Verdict:
     """1.0 if the final answer (`answer.py`) equals the row's answer mathematically (`equality.py`); else 0.0."""
-    found = read_answer(case.completion)
+    found = read_answer(case.completion, case.prompt)
     if found is None:  # as when the keys of the data are checked
         _check_is_answer(case.answer)
         check_key(case.answer)
@@ -52,10 +52,10 @@ def verify_gsm8k(case: Case) -> Verdict:
     Of an answer in words ("18 eggs left over from 20") it is the first number. Without a mark it is the last number of
     the visible text. Several answers are incorrect.
     """
-    key, found = _gsm8k_key(case.answer), read_answer(case.completion, unmarked="none")
+    key, found = _gsm8k_key(case.answer), read_answer(case.completion, case.prompt, "none")
     numbers: list[Fraction] = []
     if found is None:
-        visible = visible_text(case.completion) or ""
+        visible = visible_text(case.completion, case.prompt) or ""
         numbers = [] if re.search(r"\\f?box|<answer>", visible) else _numbers(visible)[-1:]
     elif len(found) <= MAX_FORMULA:
         if equal(str(key), found):
@@ -76,8 +76,8 @@ def _gsm8k_key(answer: str) -> Fraction:
 
 
 def _numbers(text: str) -> list[Fraction]:
-    plain = text.replace("\\!", "").replace("{,}", ",")
-    found = re.findall(r"(?<![\d)}])-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)", plain)
+    text = text.replace("\\!", "").replace("{,}", ",")
+    found = re.findall(r"(?<![\d)}])-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)", text)
     return [Fraction(each.replace(",", "")) for each in found]
 
 
@@ -97,7 +97,7 @@ def verify_gsm8k_strict(case: Case) -> Verdict:
 
 def verify_ifeval(case: Case) -> Verdict:
     """1.0 if the completion, without its thinking, follows all instructions of its row (`ifeval.py`); else 0.0."""
-    instructions, text = read_instructions(case.answer, case.columns), visible_text(case.completion)
+    instructions, text = read_instructions(case.answer, case.columns), visible_text(case.completion, case.prompt)
     return float(text is not None and all(follows_instructions(text, instructions))), None
 
 
@@ -120,7 +120,7 @@ def verify_think_format(case: Case) -> Verdict:
 
 def _has_form(case: Case, ending: str, tags: str) -> bool:
     """Whether the completion is a thought and this ending, neither blank and without any other of these tags."""
-    opened = "<think>" if case.prompt.rstrip().endswith("<think>") else ""
+    opened = "<think>" if opens_thought(case.prompt) else ""
     thought, _, rest = (opened + case.completion.strip()).partition("</think>")
     match = re.fullmatch(ending, rest.strip(), re.DOTALL)
     if not match or not thought.startswith("<think>"):

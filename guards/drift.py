@@ -68,7 +68,7 @@ class DriftGuard:
             others = f" and {len(names) - 4} more" if len(names) > 4 else ""
             found = f"the engine's weights are not the policy's: {', '.join(names[:4])}{others}"
         if found:
-            raise RunError(f"step {BOARD.step}: {found}; nothing was sampled with them, and the same command goes on.")
+            raise RunError(f"step {BOARD.step}: {found}; nothing was sampled with them; the same command continues.")
 
     @torch.no_grad()
     def different_tensors(self) -> list[str]:

@@ -41,7 +41,8 @@ def lock_file(file: Path, where: str) -> TextIO:
     Waits up to `LOCK_SECONDS` for one that is ending: a killed rank with many GiB takes some seconds. The kernel drops
     the lock with its process. The file names its holder.
     """
-    lock, deadline, is_told = file.open("a+"), time.monotonic() + LOCK_SECONDS, False
+    lock = file.open("a+", encoding="utf-8", errors="backslashreplace")
+    deadline, is_told = time.monotonic() + LOCK_SECONDS, False
     while True:
         with suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -101,7 +102,7 @@ def tolerated(what: str, *more: type[Exception]) -> Iterator[None]:
         yield
     except (OSError, *more) as error:
         if what not in WARNED:
-            print(f"warning: {what} could not be written: {cause(error)}; the run goes on without.", flush=True)
+            print(f"warning: {what} could not be written: {cause(error)}; the run continues without.", flush=True)
         WARNED.add(what)
 
 
@@ -137,6 +138,17 @@ def append(file: Path, text: str) -> None:
             raise
 
 
+def end_status(out_dir: Path, how: str, processes: Iterable[int] = ()) -> None:
+    """Says in status.json how the run has ended. `processes`: only if one of these has written the file."""
+    file, status = out_dir / "status.json", {}
+    with suppress(OSError, ValueError):
+        status = json.loads(file.read_text())
+    if not processes or status.get("pid") in processes:
+        status |= {"now": how, "since": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+        with tolerated(str(file)):
+            write(file, json.dumps(status, indent=1) + "\n")
+
+
 # Checksums: `checkpoint.latest` verifies with them --------------------------------------------------------------------
 # They find accidents: a file that is cut off, empty, missing or changed. They are no signature.
 
@@ -166,7 +178,7 @@ def flush(path: Path) -> Path:
 
 def write_list(folder: Path, file: Path, sums: Checksums) -> None:
     """Writes the list. Afterwards list and folder would survive a power failure. Raises OSError."""
-    file.write_text(json.dumps(sums, indent=0) + "\n")
+    file.write_text(json.dumps(sums, indent=0) + "\n", "utf-8")
     for each in (file, *(path for path in folder.rglob("*") if path.is_dir()), folder):
         flush(each)
 
@@ -177,7 +189,7 @@ def verify(folder: Path, file: Path, part: int, num_parts: int) -> list[str]:
     Of all files only part 0, 1, ... of `num_parts`, about equal in bytes; part 0 tells of a list that cannot be read.
     """
     try:
-        sums = json.loads(file.read_text())
+        sums = json.loads(file.read_text("utf-8"))
         largest_first = sorted(sums, key=lambda name: (-sums[name][0], name))
         assert largest_first
     except (OSError, ValueError, TypeError, LookupError, AssertionError) as error:

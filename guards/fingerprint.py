@@ -7,6 +7,7 @@ names the rank. The reward and the data are compared by what comes of them: prom
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
@@ -66,6 +67,12 @@ def digest(pieces: Iterable[np.ndarray | bytes]) -> str:
         whole.update(len(piece).to_bytes(8))
         whole.update(piece)
     return whole.hexdigest()[:12]
+
+
+def digests_of(folder: str | Path) -> dict[str, str]:
+    """What the run in this folder began with, by name; {} without its inputs.json."""
+    file = Path(folder) / INPUTS
+    return json.loads(file.read_text("utf-8")) if file.exists() else {}
 
 
 def versions() -> dict[str, str]:

@@ -98,7 +98,7 @@ def problem_of(rank: Rank, silent: float) -> str:
     if status in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE):
         return "was killed"
     if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
-        return f"is stopped, by SIGSTOP or a debugger (`kill -CONT {rank.pid}` lets it go on)"
+        return f"is stopped, by SIGSTOP or a debugger (`kill -CONT {rank.pid}` resumes it)"
     return f"is in a call that lets no other Python thread run (pid {rank.pid})" if silent >= STALE_SECONDS else ""
 
 
@@ -142,6 +142,8 @@ class Watch(threading.Thread):
         self.files[rank].touch()
         self.tick(0.0)
         atexit.register(self.write, "has ended")
+        hook = sys.excepthook  # the launcher tells the phase in the file, which is else that of the last writing
+        sys.excepthook = lambda *error: self.write("has ended") or hook(*error)
 
     def run(self) -> None:
         now = time.monotonic()
@@ -165,7 +167,7 @@ class Watch(threading.Thread):
         self.own = replace(self.own, quiet_seconds=0.0 if has_progress else self.own.quiet_seconds + elapsed)
         self.write()
         if self.is_told and has_progress:
-            self.tell("STALL: over, the run goes on")
+            self.tell("STALL: over, the run continues")
         elif not self.is_told and self.own.quiet_seconds >= self.limit - 2 * STALE_SECONDS:
             self.report_stall()
 
@@ -175,7 +177,7 @@ class Watch(threading.Thread):
             self.own, time=time.strftime("%Y-%m-%dT%H:%M:%S%z"), step=BOARD.step, phase=BOARD.phase, doing=BOARD.doing,
             line=self.own.line if problem else own_line(), problem=problem,
         )  # fmt: skip
-        with suppress(OSError), self.files[self.own.rank].open("r+") as file:
+        with suppress(OSError), self.files[self.own.rank].open("r+", encoding="utf-8") as file:
             file.write(json.dumps(asdict(self.own)))
             file.truncate()
 
@@ -201,4 +203,4 @@ class Watch(threading.Thread):
         self.is_told = not self.is_told
         print(text, flush=True)
         with suppress(OSError):
-            self.files[0].with_name("stall.txt").write_text(text if self.is_told else "")
+            self.files[0].with_name("stall.txt").write_text(text if self.is_told else "", "utf-8", "replace")

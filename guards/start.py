@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +28,7 @@ PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets when its parent
 FOLDER, LAUNCHER = "GRPO_LAUNCH_FOLDER", "GRPO_LAUNCHER_PID"  # environment: set by scripts/launch.py
 HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SECOND = "ended by a second signal"
+ON_END: list[Callable[[str], None]] = []  # hear how this process ends: of the main one alone, when it has a run
 # How gloo, NCCL and torch's store say that another rank has gone; their other errors are of the rank itself.
 GONE = re.compile(
     r"Connection (was likely )?(closed|reset)|remote process|(gloo|NCCL).*([Tt]imed? ?out|Broken pipe)", re.DOTALL
@@ -64,6 +66,12 @@ def die_with_parent(parent: int = 0) -> None:
         os._exit(1)  # it has died before the call
 
 
+def print_any_text() -> None:
+    """From now on this process, and those that it starts, print what the locale's encoding lacks as escapes."""
+    os.environ.setdefault("PYTHONIOENCODING", ":backslashreplace")
+    sys.__stdout__.reconfigure(errors="backslashreplace")
+
+
 def launch_folder() -> Path | None:
     """The folder of scripts/launch.py, the same for all ranks that it has started on this node."""
     return Path(os.environ[FOLDER]) if FOLDER in os.environ else None
@@ -78,18 +86,25 @@ def reason_file(folder: Path, rank: int) -> Path:
     return folder / f"reason_{rank}.json"
 
 
+def tell_end(how: str) -> None:
+    """Tells it once: the first reason counts."""
+    while ON_END:
+        ON_END.pop()(how)
+
+
 def note_reason(text: str, kind: str) -> bool:
     """Leaves the reason why this rank ends to the launcher; False if there is none. The first reason counts.
 
     `kind`: "error" for what goes on the words "rank 1 ended with"; "mistake" for a whole sentence of all ranks.
     """
+    tell_end(f"failed: {text}")
     if (folder := launch_folder()) is None:
         return False
     file = reason_file(folder, int(os.environ["RANK"]))
     with contextlib.suppress(OSError):
         if not file.exists():
             unfinished = file.with_suffix(".unfinished")
-            unfinished.write_text(json.dumps({"time": time.time(), "text": text, "kind": kind}))
+            unfinished.write_text(json.dumps({"time": time.time(), "text": text, "kind": kind}), "utf-8")
             unfinished.replace(file)
     return file.exists()
 
@@ -104,7 +119,7 @@ def _note_exception(kind: type[BaseException], error: BaseException, trace: Trac
         note_reason(": ".join(filter(None, [kind.__name__, first, last])), "error")
         if (folder := launch_folder()) and GONE.search(text):
             file = Path(tempfile.gettempdir()) / f"{folder.name}_rank_{os.environ['RANK']}.txt"
-            file.write_text("".join(traceback.format_exception(kind, error, trace)))
+            file.write_text("".join(traceback.format_exception(kind, error, trace)), "utf-8", "replace")
             print(f"rank {os.environ['RANK']} has lost the others; its traceback is in {file}", file=sys.stderr)
         else:
             sys.__excepthook__(kind, error, trace)
@@ -197,13 +212,15 @@ def _obey() -> None:
     if _request.grace is None:
         end_at_once(NOT_FINISHED, f"{signal_name()}: ended before the first step; nothing is lost")
     text = f"{signal_name()}: the run could not save within --grace_seconds {_request.grace:g}"
-    timer = threading.Timer(_request.grace, end_at_once, (1, f"{text}; the same command goes on"))
+    timer = threading.Timer(_request.grace, end_at_once, (1, f"{text}; the same command continues"))
     timer.daemon = True
     timer.start()
 
 
 def end_at_once(status: int, text: str) -> None:
     """Ends the process, wherever its main thread is."""
+    if status == NOT_FINISHED:
+        tell_end("stopped")
     is_told = status != NOT_FINISHED and note_reason(text, "mistake")
     if not is_told and os.environ.get("RANK", "0") == "0":
         with contextlib.suppress(OSError, ValueError):  # as in `leave`

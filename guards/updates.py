@@ -63,7 +63,7 @@ class UpdateGuard:  # the same on every rank
         self.is_broken = fault is not None and fault[0] == NOT_FINITE and (step.number == 1 or self.is_broken)
         if self.num_skipped > self.bounds.max_skipped_updates:
             count = f"{self.num_skipped} in a row (--max_skipped_updates {self.bounds.max_skipped_updates})"
-            way_out = f"These are {count}; to go on, raise that, or lower --learning_rate in a new --out_dir"
+            way_out = f"These are {count}; to continue, raise that, or lower --learning_rate in a new --out_dir"
             if fault[0] == NOT_FINITE and step.index < self.num_skipped:  # no weight has changed yet
                 way_out = f"These are the first {count}: --model, --reference or a loss of your own is not finite"
             raise RunError(f"step {step.step}, update {step.number} is left out: {fault[1]}. {way_out}.")

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from flags import FLAGS, GROUPS, INF, TINY, Flag
 from inputs.records import name_of_source
-from model.sizes import check_path
+from model.sizes import check_path, gpu_figures
 
 # What stored rollouts hold: who is compared with whom, tokens sampled under these limits, and their rewards.
 FIXED_BY_ROLLOUTS = (
@@ -34,6 +34,7 @@ def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
     """
     check_ranges(args, GROUPS)
     check_path(args.model)
+    gpu_figures(args.plan_gpu)  # raises for one that is not known
     for name in ("--plan_gpus", "--plan_nodes", "--json") if num_ranks is None else ():
         if not args.dry_run and FLAGS[name].of(args) != FLAGS[name].value:
             raise ValueError(f"{name} has no effect without --dry_run; leave it out.")
@@ -174,8 +175,8 @@ def of_servers(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[str]
     places = [urlsplit(url) for url in urls]
     if any(x.scheme not in ("http", "https") or not x.hostname or x.path.strip("/") for x in places):
         yield f"{flag.server_urls}: needed is http://HOST:PORT for each."
-    if not os.environ.get("VLLM_API_KEY") and (far := [x.netloc for x in places if x.hostname not in LOOPBACK]):
-        yield f"--server_urls: others could change the weights of {', '.join(far)}; set VLLM_API_KEY, here and there."
+    if urls and not args.dry_run and not os.environ.get("VLLM_API_KEY"):
+        yield "--server_urls: set VLLM_API_KEY to the key of the servers, which scripts/serve.py prints or was given."
     if len({*urls, *gpus}) < len([*urls, *gpus]):
         yield f"{flag.server_urls if urls else flag.generation_gpus}: one is there twice; name each once."
     if len(gpus) % size:
@@ -190,7 +191,7 @@ def of_replay(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[str]:
     if args.replay:
         file = Path(args.replay) / "config.json"
         try:
-            then = json.loads(file.read_text())
+            then = json.loads(file.read_text("utf-8"))
         except (OSError, ValueError):
             yield f"{flag.replay}: {file} cannot be read; name the folder of a run."
             return
@@ -234,9 +235,9 @@ def check_ranges(args: argparse.Namespace, groups: dict[str, list[Flag]]) -> Non
         value = each.of(args)
         low, high = each.within or (-INF, INF)
         for number in value if isinstance(value, list) else [value]:
-            if each.within and number is not None and not low <= number <= high:  # also true for nan
+            if each.within and number is not None and not (low <= number <= high and number < INF):  # also true for nan
                 bounds = "above 0" if low == TINY else f"at least {low:g}"
-                bounds += "" if high == INF else f" and at most {high:.7g}"
+                bounds += " and finite" * (number == INF) if high == INF else f" and at most {high:.7g}"
                 raise ValueError(f"{each.name} {number:g}: must be {bounds}.")
         if each.only_with and value != each.value:
             other = FLAGS[each.only_with].of(args)

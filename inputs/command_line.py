@@ -12,8 +12,11 @@ from typing import NoReturn
 
 from flags import GROUPS, Flag, most_lag
 from guards.progress import OFF
-from guards.start import leave_the_others, note_reason
+from guards.start import leave_the_others, note_reason, print_any_text
 from inputs.checks import default_dtype
+
+if sys.flags.optimize > 1:
+    sys.exit("error: python -OO takes away the docstrings that transformers reads; leave -OO and PYTHONOPTIMIZE out.")
 
 USAGE = "python scripts/launch.py --ranks RANKS train_grpo.py --model MODEL --train_data FILE --out_dir FOLDER [flags]"
 DESCRIPTION = """Trains a language model with GRPO on verifiable rewards. One rank per GPU; on CPU, as many as you like.
@@ -41,7 +44,20 @@ class HelpFormatter(argparse.HelpFormatter):
         return f"{text} (default: %(default)s)" if has_default else text
 
 
+FREE_TEXTS = ("--system_prompt", "--prompt_suffix", "--stop_tokens")
+
+
 class Parser(argparse.ArgumentParser):
+    def parse_args(self, *given: list[str] | None) -> argparse.Namespace:
+        """The flags. A text that is empty, or with a ~ that the shell has left as it is, ends the process."""
+        args = super().parse_args(*given)
+        for name, value in vars(args).items():
+            for text in value if isinstance(value, list) else [value]:
+                if f"--{name}" not in FREE_TEXTS and re.search(r"^\s*$|^~$|(^|,)~([a-z_][\w.-]*)?/", str(text)):
+                    tilde = "the shell leaves a ~ after = and in quotes as it is; write $HOME."
+                    self.error(f"--{name} {text!r}: {tilde if '~' in text else 'give a value; is a variable not set?'}")
+        return args
+
     def error(self, message: str) -> NoReturn:
         """Ends the process with exit status 2 and one sentence, which names the flag that was perhaps meant."""
         if unknown := re.match(r"unrecognized arguments: -+([^\s=]+)", message):
@@ -68,7 +84,9 @@ def add_flags(parser: argparse.ArgumentParser, groups: dict[str, list[Flag]]) ->
 
 def parser_of(groups: dict[str, list[Flag]], description: str, usage: str | None = None) -> argparse.ArgumentParser:
     """The parser of a program with these flags. It ends the process with a sentence if they cannot be read."""
+    print_any_text()
     parser = Parser(usage=usage, description=description, formatter_class=HelpFormatter, allow_abbrev=False)
+    parser._negative_number_matcher = re.compile(r"-[\d.]+(e[-+]?\d+)?$|-inf$|-nan$", re.IGNORECASE)  # also -1e-5
     add_flags(parser, groups)
     return parser
 

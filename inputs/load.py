@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
@@ -10,32 +9,35 @@ import uuid
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from datetime import date
 from itertools import chain
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import numpy as np
 import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 
-from data import PromptData, check_vocabulary
-from flags import FLAGS, Grading, PromptFormat, Sampling, Stalls, Turning, make_plan, take
+from data import PromptData, check_vocabulary, describe_template
+from flags import FLAGS, Grading, Lora, PromptFormat, Sampling, Stalls, Turning, make_plan, take
 from fsdp_utils import World, gather_from_ranks, is_engine_leader_process, is_main_process, wait_for_all
 from grading.own import files_of
-from guards.fingerprint import INPUTS, ROOT, check_same_start, digest
+from guards.fingerprint import ROOT, check_same_start, digest, digests_of
 from guards.stall import Watch
 from inputs.checks import LOOPBACK, given, ranks_per_engine
 from inputs.machine import check_launch, choose_interface, local_world_size
 from inputs.records import name_of_source, read_system_prompt
 from model.attention import check_device
 from model.engine_options import stop_ids
-from model.lora import check_targets
+from model.lora import check_lora
 from model.sizes import check_config
 from model.vision import Vision, load_processor
-from model.weights import load_config, load_generation_config, weight_files
+from model.weights import load_config, load_generation_config, model_of_shapes, weight_files
 from reward import Grader, workers_per_engine
 from turns import Turns
 
 OF_A_SET = ("samples", "temperature", "max_completion_tokens", "top_p")  # one value for all sets or one for each
+TODAY = "today"  # in inputs.json: what the chat template takes for it, if it asks
 SHOWN_AFTER = 10.0  # seconds: network file systems do not show a new file at once
 
 
@@ -49,7 +51,7 @@ class Inputs:
     grader: Grader
     turns: Turns | None  # who plays episodes; None: each completion has one turn
     companions: list[PreTrainedTokenizerBase | ProcessorMixin | GenerationConfig]  # of the exported policy
-    digests: dict[str, str]  # of weights (main process), of the rows of each source, of files of one's own; by name
+    digests: dict[str, str]  # of models (main process), of the rows of each source, of files of one's own; by name
 
 
 def load_inputs(args: Namespace) -> Inputs:
@@ -62,14 +64,15 @@ def load_inputs(args: Namespace) -> Inputs:
     of_sets = args.eval_samples, args.eval_temperature, args.eval_max_completion_tokens, args.eval_top_p
     samplings = samplings_of(args.eval_data, "eval_", of_sets)
     longest = max(args.max_completion_tokens, *args.eval_max_completion_tokens)
-    config, tokenizer, vision, load = load_model_files(args, longest)
-    if args.lora_targets:
-        check_targets(config, args.lora_targets)
+    today = first_day(args.out_dir, args.replay)
+    config, tokenizer, vision, load = load_model_files(args, longest, today)
+    if args.lora_rank:
+        check_lora(model_of_shapes(args.model, config), take(Lora, args))
     generation = load_generation_config(args.model, config, stop_ids(tokenizer, args.stop_tokens))
     if args.reference:
         check_reference(args, config, tokenizer, longest)
     companions = [vision.processor if vision else tokenizer, generation]
-    train_data = load(args.train_data, args.seed, args.hint_column)
+    train_data = load(args.train_data, args.seed, args.hint_column, args.shuffle == "on")
     plan = make_plan(args, len(PromptData.mix(train_data).rows))  # raises, too
     if (args.stop_after or 0) > plan.total_steps:
         raise ValueError(f"--stop_after {args.stop_after}: the last step is {plan.total_steps}; leave it out.")
@@ -79,9 +82,18 @@ def load_inputs(args: Namespace) -> Inputs:
     if is_main_process():  # downloads weights that are not on the disk, while nobody waits in a collective
         named = {"--model": args.model} | ({"--reference": args.reference} if args.reference else {})
         for flag, path in named.items():
-            digests[flag] = digest(chain.from_iterable(map(samples_of, weight_files(path))))
+            files = weight_files(path)
+            digests[flag] = digest(chain.from_iterable(map(samples_of, files)))
+            settings = (files[0].parent / "config.json").read_bytes(), str(generation.eos_token_id).encode()
+            digests[f"config of {flag}"] = digest(settings)
         check_replayed(args, digests["--model"])
-    grader, turns = start_grader(args, tokenizer, num_ranks)
+    if "strftime_now" in str(tokenizer.chat_template):
+        digests[TODAY] = today
+    if (text := read_system_prompt(args.system_prompt)) != args.system_prompt:  # that of a file
+        digests["--system_prompt"] = digest([text.encode()])
+    grader, turns = start_grader(args, tokenizer, num_ranks, today)
+    grader.check_groups("--group_size", args.group_size)
+    grader.check_groups("--eval_samples", *(sampling.num_samples for sampling in samplings))
     sources = zip([*args.train_data, *args.eval_data], [*train_data, *eval_sets], strict=True)
     digests |= {source: digest(contents_of(data)) for source, data in sources}
     of_turns = [args.environment or "", *(args.tools or "").split(",")]
@@ -106,11 +118,15 @@ def samples_of(file: Path) -> Iterator[bytes]:
             yield opened.read(2**16)
 
 
+def first_day(*folders: str | Path | None) -> str:
+    """What the run in one of these folders has taken for today since its first start; else today: 2026-01-31."""
+    kept = [digests_of(folder).get(TODAY) for folder in folders if folder]
+    return next(filter(None, kept), date.today().isoformat())
+
+
 def check_replayed(args: Namespace, weights: str) -> None:
     """Raises ValueError if the run that --replay names began with other weights than --model."""
-    file = Path(args.replay or "") / INPUTS
-    began = json.loads(file.read_text()).get("--model", weights) if args.replay and file.exists() else weights
-    if began != weights:
+    if args.replay and digests_of(args.replay).get("--model", weights) != weights:
         raise ValueError(f"--replay {args.replay} began with other weights than --model {args.model}; give its model.")
 
 
@@ -121,19 +137,39 @@ def contents_of(data: PromptData) -> Iterator[bytes]:
 
 
 def load_model_files(
-    args: Namespace, max_completion_tokens: int
+    args: Namespace, max_completion_tokens: int, today: str
 ) -> tuple[PretrainedConfig, PreTrainedTokenizerBase, Vision | None, Callable[..., list[PromptData]]]:
-    """Config, tokenizer, what reads images, and what loads sources with them, drawn by a seed."""
+    """Config, tokenizer, what reads images, and what loads sources with them, drawn by a seed.
+
+    `today`: for the chat template.
+    """
     config = load_config(args.model)
     check_config(args.model, config, (args.max_prompt_tokens, max_completion_tokens), args.tensor_parallel_size)
+    model_of_shapes(args.model, config)
     answers = None if args.reward == "none" else args.answer_column
     system_prompt = read_system_prompt(args.system_prompt)
-    prompt_format = take(PromptFormat, args, system_prompt=system_prompt, answer_column=answers)
+    prompt_format = take(PromptFormat, args, system_prompt=system_prompt, answer_column=answers, today=today)
     tokenizer, vision = load_processor(args.model, config, prompt_format)
-    stop_ids(tokenizer, args.stop_tokens)  # raises for a token that it does not have
+    num_rows, added = config.get_text_config().vocab_size, tokenizer.get_added_vocab()
 
-    def load(sources: list[str], seed: int, hint: str | None = None) -> list[PromptData]:
-        return [PromptData.load(source, prompt_format, tokenizer, seed, vision, hint) for source in sources]
+    def check(where: str, ids: Sequence[int]) -> None:
+        """Raises ValueError for a token id beyond the rows of the embedding."""
+        if (largest := int(np.max(ids, initial=0))) >= num_rows:
+            token = f"token {largest} ({tokenizer.convert_ids_to_tokens(largest)!r}), which {where} has"
+            advice = f"resize it to the tokenizer's {len(tokenizer)} tokens, or take the tokenizer that belongs to it"
+            raise ValueError(f"--model {args.model}: its embedding has {num_rows} rows, none for {token}; {advice}.")
+
+    check("--stop_tokens", stop_ids(tokenizer, args.stop_tokens))  # raises for a token that it does not have
+    check("the chat template", [added[token] for token in added if token in str(tokenizer.chat_template)])
+    for line in describe_template(prompt_format, tokenizer) if is_main_process() else ():
+        print(line, flush=True)
+
+    def load(sources: list[str], seed: int, hint: str | None = None, is_shuffled: bool = True) -> list[PromptData]:
+        options = seed, vision, hint, is_shuffled
+        parts = [PromptData.load(source, prompt_format, tokenizer, *options) for source in sources]
+        for row in chain.from_iterable(part.rows for part in parts):
+            check(row.where, row.ids if row.hinted_ids is None else row.hinted_ids)  # the latter are the ids and more
+        return parts
 
     return config, tokenizer, vision, load
 
@@ -146,6 +182,7 @@ def check_reference(
     try:
         theirs = load_config(path)
         check_config(path, theirs, (args.max_prompt_tokens, longest), tensor_parallel_size=1)
+        model_of_shapes(path, theirs)
         other, _ = load_processor(path, None, take(PromptFormat, args))
     except (ValueError, OSError) as error:  # these know the policy alone
         raise ValueError(str(error).replace("--model", "--reference")) from None
@@ -175,7 +212,9 @@ def samplings_of(sources: list[str], prefix: str, flags: Sequence[list[int] | li
     return samplings
 
 
-def start_grader(args: Namespace, tokenizer: PreTrainedTokenizerBase, num_ranks: int) -> tuple[Grader, Turns | None]:
+def start_grader(
+    args: Namespace, tokenizer: PreTrainedTokenizerBase, num_ranks: int, today: str
+) -> tuple[Grader, Turns | None]:
     """The grader of an engine of so many ranks, and who plays episodes, with their workers on the first rank.
 
     Raises ValueError or FileNotFoundError if they cannot be loaded or used.
@@ -183,7 +222,7 @@ def start_grader(args: Namespace, tokenizer: PreTrainedTokenizerBase, num_ranks:
     grading, turns = take(Grading, args), None
     num_workers = workers_per_engine(grading, num_ranks) if is_engine_leader_process(num_ranks) else 0
     if args.environment or args.tools:
-        prompt_format = take(PromptFormat, args, system_prompt=None)
+        prompt_format = take(PromptFormat, args, system_prompt=None, today=today)
         turns = Turns(take(Turning, args), grading, prompt_format, tokenizer, num_workers)
     kind = f"--reward {args.reward}: the class of --environment"
     if turns and turns.environments and turns.environments.has_reward:

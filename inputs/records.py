@@ -23,6 +23,7 @@ from model.sizes import has_hub
 
 if TYPE_CHECKING:
     from datasets import Dataset  # imported where it is needed: that takes a second, and .jsonl files do without
+    from pyarrow import DataType, Schema
 
 
 def parse_source(source: str) -> tuple[str, str | None, int | None]:
@@ -55,6 +56,8 @@ CONTENTS = {  # first bytes -> what a file is that has them, whatever its name s
 
 def check_content(path: Path) -> None:
     """Raises ValueError for a file that cannot be read, or that by its first bytes is neither JSON nor Parquet."""
+    if not path.is_file():  # as /dev/stdin, or <(...) in a shell
+        raise ValueError(f"{path} is a pipe or a device, but every process reads the data; write it to a file first.")
     try:
         with path.open("rb") as file:
             start = file.read(256).removeprefix(b"\xef\xbb\xbf").lstrip()  # before JSON may be white space
@@ -71,7 +74,7 @@ def check_folder(path: Path, read: list[Path]) -> None:
     As soon as one file has a split in its name, such as `train`, it leaves out those that have none. A README with
     `data_files` says what belongs together.
     """
-    if (readme := path / "README.md").is_file() and "data_files:" in readme.read_text(errors="replace"):
+    if (readme := path / "README.md").is_file() and "data_files:" in readme.read_text("utf-8", "replace"):
         return
     files = [file for file in path.rglob("*") if file.suffix.lower() in (*READERS, ".parquet", ".arrow")]
     known = {file.resolve() for file in read}
@@ -83,27 +86,30 @@ def check_folder(path: Path, read: list[Path]) -> None:
 
 
 def read_json_file(path: Path) -> list[Record]:
-    """The rows of a .jsonl file (an object per line, blank lines are skipped) or a .json file (an array, or as .jsonl).
+    """The rows of a .jsonl file (an object per line, blank lines are skipped) or a .json file (an array, an object that
+    may span lines, or as .jsonl).
 
     Raises ValueError with file and line. `datasets` does not read these files: it guesses one type per column, so ISO
     dates become timestamps and 1 beside 2.5 becomes 1.0 (no completion equals that), and its errors name no line.
     """
     is_json = path.suffix.lower() == ".json"
-    form = "an array of objects, or one object per line" if is_json else "one JSON object per line"
+    form = "an array of objects, one object, or one object per line" if is_json else "one JSON object per line"
 
     def parse(where: str, text: bytes) -> object:
         try:
             return json.loads(text.decode())
         except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, too deeply nested
-            hint = f"UTF-16? iconv -f UTF-16 -t UTF-8 {path} > NEW_FILE" if b"\0" in text else "cut off?"
+            others = "UTF-16" if b"\0" in text else "GB18030" if isinstance(error, UnicodeDecodeError) else ""
+            hint = f"{others}? iconv -f {others} -t UTF-8 {path} > NEW_FILE" if others else "cut off?"
             raise ValueError(f"{where}: not valid JSON ({error}); {hint} The file must be {form}, in UTF-8.") from None
 
     check_content(path)
     content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")  # UTF-8's byte order mark, which Windows writes
-    if is_json and content.lstrip().startswith(b"["):
-        values = [(f"{path}, row {i}", value) for i, value in enumerate(parse(str(path), content))]
+    lines = [(f"{path}, line {i}", line) for i, line in enumerate(content.split(b"\n"), start=1) if line.strip()]
+    if is_json and lines and not re.fullmatch(rb"\s*\{.*\}\s*", lines[0][1]):
+        whole = parse(str(path), content)
+        values = [(f"{path}, row {i}", value) for i, value in enumerate(whole if isinstance(whole, list) else [whole])]
     else:
-        lines = [(f"{path}, line {i}", line) for i, line in enumerate(content.split(b"\n"), start=1) if line.strip()]
         values = [(where, parse(where, line)) for where, line in lines]
     for where, value in values:
         if not isinstance(value, dict):
@@ -114,6 +120,7 @@ def read_json_file(path: Path) -> list[Record]:
 ABOUT_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")  # of `datasets`
 READERS: dict[str, Callable[[Path], list[Record]]] = {".jsonl": read_json_file, ".json": read_json_file}
 OTHER_FILES = ".parquet .csv .tsv .txt .md .yaml .yml .py .pkl .npy .npz .arrow .xlsx .gz .zip .zst .xz .bz2 .tar"
+TABLES = {*READERS, ".parquet", ".arrow", ".csv", ".tsv", ".txt"}  # what is read in a folder
 FILE_ENDINGS = {*READERS, *OTHER_FILES.split()}  # what ends like this is no data set on the hub
 HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[\w.-]+)?)(?:/([\w.-]+))?")  # data set, configuration
 
@@ -147,6 +154,8 @@ def _open(source: str, what: str, split: str | None) -> dict[str, Dataset | list
             loaded = datasets.load_from_disk(full)
             return loaded if isinstance(loaded, dict) else {"train": loaded}
         if path.is_dir():
+            if not any(TABLES & {suffix.lower() for suffix in file.suffixes} for file in path.rglob("*")):
+                raise ValueError(f"the folder does not contain any data files ({', '.join(sorted(TABLES))})")
             files = {str(key): names for key, names in datasets.load_dataset_builder(full).config.data_files.items()}
             local = [file for names in files.values() for file in map(Path, names)]
             check_folder(path, local)
@@ -168,8 +177,11 @@ def _open(source: str, what: str, split: str | None) -> dict[str, Dataset | list
     return loaded if isinstance(loaded, dict) else {split: loaded}
 
 
-def read_records(source: str, seed: int) -> list[Record]:
-    """The rows in the order of the source, or for #ROWS in that of drawing. Raises ValueError or FileNotFoundError."""
+def read_records(source: str, seed: int, is_shuffled: bool = True) -> list[Record]:
+    """The rows in the order of the source; with #ROWS in that of drawing, unless an epoch is to keep their order.
+
+    Raises ValueError or FileNotFoundError.
+    """
     what, split, count = parse_source(source)
     path, ending, given = Path(what), Path(what).suffix.lower(), f"data {source!r}"
     kinds = f"a file ({', '.join(READERS)}, .parquet), a folder of them, or a data set on the hub (owner/name)"
@@ -177,7 +189,7 @@ def read_records(source: str, seed: int) -> list[Record]:
     if not path.exists() and not is_on_hub:
         absent = f"{what} does not exist (looked in {Path.cwd()}); needed is WHAT[@SPLIT][#ROWS], ROWS 1 or more"
         raise FileNotFoundError(f"{given}: {absent}, where WHAT is {kinds}.")
-    if path.is_file() and ending not in (*READERS, ".xlsx", ".npz"):  # the last two: zip archives that stay packed
+    if path.exists() and not path.is_dir() and ending not in (".xlsx", ".npz"):  # zip archives that stay packed
         check_content(path)
     if path.is_file() and ending not in READERS and ending != ".parquet":
         raise ValueError(f"{given}: a file of this kind is not read; needed is {kinds}.")
@@ -193,10 +205,23 @@ def read_records(source: str, seed: int) -> list[Record]:
     indices = np.arange(len(rows))
     if count is not None:  # from another stream than any epoch's, [seed, epoch]
         indices = np.random.default_rng([seed, 0, 0, 1]).permutation(indices)[:count]
+        indices = indices if is_shuffled else np.sort(indices)
     if isinstance(rows, list):
         return [rows[i] for i in indices]
-    folder, drawn = path if path.is_dir() else path.parent, rows.select(indices).to_list()  # images stay encoded
-    return [Record(f"{what}@{split}, row {i}", columns, folder) for i, columns in zip(indices, drawn, strict=True)]
+    folder, drawn = path if path.is_dir() else path.parent, rows.select(indices)
+    values = [exact_floats(columns, drawn.data.schema) for columns in drawn.to_list()]  # images stay encoded
+    return [Record(f"{what}@{split}, row {i}", columns, folder) for i, columns in zip(indices, values, strict=True)]
+
+
+def exact_floats(value: object, kind: DataType | Schema) -> object:
+    """The value with floats of 16 and 32 bits as the shortest decimal of their own type: 0.1, not 0.10000000149."""
+    if isinstance(value, float) and str(kind) in ("halffloat", "float"):  # pyarrow's names of these two
+        return float(str(kind.to_pandas_dtype()(value)))
+    if isinstance(value, dict) and hasattr(kind, "field"):
+        return {name: exact_floats(part, kind.field(name).type) for name, part in value.items()}
+    if isinstance(value, list) and hasattr(kind, "value_type"):
+        return [exact_floats(part, kind.value_type) for part in value]
+    return value
 
 
 def read_system_prompt(text: str | None) -> str | None:

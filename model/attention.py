@@ -74,6 +74,7 @@ def _positions(segments: tuple[Segment, ...], sequences: Tensor, offsets: Tensor
     return offsets + torch.where(offsets < before_S[sequences], prefix_S[sequences], own_S[sequences])
 
 
+@torch.compiler.disable  # with --compile the layers' graphs end here: lengths and places are those of a micro-batch
 def packed_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: object
 ) -> tuple[Tensor, None]:

@@ -26,6 +26,7 @@ NOISE = [  # warnings that are not shown because they tell nothing: vLLM's logge
     ("vllm.model_executor.model_loader.reload.layerwise", "%s: Failed to load weights"),
     ("vllm.model_executor.model_loader.reload.layerwise", "Allocating %.1f MB"),  # padded tables: planner/memory.py
     ("vllm.model_executor.models.utils", "Attempted to load weight"),  # of another dtype than --dtype, which is meant
+    ("vllm.config.model", "%s %s"),  # beyond its own limit: see rollout.py
     ("vllm.utils.flashinfer", "FlashInfer"),  # that its kernels are missing: none of them runs, see rollout.py
     ("vllm.utils.torch_utils", "OMP_NUM_THREADS="),  # by the launcher, or inputs.machine.use_all_cores
 ]

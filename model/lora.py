@@ -20,11 +20,10 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from flags import Lora
 from fsdp_utils import World, full_tensor, own_rows
-from model.weights import model_from_config
 
 NAME = "default"  # of the one adapter, for peft
 MERGED_ROWS = 1024  # rows of a matrix that are in fp32 at a time
@@ -39,14 +38,17 @@ def target_names(model: PreTrainedModel, targets: Sequence[str] | None) -> list[
     own_names = {name: name.rpartition(".")[2] for name, module in model.named_modules() if module in linear}
     if unknown := [target for target in targets or [] if target not in own_names.values()]:
         known = ", ".join(sorted(set(own_names.values())))
-        raise ValueError(f"--lora_targets {' '.join(unknown)}: the linear layers of this model's decoder are {known}.")
+        wrong = f"--lora_targets {' '.join(unknown)}: the linear layers of this model's decoder are {known}"
+        raise ValueError(f"{wrong}; name some, with spaces between them, or leave the flag out for all of them.")
     return [name for name, own in own_names.items() if targets is None or own in targets]
 
 
-def check_targets(config: PretrainedConfig, targets: Sequence[str] | None) -> None:
-    """Raises ValueError for --lora_targets that a model of this config does not have."""
-    with torch.device("meta"):  # names and shapes alone
-        target_names(model_from_config(config), targets)
+def check_lora(model: PreTrainedModel, lora: Lora) -> None:
+    """Raises ValueError for --lora_targets that the model does not have, or too large a --lora_rank."""
+    most = model.config.get_text_config().hidden_size  # one side of each matrix
+    if lora.lora_rank > most:
+        raise ValueError(f"--lora_rank {lora.lora_rank}: no matrix of this model has a rank above {most}; use less.")
+    target_names(model, lora.lora_targets)
 
 
 def add_adapter(model: PreTrainedModel, lora: Lora, seed: int, path: str) -> None:

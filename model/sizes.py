@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,24 +24,54 @@ CPU_BLOCK = 32  # tokens of a cache block on CPU, the fewest that vLLM takes: 12
 CPU_CACHE = 2**30  # bytes of that cache in a rank, at most; the environment's VLLM_CPU_KVCACHE_SPACE (GiB) replaces it
 
 # Name -> memory that a process can take (GiB), dense bf16 TFLOP/s, memory TB/s, and GB/s in one direction to the other
-# GPUs of the node and to host RAM. From the data sheets.
-GPUS = {
-    "H100-80GB": (79.0, 989, 3.35, 450, 55),
-    "H200-141GB": (139.5, 989, 4.8, 450, 55),
-    "A100-80GB": (79.0, 312, 2.04, 300, 25),
-    "A100-40GB": (39.3, 312, 1.56, 300, 25),
-    "L40S-48GB": (44.3, 362, 0.86, 25, 25),
-    "RTX4090-24GB": (23.5, 165, 1.008, 25, 25),
-}
+# GPUs of the node and to host RAM. All of them have bf16 and FlashAttention 2: Ampere or newer.
+CARDS = json.loads(Path(__file__).with_name("cards.json").read_text("utf-8"))  # with the source of each
+GPUS = {name: tuple(card.values())[:5] for name, card in CARDS.items()}
+NUMBER = r"(\d*\.?\d+)"
+OWN_GPU = re.compile(f"{NUMBER}GiB:{NUMBER}TFLOPs:{NUMBER}TB/?s", re.IGNORECASE)
+
+
+def gpu_figures(name: str) -> tuple[float, ...]:
+    """The figures of a card in `GPUS`, which its first part may name alone, or of one's own. Raises ValueError."""
+    own = OWN_GPU.fullmatch(name)
+    if own and all(figures := tuple(map(float, own.groups()))):
+        return *figures, *GPUS["RTX4090-24GB"][3:]  # PCIe
+    plain = re.sub(r"[\s_-]", "", name).upper()
+    found = [each for each in GPUS if plain in (each.replace("-", ""), each.partition("-")[0])]
+    if len(found) != 1:
+        other = "memory, dense bf16 speed and bandwidth of another one, such as 23.5GiB:71TFLOPs:0.94TBs"
+        raise ValueError(f"--plan_gpu {name}: use {', '.join(found or GPUS)}, or {other}.")
+    return GPUS[found[0]]
 
 
 def check_path(path: str) -> None:
     """Raises FileNotFoundError if a model is neither in a folder nor can be on the hub. Asks nobody."""
     folder, is_like_hub_id = Path(path), re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path)
+    if folder.is_dir() and is_run(folder):
+        raise FileNotFoundError(f"--model {path!r} is the folder of a run, not of a model; {policy_of(folder)}.")
     if folder.is_dir() and not (folder / "config.json").exists():
-        raise FileNotFoundError(f"--model {path!r} is no folder with a model: it has no config.json.")
+        raise FileNotFoundError(f"--model {path!r} is no folder with a model: it has no config.json{near(folder)}.")
     if not folder.exists() and (not is_like_hub_id or (folder.parent.name and folder.parent.is_dir())):
-        raise FileNotFoundError(f"--model {path!r}: no such folder, and not of the form of a hub id (owner/name).")
+        wrong = f"no such folder ({folder.absolute()}), and not of the form of a hub id (owner/name)"
+        raise FileNotFoundError(f"--model {path!r}: {wrong}{near(folder)}.")
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a run has written its config.json; that of a model has no --out_dir."""
+    with suppress(OSError, ValueError):
+        return "out_dir" in json.loads((folder / "config.json").read_text())
+    return False
+
+
+def near(folder: Path) -> str:
+    """The policy of the run in whose folder this is, to go on a sentence."""
+    return "".join(f"; {policy_of(each)}" for each in folder.parents if is_run(each))
+
+
+def policy_of(run: Path) -> str:
+    saved = [run / "final", *sorted(run.glob("step_*"), key=lambda each: each.stat().st_mtime, reverse=True)]
+    there = [str(each) for each in saved if (each / "config.json").exists()]
+    return f"its policy is {there[0]}" if there else f"the run {run} has saved no policy yet"
 
 
 @cache
@@ -59,6 +91,11 @@ def head_dim(config: PretrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
+def kv_heads(config: PretrainedConfig) -> int:
+    """The number of heads of keys and values, by the config of a text model."""
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
 # What is refused: attributes of a config, values that are fine, and how another one is called. The trainer, with
 # its packed attention and chunked head, would not compute what the engine samples from.
 REFUSED = (
@@ -67,35 +104,68 @@ REFUSED = (
     (("logits_scaling", "logit_scale", "lm_head_multiplier"), (1,), "{name} = {value}"),
     (("dropout",), (0,), "{name} = {value}"),
     (("quantization_config",), (), "quantized weights"),
+    (("kv_lora_rank",), (), "latent attention"),
+    (("is_heterogeneous",), (False,), "layers of different sizes"),
 )
+# Types of models that were tried here. Apertus: vLLM keeps parameters of its activation in bf16. DiffLlama, Doge: vLLM
+# does not start. Granite SWA, Nemotron: attention that the packed pass does not compute, or that is not told of it.
+NOT_ALIKE = {"apertus", "diffllama", "doge", "granite_swa", "nemotron"}
 LAYERS = {"full_attention", "sliding_attention", "attention"}  # kinds of layers that are implemented
 
 
 def check_architecture(path: str, config: PretrainedConfig) -> None:
     """Raises ValueError for a model that is not dense, not attention in all its layers, quantized, or scales logits."""
     text, found = config.get_text_config(), []
+    own_scale = "logits_scaling" if text.model_type == "granite" else None  # see `Policy`
     parts = config, text, getattr(text, "ffn_config", None)  # DBRX has a config of its own for what has the experts
     for names, fine, called in REFUSED:
-        values = [(name, getattr(part, name, None)) for part in parts for name in names]
+        values = [(name, getattr(part, name, None)) for part in parts for name in names if name != own_scale]
         found += [called.format(name=name, value=value) for name, value in values if value not in (None, *fine)][:1]
     kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or []
     found += [f"layers of the kind {kind}" for kind in sorted(set(kinds) - LAYERS)]
     if getattr(text, "num_attention_heads", None) is None:
         found.append("no attention heads")
+    found += ["parts that trainer and engine do not compute alike"] * (text.model_type in NOT_ALIKE)
     if found:
         needed = "needed is a dense model with attention in all layers, plain logits, and weights in bf16 or fp32"
         given = f"--model {path} ({text.model_type}) has {' and '.join(found)}"
         raise ValueError(f"{given}; {needed}: use Qwen3-0.6B to 32B, Qwen2.5 or Llama, for example.")
 
 
-def check_rope(path: str, config: PretrainedConfig, longest: int) -> None:
-    """Raises ValueError for rotary angles that depend, in the trainer alone, on the longest sequence of a batch."""
-    rope = getattr(config, "rope_parameters", None) or {}
+def check_context(path: str, config: PretrainedConfig, limits: tuple[int, int]) -> None:
+    """Raises ValueError for sequences beyond the context, or for rotary angles that depend, in the trainer alone, on
+    the longest sequence of a batch.
+
+    The context is the one that vLLM computes, but for yarn: there it is as long as vLLM's table of angles. vLLM takes
+    yarn's `max_position_embeddings` for the length after scaling. In Qwen's model cards it is the one before.
+    """
+    longest, rope = sum(limits), getattr(config, "rope_parameters", None) or {}
     kind, original = rope.get("rope_type"), rope.get("original_max_position_embeddings", 0)
+    context = getattr(config, "model_max_length", None) or getattr(config, "max_position_embeddings", None) or math.inf
+    if kind in ("linear", "yarn"):
+        context = (original if kind == "yarn" else context) * (rope.get("factor") or 1)
+    if longest > context:
+        given = f"--max_prompt_tokens {limits[0]} + a completion of {limits[1]} tokens = {longest}"
+        beyond = f"beyond the context of --model {path}, {context:g} tokens"
+        raise ValueError(f"{given} is {beyond}; lower them by {longest - context:g}.")
     if (kind == "longrope" and longest > original) or (kind == "dynamic" and "alpha" not in rope):
         given = f"--model {path}: its rotary angles ({kind}) change with the longest sequence of a batch"
         keep = f"keep prompt and completion within {original} tokens, or use" if kind == "longrope" else "use"
         raise ValueError(f"{given}, which trainer and engine would not do alike; {keep} another model.")
+
+
+def check_parallel(config: PretrainedConfig, size: int) -> None:
+    """Raises ValueError if vLLM cannot divide the model among so many ranks."""
+    text, tower = config.get_text_config(), getattr(config, "vision_config", None)
+    heads, kv, inner = text.num_attention_heads, kv_heads(text), getattr(text, "intermediate_size", None) or 0
+    rows = -(-text.vocab_size // 64) * 64  # of the head: vLLM pads them
+    divided = [heads, inner, rows, *(getattr(tower, name, 0) for name in ("num_heads", "intermediate_size"))]
+    fine = [n for n in range(1, heads + 1) if max(kv, n) % min(kv, n) == 0 and not any(x % n for x in divided)]
+    if size not in fine:
+        parts = f"{heads} attention heads, {kv} heads of keys and values, {inner} units of an MLP and {rows} logits"
+        raise ValueError(
+            f"--tensor_parallel_size {size} cannot divide {parts}; use one of {', '.join(map(str, fine))}."
+        )
 
 
 def check_config(path: str, config: PretrainedConfig, limits: tuple[int, int], tensor_parallel_size: int) -> None:
@@ -104,17 +174,10 @@ def check_config(path: str, config: PretrainedConfig, limits: tuple[int, int], t
     `limits`: most tokens of a prompt, and of a completion in training or evaluation.
     """
     check_architecture(path, config)
+    check_parallel(config, tensor_parallel_size)
     config = config.get_text_config()
-    longest, context = sum(limits), getattr(config, "max_position_embeddings", None)
-    if context is not None and longest > context:
-        given = f"--max_prompt_tokens {limits[0]} + a completion of {limits[1]} tokens = {longest}"
-        beyond = f"beyond the context of --model {path}, {context} tokens"
-        raise ValueError(f"{given} is {beyond}; lower them by {longest - context}.")
-    check_rope(path, config, longest)
-    num_heads = config.num_attention_heads
-    if num_heads % tensor_parallel_size:
-        given = f"--tensor_parallel_size {tensor_parallel_size}"
-        raise ValueError(f"{given} does not divide the model's {num_heads} attention heads.")
+    check_context(path, config, limits)
+    longest = sum(limits)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
     window = "sliding_attention" in kinds and getattr(config, "sliding_window", None)
     if window and getattr(config, "use_sliding_window", True) and window < longest:
@@ -131,7 +194,7 @@ def cpu_cache_bytes(
     vLLM goes round all the blocks it has: all of them would soon be resident, however few are in use.
     """
     config = config.get_text_config()
-    heads = max(config.num_key_value_heads // tp_size, 1)
+    heads = max(kv_heads(config) // tp_size, 1)
     per_token = 2 * config.num_hidden_layers * heads * head_dim(config) * itemsize
     tokens = -(-max_model_len // CPU_BLOCK) * CPU_BLOCK
     sequences = min(MOST_AT_ONCE * tp_size, most_sequences or math.inf)

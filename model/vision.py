@@ -8,8 +8,11 @@ compares its prompt with ours. Images are kept encoded; pixel values are compute
 
 from __future__ import annotations
 
+import base64
 import copy
 import io
+import os
+import re
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -215,7 +218,8 @@ class UnreadableImage(ValueError):
 
 
 def encoded_images(value: object, folder: Path) -> tuple[bytes, ...]:
-    """The images of a value: null, or one or a list of: path, bytes, {"bytes": ..., "path": ...} as in parquet files.
+    """The images of a value: null, or one or a list of: path, bytes, base64, {"bytes": ..., "path": ...} as in parquet
+    files.
 
     Raises UnreadableImage, also for a file that is cut off, which would otherwise end the run when its turn comes.
     """
@@ -224,17 +228,36 @@ def encoded_images(value: object, folder: Path) -> tuple[bytes, ...]:
         item = (item.get("bytes") or item.get("path")) if isinstance(item, dict) else item
         try:
             if not isinstance(item, (bytes, str)):
-                raise TypeError(f"{type(item).__name__} is neither a path nor bytes")
-            images.append(item if isinstance(item, bytes) else (folder / item).read_bytes())
+                raise TypeError(f"{type(item).__name__}; needed is a file, bytes, base64 or a data URI")
+            images.append(item if isinstance(item, bytes) else read_image(item, folder))
             decode(images[-1])
         except DAMAGED as error:
             raise UnreadableImage(str(error)) from None
     return tuple(images)
 
 
+def read_image(text: str, folder: Path) -> bytes:
+    """The encoded image of a file in the folder, a data URI or a text in base64. Raises OSError or ValueError."""
+    if os.path.isfile(folder / text):  # noqa: PTH113  Path.is_file() raises for a name that is too long
+        return (folder / text).read_bytes()
+    packed = re.sub(r"^data:[^,]*,|\s", "", text)
+    if not re.fullmatch(r"[A-Za-z0-9+/]{40,}=*", packed):
+        raise ValueError(f"{text:.60} is neither a file in {folder} nor base64; URLs are not fetched")
+    return base64.b64decode(packed + "==")
+
+
 def decode(encoded: bytes) -> Image.Image:
-    """The image in RGB, upright as its EXIF data say, transparent parts white. Raises `DAMAGED`."""
+    """The image in RGB, upright as its EXIF data say, transparent parts white. Raises `DAMAGED`.
+
+    Grey values of 16 or 32 bits are scaled, so that the largest is white, and black is 0 or what is below it.
+    """
     image = ImageOps.exif_transpose(Image.open(io.BytesIO(encoded)))
+    if image.mode[0] in "IF":
+        values = np.asarray(image, dtype=np.float64)
+        if not np.isfinite(values).all():
+            raise ValueError("some of its values are no finite numbers")
+        values -= min(values.min(), 0.0)
+        image = Image.fromarray(np.uint8(values / (values.max() or 1.0) * 255 + 0.5))
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)

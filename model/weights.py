@@ -75,6 +75,19 @@ def model_from_config(config: PretrainedConfig, **options: object) -> PreTrained
     return auto.from_config(config, **options)
 
 
+def model_of_shapes(path: str, config: PretrainedConfig) -> PreTrainedModel:
+    """The model as names and shapes alone. Raises ValueError if the policy does not know what its parts are."""
+    with torch.device("meta"):
+        model = model_from_config(config)
+    has_interface = model._supports_attention_backend and hasattr(model.get_decoder(), "layers")
+    has_bias = getattr(model.get_output_embeddings(), "bias", None) is not None
+    if has_bias or not has_interface:
+        what = "a head with a bias" if has_interface else "layers or attention outside the interface of transformers"
+        known = "use a family that docs/data.md lists, Phi-3, Qwen3 or Llama for example"
+        raise ValueError(f"--model {path} ({config.model_type}) has {what}; {known}.")
+    return model
+
+
 @contextmanager
 def without_storage() -> Iterator[None]:
     """Within it new parameters are on the meta device. Buffers are real: their values come from no file."""
@@ -170,7 +183,7 @@ def weight_files(path: str) -> list[Path]:
             continue
         if file.suffix != ".json":
             return [file]
-        parts = set(json.loads(file.read_text())["weight_map"].values())
+        parts = set(json.loads(file.read_text("utf-8"))["weight_map"].values())
         return [Path(cached_file(path, part)) for part in sorted(parts)]
     why = "" if Path(path).is_dir() else f": {missing}"
     raise OSError(f"{path} has no weights in safetensors: none of {', '.join(NAMES)} was found{why}")

@@ -7,6 +7,7 @@ seconds, `advice.py` what would have to change, `report.py` what is printed.
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import math
 from pathlib import Path
@@ -19,23 +20,16 @@ from inputs.checks import check_flags, launched_world_size
 from inputs.choices import algorithm_of
 from inputs.machine import local_world_size
 from inputs.records import parse_source
-from model.sizes import GPUS, check_config
+from model.lora import check_lora
+from model.sizes import check_config, gpu_figures
 from model.vision import check_images
-from model.weights import load_config
+from model.weights import load_config, model_of_shapes
 from planner.report import report_of, text_of
 from planner.setup import GIB, Hardware, RunShape, Setup, shape_of
 
 TABLE = Path(__file__).parent / "models.json"
 NETWORK_SPEED = 50e9  # bytes per second between nodes, one way, for each GPU: a card of 400 Gbit/s each
-ROWS = {  # of data sets that are not on the disk
-    "hiyouga/math12k@train": 12_000,
-    "hiyouga/math12k@test": 500,
-    "allenai/RLVR-GSM-MATH-IF-Mixed-Constraints@train": 29_946,
-    "simplelr_qwen_level3to5": 8_532,
-    "openai/gsm8k/main@train": 7_473,
-    "openai/gsm8k/main@test": 1_319,
-    "hamishivi/DAPO-Math-17k-Processed_filtered@train": 12_643,
-}
+ROWS = json.loads(TABLE.with_name("data_sets.json").read_text("utf-8"))  # of data sets that are not on the disk
 
 
 def dry_run(args: argparse.Namespace) -> int:
@@ -48,13 +42,15 @@ def dry_run(args: argparse.Namespace) -> int:
 
 def config_of(model: str) -> PretrainedConfig:
     """The config in a folder, in `models.json`, or else on the hub. Raises ValueError."""
-    table = json.loads(TABLE.read_text())
+    table = json.loads(TABLE.read_text("utf-8"))
     if model in table and not Path(model).exists():
-        return AutoConfig.for_model(**table[model])
+        own = table[model]
+        return AutoConfig.for_model(**table.get(own.pop("as", None), {}) | own)
     try:
         return load_config(model)
     except (ValueError, OSError) as error:
-        raise ValueError(f"{str(error).splitlines()[0]} Without network these are known: {', '.join(table)}.") from None
+        near = ", ".join(difflib.get_close_matches(model, table, n=5, cutoff=0))
+        raise ValueError(f"{str(error).splitlines()[0]} Known without network are, for example, {near}.") from None
 
 
 def rows_of(train_data: list[str]) -> int | None:
@@ -83,9 +79,8 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
     check_config(args.model, config, limits, args.tensor_parallel_size)
     check_images(args.model, config, take(PromptFormat, args))
     model, lora = shape_of(config, args.model), take(Lora, args)
-    if unknown := set(lora.lora_targets or ()) - set(model.projections):
-        known = ", ".join(model.projections)
-        raise ValueError(f"--lora_targets {' '.join(sorted(unknown))}: the dry run knows {known}.")
+    if lora.lora_rank:
+        check_lora(model_of_shapes(args.model, config), lora)
     algorithm_of(args)  # raises for choices that do not exist, or flags without effect
     num_rows = args.plan_rows or rows_of(args.train_data)
     if num_rows is None and args.epochs is not None:
@@ -103,7 +98,7 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
     )  # fmt: skip
     engine = take(EngineSettings, args, max_model_len=sum(limits))
     of_servers = len(args.generation_gpus) or max(1, len(args.server_urls)) * args.tensor_parallel_size
-    gpu_memory, flops, memory_speed, link_speed, host_speed = GPUS[args.plan_gpu]
+    gpu_memory, flops, memory_speed, link_speed, host_speed = gpu_figures(args.plan_gpu)
     hardware = Hardware(
         name=args.plan_gpu, gpus=gpus, nodes=nodes,
         gpu_bytes=gpu_memory * GIB, host_bytes=args.plan_host_memory_gib * GIB,

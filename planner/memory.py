@@ -88,7 +88,7 @@ def engine_parts(setup: Setup) -> Parts:
     weights = setup.model.parameters * setup.compute_bytes / setup.run.tensor_parallel_size
     working = ENGINE_WORKING[setup.engine.enforce_eager]
     budget = setup.engine.gpu_memory_utilization * setup.hardware.gpu_bytes
-    return {"engine weights": weights, "engine working": working, "KV cache": budget - weights - working}
+    return {"engine weights": weights, "engine working": working, "KV cache": max(budget - weights - working, 0.0)}
 
 
 def cache_bytes_per_token(setup: Setup) -> float:
@@ -118,11 +118,12 @@ def misfits(setup: Setup, free: float | None = None) -> list[str]:
         size, has = (needed(parts), h.gpu_bytes) if free is None else (sum(parts.values()), free)
         if size > has and (free is None or name != "server"):  # a server's GPU is another one
             too_many = (size - has) / GIB
-            found.append(f"GPU, {name}: needs {size / GIB:.1f} GiB of {has / GIB:.1f}, {too_many:.1f} too many")
+            found.append(f"GPU, {name}: needs {size / GIB:.1f} GiB of {has / GIB:.1f}, {too_many:.1f} GiB too many")
     if sequences_at_once(setup) < 1:
-        share, cache = setup.engine.gpu_memory_utilization, engine_parts(setup)["KV cache"] / GIB
-        left = f"--gpu_memory_utilization {share:g} leaves the engine {cache:.1f} GiB for its cache"
-        found.append(f"GPU, rollout: {left}, not enough for one sequence of {setup.engine.max_model_len} tokens")
+        share, others = setup.engine.gpu_memory_utilization, sum(without(engine_parts(setup), "KV cache").values())
+        given = f"--gpu_memory_utilization {share:g} is {share * h.gpu_bytes / GIB:.1f} GiB, of which the engine"
+        left = f"needs {others / GIB:.1f} without its cache: not enough for one sequence of"
+        found.append(f"GPU, rollout: {given} {left} {setup.engine.max_model_len} tokens")
     for name, parts in host_phases(setup).items():
         if (size := sum(without(parts, *reserve).values())) > h.host_bytes:
             found.append(f"host RAM, {name}: needs {size / GIB:.0f} GiB of {h.host_bytes / GIB:.0f} on each node")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flags import counted
 from planner import memory, time
 from planner.advice import advised
 from planner.setup import GIB, Setup
@@ -11,13 +12,12 @@ dry run: {model} on {machines}; nothing is started
 
 model       {parameters:,} parameters, {trainable_parameters:,} trained; \
 {kv_bytes_per_token:,} bytes of KV cache per token
-step        {prompts_per_step} prompts x {group_size} = {completions_per_step} completions
+step        {prompts} x {group_size} = {completions_per_step} completions
 updates     {updates_per_step} per step, each of {completions_per_update} completions \
-({completions_per_update_and_gpu:g} per GPU), in {micro_batches_per_update} micro-batches \
-of at most {micro_batch_tokens} tokens
-run         {epochs}{total_steps} steps, {total_updates} updates, {total_completions:,} completions
+({completions_per_update_and_gpu:g} per GPU), in {micro_batches} of at most {micro_batch_tokens} tokens
+run         {epochs}{steps}, {updates}, {total_completions:,} completions
 sampling    {engines}, {completions_per_engine:g} completions each; \
-the cache holds {sequences_at_once_per_engine:g} sequences of {max_model_len} tokens at once
+the cache holds {sequences} of {max_model_len} tokens at once
 
 GPU memory at the peak of each phase, in GiB per GPU
 {gpu_table}
@@ -26,11 +26,14 @@ host RAM, in GiB per node; a checkpoint takes {checkpoint_gib:.1f} GiB of disk, 
 all that are kept {disk_gib:.1f}
 {host_table}
 
-time        {step_seconds:.0f} s per step: {times}
-            with {mean_prompt_tokens:g} + {mean_completion_tokens:g} tokens at {flops_share:.0%} of peak FLOPs
-            {remarks}{total_hours:,.1f} hours, {total_gpu_hours:,} GPU hours
+{time}
 
 {verdict}"""
+TIME = """\
+time        {step_seconds:.0f} s per step: {times}
+            with {mean_prompt_tokens:g} + {mean_completion_tokens:g} tokens at {flops_share:.0%} of peak FLOPs
+            {remarks}{total_hours:,.1f} hours, {total_gpu_hours:,} GPU hours"""
+NO_TIME = "time        none is estimated, because the run does not fit"
 OF_PLAN = ("prompts_per_step", "group_size", "completions_per_step", "updates_per_step", "total_steps", "total_updates")
 
 
@@ -53,12 +56,12 @@ def report_of(setup: Setup) -> dict[str, object]:
     live, needed = ({name: size(parts) for name, parts in phases.items()} for size in (total, memory.needed))
     peak, found = max(needed, key=needed.get), memory.misfits(setup)
     per_update, hours = plan.completions_per_step // plan.updates_per_pass, seconds * plan.total_steps / 3600
-    kind, samplers = ("servers", f" + {h.generation_gpus}") if setup.has_servers else ("engines", "")
+    kind, samplers = ("server", f" + {h.generation_gpus}") if setup.has_servers else ("engine", "")
     return {
         **{name: getattr(plan, name) for name in OF_PLAN},
         "model": setup.model.name,
-        "machines": f"{h.gpus}{samplers} x {h.name}, {h.nodes} node{'s' * (h.nodes > 1)}",
-        "engines": f"{setup.num_engines} {kind} of {run.tensor_parallel_size} GPUs",
+        "machines": f"{h.gpus}{samplers} x {h.name}, {counted(h.nodes, 'node')}",
+        "engines": f"{counted(setup.num_engines, kind)} of {counted(run.tensor_parallel_size, 'GPU')}",
         "completions_per_update": per_update,
         "completions_per_update_and_gpu": per_update / h.gpus,
         "completions_per_engine": plan.completions_per_step / setup.num_engines,
@@ -80,13 +83,13 @@ def report_of(setup: Setup) -> dict[str, object]:
         "host_capacity_gib": gib(h.host_bytes),
         "checkpoint_gib": gib(memory.checkpoint_bytes(setup)),
         "disk_gib": gib(memory.disk_bytes(setup)),
-        "step_seconds": round(seconds, 1),
-        "total_hours": round(hours, 1),
-        "total_gpu_hours": round(hours * (h.gpus + h.generation_gpus)),
+        "step_seconds": None if found else round(seconds, 1),  # and so on: a run that cannot exist takes no time
+        "total_hours": None if found else round(hours, 1),
+        "total_gpu_hours": None if found else round(hours * (h.gpus + h.generation_gpus)),
         "gpu_gib": {x: in_gib(parts | {"live": live[x], "needed": needed[x]}) for x, parts in phases.items()},
         "host_gib": {name: in_gib(parts | {"needed": total(parts)}) for name, parts in on_host.items()},
-        "seconds": {name: round(value, 1) for name, value in time.phase_seconds(setup).items()},
-        "remarks": remarks(setup),
+        "seconds": {} if found else {name: round(value, 1) for name, value in time.phase_seconds(setup).items()},
+        "remarks": [] if found or not setup.has_servers else remarks(setup),
         "mean_prompt_tokens": run.mean_prompt_tokens,
         "mean_completion_tokens": run.mean_completion_tokens,
         "flops_share": h.flops_share,
@@ -98,25 +101,29 @@ def report_of(setup: Setup) -> dict[str, object]:
 
 def remarks(setup: Setup) -> list[str]:
     """How long ranks and servers wait for each other."""
-    if not setup.has_servers:
-        return []
-    sampling, training = time.beside(setup)
-    together = min(sampling, training) if setup.plan.steps_ahead else 0.0
-    ahead = f"sampling {setup.plan.steps_ahead} steps ahead" if setup.plan.steps_ahead else "one after the other"
+    (sampling, training), steps = time.beside(setup), setup.plan.steps_ahead
+    together = min(sampling, training) if steps else 0.0
+    ahead = f"sampling {counted(steps, 'step')} ahead" if steps else "one after the other"
     return [f"{ahead}: ranks wait {sampling - together:.1f} s, servers {training - together:.1f} s"]
 
 
 def text_of(report: dict) -> str:
     """The report for people."""
-    rows, steps = report["training_rows"], report["steps_per_epoch"]
-    return TEXT.format_map(report | {
-        "epochs": "" if rows is None else f"{steps:g} steps per epoch of {rows} rows; ",
+    rows = report["training_rows"]
+    words = report | {
+        "epochs": "" if rows is None else f"{counted(report['steps_per_epoch'], 'step')} per epoch of {rows} rows; ",
+        "prompts": counted(report["prompts_per_step"], "prompt"),
+        "sequences": counted(report["sequences_at_once_per_engine"], "sequence"),
+        "steps": counted(report["total_steps"], "step"),
+        "updates": counted(report["total_updates"], "update"),
+        "micro_batches": counted(report["micro_batches_per_update"], "micro-batch"),
         "gpu_table": table_of(report["gpu_gib"]),
         "host_table": table_of(report["host_gib"]),
         "times": ", ".join(f"{name} {seconds:.1f}" for name, seconds in report["seconds"].items()),
         "remarks": "".join(f"{remark}\n            " for remark in report["remarks"]),
         "verdict": verdict_of(report),
-    })  # fmt: skip
+    }  # fmt: skip
+    return TEXT.format_map(words | {"time": TIME.format_map(words) if report["fits"] else NO_TIME})
 
 
 def table_of(columns: dict[str, dict[str, float]]) -> str:

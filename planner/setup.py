@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import nn
 from transformers import PretrainedConfig
 
 from flags import EngineSettings, Lora, Memory, Plan
 from model.sizes import head_dim
 from model.vision import tower_of
-from model.weights import model_from_config
+from model.weights import model_of_shapes
 
 GIB = 1024**3
 
@@ -52,8 +51,7 @@ def shape_of(config: PretrainedConfig, name: str) -> ModelShape:
     if text.model_type not in known or (text is not config and config.model_type != "qwen2_5_vl"):
         others = f"not {config.model_type!r}, which it can neither plan nor rule out"
         raise ValueError(f"{name}: the dry run knows the architectures {', '.join(known)}, {others}.")
-    with torch.device("meta"):
-        model = model_from_config(config)
+    model = model_of_shapes(name, config)
     layers, tower = model.get_decoder().layers, tower_of(model)
     linear = {path.rpartition(".")[2]: each for path, each in layers[0].named_modules() if isinstance(each, nn.Linear)}
     root, of_tower = num_parameters(model) - num_parameters(layers), 0 if tower is None else num_parameters(tower)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import math
 import os
@@ -11,11 +12,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from batch import Metrics
 from flags import Recording
-from guards.files import tolerated, write
+from guards.files import end_status, tolerated, write
+from guards.start import ON_END
 
 ON_CONSOLE = {  # metric -> how the console shows it
     "reward/mean": "reward {:.3f}", "completion/tokens_mean": "tokens {:.1f}", "policy/entropy": "entropy {:.3f}",
@@ -39,9 +42,10 @@ class Console:
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_OF_FORECAST))  # of the last steps
     tracker: tuple[Log, Close] | None = None
     done: dict[str, object] = field(default_factory=dict)  # the last step that is done, in status.json
+    step: int = 0  # that was told last
 
     def start(self, saved_step: int) -> None:
-        """Starts the tracker, which goes on after this step."""
+        """Starts the tracker, which continues after this step."""
         if self.is_main and self.recording.track != "none":
             self.tracker = TRACKERS[self.recording.track](self.out_dir, saved_step)
 
@@ -68,7 +72,8 @@ class Console:
     def tell_phase(self, name: str, step: int) -> None:
         """Writes status.json: what is done now, in which step; below it the last step that is done."""
         if self.is_main:
-            status = {"now": name, "in_step": step, "since": _clock()} | self.done
+            self.step = step
+            status = {"now": name, "in_step": step, "since": _clock(), "pid": os.getpid()} | self.done
             with tolerated(str(file := self.out_dir / "status.json")):
                 write(file, json.dumps(status, indent=1) + "\n")
 
@@ -79,9 +84,21 @@ class Console:
             self.tracker = None
             self.say(f"warning: --track {self.recording.track} has failed and is left out from now on: {error}")
 
-    def finish(self) -> None:
+    def begin(self, saved_step: int) -> None:
+        """From now on status.json is this start's, also when it ends by a fault or a signal."""
+        self.tell_phase("load", saved_step)
+        if self.is_main:
+            ON_END.append(self._end)
+
+    def _end(self, how: str) -> None:
+        end_status(self.out_dir, f"stopped after step {self.step}" if how == "stopped" else how)
+
+    def finish(self, how: str) -> None:
+        ON_END.clear()
         if self.tracker is not None:
             self.tracker[1]()
+        if self.is_main:
+            end_status(self.out_dir, how)
 
 
 def console_line(step: int, last_step: int, metrics: Metrics, phases: dict[str, float], seconds_left: float) -> str:
@@ -130,23 +147,20 @@ def tensorboard(out_dir: Path, saved_step: int) -> tuple[Log, Close]:
     return log, writer.close
 
 
-def wandb(out_dir: Path, saved_step: int) -> tuple[Log, Close]:
-    """Project WANDB_PROJECT; WANDB_MODE=offline: all in OUT_DIR/wandb. A step that comes again keeps its values."""
-    import wandb
+def curves(package: str, out_dir: Path, saved_step: int) -> tuple[Log, Close]:
+    """wandb or trackio, project WANDB_PROJECT or TRACKIO_PROJECT. A step that comes again keeps its values in wandb.
 
-    config, project = json.loads((out_dir / "config.json").read_text()), os.environ.get("WANDB_PROJECT", PROJECT)
-    name = hashlib.sha256(str(out_dir.resolve()).encode()).hexdigest()[:16]  # the same folder is the same run
-    run = wandb.init(project=project, name=out_dir.name, id=name, resume="allow", dir=str(out_dir), config=config)
-    return lambda step, metrics: run.log(metrics, step=step), run.finish
-
-
-def trackio(out_dir: Path, saved_step: int) -> tuple[Log, Close]:
-    """Project TRACKIO_PROJECT, on this machine unless the environment names a Space."""
-    import trackio
-
-    config, project = json.loads((out_dir / "config.json").read_text()), os.environ.get("TRACKIO_PROJECT", PROJECT)
-    trackio.init(project=project, name=out_dir.name, config=config, resume="allow")
-    return lambda step, metrics: trackio.log(metrics, step=step), trackio.finish
+    With WANDB_MODE=offline all is in OUT_DIR/wandb; trackio stays on this machine unless the environment names a Space.
+    """
+    tracker = importlib.import_module(package)
+    config, project = (
+        (out_dir / "config.json").read_text("utf-8"),
+        os.environ.get(f"{package.upper()}_PROJECT", PROJECT),
+    )
+    run = hashlib.sha256(os.fsencode(out_dir.resolve())).hexdigest()[:16]  # the same folder is the same run
+    own = {"id": run, "dir": str(out_dir)} if package == "wandb" else {}
+    tracker.init(project=project, name=out_dir.name, config=json.loads(config), resume="allow", **own)
+    return lambda step, metrics: tracker.log(metrics, step=step), tracker.finish
 
 
-TRACKERS = {"tensorboard": tensorboard, "wandb": wandb, "trackio": trackio}
+TRACKERS = {"tensorboard": tensorboard, "wandb": partial(curves, "wandb"), "trackio": partial(curves, "trackio")}

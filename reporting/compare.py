@@ -12,6 +12,7 @@ last tenth of its points and over all of them. Two sides are compared by
 from __future__ import annotations
 
 import math
+import re
 from fnmatch import fnmatch
 
 import numpy as np
@@ -19,8 +20,12 @@ import numpy as np
 from reporting.history import History, but_for_the_seed, in_columns, read_lines
 
 METRICS = ("reward/mean", "eval/*/avg@*", "completion/tokens_mean", "policy/kl_ref", "policy/entropy")  # *: any text
-MEASURED_BY = ("reward", "list_answers", "eval_temperature", "eval_top_p", "eval_max_completion_tokens")
-MORE_IS_BETTER = ("reward/", "eval/")
+GRADED_BY = ("--reward", "--list_answers", "--environment", "--tools")
+SAMPLED_BY = ("--temperature", "--top_p", "--max_completion_tokens")
+MEASURED_BY = {  # metrics whose verdict is "better" or "worse" -> flags that decide what they measure
+    "reward/": (*GRADED_BY, *SAMPLED_BY, "--train_data", "--truncated", "--overlong_cache_tokens"),
+    "eval/": (*GRADED_BY, *(name.replace("--", "--eval_") for name in SAMPLED_BY), "--eval_data"),
+}
 COPIED = ("reward/", "completion/")  # metrics that a replay does not measure
 TITLES = {  # of so many parts of the points the last one is taken
     10: "At the end: mean of the last tenth of the points that all runs have.",
@@ -125,14 +130,17 @@ def compare(a: list[History], b: list[History]) -> str:
     differences = differing([a[0], b[0]])
     changed = [f"{name} {there!r} -> {here!r}" for name, (there, here) in differences.items()]
     lines = [*described("A", a), *described("B", b)]
-    lines += [f"From A to B: {', '.join(changed) or 'the same flags'}.", method(a, b)]
-    if unlike := [name for name in differences if name.removeprefix("--") in MEASURED_BY]:
-        lines.append(f"Careful: the rewards of A and B are not measured alike: {', '.join(unlike)}.")
+    lines += [f"From A to B: {', '.join(changed) or 'the same flags'}.", *cost(a, b), method(a, b)]
+    unlike = {kind: not_alike(kind, [a[0], b[0]], differences) for kind in MEASURED_BY}
+    if found := dict.fromkeys(sum(unlike.values(), [])):
+        lines.append(f"Careful: the rewards of A and B are not measured alike: {', '.join(found)}.")
     for parts, title in TITLES.items():
         rows = [["", "A", "B", "B - A, and what holds"]]
         for name in filter(steps.get, steps):
             chosen = steps[name][-math.ceil(len(steps[name]) / parts) :]
-            rows.append([name, *verdict(name, *difference(a, b, name, chosen))])
+            rows.append([name, *verdict(name, *difference(a, b, name, chosen), "B" if len(runs) > 2 else "run B")])
+            if why := unlike.get(f"{name.partition('/')[0]}/"):
+                rows[-1][-1] = f"not measured alike: {', '.join(why)}"
         lines += ["", title, *in_columns(rows)]
     lines += ["", f"In brackets: {CONFIDENCE:.0%} confidence intervals; one of twenty misses the truth."]
     if replays:
@@ -142,8 +150,20 @@ def compare(a: list[History], b: list[History]) -> str:
     return "\n".join(lines) if steps else f"Nothing to compare: no run has one of {', '.join(METRICS)}."
 
 
-def verdict(name: str, a: float, b: float, margin: float) -> list[str]:
-    """Both means, and what holds."""
+def not_alike(kind: str, runs: list[History], differences: dict[str, list[object]]) -> list[str]:
+    """Those of the differences by which these metrics measure another thing; contents are those of what a flag names.
+
+    A held-out accuracy is the score of the first verifier of --reward, without its weight.
+    """
+    names = [str(run.config.get(flag[2:])) for run in runs for flag in MEASURED_BY[kind]]
+    of_files = [name for name in differences if any(name.removeprefix("contents of ") in text for text in names)]
+    found = [name for name in differences if name in MEASURED_BY[kind] or name in of_files]
+    first = [re.match(r"[^,:]*((?<=\.py):\w+)?", each or "")[0] for each in differences.get("--reward", [])]
+    return [name for name in found if name != "--reward" or kind != "eval/" or first[0] != first[-1]]
+
+
+def verdict(name: str, a: float, b: float, margin: float, side: str) -> list[str]:
+    """Both means, and what holds. `side`: how B is called."""
     value, size = b - a, max(abs(a), abs(b))
     digits = 5 if size < 0.1 else 3 if size < 10 else 2
     means = [f"{mean:.{digits}f}" for mean in (a, b)]
@@ -151,10 +171,22 @@ def verdict(name: str, a: float, b: float, margin: float) -> list[str]:
         return [*means, f"{value:+.{digits}f}: its error is not known"]
     if value == margin == 0:
         return [*means, "the same"]
-    words = ("better", "worse") if name.startswith(MORE_IS_BETTER) else ("higher", "lower")
+    words = ("better", "worse") if name.startswith(tuple(MEASURED_BY)) else ("higher", "lower")
     unseen = f"no difference can be seen; one of {margin:.{digits}f} or more would show"
-    holds = unseen if abs(value) <= margin else f"B is {words[value < 0]}"
+    holds = unseen if abs(value) <= margin else f"{side} is {words[value < 0]}"
     return [*means, f"{value:+.{digits}f} ({value - margin:+.{digits}f} to {value + margin:+.{digits}f}): {holds}"]
+
+
+def cost(a: list[History], b: list[History]) -> list[str]:
+    """What the steps that all runs have took, as a mean over the runs of a side; nothing where that is not known."""
+    steps = common_steps([*a, *b], "time/step_s")
+    sums = [np.mean([run.cost(steps) for run in side], axis=0) for side in (a, b)]
+    if not np.all(sums):
+        return []
+    (count_a, seconds_a), (count_b, seconds_b) = sums
+    took = f"A {count_a:,.0f} completions in {seconds_a:,.0f} s, B {count_b:,.0f} in {seconds_b:,.0f} s"
+    words = f"B sampled {count_b / count_a:.2g} x as many and took {seconds_b / seconds_a:.2g} x as long"
+    return [f"Cost of the {len(steps)} steps that all runs have: {took}; {words}."]
 
 
 def described(side: str, runs: list[History]) -> list[str]:
@@ -185,7 +217,8 @@ def method(a: list[History], b: list[History]) -> str:
     if shared_seeds(a, b):
         return "Both sides have the same seeds: intervals are of the differences of pairs."
     if len(a) + len(b) == 2:
-        return "One seed each: intervals hold the error of the evaluation; what another seed gives is not known."
+        known = "intervals hold the error of the evaluation; what another seed gives is not known"
+        return f"One seed each: a verdict on two runs, not on what they differ by; {known}."
     if min(len(a), len(b)) == 1:
         return "One side has one run: its variance is taken to be that of the other side."
     return "The seeds differ, or do not make pairs: Welch's intervals."

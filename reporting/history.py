@@ -33,11 +33,18 @@ class History:
     def contents(self) -> dict[str, object]:
         """Digests of what the flags name: weights, rows with their prompts, own files. Without what a seed draws."""
         file = self.folder / "inputs.json"
-        found = parse(file.read_text(), str(file)) if file.exists() else {}
+        found = parse(file.read_text("utf-8"), str(file)) if file.exists() else {}
         paths = {name: str(self.config.get(name[2:]) if name.startswith("--") else name) for name in found}
         same = {name: but_for_the_seed(self.config | {"path": path})["path"] for name, path in paths.items()}
         drawn = [name for name, path in paths.items() if same[name] != path or re.search(r"#\d+$", path)]
         return {f"contents of {path}": found[name] for name, path in paths.items() if name not in drawn}
+
+    def cost(self, steps: list[int]) -> tuple[float, float]:
+        """Completions that these steps have sampled, with dynamic sampling more than they trained on; their seconds."""
+        own = 0 if self.config.get("replay") else self.config.get("prompts_per_step", 0)
+        sampled, seconds = self.points("sampling/prompts"), self.points("time/step_s")
+        prompts = sum(sampled.get(step, own) for step in steps if step)
+        return prompts * self.config.get("group_size", 0), sum(seconds[step] for step in steps)
 
     def points(self, name: str) -> dict[int, float]:
         """Step -> value of a metric, where it is a finite number."""
@@ -49,6 +56,7 @@ def but_for_the_seed(config: dict[str, object]) -> dict[str, object]:
     """The flags that repetitions of a run share.
 
     A seed in the name of a folder, as in `--model runs/policy_seed2`, is the seed, too: a policy is warm-started by it.
+    How far a run has come yet (--stop_after) is no difference.
     """
     out_dir, seed = str(config.get("out_dir") or "\0"), re.escape(str(config.get("seed")))
 
@@ -59,13 +67,13 @@ def but_for_the_seed(config: dict[str, object]) -> dict[str, object]:
             return value
         return re.sub(rf"(seed[_=-]?){seed}(?!\d)", r"\1*", value.replace(out_dir, "OUT_DIR"))
 
-    return {name: shared(value) for name, value in config.items() if name not in ("seed", "out_dir")}
+    return {name: shared(value) for name, value in config.items() if name not in ("seed", "out_dir", "stop_after")}
 
 
 def read_config(folder: Path) -> dict[str, object]:
     """The flags of the run; {} without config.json. Raises ValueError for a damaged file."""
     file = folder / "config.json"
-    return parse(file.read_text(errors="replace"), str(file), parse_constant=str) if file.exists() else {}
+    return parse(file.read_text("utf-8", "replace"), str(file), parse_constant=str) if file.exists() else {}
 
 
 def read_lines(file: Path) -> list[dict]:
@@ -73,7 +81,7 @@ def read_lines(file: Path) -> list[dict]:
 
     Raises ValueError for a line that is damaged otherwise.
     """
-    lines = file.read_text(errors="replace").split("\n") if file.exists() else []  # text may hold other line breaks
+    lines = file.read_text("utf-8", "replace").split("\n") if file.exists() else []  # text may hold other line breaks
     return [parse(line, f"{file}, line {n},") for n, line in enumerate(lines, start=1) if line.endswith("}")]
 
 

@@ -70,10 +70,10 @@ def seed_groups(runs: list[dict]) -> list[list[int]]:
 
 def fill_template(chunks: dict[str, str]) -> str:
     """template.html with style, scripts and data in their places."""
-    texts = {Path(name).name: (FOLDER / name).read_text() for name in FILES}
-    texts["scripts"] = "\n".join((FOLDER / name).read_text() for name in SCRIPTS)
+    texts = {Path(name).name: (FOLDER / name).read_text("utf-8") for name in FILES}
+    texts["scripts"] = "\n".join((FOLDER / name).read_text("utf-8") for name in SCRIPTS)
     hashes = [hashlib.sha256(texts[name].encode()).digest() for name in ("uPlot.iife.min.js", "scripts")]
     texts["hashes"] = " ".join(f"'sha256-{base64.b64encode(each).decode()}'" for each in hashes)
     data = (f'<script type="text/plain" id="{name}">{chunk}</script>' for name, chunk in chunks.items())
     texts["data"] = "\n".join(data)
-    return re.sub(r"\{\{ (.+?) \}\}", lambda match: texts[match[1]], (FOLDER / "template.html").read_text())
+    return re.sub(r"\{\{ (.+?) \}\}", lambda match: texts[match[1]], (FOLDER / "template.html").read_text("utf-8"))

@@ -39,7 +39,7 @@ def names() -> list[str]:
 
 
 def load(name: str) -> dict:
-    return json.loads((FOLDER / f"{name}.json").read_text())
+    return json.loads((FOLDER / f"{name}.json").read_text("utf-8"))
 
 
 def belongs_to(config: dict[str, object]) -> str | None:
@@ -111,7 +111,7 @@ def evaluated(figure: dict, run: History) -> tuple[float | None, str]:
     steps = sorted(places.glob("step_*"), key=lambda folder: int(folder.name.partition("_")[2]), reverse=True)
     for folder in [places / (run.folder / "best").resolve().name, *steps]:
         for file in sorted(folder.glob("*/results.json"), reverse=True):  # the latest first
-            result = json.loads(file.read_text())["sets"].get(set_name, {})
+            result = json.loads(file.read_text("utf-8"))["sets"].get(set_name, {})
             if metric in result:
                 return result[metric]["mean"], other_protocol(figure, result)
     checkpoint = run.folder / ("best" if run.config.get("keep_best") else "final")
@@ -127,7 +127,7 @@ def protocol_of(run: History, name: str, step: int) -> dict[str, object]:
     if set_name not in sets or not all(values.values()) or not file.exists():
         return {}
     protocol = {key: each[sets.index(set_name) % len(each)] for key, each in values.items()}
-    return protocol | {"problems": len(file.read_text().splitlines()) // protocol["samples"]}
+    return protocol | {"problems": len(file.read_text("utf-8").splitlines()) // protocol["samples"]}
 
 
 def other_protocol(figure: dict, found: dict[str, object]) -> str:

@@ -34,7 +34,7 @@ def main() -> None:
     except (ValueError, FileNotFoundError) as error:
         sys.exit(f"error: {error}")
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    with args.output.open("w") as file:
+    with args.output.open("w", encoding="utf-8") as file:
         for row in rows:
             prompt = [{"role": "user", "content": PROMPT.format(row["question"])}]
             print(json.dumps({"source_prompt": prompt, "ground_truth": str(row["answer"])}), file=file)

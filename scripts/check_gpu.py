@@ -108,7 +108,7 @@ class Place:
             *COMMON.split(), *SIZE[self.is_cuda].split(), *flags,
         ]  # fmt: skip
         deadline = time.monotonic() + PATIENCE
-        with log.open("a") as out:
+        with log.open("a", encoding="utf-8") as out:
             process = Popen(command, cwd=ROOT, stdout=out, stderr=out, env=os.environ | self.visible(gpus or ranks))
             while process.poll() is None:
                 time.sleep(0.1)
@@ -117,10 +117,10 @@ class Place:
                 if time.monotonic() > deadline:
                     process.kill()  # the launcher: the ranks end with it
         if out_dir.exists():  # not of a run that was refused
-            with (out_dir / ".lock").open("a") as lock:
+            with (out_dir / ".lock").open("a", encoding="utf-8") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)  # now they have
         if process.returncode and not disturb:
-            said = log.read_text().strip().rpartition("\n")[2]  # the launcher says last why a run ended
+            said = log.read_text("utf-8").strip().rpartition("\n")[2]  # the launcher says last why a run ended
             raise RuntimeError(f"{name} ended with code {process.returncode}: {said}")
         return out_dir
 
@@ -210,7 +210,7 @@ def check_run(place: Place) -> Iterator[Line]:
     out_dir = place.train("run", 1)
     steps = read_metrics(out_dir)
     yield from gap_lines(place, "one engine", steps)
-    started = json.loads((out_dir / "starts.jsonl").read_text().splitlines()[-1])
+    started = json.loads((out_dir / "starts.jsonl").read_text("utf-8").splitlines()[-1])
     for phase, predicted in started["predicted_gib"].items():
         found = max(record.get(f"memory/{phase}_gib", 0.0) for record in steps)
         if not found or phase == "host":  # of which a guess for each process is the most
@@ -319,7 +319,7 @@ def alone(g):
 def kill_server(process: Popen, out_dir: Path) -> None:
     """While weights are on their way to it."""
     with contextlib.suppress(OSError, ValueError, psutil.Error):
-        status = json.loads((out_dir / "status.json").read_text())
+        status = json.loads((out_dir / "status.json").read_text("utf-8"))
         if status["now"] == "sync" and status["in_step"] > 1 and not (out_dir / "killed").exists():
             for child in psutil.Process(process.pid).children(recursive=True):
                 if SERVER in child.cmdline():
@@ -330,7 +330,7 @@ def kill_server(process: Popen, out_dir: Path) -> None:
 def check_ends(place: Place) -> Iterator[Line]:
     """A rank that fails alone ends the run: others wait for it in a collective. So does a server amid a sync."""
     file = place.folder / "model" / "fails.py"
-    file.write_text(FAILS)
+    file.write_text(FAILS, "utf-8")
     place.train("fails", 2, "--advantage", f"{file}:alone", disturb=lambda *_: None)
     yield end_line("a rank that fails alone", file.with_name("failed"), most=10)
     flags = ("--engine", "server", "--generation_gpus", "1", "--total_steps", "1000")
@@ -380,9 +380,9 @@ def make_model(place: Place) -> None:
         head[tokenizer.eos_token_id] = 0.0
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    (folder / "reward.py").write_text(REWARD)
+    (folder / "reward.py").write_text(REWARD, "utf-8")
     rows = [{"problem": f"{i}+{i + 1}?", "answer": str(2 * i + 1)} for i in range(64)]
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
 
 
 def lines_of(title: str, check: Callable[[Place], Iterable[Line]], place: Place) -> Iterator[Line]:
@@ -401,7 +401,7 @@ def write_report(place: Place) -> int:
     if place.num_ranks > 1:
         checks |= {"two ranks": check_engines, "faults": check_ends}
     lines: list[Line] = []
-    with (place.folder / "gpu_check.md").open("w") as report:
+    with (place.folder / "gpu_check.md").open("w", encoding="utf-8") as report:
         for title, check in checks.items():
             for line in itertools.chain([f"\n## {title}\n"], lines_of(title, check, place)):
                 print(line, flush=True)
@@ -419,7 +419,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", help="shape: a name of planner/models.json or a folder; default: by the GPUs")
     parser.add_argument("--ranks", type=int, help="GPUs (CPU: processes) to use; default: all GPUs; 2 processes")
-    parser.add_argument("--out_dir", type=Path, default=ROOT / "runs" / "check_gpu", help="folder, made anew")
+    parser.add_argument("--out_dir", type=Path, default=Path("runs/check_gpu"), help="folder, made anew")
     args = parser.parse_args()
     count = torch.cuda.device_count()
     model = args.model or (shape_for(apart(smallest_gpu)) if count else None)

@@ -5,6 +5,5 @@
 #     bash scripts/check_gpu.sh
 #     bash scripts/check_gpu.sh --model Qwen/Qwen2.5-7B --ranks 8     # another shape, more GPUs
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source scripts/setup.sh
-exec python scripts/check_gpu.py "$@"
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+exec python "${REPO}scripts/check_gpu.py" "$@"

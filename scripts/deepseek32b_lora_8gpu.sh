@@ -4,7 +4,6 @@
 # one GPU of eight was used and neither batch was divisible by the group. Here the launcher starts one rank per GPU and
 # batches are counted in prompts.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # Where: environment, because it differs per machine and does not change the result.
 NGPU=${NGPU:-8}
@@ -12,7 +11,7 @@ TP=${TP:-4} # not in the source: our choice; it must divide the number of GPUs
 MODEL=${MODEL:-deepseek-ai/DeepSeek-R1-Distill-Qwen-32B}
 DATA=${DATA:-AI-MO/NuminaMath-TIR}
 OUT_DIR=${OUT_DIR:-runs/deepseek32b_lora_8gpu}
-source scripts/launch.sh
+source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
 
 # What: one flag per line, each with its source.
 ARGS=(
@@ -22,7 +21,7 @@ ARGS=(
     --out_dir "$OUT_DIR"
     --prompt_column problem         # source: its data
     --answer_column solution        # source: its data; the key is the boxed answer of the solution
-    --system_prompt scripts/deepseek32b_system_prompt.txt # source: a file; asks for <think> and <answer>
+    --system_prompt "$(dirname "${BASH_SOURCE[0]}")/deepseek32b_system_prompt.txt" # source: a file; asks for <think> and <answer>
     --reward math                   # source: accuracy
     --max_prompt_tokens 1024        # not in the source: our choice
     --max_completion_tokens 2080    # source: 2080

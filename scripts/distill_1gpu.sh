@@ -7,7 +7,6 @@
 # after 1,000 steps of three seeds (0.73 after 2,000); the teacher has 0.85. Its prompt and its reading of the answer are
 # not published.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # Where: environment, because it differs per machine and does not change the result.
 NGPU=${NGPU:-1}
@@ -16,7 +15,7 @@ MODEL=${MODEL:-Qwen/Qwen2.5-1.5B-Instruct}
 TEACHER=${TEACHER:-Qwen/Qwen2.5-3B-Instruct}
 DATA=${DATA:-openai/gsm8k/main}
 OUT_DIR=${OUT_DIR:-runs/distill_1gpu}
-source scripts/launch.sh
+source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
 
 # What: one flag per line, each with its source.
 ARGS=(

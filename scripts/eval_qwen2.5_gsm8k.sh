@@ -5,8 +5,7 @@
 # With several GPUs: CUDA_VISIBLE_DEVICES=0 takes one, NGPU=8 all of them.
 #     MODEL=runs/qwen2.5_3b_gsm8k_lora_1gpu/final bash scripts/eval_qwen2.5_gsm8k.sh
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source scripts/setup.sh
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 # Where: environment, because it differs per machine and does not change the result.
 NGPU=${NGPU:-1}
@@ -25,4 +24,4 @@ ARGS=(
     --samples 1                  # source: one answer
     --published 86.1             # source: its table, 3B
 )
-exec python scripts/launch.py --ranks "$NGPU" evaluate.py --model "$MODEL" --data "$DATA" "${ARGS[@]}" "$@"
+exec python "${REPO}scripts/launch.py" --ranks "$NGPU" "${REPO}evaluate.py" --model "$MODEL" --data "$DATA" "${ARGS[@]}" "$@"

@@ -7,8 +7,7 @@
 # minerva, olympiadbench, aime24, amc23. Before training the paper has 64.6, 88.2, 25.7, 30.1, 0.3 (avg@32) and 30.0,
 # the base model sampled greedily: append --temperature 0 --samples 1.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source scripts/setup.sh
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 # Where: environment, because it differs per machine and does not change the result.
 NGPU=${NGPU:-8}
@@ -27,4 +26,4 @@ ARGS=(
     --reward math                             # source: 1 if correct else 0
     --prompt_suffix $'\nPlease reason step by step, and put your final answer within \\boxed{}.' # source: its prompt
 )
-exec python scripts/launch.py --ranks "$NGPU" evaluate.py --model "$MODEL" "${ARGS[@]}" "$@"
+exec python "${REPO}scripts/launch.py" --ranks "$NGPU" "${REPO}evaluate.py" --model "$MODEL" "${ARGS[@]}" "$@"

@@ -3,8 +3,7 @@
 # document. Hardware: 8 x 80 GB (4 engines of 2). Time: not measured. Expected: the source gives no number.
 #     MODEL=runs/qwq32b_8xh100/step_20 bash scripts/eval_qwq32b.sh    # further flags go to evaluate.py and win
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source scripts/setup.sh
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 # Where: environment, because it differs per machine and does not change the result.
 NGPU=${NGPU:-8}
@@ -25,4 +24,4 @@ ARGS=(
     --published -                # the source has none
     --tensor_parallel_size "$TP"
 )
-exec python scripts/launch.py --ranks "$NGPU" evaluate.py --model "$MODEL" --data "$DATA" "${ARGS[@]}" "$@"
+exec python "${REPO}scripts/launch.py" --ranks "$NGPU" "${REPO}evaluate.py" --model "$MODEL" --data "$DATA" "${ARGS[@]}" "$@"

@@ -6,8 +6,7 @@
 # Not the paper's harness: it shows 8 (GSM8K) and 4 (MATH) worked examples and counts IFEval loosely; here there are
 # none, and IFEval is counted strictly.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source scripts/setup.sh
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 # Where: environment, because it differs per machine and does not change the result.
 NGPU=${NGPU:-8}
@@ -23,7 +22,7 @@ ARGS=(
     --temperature 0              # not in the source: our choice, greedy
 )
 evaluate() {
-    python scripts/launch.py --ranks "$NGPU" evaluate.py --model "$MODEL" "${ARGS[@]}" "$@"
+    python "${REPO}scripts/launch.py" --ranks "$NGPU" "${REPO}evaluate.py" --model "$MODEL" "${ARGS[@]}" "$@"
 }
 evaluate --data "$GSM8K" --reward gsm8k --prompt_column question --answer_column answer --published 87.6 "$@"
 evaluate --data "$MATH" --reward math --prompt_column problem --answer_column answer --published 43.7 "$@"

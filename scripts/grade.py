@@ -3,7 +3,7 @@
     python scripts/grade.py --reward math --input completions.jsonl --output graded.jsonl
 
 A row has `completion` and `answer`, and may have the fields of `EXTRAS`. To each it adds `reward` (null if the answer
-key cannot be used), `reward_status`, `reward_parts`, and `read_as`, the final answer. docs/rewards.md
+key cannot be used), `is_correct`, `reward_status`, `reward_parts`, and `read_as`, the final answer. docs/rewards.md
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ FILES = [
 ]
 # fmt: on
 FLAGS = {"files": FILES, "reward": GROUPS["reward"]}
+OF_A_RUN = ("advantage", "advantages", "is_trained")  # of a row that a run has written: they follow from its rewards
 
 
 def read_cases(path: str, max_tokens: int | None, several: str) -> tuple[list[dict[str, object]], list[Case]]:
@@ -79,8 +80,7 @@ def check_needs(grader: Grader, num_rows: int, group_size: int) -> None:
         raise ValueError("--reward none grades nothing; name a verifier.")
     if num_rows % group_size:
         raise ValueError(f"--group_size {group_size}: does not divide the {num_rows} rows of --input.")
-    if grader.needs.groups and group_size == 1:
-        raise ValueError(f"--reward {grader.grading.reward!r} compares completions of a prompt; give --group_size.")
+    grader.check_groups("--group_size", group_size)
     if grader.needs.token_ids:
         raise ValueError(f"--reward {grader.grading.reward!r} takes token ids, which only a training run has.")
 
@@ -105,9 +105,11 @@ def main() -> None:
     grader.close()
     with whole(Path(args.output)) as unfinished, unfinished.open("w", encoding="utf-8") as out:
         for i, row in enumerate(rows):
-            reward, grade = None if i in bad_keys else grades[i].reward, grades[i]
-            graded = {"reward": reward, "reward_status": grade.status, "reward_parts": grade.parts}
-            out.write(json.dumps(row | graded | {"read_as": grade.answer}) + "\n")
+            grade, known = grades[i], {name: value for name, value in row.items() if name not in OF_A_RUN}
+            reward, is_correct = (None, None) if i in bad_keys else (grade.reward, grade.is_correct)
+            graded = {"reward": reward, "is_correct": is_correct, "reward_status": grade.status}
+            graded |= {"reward_parts": grade.parts, "read_as": grade.answer}
+            out.write(json.dumps(known | graded) + "\n")
     rewards = [grade.reward for grade in grades.values() if not grade.is_failed]
     failed = [f"{cases[i].where}: {grades[i].status}" for i in sorted(grades) if grades[i].is_failed]
     graded = f"{len(rewards)} graded, mean reward {sum(rewards) / max(len(rewards), 1):.4f}"

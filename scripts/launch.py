@@ -25,7 +25,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from guards.start import FOLDER, HEARD, LAUNCHER, NOT_FINISHED, SECOND, Request, die_with_parent, reason_file
+from guards.files import end_status
+from guards.start import (
+    FOLDER,
+    HEARD,
+    LAUNCHER,
+    NOT_FINISHED,
+    SECOND,
+    Request,
+    die_with_parent,
+    print_any_text,
+    reason_file,
+)
 
 PATIENCE = 5.0  # seconds between the first rank that fails and the end of the others: they may have reasons, too
 LAST_BREATH = 30.0  # seconds in which a killed rank is gone, unless a driver holds it
@@ -46,6 +57,7 @@ class Launch:
         """The first signal is passed on by `wait`, when all ranks are started; a second one ends them at once."""
         if self.request.place_of(number) == 2:
             self.kill()
+            self.tell_failure(SECOND)
             print(SECOND, file=sys.stderr, flush=True)
             os._exit(128 + number)
 
@@ -96,10 +108,15 @@ class Launch:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(LAST_BREATH)
 
+    def tell_failure(self, reason: str) -> None:
+        """In status.json, if the run of these ranks has come to write it: the main one may be killed, or wait."""
+        if processes := [process.pid for process in self.processes.values()]:
+            end_status(self.out_dir, f"failed: {reason}", processes)
+
     def notes(self) -> dict[int, dict[str, str]]:
         """Rank -> the reason that it has left, the first one first."""
         files = {rank: reason_file(self.folder, rank) for rank in self.processes}
-        notes = [(rank, json.loads(file.read_text())) for rank, file in files.items() if file.exists()]
+        notes = [(rank, json.loads(file.read_text("utf-8"))) for rank, file in files.items() if file.exists()]
         return dict(sorted(notes, key=lambda note: note[1]["time"]))
 
     def reason(self, failed: dict[int, int], notes: dict[int, dict[str, str]]) -> str:
@@ -112,7 +129,7 @@ class Launch:
         how = f"ended with {notes[rank]['text']}" if rank in notes else f"ended with exit status {status}."
         if rank not in notes and status < 0:
             by = " by someone, or by Linux for lack of memory" if status == -signal.SIGKILL else ""
-            how = f"was ended by signal {-status} ({signal.Signals(-status).name}){by}; the same command goes on."
+            how = f"was ended by signal {-status} ({signal.Signals(-status).name}){by}; the same command continues."
         said = re.search(r'"step": (\d+), "phase": "(\w+)"', self.left_by_watch(f"rank_{rank}.json"))
         where = f" (step {said[1]}, {said[2]})" if said else ""
         stall = self.left_by_watch("stall.txt").partition("\n")[0]
@@ -121,7 +138,7 @@ class Launch:
     def left_by_watch(self, name: str) -> str:
         """A file of guards/stall.py; "" if there is none of this start."""
         file = self.out_dir / "ranks" / name
-        return file.read_text() if file.exists() and file.stat().st_mtime >= self.begin else ""
+        return file.read_text("utf-8") if file.exists() and file.stat().st_mtime >= self.begin else ""
 
 
 def steps_logged(out_dir: Path) -> int:
@@ -131,6 +148,7 @@ def steps_logged(out_dir: Path) -> int:
 
 
 def main() -> int:
+    print_any_text()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=1, help="processes on this node, one per GPU")
     parser.add_argument("--max_restarts", type=int, default=0, help="after faults, if a step was done since the start")
@@ -158,6 +176,7 @@ def main() -> int:
         status, said = launch.run(args.command, args.node_rank * args.ranks, place)
         if said:
             print(f"error: {said}", file=sys.stderr, flush=True)
+            launch.tell_failure(said)
         num_steps = steps_logged(out_dir) - before
         if not said or not num_steps or launch.request.first is not None or restart > args.max_restarts:
             break

@@ -13,7 +13,6 @@
 #     --offload all --gpu_memory_utilization 0.85
 # With several GPUs: CUDA_VISIBLE_DEVICES=0 takes one, NGPU=8 all of them.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # Where: environment, because it differs per machine and does not change the result.
 NGPU=${NGPU:-1}
@@ -21,7 +20,7 @@ TP=${TP:-1}
 MODEL=${MODEL:-Qwen/Qwen2.5-3B-Instruct}
 DATA=${DATA:-openai/gsm8k/main}
 OUT_DIR=${OUT_DIR:-runs/qwen2.5_3b_gsm8k_lora_1gpu}
-source scripts/launch.sh
+source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
 
 # What: one flag per line, each with its source.
 ARGS=(

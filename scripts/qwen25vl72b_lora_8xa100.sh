@@ -4,7 +4,6 @@
 # splitter that was to move the model to the engine in 40 groups did not know LoRA's names, so each sync gathered all
 # 147 GB on every GPU. Here less than one layer is held.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # Where: environment, because it differs per machine and does not change the result.
 NGPU=${NGPU:-8}
@@ -12,7 +11,7 @@ TP=${TP:-8} # source: TP 8 (its script: 4, two engines, which cannot share one p
 MODEL=${MODEL:-Qwen/Qwen2.5-VL-72B-Instruct}
 DATA=${DATA:-lmms-lab/multimodal-open-r1-8k-verified}
 OUT_DIR=${OUT_DIR:-runs/qwen25vl72b_lora_8xa100}
-source scripts/launch.sh
+source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
 
 # What: one flag per line, each with its source.
 ARGS=(
@@ -24,7 +23,7 @@ ARGS=(
     --answer_column solution        # source: its data; the key is the <answer> of the solution
     --image_column image            # source: its data
     --max_pixels 602112             # source: max_pixels 602112, which are 768 image tokens
-    --system_prompt scripts/deepseek32b_system_prompt.txt # not in the source: our choice; the reward's form
+    --system_prompt "$(dirname "${BASH_SOURCE[0]}")/deepseek32b_system_prompt.txt" # not in the source: our choice; the reward's form
     --reward "math:1.0,format:0.1"  # source: accuracy + 0.1 x format
     --max_prompt_tokens 6144        # source: model length 8192, of which 2048 are the completion's
     --max_completion_tokens 2048    # source: completion 2048

@@ -9,7 +9,6 @@
 # The source's own layout, 2 GPUs train while 6 sample up to 4 steps ahead:
 #     NGPU=2 bash scripts/qwen3_4b_dapo_8gpu.sh --engine server --generation_gpus 2 3 4 5 6 7 --steps_ahead 4 --in_flight
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # Where: environment, because it differs per machine and does not change the result.
 NGPU=${NGPU:-8}
@@ -18,7 +17,7 @@ MODEL=${MODEL:-Qwen/Qwen3-4B-Base}
 DATA=${DATA:-hamishivi/DAPO-Math-17k-Processed_filtered}
 EVAL_DATA=${EVAL_DATA:-data/aime2025.jsonl}
 OUT_DIR=${OUT_DIR:-runs/qwen3_4b_dapo_8gpu}
-source scripts/launch.sh
+source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
 
 # What: one flag per line, each with its source.
 ARGS=(

@@ -7,7 +7,6 @@
 #     NODE_RANK=0 MASTER_ADDR=first-node DATA=folder bash scripts/qwen7b_simplerl_2x8xh100.sh
 # A Slurm job that does so: scripts/slurm_example.sh.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # Where: environment, because it differs per machine and does not change the result.
 NGPU=${NGPU:-8}
@@ -16,7 +15,7 @@ TP=${TP:-2} # source: tensor parallel 2
 MODEL=${MODEL:-Qwen/Qwen2.5-7B}
 DATA=${DATA:-data/simplelr_qwen_level3to5} # folder with train.parquet and test.parquet of hkust-nlp/SimpleRL-Zoo-Data
 OUT_DIR=${OUT_DIR:-runs/qwen7b_simplerl_2x8xh100}
-source scripts/launch.sh
+source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
 
 # What: one flag per line, each with its source.
 ARGS=(

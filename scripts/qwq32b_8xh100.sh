@@ -5,7 +5,6 @@
 # 2, no full logits.
 # Evaluation: MODEL=runs/qwq32b_8xh100/step_100 bash scripts/eval_qwq32b.sh.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # Where: environment, because it differs per machine and does not change the result.
 NGPU=${NGPU:-8}
@@ -13,7 +12,7 @@ TP=${TP:-8} # source: 2, with which it ran out of memory; its project changed it
 MODEL=${MODEL:-Qwen/QwQ-32B}
 DATA=${DATA:-hiyouga/math12k}
 OUT_DIR=${OUT_DIR:-runs/qwq32b_8xh100}
-source scripts/launch.sh
+source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
 
 # What: one flag per line, each with its source.
 ARGS=(

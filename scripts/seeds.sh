@@ -2,15 +2,14 @@
 # Runs a launch script with the seeds 1 to N, one after the other, each in its own folder, OUT_DIR_seed1 and so on:
 #     bash scripts/seeds.sh 3 scripts/tiny_cpu.sh FLAGS
 #     OUT_DIR=runs/higher_rate bash scripts/seeds.sh 3 scripts/tiny_cpu.sh --learning_rate 3e-4
-# Started again, it goes on: complete runs say so and end, the others continue from their last checkpoint. A seed that
+# Started again, it continues: complete runs say so and end, the others continue from their last checkpoint. A seed that
 # fails does not stop the others. As a Slurm array, each task runs the seed of its number:
 #     sbatch --array=1-3 scripts/slurm_example.sh scripts/seeds.sh 3 scripts/qwen7b_simplerl_2x8xh100.sh FLAGS
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
 usage="bash scripts/seeds.sh 3 scripts/tiny_cpu.sh FLAGS"
 [[ ${1:-} =~ ^[1-9][0-9]*$ ]] || { echo "error: how many seeds? $usage" >&2 && exit 2; }
 [ -n "${2:-}" ] || { echo "error: which script? $usage" >&2 && exit 2; }
-[ -f "$2" ] || { echo "error: $2 is not there; $usage" >&2 && exit 2; }
+[ -f "$2" ] || { echo "error: $2 is not there (in $PWD); $usage" >&2 && exit 2; }
 num_seeds=$1 script=$2
 shift 2
 for flag in "$@"; do
@@ -50,7 +49,7 @@ for seed in $(seq "$num_seeds"); do
     done
     run="" folders+=("${base}_seed$seed")
     if [ -n "$is_ended" ]; then
-        echo "ended by a signal in seed $seed; the same command goes on" >&2
+        echo "ended by a signal in seed $seed; the same command continues" >&2
         exit "$status" # 75 if the run has saved: scripts/slurm_example.sh queues itself again then
     elif [ "$status" -ne 0 ]; then
         echo "seed $seed failed with exit status $status" >&2

@@ -2,13 +2,16 @@
 
     VLLM_API_KEY=... python scripts/serve.py --model Qwen/Qwen3-4B-Base --max_model_len 10240 --host 0.0.0.0 --port 8000
 
-It takes --tensor_parallel_size of the GPUs that it sees, or the CPU. It holds random weights until the run sends its
-own. It serves one run at a time, and ends within 10 s of SIGTERM or Ctrl-C. docs/generation.md
+It answers nobody without the key VLLM_API_KEY; if that is not set, it makes one and prints it. It takes
+--tensor_parallel_size of the GPUs that it sees, or the CPU. It holds random weights until the run sends its own. It
+serves one run at a time, and ends within 10 s of SIGTERM or Ctrl-C. docs/generation.md
 """
 
 from __future__ import annotations
 
 import os
+import secrets
+import socket
 import sys
 from pathlib import Path
 
@@ -29,7 +32,7 @@ FLAGS = {"server": [
     flag("--tensor_parallel_size", 1, "GPUs that share the model", (1, INF)),
     flag("--enforce_eager", False, "no CUDA graphs: the server starts faster and samples slower"),
     flag("--gpu_memory_utilization", 0.9, "share of a GPU's memory that the server takes", (0.01, 1)),
-    flag("--host", "127.0.0.1", "address to listen on; beyond the loopback only with VLLM_API_KEY"),
+    flag("--host", "127.0.0.1", "address to listen on; 0.0.0.0: all that the machine has"),
     flag("--port", 8000, "port to listen on", (1, 65535)),
 ]}
 # fmt: on
@@ -38,9 +41,6 @@ FLAGS = {"server": [
 def main() -> None:
     args = parser_of(FLAGS, __doc__.partition("\n\n")[0]).parse_args()
     args.dtype = args.dtype or default_dtype()
-    if args.host not in LOOPBACK and not os.environ.get("VLLM_API_KEY"):
-        wrong = f"--host {args.host}: others could change the weights of this server"
-        exit_with_error(ValueError(f"{wrong}; set VLLM_API_KEY to a secret, here and for the run."))
     settings = EngineSettings(
         max_model_len=args.max_model_len, dtype=args.dtype, head_dtype=args.head_dtype,
         gpu_memory_utilization=args.gpu_memory_utilization, enforce_eager=args.enforce_eager,
@@ -48,7 +48,8 @@ def main() -> None:
     try:
         check_ranges(args, FLAGS)
         check_path(args.model)
-        from inputs.machine import check_server  # torch takes seconds to import: mistakes are reported before
+        # torch takes seconds to import: mistakes are reported before
+        from inputs.machine import check_server, choose_interface
         from model.engine_options import engine_options
 
         is_cuda = check_server(args.tensor_parallel_size, args.gpu_memory_utilization)
@@ -56,6 +57,14 @@ def main() -> None:
     except (ValueError, OSError) as error:
         exit_with_error(error)
     backend = "nccl_with_deadline" if is_cuda else "gloo"
+    if args.host in LOOPBACK:
+        choose_interface()  # of the sockets that take weights
+    if not os.environ.get("VLLM_API_KEY"):
+        os.environ["VLLM_API_KEY"] = key = secrets.token_hex()  # not a flag, which `ps` would show to all
+        host = socket.gethostname() if args.host in ("0.0.0.0", "::") else args.host
+        url = f"http://[{host}]:{args.port}" if ":" in host else f"http://{host}:{args.port}"
+        print("A new key was made for this server. Its run, and further servers of that run, need it:")
+        print(f"VLLM_API_KEY={key} python scripts/launch.py ... --engine server --server_urls {url}", flush=True)
     command = server_command(options, backend, args.port, args.host)
     os.execve(command[0], command, server_environment(backend))
 

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Makes .venv with the pinned packages, if it is not there already: requirements.txt where there is an NVIDIA GPU, else
-# requirements-cpu.txt. Run it (`bash scripts/setup.sh`), or source it from a launch script in the repository's root:
-# that also puts .venv/bin first on the PATH and sets NUM_GPUS. PYTHON chooses the interpreter (3.11 or newer),
-# DEVICE=cpu or DEVICE=cuda overrules the choice of packages.
+# requirements-cpu.txt. Run it (`bash scripts/setup.sh`), or source it from a launch script: that also puts .venv/bin
+# first on the PATH and sets NUM_GPUS and REPO. PYTHON chooses the interpreter (3.11 or newer), DEVICE=cpu or
+# DEVICE=cuda overrules the choice of packages.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+REPO=$(CDPATH='' cd -- "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/ # before a path in the repository
+if [ "$REPO" -ef . ]; then REPO=""; fi                             # there paths are as short as they were typed
 
 NUM_GPUS=0
 if command -v nvidia-smi > /dev/null; then
@@ -21,34 +22,35 @@ case $DEVICE in
 esac
 
 # The mark is written last and holds what was installed: a stopped or outdated installation is done again.
-wanted="$DEVICE $(cat requirements{,-cpu,-cuda}.txt scripts/torchvision_on_cpu.py | sha256sum)"
-if [ "$(cat .venv/installed 2> /dev/null)" != "$wanted" ]; then
+wanted="$DEVICE $(cat "${REPO}"requirements{,-cpu,-cuda}.txt "${REPO}scripts/torchvision_on_cpu.py" | sha256sum)"
+if [ "$(cat "${REPO}.venv/installed" 2> /dev/null)" != "$wanted" ]; then
+    [ -w "${REPO:-.}" ] || { echo "error: ${REPO:-$PWD/} has no up-to-date .venv, and you may not write there" >&2 && exit 2; }
     PYTHON=${PYTHON:-$(command -v python3.11 || command -v python3.12 || command -v python3 || echo python3)}
     "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
         { echo "error: $PYTHON is not Python 3.11 or newer; set PYTHON=/path/to/python3.11" >&2 && exit 2; }
     echo "setting up .venv from $requirements (NVIDIA GPUs found: $NUM_GPUS), a few minutes once"
     clear=() # packages for the other kind of machine must go: a CPU build of torch would satisfy the GPU list
-    if [ -s .venv/installed ] && [ "$(cut -d ' ' -f 1 .venv/installed)" != "$DEVICE" ]; then
+    if [ -s "${REPO}.venv/installed" ] && [ "$(cut -d ' ' -f 1 "${REPO}.venv/installed")" != "$DEVICE" ]; then
         clear=(--clear)
     fi
-    "$PYTHON" -m venv "${clear[@]}" .venv
-    install=(.venv/bin/pip install --quiet --disable-pip-version-check)
+    "$PYTHON" -m venv "${clear[@]}" "${REPO}.venv"
+    install=("${REPO}.venv/bin/pip" install --quiet --disable-pip-version-check)
     if [ "$DEVICE" = cuda ]; then
-        "${install[@]}" -r requirements.txt
+        "${install[@]}" -r "${REPO}requirements.txt"
     else
-        "${install[@]}" --no-deps -r requirements-cpu.txt
-        if ! .venv/bin/python -c 'import torch' 2> /dev/null; then
+        "${install[@]}" --no-deps -r "${REPO}requirements-cpu.txt"
+        if ! "${REPO}.venv/bin/python" -c 'import torch' 2> /dev/null; then
             echo "this index has the CUDA build of torch only: installing the libraries it is linked to" \
                 "(several GB, see docs/hardware.md)"
-            "${install[@]}" "$(grep --only-matching '^torch==[^ ]*' requirements-cpu.txt)"
+            "${install[@]}" "$(grep --only-matching '^torch==[^ ]*' "${REPO}requirements-cpu.txt")"
         fi
-        packages=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-        cp scripts/torchvision_on_cpu.py "$packages"
+        packages=$("${REPO}.venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+        cp "${REPO}scripts/torchvision_on_cpu.py" "$packages"
         echo 'import torchvision_on_cpu' > "$packages/torchvision_on_cpu.pth" # run by every Python of .venv
     fi
-    echo "$wanted" > .venv/installed
+    echo "$wanted" > "${REPO}.venv/installed"
 fi
 if [ "$DEVICE" = cuda ]; then
-    NUM_GPUS=$(.venv/bin/python -c 'import torch; print(torch.cuda.device_count())') # respects CUDA_VISIBLE_DEVICES
+    NUM_GPUS=$("${REPO}.venv/bin/python" -c 'import torch; print(torch.cuda.device_count())') # respects CUDA_VISIBLE_DEVICES
 fi
-export PATH="$PWD/.venv/bin:$PATH" NUM_GPUS
+export PATH="${REPO:-$PWD/}.venv/bin:$PATH" NUM_GPUS

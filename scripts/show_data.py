@@ -17,34 +17,41 @@ from transformers import AutoConfig
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from batch import Row
-from data import PromptData
+from data import PromptData, describe_template
 from flags import FLAGS as OF_TRAINING
-from flags import GROUPS, INF, PromptFormat, flag, take
-from grading.episode import Handler, Turn, columns_for
-from inputs.checks import check_ranges
+from flags import GROUPS, INF, Grading, PromptFormat, Turning, flag, take
+from grading.episode import Turn, columns_for
+from inputs.checks import all_given, check_ranges, of_turns
 from inputs.command_line import parser_of
 from inputs.records import read_system_prompt
 from model.vision import load_processor
+from turns import Turns
 
 # fmt: off
 DATA = [
     flag("--data", str, "sources, each WHAT[@SPLIT][#ROWS]", is_list=True, is_required=True),
     flag("--model", str, "model with the tokenizer: folder or hub id", is_required=True),
     OF_TRAINING["--seed"],
+    OF_TRAINING["--reward_timeout"],
     flag("--show", 2, "number of prompts to show of each source", (0, INF)),
 ]
 # fmt: on
 FLAGS = {"data": DATA} | {name: GROUPS[name] for name in ("prompts", "turns")}
+LONGEST_WAIT = 3600.0  # seconds for a reply; --reward_timeout ends it before
 
 
-def play(handler: Handler, row: Row, max_turns: int) -> None:
-    """One episode of this row, until it is over or there is no more input."""
+def play(turns: Turns, row: Row) -> None:
+    """One episode of this row, until it is over or there is no more input. If it fails, the program ends."""
+    max_turns = turns.turning.max_turns
     print(f"\n--- an episode of at most {max_turns} turns of yours, each a line\n{row.text}")
     texts: list[str] = []
     for number, text in enumerate(sys.stdin, start=1):
         texts.append(text.rstrip("\n"))
         turn = Turn(0, columns_for(row.columns, row.answer), tuple(texts), is_last=number == max_turns)
-        reply = handler(turn)
+        turns.environments.submit(turn)
+        reply, status = turns.environments.take(LONGEST_WAIT)[0]
+        if reply is None:
+            sys.exit(f"error: this ends the episode, in training with reward 0: {status.removeprefix('error: ')}")
         print(*(f"[{message['role']}] {message['content']}" for message in reply.messages), sep="\n", flush=True)
         if not reply.messages:
             print(f"--- the episode is over: {reply.grade or 'graded by --reward'}")
@@ -59,22 +66,26 @@ def main() -> None:
         config = None  # a folder with a tokenizer alone is enough to look at texts
     try:
         check_ranges(args, FLAGS)
+        for sentence in of_turns(args, all_given(args)):
+            raise ValueError(sentence)
         prompt_format = take(PromptFormat, args, system_prompt=read_system_prompt(args.system_prompt))
         tokenizer, vision = load_processor(args.model, config, prompt_format)
         parts = [PromptData.load(source, prompt_format, tokenizer, args.seed, vision) for source in args.data]
-        handler = Handler(args.environment, args.tools) if args.environment or args.tools else None
+        turns = None
+        if args.environment or args.tools:
+            turns = Turns(take(Turning, args), Grading(reward_timeout=args.reward_timeout), prompt_format, tokenizer, 1)
     except (ValueError, OSError) as error:
         sys.exit("error: " + " ".join(str(error).split()))
     for data in parts:
-        print(*data.describe(), sep="\n")
+        print(*describe_template(prompt_format, tokenizer), *data.describe(), sep="\n")
         lengths = np.percentile([len(row.ids) for row in data.rows], [0, 50, 90, 99, 100], method="nearest")
         print("  prompt tokens: shortest {}, median {}, 90 % {}, 99 % {}, longest {}".format(*lengths))
         for row in data.rows[: args.show]:
             sizes = ", ".join(str(len(image)) for image in row.encoded_images)
             images = f"\n  {len(row.encoded_images)} images of {sizes} bytes" if sizes else ""
             print(f"\n--- {row.where}{images}\n{row.text}\n--- answer: {row.answer}\n")
-    if handler is not None:
-        play(handler, parts[0].rows[0], args.max_turns)
+    if turns is not None:
+        play(turns, parts[0].rows[0])
 
 
 if __name__ == "__main__":

@@ -14,10 +14,12 @@
 #     SERVER_NODES=1 SERVE="--model Qwen/Qwen3-4B-Base --max_model_len 10240 --head_dtype float32" \
 #         sbatch --nodes=3 scripts/slurm_example.sh scripts/qwen3_4b_dapo_8gpu.sh --steps_ahead 2 --in_flight
 # 300 seconds before the time limit, or when the job is pre-empted, the run saves and ends (--grace_seconds), and the job
-# queues itself again and goes on: until the run is complete, or fails.
-# Submit it in the repository's root, on a file system that all nodes share, after `DEVICE=cuda bash scripts/setup.sh`
-# (where you log in, there may be no GPU). Not tried on a cluster yet.
+# queues itself again and continues, until the run is complete, or fails.
+# Submit it in a folder with a folder `runs`, as the repository's root, on a file system that all nodes share, after
+# `DEVICE=cuda bash scripts/setup.sh` (where you log in, there may be no GPU). Not tried on a cluster yet.
 set -euo pipefail
+REPO=$(dirname "$1")/.. # of the launch script: Slurm runs a copy of this one
+export REPO
 
 SERVER_NODES=${SERVER_NODES:-0}
 NNODES=$((SLURM_NNODES - SERVER_NODES)) # that train
@@ -39,7 +41,7 @@ if [ "$SERVER_NODES" -gt 0 ]; then
     done
     # shellcheck disable=SC2016 # for the node where it runs
     serve='for gpu in $(seq 0 $((${SLURM_GPUS_PER_NODE:-8} - 1))); do
-        CUDA_VISIBLE_DEVICES=$gpu .venv/bin/python scripts/serve.py --host 0.0.0.0 --port $((MASTER_PORT + 1 + gpu)) "$@" &
+        CUDA_VISIBLE_DEVICES=$gpu "$REPO/.venv/bin/python" "$REPO/scripts/serve.py" --host 0.0.0.0 --port $((MASTER_PORT + 1 + gpu)) "$@" &
     done; wait'
     read -ra serve_flags <<< "${SERVE:?which? For example --model MODEL --max_model_len 4096}"
     "${on_each[@]}" --nodes="$SERVER_NODES" --relative="$NNODES" bash -c "$serve" serve "${serve_flags[@]}" &

@@ -4,15 +4,14 @@
 # set-up for one GPU on one, with evaluation, checkpoint, and a stop and resume between them. FLAGS go to the script.
 #     bash scripts/smoke.sh scripts/qwq32b_8xh100.sh [FLAGS]
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-[ -f "${1:-}" ] || { echo "error: which script? bash scripts/smoke.sh scripts/qwq32b_8xh100.sh" >&2 && exit 2; }
+[ -f "${1:-}" ] || { echo "error: no script '${1:-}' in $PWD: bash scripts/smoke.sh scripts/qwq32b_8xh100.sh" >&2 && exit 2; }
 script=$1
 shift
 name=$(basename "$script" .sh)
 folder=${SMOKE_DIR:-runs/smoke}/$name
-source scripts/setup.sh
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
-python scripts/smoke_inputs.py --setup "$name" --out_dir "$folder"
+python "${REPO}scripts/smoke_inputs.py" --setup "$name" --out_dir "$folder"
 OUT_DIR=$(mktemp -d "$folder/run_XXXXXX")
 longest=100 tp=1 ranks=2
 if [ "$name" = qwen25vl72b_lora_8xa100 ]; then

@@ -3,14 +3,13 @@
 # `python scripts/warm_start.py --out_dir scripts/tiny_policy` has made. Source: our own. Hardware: 2 CPU cores, or
 # NVIDIA GPUs. Time: benchmarks/README.md. Expected: eval/heldout/avg@4 from at most 0.45 to at least 0.90.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source scripts/launch.sh # NGPU, NNODES: see there
+source "$(dirname "${BASH_SOURCE[0]}")/launch.sh" # NGPU, NNODES: see there
 
 # Where: environment, because it differs per machine and does not change the result.
 TP=${TP:-1}     # ranks per vLLM engine
 SEED=${SEED:-1}
 OUT_DIR=${OUT_DIR:-runs/tiny_cpu}
-POLICY=${POLICY:-scripts/tiny_policy} # the policy and its data
+POLICY=${POLICY:-$(dirname "${BASH_SOURCE[0]}")/tiny_policy} # the policy and its data
 GAP=$([ "$NUM_GPUS" -gt 0 ] && echo 0.05 || echo 1e-4) # bfloat16 rounds; in float32 the gap is 3e-8
 
 # What: one flag per line. All are our own choice: nothing is being reproduced.

@@ -4,7 +4,6 @@
 # own. Hardware: 2 CPU cores, or NVIDIA GPUs. Time: benchmarks/README.md; the teacher is trained first, if it is not
 # there. Expected: eval/heldout/avg@4 from at most 0.45 to at least 0.95 of the teacher's.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # Where: environment, because it differs per machine and does not change the result.
 SEED=${SEED:-1}
@@ -12,7 +11,7 @@ OUT_DIR=${OUT_DIR:-runs/tiny_distill_cpu}
 TEACHER=${TEACHER:-runs/tiny_cpu/final}
 
 if [ ! -e "$TEACHER" ] && [ "$TEACHER" = runs/tiny_cpu/final ]; then
-    SEED=1 OUT_DIR=runs/tiny_cpu bash scripts/tiny_cpu.sh --quiet
+    SEED=1 OUT_DIR=runs/tiny_cpu bash "$(dirname "${BASH_SOURCE[0]}")/tiny_cpu.sh" --quiet
 fi
 
 # What: the flags that differ from that job's. All are our own choice: nothing is being reproduced.
@@ -28,4 +27,4 @@ ARGS=(
     --total_steps 20
     --learning_rate 1e-3
 )
-SEED=$SEED OUT_DIR=$OUT_DIR exec bash scripts/tiny_cpu.sh "${ARGS[@]}" "$@"
+SEED=$SEED OUT_DIR=$OUT_DIR exec bash "$(dirname "${BASH_SOURCE[0]}")/tiny_cpu.sh" "${ARGS[@]}" "$@"

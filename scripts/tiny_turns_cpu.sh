@@ -4,8 +4,7 @@
 # insists on one number. Source: our own. Hardware: 2 CPU cores, or NVIDIA GPUs. Time: benchmarks/README.md. Expected:
 # eval/heldout/avg@4, the share of games won, from at most 0.40 to at least 0.90.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source scripts/launch.sh # NGPU, NNODES: see there
+source "$(dirname "${BASH_SOURCE[0]}")/launch.sh" # NGPU, NNODES: see there
 
 # Where: environment, because it differs per machine and does not change the result.
 SEED=${SEED:-1}
@@ -14,7 +13,7 @@ POLICY=${POLICY:-runs/tiny_game_policy} # the policy and its data
 GAP=$([ "$NUM_GPUS" -gt 0 ] && echo 0.05 || echo 1e-4)
 
 if [ ! -e "$POLICY" ]; then
-    python scripts/warm_start.py --task game --out_dir "$POLICY"
+    python "${REPO}scripts/warm_start.py" --task game --out_dir "$POLICY"
 fi
 
 # What: one flag per line. All are our own choice: nothing is being reproduced.
@@ -23,7 +22,7 @@ ARGS=(
     --train_data "$POLICY/train.jsonl"
     --eval_data "$POLICY/heldout.jsonl"
     --out_dir "$OUT_DIR"
-    --environment docs/environments/guess_number.py:GuessNumber
+    --environment "${REPO}docs/environments/guess_number.py:GuessNumber"
     --max_turns 4
     --max_turn_tokens 4        # "12" and the end of the turn have 3
     --max_prompt_tokens 16     # <user>game471<assistant> has 9

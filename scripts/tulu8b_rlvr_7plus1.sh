@@ -6,7 +6,6 @@
 # As in the source 7 GPUs train while the eighth samples for the next step. The source trains by PPO with a value model;
 # this is its batch layout and data with GRPO, 16 completions a prompt.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # Where: environment, because it differs per machine and does not change the result.
 NGPU=${NGPU:-7} # that train
@@ -14,7 +13,7 @@ TP=${TP:-1}     # GPUs of the server: the next ones
 MODEL=${MODEL:-allenai/Llama-3.1-Tulu-3-8B-DPO}
 DATA=${DATA:-allenai/RLVR-GSM-MATH-IF-Mixed-Constraints}
 OUT_DIR=${OUT_DIR:-runs/tulu8b_rlvr_7plus1}
-source scripts/launch.sh
+source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
 mapfile -t GPUS < <(seq "$NGPU" $((NGPU + TP - 1)))
 
 # What: one flag per line, each with its source.

@@ -220,7 +220,7 @@ def save(policy: Qwen2ForCausalLM, tokenizer: Tokenizer, rows: dict[str, list], 
     tokenizer.backend_tokenizer.no_padding()  # which training has switched on
     tokenizer.save_pretrained(partial)
     for name, of_file in rows.items():
-        (partial / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in of_file))
+        (partial / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in of_file), "utf-8")
     partial.rename(out_dir)
 
 

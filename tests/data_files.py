@@ -10,6 +10,7 @@ from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from batch import IMAGE, Row
 from data import PromptData
 from flags import PromptFormat
 from helpers import write_lines
@@ -97,6 +98,12 @@ def numbered(folder: Path, count: int, name: str = "rows", **changes: object) ->
     """`count` rows whose problem is `<name> <i>` and whose answer is `<i> of <name>`."""
     rows = [{"problem": f"{name} {i}", "answer": f"{i} of {name}"} for i in range(count)]
     return load(write_lines(folder / f"{name}.jsonl", rows), **changes)
+
+
+def prompt_of(row: Row) -> str:
+    """The user's last text; images show as `<image>`."""
+    content = row.messages[-1]["content"]
+    return content if isinstance(content, str) else "".join(part.get("text", IMAGE) for part in content)
 
 
 def texts(loaded: PromptData) -> list[str]:

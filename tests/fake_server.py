@@ -30,8 +30,10 @@ from helpers import flags, make_grade, make_row
 from policy import Policy
 from rollout_server import ServerEngine
 from sampling import Draws, Sampler
+from warm_start import build_tokenizer
 
 TOKEN = 7
+KEY = "secret"  # of all servers
 WEIGHTS = {"layer.weight": torch.arange(6.0).reshape(2, 3), "norm.weight": torch.ones(3)}
 DESCRIPTION = {"names": list(WEIGHTS), "dtype_names": ["float32"] * 2, "shapes": [[2, 3], [3]]}
 A, B = ({"run": name, "out_dir": f"/runs/{name}", "host": f"node-{name}", "pid": "7"} for name in "ab")  # two runs
@@ -41,7 +43,7 @@ HAS = {
     "--dtype": "float32",
     "--head_dtype": "float32",
 }
-TOKENIZER = SimpleNamespace(decode=lambda ids, **_: "text")
+TOKENIZER = build_tokenizer()
 INPUTS = SimpleNamespace(tokenizer=TOKENIZER, turns=None)
 
 
@@ -53,7 +55,7 @@ class FakeServer:
 
     def __init__(self, seconds: float = 0.0, port: int = 0) -> None:
         self.seconds, self.port, self.owner = seconds, port, Owner()
-        self.version, self.tokens, self.paused = "default", 0, False
+        self.version, self.tokens, self.paused, self.key = "default", 0, False, KEY
         self.dies_in_sync: threading.Event | None = None  # it fails after the first tensor, and not before the event
         self.used: set[tuple] = set()  # connections: it hangs up when one is used again, as vLLM's does with idle ones
         self.asked: list[str] = []  # the paths of all requests, as they came
@@ -85,6 +87,8 @@ class FakeServer:
         self.pool.shutdown(wait=False)
 
     async def answer(self, request: web.Request) -> web.Response:
+        if request.headers.get("Authorization") != f"Bearer {self.key}":
+            return web.Response(text="Unauthorized", status=401)
         path, body = request.path.removeprefix("/"), await request.json() if request.can_read_body else {}
         self.asked.append(request.path_qs.removeprefix("/"))
         if path == "owner" and (refusal := self.owner.hear(body["claim"], body["do"], time.monotonic())):
@@ -154,7 +158,7 @@ def engine_of(
     """An engine over these servers. `said` is what it told the console."""
     said, output = [], os.fstat(1)
     found = [each if isinstance(each, Server) else Server(each.url, each.url) for each in servers]
-    fleet = Fleet(found, [], "", said.append, claim, needed or {}, timeout, most, turns=turns)
+    fleet = Fleet(found, [], KEY, said.append, claim, needed or {}, timeout, most, turns=turns)
     weights = DESCRIPTION if policy is None else policy.describe_weights()
     engine = ServerEngine(fleet, TOKENIZER, weights, torch.device("cpu"), version, in_flight)
     engine.said, engine.policy = said, policy

@@ -1,18 +1,28 @@
 """Mistakes of the user end the program before any model is loaded, and say what was given and what to do."""
 
+import io
 import json
+import os
 import shutil
+import sys
 import time
+from datetime import date, datetime
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from transformers import AutoTokenizer
 
+import show_data
+from flags import free_on_resume
 from forked import run_ranks
-from helpers import torchrun, training_flags
+from helpers import ROOT, run_command, torchrun, training_flags, write_lines
 from inputs.checks import check_flags
 from inputs.choices import algorithm_of
 from inputs.command_line import parse_flags
-from inputs.load import load_inputs
+from inputs.load import Inputs, first_day, load_inputs
+from run import open_run_folder
 
 OF_IMAGE = b'{"problem": "<image>1+1", "answer": "2"}\n'
 
@@ -23,6 +33,16 @@ def check(policy: Path, out_dir: Path, **changes: object) -> None:
     check_flags(args)
     algorithm_of(args)
     load_inputs(args).grader.close()
+
+
+def with_new_token(policy: Path, folder: Path, template: str = "") -> Path:
+    """The policy with a token <new>, for which its embedding of 64 rows has none."""
+    shutil.copytree(policy, folder)
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.chat_template += template
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 @pytest.mark.parametrize(("changes", "words"), [
@@ -47,6 +67,155 @@ def test_a_mistake_is_named_with_a_way_out(changes, words, policy, tmp_path, mon
         check(policy, tmp_path / "run", **changes)
     assert [word for word in words if word not in str(error.value)] == []
     assert not (tmp_path / "run").exists(), "a refused start leaves nothing behind"
+
+
+ENVIRONMENTS = """
+class Raises:
+    def __init__(self, row): raise KeyError("secret")
+    def reply(self, completion): return None
+class FortyTwo:
+    def __init__(self, row): pass
+    def reply(self, completion): return 42
+class Ends(FortyTwo):
+    def reply(self, completion): raise SystemExit(3)
+class NoReply: pass
+def helper(): pass
+"""
+
+
+@pytest.mark.parametrize(("given", "words"), [
+    (["--environment", "env.py"], "'env.py' in --environment or --tools: needed is FILE.py:NAME."),
+    (["--environment", "env.py:Missing"],
+     "env.py has no function or class 'Missing'; it has Raises, FortyTwo, Ends, NoReply, helper."),
+    (["--environment", "env.py:NoReply"], "NoReply has no method reply(self, completion); see docs/turns.md"),
+    (["--environment", "env.py:Raises"], "in training with reward 0: KeyError: 'secret' (env.py, line 3)"),
+    (["--environment", "env.py:FortyTwo"], "in training with reward 0: WrongReturn: FortyTwo.reply returned 42, not a"),
+    (["--environment", "env.py:Ends"], "in training with reward 0: SystemExit: 3 (env.py, line 9)"),
+    (["--tools", "env.py:Missing"], "env.py has no function or class 'Missing'; it has Raises"),
+    (["--max_turns", "3"], "--max_turns 3 has no effect without --environment or --tools; leave it out."),
+])  # fmt: skip
+def test_an_environment_on_the_terminal_fails_in_the_words_of_training(given, words, tmp_path, monkeypatch):
+    (tmp_path / "env.py").write_text(ENVIRONMENTS)
+    (tmp_path / "rows.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n')
+    monkeypatch.chdir(tmp_path)
+    known = ["--data", "rows.jsonl", "--model", str(ROOT / "scripts" / "tiny_policy")]
+    monkeypatch.setattr("sys.argv", ["show_data.py", *known, *given])
+    monkeypatch.setattr("sys.stdin", io.StringIO("2\n"))
+    with pytest.raises(SystemExit) as ending:
+        show_data.main()
+    assert ending.value.code.startswith("error: ") and words in ending.value.code, ending.value.code
+
+
+def test_without_docstrings_a_sentence_says_why_nothing_starts():
+    done = run_command([sys.executable, "-OO", "train_grpo.py", "--help"], dict(os.environ), timeout=60)
+    assert done.returncode == 1 and done.stderr == (
+        "error: python -OO takes away the docstrings that transformers reads; leave -OO and PYTHONOPTIMIZE out.\n"
+    )
+
+
+BEYOND = [  # what the chat template ends with; flags; who has the token: a name in the sentence, or nobody
+    ("{# <new> #}", {}, "the chat template"),
+    ("", {"stop_tokens": "<new>"}, "--stop_tokens"),
+    ("", {"train_data": "problem.jsonl"}, "problem.jsonl, line 9"),
+    ("", {"eval_data": "problem.jsonl"}, "problem.jsonl, line 9"),
+    ("", {"train_data": "hint.jsonl", "hint_column": "hint", "max_prompt_tokens": 116}, "hint.jsonl, line 9"),
+    ("", {"train_data": "answer.jsonl"}, ""),
+    ("", {}, ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("template", "changes", "who"), BEYOND)
+def test_a_token_without_a_row_in_the_embedding_is_told_before_the_model_is_loaded(
+    template, changes, who, policy, tmp_path, monkeypatch
+):
+    model = with_new_token(policy, tmp_path / "model", template)
+    for column in ("problem", "answer", "hint"):
+        rows = [{"problem": "1+1", "answer": "2", "hint": "1"}] * 8
+        write_lines(tmp_path / f"{column}.jsonl", [*rows, rows[0] | {column: "<new>"}])
+    monkeypatch.chdir(tmp_path)
+    if not who:
+        check(model, tmp_path / "run", **changes)
+        return
+    said = rf"--model {model}: its embedding has 64 rows, none for token 64 \('<new>'\), which {who} has; resize it"
+    with pytest.raises(ValueError, match=said):
+        check(model, tmp_path / "run", **changes)
+
+
+@pytest.mark.parametrize("given", [
+    "--train_data=", "--model=", "--out_dir=", "--eval_data=", "--image_column=", "--reward=", "--replay= ",
+    "--out_dir=~/runs/x", "--out_dir=~", "--model=~someone/m", "--reward=math,~/r.py:f", "--tools=~/t.py:f",
+])  # fmt: skip
+def test_an_empty_text_and_a_home_that_the_shell_did_not_fill_in_are_refused(given, capsys):
+    with pytest.raises(SystemExit):
+        parse_flags(["--model", "m", "--train_data", "d", "--out_dir", "o", given])
+    name, _, value = given.partition("=")
+    why = "the shell leaves a ~ after = and in quotes" if "~" in value else "give a value; is a variable not set?"
+    assert f"error: {name} {value!r}: {why}" in capsys.readouterr().err
+
+
+def test_texts_that_are_no_paths_may_be_empty_or_have_a_tilde():
+    given = ["--prompt_suffix=", "--system_prompt=", "--stop_tokens=~", "--train_data=a~b/c.jsonl", "--replay=~1"]
+    args = parse_flags(["--model", "m", "--train_data", "d", "--out_dir", "o", *given])
+    assert (args.prompt_suffix, args.system_prompt, args.stop_tokens) == ("", "", ["~"])
+
+
+CLOCK = "{{ strftime_now('%d') }}"
+
+
+def inputs_of(policy: Path, folder: Path, today: date, monkeypatch, **changes: object) -> Inputs:
+    """What a start reads on this day, and keeps in its folder, in which a step was trained."""
+    now = SimpleNamespace(now=lambda: datetime(today.year, today.month, today.day, 23, 59))
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", now)
+    monkeypatch.setattr("inputs.load.date", SimpleNamespace(today=lambda: today))
+    args = parse_flags(training_flags(policy, folder, max_prompt_tokens=16, **changes))
+    inputs = load_inputs(args)
+    inputs.grader.close()
+    open_run_folder(folder, vars(args), free_on_resume(args), inputs.digests).close()
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    return inputs
+
+
+def test_a_template_with_the_date_keeps_that_of_the_first_start(policy, tmp_path, monkeypatch, capsys):
+    model, first, next_day = tmp_path / "model", date(2026, 1, 31), date(2026, 2, 1)
+    shutil.copytree(policy, model)
+    plain = (model / "chat_template.jinja").read_text()
+    (model / "chat_template.jinja").write_text(CLOCK + plain)
+    for today in (first, next_day):
+        text = inputs_of(model, tmp_path / "run", today, monkeypatch).train_data[0].rows[0].text
+        assert text.startswith("31<user>")
+        assert "template: its date is that of the first start, 2026-01-31" in capsys.readouterr().out
+    replayed = inputs_of(model, tmp_path / "replayed", next_day, monkeypatch, replay=tmp_path / "run")
+    assert replayed.train_data[0].rows[0].text.startswith("31<user>")
+    new = inputs_of(model, tmp_path / "new", next_day, monkeypatch, shuffle="off")
+    assert new.train_data[0].rows[0].text.startswith("01<user>")
+    assert [data[0].is_shuffled for data in (replayed.train_data, new.train_data)] == [True, False]
+    assert first_day(None, Path(tmp_path / "run" / "step_4").resolve().parent) == "2026-01-31", "as evaluate.py asks"
+    assert first_day(None, tmp_path) == "2026-02-01"
+    (model / "chat_template.jinja").write_text(CLOCK + "!" + plain)
+    with pytest.raises(ValueError, match="train.jsonl, .*: not the same as when this run began"):
+        inputs_of(model, tmp_path / "run", next_day, monkeypatch)
+
+
+def test_a_run_continues_under_other_paths_and_not_with_another_config(policy, tmp_path, monkeypatch):
+    (tmp_path / "there").mkdir()
+    for name in ("my_reward.py", "there/my_reward.py"):
+        (tmp_path / name).write_text("import helping\ndef score(completion):\n    return helping.VALUE\n")
+        (tmp_path / name).with_name("helping.py").write_text("VALUE = 0.5\n")
+    (tmp_path / "link").symlink_to(policy)
+    shutil.copytree(policy, tmp_path / "copy")
+    monkeypatch.chdir(tmp_path)
+    start = partial(inputs_of, folder=tmp_path / "run", today=date(2026, 1, 31), monkeypatch=monkeypatch)
+    start(policy, reward="exact,my_reward.py:score", reward_timeout=4)
+    start(Path("link"), reward="exact:1,there/my_reward.py:score", reward_timeout=5)
+    start(Path("copy"), train_data=policy / "train.jsonl", reward=f"exact:1.0,{tmp_path}/my_reward.py:score")
+    for file in ("there/helping.py", "copy/config.json"):
+        before = Path(file).read_text()
+        Path(file).write_text(before.replace("0.5", "0.6").replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
+        assert Path(file).read_text() != before
+        with pytest.raises(ValueError, match="(helping.py|config of --model): not the same"):
+            start(Path("copy"), reward="exact,there/my_reward.py:score")
+        Path(file).write_text(before)
+    start(Path("copy"), reward="exact,there/my_reward.py:score")
 
 
 def test_a_mistake_is_told_once_and_last_without_a_traceback(policy, tmp_path):

@@ -267,7 +267,7 @@ def test_a_full_disk_costs_a_checkpoint_but_not_the_one_that_must_be_there(
         saving.save(20, *pair, {})
         assert [path.name for path in folder.iterdir()] == ["step_10"], "nothing half-written is left"
         refused = "the checkpoint of step {} could not be written: .* \\(.*GiB are free in .*\\); "
-        assert re.fullmatch(refused.format(20) + f"the run goes on, and {folder}/step_10 .*", said[0][9:]), said
+        assert re.fullmatch(refused.format(20) + f"the run continues, and {folder}/step_10 .*", said[0][9:]), said
         with pytest.raises(DiskError, match=refused.format(24) + f"make room, and .* from {folder}/step_10."):
             saving.save(24, *pair, {}, is_required=True)
     assert [step for step in range(11, 35) if saving.is_due(step, is_last=step == 34)] == [20, 30, 34], "at its turn"

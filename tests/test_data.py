@@ -1,6 +1,9 @@
 """Data: broken sources are named, unusable rows are listed, and prompt and answer stay together from file to step."""
 
+import base64
+import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -8,7 +11,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from data import PromptData, order_of_epoch
+from data import PromptData, describe_template, order_of_epoch, render, template_value
 from data_files import (
     TOKENIZER,
     VISION_TEMPLATE,
@@ -18,11 +21,13 @@ from data_files import (
     load_values,
     numbered,
     png,
+    prompt_of,
     texts,
     user,
     write_lines,
     write_parquet,
 )
+from flags import PromptFormat
 from helpers import said
 from model.vision import Vision
 
@@ -32,11 +37,11 @@ pytestmark = pytest.mark.usefixtures("cache")
 def assert_whole(loaded: PromptData) -> None:
     """Each row of `numbered` data has its own answer, columns, text, tokens and line."""
     for row in loaded.rows:
-        name, number = row.prompt.split()
+        name, number = prompt_of(row).split()
         assert row.answer == row.columns["answer"] == f"{number} of {name}"
-        assert row.columns["problem"] == row.prompt
+        assert row.columns["problem"] == prompt_of(row)
         assert row.where.endswith(f"{name}.jsonl, line {int(number) + 1}")
-        assert row.text == TOKENIZER.decode(row.ids.tolist()) == f"[user]{row.prompt}[assistant]"
+        assert row.text == TOKENIZER.decode(row.ids.tolist()) == f"[user]{prompt_of(row)}[assistant]"
 
 
 WITH_IMAGES = {"tokenizer": byte_tokenizer(VISION_TEMPLATE), "image_column": "image"}
@@ -55,7 +60,7 @@ def assert_refused(words: str, folder: Path, *values: object, **changes: object)
 
 
 def prompts(loaded: PromptData) -> list[str]:
-    return [row.prompt for row in loaded.rows]
+    return [prompt_of(row) for row in loaded.rows]
 
 
 def test_answers_become_text_and_those_that_cannot_are_excluded_and_listed(tmp_path):
@@ -78,6 +83,27 @@ def test_prompts_that_cannot_be_used_are_excluded_and_listed(tmp_path):
     assert prompts(loaded) == ["good"] and len(loaded.excluded) == len(bad) == 12
     assert all("column 'problem'" in reason for _, reason in loaded.excluded)
     assert_refused(r"no row can be used\. .*line 1: column 'problem' is null\. .*line 2: .*blank", tmp_path, *bad)
+
+
+ASKED = [{"role": "system", "content": "Say 'é'.\n\t{1} {2}"}, *user('What is "\\nu"?')]
+PLAIN = ["[1, 2, 3] is a list. Its sum?", '[{"role": "user", "content": "hi"}] holds how many messages?', "{x: x > 0}",
+         "['a', 'b']", '[{"name": "Ann", "age": 3}]', "[", "{}", r"\{a\} has a role: which?"]  # fmt: skip
+BROKEN = [
+    "[{'role': 'system', 'content': 'a'}\n {'role': 'user', 'content': 'b'}]",  # as NumPy prints an array
+    "array([{'role': 'user', 'content': 'b'}], dtype=object)",
+    '[{"role": "user", "content": "a" "b": }]',
+    json.dumps([{"role": "user"}]), json.dumps([*user("a"), {"role": "assistant", "content": "b"}]),
+    json.dumps(user("a")[0]),
+]  # fmt: skip
+
+
+def test_messages_that_a_text_spells_are_read_or_refused_and_a_question_stays_a_text(tmp_path):
+    spelled = [json.dumps(ASKED), json.dumps(ASKED, indent=1, ensure_ascii=False), repr(ASKED), f" {ASKED} \n"]
+    loaded = problems(tmp_path, *spelled, *PLAIN, *BROKEN)
+    assert texts(loaded)[:4] == texts(problems(tmp_path, ASKED)) * 4
+    assert prompts(loaded)[4:] == PLAIN
+    assert len(loaded.excluded) == len(BROKEN) and all("column 'problem'" in reason for _, reason in loaded.excluded)
+    assert "neither as JSON nor as Python" in loaded.excluded[0][1]
 
 
 def test_a_column_is_looked_up_literally_first_and_then_as_a_path(tmp_path):
@@ -113,6 +139,18 @@ def test_images_come_from_paths_beside_the_data_or_from_bytes(tmp_path):
         rows = [{"problem": "q", "answer": "1", "image": image}] * 2
         parquet = write_parquet(tmp_path / f"{len(encoded)}.parquet", rows, **features)
         assert [row.encoded_images for row in load(parquet, **WITH_IMAGES).rows] == [encoded] * 2
+
+
+def test_images_are_read_from_base64_and_data_uris_and_a_url_is_told(tmp_path):
+    packed = base64.b64encode(png(1)).decode()
+    (tmp_path / ("f" * 64)).write_bytes(png(2))  # a file, although its name could be base64
+    good = [packed, "data:image/png;base64," + packed, packed.rstrip("="), base64.encodebytes(png(1)).decode()]
+    loaded = load_images(tmp_path, [*good, {"bytes": packed, "path": None}, "f" * 64])
+    assert [row.encoded_images for row in loaded.rows] == [(png(1),)] * 5 + [(png(2),)]
+    bad = ["https://x.org/a.png", "data:image/png,%89PNG", "absent.png", packed[:64], "x" * 5000 + ".png"]
+    reasons = [reason for _, reason in load_images(tmp_path, ["a.png", *bad]).excluded]
+    assert len(reasons) == len(bad) and all("cannot be read as an image" in reason for reason in reasons)
+    assert "https://x.org/a.png is neither a file in " in reasons[0] and "URLs are not fetched" in reasons[0]
 
 
 def test_images_that_do_not_open_are_excluded_and_listed(tmp_path):
@@ -255,6 +293,22 @@ def test_a_mixture_draws_every_row_of_every_source_once(tmp_path):
     assert PromptData.mix(parts[:1]) is parts[0]
 
 
+def test_rows_that_are_not_shuffled_keep_their_order_in_each_epoch(tmp_path):
+    """By steps, by steps over the end of an epoch, and one by one, as dynamic sampling draws."""
+    loaded = replace(numbered(tmp_path, 10), is_shuffled=False)
+    epoch = list(range(10))
+    assert sum([loaded.indices_of_step(step, 3, 5).tolist() for step in range(1, 7)], []) == epoch[:9] * 2
+    steps = [loaded.indices_of_step(step, 7, 5, keep_last=True).tolist() for step in range(1, 11)]
+    assert sum(steps, []) == epoch * 7
+    assert loaded.indices_from(8, 5, 5).tolist() == [8, 9, 0, 1, 2]
+    path = f"{tmp_path}/rows.jsonl"
+    drawn = PromptData.load(f"{path}#6", PromptFormat(), TOKENIZER, 0, is_shuffled=False)
+    mixture = PromptData.mix([drawn, loaded]).exclude({0: "bad"})
+    numbers = [int(prompt.split()[1]) for prompt in prompts(mixture)]
+    assert numbers[:5] == sorted(numbers[:5]) and numbers[5:] == epoch
+    assert mixture.indices_of_step(1, 15, 3).tolist() == list(range(15))
+
+
 def test_excluded_rows_join_the_list_and_the_others_keep_what_is_theirs(tmp_path):
     loaded = numbered(tmp_path, 6)
     where = [f"{tmp_path}/rows.jsonl, line {i}" for i in range(1, 7)]
@@ -297,9 +351,11 @@ def test_prompt_and_answer_stay_together_through_draw_filter_exclude_mix_shuffle
 def test_the_description_counts_and_names(tmp_path):
     rows = [{"problem": f"q{i}", "answer": "1" if i < 2 else None} for i in range(9)]
     loaded = load_rows(tmp_path, [*rows, {"problem": "q" * 99, "answer": "1"}], max_prompt_tokens=40)
-    lines = loaded.describe()
+    lines = loaded.describe("excluded_rows.jsonl")
     assert lines[0] == "data rows: 2 rows; 1 dropped (too many tokens), 7 excluded"
-    assert lines[1:] == [f"  excluded: {tmp_path}/rows.jsonl, line {i}: column 'answer' is null" for i in range(3, 8)]
+    listed = [f"  excluded: {tmp_path}/rows.jsonl, line {i}: column 'answer' is null" for i in range(3, 10)]
+    assert lines[1:] == [*listed[:5], "  excluded: 2 more; all are in excluded_rows.jsonl"]
+    assert loaded.describe()[1:] == listed, "without a file that has them, all are told"
 
 
 def test_the_command_shows_the_data_without_the_library_of_data_sets(tmp_path):
@@ -331,3 +387,45 @@ def test_variables_reach_the_chat_template_and_others_are_refused(tmp_path):
             load_values(tmp_path, "problem", ["q"], tokenizer=tokenizer, template_args=(given,))
     with pytest.raises(ValueError, match="--template_args .* needs --prompt_format chat"):
         load_values(tmp_path, "problem", ["q"], tokenizer=tokenizer, template_args=("style=x",), prompt_format="raw")
+
+
+@pytest.mark.parametrize(("texts", "value"), [
+    (("false", "False", "FALSE", "no", "No", "off"), False),
+    (("true", "True", "TRUE", "yes", "on", "ON"), True),
+    (("null", "None", "none"), None),
+    (("0", "-0"), 0),
+    (("2.5", "2.50", "25e-1"), 2.5),
+])  # fmt: skip
+def test_a_variable_of_the_template_is_what_its_text_spells(texts, value):
+    found = [template_value(text) for text in texts]
+    assert found == [value] * len(texts) and {type(each) for each in found} == {type(value)}
+
+
+@pytest.mark.parametrize(
+    "text", ["", "low", "falsely", "nope", "26 Jul 2024", "2024-07-26", "12:30", "007", "nan", "[1]", '"5"']
+)
+def test_another_variable_is_a_text(text):
+    assert template_value(text) == text
+
+
+@pytest.mark.parametrize("condition", ["not enable_thinking", "enable_thinking is false"])  # the second: Qwen3
+def test_thinking_is_off_in_every_spelling_and_the_log_shows_the_type(condition):
+    template = TOKENIZER.chat_template + "{% if enable_thinking is defined and " + condition + " %}none{% endif %}"
+    tokenizer, row = byte_tokenizer(template + "{{ style }}"), [{"role": "user", "content": "q"}]
+    for text in ("false", "False", "no", "off", "0", "true", "True", "yes", "1"):
+        form = PromptFormat(template_args=(f"enable_thinking={text}", "style=5a"))
+        is_off = text.lower() in ("false", "no", "off", "0")
+        assert render(row, form, tokenizer) == "[user]q[assistant]" + "none" * is_off + "5a"
+        value = "0 (int)" if text == "0" and condition.startswith("not") else f"{not is_off} (bool)"
+        value = "1 (int)" if text == "1" and condition.startswith("not") else value
+        assert describe_template(form, tokenizer) == [
+            f"template: enable_thinking = {value}", "template: style = '5a' (str)"
+        ]  # fmt: skip
+
+
+def test_the_date_of_a_template_is_told_and_can_be_another_than_that_of_the_clock():
+    tokenizer = byte_tokenizer("{{ strftime_now('%d %b %Y %H:%M') }}" + TOKENIZER.chat_template)
+    row, form = [{"role": "user", "content": "q"}], PromptFormat(today="2024-07-26")
+    assert render(row, form, tokenizer) == "26 Jul 2024 00:00[user]q[assistant]"
+    assert describe_template(form, tokenizer) == ["template: its date is that of the first start, 2024-07-26"]
+    assert describe_template(form, TOKENIZER) == []

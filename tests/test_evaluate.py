@@ -99,7 +99,8 @@ def test_two_ranks_evaluate_the_problems_of_several_sets_once(policy, tmp_path):
     sets = ["--data", policy / "heldout.jsonl", f"{policy / 'train.jsonl'}@train#6", "--out_dir", tmp_path]
     short = ["--max_prompt_tokens", 8, "--max_completion_tokens", 12]
     torchrun(2, "evaluate.py", "--model", policy, *short, *sets, "--samples", 2, 1, "--reward", "exact")
-    expected = [(row["problem"], row["answer"]) for row in lines(policy / "heldout.jsonl") for _ in range(2)]
+    rows = lines(policy / "heldout.jsonl")
+    expected = [(f"<user>{row['problem']}<assistant>", row["answer"]) for row in rows for _ in range(2)]
     rows = lines(tmp_path / "heldout.jsonl")
     assert [(row["prompt"], row["answer"]) for row in rows] == expected
     assert len(lines(tmp_path / "train_train.jsonl")) == 6

@@ -53,12 +53,25 @@ def test_the_command_grades_a_file_in_order(tmp_path):
     done = command(tmp_path, text, "math", "--reward_timeout", 1)
     assert done.returncode == 0, done.stderr
     out = graded(tmp_path)
-    assert [{key: row[key] for key in row if not key.startswith("re")} for row in out] == rows
+    own = ("id", "completion", "answer", "more")
+    assert [{key: row[key] for key in own if key in row} for row in out] == rows
+    assert [row["is_correct"] for row in out] == [True, False, None, False, True, True]
     assert [row["read_as"] for row in out] == ["1/2", "2", None, None, "7", "8"]
     assert [row["reward"] for row in out] == [1.0, 0.0, None, 0.0, 1.0, 1.0]
     assert [row["reward_status"].partition(":")[0] for row in out] == ["ok", "ok", "bad key", "timeout", "ok", "ok"]
     assert "6 rows: 4 graded, mean reward 0.7500; 1 failed, 1 with an answer key that cannot be used" in done.stdout
     assert "line 4: timeout" in done.stdout
+
+
+def test_nothing_of_another_grading_is_left_in_a_row(tmp_path):
+    """As in samples.jsonl, eval/ and rollouts/ of a run with another reward: its other columns stay."""
+    of_then = {"reward": 1.0, "is_correct": True, "reward_status": "timeout", "reward_parts": {"length": -1.0}}
+    of_then |= {"read_as": "7", "advantage": 0.5, "advantages": [0.5], "is_trained": True}
+    other = ROW | {"step": 3, "is_truncated": False, "num_tokens": 4, "dataset": "MATH"}
+    done = command(tmp_path, [other | of_then | {"answer": "5"}], "exact")
+    assert done.returncode == 0, done.stderr
+    of_now = {"reward": 0.0, "is_correct": False, "reward_status": "ok", "reward_parts": {"exact": 0.0}, "read_as": "4"}
+    assert graded(tmp_path) == [other | {"answer": "5"} | of_now]
 
 
 def test_the_command_compares_the_rows_of_a_group_and_truncated_ones_count_as_0(tmp_path):
@@ -83,7 +96,7 @@ def test_prompts_that_are_messages_are_a_column_and_empty_fields_are_missing(tmp
 
 
 @pytest.mark.parametrize(("parameters", "size", "words"), [
-    ("completions", 1, "give --group_size"),
+    ("completions", 1, "--group_size 1: --reward 'my_reward.py:score' takes all completions"),
     ("completions", 3, "does not divide the 2 rows"),
     ("completions, completion_ids", 2, "takes token ids, which only a training run has"),
 ])  # fmt: skip

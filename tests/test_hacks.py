@@ -1,16 +1,21 @@
-"""Hacks in one place each: a new loss, reward, reader, metric or flag is a few lines in one or two files, and works.
+"""Hacks in one place each: a new loss, reward, reader, metric or flag is a few lines in one or two files, and works; so
+are those that docs/hacks.md shows.
 
-Each is made in a copy of the repository, as a user would make it; then all of them train one step together.
+Each is made in a copy of the repository, as a user would make it; then all of them train together.
 """
 
 import json
+import math
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from helpers import ENVIRONMENT, ROOT, metrics_of, training_flags
 
@@ -65,12 +70,15 @@ def put(path: Path, before: str, lines: str) -> None:
     path.write_text(text.replace(before, lines + before))
 
 
+def copied(folder: Path) -> Path:
+    left_out = shutil.ignore_patterns(".git", ".venv", "runs", "shared", "tests", "docs", "benchmarks", "__pycache__")
+    return Path(shutil.copytree(ROOT, folder / "repository", ignore=left_out))
+
+
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the repository with all the hacks."""
-    copy = tmp_path_factory.mktemp("hacks") / "repository"
-    left_out = shutil.ignore_patterns(".git", ".venv", "runs", "shared", "tests", "docs", "benchmarks", "__pycache__")
-    shutil.copytree(ROOT, copy, ignore=left_out)
+    copy = copied(tmp_path_factory.mktemp("hacks"))
     for file, before, lines in sum(HACKS.values(), []):
         put(copy / file, before, lines)
     return copy
@@ -132,3 +140,51 @@ def test_all_hacks_together_train_a_step(copy, policy, tmp_path):
     assert 0 < found["completion/tokens_min"] <= found["completion/tokens_mean"]
     assert "loss quarter: A quarter" in said
     assert json.loads((tmp_path / "run" / "config.json").read_text())["rloo_scale"] == 2.0
+
+
+def parts_of_page() -> dict[str, list[tuple[str, str, str]]]:
+    """Title of a hack of docs/hacks.md -> (file, the text there, the text in its place) of each of its changes."""
+    page, found = (ROOT / "docs" / "hacks.md").read_text(), {}
+    for title, diff in re.findall(r"^## (.*?)\n.*?^```diff\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
+        found[title] = []
+        for file, lines in re.findall(r"^ # (\S+?\.py).*\n((?:(?! # ).*\n)+)", diff, re.MULTILINE):
+            kept = [(line[:1], line[1:]) for line in lines.splitlines()]
+            before, after = ("\n".join(text for mark, text in kept if mark in marks) for marks in (" -", " +"))
+            found[title].append((file, before, after))
+    return found
+
+
+def test_the_page_of_hacks_counts_their_files_and_lines():
+    page, parts = (ROOT / "docs" / "hacks.md").read_text(), parts_of_page()
+    rows = re.findall(r"^\| \[.*\]\(#(.*)\) \| (.*) \| (\d+).* \|$", page, re.MULTILINE)
+    diffs = re.findall(r"^```diff\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    for (anchor, files, lines), title, diff in zip(rows, parts, diffs, strict=True):
+        assert anchor == title.lower().replace(" ", "-")
+        assert re.findall(r"`(.+?)`", files) == list(dict.fromkeys(file for file, _, _ in parts[title]))
+        assert int(lines) == len(re.findall(r"^\+.*\S", diff, re.MULTILINE)), title
+
+
+def test_the_hacks_of_the_page_train_together(tmp_path, policy):
+    """Two steps to the early stop, which comes with the first evaluation if the bound is 0."""
+    copy = copied(tmp_path)
+    for file, before, after in sum(parts_of_page().values(), []):
+        text = (copy / file).read_text()
+        assert text.count(f"{before}\n") == 1, (file, before)
+        (copy / file).write_text(text.replace(f"{before}\n", f"{after}\n").replace("0.0) >= 0.9:", "-1.0) >= 0.0:"))
+    (tmp_path / "odd.py").write_text("def odd(completion): return len(completion) % 2\n")  # a random policy gets it
+    changes = {"reward": f"{tmp_path}/odd.py:odd", "lr_schedule": "root", "eval_before_training": None}
+    given = training_flags(policy, tmp_path / "run", **changes)
+    assert "done, step 2/4" in run(copy, "train_grpo.py", *given)
+    found, updates = metrics_of(tmp_path / "run"), 8
+    assert list(found) == [1, 2] and (tmp_path / "run" / "final").readlink() == Path("step_2")
+    rates = [1e-3 * (1 - math.sqrt((2 * step - 1) / updates)) for step in found]  # of the second update of a step
+    assert [metrics["optim/lr"] for metrics in found.values()] == pytest.approx(rates)
+    rollouts = [pq.read_table(tmp_path / "run" / "rollouts" / f"step_{step}.parquet") for step in found]
+    first, second = (table["row"].to_pylist() for table in rollouts)
+    assert first == second, "the prompts of a step come twice"
+    drawn = [int(row.rpartition(" ")[2]) for row in dict.fromkeys(first)]
+    assert max(drawn) <= 8 + 64 / 4, "the first of a sorted file of 64, roughly"
+    before, after = (load_file(folder / "model.safetensors") for folder in (policy, tmp_path / "run" / "final"))
+    changed = {name for name in before if not torch.equal(before[name].float(), after[name].float())}
+    assert changed and not any("layers.0." in name or "embed_tokens" in name for name in changed)
+    assert any("layers.1." in name for name in changed)

@@ -1,5 +1,6 @@
 """Whole runs that are killed: by `benchmarks/soak.py`, and under torchrun; and what listens while one goes."""
 
+import json
 import os
 import random
 import re
@@ -71,6 +72,7 @@ def end_by_signal(number: int, phase: str, out_dir: Path, flags: list[str], rank
     assert run.wait(60) == 75, log.read_text()[-3000:]
     last = max(soak.last_lines(out_dir))
     assert (out_dir / f"step_{last}/trainer/progress.json").exists() and f"{last}, which is saved" in log.read_text()
+    assert json.loads((out_dir / "status.json").read_text())["now"] == f"stopped after step {last}"
     return last
 
 

@@ -107,6 +107,19 @@ def test_the_last_line_is_the_reason_of_the_first_rank_that_failed_and_all_are_e
     assert ("Traceback" in out) == ("raise" in body), "where it happened stands above"
 
 
+@pytest.mark.parametrize(("writes", "then", "now"), [
+    ("os.getpid()", "sys.exit(3)", "failed: rank 0 ended with exit status 3."),
+    ("os.getpid()", "os.kill(os.getpid(), signal.SIGSEGV)", "failed: rank 0 was ended by signal 11 (SIGSEGV)"),
+    ("1", "sys.exit(3)", "update"),  # of another run, into whose folder this one may not write
+    ("os.getpid()", "sys.exit(0)", "update"),  # what has ended in order has said so itself
+])  # fmt: skip
+def test_the_launcher_says_in_the_runs_status_why_it_failed(writes, then, now, tmp_path):
+    body = f"json.dump({{'now': 'update', 'pid': {writes}, 'step': 4}}, open(folder + '/status.json', 'w')); {then}"
+    launch(tmp_path, 1, body).communicate(timeout=60)
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert status["now"].startswith(now) and status["step"] == 4
+
+
 def test_only_a_later_signal_is_a_second_one(monkeypatch):
     """A terminal and a launcher may both send the same one, and Slurm sends two."""
     times = iter([100.0, 100.4, 104.9, 100.6, 105.1])

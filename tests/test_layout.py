@@ -40,6 +40,23 @@ def imports(nodes: list[ast.AST]) -> set[str]:
     return found
 
 
+def has_encoding(call: ast.Call) -> bool:
+    """Whether a call that reads or writes a text file names its encoding: the locale's is not always UTF-8."""
+    name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+    values = {each.value for each in call.args if isinstance(each, ast.Constant)}
+    is_named = "encoding" in {each.arg for each in call.keywords} or "utf-8" in values
+    is_text = name == "open" and ast.unparse(call.func) not in ("Image.open", "os.open")
+    is_text &= not any("b" in each for each in values if isinstance(each, str))
+    is_text |= ast.unparse(call.func).endswith((".read_text", ".write_text"))
+    return is_named or not is_text or "/proc" in ast.unparse(call)
+
+
+def test_every_text_file_is_opened_with_its_encoding():
+    left_out = {"inputs.machine"}  # which reads files of the kernel
+    calls = [(name, node) for name, nodes in NODES.items() for node in nodes if isinstance(node, ast.Call)]
+    assert [(x, ast.unparse(call)) for x, call in calls if x not in left_out and not has_encoding(call)] == []
+
+
 def top(module: str) -> str:
     return module.partition(".")[0]
 

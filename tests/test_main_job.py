@@ -1,7 +1,7 @@
 """The main command, as a user would type it: the policy learns to think. Two recipes, and two nodes, on that job."""
 
+import json
 import os
-import re
 import socket
 import sys
 from collections.abc import Callable
@@ -80,13 +80,12 @@ def test_the_policy_in_the_repository_is_that_of_its_program_with_held_out_probl
     assert not {frozenset(numbers) for numbers in train} & {frozenset(numbers) for numbers in heldout}
 
 
-@pytest.mark.parametrize("name", ["DAPO", "DPPO, binary TV"])
+@pytest.mark.parametrize("name", ["dapo", "dppo_tv"])
 def test_a_recipe_of_the_page_trains_on_the_main_job(name, tmp_path):
-    """One that samples groups anew, one with the sampler's log-probs; test_papers.py makes an update with every row."""
-    page = (ROOT / "docs" / "papers.md").read_text()
-    (flags,) = re.findall(rf"^\| {name} .*?\| `(--[^`]+)` \|", page, flags=re.MULTILINE)
+    """One that samples groups anew, one with the sampler's log-probs; test_papers.py updates with every method."""
+    flags = json.loads((ROOT / "docs" / "papers.json").read_text())[name]["flags"]
     # 4,096 tokens are more than this job's completions have.
-    limits = ["--reward", "exact,length", "--overlong_cache_tokens", "16"] if name == "DAPO" else []
+    limits = ["--reward", "exact,length", "--overlong_cache_tokens", "16"] if name == "dapo" else []
     done = run_job(run_script, tmp_path / "run", *flags.split(), *SHORT, *limits, NGPU=1)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     metrics = metrics_of(tmp_path / "run")
@@ -94,9 +93,9 @@ def test_a_recipe_of_the_page_trains_on_the_main_job(name, tmp_path):
     for step in (1, 2):
         assert metrics[step]["optim/skipped_updates"] == 0 < metrics[step]["optim/grad_norm"]
         # With --old_logprobs rollout it is that of the policy as it is: the step's first update has moved it.
-        assert metrics[step]["policy/rollout_gap_mean"] < (0.005 if name == "DAPO" else 0.02)
+        assert metrics[step]["policy/rollout_gap_mean"] < (0.005 if name == "dapo" else 0.02)
         assert metrics[step]["policy/rollout_ess"] > 0.99, "sampler and trainer agree here: weights are close to 1"
-    if name == "DAPO":
+    if name == "dapo":
         others = sum(metrics[1][f"sampling/groups_{kind}"] for kind in ("without_signal", "unused"))
         assert metrics[1]["sampling/prompts"] == 8 + others
 

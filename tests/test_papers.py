@@ -1,7 +1,12 @@
-"""Every row of docs/papers.md: its flags go together, say what they mean, and train."""
+"""Every method of docs/papers.json: its flags go together, say what they mean, and train; the page and the script
+name it.
+"""
 
+import json
 import math
+import os
 import re
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,15 +23,48 @@ from inputs.command_line import parse_flags
 from policies import load_policy
 from test_update import train_step
 
-LINES = [line for line in (ROOT / "docs" / "papers.md").read_text().splitlines() if re.match(r"\| (?!method|-)", line)]
-ROWS = [re.fullmatch(r"\| (.+?)(?: \(\[.*\))? \| `(--[^`]+)` \| (?:`(--[^`]+)`|-) \| (.+) \|", line) for line in LINES]
+PAPERS = json.loads((ROOT / "docs" / "papers.json").read_text())
 TINY = "--prompts_per_step 2 --prompts_per_update 1 --group_size 8 --learning_rate 1e-3 --max_rollout_gap 0"
 
 
-def test_the_page_has_at_least_25_methods_each_with_its_flags_its_batch_and_what_differs():
-    assert all(ROWS) and len({row[1] for row in ROWS}) == len(ROWS) >= 25
-    files = re.findall(r"docs/losses/(\w+\.py):", "".join(row[2] for row in ROWS))
+def test_the_page_names_every_method_in_order_and_every_loss_has_one():
+    rows = re.findall(
+        r"^\| `(\S+)` \| (?:\[(.+)\]\((.+)\)|(.+?)) \| (.+) \|$", (ROOT / "docs" / "papers.md").read_text(), re.M
+    )
+    named = {name: (method or plain, link or None) for name, method, link, plain, _ in rows if name != "paper.sh"}
+    assert named == {name: (paper["method"], paper.get("link")) for name, paper in PAPERS.items()}
+    assert list(named) == list(PAPERS) and len({paper["method"] for paper in PAPERS.values()}) == len(PAPERS) >= 25
+    assert all(
+        paper.keys() <= {"method", "link", "flags", "batch", "notes"} and paper["notes"] for paper in PAPERS.values()
+    )
+    files = re.findall(r"docs/losses/(\w+\.py):", "".join(paper["flags"] for paper in PAPERS.values()))
     assert sorted(files) == sorted(path.name for path in (ROOT / "docs" / "losses").glob("*.py"))
+
+
+def paper(*arguments: str, folder: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = ["bash", str(ROOT / "scripts" / "paper.sh"), *arguments]
+    options = {"cwd": folder, "env": os.environ | environment, "capture_output": True, "text": True}
+    return subprocess.run(command, **options, timeout=60, check=False)
+
+
+def test_the_script_prints_a_method_or_runs_a_script_with_it(tmp_path):
+    """From another folder, too: the path of the script is one's own, that of a loss is the repository's."""
+    assert [line.split()[0] for line in paper().stdout.splitlines()] == list(PAPERS)
+    *about, flags, batch = paper("vespo").stdout.splitlines()
+    assert flags == PAPERS["vespo"]["flags"] and batch == PAPERS["vespo"]["batch"] + " --micro_batch_tokens 16384"
+    assert about == [f"# VESPO  {PAPERS['vespo']['link']}", f"# {PAPERS['vespo']['notes']}"]
+    assert paper("rloo").stdout.splitlines()[-1] == "# no batch is given"
+    (tmp_path / "my.sh").write_text('echo "$OUT_DIR" "$@"\n')
+    own = PAPERS["vespo"]["flags"].replace("docs/", f"{ROOT}/docs/")
+    assert paper("vespo", "my.sh", "--seed", "3", folder=tmp_path).stdout == f"runs/paper_vespo {own} --seed 3\n"
+    chosen = paper("vespo", "my.sh", folder=tmp_path, BATCH="paper", OUT_DIR="runs/x").stdout
+    assert chosen == f"runs/x {own} {batch}\n"
+    for arguments, said in (
+        (["vespa"], "vespa is none of the methods, which are grpo, "),
+        (["dapo", "x.sh"], "x.sh is not"),
+    ):
+        done = paper(*arguments)
+        assert done.returncode == 1 and done.stderr.startswith(f"error: {said}") and done.stderr.count("\n") == 1
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +80,12 @@ def sampled(policy: Path) -> Rollout:
     return replace(rollout, grades=grades, rollout_logprobs=[piece.numpy() for piece in pieces], advantages=None)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[1])
-def test_the_flags_of_a_row_go_together_and_train(row, policy, qwen3_policy, sampled, monkeypatch):
+@pytest.mark.parametrize("name", PAPERS)
+def test_the_flags_of_a_method_go_together_and_train(name, policy, qwen3_policy, sampled, monkeypatch):
     """Two updates, so that the second one is off-policy."""
     monkeypatch.chdir(ROOT)
     required = f"--model {policy} --train_data d --out_dir o --total_steps 10 --micro_batch_tokens 100000"
-    given = f"{required} {row[2]} {row[3] or ''}"
+    given = f"{required} {PAPERS[name]['flags']} {PAPERS[name].get('batch', '')}"
     args = parse_flags(given.split())
     check_flags(args, num_ranks=1)
     assert "algorithm: --advantage" in algorithm_of(args).description

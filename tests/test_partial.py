@@ -16,6 +16,7 @@ from generation.partial import PartialSampler, prompts_in_the_air, shares_of
 from helpers import ALONE, flags, make_grade, make_row, metrics_of, torchrun, training_flags
 from model.sizes import MOST_LAG
 from sampling import Draws
+from warm_start import build_tokenizer
 
 GROUP = 2
 
@@ -27,7 +28,7 @@ class CountingEngine:
     """
 
     guard, seconds_E, world = None, np.zeros(1), ALONE
-    tokenizer = SimpleNamespace(decode=lambda ids, **_: "")
+    tokenizer = build_tokenizer()
 
     def __init__(self, lengths) -> None:
         self.lengths = lengths  # of the completions of row i: two numbers

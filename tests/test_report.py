@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 import report
+from helpers import ENVIRONMENT
+from helpers import said as output_of
 from made_up_runs import write_run
 from report import plot
 from reporting.reference import load
@@ -23,6 +25,26 @@ def test_curves_are_drawn_also_where_values_are_missing(tmp_path):
         plot(write_run(tmp_path, config, records))
         pictures.add((tmp_path / "curves.png").read_bytes())
     assert len(pictures) == 3 and all(picture.startswith(b"\x89PNG") for picture in pictures)
+
+
+@pytest.mark.parametrize("name", ["运行_甲", "a$x_y", "проба é", "运行".encode().decode("ascii", "surrogateescape")])
+def test_a_name_in_any_script_is_drawn_without_a_warning(name, tmp_path, recwarn, capfd):
+    """Also "$", which is no formula, and what the locale could not decode."""
+    records = [record | {f"eval/{name}/avg@4": 0.5} for record in RECORDS]
+    plot(write_run(tmp_path / name, {}, records))
+    assert (tmp_path / name / "curves.png").stat().st_size > 10_000
+    assert not recwarn.list and capfd.readouterr() == ("", "")
+
+
+def test_a_locale_of_few_characters_costs_no_traceback(tmp_path):
+    """Page, comparison and judgement of a run with a Chinese name and set, where files would be read as ASCII."""
+    records = [record | {"eval/中文/avg@4": 0.5} for record in RECORDS]
+    run = str(write_run(tmp_path / "运行", {"seed": 1, "out_dir": "运行", "reward": "得分.py:f"}, records))
+    few = ENVIRONMENT | {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    for arguments in ([run], ["--compare", run, "--", run], [run, "--reference", "tiny_cpu"]):
+        shown = output_of([sys.executable, "report.py", *arguments], few)
+        assert "\\udc" in shown, "what ASCII lacks is escaped"
+    assert (tmp_path / "运行" / "report.html").exists()
 
 
 def run_report(monkeypatch, *arguments: str) -> None:

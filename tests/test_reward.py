@@ -22,13 +22,14 @@ def bad_rows(grader: Grader, rows: list[SimpleNamespace], world: SimpleNamespace
         grader.close()
 
 
-def row(answer: str, **columns: object) -> SimpleNamespace:
-    return SimpleNamespace(answer=answer, columns=columns, where=f"the row of {answer}", text=f"{answer}? <think>")
+def row(answer: str, opened: str = "", **columns: object) -> SimpleNamespace:
+    return SimpleNamespace(answer=answer, columns=columns, where=f"the row of {answer}", text=f"{answer}? {opened}")
 
 
 def test_finished_completions_are_graded_against_their_rows_with_the_prompt_as_the_model_saw_it():
     grader = Grader(Grading("exact,length,format", overlong_cache_tokens=4), num_workers=1)
-    on_finished = grader.submit_to([row("4"), row("5")], Sampling(2, 1.0, max_completion_tokens=8))
+    rows = [row(answer, "<think>") for answer in "45"]
+    on_finished = grader.submit_to(rows, Sampling(2, 1.0, max_completion_tokens=8))
     for b in (3, 0, 2, 1):
         on_finished(b, f"hm</think><answer>{4 + b % 2}</answer>", [7] * (5 + b % 2), False)
     grades = grader.collect_from_ranks()
@@ -103,14 +104,30 @@ def test_a_reward_that_fails_on_all_of_the_first_completions_ends_the_run_with_t
 
 @pytest.mark.parametrize(("code", "words"), [
     ("def score(completion):\n    return None\n", "score returned None, not a finite number"),
-    ("def score(completions):\n    return 1.0\n", "score returned 1.0 for 1 completions"),
+    ("def score(completions):\n    return 1.0\n", "score returned 1.0 for 2 completions"),
     ("def score(completion):\n    return 1 / len(completion)\n", None),  # it may not like an empty completion
+    ("def score(completion, answer):\n    return float(int(completion) == int(answer))\n", None),  # nor some other
+    ("def score(completion):\n    return float(completion.split('Answer: ')[1] == 'x')\n", None),
+    ("def score(completion, num_tokens, max_tokens, token_ids):\n    return num_tokens / max_tokens\n", None),
+    ("from statistics import stdev\ndef score(completions, num_tokens):\n    return [stdev(num_tokens)] * 2\n", None),
+    ("def score(completion, **kw):\n    return float(kw['answer'] == completion + kw['kind'])\n", None),
+    ("def score(completion, columns):\n    return columns['absent']\n", "fails for each .* of 4: error: KeyError"),
+    ("def score(completion):\n    return 1.0 if completion[0]['content'] else 0.0\n", "TypeError.* are texts, not"),
+    ("def score(completions):\n    return [c[0]['content'] == 'x' for c in completions]\n", "TypeError.* not messages"),
+    ("def score(completion):\n    while completion or True: pass\n", "fails for each text of a trial with .*: timeout"),
+    ("def score(completion):\n    return {'acc': 1} if completion else 0.0\n", "score returned {'acc': 1}"),
 ])  # fmt: skip
 def test_a_function_that_returns_no_reward_is_named_before_training(code, words, tmp_path):
     (tmp_path / "my_reward.py").write_text(code)
-    grader = Grader(Grading(f"{tmp_path}/my_reward.py:score"), num_workers=1)
-    with pytest.raises(ValueError, match=f"--reward .*: {words}.*docs/rewards.md") if words else nullcontext():
-        assert bad_rows(grader, [row("4"), row("5")]) == {}
+    grader = Grader(Grading(f"exact,{tmp_path}/my_reward.py:score", reward_timeout=1.0), num_workers=1)
+    with pytest.raises(ValueError, match=f"--reward .*: .*{words}.*docs/rewards.md") if words else nullcontext():
+        assert bad_rows(grader, [row("4", kind=""), row("5", kind="")]) == {}
+
+
+def test_the_trial_is_of_a_row_that_can_be_used(tmp_path):
+    (tmp_path / "my_reward.py").write_text("def score(completions, level):\n    return [each + 1 for each in level]\n")
+    found = bad_rows(Grader(Grading(f"{tmp_path}/my_reward.py:score"), num_workers=1), [row("4"), row("5", level=1)])
+    assert found == {0: "score takes 'level', but the row's columns are none"}
 
 
 def test_rows_whose_key_cannot_be_used_are_excluded_with_a_reason_and_engines_share_them():

@@ -94,6 +94,60 @@ def test_a_run_does_not_continue_on_other_data_or_another_reward_unless_that_is_
     open_run_folder(folder, config, set(), now).close()
 
 
+THEN = {
+    "model": "m", "reference": None, "train_data": ["a.jsonl", "b.jsonl#5"], "eval_data": [],
+    "reward": "exact,my.py:f:.5", "policy_loss": "my.py:loss", "tools": None, "system_prompt": "p.txt",
+}  # fmt: skip
+HELD = {"--model": "1", "--system_prompt": "2", "a.jsonl": "3", "b.jsonl#5": "4", "my.py": "5", "helper.py": "6"}
+
+
+def moved(change: dict[str, str]) -> dict[str, str]:
+    """What the flags hold, under other paths."""
+    return {change.get(name, name): digest for name, digest in HELD.items()}
+
+
+SAME = [  # flags and inputs under which the run of `THEN` and `HELD` continues
+    ({"model": "/elsewhere/m/"}, HELD),
+    ({"train_data": ["x/a.jsonl", "/y/c.jsonl#5"]}, moved({"a.jsonl": "x/a.jsonl", "b.jsonl#5": "/y/c.jsonl#5"})),
+    ({"reward": "exact:1.0, x/my.py:f:.5", "policy_loss": "x/my.py:loss"},
+     moved({"my.py": "x/my.py", "helper.py": "x/helper.py"})),
+    ({"reward": "exact: 1,./my.py:f:.5"}, HELD),
+    ({"system_prompt": "q.txt"}, HELD),
+]  # fmt: skip
+OTHER = [  # and is refused, with the words of the sentence
+    ({"model": "other"}, HELD | {"--model": "9"}, "--model 'm' there, 'other' now"),
+    ({"train_data": ["b.jsonl#5", "a.jsonl"]}, HELD, "--train_data .* there, "),
+    ({"train_data": ["x/a.jsonl", "b.jsonl#5"]}, moved({"a.jsonl": "x/a.jsonl"}) | {"x/a.jsonl": "9"}, "--train_data"),
+    ({"eval_data": ["a.jsonl"]}, HELD, "--eval_data"),
+    ({"reward": "exact,my.py:g:.5"}, HELD, "--reward"),
+    ({"reward": "exact:1.5,my.py:f:.5"}, HELD, "--reward 'exact,my.py:f:.5' there, 'exact:1.5,my.py:f:.5' now"),
+    ({"reward": "my.py:f:.5,exact"}, HELD, "--reward"),  # the first one says what is correct
+    ({"reward": "exact,x/my.py:f:.5"}, moved({"my.py": "x/my.py"}) | {"x/my.py": "9"}, "--reward"),
+    ({"reward": "exact,x/my.py:f:.5", "policy_loss": "x/my.py:loss"},
+     moved({"my.py": "x/my.py", "helper.py": "x/helper.py"}) | {"x/helper.py": "9"}, "^helper.py: not the same"),
+    ({"system_prompt": "q.txt"}, HELD | {"--system_prompt": "9"}, "--system_prompt"),
+    ({}, HELD | {"--model": "9"}, "^--model: not the same"),
+    ({}, HELD | {"a.jsonl": "9"}, "^a.jsonl: not the same"),
+    ({}, HELD | {"helper.py": "9"}, "^helper.py: not the same"),
+    ({"tools": "my.py:f"}, HELD, "--tools None there, 'my.py:f' now"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("flags", "inputs", "said"), [*((*each, "") for each in SAME), *OTHER])
+def test_paths_are_compared_by_what_they_hold(flags, inputs, said, tmp_path):
+    """Twice, because the next start is compared with the last one."""
+    config = {"out_dir": str(tmp_path)} | THEN
+    open_run_folder(tmp_path, config, set(), HELD).close()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    for _ in range(2):
+        if said:
+            with pytest.raises(ValueError, match=said):
+                open_run_folder(tmp_path, config | flags, {"out_dir"}, inputs)
+        else:
+            open_run_folder(tmp_path, config | flags, {"out_dir"}, inputs).close()
+    open_run_folder(tmp_path, config, {"out_dir"}, HELD).close()
+
+
 def test_a_run_continues_that_is_older_than_some_flags(tmp_path):
     """As if it had their defaults. Flags that are gone are not compared."""
     opened(tmp_path).close()
@@ -112,6 +166,7 @@ def test_a_folder_of_something_else_or_that_cannot_be_written_is_refused(tmp_pat
         file.write_text(content)
         refused(file.parent, rf"holds {name} but no config.json of a run; choose another")
         assert file.read_text() == content
+        assert [path.name for path in file.parent.iterdir()] == [name], "not even a .lock is left"
     refused(file / "run", "cannot be written")
 
 
@@ -249,7 +304,7 @@ def test_what_could_not_be_graded_is_kept_and_the_first_three_are_named(tmp_path
     assert said[0] == "step 3: reward timeout, of train.jsonl, line 7: 'a'" and "error: no" in said[1]
     assert len(said) == 4 and said[-1].startswith("step 3: 4 of 6 completions could not be graded; all are in")
     found = lines(tmp_path / "reward_failures.jsonl")
-    expected = {"step": 3, "row": "train.jsonl, line 7", "status": "timeout", "answer": "4", "completion": "a"}
+    expected = {"step": 3, "row": "train.jsonl, line 7", "reward_status": "timeout", "answer": "4", "completion": "a"}
     assert found[0] == expected and [each["completion"] for each in found] == ["a", "b", "e", "f"]
 
 

@@ -1,8 +1,10 @@
 """Generation servers: what is sampled, by which weights, how far ahead, and what becomes of it when a server fails."""
 
+import asyncio
 import inspect
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -16,6 +18,7 @@ from itertools import islice
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import aiohttp
 import numpy as np
 import psutil
 import pytest
@@ -25,12 +28,12 @@ from vllm.utils.nccl import unpinned_nccl_env
 
 import serve
 from batch import pack
-from fake_server import DESCRIPTION, WEIGHTS, FakeServer, engine_of, sampler_over, synced
+from fake_server import DESCRIPTION, KEY, WEIGHTS, FakeServer, engine_of, sampler_over, synced
 from flags import EngineSettings, Sampling
 from forked import SERVERS, begin, launched
 from generation.start import SERVER, start_server
 from generation.weights import GlooEngine, NcclEngine, StatelessProcessGroup
-from generation.wire import Server
+from generation.wire import Server, reason_of
 from guards.start import RunError, reason_file
 from helpers import flags, make_model, make_row, metrics_of, torchrun, training_flags, wait_for
 from inputs.checks import check_flags
@@ -69,7 +72,7 @@ def test_servers_share_the_prompts_by_their_load_and_take_over_those_of_servers_
         assert sum(server.url in line for server in others for line in engine.said) == len(engine.said) == 2
         quick.kill()
         slow.kill()
-        with pytest.raises(RunError, match="was lost and no other is left: .*the same command goes on"):
+        with pytest.raises(RunError, match="was lost and no other is left: .*; start it again, then the same command"):
             engine.sample(ROWS, sampling, (1, 2))
     for server in (quick, slow):
         assert server.version == "1"
@@ -103,6 +106,22 @@ def test_a_server_that_answers_nonsense_is_named_and_its_prompts_are_sampled_els
     assert sorted(good.prompts) == sorted(row.ids.tolist() for row in rollout.rows), "each once, all by the good one"
     (line,) = engine.said
     assert bad.url in line and said in line and "sampled elsewhere" in line
+
+
+@pytest.mark.parametrize(("url", "said"), [
+    ("http://127.0.0.1:9", "it cannot be reached (Connection refused)"),
+    ("http://localhost:9", "it cannot be reached ("),
+    ("http://absent.invalid:9", "it cannot be reached ("),
+])  # fmt: skip
+def test_a_server_that_cannot_be_reached_is_told_without_the_librarys_settings(url, said):
+    async def ask() -> str:
+        async with aiohttp.ClientSession() as session:
+            with pytest.raises(aiohttp.ClientError) as error:
+                await session.post(url)
+        return reason_of(error.value)
+
+    reason = asyncio.run(ask())
+    assert reason.startswith(said) and not any(word in reason for word in ("ssl", "[", "Connect call", "Errno"))
 
 
 def test_a_server_that_does_not_start_ends_the_run_with_the_tail_of_its_log(monkeypatch, tmp_path):
@@ -176,22 +195,43 @@ def test_on_gpus_servers_need_some_that_the_ranks_leave_free_and_on_cpus_their_n
                 check_places(args)
 
 
-def test_serve_py_starts_vllm_as_a_run_does_and_beyond_the_loopback_a_key_is_required(folder, monkeypatch):
-    started, args = [], flags(engine="server", server_urls="http://10.0.0.2:8000")
+def test_serve_py_starts_vllm_as_a_run_does_and_without_a_key_it_makes_one(folder, monkeypatch, capsys):
+    started = []
     monkeypatch.setattr(os, "execve", lambda program, command, environment: started.append((command, environment)))
-    monkeypatch.setattr("sys.argv", f"serve.py --model {folder} --max_model_len 64 --port 8123 --host 0.0.0.0".split())
+    keys = []
+    for host, url in {"127.0.0.1": "127.0.0.1", "0.0.0.0": socket.gethostname(), "::1": "[::1]"}.items():
+        flags_of_it = f"serve.py --model {folder} --max_model_len 64 --port 8123 --host {host}"
+        for given in ("secret", ""):
+            monkeypatch.setattr("sys.argv", flags_of_it.split())
+            monkeypatch.setenv("VLLM_API_KEY", given)
+            serve.main()
+            (command, environment), shown = started.pop(), capsys.readouterr().out
+            keys.append(environment["VLLM_API_KEY"])
+            assert {"8123", host, "processed_logprobs"} <= set(command)
+            assert {"generation.weights.Extension", "generation.weights.check_key"} <= set(command)
+            assert environment["VLLM_SERVER_DEV_MODE"] == "1" and keys[-1] not in command, "ps shows commands to all"
+            line = (f"VLLM_API_KEY={keys[-1]} python scripts/launch.py", f"--server_urls http://{url}:8123\n")
+            assert not given or (keys[-1], shown) == ("secret", "")
+            assert given or (len(keys[-1]) == 64 and all(part in shown for part in line))
+    assert len(set(keys)) == 1 + 3, "each is made anew"
+
+
+def test_a_run_needs_the_key_of_the_servers_that_it_names(monkeypatch):
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    with pytest.raises(SystemExit, match="--host 0.0.0.0: .*set VLLM_API_KEY"):
-        serve.main()
-    with pytest.raises(ValueError, match="set VLLM_API_KEY"):
-        check_flags(args, num_ranks=1)
-    monkeypatch.setenv("VLLM_API_KEY", "secret")
-    check_flags(args, num_ranks=1)
-    serve.main()
-    ((command, environment),) = started
-    assert {"8123", "0.0.0.0", "processed_logprobs"} <= set(command)
-    assert {"generation.weights.Extension", "generation.weights.check_key"} <= set(command)
-    assert (environment["VLLM_SERVER_DEV_MODE"], environment["VLLM_API_KEY"]) == ("1", "secret")
+    for url in ("http://10.0.0.2:8000", "http://127.0.0.1:8000"):
+        args = flags(engine="server", server_urls=url)
+        with pytest.raises(ValueError, match="--server_urls: set VLLM_API_KEY to the key of the servers"):
+            check_flags(args, num_ranks=1)
+        with patch.dict(os.environ, VLLM_API_KEY="secret"):
+            check_flags(args, num_ranks=1)
+
+
+def test_a_wrong_key_is_told_by_its_name():
+    server = FakeServer()
+    server.key = "another"
+    said = f"{server.url} cannot be used: it has another key; set VLLM_API_KEY to the one that scripts"
+    with engine_of(server) as engine, pytest.raises(RunError, match=said):
+        synced(engine)
 
 
 def test_vllms_nccl_backend_takes_what_is_sent_to_it():
@@ -246,7 +286,7 @@ def folder(tmp_path_factory):
 
 def start_real(folder, log):
     settings = EngineSettings(1024, dtype="float32", gpu_memory_utilization=0.5)
-    return start_server(engine_options(str(folder), settings, False, 1, most_sequences=64), "gloo", "", log)
+    return start_server(engine_options(str(folder), settings, False, 1, most_sequences=64), "gloo", KEY, log)
 
 
 @pytest.fixture(scope="module")
@@ -333,7 +373,7 @@ def test_a_run_whose_only_server_is_killed_ends_and_the_same_command_completes_i
     server.kill()
     assert launcher.wait(300) == 1
     last = [line for line in said_in.read_text().splitlines() if line.startswith("error: ")][-1]
-    assert all(part in last for part in ("server 0 was lost", "ended by SIGKILL", "goes on", "0.log")), last
+    assert all(part in last for part in ("server 0 was lost", "ended by SIGKILL", "continues", "0.log")), last
     wait_for(lambda: not any(is_running(each.pid) for each in of_run))  # what ranks start ends after them
     torchrun(2, "train_grpo.py", *run, timeout=900)  # a server starts in minutes where others want the cores, too
     lines = list(metrics_of(out_dir).values())
@@ -348,6 +388,7 @@ def test_a_run_whose_only_server_is_killed_ends_and_the_same_command_completes_i
 
 def test_two_trainers_and_a_server_that_runs_train_on_policy(folder, server, tmp_path):
     changes = {"reward": f"{folder}/reward.py:score", "server_urls": server.url, "total_steps": 3}
-    torchrun(2, "train_grpo.py", *training_flags(folder, tmp_path / "run", **RUN, **changes), timeout=900)
+    run = training_flags(folder, tmp_path / "run", **RUN, **changes)
+    torchrun(2, "train_grpo.py", *run, timeout=900, VLLM_API_KEY=KEY)
     lines = metrics_of(tmp_path / "run").values()
     assert len(lines) == 3 and all(x["rollout/lag_max"] == 0 and x["policy/rollout_gap_mean"] < 0.1 for x in lines)

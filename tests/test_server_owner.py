@@ -5,6 +5,7 @@ import socket
 import sys
 import threading
 import time
+import urllib.request
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ import torch
 from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
 import train_grpo
-from fake_server import DESCRIPTION, HAS, INPUTS, A, B, FakeServer, engine_of, synced
+from fake_server import DESCRIPTION, HAS, INPUTS, KEY, A, B, FakeServer, engine_of, synced
 from flags import EngineSettings, Sampling, Servers
 from generation.start import server_environment
 from generation.weights import LEASE, Owner
@@ -86,11 +87,24 @@ def test_a_start_of_the_same_run_takes_the_server_and_the_one_before_notices(ser
 def test_a_server_that_does_not_fit_is_refused_before_its_weights_change(changes, server):
     ((name, needed),) = changes.items()
     said = f"^{server.url} cannot be used: it does not fit this run: it has {name} {HAS[name]}, needed is {needed}.$"
-    with run_of(A, server, needed=HAS | changes) as engine, pytest.raises(RunError, match=said):
-        synced(engine)
+    with run_of(A, server, needed=HAS | changes) as engine:
+        with pytest.raises(RunError, match=said):
+            synced(engine)
+        assert server.owner.claim == {}, "another run may have it at once"
     assert set(server.asked) == {"owner"}
     with run_of(A, server, needed=HAS | {"--max_model_len": 32}) as engine:
         synced(engine)
+
+
+def test_a_run_that_one_server_refuses_lets_go_of_the_others_at_once(server, monkeypatch):
+    monkeypatch.setattr("generation.wire.LOOK", 0.05)
+    other = FakeServer()
+    other.owner.hear(B, "take", time.monotonic())
+    with engine_of(server, other) as engine:
+        with pytest.raises(RunError, match=f"{other.url} cannot be used: it belongs to the run /runs/b"):
+            synced(engine)
+        time.sleep(0.3)  # looks at a server come several times meanwhile
+        assert server.owner.claim == {} and other.owner.claim["run"] == "b"
 
 
 def test_a_run_starts_its_servers_asks_for_model_length_and_dtypes_and_keeps_its_name(tmp_path, monkeypatch):
@@ -184,6 +198,25 @@ def test_a_server_spawns_its_workers_and_has_no_allocator_settings_of_the_ranks(
     assert name not in environment and environment["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
 
 
+PATHS = (
+    "/collective_rpc", "/pause", "/resume", "/finish_weight_update", "/init_weight_transfer_engine", "/owner",
+    "/inference/v1/generate", "/v1/models", "/health", "/metrics", "/metrics/", "/version", "/docs", "/openapi.json",
+    "/ping", "/server_info", "/absent", "//pause", "/v1/../pause",
+)  # fmt: skip
+STRANGERS = [
+    (method, key) for method in ("GET", "POST", "OPTIONS", "PUT") for key in ("", "Bearer ", "Bearer wrong", KEY)
+]
+CLOSED = {(path, 401) for path in PATHS}
+
+
+def status_of(url: str, method: str, key: str) -> int:
+    headers = {"Authorization": key, "Origin": "http://x", "Access-Control-Request-Method": "POST"}
+    request = urllib.request.Request(url, method=method, data=b'{"method": "own_fit"}', headers=headers)
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=60)
+    return refused.value.code
+
+
 def test_a_real_server_has_one_run_tells_what_it_is_and_ends_on_sigterm_amid_a_transfer(tmp_path, monkeypatch):
     """The run hangs then, and a request waits for its weights; no process of the server may stay."""
     folder = make_model(tmp_path / "model")
@@ -194,13 +227,14 @@ def test_a_real_server_has_one_run_tells_what_it_is_and_ends_on_sigterm_amid_a_t
     flags = f"--model {folder} --max_model_len 64 --dtype float32 --port {port}"
     command = [sys.executable, "scripts/serve.py", *flags.split()]
     with (tmp_path / "log").open("w") as log:
-        process = psutil.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=log, stderr=log)
+        process = psutil.Popen(command, cwd=ROOT, env=ENVIRONMENT | {"VLLM_API_KEY": KEY}, stdout=log, stderr=log)
     policy, url = load_policy(str(folder), torch.float32), f"http://127.0.0.1:{port}"
     model = "Qwen2ForCausalLM of 2 layers, hidden size 64, vocabulary of 64"
     has = {"--model": model, "--max_model_len": 64, "--dtype": "float32", "--head_dtype": "float32"}
     try:
         with engine_of(Server(url, url), needed=has, policy=policy) as engine:
             engine.sync(policy.full_weights())
+            assert {(path, status_of(f"{url}{path}", *how)) for path in PATHS for how in STRANGERS} == CLOSED
             with engine_of(Server(url, url), claim=B) as second, pytest.raises(RunError, match="/runs/a on node-a"):
                 synced(second)
             engine.sync(policy.full_weights())

@@ -1,17 +1,20 @@
 """The documented set-ups: each script runs as it is on a tiny model of its architecture, with the documented values."""
 
+import itertools
 import json
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 
 import aime2025
 from forked import run_script
-from helpers import ROOT, lines, metrics_of, run_command
+from helpers import ENVIRONMENT, ROOT, lines, metrics_of, run_command
 
 OF_TESTS = ("OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA")  # a user's environment does not have them
 
@@ -66,7 +69,7 @@ SAID = {  # the first line of the run; the data of a smoke run have other number
     "qwen7b_simplerl_2x8xh100": (16, 8, 128, 4, 64, 100), "qwen2.5_3b_gsm8k_lora_1gpu": (16, 5, 80, 1, 8, 8),
     "qwen3_4b_dapo_8gpu": (8, 16, 128, 1, 5, 150), "distill_1gpu": (1, 1, 1, 1, 384, 1000),
 }  # fmt: skip
-SENTENCE = "{} prompts x {} = {} completions a step, {} updates? a step, {} steps an epoch, {} steps in all"
+SENTENCE = "{} prompts? x {} = {} completions? a step, {} updates? a step, {} steps? an epoch, {} steps? in all"
 MOST = 16  # prompts a step of a smoke run; the dry run has them all
 LIMITS = {  # prompt, completion; shortened in a smoke run
     "qwq32b_8xh100": (2048, 2048), "deepseek32b_lora_8gpu": (1024, 2080), "qwen25vl72b_lora_8xa100": (6144, 2048),
@@ -174,3 +177,41 @@ def test_every_value_of_a_script_has_its_source_or_is_called_our_choice(name):
         assert where or re.search(r" # (source: |not in the source)", line), line
     lengths = tuple(int(re.search(rf"--max_{kind}_tokens (\d+)", block).group(1)) for kind in ("prompt", "completion"))
     assert lengths == LIMITS[name]
+
+
+EVALUATIONS = sorted(path.stem for path in (ROOT / "scripts").glob("eval_*.sh"))
+OF_JOBS = ("tiny_cpu", "tiny_turns_cpu", "tiny_distill_cpu", "smoke")
+TELLS = '() { printf "%s\\0" "$@"; printf "\\1"; }'  # in place of python
+
+
+@pytest.mark.parametrize("name", [*DOCUMENTED, *EVALUATIONS, *OF_JOBS])
+def test_a_script_leaves_the_user_where_he_stands_and_finds_its_own_files(name, tmp_path):
+    """From another folder: what he types is his; programs and files that the script names are in the repository."""
+    (tmp_path / "runs" / "tiny_cpu").mkdir(parents=True)
+    (tmp_path / "runs" / "tiny_cpu" / "final").symlink_to(ROOT / "scripts" / "tiny_policy")
+    environment = {name: os.environ[name] for name in ("PATH", "HOME")} | {"DEVICE": "cpu", "NNODES": "1"}
+    environment |= {"CDPATH": str(ROOT), "BASH_FUNC_python%%": TELLS, "BASH_FUNC_exec%%": '() { "$@"; exit; }'}
+    given = ["--reward", "my_reward.py:score", *([] if name in EVALUATIONS else ["--out_dir", "runs/x"])]
+    script = [ROOT / "scripts" / f"{each}.sh" for each in ([name, "tiny_cpu"] if name == "smoke" else [name])]
+    options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "check": False}
+    done = subprocess.run(["bash", *script, *given], **options)
+    assert done.returncode == 0 or name == "smoke", done.stderr
+    commands = [command.split("\0")[:-1] for command in done.stdout.split("\1")[:-1]]
+    for command in commands:
+        paths = [part.partition(".py:")[0] for part in command if part.startswith("/") and part not in given]
+        assert paths and all(Path(path).exists() or Path(f"{path}.py").exists() for path in paths)
+        assert not [part for part in command if part.startswith(("scripts/", "docs/")) or part == "train_grpo.py"]
+        out_dirs = [there for flag, there in itertools.pairwise(command) if flag == "--out_dir"]
+        assert all(there.startswith("runs/") for there in out_dirs), "also by default"
+    assert name == "smoke" or commands[-1][-len(given) :] == given
+
+
+def test_from_another_folder_a_run_reads_and_writes_where_the_user_stands(tmp_path):
+    """A module of his has the name of one of ours. It ends by what his reward returns, before a model is loaded."""
+    (tmp_path / "my_reward.py").write_text("from data import PAID\ndef score(completion):\n    return PAID\n")
+    (tmp_path / "data.py").write_text("PAID = {'acc': 0.25}\n")
+    command = ["bash", str(ROOT / "scripts" / "tiny_cpu.sh"), "--reward", "my_reward.py:score", "--out_dir", "runs/x"]
+    options = {"cwd": tmp_path, "env": ENVIRONMENT | {"NGPU": "1"}, "capture_output": True, "text": True}
+    done = subprocess.run(command, check=False, **options)
+    assert done.returncode == 1 and "my_reward.py:score: score returned {'acc': 0.25}" in done.stderr, done.stderr
+    assert (tmp_path / "runs" / "x" / "config.json").exists()

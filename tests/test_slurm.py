@@ -20,6 +20,7 @@ echo "$@" >> "$OUT"
 PYTHON = """#!/usr/bin/env bash
 echo "$CUDA_VISIBLE_DEVICES ${#VLLM_API_KEY} $*" >> "$OUT.servers"
 """
+RUN_SH = "scripts/run.sh"
 RUN = """echo "$@" > "$OUT.flags"
 echo "$NNODES $NODE_RANK $MASTER_ADDR $MASTER_PORT" >> "$OUT"
 trap 'echo saved >> "$OUT"; exit ${STATUS_ON_SIGNAL:-0}' USR1
@@ -30,15 +31,16 @@ exit "${STATUS:-0}"
 
 @pytest.fixture
 def job(tmp_path):
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("run.sh", RUN), (".venv/bin/python", PYTHON)):
+    for folder in (".venv/bin", "scripts"):
+        (tmp_path / folder).mkdir(parents=True)
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), (RUN_SH, RUN), (".venv/bin/python", PYTHON)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
 
     def start(*before: str, **environment: str) -> subprocess.Popen[bytes]:
         slurm = {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_ID": "123456"}
         place = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OUT": str(tmp_path / "out")}
-        command = ["bash", str(ROOT / "scripts" / "slurm_example.sh"), *before, str(tmp_path / "run.sh")]
+        command = ["bash", str(ROOT / "scripts" / "slurm_example.sh"), *before, str(tmp_path / RUN_SH)]
         everything = os.environ | slurm | place | environment
         return subprocess.Popen([*command, "--steps_ahead", "2"], cwd=tmp_path, env=everything)
 
@@ -78,6 +80,7 @@ def test_the_last_nodes_sample_on_a_server_for_each_gpu_with_a_secret_of_the_job
     assert (tmp_path / "out").read_text().splitlines() == ["1 1 node7 23456"]
     urls = "http://node8:23457 http://node8:23458"
     assert (tmp_path / "out.flags").read_text() == f"--steps_ahead 2 --engine server --server_urls {urls}\n"
+    program = tmp_path / "scripts" / ".." / "scripts" / "serve.py"
     assert sorted((tmp_path / "out.servers").read_text().splitlines()) == [
-        f"{gpu} 64 scripts/serve.py --host 0.0.0.0 --port {23457 + gpu} --model m --max_model_len 64" for gpu in (0, 1)
+        f"{gpu} 64 {program} --host 0.0.0.0 --port {23457 + gpu} --model m --max_model_len 64" for gpu in (0, 1)
     ]

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace as Some
 
@@ -17,7 +18,7 @@ from rollout import Engine
 
 FAULTS = {  # of rank 1 of 3 -> what is said of it
     "hang": "rank 1 runs a backward pass on HOST, in update of step 3, at tests/distributed_stall.py:24 hang; the",
-    "stop": "rank 1 is stopped, by SIGSTOP or a debugger (`kill -CONT PID` lets it go on) on HOST, in update of step 3",
+    "stop": "rank 1 is stopped, by SIGSTOP or a debugger (`kill -CONT PID` resumes it) on HOST, in update of step 3",
     "exception": "rank 1 has ended on HOST, in update of step 3",
     "kill": "rank 1 was killed on HOST, in update of step 3",
     "hold": "rank 1 is in a call that lets no other Python thread run (pid PID) on HOST, in update of step 3",
@@ -98,7 +99,7 @@ def test_a_stall_is_told_once_and_its_end_too_and_neither_a_large_file_nor_a_pau
     assert "s: rank 0 starts on " in (told := tick()[1])
     assert tick()[1] == "" and (tmp_path / "stall.txt").read_text() == told.strip()
     beat("computes")
-    assert tick() == (0.0, "STALL: over, the run goes on\n") and (tmp_path / "stall.txt").read_text() == ""
+    assert tick() == (0.0, "STALL: over, the run continues\n") and (tmp_path / "stall.txt").read_text() == ""
 
 
 def test_an_engine_step_without_a_token_is_no_progress(board):
@@ -115,3 +116,15 @@ def test_an_engine_step_without_a_token_is_no_progress(board):
 def test_the_report_comes_before_the_collectives_time_out():
     assert [take(Stalls, flags()).seconds, Stalls(None, 1).seconds, Stalls(59, 1).seconds] == [600, 48, 59]
     check_flags(flags(model="Qwen/Qwen3-4B", timeout_minutes=1, stall_seconds=60), num_ranks=1)  # it waits for nobody
+
+
+def test_the_file_of_a_rank_that_fails_has_its_last_phase(board, tmp_path, monkeypatch):
+    """However short that was: the launcher names it."""
+    told = []
+    monkeypatch.setattr(sys, "excepthook", lambda *error: told.append(error))
+    Watch(tmp_path / "ranks", 0, 1, 60.0)
+    with suppress(ValueError), in_phase("sample", 3), in_phase("update", 3):
+        raise ValueError("wrong")
+    sys.excepthook(ValueError, ValueError("wrong"), None)
+    found = json.loads((tmp_path / "ranks" / "rank_0.json").read_text())
+    assert (board.phase, found["phase"], found["problem"], len(told)) == ("update", "update", "has ended", 1)

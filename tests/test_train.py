@@ -97,7 +97,7 @@ def test_a_reward_that_fails_on_some_completions_costs_those_and_is_told(policy,
         assert metrics["reward/timeouts"] == sum(sum(map(ord, text)) % 8 == 1 for text in texts)
         assert metrics["reward/timeouts"] + metrics["reward/errors"] == len(texts)
         assert metrics["reward/mean"] == pytest.approx(0.5 * (32 - len(texts)) / 32)
-    assert {failure["status"].partition(" ")[0] for failure in failures} == {"timeout", "error:"}
+    assert {failure["reward_status"].partition(" ")[0] for failure in failures} == {"timeout", "error:"}
     assert all(failure["row"].startswith(str(policy / "train.jsonl")) for failure in failures)
     for text in ("reward timeout, of", "KeyError", "all are in reward_failures.jsonl"):
         assert text in done.stdout
@@ -128,6 +128,8 @@ def test_what_a_step_depends_on_survives_a_resume_with_every_option_on(policy, r
     for stop_after in (2, None):  # with a schedule: it is that of the whole length
         flags = training_flags(policy, tmp_path / "parts", **options, stop_after=stop_after)
         torchrun(2, "train_grpo.py", *flags)
+        how = json.loads((tmp_path / "parts" / "status.json").read_text())["now"]
+        assert how == (f"stopped after step {stop_after}" if stop_after else "done")
     expected, found = metrics_of(tmp_path / "whole"), metrics_of(tmp_path / "parts")
     for step in range(1, 5):
         assert without_times(found[step]) == without_times(expected[step]), f"step {step} differs"

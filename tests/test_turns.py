@@ -103,9 +103,9 @@ def test_what_looks_like_a_special_token_in_a_reply_is_text():
 
 
 @pytest.mark.parametrize(("template", "said"), [
-    (QWEN.replace("[end]\n{% endif", "{{ '!' if loop.last else '?' }}[end]\n{% endif"), "does not go on"),
-    ("{% for m in messages[:2] %}{{ m.content }}{% endfor %}", "does not go on"),
-    (QWEN.replace("m.content }}[end]", "m.content | upper }}[end]"), "does not go on"),
+    (QWEN.replace("[end]\n{% endif", "{{ '!' if loop.last else '?' }}[end]\n{% endif"), "cannot continue"),
+    ("{% for m in messages[:2] %}{{ m.content }}{% endfor %}", "cannot continue"),
+    (QWEN.replace("m.content }}[end]", "m.content | upper }}[end]"), "cannot continue"),
     ("{% for m in messages %}{{ raise_exception('no') if loop.index > 2 else m.content }}{% endfor %}", "refuses it"),
 ])  # fmt: skip
 def test_a_template_that_cannot_be_continued_is_refused_with_the_way_out(template, said):

@@ -10,14 +10,14 @@ import sys
 import reasoning_gym
 
 
-def score(completion, columns):
+def score(completion, columns, prompt):
     """The task's own score, from 0 to 1, of the final answer."""
     from grading.answer import read_answer  # here: where the data is made, the repository is not on the path
 
     entry = columns["entry"]
     entry = json.loads(entry) if isinstance(entry, str) else entry
     verifier = reasoning_gym.get_score_answer_fn(entry["metadata"]["source_dataset"])
-    return verifier(read_answer(completion, unmarked="all"), entry)
+    return verifier(read_answer(completion, prompt, unmarked="all"), entry)
 
 
 if __name__ == "__main__":

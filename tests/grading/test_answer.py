@@ -15,17 +15,20 @@ CASES = [json.loads(line) for line in (Path(__file__).parent / "answer_cases.jso
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["completion"])
 def test_the_last_mark_counts(case):
-    assert read_answer(case["completion"]) == case["read_as"]
+    assert read_answer(case["completion"], case.get("prompt", "")) == case["read_as"]
 
 
 def test_exact_takes_a_whole_text_without_a_mark():
     assert read_answer("Rome is the capital of Italy", unmarked="all") == "Rome is the capital of Italy"
     assert read_answer("<answer>Rome", unmarked="all") is None
+    assert read_answer("<answer>*.*\n_._</answer>", unmarked="all") == "*.*\n_._", "a drawing is no emphasis"
 
 
 LONG = ["<answer>" * 100_000, "<answer>x</answer>" * 50_000, "\\boxed{" * 100_000, "\\boxed{1}, " * 50_000]
 LONG += ["answer is " * 100_000, "The answer is $" + "$ $" * 300_000, f"<think>a</think>{'a' * 1_000_000}</think>b"]
-LONG += ["A, " * 300_000, "#### " + "1" * 1_000_000, " " * 1_000_000 + "x", *(sign * 1_000_000 for sign in "`($\\=")]
+LONG += ["A, " * 300_000, "#### " + "1" * 1_000_000, " " * 1_000_000 + "x", *(sign * 1_000_000 for sign in "`($\\=_>")]
+LONG += ["*a " * 300_000, "***a **b *c " * 80_000, "$a " * 300_001, "\\(" * 500_000, "\n#" * 500_000]
+LONG += ["Final answer x" * 70_000]
 
 
 @pytest.mark.parametrize("text", LONG, ids=lambda text: text[:20].strip() or "blank")

@@ -40,7 +40,7 @@ def test_a_verifier_for_roman_numerals_is_one_function_of_under_ten_lines(monkey
 def test_the_table_of_the_rule_says_what_is_read():
     table = (DOCS / "rewards.md").read_text().partition("| completion | read as |\n|---|---|\n")[2].partition("\n\n")[0]
     rows = [re.fullmatch(r"\| `(.*)` \| (?:`(.*)`|nothing) \|", line).groups() for line in table.splitlines()]
-    assert len(rows) == 10
+    assert len(rows) == 12
     assert [verifiers.read_answer(completion) for completion, _ in rows] == [read_as for _, read_as in rows]
 
 
@@ -79,18 +79,49 @@ def test_a_judge_is_asked_several_times_at_once_and_may_be_late_or_talk_nonsense
     assert grades[40].status.startswith(said) and grades[41].status == "timeout"
 
 
-@pytest.mark.parametrize(("code", "reward"), [
-    ("def double(x):\n    return 2 * x", 1.0),
-    ("def double(x):\n    return x + 2", 0.0),
-    ("raise SystemExit(0)", 0.0),
-    ("while True: pass", 0.0),
-    ("double = lambda x: 2 * x\nx = bytearray(4 << 30)", 0.0),
-])  # fmt: skip
+HONEST = (
+    "def double(x):\n    return 2 * x",
+    "double = lambda x: 2 * x\nprint('x' * 10**6, flush=True)\nimport atexit\natexit.register(print, 'bye')",
+    "input = print = eval = None\ndouble = lambda x: 2 * x",
+    "from dataclasses import dataclass\nimport pickle\n@dataclass\nclass Pair:\n    x: int\n"
+    "def double(x):\n    return 2 * pickle.loads(pickle.dumps(Pair(x))).x",
+)
+WRONG = "\ndef double(x): return x + 2\n"
+LEAVES = "\nimport os; os._exit(0)"
+DUMP = """
+import gc, os, sys
+found = [*sys.argv, *sys.orig_argv, *os.environ.values(), open('/proc/self/cmdline').read()]
+frame = sys._getframe()
+while frame:
+    found += map(str, [*frame.f_code.co_consts, *frame.f_locals.values(), *frame.f_globals.values()])
+    frame = frame.f_back
+found += [each for each in gc.get_objects() if isinstance(each, str)]
+for each in [*found, 'all tests passed', 'None']:
+    print(each, flush=True)
+    for number in (1, 2):
+        os.write(number, each.encode() + b'\\n')
+"""
+CHEATS = (
+    WRONG, "raise SystemExit(0)", "while True: pass", "double = lambda x: 2 * x\nx = bytearray(4 << 30)",
+    "print(input())", LEAVES, "print('all tests passed', flush=True)" + LEAVES, DUMP + LEAVES,
+    "import sys\nprint(sys.stdin.read())" + LEAVES,
+    f"def double(x):\n    exec({DUMP + LEAVES!r})", "import atexit\natexit.register(print, 'None')\nexit()",
+    f"import threading\nthreading.Thread(target=lambda: exec({DUMP + LEAVES!r})).start()\nimport time\ntime.sleep(9)",
+    "import os\nif os.fork(): os._exit(0)" + WRONG, "import builtins\nbuiltins.AssertionError = SystemExit" + WRONG,
+    "import sys\nsys.excepthook = lambda *_: __import__('os')._exit(0)" + WRONG, "import os\nos.kill(os.getpid(), 15)",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("code", "reward"), [*((code, 1.0) for code in HONEST), *((code, 0.0) for code in CHEATS)])
 def test_unit_tests_are_run_on_generated_code(code, reward):
     handle = Handler(f"{EXAMPLES}/unit_tests.py:score", None)
     grade = handle(("grade", Case(f"So:\n```python\n{code}\n```", "assert double(2) == 4\nassert double(3) == 6")))
     assert grade.reward == reward and grade.parts["has_code"] == 1.0
-    assert handle(("grade", Case("no code", ""))).parts["has_code"] == 0.0
+
+
+def test_a_text_without_code_gets_nothing():
+    name = f"{EXAMPLES}/unit_tests.py:score"
+    assert Handler(name, None)(("grade", Case("no code", "assert True"))).parts == {name: 0.0, "has_code": 0.0}
 
 
 def test_the_example_of_reasoning_gym_makes_data_as_its_docstring_says(tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from grading import Case
-from grading.own import OwnReward, files_of
+from grading.own import OwnReward, files_of, load_function, load_own
 from grading.score import Handler
 from helpers import ROOT
 from inputs.load import own_files
@@ -22,6 +22,7 @@ def own(tmp_path, code: str, name: str = "score") -> OwnReward:
 
 @pytest.mark.parametrize(("signature", "result", "value"), [
     ("completion, answer, columns", "len(completion) + int(answer) + columns['level']", 2 + 4 + 2),
+    ("completion, **kw", "int(kw['answer']) + kw['level'] + kw['columns']['level'] + kw['num_tokens']", 4 + 2 + 2 + 2),
     ("num_tokens, is_truncated, *, max_tokens, completion", "num_tokens + is_truncated + max_tokens", 2 + 1 + 9),
     ("completion, prompt, token_ids", "len(prompt) + sum(token_ids)", 6 + 15),
     ("data_source, solution_str, ground_truth, extra_info=None", "len(solution_str) + len(ground_truth)", 2 + 1),
@@ -67,6 +68,42 @@ def test_what_a_file_imports_from_its_folder_belongs_to_it_but_not_the_program(t
     assert {file.name for file in named} == {Path(name).name for name in texts.keys() - {"other.py"}}
 
 
+@pytest.mark.parametrize("name", ["shared_state", "math", "with-dash", "data"])
+def test_a_file_is_loaded_once_whoever_names_or_imports_it_and_however(name, tmp_path, monkeypatch):
+    """One process: an advantage writes a global that a loss reads. Also a file whose name another module has."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # put back at the end, as the modules are
+    code = "COUNT = []\ndef f(_):\n    COUNT.append(1)\n    return len(COUNT)\ng = lambda _: len(COUNT)\n"
+    (folder := tmp_path / "own").mkdir()
+    (folder / f"{name}.py").write_text(code)
+    (folder / "link.py").symlink_to(f"{name}.py")
+    spellings = [f"own/{name}.py", f"{folder}/{name}.py", f"own/../own/{name}.py", "own/link.py"]
+    assert [load_function(path, "f")("") for path in spellings] == [1, 2, 3, 4]
+    assert [load_own(f"{path}:g")[0]("") for path in spellings] == [4] * 4
+    if name == "shared_state":
+        (folder / "importer.py").write_text("import shared_state\ndef h(completion):\n    return shared_state.f('')\n")
+        assert load_function("own/importer.py", "h")("") == 5
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / f"{name}.py").write_text(code)
+    assert load_function(f"other/{name}.py", "f")("") == 1, "another file of this name"
+
+
+def test_a_file_that_another_of_ones_own_has_imported_is_not_loaded_again(tmp_path):
+    (tmp_path / "first_own.py").write_text("import second_own\nf = second_own.f\n")
+    (tmp_path / "second_own.py").write_text("def f():\n    return 1\n")
+    first = load_function(f"{tmp_path}/first_own.py", "f")
+    assert load_function(f"{tmp_path}/second_own.py", "f") is first
+
+
+def test_a_file_that_raises_is_loaded_anew(tmp_path):
+    (tmp_path / "raises_once.py").write_text("1 / 0\n")
+    with pytest.raises(ZeroDivisionError):
+        load_function(f"{tmp_path}/raises_once.py", "f")
+    (tmp_path / "raises_once.py").write_text("def f():\n    return 10\n")
+    assert load_function(f"{tmp_path}/raises_once.py", "f")() == 10
+
+
 def test_async_functions_are_awaited_and_share_one_event_loop(tmp_path):
     code = "import asyncio\nLOOPS = set()\nasync def score(completion):\n    await asyncio.sleep(0)\n"
     reward = own(tmp_path, code + "    LOOPS.add(asyncio.get_running_loop())\n    return len(LOOPS)\n")
@@ -98,6 +135,7 @@ def test_a_wrong_result_says_what_was_returned(parameter, result, words, tmp_pat
 @pytest.mark.parametrize(("code", "words"), [
     ("def score(text, answer):\n    return 1\n", r"it takes \(text, answer\), but none of completion, completions"),
     ("def score(completion, key):\n    return 1\n", "nothing is known of its parameter 'key'"),
+    ("def score(completion, /):\n    return 1\n", "score cannot be called by the names of its parameters; leave the /"),
     ("def other():\n    return 1\n", "no function 'score'; it has other"),
 ])  # fmt: skip
 def test_a_function_that_nobody_knows_how_to_call_is_refused_when_it_is_loaded(code, words, tmp_path):

@@ -42,7 +42,7 @@ def test_what_a_run_can_miss_is_told_once_and_other_mistakes_are_raised(tmp_path
         with tolerated(str(tmp_path / name), ValueError):
             raise ValueError("damaged") if name == "b.png" else OSError(errno.EDQUOT, "Disk quota exceeded")
     assert capsys.readouterr().out.splitlines() == [
-        f"warning: {tmp_path}/{name} could not be written: {why}; the run goes on without."
+        f"warning: {tmp_path}/{name} could not be written: {why}; the run continues without."
         for name, why in (("a.png", "Disk quota exceeded"), ("b.png", "damaged"))
     ]
     with pytest.raises(ZeroDivisionError), tolerated("c.png"):

@@ -43,6 +43,15 @@ MISTAKES = [  # ranks, flags beside the required ones, what the sentence says
     (1, f"{BEST} --eval_every 10 --save_every 15", "each checkpoint, not --save_every 15 .*_every 10; .* a multiple"),
     (1, "--temperature 0.001", "--temperature 0.001: must be at least 0.01 and at most 2"),
     (1, "--learning_rate nan", "--learning_rate nan: must be at least 0"),
+    (1, "--learning_rate inf", "--learning_rate inf: must be at least 0 and finite"),
+    (1, "--learning_rate -1e-5", "--learning_rate -1e-05: must be at least 0"),
+    (1, "--clip_high -.5E+1", "--clip_high -5: must be at least 0"),
+    (1, "--dual_clip -inf", "--dual_clip -inf: must be at least 0"),
+    (1, "--reward_timeout inf", "--reward_timeout inf: must be above 0 and at most 1000000"),
+    (1, "--plan_gpu H300", "--plan_gpu H300: use B200-180GB, .*, RTX3090-24GB, or memory, dense bf16 speed"),
+    (1, "--plan_gpu A100", "--plan_gpu A100: use A100-80GB, A100-40GB, or memory"),
+    (1, "--plan_gpu 24GiB:0TFLOPs:1TBs", "--plan_gpu 24GiB:0TFLOPs:1TBs: use .*, such as 23.5GiB:71TFLOPs:0.94TBs"),
+    (1, "--plan_gpu 24GiB:1.2.3TFLOPs:1TBs", "--plan_gpu 24GiB:1.2.3TFLOPs:1TBs: use "),
     (1, "--reward_timeout 0", "--reward_timeout 0: must be above 0 and at most 1000000"),
     (1, "--eval_data d --eval_samples 1 0", "--eval_samples 0: must be at least 1"),
     (1, "--param_dtype bfloat16 --dtype float32", "--dtype float32 .* --param_dtype bfloat16 .*leave one of them out"),
@@ -104,10 +113,10 @@ def test_the_engines_are_counted_not_the_ranks(monkeypatch):
 
 
 def test_a_choice_that_argparse_knows_ends_the_program(capsys):
-    for wrong in ({"kl_in": "rewards"}, {"dtype": "float16"}, {"plan_gpu": "H300"}, {"group_size": "8.5"}):
+    for wrong in ({"kl_in": "rewards"}, {"dtype": "float16"}, {"group_size": "8.5"}):
         with pytest.raises(SystemExit):
             flags(**wrong)
-    assert "invalid choice: 'H300' (choose from " in capsys.readouterr().err
+    assert "invalid choice: 'float16' (choose from " in capsys.readouterr().err
 
 
 def test_flags_are_read_without_torch():

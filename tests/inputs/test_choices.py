@@ -62,7 +62,7 @@ def own(tmp_path: Path) -> str:
     ("--loss_aggregation my.py:mean", "--loss_aggregation my.py:mean: use token_mean, "),
     ("--policy_loss broken.py:f", "broken.py:f cannot be loaded: ModuleNotFoundError.*no_such_module"),
     ("--policy_loss leaves.py:f", "leaves.py:f cannot be loaded: SystemExit: 3"),
-    ("--policy_loss my_loss.py:f", "my_loss.py has no function 'f'; it has good, no_default, .*, squared.$"),
+    ("--policy_loss my_loss.py:f", "my_loss.py has no function or class 'f'; it has good, no_default, .*, squared.$"),
     ("--policy_loss my_loss.py:metric_of_one", r"metric x: returned the shape \[\].* of the shape \[7\]"),
     ("--policy_loss my_loss.py:no_such_field", "Tokens has no 'logprob'; it has logprobs, .*, ref_logprobs"),
     ("--advantage my_loss.py:three_of_group --group_size 5", r"the shape \[1, 3\].* of the shape \[10\] or \[1, 5\]"),

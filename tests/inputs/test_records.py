@@ -4,16 +4,18 @@ import bz2
 import gzip
 import json
 import lzma
+import os
 import re
 import time
+from pathlib import Path
 
 import datasets
 import huggingface_hub
 import pytest
 
-from data_files import GOOD, load, write, write_lines, write_math12k, write_parquet
+from data_files import GOOD, load, prompt_of, write, write_lines, write_math12k, write_parquet
 from helpers import ROOT
-from inputs.records import name_of_source, parse_source, read_records, read_system_prompt
+from inputs.records import name_of_source, parse_source, read_json_file, read_records, read_system_prompt
 
 pytestmark = pytest.mark.usefixtures("cache")
 ROW = {"problem": "q", "answer": "1"}
@@ -29,7 +31,7 @@ def refused(source: object, words: str) -> str:
 # Files ----------------------------------------------------------------------------------------------------------------
 
 BYTES, BOM = GOOD.encode(), b"\xef\xbb\xbf"
-LINES, ARRAY = "The file must be one JSON object per line", "an array of objects, or one object per line"
+LINES, ARRAY = "The file must be one JSON object per line", "an array of objects, one object, or one object per line"
 REFUSED = [  # the end of the name, the content, and what the sentence says after the name
     (".jsonl", GOOD + '{"problem": "1+1", "ans', "line 2: not valid JSON.*cut off"),
     (".jsonl", BYTES + b'{"problem": "\xff", "answer": "2"}\n', "line 2: not valid JSON.*utf-8.*in UTF-8"),
@@ -40,7 +42,11 @@ REFUSED = [  # the end of the name, the content, and what the sentence says afte
     (".jsonl", GOOD + '{"problem": "1+1"}\n', "line 2: .*'answer' .--answer_column.*this row has 'problem'[.]"),
     (".jsonl", "[\n" + GOOD + "]", f"line 1: not valid JSON.*{LINES}"),
     (".jsonl", "", "holds no rows"),
-    (".json", '{\n"data": [\n' + GOOD + "]}", f"line 1: not valid JSON.*{ARRAY}"),
+    (".json", '{\n"data": [\n' + GOOD + "]}", "row 0: no column 'problem' .*this row has 'data'"),
+    (".json", '{\n"problem": "1+1",\n"answer": "2"', f": not valid JSON.*cut off.*{ARRAY}"),
+    (".json", GOOD + '{\n"problem": "1+1"}', f"line 2: not valid JSON.*{ARRAY}"),
+    (".jsonl", '{\n"problem": "1+1",\n"answer": "2"}', f"line 1: not valid JSON.*{LINES}"),
+    (".jsonl", '{"problem": "é"}'.encode("latin-1"), r"line 1: not valid JSON.*GB18030\? iconv.*in UTF-8"),
     (".json", "[" + GOOD + ",", "not valid JSON"),
     (".json", "[" + GOOD + ", 3]", "row 1: expected a JSON object, found int"),
     (".csv", "problem,answer\n", r"not read; needed is a file .\.jsonl, \.json, \.parquet"),
@@ -62,17 +68,20 @@ def test_a_file_that_cannot_be_used_is_refused_by_line(end, content, said, tmp_p
     (".jsonl", '{"problem": "a\\u0000\\u2028b", "answer": "1"}\n', {"line 1": "a\0\u2028b"}),
     (".json", "[" + GOOD + ",\n" + GOOD.replace("1+1", "2+2") + "]", {"row 0": "1+1", "row 1": "2+2"}),
     (".json", BOM + b" [" + BYTES + b"]", {"row 0": "1+1"}),
+    (".json", json.dumps(json.loads(GOOD), indent=2), {"row 0": "1+1"}),
+    (".json", json.dumps([json.loads(GOOD)] * 2, indent=2), {"row 0": "1+1", "row 1": "1+1"}),
+    (".json", GOOD * 2, {"line 1": "1+1", "line 2": "1+1"}),
 ])  # fmt: skip
 def test_what_is_unusual_but_clear_is_loaded(end, content, rows, tmp_path):
     path = write(tmp_path, content, f"rows{end}")
-    assert {row.where.removeprefix(f"{path}, "): row.prompt for row in load(path).rows} == rows
+    assert {row.where.removeprefix(f"{path}, "): prompt_of(row) for row in load(path).rows} == rows
 
 
 def test_rows_keep_all_their_columns_numbers_are_answers_and_a_line_may_have_10_mb(tmp_path):
     long = {"problem": "2+2", "answer": 4, "notes": "x" * 10_000_000}
     rows = [{"problem": "é", "answer": 4, "level": 3}, long | {"problem": "1+1 " * 50_000}, long]
     loaded = load(write(tmp_path, GOOD + "\n" + "".join(f"{json.dumps(row)}\n" for row in rows)), max_prompt_tokens=100)
-    assert [(row.prompt, row.answer) for row in loaded.rows] == [("1+1", "2"), ("é", "4"), ("2+2", "4")]
+    assert [(prompt_of(row), row.answer) for row in loaded.rows] == [("1+1", "2"), ("é", "4"), ("2+2", "4")]
     assert [row.columns for row in loaded.rows[1:]] == [rows[0], long]
     assert loaded.rows[1].where == f"{tmp_path}/rows.jsonl, line 3"
     assert (loaded.name, loaded.num_too_long, loaded.excluded) == ("rows", 1, [])
@@ -81,6 +90,16 @@ def test_rows_keep_all_their_columns_numbers_are_answers_and_a_line_may_have_10_
 def test_a_file_that_cannot_be_read_is_a_value_error(tmp_path):
     (tmp_path / "rows.jsonl").symlink_to("/proc/self/mem")  # opens, but does not read, not even for root
     refused(tmp_path / "rows.jsonl", "rows.jsonl cannot be read: Input/output error")
+
+
+def test_what_only_one_process_could_read_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "rows.jsonl")
+    os.mkfifo(tmp_path / "63")  # as <(head -100 x.jsonl)
+    (tmp_path / "link.jsonl").symlink_to("/dev/null")
+    for source in ("/dev/null", tmp_path / "rows.jsonl", tmp_path / "63", tmp_path / "link.jsonl"):
+        refused(source, f"{source} is a pipe or a device, .*write it to a file first")
+        with pytest.raises(ValueError, match="write it to a file first"):
+            read_json_file(Path(source))
 
 
 @pytest.mark.parametrize(("name", "content", "words"), [
@@ -135,7 +154,7 @@ def test_a_hub_data_set_is_named_in_its_rows_and_gets_the_split(tmp_path, monkey
     places = [row.where for row in load("hiyouga/math12k@test").rows]
     assert places == ["hiyouga/math12k@test, row 0", "hiyouga/math12k@test, row 1"]
     assert load("hiyouga/math12k").rows[2].where == "hiyouga/math12k@train, row 2"
-    assert [row.prompt for row in load("hiyouga/math12k@train[1:]").rows] == ["train 1?", "train 2?"]
+    assert [prompt_of(row) for row in load("hiyouga/math12k@train[1:]").rows] == ["train 1?", "train 2?"]
     assert load("openai/math12k/main@test").name == "math12k_test"
     assert asked[0] == ("hiyouga/math12k", None) and asked[-1] == ("openai/math12k", "main")
 
@@ -164,6 +183,8 @@ def test_rows_are_drawn_at_random_before_the_length_filter(tmp_path):
     answers = drawn(path, 3)
     assert len(set(answers)) == 20 and answers != sorted(answers, key=int)
     assert drawn(path, 3) == drawn(parquet, 3) == answers and set(drawn(path, 4)) != set(answers)
+    in_order = [int(record.columns["answer"]) for record in read_records(f"{path}#20", 3, is_shuffled=False)]
+    assert in_order == sorted(map(int, answers))
     wheres = [where for where, _, _ in read_records(f"{parquet}#20", seed=3)]
     assert wheres == [f"{parquet}@train, row {answer}" for answer in answers]
     refused(f"{path}#41", "holds 40 rows; .*41")
@@ -198,7 +219,7 @@ def test_a_source_has_the_splits_of_its_files(tmp_path):
         ("rows.jsonl@train", ["1+1"], "rows.jsonl, line 1"),
     ):
         loaded = load(tmp_path / source)
-        assert ([row.prompt for row in loaded.rows], loaded.rows[0].where) == (prompts, f"{tmp_path}/{first}")
+        assert ([prompt_of(row) for row in loaded.rows], loaded.rows[0].where) == (prompts, f"{tmp_path}/{first}")
     assert len(load(f"{tmp_path}/single@train#2").rows) == 2
     for source, said in (
         ("both@validation", "validation.*train.*test"),
@@ -223,7 +244,11 @@ def test_json_files_of_a_folder_are_read_without_guessing_types(tmp_path):
 
 
 def test_folders_and_files_without_data_are_refused(tmp_path):
-    refused(tmp_path, "any data files")
+    for name in ("", "README.md", "notes/run.py"):  # `datasets` would take .md files for tasks of an agent
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        if name:
+            write(tmp_path, "text", name)
+        refused(tmp_path, r"cannot be loaded: the folder does not contain any data files .*\.jsonl, \.parquet")
     nothing = datasets.Dataset.from_list([ROW]).select([])
     nothing.to_parquet(empty := tmp_path / "train.parquet")
     for source in (empty, f"{empty}#3", tmp_path):

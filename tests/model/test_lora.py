@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 import checkpoint
 from batch import pack
 from distributed_lora import RANK, lora_flags
+from flags import Lora, take
 from fsdp_utils import World
 from helpers import (
     copy_at,
@@ -28,7 +29,8 @@ from helpers import (
     without_times,
 )
 from inputs.checks import check_flags
-from model.lora import check_targets, target_names
+from model.lora import check_lora, target_names
+from model.weights import model_of_shapes
 from policies import policy_of
 from policy import Policy
 from ranks import on_ranks
@@ -42,12 +44,16 @@ HALF_BF16 = 2**-8 * (1 + 1e-3)  # 8 significant bits are off by at most half a u
     ({"lora_dropout": 0.05}, ["--lora_dropout 0.05", "has no effect here, only with --lora_rank above 0"]),
     ({"lora_rank": 8, "lora_targets": "lm_head"}, ["--lora_targets lm_head:", "down_proj, gate_proj, k_proj, o_proj"]),
     ({"lora_rank": 8, "lora_targets": "q_proj"}, []),
+    ({"lora_rank": 8, "lora_targets": "q_proj,v_proj"}, ["_targets q_proj,v_proj:", "some, with spaces between them"]),
+    ({"lora_rank": 8, "lora_targets": "all-linear"}, ["--lora_targets all-linear:", "leave the flag out for all"]),
+    ({"lora_rank": 64}, []),
+    ({"lora_rank": 100_000}, ["--lora_rank 100000: no matrix of this model has a rank above 64; use less"]),
 ])  # fmt: skip
 def test_flags_that_make_no_sense_are_refused_with_a_way_out(changes, words):
     args = flags(**changes)
     with pytest.raises(ValueError) if words else nullcontext() as error:
         check_flags(args, 1)
-        check_targets(TINY, args.lora_targets)
+        check_lora(model_of_shapes("m", TINY), take(Lora, args))
     for word in words:
         assert word in str(error.value)
 

@@ -1,11 +1,16 @@
 """Models that cannot be trained under these flags are refused before a weight is read."""
 
+import json
+import math
+import os
 import sys
+from contextlib import nullcontext
 
 import pytest
 from transformers import (
     AutoConfig,
     Gemma2Config,
+    LlamaConfig,
     MistralConfig,
     OPTConfig,
     Phi3Config,
@@ -17,7 +22,7 @@ from transformers import (
 import evaluate
 from helpers import flags
 from inputs.load import load_inputs
-from model.sizes import check_config
+from model.sizes import check_config, check_path
 from planner.dry_run import dry_run
 
 
@@ -26,11 +31,38 @@ def check(config: PretrainedConfig, tensor_parallel_size: int = 1) -> None:
     check_config("m", config, (1024, 1024), tensor_parallel_size)
 
 
+@pytest.mark.parametrize(("given", "saved", "words"), [
+    ("mine", ["step_9", "final"], "--model 'mine' is the folder of a run, not of a model; its policy is mine/final."),
+    ("mine/", ["step_9", "step_10"], "its policy is mine/step_10."),
+    ("mine", [], "the run mine has saved no policy yet."),
+    ("mine/step_9/trainer", ["step_9"], "has no config.json; its policy is mine/step_9."),
+    ("mine/checkpoints/step_9", ["step_9"], "; its policy is mine/step_9."),
+    ("mine/step_8", ["step_9", "final"], "; its policy is mine/final."),
+    ("mine/final", ["step_9"], "; its policy is mine/step_9."),
+    ("./absent", [], "no such folder (FOLDER/absent), and not of the form of a hub id (owner/name)."),
+    ("mine/step_9", ["step_9"], None),
+    ("Qwen/Qwen2.5-7B", [], None),
+])  # fmt: skip
+def test_the_folder_of_a_run_is_no_model_and_the_one_in_it_is_named(given, saved, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, content in {"": {"out_dir": "x"}, **dict.fromkeys(saved, {"model_type": "qwen2"})}.items():
+        (folder := tmp_path / "mine" / name).mkdir()
+        (folder / "config.json").write_text(json.dumps(content))
+        (folder / "trainer").mkdir()
+        os.utime(folder, (len(name), len(name)))  # step_10 is newer than step_9
+    with pytest.raises(FileNotFoundError) if words else nullcontext() as error:
+        check_path(given)
+    assert not words or words.replace("FOLDER", str(tmp_path)) in str(error.value)
+
+
 NOT_COMPUTED = {  # words of the sentence -> config
     "2047 tokens; lower them by 1": Qwen2Config(max_position_embeddings=2047),
     "sliding-window attention of 2047 tokens": MistralConfig(sliding_window=2047),
     "has attn_logit_softcapping = 50.0": Gemma2Config(sliding_window=8192),
     "has dropout = 0.1": OPTConfig(),
+    "has latent attention": PretrainedConfig(kv_lora_rank=64, num_attention_heads=4),
+    "has logits_scaling = 8.0": AutoConfig.for_model("hyperclovax", logits_scaling=8.0),  # it multiplies by it
+    "has layers of different sizes": AutoConfig.for_model("gemma4_text"),
     "has quantized weights; needed ": Qwen2_5_VLConfig(quantization_config={"quant_method": "fp8"}),
 }
 
@@ -45,10 +77,79 @@ def test_models_at_the_limits_pass():
     check(Qwen2Config(max_position_embeddings=2048))
     check(MistralConfig(sliding_window=2048))
     check(Qwen2Config(sliding_window=16, use_sliding_window=False))
-    for name in ("llama", "qwen3", "qwen2_5_vl", "olmo2", "glm4", "smollm3", "phi3", "gemma3_text"):
+    for name in ("llama", "qwen3", "qwen2_5_vl", "olmo2", "glm4", "smollm3", "phi3", "gemma3_text", "starcoder2"):
         check(AutoConfig.for_model(name))
-    with pytest.raises(ValueError, match="--tensor_parallel_size 4 does not divide the model's 14 attention heads"):
-        check(Qwen2Config(num_attention_heads=14), tensor_parallel_size=4)
+    check(AutoConfig.for_model("granite", logits_scaling=8.0))
+
+
+HEADS = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+DIVISIONS = [  # these sizes, and the sizes of an engine that vLLM can divide them among
+    ((14, 2, 4864, 151936), [1, 2]),  # Qwen2.5-0.5B: 7 would divide the heads of queries alone
+    ((6, 3, 96, 192), [1, 3, 6]),  # 6 ranks: two have each head of keys
+    ((8, 8, 96, 60), [1, 2, 4, 8]),  # 60 rows are padded to 64
+    ((6, 6, 96, 64), [1, 2]),  # 3 would not divide the rows
+    ((8, 8, 100, 64), [1, 2, 4]),
+    ((32, 8, 14336, 128256), [1, 2, 4, 8, 16, 32]),
+]
+
+
+@pytest.mark.parametrize(("sizes", "fitting"), DIVISIONS)
+def test_an_engine_has_as_many_ranks_as_vllm_can_divide_the_model_among(sizes, fitting):
+    config = Qwen2Config(**dict(zip(HEADS, sizes, strict=True)))
+    for size in range(1, sizes[0] + 2):
+        if size in fitting:
+            check(config, size)
+            continue
+        needed = f"--tensor_parallel_size {size} cannot divide {sizes[0]} attention heads, {sizes[1]} heads of keys and"
+        with pytest.raises(ValueError, match=f"{needed}.*; use one of {', '.join(map(str, fitting))}[.]$"):
+            check(config, size)
+
+
+def test_the_heads_of_a_vision_tower_are_divided_too():
+    tower = {"num_heads": 16, "intermediate_size": 3420}  # of Qwen2.5-VL-3B
+    text = {"num_attention_heads": 16, "num_key_value_heads": 2, "intermediate_size": 11008}
+    config = Qwen2_5_VLConfig(vision_config=tower, text_config=text)
+    check(config, 4)
+    with pytest.raises(ValueError, match="--tensor_parallel_size 8 cannot divide .*; use one of 1, 2, 4[.]"):
+        check(config, 8)
+
+
+def rope(kind: str, **others: object) -> dict[str, object]:
+    return {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0} | others
+
+
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+CONTEXTS = [  # config, longest sequence, of 2,048 tokens or less by one
+    (
+        Qwen2Config(max_position_embeddings=512, rope_parameters=rope("yarn", original_max_position_embeddings=512)),
+        2048,
+    ),
+    (
+        Qwen2Config(max_position_embeddings=640, rope_parameters=rope("yarn", original_max_position_embeddings=512)),
+        2048,
+    ),
+    (
+        Qwen2Config(max_position_embeddings=4096, rope_parameters=rope("yarn", original_max_position_embeddings=256)),
+        1024,
+    ),
+    (Qwen2Config(max_position_embeddings=512, rope_parameters=rope("yarn")), 2048),  # the original length is that
+    (Qwen2Config(max_position_embeddings=512, rope_scaling={"type": "yarn", "factor": 4.0}), 2048),  # of older files
+    (Qwen2Config(max_position_embeddings=512, rope_parameters=rope("linear")), 2048),
+    (LlamaConfig(max_position_embeddings=512, rope_parameters=rope("llama3", **LLAMA3)), 512),
+    (Qwen2Config(max_position_embeddings=512), 512),
+    (LlamaConfig(max_position_embeddings=512, model_max_length=2048), 2048),
+    (PretrainedConfig(num_attention_heads=4, vocab_size=64, intermediate_size=64), math.inf),
+]
+
+
+@pytest.mark.parametrize(("config", "longest"), CONTEXTS)
+def test_the_context_is_the_one_that_the_engine_has(config, longest):
+    for tokens in (512, 1024, 2048):
+        with nullcontext() if tokens <= longest else pytest.raises(ValueError) as error:
+            check_config("m", config, (tokens - 100, 100), 1)
+        if error:
+            said = f"= {tokens} is beyond the context of --model m, {longest} tokens; lower them by {tokens - longest}."
+            assert said in str(error.value)
 
 
 OTHERS = {  # architecture, one for each place in which a config tells it -> what the sentence says that it has

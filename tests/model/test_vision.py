@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, ProcessorMi
 
 from batch import Rollout, shared_positions
 from data import PromptData
-from data_files import png, write_parquet
+from data_files import png, prompt_of, write_parquet
 from distributed_vision import WITH_IMAGES, WITHOUT, gradient
 from helpers import ALONE, command_line, torchrun
 from inputs.checks import check_flags
@@ -194,7 +194,7 @@ def test_images_of_the_datasets_library_are_read_and_their_tokens_count(model, t
     kinds = dict.fromkeys(("problem", "answer"), datasets.Value("string")) | {"image": datasets.Image()}
     datasets.Dataset.from_dict(rows, features=datasets.Features(kinds)).save_to_disk(tmp_path / "pil")
     data = vision_data(vision_flags(model, image_column="image"), tmp_path / "pil")
-    assert [row.prompt for row in data.rows] == ["<image>one?", "<image>large?", "text?"]
+    assert [prompt_of(row) for row in data.rows] == ["<image>one?", "<image>large?", "text?"]
     assert [reason for _, reason in data.excluded] == [
         "absolute aspect ratio must be smaller than 200, got 300.0",
         "the prompt has 1 image tokens for 0 images: its text must not hold one",
@@ -204,7 +204,7 @@ def test_images_of_the_datasets_library_are_read_and_their_tokens_count(model, t
     assert [row.images for row in mixed.rows] == [row.images for row in data.rows] * 2
     limits = {"max_prompt_tokens": len(data.rows[0].ids)}
     shorter = vision_data(vision_flags(model, image_column="image", **limits), tmp_path / "pil")
-    assert [row.prompt for row in shorter.rows] == ["<image>one?", "text?"] and shorter.num_too_long == 1
+    assert [prompt_of(row) for row in shorter.rows] == ["<image>one?", "text?"] and shorter.num_too_long == 1
 
 
 def test_an_image_is_upright_rgb_and_white_where_it_is_transparent():
@@ -216,7 +216,41 @@ def test_an_image_is_upright_rgb_and_white_where_it_is_transparent():
     image, exif = Image.new("RGB", (8, 4)), Image.Exif()
     exif[0x0112] = 6  # turned by a quarter
     assert decode(encoded(image, exif=exif)).size == (4, 8)
-    assert decode(encoded(Image.new("RGBA", (2, 2), (255, 0, 0, 0)))).getpixel((0, 0)) == (255, 255, 255)
+    palette = Image.new("P", (2, 2))
+    palette.putpalette([255, 0, 0] * 256)
+    clear = [Image.new("RGBA", (2, 2), (255, 0, 0, 0)), Image.new("LA", (2, 2), (0, 0)), palette]
+    for image in clear:
+        options = {"transparency": 0} if image.mode == "P" else {}
+        assert decode(encoded(image, **options)).getpixel((0, 0)) == (255, 255, 255), image.mode
+    assert decode(encoded(palette)).getpixel((0, 0)) == (255, 0, 0)
+    assert decode(encoded(Image.new("1", (2, 2), 1))).getpixel((0, 0)) == (255, 255, 255)
+
+
+def grey(values: list[float], kind: str, form: str) -> bytes:
+    out = io.BytesIO()
+    Image.fromarray(np.array([values], dtype=kind)).save(out, form)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(("values", "kind", "form", "found"), [
+    ([0, 257 * 100, 65535], "u2", "PNG", [0, 100, 255]),
+    ([0, 1000, 4095], "u2", "PNG", [0, 62, 255]),  # of a camera of 12 bits
+    ([65535, 65535, 65535], "u2", "TIFF", [255] * 3),
+    ([0, 0, 0], ">u2", "TIFF", [0] * 3),
+    ([0, 50_000, 100_000], "i4", "TIFF", [0, 128, 255]),
+    ([-1, 0, 1], "f4", "TIFF", [0, 128, 255]),
+    ([0.0, 0.5, 1.0], "f4", "TIFF", [0, 128, 255]),
+    ([-2, -2, -2], "f4", "TIFF", [0] * 3),
+])  # fmt: skip
+def test_grey_values_of_more_than_8_bits_are_scaled_to_their_range(values, kind, form, found):
+    image = decode(grey(values, kind, form))
+    assert image.mode == "RGB" and [image.getpixel((x, 0)) for x in range(3)] == [(each,) * 3 for each in found]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_grey_values_that_are_no_numbers_are_refused(value):
+    with pytest.raises(ValueError, match="some of its values are no finite numbers"):
+        decode(grey([0, value, 1], "f4", "TIFF"))
 
 
 @pytest.mark.parametrize(("changes", "words"), [

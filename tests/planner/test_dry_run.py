@@ -7,7 +7,8 @@ import sys
 from contextlib import redirect_stdout
 
 import pytest
-from transformers import AutoConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from helpers import ENVIRONMENT, flags, run_command
 from planner import memory
@@ -36,6 +37,9 @@ SIMPLERL = COMMON | {
     "max_completion_tokens": 8192, "micro_batch_tokens": 9216, "tensor_parallel_size": 2, "plan_gpus": 16,
     "plan_nodes": 2,
 }  # fmt: skip
+
+
+REFUSED = ("Qwen/Qwen3-30B-A3B", "google/gemma-3-1b-it", "google/gemma-3-4b-it", "allenai/Olmo-3-1025-7B")
 
 
 def setup(values: dict, **others: object) -> Setup:
@@ -69,19 +73,33 @@ def test_a_table_that_vllm_pads_stays_beside_the_head_to_the_end_of_a_sync():
 
 def test_the_shapes_have_as_many_parameters_as_the_real_models():
     """Tied heads count once: the files of Qwen3-0.6B and 1.7B hold them twice."""
-    shapes = {name: shape_of(config_of(name), name) for name in json.loads(TABLE.read_text())}
-    plain = re.compile("-Base|-(Instruct|Thinking)(-2507)?$")  # of the same sizes, but for Qwen2.5-VL
-    sizes = {name if "VL" in name else plain.sub("", name): shape.parameters for name, shape in shapes.items()}
-    assert all(sizes[plain.sub("", name)] == shapes[name].parameters for name in shapes if "VL" not in name)
+    table = json.loads(TABLE.read_text())
+    entries = {name: each for name, each in table.items() if name not in REFUSED and each.get("as") not in REFUSED}
+    shapes = {name: shape_of(config_of(name), name) for name in entries}
+    same = {"as", "max_position_embeddings"}  # as another one, but for the context
+    sizes = {name: shape.parameters for name, shape in shapes.items() if not entries[name].keys() <= same}
+    assert all(shapes[name].parameters == sizes[entry["as"]] for name, entry in entries.items() if entry.keys() <= same)
+    assert all(each.keys() <= same or "model_type" in each or len(each) == 2 for each in table.values())
     assert sizes == {
-        "Qwen/QwQ-32B": 32_763_876_352,
-        "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B": 32_763_876_352,
+        "Qwen/Qwen2.5-VL-3B-Instruct": 3_754_622_976,
+        "Qwen/Qwen2.5-VL-7B-Instruct": 8_292_166_656,
+        "Qwen/Qwen2.5-VL-32B-Instruct": 33_452_718_336,
         "Qwen/Qwen2.5-VL-72B-Instruct": 73_410_777_344,
         "allenai/Llama-3.1-Tulu-3-8B-DPO": 8_030_326_784,
-        "Qwen/Qwen2.5-7B": 7_615_616_512,
+        "meta-llama/Llama-3.2-1B": 1_235_814_400,
+        "meta-llama/Llama-3.2-3B": 3_212_749_824,
+        "meta-llama/Llama-3.1-8B": 8_030_261_248,
+        "meta-llama/Llama-3.1-70B": 70_553_706_496,
+        "mistralai/Mistral-7B-v0.3": 7_248_023_552,
+        "mistralai/Mistral-Small-24B-Base-2501": 23_572_403_200,
+        "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": 1_777_088_000,
         "Qwen/Qwen2.5-0.5B": 494_032_768,
         "Qwen/Qwen2.5-1.5B": 1_543_714_304,
         "Qwen/Qwen2.5-3B": 3_085_938_688,
+        "Qwen/Qwen2.5-7B": 7_615_616_512,
+        "Qwen/Qwen2.5-14B": 14_770_033_664,
+        "Qwen/Qwen2.5-32B": 32_763_876_352,
+        "Qwen/Qwen2.5-72B": 72_706_203_648,
         "Qwen/Qwen3-0.6B": 596_049_920,
         "Qwen/Qwen3-1.7B": 1_720_574_976,
         "Qwen/Qwen3-4B": 4_022_468_096,
@@ -94,6 +112,33 @@ def test_the_shapes_have_as_many_parameters_as_the_real_models():
     assert shapes["Qwen/Qwen2.5-VL-72B-Instruct"].tower_parameters == 704_573_696
     assert setup(QWQ, lora_rank=8).trainable == 67_108_864
     assert checkpoint_bytes(setup(QWQ)) == 32_763_876_352 * (2 + 4 + 8)
+
+
+@pytest.mark.parametrize(("name", "parameters", "reason"), [
+    ("Qwen/Qwen3-30B-A3B", 30_532_122_624, r"--model Qwen/Qwen3-30B-A3B \(qwen3_moe\) has 128 experts; needed is"),
+    ("google/gemma-3-1b-it", 999_885_952, "its sliding-window attention of 512 tokens is not supported"),
+    ("google/gemma-3-4b-it", 4_300_079_472, "its sliding-window attention of 1024 tokens is not supported"),
+    ("allenai/Olmo-3-1025-7B", 7_298_011_136, "the dry run knows the architectures llama, .*, not 'olmo3'"),
+])  # fmt: skip
+def test_a_model_that_is_known_but_cannot_be_planned_is_refused_by_its_kind(name, parameters, reason):
+    kind = AutoModelForImageTextToText if config_of(name).model_type == "gemma3" else AutoModelForCausalLM
+    with torch.device("meta"):
+        assert sum(each.numel() for each in kind.from_config(config_of(name)).parameters()) == parameters
+    assert name in REFUSED
+    with pytest.raises(ValueError, match=reason):
+        setup(COMMON | {"model": name, "train_data": "d", "total_steps": 1, "micro_batch_tokens": 4096})
+
+
+@pytest.mark.parametrize(("given", "figures"), [
+    ("H100-80GB", (79.0, 989, 3.35)), ("h100", (79.0, 989, 3.35)), ("RTX 3090", (23.5, 71, 0.936)),
+    ("A10", (22.0, 125, 0.6)), ("L4", (22.0, 121, 0.3)), ("L40S", (44.3, 362, 0.86)), ("B200", (178.0, 2250, 8.0)),
+    ("GH200", (94.6, 989, 4.0)), ("a100_40gb", (39.3, 312, 1.56)), ("RTX4090-24GB", (23.5, 165, 1.008)),
+    ("24GiB:142TFLOPs:0.94TBs", (24.0, 142.0, 0.94)), ("7.5gib:.5tflops:1tb/s", (7.5, 0.5, 1.0)),
+])  # fmt: skip
+def test_a_card_is_named_by_its_first_part_or_described_by_its_figures(given, figures):
+    hardware = setup(QWQ, plan_gpu=given).hardware
+    found = hardware.gpu_bytes / GIB, hardware.flops / 1e12, hardware.memory_speed / 1e12
+    assert found == pytest.approx(figures) and hardware.link_speed >= 25e9
 
 
 def test_the_flops_of_qwen_7b_are_those_of_the_published_counter_but_for_the_embedding():
@@ -229,10 +274,37 @@ def test_the_command_needs_no_network_no_gpu_and_no_data_and_its_exit_code_is_th
     assert not (tmp_path / "run").exists()
 
 
+def test_what_does_not_fit_has_no_times_and_an_engine_without_room_says_what_it_lacks():
+    found = report(QWQ)
+    assert [found[name] for name in ("fits", "step_seconds", "total_hours", "total_gpu_hours", "seconds")] == [
+        False, None, None, None, {},
+    ]  # fmt: skip
+    assert all(each["step_seconds"] > 0 for each in found["changes_that_would_fit"]), "these can exist"
+    (lacks,) = misfits(setup(SIMPLERL | {"gpu_memory_utilization": 0.08}))
+    expected = "--gpu_memory_utilization 0.08 is 6.3 GiB, of which the engine needs 11.1 without its cache: not enough"
+    assert expected in lacks, lacks  # 15.2 GB of weights on two GPUs, and 4 GiB
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"group_size": 2}, ["8 prompts x 2 = 16 completions", "8 engines of 1 GPU, 2 ", "in 1 micro-batch of"]),
+    ({"plan_gpus": 2, "tensor_parallel_size": 2, "prompts_per_step": 1, "group_size": 2},
+     ["1 prompt x 2 = 2 completions", "1 engine of 2 GPUs, 2 ", "2 steps, 2 updates"]),
+    ({"plan_rows": 8, "total_steps": 1}, ["1 step per epoch of 8 rows; 1 step, 1 update, "]),
+])  # fmt: skip
+def test_one_is_not_many(changes, words, capsys):
+    small = COMMON | {"model": "Qwen/Qwen3-0.6B", "train_data": "d", "total_steps": 2, "prompts_per_step": 8}
+    dry_run(flags(**(small | {"micro_batch_tokens": 4096, "kl_coef": 0} | changes)))
+    shown = capsys.readouterr().out
+    assert [word for word in words if word not in shown] == [], shown
+
+
 def test_the_text_tells_the_verdict(capsys):
     assert (dry_run(flags(**SIMPLERL)), dry_run(flags(**QWQ))) == (0, 3)
     fits, _, does_not = capsys.readouterr().out.partition("\ndry run:")
     assert "\nfits: rollout needs" in fits and "does not fit:\nGPU, rollout: needs" in does_not
+    assert " s per step: " in fits and "time        none is estimated, because the run does not fit\n" in does_not
+    assert re.search(r"GPU, update: needs \d+\.\d GiB of 79\.0, \d+\.\d GiB too many\n", does_not)
+    assert not re.search(r"-\d+\.\d", does_not), "no part takes less than nothing"
     assert "--offload optimizer" in does_not.partition("would fit")[2]
 
 

@@ -113,7 +113,7 @@ def test_ranks_hold_no_engine_and_servers_nothing_of_the_trainer():
 
 
 @pytest.mark.parametrize(
-    ("more", "gpus"), [("--generation_gpus 2 3 4 5", 4), ("--server_urls http://localhost:1", 2), ("", 2)]
+    ("more", "gpus"), [("--generation_gpus 2 3 4 5", 4), ("--dry_run --server_urls http://localhost:1", 2), ("", 2)]
 )
 def test_servers_are_counted_by_gpus_by_urls_or_by_their_number(more, gpus):
     setup = plan("servers", f"--engine server --tensor_parallel_size 2 {more}")
@@ -126,7 +126,7 @@ def test_a_step_ahead_takes_as_long_as_the_slower_of_the_two_and_the_sync():
     train = sum(seconds.values()) - seconds["rollout"] - seconds["sync"]
     assert step_seconds(setup) == pytest.approx(max(seconds["rollout"], train) + seconds["sync"])
     waits = [max(more - less, 0) for more, less in itertools.permutations((seconds["rollout"], train))]
-    said = "sampling 1 steps ahead: ranks wait {:.1f} s, servers {:.1f} s".format(*waits)
+    said = "sampling 1 step ahead: ranks wait {:.1f} s, servers {:.1f} s".format(*waits)
     assert report_of(setup)["remarks"] == [said]
     on_policy = replace(setup, plan=replace(setup.plan, steps_ahead=0))
     assert step_seconds(on_policy) == pytest.approx(sum(seconds.values()))
@@ -138,7 +138,7 @@ def test_in_flight_two_steps_ahead_nobody_waits_for_the_longest_completion():
     one, one_in_flight, two, two_in_flight = (rollout_seconds(plan("servers", SERVERS + way)) for way in ways)
     assert one == one_in_flight == two > 1.2 * two_in_flight
     text = text_of(report_of(plan("servers", SERVERS + "--steps_ahead 4 --in_flight")))
-    assert "on 2 + 6 x H100-80GB" in text and "6 servers of 1 GPUs" in text
+    assert "on 2 + 6 x H100-80GB" in text and "6 servers of 1 GPU," in text
     assert "sampling 4 steps ahead: ranks wait " in text
 
 

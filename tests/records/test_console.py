@@ -1,6 +1,7 @@
 """What a run tells while it goes: the console, status.json, and trackers, each of them as it is, offline."""
 
 import json
+import os
 import sqlite3
 import sys
 
@@ -8,6 +9,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from flags import Recording
+from guards.start import note_reason, tell_end
 from helpers import ENVIRONMENT, flags, said
 from inputs.checks import check_flags
 from records.console import Console
@@ -37,7 +39,27 @@ def test_the_status_says_what_is_done_now_above_the_last_step_and_the_time_that_
     assert expected.items() <= status_in(tmp_path).items()
     assert "policy/loss" not in status_in(tmp_path), "JSON knows no nan"
     Console(tmp_path, True, Recording()).tell_phase("sample", 1)
-    assert status_in(tmp_path).keys() == {"now", "in_step", "since"}
+    assert status_in(tmp_path).keys() == {"now", "in_step", "since", "pid"}
+
+
+@pytest.mark.parametrize(("how", "now"), [
+    (lambda: tell_end("stopped"), "stopped after step 7"),
+    (lambda: note_reason("no room", "mistake"), "failed: no room"),
+    (lambda: [note_reason(text, "error") for text in ("KeyError: 'x'", "closed by peer")], "failed: KeyError: 'x'"),
+    (lambda: None, "load"),
+])  # fmt: skip
+def test_the_status_says_how_a_run_has_ended_and_the_first_reason_counts(how, now, tmp_path, monkeypatch):
+    monkeypatch.delenv("GRPO_LAUNCH_FOLDER", raising=False)
+    monkeypatch.setattr("guards.start.ON_END", (hears := []))
+    monkeypatch.setattr("records.console.ON_END", hears)
+    Console(tmp_path / "of another rank", False, Recording()).begin(7)
+    console = Console(tmp_path, True, Recording())
+    console.begin(7)
+    how()
+    assert status_in(tmp_path).items() >= {"now": now, "in_step": 7, "pid": os.getpid()}.items()
+    console.finish("done")
+    note_reason("too late", "error")
+    assert status_in(tmp_path)["now"] == "done"
 
 
 def test_quiet_shows_the_steps_with_an_evaluation_and_what_could_not_be_graded(tmp_path, capsys):
@@ -56,7 +78,7 @@ def test_a_tracker_that_fails_costs_its_curves_and_no_step(tmp_path, capsys):
     console.tracker = fail, lambda: None
     for step in (1, 2):
         console.tell_step(step, 10, STEP, seconds_of_phases(STEP))
-    console.finish()
+    console.finish("done")
     shown = capsys.readouterr().out
     assert shown.count("warning: --track wandb has failed and is left out from now on: no network") == 1
     assert "step  2/10" in shown

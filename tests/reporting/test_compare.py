@@ -35,13 +35,20 @@ def test_the_evaluation_before_training_alone_says_nothing():
     assert common_steps(runs, "eval/x/avg@1") == [], "both have the same weights then"
 
 
-def runs_of(folder: Path, rewards: dict[int, float], num_steps: int = 40, **config: object) -> list[Path]:
+def runs_of(
+    folder: Path,
+    rewards: dict[int, float],
+    num_steps: int = 40,
+    more: dict[str, object] | None = None,
+    **config: object,
+) -> list[Path]:
     """Folders of runs, seed -> reward; a curve rises to its reward at half the way."""
     paths = []
     for seed, reward in rewards.items():
         records = [
             {"step": step, "eval/test/avg@1": None if step == 20 else reward, "eval/test/stderr": 0.01}
             | {name: reward * min(1, step / num_steps * 2) for name in METRICS}
+            | (more or {})
             for step in range(1, num_steps + 1)
         ]
         paths.append(write_run(folder / f"seed{seed}", {"seed": seed, "out_dir": f"seed{seed}"} | config, records))
@@ -78,10 +85,35 @@ def test_of_one_seed_each_only_the_error_of_the_evaluation_is_known(tmp_path):
         write_completions(run, 10, "test", [1.0] * correct + [0.0] * (100 - correct))
     text = said([a], [b]).split("Over the whole curve")[0]
     # 10 of 100 problems differ, all in B's favour: s = 0.3015, margin 1.984 x 0.03015 = 0.060.
-    assert "+0.100 (+0.040 to +0.160): B is better" in text and text.count(unknown) == 4
-    assert "One seed each" in text
+    assert "+0.100 (+0.040 to +0.160): run B is better" in text and text.count(unknown) == 4
+    assert "One seed each: a verdict on two runs, not on what they differ by; intervals hold" in text
     write_completions(b, 10, "test", [0.0, *[1.0] * 60, *[0.0] * 40])  # 101 problems: other ones
     assert said([a], [b]).split("Over the whole curve")[0].count(unknown) == 5
+
+
+@pytest.mark.parametrize(("of_b", "records", "words"), [
+    ({}, {}, "A 320 completions in 80 s, B 320 in 80 s; B sampled 1 x as many and took 1 x as long"),
+    ({"group_size": 6}, {"time/step_s": 2.6}, "B 480 in 104 s; B sampled 1.5 x as many and took 1.3 x as long"),
+    ({}, {"sampling/prompts": 4}, "B 640 in 80 s; B sampled 2 x as many and took 1 x as long"),  # dynamic sampling
+    ({"replay": "runs/x"}, {}, None),  # it samples nothing
+    ({}, {"time/step_s": None}, None),  # an older run
+])  # fmt: skip
+def test_it_is_said_what_both_sides_cost(tmp_path, of_b, records, words):
+    """Seeds 1 and 2, of 40 steps of 2 prompts x 4 completions and 2 s each, against the seed 3."""
+    common = {"prompts_per_step": 2, "group_size": 4, "stop_after": None}
+    timed = {"time/step_s": 2.0}
+    a = runs_of(tmp_path / "a", {1: 0.5, 2: 0.6}, more=timed, **common)
+    text = said(a, runs_of(tmp_path / "b", {3: 0.5}, more=timed | records, **common | of_b))
+    assert ("Cost of" in text) == bool(words) and (not words or f"{words}." in text), text
+
+
+def test_how_far_a_run_has_come_is_no_difference(tmp_path):
+    (a,), (b,) = (
+        runs_of(tmp_path / "a", {1: 0.5}, stop_after=None),
+        runs_of(tmp_path / "b", {2: 0.5}, 10, stop_after=10),
+    )
+    assert "From A to B: the same flags." in said([a], [b])
+    assert seed_groups([describe(run, []) for run in (a, b)]) == [[0, 1]]
 
 
 def test_what_speaks_against_a_comparison_is_said(tmp_path):
@@ -100,6 +132,28 @@ def test_what_speaks_against_a_comparison_is_said(tmp_path):
     assert f"a replay ({replay}) copies" in text and "reward/" not in text and "policy/entropy" in text
 
 
+@pytest.mark.parametrize(("flags_of_a", "flags_of_b", "why_reward", "why_eval"), [
+    ({"reward": "exact"}, {"reward": "exact:2,length"}, "--reward", ""),  # the first verifier is the same
+    ({"reward": "my.py:f:2,math"}, {"reward": "my.py:f"}, "--reward", ""),
+    ({"reward": "exact,length"}, {"reward": "length,exact"}, "--reward", "--reward"),
+    ({"reward": "my.py:f"}, {"reward": "my.py:g"}, "--reward", "--reward"),
+    ({"temperature": 1.0}, {"temperature": 0.6}, "--temperature", ""),
+    ({"eval_temperature": [1.0]}, {"eval_temperature": [0.0]}, "", "--eval_temperature"),
+    ({"train_data": ["a.jsonl"]}, {"train_data": ["b.jsonl"]}, "--train_data", ""),
+    ({"truncated": "zero"}, {"truncated": "score"}, "--truncated", ""),
+    ({"environment": "a.py:A"}, {"environment": "a.py:B"}, "--environment", "--environment"),
+    ({"learning_rate": 1.0}, {"learning_rate": 2.0}, "", ""),
+])  # fmt: skip
+def test_what_is_not_measured_alike_has_no_verdict(flags_of_a, flags_of_b, why_reward, why_eval, tmp_path):
+    a = runs_of(tmp_path / "a", {1: 0.50, 2: 0.51, 3: 0.49}, **flags_of_a)
+    text = said(a, runs_of(tmp_path / "b", {1: 0.60, 2: 0.612, 3: 0.59}, **flags_of_b))
+    for name, why in {"reward/mean": why_reward, "eval/test/avg@1": why_eval}.items():
+        holds = rf"not measured alike: {why}" if why else r"\+0\.101 .*: B is better"
+        assert re.search(rf"^{name} +0\.500 +0\.601 +{holds}$", text, re.MULTILINE), text
+    assert ("Careful" in text) == bool(why_reward or why_eval)
+    assert re.search(r"^policy/entropy .*: B is higher$", text, re.MULTILINE), "it says what it says of both"
+
+
 def test_other_contents_under_the_same_names_are_a_difference_but_not_what_a_seed_draws(tmp_path):
     """A run's inputs.json: its data, its reward and its weights; `policy_seed1` and `#10` are of the seed."""
     runs = {}
@@ -109,5 +163,7 @@ def test_other_contents_under_the_same_names_are_a_difference_but_not_what_a_see
         (run / "inputs.json").write_text(json.dumps(inputs))
         runs[name] = run
     assert "From A to B: the same flags." in said([runs["a"]], [runs["b"]])
-    assert "From A to B: contents of my.py '1f' -> '2f'." in said([runs["a"]], [runs["c"]])
+    text = said([runs["a"]], [runs["c"]])
+    assert "From A to B: contents of my.py '1f' -> '2f'." in text
+    assert text.count("not measured alike: contents of my.py") == 1 + 2 * 2, "once, and for both metrics of each table"
     assert seed_groups([describe(run, []) for run in runs.values()]) == [[0, 1], [2]]

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from helpers import ROOT, run_command, wait_for
+from helpers import ROOT, wait_for
 
 SCRIPTS = (ROOT / "scripts").glob("*.sh")
-SETUPS = sorted(path.stem for path in SCRIPTS if "\nsource scripts/launch.sh" in path.read_text())
+SETUPS = sorted(path.stem for path in SCRIPTS if '/launch.sh"' in path.read_text())
 TELLS = 'echo "$SEED $OUT_DIR $*" >> started\n'
 
 
 def place(folder: Path, script: str) -> None:
-    """A repository with seeds.sh and a launch script of this content."""
+    """A repository with seeds.sh and a launch script of this content; the user stands in its root."""
     (folder / "scripts").mkdir(parents=True)
     shutil.copy(ROOT / "scripts" / "seeds.sh", folder / "scripts")
     (folder / "scripts" / "my_run.sh").write_text(script)
@@ -25,7 +25,8 @@ def place(folder: Path, script: str) -> None:
 def seeds(folder: Path, *arguments: str, **environment: str) -> tuple[int, str]:
     """(exit status, all that is said)."""
     without = {name: value for name, value in os.environ.items() if name != "OUT_DIR"}
-    done = run_command(["bash", str(folder / "scripts" / "seeds.sh"), *arguments], without | environment, 60)
+    command, options = ["bash", "scripts/seeds.sh", *arguments], {"capture_output": True, "text": True, "timeout": 60}
+    done = subprocess.run(command, cwd=folder, env=without | environment, check=False, **options)
     return done.returncode, done.stderr + done.stdout
 
 
@@ -61,11 +62,11 @@ def test_a_task_of_a_slurm_array_runs_the_seed_of_its_number(tmp_path):
 def test_a_signal_ends_the_run_and_the_seeds_after_it(tmp_path):
     place(tmp_path, "trap 'echo saved >> started; exit 0' TERM\n" + TELLS + "while true; do sleep 0.1; done\n")
     command = ["bash", str(tmp_path / "scripts" / "seeds.sh"), "3", "scripts/my_run.sh"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     wait_for((tmp_path / "started").exists)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
-    assert process.returncode == 0 and "the same command goes on" in said
+    assert process.returncode == 0 and "the same command continues" in said
     assert started(tmp_path) == ["1 runs/my_run_seed1 --seed 1", "saved"]
 
 
@@ -86,7 +87,7 @@ def test_every_launch_script_takes_seed_and_folder(tmp_path, name):
     place(tmp_path, "")
     shutil.copy(ROOT / "scripts" / f"{name}.sh", tmp_path / "scripts")
     told = 'launch() { echo "$@" | tr "\\n" " " >> started; echo >> started; }\n'
-    (tmp_path / "scripts" / "launch.sh").write_text("NUM_GPUS=0\n" + told)
+    (tmp_path / "scripts" / "launch.sh").write_text("NUM_GPUS=0 REPO=\n" + told)
     assert seeds(tmp_path, "1", f"scripts/{name}.sh", POLICY=".")[0] == 0, "with a policy that is there"
     (run,) = map(str.split, started(tmp_path))
     last = dict(zip(run, run[1:], strict=False))

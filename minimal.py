@@ -1,0 +1,87 @@
+"""GRPO in one screen: the loop of `train_grpo.py` on the same pieces, without what lets a run survive. Read this first.
+
+    python scripts/launch.py --ranks 2 minimal.py --model scripts/tiny_policy --out_dir - --total_steps 3 \
+        --train_data scripts/tiny_policy/train.jsonl --max_prompt_tokens 16 --max_completion_tokens 48
+
+Left out are evaluation, checkpoints, the run folder, dynamic sampling, servers, turns, replay, signals and the watches
+over memory, stalls and drift. What is left gives the same numbers, to the last bit (tests/test_minimal.py). Each verb
+has one file: sample `rollout.py`, grade `reward.py`, pack and update `update.py`, equations `grpo.py`, log-probs
+`policy.py`, ranks `fsdp_utils.py`; the records that travel are in `batch.py`. Copy this file and hack it.
+"""
+
+import sys
+from dataclasses import replace
+
+from data import PromptData, most_images
+from flags import FLAGS, AdamW, EngineSettings, Lora, Memory, Sampling, make_plan, take
+from fsdp_utils import init_world
+from guards.updates import UpdateGuard
+from inputs.checks import check_flags, ranks_per_engine
+from inputs.choices import algorithm_of
+from inputs.command_line import parse_flags
+from inputs.load import load_inputs
+from metrics import merge_updates
+from policy import build_policy
+from rollout import Engine
+from update import add_advantages, add_logprobs, pack_updates, update_policy
+
+# Flags that would change the numbers, but not here. The rest of what is left out only watches a run, or saves it.
+LEFT_OUT = "engine", "partial_rollouts", "dynamic_sampling", "truncated", "environment", "tools", "replay"
+
+
+def main() -> None:
+    args = parse_flags()
+    check_flags(args)
+    if given := [f"--{name}" for name in LEFT_OUT if getattr(args, name) != FLAGS[f"--{name}"].value]:
+        sys.exit(f"error: minimal.py leaves out {', '.join(given)}; start train_grpo.py with them.")
+
+    # Set-up: data and reward, ranks, the sharded policy, and an engine that gets the policy's weights.
+    algorithm, inputs = algorithm_of(args), load_inputs(args)
+    world = init_world(ranks_per_engine(args), args.timeout_minutes, args.shard_ranks)
+    grader = inputs.grader
+    data = PromptData.mix([grader.check_keys(source, world) for source in inputs.train_data])
+    plan, memory = make_plan(args, len(data.rows)), take(Memory, args)
+    reference_path = (args.reference or args.model) if algorithm.kl_coef > 0 else None
+    policy, reference, optimizer = build_policy(
+        args.model, memory, take(Lora, args), take(AdamW, args), reference_path, args.seed, world
+    )
+    sampling = take(Sampling, args, num_samples=args.group_size)
+    settings = take(EngineSettings, args, max_model_len=args.max_prompt_tokens + args.max_completion_tokens)
+    engine = Engine(args.model, inputs.tokenizer, world, settings, inputs.vision, most_images([data]))
+    engine.sync(policy.full_weights())
+    guard = UpdateGuard(world)  # leaves an update out that is not finite
+
+    for step in range(1, min(plan.total_steps, args.stop_after or plan.total_steps) + 1):
+        # 1. Sample G completions to each of P prompts; each is graded as soon as it is finished.
+        indices_P = data.indices_of_step(step, plan.prompts_per_step, args.seed, args.keep_last)
+        rows = [data.rows[i] for i in indices_P]
+        seed = args.seed, step, 0, 0  # run, step, purpose, round
+        rollout = engine.sample(rows, sampling, seed, "sample", grader.submit_to(rows, sampling))
+        rollout = replace(rollout, grades=grader.collect_from_ranks())
+        engine.sleep()  # and gives its memory to the trainer
+
+        # 2. Log-probs of the sampled tokens under the old policy and the reference, where the loss needs them.
+        updates = pack_updates(rollout, plan, algorithm, memory, policy, world)
+        updates = add_logprobs(updates, policy, reference, algorithm)
+
+        # 3. Advantage: how much better is a completion than the others of its group?
+        rollout, updates = add_advantages(rollout, updates, algorithm)
+
+        # 4. Update: one optimizer step per mini-batch of prompts.
+        metrics = []
+        for i, update in enumerate(updates * plan.num_iterations):
+            metrics.append(update_policy(policy, optimizer, update, algorithm, plan.update(step, i), memory, guard))
+
+        # 5. Sync: the new weights go to the engine, one parameter at a time.
+        engine.sync(policy.full_weights())
+        if world.is_main:
+            mean = merge_updates(metrics)
+            loss, norm = mean["policy/loss"], mean["optim/grad_norm"]
+            print(f"step {step}/{plan.total_steps} | reward {rollout.rewards_B.mean()} | loss {loss} | grad {norm}")
+
+    grader.close()
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()

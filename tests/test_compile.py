@@ -1,0 +1,74 @@
+"""--compile: an update is that of eager mode, whatever it goes with; a few graphs serve all layers and lengths; a run
+follows the golden curve, and is the same after a kill.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from distributed_compile import CASES
+from forked import run_script
+from helpers import ROOT, copy_at, lines, metrics_of, without_times
+from ranks import on_ranks
+from test_main_job import run_job
+from vision_models import make_vision_model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels(tmp_path_factory):
+    """One folder for all: a kernel takes the C++ compiler a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "kernels"))
+        patch.setattr("helpers.ENVIRONMENT", os.environ | {"OMP_NUM_THREADS": "1"})
+        yield
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory, kernels):
+    vision = make_vision_model(tmp_path_factory.mktemp("vision"))
+    return {num_ranks: on_ranks(num_ranks, "distributed_compile", "scripts/tiny_policy", vision) for num_ranks in CASES}
+
+
+@pytest.mark.parametrize(("num_ranks", "case"), [(n, case) for n, cases in CASES.items() for case in cases])
+def test_a_compiled_update_is_that_of_eager_mode(num_ranks, case, found):
+    """In fp32, whose last bits differ: gradients of norm 1 within 1e-5."""
+    _, eager, compiled = found[num_ranks][case]
+    assert eager[0]["optim/grad_norm"] > 0.1
+    assert compiled[0] == pytest.approx(eager[0], rel=1e-5, abs=1e-5)
+    torch.testing.assert_close(compiled[1:], eager[1:], atol=1e-5, rtol=1e-5)
+    is_own = any(not gradient.equal(eager[1][name]) for name, gradient in compiled[1].items())
+    assert is_own or num_ranks == 1, "eager mode has computed this"
+
+
+def test_a_few_graphs_serve_all_layers_and_lengths(found):
+    """A layer is cut twice, around its attention: by how it is called and by how it calls."""
+    assert found[2]["counts"] == {"graphs": 4, "breaks": 2, "recompilations": 0}
+    new = {case: found[num_ranks][case][0] for num_ranks, cases in CASES.items() for case in cases}
+    assert new["all weights"] == 8, "without gradients, and for the frozen reference"
+    assert new["prompts shared"] == new["copies"] == new["teacher"] == 0
+    assert new["LoRA, recomputed"] >= 8 and new["images"] >= 4
+
+
+def test_a_run_follows_the_golden_curve_and_is_the_same_after_a_kill(tmp_path):
+    """Its first three steps. Step 1 within the tolerance of test_main_job.py; the last from a checkpoint of step 2."""
+
+    def run(folder: Path) -> dict[int, dict[str, float]]:
+        done = run_job(run_script, folder, "--compile", "--stop_after", "3", "--save_every", "2", NGPU=1)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return {step: without_times(metrics) for step, metrics in metrics_of(folder).items()}
+
+    undisturbed, golden = run(tmp_path / "run"), lines(ROOT / "tests" / "golden_curve.jsonl")
+    of_rounding = {name: undisturbed[1][name] for name in ["policy/rollout_temperature_r2"]}
+    assert undisturbed[1] == pytest.approx(golden[1] | of_rounding, rel=1e-3, abs=1e-5)
+    assert undisturbed[1] != golden[1], "eager mode has computed this"
+    for name in ("reward/mean", "completion/tokens_mean", "policy/entropy"):
+        drift = max(abs(later[name] - line[name]) for line, later in zip(golden[1:], golden[3:], strict=False))
+        assert [undisturbed[step][name] for step in (2, 3)] == pytest.approx(
+            [golden[step][name] for step in (2, 3)], abs=drift
+        ), name
+    resumed = copy_at(2, tmp_path / "run", tmp_path / "resumed")
+    assert run(resumed) == undisturbed
+    weights = [folder / "final" / "model.safetensors" for folder in (tmp_path / "run", resumed)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()

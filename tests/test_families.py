@@ -1,0 +1,117 @@
+"""Families of models: the engine's log-probs are the trainer's, and both are those of plain transformers.
+
+Each is a tiny random model of the architecture, in fp32, trained for a step: the table in docs/data.md names them. What
+cannot be trained alike is refused before weights are read.
+"""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from families import make_model
+from helpers import unpacked_logprobs
+from model.sizes import check_config
+from model.weights import model_of_shapes
+from ranks import on_ranks
+
+GRANITE = {"embedding_multiplier": 3.0, "attention_multiplier": 0.1, "residual_multiplier": 0.5, "logits_scaling": 8.0}
+FAMILIES = {  # as docs/data.md names them -> type, and what differs from the sizes of tests/families.py
+    "Qwen2": ("qwen2", {}),
+    "Qwen3": ("qwen3", {}),
+    "Llama": ("llama", {}),
+    "Mistral": ("mistral", {"sliding_window": 64}),
+    "Phi-3": ("phi3", {}),
+    "Gemma 1": ("gemma", {"initializer_range": 0.03}),
+    "Granite": ("granite", GRANITE),
+    "GLM-4": ("glm4", {}),
+    "ERNIE 4.5": ("ernie4_5", {}),
+    "SmolLM3": ("smollm3", {"no_rope_layers": [1, 0]}),
+    "OLMo 2": ("olmo2", {}),
+    "StarCoder 2": ("starcoder2", {}),
+    "OLMo 1": ("olmo", {"clip_qkv": 1.0}),
+    "GLM": ("glm", {}),
+    "GPT-NeoX": ("gpt_neox", {"num_key_value_heads": None, "head_dim": None}),
+    "Seed-OSS": ("seed_oss", {"residual_dropout": 0.1}),
+}
+
+
+def rope(kind: str, factor: float = 4.0, **others: object) -> dict[str, object]:
+    found = {"rope_type": kind, "rope_theta": 10000.0, "factor": factor, "original_max_position_embeddings": 16}
+    return {"max_position_embeddings": 16, "rope_parameters": found | others}
+
+
+FACTORS = {"short_factor": np.linspace(1, 2, 16).tolist(), "long_factor": np.linspace(3, 4, 16).tolist()}
+ROPES = {  # rotary angles that are scaled: sequences are up to 57 tokens long
+    "yarn": ("qwen2", rope("yarn")),
+    "yarn of Qwen3's card": ("qwen3", rope("yarn") | {"max_position_embeddings": 20}),
+    "yarn in transformers' own code": ("smollm3", rope("yarn", attention_factor=1.3, beta_fast=16, truncate=False)),
+    "linear": ("llama", rope("linear")),
+    "llama3": ("llama", rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0) | {"max_position_embeddings": 64}),
+    "longrope": (
+        "phi3",
+        rope("longrope", **FACTORS) | {"max_position_embeddings": 256, "original_max_position_embeddings": 64},
+    ),
+}
+MODELS = FAMILIES | ROPES
+LARGEST_GAP = 1e-5  # of the log-prob of a token
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("families")
+    for name, (model_type, changes) in MODELS.items():
+        make_model(folder / name, model_type, **changes)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(folder):
+    return on_ranks(1, "families", folder, *MODELS)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_trainer_sampler_and_plain_transformers_agree_before_and_after_an_update(name, folder, found):
+    of_model = found[name]
+    assert of_model["gap"] < LARGEST_GAP and of_model["gap after"] < LARGEST_GAP
+    assert of_model["gap of a stale engine"] > 0.1, "a nearly uniform distribution would agree with anything"
+    assert of_model["hidden"] == [], "a sleep of level 2 would lose it"
+    fused = re.compile(r"layers\.\d\.(self_attn\.qkv_proj|mlp\.gate_up_proj)\.weight")  # in both models
+    assert all(fused.fullmatch(each) for each in of_model["not compared"])
+    for path, logprobs in ((name, "logprobs"), (f"{name} exported", "logprobs after")):
+        plain = AutoModelForCausalLM.from_pretrained(folder / path, dtype=torch.float32)
+        with torch.no_grad():
+            expected = unpacked_logprobs(plain, of_model["rollout"], 0.7)
+        torch.testing.assert_close(of_model[logprobs], expected, atol=LARGEST_GAP, rtol=0)
+
+
+REFUSED = {  # type of a model -> what the sentence says that it has
+    "phi": "a head with a bias; use a family that docs/data.md lists, Phi-3",
+    "gpt2": "layers or attention outside the interface of transformers",
+    "gpt_bigcode": "layers or attention outside the interface of transformers",
+    "gptj": "layers or attention outside the interface of transformers",
+    "falcon": "layers or attention outside the interface of transformers",
+    "stablelm": "layers or attention outside the interface of transformers",
+    "nemotron": "parts that trainer and engine do not compute alike; needed is",
+    "apertus": "parts that trainer and engine do not compute alike",
+    "granite_swa": "parts that trainer and engine do not compute alike",
+}
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_a_family_that_is_not_computed_alike_is_refused_before_weights_are_read(model_type):
+    config = AutoConfig.for_model(model_type)
+    with pytest.raises(ValueError) as error:
+        check_config("m", config, (32, 32), 1)
+        model_of_shapes("m", config)
+    said = str(error.value)
+    assert said.startswith(f"--model m ({model_type}) has {REFUSED[model_type]}") and said.endswith("for example.")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_that_was_tested_is_not_refused(name, folder):
+    config = AutoConfig.from_pretrained(folder / name)
+    check_config(name, config, (52, 12), 1)
+    model_of_shapes(name, config)

@@ -1,0 +1,41 @@
+"""minimal.py is the loop of train_grpo.py: the same rewards, losses and gradient norms, to the last bit.
+
+On the CPU job's flags with two ranks. And it takes no flag whose part it has left out.
+"""
+
+import json
+import re
+import sys
+
+import pytest
+
+from forked import ENVIRONMENT, run_script
+from helpers import metrics_of
+from minimal import main
+
+POLICY = "scripts/tiny_policy"
+FLAGS = f"""--model {POLICY} --train_data {POLICY}/train.jsonl --max_prompt_tokens 16 --max_completion_tokens 48
+    --prompts_per_step 16 --prompts_per_update 8 --kl_coef 0.001 --learning_rate 3e-4 --lr_schedule linear
+    --total_steps 6 --stop_after 3""".split()
+
+
+def start(program, *flags):
+    return run_script([sys.executable, "scripts/launch.py", "--ranks", "2", program, *FLAGS, *flags], ENVIRONMENT)
+
+
+def test_same_numbers(tmp_path):
+    """Three steps of two updates, with a reference and a learning rate that falls."""
+    trained, minimal = start("train_grpo.py", "--out_dir", f"{tmp_path}/run"), start("minimal.py", "--out_dir", "-")
+    assert (trained.returncode, minimal.returncode) == (0, 0), trained.stderr + minimal.stderr
+    metrics = metrics_of(tmp_path / "run")
+    expected = [[metrics[i][name] for name in ("reward/mean", "policy/loss", "optim/grad_norm")] for i in (1, 2, 3)]
+    lines = re.findall(r"^step \d/6 \| reward (\S+) \| loss (\S+) \| grad (\S+)$", minimal.stdout, flags=re.MULTILINE)
+    assert [[json.loads(number) for number in line] for line in lines] == expected
+    assert expected[0] != expected[1]
+
+
+@pytest.mark.parametrize("flags", ["--dynamic_sampling correct", "--truncated mask", "--partial_rollouts"])
+def test_left_out(flags, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["minimal.py", *FLAGS, "--out_dir", "-", *flags.split()])
+    with pytest.raises(SystemExit, match=rf"minimal.py leaves out {flags.split()[0]}; start train_grpo.py"):
+        main()

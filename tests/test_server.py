@@ -32,7 +32,7 @@ from fake_server import DESCRIPTION, KEY, WEIGHTS, FakeServer, engine_of, sample
 from flags import EngineSettings, Sampling
 from forked import SERVERS, begin, launched
 from generation.start import SERVER, start_server
-from generation.weights import GlooEngine, NcclEngine, StatelessProcessGroup
+from generation.weights import PATIENCE, GlooEngine, NcclEngine, StatelessProcessGroup
 from generation.wire import Server, reason_of
 from guards.start import RunError, reason_file
 from helpers import flags, make_model, make_row, metrics_of, torchrun, training_flags, wait_for
@@ -248,6 +248,7 @@ def test_vllms_nccl_backend_takes_what_is_sent_to_it():
 
 def test_a_server_on_gpus_does_not_wait_for_ever_for_a_trainer_that_has_gone(monkeypatch):
     """Fake events: what NCCL does on a GPU when its peer has gone is proven by reading (ncclCommAbort) alone."""
+    assert timedelta(minutes=2) >= PATIENCE, "so long it answers nobody after a kill amid a transfer"
     destroyed, engine = [], object.__new__(NcclEngine)
     given = {"broadcast": lambda *_, **__: None, "destroy": lambda: destroyed.append(True)}
     engine.model_update_group = SimpleNamespace(**given)

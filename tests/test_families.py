@@ -5,16 +5,19 @@ cannot be trained alike is refused before weights are read.
 """
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from batch import pack
 from families import make_model
 from helpers import unpacked_logprobs
 from model.sizes import check_config
 from model.weights import model_of_shapes
+from policies import load_policy
 from ranks import on_ranks
 
 GRANITE = {"embedding_multiplier": 3.0, "attention_multiplier": 0.1, "residual_multiplier": 0.5, "logits_scaling": 8.0}
@@ -85,6 +88,18 @@ def test_trainer_sampler_and_plain_transformers_agree_before_and_after_an_update
         with torch.no_grad():
             expected = unpacked_logprobs(plain, of_model["rollout"], 0.7)
         torch.testing.assert_close(of_model[logprobs], expected, atol=LARGEST_GAP, rtol=0)
+
+
+def test_a_teacher_scales_its_logits_as_it_does_as_a_policy(folder, found):
+    """What it returns without a temperature is a distribution after a product and a softmax."""
+    policy, rollout = load_policy(folder / "Granite"), found["Granite"]["rollout"]
+    batch = pack(replace(rollout, loss_weights_B=np.zeros(16, dtype=np.float32)), list(range(16)))
+    with torch.no_grad():
+        hidden_KD, weight_VD = policy(batch, temperature=None)
+    logprobs_KV = (hidden_KD @ weight_VD.T / 0.7).log_softmax(-1)
+    labels_K = batch.labels_N.index_select(0, batch.trained_K)
+    of_labels_K = logprobs_KV.gather(-1, labels_K[:, None])[:, 0]
+    torch.testing.assert_close(of_labels_K, found["Granite"]["logprobs"], atol=LARGEST_GAP, rtol=0)
 
 
 REFUSED = {  # type of a model -> what the sentence says that it has

@@ -82,6 +82,7 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
     (r"^\s*([+-]?)\s*(\\\$|\\euro|\\pounds)\s*((?:(?!\\\$).)*\S)\s*$",
      lambda m: rf"{m[1]}{m[3]} \text{{{CURRENCIES[m[2]]}}}"),
     (r"\b([ap])\.\s?m\b\.?", r"\1m"),
+    (r"^\s*\{([^{}]*)\}\s*$", r"\1"),
     (r"\s\(([^()]*(?:[<>]|\\(?:in|[lgn]e)x?)[^()]*)\)\s*$", r", \1"),  # y = 2x (x > 0)
 ]]  # fmt: skip
 
@@ -209,7 +210,7 @@ DENIED = (
 LETTER = (  # with its index; no function
     r"(?:[A-Za-z]|\\(?i:alpha|beta|gamma|delta|(?:var)?epsilon|zeta|eta|(?:var)?theta|iota|kappa|lambda|mu|nu|xi|rho"
     r"|sigma|tau|upsilon|(?:var)?phi|chi|psi|omega|ell)(?![A-Za-z]))"
-    rf"(?:_(?:\{{[\w,]+\}}|\w|\{{?\\(?:min|max|triangle|text\{{(?!{DENIED})\w+\}})\s*[A-Z]*\}}?))?"
+    rf"(?:_(?:\{{[\w,]+\}}|\w|\{{?\\(?:min|max|triangle|text\{{(?!(?:{DENIED})\b)\w+\}})\s*[A-Z]*\}}?))?"
 )
 NAME = (  # x, x_1, f(x), f'(2), P(A), |v|, dy/dx, AB, \angle ABC, Area, \text{total cost}; no expression
     rf"(?:{LETTER}(?:\^\{{-1\}}|'+)?\s?\((?![^()]*(?:\d[A-Za-z]|\bnot\b))[^()+*/^=-]*\)"

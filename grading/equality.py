@@ -13,7 +13,6 @@ import contextlib
 import itertools
 import logging
 import re
-from collections.abc import Iterator
 from fractions import Fraction
 from functools import lru_cache
 
@@ -59,8 +58,6 @@ def equal(key: str, answer: str) -> bool:
     if key.strip() == answer.strip():
         return key.strip() != ""
     key, answer = clean(key), clean(answer)
-    if not key or not answer:
-        return False
     values = parse_value(key), parse_value(answer)
     if "matrix}" in key + answer and "formula" in (values[0][0], values[1][0]):
         return same_formula(key, answer)
@@ -249,18 +246,16 @@ def check_key(key: str) -> None:
         raise ValueError(f"a sentence, not an answer: {key[:80]!r}")
     if not re.search(r"\w", re.sub(r"\\(?:text|[^A-Za-z])", "", text)):
         raise ValueError(f"no answer in the key {key[:80]!r}")
-    for formula in _formulas(parse_value(text)):
-        if read_formula(formula) is None:
-            raise ValueError(f"math-verify cannot read {formula[:80]!r}")
+    _check_formulas(parse_value(text))
 
 
-def _formulas(value: Value) -> Iterator[str]:
-    """The formulas and equations in a value, not those beside the letter of a choice."""
-    if value[:1] in (("formula",), ("equation",)):
-        yield value[1]
-    elif value[:1] != ("choice",):
-        for part in value:
-            yield from _formulas(part) if isinstance(part, tuple) else ()
+def _check_formulas(value: Value) -> None:
+    """Raises ValueError for a formula or an equation that SymPy cannot read; a choice is met by its letter."""
+    if value[:1] in (("formula",), ("equation",)) and read_formula(value[1]) is None:
+        raise ValueError(f"math-verify cannot read {value[1][:80]!r}")
+    for part in value if value[:1] != ("choice",) else ():
+        if isinstance(part, tuple):
+            _check_formulas(part)
 
 
 def canonical(answer: str) -> str:

@@ -82,6 +82,7 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
     (r"^\s*([+-]?)\s*(\\\$|\\euro|\\pounds)\s*((?:(?!\\\$).)*\S)\s*$",
      lambda m: rf"{m[1]}{m[3]} \text{{{CURRENCIES[m[2]]}}}"),
     (r"\b([ap])\.\s?m\b\.?", r"\1m"),
+    (r"^\s*\{([^{}]*)\}\s*$", r"\1"),
     (r"\s\(([^()]*(?:[<>]|\\(?:in|[lgn]e)x?)[^()]*)\)\s*$", r", \1"),  # y = 2x (x > 0)
 ]]  # fmt: skip
 
@@ -156,12 +157,13 @@ UNITS = {name: short for short, names in {  # every spelling of a unit
     **dict.fromkeys(re.findall(r"\w+", "month cent am pm euro sterling 元 岁 月 个月 分 吨 分米 公顷"), ""),
 }.items() for name in [short, *names.split()]}  # fmt: skip
 COUNTED = r"[个只本块支张辆名位条棵件次种组页台间根颗盒箱袋朵套双](?![半十百千万亿])[\u4e00-\u9fff]*"  # 3个苹果
-# What says something about the value: 7 dozens, 7 tenths, 7 more
+# What says something about the value, behind it or on the left of "=": 7 dozens, 7 tenths, 7 more, half of x = 7
 NO_UNITS = {*SCALES, *WORDS, *re.findall(r"\w+", """
-    about above approximately base below factorial guess log maybe mod sin squared trillion wrong
+    about above approx approximately base below double factorial false guess if inverse least log maybe mod most never
+    reciprocal root sin square squared trap trillion wrong wrongly
     additional always as billions centuries couples decades does dozens fewer gross half halves hundreds is less
     millions minus more negative no not ones or others over pairs percents plus quarters scores squares tens thirds this
-    thousands times triples twins unless versus vs was yes to and than but""")}  # fmt: skip
+    thousands times triples twice twins unless versus vs was yes to and than but""")}  # fmt: skip
 UNIT_WORD = r"[A-Za-z\u4e00-\u9fff]+\.?(?:\s*\^\s*\{?-?\d\}?)?"
 QUANTITY = re.compile(
     rf"(?P<value>.*(?:[\d}})]|\\pi|{'|'.join(SCALES)}))\s*(?P<unit>\\?%|\^\\circ\s*"
@@ -202,14 +204,11 @@ def unit(text: str, is_apart: bool) -> str | None:
 
 # Values -----------------------------------------------------------------------------------------------------------
 
-DENIED = (
-    r"half|double|twice|not?|never|wrong\w*|false|trap|guess|least|most|more|less|if|approx\w*|square|root|log|inverse"
-    r"|minus|plus|times|reciprocal"
-)
+DENIED = "|".join(sorted(NO_UNITS))
 LETTER = (  # with its index; no function
     r"(?:[A-Za-z]|\\(?i:alpha|beta|gamma|delta|(?:var)?epsilon|zeta|eta|(?:var)?theta|iota|kappa|lambda|mu|nu|xi|rho"
     r"|sigma|tau|upsilon|(?:var)?phi|chi|psi|omega|ell)(?![A-Za-z]))"
-    rf"(?:_(?:\{{[\w,]+\}}|\w|\{{?\\(?:min|max|triangle|text\{{(?!{DENIED})\w+\}})\s*[A-Z]*\}}?))?"
+    rf"(?:_(?:\{{[\w,]+\}}|\w|\{{?\\(?:min|max|triangle|text\{{(?!(?:{DENIED})\b)\w+\}})\s*[A-Z]*\}}?))?"
 )
 NAME = (  # x, x_1, f(x), f'(2), P(A), |v|, dy/dx, AB, \angle ABC, Area, \text{total cost}; no expression
     rf"(?:{LETTER}(?:\^\{{-1\}}|'+)?\s?\((?![^()]*(?:\d[A-Za-z]|\bnot\b))[^()+*/^=-]*\)"

@@ -7,10 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+from torch._inductor.utils import run_and_get_code
 
+import model.head
 from distributed_compile import CASES
 from forked import run_script
 from helpers import ROOT, copy_at, lines, metrics_of, without_times
+from model import sizes
+from model.head import chunked_logprobs
 from ranks import on_ranks
 from test_main_job import run_job
 from vision_models import make_vision_model
@@ -49,6 +54,31 @@ def test_a_few_graphs_serve_all_layers_and_lengths(found):
     assert new["all weights"] == 8, "without gradients, and for the frozen reference"
     assert new["prompts shared"] == new["copies"] == new["teacher"] == 0
     assert new["LoRA, recomputed"] >= 8 and new["images"] >= 4
+
+
+@pytest.mark.parametrize("head_dtype", [torch.float32, torch.bfloat16])
+def test_the_head_is_a_kernel_forwards_and_one_backwards_in_place(head_dtype, monkeypatch):
+    """Two chunks, of 9 and 4 tokens. The log-probs are those of eager mode, and so is the gradient, within rounding."""
+    monkeypatch.setattr(sizes, "HEAD_CHUNK_LOGITS", 9 * 1000)
+    torch.manual_seed(0)
+    hidden, head = torch.randn(13, 16).to(head_dtype), nn.Linear(16, 1000, bias=False).to(head_dtype)
+    labels, found = torch.randint(1000, (13,)), []
+    for kinds in (set(), {"cpu"}):
+        monkeypatch.setattr(model.head, "FUSED_ON", kinds)
+        own, head.weight.grad = hidden.clone().requires_grad_(), None
+
+        def passes(own: torch.Tensor = own) -> tuple[torch.Tensor, torch.Tensor]:
+            logprobs, entropies = chunked_logprobs(own, head, labels, 0.7)
+            logprobs.sum().backward()
+            return logprobs, entropies
+
+        values, sources = run_and_get_code(passes)
+        found.append([*values, own.grad, head.weight.grad])
+    tolerance = 1e-5 if head_dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(found[1], found[0], atol=tolerance, rtol=tolerance)
+    forwards, backwards = sources
+    assert [source.count("async_compile.cpp_pybinding(") for source in sources] == [1, 1]
+    assert "1000), (1000, 1)" not in backwards.partition("def call(")[2], "the gradient takes the place of the logits"
 
 
 def test_a_run_follows_the_golden_curve_and_is_the_same_after_a_kill(tmp_path):

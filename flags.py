@@ -232,8 +232,8 @@ GROUPS["precision and memory"] = [
          "all ranks share one", (1, INF), free_on_resume=True),
     flag("--gradient_checkpointing", False, "recompute each decoder layer in the backward pass instead of keeping it",
          free_on_resume=True),
-    flag("--compile", False, "make kernels of one piece for what lies between a layer's matrix products "
-         "(torch.compile): in the first passes, which take a minute longer", free_on_resume=True),
+    flag("--compile", False, "torch.compile of the decoder layers, for fewer passes over memory between their matrix "
+         "products; the first passes take a minute longer", free_on_resume=True),
     flag("--communicate_once", False, "gather parameters and reduce gradients per update, not per micro-batch: less "
          "traffic, for the policy in --dtype and 4 bytes per trained parameter on every GPU", free_on_resume=True),
     flag("--timeout_minutes", 30.0, "a rank that waits longer than this for the others ends the run",

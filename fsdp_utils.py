@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from guards.stall import WAITS, beat
 from guards.start import Stopped, launch_folder, requested
@@ -317,17 +317,26 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
-    """The global gradient norm before clipping, an fp32 scalar, the same on every rank. Scales gradients in place."""
-    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    norms = [torch.linalg.vector_norm(parameter.grad, dtype=torch.float32) for parameter in parameters]
-    norm = torch.linalg.vector_norm(torch.stack(norms))
-    if isinstance(norm, DTensor):
-        mesh, norm = norm.device_mesh, norm.full_tensor()
-        if mesh.ndim > 1:  # copies may add in another order, would clip differently, and drift apart
-            dist.broadcast(norm, src=0)
-        norm = DTensor.from_local(norm, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-    return local_shard(norm)
+    """The global gradient norm before clipping, an fp32 scalar, the same on every rank. Scales gradients in place.
+
+    It works on the shards of all at once, and sums over the ranks once: DTensor would go one by one.
+    """
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    shards = [local_shard(gradient) for gradient in gradients]
+    norms = torch.stack(torch._foreach_norm(shards, 2, torch.float32))
+    mesh = gradients[0].device_mesh if isinstance(gradients[0], DTensor) else None
+    if mesh is not None:
+        (placements,) = {gradient.placements for gradient in gradients}  # FSDP shards all alike
+        squares = norms**2
+        for dim, place in enumerate(placements):
+            if not place.is_replicate():  # copies (HSDP) hold the same
+                dist.all_reduce(squares, group=mesh.get_group(dim))
+        norms = squares**0.5
+    norm = torch.linalg.vector_norm(norms)
+    if mesh is not None and mesh.ndim > 1:  # copies may add in another order, would clip differently, and drift apart
+        dist.broadcast(norm, src=0)
+    torch._foreach_mul_(shards, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
 
 
 # Collectives ----------------------------------------------------------------------------------------------------------

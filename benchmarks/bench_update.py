@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/bench_update.py
     OMP_NUM_THREADS=1 python benchmarks/bench_update.py --group_size 8 --prompt_tokens 512     # also --share_prompts
-    OMP_NUM_THREADS=1 python benchmarks/bench_update.py --compile                              # ours with it, too
+    OMP_NUM_THREADS=1 python benchmarks/bench_update.py --compile                              # also --compile
 
 Ours is `pack_updates`, `add_advantages` and `update_policy` as in training: packed, chunked head, FSDP2 on one rank,
 all metrics. Bare is forward, backward and fused AdamW of the same Hugging Face model with its own attention: one
@@ -87,7 +87,7 @@ def bare(model: Path, rollout: Rollout, rows: int = 1, longest: int = 0) -> Call
 
 
 def count_compilations(trainer: Trainer, vocab: int, lengths: list[int]) -> dict[str, int]:
-    """What torch.compile makes of micro-batches of one sequence: graphs and breaks of the first, graphs after it."""
+    """Graphs and breaks of the first of these micro-batches, of one sequence each; graphs of all others together."""
     before, seen = (counters["stats"]["unique_graphs"], counters["graph_break"].total()), []
     for length in lengths:
         trainer.train(trainer.prepare(make_rollout([length], vocab)))

@@ -26,7 +26,7 @@ from grading.own import files_of
 from guards.fingerprint import ROOT, check_same_start, digest, digests_of
 from guards.stall import Watch
 from inputs.checks import LOOPBACK, given, ranks_per_engine
-from inputs.machine import check_launch, choose_interface, local_world_size
+from inputs.machine import check_cpp_compiler, check_launch, choose_interface, local_world_size
 from inputs.records import name_of_source, read_system_prompt
 from model.attention import check_device
 from model.engine_options import stop_ids
@@ -61,6 +61,8 @@ def load_inputs(args: Namespace) -> Inputs:
     of_engine = args.gpu_memory_utilization if args.engine == "colocated" else 0.0
     of_servers = len(args.generation_gpus) if int(os.environ.get("RANK", "0")) < local_world_size() else 0
     check_launch(num_ranks, args.dtype, of_engine, of_servers)  # servers are on the first node
+    if args.compile and not torch.cuda.is_available():
+        check_cpp_compiler()
     check_places(args)
     of_sets = args.eval_samples, args.eval_temperature, args.eval_max_completion_tokens, args.eval_top_p
     samplings = samplings_of(args.eval_data, "eval_", of_sets)

@@ -100,6 +100,14 @@ def check_compiler() -> None:
         raise ValueError(f"vLLM's kernels need {header}, which is missing; install {version}-dev (or -devel).")
 
 
+def check_cpp_compiler() -> None:
+    """Raises ValueError if --compile could not build its kernels on a CPU."""
+    compiler = os.environ.get("CXX", "g++")  # as torch looks for it
+    if not shutil.which(compiler):
+        wrong = f"--compile needs a C++ compiler on CPUs, and {compiler} was not found"
+        raise ValueError(f"{wrong}; install g++, set CXX, or leave the flag out.")
+
+
 def check_gpu(index: int, world_size: int, gpu_memory_utilization: float) -> None:
     """Raises ValueError if this rank's GPU is too old, a slice that NCCL cannot connect, or taken by others."""
     name, (major, minor) = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)

@@ -1,12 +1,19 @@
 """Log-probabilities of the labels from hidden states, without ever holding the full logits.
 
 The head runs in chunks of tokens that are computed again in the backward pass: the logits of 16,384 tokens and a
-vocabulary of 152,064 would take 4.6 GiB in bf16. Peak memory is one chunk's logits, whatever the number of tokens T.
+vocabulary of 152,064 would take 4.6 GiB in bf16. Peak memory is one chunk's logits, whatever the number of tokens T:
+their gradient takes their place.
 
-The logits are fp32 from `log_softmax` on. `head_dtype` (`--head_dtype`) is that of the matrix product. Both kinds
-multiply bf16 numbers and add in fp32; float32 keeps the sum, bf16 rounds a logit near 20 to a multiple of 0.125, which
-changes its probability by up to 6 %. The backward pass is the same for both: it rounds the gradient of the logits to
-the weight's dtype for two matrix products, as in every other layer: by at most 0.4 % of each number.
+Two functions work row by row in fp32: `score` and `replace_by_gradient`. On CUDA torch.compile makes a kernel of each,
+which reads the logits and writes their gradient, and nothing of that size between. On CPU the same lines run in eager
+mode, on pieces of a chunk that stay in a core's cache.
+
+`head_dtype` (`--head_dtype`) is that of the matrix product. Both kinds multiply bf16 numbers and add in fp32; float32
+keeps the sum, bf16 rounds a logit near 20 to a multiple of 0.125, which changes its probability by up to 6 %. The
+backward pass is the same for both: it rounds the gradient of the logits to the weight's dtype for two matrix products,
+as in every other layer: by at most 0.4 % of each number. The weight's gradient adds its chunks up in that dtype, too:
+in bf16 it is off by 0.2 % of its norm with one chunk, 0.5 % with 16, 0.6 to 0.8 % with 64 (against float64). A sum in
+fp32 would take 4 more bytes a number: 2 GiB for a 7B model.
 
 With a `Teacher`, a reference that is followed over the whole vocabulary, there is a chunk of its logits, too.
 """
@@ -14,14 +21,19 @@ With a `Teacher`, a reference that is followed over the whole vocabulary, there 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import torch
+import torch._dynamo
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
 from model import sizes
+
+FUSED_ON = {"cuda"}  # kinds of devices on which torch.compile makes the kernels
+EAGER_LOGITS = 2**21  # in eager mode worked on at a time: 8 MiB in fp32
 
 
 class Teacher(NamedTuple):
@@ -55,8 +67,7 @@ def chunked_logprobs(
 class _HeadLogprobs(torch.autograd.Function):
     """`chunked_logprobs` on the head's weight [V, D], in half the passes over the logits that autograd would take.
 
-    The backward pass does not compute the entropy again and makes the gradient of the logits in memory that it has. The
-    last chunk is kept for it, because it begins with that one.
+    The logits of the last chunk are kept for the backward pass, because it begins with that one.
     """
 
     @staticmethod
@@ -64,21 +75,17 @@ class _HeadLogprobs(torch.autograd.Function):
         ctx: FunctionCtx, hidden: Tensor, weight: Tensor, labels: Tensor, settings: tuple, *of_teacher: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(hidden, weight, labels, *of_teacher)
-        ctx.settings = temperature, has_entropy_gradient, head_dtype, divergence = settings
+        ctx.settings, (_, has_entropy_gradient, head_dtype, _) = settings, settings
         found = [hidden.new_empty(len(labels), dtype=torch.float32) for _ in range(5 if of_teacher else 2)]
         ctx.last_chunk = None
         for rows in chunks(len(labels), len(weight)):
             ctx.last_chunk = None  # before the next one is made
-            ctx.last_chunk = log_p = chunk_logprobs(hidden[rows], weight, temperature, head_dtype)
-            values = [log_p.gather(-1, labels[rows, None])[:, 0], -log_p.exp().mul_(log_p).sum(dim=-1)]
-            if of_teacher:
-                log_q = chunk_logprobs(of_teacher[0][rows], of_teacher[1], temperature, head_dtype)
-                agrees = log_p.argmax(dim=-1) == log_q.argmax(dim=-1)
-                values += [log_q.gather(-1, labels[rows, None])[:, 0], divergence(log_p, log_q)[0], agrees]
-                del log_q
+            ctx.last_chunk = logits = chunk_logits(hidden[rows], weight, head_dtype)
+            others = chunk_logits(of_teacher[0][rows], of_teacher[1], head_dtype) if of_teacher else None
+            values = by_rows(score, settings, logits, labels[rows], others)
             for each, of_chunk in zip(found, values, strict=True):
                 each[rows] = of_chunk
-            del log_p
+            del logits, others
         # The entropy is mostly only a metric.
         ctx.mark_non_differentiable(*found[2:3], *found[4:], *([] if has_entropy_gradient else [found[1]]))
         return tuple(found)
@@ -86,30 +93,18 @@ class _HeadLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, *of_teacher = ctx.saved_tensors
-        temperature, has_entropy_gradient, head_dtype, divergence = ctx.settings
+        head_dtype = ctx.settings[2]
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for rows in reversed(chunks(len(labels), len(weight))):
-            log_p, ctx.last_chunk, slopes = ctx.last_chunk, None, None  # slopes: see `grpo.DIVERGENCES`
-            if log_p is None:
-                log_p = chunk_logprobs(hidden[rows], weight, temperature, head_dtype)
-            if of_teacher:
-                log_q = chunk_logprobs(of_teacher[0][rows], of_teacher[1], temperature, head_dtype)
-                slopes = divergence(log_p, log_q)[1].mul_(gradients[3][rows, None])
-                del log_q
-            p = log_p.exp() if has_entropy_gradient else log_p.exp_()
-            if has_entropy_gradient:  # its slopes are -p log p
-                of_entropy = log_p.mul_(p).mul_(-gradients[1][rows, None])
-                slopes = of_entropy if slopes is None else slopes.add_(of_entropy)
-                del of_entropy
-            of_label = gradients[0][rows, None]
-            if slopes is None:
-                grad = p.mul_(-of_label)
-            else:
-                grad = slopes.sub_(p.mul_(slopes.sum(dim=-1, keepdim=True).add_(of_label)))
-            del log_p, p, slopes  # or their memory would still be held when the next chunk is computed
-            grad.scatter_add_(-1, labels[rows, None], of_label)
-            grad = grad.div_(temperature).to(weight.dtype) if temperature != 1 else grad.to(weight.dtype)
+            logits, ctx.last_chunk = ctx.last_chunk, None
+            if logits is None:
+                logits = chunk_logits(hidden[rows], weight, head_dtype)
+            others = chunk_logits(of_teacher[0][rows], of_teacher[1], head_dtype) if of_teacher else None
+            by_rows(replace_by_gradient, ctx.settings, logits, labels[rows], others, *(x[rows] for x in gradients))
+            del others  # or its memory would still be held when the next chunk is computed
+            grad = logits.to(weight.dtype)
+            del logits
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[rows])
             if grad_weight is not None:
@@ -118,19 +113,76 @@ class _HeadLogprobs(torch.autograd.Function):
         return grad_hidden, grad_weight, *[None] * (2 + len(of_teacher))
 
 
-def chunks(count: int, vocab: int) -> list[slice]:
-    size = max(sizes.HEAD_CHUNK_LOGITS // vocab, 1)
+def chunks(count: int, vocab: int, most: int | None = None) -> list[slice]:
+    """Rows whose logits are at most so many; default: as many as are made at a time."""
+    size = max((most or sizes.HEAD_CHUNK_LOGITS) // vocab, 1)
     return [slice(start, start + size) for start in range(0, count, size)]
 
 
-def chunk_logprobs(hidden: Tensor, weight: Tensor, temperature: float, head_dtype: torch.dtype) -> Tensor:
-    """Log-probabilities of all tokens [T, V], float32."""
+def chunk_logits(hidden: Tensor, weight: Tensor, head_dtype: torch.dtype) -> Tensor:
+    """Logits of all tokens [T, V], in `head_dtype`."""
     if head_dtype == weight.dtype:
-        logits = F.linear(hidden, weight).float()
-    elif weight.device.type == "cpu":  # no kernel there keeps its fp32 sums of bf16 numbers: the weight is copied
-        logits = F.linear(hidden.float(), weight.float())
-    else:
-        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    if temperature != 1:
-        logits /= temperature  # the one division by the temperature
-    return logits.log_softmax(dim=-1)
+        return F.linear(hidden, weight)
+    if weight.device.type == "cpu":  # no kernel there keeps its fp32 sums of bf16 numbers: the weight is copied
+        return F.linear(hidden.float(), weight.float())
+    return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+
+
+# Row by row -----------------------------------------------------------------------------------------------------------
+
+
+def by_rows(
+    function: Callable[..., list[Tensor]], settings: tuple, logits: Tensor, *others: Tensor | None
+) -> list[Tensor]:
+    """What one of the next two functions returns for the rows of these tensors."""
+    tensors = logits, *others
+    if logits.device.type in FUSED_ON:
+        for each in tensors:
+            if each is not None:
+                torch._dynamo.maybe_mark_dynamic(each, 0)  # one compilation for all numbers of rows
+        return compiled(function)(settings, *tensors)
+    pieces = chunks(*logits.shape, EAGER_LOGITS)
+    found = [function(settings, *(x if x is None else x[rows] for x in tensors)) for rows in pieces]
+    return [torch.cat(values) for values in zip(*found, strict=True)]
+
+
+@cache
+def compiled(function: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
+    return torch.compile(function)
+
+
+def score(settings: tuple, logits: Tensor, labels: Tensor, others: Tensor | None) -> list[Tensor]:
+    """What `chunked_logprobs` returns, for some of its rows. `others`: logits of the teacher."""
+    temperature, _, _, divergence = settings
+    log_p = log_probabilities(logits, temperature)
+    found = [log_p.gather(-1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(dim=-1)]
+    if others is not None:
+        log_q = log_probabilities(others, temperature)
+        agrees = log_p.argmax(dim=-1) == log_q.argmax(dim=-1)
+        found += [log_q.gather(-1, labels[:, None])[:, 0], divergence(log_p, log_q)[0], agrees]
+    return found
+
+
+def replace_by_gradient(
+    settings: tuple, logits: Tensor, labels: Tensor, others: Tensor | None, *gradients: Tensor
+) -> list[Tensor]:
+    """Writes over the logits their gradient, by those of what `score` returns; returns nothing more."""
+    temperature, has_entropy_gradient, _, divergence = settings
+    log_p, of_label, slopes = log_probabilities(logits, temperature), gradients[0][:, None], None
+    p = log_p.exp()
+    if others is not None:  # slopes: see `grpo.DIVERGENCES`
+        slopes = divergence(log_p, log_probabilities(others, temperature))[1] * gradients[3][:, None]
+    if has_entropy_gradient:  # its slopes are -p log p
+        of_entropy = log_p * p * -gradients[1][:, None]
+        slopes = of_entropy if slopes is None else slopes + of_entropy
+    grad = p * -of_label if slopes is None else slopes - p * (slopes.sum(dim=-1, keepdim=True) + of_label)
+    is_label = torch.arange(logits.shape[-1], device=logits.device) == labels[:, None]
+    grad = torch.where(is_label, grad + of_label, grad)
+    logits.copy_(grad / temperature if temperature != 1 else grad)
+    return []
+
+
+def log_probabilities(logits: Tensor, temperature: float) -> Tensor:
+    """Of all tokens [T, V], float32, at the temperature: the one division by it."""
+    logits = logits.float()
+    return (logits / temperature if temperature != 1 else logits).log_softmax(dim=-1)

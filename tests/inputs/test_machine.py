@@ -143,6 +143,15 @@ def test_gpus_that_cuda_leaves_out_a_compiler_and_headers_that_are_missing_are_n
             check()
 
 
+def test_without_a_cpp_compiler_compile_is_refused_on_a_cpu(policy, monkeypatch):
+    monkeypatch.setenv("CXX", "no_such_compiler")
+    load_flags = flags(model=policy, compile=True)
+    with pytest.raises(
+        ValueError, match=r"--compile needs a C\+\+ compiler on CPUs, and no_such_compiler was not found"
+    ):
+        load.load_inputs(load_flags)
+
+
 def test_allocators_keep_the_users_settings_and_expand_only_after_the_engine_is_built(monkeypatch):
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:512")

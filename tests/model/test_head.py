@@ -97,8 +97,8 @@ def test_the_gradient_of_fp32_logits_has_the_error_of_its_own_rounding_alone(mon
 def test_on_a_gpu_one_product_makes_fp32_logits_without_a_copy_of_the_weight():
     """By the shapes of torch's own kernel, on the meta device."""
     hidden, weight = (torch.empty(n, 8, dtype=torch.bfloat16, device="meta") for n in (3, 5))
-    logprobs = model.head.chunk_logprobs(hidden, weight, 1.0, torch.float32)
-    assert (logprobs.shape, logprobs.dtype) == ((3, 5), torch.float32)
+    logits = model.head.chunk_logits(hidden, weight, torch.float32)
+    assert (logits.shape, logits.dtype) == ((3, 5), torch.float32)
 
 
 @pytest.mark.parametrize("given", [None, "float32"])

@@ -3,6 +3,7 @@ follows the golden curve, and is the same after a kill.
 """
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -56,29 +57,28 @@ def test_a_few_graphs_serve_all_layers_and_lengths(found):
     assert new["LoRA, recomputed"] >= 8 and new["images"] >= 4
 
 
-@pytest.mark.parametrize("head_dtype", [torch.float32, torch.bfloat16])
-def test_the_head_is_a_kernel_forwards_and_one_backwards_in_place(head_dtype, monkeypatch):
-    """Two chunks, of 9 and 4 tokens. The log-probs are those of eager mode, and so is the gradient, within rounding."""
+def test_the_head_is_a_kernel_forwards_and_one_backwards_in_place(monkeypatch):
+    """In bf16, with chunks of 9 and 4 tokens. Values of eager mode within 1e-5, gradients within a rounding."""
     monkeypatch.setattr(sizes, "HEAD_CHUNK_LOGITS", 9 * 1000)
     torch.manual_seed(0)
-    hidden, head = torch.randn(13, 16).to(head_dtype), nn.Linear(16, 1000, bias=False).to(head_dtype)
-    labels, found = torch.randint(1000, (13,)), []
+    hidden, head = torch.randn(13, 16).bfloat16(), nn.Linear(16, 1000, bias=False).bfloat16()
+    labels, weights, found = torch.randint(1000, (13,)), torch.randn(13), []
     for kinds in (set(), {"cpu"}):
         monkeypatch.setattr(model.head, "FUSED_ON", kinds)
         own, head.weight.grad = hidden.clone().requires_grad_(), None
 
         def passes(own: torch.Tensor = own) -> tuple[torch.Tensor, torch.Tensor]:
             logprobs, entropies = chunked_logprobs(own, head, labels, 0.7)
-            logprobs.sum().backward()
+            (logprobs * weights).sum().backward()
             return logprobs, entropies
 
         values, sources = run_and_get_code(passes)
         found.append([*values, own.grad, head.weight.grad])
-    tolerance = 1e-5 if head_dtype == torch.float32 else 1e-2
-    torch.testing.assert_close(found[1], found[0], atol=tolerance, rtol=tolerance)
-    forwards, backwards = sources
-    assert [source.count("async_compile.cpp_pybinding(") for source in sources] == [1, 1]
-    assert "1000), (1000, 1)" not in backwards.partition("def call(")[2], "the gradient takes the place of the logits"
+    torch.testing.assert_close(found[1][:2], found[0][:2], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found[1][2:], found[0][2:], atol=2**-8, rtol=2**-7)
+    assert [source.count("async_compile.cpp_pybinding(") for source in sources] == [1] * len(sources)
+    # Two backwards: inductor tells whether the chunk is the first. The gradient takes the place of the logits.
+    assert len(sources) <= 3 and not any(re.search(r"empty_strided_cpu\(\(\w+, 1000\)", x) for x in sources[1:])
 
 
 def test_a_run_follows_the_golden_curve_and_is_the_same_after_a_kill(tmp_path):

@@ -289,7 +289,7 @@ GROUPS[DRY_RUN] = [  # all of them may change when a run continues
     flag("--plan_host_memory_gib", 1000.0, "RAM of a node", (TINY, INF)),
     flag("--plan_rows", int, "usable training rows; default: #ROWS of --train_data, lines of a .jsonl file, or a "
          "table", (1, INF)),
-    flag("--plan_flops_share", 0.4, "share of peak FLOPs in a pass, the exchange between GPUs apart; fitted to "
+    flag("--plan_flops_share", 0.5, "share of peak FLOPs in matrix products, what lies between them apart; fitted to "
          "published runs, see benchmarks/README.md", (TINY, 1)),
     flag("--plan_prompt_tokens", float, "mean length of a prompt, hint included; default: half of "
          "--max_prompt_tokens", (1, INF)),

@@ -20,6 +20,9 @@ SWITCH = 5.0  # the engine goes to sleep, wakes up and loads the new weights, on
 PAUSE = 1.0  # generation servers take new weights, beside the time of their transfer; assumed, not measured
 # Shares of the data sheets' speeds that are reached; assumptions.
 MEMORY_SHARE = 0.6  # of the GPU memory's, in decoding and in the optimizer
+STREAM_SHARE = 0.8  # of the GPU memory's, between the matrix products of a pass
+COMPILED = 1 / 3  # of a layer's bytes that --compile leaves
+HEAD_BYTES = 6  # of a bf16 logit, forwards, and as many backwards: it is written, read, and read again
 LINK_SHARE = 0.7  # of links, network and bus
 
 
@@ -30,6 +33,17 @@ def forward_flops(model: ModelShape, length: float, of_head: float) -> float:
     """
     of_layer = sum(inputs * outputs for inputs, outputs in model.projections.values())
     return 2 * (model.layers * (of_layer * length + model.q * length**2) + model.table * of_head)
+
+
+def forward_bytes(setup: Setup, model: ModelShape, length: float, of_head: float) -> tuple[float, float]:
+    """Bytes that the layers, and the head, read and write between matrix products in a forward pass.
+
+    Of a position and layer in eager mode: a norm 36 a number and a sum 6, twice; rotary angles 20; the gate 10.
+    """
+    of_layer = 2 * (36 + 6) * model.hidden + 20 * (model.q + model.kv) + 10 * model.intermediate
+    itemsize = 2 if setup.compute_bytes == 2 and setup.memory.head_dtype != "float32" else 4
+    layers = model.layers * of_layer * length * setup.compute_bytes / 2 * (COMPILED if setup.memory.compile else 1)
+    return layers, HEAD_BYTES * itemsize / 2 * model.vocab * of_head
 
 
 def micro_batches(setup: Setup) -> int:
@@ -143,16 +157,21 @@ def phase_seconds(setup: Setup) -> dict[str, float]:
     link = link_speed(setup, n)
     prompt, completion = run.mean_prompt_tokens, run.mean_completion_tokens
 
-    def pass_seconds(model: ModelShape) -> float:
+    def pass_seconds(model: ModelShape, products: float = 1, layers: float = 1, head: float = 1) -> float:
+        """A forward pass; or so many times its matrix products, and the bytes of its layers and its head."""
         of_completion = forward_flops(model, prompt + completion, completion)
         of_completion -= forward_flops(model, prompt, 0) * (1 - 1 / setup.sharers)
-        return plan.completions_per_step / setup.hardware.gpus * of_completion / (h.flops * h.flops_share)
+        of_layers, of_head = forward_bytes(setup, model, completion + prompt / setup.sharers, completion)
+        moved = layers * of_layers + head * of_head
+        seconds = products * of_completion / (h.flops * h.flops_share) + moved / (h.memory_speed * STREAM_SHARE)
+        return plan.completions_per_step / h.gpus * seconds
 
     forward, of_reference = pass_seconds(m), pass_seconds(setup.of_reference.model)
     passes = micro_batches(setup) * plan.updates_per_pass * PASS
     reference = setup.reference_passes * (of_reference + passes) + moved["all-gather, reference"] / link
     logprobs = setup.old_logprob_passes * (forward + passes) + moved["all-gather, log-probs"] / link
     backward = (1 if setup.has_lora else 2) + memory.gradient_checkpointing
+    update = pass_seconds(m, products=1 + backward, layers=3 + memory.gradient_checkpointing, head=2)
     exchange = (moved["all-gather, update"] + moved["reduce-scatter"]) / link
     exchange += moved["all-reduce of copies"] / link_speed(setup, setup.num_copies, stride=n)
     optimizer = plan.updates_per_step * (2 * setup.state_bytes + 3 * setup.gradient_bytes) / n
@@ -164,7 +183,7 @@ def phase_seconds(setup: Setup) -> dict[str, float]:
     seconds = {
         "rollout": rollout_seconds(setup),
         "logprobs": logprobs,
-        "update": (forward + passes) * (1 + backward) * plan.num_iterations + exchange,
+        "update": (update + passes * (1 + backward)) * plan.num_iterations + exchange,
         "host transfers": moved["to and from host"] / (h.host_speed * LINK_SHARE),
         "optimizer": optimizer * slower / (h.memory_speed * MEMORY_SHARE),
         "sync": sync,

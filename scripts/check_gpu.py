@@ -45,6 +45,7 @@ from fsdp_utils import init_world
 from generation.start import SERVER
 from inputs.machine import check_compiler, check_driver
 from inputs.machine import check_gpu as check_one_gpu
+from model import head
 from model.attention import check_device, make_packing, packed_attention
 from model.engine_options import engine_options
 from model.packed import Segment
@@ -223,9 +224,55 @@ def check_run(place: Place) -> Iterator[Line]:
     if (mfu := last.get("perf/update_mfu")) is not None:
         advice = "Published trainers reach 14% to 26%. docs/symptoms.md says which flags help."
         yield Line("update, MFU", f"{mfu:.1%}", "at least 15%; 45% is the goal", mfu >= 0.15, advice)
+    yield Line("sync, time", f"{last['time/sync_s']:.2f} s")
     for phase in ("update", "sample"):
         speed = last[f"perf/{phase}_tokens_per_s_per_gpu"]
         yield Line(f"{phase}, speed", f"{speed:,.0f} tokens/s")
+
+
+def check_compiled(place: Place) -> Iterator[Line]:
+    """The run again with --compile, which should be faster and train the same; and the head in both of its ways."""
+    compiled = place.train("compiled", 1, "--compile")
+    yield from compile_lines(read_metrics(place.folder / "run"), read_metrics(compiled))
+    yield from apart(time_heads)
+
+
+def compile_lines(eager: list[dict[str, float]], compiled: list[dict[str, float]]) -> Iterator[Line]:
+    """What --compile gains in the last step, when all its kernels are made, and whether the gradient is the same."""
+    speeds = [steps[-1]["perf/update_tokens_per_s_per_gpu"] for steps in (eager, compiled)]
+    figures = ", ".join(
+        f"{name} {speed:,.0f} tokens/s" for name, speed in zip(("eager", "compiled"), speeds, strict=True)
+    )
+    mfus = [steps[-1].get("perf/update_mfu") for steps in (eager, compiled)]
+    figures += f", MFU {mfus[0]:.1%} and {mfus[1]:.1%}" if None not in mfus else ""
+    gain = speeds[1] / speeds[0]
+    yield Line("update, --compile", f"{figures}: {f'turn it on: {gain:.2f} x' if gain > 1.03 else 'do not'}")
+    norms = [steps[0]["optim/grad_norm"] for steps in (eager, compiled)]
+    apart_by, advice = abs(norms[1] / norms[0] - 1), "Leave --compile out on this machine, and report it."
+    yield Line("update, --compile: first gradient", f"off by {apart_by:.2%}", "at most 3%", apart_by <= 0.03, advice)
+    peaks = [max(record.get("memory/update_gib", 0.0) for record in steps) for steps in (eager, compiled)]
+    yield Line("update, --compile: memory", f"{peaks[1]:.2f} GiB, in eager mode {peaks[0]:.2f}")
+
+
+def time_heads(tokens: int = 8192, width: int = 1536, vocab: int = 151_936) -> list[Line]:
+    """The head of a 1.5B model forwards and backwards, eager and in one kernel each way."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(width, vocab, bias=False, device=device, dtype=torch.bfloat16)
+    hidden = torch.randn(tokens, width, device=device, dtype=torch.bfloat16, requires_grad=True)
+    labels, seconds = torch.randint(vocab, (tokens,), device=device), []
+    for kinds in (set(), {device.type}):
+        head.FUSED_ON = kinds
+        for _ in range(3):  # the first ones make the kernels
+            start = time.perf_counter()
+            head.chunked_logprobs(hidden, linear, labels, 1.0)[0].sum().backward()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            last = time.perf_counter() - start
+        seconds.append(last)
+    figure = f"{seconds[0] * 1e3:.1f} ms in eager mode, {seconds[1] * 1e3:.1f} in kernels of one piece"
+    advice = "Set FUSED_ON = set() in model/head.py, and report it."
+    return [Line(f"update, head of {tokens:,} tokens", figure, "faster", seconds[1] < seconds[0], advice)]
 
 
 def gap_lines(place: Place, what: str, steps: list[dict[str, float]]) -> Iterator[Line]:
@@ -396,8 +443,9 @@ def lines_of(title: str, check: Callable[[Place], Iterable[Line]], place: Place)
 def write_report(place: Place) -> int:
     """Prints all lines and writes them into gpu_check.md; last a block for a report. Returns how many are not ok."""
     checks = {"machine": check_machine, "kernels": lambda _: apart(check_kernels)}
-    checks |= {"run": check_run} | ({"sleep": check_sleep} if place.is_cuda else {})
-    checks["kill and resume"] = check_resume
+    checks |= {"run": check_run, "kill and resume": check_resume}
+    if place.is_cuda:
+        checks |= {"sleep": check_sleep, "compiled": check_compiled}
     if place.num_ranks > 1:
         checks |= {"two ranks": check_engines, "faults": check_ends}
     lines: list[Line] = []
@@ -409,7 +457,7 @@ def write_report(place: Place) -> int:
                 lines += [line] if isinstance(line, Line) else []
             for checkpoint in place.folder.glob("*/step_*"):
                 shutil.rmtree(checkpoint)
-    told = ("GPU", "torch", "memory,", "update,", "sample,")
+    told = ("GPU", "torch", "memory,", "update,", "sample,", "sync,")
     print(f"\nFor a report, {time.strftime('%Y-%m-%d')}, {place.num_ranks} ranks:")
     print(*(line for line in lines if line.what.startswith(told) or not line.is_ok), sep="\n")
     return sum(not line.is_ok for line in lines)

@@ -66,7 +66,12 @@ def test_an_engine_with_other_weights_than_the_trainer_stands_out(gaps, wrong):
 
 def test_memory_that_the_dry_run_did_not_foresee_stands_out_on_a_gpu(tmp_path, monkeypatch):
     (tmp_path / "starts.jsonl").write_text(json.dumps({"predicted_gib": {"update": 10.0, "sample": 10.0}}) + "\n")
-    speeds = {"perf/update_mfu": 0.5, "perf/update_tokens_per_s_per_gpu": 1.0, "perf/sample_tokens_per_s_per_gpu": 1.0}
+    speeds = {
+        "perf/update_mfu": 0.5,
+        "perf/update_tokens_per_s_per_gpu": 1.0,
+        "perf/sample_tokens_per_s_per_gpu": 1.0,
+        "time/sync_s": 1.0,
+    }
     record = {"step": 1, "memory/update_gib": 11.0, "memory/sample_gib": 9.9} | speeds | steps(0.001)[0]
     monkeypatch.setattr(check_gpu, "make_model", lambda place: None)
     monkeypatch.setattr(check_gpu, "read_metrics", lambda folder: [record, record])
@@ -123,6 +128,28 @@ def test_what_an_engine_keeps_in_its_sleep_is_told_with_and_without_its_graphs(h
     lines = list(check_gpu.check_sleep(Place(ROOT, None, 1, is_cuda=True)))
     assert "which frees 1.75; a sync takes 2.0 s, not 1.0" in lines[1].figure
     assert sum(not line.is_ok for line in lines) == wrong
+
+
+@pytest.mark.parametrize(
+    ("speed", "norm", "said", "is_ok"), [(1400, 1.01, "turn it on: 1.40 x", True), (1000, 1.1, "do not", False)]
+)
+def test_compile_is_advised_where_it_gains_and_a_gradient_that_is_another_stands_out(speed, norm, said, is_ok):
+    def steps(speed: float, norm: float) -> list[dict[str, float]]:
+        return [{"perf/update_tokens_per_s_per_gpu": speed, "optim/grad_norm": norm, "perf/update_mfu": 0.3}]
+
+    update, gradient, _ = check_gpu.compile_lines(steps(1000, 1.0), steps(speed, norm))
+    assert update.figure.endswith(f"MFU 30.0% and 30.0%: {said}") and gradient.is_ok == is_ok
+
+
+def test_the_head_is_timed_in_both_ways(monkeypatch):
+    monkeypatch.setattr(check_gpu.head, "FUSED_ON", set())
+    compiled = []
+    monkeypatch.setattr(check_gpu.head, "compiled", lambda function: compiled.append(function) or function)
+    (line,) = check_gpu.time_heads(tokens=8, width=4, vocab=16)
+    assert "ms in eager mode" in line.figure and {each.__name__ for each in compiled} == {
+        "score",
+        "replace_by_gradient",
+    }
 
 
 def test_a_folder_of_something_else_is_not_removed(tmp_path, monkeypatch, capsys):

@@ -136,7 +136,7 @@ def test_a_wrong_result_says_what_was_returned(parameter, result, words, tmp_pat
     ("def score(text, answer):\n    return 1\n", r"it takes \(text, answer\), but none of completion, completions"),
     ("def score(completion, key):\n    return 1\n", "nothing is known of its parameter 'key'"),
     ("def score(completion, /):\n    return 1\n", "score cannot be called by the names of its parameters; leave the /"),
-    ("def other():\n    return 1\n", "no function 'score'; it has other"),
+    ("def other():\n    return 1\n", "no function or class 'score'; it has other"),
 ])  # fmt: skip
 def test_a_function_that_nobody_knows_how_to_call_is_refused_when_it_is_loaded(code, words, tmp_path):
     with pytest.raises(ValueError, match=words):

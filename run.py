@@ -66,19 +66,16 @@ def open_run_folder(out_dir: Path, config: dict[str, object], free: set[str], in
     with suppress(OSError, ValueError, TypeError):  # no file, or one that no run wrote: a model has a config.json, too
         content = json.loads(file.read_text("utf-8"))
         found = content if "out_dir" in content else {}
-    if found and ((out_dir / "metrics.jsonl").exists() or checkpoints(out_dir)):
-        _check_same_run(found, config, free, inputs, out_dir)
-        write(file, json.dumps(config, indent=2) + "\n")  # with what may change
-        write(out_dir / INPUTS, json.dumps(inputs, indent=2) + "\n")
-        return lock
     others = sorted(path.name for path in out_dir.iterdir() if not path.name.startswith("."))
     if others and not found:
         (out_dir / ".lock").unlink(missing_ok=True)
-    if (out_dir / "trainer").is_dir():
-        raise ValueError(f"{where} is a checkpoint; to continue its run, name its folder: {out_dir.absolute().parent}.")
-    if others and not found:
-        raise ValueError(f"{where} holds {', '.join(others[:5])} but no config.json of a run; choose another folder.")
-    write(file, json.dumps(config, indent=2) + "\n")
+        wrong = f"holds {', '.join(others[:5])} but no config.json of a run; choose another folder"
+        if "trainer" in others:
+            wrong = f"is a checkpoint; to continue its run, name its folder: {out_dir.absolute().parent}"
+        raise ValueError(f"{where} {wrong}.")
+    if "metrics.jsonl" in others or checkpoints(out_dir):
+        _check_same_run(found, config, free, inputs, out_dir)
+    write(file, json.dumps(config, indent=2) + "\n")  # with what may change
     write(out_dir / INPUTS, json.dumps(inputs, indent=2) + "\n")
     return lock
 

@@ -29,7 +29,7 @@ OLDEST_CARD = (8, 0)  # compute capability: Ampere, the first with bfloat16 and 
 def check_launch(tp_size: int, dtype: str, gpu_memory_utilization: float, others: int = 0) -> None:
     """Raises ValueError if GPUs stay idle, are too few or cannot be used. `others`: those of generation servers."""
     world_size, local_size = launched_world_size(), local_world_size()
-    num_gpus = visible_gpus()
+    num_gpus = usable_gpus()
     if num_gpus > local_size + others:
         start = f"start it with its script or scripts/launch.py --ranks {num_gpus} {Path(sys.argv[0]).name} ..."
         hide = f"hide the others with CUDA_VISIBLE_DEVICES={','.join(map(str, range(local_size)))}"
@@ -41,29 +41,25 @@ def check_launch(tp_size: int, dtype: str, gpu_memory_utilization: float, others
         raise ValueError("--dtype float32: packed attention on CUDA computes in bfloat16; give --dtype bfloat16.")
     check_divides("--tensor_parallel_size", tp_size, "the world size", world_size)
     if num_gpus:
-        check_driver(num_gpus)
-        check_compiler()
         check_gpu(int(os.environ.get("LOCAL_RANK", "0")), world_size, gpu_memory_utilization)
 
 
 def check_server(tp_size: int, gpu_memory_utilization: float) -> bool:
     """Whether a server runs on GPUs. Raises ValueError if these are too few or cannot be used."""
-    num_gpus = visible_gpus()
-    if num_gpus:
-        check_driver(num_gpus)
-        check_compiler()
-        if tp_size > num_gpus:
-            raise ValueError(f"--tensor_parallel_size {tp_size}: only {num_gpus} GPUs are visible.")
-        for index in range(tp_size):
-            check_gpu(index, tp_size, gpu_memory_utilization)
+    num_gpus = usable_gpus()
+    if 0 < num_gpus < tp_size:
+        raise ValueError(f"--tensor_parallel_size {tp_size}: only {num_gpus} GPUs are visible.")
+    for index in range(tp_size if num_gpus else 0):
+        check_gpu(index, tp_size, gpu_memory_utilization)
     return num_gpus > 0
 
 
-def visible_gpus() -> int:
-    """The GPUs that the driver shows to this process. Raises ValueError if it has some, but answers nobody."""
+def usable_gpus() -> int:
+    """The number of GPUs that this process sees. Raises ValueError if torch or vLLM's kernels cannot use them."""
     num_gpus, num_installed = torch.cuda.device_count(), len(list(DRIVER.glob("gpus/*")))
-    if torch.version.cuda and num_installed and not num_gpus and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
-        check_driver(num_installed)
+    if torch.version.cuda and os.environ.get("CUDA_VISIBLE_DEVICES") != "" and (num_gpus or num_installed):
+        check_driver(num_gpus or num_installed)  # the latter: it has some, but answers nobody
+        check_compiler()
     return num_gpus
 
 

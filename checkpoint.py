@@ -98,17 +98,12 @@ def best_checkpoint(out_dir: Path, metric: str) -> Path | None:
     return max(values, key=values.get, default=None)
 
 
-def point(link: Path, folder: Path) -> None:
+def set_link(link: Path, folder: Path) -> None:
     """Makes the link, which stands beside the folder, point to it."""
     unfinished = link.with_name(f".{link.name}")
     unfinished.unlink(missing_ok=True)
     unfinished.symlink_to(folder.name)
     unfinished.replace(link)
-
-
-def link_final(out_dir: Path, step: int) -> None:
-    """Points OUT_DIR/final at the checkpoint of `step`."""
-    point(out_dir / "final", out_dir / f"step_{step}")
 
 
 # Save ----------------------------------------------------------------------------------------------------------------
@@ -208,7 +203,7 @@ class Writer:
         """Removes the oldest beyond --keep_checkpoints, but not the best one, nor the one that `final` points to."""
         protected, keep = {(self.out_dir / "final").resolve().name}, self.saving.keep_checkpoints
         if self.saving.keep_best and (best := best_checkpoint(self.out_dir, self.saving.keep_best)):
-            point(self.out_dir / "best", best)
+            set_link(self.out_dir / "best", best)
             protected.add(best.name)
         for _, old in checkpoints(self.out_dir)[: -keep if keep else 0]:
             if old.name not in protected:
@@ -245,10 +240,7 @@ def files_of(companions: Companions) -> dict[str, bytes]:
 
 
 def export(policy: Policy, weights: Weights, companions: dict[str, bytes], folder: Path) -> None:
-    """Writes the policy with these weights in Hugging Face format. `companions`: of `files_of`.
-
-    Raises OSError or SafetensorError.
-    """
+    """Writes the policy with these weights in Hugging Face format. `companions`: of `files_of`."""
     policy.model.save_pretrained(folder, state_dict=weights)
     config = copy.deepcopy(policy.model.config)
     config.dtype = policy.dtype  # save_pretrained wrote that of the fp32 masters
@@ -277,7 +269,7 @@ def load(folder: Path, policy: Policy, optimizer: Optimizer) -> State:
 
 
 def shards_of(policy: Policy, optimizer: Optimizer) -> dict[str, dict[str, object]]:
-    """What is trained, and its optimizer state. With LoRA a resume reads the rest, the base model, from --model."""
+    """What is trained, and its optimizer state. With LoRA the rest is read from --model again."""
     parameters, state = get_state_dict(policy, optimizer)
     for name, parameter in policy.named_parameters(remove_duplicate=False):  # of a tied one both names
         if not parameter.requires_grad:

@@ -62,10 +62,7 @@ def _text(value: object, name: str) -> str:
 
 
 def _spelled_messages(value: object, name: str) -> object:
-    """The messages that a text spells as JSON or Python; any other value as it is.
-
-    Raises UnusableRow for what seems to spell messages, but otherwise, as NumPy prints them.
-    """
+    """The messages that a text spells as JSON or Python, not NumPy; any other value as it is."""
     form = r"\s*(array\()?[\s\[]*\{.*['\"]role['\"]\s*:.*[\]})]\s*"
     if not isinstance(value, str) or not re.fullmatch(form, value, re.DOTALL):
         return value
@@ -238,9 +235,7 @@ def hinted_ids(record: Record, form: PromptFormat, tokenizer: Tokenizer, column:
 
 
 def make_row(record: Record, prompt_format: PromptFormat, tokenizer: Tokenizer, vision: Vision | None = None) -> Row:
-    """The row of a record. Raises UnusableRow for a value that is no prompt, answer or image; ValueError for a column
-    that is not there.
-    """
+    """The row of a record. Raises UnusableRow for a value, ValueError for a missing column."""
     where, columns, folder = record
     column = prompt_format.prompt_column
     messages = _messages(_look_up(record, column, "--prompt_column"), f"column {column!r}", prompt_format)
@@ -361,9 +356,7 @@ class PromptData:
         return np.concatenate(orders)[start : start + count]
 
     def describe(self, all_in: str = "") -> list[str]:
-        """Lines for the console: rows used, dropped, excluded. `all_in`: the file that lists all of the latter; without
-        one they are all listed here, else five of them.
-        """
+        """Lines for the console. Of the excluded rows all, or five and the file `all_in`."""
         dropped = f"{self.num_too_long} dropped (too many tokens), {len(self.excluded)} excluded"
         lines = [f"data {self.name}: {len(self.rows)} rows; {dropped}"]
         listed = self.excluded[:5] if all_in else self.excluded

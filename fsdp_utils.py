@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -94,10 +95,7 @@ def is_engine_leader_process(tp_size: int) -> bool:
 
 
 def init_world(tp_size: int, timeout_minutes: float, shard_ranks: int | None = None, has_engines: bool = True) -> World:
-    """Joins the process group and returns this process's place: gloo on CPU, NCCL on CUDA (gloo for its CPU tensors).
-
-    A collective that waits longer than `timeout_minutes` raises.
-    """
+    """Joins the process group and returns this process's place: gloo on CPU, NCCL on CUDA."""
     if "RANK" not in os.environ:  # plain `python train_grpo.py`: a world of one
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     if torch.cuda.is_available():
@@ -243,15 +241,13 @@ def full_tensor(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 
 def full_tensors(parameters: Iterable[tuple[Tensor, torch.dtype]]) -> Iterator[Tensor]:
     """The whole of each parameter in its dtype, in turn; while the caller uses one, the next one is gathered."""
-    finish = None
+    begun: deque[Callable[[], Tensor]] = deque()  # popped: the caller alone holds the result
     for parameter, dtype in parameters:
-        finish_next = begin_gather(parameter, dtype)
-        if finish is not None:
-            yield finish()
-        finish = finish_next
-        del finish_next  # nothing is held by two names
-    if finish is not None:
-        yield finish()
+        begun.append(begin_gather(parameter, dtype))
+        if len(begun) > 1:
+            yield begun.popleft()()
+    if begun:
+        yield begun.popleft()()
 
 
 def begin_gather(parameter: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:

@@ -23,7 +23,6 @@ GIB = 2**30
 DRIVER = Path("/proc/driver/nvidia")  # what it says of itself
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 LIMITS = ("memory.max", "memory.limit_in_bytes")  # of control groups, of versions 2 and 1
-OLDEST_CARD = (8, 0)  # compute capability: Ampere, the first with bfloat16 and FlashAttention 2
 
 
 def check_launch(tp_size: int, dtype: str, gpu_memory_utilization: float, others: int = 0) -> None:
@@ -55,10 +54,11 @@ def check_server(tp_size: int, gpu_memory_utilization: float) -> bool:
 
 
 def usable_gpus() -> int:
-    """The number of GPUs that this process sees. Raises ValueError if torch or vLLM's kernels cannot use them."""
+    """The number of GPUs that this process sees. Raises ValueError if it could not use them."""
     num_gpus, num_installed = torch.cuda.device_count(), len(list(DRIVER.glob("gpus/*")))
-    if torch.version.cuda and os.environ.get("CUDA_VISIBLE_DEVICES") != "" and (num_gpus or num_installed):
-        check_driver(num_gpus or num_installed)  # the latter: it has some, but answers nobody
+    is_hidden = not torch.version.cuda or os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    if num_gpus or (num_installed and not is_hidden):  # the latter: the driver has some, but answers nobody
+        check_driver(num_gpus or num_installed)
         check_compiler()
     return num_gpus
 
@@ -99,7 +99,7 @@ def check_compiler() -> None:
 def check_gpu(index: int, world_size: int, gpu_memory_utilization: float) -> None:
     """Raises ValueError if this rank's GPU is too old, a slice that NCCL cannot connect, or taken by others."""
     name, (major, minor) = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
-    if (major, minor) < OLDEST_CARD:
+    if (major, minor) < (8, 0):
         wrong = f"GPU {index} ({name}) has compute capability {major}.{minor}"
         raise ValueError(f"{wrong}; bfloat16 and FlashAttention need 8.0 (Ampere) or newer.")
     if " MIG " in name and world_size > 1:

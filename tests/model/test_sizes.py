@@ -35,10 +35,8 @@ def check(config: PretrainedConfig, tensor_parallel_size: int = 1) -> None:
     ("mine", ["step_9", "final"], "--model 'mine' is the folder of a run, not of a model; its policy is mine/final."),
     ("mine/", ["step_9", "step_10"], "its policy is mine/step_10."),
     ("mine", [], "not of a model; it has saved no policy yet."),
-    ("mine/step_9/trainer", ["step_9"], "has no config.json; its policy is mine/step_9."),
-    ("mine/checkpoints/step_9", ["step_9"], "; its policy is mine/step_9."),
-    ("mine/step_8", ["step_9", "final"], "; its policy is mine/final."),
-    ("mine/final", ["step_9"], "; its policy is mine/step_9."),
+    ("mine/step_9/trainer", ["step_9"], "is no folder with a model: it has no config.json."),
+    ("mine/step_8", ["step_9", "final"], "no such folder (FOLDER/mine/step_8)"),
     ("./absent", [], "no such folder (FOLDER/absent), and not of the form of a hub id (owner/name)."),
     ("mine/step_9", ["step_9"], None),
     ("Qwen/Qwen2.5-7B", [], None),
@@ -184,12 +182,13 @@ def test_rotary_angles_that_change_with_the_batch_are_refused():
         check(Qwen2Config(max_position_embeddings=4096, rope_parameters=rope))
 
 
-def test_dry_run_training_and_evaluation_refuse_them_alike(tmp_path, monkeypatch):
+def test_dry_run_training_and_evaluation_refuse_them_alike(tmp_path, monkeypatch, capsys):
     AutoConfig.for_model("qwen3_moe").save_pretrained(tmp_path)
     args = flags(model=tmp_path)
     for attempt in (dry_run, load_inputs):
         with pytest.raises(ValueError, match=r"\(qwen3_moe\) has 128 experts"):
             attempt(args)
     monkeypatch.setattr(sys, "argv", ["evaluate.py", "--model", str(tmp_path), "--data", "d"])
-    with pytest.raises(SystemExit, match=r"\(qwen3_moe\) has 128 experts"):
+    with pytest.raises(SystemExit):
         evaluate.main()
+    assert "(qwen3_moe) has 128 experts" in capsys.readouterr().err

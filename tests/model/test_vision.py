@@ -255,7 +255,6 @@ def test_grey_values_that_are_no_numbers_are_refused(value):
 
 @pytest.mark.parametrize(("changes", "words"), [
     ({"max_pixels": 3000}, ["--max_pixels 3000", "at least 3136"]),
-    ({"max_pixels": 40 * 28 * 28}, ["--max_pixels 31360", "--max_prompt_tokens 40", "it has 40"]),
     ({"max_completion_tokens": 1000, "micro_batch_tokens": 2000},
      ["--max_prompt_tokens 40", "beyond the context", "1024 tokens", "by 16"]),
     ({"train_data": "cut.parquet"}, ["no row can be used", "column 'images' cannot be read as an image"]),

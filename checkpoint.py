@@ -264,14 +264,14 @@ def load(folder: Path, policy: Policy, optimizer: Optimizer) -> State:
     except CheckpointException as error:
         raise DiskError(f"{folder} cannot be loaded: {reason(error)}") from error
     parts = {"model_state_dict": shards["model"], "optim_state_dict": shards["optimizer"]}
-    set_state_dict(policy, optimizer, **parts, options=StateDictOptions(strict=False))  # what is frozen stays
+    set_state_dict(policy, optimizer, **parts, options=StateDictOptions(strict=False))  # frozen ones stay
     return json.loads((folder / "trainer" / "progress.json").read_text("utf-8"))
 
 
 def shards_of(policy: Policy, optimizer: Optimizer) -> dict[str, dict[str, object]]:
     """What is trained, and its optimizer state. With LoRA the rest is read from --model again."""
     parameters, state = get_state_dict(policy, optimizer)
-    for name, parameter in policy.named_parameters(remove_duplicate=False):  # of a tied one both names
+    for name, parameter in policy.named_parameters(remove_duplicate=False):  # tied: both names
         if not parameter.requires_grad:
             parameters.pop(name, None)
     return {"model": parameters, "optimizer": state}

@@ -103,22 +103,19 @@ def _answer(value: object, name: str, several: str) -> str:
         raise UnusableRow(f"{name}: {error}") from None
 
 
-def _place_images(messages: Messages, num_images: int) -> Messages:
+def _place_images(messages: Messages, num_images: int) -> None:
     """Each `<image>` in the user's texts becomes an image part. Without any, the images come first in the last text."""
     num_markers = sum(message["content"].count(IMAGE) for message in messages if message["role"] == "user")
     if num_markers not in (0, num_images):
         hint = "" if num_images else "; --image_column names their column"
         raise UnusableRow(f"{num_markers} {IMAGE} in the text, but {num_images or 'no'} images{hint}")
     if not num_markers:
-        messages = [*messages[:-1], messages[-1] | {"content": IMAGE * num_images + messages[-1]["content"]}]
-    placed = []
+        messages[-1]["content"] = IMAGE * num_images + messages[-1]["content"]
     for message in messages:
         if message["role"] == "user" and IMAGE in message["content"]:
             pieces = [piece for piece in re.split(f"({IMAGE})", message["content"]) if piece]
             parts = [{"type": "image"} if piece == IMAGE else {"type": "text", "text": piece} for piece in pieces]
-            message = message | {"content": parts}
-        placed.append(message)
-    return placed
+            message["content"] = parts
 
 
 def render(messages: Messages, prompt_format: PromptFormat, tokenizer: Tokenizer, continues: bool = True) -> str:
@@ -256,7 +253,7 @@ def make_row(record: Record, prompt_format: PromptFormat, tokenizer: Tokenizer, 
         except UnreadableImage as error:
             raise UnusableRow(f"column {column!r} cannot be read as an image ({str(error)[:200]})") from None
         columns = {name: value for name, value in columns.items() if name != column}  # each reward call would carry it
-    messages = _place_images(messages, len(encoded))
+    _place_images(messages, len(encoded))
     text = render(messages, prompt_format, tokenizer)
     # A chat template writes its own special tokens; a bare prompt gets the tokenizer's, unless it begins with the BOS.
     has_special_tokens = prompt_format.prompt_format == "chat" or text.startswith(tokenizer.bos_token or "\0")

@@ -81,7 +81,8 @@ class World:
         samplers = engines if self.has_engines else "generation servers"
         copies = self.num_trainers // (self.shard_ranks or self.num_trainers)
         replicas = f", {copies} copies of the policy" if copies > 1 else ""
-        return f"{self.num_trainers} rank{'s' * (self.num_trainers > 1)} on {self.device.type}{replicas}, {samplers}"
+        ranks = f"{self.num_trainers} rank{'s' * (self.num_trainers > 1)}"
+        return f"{ranks} on {self.device.type}{replicas}, {samplers}"
 
 
 def is_main_process() -> bool:

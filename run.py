@@ -54,7 +54,7 @@ def open_run_folder(out_dir: Path, config: dict[str, object], free: set[str], in
     has, under whatever path. A folder in which no step was trained takes any flags: its first start may have failed for
     lack of memory.
 
-    Raises ValueError if the folder cannot be written, is in use, or holds something else. It is left as it was.
+    Raises ValueError if the folder cannot be written, is in use, or holds something else: it stays as it is.
     """
     where = f"--out_dir {str(out_dir)!r}"
     try:
@@ -113,8 +113,8 @@ def _held(name: str, value: object, inputs: dict[str, str]) -> object:
         return value
     if name == "reward":
         value = re.sub(r"\s|:\s*\+?1(\.0*)?(?=\s*(,|$))", "", value)
-    own_file = re.compile(r"[^:,]+\.py(?=:)")
-    return own_file.sub(lambda own: inputs.get(str(Path(own[0].strip())), own[0]), value)
+    # A file of one's own, before the name of a function.
+    return re.sub(r"[^:,]+\.py(?=:)", lambda x: inputs.get(str(Path(x[0].strip())), x[0]), value)
 
 
 @dataclass
@@ -341,7 +341,7 @@ def _own_files(inputs: Iterable[str]) -> str:
 
 
 def _git(*arguments: str, folder: str = "") -> str:
-    """Returns what git says of this folder, by default the code's; "" without git, or in an archive."""
+    """Returns what git says of this folder, by default the code's; "" without git or a repository."""
     git = shutil.which("git")
     command = [git, "-C", folder or str(Path(__file__).parent), *arguments]
     said = subprocess.run(command, capture_output=True, check=False).stdout if git else b""

@@ -28,10 +28,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
-    """Raises ValueError for flags out of range, without effect, or in contradiction; see also `algorithm_of`.
-
-    `num_ranks`: by default those that were started.
-    """
+    """Raises ValueError for flags out of range, without effect, or in contradiction; see also `algorithm_of`."""
     check_ranges(args, GROUPS)
     check_path(args.model)
     gpu_figures(args.plan_gpu)  # raises for one that is not known

@@ -57,7 +57,7 @@ def usable_gpus() -> int:
     """The number of GPUs that this process sees. Raises ValueError if it could not use them."""
     num_gpus, num_installed = torch.cuda.device_count(), len(list(DRIVER.glob("gpus/*")))
     is_hidden = not torch.version.cuda or os.environ.get("CUDA_VISIBLE_DEVICES") == ""
-    if num_gpus or (num_installed and not is_hidden):  # the latter: the driver has some, but answers nobody
+    if num_gpus or (num_installed and not is_hidden):  # the driver has some, but answers nobody
         check_driver(num_gpus or num_installed)
         check_compiler()
     return num_gpus

@@ -86,7 +86,7 @@ def check_folder(path: Path, read: list[Path]) -> None:
 
 
 def read_json_file(path: Path) -> list[Record]:
-    """The rows of a .jsonl file, an object per line, or of a .json file: also an array or one object.
+    """The rows of a .jsonl file (an object per line) or a .json file (also an array, or one object).
 
     Raises ValueError with file and line. `datasets` does not read these files: it guesses one type per column, so ISO
     dates become timestamps and 1 beside 2.5 becomes 1.0 (no completion equals that), and its errors name no line.

@@ -46,16 +46,17 @@ def check_path(path: str) -> None:
     """Raises FileNotFoundError if a model is neither in a folder nor can be on the hub. Asks nobody."""
     folder, is_like_hub_id = Path(path), re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path)
     config = folder / "config.json"
+    given = f"--model {path!r}"
     if folder.is_dir() and not config.exists():
-        raise FileNotFoundError(f"--model {path!r} is no folder with a model: it has no config.json.")
+        raise FileNotFoundError(f"{given} is no folder with a model: it has no config.json.")
     if config.exists() and '"out_dir":' in config.read_text("utf-8", errors="replace"):  # by a run
         newest_first = sorted(folder.glob("step_*"), key=lambda each: -each.stat().st_mtime)
         saved = [each for each in (folder / "final", *newest_first) if each.exists()]
         policy = f"its policy is {saved[0]}" if saved else "it has saved no policy yet"
-        raise FileNotFoundError(f"--model {path!r} is the folder of a run, not of a model; {policy}.")
+        raise FileNotFoundError(f"{given} is the folder of a run, not of a model; {policy}.")
     if not folder.exists() and (not is_like_hub_id or (folder.parent.name and folder.parent.is_dir())):
         wrong = f"no such folder ({folder.absolute()}), and not of the form of a hub id (owner/name)"
-        raise FileNotFoundError(f"--model {path!r}: {wrong}.")
+        raise FileNotFoundError(f"{given}: {wrong}.")
 
 
 @cache
@@ -139,9 +140,9 @@ def check_context(path: str, config: PretrainedConfig, limits: tuple[int, int]) 
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
     window = "sliding_attention" in kinds and getattr(config, "sliding_window", None)
     if window and getattr(config, "use_sliding_window", True) and window < longest:
-        given = f"its sliding-window attention of {window} tokens is not supported for sequences of up to {longest}"
+        wrong = f"its sliding-window attention of {window} tokens is not supported for {longest} tokens"
         keep = "keep --max_prompt_tokens + --max_completion_tokens within the window"
-        raise ValueError(f"--model {path}: {given}; {keep}, or use another model.")
+        raise ValueError(f"--model {path}: {wrong}; {keep}, or use another model.")
 
 
 def check_parallel(config: PretrainedConfig, size: int) -> None:

@@ -63,14 +63,11 @@ class PromptImages:
     vision: Vision
 
     @property
-    def num_tokens(self) -> list[int]:
-        return [height * width // self.vision.merge_size**2 for _, height, width in self.grids]
-
-    @property
     def prompt(self) -> np.ndarray:
         """The prompt as the model sees it: as many tokens for an image as it has embeddings."""
-        counts = np.ones(len(self.template_ids), dtype=np.int64)
-        counts[self.template_ids == self.vision.image_token] = self.num_tokens
+        counts, merged = np.ones(len(self.template_ids), dtype=np.int64), self.vision.merge_size**2
+        num_tokens = [height * width // merged for _, height, width in self.grids]
+        counts[self.template_ids == self.vision.image_token] = num_tokens
         return np.repeat(self.template_ids, counts)
 
     def is_image(self) -> np.ndarray:

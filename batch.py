@@ -298,8 +298,8 @@ def _segments(rollout: Rollout, indices: list[int], group_size: int) -> tuple[Se
 
 def shared_positions(rollout: Rollout, b: int) -> int:
     """Positions that sequence b can share: the prompt without its last token; none if that is part of an image."""
-    images = rollout.rows[b].images
-    return 0 if images is not None and images.ends_with_image else rollout.first_position(b)
+    images = rollout.rows[b].images  # whose tokens have to stay together
+    return 0 if images is not None and images.is_image()[-1] else rollout.first_position(b)
 
 
 def packed(segments: tuple[Segment, ...], of_sequence: Callable[[Segment], np.ndarray]) -> Tensor:

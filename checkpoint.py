@@ -26,27 +26,17 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.optim import Optimizer
 from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 from batch import State
 from flags import Saving
 from fsdp_utils import World, gather_from_ranks, wait_for_all
-from guards.files import (
-    Checksums,
-    DiskError,
-    cause,
-    checkpoints,
-    checksums,
-    flush,
-    free_space,
-    tolerated,
-    verify,
-    write_list,
-)
+from guards import files
+from guards.files import Checksums, DiskError, cause, checkpoints, free_space, tolerated
 from guards.progress import progress
-from guards.shards import ShardPlanner, ShardReader, verify_metadata
+from guards.shards import ShardPlanner, ShardReader
 from guards.stall import beat
 from guards.start import RunError
 from policy import Policy
@@ -73,10 +63,8 @@ def latest(out_dir: Path, world: World, say: Callable[[str], None]) -> tuple[int
         step, folder = gather_from_ranks([(0, None), *checkpoints(out_dir)][-1])[0]
         if folder is None:
             break
-        wrong = verify(folder, folder / LIST, world.trainer_rank, world.num_trainers)
-        if world.is_main and not wrong:
-            wrong = verify_metadata(folder)
-        wrong = [text for texts in gather_from_ranks(wrong) for text in texts]
+        wrong = files.verify(folder, folder / LIST, world.trainer_rank, world.num_trainers)
+        wrong = sum(gather_from_ranks(wrong), [])
         if not wrong:
             return step, folder
         if world.is_main:
@@ -110,17 +98,12 @@ def best_checkpoint(out_dir: Path, metric: str) -> Path | None:
     return max(values, key=values.get, default=None)
 
 
-def point(link: Path, folder: Path) -> None:
+def set_link(link: Path, folder: Path) -> None:
     """Makes the link, which stands beside the folder, point to it."""
     unfinished = link.with_name(f".{link.name}")
     unfinished.unlink(missing_ok=True)
     unfinished.symlink_to(folder.name)
     unfinished.replace(link)
-
-
-def link_final(out_dir: Path, step: int) -> None:
-    """Points OUT_DIR/final at the checkpoint of `step`."""
-    point(out_dir / "final", out_dir / f"step_{step}")
 
 
 # Save ----------------------------------------------------------------------------------------------------------------
@@ -167,16 +150,14 @@ class Writer:
     def _save(self, step: int, policy: Policy, optimizer: Optimizer, state: State) -> None:
         """Raises DiskError on all ranks."""
         unfinished = self.out_dir / f"unfinished_step_{step}"
-        parameters, optimizer_state = get_state_dict(policy, optimizer)
-        shards = {"model": without_frozen(policy, parameters), "optimizer": optimizer_state}
-        weights = gather_weights(policy, self.world)
+        shards, weights = shards_of(policy, optimizer), gather_weights(policy, self.world)
         beat("writes the checkpoint")
         self._remove_unfinished()  # what a kill left
         self._together(lambda: unfinished.mkdir() if self.world.is_main else None)
         self._together(lambda: policy.save_adapter(unfinished / "adapter", self.world))
         self._together(lambda: dcp.save(shards, checkpoint_id=unfinished / "trainer"))
         own = (unfinished / "trainer").glob(f"__{self.world.trainer_rank}_*")  # as `dcp` names them
-        sums = self._together(lambda: checksums(unfinished, own))
+        sums = self._together(lambda: files.checksums(unfinished, own))
         self._together(lambda: self._complete(unfinished, policy, weights, state, sums))
 
     def _together(self, work: Callable[[], Result]) -> list[Result]:
@@ -210,19 +191,19 @@ class Writer:
             file.chmod((unfinished / "config.json").stat().st_mode)
         (unfinished / "trainer" / "progress.json").write_text(json.dumps(state) + "\n", "utf-8")
         known = {name: each for part in sums for name, each in part.items()}
-        files = {str(file.relative_to(unfinished)): file for file in unfinished.rglob("*") if file.is_file()}
-        rest = [files[name] for name in sorted(files.keys() - known.keys())]
-        write_list(unfinished, unfinished / LIST, known | checksums(unfinished, rest))
+        rest = [file for file in sorted(unfinished.rglob("*")) if file.is_file()]
+        rest = [file for file in rest if str(file.relative_to(unfinished)) not in known]
+        files.write_list(unfinished, unfinished / LIST, known | files.checksums(unfinished, rest))
         unfinished.rename(self.out_dir / unfinished.name.removeprefix("unfinished_"))
         with tolerated(str(self.out_dir / "best"), ValueError):  # the checkpoint is whole, whatever happens now
-            flush(self.out_dir)
+            files.flush(self.out_dir)
             self._remove_old()
 
     def _remove_old(self) -> None:
         """Removes the oldest beyond --keep_checkpoints, but not the best one, nor the one that `final` points to."""
         protected, keep = {(self.out_dir / "final").resolve().name}, self.saving.keep_checkpoints
         if self.saving.keep_best and (best := best_checkpoint(self.out_dir, self.saving.keep_best)):
-            point(self.out_dir / "best", best)
+            set_link(self.out_dir / "best", best)
             protected.add(best.name)
         for _, old in checkpoints(self.out_dir)[: -keep if keep else 0]:
             if old.name not in protected:
@@ -254,15 +235,12 @@ def files_of(companions: Companions) -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as folder:
         for each in companions:
             each.save_pretrained(folder)
-        files = [file for file in Path(folder).rglob("*") if file.is_file()]
-        return {str(file.relative_to(folder)): file.read_bytes() for file in files}
+        found = [file for file in Path(folder).rglob("*") if file.is_file()]
+        return {str(file.relative_to(folder)): file.read_bytes() for file in found}
 
 
 def export(policy: Policy, weights: Weights, companions: dict[str, bytes], folder: Path) -> None:
-    """Writes the policy with these weights in Hugging Face format. `companions`: of `files_of`.
-
-    Raises OSError or SafetensorError.
-    """
+    """Writes the policy with these weights in Hugging Face format. `companions`: of `files_of`."""
     policy.model.save_pretrained(folder, state_dict=weights)
     config = copy.deepcopy(policy.model.config)
     config.dtype = policy.dtype  # save_pretrained wrote that of the fp32 masters
@@ -280,20 +258,20 @@ def load(folder: Path, policy: Policy, optimizer: Optimizer) -> State:
 
     Raises DiskError for shards that are not of this policy and optimizer, or hold anything but numbers.
     """
-    parameters, optimizer_state = get_state_dict(policy, optimizer)
-    shards = {"model": without_frozen(policy, parameters), "optimizer": optimizer_state}
+    shards = shards_of(policy, optimizer)
     try:
         dcp.load(shards, storage_reader=ShardReader(folder / "trainer"), planner=ShardPlanner())
     except CheckpointException as error:
-        first = next(iter(error.failures.values()))[0]
-        raise DiskError(f"{folder} cannot be loaded: {cause(first)}") from error
-    everything = parameters | shards["model"]
-    set_state_dict(policy, optimizer, model_state_dict=everything, optim_state_dict=shards["optimizer"])
+        raise DiskError(f"{folder} cannot be loaded: {reason(error)}") from error
+    parts = {"model_state_dict": shards["model"], "optim_state_dict": shards["optimizer"]}
+    set_state_dict(policy, optimizer, **parts, options=StateDictOptions(strict=False))  # frozen ones stay
     return json.loads((folder / "trainer" / "progress.json").read_text("utf-8"))
 
 
-def without_frozen(policy: Policy, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The parameters that are trained. With LoRA the others are the base model, which a resume reads from --model."""
-    named = policy.named_parameters(remove_duplicate=False)
-    frozen = {name for name, parameter in named if not parameter.requires_grad}
-    return {name: value for name, value in parameters.items() if name not in frozen}
+def shards_of(policy: Policy, optimizer: Optimizer) -> dict[str, dict[str, object]]:
+    """What is trained, and its optimizer state. With LoRA the rest is read from --model again."""
+    parameters, state = get_state_dict(policy, optimizer)
+    for name, parameter in policy.named_parameters(remove_duplicate=False):  # tied: both names
+        if not parameter.requires_grad:
+            parameters.pop(name, None)
+    return {"model": parameters, "optimizer": state}

@@ -62,10 +62,7 @@ def _text(value: object, name: str) -> str:
 
 
 def _spelled_messages(value: object, name: str) -> object:
-    """The messages that a text spells as JSON or Python; any other value as it is.
-
-    Raises UnusableRow for what seems to spell messages, but otherwise, as NumPy prints them.
-    """
+    """The messages that a text spells as JSON or Python, not NumPy; any other value as it is."""
     form = r"\s*(array\()?[\s\[]*\{.*['\"]role['\"]\s*:.*[\]})]\s*"
     if not isinstance(value, str) or not re.fullmatch(form, value, re.DOTALL):
         return value
@@ -106,22 +103,19 @@ def _answer(value: object, name: str, several: str) -> str:
         raise UnusableRow(f"{name}: {error}") from None
 
 
-def _place_images(messages: Messages, num_images: int) -> Messages:
+def _place_images(messages: Messages, num_images: int) -> None:
     """Each `<image>` in the user's texts becomes an image part. Without any, the images come first in the last text."""
     num_markers = sum(message["content"].count(IMAGE) for message in messages if message["role"] == "user")
     if num_markers not in (0, num_images):
         hint = "" if num_images else "; --image_column names their column"
         raise UnusableRow(f"{num_markers} {IMAGE} in the text, but {num_images or 'no'} images{hint}")
     if not num_markers:
-        messages = [*messages[:-1], messages[-1] | {"content": IMAGE * num_images + messages[-1]["content"]}]
-    placed = []
+        messages[-1]["content"] = IMAGE * num_images + messages[-1]["content"]
     for message in messages:
         if message["role"] == "user" and IMAGE in message["content"]:
             pieces = [piece for piece in re.split(f"({IMAGE})", message["content"]) if piece]
             parts = [{"type": "image"} if piece == IMAGE else {"type": "text", "text": piece} for piece in pieces]
-            message = message | {"content": parts}
-        placed.append(message)
-    return placed
+            message["content"] = parts
 
 
 def render(messages: Messages, prompt_format: PromptFormat, tokenizer: Tokenizer, continues: bool = True) -> str:
@@ -238,9 +232,7 @@ def hinted_ids(record: Record, form: PromptFormat, tokenizer: Tokenizer, column:
 
 
 def make_row(record: Record, prompt_format: PromptFormat, tokenizer: Tokenizer, vision: Vision | None = None) -> Row:
-    """The row of a record. Raises UnusableRow for a value that is no prompt, answer or image; ValueError for a column
-    that is not there.
-    """
+    """The row of a record. Raises UnusableRow for a value, ValueError for a missing column."""
     where, columns, folder = record
     column = prompt_format.prompt_column
     messages = _messages(_look_up(record, column, "--prompt_column"), f"column {column!r}", prompt_format)
@@ -261,7 +253,7 @@ def make_row(record: Record, prompt_format: PromptFormat, tokenizer: Tokenizer, 
         except UnreadableImage as error:
             raise UnusableRow(f"column {column!r} cannot be read as an image ({str(error)[:200]})") from None
         columns = {name: value for name, value in columns.items() if name != column}  # each reward call would carry it
-    messages = _place_images(messages, len(encoded))
+    _place_images(messages, len(encoded))
     text = render(messages, prompt_format, tokenizer)
     # A chat template writes its own special tokens; a bare prompt gets the tokenizer's, unless it begins with the BOS.
     has_special_tokens = prompt_format.prompt_format == "chat" or text.startswith(tokenizer.bos_token or "\0")
@@ -361,9 +353,7 @@ class PromptData:
         return np.concatenate(orders)[start : start + count]
 
     def describe(self, all_in: str = "") -> list[str]:
-        """Lines for the console: rows used, dropped, excluded. `all_in`: the file that lists all of the latter; without
-        one they are all listed here, else five of them.
-        """
+        """Lines for the console. Of the excluded rows all, or five and the file `all_in`."""
         dropped = f"{self.num_too_long} dropped (too many tokens), {len(self.excluded)} excluded"
         lines = [f"data {self.name}: {len(self.rows)} rows; {dropped}"]
         listed = self.excluded[:5] if all_in else self.excluded

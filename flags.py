@@ -75,7 +75,7 @@ GROUPS["prompts"] = [
          choices=("any", "all")),
     flag("--image_column", str, "column of the images, one or a list: files, relative to the data, or encoded bytes"),
     flag("--max_pixels", int, "larger images are scaled down to this many pixels; default: the processor's limit",
-         (1, INF)),
+         (1, INF), only_with="--image_column"),
     flag("--prompt_format", "chat", "chat: by the model's chat template; raw: the text as it is",
          choices=("chat", "raw")),
     flag("--template_args", [str], "variables of the chat template, NAME=VALUE each: enable_thinking=false"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -38,8 +39,8 @@ class World:
     With generation servers all ranks count as one engine, whose leader is the main rank.
     """
 
-    rank: int  # `rank` and `size` are for this file alone; other files say whether they mean trainers or engines
-    size: int
+    trainer_rank: int
+    num_trainers: int
     tp_size: int
     device: torch.device
     shard_ranks: int | None = None  # consecutive ranks that share one copy of the policy; None: all
@@ -49,9 +50,9 @@ class World:
     @cached_property
     def mesh(self) -> DeviceMesh:
         """All trainers. Parameters are sharded along the last dimension and replicated along the first (HSDP)."""
-        if self.shard_ranks in (None, self.size):
-            return init_device_mesh(self.device.type, (self.size,))
-        shape = self.size // self.shard_ranks, self.shard_ranks
+        if self.shard_ranks in (None, self.num_trainers):
+            return init_device_mesh(self.device.type, (self.num_trainers,))
+        shape = self.num_trainers // self.shard_ranks, self.shard_ranks
         mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
         for group in mesh.get_all_groups() if self.timeout else ():  # they do not take over that of the whole
             _set_pg_timeout(self.timeout, group)
@@ -59,36 +60,29 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        return self.rank == 0
-
-    @property
-    def trainer_rank(self) -> int:
-        return self.rank
-
-    @property
-    def num_trainers(self) -> int:
-        return self.size
+        return self.trainer_rank == 0
 
     @property
     def engine_index(self) -> int:
-        return self.rank // self.tp_size
+        return self.trainer_rank // self.tp_size
 
     @property
     def num_engines(self) -> int:
-        return self.size // self.tp_size
+        return self.num_trainers // self.tp_size
 
     @property
     def is_engine_leader(self) -> bool:
         """True on one rank per engine; the other ranks of the engine sample the same completions."""
-        return self.rank % self.tp_size == 0
+        return self.trainer_rank % self.tp_size == 0
 
     def describe(self) -> str:
         """For example: 16 ranks on cuda, 2 copies of the policy, 8 engines of 2."""
         engines = f"{self.num_engines} engine{'s' * (self.num_engines > 1)} of {self.tp_size}"
         samplers = engines if self.has_engines else "generation servers"
-        copies = self.size // (self.shard_ranks or self.size)
+        copies = self.num_trainers // (self.shard_ranks or self.num_trainers)
         replicas = f", {copies} copies of the policy" if copies > 1 else ""
-        return f"{self.size} rank{'s' * (self.size > 1)} on {self.device.type}{replicas}, {samplers}"
+        ranks = f"{self.num_trainers} rank{'s' * (self.num_trainers > 1)}"
+        return f"{ranks} on {self.device.type}{replicas}, {samplers}"
 
 
 def is_main_process() -> bool:
@@ -102,10 +96,7 @@ def is_engine_leader_process(tp_size: int) -> bool:
 
 
 def init_world(tp_size: int, timeout_minutes: float, shard_ranks: int | None = None, has_engines: bool = True) -> World:
-    """Joins the process group and returns this process's place: gloo on CPU, NCCL on CUDA (gloo for its CPU tensors).
-
-    A collective that waits longer than `timeout_minutes` raises.
-    """
+    """Joins the process group and returns this process's place: gloo on CPU, NCCL on CUDA."""
     if "RANK" not in os.environ:  # plain `python train_grpo.py`: a world of one
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     if torch.cuda.is_available():
@@ -251,15 +242,13 @@ def full_tensor(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 
 def full_tensors(parameters: Iterable[tuple[Tensor, torch.dtype]]) -> Iterator[Tensor]:
     """The whole of each parameter in its dtype, in turn; while the caller uses one, the next one is gathered."""
-    finish = None
+    begun: deque[Callable[[], Tensor]] = deque()  # popped: the caller alone holds the result
     for parameter, dtype in parameters:
-        finish_next = begin_gather(parameter, dtype)
-        if finish is not None:
-            yield finish()
-        finish = finish_next
-        del finish_next  # nothing is held by two names
-    if finish is not None:
-        yield finish()
+        begun.append(begin_gather(parameter, dtype))
+        if len(begun) > 1:
+            yield begun.popleft()()
+    if begun:
+        yield begun.popleft()()
 
 
 def begin_gather(parameter: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:

@@ -106,10 +106,7 @@ def idle_share(batches: list[Batch], parity_length: float, world: World) -> floa
 
 
 def lag_metrics(trained: Rollout) -> Metrics:
-    """How many steps the weights that sampled the trained tokens are behind; {} where they cannot be.
-
-    Also the share of these tokens that are older than the step, and of completions from the weights of several steps.
-    """
+    """How many steps the weights that sampled are behind; {} where they cannot be."""
     if trained.lags is None:
         return {}
     lags_B = trained.of_sampled(trained.lags)
@@ -129,6 +126,8 @@ def merge_updates(updates: list[Metrics]) -> Metrics:
     merged = {}
     for name in updates[0] if updates else ():
         values = [metrics[name] for metrics in updates]
+        if "_gap_lag_" in name:  # of the updates that have tokens of this lag
+            values = [value for value in values if not math.isnan(value)] or [math.nan]
         if name.endswith("_max"):
             merged[name] = max(values)
         elif name.endswith("_min"):
@@ -137,9 +136,6 @@ def merge_updates(updates: list[Metrics]) -> Metrics:
             merged[name] = sum(values)
         elif name == "optim/lr":
             merged[name] = values[-1]
-        elif "_gap_lag_" in name:  # of the updates that have tokens of this lag
-            there = [value for value in values if not math.isnan(value)]
-            merged[name] = sum(there) / len(there) if there else math.nan
         else:
             merged[name] = sum(values) / len(values)
     return merged

@@ -53,8 +53,8 @@ def open_run_folder(out_dir: Path, config: dict[str, object], free: set[str], in
     A run continues under the flags that it has, except for those in `free`, and with `inputs` (name -> digest) that it
     has, under whatever path. A folder in which no step was trained takes any flags: its first start may have failed for
     lack of memory.
-    Raises ValueError if the folder cannot be written, is in use by another process, or holds something else; then
-    nothing in it is changed.
+
+    Raises ValueError if the folder cannot be written, is in use, or holds something else: it stays as it is.
     """
     where = f"--out_dir {str(out_dir)!r}"
     try:
@@ -66,19 +66,16 @@ def open_run_folder(out_dir: Path, config: dict[str, object], free: set[str], in
     with suppress(OSError, ValueError, TypeError):  # no file, or one that no run wrote: a model has a config.json, too
         content = json.loads(file.read_text("utf-8"))
         found = content if "out_dir" in content else {}
-    if found and ((out_dir / "metrics.jsonl").exists() or checkpoints(out_dir)):
-        _check_same_run(found, config, free, inputs, out_dir)
-        write(file, json.dumps(config, indent=2) + "\n")  # with what may change
-        write(out_dir / INPUTS, json.dumps(inputs, indent=2) + "\n")
-        return lock
     others = sorted(path.name for path in out_dir.iterdir() if not path.name.startswith("."))
     if others and not found:
         (out_dir / ".lock").unlink(missing_ok=True)
-    if (out_dir / "trainer").is_dir():
-        raise ValueError(f"{where} is a checkpoint; to continue its run, name its folder: {out_dir.absolute().parent}.")
-    if others and not found:
-        raise ValueError(f"{where} holds {', '.join(others[:5])} but no config.json of a run; choose another folder.")
-    write(file, json.dumps(config, indent=2) + "\n")
+        wrong = f"holds {', '.join(others[:5])} but no config.json of a run; choose another folder"
+        if "trainer" in others:
+            wrong = f"is a checkpoint; to continue its run, name its folder: {out_dir.absolute().parent}"
+        raise ValueError(f"{where} {wrong}.")
+    if "metrics.jsonl" in others or checkpoints(out_dir):
+        _check_same_run(found, config, free, inputs, out_dir)
+    write(file, json.dumps(config, indent=2) + "\n")  # with what may change
     write(out_dir / INPUTS, json.dumps(inputs, indent=2) + "\n")
     return lock
 
@@ -93,8 +90,8 @@ def _check_same_run(
     """
     before = digests_of(out_dir) or inputs
     found = {name: found.get(name, FLAGS[f"--{name}"].value if f"--{name}" in FLAGS else None) for name in config}
-    then, now = _held(found, before), _held(config, inputs)
-    different = [name for name in sorted(set(config) - free) if then[name] != now[name] and found[name] != config[name]]
+    changed = [name for name in sorted(set(config) - free) if found[name] != config[name]]
+    different = [x for x in changed if _held(x, found[x], before) != _held(x, config[x], inputs)]
     if different:
         listed = "; ".join(f"--{name} {found[name]!r} there, {config[name]!r} now" for name in different)
         way_out = "give the same flags to continue it, or another --out_dir to start afresh"
@@ -107,18 +104,17 @@ def _check_same_run(
         raise ValueError(f"{', '.join(changed)}: not the same as when this run began; {way_out}.")
 
 
-def _held(config: dict[str, object], inputs: dict[str, str]) -> dict[str, object]:
-    """The flags, with the digest of what it holds in the place of a path, and without the weight 1 of a reward."""
-    held = dict(config)
-    for name, value in config.items():
-        if isinstance(value, list):
-            held[name] = [inputs.get(str(each), each) for each in value]
-        if isinstance(value, str):
-            value = inputs.get(f"--{name}", value)
-            held[name] = re.sub(r"[^:,]+\.py(?=:)", lambda own: inputs.get(str(Path(own[0].strip())), own[0]), value)
-        if name == "reward":
-            held[name] = re.sub(r"\s|:\s*\+?1(\.0*)?(?=\s*(,|$))", "", held[name])
-    return held
+def _held(name: str, value: object, inputs: dict[str, str]) -> object:
+    """The value of a flag with digests in the place of paths; of a reward without the weight 1."""
+    if isinstance(value, list):
+        return [inputs.get(str(each), each) for each in value]
+    value = inputs.get(f"--{name}", value)
+    if not isinstance(value, str):
+        return value
+    if name == "reward":
+        value = re.sub(r"\s|:\s*\+?1(\.0*)?(?=\s*(,|$))", "", value)
+    # A file of one's own, before the name of a function.
+    return re.sub(r"[^:,]+\.py(?=:)", lambda x: inputs.get(str(Path(x[0].strip())), x[0]), value)
 
 
 @dataclass
@@ -345,10 +341,7 @@ def _own_files(inputs: Iterable[str]) -> str:
 
 
 def _git(*arguments: str, folder: str = "") -> str:
-    """Returns what git says of this folder, by default the code's; "" without git or a repository.
-
-    An unpacked archive runs, too.
-    """
+    """Returns what git says of this folder, by default the code's; "" without git or a repository."""
     git = shutil.which("git")
     command = [git, "-C", folder or str(Path(__file__).parent), *arguments]
     said = subprocess.run(command, capture_output=True, check=False).stdout if git else b""

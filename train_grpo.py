@@ -41,7 +41,7 @@ def start() -> tuple[Namespace, Algorithm]:
 
 ARGS, ALGORITHM = start() if __name__ == "__main__" else (None, None)  # before the imports that take seconds
 
-from checkpoint import Writer, latest, link_final, load
+from checkpoint import Writer, latest, load, set_link
 from data import PromptData, most_images
 from evaluate import Evaluator
 from flags import (
@@ -120,7 +120,7 @@ def build_sampler(
 def finish(run: Run, step: int) -> None:
     """What a run has beyond its checkpoints: `final`, the curves, the last lines. Safe to repeat, as after a kill."""
     if run.world.is_main:
-        link_final(run.out_dir, step)
+        set_link(run.out_dir / "final", run.out_dir / f"step_{step}")
     run.plot(is_over=True)
     run.finish("done" if step == run.total_steps else f"stopped after step {step}")
     run.judge()

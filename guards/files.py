@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import TextIO
 
@@ -42,19 +43,17 @@ def lock_file(file: Path, where: str) -> TextIO:
     the lock with its process. The file names its holder.
     """
     lock = file.open("a+", encoding="utf-8", errors="backslashreplace")
-    deadline, is_told = time.monotonic() + LOCK_SECONDS, False
-    while True:
+    for seconds in count():
         with suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         lock.seek(0)
         taken = f"{where} is in use by {lock.read().strip() or 'a process that has just begun'}"
-        if time.monotonic() > deadline:
+        if seconds > LOCK_SECONDS:
             lock.close()
             raise ValueError(f"{taken}; end that run, or choose another folder.")
-        if not is_told:
+        if seconds == 0:
             print(f"{taken}; waiting up to {LOCK_SECONDS:g} s for its end", flush=True)
-        is_told = True
         time.sleep(1)
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.ctime()}: {' '.join(sys.argv)}")

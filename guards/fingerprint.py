@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
 from importlib import metadata
@@ -48,16 +48,14 @@ def differences(of_ranks: list[dict[str, str]]) -> str:
 
     What most ranks say counts as right; if as many say something else, what the first of them says.
     """
-    found = []
+    said: dict[int, list[str]] = defaultdict(list)  # of each rank that differs
     for name in dict.fromkeys(name for own in of_ranks for name in own):
         values = [own.get(name, "none") for own in of_ranks]
         common = Counter(values).most_common(1)[0][0]
-        found += [(rank, f"{name} {x} (the others: {common})") for rank, x in enumerate(values) if x != common]
-    said = []
-    for rank in sorted({rank for rank, _ in found}):
-        texts = [text for other, text in found if other == rank]
-        said.append(f"rank {rank} has {', '.join(texts[:4])}")  # the first differences will do
-    return "; ".join(said)
+        for rank in [rank for rank, value in enumerate(values) if value != common]:
+            said[rank].append(f"{name} {values[rank]} (the others: {common})")
+    first = {rank: ", ".join(texts[:4]) for rank, texts in sorted(said.items())}  # these will do
+    return "; ".join(f"rank {rank} has {texts}" for rank, texts in first.items())
 
 
 def digest(pieces: Iterable[np.ndarray | bytes]) -> str:

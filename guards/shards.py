@@ -52,12 +52,3 @@ class ShardPlanner(dcp.DefaultLoadPlanner):
         torch.save(torch.load(value, weights_only=True), checked)
         checked.seek(0)
         super().load_bytes(read_item, checked)
-
-
-def verify_metadata(folder: Path) -> list[str]:
-    """What is wrong with the list of the shards, whatever its checksum says."""
-    try:
-        ShardReader(folder / "trainer").read_metadata()
-    except (pickle.UnpicklingError, OSError, EOFError, AttributeError, LookupError, TypeError, ValueError) as error:
-        return [f"trainer/.metadata: {error}"]
-    return []

@@ -28,10 +28,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
-    """Raises ValueError for flags out of range, without effect, or in contradiction; see also `algorithm_of`.
-
-    `num_ranks`: by default those that were started.
-    """
+    """Raises ValueError for flags out of range, without effect, or in contradiction; see also `algorithm_of`."""
     check_ranges(args, GROUPS)
     check_path(args.model)
     gpu_figures(args.plan_gpu)  # raises for one that is not known
@@ -80,8 +77,6 @@ def of_algorithm(args: argparse.Namespace, flag: SimpleNamespace) -> Iterator[st
         yield f"{flag.old_logprobs} with {flag.rollout_correction}: {twice}; use --rollout_correction none."
     if args.advantage == "maxrl" and (args.kl_in == "reward" or re.search(r"\blength\b|:-", args.reward)):
         yield "--advantage maxrl needs rewards that are not negative; leave out `length`, negative weights and --kl_in."
-    if args.kl_in == "reward" and args.kl_estimator == "k3+":
-        yield "--kl_estimator k3+: only its gradient differs from k3, and --kl_in reward has none; use k3."
     if args.kl_over == "vocabulary" and args.kl_in == "reward":
         yield "--kl_in reward takes the KL of sampled tokens; with --kl_over vocabulary leave it at loss."
     for name in ("kl_estimator", "kl_clamp") if args.kl_over == "vocabulary" else ():

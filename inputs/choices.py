@@ -117,10 +117,7 @@ def describe(args: argparse.Namespace, bound: dict[str, partial]) -> str:
 
 
 def try_out(flag: str, args: argparse.Namespace, function: Callable, needs_gradient: bool) -> tuple[str, ...]:
-    """The names of its own metrics, on a trial: a loss with 7 random tokens, an advantage with a group.
-
-    Raises ValueError if the function fails.
-    """
+    """The names of its own metrics, found on a trial. Raises ValueError if the trial fails."""
     named, size = given(FLAGS[flag], args), args.group_size
     logprobs, old_logprobs, rollout_logprobs, x = torch.randn(4, 7, generator=torch.Generator().manual_seed(0)) - 3.0
     logprobs.requires_grad_()

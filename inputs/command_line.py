@@ -22,6 +22,7 @@ USAGE = "python scripts/launch.py --ranks RANKS train_grpo.py --model MODEL --tr
 DESCRIPTION = """Trains a language model with GRPO on verifiable rewards. One rank per GPU; on CPU, as many as you like.
 One step = one rollout of P prompts x G completions; one update = one optimizer step. Starting the same command again
 continues from the last checkpoint."""
+FREE_TEXTS = ("system_prompt", "prompt_suffix", "stop_tokens")
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -44,16 +45,13 @@ class HelpFormatter(argparse.HelpFormatter):
         return f"{text} (default: %(default)s)" if has_default else text
 
 
-FREE_TEXTS = ("--system_prompt", "--prompt_suffix", "--stop_tokens")
-
-
 class Parser(argparse.ArgumentParser):
     def parse_args(self, *given: list[str] | None) -> argparse.Namespace:
         """The flags. A text that is empty, or with a ~ that the shell has left as it is, ends the process."""
         args = super().parse_args(*given)
         for name, value in vars(args).items():
             for text in value if isinstance(value, list) else [value]:
-                if f"--{name}" not in FREE_TEXTS and re.search(r"^\s*$|^~$|(^|,)~([a-z_][\w.-]*)?/", str(text)):
+                if name not in FREE_TEXTS and re.search(r"^\s*$|^~$|(^|,)~([a-z_][\w.-]*)?/", str(text)):
                     tilde = "the shell leaves a ~ after = and in quotes as it is; write $HOME."
                     self.error(f"--{name} {text!r}: {tilde if '~' in text else 'give a value; is a variable not set?'}")
         return args

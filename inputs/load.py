@@ -141,10 +141,7 @@ def contents_of(data: PromptData) -> Iterator[bytes]:
 def load_model_files(
     args: Namespace, max_completion_tokens: int, today: str
 ) -> tuple[PretrainedConfig, PreTrainedTokenizerBase, Vision | None, Callable[..., list[PromptData]]]:
-    """Config, tokenizer, what reads images, and what loads sources with them, drawn by a seed.
-
-    `today`: for the chat template.
-    """
+    """Config, tokenizer, what reads images, and what loads sources with them, drawn by a seed."""
     config = load_config(args.model)
     check_config(args.model, config, (args.max_prompt_tokens, max_completion_tokens), args.tensor_parallel_size)
     model_of_shapes(args.model, config)
@@ -217,10 +214,7 @@ def samplings_of(sources: list[str], prefix: str, flags: Sequence[list[int] | li
 def start_grader(
     args: Namespace, tokenizer: PreTrainedTokenizerBase, num_ranks: int, today: str
 ) -> tuple[Grader, Turns | None]:
-    """The grader of an engine of so many ranks, and who plays episodes, with their workers on the first rank.
-
-    Raises ValueError or FileNotFoundError if they cannot be loaded or used.
-    """
+    """The grader of an engine, and who plays episodes; the first rank has their workers."""
     grading, turns = take(Grading, args), None
     num_workers = workers_per_engine(grading, num_ranks) if is_engine_leader_process(num_ranks) else 0
     if args.environment or args.tools:

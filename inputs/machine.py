@@ -23,13 +23,12 @@ GIB = 2**30
 DRIVER = Path("/proc/driver/nvidia")  # what it says of itself
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 LIMITS = ("memory.max", "memory.limit_in_bytes")  # of control groups, of versions 2 and 1
-OLDEST_CARD = (8, 0)  # compute capability: Ampere, the first with bfloat16 and FlashAttention 2
 
 
 def check_launch(tp_size: int, dtype: str, gpu_memory_utilization: float, others: int = 0) -> None:
     """Raises ValueError if GPUs stay idle, are too few or cannot be used. `others`: those of generation servers."""
     world_size, local_size = launched_world_size(), local_world_size()
-    num_gpus = visible_gpus()
+    num_gpus = usable_gpus()
     if num_gpus > local_size + others:
         start = f"start it with its script or scripts/launch.py --ranks {num_gpus} {Path(sys.argv[0]).name} ..."
         hide = f"hide the others with CUDA_VISIBLE_DEVICES={','.join(map(str, range(local_size)))}"
@@ -41,29 +40,26 @@ def check_launch(tp_size: int, dtype: str, gpu_memory_utilization: float, others
         raise ValueError("--dtype float32: packed attention on CUDA computes in bfloat16; give --dtype bfloat16.")
     check_divides("--tensor_parallel_size", tp_size, "the world size", world_size)
     if num_gpus:
-        check_driver(num_gpus)
-        check_compiler()
         check_gpu(int(os.environ.get("LOCAL_RANK", "0")), world_size, gpu_memory_utilization)
 
 
 def check_server(tp_size: int, gpu_memory_utilization: float) -> bool:
     """Whether a server runs on GPUs. Raises ValueError if these are too few or cannot be used."""
-    num_gpus = visible_gpus()
-    if num_gpus:
-        check_driver(num_gpus)
-        check_compiler()
-        if tp_size > num_gpus:
-            raise ValueError(f"--tensor_parallel_size {tp_size}: only {num_gpus} GPUs are visible.")
-        for index in range(tp_size):
-            check_gpu(index, tp_size, gpu_memory_utilization)
+    num_gpus = usable_gpus()
+    if 0 < num_gpus < tp_size:
+        raise ValueError(f"--tensor_parallel_size {tp_size}: only {num_gpus} GPUs are visible.")
+    for index in range(tp_size if num_gpus else 0):
+        check_gpu(index, tp_size, gpu_memory_utilization)
     return num_gpus > 0
 
 
-def visible_gpus() -> int:
-    """The GPUs that the driver shows to this process. Raises ValueError if it has some, but answers nobody."""
+def usable_gpus() -> int:
+    """The number of GPUs that this process sees. Raises ValueError if it could not use them."""
     num_gpus, num_installed = torch.cuda.device_count(), len(list(DRIVER.glob("gpus/*")))
-    if torch.version.cuda and num_installed and not num_gpus and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
-        check_driver(num_installed)
+    is_hidden = not torch.version.cuda or os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    if num_gpus or (num_installed and not is_hidden):  # the driver has some, but answers nobody
+        check_driver(num_gpus or num_installed)
+        check_compiler()
     return num_gpus
 
 
@@ -111,7 +107,7 @@ def check_cpp_compiler() -> None:
 def check_gpu(index: int, world_size: int, gpu_memory_utilization: float) -> None:
     """Raises ValueError if this rank's GPU is too old, a slice that NCCL cannot connect, or taken by others."""
     name, (major, minor) = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
-    if (major, minor) < OLDEST_CARD:
+    if (major, minor) < (8, 0):
         wrong = f"GPU {index} ({name}) has compute capability {major}.{minor}"
         raise ValueError(f"{wrong}; bfloat16 and FlashAttention need 8.0 (Ampere) or newer.")
     if " MIG " in name and world_size > 1:

@@ -86,8 +86,7 @@ def check_folder(path: Path, read: list[Path]) -> None:
 
 
 def read_json_file(path: Path) -> list[Record]:
-    """The rows of a .jsonl file (an object per line, blank lines are skipped) or a .json file (an array, an object that
-    may span lines, or as .jsonl).
+    """The rows of a .jsonl file (an object per line) or a .json file (also an array, or one object).
 
     Raises ValueError with file and line. `datasets` does not read these files: it guesses one type per column, so ISO
     dates become timestamps and 1 beside 2.5 becomes 1.0 (no completion equals that), and its errors name no line.
@@ -119,9 +118,9 @@ def read_json_file(path: Path) -> list[Record]:
 
 ABOUT_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")  # of `datasets`
 READERS: dict[str, Callable[[Path], list[Record]]] = {".jsonl": read_json_file, ".json": read_json_file}
-OTHER_FILES = ".parquet .csv .tsv .txt .md .yaml .yml .py .pkl .npy .npz .arrow .xlsx .gz .zip .zst .xz .bz2 .tar"
 TABLES = {*READERS, ".parquet", ".arrow", ".csv", ".tsv", ".txt"}  # what is read in a folder
-FILE_ENDINGS = {*READERS, *OTHER_FILES.split()}  # what ends like this is no data set on the hub
+OTHERS = ".md .yaml .yml .py .pkl .npy .npz .xlsx .gz .zip .zst .xz .bz2 .tar"
+FILE_ENDINGS = TABLES | {*OTHERS.split()}  # what ends like this is no data set on the hub
 HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[\w.-]+)?)(?:/([\w.-]+))?")  # data set, configuration
 
 
@@ -178,10 +177,7 @@ def _open(source: str, what: str, split: str | None) -> dict[str, Dataset | list
 
 
 def read_records(source: str, seed: int, is_shuffled: bool = True) -> list[Record]:
-    """The rows in the order of the source; with #ROWS in that of drawing, unless an epoch is to keep their order.
-
-    Raises ValueError or FileNotFoundError.
-    """
+    """The rows in their order; with #ROWS in that of drawing, unless an epoch is to keep theirs."""
     what, split, count = parse_source(source)
     path, ending, given = Path(what), Path(what).suffix.lower(), f"data {source!r}"
     kinds = f"a file ({', '.join(READERS)}, .parquet), a folder of them, or a data set on the hub (owner/name)"

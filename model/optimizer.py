@@ -108,9 +108,11 @@ class ChunkedAdamW(torch.optim.AdamW):
         if parameter.dtype == torch.bfloat16:
             dtypes["remainder"] = torch.int16
         device = "cpu" if self.is_state_on_host else None  # None: where the parameter is
+        is_pinned = self.is_state_on_host and local_shard(parameter).is_cuda  # copies are fast then
         state = {name: torch.zeros_like(parameter, dtype=dtype, device=device) for name, dtype in dtypes.items()}
-        for tensor in state.values() if device and local_shard(parameter).is_cuda else ():
-            pin_in_place(tensor)
+        for local in map(local_shard, state.values()) if is_pinned else ():
+            if local.numel():  # `Tensor.pin_memory` would round up: to nearly twice the RAM
+                pin_memory(local.data_ptr(), local.nbytes)
         return {"step": torch.tensor(0.0)} | state
 
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -120,13 +122,6 @@ class ChunkedAdamW(torch.optim.AdamW):
             for parameter, index in zip(group["params"], saved["params"], strict=True):
                 for name, tensor in self.state[parameter].items():
                     local_shard(tensor).copy_(local_shard(state_dict["state"][index][name]))
-
-
-def pin_in_place(tensor: Tensor) -> None:
-    """CUDA: page-locks this rank's part of a host tensor that lives as long as the process: copies are fast then."""
-    local = local_shard(tensor)
-    if local.numel():  # `Tensor.pin_memory` would round sizes up to powers of two: nearly twice the RAM for some shapes
-        pin_memory(local.data_ptr(), local.nbytes)
 
 
 def join(parameter: Tensor, remainder: Tensor) -> Tensor:

@@ -26,8 +26,7 @@ CPU_CACHE = 2**30  # bytes of that cache in a rank, at most; the environment's V
 # GPUs of the node and to host RAM. All of them have bf16 and FlashAttention 2: Ampere or newer.
 CARDS = json.loads(Path(__file__).with_name("cards.json").read_text("utf-8"))  # with the source of each
 GPUS = {name: tuple(card.values())[:5] for name, card in CARDS.items()}
-NUMBER = r"(\d*\.?\d+)"
-OWN_GPU = re.compile(f"{NUMBER}GiB:{NUMBER}TFLOPs:{NUMBER}TB/?s", re.IGNORECASE)
+OWN_GPU = re.compile(r"(\d*\.?\d+)GiB:(\d*\.?\d+)TFLOPs:(\d*\.?\d+)TB/?s", re.IGNORECASE)
 
 
 def gpu_figures(name: str) -> tuple[float, ...]:
@@ -46,28 +45,18 @@ def gpu_figures(name: str) -> tuple[float, ...]:
 def check_path(path: str) -> None:
     """Raises FileNotFoundError if a model is neither in a folder nor can be on the hub. Asks nobody."""
     folder, is_like_hub_id = Path(path), re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path)
-    if folder.is_dir() and is_run(folder):
-        raise FileNotFoundError(f"--model {path!r} is the folder of a run, not of a model{policy_near(folder)}.")
-    if folder.is_dir() and not (folder / "config.json").exists():
-        wrong = f"--model {path!r} is no folder with a model: it has no config.json"
-        raise FileNotFoundError(f"{wrong}{policy_near(folder)}.")
+    config = folder / "config.json"
+    given = f"--model {path!r}"
+    if folder.is_dir() and not config.exists():
+        raise FileNotFoundError(f"{given} is no folder with a model: it has no config.json.")
+    if config.exists() and '"out_dir":' in config.read_text("utf-8", errors="replace"):  # by a run
+        newest_first = sorted(folder.glob("step_*"), key=lambda each: -each.stat().st_mtime)
+        saved = [each for each in (folder / "final", *newest_first) if each.exists()]
+        policy = f"its policy is {saved[0]}" if saved else "it has saved no policy yet"
+        raise FileNotFoundError(f"{given} is the folder of a run, not of a model; {policy}.")
     if not folder.exists() and (not is_like_hub_id or (folder.parent.name and folder.parent.is_dir())):
         wrong = f"no such folder ({folder.absolute()}), and not of the form of a hub id (owner/name)"
-        raise FileNotFoundError(f"--model {path!r}: {wrong}{policy_near(folder)}.")
-
-
-def is_run(folder: Path) -> bool:
-    """Whether a run has written its config.json; that of a model has no --out_dir."""
-    file = folder / "config.json"
-    return file.exists() and '"out_dir":' in file.read_text("utf-8", errors="replace")
-
-
-def policy_near(folder: Path) -> str:
-    """Where the policy is, if this is in the folder of a run; to go on a sentence."""
-    for run in filter(is_run, (folder, *folder.parents)):
-        saved = [run / "final", *sorted(run.glob("step_*"), key=lambda each: -each.stat().st_mtime)]
-        return next((f"; its policy is {each}" for each in saved if each.exists()), "; it has saved no policy yet")
-    return ""
+        raise FileNotFoundError(f"{given}: {wrong}.")
 
 
 @cache
@@ -129,8 +118,8 @@ def check_architecture(path: str, config: PretrainedConfig) -> None:
 
 
 def check_context(path: str, config: PretrainedConfig, limits: tuple[int, int]) -> None:
-    """Raises ValueError for sequences beyond the context, or for rotary angles that depend, in the trainer alone, on
-    the longest sequence of a batch.
+    """Raises ValueError for sequences beyond the context or a layer's window, or for rotary angles
+    that depend, in the trainer alone, on the longest sequence of a batch.
 
     The context is the one that vLLM computes, but for yarn: there it is as long as vLLM's table of angles. vLLM takes
     yarn's `max_position_embeddings` for the length after scaling. In Qwen's model cards it is the one before.
@@ -148,6 +137,12 @@ def check_context(path: str, config: PretrainedConfig, limits: tuple[int, int]) 
         given = f"--model {path}: its rotary angles ({kind}) change with the longest sequence of a batch"
         keep = f"keep prompt and completion within {original} tokens, or use" if kind == "longrope" else "use"
         raise ValueError(f"{given}, which trainer and engine would not do alike; {keep} another model.")
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+    window = "sliding_attention" in kinds and getattr(config, "sliding_window", None)
+    if window and getattr(config, "use_sliding_window", True) and window < longest:
+        wrong = f"its sliding-window attention of {window} tokens is not supported for {longest} tokens"
+        keep = "keep --max_prompt_tokens + --max_completion_tokens within the window"
+        raise ValueError(f"--model {path}: {wrong}; {keep}, or use another model.")
 
 
 def check_parallel(config: PretrainedConfig, size: int) -> None:
@@ -159,9 +154,8 @@ def check_parallel(config: PretrainedConfig, size: int) -> None:
     fine = [n for n in range(1, heads + 1) if max(kv, n) % min(kv, n) == 0 and not any(x % n for x in divided)]
     if size not in fine:
         parts = f"{heads} attention heads, {kv} heads of keys and values, {inner} units of an MLP and {rows} logits"
-        raise ValueError(
-            f"--tensor_parallel_size {size} cannot divide {parts}; use one of {', '.join(map(str, fine))}."
-        )
+        wrong = f"--tensor_parallel_size {size} cannot divide {parts}"
+        raise ValueError(f"{wrong}; use one of {', '.join(map(str, fine))}.")
 
 
 def check_config(path: str, config: PretrainedConfig, limits: tuple[int, int], tensor_parallel_size: int) -> None:
@@ -171,15 +165,7 @@ def check_config(path: str, config: PretrainedConfig, limits: tuple[int, int], t
     """
     check_architecture(path, config)
     check_parallel(config, tensor_parallel_size)
-    config = config.get_text_config()
-    check_context(path, config, limits)
-    longest = sum(limits)
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
-    window = "sliding_attention" in kinds and getattr(config, "sliding_window", None)
-    if window and getattr(config, "use_sliding_window", True) and window < longest:
-        given = f"its sliding-window attention of {window} tokens is not supported for sequences of up to {longest}"
-        keep = "keep --max_prompt_tokens + --max_completion_tokens within the window"
-        raise ValueError(f"--model {path}: {given}; {keep}, or use another model.")
+    check_context(path, config.get_text_config(), limits)
 
 
 def cpu_cache_bytes(

@@ -63,20 +63,12 @@ class PromptImages:
     vision: Vision
 
     @property
-    def num_tokens(self) -> list[int]:
-        return [height * width // self.vision.merge_size**2 for _, height, width in self.grids]
-
-    @property
     def prompt(self) -> np.ndarray:
         """The prompt as the model sees it: as many tokens for an image as it has embeddings."""
-        counts = np.ones(len(self.template_ids), dtype=np.int64)
-        counts[self.template_ids == self.vision.image_token] = self.num_tokens
+        counts, merged = np.ones(len(self.template_ids), dtype=np.int64), self.vision.merge_size**2
+        num_tokens = [height * width // merged for _, height, width in self.grids]
+        counts[self.template_ids == self.vision.image_token] = num_tokens
         return np.repeat(self.template_ids, counts)
-
-    @property
-    def ends_with_image(self) -> bool:
-        """Whether the prompt's last token belongs to an image, whose tokens have to stay together."""
-        return bool(self.template_ids[-1] == self.vision.image_token)
 
     def is_image(self) -> np.ndarray:
         """bool, one per token of the prompt. A completion may hold the same token, sampled as text: it is no image."""
@@ -159,19 +151,11 @@ def embed(model: PreTrainedModel, input_ids_N: Tensor, images: BatchImages) -> T
 
 
 def check_images(path: str, config: PretrainedConfig, prompt_format: PromptFormat) -> None:
-    """Raises ValueError for image flags that do not suit the model, each other, or the length of prompts."""
-    column, max_pixels = prompt_format.image_column, prompt_format.max_pixels
-    if column is None and max_pixels is not None:
-        raise ValueError(f"--max_pixels {max_pixels} has no effect without --image_column; leave it out, or name one.")
+    """Raises ValueError for an --image_column if images are not implemented for the model."""
+    column = prompt_format.image_column
     if column is not None and config.model_type not in KNOWN:
         kind = f"--model {path} is of the type {config.model_type!r}; images are implemented for {', '.join(KNOWN)}"
         raise ValueError(f"--image_column {column!r}: {kind}. Use such a model, or leave the flag out.")
-    if max_pixels is not None:
-        per_token = (config.vision_config.patch_size * config.vision_config.spatial_merge_size) ** 2
-        tokens, limit = max_pixels // per_token, prompt_format.max_prompt_tokens
-        if not 0 < tokens < limit:
-            room = f"an image must have at least one token of {per_token} pixels, and fewer than"
-            raise ValueError(f"--max_pixels {max_pixels}: {room} --max_prompt_tokens {limit}; here it has {tokens}.")
 
 
 def load_processor(
@@ -218,8 +202,7 @@ class UnreadableImage(ValueError):
 
 
 def encoded_images(value: object, folder: Path) -> tuple[bytes, ...]:
-    """The images of a value: null, or one or a list of: path, bytes, base64, {"bytes": ..., "path": ...} as in parquet
-    files.
+    """The images of a value: null, or one or a list of path, bytes, base64, {"bytes", "path"}.
 
     Raises UnreadableImage, also for a file that is cut off, which would otherwise end the run when its turn comes.
     """

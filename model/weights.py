@@ -42,14 +42,12 @@ def load_config(path: str) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False)  # nor is anybody asked
     except (OSError, ValueError) as error:
+        wrong = f"is neither a folder with a model nor a model that the hub has: {error}"
         if "custom code" in str(error):
-            known = "use one whose architecture transformers has"
-            raise ValueError(f"--model {path!r} needs code from its own folder, which is never run; {known}.") from None
-        if is_cut_off:
-            wrong = f"--model {path!r} is no folder, the hub cannot be reached, and its cache does not hold that model"
-            raise ValueError(f"{wrong}; connect to it, or name a folder.") from None
-        neither = "neither a folder with a model nor a model that the hub has"
-        raise ValueError(f"--model {path!r} is {neither}: {error}") from None
+            wrong = "needs code of its own, which is never run; use one that transformers knows."
+        elif is_cut_off:
+            wrong = "is no folder, nor in the cache of the hub, which cannot be reached."
+        raise ValueError(f"--model {path!r} {wrong}") from None
 
 
 def load_generation_config(path: str, config: PretrainedConfig, stop_ids: list[int]) -> GenerationConfig:
@@ -167,9 +165,8 @@ def open_weights(path: str) -> dict[str, Tensor]:
         try:
             stored |= load_file(file)
         except SafetensorError as error:
-            if file.read_bytes()[:20].startswith(b"version https://git"):
-                raise ValueError(f"{file} is a pointer of Git LFS in place of the weights; run git lfs pull.") from None
-            raise ValueError(f"{file} is damaged ({error}); download or copy it again.") from None
+            again = "download or copy it again (a small file is a pointer of Git LFS: git lfs pull)"
+            raise ValueError(f"{file} is damaged ({error}); {again}.") from None
     return stored
 
 

@@ -32,7 +32,7 @@ from update import pack_updates, update_policy, with_advantages
 from warm_start import build_tokenizer
 
 RAGGED = [12, 7, 3, 11, 5, 9, 2, 6]  # completion lengths
-ALONE = World(rank=0, size=1, tp_size=1, device=torch.device("cpu"))
+ALONE = World(trainer_rank=0, num_trainers=1, tp_size=1, device=torch.device("cpu"))
 
 
 def make_model(folder: Path, tied: bool = True, num_rows: int = 64, **sizes: object) -> Path:

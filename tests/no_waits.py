@@ -18,7 +18,7 @@ from helpers import whole_update
 from inputs.choices import algorithm_of
 from policy import Policy
 
-META = World(rank=0, size=1, tp_size=1, device=torch.device("meta"))
+META = World(trainer_rank=0, num_trainers=1, tp_size=1, device=torch.device("meta"))
 
 
 def run_passes(policy: Policy, args: Namespace, rollout: Rollout) -> int:

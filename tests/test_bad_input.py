@@ -54,7 +54,7 @@ def with_new_token(policy: Path, folder: Path, template: str = "") -> Path:
     ({"stop_after": 5}, ["--stop_after 5", "the last step is 4"]),
     ({"eval_temperature": 0, "eval_samples": 4}, ["--eval_samples 4", "--eval_temperature 0", "--eval_samples 1"]),
     ({"image_column": "image"}, ["--image_column 'image'", "of the type 'qwen2'", "qwen2_5_vl"]),
-    ({"max_pixels": 4000}, ["--max_pixels 4000 has no effect without --image_column"]),
+    ({"max_pixels": 4000}, ["--max_pixels 4000 has no effect here, only with --image_column"]),
     ({"stop_tokens": "<|im_end|>"}, ["--stop_tokens <|im_end|>", "no token of the tokenizer", "special ones are"]),
     ({"reward": "absent.py:score"}, ["--reward", "FOLDER/absent.py", "does not exist"]),
     ({"policy_loss": "absent.py:f"}, ["--policy_loss", "FOLDER/absent.py"]),

@@ -168,7 +168,7 @@ def rollout() -> ModuleType:
 def engine_on_cuda(rollout: ModuleType, llm: object, monkeypatch: pytest.MonkeyPatch, **settings: object) -> object:
     """The real `Engine` around the stand-in."""
     monkeypatch.setattr(rollout, "LLM", lambda **options: llm)
-    world = World(rank=0, size=1, tp_size=1, device=torch.device("cuda", 0))
+    world = World(trainer_rank=0, num_trainers=1, tp_size=1, device=torch.device("cuda", 0))
     return rollout.Engine("m", None, world, EngineSettings(64, **settings))
 
 
@@ -218,7 +218,7 @@ def test_segments_of_memory_may_expand_when_the_graphs_are_captured_and_not_befo
     order = []
     monkeypatch.setattr(rollout, "LLM", lambda **options: order.append("captured") or RecordedLLM())
     monkeypatch.setattr(rollout, "set_allocator", lambda is_expandable: order.append(f"expandable {is_expandable}"))
-    world = World(rank=0, size=1, tp_size=1, device=torch.device("cuda", 0))
+    world = World(trainer_rank=0, num_trainers=1, tp_size=1, device=torch.device("cuda", 0))
     rollout.Engine("m", None, world, EngineSettings(64, gpu_memory_utilization=0.4, enforce_eager=False))
     assert order == ["captured", "expandable True"]
 

@@ -110,15 +110,13 @@ def test_the_algorithm_imports_torch_and_the_batch():
     assert PACKAGES["grpo"] == {"__future__", "collections", "dataclasses", "typing", "torch", "batch"}
 
 
-def test_vllm_the_process_group_and_the_ranks_have_their_files():
+def test_vllm_and_the_process_group_have_their_files():
     assert all(name.startswith(("rollout", "generation.")) for name in TREES if "vllm" in PACKAGES[name])
     assert "vllm" in PACKAGES["rollout"]
     distributed = {name for name, source in SOURCES.items() if "torch.distributed" in source}
     # Beside the readers: a process group of the main rank and the workers of a generation server.
     readers = {"checkpoint", "guards.shards", "guards.start"}
     assert distributed <= {"fsdp_utils", *readers, "generation.weights"}
-    counting = {name for name, source in SOURCES.items() if re.search(r"\bworld\.(rank|size)\b", source)}
-    assert counting <= {"fsdp_utils"}, "say trainer_rank, num_trainers, engine_index, ..."
 
 
 def test_the_imports_between_files_have_no_circle():

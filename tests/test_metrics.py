@@ -18,7 +18,7 @@ from planner.time import forward_flops
 from policies import load_policy
 from update import update_flops, work_of_step
 
-WORLD = World(rank=0, size=2, tp_size=1, device=torch.device("cpu"))
+WORLD = World(trainer_rank=0, num_trainers=2, tp_size=1, device=torch.device("cpu"))
 ROLLOUT = make_rollout([6, 2, 8, 4], group_size=2)  # with prompts of 4 tokens: 9 + 5 + 11 + 7 positions
 POLICY = SimpleNamespace(flops_per_token=100, parity_length=10.0, has_adapter=False, seconds_of_reference=lambda: None)
 WITH_LORA = SimpleNamespace(flops_per_token=100, parity_length=10.0, has_adapter=True, seconds_of_reference=lambda: 1.5)

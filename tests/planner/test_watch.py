@@ -29,7 +29,7 @@ from planner.watch import MemoryWatch, OutOfMemory, check_disk, check_fit, predi
 
 GIB = 2**30
 MIB = 2**20
-CPU = World(rank=0, size=1, tp_size=1, device=torch.device("cpu"))
+CPU = World(trainer_rank=0, num_trainers=1, tp_size=1, device=torch.device("cpu"))
 
 
 def hold(size: int) -> mmap.mmap:

@@ -142,7 +142,7 @@ def test_on_a_cpu_the_prediction_leaves_the_reserve_out_and_a_rank_holds_what_is
     flags = f"--model {tmp_path} --train_data x#100 --out_dir o --total_steps 1 --plan_gpus 2 --prompts_per_step 8"
     plain, moved = (setup_of(parse_flags(f"{flags} {more}".split()), config) for more in ("", "--offload all"))
     monkeypatch.setattr(watch, "peak_resident", lambda: GIB)
-    world = replace(CPU, size=2)
+    world = replace(CPU, num_trainers=2)
     found, offloaded = predicted_bytes(plain, world), predicted_bytes(moved, world)
     assert found["host"] == 2 * max(size for name, size in found.items() if name != "host")
     assert found["sample"] < GIB + 12 * plain.model.parameters / 2 + 2 * plain.model.parameters + 1.01 * GIB
@@ -201,7 +201,7 @@ def test_a_model_that_the_dry_run_does_not_know_is_watched_without_a_prediction(
 
 # Memory that runs out -------------------------------------------------------------------------------------------------
 
-RANK_3 = replace(CPU, rank=3, size=4)
+RANK_3 = replace(CPU, trainer_rank=3, num_trainers=4)
 TORCH = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total capacity of 80.00 GiB of which 1.00 GiB is free."
 )

@@ -21,6 +21,7 @@ from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
 from latex2sympy2_extended.math_normalization import NormalizationConfig, normalize_latex
 from math_verify import verify
 from sympy import Basic, Derivative, Eq, Expr, Float, I, Integral, Limit, Pow, Product, Sum, Symbol, factorial, log
+from sympy.core.function import AppliedUndef
 
 from grading.answer import read_answer
 from grading.values import MAX_FORMULA, Value, clean, fold, parse_value, quantity
@@ -30,7 +31,8 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its ow
 MAX_WORDS = 12  # of an answer key: more are a sentence
 MAX_DIGITS = 10_000  # of a number that SymPy may be asked to write out
 MAX_EXPONENT = 200  # of a sum, which SymPy may be asked to expand
-UNFINISHED = (Sum, Product, Integral, Limit, Derivative)  # what would be worked out numerically, at length
+# What would be worked out numerically, at length, and functions that nobody has defined.
+UNFINISHED = (Sum, Product, Integral, Limit, Derivative, AppliedUndef)
 # SymPy raises these for formulas that it cannot treat. A comparison that meets one decides nothing; the next one does.
 UNSOLVED = (TypeError, ValueError, ArithmeticError, NotImplementedError, RecursionError)
 NORMALIZATION = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True)
@@ -184,14 +186,16 @@ def same_formula(key: str | Fraction, answer: str | Fraction) -> bool:
     gold, pred = read_formula(key), read_formula(answer)
     if gold is None or pred is None:
         return False
-    points = _points(sorted(gold.free_symbols | pred.free_symbols, key=str))
-    if isinstance(gold, Eq) and isinstance(pred, Eq):  # they agree if one is a multiple of the other
+    symbols, is_equation = sorted(gold.free_symbols | pred.free_symbols, key=str), isinstance(gold, Eq)
+    if is_equation and isinstance(pred, Eq):
         gold, pred = (sympy.fraction(sympy.together(each.lhs - each.rhs))[0] for each in (gold, pred))
-        first, *others = [ratio for point in points[::3] if (ratio := _value(gold / pred, point)) is not None] or [0]
+    are_rational = all(isinstance(each, Expr) and each.is_rational_function() for each in (gold, pred))
+    points = _points(symbols)[: 2 if are_rational else None]
+    if is_equation and isinstance(gold, Expr):  # they agree if one is a multiple of the other
+        first, *others = [ratio for point in points if (ratio := _value(gold / pred, point)) is not None] or [0]
         return bool(others and first != 0 and all(abs(ratio - first) < 1e-40 * abs(first) for ratio in others))
     num_same = 0
-    are_rational = all(isinstance(each, Expr) and each.is_rational_function() for each in (gold, pred))
-    for point in points[:2] if are_rational else points:
+    for point in points:
         first, second = _value(gold, point), _value(pred, point)
         if first is None or second is None:
             continue
@@ -201,7 +205,7 @@ def same_formula(key: str | Fraction, answer: str | Fraction) -> bool:
         if not num_same and (difference := gold.doit() - pred.doit()).is_Rational:
             return difference == 0  # exact: 60 digits do not tell 2^1009 - 1 from 2^1009
         num_same += bool(size > 1e-40)
-    if num_same > 1 or (num_same and not points[0]):
+    if num_same > min(len(symbols), 1):
         return True
     return verify(gold, pred, float_rounding=10, timeout_seconds=None)
 
@@ -218,10 +222,10 @@ def _value(formula: Basic, point: dict[Symbol, Float]) -> Expr | None:
     if not isinstance(formula, Expr) or formula.has(*UNFINISHED):
         return None
     try:
-        if point and not formula.has(I):
-            parts = [part for part in formula.atoms(Pow, sympy.Function) if part.args[0].free_symbols]
-            if any(part.subs(point).is_real is False for part in parts):
-                return None
+        parts = [part for part in formula.atoms(Pow, log, sympy.asin, sympy.acos) if part.args[0].free_symbols]
+        limits = [part for part in parts if not (part.is_Pow and part.exp.is_Integer)]
+        if any(part.subs(point).is_real is False for part in limits) and not formula.has(I):
+            return None
         value = formula.subs(point).evalf(60)
         parts = value.as_real_imag()
     except UNSOLVED:

@@ -24,8 +24,9 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[dict[int, str], 
 
 def describe_tags(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """A line for the log, if there are special tokens that a reward may look for."""
-    tags = ", ".join(token for token in special_tokens(tokenizer)[0].values() if TAG.search(token) or token.startswith("</"))
-    return [f"special tokens that the reward sees: {tags}"] if tags else []
+    shown = special_tokens(tokenizer)[0].values()
+    tags = [token for token in shown if TAG.search(token) or token.startswith("</")]
+    return [f"special tokens that the reward sees: {', '.join(tags)}"] if tags else []
 
 
 @dataclass

@@ -96,9 +96,9 @@ def _same_choice(key: Value, answer: Value) -> bool:
     """True if letters agree, or the values beside them: the key (C) 12 is met by C and by 12, the key 12 by (C) 12."""
     letters = [_letters(value[1]).upper() if value[0] == "formula" else value[1] for value in (key, answer)]
     values = [value[2] if value[0] == "choice" else value for value in (key, answer)]
-    if letters[1] in (letters[0], f"{letters[0]}:"):
+    if letters[0] == letters[1]:
         return "formula" in (key[0], answer[0]) or None in values or _same(*values)
-    are_options = all(re.fullmatch("[A-J]:?", str(letter)) for letter in letters)  # A. B is not B
+    are_options = all(re.fullmatch("[A-J]", str(letter)) for letter in letters)  # A. B is not B
     return key[0] != answer[0] and not are_options and None not in values and _same(*values)
 
 

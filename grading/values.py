@@ -38,8 +38,9 @@ SPOKEN = {
 }  # fmt: skip
 COMMANDS = {name: meaning for meaning, names in {
     r"\frac": "dfrac tfrac cfrac", r"\ne ": "neq", r"\le ": "leq leqslant", r"\ge ": "geq geqslant", "<": "lt",
-    ">": "gt", r"\log_{10} ": "lg", r"\{": "lbrace", r"\}": "rbrace", r"\approx ": "simeq", r"\emptyset": "varnothing", ":": "colon",
-    r"^\circ": "degree", r"\mathbb{R}": "R", " ": "displaystyle textstyle limits nolimits bf rm large Large",
+    ">": "gt", r"\{": "lbrace", r"\}": "rbrace", r"\approx ": "simeq", r"\emptyset": "varnothing", ":": "colon",
+    r"^\circ": "degree", r"\mathbb{R}": "R", r"\log_{10} ": "lg",
+    " ": "displaystyle textstyle limits nolimits bf rm large Large",
 }.items() for name in names.split()}  # fmt: skip
 
 BRACED = r"\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"  # with up to two more pairs of braces in it
@@ -160,10 +161,10 @@ UNITS = {name: short for short, names in {  # every spelling of a unit
 COUNTED = r"[个只本块支张辆名位条棵件次种组页台间根颗盒箱袋朵套双](?![半十百千万亿])[\u4e00-\u9fff]*"  # 3个苹果
 # What says something about the value: 7 dozens, 7 tenths, 7 more
 NO_UNITS = {*SCALES, *WORDS, *re.findall(r"\w+", """
-    about above almost approx approximately around at base below factorial guess log maybe mod nearly roughly sin squared trillion wrong
-    additional always as billions centuries couples decades does dozens fewer gross half halves hundreds is less
-    millions minus more negative no not ones or others over pairs percents plus quarters scores squares tens thirds this
-    thousands times triples twins unless versus vs was yes to and than but""")}  # fmt: skip
+    about above additional almost always and approx approximately around as at base below billions but centuries
+    couples decades does dozens factorial fewer gross guess half halves hundreds is less log maybe millions minus mod
+    more nearly negative no not ones or others over pairs percents plus quarters roughly scores sin squared squares
+    tens than thirds this thousands times to trillion triples twins unless versus vs was wrong yes""")}  # fmt: skip
 UNIT_WORD = r"[A-Za-z\u4e00-\u9fff]+\.?(?:\s*\^\s*\{?-?\d\}?)?"
 QUANTITY = re.compile(
     rf"(?P<value>.*(?:[\d}})]|\\pi|{'|'.join(SCALES)}))\s*(?P<unit>\\?%|\^\\circ\s*"
@@ -197,7 +198,7 @@ def unit(text: str, is_apart: bool) -> str | None:
             names += ["·"] * bool(names and names[-1].isalpha()) + [name]
         elif re.fullmatch(rf"\w\w+[^\Ws]s|{COUNTED}", word):
             names.append(word.removesuffix("s"))
-        elif names or len(word) < 2 or not re.search(r"s\b", text):  # an adjective may stand before a plural: blue marbles
+        elif names or len(word) < 2 or not re.search(r"s\b", text):  # blue marbles: an adjective before a plural
             return None
     return "".join(names) + power if names else None
 
@@ -291,8 +292,7 @@ def _choice(text: str) -> Value | None:
     letter, mark, rest = match[1].upper(), match[2], match[3].strip()
     if rest and (not mark or DENIALS.search(re.sub(r"\([^()]{2,}\)", "()", match[3]))):
         return None
-    is_curve = mark == ":" and "=" in rest  # C: y = 2x, too, may be a choice; but the key C: y = 2x is not met by C
-    return ("choice", letter + ":" * is_curve, parse_value(clean(rest)) if rest else None)
+    return ("choice", letter, parse_value(clean(rest)) if rest else None)
 
 
 def _named(text: str) -> Value | None:

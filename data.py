@@ -29,6 +29,7 @@ from inputs.records import Record, name_of_source, read_records
 from model.vision import UnreadableImage, Vision, encoded_images, find_images
 
 HINT = "\n\nHere is a reference solution:\n{}\n\nAfter understanding it, solve the problem in your own words."
+TAG = re.compile(r"think|thought|reason|answer|tool|call|python", re.IGNORECASE)  # in the name of a token that is one
 
 
 class UnusableRow(Exception):
@@ -190,9 +191,8 @@ def template_tokens(tokenizer: Tokenizer) -> tuple[str, ...]:
         written = tokenizer.apply_chat_template([question, answer, question], tokenize=False)
     except (TemplateError, TypeError, ValueError):  # it wants other messages than these; or there is none
         return ()
-    written = re.sub(r"<(\w+)>\s*</\1>", "", written)  # an empty thought
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    return tuple(token for token in special if token in written)
+    return tuple(token for token in special if token in written and not TAG.search(token))
 
 
 def check_template(prompt_format: PromptFormat, tokenizer: Tokenizer) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -10,10 +9,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from batch import OnFinished, Rollout
-from data import template_tokens
+from data import TAG, template_tokens
 from grading import Grade
-
-TAG = re.compile(r"^</|think|thought|reason|answer|tool|call|python", re.IGNORECASE)  # in the names of such tokens
 
 
 @lru_cache(maxsize=8)
@@ -27,8 +24,9 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[dict[int, str], 
 
 def describe_tags(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """A line for the log, if there are special tokens that a reward may look for."""
-    tags = ", ".join(token for token in special_tokens(tokenizer)[0].values() if TAG.search(token))
-    return [f"special tokens that the reward sees: {tags}"] if tags else []
+    shown = special_tokens(tokenizer)[0].values()
+    tags = [token for token in shown if TAG.search(token) or token.startswith("</")]
+    return [f"special tokens that the reward sees: {', '.join(tags)}"] if tags else []
 
 
 @dataclass

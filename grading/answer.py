@@ -49,19 +49,10 @@ def plain(text: str) -> str:
 
 
 def read_answer(completion: str, prompt: str = "", unmarked: str = "value") -> str | None:
-    """The final answer, None if there is none. `prompt`: as the model saw it.
+    """The final answer by the rules 1 to 5 of docs/rewards.md, "What counts as the answer"; None if there is none.
 
-    After the last `</think>` (a thought that is never closed has no answer, also if the prompt has opened it), inside
-    the last `<answer>...</answer>` if there is one, it is:
-    1. the content of the last `\\boxed{}` or `\\fbox{}`;
-    2. else what follows the last "####" on its line;
-    3. else what follows the last "answer is" or "answer:" (答案是, 答案：, 故选) or heading that ends with "Final
-       Answer", up to the end of the sentence, or to "because", "since"; above such a heading 2 and 3 read nothing;
-    4. else the whole text, but only inside `<answer>`, or if it is nothing but a value: one line of at most two words.
-
-    Nothing before the mark and nothing behind it changes it. A mark that is not closed holds nothing. Emphasis is left
-    out, but for 1. `unmarked`: the rule 4 outside `<answer>` holds for a "value", for "none", or for "all" texts, which
-    keep their emphasis.
+    `prompt`: as the model saw it. `unmarked`: rule 4 outside `<answer>` holds for a "value" (one line of at most two
+    words), for "none", or for "all" texts, which keep their emphasis.
     """
     text = visible_text(completion, prompt)
     if text is None:
@@ -71,10 +62,10 @@ def read_answer(completion: str, prompt: str = "", unmarked: str = "value") -> s
         text, end, _ = tagged.partition("</answer>")
         if not end:
             return None
-    if (box := last_box(text)) is not None:
+    if (box := last_box(text)) is not None:  # rule 1
         return box.strip() or None
     text = (text if unmarked == "all" else plain(text)).strip()
-    answer = _marked(text)
+    answer = _marked(text)  # rules 2 and 3
     if answer is None:
         is_value = "\n" not in text[:MAX_STATED] and len(text) <= MAX_STATED and len(WORD.findall(text)) <= 2
         answer = text if tag or unmarked == "all" or (unmarked == "value" and is_value) else ""

@@ -95,9 +95,10 @@ def _same_choice(key: Value, answer: Value) -> bool:
     """True if letters agree, or the values beside them: the key (C) 12 is met by C and by 12, the key 12 by (C) 12."""
     letters = [_letters(value[1]).upper() if value[0] == "formula" else value[1] for value in (key, answer)]
     values = [value[2] if value[0] == "choice" else value for value in (key, answer)]
-    if letters[1] in (letters[0], f"{letters[0]}:"):
+    if letters[0] == letters[1]:
         return "formula" in (key[0], answer[0]) or None in values or _same(*values)
-    return key[0] != answer[0] and None not in values and _same(*values)
+    are_options = all(re.fullmatch("[A-J]", str(letter)) for letter in letters)  # A. B is not B
+    return key[0] != answer[0] and not are_options and None not in values and _same(*values)
 
 
 def _same_collection(key: Value, answer: Value) -> bool:
@@ -166,7 +167,11 @@ def read_formula(text: str | Fraction) -> Basic | None:
         return formula
     if not _is_small(formula) or formula.has(sympy.nan, sympy.zoo):
         return None
-    return formula.xreplace({symbol: I for symbol in formula.free_symbols if symbol.name == "i"})
+    letters = {symbol: I for symbol in formula.free_symbols if symbol.name == "i"}
+    for each in formula.atoms(Derivative):  # dy/dx is no 0, but a letter of its own
+        if each.expr.free_symbols.isdisjoint(each.variables):
+            letters[each] = Symbol(str(each), real=True)
+    return formula.xreplace(letters)
 
 
 def _is_small(formula: Basic) -> bool:

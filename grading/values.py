@@ -39,7 +39,8 @@ SPOKEN = {
 COMMANDS = {name: meaning for meaning, names in {
     r"\frac": "dfrac tfrac cfrac", r"\ne ": "neq", r"\le ": "leq leqslant", r"\ge ": "geq geqslant", "<": "lt",
     ">": "gt", r"\{": "lbrace", r"\}": "rbrace", r"\approx ": "simeq", r"\emptyset": "varnothing", ":": "colon",
-    r"^\circ": "degree", r"\mathbb{R}": "R", " ": "displaystyle textstyle limits nolimits bf rm large Large",
+    r"^\circ": "degree", r"\mathbb{R}": "R", r"\log_{10} ": "lg",
+    " ": "displaystyle textstyle limits nolimits bf rm large Large",
 }.items() for name in names.split()}  # fmt: skip
 
 BRACED = r"\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"  # with up to two more pairs of braces in it
@@ -54,6 +55,7 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
     (r"\\(?:left|right|[bB]igg?[lr]?)x?\.?|\\!", ""),
     (r"(?<!\\)(?:\\[()\[\]](?!\d*pt)|\$)", " "),
     (r"(?<!\\)\\[,;: ]|~|\\q?quad|\\(?:text)?color\s*\{\w+\}", " "),
+    (r"(\\(?:mathbf|boldsymbol|vec)\s*\{?\s*[A-Za-z]\s*\}?\s*)\\timesx?", r"\1\\wedge "),  # of vectors
     (rf"\\(?:mathbf|mathit|boldsymbol|bm|pmb)\s*{BRACED}|\\(?:mathrm|vec)\s*\{{\s*([a-zA-Z])\s*\}}",
      lambda m: f" {m[1] or m[2]} "),
     (r"^\\(?:boxed|fbox)\s*\{(.*)\}$", r"\1"),
@@ -70,6 +72,7 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
     (r"^\\mathbb\{R\}\s*\\(?:setminus|backslash)\s*\\\{([^{},]*)\\\}$", r"x \\ne \1"),
     (r"\{([:,])\}", r"\1"),
     (r"^\s*(?:=|\\approxx?)", ""),
+    (r"(?<=[\w)}])\s*\*\*\s*(?=[\w({-])", "^"),
     # What LaTeX allows to be left out, and plain text for LaTeX
     (r"\\frac\s*(?:\{([^{}]*)\}|(\d))\s*(\d)", lambda m: rf"\frac{{{m[1] or m[2]}}}{{{m[3]}}}"),
     (r"\\sqrt\s+(\d+|[A-Za-z])", r"\\sqrt{\1}"),
@@ -159,11 +162,11 @@ UNITS = {name: short for short, names in {  # every spelling of a unit
 COUNTED = r"[个只本块支张辆名位条棵件次种组页台间根颗盒箱袋朵套双](?![半十百千万亿])[\u4e00-\u9fff]*"  # 3个苹果
 # What says something about the value, behind it or on the left of "=": 7 dozens, 7 tenths, 7 more, half of x = 7
 NO_UNITS = {*SCALES, *WORDS, *re.findall(r"\w+", """
-    about above approx approximately base below double factorial false guess if inverse least log maybe mod most never
-    reciprocal root sin square squared trap trillion wrong wrongly
-    additional always as billions centuries couples decades does dozens fewer gross half halves hundreds is less
-    millions minus more negative no not ones or others over pairs percents plus quarters scores squares tens thirds this
-    thousands times triples twice twins unless versus vs was yes to and than but""")}  # fmt: skip
+    about above additional almost always and approx approximately around as at base below billions but centuries
+    couples decades does double dozens factorial false fewer gross guess half halves hundreds if inverse is
+    least less log maybe millions minus mod more most nearly negative never no not ones or others over pairs
+    percents plus quarters reciprocal root roughly scores sin square squared squares tens than thirds this
+    thousands times to trap trillion triples twice twins unless versus vs was wrong wrongly yes""")}  # fmt: skip
 UNIT_WORD = r"[A-Za-z\u4e00-\u9fff]+\.?(?:\s*\^\s*\{?-?\d\}?)?"
 QUANTITY = re.compile(
     rf"(?P<value>.*(?:[\d}})]|\\pi|{'|'.join(SCALES)}))\s*(?P<unit>\\?%|\^\\circ\s*"
@@ -193,11 +196,11 @@ def unit(text: str, is_apart: bool) -> str | None:
             return None
         if word[0] in "^/":
             names.append(word.replace("{", ""))
-        elif name is not None and (is_apart or len(word.encode()) > 1):
+        elif name is not None and (is_apart or names or len(word.encode()) > 1):
             names += ["·"] * bool(names and names[-1].isalpha()) + [name]
         elif re.fullmatch(rf"\w\w+[^\Ws]s|{COUNTED}", word):
             names.append(word.removesuffix("s"))
-        elif names or not re.search(r"s\b", text):  # an adjective may stand before a plural: blue marbles
+        elif names or len(word) < 2 or not re.search(r"s\b", text):  # blue marbles: an adjective before a plural
             return None
     return "".join(names) + power if names else None
 
@@ -239,7 +242,7 @@ OR = re.compile(r"(?<=[\s\d})\]])or(?=[\s\\(\d-]|\w(?:\(\w\))?\s*=)|\\cup(?![A-Z
 COLON, SEMICOLON = re.compile(":"), re.compile(";")
 # What SymPy has no value for is compared as text.
 UNCOUNTED = re.compile(
-    r"\\(?:equiv|approx|[pb]?mod|[lc]?dots|mid|parallel|perp|neg|land|to|rightarrow|implies|iff)(?![A-Za-z])|\.\.|\?"
+    r"\\(?:equiv|approx|[pb]?mod|[lc]?dots|mid|parallel|perp|neg|land|wedge|to|rightarrow|implies|iff)(?![A-Za-z])|\.\.|\?"
 )
 OPENING, CLOSING = ("(", "[", "{", "\\{", "\\langle"), (")", "]", "}", "\\}", "\\rangle")
 BRACKET = r"\\[{}]|\\[lr]angle|\\.|[()\[\]{}]"  # or an escaped character, which is none
@@ -288,8 +291,7 @@ def _choice(text: str) -> Value | None:
     letter, mark, rest = match[1].upper(), match[2], match[3].strip()
     if rest and (not mark or DENIALS.search(re.sub(r"\([^()]{2,}\)", "()", match[3]))):
         return None
-    is_curve = mark == ":" and "=" in rest  # C: y = 2x, too, may be a choice; but the key C: y = 2x is not met by C
-    return ("choice", letter + ":" * is_curve, parse_value(clean(rest)) if rest else None)
+    return ("choice", letter, parse_value(clean(rest)) if rest else None)
 
 
 def _named(text: str) -> Value | None:

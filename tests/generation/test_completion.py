@@ -13,9 +13,10 @@ from turns import Episode, Turns
 
 TAGS = ["<think>", "</think>", "<answer>", "</answer>", "<|begin_of_thought|>", "<|python_tag|>", "[TOOL]"]
 OTHERS = ["<|im_start|>", "<|im_end|>", "<|Assistant|>", "<|eom|>", "<pad>"]
-# It opens a thought, and leaves an empty one in earlier answers.
+# It asks for a thought, opens one, and leaves an empty one in earlier answers.
 TEMPLATE = (
-    "<bos>{% for m in messages %}{{ '<|Assistant|><think>\n\n</think>' if m.role == 'assistant' else '<|im_start|>' }}"
+    "<bos>Write <think> a thought </think> and <answer>."
+    "{% for m in messages %}{{ '<|Assistant|><think>\n\n</think>' if m.role == 'assistant' else '<|im_start|>' }}"
     "{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|Assistant|><|begin_of_thought|>{% endif %}"
 )
 

@@ -6,7 +6,7 @@ their gradient takes their place.
 
 Two functions work row by row in fp32: `score` and `replace_by_gradient`. On CUDA torch.compile makes a kernel of each,
 which reads the logits and writes their gradient, and nothing of that size between. On CPU the same lines run in eager
-mode, on pieces of a chunk that stay in a core's cache.
+mode, on pieces of a chunk.
 
 `head_dtype` (`--head_dtype`) is that of the matrix product. Both kinds multiply bf16 numbers and add in fp32; float32
 keeps the sum, bf16 rounds a logit near 20 to a multiple of 0.125, which changes its probability by up to 6 %. The
@@ -33,7 +33,7 @@ from torch.nn import functional as F
 from model import sizes
 
 FUSED_ON = {"cuda"}  # kinds of devices on which torch.compile makes the kernels
-EAGER_LOGITS = 2**21  # in eager mode worked on at a time: 8 MiB in fp32
+EAGER_PIECES = 8  # of a chunk, in eager mode: each number of a piece takes about 20 bytes for a moment
 
 
 class Teacher(NamedTuple):
@@ -115,7 +115,7 @@ class _HeadLogprobs(torch.autograd.Function):
 
 def chunks(count: int, vocab: int, most: int | None = None) -> list[slice]:
     """Rows whose logits are at most so many; default: as many as are made at a time."""
-    size = max((most or sizes.HEAD_CHUNK_LOGITS) // vocab, 1)
+    size = max((sizes.HEAD_CHUNK_LOGITS if most is None else most) // vocab, 1)
     return [slice(start, start + size) for start in range(0, count, size)]
 
 
@@ -141,7 +141,7 @@ def by_rows(
             if each is not None:
                 torch._dynamo.maybe_mark_dynamic(each, 0)  # one compilation for all numbers of rows
         return compiled(function)(settings, *tensors)
-    pieces = chunks(*logits.shape, EAGER_LOGITS)
+    pieces = chunks(*logits.shape, logits.numel() // EAGER_PIECES)
     found = [function(settings, *(x if x is None else x[rows] for x in tensors)) for rows in pieces]
     return [torch.cat(values) for values in zip(*found, strict=True)]
 

@@ -134,8 +134,7 @@ class OwnReward:
         self.required = [name for name in self.columns if parameters[name].default is inspect.Parameter.empty]
         if self.required and self.values is not GROUP:
             raise ValueError(f"{self.name} cannot be called: nothing is known of its parameter {self.required[0]!r}.")
-        if inspect.iscoroutinefunction(self.function):
-            event_loop()  # before threads ask for it
+        event_loop()  # before threads ask for it
         self.takes_token_ids = bool({"token_ids", "completion_ids"} & {*self.named})
 
     def check_row(self, case: Case) -> None:
@@ -153,6 +152,8 @@ class OwnReward:
                 arguments[name] = [case.columns.get(name) for case in cases]
         if not self.takes_group:
             arguments = {name: values[0] for name, values in arguments.items()}
+        if isinstance(self.function, functools.partial):
+            arguments |= self.function.keywords  # the user has bound them
         result = awaited(self.function(**arguments))
         if not self.takes_group:
             return [read_reward(result, self.name)]

@@ -155,3 +155,13 @@ def test_a_reward_finds_its_neighbours_before_our_modules(tmp_path, monkeypatch)
     (tmp_path / "data.py").write_text("VALUE = 0.25\n")
     reward = own(tmp_path, "from data import VALUE\ndef score(completion):\n    return VALUE\n")
     assert math.isclose(reward(CASES[:1])[0][0], 0.25)
+
+
+@pytest.mark.parametrize(("signature", "bound"), [("completion, level", "level=7"), ("completion, answer", "answer=7")])
+def test_what_the_user_has_bound_stays_bound(signature, bound, tmp_path):
+    """Neither a column of the row nor an answer takes its place."""
+    name = bound.partition("=")[0]
+    code = (
+        f"from functools import partial\ndef other({signature}):\n    return {name}\nscore = partial(other, {bound})\n"
+    )
+    assert own(tmp_path, code)(CASES[:1]) == [(7, {})]

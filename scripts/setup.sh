@@ -50,6 +50,10 @@ if [ "$(cat "${REPO}.venv/installed" 2> /dev/null)" != "$wanted" ]; then
     fi
     echo "$wanted" > "${REPO}.venv/installed"
 fi
+if ! "${REPO}.venv/bin/python" -c '' 2> /dev/null; then # a link into a home that this user may not enter
+    echo "error: ${REPO}.venv/bin/python cannot be started by $(id -un); remove .venv, and set PYTHON to one that can" >&2
+    exit 2
+fi
 if [ "$DEVICE" = cuda ]; then
     NUM_GPUS=$("${REPO}.venv/bin/python" -c 'import torch; print(torch.cuda.device_count())') # respects CUDA_VISIBLE_DEVICES
 fi

@@ -244,7 +244,7 @@ def test_a_folder_with_code_of_its_own_is_refused_whatever_a_terminal_answers(po
         config["auto_map"] = {key: ["evil.C", None] if key == "AutoTokenizer" else "evil.C"}
         (model / name).write_text(json.dumps(config))
         if name == "config.json":
-            with pytest.raises(ValueError, match="needs code from its own folder, which is never run"):
+            with pytest.raises(ValueError, match="needs code of its own, which is never run"):
                 load_config(str(model))
         else:
             load_processor(str(model), None, PromptFormat())
@@ -301,6 +301,6 @@ def test_a_checkpoint_is_whole_even_if_the_best_cannot_be_told(pair, tokenizer, 
         saving = writer(run, tokenizer, keep_best="eval/set/avg@4")
         log(run, 1, {"eval/set/avg@4": score})
         if trouble == "the link cannot be made":
-            monkeypatch.setattr(checkpoint, "point", Mock(side_effect=OSError(28, "No space left on device")))
+            monkeypatch.setattr(checkpoint, "set_link", Mock(side_effect=OSError(28, "No space left on device")))
         saving.save(1, *pair, {}, is_required=True)
         assert latest(run)[0] == 1 and capsys.readouterr().out.count("/best could not be written") == 1

@@ -143,8 +143,8 @@ GROUPS["generation servers"] = [  # docs/generation.md
     flag("--generation_gpus", [int], "GPUs of this node, by index, on which servers are started, "
          "--tensor_parallel_size for each; the ranks take the first ones; on CPUs only their number counts", (0, INF),
          free_on_resume=True, only_with="--engine"),
-    flag("--server_urls", [str], "servers that you have started, http://HOST:PORT each; beyond this machine only with "
-         "the environment variable VLLM_API_KEY", free_on_resume=True, only_with="--engine"),
+    flag("--server_urls", [str], "servers that you have started, http://HOST:PORT each; the environment variable "
+         "VLLM_API_KEY has the key that scripts/serve.py got or printed", free_on_resume=True, only_with="--engine"),
     flag("--steps_ahead", 0, "steps whose prompts the servers sample while the ranks train an earlier one: the most "
          "that the sampling weights are behind", (0, 16), only_with="--engine"),
     flag("--in_flight", False, "unfinished completions go on under new weights; without it a sync waits for them",

@@ -13,6 +13,7 @@ import math
 from model.sizes import HEAD_CHUNK_LOGITS, MOST_ON_GPU, OPTIMIZER_CHUNK
 from planner.setup import GIB, Setup
 
+HEAD_PIECE = 2.5  # bytes of a logit: 20 in an eighth of a chunk, see `model.head.by_rows`
 REDUCE = 4  # gradients are reduced in fp32
 FRAGMENTATION = 1.05  # what torch's allocator holds, over the live tensors
 CONTEXT = 2.5 * GIB  # per GPU: CUDA context, NCCL buffers, workspaces of the matrix products
@@ -201,16 +202,19 @@ def head_chunk(setup: Setup) -> int:
     return min(setup.memory.micro_batch_tokens, HEAD_CHUNK_LOGITS // setup.model.vocab)
 
 
+def logit_bytes(setup: Setup) -> float:
+    """Bytes of a logit: its number, and on a CPU a share of what the pieces of a chunk take for a moment."""
+    is_half = setup.compute_bytes == 2 and setup.memory.head_dtype != "float32"
+    return (2 if is_half else 4) + HEAD_PIECE
+
+
 def head_bytes(setup: Setup) -> float:
-    """The head's peak: two fp32 numbers a logit in the forward pass. The backward pass needs a second tensor where
-    chunks are computed again, and for the entropy's gradient. Over the vocabulary there are four: two of each model.
+    """The head's peak: a chunk's logits, whose place their gradient takes, in the backward pass beside that of the
+    weight. Over the vocabulary there are those of two models, at four numbers a logit.
     """
     m, chunk = setup.model, head_chunk(setup)
-    if setup.run.over_vocabulary:
-        return (0 if setup.has_lora else setup.compute_bytes * m.table) + 16 * chunk * m.vocab
-    has_second = chunk < setup.memory.micro_batch_tokens or setup.run.trains_entropy
     gradient = 0 if setup.has_lora else setup.compute_bytes * m.table
-    return max(8 * chunk * m.vocab, gradient + (8 if has_second else 6) * chunk * m.vocab)
+    return gradient + (16 if setup.run.over_vocabulary else logit_bytes(setup)) * chunk * m.vocab
 
 
 def backward_of_layer(setup: Setup) -> float:
@@ -257,7 +261,7 @@ def logprobs_peak(setup: Setup) -> Parts:
     mlp = tokens * ((8 if setup.has_lora else 6) * m.intermediate + 8 * m.hidden)
     kernel = 4 * m.q + 4 * m.kv * (1 + setup.keys_per_position)
     attention = tokens * (6 * m.hidden + 4 * m.head_dim + max(kernel, 10 * m.q * m.has_head_norms))  # 10: in the norm
-    logits = 8 * head_chunk(setup) * m.vocab
+    logits = logit_bytes(setup) * head_chunk(setup) * m.vocab
     return largest([
         {"gathered": 2 * (root + layer), "one layer": tokens * (2 * m.hidden + 4 * m.head_dim)},
         {"gathered": root + max(3 * layer, kept), "one layer": max(mlp, attention)},

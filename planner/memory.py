@@ -202,15 +202,16 @@ def head_chunk(setup: Setup) -> int:
 
 
 def head_bytes(setup: Setup) -> float:
-    """The head's peak: two fp32 numbers a logit in the forward pass. The backward pass needs a second tensor where
-    chunks are computed again, and for the entropy's gradient. Over the vocabulary there are four: two of each model.
+    """The head's peak: logits that their gradient replaces, and the weight's gradient. Over the vocabulary there may be
+    four fp32 numbers a logit: two of each model.
     """
-    m, chunk = setup.model, head_chunk(setup)
-    if setup.run.over_vocabulary:
-        return (0 if setup.has_lora else setup.compute_bytes * m.table) + 16 * chunk * m.vocab
-    has_second = chunk < setup.memory.micro_batch_tokens or setup.run.trains_entropy
-    gradient = 0 if setup.has_lora else setup.compute_bytes * m.table
-    return max(8 * chunk * m.vocab, gradient + (8 if has_second else 6) * chunk * m.vocab)
+    gradient = 0 if setup.has_lora else setup.compute_bytes * setup.model.table
+    return gradient + (16 if setup.run.over_vocabulary else logit_bytes(setup)) * head_chunk(setup) * setup.model.vocab
+
+
+def logit_bytes(setup: Setup) -> int:
+    """Of a logit in the head's dtype, and 3 for pieces in eager mode or the cast of its gradient."""
+    return 3 + (2 if setup.compute_bytes == 2 and setup.memory.head_dtype != "float32" else 4)
 
 
 def backward_of_layer(setup: Setup) -> float:
@@ -257,7 +258,7 @@ def logprobs_peak(setup: Setup) -> Parts:
     mlp = tokens * ((8 if setup.has_lora else 6) * m.intermediate + 8 * m.hidden)
     kernel = 4 * m.q + 4 * m.kv * (1 + setup.keys_per_position)
     attention = tokens * (6 * m.hidden + 4 * m.head_dim + max(kernel, 10 * m.q * m.has_head_norms))  # 10: in the norm
-    logits = 8 * head_chunk(setup) * m.vocab
+    logits = logit_bytes(setup) * head_chunk(setup) * m.vocab
     return largest([
         {"gathered": 2 * (root + layer), "one layer": tokens * (2 * m.hidden + 4 * m.head_dim)},
         {"gathered": root + max(3 * layer, kept), "one layer": max(mlp, attention)},

@@ -93,7 +93,7 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
         RunShape, args, num_rows=num_rows, has_kl=has_kl, over_vocabulary=args.kl_over == "vocabulary",
         mean_prompt_tokens=mean_tokens("prompt", args.plan_prompt_tokens, args.max_prompt_tokens),
         mean_completion_tokens=mean_tokens("completion", args.plan_completion_tokens, args.max_completion_tokens),
-        needs_first_logprobs=needs_first, trains_entropy=args.entropy_coef != 0,
+        needs_first_logprobs=needs_first,
         num_checkpoints=most_checkpoints(take(Saving, args), min(plan.total_steps, args.stop_after or math.inf)),
     )  # fmt: skip
     engine = take(EngineSettings, args, max_model_len=sum(limits))

@@ -13,7 +13,6 @@ import math
 from model.sizes import HEAD_CHUNK_LOGITS, MOST_ON_GPU, OPTIMIZER_CHUNK
 from planner.setup import GIB, Setup
 
-HEAD_PIECE = 2.5  # bytes of a logit: 20 in an eighth of a chunk, see `model.head.by_rows`
 REDUCE = 4  # gradients are reduced in fp32
 FRAGMENTATION = 1.05  # what torch's allocator holds, over the live tensors
 CONTEXT = 2.5 * GIB  # per GPU: CUDA context, NCCL buffers, workspaces of the matrix products
@@ -202,19 +201,17 @@ def head_chunk(setup: Setup) -> int:
     return min(setup.memory.micro_batch_tokens, HEAD_CHUNK_LOGITS // setup.model.vocab)
 
 
-def logit_bytes(setup: Setup) -> float:
-    """Bytes of a logit: its number, and on a CPU a share of what the pieces of a chunk take for a moment."""
-    is_half = setup.compute_bytes == 2 and setup.memory.head_dtype != "float32"
-    return (2 if is_half else 4) + HEAD_PIECE
-
-
 def head_bytes(setup: Setup) -> float:
-    """The head's peak: a chunk's logits, whose place their gradient takes, in the backward pass beside that of the
-    weight. Over the vocabulary there are those of two models, at four numbers a logit.
+    """The head's peak: logits that their gradient replaces, and the weight's gradient. Over the vocabulary there may be
+    four fp32 numbers a logit: two of each model.
     """
-    m, chunk = setup.model, head_chunk(setup)
-    gradient = 0 if setup.has_lora else setup.compute_bytes * m.table
-    return gradient + (16 if setup.run.over_vocabulary else logit_bytes(setup)) * chunk * m.vocab
+    gradient = 0 if setup.has_lora else setup.compute_bytes * setup.model.table
+    return gradient + (16 if setup.run.over_vocabulary else logit_bytes(setup)) * head_chunk(setup) * setup.model.vocab
+
+
+def logit_bytes(setup: Setup) -> int:
+    """Of a logit in the head's dtype, and 3 for pieces in eager mode or the cast of its gradient."""
+    return 3 + (2 if setup.compute_bytes == 2 and setup.memory.head_dtype != "float32" else 4)
 
 
 def backward_of_layer(setup: Setup) -> float:

@@ -84,7 +84,6 @@ class RunShape:
     has_kl: bool
     over_vocabulary: bool  # that KL: the reference runs beside the update
     needs_first_logprobs: bool  # old log-probs are computed for the first update, too
-    trains_entropy: bool  # the entropy is part of the loss
     in_flight: bool
     num_checkpoints: int  # on the disk at a time, at most
 

@@ -177,9 +177,9 @@ def test_full_logits_the_whole_model_in_a_sync_and_too_small_a_share_of_the_gpu_
     small = misfits(setup(SIMPLERL | {"gpu_memory_utilization": 0.14}))
     assert len(small) == 1 and "not enough for one sequence of 9216 tokens" in small[0]
     as_we_run_it = {"tensor_parallel_size": 4, "gpu_memory_utilization": 0.5, "param_dtype": "bfloat16"}
-    qwq = setup(QWQ | as_we_run_it, offload_reference=True)
+    qwq = setup(QWQ | as_we_run_it | {"micro_batch_tokens": 20_480, "head_dtype": "float32"}, offload_reference=True)
     assert misfits(qwq) == []
-    monkeypatch.setattr(memory, "HEAD_CHUNK_LOGITS", 16384 * 152_064)  # all logits of a micro-batch at a time
+    monkeypatch.setattr(memory, "HEAD_CHUNK_LOGITS", 20_480 * 152_064)  # all logits of a micro-batch at a time
     assert "GPU, update" in misfits(qwq)[0]
 
 

@@ -37,7 +37,7 @@ def writer(path: str, folder: Path, world: World, said: list[str]) -> checkpoint
 def reshard(path: str, folder: Path, step: int, flags: str) -> None:
     whole = init_world(tp_size=1, timeout_minutes=2)
     for number, case in enumerate(CASES):
-        runs, args = folder / str(number), parsed(f"--model {path} --prompts_per_step 4 {case} {flags}", whole.size)
+        runs, args = folder / str(number), parsed(f"--model {path} --prompts_per_step 4 {case} {flags}", whole.num_trainers)
         world = replace(whole, shard_ranks=args.shard_ranks)
         policy, _, optimizer = build(args, world)
         if step == 1:
@@ -54,7 +54,7 @@ def reshard(path: str, folder: Path, step: int, flags: str) -> None:
 def refusing(way: str) -> AbstractContextManager:
     """`dcp` tells other ranks of a failure in its own part; what comes after it, we do."""
     broken = OSError(errno.EIO, "Input/output error")
-    return patch("checkpoint.checksums", side_effect=broken) if way == "checksums" else largest_file(100_000)
+    return patch("guards.files.checksums", side_effect=broken) if way == "checksums" else largest_file(100_000)
 
 
 def full_disk(path: str, folder: Path) -> None:

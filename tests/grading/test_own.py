@@ -152,6 +152,7 @@ def test_a_row_without_a_column_that_the_function_takes_is_named(tmp_path):
 
 def test_a_reward_finds_its_neighbours_before_our_modules(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "data", raising=False)  # a worker has not imported it
+    monkeypatch.setattr(sys, "path", [*sys.path])  # programs that later tests start must not find this data.py
     (tmp_path / "data.py").write_text("VALUE = 0.25\n")
     reward = own(tmp_path, "from data import VALUE\ndef score(completion):\n    return VALUE\n")
     assert math.isclose(reward(CASES[:1])[0][0], 0.25)

@@ -37,7 +37,8 @@ def writer(path: str, folder: Path, world: World, said: list[str]) -> checkpoint
 def reshard(path: str, folder: Path, step: int, flags: str) -> None:
     whole = init_world(tp_size=1, timeout_minutes=2)
     for number, case in enumerate(CASES):
-        runs, args = folder / str(number), parsed(f"--model {path} --prompts_per_step 4 {case} {flags}", whole.num_trainers)
+        given = f"--model {path} --prompts_per_step 4 {case} {flags}"
+        runs, args = folder / str(number), parsed(given, whole.num_trainers)
         world = replace(whole, shard_ranks=args.shard_ranks)
         policy, _, optimizer = build(args, world)
         if step == 1:

@@ -173,7 +173,7 @@ def template_variables(prompt_format: PromptFormat, tokenizer: Tokenizer) -> dic
 
 
 def describe_template(prompt_format: PromptFormat, tokenizer: Tokenizer) -> list[str]:
-    """Lines for the log: what the chat template is told, beside the messages."""
+    """Lines for the log: the variables that the chat template gets beside the messages, with their types."""
     variables = template_variables(prompt_format, tokenizer).items()
     lines = [f"template: {name} = {value!r} ({type(value).__name__})" for name, value in variables]
     if prompt_format.today and prompt_format.prompt_format == "chat" and "strftime_now" in str(tokenizer.chat_template):

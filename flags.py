@@ -326,7 +326,7 @@ class PromptFormat:  # how a row becomes a prompt
     tools: str | None
     max_prompt_tokens: int
     max_pixels: int | None
-    today: str = ""  # what the chat template takes for today, 2026-01-31; "": it is told by the clock
+    today: str = ""  # date for the chat template, as 2026-01-31; "": that of the clock
 
 
 @settings

@@ -15,7 +15,7 @@ import threading
 from typing import NamedTuple
 
 from grading import Grade
-from grading.own import WrongReturn, awaited, event_loop, load_own, read_reward
+from grading.own import WrongReturn, awaited, load_own, read_reward
 from grading.pool import Outcome, Pool
 from grading.tools import Toolbox
 
@@ -86,7 +86,6 @@ class Handler:
                 raise ValueError(f"{self.name} has no method reply(self, completion); see docs/turns.md")
         self.has_reward = callable(getattr(self.kind, "reward", None))
         self.episodes: dict[int, tuple[object, int]] = {}  # the object, and how many texts it has been told
-        event_loop()  # before threads ask for it
 
     def __call__(self, turn: Turn | None) -> Reply | bool:
         if turn is None:

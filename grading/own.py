@@ -134,7 +134,6 @@ class OwnReward:
         self.required = [name for name in self.columns if parameters[name].default is inspect.Parameter.empty]
         if self.required and self.values is not GROUP:
             raise ValueError(f"{self.name} cannot be called: nothing is known of its parameter {self.required[0]!r}.")
-        event_loop()  # before threads ask for it
         self.takes_token_ids = bool({"token_ids", "completion_ids"} & {*self.named})
 
     def check_row(self, case: Case) -> None:
@@ -192,9 +191,16 @@ def _number(value: object) -> float:
         return math.nan
 
 
+LOCK = threading.Lock()  # several threads may be the first that need the event loop
+
+
 def awaited(result: object) -> object:
     """What an async function returns; of another one, what it returned."""
-    return asyncio.run_coroutine_threadsafe(result, event_loop()).result() if inspect.isawaitable(result) else result
+    if not inspect.isawaitable(result):
+        return result
+    with LOCK:
+        loop = event_loop()
+    return asyncio.run_coroutine_threadsafe(result, loop).result()
 
 
 @functools.cache

@@ -28,6 +28,7 @@ import types
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from multiprocessing.util import Finalize
@@ -37,7 +38,8 @@ from typing import NamedTuple
 from pebble import ProcessExpired, ProcessPool
 
 LOAD_SECONDS = 120.0  # what a worker may take to import a user's module
-MAX_POOLS = 4  # that may break: when workers end while they load
+MAX_POOLS = 4  # that may break in a row, before an item is done: workers end while they load
+SPARE = 64 << 20  # bytes beyond a worker's limit, to tell that its memory has run out
 WORN_OUT = signal.SIGUSR2  # ends a worker that an earlier item has damaged, before it begins another
 LIBRARIES = (*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")), str(Path(__file__).parent), "<")
 
@@ -65,7 +67,8 @@ class Pool:
         memory_gib: float = 4.0,
         changed: threading.Condition | None = None,
     ) -> None:
-        """Starts the workers at the first item. `timeout`: seconds per item. `memory_gib`: data of each worker.
+        """Starts the workers at the first item. `timeout`: seconds per item. `memory_gib`: data of each worker, beyond
+        what a bare one has.
 
         `changed`: a condition that several pools share, to be waited for together.
         """
@@ -117,6 +120,8 @@ class Pool:
         """Keeps the outcomes of the items, or does these again. Called in a thread of pebble's."""
         with self.changed:
             (items, _), error = self.at_work.pop(future), future.exception()
+            if not isinstance(error, BrokenProcessPool):  # one that has worked may break, too: pebble is late at a death
+                self.num_pools = 1
             if error is None:
                 self.outcomes |= {key: outcome for (key, *_), outcome in zip(items, future.result(), strict=True)}
             elif isinstance(error, ValueError):
@@ -199,7 +204,11 @@ def _load(factory: str, arguments: tuple, memory_gib: float) -> None:
     os.close(forkserver._forkserver._forkserver_alive_fd)  # and that with the caller, when nobody holds this
     forkserver._forkserver._forkserver_alive_fd = None
     signal.setitimer(signal.ITIMER_REAL, LOAD_SECONDS)  # its signal ends the process
-    resource.setrlimit(resource.RLIMIT_DATA, (int(memory_gib * 2**30),) * 2)  # not what libraries map and do not use
+    held = 0  # bytes of data; the limit does not count what libraries map and do not use
+    if sys.platform == "linux":
+        held = int(Path("/proc/self/statm").read_text("ascii").split()[5]) * resource.getpagesize()
+    limit = held + int(memory_gib * 2**30)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit + SPARE))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(WORN_OUT, signal.SIG_IGN)  # by a user's code it would have the item tried for ever
     OWN.pid = os.getpid()
@@ -227,7 +236,9 @@ def _outcome(function: Callable[[object], object], item: object) -> Outcome:
     try:
         outcome = Outcome(function(item), "ok")
     except BaseException as error:  # noqa: BLE001  of the user's code: told, counted and named by the caller
-        OWN.is_worn_out |= isinstance(error, MemoryError)
+        if isinstance(error, MemoryError):
+            OWN.is_worn_out, limit = True, resource.getrlimit(resource.RLIMIT_DATA)[1]
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         outcome = Outcome(None, f"error: {_describe(error)}")
     if os.getpid() != OWN.pid:
         os._exit(0)  # a child that the user's code has forked and let return

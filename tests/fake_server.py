@@ -57,7 +57,8 @@ class FakeServer:
         self.seconds, self.port, self.owner = seconds, port, Owner()
         self.version, self.tokens, self.paused, self.key = "default", 0, False, KEY
         self.dies_in_sync: threading.Event | None = None  # it fails after the first tensor, and not before the event
-        self.used: set[tuple] = set()  # connections: it hangs up when one is used again, as vLLM's does with idle ones
+        # Connections: it hangs up when one is used again, as vLLM's does with idle ones.
+        self.used: set[asyncio.Transport] = set()
         self.asked: list[str] = []  # the paths of all requests, as they came
         self.prompts: list[list[int]] = []  # of the completions that it gave
         self.received: list[torch.Tensor] = []  # of the last update
@@ -120,10 +121,9 @@ class FakeServer:
             self.group.broadcast(self.received[-1], src=0)
 
     async def generate(self, request: web.Request, body: dict) -> web.Response:
-        connection = request.transport.get_extra_info("peername")
-        if connection in self.used:
+        if request.transport in self.used:
             request.transport.abort()
-        self.used.add(connection)
+        self.used.add(request.transport)
         versions: list[str] = []
         while len(versions) < body["sampling_params"]["max_tokens"]:
             await asyncio.sleep(self.seconds)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,15 @@ def test_items_that_wait_share_a_worker_and_a_late_one_costs_no_other_one():
     texts = [text for deed in deeds for text in ("sleep", deed, "fine x", "sleep")]
     for text, outcome in zip(texts, run(pool, texts, "x"), strict=True):
         assert outcome.status.startswith(deeds.get(text, "ok")), (text, outcome)
+    pool.close()
+
+
+def test_a_pool_may_break_any_number_of_times_as_long_as_items_are_done_in_between():
+    pool = start()
+    for _ in range(6):
+        assert run(pool, ["fine x"], "x")[0].status == "ok"
+        pool.pool._pool_manager.handle_broken_pool(BrokenProcessPool("a worker's death was seen before its item"))
+    assert run(pool, ["fine x"], "x")[0].status == "ok"
     pool.close()
 
 

@@ -120,8 +120,8 @@ class Pool:
         """Keeps the outcomes of the items, or does these again. Called in a thread of pebble's."""
         with self.changed:
             (items, _), error = self.at_work.pop(future), future.exception()
-            if not isinstance(error, BrokenProcessPool):  # one that has worked may break, too: pebble is late at a death
-                self.num_pools = 1
+            if not isinstance(error, BrokenProcessPool):
+                self.num_pools = 1  # it works; at a death, pebble may break one that does
             if error is None:
                 self.outcomes |= {key: outcome for (key, *_), outcome in zip(items, future.result(), strict=True)}
             elif isinstance(error, ValueError):

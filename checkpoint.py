@@ -15,17 +15,22 @@ one that it returns. A checkpoint that the disk refuses is left out; the one of 
 from __future__ import annotations
 
 import copy
+import io
 import json
+import pickle
 import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.optim import Optimizer
 from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
@@ -33,14 +38,13 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMix
 from batch import State
 from flags import Saving
 from fsdp_utils import World, gather_from_ranks, wait_for_all
-from guards import files
-from guards.files import Checksums, DiskError, cause, checkpoints, free_space, tolerated
-from guards.progress import progress
-from guards.shards import ShardPlanner, ShardReader
-from guards.stall import beat
-from guards.start import RunError
 from policy import Policy
 from report import read_metrics
+from runtime import files
+from runtime.files import Checksums, DiskError, cause, checkpoints, free_space, tolerated
+from runtime.progress import progress
+from runtime.stall import beat
+from runtime.start import RunError
 
 Companions = list[PreTrainedTokenizerBase | ProcessorMixin | GenerationConfig]  # of the model, in its folder
 Weights = dict[str, Tensor]  # by name, in the engine's dtype
@@ -275,3 +279,48 @@ def shards_of(policy: Policy, optimizer: Optimizer) -> dict[str, dict[str, objec
         if not parameter.requires_grad:
             parameters.pop(name, None)
     return {"model": parameters, "optimizer": state}
+
+
+# The shards -----------------------------------------------------------------------------------------------------------
+#
+# Somebody else may have written them: nothing but plain records is unpickled. `dcp` keeps a list of its shards, which
+# is a pickle, and in them pickled values.
+
+
+class MetadataUnpickler(pickle.Unpickler):
+    """Makes nothing but the records that belong in `dcp`'s list. Python's own unpickler calls what the file names."""
+
+    ALLOWED = {
+        "torch": {"Size"} | {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)},
+        "torch.serialization": {"_get_layout"},
+        "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+        "torch.distributed.checkpoint.metadata": {
+            "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+            "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+        },
+        "pathlib": {"PosixPath"},
+        "pathlib._local": {"PosixPath"},  # Python 3.13
+    }  # fmt: skip
+
+    def find_class(self, module: str, name: str) -> object:
+        if name in self.ALLOWED.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of a checkpoint")
+
+
+class ShardReader(dcp.FileSystemReader):
+    """`dcp` reads tensors with `weights_only`; this does the same for its list of them."""
+
+    def read_metadata(self, *_: object, **__: object) -> Metadata:
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            return MetadataUnpickler(file).load()
+
+
+class ShardPlanner(dcp.DefaultLoadPlanner):
+    """The same for values that are no tensors, such as Adam's betas: `dcp` unpickles anything here."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        checked = io.BytesIO()
+        torch.save(torch.load(value, weights_only=True), checked)
+        checked.seek(0)
+        super().load_bytes(read_item, checked)

@@ -1,6 +1,6 @@
 """Data: source -> records -> rows. A row carries its prompt, so a prompt cannot come apart from its answer.
 
-Records are read in `inputs/records.py`. Read `PromptData.load` first, then `make_row`; `indices_of_step` says which
+Records are read in `inputs/sources.py`. Read `PromptData.load` first, then `make_row`; `indices_of_step` says which
 rows a step draws. `python scripts/show_data.py` shows data before training.
 """
 
@@ -24,12 +24,12 @@ from batch import IMAGE, Messages, Row
 from flags import PromptFormat
 from grading import alternatives, key_text
 from grading.own import load_function
-from guards.progress import progress
-from inputs.records import Record, name_of_source, read_records
+from inputs.sources import Record, name_of_source, read_records
+from model.special_tokens import template_tokens
 from model.vision import UnreadableImage, Vision, encoded_images, find_images
+from runtime.progress import progress
 
 HINT = "\n\nHere is a reference solution:\n{}\n\nAfter understanding it, solve the problem in your own words."
-TAG = re.compile(r"think|thought|reason|answer|tool|call|python", re.IGNORECASE)  # in the name of a token that is one
 
 
 class UnusableRow(Exception):
@@ -179,20 +179,6 @@ def describe_template(prompt_format: PromptFormat, tokenizer: Tokenizer) -> list
     if prompt_format.today and prompt_format.prompt_format == "chat" and "strftime_now" in str(tokenizer.chat_template):
         lines.append(f"template: its date is that of the first start, {prompt_format.today}")
     return lines
-
-
-@lru_cache(maxsize=8)
-def template_tokens(tokenizer: Tokenizer) -> tuple[str, ...]:
-    """The special tokens that the chat template writes around messages. A text that holds one already has a template.
-    Tokens of another model's template are ordinary text, and so are tokens like `<think>`.
-    """
-    question, answer = ({"role": role, "content": "?"} for role in ("user", "assistant"))
-    try:
-        written = tokenizer.apply_chat_template([question, answer, question], tokenize=False)
-    except (TemplateError, TypeError, ValueError):  # it wants other messages than these; or there is none
-        return ()
-    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    return tuple(token for token in special if token in written and not TAG.search(token))
 
 
 def check_template(prompt_format: PromptFormat, tokenizer: Tokenizer) -> None:

@@ -11,7 +11,7 @@ if the reward's first verifier gives it 1 or more.
 
 from __future__ import annotations
 
-from guards.start import join_launcher
+from runtime.start import join_launcher
 
 if __name__ == "__main__":
     join_launcher()
@@ -35,15 +35,15 @@ from data import PromptData, most_images
 from flags import FLAGS as OF_TRAINING
 from flags import GROUPS, INF, EngineSettings, Sampling, flag, take
 from fsdp_utils import gather_from_ranks, init_world, is_main_process
-from generation.completion import describe_tags
 from grading import Grade
-from guards.files import required, tolerated, write
-from guards.start import RunError, Stopped
 from inputs.checks import check_common_flags, check_ranges, default_dtype, ks_of_pass
 from inputs.command_line import exit_with_error, parser_of
-from inputs.load import OF_A_SET, first_day, load_model_files, samplings_of, start_grader
-from inputs.machine import check_launch
+from load_inputs import OF_A_SET, first_day, load_model_files, samplings_of, start_grader
+from model.special_tokens import describe_tags
 from reward import Grader
+from runtime.files import required, tolerated, write
+from runtime.machine import check_launch
+from runtime.start import RunError, Stopped
 
 if TYPE_CHECKING:  # importing vLLM takes seconds; the checks of bad input come first
     from rollout import Engine

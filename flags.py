@@ -13,7 +13,10 @@ import math
 from dataclasses import dataclass, fields
 from typing import NamedTuple, TypeVar, dataclass_transform
 
-from model.sizes import GPUS, MOST_LAG
+from runtime.cards import GPUS
+
+MORE_IN_THE_AIR = 0.5  # --partial_rollouts: prompts under way beside those of a step, as a share of them
+MOST_LAG = 4  # --partial_rollouts: steps that the oldest token may be behind; its group is then waited for
 
 INF = math.inf
 TINY = 1e-9  # as the smallest value: above 0

@@ -25,9 +25,9 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from guards.stall import WAITS, beat
-from guards.start import Stopped, launch_folder, requested
-from inputs.machine import choose_interface, local_world_size, prepare_cpu, use_all_cores
+from runtime.machine import choose_interface, local_world_size, prepare_cpu, use_all_cores
+from runtime.stall import WAITS, beat
+from runtime.start import Stopped, launch_folder, requested
 
 Item = TypeVar("Item")
 

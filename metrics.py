@@ -14,7 +14,7 @@ import torch
 
 from batch import Batch, Metrics, Pass, Rollout, Work
 from fsdp_utils import World, max_over_trainers, sum_over_trainers
-from model.sizes import GPUS
+from runtime.cards import GPUS
 
 LEAST_SPREAD = 0.02  # of a token's log-prob, squared: entropies above about 0.05 have more
 

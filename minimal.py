@@ -15,15 +15,14 @@ from dataclasses import replace
 from data import PromptData, most_images
 from flags import FLAGS, AdamW, EngineSettings, Lora, Memory, Sampling, make_plan, take
 from fsdp_utils import init_world
-from guards.updates import UpdateGuard
 from inputs.checks import check_flags, ranks_per_engine
 from inputs.choices import algorithm_of
 from inputs.command_line import parse_flags
-from inputs.load import load_inputs
+from load_inputs import load_inputs
 from metrics import merge_updates
 from policy import build_policy
 from rollout import Engine
-from update import add_advantages, add_logprobs, pack_updates, update_policy
+from update import UpdateGuard, add_advantages, add_logprobs, pack_updates, update_policy
 
 # Flags that would change the numbers, but not here. The rest of what is left out only watches a run, or saves it.
 LEFT_OUT = "engine", "partial_rollouts", "dynamic_sampling", "truncated", "environment", "tools", "replay"

@@ -26,8 +26,6 @@ from transformers import PreTrainedModel
 from batch import Batch
 from flags import AdamW, Lora, Memory
 from fsdp_utils import World, full_tensors, own_rows, shard
-from guards.progress import OFF
-from guards.stall import beat
 from model import lora as adapters
 from model.attention import make_packing
 from model.head import Teacher, chunked_logprobs
@@ -35,6 +33,8 @@ from model.optimizer import make_optimizer
 from model.sizes import head_dim
 from model.vision import BatchImages, PromptImages, embed, tower_of
 from model.weights import fill, in_files, load_config, model_from_config, without_storage
+from runtime.progress import OFF
+from runtime.stall import beat
 
 Mark = float | torch.cuda.Event  # a moment in time
 

@@ -1,7 +1,7 @@
 """What came out of runs, also while they go on.
 
     python report.py runs/a runs/b                       a page that compares them, and curves.png of each
-    python report.py --compare a1 a2 a3 -- b1 b2 b3      is the difference noise? reporting/compare.py
+    python report.py --compare a1 a2 a3 -- b1 b2 b3      is the difference noise? instruments/compare.py
     python report.py runs/x --reference NAME             reached, not reached, or why it cannot be judged
 
 NAME is a file in references/.
@@ -17,11 +17,11 @@ import warnings
 from fnmatch import fnmatch
 from pathlib import Path
 
-from guards.files import whole
-from guards.start import print_any_text
-from reporting import reference
-from reporting.compare import compare
-from reporting.history import History, read_config, read_lines
+from instruments import reference
+from instruments.compare import compare
+from instruments.history import History, read_config, read_lines
+from runtime.files import whole
+from runtime.start import print_any_text
 
 PANELS = {  # title -> the metrics that it shows; * stands for any text
     "reward": "reward/mean",
@@ -142,7 +142,7 @@ def write_pages(runs: list[Path], file: Path) -> None:
     for run_dir in runs:
         if not (run_dir / "metrics.jsonl").exists() and "out_dir" not in read_config(run_dir):  # a model has one, too
             raise ValueError(f"{run_dir} is no run: it holds neither metrics.jsonl nor config.json of a run.")
-    from reporting.page import write_page  # here, not above: training imports this file, and needs no pyarrow
+    from instruments.page import write_page  # here, not above: training imports this file, and needs no pyarrow
 
     write_page(file, {run_dir: read_metrics(run_dir) for run_dir in runs})
     for run_dir in runs:

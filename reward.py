@@ -18,9 +18,9 @@ from flags import Grading, Sampling
 from grading import NOT_GRADED, Case, Grade
 from grading.pool import Outcome, Pool
 from grading.score import Needs, add_up, parse_reward
-from guards.progress import progress
-from guards.stall import beat
-from guards.start import RunError, Stopped, requested
+from runtime.progress import progress
+from runtime.stall import beat
+from runtime.start import RunError, Stopped, requested
 
 if TYPE_CHECKING:
     from batch import OnFinished, Row

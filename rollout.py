@@ -44,14 +44,8 @@ from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistri
 from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel, get_tp_group
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from batch import OnFinished, Rollout, Row
-from flags import EngineSettings, Sampling
-from fsdp_utils import World, end_if_requested, gather_from_ranks, set_allocator
-from generation.completion import Completion, rollout_of
-from guards.progress import progress
-from guards.stall import beat
-from guards.start import launch_name, requested
-from model.engine_options import (
+from batch import Completion, OnFinished, Rollout, Row, rollout_of
+from engine.options import (
     NOISE,
     NOISE_ON_CPU,
     check_head,
@@ -60,7 +54,12 @@ from model.engine_options import (
     memory_errors,
     stop_ids,
 )
+from flags import EngineSettings, Sampling
+from fsdp_utils import World, end_if_requested, gather_from_ranks, set_allocator
 from model.vision import Vision, decode
+from runtime.progress import progress
+from runtime.stall import beat
+from runtime.start import launch_name, requested
 
 for _name, _beginning in NOISE + ([] if torch.cuda.is_available() else NOISE_ON_CPU):
     logging.getLogger(_name).addFilter(lambda record, noise=_beginning: not record.msg.startswith(noise))

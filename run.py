@@ -30,19 +30,19 @@ from batch import Metrics, Rollout, Sampled, Update, Work, own_logprobs
 from data import PromptData
 from flags import FLAGS, Recording
 from fsdp_utils import World, broadcast_from_main, end_if_requested
-from generation.completion import describe_tags
-from guards.files import DiskError, append, checkpoints, lock_file, required, tolerated, write
-from guards.fingerprint import INPUTS, digests_of, versions
-from guards.stall import BOARD, in_phase
-from guards.start import RunError
+from inputs.agreement import INPUTS, digests_of, versions
+from instruments.console import Console
+from instruments.rollout_files import Keeper, bytes_of_tokens, file_of
 from metrics import merge_updates, throughput
-from records.console import Console
-from records.rollouts import Keeper, bytes_of_tokens, file_of
+from model.special_tokens import describe_tags
+from runtime.files import DiskError, append, checkpoints, lock_file, required, tolerated, write
+from runtime.stall import BOARD, in_phase
+from runtime.start import RunError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from planner.watch import MemoryWatch
+    from instruments.memory_watch import MemoryWatch
 
 IDLE_STEPS = 5
 

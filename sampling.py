@@ -12,16 +12,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from batch import Metrics, Rollout, Row, Sampled, State
 from flags import Sampling
-from guards.fingerprint import check_same_step
+from inputs.agreement import check_same_step
 from metrics import lag_metrics, rollout_metrics
-from records.rollouts import read_rounds
 
 if TYPE_CHECKING:  # importing vLLM takes seconds; the checks of bad input come first
     from data import PromptData
@@ -194,30 +192,3 @@ def choose_groups(sampled: Rollout, num_rounds: int, draws: Draws) -> tuple[np.n
     groups = np.sort(np.concatenate([kept, filling]))
     indices_B = (groups[:, None] * draws.group_size + np.arange(draws.group_size)).flatten()
     return indices_B, {name: float(count) for name, count in counts.items()}
-
-
-# Replay: docs/runs.md -------------------------------------------------------------------------------------------------
-
-
-class NoEngine:
-    """Stands for the engine with --replay, where nothing is sampled."""
-
-    seconds_E = np.zeros(1)
-
-    def begin(self, *_: object) -> None:
-        pass
-
-    sync = sleep = close = begin
-
-
-@dataclass
-class ReplaySampler(Sampler):
-    """Fills steps with the groups that another run sampled."""
-
-    folder: Path = Path()
-
-    def sample_rounds(self, step: int) -> list[Rollout]:
-        rows = {row.where: row for row in self.data.rows}
-        rounds = read_rounds(self.folder, step, rows)
-        self.seconds_RE = [np.zeros(1) for _ in rounds]
-        return [self.as_training_data(rollout, step) for rollout in rounds]

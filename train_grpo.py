@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from guards.start import NOT_FINISHED, RunError, Stopped, arm, join_launcher, leave, listen, signal_name
 from inputs.checks import check_flags, ranks_per_engine
 from inputs.command_line import exit_with_error, parse_flags
+from runtime.start import NOT_FINISHED, RunError, Stopped, arm, join_launcher, leave, listen, signal_name
 
 
 def start() -> tuple[Namespace, Algorithm]:
@@ -28,7 +28,7 @@ def start() -> tuple[Namespace, Algorithm]:
     args = parse_flags()
     try:
         if args.dry_run:
-            from planner.dry_run import dry_run
+            from instruments.dry_run import dry_run
 
             sys.exit(dry_run(args))
         check_flags(args)
@@ -43,6 +43,7 @@ ARGS, ALGORITHM = start() if __name__ == "__main__" else (None, None)  # before 
 
 from checkpoint import Writer, latest, load, set_link
 from data import PromptData, most_images
+from engine.drift import DriftGuard
 from evaluate import Evaluator
 from flags import (
     AdamW,
@@ -58,21 +59,19 @@ from flags import (
     take,
 )
 from fsdp_utils import close_world, init_world, is_main_process, set_allocator
-from generation.partial import PartialSampler, prompts_in_the_air
 from grpo import Algorithm
-from guards.drift import DriftGuard
-from guards.updates import Bounds, UpdateGuard
-from inputs.load import Inputs, check_world, load_inputs
-from planner.watch import watch_memory
+from instruments.memory_watch import watch_memory
+from load_inputs import Inputs, check_world, load_inputs
 from policy import Policy, build_policy
-from records.rollouts import weights_of
 from run import Run, open_run_folder
-from sampling import Draws, NoEngine, ReplaySampler, Sampler
-from update import add_advantages, add_logprobs, pack_updates, update_policy, work_of_step
+from samplers.partial import PartialSampler, prompts_in_the_air
+from samplers.replay import NoEngine, ReplaySampler, weights_of
+from sampling import Draws, Sampler
+from update import Bounds, UpdateGuard, add_advantages, add_logprobs, pack_updates, update_policy, work_of_step
 
 if TYPE_CHECKING:
     from rollout import Engine
-    from rollout_server import ServerEngine
+    from servers.engine import ServerEngine
 
 
 def build_engine(args: Namespace, inputs: Inputs, policy: Policy, run: Run, saved_step: int) -> Engine | ServerEngine:
@@ -85,7 +84,7 @@ def build_engine(args: Namespace, inputs: Inputs, policy: Policy, run: Run, save
     limits = args.max_prompt_tokens, max(args.max_completion_tokens, *args.eval_max_completion_tokens)
     settings = take(EngineSettings, args, max_model_len=sum(limits))
     if args.engine == "server":
-        from rollout_server import build_servers
+        from servers.engine import build_servers
 
         servers, weights = take(Servers, args), policy.describe_weights()
         return build_servers(args.model, settings, servers, inputs, weights, run, saved_step)

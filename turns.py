@@ -22,16 +22,15 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from batch import OnFinished, Row
+from batch import Completion, OnFinished, Row
 from data import UnusableRow, render
 from flags import Grading, PromptFormat, Sampling, Turning
-from generation.completion import Completion
 from grading import Grade
 from grading.episode import Environments, Messages, Reply, Turn, columns_for
 from grading.pool import Outcome
-from guards.progress import progress
-from guards.stall import beat
-from guards.start import requested
+from runtime.progress import progress
+from runtime.stall import beat
+from runtime.start import requested
 
 if TYPE_CHECKING:
     from rollout import Engine

@@ -7,7 +7,7 @@ Dimensions: `batch.py`.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -18,8 +18,10 @@ from torch.optim import Optimizer
 import grpo
 from batch import (
     Batch,
+    Metrics,
     Pass,
     Rollout,
+    State,
     Update,
     Work,
     from_positions,
@@ -28,7 +30,8 @@ from batch import (
     shared_positions,
     to_positions,
 )
-from flags import Memory, Plan, UpdateStep
+from engine.drift import check_gap
+from flags import Memory, Plan, UpdateStep, settings
 from fsdp_utils import (
     World,
     begin_micro_batch,
@@ -39,12 +42,11 @@ from fsdp_utils import (
     sum_over_trainers,
 )
 from grpo import Algorithm, Graded
-from guards.stall import beat
-from guards.start import RunError
-from guards.updates import UpdateGuard
 from metrics import idle_share, standard_errors, temperature_of
 from model.head import Teacher
 from policy import Policy, add_images, add_packing
+from runtime.stall import beat
+from runtime.start import RunError
 
 DISTILLED = ("ref_logprobs_N", "kl_N", "agrees_N")  # fields of a batch that the policy's pass with a teacher returns
 
@@ -319,3 +321,64 @@ def update_flops(policy: Policy, cost: float) -> float:
     counts at every token. Recomputation, biases, norms, embedding and vision tower do not count.
     """
     return (2 if policy.has_adapter else 3) * policy.flops_per_token * cost
+
+
+# Which updates are left out ------------------------------------------------------------------------------------------
+#
+# What is not finite, and what has moved too far from the policy that sampled. An update is judged when its gradient is
+# there, before the optimizer's step, by metrics that are the same on every rank. Left out, it changes no bit of policy
+# and optimizer. It does not end the run, because a resumed one would meet it again; many in a row do.
+
+NOT_FINITE, BEYOND_KL = "optim/skipped_not_finite", "optim/skipped_max_kl"  # metrics: updates of a step, by reason
+
+
+@settings
+class Bounds:  # of updates
+    max_kl: float
+    max_skipped_updates: int
+
+
+def find_fault(metrics: Metrics, bounds: Bounds) -> tuple[str, str] | None:
+    """(the metric that counts it, what is wrong) of an update with these metrics; None: nothing."""
+    loss, norm, kl = (metrics[name] for name in ("policy/loss", "optim/grad_norm", "policy/approx_kl"))
+    for what, value in (("loss", loss), ("gradient norm", norm)):
+        if not math.isfinite(value):
+            return NOT_FINITE, f"the {what} is {value}"
+    if bounds.max_kl and not kl <= bounds.max_kl:  # also of nan
+        return BEYOND_KL, f"the KL to the policy that sampled is {kl:.3g}; --max_kl {bounds.max_kl:g}"
+    return None
+
+
+@dataclass
+class UpdateGuard:  # the same on every rank
+    world: World
+    bounds: Bounds = Bounds()
+    num_skipped: int = 0  # in a row
+    is_broken: bool = False  # none of the step's updates was finite: no checkpoint of it is written
+
+    def state(self) -> State:
+        """What a resumed run needs: goes into the checkpoint."""
+        return {"skipped_in_a_row": self.num_skipped, "is_broken": self.is_broken}
+
+    def restore(self, state: State) -> State:
+        """Takes its part of the state; returns all of it."""
+        self.num_skipped = state.get("skipped_in_a_row", 0)
+        return state
+
+    def judge(self, metrics: Metrics, step: UpdateStep) -> Metrics:
+        """How often the update was left out, 0 or 1, and why, as metrics.
+
+        Raises RunError if it is one too many, or if the sampler has drifted away from the policy.
+        """
+        check_gap(metrics, step)
+        fault = find_fault(metrics, self.bounds)
+        self.num_skipped = self.num_skipped + 1 if fault else 0
+        self.is_broken = fault is not None and fault[0] == NOT_FINITE and (step.number == 1 or self.is_broken)
+        if self.num_skipped > self.bounds.max_skipped_updates:
+            count = f"{self.num_skipped} in a row (--max_skipped_updates {self.bounds.max_skipped_updates})"
+            way_out = f"These are {count}; to continue, raise that, or lower --learning_rate in a new --out_dir"
+            if fault[0] == NOT_FINITE and step.index < self.num_skipped:  # no weight has changed yet
+                way_out = f"These are the first {count}: --model, --reference or a loss of your own is not finite"
+            raise RunError(f"step {step.step}, update {step.number} is left out: {fault[1]}. {way_out}.")
+        counted = {name: float(fault is not None and fault[0] == name) for name in (NOT_FINITE, BEYOND_KL)}
+        return {"optim/skipped_updates": float(fault is not None)} | counted

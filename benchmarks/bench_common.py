@@ -23,11 +23,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from batch import Rollout, Row, Update
 from flags import AdamW, Lora, Memory, make_plan, take
 from fsdp_utils import World
-from guards.updates import UpdateGuard
 from inputs.choices import algorithm_of
 from inputs.command_line import parse_flags
 from policy import build_policy
-from update import add_advantages, add_logprobs, pack_updates, update_policy
+from update import UpdateGuard, add_advantages, add_logprobs, pack_updates, update_policy
 from warm_start import build_tokenizer
 
 ROOT = Path(__file__).parent.parent

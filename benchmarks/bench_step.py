@@ -43,8 +43,8 @@ import psutil
 from transformers import AutoConfig
 
 from bench_common import ROOT, median_ratio, parser_of, print_table, save_random_model
-from inputs.machine import prepare_cpu
 from model.sizes import CPU_BLOCK, cpu_cache_bytes
+from runtime.machine import prepare_cpu
 
 GOALS = {"trl_fsdp2_or_vllm": 3.0, "trl_best": 2.0, "memory": 1.0}
 OURS = "ours, 2 ranks"

@@ -3,27 +3,9 @@
     python benchmarks/plan_vs_published.py
 
 Every run is planned by the code of --dry_run, from flags. The first table has the runs of which all phases are
-published: on them the constants in `planner/time.py` and --plan_flops_share were fitted. The second table was held out.
-The third has runs that are left out (`LEFT_OUT` says why). Exit code 1: the median error is above 15 % or one above 30.
-
-Comparable is a run of a dense model on A100 or H100, all of its weights trained in bf16, whose GPUs sample and train
-in turn, with published batch, layout, mean lengths and time of a step. Where the source trains by tensor or pipeline
-parallelism, ours is FSDP on the same GPUs. Weights that stay on the GPUs between micro-batches, without tensor
-parallelism, are --communicate_once. No fair comparison, for one of these reasons: NeMo-RL off-policy, in FP8, or with
-16k tokens on 128 GPUs; verl asynchronous, 0.7.1 or on H20; EasyR1 0.3.0 or on L20; DeepScaleR; SimpleRL-Zoo; Tulu 3.
-
-Sources, and what is not in them:
-- NeMo-RL 0.3: NVIDIA's developer blog of 2025-08-20 ("Megatron-Core Support for Optimized Training Throughput"), table
-  1, with its recipes. The kind of GPU (H100) is assumed; mean prompts are those of versions 0.4 and 0.5.
-- NeMo-RL 0.4 and 0.5: docs/about/performance-summary.md of NVIDIA-NeMo/RL (commit 402a57172, tag v0.5.0), with its
-  recipes. Mean prompts follow from tokens per second and GPU.
-- verl: "veRL Benchmark Report: GRPO + Qwen2.5-7B on GSM8K" and "... LLaMA3.2-1B ..." (wandb.ai,
-  haoyugao-google/verl_grpo_example_gsm8k); the step is without test and checkpoint. The settings of the 7B run are
-  assumed to be those of the other report, with the 40 sequences per micro-batch of verl's example.
-- verl, GPG (GRPO's loss without clip and KL): diqiuzhuanzhuan/verldata, run_logs/qwen2-7b_math*.log, steps 5 to 60 and
-  171 to 210, and 3 to 105. The GPU follows from its MFU: an A100, or an A800 with slower links.
-- EasyR1: assets/baselines.md at v0.3.2. Tokens of a sequence follow from tokens per second and GPU; how they divide was
-  read off a published curve. A step seems to contain a fifth of a validation and of a checkpoint, which ours does not.
+published: the constants in `instruments/plan_time.py` and --plan_flops_share were fitted on them. The second table was
+held out. The third has runs that are left out (`LEFT_OUT` says why). Exit code 1: the median error is above 15 % or one
+above 30.
 """
 
 from __future__ import annotations
@@ -41,8 +23,8 @@ from transformers import AutoConfig
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from inputs.command_line import parse_flags
-from planner.dry_run import setup_of
-from planner.time import phase_seconds
+from instruments.dry_run import setup_of
+from instruments.plan_time import phase_seconds
 
 GOAL_MEDIAN, GOAL_WORST = 0.15, 0.30
 

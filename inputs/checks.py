@@ -15,8 +15,10 @@ from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 from flags import FLAGS, GROUPS, INF, TINY, Flag
-from inputs.records import name_of_source
-from model.sizes import check_path, gpu_figures
+from inputs.sources import name_of_source
+from model.sizes import check_path
+from runtime.cards import gpu_figures
+from runtime.start import check_divides, launched_world_size
 
 # What stored rollouts hold: who is compared with whom, tokens sampled under these limits, and their rewards.
 FIXED_BY_ROLLOUTS = (
@@ -219,11 +221,6 @@ def ks_of_pass(num_samples: int) -> list[int]:
     return sorted({2**i for i in range(1, num_samples.bit_length())} | {num_samples} - {1})
 
 
-def launched_world_size() -> int:
-    """Number of processes that the launcher started, on all nodes; 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 def check_ranges(args: argparse.Namespace, groups: dict[str, list[Flag]]) -> None:
     """Raises ValueError for a value out of its range, and for a flag that has no effect without another one."""
     for each in (each for group in groups.values() for each in group):
@@ -259,13 +256,6 @@ def all_given(args: argparse.Namespace) -> SimpleNamespace:
 def leave(each: Flag) -> str:
     """How to say that the default should stay."""
     return f"leave it at {each.value}" if each.value else "leave it out"
-
-
-def check_divides(flag: str, part: int, what: str, whole: int) -> None:
-    """Raises ValueError if the flag's value does not divide the whole."""
-    if whole % part:
-        divisors = ", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0)
-        raise ValueError(f"{flag} {part} does not divide {what} {whole}; use one of {divisors}.")
 
 
 def ranks_per_engine(args: argparse.Namespace, num_ranks: int | None = None) -> int:

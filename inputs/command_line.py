@@ -11,9 +11,9 @@ import time
 from typing import NoReturn
 
 from flags import GROUPS, Flag, most_lag
-from guards.progress import OFF
-from guards.start import leave_the_others, note_reason, print_any_text
 from inputs.checks import default_dtype
+from runtime.progress import OFF
+from runtime.start import leave_the_others, note_reason, print_any_text
 
 if sys.flags.optimize > 1:
     sys.exit("error: python -OO takes away the docstrings that transformers reads; leave -OO and PYTHONOPTIMIZE out.")

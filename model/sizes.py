@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from functools import cache
@@ -17,29 +16,8 @@ OPTIMIZER_CHUNK = 2**24  # elements updated at a time, of about 30 bytes each: a
 
 MOST_AT_ONCE = 256  # sequences that run at a time, for each rank of an engine: vLLM's default for offline use on CPU
 MOST_ON_GPU = 512  # sequences that an engine runs at a time on GPUs: vLLM's largest batch that has a CUDA graph
-MORE_IN_THE_AIR = 0.5  # --partial_rollouts: prompts under way beside those of a step, as a share of them
-MOST_LAG = 4  # --partial_rollouts: steps that the oldest token may be behind; its group is then waited for
 CPU_BLOCK = 32  # tokens of a cache block on CPU, the fewest that vLLM takes: 128 are no faster (benchmarks/README.md)
 CPU_CACHE = 2**30  # bytes of that cache in a rank, at most; the environment's VLLM_CPU_KVCACHE_SPACE (GiB) replaces it
-
-# Name -> memory that a process can take (GiB), dense bf16 TFLOP/s, memory TB/s, and GB/s in one direction to the other
-# GPUs of the node and to host RAM. All of them have bf16 and FlashAttention 2: Ampere or newer.
-CARDS = json.loads(Path(__file__).with_name("cards.json").read_text("utf-8"))  # with the source of each
-GPUS = {name: tuple(card.values())[:5] for name, card in CARDS.items()}
-OWN_GPU = re.compile(r"(\d*\.?\d+)GiB:(\d*\.?\d+)TFLOPs:(\d*\.?\d+)TB/?s", re.IGNORECASE)
-
-
-def gpu_figures(name: str) -> tuple[float, ...]:
-    """The figures of a card in `GPUS`, which its first part may name alone, or of one's own. Raises ValueError."""
-    own = OWN_GPU.fullmatch(name)
-    if own and all(figures := tuple(map(float, own.groups()))):
-        return *figures, *GPUS["RTX4090-24GB"][3:]  # PCIe
-    plain = re.sub(r"[\s_-]", "", name).upper()
-    found = [each for each in GPUS if plain in (each.replace("-", ""), each.partition("-")[0])]
-    if len(found) != 1:
-        other = "memory, dense bf16 speed and bandwidth of another one, such as 23.5GiB:71TFLOPs:0.94TBs"
-        raise ValueError(f"--plan_gpu {name}: use {', '.join(found or GPUS)}, or {other}.")
-    return GPUS[found[0]]
 
 
 def check_path(path: str) -> None:

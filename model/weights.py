@@ -28,8 +28,8 @@ from transformers.models.auto import AutoConfig, AutoModelForCausalLM, AutoModel
 from transformers.utils import cached_file
 
 from fsdp_utils import fill_from_main, gather_from_ranks, is_main_process
-from guards.progress import progress
 from model.sizes import check_path, has_hub
+from runtime.progress import progress
 
 NAMES = ("model.safetensors", "model.safetensors.index.json")
 MOVED_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")  # in old files; as in `from_pretrained`

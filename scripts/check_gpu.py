@@ -40,19 +40,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from data import PromptData
+from engine.options import engine_options
 from flags import EngineSettings, PromptFormat, Sampling
 from fsdp_utils import init_world
-from generation.start import SERVER
-from inputs.machine import check_compiler, check_driver
-from inputs.machine import check_gpu as check_one_gpu
+from instruments.dry_run import config_of
+from instruments.plan_memory import CONTEXT, ENGINE_ASLEEP
 from model import head
 from model.attention import check_device, make_packing, packed_attention
-from model.engine_options import engine_options
 from model.packed import Segment
 from model.weights import open_weights
-from planner.dry_run import config_of
-from planner.memory import CONTEXT, ENGINE_ASLEEP
 from report import read_metrics
+from runtime.machine import check_compiler, check_driver
+from runtime.machine import check_gpu as check_one_gpu
+from servers.start import SERVER
 from smoke_inputs import SETUPS, make_config, make_tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -93,7 +93,7 @@ class Place:
     """Where the checks run."""
 
     folder: Path
-    model: str | None  # the shape: a name of planner/models.json or a folder; None: a tiny one
+    model: str | None  # the shape: a name of instruments/models.json or a folder; None: a tiny one
     num_ranks: int
     is_cuda: bool
 
@@ -465,7 +465,7 @@ def write_report(place: Place) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", help="shape: a name of planner/models.json or a folder; default: by the GPUs")
+    parser.add_argument("--model", help="shape: a name of instruments/models.json or a folder; default: by the GPUs")
     parser.add_argument("--ranks", type=int, help="GPUs (CPU: processes) to use; default: all GPUs; 2 processes")
     parser.add_argument("--out_dir", type=Path, default=Path("runs/check_gpu"), help="folder, made anew")
     args = parser.parse_args()

@@ -19,11 +19,11 @@ from flags import FLAGS as OF_TRAINING
 from flags import GROUPS, INF, Grading, flag, take
 from grading import Case, Grade, key_text
 from grading.own import EXTRAS
-from guards.files import whole
 from inputs.checks import check_ranges
 from inputs.command_line import parser_of
-from inputs.records import read_json_file
+from inputs.sources import read_json_file
 from reward import Grader, workers_per_engine
+from runtime.files import whole
 
 # fmt: off
 FILES = [

@@ -25,8 +25,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from guards.files import end_status
-from guards.start import (
+from runtime.files import end_status
+from runtime.start import (
     FOLDER,
     HEARD,
     LAUNCHER,
@@ -136,7 +136,7 @@ class Launch:
         return f"{stall}; then rank {rank}{where} {how}" if stall else f"rank {rank}{where} {how}"
 
     def left_by_watch(self, name: str) -> str:
-        """A file of guards/stall.py; "" if there is none of this start."""
+        """A file of runtime/stall.py; "" if there is none of this start."""
         file = self.out_dir / "ranks" / name
         return file.read_text("utf-8") if file.exists() and file.stat().st_mtime >= self.begin else ""
 

@@ -18,10 +18,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from flags import DTYPES, INF, EngineSettings, flag
-from generation.start import server_command, server_environment
 from inputs.checks import LOOPBACK, check_ranges, default_dtype
 from inputs.command_line import exit_with_error, parser_of
 from model.sizes import check_path
+from servers.start import server_command, server_environment
 
 # fmt: off
 FLAGS = {"server": [
@@ -49,8 +49,8 @@ def main() -> None:
         check_ranges(args, FLAGS)
         check_path(args.model)
         # torch takes seconds to import: mistakes are reported before
-        from inputs.machine import check_server, choose_interface
-        from model.engine_options import engine_options
+        from engine.options import engine_options
+        from runtime.machine import check_server, choose_interface
 
         is_cuda = check_server(args.tensor_parallel_size, args.gpu_memory_utilization)
         options = engine_options(args.model, settings, is_cuda, args.tensor_parallel_size)

@@ -23,7 +23,7 @@ from flags import GROUPS, INF, Grading, PromptFormat, Turning, flag, take
 from grading.episode import Turn, columns_for
 from inputs.checks import all_given, check_ranges, of_turns
 from inputs.command_line import parser_of
-from inputs.records import read_system_prompt
+from inputs.sources import read_system_prompt
 from model.vision import load_processor
 from turns import Turns
 

@@ -20,9 +20,9 @@ from transformers import AutoTokenizer
 import checkpoint
 from flags import Saving
 from fsdp_utils import World, close_world, gather_from_ranks, init_world
-from guards.files import DiskError
 from helpers import build, largest_file, make_rollout, train_once, whole_update
 from ranks import parsed
+from runtime.files import DiskError
 
 CASES = ("--param_dtype float32", "--param_dtype bfloat16", "--lora_rank 3")
 STATE = {"prompts_drawn": 12}
@@ -55,7 +55,7 @@ def reshard(path: str, folder: Path, step: int, flags: str) -> None:
 def refusing(way: str) -> AbstractContextManager:
     """`dcp` tells other ranks of a failure in its own part; what comes after it, we do."""
     broken = OSError(errno.EIO, "Input/output error")
-    return patch("guards.files.checksums", side_effect=broken) if way == "checksums" else largest_file(100_000)
+    return patch("runtime.files.checksums", side_effect=broken) if way == "checksums" else largest_file(100_000)
 
 
 def full_disk(path: str, folder: Path) -> None:

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from guards.stall import WAITS, Watch, beat, in_phase
+from runtime.stall import WAITS, Watch, beat, in_phase
 
 FAULT, FOLDER, RANK = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 

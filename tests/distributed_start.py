@@ -8,8 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+import load_inputs as load
 from fsdp_utils import close_world, init_world
-from inputs import load
 
 if __name__ == "__main__":
     rank = int(os.environ["RANK"])

@@ -13,13 +13,13 @@ from transformers import AutoTokenizer
 
 import rollout as rollout_module
 from data import PromptData
+from engine.drift import DriftGuard
 from flags import EngineSettings, PromptFormat, Sampling
 from fsdp_utils import World
-from guards.drift import DriftGuard
-from guards.start import RunError
 from helpers import build, flags, one_bit, train_once, whole_update
 from model import lora as adapters
 from rollout import Engine
+from runtime.start import RunError
 
 GAP, RATE = "policy/rollout_gap_mean", 1e-5  # a step at it changes no log-prob that one would see
 UP, K, V, Q, NEXT_Q, OUT, NORM = (f"model.layers.{place}.weight" for place in (

@@ -9,10 +9,10 @@ from transformers import AutoTokenizer
 
 from batch import Rollout, pack
 from data import PromptData
+from engine.options import stop_ids
 from flags import EngineSettings, PromptFormat, Sampling
 from fsdp_utils import World, gather_from_ranks, shard
 from hidden_tensors import findings
-from model.engine_options import stop_ids
 from policies import load_policy
 from policy import Policy
 from rollout import Engine

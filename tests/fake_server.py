@@ -23,13 +23,13 @@ import torch
 from aiohttp import web
 
 from flags import Sampling, take
-from generation.start import ServerProcess
-from generation.weights import Gloo, Owner
-from generation.wire import Fleet, Server, Turns
 from helpers import flags, make_grade, make_row
 from policy import Policy
-from rollout_server import ServerEngine
 from sampling import Draws, Sampler
+from servers.engine import ServerEngine
+from servers.fleet import Fleet, Server, Turns
+from servers.start import ServerProcess
+from servers.weights import Gloo, Owner
 from warm_start import build_tokenizer
 
 TOKEN = 7

@@ -98,10 +98,10 @@ def main(kind: str, engines: str, output: str) -> None:
     import torch
     import vllm.envs
 
+    from engine.options import engine_options
     from flags import EngineSettings, take
     from fsdp_utils import World
     from inputs.command_line import parse_flags
-    from model.engine_options import engine_options
     from rollout import largest_share
 
     found = {"log level": os.environ["VLLM_LOGGING_LEVEL"]}

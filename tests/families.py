@@ -13,9 +13,9 @@ from vllm.model_executor.models import registry
 
 from batch import Rollout, pack
 from checkpoint import export, files_of, gather_weights
+from engine.drift import DriftGuard
 from flags import EngineSettings, Sampling
 from fsdp_utils import World
-from guards.drift import DriftGuard
 from helpers import build, flags, make_row, train_once, whole_update
 from hidden_tensors import hidden_tensors
 from policy import Policy

@@ -28,8 +28,8 @@ from typing import BinaryIO
 import psutil
 import torch
 
-import generation.start
 import report
+import servers.start
 
 ROOT = Path(__file__).parent.parent
 PICTURES = "GRPO_TEST_PICTURES"  # environment: draw them
@@ -99,7 +99,7 @@ def run_fork(command: list[str], environment: dict[str, str], outputs: list[str]
         report.plot = lambda _: None
     if not has_own_workers:  # the warm process is the fork server, too
         forkserver._forkserver.ensure_running = lambda: None
-        generation.start.subprocess = SERVERS
+        servers.start.subprocess = SERVERS
     os.setsid()
     os.chdir(ROOT)
     for number, file in enumerate(outputs, start=1):
@@ -140,7 +140,7 @@ def run_server(flags: list[str], environment: dict[str, str], log: str, owner: i
     multiprocessing.get_context = lambda _: context_of("fork")
     torch._dynamo.config.disable = True  # the environment says so, but torch has been imported
     sys.argv[1:] = flags
-    runpy.run_module("generation.start", run_name="__main__")
+    runpy.run_module("servers.start", run_name="__main__")
 
 
 class Forked(CONTEXT.Process):
@@ -159,7 +159,7 @@ class Forked(CONTEXT.Process):
 
 
 def fork_server(command: list[str], env: dict[str, str], stdout: BinaryIO, **_: object) -> Forked:
-    """In place of `subprocess.Popen` in generation/start.py."""
+    """In place of `subprocess.Popen` in servers/start.py."""
     fork = Forked(target=run_server, args=(command[3:], env, stdout.name, os.getpid()))
     fork.start()
     return fork

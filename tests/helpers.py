@@ -24,11 +24,10 @@ from batch import Rollout, Update
 from flags import AdamW, Lora, Memory, UpdateStep, make_plan, take
 from forked import ENVIRONMENT, ROOT, run_ranks
 from fsdp_utils import World
-from guards.updates import UpdateGuard
 from inputs.choices import algorithm_of
 from inputs.command_line import parse_flags
 from policy import Policy, build_policy
-from update import pack_updates, update_policy, with_advantages
+from update import UpdateGuard, pack_updates, update_policy, with_advantages
 from warm_start import build_tokenizer
 
 RAGGED = [12, 7, 3, 11, 5, 9, 2, 6]  # completion lengths

@@ -10,7 +10,7 @@ import numpy as np
 from batch import Rollout, Sampled
 from grading import Grade
 from helpers import make_row, write_lines
-from records.rollouts import Keeper
+from instruments.rollout_files import Keeper
 
 HOSTILE = "<script>window.hacked=1</script></script><img src=x onerror='window.hacked=2'><!-- <b>bold</b> &amp; \\u003c"
 SMILE = "\N{SMILING FACE WITH OPEN MOUTH}"  # four bytes, of which each is a token

@@ -13,17 +13,16 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from test_partial import Ear
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data import PromptData
-from flags import EngineSettings, PromptFormat, Sampling, take
+from flags import MOST_LAG, EngineSettings, PromptFormat, Sampling, take
 from fsdp_utils import close_world, init_world
-from generation.partial import PartialSampler, prompts_in_the_air
 from helpers import flags, unpacked_logprobs
-from model.sizes import MOST_LAG
 from rollout import Engine
+from samplers.partial import PartialSampler, prompts_in_the_air
 from sampling import Draws
-from test_partial import Ear
 
 PROMPTS, GROUP, LIMIT, TEMPERATURE, STEPS = 8, 2, 110, 0.7, 5
 

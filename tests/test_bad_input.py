@@ -21,7 +21,7 @@ from helpers import ROOT, run_command, torchrun, training_flags, write_lines
 from inputs.checks import check_flags
 from inputs.choices import algorithm_of
 from inputs.command_line import parse_flags
-from inputs.load import Inputs, first_day, load_inputs
+from load_inputs import Inputs, first_day, load_inputs
 from run import open_run_folder
 
 OF_IMAGE = b'{"problem": "<image>1+1", "answer": "2"}\n'
@@ -170,7 +170,7 @@ def inputs_of(policy: Path, folder: Path, today: date, monkeypatch, **changes: o
     """What a start reads on this day, and keeps in its folder, in which a step was trained."""
     now = SimpleNamespace(now=lambda: datetime(today.year, today.month, today.day, 23, 59))
     monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", now)
-    monkeypatch.setattr("inputs.load.date", SimpleNamespace(today=lambda: today))
+    monkeypatch.setattr("load_inputs.date", SimpleNamespace(today=lambda: today))
     args = parse_flags(training_flags(policy, folder, max_prompt_tokens=16, **changes))
     inputs = load_inputs(args)
     inputs.grader.close()

@@ -10,13 +10,12 @@ import torch
 
 from batch import Update, pack
 from flags import Memory, UpdateStep, take
-from guards.start import RunError
-from guards.updates import BEYOND_KL, NOT_FINITE, Bounds, UpdateGuard, find_fault
 from helpers import ALONE, flags, make_rollout
 from inputs.choices import algorithm_of
 from policies import load_policy
 from policy import Policy
-from update import update_policy, with_advantages
+from runtime.start import RunError
+from update import BEYOND_KL, NOT_FINITE, Bounds, UpdateGuard, find_fault, update_policy, with_advantages
 
 GOOD = {
     "policy/loss": 0.5, "optim/grad_norm": 1.0, "policy/approx_kl": 0.01,

@@ -18,14 +18,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import checkpoint
 from batch import pack
+from engine.options import stop_ids
 from flags import PromptFormat, Saving
-from guards.files import DiskError, checkpoints, checksums, write_list
-from guards.start import RunError
 from helpers import ALONE, largest_file, make_rollout, unpacked_logprobs
-from model.engine_options import stop_ids
 from model.vision import load_processor
 from model.weights import load_config, load_generation_config
 from policies import load_policy
+from runtime.files import DiskError, checkpoints, checksums, write_list
+from runtime.start import RunError
 
 
 @pytest.fixture(scope="module")

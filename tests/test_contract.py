@@ -26,13 +26,13 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engine.options import NOISE, NOISE_ON_CPU, memory_errors
 from faked_gpus import GPUS
 from flags import EngineSettings
 from fsdp_utils import World, begin_gather, fill_from_main
 from helpers import ROOT, torchrun
 from inputs.command_line import parse_flags
-from model.engine_options import NOISE, NOISE_ON_CPU, memory_errors
-from planner.dry_run import config_of
+from instruments.dry_run import config_of
 from smoke_inputs import SETUPS, make_model
 from test_setups import launched
 
@@ -256,7 +256,7 @@ CALLS = {
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner.reload_weights",
     ],
 }
-ROOMS = ("", "generation", "grading", "guards", "inputs", "model", "planner", "records", "reporting")
+ROOMS = ("", "engine", "grading", "inputs", "instruments", "model", "runtime", "samplers", "servers")
 
 
 def calls() -> Iterator[tuple[str, str, int, list[str]]]:

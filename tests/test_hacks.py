@@ -52,8 +52,8 @@ HACKS = {  # what is put before which place of which file
         ("grading/verifiers.py", '    "math": verify_math', '    "threes": verify_threes,\n'),
     ],
     "data source": [
-        ("inputs/records.py", "READERS: ", READER),
-        ("inputs/records.py", '".jsonl": read', '".lines": read_lines, '),
+        ("inputs/sources.py", "READERS: ", READER),
+        ("inputs/sources.py", '".jsonl": read', '".lines": read_lines, '),
     ],
     "metric": [("metrics.py", '        "completion/tokens_max"', LEAST)],
     "flag of the algorithm": [

@@ -11,14 +11,14 @@ from signal import SIGHUP, SIGINT, SIGTERM, SIGUSR1
 
 import pytest
 
-from guards.start import Request
 from helpers import ROOT, wait_for
+from runtime.start import Request
 from soak import is_running
 
 LAUNCHER = [sys.executable, str(ROOT / "scripts" / "launch.py")]
 PROGRAM = """
 import json, os, signal, sys, time
-from guards.start import arm, join_launcher, listen, note_reason, requested
+from runtime.start import arm, join_launcher, listen, note_reason, requested
 rank, folder = int(os.environ["RANK"]), sys.argv[-1]
 signal.alarm(120)  # whatever becomes of the test
 ready = lambda: open(f"{folder}/pid_{rank}", "w").write(str(os.getpid()))
@@ -93,7 +93,7 @@ def test_no_rank_outlives_its_launcher(tmp_path):
     ("note_reason('OSError: lost', 'error') if rank else 0; time.sleep(600)", "rank 1 ended with OSError: lost"),
     (KILLED + "\nraise RuntimeError('closed')", "rank 1 was ended by signal 9 (SIGKILL) by someone, or by Linux"),
     (SLOWLY_KILLED, "rank 1 was ended by signal 9 (SIGKILL) by someone, or by Linux"),
-    (EXITS, "rank 1 ended with exit status 3."),  # the files of guards/stall.py are of an earlier start
+    (EXITS, "rank 1 ended with exit status 3."),  # the files of runtime/stall.py are of an earlier start
     (IN_UPDATE + STALLED + EXITS, "STALL: it hangs; then rank 1 (step 7, update) ended with exit status 3."),
 ])  # fmt: skip
 def test_the_last_line_is_the_reason_of_the_first_rank_that_failed_and_all_are_ended(body, last_line, tmp_path):
@@ -124,7 +124,7 @@ def test_the_launcher_says_in_the_runs_status_why_it_failed(writes, then, now, t
 def test_only_a_later_signal_is_a_second_one(monkeypatch):
     """A terminal and a launcher may both send the same one, and Slurm sends two."""
     times = iter([100.0, 100.4, 104.9, 100.6, 105.1])
-    monkeypatch.setattr("guards.start.time.monotonic", lambda: next(times))
+    monkeypatch.setattr("runtime.start.time.monotonic", lambda: next(times))
     request = Request()
     assert [request.place_of(number) for number in (SIGTERM, SIGTERM, SIGUSR1)] == [1, 0, 0]
     assert [request.place_of(number) for number in (SIGTERM, SIGUSR1)] == [2, 2]

@@ -15,12 +15,19 @@ from inputs.choices import CHOICES, parameters_of
 from inputs.command_line import parse_flags
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("generation", "grading", "guards", "inputs", "model", "planner", "records", "reporting")
+# Each file, and each room, imports what stands on lower floors; grading/ and runtime/ nothing of the program.
+FLOORS = (
+    "grading runtime", "flags fsdp_utils", "model", "batch", "engine grpo metrics policy",
+    "inputs rollout servers update", "data instruments", "report reward turns", "checkpoint load_inputs run",
+    "evaluate minimal sampling", "samplers", "train_grpo",
+)  # fmt: skip
+FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names.split()}
+ROOMS = [name for name in FLOOR if (ROOT / name).is_dir()]
 PROGRAM = sorted([*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).glob("*.py"))])
 
 
 def module_of(path: Path) -> str:
-    """`run.py` -> run, `guards/files.py` -> guards.files, `guards/__init__.py` -> guards."""
+    """`run.py` -> run, `runtime/files.py` -> runtime.files, `guards/__init__.py` -> guards."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
@@ -52,7 +59,7 @@ def has_encoding(call: ast.Call) -> bool:
 
 
 def test_every_text_file_is_opened_with_its_encoding():
-    left_out = {"inputs.machine"}  # which reads files of the kernel
+    left_out = {"runtime.machine"}  # which reads files of the kernel
     calls = [(name, node) for name, nodes in NODES.items() for node in nodes if isinstance(node, ast.Call)]
     assert [(x, ast.unparse(call)) for x, call in calls if x not in left_out and not has_encoding(call)] == []
 
@@ -64,28 +71,30 @@ def top(module: str) -> str:
 IMPORTS = {name: imports(nodes) for name, nodes in NODES.items()}
 OURS = {name: found & TREES.keys() for name, found in IMPORTS.items()}
 PACKAGES = {name: set(map(top, found)) for name, found in IMPORTS.items()}
-ONLY = {  # room -> what else of the program it imports
-    "grading": set(),
-    "planner": {"flags", "inputs", "model", "fsdp_utils"},
-    "model": {"flags", "fsdp_utils", "guards.progress"},
-    "guards": {"batch", "flags", "fsdp_utils", "inputs", "model"},
-    "reporting": {"guards", "inputs.records"},
-}
-NEVER = {  # room -> what it does without
-    "grading": {"torch", "numpy", "transformers"},
-    "planner": {"inputs.load"},
-    "reporting": {"torch", "transformers", "matplotlib"},
-}
+PAGE = "compare", "history", "page", "reference", "samples"  # files of instruments/
+LIGHT = {"torch", "transformers", "matplotlib"}
+NEVER = {"grading": {"torch", "numpy", "transformers"}} | {f"instruments.{name}": LIGHT for name in PAGE}
 
 
-@pytest.mark.parametrize("room", ONLY)
-def test_a_room_imports_itself_and_what_is_below_it(room):
-    for name in (name for name in TREES if top(name) == room):
-        assert [each for each in OURS[name] if not {each, top(each)} & {room, *ONLY[room]}] == [], name
-        assert not (IMPORTS[name] | PACKAGES[name]) & NEVER.get(room, set()), name
+def test_nobody_imports_a_higher_floor_also_not_for_a_type():
+    assert FLOOR.keys() == set(map(top, TREES))
+    climbs = [
+        f"{name} imports {other}"
+        for name, others in OURS.items()
+        for other in others
+        if top(other) != top(name) and FLOOR[top(other)] >= FLOOR[top(name)]
+    ]
+    assert climbs == []
+    graphlib.TopologicalSorter(OURS).prepare()  # nor is there a circle within a room
 
 
-def doors(room: str) -> dict[str, set[str]]:
+@pytest.mark.parametrize("room", NEVER)
+def test_what_must_start_fast_or_in_many_processes_imports_no_heavy_package(room):
+    for name in (name for name in TREES if room in (name, top(name))):
+        assert not PACKAGES[name] & NEVER[room], name
+
+
+def visitors(room: str) -> dict[str, set[str]]:
     """File outside the room -> the files of the room that it imports."""
     found = {name: {each for each in OURS[name] if top(each) == room} for name in TREES if top(name) != room}
     return {name: modules for name, modules in found.items() if modules}
@@ -94,16 +103,19 @@ def doors(room: str) -> dict[str, set[str]]:
 def test_nothing_imports_what_stands_beside_and_rooms_are_entered_by_their_doors():
     beside = {"benchmarks", "scripts", "tests"}
     assert [name for name, packages in PACKAGES.items() if packages & beside] == []
-    # The planner: the answer to --dry_run, and the watch over memory, which compares a run with it.
-    assert doors("planner") == {"run": {"planner.watch"}, "train_grpo": {"planner.dry_run", "planner.watch"}}
+    plan = {"dry_run", "memory_watch", "plan_advice", "plan_memory", "plan_report", "plan_setup", "plan_time"}
+    doors = {"page": set(), "plan": set()}
+    for name, modules in visitors("instruments").items():
+        for module in (module.partition(".")[2] for module in modules):
+            for part, files in (("page", PAGE), ("plan", plan)):
+                doors[part] |= {name} if module in files else set()
+    assert doors == {"page": {"report"}, "plan": {"run", "train_grpo"}}
+    # Only the answer to --dry_run plans: the loop has the watch over memory, which compares a run with the plan.
     conditions = [node for node in NODES["train_grpo"] if isinstance(node, ast.If)]
     (answer,) = [node for node in conditions if ast.unparse(node.test).endswith(".dry_run")]
-    assert {name for name in imports(ast.walk(answer)) & TREES.keys() if top(name) == "planner"} == {"planner.dry_run"}
-    assert doors("reporting").keys() == {"report"}
-    # Generation elsewhere or in parts: the engine of servers, and the choice of the sampler. All know a completion.
-    elsewhere = {name: modules - {"generation.completion"} for name, modules in doors("generation").items()}
-    assert {name for name, modules in elsewhere.items() if modules} == {"rollout_server", "train_grpo"}
-    assert elsewhere["train_grpo"] == {"generation.partial"}
+    assert "instruments.dry_run" in imports(ast.walk(answer))
+    assert visitors("servers") == {"train_grpo": {"servers.engine"}}
+    assert visitors("samplers") == {"train_grpo": {"samplers.partial", "samplers.replay"}}
 
 
 def test_the_algorithm_imports_torch_and_the_batch():
@@ -111,16 +123,11 @@ def test_the_algorithm_imports_torch_and_the_batch():
 
 
 def test_vllm_and_the_process_group_have_their_files():
-    assert all(name.startswith(("rollout", "generation.")) for name in TREES if "vllm" in PACKAGES[name])
+    assert {top(name) for name in TREES if "vllm" in PACKAGES[name]} <= {"rollout", "engine", "servers"}
     assert "vllm" in PACKAGES["rollout"]
     distributed = {name for name, source in SOURCES.items() if "torch.distributed" in source}
     # Beside the readers: a process group of the main rank and the workers of a generation server.
-    readers = {"checkpoint", "guards.shards", "guards.start"}
-    assert distributed <= {"fsdp_utils", *readers, "generation.weights"}
-
-
-def test_the_imports_between_files_have_no_circle():
-    graphlib.TopologicalSorter(OURS).prepare()
+    assert distributed <= {"fsdp_utils", "checkpoint", "runtime.start", "servers.weights"}
 
 
 def parameters(function: ast.FunctionDef) -> list[ast.arg]:
@@ -130,9 +137,12 @@ def parameters(function: ast.FunctionDef) -> list[ast.arg]:
     return [each for each in found if each.arg not in ("self", "cls", "ctx")]
 
 
+ENTRIES = {"instruments.dry_run", "instruments.memory_watch"}  # of the dry run, which plans from flags
+
+
 @pytest.mark.parametrize("name", TREES)
 def test_functions_take_at_most_7_parameters_and_no_namespace(name):
-    sees_all = name in ("train_grpo", "flags", "planner.dry_run", "planner.watch") or top(name) == "inputs"
+    sees_all = top(name) in ("train_grpo", "flags", "inputs", "load_inputs") or name in ENTRIES
     for function in NODES[name]:
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             given, where = parameters(function), f"{name}:{function.lineno} {function.name}"
@@ -163,7 +173,7 @@ def test_broad_excepts_are_around_code_of_the_user_or_of_a_tracker_and_any_is_no
     """The linter asks for a `noqa` at each; code of others may raise anything, and must be told in a sentence."""
     broad = r"except(?:\b[^:\n]*\b(?:Base)?Exception\b|:)"
     found = Counter(name for name, source in SOURCES.items() for _ in re.findall(broad, source))
-    assert found == {"data": 1, "inputs.choices": 2, "grading.pool": 1, "grading.tools": 2, "records.console": 1}
+    assert found == {"data": 1, "inputs.choices": 2, "grading.pool": 1, "grading.tools": 2, "instruments.console": 1}
     assert [name for name, found in IMPORTS.items() if "typing.Any" in found] == []
 
 

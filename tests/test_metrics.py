@@ -12,9 +12,9 @@ from batch import Update, Work, pack, training_costs
 from fsdp_utils import World
 from grading import Grade
 from helpers import make_grade, make_rollout
+from instruments.plan_setup import shape_of
+from instruments.plan_time import forward_flops
 from metrics import merge_updates, peak_flops, rollout_metrics, stderr_of_mean, throughput
-from planner.setup import shape_of
-from planner.time import forward_flops
 from policies import load_policy
 from update import update_flops, work_of_step
 

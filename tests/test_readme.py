@@ -18,7 +18,7 @@ from grading.score import Handler
 from helpers import ROOT
 from inputs.checks import check_flags
 from inputs.command_line import parse_flags
-from planner.dry_run import dry_run
+from instruments.dry_run import dry_run
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
 README = PAGES[0].read_text()

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from checkpoint import ShardPlanner, ShardReader
 from distributed_checkpoint import CASES, STATE
-from guards.shards import ShardPlanner, ShardReader
 from helpers import torchrun
 
 CHAIN = [  # ranks, flags of memory

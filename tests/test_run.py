@@ -15,21 +15,21 @@ import numpy as np
 import pytest
 import torch
 
-import guards.files
 import run as run_module
+import runtime.files
 from batch import Rollout, Row
 from data import PromptData
 from flags import Recording, free_on_resume
 from fsdp_utils import World
-from guards.files import DiskError
-from guards.fingerprint import digest
 from helpers import flags, lines, make_rollout
-from inputs.load import check_replayed, samples_of
-from planner.watch import MemoryWatch
-from records.console import console_line, duration
+from inputs.agreement import digest
+from instruments.console import console_line, duration
+from instruments.memory_watch import MemoryWatch
+from load_inputs import check_replayed, samples_of
 from report import read_metrics, seconds_of_phases
 from reward import Grade
 from run import Run, open_run_folder
+from runtime.files import DiskError
 from warm_start import build_tokenizer
 
 UPDATE = {"policy/loss": 1.0, "optim/lr": 0.1, "optim/skipped_updates": 0.0}
@@ -171,7 +171,7 @@ def test_a_folder_of_something_else_or_that_cannot_be_written_is_refused(tmp_pat
 
 
 def test_two_runs_cannot_share_a_folder_and_the_holder_is_named(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(guards.files, "LOCK_SECONDS", 0.5)
+    monkeypatch.setattr(runtime.files, "LOCK_SECONDS", 0.5)
     monkeypatch.setattr(sys, "argv", ["train_grpo.py", "--seed", "1"])
     lock = opened(tmp_path)
     for _ in range(2):  # whoever is refused leaves the name as it is

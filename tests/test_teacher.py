@@ -32,7 +32,7 @@ from helpers import (
 )
 from inputs.choices import algorithm_of
 from inputs.command_line import parse_flags
-from inputs.load import load_inputs
+from load_inputs import load_inputs
 from metrics import rollout_metrics
 from policies import load_policy, policy_of
 from ranks import on_ranks

@@ -13,17 +13,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from batch import Rollout, pack
+from batch import Completion, Rollout, pack
 from data import check_template, render, tool_schemas
 from episodes import DEEDS
 from fake_server import FakeServer, engine_of, synced
 from flags import Grading, PromptFormat, Sampling, Turning
-from generation.completion import Completion
 from grading import Grade
 from grading.episode import Handler, Turn
 from grading.own import load_function
 from grading.tools import Toolbox, read_calls
-from guards.start import RunError
 from helpers import (
     ALONE,
     copy_at,
@@ -41,8 +39,9 @@ from helpers import (
     without_times,
 )  # fmt: skip
 from inputs.choices import algorithm_of
+from instruments.samples import UNKNOWN, pack_samples
 from policies import load_policy
-from reporting.samples import UNKNOWN, pack_samples
+from runtime.start import RunError
 from turns import Episode, Template, Turns
 from update import compute_advantages
 from warm_start import build_tokenizer

@@ -15,14 +15,14 @@ import grpo
 import update
 from batch import Rollout, Update, pack, to_positions
 from flags import Memory, make_plan, take
-from guards.start import RunError
-from guards.updates import UpdateGuard
 from helpers import ALONE, RAGGED, flags, make_grade, make_rollout, train_once, unpacked_logprobs
 from inputs.choices import algorithm_of
 from no_waits import run_passes
 from policies import load_policy, policy_of
 from policy import Policy
+from runtime.start import RunError
 from update import (
+    UpdateGuard,
     add_advantages,
     compute_advantages,
     gather_penalties,

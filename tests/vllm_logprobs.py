@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch._dynamo
 
-from inputs.machine import prepare_cpu
+from runtime.machine import prepare_cpu
 
 os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -10,7 +10,7 @@ from grading import Case
 from grading.own import OwnReward, files_of, load_function, load_own
 from grading.score import Handler
 from helpers import ROOT
-from inputs.load import own_files
+from load_inputs import own_files
 
 CASES = [Case("ab", "4", {"level": 2, "answer": "four"}, "<user>", (7, 8), 2, 9, True), Case("abc", "5", {"level": 3})]
 

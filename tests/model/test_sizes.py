@@ -21,9 +21,9 @@ from transformers import (
 
 import evaluate
 from helpers import flags
-from inputs.load import load_inputs
+from instruments.dry_run import dry_run
+from load_inputs import load_inputs
 from model.sizes import check_config, check_path
-from planner.dry_run import dry_run
 
 
 def check(config: PretrainedConfig, tensor_parallel_size: int = 1) -> None:

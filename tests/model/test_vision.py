@@ -19,7 +19,7 @@ from data_files import png, prompt_of, write_parquet
 from distributed_vision import WITH_IMAGES, WITHOUT, gradient
 from helpers import ALONE, command_line, torchrun
 from inputs.checks import check_flags
-from inputs.load import load_inputs
+from load_inputs import load_inputs
 from model.vision import decode
 from no_waits import run_passes
 from policies import load_policy, policy_of

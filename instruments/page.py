@@ -1,0 +1,79 @@
+"""The page that compares runs: one HTML file that needs neither a server nor a network. `report.py` is its door.
+
+`samples.py` packs the stored completions. `template.html`, `page.css` and the scripts show all of it, one script for
+each section; the curves are drawn by uPlot (`vendor/`).
+
+What a model has written cannot run as code: all data is embedded in base64, which has no character of HTML; the scripts
+write text as text; and the page's Content-Security-Policy admits no others, by their hashes.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from pathlib import Path
+
+from instruments.history import History, but_for_the_seed, read_config, read_lines
+from instruments.reference import published_curves
+from instruments.samples import embed, pack_samples, rounded
+from runtime.files import write
+
+FOLDER = Path(__file__).parent
+FILES = ("vendor/uPlot.min.css", "vendor/uPlot.iife.min.js", "page.css")
+SCRIPTS = ("curves.js", "overview.js", "differences.js", "samples.js", "page.js")  # one script, started by the last
+BYTES_OF_SAMPLES = 18_500_000  # so that a page stays below 20 MB
+
+
+def write_page(file: Path, records: dict[Path, list[dict[str, float]]]) -> None:
+    """Writes the page of these runs: folder -> the lines of its metrics.jsonl."""
+    runs = [describe(folder, lines) for folder, lines in records.items()]
+    names, chunks = [folder.absolute().name for folder in records], {}
+    num_sampled = sum(any((folder / "rollouts").glob("step_*.parquet")) for folder in records)
+    for index, (folder, run) in enumerate(zip(records, runs, strict=True)):
+        run["name"] = names[index] if names.count(names[index]) == 1 else str(folder)
+        run["samples"], own = pack_samples(folder, BYTES_OF_SAMPLES // max(num_sampled, 1))
+        chunks |= {f"samples-{index}-{step}": chunk for step, chunk in own.items()}
+    chunks["runs"] = embed({"runs": runs, "seed_groups": seed_groups(runs)})
+    write(file, fill_template(chunks))
+
+
+def describe(folder: Path, records: list[dict[str, float]]) -> dict:
+    """What the page shows of a run beside its samples."""
+    start, code = (read_lines(folder / "starts.jsonl") or [{}])[-1], {}
+    if start:
+        patch = folder / f"changes_{start.get('time')}.patch"
+        changes = hashlib.sha256(patch.read_bytes()).hexdigest()[:10] if patch.exists() else "none"
+        code = {"commit": start.get("commit"), "uncommitted changes": changes, **start.get("packages", {})}
+    names = dict.fromkeys(name for record in records for name in record if name != "step")
+    run = History(folder, flags := read_config(folder), records)
+    return {
+        "folder": str(folder),
+        "config": flags,
+        "code": code | run.contents,
+        "hardware": f"{start['world_size']} × {start['device']}" if "device" in start else None,
+        "steps": [record["step"] for record in records],
+        "metrics": {name: [rounded(record.get(name)) for record in records] for name in names},
+        "published": published_curves(run),
+    }
+
+
+def seed_groups(runs: list[dict]) -> list[list[int]]:
+    """Indices of the runs that differ by their seed alone: same code, same flags but for seed and folders."""
+    groups: dict[str, list[int]] = {}
+    for index, run in enumerate(runs):
+        same = json.dumps([but_for_the_seed(run["config"]), run["code"]], sort_keys=True)
+        groups.setdefault(same if run["config"] else f"run {index}", []).append(index)
+    return list(groups.values())
+
+
+def fill_template(chunks: dict[str, str]) -> str:
+    """template.html with style, scripts and data in their places."""
+    texts = {Path(name).name: (FOLDER / name).read_text("utf-8") for name in FILES}
+    texts["scripts"] = "\n".join((FOLDER / name).read_text("utf-8") for name in SCRIPTS)
+    hashes = [hashlib.sha256(texts[name].encode()).digest() for name in ("uPlot.iife.min.js", "scripts")]
+    texts["hashes"] = " ".join(f"'sha256-{base64.b64encode(each).decode()}'" for each in hashes)
+    data = (f'<script type="text/plain" id="{name}">{chunk}</script>' for name, chunk in chunks.items())
+    texts["data"] = "\n".join(data)
+    return re.sub(r"\{\{ (.+?) \}\}", lambda match: texts[match[1]], (FOLDER / "template.html").read_text("utf-8"))

@@ -1,0 +1,155 @@
+"""All completions of every step, kept for later: OUT_DIR/rollouts/step_N.parquet, a row for each. docs/runs.md
+
+`ReplaySampler` trains on them again; the report shows them. tokens.parquet beside them has the bytes of each token id:
+a run folder that was copied elsewhere has no tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from batch import Sampled
+from fsdp_utils import gather_from_ranks, is_main_process
+from runtime.files import tolerated, whole
+
+if TYPE_CHECKING:  # half a second that most processes never need
+    import pyarrow as pa
+    from transformers import PreTrainedTokenizerBase
+
+FOLDER = "rollouts"
+
+
+def file_of(out_dir: Path, step: int) -> Path:
+    return out_dir / FOLDER / f"step_{step}.parquet"
+
+
+def steps_in(out_dir: Path) -> list[int]:
+    """The steps whose rollouts are there, in order."""
+    return sorted(int(file.stem.partition("_")[2]) for file in (out_dir / FOLDER).glob("step_*.parquet"))
+
+
+# Written --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Keeper:
+    """Every rank has one: all send their log-probs to the main process, which writes in the background.
+
+    The oldest files go when all are larger than `max_gib`, or than a quarter of the room that the disk has for them.
+    """
+
+    out_dir: Path
+    max_gib: float
+    tokens: list[bytes] | None  # of each token id; None: not known, or not of the main process
+    thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "rollouts"))
+    under_way: Future[None] | None = None
+
+    def keep(self, sampled: Sampled) -> None:
+        """Returns soon, unless the disk has not yet taken the step before. All ranks call it."""
+        logprobs = {b: values for part in gather_from_ranks(sampled.logprobs) for b, values in part.items()}
+        if is_main_process():
+            self.wait()
+            self.under_way = self.thread.submit(self._write, replace(sampled, logprobs=logprobs))
+
+    def wait(self) -> None:
+        if self.under_way is not None:
+            self.under_way.result()
+
+    def _write(self, sampled: Sampled) -> None:
+        import pyarrow as pa
+
+        folder = self.out_dir / FOLDER
+        with tolerated(str(folder)):
+            folder.mkdir(exist_ok=True)
+            tokens = folder / "tokens.parquet"
+            if self.tokens and not tokens.exists():
+                _write_table(pa.table({"bytes": pa.array(self.tokens, pa.binary())}), tokens)
+            _write_table(table_of(sampled), file_of(self.out_dir, sampled.step))
+            sizes = {step: file_of(self.out_dir, step).stat().st_size for step in steps_in(self.out_dir)}
+            room = shutil.disk_usage(self.out_dir).free + sum(sizes.values())
+            while sum(sizes.values()) > min(self.max_gib * 2**30, room / 4) and len(sizes) > 1:
+                file_of(self.out_dir, oldest := min(sizes)).unlink()
+                del sizes[oldest]
+
+
+def _write_table(table: pa.Table, file: Path) -> None:
+    """Raises OSError."""
+    import pyarrow.parquet
+
+    with whole(file) as unfinished:
+        pyarrow.parquet.write_table(table, unfinished, compression="zstd", write_page_checksum=True)
+
+
+def table_of(sampled: Sampled) -> pa.Table:
+    """A row for each completion. `advantages` and `old_logprobs` are null where it was not trained on."""
+    import pyarrow as pa
+
+    rollout, count = sampled.rollout, len(sampled.rollout.rows)
+    integers, floats = pa.large_list(pa.int32()), pa.large_list(pa.float32())
+    advantages, logprobs = [None] * count, [None] * count
+    for i, b in enumerate(sampled.used_B):
+        advantages[b] = sampled.advantages[i] if sampled.advantages else None
+        logprobs[b] = sampled.logprobs.get(i)
+    is_trained_B = np.ones(count, dtype=bool) if rollout.is_trained_B is None else rollout.is_trained_B
+    rows, grades = rollout.rows, rollout.grades
+    return pa.table({
+        "step": np.full(count, sampled.step, dtype=np.int32),
+        "b": np.arange(count, dtype=np.int32),
+        "group": np.arange(count, dtype=np.int32) // sampled.group_size,
+        "round": sampled.round_B.astype(np.int32),
+        "row": [row.where for row in rows],
+        "prompt": [row.text for row in rows],
+        "answer": [row.answer for row in rows],
+        "completion": rollout.texts,
+        "prompt_ids": pa.array([row.ids for row in rows], integers),
+        "token_ids": pa.array(rollout.completions, integers),
+        "rollout_logprobs": pa.array(rollout.rollout_logprobs, floats),
+        "old_logprobs": pa.array(logprobs, floats),
+        "advantages": pa.array(advantages, floats),
+        "versions": pa.array(rollout.versions or [None] * count, integers),
+        "is_sampled": pa.array(rollout.is_sampled or [None] * count, pa.large_list(pa.bool_())),
+        "reward": np.array([grade.reward for grade in grades]),
+        "reward_parts": [json.dumps(grade.parts) for grade in grades],
+        "reward_status": [grade.status for grade in grades],
+        "read_as": pa.array([grade.answer for grade in grades], pa.string()),
+        "is_correct": rollout.is_correct_B,
+        "is_truncated": rollout.is_truncated_B,
+        "is_trained": is_trained_B & np.isin(np.arange(count), sampled.used_B) & (sampled.advantages is not None),
+    })  # fmt: skip
+
+
+def bytes_of_tokens(tokenizer: PreTrainedTokenizerBase) -> list[bytes] | None:
+    """The bytes of all ids up to the last one; a token may begin or end within a character.
+
+    None for a tokenizer that is not of the library `tokenizers`.
+    """
+    if not hasattr(tokenizer, "backend_tokenizer"):
+        return None
+    from transformers.convert_slow_tokenizer import bytes_to_unicode  # GPT-2's table of byte-level BPE
+
+    spec = json.loads(tokenizer.backend_tokenizer.to_str())
+    added = {token["id"]: token["content"] for token in spec["added_tokens"]}
+    texts = {i: text for text, i in tokenizer.get_vocab().items()}
+    is_byte_level = '"ByteLevel"' in json.dumps(spec["decoder"])
+    table = {ord(character): byte for byte, character in bytes_to_unicode().items()}
+
+    def bytes_of(i: int) -> bytes:
+        if i in added or i not in texts:
+            return added.get(i, f"<token {i}>").encode()
+        if is_byte_level:
+            with suppress(UnicodeEncodeError):  # a token that was added by hand
+                return texts[i].translate(table).encode("latin-1")
+        if match := re.fullmatch("<0x([0-9A-F]{2})>", texts[i]):  # SentencePiece's byte fallback
+            return bytes([int(match[1], 16)])
+        return texts[i].replace("\u2581", " ").encode()  # SentencePiece's space
+
+    return [bytes_of(i) for i in range(max(texts, default=-1) + 1)]

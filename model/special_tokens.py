@@ -1,0 +1,41 @@
+"""Special tokens: those around messages, and those that are text to a reward, such as tags."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+TAG = re.compile(r"think|thought|reason|answer|tool|call|python", re.IGNORECASE)  # in the name of a token that is one
+
+
+@lru_cache(maxsize=8)
+def template_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """The special tokens that the chat template writes around messages. A text that holds one already has a template.
+    Tokens of another model's template are ordinary text, and so are tokens like `<think>`.
+    """
+    question, answer = ({"role": role, "content": "?"} for role in ("user", "assistant"))
+    try:
+        written = tokenizer.apply_chat_template([question, answer, question], tokenize=False)
+    except (TemplateError, TypeError, ValueError):  # it wants other messages than these; or there is none
+        return ()
+    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return tuple(token for token in special if token in written and not TAG.search(token))
+
+
+@lru_cache(maxsize=8)
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[dict[int, str], set[int]]:
+    """(those that texts show, such as tags; those that they do not: begin, end, padding, what is around messages)."""
+    named = {getattr(tokenizer, name) for name in PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES}
+    special = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    shown = {i: token for i, token in special.items() if token not in {*named, *template_tokens(tokenizer)}}
+    return shown, special.keys() - shown.keys()
+
+
+def describe_tags(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """A line for the log, if there are special tokens that a reward may look for."""
+    shown = special_tokens(tokenizer)[0].values()
+    tags = [token for token in shown if TAG.search(token) or token.startswith("</")]
+    return [f"special tokens that the reward sees: {', '.join(tags)}"] if tags else []

@@ -1,0 +1,240 @@
+"""How a rank starts and ends: it ends with its launcher, hears signals, and leaves its reason. Standard library only.
+
+A signal is heard in `_hear_signals`. scripts/launch.py passes it on to all ranks as SIGTERM. A rank that gets one by
+itself tells the launcher by SIGUSR2. The launcher obeys a second signal; without it (torchrun, by hand) each rank does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets when its parent dies
+FOLDER, LAUNCHER = "GRPO_LAUNCH_FOLDER", "GRPO_LAUNCHER_PID"  # environment: set by scripts/launch.py
+HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SECOND = "ended by a second signal"
+ON_END: list[Callable[[str], None]] = []  # hear how this process ends: of the main one alone, when it has a run
+# How gloo, NCCL and torch's store say that another rank has gone; their other errors are of the rank itself.
+GONE = re.compile(
+    r"Connection (was likely )?(closed|reset)|remote process|(gloo|NCCL).*([Tt]imed? ?out|Broken pipe)", re.DOTALL
+)
+NOT_FINISHED = 75  # exit status of a run that a signal has ended, saved: EX_TEMPFAIL of sysexits.h, "try again"
+
+
+class RunError(Exception):
+    """Ends the run, without a traceback: the message says what happened and what to do."""
+
+
+class Stopped(Exception):
+    """A signal has asked the run to end; every rank raises it at the same place."""
+
+
+# The launcher ---------------------------------------------------------------------------------------------------------
+
+
+def join_launcher() -> None:
+    """First of all: a rank must not outlive its launcher while it imports torch."""
+    if "RANK" in os.environ:
+        die_with_parent(int(os.environ.get(LAUNCHER, "0")))
+    sys.warnoptions.append("ignore:resource_tracker")  # of a rank that leaves at once: its semaphores are put away
+    if not shutil.which("nvidia-smi"):  # vLLM's remarks on memory binding; torch reads it when it is imported
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    faulthandler.enable()
+    sys.excepthook = _note_exception
+
+
+def die_with_parent(parent: int = 0) -> None:
+    """Linux kills this process when the one that started it dies, however that dies. `parent`: its pid, if known."""
+    parent = parent or os.getppid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)  # it has died before the call
+
+
+def print_any_text() -> None:
+    """From now on this process, and those that it starts, print what the locale's encoding lacks as escapes."""
+    os.environ.setdefault("PYTHONIOENCODING", ":backslashreplace")
+    sys.__stdout__.reconfigure(errors="backslashreplace")
+
+
+def launch_folder() -> Path | None:
+    """The folder of scripts/launch.py, the same for all ranks that it has started on this node."""
+    return Path(os.environ[FOLDER]) if FOLDER in os.environ else None
+
+
+def launch_name() -> str:
+    """Names this run among all on the machine."""
+    return Path(os.environ.get(FOLDER) or os.environ["MASTER_PORT"]).name
+
+
+def reason_file(folder: Path, rank: int) -> Path:
+    return folder / f"reason_{rank}.json"
+
+
+def tell_end(how: str) -> None:
+    """Tells it once: the first reason counts."""
+    while ON_END:
+        ON_END.pop()(how)
+
+
+def note_reason(text: str, kind: str) -> bool:
+    """Leaves the reason why this rank ends to the launcher; False if there is none. The first reason counts.
+
+    `kind`: "error" for what goes on the words "rank 1 ended with"; "mistake" for a whole sentence of all ranks.
+    """
+    tell_end(f"failed: {text}")
+    if (folder := launch_folder()) is None:
+        return False
+    file = reason_file(folder, int(os.environ["RANK"]))
+    with contextlib.suppress(OSError):
+        if not file.exists():
+            unfinished = file.with_suffix(".unfinished")
+            unfinished.write_text(json.dumps({"time": time.time(), "text": text, "kind": kind}), "utf-8")
+            unfinished.replace(file)
+    return file.exists()
+
+
+def _note_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """A traceback that only says that another rank has gone goes to a file of the rank."""
+    text = re.sub(r"GLHF!\W*", "", str(error).strip())  # gloo's greeting
+    first, _, rest = text.partition("\n")
+    last = rest.partition("Last error:")[2].strip().partition("\n")[0]  # NCCL's reason; its first line has none
+    sys.stderr = sys.__stderr__  # torch, once it has a process group, puts a buffer there and shows it afterwards
+    try:
+        note_reason(": ".join(filter(None, [kind.__name__, first, last])), "error")
+        if (folder := launch_folder()) and GONE.search(text):
+            file = Path(tempfile.gettempdir()) / f"{folder.name}_rank_{os.environ['RANK']}.txt"
+            file.write_text("".join(traceback.format_exception(kind, error, trace)), "utf-8", "replace")
+            print(f"rank {os.environ['RANK']} has lost the others; its traceback is in {file}", file=sys.stderr)
+        else:
+            sys.__excepthook__(kind, error, trace)
+    finally:  # also where the disk is full, or nobody reads what is said
+        leave_the_others()
+
+
+def leave_the_others() -> None:
+    """Ends a rank that fails at once, if it has a process group; the others may wait in a collective.
+
+    At a usual exit vLLM's finalizer destroys the groups, and NCCL's destroy waits for those others, which wait for this
+    rank (vllm/v1/engine/core.py, torch/distributed/distributed_c10d.py).
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        leave(1)
+
+
+def leave(status: int) -> None:
+    """Ends the process at once, without what libraries do at an exit."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # whoever read it has gone
+            stream.flush()
+    os._exit(status)
+
+
+# Signals --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Request:
+    """The signals to this process, and the grace of a run that has something to save."""
+
+    first: int | None = None
+    time: float = 0.0  # of the first, by the clock
+    grace: float | None = None  # seconds; None: nothing to save yet
+
+    def place_of(self, number: int) -> int:
+        """1: the first signal; 2: a second one; 0: the first one by another way.
+
+        A terminal and a launcher may both send it; Slurm may send SIGTERM itself, and SIGUSR1 through its script.
+        """
+        now = time.monotonic()
+        if self.first is None:
+            self.first, self.time = number, now
+            return 1
+        return 2 if now - self.time > (0.5 if number == self.first else 5.0) else 0
+
+
+_request = Request()
+
+
+def listen() -> None:
+    """Hears signals in a thread: the main one may be waiting for other ranks for minutes. Until `arm` one ends it."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    for number in HEARD:
+        signal.signal(number, lambda *_: None)  # C code then writes the number into the pipe, whatever Python does
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    threading.Thread(target=_hear_signals, args=(reader,), name="signals", daemon=True).start()
+
+
+def arm(grace_seconds: float) -> None:
+    """From now on a signal is a request, which the run meets within so many seconds."""
+    _request.grace = grace_seconds
+
+
+def requested() -> bool:  # of this rank; `fsdp_utils.end_if_requested` asks all of them together
+    return _request.first is not None
+
+
+def signal_name() -> str:
+    """Of the signal that this rank got; others may have got it instead."""
+    return signal.Signals(_request.first or signal.SIGTERM).name
+
+
+def _hear_signals(reader: int) -> None:
+    while True:
+        for number in os.read(reader, 64):
+            place = _request.place_of(number) if number in HEARD else 0
+            if place == 1:
+                _obey()
+            elif place == 2 and LAUNCHER not in os.environ:
+                end_at_once(128 + number, SECOND)
+
+
+def _obey() -> None:
+    if LAUNCHER in os.environ:
+        os.kill(int(os.environ[LAUNCHER]), signal.SIGUSR2)
+    if _request.grace is None:
+        end_at_once(NOT_FINISHED, f"{signal_name()}: ended before the first step; nothing is lost")
+    text = f"{signal_name()}: the run could not save within --grace_seconds {_request.grace:g}"
+    timer = threading.Timer(_request.grace, end_at_once, (1, f"{text}; the same command continues"))
+    timer.daemon = True
+    timer.start()
+
+
+def end_at_once(status: int, text: str) -> None:
+    """Ends the process, wherever its main thread is."""
+    if status == NOT_FINISHED:
+        tell_end("stopped")
+    is_told = status != NOT_FINISHED and note_reason(text, "mistake")
+    if not is_told and os.environ.get("RANK", "0") == "0":
+        with contextlib.suppress(OSError, ValueError):  # as in `leave`
+            print(text, file=sys.stderr, flush=True)
+    os._exit(status)
+
+
+def launched_world_size() -> int:
+    """Number of processes that the launcher started, on all nodes; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def check_divides(flag: str, part: int, what: str, whole: int) -> None:
+    """Raises ValueError if the flag's value does not divide the whole."""
+    if whole % part:
+        divisors = ", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0)
+        raise ValueError(f"{flag} {part} does not divide {what} {whole}; use one of {divisors}.")

@@ -1,0 +1,56 @@
+"""Files on a disk that refuses them: whole or not at all, told once, or the end of the run."""
+
+import errno
+import json
+
+import pytest
+
+from helpers import largest_file
+from runtime.files import DiskError, append, cause, required, tolerated, write
+
+LINE = json.dumps({"text": "x" * 30_000}) + "\n"
+
+
+def test_a_line_that_must_be_written_and_is_refused_leaves_no_half_line_and_ends_the_run_with_a_sentence(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    with largest_file(100_000):
+        for number in range(3):
+            append(file, f"{number}{LINE}")
+        sentence = r"metrics.jsonl could not be written: File too large \(.*GiB are free in .*\); make room, and"
+        with pytest.raises(DiskError, match=sentence), required(file):
+            append(file, f"3{LINE}")
+    assert file.read_text() == "".join(f"{number}{LINE}" for number in range(3))
+    append(file, f"4{LINE}")
+    with file.open("a") as cut_off:  # by a kill
+        cut_off.write('{"st')
+    append(file, "5\n")
+    assert [line[:4] for line in file.read_text().splitlines()[3:]] == ['4{"t', '{"st', "5"]
+
+
+def test_a_whole_file_that_is_refused_leaves_the_old_one_and_nothing_beside_it(tmp_path):
+    write(tmp_path / "a.jsonl", "old")
+    with largest_file(20_000):
+        with pytest.raises(OSError, match="File too large"):
+            write(tmp_path / "a.jsonl", LINE)
+        write(tmp_path / "b.jsonl", "small \udc80")  # what fits is written, also half of a character
+    found = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert found == {"a.jsonl": "old", "b.jsonl": "small \\udc80"}
+
+
+def test_what_a_run_can_miss_is_told_once_and_other_mistakes_are_raised(tmp_path, capsys):
+    for name in ("a.png", "a.png", "b.png"):
+        with tolerated(str(tmp_path / name), ValueError):
+            raise ValueError("damaged") if name == "b.png" else OSError(errno.EDQUOT, "Disk quota exceeded")
+    assert capsys.readouterr().out.splitlines() == [
+        f"warning: {tmp_path}/{name} could not be written: {why}; the run continues without."
+        for name, why in (("a.png", "Disk quota exceeded"), ("b.png", "damaged"))
+    ]
+    with pytest.raises(ZeroDivisionError), tolerated("c.png"):
+        raise ZeroDivisionError
+
+
+def test_the_reason_of_the_system_is_found_below_that_of_a_library():
+    error = RuntimeError("unexpected pos 704 vs 598\nsecond line")
+    assert cause(error) == "unexpected pos 704 vs 598"
+    error.__context__ = OSError(errno.ENOSPC, "No space left on device")  # as of what is raised in an `except`
+    assert cause(error) == "No space left on device"

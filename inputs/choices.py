@@ -1,4 +1,4 @@
-"""From flags to the `Algorithm`: which functions of `grpo.py`, or of a file of the user's, with which parameters.
+"""From flags to the `Algorithm`: which functions of `grpo.py`, `losses/` or a file of the user's, with which parameters.
 
 The parameters of a function after `*` are the flags that have an effect; what is no flag has a default.
 """
@@ -14,14 +14,15 @@ from functools import partial
 import torch
 
 import grpo
+import losses
 from flags import FLAGS, most_lag, take
 from grading.own import load_function
-from grpo import ADVANTAGES, AGGREGATIONS, CORRECTIONS, KL, LOSSES, Algorithm, Graded, Loss, Tokens, check_returned
+from grpo import AGGREGATIONS, CORRECTIONS, KL, Algorithm, Graded, Loss, Tokens, check_returned
 from inputs.checks import given, leave
 
 CHOICES: dict[str, dict[str, Callable]] = {
-    "--advantage": ADVANTAGES,
-    "--policy_loss": LOSSES,
+    "--advantage": grpo.ADVANTAGES | losses.ADVANTAGES,
+    "--policy_loss": grpo.LOSSES | losses.LOSSES,
     "--loss_aggregation": AGGREGATIONS,
     "--kl_estimator": KL,
     "--kl_direction": grpo.DIVERGENCES,
@@ -48,7 +49,7 @@ def algorithm_of(args: argparse.Namespace) -> Algorithm:
     bound = {name: bind(name, function, args) for name, function in functions.items()}
     metrics: tuple[str, ...] = ()
     for name in OWN:
-        if functions[name] not in CHOICES[name].values():
+        if functions[name].__module__ != "grpo":  # it may have metrics of its own
             needs_gradient = name == "--policy_loss" or (name == "--kl_estimator" and args.kl_in == "loss")
             metrics += try_out(name, args, bound[name], needs_gradient)
     return take(
@@ -137,7 +138,8 @@ def try_out(flag: str, args: argparse.Namespace, function: Callable, needs_gradi
         parts = dict.fromkeys(parse_reward(args.reward), rewards_PG)
         if ".py:" in args.reward or args.environment:  # with sub-scores, whose names are not known yet
             parts = defaultdict(lambda: rewards_PG, parts)
-    graded = Graded(rewards_PG, returns_T, lengths_B, mask_T, parts, rewards_PG > 0, rewards_PG > 0)
+    turns = {"turn_rewards_PGK": rewards_PG[..., None], "turns_T": 0 * mask_T.long()} if args.environment else {}
+    graded = Graded(rewards_PG, returns_T, lengths_B, mask_T, parts, rewards_PG > 0, rewards_PG > 0, **turns)
     try:
         found = function({"--advantage": graded, "--policy_loss": tokens, "--kl_estimator": x}[flag])
     except Exception as error:  # noqa: BLE001  the user's code may raise anything

@@ -256,7 +256,7 @@ CALLS = {
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner.reload_weights",
     ],
 }
-ROOMS = ("", "engine", "grading", "inputs", "instruments", "model", "runtime", "samplers", "servers")
+ROOMS = ("", "engine", "grading", "inputs", "instruments", "losses", "model", "runtime", "samplers", "servers")
 
 
 def calls() -> Iterator[tuple[str, str, int, list[str]]]:

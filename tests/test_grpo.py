@@ -19,7 +19,8 @@ import grpo
 from batch import Batch
 from grpo import Graded, Loss, Tokens, masked_sum, whitened
 from helpers import flags
-from inputs.choices import algorithm_of, parameters_of
+from inputs.choices import CHOICES, algorithm_of, parameters_of
+from losses.gspo_token import gspo_token_ratio
 
 Floats = list[float]
 LENGTHS = [12, 7, 3, 11, 5, 9, 2, 6]
@@ -97,7 +98,7 @@ def call(choices: dict[str, Callable], kind: str, argument: object, **values: fl
 def advantages(rewards_PG: Tensor, kind: str, ddof: int, eps: float = 1e-6) -> Tensor:
     lengths_B = torch.ones(rewards_PG.numel(), dtype=torch.int64)
     graded = Graded(rewards_PG, rewards_PG.flatten(), lengths_B, lengths_B.bool())
-    return call(grpo.ADVANTAGES, kind, graded, advantage_ddof=ddof, advantage_eps=eps)
+    return call(CHOICES["--advantage"], kind, graded, advantage_ddof=ddof, advantage_eps=eps)
 
 
 def loss_of(
@@ -107,7 +108,7 @@ def loss_of(
     t = Tokens(logprobs_N, case.old_logprobs_N, case.rollout_logprobs_N, case.advantages_N, *case.packing)
     values = {"clip_low": bounds[0], "clip_high": bounds[1], "dual_clip": dual}
     values |= {"sapo_tau_pos": tau[0], "sapo_tau_neg": tau[1]}
-    return grpo.as_loss(call(grpo.LOSSES, kind, t, **values), t)
+    return grpo.as_loss(call(CHOICES["--policy_loss"], kind, t, **values), t)
 
 
 def kl(x: Tensor, kind: str, clamp: float) -> Tensor:
@@ -418,7 +419,7 @@ def test_the_log_of_a_ratio_is_clamped_at_20_that_of_a_sequence_after_the_mean_o
     for ratio in (
         grpo.token_ratio(log_ratio, zeros),
         grpo.sequence_ratio(log_ratio, zeros, mask, sequence_ids),
-        grpo.gspo_token_ratio(log_ratio, zeros, mask, sequence_ids),
+        gspo_token_ratio(log_ratio, zeros, mask, sequence_ids),
         correction(log_ratio, zeros, mask, sequence_ids, "none", 0.5, 5.0)[0],
     ):
         expected = [485165195.409790, 2.061153622438558e-09]  # exp(20), exp(-20)
@@ -429,7 +430,7 @@ def test_the_log_of_a_ratio_is_clamped_at_20_that_of_a_sequence_after_the_mean_o
 
 @pytest.mark.parametrize("poison", [0.0, math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("is_old", [False, True])
-@pytest.mark.parametrize("function", [grpo.sequence_ratio, grpo.gspo_token_ratio])
+@pytest.mark.parametrize("function", [grpo.sequence_ratio, gspo_token_ratio])
 def test_a_sequence_ratio_is_1_and_has_exactly_no_gradient_at_masked_positions(function, is_old, poison):
     """Elsewhere it is the geometric mean over the trained tokens of the sequence."""
     logprobs, old_logprobs = torch.tensor([2.0, 7.0, 8.0, 5.0]).log(), torch.zeros(4)

@@ -17,7 +17,7 @@ from inputs.command_line import parse_flags
 ROOT = Path(__file__).parent.parent
 # Each file, and each room, imports what stands on lower floors; grading/ and runtime/ nothing of the program.
 FLOORS = (
-    "grading runtime", "flags fsdp_utils", "model", "batch", "engine grpo metrics policy",
+    "grading runtime", "flags fsdp_utils", "model", "batch", "engine grpo metrics policy", "losses",
     "inputs rollout servers update", "data instruments", "report reward turns", "checkpoint load_inputs run",
     "evaluate minimal sampling", "samplers", "train_grpo",
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The files of docs/losses/: each is short, and gives the values of its paper's formula, computed here in floats."""
+"""The files of losses/: each is short, and gives the values of its paper's formula, computed here in floats."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from grpo import Graded, Loss, Tokens, as_loss
 from helpers import ROOT, flags
 from inputs.choices import algorithm_of
 
-FOLDER = ROOT / "docs" / "losses"
+FOLDER = ROOT / "losses"
 LENGTHS = [5, 3, 4, 2]  # of sequences; the last token of the first is not trained
 CLIP = {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 2.0}
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.name)
-def test_a_file_has_at_most_forty_lines(path):
-    assert len(path.read_text().splitlines()) <= 40
+def test_a_file_has_at_most_45_lines(path):
+    assert len(path.read_text().splitlines()) <= 45
 
 
 class Case(SimpleNamespace):
@@ -44,11 +44,11 @@ def make_case(advantages: list[float] = (1.5, -0.5, 0.7, -2.0), scale: float = 0
 
 
 def loss_of(case: Case, given: str, own: dict[str, float] = {}, **changes: object) -> tuple[Loss, Tensor]:  # noqa: B006
-    """(the loss, the gradient of the sum over trained tokens by log-prob), of docs/losses/FILE.py:FUNCTION.
+    """(the loss, the gradient of the sum over trained tokens by log-prob), of FUNCTION.
 
     `own`: the function's parameters that are no flags.
     """
-    function = algorithm_of(flags(policy_loss=FOLDER / given, **changes)).policy_loss
+    function = algorithm_of(flags(policy_loss=given, **changes)).policy_loss
     logprobs, mask = case.new.clone().requires_grad_(), torch.arange(14) != 4
     ids = torch.repeat_interleave(torch.tensor(LENGTHS))
     t = Tokens(logprobs, case.old, case.sampler, case.a, mask, ids, case.entropies)
@@ -72,7 +72,7 @@ def assert_trained(found: Tensor, expected: dict[int, float]) -> None:
 
 def test_vespo_weighs_a_token_by_a_gamma_kernel_of_its_sequences_ratio():
     case, expected = make_case(), {}
-    loss, gradient = loss_of(case, "vespo.py:vespo")
+    loss, gradient = loss_of(case, "vespo")
     for own in case.trained:
         w = math.exp(sum((case.new[t] - case.old[t]).item() for t in own))
         k, decay = (2.0, 3.0) if case.a[own[0]] > 0 else (3.0, 2.0)
@@ -83,7 +83,7 @@ def test_vespo_weighs_a_token_by_a_gamma_kernel_of_its_sequences_ratio():
 
 def test_gmpo_is_the_geometric_mean_of_token_ratios_that_are_clipped_before():
     case, expected, slopes = make_case(), {}, {}
-    loss, gradient = loss_of(case, "gmpo.py:gmpo", clip_low=0.4, clip_high=0.4)
+    loss, gradient = loss_of(case, "gmpo", clip_low=0.4, clip_high=0.4)
     for own in case.trained:
         sign = math.copysign(1.0, case.a[own[0]])
         logs = [sign * (case.new[t] - case.old[t]).item() for t in own]
@@ -100,7 +100,7 @@ def test_gmpo_is_the_geometric_mean_of_token_ratios_that_are_clipped_before():
 def test_off_policy_sequences_of_negative_advantage_are_left_out_and_counted():
     case = make_case(advantages=[1.0, -1.0, -1.0, -1.0])
     case.sampler = case.new + torch.repeat_interleave(torch.tensor([2.0, 0.4, 0.6, -2.0]), torch.tensor(LENGTHS))
-    loss, _ = loss_of(case, "off_policy_mask.py:masked_clip", **CLIP)
+    loss, _ = loss_of(case, "off_policy_mask", **CLIP)
     left_out = set(case.trained[2])  # the mean of log(sampler / new) is above 0.5 and A < 0
     assert_trained(loss.per_token, {t: 0.0 if t in left_out else naive_clip(case, t) for t in sum(case.trained, [])})
     assert set(loss.metrics["off_policy_frac"].nonzero()[:, 0].tolist()) == left_out
@@ -109,7 +109,7 @@ def test_off_policy_sequences_of_negative_advantage_are_left_out_and_counted():
 def test_of_the_80_20_rule_the_fifth_of_tokens_with_the_highest_entropy_is_trained():
     case = make_case()
     case.entropies[4] = 9.0  # not trained: does not count
-    loss, _ = loss_of(case, "high_entropy.py:high_entropy", **CLIP)
+    loss, _ = loss_of(case, "high_entropy", **CLIP)
     tokens = sum(case.trained, [])
     chosen = sorted(tokens, key=lambda t: case.entropies[t])[-3:]  # 13 tokens: rank 0.8 x 12 = 9.6 and above
     assert_trained(loss.per_token, {t: naive_clip(case, t) if t in chosen else 0.0 for t in tokens})
@@ -117,7 +117,7 @@ def test_of_the_80_20_rule_the_fifth_of_tokens_with_the_highest_entropy_is_train
 
 def test_clip_cov_leaves_out_a_share_of_the_tokens_whose_covariance_lies_in_the_window():
     case = make_case(scale=0.05)
-    loss, _ = loss_of(case, "clip_cov.py:clip_cov", {"ratio": 0.16, "low": 0.1, "high": 1.0}, **CLIP)
+    loss, _ = loss_of(case, "clip_cov", {"ratio": 0.16, "low": 0.1, "high": 1.0}, **CLIP)
     tokens = sum(case.trained, [])
     a, x = ([v[t].item() for t in tokens] for v in (case.a, case.new))
     covariances = [(i - fmean(a)) * (j - fmean(x)) for i, j in zip(a, x, strict=True)]
@@ -125,7 +125,7 @@ def test_clip_cov_leaves_out_a_share_of_the_tokens_whose_covariance_lies_in_the_
     left_out = {t for t in tokens if loss.per_token[t] == 0}
     assert len(left_out) == 2 < len(window) and left_out < window, "0.16 x 13 tokens"
     assert_trained(loss.per_token, {t: 0.0 if t in left_out else naive_clip(case, t) for t in tokens})
-    alone, _ = loss_of(case, "clip_cov.py:clip_cov", **CLIP)
+    alone, _ = loss_of(case, "clip_cov", **CLIP)
     assert (alone.per_token[tokens] == 0).sum() == 0, "no covariance is above 1"
 
 
@@ -139,7 +139,7 @@ def advantages(given: str, rewards: list[list[float]], **changes: object) -> lis
     lengths_B = torch.arange(rewards_PG.numel()) + 1
     returns_T = torch.repeat_interleave(rewards_PG.flatten(), lengths_B)
     graded = Graded(rewards_PG, returns_T, lengths_B, returns_T >= 0, parts, rewards_PG == 1, rewards_PG < 0)
-    function = algorithm_of(flags(advantage=FOLDER / given, group_size=rewards_PG.shape[1], **changes)).advantage
+    function = algorithm_of(flags(advantage=given, group_size=rewards_PG.shape[1], **changes)).advantage
     return function(graded).tolist()
 
 
@@ -154,7 +154,7 @@ def test_gdpo_compares_each_part_of_the_reward_within_its_group_by_itself():
         scaled = [[(x - fmean(part)) / (stdev(part) + 1e-6) for x in part] for part in groups]
         sums += [sum(each) for each in zip(*scaled, strict=True)]
     expected = [(x - fmean(sums)) / (stdev(sums) + 1e-6) for x in sums]
-    found = advantages("gdpo.py:gdpo", right, parts={"math": right, "format": form})
+    found = advantages("gdpo", right, parts={"math": right, "format": form})
     assert_near(found, [expected[:4], expected[4:]])
 
 
@@ -165,12 +165,10 @@ def test_pass_at_k_is_the_mean_advantage_of_the_subsets_with_a_completion():
         mean, std = fmean(values.values()), pstdev(values.values())
         of_each = [fmean(value for subset, value in values.items() if i in subset) for i in range(6)]
         expected.append([(value - mean) / std if std else 0.0 for value in of_each])
-    assert_near(advantages("pass_at_k.py:pass_at_k", rewards), expected)
+    assert_near(advantages("pass_at_k", rewards), expected)
 
 
 def test_opo_takes_off_the_mean_that_is_weighted_by_length():
     rewards = [[1.0, 0.0, 0.5], [0.0, 0.0, 3.0]]
     means = [(1 * 1.0 + 2 * 0.0 + 3 * 0.5) / 6, (6 * 3.0) / 15]
-    assert_near(
-        advantages("opo.py:opo", rewards), [[r - m for r in row] for row, m in zip(rewards, means, strict=True)]
-    )
+    assert_near(advantages("opo", rewards), [[r - m for r in row] for row, m in zip(rewards, means, strict=True)])

@@ -1,4 +1,4 @@
-"""OPO: the baseline weighs rewards by the lengths of their completions: --advantage docs/losses/opo.py:opo
+"""OPO: the baseline weighs rewards by the lengths of their completions: --advantage opo
 
 Sources: arXiv 2505.23585 and verl's "opo". It is exactly on-policy: --prompts_per_update is --prompts_per_step.
 """

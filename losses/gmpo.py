@@ -1,4 +1,4 @@
-"""GMPO: the geometric mean of clipped token ratios: --policy_loss docs/losses/gmpo.py:gmpo
+"""GMPO: the geometric mean of clipped token ratios: --policy_loss gmpo
 
     --clip_low 0.4 --clip_high 0.4 --loss_aggregation seq_mean_token_mean
 

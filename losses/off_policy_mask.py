@@ -1,4 +1,4 @@
-"""Off-policy sequence masking of DeepSeek-V3.2: --policy_loss docs/losses/off_policy_mask.py:masked_clip
+"""Off-policy sequence masking of DeepSeek-V3.2: --policy_loss off_policy_mask
 
 Sources: arXiv 2512.02556 and TRL's off_policy_mask_threshold. The paper gives no delta; 0.5 is what TRL's documentation
 starts with. The old log-probs of the mask are the sampler's, as in both.
@@ -9,7 +9,7 @@ import torch
 from grpo import clip, sequence_sum
 
 
-def masked_clip(t, *, clip_low, clip_high, dual_clip, delta=0.5):
+def off_policy_mask(t, *, clip_low, clip_high, dual_clip, delta=0.5):
     """`clip`, without sequences that have A < 0 and that the sampler found likelier than the policy does.
 
     By more than delta: the mean over the sequence's tokens of log(pi_sampler / pi).

@@ -1,4 +1,4 @@
-"""GDPO: each part of the reward is compared within its group by itself: --advantage docs/losses/gdpo.py:gdpo
+"""GDPO: each part of the reward is compared within its group by itself: --advantage gdpo
 
     --reward math,format
 

@@ -1,4 +1,4 @@
-"""Clip-Cov: some tokens that would cost much entropy are left out: --policy_loss docs/losses/clip_cov.py:clip_cov
+"""Clip-Cov: some tokens that would cost much entropy are left out: --policy_loss clip_cov
 
     --clip_low 1 --clip_high 1
 

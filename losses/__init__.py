@@ -1,0 +1,45 @@
+"""Losses and advantages beyond the common ones, one method a file: `--policy_loss gmpo`, `--advantage opo`.
+
+Each names its source. To write your own, copy one, and give `--policy_loss my_loss.py:f`, or name it here.
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from grpo import Loss
+from losses.clip_cov import clip_cov
+from losses.dppo import dppo, dppo_kl
+from losses.gdpo import gdpo
+from losses.gmpo import gmpo
+from losses.gspo_token import gspo_token
+from losses.high_entropy import high_entropy
+from losses.maxrl import maxrl
+from losses.mt_grpo import mt_grpo
+from losses.off_policy_mask import off_policy_mask
+from losses.opo import opo
+from losses.pass_at_k import pass_at_k
+from losses.reinforce_pp import reinforce_pp, reinforce_pp_baseline
+from losses.sapo import sapo
+from losses.vespo import vespo
+
+ADVANTAGES: dict[str, Callable[..., Tensor]] = {
+    "maxrl": maxrl,
+    "mt_grpo": mt_grpo,
+    "reinforce++": reinforce_pp,
+    "reinforce++_baseline": reinforce_pp_baseline,
+    "gdpo": gdpo,
+    "opo": opo,
+    "pass_at_k": pass_at_k,
+}
+LOSSES: dict[str, Callable[..., Loss | Tensor]] = {
+    "gspo_token": gspo_token,
+    "sapo": sapo,
+    "dppo": dppo,
+    "dppo_kl": dppo_kl,
+    "gmpo": gmpo,
+    "vespo": vespo,
+    "off_policy_mask": off_policy_mask,
+    "high_entropy": high_entropy,
+    "clip_cov": clip_cov,
+}

@@ -1,4 +1,4 @@
-"""From flags to the `Algorithm`: which functions of `grpo.py`, `losses/` or a file of the user's, with which parameters.
+"""From flags to the `Algorithm`: which functions (of `grpo.py`, `losses/` or the user), with which parameters.
 
 The parameters of a function after `*` are the flags that have an effect; what is no flag has a default.
 """

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,29 +24,22 @@ from batch import Batch
 LOG_RATIO_LIMIT = 20.0  # exp(20) = 5e8: a larger ratio would only overflow (EasyR1 and verl clamp token ratios alike)
 
 
-class Listed:
-    """A record that answers a wrong name with those that it has."""
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"{type(self).__name__} has no {name!r}; it has {', '.join(vars(self))}")
-
-
 # Advantages ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Graded(Listed):
+@dataclass(frozen=True, kw_only=True)
+class Graded:
     """The graded completions of a step, the input of an advantage."""
 
     rewards_PG: Tensor  # float32; with --kl_in reward, minus the KL penalties of all tokens of the completion
     returns_T: Tensor  # of the token's turn and later ones; with --kl_in reward, minus the KL penalties of these tokens
     lengths_B: Tensor  # completion tokens, those of an environment included
     mask_T: Tensor  # bool: the token is trained
-    # Of the grades, as they were given:
+    # From the grades, as they were given:
     parts: dict[str, Tensor] = field(default_factory=dict)  # verifier or sub-score -> [P, G], without its weight
     is_correct_PG: Tensor | None = None  # bool: full marks from the first verifier of the reward
     is_truncated_PG: Tensor | None = None  # bool: stopped by the length limit
-    # Of environments that reward each of K turns (docs/turns.md):
+    # From environments that reward each of K turns (docs/turns.md):
     turn_rewards_PGK: Tensor | None = None  # float32; nan where an episode has fewer turns
     turns_T: Tensor | None = None  # int64: the turn of each token, 0, 1, ...
 
@@ -126,8 +119,8 @@ def whitened(values: Tensor, mask: Tensor, ddof: int, eps: float) -> Tensor:
 # Policy losses, per token ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Tokens(Listed):
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
     """The tokens of a micro-batch, the input of a policy loss. Each field has the shape N."""
 
     logprobs: Tensor  # of the policy, with gradient
@@ -260,8 +253,8 @@ KL: dict[str, Callable[..., Tensor]] = {"k1": k1, "k2": k2, "k3": k3, "k3+": k3_
 
 
 # Divergence over the vocabulary ---------------------------------------------------------------------------------------
-# Of log-probs [T, V] of policy (p) and reference (q): (its value at each token [T], slopes [T, V]). A slope is p x the
-# derivative by p, up to a multiple of p; by the logits it is slope - p x the sum of the token's slopes. Beside the
+# From log-probs [T, V] of policy (p) and reference (q) to (its value at each token [T], slopes [T, V]). A slope is p x
+# the derivative by p, up to a multiple of p; by the logits it is slope - p x the sum of the token's slopes. Beside the
 # arguments at most two tensors [T, V] are held.
 
 
@@ -313,7 +306,7 @@ def token_truncate(t: Tokens, *, rollout_correction_max: float) -> Weights:
 
 def sequence_truncate(t: Tokens, *, rollout_correction_max: float) -> Weights:
     """min(product of the sequence's ratios, max). Liu et al., "When Speed Kills Stability" (2025)."""
-    return truncated(mismatch(t, of_sequence=True), rollout_correction_max)
+    return truncated(mismatch(t, is_sequence=True), rollout_correction_max)
 
 
 def token_mask(t: Tokens, *, rollout_correction_min: float, rollout_correction_max: float) -> Weights:
@@ -323,7 +316,7 @@ def token_mask(t: Tokens, *, rollout_correction_min: float, rollout_correction_m
 
 def sequence_mask(t: Tokens, *, rollout_correction_min: float, rollout_correction_max: float) -> Weights:
     """The product of the sequence's ratios inside [min, max], 0 outside."""
-    return masked(mismatch(t, of_sequence=True), rollout_correction_min, rollout_correction_max)
+    return masked(mismatch(t, is_sequence=True), rollout_correction_min, rollout_correction_max)
 
 
 def no_correction(t: Tokens) -> Weights:
@@ -340,10 +333,10 @@ CORRECTIONS: dict[str, Callable[..., Weights]] = {
 }
 
 
-def mismatch(t: Tokens, of_sequence: bool = False) -> Tensor:
+def mismatch(t: Tokens, is_sequence: bool = False) -> Tensor:
     """pi_old by the trainer / pi_old by the sampler, without gradient, its log clamped to +-20; 1 where masked."""
     log_ratio = torch.where(t.mask, t.old_logprobs - t.rollout_logprobs, 0.0).detach()
-    if of_sequence:
+    if is_sequence:  # the product of the token ratios, in logs
         log_ratio = sequence_sum(log_ratio, t.sequence_ids)
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
@@ -446,13 +439,21 @@ def total_loss(
     The loss is the policy loss, weighted for the sampler's mismatch, + coefficient x KL - coefficient x entropy.
     """
     t = Tokens(
-        logprobs_N, old_logprobs_N, batch.rollout_logprobs_N, batch.advantages_N, batch.loss_mask_N,
-        batch.sequence_ids_N, entropies_N.detach(), batch.ref_logprobs_N,
-    )  # fmt: skip
+        logprobs=logprobs_N,
+        old_logprobs=old_logprobs_N,
+        rollout_logprobs=batch.rollout_logprobs_N,
+        advantages=batch.advantages_N,
+        mask=batch.loss_mask_N,
+        sequence_ids=batch.sequence_ids_N,
+        entropies=entropies_N.detach(),
+        ref_logprobs=batch.ref_logprobs_N,
+    )
     loss = as_loss(algorithm.policy_loss(t), t)
-    if set(loss.metrics) != set(algorithm.loss_metrics):  # ranks add them up together
-        returned, known = (", ".join(names) or "none" for names in (loss.metrics, algorithm.loss_metrics))
-        raise ValueError(f"--policy_loss returned the metrics {returned}, on its trial {known}; return all each time.")
+    if set(loss.metrics) != set(algorithm.loss_metrics):  # ranks add them up together, so all must have the same
+        raise ValueError(
+            f"--policy_loss returned the metrics {', '.join(loss.metrics) or 'none'}, "
+            f"on its trial {', '.join(algorithm.loss_metrics) or 'none'}; return all each time."
+        )
     loss_N = loss.per_token
     weights_N, is_outside_N = algorithm.rollout_correction(t)
     means, maxima = measured(batch, t, loss, weights_N, algorithm)
@@ -463,7 +464,9 @@ def total_loss(
         x_N = batch.ref_logprobs_N - logprobs_N
         means |= measured_kl(batch, x_N, algorithm)
         if algorithm.kl_in == "loss":
-            loss_N = loss_N + algorithm.kl_coef * (algorithm.kl_estimator(x_N) if batch.kl_N is None else batch.kl_N)
+            # Over the vocabulary the head has computed the KL itself, with its gradient; else it is estimated here.
+            kl_N = algorithm.kl_estimator(x_N) if batch.kl_N is None else batch.kl_N
+            loss_N = loss_N + algorithm.kl_coef * kl_N
     if algorithm.entropy_coef:
         loss_N = loss_N - algorithm.entropy_coef * entropies_N
     return loss_N, means, maxima
@@ -490,11 +493,16 @@ def measured(
         "squares": squares_N,
         "weight": weights_N,
         "weight_squared": weights_N.square(),
-    } | {f"loss/{name}": loss.metrics[name] for name in algorithm.loss_metrics}
-    for lag in range(algorithm.most_lag + 1 if algorithm.most_lag else 0):
-        is_lag_N = (batch.lags_N == lag).float()
-        means |= {f"tokens_of_lag_{lag}": is_lag_N, f"policy/rollout_gap_lag_{lag}": gap_N * is_lag_N}
-    return means, {"policy/ratio_max": loss.ratio, "policy/ratio_min": -loss.ratio, "policy/rollout_gap_max": gap_N}
+    }
+    for name in algorithm.loss_metrics:
+        means[f"loss/{name}"] = loss.metrics[name]
+    if algorithm.most_lag:
+        for lag in range(algorithm.most_lag + 1):
+            is_lag_N = (batch.lags_N == lag).float()
+            means[f"tokens_of_lag_{lag}"] = is_lag_N
+            means[f"policy/rollout_gap_lag_{lag}"] = gap_N * is_lag_N
+    maxima = {"policy/ratio_max": loss.ratio, "policy/ratio_min": -loss.ratio, "policy/rollout_gap_max": gap_N}
+    return means, maxima
 
 
 def measured_kl(batch: Batch, x_N: Tensor, algorithm: Algorithm) -> dict[str, Tensor]:
@@ -509,12 +517,17 @@ def measured_kl(batch: Batch, x_N: Tensor, algorithm: Algorithm) -> dict[str, Te
     return means
 
 
-def as_loss(found: Loss | Tensor, t: Tokens) -> Loss:
-    """The loss with all its fields, also those that the function left out."""
-    loss = found if isinstance(found, Loss) else Loss(found)
-    ratio = token_ratio(t.logprobs, t.old_logprobs) if loss.ratio is None else loss.ratio
-    is_low, is_high = (torch.zeros_like(t.mask) if x is None else x for x in (loss.is_low, loss.is_high))
-    return Loss(loss.per_token, ratio, is_low, is_high, loss.metrics or {})
+def as_loss(returned: Loss | Tensor, t: Tokens) -> Loss:
+    """Fills in the fields that the function left out: they are needed for the metrics alone."""
+    loss = returned if isinstance(returned, Loss) else Loss(returned)
+    nowhere = torch.zeros_like(t.mask)
+    return Loss(
+        per_token=loss.per_token,
+        ratio=token_ratio(t.logprobs, t.old_logprobs) if loss.ratio is None else loss.ratio,
+        is_low=nowhere if loss.is_low is None else loss.is_low,
+        is_high=nowhere if loss.is_high is None else loss.is_high,
+        metrics=loss.metrics or {},
+    )
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
@@ -522,11 +535,11 @@ def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, values, 0.0).sum()
 
 
-def check_returned(what: str, found: object, shapes: list[tuple[int, ...]]) -> None:
+def check_returned(what: str, values: object, shapes: list[tuple[int, ...]]) -> None:
     """Raises ValueError unless it is a tensor of one of these shapes whose values are all finite."""
-    if not isinstance(found, Tensor) or tuple(found.shape) not in shapes:
-        got = f"the shape {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+    if not isinstance(values, Tensor) or tuple(values.shape) not in shapes:
+        got = f"the shape {list(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
         needed = " or ".join(str(list(shape)) for shape in shapes)
         raise ValueError(f"{what} returned {got}; needed is a tensor of the shape {needed}.")
-    if not found.isfinite().all():
+    if not values.isfinite().all():
         raise ValueError(f"{what} returned values that are not finite.")

@@ -57,24 +57,37 @@ def pack_updates(
     """The updates of one pass over the rollout, each of consecutive prompts and divided by `plan_micro_batches`."""
     indices_of_updates = np.split(np.arange(plan.completions_per_step), plan.updates_per_pass)
     trained_lengths_B = torch.from_numpy(rollout.trained_lengths_B)
+    # The weight of a token in the loss follows from the lengths of the whole update. It is known before anything is
+    # packed, so loss and gradient do not depend on which sequences share a micro-batch or a rank.
     weights = [algorithm.loss_aggregation(trained_lengths_B[indices]) for indices in indices_of_updates]
     rollout = replace(rollout, loss_weights_B=torch.cat(weights).numpy())
     hinted = rollout.hinted()
     longest = hinted or rollout  # the reference's batches must fit under the cap, too
-    group_size = plan.group_size if memory.share_prompts else 1
+    lengths_B = longest.sequence_lengths_B
     shared_B = np.array([shared_positions(longest, b) for b in range(len(rollout.rows))])
     images_B = [row.images for row in rollout.rows]
-    lengths_B, updates = longest.sequence_lengths_B, []
+    group_size = plan.group_size if memory.share_prompts else 1
+    updates = []
     for indices in indices_of_updates:
+        # Every rank makes the plan of all ranks and takes its own part: nothing is communicated.
         micros_of_ranks = plan_micro_batches(
-            lengths_B[indices], world.num_trainers, memory.micro_batch_tokens, policy.parity_length, group_size,
-            shared_B[indices],
-        )  # fmt: skip
-        micros = [indices[micro].tolist() for micro in micros_of_ranks[world.trainer_rank]]
-        pairs = [(pack(rollout, micro, group_size), hinted and pack(hinted, micro, group_size)) for micro in micros]
-        own = [add_images(replace(batch, hinted=of_reference), images_B) for batch, of_reference in pairs]
-        batches = [add_packing(batch.to(world.device)) for batch in own]
-        updates.append(Update(batches, max(int(trained_lengths_B[indices].sum()), 1), plan.prompts_per_step))
+            lengths_B[indices],
+            num_ranks=world.num_trainers,
+            max_tokens=memory.micro_batch_tokens,
+            parity_length=policy.parity_length,
+            group_size=group_size,
+            shared=shared_B[indices],
+        )
+        batches = []
+        for micro in micros_of_ranks[world.trainer_rank]:
+            chosen = indices[micro].tolist()
+            batch = pack(rollout, chosen, group_size)
+            if hinted:
+                batch = replace(batch, hinted=pack(hinted, chosen, group_size))
+            batch = add_images(batch, images_B).to(world.device)
+            batches.append(add_packing(batch))
+        num_tokens = max(int(trained_lengths_B[indices].sum()), 1)
+        updates.append(Update(batches, num_tokens, plan.prompts_per_step))
     return updates
 
 
@@ -85,13 +98,21 @@ def add_logprobs(updates: list[Update], policy: Policy, reference: Policy | None
     to the reward; the sampler's own need no pass. With LoRA the reference is the policy, with its adapter off. A
     reference that is followed over the vocabulary runs beside the update: the distributions of a step would not fit.
     """
-    needs_all = policy.has_dropout or algorithm.num_iterations > 1 or algorithm.has_penalties
-    first = 0 if needs_all else 1
     if algorithm.old_logprobs == "rollout":
-        updates = [each.map(lambda x: replace(x, old_logprobs_N=x.rollout_logprobs_N)) for each in updates]
-        first = len(updates)
-    updates = updates[:first] + [logprobs_under(policy, "old_logprobs_N", each, algorithm) for each in updates[first:]]
-    return [add_reference(each, reference, algorithm) for each in updates] if reference is not None else updates
+        updates = [update.map(use_sampler_logprobs) for update in updates]
+    else:
+        needs_all = policy.has_dropout or algorithm.num_iterations > 1 or algorithm.has_penalties
+        # Until the first optimizer step the policy is the old policy: that update's own pass has the old log-probs.
+        first = 0 if needs_all else 1
+        scored = [logprobs_under(policy, "old_logprobs_N", update, algorithm) for update in updates[first:]]
+        updates = updates[:first] + scored
+    if reference is None:
+        return updates
+    return [add_reference(update, reference, algorithm) for update in updates]
+
+
+def use_sampler_logprobs(batch: Batch) -> Batch:
+    return replace(batch, old_logprobs_N=batch.rollout_logprobs_N)
 
 
 def add_reference(update: Update, reference: Policy, algorithm: Algorithm) -> Update:
@@ -132,7 +153,7 @@ def add_advantages(rollout: Rollout, updates: list[Update], algorithm: Algorithm
     """The rollout with its advantages, and the updates with them at each of their positions."""
     penalties = gather_penalties(rollout, updates, algorithm) if algorithm.has_penalties else None
     rollout = replace(rollout, advantages=compute_advantages(rollout, penalties, algorithm))
-    return rollout, [each.map(partial(with_advantages, rollout)) for each in updates]
+    return rollout, [update.map(partial(with_advantages, rollout)) for update in updates]
 
 
 def with_advantages(rollout: Rollout, batch: Batch) -> Batch:
@@ -145,59 +166,81 @@ def gather_penalties(rollout: Rollout, updates: list[Update], algorithm: Algorit
 
     It is the KL of the policy that sampled, by the trainer's log-probs; 0 where a completion is left out of the loss.
     """
-    own = {}
-    for batch in [batch for update in updates for batch in update.batches]:
-        kl_N = algorithm.kl_estimator(batch.ref_logprobs_N - batch.old_logprobs_N)
-        own |= from_positions(rollout, batch, algorithm.kl_coef * kl_N)
-    gathered = {b: penalties for part in gather_from_ranks(own) for b, penalties in part.items()}
+    own: dict[int, np.ndarray] = {}
+    for update in updates:
+        for batch in update.batches:
+            kl_N = algorithm.kl_estimator(batch.ref_logprobs_N - batch.old_logprobs_N)
+            own |= from_positions(rollout, batch, algorithm.kl_coef * kl_N)
+    gathered: dict[int, np.ndarray] = {}
+    for part in gather_from_ranks(own):
+        gathered |= part
     return [gathered[b] for b in range(len(gathered))]
 
 
 def compute_advantages(rollout: Rollout, penalties: list[np.ndarray] | None, algorithm: Algorithm) -> list[np.ndarray]:
     """The advantage of each token of each completion. Raises RunError where --advantage has none for these rewards."""
-    rewards_B, lengths_B = torch.from_numpy(rollout.rewards_B), torch.tensor(list(map(len, rollout.completions)))
-    returns_T, of_turns = torch.repeat_interleave(rewards_B, lengths_B), by_turn(rollout, algorithm.group_size)
-    if of_turns:
-        to_go = grpo.to_go(of_turns["turn_rewards_PGK"].nan_to_num()).flatten(0, 1)
-        returns_T = to_go[torch.repeat_interleave(lengths_B), of_turns["turns_T"]]
+    rewards_B = torch.from_numpy(rollout.rewards_B)
+    lengths_B = torch.tensor([len(completion) for completion in rollout.completions])
+    returns_T = torch.repeat_interleave(rewards_B, lengths_B)
+    turn_fields = by_turn(rollout, algorithm.group_size)
+    if turn_fields:  # a token is credited with its own turn and later ones, not with what was earned before it
+        to_go = grpo.to_go(turn_fields["turn_rewards_PGK"].nan_to_num()).flatten(0, 1)
+        returns_T = to_go[torch.repeat_interleave(lengths_B), turn_fields["turns_T"]]
     if penalties is not None:
-        pairs = zip(returns_T.split(lengths_B.tolist()), map(torch.from_numpy, penalties), strict=True)
-        returns_T = torch.cat([grpo.returns_to_go(rewards, penalty) for rewards, penalty in pairs])
+        pairs = zip(returns_T.split(lengths_B.tolist()), penalties, strict=True)
+        returns_T = torch.cat([grpo.returns_to_go(rewards, torch.from_numpy(penalty)) for rewards, penalty in pairs])
         rewards_B = rewards_B - torch.tensor([penalty.sum() for penalty in penalties])
     mask_T = torch.repeat_interleave(torch.from_numpy(rollout.trained_lengths_B) > 0, lengths_B)
     if rollout.is_sampled is not None:
         mask_T &= torch.from_numpy(np.concatenate(rollout.is_sampled))
     rewards_PG = rewards_B.view(-1, algorithm.group_size)
-    graded = Graded(rewards_PG, returns_T, lengths_B, mask_T, **of_grades(rollout, rewards_PG.shape), **of_turns)
+    graded = Graded(
+        rewards_PG=rewards_PG,
+        returns_T=returns_T,
+        lengths_B=lengths_B,
+        mask_T=mask_T,
+        **grade_fields(rollout, rewards_PG.shape),
+        **turn_fields,
+    )
     try:
-        found = algorithm.advantage(graded)
-        grpo.check_returned("--advantage", found, [tuple(rewards_PG.shape), tuple(returns_T.shape)])
+        advantages = algorithm.advantage(graded)
+        grpo.check_returned("--advantage", advantages, [tuple(rewards_PG.shape), tuple(returns_T.shape)])
     except ValueError as error:
         raise RunError(str(error)) from error
-    of_tokens = torch.repeat_interleave(found.flatten(), lengths_B) if found.shape == rewards_PG.shape else found
-    return [piece.numpy() for piece in of_tokens.split(lengths_B.tolist())]
+    if advantages.shape == rewards_PG.shape:  # one for the whole completion: each of its tokens gets it
+        advantages = torch.repeat_interleave(advantages.flatten(), lengths_B)
+    return [piece.numpy() for piece in advantages.split(lengths_B.tolist())]
 
 
-def of_grades(rollout: Rollout, shape: torch.Size) -> dict[str, Tensor | dict[str, Tensor]]:
-    """The last fields of `Graded`, by name. Where a completion has no such part of the reward, it is 0."""
-    names = dict.fromkeys(name for grade in rollout.grades for name in grade.parts)
-    parts = {x: torch.tensor([float(grade.parts.get(x, 0)) for grade in rollout.grades]).view(shape) for x in names}
-    others = {"is_correct_PG": rollout.is_correct_B, "is_truncated_PG": rollout.is_truncated_B}
-    return {"parts": parts} | {name: torch.from_numpy(x).view(shape) for name, x in others.items()}
+def grade_fields(rollout: Rollout, shape: torch.Size) -> dict[str, Tensor | dict[str, Tensor]]:
+    """The fields of `Graded` that show the grades. Where a completion has no such part of the reward, it is 0."""
+    parts = {}
+    for name in dict.fromkeys(name for grade in rollout.grades for name in grade.parts):
+        values = [float(grade.parts.get(name, 0)) for grade in rollout.grades]
+        parts[name] = torch.tensor(values).view(shape)
+    return {
+        "parts": parts,
+        "is_correct_PG": torch.from_numpy(rollout.is_correct_B).view(shape),
+        "is_truncated_PG": torch.from_numpy(rollout.is_truncated_B).view(shape),
+    }
 
 
 def by_turn(rollout: Rollout, group_size: int) -> dict[str, Tensor]:
-    """The fields of `Graded` that are of turns, by name; {} where rewards are not by turn."""
-    if rollout.is_sampled is None or any(x.status == "ok" and "turn_1" not in x.parts for x in rollout.grades):
+    """The fields of `Graded` for rewards by turn; {} where there are none."""
+    if rollout.is_sampled is None:
         return {}
-    parts, turns = [grade.parts for grade in rollout.grades], rollout.turns
-    most = max(int(each.max()) + 1 for each in turns)
-    rewards_BK = torch.full((len(parts), most), torch.nan)
-    for b, (each, of_tokens) in enumerate(zip(parts, turns, strict=True)):
-        for k in range(int(of_tokens.max()) + 1):
-            rewards_BK[b, k] = each.get(f"turn_{k + 1}", 0.0)
-    turns_T = torch.from_numpy(np.concatenate(turns))
-    return {"turn_rewards_PGK": rewards_BK.view(-1, group_size, most), "turns_T": turns_T}
+    if any(grade.status == "ok" and "turn_1" not in grade.parts for grade in rollout.grades):
+        return {}
+    turns = rollout.turns
+    most_turns = max(int(turns_of_tokens.max()) + 1 for turns_of_tokens in turns)
+    rewards_BK = torch.full((len(turns), most_turns), torch.nan)
+    for b, turns_of_tokens in enumerate(turns):
+        for k in range(int(turns_of_tokens.max()) + 1):
+            rewards_BK[b, k] = rollout.grades[b].parts.get(f"turn_{k + 1}", 0.0)
+    return {
+        "turn_rewards_PGK": rewards_BK.view(-1, group_size, most_turns),
+        "turns_T": torch.from_numpy(np.concatenate(turns)),
+    }
 
 
 def update_policy(
@@ -218,7 +261,7 @@ def update_policy(
     passes = add_gradients(policy, update, algorithm, step, memory, guard.world)
     grad_norm = clip_grad_norm(policy, step.max_grad_norm)
     metrics = reduce_metrics(passes) | {"optim/grad_norm": grad_norm.item(), "optim/lr": step.rate}
-    metrics |= guard.judge(metrics, step)
+    metrics |= guard.judge(metrics, step)  # before any weight moves: what is judged bad leaves no trace
     if not metrics["optim/skipped_updates"]:
         beat("runs the optimizer")
         for group in optimizer.param_groups:
@@ -243,8 +286,10 @@ def add_gradients(
         for i, batch in enumerate(update.batches):
             is_last = i == len(update.batches) - 1
             begin_micro_batch(policy, memory.communicate_once, is_last)
-            settings = algorithm.temperature, algorithm.entropy_coef != 0
-            logprobs_N, entropies_N, *distilled = policy(batch, *settings, batch.teacher and batch.teacher())
+            # Entropies carry a gradient only where the loss has a term of them: it costs a second pass over the logits.
+            needs_slope = algorithm.entropy_coef != 0
+            teacher = batch.teacher and batch.teacher()
+            logprobs_N, entropies_N, *distilled = policy(batch, algorithm.temperature, needs_slope, teacher)
             old_logprobs_N = logprobs_N.detach() if is_unchanged else batch.old_logprobs_N
             if batch.old_logprobs_N is None:  # they are kept with the rollout
                 update.batches[i] = replace(batch, old_logprobs_N=old_logprobs_N)
@@ -257,9 +302,9 @@ def add_gradients(
             with torch.no_grad():
                 sums = {name: grpo.masked_sum(x, mask_N) / update.num_tokens for name, x in means.items()}
                 maxima = {name: torch.where(mask_N, x, -torch.inf).max() for name, x in maxima.items()}
-                of_sequences = sums_of_sequences(batch, means)
+                sequence_sums = sums_of_sequences(batch, means)
             sums = {"policy/loss": loss.detach()} | sums
-            passes.append(Pass(batch, logprobs_N.detach(), old_logprobs_N, sums, maxima, of_sequences))
+            passes.append(Pass(batch, logprobs_N.detach(), old_logprobs_N, sums, maxima, sequence_sums))
     if memory.communicate_once:
         release_gathered(policy)  # they are from before the optimizer step
     return passes
@@ -267,8 +312,12 @@ def add_gradients(
 
 def sums_of_sequences(batch: Batch, means: dict[str, Tensor]) -> dict[str, Tensor]:
     """Name of a metric -> its sum over the trained tokens of each sequence; `tokens`: their number."""
-    chosen = {name: x for name, x in means.items() if name.startswith(("policy/", "loss/")) and "_gap_lag_" not in name}
-    values_NK = torch.stack([*chosen.values(), batch.loss_mask_N], dim=1).masked_fill(~batch.loss_mask_N[:, None], 0.0)
+    chosen = {}
+    for name, values in means.items():
+        if name.startswith(("policy/", "loss/")) and "_gap_lag_" not in name:
+            chosen[name] = values
+    values_NK = torch.stack([*chosen.values(), batch.loss_mask_N], dim=1)
+    values_NK = values_NK.masked_fill(~batch.loss_mask_N[:, None], 0.0)
     # Not by `index_add`, which on CUDA adds in another order each time.
     sums_KS = torch.stack([values.sum(dim=0) for values in values_NK.split(batch.lengths_S)], dim=1)
     return dict(zip([*chosen, "tokens"], sums_KS, strict=True))
@@ -276,14 +325,15 @@ def sums_of_sequences(batch: Batch, means: dict[str, Tensor]) -> dict[str, Tenso
 
 def reduce_metrics(passes: list[Pass]) -> dict[str, float]:
     """The metrics of the loss, over all micro-batches and ranks."""
-    sums = torch.stack([torch.stack(list(each.sums.values())) for each in passes])
-    maxima = torch.stack([torch.stack(list(each.maxima.values())) for each in passes])
-    totals, largest = sum_over_trainers(sums.sum(dim=0)), max_over_trainers(maxima.amax(dim=0))
-    names = [*passes[0].sums, *passes[0].maxima]
-    metrics = dict(zip(names, totals.tolist() + largest.tolist(), strict=True))
+    sums = torch.stack([torch.stack(list(result.sums.values())) for result in passes])
+    maxima = torch.stack([torch.stack(list(result.maxima.values())) for result in passes])
+    totals = sum_over_trainers(sums.sum(dim=0))
+    largest = max_over_trainers(maxima.amax(dim=0))
+    metrics = dict(zip(passes[0].sums, totals.tolist(), strict=True))
+    metrics |= zip(passes[0].maxima, largest.tolist(), strict=True)
     terms = {name: metrics.pop(name) for name in ("slope", "spread", "squares")}
     metrics["policy/rollout_temperature"], metrics["policy/rollout_temperature_r2"] = temperature_of(**terms)
-    metrics["policy/ratio_min"] *= -1
+    metrics["policy/ratio_min"] *= -1  # it was the maximum of the negative
     for name in [name for name in metrics if name.startswith("tokens_of_lag_")]:
         share = metrics.pop(name)
         gap = f"policy/rollout_gap_{name.removeprefix('tokens_of_')}"
@@ -298,7 +348,8 @@ def work_of_step(
 ) -> Work:
     """The work of a step, the same on every rank; all ranks call it. `updates`: those of one pass over `trained`."""
     lengths_U = [int(lengths.sum()) for lengths in np.split(trained.sequence_lengths_B, len(updates))]
-    num_tokens, packed = sum(lengths_U), [batch for update in updates for batch in update.batches]
+    num_tokens = sum(lengths_U)
+    packed = [batch for update in updates for batch in update.batches]
     # At an infinite parity length, attention is free and the cost is the number of tokens.
     costs = [sum(batch.cost(parity_length) for batch in packed) for parity_length in (policy.parity_length, math.inf)]
     cost, computed_tokens = sum_over_trainers(torch.tensor(costs, dtype=torch.float64)).tolist()
@@ -333,24 +384,29 @@ NOT_FINITE, BEYOND_KL = "optim/skipped_not_finite", "optim/skipped_max_kl"  # me
 
 
 @settings
-class Bounds:  # of updates
+class Bounds:
+    """What an update may do, and how many in a row may be left out."""
+
     max_kl: float
     max_skipped_updates: int
 
 
 def find_fault(metrics: Metrics, bounds: Bounds) -> tuple[str, str] | None:
     """(the metric that counts it, what is wrong) of an update with these metrics; None: nothing."""
-    loss, norm, kl = (metrics[name] for name in ("policy/loss", "optim/grad_norm", "policy/approx_kl"))
-    for what, value in (("loss", loss), ("gradient norm", norm)):
-        if not math.isfinite(value):
-            return NOT_FINITE, f"the {what} is {value}"
-    if bounds.max_kl and not kl <= bounds.max_kl:  # also of nan
+    loss, grad_norm, kl = metrics["policy/loss"], metrics["optim/grad_norm"], metrics["policy/approx_kl"]
+    if not math.isfinite(loss):
+        return NOT_FINITE, f"the loss is {loss}"
+    if not math.isfinite(grad_norm):
+        return NOT_FINITE, f"the gradient norm is {grad_norm}"
+    if bounds.max_kl and not kl <= bounds.max_kl:  # true of nan, too
         return BEYOND_KL, f"the KL to the policy that sampled is {kl:.3g}; --max_kl {bounds.max_kl:g}"
     return None
 
 
 @dataclass
-class UpdateGuard:  # the same on every rank
+class UpdateGuard:
+    """Judges updates, the same on every rank."""
+
     world: World
     bounds: Bounds = Bounds()
     num_skipped: int = 0  # in a row

@@ -126,8 +126,9 @@ def try_out(flag: str, args: argparse.Namespace, function: Callable, needs_gradi
     sequence_ids = torch.repeat_interleave(torch.tensor([4, 3]))
     is_trained = torch.arange(7) > 0  # not all are: a function must not drop what the mask leaves out
     tokens = Tokens(
-        logprobs, old_logprobs, rollout_logprobs, sequence_ids - 0.5, is_trained, sequence_ids,
-        entropies=rollout_logprobs.exp(), ref_logprobs=old_logprobs if args.kl_coef else None,
+        logprobs=logprobs, old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs, mask=is_trained,
+        advantages=sequence_ids - 0.5, sequence_ids=sequence_ids, entropies=rollout_logprobs.exp(),
+        ref_logprobs=old_logprobs if args.kl_coef else None,
     )  # fmt: skip
     rewards_PG, lengths_B = torch.arange(size)[None] % 2.0, torch.full((size,), 2)
     returns_T, mask_T = torch.repeat_interleave(rewards_PG[0], lengths_B), torch.ones(2 * size).bool()
@@ -139,7 +140,10 @@ def try_out(flag: str, args: argparse.Namespace, function: Callable, needs_gradi
         if ".py:" in args.reward or args.environment:  # with sub-scores, whose names are not known yet
             parts = defaultdict(lambda: rewards_PG, parts)
     turns = {"turn_rewards_PGK": rewards_PG[..., None], "turns_T": 0 * mask_T.long()} if args.environment else {}
-    graded = Graded(rewards_PG, returns_T, lengths_B, mask_T, parts, rewards_PG > 0, rewards_PG > 0, **turns)
+    graded = Graded(
+        rewards_PG=rewards_PG, returns_T=returns_T, lengths_B=lengths_B, mask_T=mask_T, parts=parts,
+        is_correct_PG=rewards_PG > 0, is_truncated_PG=rewards_PG > 0, **turns,
+    )  # fmt: skip
     try:
         found = function({"--advantage": graded, "--policy_loss": tokens, "--kl_estimator": x}[flag])
     except Exception as error:  # noqa: BLE001  the user's code may raise anything

@@ -27,8 +27,8 @@ def dppo_kl(t: Tokens, *, clip_low: float, clip_high: float) -> Loss:
     verl: `dppo_kl`, with 0.05 in its script, and with the same 1e-8 against the logarithm of 0.
     """
     p, old_p = t.logprobs.detach().exp(), t.old_logprobs.exp()
-    others = (1.0 - old_p) * ((1.0 - old_p + 1e-8) / (1.0 - p + 1e-8)).log()
-    divergence = old_p * (t.old_logprobs - t.logprobs.detach()) + others
+    rest_of_kl = (1.0 - old_p) * ((1.0 - old_p + 1e-8) / (1.0 - p + 1e-8)).log()
+    divergence = old_p * (t.old_logprobs - t.logprobs.detach()) + rest_of_kl
     return within_region(t, divergence, clip_low, clip_high)
 
 

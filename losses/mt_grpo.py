@@ -24,6 +24,6 @@ def mt_grpo(g: Graded, *, advantage_ddof: int, advantage_eps: float) -> Tensor:
     mean = rewards_PKG.nansum(dim=2, keepdim=True) / counts
     deviations = torch.where(is_there, rewards_PKG - mean, 0.0)
     std = (deviations.square().sum(dim=2, keepdim=True) / (counts - advantage_ddof).clamp(min=1)).sqrt()
-    of_turns = divided(deviations, std + advantage_eps).transpose(1, 2).flatten(0, 1)
+    advantages_BK = divided(deviations, std + advantage_eps).transpose(1, 2).flatten(0, 1)
     sequences_T = torch.repeat_interleave(g.lengths_B)
-    return to_go(of_turns)[sequences_T, g.turns_T]
+    return to_go(advantages_BK)[sequences_T, g.turns_T]

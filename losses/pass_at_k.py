@@ -16,10 +16,13 @@ def pass_at_k(g, *, k=4):
         raise ValueError(f"pass@{k} needs --group_size of at least {k}, not {size}.")
     rows = []
     for is_correct in g.is_correct_PG.tolist():
-        wrong = size - sum(is_correct)
-        mean = 1.0 - comb(wrong, k) / comb(size, k)
+        num_wrong = size - sum(is_correct)
+        mean = 1.0 - comb(num_wrong, k) / comb(size, k)
         std = (mean * (1.0 - mean)) ** 0.5
-        fails = comb(wrong - 1, k - 1) / comb(size - 1, k - 1) if wrong else 0.0  # of the subsets with one wrong one
-        of_wrong, of_right = (1.0 - fails - mean, 1.0 - mean) if std else (0.0, 0.0)
-        rows.append([(of_right if right else of_wrong) / (std or 1.0) for right in is_correct])
+        fails = comb(num_wrong - 1, k - 1) / comb(size - 1, k - 1) if num_wrong else 0.0
+        if std:
+            wrong_advantage, right_advantage = (1.0 - fails - mean) / std, (1.0 - mean) / std
+        else:  # all subsets are worth the same
+            wrong_advantage = right_advantage = 0.0
+        rows.append([right_advantage if is_right else wrong_advantage for is_right in is_correct])
     return torch.tensor(rows)

@@ -90,6 +90,17 @@ def central_differences(function: Callable[[list[float]], float], at: list[float
 # The choices of `grpo.py`, called by name, with the values that are among their parameters ----------------------------
 
 
+TOKENS = "logprobs", "old_logprobs", "rollout_logprobs", "advantages", "mask", "sequence_ids"
+
+
+def tokens_of(*fields: Tensor | None) -> Tokens:
+    return Tokens(**dict(zip(TOKENS, fields, strict=True)))
+
+
+def graded_of(rewards_PG: Tensor, lengths_B: Tensor) -> Graded:
+    return Graded(rewards_PG=rewards_PG, returns_T=rewards_PG.flatten(), lengths_B=lengths_B, mask_T=lengths_B.bool())
+
+
 def call(choices: dict[str, Callable], kind: str, argument: object, **values: float) -> object:
     function = choices[kind]
     return function(argument, **{name: values[name] for name in parameters_of(function)})
@@ -97,7 +108,7 @@ def call(choices: dict[str, Callable], kind: str, argument: object, **values: fl
 
 def advantages(rewards_PG: Tensor, kind: str, ddof: int, eps: float = 1e-6) -> Tensor:
     lengths_B = torch.ones(rewards_PG.numel(), dtype=torch.int64)
-    graded = Graded(rewards_PG, rewards_PG.flatten(), lengths_B, lengths_B.bool())
+    graded = graded_of(rewards_PG, lengths_B)
     return call(CHOICES["--advantage"], kind, graded, advantage_ddof=ddof, advantage_eps=eps)
 
 
@@ -105,7 +116,7 @@ def loss_of(
     case: Case, logprobs_N: Tensor, kind: str, dual: float = 0.0, tau: tuple[float, float] = (1.0, 1.25),
     bounds: tuple[float, float] = (0.2, 0.3),
 ) -> Loss:  # fmt: skip
-    t = Tokens(logprobs_N, case.old_logprobs_N, case.rollout_logprobs_N, case.advantages_N, *case.packing)
+    t = tokens_of(logprobs_N, case.old_logprobs_N, case.rollout_logprobs_N, case.advantages_N, *case.packing)
     values = {"clip_low": bounds[0], "clip_high": bounds[1], "dual_clip": dual}
     values |= {"sapo_tau_pos": tau[0], "sapo_tau_neg": tau[1]}
     return grpo.as_loss(call(CHOICES["--policy_loss"], kind, t, **values), t)
@@ -119,7 +130,7 @@ def correction(
     old: Tensor, rollout: Tensor, mask: Tensor, sequence_ids: Tensor, kind: str, low: float, high: float
 ) -> tuple[Tensor, Tensor]:
     """(weights, which of them are truncated or 0)."""
-    tokens = Tokens(None, old, rollout, None, mask, sequence_ids)
+    tokens = tokens_of(None, old, rollout, None, mask, sequence_ids)
     return call(grpo.CORRECTIONS, kind, tokens, rollout_correction_min=low, rollout_correction_max=high)
 
 
@@ -399,11 +410,11 @@ def test_unless_flags_say_otherwise_the_choices_are_grpos_with_the_papers_number
     rewards_PG = torch.tensor([[0.0, 2e-6], [0.0, 2.0]])
     # std with ddof 1 is sqrt(2) times half the distance: 1e-6 / (1.41421e-6 + 1e-6) and 1 / (1.41421 + 1e-6)
     expected = [[-0.414214, 0.414214], [-0.707106, 0.707106]]
-    assert_near(default.advantage(Graded(rewards_PG, zeros, zeros, zeros)), expected, tolerance=1e-6)
+    assert_near(default.advantage(graded_of(rewards_PG, zeros)), expected, tolerance=1e-6)
     x = torch.tensor([1.0, 3.0])
     assert default.kl_estimator(x).equal(kl(x, "k3", 10.0))
     ratio, advantages_N = torch.tensor([2.0, 2.0, 0.5, 0.5]), torch.tensor([1.0, -1.0, 1.0, -1.0])
-    tokens = Tokens(ratio.log(), zeros, zeros, advantages_N, zeros.bool(), zeros.long())
+    tokens = tokens_of(ratio.log(), zeros, zeros, advantages_N, zeros.bool(), zeros.long())
     assert_near(default.policy_loss(tokens).per_token, [-1.2, 2.0, -0.5, 0.8], tolerance=1e-6)
     # -A x sigmoid(tau x (ratio - 1)) x 4 / tau: sigmoid(1) = 0.731059, sigmoid(1.05) = 0.740775
     sapo = algorithm_of(flags(policy_loss="sapo")).policy_loss(tokens).per_token

@@ -106,7 +106,10 @@ from inputs.command_line import parse_flags
 def algorithm(*changes):
     return algorithm_of(parse_flags(["--model", "m", "--train_data", "d", "--out_dir", "o", *changes]))
 
-graded = grpo.Graded(torch.tensor([[1.0, 0.0]]), torch.ones(2), torch.tensor([1, 1]), torch.ones(2).bool())
+graded = grpo.Graded(
+    rewards_PG=torch.tensor([[1.0, 0.0]]), returns_T=torch.ones(2), lengths_B=torch.tensor([1, 1]),
+    mask_T=torch.ones(2).bool(),
+)
 scaled = algorithm("--advantage", "rloo", "--rloo_scale", "3")
 assert scaled.advantage(graded).tolist() == [[3.0, -3.0]]
 assert "--advantage rloo --rloo_scale 3.0: r - mean" in scaled.description

@@ -51,7 +51,10 @@ def loss_of(case: Case, given: str, own: dict[str, float] = {}, **changes: objec
     function = algorithm_of(flags(policy_loss=given, **changes)).policy_loss
     logprobs, mask = case.new.clone().requires_grad_(), torch.arange(14) != 4
     ids = torch.repeat_interleave(torch.tensor(LENGTHS))
-    t = Tokens(logprobs, case.old, case.sampler, case.a, mask, ids, case.entropies)
+    t = Tokens(
+        logprobs=logprobs, old_logprobs=case.old, rollout_logprobs=case.sampler, advantages=case.a, mask=mask,
+        sequence_ids=ids, entropies=case.entropies,
+    )  # fmt: skip
     loss = as_loss(function(t, **own), t)
     (gradient,) = torch.autograd.grad(torch.where(mask, loss.per_token, 0.0).sum(), logprobs)
     return loss, gradient
@@ -138,7 +141,10 @@ def advantages(given: str, rewards: list[list[float]], **changes: object) -> lis
     rewards_PG = torch.tensor(rewards, dtype=torch.float64)
     lengths_B = torch.arange(rewards_PG.numel()) + 1
     returns_T = torch.repeat_interleave(rewards_PG.flatten(), lengths_B)
-    graded = Graded(rewards_PG, returns_T, lengths_B, returns_T >= 0, parts, rewards_PG == 1, rewards_PG < 0)
+    graded = Graded(
+        rewards_PG=rewards_PG, returns_T=returns_T, lengths_B=lengths_B, mask_T=returns_T >= 0, parts=parts,
+        is_correct_PG=rewards_PG == 1, is_truncated_PG=rewards_PG < 0,
+    )  # fmt: skip
     function = algorithm_of(flags(advantage=given, group_size=rewards_PG.shape[1], **changes)).advantage
     return function(graded).tolist()
 

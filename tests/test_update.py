@@ -231,15 +231,6 @@ def test_metrics_that_a_loss_returns_only_sometimes_are_told(policy, tmp_path):
         list(train_step(load_policy(policy), args, graded_rollout()))
 
 
-@pytest.mark.parametrize(("record", "listed"), [
-    (grpo.Tokens(*[torch.zeros(3)] * 6), "Tokens has no 'entropy'; it has .*sequence_ids, entropies, ref_logprobs$"),
-    (grpo.Graded(*[torch.zeros(3)] * 4), "Graded has no 'entropy'; it has rewards_PG, .*, parts, .*, turns_T$"),
-])  # fmt: skip
-def test_a_wrong_name_is_answered_with_those_that_there_are(record, listed):
-    with pytest.raises(AttributeError, match=listed):
-        _ = record.entropy
-
-
 def train_step(
     policy: Policy, args: Namespace, rollout: Rollout, reference: Policy | None = None
 ) -> Iterator[tuple[Update, dict[str, float]]]:

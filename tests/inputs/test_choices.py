@@ -64,7 +64,7 @@ def own(tmp_path: Path) -> str:
     ("--policy_loss leaves.py:f", "leaves.py:f cannot be loaded: SystemExit: 3"),
     ("--policy_loss my_loss.py:f", "my_loss.py has no function or class 'f'; it has good, no_default, .*, squared.$"),
     ("--policy_loss my_loss.py:metric_of_one", r"metric x: returned the shape \[\].* of the shape \[7\]"),
-    ("--policy_loss my_loss.py:no_such_field", "Tokens has no 'logprob'; it has logprobs, .*, ref_logprobs"),
+    ("--policy_loss my_loss.py:no_such_field", "'Tokens' object has no attribute 'logprob'"),
     ("--advantage my_loss.py:three_of_group --group_size 5", r"the shape \[1, 3\].* of the shape \[10\] or \[1, 5\]"),
     ("--advantage my_loss.py:three_of_group --reward math", "fails on a trial .*KeyError: 'exact'"),
     ("--policy_loss my_loss.py:no_default", "no_default: its parameter power is no flag; give it a default"),
@@ -122,7 +122,10 @@ def test_each_choice_has_a_whole_first_sentence():
 def tokens(number: int = 3) -> Tokens:
     logprobs, old, rollout = -torch.arange(1.0, 3 * number + 1).view(3, number)
     mask, ids = torch.ones(number, dtype=torch.bool), torch.zeros(number, dtype=torch.int64)
-    return Tokens(logprobs.requires_grad_(), old, rollout, torch.tensor([1.0, -1.0, 0.5]), mask, ids)
+    return Tokens(
+        logprobs=logprobs.requires_grad_(), old_logprobs=old, rollout_logprobs=rollout, mask=mask, sequence_ids=ids,
+        advantages=torch.tensor([1.0, -1.0, 0.5]),
+    )  # fmt: skip
 
 
 def test_a_loss_of_ones_own_takes_flags_and_its_defaults_and_may_return_its_values_alone(own):
@@ -137,7 +140,9 @@ def test_a_loss_of_ones_own_takes_flags_and_its_defaults_and_may_return_its_valu
 
 def test_an_advantage_of_ones_own_is_of_completions_or_of_tokens_and_a_kl_estimate_may_be_too(own):
     returns, is_trained = torch.tensor([1.0, 1.0, 0.0]), torch.ones(3).bool()
-    graded = Graded(torch.tensor([[1.0, 0.0]]), returns, torch.tensor([2, 1]), is_trained)
+    graded = Graded(
+        rewards_PG=torch.tensor([[1.0, 0.0]]), returns_T=returns, lengths_B=torch.tensor([2, 1]), mask_T=is_trained
+    )
     of_completions = algorithm_of(flags(advantage=f"{own}:of_completions", advantage_eps=0.5))
     assert of_completions.advantage(graded).tolist() == [[2.5, 0.5]]
     assert algorithm_of(flags(advantage=f"{own}:of_tokens")).advantage(graded).tolist() == [3, 3, 0]

@@ -92,20 +92,23 @@ class Rollout:
     @property
     def completion_lengths_B(self) -> np.ndarray:
         """Sampled tokens of each completion."""
-        return np.array([len(tokens) for tokens in self.of_sampled(self.completions)])
+        return np.array([len(tokens) for tokens in self.sampled_only(self.completions)])
 
     @property
     def trained_lengths_B(self) -> np.ndarray:
         """Tokens of each completion; 0 where the sequence is left out of the loss."""
-        return self.completion_lengths_B if self.is_trained_B is None else self.completion_lengths_B * self.is_trained_B
+        if self.is_trained_B is None:
+            return self.completion_lengths_B
+        return self.completion_lengths_B * self.is_trained_B
 
     @property
     def sequence_lengths_B(self) -> np.ndarray:
         """Trained positions per sequence: prompt + completion - 1, because the last token predicts nothing."""
-        return np.array([len(row.ids) + len(c) - 1 for row, c in zip(self.rows, self.completions, strict=True)])
+        pairs = zip(self.rows, self.completions, strict=True)
+        return np.array([len(row.ids) + len(completion) - 1 for row, completion in pairs])
 
-    def of_sampled(self, per_token: list[np.ndarray]) -> list[np.ndarray]:
-        """The values of the sampled tokens of each completion, without those that an environment said."""
+    def sampled_only(self, per_token: list[np.ndarray]) -> list[np.ndarray]:
+        """Leaves out, of values per completion token, those of tokens that an environment said."""
         if self.is_sampled is None:
             return per_token
         return [values[is_sampled] for values, is_sampled in zip(per_token, self.is_sampled, strict=True)]
@@ -113,8 +116,11 @@ class Rollout:
     @property
     def turns(self) -> list[np.ndarray]:
         """int64, per completion token: 0 in the first turn of the policy and in the reply to it, then 1, ..."""
-        is_sampled = self.is_sampled or [np.ones(len(completion), dtype=bool) for completion in self.completions]
-        return [np.cumsum(np.diff(each.astype(np.int8), prepend=0) == 1) - 1 for each in is_sampled]
+        if self.is_sampled is None:
+            return [np.zeros(len(completion), dtype=np.int64) for completion in self.completions]
+        # A turn begins where the policy speaks again: where the flag rises from 0 to 1.
+        begins = [np.diff(is_sampled.astype(np.int8), prepend=0) == 1 for is_sampled in self.is_sampled]
+        return [np.cumsum(is_begin) - 1 for is_begin in begins]
 
     def hinted(self) -> Rollout | None:
         """The rollout as the reference reads it: the same completions to prompts with hints; None if there are none."""
@@ -129,47 +135,56 @@ class Rollout:
     def describe(self, b: int) -> dict[str, object]:
         """Completion b with its grade, for a line of JSON."""
         row, grade = self.rows[b], self.grades[b]
-        num_tokens = len(self.completions[b]) if self.is_sampled is None else int(self.is_sampled[b].sum())
         return {
-            "row": row.where, "prompt": row.text, "answer": row.answer, "completion": self.texts[b],
-            "reward": grade.reward, "reward_parts": grade.parts, "reward_status": grade.status,
-            "is_correct": grade.is_correct, "read_as": grade.answer, "num_tokens": num_tokens,
+            "row": row.where,
+            "prompt": row.text,
+            "answer": row.answer,
+            "completion": self.texts[b],
+            "reward": grade.reward,
+            "reward_parts": grade.parts,
+            "reward_status": grade.status,
+            "is_correct": grade.is_correct,
+            "read_as": grade.answer,
+            "num_tokens": len(self.completions[b]) if self.is_sampled is None else int(self.is_sampled[b].sum()),
             "is_truncated": bool(self.is_truncated_B[b]),
-        }  # fmt: skip
+        }
 
-    def take(self, indices_B: np.ndarray) -> Rollout:
+    def select(self, indices_B: np.ndarray) -> Rollout:
         """The sequences of these indices, in this order."""
-
-        def taken(x: list | np.ndarray) -> list | np.ndarray:
-            return x[indices_B] if isinstance(x, np.ndarray) else [x[b] for b in indices_B]
-
-        return Rollout(**{name: taken(x) for name, x in vars(self).items() if x is not None})
+        fields = {}
+        for name, values in vars(self).items():
+            if isinstance(values, np.ndarray):
+                fields[name] = values[indices_B]
+            elif values is not None:
+                fields[name] = [values[b] for b in indices_B]
+        return Rollout(**fields)
 
     @staticmethod
     def concatenate(parts: list[Rollout]) -> Rollout:
         """The sequences of all parts, in their order. The same fields are None in all parts."""
-
-        def joined(x: list[list] | list[np.ndarray]) -> list | np.ndarray:
-            return np.concatenate(x) if isinstance(x[0], np.ndarray) else sum(x, [])
-
-        known = [name for name, x in vars(parts[0]).items() if x is not None]
-        return Rollout(**{name: joined([getattr(part, name) for part in parts]) for name in known})
+        fields = {}
+        for name, values in vars(parts[0]).items():
+            if isinstance(values, np.ndarray):
+                fields[name] = np.concatenate([getattr(part, name) for part in parts])
+            elif values is not None:
+                fields[name] = [value for part in parts for value in getattr(part, name)]
+        return Rollout(**fields)
 
 
 @dataclass
 class Completion:
-    """So far: a list of each, one per token."""
+    """A completion while it grows. With servers and partial rollouts other weights may have made each of its tokens."""
 
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)  # the lists have a value per token
     logprobs: list[float] = field(default_factory=list)  # under the weights that made the token
     versions: list[int] = field(default_factory=list)  # the steps that those were trained
-    finish_reason: str | None = None  # None: it goes on
+    finish_reason: str | None = None  # "stop" or "length"; None: it goes on
     text: str = ""  # of a finished one
-    is_sampled: list[bool] | None = None  # per token, false where an environment said it; None: all are
-    grade: Grade | None = None  # that the environment has given
+    is_sampled: list[bool] | None = None  # false where an environment said it; None: all are sampled
+    grade: Grade | None = None  # None: the environment, if there is one, leaves it to the reward
 
     def extend(self, token_ids: list[int], logprobs: list[float], version: int, reason: str | None = None) -> None:
-        """By tokens that the weights of this version have made."""
+        """Appends tokens sampled by the weights of this version."""
         assert len(token_ids) == len(logprobs), "each token has its log-prob"
         self.token_ids += token_ids
         self.logprobs += logprobs
@@ -179,8 +194,12 @@ class Completion:
     def read(self, tokenizer: PreTrainedTokenizerBase) -> str:
         """The text for rewards and readers. What ended it is left out, unless it closes a tag."""
         shown, hidden = special_tokens(tokenizer)
-        is_ended = self.finish_reason == "stop" and not shown.get(self.token_ids[-1], "</").startswith("</")
-        return tokenizer.decode([i for i in self.token_ids[: -1 if is_ended else None] if i not in hidden])
+        ids = self.token_ids
+        if self.finish_reason == "stop":
+            tag = shown.get(ids[-1])
+            if tag is not None and not tag.startswith("</"):
+                ids = ids[:-1]
+        return tokenizer.decode([i for i in ids if i not in hidden])
 
     def tell(self, b: int, tokenizer: PreTrainedTokenizerBase, on_finished: OnFinished | None) -> None:
         """Reads the text of the finished completion; the grader hears of it as number b of its call."""
@@ -190,20 +209,22 @@ class Completion:
 
 
 def rollout_of(completions: list[Completion]) -> Rollout:
-    """Finished ones, without their rows, which every rank has."""
-    has_turns = any(each.is_sampled is not None for each in completions)
+    """Finished completions, without their rows, which every rank has."""
+    is_sampled = None
+    if any(completion.is_sampled is not None for completion in completions):
+        is_sampled = [np.array(completion.is_sampled, dtype=bool) for completion in completions]
     return Rollout(
         rows=[],
-        completions=[np.array(each.token_ids, dtype=np.int32) for each in completions],
-        rollout_logprobs=[np.array(each.logprobs, dtype=np.float32) for each in completions],
-        texts=[each.text for each in completions],
-        is_truncated_B=np.array([each.finish_reason == "length" for each in completions], dtype=bool),
-        versions=[np.array(each.versions, dtype=np.int32) for each in completions],
-        is_sampled=[np.array(each.is_sampled, dtype=bool) for each in completions] if has_turns else None,
+        completions=[np.array(completion.token_ids, dtype=np.int32) for completion in completions],
+        rollout_logprobs=[np.array(completion.logprobs, dtype=np.float32) for completion in completions],
+        texts=[completion.text for completion in completions],
+        is_truncated_B=np.array([completion.finish_reason == "length" for completion in completions], dtype=bool),
+        versions=[np.array(completion.versions, dtype=np.int32) for completion in completions],
+        is_sampled=is_sampled,
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Batch:
     """One packed micro-batch: S sequences laid end to end in N positions. Position n predicts `labels_N[n]`."""
 
@@ -233,16 +254,22 @@ class Batch:
 
     def cost(self, parity_length: float) -> float:
         """The sum of the `training_costs` of its sequences; shared positions count once."""
-        of_sequences = [x for x in self.segments_S if x.index is not None]
-        stops, starts = np.array([x.stop for x in of_sequences]), np.array([x.start for x in of_sequences])
-        return float((training_costs(stops, parity_length) - training_costs(starts, parity_length)).sum())
+        real = [segment for segment in self.segments_S if segment.index is not None]
+        stops = training_costs(np.array([segment.stop for segment in real]), parity_length)
+        starts = training_costs(np.array([segment.start for segment in real]), parity_length)
+        return float((stops - starts).sum())
 
     def to(self, device: torch.device) -> Batch:
         """The batch on the device, but for pixel values: those of a whole step would be gigabytes."""
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
-        others = {"images": self.images and self.images.to(device), "hinted": self.hinted and self.hinted.to(device)}
-        return replace(self, **moved, **others)
+        moved = {}
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                moved[name] = value.to(device, non_blocking=True)
+        if self.images:
+            moved["images"] = self.images.to(device)
+        if self.hinted:
+            moved["hinted"] = self.hinted.to(device)
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True)
@@ -304,32 +331,48 @@ def pack(rollout: Rollout, indices: list[int], group_size: int = 1) -> Batch:
     position: a rank with nothing left to train takes part in the collectives.
     """
     if not indices:
-        zero = torch.zeros(1)
-        index = zero.long()
-        empty = Batch(index, index, index, zero.bool(), index[:0], zero, index, zero, (Segment(None, 0, 1),))
-        return empty if rollout.lags is None else replace(empty, lags_N=zero)
+        return empty_batch(has_lags=rollout.lags is not None)
     segments = _segments(rollout, indices, group_size)
     tokens = {b: np.concatenate([rollout.rows[b].ids, rollout.completions[b]]) for b in indices}
     is_trained_B = rollout.trained_lengths_B > 0
 
-    def mask(x: Segment) -> np.ndarray:  # the one mask
-        of_completion = np.arange(x.stop) >= rollout.first_position(x.index)
-        if rollout.is_sampled is not None:
-            of_completion[rollout.first_position(x.index) :] = rollout.is_sampled[x.index]
-        return of_completion & is_trained_B[x.index]
+    def mask(segment: Segment) -> np.ndarray:  # the one mask
+        b, first = segment.index, rollout.first_position(segment.index)
+        is_completion = np.arange(segment.stop) >= first
+        if rollout.is_sampled is not None:  # what an environment said is read, but not trained
+            is_completion[first:] = rollout.is_sampled[b]
+        return is_completion & is_trained_B[b]
 
     loss_mask_N = packed(segments, mask)
     return Batch(
-        input_ids_N=packed(segments, lambda x: tokens[x.index][:-1]).long(),
-        position_ids_N=packed(segments, lambda x: np.arange(x.stop)),
-        labels_N=packed(segments, lambda x: tokens[x.index][1:]).long(),  # the one shift: n predicts token n + 1
+        input_ids_N=packed(segments, lambda segment: tokens[segment.index][:-1]).long(),
+        position_ids_N=packed(segments, lambda segment: np.arange(segment.stop)),
+        labels_N=packed(segments, lambda segment: tokens[segment.index][1:]).long(),  # the one shift
         loss_mask_N=loss_mask_N,
         trained_K=loss_mask_N.nonzero()[:, 0],
-        loss_weights_N=packed(segments, lambda x: np.full(x.stop, rollout.loss_weights_B[x.index])),
-        sequence_ids_N=torch.repeat_interleave(torch.tensor([x.length for x in segments])),
+        loss_weights_N=packed(segments, lambda segment: np.full(segment.stop, rollout.loss_weights_B[segment.index])),
+        sequence_ids_N=torch.repeat_interleave(torch.tensor([segment.length for segment in segments])),
         rollout_logprobs_N=to_positions(rollout, segments, rollout.rollout_logprobs),
         segments_S=segments,
         lags_N=None if rollout.lags is None else to_positions(rollout, segments, rollout.lags),
+    )
+
+
+def empty_batch(has_lags: bool) -> Batch:
+    """A single masked position: it trains nothing, and takes part in every collective."""
+    zero = torch.zeros(1)
+    index = zero.long()
+    return Batch(
+        input_ids_N=index,
+        position_ids_N=index,
+        labels_N=index,
+        loss_mask_N=zero.bool(),
+        trained_K=index[:0],
+        loss_weights_N=zero,
+        sequence_ids_N=index,
+        rollout_logprobs_N=zero,
+        segments_S=(Segment(None, 0, 1),),
+        lags_N=zero if has_lags else None,
     )
 
 
@@ -351,30 +394,38 @@ def shared_positions(rollout: Rollout, b: int) -> int:
     return 0 if images is not None and images.is_image()[-1] else rollout.first_position(b)
 
 
-def packed(segments: tuple[Segment, ...], of_sequence: Callable[[Segment], np.ndarray]) -> Tensor:
+def packed(segments: tuple[Segment, ...], sequence_values: Callable[[Segment], np.ndarray]) -> Tensor:
     """The values of the sequences at their positions, from `start` on, end to end."""
-    return torch.from_numpy(np.concatenate([of_sequence(x)[x.start :] for x in segments]))
+    return torch.from_numpy(np.concatenate([sequence_values(segment)[segment.start :] for segment in segments]))
 
 
 def to_positions(rollout: Rollout, segments: tuple[Segment, ...], per_token: list[np.ndarray]) -> Tensor:
     """Shape N, float32: the values of the completion tokens, at their positions; zero at the others."""
     if segments[0].index is None:
         return torch.zeros(1)
-    return packed(segments, lambda x: np.pad(per_token[x.index], (rollout.first_position(x.index), 0))).float()
+
+    def padded(segment: Segment) -> np.ndarray:
+        return np.pad(per_token[segment.index], (rollout.first_position(segment.index), 0))
+
+    return packed(segments, padded).float()
 
 
 def from_positions(rollout: Rollout, batch: Batch, values_N: Tensor) -> dict[int, np.ndarray]:
     """The reverse: index of each sequence of the batch -> its values per completion token."""
-    pieces = zip(batch.segments_S, values_N.cpu().split(batch.lengths_S), strict=True)
-    real = [(x.index, x.start, values) for x, values in pieces if x.index is not None]
-    return {b: values[rollout.first_position(b) - start :].numpy() for b, start, values in real}
+    per_token = {}
+    for segment, values in zip(batch.segments_S, values_N.cpu().split(batch.lengths_S), strict=True):
+        if segment.index is not None:
+            first = rollout.first_position(segment.index) - segment.start
+            per_token[segment.index] = values[first:].numpy()
+    return per_token
 
 
 def own_logprobs(rollout: Rollout, updates: list[Update]) -> dict[int, np.ndarray]:
     """Index of each completion that this rank trains -> the trainer's log-probs of its tokens before the update."""
     own = {}
-    for batch in [batch for update in updates for batch in update.batches]:
-        own |= from_positions(rollout, batch, batch.old_logprobs_N)
+    for update in updates:
+        for batch in update.batches:
+            own |= from_positions(rollout, batch, batch.old_logprobs_N)
     return own
 
 
@@ -402,18 +453,20 @@ def plan_micro_batches(
     """
     assert len(lengths) > 0 and lengths.max() <= max_tokens, "the token cap is checked against the length limits"
     shared = np.zeros_like(lengths) if shared is None else shared
-    costs, shared_costs = (training_costs(x, parity_length) for x in (lengths, shared))
+    costs, shared_costs = training_costs(lengths, parity_length), training_costs(shared, parity_length)
     groups = np.split(np.arange(len(lengths)), range(group_size, len(lengths), group_size))
-    plans, together = [], group_size
+    plans = []
+    together = group_size
     while together:
         units = [unit for group in groups for unit in _units(group, lengths, shared, together, max_tokens)]
         sizes = np.array([_sum(unit, lengths, shared) for unit in units])
         unit_costs = np.array([_sum(unit, costs, shared_costs) for unit in units])
         cost, bins = _balance(sizes, unit_costs, num_ranks, max_tokens)
-        plans.append((round(cost), len(bins), [[i for u in members for i in units[u].tolist()] for members in bins]))
+        micros = [np.concatenate([units[u] for u in members]).tolist() if members else [] for members in bins]
+        plans.append((round(cost), len(bins), micros))
         together //= 2
-    *_, bins = min(plans, key=lambda plan: plan[:2])
-    return [bins[rank::num_ranks] for rank in range(num_ranks)]
+    *_, micros = min(plans, key=lambda plan: plan[:2])
+    return [micros[rank::num_ranks] for rank in range(num_ranks)]
 
 
 def _sum(unit: np.ndarray, values: np.ndarray, shared: np.ndarray) -> float:

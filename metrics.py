@@ -109,7 +109,7 @@ def lag_metrics(trained: Rollout) -> Metrics:
     """How many steps the weights that sampled are behind; {} where they cannot be."""
     if trained.lags is None:
         return {}
-    lags_B = trained.of_sampled(trained.lags)
+    lags_B = trained.sampled_only(trained.lags)
     lags = [lags for lags, length in zip(lags_B, trained.trained_lengths_B, strict=True) if length]
     together = np.concatenate([*lags, np.zeros(0 if lags else 1)])
     is_mixed = [len(set(each.tolist())) > 1 for each in lags_B]

@@ -101,7 +101,7 @@ class Sampler:
         )  # fmt: skip
         self.run.reward_failures(step, self.sampled)
         self.used_B, metrics = choose_groups(self.sampled, len(rounds), self.draws)
-        chosen = self.sampled.take(self.used_B)
+        chosen = self.sampled.select(self.used_B)
         return chosen, metrics | rollout_metrics(self.sampled, self.draws.group_size) | lag_metrics(chosen)
 
     def record(self, step: int, trained: Rollout) -> Sampled:

@@ -118,7 +118,7 @@ def measured(args: argparse.Namespace, rollout: Rollout, world: World) -> int:
 
     with mock.patch.object(torch.UntypedStorage, "resize_", counted), tracker:
         trainer = Trainer(args, world)
-        for part in (rollout.take(np.arange(world.num_trainers)), rollout):
+        for part in (rollout.select(np.arange(world.num_trainers)), rollout):
             gc.collect()
             tracker.peak = tracker.live
             update = trainer.prepare(part)

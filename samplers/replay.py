@@ -71,7 +71,7 @@ def read_rounds(out_dir: Path, step: int, rows: dict[str, Row]) -> list[Rollout]
         grades=[Grade(x["reward"], x["reward_status"], json.loads(x["reward_parts"]), x["read_as"]) for x in graded],
     )
     round_B = table["round"].to_numpy()
-    return [whole.take(np.flatnonzero(round_B == number)) for number in range(round_B.max() + 1)]
+    return [whole.select(np.flatnonzero(round_B == number)) for number in range(round_B.max() + 1)]
 
 
 def weights_of(folder: Path, first: int, last: int) -> tuple[int, Path | None]:

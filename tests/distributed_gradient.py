@@ -84,7 +84,7 @@ def main(world: World, path: str) -> dict[str, dict[str, tuple]]:
         shard(model, model.layers, world, torch.float32)
     results = {}
     for algorithm, flags in ALGORITHMS.items():
-        shuffled = rollout_of(algorithm).take(np.array([7, 4, 6, 5, 2, 0, 3, 1]))
+        shuffled = rollout_of(algorithm).select(np.array([7, 4, 6, 5, 2, 0, 3, 1]))
         cases = {}
         for cap in CAPS:
             cases[f"cap {cap}, in order"] = rollout_of(algorithm), f"{cap}"

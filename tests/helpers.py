@@ -23,7 +23,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCau
 from batch import Rollout, Update
 from flags import AdamW, Lora, Memory, UpdateStep, make_plan, take
 from forked import ENVIRONMENT, ROOT, run_ranks
-from fsdp_utils import World
+from fsdp_utils import World, gather_from_ranks
 from inputs.choices import algorithm_of
 from inputs.command_line import parse_flags
 from policy import Policy, build_policy
@@ -83,6 +83,26 @@ def make_grade(reward: float, is_correct: bool = False, status: str = "ok", **pa
     """A stand-in for `grading.Grade`."""
     fields = {"status": status, "is_failed": status not in ("ok", "truncated"), "parts": parts, "answer": None}
     return SimpleNamespace(reward=float(reward), is_correct=is_correct, **fields)
+
+
+class Ear:
+    """A grader: the reward of a completion is its length; each is heard once."""
+
+    def __init__(self) -> None:
+        self.heard: dict[int, SimpleNamespace] = {}
+
+    def submit_to(self, rows, sampling):
+        def on_finished(b, text, token_ids, is_truncated, grade):
+            assert b not in self.heard
+            self.heard[b] = make_grade(len(token_ids), is_correct=len(token_ids) % 2 == 0)
+            self.heard[b].where = rows[b // sampling.num_samples].where
+
+        return on_finished
+
+    def collect_from_ranks(self):
+        heard = {b: grade for share in gather_from_ranks(self.heard) for b, grade in share.items()}
+        self.heard = {}
+        return [heard[b] for b in range(len(heard))]
 
 
 def make_rollout(lengths: list[int] = RAGGED, prompt_length: int = 4, seed: int = 0, group_size: int = 1) -> Rollout:

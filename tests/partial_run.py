@@ -13,13 +13,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from test_partial import Ear
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data import PromptData
 from flags import MOST_LAG, EngineSettings, PromptFormat, Sampling, take
 from fsdp_utils import close_world, init_world
-from helpers import flags, unpacked_logprobs
+from helpers import Ear, flags, unpacked_logprobs
 from rollout import Engine
 from samplers.partial import PartialSampler, prompts_in_the_air
 from sampling import Draws

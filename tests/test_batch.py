@@ -177,7 +177,7 @@ def test_rollouts_are_concatenated_in_order_and_chosen_sequences_keep_all_that_i
     assert both.loss_weights_B.tolist() == [0.25, 0.5, 0.25]
     grades = [make_grade(b, is_correct=b > 4) for b in range(8)]
     rollout = replace(random_rollout(), grades=grades, is_trained_B=np.arange(8) != 2)
-    taken = rollout.take(np.array([6, 2]))
+    taken = rollout.select(np.array([6, 2]))
     assert taken.rewards_B.tolist() == [6, 2] and taken.rewards_B.dtype == np.float32
     assert taken.is_correct_B.tolist() == [True, False]
     assert taken.is_trained_B.tolist() == [True, False]

@@ -562,8 +562,9 @@ def test_kls_are_measured_without_the_clamp_of_the_loss_and_the_tokens_that_it_c
     old, new, sampler = torch.tensor([-1.0, -2.0]), torch.tensor([-41.0, -1.0]), torch.tensor([-2.0, -32.0])
     index, ones = torch.zeros(2, dtype=torch.int64), torch.ones(2)
     batch = Batch(
-        index, index, index, ones.bool(), loss_weights_N=ones / 2, sequence_ids_N=index, trained_K=torch.arange(2),
-        segments_S=(), advantages_N=ones, rollout_logprobs_N=sampler, ref_logprobs_N=old,
+        input_ids_N=index, position_ids_N=index, labels_N=index, loss_mask_N=ones.bool(), loss_weights_N=ones / 2,
+        sequence_ids_N=index, trained_K=torch.arange(2), segments_S=(), advantages_N=ones,
+        rollout_logprobs_N=sampler, ref_logprobs_N=old,
     )  # fmt: skip
     _, means, _ = grpo.total_loss(batch, new, old, ones, algorithm_of(flags(kl_coef=0.1)))
     found = {name: values.float().mean().item() for name, values in means.items()}

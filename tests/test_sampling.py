@@ -56,7 +56,7 @@ def test_groups_without_signal_are_replaced_by_later_ones():
     assert prompts_to_sample(rounds, of_step) == 0
     sampled = Rollout.concatenate(rounds)
     indices_B, metrics = choose_groups(sampled, len(rounds), of_step)
-    trained = sampled.take(indices_B)
+    trained = sampled.select(indices_B)
     assert rows_of(trained) == [1, 3, 5] and trained.is_correct_B.tolist() == [False, True] * 3
     assert metrics == {
         "sampling/rounds": 2, "sampling/prompts": 6, "sampling/groups_without_signal": 3, "sampling/groups_unused": 0,
@@ -69,13 +69,13 @@ def test_groups_without_signal_are_replaced_by_later_ones():
 def test_surplus_groups_are_counted_and_at_the_bound_those_without_signal_fill_the_step(monkeypatch):
     sampled = Rollout.concatenate([groups(MIXED, WRONG), groups(MIXED, MIXED, first_row=2)])
     indices_B, metrics = choose_groups(sampled, 2, draws(2))
-    assert (rows_of(sampled.take(indices_B)), metrics["sampling/groups_unused"]) == ([0, 2], 1)
+    assert (rows_of(sampled.select(indices_B)), metrics["sampling/groups_unused"]) == ([0, 2], 1)
     monkeypatch.setattr("sampling.MOST_ROUNDS", 2)
     rounds = [groups(WRONG, WRONG, MIXED), groups(RIGHT, RIGHT, WRONG, first_row=3)]
     assert prompts_to_sample(rounds, draws(3)) == 0
     sampled = Rollout.concatenate(rounds)
     indices_B, metrics = choose_groups(sampled, 2, draws(3))
-    assert rows_of(sampled.take(indices_B)) == [0, 1, 2], "the first ones that were put aside, in their order"
+    assert rows_of(sampled.select(indices_B)) == [0, 1, 2], "the first ones that were put aside, in their order"
     assert metrics["sampling/groups_filled"] == 2
 
 

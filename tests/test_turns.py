@@ -379,7 +379,7 @@ def test_lengths_count_what_was_sampled_and_turns_are_counted():
     assert [each.max() + 1 for each in rollout.turns] == [3, 3]
     batch = pack(rollout, [0, 1])
     assert int(batch.loss_mask_N.sum()) == 21
-    sampled = np.concatenate(rollout.of_sampled(rollout.completions))
+    sampled = np.concatenate(rollout.sampled_only(rollout.completions))
     assert batch.labels_N[batch.loss_mask_N].tolist() == sampled.tolist()
 
 
@@ -397,9 +397,9 @@ def test_rewards_of_turns_become_returns_to_go_and_mt_grpo_compares_each_turn():
     )
     returns = np.array([3.0, 3.0, 2.0, 0.5, 0.5])  # of the sampled tokens
     wanted = (returns - returns.mean()) / (returns.std(ddof=1) + 1e-6)
-    assert np.concatenate(rollout.of_sampled(of_return)) == pytest.approx(wanted, abs=1e-6)
+    assert np.concatenate(rollout.sampled_only(of_return)) == pytest.approx(wanted, abs=1e-6)
     one = 0.5**0.5  # (1 - 0.75) / std of 1 and 0.5; the second turn has nothing to be compared with
-    assert np.concatenate(rollout.of_sampled(of_turns)) == pytest.approx([one, one, 0.0, -one, -one], abs=1e-6)
+    assert np.concatenate(rollout.sampled_only(of_turns)) == pytest.approx([one, one, 0.0, -one, -one], abs=1e-6)
     failed = replace(rollout, grades=[Grade(0.0, "truncated"), Grade(0.0, "timeout")])
     given = flags(advantage="mt_grpo", group_size=2, environment=f"{FILE}:Counts")
     assert not np.concatenate(compute_advantages(failed, None, algorithm_of(given))).any(), (

@@ -85,7 +85,7 @@ def test_packed_logprobs_and_gradients_are_those_of_the_unpacked_model(model):
 def test_a_shared_prompt_with_images_gives_what_its_completions_give_alone(model):
     """fp32, 1e-5 of the largest number. One image, several, none; the tower sees a shared prompt's pixels once."""
     data = vision_data(vision_flags(model))
-    rollout = vision_rollout(data).take(np.array([0, 0, 2, 2, 4, 4]))
+    rollout = vision_rollout(data).select(np.array([0, 0, 2, 2, 4, 4]))
     rollout.completions[1] = rollout.completions[1][::-1][:6]
     rollout.rollout_logprobs[1] = rollout.rollout_logprobs[1][:6]
     policy, found = load_policy(model), []
@@ -105,7 +105,7 @@ def test_a_shared_prompt_with_images_gives_what_its_completions_give_alone(model
 def test_a_prompt_that_ends_with_an_image_is_not_shared(model):
     """Its last token would be in each completion's own positions, and the image's other tokens in the shared ones."""
     data = vision_data(vision_flags(model))
-    rollout = vision_rollout(data).take(np.array([0, 0]))
+    rollout = vision_rollout(data).select(np.array([0, 0]))
     images, token = rollout.rows[0].images, rollout.rows[0].images.vision.image_token
     last, last_of_template = (int(np.flatnonzero(x == token)[-1]) for x in (images.prompt, images.template_ids))
     images = replace(images, template_ids=images.template_ids[: last_of_template + 1])
@@ -168,7 +168,7 @@ def test_a_sampled_image_token_is_a_text_and_texts_count_on_in_all_three_rows(mo
 @pytest.mark.parametrize("changes", [{"lora_rank": 4, "share_prompts": True, "group_size": 2}, {}])
 def test_the_passes_with_images_never_wait_for_the_device(changes, model):
     args = vision_flags(model, micro_batch_tokens=80, **changes)
-    rollout = vision_rollout(vision_data(args)).take(np.array([0, 0, 2, 2, 4, 4, 1, 1]))
+    rollout = vision_rollout(vision_data(args)).select(np.array([0, 0, 2, 2, 4, 4, 1, 1]))
     assert run_passes(policy_of(args), args, rollout) > 1
 
 

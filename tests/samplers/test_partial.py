@@ -11,8 +11,7 @@ import pytest
 from batch import Completion
 from data import PromptData
 from flags import MOST_LAG, Sampling, make_plan, take
-from fsdp_utils import gather_from_ranks
-from helpers import ALONE, flags, make_grade, make_row, metrics_of, torchrun, training_flags
+from helpers import ALONE, Ear, flags, make_row, metrics_of, torchrun, training_flags
 from samplers.partial import PartialSampler, prompts_in_the_air, shares_of
 from sampling import Draws
 from warm_start import build_tokenizer
@@ -68,26 +67,6 @@ class CountingEngine:
 
     def is_busy(self) -> bool:
         return bool(self.running)
-
-
-class Ear:
-    """A grader: the reward of a completion is its length; each is heard once."""
-
-    def __init__(self) -> None:
-        self.heard: dict[int, SimpleNamespace] = {}
-
-    def submit_to(self, rows, sampling):
-        def on_finished(b, text, token_ids, is_truncated, grade):
-            assert b not in self.heard
-            self.heard[b] = make_grade(len(token_ids), is_correct=len(token_ids) % 2 == 0)
-            self.heard[b].where = rows[b // sampling.num_samples].where
-
-        return on_finished
-
-    def collect_from_ranks(self):
-        heard = {b: grade for share in gather_from_ranks(self.heard) for b, grade in share.items()}
-        self.heard = {}
-        return [heard[b] for b in range(len(heard))]
 
 
 def long_tailed(count: int, seed: int = 0) -> list[list[int]]:

@@ -56,10 +56,11 @@ class Sampler:
     num_drawn: int = 0  # prompts sampled so far, in the order of the data
     drawn_ahead: dict[int, int] = field(default_factory=dict)  # step that was begun -> num_drawn before its first round
     before: dict[int, State] = field(default_factory=dict)  # the last step -> `position` at its beginning
-    seconds_RE: list[np.ndarray] = field(default_factory=list)  # of each round of this step, the time of each engine
-    sampled: Rollout | None = None  # all completions of this step, also those that are not trained on
-    round_B: np.ndarray | None = None  # of these, the round
-    used_B: np.ndarray | None = None  # and the indices of those that are trained on
+    # About the step that was collected last:
+    seconds_RE: list[np.ndarray] = field(default_factory=list)  # the time of each engine in each round
+    sampled: Rollout | None = None  # all its completions, also those that are not trained on
+    round_B: np.ndarray | None = None  # the round of each
+    used_B: np.ndarray | None = None  # the indices of those that are trained on
 
     def state(self, step: int) -> State:
         """For the checkpoint: the position after `step`, which is the last step or the one before.
@@ -70,8 +71,10 @@ class Sampler:
 
     def position(self) -> State:
         """How far prompts are drawn from the data at this moment."""
-        ahead = sorted(self.drawn_ahead.items())
-        return {"prompts_drawn": self.num_drawn} | ({"drawn_ahead": ahead} if ahead else {})
+        state: State = {"prompts_drawn": self.num_drawn}
+        if self.drawn_ahead:
+            state["drawn_ahead"] = sorted(self.drawn_ahead.items())
+        return state
 
     def restore(self, state: State) -> None:
         self.num_drawn, self.drawn_ahead = state["prompts_drawn"], dict(state.get("drawn_ahead", ()))
@@ -82,7 +85,7 @@ class Sampler:
         The bound is on what is begun, so no sampled token is thrown away.
         """
         for ahead in range(step + 1, min(step + self.draws.steps_ahead, last_step) + 1):
-            if ahead not in self.drawn_ahead:
+            if ahead not in self.drawn_ahead:  # after a resume it may be there already: the same prompts then
                 self.drawn_ahead[ahead] = self.num_drawn
                 self.num_drawn += self.draws.prompts_per_step
             rows = self.draw(ahead, 0, self.draws.prompts_per_step)
@@ -95,10 +98,13 @@ class Sampler:
         self.drawn_ahead.pop(step, None)
         self.sampled = Rollout.concatenate(rounds)
         self.round_B = np.repeat(np.arange(len(rounds)), [len(rollout.rows) for rollout in rounds])
+        # Each rank has collected the step by itself. One that has other data or another grade would train on something
+        # else without a word, or hang in a collective.
         check_same_step(
-            prompts=[row.ids for row in self.sampled.rows], completions=self.sampled.completions,
+            prompts=[row.ids for row in self.sampled.rows],
+            completions=self.sampled.completions,
             rewards=[self.sampled.rewards_B],
-        )  # fmt: skip
+        )
         self.run.reward_failures(step, self.sampled)
         self.used_B, metrics = choose_groups(self.sampled, len(rounds), self.draws)
         chosen = self.sampled.select(self.used_B)
@@ -119,7 +125,7 @@ class Sampler:
         """The graded completions of the next `count` prompts."""
         rollout = self.sample(step, number, count)
         self.seconds_RE.append(self.engine.seconds_E)
-        with self.run.phase("reward"):
+        with self.run.phase("reward"):  # short: most were graded while others were sampled
             grades = self.grader.collect_from_ranks()
         return self.as_training_data(replace(rollout, grades=grades), step)
 
@@ -141,11 +147,13 @@ class Sampler:
 
     def draw(self, step: int, number: int, count: int) -> list[Row]:
         """The next `count` prompts, for round `number` of the step; those that it began with, if it was begun ahead."""
-        draws, first = self.draws, self.drawn_ahead.get(step) if number == 0 else None
-        if first is None:
+        draws = self.draws
+        if number == 0 and step in self.drawn_ahead:
+            first = self.drawn_ahead[step]
+        else:
             first = self.num_drawn
             self.num_drawn += count
-        if draws.dynamic_sampling == "off":
+        if draws.dynamic_sampling == "off":  # the step alone says which: there is no state to lose
             indices_P = self.data.indices_of_step(step, draws.prompts_per_step, draws.seed, draws.keep_last)
         else:
             indices_P = self.data.indices_from(first, count, draws.seed)
@@ -154,8 +162,8 @@ class Sampler:
 
 def has_signal_P(rollout: Rollout, draws: Draws) -> np.ndarray:
     """bool: some completions of the group are correct and some are not (DAPO, eq. 11), or its rewards differ."""
-    of_groups = rollout.is_correct_B if draws.dynamic_sampling == "correct" else rollout.rewards_B
-    values_PG = of_groups.reshape(-1, draws.group_size)
+    values_B = rollout.is_correct_B if draws.dynamic_sampling == "correct" else rollout.rewards_B
+    values_PG = values_B.reshape(-1, draws.group_size)
     return values_PG.max(axis=1) > values_PG.min(axis=1)
 
 
@@ -170,8 +178,9 @@ def prompts_to_sample(rounds: list[Rollout], draws: Draws) -> int:
         return 0
     is_kept_P = has_signal_P(Rollout.concatenate(rounds), draws)
     num_kept = int(is_kept_P.sum())
-    missing = max(draws.prompts_per_step - num_kept, 0)
-    return min(math.ceil(missing * len(is_kept_P) / max(num_kept, 1)), draws.prompts_per_step)
+    num_missing = max(draws.prompts_per_step - num_kept, 0)
+    expected = math.ceil(num_missing * len(is_kept_P) / max(num_kept, 1))
+    return min(expected, draws.prompts_per_step)
 
 
 def choose_groups(sampled: Rollout, num_rounds: int, draws: Draws) -> tuple[np.ndarray, Metrics]:
@@ -181,6 +190,7 @@ def choose_groups(sampled: Rollout, num_rounds: int, draws: Draws) -> tuple[np.n
     has_signal = has_signal_P(sampled, draws)
     with_signal, without_signal = np.flatnonzero(has_signal), np.flatnonzero(~has_signal)
     kept = with_signal[: draws.prompts_per_step]
+    # Only after `MOST_ROUNDS`: they teach nothing, but the step has the size that the learning rate was chosen for.
     filling = without_signal[: draws.prompts_per_step - len(kept)]
     counts = {
         "sampling/rounds": num_rounds,

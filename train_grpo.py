@@ -10,36 +10,15 @@ then `sampling.py`, `rollout.py`, `batch.py` (with the dimension key), `update.p
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from inputs.checks import check_flags, ranks_per_engine
-from inputs.command_line import exit_with_error, parse_flags
-from runtime.start import NOT_FINISHED, RunError, Stopped, arm, join_launcher, leave, listen, signal_name
+import command
 
-
-def start() -> tuple[Namespace, Algorithm]:
-    """The flags and the algorithm of this rank; answers --dry_run. A mistake ends the process with one sentence."""
-    join_launcher()  # a rank must not outlive it
-    listen()  # from here on a signal is no crash
-    args = parse_flags()
-    try:
-        if args.dry_run:
-            from instruments.dry_run import dry_run
-
-            sys.exit(dry_run(args))
-        check_flags(args)
-        from inputs.choices import algorithm_of
-
-        return args, algorithm_of(args)
-    except (ValueError, OSError) as error:
-        exit_with_error(error)
-
-
-ARGS, ALGORITHM = start() if __name__ == "__main__" else (None, None)  # before the imports that take seconds
+# Before the imports that take seconds: a mistake in a flag is told at once.
+ARGS, ALGORITHM = command.start() if __name__ == "__main__" else (None, None)
 
 from checkpoint import Writer, latest, load, set_link
 from data import PromptData, most_images
@@ -50,6 +29,7 @@ from flags import (
     EngineSettings,
     Lora,
     Memory,
+    Plan,
     Recording,
     Sampling,
     Saving,
@@ -60,10 +40,13 @@ from flags import (
 )
 from fsdp_utils import close_world, init_world, is_main_process, set_allocator
 from grpo import Algorithm
+from inputs.checks import ranks_per_engine
+from inputs.command_line import exit_with_error
 from instruments.memory_watch import watch_memory
 from load_inputs import Inputs, check_world, load_inputs
 from policy import Policy, build_policy
 from run import Run, open_run_folder
+from runtime.start import NOT_FINISHED, RunError, Stopped, arm, leave, signal_name
 from samplers.partial import PartialSampler, prompts_in_the_air
 from samplers.replay import NoEngine, ReplaySampler, weights_of
 from sampling import Draws, Sampler
@@ -117,7 +100,7 @@ def build_sampler(
 
 
 def finish(run: Run, step: int) -> None:
-    """What a run has beyond its checkpoints: `final`, the curves, the last lines. Safe to repeat, as after a kill."""
+    """Writes `final`, curves.png and the verdict. May be repeated, as after a kill."""
     if run.world.is_main:
         set_link(run.out_dir / "final", run.out_dir / f"step_{step}")
     run.plot(is_over=True)
@@ -126,11 +109,13 @@ def finish(run: Run, step: int) -> None:
 
 
 def end_complete(run: Run, saved_step: int, last_step: int) -> None:
-    """When there is nothing left to train."""
+    """Says that there is nothing left to train, and how there would be."""
     finish(run, saved_step)
     longer = "--stop_after" if last_step < run.total_steps else "--total_steps (of a constant learning rate alone)"
-    complete = f"{run.out_dir} is complete: it has a checkpoint of step {saved_step}"
-    run.say(f"{complete}. To continue it, raise {longer} or change --out_dir.")
+    run.say(
+        f"{run.out_dir} is complete: it has a checkpoint of step {saved_step}. "
+        f"To continue it, raise {longer} or change --out_dir."
+    )
     close_world()
 
 
@@ -150,7 +135,8 @@ def close(inputs: Inputs, engine: Engine | ServerEngine) -> None:
     close_world()
 
 
-def main(args: Namespace, algorithm: Algorithm) -> None:
+def open_run(args: Namespace) -> tuple[Inputs, PromptData, list[PromptData], Plan, Run]:
+    """What the user gives, checked by all ranks together, and the run folder. A mistake ends with one sentence."""
     try:
         inputs, out_dir = load_inputs(args), Path(args.out_dir)
         config, free = vars(args), free_on_resume(args)
@@ -159,11 +145,17 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
         check_world(args, world)
         train_data = PromptData.mix([inputs.grader.check_keys(data, world) for data in inputs.train_data])
         eval_sets = [inputs.grader.check_keys(data, world) for data in inputs.eval_sets]
-        plan, memory = make_plan(args, len(train_data.rows)), take(Memory, args)
+        plan = make_plan(args, len(train_data.rows))
         watch = watch_memory(args, len(train_data.rows), world)
     except (ValueError, OSError, RuntimeError) as error:
         exit_with_error(error)
     run = Run(out_dir, lock, world, watch, plan.total_steps, take(Recording, args), inputs.tokenizer)
+    return inputs, train_data, eval_sets, plan, run
+
+
+def main(args: Namespace, algorithm: Algorithm) -> None:
+    inputs, train_data, eval_sets, plan, run = open_run(args)
+    world, out_dir, memory = run.world, run.out_dir, take(Memory, args)
     run.say(f"{world.describe()}; {plan.describe()}\n{algorithm.description}")
     run.describe_data([train_data, *eval_sets])
     last_step = min(plan.total_steps, args.stop_after or plan.total_steps)
@@ -184,7 +176,7 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
     sampler = build_sampler(args, inputs, train_data, engine, run)
     writer = Writer(out_dir, inputs.companions, take(Saving, args), world, run.say)
     guard = UpdateGuard(world, take(Bounds, args))
-    with watch.phase("load"):
+    with run.memory.phase("load"):
         if saved:
             sampler.restore(guard.restore(load(saved, policy, optimizer)))
             run.say(f"continues from {saved}")
@@ -202,8 +194,9 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
             with run.phase("sample"):
                 rollout, metrics = sampler.collect(step)
                 sampler.start(step, last_step)  # servers work ahead; an engine in these ranks samples when it is asked
+            # Engine and trainer share the memory of a GPU: the weights and the cache of one leave room for the other.
             with run.phase("sleep"):
-                engine.sleep()  # and gives its memory to the trainer
+                engine.sleep()
 
             # 2. Log-probs of the sampled tokens under the old policy and the reference, where the loss needs them.
             with run.phase("pack"):
@@ -212,15 +205,18 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
                 updates = add_logprobs(updates, policy, reference, algorithm)
 
             # 3. Advantage: how much better is a completion than the others of its group?
+            # Not before the log-probs: with --kl_in reward the KL of each token is a part of its reward.
             with run.phase("advantage"):
                 rollout, updates = add_advantages(rollout, updates, algorithm)
 
             # 4. Update: one optimizer step per mini-batch of prompts.
+            # A fault in here ends the run; what was sampled is written first, so that it can be looked at.
             with run.phase("update"), run.kept_if_it_ends(sampler.record(step, rollout), rollout, updates):
                 for i, update in enumerate(updates * plan.num_iterations):
                     run.record(update_policy(policy, optimizer, update, algorithm, plan.update(step, i), memory, guard))
 
             # 5. Sync: the new weights go to the engine, one parameter at a time.
+            # Never are the whole weights of trainer and engine in memory together.
             with run.phase("sync"):
                 engine.sync(policy.full_weights())
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 # Each file, and each room, imports what stands on lower floors; grading/ and runtime/ nothing of the program.
 FLOORS = (
     "grading runtime", "flags fsdp_utils", "model", "batch", "engine grpo metrics policy", "losses",
-    "inputs rollout servers update", "data instruments", "report reward turns", "checkpoint load_inputs run",
+    "inputs rollout servers update", "data instruments", "command report reward turns", "checkpoint load_inputs run",
     "evaluate minimal sampling", "samplers", "train_grpo",
 )  # fmt: skip
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names.split()}
@@ -109,9 +109,9 @@ def test_nothing_imports_what_stands_beside_and_rooms_are_entered_by_their_doors
         for module in (module.partition(".")[2] for module in modules):
             for part, files in (("page", PAGE), ("plan", plan)):
                 doors[part] |= {name} if module in files else set()
-    assert doors == {"page": {"report"}, "plan": {"run", "train_grpo"}}
+    assert doors == {"page": {"report"}, "plan": {"command", "run", "train_grpo"}}
     # Only the answer to --dry_run plans: the loop has the watch over memory, which compares a run with the plan.
-    conditions = [node for node in NODES["train_grpo"] if isinstance(node, ast.If)]
+    conditions = [node for node in NODES["command"] if isinstance(node, ast.If)]
     (answer,) = [node for node in conditions if ast.unparse(node.test).endswith(".dry_run")]
     assert "instruments.dry_run" in imports(ast.walk(answer))
     assert visitors("servers") == {"train_grpo": {"servers.engine"}}
@@ -142,7 +142,7 @@ ENTRIES = {"instruments.dry_run", "instruments.memory_watch"}  # of the dry run,
 
 @pytest.mark.parametrize("name", TREES)
 def test_functions_take_at_most_7_parameters_and_no_namespace(name):
-    sees_all = top(name) in ("train_grpo", "flags", "inputs", "load_inputs") or name in ENTRIES
+    sees_all = top(name) in ("train_grpo", "command", "flags", "inputs", "load_inputs") or name in ENTRIES
     for function in NODES[name]:
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             given, where = parameters(function), f"{name}:{function.lineno} {function.name}"

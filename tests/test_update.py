@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,7 +16,7 @@ import grpo
 import update
 from batch import Rollout, Update, pack, to_positions
 from flags import Memory, make_plan, take
-from helpers import ALONE, RAGGED, flags, make_grade, make_rollout, train_once, unpacked_logprobs
+from helpers import ALONE, RAGGED, ROOT, flags, make_grade, make_rollout, make_row, train_once, unpacked_logprobs
 from inputs.choices import algorithm_of
 from no_waits import run_passes
 from policies import load_policy, policy_of
@@ -334,3 +335,32 @@ def test_a_second_pass_takes_its_ratio_against_the_log_probs_from_before_the_fir
 def test_the_passes_never_wait_for_the_device(changes, policy):
     args = flags(model=policy, group_size=4, micro_batch_tokens=40, kl_coef=0.1, **changes)
     assert run_passes(policy_of(args), args, make_rollout(group_size=4)) > 1
+
+
+def test_the_step_by_hand_of_the_documentation_is_what_is_computed():
+    """docs/algorithm.md: two prompts of two completions, with their advantages, mask, weights and loss."""
+    page = (ROOT / "docs" / "algorithm.md").read_text().partition("## One step by hand")[2].partition("\n## ")[0]
+    table = re.findall(r"^\| b = \d \| ([\d ]+) \| ([\d ]+) \| (\d) \| (\S+) \| (\d) \|$", page, re.M)
+    prompts, completions = ([np.array(row[i].split(), dtype=np.int32) for row in table] for i in (0, 1))
+    rollout = Rollout(
+        rows=[make_row(ids.tolist()) for ids in prompts],
+        completions=completions,
+        rollout_logprobs=[np.zeros(len(ids), dtype=np.float32) for ids in completions],
+        texts=[""] * 4,
+        is_truncated_B=np.zeros(4, dtype=bool),
+        grades=[make_grade(float(row[2])) for row in table],
+    )
+    algorithm = algorithm_of(flags(group_size=2))
+    advantages = compute_advantages(rollout, None, algorithm)
+    assert [values[0] for values in advantages] == pytest.approx([float(row[3]) for row in table], abs=5e-5)
+    assert rollout.trained_lengths_B.tolist() == [int(row[4]) for row in table]
+    weights_B = algorithm.loss_aggregation(torch.from_numpy(rollout.trained_lengths_B))
+    assert weights_B.tolist() == [0.125] * 4
+    batch = pack(replace(rollout, loss_weights_B=weights_B.numpy(), advantages=advantages), [0, 1])
+    inputs, labels, mask = (
+        re.search(rf"^  {name} +(.*)$", page, re.M)[1].replace("|", "").split() for name in ("inputs", "labels", "mask")
+    )
+    assert [batch.input_ids_N.tolist(), batch.labels_N.tolist()] == [list(map(int, inputs)), list(map(int, labels))]
+    assert batch.loss_mask_N.tolist() == [mark == "x" for mark in mask]
+    loss = -sum((weights_B[b] * advantages[b].sum()).item() for b in range(4))
+    assert f"= {loss:.4f}." in page

@@ -26,9 +26,9 @@ for ignored in (signal.SIGINT, signal.SIGHUP):  # by a suite in the background, 
 
 LONGEST = [
     "test_setups", "test_kills", "test_main_job", "test_server", "test_compile", "test_drift", "test_train",
-    "test_benchmarks", "test_lora", "test_watch", "test_families", "test_fsdp", "test_rollout", "test_partial", "test_server_owner",
-    "test_math", "test_check_gpu", "test_evaluate", "test_reshard", "test_hacks", "test_contract", "test_replay",
-    "test_stall", "test_page",
+    "test_benchmarks", "test_lora", "test_watch", "test_families", "test_fsdp", "test_rollout", "test_partial",
+    "test_server_owner", "test_math", "test_check_gpu", "test_evaluate", "test_reshard", "test_hacks", "test_contract",
+    "test_replay", "test_stall", "test_page",
 ]  # fmt: skip
 
 

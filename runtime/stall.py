@@ -142,7 +142,7 @@ class Watch(threading.Thread):
         self.files[rank].touch()
         self.tick(0.0)
         atexit.register(self.write, "has ended")
-        hook = sys.excepthook  # the launcher tells the phase in the file, which is else that of the last writing
+        hook = sys.excepthook  # the launcher reports the phase in the file: it must be the one that failed
         sys.excepthook = lambda *error: self.write("has ended") or hook(*error)
 
     def run(self) -> None:

@@ -14,6 +14,11 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+# For --compile, read when torch is imported: its own choices take the C++ compiler twice the time. They are vector
+# instructions, whose kinds it first tries out, and line numbers; and a process with threads, for each rank.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+os.environ.setdefault("AOT_INDUCTOR_ENABLE_LINE_TABLES", "0")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 for ignored in (signal.SIGINT, signal.SIGHUP):  # by a suite in the background, or under nohup, and by all its children
     if signal.getsignal(ignored) is signal.SIG_IGN:

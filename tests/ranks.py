@@ -35,7 +35,8 @@ def on_ranks(num_ranks: int, file: str, *arguments: object, tp_size: int = 1) ->
     """What the first rank's `main` returns."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "found.pt"
-        torchrun(num_ranks, "tests/ranks.py", file, tp_size, output, *arguments)
+        # Long, for a busy machine: ranks that wait for each other end after the 2 minutes below.
+        torchrun(num_ranks, "tests/ranks.py", file, tp_size, output, *arguments, timeout=900)
         return torch.load(output, weights_only=False)
 
 

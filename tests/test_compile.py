@@ -18,15 +18,17 @@ from helpers import ROOT, copy_at, lines, metrics_of, without_times
 from model import sizes
 from model.head import chunked_logprobs
 from ranks import on_ranks
-from test_main_job import run_job
+from test_main_job import POLICY, run_job
 from vision_models import make_vision_model
+
+FEW = ["--stop_after", "3", "--save_every", "2", "--eval_data", f"{POLICY}/heldout.jsonl#4"]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels(tmp_path_factory):
-    """One folder for all: a kernel takes the C++ compiler a second."""
+    """One folder for all: a kernel takes the C++ compiler half a second."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "kernels"))
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
         patch.setattr("helpers.ENVIRONMENT", os.environ | {"OMP_NUM_THREADS": "1"})
         yield
 
@@ -85,7 +87,7 @@ def test_a_run_follows_the_golden_curve_and_is_the_same_after_a_kill(tmp_path):
     """Its first three steps. Step 1 within the tolerance of test_main_job.py; the last from a checkpoint of step 2."""
 
     def run(folder: Path) -> dict[int, dict[str, float]]:
-        done = run_job(run_script, folder, "--compile", "--stop_after", "3", "--save_every", "2", OMP_NUM_THREADS=1)
+        done = run_job(run_script, folder, "--compile", *FEW, OMP_NUM_THREADS=1)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         return {step: without_times(metrics) for step, metrics in metrics_of(folder).items()}
 

@@ -358,7 +358,8 @@ def test_the_step_by_hand_of_the_documentation_is_what_is_computed():
     assert weights_B.tolist() == [0.125] * 4
     batch = pack(replace(rollout, loss_weights_B=weights_B.numpy(), advantages=advantages), [0, 1])
     inputs, labels, mask = (
-        re.search(rf"^  {name} +(.*)$", page, re.M)[1].replace("|", "").split() for name in ("inputs", "labels", "mask")
+        re.search(rf"^  {name} +([\d.x| ]+)$", page, re.M)[1].replace("|", "").split()
+        for name in ("inputs", "labels", "mask")
     )
     assert [batch.input_ids_N.tolist(), batch.labels_N.tolist()] == [list(map(int, inputs)), list(map(int, labels))]
     assert batch.loss_mask_N.tolist() == [mark == "x" for mark in mask]

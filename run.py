@@ -54,7 +54,8 @@ def open_run_folder(out_dir: Path, config: dict[str, object], free: set[str], in
     has, under whatever path. A folder in which no step was trained takes any flags: its first start may have failed for
     lack of memory.
 
-    Raises ValueError if the folder cannot be written, is in use, or holds something else: it stays as it is.
+    Raises ValueError if the folder cannot be written, is in use, or holds something else: it stays as it is. Raises
+    DiskError if the disk is full.
     """
     where = f"--out_dir {str(out_dir)!r}"
     try:
@@ -75,8 +76,9 @@ def open_run_folder(out_dir: Path, config: dict[str, object], free: set[str], in
         raise ValueError(f"{where} {wrong}.")
     if "metrics.jsonl" in others or checkpoints(out_dir):
         _check_same_run(found, config, free, inputs, out_dir)
-    write(file, json.dumps(config, indent=2) + "\n")  # with what may change
-    write(out_dir / INPUTS, json.dumps(inputs, indent=2) + "\n")
+    with required(file):
+        write(file, json.dumps(config, indent=2) + "\n")  # with what may change
+        write(out_dir / INPUTS, json.dumps(inputs, indent=2) + "\n")
     return lock
 
 

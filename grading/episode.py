@@ -11,6 +11,7 @@ the next one makes a new object and tells it all texts again.
 
 from __future__ import annotations
 
+import copy
 import threading
 from typing import NamedTuple
 
@@ -90,7 +91,7 @@ class Handler:
     def __call__(self, turn: Turn | None) -> Reply | bool:
         if turn is None:
             return self.has_reward
-        environment, told = self.episodes.pop(turn.episode, None) or (self.kind(turn.row), 0)
+        environment, told = self.episodes.pop(turn.episode, None) or (self.kind(copy.deepcopy(turn.row)), 0)
         reply = None
         for number, text in enumerate(turn.texts[told:], start=told + 1):
             environment.turns = number

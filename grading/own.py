@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import copy
 import functools
 import importlib.util
 import inspect
@@ -19,6 +20,8 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
@@ -29,6 +32,8 @@ from grading import Case
 @functools.cache
 def load_module(file: Path) -> ModuleType:
     """The file as a module, one for all flags and files that name or import it. Raises what the file raises."""
+    if b"\0" in file.read_bytes():
+        raise ValueError(f"{file.name} is no text in UTF-8, but perhaps in UTF-16; save it as UTF-8")
     spec = importlib.util.find_spec(file.stem) if file.stem.isidentifier() else None
     if spec and spec.origin and Path(spec.origin).resolve() == file:
         return importlib.import_module(file.stem)
@@ -58,7 +63,10 @@ def files_of(path: Path) -> list[Path]:
     """The file, and those in its folder that it imports, directly or not."""
     found = [path]
     for file in found:  # it grows
-        for node in ast.walk(ast.parse(file.read_bytes())):
+        nodes: list[ast.AST] = []
+        with suppress(SyntaxError, ValueError):  # whoever imports it may do without it
+            nodes += ast.walk(ast.parse(file.read_bytes()))
+        for node in nodes:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
             if module := getattr(node, "module", None):  # what is taken out of it may be a module, too
                 names = [module, *(f"{module}.{name}" for name in names)]
@@ -145,6 +153,8 @@ class OwnReward:
 
     def __call__(self, cases: list[Case]) -> list[tuple[float, dict[str, float]]]:
         """Reward and sub-scores of each completion. Raises what the function raises, WrongReturn for no rewards."""
+        # What it changes in a row is for nobody else: another function, another completion of the prompt.
+        cases = [replace(case, columns=copy.deepcopy(case.columns)) for case in cases]
         arguments = {name: [self.values[name](case) for case in cases] for name in self.named}
         for name in cases[0].columns:
             if name in self.columns or (self.takes_all_columns and name not in (*self.values, "prompt", "completion")):

@@ -47,13 +47,17 @@ class HelpFormatter(argparse.HelpFormatter):
 
 class Parser(argparse.ArgumentParser):
     def parse_args(self, *given: list[str] | None) -> argparse.Namespace:
-        """The flags. A text that is empty, or with a ~ that the shell has left as it is, ends the process."""
+        """The flags. A text that is empty, no UTF-8, or with a ~ that the shell has left, ends the process."""
         args = super().parse_args(*given)
         for name, value in vars(args).items():
             for text in value if isinstance(value, list) else [value]:
                 if name not in FREE_TEXTS and re.search(r"^\s*$|^~$|(^|,)~([a-z_][\w.-]*)?/", str(text)):
                     tilde = "the shell leaves a ~ after = and in quotes as it is; write $HOME."
                     self.error(f"--{name} {text!r}: {tilde if '~' in text else 'give a value; is a variable not set?'}")
+                if re.search("[\ud800-\udfff]", str(text)):  # as Python reads such bytes; Parquet takes no such name
+                    self.error(
+                        f"--{name} {text!r}: it has bytes that are no UTF-8; give the file or text another name."
+                    )
         return args
 
     def error(self, message: str) -> NoReturn:

@@ -104,10 +104,11 @@ def read_json_file(path: Path) -> list[Record]:
 
     check_content(path)
     content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")  # UTF-8's byte order mark, which Windows writes
-    lines = [(f"{path}, line {i}", line) for i, line in enumerate(content.split(b"\n"), start=1) if line.strip()]
+    name = str(path).encode(errors="backslashreplace").decode()  # in a folder one may have bytes that are no UTF-8
+    lines = [(f"{name}, line {i}", line) for i, line in enumerate(content.split(b"\n"), start=1) if line.strip()]
     if is_json and lines and not re.fullmatch(rb"\s*\{.*\}\s*", lines[0][1]):
         whole = parse(str(path), content)
-        values = [(f"{path}, row {i}", value) for i, value in enumerate(whole if isinstance(whole, list) else [whole])]
+        values = [(f"{name}, row {i}", value) for i, value in enumerate(whole if isinstance(whole, list) else [whole])]
     else:
         values = [(where, parse(where, line)) for where, line in lines]
     for where, value in values:

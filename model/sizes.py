@@ -26,7 +26,8 @@ def check_path(path: str) -> None:
     config = folder / "config.json"
     given = f"--model {path!r}"
     if folder.is_dir() and not config.exists():
-        raise FileNotFoundError(f"{given} is no folder with a model: it has no config.json.")
+        adapter = "; an adapter alone is no model" if (folder / "adapter_config.json").exists() else ""
+        raise FileNotFoundError(f"{given} is no folder with a model: it has no config.json{adapter}.")
     if config.exists() and '"out_dir":' in config.read_text("utf-8", errors="replace"):  # by a run
         newest_first = sorted(folder.glob("step_*"), key=lambda each: -each.stat().st_mtime)
         saved = [each for each in (folder / "final", *newest_first) if each.exists()]

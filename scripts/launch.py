@@ -68,6 +68,7 @@ class Launch:
             for local_rank in range(place["LOCAL_WORLD_SIZE"]):
                 rank = first + local_rank
                 own = place | {"RANK": rank, "LOCAL_RANK": local_rank, FOLDER: folder, LAUNCHER: os.getpid()}
+                own["PYTHONUTF8"] = 1  # torch and vLLM read files of their own in the encoding of the locale
                 self.processes[rank] = subprocess.Popen(
                     [sys.executable, "-u", *command], env=os.environ | {name: str(x) for name, x in own.items()},
                     start_new_session=True,  # Ctrl-C in a terminal reaches this process alone, which passes it on

@@ -59,13 +59,15 @@ def pids(folder: Path, num_ranks: int = 2) -> list[int]:
     return [int(file.read_text()) for file in files]
 
 
-def test_ranks_know_their_place_and_their_end_is_the_launchers(tmp_path):
+def test_ranks_know_their_place_read_utf8_and_their_end_is_the_launchers(tmp_path, monkeypatch):
+    monkeypatch.setenv("LC_ALL", "C")
+    monkeypatch.setenv("PYTHONUTF8", "0")
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    said = f"json.dumps([os.environ[name] for name in {names}] + sys.argv[1:]) + chr(10)"
+    said = f"json.dumps([os.environ[name] for name in {names}] + sys.argv[1:] + [sys.flags.utf8_mode]) + chr(10)"
     body = f"sys.stdout.write({said})"  # in one write: two ranks share the pipe
     done = launch(tmp_path, 2, body, "--nodes 3 --node_rank 1 --master_addr 10.0.0.1 --master_port 5")
     out, _ = done.communicate(timeout=60)
-    of_all = ["6", "2", "10.0.0.1", "5", "--out_dir", str(tmp_path)]
+    of_all = ["6", "2", "10.0.0.1", "5", "--out_dir", str(tmp_path), 1]
     assert sorted(map(json.loads, out.splitlines())) == [["2", "0", *of_all], ["3", "1", *of_all]]
     assert done.returncode == 0
 

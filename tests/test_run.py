@@ -1,5 +1,6 @@
 """The run folder: whose it is, the append-only logs, the console line, the clock and its traces, skipped updates."""
 
+import errno
 import json
 import math
 import os
@@ -61,6 +62,15 @@ def opened(folder: Path, **changes: object) -> TextIO:
 def refused(folder: Path, words: str, **changes: object) -> None:
     with pytest.raises(ValueError, match=words):
         opened(folder, **changes)
+
+
+def test_a_disk_that_is_full_at_a_new_start_is_told_with_the_file(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("run.write", refuse)
+    with pytest.raises(DiskError, match=r"config\.json could not be written: No space left on device .*; make room"):
+        open_run_folder(tmp_path, {"out_dir": "x"}, set(), {})
 
 
 @pytest.mark.parametrize("trace", ["metrics.jsonl", "step_20"])

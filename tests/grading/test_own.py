@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from grading import Case
+from grading import Case, episode
 from grading.own import OwnReward, files_of, load_function, load_own
 from grading.score import Handler
 from helpers import ROOT
@@ -166,3 +166,36 @@ def test_what_the_user_has_bound_stays_bound(signature, bound, tmp_path):
         f"from functools import partial\ndef other({signature}):\n    return {name}\nscore = partial(other, {bound})\n"
     )
     assert own(tmp_path, code)(CASES[:1]) == [(7, {})]
+
+
+def test_what_a_function_does_to_the_row_is_seen_by_no_other_function_and_no_other_completion(tmp_path):
+    code = "def takes(completion, columns):\n    columns['tests'].pop()\n    del columns['answer']\n    return 1.0\n"
+    code += "def left(completion, columns):\n    return len(columns['tests']) + ('answer' in columns)\n"
+    (tmp_path / "my.py").write_text(code)
+    handler = Handler(",".join(f"{tmp_path}/my.py:{name}" for name in ("takes", "left")), None)
+    shared = Case("", "4", {"tests": ["a", "b"], "answer": "4"})
+    for case in (shared, shared):  # of one prompt, which with --reward_in_flight arrive together
+        assert handler(("grade", case)).reward == 1.0 + 3.0
+
+
+def test_a_row_that_an_environment_changes_is_seen_whole_by_the_next_one(tmp_path):
+    code = "class Game:\n    def __init__(self, row):\n        self.words = row['words']\n"
+    code += "    def reply(self, completion):\n        return self.words.pop()\n"
+    (tmp_path / "my.py").write_text(code)
+    handler, row = episode.Handler(f"{tmp_path}/my.py:Game", None), {"words": ["last", "first"]}
+    replies = [handler(episode.Turn(number, row, ("text",), False)) for number in (1, 2)]
+    assert [reply.messages[0]["content"] for reply in replies] == ["first", "first"]
+
+
+def test_a_file_that_is_no_utf8_says_so(tmp_path):
+    (tmp_path / "my.py").write_text("def score(completion):\n    return 1.0\n", "utf-16")
+    with pytest.raises(ValueError, match=r"my\.py is no text in UTF-8, but perhaps in UTF-16; save it as UTF-8"):
+        OwnReward(f"{tmp_path}/my.py:score")
+
+
+def test_a_neighbour_that_cannot_be_read_stops_nothing_but_its_own_import(tmp_path):
+    """Python 2 or UTF-16, imported in a `try`."""
+    (tmp_path / "my.py").write_text("try:\n    import old, wide\nexcept (SyntaxError, ValueError):\n    pass\n")
+    (tmp_path / "old.py").write_text('print "text"\n')
+    (tmp_path / "wide.py").write_text("x = 1\n", "utf-16")
+    assert files_of(tmp_path / "my.py") == [tmp_path / f"{name}.py" for name in ("my", "old", "wide")]

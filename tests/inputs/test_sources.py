@@ -61,6 +61,12 @@ def test_a_file_that_cannot_be_used_is_refused_by_line(end, content, said, tmp_p
     assert len(refused(write(tmp_path, content, f"rows{end}"), f"rows{end}\\b.*{said}")) < 800
 
 
+def test_a_file_whose_name_is_no_utf8_is_named_by_its_bytes(tmp_path):
+    """In a folder; what a run keeps of its rows is text in UTF-8."""
+    (file := tmp_path / "a\udcff.jsonl").write_text(GOOD)
+    assert read_json_file(file)[0].where == f"{tmp_path}/a\\udcff.jsonl, line 1"
+
+
 @pytest.mark.parametrize(("end", "content", "rows"), [  # of a row: place and prompt
     (".jsonl", BOM + BYTES, {"line 1": "1+1"}),
     (".jsonl", GOOD.replace("\n", "\r\n") * 2, {"line 1": "1+1", "line 2": "1+1"}),

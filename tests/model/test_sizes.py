@@ -36,6 +36,7 @@ def check(config: PretrainedConfig, tensor_parallel_size: int = 1) -> None:
     ("mine/", ["step_9", "step_10"], "its policy is mine/step_10."),
     ("mine", [], "not of a model; it has saved no policy yet."),
     ("mine/step_9/trainer", ["step_9"], "is no folder with a model: it has no config.json."),
+    ("mine/step_9/adapter", ["step_9"], "it has no config.json; an adapter alone is no model."),
     ("mine/step_8", ["step_9", "final"], "no such folder (FOLDER/mine/step_8)"),
     ("./absent", [], "no such folder (FOLDER/absent), and not of the form of a hub id (owner/name)."),
     ("mine/step_9", ["step_9"], None),
@@ -47,6 +48,8 @@ def test_the_folder_of_a_run_is_no_model_and_the_one_in_it_is_named(given, saved
         (folder := tmp_path / "mine" / name).mkdir()
         (folder / "config.json").write_text(json.dumps(content))
         (folder / "trainer").mkdir()
+        (folder / "adapter").mkdir()
+        (folder / "adapter" / "adapter_config.json").touch()
         os.utime(folder, (len(name), len(name)))  # step_10 is newer than step_9
     with pytest.raises(FileNotFoundError) if words else nullcontext() as error:
         check_path(given)

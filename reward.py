@@ -55,7 +55,7 @@ class Grader:
         if num_workers and self.weights:
             arguments = (grading.reward, grading.overlong_cache_tokens)
             timeout, in_flight = grading.reward_timeout, grading.reward_in_flight
-            self.pool = Pool("grading.score:Handler", arguments, num_workers, timeout, in_flight)
+            self.pool = Pool("grading.score:RewardWorker", arguments, num_workers, timeout, in_flight)
             self.pool.submit(0, ("needs", None))
             try:
                 self.needs = self.pool.collect()[0].value

@@ -47,10 +47,10 @@ class Environments:
     """The trainer's side: the workers. All turns of an episode go to one of them, so each is a pool."""
 
     def __init__(self, handled: tuple[str | None, str | None], num_workers: int, timeout: float, in_flight: int):
-        """`handled`: the arguments of `Handler`. Raises ValueError or FileNotFoundError if it cannot be used."""
+        """`handled`: the arguments of `EpisodeWorker`. Raises ValueError or FileNotFoundError if it cannot be used."""
         self.changed = threading.Condition(threading.RLock())
         one = {"num_workers": 1, "timeout": timeout, "in_flight": in_flight, "changed": self.changed}
-        self.pools = [Pool("grading.episode:Handler", handled, **one) for _ in range(num_workers)]
+        self.pools = [Pool("grading.episode:EpisodeWorker", handled, **one) for _ in range(num_workers)]
         for pool in self.pools:  # all load now: no episode shall wait for that
             pool.submit(0, None)
         try:
@@ -62,18 +62,18 @@ class Environments:
     def submit(self, turn: Turn) -> None:
         self.pools[turn.episode % len(self.pools)].submit(turn.episode, turn)
 
-    def take(self, seconds: float = 0.0) -> dict[int, Outcome]:
+    def pop_replies(self, seconds: float = 0.0) -> dict[int, Outcome]:
         """Number of an episode -> what was replied, of those that are there within so many seconds."""
         with self.changed:
             self.changed.wait_for(lambda: any(pool.outcomes or pool.failure for pool in self.pools), seconds)
-        return {number: outcome for pool in self.pools for number, outcome in pool.take().items()}
+        return {number: outcome for pool in self.pools for number, outcome in pool.pop_done().items()}
 
     def close(self) -> None:
         for pool in self.pools:
             pool.close()
 
 
-class Handler:
+class EpisodeWorker:
     """In a worker. Answers a `Turn` with a `Reply`, and None with whether the class has a reward()."""
 
     def __init__(self, environment: str | None, tools: str | None) -> None:

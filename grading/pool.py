@@ -1,9 +1,9 @@
 """Calls a function in processes that can be killed: for code that may hang, allocate without end, or end its process.
 
-    pool = Pool("grading.score:Handler", ("exact", None), num_workers=4, timeout=5.0)
+    pool = Pool("grading.score:RewardWorker", ("exact", None), num_workers=4, timeout=5.0)
     pool.submit(17, item)           # returns at once: a worker has the item while the caller goes on
     outcomes = pool.collect()       # {17: Outcome(value, status)}, as soon as everything that was submitted is done
-    outcomes = pool.take()          # what is done by now
+    outcomes = pool.pop_done()          # what is done by now
 
 `pebble` starts the workers, kills late ones and replaces those that are gone. A worker calls `function =
 factory(*arguments)` once and then `function(item)` item by item; or `in_flight` items at a time, each in a thread, for
@@ -114,9 +114,9 @@ class Pool:
                 self._start()
                 continue
             self.at_work[future] = items, time.monotonic()
-            future.add_done_callback(self._take)
+            future.add_done_callback(self._finish)
 
-    def _take(self, future: Future) -> None:
+    def _finish(self, future: Future) -> None:
         """Keeps the outcomes of the items, or does these again. Called in a thread of pebble's."""
         with self.changed:
             (items, _), error = self.at_work.pop(future), future.exception()
@@ -147,9 +147,9 @@ class Pool:
             while not self.changed.wait_for(lambda: self.failure or not self.at_work, 1.0):
                 items, start = next(iter(self.at_work.values()))
                 on_wait(self.num_left, items[0][1], time.monotonic() - start)
-            return self.take()
+            return self.pop_done()
 
-    def take(self) -> dict[int, Outcome]:
+    def pop_done(self) -> dict[int, Outcome]:
         """The outcomes that are there and were not taken yet; raises as `collect`."""
         if self.failure:
             self.close()

@@ -1,4 +1,4 @@
-"""From the text of `--reward` to the grade of a completion, in a worker process. Read `Handler` first.
+"""From the text of `--reward` to the grade of a completion, in a worker process. Read `RewardWorker` first.
 
 What the text may be: `docs/rewards.md`. How a function of one's own is called: `own.py`.
 """
@@ -52,7 +52,7 @@ class Needs(NamedTuple):
     token_ids: bool
 
 
-class Handler:
+class RewardWorker:
     """Answers the requests that a worker gets:
 
     ("grade", case)      a grade: the sum of the verifiers that look at one completion

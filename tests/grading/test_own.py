@@ -8,7 +8,7 @@ import pytest
 
 from grading import Case
 from grading.own import OwnReward, files_of, load_function, load_own
-from grading.score import Handler
+from grading.score import RewardWorker
 from helpers import ROOT
 from load_inputs import own_files
 
@@ -145,7 +145,7 @@ def test_a_function_that_nobody_knows_how_to_call_is_refused_when_it_is_loaded(c
 
 def test_a_row_without_a_column_that_the_function_takes_is_named(tmp_path):
     own(tmp_path, "def score(completions, solution):\n    return [1.0 for _ in completions]\n")
-    handle = Handler(f"{tmp_path}/my_reward.py:score", None)
+    handle = RewardWorker(f"{tmp_path}/my_reward.py:score", None)
     problems = handle(("check", [Case("", "", {"solution": "4"}), CASES[0]]))
     assert problems == [None, "score takes 'solution', but the row's columns are level, answer"]
 

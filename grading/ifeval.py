@@ -22,9 +22,9 @@ import inspect
 import itertools
 import json
 import math
-import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 Instruction = tuple[str, dict[str, object]]  # (the benchmark's instruction id, its arguments without nulls)
 
@@ -281,7 +281,7 @@ def read_options(value: object) -> list[str] | None:
 def read_language(value: object) -> str | None:
     from langdetect.detector_factory import PROFILES_DIRECTORY
 
-    return value if value in os.listdir(PROFILES_DIRECTORY) else None
+    return value if value in [path.name for path in Path(PROFILES_DIRECTORY).iterdir()] else None
 
 
 COUNT: ArgumentType = ("a whole number from 0 to 1e9", read_count)

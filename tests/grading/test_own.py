@@ -12,7 +12,8 @@ from grading.score import RewardWorker
 from helpers import ROOT
 from load_inputs import own_files
 
-CASES = [Case("ab", "4", {"level": 2, "answer": "four"}, "<user>", (7, 8), 2, 9, True), Case("abc", "5", {"level": 3})]
+EXTRAS = {"prompt": "<user>", "token_ids": (7, 8), "num_tokens": 2, "max_tokens": 9, "is_truncated": True}
+CASES = [Case("ab", "4", {"level": 2, "answer": "four"}, **EXTRAS), Case("abc", "5", {"level": 3})]
 
 
 def own(tmp_path, code: str, name: str = "score") -> OwnReward:

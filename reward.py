@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from fsdp_utils import World
 
 
-# For a trial of one's own functions: all marks of an answer at once, the answer alone, and nothing
+# Texts for a trial of one's own functions: all marks of an answer at once, the answer alone, and nothing
 TRIAL = ("<think>\nSo.\n</think>\n<answer>\\boxed{KEY}\nAnswer: KEY\n#### KEY</answer>", "KEY", "")
-KEYS_AT_ONCE = 64  # of a request to a worker: one each costs more than the check
+KEYS_AT_ONCE = 64  # answer keys in a request to a worker: a request costs more than a check
 
 
 class RewardFailed(RunError):
@@ -48,14 +48,14 @@ class Grader:
         self.grading = grading
         self.weights = parse_reward(grading.reward)
         self.not_graded: dict[int, Grade] = {}
-        self.groups: dict[int, dict[int, Case]] = {}  # of functions that compare: b // group size -> b -> its case
+        self.groups: dict[int, dict[int, Case]] = {}  # for functions that compare: b // group size -> b -> its case
         self.is_proven = False  # something has been graded
         self.pool: Pool | None = None
         self.needs = Needs(cases=False, groups=False, token_ids=False)
         if num_workers and self.weights:
             arguments = (grading.reward, grading.overlong_cache_tokens)
             timeout, in_flight = grading.reward_timeout, grading.reward_in_flight
-            self.pool = Pool("grading.score:Handler", arguments, num_workers, timeout, in_flight)
+            self.pool = Pool("grading.score:RewardWorker", arguments, num_workers, timeout, in_flight)
             self.pool.submit(0, ("needs", None))
             try:
                 self.needs = self.pool.collect()[0].value
@@ -65,8 +65,10 @@ class Grader:
     def check_groups(self, flag: str, *sizes: int) -> None:
         """Raises ValueError if a reward that compares completions of a prompt would compare one with itself."""
         if self.needs.groups and 1 in sizes:
-            compares = f"--reward {self.grading.reward!r} takes all completions of a prompt to compare them"
-            raise ValueError(f"{flag} 1: {compares}, and one alone compares with itself; use {flag} 2 or more.")
+            raise ValueError(
+                f"{flag} 1: --reward {self.grading.reward!r} takes all completions of a prompt to compare them, "
+                f"and one alone compares with itself; use {flag} 2 or more."
+            )
 
     def submit(self, b: int, case: Case, group_size: int = 1, grade: Grade | None = None) -> None:
         """Hands completion b to the workers and returns at once. Groups are b = 0 ... group_size - 1, and so on.
@@ -101,10 +103,18 @@ class Grader:
         def on_finished(
             b: int, text: str, token_ids: Sequence[int], is_truncated: bool, grade: Grade | None = None
         ) -> None:
-            row, count = rows[b // sampling.num_samples], len(token_ids)
-            ids = tuple(token_ids) if self.needs.token_ids else ()
-            limit = sampling.max_completion_tokens
-            case = Case(text, row.answer, row.columns, row.text, ids, count, limit, is_truncated, row.where)
+            row = rows[b // sampling.num_samples]
+            case = Case(
+                text,
+                row.answer,
+                row.columns,
+                prompt=row.text,
+                token_ids=tuple(token_ids) if self.needs.token_ids else (),
+                num_tokens=len(token_ids),
+                max_tokens=sampling.max_completion_tokens,
+                is_truncated=is_truncated,
+                where=row.where,
+            )
             self.submit(b, case, sampling.num_samples, grade)
 
         return on_finished
@@ -116,13 +126,15 @@ class Grader:
             return grades
         parts: dict[int, list[Grade]] = defaultdict(list)
         for key, outcome in self._collect("grade").items():
-            members = [key] if key >= 0 else self._compared(-1 - key)
-            values = [outcome.value] if key >= 0 else outcome.value
+            is_group = key < 0
+            members = self._compared(-1 - key) if is_group else [key]
             if outcome.status != "ok":
                 values = [self.nothing(outcome.status)] * len(members)
+            else:
+                values = outcome.value if is_group else [outcome.value]
             for b, grade in zip(members, values, strict=True):
                 parts[b].append(grade)
-        grades = self.not_graded | {b: add_up(each, self.weights) for b, each in parts.items()}
+        grades = self.not_graded | {b: add_up(grades, self.weights) for b, grades in parts.items()}
         self.not_graded, self.groups = {}, {}
         return grades
 
@@ -134,11 +146,14 @@ class Grader:
             def on_wait(num_left: int, request: tuple[str, Case | list[Case] | None], seconds: float) -> None:
                 if requested():
                     raise Stopped
-                is_progress = bar.total - num_left > bar.n
-                bar.update(bar.total - num_left - bar.n)
+                num_done = bar.total - num_left
+                is_progress = num_done > bar.n
+                bar.update(num_done - bar.n)
                 case = request[1][0] if isinstance(request[1], list) else request[1]
-                left = f"{num_left} items left, one for {seconds:.0f} s: {case.where}"
-                beat(f"waits for the reward workers: {left}", is_progress)
+                beat(
+                    f"waits for the reward workers: {num_left} items left, one for {seconds:.0f} s: {case.where}",
+                    is_progress,
+                )
 
             return self.pool.collect(on_wait)
 
@@ -159,9 +174,10 @@ class Grader:
         grades = [by_b[b] for b in range(len(by_b))]
         tried = [grade for grade in grades if grade.status != "truncated"]
         if not self.is_proven and tried and all(grade.is_failed for grade in tried):
-            failed = f"not one of the first {len(tried)} completions could be graded"
-            named = f"--reward {self.grading.reward!r}" if self.weights else "--environment"
-            raise RewardFailed(f"{named}: {failed}; the first: {tried[0].status}")
+            flag = f"--reward {self.grading.reward!r}" if self.weights else "--environment"
+            raise RewardFailed(
+                f"{flag}: not one of the first {len(tried)} completions could be graded; the first: {tried[0].status}"
+            )
         self.is_proven |= bool(tried)
         return grades
 
@@ -178,12 +194,12 @@ class Grader:
         reasons: dict[int, str | None] = {}
         for size in (KEYS_AT_ONCE, 1):  # the keys of a request that fails are checked again, one by one
             left = [i for i in range(len(cases)) if i not in reasons]
-            parts = [left[start : start + size] for start in range(0, len(left), size)]
-            for number, part in enumerate(parts):
-                self.pool.submit(number, ("check", [cases[i] for i in part]))
+            shares = [left[start : start + size] for start in range(0, len(left), size)]
+            for number, share in enumerate(shares):
+                self.pool.submit(number, ("check", [cases[i] for i in share]))
             for number, outcome in self._collect("check keys").items():
                 if outcome.status == "ok" or size == 1:
-                    reasons |= zip(parts[number], outcome.value or [outcome.status], strict=True)
+                    reasons |= zip(shares[number], outcome.value or [outcome.status], strict=True)
         return {i: reason for i, reason in sorted(reasons.items()) if reason is not None}
 
     def _trial(self, case: Case) -> str:
@@ -191,16 +207,20 @@ class Grader:
         texts = [text.replace("KEY", case.answer) for text in TRIAL]
         for kind in ["grade"] * self.needs.cases + ["compare"] * self.needs.groups:
             for b, text in enumerate(texts):
-                num_tokens = len(text.split()) + 1
-                ids = tuple(range(num_tokens))
-                trial = replace(case, completion=text, token_ids=ids, num_tokens=num_tokens, max_tokens=num_tokens + 1)
-                self.pool.submit(b, (kind, trial if kind == "grade" else [trial] * 2))
+                size = len(text.split()) + 1
+                ids = tuple(range(size))
+                trial = replace(case, completion=text, token_ids=ids, num_tokens=size, max_tokens=size + 1)
+                self.pool.submit(b, (kind, trial if kind == "grade" else [trial, trial]))
             statuses = [outcome.status for _, outcome in sorted(self.pool.collect().items())]
-            if wrong := next(filter(None, (status.partition("WrongReturn: ")[2] for status in statuses)), ""):
-                return f"{wrong}. What it may return: docs/rewards.md"
+            for status in statuses:
+                _, is_wrong_return, reason = status.partition("WrongReturn: ")
+                if is_wrong_return:
+                    return f"{reason}. What it may return: docs/rewards.md"
             if "ok" not in statuses:
-                called = "Completions and prompts are texts, not messages; a text that it cannot read should get 0.0"
-                return f"it fails for each text of a trial with {case.where}: {statuses[0]}. {called}: docs/rewards.md"
+                return (
+                    f"it fails for each text of a trial with {case.where}: {statuses[0]}. Completions and prompts are "
+                    "texts, not messages; a text that it cannot read should get 0.0: docs/rewards.md"
+                )
         return ""
 
     def check_keys(self, data: PromptData, world: World) -> PromptData:
@@ -212,14 +232,16 @@ class Grader:
 
         share = range(world.engine_index, len(data.rows), world.num_engines) if self.pool is not None else ()
         rows = [data.rows[i] for i in share]
-        cases = [Case("", row.answer, row.columns, row.text, where=row.where) for row in rows]
+        cases = [Case("", row.answer, row.columns, prompt=row.text, where=row.where) for row in rows]
         bad = self.bad_keys(cases) if cases else {}
         good = next((case for i, case in enumerate(cases) if i not in bad), None)
-        wrong = self._trial(good) if good and ".py:" in self.grading.reward else ""
-        if wrong := next(filter(None, gather_from_ranks(wrong)), ""):
-            raise ValueError(f"--reward {self.grading.reward}: {wrong}.")
-        reasons = {share[i]: reason for i, reason in bad.items()}
-        return data.exclude({i: reason for part in gather_from_ranks(reasons) for i, reason in part.items()})
+        problem = self._trial(good) if good and ".py:" in self.grading.reward else ""
+        for any_problem in filter(None, gather_from_ranks(problem)):
+            raise ValueError(f"--reward {self.grading.reward}: {any_problem}.")
+        reasons: dict[int, str] = {}
+        for part in gather_from_ranks({share[i]: reason for i, reason in bad.items()}):
+            reasons |= part
+        return data.exclude(reasons)
 
     def close(self) -> None:
         if self.pool is not None:

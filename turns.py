@@ -244,7 +244,7 @@ class Turns:
     def _wait(self, wanted: list[int], is_idle: bool) -> list[tuple[int, Outcome]]:
         begin, seconds = time.monotonic(), 0.0
         while not requested():
-            self.replied |= self.environments.take(seconds)
+            self.replied |= self.environments.pop_replies(seconds)
             taken = sorted(self.replied) if self.is_late else wanted
             if self.replied.keys() >= set(taken) and (taken or not is_idle):
                 return [(number, self.replied.pop(number)) for number in taken]

@@ -37,12 +37,13 @@ def judge(tree: str, cases: list[dict]) -> None:
     is_right = is_equal_to_math_verify
     if tree:
         sys.path.insert(0, tree)
-        from grading.score import Case, Handler
+        from grading import score
 
-        handler = Handler("math", None)
+        worker_class = getattr(score, "RewardWorker", None) or score.Handler  # its name in a former version
+        worker = worker_class("math", None)
 
         def is_right(key: str, completion: str) -> bool:
-            return handler(("grade", Case(completion, key))).is_correct
+            return worker(("grade", score.Case(completion, key))).is_correct
 
     is_right("1", "\\boxed{1}")  # imports what it needs
     start = time.process_time()

@@ -9,7 +9,7 @@ import ast
 import contextlib
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 NOT_GRADED = "not graded"  # the status of a grade
 
@@ -21,10 +21,11 @@ class Case:
     completion: str  # without special tokens
     answer: str
     columns: dict[str, object] = field(default_factory=dict)  # the whole data row
+    _: KW_ONLY
     prompt: str = ""  # as the model saw it, template included
-    token_ids: tuple[int, ...] = ()  # of the completion, if the reward asks for them
-    num_tokens: int | None = None  # of the completion
-    max_tokens: int | None = None  # that it could have had
+    token_ids: tuple[int, ...] = ()  # those of the completion, if the reward asks for them
+    num_tokens: int | None = None  # the completion's
+    max_tokens: int | None = None  # what it could have had
     is_truncated: bool = False  # it ended at max_tokens, not by itself
     where: str = ""  # names the row in the log
     overlong_cache_tokens: int | None = None  # for `length`
@@ -62,8 +63,10 @@ def key_text(value: object, several: str = "any") -> str:
     `alternatives` reads) or "all" (they are joined by commas). Raises ValueError for a list without an answer.
     """
     answers = _listed(value)
+    if answers is None and isinstance(value, str):
+        return value
     if answers is None:
-        return value if isinstance(value, str) else json.dumps(_whole(value), ensure_ascii=False)
+        return json.dumps(_whole(value), ensure_ascii=False)
     answers = list(dict.fromkeys(answer for answer in answers if answer.strip()))
     if not answers:
         raise ValueError("a list without an answer")
@@ -83,10 +86,11 @@ def _listed(value: object) -> list[str] | None:
         if not re.match(r"\s*\[\s*(?:[\"']|null|None|-?[\d.]+\s*\])", value):  # [1, 2] is an interval
             return None
         value = spelled(value)
-    if not isinstance(value, list) or any(isinstance(each, bool) for each in value):
+    if not isinstance(value, list):
         return None
-    found = [each for each in value if each is not None and each == each]
-    return [str(_whole(each)) for each in found] if all(isinstance(each, (str, int, float)) for each in found) else None
+    items = [item for item in value if item is not None and item == item]  # nan equals nothing
+    are_answers = all(isinstance(item, (str, int, float)) and not isinstance(item, bool) for item in items)
+    return [str(_whole(item)) for item in items] if are_answers else None
 
 
 def _whole(value: object) -> object:

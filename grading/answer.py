@@ -30,15 +30,17 @@ MAX_STATED = 1000  # characters behind a mark without an end
 def opens_thought(prompt: str) -> bool:
     """Whether it ends with `<think>`, or with one line of words behind a `<think>` that begins a line or a turn."""
     before, tag, words = prompt.rpartition("<think>")
-    begins = before.rstrip(" ").lower().endswith(("\n", ">", "]", "assistant:"))
-    is_thought = begins and not re.search(r"[\n<]|\]$|\b[A-Z]\w*:$", words.strip())
-    return bool(tag) and (is_thought or not words.strip())
+    if not tag or not words.strip():
+        return tag != ""
+    begins_turn = before.rstrip(" ").lower().endswith(("\n", ">", "]", "assistant:"))
+    return begins_turn and not re.search(r"[\n<]|\]$|\b[A-Z]\w*:$", words.strip())
 
 
 def visible_text(completion: str, prompt: str = "") -> str | None:
     """What stands after the last `</think>`, if there is one; None if the completion ended while it was thinking."""
-    _, end, said = completion.rpartition("</think>")
-    return None if "<think>" in said or (not end and opens_thought(prompt)) else said
+    _, end, text = completion.rpartition("</think>")
+    is_thinking = "<think>" in text or (not end and opens_thought(prompt))
+    return None if is_thinking else text
 
 
 def plain(text: str) -> str:
@@ -81,9 +83,10 @@ def _marked(text: str) -> str | None:
         return behind[:MAX_STATED].strip().partition("\n")[0]
     if stated := list(STATED.finditer(text)):
         behind = text[stated[-1].end() :][:MAX_STATED]
-        ends = (each.start() for each in SENTENCE_END.finditer(behind))
-        end = next((at for at in ends if not _is_open(behind[:at])), None)
-        return behind[:end]
+        for end in SENTENCE_END.finditer(behind):
+            if not _is_open(behind[: end.start()]):
+                return behind[: end.start()]
+        return behind
     return None
 
 
@@ -95,14 +98,14 @@ def _is_open(text: str) -> bool:
 
 def last_box(text: str) -> str | None:
     """What the last outermost \\boxed{...} or \\fbox{...} holds; `\\boxed 5` without braces holds the next word."""
-    at, held = 0, None
+    at, content = 0, None
     while match := BOX.search(text, at):
-        at, held, depth = match.end(), match[1], 1
-        if held == "{":
-            at, held = len(text), ""  # of one that is not closed
+        at, content = match.end(), match[1]
+        if content == "{":
+            at, content, depth = len(text), "", 1  # for a box that is not closed
             for brace in BRACE.finditer(text, match.end()):
-                depth += {"{": 1, "}": -1}.get(brace[0], 0)
+                depth += (brace[0] == "{") - (brace[0] == "}")
                 if depth == 0:
-                    at, held = brace.end(), text[match.end() : brace.start()]
+                    at, content = brace.end(), text[match.end() : brace.start()]
                     break
-    return held
+    return content

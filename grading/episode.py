@@ -24,11 +24,11 @@ Messages = list[dict[str, str]]
 
 
 class Turn(NamedTuple):
-    """A request."""
+    """A request to a worker."""
 
-    episode: int  # its number
+    episode: int  # the episode's number
     row: dict[str, object]
-    texts: tuple[str, ...]  # of all turns of the policy
+    texts: tuple[str, ...]  # all turns of the policy
     is_last: bool  # there is no room for another turn
 
 
@@ -38,62 +38,68 @@ def columns_for(columns: dict[str, object], answer: str) -> dict[str, object]:
 
 
 class Reply(NamedTuple):
-    """The answer to it."""
+    """A worker's answer to a `Turn`."""
 
-    messages: Messages  # of the next turn; []: the episode is over
-    grade: Grade | None = None  # then, if the class has a reward()
+    messages: Messages  # what comes before the next turn; []: the episode is over
+    grade: Grade | None = None  # at the end, if the class has a reward()
 
 
 class Environments:
     """The trainer's side: the workers. All turns of an episode go to one of them, so each is a pool."""
 
-    def __init__(self, handled: tuple[str | None, str | None], num_workers: int, timeout: float, in_flight: int):
-        """`handled`: the arguments of `Handler`. Raises ValueError or FileNotFoundError if it cannot be used."""
+    def __init__(self, source: tuple[str | None, str | None], num_workers: int, timeout: float, in_flight: int):
+        """`source`: the flags --environment and --tools. Raises ValueError or FileNotFoundError if it has no class."""
         self.changed = threading.Condition(threading.RLock())
-        one = {"num_workers": 1, "timeout": timeout, "in_flight": in_flight, "changed": self.changed}
-        self.pools = [Pool("grading.episode:Handler", handled, **one) for _ in range(num_workers)]
-        for pool in self.pools:  # all load now: no episode shall wait for that
-            pool.submit(0, None)
+        self.pools: list[Pool] = []
+        for _ in range(num_workers):
+            pool = Pool("grading.episode:EpisodeWorker", source, 1, timeout, in_flight, changed=self.changed)
+            pool.submit(0, None)  # all load now: no episode shall wait for that
+            self.pools.append(pool)
         try:
-            self.has_reward: bool = [pool.collect()[0].value for pool in self.pools][0]
+            for pool in self.pools:
+                self.has_reward: bool = pool.collect()[0].value
         except ValueError as error:
-            named = f"--environment {handled[0]}" if handled[0] else f"--tools {handled[1]}"
-            raise ValueError(f"{named}: {error}") from None
+            environment, tools = source
+            flag = f"--environment {environment}" if environment else f"--tools {tools}"
+            raise ValueError(f"{flag}: {error}") from None
 
     def submit(self, turn: Turn) -> None:
         self.pools[turn.episode % len(self.pools)].submit(turn.episode, turn)
 
-    def take(self, seconds: float = 0.0) -> dict[int, Outcome]:
-        """Number of an episode -> what was replied, of those that are there within so many seconds."""
+    def pop_replies(self, seconds: float = 0.0) -> dict[int, Outcome]:
+        """The replies that are there within so many seconds, by the number of their episode."""
         with self.changed:
             self.changed.wait_for(lambda: any(pool.outcomes or pool.failure for pool in self.pools), seconds)
-        return {number: outcome for pool in self.pools for number, outcome in pool.take().items()}
+        replies: dict[int, Outcome] = {}
+        for pool in self.pools:
+            replies |= pool.pop_done()
+        return replies
 
     def close(self) -> None:
         for pool in self.pools:
             pool.close()
 
 
-class Handler:
-    """In a worker. Answers a `Turn` with a `Reply`, and None with whether the class has a reward()."""
+class EpisodeWorker:
+    """Answers, in a worker, a `Turn` with a `Reply`, and None with whether the class has a reward()."""
 
     def __init__(self, environment: str | None, tools: str | None) -> None:
         """`environment`: file.py:Class; None: `tools`. Raises ValueError for what is neither."""
         if environment is None:
-            self.kind, self.name = Toolbox.of(tools), "tools"
+            self.kind, self.name = Toolbox.load(tools), "tools"
         else:
             self.kind, self.name = load_own(environment)
             if not callable(getattr(self.kind, "reply", None)):
                 raise ValueError(f"{self.name} has no method reply(self, completion); see docs/turns.md")
         self.has_reward = callable(getattr(self.kind, "reward", None))
-        self.episodes: dict[int, tuple[object, int]] = {}  # the object, and how many texts it has been told
+        self.episodes: dict[int, tuple[object, int]] = {}  # the object, and how many texts it has seen
 
     def __call__(self, turn: Turn | None) -> Reply | bool:
         if turn is None:
             return self.has_reward
-        environment, told = self.episodes.pop(turn.episode, None) or (self.kind(copy.deepcopy(turn.row)), 0)
+        environment, num_seen = self.episodes.pop(turn.episode, None) or (self.kind(copy.deepcopy(turn.row)), 0)
         reply = None
-        for number, text in enumerate(turn.texts[told:], start=told + 1):
+        for number, text in enumerate(turn.texts[num_seen:], start=num_seen + 1):
             environment.turns = number
             reply = awaited(environment.reply(text))
         if reply is None or turn.is_last:
@@ -102,27 +108,30 @@ class Handler:
         return Reply(self.read_messages(reply))
 
     def read_messages(self, reply: object) -> Messages:
-        """The messages that are meant. Raises WrongReturn."""
-        messages = [{"role": "user", "content": reply}] if isinstance(reply, str) else reply
-        messages = [messages] if isinstance(messages, dict) else messages
+        """The messages of a reply: a text, a message or a list of messages. Raises WrongReturn."""
+        if isinstance(reply, str):
+            reply = {"role": "user", "content": reply}
+        messages = [reply] if isinstance(reply, dict) else reply
         try:
             # Texts that can be written; of a class of the user's, whose file the trainer does not load, the mere text.
-            read = [{name: each[name].encode().decode() for name in ("role", "content")} for each in messages]
+            read = [{name: message[name].encode().decode() for name in ("role", "content")} for message in messages]
         except (TypeError, KeyError, AttributeError, UnicodeEncodeError):
             read = []
         if not read:
-            needed = "a text, a message or a list of messages, each with a role and a text as content, or None"
-            raise WrongReturn(f"{self.name}.reply returned {reply!r:.200}, not {needed}")
+            raise WrongReturn(
+                f"{self.name}.reply returned {reply!r:.200}, not a text, a message or a list of messages, "
+                "each with a role and a text as content, or None"
+            )
         return read
 
     def grade(self, environment: object) -> Grade:
-        """What reward() says: the parts begin with the whole, so that it decides whether the episode is correct."""
+        """What reward() says: the first part is the whole, so that it decides whether the episode is correct."""
         result, name = awaited(environment.reward()), f"{self.name}.reward"
         if not isinstance(result, (list, tuple)):
             score, parts = read_reward(result, name)
             return Grade(score, "ok", {self.name: score} | parts)
         if len(result) != environment.turns:
             raise WrongReturn(f"{name} returned {result!r:.200} for {environment.turns} turns, not a list of that many")
-        of_turns = {f"turn_{k}": read_reward(each, name)[0] for k, each in enumerate(result, start=1)}
-        score = sum(of_turns.values())
-        return Grade(score, "ok", {self.name: score} | of_turns)
+        parts = {f"turn_{number}": read_reward(value, name)[0] for number, value in enumerate(result, start=1)}
+        score = sum(parts.values())
+        return Grade(score, "ok", {self.name: score} | parts)

@@ -36,8 +36,7 @@ UNFINISHED = (Sum, Product, Integral, Limit, Derivative, AppliedUndef)
 # SymPy raises these for formulas that it cannot treat. A comparison that meets one decides nothing; the next one does.
 UNSOLVED = (TypeError, ValueError, ArithmeticError, NotImplementedError, RecursionError)
 NORMALIZATION = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True)
-CONVERSION = {"normalization_config": None, "conversion_config": ConversionConfig(lowercase_symbols=False)}
-RADIANS = r"\cdot\frac{\pi}{180}"
+CONVERSION = ConversionConfig(lowercase_symbols=False)
 STAND_INS = {  # letters that the parser takes for constants, d and ^T, by letters that nobody uses
     r"\gamma": r"\upsilon ", "I": r"\varsigma ", "E": r"\varpi ", "e_": r"\omicron _", "d": r"\vartheta ",
     "T": r"\varrho ",
@@ -60,63 +59,74 @@ def equal(key: str, answer: str) -> bool:
     if key.strip() == answer.strip():
         return key.strip() != ""
     key, answer = clean(key), clean(answer)
-    values = parse_value(key), parse_value(answer)
-    if "matrix}" in key + answer and "formula" in (values[0][0], values[1][0]):
+    key_value, value = parse_value(key), parse_value(answer)
+    if "matrix}" in key + answer and "formula" in (key_value[0], value[0]):
         return same_formula(key, answer)
-    return _same(*values)
+    return _same(key_value, value)
 
 
 def _same(key: Value, answer: Value) -> bool:
-    kinds = key[0], answer[0]
     if key == answer:
         return True
-    if kinds[0] == "chain":
-        return _same(key[1][-1], answer)
-    if kinds[1] == "chain":  # false for 2 + 3 = 6
-        *others, value = answer[1]
-        return _same(key, value) and all(_same(value, other) for other in others)
-    if {*kinds} <= {"named", "equation"}:
-        is_curve = kinds == ("named", "named") and "y" in (key[1], answer[1]) and "(x)" in key[1] + answer[1]
-        if kinds == ("named", "named") and (key[1] == answer[1] or is_curve):
-            return _same(key[2], answer[2])
-        return same_formula(key[-1], answer[-1])
-    if "named" in kinds:
-        return _same(key[2] if kinds[0] == "named" else key, answer[2] if kinds[1] == "named" else answer)
-    if "words" in kinds and "formula" in kinds:
-        return _letters(key[1]) == _letters(answer[1]) != ""
-    if "choice" in kinds:
-        return _same_choice(key, answer)
-    if {*kinds} <= {"number", "formula"}:
-        return _same_quantity(key, answer)
-    return _same_collection(key, answer)
+    match key, answer:
+        case ("chain", (*_, result)), _:
+            return _same(result, answer)
+        case _, ("chain", (*sides, result)):  # false for 2 + 3 = 6
+            return _same(key, result) and all(_same(result, side) for side in sides)
+        case ("named", name, value, _), ("named", name_2, value_2, _) if _is_same_name(name, name_2):
+            return _same(value, value_2)
+        case ("named" | "equation", *_, text), ("named" | "equation", *_, text_2):
+            return same_formula(text, text_2)
+        case ("named", _, value, _), _:
+            return _same(value, answer)
+        case _, ("named", _, value, _):
+            return _same(key, value)
+        case (("words", text), ("formula", text_2, _)) | (("formula", text, _), ("words", text_2)):
+            return _letters(text) == _letters(text_2) != ""
+        case (("choice", *_), _) | (_, ("choice", *_)):
+            return _same_choice(key, answer)
+        case ("number" | "formula", *_), ("number" | "formula", *_):
+            return _same_quantity(key, answer)
+        case (("list" | "set", items), ("list" | "set", items_2)) | (("union", items), ("union", items_2)):
+            return _same_unordered(items, items_2)
+        case ("sequence", brackets, items, names), ("sequence", brackets_2, items_2, names_2):
+            are_named_alike = not names or not names_2 or names == names_2
+            return brackets == brackets_2 and are_named_alike and _same_ordered(items, items_2)
+        case ("sequence", "()", items, names), ("list", items_2):
+            return _same_point(items, names, items_2)
+        case ("list", items_2), ("sequence", "()", items, names):
+            return _same_point(items, names, items_2)
+    return False
+
+
+def _is_same_name(key: str, answer: str) -> bool:
+    """Whether they name the same; a curve is y or f(x)."""
+    return key == answer or ("y" in (key, answer) and "(x)" in key + answer)
 
 
 def _same_choice(key: Value, answer: Value) -> bool:
     """True if letters agree, or the values beside them: the key (C) 12 is met by C and by 12, the key 12 by (C) 12."""
-    letters = [_letters(value[1]).upper() if value[0] == "formula" else value[1] for value in (key, answer)]
-    values = [value[2] if value[0] == "choice" else value for value in (key, answer)]
-    if letters[0] == letters[1]:
-        return "formula" in (key[0], answer[0]) or None in values or _same(*values)
-    are_options = all(re.fullmatch("[A-J]", str(letter)) for letter in letters)  # A. B is not B
-    return key[0] != answer[0] and not are_options and None not in values and _same(*values)
-
-
-def _same_collection(key: Value, answer: Value) -> bool:
-    kinds = key[0], answer[0]
-    if {*kinds} <= {"list", "set"} or kinds == ("union", "union"):
-        return _same_unordered(key[1], answer[1])
-    if kinds == ("sequence", "sequence"):
-        is_other = key[1] != answer[1] or (key[3] and answer[3] and key[3] != answer[3])
-        return not is_other and _same_ordered(key[2], answer[2])
-    if {*kinds} == {"sequence", "list"}:
-        one, other = (key, answer) if kinds[0] == "sequence" else (answer, key)
-        is_point = one[1] == "()" and len(one[3]) != 1 and all(item[0] != "named" for item in other[1])
-        return is_point and _same_ordered(one[2], other[1])
-    return False
+    match key, answer:
+        case ("choice", letter, value), ("choice", letter_2, value_2):
+            return letter == letter_2 and (None in (value, value_2) or _same(value, value_2))
+        case ("choice", letter, value), (kind, text, *_):
+            key = value
+        case (kind, text, *_), ("choice", letter, value):
+            answer = value
+    text = _letters(text).upper() if kind == "formula" else str(text)
+    if value is None or (text == letter and kind == "formula"):
+        return text == letter
+    is_another_option = text != letter and re.fullmatch("[A-J]", text)  # A. B is not B
+    return not is_another_option and _same(key, answer)
 
 
 def _letters(text: str) -> str:
     return re.sub(r"\\text|[\s(){}]", "", fold(text))
+
+
+def _same_point(point: tuple[Value, ...], names: tuple[str, ...], items: tuple[Value, ...]) -> bool:
+    """Whether a list without brackets has the coordinates of a point; what has one name is an interval."""
+    return len(names) != 1 and all(item[0] != "named" for item in items) and _same_ordered(point, items)
 
 
 def _same_ordered(keys: tuple[Value, ...], answers: tuple[Value, ...]) -> bool:
@@ -135,14 +145,21 @@ def _same_unordered(keys: tuple[Value, ...], answers: tuple[Value, ...]) -> bool
 
 
 def _same_quantity(key: Value, answer: Value) -> bool:
-    if bool(key[2]) != bool(answer[2]):  # what is glued to a number is a unit where the other side has one: 0.64N
-        key, answer = (each if each[2] else quantity(str(each[1]), is_apart=True) or each for each in (key, answer))
-    key_unit, answer_unit = key[2], answer[2]
-    if {key_unit, answer_unit} == {"%", ""} and key[0] == answer[0] == "number":
-        return answer[1] in (key[1], key[1] / 100) if key_unit else answer[1] / 100 == key[1]
-    if key_unit and answer_unit and key_unit != answer_unit:
-        return False
-    return key[1] == answer[1] if key[0] == answer[0] == "number" else same_formula(key[1], answer[1])
+    # What is glued to a number is a unit where the other side has one: 0.64N.
+    if key[2] and not answer[2]:
+        answer = quantity(str(answer[1]), is_apart=True) or answer
+    elif answer[2] and not key[2]:
+        key = quantity(str(key[1]), is_apart=True) or key
+    match key, answer:
+        case ("number", percent, "%"), ("number", value, ""):
+            return value in (percent, percent / 100)
+        case ("number", value, ""), ("number", percent, "%"):
+            return percent / 100 == value
+        case (_, _, unit), (_, _, unit_2) if unit and unit_2 and unit != unit_2:
+            return False
+        case ("number", value, _), ("number", value_2, _):
+            return value == value_2
+    return same_formula(key[1], answer[1])
 
 
 # A single formula in SymPy --------------------------------------------------------------------------------------------
@@ -154,23 +171,24 @@ def read_formula(text: str | Fraction) -> Basic | None:
     text = str(text)
     if len(text) > MAX_FORMULA or UNREADABLE.search(text):
         return None
-    text = re.sub(r"(\d+(?:\.\d+)?)\s*\^\\circ", lambda m: f"({m[1]}{RADIANS})", text)
+    text = re.sub(r"(\d+(?:\.\d+)?)\s*\^\\circ", r"(\1\\cdot\\frac{\\pi}{180})", text)
     text = re.sub(r"(?<![\d.,])(\d*\.\d+)(?![\d.])", lambda m: f"{{{Fraction(m[1])}}}", text)
     text = re.sub(r"([A-Za-z])('+)", lambda m: f"{m[1]}_{{{'p' * len(m[2])}}}", text)
     text = re.sub(r"\^\s*\{?\s*(?:\*|\\ast)\s*\}?", "_{s}", text)  # x^*
-    kept = {"d"} if DIFFERENTIAL.search(text) else {"T"} if "matrix" in text else {}
-    text = TOKEN.sub(lambda m: m[0] if m[0] in kept else STAND_INS.get(m[0], m[0]), text)
+    kept = "d" if DIFFERENTIAL.search(text) else "T" if "matrix" in text else ""
+    text = TOKEN.sub(lambda m: m[0] if m[0] == kept else STAND_INS.get(m[0], m[0]), text)
     formula = None
     with contextlib.suppress(Exception):  # nothing narrower: for a syntax error the parser raises Exception itself
-        formula = latex2sympy(normalize_latex(text, NORMALIZATION), is_real=True, **CONVERSION)
+        latex = normalize_latex(text, NORMALIZATION)
+        formula = latex2sympy(latex, is_real=True, normalization_config=None, conversion_config=CONVERSION)
     if not isinstance(formula, Basic):
         return formula
     if not _is_small(formula) or formula.has(sympy.nan, sympy.zoo):
         return None
     letters = {symbol: I for symbol in formula.free_symbols if symbol.name == "i"}
-    for each in formula.atoms(Derivative):  # dy/dx is no 0, but a letter of its own
-        if each.expr.free_symbols.isdisjoint(each.variables):
-            letters[each] = Symbol(str(each), real=True)
+    for slope in formula.atoms(Derivative):  # dy/dx is no 0, but a letter of its own
+        if slope.expr.free_symbols.isdisjoint(slope.variables):
+            letters[slope] = Symbol(str(slope), real=True)
     return formula.xreplace(letters)
 
 
@@ -191,14 +209,16 @@ def same_formula(key: str | Fraction, answer: str | Fraction) -> bool:
     gold, pred = read_formula(key), read_formula(answer)
     if gold is None or pred is None:
         return False
-    symbols, is_equation = sorted(gold.free_symbols | pred.free_symbols, key=str), isinstance(gold, Eq)
-    if is_equation and isinstance(pred, Eq):
-        gold, pred = (sympy.fraction(sympy.together(each.lhs - each.rhs))[0] for each in (gold, pred))
-    are_rational = all(isinstance(each, Expr) and each.is_rational_function() for each in (gold, pred))
+    symbols = sorted(gold.free_symbols | pred.free_symbols, key=str)
+    are_equations = isinstance(gold, Eq) and isinstance(pred, Eq)
+    if are_equations:
+        gold, pred = (sympy.fraction(sympy.together(side.lhs - side.rhs))[0] for side in (gold, pred))
+    are_rational = all(isinstance(side, Expr) and side.is_rational_function() for side in (gold, pred))
     points = _points(symbols)[: 2 if are_rational else None]
-    if is_equation and isinstance(gold, Expr):  # they agree if one is a multiple of the other
-        first, *others = [ratio for point in points if (ratio := _value(gold / pred, point)) is not None] or [0]
-        return bool(others and first != 0 and all(abs(ratio - first) < 1e-40 * abs(first) for ratio in others))
+    if are_equations:  # they agree if one is a multiple of the other
+        ratios = [_value(gold / pred, point) for point in points]
+        first, *rest = [ratio for ratio in ratios if ratio is not None] or [0]
+        return bool(rest) and first != 0 and all(abs(ratio - first) < 1e-40 * abs(first) for ratio in rest)
     num_same = 0
     for point in points:
         first, second = _value(gold, point), _value(pred, point)
@@ -218,8 +238,11 @@ def same_formula(key: str | Fraction, answer: str | Fraction) -> bool:
 def _points(symbols: list[Symbol]) -> list[dict[Symbol, Float]]:
     """Odd points near and far, of all signs: sqrt((x - 50)^2) is 50 - x up to 50."""
     sizes = [Float(f"{0.61803398874989 + i * 0.41421356237309}", 60) for i in range(len(symbols))]
-    sides = itertools.product((1, -1), (1, -1)[: len(symbols)], (1, 30, 400, 2000)) if symbols else [(1, 1, 1)]
-    return [{each: (sizes[i] * c + i) * a * b**i for i, each in enumerate(symbols)} for a, b, c in sides]
+    points = []
+    for sign, next_sign, scale in itertools.product((1, -1), (1, -1)[: len(symbols)], (1, 30, 400, 2000)):
+        values = [(size * scale + i) * sign * next_sign**i for i, size in enumerate(sizes)]
+        points.append(dict(zip(symbols, values, strict=True)))
+    return points or [{}]
 
 
 def _value(formula: Basic, point: dict[Symbol, Float]) -> Expr | None:
@@ -227,10 +250,11 @@ def _value(formula: Basic, point: dict[Symbol, Float]) -> Expr | None:
     if not isinstance(formula, Expr) or formula.has(*UNFINISHED):
         return None
     try:
-        parts = [part for part in formula.atoms(Pow, log, sympy.asin, sympy.acos) if part.args[0].free_symbols]
-        limits = [part for part in parts if not (part.is_Pow and part.exp.is_Integer)]
-        if any(part.subs(point).is_real is False for part in limits) and not formula.has(I):
-            return None
+        for part in formula.atoms(Pow, log, sympy.asin, sympy.acos):
+            is_whole_power = part.is_Pow and part.exp.is_Integer
+            is_limited = part.args[0].free_symbols and not is_whole_power
+            if is_limited and part.subs(point).is_real is False and not formula.has(I):
+                return None
         value = formula.subs(point).evalf(60)
         parts = value.as_real_imag()
     except UNSOLVED:
@@ -260,14 +284,18 @@ def check_key(key: str) -> None:
 
 def _check_formulas(value: Value) -> None:
     """Raises ValueError for a formula or an equation that SymPy cannot read; a choice is met by its letter."""
-    if value[:1] in (("formula",), ("equation",)) and read_formula(value[1]) is None:
-        raise ValueError(f"math-verify cannot read {value[1][:80]!r}")
-    for part in value if value[:1] != ("choice",) else ():
+    match value:
+        case ("formula" | "equation", text, *_) if read_formula(text) is None:
+            raise ValueError(f"math-verify cannot read {text[:80]!r}")
+        case ("choice", *_):
+            return
+    for part in value:
         if isinstance(part, tuple):
             _check_formulas(part)
 
 
 def canonical(answer: str) -> str:
     """One text for answers that are the same at sight (1/2, 0.5, \\frac12), for counting votes."""
-    value = parse_value(text := clean(answer))
+    text = clean(answer)
+    value = parse_value(text)
     return str(value[1]) if value[0] == "number" else re.sub(r"\s+", "", text)

@@ -13,7 +13,7 @@ a prompt to repeat that holds the sentence that asks for it.
 
 Deviations from google-research: no nltk (see `count_sentences`, `count_capital_words`), keywords and markers are
 literal text and no regular expressions, and each check takes time linear in the completion.
-Read from the bottom: `follows_instructions`, `read_instructions`, the tables FUNCTIONS, CHECKS and ARGUMENTS.
+The tables are at the end: FUNCTIONS, CHECKS and ARGUMENTS.
 """
 
 from __future__ import annotations
@@ -41,6 +41,74 @@ REPEAT_SENTENCE = (
     "First, repeat the request without change, then give your answer (do not say anything before repeating the "
     "request; the request you need to repeat does not include this sentence)"
 )
+
+
+def follows_instructions(completion: str, instructions: list[Instruction]) -> list[bool]:
+    """For each instruction whether the completion follows it. A blank completion follows none."""
+    is_blank = not completion.strip()
+    return [not is_blank and CHECKS[name](completion, **arguments) for name, arguments in instructions]
+
+
+def read_instructions(answer: str, columns: dict[str, object]) -> list[Instruction]:
+    """The instructions of a row: from its columns instruction_id_list and kwargs, or, without them, from `answer`, a
+    JSON text with func_name. Afterwards `follows_instructions` raises for no text.
+
+    Raises ValueError, in one sentence, for an unknown instruction, a missing, surplus or ill-typed argument, lists of
+    unequal length or no instruction at all. Contradictions, such as the 5th of 3 paragraphs, are no error: nothing
+    follows them.
+    """
+    ids = python_value(columns.get("instruction_id_list"))
+    if ids is None:
+        missing = "the row has no column instruction_id_list, and its answer"
+        given = from_json(answer, missing)
+        name = given.pop("func_name", None) if isinstance(given, dict) else None
+        if not isinstance(name, str) or name not in FUNCTIONS:
+            raise ValueError(f"{missing}'s func_name {name!r} is not in {list(FUNCTIONS)}.")
+        instruction_id, *keys = FUNCTIONS[name].split()
+        return [read_instruction(name, instruction_id, given, keys)]
+    kwargs = from_json(python_value(columns.get("kwargs")), "column kwargs")
+    if not isinstance(ids, list | tuple) or not ids:
+        raise ValueError(f"column instruction_id_list = {ids!r} must be a list with at least one instruction.")
+    if not isinstance(kwargs, list | tuple) or len(kwargs) != len(ids):
+        raise ValueError(f"column kwargs = {kwargs!r} must be a list of {len(ids)} dicts, one for each of {list(ids)}.")
+    instructions = []
+    for name, given in zip(ids, kwargs, strict=True):
+        if not isinstance(name, str) or name not in CHECKS:
+            raise ValueError(f"instruction {name!r} of column instruction_id_list is none of {list(CHECKS)}.")
+        arguments = {} if python_value(given) is None else from_json(given, "kwargs")
+        instructions.append(read_instruction(name, name, arguments, PARAMETERS[name]))
+    return instructions
+
+
+def read_instruction(name: str, instruction_id: str, given: object, keys: list[str]) -> Instruction:
+    """The instruction with the arguments that are given under these keys. `name`: for errors, as the row calls it."""
+    if not isinstance(given, dict):
+        raise ValueError(f"instruction {name!r} has the arguments {given!r}, which are not a dict.")
+    filled = {key: python_value(value) for key, value in given.items() if python_value(value) is not None}
+    if set(filled) != set(keys):
+        has = sorted(filled, key=str)
+        raise ValueError(f"instruction {name!r} takes the arguments {sorted(keys)}, but the row gives {has}.")
+    arguments = {}
+    for key, parameter in zip(keys, PARAMETERS[instruction_id], strict=True):
+        required, read = ARGUMENTS[parameter]
+        arguments[parameter] = read(filled[key])
+        if arguments[parameter] is None:
+            raise ValueError(f"instruction {name!r} has {key} = {filled[key]!r}, which must be {required}.")
+    return instruction_id, arguments
+
+
+def python_value(value: object) -> object:
+    """The value without numpy, None for a null: parquet and pandas give arrays, numpy scalars and NaN."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def from_json(value: object, name: str) -> object:
+    """The value, parsed if it is a text. Raises ValueError if it is a text but not JSON."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} {value[:200]!r} is not a JSON text.") from error
 
 
 def holds(count: int, relation: str, wanted: int, around: int | None = None) -> bool:
@@ -102,13 +170,14 @@ def count_capital_words(text: str) -> int:
 
 def has_bullets(text: str, num_bullets: int) -> bool:
     """Exactly so many lines begin with "-", or with one "*" and something after it: no **bold**, *** or bare *."""
-    return sum(re.match(r"-|\*[^*]", line.lstrip()) is not None for line in text.split("\n")) == num_bullets
+    bullets = [line for line in text.split("\n") if re.match(r"-|\*[^*]", line.lstrip())]
+    return len(bullets) == num_bullets
 
 
 def has_highlights(text: str, num_highlights: int) -> bool:
     """At least so many *highlights* and **highlights** that are not blank, each on one line."""
-    found = re.findall(r"\*([^\n*]*)\*", text) + re.findall(r"\*\*([^\n*]*)\*\*", text)
-    return sum(inside.strip() != "" for inside in found) >= num_highlights
+    texts = re.findall(r"\*([^\n*]*)\*", text) + re.findall(r"\*\*([^\n*]*)\*\*", text)
+    return len([*filter(str.strip, texts)]) >= num_highlights
 
 
 def split_at(text: str, divider: str) -> list[str]:
@@ -129,7 +198,7 @@ def nth_paragraph_first_word(text: str, num_paragraphs: int, nth_paragraph: int,
     As in the benchmark, a blank piece is not counted but keeps its place.
     """
     pieces = text.split("\n\n")
-    if sum(piece.strip() != "" for piece in pieces) != num_paragraphs or nth_paragraph > num_paragraphs:
+    if len([*filter(str.strip, pieces)]) != num_paragraphs or nth_paragraph > num_paragraphs:
         return False
     word = first_word_of(pieces[nth_paragraph - 1])
     return word != "" and word == first_word_of(first_word)
@@ -192,6 +261,11 @@ def read_text(value: object) -> str | None:
     return value.strip() or None if isinstance(value, str) else None
 
 
+def read_letter(value: object) -> str | None:
+    text = read_text(value)
+    return text if text and len(text) == 1 else None
+
+
 def read_texts(value: object) -> list[str] | None:
     texts = [read_text(item) for item in value] if isinstance(value, list | tuple) else []
     return texts if texts and None not in texts else None
@@ -215,18 +289,17 @@ TEXT: ArgumentType = ("a text that is not blank", read_text)
 TEXTS: ArgumentType = ("a list of texts, at least one and none blank", read_texts)
 RELATION: ArgumentType = (f"one of {RELATIONS}", lambda value: value if value in RELATIONS else None)
 
-ARGUMENTS: dict[str, ArgumentType] = {  # the parameters of the checkers, by name
-    **dict.fromkeys(("keyword", "first_word", "postscript_marker", "section_spliter"), TEXT),
-    **dict.fromkeys(("prompt", "prompt_to_repeat", "end_phrase"), TEXT),
-    **dict.fromkeys(("keywords", "forbidden_words"), TEXTS),
-    **dict.fromkeys(("frequency", "let_frequency", "capital_frequency", "num_words", "num_sentences"), COUNT),
-    **dict.fromkeys(("num_paragraphs", "num_placeholders", "num_bullets", "num_highlights", "num_sections"), COUNT),
-    **dict.fromkeys(("relation", "let_relation", "capital_relation"), RELATION),
-    "nth_paragraph": ("a whole number from 1 to 1e9", lambda value: read_count(value) or None),
-    "letter": ("a text of one character", lambda value: text if len(text := read_text(value) or "") == 1 else None),
-    "language": ("a language code of langdetect, such as en, pt or zh-cn", read_language),
-    "options": ("options divided by / or commas, or a list of texts", read_options),
-}
+ARGUMENTS: dict[str, ArgumentType] = {name: argument for names, argument in [  # the parameters of the checkers
+    ("keyword first_word postscript_marker section_spliter prompt prompt_to_repeat end_phrase", TEXT),
+    ("keywords forbidden_words", TEXTS),
+    ("frequency let_frequency capital_frequency num_words num_sentences num_paragraphs num_placeholders", COUNT),
+    ("num_bullets num_highlights num_sections", COUNT),
+    ("relation let_relation capital_relation", RELATION),
+    ("nth_paragraph", ("a whole number from 1 to 1e9", lambda value: read_count(value) or None)),
+    ("letter", ("a text of one character", read_letter)),
+    ("language", ("a language code of langdetect, such as en, pt or zh-cn", read_language)),
+    ("options", ("options divided by / or commas, or a list of texts", read_options)),
+] for name in names.split()}  # fmt: skip
 
 # Instruction -> its definition: text and arguments -> followed or not.
 # fmt: off
@@ -278,96 +351,31 @@ CHECKS: dict[str, Callable[..., bool]] = {
 # fmt: on
 PARAMETERS = {name: list(inspect.signature(check).parameters)[1:] for name, check in CHECKS.items()}
 
-# Tulu's func_name -> (instruction, Tulu's names of its arguments, in the order of the checker's parameters).
-FUNCTIONS: dict[str, tuple[str, list[str]]] = {
-    "verify_keywords": ("keywords:existence", ["keyword_list"]),
-    "verify_keyword_frequency": ("rlvr:keyword_frequency", ["word", "N"]),
-    "validate_forbidden_words": ("keywords:forbidden_words", ["forbidden_words"]),
-    "verify_letter_frequency": ("rlvr:letter_frequency", ["letter", "N"]),
-    "validate_response_language": ("language:response_language", ["language"]),
-    "verify_paragraph_count": ("rlvr:number_paragraphs", ["N"]),
-    "validate_word_constraint": ("length_constraints:number_words", ["N", "quantifier"]),
-    "verify_sentence_constraint": ("rlvr:number_sentences", ["N", "quantifier"]),
-    "validate_paragraphs": ("length_constraints:nth_paragraph_first_word", ["N", "i", "first_word"]),
-    "verify_postscript": ("detectable_content:postscript", ["postscript_marker"]),
-    "validate_placeholders": ("detectable_content:number_placeholders", ["N"]),
-    "verify_bullet_points": ("detectable_format:number_bullet_lists", ["N"]),
-    "validate_title": ("detectable_format:title", []),
-    "validate_choice": ("rlvr:constrained_response", ["options"]),
-    "validate_highlighted_sections": ("detectable_format:number_highlighted_sections", ["N"]),
-    "validate_sections": ("detectable_format:multiple_sections", ["section_splitter", "N"]),
-    "validate_json_format": ("detectable_format:json_format", []),
-    "validate_repeat_prompt": ("rlvr:repeat_prompt", ["original_prompt"]),
-    "validate_two_responses": ("combination:two_responses", []),
-    "validate_uppercase": ("change_case:english_capital", []),
-    "validate_lowercase": ("change_case:english_lowercase", []),
-    "validate_frequency_capital_words": ("change_case:capital_word_frequency", ["N", "quantifier"]),
-    "validate_end": ("startend:end_checker", ["end_phrase"]),
-    "validate_quotation": ("startend:quotation", []),
-    "validate_no_commas": ("punctuation:no_comma", []),
+# Tulu's func_name -> the instruction, and Tulu's names of its arguments in the order of the checker's parameters.
+FUNCTIONS: dict[str, str] = {
+    "verify_keywords": "keywords:existence keyword_list",
+    "verify_keyword_frequency": "rlvr:keyword_frequency word N",
+    "validate_forbidden_words": "keywords:forbidden_words forbidden_words",
+    "verify_letter_frequency": "rlvr:letter_frequency letter N",
+    "validate_response_language": "language:response_language language",
+    "verify_paragraph_count": "rlvr:number_paragraphs N",
+    "validate_word_constraint": "length_constraints:number_words N quantifier",
+    "verify_sentence_constraint": "rlvr:number_sentences N quantifier",
+    "validate_paragraphs": "length_constraints:nth_paragraph_first_word N i first_word",
+    "verify_postscript": "detectable_content:postscript postscript_marker",
+    "validate_placeholders": "detectable_content:number_placeholders N",
+    "verify_bullet_points": "detectable_format:number_bullet_lists N",
+    "validate_title": "detectable_format:title",
+    "validate_choice": "rlvr:constrained_response options",
+    "validate_highlighted_sections": "detectable_format:number_highlighted_sections N",
+    "validate_sections": "detectable_format:multiple_sections section_splitter N",
+    "validate_json_format": "detectable_format:json_format",
+    "validate_repeat_prompt": "rlvr:repeat_prompt original_prompt",
+    "validate_two_responses": "combination:two_responses",
+    "validate_uppercase": "change_case:english_capital",
+    "validate_lowercase": "change_case:english_lowercase",
+    "validate_frequency_capital_words": "change_case:capital_word_frequency N quantifier",
+    "validate_end": "startend:end_checker end_phrase",
+    "validate_quotation": "startend:quotation",
+    "validate_no_commas": "punctuation:no_comma",
 }
-
-
-def plain(value: object) -> object:
-    """The value without numpy, None for a null: parquet and pandas give arrays, numpy scalars and NaN."""
-    value = value.tolist() if hasattr(value, "tolist") else value
-    return None if isinstance(value, float) and math.isnan(value) else value
-
-
-def from_json(value: object, name: str) -> object:
-    """The value, parsed if it is a text. Raises ValueError if it is a text but not JSON."""
-    try:
-        return json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name} {value[:200]!r} is not a JSON text.") from error
-
-
-def read_instruction(name: str, instruction_id: str, given: object, keys: list[str]) -> Instruction:
-    """The instruction with the arguments that are given under these keys. `name`: for errors, as the row calls it."""
-    if not isinstance(given, dict):
-        raise ValueError(f"instruction {name!r} has the arguments {given!r}, which are not a dict.")
-    filled = {key: plain(value) for key, value in given.items() if plain(value) is not None}
-    if set(filled) != set(keys):
-        has = sorted(filled, key=str)
-        raise ValueError(f"instruction {name!r} takes the arguments {sorted(keys)}, but the row gives {has}.")
-    arguments = {}
-    for key, parameter in zip(keys, PARAMETERS[instruction_id], strict=True):
-        required, read = ARGUMENTS[parameter]
-        arguments[parameter] = read(filled[key])
-        if arguments[parameter] is None:
-            raise ValueError(f"instruction {name!r} has {key} = {filled[key]!r}, which must be {required}.")
-    return instruction_id, arguments
-
-
-def read_instructions(answer: str, columns: dict[str, object]) -> list[Instruction]:
-    """The instructions of a row: from its columns instruction_id_list and kwargs, or, without them, from `answer`, a
-    JSON text with func_name. Afterwards `follows_instructions` raises for no text.
-
-    Raises ValueError, in one sentence, for an unknown instruction, a missing, surplus or ill-typed argument, lists of
-    unequal length or no instruction at all. Contradictions, such as the 5th of 3 paragraphs, are no error: nothing
-    follows them.
-    """
-    ids = plain(columns.get("instruction_id_list"))
-    if ids is None:
-        missing = "the row has no column instruction_id_list, and its answer"
-        given = from_json(answer, missing)
-        name = given.pop("func_name", None) if isinstance(given, dict) else None
-        if not isinstance(name, str) or name not in FUNCTIONS:
-            raise ValueError(f"{missing}'s func_name {name!r} is not in {list(FUNCTIONS)}.")
-        return [read_instruction(name, FUNCTIONS[name][0], given, FUNCTIONS[name][1])]
-    kwargs = from_json(plain(columns.get("kwargs")), "column kwargs")
-    if not isinstance(ids, list | tuple) or not ids:
-        raise ValueError(f"column instruction_id_list = {ids!r} must be a list with at least one instruction.")
-    if not isinstance(kwargs, list | tuple) or len(kwargs) != len(ids):
-        raise ValueError(f"column kwargs = {kwargs!r} must be a list of {len(ids)} dicts, one for each of {list(ids)}.")
-    for name in ids:
-        if not isinstance(name, str) or name not in CHECKS:
-            raise ValueError(f"instruction {name!r} of column instruction_id_list is none of {list(CHECKS)}.")
-    dicts = [{} if plain(given) is None else from_json(given, "kwargs") for given in kwargs]
-    return [read_instruction(name, name, given, PARAMETERS[name]) for name, given in zip(ids, dicts, strict=True)]
-
-
-def follows_instructions(completion: str, instructions: list[Instruction]) -> list[bool]:
-    """For each instruction whether the completion follows it. A blank completion follows none."""
-    is_blank = not completion.strip()
-    return [not is_blank and CHECKS[name](completion, **arguments) for name, arguments in instructions]

@@ -22,6 +22,7 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
+from inspect import Parameter
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
@@ -52,40 +53,42 @@ def load_function(path: str, name: str) -> Callable:
     module = load_module(Path(path).resolve())
     function = getattr(module, name, None)
     if not callable(function):
-        own = [each for each in vars(module).values() if getattr(each, "__module__", "") == module.__name__]
-        found = [each.__name__ for each in own if inspect.isfunction(each) or inspect.isclass(each)]
-        public = ", ".join(each for each in found if not each.startswith("_"))
+        own = [value for value in vars(module).values() if inspect.isfunction(value) or inspect.isclass(value)]
+        names = [value.__name__ for value in own if value.__module__ == module.__name__]
+        public = ", ".join(name for name in names if not name.startswith("_"))
         raise ValueError(f"{path} has no function or class {name!r}; it has {public or 'none'}.")
     return function
 
 
 def files_of(path: Path) -> list[Path]:
     """The file, and those in its folder that it imports, directly or not."""
-    found = [path]
-    for file in found:  # it grows
+    files = [path]
+    for file in files:  # it grows
         nodes: list[ast.AST] = []
         with suppress(SyntaxError, ValueError):  # whoever imports it may do without it
             nodes += ast.walk(ast.parse(file.read_bytes()))
         for node in nodes:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
-            if module := getattr(node, "module", None):  # what is taken out of it may be a module, too
-                names = [module, *(f"{module}.{name}" for name in names)]
-            for place in (path.parent / name.replace(".", "/") for name in names):
-                files = [place.with_suffix(".py"), place / "__init__.py"]
-                found += [each for each in files if each.is_file() and each not in found]
-    return found
+            if isinstance(node, ast.ImportFrom) and node.module:  # what is taken out of it may be a module, too
+                names = [node.module, *(f"{node.module}.{name}" for name in names)]
+            for name in names:
+                place = path.parent / name.replace(".", "/")
+                for imported in (place.with_suffix(".py"), place / "__init__.py"):
+                    if imported.is_file() and imported not in files:
+                        files.append(imported)
+    return files
 
 
 def load_own(reference: str) -> tuple[Callable, str]:
     """The function or class of `file.py:name`, and this name, in a worker. Raises as `load_function`."""
     path, _, name = reference.rpartition(":")
     # Its neighbours come after installed packages and before our own modules (one may be called data.py).
-    last = dict.fromkeys((str(Path(path).absolute().parent), str(Path(__file__).parent.parent)))
-    sys.path[:] = [*(each for each in sys.path if each not in last), *last]
+    last = [str(Path(path).absolute().parent), str(Path(__file__).parent.parent)]
+    sys.path[:] = [folder for folder in sys.path if folder not in last] + last
     return load_function(path, name), name
 
 
-def _key_of_verl(case: Case) -> object:
+def _verl_key(case: Case) -> object:
     """In verl's data the key is `reward_model.ground_truth`, of any type."""
     nested = case.columns.get("reward_model")
     return nested.get("ground_truth", case.answer) if isinstance(nested, dict) else case.answer
@@ -100,7 +103,7 @@ GROUP |= {"completions": OURS["completion"], "answers": OURS["answer"], "prompts
 GROUP |= {"completion_ids": OURS["token_ids"]}
 VERL: Values = {
     "solution_str": attrgetter("completion"),
-    "ground_truth": _key_of_verl,
+    "ground_truth": _verl_key,
     "data_source": lambda case: case.columns.get("data_source", ""),
     "extra_info": lambda case: case.columns.get("extra_info") or {},
 }
@@ -122,34 +125,37 @@ class OwnReward:
     def __init__(self, reference: str) -> None:
         """Loads `file.py:function`. Raises ValueError if it cannot be called, and what the file raises."""
         self.function, self.name = load_own(reference)
-        parameters = inspect.signature(self.function).parameters
+        signature = inspect.signature(self.function)
+        parameters = signature.parameters
         form = next((FORMS[name] for name in FORMS if name in parameters), None)
         if form is None:
-            wrong = f"{self.name} cannot be called: it takes {inspect.signature(self.function)}, but none of"
-            known = "A reward is score(completion, answer, columns), or has the parameters of TRL or verl"
-            raise ValueError(f"{wrong} {', '.join(FORMS)}. {known}; see docs/rewards.md.")
+            raise ValueError(
+                f"{self.name} cannot be called: it takes {signature}, but none of {', '.join(FORMS)}. "
+                "A reward is score(completion, answer, columns), or has the parameters of TRL or verl; "
+                "see docs/rewards.md."
+            )
         self.values, self.takes_group = form
-        kinds = {each.kind for each in parameters.values()}
-        if inspect.Parameter.POSITIONAL_ONLY in kinds:
+        kinds = {name: parameter.kind for name, parameter in parameters.items()}
+        if Parameter.POSITIONAL_ONLY in kinds.values():
             raise ValueError(
                 f"{self.name} cannot be called by the names of its parameters; leave the / among them out."
             )
-        self.takes_all_columns = self.values in (OURS, GROUP) and inspect.Parameter.VAR_KEYWORD in kinds
-        named = [name for name, each in parameters.items() if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
+        self.takes_all_columns = self.values in (OURS, GROUP) and Parameter.VAR_KEYWORD in kinds.values()
+        named = [name for name in kinds if kinds[name] not in (Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL)]
         rest = OURS.keys() - {"token_ids"} if self.takes_all_columns and not self.takes_group else ()
         self.named = [name for name in self.values if name in (*named, *rest)]
         self.columns = [name for name in named if name not in self.values]
-        self.required = [name for name in self.columns if parameters[name].default is inspect.Parameter.empty]
+        self.required = [name for name in self.columns if parameters[name].default is Parameter.empty]
         if self.required and self.values is not GROUP:
             raise ValueError(f"{self.name} cannot be called: nothing is known of its parameter {self.required[0]!r}.")
         self.takes_token_ids = bool({"token_ids", "completion_ids"} & {*self.named})
 
     def check_row(self, case: Case) -> None:
         """Raises ValueError if it cannot be called for this row."""
-        missing = [name for name in self.required if name not in case.columns]
-        if missing:
-            found = ", ".join(case.columns) or "none"
-            raise ValueError(f"{self.name} takes {missing[0]!r}, but the row's columns are {found}")
+        for name in self.required:
+            if name not in case.columns:
+                columns = ", ".join(case.columns) or "none"
+                raise ValueError(f"{self.name} takes {name!r}, but the row's columns are {columns}")
 
     def __call__(self, cases: list[Case]) -> list[tuple[float, dict[str, float]]]:
         """Reward and sub-scores of each completion. Raises what the function raises, WrongReturn for no rewards."""
@@ -169,9 +175,10 @@ class OwnReward:
         is_list = isinstance(result, Iterable) and not isinstance(result, (str, bytes, dict, set))
         results = list(result) if is_list else []
         if len(results) != len(cases):
-            wrong = f"{self.name} returned {result!r:.200} for {len(cases)} completions"
-            raise WrongReturn(f"{wrong}, not a list of that many")
-        return [read_reward(0.0 if each is None else each, self.name) for each in results]  # TRL: None: does not apply
+            raise WrongReturn(
+                f"{self.name} returned {result!r:.200} for {len(cases)} completions, not a list of that many"
+            )
+        return [read_reward(0.0 if value is None else value, self.name) for value in results]  # TRL: it does not apply
 
 
 def read_reward(result: object, name: str) -> tuple[float, dict[str, float]]:
@@ -184,13 +191,14 @@ def read_reward(result: object, name: str) -> tuple[float, dict[str, float]]:
         key = "reward" if "reward" in result else "score"
         if key not in result:
             raise WrongReturn(f"{name} returned {result!r:.200}: a dict needs the key 'reward' or 'score'")
-        named = {name: each for name, each in result.items() if name != key and isinstance(name, str)}
-        parts = {str.__str__(name): _number(each) for name, each in named.items()}  # not of a class of the user's
+        for part, value in result.items():
+            if part != key and isinstance(part, str) and math.isfinite(number := _number(value)):
+                parts[str.__str__(part)] = number  # the mere text, if it is of a class of the user's
         result = result[key]
     score = _number(result)
     if not math.isfinite(score):
         raise WrongReturn(f"{name} returned {result!r:.200}, not a finite number")
-    return score, {part: value for part, value in parts.items() if math.isfinite(value)}
+    return score, parts
 
 
 def _number(value: object) -> float:

@@ -1,9 +1,9 @@
 """Calls a function in processes that can be killed: for code that may hang, allocate without end, or end its process.
 
-    pool = Pool("grading.score:Handler", ("exact", None), num_workers=4, timeout=5.0)
+    pool = Pool("grading.score:RewardWorker", ("exact", None), num_workers=4, timeout=5.0)
     pool.submit(17, item)           # returns at once: a worker has the item while the caller goes on
     outcomes = pool.collect()       # {17: Outcome(value, status)}, as soon as everything that was submitted is done
-    outcomes = pool.take()          # what is done by now
+    outcomes = pool.pop_done()          # what is done by now
 
 `pebble` starts the workers, kills late ones and replaces those that are gone. A worker calls `function =
 factory(*arguments)` once and then `function(item)` item by item; or `in_flight` items at a time, each in a thread, for
@@ -51,7 +51,12 @@ class Outcome(NamedTuple):
     status: str
 
 
-Item = tuple[int, object, bool]  # its key, what the function gets, whether it has failed once
+class Item(NamedTuple):
+    """A call that is to be made."""
+
+    key: int
+    given: object  # what the function gets
+    has_failed: bool = False  # once
 
 
 class Pool:
@@ -67,10 +72,8 @@ class Pool:
         memory_gib: float = 4.0,
         changed: threading.Condition | None = None,
     ) -> None:
-        """Starts the workers at the first item. `timeout`: seconds per item. `memory_gib`: data of each worker, beyond
-        what a bare one has.
-
-        `changed`: a condition that several pools share, to be waited for together.
+        """Starts the workers at the first item. `timeout`: seconds per item. `memory_gib`: data of a worker beyond what
+        a bare one has. `changed`: a condition that several pools share, to be waited for together.
         """
         self.num_workers, self.timeout, self.in_flight = num_workers, timeout, in_flight
         self.setup = (factory, arguments, memory_gib)
@@ -93,7 +96,7 @@ class Pool:
 
     def submit(self, key: int, given: object) -> None:
         with self.changed:
-            self.queue.append((key, given, False))
+            self.queue.append(Item(key, given))
             self._feed()
 
     @property
@@ -104,37 +107,39 @@ class Pool:
         """Hands items to the workers: few in advance, so that those that wait can share a worker."""
         while self.queue and len(self.at_work) < 2 * self.num_workers and not self.failure:
             items = [self.queue.popleft()]
-            while self.queue and len(items) < self.in_flight and not (items[0][2] or self.queue[0][2]):
+            while self.queue and len(items) < self.in_flight and not (items[0].has_failed or self.queue[0].has_failed):
                 items.append(self.queue.popleft())
-            timeout = self.timeout + (len(items) > 1)  # of several, the worker minds the time
+            timeout = self.timeout + (len(items) > 1)  # where several share a worker, it minds the time itself
             try:
-                future = self.pool.schedule(_work, [[item[1] for item in items], self.timeout], timeout=timeout)
+                future = self.pool.schedule(_work, [[item.given for item in items], self.timeout], timeout=timeout)
             except RuntimeError:  # the pool is broken
                 self.queue.extendleft(items)
                 self._start()
                 continue
             self.at_work[future] = items, time.monotonic()
-            future.add_done_callback(self._take)
+            future.add_done_callback(self._finish)
 
-    def _take(self, future: Future) -> None:
+    def _finish(self, future: Future) -> None:
         """Keeps the outcomes of the items, or does these again. Called in a thread of pebble's."""
         with self.changed:
-            (items, _), error = self.at_work.pop(future), future.exception()
+            items, _ = self.at_work.pop(future)
+            error = future.exception()
             if not isinstance(error, BrokenProcessPool):
                 self.num_pools = 1  # it works; at a death, pebble may break one that does
             if error is None:
-                self.outcomes |= {key: outcome for (key, *_), outcome in zip(items, future.result(), strict=True)}
+                self.outcomes |= zip([item.key for item in items], future.result(), strict=True)
+                items = []
             elif isinstance(error, ValueError):
                 self.failure = str(error)
             is_dead = isinstance(error, ProcessExpired)
             # Else the pool is broken, or an earlier item has worn the worker out.
             is_to_blame = isinstance(error, TimeoutError) or (is_dead and error.exitcode != -WORN_OUT)
             status = f"error: it ended its process (exit status {error.exitcode % 256})" if is_dead else "timeout"
-            for key, given, has_failed in items if error else ():
-                if is_to_blame and has_failed:
-                    self.outcomes[key] = Outcome(None, status)
+            for item in items:
+                if is_to_blame and item.has_failed:
+                    self.outcomes[item.key] = Outcome(None, status)
                 else:
-                    self.queue.append((key, given, has_failed or is_to_blame))
+                    self.queue.append(item._replace(has_failed=item.has_failed or is_to_blame))
             self._feed()
             self.changed.notify()
 
@@ -146,11 +151,11 @@ class Pool:
         with self.changed:
             while not self.changed.wait_for(lambda: self.failure or not self.at_work, 1.0):
                 items, start = next(iter(self.at_work.values()))
-                on_wait(self.num_left, items[0][1], time.monotonic() - start)
-            return self.take()
+                on_wait(self.num_left, items[0].given, time.monotonic() - start)
+            return self.pop_done()
 
-    def take(self) -> dict[int, Outcome]:
-        """The outcomes that are there and were not taken yet; raises as `collect`."""
+    def pop_done(self) -> dict[int, Outcome]:
+        """The outcomes that are there, each once; raises as `collect`."""
         if self.failure:
             self.close()
             raise ValueError(self.failure)
@@ -181,9 +186,10 @@ class _Worker(ForkServerProcess):
         self.kill()  # before it leads a group
 
     def is_alive(self) -> bool:
-        if not (is_alive := super().is_alive()):
-            self.terminate()
-        return is_alive
+        if super().is_alive():
+            return True
+        self.terminate()
+        return False
 
     @property
     def exitcode(self) -> int | None:
@@ -204,10 +210,9 @@ def _load(factory: str, arguments: tuple, memory_gib: float) -> None:
     os.close(forkserver._forkserver._forkserver_alive_fd)  # and that with the caller, when nobody holds this
     forkserver._forkserver._forkserver_alive_fd = None
     signal.setitimer(signal.ITIMER_REAL, LOAD_SECONDS)  # its signal ends the process
-    held = 0  # bytes of data; the limit does not count what libraries map and do not use
+    limit = int(memory_gib * 2**30)  # bytes of data: what libraries map and do not use is not counted
     if sys.platform == "linux":
-        held = int(Path("/proc/self/statm").read_text("ascii").split()[5]) * resource.getpagesize()
-    limit = held + int(memory_gib * 2**30)
+        limit += int(Path("/proc/self/statm").read_text("ascii").split()[5]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit + SPARE))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(WORN_OUT, signal.SIG_IGN)  # by a user's code it would have the item tried for ever
@@ -232,10 +237,10 @@ def _work(items: list[object], timeout: float) -> list[Outcome]:
 
 
 def _outcome(function: Callable[[object], object], item: object) -> Outcome:
-    """What comes of a call of the user's code."""
+    """Calls the user's code."""
     try:
         outcome = Outcome(function(item), "ok")
-    except BaseException as error:  # noqa: BLE001  of the user's code: told, counted and named by the caller
+    except BaseException as error:  # noqa: BLE001  the user's code: the caller counts and names it
         if isinstance(error, MemoryError):
             OWN.is_worn_out, limit = True, resource.getrlimit(resource.RLIMIT_DATA)[1]
             resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
@@ -248,10 +253,11 @@ def _outcome(function: Callable[[object], object], item: object) -> Outcome:
 
 def _describe(error: BaseException) -> str:
     """The error and where in the user's files it was raised: "ValueError: no (my_reward.py, line 3)"."""
-    own = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(LIBRARIES)]
-    place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
     text = type(error).__name__
     with contextlib.suppress(BaseException):  # its own text may fail
         text += f": {error}"[:500]
-    text += place
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(LIBRARIES):
+            text += f" ({Path(frame.filename).name}, line {frame.lineno})"
+            break
     return text.encode(errors="backslashreplace").decode()  # half of a surrogate pair cannot be written to a file

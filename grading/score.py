@@ -1,4 +1,4 @@
-"""From the text of `--reward` to the grade of a completion, in a worker process. Read `Handler` first.
+"""From the text of `--reward` to the grade of a completion, in a worker process. Read `RewardWorker` first.
 
 What the text may be: `docs/rewards.md`. How a function of one's own is called: `own.py`.
 """
@@ -27,20 +27,23 @@ def parse_reward(spec: str) -> dict[str, float]:
     weights: dict[str, float] = {}
     for part in spec.split(",") if spec != "none" else ():
         match = re.fullmatch(r"\s*(@\w[\w.]*|[^:,]+\.py:\w+|\w+)(?::([^:]+))?\s*", part)
-        name = match[1] if match else ""
+        name, weight = match.groups("1") if match else ("", "")
         if name not in BUILT_IN and name[:1] != "@" and ".py:" not in name:
-            wrong = f"--reward {spec!r}: {part!r} is neither built in ({', '.join(BUILT_IN)})"
-            raise ValueError(f"{wrong} nor @COLUMN nor my_reward.py:function; a weight may follow, as in math:0.5.")
+            raise ValueError(
+                f"--reward {spec!r}: {part!r} is neither built in ({', '.join(BUILT_IN)}) "
+                "nor @COLUMN nor my_reward.py:function; a weight may follow, as in math:0.5."
+            )
         if ".py:" in name and not (file := Path(name.partition(":")[0])).is_file():
             raise FileNotFoundError(f"--reward {spec!r}: the file {str(file.absolute())!r} does not exist.")
         if name in weights:
             raise ValueError(f"--reward {spec!r} names {name} twice; give it once, with one weight.")
         weights[name] = 0.0
         with contextlib.suppress(ValueError):
-            weights[name] = float(match[2] or 1.0)
+            weights[name] = float(weight)
         if not math.isfinite(weights[name]) or weights[name] == 0.0:
-            wrong = f"--reward {spec!r}: the weight {match[2]!r} of {name}"
-            raise ValueError(f"{wrong} must be a finite number other than 0.")
+            raise ValueError(
+                f"--reward {spec!r}: the weight {weight!r} of {name} must be a finite number other than 0."
+            )
     return weights
 
 
@@ -52,7 +55,7 @@ class Needs(NamedTuple):
     token_ids: bool
 
 
-class Handler:
+class RewardWorker:
     """Answers the requests that a worker gets:
 
     ("grade", case)      a grade: the sum of the verifiers that look at one completion
@@ -75,33 +78,36 @@ class Handler:
             raise ValueError("math-verify or SymPy is broken; install the versions of the requirements file")
 
     def __call__(self, request: tuple[str, Case | list[Case] | None]) -> object:
-        kind, given = request
-        if kind == "grade":
-            return self.grades(self.per_completion, [given])[0]
-        if kind == "compare":
-            return self.grades(self.per_group, given)
-        if kind == "check":
-            return [self.problem(case) for case in given]
+        match request:
+            case "grade", case:
+                return self.grades(self.per_completion, [case])[0]
+            case "compare", cases:
+                return self.grades(self.per_group, cases)
+            case "check", cases:
+                return [self.problem(case) for case in cases]
         takes_ids = any(reward.takes_token_ids for reward in self.own.values())
         return Needs(bool(self.per_completion), bool(self.per_group), takes_ids)
 
     def grades(self, names: list[str], cases: list[Case]) -> list[Grade]:
-        """Of each case, the sum over these verifiers."""
+        """The sum over these verifiers, for each case."""
         cases = [replace(case, overlong_cache_tokens=self.overlong_cache_tokens) for case in cases]
-        of_names = [self.grades_of(name, cases) for name in names]
-        return [add_up(grades, self.weights) for grades in zip(*of_names, strict=True)]
+        columns = [self.weighted(name, cases) for name in names]
+        return [add_up(grades, self.weights) for grades in zip(*columns, strict=True)]
 
-    def grades_of(self, name: str, cases: list[Case]) -> list[Grade]:
-        """Of each case, what one verifier gives, times its weight."""
+    def weighted(self, name: str, cases: list[Case]) -> list[Grade]:
+        """What one verifier gives, times its weight, for each case."""
         weight, grades = self.weights[name], []
-        if name in self.own:
-            several = len(self.own) > 1  # then two may have a sub-score of the same name
-            for score, parts in self.own[name](cases):
-                parts = {f"{name}/{part}" if several or part in self.weights else part: parts[part] for part in parts}
-                grades.append(Grade(weight * score, "ok", {name: score} | parts))
-        for case in cases if name not in self.own else ():
-            score, answer = built_in(name, case)
-            grades.append(Grade(weight * score, "ok", {name: score}, None if answer is None else answer[:500]))
+        if name not in self.own:
+            for case in cases:
+                score, answer = built_in(name, case)
+                grades.append(Grade(weight * score, "ok", {name: score}, None if answer is None else answer[:500]))
+            return grades
+        for score, parts in self.own[name](cases):
+            named = {name: score}
+            for part, value in parts.items():
+                is_taken = len(self.own) > 1 or part in self.weights  # another verifier may have a part of this name
+                named[f"{name}/{part}" if is_taken else part] = value
+            grades.append(Grade(weight * score, "ok", named))
         return grades
 
     def problem(self, case: Case) -> str | None:
@@ -123,13 +129,13 @@ def built_in(name: str, case: Case) -> Verdict:
 
     Raises ValueError if the column names none, or if none of the row's keys can be used.
     """
-    named = str(case.columns.get(name[1:])) if name[0] == "@" else name
-    if named.lower() not in BUILT_IN:
-        raise ValueError(f"column {name[1:]!r} is {named!r}, which names no verifier ({', '.join(BUILT_IN)})")
+    verifier = str(case.columns.get(name[1:])) if name[0] == "@" else name
+    if verifier.lower() not in BUILT_IN:
+        raise ValueError(f"column {name[1:]!r} is {verifier!r}, which names no verifier ({', '.join(BUILT_IN)})")
     verdicts, problems = [], []
     for key in alternatives(case.answer):
         try:
-            verdicts.append(BUILT_IN[named.lower()](replace(case, answer=key)))
+            verdicts.append(BUILT_IN[verifier.lower()](replace(case, answer=key)))
         except ValueError as error:
             problems.append(error)
     if not verdicts:
@@ -141,8 +147,9 @@ def add_up(grades: Sequence[Grade], names: Iterable[str]) -> Grade:
     """The sum of a completion's grades; `names` are the verifiers in the order of `--reward`."""
     if len(grades) == 1:
         return grades[0]
-    if failed := next((grade for grade in grades if grade.status != "ok"), None):
-        return failed
+    for grade in grades:
+        if grade.status != "ok":
+            return grade
     parts = {name: value for grade in grades for name, value in grade.parts.items()}
     parts = {name: parts[name] for name in names if name in parts} | parts
     answers = [grade.answer for grade in grades if grade.answer is not None]

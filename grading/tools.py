@@ -13,18 +13,18 @@ from functools import partial
 
 from grading.own import awaited, load_own
 
-MOST = 16  # calls of a turn that are run
+MAX_CALLS = 16  # calls of a turn that are run
 
 
 class Toolbox:
-    """One episode."""
+    """The tools of one episode."""
 
     def __init__(self, functions: dict[str, Callable], read: Callable[[str], list], row: dict[str, object]) -> None:
         """`read`: the text of a turn -> its calls, [{"name": ..., "arguments": {...}}]."""
         self.functions, self.read = functions, read
 
     @staticmethod
-    def of(tools: str) -> Callable[[dict[str, object]], Toolbox]:
+    def load(tools: str) -> Callable[[dict[str, object]], Toolbox]:
         """`tools`: file.py:function,file.py:other. A function `read_calls` in the first file reads another format."""
         functions = {name: function for function, name in map(load_own, tools.split(","))}
         first = next(iter(functions.values()))
@@ -34,10 +34,10 @@ class Toolbox:
         """A message of the role `tool` for each call; None if there is none."""
         try:
             calls = self.read(completion)
-        except Exception as error:  # noqa: BLE001  of a text that a model wrote
+        except Exception as error:  # noqa: BLE001  a model wrote the text
             return [{"role": "tool", "content": f"error: the call cannot be read: {error}"}]
-        results = [self.result(call).encode(errors="replace").decode() for call in calls[:MOST]]  # no half a surrogate
-        return [{"role": "tool", "content": result} for result in results] or None
+        results = [self.result(call).encode(errors="replace").decode() for call in calls[:MAX_CALLS]]
+        return [{"role": "tool", "content": result} for result in results] or None  # without half a surrogate
 
     def result(self, call: object) -> str:
         """What the function returns, as text or JSON; or what is wrong with the call."""
@@ -48,7 +48,7 @@ class Toolbox:
                 return f"error: there is no tool {name!r}; there are {', '.join(self.functions)}"
             result = awaited(self.functions[name](**arguments))
             return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
-        except Exception as error:  # noqa: BLE001  of the call, or of the user's function
+        except Exception as error:  # noqa: BLE001  the call's, or the user's function's
             return f"error: {type(error).__name__}: {error}"
 
 
@@ -59,8 +59,8 @@ def read_calls(completion: str) -> list[dict[str, object]]:
     {"name": "calculator", "arguments": {"expression": "3 * 4"}}
     </tool_call>
     """
-    said = completion.rpartition("</think>")[2]
-    calls = re.findall(r"<tool_call>(.*?)(</tool_call>|$)", said, re.DOTALL)
+    _, _, text = completion.rpartition("</think>")
+    calls = re.findall(r"<tool_call>(.*?)(</tool_call>|$)", text, re.DOTALL)
     if any(not end for _, end in calls):
         raise ValueError("<tool_call> is not closed")
     return [json.loads(call) for call, _ in calls]

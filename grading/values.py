@@ -22,13 +22,13 @@ MAX_DEPTH = 20  # nested brackets; the LaTeX parser's time grows steeply with th
 
 # The spelling -----------------------------------------------------------------------------------------------------
 
-SYMBOLS = {
+SYMBOLS = str.maketrans({
     "½": " 1/2", "¼": " 1/4", "¾": " 3/4", "⅓": " 1/3", "⅔": " 2/3", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ",
     "≥": r"\ge ", "≠": r"\ne ", "°": r"^\circ ", "∪": r"\cup ", "∈": r"\in ", "±": r"\pm ", "×": r"\times ",
     "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "⁄": "/", "−": "-", "–": "-", "—": "-", "∅": r"\emptyset ",
     "ℝ": r"\mathbb{R}", "θ": r"\theta ", "√": r"\sqrt ", "€": r"\euro ", "£": r"\pounds ", "’": "'", "≈": r"\approx ",
-    "≃": r"\approx ",
-}  # fmt: skip
+    "≃": r"\approx ", "⁻": "-",
+})  # fmt: skip
 WORDS = {word: n for n, word in enumerate(re.findall(r"\w+", """
     zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen
     eighteen nineteen twenty"""))}  # fmt: skip
@@ -57,15 +57,16 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
     (r"(?<!\\)\\[,;: ]|~|\\q?quad|\\(?:text)?color\s*\{\w+\}", " "),
     (r"(\\(?:mathbf|boldsymbol|vec)\s*\{?\s*[A-Za-z]\s*\}?\s*)\\timesx?", r"\1\\wedge "),  # of vectors
     (rf"\\(?:mathbf|mathit|boldsymbol|bm|pmb)\s*{BRACED}|\\(?:mathrm|vec)\s*\{{\s*([a-zA-Z])\s*\}}",
-     lambda m: f" {m[1] or m[2]} "),
+     r" \1\2 "),
     (r"^\\(?:boxed|fbox)\s*\{(.*)\}$", r"\1"),
     (r"\\(?:text(?:bf|it|rm|sf|tt|normal)|math(?:rm|sf)|emph|mbox|operatorname)\s*\{", r"\\text{"),
-    (r"\\text\s*\{\s*(\\\$|[+-]?\d[\d.,/]*)\s*\}|^\\text\s*\{\s*(\d[^{}]*)\}$", lambda m: f" {m[1] or m[2]} "),
-    (r"\\text\s*\{\s*,?\s*(?:(or|或者?)|and|和),?\s*\}|(?<=[\dA-Za-z})\]])\s*(?:(或者?)|[和与])\s*(?=[\dA-Za-z\\({-])",
-     lambda m: " or " if m[1] or m[2] else " , "),
+    (r"\\text\s*\{\s*(\\\$|[+-]?\d[\d.,/]*)\s*\}|^\\text\s*\{\s*(\d[^{}]*)\}$", r" \1\2 "),
+    (r"\\text\s*\{\s*,?\s*(?:or|或者?),?\s*\}|(?<=[\dA-Za-z})\]])\s*或者?\s*(?=[\dA-Za-z\\({-])", " or "),
+    (r"\\text\s*\{\s*,?\s*(?:and|和),?\s*\}|(?<=[\dA-Za-z})\]])\s*[和与]\s*(?=[\dA-Za-z\\({-])", " , "),
     # Synonyms
     (r"\\notx?\s*=|(?<![\d)])!=", r"\\ne "),
-    (r"([<>])=", lambda m: r"\le " if m[1] == "<" else r"\ge "),
+    ("<=", r"\\le "),
+    (">=", r"\\ge "),
     (r"\^\s*\{\s*\\circ\s*\}", r"^\\circ"),
     (r"\\\{\s*\\\}", r"\\emptyset"),
     (r"\^\s*\{?\s*((?:\\prime\s*)+)\}?", lambda m: "'" * m[1].count("p")),
@@ -74,13 +75,14 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
     (r"^\s*(?:=|\\approxx?)", ""),
     (r"(?<=[\w)}])\s*\*\*\s*(?=[\w({-])", "^"),
     # What LaTeX allows to be left out, and plain text for LaTeX
-    (r"\\frac\s*(?:\{([^{}]*)\}|(\d))\s*(\d)", lambda m: rf"\frac{{{m[1] or m[2]}}}{{{m[3]}}}"),
+    (r"\\frac\s*(?:\{([^{}]*)\}|(\d))\s*(\d)", r"\\frac{\1\2}{\3}"),
     (r"\\sqrt\s+(\d+|[A-Za-z])", r"\\sqrt{\1}"),
     (r"(?:\\sqrt|(?<![\\A-Za-z])sqrt)\s*(\[\d+\])?\s*\(([^()]*)\)", r"\\sqrt\1{\2}"),
-    (r"(?<![\\A-Za-z])(?:pi|(infinity))x?", lambda m: r"\infty " if m[1] else r"\pi "),
+    (r"(?<![\\A-Za-z])pix?", r"\\pi "),
+    (r"(?<![\\A-Za-z])infinityx?", r"\\infty "),
     (r"(?<![\d.}])(\d+)/(\d+)\s*(?=[A-Za-z])", r"\\frac{\1}{\2}"),  # 1/2x
     (r"\{?\s*(\w+)\s*\\choose\s*(\w+)\s*\}?|(?<![A-Za-z\\])C\(\s*(\d+)\s*,\s*(\d+)\s*\)",
-     lambda m: rf"\binom{{{m[1] or m[3]}}}{{{m[2] or m[4]}}}"),
+     r"\\binom{\1\3}{\2\4}"),
     (r"^(?i:so|thus|hence|therefore|then|it is|it's|that is)\b[,:]?\s+(?=\S)", ""),
     (r"^\s*([+-]?)\s*(\\\$|\\euro|\\pounds)\s*((?:(?!\\\$).)*\S)\s*$",
      lambda m: rf"{m[1]}{m[3]} \text{{{CURRENCIES[m[2]]}}}"),
@@ -95,17 +97,20 @@ def clean(text: str) -> str:
     """The answer in one spelling: ASCII and LaTeX, no delimiters, no spacing commands, no full stop."""
     if len(text) > 4 * MAX_FORMULA:
         return text
-    text = re.sub(r"[⁰¹²³⁴-⁹⁺⁻ⁿ]+", lambda m: f"^{{{unicodedata.normalize('NFKC', m[0]).replace('−', '-')}}}", text)
-    text = re.sub(r"[₀-₉]+", lambda m: f"_{{{unicodedata.normalize('NFKC', m[0])}}}", text)
-    text = unicodedata.normalize("NFKC", "".join(SYMBOLS.get(character, character) for character in text))
-    text = " ".join("".join(c for c in text if unicodedata.category(c) not in ("Cf", "Cc") or c.isspace()).split())
+    text = re.sub(r"([⁰¹²³⁴-⁹⁺⁻ⁿ]+)", r"^{\1}", text)
+    text = re.sub(r"([₀-₉]+)", r"_{\1}", text)
+    text = unicodedata.normalize("NFKC", text.translate(SYMBOLS))
+    visible = (c for c in text if c.isspace() or unicodedata.category(c) not in ("Cf", "Cc"))
+    text = " ".join("".join(visible).split())
     text = text.strip("`*" if not text.endswith("^*") else "`").strip()
     for pattern, replacement in REWRITES:
         text = pattern.sub(replacement, text)
     text = text.strip().rstrip(",;:" if text.rstrip().endswith("..") else ".,;:。").strip()
     words = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text).strip().lower()
-    meaning = next((meaning for meaning, phrase in SPOKEN.items() if re.fullmatch(phrase, words)), None)
-    return meaning or str(WORDS.get(words, "")) or text
+    for meaning, phrase in SPOKEN.items():
+        if re.fullmatch(phrase, words):
+            return meaning
+    return str(WORDS.get(words, text))
 
 
 def fold(text: str) -> str:
@@ -136,7 +141,7 @@ def number(text: str) -> Fraction | None:
         scaled = SCALED.fullmatch(text)
         inner = number(scaled[1]) if scaled else None
         return None if inner is None else inner * SCALES[scaled[2]]
-    part = {name: (digits or "0").replace(",", "") for name, digits in match.groupdict().items()}
+    part = {name: digits.replace(",", "") for name, digits in match.groupdict("0").items()}
     result = Fraction(part["digits"]) * Fraction(10) ** int(part["power"]) + int(part["whole"])
     if match["bottom"]:
         top, bottom = Fraction(part["top"]), Fraction(part["bottom"])
@@ -226,8 +231,6 @@ CONSTANT = re.compile(  # a side without letters
 NAMES = re.compile(r"\(\s*[A-Za-z](?:_\{?\d\}?)?(?:\s*,\s*[A-Za-z](?:_\{?\d\}?)?)+\s*\)")
 NAMED = re.compile(rf"({NAME}(?:\s*:\s*{NAME})*)\s*(?:=|\\in(?![A-Za-z]))\s*(.+)", re.DOTALL)
 BUILDER = re.compile(rf"\s*{NAME}(?:\s*\\in\s*\\mathbb\{{R\}})?\s*(?:\\mid|:|\|)\s*(.+)")
-RELATION = re.compile(r"\\[lg]e(?![A-Za-z])|\\ne(?![A-Za-z])|(?<!\\)[<>]")
-EQUALS = re.compile(r"(?<![<>:\\])=")
 CHOICE = re.compile(r"(?:option |choice |answer )?\s*\(?\s*([A-J])(?![A-Z])\s*([).:、]*)(.*)", re.I | re.DOTALL)
 DENIALS = re.compile(  # behind a letter and its mark: an operator; another option; a word that takes it back
     r"^[-+*/^_=(<>']|^\s*(?:[,/&]|(?i:or|and|but|或|和)\s|\(?[A-J][).]*$)|(?<!\w)\([A-Ja-j]\)|(?<![\w(])[A-Ja-j]\)"
@@ -236,10 +239,12 @@ DENIALS = re.compile(  # behind a letter and its mark: an operator; another opti
 )
 FOREIGN = re.compile(r"[^\W\d_\x00-\x7fͰ-Ͽ]")  # a letter that is neither Latin nor Greek, or has an accent
 BASED = re.compile(r"\(?([0-9A-Fa-f]+)\)?_\{?(?:\\text\{)?\s*(\d+|two|three|four|five|six|seven|eight|nine)\s*\}*")
-COMMA = re.compile(r"、|(?<!\d),|,(?!\d{3}(?!\d))|;|,\s|(?<=[\s\d})])and(?=[\s(\\])")
 VARIABLE = re.compile(r"[A-Za-z](?:_\w)?(?:\(\w\))?|\\(?!pi|infty)[a-z]+")
-OR = re.compile(r"(?<=[\s\d})\]])or(?=[\s\\(\d-]|\w(?:\(\w\))?\s*=)|\\cup(?![A-Za-z])")
-COLON, SEMICOLON = re.compile(":"), re.compile(";")
+# What parts a text, see `_split`
+RELATION = r"\\[lg]e(?![A-Za-z])|\\ne(?![A-Za-z])|(?<!\\)[<>]"
+EQUALS = r"(?<![<>:\\])="
+COMMA = r"、|(?<!\d),|,(?!\d{3}(?!\d))|;|,\s|(?<=[\s\d})])and(?=[\s(\\])"
+OR = r"(?<=[\s\d})\]])or(?=[\s\\(\d-]|\w(?:\(\w\))?\s*=)|\\cup(?![A-Za-z])"
 # What SymPy has no value for is compared as text.
 UNCOUNTED = re.compile(
     r"\\(?:equiv|approx|[pb]?mod|[lc]?dots|mid|parallel|perp|neg|land|wedge|to|rightarrow|implies|iff)(?![A-Za-z])|\.\.|\?"
@@ -257,16 +262,20 @@ def parse_value(text: str) -> Value:
     if (value := number(text)) is not None:
         return ("number", value, "")
     for read in (_choice, _named, _collection, quantity):
-        found = read(text)
-        if found is not None:
-            return found
+        value = read(text)
+        if value is not None:
+            return value
     return ("formula", text, "")
 
 
-def _split(text: str, separator: re.Pattern[str]) -> list[str]:
+def _parse_all(texts: list[str]) -> tuple[Value, ...]:
+    return tuple(map(parse_value, texts))
+
+
+def _split(text: str, separator: str) -> list[str]:
     """The parts of the text between matches of `separator` outside all brackets; those of an interval may differ."""
     parts, depth, start = [], 0, 0
-    for match in re.finditer(rf"(?P<cut>{separator.pattern})|{BRACKET}", text):
+    for match in re.finditer(rf"(?P<cut>{separator})|{BRACKET}", text):
         if match["cut"] is None:
             depth += (match[0] in OPENING) - (match[0] in CLOSING)
         elif depth == 0:
@@ -278,9 +287,14 @@ def _split(text: str, separator: re.Pattern[str]) -> list[str]:
 def _brackets(text: str) -> tuple[str, str, str] | None:
     """(opening, inside, closing) if one pair of brackets encloses the whole text."""
     match = re.fullmatch(r"(\\\{|\\langle|\(|\[)(.*)(\\\}|\\rangle|\)|\])", text, re.DOTALL)
-    steps = ((token in OPENING) - (token in CLOSING) for token in re.findall(BRACKET, match[2] if match else ""))
-    depths = list(itertools.accumulate(steps, initial=0))
-    return match.groups() if match and min(depths) == depths[-1] == 0 else None
+    if not match:
+        return None
+    depth = 0
+    for token in re.findall(BRACKET, match[2]):
+        depth += (token in OPENING) - (token in CLOSING)
+        if depth < 0:
+            return None
+    return match.groups() if depth == 0 else None
 
 
 def _choice(text: str) -> Value | None:
@@ -296,83 +310,91 @@ def _choice(text: str) -> Value | None:
 
 def _named(text: str) -> Value | None:
     """x = 5, f(x) = x^2, x in (0, 1); equations and relations that are no such definitions; 2 + 3 = 5 is 5."""
-    if len(_split(text, COMMA)) > 1 or len(_split(text, OR)) > 1:
+    if len(_split(text, f"{COMMA}|{OR}")) > 1:
         return None
     terms, sides = _split(text, RELATION), _split(text, EQUALS)
     if len(terms) > 1:
-        signs = RELATION.findall(text)  # also those in brackets, which part no terms
+        signs = re.findall(RELATION, text)  # also those in brackets, which part no terms
         is_whole = len(sides) == 1 and all(terms) and len(signs) == len(terms) - 1
         return _relation(terms, signs) if is_whole else ("words", text)
-    if NAMES.fullmatch(sides[0]) and len(sides) == 2:  # (x, y) = (1, 2)
-        values = parse_value(sides[1])
-        names = re.findall(r"[A-Za-z]", sides[0])
-        return values if names == sorted(names) or values[0] != "sequence" else ("words", text)
     named = NAMED.fullmatch("=".join(sides))
-    if named and (len(sides) > 1 or "\\in" in text):
-        rest = sides[1:] or [named[2].strip()]
-        return ("named", re.sub(r"\\text|[\s{}]", "", fold(named[1])), _chain(rest), f"{sides[0]} = {rest[-1]}")
-    if len(sides) > 1 and CONSTANT.fullmatch(sides[0]) and CONSTANT.fullmatch(sides[-1]):
-        return _chain(sides)  # 2 + 3 = 5
-    if len(sides) > 2:
-        return ("words", text)  # 2x = 10 = 5
-    return ("equation", text) if len(sides) == 2 and all(sides) else None
+    match sides:
+        case [point, values] if NAMES.fullmatch(point):  # (x, y) = (1, 2)
+            names, value = re.findall(r"[A-Za-z]", point), parse_value(values)
+            return value if names == sorted(names) or value[0] != "sequence" else ("words", text)
+        case [first, *rest] if named and (rest or "\\in" in text):
+            rest = rest or [named[2].strip()]
+            return ("named", re.sub(r"\\text|[\s{}]", "", fold(named[1])), _chain(rest), f"{first} = {rest[-1]}")
+        case [first, *_, last] if CONSTANT.fullmatch(first) and CONSTANT.fullmatch(last):
+            return _chain(sides)  # 2 + 3 = 5
+        case [_, _, _, *_]:
+            return ("words", text)  # 2x = 10 = 5
+        case [left, right] if left and right:
+            return ("equation", text)
+    return None
 
 
 def _chain(sides: list[str]) -> Value:
     """The last side, with the other sides without letters, which have to equal it."""
-    values = [parse_value(side) for side in sides[:-1] if CONSTANT.fullmatch(side)] + [parse_value(sides[-1])]
-    return ("chain", tuple(values)) if len(values) > 1 else values[0]
+    *firsts, last = sides
+    values = _parse_all([*filter(CONSTANT.fullmatch, firsts), last])
+    return ("chain", values) if len(values) > 1 else values[0]
 
 
 def _relation(terms: list[str], signs: list[str]) -> Value:
     """0 < x <= a as the interval that it describes, with the name of its variable; another relation as it is."""
     if all(sign in (">", r"\ge") for sign in signs):  # everything the one way round
         terms, signs = terms[::-1], ["<" if sign == ">" else r"\le" for sign in signs[::-1]]
-    if len(terms) == 2 and VARIABLE.fullmatch(terms[0]) and terms[1] not in ("x", "y", "z"):
-        if signs == [r"\ne"]:  # x \ne 2 is (-\infty, 2) \cup (2, \infty)
-            return ("union", (_relation(terms, ["<"]), _relation(terms[::-1], ["<"])))
-        terms, signs = [r"-\infty", *terms], ["<", *signs]
-    elif len(terms) == 2 and VARIABLE.fullmatch(terms[1]):
-        terms, signs = [*terms, r"\infty"], [*signs, "<"]
-    if len(terms) == 3 and VARIABLE.fullmatch(terms[1]) and {*signs} <= {"<", r"\le"}:
-        brackets = ("(" if signs[0] == "<" else "[") + (")" if signs[1] == "<" else "]")
-        return ("sequence", brackets, (parse_value(terms[0]), parse_value(terms[2])), (terms[1],))
-    text = "".join(part for pair in zip(terms, [*signs, ""], strict=True) for part in pair)
+    match terms:
+        case [name, bound] if VARIABLE.fullmatch(name) and bound not in ("x", "y", "z"):
+            if signs == [r"\ne"]:  # x \ne 2 is (-\infty, 2) \cup (2, \infty)
+                return ("union", (_relation([name, bound], ["<"]), _relation([bound, name], ["<"])))
+            terms, signs = [r"-\infty", name, bound], ["<", *signs]
+        case [bound, name] if VARIABLE.fullmatch(name):
+            terms, signs = [bound, name, r"\infty"], [*signs, "<"]
+    match terms:
+        case [low, name, high] if VARIABLE.fullmatch(name) and {*signs} <= {"<", r"\le"}:
+            brackets = ("(" if signs[0] == "<" else "[") + (")" if signs[1] == "<" else "]")
+            return ("sequence", brackets, _parse_all([low, high]), (name,))
+    text = "".join(itertools.chain(*zip(terms, [*signs, ""], strict=True)))
     return ("equation", text) if len(terms) == 2 else ("words", text)
 
 
 def _collection(text: str) -> Value | None:
-    parts = _split(text, SEMICOLON if all(sign in text for sign in ",=;") else OR)  # x=1, y=2; x=2, y=1
+    parts = _split(text, ";" if all(sign in text for sign in ",=;") else OR)  # x=1, y=2; x=2, y=1
     if len(parts) > 1 and all(parts):
-        values = tuple(parse_value(part) for part in parts)
+        values = _parse_all(parts)
         are_intervals = any(value[0] == "sequence" and len(value[3]) == 1 for value in values)  # x < 1 or x > 2
         return ("union", values) if "\\cup" in text or are_intervals else ("list", _flat(values))
     parts = [re.sub(r"^and\s", "", part).strip() for part in _split(text, COMMA) if part and part != "and"]
     if len(parts) > 1:
-        values = _flat(tuple(parse_value(part) for part in parts))
+        values = _flat(_parse_all(parts))
         return _point(values) or ("list", values)
     inner = _brackets(text)
     if inner is None:
-        is_double = text.count("\\pm") == 1
-        return ("list", tuple(parse_value(text.replace("\\pm", sign)) for sign in "+-")) if is_double else None
+        if text.count("\\pm") != 1:
+            return None
+        return ("list", _parse_all([text.replace("\\pm", sign) for sign in "+-"]))
     opening, inside, closing = inner
     builder = BUILDER.fullmatch(inside)
     if builder and opening == "\\{":
         return parse_value(builder[1].strip())
     items = [item for item in _split(inside, COMMA) if item]
-    if opening in ("\\{", "[", "\\langle") or len(items) > 1:
-        values = tuple(parse_value(item) for item in items)
+    if opening == "\\{":
+        return ("set", _flat(_parse_all(items)))
+    if opening in ("[", "\\langle") or len(items) > 1:
         brackets = "()" if opening == "\\langle" else opening + closing
-        return ("set", _flat(values)) if opening == "\\{" else ("sequence", brackets, values, ())
+        return ("sequence", brackets, _parse_all(items), ())
     return parse_value(inside.strip()) if inside.strip() else None
 
 
 def _point(values: tuple[Value, ...]) -> Value | None:
     """y=2, x=1 as (1, 2), in the order of its names; None for 1, 2 and for x=1, x=2."""
-    names = sorted(value[1] for value in values if value[0] == "named")
-    if len(set(names)) < len(values):
+    items = {value[1]: value[2] for value in values if value[0] == "named"}
+    if len(items) < len(values):
         return None
-    return ("sequence", "()", tuple(value[2] for value in sorted(values, key=lambda value: value[1])), tuple(names))
+    names = tuple(sorted(items))
+    return ("sequence", "()", tuple(items[name] for name in names), names)
 
 
 def _flat(values: tuple[Value, ...]) -> tuple[Value, ...]:
@@ -393,8 +415,9 @@ def quantity(text: str, is_apart: bool = False) -> Value | None:
     """Based numbers, times and ratios, words, money, and what has a unit. `is_apart`: also of one letter (0.64N)."""
     if based := BASED.fullmatch(text):
         return ("words", f"{based[1].lstrip('0').upper()}_{WORDS.get(based[2], based[2])}")
-    if len(parts := _split(text, COLON)) > 1 and all(parts):
-        values = tuple(parse_value(part) for part in parts)
+    parts = _split(text, ":")
+    if len(parts) > 1 and all(parts):
+        values = _parse_all(parts)
         if all(value[0] in ("number", "formula") for value in values):
             return ("sequence", ":", values, ())
     if UNCOUNTED.search(text):
@@ -404,15 +427,18 @@ def quantity(text: str, is_apart: bool = False) -> Value | None:
         folded = words.casefold() if FOREIGN.search(words) else fold(words)
         plain = "".join(c if c.isalnum() or unicodedata.category(c)[0] == "M" else " " for c in folded)
         return ("words", re.sub(r"^(?:an?|the) (?=\w{3})", "", " ".join(plain.split()), flags=re.IGNORECASE))
-    match = QUANTITY.fullmatch(text)
-    if match and not ("circ" in match["unit"] and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", match["value"])):
-        inner, written = parse_value(match["value"].strip()), match["unit"].strip("()")
-        is_apart = is_apart or "\\text" in written or (inner[0] == "number" and text[match.start("unit") - 1].isspace())
-        name = unit(written, is_apart)
-        is_noun = _is_text(written, is_marked=False) and not NO_UNITS & {*written.lower().split()}
-        if name is None and match["unit"][0] == "(" and inner[0] == "number" and is_noun:
-            name = fold(written)  # 14 (pieces of candy)
-        if name is not None and inner[0] in ("number", "formula") and inner[2] == "":
-            return (*inner[:2], name)
-    is_text = FOREIGN.search(text) or (match and "\\text" in match["unit"])  # it says something about the value
-    return ("words", fold(words)) if is_text else None
+    found = QUANTITY.fullmatch(text)
+    number_text, unit_text = found.group("value", "unit") if found else ("", "")
+    if found and not ("circ" in unit_text and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", number_text)):
+        match parse_value(number_text.strip()):
+            case ("number" | "formula" as kind, value, ""):
+                is_spaced = kind == "number" and text[found.start("unit") - 1].isspace()
+                noun = unit_text.strip("()")
+                name = unit(noun, is_apart or is_spaced or "\\text" in noun)
+                is_noun = _is_text(noun, is_marked=False) and NO_UNITS.isdisjoint(noun.lower().split())
+                if name is None and unit_text[0] == "(" and kind == "number" and is_noun:
+                    name = fold(noun)  # 14 (pieces of candy)
+                if name is not None:
+                    return (kind, value, name)
+    says_more = FOREIGN.search(text) or "\\text" in unit_text  # about the value
+    return ("words", fold(words)) if says_more else None

@@ -25,18 +25,18 @@ def verify_exact(case: Case) -> Verdict:
     """1.0 if the final answer, or without a mark the whole visible text, is the row's, emphasized or not; else 0.0."""
     if not case.answer.strip():
         raise ValueError("the answer is blank")
-    found = read_answer(case.completion, case.prompt, unmarked="all")
-    return float(found is not None and case.answer.strip() in (found, plain(found))), found
+    answer = read_answer(case.completion, case.prompt, unmarked="all")
+    return float(answer is not None and case.answer.strip() in (answer, plain(answer))), answer
 
 
 def verify_math(case: Case) -> Verdict:
     """1.0 if the final answer (`answer.py`) equals the row's answer mathematically (`equality.py`); else 0.0."""
-    found = read_answer(case.completion, case.prompt)
-    if found is None:  # as when the keys of the data are checked
+    answer = read_answer(case.completion, case.prompt)
+    if answer is None:  # as when the keys of the data are checked
         _check_is_answer(case.answer)
         check_key(case.answer)
         return 0.0, None
-    return float(equal(key_content(case.answer), found)), canonical(found)
+    return float(equal(key_content(case.answer), answer)), canonical(answer)
 
 
 def _check_is_answer(key: str) -> None:
@@ -52,16 +52,18 @@ def verify_gsm8k(case: Case) -> Verdict:
     Of an answer in words ("18 eggs left over from 20") it is the first number. Without a mark it is the last number of
     the visible text. Several answers are incorrect.
     """
-    key, found = _gsm8k_key(case.answer), read_answer(case.completion, case.prompt, "none")
+    key = _gsm8k_key(case.answer)
+    answer = read_answer(case.completion, case.prompt, unmarked="none")
     numbers: list[Fraction] = []
-    if found is None:
+    if answer is None:
         visible = visible_text(case.completion, case.prompt) or ""
-        numbers = [] if re.search(r"\\f?box|<answer>", visible) else _numbers(visible)[-1:]
-    elif len(found) <= MAX_FORMULA:
-        if equal(str(key), found):
+        if not re.search(r"\\f?box|<answer>", visible):
+            numbers = _numbers(visible)[-1:]
+    elif len(answer) <= MAX_FORMULA:
+        if equal(str(key), answer):
             numbers = [key]
-        elif not re.search("|".join(SCALES), found) and parse_value(clean(found))[0] != "list":
-            numbers = _numbers(found)[:1]
+        elif not re.search("|".join(SCALES), answer) and parse_value(clean(answer))[0] != "list":
+            numbers = _numbers(answer)[:1]
     return float(numbers == [key]), str(numbers[0]) if numbers else None
 
 
@@ -77,8 +79,8 @@ def _gsm8k_key(answer: str) -> Fraction:
 
 def _numbers(text: str) -> list[Fraction]:
     text = text.replace("\\!", "").replace("{,}", ",")
-    found = re.findall(r"(?<![\d)}])-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)", text)
-    return [Fraction(each.replace(",", "")) for each in found]
+    numbers = re.findall(r"(?<![\d)}])-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)", text)
+    return [Fraction(number.replace(",", "")) for number in numbers]
 
 
 def verify_gsm8k_strict(case: Case) -> Verdict:
@@ -90,8 +92,8 @@ def verify_gsm8k_strict(case: Case) -> Verdict:
     key = case.answer.rpartition("####")[2].strip().replace(",", "")
     if not re.fullmatch(r"-?\d+(?:\.\d+)?", key):
         raise ValueError(f"not a number alone, or alone after ####: the answer {case.answer[-80:]!r}")
-    found = re.findall(r"#### (-?[0-9.,]+)", case.completion[-300:])
-    answer = found[-1].replace(",", "") if found else None
+    numbers = re.findall(r"#### (-?[0-9.,]+)", case.completion[-300:])
+    answer = numbers[-1].replace(",", "") if numbers else None
     return float(answer == key), answer
 
 
@@ -125,9 +127,11 @@ def _has_form(case: Case, ending: str, tags: str) -> bool:
     match = re.fullmatch(ending, rest.strip(), re.DOTALL)
     if not match or not thought.startswith("<think>"):
         return False
-    parts = thought.removeprefix("<think>"), match[1]
-    has_tags = any(re.search(rf"</?(?:{tags})>", part) for part in parts)
-    return not has_tags and all(any(c.isprintable() and not c.isspace() for c in part) for part in parts)
+    for part in (thought.removeprefix("<think>"), match[1]):
+        is_blank = not any(c.isprintable() and not c.isspace() for c in part)
+        if is_blank or re.search(rf"</?(?:{tags})>", part):
+            return False
+    return True
 
 
 def verify_length(case: Case) -> Verdict:

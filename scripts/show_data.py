@@ -49,7 +49,7 @@ def play(turns: Turns, row: Row) -> None:
         texts.append(text.rstrip("\n"))
         turn = Turn(0, columns_for(row.columns, row.answer), tuple(texts), is_last=number == max_turns)
         turns.environments.submit(turn)
-        reply, status = turns.environments.take(LONGEST_WAIT)[0]
+        reply, status = turns.environments.pop_replies(LONGEST_WAIT)[0]
         if reply is None:
             sys.exit(f"error: this ends the episode, in training with reward 0: {status.removeprefix('error: ')}")
         print(*(f"[{message['role']}] {message['content']}" for message in reply.messages), sep="\n", flush=True)

@@ -249,7 +249,7 @@ class Fleet:
         """Takes up what environments reply; their next turns come before all that is pending."""
         try:
             while True:
-                for number, outcome in (await asyncio.to_thread(self.turns.environments.take, LOOK)).items():
+                for number, outcome in (await asyncio.to_thread(self.turns.environments.pop_replies, LOOK)).items():
                     request = self.thinking[number]
                     comes = self.turns.end_reply(request.episode, outcome, request.sampling)
                     if comes != "reply":

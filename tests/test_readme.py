@@ -14,7 +14,7 @@ import evaluate
 from flags import FLAGS
 from forked import run_script
 from grading import Case
-from grading.score import Handler
+from grading.score import RewardWorker
 from helpers import ROOT
 from inputs.checks import check_flags
 from inputs.command_line import parse_flags
@@ -100,7 +100,7 @@ def test_the_example_of_ones_own_fits_as_the_readme_says_and_pays_the_correct_an
         args.plan_gpus = 1
         assert dry_run(args) == 0
         assert fits in capsys.readouterr().out
-    grade = Handler(args.reward, None)
+    grade = RewardWorker(args.reward, None)
     for row in map(json.loads, problems.splitlines()):
         assert grade(("grade", Case("So it is easy. Answer: " + row["answer"], row["answer"]))).is_correct
         assert not grade(("grade", Case("I do not know. Answer: 5", row["answer"]))).is_correct
@@ -110,9 +110,9 @@ def test_the_functions_that_the_page_on_rewards_shows_do_what_it_says(tmp_path):
     for i, code in enumerate(blocks("python", (ROOT / "docs" / "rewards.md").read_text())):
         (tmp_path / f"my_reward_{i}.py").write_text(code)
     cases = [Case(text, "4") for text in ("4 of them", "sorry, 4", "5")]
-    alone = Handler(f"{tmp_path}/my_reward_0.py:score", None)
+    alone = RewardWorker(f"{tmp_path}/my_reward_0.py:score", None)
     assert [alone(("grade", case)).reward for case in cases] == [1.0, 0.9, 0.0]
-    together = Handler(f"{tmp_path}/my_reward_1.py:score_group", None)
+    together = RewardWorker(f"{tmp_path}/my_reward_1.py:score_group", None)
     assert [grade.reward for grade in together(("compare", cases))] == [0.0, 1.0, 0.0]
 
 

@@ -19,7 +19,7 @@ from episodes import DEEDS
 from fake_server import FakeServer, engine_of, synced
 from flags import Grading, PromptFormat, Sampling, Turning
 from grading import Grade
-from grading.episode import Handler, Turn
+from grading.episode import EpisodeWorker, Turn
 from grading.own import load_function
 from grading.tools import Toolbox, read_calls
 from helpers import (
@@ -243,8 +243,8 @@ def test_replies_enter_the_engine_at_the_same_step_whatever_they_take():
     asked = []
     for seconds in (0.0, 0.05):
         turns, engine = turns_of("Counts"), StubEngine()
-        take, delay = turns.environments.take, partial(time.sleep, seconds)
-        turns.environments.take = lambda wait, take=take, delay=delay: delay() or take(wait)
+        take, delay = turns.environments.pop_replies, partial(time.sleep, seconds)
+        turns.environments.pop_replies = lambda wait, take=take, delay=delay: delay() or take(wait)
         played(turns, [make_row([3, i, 4]) for i in range(20)], engine=engine)
         asked.append([(row.ids.tolist(), so_far) for row, so_far, _ in engine.asked])
     assert asked[0] == asked[1]
@@ -328,7 +328,7 @@ def test_the_tools_of_the_docs_work_things_out_within_limits():
 
 
 def test_an_environment_of_another_library_is_ours_by_an_adapter():
-    handler = Handler("docs/environments/gym_adapter.py:Adapter", None)
+    handler = EpisodeWorker("docs/environments/gym_adapter.py:Adapter", None)
     reply = handler(Turn(1, {"answer": ""}, ("right",), is_last=False))
     assert reply.messages == [{"role": "user", "content": "you are at 1"}]
     reply = handler(Turn(1, {"answer": ""}, ("right", "right"), is_last=False))

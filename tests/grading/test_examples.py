@@ -14,7 +14,7 @@ import pytest
 
 from flags import Grading
 from grading import Case, verifiers
-from grading.score import Handler
+from grading.score import RewardWorker
 from reward import Grader
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
@@ -32,7 +32,7 @@ def test_a_verifier_for_roman_numerals_is_one_function_of_under_ten_lines(monkey
     assert len(code.splitlines()) < 10
     exec(compile(code, "roman", "exec"), vars(verifiers))
     monkeypatch.setitem(verifiers.BUILT_IN, "roman", verifiers.verify_roman)
-    handle = Handler("roman", None)
+    handle = RewardWorker("roman", None)
     completions = {"\\boxed{XIV}": 1.0, "The answer is XIV.": 1.0, "\\boxed{XVI}": 0.0, "\\boxed{14}": 0.0}
     assert {text: handle(("grade", Case(text, "14"))).reward for text in completions} == completions
 
@@ -114,14 +114,14 @@ CHEATS = (
 
 @pytest.mark.parametrize(("code", "reward"), [*((code, 1.0) for code in HONEST), *((code, 0.0) for code in CHEATS)])
 def test_unit_tests_are_run_on_generated_code(code, reward):
-    handle = Handler(f"{EXAMPLES}/unit_tests.py:score", None)
+    handle = RewardWorker(f"{EXAMPLES}/unit_tests.py:score", None)
     grade = handle(("grade", Case(f"So:\n```python\n{code}\n```", "assert double(2) == 4\nassert double(3) == 6")))
     assert grade.reward == reward and grade.parts["has_code"] == 1.0
 
 
 def test_a_text_without_code_gets_nothing():
     name = f"{EXAMPLES}/unit_tests.py:score"
-    assert Handler(name, None)(("grade", Case("no code", "assert True"))).parts == {name: 0.0, "has_code": 0.0}
+    assert RewardWorker(name, None)(("grade", Case("no code", "assert True"))).parts == {name: 0.0, "has_code": 0.0}
 
 
 def test_the_example_of_reasoning_gym_makes_data_as_its_docstring_says(tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from grading import Case, key_text
-from grading.score import Handler
+from grading.score import RewardWorker
 
 CASES = [json.loads(line) for line in (Path(__file__).parent / "key_cases.jsonl").read_text().splitlines()]
 
@@ -22,12 +22,12 @@ def test_a_key_that_is_a_list_says_the_answers_in_it(case):
 
 @pytest.mark.parametrize("case", [case for case in CASES if "reward" in case], ids=str)
 def test_any_or_all_of_several_answers_are_required(case):
-    handle, key = Handler(case["verifier"], None), key_text(case["key"], case["several"])
+    handle, key = RewardWorker(case["verifier"], None), key_text(case["key"], case["several"])
     assert handle(("check", [Case("", key)])) == [None]
     assert handle(("grade", Case(case["completion"], key))).reward == case["reward"]
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if "problem" in case], ids=str)
 def test_a_key_that_no_completion_can_meet_is_reported(case):
-    (problem,) = Handler(case["verifier"], None)(("check", [Case("", key_text(case["key"], "all"))]))
+    (problem,) = RewardWorker(case["verifier"], None)(("check", [Case("", key_text(case["key"], "all"))]))
     assert problem is None if case["problem"] is None else case["problem"] in problem

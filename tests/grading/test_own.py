@@ -8,11 +8,12 @@ import pytest
 
 from grading import Case, episode
 from grading.own import OwnReward, files_of, load_function, load_own
-from grading.score import Handler
+from grading.score import RewardWorker
 from helpers import ROOT
 from load_inputs import own_files
 
-CASES = [Case("ab", "4", {"level": 2, "answer": "four"}, "<user>", (7, 8), 2, 9, True), Case("abc", "5", {"level": 3})]
+EXTRAS = {"prompt": "<user>", "token_ids": (7, 8), "num_tokens": 2, "max_tokens": 9, "is_truncated": True}
+CASES = [Case("ab", "4", {"level": 2, "answer": "four"}, **EXTRAS), Case("abc", "5", {"level": 3})]
 
 
 def own(tmp_path, code: str, name: str = "score") -> OwnReward:
@@ -145,7 +146,7 @@ def test_a_function_that_nobody_knows_how_to_call_is_refused_when_it_is_loaded(c
 
 def test_a_row_without_a_column_that_the_function_takes_is_named(tmp_path):
     own(tmp_path, "def score(completions, solution):\n    return [1.0 for _ in completions]\n")
-    handle = Handler(f"{tmp_path}/my_reward.py:score", None)
+    handle = RewardWorker(f"{tmp_path}/my_reward.py:score", None)
     problems = handle(("check", [Case("", "", {"solution": "4"}), CASES[0]]))
     assert problems == [None, "score takes 'solution', but the row's columns are level, answer"]
 
@@ -172,7 +173,7 @@ def test_what_a_function_does_to_the_row_is_seen_by_no_other_function_and_no_oth
     code = "def takes(completion, columns):\n    columns['tests'].pop()\n    del columns['answer']\n    return 1.0\n"
     code += "def left(completion, columns):\n    return len(columns['tests']) + ('answer' in columns)\n"
     (tmp_path / "my.py").write_text(code)
-    handler = Handler(",".join(f"{tmp_path}/my.py:{name}" for name in ("takes", "left")), None)
+    handler = RewardWorker(",".join(f"{tmp_path}/my.py:{name}" for name in ("takes", "left")), None)
     shared = Case("", "4", {"tests": ["a", "b"], "answer": "4"})
     for case in (shared, shared):  # of one prompt, which with --reward_in_flight arrive together
         assert handler(("grade", case)).reward == 1.0 + 3.0
@@ -182,7 +183,7 @@ def test_a_row_that_an_environment_changes_is_seen_whole_by_the_next_one(tmp_pat
     code = "class Game:\n    def __init__(self, row):\n        self.words = row['words']\n"
     code += "    def reply(self, completion):\n        return self.words.pop()\n"
     (tmp_path / "my.py").write_text(code)
-    handler, row = episode.Handler(f"{tmp_path}/my.py:Game", None), {"words": ["last", "first"]}
+    handler, row = episode.EpisodeWorker(f"{tmp_path}/my.py:Game", None), {"words": ["last", "first"]}
     replies = [handler(episode.Turn(number, row, ("text",), False)) for number in (1, 2)]
     assert [reply.messages[0]["content"] for reply in replies] == ["first", "first"]
 

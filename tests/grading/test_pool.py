@@ -18,7 +18,7 @@ FAILING = f"{Path(__file__).parent}/rewards_that_fail.py:score"
 
 
 def start(spec: str = FAILING, num_workers: int = 1, timeout: float = 5.0, **others: float) -> Pool:
-    return Pool("grading.score:Handler", (spec, None), num_workers, timeout, **others)
+    return Pool("grading.score:RewardWorker", (spec, None), num_workers, timeout, **others)
 
 
 def run(pool: Pool, texts: list[str], answer: str = "") -> list[Outcome]:
@@ -152,7 +152,7 @@ MAIN = """
     print("the main script is run", flush=True)
 
     if __name__ == "__main__":
-        pool = Pool("grading.score:Handler", (sys.argv[1], None), 2, 600.0)
+        pool = Pool("grading.score:RewardWorker", (sys.argv[1], None), 2, 600.0)
         pool.submit(0, ("grade", Case("", "")))
         print(pool.collect()[0], flush=True)
         pool.submit(1, ("grade", Case("wait", "")))

@@ -7,12 +7,12 @@ import pytest
 
 from grading import Case, Grade, score
 from grading.pool import Pool
-from grading.score import Handler, parse_reward
+from grading.score import RewardWorker, parse_reward
 from grading.verifiers import BUILT_IN
 
 
 def graded(spec: str, *cases: Case) -> list[Grade]:
-    handle = Handler(spec, None)
+    handle = RewardWorker(spec, None)
     return [handle(("grade", case)) for case in cases]
 
 
@@ -30,7 +30,7 @@ def test_the_verifier_of_a_row_is_the_one_that_its_column_names():
     completions = ["2+2 is 4", "\\boxed{x^2+2x+1}", "a, b", "4"]
     cases = [Case(*each) for each in zip(completions, keys, rows, strict=True)]
     assert [grade.reward for grade in graded("@dataset", *cases[:3])] == [1.0, 1.0, 0.0]
-    problems = Handler("@dataset", None)(("check", cases))
+    problems = RewardWorker("@dataset", None)(("check", cases))
     assert problems[:3] == [None] * 3 and "'poems', which names no verifier" in problems[3]
 
 
@@ -48,7 +48,7 @@ def test_a_sub_score_hides_neither_a_verifiers_score_nor_another_functions_sub_s
     one, all_ = two_functions(tmp_path)
     (grade,) = graded(f"{one},exact", Case("4", "4"))
     assert grade.parts == {one: 0.5, "brevity": 1.0, f"{one}/exact": 9.0, "exact": 1.0}
-    handle = Handler(f"{one},exact,{all_}", None)
+    handle = RewardWorker(f"{one},exact,{all_}", None)
     grades = [handle(("compare", [Case("4", "4")]))[0], handle(("grade", Case("4", "4")))]
     assert score.add_up(grades, handle.weights).parts == {
         one: 0.5, "exact": 1.0, all_: 1.0,
@@ -61,7 +61,7 @@ def test_the_first_verifier_of_the_reward_says_whether_a_completion_is_correct(f
     one, all_ = two_functions(tmp_path)
     names = [one, all_, "exact"]
     names.insert(0, names.pop(first))
-    handle = Handler(",".join(names), None)
+    handle = RewardWorker(",".join(names), None)
     grades = [handle(("compare", [Case("5", "4")]))[0], handle(("grade", Case("5", "4")))]
     for each in (grades, grades[::-1]):
         grade = score.add_up(each, handle.weights)
@@ -91,7 +91,7 @@ def test_a_reward_text_that_is_wrong_says_why_before_anything_is_loaded(spec, wo
 def test_a_reward_file_that_cannot_be_loaded_says_why(code, words, tmp_path):
     (tmp_path / "my_reward.py").write_text(code)
     with pytest.raises(ValueError, match=words):
-        pool = Pool("grading.score:Handler", (f"{tmp_path}/my_reward.py:score", None), 1, 5.0)
+        pool = Pool("grading.score:RewardWorker", (f"{tmp_path}/my_reward.py:score", None), 1, 5.0)
         pool.submit(0, ("needs", None))
         pool.collect()
 
@@ -101,8 +101,8 @@ def test_a_broken_dependency_is_found_at_the_start(verdict, monkeypatch):
     monkeypatch.setattr(score, "equal", lambda key, answer: verdict)
     for spec in ("math", "format:0.1,math", "@dataset"):
         with pytest.raises(ValueError, match="math-verify or SymPy is broken"):
-            Handler(spec, None)
-    Handler("gsm8k", None)
+            RewardWorker(spec, None)
+    RewardWorker("gsm8k", None)
 
 
 def test_a_fault_of_a_verifier_is_no_key_that_cannot_be_used(monkeypatch):

@@ -13,26 +13,15 @@ adds sleep mode.
 from __future__ import annotations
 
 import gc
-import logging
-import os
 import random
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # in this process: its weights and its seed are ours
-# The first rank's warnings are enough: what vLLM falls back to is the same on all.
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING" if os.environ.get("RANK", "0") == "0" else "ERROR")
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-# CUDA: FlashInfer compiles at its first call, with a toolkit that pip does not bring. docs/hardware.md
-os.environ.setdefault("VLLM_ALLREDUCE_USE_FLASHINFER", "0")
-os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")  # `sizes.check_config` has checked the length
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # binding would put the ranks on the same cores
-warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
-logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # on CPU there is none, as it should be
+from engine.vllm_setup import prepare_vllm
+
+prepare_vllm()  # before the imports: vLLM reads its environment in them
 
 import numpy as np
 import torch
@@ -40,35 +29,17 @@ import torch._dynamo
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from vllm import LLM, SamplingParams, TokensPrompt
-from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel, get_tp_group
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from batch import Completion, OnFinished, Rollout, Row, rollout_of
-from engine.options import (
-    NOISE,
-    NOISE_ON_CPU,
-    check_head,
-    engine_options,
-    head_dtypes,
-    memory_errors,
-    stop_ids,
-)
+from engine.options import check_head, engine_options, head_dtypes, memory_errors, stop_ids
 from flags import EngineSettings, Sampling
 from fsdp_utils import World, end_if_requested, gather_from_ranks, set_allocator
 from model.vision import Vision, decode
 from runtime.progress import progress
 from runtime.stall import beat
-from runtime.start import launch_name, requested
-
-for _name, _beginning in NOISE + ([] if torch.cuda.is_available() else NOISE_ON_CPU):
-    logging.getLogger(_name).addFilter(lambda record, noise=_beginning: not record.msg.startswith(noise))
-
-# CPU: the ranks of an engine share memory. vLLM gives it the same name in every run on a machine, so another run, or
-# what a killed one has left, would get in the way: the run's name is added.
-_name_by_vllm = _CPUSHMDistributed.make_group_name
-_CPUSHMDistributed.make_group_name = staticmethod(lambda communicator: f"{_name_by_vllm(communicator)}-{launch_name()}")
-
+from runtime.start import requested
 
 Value = TypeVar("Value")
 STEPS_BETWEEN_LOOKS = 16  # for a signal, in an engine over several ranks: each look costs them a broadcast

@@ -18,25 +18,6 @@ from model.weights import load_config
 # torch and vLLM's allocator say the one, vLLM's checks of its share of the GPU the other.
 LACK_OF_MEMORY = re.compile(r"out of memory|gpu.memory.utilization", re.IGNORECASE)
 
-NOISE = [  # warnings that are not shown because they tell nothing: vLLM's logger, and how the warning begins
-    ("vllm.engine.arg_utils", "The global random seed is set"),  # each call of Engine.sample sets its own
-    ("vllm.config.vllm", "Enforce eager set"),  # by a flag, or on CPU
-    ("vllm.config.vllm", "Inductor compilation was disabled"),  # the same
-    # At each sync, of modules without weights and of a tied head. What is really missing, reload.inplace tells.
-    ("vllm.model_executor.model_loader.reload.layerwise", "%s: Failed to load weights"),
-    ("vllm.model_executor.model_loader.reload.layerwise", "Allocating %.1f MB"),  # of padded tables
-    ("vllm.model_executor.models.utils", "Attempted to load weight"),  # of another dtype than --dtype, which is meant
-    ("vllm.config.model", "%s %s"),  # beyond its own limit: see rollout.py
-    ("vllm.utils.flashinfer", "FlashInfer"),  # that its kernels are missing: none of them runs, see rollout.py
-    ("vllm.utils.torch_utils", "OMP_NUM_THREADS="),  # by the launcher, or runtime.machine.use_all_cores
-]
-NOISE_ON_CPU = [
-    ("vllm.config.vllm", "Model Runner V2 requires Triton"),  # there is none for CPUs; with CUDA it belongs to torch
-    ("vllm.platforms.cpu", ""),  # the same, and what models without attention need
-    ("vllm.model_executor.layers.utils", "Failed to create oneDNN linear"),  # no bfloat16: torch does it slowly
-    ("vllm.v1.worker.cpu_worker", ""),  # advice on libraries and on binding threads, which `launch.sh` decides
-]
-
 
 def engine_options(
     model_path: str,
@@ -69,7 +50,7 @@ def engine_options(
             "gpu_memory_utilization": settings.gpu_memory_utilization,
             # vLLM's own default depends on the kind of GPU (256 or 1,024), and batches above 512 have no CUDA graph.
             "max_num_seqs": min(MOST_ON_GPU, most_sequences or MOST_ON_GPU),
-            "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}},  # FlashInfer's: see rollout.py
+            "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}},  # FlashInfer's: see vllm_setup.py
             # Nor are its kernels tried out, with a barrier of all ranks: a node without nvcc would not come to it.
             "kernel_config": {"enable_flashinfer_autotune": False},
         }

@@ -44,9 +44,10 @@ class DriftGuard:
     """Compares every engine with the shards of a `policy.Policy`, not with what a sync sent; on every rank the same."""
 
     def __init__(
-        self, apply_model: ApplyModel, policy: nn.Module, world: World, phase: Callable[[str], AbstractContextManager]
+        self, policy: nn.Module, world: World, phase: Callable[[str], AbstractContextManager], apply_model: ApplyModel
     ) -> None:
-        self.apply_model, self.policy, self.world, self.phase = apply_model, policy, world, phase
+        """`phase`: what the comparison runs in, so that its time is known."""
+        self.policy, self.world, self.phase, self.apply_model = policy, world, phase, apply_model
         weights = policy.describe_weights()
         shapes = {common_name(name): shape for name, shape in zip(weights["names"], weights["shapes"], strict=True)}
         shapes.pop(None, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -19,16 +20,21 @@ from model.weights import load_config
 LACK_OF_MEMORY = re.compile(r"out of memory|gpu.memory.utilization", re.IGNORECASE)
 
 
+class Demand(NamedTuple):
+    """The most that the calls of a run ask of one engine."""
+
+    sequences: int | None = None  # completions of a call; None: any number
+    images: int = 0  # of a prompt
+    vision: Vision | None = None  # how images are scaled; None: there are none
+
+
+ANY_TEXT = Demand()
+
+
 def engine_options(
-    model_path: str,
-    settings: EngineSettings,
-    is_cuda: bool,
-    tp_size: int,
-    vision: Vision | None = None,
-    max_images: int = 0,
-    most_sequences: int | None = None,
+    model_path: str, settings: EngineSettings, is_cuda: bool, tp_size: int, demand: Demand = ANY_TEXT
 ) -> dict[str, object]:
-    """The arguments of `vllm.LLM`. `most_sequences`: completions that a call asks of one engine at most; None: any."""
+    """The arguments of `vllm.LLM`."""
     options = {
         "model": model_path,
         "load_format": settings.load_format,
@@ -49,19 +55,22 @@ def engine_options(
         options |= {
             "gpu_memory_utilization": settings.gpu_memory_utilization,
             # vLLM's own default depends on the kind of GPU (256 or 1,024), and batches above 512 have no CUDA graph.
-            "max_num_seqs": min(MOST_ON_GPU, most_sequences or MOST_ON_GPU),
+            "max_num_seqs": min(MOST_ON_GPU, demand.sequences or MOST_ON_GPU),
             "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}},  # FlashInfer's: see vllm_setup.py
             # Nor are its kernels tried out, with a barrier of all ranks: a node without nvcc would not come to it.
             "kernel_config": {"enable_flashinfer_autotune": False},
         }
     else:
-        config, itemsize = load_config(model_path), getattr(torch, settings.dtype).itemsize
-        cache_bytes = cpu_cache_bytes(config, settings.max_model_len, itemsize, tp_size, most_sequences)
-        options |= {"kv_cache_memory_bytes": cache_bytes, "block_size": CPU_BLOCK}
-    if vision is not None:
+        config = load_config(model_path)
+        itemsize = getattr(torch, settings.dtype).itemsize
+        options["block_size"] = CPU_BLOCK
+        options["kv_cache_memory_bytes"] = cpu_cache_bytes(
+            config, settings.max_model_len, itemsize, tp_size, demand.sequences
+        )
+    if demand.vision is not None:
         options |= {
-            "limit_mm_per_prompt": {"image": max_images, "video": 0},
-            "mm_processor_kwargs": {"size": vision.size},
+            "limit_mm_per_prompt": {"image": demand.images, "video": 0},
+            "mm_processor_kwargs": {"size": demand.vision.size},
             "mm_device_do_normalize": False,  # mean and std would be buffers of the model: random, as the weights
             "mm_processor_cache_gb": 1,  # a prompt's completions follow each other; the default is 4 in each rank
         }
@@ -86,17 +95,20 @@ def memory_errors() -> Iterator[None]:
         if not torch.cuda.is_available() or not LACK_OF_MEMORY.search(str(error)):
             raise
         free, total = (count / 2**30 for count in torch.cuda.mem_get_info())
-        where = f"while the engine starts, {free:.1f} of {total:.1f} GiB of the GPU are free"
         cause = re.split(r"\.?\s*\n|\.\s|\.$", str(error))[0]  # its first sentence
-        advice = "change --gpu_memory_utilization, or raise --tensor_parallel_size"
-        raise MemoryError(f"GPU memory ran out {where} ({cause}); {advice}.") from error
+        raise MemoryError(
+            f"GPU memory ran out while the engine starts, {free:.1f} of {total:.1f} GiB of the GPU are free "
+            f"({cause}); change --gpu_memory_utilization, or raise --tensor_parallel_size."
+        ) from error
 
 
-def check_head(found: list[str], settings: EngineSettings) -> None:
+def check_head(dtypes: list[str], settings: EngineSettings) -> None:
     """Raises ValueError if the `head_dtypes` of the engine are not --head_dtype: vLLM only warns and takes another."""
-    if settings.head_dtype is not None and found != [settings.head_dtype]:
-        given = f"--head_dtype {settings.head_dtype}: vLLM computes the logits of this model, on this machine, in"
-        raise ValueError(f"{given} {', '.join(found) or 'no layer that knows it'}; leave the flag out.")
+    if settings.head_dtype is not None and dtypes != [settings.head_dtype]:
+        raise ValueError(
+            f"--head_dtype {settings.head_dtype}: vLLM computes the logits of this model, on this machine, "
+            f"in {', '.join(dtypes) or 'no layer that knows it'}; leave the flag out."
+        )
 
 
 def head_dtypes(model: nn.Module) -> list[str]:

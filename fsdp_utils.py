@@ -11,7 +11,8 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from functools import cached_property, partial
 from itertools import pairwise
@@ -22,7 +23,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from runtime.machine import choose_interface, local_world_size, prepare_cpu, use_all_cores
@@ -30,6 +38,7 @@ from runtime.stall import WAITS, beat
 from runtime.start import Stopped, launch_folder, requested
 
 Item = TypeVar("Item")
+MAIN_IS_HERE = "the main process has come"  # a key of the store in which the ranks meet
 
 
 @dataclass(frozen=True)
@@ -43,9 +52,10 @@ class World:
     num_trainers: int
     tp_size: int
     device: torch.device
+    _: KW_ONLY
     shard_ranks: int | None = None  # consecutive ranks that share one copy of the policy; None: all
     timeout: timedelta | None = None  # of collectives
-    has_engines: bool = True  # the ranks themselves sample
+    has_engines: bool = True  # False: generation servers sample
 
     @cached_property
     def mesh(self) -> DeviceMesh:
@@ -54,8 +64,9 @@ class World:
             return init_device_mesh(self.device.type, (self.num_trainers,))
         shape = self.num_trainers // self.shard_ranks, self.shard_ranks
         mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
-        for group in mesh.get_all_groups() if self.timeout else ():  # they do not take over that of the whole
-            _set_pg_timeout(self.timeout, group)
+        if self.timeout is not None:
+            for group in mesh.get_all_groups():  # they do not take over the timeout of the whole
+                _set_pg_timeout(self.timeout, group)
         return mesh
 
     @property
@@ -77,12 +88,12 @@ class World:
 
     def describe(self) -> str:
         """For example: 16 ranks on cuda, 2 copies of the policy, 8 engines of 2."""
-        engines = f"{self.num_engines} engine{'s' * (self.num_engines > 1)} of {self.tp_size}"
-        samplers = engines if self.has_engines else "generation servers"
-        copies = self.num_trainers // (self.shard_ranks or self.num_trainers)
-        replicas = f", {copies} copies of the policy" if copies > 1 else ""
-        ranks = f"{self.num_trainers} rank{'s' * (self.num_trainers > 1)}"
-        return f"{ranks} on {self.device.type}{replicas}, {samplers}"
+        text = f"{self.num_trainers} rank{'s' * (self.num_trainers > 1)} on {self.device.type}"
+        if self.shard_ranks not in (None, self.num_trainers):
+            text += f", {self.num_trainers // self.shard_ranks} copies of the policy"
+        if not self.has_engines:
+            return f"{text}, generation servers"
+        return f"{text}, {self.num_engines} engine{'s' * (self.num_engines > 1)} of {self.tp_size}"
 
 
 def is_main_process() -> bool:
@@ -100,7 +111,8 @@ def init_world(tp_size: int, timeout_minutes: float, shard_ranks: int | None = N
     if "RANK" not in os.environ:  # plain `python train_grpo.py`: a world of one
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     if torch.cuda.is_available():
-        device, backend = torch.device("cuda", int(os.environ["LOCAL_RANK"])), "cpu:gloo,cuda:nccl"
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        backend = "cpu:gloo,cuda:nccl"  # gloo for what is gathered as Python objects: no copy to the GPU and back
         torch.cuda.set_device(device)
         # What each rank did last, before a collective times out: for torch's `torchfrtrace`.
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
@@ -113,15 +125,15 @@ def init_world(tp_size: int, timeout_minutes: float, shard_ranks: int | None = N
     choose_interface()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = meeting_point(rank, size)
-    is_here = "the main process has come"
+    # The others wait for the main process, however long that takes: it may be downloading weights.
     if rank == 0:
-        store.set(is_here, "")
-    while not store.check([is_here]):  # however long it takes: it may be downloading weights
+        store.set(MAIN_IS_HERE, "")
+    while not store.check([MAIN_IS_HERE]):
         time.sleep(0.05)
     timeout = timedelta(minutes=timeout_minutes)
     store.set_timeout(timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-    return World(rank, size, tp_size, device, shard_ranks, timeout, has_engines)
+    return World(rank, size, tp_size, device, shard_ranks=shard_ranks, timeout=timeout, has_engines=has_engines)
 
 
 def allocator_settings(is_expandable: bool) -> str:
@@ -132,9 +144,9 @@ def allocator_settings(is_expandable: bool) -> str:
     with it torch 2.13 hands out blocks of pinned memory that are too small.
     """
     given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-    settings = dict(each.strip().split(":", 1) for each in given.split(",") if ":" in each)
-    wanted = settings.get("expandable_segments", "True") == "True"
-    settings["expandable_segments"] = str(is_expandable and wanted)
+    settings = dict(setting.strip().split(":", 1) for setting in given.split(",") if ":" in setting)
+    is_wanted = settings.get("expandable_segments", "True") == "True"
+    settings["expandable_segments"] = str(is_expandable and is_wanted)
     return ",".join(f"{name}:{value}" for name, value in settings.items())
 
 
@@ -150,7 +162,7 @@ def meeting_point(rank: int, size: int) -> dist.Store:
     That store survives a restart of the ranks, with the addresses of the ended ones: each start has a prefix.
     """
     if size == 1:
-        return dist.HashStore()
+        return dist.HashStore()  # in memory: a world of one needs neither file nor port
     folder = launch_folder()
     if folder is not None and size == local_world_size():
         return dist.FileStore(str(folder / "store"), size)
@@ -181,16 +193,17 @@ def shard(
     and gradients live in host RAM (pinned on CUDA). `stays_gathered`: a forward pass leaves each layer gathered, until
     the backward pass or `release_gathered`.
     """
-    options = {
-        "mesh": world.mesh,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32),
-        "offload_policy": CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if on_host else OffloadPolicy(),
-    }
+    place = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if on_host else OffloadPolicy()
+    # A sum of bf16 gradients over many ranks would lose their small parts.
+    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    divide = partial(fully_shard, mesh=world.mesh, mp_policy=precision, offload_policy=place)
     for layer in layers:
-        fully_shard(layer, **options, reshard_after_forward=not stays_gathered)
+        divide(layer, reshard_after_forward=not stays_gathered)
     for layer, after in pairwise(layers):  # gathered while this one computes, as FSDP does by itself backwards
         layer.set_modules_to_forward_prefetch([after])
-    fully_shard(root, **options)
+    divide(root)  # last: its unit is what no layer has taken, the embedding, the last norm and the head
+    for name in getattr(root, "forward_methods", ()):
+        register_fsdp_forward_method(root, name)
     return torch.device("cpu") if on_host else world.device
 
 
@@ -204,12 +217,14 @@ def fill_from_main(target: Tensor, full: Tensor | None) -> None:
     """Fills a sharded parameter, or a tensor that every rank holds whole, with `full` of rank 0 (None elsewhere)."""
     beat("loads weights")
     is_sharded = isinstance(target, DTensor)
+    # Collectives run on the device that computes, also where the shards live in host RAM.
     device = torch.device(target.device_mesh.device_type) if is_sharded else target.device
     if full is None:
         full = torch.empty(target.shape, dtype=target.dtype, device=device)
     full = moved(full, device, target.dtype)
     if is_sharded:
-        target.to_local().copy_(distribute_tensor(full, target.device_mesh, target.placements).to_local())
+        sharded = distribute_tensor(full, target.device_mesh, target.placements)
+        target.to_local().copy_(sharded.to_local())
         return
     if dist.is_initialized():
         dist.broadcast(full, src=0)
@@ -219,7 +234,7 @@ def fill_from_main(target: Tensor, full: Tensor | None) -> None:
 def release_gathered(root: nn.Module) -> None:
     """Frees the parameters that FSDP keeps gathered for a backward pass that will not come."""
     for unit in root.modules():
-        if isinstance(unit, FSDPModule):
+        if isinstance(unit, FSDPModule):  # a model on one process, as in tests, may have none
             unit.reshard()  # not recursive
 
 
@@ -242,7 +257,7 @@ def full_tensor(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 
 def full_tensors(parameters: Iterable[tuple[Tensor, torch.dtype]]) -> Iterator[Tensor]:
     """The whole of each parameter in its dtype, in turn; while the caller uses one, the next one is gathered."""
-    begun: deque[Callable[[], Tensor]] = deque()  # popped: the caller alone holds the result
+    begun = deque()  # popped: the caller alone holds the result
     for parameter, dtype in parameters:
         begun.append(begin_gather(parameter, dtype))
         if len(begun) > 1:
@@ -267,8 +282,10 @@ def begin_gather(parameter: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
         return partial(moved, local.to_local(), mesh.device_type, dtype)
     (dim,) = sharded
     assert local.placements[dim].is_shard(0), "FSDP2 shards the rows, over one dimension of the mesh"
+    # Converted before it is sent: bf16 is half the bytes of an fp32 master.
     own = moved(local.to_local(), mesh.device_type, dtype)
-    rows = -(-num_rows // mesh.size(dim))  # of each rank; the last ones may have fewer
+    # A collective wants as many rows of each rank; the last ones may have fewer, which are padded and cut off again.
+    rows = -(-num_rows // mesh.size(dim))
     if len(own) < rows:
         own = torch.cat([own, own.new_zeros(rows - len(own), *own.shape[1:])])
     gathered = own.new_empty(rows * mesh.size(dim), *own.shape[1:])
@@ -286,17 +303,20 @@ def own_rows(parameter: Tensor, at_most: int) -> Iterator[tuple[Tensor, int]]:
 
     Every row belongs to one rank; of copies (HSDP) to the first.
     """
-    local, device, first = local_shard(parameter).detach(), parameter.device, 0
-    is_mine = not dist.is_initialized() or dist.get_rank() == 0
-    if isinstance(parameter, DTensor):
-        mesh, is_mine, device = parameter.device_mesh, True, torch.device(parameter.device_mesh.device_type)
-        for dim, place in enumerate(parameter.placements):
-            index = mesh.get_coordinate()[dim]
-            if place.is_replicate():
-                is_mine = is_mine and index == 0
-            else:
-                first = index * -(-len(parameter) // mesh.size(dim))
-    for start in range(0, len(local) if is_mine else 0, at_most):
+    local, first = local_shard(parameter).detach(), 0
+    if not isinstance(parameter, DTensor):  # every rank holds all of it: the main rank's counts
+        if dist.is_initialized() and dist.get_rank() > 0:
+            return
+        device = parameter.device
+    else:
+        mesh = parameter.device_mesh
+        device = mesh.device_type
+        for index, size, place in zip(mesh.get_coordinate(), mesh.shape, parameter.placements, strict=True):
+            if not place.is_replicate():
+                first = index * -(-len(parameter) // size)  # as FSDP2 divides the rows
+            elif index > 0:
+                return
+    for start in range(0, len(local), at_most):
         yield local[start : start + at_most].to(device), first + start
 
 
@@ -324,11 +344,20 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
     norm = torch.linalg.vector_norm(norms)
     if mesh is not None and mesh.ndim > 1:  # copies may add in another order, would clip differently, and drift apart
         dist.broadcast(norm, src=0)
+    # Scaled without asking whether it has to be: the host would wait for the GPU's answer.
     torch._foreach_mul_(shards, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
 
 # Collectives ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def waiting(collective: str) -> Iterator[None]:
+    """Tells the watch over stalls that this rank waits for the others: in the function that it decorates."""
+    beat(f"{WAITS} ({collective})")
+    yield  # after an exception the rank is still where it waited
+    beat("computes")
 
 
 def sum_over_trainers(values: Tensor) -> Tensor:
@@ -341,51 +370,47 @@ def max_over_trainers(values: Tensor) -> Tensor:
     return _all_reduce(values, dist.ReduceOp.MAX)
 
 
+@waiting("sum or maximum")
 def _all_reduce(values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
     reduced = values.clone()
     if dist.is_initialized():
-        beat(f"{WAITS} (sum or maximum)")
         dist.all_reduce(reduced, op=operation)
-        beat("computes")
     return reduced
 
 
-def gather_from_ranks(item: Item, is_progress: bool = True) -> list[Item]:
-    """The items of all ranks in rank order, on every rank: picklable host data (arrays, strings), not CUDA tensors.
+@waiting("gather")
+def gather_from_ranks(item: Item) -> list[Item]:
+    """The items of all ranks in rank order, on every rank: picklable host data (arrays, strings), not CUDA tensors."""
+    return gather_unwatched(item)
 
-    `is_progress=False`: the watch over stalls does not count it.
-    """
+
+def gather_unwatched(item: Item) -> list[Item]:
+    """`gather_from_ranks` for ranks that ask again and again: to the watch over stalls it is no progress."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [item]
     items: list[Item | None] = [None] * dist.get_world_size()
-    if is_progress:
-        beat(f"{WAITS} (gather)")
     dist.all_gather_object(items, item)
-    if is_progress:
-        beat("computes")
     return items  # type: ignore[return-value]
 
 
 def end_if_requested() -> None:
     """Raises Stopped on every rank if a signal has asked any of them to end. All ranks call it together."""
+    # Each rank hears its own signals: one that left alone would keep the others waiting in a collective.
     if any(gather_from_ranks(requested())):
         raise Stopped
 
 
+@waiting("broadcast")
 def broadcast_from_main(item: Item | None) -> Item:
     """The main rank's item, on every rank: picklable host data. All ranks call it; the others' items are ignored."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return item  # type: ignore[return-value]
     items = [item]
-    beat(f"{WAITS} (broadcast)")
-    dist.broadcast_object_list(items, src=0)
-    beat("computes")
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(items, src=0)
     return items[0]  # type: ignore[return-value]
 
 
+@waiting("barrier")
 def wait_for_all() -> None:
     """Returns when every rank has come here."""
     if dist.is_initialized():
-        beat(f"{WAITS} (barrier)")
         dist.barrier()
-        beat("computes")

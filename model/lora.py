@@ -36,11 +36,16 @@ def target_names(model: PreTrainedModel, targets: Sequence[str] | None) -> list[
     """
     linear = {module for module in model.get_decoder().modules() if isinstance(module, nn.Linear)}
     own_names = {name: name.rpartition(".")[2] for name, module in model.named_modules() if module in linear}
-    if unknown := [target for target in targets or [] if target not in own_names.values()]:
-        known = ", ".join(sorted(set(own_names.values())))
-        wrong = f"--lora_targets {' '.join(unknown)}: the linear layers of this model's decoder are {known}"
-        raise ValueError(f"{wrong}; name some, with spaces between them, or leave the flag out for all of them.")
-    return [name for name, own in own_names.items() if targets is None or own in targets]
+    if targets is None:
+        return list(own_names)
+    known = sorted(set(own_names.values()))
+    unknown = [target for target in targets if target not in known]
+    if unknown:
+        raise ValueError(
+            f"--lora_targets {' '.join(unknown)}: the linear layers of this model's decoder are {', '.join(known)}; "
+            "name some, with spaces between them, or leave the flag out for all of them."
+        )
+    return [name for name, own_name in own_names.items() if own_name in targets]
 
 
 def check_lora(model: PreTrainedModel, lora: Lora) -> None:
@@ -126,7 +131,7 @@ class WithAdapter(nn.Module):
         state = {}
         for name, parameter in self.model.named_parameters():
             if ".lora_" in name:
-                tensor = full_tensor(parameter, torch.float32)
+                tensor = full_tensor(parameter, torch.float32)  # on all ranks, for they gather it together
                 if world.is_main:
                     state[f"base_model.model.{name.replace(f'.{NAME}.', '.')}"] = tensor.cpu().contiguous()
         if world.is_main:
@@ -138,9 +143,11 @@ class WithAdapter(nn.Module):
     def describe_adapter(self) -> str:
         """For example: LoRA (rank 8, alpha 32, so s = 4; dropout 0) on 14 linear layers: q_proj, v_proj."""
         layers, config = adapted_layers(self.model), self.model.peft_config[NAME]
-        names = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
-        scale = f"rank {config.r}, alpha {config.lora_alpha:g}, so s = {config.lora_alpha / config.r:g}"
-        return f"LoRA ({scale}; dropout {config.lora_dropout:g}) on {len(layers)} linear layers: {names}"
+        names = sorted({name.rpartition(".")[2] for name in layers})
+        return (
+            f"LoRA (rank {config.r}, alpha {config.lora_alpha:g}, so s = {config.lora_alpha / config.r:g}; "
+            f"dropout {config.lora_dropout:g}) on {len(layers)} linear layers: {', '.join(names)}"
+        )
 
 
 def own_merged_rows(layer: LoraLayer, weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[Tensor, int]]:
@@ -153,7 +160,8 @@ def own_merged_rows(layer: LoraLayer, weight: Tensor, dtype: torch.dtype) -> Ite
 
 def merged(layer: LoraLayer, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """W + s B A in fp32, then in `dtype`, for the whole `weight` of a layer; fp32 copies are of some rows at a time."""
-    a, b = (full_tensor(part[NAME].weight, torch.float32) for part in (layer.lora_A, layer.lora_B))
+    a = full_tensor(layer.lora_A[NAME].weight, torch.float32)
+    b = full_tensor(layer.lora_B[NAME].weight, torch.float32)
     total = torch.empty_like(weight, dtype=dtype)
     for start in range(0, len(weight), MERGED_ROWS):
         rows = slice(start, start + MERGED_ROWS)

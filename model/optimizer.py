@@ -31,15 +31,25 @@ def make_optimizer(parameters: Iterable[nn.Parameter], adamw: AdamW, memory: Mem
 
     The state is made here: made in the first step, it would lie between activations in the GPU's memory.
     """
-    betas = (adamw.adam_beta1, adamw.adam_beta2)
-    settings = {"lr": adamw.learning_rate, "betas": betas, "weight_decay": adamw.weight_decay}
+    settings = {
+        "lr": adamw.learning_rate,
+        "betas": (adamw.adam_beta1, adamw.adam_beta2),
+        "weight_decay": adamw.weight_decay,
+    }
     if memory.param_dtype == "float32" and memory.offload == "none":
         optimizer = torch.optim.AdamW(parameters, **settings, fused=True)
-        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
-            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device)} | moments
+        for parameter in parameters_of(optimizer):
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
         return optimizer
     return ChunkedAdamW(parameters, **settings, is_state_on_host=memory.offload == "optimizer")
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 class ChunkedAdamW(torch.optim.AdamW):
@@ -54,20 +64,24 @@ class ChunkedAdamW(torch.optim.AdamW):
         self.is_state_on_host = is_state_on_host
         is_streamed = is_state_on_host and torch.cuda.is_available()
         self.streams = [torch.cuda.Stream(), torch.cuda.Stream()] if is_streamed else [None]  # None: the current one
-        for parameter in (each for group in self.param_groups for each in group["params"]):
+        for parameter in parameters_of(self):
             self.state[parameter] = self._first_state(parameter)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
         """One update of every parameter that has a gradient."""
         assert closure is None, "the gradients are there already"
-        streams, turns = list(filter(None, self.streams)), cycle(self.streams)
-        for stream in streams:
-            stream.wait_stream(torch.cuda.current_stream())  # for the gradients
+        is_streamed, turns = self.streams != [None], cycle(self.streams)
+        if is_streamed:
+            for stream in self.streams:
+                stream.wait_stream(torch.cuda.current_stream())  # for the gradients
         for group in self.param_groups:
-            for parameter in (x for x in group["params"] if x.grad is not None):
-                self._update(parameter, group, turns)
-        if streams:  # gradients may be freed, and what the host reads next, for example for a checkpoint, has arrived
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group, turns)
+        if (
+            is_streamed
+        ):  # gradients may be freed, and what the host reads next, for example for a checkpoint, has arrived
             torch.cuda.synchronize()
 
     def _update(self, parameter: nn.Parameter, group: Group, turns: Iterator[torch.cuda.Stream | None]) -> None:
@@ -110,8 +124,8 @@ class ChunkedAdamW(torch.optim.AdamW):
         device = "cpu" if self.is_state_on_host else None  # None: where the parameter is
         is_pinned = self.is_state_on_host and local_shard(parameter).is_cuda  # copies are fast then
         state = {name: torch.zeros_like(parameter, dtype=dtype, device=device) for name, dtype in dtypes.items()}
-        for local in map(local_shard, state.values()) if is_pinned else ():
-            if local.numel():  # `Tensor.pin_memory` would round up: to nearly twice the RAM
+        for local in map(local_shard, state.values()):
+            if is_pinned and local.numel():  # `Tensor.pin_memory` would round up: to nearly twice the RAM
                 pin_memory(local.data_ptr(), local.nbytes)
         return {"step": torch.tensor(0.0)} | state
 

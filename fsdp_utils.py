@@ -1,7 +1,8 @@
 """Everything that says "rank": start-up, sharding, gathering, collectives. On a single process each verb is a no-op.
 
-The other files ask for what they need in the language of the algorithm ("the sum over trainers", "is this the main
-process"). FSDP2 (`fully_shard`) does the sharding. Read `World` first, then `shard`, then what gathers.
+The other files ask for what they need in the language of the algorithm ("the sum over trainers",
+"is this the main process"). FSDP2 (`fully_shard`) does the sharding. Read `World` first, then
+`shard`, then what gathers.
 """
 
 from __future__ import annotations
@@ -139,9 +140,10 @@ def init_world(tp_size: int, timeout_minutes: float, shard_ranks: int | None = N
 def allocator_settings(is_expandable: bool) -> str:
     """The settings of torch's allocators: the user's PYTORCH_ALLOC_CONF, and expandable segments.
 
-    Those keep micro-batches of many sizes from fragmenting the GPU's memory. vLLM cannot capture its CUDA graphs with
-    them where engines span GPUs, so they are off until the engine is built. pinned_max_round_threshold_mb is not set:
-    with it torch 2.13 hands out blocks of pinned memory that are too small.
+    Those keep micro-batches of many sizes from fragmenting the GPU's memory. vLLM cannot capture
+    its CUDA graphs with them where engines span GPUs, so they are off until the engine is built.
+    pinned_max_round_threshold_mb is not set: with it torch 2.13 hands out blocks of pinned memory
+    that are too small.
     """
     given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     settings = dict(setting.strip().split(":", 1) for setting in given.split(",") if ":" in setting)
@@ -159,7 +161,8 @@ def set_allocator(is_expandable: bool) -> None:
 def meeting_point(rank: int, size: int) -> dist.Store:
     """Where the ranks find each other: on one node a file, so that no port is open; with torchrun its own store.
 
-    That store survives a restart of the ranks, with the addresses of the ended ones: each start has a prefix.
+    That store survives a restart of the ranks, with the addresses of the ended ones: each start has
+    a prefix.
     """
     if size == 1:
         return dist.HashStore()  # in memory: a world of one needs neither file nor port
@@ -189,9 +192,9 @@ def shard(
 ) -> torch.device:
     """Shards in place (FSDP2): a unit per decoder layer and one for the rest. Returns the device of the shards.
 
-    Parameters keep their dtype; computation runs in `compute_dtype`, gradients are reduced in fp32. `on_host`: shards
-    and gradients live in host RAM (pinned on CUDA). `stays_gathered`: a forward pass leaves each layer gathered, until
-    the backward pass or `release_gathered`.
+    Parameters keep their dtype; computation runs in `compute_dtype`, gradients are reduced in fp32.
+    `on_host`: shards and gradients live in host RAM (pinned on CUDA). `stays_gathered`: a forward
+    pass leaves each layer gathered, until the backward pass or `release_gathered`.
     """
     place = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if on_host else OffloadPolicy()
     # A sum of bf16 gradients over many ranks would lose their small parts.
@@ -241,8 +244,8 @@ def release_gathered(root: nn.Module) -> None:
 def begin_micro_batch(root: nn.Module, communicates_once: bool, is_last: bool) -> None:
     """Makes the next backward pass reduce its gradients and free the gathered parameters at its end.
 
-    With `communicates_once` only that of the last micro-batch does; until then each rank adds up whole gradients.
-    Copies of the policy (HSDP) always add theirs up in the last one alone.
+    With `communicates_once` only that of the last micro-batch does; until then each rank adds up
+    whole gradients. Copies of the policy (HSDP) always add theirs up in the last one alone.
     """
     if isinstance(root, FSDPModule):
         root.set_requires_gradient_sync(is_last or not communicates_once)
@@ -269,8 +272,9 @@ def full_tensors(parameters: Iterable[tuple[Tensor, torch.dtype]]) -> Iterator[T
 def begin_gather(parameter: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
     """Starts `full_tensor`; the function that is returned waits for the result and returns it.
 
-    Replicas (HSDP) hold the same, so it gathers over the mesh dimension that is sharded. DTensor's own asynchronous
-    `redistribute` is not used: with torch 2.13 and gloo it corrupted the heap of a rank, about once in 1,000 syncs.
+    Replicas (HSDP) hold the same, so it gathers over the mesh dimension that is sharded. DTensor's
+    own asynchronous `redistribute` is not used: with torch 2.13 and gloo it corrupted the heap of a
+    rank, about once in 1,000 syncs.
     """
     beat("gathers weights")
     local = parameter.detach()
@@ -284,7 +288,8 @@ def begin_gather(parameter: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
     assert local.placements[dim].is_shard(0), "FSDP2 shards the rows, over one dimension of the mesh"
     # Converted before it is sent: bf16 is half the bytes of an fp32 master.
     own = moved(local.to_local(), mesh.device_type, dtype)
-    # A collective wants as many rows of each rank; the last ones may have fewer, which are padded and cut off again.
+    # A collective wants as many rows of each rank; the last ones may have fewer, which are padded
+    # and cut off again.
     rows = -(-num_rows // mesh.size(dim))
     if len(own) < rows:
         own = torch.cat([own, own.new_zeros(rows - len(own), *own.shape[1:])])
@@ -328,7 +333,8 @@ def local_shard(tensor: Tensor) -> Tensor:
 def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
     """The global gradient norm before clipping, an fp32 scalar, the same on every rank. Scales gradients in place.
 
-    It works on the shards of all at once, and sums over the ranks once: DTensor would go one by one.
+    It works on the shards of all at once, and sums over the ranks once: DTensor would go one by
+    one.
     """
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     shards = [local_shard(gradient) for gradient in gradients]
@@ -395,7 +401,8 @@ def gather_unwatched(item: Item) -> list[Item]:
 
 def end_if_requested() -> None:
     """Raises Stopped on every rank if a signal has asked any of them to end. All ranks call it together."""
-    # Each rank hears its own signals: one that left alone would keep the others waiting in a collective.
+    # Each rank hears its own signals: one that left alone would keep the others waiting in a
+    # collective.
     if any(gather_from_ranks(requested())):
         raise Stopped
 

@@ -1,9 +1,10 @@
 """The policy, a Hugging Face causal LM that returns the log-probabilities of a packed batch. The door to `model/`.
 
-`build_policy` makes the sharded policy, its reference and its optimizer; the loop knows the model through `Policy`
-alone. Two things differ from the model as it comes: attention sees each packed sequence alone (`model/attention.py`),
-and the head never holds the full logits (`model/head.py`). After an update the weights go this way: `optimizer.step` ->
-`Policy.full_weights` -> `fsdp_utils.full_tensors`, one parameter at a time -> `Engine.sync`. Dimensions: `batch.py`.
+`build_policy` makes the sharded policy, its reference and its optimizer; the loop knows the model
+through `Policy` alone. Two things differ from the model as it comes: attention sees each packed
+sequence alone (`model/attention.py`), and the head never holds the full logits (`model/head.py`).
+After an update the weights go this way: `optimizer.step` -> `Policy.full_weights` ->
+`fsdp_utils.full_tensors`, one parameter at a time -> `Engine.sync`. Dimensions: `batch.py`.
 """
 
 from __future__ import annotations
@@ -62,17 +63,20 @@ class Policy(adapters.WithAdapter):
         super().__init__()
         self.model = model
         self.dtype = dtype
-        # When the reference ran. It has the same list, so the policy knows the time also where it is not itself.
+        # When the reference ran. It has the same list, so the policy knows the time also where it
+        # is not itself.
         self.reference_times: list[tuple[Moment, Moment]] = []
         config = model.config.get_text_config()
         matrices = model.get_output_embeddings().weight.numel()
         for layer in self.layers:
             matrices += sum(weight.numel() for weight in layer.parameters() if weight.ndim == 2)
-        # FLOPs of a forward pass: 2 x numbers of the matrices x tokens; causal attention 2 x length^2 x width a layer.
+        # FLOPs of a forward pass: 2 x numbers of the matrices x tokens; causal attention 2 x
+        # length^2 x width a layer.
         self.flops_per_token = 2 * matrices
         # Granite divides its logits. Here the temperature does it, in one division.
         self.logits_divisor = config.logits_scaling if config.model_type == "granite" else 1.0
-        # At this length attention costs as much as the matrices: flops_per_token x `batch.training_costs` is the sum.
+        # At this length attention costs as much as the matrices: flops_per_token x
+        # `batch.training_costs` is the sum.
         self.parity_length = matrices / (len(self.layers) * config.num_attention_heads * head_dim(config))
 
     @property
@@ -146,8 +150,8 @@ class Policy(adapters.WithAdapter):
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor in the engine's dtype) of each parameter, LoRA merged: for sync and export.
 
-        While the caller uses one, the next one is gathered; all ranks must run through it together. Tied parameters
-        come once, under their first name.
+        While the caller uses one, the next one is gathered; all ranks must run through it together.
+        Tied parameters come once, under their first name.
         """
         layers, named = self.merged_layers(), self.named_weights()
         # What is merged keeps its own dtype until then: the sum alone is rounded.
@@ -173,8 +177,9 @@ class Policy(adapters.WithAdapter):
     def own_rows(self) -> Iterator[tuple[str, bool, Iterator[tuple[Tensor, int]]]]:
         """(Hugging Face name, whether LoRA is merged into it, pieces) of each parameter, as the engine is to hold it.
 
-        A piece is some rows in the engine's dtype and the index of the first. They are made from this rank's shards
-        alone, not by `full_weights`; all ranks run through the same pieces together.
+        A piece is some rows in the engine's dtype and the index of the first. They are made from
+        this rank's shards alone, not by `full_weights`; all ranks run through the same pieces
+        together.
         """
         layers = self.merged_layers()
         for name, parameter in self.named_weights():
@@ -209,8 +214,8 @@ def build_policy(
 ) -> tuple[Policy, Policy | None, Optimizer]:
     """The sharded policy, the sharded frozen reference (None without a KL term), and the policy's optimizer.
 
-    With LoRA a reference of the policy's own path is the policy itself, with its adapter off. `seed`: of the adapter's
-    first values.
+    With LoRA a reference of the policy's own path is the policy itself, with its adapter off.
+    `seed`: of the adapter's first values.
     """
     dtype = getattr(torch, memory.dtype)
     # Masters in --param_dtype keep updates that --dtype would lose; a frozen base needs none.
@@ -237,10 +242,12 @@ def build_policy(
 def compile_layers(policy: Policy) -> None:
     """Puts the decoder layers under torch.compile, in place. One compilation serves all of them and all lengths.
 
-    It is their `forward` alone: FSDP's hooks and the recomputation stay around it, and no parameter gets another name.
+    It is their `forward` alone: FSDP's hooks and the recomputation stay around it, and no parameter
+    gets another name.
     """
     for layer in policy.layers:
-        # A graph for each state: gradients, adapter on or off, kind of layer, some ranges of lengths.
+        # A graph for each state: gradients, adapter on or off, kind of layer, some ranges of
+        # lengths.
         compiled = torch.compile(layer.forward, dynamic=True, recompile_limit=64)
         # On CPUs `Engine` disables compilation in the whole process, for vLLM.
         layer.forward = torch._dynamo.config.patch(disable=False)(compiled)
@@ -286,7 +293,8 @@ def empty_policy(
     with without_storage():
         model = model_from_config(load_config(path), dtype=param_dtype, attn_implementation=attention)
     model.eval()  # as from_pretrained leaves it
-    # For some families vLLM runs transformers' decoder: it changes that class, in this process, to compile its calls.
+    # For some families vLLM runs transformers' decoder: it changes that class, in this process, to
+    # compile its calls.
     model.get_decoder().do_not_compile = True
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

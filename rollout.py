@@ -1,8 +1,8 @@
 """The engine: vLLM inside every rank. It samples completions, takes new weights after each step, and sleeps in between.
 
-Each tensor-parallel group of ranks is one engine; the engines share the prompts of a step. What a call samples is a
-function of its seed: a resumed run samples what the uninterrupted one would have. CPU and CUDA run the same code; CUDA
-adds sleep mode.
+Each tensor-parallel group of ranks is one engine; the engines share the prompts of a step. What a
+call samples is a function of its seed: a resumed run samples what the uninterrupted one would have.
+CPU and CUDA run the same code; CUDA adds sleep mode.
 
     engine = Engine(path, tokenizer, world, settings)
     engine.sync(policy.full_weights())     # it starts with no weights of its own
@@ -98,17 +98,19 @@ class Engine:
     ) -> Rollout:
         """Returns the completions of these rows, prompt-major, on every rank. All ranks call it with the same rows.
 
-        The engines take equal consecutive shares. `seed` is a tuple of non-negative numbers (run, step, purpose): the
-        result is a function of weights, arguments and number of engines. When completion b of the result is finished,
-        the leader of its engine calls `on_finished`. Raises Stopped if a signal has come; the engine cannot sample any
-        more then.
+        The engines take equal consecutive shares. `seed` is a tuple of non-negative numbers (run,
+        step, purpose): the result is a function of weights, arguments and number of engines. When
+        completion b of the result is finished, the leader of its engine calls `on_finished`. Raises
+        Stopped if a signal has come; the engine cannot sample any more then.
         """
         self.prepare(seed)
         rows_B = [row for row in rows for _ in range(sampling.num_samples)]
-        # Whole groups: the completions of a prompt share its keys and values in the cache of one engine.
+        # Whole groups: the completions of a prompt share its keys and values in the cache of one
+        # engine.
         indices_PG = np.arange(len(rows_B)).reshape(-1, sampling.num_samples)
         own = np.array_split(indices_PG, self.world.num_engines)[self.world.engine_index].flatten().tolist()
-        # All ranks of an engine have the same completions: one of them tells the grader and the other engines.
+        # All ranks of an engine have the same completions: one of them tells the grader and the
+        # other engines.
         is_leader = self.world.is_engine_leader
         finished: dict[int, Completion] = {}
         beat(f"begins to sample {len(own)} completions")
@@ -127,8 +129,8 @@ class Engine:
     def prepare(self, seed: tuple[int, ...]) -> None:
         """Empties the caches, lets the guard check the engine, and sets the seed: before requests are made."""
         assert self.state == "awake", f"the engine is {self.state}: sync() wakes it, but not after a failure"
-        # The caches hold keys, values and embeddings of images under old weights, or of earlier calls: a cached prefix
-        # changes the shapes of the prefill and so the last bits.
+        # The caches hold keys, values and embeddings of images under old weights, or of earlier
+        # calls: a cached prefix changes the shapes of the prefill and so the last bits.
         is_reset = self.llm.reset_prefix_cache()
         assert is_reset, "no request is unfinished between two calls"
         self.llm.llm_engine.engine_core.reset_encoder_cache()
@@ -179,7 +181,8 @@ class Engine:
                 continue
             number, (sampled,) = int(output.request_id), output.outputs
             row, ids = self.requests.pop(number)
-            # vLLM puts the tokens of images into a prompt by itself: the trainer must read the same ones.
+            # vLLM puts the tokens of images into a prompt by itself: the trainer must read the same
+            # ones.
             if output.prompt_token_ids != [*row.ids.tolist(), *ids]:
                 raise RuntimeError(f"the engine reads {row.where} with other image tokens than the trainer.")
             logprobs = list(sampled.logprobs.logprobs)
@@ -189,7 +192,8 @@ class Engine:
     def abort_unfinished(self) -> list[tuple[int, list[int], list[float]]]:
         """Aborts each unfinished request. Returns (number, token ids, log-probs) of what it has sampled so far.
 
-        They are read out of vLLM, which returns a request at its end alone, or else all of it at every token.
+        They are read out of vLLM, which returns a request at its end alone, or else all of it at
+        every token.
         """
         engine = self.llm.llm_engine
         states = dict(engine.output_processor.request_states)
@@ -231,8 +235,8 @@ class Engine:
     def sync(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Takes new weights, one full tensor at a time, under their Hugging Face names; wakes the engine if it sleeps.
 
-        On CUDA it takes back the memory of its weights first, and that of its KV cache after the transfer: gathered
-        tensors and cache are never held together.
+        On CUDA it takes back the memory of its weights first, and that of its KV cache after the
+        transfer: gathered tensors and cache are never held together.
         """
         assert self.state != "broken", BROKEN
         was_asleep = self.state == "asleep"
@@ -304,7 +308,8 @@ def _repack_head(model: nn.Module) -> None:
 
 def seed_everything(seed: tuple[int, ...], engine_index: int) -> None:
     """Sets every generator that vLLM may draw from; the ranks of an engine must sample the same."""
-    # Not by `hash` or a sum: steps, purposes and engines that lie next to each other get unrelated streams.
+    # Not by `hash` or a sum: steps, purposes and engines that lie next to each other get unrelated
+    # streams.
     state = int(np.random.SeedSequence([*seed, engine_index]).generate_state(1)[0])
     random.seed(state)
     np.random.seed(state)  # vLLM on CUDA draws from it  # noqa: NPY002

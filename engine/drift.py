@@ -1,11 +1,13 @@
 """Is the engine what is trained? Its weights are compared before each sampling, its log-probs after it.
 
-Two comparisons, because neither sees everything. Weights are compared bit by bit, through sums: a tensor that is one
-small step old does not show in the log-probs of a few thousand tokens. Log-probs show what no sum of weights does:
-another temperature, a kernel that computes something else. A difference ends the run.
+Two comparisons, because neither sees everything. Weights are compared bit by bit, through sums: a
+tensor that is one small step old does not show in the log-probs of a few thousand tokens. Log-probs
+show what no sum of weights does: another temperature, a kernel that computes something else. A
+difference ends the run.
 
-The engine's tensors are known by their names and shapes, without vLLM. Not compared are a vision tower, which is
-frozen, and layers that vLLM lays out in other ways than `parts_of` knows; the run says which at its start.
+The engine's tensors are known by their names and shapes, without vLLM. Not compared are a vision
+tower, which is frozen, and layers that vLLM lays out in other ways than `parts_of` knows; the run
+says which at its start.
 """
 
 from __future__ import annotations
@@ -82,7 +84,8 @@ class DriftGuard:
     def different_tensors(self) -> list[str]:
         """The names of the tensors in which an engine is not the policy."""
         world = self.world
-        # The sums of the policy, then of each engine: a rank fills in its parts, and the ranks add them up.
+        # The sums of the policy, then of each engine: a rank fills in its parts, and the ranks add
+        # them up.
         tables = no_sums(world.device, 1 + world.num_engines, len(self.names))
         merged = self.add_sums_of_policy(dict(zip(self.names, tables[0], strict=True)))
         (engine_sums,) = self.apply_model(self.sums_of_engine)
@@ -148,7 +151,8 @@ class DriftGuard:
     def parts_of(self, name: str, module: nn.Module) -> Iterator[tuple[str, Tensor, int, int]]:
         """(name in the policy, this rank's rows, index of the first row, of the first column) of a layer's tensors.
 
-        Of rows that several ranks hold alike the first one's count; rows beyond the policy's are padding.
+        Of rows that several ranks hold alike the first one's count; rows beyond the policy's are
+        padding.
         """
         before, _, own_name = name.rpartition(".")
         tp_rank, tp_size = self.world.trainer_rank % self.world.tp_size, self.world.tp_size
@@ -195,8 +199,9 @@ def no_sums(device: torch.device, *shape: int) -> Tensor:  # [*shape, BUCKETS] i
 def add_sums(sums: Tensor, rows: Tensor, first_row: int = 0, first_column: int = 0) -> None:
     """Adds to `sums`, [BUCKETS] int64, modulo 2^64: the bits of some rows of a tensor, times factors of row and column.
 
-    Row i counts in sum i % BUCKETS. The sums of the parts of a tensor, cut anyhow, add up to those of the whole, to the
-    last bit. A number that changes or moves changes them. A vector is a column; further dimensions count as columns.
+    Row i counts in sum i % BUCKETS. The sums of the parts of a tensor, cut anyhow, add up to those
+    of the whole, to the last bit. A number that changes or moves changes them. A vector is a
+    column; further dimensions count as columns.
     """
     bits = (rows.flatten(1) if rows.ndim > 1 else rows[:, None]).view(INTEGERS[rows.itemsize]).int()
     columns = factors(bits.shape[1], first_column, 1, rows.device)
@@ -208,10 +213,11 @@ def add_sums(sums: Tensor, rows: Tensor, first_row: int = 0, first_column: int =
 def differing(own: Tensor, engines: Tensor, merged_sizes: Tensor) -> Tensor:
     """bool [tensors]: in one of the engines the sums are not those of the policy.
 
-    `own` [tensors, BUCKETS], `engines` [engines, tensors, BUCKETS]. `merged_sizes` [tensors]: numbers in a tensor that
-    LoRA is merged into, otherwise 0. There two orders of summation round some numbers to neighbours, about 2^-16 of
-    them at most. How many have moved by one step follows from the squares of the differences: factors are uniform, so
-    the mean of their products' squares is 2^60 / 9.
+    `own` [tensors, BUCKETS], `engines` [engines, tensors, BUCKETS]. `merged_sizes` [tensors]:
+    numbers in a tensor that LoRA is merged into, otherwise 0. There two orders of summation round
+    some numbers to neighbours, about 2^-16 of them at most. How many have moved by one step follows
+    from the squares of the differences: factors are uniform, so the mean of their products' squares
+    is 2^60 / 9.
     """
     differences = engines - own  # [engines, tensors, BUCKETS]
     num_moved = differences.double().square().sum(-1) / (2**60 / 9)
@@ -227,9 +233,10 @@ def differing(own: Tensor, engines: Tensor, merged_sizes: Tensor) -> Tensor:
 def check_gap(metrics: Metrics, step: UpdateStep) -> None:
     """Raises RunError if what an update is to train on was sampled by something else than the policy.
 
-    The mean gap or the temperature is farther off than the bound, or not a number. The temperature counts by the share
-    of the gap that it explains: over two hundred tokens of an uncertain policy rounding alone has looked like 0.94,
-    which explained half. Faults explain three quarters and more. Where the loss is not finite, log-probs say nothing.
+    The mean gap or the temperature is farther off than the bound, or not a number. The temperature
+    counts by the share of the gap that it explains: over two hundred tokens of an uncertain policy
+    rounding alone has looked like 0.94, which explained half. Faults explain three quarters and
+    more. Where the loss is not finite, log-probs say nothing.
     """
     bound = step.max_rollout_gap
     gap, temperature = metrics["policy/rollout_gap_mean"], metrics["policy/rollout_temperature"]

@@ -54,10 +54,12 @@ def engine_options(
     if is_cuda:
         options |= {
             "gpu_memory_utilization": settings.gpu_memory_utilization,
-            # vLLM's own default depends on the kind of GPU (256 or 1,024), and batches above 512 have no CUDA graph.
+            # vLLM's own default depends on the kind of GPU (256 or 1,024), and batches above 512
+            # have no CUDA graph.
             "max_num_seqs": min(MOST_ON_GPU, demand.sequences or MOST_ON_GPU),
             "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}},  # FlashInfer's: see vllm_setup.py
-            # Nor are its kernels tried out, with a barrier of all ranks: a node without nvcc would not come to it.
+            # Nor are its kernels tried out, with a barrier of all ranks: a node without nvcc would
+            # not come to it.
             "kernel_config": {"enable_flashinfer_autotune": False},
         }
     else:

@@ -1,8 +1,8 @@
 """What vLLM needs before it is imported: its environment, filters for its log, one patch.
 
-`prepare_vllm()` does it in a rank, for an engine in this process; a variable that the user has set stays there.
-`servers/start.py` gives servers `ENVIRONMENT` and `SERVER_ENVIRONMENT`. All of it was needed with vLLM 0.32.0, the
-pinned release: look at each line again when the pin moves.
+`prepare_vllm()` does it in a rank, for an engine in this process; a variable that the user has set
+stays there. `servers/start.py` gives servers `ENVIRONMENT` and `SERVER_ENVIRONMENT`. All of it was
+needed with vLLM 0.32.0, the pinned release: look at each line again when the pin moves.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from runtime.start import launch_name
 
 ENVIRONMENT = {  # of every process with vLLM
     "VLLM_NO_USAGE_STATS": "1",  # otherwise it sends a report to its makers
-    # CUDA: FlashInfer compiles at its first call, with a toolkit that pip does not bring. docs/hardware.md
+    # CUDA: FlashInfer compiles at its first call, with a toolkit that pip does not bring.
+    # docs/hardware.md
     "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # `sizes.check_config` has checked the length; vLLM misreads yarn's
@@ -31,7 +32,8 @@ NOISE = [  # warnings that are not shown because they tell nothing: vLLM's logge
     ("vllm.engine.arg_utils", "The global random seed is set"),  # each call of Engine.sample sets its own
     ("vllm.config.vllm", "Enforce eager set"),  # by a flag, or on CPU
     ("vllm.config.vllm", "Inductor compilation was disabled"),  # the same
-    # At each sync, of modules without weights and of a tied head. What is really missing, reload.inplace tells.
+    # At each sync, of modules without weights and of a tied head. What is really missing,
+    # reload.inplace tells.
     ("vllm.model_executor.model_loader.reload.layerwise", "%s: Failed to load weights"),
     ("vllm.model_executor.model_loader.reload.layerwise", "Allocating %.1f MB"),  # of padded tables
     ("vllm.model_executor.models.utils", "Attempted to load weight"),  # of another dtype than --dtype, which is meant
@@ -70,8 +72,8 @@ def silence() -> None:
 def name_shared_memory() -> None:
     """CPU: adds the run's name to that of the memory which the ranks of an engine share.
 
-    vLLM gives it the same name in every run on a machine: another run, or what a killed one has left, would get in the
-    way.
+    vLLM gives it the same name in every run on a machine: another run, or what a killed one has
+    left, would get in the way.
     """
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 

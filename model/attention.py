@@ -1,8 +1,8 @@
 """Attention that sees each packed sequence alone, registered with transformers under the name "packed".
 
-`make_packing` says where the sequences of a micro-batch lie, in the form that the device's kernel wants; `Policy`
-passes it through the model to `packed_attention`. Any architecture that uses the attention interface of transformers
-works unchanged. Dimensions: `batch.py`.
+`make_packing` says where the sequences of a micro-batch lie, in the form that the device's kernel
+wants; `Policy` passes it through the model to `packed_attention`. Any architecture that uses the
+attention interface of transformers works unchanged. Dimensions: `batch.py`.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention within each packed sequence, as transformers calls it; `options` has the packing.
 
-    Shapes: query [1, heads, N, head_dim], key and value [1, kv_heads, N, head_dim] -> [1, N, heads, head_dim].
+    Shapes: query [1, heads, N, head_dim], key and value [1, kv_heads, N, head_dim] -> [1, N, heads,
+    head_dim].
     """
     packing, sliding_window = options.get("packing"), options.get("sliding_window")
     assert isinstance(packing, Packing), "call the model through Policy, which passes the packing"
@@ -122,7 +123,8 @@ def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, packing: Packing, 
 def _attend_rectangles(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None) -> Tensor:
     """CPU: padded rectangles, exact because a causal query of a right-padded row sees no padding.
 
-    A shared prompt has queries for each of its sequences: the kernel's causal mask needs as many queries as keys.
+    A shared prompt has queries for each of its sequences: the kernel's causal mask needs as many
+    queries as keys.
     """
     sizes = [count * length for count, length in packing.rectangles]
     in_slots = (x.index_select(0, packing.positions_M).split(sizes) for x in (query, key, value))
@@ -152,7 +154,8 @@ def check_alignment(device: torch.device) -> None:
 def check_device(device: torch.device, share_prompts: bool) -> None:
     """CUDA: FlashAttention 3 where the GPU can run it (H100, H200) and its module `flash_attn_interface` is installed.
 
-    Elsewhere torch's own FlashAttention 2 stays. Raises RuntimeError if the kernel cannot do --share_prompts.
+    Elsewhere torch's own FlashAttention 2 stays. Raises RuntimeError if the kernel cannot do
+    --share_prompts.
     """
     if device.type != "cuda":
         return

@@ -2,10 +2,11 @@
 
     y = W x + s B A dropout(x)        s = --lora_alpha / --lora_rank; A [rank, in] starts random, B [out, rank] at zero
 
-peft puts A and B into the model. W is frozen, in --dtype; A and B have fp32 masters. FSDP shards both in the same
-units: only a unit's trainable parameters must agree in dtype. With its adapter off the model is the reference
-(`adapter_off`). Engine and checkpoints get W + s B A (`merged`); W itself is never written to, or each sync would round
-it. Dropout is on in the update alone, because the sampler has none: see docs/algorithm.md.
+peft puts A and B into the model. W is frozen, in --dtype; A and B have fp32 masters. FSDP shards
+both in the same units: only a unit's trainable parameters must agree in dtype. With its adapter off
+the model is the reference (`adapter_off`). Engine and checkpoints get W + s B A (`merged`); W
+itself is never written to, or each sync would round it. Dropout is on in the update alone, because
+the sampler has none: see docs/algorithm.md.
 """
 
 from __future__ import annotations
@@ -96,8 +97,9 @@ class WithAdapter(nn.Module):
     def adapter_off(self) -> Iterator[None]:
         """Within it the policy is its base model, which is the reference.
 
-        peft also freezes what it turns off. Here the adapter stays trainable: FSDP decides in its first forward pass,
-        which may be this one, which gradients it will reduce, and in which dtype.
+        peft also freezes what it turns off. Here the adapter stays trainable: FSDP decides in its
+        first forward pass, which may be this one, which gradients it will reduce, and in which
+        dtype.
         """
         layers = adapted_layers(self.model).values()
         for layer in layers:

@@ -28,7 +28,8 @@ class Packing:
     """Where the sequences of a micro-batch lie. Attention works on M slots, which hold the N packed positions."""
 
     max_length: int  # of a sequence
-    # CUDA: sequence s has queries cu_seqlens[s] .. cu_seqlens[s + 1] and the keys of slots cu_seqlens_k[s] .. [s + 1].
+    # CUDA: sequence s has queries cu_seqlens[s] .. cu_seqlens[s + 1] and the keys of slots
+    # cu_seqlens_k[s] .. [s + 1].
     cu_seqlens: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     # CPU: sequences of similar length share a padded rectangle; the rectangles lie end to end.

@@ -63,8 +63,9 @@ def kv_heads(config: PretrainedConfig) -> int:
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
-# What is refused: attributes of a config, values that are allowed, and how another one is called. The trainer, with
-# its packed attention and chunked head, would not compute what the engine samples from.
+# What is refused: attributes of a config, values that are allowed, and how another one is called.
+# The trainer, with its packed attention and chunked head, would not compute what the engine samples
+# from.
 REFUSED = (
     (("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), (0, 1), "{value} experts"),
     (("attn_logit_softcapping", "final_logit_softcapping"), (), "{name} = {value}"),
@@ -74,8 +75,9 @@ REFUSED = (
     (("kv_lora_rank",), (), "latent attention"),
     (("is_heterogeneous",), (False,), "layers of different sizes"),
 )
-# Types of models that were tried here. Apertus: vLLM keeps parameters of its activation in bf16. DiffLlama, Doge: vLLM
-# does not start. Granite SWA, Nemotron: attention that the packed pass does not compute, or that is not told of it.
+# Types of models that were tried here. Apertus: vLLM keeps parameters of its activation in bf16.
+# DiffLlama, Doge: vLLM does not start. Granite SWA, Nemotron: attention that the packed pass does
+# not compute, or that is not told of it.
 NOT_ALIKE = {"apertus", "diffllama", "doge", "granite_swa", "nemotron"}
 LAYERS = {"full_attention", "sliding_attention", "attention"}  # kinds of layers that are implemented
 
@@ -178,7 +180,8 @@ def cpu_cache_bytes(
 ) -> int:
     """CPU: room for the sequences that run at once, at most `most_sequences` and `CPU_CACHE`.
 
-    vLLM goes round all the blocks it has: all of them would soon be resident, however few are in use.
+    vLLM goes round all the blocks it has: all of them would soon be resident, however few are in
+    use.
     """
     config = config.get_text_config()
     heads = max(kv_heads(config) // tp_size, 1)

@@ -15,8 +15,8 @@ TAG = re.compile(r"think|thought|reason|answer|tool|call|python", re.IGNORECASE)
 def template_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     """The special tokens that the chat template writes around messages.
 
-    A text that holds one already has a template. Tokens of another model's template are ordinary text, and so are
-    tokens like `<think>`.
+    A text that holds one already has a template. Tokens of another model's template are ordinary
+    text, and so are tokens like `<think>`.
     """
     messages = [{"role": role, "content": "?"} for role in ("user", "assistant", "user")]
     try:

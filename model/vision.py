@@ -1,9 +1,10 @@
 """Images of a vision-language model (Qwen2.5-VL): their tokens in a prompt, their positions, their pixel values.
 
-The processor scales an image to multiples of 28 pixels, at most --max_pixels in all, and cuts it into patches of 14 x
-14. Four patches become one token. The chat template writes one `<|image_pad|>` an image; our prompts repeat it for each
-token, so length limits, packing and the token cap count them. The engine repeats it by itself, and `rollout.py`
-compares its prompt with ours. Images are kept encoded; pixel values are computed for the micro-batches of a step.
+The processor scales an image to multiples of 28 pixels, at most --max_pixels in all, and cuts it
+into patches of 14 x 14. Four patches become one token. The chat template writes one `<|image_pad|>`
+an image; our prompts repeat it for each token, so length limits, packing and the token cap count
+them. The engine repeats it by itself, and `rollout.py` compares its prompt with ours. Images are
+kept encoded; pixel values are computed for the micro-batches of a step.
 """
 
 from __future__ import annotations
@@ -85,8 +86,9 @@ class PromptImages:
     def positions(self, length: int) -> np.ndarray:
         """Shape [3, length], int64: time, row, column of each token of prompt and completion, for the rotary embedding.
 
-        Text counts on in all three. The tokens of an image share the time at which it starts and differ in row and
-        column; it takes as many positions as its longer side has tokens (arXiv 2409.12191, section 2.1).
+        Text counts on in all three. The tokens of an image share the time at which it starts and
+        differ in row and column; it takes as many positions as its longer side has tokens (arXiv
+        2409.12191, section 2.1).
         """
         positions = np.tile(np.arange(length), (3, 1))
         is_image, end = self.is_image(), 0
@@ -116,7 +118,8 @@ class PromptImages:
 class BatchImages:
     """The images of a micro-batch, and where they go: made once, for all passes over it.
 
-    No dataclass: FSDP casts all tensors that it finds in one, in each pass, and the host would do it for pixel values.
+    No dataclass: FSDP casts all tensors that it finds in one, in each pass, and the host would do
+    it for pixel values.
     """
 
     def __init__(self, images: list[PromptImages], places_I: Tensor) -> None:
@@ -126,7 +129,8 @@ class BatchImages:
         self.pixels = [pixels for prompt in images for pixels in prompt.pixels()]  # of each image, on the host
         self.grids = torch.tensor([grid for prompt in images for grid in prompt.grids])
         self.places_I = places_I
-        # What the tower would make of the grids in each pass. It reads the lengths, so those stay on the host.
+        # What the tower would make of the grids in each pass. It reads the lengths, so those stay
+        # on the host.
         window_index, window_lengths = get_vision_window_index(self.grids, merge, window, patch)
         self.lengths = {"cu_seqlens": get_vision_cu_seqlens(self.grids), "cu_window_seqlens": window_lengths}
         positions = get_vision_position_ids(self.grids, merge)
@@ -148,8 +152,8 @@ def tower_of(model: PreTrainedModel) -> nn.Module | None:
 def embed(model: PreTrainedModel, input_ids_N: Tensor, images: BatchImages) -> Tensor:
     """Shape [N, D]: embeddings of the tokens, and of the images in the place of theirs.
 
-    The tower is frozen, and its parameters are gathered with the rest of the root unit before this runs: a rank without
-    images has no collective to miss.
+    The tower is frozen, and its parameters are gathered with the rest of the root unit before this
+    runs: a rank without images has no collective to miss.
     """
     embedded_ND, tower = model.get_input_embeddings()(input_ids_N), tower_of(model)
     device = images.places_I.device
@@ -174,7 +178,8 @@ def load_processor(
 ) -> tuple[PreTrainedTokenizerBase, Vision | None]:
     """The tokenizer, and what reads images: None for a model without vision, or for a tokenizer alone (no config).
 
-    Raises ValueError for image flags that do not suit the model, and if it has no tokenizer or processor.
+    Raises ValueError for image flags that do not suit the model, and if it has no tokenizer or
+    processor.
     """
     has_vision = config is not None and config.model_type in KNOWN
     if config is not None:
@@ -224,7 +229,8 @@ class UnreadableImage(ValueError):
 def encoded_images(value: object, folder: Path) -> tuple[bytes, ...]:
     """The images of a value: null, or one or a list of path, bytes, base64, {"bytes", "path"}.
 
-    Raises UnreadableImage, also for a file that is cut off, which would otherwise end the run when its turn comes.
+    Raises UnreadableImage, also for a file that is cut off, which would otherwise end the run when
+    its turn comes.
     """
     if value is None:
         return ()
@@ -257,7 +263,8 @@ def read_image(text: str, folder: Path) -> bytes:
 def decode(encoded: bytes) -> Image.Image:
     """The image in RGB, upright as its EXIF data say, transparent parts white. Raises `DAMAGED`.
 
-    Grey values of 16 or 32 bits are scaled, so that the largest is white, and black is 0 or what is below it.
+    Grey values of 16 or 32 bits are scaled, so that the largest is white, and black is 0 or what is
+    below it.
     """
     image = ImageOps.exif_transpose(Image.open(io.BytesIO(encoded)))
     if image.mode[0] in "IF":

@@ -4,8 +4,9 @@
     shard(...)                            # FSDP2 divides shapes, not yet bytes
     fill(root, model, path, device)       # rank 0 reads, every rank keeps its shard
 
-The files are mapped into memory: a model costs no host RAM beyond its shards, one full parameter, and a copy of that on
-the way. The parameters get the same bits as by `from_pretrained` (tests/model/test_weights.py).
+The files are mapped into memory: a model costs no host RAM beyond its shards, one full parameter,
+and a copy of that on the way. The parameters get the same bits as by `from_pretrained`
+(tests/model/test_weights.py).
 """
 
 from __future__ import annotations
@@ -110,7 +111,8 @@ def without_storage() -> Iterator[None]:
 def fill(root: nn.Module, model: PreTrainedModel, path: str, device: torch.device) -> None:
     """Makes storage on `device` for what has none in `root`, and fills its part `model` with the weights at `path`.
 
-    All ranks call it together; rank 0 reads. Raises ValueError, on every rank, if files are missing or do not fit.
+    All ranks call it together; rank 0 reads. Raises ValueError, on every rank, if files are missing
+    or do not fit.
     """
     wanted = names_to_fill(model)
     # As `to_empty`, but not for buffers.
@@ -198,7 +200,8 @@ def weight_files(path: str) -> list[Path]:
 def match_names(model: PreTrainedModel, wanted: list[list[str]], keys: Iterable[str]) -> dict[str, list[str]]:
     """First name of each wanted tensor -> the keys that hold it, renamed as transformers does while loading.
 
-    Raises ValueError, with the names, for weights that are missing, not the model's, or must be converted.
+    Raises ValueError, with the names, for weights that are missing, not the model's, or must be
+    converted.
     """
     known = dict.fromkeys((name for names in wanted for name in names), True)
     transforms = get_model_conversion_mapping(model)

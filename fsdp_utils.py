@@ -22,16 +22,9 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from runtime.machine import choose_interface, local_world_size, prepare_cpu, use_all_cores
@@ -63,6 +56,7 @@ class World:
         """All trainers. Parameters are sharded along the last dimension and replicated along the first (HSDP)."""
         if self.shard_ranks in (None, self.num_trainers):
             return init_device_mesh(self.device.type, (self.num_trainers,))
+        # Neighbours share a copy: within a node their links are the fastest, and they talk most.
         shape = self.num_trainers // self.shard_ranks, self.shard_ranks
         mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
         if self.timeout is not None:
@@ -84,7 +78,7 @@ class World:
 
     @property
     def is_engine_leader(self) -> bool:
-        """True on one rank per engine; the other ranks of the engine sample the same completions."""
+        """Whether this rank speaks for its engine: the others of the engine sample the same completions."""
         return self.trainer_rank % self.tp_size == 0
 
     def describe(self) -> str:
@@ -110,6 +104,7 @@ def is_engine_leader_process(tp_size: int) -> bool:
 def init_world(tp_size: int, timeout_minutes: float, shard_ranks: int | None = None, has_engines: bool = True) -> World:
     """Joins the process group and returns this process's place: gloo on CPU, NCCL on CUDA."""
     if "RANK" not in os.environ:  # plain `python train_grpo.py`: a world of one
+        # Not only for us: vLLM's external launcher reads them, too.
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -118,12 +113,12 @@ def init_world(tp_size: int, timeout_minutes: float, shard_ranks: int | None = N
         # What each rank did last, before a collective times out: for torch's `torchfrtrace`.
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
         os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{tempfile.gettempdir()}/nccl_trace_rank_")
-        set_allocator(is_expandable=False)
+        set_allocator(is_expandable=False)  # `Engine` turns it on, when its CUDA graphs are captured
         use_all_cores()
     else:
         device, backend = torch.device("cpu"), "gloo"
         prepare_cpu()
-    choose_interface()
+    choose_interface()  # before the first socket is opened
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = meeting_point(rank, size)
     # The others wait for the main process, however long that takes: it may be downloading weights.
@@ -132,7 +127,7 @@ def init_world(tp_size: int, timeout_minutes: float, shard_ranks: int | None = N
     while not store.check([MAIN_IS_HERE]):
         time.sleep(0.05)
     timeout = timedelta(minutes=timeout_minutes)
-    store.set_timeout(timeout)
+    store.set_timeout(timeout)  # only now: until here the wait has no end
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     return World(rank, size, tp_size, device, shard_ranks=shard_ranks, timeout=timeout, has_engines=has_engines)
 
@@ -175,7 +170,7 @@ def meeting_point(rank: int, size: int) -> dist.Store:
 
 def close_world() -> None:
     """Leaves the process group. Call after the engine is closed: vLLM's own groups live inside this one."""
-    if dist.is_initialized():
+    if dist.is_initialized():  # vLLM may have taken it down
         dist.destroy_process_group()
 
 
@@ -196,17 +191,18 @@ def shard(
     `on_host`: shards and gradients live in host RAM (pinned on CUDA). `stays_gathered`: a forward
     pass leaves each layer gathered, until the backward pass or `release_gathered`.
     """
-    place = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if on_host else OffloadPolicy()
-    # A sum of bf16 gradients over many ranks would lose their small parts.
-    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    divide = partial(fully_shard, mesh=world.mesh, mp_policy=precision, offload_policy=place)
+    offload = fsdp.CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if on_host else fsdp.OffloadPolicy()
+    # fp32: a sum of bf16 gradients over many ranks would lose their small parts.
+    precision = fsdp.MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    divide = partial(fsdp.fully_shard, mesh=world.mesh, mp_policy=precision, offload_policy=offload)
     for layer in layers:
         divide(layer, reshard_after_forward=not stays_gathered)
     for layer, after in pairwise(layers):  # gathered while this one computes, as FSDP does by itself backwards
         layer.set_modules_to_forward_prefetch([after])
     divide(root)  # last: its unit is what no layer has taken, the embedding, the last norm and the head
+    # FSDP gathers in `forward`; of other methods it has to be told.
     for name in getattr(root, "forward_methods", ()):
-        register_fsdp_forward_method(root, name)
+        fsdp.register_fsdp_forward_method(root, name)
     return torch.device("cpu") if on_host else world.device
 
 
@@ -222,7 +218,7 @@ def fill_from_main(target: Tensor, full: Tensor | None) -> None:
     is_sharded = isinstance(target, DTensor)
     # Collectives run on the device that computes, also where the shards live in host RAM.
     device = torch.device(target.device_mesh.device_type) if is_sharded else target.device
-    if full is None:
+    if full is None:  # rank 0 alone reads files: the others receive
         full = torch.empty(target.shape, dtype=target.dtype, device=device)
     full = moved(full, device, target.dtype)
     if is_sharded:
@@ -237,7 +233,7 @@ def fill_from_main(target: Tensor, full: Tensor | None) -> None:
 def release_gathered(root: nn.Module) -> None:
     """Frees the parameters that FSDP keeps gathered for a backward pass that will not come."""
     for unit in root.modules():
-        if isinstance(unit, FSDPModule):  # a model on one process, as in tests, may have none
+        if isinstance(unit, fsdp.FSDPModule):  # a model on one process, as in tests, may have none
             unit.reshard()  # not recursive
 
 
@@ -247,7 +243,7 @@ def begin_micro_batch(root: nn.Module, communicates_once: bool, is_last: bool) -
     With `communicates_once` only that of the last micro-batch does; until then each rank adds up
     whole gradients. Copies of the policy (HSDP) always add theirs up in the last one alone.
     """
-    if isinstance(root, FSDPModule):
+    if isinstance(root, fsdp.FSDPModule):
         root.set_requires_gradient_sync(is_last or not communicates_once)
         root.set_reshard_after_backward(is_last or not communicates_once)
         root.set_requires_all_reduce(is_last)
@@ -263,7 +259,7 @@ def full_tensors(parameters: Iterable[tuple[Tensor, torch.dtype]]) -> Iterator[T
     begun = deque()  # popped: the caller alone holds the result
     for parameter, dtype in parameters:
         begun.append(begin_gather(parameter, dtype))
-        if len(begun) > 1:
+        if len(begun) > 1:  # two at a time: this one and the next, however large the model is
             yield begun.popleft()()
     if begun:
         yield begun.popleft()()
@@ -294,6 +290,7 @@ def begin_gather(parameter: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
     if len(own) < rows:
         own = torch.cat([own, own.new_zeros(rows - len(own), *own.shape[1:])])
     gathered = own.new_empty(rows * mesh.size(dim), *own.shape[1:])
+    # Asynchronous: it runs while the caller uses the tensor before.
     work = dist.all_gather_single(gathered, own, group=mesh.get_group(dim), async_op=True)
 
     def finish() -> Tensor:
@@ -317,7 +314,7 @@ def own_rows(parameter: Tensor, at_most: int) -> Iterator[tuple[Tensor, int]]:
         mesh = parameter.device_mesh
         device = mesh.device_type
         for index, size, place in zip(mesh.get_coordinate(), mesh.shape, parameter.placements, strict=True):
-            if not place.is_replicate():
+            if not place.is_replicate():  # the ranks along this dimension share the rows among them
                 first = index * -(-len(parameter) // size)  # as FSDP2 divides the rows
             elif index > 0:
                 return
@@ -342,6 +339,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
     mesh = gradients[0].device_mesh if isinstance(gradients[0], DTensor) else None
     if mesh is not None:
         (placements,) = {gradient.placements for gradient in gradients}  # FSDP shards all alike
+        # A rank has shards of all gradients, so squares add up over ranks: one sum for all.
         squares = norms**2
         for dim, place in enumerate(placements):
             if not place.is_replicate():  # copies (HSDP) hold the same
@@ -351,7 +349,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
     if mesh is not None and mesh.ndim > 1:  # copies may add in another order, would clip differently, and drift apart
         dist.broadcast(norm, src=0)
     # Scaled without asking whether it has to be: the host would wait for the GPU's answer.
-    torch._foreach_mul_(shards, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    torch._foreach_mul_(shards, (max_norm / (norm + 1e-6)).clamp(max=1.0))  # 1e-6: as torch's own clipping
     return norm
 
 
@@ -378,7 +376,7 @@ def max_over_trainers(values: Tensor) -> Tensor:
 
 @waiting("sum or maximum")
 def _all_reduce(values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
-    reduced = values.clone()
+    reduced = values.clone()  # torch's works in place
     if dist.is_initialized():
         dist.all_reduce(reduced, op=operation)
     return reduced
@@ -394,7 +392,7 @@ def gather_unwatched(item: Item) -> list[Item]:
     """`gather_from_ranks` for ranks that ask again and again: to the watch over stalls it is no progress."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [item]
-    items: list[Item | None] = [None] * dist.get_world_size()
+    items = [None] * dist.get_world_size()
     dist.all_gather_object(items, item)
     return items  # type: ignore[return-value]
 

@@ -88,17 +88,12 @@ class Policy(adapters.WithAdapter):
         self, batch: Batch, temperature: float, trains_entropy: bool = False, teacher: Teacher | None = None
     ) -> TokenScores:
         """The scores of the labels; `trains_entropy`: their entropies have a gradient."""
-        trained_K = batch.trained_K
-        scores = chunked_logprobs(
-            self._trained_hidden(batch),
-            self.model.get_output_embeddings(),
-            batch.labels_N.index_select(0, trained_K),
-            temperature * self.logits_divisor,
-            trains_entropy,
-            self.head_dtype,
-            teacher,
-        )
-        # Back to all positions: what adds up over them needs no second kind of index.
+        trained_K, head = batch.trained_K, self.model.get_output_embeddings()
+        hidden_KD, labels_K = self._trained_hidden(batch), batch.labels_N.index_select(0, trained_K)
+        temperature *= self.logits_divisor
+        # Not `head(hidden)`: the logits of all positions would take more memory than the model.
+        scores = chunked_logprobs(hidden_KD, head, labels_K, temperature, trains_entropy, self.head_dtype, teacher)
+        # Back to all positions, so that whatever adds up over them needs one kind of index.
         zeros_N = torch.zeros(len(batch.labels_N), device=trained_K.device)
         return TokenScores(*(zeros_N.index_copy(0, trained_K, values_K) for values_K in scores))
 
@@ -181,6 +176,7 @@ class Policy(adapters.WithAdapter):
         this rank's shards alone, not by `full_weights`; all ranks run through the same pieces
         together.
         """
+        # In another way than a sync sends them: the comparison is to find a fault in that way, too.
         layers = self.merged_layers()
         for name, parameter in self.named_weights():
             if name in layers:
@@ -202,7 +198,7 @@ class Policy(adapters.WithAdapter):
 
 def now() -> Moment:
     """This moment; on CUDA that of the device, for which nobody waits."""
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available():  # then nothing runs behind the host
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
     event.record()
@@ -231,7 +227,7 @@ def build_policy(
         reference.head_dtype = policy.head_dtype
         reference.reference_times = policy.reference_times
         shard_and_fill(reference, reference_path, world, memory.offload_reference)
-    if memory.compile:
+    if memory.compile:  # after sharding: the graphs are of layers alone
         for model in {policy, reference} - {None}:  # with LoRA they may be one
             compile_layers(model)
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
@@ -289,10 +285,11 @@ def empty_policy(
     """The model at `path` (folder or hub id), without storage yet. `dtype`: the policy's; default: its parameters'."""
     if os.environ.get(OFF) or not sys.stderr.isatty():  # a bar would fill a log file
         transformers.utils.logging.disable_progress_bar()
+    # A tower has images of its own, which are not packed: it keeps torch's attention.
     attention = {"": "packed", "text_config": "packed", "vision_config": "sdpa"}  # "": of a model of one part
     with without_storage():
         model = model_from_config(load_config(path), dtype=param_dtype, attn_implementation=attention)
-    model.eval()  # as from_pretrained leaves it
+    model.eval()  # as from_pretrained leaves it: no dropout
     # For some families vLLM runs transformers' decoder: it changes that class, in this process, to
     # compile its calls.
     model.get_decoder().do_not_compile = True

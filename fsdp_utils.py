@@ -37,7 +37,7 @@ MAIN_IS_HERE = "the main process has come"  # a key of the store in which the ra
 
 @dataclass(frozen=True)
 class World:
-    """Where this process stands. Every rank trains; `tp_size` consecutive ranks are one engine.
+    """The place of this process. Every rank trains; `tp_size` consecutive ranks are one engine.
 
     With generation servers all ranks count as one engine, whose leader is the main rank.
     """
@@ -48,7 +48,7 @@ class World:
     device: torch.device
     _: KW_ONLY
     shard_ranks: int | None = None  # consecutive ranks that share one copy of the policy; None: all
-    timeout: timedelta | None = None  # of collectives
+    timeout: timedelta | None = None  # after which a collective fails
     has_engines: bool = True  # False: generation servers sample
 
     @cached_property
@@ -154,10 +154,10 @@ def set_allocator(is_expandable: bool) -> None:
 
 
 def meeting_point(rank: int, size: int) -> dist.Store:
-    """Where the ranks find each other: on one node a file, so that no port is open; with torchrun its own store.
+    """The store in which the ranks find each other.
 
-    That store survives a restart of the ranks, with the addresses of the ended ones: each start has
-    a prefix.
+    On one node it is a file, so that no port is open; with torchrun it is torchrun's own. That one
+    survives a restart of the ranks, with the addresses of the ended ones: each start has a prefix.
     """
     if size == 1:
         return dist.HashStore()  # in memory: a world of one needs neither file nor port

@@ -42,9 +42,9 @@ Moment = float | torch.cuda.Event
 
 
 class TokenScores(NamedTuple):
-    """What a pass finds at each position, float32; constant zeros where the loss mask is false."""
+    """The results of a pass at each position, float32; constant zeros where the loss mask is false."""
 
-    logprobs_N: Tensor  # of the labels
+    logprobs_N: Tensor  # those of the labels
     entropies_N: Tensor  # in nats
     # With a teacher: see `Batch`.
     ref_logprobs_N: Tensor | None = None
@@ -56,7 +56,7 @@ class Policy(adapters.WithAdapter):
     """The policy, or the reference, which is the same but frozen."""
 
     forward_methods = ("hidden_states",)  # for `fsdp_utils.shard`: these, too, need gathered parameters
-    head_dtype: torch.dtype | None = None  # of the logits; None: that of the head's weights
+    head_dtype: torch.dtype | None = None  # the logits'; None: that of the head's weights
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype = torch.bfloat16) -> None:
         """`dtype`: of the arithmetic, the engine and the exported weights. The parameters may have another."""
@@ -104,7 +104,7 @@ class Policy(adapters.WithAdapter):
         return hidden_KD / self.logits_divisor, weight_VD.clone()  # FSDP will free the weight
 
     def _trained_hidden(self, batch: Batch) -> Tensor:
-        """What the decoder makes of the batch, at the positions of completions: the head runs on these alone."""
+        """Runs the decoder; returns its output at the trained positions: the head runs on these alone."""
         beat("runs a forward pass")
         inputs = {"input_ids": batch.input_ids_N[None]}
         if batch.images is not None:

@@ -214,7 +214,7 @@ class Engine:
         return is_due and self.from_leader(requested())
 
     def from_leader(self, value: Value) -> Value:
-        """What the first rank of the engine has; all of its ranks call this together."""
+        """The value that the first rank of the engine has; all of its ranks call this together."""
         return value if self.world.tp_size == 1 else get_tp_group().broadcast_object(value, src=0)
 
     def beat_on_progress(self) -> None:
@@ -283,7 +283,7 @@ def play_one_turn(
 
 
 def _images(row: Row) -> dict[str, object]:
-    """What the engine is given of a row beside tokens."""
+    """The images of a row, as vLLM takes them beside its tokens."""
     if row.images is None:
         return {}
     return {"multi_modal_data": {"image": [decode(image) for image in row.images.encoded]}}

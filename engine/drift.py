@@ -28,12 +28,12 @@ from runtime.stall import BOARD
 from runtime.start import RunError
 
 Sums = dict[str, Tensor]  # common name -> [BUCKETS] int64
-ApplyModel = Callable[[Callable[[nn.Module], Sums]], list[Sums]]  # of vLLM: asks the model of this rank's engine
+ApplyModel = Callable[[Callable[[nn.Module], Sums]], list[Sums]]  # asks the model of this rank's engine
 
 BUCKETS = 16  # sums of a tensor
-ROWS = 1024  # of a matrix whose sums are made at a time: this bounds the memory
+ROWS = 1024  # rows of a matrix whose sums are made at a time: this bounds the memory
 MOST_ROUNDED = 4  # sums that may differ where LoRA is merged, however small the tensor
-MOST_ROUNDED_SHARE = 1e-4  # of its numbers that may be rounded in another way
+MOST_ROUNDED_SHARE = 1e-4  # share of its numbers that may be rounded in another way
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"  # common names
 INTEGERS = {2: torch.int16, 4: torch.int32}  # bytes of a number -> the integer with the same bits
 # The name that a tensor has in the policy and in the engine, whatever stands before it.

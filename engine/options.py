@@ -1,4 +1,4 @@
-"""How the engine is started, as plain values for `vllm.LLM`, and what is said when GPU memory runs out. No vLLM."""
+"""The engine's settings, as plain values for `vllm.LLM`, and checks of its start. Imports no vLLM."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Demand(NamedTuple):
     """The most that the calls of a run ask of one engine."""
 
     sequences: int | None = None  # completions of a call; None: any number
-    images: int = 0  # of a prompt
+    images: int = 0  # images of a prompt
     vision: Vision | None = None  # how images are scaled; None: there are none
 
 

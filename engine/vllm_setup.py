@@ -13,7 +13,7 @@ import warnings
 
 from runtime.start import launch_name
 
-ENVIRONMENT = {  # of every process with vLLM
+ENVIRONMENT = {  # for every process with vLLM
     "VLLM_NO_USAGE_STATS": "1",  # otherwise it sends a report to its makers
     # CUDA: FlashInfer compiles at its first call, with a toolkit that pip does not bring.
     # docs/hardware.md
@@ -35,8 +35,11 @@ NOISE = [  # warnings that are not shown because they tell nothing: vLLM's logge
     # At each sync, of modules without weights and of a tied head. What is really missing,
     # reload.inplace tells.
     ("vllm.model_executor.model_loader.reload.layerwise", "%s: Failed to load weights"),
-    ("vllm.model_executor.model_loader.reload.layerwise", "Allocating %.1f MB"),  # of padded tables
-    ("vllm.model_executor.models.utils", "Attempted to load weight"),  # of another dtype than --dtype, which is meant
+    ("vllm.model_executor.model_loader.reload.layerwise", "Allocating %.1f MB"),  # padded tables
+    (
+        "vllm.model_executor.models.utils",
+        "Attempted to load weight",
+    ),  # files of another dtype than --dtype, which is meant
     ("vllm.config.model", "%s %s"),  # beyond its own limit: VLLM_ALLOW_LONG_MAX_MODEL_LEN
     ("vllm.utils.flashinfer", "FlashInfer"),  # that its kernels are missing: none of them runs
     ("vllm.utils.torch_utils", "OMP_NUM_THREADS="),  # by the launcher, or runtime.machine.use_all_cores

@@ -33,15 +33,15 @@ from torch.nn import functional as F
 from model import sizes
 
 FUSED_ON = {"cuda"}  # kinds of devices on which torch.compile makes the kernels
-EAGER_PIECES = 8  # of a chunk, in eager mode: each number of a piece takes about 20 bytes for a moment
+EAGER_PIECES = 8  # pieces of a chunk in eager mode: each number takes about 20 bytes for a moment
 
 
 class Teacher(NamedTuple):
     """The distribution of the reference at the same tokens, before its head."""
 
     hidden_TD: Tensor  # its own width D
-    weight_VD: Tensor  # of its head; what it has beyond the policy's rows is left out, as if its probability was 0
-    divergence: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # of `grpo.DIVERGENCES`
+    weight_VD: Tensor  # its head's; rows beyond the policy's are left out, as if their probability was 0
+    divergence: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # one of `grpo.DIVERGENCES`
 
 
 def chunked_logprobs(
@@ -148,7 +148,7 @@ def chunk_of_teacher(tensors: Sequence[Tensor], rows: slice, head_dtype: torch.d
 def by_rows(
     function: Callable[..., list[Tensor]], settings: tuple, logits: Tensor, *inputs: Tensor | None
 ) -> list[Tensor]:
-    """What one of the next two functions returns for the rows of these tensors."""
+    """Runs `score` or `replace_by_gradient` on the rows of these tensors; returns what it returns."""
     tensors = logits, *inputs
     if logits.device.type in FUSED_ON:
         for tensor in tensors:
@@ -167,7 +167,7 @@ def compiled(function: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor
 
 
 def score(settings: tuple, logits: Tensor, labels: Tensor, teacher_logits: Tensor | None) -> list[Tensor]:
-    """What `chunked_logprobs` returns, for some of its rows."""
+    """The values that `chunked_logprobs` returns, for some of its rows."""
     temperature, _, _, divergence = settings
     log_p = log_probabilities(logits, temperature)
     values = [log_p.gather(-1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(dim=-1)]

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from flags import Lora
 from fsdp_utils import World, full_tensor, own_rows
 
-NAME = "default"  # of the one adapter, for peft
+NAME = "default"  # peft's name for the one adapter
 MERGED_ROWS = 1024  # rows of a matrix that are in fp32 at a time
 
 

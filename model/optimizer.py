@@ -23,7 +23,7 @@ from flags import AdamW, Memory
 from fsdp_utils import local_shard
 from model import sizes
 
-Group = dict[str, object]  # of parameters, with their settings
+Group = dict[str, object]  # parameters, with their settings
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], adamw: AdamW, memory: Memory) -> Optimizer:
@@ -90,7 +90,7 @@ class ChunkedAdamW(torch.optim.AdamW):
         generator = torch.Generator(device).manual_seed(int(state["step"]))  # a resumed run rounds as it would have
         tensors = {"parameter": parameter, "gradient": parameter.grad} | state
         del tensors["step"]
-        size = sizes.OPTIMIZER_CHUNK // len(self.streams)  # of the chunks that are there at a time, together
+        size = sizes.OPTIMIZER_CHUNK // len(self.streams)  # so that the chunks in flight are as large together
         chunks = [local_shard(tensor).view(-1).split(size) for tensor in tensors.values()]
         for pieces in zip(*chunks, strict=True):
             with torch.cuda.stream(next(turns)):

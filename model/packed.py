@@ -13,7 +13,7 @@ from torch import Tensor
 class Segment(NamedTuple):
     """A sequence in a micro-batch: its positions from `start` on. Attention sees those before `start`, too."""
 
-    index: int | None  # of the sequence in the rollout; None: an empty batch
+    index: int | None  # the sequence's in the rollout; None: an empty batch
     start: int
     stop: int  # its length
     prefix: int | None = None  # the segment whose first positions are those before `start`; None: there are none
@@ -25,9 +25,9 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """Where the sequences of a micro-batch lie. Attention works on M slots, which hold the N packed positions."""
+    """The places of the sequences of a micro-batch. Attention works on M slots, which hold the N packed positions."""
 
-    max_length: int  # of a sequence
+    max_length: int  # that of the longest sequence
     # CUDA: sequence s has queries cu_seqlens[s] .. cu_seqlens[s + 1] and the keys of slots
     # cu_seqlens_k[s] .. [s + 1].
     cu_seqlens: Tensor | None = None

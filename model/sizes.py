@@ -151,7 +151,7 @@ def check_parallel(config: PretrainedConfig, size: int) -> None:
     text, tower = config.get_text_config(), getattr(config, "vision_config", None)
     heads, kv = text.num_attention_heads, kv_heads(text)
     inner = getattr(text, "intermediate_size", None) or 0
-    rows = -(-text.vocab_size // 64) * 64  # of the head: vLLM pads them
+    rows = -(-text.vocab_size // 64) * 64  # the head's: vLLM pads them
     divided = [heads, inner, rows, getattr(tower, "num_heads", 0), getattr(tower, "intermediate_size", 0)]
     sizes = []
     for ranks in range(1, heads + 1):

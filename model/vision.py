@@ -126,7 +126,7 @@ class BatchImages:
         """`places_I`: int64, the packed position of each image token."""
         vision = images[0].vision
         merge, window, patch = vision.merge_size, vision.window_size, vision.patch_size
-        self.pixels = [pixels for prompt in images for pixels in prompt.pixels()]  # of each image, on the host
+        self.pixels = [pixels for prompt in images for pixels in prompt.pixels()]  # one tensor an image, on the host
         self.grids = torch.tensor([grid for prompt in images for grid in prompt.grids])
         self.places_I = places_I
         # What the tower would make of the grids in each pass. It reads the lengths, so those stay
@@ -134,7 +134,7 @@ class BatchImages:
         window_index, window_lengths = get_vision_window_index(self.grids, merge, window, patch)
         self.lengths = {"cu_seqlens": get_vision_cu_seqlens(self.grids), "cu_window_seqlens": window_lengths}
         positions = get_vision_position_ids(self.grids, merge)
-        self.orders = {"position_ids": positions, "window_index": window_index}  # of the patches
+        self.orders = {"position_ids": positions, "window_index": window_index}  # the patches'
 
     def to(self, device: torch.device) -> BatchImages:
         """The same with its orders and places on the device."""

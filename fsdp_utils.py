@@ -108,12 +108,14 @@ def init_world(tp_size: int, timeout_minutes: float, shard_ranks: int | None = N
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        backend = "cpu:gloo,cuda:nccl"  # gloo for what is gathered as Python objects: no copy to the GPU and back
+        # Gloo for what is gathered as Python objects: no copy to the GPU and back.
+        backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
         # What each rank did last, before a collective times out: for torch's `torchfrtrace`.
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
         os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{tempfile.gettempdir()}/nccl_trace_rank_")
-        set_allocator(is_expandable=False)  # `Engine` turns it on, when its CUDA graphs are captured
+        # `Engine` turns segments on, when its CUDA graphs are captured.
+        set_allocator(is_expandable=False)
         use_all_cores()
     else:
         device, backend = torch.device("cpu"), "gloo"
@@ -197,9 +199,11 @@ def shard(
     divide = partial(fsdp.fully_shard, mesh=world.mesh, mp_policy=precision, offload_policy=offload)
     for layer in layers:
         divide(layer, reshard_after_forward=not stays_gathered)
-    for layer, after in pairwise(layers):  # gathered while this one computes, as FSDP does by itself backwards
+    # Gathered while this one computes, as FSDP does by itself backwards.
+    for layer, after in pairwise(layers):
         layer.set_modules_to_forward_prefetch([after])
-    divide(root)  # last: its unit is what no layer has taken, the embedding, the last norm and the head
+    # Last: its unit is what no layer has taken, the embedding, the last norm and the head.
+    divide(root)
     # FSDP gathers in `forward`; of other methods it has to be told.
     for name in getattr(root, "forward_methods", ()):
         fsdp.register_fsdp_forward_method(root, name)
@@ -346,10 +350,12 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
                 dist.all_reduce(squares, group=mesh.get_group(dim))
         norms = squares**0.5
     norm = torch.linalg.vector_norm(norms)
-    if mesh is not None and mesh.ndim > 1:  # copies may add in another order, would clip differently, and drift apart
+    # Copies may add in another order, would clip differently, and drift apart.
+    if mesh is not None and mesh.ndim > 1:
         dist.broadcast(norm, src=0)
-    # Scaled without asking whether it has to be: the host would wait for the GPU's answer.
-    torch._foreach_mul_(shards, (max_norm / (norm + 1e-6)).clamp(max=1.0))  # 1e-6: as torch's own clipping
+    # Scaled without asking whether it has to be: the host would wait for the GPU's answer. 1e-6 is
+    # that of torch's own clipping.
+    torch._foreach_mul_(shards, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
 

@@ -55,7 +55,8 @@ class TokenScores(NamedTuple):
 class Policy(adapters.WithAdapter):
     """The policy, or the reference, which is the same but frozen."""
 
-    forward_methods = ("hidden_states",)  # for `fsdp_utils.shard`: these, too, need gathered parameters
+    # For `fsdp_utils.shard`: these, too, need gathered parameters.
+    forward_methods = ("hidden_states",)
     head_dtype: torch.dtype | None = None  # the logits'; None: that of the head's weights
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -285,8 +286,9 @@ def empty_policy(
     """The model at `path` (folder or hub id), without storage yet. `dtype`: the policy's; default: its parameters'."""
     if os.environ.get(OFF) or not sys.stderr.isatty():  # a bar would fill a log file
         transformers.utils.logging.disable_progress_bar()
-    # A tower has images of its own, which are not packed: it keeps torch's attention.
-    attention = {"": "packed", "text_config": "packed", "vision_config": "sdpa"}  # "": of a model of one part
+    # A tower has images of its own, which are not packed: it keeps torch's attention. "" is a
+    # model of one part.
+    attention = {"": "packed", "text_config": "packed", "vision_config": "sdpa"}
     with without_storage():
         model = model_from_config(load_config(path), dtype=param_dtype, attn_implementation=attention)
     model.eval()  # as from_pretrained leaves it: no dropout
@@ -296,7 +298,8 @@ def empty_policy(
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         for layer in model.get_decoder().layers:
-            layer.training = True  # needed for checkpointing; not of what is in it, or its dropout would be on
+            # Checkpointing needs it. What is in the layer stays in evaluation: no dropout.
+            layer.training = True
     if (tower := tower_of(model)) is not None:
         tower.eval().requires_grad_(False)
     return Policy(model, dtype or param_dtype)

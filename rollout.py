@@ -5,9 +5,9 @@ call samples is a function of its seed: a resumed run samples what the uninterru
 CPU and CUDA run the same code; CUDA adds sleep mode.
 
     engine = Engine(path, tokenizer, world, settings)
-    engine.sync(policy.full_weights())     # it starts with no weights of its own
+    engine.sync(policy.full_weights())     # it starts with no weights of its own; each sync wakes it
     rollout = engine.sample(rows, sampling, seed)
-    engine.sleep()                         # CUDA: gives its memory to the trainer until the next sync
+    engine.sleep()                         # CUDA: gives its memory to the trainer until then
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ Value = TypeVar("Value")
 # Samples rows in an engine; yields (index of the row, completion) of each row when it is finished.
 Play = Callable[["Engine", list[Row], Sampling, str], Iterator[tuple[int, Completion]]]
 
-STEPS_BETWEEN_LOOKS = 16  # for a signal, in an engine over several ranks: each look costs them a broadcast
+# The looks for a signal, in an engine over several ranks: each one costs them a broadcast.
+STEPS_BETWEEN_LOOKS = 16
 BROKEN = "a change of weights or of memory failed: the engine cannot be used any more"
 
 
@@ -69,16 +70,22 @@ class Engine:
         self.tokenizer = tokenizer
         self.stop_ids = stop_ids(tokenizer, settings.stop_tokens)
         self.play = play or play_one_turn
-        self.state = "awake"  # or "asleep"; "broken" during a change between the two, and for ever if that fails
-        self.requests: dict[int, tuple[Row, list[int]]] = {}  # number -> its row, and the tokens after the prompt
+        # "awake", "asleep"; "broken" during a change between the two, and for ever if that fails.
+        self.state = "awake"
+        # Number of an unfinished request -> its row, and the tokens that it goes on after.
+        self.requests: dict[int, tuple[Row, list[int]]] = {}
         self.last_progress = ()
         self.num_looks = 0
-        self.seconds_E = np.zeros(world.num_engines)  # that each engine took for its share of the last `sample`
+        # The time that each engine took for its share of the last `sample`.
+        self.seconds_E = np.zeros(world.num_engines)
         is_cuda = world.device.type == "cuda"
         if not is_cuda:
-            torch._dynamo.config.disable = True  # vLLM's log-prob kernel would be compiled for 5 to 25 s, to no gain
+            # vLLM's log-prob kernel would be compiled for 5 to 25 s, to no gain.
+            torch._dynamo.config.disable = True
         options = engine_options(model_path, settings, is_cuda, world.tp_size, demand)
-        gc.freeze()  # vLLM collects garbage at each stage of its start: a second in all, with what is imported in it
+        # vLLM collects garbage at each stage of its start: a second in all, if it looks at all that
+        # is imported.
+        gc.freeze()
         beat("starts the engine")
         with memory_errors():
             self.llm = LLM(**options)
@@ -162,7 +169,8 @@ class Engine:
         images_of = cache(_images)  # a prompt's images are decoded once for all of its completions
         params_of = cache(lambda limit: self.params(sampling, limit))
         inputs = [_engine_input(row, ids, images_of(row)) for row, ids in zip(rows, so_far, strict=True)]
-        first = next(self.llm.request_counter) + 1  # this takes a number, and vLLM gives the next ones out
+        # The call takes a number; vLLM gives out the next ones.
+        first = next(self.llm.request_counter) + 1
         for number, request in enumerate(zip(rows, so_far, strict=True), start=first):
             self.requests[number] = request
         self.llm.enqueue(inputs, [params_of(limit) for limit in limits], use_tqdm=False)
@@ -203,7 +211,8 @@ class Engine:
             unfinished.append((int(state.external_req_id), list(state.detokenizer.output_token_ids), logprobs))
         engine.abort_request(list(states), internal=True)
         self.requests.clear()
-        while engine.engine_core.engine_core.batch_queue:  # what is already computed, on GPUs, ahead of its outputs
+        # GPUs compute ahead of the outputs: these steps are thrown away.
+        while engine.engine_core.engine_core.batch_queue:
             engine.step()
         return unfinished
 
@@ -266,7 +275,8 @@ class Engine:
         self.llm.llm_engine.engine_core.shutdown()
         destroy_model_parallel()
         destroy_distributed_environment()
-        gc.freeze()  # vLLM has just collected garbage; Python does so again at its end, for more than a second
+        # vLLM has just collected garbage; Python does so again at its end, for more than a second.
+        gc.freeze()
 
 
 def play_one_turn(

@@ -52,10 +52,9 @@ class DriftGuard:
         """`phase`: what the comparison runs in, so that its time is known."""
         self.policy, self.world, self.phase, self.apply_model = policy, world, phase, apply_model
         weights = policy.describe_weights()
-        self.shapes = {}  # common name -> shape of the whole
-        for name, shape in zip(weights["names"], weights["shapes"], strict=True):
-            self.shapes[common_name(name)] = shape
-        self.shapes.pop(None, None)  # a vision tower's
+        # Common name -> shape of the whole. None: those of a vision tower.
+        self.shapes = dict(zip(map(common_name, weights["names"]), weights["shapes"], strict=True))
+        self.shapes.pop(None, None)
         common_names = set(self.shapes)
         self.has_head = HEAD in self.shapes  # otherwise the embedding is the head, too
         if not self.has_head and EMBEDDING in self.shapes:

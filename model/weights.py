@@ -118,8 +118,8 @@ def fill(root: nn.Module, model: PreTrainedModel, path: str, device: torch.devic
     # As `to_empty`, but not for buffers.
     root._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
     model.tie_weights()  # an unsharded parameter has now a tensor for each of its names
-    everything = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
-    targets = {in_files(name): tensor for name, tensor in everything.items()}
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    targets = {in_files(name): tensor for name, tensor in tensors.items()}
     problem, weights = None, {}
     if is_main_process():
         try:

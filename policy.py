@@ -139,9 +139,15 @@ class Policy(adapters.WithAdapter):
         self.reference_times.clear()
         return seconds
 
-    def named_weights(self) -> list[tuple[str, nn.Parameter]]:
-        """(name in the model, parameter) of all but adapters."""
-        return [(name, parameter) for name, parameter in self.model.named_parameters() if ".lora_" not in name]
+    def named_weights(self) -> list[tuple[str, nn.Parameter, nn.Module | None]]:
+        """(Hugging Face name, parameter, layer whose adapter is merged into it) of all but adapters."""
+        layers = adapters.adapted_layers(self.model)
+        named = []
+        for name, parameter in self.model.named_parameters():
+            if ".lora_" not in name:  # an adapter is no weight of its own to the engine, nor in a checkpoint
+                layer = layers.get(name.removesuffix(".base_layer.weight"))
+                named.append((in_files(name), parameter, layer))
+        return named
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor in the engine's dtype) of each parameter, LoRA merged: for sync and export.
@@ -149,42 +155,34 @@ class Policy(adapters.WithAdapter):
         While the caller uses one, the next one is gathered; all ranks must run through it together.
         Tied parameters come once, under their first name.
         """
-        layers, named = self.merged_layers(), self.named_weights()
+        named = self.named_weights()
         # What is merged keeps its own dtype until then: the sum alone is rounded.
-        wanted = ((parameter, parameter.dtype if name in layers else self.dtype) for name, parameter in named)
-        for (name, _), full in zip(named, full_tensors(wanted), strict=True):
-            if name in layers:
-                full = adapters.merged(layers[name], full, self.dtype)
-            yield in_files(name), full
-
-    def merged_layers(self) -> dict[str, nn.Module]:
-        """Name of a parameter -> the layer whose adapter is merged into it."""
-        return {f"{name}.base_layer.weight": layer for name, layer in adapters.adapted_layers(self.model).items()}
+        wanted = ((parameter, self.dtype if layer is None else parameter.dtype) for _, parameter, layer in named)
+        for (name, _, layer), full in zip(named, full_tensors(wanted), strict=True):
+            yield name, full if layer is None else adapters.merged(layer, full, self.dtype)
 
     def describe_weights(self) -> dict[str, list]:
         """Names, dtypes and shapes of the tensors of `full_weights`, in the form of vLLM's weight transfer."""
         named = self.named_weights()
         return {
-            "names": [in_files(name) for name, _ in named],
+            "names": [name for name, _, _ in named],
             "dtype_names": [str(self.dtype).removeprefix("torch.")] * len(named),
-            "shapes": [list(parameter.shape) for _, parameter in named],
+            "shapes": [list(parameter.shape) for _, parameter, _ in named],
         }
 
     def own_rows(self) -> Iterator[tuple[str, bool, Iterator[tuple[Tensor, int]]]]:
         """(Hugging Face name, whether LoRA is merged into it, pieces) of each parameter, as the engine is to hold it.
 
-        A piece is some rows in the engine's dtype and the index of the first. They are made from
-        this rank's shards alone, not by `full_weights`; all ranks run through the same pieces
-        together.
+        A piece is some rows in the engine's dtype and the index of the first. All ranks run through
+        the same pieces together. They are made from this rank's shards alone, not by `full_weights`:
+        the comparison with the engine is to find a fault in that way, too.
         """
-        # In another way than a sync sends them: the comparison is to find a fault in that way, too.
-        layers = self.merged_layers()
-        for name, parameter in self.named_weights():
-            if name in layers:
-                yield in_files(name), True, adapters.own_merged_rows(layers[name], parameter, self.dtype)
+        for name, parameter, layer in self.named_weights():
+            if layer is not None:
+                yield name, True, adapters.own_merged_rows(layer, parameter, self.dtype)
             else:
                 pieces = own_rows(parameter, adapters.MERGED_ROWS)
-                yield in_files(name), False, ((rows.to(self.dtype), first) for rows, first in pieces)
+                yield name, False, ((rows.to(self.dtype), first) for rows, first in pieces)
 
     def describe(self) -> str:
         """The numbers of parameters and of trained ones, for the first lines of the log."""
@@ -192,9 +190,8 @@ class Policy(adapters.WithAdapter):
         total = sum(parameter.numel() for parameter in self.parameters())
         if self.has_adapter:
             return f"trainable: {trained:,} of {total:,} parameters: {self.describe_adapter()}"
-        if trained == total:
-            return f"trainable: all {trained:,} parameters"
-        return f"trainable: all {trained:,} parameters of {total:,}, without those of the vision tower"
+        frozen = f" of {total:,}, without those of the vision tower" if trained < total else ""
+        return f"trainable: all {trained:,} parameters{frozen}"
 
 
 def now() -> Moment:
@@ -224,11 +221,12 @@ def build_policy(
     shard_and_fill(policy, path, world, memory.offload == "all", memory.communicate_once)
     reference = policy if reference_path else None
     if reference_path and (reference_path != path or not lora.lora_rank):
+        # It is never updated: no masters, and no recomputation in a backward pass.
         reference = empty_policy(reference_path, dtype).requires_grad_(False)
         reference.head_dtype = policy.head_dtype
         reference.reference_times = policy.reference_times
         shard_and_fill(reference, reference_path, world, memory.offload_reference)
-    if memory.compile:  # after sharding: the graphs are of layers alone
+    if memory.compile:
         for model in {policy, reference} - {None}:  # with LoRA they may be one
             compile_layers(model)
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]

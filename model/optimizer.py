@@ -31,19 +31,13 @@ def make_optimizer(parameters: Iterable[nn.Parameter], adamw: AdamW, memory: Mem
 
     The state is made here: made in the first step, it would lie between activations in the GPU's memory.
     """
-    settings = {
-        "lr": adamw.learning_rate,
-        "betas": (adamw.adam_beta1, adamw.adam_beta2),
-        "weight_decay": adamw.weight_decay,
-    }
+    betas = (adamw.adam_beta1, adamw.adam_beta2)
+    settings = {"lr": adamw.learning_rate, "betas": betas, "weight_decay": adamw.weight_decay}
     if memory.param_dtype == "float32" and memory.offload == "none":
         optimizer = torch.optim.AdamW(parameters, **settings, fused=True)
         for parameter in parameters_of(optimizer):
-            optimizer.state[parameter] = {
-                "step": torch.zeros((), device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
+            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device)} | moments
         return optimizer
     return ChunkedAdamW(parameters, **settings, is_state_on_host=memory.offload == "optimizer")
 
